@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import os
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -21,7 +21,7 @@ from torchrec.distributed.sharding_plan import (
     table_row_wise,
     table_wise,
 )
-from torchrec.distributed.types import ShardingEnv, ShardingType
+from torchrec.distributed.types import ParameterSharding, ShardingEnv, ShardingType
 from torchrec.modules.embedding_configs import EmbeddingBagConfig
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
@@ -139,4 +139,14 @@ def _sharded(
     if kind == ShardingType.TABLE_ROW_WISE.value:  # TorchRec's generator takes no kernel and sets a dense one
         for parameter in plan.values():
             parameter.compute_kernel = "fused"
+    if group.size() == 1:
+        for parameter in plan.values():
+            _put_on(parameter, device)
     return sharder.shard(tables, plan, ShardingEnv.from_process_group(group), device)
+
+
+def _put_on(parameter: ParameterSharding, device: torch.device) -> None:
+    """Place the shards of a single process on ``device``, which need not be the first GPU."""
+    spec: Any = parameter.sharding_spec  # None if the table is data-parallel
+    if spec is not None:
+        spec.shards = [type(s)(s.shard_offsets, s.shard_sizes, f"rank:0/{device}") for s in spec.shards]

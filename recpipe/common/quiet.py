@@ -26,6 +26,9 @@ NOISE = (
     r".*Please use DTensor instead and we are deprecating ShardedTensor.*",
     r".*You are using `torch.load` with `weights_only=False`.*",
     r".*TypedStorage is deprecated.*",
+    r".*_get_pg_default_device` will be deprecated.*",
+    r".*Multiple backends are registered with this ProcessGroup.*",
+    r".*barrier\(\): using the device under current context.*",
 )
 """Warnings to hide: they are about things that recpipe does on purpose."""
 _LEVELS = {
@@ -74,11 +77,17 @@ quieted = Shared(_quieted)
 """``quiet_libraries`` for a block; afterwards the program has its own logging and warnings again."""
 
 
+_SAID = (
+    "Sharding spec not found",  # TorchRec, for each data-parallel table of a plan
+    "Could not determine LOCAL_WORLD_SIZE",  # TorchRec, without torchrun; it takes all ranks, as recpipe does
+    "_fbgemm_torch_compat_table has no entry",  # FBGEMM, which knows fewer releases than ``recpipe doctor``
+)
+
+
 def _worth_saying(record: logging.LogRecord) -> bool:
-    """Whether to print a record. To the root logger TorchRec logs a line for each data-parallel table of a
-    plan, and FBGEMM one for a release of torch that its own list lacks; recpipe checks that itself."""
-    said = record.getMessage()
-    return not (said.startswith("Sharding spec not found") or "_fbgemm_torch_compat_table" in said)
+    """Whether to print a record of the root logger."""
+    message = record.getMessage().strip()
+    return not any(said in message for said in _SAID)
 
 
 def calm_threads() -> None:

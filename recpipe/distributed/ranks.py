@@ -83,6 +83,9 @@ class Ranks:
     """The device that this rank trains on. With a GPU, channels can also send tensors on it."""
     channels: list[Channel] = field(default_factory=list, compare=False, repr=False)
     """All channels that were made, for the report."""
+    groups: dict[str, Any] = field(default_factory=dict, compare=False, repr=False)
+    """The process group of TorchRec's collectives, by backend, once it is made. One, as NCCL takes memory of
+    a GPU for each."""
 
     @property
     def trains(self) -> bool:
@@ -205,12 +208,13 @@ class Channel:
         return [received[end - size : end] for size, end in zip(sizes, ends.tolist(), strict=True)]
 
     def ordered_sum(self, values: torch.Tensor) -> torch.Tensor:
-        """Sum of the members' ``values`` (float [n], on a CPU or on this rank's GPU), added in the members'
-        order, so that every member gets the same bits. Only the training thread calls it for a GPU's."""
-        if self.size == 1:
+        """Sum of the members' ``values`` (float [n], on a CPU or on this rank's GPU, on all members alike),
+        added in the members' order, so that every member gets the same bits. Only the training thread calls
+        it for a GPU's."""
+        count = values.numel()
+        if self.size == 1 or not count:
             return values
         start = time.perf_counter()
-        count = values.numel()
         part = -(-count // self.size)
         padded = values.new_zeros(part * self.size)
         padded[:count] = values

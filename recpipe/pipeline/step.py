@@ -233,8 +233,9 @@ class _Step:
 
     def _nothing_trained(self) -> torch.Tensor:
         """A step without samples. It still updates the tables, since other ranks wait for the messages."""
-        device = self.dense[0].device if self.dense else None
-        return torch.zeros((), device=device)
+        # That of its rows, as the other ranks' loss: tensors on a CPU and on a GPU go by different backends.
+        there = [*(lookup.warm for lookup in self.lookups.all), *self.dense]
+        return torch.zeros((), device=there[0].device if there else None)
 
     def _part(self, low: int, high: int) -> tuple[Mapping[Front, Part], Any, int]:
         batch = between(self.staged.batch, low, high)

@@ -21,7 +21,7 @@ def add_up(
         return loss, stop
     trained = list(parameters)
     gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in trained]
-    told = loss.new_tensor([float(loss), float(stop)])
+    told = torch.tensor([float(loss), float(stop)], dtype=loss.dtype, device=loss.device)
     total = trainers.ordered_sum(torch.cat([g.reshape(-1) for g in gradients] + [told]))
     sizes = [g.numel() for g in gradients]
     for parameter, part in zip(trained, torch.split(total[:-2], sizes), strict=True):

@@ -38,6 +38,7 @@ with private_names():
     )
     from recpipe.seams.shards import (
         OWN_KERNEL,
+        Fetched,
         FusedLookup,
         LocalPart,
         LocalShard,
@@ -45,12 +46,15 @@ with private_names():
         equipped,
         fuse,
         fused_lookups,
+        give_back,
         given_to_own,
         local_shards,
         look_up_each_id,
         own_lookups,
         own_lookups_in,
         replicated_lookups,
+        taken,
+        without_locks,
     )
     from recpipe.seams.tables import Views, module_name, tbe_views, update_by_table
 
@@ -62,6 +66,7 @@ __all__ = [
     "SUM",
     "Collective",
     "EnumerableShardingSpec",
+    "Fetched",
     "FusedLookup",
     "LocalPart",
     "LocalShard",
@@ -81,6 +86,7 @@ __all__ = [
     "fuse",
     "fused_lookups",
     "fused_rows",
+    "give_back",
     "given_to_own",
     "graph_is_kept",
     "init_from_local_shards",
@@ -95,8 +101,10 @@ __all__ = [
     "own_lookups_in",
     "remapped_ids",
     "replicated_lookups",
+    "taken",
     "tbe_views",
     "tree_leaves",
     "update_by_table",
     "watching_all_threads",
+    "without_locks",
 ]

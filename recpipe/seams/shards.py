@@ -3,7 +3,7 @@ them."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from copy import copy
 from dataclasses import dataclass
@@ -133,6 +133,45 @@ def fused_lookups(sharded: Any) -> list[FusedLookup]:
             features += [(table.name, place.shard_offsets[0] if place else 0)] * table.num_features()
         found.append(FusedLookup(kernel.emb_module, tuple(features)))
     return found
+
+
+Fetched = list[tuple[SplitTableBatchedEmbeddingBagsCodegen, list[torch.Tensor], list[int]]]
+"""For each TBE behind a cache of a GPU, where the rows of one batch are in that cache."""
+
+
+def taken(lookups: Iterable[FusedLookup]) -> Fetched:
+    """What a prefetch has just noted in ``lookups`` for a later lookup, which they then know nothing of.
+
+    A TBE gives what was fetched first to the lookup that comes first, whatever ids this has. But an
+    evaluation, or the first batch after an epoch that was left early, comes before the batch whose rows were
+    fetched.
+    """
+    found: Fetched = []
+    for tbe in (lookup.tbe for lookup in lookups):
+        found.append((tbe, tbe.lxu_cache_locations_list, tbe.timesteps_prefetched))
+        tbe.lxu_cache_locations_list, tbe.timesteps_prefetched = [], []
+    return found
+
+
+def give_back(fetched: Fetched) -> None:
+    """Before a batch's lookup: note in its TBEs what ``taken`` took for it."""
+    for tbe, locations, steps in fetched:
+        tbe.lxu_cache_locations_list, tbe.timesteps_prefetched = locations, steps
+
+
+@contextmanager
+def without_locks(lookups: Iterable[FusedLookup]) -> Iterator[None]:
+    """In the block, lookups do not lock their rows in a GPU's cache: the backward pass unlocks them, and an
+    evaluation has none."""
+    tbes = [lookup.tbe for lookup in lookups]
+    before = [tbe.lock_cache_line for tbe in tbes]
+    for tbe in tbes:
+        tbe.lock_cache_line = False
+    try:
+        yield
+    finally:
+        for tbe, locks in zip(tbes, before, strict=True):
+            tbe.lock_cache_line = locks
 
 
 OWN_KERNEL = EmbeddingComputeKernel.CUSTOMIZED_KERNEL.value

@@ -112,7 +112,7 @@ class RankingModule(L.LightningModule):
     def on_train_batch_start(self, batch: StagedBatch, batch_idx: int) -> None:
         """Restore the checkpoint's random state, independent of what start-up has drawn."""
         if self._random_state is not None:
-            set_random_state(self._random_state, self.loader.device)
+            set_random_state(self._random_state)
             self._random_state = None
 
     def training_step(self, batch: StagedBatch, batch_idx: int) -> torch.Tensor:
@@ -323,7 +323,7 @@ class RankingModule(L.LightningModule):
             "made_with": self.made_with(),
             "order": self.order(),
             "dense_defaults": self._fresh_optimizer().defaults,
-            "random": random_state(self.loader.device),
+            "random": random_state(),
             "fingerprint": self.loader.source.dataset.fingerprint,
             "placement": None if placed is None else placed.placement_state(),
             "backend": None if self.backend is None else self.backend.state(),
@@ -368,14 +368,17 @@ def _sees_gradients(callback: L.Callback) -> bool:
     return type(callback).on_before_optimizer_step is not L.Callback.on_before_optimizer_step
 
 
-def random_state(device: torch.device) -> dict[str, Any]:
-    """The state of every random number generator that a run on ``device`` uses, as tensors and plain
-    values."""
+def random_state() -> dict[str, Any]:
+    """The state of every random number generator, as tensors and plain values; of the current GPU's alone.
+
+    A rank's GPU has another number than rank 0's, whose state a checkpoint has for all ranks, as it has that
+    of its CPU.
+    """
     numpy_state = np.random.get_state(legacy=False)
     assert isinstance(numpy_state, dict)
     return {
         "torch": torch.get_rng_state(),
-        "cuda": [torch.cuda.get_rng_state(device)] if device.type == "cuda" else [],
+        "cuda": [torch.cuda.get_rng_state()] if _on_gpu() else [],
         "python": random.getstate(),
         "numpy": {
             "key": torch.from_numpy(numpy_state["state"]["key"].astype(np.int64)),
@@ -384,15 +387,19 @@ def random_state(device: torch.device) -> dict[str, Any]:
     }
 
 
-def set_random_state(state: dict[str, Any], device: torch.device) -> None:
-    """Restore the result of ``random_state``, maybe of another device: a GPU keeps its own state if the run
-    was on a CPU before."""
+def set_random_state(state: dict[str, Any]) -> None:
+    """Restore the result of ``random_state``; a GPU keeps its own state if the run was on a CPU before."""
     torch.set_rng_state(state["torch"])
-    if state["cuda"] and device.type == "cuda":
-        torch.cuda.set_rng_state(state["cuda"][0], device)
+    if state["cuda"] and _on_gpu():
+        torch.cuda.set_rng_state(state["cuda"][0])
     version, values, gauss = state["python"]
     random.setstate((version, tuple(values), gauss))
     key = state["numpy"]["key"].numpy().astype(np.uint32)
     numpy_state: dict[str, Any] = dict(np.random.get_state(legacy=False))
     numpy_state["state"] = {"key": key, "pos": state["numpy"]["pos"]}
     np.random.set_state(numpy_state)
+
+
+def _on_gpu() -> bool:
+    """Whether this process uses a GPU; a run on the CPU of a machine that has one does not."""
+    return bool(torch.cuda.is_initialized())  # type: ignore[no-untyped-call]

@@ -100,16 +100,16 @@ def _check_own(module: RankingModule, recpipe: Mapping[str, Any]) -> None:
         )
     if recpipe.get("backend") is not None:  # checkpoints of earlier versions lack it
         Backend.check(entries({"backend": dict[str, Any]}, recpipe, "recpipe")["backend"])
-    _check_random(saved["random"], module.loader.device)
+    _check_random(saved["random"])
     placed = module.model.embeddings.offers(SavesPlacement)
     if placed is not None and saved["placement"] is not None:
         placed.check_placement_state(saved["placement"])
 
 
-def _check_random(state: Mapping[str, Any], device: torch.device) -> None:
-    """Check each generator's state by setting it on a temporary generator."""
+def _check_random(state: Mapping[str, Any]) -> None:
+    """Check each generator's state by setting it on a temporary generator, a GPU's on the GPU."""
     where = "recpipe.random"
-    of_gpu = entries({"torch": torch.Tensor, "cuda": list[torch.Tensor]}, state, where)["cuda"]
+    entries({"torch": torch.Tensor, "cuda": list[torch.Tensor]}, state, where)
     version, values, gauss = entries({"python": tuple[int, tuple[int, ...], float | None]}, state, where)[
         "python"
     ]
@@ -122,8 +122,10 @@ def _check_random(state: Mapping[str, Any], device: torch.device) -> None:
         raise Damaged(f"{where}.numpy is no state of a Mersenne Twister")
     try:
         torch.Generator().set_state(state["torch"])
-        for own in of_gpu if device.type == "cuda" else ():
-            torch.Generator(device).set_state(own)
+        if state["cuda"] and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+            before = torch.cuda.get_rng_state()
+            torch.cuda.set_rng_state(state["cuda"][0])
+            torch.cuda.set_rng_state(before)
         random.Random().setstate((version, values, gauss))
     except (RuntimeError, TypeError, ValueError, OverflowError) as fault:
         raise Damaged(f"{where} is no state of a random number generator ({fault})") from fault

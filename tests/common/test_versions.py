@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from importlib.metadata import version
 from pathlib import Path
 
 import pytest
@@ -35,7 +34,8 @@ def test_a_run_under_a_release_that_lacks_a_name(tmp_path: Path) -> None:
     command = [sys.executable, "-c", RUN, f"hydra.run.dir={tmp_path}"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 2, done.stderr
-    missing = f"torch {version('torch')} has no torch._C._autograd._get_sequence_nr, which recpipe uses"
+    version = installed_version("torch")
+    missing = f"torch {version} has no torch._C._autograd._get_sequence_nr, which recpipe uses"
     assert done.stderr.strip().splitlines()[-1].startswith(f"error: {missing}. It is {KNOWN}")
     assert "Traceback" not in done.stderr
 

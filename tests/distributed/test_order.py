@@ -17,6 +17,7 @@ from recpipe.config.compose import compose
 from recpipe.distributed import ranks as module
 from recpipe.distributed.ranks import Channel, backends
 from recpipe.run import run
+from recpipe.tables.sharding import tables
 from tests.processes import start_ranks
 
 SMALL = (
@@ -116,3 +117,31 @@ def test_arrays_never_pass_through_a_gpu(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(module.dist, "new_group", lambda members, backend: made.append((members, backend)))
     module.Ranks(0, 2, (0, 1), (0, 1), device=torch.device("cuda", 0)).channel((0, 1))
     assert made == [([0, 1], "cpu:gloo,cuda:nccl")]
+
+
+@pytest.mark.parametrize(("device", "backend"), [("cpu", "gloo"), ("cuda:1", "cpu:gloo,cuda:nccl")])
+def test_a_single_process_has_both_backends_too(
+    monkeypatch: pytest.MonkeyPatch, device: str, backend: str
+) -> None:
+    """TorchRec calls a barrier of the whole group, which NCCL would carry out on some GPU. NCCL warns of a
+    group that nobody has ended, and takes memory for each group."""
+    made: list[str] = []
+    ends: list[Any] = []
+    for name, value in {
+        "is_initialized": lambda: bool(made),
+        "init_process_group": lambda backend, **_: made.append(backend),
+        "new_group": lambda members, backend: made.append(backend),
+    }.items():
+        monkeypatch.setattr(tables.dist, name, value)
+    monkeypatch.setattr(tables.atexit, "register", ends.append)
+    ranks = module.Ranks()
+    for _ in ("planning", "training"):
+        tables.join_group(torch.device(device), ranks)
+    assert made == [backend, "nccl" if device != "cpu" else "gloo"]
+    assert len(ends) == (device != "cpu")
+
+
+def test_nothing_is_sent_for_nothing() -> None:
+    """All members have as much to add up."""
+    nothing = torch.empty(0)
+    assert Channel((0, 1), 0, None, module.Emulation()).ordered_sum(nothing) is nothing

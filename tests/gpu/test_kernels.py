@@ -7,19 +7,22 @@ import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 import pytest
 import torch
+from torchrec.distributed.types import CommOp
 from torchrec.modules.embedding_configs import DataType
 
 from recpipe.common.device import same_bits
 from recpipe.config.compose import compose
 from recpipe.data.dataset import SparseFeature
+from recpipe.plugin.quantizer import Direction
 from recpipe.run import run
 from recpipe.tables.collection import fused_tbe
 from recpipe.tables.resident import ResidentCollection
+from recpipe.tables.sharding.wire import wire_codecs
 from recpipe.tables.specs import TableOptimizer, TableSet
 from tests.gpu.conftest import WHERE, WORDS
 from tests.tables.samples import dump, identical, stream, table_set, tiers, train, train_ahead
@@ -158,22 +161,40 @@ def left_by(folder: Path, *words: str) -> tuple[dict[str, Any], Parameters]:
     return report, parameters(folder / "parameters")
 
 
-@pytest.mark.parametrize(
-    "kernel",
-    [
-        "fused",
-        pytest.param("uvm", marks=pytest.mark.cuda),
-        pytest.param("uvm_caching", marks=pytest.mark.cuda),
-    ],
-)
+KERNELS = [
+    "fused",
+    pytest.param("uvm", marks=pytest.mark.cuda),
+    pytest.param("uvm_caching", marks=pytest.mark.cuda),
+]
+
+
+def by_kernel(kernel: str, sharding: str) -> Sequence[str]:
+    cut = ("+plugin=neo", "plugins.neo.planner=torchrec", f"plugins.neo.sharding={sharding}")
+    return (*cut, f"tiers.kernel={kernel}", "tiers.resident_bytes=30%")
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
 @pytest.mark.parametrize("sharding", ["table_wise", "row_wise"])
 def test_sharded_kernels_train_as_whole_tables(tmp_path: Path, kernel: str, sharding: str) -> None:
-    _, whole = left_by(tmp_path / "whole")
-    words = ("+plugin=neo", "plugins.neo.planner=torchrec", f"plugins.neo.sharding={sharding}")
-    report, cut = left_by(tmp_path / kernel, *words, f"tiers.kernel={kernel}", "tiers.resident_bytes=30%")
+    """With evaluations between batches, while rows for the next batch are in a cache already."""
+    often = "trainer.eval_every=4"
+    expected, whole = left_by(tmp_path / "whole", often)
+    report, cut = left_by(tmp_path / kernel, *by_kernel(kernel, sharding), often)
     kinds = {table["kernel"] for table in report["assembly"]["shards"]["tables"].values()}
     assert kinds == {{"fused": "fused", "uvm": "fused_uvm", "uvm_caching": "fused_uvm_caching"}[kernel]}
     assert furthest(cut, whole) < 1e-6
+    assert report["quality"]["logloss"] == pytest.approx(expected["quality"]["logloss"], abs=1e-6)
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_sharded_kernels_go_on_from_a_checkpoint(tmp_path: Path, kernel: str) -> None:
+    """A cache is written back before it is saved."""
+    words = by_kernel(kernel, "row_wise")
+    _, whole = left_by(tmp_path / "whole", *words)
+    left_by(tmp_path / "begun", *words, "trainer.max_steps=9", "trainer.checkpoint_every=4")
+    report, resumed = left_by(tmp_path / "on", *words, f"resume={tmp_path}/begun/checkpoints")
+    assert report["resumed"]["step"] == 9
+    assert furthest(resumed, whole) == 0
 
 
 @pytest.mark.parametrize("policy", ["lru", "lfu"])
@@ -197,6 +218,28 @@ def test_codecs_of_collectives_are_within_their_rounding(
     report, coded = left_by(tmp_path / "coded", *words, *precision)
     assert furthest(coded, plain) < most
     assert report["quality"]["logloss"] == pytest.approx(exact["quality"]["logloss"], abs=0.02)
+
+
+@pytest.mark.parametrize("precision", ["fp16", "bf16", "int8"])
+def test_codecs_of_the_device_round_once(device: torch.device, precision: str) -> None:
+    """One rank sends nothing, so that a run on one GPU does not show its codecs."""
+    random = torch.Generator().manual_seed(2)
+    rows = torch.randn((64, DIM), generator=random)
+    codecs = wire_codecs(precision, precision)
+    for direction in get_args(Direction):
+        codec = codecs[CommOp.POOLED_EMBEDDINGS_ALL_TO_ALL, direction]
+        context = codec.create_context()
+        sent = codec.encode(rows.to(device), context)
+        assert sent.device == device
+        assert sent.nbytes < rows.nbytes
+        assert sent.numel() == codec.calc_quantized_size(rows.numel(), context)
+        found = codec.decode(sent, context).view_as(rows).cpu()
+        bound = {"fp16": rows.abs() * 2.0**-11, "bf16": rows.abs() * 2.0**-8}.get(precision)
+        if bound is None:
+            parts = rows.view(-1, context.row_dim)
+            bound = ((parts.amax(1) - parts.amin(1)) / 255 * 0.51)[:, None].expand_as(parts).reshape_as(rows)
+        assert bool(((found - rows).abs() <= bound + 1e-7).all())
+        assert not torch.equal(found, rows), "the control: it does round"
 
 
 def test_tables_come_back_from_a_cpu_and_a_gpu_alike(tmp_path: Path) -> None:

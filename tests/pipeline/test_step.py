@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
@@ -11,7 +14,7 @@ from recpipe.data.batch import Batch
 from recpipe.data.select import select
 from recpipe.distributed.ranks import Ranks
 from recpipe.pipeline.share import cut
-from recpipe.pipeline.step import StagedBatch, StepTimes, accumulate
+from recpipe.pipeline.step import StagedBatch, StepTimes, _Step, accumulate
 from recpipe.plugin.splitter import Split
 from tests.pipeline.samples import (
     Listed,
@@ -154,3 +157,10 @@ def test_first_cold_is_the_start_of_a_micro_batch() -> None:
         assert not needs_cold[:first].any()
         following = next((b for b in bounds if b > first), size)
         assert first == size or needs_cold[first:following].any()
+
+
+def test_the_loss_of_no_samples_is_where_that_of_others_is() -> None:
+    """Also without dense parameters: the ranks add their losses up, on the GPU or on the host alike."""
+    rows: Any = SimpleNamespace(warm=torch.empty((0, 4), device="meta"))
+    step: Any = SimpleNamespace(lookups=SimpleNamespace(all=[rows]), dense=[])
+    assert _Step._nothing_trained(step).device.type == "meta"

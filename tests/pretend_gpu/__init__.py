@@ -1,0 +1,9 @@
+"""A GPU for machines without one: CPU tensors that are said to be on it.
+
+What a real one refuses, it refuses: operators on tensors of both devices, numpy arrays of a GPU's tensors,
+page-locked copies of them. So code that forgets to move something ends in an error, each time. It computes
+with the CPU's kernels, at once and in order: it shows nothing of CUDA's kernels, of streams (see
+tests/fake_gpu.py for those) or of NCCL.
+
+``cuda.install()`` is for the life of a process; ``RECPIPE_GPU_SUITE=pretend`` asks tests/gpu for it.
+"""

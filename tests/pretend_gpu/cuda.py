@@ -108,11 +108,13 @@ def bytes_of(kept: Any) -> int:
 
 
 PROPERTIES = SimpleNamespace(
-    name="a pretended GPU", total_memory=MEMORY, major=9, minor=0, multi_processor_count=132,
-    max_threads_per_multi_processor=2048, warp_size=32, L2_cache_size=50 << 20, shared_memory_per_block=49152,
-    shared_memory_per_block_optin=232448, regs_per_multiprocessor=65536, is_integrated=0, is_multi_gpu_board=0,
-    gcnArchName="", uuid="",
-)  # fmt: skip
+    name="a pretended GPU",
+    total_memory=MEMORY,
+    major=9,
+    minor=0,
+    multi_processor_count=132,
+    L2_cache_size=50 << 20,
+)
 
 
 def _stats(device: Any = None) -> dict[str, int]:

@@ -1,37 +1,82 @@
 """Which tensors are said to be on the GPU, and the two modes of torch that keep the account.
 
-All data stays in host memory. A storage is on the GPU if ``ON_GPU`` names it. ``Calls`` sees each call of
-Python (``tensor.to``, ``torch.zeros(device=...)``, ``tensor.device``), ``Kernels`` each operator below it,
-those of a backward too.
+All data stays in host memory. A storage is on the GPU if ``ON_GPU`` names it. ``Calls`` sees the calls of
+Python (``tensor.to``, ``torch.zeros(device=...)``, ``tensor.device``), ``Kernels`` each operator below them,
+those of a backward too. Modes belong to a thread: ``watch_all`` sets them in each that starts.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 ON_GPU: dict[int, StorageWeakRef] = {}
-"""By the address of its storage, each that is on the GPU. The weak reference keeps the address from being used
-again."""
+"""By the address of its storage, each that is on the GPU. The weak reference keeps the address from being
+used again."""
 PINNED: dict[int, StorageWeakRef] = {}
+MIXING = ("aten::copy_", "aten::index", "aten::index_put", "aten::index_put_", "aten::_index_put_impl_")
+"""Operators on tensors of both devices: copies, and indices in host memory. The result is where the first
+is."""
 _LOCK = threading.Lock()
-_HERE = threading.local()
+
+
+class _Here(threading.local):
+    watched = False
+    from_python: bool | None = None
+    """Whether the call of Python that runs now makes its new tensors on the GPU; None outside calls."""
+    backward_there = False
+    """Whether the backward that runs now began on the GPU."""
+
+
+_HERE = _Here()
+
+
+# -- the account ---------------------------------------------------------------------------------
+
+
+def on_gpu(tensor: torch.Tensor) -> bool:
+    """Is it said to be on the GPU?"""
+    with bare():
+        return _has_memory(tensor) and _key(tensor) in ON_GPU
+
+
+def put_on_gpu(result: Any) -> Any:
+    """Say that all tensors in ``result`` are on the GPU."""
+    with bare():
+        for tensor in _tensors(result):
+            _note(ON_GPU, tensor)
+    return result
+
+
+@contextmanager
+def bare() -> Iterator[None]:
+    """In the block, tensors are where they are, in host memory."""
+    with torch._C.DisableTorchFunction(), _disable_current_modes():
+        yield
+
+
+def _tensors(values: Any) -> list[torch.Tensor]:
+    return [leaf for leaf in tree_leaves(values) if isinstance(leaf, torch.Tensor) and _has_memory(leaf)]
+
+
+def _has_memory(tensor: torch.Tensor) -> bool:
+    return tensor.layout is torch.strided and not tensor.is_meta
 
 
 def _key(tensor: torch.Tensor) -> int:
     return int(tensor.untyped_storage()._cdata)
 
 
-def _put(table: dict[int, StorageWeakRef], tensor: torch.Tensor) -> None:
+def _note(table: dict[int, StorageWeakRef], tensor: torch.Tensor) -> None:
     storage = tensor.untyped_storage()
     with _LOCK:
         if len(table) % 1024 == 1023:
@@ -40,86 +85,36 @@ def _put(table: dict[int, StorageWeakRef], tensor: torch.Tensor) -> None:
         table[storage._cdata] = StorageWeakRef(storage)
 
 
-def on_gpu(tensor: torch.Tensor) -> bool:
-    """Is it said to be on the GPU?"""
-    with bare():
-        return tensor.layout is torch.strided and not tensor.is_meta and _key(tensor) in ON_GPU
-
-
-def put_on_gpu(result: Any) -> Any:
-    """Say that all tensors in ``result`` are on the GPU."""
-    with bare():
-        for tensor in tensors_of(result):
-            if tensor.layout is torch.strided and not tensor.is_meta:
-                _put(ON_GPU, tensor)
-    return result
-
-
-def tensors_of(values: Any) -> Iterator[torch.Tensor]:
-    return (leaf for leaf in tree_leaves(values) if isinstance(leaf, torch.Tensor))
-
-
-@contextmanager
-def bare() -> Iterator[None]:
-    """Without both modes."""
-    with torch._C.DisableTorchFunction(), torch.utils._python_dispatch._disable_current_modes():
-        yield
-
-
-def asked(device: Any) -> torch.device | None:
-    """The device that an argument names, if it names one."""
-    if isinstance(device, torch.device):
-        return device
-    if isinstance(device, int):
-        return torch.device("cuda", device)
-    if isinstance(device, str) and (device == "cpu" or device.startswith("cuda")):
-        return torch.device(device)
-    return None
-
-
-MIXING = {
-    # Copies between devices are what these are for; the others take indices of the host.
-    "aten::copy_", "aten::index.Tensor", "aten::index_put_", "aten::index_put",
-    "aten::_index_put_impl_", "aten::set_.source_Tensor", "aten::is_same_size",
-}  # fmt: skip
+# -- the modes -----------------------------------------------------------------------------------
 
 
 class Kernels(TorchDispatchMode):
-    """Says where an operator's results are, and refuses operators on tensors of both devices."""
+    """Notes where an operator's results are, and refuses operators on tensors of both devices."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        given = [t for t in tensors_of((args, kwargs)) if t.layout is torch.strided and not t.is_meta]
+        given = _tensors((args, kwargs))
         there = [_key(tensor) in ON_GPU for tensor in given]
         name = func._schema.name
-        full = name + ("." + func._schema.overload_name if func._schema.overload_name else "")
-        any_there = any(there)
-        if any_there and not all(there) and name not in MIXING and full not in MIXING:
-            # A tensor of no dimension is read by the host and passed by value.
-            odd = [
-                t
-                for t, is_there in zip(given, there, strict=True)
-                if not is_there and (t.dim() or "fbgemm" in name)
-            ]
-            if odd:
-                raise RuntimeError(
-                    f"pretend GPU: {full} on tensors of both devices: "
-                    + ", ".join(
-                        f"{tuple(t.shape)}@{'cuda' if w else 'cpu'}"
-                        for t, w in zip(given, there, strict=True)
-                    )
-                )
+        # A tensor without dimensions is passed by value.
+        by_value = 0 if name.startswith("fbgemm") else 1
+        here = [t for t, is_there in zip(given, there, strict=True) if not is_there and t.dim() >= by_value]
+        if any(there) and here and name not in MIXING:
+            shapes = [(tuple(t.shape), "gpu" if x else "cpu") for t, x in zip(given, there, strict=True)]
+            raise RuntimeError(f"pretended GPU: {name} on tensors of both devices: {shapes}")
         result = func(*args, **kwargs)
-        inside = getattr(_HERE, "ambient", None)
-        if inside is None:  # not in a call of Python: made by torch in a backward
-            inside = torch._C._current_graph_task_id() != -1 and _HERE.backward_there
         if name == "aten::copy_":
             return result
-        if (any_there and (there[0] or name not in MIXING)) or (not given and inside):
-            for tensor in tensors_of(result):
-                if tensor.layout is torch.strided and not tensor.is_meta:
-                    _put(ON_GPU, tensor)
+        if (any(there) and (there[0] or name not in MIXING)) or (not given and self._makes_there()):
+            for tensor in _tensors(result):
+                _note(ON_GPU, tensor)
         return result
+
+    @staticmethod
+    def _makes_there() -> bool:
+        if _HERE.from_python is not None:
+            return _HERE.from_python
+        return _HERE.backward_there and torch._C._current_graph_task_id() != -1
 
 
 class Calls(TorchFunctionMode):
@@ -127,66 +122,55 @@ class Calls(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        name = getattr(func, "__name__", "")
-        special = SPECIAL.get(func)
-        if special is not None:
-            return special(*args, **kwargs)
-        wanted = asked(kwargs.get("device"))
+        if func in _ANSWERS:
+            return _ANSWERS[func](*args, **kwargs)
+        wanted = _device_of(kwargs.get("device"))
         if wanted is not None and wanted.type != "meta":
             kwargs = {**kwargs, "device": CPU}
-            if name in TAKES_DATA:
-                source = args[0] if args else kwargs.get("data")
-                if isinstance(source, torch.Tensor):
-                    dtype = kwargs.get("dtype")
-                    return _to(source, wanted, *([dtype] if dtype else []))
-        given = tuple(tensors_of((args, kwargs)))
-        if wanted is None:
-            ambient = any(on_gpu(tensor) for tensor in given)
-        else:
-            ambient = wanted.type == "cuda"
-        if kwargs.pop("pin_memory", False):
-            result = func(*args, **kwargs)
-            _put(PINNED, result)
-            return result
-        before, _HERE.ambient = getattr(_HERE, "ambient", None), ambient
+            data = args[0] if args else kwargs.get("data")
+            if func in (torch.as_tensor, torch.asarray, torch.tensor) and isinstance(data, torch.Tensor):
+                dtype = kwargs.get("dtype")
+                return _to(data, wanted, *([dtype] if dtype else []))
+        pinned = kwargs.pop("pin_memory", False)
+        there = any(map(on_gpu, _tensors((args, kwargs)))) if wanted is None else wanted.type == "cuda"
+        before, _HERE.from_python = _HERE.from_python, there
         try:
             result = func(*args, **kwargs)
         finally:
-            _HERE.ambient = before
-        if wanted is not None and wanted.type == "cuda":
+            _HERE.from_python = before
+        if pinned:
+            _note(PINNED, result)
+        if wanted is not None and there:
             put_on_gpu(result)
-        elif wanted is not None and wanted.type == "cpu":
-            # An "empty_like" of a GPU's tensor for the host.
-            for tensor in tensors_of(result):
-                with bare():
-                    ON_GPU.pop(_key(tensor), None)
+        elif wanted == CPU:  # zeros_like(something on the GPU, device="cpu")
+            for tensor in _tensors(result):
+                ON_GPU.pop(_key(tensor), None)
         return result
 
 
-TAKES_DATA = {"as_tensor", "tensor", "asarray"}
+def _device_of(word: Any) -> torch.device | None:
+    """The device that an argument names, if it names one."""
+    if isinstance(word, bool):
+        return None
+    if isinstance(word, torch.device):
+        return word
+    if isinstance(word, int) or (isinstance(word, str) and word.split(":")[0] in ("cpu", "cuda", "meta")):
+        return torch.device(word) if isinstance(word, str) else torch.device("cuda", word)
+    return None
 
 
-def _device(tensor: torch.Tensor) -> torch.device:
-    return GPU if on_gpu(tensor) else _DEVICE(tensor)
+# -- what tensors answer -------------------------------------------------------------------------
 
 
-_DEVICE = torch.Tensor.device.__get__
+class _Move(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor, to_gpu: bool) -> torch.Tensor:
+        ctx.was_there = on_gpu(tensor)
+        return _copied(tensor, to_gpu)
 
-
-def _moved(tensor: torch.Tensor, device: torch.device, copy: bool = False) -> torch.Tensor:
-    """``tensor`` on ``device``; a copy, which autograd knows, if it is elsewhere."""
-    if device.type == "meta":
-        return tensor.to("meta")
-    if (device.type == "cuda") == on_gpu(tensor) and not copy:
-        return tensor
-    result = (
-        _Move.apply(tensor, device.type == "cuda")
-        if tensor.requires_grad and torch.is_grad_enabled()
-        else None
-    )
-    if result is None:
-        result = _copied(tensor, device.type == "cuda")
-    return result
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return _copied(gradient, ctx.was_there), None
 
 
 def _copied(tensor: torch.Tensor, to_gpu: bool) -> torch.Tensor:
@@ -195,131 +179,109 @@ def _copied(tensor: torch.Tensor, to_gpu: bool) -> torch.Tensor:
     return put_on_gpu(result) if to_gpu else result
 
 
-class _Move(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, tensor: torch.Tensor, to_gpu: bool) -> torch.Tensor:
-        ctx.was = on_gpu(tensor)
-        return _copied(tensor, to_gpu)
+def _moved(tensor: torch.Tensor, device: torch.device, copy: bool = False) -> torch.Tensor:
+    """``tensor`` on ``device``; a copy, which autograd knows, if it is elsewhere."""
+    if device.type == "meta" or tensor.is_meta:
+        with bare():
+            return tensor.to(device if device.type == "meta" else CPU)
+    to_gpu = device.type == "cuda"
+    if to_gpu == on_gpu(tensor) and not copy:
+        return tensor
+    if tensor.requires_grad and torch.is_grad_enabled():
+        moved: torch.Tensor = _Move.apply(tensor, to_gpu)
+        return moved
+    return _copied(tensor, to_gpu)
 
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return _copied(grad, ctx.was), None
 
-
-def _to(tensor: torch.Tensor, *args: Any, **named: Any) -> torch.Tensor:
+def _to(tensor: torch.Tensor, *words: Any, **named: Any) -> torch.Tensor:
+    """``Tensor.to`` in all its forms."""
     named.pop("non_blocking", None)
-    device = asked(named.pop("device", None))
-    rest = []
-    for value in args:
-        if isinstance(value, torch.Tensor):
-            device, value = _device(value), value.dtype
-        if not isinstance(value, bool) and asked(value) is not None:
-            device = asked(value)
-        else:
-            rest.append(value)
-    rest = [value for value in rest if not isinstance(value, bool) and value is not None]
-    if "other" in named:
-        other = named.pop("other")
-        device, rest = _device(other), [*rest, other.dtype]
-    if named.get("dtype") is None:
-        named.pop("dtype", None)
-    copy = bool(named.get("copy"))
-    result = tensor
-    if device is not None:
-        result = _moved(tensor, device, copy)
-        named.pop("copy", None)
-    return result.to(*rest, **named) if rest or named else result
+    like = [w for w in (*words, named.pop("other", None)) if isinstance(w, torch.Tensor)]
+    devices = [_device(w) for w in like]
+    devices += [d for d in map(_device_of, (*words, named.pop("device", None))) if d is not None]
+    types = [w.dtype for w in like] + [
+        w for w in (*words, named.pop("dtype", None)) if isinstance(w, torch.dtype)
+    ]
+    copy = named.pop("copy", False)
+    result = _moved(tensor, devices[0], copy) if devices else tensor
+    return result.to(*types, **named, copy=copy and not devices) if types or named or not devices else result
 
 
-def _numpy(tensor: torch.Tensor, *args: Any, **named: Any) -> Any:
-    if on_gpu(tensor) and not named.get("force"):
-        raise TypeError("pretend GPU: can't convert cuda:0 device type tensor to numpy")
+def _device(tensor: torch.Tensor) -> torch.device:
     with bare():
-        return tensor.numpy(*args, **named)
+        return GPU if on_gpu(tensor) else tensor.device
 
 
-def _array(tensor: torch.Tensor, *args: Any, **named: Any) -> Any:
-    _refuse(tensor)
+def _numpy(tensor: torch.Tensor, *, force: bool = False) -> Any:
+    if on_gpu(tensor) and not force:
+        raise TypeError("pretended GPU: can't convert cuda:0 device type tensor to numpy")
     with bare():
-        return tensor.__array__(*args, **named)
+        return tensor.numpy(force=force)
 
 
-def _refuse(tensor: torch.Tensor) -> None:
+def _array(tensor: torch.Tensor, *arguments: Any, **named: Any) -> Any:
+    return _numpy(tensor).__array__(*arguments, **named)
+
+
+def _pinned(tensor: torch.Tensor, *_: Any) -> torch.Tensor:
     if on_gpu(tensor):
-        raise TypeError("pretend GPU: can't convert cuda:0 device type tensor to numpy")
-
-
-def _pinned(tensor: torch.Tensor, *args: Any) -> torch.Tensor:
-    if on_gpu(tensor):
-        raise RuntimeError(
-            "pretend GPU: cannot pin 'torch.cuda.FloatTensor': only dense CPU tensors can be pinned"
-        )
+        raise RuntimeError("pretended GPU: only dense CPU tensors can be pinned")
     with bare():
         result = tensor.clone()
-        _put(PINNED, result)
+    _note(PINNED, result)
     return result
 
 
-def _is_pinned(tensor: torch.Tensor, *args: Any) -> bool:
+def _is_pinned(tensor: torch.Tensor, *_: Any) -> bool:
     with bare():
         return _key(tensor) in PINNED
 
 
-def _data_ptr(tensor: torch.Tensor) -> int:
-    with bare():
-        return tensor.data_ptr()
-
-
-SPECIAL: dict[Any, Any] = {
-    torch.Tensor.device.__get__: _device,
-    torch.Tensor.is_cuda.__get__: on_gpu,
-    torch.Tensor.is_cpu.__get__: lambda tensor: not on_gpu(tensor) and not tensor.is_meta,
+_ANSWERS: dict[Any, Any] = {
+    torch.Tensor.device.__get__: _device,  # type: ignore[attr-defined]
+    torch.Tensor.is_cuda.__get__: on_gpu,  # type: ignore[attr-defined]
+    torch.Tensor.is_cpu.__get__: lambda tensor: _device(tensor) == CPU,  # type: ignore[attr-defined]
     torch.Tensor.get_device: lambda tensor: 0 if on_gpu(tensor) else -1,
-    torch.get_device: lambda tensor: 0 if on_gpu(tensor) else -1,
     torch.Tensor.to: _to,
-    torch.Tensor.cuda: lambda tensor, device=None, non_blocking=False, **named: _moved(tensor, GPU),
-    torch.Tensor.cpu: lambda tensor, **named: _moved(tensor, CPU),
+    torch.Tensor.cuda: lambda tensor, device=None, non_blocking=False: _moved(tensor, GPU),
+    torch.Tensor.cpu: lambda tensor: _moved(tensor, CPU),
     torch.Tensor.numpy: _numpy,
     torch.Tensor.__array__: _array,
     torch.Tensor.pin_memory: _pinned,
     torch.Tensor.is_pinned: _is_pinned,
-    torch.Tensor.data_ptr: _data_ptr,
 }
 
 
-def backward(run: Any) -> Any:
-    """``run``, torch's engine, with an account of the calls in the backward of a user's function."""
-
-    def watched(roots: Any, *arguments: Any, **named: Any) -> Any:
-        before = getattr(_HERE, "ambient", None), getattr(_HERE, "backward_there", False)
-        _HERE.ambient, _HERE.backward_there = None, any(on_gpu(tensor) for tensor in tensors_of(roots))
-        try:
-            with nullcontext() if torch._C._len_torch_function_stack() else Calls():
-                return run(roots, *arguments, **named)
-        finally:
-            _HERE.ambient, _HERE.backward_there = before
-
-    return watched
+# -- threads -------------------------------------------------------------------------------------
 
 
-def watch() -> None:
+def _watch() -> None:
     """Keep the account in this thread from now on."""
-    if not getattr(_HERE, "watched", False):
+    if not _HERE.watched:
         _HERE.watched = True
-        _HERE.modes = (Kernels(), Calls())
-        for mode in _HERE.modes:
-            mode.__enter__()
+        Kernels().__enter__()
+        Calls().__enter__()
 
 
-def watch_all(threads: Iterable[type] = (threading.Thread,)) -> None:
-    """The same in this thread and in each that starts from now on."""
-    torch.autograd._engine_run_backward = backward(torch.autograd._engine_run_backward)
-    watch()
-    for kind in threads:
-        run = kind.run
+def watch_all() -> None:
+    """Keep the account in this thread, in each that starts from now on, and in the Python that a backward
+    runs."""
+    run, engine = threading.Thread.run, torch.autograd._engine_run_backward
 
-        def watched(self: Any, run: Any = run) -> None:
-            watch()
-            run(self)
+    def watched(thread: threading.Thread) -> None:
+        _watch()
+        run(thread)
 
-        kind.run = watched
+    def backward(roots: Any, *arguments: Any, **named: Any) -> Any:
+        before = _HERE.from_python, _HERE.backward_there
+        _HERE.from_python, _HERE.backward_there = None, any(map(on_gpu, _tensors(roots)))
+        try:
+            # A call of ``Calls``, such as ``Tensor.backward``, has taken the mode away.
+            with nullcontext() if torch._C._len_torch_function_stack() else Calls():
+                return engine(roots, *arguments, **named)
+        finally:
+            _HERE.from_python, _HERE.backward_there = before
+
+    _watch()
+    threading.Thread.run = watched  # type: ignore[method-assign]
+    torch.autograd._engine_run_backward = backward

@@ -42,12 +42,14 @@ class Module:
 @pytest.mark.parametrize("own", [True, False], ids=["a stream of the user's", "the default stream"])
 def test_the_trainings_stream_is_the_one_that_waits(gpu: FakeGpu, own: bool) -> None:
     module, aside = Module(gpu), Stream()
-    whole = SimpleNamespace(stream=aside, prefetches=True, given=lambda sparse, weighted: sparse)
+    whole = SimpleNamespace(stream=aside, given=lambda sparse, weighted: sparse)
+    tbe = SimpleNamespace(lxu_cache_locations_list=["here"], timesteps_prefetched=[1])
     collection: Any = SimpleNamespace(
         whole=whole,
         sharded=module,
         tiers=SimpleNamespace(prefetches=False),
         tables=SimpleNamespace(weighted=False),
+        cached=[SimpleNamespace(tbe=tbe)],
     )
     ids = KeyedJaggedTensor(["a"], torch.arange(2), lengths=torch.ones(2, dtype=torch.int64))
     training = Stream() if own else gpu.default

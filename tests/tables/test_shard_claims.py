@@ -9,13 +9,16 @@ from typing import Any
 
 import pytest
 import torch
+from fbgemm_gpu.split_table_batched_embeddings_ops_common import BoundsCheckMode
 from fbgemm_gpu.split_table_batched_embeddings_ops_training import SplitTableBatchedEmbeddingBagsCodegen
 from torchrec.distributed.embedding_types import EmbeddingComputeKernel
 from torchrec.distributed.planner.types import ParameterConstraints
 from torchrec.distributed.types import CommOp, KeyValueParams
 from torchrec.modules.embedding_configs import DataType
 
+from recpipe import seams
 from recpipe.common.memory import RESERVE
+from recpipe.data.dataset import SparseFeature
 from recpipe.distributed.ranks import Ranks
 from recpipe.errors import UserError
 from recpipe.plugin.api import Context, Contribution, Origin, Plugin, TableInfo
@@ -27,8 +30,10 @@ from recpipe.tables.groups import ModelTables
 from recpipe.tables.sharding.claims import ShardClaims
 from recpipe.tables.sharding.collection import ShardedCollection
 from recpipe.tables.sharding.files import load_shards, save_shards
+from recpipe.tables.sharding.plan import Shard, ShardPlan, TablePlan
 from recpipe.tables.sharding.planning import Sharding
 from recpipe.tables.sharding.tables import ShardedTables, join_group
+from recpipe.tables.specs import TableOptimizer, TableSet
 from tests.tables.samples import CPU
 from tests.tables.sharded import DIM, FEATURES, SIZE, Placed, table_set
 
@@ -90,7 +95,7 @@ def test_a_gpus_cache_is_written_back_before_its_rows_are_read(
         )
     planner = Placed({"*": "table_wise"})
     tables = built(sharding(planner=planner))
-    tables.whole.prefetches = caches
+    tables.cached = seams.fused_lookups(tables.sharded) if caches else []
     works = {
         "read": lambda: tables.read(next(tables.regions())),
         "save": lambda: save_shards(tables, tmp_path),
@@ -153,6 +158,31 @@ def test_a_part_of_a_gpu_is_left_to_activations(monkeypatch: pytest.MonkeyPatch)
     (device,) = sharding(device=GPU).topology().devices
     assert device.storage.hbm == 84 * gib - int(RESERVE * 100 * gib)
     assert 0 < RESERVE < 0.5
+
+
+def test_one_process_shards_on_the_gpu_that_it_was_told() -> None:
+    """TorchRec refuses a shard whose tensor is on another GPU than its plan says."""
+
+    def places(world: int, device: torch.device) -> set[str]:
+        shards = tuple(Shard(rank, rank, 0, 1, 4) for rank in range(world))
+        feature = SparseFeature("a", world)
+        tables = ModelTables.single(TableSet.one_each([feature], 4, TableOptimizer("sgd", 0.1), seed=1))
+        table = TablePlan("row_wise", "fused", world, 4, tuple(range(world)), shards)
+        made = ShardPlan(world, {"a": table}).torchrec(device, 2, {}, tables)
+        ((_, module),) = made.plan.items()
+        return {str(shard.placement) for shard in module["a"].sharding_spec.shards}
+
+    assert places(1, torch.device("cuda", 3)) == {"rank:0/cuda:3"}
+    assert places(1, torch.device("cpu")) == {"rank:0/cpu"}
+    expected = {"rank:0/cuda:0", "rank:1/cuda:1", "rank:2/cuda:0", "rank:3/cuda:1"}
+    assert places(4, torch.device("cuda", 1)) == expected, "two GPUs on each of two machines"
+
+
+def test_a_wrong_index_ends_a_run_on_a_gpu() -> None:
+    """TorchRec's own choice, WARNING, looks up row 0 instead."""
+    (on_gpu,), (on_cpu,) = sharding(device=GPU).sharders(), sharding().sharders()
+    assert on_gpu.fused_params["bounds_check_mode"] is BoundsCheckMode.FATAL
+    assert "bounds_check_mode" not in on_cpu.fused_params
 
 
 def test_a_gpu_has_what_a_cpu_would_ignore() -> None:

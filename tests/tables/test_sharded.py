@@ -60,7 +60,7 @@ def test_ranks_train_what_one_process_trains(tmp_path, world, cases) -> None:
         assert found["kinds"] == expected
         assert found["moved"] > 0.1, "the tables were trained"
         for name, difference in found["difference"].items():
-            limit = 0.0 if expected[name] in BITWISE else 1e-6
+            limit = 0.0 if expected[name] in BITWISE else 2e-6
             assert difference <= limit, (case.name, name)
         replicated = set(expected.values()) == {"data_parallel"}
         assert (found["sent"] == 0) == replicated, case.name
@@ -299,7 +299,7 @@ class Lone(ShardingPlanner):  # type: ignore[misc]
         self.prediction = Prediction({module_name(f.name): [7.5] for f in FEATURES})
 
     def plan(self, module, sharders) -> ShardingPlan:
-        return plan_on(1).torchrec("cpu", 2, {}, ModelTables.single(table_set("sgd")))
+        return plan_on(1).torchrec(CPU, 2, {}, ModelTables.single(table_set("sgd")))
 
     def collective_plan(self, module, sharders, pg=None) -> ShardingPlan:
         return self.plan(module, sharders)

@@ -10,11 +10,13 @@ import pytest
 import torch
 import torch.distributed as dist
 from fbgemm_gpu.split_embedding_configs import EmbOptimType
+from recpipe_neo import steps
 from recpipe_neo.estimate import MeasuredStep
 from recpipe_neo.machine_profile import MachineProfile, machines
 from recpipe_neo.planner import PLANNERS, MeasuredPlanner, PlanRecord, make_planner
 from torchrec.distributed.model_parallel import DistributedModelParallel
 from torchrec.distributed.planner import ParameterConstraints
+from torchrec.distributed.sharding_plan import construct_module_sharding_plan, data_parallel, table_wise
 from torchrec.distributed.types import ShardingEnv, ShardingPlan
 from torchrec.modules.embedding_configs import EmbeddingBagConfig
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
@@ -225,3 +227,19 @@ def _trains_as_one_process(plan: object, tables: dict[str, tuple[int, int]], ran
 def test_two_processes_measure_plan_and_train(tmp_path: Path) -> None:
     """Real measurements, cut short; every planner's plan updates the rows as one process does."""
     start_ranks(_rank, (2, str(tmp_path / "meet"), str(tmp_path / "profiles")), 2)
+
+
+def test_a_single_process_measures_on_the_gpu_that_it_was_told() -> None:
+    """TorchRec's generators of plans know of local ranks alone."""
+    tables = collection({"a": (100, 16)}).tables
+    made = {"a": table_wise(rank=0, compute_kernel="fused"), "b": data_parallel()}
+    plans = {
+        name: construct_module_sharding_plan(
+            tables, {"a": kind}, TableSharder(), local_size=1, world_size=1, device_type="cuda"
+        )["a"]
+        for name, kind in made.items()
+    }
+    for plan in plans.values():
+        steps._put_on(plan, torch.device("cuda", 3))
+    assert [str(s.placement) for s in plans["a"].sharding_spec.shards] == ["rank:0/cuda:3"]
+    assert plans["b"].sharding_spec is None

@@ -50,6 +50,8 @@ class ShardedCollection(TableCollection, SendsAhead, SavedByRanks, SavesPlacemen
         """The plan for each of its tables."""
         self.sharded = module
         """TorchRec's sharded module."""
+        self.cached = seams.fused_lookups(module) if whole.prefetches else []
+        """Its lookups behind a GPU's cache (``tiers.kernel=uvm_caching``)."""
         self._under = "embedding_bags" if tables.pooled else "embeddings"
         self._replicated = self._dense_optimizer()
         self._rows: RowFilter | None = None
@@ -89,7 +91,7 @@ class ShardedCollection(TableCollection, SendsAhead, SavedByRanks, SavesPlacemen
     def finish(self, sent: Sent) -> Rows:
         """The rows for the ids that ``start`` sent: pooled, float32 [B, F * D] in the order of the result's
         keys, or by feature one row for each id."""
-        found: Rows = self.sharded.compute_and_output_dist(sent.context, sent.ids()).wait()
+        found: Rows = sent.looked_up().wait()
         size = sent.samples
         if not isinstance(found, KeyedTensor):  # the appended samples have no ids
             return {
@@ -264,9 +266,7 @@ class ShardedCollection(TableCollection, SendsAhead, SavedByRanks, SavesPlacemen
 
         The cache must not be emptied between a batch's fetch and its update, which would be lost.
         """
-        if not self.whole.prefetches:
-            return
-        for lookup in seams.fused_lookups(self.sharded):
+        for lookup in self.cached:
             lookup.tbe.flush()
             if forget:
                 lookup.tbe.reset_cache_states()

@@ -87,25 +87,28 @@ class ShardPlan:
 
     def torchrec(
         self,
-        device: str,
+        device: torch.device,
         local_world: int,
         limits: Mapping[str, ParameterConstraints],
         tables: ModelTables,
         tiered: Collection[str] = (),
     ) -> ShardingPlan:
-        """TorchRec's plan for a model with the groups of ``tables`` at their paths. TorchRec makes no memory
-        for shards of the ``tiered`` tables."""
+        """TorchRec's plan for a model with the groups of ``tables`` at their paths; this rank's
+        is on ``device``. TorchRec makes no memory for shards of the ``tiered`` tables."""
         made = {}
+        # Of several processes each has the GPU of its local rank, a single one perhaps another.
+        places = [placement(device.type, rank, local_world) for rank in range(self.world)]
+        if self.world == 1:
+            places = [f"rank:0/{device}"]
         for path, group in zip(module_paths(tables), tables.groups, strict=True):
             names = group.tables.layout.tables
-            made[path] = EmbeddingModuleShardingPlan(self._module(names, device, local_world, limits, tiered))
+            made[path] = EmbeddingModuleShardingPlan(self._module(names, places, limits, tiered))
         return ShardingPlan(made)
 
     def _module(
         self,
         names: Sequence[str],
-        device: str,
-        local_world: int,
+        places: Sequence[str],
         limits: Mapping[str, ParameterConstraints],
         tiered: Collection[str],
     ) -> dict[str, ParameterSharding]:
@@ -113,7 +116,7 @@ class ShardPlan:
         for name in names:
             table, spec = self.tables[name], None
             if not table.replicated:
-                spec = EnumerableShardingSpec([_metadata(s, device, local_world) for s in table.shards])
+                spec = EnumerableShardingSpec([_metadata(s, places) for s in table.shards])
             limit = limits.get(name, ParameterConstraints())
             made[module_name(name)] = ParameterSharding(
                 sharding_type=table.sharding,
@@ -128,11 +131,11 @@ class ShardPlan:
 _FROM_LIMITS = ("cache_params", "enforce_hbm", "stochastic_rounding", "bounds_check_mode", "output_dtype")
 
 
-def _metadata(shard: Shard, device: str, local_world: int) -> ShardMetadata:
+def _metadata(shard: Shard, places: Sequence[str]) -> ShardMetadata:
     return ShardMetadata(
         shard_offsets=[shard.row, shard.column],
         shard_sizes=[shard.rows, shard.columns],
-        placement=placement(device, shard.rank, local_world),
+        placement=places[shard.rank],
     )
 
 

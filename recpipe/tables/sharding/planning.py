@@ -28,6 +28,7 @@ from torchrec.modules.embedding_modules import EmbeddingBagCollection, Embedding
 from recpipe.common.memory import plannable
 from recpipe.errors import UserError
 from recpipe.seams import module_name
+from recpipe.tables.collection import bounds_check
 from recpipe.tables.groups import ModelTables
 from recpipe.tables.sharding.claims import ShardClaims, codec_registry, refuse_limit
 from recpipe.tables.sharding.modules import fused, skeleton
@@ -112,6 +113,8 @@ class Sharding:
         """
         most = max(self.tables.groups, key=lambda group: group.tables.total_bytes)
         common = fused(most.tables.optimizer)
+        if self._on_gpu:  # TorchRec's default would look up row 0 instead
+            common |= {"bounds_check_mode": bounds_check(self.device)}
         if self.kernel == "uvm_caching":
             common |= {"cache_load_factor": self.cached_share, "prefetch_pipeline": True}
         kinds = {EmbeddingBagCollection if t.pooled else EmbeddingCollection for t in self.group_of.values()}

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
+from recpipe.seams import Fetched, give_back, taken, without_locks
 from recpipe.tables.sharding.tiered import fetch_ahead
 
 if TYPE_CHECKING:
@@ -23,6 +25,8 @@ class Sent:
         self.whole, self.module = collection.whole, collection.sharded
         self.samples = sparse.stride()
         self._fetches = collection.tiers.prefetches
+        self._cached = collection.cached
+        self._fetched: Fetched = []
         self.context = self.module.create_context()
         self._ids: Any = None
         self._here: Any = None
@@ -37,7 +41,8 @@ class Sent:
     def send_ids(self) -> None:
         """Wait for the numbers of ids, which were sent first, and send the ids themselves.
 
-        With a GPU's cache (``tiers.kernel=uvm_caching``) it also fetches their rows into the cache.
+        With a GPU's cache (``tiers.kernel=uvm_caching``) it also fetches their rows into the cache, if they
+        will be trained.
         """
         if self._ids is not None:
             return
@@ -45,9 +50,10 @@ class Sent:
         training = None if stream is None else torch.cuda.current_stream(stream.device)
         with torch.cuda.stream(stream):
             self._ids = self._lengths.wait()
-            if self.whole.prefetches:
+            if self._cached and torch.is_grad_enabled():
                 self._here = self._ids.wait()
                 self.module.prefetch(self._here, training, self.context)
+                self._fetched = taken(self._cached)
 
     def fetch_rows(self) -> None:
         """Wait for what the other ranks sent here and start to fetch its rows, where they lie in tiers.
@@ -59,6 +65,14 @@ class Sent:
             with torch.cuda.stream(self.whole.stream):
                 self._here = self._ids.wait()
                 fetch_ahead(self.module, self._here)
+
+    def looked_up(self) -> Any:
+        """The rows for the ids, on their way to the ranks that asked for them; waits for the ids."""
+        here = self.ids()
+        give_back(self._fetched)
+        locks = nullcontext() if torch.is_grad_enabled() else without_locks(self._cached)
+        with locks:
+            return self.module.compute_and_output_dist(self.context, here)
 
     def ids(self) -> Any:
         """The ids that the other ranks sent here; waits for them."""

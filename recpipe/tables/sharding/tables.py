@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import atexit
+import gc
 from contextlib import nullcontext
 from typing import Any
 
@@ -15,7 +17,7 @@ from torchrec.distributed.types import ShardingEnv
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from recpipe import seams
-from recpipe.distributed.ranks import Channel, Ranks
+from recpipe.distributed.ranks import Channel, Ranks, backends
 from recpipe.errors import DataError
 from recpipe.tables.sharding.collection import ShardedCollection
 from recpipe.tables.sharding.modules import groups_in, module_paths, skeleton
@@ -79,7 +81,7 @@ class ShardedTables:
                 whole,
                 env=ShardingEnv.from_process_group(self.group),
                 device=sharding.device,
-                plan=self.plan.torchrec(sharding.device.type, local_world, limits, tables, sharding.tiered),
+                plan=self.plan.torchrec(sharding.device, local_world, limits, tables, sharding.tiered),
                 sharders=sharding.sharders(),
                 init_data_parallel=False,
                 init_parameters=False,
@@ -120,10 +122,22 @@ def _summed(gradients: Channel, bucket: Any) -> torch.futures.Future[torch.Tenso
 
 
 def join_group(device: torch.device, ranks: Ranks) -> dist.ProcessGroup:
-    """Make a process group for TorchRec's collectives alone, also if there is only one process."""
+    """The run's process group for TorchRec's collectives alone, also if there is only one process."""
     backend = "nccl" if device.type == "cuda" else "gloo"
     if not dist.is_initialized():
         store = dist.HashStore()  # type: ignore[attr-defined]
-        dist.init_process_group(backend, store=store, rank=0, world_size=1)
-    made: dist.ProcessGroup = dist.new_group(list(range(ranks.world)), backend=backend)
-    return made
+        dist.init_process_group(backends(device), store=store, rank=0, world_size=1)
+        if device.type == "cuda":
+            atexit.register(_end_group)
+    if backend not in ranks.groups:
+        ranks.groups[backend] = dist.new_group(list(range(ranks.world)), backend=backend)
+    group: dist.ProcessGroup = ranks.groups[backend]
+    return group
+
+
+def _end_group() -> None:
+    """End a single process's group at its exit: a model that a caller keeps may use it until then, and NCCL
+    warns of a group that nobody has ended."""
+    gc.collect()  # sharded modules have reference cycles, and are not to outlive their group
+    if dist.is_initialized():
+        dist.destroy_process_group()
