@@ -22,8 +22,6 @@ from tests.pipeline.samples import (
 )
 from tests.tables.samples import dump, identical
 
-CPU = torch.device("cpu")
-
 
 def module_of(dataset, embeddings, lr=0.1, name="dlrm") -> RankingModule:
     def optimizer(parameters):
