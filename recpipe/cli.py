@@ -136,6 +136,7 @@ def _dispatch(argv: Sequence[str]) -> int:
         print(HELP.replace("{commands}", listed()) + _choices())
         return 0
     if command in COMMANDS:
+        quiet_libraries()
         return COMMANDS[command].run(command, argv[1:])
     if command and "=" not in command and not command.startswith(("-", "~", "+")):
         raise UserError(

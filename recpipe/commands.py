@@ -32,7 +32,13 @@ class Command:
         if too_many or len(words) < least or any(map(_is_option, words[:least])):
             raise UserError(f"say recpipe {name} {self.arguments}")
         module, _, function = self.where.partition(":")
-        called: Callable[[Sequence[str]], int] = getattr(import_module(module), function)
+        try:
+            called: Callable[[Sequence[str]], int] = getattr(import_module(module), function)
+        except OSError:  # a library that does not load
+            from recpipe.tasks.doctor import check_versions
+
+            check_versions()  # says why
+            raise
         return called(words)
 
 

@@ -14,6 +14,7 @@ from torch import nn
 
 from recpipe.backend.convert import revert
 from recpipe.backend.equip import equip_loop
+from recpipe.common.gpu import begin_on, gpu_explained
 from recpipe.common.run_dir import hold
 from recpipe.config.recipe import Recipe
 from recpipe.data.cache import default_cache_dir
@@ -90,8 +91,9 @@ def place(
     if Process.current().world > 1:
         raise UserError("recpipe.place works in one process; several ranks train by recpipe.train")
     device, ranks = choose_device(cfg.trainer.device), Ranks()
+    begin_on(device)
     cfg = replace(cfg, tiers=cfg.tiers.on(device))
-    with ExitStack() as stack:
+    with gpu_explained(), ExitStack() as stack:
         run_dir = stack.enter_context(hold(directory))
         unplaced = Unplaced.of(cfg, data, device, model)
         steps = cfg.trainer.steps(data.num_batches("train", data.batch_size))

@@ -24,12 +24,20 @@ from recpipe.checkpoint.trained_on import TrainedOn
 from recpipe.common.clock import run_start
 from recpipe.common.console import heard, log
 from recpipe.common.device import same_bits
+from recpipe.common.gpu import begin_on, gpu_explained
 from recpipe.common.quiet import quieted
 from recpipe.common.run_dir import RunDir, hold
 from recpipe.common.sizes import readable_bytes
 from recpipe.common.spans import settled
 from recpipe.config.recipe import Recipe
-from recpipe.config.task import AdviseTask, InstalledTask, MissesConfig, PlanConfig, ProfileConfig
+from recpipe.config.task import (
+    AdviseTask,
+    CompareConfig,
+    InstalledTask,
+    MissesConfig,
+    PlanConfig,
+    ProfileConfig,
+)
 from recpipe.data.cache import default_cache_dir
 from recpipe.data.make import open_dataset
 from recpipe.distributed.launch import Process, begin_run, joined, require_same_data
@@ -49,6 +57,7 @@ from recpipe.setup.prepare import (
     assemble_plugins,
     choose_device,
     closing_tiers,
+    find_device,
     refuse_ranks,
     remove_left_stores,
     resume_from,
@@ -95,6 +104,7 @@ def carry_out(
     """``run`` for a caller in Python, who may bring a model and data and keep the trained model open."""
     with ExitStack() as stack:
         stack.enter_context(quieted())
+        stack.enter_context(gpu_explained())
         begin_run()
         # 1. The recipe's values, typed and checked; the processes that share the work (mostly one).
         cfg = Recipe.of(composed)
@@ -120,24 +130,34 @@ def _run_task(cfg: Recipe, run_dir: RunDir, given: Given, command_line: Sequence
             from recpipe.tasks.scale import tell_scale
 
             return Outcome(tell_scale(cfg.scale, run_dir.path))
+    if cfg.compare is not None:
+        return Outcome(_compare(cfg, cfg.compare, run_dir, command_line))
     device = choose_device(cfg.trainer.device)
+    begin_on(device)
     cfg = replace(cfg, tiers=cfg.tiers.on(device))
     try_out(cfg.optim.dense, device)
     with vector_units(device), same_bits(cfg.trainer.deterministic, device):
-        if cfg.compare is not None:
-            from recpipe.tasks.compare import compare
-
-            refuse_ranks("task=compare")
-            if command_line is None:
-                raise UserError(
-                    "task=compare starts runs from the command line's overrides: run python -m recpipe "
-                    "task=compare"
-                )
-            return Outcome(compare(cfg.compare, run_dir.path, command_line))
         if Process.current().rank == 0 and not isinstance(cfg.task, PlanConfig):
             remove_left_stores(cfg.tiers, run_dir, cfg.resume)
         with interruptible(), joined(cfg.topology, cfg.tiers.emulate, device) as ranks:
             return run_on(ranks, cfg, run_dir, device, given, command_line)
+
+
+def _compare(
+    cfg: Recipe, config: CompareConfig, run_dir: RunDir, command_line: Sequence[str] | None
+) -> dict[str, Any]:
+    """Compare in processes of their own. This one does not use the GPU, whose memory is theirs."""
+    from recpipe.tasks.compare import compare
+
+    refuse_ranks("task=compare")
+    if command_line is None:
+        raise UserError(
+            "task=compare starts runs from the command line's overrides: run python -m recpipe task=compare"
+        )
+    device, cpu = find_device(cfg.trainer.device), torch.device("cpu")
+    try_out(cfg.optim.dense, cpu)
+    with vector_units(device):
+        return compare(config, run_dir.path, command_line)
 
 
 def run_on(

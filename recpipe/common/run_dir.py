@@ -130,7 +130,8 @@ def letting_go() -> Iterator[None]:
     try:
         yield
     except OSError as fault:
-        if not _taken_early and fault.errno not in FULL:
+        of_a_file = fault.errno is not None  # FBGEMM's library that does not load has no number
+        if not of_a_file or (not _taken_early and fault.errno not in FULL):
             raise
         raise unwritable(fault.filename or next(iter(_taken_early), "a file of the run"), fault) from fault
     finally:

@@ -23,6 +23,7 @@ from recpipe.checkpoint.table_files import check_tables, load_regions
 from recpipe.checkpoint.table_io import OWN, naming, newest, open_checkpoint
 from recpipe.checkpoint.trained_on import TrainedOn
 from recpipe.common import memory
+from recpipe.common.gpu import begin_on, gpu_explained
 from recpipe.common.run_dir import RunDir, hold
 from recpipe.common.sizes import readable_bytes
 from recpipe.common.words import CUSTOM
@@ -162,10 +163,11 @@ class Trained:
             )
         dataset = dataset or self.dataset
         device, ranks = choose_device(self.cfg.trainer.device), Ranks()
+        begin_on(device)
         cfg = replace(self.cfg, tiers=self.cfg.tiers.on(device))
         if cfg.model.precision == "bfloat16" and not cfg.model.emulate_bfloat16:
             require_bfloat16_units(device)
-        with ExitStack() as stack:
+        with gpu_explained(), ExitStack() as stack:
             stack.enter_context(vector_units(device))
             unplaced = self._unplaced(cfg, dataset, device)
             assembly, unplaced = assemble_plugins(cfg, dataset, unplaced, device, 1, ranks)

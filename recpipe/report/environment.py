@@ -40,13 +40,20 @@ def environment() -> dict[str, Any]:
         "allocator": allocator_settings(),
         "float32_matmul": float32_matmul(),
         "ram_bytes": os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"),
-        "gpu": [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())],
+        "gpu": _gpus(),
         "cuda": torch.version.cuda,
         "os": platform.platform(),
         "python": platform.python_version(),
         **{name: _version(packages) for name, packages in _PACKAGES.items()},
         "commit": _commit(),
     }
+
+
+def _gpus() -> list[str]:
+    """Names of the GPUs that torch can use; the driver may know of more, which it is too old for."""
+    if not torch.cuda.is_available():
+        return []
+    return [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
 
 
 @cache

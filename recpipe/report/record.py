@@ -124,6 +124,8 @@ class Memory:
     """Memory of the tiers beside the resident rows: row maps, the policy's arrays, slab, buffers."""
     tables: Sequence[TableMemory] = ()
     """Each table, in the order of the row numbers."""
+    peak_gpu_bytes: int | None = None
+    """The most that tensors took of a GPU at a time; None for a run on a CPU."""
 
 
 @dataclass

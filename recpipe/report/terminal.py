@@ -103,7 +103,9 @@ def _memory(memory: Mapping[str, Any]) -> str:
     )
     overhead = figures.size(memory["tier_overhead_bytes"])
     beside = f" + {overhead} beside it" if memory["tier_overhead_bytes"] else ""
-    return f"peak RSS {peak}   resident tier {resident}{beside}   cold tier {cold}"
+    on_gpu = memory.get("peak_gpu_bytes")
+    gpu = "" if on_gpu is None else f"   peak of the GPU {figures.size(on_gpu)}"
+    return f"peak RSS {peak}{gpu}   resident tier {resident}{beside}   cold tier {cold}"
 
 
 def _io(io: Mapping[str, Any]) -> str:

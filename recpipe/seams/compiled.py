@@ -5,17 +5,20 @@ Imported by what needs it and not with the room, since torch's compiler takes a 
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch.export import ExportedProgram
 
-from recpipe.common.versions import private_names
+from recpipe.common.versions import private, private_names
 
 with private_names():
     import torch._inductor
     from torch._inductor import config as inductor
+    from torch._inductor import cpp_builder
     from torch._inductor.cpp_builder import get_cpp_compiler
     from torch._inductor.cpu_vec_isa import pick_vec_isa
     from torch.fx.experimental import _config as fx
@@ -49,8 +52,34 @@ def compile_program(
     if frozen:
         options = {"freezing": True}
     if march is not None:
-        options |= {"cpp.march": march, "cpp.simdlen": width}
-    with torch.no_grad():
+        options["cpp.simdlen"] = width
+    with torch.no_grad(), compiled_for(march):
         torch._inductor.aoti_compile_and_package(program, package_path=str(file), inductor_configs=options)
     with inductor.patch({"cpp.simdlen": width if march is not None else None}):
         return str(pick_vec_isa().build_arch_flags()).split()
+
+
+@contextmanager
+def compiled_for(march: str | None) -> Iterator[None]:
+    """In the block, AOTInductor's compiler makes code for ``march``; None: for this machine."""
+    if march is None:
+        yield
+        return
+    if hasattr(inductor.cpp, "march"):
+        with inductor.patch({"cpp.march": march}):
+            yield
+        return
+    # torch 2.11 has no setting for it, and says march=native.
+    name = "_get_optimization_cflags"
+    made = private(cpp_builder, name)
+
+    def flags(*arguments: Any, **named: Any) -> tuple[list[str], list[str]]:
+        for_compiler, for_linker = made(*arguments, **named)
+        chosen = [f"march={march}" if flag == "march=native" else flag for flag in for_compiler]
+        return chosen, for_linker
+
+    setattr(cpp_builder, name, flags)
+    try:
+        yield
+    finally:
+        setattr(cpp_builder, name, made)

@@ -11,6 +11,7 @@ import torch
 
 from recpipe.checkpoint.table_io import holds_checkpoint, newest
 from recpipe.common.device import use_device
+from recpipe.common.gpu import gpu_explained, why_no_gpu
 from recpipe.common.run_dir import RunDir
 from recpipe.config.recipe import Recipe
 from recpipe.data.cache import default_cache_dir
@@ -65,12 +66,14 @@ def choose_device(name: str) -> torch.device:
     rank. ``UserError`` if torch does not see that GPU, or if a name would give one GPU to several processes,
     which NCCL refuses.
     """
-    device = _device(name)
-    use_device(device)
+    device = find_device(name)
+    with gpu_explained():
+        use_device(device)
     return device
 
 
-def _device(name: str) -> torch.device:
+def find_device(name: str) -> torch.device:
+    """The same device, not used yet: this process takes no memory of a GPU."""
     kind, _, index = name.partition(":")
     there = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if kind == "cpu" or (kind == "auto" and not there):
@@ -88,8 +91,13 @@ def _device(name: str) -> torch.device:
             f"{there} CUDA devices; use --nproc-per-node={there}, or trainer.device=cpu"
         )
     number = int(index or (process.local_rank if here > 1 else 0))
+    if not there:
+        raise UserError(f"trainer.device={name}: torch sees no GPU ({why_no_gpu()}); use trainer.device=cpu")
     if number >= there:
-        raise UserError(f"trainer.device={name}: torch sees {there} CUDA devices; use cpu")
+        raise UserError(
+            f"trainer.device={name}: torch sees {there} GPU{'s' if there > 1 else ''}, numbered from 0; use "
+            f"trainer.device=cuda:{there - 1} or cpu"
+        )
     return torch.device("cuda", number)
 
 

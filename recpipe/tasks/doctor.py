@@ -3,6 +3,7 @@ imported."""
 
 from __future__ import annotations
 
+import ctypes
 import importlib.metadata as metadata
 import os
 import subprocess
@@ -25,6 +26,8 @@ REQUIREMENTS = {
 }
 OTHERS = (("hydra-core", "1.3.2", "1.5"), ("lightning", "2.5", "3"))
 """Distributions with their lowest supported and first unsupported version."""
+NVML = "libnvidia-ml.so.1"
+"""A library of the NVIDIA driver, which FBGEMM's CUDA build needs in order to load."""
 SKIP = "RECPIPE_SKIP_VERSION_CHECK"
 CHECKOUT = Path(__file__).resolve().parents[2]
 
@@ -54,10 +57,12 @@ def minor(version: str) -> str:
 def install(cuda: bool, torch_minor: str = "2.13", root: Path = CHECKOUT) -> str:
     """The command that installs a fitting set into this Python: from a checkout's file, otherwise by name."""
     file = REQUIREMENTS.get((torch_minor, cuda), REQUIREMENTS["2.13", cuda])
-    if (root / file).is_file():
-        return f"cd {root} && {sys.executable} -m pip install -r {file}"
-    torch, torchrec, fbgemm = next((t for t in TRIPLES if t[0] == torch_minor), TRIPLES[0])
     pip = f"{sys.executable} -m pip install"
+    if (root / file).is_file():
+        # Or pip would take torch's CUDA build.
+        first = "" if cuda else f"{pip} --no-deps -r requirements/torch-cpu.txt && "
+        return f"cd {root} && {first}{pip} -r {file}"
+    torch, torchrec, fbgemm = next((t for t in TRIPLES if t[0] == torch_minor), TRIPLES[0])
     if cuda:
         return f"{pip} torch=={torch}.* fbgemm-gpu=={fbgemm}.* torchrec=={torchrec}.*"
     # torchrec depends on FBGEMM's CUDA build by name, so on a CPU machine it is installed without
@@ -163,6 +168,25 @@ import torch, fbgemm_gpu
 torch.ops.fbgemm.asynchronous_complete_cumsum(torch.tensor([1, 2]))
 import torchrec
 """
+GPU_PROBE = """
+import fbgemm_gpu
+from recpipe.common.gpu import tried_out
+from recpipe.errors import UserError
+try:
+    print(tried_out())
+except UserError as fault:
+    print(fault)
+    raise SystemExit(2)
+"""
+
+
+def has_driver() -> bool:
+    """Whether this machine has the NVIDIA driver's libraries."""
+    try:
+        ctypes.CDLL(NVML)
+    except OSError:
+        return False
+    return True
 
 
 def check_loads(cuda: bool) -> Finding:
@@ -170,8 +194,29 @@ def check_loads(cuda: bool) -> Finding:
     done = subprocess.run([sys.executable, "-W", "ignore", "-c", PROBE], capture_output=True, text=True)
     if done.returncode == 0:
         return Finding("load", "torch, FBGEMM's operators and torchrec load and run")
+    if cuda and not has_driver():
+        return Finding(
+            "driver",
+            f"this machine has no NVIDIA driver ({NVML} is not found), and fbgemm-gpu, a CUDA build, does "
+            "not load without one; requirements/cpu.txt is the set for a machine without a GPU",
+            f"install NVIDIA's driver; without a GPU: {sys.executable} -m pip uninstall -y torch fbgemm-gpu "
+            f"&& {install(False)}",
+        )
     last = (done.stderr.strip().splitlines() or [f"exit status {done.returncode}"])[-1]
-    return Finding("load", f"torch, fbgemm_gpu or torchrec does not load: {last}", install(cuda))
+    remedy = install(cuda, minor(installed_version("torch") or "2.13"))
+    return Finding("load", f"torch, fbgemm_gpu or torchrec does not load: {last}", remedy)
+
+
+def check_gpu() -> Finding:
+    """Run kernels of torch's and FBGEMM's on the first GPU, in a separate process."""
+    command = [sys.executable, "-W", "ignore", "-c", GPU_PROBE]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=CHECKOUT)
+    lines = (done.stdout if done.returncode in (0, 2) else done.stderr).strip().splitlines()
+    said = lines[-1] if lines else f"exit status {done.returncode}"
+    if done.returncode == 0:
+        return Finding("gpu", said)
+    text, _, remedy = said.rpartition(": ")
+    return Finding("gpu", text or said, remedy)
 
 
 def findings() -> list[Finding]:
@@ -185,7 +230,10 @@ def findings() -> list[Finding]:
         *_check_plugins(),
     ]
     complete = all(installed_version(name) for name in ("torch", "torchrec"))
-    return [*found, check_loads(cuda)] if complete else found
+    if not complete:
+        return found
+    loads = check_loads(cuda)
+    return [*found, loads, *([check_gpu()] if cuda and loads.ok else ())]
 
 
 def _check_plugins() -> list[Finding]:
@@ -218,6 +266,10 @@ def check_versions() -> None:
     RECPIPE_SKIP_VERSION_CHECK=1."""
     if os.environ.get(SKIP):
         return
-    for finding in check_triple(installed_version, torch_is_cuda()):
+    cuda = torch_is_cuda()
+    for finding in check_triple(installed_version, cuda):
         if not finding.ok:
             raise UserError(f"{finding.text}. Mend it: {finding.remedy} (or try it as it is: {SKIP}=1)")
+    # Another release may load without the driver; to try takes seconds, in which a run would end anyway.
+    if cuda and not has_driver() and not (finding := check_loads(cuda)).ok:
+        raise UserError(f"{finding.text}. Mend it: {finding.remedy}")

@@ -7,6 +7,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from recpipe.common.gpu import peak_gpu_bytes
 from recpipe.config.recipe import Recipe
 from recpipe.data.dataset import Dataset
 from recpipe.distributed.ranks import Ranks
@@ -69,7 +70,7 @@ def summarize(
         ),
         throughput=recorder.throughput(written_back),
         quality=recorder.quality,
-        memory=_memory(described, ranks, tables, embeddings, tiers),
+        memory=_memory(described, ranks, tables, embeddings, tiers, peak_gpu_bytes(module.loader.device)),
         io=io,
         plugins=plugin_figures(run),
         environment=environment(),
@@ -125,6 +126,7 @@ def _memory(
     tables: ModelTables,
     embeddings: GroupedCollection,
     tiers: TierFigures | None,
+    peak_gpu: int | None,
 ) -> Memory:
     each = memory_of_tables(described, tables, embeddings)
     resident = tables.total_bytes if tiers is None else 0
@@ -132,9 +134,10 @@ def _memory(
         mine = described["shards"]["ranks"][ranks.rank]
         resident = mine["bytes"] - mine["tiered_bytes"]
     if tiers is None:
-        return Memory(peak_rss_bytes(), resident, 0, 0, each)
+        return Memory(peak_rss_bytes(), resident, 0, 0, each, peak_gpu)
     resident += tiers.resident_bytes
-    return Memory(peak_rss_bytes(), resident, tiers.cold_bytes, tiers.overhead_bytes, each)
+    moved = tiers.cold_bytes, tiers.overhead_bytes
+    return Memory(peak_rss_bytes(), resident, *moved, each, peak_gpu)
 
 
 def _io(tiers: TierFigures | None, store: str) -> Io:

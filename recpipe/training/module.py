@@ -85,6 +85,11 @@ class RankingModule(L.LightningModule):
         self.backend = backend
         self._loss_sum = torch.zeros((), dtype=torch.float64)
         self._losses = 0
+        self.looks_each_step = loader.device.type == "cpu"
+        """Whether each step's loss is checked before its update. On a GPU, which each check waits for, the
+        sum of the losses is, after every ``LOOK_EVERY`` steps and before anything is made of the model."""
+        self._not_looked_at: Any = None
+        """The latest batch since the check before; None: there is none."""
         self.samples: int | None = 0
         """Samples trained so far in the whole run; None if the resumed checkpoint does not have their
         number."""
@@ -111,7 +116,10 @@ class RankingModule(L.LightningModule):
             self._random_state = None
 
     def training_step(self, batch: StagedBatch, batch_idx: int) -> torch.Tensor:
-        """Update all parameters once; raises ``UserError`` if the loss is not finite."""
+        """Update all parameters once; raises ``UserError`` if the loss is not finite.
+
+        On a GPU it is raised up to ``LOOK_EVERY`` steps later.
+        """
         optimizer = self.optimizers()
         assert not isinstance(optimizer, list)
         for parameter in self.dense:
@@ -119,8 +127,7 @@ class RankingModule(L.LightningModule):
         with self.around_step(batch.batch):
             loss = accumulate(self.model, batch, self.step_times, self.cores, beside=self.beside)
             loss, self.stop_agreed = add_up(self.trainers, self.dense, loss, self.stop_asked)
-            looked_at = loss.device.type == "cpu" or batch_idx % LOOK_EVERY == 0
-            if looked_at and not math.isfinite(loss.item()):
+            if self.looks_each_step and not math.isfinite(loss.item()):
                 raise UserError(self._diverged(batch.batch))
             with phase("dense optimizer"), self._beside_tables():
                 optimizer.step()
@@ -128,10 +135,24 @@ class RankingModule(L.LightningModule):
                 self.model.embeddings.update()
         self._loss_sum = self._loss_sum.to(loss.device) + loss
         self._losses += 1
+        if not self.looks_each_step:
+            self._not_looked_at = batch.batch
+            if self._losses % LOOK_EVERY == 1:
+                self._look()
         self._batches_done = batch_idx + 1
         if self.samples is not None:
             self.samples += batch.consumed
         return loss
+
+    def _look(self) -> None:
+        """``UserError`` if a loss since the last look was not finite; waits for a GPU."""
+        batch, self._not_looked_at = self._not_looked_at, None
+        if batch is not None and not math.isfinite(self._loss_sum.item()):
+            raise UserError(self._diverged(batch))
+
+    def on_train_end(self) -> None:
+        """Check the last steps' losses."""
+        self._look()
 
     def on_train_epoch_end(self) -> None:
         """Tell the loader that the epoch has ended: Lightning does not ask for a batch after the last one."""
@@ -191,8 +212,10 @@ class RankingModule(L.LightningModule):
         bad = next(
             (name for name, t in named if not torch.isfinite(t).all()), "the loss (all inputs are finite)"
         )
+        step = self.global_step + 1 if self.looks_each_step else self.global_step
+        at = f"at step {step}" if self.looks_each_step else f"at step {step}, or in the {LOOK_EVERY} before"
         return (
-            f"the loss is not finite at step {self.global_step + 1}; first bad tensor: {bad}. "
+            f"the loss is not finite {at}; first bad tensor: {bad}. "
             "Lower optim.tables.lr or optim.dense.lr, or check the data"
         )
 
@@ -207,6 +230,7 @@ class RankingModule(L.LightningModule):
 
     def on_validation_start(self) -> None:
         """Give all trainers the first one's buffers, which are also those in checkpoints."""
+        self._look()
         if self.trainers.size > 1:
             for buffer in saved_buffers(self.model.module).values():
                 first, *_ = self.trainers.gather(buffer.reshape(-1).cpu().numpy())
@@ -285,7 +309,11 @@ class RankingModule(L.LightningModule):
         self.model.check_dense(saved)
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Add what Lightning does not know: data position, random state, which rows are resident."""
+        """Add what Lightning does not know: data position, random state, which rows are resident.
+
+        ``UserError`` if a loss was not finite, so that no checkpoint of such a model replaces a good one.
+        """
+        self._look()
         done = self._batches_done % len(self.loader)
         placed = self.model.embeddings.offers(SavesPlacement)
         checkpoint["recpipe"] = {
@@ -360,7 +388,7 @@ def random_state() -> dict[str, Any]:
 
 
 def set_random_state(state: dict[str, Any]) -> None:
-    """Restore ``random_state()``'s result."""
+    """Restore the result of ``random_state``; a GPU keeps its own state if the run was on a CPU before."""
     torch.set_rng_state(state["torch"])
     if state["cuda"] and _on_gpu():
         torch.cuda.set_rng_state(state["cuda"][0])

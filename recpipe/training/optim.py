@@ -13,6 +13,7 @@ import torch
 import torchrec.optim
 from torch import nn
 
+from recpipe.common.gpu import explanation
 from recpipe.errors import UserError, nearest_or_all, shown
 from recpipe.tables.specs import TableOptimizer
 
@@ -123,6 +124,8 @@ def try_out(config: Mapping[str, Any], device: torch.device) -> None:
     try:
         optimizer.step()
     except Exception as fault:  # torch can raise anything for values that it has not checked
+        if explanation(str(fault)) is not None:  # the GPU is at fault
+            raise
         raise UserError(
             f"optim.dense: torch.optim.{config['name']} cannot train the dense part ({shown(fault, 200)}); "
             "choose another optimizer or other arguments, as in conf/optim"

@@ -86,8 +86,8 @@ class Progress(L.Callback):
         if self._training.due:
             step, epochs = trainer.global_step, -(-self.last_step // len(self.loader))
             epoch = f"  epoch {trainer.current_epoch + 1}/{epochs}" if epochs > 1 else ""
+            loss = float(self._loss) / self._steps  # waits for a GPU, before the clock is read
             speed = self._samples / (perf_counter() - self._since)
-            loss = float(self._loss) / self._steps
             text = f"step {step:,}/{self.last_step:,}{epoch}  {speed:,.0f} samples/s  loss {loss:.4f}"
             self._training.show(step / self.last_step, text)
             self._restart()

@@ -69,8 +69,9 @@ def test_each_rank_has_a_gpu_of_its_own(machine, gpu: FakeGpu, name: str, there,
     [
         ("auto", (1, 2), "torchrun started 2 processes on this machine, and torch sees 1 CUDA devices"),
         ("cuda:0", (2, 2), "2 processes on this machine cannot share one GPU"),
-        ("cuda", (0,), "torch sees 0 CUDA devices; use cpu"),
-        ("cuda:3", (2,), "torch sees 2 CUDA devices"),
+        ("cuda", (0,), "torch sees no GPU .*; use trainer.device=cpu"),
+        ("cuda:3", (1,), "torch sees 1 GPU, numbered from 0; use trainer.device=cuda:0 or cpu"),
+        ("cuda:3", (2,), "torch sees 2 GPUs, numbered from 0; use trainer.device=cuda:1 or cpu"),
     ],
 )
 def test_a_gpu_that_cannot_be_had(machine, gpu: FakeGpu, name: str, there, words: str) -> None:

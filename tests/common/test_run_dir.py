@@ -247,5 +247,13 @@ def test_hydras_own_files_on_a_full_disk_are_one_line(tmp_path) -> None:
 
     with pytest.raises(UserError, match=f"cannot write {tmp_path}: No space left on device; free space"):
         hydra_writes()
+
+    @letting_go()
+    def library_fails() -> None:
+        TakeRunDir().on_run_start(hydra)
+        raise OSError("Could not load this library: fbgemm_gpu_py.so")  # of no file of the run
+
+    with pytest.raises(OSError, match="Could not load this library"):
+        library_fails()
     with pytest.raises(FileNotFoundError), letting_go():
         raise FileNotFoundError("a fault of the program keeps its traceback")

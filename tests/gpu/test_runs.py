@@ -147,10 +147,36 @@ def test_what_a_gpu_cannot_do_is_refused(tmp_path: Path, words: tuple[str, ...],
 
 
 @pytest.mark.cuda
-def test_a_run_uses_the_gpu() -> None:
+def test_a_run_uses_the_gpu(tmp_path: Path) -> None:
     assert WHERE == "cuda"
-    torch.cuda.reset_peak_memory_stats()
-    before = torch.cuda.max_memory_allocated()
-    with recpipe.train(None, None, *SMALL, quiet=True) as done:
+    with recpipe.train(None, None, *SMALL, output=tmp_path, quiet=True) as done:
         assert next(done.model.parameters()).is_cuda
-    assert torch.cuda.max_memory_allocated() > before
+        tables = done.report["memory"]["resident_bytes"]
+        assert done.report["memory"]["peak_gpu_bytes"] > tables
+
+
+@pytest.mark.cuda
+def test_a_full_gpu_is_one_line(tmp_path: Path) -> None:
+    torch.cuda.empty_cache()
+    torch.cuda.set_per_process_memory_fraction(1e-6)
+    try:
+        with pytest.raises(UserError, match="the memory of the GPU is full .*lower data.batch_size"):
+            run(compose([*SMALL, "model.top=[4096]"]), tmp_path)
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0)
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("devices", [("cpu", "cuda"), ("cuda", "cpu")])
+def test_a_run_goes_on_on_another_device(tmp_path: Path, devices: tuple[str, str]) -> None:
+    """With the optimizer's state and the random numbers that fit there."""
+    found = {}
+    for name, device, more in (
+        ("whole", devices[1], ()),
+        ("part", devices[0], ("trainer.max_steps=9", "trainer.checkpoint_every=9")),
+        ("rest", devices[1], (f"resume={tmp_path}/part",)),
+    ):
+        export = f"task.export_parameters={tmp_path}/{name}/parameters"
+        run(compose([*SMALL, f"trainer.device={device}", *more, export]), tmp_path / name)
+        found[name] = parameters(tmp_path / name / "parameters")
+    assert furthest(found["whole"], found["rest"]) < 1e-4

@@ -6,6 +6,7 @@ import asyncio
 import hashlib
 import json
 import os
+import platform
 import re
 import shutil
 import signal
@@ -21,6 +22,7 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from torch._inductor import cpp_builder
 
 import recpipe
 from recpipe.cli import main
@@ -34,7 +36,7 @@ from recpipe.inference.serving.monitor import Monitor, Watch
 from recpipe.inference.serving.shared import RequestScorer, Side
 from recpipe.inference.source import FloatCheckpoint
 from recpipe.inference.trained import is_quantized, open_trained, scored
-from recpipe.seams.compiled import compiler
+from recpipe.seams.compiled import compiled_for, compiler
 from tests.inference.clients import Clients, children, damaged_requests, mapped_bytes
 from tests.processes import ROOT, Child
 
@@ -61,6 +63,7 @@ sys.path.insert(0, sys.argv[1])
 from pathlib import Path
 
 import torch
+from torch._inductor import cpp_builder
 from score import Scorer, tensors
 
 torch.set_num_threads(1)
@@ -147,6 +150,21 @@ def in_clean_process(packed: Path, checkpoint: Path, tmp_path: Path, **environme
 def floats(line: str) -> torch.Tensor:
     data = bytes.fromhex(line.partition(" ")[2])
     return torch.frombuffer(bytearray(data), dtype=torch.float32) if data else torch.empty(0)
+
+
+@needs_compiler
+@pytest.mark.skipif(platform.machine() not in ("x86_64", "AMD64"), reason="sets of instructions of x86-64")
+def test_the_compiler_is_told_the_instruction_set_by_every_release_of_torch() -> None:
+    """torch 2.11 compiles for the machine it runs on, whatever it is asked for."""
+
+    def target() -> list[str]:
+        flags, _ = cpp_builder._get_optimization_cflags(str(compiler()))
+        return [flag for flag in flags if flag.startswith("march=")]
+
+    with compiled_for("x86-64-v3"):
+        assert target() == ["march=x86-64-v3"]
+    with compiled_for(None):
+        assert target() == ["march=native"]
 
 
 @needs_compiler

@@ -7,6 +7,7 @@ import json
 import math
 import re
 from dataclasses import asdict
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -148,7 +149,7 @@ def test_step_histogram_counts_every_step_and_is_not_stretched_by_one() -> None:
 
 def test_environment_names_versions_and_machine() -> None:
     found = environment()
-    assert found["torch"] == torch.__version__
+    assert found["torch"] == version("torch")
     assert found["ram_bytes"] > 1 << 28
     assert found["cores"] >= 1
     assert json.dumps(found)

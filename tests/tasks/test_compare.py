@@ -20,6 +20,7 @@ from urllib.parse import unquote
 
 import numpy as np
 import pytest
+import torch
 from hydra import compose, initialize_config_dir
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from rich.console import Console
@@ -904,3 +905,20 @@ def test_real_comparison_end_to_end(cli: Cli, tmp_path: Path, rows: tuple[str, .
     assert lru["max_parameter_difference"] == 0
     assert (tmp_path / "compare.html").exists()
     assert not (tmp_path / "parameters").exists()
+
+
+def test_a_comparison_leaves_the_gpu_to_its_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process that uses a GPU takes memory of it, and all of it in an exclusive compute mode."""
+
+    def used(*_: object) -> None:
+        raise AssertionError("this process uses the GPU")
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    for name in ("set_device", "empty_cache", "_lazy_init"):
+        monkeypatch.setattr(torch.cuda, name, used)
+    monkeypatch.setattr("recpipe.tasks.compare.compare", lambda *_: {"rows": []})
+    words = ["task=compare", "trainer.device=cuda"]
+    assert run_recipe(compose_recipe(words), tmp_path, command_line=words) == {"rows": []}
+    with pytest.raises(UserError, match="torch sees 1 GPU, numbered from 0"):
+        run_recipe(compose_recipe([*words, "trainer.device=cuda:1"]), tmp_path, command_line=words)

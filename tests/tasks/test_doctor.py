@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -60,6 +61,44 @@ def test_untested_sets_name_the_nearest_tested_one(change: dict[str, str], text:
 def test_torch_2_11_is_mended_with_its_own_file() -> None:
     finding = triple({"torch": "2.11.0+cu130", "torchrec": "1.8.0", "fbgemm-gpu": "1.8.0"}, cuda=True)
     assert finding.remedy.endswith("requirements/cuda-torch2.11.txt")
+
+
+def test_a_machine_without_a_driver_is_told_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    """FBGEMM's CUDA build does not load there, and says only which of its own files does not."""
+    failed = subprocess.CompletedProcess([], 1, "", "OSError: Could not load this library: fbgemm_gpu_py.so")
+    monkeypatch.setattr(doctor.subprocess, "run", lambda *_, **__: failed)
+    monkeypatch.setattr(doctor, "NVML", "libno-such-driver.so")
+    finding = doctor.check_loads(cuda=True)
+    assert "this machine has no NVIDIA driver (libno-such-driver.so is not found)" in finding.text
+    assert "requirements/cpu.txt is the set for a machine without a GPU" in finding.text
+    assert finding.remedy.endswith("-m pip install -r requirements/cpu.txt")
+    installed = {"torch": "2.11.0", "torchrec": "1.6.1", "fbgemm-gpu": "1.6.0"}
+    monkeypatch.setattr(doctor, "installed_version", installed.get)
+    monkeypatch.setattr(doctor, "torch_is_cuda", lambda: True)
+    monkeypatch.delenv(doctor.SKIP, raising=False)
+    with pytest.raises(UserError, match="has no NVIDIA driver .*Mend it: install NVIDIA's driver; without"):
+        doctor.check_versions()
+    monkeypatch.setattr(doctor, "has_driver", lambda: True)  # then the set does not fit
+    finding = doctor.check_loads(cuda=True)
+    assert "fbgemm_gpu_py.so" in finding.text
+    assert finding.remedy.endswith("-m pip install -r requirements/cuda-torch2.11.txt")
+    doctor.check_versions()
+
+
+@pytest.mark.parametrize(
+    ("status", "out", "text", "remedy"),
+    [
+        (0, "kernels run on NVIDIA H100\n", "kernels run on NVIDIA H100", ""),
+        (2, "the GPU cannot be used (busy): wait\n", "the GPU cannot be used (busy)", "wait"),
+        (1, "", "RuntimeError", "no such kernel"),
+    ],
+)  # fmt: skip
+def test_a_gpu_is_tried_out(
+    monkeypatch: pytest.MonkeyPatch, status: int, out: str, text: str, remedy: str
+) -> None:
+    done = subprocess.CompletedProcess([], status, out, "Traceback:\nRuntimeError: no such kernel\n")
+    monkeypatch.setattr(doctor.subprocess, "run", lambda *_, **__: done)
+    assert doctor.check_gpu() == doctor.Finding("gpu", text, remedy)
 
 
 def test_outside_of_a_checkout_the_remedy_names_packages(tmp_path: Path) -> None:

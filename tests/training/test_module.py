@@ -116,6 +116,31 @@ def test_a_diverging_run_stops(tmp_path) -> None:
         fit(module_of(Listed(), collection_of("resident", "sgd", tmp_path), lr=1e30))
 
 
+def test_on_a_gpu_losses_are_looked_at_before_anything_is_made_of_the_model(tmp_path) -> None:
+    """In between, nothing waits for the GPU."""
+
+    def spoiled(folder: str) -> RankingModule:
+        dataset = Listed()
+        module = module_of(dataset, collection_of("lru", "sgd", tmp_path / folder))
+        module.looks_each_step = False
+        spoil_dense(dataset, module)
+        return module
+
+    with pytest.raises(UserError, match="at step 10, or in the 50 before; first bad tensor: parameter"):
+        fit(spoiled("end"))
+    module, seen = spoiled("checkpoint"), []
+
+    def save(*_: object) -> None:
+        if module.global_step > 5:
+            seen.append(module.global_step)
+            module.on_save_checkpoint({})
+
+    module.on_train_batch_end = save
+    with pytest.raises(UserError, match="at step 6, or in the 50 before"):
+        fit(module)
+    assert seen == [6], "a bad model is not saved"
+
+
 def test_mean_losses_are_differences_of_totals(tmp_path) -> None:
     module = module_of(Listed(), collection_of("resident", "sgd", tmp_path), lr=1e-9)
     assert np.isnan(module.loss_total().mean_since(LossTotal()))

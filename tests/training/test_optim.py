@@ -18,7 +18,7 @@ from recpipe.pipeline.step import StagedBatch, StepTimes, accumulate
 from recpipe.tables.groups import collections_of, group_tables
 from recpipe.tables.specs import TableOptimizer
 from recpipe.tables.tiers.batch import Tiers
-from recpipe.training.optim import OptimConfig, dense_optimizer
+from recpipe.training.optim import OptimConfig, dense_optimizer, try_out
 from tests.model.in_parts import Mean
 from tests.pipeline.samples import Listed, placed
 from tests.tables.samples import FEATURES, tiers
@@ -64,6 +64,15 @@ def test_the_fused_implementation_is_used_where_there_is_one(device: str, fused:
 def test_mistakes(config, words) -> None:
     with pytest.raises(UserError, match=words):
         dense_optimizer(config, weights())
+
+
+def test_a_gpu_that_is_full_is_not_the_optimizer_s_mistake(monkeypatch) -> None:
+    def step(*_: object) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 MiB.")
+
+    monkeypatch.setattr(torch.optim.SGD, "step", step)
+    with pytest.raises(torch.OutOfMemoryError):
+        try_out({"name": "SGD", "lr": 0.1}, torch.device("cpu"))
 
 
 # -- tables ----------------------------------------------------------------------------------------

@@ -218,6 +218,24 @@ def test_momentum_of_the_dense_part_is_resumed(trained, tmp_path) -> None:
     assert identical(trained("rest", *recipe, f"resume={tmp_path}/part"), whole)
 
 
+def test_a_gpu_s_dense_optimizer_is_resumed_on_a_cpu_and_back(trained, tmp_path) -> None:
+    """A GPU has no fused Adagrad, a CPU has one: the state of each fits the other's."""
+    on_gpu = "+optim.dense.foreach=true"
+    whole = trained("whole")
+    for number, (first, then) in enumerate((((on_gpu,), ()), ((), (on_gpu,)))):
+        trained(f"first{number}", "trainer.max_steps=10", *first)
+        found = trained(f"then{number}", f"resume={tmp_path}/first{number}/checkpoints", *then)
+        assert furthest(found, whole) < 1e-5
+
+
+def test_the_model_stays_where_it_is_when_training_ends(trained, monkeypatch) -> None:
+    """Lightning would move it to the CPU, away from its tables."""
+    moved: list[RankingModule] = []
+    monkeypatch.setattr(RankingModule, "cpu", moved.append)
+    trained("run", "trainer.max_steps=2")
+    assert not moved
+
+
 def test_a_new_learning_rate_counts(trained, tmp_path) -> None:
     part = trained("part", "trainer.max_steps=9", "trainer.checkpoint_every=9")
     still = ("optim.dense.lr=1e-12", "optim.tables.lr=1e-12", f"resume={tmp_path}/part")
