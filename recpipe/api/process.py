@@ -13,9 +13,13 @@ WITHOUT_FILES = ("trainer.logger=null", "trainer.checkpoint_every=null")
 
 def prepare_process() -> None:
     """Prepare this process as the command line does, before torch is imported."""
+    from recpipe.common.quiet import quieted
     from recpipe.tasks.process import prepare_process as prepare
 
     prepare()
+    with quieted():
+        # FBGEMM 1.6 says many times, when it is first imported, that it does not know torch 2.11.
+        import torchrec  # noqa: F401
 
 
 @contextmanager
