@@ -33,6 +33,11 @@ ELSEWHERE = {
     "het": "het keeps its caches in host memory and refuses a GPU (test_runs.py)",
 }
 """Techniques of the shared bodies that have no part on a GPU."""
+NOT_PRETENDED = {
+    "TestNeo": "DistributedDataParallel makes gradients where the pretended GPU does not look",
+    "test_a_comparison_ends_with_a_table": "its rows are processes from the beginning, which do not pretend",
+}
+"""Tests that a real GPU alone can run, by a part of their name."""
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -51,6 +56,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.skip(reason="no CUDA device"))
         elif WHERE != "cuda" and item.get_closest_marker("cuda"):
             item.add_marker(pytest.mark.skip(reason="only a GPU can show it"))
+        elif WHERE == "pretend" and (why := [w for n, w in NOT_PRETENDED.items() if n in item.nodeid]):
+            item.add_marker(pytest.mark.skip(reason=why[0]))
         elif technique in ELSEWHERE:
             item.add_marker(pytest.mark.skip(reason=ELSEWHERE[technique]))
 
