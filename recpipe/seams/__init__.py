@@ -54,7 +54,8 @@ with private_names():
         own_lookups_in,
         replicated_lookups,
         taken,
-        without_locks,
+        unlock,
+        unlocking,
     )
     from recpipe.seams.tables import Views, module_name, tbe_views, update_by_table
 
@@ -104,7 +105,8 @@ __all__ = [
     "taken",
     "tbe_views",
     "tree_leaves",
+    "unlock",
+    "unlocking",
     "update_by_table",
     "watching_all_threads",
-    "without_locks",
 ]
