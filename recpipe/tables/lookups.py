@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -162,8 +161,7 @@ class GroupLookup:
         gradient = self._gradient()
         gradient = gradient if scale == 1 else gradient * scale
         self._gradients = [gradient]
-        on_cpu = self.warm.device.type == "cpu"
-        with one_thread() if alone and on_cpu else nullcontext():
+        with one_thread(wanted=alone and self.warm.device.type == "cpu"):
             torch.autograd.backward(self.warm, gradient)
             if self.cold is not None:
                 first = self.plan.cold_first if self.plan is not None and self.pooled else 0

@@ -18,6 +18,7 @@ from torch import nn
 
 from recpipe import seams
 from recpipe.backend.equip import Backend
+from recpipe.common.device import uses_gpu
 from recpipe.common.phases import phase
 from recpipe.common.threads import using_threads
 from recpipe.data.parts import batch_size, tensors_of
@@ -378,7 +379,7 @@ def random_state() -> dict[str, Any]:
     assert isinstance(numpy_state, dict)
     return {
         "torch": torch.get_rng_state(),
-        "cuda": [torch.cuda.get_rng_state()] if _on_gpu() else [],
+        "cuda": [torch.cuda.get_rng_state()] if uses_gpu() else [],
         "python": random.getstate(),
         "numpy": {
             "key": torch.from_numpy(numpy_state["state"]["key"].astype(np.int64)),
@@ -390,7 +391,7 @@ def random_state() -> dict[str, Any]:
 def set_random_state(state: dict[str, Any]) -> None:
     """Restore the result of ``random_state``; a GPU keeps its own state if the run was on a CPU before."""
     torch.set_rng_state(state["torch"])
-    if state["cuda"] and _on_gpu():
+    if state["cuda"] and uses_gpu():
         torch.cuda.set_rng_state(state["cuda"][0])
     version, values, gauss = state["python"]
     random.setstate((version, tuple(values), gauss))
@@ -398,8 +399,3 @@ def set_random_state(state: dict[str, Any]) -> None:
     numpy_state: dict[str, Any] = dict(np.random.get_state(legacy=False))
     numpy_state["state"] = {"key": key, "pos": state["numpy"]["pos"]}
     np.random.set_state(numpy_state)
-
-
-def _on_gpu() -> bool:
-    """Whether this process uses a GPU; a run on the CPU of a machine that has one does not."""
-    return bool(torch.cuda.is_initialized())  # type: ignore[no-untyped-call]

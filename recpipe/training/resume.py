@@ -19,6 +19,7 @@ from torch import nn
 
 from recpipe.backend.equip import Backend
 from recpipe.checkpoint.table_io import SUFFIX
+from recpipe.common.device import uses_gpu
 from recpipe.common.saved import Damaged, entries, like, tensor, within
 from recpipe.errors import UserError
 from recpipe.tables.capabilities import SavesPlacement
@@ -122,7 +123,7 @@ def _check_random(state: Mapping[str, Any]) -> None:
         raise Damaged(f"{where}.numpy is no state of a Mersenne Twister")
     try:
         torch.Generator().set_state(state["torch"])
-        if state["cuda"] and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        if state["cuda"] and uses_gpu():
             before = torch.cuda.get_rng_state()
             torch.cuda.set_rng_state(state["cuda"][0])
             torch.cuda.set_rng_state(before)
