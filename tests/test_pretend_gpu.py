@@ -43,6 +43,8 @@ SOME = (
     "test_models.py::test_what_was_trained_loads_into_plain_torchrec[din]",
     "test_models.py::test_stopping_and_resuming_is_bitwise[two_tower-hotline]",
     "test_kernels.py::test_tiers_of_shards_train_as_whole_tables[lru]",
+    "test_runs.py::test_a_quantized_model_scores_batches_of_the_device",
+    "test_runs.py::test_rows_wider_than_a_gpus_kernels_take_are_one_line[tiers]",
 )
 """The whole suite on it takes minutes: ``RECPIPE_GPU_SUITE=pretend pytest -m gpu tests/gpu``."""
 

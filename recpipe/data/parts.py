@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
 
+from recpipe.common.device import uses_gpu
 from recpipe.errors import UserError
 
 Place = tuple[str | int, ...]
@@ -158,9 +159,19 @@ def _stride(leaf: JaggedTensor | KeyedJaggedTensor) -> int:
 
 
 def on_device(batch: Any, device: torch.device) -> Any:
-    """``batch``, which must be ``Pipelineable``, on ``device``. The copy to a GPU goes through page-locked
-    memory and is not waited for."""
-    if device.type == "cpu" or all(t.is_cuda for leaf in leaves(batch) for t in tensors_in(leaf)):
+    """``batch``, which must be ``Pipelineable`` unless it is there already, on ``device``. The copy to a GPU
+    goes through page-locked memory and is not waited for."""
+    to_gpu = device.type == "cuda"
+    if not (to_gpu or uses_gpu()):
         return batch
-    pinned = batch.pin_memory() if hasattr(batch, "pin_memory") else batch
-    return pinned.to(device, non_blocking=True)
+    there = [tensor.is_cuda == to_gpu for leaf in leaves(batch) for tensor in tensors_in(leaf)]
+    if all(there):
+        return batch
+    if not hasattr(batch, "to"):
+        raise UserError(
+            f"a batch of type {type(batch).__name__} is to be moved to {device}: give its type a method "
+            "to(device, non_blocking), as TorchRec's Pipelineable has"
+        )
+    if to_gpu and not any(there) and hasattr(batch, "pin_memory"):
+        batch = batch.pin_memory()
+    return batch.to(device, non_blocking=to_gpu)
