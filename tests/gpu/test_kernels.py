@@ -22,6 +22,7 @@ from recpipe.run import run
 from recpipe.tables.collection import fused_tbe
 from recpipe.tables.sharding.wire import wire_codecs
 from recpipe.tables.specs import TableOptimizer, TableSet
+from recpipe.tables.stores.codecs import WeightCodec
 from tests.gpu.conftest import WHERE, WORDS
 from tests.tables.samples import dump, identical, stream, table_set, tiers, train_ahead
 from tests.training.test_trainer import Parameters, furthest, parameters
@@ -188,6 +189,18 @@ def test_tiers_of_shards_train_as_whole_tables(tmp_path: Path, policy: str) -> N
     report, cut = left_by(tmp_path / "cut", *words)
     assert report["io"]["rows_read"] > 0
     assert furthest(cut, whole) < 1e-6
+
+
+@pytest.mark.parametrize("cold", ["int8", "fp16", "bf16"])
+def test_rows_that_stay_are_rounded_as_in_host_memory(
+    tmp_path: Path, cold: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those that the next batch needs again: on the device, and by a codec that can only encode there."""
+    words = ("+plugin=quantize", f"plugins.quantize.cold={cold}", "tiers.policy=lru", "tiers.store=host")
+    _, there = left_by(tmp_path / "there", *words, "tiers.resident_bytes=10%")
+    monkeypatch.setattr(WeightCodec, "rounded", lambda codec, records: None)
+    _, here = left_by(tmp_path / "here", *words, "tiers.resident_bytes=10%")
+    assert furthest(there, here) == 0
 
 
 @pytest.mark.parametrize(
