@@ -26,6 +26,7 @@ with private_names():
         onednn_takes_bfloat16,
         watching_all_threads,
     )
+    from recpipe.seams.ids import HostIds
     from recpipe.seams.nbit import (
         MEAN,
         NONE,
@@ -69,6 +70,7 @@ __all__ = [
     "EnumerableShardingSpec",
     "Fetched",
     "FusedLookup",
+    "HostIds",
     "LocalPart",
     "LocalShard",
     "NbitLayout",

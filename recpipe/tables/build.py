@@ -78,8 +78,8 @@ def require_kernels(
                 parts = "" if width == group.tables.dim else f", {width:,} of them in one shard"
                 raise UserError(
                     f"table '{name}' has rows of {group.tables.dim:,} values{parts}, and FBGEMM's kernels "
-                    f"for a GPU take at most {WIDEST:,}: lower its embedding_dim, let a planner cut its columns "
-                    "(+plugin=neo plugins.neo.sharding=column_wise), or train on a CPU, trainer.device=cpu"
+                    f"for a GPU take at most {WIDEST:,}: lower its embedding_dim, let a planner cut its "
+                    "columns (+plugin=neo plugins.neo.sharding=column_wise), or use trainer.device=cpu"
                 )
 
 

@@ -29,6 +29,9 @@ from recpipe.tables.rowtable import row_bags
 from recpipe.tables.specs import TableSet
 from recpipe.tables.tiers.placement import TierPlan
 
+Scale = float | torch.Tensor
+"""What a loss is multiplied by; a tensor of one value on a GPU."""
+
 
 class GroupLookup:
     """The rows of one group for one batch."""
@@ -144,14 +147,14 @@ class GroupLookup:
     def _ids_between(self, low: int, high: int) -> list[tuple[int, int]]:
         """Where the ids of samples [low, high) begin and end, for each feature."""
         samples, keys = self.ids.stride(), len(self.ids.keys())
-        offsets = self.ids.offsets()
         if (low, high) == (0, samples):
-            return [(0, int(offsets[-1]))]
+            return [(0, self.ids.values().numel())]
+        offsets = self.ids.offsets()
         return [
             (int(offsets[key * samples + low]), int(offsets[key * samples + high])) for key in range(keys)
         ]
 
-    def backward(self, alone: bool, scale: float = 1.0) -> None:
+    def backward(self, alone: bool, scale: Scale = 1.0) -> None:
         """Make one backward pass, and thus one fused update, for each tier.
 
         FBGEMM's CPU update enters a parallel region for every table, which costs more than the threads gain.
@@ -159,7 +162,7 @@ class GroupLookup:
         """
         self.arrive()
         gradient = self._gradient()
-        gradient = gradient if scale == 1 else gradient * scale
+        gradient = gradient if isinstance(scale, float) and scale == 1 else gradient * scale
         self._gradients = [gradient]
         with one_thread(wanted=alone and self.warm.device.type == "cpu"):
             torch.autograd.backward(self.warm, gradient)
@@ -299,7 +302,7 @@ class BatchLookups:
         self._ready.result()
         return [lookup.leaf(low, high) for lookup in self.groups[front]]
 
-    def backward(self, alone: bool, scale: float = 1.0, beside: Beside | None = None) -> None:
+    def backward(self, alone: bool, scale: Scale = 1.0, beside: Beside | None = None) -> None:
         """Update the tables by the leaves' gradients times ``scale``. With ``beside``, begin the update
         there."""
         with phase("embedding backward and update"):
