@@ -57,7 +57,7 @@ def waits() -> Iterator[Counter[str]]:
 
 def words(technique: str) -> tuple[str, ...]:
     """``codec``: cold rows are rounded, and so are those that the next batch needs again."""
-    own = ("+plugin=quantize", "tiers.policy=lru") if technique == "codec" else TECHNIQUES[technique]
+    own = ("+plugin=quantize", "tiers.policy=nocache") if technique == "codec" else TECHNIQUES[technique]
     return (*OVERRIDES["sgd"], *own, "tiers.store=host", "tiers.resident_bytes=20%")
 
 
