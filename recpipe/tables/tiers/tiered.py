@@ -26,7 +26,6 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import nn
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from recpipe.common.spread import Spread
@@ -44,7 +43,7 @@ from recpipe.tables.tiers.moves import Moves
 from recpipe.tables.tiers.occupied import Occupied
 from recpipe.tables.tiers.placement import IndexBags, TierPlan, TierPlanner, table_bags
 from recpipe.tables.tiers.policies import policy_bytes
-from recpipe.tables.tiers.slots import filter_slots, make_slots, put, take, views
+from recpipe.tables.tiers.slots import Table, filter_slots, make_slots, put, take
 from recpipe.tables.tiers.store_thread import StoreThread, TierTimes
 
 _Bags = tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]
@@ -234,11 +233,11 @@ class TieredEmbeddingBagCollection(RowCollection, Planned, SavesPlacement, Shows
         own, slab = weights or (None, None)
         return (indices, offsets, own), (slab_indices, slab_offsets, slab)
 
-    def _lookup(self, tbe: nn.Module, bags: _Bags) -> torch.Tensor:
-        rows: torch.Tensor = tbe(*bags)
+    def _lookup(self, table: Table, bags: _Bags) -> torch.Tensor:
+        rows: torch.Tensor = table(*bags)
         return rows
 
-    def _shared_lookup(self, table: nn.Module, bags: RowBags, touched: RowIds) -> torch.Tensor:
+    def _shared_lookup(self, table: Table, bags: RowBags, touched: RowIds) -> torch.Tensor:
         pooled: torch.Tensor = table(bags, touched)
         return pooled
 
@@ -393,7 +392,7 @@ class TieredEmbeddingBagCollection(RowCollection, Planned, SavesPlacement, Shows
     @property
     def slab_room(self) -> int:
         """For how many rows the slab has room."""
-        return int(views(self.slab)[0].shape[0])
+        return int(self.slab.weights.shape[0])
 
     @property
     def resident_bytes(self) -> int:
@@ -403,11 +402,10 @@ class TieredEmbeddingBagCollection(RowCollection, Planned, SavesPlacement, Shows
     @property
     def overhead_bytes(self) -> int:
         """Memory beyond the resident rows: row maps, the policy's tables, the slab, the store's buffers."""
-        slab = views(self.slab)
         return (
             self.planner.overhead_bytes
             + policy_bytes(self.planner.policy)
-            + sum(part.numel() * 4 for part in slab)
+            + sum(part.numel() * 4 for part in (self.slab.weights, self.slab.state))
             + self.store.overhead_bytes
         )
 
