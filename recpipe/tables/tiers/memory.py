@@ -25,7 +25,7 @@ from recpipe.tables.stores.base import Records
 from recpipe.tables.tiers.moves import Moves
 from recpipe.tables.tiers.occupied import Occupied
 from recpipe.tables.tiers.placement import TierPlan
-from recpipe.tables.tiers.slots import filter_slots, make_slots, put, take, views
+from recpipe.tables.tiers.slots import Table, filter_slots, make_slots, put, take
 from recpipe.tables.tiers.store_thread import StoreThread
 
 _Bags = tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]
@@ -178,11 +178,11 @@ class TierMemory(nn.Module):
         own, slab = weights or (None, None)
         return (indices, offsets, own), (slab_indices, slab_offsets, slab)
 
-    def _lookup(self, tbe: nn.Module, bags: _Bags) -> torch.Tensor:
-        rows: torch.Tensor = tbe(*bags)
+    def _lookup(self, table: Table, bags: _Bags) -> torch.Tensor:
+        rows: torch.Tensor = table(*bags)
         return rows
 
-    def _shared_lookup(self, table: nn.Module, bags: RowBags, touched: RowIds) -> torch.Tensor:
+    def _shared_lookup(self, table: Table, bags: RowBags, touched: RowIds) -> torch.Tensor:
         pooled: torch.Tensor = table(bags, touched)
         return pooled
 
@@ -242,7 +242,7 @@ class TierMemory(nn.Module):
 
     def reserve_slab(self, rows: int) -> None:
         """Make room for ``rows`` slab rows; ``advance`` has taken out what it held."""
-        if rows > int(views(self.slab)[0].shape[0]):
+        if rows > len(self.slab.weights):
             self.slab = make_slots(self.tables, 1 << (rows - 1).bit_length(), self.device, self.trainers)
             if self._row_filter is not None:
                 self._filter_slab(self._row_filter)
@@ -250,7 +250,7 @@ class TierMemory(nn.Module):
     @property
     def slab_bytes(self) -> int:
         """Memory of the slab."""
-        return sum(part.numel() * 4 for part in views(self.slab))
+        return sum(part.numel() * 4 for part in (self.slab.weights, self.slab.state))
 
 
 def _lookups(plan: TierPlan) -> list[NDArray[Any]]:

@@ -19,45 +19,55 @@ from recpipe.tables.specs import TableSet
 from recpipe.tables.tiers.shared_rows import SharedTable
 
 
-def make_slots(tables: TableSet, rows: int, device: torch.device, trainers: Channel | None) -> nn.Module:
+class FusedTable(nn.Module):
+    """``rows`` slots for rows of any table, in a fused TBE, whose backward pass makes the update."""
+
+    def __init__(self, tables: TableSet, rows: int, device: torch.device) -> None:
+        super().__init__()
+        self.tbe = make_tbe(tables, rows, device)
+        self.weights, self.state = seams.tbe_views(self.tbe)[0]
+        """[rows, D], in their storage type, and optimizer state float32 [rows, S]: the TBE's memory."""
+
+    def forward(self, *bags: torch.Tensor | None) -> torch.Tensor:
+        """As the TBE: rows of indices, offsets and weights, pooled."""
+        pooled: torch.Tensor = self.tbe(*bags)
+        return pooled
+
+
+Table = FusedTable | SharedTable
+
+
+def make_slots(tables: TableSet, rows: int, device: torch.device, trainers: Channel | None) -> Table:
     """``rows`` slots on ``device``; ``trainers`` is the channel between several trainers, None for one."""
     if trainers is None:
-        table: nn.Module = make_tbe(tables, rows, device)
-        return table
+        return FusedTable(tables, rows, device)
     return SharedTable(tables, rows, device, trainers)
 
 
 def filter_slots(
-    table: nn.Module, rows: RowFilter, rows_in: Callable[[RowIds], RowIds], tables: TableSet
+    table: Table, rows: RowFilter, rows_in: Callable[[RowIds], RowIds], tables: TableSet
 ) -> None:
     """Make ``table`` update only the rows that ``rows`` keeps; ``rows_in`` tells which rows are in slots."""
     if isinstance(table, SharedTable):
         table.stay = lambda slots, gradients: rows.stay(rows_in(slots), gradients)
         return
     features = len(tables.features) if tables.pooled else 1
-    filter_lookups(table, rows, lambda slots, _: rows_in(slots), features, pooled=True)
+    filter_lookups(table.tbe, rows, lambda slots, _: rows_in(slots), features, pooled=True)
 
 
-def views(table: nn.Module) -> tuple[torch.Tensor, torch.Tensor]:
-    """Weights [slots, D], in their storage type, and optimizer state float32 [slots, S]; writing to them
-    changes the table."""
-    if isinstance(table, SharedTable):
-        return table.weights, table.state
-    return seams.tbe_views(table)[0]
-
-
-def take(table: nn.Module, slots: torch.Tensor) -> torch.Tensor:
+def take(table: Table, slots: torch.Tensor) -> torch.Tensor:
     """A copy of the records in ``slots`` (int64 [n]), float32 [n, width]."""
-    weights, state = views(table)
-    return torch.cat((weights.index_select(0, slots).float(), state.index_select(0, slots)), dim=1)
+    return torch.cat(
+        (table.weights.index_select(0, slots).float(), table.state.index_select(0, slots)), dim=1
+    )
 
 
-def put(table: nn.Module, slots: torch.Tensor, records: torch.Tensor) -> None:
+def put(table: Table, slots: torch.Tensor, records: torch.Tensor) -> None:
     """Replace the records of ``slots`` (int64 [n], distinct)."""
     if not len(slots):
         # Even an empty copy would tell autograd that the weights have changed since they were looked up.
         return
-    weights, state = views(table)
+    weights, state = table.weights, table.state
     with torch.no_grad():
         weights.index_copy_(0, slots, records[:, : weights.shape[1]].to(weights.dtype))
         state.index_copy_(0, slots, records[:, weights.shape[1] :])
