@@ -51,7 +51,7 @@ KINDS = {
     "Splitter": ["split"],
     "Skipper": ["begin", "keep", "update"],
     "Quantizer": ["codecs", "cold", "storage"],
-    "RowCodec": ["decode", "encode"],
+    "RowCodec": ["decode", "encode", "rounded"],
     "EpochOrder": ["batches", "is_datas_own"],
     "Plugin": ["contribute", "costs"],
     "ModelQuantizer": ["quantize"],

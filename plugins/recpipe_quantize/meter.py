@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from typing import TypeVar
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
 from recpipe.plugin import Figure, RecordLayout, RowCodec
@@ -80,3 +81,7 @@ class Metered(RowCodec):
     def decode(self, encoded: NDArray[np.uint8], out: NDArray[np.float32]) -> None:
         """As ``codec``."""
         self.codec.decode(encoded, out)
+
+    def rounded(self, records: torch.Tensor) -> torch.Tensor | None:
+        """As ``codec``; not sampled, since nothing is written back."""
+        return self.codec.rounded(records)

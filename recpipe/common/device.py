@@ -21,6 +21,12 @@ def use_device(device: torch.device) -> None:
         torch.cuda.set_device(device)
 
 
+def uses_gpu() -> bool:
+    """Whether this process has begun to use a GPU, without which no tensor can be on one. A run on the CPU of
+    a machine that has a GPU does not."""
+    return bool(torch.cuda.is_initialized())  # type: ignore[no-untyped-call]
+
+
 @contextmanager
 def same_bits(wanted: bool, device: torch.device) -> Iterator[None]:
     """In the block, if ``wanted``, a GPU uses only algorithms that give the same bits each time; torch raises

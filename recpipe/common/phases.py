@@ -7,6 +7,8 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
 
+from recpipe.common.device import uses_gpu
+
 PREFIX = "recpipe: "
 """Prefix of the ranges' names in a trace."""
 PHASES = (
@@ -54,5 +56,5 @@ def _range(name: str) -> Iterator[None]:
     assert name in PHASES, name
     with torch.profiler.record_function(PREFIX + name):
         yield
-        if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        if uses_gpu():
             torch.cuda.synchronize()

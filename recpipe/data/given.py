@@ -13,7 +13,7 @@ from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
 from recpipe.data.batch import Batch
 from recpipe.data.dataset import Dataset, Schema, SplitName
 from recpipe.data.parts import batch_size as samples_in
-from recpipe.data.parts import leaves, tensors_in
+from recpipe.data.parts import leaves, on_device, tensors_in
 from recpipe.errors import UserError
 
 Batches = Iterable[Any] | Callable[[int], Iterator[Any]]
@@ -41,6 +41,8 @@ class GivenBatches(Dataset):
     """
 
     gives_parts = False
+    device: torch.device | None = None
+    """Where batches are moved to when they are read; None: nowhere."""
 
     def __init__(
         self,
@@ -115,7 +117,9 @@ class GivenBatches(Dataset):
                 return
 
     def _checked(self, batch: Any) -> Any:
-        """Return ``batch``; ``UserError`` if it does not fit the schema."""
+        """Return ``batch`` on ``device``; ``UserError`` if it does not fit the schema."""
+        if self.device is not None:
+            batch = on_device(batch, self.device)
         if self.schema is None:
             return batch
         if not isinstance(batch, Batch):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -9,7 +10,9 @@ from typing import Any
 import torch
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
 
+from recpipe.common.device import uses_gpu
 from recpipe.errors import UserError
+from recpipe.seams import HostIds
 
 Place = tuple[str | int, ...]
 """Attributes, keys and positions that lead from a batch to one of its parts."""
@@ -140,6 +143,8 @@ def tensors_in(leaf: torch.Tensor | JaggedTensor | KeyedJaggedTensor) -> list[to
 
 def on_gpu(leaf: torch.Tensor | JaggedTensor | KeyedJaggedTensor) -> bool:
     """Whether one of ``leaves`` is on a GPU."""
+    if isinstance(leaf, HostIds):  # reading its ids would copy them
+        return leaf.device().type == "cuda"
     return (leaf if isinstance(leaf, torch.Tensor) else leaf.values()).is_cuda
 
 
@@ -165,10 +170,47 @@ def _stride(leaf: JaggedTensor | KeyedJaggedTensor) -> int:
     return int(leaf.stride())
 
 
+Asked = dict[Place, set[str]]
+"""What is read on a GPU of the ids at each place of a batch (see ``HostIds``)."""
+
+
+def keeping_ids(value: Any, asked: Asked, place: Place = ()) -> Any:
+    """``value``, which is at ``place`` in a batch in host memory, with ids that stay there when it is moved
+    to a GPU, until something there reads them."""
+    if isinstance(value, KeyedJaggedTensor):
+        stays = not (value.variable_stride_per_key() or on_gpu(value))
+        return HostIds.of(value, asked.setdefault(place, set())) if stays else value
+    if isinstance(value, torch.Tensor | JaggedTensor):
+        return value
+    if isinstance(value, Mapping):
+        made = {key: keeping_ids(part, asked, (*place, key)) for key, part in value.items()}
+        return type(value)(made)  # type: ignore[call-arg]
+    if isinstance(value, list | tuple):
+        parts = [keeping_ids(part, asked, (*place, position)) for position, part in enumerate(value)]
+        return type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)
+    named = attributes(value)
+    if not named:
+        return value
+    own = copy.copy(value)
+    for name, part in named.items():
+        object.__setattr__(own, name, keeping_ids(part, asked, (*place, name)))
+    return own
+
+
 def on_device(batch: Any, device: torch.device) -> Any:
-    """``batch``, which must be ``Pipelineable``, on ``device``. The copy to a GPU goes through page-locked
-    memory and is not waited for."""
-    if device.type == "cpu" or all(t.is_cuda for leaf in leaves(batch) for t in tensors_in(leaf)):
+    """``batch``, which must be ``Pipelineable`` unless it is there already, on ``device``. The copy to a GPU
+    goes through page-locked memory and is not waited for."""
+    to_gpu = device.type == "cuda"
+    if not (to_gpu or uses_gpu()):
         return batch
-    pinned = batch.pin_memory() if hasattr(batch, "pin_memory") else batch
-    return pinned.to(device, non_blocking=True)
+    there = [tensor.is_cuda == to_gpu for leaf in leaves(batch) for tensor in tensors_in(leaf)]
+    if all(there):
+        return batch
+    if not hasattr(batch, "to"):
+        raise UserError(
+            f"a batch of type {type(batch).__name__} is to be moved to {device}: give its type a method "
+            "to(device, non_blocking), as TorchRec's Pipelineable has"
+        )
+    if to_gpu and not any(there) and hasattr(batch, "pin_memory"):
+        batch = batch.pin_memory()
+    return batch.to(device, non_blocking=to_gpu)

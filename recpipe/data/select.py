@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping, Sequence
-from typing import Any, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 import numpy as np
 import torch
@@ -12,8 +12,10 @@ from numpy.typing import NDArray
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
 
 from recpipe.data.parts import attributes, batch_size
+from recpipe.seams import HostIds
 
 T = TypeVar("T")
+Jagged: TypeAlias = JaggedTensor | KeyedJaggedTensor
 
 
 def select(batch: T, samples: NDArray[np.int64]) -> T:
@@ -127,10 +129,12 @@ class _Cut:
         if isinstance(value, torch.Tensor):
             cuttable = value.dim() and len(value) == self.size
             return self._rows(value) if cuttable else value
+        if isinstance(value, HostIds):
+            return value.cut(self._keyed, len(self.samples))
         if isinstance(value, KeyedJaggedTensor):
-            return KeyedJaggedTensor(value.keys(), **self._jagged(value))
+            return self._keyed(value, value)
         if isinstance(value, JaggedTensor):
-            return JaggedTensor(**self._jagged(value))
+            return JaggedTensor(**self._jagged(value, value))
         if _has_own(value):
             return value.select(self.samples)
         if isinstance(value, Mapping):
@@ -154,11 +158,15 @@ class _Cut:
             object.__setattr__(made, name, self.of(part))
         return made
 
-    def _jagged(self, value: JaggedTensor | KeyedJaggedTensor) -> dict[str, torch.Tensor | None]:
-        """Values, weights, lengths and offsets of the samples' bags, key by key, on its device."""
+    def _keyed(self, value: KeyedJaggedTensor, known: KeyedJaggedTensor) -> KeyedJaggedTensor:
+        return KeyedJaggedTensor(value.keys(), **self._jagged(value, known))
+
+    def _jagged(self, value: Jagged, known: Jagged) -> dict[str, torch.Tensor | None]:
+        """Values, weights, lengths and offsets of the samples' bags, key by key, on its device. ``known``:
+        the same, perhaps in host memory, to read lengths and offsets from."""
         device = value.values().device
         places, offsets = places_of(
-            value.offsets().cpu().numpy().astype(np.int64, copy=False), self.size, self.samples
+            known.offsets().cpu().numpy().astype(np.int64, copy=False), self.size, self.samples
         )
         index = torch.from_numpy(places).to(device)
         weights = value.weights_or_none()
@@ -180,14 +188,14 @@ class _Range(_Cut):
     def _rows(self, value: torch.Tensor) -> torch.Tensor:
         return value[self.low : self.high]
 
-    def _jagged(self, value: JaggedTensor | KeyedJaggedTensor) -> dict[str, torch.Tensor | None]:
+    def _jagged(self, value: Jagged, known: Jagged) -> dict[str, torch.Tensor | None]:
         """The ids between two offsets, for each key."""
-        keys = value.lengths().numel() // self.size
-        if value.values().numel() == value.lengths().numel() and bool((value.lengths() == 1).all()):
+        keys = known.lengths().numel() // self.size
+        if known.values().numel() == known.lengths().numel() and bool((known.lengths() == 1).all()):
             return self._one_hot(value, keys)
         lengths = value.lengths().view(-1, self.size)[:, self.low : self.high].reshape(-1)
         firsts = torch.arange(keys) * self.size
-        offsets = value.offsets().cpu()
+        offsets = known.offsets().cpu()
         places = list(
             zip(offsets[firsts + self.low].tolist(), offsets[firsts + self.high].tolist(), strict=True)
         )
@@ -203,7 +211,7 @@ class _Range(_Cut):
             "offsets": torch.cat((lengths.new_zeros(1), lengths.cumsum(0))),
         }
 
-    def _one_hot(self, value: JaggedTensor | KeyedJaggedTensor, keys: int) -> dict[str, torch.Tensor | None]:
+    def _one_hot(self, value: Jagged, keys: int) -> dict[str, torch.Tensor | None]:
         """As ``_jagged`` for bags of one id each, which most batches have: they are cut as a matrix."""
         count = keys * (self.high - self.low)
         weights = value.weights_or_none()

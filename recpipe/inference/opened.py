@@ -9,15 +9,19 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import nn
 
 from recpipe.checkpoint.trained_on import TrainedOn
 from recpipe.common.run_dir import RunDir
 from recpipe.data.dataset import Dataset, SplitName
+from recpipe.data.parts import on_device
 from recpipe.inference.quantized import put_rows
 from recpipe.inference.quantized_manifest import read_manifest, recipe_of
 from recpipe.inference.trained import Scored, Trained, scored
 from recpipe.model.call import Called
+
+_HOST = torch.device("cpu")
 
 
 @dataclass
@@ -50,12 +54,12 @@ class QuantizedScoring:
         self.tasks = called.tasks
 
     def batches(self, split: SplitName) -> Iterator[Any]:
-        """The batches of a split of the data."""
-        return self.dataset.batches(split, self.batch_size)
+        """The batches of a split of the data, in host memory, where the model is."""
+        return self.checked(self.dataset.batches(split, self.batch_size))
 
     def checked(self, batches: Iterable[Any]) -> Iterator[Any]:
-        """Other batches; ids are checked when they are scored."""
-        return iter(batches)
+        """Other batches, in host memory; ids are checked when they are scored."""
+        return (on_device(batch, _HOST) for batch in batches)
 
     def scores(self, batches: Iterable[Any], labelled: bool = True) -> Iterator[Scored]:
         """Score ``batches``; ``DataError`` for an id that is not in its table."""

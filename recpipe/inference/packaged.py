@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from recpipe.data.batch import Batch
+from recpipe.data.parts import on_device
 from recpipe.errors import DataError, UserError
 from recpipe.inference import score
 from recpipe.inference.trained import Scored, Trained
@@ -32,8 +33,8 @@ class PackagedScoring:
         """How the model is called for each of its outputs, by name."""
 
     def checked(self, batches: Iterable[Any]) -> Iterator[Any]:
-        """The batches as they are: ids are checked when they are scored."""
-        yield from batches
+        """The batches in host memory: ids are checked when they are scored."""
+        return (on_device(batch, torch.device("cpu")) for batch in batches)
 
     def scores(self, batches: Iterable[Batch], labelled: bool = False) -> Iterator[Scored]:
         """Score ``batches``; ``DataError`` for an id that is not in its table."""

@@ -59,7 +59,7 @@ def lookups_in(
             raise UserError("lookups can be counted in recpipe.kit.Batch alone: leave out popularity=")
         for feature, table in parts:
             seen, times = torch.unique(batch.sparse[feature].values(), return_counts=True)
-            counts[table][seen.numpy()] += times.numpy()
+            counts[table][seen.cpu().numpy()] += times.cpu().numpy()
         read += batch.size
     found = {}
     for table, own in counts.items():

@@ -6,9 +6,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
 from rich.console import Console
 
 from recpipe.common.console import log, show
+from recpipe.data.given import GivenBatches
 from recpipe.distributed.launch import Process
 from recpipe.errors import UserError
 from recpipe.inference.command import TERMINAL, Caller, answering
@@ -47,9 +49,12 @@ def quantize_for(caller: Caller, checkpoint: Path, words: Sequence[str]) -> dict
             raise UserError(f"{trained.directory} is quantized already: name the checkpoint it was made from")
         target = run_dir.path / QUANTIZED if options.output is None else Path(options.output).expanduser()
         require_free(target)
+        dataset = trained.dataset
+        if isinstance(dataset, GivenBatches):
+            dataset.device = torch.device("cpu")  # where a quantizer's model is
         finished = FinishedModel(
             FloatCheckpoint.of(trained),
-            trained.dataset,
+            dataset,
             trained.cfg.data.batch_size,
             run_dir.path,
             target.absolute(),

@@ -146,7 +146,8 @@ class _Deferred(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[Any, ...]:
-        scale = float(gradient)
+        # A GPU is not waited for, and multiplies.
+        scale = gradient if gradient.is_cuda else float(gradient)
         ctx.lookups.backward(alone=True, scale=scale)
         for leaf in ctx.late:
             if leaf.grad is not None:

@@ -20,7 +20,7 @@ from recpipe.common.phases import phase
 from recpipe.common.spans import settled
 from recpipe.data.batch import Batch, BatchShare
 from recpipe.data.dataset import Dataset, SplitName
-from recpipe.data.parts import batch_size, leaves, on_device, on_gpu
+from recpipe.data.parts import Asked, batch_size, keeping_ids, leaves, on_device, on_gpu
 from recpipe.data.select import between, select
 from recpipe.distributed.ranks import Ranks
 from recpipe.errors import DataError
@@ -68,6 +68,9 @@ class TrainLoader:
         self.accesses = accesses
         """Keeps some batches' ids."""
         self._aside = Aside(device)
+        by_slots = device.type == "cuda" and tiers is not None and tiers.of_all
+        self._asked: Asked | None = {} if by_slots else None
+        """What the model itself reads of ids on the GPU, if rows are looked up there by slots."""
         self.first = 0
         self.handed_out = 0
         """How many batches training has got over all epochs, including those before a resume."""
@@ -162,8 +165,9 @@ class TrainLoader:
         if isinstance(batch, BatchShare):
             each = self.inputs.each(batch)
             self.inputs.require_ids(each)
-            staged = StagedBatch(on_device(batch, self.device), total=batch.total, alone=False)
-            return self._with_ids(staged, batch, each)
+            self._count(each)
+            there, ids = self._moved(batch, batch, each)
+            return StagedBatch(there, total=batch.total, alone=False, ids=ids)
         consumed = batch_size(batch)
         batch = self.source.feed.transform(batch)
         size, skipped = batch_size(batch) if self.source.feed.batch else consumed, 0
@@ -177,20 +181,28 @@ class TrainLoader:
             plan = self.tiers.plan(batch, each)  # checks the ids
         else:
             self.inputs.require_ids(each)
-        staged = self._share(batch, size, plan)
+        self._count(each)
+        staged = self._share(batch, size, plan, each)
         staged.consumed, staged.skipped = consumed, skipped
-        self._with_ids(staged, batch, each)
         if self.tiers is not None and self.tiers.prefetches and plan is not None:
             self.tiers.prefetch(plan)
         return staged
 
-    def _with_ids(self, staged: StagedBatch, batch: Any, each: GroupIds) -> StagedBatch:
-        """Set the ids of ``staged`` in order; they are ``each`` if it is ``batch`` itself. This is done here
-        because the training thread has more to do."""
+    def _count(self, each: GroupIds) -> None:
         if self.accesses is not None:
             self.accesses.add(each)
-        staged.ids = each if staged.batch is batch else self.inputs.each(staged.batch)
-        return staged
+
+    def _moved(self, mine: Any, batch: Any, each: GroupIds) -> tuple[Any, GroupIds]:
+        """``mine``, this rank's samples of ``batch``, on the device; and its ids in order, which are ``each``
+        if it is all of ``batch``. This is done here because the training thread has more to do.
+
+        Where rows are looked up by slots, ids stay in host memory unless the model itself reads them.
+        """
+        if self._asked is None:
+            there = looked_up = on_device(mine, self.device)
+        else:
+            there, looked_up = on_device(keeping_ids(mine, self._asked), self.device), mine
+        return there, each if looked_up is batch else self.inputs.each(looked_up)
 
     def _timed(self, ready: Iterator[StagedBatch], splitting: Splitting) -> Iterator[StagedBatch]:
         """``ready``, telling ``splitting`` how long each batch took until the next one. A GPU is waited for
@@ -203,27 +215,32 @@ class TrainLoader:
             started = perf_counter()
             yield staged
 
-    def _share(self, batch: Any, size: int, plan: BatchPlan | None) -> StagedBatch:
-        """What this rank trains of ``batch``, in micro-batches if there is a splitter."""
+    def _share(self, batch: Any, size: int, plan: BatchPlan | None, each: GroupIds) -> StagedBatch:
+        """What this rank trains of ``batch``, whose ids are ``each``, in micro-batches if there is a
+        splitter."""
         alone, splitting = len(self.ranks.trainers) == 1, self.splitting
         if splitting is None and alone:
-            return StagedBatch(on_device(batch, self.device), plan, size=size)
+            there, ids = self._moved(batch, batch, each)
+            return StagedBatch(there, plan, size=size, ids=ids)
         needs_cold = plan.needs_cold if plan is not None else np.zeros(size, bool)
         split = None if splitting is None else splitting.cut(batch, needs_cold)
         if split is None:
             split = Split(np.arange(size), (size,))
             if alone and needs_cold.any():  # there is nothing to put in order, and all wait for cold rows
-                return StagedBatch(on_device(batch, self.device), plan, split.bounds, size=size)
+                there, ids = self._moved(batch, batch, each)
+                return StagedBatch(there, plan, split.bounds, size=size, ids=ids)
         mine = cut(split.order, split.bounds, needs_cold, self.ranks)
         if plan is not None:
             plan.arrange(mine.samples, mine.cold_first, alone)
+        there, ids = self._moved(select(batch, mine.samples), batch, each)
         return StagedBatch(
-            on_device(select(batch, mine.samples), self.device),
+            there,
             plan,
             () if splitting is None else mine.bounds,
             mine.cold_from,
             total=size,
             alone=alone,
+            ids=ids,
         )
 
 

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
+from recpipe.common.device import uses_gpu
 from recpipe.data.parts import batch_size
 from recpipe.data.select import between
 from recpipe.pipeline.placed import Parts, PlacedModel
@@ -94,5 +95,5 @@ def undone(model: PlacedModel) -> Iterator[None]:
 
 def _random_states() -> list[torch.Tensor]:
     """The states of torch's generators: the CPU's and, once CUDA is in use, every GPU's."""
-    of_gpus = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []  # type: ignore[no-untyped-call]
+    of_gpus = torch.cuda.get_rng_state_all() if uses_gpu() else []
     return [torch.get_rng_state(), *of_gpus]

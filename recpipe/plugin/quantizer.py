@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 if TYPE_CHECKING:
+    import torch
     from torchrec.distributed.types import CommOp, QuantizedCommCodec
 
     from recpipe.plugin.api import TableInfo
@@ -49,6 +50,15 @@ class RowCodec(ABC):
     @abstractmethod
     def decode(self, encoded: NDArray[np.uint8], out: NDArray[np.float32]) -> None:
         """Decode uint8 [n, bytes_per_record] into ``out``, float32 [n, width]. Both are C-contiguous."""
+
+    def rounded(self, records: torch.Tensor) -> torch.Tensor | None:
+        """What ``decode`` makes of the bytes of ``records`` (float32 [n, width]), computed where they are,
+        bit by bit the same; None: only ``encode`` and ``decode`` can tell, in host memory.
+
+        Rows that the next batch needs again stay on a GPU, rounded. Without this method, each step waits for
+        the GPU.
+        """
+        return None
 
 
 class Quantizer:

@@ -18,6 +18,7 @@ from recpipe.plugin.errors import PluginConflict, PluginError
 from recpipe.plugin.quantizer import STORAGES, Direction, Quantizer, RecordLayout, RowCodec
 
 if TYPE_CHECKING:
+    import torch
     from torchrec.distributed.types import CommOp, QuantizedCommCodec
 
 V = TypeVar("V")
@@ -64,6 +65,21 @@ class BlamedCodec(RowCodec):
         """As ``RowCodec``."""
         with blaming(self.origin, "quantizer.cold.decode"):
             self.codec.decode(encoded, out)
+
+    def rounded(self, records: torch.Tensor) -> torch.Tensor | None:
+        """As ``RowCodec``; ``PluginError`` if the result is not like ``records``."""
+        with blaming(self.origin, "quantizer.cold.rounded"):
+            made = self.codec.rounded(records)
+        if made is None:
+            return None
+        if not isinstance(made, type(records)) or _alike(made) != _alike(records):
+            what = _alike(made) if isinstance(made, type(records)) else type(made).__name__
+            raise PluginError(f"plugin {self.origin}: rounded() must return {_alike(records)}, not {what}")
+        return made
+
+
+def _alike(tensor: torch.Tensor) -> str:
+    return f"{tensor.dtype} {tuple(tensor.shape)} on {tensor.device}"
 
 
 def quantizing(tables: Mapping[str, TableInfo], plugins: Plugins) -> Quantizing:

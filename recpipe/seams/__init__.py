@@ -26,6 +26,7 @@ with private_names():
         onednn_takes_bfloat16,
         watching_all_threads,
     )
+    from recpipe.seams.ids import HostIds
     from recpipe.seams.nbit import (
         MEAN,
         NONE,
@@ -54,7 +55,8 @@ with private_names():
         own_lookups_in,
         replicated_lookups,
         taken,
-        without_locks,
+        unlock,
+        unlocking,
     )
     from recpipe.seams.tables import Views, module_name, tbe_views, update_by_table
 
@@ -68,6 +70,7 @@ __all__ = [
     "EnumerableShardingSpec",
     "Fetched",
     "FusedLookup",
+    "HostIds",
     "LocalPart",
     "LocalShard",
     "NbitLayout",
@@ -104,7 +107,8 @@ __all__ = [
     "taken",
     "tbe_views",
     "tree_leaves",
+    "unlock",
+    "unlocking",
     "update_by_table",
     "watching_all_threads",
-    "without_locks",
 ]

@@ -159,19 +159,38 @@ def give_back(fetched: Fetched) -> None:
         tbe.lxu_cache_locations_list, tbe.timesteps_prefetched = locations, steps
 
 
+def unlock(fetched: Fetched) -> None:
+    """Unlock the rows in ``fetched``, which stay in the cache: their batch will not be trained, and otherwise
+    its backward pass would unlock them."""
+    for tbe, locations, _ in fetched:
+        for places in locations:
+            _unlock(tbe, places)
+
+
 @contextmanager
-def without_locks(lookups: Iterable[FusedLookup]) -> Iterator[None]:
-    """In the block, lookups do not lock their rows in a GPU's cache: the backward pass unlocks them, and an
-    evaluation has none."""
+def unlocking(lookups: Iterable[FusedLookup]) -> Iterator[None]:
+    """In the block, what lookups lock in a GPU's cache is unlocked again: the backward pass would do that,
+    and an evaluation has none.
+
+    They must lock: a lookup that does not may also take the places of rows that others have locked, such as
+    those of the next batch to train.
+    """
     tbes = [lookup.tbe for lookup in lookups]
-    before = [tbe.lock_cache_line for tbe in tbes]
+    before = [tbe.lxu_cache_locations for tbe in tbes]
     for tbe in tbes:
-        tbe.lock_cache_line = False
+        tbe.lxu_cache_locations = tbe.lxu_cache_locations_empty
     try:
         yield
     finally:
-        for tbe, locks in zip(tbes, before, strict=True):
-            tbe.lock_cache_line = locks
+        for tbe, places in zip(tbes, before, strict=True):
+            _unlock(tbe, tbe.lxu_cache_locations)
+            tbe.lxu_cache_locations = places
+
+
+def _unlock(tbe: SplitTableBatchedEmbeddingBagsCodegen, places: torch.Tensor) -> None:
+    """As a TBE's backward pass: each of ``places`` in its cache once, however often it is among them."""
+    if len(places):
+        torch.ops.fbgemm.lxu_cache_locking_counter_decrement(tbe.lxu_cache_locking_counter, places)
 
 
 OWN_KERNEL = EmbeddingComputeKernel.CUSTOMIZED_KERNEL.value

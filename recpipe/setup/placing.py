@@ -20,7 +20,7 @@ from recpipe.model.make import make_called
 from recpipe.pipeline.placed import PlacedModel, put_fronts
 from recpipe.plugin.blame import BlamedSkipper
 from recpipe.plugin.compose import Owned
-from recpipe.tables.build import Place, build_tables
+from recpipe.tables.build import Place, build_tables, require_kernels
 from recpipe.tables.grouped import GroupedCollection
 from recpipe.tables.groups import ModelTables, collections_of, group_tables
 from recpipe.tables.inputs import Inputs
@@ -66,10 +66,12 @@ class Unplaced:
         shards: tuple[Sharding, ShardPlan] | None = None,
         roomy: bool = False,
     ) -> GroupedCollection:
-        """Make the tables' rows as their ``owners`` decide, in ``shards`` or whole.
+        """Make the tables' rows as their ``owners`` decide, in ``shards`` or whole; ``UserError`` if the
+        device has no kernels for one.
 
         ``roomy``: with room in front of pooled rows, if the CPU back end's parts of the model use it.
         """
+        require_kernels(self.tables, device, ranks, None if shards is None else shards[1])
         module, size = self.called.module, cfg.data.batch_size
         paths = roomy_paths(module) if roomy else ()
         ids_per_bag = partial(dataset.ids_per_bag, size)

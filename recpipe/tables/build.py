@@ -6,7 +6,7 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torchrec.modules.embedding_configs import DataType
@@ -19,7 +19,7 @@ from recpipe.plugin.policy import RowSpace
 from recpipe.tables.collection import TableCollection
 from recpipe.tables.config import HOLDERS, TierConfig
 from recpipe.tables.grouped import GroupedCollection
-from recpipe.tables.groups import Group
+from recpipe.tables.groups import Group, ModelTables
 from recpipe.tables.inputs import Inputs
 from recpipe.tables.owners import NOCACHE, RESIDENT, GroupOwner
 from recpipe.tables.resident import ResidentCollection
@@ -34,6 +34,9 @@ from recpipe.tables.tiers.placement import IndexBags
 from recpipe.tables.tiers.policies import POLICIES
 from recpipe.tables.tiers.shared_rows import ReplicatedCollection
 from recpipe.tables.tiers.tiered import TieredEmbeddingBagCollection
+
+if TYPE_CHECKING:
+    from recpipe.tables.sharding.plan import ShardPlan
 
 MANY_IDS = 8.0
 """Ids per bag from which several TBEs are faster: on 2 cores 0.8 times as fast at 1, equal at 4, 1.4 times at
@@ -54,6 +57,30 @@ class Place:
     """The data's mean pooling factor (ids per bag)."""
     roomy: Collection[str] = ()
     """Paths of collections whose pooled rows should have room in front (``recpipe.tables.room``)."""
+
+
+WIDEST = 2048
+"""The most values of a row that FBGEMM's kernels for a GPU take. Those for a CPU take any number."""
+
+
+def require_kernels(
+    tables: ModelTables, device: torch.device, ranks: Ranks, plan: ShardPlan | None = None
+) -> None:
+    """``UserError`` if FBGEMM has no kernels for a table's rows on ``device``. ``plan``: of sharded tables,
+    whose parts may be narrower than the tables."""
+    if device.type != "cuda" or (plan is None and len(ranks.trainers) > 1):  # replicas use torch's operators
+        return
+    for group in tables.groups:
+        for name in group.tables.layout.tables:
+            shards = () if plan is None else plan.tables[name].shards
+            width = max((shard.columns for shard in shards), default=group.tables.dim)
+            if width > WIDEST:
+                parts = "" if width == group.tables.dim else f", {width:,} of them in one shard"
+                raise UserError(
+                    f"table '{name}' has rows of {group.tables.dim:,} values{parts}, and FBGEMM's kernels "
+                    f"for a GPU take at most {WIDEST:,}: lower its embedding_dim, let a planner cut its "
+                    "columns (+plugin=neo plugins.neo.sharding=column_wise), or use trainer.device=cpu"
+                )
 
 
 def build_tables(inputs: Inputs, owners: Sequence[GroupOwner], place: Place) -> GroupedCollection:

@@ -266,6 +266,9 @@ class BagFront(Front, EmbeddingBagCollectionInterface):  # type: ignore[misc]
         self.dims = [table.embedding_dim for table in self.configs for _ in table.feature_names]
         means = [table.pooling == PoolingType.MEAN for table in self.configs for _ in table.feature_names]
         self._means = np.array(means)
+        self._sums: dict[tuple[tuple[int, ...], torch.device], torch.Tensor] = {}
+        """By a group's places and the device, which of its features are summed, bool [F], for groups with
+        features of both kinds."""
         self.wants_room = False
         """Whether the model writes one more feature before the pooled rows (``recpipe.tables.room``)."""
 
@@ -301,9 +304,14 @@ class BagFront(Front, EmbeddingBagCollectionInterface):  # type: ignore[misc]
             return pooled
         ids = in_order(features, group.tables.features)
         counts = ids.lengths().view(len(means), -1).t().to(pooled.dtype).clamp(min=1)
-        divisors = torch.where(torch.from_numpy(means).to(counts.device), counts, 1.0)
         size = len(pooled)
-        return (pooled.view(size, len(means), -1) / divisors.unsqueeze(2)).view(size, -1)
+        if not means.all():
+            key = (group.places, counts.device)
+            if key not in self._sums:  # copied once, since that waits for a GPU
+                self._sums[key] = torch.from_numpy(~means).to(counts.device)
+            counts = counts.masked_fill(self._sums[key], 1.0)
+        meant: torch.Tensor = pooled.view(size, len(means), -1) / counts.unsqueeze(2)
+        return meant.view(size, -1)
 
 
 class SequenceFront(Front, EmbeddingCollectionInterface):  # type: ignore[misc]

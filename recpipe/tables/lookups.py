@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -29,6 +28,9 @@ from recpipe.tables.room import widened, with_room
 from recpipe.tables.rowtable import row_bags
 from recpipe.tables.specs import TableSet
 from recpipe.tables.tiers.placement import TierPlan
+
+Scale = float | torch.Tensor
+"""What a loss is multiplied by; a tensor of one value on a GPU."""
 
 
 class GroupLookup:
@@ -145,14 +147,14 @@ class GroupLookup:
     def _ids_between(self, low: int, high: int) -> list[tuple[int, int]]:
         """Where the ids of samples [low, high) begin and end, for each feature."""
         samples, keys = self.ids.stride(), len(self.ids.keys())
-        offsets = self.ids.offsets()
         if (low, high) == (0, samples):
-            return [(0, int(offsets[-1]))]
+            return [(0, self.ids.values().numel())]
+        offsets = self.ids.offsets()
         return [
             (int(offsets[key * samples + low]), int(offsets[key * samples + high])) for key in range(keys)
         ]
 
-    def backward(self, alone: bool, scale: float = 1.0) -> None:
+    def backward(self, alone: bool, scale: Scale = 1.0) -> None:
         """Make one backward pass, and thus one fused update, for each tier.
 
         FBGEMM's CPU update enters a parallel region for every table, which costs more than the threads gain.
@@ -160,10 +162,9 @@ class GroupLookup:
         """
         self.arrive()
         gradient = self._gradient()
-        gradient = gradient if scale == 1 else gradient * scale
+        gradient = gradient if isinstance(scale, float) and scale == 1 else gradient * scale
         self._gradients = [gradient]
-        on_cpu = self.warm.device.type == "cpu"
-        with one_thread() if alone and on_cpu else nullcontext():
+        with one_thread(wanted=alone and self.warm.device.type == "cpu"):
             torch.autograd.backward(self.warm, gradient)
             if self.cold is not None:
                 first = self.plan.cold_first if self.plan is not None and self.pooled else 0
@@ -301,7 +302,7 @@ class BatchLookups:
         self._ready.result()
         return [lookup.leaf(low, high) for lookup in self.groups[front]]
 
-    def backward(self, alone: bool, scale: float = 1.0, beside: Beside | None = None) -> None:
+    def backward(self, alone: bool, scale: Scale = 1.0, beside: Beside | None = None) -> None:
         """Update the tables by the leaves' gradients times ``scale``. With ``beside``, begin the update
         there."""
         with phase("embedding backward and update"):

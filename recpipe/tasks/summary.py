@@ -78,7 +78,7 @@ def summarize(
         ranks=_ranks(ranks, embeddings.collectives),
         resumed=_resumed(resumed_from, module, recorder),
         series=recorder.intervals.series(recorder.step_seconds),
-        calibration=module.quality.calibration,
+        calibration=module.evaluation.quality.calibration,
         skew=_skew(module.loader.accesses, tables),
     )
 

@@ -3,16 +3,11 @@
 from __future__ import annotations
 
 import math
-import random
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from concurrent.futures import Future, wait
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import astuple, fields
 from typing import Any, NamedTuple
 
 import lightning as L
-import numpy as np
-import numpy.typing as npt
 import torch
 from torch import nn
 
@@ -20,10 +15,8 @@ from recpipe import seams
 from recpipe.backend.equip import Backend
 from recpipe.common.phases import phase
 from recpipe.common.threads import using_threads
-from recpipe.data.parts import batch_size, tensors_of
 from recpipe.distributed.ranks import Channel, Ranks
 from recpipe.errors import UserError
-from recpipe.model.metrics import BackgroundQuality, Quality
 from recpipe.pipeline.cores import Cores
 from recpipe.pipeline.loader import TrainLoader
 from recpipe.pipeline.placed import PlacedModel, saved_buffers
@@ -31,7 +24,9 @@ from recpipe.pipeline.step import StagedBatch, StepTimes, accumulate
 from recpipe.pipeline.sync import add_up
 from recpipe.tables.beside import Beside
 from recpipe.tables.capabilities import SavesPlacement
-from recpipe.tables.front import handing_out
+from recpipe.training.divergence import first_bad_tensor
+from recpipe.training.evaluation import Evaluation, Stop
+from recpipe.training.generators import random_state, set_random_state
 
 LOOK_EVERY = 50
 """Steps between checks of the loss on a GPU, since each check waits for the GPU."""
@@ -47,10 +42,6 @@ class LossTotal(NamedTuple):
         """Mean loss of the steps after ``earlier``; NaN if there are none."""
         steps = self.steps - earlier.steps
         return (self.sum - earlier.sum) / steps if steps else math.nan
-
-
-class EvaluationStopped(BaseException):
-    """Raised on all trainers if a signal came during an evaluation, which then ends."""
 
 
 class RankingModule(L.LightningModule):
@@ -73,14 +64,9 @@ class RankingModule(L.LightningModule):
         self.around_step = around_step
         """Makes the context of each batch's step."""
         self.trainers = trainers or Ranks().channel()
-        self.stop_asked = False
-        """Whether this rank was asked to stop."""
-        self.stop_agreed = False
-        """Whether any rank was asked to stop; all ranks know it after the same batch."""
+        self.stop = Stop()
         self.dense = model.dense
-        self.quality = BackgroundQuality(model.called.kind)
-        self.figures: Quality | None = None
-        """The quality of the latest complete evaluation; the same on all trainers."""
+        self.evaluation = Evaluation(model, self.trainers, self.stop)
         self.step_times = StepTimes(loader.device)
         self.backend = backend
         self._loss_sum = torch.zeros((), dtype=torch.float64)
@@ -126,7 +112,7 @@ class RankingModule(L.LightningModule):
             parameter.grad = None
         with self.around_step(batch.batch):
             loss = accumulate(self.model, batch, self.step_times, self.cores, beside=self.beside)
-            loss, self.stop_agreed = add_up(self.trainers, self.dense, loss, self.stop_asked)
+            loss, self.stop.agreed = add_up(self.trainers, self.dense, loss, self.stop.asked)
             if self.looks_each_step and not math.isfinite(loss.item()):
                 raise UserError(self._diverged(batch.batch))
             with phase("dense optimizer"), self._beside_tables():
@@ -198,33 +184,12 @@ class RankingModule(L.LightningModule):
         return LossTotal(float(self._loss_sum), self._losses)
 
     def _diverged(self, batch: Any) -> str:
-        """The name of the first tensor with a value that is not finite."""
-        named = [(f"the batch's {name}", tensor) for name, tensor in tensors_of(batch)]
-        named += [(f"parameter {name}", p) for name, p in self.model.dense_parameters().items()]
-        with torch.no_grad():
-            was_training = self.model.training
-            self.model.eval()
-            rows = self.model.look_up(batch)
-            named += [("the rows of its ids", found) for front in rows.values() for found in front.rows()]
-            with handing_out(rows):
-                named += self._outputs(batch)
-            self.model.train(was_training)
-        bad = next(
-            (name for name, t in named if not torch.isfinite(t).all()), "the loss (all inputs are finite)"
-        )
         step = self.global_step + 1 if self.looks_each_step else self.global_step
         at = f"at step {step}" if self.looks_each_step else f"at step {step}, or in the {LOOK_EVERY} before"
         return (
-            f"the loss is not finite {at}; first bad tensor: {bad}. "
+            f"the loss is not finite {at}; first bad tensor: {first_bad_tensor(self.model, batch)}. "
             "Lower optim.tables.lr or optim.dense.lr, or check the data"
         )
-
-    def _outputs(self, batch: Any) -> list[tuple[str, torch.Tensor]]:
-        """The model's outputs by name; empty for a share without samples."""
-        if not batch_size(batch):
-            return []
-        _, output = self.model.called(batch)
-        return [(f"the model's {name}", tensor) for name, tensor in tensors_of(output, "output")]
 
     # -- evaluation --------------------------------------------------------------------------
 
@@ -237,61 +202,8 @@ class RankingModule(L.LightningModule):
                 buffer.copy_(torch.from_numpy(first).view(buffer.shape))
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
-        """Keep the batch's predictions; after the last batch, ``figures`` are those of all batches.
-
-        Raises ``EvaluationStopped`` if any trainer was asked to stop.
-        """
-        losses, logits, labels = self._gathered(*self._judged(batch))
-        self._stop_if_agreed()
-        weights = losses[:, 1].sum() if self.model.parts.sums else losses[:, 1]
-        self.quality.add_loss(float((losses[:, 0] * weights).sum()), float(losses[:, 1].sum()))
-        self.quality.add(logits, labels)
-        # Raised here and not when the epoch ends: Lightning repeats an evaluation that stopped in a step.
-        if batch_idx + 1 == self.trainer.num_val_batches[0]:
-            self.figures = self._awaited(self.quality.submit())
-
-    def _awaited(self, promised: Future[Quality]) -> Quality:
-        """The first trainer's figures, on all trainers, since callbacks that monitor them must decide
-        alike."""
-        while not (promised.done() or self.stop_asked):
-            wait([promised], timeout=0.1)
-        figures = astuple(promised.result()) if promised.done() else (math.nan,) * len(fields(Quality))
-        told = self.trainers.gather(np.array([[*figures, self.stop_asked]], np.float64))
-        self.stop_agreed = any(bool(part[0, -1]) for part in told)
-        self._stop_if_agreed()
-        return Quality(*told[0][0, :-1].tolist())
-
-    def _stop_if_agreed(self) -> None:
-        if self.stop_agreed:
-            raise EvaluationStopped
-
-    def _judged(self, batch: Any) -> tuple[float, int, torch.Tensor, torch.Tensor]:
-        """The loss, the number of samples, and the predictions and labels that are scored, [B] or [0]."""
-        samples, none = batch_size(batch), torch.empty(0)
-        # Other ranks take part in the lookups, even if this share has no samples.
-        rows = self.model.look_up(batch) if self.trainers.size > 1 else {}
-        if not samples:
-            return 0.0, 0, none, none
-        with handing_out(rows):
-            loss, scored = self.model.called.judge(batch)
-        logits, labels = (none, none) if scored is None else scored
-        return float(loss), samples, logits, labels
-
-    def _gathered(
-        self, loss: float, samples: int, logits: torch.Tensor, labels: torch.Tensor
-    ) -> tuple[npt.NDArray[np.float64], torch.Tensor, torch.Tensor]:
-        """Each trainer's loss and samples, [trainers, 2], and all scored predictions and labels. The same
-        message tells which trainers were asked to stop."""
-        if self.trainers.size == 1:
-            self.stop_agreed = self.stop_asked
-            return np.array([[loss, samples]]), logits, labels
-        head = torch.tensor([[self.stop_asked, 0.0], [loss, samples]])
-        own = torch.cat([head, torch.stack([logits.reshape(-1), labels.reshape(-1)], dim=1).cpu().float()])
-        parts = self.trainers.gather(own.numpy())
-        self.stop_agreed = any(bool(part[0, 0]) for part in parts)
-        losses = np.array([part[1] for part in parts], np.float64)
-        scored = torch.from_numpy(np.concatenate([part[2:] for part in parts]))
-        return losses, scored[:, 0], scored[:, 1]
+        """Judge a batch, which raises ``EvaluationStopped`` if any trainer was asked to stop."""
+        self.evaluation.add(batch, last=batch_idx + 1 == self.trainer.num_val_batches[0])
 
     # -- checkpoints -------------------------------------------------------------------------
 
@@ -366,40 +278,3 @@ class RankingModule(L.LightningModule):
 def _sees_gradients(callback: L.Callback) -> bool:
     """Whether a callback is called between the backward pass and the dense optimizer's step."""
     return type(callback).on_before_optimizer_step is not L.Callback.on_before_optimizer_step
-
-
-def random_state() -> dict[str, Any]:
-    """The state of every random number generator, as tensors and plain values; of the current GPU's alone.
-
-    A rank's GPU has another number than rank 0's, whose state a checkpoint has for all ranks, as it has that
-    of its CPU.
-    """
-    numpy_state = np.random.get_state(legacy=False)
-    assert isinstance(numpy_state, dict)
-    return {
-        "torch": torch.get_rng_state(),
-        "cuda": [torch.cuda.get_rng_state()] if _on_gpu() else [],
-        "python": random.getstate(),
-        "numpy": {
-            "key": torch.from_numpy(numpy_state["state"]["key"].astype(np.int64)),
-            "pos": int(numpy_state["state"]["pos"]),
-        },
-    }
-
-
-def set_random_state(state: dict[str, Any]) -> None:
-    """Restore the result of ``random_state``; a GPU keeps its own state if the run was on a CPU before."""
-    torch.set_rng_state(state["torch"])
-    if state["cuda"] and _on_gpu():
-        torch.cuda.set_rng_state(state["cuda"][0])
-    version, values, gauss = state["python"]
-    random.setstate((version, tuple(values), gauss))
-    key = state["numpy"]["key"].numpy().astype(np.uint32)
-    numpy_state: dict[str, Any] = dict(np.random.get_state(legacy=False))
-    numpy_state["state"] = {"key": key, "pos": state["numpy"]["pos"]}
-    np.random.set_state(numpy_state)
-
-
-def _on_gpu() -> bool:
-    """Whether this process uses a GPU; a run on the CPU of a machine that has one does not."""
-    return bool(torch.cuda.is_initialized())  # type: ignore[no-untyped-call]

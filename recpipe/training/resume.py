@@ -7,7 +7,6 @@ those of another model, recipe or data set.
 
 from __future__ import annotations
 
-import random
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -19,9 +18,10 @@ from torch import nn
 
 from recpipe.backend.equip import Backend
 from recpipe.checkpoint.table_io import SUFFIX
-from recpipe.common.saved import Damaged, entries, like, tensor, within
+from recpipe.common.saved import Damaged, entries, like, within
 from recpipe.errors import UserError
 from recpipe.tables.capabilities import SavesPlacement
+from recpipe.training.generators import check_random_state
 from recpipe.training.module import RankingModule
 
 Plain = bool | int | float | str | tuple[float | None, ...] | None
@@ -100,35 +100,10 @@ def _check_own(module: RankingModule, recpipe: Mapping[str, Any]) -> None:
         )
     if recpipe.get("backend") is not None:  # checkpoints of earlier versions lack it
         Backend.check(entries({"backend": dict[str, Any]}, recpipe, "recpipe")["backend"])
-    _check_random(saved["random"])
+    check_random_state(saved["random"])
     placed = module.model.embeddings.offers(SavesPlacement)
     if placed is not None and saved["placement"] is not None:
         placed.check_placement_state(saved["placement"])
-
-
-def _check_random(state: Mapping[str, Any]) -> None:
-    """Check each generator's state by setting it on a temporary generator, a GPU's on the GPU."""
-    where = "recpipe.random"
-    entries({"torch": torch.Tensor, "cuda": list[torch.Tensor]}, state, where)
-    version, values, gauss = entries({"python": tuple[int, tuple[int, ...], float | None]}, state, where)[
-        "python"
-    ]
-    numbers = entries(
-        {"key": torch.Tensor, "pos": int}, entries({"numpy": Any}, state, where)["numpy"], "numpy"
-    )
-    tensor(numbers["key"], torch.int64, (624,), f"{where}.numpy.key")
-    key = numbers["key"].numpy()
-    if not (0 <= numbers["pos"] <= 624 and key.min() >= 0 and key.max() < 2**32):
-        raise Damaged(f"{where}.numpy is no state of a Mersenne Twister")
-    try:
-        torch.Generator().set_state(state["torch"])
-        if state["cuda"] and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-            before = torch.cuda.get_rng_state()
-            torch.cuda.set_rng_state(state["cuda"][0])
-            torch.cuda.set_rng_state(before)
-        random.Random().setstate((version, values, gauss))
-    except (RuntimeError, TypeError, ValueError, OverflowError) as fault:
-        raise Damaged(f"{where} is no state of a random number generator ({fault})") from fault
 
 
 def _check_loops(module: RankingModule, version: str, loops: Mapping[str, Any]) -> None:

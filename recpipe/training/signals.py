@@ -16,7 +16,8 @@ import numpy as np
 from recpipe.checkpoint.table_io import SUFFIX
 from recpipe.distributed.launch import Process
 from recpipe.distributed.ranks import Channel
-from recpipe.training.module import EvaluationStopped, RankingModule
+from recpipe.training.evaluation import EvaluationStopped
+from recpipe.training.module import RankingModule
 
 NUMBERS = (signal.SIGTERM, signal.SIGINT)
 
@@ -96,14 +97,14 @@ class StopOnSignal(L.Callback):
             raise SystemExit(128 + number)
         self.received = number
         if self._module is not None:
-            self._module.stop_asked = True
+            self._module.stop.asked = True
 
     def on_train_batch_end(
         self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         """Save and stop after this step if a signal has come; save after the last step."""
         assert isinstance(pl_module, RankingModule)
-        if pl_module.stop_agreed:
+        if pl_module.stop.agreed:
             self._hear_of_it()
             trainer.should_stop = True
             trainer.limit_val_batches = 0

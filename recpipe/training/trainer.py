@@ -19,9 +19,10 @@ from recpipe.distributed.ranks import Channel
 from recpipe.errors import CheckpointError, UserError
 from recpipe.pipeline.loader import EvalLoader, TrainLoader
 from recpipe.training.config import TrainerConfig
+from recpipe.training.evaluation import EvaluationStopped
 from recpipe.training.figures import LOG_EVERY
 from recpipe.training.loggers import CsvLogger
-from recpipe.training.module import EvaluationStopped, RankingModule
+from recpipe.training.module import RankingModule
 from recpipe.training.progress import Extent, Progress
 from recpipe.training.recorder import Recorder
 from recpipe.training.signals import StopOnSignal

@@ -9,8 +9,9 @@ import pytest
 import torch
 
 from recpipe.common import spans
-from recpipe.common.device import Aside, arrived, same_bits, threads_for, use_device
+from recpipe.common.device import Aside, arrived, same_bits, threads_for, use_device, uses_gpu
 from recpipe.common.spans import OPEN, Spans, mark, settled
+from recpipe.common.threads import one_thread, using_threads
 from recpipe.errors import UserError
 from recpipe.setup.prepare import choose_device
 from tests.fake_gpu import GPU, FakeGpu, gpu
@@ -30,6 +31,16 @@ def test_every_thread_sets_its_gpu(gpu: FakeGpu) -> None:
         pool.submit(int).result()
     use_device(CPU)
     assert len(gpu.set) == 2, "a CPU is nobody's current GPU"
+
+
+def test_who_uses_a_gpu_and_who_one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    for begun in (True, False):
+        monkeypatch.setattr(torch.cuda, "is_initialized", lambda begun=begun: begun)
+        assert uses_gpu() == begun
+    with using_threads(2):
+        for wanted, threads in ((True, 1), (False, 2)):
+            with one_thread(wanted=wanted):
+                assert torch.get_num_threads() == threads
 
 
 @pytest.fixture

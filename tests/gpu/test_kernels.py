@@ -22,6 +22,7 @@ from recpipe.run import run
 from recpipe.tables.collection import fused_tbe
 from recpipe.tables.sharding.wire import wire_codecs
 from recpipe.tables.specs import TableOptimizer, TableSet
+from recpipe.tables.stores.codecs import WeightCodec
 from tests.gpu.conftest import WHERE, WORDS
 from tests.tables.samples import dump, identical, stream, table_set, tiers, train_ahead
 from tests.training.test_trainer import Parameters, furthest, parameters
@@ -190,6 +191,27 @@ def test_tiers_of_shards_train_as_whole_tables(tmp_path: Path, policy: str) -> N
     assert furthest(cut, whole) < 1e-6
 
 
+@pytest.mark.parametrize("cold", ["int8", "fp16", "bf16"])
+def test_rows_that_stay_are_rounded_as_in_host_memory(
+    tmp_path: Path, cold: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those that the next batch needs again: on the device, and by a codec that can only encode there."""
+    words = ("+plugin=quantize", f"plugins.quantize.cold={cold}", "tiers.policy=nocache", "tiers.store=host")
+    rounded = WeightCodec.rounded
+    seen: list[int] = []
+
+    def noted(codec: WeightCodec, records: torch.Tensor) -> torch.Tensor:
+        seen.append(len(records))
+        return rounded(codec, records)
+
+    monkeypatch.setattr(WeightCodec, "rounded", noted)
+    _, there = left_by(tmp_path / "there", *words)
+    assert WHERE == "cpu" or sum(seen), "some rows stay"
+    monkeypatch.setattr(WeightCodec, "rounded", lambda codec, records: None)
+    _, here = left_by(tmp_path / "here", *words)
+    assert furthest(there, here) == 0
+
+
 @pytest.mark.parametrize(
     ("forward", "backward", "most"), [("fp16", "fp16", 2e-3), ("bf16", "bf16", 2e-2), ("int8", "fp32", 2e-2)]
 )
@@ -239,7 +261,7 @@ def test_a_slab_that_is_too_small_grows(device: torch.device, tmp_path: Path) ->
     left = []
     for slab in (1, 4096):
         collection = tiers(table_set(), "nocache", tmp_path)
-        collection._reserve_slab(slab)
+        collection.memory.reserve_slab(slab)
         train_ahead(collection, stream(8, True))
         left.append(dump(collection))
         collection.close()

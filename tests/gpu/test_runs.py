@@ -5,11 +5,14 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
 import recpipe
 from recpipe.config.compose import compose
+from recpipe.data.given import GivenBatches
+from recpipe.data.make import open_dataset
 from recpipe.errors import UserError
 from recpipe.run import run
 from tests.gpu.conftest import WHERE, WORDS
@@ -100,9 +103,26 @@ def test_answers_from_a_checkpoint(finished: Path, tmp_path: Path) -> None:
     assert small["bytes"]["ratio"] > 1
 
 
-def test_a_kept_model_scores_batches_of_the_host(tmp_path: Path) -> None:
-    from recpipe.data.make import open_dataset
+def test_a_quantized_model_scores_batches_of_the_device(
+    finished: Path, tmp_path: Path, device: torch.device
+) -> None:
+    """It is on the CPU, wherever its batches are; so is what is quantized, and what a recipe keeps there."""
+    dataset = open_dataset({"name": "synthetic", **_data()}, seed=1)
+    here = list(dataset.batches("eval", 100))
+    moved = [batch.to(device) for batch in here]
+    there = GivenBatches(moved, moved, dataset.schema)
+    small = tmp_path / "quantized"
+    recpipe.quantize(finished, there, "+plugin=low_precision", output=tmp_path, quiet=True)
+    expected = recpipe.predict(small, here, quiet=True)
+    assert np.array_equal(recpipe.predict(small, there, quiet=True), np.concatenate((expected, expected)))
+    found = recpipe.evaluate(small, there, "split=eval", quiet=True)
+    same = recpipe.evaluate(small, GivenBatches(here, here, dataset.schema), "split=eval", quiet=True)
+    assert found["tasks"] == same["tasks"]
+    on_cpu = recpipe.predict(finished, there, "trainer.device=cpu", quiet=True)
+    assert on_cpu == pytest.approx(np.concatenate((expected, expected)), abs=0.05)
 
+
+def test_a_kept_model_scores_batches_of_the_host(tmp_path: Path) -> None:
     with recpipe.train(None, None, *SMALL, output=tmp_path, quiet=True) as done:
         dataset = open_dataset({"name": "synthetic", **_data()}, seed=1)
         batch = next(dataset.batches("eval", 100))
@@ -180,3 +200,17 @@ def test_a_run_goes_on_on_another_device(tmp_path: Path, devices: tuple[str, str
         run(compose([*SMALL, f"trainer.device={device}", *more, export]), tmp_path / name)
         found[name] = parameters(tmp_path / name / "parameters")
     assert furthest(found["whole"], found["rest"]) < 1e-4
+
+
+@pytest.mark.parametrize("words", [(), ("tiers.policy=lru", "tiers.store=host")], ids=["resident", "tiers"])
+def test_rows_wider_than_a_gpus_kernels_take_are_one_line(
+    tmp_path: Path, words: tuple[str, ...], device: torch.device
+) -> None:
+    """A CPU's kernels take any number."""
+    wide = ("model.embedding_dim=2052", "model.bottom=[2052]", "data.tables={a: 50}")
+    cfg = compose([*SMALL, *words, *wide, "trainer.max_steps=1"])
+    if device.type == "cpu":
+        run(cfg, tmp_path)
+        return
+    with pytest.raises(UserError, match=r"^table 'a' has rows of 2,052 values, .* take at most 2,048: lower"):
+        run(cfg, tmp_path)

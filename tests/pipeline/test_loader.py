@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import threading
+from contextlib import closing
 from itertools import cycle
+from pathlib import Path
 
 import lightning as L
 import numpy as np
@@ -266,6 +268,22 @@ def test_a_batch_for_a_gpu_is_copied_beside_the_training_and_waited_for(
     assert {thread for thread, _ in gpu.set} == {"recpipe-loader_0"}
     monkeypatch.setattr(StagedBatch, "arrive", lambda staged: None)
     assert not any(map(same, (staged.batch for staged in loader), dataset.lists["train"])), "the control"
+
+
+def test_ids_are_copied_once_something_has_read_them_and_then_with_their_batch(
+    gpu: FakeGpu, tmp_path: Path
+) -> None:
+    """Rows are looked up by slots, so that training reads no ids."""
+    dataset = Listed(count=6)
+    with closing(collection_of("lru", "sgd", tmp_path)) as embeddings:
+        loader = loader_of(dataset, embeddings, device=GPU)
+        for number, staged in enumerate(loader):
+            ids = staged.batch.sparse
+            assert ids.device() == GPU
+            if number != 1:  # which is staged while the first one is read
+                assert set(ids._read) == ({"values", "offsets"} if number else set())
+            assert ids.length_per_key() == dataset.lists["train"][number].sparse.length_per_key()
+            assert same(staged.batch, dataset.lists["train"][number])
 
 
 def test_all_memory_of_a_batch_is_kept_until_training_has_used_it(

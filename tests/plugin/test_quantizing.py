@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from recpipe.plugin.api import Contribution, Origin, TableInfo
 from recpipe.plugin.assembly import assemble
@@ -138,3 +139,19 @@ def test_wrong_bytes_name_the_plugin() -> None:
     said = r"plugin acme .*: encode\(\) must return uint8 \(2, 64\), not uint8 \(2, 68\)"
     with pytest.raises(PluginError, match=said):
         codec.encode(np.zeros((2, 17), np.float32))
+
+
+def test_rounding_without_bytes_is_asked_of_the_codec_and_checked() -> None:
+    class Rounds(Whole):
+        def rounded(self, records: torch.Tensor) -> torch.Tensor:
+            return records[:, :4] if len(records) > 1 else records + 1
+
+    records = torch.zeros((1, 17))
+    assert merged((ACME, Cold())).cold["wide"].part.rounded(records) is None, "it only encodes"
+    codec = merged((ACME, Cold(codec=Rounds))).cold["wide"].part
+    assert torch.equal(codec.rounded(records), records + 1)
+    said = (
+        r"plugin acme .*: rounded\(\) must return torch.float32 \(2, 17\) on cpu, not torch.float32 \(2, 4\)"
+    )
+    with pytest.raises(PluginError, match=said):
+        codec.rounded(torch.zeros((2, 17)))

@@ -7,9 +7,13 @@ those of a backward too. Modes belong to a thread: ``watch_all`` sets them in ea
 
 from __future__ import annotations
 
+import re
+import sys
 import threading
+from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -26,6 +30,12 @@ PINNED: dict[int, StorageWeakRef] = {}
 MIXING = ("aten::copy_", "aten::index", "aten::index_put", "aten::index_put_", "aten::_index_put_impl_")
 """Operators on tensors of both devices: copies, and indices in host memory. The result is where the first
 is."""
+READING = ("aten::_local_scalar_dense", "aten::equal", "aten::nonzero", "aten::_unique2", "aten::is_nonzero")
+"""Operators for whose results the host waits."""
+WAITS: deque[tuple[str, str]] = deque(maxlen=10_000)
+"""The last times that a GPU would have been waited for: the thread's name, and why. Not all are seen:
+``tolist`` is not."""
+_OURS = re.compile(r"/(recpipe\w*|tests)/(?!pretend_gpu)[^@]*$")
 _LOCK = threading.Lock()
 
 
@@ -102,6 +112,8 @@ class Kernels(TorchDispatchMode):
         if any(there) and here and name not in MIXING:
             shapes = [(tuple(t.shape), "gpu" if x else "cpu") for t, x in zip(given, there, strict=True)]
             raise RuntimeError(f"pretended GPU: {name} on tensors of both devices: {shapes}")
+        if any(there) and (name in READING or (here and name in MIXING[1:])):
+            _waited(name)
         result = func(*args, **kwargs)
         if name == "aten::copy_":
             return result
@@ -173,13 +185,24 @@ class _Move(torch.autograd.Function):
         return _copied(gradient, ctx.was_there), None
 
 
+def _waited(why: str) -> None:
+    """Note it with the line of recpipe's, of a plugin's or of a test's that asked for it."""
+    frame = sys._getframe(1)
+    while frame.f_back is not None and not _OURS.search(frame.f_code.co_filename):
+        frame = frame.f_back
+    where = f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
+    WAITS.append((threading.current_thread().name, f"{why} at {where}"))
+
+
 def _copied(tensor: torch.Tensor, to_gpu: bool) -> torch.Tensor:
     with bare(), torch.no_grad():
         result = tensor.detach().clone()
     return put_on_gpu(result) if to_gpu else result
 
 
-def _moved(tensor: torch.Tensor, device: torch.device, copy: bool = False) -> torch.Tensor:
+def _moved(
+    tensor: torch.Tensor, device: torch.device, copy: bool = False, non_blocking: bool = False
+) -> torch.Tensor:
     """``tensor`` on ``device``; a copy, which autograd knows, if it is elsewhere."""
     if device.type == "meta" or tensor.is_meta:
         with bare():
@@ -187,6 +210,8 @@ def _moved(tensor: torch.Tensor, device: torch.device, copy: bool = False) -> to
     to_gpu = device.type == "cuda"
     if to_gpu == on_gpu(tensor) and not copy:
         return tensor
+    if not (to_gpu and non_blocking) and tensor.dim() + tensor.numel() > 1:
+        _waited(f"a copy to the {'GPU' if to_gpu else 'host'}")
     if tensor.requires_grad and torch.is_grad_enabled():
         moved: torch.Tensor = _Move.apply(tensor, to_gpu)
         return moved
@@ -195,7 +220,8 @@ def _moved(tensor: torch.Tensor, device: torch.device, copy: bool = False) -> to
 
 def _to(tensor: torch.Tensor, *words: Any, **named: Any) -> torch.Tensor:
     """``Tensor.to`` in all its forms."""
-    named.pop("non_blocking", None)
+    waits_not = named.pop("non_blocking", False) or any(w is True for w in words)
+    words = tuple(w for w in words if not isinstance(w, bool))
     like = [w for w in (*words, named.pop("other", None)) if isinstance(w, torch.Tensor)]
     devices = [_device(w) for w in like]
     devices += [d for d in map(_device_of, (*words, named.pop("device", None))) if d is not None]
@@ -203,7 +229,7 @@ def _to(tensor: torch.Tensor, *words: Any, **named: Any) -> torch.Tensor:
         w for w in (*words, named.pop("dtype", None)) if isinstance(w, torch.dtype)
     ]
     copy = named.pop("copy", False)
-    result = _moved(tensor, devices[0], copy) if devices else tensor
+    result = _moved(tensor, devices[0], copy, waits_not) if devices else tensor
     return result.to(*types, **named, copy=copy and not devices) if types or named or not devices else result
 
 

@@ -24,6 +24,7 @@ from recpipe.tables.groups import ModelTables
 from recpipe.tables.resident import ResidentCollection
 from recpipe.tables.sharding.claims import ShardClaims
 from recpipe.tables.sharding.collection import ShardedCollection
+from recpipe.tables.sharding.plan import ShardPlan
 from recpipe.tables.sharding.planning import Sharding
 from recpipe.tables.sharding.tables import ShardedTables, join_group
 from recpipe.tables.specs import TableOptimizer, TableSet
@@ -130,7 +131,7 @@ def apart(one: np.ndarray, other: np.ndarray) -> float:
     return float((np.abs(one - other) / np.maximum(1, np.abs(other))).max(initial=0))
 
 
-def build(case: Case, ranks: Ranks) -> ShardedCollection:
+def planned(case: Case, ranks: Ranks) -> tuple[Sharding, ShardPlan]:
     sharding = Sharding(
         ModelTables.single(table_set(case.optimizer)),
         claims_of(case.types),
@@ -141,8 +142,11 @@ def build(case: Case, ranks: Ranks) -> ShardedCollection:
         kernel="fused",
         cached_share=1.0,
     )
-    plan = sharding.plan(join_group(CPU, ranks))
-    (tables,) = ShardedTables(sharding, plan, ranks).collections
+    return sharding, sharding.plan(join_group(CPU, ranks))
+
+
+def build(case: Case, ranks: Ranks) -> ShardedCollection:
+    (tables,) = ShardedTables(*planned(case, ranks), ranks).collections
     return tables
 
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from recpipe.common.run_dir import hold
 from recpipe.distributed.ranks import Emulation, Ranks
@@ -18,12 +19,14 @@ from recpipe.plugin.assembly import Assembly, assemble
 from recpipe.plugin.errors import PluginConflict, PluginError
 from recpipe.plugin.policy import Cache, RowSpace
 from recpipe.plugin.quantizer import Quantizer
-from recpipe.tables.build import Place, build_tables
+from recpipe.tables.build import WIDEST, Place, build_tables, require_kernels
 from recpipe.tables.config import TierConfig
 from recpipe.tables.groups import ModelTables
 from recpipe.tables.inputs import Inputs
 from recpipe.tables.owners import group_owners
+from recpipe.tables.sharding.plan import Shard, ShardPlan, TablePlan
 from recpipe.tables.sharding.wire import wire_codecs
+from recpipe.tables.specs import TableOptimizer, TableSet
 from recpipe.tables.tiers.policies import Lru
 from tests.pipeline.test_skipping import Odd
 from tests.plugin.samples import ACME, Good, merged
@@ -167,3 +170,38 @@ def test_a_budget_of_no_row_is_refused(tmp_path: Path) -> None:
     inputs = Inputs(TABLES, [[("sparse",)]])
     with hold(tmp_path) as run_dir, pytest.raises(UserError, match="leaves not even one row, of 36 bytes"):
         build_tables(inputs, group_owners(config, NOTHING, TABLES), Place(config, CPU, run_dir, Ranks(), 32))
+
+
+# -- kernels -----------------------------------------------------------------------------------------
+
+
+GPU, WIDE = torch.device("cuda", 0), 2 * WIDEST
+
+
+def of_width(dim: int) -> ModelTables:
+    return ModelTables.single(TableSet.one_each(FEATURES, dim, TableOptimizer("sgd", 0.1), seed=0))
+
+
+def cut_into(columns: int) -> ShardPlan:
+    """Each table's columns in equal parts, on one rank."""
+
+    def of(rows: int) -> TablePlan:
+        shards = tuple(Shard(0, 0, column, rows, columns) for column in range(0, WIDE, columns))
+        return TablePlan("column_wise", "fused", rows, WIDE, (0,), shards)
+
+    return ShardPlan(1, {feature.name: of(feature.rows) for feature in FEATURES})
+
+
+@pytest.mark.parametrize(("tables", "plan"), [(WIDEST + 4, None), (WIDE, WIDE)], ids=["whole", "a shard"])
+def test_rows_wider_than_a_gpus_kernels_take_are_refused(tables: int, plan: int | None) -> None:
+    name = FEATURES[0].name
+    said = rf"table '{name}' has rows of {tables:,} values, and FBGEMM's kernels for a GPU take at most 2,048"
+    with pytest.raises(UserError, match=said):
+        require_kernels(of_width(tables), GPU, Ranks(), None if plan is None else cut_into(plan))
+
+
+def test_rows_as_wide_as_kernels_take_are_not_refused() -> None:
+    require_kernels(of_width(WIDEST), GPU, Ranks())
+    require_kernels(of_width(WIDE), CPU, Ranks())
+    require_kernels(of_width(WIDE), GPU, Ranks(), cut_into(WIDEST))
+    require_kernels(of_width(WIDE), GPU, Ranks(0, 2, (0, 1), (0, 1)))  # replicas use torch's operators

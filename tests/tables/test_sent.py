@@ -50,6 +50,7 @@ def test_the_trainings_stream_is_the_one_that_waits(gpu: FakeGpu, own: bool) -> 
         tiers=SimpleNamespace(prefetches=False),
         tables=SimpleNamespace(weighted=False),
         cached=[SimpleNamespace(tbe=tbe)],
+        fetched=None,
     )
     ids = KeyedJaggedTensor(["a"], torch.arange(2), lengths=torch.ones(2, dtype=torch.int64))
     training = Stream() if own else gpu.default

@@ -11,7 +11,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from recpipe.errors import DataError
 from recpipe.tables.resident import ResidentCollection
-from recpipe.tables.tiers import tiered
+from recpipe.tables.tiers import memory
 from tests.tables.samples import (
     DIM,
     FEATURES,
@@ -72,12 +72,12 @@ def test_equals_resident_tables(expected, tmp_path, policy, optimizer, multi, st
 
 
 def test_moving_weights_without_their_state_is_wrong(expected, tmp_path, monkeypatch) -> None:
-    put = tiered.put
+    put = memory.put
 
     def weights_only(tbe, slots, records) -> None:
         put(tbe, slots, torch.cat((records[:, :DIM], torch.zeros_like(records[:, DIM:])), dim=1))
 
-    monkeypatch.setattr(tiered, "put", weights_only)
+    monkeypatch.setattr(memory, "put", weights_only)
     collection = tiers(table_set("adagrad"), "lru", tmp_path)
     train_ahead(collection, stream(BATCHES, True))
     weights = {t: records[:, :DIM] for t, records in dump(collection).items()}

@@ -126,13 +126,13 @@ def test_memory_is_what_was_allocated(tmp_path, policy, store) -> None:
     collection = tiers(tables, policy, tmp_path, store)
     train(collection, stream(6, True))
     slots = 0 if policy == "nocache" else SLOTS
-    weights, state = seams.tbe_views(collection.resident)[0]
+    weights, state = seams.tbe_views(collection.memory.resident)[0]
     assert weights.shape == state.shape == (max(1, slots), DIM)
     assert collection.resident_bytes == slots * 4 * (DIM + DIM)
     planner = collection.planner
     arrays = [planner.where, planner.row_of_slot]
     arrays += [a for a in vars(planner.policy).values() if isinstance(a, np.ndarray)]
-    slab = seams.tbe_views(collection.slab)[0]
+    slab = seams.tbe_views(collection.memory.slab)[0]
     assert slab[0].shape[0] >= len(planner.slab_rows)
     held = sum(a.nbytes for a in arrays) + sum(t.nbytes for t in slab) + collection.store.overhead_bytes
     assert collection.overhead_bytes == held

@@ -11,7 +11,8 @@ import torch
 
 from recpipe.errors import UserError
 from recpipe.model.metrics import quality
-from recpipe.training.module import LossTotal, RankingModule, random_state, set_random_state
+from recpipe.training.generators import random_state, set_random_state
+from recpipe.training.module import LossTotal, RankingModule
 from tests.pipeline.samples import (
     SIZE,
     Listed,
@@ -159,7 +160,10 @@ def test_an_evaluation_ends_with_the_figures_of_all_its_samples(tmp_path) -> Non
     with torch.no_grad():
         logits = torch.cat([module.model(batch) for batch in batches])
     assert len(logits) == SIZE + 5
-    found, expected = module.figures, quality(torch.cat([batch.labels for batch in batches]), logits)
+    found, expected = (
+        module.evaluation.figures,
+        quality(torch.cat([batch.labels for batch in batches]), logits),
+    )
     assert (found.auc, found.logloss, found.ne) == (expected.auc, expected.logloss, expected.ne)
 
 

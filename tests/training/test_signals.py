@@ -7,6 +7,8 @@ import signal
 import threading
 from collections.abc import Callable
 from dataclasses import astuple
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -16,7 +18,8 @@ from recpipe import run
 from recpipe.checkpoint.table_io import TableCheckpointIO, newest
 from recpipe.model import metrics
 from recpipe.model.metrics import Quality
-from recpipe.training.module import EvaluationStopped, RankingModule
+from recpipe.training.evaluation import Evaluation, EvaluationStopped, Stop
+from recpipe.training.module import RankingModule
 from tests.training.test_trainer import EPOCH, KINDS, identical, trained  # noqa: F401
 
 PLATEAU = (
@@ -150,29 +153,27 @@ class Pair:
         return [part, self.others.pop(0).astype(part.dtype)]
 
 
-def module_of(trainers: Pair) -> RankingModule:
-    module = RankingModule.__new__(RankingModule)
-    torch.nn.Module.__init__(module)
-    module.trainers, module.stop_asked, module.stop_agreed = trainers, False, False
-    return module
+def evaluation_over(trainers: Any) -> Evaluation:
+    model: Any = SimpleNamespace(called=SimpleNamespace(kind="clicks"))
+    return Evaluation(model, trainers, Stop())
 
 
 def test_a_signal_to_any_trainer_stops_the_evaluation_of_all() -> None:
     quiet = np.array([[0, 0], [1.5, 2], [0.5, 1], [-2, 0]])
     asked = np.array([[1, 0], [0.5, 1], [3, 1]])
-    module = module_of(Pair(quiet, asked))
-    losses, logits, labels = module._gathered(2.0, 1, torch.tensor([7.0]), torch.tensor([1.0]))
+    evaluation = evaluation_over(Pair(quiet, asked))
+    losses, logits, labels = evaluation._gathered(2.0, 1, torch.tensor([7.0]), torch.tensor([1.0]))
     assert losses.tolist() == [[2, 1], [1.5, 2]]
     assert (logits.tolist(), labels.tolist()) == ([7, 0.5, -2], [1, 1, 0])
-    assert not module.stop_agreed
-    module._gathered(2.0, 1, torch.tensor([7.0]), torch.tensor([1.0]))
-    assert module.stop_agreed
+    assert not evaluation.stop.agreed
+    evaluation._gathered(2.0, 1, torch.tensor([7.0]), torch.tensor([1.0]))
+    assert evaluation.stop.agreed
 
 
 def test_all_trainers_have_the_first_ones_figures() -> None:
     promised = metrics.BackgroundQuality().submit()
     figures = [0.1] * len(astuple(promised.result()))
-    module = module_of(Pair(np.array([[*figures, 0]]), np.array([[*figures, 1]])))
-    assert str(module._awaited(promised)) == str(promised.result())
+    evaluation = evaluation_over(Pair(np.array([[*figures, 0]]), np.array([[*figures, 1]])))
+    assert str(evaluation._awaited(promised)) == str(promised.result())
     with pytest.raises(EvaluationStopped):
-        module._awaited(promised)
+        evaluation._awaited(promised)

@@ -96,7 +96,7 @@ def test_the_slab_is_read_after_the_popular_backward(synthetic: Dataset, tmp_pat
         arrive, lookup = rig.tiers.arrive, rig.tiers.lookup_slab
 
         def watched_arrive() -> None:
-            if rig.tiers._arriving is not None:
+            if rig.tiers.memory.arriving is not None:
                 events.append("wait")
             arrive()
 

@@ -131,7 +131,7 @@ def _step(tier: TieredEmbeddingBagCollection, policy: str, sparse: KeyedJaggedTe
     tier.prefetch(plan)
     assert plan.fetched is not None, "just started"
     plan.fetched.result()
-    slab_before = len(tier._slab_rows)
+    slab_before = len(tier.memory.slab_rows)
     _evict_caches()
     began = time.perf_counter()
     tier.advance(plan)

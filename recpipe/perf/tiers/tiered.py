@@ -1,6 +1,6 @@
 """The tasks of a step whose tables are in tiers, from those of the step with all rows resident.
 
-What overlaps is as in ``pipeline/loader.py``, ``tables/tiers/tiered.py`` and ``pipeline/step.py``::
+What overlaps is as in ``pipeline/loader.py``, ``tables/tiers/memory.py`` and ``pipeline/step.py``::
 
     loader    read b+1, plan b+1 |                              once batch b has advanced
     io        fetch b+1          | write what left for b        a queue, in the order of requests

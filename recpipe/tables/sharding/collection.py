@@ -52,6 +52,9 @@ class ShardedCollection(TableCollection, SendsAhead, SavedByRanks, SavesPlacemen
         """TorchRec's sharded module."""
         self.cached = seams.fused_lookups(module) if whole.prefetches else []
         """Its lookups behind a GPU's cache (``tiers.kernel=uvm_caching``)."""
+        self.fetched: Sent | None = None
+        """The batch whose rows have been fetched into that cache, and are not looked up yet. It may be one
+        that is never trained, because the epoch was left early."""
         self._under = "embedding_bags" if tables.pooled else "embeddings"
         self._replicated = self._dense_optimizer()
         self._rows: RowFilter | None = None

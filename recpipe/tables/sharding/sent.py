@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from recpipe.seams import Fetched, give_back, taken, without_locks
+from recpipe.seams import Fetched, give_back, taken, unlock, unlocking
 from recpipe.tables.sharding.tiered import fetch_ahead
 
 if TYPE_CHECKING:
@@ -22,6 +22,7 @@ class Sent:
     """
 
     def __init__(self, collection: ShardedCollection, sparse: KeyedJaggedTensor) -> None:
+        self._collection = collection
         self.whole, self.module = collection.whole, collection.sharded
         self.samples = sparse.stride()
         self._fetches = collection.tiers.prefetches
@@ -52,8 +53,16 @@ class Sent:
             self._ids = self._lengths.wait()
             if self._cached and torch.is_grad_enabled():
                 self._here = self._ids.wait()
-                self.module.prefetch(self._here, training, self.context)
-                self._fetched = taken(self._cached)
+                self._fetch(training)
+
+    def _fetch(self, training: torch.cuda.Stream | None) -> None:
+        """Fetch the rows into the cache, where they are locked until they have been trained."""
+        left = self._collection.fetched
+        if left is not None:
+            unlock(left._fetched)
+        self._collection.fetched = self
+        self.module.prefetch(self._here, training, self.context)
+        self._fetched = taken(self._cached)
 
     def fetch_rows(self) -> None:
         """Wait for what the other ranks sent here and start to fetch its rows, where they lie in tiers.
@@ -69,9 +78,10 @@ class Sent:
     def looked_up(self) -> Any:
         """The rows for the ids, on their way to the ranks that asked for them; waits for the ids."""
         here = self.ids()
+        if self._collection.fetched is self:
+            self._collection.fetched = None
         give_back(self._fetched)
-        locks = nullcontext() if torch.is_grad_enabled() else without_locks(self._cached)
-        with locks:
+        with nullcontext() if torch.is_grad_enabled() else unlocking(self._cached):
             return self.module.compute_and_output_dist(self.context, here)
 
     def ids(self) -> Any:

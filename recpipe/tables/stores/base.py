@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, fields
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
 Rows = NDArray[np.int64]
@@ -71,6 +72,8 @@ class ColdStore(ABC):
     rounded: Callable[[Records], Records] | None = None
     """Returns what ``gather`` would return of records after they are written, if that differs (fewer bits).
     It may be called from any thread. A store around another one passes it on."""
+    rounded_there: Callable[[torch.Tensor], torch.Tensor | None] | None = None
+    """The same for records on a GPU, computed there; None, or if it returns None: it cannot be."""
 
     @abstractmethod
     def gather(self, rows: Rows, out: Records) -> None:

@@ -58,7 +58,7 @@ class BulkStore(ColdStore):
         self.inner = inner
         self.layout = inner.layout
         self.direct = inner.direct
-        self.rounded = inner.rounded
+        self.rounded, self.rounded_there = inner.rounded, inner.rounded_there
         self.io = IoCounters()
         self.single = False
         """Whether rows are read and written batch by batch: nothing is announced, and no more writes wait."""

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable, Mapping
+from typing import Any
 
 import numpy as np
 import torch
@@ -49,6 +50,14 @@ class WeightCodec(RowCodec):
         self.decode_weights(encoded[:, : self.weight_bytes], out[:, : self.dim])
         out[:, self.dim :] = encoded[:, self.weight_bytes :].view(np.float32)
 
+    def rounded(self, records: torch.Tensor) -> torch.Tensor:
+        """As ``RowCodec``."""
+        return torch.cat((self.rounded_weights(records[:, : self.dim]), records[:, self.dim :]), dim=1)
+
+    @abstractmethod
+    def rounded_weights(self, weights: torch.Tensor) -> torch.Tensor:
+        """What is decoded of weights float32 [n, dim] after they have been encoded, the same bits."""
+
     @abstractmethod
     def encode_weights(self, weights: Floats, out: Bytes) -> None:
         """Encode weights float32 [n, dim] into ``out``, uint8 [n, weight_bytes]; rows need not be
@@ -65,6 +74,10 @@ class Fp16Rows(WeightCodec):
     def __init__(self, layout: RecordLayout) -> None:
         super().__init__(layout, 2 * layout.dim)
 
+    def rounded_weights(self, weights: torch.Tensor) -> torch.Tensor:
+        """As ``WeightCodec``."""
+        return weights.half().float()
+
     def encode_weights(self, weights: Floats, out: Bytes) -> None:
         """Rounded to the nearest."""
         torch.from_numpy(out.view(np.float16)).copy_(torch.from_numpy(weights))
@@ -79,6 +92,10 @@ class Bf16Rows(WeightCodec):
 
     def __init__(self, layout: RecordLayout) -> None:
         super().__init__(layout, 2 * layout.dim)
+
+    def rounded_weights(self, weights: torch.Tensor) -> torch.Tensor:
+        """As ``WeightCodec``."""
+        return weights.bfloat16().float()
 
     def encode_weights(self, weights: Floats, out: Bytes) -> None:
         """Rounded to the nearest."""
@@ -103,16 +120,19 @@ class Int8Rows(WeightCodec):
     def __init__(self, layout: RecordLayout) -> None:
         super().__init__(layout, layout.dim + 8)
 
+    def rounded_weights(self, weights: torch.Tensor) -> torch.Tensor:
+        """As ``WeightCodec``."""
+        scale, bias, steps = _scale_and_bias(weights.amin(1), weights.amax(1), torch)
+        levels = _levels(weights, bias, steps).float()
+        return levels.mul_(scale.unsqueeze(1)).add_(bias.unsqueeze(1))
+
     def encode_weights(self, weights: Floats, out: Bytes) -> None:
         """Rounded to the nearest."""
         values = torch.from_numpy(weights)
         columns = values.t().contiguous() if self.dim < NARROW else values.t()
-        scale, bias = _scale_and_bias(columns.amin(0).numpy(), columns.amax(0).numpy())
-        steps = np.divide(1, scale, out=np.zeros_like(scale), where=scale != 0)
-        levels = torch.sub(values, torch.from_numpy(bias).unsqueeze(1))
-        levels.mul_(torch.from_numpy(steps).unsqueeze(1)).add_(0.5).clamp_(0, LEVELS)
-        # Converting through int32 takes half the time, and makes NaN 0.
-        torch.from_numpy(out[:, : self.dim]).copy_(levels.to(torch.int32).to(torch.uint8))
+        scale, bias, steps = _scale_and_bias(columns.amin(0).numpy(), columns.amax(0).numpy(), np)
+        levels = _levels(values, torch.from_numpy(bias), torch.from_numpy(steps))
+        torch.from_numpy(out[:, : self.dim]).copy_(levels)
         out[:, self.dim :].view(np.float32)[...] = np.stack((scale, bias), axis=1)
 
     def decode_weights(self, encoded: Bytes, out: Floats) -> None:
@@ -122,23 +142,35 @@ class Int8Rows(WeightCodec):
         values.mul_(scale.unsqueeze(1)).add_(bias.unsqueeze(1))
 
 
-def _scale_and_bias(low: Floats, high: Floats) -> tuple[Floats, Floats]:
-    """Scale and bias of rows whose weights are between ``low`` and ``high``, float32 [n] each."""
-    largest = np.maximum(np.abs(low), np.abs(high))
-    exponent = largest.view(np.int32) >> 23
-    grid = np.maximum(exponent - GRID_BITS, NORMAL)
-    unit, per_unit = _power(grid), _power(254 - grid)
+def _scale_and_bias(low: Any, high: Any, of: Any) -> tuple[Any, Any, Any]:
+    """Scale and bias of rows whose weights are between ``low`` and ``high``, float32 [n] each, and 1 / scale,
+    or 0 for 0. All are arrays of numpy or tensors, ``of`` that module.
+
+    Each operator rounds by itself, or not at all, so that a GPU gives the same bits.
+    """
+    exponent = of.maximum(of.abs(low), of.abs(high)).view(of.int32) >> 23
+    grid = of.where(exponent > GRID_BITS + NORMAL, exponent - GRID_BITS, NORMAL)
+    unit, per_unit = _power(grid, of), _power(254 - grid, of)
     finite = exponent < TOO_LARGE
-    first = np.ceil(np.where(finite, low, 0) * per_unit) + np.float32(0)  # never -0.0
-    last = np.floor(np.where(finite, high, 0) * per_unit)
-    steps = np.maximum(last - first, 0).astype(np.int32) // LEVELS
-    nan = np.float32(np.nan)
-    return np.where(finite, steps * unit, nan).astype(np.float32), np.where(finite, first * unit, nan)
+    first = of.ceil(of.where(finite, low, 0) * per_unit) + 0.0  # never -0.0
+    last = of.floor(of.where(finite, high, 0) * per_unit)
+    many = of.asarray(of.where(last > first, last - first, 0), dtype=of.int32) // LEVELS
+    scale = of.where(finite, of.asarray(many, dtype=of.float32) * unit, of.nan)
+    spread = many > 0
+    return scale, of.where(finite, first * unit, of.nan), spread / of.where(spread, scale, 1)
 
 
-def _power(field: NDArray[np.int32]) -> Floats:
+def _power(field: Any, of: Any) -> Any:
     """The power of two with that exponent field, float32 [n]."""
-    return (field << 23).view(np.float32)
+    return of.asarray(field << 23, dtype=of.int32).view(of.float32)
+
+
+def _levels(values: torch.Tensor, bias: torch.Tensor, steps: torch.Tensor) -> torch.Tensor:
+    """The level of each weight, uint8 [n, dim]."""
+    levels = torch.sub(values, bias.unsqueeze(1))
+    levels.mul_(steps.unsqueeze(1)).add_(0.5).clamp_(0, LEVELS)
+    # Converting through int32 takes half the time, and makes NaN 0.
+    return levels.to(torch.int32).to(torch.uint8)
 
 
 COLD: Mapping[str, Callable[[RecordLayout], WeightCodec]] = {

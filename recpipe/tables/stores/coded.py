@@ -61,7 +61,7 @@ class CodedStore(FrontStore):
     def __init__(self, layout: StoreLayout, coding: Coding, inner: ColdStore) -> None:
         super().__init__(inner)
         self.layout, self.coding = layout, coding
-        self.rounded = coding.rounded
+        self.rounded, self.rounded_there = coding.rounded, coding.codec.rounded
 
     def gather(self, rows: Rows, out: Records) -> None:
         """Decoded records."""

@@ -16,7 +16,8 @@ class FrontStore(ColdStore):
 
     def __init__(self, inner: ColdStore) -> None:
         self.inner = inner
-        self.layout, self.direct, self.rounded = inner.layout, inner.direct, inner.rounded
+        self.layout, self.direct = inner.layout, inner.direct
+        self.rounded, self.rounded_there = inner.rounded, inner.rounded_there
         self.shares_blocks = inner.shares_blocks
 
     @property

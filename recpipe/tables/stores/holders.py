@@ -52,7 +52,8 @@ class HoldersStore(ColdStore):
         self.direct = self.local.direct if self.local else None
         self._coding, self._width = coding, layout.width
         if coding is not None:
-            self.rounded, self._width = coding.rounded, coding.width
+            self.rounded, self.rounded_there = coding.rounded, coding.codec.rounded
+            self._width = coding.width
         self._raw = self.local.inner if isinstance(self.local, CodedStore) else self.local
         """This rank's part in the form in which records are sent, float32 [n, ``_width``]."""
         self._written = np.dtype([("row", "<i8"), ("record", "<f4", (self._width,))])

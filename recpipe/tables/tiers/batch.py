@@ -50,6 +50,8 @@ class Tiers:
         planned = {n: c.offers(Planned) for n, c in enumerate(collections) if inputs.bound(n)}
         self.groups = {number: tier for number, tier in planned.items() if tier is not None}
         self._count = len(collections)
+        self.of_all = all(n in self.groups for n in range(len(collections)) if inputs.bound(n))
+        """Whether they have the rows of all ids of a batch."""
 
     @property
     def prefetches(self) -> bool:

@@ -83,6 +83,10 @@ class StoreThread:
         results do not depend on batches planned ahead or on checkpoints."""
         if self.store.rounded is None or not len(records):
             return records
+        if records.is_cuda and self.store.rounded_there is not None:
+            there = self.store.rounded_there(records)
+            if there is not None:
+                return there
         return torch.from_numpy(self.store.rounded(records.cpu().numpy())).to(records.device)
 
     def _share(self, rows: int) -> slice:

@@ -19,47 +19,28 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 from time import perf_counter
 from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
-from torch import nn
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from recpipe.common.spread import Spread
 from recpipe.distributed.ranks import Channel, Ranks
 from recpipe.plugin.api import Origin
-from recpipe.plugin.policy import IN_STORE, CachePolicy, RowIds
+from recpipe.plugin.policy import CachePolicy, RowIds
 from recpipe.tables.capabilities import Planned, SavesPlacement, ShowsRows
 from recpipe.tables.collection import RowCollection, TierFigures
-from recpipe.tables.rowtable import RowBags, looked_up
+from recpipe.tables.rowtable import looked_up
 from recpipe.tables.skipping import RowFilter
 from recpipe.tables.specs import Region, TableSet, Values
 from recpipe.tables.stores.base import ColdStore, IoCounters, Records
 from recpipe.tables.tiers import saved_placement
-from recpipe.tables.tiers.moves import Moves
-from recpipe.tables.tiers.occupied import Occupied
+from recpipe.tables.tiers.memory import TierMemory
 from recpipe.tables.tiers.placement import IndexBags, TierPlan, TierPlanner, table_bags
 from recpipe.tables.tiers.policies import policy_bytes
-from recpipe.tables.tiers.slots import filter_slots, make_slots, put, take, views
 from recpipe.tables.tiers.store_thread import StoreThread, TierTimes
-
-_Bags = tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]
-"""Indices int64 [L], offsets int64 [F * B + 1] and, if ids have weights, these, float32 [L]."""
-
-
-@dataclass(frozen=True)
-class _Arriving:
-    """A batch that ``advance`` has begun, until its rows are in their places."""
-
-    plan: TierPlan
-    carried: torch.Tensor
-    """Records of the rows that stay in the slab."""
-    places: list[torch.Tensor]
-    """The last three of ``Moves.positions``."""
 
 
 class TieredEmbeddingBagCollection(RowCollection, Planned, SavesPlacement, ShowsRows):
@@ -93,26 +74,17 @@ class TieredEmbeddingBagCollection(RowCollection, Planned, SavesPlacement, Shows
         self.store = store
         self.device = device
         self.prefetches = prefetch
-        self._spread = Spread.beside(device)
-        self.planner = TierPlanner(policy, prefetch, tables.pooled, owner, self._spread)
+        self._spread = spread = Spread.beside(device)
+        self.planner = TierPlanner(policy, prefetch, tables.pooled, owner, spread)
         self.times = TierTimes()
         self.ranks = ranks or Ranks()
-        self._trainers = trainers if len(self.ranks.trainers) > 1 else None
-        self.replicated = self._trainers is not None
+        trainers = trainers if len(self.ranks.trainers) > 1 else None
+        self.replicated = trainers is not None
         self.cold = StoreThread(store, device, self.times, self.ranks)
-        self.resident = make_slots(tables, max(1, policy.space.slots), device, self._trainers)
-        self.slab = make_slots(tables, slab_rows, device, self._trainers)
         self._planning = threading.RLock()
         self.slots = policy.space.slots
-        self._occupied = Occupied(self.slots)
-        self._slab_rows: RowIds = np.empty(0, np.int64)
-        self._slab_written = True
+        self.memory = TierMemory(tables, self.slots, slab_rows, self.cold, device, trainers, spread)
         self._looked_up = self._hits = 0
-        self._arriving: _Arriving | None = None
-        self._ahead: RowIds = np.empty(0, np.int64)
-        """The rows of the latest fetch."""
-        self._rewritten: list[RowIds] = []
-        """Rows that were replaced in the store since a batch's rows last arrived."""
 
     # -- the four calls ----------------------------------------------------------------------
 
@@ -132,10 +104,7 @@ class TieredEmbeddingBagCollection(RowCollection, Planned, SavesPlacement, Shows
     def prefetch(self, plan: TierPlan) -> None:
         """Start fetching the plan's rows, once ``advance`` of the batch before it has been called. A GPU also
         gets the numbers of the slots and slab rows to look up."""
-        self._ahead = plan.fetch
-        plan.fetched = self.cold.fetch(self._ahead)
-        if self.cold.transfer.on_gpu and plan.shared is None:
-            plan.sent = self.cold.transfer.send(_lookups(plan), narrow=True, spread=self._spread)
+        self.memory.fetch(plan)
 
     def forget(self) -> None:
         """Undo a plan whose batch will not be trained because the epoch was left early."""
@@ -149,98 +118,24 @@ class TieredEmbeddingBagCollection(RowCollection, Planned, SavesPlacement, Shows
         self.cold.check_writes()
         with self._planning:
             self.planner.commit()
-        moves = Moves.of(plan, self._slab_rows, self._slab_written)
-        vacated, carried, leaving, promoted, *places = self.cold.transfer.send(moves.positions).use()
-        departing = torch.cat((self._slab_records(), take(self.resident, vacated)))
-        carried_records = self.cold.as_stored(departing[carried])
-        self.cold.write(moves.written, departing if moves.all_leave else departing[leaving])
-        if plan.fetched is None:
-            self.prefetch(plan)
-        self._slab_rows, self._slab_written = plan.slab, True
-        self._occupied.carry_out(plan)
+        self.memory.advance(plan)
         self._looked_up += plan.looked_up
         self._hits += plan.hits
-        # Carried rows that get a slot are there at once.
-        put(self.resident, promoted, carried_records[: len(promoted)])
-        self._arriving = _Arriving(plan, carried_records[len(promoted) :], places)
         self.times.advance += perf_counter() - start
 
     def arrive(self) -> None:
         """Wait for the batch's rows, if they have not arrived, and put them into their slots and the slab."""
-        if self._arriving is None:
-            return
-        arriving, self._arriving = self._arriving, None
-        plan, (slots, fetched_places, carried_places) = arriving.plan, arriving.places
-        start = perf_counter()
-        assert plan.fetched is not None, "advance has started the fetch"
-        fetched = self._not_stale(plan.fetch, plan.fetched.result().use())
-        plan.fetched = None
-        self.times.wait += perf_counter() - start
-        put(self.resident, slots, fetched[: len(slots)])
-        self._reserve_slab(len(plan.slab))
-        put(self.slab, fetched_places, fetched[len(slots) :])
-        put(self.slab, carried_places, arriving.carried)
-        self._slab_written = False
-
-    def _not_stale(self, rows: RowIds, fetched: torch.Tensor) -> torch.Tensor:
-        """``fetched`` records of ``rows``, with newer ones for rows that have been replaced since."""
-        rewritten, self._rewritten = self._rewritten, []
-        stale = (
-            np.flatnonzero(np.isin(rows, np.concatenate(rewritten))) if rewritten else np.empty(0, np.int64)
-        )
-        if len(stale):
-            fetched[self._index(stale)] = self.cold.fetch_now(rows[stale])
-        return fetched
-
-    def _index(self, positions: NDArray[np.integer[Any]]) -> torch.Tensor:
-        """Positions as torch needs them: int64 on the device."""
-        return self.cold.transfer.send([positions.astype(np.int64)]).use()[0]
+        self.memory.arrive()
 
     # -- lookups -----------------------------------------------------------------------------
 
     def lookup_resident(self, plan: TierPlan) -> torch.Tensor:
-        """Pooled resident rows of all samples, float32 [B, F * D]; its backward updates them.
-
-        Without pooling, rows float32 [L, D], zero for rows in the slab.
-        """
-        if plan.shared is not None:
-            return self._shared_lookup(self.resident, *plan.shared.resident)
-        return self._lookup(self.resident, self._on_device(plan)[0])
+        """As ``TierMemory``."""
+        return self.memory.lookup_resident(plan)
 
     def lookup_slab(self, plan: TierPlan) -> torch.Tensor:
-        """Pooled slab rows of samples ``plan.cold_first ..``, float32 [B - cold_first, F * D].
-
-        Without pooling, rows float32 [L, D], zero for resident rows.
-        """
-        if plan.shared is not None:
-            rows = self._shared_lookup(self.slab, *plan.shared.slab)
-        else:
-            indices, offsets, weights = self._on_device(plan)[1]
-            if not len(plan.slab):  # zeros, of which one was sent
-                offsets = offsets.new_zeros(len(plan.slab_offsets))
-            rows = self._lookup(self.slab, (indices, offsets, weights))
-        if rows.requires_grad:
-            rows.register_hook(self._slab_changes)  # type: ignore[no-untyped-call]
-        return rows
-
-    def _slab_changes(self, _gradient: torch.Tensor) -> None:
-        """Note that the slab will change, so that an earlier write-back of it is not the last one."""
-        self._slab_written = False
-
-    def _on_device(self, plan: TierPlan) -> tuple[_Bags, _Bags]:
-        """What to look up in the resident slots and in the slab."""
-        found = list(map(torch.from_numpy, _lookups(plan))) if plan.sent is None else plan.sent.use()
-        indices, offsets, slab_indices, slab_offsets, *weights = found
-        own, slab = weights or (None, None)
-        return (indices, offsets, own), (slab_indices, slab_offsets, slab)
-
-    def _lookup(self, tbe: nn.Module, bags: _Bags) -> torch.Tensor:
-        rows: torch.Tensor = tbe(*bags)
-        return rows
-
-    def _shared_lookup(self, table: nn.Module, bags: RowBags, touched: RowIds) -> torch.Tensor:
-        pooled: torch.Tensor = table(bags, touched)
-        return pooled
+        """As ``TierMemory``."""
+        return self.memory.lookup_slab(plan)
 
     def lookup(self, sparse: KeyedJaggedTensor) -> torch.Tensor:
         """Make all four calls and look up ``sparse``; in eval mode nothing is planned or moved."""
@@ -250,7 +145,7 @@ class TieredEmbeddingBagCollection(RowCollection, Planned, SavesPlacement, Shows
 
     def lookup_to_train(self, sparse: KeyedJaggedTensor) -> torch.Tensor:
         """Make all four calls and look up; the result's backward pass must come before the next calls."""
-        assert self._trainers is None, "several trainers plan whole batches: see pipeline.loader"
+        assert not self.replicated, "several trainers plan whole batches: see pipeline.loader"
         return self.lookup_planned(self.plan(sparse))
 
     def lookup_planned(self, plan: TierPlan) -> torch.Tensor:
@@ -270,12 +165,7 @@ class TieredEmbeddingBagCollection(RowCollection, Planned, SavesPlacement, Shows
     def filter_updates(self, rows: RowFilter) -> None:
         """Leave rows out of both tiers' updates."""
         self.row_filter = rows
-        filter_slots(self.resident, rows, lambda slots: self._occupied.rows[slots], self.tables)
-        self._filter_slab()
-
-    def _filter_slab(self) -> None:
-        if self.row_filter is not None:
-            filter_slots(self.slab, self.row_filter, lambda slots: self._slab_rows[slots], self.tables)
+        self.memory.filter_updates(rows)
 
     # -- rows as they are between two batches ------------------------------------------------
 
@@ -284,10 +174,7 @@ class TieredEmbeddingBagCollection(RowCollection, Planned, SavesPlacement, Shows
         """In the block, every row is in its slot or in the store, as the last trained batch left it."""
         with self._planning:
             planned = self.planner.undo()
-            self.arrive()
-            if not self._slab_written:
-                self.cold.write(self._slab_rows, self._slab_records())
-                self._slab_written = True
+            self.memory.settle()
             try:
                 yield
             finally:
@@ -297,16 +184,16 @@ class TieredEmbeddingBagCollection(RowCollection, Planned, SavesPlacement, Shows
     @property
     def resident_count(self) -> int:
         """How many rows are in slots."""
-        return self._occupied.count
+        return self.memory.occupied.count
 
     def resident_rows(self) -> RowIds:
         """Rows that are in slots after the last trained batch, sorted, int64 [n]."""
-        return self._occupied.resident()
+        return self.memory.occupied.resident()
 
     def resident_weights(self, rows: RowIds) -> torch.Tensor:
         """A copy of the weights of distinct resident ``rows``, float32 [n, D]."""
         self.arrive()  # a batch that was skipped still has its rows
-        return take(self.resident, self._index(self._occupied.slots_of(rows)))[:, : self.tables.dim]
+        return self.memory.weights_of(rows)
 
     def records_of(self, rows: RowIds) -> torch.Tensor:
         """Records of distinct ``rows`` as the last trained batch left them, float32 [n, width]."""
@@ -320,29 +207,11 @@ class TieredEmbeddingBagCollection(RowCollection, Planned, SavesPlacement, Shows
 
     def read_rows(self, rows: RowIds) -> torch.Tensor:
         """Records of distinct global ``rows`` (inside ``quiesced``), float32 [n, width] on the device."""
-        where = self.planner.where[rows]
-        cold = np.flatnonzero(where < 0)
-        fetched = self.cold.fetch_now(rows[cold])
-        if len(cold) == len(rows):
-            return fetched
-        hot = np.flatnonzero(where >= 0)
-        records = torch.empty((len(rows), self.tables.layout.width), device=self.device)
-        records[self._index(cold)] = fetched
-        records[self._index(hot)] = take(self.resident, self._index(where[hot]))
-        return records
+        return self.memory.read(rows, self.planner.where[rows])
 
     def write_rows(self, rows: RowIds, records: Records) -> None:
         """Replace the records of distinct global ``rows`` (inside ``quiesced``)."""
-        where = self.planner.where[rows]
-        hot, cold = np.flatnonzero(where >= 0), np.flatnonzero(where < 0)
-        put(self.resident, self._index(where[hot]), torch.from_numpy(records[hot]).to(self.device))
-        # The next batch may take a row from the slab instead of the store.
-        held = np.flatnonzero(where < IN_STORE)
-        positions = torch.from_numpy(-2 - where[held].astype(np.int64)).to(self.device)
-        put(self.slab, positions, torch.from_numpy(records[held]).to(self.device))
-        self.cold.write_now(rows[cold], records[cold])
-        if len(self._ahead):
-            self._rewritten.append(np.intersect1d(rows[cold], self._ahead))
+        self.memory.write(rows, records, self.planner.where[rows])
 
     def read(self, region: Region) -> Values:
         """Current weights and optimizer state of ``region``."""
@@ -375,12 +244,8 @@ class TieredEmbeddingBagCollection(RowCollection, Planned, SavesPlacement, Shows
         if state is None or not saved_placement.same_place(planner, state):
             return False
         with self.quiesced():
-            used = np.flatnonzero(state["row_of_slot"] >= 0)
-            for part in np.array_split(used, max(1, len(used) // 65_536)):
-                fetched = self.cold.fetch_now(state["row_of_slot"][part])
-                put(self.resident, self._index(part), fetched)
+            self.memory.fill_slots(state["row_of_slot"])
             saved_placement.restore(planner, state)
-            self._occupied.restore(state["row_of_slot"])
         return True
 
     # -- the rest ----------------------------------------------------------------------------
@@ -391,11 +256,6 @@ class TieredEmbeddingBagCollection(RowCollection, Planned, SavesPlacement, Shows
         return self.cold.counters.plus(self.store.background())
 
     @property
-    def slab_room(self) -> int:
-        """For how many rows the slab has room."""
-        return int(views(self.slab)[0].shape[0])
-
-    @property
     def resident_bytes(self) -> int:
         """Device memory of resident rows and their optimizer state."""
         return self.planner.space.slots * self.tables.record_bytes
@@ -403,11 +263,10 @@ class TieredEmbeddingBagCollection(RowCollection, Planned, SavesPlacement, Shows
     @property
     def overhead_bytes(self) -> int:
         """Memory beyond the resident rows: row maps, the policy's tables, the slab, the store's buffers."""
-        slab = views(self.slab)
         return (
             self.planner.overhead_bytes
             + policy_bytes(self.planner.policy)
-            + sum(part.numel() * 4 for part in slab)
+            + self.memory.slab_bytes
             + self.store.overhead_bytes
         )
 
@@ -420,7 +279,7 @@ class TieredEmbeddingBagCollection(RowCollection, Planned, SavesPlacement, Shows
             self.resident_bytes,
             self.store.cold_bytes,
             self.overhead_bytes,
-            self._occupied.cold_start,
+            self.memory.occupied.cold_start,
             self._looked_up,
             self._hits,
         )
@@ -438,22 +297,3 @@ class TieredEmbeddingBagCollection(RowCollection, Planned, SavesPlacement, Shows
         finally:
             self._spread.close()
             self.cold.close()
-
-    def _slab_records(self) -> torch.Tensor:
-        return take(self.slab, torch.arange(len(self._slab_rows), device=self.device))
-
-    def _reserve_slab(self, rows: int) -> None:
-        """Make room for ``rows`` slab rows; ``advance`` has taken out what it held."""
-        if rows > self.slab_room:
-            self.slab = make_slots(self.tables, 1 << (rows - 1).bit_length(), self.device, self._trainers)
-            self._filter_slab()
-
-
-def _lookups(plan: TierPlan) -> list[NDArray[Any]]:
-    """What is looked up in both tiers, as ``TierPlan.sent`` has it."""
-    slab_offsets = plan.slab_offsets if len(plan.slab) else plan.slab_offsets[:1]
-    weights = (plan.weights, plan.slab_weights)
-    return [
-        *(plan.indices, plan.offsets, plan.slab_indices, slab_offsets),
-        *(w for w in weights if w is not None),
-    ]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+import torch
 
 from recpipe.plugin.quantizer import RecordLayout
 from recpipe.tables.stores.codecs import COLD, Bf16Rows, Fp16Rows, Int8Rows, WeightCodec
@@ -51,6 +52,18 @@ def test_bytes_are_found_again_and_state_is_exact(name: str, layout: RecordLayou
     broken = ~np.isfinite(rows[:, : layout.dim]).all(1)
     assert broken.any()
     assert (~np.isfinite(back[broken, : layout.dim])).any(1).all(), "a fault would be hidden"
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+@pytest.mark.parametrize("name", COLD)
+def test_rounding_without_bytes_gives_the_same_bits(name: str, layout: RecordLayout) -> None:
+    """As on a GPU, from tensors that stay there."""
+    codec, rows = COLD[name](layout), records(layout)
+    back = decoded(codec, codec.encode(rows), layout)
+    there = codec.rounded(torch.from_numpy(rows)).numpy()
+    same = (back.view(np.uint32) == there.view(np.uint32)) | (np.isnan(back) & np.isnan(there))
+    assert same.all()
+    assert np.array_equal(there[:, layout.dim :].view(np.uint32), rows[:, layout.dim :].view(np.uint32))
 
 
 def test_errors_are_within_what_is_said() -> None:
