@@ -33,6 +33,7 @@ from tests.report.test_report import make_report
         (["task=comprae"], "no task 'comprae'. Did you mean 'compare'?"),
         (["+plugin=hotlin"], "no plugin 'hotlin'. Did you mean 'hotline'? Installed: "),
         (["+plugin=[hotline,nope]"], "no plugin 'nope'. Installed: "),
+        (["+plugins=hotline"], "plugins are chosen by +plugin=NAME"),
         (["plugin=hotline"], "write +plugin=NAME or '+plugin=[a,b]', with the plus sign"),
         (["+plugin=hotline", "plugins.hotline.nope=1"], "no 'plugins.hotline.nope' in the recipe."),
         (["-m", "trainer.max_stepz=1,2"], "Did you mean 'trainer.max_steps'?"),

@@ -278,6 +278,10 @@ def _bad_key(fault: Exception, overrides: Sequence[str]) -> str:
     """The message for ``trainer.max_stepz=3``, with the nearest key of the recipe; otherwise Hydra's message
     in one line."""
     text = str(fault)
+    if any(o.startswith("+plugins=") for o in overrides):
+        return (
+            "plugins are chosen by +plugin=NAME or '+plugin=[a,b]', without an s; a knob: plugins.NAME.KNOB"
+        )
     found = re.search(
         r"Could not (override|delete from config)\W+'?([^'\s]+?)'?( does not exist)?(\.\s|\s|$)", text
     )

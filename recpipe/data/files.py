@@ -18,8 +18,9 @@ CODECS = {".gz": "gzip", ".zst": "zstd"}
 def input_files(path: Any, suffixes: Sequence[str]) -> list[Path]:
     """The files that ``path`` (a file, a directory, or a list of both) means, in time order.
 
-    Of a directory, files with one of ``suffixes`` ("": no suffix) in natural order (day_2 before day_10). A
-    list keeps its order. ``DataError`` for a path that does not exist or holds no file.
+    Of a directory, files with one of ``suffixes`` ("": no suffix) in natural order (day_2 before day_10), but
+    none whose name starts with a point or an underscore (Spark's ``_SUCCESS``). A list
+    keeps its order. ``DataError`` for a path that does not exist or holds no file.
     """
     if isinstance(path, (list, tuple)):
         return [file for item in path for file in input_files(item, suffixes)]
@@ -29,7 +30,7 @@ def input_files(path: Any, suffixes: Sequence[str]) -> list[Path]:
     if base.is_file():
         files = [base]
     else:
-        found = [file for file in base.iterdir() if file.is_file() and not file.name.startswith(".")]
+        found = [file for file in base.iterdir() if file.is_file() and file.name[0] not in "._"]
         files = sorted((file for file in found if file.suffix in suffixes), key=_natural)
         if not files:
             kinds = " ".join(suffix or "(no suffix)" for suffix in suffixes)

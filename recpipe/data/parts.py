@@ -39,10 +39,18 @@ def ids_at(batch: object, places: Sequence[Place]) -> KeyedJaggedTensor:
 
 
 def in_order(ids: KeyedJaggedTensor, features: Sequence[str]) -> KeyedJaggedTensor:
-    """``ids`` with these features, in this order; ``ids`` itself if that is what it has."""
+    """``ids`` with these features, in this order; ``ids`` itself if that is what it has.
+
+    ``UserError`` for a feature that ``ids`` lack.
+    """
     keys, wanted = ids.keys(), list(features)
     if keys == wanted:
         return ids
+    if missing := [name for name in wanted if name not in keys]:
+        raise UserError(
+            f"a table looks up the feature '{missing[0]}', which the ids that it is handed do not have; "
+            f"there are: {', '.join(keys)}. Correct its feature_names, or data.sparse"
+        )
     first = keys.index(wanted[0])
     after = first + len(wanted)
     if keys[first:after] == wanted:  # neighbours can be cut out without a copy

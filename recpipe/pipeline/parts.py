@@ -39,7 +39,11 @@ def find_out(model: PlacedModel, batch: Any, most: int = SAMPLES) -> Parts:
         before = _random_states()
         buffers = [buffer.clone() for buffer in model.module.buffers()]
         with handing_out(watches):
-            whole = float(model.called(tried)[0])
+            try:
+                whole = float(model.called(tried)[0])
+            except RuntimeError:  # FBGEMM's, of an id beyond its table, names neither column nor table
+                model.inputs.require_ids(model.inputs.each(tried))
+                raise
         first, second = (float(model.called(half)[0]) for half in halves)
         if any(not torch.equal(a, b) for a, b in zip(before, _random_states(), strict=True)):
             return Parts(refused="the model draws random numbers (dropout), other ones for each part")

@@ -155,7 +155,9 @@ def _open(file: Path) -> pq.ParquetFile:
     try:
         return pq.ParquetFile(os.fspath(file), memory_map=True, page_checksum_verification=True)
     except READ_FAULTS as error:
-        raise DataError(f"{file}: not a whole Parquet file ({shown(error, 200)})") from error
+        text = any(kind in {".csv", ".tsv", ".txt"} for kind in file.suffixes)
+        remedy = ". Text with a header becomes parquet with pyarrow: see docs/guide/data.md" if text else ""
+        raise DataError(f"{file}: not a whole Parquet file ({shown(error, 200)}){remedy}") from error
 
 
 def record_batches(file: Path, columns: list[str]) -> Iterator[tuple[int, pa.RecordBatch, float]]:
