@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
+from inspect import signature
 from typing import Any
 
 import torch
@@ -158,9 +160,35 @@ def _stride(leaf: JaggedTensor | KeyedJaggedTensor) -> int:
 
 
 def on_device(batch: Any, device: torch.device) -> Any:
-    """``batch``, which must be ``Pipelineable``, on ``device``. The copy to a GPU goes through page-locked
-    memory and is not waited for."""
+    """``batch``, anything that ``select`` cuts, on ``device``. The copy to a GPU goes through page-locked
+    memory and is not waited for.
+
+    A type with a method ``to(device)`` moves itself; of others a copy is made whose tensors are there.
+    """
     if device.type == "cpu" or all(t.is_cuda for leaf in leaves(batch) for t in tensors_in(leaf)):
         return batch
-    pinned = batch.pin_memory() if hasattr(batch, "pin_memory") else batch
-    return pinned.to(device, non_blocking=True)
+    return _moved(batch, device)
+
+
+def _moved(value: Any, device: torch.device) -> Any:
+    if isinstance(value, torch.Tensor | JaggedTensor | KeyedJaggedTensor):
+        # A JaggedTensor has no pin_memory.
+        pins = hasattr(value, "pin_memory") and not on_gpu(value)
+        return (value.pin_memory() if pins else value).to(device, non_blocking=True)
+    if hasattr(value, "to"):
+        pinned = value.pin_memory() if hasattr(value, "pin_memory") else value
+        known = signature(pinned.to).parameters
+        waits = "non_blocking" not in known and all(p.kind is not p.VAR_KEYWORD for p in known.values())
+        return pinned.to(device) if waits else pinned.to(device, non_blocking=True)
+    if isinstance(value, Mapping):
+        return type(value)({name: _moved(part, device) for name, part in value.items()})  # type: ignore[call-arg]
+    if isinstance(value, list | tuple):
+        each = [_moved(part, device) for part in value]
+        return type(value)(*each) if hasattr(value, "_fields") else type(value)(each)
+    parts = attributes(value)
+    if not parts:
+        return value
+    made = copy.copy(value)
+    for name, part in parts.items():
+        object.__setattr__(made, name, _moved(part, device))
+    return made
