@@ -44,7 +44,8 @@ def main(how: str) -> float:
     ) as placed:
         trainer = L.Trainer(
             max_epochs=2,
-            accelerator="cpu",
+            accelerator="auto",
+            devices=1,
             logger=False,
             enable_checkpointing=False,
             enable_progress_bar=False,

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from inspect import Parameter, signature
 from typing import Any
 
 import torch
@@ -182,35 +183,52 @@ def keeping_ids(value: Any, asked: Asked, place: Place = ()) -> Any:
         return HostIds.of(value, asked.setdefault(place, set())) if stays else value
     if isinstance(value, torch.Tensor | JaggedTensor):
         return value
+    return _with_parts(value, lambda part, at: keeping_ids(part, asked, (*place, at)))
+
+
+def on_device(batch: Any, device: torch.device) -> Any:
+    """``batch``, anything that ``select`` cuts, on ``device``. The copy to a GPU goes through page-locked
+    memory and is not waited for.
+
+    A type with a method ``to(device)`` moves itself; of others a copy is made whose tensors are there.
+    """
+    to_gpu = device.type == "cuda"
+    if not (to_gpu or uses_gpu()):
+        return batch
+    there = [tensor.is_cuda == to_gpu for leaf in leaves(batch) for tensor in tensors_in(leaf)]
+    return batch if all(there) else _moved(batch, device, pins=to_gpu and not any(there))
+
+
+def _moved(value: Any, device: torch.device, pins: bool) -> Any:
+    if hasattr(value, "to"):
+        if pins and hasattr(value, "pin_memory"):  # a JaggedTensor has none
+            value = value.pin_memory()
+        if device.type == "cuda" and _takes_non_blocking(value):
+            return value.to(device, non_blocking=True)
+        return value.to(device)
+    return _with_parts(value, lambda part, _: _moved(part, device, pins))
+
+
+def _takes_non_blocking(value: Any) -> bool:
+    """Whether ``value.to`` can copy without waiting."""
+    if isinstance(value, torch.Tensor | JaggedTensor | KeyedJaggedTensor):
+        return True
+    known = signature(value.to).parameters
+    return "non_blocking" in known or any(p.kind is Parameter.VAR_KEYWORD for p in known.values())
+
+
+def _with_parts(value: Any, change: Callable[[Any, Any], Any]) -> Any:
+    """A copy of a batch, or of a part of one, with ``change(part, its key or position)`` for each of its
+    parts; ``value`` itself if it has none."""
     if isinstance(value, Mapping):
-        made = {key: keeping_ids(part, asked, (*place, key)) for key, part in value.items()}
-        return type(value)(made)  # type: ignore[call-arg]
+        return type(value)({key: change(part, key) for key, part in value.items()})  # type: ignore[call-arg]
     if isinstance(value, list | tuple):
-        parts = [keeping_ids(part, asked, (*place, position)) for position, part in enumerate(value)]
+        parts = [change(part, position) for position, part in enumerate(value)]
         return type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)
     named = attributes(value)
     if not named:
         return value
     own = copy.copy(value)
     for name, part in named.items():
-        object.__setattr__(own, name, keeping_ids(part, asked, (*place, name)))
+        object.__setattr__(own, name, change(part, name))
     return own
-
-
-def on_device(batch: Any, device: torch.device) -> Any:
-    """``batch``, which must be ``Pipelineable`` unless it is there already, on ``device``. The copy to a GPU
-    goes through page-locked memory and is not waited for."""
-    to_gpu = device.type == "cuda"
-    if not (to_gpu or uses_gpu()):
-        return batch
-    there = [tensor.is_cuda == to_gpu for leaf in leaves(batch) for tensor in tensors_in(leaf)]
-    if all(there):
-        return batch
-    if not hasattr(batch, "to"):
-        raise UserError(
-            f"a batch of type {type(batch).__name__} is to be moved to {device}: give its type a method "
-            "to(device, non_blocking), as TorchRec's Pipelineable has"
-        )
-    if to_gpu and not any(there) and hasattr(batch, "pin_memory"):
-        batch = batch.pin_memory()
-    return batch.to(device, non_blocking=to_gpu)

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.distributed._shard.sharded_tensor import ShardedTensorBase
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
@@ -79,7 +80,8 @@ def _tensors(values: Any) -> list[torch.Tensor]:
 
 
 def _has_memory(tensor: torch.Tensor) -> bool:
-    return tensor.layout is torch.strided and not tensor.is_meta
+    # A ShardedTensor has none of its own: its shards are tensors.
+    return not isinstance(tensor, ShardedTensorBase) and tensor.layout is torch.strided and not tensor.is_meta
 
 
 def _key(tensor: torch.Tensor) -> int:
