@@ -64,7 +64,7 @@ from recpipe.setup.prepare import (
 )
 from recpipe.tables.access_sample import AccessSample
 from recpipe.tables.capabilities import SendsAhead
-from recpipe.tables.owners import group_owners, is_sharded
+from recpipe.tables.owners import group_owners, is_sharded, warn_of_unused
 from recpipe.tables.quantized import check_quantized
 from recpipe.tables.sharding.claims import ShardClaims
 from recpipe.tables.sharding.prepare import plan_shards
@@ -214,6 +214,8 @@ def run_on(
     called, tables, inputs = unplaced.called, unplaced.tables, unplaced.inputs
     owners = group_owners(tier_config, assembly, tables)
     shards, sharded = None, is_sharded(tier_config, assembly)
+    if not sharded:
+        warn_of_unused(command_line or (), owners)
     check_quantized(assembly.quantizing, tables, owners, sharded, device, ranks)
     if sharded:
         world = planned_ranks(cfg.task, len(tables.tables)) or ranks.world

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from recpipe.common.console import log
 from recpipe.errors import UserError
 from recpipe.plugin.api import GroupInfo
 from recpipe.plugin.assembly import Assembly
@@ -20,6 +21,8 @@ from recpipe.tables.config import HOLDERS, TierConfig
 from recpipe.tables.groups import ModelTables
 
 RESIDENT, NOCACHE = "resident", "nocache"
+OF_TIERS = ("tiers.resident_bytes=", "tiers.store=", "tiers=host", "tiers=ssd")
+"""Overrides that change nothing while all rows are resident."""
 
 
 @dataclass(frozen=True)
@@ -58,6 +61,17 @@ def group_owners(config: TierConfig, assembly: Assembly, tables: ModelTables) ->
         owners.append(GroupOwner(name, slots, share, cache))
     _check_sharding(config, assembly, owners)
     return owners
+
+
+def warn_of_unused(overrides: Sequence[str], owners: Sequence[GroupOwner]) -> None:
+    """Say which ``overrides`` ask for tiers if no group of tables has any."""
+    asked = [word for word in overrides if word.startswith(OF_TIERS)]
+    if asked and all(owner.name == RESIDENT for owner in owners):
+        log.warning(
+            "%s changes nothing, since all rows stay in memory: tiers.policy=lru, lfu or nocache, or a "
+            "plugin such as hotline, keeps them in tiers",
+            " ".join(asked),
+        )
 
 
 def owner_names(owners: Sequence[GroupOwner]) -> str:

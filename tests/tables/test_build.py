@@ -23,7 +23,7 @@ from recpipe.tables.build import WIDEST, Place, build_tables, require_kernels
 from recpipe.tables.config import TierConfig
 from recpipe.tables.groups import ModelTables
 from recpipe.tables.inputs import Inputs
-from recpipe.tables.owners import group_owners
+from recpipe.tables.owners import GroupOwner, group_owners, warn_of_unused
 from recpipe.tables.sharding.plan import Shard, ShardPlan, TablePlan
 from recpipe.tables.sharding.wire import wire_codecs
 from recpipe.tables.specs import TableOptimizer, TableSet
@@ -163,6 +163,23 @@ def test_a_cache_of_all_tables_and_a_policy_are_refused() -> None:
         PluginConflict, match=r"acme \(.*\) decides which rows are resident, and so does tiers"
     ):
         group_owners(replace(TIERS, policy="lru"), assembly(cache=[Kept("*")]), TABLES)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "owners", "said"),
+    [
+        (["optim=sgd", "tiers=ssd", "tiers.resident_bytes=10%"], ["resident"], True),
+        (["tiers.store=host"], ["resident", "resident"], True),
+        (["tiers=ssd"], ["resident", "lru"], False),
+        (["tiers.prefetch=false"], ["resident"], False),
+    ],
+)
+def test_a_budget_that_nothing_uses_is_said(
+    overrides: list[str], owners: list[str], said: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    warn_of_unused(overrides, [GroupOwner(name, 1, 1) for name in owners])
+    asked = " ".join(word for word in overrides if word.startswith("tiers"))
+    assert [r.getMessage().startswith(f"{asked} changes nothing") for r in caplog.records] == [True] * said
 
 
 def test_a_budget_of_no_row_is_refused(tmp_path: Path) -> None:
