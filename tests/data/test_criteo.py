@@ -10,6 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from omegaconf import OmegaConf
 
@@ -157,6 +158,13 @@ def test_skip_counts_all_and_refuses_nothing_but_bad_rows(rows, criteo, tmp_path
     only = pack(tmp_path / "b.tsv", b"label\n")
     with pytest.raises(DataError, match=r"no usable rows \(1 rejected\)"):
         open_dataset(criteo(str(only), on_bad_row="skip"), 0)
+
+
+def test_a_parquet_file_is_called_one(criteo, tmp_path):
+    file = tmp_path / "a.tsv"
+    pq.write_table(pa.table({"label": [0, 1]}), file)
+    with pytest.raises(DataError, match=r"found \d+, in a Parquet file, which data=parquet reads"):
+        open_dataset(criteo(str(file)), 0)
 
 
 def test_blank_line_and_test_file(rows, criteo, tmp_path):

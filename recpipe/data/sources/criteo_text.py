@@ -157,6 +157,8 @@ def fault(line: bytes) -> str:
     fields = line.removesuffix(b"\r").split(b"\t")
     if len(fields) != len(COLUMNS):
         hint = " (a test file without labels?)" if len(fields) == len(COLUMNS) - 1 else ""
+        if line.startswith(b"PAR1"):
+            hint = ", in a Parquet file, which data=parquet reads"
         return f"expected {len(COLUMNS)} tab-separated columns, found {len(fields)}{hint}"
     if fields[0] not in (b"0", b"1"):
         return f"column label: '{shown(fields[0])}' is neither 0 nor 1"
