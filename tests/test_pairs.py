@@ -86,9 +86,9 @@ def trained(monkeypatch) -> list[Batch]:
     batches: list[Batch] = []
     share = TrainLoader._share
 
-    def watched(self: TrainLoader, batch: Batch, size: int, plan: object) -> object:
+    def watched(self: TrainLoader, batch: Batch, *more: object) -> object:
         batches.append(batch)
-        return share(self, batch, size, plan)  # type: ignore[arg-type]
+        return share(self, batch, *more)  # type: ignore[arg-type]
 
     monkeypatch.setattr(TrainLoader, "_share", watched)
     return batches
