@@ -11,6 +11,7 @@ from types import ModuleType
 from typing import Any
 
 import pytest
+import torch
 
 BENCHMARKS = Path(__file__).resolve().parent.parent / "benchmarks"
 
@@ -48,6 +49,17 @@ def test_copies_beside_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (found["copies"], found["copy_ms"], found["beside_kernels_ms"]) == (2, 0.011, 0.007)
     assert found["kernel_streams"] == ["7", "8"]
     assert module("on_gpu/by_recpipe.py", monkeypatch).beside([])["share"] is None
+
+
+def test_tiers_are_trained_and_their_device_rows_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    bench, cpu = module("on_gpu/by_recpipe.py", monkeypatch), torch.device("cpu")
+    size = bench.Size(dim=8, batch=64, steps=4, smaller=1000)
+    tiered, resident = bench.train(size, cpu, "lru", 0.5), bench.train(size, cpu, "resident")
+    assert tiered["steps"] == resident["steps"] == 4
+    assert tiered["last_loss"] == pytest.approx(resident["last_loss"], abs=1e-6)
+    whole = sum(size.tables.values())
+    assert resident["device_rows"] == whole
+    assert whole // 2 <= tiered["device_rows"] - 1 < whole  # slots, and a slab of one row or more
 
 
 def test_what_is_done_is_not_done_again(monkeypatch: pytest.MonkeyPatch) -> None:

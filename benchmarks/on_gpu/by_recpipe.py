@@ -87,7 +87,7 @@ def _collections(model: torch.nn.Module) -> Iterator[Any]:
 def _device_rows(collection: Any) -> int:
     """Rows for which it has room in device memory."""
     if isinstance(collection, TieredEmbeddingBagCollection):
-        return collection.slots + collection.slab_room
+        return collection.slots + len(collection.memory.slab.weights)
     return int(collection.tables.layout.total_rows)
 
 
