@@ -19,8 +19,8 @@ def input_files(path: Any, suffixes: Sequence[str]) -> list[Path]:
     """The files that ``path`` (a file, a directory, or a list of both) means, in time order.
 
     Of a directory, files with one of ``suffixes`` ("": no suffix) in natural order (day_2 before day_10), but
-    none whose name starts with a point or an underscore (Spark's ``_SUCCESS``). A list
-    keeps its order. ``DataError`` for a path that does not exist or holds no file.
+    none whose name starts with a point or an underscore (Spark's ``_SUCCESS``). A list keeps its order.
+    ``DataError`` for a path that does not exist or holds no file.
     """
     if isinstance(path, (list, tuple)):
         return [file for item in path for file in input_files(item, suffixes)]

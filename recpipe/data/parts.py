@@ -183,7 +183,7 @@ def keeping_ids(value: Any, asked: Asked, place: Place = ()) -> Any:
         return HostIds.of(value, asked.setdefault(place, set())) if stays else value
     if isinstance(value, torch.Tensor | JaggedTensor):
         return value
-    return _with_parts(value, lambda part, at: keeping_ids(part, asked, (*place, at)))
+    return with_parts(value, lambda part, at: keeping_ids(part, asked, (*place, at)))
 
 
 def on_device(batch: Any, device: torch.device) -> Any:
@@ -206,7 +206,7 @@ def _moved(value: Any, device: torch.device, pins: bool) -> Any:
         if device.type == "cuda" and _takes_non_blocking(value):
             return value.to(device, non_blocking=True)
         return value.to(device)
-    return _with_parts(value, lambda part, _: _moved(part, device, pins))
+    return with_parts(value, lambda part, _: _moved(part, device, pins))
 
 
 def _takes_non_blocking(value: Any) -> bool:
@@ -217,9 +217,10 @@ def _takes_non_blocking(value: Any) -> bool:
     return "non_blocking" in known or any(p.kind is Parameter.VAR_KEYWORD for p in known.values())
 
 
-def _with_parts(value: Any, change: Callable[[Any, Any], Any]) -> Any:
+def with_parts(value: Any, change: Callable[[Any, Any], Any]) -> Any:
     """A copy of a batch, or of a part of one, with ``change(part, its key or position)`` for each of its
-    parts; ``value`` itself if it has none."""
+    parts; ``value`` itself if it has none. The constructor of a type with attributes does not run, since its
+    arguments are unknown."""
     if isinstance(value, Mapping):
         return type(value)({key: change(part, key) for key, part in value.items()})  # type: ignore[call-arg]
     if isinstance(value, list | tuple):

@@ -11,7 +11,7 @@ import torch
 from numpy.typing import NDArray
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
 
-from recpipe.data.parts import attributes, batch_size
+from recpipe.data.parts import attributes, batch_size, with_parts
 from recpipe.seams import HostIds
 
 T = TypeVar("T")
@@ -137,26 +137,10 @@ class _Cut:
             return JaggedTensor(**self._jagged(value, value))
         if _has_own(value):
             return value.select(self.samples)
-        if isinstance(value, Mapping):
-            return type(value)({name: self.of(part) for name, part in value.items()})  # type: ignore[call-arg]
-        if isinstance(value, tuple) and hasattr(value, "_fields"):
-            return type(value)(*map(self.of, value))
-        if isinstance(value, list | tuple):
-            return type(value)(map(self.of, value))
-        return self._object(value)
+        return with_parts(value, lambda part, _: self.of(part))
 
     def _rows(self, value: torch.Tensor) -> torch.Tensor:
         return value[self.index.to(value.device)]
-
-    def _object(self, value: Any) -> Any:
-        """A copy with its attributes cut. Its constructor does not run, since its arguments are unknown."""
-        parts = attributes(value)
-        if not parts:
-            return value
-        made = copy.copy(value)
-        for name, part in parts.items():
-            object.__setattr__(made, name, self.of(part))
-        return made
 
     def _keyed(self, value: KeyedJaggedTensor, known: KeyedJaggedTensor) -> KeyedJaggedTensor:
         return KeyedJaggedTensor(value.keys(), **self._jagged(value, known))
