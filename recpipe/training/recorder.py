@@ -133,7 +133,7 @@ class Recorder(L.Callback):
         samples = self.samples if pl_module.samples is None else pl_module.samples
         self.quality = quality
         measured = asdict(quality)
-        held_out = "  ".join(f"{label} {value:.4f}" for label, value in labelled(measured))
+        held_out = "  ".join(f"{label} {_known(value, '.4f')}" for label, value in labelled(measured))
         self.history.append(
             Point(
                 step,
@@ -146,8 +146,8 @@ class Recorder(L.Callback):
             )
         )
         log.info(
-            f"step {step:>6,}  {samples:>11,} samples  train loss {loss:.4f}  {held_out}  "
-            f"{speed:,.0f} samples/s"
+            f"step {step:>6,}  {samples:>11,} samples  train loss {_known(loss, '.4f')}  {held_out}  "
+            f"{_known(speed, ',.0f')} samples/s"
         )
         self._last = mark(self.loader.device)
         self.evaluation_seconds += settled(self.loader.device) - self._evaluating
@@ -173,3 +173,9 @@ class Recorder(L.Callback):
     def speed_since(self, step: int) -> float:
         """Samples per second of this run's steps from number ``step`` on; NaN if there are none."""
         return rate(sum(self.step_samples[step:]), sum(self.step_seconds[step:]))
+
+
+def _known(value: float | None, form: str) -> str:
+    """``value`` in the format ``form``; ``-`` where there is none: a resumed run that evaluates its
+    checkpoint first has trained no step, and a held-out part of one class has no AUC."""
+    return "-" if value is None or math.isnan(value) else format(value, form)

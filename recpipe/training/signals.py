@@ -143,6 +143,11 @@ class StopOnSignal(L.Callback):
             for count in ("total", "current"):
                 trained[count]["completed"] = trained[count]["processed"]
                 evaluated[count] = {"ready": 1, "started": 1, "processed": 0, "completed": 0}
+        else:
+            # A run that began with such an evaluation has started one batch more than it completed as long
+            # as the epoch lasts; it must not look as if it were in an evaluation.
+            whole = evaluated["total"]["completed"]
+            evaluated["total"].update(ready=whole, started=whole, processed=whole)
 
     def teardown(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         """Restore the signal handlers."""

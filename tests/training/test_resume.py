@@ -20,7 +20,7 @@ from recpipe.errors import UserError
 from recpipe.run import run
 from recpipe.training.resume import check_resumable
 from tests.mutations import reseal
-from tests.resuming import STEP, before_training, going_on, saved
+from tests.resuming import RECIPE, STEP, before_training, going_on, saved
 
 OVERRIDES = ("trainer.max_epochs=2", "optim.dense.name=Adam", "+plugin=slipstream")
 Change = Callable[[dict[str, Any]], Any]
@@ -163,3 +163,34 @@ def test_a_run_says_it_in_one_line_with_the_file(checkpoint: Path, tmp_path: Pat
         UserError, match=rf"^{copied}/trainer\.pt is damaged or of another.*: it lacks 'loops'"
     ):
         run(compose(going_on([*OVERRIDES, f"resume={copied}"])), tmp_path / "again")
+
+
+def test_an_evaluation_before_the_first_step_has_no_loss_and_no_speed(tmp_path: Path) -> None:
+    words = [*RECIPE, "trainer.eval_every=3", "trainer.checkpoint_every=3", "trainer.max_steps=6"]
+    run(compose(words), tmp_path / "first")
+    checkpoints = tmp_path / "first" / "checkpoints"
+    shutil.rmtree(checkpoints / "step-00000006.ckpt")
+    run(compose([*words, f"resume={checkpoints}"]), tmp_path / "second")
+    said = [
+        line
+        for line in (tmp_path / "second" / "recpipe.log").read_text().splitlines()
+        if "train loss" in line
+    ]
+    assert re.search(r"step +3 +192 samples  train loss -  AUC 0.*  - samples/s", said[0])
+    assert re.search(r"step +6 .*  train loss 0\..*  [\d,]+ samples/s", said[1])
+
+
+def test_a_run_that_repeated_an_evaluation_can_be_gone_on_from(tmp_path: Path) -> None:
+    """Lightning then counts one batch more as started than as done in the evaluations of that epoch, whose
+    last checkpoint would look as if made in the middle of one."""
+    words = [*RECIPE, "trainer.eval_every=3"]
+    checkpoints = tmp_path / "first" / "checkpoints"
+    run(compose([*words, "trainer.max_steps=3", "trainer.checkpoint_every=3"]), tmp_path / "first")
+    run(
+        compose([*words, f"resume={checkpoints}"]), tmp_path / "second"
+    )  # the evaluation, and to the epoch's end
+    again = [*words, f"resume={tmp_path / 'second' / 'checkpoints'}", "trainer.max_epochs=2"]
+    report = run(compose(again), tmp_path / "third")
+    whole = run(compose([*words, "trainer.max_epochs=2"]), tmp_path / "whole")
+    assert report["quality"] == whole["quality"]
+    assert [point["step"] for point in report["history"]] == [11, 14, 16]
