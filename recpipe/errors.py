@@ -29,6 +29,18 @@ class DataError(UserError):
     """Bad input data; the message names file, row, column and value where they are known."""
 
 
+class BadRow(DataError):
+    """A row of the input that cannot be used, which ``data.on_bad_row=skip`` leaves out where a
+    task allows that.
+
+    ``fault`` is the message without a remedy, for tasks that need every row.
+    """
+
+    def __init__(self, fault: str) -> None:
+        super().__init__(f"{fault}; correct it, or leave bad rows out with data.on_bad_row=skip")
+        self.fault = fault
+
+
 class StoreError(UserError):
     """A cold store that cannot be used: read-only or full disk, torn rows, a crashed run's leftovers."""
 

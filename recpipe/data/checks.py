@@ -9,9 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from recpipe.errors import DataError, shown
-
-REMEDY = "correct it, or leave bad rows out with data.on_bad_row=skip"
+from recpipe.errors import BadRow, DataError, shown
 
 
 class RowChecks:
@@ -46,10 +44,10 @@ class RowChecks:
         return stored
 
     def finish(self, skip: bool) -> int:
-        """How many rows are bad; ``DataError`` for the first of them unless ``skip``."""
+        """How many rows are bad; ``BadRow`` for the first of them unless ``skip``."""
         if self._worst is not None and not skip:
             index, message = self._worst
-            raise DataError(f"{self.file}, row {self.first_row + index}, {message}; {REMEDY}")
+            raise BadRow(f"{self.file}, row {self.first_row + index}, {message}")
         return int(len(self.good) - self.good.sum())
 
 

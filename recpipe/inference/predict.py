@@ -24,7 +24,7 @@ from recpipe.data.config import FileConfig
 from recpipe.data.dataset import Dataset
 from recpipe.data.make import open_source
 from recpipe.data.streamed import StreamedDataset
-from recpipe.errors import UserError, shown
+from recpipe.errors import BadRow, DataError, UserError, shown
 from recpipe.inference.columns import Taker, has_columns, read_columns
 from recpipe.inference.trained import Scoring, Trained
 from recpipe.inference.words import PredictOptions
@@ -52,6 +52,13 @@ def predict(trained: Trained, options: PredictOptions, run_dir: RunDir) -> NDArr
         raise UserError(
             "data.on_bad_row=skip: a row that is left out would have no score; correct the rows, and drop it"
         )
+    try:
+        return _predict(trained, options, run_dir)
+    except BadRow as bad:
+        raise DataError(f"{bad.fault}; correct it: every row gets a score") from bad
+
+
+def _predict(trained: Trained, options: PredictOptions, run_dir: RunDir) -> NDArray[np.float32] | Path:
     target = None if options.output is None else _target(options)
     keys = _keys(trained, options)
     dataset = _opened(trained)

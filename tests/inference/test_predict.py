@@ -105,7 +105,9 @@ def test_criteo_with_and_without_labels(tmp_path: Path) -> None:
     assert by_dense[-1]["value"] == "missing"
     lines[7] = lines[7].replace("\t", "\tx", 1)
     broken = criteo(tmp_path / "c.tsv.gz", lines, labelled=False)
-    with pytest.raises(DataError, match=r"c\.tsv\.gz, row 8: column I1: 'x.*' is not a finite number"):
+    with pytest.raises(
+        DataError, match=r"c\.tsv\.gz, row 8: column I1: 'x.*' is not a finite number; correct it: every row"
+    ):
         recpipe.predict(tmp_path / "run", broken, output=tmp_path / "no.csv", quiet=True)
     assert not list(tmp_path.glob("*no.csv*"))
     assert not list(tmp_path.glob(".no.csv*"))

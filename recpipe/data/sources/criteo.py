@@ -11,12 +11,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from recpipe.data.checks import REMEDY
 from recpipe.data.columns import Columns
 from recpipe.data.dataset import Schema, SparseFeature
 from recpipe.data.files import line_blocks
 from recpipe.data.preparation import Preparation
-from recpipe.errors import DataError, nearest_or_all
+from recpipe.errors import BadRow, DataError, nearest_or_all
 
 DENSE = tuple(f"I{i}" for i in range(1, 14))
 SPARSE = tuple(f"C{i}" for i in range(1, 27))
@@ -74,7 +73,7 @@ class CriteoSource:
             bad, good = criteo_text.bad_lines(text)
         if bad and not self._skip:
             index, row = bad[0]
-            raise DataError(f"{file}, row {line + index}: {criteo_text.fault(row)}; {REMEDY}")
+            raise BadRow(f"{file}, row {line + index}: {criteo_text.fault(row)}")
         self.rejected_rows += len(bad)
         return criteo_text.parse_block(good, self.schema)
 
