@@ -26,7 +26,7 @@ from recpipe.plugin import (
     TableInfo,
 )
 from recpipe_neo.planner import PLANNERS, PlanRecord, make_planner
-from recpipe_neo.precision import TABLE_PRECISIONS, LowPrecision, refuse_unsupported
+from recpipe_neo.precision import TABLE_PRECISIONS, LowPrecision, refuse_ignored
 from recpipe_neo.split import ROW_TYPES
 from recpipe_neo.stats import feature_stats
 
@@ -77,7 +77,7 @@ class Neo(Plugin):
                 raise PluginError(
                     f"plugins.neo.sharding: no table is called '{pattern}'; there are {', '.join(ctx.tables)}"
                 )
-        refuse_unsupported(ctx.device, self.table_precision, self.stochastic_rounding)
+        refuse_ignored(ctx.device, self.stochastic_rounding)
         cache = Path(self.profile_dir).expanduser() if self.profile_dir else ctx.cache_dir
         pooled = [table.pooled for table in ctx.tables.values()]
         return Contribution(

@@ -11,7 +11,8 @@ from torchrec.distributed.types import CommOp
 from recpipe.kit import wire_codecs
 from recpipe.plugin import Direction, PluginError, Quantizer, TableInfo
 
-TABLE_PRECISIONS = ("fp32", "fp16", "bf16")
+TABLE_PRECISIONS = ("fp32", "fp16")
+"""FBGEMM trains no rows of bfloat16, neither on a CPU nor on a GPU."""
 
 
 class LowPrecision(Quantizer):
@@ -33,15 +34,9 @@ class LowPrecision(Quantizer):
         return wire_codecs(*self.wire, self.pooled)
 
 
-def refuse_unsupported(device: str, table: str, stochastic_rounding: bool) -> None:
-    """``PluginError`` for what FBGEMM would ignore, or fail to do, on ``device``."""
-    if device.startswith("cuda"):
-        return
-    if table == "bf16":
-        raise PluginError(
-            "plugins.neo.table_precision=bf16: FBGEMM trains bf16 tables on GPUs alone; use fp16 or fp32"
-        )
-    if stochastic_rounding:
+def refuse_ignored(device: str, stochastic_rounding: bool) -> None:
+    """``PluginError`` for what FBGEMM would ignore on ``device``."""
+    if stochastic_rounding and not device.startswith("cuda"):
         raise PluginError(
             "plugins.neo.stochastic_rounding=true: FBGEMM rounds at random on GPUs alone and ignores the "
             "wish on a CPU; set it to false"
