@@ -1,4 +1,4 @@
-"""Batches of a user's types on a GPU: what has no method ``to`` is moved part by part."""
+"""Batches of a user's types on a GPU: what has no method ``to`` is moved part by part; a model's own ids."""
 
 from __future__ import annotations
 
@@ -10,12 +10,15 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.nn.functional import binary_cross_entropy_with_logits
 from torchrec.modules.embedding_configs import EmbeddingBagConfig
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
 
 import recpipe
 from recpipe.data.parts import leaves, on_device, tensors_in
+from tests.any_model.runs import left_by
+from tests.any_model.zoo import furthest
 from tests.gpu.conftest import WHERE, WORDS
 
 
@@ -88,3 +91,39 @@ def test_all_parts_are_moved_and_the_batch_stays_where_it_is(device: torch.devic
     assert type(there[1]) is tuple
     assert not any(tensor.is_cuda for leaf in leaves(batch) for tensor in tensors_in(leaf))
     assert on_device(there, device) is there
+
+
+class Twice(Scores):
+    """Also looks up ids that it makes of the batch's, of which some rows are in both."""
+
+    def forward(self, sparse: KeyedJaggedTensor) -> torch.Tensor:
+        others = KeyedJaggedTensor(sparse.keys(), sparse.values() // 2, lengths=sparse.lengths())
+        values: torch.Tensor = self.over(self.rows(sparse).values() + self.rows(others).values())
+        return values.squeeze(1)
+
+
+def twice() -> Twice:
+    torch.manual_seed(7)
+    return Twice()
+
+
+@pytest.mark.parametrize("policy", ["resident", "lru"])
+def test_ids_that_the_model_makes_are_trained(policy: str) -> None:
+    batches, rate = [KINDS["dict"](*ids_and_labels(seed)) for seed in range(4)], 0.5
+    plain = twice()
+    by_hand = torch.optim.SGD(plain.parameters(), lr=rate)
+    for batch in batches:
+        by_hand.zero_grad()
+        binary_cross_entropy_with_logits(plain(batch["sparse"]), batch["labels"]).backward()
+        by_hand.step()
+    model = twice()
+    words = (*WORDS, "optim=sgd", f"optim.tables.lr={rate}", f"tiers.policy={policy}", "tiers.store=host")
+    with recpipe.place(model, batches, *words, "tiers.resident_bytes=30%") as placed:
+        dense = torch.optim.SGD(model.parameters(), lr=rate)
+        for batch in placed.loader:
+            dense.zero_grad()
+            binary_cross_entropy_with_logits(model(batch["sparse"]), batch["labels"]).backward()
+            dense.step()
+        trained = left_by(model)
+    assert furthest(trained, left_by(plain)) < 1e-5
+    assert furthest(trained, left_by(twice())) > 1e-2
