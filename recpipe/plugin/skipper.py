@@ -56,8 +56,8 @@ class Skipper:
         all.
 
         ``gradients`` float32 [U, D]: the sum of each row's gradients over the batch's lookups on all
-        trainers, before the fused optimizer's step; a copy. Rows that are left out keep every bit, optimizer
-        state included.
+        trainers, before the fused optimizer's step; a copy, on the device that trains. The answer may be
+        there or in host memory. Rows that are left out keep every bit, optimizer state included.
 
         Called in the backward pass, in whichever thread makes the update, one call at a time. There may be
         several calls for a group of tables, depending on its tiers and shards. A row of a batch is in one of
