@@ -214,6 +214,10 @@ class Meter:
         pause = LINE_SECONDS if self._task is None else REDRAW_SECONDS
         return perf_counter() - self._shown >= pause
 
+    def pause(self) -> None:
+        """Wait the whole time until ``due`` again, after other work that is not to be shown."""
+        self._shown = perf_counter()
+
     def show(self, share: float, text: str) -> None:
         """Show ``text`` and the time left; ``share``, in [0, 1], of the work is done."""
         self._shown = perf_counter()

@@ -112,9 +112,11 @@ class Progress(L.Callback):
             self._evaluating.show(done / of, f"evaluating  batch {done:,}/{of:,}")
 
     def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Close the meter; training's speed leaves this time out."""
+        """Close the meter; training's speed leaves this time out, and is shown when it covers some steps."""
         if self._evaluating is not None:
             self._evaluating.close()
+        if self._training is not None:
+            self._training.pause()
         self._restart()
 
     def on_exception(

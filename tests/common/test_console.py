@@ -11,6 +11,8 @@ import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 from rich.console import Console
@@ -21,6 +23,7 @@ from recpipe.common.quiet import quiet_libraries
 from recpipe.config.compose import compose
 from recpipe.errors import UserError
 from recpipe.run import run
+from recpipe.training import progress
 from tests.processes import Child
 
 SMALL = (
@@ -226,6 +229,30 @@ def test_time_left_counts_from_where_the_work_began(capsys, monkeypatch, caplog)
         now[0] += 60
         meter.show(0.6, "a tenth in a minute")
     assert caplog.messages == ["a tenth in a minute  0:04:00 left"]
+
+
+def test_after_an_evaluation_a_line_covers_all_the_time_between_lines(monkeypatch, caplog) -> None:
+    now = [100.0]
+    monkeypatch.setattr(console, "LINE_SECONDS", 10.0)
+    for module in (console, progress):
+        monkeypatch.setattr(module, "perf_counter", lambda: now[0])
+    trainer: Any = SimpleNamespace(global_step=1, current_epoch=0)
+    batch: Any = SimpleNamespace(consumed=64)
+    shows = progress.Progress(100, cast(Any, range(100)))
+
+    def step() -> None:
+        now[0] += 6
+        shows.on_train_batch_end(trainer, cast(Any, None), {"loss": 1.0}, batch, 0)
+
+    with caplog.at_level(logging.INFO, "recpipe"):
+        shows.on_train_start(trainer, cast(Any, None))
+        shows.on_validation_start(trainer, cast(Any, None))
+        now[0] += 60
+        shows.on_validation_end(trainer, cast(Any, None))
+        step()
+        assert not caplog.messages, "one step says little"
+        step()
+    assert caplog.messages[0].startswith("step 1/100  11 samples/s")
 
 
 @pytest.mark.parametrize(
