@@ -5,13 +5,14 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.metadata import EntryPoint
+from textwrap import fill
 from typing import Never
 
+from rich.console import Console
 from rich.markup import escape
-from rich.table import Table
 
 from recpipe.common.console import Output
 from recpipe.config.compose import conf_dir
@@ -25,6 +26,9 @@ from recpipe.plugin.quantizing import quantizing
 from recpipe.plugin.row_server import RowServer
 
 _TABLES = {f"C{i}": TableInfo(f"C{i}", 1000, 16, state=4) for i in range(1, 27)}
+
+
+_INDENT = " " * 4
 
 
 def _no_batch(batch: object) -> Never:
@@ -122,7 +126,7 @@ def describe_part(kind: str, ep: EntryPoint) -> Listed:
 
 
 def print_plugins(_words: Sequence[str] = ()) -> int:
-    """Print the tables; returns 0 even if a plugin is broken, which its row says."""
+    """Print what is installed; returns 0 even if a plugin is broken, which its row says."""
     rows = [listed(ep) for ep in installed().values()]
     parts = {
         f"{kind}={ep.name}": describe_part(kind, ep)
@@ -133,19 +137,12 @@ def print_plugins(_words: Sequence[str] = ()) -> int:
     if not rows and not parts:
         print("no plugins are installed; recpipe's own appear after: pip install -e .")
         return 0
-    table = Table(show_lines=True)
-    for title in ("plugin", "from", "what it does", "extension points", "alters"):
-        table.add_column(title, overflow="fold")
-    for row in rows:
-        source = f"{row.origin.distribution} {row.origin.version}"
-        does, alters = (
-            ("BROKEN, see below", "") if row.fault else (row.doc, ", ".join(row.alters) or "nothing")
-        )
-        table.add_row(row.origin.plugin, source, escape(does), ", ".join(row.uses), alters)
     console = Output()
-    console.print(table)
-    if parts:
-        console.print(_table_of(parts))
+    for row in rows:
+        facts = f"extension points: {', '.join(row.uses)}", f"alters: {', '.join(row.alters) or 'nothing'}"
+        _print(console, row.origin.plugin, row, *facts)
+    for word, row in parts.items():
+        _print(console, word, row)
     named = {**{row.origin.plugin: row for row in rows}, **parts}
     for name, row in named.items():
         if row.fault:
@@ -157,12 +154,9 @@ def print_plugins(_words: Sequence[str] = ()) -> int:
     return 0
 
 
-def _table_of(parts: Mapping[str, Listed]) -> Table:
-    """The table of models, data sources and tasks, each with the word that chooses it."""
-    table = Table(show_lines=True)
-    for title in ("chosen by", "from", "what it is"):
-        table.add_column(title, overflow="fold")
-    for word, row in parts.items():
-        source = f"{row.origin.distribution} {row.origin.version}"
-        table.add_row(word, source, "BROKEN, see below" if row.fault else escape(row.doc))
-    return table
+def _print(console: Console, word: str, row: Listed, *more: str) -> None:
+    """One entry: the name or the word that chooses it, its package, what it does, and ``more``."""
+    console.print(f"[bold]{escape(word)}[/]  {row.origin.distribution} {row.origin.version}")
+    for line in ["BROKEN, see below"] if row.fault else [row.doc, *more]:
+        text = fill(line, console.width, initial_indent=_INDENT, subsequent_indent=_INDENT)
+        console.print(text, markup=False, highlight=False)

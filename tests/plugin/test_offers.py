@@ -141,6 +141,16 @@ def test_they_are_listed(
     assert "broken: data=synthetic: recpipe has a data source of this name" in said
 
 
+def test_eighty_columns_are_enough(capsys: pytest.CaptureFixture[str], monkeypatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    listing.print_plugins()
+    lines = capsys.readouterr().out.splitlines()
+    assert "    alters: BATCH_SIZE, EXACT_GRADIENT, SAMPLE_SET" in lines, "words stay whole"
+    at = next(number for number, line in enumerate(lines) if line.startswith("hotline  "))
+    assert lines[at + 3] == "    extension points: cache, splitter, report"
+    assert max(map(len, lines[:-2])) <= 80
+
+
 def test_two_packages_with_one_name(offer: Callable[[str, str, object], None]) -> None:
     offer("task", "count", print)
     offer("task", "count", max)
