@@ -29,6 +29,13 @@ def _every(value: int | float) -> int | float:
 Every = Annotated[int | float, AfterValidator(_every)]
 """An interval: whole steps, or a share of an epoch."""
 
+
+def _evaluates(value: object) -> object:
+    if value is None:
+        raise ValueError("a run always evaluates; 1.0 does so only at the end of each epoch and of the run")
+    return value
+
+
 LOGGERS = ("csv", "tensorboard", "wandb", "mlflow")
 
 
@@ -48,7 +55,7 @@ class TrainerConfig:
     max_epochs: Positive
     max_steps: Positive | None
     device: Annotated[str, BeforeValidator(_device)]
-    eval_every: Every
+    eval_every: Annotated[Every, BeforeValidator(_evaluates)]
     checkpoint_every: Every | None
     keep_checkpoints: Positive
     checkpoint_dir: FilePath | None

@@ -377,6 +377,7 @@ VALUES = {
         ({"max_steps": 0}, "max_steps=0"),
         ({"eval_every": 0}, "eval_every=0"),
         ({"eval_every": 1.5}, "eval_every=1.5"),
+        ({"eval_every": None}, "eval_every=null: a run always evaluates; 1.0 does so only at the end"),
         ({"checkpoint_every": -0.1}, "checkpoint_every=-0.1"),
         ({"keep_checkpoints": 0}, "keep_checkpoints=0: must be greater than or equal to 1"),
         ({"backend": "gpu"}, "backend=gpu is unknown; did you mean cpu"),
