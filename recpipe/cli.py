@@ -14,6 +14,7 @@ from typing import NoReturn
 from recpipe.backend.allocator import bound_kernel_caches, tune_allocator
 from recpipe.commands import COMMANDS, listed
 from recpipe.common.quiet import calm_threads, quiet_libraries
+from recpipe.common.versions import versions
 from recpipe.errors import ThroughHydra, UserError, did_you_mean, shown
 
 FULL_ERROR = "HYDRA_FULL_ERROR"
@@ -138,6 +139,9 @@ def _dispatch(argv: Sequence[str]) -> int:
     if command in COMMANDS:
         quiet_libraries()
         return COMMANDS[command].run(command, argv[1:])
+    if "--version" in argv:  # Hydra would say its own
+        print(versions())
+        return 0
     if command and "=" not in command and not command.startswith(("-", "~", "+")):
         raise UserError(
             f"no command '{command}'.{did_you_mean(command, COMMANDS)} Commands: {', '.join(COMMANDS)}; a "

@@ -4,6 +4,7 @@ name."""
 from __future__ import annotations
 
 import importlib.metadata as metadata
+import platform
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -24,6 +25,14 @@ def installed_version(name: str) -> str | None:
         return metadata.version(name)
     except metadata.PackageNotFoundError:
         return None
+
+
+def versions() -> str:
+    """Installed releases of recpipe and of what it stands on, in one line; nothing is imported."""
+    found = {name: installed_version(name) for name in ("torch", "torchrec", *FBGEMM)}
+    others = [f"{name} {version}" for name, version in found.items() if version]
+    own = f"recpipe {installed_version('recpipe') or '(not installed)'}"
+    return ", ".join([own, *others, f"Python {platform.python_version()}"])
 
 
 @contextmanager
