@@ -8,6 +8,7 @@ import os
 import sys
 from collections.abc import Callable
 from contextlib import nullcontext
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
@@ -36,6 +37,10 @@ from tests.report.test_report import make_report
         (["+plugins=hotline"], "plugins are chosen by +plugin=NAME"),
         (["plugin=hotline"], "write +plugin=NAME or '+plugin=[a,b]', with the plus sign"),
         (["+plugin=hotline", "plugins.hotline.nope=1"], "no 'plugins.hotline.nope' in the recipe."),
+        (["model.loss=huber"], "it goes with a class of your own, model._target_=package.Class"),
+        (["data.path=x"], "in this recipe: it goes with data=criteo or data=npy or data=parquet"),
+        (["plugins.hotline.sample=0.1"], "in this recipe: it goes with +plugin=hotline"),
+        (["compare.plugins=[lru]"], "in this recipe: it goes with task=compare"),
         (["-m", "trainer.max_stepz=1,2"], "Did you mean 'trainer.max_steps'?"),
         (["seed==1="], "cannot read the override 'seed==1='"),
         (["~trainer.nope"], "no 'trainer.nope' in the recipe."),
@@ -62,6 +67,18 @@ def test_full_error_shows_the_traceback(cli: Cli) -> None:
     assert done.returncode != 0
     assert "Traceback" in done.stderr
     assert "UserError" in done.stderr
+
+
+@pytest.mark.parametrize("words", [["--version"], ["+plugin=hotline", "--version"]])
+def test_the_version_is_recpipes(words: list[str], monkeypatch, capsys) -> None:
+    monkeypatch.setattr(sys, "argv", ["recpipe", *words])
+    with pytest.raises(SystemExit) as left:
+        command_line.main()
+    assert left.value.code == 0
+    said = capsys.readouterr().out
+    for name in ("recpipe", "torch", "torchrec"):
+        assert f"{name} {version(name)}, " in said
+    assert "Hydra" not in said
 
 
 def test_help_and_listings(cli: Cli) -> None:

@@ -29,8 +29,9 @@ from yaml import YAMLError
 from recpipe.common.validation import nearest_key, no_value
 from recpipe.common.words import CUSTOM, for_hydra, named, opened
 from recpipe.config import launcher
+from recpipe.config.unreadable import unreadable
 from recpipe.errors import UserError, did_you_mean, shown
-from recpipe.plugin.conf import PluginSearchPath, PluginSource, package_confs
+from recpipe.plugin.conf import TARGET, PluginSearchPath, PluginSource, package_confs
 from recpipe.plugin.load import installed
 from recpipe.plugin.offers import GROUPS, PLUGIN, WORDS, is_offered, offered
 
@@ -139,6 +140,8 @@ def check_overrides(words: Sequence[str]) -> None:
                 (override,) = OverridesParser.create().parse_overrides([word])
             except (RecursionError, ValueError) as fault:
                 raise UserError(f"cannot read the override '{shown(word)}': {shown(fault, 100)}") from fault
+        if not override.key_or_group:
+            raise UserError(unreadable(word, ""))
         if _depth(override.value()) > DEEPEST:
             raise UserError(f"'{shown(word)}' nests more than {DEEPEST} levels deep, which no recipe does")
         value = override.value()
@@ -221,9 +224,7 @@ def readable_errors(overrides: Sequence[str]) -> Iterator[None]:
     try:
         yield
     except OverrideParseException as fault:
-        raise UserError(
-            f"cannot read the override '{shown(fault.override)}': {_parse_fault(str(fault))}"
-        ) from fault
+        raise UserError(unreadable(str(fault.override), str(fault))) from fault
     except MissingMandatoryValue as fault:
         raise no_value(fault.full_key or str(fault).splitlines()[0].rpartition(" ")[2]) from fault
     except YAMLError as fault:
@@ -236,13 +237,6 @@ def readable_errors(overrides: Sequence[str]) -> Iterator[None]:
             raise
         longest = shown(max(overrides, key=len, default=fault.filename))
         raise UserError(f"'{longest}': too long for a file's name") from fault
-
-
-def _parse_fault(text: str) -> str:
-    """The parser's message without its grammar, and the usual remedy."""
-    lines = [line for line in text.splitlines() if not line.startswith(("Error parsing", "See http"))]
-    why = (lines or [text])[0].partition(" expecting ")[0]
-    return f"{why}. Write key=value, and quote values that hold commas, equal signs, brackets or spaces"
 
 
 def choices() -> dict[str, set[str]]:
@@ -293,9 +287,26 @@ def _bad_key(fault: Exception, overrides: Sequence[str]) -> str:
     keys = _known_keys([o for o in overrides if key not in o and not o.startswith("-")])
     if key in keys and fault.__cause__ is not None:
         return f"{key}: {_one_line(fault.__cause__)}. See the recipe: python -m recpipe --cfg job"
+    if choosing := _choosing(key):
+        return f"no '{key}' in this recipe: it goes with {' or '.join(choosing)}"
     return (
         f"no '{key}' in the recipe.{nearest_key(key, keys)} See the whole recipe: python -m recpipe --cfg job"
     )
+
+
+def _choosing(key: str) -> list[str]:
+    """The words that would choose a part of a recipe in which ``key`` is: ``data=parquet`` for
+    ``data.path``."""
+    first, _, rest = key.partition(".")
+    known = choices()
+    if first == "plugins":
+        plugin = rest.partition(".")[0]
+        words = [f"+{PLUGIN}={plugin}"] if plugin in known[PLUGIN] else []
+    else:
+        group = first if first in known else "task"
+        words = [f"{group}={option}" for option in sorted(known[group])]
+    custom = {f"model={CUSTOM}": f"a class of your own, model.{TARGET}=package.Class"}
+    return [custom.get(word, word) for word in words if key in _known_keys([word])]
 
 
 def _known_keys(overrides: Sequence[str]) -> list[str]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Annotated, Any
 
 from annotated_types import Interval, MinLen, MultipleOf
@@ -11,6 +11,7 @@ from pydantic import AfterValidator
 
 from recpipe.common.validation import FilePath, Positive, Text, chosen, fitted, mapping, one_of, typed_part
 from recpipe.common.words import CUSTOM
+from recpipe.errors import UserError
 from recpipe.plugin.conf import TARGET
 from recpipe.plugin.offers import is_offered, offered
 
@@ -83,6 +84,10 @@ class UserModel(ModelKeys):
         return f"model={self.name}" if self.target is None else f"model.{TARGET}={self.target}"
 
 
+_OF_OTHERS = {f.name for f in fields(ModelKeys)} - {f.name for f in fields(ModelConfig)}
+"""Keys that recpipe's own models lack."""
+
+
 def _others(group: str, name: object) -> bool:
     """Whether ``model=name`` is not one of recpipe's own models, but an installed package's or a given
     one."""
@@ -96,6 +101,11 @@ def parse_model(values: object) -> ModelConfig | UserModel:
     if target is not None:
         target = fitted(Annotated[str, AfterValidator(_importable)], target, f"model.{TARGET}")
     elif section.get("name") in [*BUILT_IN] or not _others("model", section.get("name")):
+        if foreign := _OF_OTHERS & section.keys():
+            raise UserError(
+                f"model.{min(foreign)} goes with a class of your own, model.{TARGET}=package.Class; "
+                f"{' and '.join(BUILT_IN)} learn 0/1 labels by binary cross-entropy"
+            )
         return chosen(BUILT_IN, section, "model", also=offered("model"))
     keys, arguments = typed_part(ModelKeys, section, "model")
     return UserModel(**vars(keys), target=target, arguments=arguments)
