@@ -6,7 +6,7 @@ The ``name`` of a section (data, model, task) selects the class for its type.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Annotated, Any
 
 from annotated_types import Interval
@@ -24,11 +24,13 @@ from recpipe.config.task import (
     ProfileConfig,
     TaskConfig,
 )
-from recpipe.data.config import DataConfig, parse_config
+from recpipe.data.config import DataConfig, ParquetConfig, parse_config
 from recpipe.distributed.launch import Topology
 from recpipe.errors import UserError
 from recpipe.model.config import ModelConfig, UserModel, parse_model
+from recpipe.model.loss import LOSSES
 from recpipe.perf.scale.config import ScaleConfig
+from recpipe.plugin.conf import TARGET
 from recpipe.plugin.offers import is_offered, offered
 from recpipe.tables.config import TierConfig
 from recpipe.training.config import TrainerConfig
@@ -93,9 +95,10 @@ class Recipe:
                 f"task=profile starts anew and cannot go on from resume={section('resume')}; leave resume out"
             )
         compares, advises = task.name == "compare", task.name == "advise"
+        model = parse_model(_present(values, "model"))
         return cls(
-            data=parse_config(_present(values, "data")),
-            model=parse_model(_present(values, "model")),
+            data=with_label_kind(parse_config(_present(values, "data")), model),
+            model=model,
             tiers=typed(TierConfig, _present(values, "tiers"), "tiers"),
             optim=typed(OptimConfig, _present(values, "optim"), "optim"),
             trainer=typed(TrainerConfig, _present(values, "trainer"), "trainer"),
@@ -110,6 +113,23 @@ class Recipe:
             plugins=active_plugins(config),
             values=values,
         )
+
+
+def with_label_kind(data: DataConfig, model: ModelConfig | UserModel) -> DataConfig:
+    """``data`` with the kind of labels that the model's loss takes, unless the recipe sets it.
+
+    ``UserError`` for labels that recpipe's own models cannot learn.
+    """
+    if not isinstance(data, ParquetConfig):
+        return data
+    if isinstance(model, ModelConfig) and data.label_kind not in (None, "clicks"):
+        raise UserError(
+            f"data.label_kind={data.label_kind}: model={model.name} learns labels of 0 and 1; others need a "
+            f"class of your own, model.{TARGET}=package.Class, and its loss, as in "
+            "model.loss=mean_squared_error"
+        )
+    named = LOSSES.get(model.loss) if isinstance(model, UserModel) and isinstance(model.loss, str) else None
+    return replace(data, label_kind=data.label_kind or (named.labels if named else "clicks"))
 
 
 def parse_task(values: object) -> TaskConfig:

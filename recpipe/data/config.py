@@ -10,6 +10,7 @@ from annotated_types import Gt, Interval, MinLen
 from omegaconf import DictConfig, OmegaConf
 
 from recpipe.common.validation import Count, FilePath, Positive, Text, chosen, mapping, one_of, typed
+from recpipe.data.labels import LABEL_KINDS
 from recpipe.errors import UserError, shown
 from recpipe.plugin.errors import PluginLoadError
 from recpipe.plugin.offers import entry, imported, is_offered, offered, origin_of
@@ -90,10 +91,12 @@ class NpyConfig(CriteoConfig):
 
 @dataclasses.dataclass
 class ParquetConfig(FileConfig):
-    """Parquet of any schema. ``table_rows``: rows of every table that ``tables`` does not list."""
+    """Parquet of any schema. ``table_rows``: rows of every table that ``tables`` does not list.
+    ``label_kind``: None until the model's loss is known; then clicks, unless it is of another kind."""
 
     name: str = "parquet"
     label: Text | None = None
+    label_kind: Annotated[str, one_of(*LABEL_KINDS)] | None = None
     dense: list[Text] = dataclasses.field(default_factory=list)
     sparse: list[Text] = dataclasses.field(default_factory=list)
     tables: dict[str, Rows] | None = None
@@ -104,7 +107,7 @@ class ParquetConfig(FileConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         if not self.label:
-            raise UserError("data.label is not set: name the 0/1 column, as in data.label=click")
+            raise UserError("data.label is not set: name the column of labels, as in data.label=click")
         if not self.sparse:
             raise UserError(
                 "data.sparse is empty: name at least one id column, as in 'data.sparse=[user,item]'"

@@ -32,6 +32,35 @@ def _of_two_classes(prediction: torch.Tensor) -> torch.Tensor:
     return prediction[:, 1] - prediction[:, 0] if two else prediction
 
 
+VALUES = "for values there are model.loss=mean_squared_error, mean_absolute_error, huber and poisson"
+
+
+def _click_loss(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    """The loss of logits. ``UserError`` for labels beyond 0 and 1, with which it would fall without end."""
+    _require_rates(labels, "binary_cross_entropy")
+    return F.binary_cross_entropy_with_logits(logits, labels)
+
+
+def _require_rates(labels: torch.Tensor, name: str) -> None:
+    """Check labels on a CPU; looking at a GPU's would wait for it. NumPy looks, which no trace of torch's
+    operators sees."""
+    if labels.device.type == "cpu" and labels.numel() and not labels.requires_grad:
+        values = labels.numpy()
+        if values.min() < 0 or values.max() > 1:
+            raise UserError(f"model.loss={name}: a label is not within [0, 1]; {VALUES}")
+
+
+def _class_loss(scores: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    """The loss of ``scores`` [B, classes]. ``UserError`` for a label that is none of the classes."""
+    try:
+        return F.cross_entropy(scores, labels)
+    except IndexError as fault:
+        raise UserError(
+            f"model.loss=cross_entropy: a label is none of the classes 0 to {scores.shape[1] - 1}, of which "
+            f"the model's output has a column each ({shown(fault)}); give it more columns"
+        ) from fault
+
+
 def _probability_loss(prediction: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
     """The loss of probabilities; not finite if a prediction is not. ``UserError`` for one that is no
     probability."""
@@ -42,6 +71,7 @@ def _probability_loss(prediction: torch.Tensor, labels: torch.Tensor) -> torch.T
         )
     if not bool(prediction.isfinite().all()):
         return prediction.sum()
+    _require_rates(labels, "binary_cross_entropy_of_probabilities")
     return F.binary_cross_entropy(prediction, labels)
 
 
@@ -56,6 +86,11 @@ class Loss:
     logits: Callable[[torch.Tensor], torch.Tensor] = _unchanged
     kind: Kind = "clicks"
     """The kind of prediction, which decides the figures of quality; ``clicks``: only if labels are 0/1."""
+
+    @property
+    def labels(self) -> str:
+        """The kind of labels that it takes, a value of ``data.label_kind``."""
+        return "classes" if self.shapes == "classes" else self.kind
 
     def __call__(self, prediction: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         """The mean loss of ``prediction`` [B], [B, 1] or [B, n] for ``labels`` of the same number; 0 without
@@ -96,9 +131,9 @@ def vector(tensor: torch.Tensor) -> torch.Tensor:
 LOSSES: dict[str, Loss] = {
     loss.name: loss
     for loss in (
-        Loss("binary_cross_entropy", F.binary_cross_entropy_with_logits),
+        Loss("binary_cross_entropy", _click_loss),
         Loss("binary_cross_entropy_of_probabilities", _probability_loss, logits=_of_probability),
-        Loss("cross_entropy", F.cross_entropy, "classes", logits=_of_two_classes),
+        Loss("cross_entropy", _class_loss, "classes", logits=_of_two_classes),
         Loss("mean_squared_error", F.mse_loss, kind="values"),
         Loss("mean_absolute_error", F.l1_loss, kind="values"),
         Loss("huber", F.huber_loss, kind="values"),

@@ -20,6 +20,7 @@ from recpipe import cli
 from recpipe.config import compose as config
 from recpipe.config.compose import check, check_overrides, choices, compose, readable_errors
 from recpipe.config.recipe import Recipe
+from recpipe.data.config import ParquetConfig
 from recpipe.distributed.ranks import Ranks
 from recpipe.errors import UserError
 from recpipe.training.optim import try_out
@@ -187,3 +188,31 @@ def test_values_are_typed() -> None:
     assert recipe.compare is None
     assert Recipe.of(compose(["task=compare"])).compare is not None
     assert recipe.values["data"]["samples"] == 1_000_000
+
+
+PARQUET = ("data=parquet", "data.path=a.parquet", "data.label=rating", "data.sparse=[user]")
+OWN = "model._target_=my_pkg.Tower"
+
+
+@pytest.mark.parametrize(
+    ("words", "kind"),
+    [
+        ([], "clicks"),
+        ([OWN], "clicks"),
+        ([OWN, "model.loss=huber"], "values"),
+        ([OWN, "model.loss=poisson"], "counts"),
+        ([OWN, "model.loss=cross_entropy"], "classes"),
+        ([OWN, "model.loss={_target_: my_pkg.Loss}"], "clicks"),
+        ([OWN, "model.loss={_target_: my_pkg.Loss}", "data.label_kind=values"], "values"),
+        ([OWN, "model.loss=huber", "data.label_kind=clicks"], "clicks"),
+    ],
+)
+def test_labels_are_of_the_kind_that_the_loss_takes(words: list[str], kind: str) -> None:
+    data = Recipe.of(compose([*PARQUET, *words])).data
+    assert isinstance(data, ParquetConfig)
+    assert data.label_kind == kind
+
+
+def test_recpipes_own_models_learn_clicks() -> None:
+    with pytest.raises(UserError, match="model=dlrm learns labels of 0 and 1; others need a class of your"):
+        Recipe.of(compose([*PARQUET, "data.label_kind=values"]))

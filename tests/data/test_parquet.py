@@ -139,6 +139,39 @@ def test_real_files_that_cannot_serve(data_dir, tmp_path):
         open_dataset(recipe(str(retail), tmp_path, label="Quantity", sparse=["InvoiceDate"]), 0)
 
 
+@pytest.mark.parametrize(
+    ("kind", "good", "bad", "message"),
+    [
+        ("clicks", [0, 1, 1], 0.5, r"0.5 is neither 0 nor 1 \(data.label_kind=values takes any number"),
+        ("values", [-2.5, 0, 4.0], math.inf, "inf is not a finite float32 number"),
+        ("values", [-2.5, 0, 4.0], 1e39, "1e[+]39 is not a finite float32 number"),
+        ("values", [-2.5, 0, 4.0], None, "None is not a finite float32 number"),
+        ("counts", [0, 2.5, 7], -1.0, "-1.0 is not a finite float32 number of at least 0"),
+        ("classes", [0, 5, 2], 1.5, "1.5 is no class: a whole number from 0 on"),
+        ("classes", [0, 5, 2], -1.0, "-1.0 is no class"),
+    ],
+)
+def test_labels_of_each_kind(tmp_path, kind, good, bad, message):
+    def write(values):
+        table = pa.table({"y": pa.array(values, pa.float64()), "id": range(len(values))})
+        pq.write_table(table, tmp_path / "a.parquet")
+        settings = {"label": "y", "sparse": ["id"], "label_kind": kind, "eval_fraction": 0.0}
+        return open_dataset(recipe(str(tmp_path / "a.parquet"), tmp_path, **settings), 0)
+
+    assert next(write(good).batches("train", 3)).labels.tolist() == good
+    with pytest.raises(DataError, match=f"row 4, column y: {message}"):
+        write([*good, bad])
+
+
+def test_kinds_of_labels_are_prepared_apart(tmp_path):
+    """What was prepared of values, which may be any numbers, must not be taken for clicks."""
+    pq.write_table(pa.table({"y": [0.0, 4.0], "id": [1, 2]}), tmp_path / "a.parquet")
+    settings = {"label": "y", "sparse": ["id"]}
+    open_dataset(recipe(str(tmp_path / "a.parquet"), tmp_path, **settings, label_kind="values"), 0)
+    with pytest.raises(DataError, match="4.0 is neither 0 nor 1"):
+        open_dataset(recipe(str(tmp_path / "a.parquet"), tmp_path, **settings), 0)
+
+
 BAD_VALUES = [
     ({"y": 2}, "column y: 2 is neither 0 nor 1"),
     ({"y": None}, "column y: None is neither 0 nor 1"),

@@ -177,6 +177,22 @@ def test_a_loss_is_the_mean_over_samples(name: str) -> None:
     assert loss.prediction(output).shape == (0,)
 
 
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("binary_cross_entropy", r"a label is not within \[0, 1\]; for values there are model.loss=mean_sq"),
+        ("binary_cross_entropy_of_probabilities", r"a label is not within \[0, 1\]"),
+        ("cross_entropy", "a label is none of the classes 0 to 1, .*Target 4 is out of bounds"),
+    ],
+)
+def test_labels_that_a_loss_cannot_take(name: str, message: str) -> None:
+    output = {"cross_entropy": lambda x: x}.get(name, lambda x: x.sum(1).sigmoid())
+    one = batch()
+    rated = Batch(one.dense, one.sparse, torch.full_like(one.labels, 4.0))
+    with pytest.raises(UserError, match=message):
+        called(output, loss=name)(rated)
+
+
 def test_a_loss_of_the_models_own_of_no_sample() -> None:
     own = called(lambda x: (x.square().mean(), x.sum(1)))
     assert own(batch(0))[0].item() == 0

@@ -23,6 +23,7 @@ from recpipe.data.columns import Columns, Float32, Int32, MultiHot, offsets_of
 from recpipe.data.config import ParquetConfig
 from recpipe.data.dataset import Schema, SparseFeature
 from recpipe.data.files import input_files
+from recpipe.data.labels import LABEL_KINDS, LabelKind
 from recpipe.data.preparation import Preparation
 from recpipe.data.sources.transforms import hash_rows, signed_log, string_keys
 from recpipe.errors import DataError, nearest_or_all, shown
@@ -41,6 +42,7 @@ class ParquetSource:
         self._labelled = labelled
         self.files = input_files(config.path, SUFFIXES)
         self._label, self._dense, self._sparse = config.label, config.dense, config.sparse
+        self._label_kind = config.label_kind or "clicks"
         self._log, self._hash, self._skip = config.dense_transform == "log", config.hash_ids, skip_bad_rows
         schema = _open(self.files[0]).schema_arrow
         for name in config.tables or {}:
@@ -66,6 +68,7 @@ class ParquetSource:
             "log": self._log,
             "hash_ids": self._hash,
             "skip": skip_bad_rows,
+            "labels": self._label_kind,
         }
         self.rejected_rows = 0
 
@@ -80,7 +83,7 @@ class ParquetSource:
         checks = RowChecks(file, first_row, len(batch))
         labels = np.zeros(len(batch), np.float32)
         if self._labelled:
-            labels = _labels(checks, self._label, batch.column(self._label))
+            labels = _labels(checks, self._label, batch.column(self._label), LABEL_KINDS[self._label_kind])
         dense = np.empty((len(batch), len(self._dense)), np.float32)
         for index, name in enumerate(self._dense):
             dense[:, index] = _dense(checks, name, batch.column(name), self._log)
@@ -258,11 +261,14 @@ def _integers(array: pa.Array, missing: int = 0) -> NDArray[np.int64]:
     return np.asarray(filled.to_numpy(zero_copy_only=False), np.int64)
 
 
-def _labels(checks: RowChecks, name: str, array: pa.Array) -> Float32:
+def _labels(checks: RowChecks, name: str, array: pa.Array, kind: LabelKind) -> Float32:
+    """float32 labels; rows with one that is not of its ``kind``, or missing, are bad."""
     values = pc.fill_null(array.cast(pa.float64(), safe=False), np.nan).to_numpy(zero_copy_only=False)
-    valid = (values == 0) | (values == 1)
-    checks.require(valid, name, partial(_value, array), "is neither 0 nor 1")
-    return np.where(valid, values, 0).astype(np.float32)
+    with np.errstate(over="ignore"):
+        stored = values.astype(np.float32)
+    valid = kind.fits(values) & np.isfinite(stored)
+    checks.require(valid, name, partial(_value, array), kind.fault)
+    return np.where(valid, stored, np.float32(0))
 
 
 def _dense(checks: RowChecks, name: str, array: pa.Array, log: bool) -> Float32:
