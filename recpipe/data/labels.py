@@ -21,16 +21,17 @@ class LabelKind:
 
 
 def _clicks(labels: NDArray[np.float64]) -> Bools:
-    return (labels == 0) | (labels == 1)
+    return np.isin(labels, (0, 1))
 
 
 def _counts(labels: NDArray[np.float64]) -> Bools:
-    return labels >= 0
+    return np.greater_equal(labels, 0)
 
 
 def _classes(labels: NDArray[np.float64]) -> Bools:
     """Whole numbers that float32 holds exactly."""
-    return (labels >= 0) & (labels < 2**24) & (labels == np.floor(labels))
+    whole: Bools = labels == np.floor(labels)
+    return whole & (labels >= 0) & (labels < 2**24)
 
 
 LABEL_KINDS = {
