@@ -177,6 +177,7 @@ def _run_hydra(argv: Sequence[str]) -> None:
 
     from recpipe.common.console import log
     from recpipe.common.run_dir import letting_go
+    from recpipe.common.words import options_first
     from recpipe.config.compose import (
         CONFIG_NAME,
         check,
@@ -226,6 +227,7 @@ def _run_hydra(argv: Sequence[str]) -> None:
 
                 show_beside(recipe, report, directory, carry_out)
 
+    argv = options_first(argv)
     register()
     sweep_launcher.register()
     check_overrides(argv)

@@ -149,7 +149,8 @@ def test_a_bug_keeps_its_type(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -
 
 def test_a_sweep_runs_each_job_in_its_folder(job, tmp_path: Path) -> None:
     seen = []
-    assert job(lambda recipe, *_: seen.append((recipe.seed, run_dir())), "-m", "seed=7,8") == 0
+    keep = lambda recipe, *_: seen.append((recipe.seed, run_dir()))  # noqa: E731
+    assert job(keep, "trainer.max_steps=3", "-m", "seed=7,8") == 0
     assert [seed for seed, _ in seen] == [7, 8]
     assert len({folder for _, folder in seen}) == 2
     assert all((tmp_path / "multirun") in folder.parents for _, folder in seen)

@@ -19,6 +19,9 @@ _PATH = ("--config-path", "-cp")
 _NAME = ("--config-name", "-cn")
 
 
+_VALUED = (*_DIRECTORY, *_PATH, *_NAME, "--cfg", "-c", "--package", "-p", "--experimental-rerun")
+
+
 def for_hydra(
     words: Sequence[str], built_in: Collection[str], installed: Callable[[], Collection[str]]
 ) -> list[str]:
@@ -51,6 +54,23 @@ def for_hydra(
     if not (targets or own_yaml or len(known) < len(chosen)):
         return words
     return opened(words, "model")
+
+
+def options_first(words: Sequence[str]) -> list[str]:
+    """``words`` with Hydra's options (``-m``, ``--cfg job``) before the overrides, of both their order kept.
+
+    Hydra's parser takes overrides in one piece only, and calls those after an option in their middle
+    unrecognized.
+    """
+    options: list[str] = []
+    overrides: list[str] = []
+    before = ""
+    for word in words:
+        # --info takes a value or none.
+        value = before in _VALUED or (before in ("--info", "-i") and "=" not in word)
+        (options if value or word.startswith("-") else overrides).append(word)
+        before = "" if value else word
+    return [*options, *overrides]
 
 
 def _listed(word: str) -> str:

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from recpipe import cli as command_line
-from recpipe.common.words import for_hydra
+from recpipe.common.words import for_hydra, options_first
 from recpipe.config.compose import choices, compose, hydra_words
 from recpipe.config.recipe import Recipe
 from recpipe.errors import UserError
@@ -41,6 +41,22 @@ def test_words_as_hydra_gets_them(words: list[str], made: list[str]) -> None:
     found = for_hydra(words, BUILT_IN, lambda: ["tower"])
     assert found == made
     assert for_hydra(found, BUILT_IN, lambda: ["tower"]) == made, "a second time changes nothing"
+
+
+@pytest.mark.parametrize(
+    ("words", "made"),
+    [
+        (["a=1", "-m", "b=1,2"], ["-m", "a=1", "b=1,2"]),
+        (["a=1", "--config-dir", "x=y", "~b"], ["--config-dir", "x=y", "a=1", "~b"]),
+        (["a=1", "--cfg", "job", "+b=2", "--resolve"], ["--cfg", "job", "--resolve", "a=1", "+b=2"]),
+        (["a=1", "--info", "b=2"], ["--info", "a=1", "b=2"]),
+        (["a=1", "-i", "defaults", "-cn=mine"], ["-i", "defaults", "-cn=mine", "a=1"]),
+        (["-cn", "-m", "a=1"], ["-cn", "-m", "a=1"]),
+    ],
+)
+def test_options_may_stand_anywhere(words: list[str], made: list[str]) -> None:
+    assert options_first(words) == made
+    assert options_first(made) == made
 
 
 def test_a_relative_config_path_starts_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
