@@ -68,8 +68,9 @@ class ParquetSource:
             "log": self._log,
             "hash_ids": self._hash,
             "skip": skip_bad_rows,
-            "labels": self._label_kind,
         }
+        if self._label_kind != "clicks":  # what older versions prepared is of clicks, without this key
+            self.recipe["labels"] = self._label_kind
         self.rejected_rows = 0
 
     def blocks(self) -> Iterator[tuple[Columns, float]]:
