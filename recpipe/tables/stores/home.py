@@ -94,17 +94,16 @@ class StoreHome:
         new = STATE + ".new"
         with suppress(FileNotFoundError):
             os.unlink(new, dir_fd=self.fd)
-        with os.fdopen(
-            self.open_file(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL), "w", encoding="utf-8"
-        ) as file:
-            try:
+        made = self.open_file(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
+        try:
+            with os.fdopen(made, "w", encoding="utf-8") as file:  # closing it may fail too
                 file.write(text)
                 file.flush()
                 os.fsync(file.fileno())
-                os.rename(new, STATE, src_dir_fd=self.fd, dst_dir_fd=self.fd)
-                os.fsync(self.fd)
-            except OSError as error:
-                raise store_error("write", self.path / STATE, error.errno or errno.EIO) from error
+            os.rename(new, STATE, src_dir_fd=self.fd, dst_dir_fd=self.fd)
+            os.fsync(self.fd)
+        except OSError as error:
+            raise store_error("write", self.path / STATE, error.errno or errno.EIO) from error
 
     def refuse_foreign(self, names: list[str]) -> None:
         """StoreError if one of the files exists that no store has made, so that it is not overwritten."""

@@ -49,6 +49,14 @@ def test_full_disk(mounted, create):
     assert no_rows_in(disk)
 
 
+def test_a_disk_that_is_full_before_the_first_row(mounted, create):
+    disk = mounted("size=64k")
+    (disk / "other").write_bytes(bytes(60 << 10))
+    with pytest.raises(StoreError, match=r"cannot write .*store\.json: the disk is full.*tiers\.dir="):
+        create(disk)
+    assert no_rows_in(disk)
+
+
 @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EDQUOT, errno.EFBIG])
 def test_allocation_refused(tmp_path, create, monkeypatch, code):
     sizes = []
