@@ -76,7 +76,7 @@ def exported(model: nn.Module, x: torch.Tensor) -> Any:
 
 def compiled(model: nn.Module, x: torch.Tensor, file: Path, frozen: bool) -> Run:
     program = exported(model, x)
-    compile_program(program, file, None, 0, frozen=frozen)
+    file.write_bytes(compile_program(program, None, 0, frozen=frozen)[0])
     run = torch._inductor.aoti_load_package(str(file))
     if not frozen:
         constants = {name: program.state_dict[name].clone() for name in run.get_constant_fqns()}

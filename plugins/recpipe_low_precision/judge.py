@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from recpipe import UserError
 from recpipe.kit import Meter
 from recpipe_low_precision.bootstrap import PairedBootstrap
 from recpipe_low_precision.choices import FLOAT, Assignment
@@ -66,7 +67,7 @@ class Judge:
         head = json.dumps({"work": work})
         lines = self.journal.read_text().splitlines() if self.journal.is_file() else []
         if not lines or lines[0] != head:
-            self.journal.write_text(f"{head}\n")
+            self._write(f"{head}\n", "w")
             return
         for line in lines[1:]:
             try:
@@ -74,6 +75,16 @@ class Judge:
             except (TypeError, ValueError):
                 continue  # cut off by a kill
             self._known[_key(found.types)] = found
+
+    def _write(self, line: str, mode: str) -> None:
+        try:
+            with self.journal.open(mode) as out:
+                out.write(line)
+        except OSError as fault:
+            raise UserError(
+                f"cannot write {self.journal}: {fault.strerror}; choose another run directory, "
+                "hydra.run.dir=DIRECTORY (from Python: output=DIRECTORY)"
+            ) from fault
 
     @property
     def left(self) -> int:
@@ -94,8 +105,7 @@ class Judge:
             size = self.size_of(assignment)
             found = Evaluation(types, size, ne, apart.value, apart.low, apart.high, step)
             self._known[key] = found
-            with self.journal.open("a") as out:
-                out.write(json.dumps(asdict(found)) + "\n")
+            self._write(json.dumps(asdict(found)) + "\n", "a")
         self.done.append(found)
         if meter is not None and meter.due:
             meter.show(

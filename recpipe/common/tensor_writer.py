@@ -11,7 +11,9 @@ from types import MappingProxyType
 from typing import Any
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
+from safetensors.torch import save
 
 Streamed = tuple[tuple[int, ...], Iterable[NDArray[np.float32]]]
 """A float32 tensor: its shape, and its rows in blocks."""
@@ -20,6 +22,14 @@ Put = Callable[[str, int, NDArray[Any]], None]
 _MEMORY = {"F32": "<f4", "I64": "<i8", "I32": "<i4", "U8": "u1"}
 """The types that are written, by their names in the header, in memory."""
 _FLOAT32 = "F32"
+
+
+def save_tensors(file: Path, tensors: Mapping[str, torch.Tensor]) -> None:
+    """Write ``tensors``, which fit in memory twice; OSError if that fails.
+
+    safetensors' ``save_file`` does the same, but fails with an error that has no number.
+    """
+    file.write_bytes(save({name: value.contiguous() for name, value in tensors.items()}))
 
 
 @contextmanager

@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 import torch
-from safetensors.torch import save_file
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
+from recpipe.common.tensor_writer import save_tensors
 from recpipe.data.batch import Batch
 from recpipe.data.dataset import Schema
 from recpipe.inference.counts import Alike
@@ -68,4 +68,4 @@ def tolerance(scores: torch.Tensor, precision: str) -> float:
 
 def write_golden(file: Path, golden: dict[str, torch.Tensor]) -> None:
     """Write inputs and scores."""
-    save_file({name: value.contiguous() for name, value in golden.items()}, file)
+    save_tensors(file, golden)

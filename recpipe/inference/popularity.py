@@ -12,9 +12,10 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
 from recpipe.common.console import Meter
+from recpipe.common.tensor_writer import save_tensors
 from recpipe.data.batch import Batch
 from recpipe.data.chosen import chosen_batches
 from recpipe.errors import UserError, shown
@@ -84,7 +85,7 @@ def write_lookups(file: Path, lookups: Mapping[str, Lookups]) -> None:
     """Write them, two int64 tensors for each table."""
     found = {name + _ROWS: torch.from_numpy(rows) for name, (rows, _) in lookups.items()}
     found |= {name + _COUNTS: torch.from_numpy(counts) for name, (_, counts) in lookups.items()}
-    save_file(found, file)
+    save_tensors(file, found)
 
 
 def read_lookups(package: Path) -> dict[str, Lookups]:

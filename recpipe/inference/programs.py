@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -10,9 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
 from torch.export import ExportedProgram
 
+from recpipe.common.tensor_writer import save_tensors
 from recpipe.common.timing import median_seconds
 from recpipe.errors import UserError
 from recpipe.inference import score
@@ -83,23 +84,24 @@ class Program:
     def save(self, folder: Path) -> None:
         """Write ``exported`` without its example inputs, which torch would pickle."""
         example, self.exported.example_inputs = self.exported.example_inputs, None
-        torch.export.save(self.exported, folder / self.file)
+        written = io.BytesIO()  # torch ends the process where it cannot write to a file
+        torch.export.save(self.exported, written)
         self.exported.example_inputs = example
+        (folder / self.file).write_bytes(written.getbuffer())
 
     def compile(self, folder: Path, chosen: InstructionSet, example: Any) -> list[str]:
         """Compile it for ``chosen``; returns the compiler's options that the kernels need beside."""
         self.exported.example_inputs = self.exported.example_inputs or example
         try:
-            options = compile_program(
-                self.exported, folder / self.compiled, chosen.march, chosen.width, frozen=self.low
-            )
+            compiled, options = compile_program(self.exported, chosen.march, chosen.width, frozen=self.low)
         except Exception as fault:
             lines = [line.strip() for line in str(fault).splitlines() if "error" in line.lower()]
             reason = lines[0] if lines else str(fault).strip().partition("\n")[0]
             raise UserError(f"AOTInductor cannot compile the model ({reason[:300]})") from fault
+        (folder / self.compiled).write_bytes(compiled)
         if self.constants is not None:
             kept = {name: value.clone() for name, value in constants_of(self.exported).items()}
-            save_file(kept, folder / self.constants)
+            save_tensors(folder / self.constants, kept)
         return options
 
 

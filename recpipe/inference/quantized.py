@@ -25,7 +25,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import nn
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
 
@@ -33,7 +33,7 @@ from recpipe.checkpoint.trained_on import TrainedOn
 from recpipe.common.durable import sync
 from recpipe.common.run_dir import unwritable
 from recpipe.common.saved import Damaged
-from recpipe.common.tensor_writer import new_tensors
+from recpipe.common.tensor_writer import new_tensors, save_tensors
 from recpipe.errors import UserError
 from recpipe.inference.layers import Layer, put_layers
 from recpipe.inference.lookup import LowPrecisionBags, LowPrecisionRows, RowType
@@ -87,13 +87,13 @@ def write_quantized(
     require_free(target)
     partial = target.with_name(f"{target.name}.partial")
     kept, layers = kept or {}, layers or {}
-    scales = {path: own.contiguous() for path, (_, own) in layers.items() if own is not None}
+    scales = {path: own for path, (_, own) in layers.items() if own is not None}
     try:
         shutil.rmtree(partial, ignore_errors=True)
         (partial / "tables").mkdir(parents=True)
-        save_file({n: v.contiguous() for n, v in source.dense.items()}, partial / DENSE)
+        save_tensors(partial / DENSE, source.dense)
         if scales:
-            save_file(scales, partial / LAYERS)
+            save_tensors(partial / LAYERS, scales)
         how = {path: layer for path, (layer, _) in layers.items()}
         for table in source.shapes:
             write_table(partial / table_file(table), source, table, kinds[table], kept.get(table))

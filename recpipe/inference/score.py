@@ -15,6 +15,7 @@ import mmap
 import os
 import platform
 import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -156,7 +157,14 @@ class Program:
 
     def __init__(self, directory: Path, about: "dict[str, Any]") -> None:
         self.about, self.first = about, about["from"]
-        self.run = torch._inductor.aoti_load_package(str(directory / about["file"]))
+        try:
+            self.run = torch._inductor.aoti_load_package(str(directory / about["file"]))
+        except RuntimeError as fault:
+            why, space = str(fault).partition("\n")[0], tempfile.gettempdir()
+            raise PackageError(
+                f"{directory / about['file']}: torch cannot unpack it into {space} and load it; see "
+                f"that there is space, or set TMPDIR to another directory ({why})"
+            ) from fault
         if about["constants"] is not None:
             found = tensors(directory / about["constants"])
             # The program refers to its constants, which must therefore stay. It has the smallest ones itself.

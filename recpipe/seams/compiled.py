@@ -5,9 +5,9 @@ Imported by what needs it and not with the room, since torch's compiler takes a 
 
 from __future__ import annotations
 
+import io
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -39,24 +39,26 @@ def compiler() -> str | None:
 
 
 def compile_program(
-    program: ExportedProgram, file: Path, march: str | None, width: int, frozen: bool = False
-) -> list[str]:
-    """Compile ``program`` into ``file`` (.pt2) without its constants; ``frozen``: with them, packed for
-    oneDNN, so that layers in int8 are multiplied so.
+    program: ExportedProgram, march: str | None, width: int, frozen: bool = False
+) -> tuple[memoryview, list[str]]:
+    """Compile ``program`` without its constants; ``frozen``: with them, packed for oneDNN, so that layers in
+    int8 are multiplied so.
 
     ``march``: the compiler's target; None: this machine. ``width``: bits of a vector register.
 
-    Returns the compiler's flags that the kernels need beside ``march``.
+    Returns the content of a .pt2 file, and the compiler's flags that the kernels need beside ``march``.
     """
     options: dict[str, Any] = {"aot_inductor.package_constants_in_so": False}
     if frozen:
         options = {"freezing": True}
     if march is not None:
         options["cpp.simdlen"] = width
+    content = io.BytesIO()
     with torch.no_grad(), compiled_for(march):
-        torch._inductor.aoti_compile_and_package(program, package_path=str(file), inductor_configs=options)
+        # Into memory: torch ends the process where it cannot write to a file.
+        torch._inductor.aoti_compile_and_package(program, package_path=content, inductor_configs=options)
     with inductor.patch({"cpp.simdlen": width if march is not None else None}):
-        return str(pick_vec_isa().build_arch_flags()).split()
+        return content.getbuffer(), str(pick_vec_isa().build_arch_flags()).split()
 
 
 @contextmanager

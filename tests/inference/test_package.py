@@ -317,6 +317,25 @@ def test_a_truncated_or_altered_file_is_named(copied: Path) -> None:
 
 
 @needs_compiler
+def test_without_space_to_unpack_it_the_folder_is_named(
+    packed: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TMPDIR", str(tmp_path / "absent"))
+    with pytest.raises(
+        score.PackageError, match=r"dense\.pt2: torch cannot unpack it.*set TMPDIR to another"
+    ):
+        score.Scorer(packed)
+
+
+@needs_compiler
+def test_a_full_disk_does_not_end_the_process(checkpoint: Path, tmp_path: Path) -> None:
+    (program,) = of_checkpoint(checkpoint, None).programs
+    (tmp_path / program.file).symlink_to("/dev/full")
+    with pytest.raises(OSError, match="No space left on device"):
+        program.save(tmp_path)
+
+
+@needs_compiler
 def test_a_package_for_another_processor_or_with_other_golden_scores_is_refused(copied: Path) -> None:
     sealed(copied, lambda manifest: manifest["compiled"]["cpu_flags"].append("avx4096"))
     with pytest.raises(score.PackageError, match="without avx4096: compile it here with 'recpipe package"):
@@ -591,7 +610,10 @@ def test_workers_answer_while_one_is_killed_and_while_a_new_package_comes(
     pytest.importorskip("uvicorn", reason="recpipe[serve] is not installed")
     other = with_other_tables(packed, tmp_path / "other.recpipe")
     scorers = [score.Scorer(packed), score.Scorer(other)]
-    server = Child(tmp_path / "server", "serve", str(copied), "port=0", "workers=2")
+    unpacked = tmp_path / "unpacked"
+    unpacked.mkdir()
+    own = {"TMPDIR": str(unpacked)}
+    server = Child(tmp_path / "server", "serve", str(copied), "port=0", "workers=2", environment=own)
     try:
         found = re.search(r"serving 'model' at (http\S+/v2/models/model); 2 workers", server.until("golden"))
         assert found is not None
@@ -621,6 +643,7 @@ def test_workers_answer_while_one_is_killed_and_while_a_new_package_comes(
         assert server.ended().returncode == 0
     finally:
         server.kill()
+    assert len(list(unpacked.glob("aotinductor_*"))) == 1  # the killed worker's
     assert not clients.wrong, clients.wrong[:5]
     assert clients.lost == lost
     assert before[0] > 0

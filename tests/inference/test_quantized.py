@@ -104,6 +104,15 @@ def test_a_fault_leaves_nothing_and_an_older_one_as_it_was(
     assert read_manifest(target) == first
 
 
+def test_a_full_disk_is_said_in_one_line(
+    source: FloatCheckpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(quantized, "DENSE", "/dev/full")
+    with pytest.raises(UserError, match=r"cannot write .*: No space left.*; free space, or .*output="):
+        write_quantized(tmp_path / "q", source, KINDS)
+    assert not list(tmp_path.iterdir())
+
+
 def test_a_folder_of_other_files_is_not_replaced(source: FloatCheckpoint, tmp_path: Path) -> None:
     (tmp_path / "mine.txt").write_text("kept")
     with pytest.raises(UserError, match="holds other files"):

@@ -11,6 +11,8 @@ from recpipe_low_precision.choices import FLOAT, Assignment, Choice
 from recpipe_low_precision.judge import BudgetSpent, Evaluation, Judge
 from recpipe_low_precision.search import Option, Search, hull_steps
 
+from recpipe import UserError
+
 CHOICES = [Choice(kind) for kind in ("fp16", "int8", "int4", "int2")]
 BYTES = {"fp32": 256, "fp16": 128, "int8": 68, "int4": 36, "int2": 20}
 
@@ -132,6 +134,11 @@ def judged(slice_of, tmp_path: Path):
         return Judge(slice_of(0, 600), size, tmp_path / "evaluations.jsonl", work, budget)
 
     return made
+
+
+def test_a_full_disk_is_said_in_one_line(slice_of) -> None:
+    with pytest.raises(UserError, match=r"cannot write /dev/full: No space left on device; choose another"):
+        Judge(slice_of(0, 600), len, Path("/dev/full"), "w", 1)
 
 
 def test_an_interrupted_search_goes_on_from_its_evaluations(judged) -> None:

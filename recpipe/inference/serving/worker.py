@@ -124,8 +124,11 @@ class Worker:
         the package anew."""
         sys.setswitchinterval(TURN)
         gc.freeze()  # the garbage collector would look at libraries and package again and again
-        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-            runner.run(self._run(listening, channel))
+        try:
+            with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+                runner.run(self._run(listening, channel))
+        finally:
+            gc.unfreeze()  # the scorer removes the folder that torch unpacked the package into, when it goes
 
     async def _run(self, listening: socket.socket, channel: socket.socket | None) -> None:
         listening.listen(BACKLOG)
