@@ -126,9 +126,19 @@ class Tiered:
         before = [task for task in own if task.name == LOOK_UP]
         first = self._part(early, "popular", LOOK_UP)
         second = self._part(samples - early, "others", arrive.name)
-        inside = {task.name for task in own if task.name not in ONCE}
+        made = {task.name for task in (*first, *second)}
+        parts = {task.name for task in own if task.name not in ONCE}
+
+        def ended(name: str) -> str | None:
+            """What a task that follows both micro-batches waits for: the last one's task; the first one's if
+            cores share it alone; nothing if they share neither."""
+            found = (f"{name}, others", f"{name}, popular")
+            return next((each for each in found if each in made), None) if name in parts else name
+
         once = [
-            replace(task, after={f"{n}, others" if n in inside else n: ago for n, ago in task.after.items()})
+            replace(
+                task, after={last: ago for n, ago in task.after.items() if (last := ended(n)) is not None}
+            )
             for task in own
             if task.name in ONCE and task.name != LOOK_UP
         ]

@@ -106,6 +106,33 @@ def test_hotline_is_the_longer_of_fetch_and_popular_samples_plus_the_rest(rows: 
     assert whole == pytest.approx(fetch + DENSE, rel=1e-6)
 
 
+@pytest.mark.parametrize(("least", "busy"), [(100, 5.0), (500, 0.7 * 5 + 3.0), (800, 10.0)])
+def test_cores_may_share_the_batch_and_not_a_micro_batch(least: int, busy: float) -> None:
+    """Two cores share what has ``least`` samples: both parts, the first of 700, or the whole alone."""
+
+    def shared(samples: int) -> ResidentStep:
+        if samples < least:
+            return resident(samples)
+        half = DENSE * samples / SAMPLES / 2
+        return ResidentStep(
+            [
+                Task("read", "loader"),
+                Task(LOOK_UP, "main", after={"read": 1}),
+                Task("dense", "main", half),
+                Task("backward of core 1", "core 1", half, after={LOOK_UP: 0}),
+                Task("add up gradients", "core 1", after={"dense": 0, "backward of core 1": 0}),
+                Task(UPDATE, "main", after={"add up gradients": 0}),
+                Task("loop", "main", after={"backward of core 1": 0}),
+            ],
+            0.0,
+            0.0,
+        )
+
+    stated = {"technique": fetching(1.0, early=0.7)}
+    found = predict_tiered(facts(), stated, RESIDENT, Machine(), shared, cores=8)
+    assert found.step_seconds == pytest.approx(busy * MS, rel=1e-6)
+
+
 def test_what_is_faster_is_done_instead() -> None:
     """Cutting costs 2 ms of main's time: it pays where fetches are long."""
     machine = Machine({"host read": 1e-6}, {"reorder": 2 * MS})
