@@ -40,6 +40,8 @@ def server() -> ForkServerContext:
     context.set_forkserver_preload(["tests.preloaded"])
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTHONPATH", SOURCE)
+        # To see whether there is a GPU otherwise keeps what is forked afterwards from using it.
+        patch.setenv("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
         forkserver.ensure_running()
     return context
 

@@ -29,6 +29,9 @@ NOISE = (
     r".*_get_pg_default_device` will be deprecated.*",
     r".*Multiple backends are registered with this ProcessGroup.*",
     r".*barrier\(\): using the device under current context.*",
+    # FBGEMM on a GPU: an internal choice that it reports, and its own hook on lookups behind a cache.
+    r".*TBE B200 optimization.*",
+    r".*Full backward hook is firing when gradients are computed with respect to module outputs.*",
 )
 """Warnings to hide: they are about things that recpipe does on purpose."""
 _LEVELS = {

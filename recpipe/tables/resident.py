@@ -29,11 +29,14 @@ class ResidentCollection(AllResident):
 
     FBGEMM's CPU kernels run in the thread that calls them. With ``groups`` above 1, neighbouring tables are
     put together into so many TBEs, each driven by its own thread. Joining their outputs costs a copy, so this
-    pays only if bags hold many ids. ``room``: whether pooled rows may be asked for with room in front. If it
-    is then not asked for, removing it costs a copy of the gradient.
+    pays only if bags hold many ids. On a GPU, ``groups`` above 1 is a ValueError: autograd has one thread for
+    a GPU, which would wait for itself. ``room``: whether pooled rows may be asked for with room in front. If
+    it is then not asked for, removing it costs a copy of the gradient.
     """
 
     def __init__(self, tables: TableSet, device: torch.device, groups: int = 1, room: bool = True) -> None:
+        if groups > 1 and device.type != "cpu":
+            raise ValueError(f"{groups} groups on {device}: only on a CPU can a lookup have several TBEs")
         super().__init__(tables)
         self.device = device
         # The first table is never looked up: its empty bags are the room for the dense vector.

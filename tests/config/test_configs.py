@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ from recpipe.config.compose import CONFIG_NAME, active_plugins, compose, conf_di
 from recpipe.errors import UserError
 from recpipe.plugin.conf import package_conf, package_confs
 from recpipe.plugin.load import installed
+from recpipe.tables.specs import TableOptimizer
 
 pytestmark = pytest.mark.usefixtures("composed_anew")
 ROOTS = [conf_dir(), *package_confs()]
@@ -33,6 +35,13 @@ def test_composes(file: Path) -> None:
     assert "plugin" not in recipe
     if file.parent.name == "plugin":
         assert list(active_plugins(recipe)) == [file.stem]
+
+
+@pytest.mark.parametrize("file", sorted((conf_dir() / "optim").glob("*.yaml")), ids=lambda f: f.stem)
+def test_the_fused_optimizers_settings_are_keys(file: Path) -> None:
+    """Others cannot be set on the command line."""
+    known = {field.name for field in fields(TableOptimizer)} - ({"eps"} if file.stem == "sgd" else set())
+    assert set(selected(file).optim.tables) == known
 
 
 @pytest.mark.parametrize("file", FILES, ids=lambda f: f"{f.parent.name}/{f.stem}")

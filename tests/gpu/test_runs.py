@@ -89,7 +89,8 @@ def test_a_comparison_ends_with_a_table(cli: Cli, tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     (found,) = (tmp_path / "cli").glob("outputs/*/*/compare.json")
     rows = json.loads(found.read_text())["rows"]
-    assert [row["name"] for row in rows] == ["resident", "lru", "hotline"]
+    # On a GPU hotline takes other memory than lru, which is then also run at hotline's.
+    assert [row["name"] for row in rows if "@" not in row["name"]] == ["resident", "lru", "hotline"]
     assert all(row["samples_per_second"]["median"] > 0 for row in rows)
 
 
