@@ -1,7 +1,7 @@
 """The suite for a GPU: bodies of the CPU's tests with the device changed, and what only a GPU can show.
 
 ``RECPIPE_GPU_SUITE=cpu`` runs it on a CPU, without what only a GPU can show, so that a GPU's time is not
-spent on mistakes that have nothing to do with CUDA.
+spent on mistakes that have nothing to do with CUDA; tests/emulated_gpu/run.sh on an emulated GPU.
 """
 
 from __future__ import annotations
@@ -37,7 +37,13 @@ NOT_PRETENDED = {
     "TestNeo": "DistributedDataParallel makes gradients where the pretended GPU does not look",
     "test_a_comparison_ends_with_a_table": "its rows are processes from the beginning, which do not pretend",
 }
-"""Tests that a real GPU alone can run, by a part of their name."""
+"""Tests that cannot run on the pretended GPU, by a part of their name, and why."""
+NOT_EMULATED = {
+    "test_a_wrong_index_ends_the_process": "FBGEMM's check of the CPU raises an error instead",
+    "test_stochastic_rounding_keeps_steps": "FBGEMM's kernels of the CPU round to the nearest",
+}
+"""Of those of the emulated one (tests/emulated_gpu)."""
+LACKING = NOT_PRETENDED if WHERE == "pretend" else NOT_EMULATED if "EMULATED_GPU" in os.environ else {}
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -56,7 +62,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.skip(reason="no CUDA device"))
         elif WHERE != "cuda" and item.get_closest_marker("cuda"):
             item.add_marker(pytest.mark.skip(reason="only a GPU can show it"))
-        elif WHERE == "pretend" and (why := [w for n, w in NOT_PRETENDED.items() if n in item.nodeid]):
+        elif why := [w for n, w in LACKING.items() if n in item.nodeid]:
             item.add_marker(pytest.mark.skip(reason=why[0]))
         elif technique in ELSEWHERE:
             item.add_marker(pytest.mark.skip(reason=ELSEWHERE[technique]))

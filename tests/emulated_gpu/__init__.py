@@ -1,0 +1,29 @@
+"""A GPU for machines without one, under a CUDA build of torch and FBGEMM: all of CUDA but the kernels.
+
+``run.sh`` runs a command on it, such as the suite for a GPU (``tests/gpu``) or ``benchmarks/gpu.py``. What
+runs is what runs on a GPU: ``torch.cuda`` and its allocators, streams and events, FBGEMM's and TorchRec's
+code for CUDA, NCCL with one rank. Two things stand in for the GPU:
+
+- ``runtime.cpp`` for CUDA's runtime. Device memory is host memory. A copy is made when somebody waits for it,
+  not before: who does not wait sees old values.
+- ``operators.py`` and ``fbgemm.py`` for the kernels: operators of the CPU on the same memory, at once.
+
+So it shows wrong devices, operators that a GPU lacks, copies that nobody waits for, and threads that wait for
+each other. It shows nothing of CUDA's own kernels, of what comes before a slow kernel has ended, or of time.
+"""
+
+import logging
+import os
+
+
+def load() -> None:
+    """Give torch and FBGEMM the kernels; torch calls this when it is imported (``site/`` names it)."""
+    if os.environ.get("EMULATED_GPU_KERNELS") == "none":
+        return
+    logging.getLogger().addFilter(lambda record: "_fbgemm_torch_compat_table" not in record.getMessage())
+    import fbgemm_gpu  # noqa: F401
+
+    from . import fbgemm, operators
+
+    operators.install()
+    fbgemm.install()
