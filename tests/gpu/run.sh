@@ -30,7 +30,7 @@ export PYTHONPATH="$root:$root/plugins${PYTHONPATH:+:$PYTHONPATH}"
 } > "$folder/machine.txt" 2>&1 &
 about=$!
 
-parts=("test_tables.py test_kernels.py test_waits.py" "test_models.py test_stops.py test_batches.py" "test_plugins.py test_runs.py")
+parts=("test_tables.py test_kernels.py test_waits.py" "test_models.py test_stops.py test_batches.py test_races.py" "test_plugins.py test_runs.py")
 status=0
 longest=$((seconds - 20))
 if [ "$what" = all ]; then longest=$((seconds / 2)); fi

@@ -1,0 +1,59 @@
+"""No two streams use a tensor with no order between them, in any thread: torch's CUDA sanitizer says so."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.processes import ROOT, SECONDS, SOURCE
+
+SMALL = (
+    "data.samples=20000",
+    "data.batch_size=512",
+    "trainer.device=cuda",
+    "trainer.max_steps=16",
+    "trainer.eval_every=6",
+    "trainer.checkpoint_every=7",
+    "trainer.progress=false",
+    "trainer.logger=null",
+    "tiers.resident_bytes=2%",
+    "task.page=false",
+)
+RUNS = {
+    "lru": ("tiers.policy=lru", "tiers.store=host"),
+    "codec": ("tiers.policy=nocache", "tiers.store=host", "+plugin=quantize"),
+    "sharded tiers": ("tiers.policy=lru", "tiers.store=host", "tiers.sharded=true"),
+    "uvm_caching": ("+plugin=neo", "plugins.neo.planner=torchrec", "tiers.kernel=uvm_caching"),
+    "hotline": ("+plugin=hotline", "tiers.store=ssd"),
+    "bagpipe": ("+plugin=bagpipe", "tiers.store=host"),
+}
+REPORT = "CSAN detected a possible data race"
+
+
+def sanitized(folder: Path, *words: str) -> str:
+    """What the command has said on stderr."""
+    command = [sys.executable, str(ROOT / "tests" / "gpu" / "sanitized.py"), *words]
+    environment = {**os.environ, "PYTHONPATH": SOURCE, "HYDRA_FULL_ERROR": "1"}
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=SECONDS, env=environment, cwd=folder, check=False
+    )
+    return f"{done.stderr}\nstatus {done.returncode}"
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("run", RUNS)
+def test_streams_that_share_a_tensor_wait_for_each_other(tmp_path: Path, run: str) -> None:
+    said = sanitized(tmp_path, *SMALL, *RUNS[run])
+    assert REPORT not in said
+    assert said.endswith("status 0"), said
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("wait", ["wait_event", "wait_stream"])
+def test_a_wait_that_is_left_out_is_reported(tmp_path: Path, wait: str) -> None:
+    """The control."""
+    assert REPORT in sanitized(tmp_path, "--without", wait, *SMALL, *RUNS["lru"])
