@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from tests.processes import ROOT, SECONDS, SOURCE
 
@@ -57,3 +58,15 @@ def test_streams_that_share_a_tensor_wait_for_each_other(tmp_path: Path, run: st
 def test_a_wait_that_is_left_out_is_reported(tmp_path: Path, wait: str) -> None:
     """The control."""
     assert REPORT in sanitized(tmp_path, "--without", wait, *SMALL, *RUNS["lru"])
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif("EMULATED_GPU" not in os.environ, reason="it is the emulated GPU's own")
+def test_a_copy_that_nobody_waits_for_is_not_there() -> None:
+    """So that the suite's values show on the emulated GPU who waits."""
+    stream, there = torch.cuda.Stream(), torch.zeros(4, device="cuda")  # type: ignore[no-untyped-call]
+    with torch.cuda.stream(stream):
+        there.copy_(torch.ones(4).pin_memory(), non_blocking=True)
+    assert not bool(there.any())
+    torch.cuda.current_stream().wait_stream(stream)
+    assert bool(there.all())
