@@ -171,11 +171,16 @@ import torchrec
 GPU_PROBE = """
 import fbgemm_gpu
 from recpipe.common.gpu import tried_out
-from recpipe.errors import UserError
+from recpipe.errors import UserError, shown
 try:
     print(tried_out())
 except UserError as fault:
     print(fault)
+    raise SystemExit(2)
+except RuntimeError as fault:
+    first = shown(str(fault).partition("\\n")[0], 200)
+    print(f"a GPU is there, but kernels do not run on it ({first}): see whether nvidia-smi and another "
+          "program can use it, or set trainer.device=cpu")
     raise SystemExit(2)
 """
 

@@ -12,16 +12,25 @@ So it shows wrong devices, operators that a GPU lacks, copies that nobody waits 
 each other. It shows nothing of CUDA's own kernels, of what comes before a slow kernel has ended, or of time.
 """
 
-import logging
+import importlib.util
 import os
+from pathlib import Path
+
+import torch
 
 
 def load() -> None:
-    """Give torch and FBGEMM the kernels; torch calls this when it is imported (``site/`` names it)."""
+    """Give torch and FBGEMM the kernels; torch calls this when it is imported (``site/`` names it).
+
+    FBGEMM itself may be what imports torch, so that its libraries are loaded here and not by an import.
+    """
     if os.environ.get("EMULATED_GPU_KERNELS") == "none":
         return
-    logging.getLogger().addFilter(lambda record: "_fbgemm_torch_compat_table" not in record.getMessage())
-    import fbgemm_gpu  # noqa: F401
+    spec = importlib.util.find_spec("fbgemm_gpu")
+    assert spec is not None, "the emulated GPU is for torch with FBGEMM"
+    assert spec.origin is not None
+    for library in sorted(Path(spec.origin).parent.glob("fbgemm_gpu*.so")):
+        torch.ops.load_library(library)
 
     from . import fbgemm, operators
 

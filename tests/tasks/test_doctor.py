@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from recpipe.common import gpu
 from recpipe.errors import UserError
 from recpipe.tasks import doctor
 
@@ -99,6 +100,20 @@ def test_a_gpu_is_tried_out(
     done = subprocess.CompletedProcess([], status, out, "Traceback:\nRuntimeError: no such kernel\n")
     monkeypatch.setattr(doctor.subprocess, "run", lambda *_, **__: done)
     assert doctor.check_gpu() == doctor.Finding("gpu", text, remedy)
+
+
+def test_an_error_of_a_gpu_is_its_first_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fails() -> str:
+        raise RuntimeError("CUDA error: no such kernel\nCompile with `TORCH_USE_CUDA_DSA`")
+
+    monkeypatch.setattr(gpu, "tried_out", fails)
+    with pytest.raises(SystemExit, match="2"):
+        exec(doctor.GPU_PROBE, {})
+    said = capsys.readouterr().out
+    assert "kernels do not run on it (CUDA error: no such kernel): see whether nvidia-smi" in said
+    assert "DSA" not in said
 
 
 def test_outside_of_a_checkout_the_remedy_names_packages(tmp_path: Path) -> None:
