@@ -13,17 +13,18 @@ undefined() { nm -D --undefined-only "$@" 2>/dev/null | awk '{print $NF}' | sed 
 # Functions that nothing calls here still need a name for the libraries to load; they answer "not supported".
 stubs() { awk '{print "int " $1 "(void) { return 801; }"}'; }
 
-for part in runtime libraries; do
+for part in runtime device libraries; do
   g++ -std=c++17 -O2 -fPIC -Wall -I"$headers" -c "$part.cpp" -o "$out/$part.o"
 done
-nm --defined-only "$out"/{runtime,libraries}.o | awk '{print $3}' | sort -u > "$out/made.txt"
+nm --defined-only "$out"/{runtime,device,libraries}.o | awk '{print $3}' | sort -u > "$out/made.txt"
 undefined "$packages"/torch/lib/libtorch_cuda.so "$packages"/torch/lib/libtorch_python.so "$packages"/torch/lib/libc10_cuda.so \
   "$packages"/fbgemm_gpu/*.so | grep -E '^(cublas|nccl|nvml|cudaGraph|cudaIpc|cudaStreamBegin|cudaStreamEnd)' |
   comm -23 - "$out/made.txt" | stubs > "$out/rest.c"
 sed -i -E 's/(int (cublas|nccl|nvml)[A-Za-z0-9_]*\(void\)) \{ return 801; \}/\1 { return 0; }/' "$out/rest.c"
 gcc -O2 -fPIC -w -c "$out/rest.c" -o "$out/rest.o"
 # FBGEMM wants NVML; by its name the preloaded library is that, too.
-g++ -shared -pthread -Wl,-soname,libnvidia-ml.so.1 -o "$out/libemulated_gpu.so" "$out"/{runtime,libraries,rest}.o
+g++ -shared -pthread -Wl,-soname,libnvidia-ml.so.1 -o "$out/made.so" "$out"/{runtime,device,libraries,rest}.o
+mv "$out/made.so" "$out/libemulated_gpu.so"  # at once, for those that have the old one loaded
 
 {
   undefined "$packages"/torch/lib/libcaffe2_nvrtc.so

@@ -14,7 +14,7 @@ root=$(cd "$here/../.." && pwd)
 python=$1
 shift
 folder=${EMULATED_GPU_FOLDER:-${XDG_CACHE_HOME:-$HOME/.cache}/recpipe/emulated_gpu}
-stamp=$(cat "$here"/*.cpp "$here/build.sh" | cksum)-$("$python" -c 'import importlib.metadata as m; print(m.version("torch"), m.version("fbgemm-gpu"))')
+stamp=$(cat "$here"/*.[ch]pp "$here/build.sh" | cksum)-$("$python" -c 'import importlib.metadata as m; print(m.version("torch"), m.version("fbgemm-gpu"))')
 if [ "$(cat "$folder/stamp" 2>/dev/null)" != "$stamp" ]; then
   "$here/build.sh" "$python" "$folder"
   echo "$stamp" > "$folder/stamp"
