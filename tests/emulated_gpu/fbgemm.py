@@ -28,8 +28,11 @@ def install() -> None:
         found = LOOKUP.fullmatch(name)
         if found and torch._C._dispatch_has_kernel_for_dispatch_key(name, "CPU"):
             library.impl(found[1], _on_rows(getattr(torch.ops.fbgemm, found[1]).default), "CUDA")
+    dense = dense_embedding_codegen_lookup_function
+    with_gradient = torch.library.Library("fbgemm", "IMPL", "AutogradCUDA")  # where FBGEMM 1.8 has it
+    with_gradient.impl(dense.__name__, dense, "AutogradCUDA", allow_override=True)
     for function in (
-        dense_embedding_codegen_lookup_function,
+        dense,
         get_unique_indices,
         linearize_cache_indices,
         lru_cache_populate,
@@ -39,7 +42,7 @@ def install() -> None:
         lxu_cache_lookup,
     ):
         library.impl(function.__name__, function, "CUDA", allow_override=True)
-    _kept.append(library)
+    _kept.extend((library, with_gradient))
 
 
 # -- lookups and their backward passes -----------------------------------------------------------
