@@ -6,8 +6,7 @@
 # /usr/local/cuda) are needed once; what they make is kept in EMULATED_GPU_FOLDER.
 # EMULATED_GPU_BYTES       memory of the GPU (default 80 GiB)
 # EMULATED_GPU_COPIES=now  copies are made at once
-# EMULATED_GPU_KERNELS=none  nothing is computed: what the host does for a step, by the clock (EMULATED_GPU_CALL_US:
-#                          microseconds that each launch and copy takes; EMULATED_GPU_COPY_BYTES: the longest copy made)
+# EMULATED_GPU_KERNELS=none  nothing is computed: what the host does for a step, by the clock
 set -euo pipefail
 here=$(cd "$(dirname "$0")" && pwd)
 root=$(cd "$here/../.." && pwd)

@@ -25,19 +25,6 @@ std::string setting(const char *name, const char *otherwise) {
 const size_t memory = std::stoull(setting("EMULATED_GPU_BYTES", "85899345920"));
 const bool late = setting("EMULATED_GPU_COPIES", "late") == "late";
 const bool no_kernels = setting("EMULATED_GPU_KERNELS", "") == "none";
-const double call_us = std::stod(setting("EMULATED_GPU_CALL_US", "0"));  // what a driver takes for a call
-const size_t largest = std::stoull(setting("EMULATED_GPU_COPY_BYTES", "1152921504606846976"));  // copies above it are left out
-
-struct Counts { long launches, copies, copied_bytes, waits, allocations; } counts;
-void count(long &which, long by = 1) { __atomic_add_fetch(&which, by, __ATOMIC_RELAXED); }
-
-void take_time() {
-    if (call_us <= 0) return;
-    timespec a, b;
-    clock_gettime(CLOCK_MONOTONIC, &a);
-    do clock_gettime(CLOCK_MONOTONIC, &b);
-    while ((b.tv_sec - a.tv_sec) * 1e6 + (b.tv_nsec - a.tv_nsec) / 1e3 < call_us);
-}
 
 // ---- streams ------------------------------------------------------------------------------------------------
 
@@ -112,7 +99,6 @@ cudaMemoryType kind_of(const void *p) {
 }
 cudaError_t allocate(void **p, size_t size, cudaMemoryType kind) {
     Locked locked(order);
-    count(counts.allocations);
     *p = nullptr;
     if (!size) return cudaSuccess;
     size = (size + 4095) & ~size_t(4095);
@@ -136,26 +122,15 @@ cudaError_t release(void *p) {
     return cudaSuccess;
 }
 cudaError_t copy(void *to, const void *from, size_t bytes, Stream *stream) {
-    count(counts.copies);
-    count(counts.copied_bytes, bytes);
-    take_time();
-    if (bytes > largest) return cudaSuccess;
     Locked locked(order);
-    if (!late) {
-        finish(stream);
-        memmove(to, from, bytes);
-        return cudaSuccess;
-    }
     Work work{Work::Copy};
     work.to = (char *)to, work.from = (const char *)from, work.bytes = bytes;
-    if (kind_of(from) == cudaMemoryTypeUnregistered) work.staged.assign(work.from, work.from + bytes);
+    if (late && kind_of(from) == cudaMemoryTypeUnregistered) work.staged.assign(work.from, work.from + bytes);
     issue(stream, std::move(work));
     if (kind_of(to) == cudaMemoryTypeUnregistered) finish(stream);  // a copy to pageable memory is waited for
     return cudaSuccess;
 }
 cudaError_t set(void *to, int value, size_t bytes, Stream *stream) {
-    take_time();
-    if (bytes > largest) return cudaSuccess;
     Locked locked(order);
     Work work{Work::Set};
     work.to = (char *)to, work.value = value, work.bytes = bytes;
@@ -167,12 +142,11 @@ cudaError_t set(void *to, int value, size_t bytes, Stream *stream) {
 
 size_t memory_of_the_gpu() { return memory; }
 
-// What operators.py asks for: that all of a stream is done before its next operator, and the counts.
+// What operators.py asks for: that all of a stream is done before its next operator.
 API void emulated_gpu_finish(cudaStream_t stream) {
     Locked locked(order);
     finish(of(stream));
 }
-API void emulated_gpu_counts(long *to) { memcpy(to, &counts, sizeof counts); }
 
 API cudaError_t cudaMalloc(void **p, size_t n) { return allocate(p, n, cudaMemoryTypeDevice); }
 API cudaError_t cudaMallocAsync(void **p, size_t n, cudaStream_t) { return allocate(p, n, cudaMemoryTypeDevice); }
@@ -219,7 +193,6 @@ API cudaError_t cudaMemsetAsync(void *p, int v, size_t n, cudaStream_t s) { retu
 
 API cudaError_t cudaDeviceSynchronize() {
     Locked locked(order);
-    count(counts.waits);
     finish_all();
     return cudaSuccess;
 }
@@ -238,7 +211,6 @@ API cudaError_t cudaStreamCreate(cudaStream_t *to) { return cudaStreamCreateWith
 API cudaError_t cudaStreamDestroy(cudaStream_t) { return cudaSuccess; }
 API cudaError_t cudaStreamGetPriority(cudaStream_t s, int *p) { *p = of(s)->priority; return cudaSuccess; }
 API cudaError_t cudaStreamSynchronize(cudaStream_t s) {
-    count(counts.waits);
     emulated_gpu_finish(s);
     return cudaSuccess;
 }
@@ -285,7 +257,6 @@ API cudaError_t cudaEventRecordWithFlags(cudaEvent_t e, cudaStream_t s, unsigned
 API cudaError_t cudaEventSynchronize(cudaEvent_t e) {
     Locked locked(order);
     auto *event = (Event *)e;
-    count(counts.waits);
     if (event->stream) finish(event->stream, event->at);
     return cudaSuccess;
 }
@@ -313,8 +284,6 @@ struct Launch { dim3 grid, block; size_t shared; cudaStream_t stream; };
 thread_local std::vector<Launch> launches;
 
 cudaError_t launched(const void *function, dim3 g, dim3 b) {
-    count(counts.launches);
-    take_time();
     if (!g.x || !g.y || !g.z || !b.x || !b.y || !b.z || b.x * b.y * b.z > 1024 || g.y > 65535 || g.z > 65535)
         return said(cudaErrorInvalidConfiguration);
     if (no_kernels) return cudaSuccess;
@@ -324,17 +293,15 @@ cudaError_t launched(const void *function, dim3 g, dim3 b) {
 }
 }  // namespace
 
-extern "C" {
-__attribute__((visibility("default"))) unsigned __cudaPushCallConfiguration(dim3 g, dim3 b, size_t n, CUstream_st *s) {
+API unsigned __cudaPushCallConfiguration(dim3 g, dim3 b, size_t n, CUstream_st *s) {
     launches.push_back({g, b, n, s});
     return 0;
 }
-__attribute__((visibility("default"))) cudaError_t __cudaPopCallConfiguration(dim3 *g, dim3 *b, size_t *n, void *s) {
+API cudaError_t __cudaPopCallConfiguration(dim3 *g, dim3 *b, size_t *n, void *s) {
     Launch call = launches.back();
     launches.pop_back();
     *g = call.grid, *b = call.block, *n = call.shared, *(cudaStream_t *)s = call.stream;
     return cudaSuccess;
-}
 }
 API cudaError_t cudaLaunchKernel(const void *f, dim3 g, dim3 b, void **, size_t, cudaStream_t) { return launched(f, g, b); }
 API cudaError_t __cudaLaunchKernel(cudaKernel_t f, dim3 g, dim3 b, void **, size_t, cudaStream_t) { return launched(f, g, b); }
