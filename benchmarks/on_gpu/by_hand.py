@@ -52,7 +52,7 @@ def train(
     sharded = _sharded(size, device, fused, cached)
     dense: Mapping[str, Any] = dict(in_backward_optimizer_filter(sharded.named_parameters()))
     optimizer = KeyedOptimizerWrapper(
-        dense, lambda p: torch.optim.Adagrad(p, lr=LEARNING_RATE, fused=_has_fused_adagrad(device))
+        dense, lambda p: torch.optim.Adagrad(p, lr=LEARNING_RATE, fused=_has_fused_adagrad(device) or None)
     )
     kind = TrainPipelineSparseDist if device_rows is None else PrefetchTrainPipelineSparseDist
     pipeline = kind(sharded, optimizer, device, execute_all_batches=True)

@@ -91,7 +91,8 @@ def dense_optimizer(config: Mapping[str, Any], parameters: Iterable[nn.Parameter
         raise UserError(f"optim.dense.name={shown(name)}: torch.optim has no such optimizer; {hint}")
     takes = signature(kinds[name]).parameters
     if "fused" in takes and not knobs.keys() & {"fused", "foreach", "differentiable"}:
-        knobs["fused"] = _has_fused(name, parameters[0].device.type if parameters else "cpu")
+        # False instead of None would also rule out torch's pass over all parameters at once (foreach).
+        knobs["fused"] = _has_fused(name, parameters[0].device.type if parameters else "cpu") or None
     try:
         return kinds[name](parameters, **knobs)
     except (TypeError, ValueError) as fault:
