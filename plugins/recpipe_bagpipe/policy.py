@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from recpipe.kit import Batch, IndexBags, distinct, positions, within
+from recpipe.kit import Batch, IndexBags, distinct, distinct_slots, positions, within
 from recpipe.plugin import NOTHING, CachePolicy, Placement, RowIds, RowSpace, Slots
 from recpipe_bagpipe.pace import Pace
 from recpipe_bagpipe.window import UNKNOWN, Group, Rows, Steps, Window
@@ -156,6 +156,7 @@ class Lookahead(CachePolicy):
 
     def admit(self, hits: Slots, misses: RowIds, looked_up: RowIds) -> Placement:
         """Give every miss a free slot, or that of the row which is worth least."""
+        hits = distinct_slots(hits, self.space.slots, self.space.spread)
         self.last[hits] = self.step
         rows, next_use = self._current
         if len(rows):
@@ -163,7 +164,7 @@ class Lookahead(CachePolicy):
             here = slots >= 0
             self._touch(slots[here], next_use[here])
         else:  # nothing is known of the batch
-            self.often[hits] += 1  # once each, however often a slot is hit
+            self.often[hits] += 1
             self.singles += 1
         fresh = np.arange(self.used, min(self.space.slots, self.used + len(misses)), dtype=np.int32)
         taken = np.concatenate((fresh, self._least(len(misses) - len(fresh))))

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from recpipe.kit import top_rows, within
+from recpipe.kit import distinct_slots, top_rows, within
 from recpipe.plugin import NOTHING, CachePolicy, Placement, RowIds, RowSpace, Slots
 
 
@@ -49,7 +49,6 @@ class PopularRows(CachePolicy):
         self.rows_kept = 0
         """How many distinct resident rows batches used. Without resident rows, each would have been fetched
         and written back."""
-        self._hit = np.zeros(space.slots, bool)
 
     def migrate(self, rows: RowIds) -> Placement:
         """Count the batch, learn when it is time, and promote rows from the last batch's slab."""
@@ -95,9 +94,7 @@ class PopularRows(CachePolicy):
         self.slab = misses
         self.hits += len(hits)
         self.lookups += len(looked_up)
-        self._hit[hits] = True
-        self.rows_kept += int(np.count_nonzero(self._hit))
-        self._hit.fill(False)
+        self.rows_kept += len(distinct_slots(hits, self.space.slots, self.space.spread))
         return NOTHING
 
     def state_dict(self) -> dict[str, Any]:

@@ -15,6 +15,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
+from recpipe.common.spread import ALONE, Spread
+
 if TYPE_CHECKING:
     from recpipe.plugin.api import GroupInfo
     from recpipe.tables.collection import TableCollection
@@ -85,6 +87,8 @@ class RowSpace:
     """How many rows ``tiers.resident_bytes`` holds."""
     group: int = 0
     """Number of the group of tables (``Context.groups``)."""
+    spread: Spread = field(default=ALONE, repr=False, compare=False)
+    """The threads among which a pass over all of a batch's lookups is shared."""
     residents: Residents = field(init=False, repr=False, compare=False)
     """Which rows are resident now."""
 

@@ -12,6 +12,7 @@ import torch
 from torchrec.modules.embedding_configs import DataType
 
 from recpipe.common.run_dir import RunDir
+from recpipe.common.spread import Spread
 from recpipe.distributed.ranks import Ranks
 from recpipe.errors import UserError
 from recpipe.plugin.errors import PluginConflict
@@ -154,7 +155,7 @@ def _tiered(tier: _Tier, place: Place) -> TableCollection:
         raise no_row(tables, place, tier.several)
     trainers = ranks.channel(ranks.trainers)
     store = _store(tier, place)
-    space = RowSpace(tables.layout.bases, slots, tier.number)
+    space = RowSpace(tables.layout.bases, slots, tier.number, Spread.beside(place.device))
     prefetch = place.config.prefetch
     cache = owner.cache if tier.bound else None
     if cache is not None:

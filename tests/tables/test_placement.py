@@ -50,8 +50,8 @@ class Swapping(CachePolicy):
 KINDS = {**MAKERS, "swapping": Swapping}
 
 
-def planner_of(kind: str, carry: bool, slots: int = 50) -> TierPlanner:
-    space = RowSpace(BASES, 0 if kind == "nocache" else slots)
+def planner_of(kind: str, carry: bool, slots: int = 50, threads: Spread = ALONE) -> TierPlanner:
+    space = RowSpace(BASES, 0 if kind == "nocache" else slots, spread=threads)
     return TierPlanner(KINDS[kind](space), carry)
 
 
@@ -281,8 +281,8 @@ def test_several_threads_make_the_same_plans(
 ) -> None:
     monkeypatch.setattr(spread, "LEAST", 5)
     plans, threads = [], Spread(3)
-    for planner in (planner_of(kind, carry=True), planner_of(kind, carry=True)):
-        planner.pooled, planner.spread = pooled, threads if plans else ALONE
+    for planner in (planner_of(kind, carry=True), planner_of(kind, carry=True, threads=threads)):
+        planner.pooled = pooled
         plans.append([])
         for bags in batches():
             bags.weights = np.arange(len(bags.indices), dtype=np.float32)

@@ -22,6 +22,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from recpipe.common.plain import packed, unpacked
 from recpipe.common.saved import entries
+from recpipe.common.spread import Spread
 from recpipe.distributed.ranks import Channel
 from recpipe.plugin.policy import RowIds, RowSpace
 from recpipe.seams import LocalPart, OwnLookup, given_to_own, module_name
@@ -68,7 +69,8 @@ class ShardTiers:
         owner, place = self.owners[number], self.place
         local = local_tables(parts, tables)
         slots = max(1, owner.resident_bytes * local.layout.total_rows // tables.total_bytes)
-        space = RowSpace(local.layout.bases, 0 if owner.name == NOCACHE else slots, number)
+        slots = 0 if owner.name == NOCACHE else slots
+        space = RowSpace(local.layout.bases, slots, number, Spread.beside(place.device))
         cache = owner.cache
         top = place.config.directory(place.run_dir.path) / f"rank-{place.ranks.rank}" / folder
         kind = place.config.store if local.layout.total_rows else "host"

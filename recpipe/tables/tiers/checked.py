@@ -102,10 +102,12 @@ class CheckedPolicy:
         return placement
 
     def _check_admitted(self, placement: Placement, hits: Slots, misses: RowIds) -> None:
-        self._marks[hits] = MARK
-        taken = any(bool((self._marks[s] == MARK).any()) for s in (placement.slots, placement.freed))
-        self._marks[hits] = 0
-        if taken:
+        vacated = np.concatenate((placement.slots, placement.freed))
+        self._marks[vacated] = MARK
+        spread = self.policy.space.spread
+        taken = spread.map(lambda part: (self._marks.take(hits[part]) == MARK).any(), spread.parts(len(hits)))
+        self._marks[vacated] = 0
+        if any(taken):
             raise self._wrong("admit", "something in the slot of a row that this batch looks up")
         before = self._where[misses]
         self._where[misses] = MARK

@@ -41,7 +41,7 @@ def slots_in(found: Slots, spread: Spread) -> Slots:
     """Those of ``found`` that are not below 0, in their order."""
 
     def of(part: slice) -> Slots:
-        slots: Slots = found[part].compress(found[part] >= 0)
+        slots: Slots = found[part][found[part] >= 0]
         return slots
 
     return np.concatenate(spread.map(of, spread.parts(len(found))))
@@ -68,8 +68,10 @@ def parted(bags: IndexBags, where: Slots, pooled: bool, spread: Spread) -> Parte
     each = spread.map(lambda part: _below_0(where, part), parts)
     cold = np.concatenate(each)
     if not len(cold):
+        indices = np.empty(len(where), np.int64)
+        spread.map(lambda part: np.copyto(indices[part], where[part]), parts)
         return Parted(
-            where.astype(np.int64),
+            indices,
             own,
             np.empty(0, np.int64),
             np.zeros(len(own), np.int64),

@@ -164,16 +164,18 @@ def checked_rows(tables: TableSet, ids: RowIds, ends: Offsets, spread: Spread = 
     rows = np.empty(len(ids), np.int64)
 
     def check(features: NDArray[np.int64]) -> None:
-        first, last = features[0], features[-1] + 1
-        part, some = slice(ends[first], ends[last]), slice(first, last)
+        used = features[counts[features] > 0]
+        if not len(used):
+            return
         # As an unsigned number, an id below 0 is above all others.
-        limits = np.repeat(sizes[some].astype(np.uint64), counts[some])
-        wrong = ids[part].view(f"u{ids.itemsize}") >= limits
-        if wrong.any():
-            at = int(ends[first]) + int(np.argmax(wrong))
-            feature = int(np.searchsorted(ends, at, side="right")) - 1
-            raise unknown_id(ids[at], tables.features[feature], sizes[feature])
-        np.add(ids[part], np.repeat(bases[some], counts[some]), out=rows[part])
+        unsigned = ids.view(f"u{ids.itemsize}")
+        part = slice(ends[used[0]], ends[used[-1] + 1])
+        most = np.maximum.reduceat(unsigned[part], ends[used] - part.start)
+        for feature in used[most >= sizes[used].astype(np.uint64)]:
+            own = slice(ends[feature], ends[feature + 1])
+            at = int(np.argmax(unsigned[own] >= sizes[feature]))
+            raise unknown_id(ids[own][at], tables.features[feature], sizes[feature])
+        np.add(ids[part], np.repeat(bases[used], counts[used]), out=rows[part])
 
     threads = min(len(spread.parts(len(ids))), len(counts))
     spread.map(check, np.array_split(np.arange(len(counts)), threads))
@@ -193,11 +195,10 @@ class TierPlanner:
         carry: bool,
         pooled: bool = True,
         owner: Origin | None = None,
-        spread: Spread = ALONE,
     ) -> None:
         self.policy = policy
-        self.spread = spread
         self.space = policy.space
+        self.spread = policy.space.spread
         self.pooled = pooled
         """Whether rows are summed by bag."""
         self.carry = carry
@@ -220,12 +221,14 @@ class TierPlanner:
             known = None
         residents, before = self.space.residents, self.slab_rows
         moved = self.asked.migrate(bags.indices) if known is None else known.moved
+        came_from = [self.where[moved.rows]]
         where, missing = found_at(self.where, bags.indices, self.spread)
         # What a policy moves in for this batch was not resident.
         found = len(where) - len(missing)
         emptied = residents.empty(moved.freed)
         dropped = residents.put(moved.slots, moved.rows)
-        if len(emptied) or (dropped >= 0).any():
+        evicts = bool(len(emptied)) or bool((dropped >= 0).any())
+        if evicts:
             where, missing = found_at(self.where, bags.indices, self.spread)
         elif len(moved.slots):  # only rows that were missing have come
             where[missing] = self.where[bags.indices[missing]]
@@ -233,13 +236,17 @@ class TierPlanner:
         misses, which = self._distinct(bags.indices[missing])
         hits = slots_in(where, self.spread) if len(missing) else where
         admitted = self.asked.admit(hits, misses, bags.indices) if known is None else known.admitted
+        came_from.append(self.where[admitted.rows])
         emptied = np.concatenate((emptied, residents.empty(admitted.freed)))
         evicted = np.concatenate((dropped, residents.put(admitted.slots, admitted.rows), emptied))
         slots = np.concatenate((moved.slots, admitted.slots))
         vacated = np.concatenate((slots, moved.freed, admitted.freed))
         placed = np.concatenate((moved.rows, admitted.rows))
         slab = misses[self.where[misses] < 0]
-        carried_from = self._sources(before, evicted, placed, slab)
+        came_from.append(self.where[slab])
+        carried_from = self._carried_from(np.concatenate(came_from), len(slab))
+        if evicts:
+            self._return(evicted, len(before), np.concatenate((placed, slab)), carried_from)
         self.where[before] = np.where(self.where[before] < 0, IN_STORE, self.where[before])
         self.where[slab] = -2 - np.arange(len(slab), dtype=np.int32)
         self.slab_rows = slab
@@ -264,30 +271,30 @@ class TierPlanner:
         self.where[distinct] = saved[winners]
         return distinct, which
 
-    def _sources(self, slab: RowIds, evicted: RowIds, placed: RowIds, new_slab: RowIds) -> NDArray[np.int64]:
-        """The position of each arriving row among the departing ones (the last slab, then evicted rows), or
-        -1.
+    def _carried_from(self, came_from: Slots, to_slab: int) -> NDArray[np.int64]:
+        """``TierPlan.carried_from`` for rows that are in the slab, by what the map said of each arriving row
+        before any was placed (int32 [A]); the last ``to_slab`` of them go to the slab.
 
         Without ``carry``, rows do not pass from slab to slab but through the store.
         """
-        departures = np.concatenate((slab, evicted))
-        arrivals = np.concatenate((placed, new_slab))
-        known = np.flatnonzero(departures >= 0)
-        if not len(known) or not len(arrivals):
-            return np.full(len(arrivals), -1, np.int64)
-        leaving = departures[known]
+        sources: NDArray[np.int64] = np.where(came_from < IN_STORE, -2 - came_from, -1).astype(np.int64)
+        if not self.carry:
+            sources[len(sources) - to_slab :] = -1
+        return sources
+
+    def _return(self, evicted: RowIds, first: int, arrivals: RowIds, sources: NDArray[np.int64]) -> None:
+        """Note in ``sources`` where ``arrivals`` are that have just lost their slots and are needed after
+        all: at ``first`` plus their position in ``evicted``."""
+        known = np.flatnonzero(evicted >= 0)
+        leaving = evicted[known]
         leaving_where, arriving_where = self.where[leaving], self.where[arrivals]
         self.where[arrivals] = IN_STORE
         self.where[leaving] = -2 - known.astype(np.int32)
         found = self.where[arrivals]
-        # A row may leave its slot and come back into the slab, so the entries of arrivals are restored last.
         self.where[leaving] = leaving_where
         self.where[arrivals] = arriving_where
-        sources = np.where(found < IN_STORE, -2 - found, -1).astype(np.int64)
-        if not self.carry:
-            to_slab = np.arange(len(arrivals)) >= len(placed)
-            sources[to_slab & (sources < len(slab))] = -1
-        return sources
+        back = found < IN_STORE
+        sources[back] = first - 2 - found[back]
 
     def _lookups(
         self,

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from recpipe.common.saved import Damaged, within
+from recpipe.common.spread import ALONE, Spread
 from recpipe.plugin.policy import NOTHING, CachePolicy, Placement, RowIds, RowSpace, Slots
 
 ONCE = np.int32(1)
@@ -107,7 +108,7 @@ class Lru(CachePolicy):
 
     def admit(self, hits: Slots, misses: RowIds, looked_up: RowIds) -> Placement:
         """Put the misses where the oldest rows are."""
-        hits = distinct_slots(hits, self.space.slots)
+        hits = distinct_slots(hits, self.space.slots, self.space.spread)
         self._compact(len(hits) + len(misses))
         self.step += 1
         self.stamp[hits] = self.step
@@ -262,11 +263,16 @@ class Lfu(CachePolicy):
 AT_ONCE = 1 << 16
 
 
-def distinct_slots(slots: Slots, count: int) -> Slots:
+def distinct_slots(slots: Slots, count: int, spread: Spread = ALONE) -> Slots:
     """The distinct values of ``slots`` (each in [0, count)), sorted."""
     seen = np.zeros(count, bool)
-    for start in range(0, len(slots), AT_ONCE):  # numpy copies indices of 32 bits: parts stay in its caches
-        seen[slots[start : start + AT_ONCE]] = True
+
+    def see(part: slice) -> None:
+        # numpy copies indices of 32 bits: parts stay in its caches
+        for start in range(part.start, part.stop, AT_ONCE):
+            seen[slots[start : min(start + AT_ONCE, part.stop)]] = True
+
+    spread.map(see, spread.parts(len(slots)))
     return np.flatnonzero(seen).astype(np.int32)
 
 

@@ -26,7 +26,6 @@ import numpy as np
 import torch
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from recpipe.common.spread import Spread
 from recpipe.distributed.ranks import Channel, Ranks
 from recpipe.plugin.api import Origin
 from recpipe.plugin.policy import CachePolicy, RowIds
@@ -48,7 +47,8 @@ class TieredEmbeddingBagCollection(RowCollection, Planned, SavesPlacement, Shows
 
     Args:
         tables: the tables to store, of one dimension and optimizer; rows are summed by bag, or not pooled.
-        policy: decides which rows are resident; its space says how many can be.
+        policy: decides which rows are resident; its space says how many can be. The space's threads are
+            owned: ``close`` ends them.
         store: the cold tier, which holds every row at first. It is owned: ``close`` closes it.
         device: where resident rows and slab live.
         prefetch: fetch a batch's rows while the batch before it trains. Off: fetch when its turn comes.
@@ -74,8 +74,8 @@ class TieredEmbeddingBagCollection(RowCollection, Planned, SavesPlacement, Shows
         self.store = store
         self.device = device
         self.prefetches = prefetch
-        self._spread = spread = Spread.beside(device)
-        self.planner = TierPlanner(policy, prefetch, tables.pooled, owner, spread)
+        self._spread = policy.space.spread
+        self.planner = TierPlanner(policy, prefetch, tables.pooled, owner)
         self.times = TierTimes()
         self.ranks = ranks or Ranks()
         trainers = trainers if len(self.ranks.trainers) > 1 else None
@@ -83,7 +83,7 @@ class TieredEmbeddingBagCollection(RowCollection, Planned, SavesPlacement, Shows
         self.cold = StoreThread(store, device, self.times, self.ranks)
         self._planning = threading.RLock()
         self.slots = policy.space.slots
-        self.memory = TierMemory(tables, self.slots, slab_rows, self.cold, device, trainers, spread)
+        self.memory = TierMemory(tables, self.slots, slab_rows, self.cold, device, trainers, self._spread)
         self._looked_up = self._hits = 0
 
     # -- the four calls ----------------------------------------------------------------------
