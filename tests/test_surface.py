@@ -13,7 +13,7 @@ import recpipe
 from recpipe import kit, plugin
 from tests.processes import ROOT
 
-API = (2, 4)
+API = (2, 5)
 PUBLIC = ("recpipe", "recpipe.kit", "recpipe.plugin", "recpipe.testing")
 CONTRIBUTION = {
     "order": "EpochOrder | None",
@@ -117,7 +117,7 @@ def test_small_types() -> None:
     assert fields(plugin.GroupInfo) == {"tables": "tuple[str, ...]", "record_bytes": "int", "slots": "int"}
     assert list(fields(plugin.Link)) == ["part", "name", "before", "after"]
     assert list(fields(plugin.Placement)) == ["slots", "rows", "freed"]
-    assert list(fields(plugin.RowSpace)) == ["bases", "slots", "group", "residents"]
+    assert list(fields(plugin.RowSpace)) == ["bases", "slots", "group", "spread", "residents"]
     assert [i.name for i in plugin.Invariant] == [
         "SAMPLE_ORDER",
         "SAMPLE_SET",
