@@ -291,6 +291,7 @@ class TierPlanner:
         self.where[arrivals] = IN_STORE
         self.where[leaving] = -2 - known.astype(np.int32)
         found = self.where[arrivals]
+        # A row may leave its slot and come back into the slab, so the entries of arrivals are restored last.
         self.where[leaving] = leaving_where
         self.where[arrivals] = arriving_where
         back = found < IN_STORE
