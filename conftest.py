@@ -123,6 +123,14 @@ def _undrawn_metas() -> Iterator[None]:
         yield
 
 
+@pytest.fixture(autouse=True)
+def _same_search_path() -> Iterator[None]:
+    """The command line adds the current folder, and nothing is remembered of other folders' packages."""
+    before = list(sys.path)
+    yield
+    sys.path[:] = before
+
+
 @pytest.fixture(autouse=True, scope="session")
 def _remembered_recipes() -> Iterator[None]:
     """See ``tests.composing``."""

@@ -19,17 +19,20 @@ from typing import Any
 
 import pytest
 from hydra._internal.config_loader_impl import ConfigLoaderImpl
-from hydra._internal.core_plugins.file_config_source import FileConfigSource
+from hydra._internal.sources_registry import SourcesRegistry
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
+from hydra.core.plugins import Plugins
 from hydra.errors import HydraException
-from hydra.plugins.config_source import ConfigResult
+from hydra.plugins.config_source import ConfigResult, ConfigSource
 from omegaconf import DictConfig
 
 from recpipe.config import compose as config
 
 COMPOSE, PARSE, ENTRY_POINTS = config._composed, OverridesParser.parse_rule, importlib.metadata.entry_points
-LOAD = FileConfigSource.load_config
+Plugins.instance()  # which imports the modules of Hydra's sources anew, the first time
+FILES = SourcesRegistry.instance().resolve("file")
+LOAD = FILES.load_config
 CONF = config.conf_dir
 _bases: dict[tuple[str, ...], DictConfig] = {}
 _parsed: dict[str, Override] = {}
@@ -56,7 +59,7 @@ def remember_parts(patch: pytest.MonkeyPatch) -> None:
     """Recipes are composed anew, of words, files and lists of what is installed that are remembered."""
     patch.setattr(OverridesParser, "parse_rule", parse_rule)
     patch.setattr(importlib.metadata, "entry_points", entry_points)
-    patch.setattr(FileConfigSource, "load_config", load_config)
+    patch.setattr(FILES, "load_config", load_config)
 
 
 def forget(patch: pytest.MonkeyPatch) -> None:
@@ -64,7 +67,7 @@ def forget(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(config, "_composed", COMPOSE)
     patch.setattr(OverridesParser, "parse_rule", PARSE)
     patch.setattr(importlib.metadata, "entry_points", ENTRY_POINTS)
-    patch.setattr(FileConfigSource, "load_config", LOAD)
+    patch.setattr(FILES, "load_config", LOAD)
 
 
 @contextmanager
@@ -134,8 +137,8 @@ def entry_points(**chosen: Any) -> Any:
     return _installed[chosen["group"]]
 
 
-def load_config(source: FileConfigSource, config_path: str) -> ConfigResult:
-    """As ``FileConfigSource.load_config``."""
+def load_config(source: ConfigSource, config_path: str) -> ConfigResult:
+    """As ``FILES.load_config``."""
     file = Path(source.path) / source._normalize_file_name(config_path)
     if not file.is_file():
         return LOAD(source, config_path)
