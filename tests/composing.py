@@ -19,10 +19,10 @@ from typing import Any
 
 import pytest
 from hydra._internal.config_loader_impl import ConfigLoaderImpl
-from hydra._internal.sources_registry import SourcesRegistry
+from hydra._internal.config_repository import ConfigRepository
+from hydra.core.object_type import ObjectType
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
-from hydra.core.plugins import Plugins
 from hydra.errors import HydraException
 from hydra.plugins.config_source import ConfigResult, ConfigSource
 from omegaconf import DictConfig
@@ -30,14 +30,12 @@ from omegaconf import DictConfig
 from recpipe.config import compose as config
 
 COMPOSE, PARSE, ENTRY_POINTS = config._composed, OverridesParser.parse_rule, importlib.metadata.entry_points
-Plugins.instance()  # which imports the modules of Hydra's sources anew, the first time
-FILES = SourcesRegistry.instance().resolve("file")
-LOAD = FILES.load_config
+LOAD = ConfigRepository.load_config
 CONF = config.conf_dir
 _bases: dict[tuple[str, ...], DictConfig] = {}
 _parsed: dict[str, Override] = {}
 _installed: dict[str, Any] = {}
-_files: dict[tuple[str, Path, int, int], ConfigResult] = {}
+_files: dict[tuple[object, ...], ConfigResult] = {}
 
 
 def places() -> frozenset[str]:
@@ -59,7 +57,7 @@ def remember_parts(patch: pytest.MonkeyPatch) -> None:
     """Recipes are composed anew, of words, files and lists of what is installed that are remembered."""
     patch.setattr(OverridesParser, "parse_rule", parse_rule)
     patch.setattr(importlib.metadata, "entry_points", entry_points)
-    patch.setattr(FILES, "load_config", load_config)
+    patch.setattr(ConfigRepository, "load_config", load_config)
 
 
 def forget(patch: pytest.MonkeyPatch) -> None:
@@ -67,7 +65,7 @@ def forget(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(config, "_composed", COMPOSE)
     patch.setattr(OverridesParser, "parse_rule", PARSE)
     patch.setattr(importlib.metadata, "entry_points", ENTRY_POINTS)
-    patch.setattr(FILES, "load_config", LOAD)
+    patch.setattr(ConfigRepository, "load_config", LOAD)
 
 
 @contextmanager
@@ -104,7 +102,13 @@ def composed(overrides: Sequence[str]) -> DictConfig:
 def _as_installed() -> bool:
     """Whether no test has installed a package, or put other yaml in place."""
     found = importlib.metadata.entry_points in (ENTRY_POINTS, entry_points)
-    return found and places() == PATH and config.conf_dir is CONF
+    return found and _same_packages() and config.conf_dir is CONF
+
+
+def _same_packages() -> bool:
+    """Whether packages are found where they were found at first: a folder without any makes no difference."""
+    found = places()
+    return found >= PATH and not any(any(Path(place).glob("*-info")) for place in found - PATH)
 
 
 def _is_hydras(override: Override) -> bool:
@@ -130,20 +134,31 @@ def parse_rule(parser: OverridesParser, text: str, rule: str) -> Any:
 
 def entry_points(**chosen: Any) -> Any:
     """As ``importlib.metadata.entry_points``."""
-    if chosen.keys() != {"group"} or places() != PATH:
+    if chosen.keys() != {"group"} or not _same_packages():
         return ENTRY_POINTS(**chosen)
     if chosen["group"] not in _installed:
         _installed[chosen["group"]] = ENTRY_POINTS(**chosen)
     return _installed[chosen["group"]]
 
 
-def load_config(source: ConfigSource, config_path: str) -> ConfigResult:
-    """As ``FILES.load_config``."""
-    file = Path(source.path) / source._normalize_file_name(config_path)
-    if not file.is_file():
-        return LOAD(source, config_path)
-    state = file.stat()
-    key = (source.provider, file, state.st_mtime_ns, state.st_size)
+def load_config(repository: ConfigRepository, config_path: str) -> ConfigResult | None:
+    """As ``ConfigRepository.load_config``."""
+    source = repository._find_object_source(config_path, ObjectType.CONFIG)
+    key = None if source is None else _version(source, config_path)
+    if key is None:
+        return LOAD(repository, config_path)
     if key not in _files:
-        _files[key] = LOAD(source, config_path)
+        _files[key] = LOAD(repository, config_path)
     return copy.deepcopy(_files[key])
+
+
+def _version(source: ConfigSource, config_path: str) -> tuple[object, ...] | None:
+    """Tells ``source``'s file from all others, and from what it was before it was changed; None: not to be
+    remembered, since a package's yaml may be refused."""
+    if source.scheme() == "pkg":  # Hydra's own
+        return source.path, config_path
+    if source.scheme() != "file":
+        return None
+    file = Path(source.path) / source._normalize_file_name(config_path)
+    state = file.stat()
+    return source.provider, file, state.st_mtime_ns, state.st_size

@@ -16,8 +16,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from recpipe import Context, Contribution, Plugin, Split
+import recpipe.run
+from recpipe import Context, Contribution, Plugin, Split, UserError
 from recpipe import cli as command_line
+from recpipe.config.compose import compose
 from tests.plugin.samples import Splits
 from tests.processes import Cli
 
@@ -29,15 +31,35 @@ QUIET = ["trainer.progress=false", "trainer.checkpoint_every=null", "trainer.log
 
 
 @pytest.fixture
-def refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
-    """``refused(*arguments)``: the message with which the command line refuses them.
+def refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
+    """``refused(*arguments)``: the message, one line, with which a run of these overrides is refused.
+
+    The run is called as the command line does once it has composed the recipe, which takes most of its time.
+    """
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+
+    def run(*arguments: str) -> str:
+        with pytest.raises(UserError) as error:
+            recpipe.run.run(compose(arguments), tmp_path / "run", arguments)
+        message = str(error.value)
+        assert "\n" not in message
+        return message
+
+    return run
+
+
+@pytest.fixture
+def command_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> Run:
+    """As ``refused``, of the whole command line.
 
     Runs in this process as ``python -m recpipe`` does. Asserts status 2 and one line that starts with
     ``error: ``, without a traceback.
     """
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("HYDRA_FULL_ERROR", raising=False)
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
 
     def run(*arguments: str) -> str:
         capsys.readouterr()
@@ -343,8 +365,6 @@ def test_npy_labels_and_parts(refused: Run, tmp_path: Path) -> None:
         (["data.samples=???"], ("data.samples has no value", "data.samples=VALUE")),
         (["~data.batch_size", "~seed"], ("seed has no value",)),
         (["seed=${nope}"], ("nope",)),
-        (["hydra.verbose=99"], ("hydra.* values", "--hydra-help")),
-        (["hydra.job_logging.root.level=loud"], ("hydra.* values", "--hydra-help")),
         ([f"tiers.dir={'x' * 5000}"], ("tiers.dir=xxx", "too long for a path")),
         ([f"data.samples={'9' * 5000}"], ("cannot read the override", "digits")),
         ([f"data.tables={'{a:' * 30}1{'}' * 30}"], ("nests more than 20 levels",)),
@@ -353,6 +373,21 @@ def test_npy_labels_and_parts(refused: Run, tmp_path: Path) -> None:
 )
 def test_recipe(refused: Run, arguments: list[str], parts: tuple[str, ...]) -> None:
     holds(refused(*SMALL, *QUIET, *arguments), *parts)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "parts"),
+    [
+        (["hydra.verbose=99"], ("hydra.* values", "--hydra-help")),
+        (["hydra.job_logging.root.level=loud"], ("hydra.* values", "--hydra-help")),
+        (["trainer.max_stepz=3"], ("trainer.max_stepz", "max_steps")),
+        (["model.bottom=[2147483647]"], ("dense part", "lower model.bottom")),
+        (["+plugin=hotline", "tiers.policy=lru"], ("hotline", "tiers.policy=lru", "drop one")),
+    ],
+    ids=" ".join,
+)
+def test_a_command(command_refused: Run, arguments: list[str], parts: tuple[str, ...]) -> None:
+    holds(command_refused(*SMALL, *QUIET, *arguments), *parts)
 
 
 # -- plugins that clash ----------------------------------------------------------------------
