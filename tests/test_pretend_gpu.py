@@ -39,15 +39,10 @@ assert torch.cuda.memory_allocated() > 0
 """
 SOME = (
     "test_tables.py::test_equals_resident_tables[hot-rowwise_adagrad-multi-hot-ssd]",
-    "test_models.py::test_under_lightning[hotline]",
-    "test_models.py::test_what_was_trained_loads_into_plain_torchrec[din]",
     "test_models.py::test_stopping_and_resuming_is_bitwise[two_tower-hotline]",
     "test_batches.py::test_all_parts_are_moved_and_the_batch_stays_where_it_is",
     "test_batches.py::test_every_type_trains_and_is_scored[dict-lru]",
     "test_kernels.py::test_tiers_of_shards_train_as_whole_tables[lru]",
-    "test_kernels.py::test_rows_that_stay_are_rounded_as_in_host_memory[int8]",
-    "test_waits.py::test_a_loop_of_ones_own_does_not_wait[hotline]",
-    "test_waits.py::test_a_model_that_reads_ids_gets_them[hotline]",
     "test_waits.py::test_ids_that_nothing_reads_are_not_copied",
     "test_waits.py::test_a_run_does_not_wait_more_for_more_steps[codec]",
     "test_runs.py::test_a_quantized_model_scores_batches_of_the_device",

@@ -14,8 +14,6 @@ from recpipe.report import missed
 from recpipe.run import run
 from tests.one_epoch import RECIPE
 
-SHARES = ("10%", "30%")
-
 
 @pytest.fixture(scope="module")
 def told(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
@@ -27,8 +25,7 @@ def told(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return found
 
 
-@pytest.mark.parametrize("policy", ["lru", "lfu"])
-@pytest.mark.parametrize("share", SHARES)
+@pytest.mark.parametrize(("policy", "share"), [("lru", "10%"), ("lfu", "30%")])
 def test_runs_miss_as_told(policy: str, share: str, told: dict[str, Any], tmp_path: Path) -> None:
     words = [f"tiers.policy={policy}", f"tiers.resident_bytes={share}", "task.page=false"]
     report = run(compose([*RECIPE, *words]), tmp_path)

@@ -66,7 +66,7 @@ def all_moved(statement: Statement) -> list[Moved]:
     ("technique", "budget"),
     [
         ("lru", FEW),
-        ("lfu", "10%"),
+        pytest.param("lfu", "10%", marks=pytest.mark.soak),  # as in tests/tasks/test_misses
         ("hotline", "10%"),
         ("bagpipe", "10%"),
         ("fae", "10%"),
