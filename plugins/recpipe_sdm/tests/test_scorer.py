@@ -74,8 +74,10 @@ def scored(scorer: Scorer) -> list[torch.Tensor]:
     return [scorer(*batch) for batch in batches()]
 
 
-@pytest.mark.parametrize(("tables", "share"), [("*", 0.05), ("*", 1.0), ("user", 0.3), ("[ui]*", 0.3)])
-@pytest.mark.parametrize("adapts", [True, False])
+@pytest.mark.parametrize(
+    ("tables", "share", "adapts"),
+    [("*", 0.05, True), ("*", 0.05, False), ("*", 1.0, False), ("user", 0.3, True), ("[ui]*", 0.3, True)],
+)
 def test_scores_have_the_bits_of_all_rows_in_dram(
     tables: str, share: float, adapts: bool, packed: Path, tmp_path: Path
 ) -> None:
