@@ -38,7 +38,7 @@ Install = Callable[..., Path]
 torch.set_num_threads(1)
 """Tests run at the same time, each in one thread. Tests of several threads ask for them."""
 gc.set_threshold(20_000, 20, 20)
-"""Looking for cycles took a tenth of the tests' time with Python's own numbers."""
+"""Looking for cycles took 8% of the tests' time with Python's own numbers."""
 
 LONG = (
     "tests/any_model/test_matrix.py",

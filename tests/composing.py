@@ -154,7 +154,7 @@ def load_config(repository: ConfigRepository, config_path: str) -> ConfigResult 
 
 def _version(source: ConfigSource, config_path: str) -> tuple[object, ...] | None:
     """Tells ``source``'s file from all others, and from what it was before it was changed; None: not to be
-    remembered, since a package's yaml may be refused."""
+    remembered, as a package's yaml, which may be refused."""
     if source.scheme() == "pkg":  # Hydra's own
         return source.path, config_path
     if source.scheme() != "file":

@@ -31,7 +31,7 @@ QUIET = ["trainer.progress=false", "trainer.checkpoint_every=null", "trainer.log
 
 
 @pytest.fixture
-def refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
+def refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
     """``refused(*arguments)``: the message, one line, with which a run of these overrides is refused.
 
     The run is called as the command line does once it has composed the recipe, which takes most of its time.
@@ -42,8 +42,9 @@ def refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
     def run(*arguments: str) -> str:
         with pytest.raises(UserError) as error:
             recpipe.run.run(compose(arguments), tmp_path / "run", arguments)
-        message = str(error.value)
+        message, said = str(error.value), capsys.readouterr()
         assert "\n" not in message
+        assert "Traceback" not in said.err + said.out
         return message
 
     return run

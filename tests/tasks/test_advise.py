@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,6 @@ import torch
 from recpipe.config.compose import compose
 from recpipe.config.recipe import Recipe
 from recpipe.errors import UserError
-from recpipe.perf.kernels import linear
 from recpipe.perf.kernels.moves import FEATURES
 from recpipe.perf.machine.profile import Host, MachineProfile, Sample
 from recpipe.perf.step.capture import CannotTrace
@@ -72,23 +71,6 @@ def advice(folder: Path, *words: str, profile: MachineProfile | None = None) -> 
     file = folder / "machine.json"
     (profile or machine()).save(file)
     return run(compose([*RECIPE, f"advise.machine={file}", *words]), folder)
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _fitted_once() -> Iterator[None]:
-    """The machine is the same in most tests, and fits of its times take a sixth of them."""
-    known: dict[tuple[bytes, bytes], Any] = {}
-
-    def found(amounts: Any, times: Any) -> Any:
-        key = amounts.tobytes(), times.tobytes()
-        if key not in known:
-            known[key] = real(amounts, times)
-        return known[key].copy()
-
-    real = linear.nnls
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(linear, "nnls", found)
-        yield
 
 
 @pytest.fixture(scope="module")

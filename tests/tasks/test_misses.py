@@ -25,7 +25,13 @@ def told(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return found
 
 
-@pytest.mark.parametrize(("policy", "share"), [("lru", "10%"), ("lfu", "30%")])
+@pytest.mark.parametrize(
+    ("policy", "share"),
+    [
+        *(("lru", "10%"), ("lfu", "30%")),
+        *(pytest.param(*pair, marks=pytest.mark.soak) for pair in (("lru", "30%"), ("lfu", "10%"))),
+    ],
+)
 def test_runs_miss_as_told(policy: str, share: str, told: dict[str, Any], tmp_path: Path) -> None:
     words = [f"tiers.policy={policy}", f"tiers.resident_bytes={share}", "task.page=false"]
     report = run(compose([*RECIPE, *words]), tmp_path)

@@ -103,7 +103,7 @@ def test_the_step_is_predicted_beside_the_measured_one(
     step_ms, low, high = told["step_ms"]
     assert low < step_ms < high
     assert sum(told["parts_ms"].values()) == pytest.approx(step_ms, rel=1e-6)
-    assert told["parts_ms"]["input"] / step_ms == pytest.approx(waits, abs=0.3)
+    assert told["parts_ms"]["input"] / step_ms == pytest.approx(waits, abs=0.1)
     assert told["parts_ms"]["backward"] > 0
     assert sum(told["measured_parts_ms"].values()) == pytest.approx(found["step_ms"])
     assert {"main", "loader"} <= {task["place"] for task in told["timeline"]}

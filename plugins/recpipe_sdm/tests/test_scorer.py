@@ -76,7 +76,12 @@ def scored(scorer: Scorer) -> list[torch.Tensor]:
 
 @pytest.mark.parametrize(
     ("tables", "share", "adapts"),
-    [("*", 0.05, True), ("*", 0.05, False), ("*", 1.0, False), ("user", 0.3, True), ("[ui]*", 0.3, True)],
+    [
+        *(("*", 0.05, True), ("*", 0.05, False), ("*", 1.0, False)),
+        *(("user", 0.3, True), ("[ui]*", 0.3, True)),
+        *(pytest.param(*twin, False, marks=pytest.mark.soak) for twin in (("user", 0.3), ("[ui]*", 0.3))),
+        pytest.param("*", 1.0, True, marks=pytest.mark.soak),
+    ],
 )
 def test_scores_have_the_bits_of_all_rows_in_dram(
     tables: str, share: float, adapts: bool, packed: Path, tmp_path: Path

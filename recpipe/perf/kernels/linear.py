@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 from numpy.typing import NDArray
@@ -46,7 +47,13 @@ class Linear:
 def fitted(amounts: Vector, times: Sequence[float] | Vector) -> Vector:
     """Coefficients [n] with small relative errors of ``amounts @ coefficients``, for amounts [samples, n]."""
     scale = 1 / np.asarray(times)
-    return nnls(amounts * scale[:, None], np.ones(len(scale)))
+    return _solved((amounts * scale[:, None]).tobytes(), amounts.shape).copy()
+
+
+@lru_cache(maxsize=256)
+def _solved(relative: bytes, shape: tuple[int, ...]) -> Vector:
+    """Advice asks for the same fits again for each machine that it imagines."""
+    return nnls(np.frombuffer(relative).reshape(shape), np.ones(shape[0]))
 
 
 def nnls(a: Vector, b: Vector, sweeps: int = 3000) -> Vector:

@@ -66,7 +66,7 @@ def all_moved(statement: Statement) -> list[Moved]:
     ("technique", "budget"),
     [
         ("lru", FEW),
-        pytest.param("lfu", "10%", marks=pytest.mark.soak),  # as in tests/tasks/test_misses
+        ("lfu", "10%"),
         ("hotline", "10%"),
         ("bagpipe", "10%"),
         ("fae", "10%"),
