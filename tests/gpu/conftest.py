@@ -7,7 +7,8 @@ spent on mistakes that have nothing to do with CUDA; tests/emulated_gpu/run.sh o
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+import sys
+from collections.abc import Generator, Iterator
 from pathlib import Path
 
 import pytest
@@ -66,6 +67,20 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.skip(reason=why[0]))
         elif technique in ELSEWHERE:
             item.add_marker(pytest.mark.skip(reason=ELSEWHERE[technique]))
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport() -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """After an illegal access nothing works in this process any more: it ends with that test's error, and
+    pytest-xdist goes on with a new one."""
+    report = yield
+    if report.failed and WHERE == "cuda" and "PYTEST_XDIST_WORKER" in os.environ:
+        try:
+            torch.cuda.synchronize()
+        except RuntimeError:
+            print(f"{report.nodeid}\n{report.longreprtext}", file=sys.__stderr__, flush=True)
+            os._exit(1)
+    return report
 
 
 @pytest.fixture(scope="session")

@@ -3,11 +3,12 @@
 #
 #   tests/gpu/run.sh FOLDER [all|suite|bench] [SECONDS]
 #
-# The suite's parts run at the same time, each in a process of its own, for at most half of the seconds (default
-# 560 in all) if the benchmark follows, which runs alone with the seconds that are left. FOLDER gets at most eight
-# files: machine.txt, suite-N.log for each of three parts, bench.log, gpu.json (given again, the benchmark goes on
-# from it) and trace.json.gz. A test that takes a minute has its stack in the log.
-# RECPIPE_GPU_SUITE=cpu tries the suite on a CPU, and RECPIPE_GPU_BENCH="--device cpu --quick" the benchmark.
+# The suite runs in several processes, for at most half of the seconds (default 560 in all) if the benchmark
+# follows, and beside it compute-sanitizer; then the benchmark runs alone with the seconds that are left. FOLDER
+# gets machine.txt, suite.log, sanitizer.log, bench.log, gpu.json (given again, the benchmark goes on from it) and
+# trace.json.gz. A test that takes a minute has its stack in the log.
+# RECPIPE_GPU_SUITE=cpu tries the suite on a CPU, and RECPIPE_GPU_BENCH="--device cpu --quick" the benchmark;
+# RECPIPE_GPU_TESTS has words for pytest in place of tests/gpu.
 set -uo pipefail
 folder=$(mkdir -p "$1" && cd "$1" && pwd)
 what=${2:-all}
@@ -30,22 +31,19 @@ export PYTHONPATH="$root:$root/plugins${PYTHONPATH:+:$PYTHONPATH}"
 } > "$folder/machine.txt" 2>&1 &
 about=$!
 
-parts=("test_tables.py test_kernels.py test_waits.py" "test_models.py test_stops.py test_batches.py test_races.py" "test_plugins.py test_runs.py")
 status=0
 longest=$((seconds - 20))
 if [ "$what" = all ]; then longest=$((seconds / 2)); fi
 if [ "$what" != bench ]; then
-  running=()
-  for number in "${!parts[@]}"; do
-    files=()
-    for name in ${parts[$number]}; do files+=("tests/gpu/$name"); done
-    timeout -k 10 "$longest" python3 -m pytest -m gpu -q -ra --durations=10 -p no:xdist -p no:cacheprovider \
-      -o addopts="--strict-markers --import-mode=importlib" -o faulthandler_timeout=60 \
-      "${files[@]}" > "$folder/suite-$number.log" 2>&1 &
-    running+=($!)
-  done
-  for process in "${running[@]}"; do wait "$process" || status=1; done
-  tail -n 25 "$folder"/suite-?.log
+  timeout -k 10 "$longest" python3 benchmarks/gpu.py --json "$folder/gpu.json" --seconds 200 --only sanitizer \
+    > "$folder/sanitizer.log" 2>&1 &
+  sanitizer=$!
+  # shellcheck disable=SC2086
+  OMP_NUM_THREADS=2 timeout -k 10 "$longest" python3 -m pytest -m gpu -q -ra --durations=15 -p no:cacheprovider \
+    -o addopts="--strict-markers --import-mode=importlib" -o faulthandler_timeout=60 \
+    -n $(($(nproc) * 3 / 4 + 1)) ${RECPIPE_GPU_TESTS:-tests/gpu} > "$folder/suite.log" 2>&1 || status=1
+  tail -n 60 "$folder/suite.log"
+  wait "$sanitizer"
 fi
 wait "$about"
 cat "$folder/machine.txt"
