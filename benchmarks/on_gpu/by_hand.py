@@ -106,7 +106,9 @@ def timed(pipeline: Any, model: nn.Module, samples: list[Samples], device: torch
     batches, in which it rewrites the model."""
     on_gpu = device.type == "cuda"
     list(_steps(pipeline, samples[:2]))
-    for tbe in tbes([model]):
+    held = tbes([model])
+    assert held, "the tables of the sharded model are not found, so that their caches would stay filled"
+    for tbe in held:
         tbe.flush()
         tbe.reset_cache_states()
     if on_gpu:

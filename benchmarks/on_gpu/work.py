@@ -150,9 +150,14 @@ def make_model(size: Size) -> DLRMTrain:
 
 
 def tbes(modules: Iterable[nn.Module]) -> list[SplitTableBatchedEmbeddingBagsCodegen]:
-    """FBGEMM's tables in ``modules``, each once."""
-    found = {id(part): part for module in modules for part in module.modules()}
-    return [part for part in found.values() if isinstance(part, SplitTableBatchedEmbeddingBagsCodegen)]
+    """FBGEMM's tables in ``modules``, each once. TorchRec's sharded collections keep them in a plain list,
+    which ``modules()`` does not enter."""
+    found: dict[int, SplitTableBatchedEmbeddingBagsCodegen] = {}
+    for part in (part for module in modules for part in module.modules()):
+        inner = tbes(getattr(part, "_lookups", []))
+        own = [part] if isinstance(part, SplitTableBatchedEmbeddingBagsCodegen) else []
+        found |= {id(tbe): tbe for tbe in (*own, *inner)}
+    return list(found.values())
 
 
 def device_bytes(modules: Iterable[nn.Module]) -> int:
