@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# For a machine that reaches no package registry, and takes files up to a size: the packages that it lacks, in parts.
+# For a machine that reaches no package registry, and takes files up to a size: the packages that it lacks, in parts,
+# and recpipe.
 #
 #   packaging/carry.sh PYTHON HAVE FOLDER [MIB]
 #
@@ -9,7 +10,7 @@
 # of at most MIB (default 55) each. Over there, with all parts in a folder PARTS:
 #
 #   cat PARTS/part-* | tar -xf - -C WHEELS && python3 -m pip install --no-index --no-deps --target SITE WHEELS/*.whl
-#   PYTHONPATH=SITE:.:plugins python3 -m recpipe
+#   PYTHONPATH=SITE python3 -m recpipe
 set -euo pipefail
 python=$1 have=$2 mib=${4:-55}
 folder=$(mkdir -p "$3" && cd "$3" && pwd)
@@ -26,6 +27,8 @@ while IFS== read -r name _ version; do
 done < "$wheels/installed.txt" > "$wheels/wanted.txt"
 cat "$wheels/wanted.txt"
 pip wheel -q --no-deps -w "$wheels/all" -r "$wheels/wanted.txt"
+# Plugins are found by the entry points of an installed recpipe.
+pip wheel -q --no-deps -w "$wheels/all" "$(dirname "$0")/.."
 rm -f "$folder"/part-*
 tar -C "$wheels/all" -cf - . | split -b "${mib}M" -d - "$folder/part-"
 ls -l "$folder"/part-*

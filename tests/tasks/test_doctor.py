@@ -22,27 +22,31 @@ def triple(versions: dict[str, str], cuda: bool = False) -> doctor.Finding:
 
 
 @pytest.mark.parametrize(
-    ("versions", "cuda"),
-    [(CPU, False), (CUDA, True), ({"torch": "2.11.0", "torchrec": "1.6.1", "fbgemm-gpu": "1.6.0"}, True)],
+    ("versions", "cuda", "state"),
+    [
+        (CPU, False, "a tested set"),
+        (CUDA, True, f"a set {doctor.NOT_RUN}"),
+        ({"torch": "2.11.0", "torchrec": "1.6.1", "fbgemm-gpu": "1.6.0"}, True, f"a set {doctor.RUN_ON['2.11']}"),
+    ],
 )
-def test_known_sets_pass_and_what_has_not_run_says_so(versions: dict[str, str], cuda: bool) -> None:
+def test_known_sets_pass_and_say_what_has_run(versions: dict[str, str], cuda: bool, state: str) -> None:
     finding = triple(versions, cuda)
     assert finding.ok
-    assert finding.text.endswith("a set that is resolved, not yet run on a GPU" if cuda else "a tested set")
+    assert finding.text.endswith(state)
 
 
 @pytest.mark.parametrize(
     "file", sorted((doctor.CHECKOUT / "requirements").glob("cuda*.txt")), ids=lambda f: f.name
 )
-def test_no_page_calls_a_cuda_set_tested(file: Path) -> None:
-    """Until one has run: the set's own first line, and the table in First run, say that it has not."""
-    first = file.read_text(encoding="utf-8").splitlines()[0]
-    assert first.endswith(f"{doctor.NOT_RUN}.")
-    assert "tested" not in first.lower()
+def test_pages_say_of_a_cuda_set_what_doctor_says(file: Path) -> None:
+    """The set's own first line, and the table in First run."""
+    lines = file.read_text(encoding="utf-8").splitlines()
+    torch = next(line for line in lines if line.startswith("torch==")).removeprefix("torch==")
+    state = doctor.RUN_ON.get(doctor.minor(torch), doctor.NOT_RUN)
+    assert lines[0].endswith(f"{state}.")
     page = (doctor.CHECKOUT / "docs" / "first_run.md").read_text(encoding="utf-8")
-    rows = [line for line in page.splitlines() if line.startswith("| CUDA |")]
-    assert len(rows) == 2
-    assert all(row.endswith(f"| {doctor.NOT_RUN} |") for row in rows)
+    (row,) = (line for line in page.splitlines() if line.startswith(f"| CUDA | {doctor.minor(torch)} |"))
+    assert row.endswith(f"| {state} |")
 
 
 @pytest.mark.parametrize(
