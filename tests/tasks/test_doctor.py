@@ -26,7 +26,11 @@ def triple(versions: dict[str, str], cuda: bool = False) -> doctor.Finding:
     [
         (CPU, False, "a tested set"),
         (CUDA, True, f"a set {doctor.NOT_RUN}"),
-        ({"torch": "2.11.0", "torchrec": "1.6.1", "fbgemm-gpu": "1.6.0"}, True, f"a set {doctor.RUN_ON['2.11']}"),
+        (
+            {"torch": "2.11.0", "torchrec": "1.6.1", "fbgemm-gpu": "1.6.0"},
+            True,
+            f"a set {doctor.RUN_ON['2.11']}",
+        ),
     ],
 )
 def test_known_sets_pass_and_say_what_has_run(versions: dict[str, str], cuda: bool, state: str) -> None:
