@@ -6,14 +6,14 @@ Jobs, in this order; each figure is samples per second over all steps of the sam
 
     resident/DIM/BATCH/{recpipe,by_hand}/ROUND   all rows in device memory; by hand: DistributedModelParallel
                                                  with TrainPipelineSparseDist
+    overlap/{lru,hotline,bagpipe}                copies beside kernels, from a trace (the last one stays)
+    memory                                       device memory over 2,000 steps
     tiers/DIM/BATCH/SHARE/{lru,hotline,bagpipe}  a share of the rows in device memory, the others in the
                                                  host's
     tiers/DIM/BATCH/SHARE/uvm                    FUSED_UVM_CACHING with PrefetchTrainPipelineSparseDist and
                                                  the device rows that lru had (slots and slab)
     tiers/DIM/BATCH/SHARE/uvm_large              the same rows, of which the tables under 20,000 rows have
                                                  theirs as a whole, uncached
-    overlap/{lru,hotline,bagpipe}                copies beside kernels, from a trace (the last one stays)
-    memory                                       device memory over 2,000 steps
     sanitizer                                    compute-sanitizer's memcheck over a short run
 
 Jobs run in a child process, one after the other. Before the first job of a kind, width and batch size, all of
@@ -113,12 +113,14 @@ an error."""
 def _watched(command: list[str], file: Path, seconds: float) -> str | None:
     """Run ``command`` until it ends or the job that ``file`` names is over its limit; what went wrong. None:
     nothing did, or ``seconds`` and some more have passed, which is no fault of a job's."""
-    began = time.time()
+    began = idle = time.time()
     with subprocess.Popen(command) as process:
         while process.poll() is None:
             time.sleep(0.5)
             now, running = time.time(), _read(file).get("running")
-            since, limit = (running["since"], running["limit"]) if running else (began, 2 * START)
+            if running:
+                idle = now
+            since, limit = (running["since"], running["limit"]) if running else (idle, 2 * START)
             if now - began > seconds + 10:
                 process.kill()
                 return None
@@ -181,7 +183,7 @@ def jobs(device: Any, quick: bool, keep: Path) -> list[Job]:
     first, second, third = (tiers[share] for share in SHARES)
     once = len(resident) // ROUNDS
     return [
-        *resident[:once], *first, *others, *second, *third, *resident[once : 2 * once], sanitizer,
+        *resident[:once], *others, *first, *second, *third, *resident[once : 2 * once], sanitizer,
         *resident[2 * once :],
     ]  # fmt: skip
 

@@ -1,0 +1,77 @@
+"""Leaves in a wheel's libraries the kernels of one GPU architecture, so that it is smaller to carry.
+
+    python packaging/one_architecture.py WHEEL 90
+
+WHEEL (fbgemm-gpu's, say) is rewritten in place; 90 stands for compute capability 9.0 (H100, H200). Libraries
+with CUDA kernels have them for several architectures in fat binaries, in the section ``.nv_fatbin``: a header
+with the size of what follows, then an entry for each architecture. The chosen entries move to the front, the
+size says that nothing else is there, and the rest becomes zeros, which the wheel compresses.
+"""
+
+from __future__ import annotations
+
+import struct
+import sys
+import zipfile
+from collections.abc import Iterator
+from pathlib import Path
+
+FAT = 0xBA55ED50
+"""The first 4 bytes of a fat binary."""
+CUBIN = 2
+"""The kind of an entry with machine code, as against PTX."""
+
+
+def sections(library: bytes) -> Iterator[tuple[str, int, int]]:
+    """Name, offset and size of each section of a 64-bit ELF file."""
+    (table,) = struct.unpack_from("<Q", library, 0x28)
+    size, count, names = struct.unpack_from("<HHH", library, 0x3A)
+    heads = [struct.unpack_from("<IIQQQQ", library, table + number * size) for number in range(count)]
+    for name, _, _, _, offset, length in heads:
+        start = heads[names][4] + name
+        yield library[start : library.index(b"\0", start)].decode(), offset, length
+
+
+def keep(library: bytearray, architecture: int) -> None:
+    """Leave the kernels of ``architecture`` in ``library``."""
+    for name, at, size in list(sections(bytes(library))):
+        end = at + size if name == ".nv_fatbin" else at
+        while at < end:
+            magic, _, head, length = struct.unpack_from("<IHHQ", library, at)
+            if magic != FAT:  # between two
+                at += 8
+                continue
+            first, after = at + head, at + head + length
+            kept = b"".join(entries(library, first, after, architecture))
+            if not kept:
+                sys.exit(f"a library has kernels, but none of architecture {architecture}")
+            library[first:after] = kept.ljust(length, b"\0")
+            struct.pack_into("<Q", library, at + 8, len(kept))
+            at = after
+
+
+def entries(library: bytearray, at: int, end: int, architecture: int) -> Iterator[bytes]:
+    """The entries of one fat binary with machine code of ``architecture``."""
+    while at < end:
+        kind, _, head = struct.unpack_from("<HHI", library, at)
+        (length,) = struct.unpack_from("<Q", library, at + 8)
+        (of,) = struct.unpack_from("<I", library, at + 28)
+        if (kind, of) == (CUBIN, architecture):
+            yield bytes(library[at : at + head + length])
+        at += head + length
+
+
+def main() -> None:
+    wheel, architecture = Path(sys.argv[1]), int(sys.argv[2])
+    partial = wheel.with_suffix(".partial")
+    with zipfile.ZipFile(wheel) as source, zipfile.ZipFile(partial, "w", zipfile.ZIP_DEFLATED) as target:
+        for entry in source.infolist():
+            content = bytearray(source.read(entry))
+            if entry.filename.endswith(".so"):
+                keep(content, architecture)
+            target.writestr(entry, content, zipfile.ZIP_DEFLATED)
+    partial.replace(wheel)
+
+
+if __name__ == "__main__":
+    main()
