@@ -66,11 +66,3 @@ def test_some_of_the_suite_for_a_gpu_passes_on_it() -> None:
     plain = ("-p", "no:xdist", "-p", "no:cacheprovider", "-o", "addopts=--import-mode=importlib")
     done = _python("-m", "pytest", "-q", "-m", "gpu", *plain, *(f"tests/gpu/{name}" for name in SOME))
     assert f"{len(SOME)} passed" in done.stdout, done.stdout
-
-
-def test_the_command_for_a_gpu_runs_every_file() -> None:
-    folder = ROOT / "tests" / "gpu"
-    command = (folder / "run.sh").read_text()
-    (parts,) = [line for line in command.splitlines() if line.startswith("parts=(")]
-    named = [word.strip('"()') for word in parts.removeprefix("parts=").split()]
-    assert sorted(named) == sorted(path.name for path in folder.glob("test_*.py"))
