@@ -43,7 +43,7 @@ if [ "$what" != bench ]; then
     -o addopts="--strict-markers --import-mode=importlib" -o faulthandler_timeout=60 \
     --dist worksteal -n $(($(nproc) * 3 / 4 + 1)) ${RECPIPE_GPU_TESTS:-tests/gpu} > "$folder/suite.log" 2>&1 || status=1
   tail -n 60 "$folder/suite.log"
-  wait "$sanitizer"
+  wait "$sanitizer" || status=1
 fi
 wait "$about"
 cat "$folder/machine.txt"
