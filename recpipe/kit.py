@@ -80,7 +80,15 @@ from recpipe.tables.stores.writes import positions
 from recpipe.tables.tiers.access_counts import group_rows, load_profile, table_bases
 from recpipe.tables.tiers.parts import TierParts
 from recpipe.tables.tiers.placement import Bags, IndexBags
-from recpipe.tables.tiers.policies import ChosenRows, HotSet, Lfu, Lru, distinct_slots, policy_bytes
+from recpipe.tables.tiers.policies import (
+    ChosenRows,
+    HotSet,
+    Lfu,
+    Lru,
+    add_lookups,
+    distinct_slots,
+    policy_bytes,
+)
 from recpipe.tables.tiers.popularity import top_rows
 from recpipe.tables.tiers.store_thread import TierTimes
 from recpipe.tables.view import Mark, RowView, moved
@@ -164,6 +172,7 @@ __all__ = [
     "TierParts",
     "TierTimes",
     "Values",
+    "add_lookups",
     "auc",
     "bag_keys",
     "batch_size",

@@ -23,7 +23,7 @@ GPU = torch.device("cuda", 0)
 class Stream:
     """A queue of copies that have not been made."""
 
-    def __init__(self, device: object = None) -> None:
+    def __init__(self, device: object = None, priority: int = 0) -> None:
         self.device = device
         self.late: list[Callable[[], None]] = []
         self.made = 0

@@ -41,6 +41,8 @@ class Lookahead(CachePolicy):
     row that was evicted and is announced again is found among its waiting writes.
     """
 
+    each_once = True
+
     def __init__(self, space: RowSpace, lookups: Callable[[Any], IndexBags], bulk: Bulk, pace: Pace) -> None:
         super().__init__(space)
         self.lookups, self.bulk, self.pace = lookups, bulk, pace

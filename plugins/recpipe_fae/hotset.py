@@ -14,6 +14,8 @@ class HotOnUse(ChosenRows):
     """A fixed set of rows that stay resident once a batch has used them, so that none is fetched in advance
     or for nothing."""
 
+    each_once = True
+
     def __init__(self, space: RowSpace, rows: RowIds) -> None:
         super().__init__(space)
         self.target = np.sort(rows)

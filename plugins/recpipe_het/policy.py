@@ -25,6 +25,8 @@ class LfuOpt(CachePolicy):
     batches search no more than that. An entry is out of date once its slot has been used or refilled.
     """
 
+    each_once = True
+
     def __init__(self, space: RowSpace) -> None:
         super().__init__(space)
         self.uses = np.zeros(space.slots, np.int8)

@@ -65,10 +65,12 @@ class Aside:
     the results it waits for that event (``arrived``).
     """
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, first: bool = False) -> None:
+        """``first``: its kernels, few and short, come before others that wait for the GPU."""
         self.device = device
+        priority = -1 if first else 0
         on_gpu = device.type == "cuda"
-        self._stream = torch.cuda.Stream(device) if on_gpu else None  # type: ignore[no-untyped-call]
+        self._stream = torch.cuda.Stream(device, priority) if on_gpu else None  # type: ignore[no-untyped-call]
 
     @contextmanager
     def stream(self, after: bool = False) -> Iterator[None]:

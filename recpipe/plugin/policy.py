@@ -144,19 +144,27 @@ class CachePolicy(ABC):
                 self.random.bit_generator.state = json.loads(state["random"])
     """
 
+    each_once: bool = False
+    """Whether it may be told each row and slot that a batch looks up once, with ``times`` beside them, as a
+    GPU finds them; otherwise it is told them as often as the batch looks them up. A subclass that overrides
+    ``migrate`` or ``admit`` says it anew."""
+    times: NDArray[np.int32] | None = None
+    """How often the batch looks up each of ``migrate``'s and ``admit``'s rows, if they are distinct; None if
+    they have repeats. Set before each batch's calls; always None without ``each_once``."""
+
     def __init__(self, space: RowSpace) -> None:
         self.space = space
 
     def migrate(self, rows: RowIds) -> Placement:
-        """Called first, with all rows that the batch looks up (int64 [L], with repeats).
+        """Called first, with all rows that the batch looks up (int64 [L], with repeats or ``each_once``).
 
         Rows that this placement removes count as cold in this batch.
         """
         return NOTHING
 
     def admit(self, hits: Slots, misses: RowIds, looked_up: RowIds) -> Placement:
-        """Called second: ``hits`` are the slots looked up (int32 [H], with repeats), ``misses`` the
-        distinct rows that are not resident (int64 [U]); ``looked_up`` as for ``migrate``.
+        """Called second: ``hits`` are the slots looked up (int32 [H], with repeats or ``each_once``),
+        ``misses`` the distinct rows that are not resident (int64 [U]); ``looked_up`` as for ``migrate``.
 
         The placement's rows must be among ``misses`` and its slots not among ``hits``. Rows of
         ``misses`` that are not admitted pass through the slab for this batch alone.
@@ -190,6 +198,16 @@ class CachePolicy(ABC):
     @abstractmethod
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from ``state_dict()``'s result; ``space.residents`` shows the saved residents already."""
+
+
+def asks_once(policy: type[CachePolicy]) -> bool:
+    """Whether policies of this class may be told each row once: the class that has their ``migrate`` or
+    ``admit`` says so."""
+    for kind in policy.__mro__:
+        own = vars(kind)
+        if "each_once" in own or "migrate" in own or "admit" in own:
+            return bool(own.get("each_once", False))
+    return False
 
 
 class Cache(ABC):

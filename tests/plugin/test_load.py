@@ -43,7 +43,7 @@ class BadRange(Good):
         (
             Old,
             PluginVersionError,
-            "plugin API 0.9; this recpipe speaks 2.5. Upgrade: pip install -U recpipe-acme",
+            "plugin API 0.9; this recpipe speaks 2.6. Upgrade: pip install -U recpipe-acme",
         ),
         (New, PluginVersionError, "pip install -U recpipe$"),
         (

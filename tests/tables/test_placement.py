@@ -4,17 +4,25 @@ from __future__ import annotations
 
 import copy
 from contextlib import closing
-from dataclasses import fields
+from dataclasses import fields, replace
 
 import numpy as np
 import pytest
+import torch
+from numpy.typing import NDArray
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from recpipe.common import spread
 from recpipe.common.spread import ALONE, Spread
+from recpipe.data.dataset import SparseFeature
 from recpipe.errors import DataError
 from recpipe.plugin.policy import CachePolicy, Placement, RowIds, RowSpace, Slots
 from recpipe.tables.rowtable import distinct
+from recpipe.tables.specs import TableOptimizer, TableSet
+from recpipe.tables.tiers.on_gpu import Finder, GpuBags
 from recpipe.tables.tiers.placement import IndexBags, TierPlan, TierPlanner, checked_rows, reorder
+from recpipe.tables.tiers.policies import Lru
+from recpipe.tables.tiers.transfer import Transfer
 from tests.tables.samples import MAKERS, table_set
 
 BASES = np.array([0, 40, 400])
@@ -71,6 +79,32 @@ def batches(count: int = 40, seed: int = 2) -> list[IndexBags]:
     ]
 
 
+TABLES = TableSet.one_each(
+    [SparseFeature(name, int(rows)) for name, rows in zip("ab", np.diff(BASES), strict=True)],
+    2,
+    TableOptimizer("sgd", 0.1),
+    0,
+)
+FORMS = ("each", "distinct")
+"""Planning is told every lookup, or, as on a GPU, the distinct rows."""
+
+
+def given(bags: IndexBags, form: str) -> IndexBags | GpuBags:
+    """``bags`` in this form."""
+    if form == "each":
+        return bags
+    ends = bags.offsets[:: bags.batch_size]
+    ids = bags.indices - np.repeat(BASES[:-1], np.diff(ends))
+    weights = None if bags.weights is None else torch.from_numpy(bags.weights)
+    sparse = KeyedJaggedTensor(
+        ["a", "b"], torch.from_numpy(ids), weights, lengths=torch.from_numpy(np.diff(bags.offsets))
+    )
+    tables = replace(TABLES, weighted=weights is not None)
+    found = Finder(tables, Transfer(torch.device("cpu")), ALONE).bags(sparse)
+    assert found is not None
+    return found
+
+
 class Places:
     """Where each row is, moved as ``tiered`` moves records: fetch, then departures, then arrivals."""
 
@@ -121,16 +155,19 @@ class Places:
 def looked_up(plan: TierPlan, places: Places, order: np.ndarray | None = None) -> list[list[int]]:
     """Rows of each bag as the plan finds them, sorted; bags in the batch's own order."""
     size, first = plan.batch_size, plan.cold_first
+    (indices, offsets), (slab_indices, slab_offsets) = (
+        (bags[0].numpy(), bags[1].numpy()) for bags in plan.lookups.tiers()
+    )
     order = np.arange(size) if order is None else order
     found: list[list[int]] = [[] for _ in range(FEATURES * size)]
     for feature in range(FEATURES):
         for position in range(size):
             bag = feature * size + position
-            rows = places.slots[plan.indices[plan.offsets[bag] : plan.offsets[bag + 1]]].tolist()
+            rows = places.slots[indices[offsets[bag] : offsets[bag + 1]]].tolist()
             if position >= first:
                 cold = feature * (size - first) + position - first
-                low, high = plan.slab_offsets[cold : cold + 2]
-                rows += places.slab[plan.slab_indices[low:high]].tolist()
+                low, high = slab_offsets[cold : cold + 2]
+                rows += places.slab[slab_indices[low:high]].tolist()
             found[feature * size + order[position]] = sorted(rows)
     return found
 
@@ -141,17 +178,23 @@ def expected(bags: IndexBags) -> list[list[int]]:
 
 def assert_same_plan(left: TierPlan, right: TierPlan) -> None:
     for field in fields(TierPlan):
-        np.testing.assert_array_equal(getattr(left, field.name), getattr(right, field.name), field.name)
+        if field.name != "lookups":
+            np.testing.assert_array_equal(getattr(left, field.name), getattr(right, field.name), field.name)
+    for one, other in zip(left.lookups.tiers(), right.lookups.tiers(), strict=True):
+        for mine, theirs in zip(one, other, strict=True):
+            np.testing.assert_array_equal(mine, theirs)
+    np.testing.assert_array_equal(left.needs_cold, right.needs_cold)
 
 
+@pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("carry", [False, True])
 @pytest.mark.parametrize("kind", KINDS)
-def test_every_row_is_in_exactly_one_place(kind: str, carry: bool) -> None:
+def test_every_row_is_in_exactly_one_place(kind: str, carry: bool, form: str) -> None:
     planner = planner_of(kind, carry)
     places = Places(planner.space.slots, planner.space.rows)
     for bags in batches():
         residents = set(places.slots[places.slots >= 0].tolist())
-        plan = planner.plan(bags)
+        plan = planner.plan(given(bags, form))
         places.carry_out(plan, ahead=carry)
         planner.commit()
         places.check(planner)
@@ -176,12 +219,14 @@ def test_fetching_ahead_without_carrying_would_read_stale_rows() -> None:
         run()
 
 
+@pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("carry", [False, True])
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_plan_taken_back_comes_out_again(kind: str, carry: bool) -> None:
+def test_a_plan_taken_back_comes_out_again(kind: str, carry: bool, form: str) -> None:
     planner = planner_of(kind, carry)
     assert planner.undo() is None
-    for index, bags in enumerate(batches()):
+    for index, each in enumerate(batches()):
+        bags = given(each, form)
         before = copy.deepcopy((planner.where, planner.row_of_slot, planner.slab_rows))
         first = planner.plan(bags)
         if index % 2:
@@ -231,41 +276,44 @@ def test_permuted_bags(size: int, one_hot: bool) -> None:
         assert moved.batch_size == size
 
 
+@pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("kind", ["nocache", "lru", "hot"])
-def test_reordered_plan_looks_the_same_rows_up(kind: str) -> None:
+def test_reordered_plan_looks_the_same_rows_up(kind: str, form: str) -> None:
     planner, rng = planner_of(kind, carry=True), np.random.default_rng(0)
     places = Places(planner.space.slots, planner.space.rows)
     shortened = 0
     for bags in batches():
-        plan = planner.plan(bags)
+        plan = planner.plan(given(bags, form))
         places.carry_out(plan, ahead=True)
         planner.commit()
         warm, cold = np.flatnonzero(~plan.needs_cold), np.flatnonzero(plan.needs_cold)
         order = np.concatenate((rng.permutation(warm), rng.permutation(cold)))
         plan = reorder(plan, order, len(warm))
         assert looked_up(plan, places, order) == expected(bags)
-        assert len(plan.slab_offsets) == FEATURES * len(cold) + 1
+        assert len(plan.lookups.tiers()[1][1]) == FEATURES * len(cold) + 1
         shortened += len(warm) > 0
     assert shortened > 0
 
 
-def test_needs_cold_marks_samples_with_slab_rows() -> None:
+@pytest.mark.parametrize("form", FORMS)
+def test_needs_cold_marks_samples_with_slab_rows(form: str) -> None:
     planner = planner_of("hot", carry=True)
     for bags in batches():
-        plan = planner.plan(bags)
+        plan = planner.plan(given(bags, form))
         planner.commit()
         slab = set(plan.slab.tolist())
         bag_needs = np.array([bool(slab & set(rows)) for rows in expected(bags)])
         assert plan.needs_cold.tolist() == bag_needs.reshape(FEATURES, -1).any(axis=0).tolist()
 
 
+@pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("kind", sorted(KINDS))
-def test_hits_are_lookups_of_rows_that_were_resident_before_the_batch(kind: str) -> None:
+def test_hits_are_lookups_of_rows_that_were_resident_before_the_batch(kind: str, form: str) -> None:
     planner = planner_of(kind, carry=True)
     hits = looked_up = 0
     for bags in batches():
         before = set(planner.space.residents.rows.tolist())
-        plan = planner.plan(bags)
+        plan = planner.plan(given(bags, form))
         planner.commit()
         assert plan.hits == sum(row in before for row in bags.indices.tolist())
         assert plan.looked_up == len(bags.indices)
@@ -322,3 +370,79 @@ def test_distinct_rows_of_any_range(size: int, low: int, high: int) -> None:
     found = distinct(rows)
     assert found.dtype == np.int64
     np.testing.assert_array_equal(found, np.unique(rows))
+
+
+class Told(Lru):
+    """Keeps what it is told."""
+
+    each_once = True
+
+    def __init__(self, space: RowSpace) -> None:
+        super().__init__(space)
+        self.told: list[tuple[RowIds, RowIds, Slots, NDArray[np.int32] | None]] = []
+
+    def admit(self, hits: Slots, misses: RowIds, looked_up: RowIds) -> Placement:
+        rows = self.space.residents.row_of_slot[hits]
+        self.told.append((looked_up, rows, misses, self.times))
+        return super().admit(hits, misses, looked_up)
+
+
+class ToldAsBefore(Told):
+    """It overrides ``admit`` and says nothing of ``each_once``."""
+
+    def admit(self, hits: Slots, misses: RowIds, looked_up: RowIds) -> Placement:
+        return super().admit(hits, misses, looked_up)
+
+
+@pytest.mark.parametrize("kind", [Told, ToldAsBefore])
+@pytest.mark.parametrize("form", FORMS)
+def test_policies_are_told_rows_as_they_ask(kind: type[Told], form: str) -> None:
+    policy = kind(RowSpace(BASES, 50))
+    planner = TierPlanner(policy, carry=True)
+    for bags in batches():
+        before = policy.space.residents.slot_of(bags.indices) >= 0
+        planner.plan(given(bags, form))
+        planner.commit()
+        looked_up, hits, misses, times = policy.told[-1]
+        np.testing.assert_array_equal(np.sort(misses), np.unique(bags.indices[~before]))
+        if form == "distinct" and kind is Told:
+            rows, counts = np.unique(bags.indices, return_counts=True)
+            np.testing.assert_array_equal(looked_up, rows)
+            np.testing.assert_array_equal(times, counts)
+            np.testing.assert_array_equal(np.sort(hits), np.unique(bags.indices[before]))
+        else:
+            assert times is None
+            np.testing.assert_array_equal(np.sort(looked_up), np.sort(bags.indices))
+            np.testing.assert_array_equal(np.sort(hits), np.sort(bags.indices[before]))
+
+
+@pytest.mark.parametrize("pooled", [True, False])
+def test_weights_go_with_their_lookups(pooled: bool) -> None:
+    pairs: list[list[TierPlan]] = []
+    for form in FORMS:
+        planner = planner_of("hot", carry=True)
+        planner.pooled = pooled
+        pairs.append([])
+        for bags in batches():
+            bags.weights = bags.indices.astype(np.float32)
+            plan = planner.plan(given(bags, form))
+            planner.commit()
+            cold = plan.needs_cold
+            order = np.argsort(cold, kind="stable")
+            pairs[-1].append(reorder(plan, order, int((~cold).sum())))
+            slots, slab = plan.lookups.tiers()
+            np.testing.assert_array_equal(planner.row_of_slot[slots[0]], slots[2])
+            np.testing.assert_array_equal(plan.slab[slab[0]], slab[2])
+    assert any(len(plan.slab) for plan in pairs[0])
+    for one, other in zip(*pairs, strict=True):
+        for mine, theirs in zip(one.lookups.tiers(), other.lookups.tiers(), strict=True):
+            np.testing.assert_array_equal(mine[1], theirs[1])
+
+
+@pytest.mark.parametrize("wrong", [-1, 40, 1 << 40])
+def test_an_id_without_a_row_is_told(wrong: int) -> None:
+    lengths = torch.ones(4, dtype=torch.int64)
+    finder = Finder(TABLES, Transfer(torch.device("cpu")), ALONE)
+    for ids, known in (([39, 0, 0, 359], True), ([39, wrong, 0, 0], False)):
+        found = finder.bags(KeyedJaggedTensor(["a", "b"], torch.tensor(ids), lengths=lengths))
+        assert (found is not None) == known

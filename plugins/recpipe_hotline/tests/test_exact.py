@@ -126,11 +126,14 @@ def update_each_micro_batch(model: PlacedModel, staged: StagedBatch, times: Step
     (plan,), (front,) = staged.plan.planned, model.bound
     (tiers,) = model.embeddings.each(TieredEmbeddingBagCollection)
     tiers.arrive()
-    resident = IndexBags(plan.indices, plan.offsets, plan.batch_size)
+    found = plan.lookups
+    resident = IndexBags(found.indices, found.offsets, plan.batch_size)
     low, total = 0, torch.zeros(())
     for high in staged.bounds:
         part = resident.permuted(torch.arange(low, high).numpy())
-        pooled = tiers.lookup_resident(replace(plan, indices=part.indices, offsets=part.offsets))
+        pooled = tiers.lookup_resident(
+            replace(plan, lookups=replace(found, indices=part.indices, offsets=part.offsets))
+        )
         if high > plan.cold_first and len(plan.slab):
             pooled = pooled + tiers.lookup_slab(plan)
         with handing_out({front: Pooled(pooled)}):

@@ -185,8 +185,11 @@ def test_micro_batches_make_up_the_batch(synthetic: Dataset, tmp_path: Path) -> 
             sizes = np.diff((0, *staged.bounds))
             assert sizes.sum() == staged.batch.size
             assert (sizes > 0).all()
-            assert len(plan.slab_offsets) - 1 == 26 * (staged.batch.size - plan.cold_first)
-            assert len(plan.indices) + len(plan.slab_indices) == staged.batch.sparse.values().numel()
+            assert len(plan.lookups.slab_offsets) - 1 == 26 * (staged.batch.size - plan.cold_first)
+            assert (
+                len(plan.lookups.indices) + len(plan.lookups.slab_indices)
+                == staged.batch.sparse.values().numel()
+            )
             rig.update(staged)
 
 

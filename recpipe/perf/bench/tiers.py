@@ -145,6 +145,7 @@ def _step(tier: TieredEmbeddingBagCollection, policy: str, sparse: KeyedJaggedTe
     order = np.argsort(plan.needs_cold, kind="stable")
     began = time.perf_counter()
     reorder(plan, order, int(np.count_nonzero(~plan.needs_cold)))
+    plan.lookups.tiers()  # which a GPU makes
     in_order(select(sparse, order), tier.tables.features)
     reordered = time.perf_counter() - began
     return [
@@ -174,22 +175,22 @@ def _looked_up(tier: TieredEmbeddingBagCollection, plan: TierPlan) -> tuple[floa
 
 
 def _sizes(tier: TieredEmbeddingBagCollection, plan: TierPlan, slab_before: int) -> dict[str, float | str]:
-    distinct = len(np.unique(plan.indices))
+    (resident, offsets, _), (slab, _, _) = plan.lookups.tiers()
     evicted = int(np.count_nonzero(plan.evicted >= 0))
     return {
         "lookups": float(plan.looked_up),
-        "bags": float(len(plan.offsets) - 1),
+        "bags": float(len(offsets) - 1),
         "rows": float(tier.tables.layout.total_rows),
         "slots": float(tier.slots),
         "dim": float(tier.tables.dim),
         "width": float(tier.tables.layout.width),
-        "hits": float(len(plan.indices)),
-        "hot": float(distinct),
+        "hits": float(len(resident)),
+        "hot": float(len(torch.unique(resident))),
         "missed": float(len(plan.arrivals)),
         "leaving": float(slab_before + evicted),
         "arriving": float(len(plan.fetch)),
         "slab": float(len(plan.slab)),
-        "slab_lookups": float(len(plan.slab_indices)),
+        "slab_lookups": float(len(slab)),
     }
 
 

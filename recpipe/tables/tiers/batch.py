@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,9 +22,16 @@ class BatchPlan:
     """The plans of one batch for each group's tiers; None for a group whose ids the model makes."""
 
     groups: list[TierPlan | None]
-    needs_cold: NDArray[np.bool_]
-    """For each sample, in the batch's own order, whether it looks up a row that is not resident yet, bool
-    [B]."""
+    batch_size: int
+
+    @cached_property
+    def needs_cold(self) -> NDArray[np.bool_]:
+        """For each sample, in the batch's own order, whether it looks up a row that is not resident yet, bool
+        [B]. A GPU is waited for."""
+        needs = np.zeros(self.batch_size, bool)
+        for plan in self.planned:
+            needs |= plan.needs_cold
+        return needs
 
     @property
     def planned(self) -> list[TierPlan]:
@@ -67,13 +75,11 @@ class Tiers:
         """Decide where the lookups of ``batch`` go (``each``: its ids by group) and which rows move;
         ``DataError`` if an id has no row."""
         plans: list[TierPlan | None] = [None] * self._count
-        needs_cold = np.zeros(batch_size(batch), bool)
         for number, tier in self.groups.items():
             ids = each[number]
             assert ids is not None, "a group without ids in the batch is not planned"
-            plans[number] = plan = tier.plan(ids)
-            needs_cold |= plan.needs_cold
-        return BatchPlan(plans, needs_cold)
+            plans[number] = tier.plan(ids)
+        return BatchPlan(plans, batch_size(batch))
 
     def prefetch(self, plan: BatchPlan) -> None:
         """Start fetching the plan's rows."""

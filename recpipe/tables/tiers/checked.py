@@ -19,15 +19,19 @@ from recpipe.plugin.policy import NOTHING, CachePolicy, Placement, RowIds, Slots
 
 @dataclass(frozen=True)
 class Decision:
-    """A policy's decision for one batch, which looks up ``rows`` (int64 [L], with repeats)."""
+    """A policy's decision for one batch, which looks up ``rows`` (int64 [L], with repeats, or distinct and
+    sorted)."""
 
     moved: Placement
     admitted: Placement
     rows: RowIds
 
     def is_of(self, rows: RowIds) -> bool:
-        """Whether the decision is for the batch that looks up ``rows``."""
-        return self.rows is rows or np.array_equal(self.rows, rows)
+        """Whether the decision is for the batch that looks up ``rows``, each once or with repeats."""
+        if self.rows is rows or np.array_equal(self.rows, rows):
+            return True
+        # One of the two may be of a GPU, if a run goes on from a checkpoint on another device.
+        return len(self.rows) != len(rows) and np.array_equal(np.unique(self.rows), np.unique(rows))
 
     def to_state(self) -> dict[str, Any]:
         """The decision as arrays, for a checkpoint."""

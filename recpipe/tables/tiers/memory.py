@@ -24,12 +24,11 @@ from recpipe.tables.specs import TableSet
 from recpipe.tables.stores.base import Records
 from recpipe.tables.tiers.moves import Moves
 from recpipe.tables.tiers.occupied import Occupied
+from recpipe.tables.tiers.on_gpu import GpuLookups
+from recpipe.tables.tiers.parting import DeviceBags
 from recpipe.tables.tiers.placement import TierPlan
 from recpipe.tables.tiers.slots import Table, filter_slots, make_slots, put, take
 from recpipe.tables.tiers.store_thread import StoreThread
-
-_Bags = tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]
-"""Indices int64 [L], offsets int64 [F * B + 1] and, if ids have weights, these, float32 [L]."""
 
 
 @dataclass(frozen=True)
@@ -80,11 +79,11 @@ class TierMemory(nn.Module):
     # -- a batch's moves ---------------------------------------------------------------------
 
     def fetch(self, plan: TierPlan) -> None:
-        """Start fetching the plan's rows, and send what will be looked up to a GPU."""
+        """Start fetching the plan's rows, and begin to make what will be looked up on a GPU."""
         self._ahead = plan.fetch
         plan.fetched = self.cold.fetch(self._ahead)
-        if self.cold.transfer.on_gpu and plan.shared is None:
-            plan.sent = self.cold.transfer.send(_lookups(plan), narrow=True, spread=self.spread)
+        if isinstance(plan.lookups, GpuLookups):
+            plan.lookups.prepare()
 
     def advance(self, plan: TierPlan) -> None:
         """After the last batch's update and ``arrive``: send departing rows away, and put carried ones that
@@ -153,7 +152,7 @@ class TierMemory(nn.Module):
         """
         if plan.shared is not None:
             return self._shared_lookup(self.resident, *plan.shared.resident)
-        return self._lookup(self.resident, self._on_device(plan)[0])
+        return self._lookup(self.resident, plan.lookups.tiers()[0])
 
     def lookup_slab(self, plan: TierPlan) -> torch.Tensor:
         """Pooled slab rows of samples ``plan.cold_first ..``, float32 [B - cold_first, F * D].
@@ -163,22 +162,12 @@ class TierMemory(nn.Module):
         if plan.shared is not None:
             rows = self._shared_lookup(self.slab, *plan.shared.slab)
         else:
-            indices, offsets, weights = self._on_device(plan)[1]
-            if not len(plan.slab):  # zeros, of which one was sent
-                offsets = offsets.new_zeros(len(plan.slab_offsets))
-            rows = self._lookup(self.slab, (indices, offsets, weights))
+            rows = self._lookup(self.slab, plan.lookups.tiers()[1])
         if rows.requires_grad:
             rows.register_hook(self.slab_changes)  # type: ignore[no-untyped-call]
         return rows
 
-    def _on_device(self, plan: TierPlan) -> tuple[_Bags, _Bags]:
-        """What to look up in the resident slots and in the slab."""
-        found = list(map(torch.from_numpy, _lookups(plan))) if plan.sent is None else plan.sent.use()
-        indices, offsets, slab_indices, slab_offsets, *weights = found
-        own, slab = weights or (None, None)
-        return (indices, offsets, own), (slab_indices, slab_offsets, slab)
-
-    def _lookup(self, table: Table, bags: _Bags) -> torch.Tensor:
+    def _lookup(self, table: Table, bags: DeviceBags) -> torch.Tensor:
         rows: torch.Tensor = table(*bags)
         return rows
 
@@ -251,13 +240,3 @@ class TierMemory(nn.Module):
     def slab_bytes(self) -> int:
         """Memory of the slab."""
         return sum(part.numel() * 4 for part in (self.slab.weights, self.slab.state))
-
-
-def _lookups(plan: TierPlan) -> list[NDArray[Any]]:
-    """What is looked up in both tiers, as ``TierPlan.sent`` has it."""
-    slab_offsets = plan.slab_offsets if len(plan.slab) else plan.slab_offsets[:1]
-    weights = (plan.weights, plan.slab_weights)
-    return [
-        *(plan.indices, plan.offsets, plan.slab_indices, slab_offsets),
-        *(w for w in weights if w is not None),
-    ]

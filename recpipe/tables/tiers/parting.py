@@ -1,7 +1,7 @@
-"""Finds a batch's lookups in the resident slots and in the slab.
+"""Finds a batch's lookups in the resident slots and in the slab, on a CPU; ``on_gpu`` does it on a GPU.
 
-A batch of a GPU's size has millions of lookups, and what is here is done for each of them: in few passes, in
-several threads, and not at all for what most batches do not have.
+What is here is done for each lookup: in few passes, in several threads, and not at all for what most batches
+do not have.
 """
 
 from __future__ import annotations
@@ -10,15 +10,20 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
 from recpipe.common.spread import Spread
+from recpipe.data.select import places_of
 from recpipe.plugin.policy import RowIds, Slots
 
 if TYPE_CHECKING:
     from recpipe.tables.tiers.placement import IndexBags, Offsets, Weights
 
 Places = NDArray[np.int64]
+DeviceBags = tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]
+"""What a TBE looks up: indices int64 [L], offsets int64 [F * B + 1] and, if ids have weights, these, float32
+[L]."""
 
 
 def found_at(where: Slots, rows: RowIds, spread: Spread) -> tuple[Slots, Places]:
@@ -49,21 +54,72 @@ def slots_in(found: Slots, spread: Spread) -> Slots:
 
 @dataclass(frozen=True)
 class Parted:
-    """The lookups of each tier, as ``TierPlan`` has them."""
+    """A batch's lookups in each tier.
 
+    Bags are feature-major as in a KJT: bag ``f * B + b``. The slab's are those of samples ``cold_first`` on.
+    If rows are not pooled, every id is a bag of its own with its row in one of the two tiers; the slab's bags
+    are then all of them.
+    """
+
+    batch_size: int
     indices: NDArray[np.int64]
+    """Resident slots."""
     offsets: Offsets
     slab_indices: NDArray[np.int64]
+    """Positions in the slab."""
     slab_offsets: Offsets
     needs_cold: NDArray[np.bool_]
+    """For each sample, in the batch's own order, whether it looks up a row in the slab."""
     weights: Weights | None
+    """The weights of ``indices``, float32, if ids have weights."""
     slab_weights: Weights | None
+    """The weights of ``slab_indices``, float32, if ids have weights."""
+    bags: Offsets | None
+    """Where each feature's and sample's ids begin, int64 [F * B + 1]; None for pooled rows."""
+
+    def tiers(self) -> tuple[DeviceBags, DeviceBags]:
+        """The lookups in the resident slots and in the slab, in the arrays' memory."""
+        return (
+            _tensors(self.indices, self.offsets, self.weights),
+            _tensors(self.slab_indices, self.slab_offsets, self.slab_weights),
+        )
+
+    def permuted(self, order: NDArray[np.int64], cold_first: int) -> Parted:
+        """The lookups of the samples in ``order`` (int64 [n]), of which those before ``cold_first`` need no
+        row of the slab."""
+        size, samples, bags = self.batch_size, len(order), self.bags
+        if bags is not None:  # of each id
+            size = int(bags[-1])
+            order, bags = places_of(bags, self.batch_size, order)
+        places, offsets = places_of(self.offsets, size, order)
+        in_slab, slab_offsets = places_of(self.slab_offsets, size, order)
+        if bags is None:
+            features = (len(slab_offsets) - 1) // max(1, samples)
+            starts = slab_offsets[:-1].reshape(features, samples)[:, cold_first:].ravel()
+            slab_offsets = np.append(starts, len(in_slab))
+        return Parted(
+            samples,
+            self.indices[places],
+            offsets,
+            self.slab_indices[in_slab],
+            slab_offsets,
+            self.needs_cold,
+            None if self.weights is None else self.weights[places],
+            None if self.slab_weights is None else self.slab_weights[in_slab],
+            bags,
+        )
+
+
+def _tensors(indices: Places, offsets: Offsets, weights: Weights | None) -> DeviceBags:
+    own = None if weights is None else torch.from_numpy(weights)
+    return torch.from_numpy(indices), torch.from_numpy(offsets), own
 
 
 def parted(bags: IndexBags, where: Slots, pooled: bool, spread: Spread) -> Parted:
     """The lookups of ``bags``, whose rows are in slot ``where[i]`` or, below ``IN_STORE``, in the slab at
     ``-2 - where[i]`` (int32 [L])."""
-    own = bags.offsets if pooled else np.arange(len(where) + 1)
+    size, own = bags.batch_size, bags.offsets if pooled else np.arange(len(where) + 1)
+    of_ids = None if pooled else bags.offsets
     parts, weights = spread.parts(len(where)), bags.weights
     each = spread.map(lambda part: _below_0(where, part), parts)
     cold = np.concatenate(each)
@@ -71,13 +127,15 @@ def parted(bags: IndexBags, where: Slots, pooled: bool, spread: Spread) -> Parte
         indices = np.empty(len(where), np.int64)
         spread.map(lambda part: np.copyto(indices[part], where[part]), parts)
         return Parted(
+            size,
             indices,
             own,
             np.empty(0, np.int64),
             np.zeros(len(own), np.int64),
-            np.zeros(bags.batch_size, bool),
+            np.zeros(size, bool),
             weights,
             None if weights is None else weights[:0],
+            of_ids,
         )
     earlier = np.cumsum([0, *map(len, each)]).tolist()  # in the slab before each part
     indices = np.empty(len(where) - len(cold), np.int64)
@@ -103,9 +161,10 @@ def parted(bags: IndexBags, where: Slots, pooled: bool, spread: Spread) -> Parte
 
     spread.map(bags_of, spread.parts(len(of_bags)))
     spread.map(resident_of, spread.parts(len(own)))
-    bag_needs = (of_bags[1:] > of_bags[:-1]).reshape(-1, bags.batch_size)
+    bag_needs = (of_bags[1:] > of_bags[:-1]).reshape(-1, size)
     needs: NDArray[np.bool_] = np.any(bag_needs, axis=0)
     return Parted(
+        size,
         indices,
         offsets,
         -2 - where[cold].astype(np.int64),
@@ -113,4 +172,5 @@ def parted(bags: IndexBags, where: Slots, pooled: bool, spread: Spread) -> Parte
         needs,
         None if weights is None else weights.compress(where >= 0),
         None if weights is None else weights[cold],
+        of_ids,
     )

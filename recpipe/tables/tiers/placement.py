@@ -18,16 +18,17 @@ from recpipe.data.checks import unknown_id
 from recpipe.data.parts import in_order
 from recpipe.data.select import places_of
 from recpipe.plugin.api import Origin
-from recpipe.plugin.policy import IN_STORE, CachePolicy, RowIds, Slots
+from recpipe.plugin.policy import IN_STORE, CachePolicy, RowIds, Slots, asks_once
 from recpipe.tables.tiers.checked import CheckedPolicy, Decision
-from recpipe.tables.tiers.parting import found_at, parted, slots_in
+from recpipe.tables.tiers.parting import Parted, found_at, parted, slots_in
 
 if TYPE_CHECKING:
     from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
     from recpipe.tables.specs import TableSet
+    from recpipe.tables.tiers.on_gpu import GpuBags, GpuLookups
     from recpipe.tables.tiers.shared_rows import SharedLookups
-    from recpipe.tables.tiers.transfer import Landed, Sent
+    from recpipe.tables.tiers.transfer import Landed
 
 Offsets = NDArray[np.int64]
 Weights = NDArray[np.float32]
@@ -35,12 +36,7 @@ Weights = NDArray[np.float32]
 
 @dataclass
 class TierPlan:
-    """The moves of one batch between tiers, and the tier of each of its lookups.
-
-    Bags are feature-major as in a KJT: bag ``f * B + b``. Samples from ``cold_first`` on (in the plan's
-    order) may need the slab. If rows are not pooled, every id is a bag of its own with its row in one of the
-    two tiers; the slab's bags are then all of them.
-    """
+    """The moves of one batch between tiers, and the tier of each of its lookups."""
 
     batch_size: int
     # rows that move before the batch is looked up
@@ -57,29 +53,23 @@ class TierPlan:
     carried_from: NDArray[np.int64]
     """For each row in ``arrivals``, its position in ``departures``, or -1 if the store has it."""
     # lookups
-    indices: NDArray[np.int64]
-    offsets: Offsets
-    slab_indices: NDArray[np.int64]
-    slab_offsets: Offsets
-    needs_cold: NDArray[np.bool_]
-    """For each sample, in the batch's own order, whether it looks up a row that is not resident yet."""
-    cold_first: int
+    lookups: Parted | GpuLookups
+    """Where each lookup's row is, once these have moved."""
     looked_up: int
     """Number of the whole batch's lookups."""
     hits: int
     """Those of them whose row was resident before any row moved for the batch."""
-    weights: Weights | None = None
-    """The weights of ``indices``, float32, if ids have weights."""
-    slab_weights: Weights | None = None
-    """The weights of ``slab_indices``, float32, if ids have weights."""
-    bags: Offsets | None = None
-    """Where each feature's and sample's ids begin, int64 [F * B + 1]; None for pooled rows."""
+    cold_first: int = 0
+    """The first sample, in the plan's order, that may need the slab."""
     shared: SharedLookups | None = None
     """This trainer's share of the lookups, if several train."""
     fetched: Future[Landed] | None = None
     """The fetch of ``fetch``'s rows, once it has been started."""
-    sent: Sent | None = None
-    """The lookups on their way to a GPU: indices and offsets of both tiers, then their weights, if any."""
+
+    @property
+    def needs_cold(self) -> NDArray[np.bool_]:
+        """For each sample, in the batch's own order, whether it looks up a row in the slab, bool [B]."""
+        return self.lookups.needs_cold
 
     @property
     def arrivals(self) -> RowIds:
@@ -128,6 +118,19 @@ class IndexBags:
     batch_size: int
     weights: Weights | None = None
     """Weights of the lookups, float32 [L]; None: each counts once."""
+    times: None = None
+    """Each lookup is there."""
+
+    def __len__(self) -> int:
+        return len(self.indices)
+
+    def count(self, places: NDArray[np.int64]) -> int:
+        """How many lookups ``indices[places]`` are."""
+        return len(places)
+
+    def parted(self, where: Slots, pooled: bool, spread: Spread) -> Parted:
+        """As ``parting.parted``."""
+        return parted(self, where, pooled, spread)
 
     def apart(self) -> IndexBags:
         """The same lookups, each as a bag of its own, with one feature."""
@@ -211,20 +214,21 @@ class TierPlanner:
         self.slab_rows: RowIds = np.empty(0, np.int64)
         self.decided: Decision | None = None
         """The decision for a batch whose plan was undone."""
-        self._pending: tuple[TierPlan, RowIds, IndexBags, Decision] | None = None
+        self._pending: tuple[TierPlan, RowIds, IndexBags | GpuBags, Decision] | None = None
 
-    def plan(self, bags: IndexBags) -> TierPlan:
+    def plan(self, bags: IndexBags | GpuBags) -> TierPlan:
         """Decide for one batch; ``commit`` must follow before the next ``plan``."""
         assert self._pending is None, "the last plan has not been carried out"
         known, self.decided = self.decided, None
         if known is not None and not known.is_of(bags.indices):
             known = None
         residents, before = self.space.residents, self.slab_rows
-        moved = self.asked.migrate(bags.indices) if known is None else known.moved
+        rows, times = self._told(bags)
+        moved = self.asked.migrate(rows) if known is None else known.moved
         came_from = [self.where[moved.rows]]
         where, missing = found_at(self.where, bags.indices, self.spread)
         # What a policy moves in for this batch was not resident.
-        found = len(where) - len(missing)
+        found = len(bags) - bags.count(missing)
         emptied = residents.empty(moved.freed)
         dropped = residents.put(moved.slots, moved.rows)
         evicts = bool(len(emptied)) or bool((dropped >= 0).any())
@@ -235,7 +239,10 @@ class TierPlanner:
             missing = missing[where[missing] < 0]
         misses, which = self._distinct(bags.indices[missing])
         hits = slots_in(where, self.spread) if len(missing) else where
-        admitted = self.asked.admit(hits, misses, bags.indices) if known is None else known.admitted
+        if known is None:
+            admitted = self.asked.admit(_repeated(hits, where, times), misses, rows)
+        else:
+            admitted = known.admitted
         came_from.append(self.where[admitted.rows])
         emptied = np.concatenate((emptied, residents.empty(admitted.freed)))
         evicted = np.concatenate((dropped, residents.put(admitted.slots, admitted.rows), emptied))
@@ -251,7 +258,9 @@ class TierPlanner:
         self.where[slab] = -2 - np.arange(len(slab), dtype=np.int32)
         self.slab_rows = slab
         where[missing] = self.where[misses][which]
-        plan = self._lookups(bags, where, slots, placed, vacated, evicted, slab, carried_from, found)
+        lookups = bags.parted(where, self.pooled, self.spread)
+        moves = (slots, placed, vacated, evicted, slab, carried_from)
+        plan = TierPlan(bags.batch_size, *moves, lookups, len(bags), found)
         self._pending = (plan, before, bags, known or Decision(moved, admitted, bags.indices))
         return plan
 
@@ -297,42 +306,17 @@ class TierPlanner:
         back = found < IN_STORE
         sources[back] = first - 2 - found[back]
 
-    def _lookups(
-        self,
-        bags: IndexBags,
-        where: Slots,
-        slots: Slots,
-        placed: RowIds,
-        vacated: Slots,
-        evicted: RowIds,
-        slab: RowIds,
-        carried: RowIds,
-        hits: int,
-    ) -> TierPlan:
-        """The plan with its samples in the batch's own order."""
-        lookups = parted(bags, where, self.pooled, self.spread)
-        return TierPlan(
-            batch_size=bags.batch_size,
-            slots=slots,
-            placed=placed,
-            vacated=vacated,
-            evicted=evicted,
-            slab=slab,
-            carried_from=carried,
-            indices=lookups.indices,
-            offsets=lookups.offsets,
-            slab_indices=lookups.slab_indices,
-            slab_offsets=lookups.slab_offsets,
-            needs_cold=lookups.needs_cold,
-            cold_first=0,
-            looked_up=len(where),
-            hits=hits,
-            weights=lookups.weights,
-            slab_weights=lookups.slab_weights,
-            bags=None if self.pooled else bags.offsets,
-        )
+    def _told(self, bags: IndexBags | GpuBags) -> tuple[RowIds, NDArray[np.int32] | None]:
+        """The rows that the policy is told, and how often it is told each of ``bags.indices``; None: once."""
+        self.policy.times = None
+        if bags.times is None:
+            return bags.indices, None
+        if asks_once(type(self.policy)):
+            self.policy.times = bags.times
+            return bags.indices, None
+        return np.repeat(bags.indices, bags.times), bags.times
 
-    def undo(self) -> IndexBags | None:
+    def undo(self) -> IndexBags | GpuBags | None:
         """Undo a plan that has not been carried out, so that the map shows where rows really are.
 
         Returns the bags to plan again later, with the same plan as the result, or None if nothing was
@@ -368,18 +352,13 @@ class TierPlanner:
         return self.space.residents.nbytes
 
 
+def _repeated(hits: Slots, where: Slots, times: NDArray[np.int32] | None) -> Slots:
+    """``hits``, those of ``where`` that are slots, each as often as ``times`` says."""
+    return hits if times is None else np.repeat(hits, times[where >= 0])
+
+
 def reorder(plan: TierPlan, order: NDArray[np.int64], cold_first: int) -> TierPlan:
     """``plan`` with the samples in ``order``; the slab's bags cover only samples from ``cold_first`` on."""
-    size, plan.batch_size, plan.cold_first = plan.batch_size, len(order), cold_first
-    if plan.bags is not None:  # of each id
-        size = int(plan.bags[-1])
-        order, plan.bags = places_of(plan.bags, len(plan.needs_cold), order)
-    resident = IndexBags(plan.indices, plan.offsets, size, plan.weights).permuted(order)
-    slab = IndexBags(plan.slab_indices, plan.slab_offsets, size, plan.slab_weights).permuted(order)
-    plan.indices, plan.offsets, plan.weights = resident.indices, resident.offsets, resident.weights
-    plan.slab_indices, plan.slab_offsets, plan.slab_weights = slab.indices, slab.offsets, slab.weights
-    if plan.bags is None:
-        features = (len(slab.offsets) - 1) // max(1, len(order))
-        starts = slab.offsets[:-1].reshape(features, len(order))[:, cold_first:].ravel()
-        plan.slab_offsets = np.append(starts, len(slab.indices))
+    plan.batch_size, plan.cold_first = len(order), cold_first
+    plan.lookups = plan.lookups.permuted(order, cold_first)
     return plan

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from recpipe.common.saved import Damaged, within
 from recpipe.common.spread import ALONE, Spread
@@ -18,6 +19,8 @@ ONCE = np.int32(1)
 class NoCache(CachePolicy):
     """Every row is fetched and written back in every batch: the papers' parameter-server baseline."""
 
+    each_once = True
+
     def state_dict(self) -> dict[str, Any]:
         """No state."""
         return {}
@@ -29,6 +32,7 @@ class NoCache(CachePolicy):
 class ChosenRows(CachePolicy):
     """Keeps a set of rows chosen beforehand; a subclass decides when they become resident."""
 
+    each_once = True
     target: RowIds
     """The set, sorted; at most ``space.slots`` rows."""
 
@@ -98,6 +102,8 @@ class Lru(CachePolicy):
     ``stamp`` has the last batch that looked up each slot. ``ring`` has slots in the order of those lookups;
     an entry is out of date once its slot has a newer stamp.
     """
+
+    each_once = True
 
     def __init__(self, space: RowSpace) -> None:
         super().__init__(space)
@@ -192,6 +198,8 @@ class Lfu(CachePolicy):
     has grown since are skipped.
     """
 
+    each_once = True
+
     def __init__(self, space: RowSpace) -> None:
         super().__init__(space)
         self.counts = np.zeros(space.rows, np.int32)
@@ -200,7 +208,7 @@ class Lfu(CachePolicy):
 
     def admit(self, hits: Slots, misses: RowIds, looked_up: RowIds) -> Placement:
         """Pair the most frequent misses with the least frequent residents."""
-        np.add.at(self.counts, looked_up, ONCE)
+        add_lookups(self.counts, looked_up, self.times)
         wanted = misses[np.argsort(-self.counts[misses], kind="stable")]
         fresh = np.arange(self.used, min(self.space.slots, self.used + len(wanted)), dtype=np.int32)
         rest = wanted[len(fresh) :]
@@ -258,6 +266,14 @@ class Lfu(CachePolicy):
         self.counts = state["counts"]
         self.candidates, self.candidate_counts = state["candidates"], state["candidate_counts"]
         self.next, self.used = int(state["next"]), int(state["used"])
+
+
+def add_lookups(counts: NDArray[np.int32], rows: RowIds, times: NDArray[np.int32] | None) -> None:
+    """Count in ``counts`` (by row) how often a batch looks up ``rows``, as ``CachePolicy.times`` says."""
+    if times is None:
+        np.add.at(counts, rows, ONCE)
+    else:
+        counts[rows] += times
 
 
 AT_ONCE = 1 << 16

@@ -21,6 +21,7 @@ from recpipe.plugin.policy import RowIds
 from recpipe.tables.collection import AllResident
 from recpipe.tables.rowtable import RowBags, distinct, row_bags, updated
 from recpipe.tables.specs import Region, TableSet, Values, to_numpy
+from recpipe.tables.tiers.parting import Parted
 from recpipe.tables.tiers.placement import IndexBags, TierPlan, reorder
 
 if TYPE_CHECKING:
@@ -44,15 +45,18 @@ class SharedLookups:
 def share(plan: TierPlan, samples: NDArray[np.int64], cold_first: int) -> TierPlan:
     """This trainer's part of ``plan``: its ``samples`` (int64 [n]), in this order; those from ``cold_first``
     on may need the slab. The rows that move stay the same."""
-    touched = distinct(plan.indices)
-    slab = np.arange(len(plan.slab))
-    plan = reorder(plan, samples, cold_first)
+    whole = plan.lookups
+    assert isinstance(whole, Parted), "several trainers plan on the CPU"
+    touched, slab = distinct(whole.indices), np.arange(len(plan.slab))
+    reorder(plan, samples, cold_first)
+    own = plan.lookups
+    assert isinstance(own, Parted), "as before"
     size, cold = plan.batch_size, plan.batch_size - cold_first
-    if plan.bags is not None:  # a bag for each id
-        size = cold = int(plan.bags[-1])
+    if own.bags is not None:  # a bag for each id
+        size = cold = int(own.bags[-1])
     plan.shared = SharedLookups(
-        (RowBags.of(IndexBags(plan.indices, plan.offsets, size, plan.weights)), touched),
-        (RowBags.of(IndexBags(plan.slab_indices, plan.slab_offsets, cold, plan.slab_weights)), slab),
+        (RowBags.of(IndexBags(own.indices, own.offsets, size, own.weights)), touched),
+        (RowBags.of(IndexBags(own.slab_indices, own.slab_offsets, cold, own.slab_weights)), slab),
     )
     return plan
 

@@ -6,7 +6,8 @@ the one that a single big table would have made.
 
 A batch passes through four calls, in this order (``forward`` makes all of them):
 
-    plan    ids -> TierPlan                              loader thread, while the last batch trains
+    plan    ids -> TierPlan                              loader thread, while the last batch trains;
+                                                         a GPU finds the distinct rows (``on_gpu``)
     fetch   store -> host buffer                         I/O thread, started by ``prefetch`` or ``advance``
     advance departing rows -> store, between two batches training thread
     arrive  buffer -> slots and slab                     training thread, before they are looked up
@@ -37,6 +38,7 @@ from recpipe.tables.specs import Region, TableSet, Values
 from recpipe.tables.stores.base import ColdStore, IoCounters, Records
 from recpipe.tables.tiers import saved_placement
 from recpipe.tables.tiers.memory import TierMemory
+from recpipe.tables.tiers.on_gpu import Finder, GpuBags
 from recpipe.tables.tiers.placement import IndexBags, TierPlan, TierPlanner, table_bags
 from recpipe.tables.tiers.policies import policy_bytes
 from recpipe.tables.tiers.store_thread import StoreThread, TierTimes
@@ -81,6 +83,8 @@ class TieredEmbeddingBagCollection(RowCollection, Planned, SavesPlacement, Shows
         trainers = trainers if len(self.ranks.trainers) > 1 else None
         self.replicated = trainers is not None
         self.cold = StoreThread(store, device, self.times, self.ranks)
+        finds = device.type == "cuda" and not self.replicated
+        self._finder = Finder(tables, self.cold.transfer, self._spread) if finds else None
         self._planning = threading.RLock()
         self.slots = policy.space.slots
         self.memory = TierMemory(tables, self.slots, slab_rows, self.cold, device, trainers, self._spread)
@@ -97,9 +101,19 @@ class TieredEmbeddingBagCollection(RowCollection, Planned, SavesPlacement, Shows
         """Decide where the batch's lookups go and which rows move; ``advance`` must follow."""
         with self._planning:
             start = perf_counter()
-            plan = self.planner.plan(self.bags(sparse))
+            plan = self.planner.plan(self._lookups(sparse))
             self.times.plan += perf_counter() - start
         return plan
+
+    def _lookups(self, sparse: KeyedJaggedTensor) -> IndexBags | GpuBags:
+        """As ``bags``, by the GPU if one trains."""
+        if self._finder is None:
+            return self.bags(sparse)
+        found = self._finder.bags(sparse)
+        if found is None:
+            self.bags(sparse)  # whose error names the id
+            raise AssertionError("a GPU says that an id is not in its table, the CPU says that all are")
+        return found
 
     def prefetch(self, plan: TierPlan) -> None:
         """Start fetching the plan's rows, once ``advance`` of the batch before it has been called. A GPU also

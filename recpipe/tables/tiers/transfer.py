@@ -43,16 +43,10 @@ class Sent:
 
     tensors: list[torch.Tensor]
     ready: torch.cuda.Event | None
-    narrowed: bool = False
-    """Whether tensors of int32 are copies of int64 arrays."""
 
     def use(self) -> list[torch.Tensor]:
-        """A tensor for each array; the current stream waits until they have arrived. Training's stream alone
-        calls it."""
+        """A tensor for each array; the current stream waits until they have arrived."""
         arrived(self.ready, self.tensors[:1])  # the others lie in the same memory
-        if self.narrowed:
-            self.tensors = [part.long() if part.dtype == torch.int32 else part for part in self.tensors]
-            self.ready, self.narrowed = None, False
         return self.tensors
 
 
@@ -94,22 +88,29 @@ class Transfer:
 
         return landed
 
-    def send(self, arrays: Sequence[NDArray[Any]], narrow: bool = False, spread: Spread = ALONE) -> Sent:
-        """Start to copy ``arrays`` to the device, all in one copy. On a CPU the tensors share their memory.
+    def to_host_now(self, values: torch.Tensor) -> NDArray[Any]:
+        """``values``, which are made on the current stream; waits for them."""
+        if not self.on_gpu:
+            return values.numpy()
+        host = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
+        host.copy_(values, non_blocking=True)
+        copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        copied.record(torch.cuda.current_stream(self.device))
+        copied.synchronize()
+        return host.numpy()
 
-        ``narrow``: values of int64 are below 2**31 and go as int32, half of the bytes. ``spread``: threads
-        that put them into the page-locked buffer.
-        """
+    def send(self, arrays: Sequence[NDArray[Any]], spread: Spread = ALONE) -> Sent:
+        """Start to copy ``arrays`` to the device, all in one copy. On a CPU the tensors share their memory.
+        ``spread``: threads that put them into the page-locked buffer."""
         if not self.on_gpu:
             return Sent([torch.from_numpy(array) for array in arrays], None)
-        kinds = [np.dtype(np.int32) if narrow and a.dtype == np.int64 else a.dtype for a in arrays]
-        sizes = [kind.itemsize * array.size for kind, array in zip(kinds, arrays, strict=True)]
+        sizes = [array.nbytes for array in arrays]
         starts = np.cumsum([0, *(-(-size // ALIGNED) * ALIGNED for size in sizes)]).tolist()
         host = torch.empty(starts[-1], dtype=torch.uint8, pin_memory=True)
         whole = host.numpy()
         staged = [
-            whole[start : start + size].view(kind)
-            for start, size, kind in zip(starts, sizes, kinds, strict=False)
+            whole[start : start + size].view(array.dtype)
+            for array, start, size in zip(arrays, starts, sizes, strict=False)
         ]
         for array, target in zip(arrays, staged, strict=True):
             _stage(array.reshape(-1), target, spread)
@@ -119,11 +120,11 @@ class Transfer:
             there[start : start + size].view(torch.from_numpy(target[:0]).dtype).view(array.shape)
             for array, target, start, size in zip(arrays, staged, starts, sizes, strict=False)
         ]
-        return Sent(parts, self._indices.mark(), narrow)
+        return Sent(parts, self._indices.mark())
 
 
 def _stage(array: NDArray[Any], target: NDArray[Any], spread: Spread) -> None:
     def copy(part: slice) -> None:
-        np.copyto(target[part], array[part], casting="same_kind")
+        target[part] = array[part]
 
     spread.map(copy, spread.parts(len(array)))

@@ -1,0 +1,217 @@
+"""A batch's lookups where a GPU trains: the GPU finds the distinct rows, and the host plans for these alone.
+
+The ids go to the GPU, which sorts the rows that they stand for. Distinct rows, and how often each is looked
+up, come back: an eighth of the ids of a skewed batch of Criteo's size. Where each of them is goes to the GPU
+again, which finds each lookup's slot by it. All this has a stream of its own, in the loader's thread, and no
+Python runs while it waits.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from recpipe.common.device import Aside, arrived
+from recpipe.data.parts import in_order
+from recpipe.plugin.policy import RowIds, Slots
+from recpipe.tables.tiers.parting import DeviceBags
+
+if TYPE_CHECKING:
+    from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+
+    from recpipe.common.spread import Spread
+    from recpipe.tables.specs import TableSet
+    from recpipe.tables.tiers.transfer import Transfer
+
+
+class Finder:
+    """Finds the distinct rows that batches look up in ``tables``."""
+
+    def __init__(self, tables: TableSet, transfer: Transfer, spread: Spread) -> None:
+        self.tables, self.transfer, self.spread = tables, transfer, spread
+        self.aside = Aside(transfer.device, first=True)
+        layout, kind = tables.layout, torch.int64
+        if layout.total_rows <= np.iinfo(np.int32).max:
+            kind = torch.int32  # sorted in half of the time
+        self._kind = kind
+        of_features = np.stack((layout.bases[tables.table_of], np.diff(layout.bases)[tables.table_of]))
+        self._bases, self._sizes = torch.from_numpy(of_features).to(transfer.device).unbind()
+
+    def bags(self, sparse: KeyedJaggedTensor) -> GpuBags | None:
+        """The batch's lookups; None if an id is not in its table."""
+        sparse = in_order(sparse, self.tables.features)
+        weights = sparse.weights() if self.tables.weighted else None
+        with self.aside.stream(after=sparse.values().is_cuda):
+            ids, lengths, *given = self._there(sparse.values(), sparse.lengths(), weights)
+            offsets = _ends(lengths)
+            counts = offsets[:: sparse.stride()].diff()
+            features = torch.repeat_interleave(counts, output_size=len(ids))
+            wrong = ((ids < 0) | (ids >= self._sizes.index_select(0, features))).any()
+            rows = (ids + self._bases.index_select(0, features)).to(self._kind)
+            distinct, which, times = torch.unique(rows, return_inverse=True, return_counts=True)
+            found = torch.cat((wrong.to(self._kind).view(1), distinct, times.to(self._kind)))
+            host = self.transfer.to_host_now(found)
+        if host[0]:
+            return None
+        indices, times_here = np.split(host[1:], 2)
+        return GpuBags(
+            indices.astype(np.int64),
+            times_here.astype(np.int32),
+            which,
+            offsets,
+            given[0].float() if given else None,
+            sparse.stride(),
+            self,
+        )
+
+    def _there(self, *parts: torch.Tensor | None) -> list[torch.Tensor]:
+        """``parts`` that are not None on the GPU, for this object's stream."""
+        given = [part for part in parts if part is not None]
+        if given[0].is_cuda:
+            return [self.aside.lend(part) for part in given]
+        return self.transfer.send([part.numpy() for part in given], self.spread).use()
+
+
+@dataclass
+class GpuBags:
+    """A batch's lookups, of which the host knows the distinct rows; the rest is on the GPU."""
+
+    indices: RowIds
+    """Distinct rows, sorted, int64 [U]."""
+    times: NDArray[np.int32]
+    """How often each is looked up, int32 [U]."""
+    which: torch.Tensor
+    """Position of each lookup's row among them, int64 [L]."""
+    offsets: torch.Tensor
+    """Feature-major, int64 [F * B + 1]."""
+    weights: torch.Tensor | None
+    """Weights of the lookups, float32 [L]; None: each counts once."""
+    batch_size: int
+    finder: Finder
+    """Whose stream the tensors are made on."""
+
+    def __len__(self) -> int:
+        return len(self.which)
+
+    def count(self, places: NDArray[np.int64]) -> int:
+        """How many lookups the rows ``indices[places]`` have."""
+        return int(self.times[places].sum())
+
+    def parted(self, where: Slots, pooled: bool, spread: Spread) -> GpuLookups:
+        """The lookups if ``indices`` are in slot ``where[i]`` or, below ``IN_STORE``, in the slab at
+        ``-2 - where[i]`` (int32 [U])."""
+        return GpuLookups(self, where, pooled, self.batch_size)
+
+
+@dataclass
+class GpuLookups:
+    """As ``Parted``, on a GPU. What a TBE looks up is made by ``prepare``, or when it is first asked for."""
+
+    given: GpuBags
+    where: Slots
+    """Where each distinct row is: a slot or, below ``IN_STORE``, ``-2`` minus a position in the slab."""
+    pooled: bool
+    batch_size: int
+    order: NDArray[np.int64] | None = None
+    """The samples, int64 [n]; None: in the batch's own order."""
+    cold_first: int = 0
+    _tiers: tuple[DeviceBags, DeviceBags] | None = field(default=None, init=False)
+    _ready: torch.cuda.Event | None = field(default=None, init=False)
+
+    @property
+    def _aside(self) -> Aside:
+        return self.given.finder.aside
+
+    @cached_property
+    def needs_cold(self) -> NDArray[np.bool_]:
+        """For each sample, in the batch's own order, whether it looks up a row in the slab, bool [B]."""
+        if not (self.where < 0).any():
+            return np.zeros(self.given.batch_size, bool)
+        with self._aside.stream():
+            cold = _before(self._found() < 0)[self.given.offsets].diff() > 0
+            needs = cold.view(-1, self.given.batch_size).any(0)
+            return self.given.finder.transfer.to_host_now(needs)
+
+    def permuted(self, order: NDArray[np.int64], cold_first: int) -> GpuLookups:
+        """The lookups of all samples in ``order`` (int64 [B]), of which those before ``cold_first`` need no
+        row of the slab."""
+        return replace(self, batch_size=len(order), order=order, cold_first=cold_first)
+
+    def prepare(self) -> None:
+        """Begin to make what ``tiers`` returns."""
+        with self._aside.stream():
+            self._tiers = self._made()
+            self._ready = self._aside.mark()
+
+    def tiers(self) -> tuple[DeviceBags, DeviceBags]:
+        """The lookups in the resident slots and in the slab, as ``Parted.tiers``; the current stream waits
+        until they are there."""
+        if self._tiers is None:
+            self.prepare()
+        assert self._tiers is not None, "just made"
+        arrived(self._ready, [part for bags in self._tiers for part in bags if part is not None])
+        self._ready = None
+        return self._tiers
+
+    def _found(self) -> torch.Tensor:
+        """Where each lookup's row is, int64 [L], in the batch's own order."""
+        where = self._sent(self.where.astype(np.int64))
+        return where.index_select(0, self.given.which)
+
+    def _made(self) -> tuple[DeviceBags, DeviceBags]:
+        found, weights, bags = self._found(), self.given.weights, self.given.offsets
+        if self.order is not None:
+            places, bags = _places(bags, self._sent(self.order), len(found))
+            found = found.index_select(0, places)
+            weights = None if weights is None else weights.index_select(0, places)
+        own = bags if self.pooled else torch.arange(len(found) + 1, device=found.device)
+        if not (self.where < 0).any():
+            none = None if weights is None else weights[:0]
+            return (found, own, weights), (found[:0], self._of_cold(torch.zeros_like(own)), none)
+        warm = found >= 0
+        slab_offsets = _before(~warm)[own]
+        hot, cold = warm.nonzero().squeeze(1), (~warm).nonzero().squeeze(1)
+        of_slots, of_slab = (
+            None if weights is None else weights.index_select(0, part) for part in (hot, cold)
+        )
+        return (
+            (found.index_select(0, hot), own - slab_offsets, of_slots),
+            (-2 - found.index_select(0, cold), self._of_cold(slab_offsets), of_slab),
+        )
+
+    def _of_cold(self, offsets: torch.Tensor) -> torch.Tensor:
+        """Those of the slab's ``offsets`` that belong to samples from ``cold_first`` on, which have all of
+        its lookups."""
+        if not self.pooled or not self.cold_first:
+            return offsets
+        starts = offsets[:-1].view(-1, self.batch_size)[:, self.cold_first :].reshape(-1)
+        return torch.cat((starts, offsets[-1:]))
+
+    def _sent(self, array: NDArray[np.int64]) -> torch.Tensor:
+        return self.given.finder.transfer.send([array]).use()[0]
+
+
+def _ends(lengths: torch.Tensor) -> torch.Tensor:
+    """Offsets of bags of these ``lengths``, int64 [n + 1]."""
+    offsets = torch.zeros(len(lengths) + 1, dtype=torch.int64, device=lengths.device)
+    torch.cumsum(lengths, 0, out=offsets[1:])
+    return offsets
+
+
+def _before(marked: torch.Tensor) -> torch.Tensor:
+    """How many are ``marked`` before each place, and in all: int64 [n + 1]."""
+    return _ends(marked.long())
+
+
+def _places(offsets: torch.Tensor, samples: torch.Tensor, lookups: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """As ``data.select.places_of``, of all samples of a batch with so many ``lookups``."""
+    bags = torch.stack((offsets[:-1], offsets.diff())).view(2, -1, len(samples))
+    starts, lengths = bags.index_select(2, samples).flatten(1).unbind()
+    new = _ends(lengths)
+    shift = torch.repeat_interleave(starts - new[:-1], lengths, output_size=lookups)
+    return shift + torch.arange(lookups, device=shift.device), new
