@@ -63,6 +63,11 @@ class Planned(ABC):
         """Pooled slab rows, which this batch alone needs, for samples from ``plan.cold_first`` on, float32
         [B - cold_first, F * D]; its backward updates them."""
 
+    def lookup_both(self, plan: TierPlan) -> torch.Tensor | None:
+        """The sum of the two for all samples, once all rows have arrived, where they are looked up at once;
+        None: they are not."""
+        return None
+
 
 class SavesPlacement(ABC):
     """A collection that saves which rows are resident in a checkpoint, from which a resumed run goes on."""

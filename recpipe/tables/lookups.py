@@ -7,7 +7,7 @@ An update for each part would be wrong for every optimizer with state.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from functools import partial
 from typing import Any
@@ -83,6 +83,15 @@ class GroupLookup:
             roomy = self.collection.pooled_with_room(self.ids) if self.room else None
             self.warm = self.collection.lookup(self.ids) if roomy is None else roomy
             self.dim = 0 if roomy is None else self.room
+
+    def look_up_all(self) -> None:
+        """Look up all rows, which have arrived."""
+        both = None if self.plan is None else self._tiers.lookup_both(self.plan)
+        if both is not None:
+            self.warm = both
+            return
+        self.look_up_warm()
+        self.look_up_cold()
 
     def look_up_cold(self) -> None:
         """Look up the slab's rows, after they have arrived."""
@@ -262,9 +271,8 @@ class BatchLookups:
                 if wait or any(g.plan is not None and g.plan.fetches_residents for g in self.all):
                     for lookup in self.all:
                         lookup.arrive()
-                self._look_up_warm(beside)
-                if wait:
-                    self._look_up_cold()
+                self._each([each.look_up_all if wait else each.look_up_warm for each in self.all], beside)
+                self.cold_is_here = wait
                 if shared:
                     self.share()
         except BaseException as fault:
@@ -272,12 +280,12 @@ class BatchLookups:
             raise
         self._ready.set_result(None)
 
-    def _look_up_warm(self, beside: Beside | None) -> None:
-        if beside is None or len(self.all) == 1:
-            for lookup in self.all:
-                lookup.look_up_warm()
+    def _each(self, work: list[Callable[[], None]], beside: Beside | None) -> None:
+        if beside is None or len(work) == 1:
+            for own in work:
+                own()
         else:
-            beside.begin("look up", [lookup.look_up_warm for lookup in self.all])
+            beside.begin("look up", work)
             beside.finish()
 
     def wait_for_cold(self) -> None:
@@ -285,12 +293,9 @@ class BatchLookups:
         with phase("embedding forward"):
             for lookup in self.all:
                 lookup.arrive()
-            self._look_up_cold()
-
-    def _look_up_cold(self) -> None:
-        for lookup in self.all:
-            lookup.look_up_cold()
-        self.cold_is_here = True
+            for lookup in self.all:
+                lookup.look_up_cold()
+            self.cold_is_here = True
 
     def part(self, ids: Mapping[Front, KeyedJaggedTensor], low: int, high: int) -> dict[Front, Part]:
         """What the fronts hand out for samples [low, high), which have these ``ids``."""

@@ -162,8 +162,9 @@ def _looked_up(tier: TieredEmbeddingBagCollection, plan: TierPlan) -> tuple[floa
     """Seconds to look up both tiers, and to update them."""
     _evict_caches()
     began = time.perf_counter()
-    warm = tier.lookup_resident(plan)
-    cold = tier.lookup_slab(plan) if len(plan.slab) else None
+    both = tier.lookup_both(plan)
+    warm = tier.lookup_resident(plan) if both is None else both
+    cold = tier.lookup_slab(plan) if both is None and len(plan.slab) else None
     forward = time.perf_counter() - began
     gradient = torch.full_like(warm, 1e-3)
     _evict_caches()

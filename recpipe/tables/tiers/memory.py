@@ -15,7 +15,6 @@ import torch
 from numpy.typing import NDArray
 from torch import nn
 
-from recpipe.common.spread import Spread
 from recpipe.distributed.ranks import Channel
 from recpipe.plugin.policy import IN_STORE, RowIds, Slots
 from recpipe.tables.rowtable import RowBags
@@ -27,7 +26,7 @@ from recpipe.tables.tiers.occupied import Occupied
 from recpipe.tables.tiers.on_gpu import GpuLookups
 from recpipe.tables.tiers.parting import DeviceBags
 from recpipe.tables.tiers.placement import TierPlan
-from recpipe.tables.tiers.slots import Table, filter_slots, make_slots, put, take
+from recpipe.tables.tiers.slots import Room, filter_slots, make_slots, put, take
 from recpipe.tables.tiers.store_thread import StoreThread
 
 
@@ -45,8 +44,11 @@ class _Arriving:
 class TierMemory(nn.Module):
     """Resident slots and a slab on ``device``, in front of the store of ``cold``.
 
+    On a GPU both are in one table, so that a batch is looked up and updated at once, by one TBE. A slab that
+    becomes too small gets a table of its own there, as it has on a CPU, where its size changes often.
+
     ``slots`` and ``slab_rows``: for how many rows they have room; the slab grows. ``trainers``: the channel
-    between several trainers, each of which has a replica; None for one. ``spread``: threads for copies.
+    between several trainers, each of which has a replica; None for one.
     """
 
     def __init__(
@@ -57,13 +59,18 @@ class TierMemory(nn.Module):
         cold: StoreThread,
         device: torch.device,
         trainers: Channel | None,
-        spread: Spread,
     ) -> None:
         super().__init__()
         self.tables, self.cold, self.device, self.trainers = tables, cold, device, trainers
-        self.spread = spread
-        self.resident = make_slots(tables, max(1, slots), device, trainers)
-        self.slab = make_slots(tables, slab_rows, device, trainers)
+        self.together = device.type == "cuda" and trainers is None
+        """Whether slots and slab are in one table."""
+        size = max(1, slots)
+        self.first = make_slots(tables, size + slab_rows * self.together, device, trainers)
+        self.second = None if self.together else make_slots(tables, slab_rows, device, trainers)
+        if self.second is None:
+            self.resident, self.slab = Room.two(self.first, size)
+        else:
+            self.resident, self.slab = Room.of(self.first), Room.of(self.second)
         self.occupied = Occupied(slots)
         self.slab_rows: RowIds = np.empty(0, np.int64)
         """The rows in the slab's first places, int64 [S]."""
@@ -83,7 +90,7 @@ class TierMemory(nn.Module):
         self._ahead = plan.fetch
         plan.fetched = self.cold.fetch(self._ahead)
         if isinstance(plan.lookups, GpuLookups):
-            plan.lookups.prepare()
+            plan.lookups.prepare(self.slab.first, self._at_once(plan))
 
     def advance(self, plan: TierPlan) -> None:
         """After the last batch's update and ``arrive``: send departing rows away, and put carried ones that
@@ -152,7 +159,7 @@ class TierMemory(nn.Module):
         """
         if plan.shared is not None:
             return self._shared_lookup(self.resident, *plan.shared.resident)
-        return self._lookup(self.resident, plan.lookups.tiers()[0])
+        return self._lookup(self.resident, plan.lookups.tiers(self.slab.first)[0])
 
     def lookup_slab(self, plan: TierPlan) -> torch.Tensor:
         """Pooled slab rows of samples ``plan.cold_first ..``, float32 [B - cold_first, F * D].
@@ -162,17 +169,32 @@ class TierMemory(nn.Module):
         if plan.shared is not None:
             rows = self._shared_lookup(self.slab, *plan.shared.slab)
         else:
-            rows = self._lookup(self.slab, plan.lookups.tiers()[1])
+            rows = self._lookup(self.slab, plan.lookups.tiers(self.slab.first)[1])
+        return self._noting_changes(rows)
+
+    def lookup_both(self, plan: TierPlan) -> torch.Tensor | None:
+        """The rows of all samples, as the sum of the two others; None if they are not looked up at once."""
+        if not self._at_once(plan):
+            return None
+        assert isinstance(plan.lookups, GpuLookups), "on a GPU"
+        rows = self._lookup(self.slab, plan.lookups.both(self.slab.first))
+        return self._noting_changes(rows) if len(plan.slab) else rows
+
+    def _at_once(self, plan: TierPlan) -> bool:
+        """Whether both tiers are looked up at once: those of a batch that is cut are not."""
+        return self.together and isinstance(plan.lookups, GpuLookups) and plan.lookups.order is None
+
+    def _noting_changes(self, rows: torch.Tensor) -> torch.Tensor:
         if rows.requires_grad:
             rows.register_hook(self.slab_changes)  # type: ignore[no-untyped-call]
         return rows
 
-    def _lookup(self, table: Table, bags: DeviceBags) -> torch.Tensor:
-        rows: torch.Tensor = table(*bags)
+    def _lookup(self, room: Room, bags: DeviceBags) -> torch.Tensor:
+        rows: torch.Tensor = room.table(*bags)
         return rows
 
-    def _shared_lookup(self, table: Table, bags: RowBags, touched: RowIds) -> torch.Tensor:
-        pooled: torch.Tensor = table(bags, touched)
+    def _shared_lookup(self, room: Room, bags: RowBags, touched: RowIds) -> torch.Tensor:
+        pooled: torch.Tensor = room.table(bags, touched)
         return pooled
 
     # -- rows between two batches ------------------------------------------------------------
@@ -219,11 +241,22 @@ class TierMemory(nn.Module):
     def filter_updates(self, rows: RowFilter) -> None:
         """Leave rows out of both tiers' updates."""
         self._row_filter = rows
-        filter_slots(self.resident, rows, lambda slots: self.occupied.rows[slots], self.tables)
-        self._filter_slab(rows)
+        filter_slots(self.first, rows, self._rows_in_first, self.tables)
+        self._filter_slab()
 
-    def _filter_slab(self, rows: RowFilter) -> None:
-        filter_slots(self.slab, rows, lambda slots: self.slab_rows[slots], self.tables)
+    def _filter_slab(self) -> None:
+        if self.second is not None and self._row_filter is not None:
+            filter_slots(self.second, self._row_filter, lambda places: self.slab_rows[places], self.tables)
+
+    def _rows_in_first(self, places: RowIds) -> RowIds:
+        """The rows in these places of the table that has the slots."""
+        if not self.together:
+            return self.occupied.rows[places]
+        in_slab = places >= self.slab.first
+        rows = np.empty(len(places), np.int64)
+        rows[~in_slab] = self.occupied.rows[places[~in_slab]]
+        rows[in_slab] = self.slab_rows[places[in_slab] - self.slab.first]
+        return rows
 
     def slab_records(self) -> torch.Tensor:
         """A copy of the records in the slab, float32 [S, width]."""
@@ -232,9 +265,10 @@ class TierMemory(nn.Module):
     def reserve_slab(self, rows: int) -> None:
         """Make room for ``rows`` slab rows; ``advance`` has taken out what it held."""
         if rows > len(self.slab.weights):
-            self.slab = make_slots(self.tables, 1 << (rows - 1).bit_length(), self.device, self.trainers)
-            if self._row_filter is not None:
-                self._filter_slab(self._row_filter)
+            size = 1 << (rows - 1).bit_length()
+            self.second, self.together = make_slots(self.tables, size, self.device, self.trainers), False
+            self.slab = Room.of(self.second)
+            self._filter_slab()
 
     @property
     def slab_bytes(self) -> int:

@@ -109,8 +109,27 @@ class GpuBags:
 
 
 @dataclass
+class _Made:
+    """What TBEs look up, on its way."""
+
+    kind: tuple[int, bool]
+    """The arguments of ``prepare``."""
+    bags: tuple[DeviceBags, ...]
+    ready: torch.cuda.Event | None
+
+    def use(self) -> tuple[DeviceBags, ...]:
+        """The bags; the current stream waits until they are there."""
+        arrived(self.ready, [part for bags in self.bags for part in bags if part is not None])
+        self.ready = None
+        return self.bags
+
+
+@dataclass
 class GpuLookups:
-    """As ``Parted``, on a GPU. What a TBE looks up is made by ``prepare``, or when it is first asked for."""
+    """As ``Parted``, on a GPU. What a TBE looks up is made by ``prepare``, or when it is first asked for.
+
+    ``slab_first``: the slab's first place in its table, 0 unless the slots are in the same one.
+    """
 
     given: GpuBags
     where: Slots
@@ -120,17 +139,12 @@ class GpuLookups:
     order: NDArray[np.int64] | None = None
     """The samples, int64 [n]; None: in the batch's own order."""
     cold_first: int = 0
-    _tiers: tuple[DeviceBags, DeviceBags] | None = field(default=None, init=False)
-    _ready: torch.cuda.Event | None = field(default=None, init=False)
-
-    @property
-    def _aside(self) -> Aside:
-        return self.given.finder.aside
+    _made: _Made | None = field(default=None, init=False)
 
     @cached_property
     def needs_cold(self) -> NDArray[np.bool_]:
         """For each sample, in the batch's own order, whether it looks up a row in the slab, bool [B]."""
-        if not (self.where < 0).any():
+        if not self._any_cold:
             return np.zeros(self.given.batch_size, bool)
         with self._aside.stream():
             cold = _before(self._found() < 0)[self.given.offsets].diff() > 0
@@ -142,35 +156,54 @@ class GpuLookups:
         row of the slab."""
         return replace(self, batch_size=len(order), order=order, cold_first=cold_first)
 
-    def prepare(self) -> None:
-        """Begin to make what ``tiers`` returns."""
+    def prepare(self, slab_first: int, together: bool) -> None:
+        """Begin to make what ``tiers`` returns, or ``both`` if ``together``."""
         with self._aside.stream():
-            self._tiers = self._made()
-            self._ready = self._aside.mark()
+            bags = (self._both(slab_first),) if together else self._parted(slab_first)
+            self._made = _Made((slab_first, together), bags, self._aside.mark())
 
-    def tiers(self) -> tuple[DeviceBags, DeviceBags]:
+    def tiers(self, slab_first: int = 0) -> tuple[DeviceBags, DeviceBags]:
         """The lookups in the resident slots and in the slab, as ``Parted.tiers``; the current stream waits
         until they are there."""
-        if self._tiers is None:
-            self.prepare()
-        assert self._tiers is not None, "just made"
-        arrived(self._ready, [part for bags in self._tiers for part in bags if part is not None])
-        self._ready = None
-        return self._tiers
+        resident, slab = self._use((slab_first, False))
+        return resident, slab
+
+    def both(self, slab_first: int) -> DeviceBags:
+        """All lookups, in the one table that has slots and slab."""
+        (bags,) = self._use((slab_first, True))
+        return bags
+
+    def _use(self, kind: tuple[int, bool]) -> tuple[DeviceBags, ...]:
+        if self._made is None or self._made.kind != kind:
+            self.prepare(*kind)
+        assert self._made is not None, "just made"
+        return self._made.use()
+
+    @property
+    def _aside(self) -> Aside:
+        return self.given.finder.aside
+
+    @property
+    def _any_cold(self) -> bool:
+        return bool((self.where < 0).any())
 
     def _found(self) -> torch.Tensor:
         """Where each lookup's row is, int64 [L], in the batch's own order."""
-        where = self._sent(self.where.astype(np.int64))
-        return where.index_select(0, self.given.which)
+        return self._sent(self.where.astype(np.int64)).index_select(0, self.given.which)
 
-    def _made(self) -> tuple[DeviceBags, DeviceBags]:
+    def _both(self, slab_first: int) -> DeviceBags:
+        places = np.where(self.where < 0, slab_first - 2 - self.where, self.where).astype(np.int64)
+        found = self._sent(places).index_select(0, self.given.which)
+        return found, self._own(self.given.offsets), self.given.weights
+
+    def _parted(self, slab_first: int) -> tuple[DeviceBags, DeviceBags]:
         found, weights, bags = self._found(), self.given.weights, self.given.offsets
         if self.order is not None:
             places, bags = _places(bags, self._sent(self.order), len(found))
             found = found.index_select(0, places)
             weights = None if weights is None else weights.index_select(0, places)
-        own = bags if self.pooled else torch.arange(len(found) + 1, device=found.device)
-        if not (self.where < 0).any():
+        own = self._own(bags)
+        if not self._any_cold:
             none = None if weights is None else weights[:0]
             return (found, own, weights), (found[:0], self._of_cold(torch.zeros_like(own)), none)
         warm = found >= 0
@@ -181,8 +214,12 @@ class GpuLookups:
         )
         return (
             (found.index_select(0, hot), own - slab_offsets, of_slots),
-            (-2 - found.index_select(0, cold), self._of_cold(slab_offsets), of_slab),
+            (slab_first - 2 - found.index_select(0, cold), self._of_cold(slab_offsets), of_slab),
         )
+
+    def _own(self, bags: torch.Tensor) -> torch.Tensor:
+        """The offsets of a TBE's bags, if those of samples are ``bags``: each id is one without pooling."""
+        return bags if self.pooled else torch.arange(len(self.given) + 1, device=bags.device)
 
     def _of_cold(self, offsets: torch.Tensor) -> torch.Tensor:
         """Those of the slab's ``offsets`` that belong to samples from ``cold_first`` on, which have all of

@@ -77,8 +77,9 @@ class Parted:
     bags: Offsets | None
     """Where each feature's and sample's ids begin, int64 [F * B + 1]; None for pooled rows."""
 
-    def tiers(self) -> tuple[DeviceBags, DeviceBags]:
+    def tiers(self, slab_first: int = 0) -> tuple[DeviceBags, DeviceBags]:
         """The lookups in the resident slots and in the slab, in the arrays' memory."""
+        assert slab_first == 0, "on a CPU each has a table"
         return (
             _tensors(self.indices, self.offsets, self.weights),
             _tensors(self.slab_indices, self.slab_offsets, self.slab_weights),

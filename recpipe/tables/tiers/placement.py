@@ -237,7 +237,7 @@ class TierPlanner:
         elif len(moved.slots):  # only rows that were missing have come
             where[missing] = self.where[bags.indices[missing]]
             missing = missing[where[missing] < 0]
-        misses, which = self._distinct(bags.indices[missing])
+        misses, which = self._distinct(bags.indices[missing], bags.times is not None)
         hits = slots_in(where, self.spread) if len(missing) else where
         if known is None:
             admitted = self.asked.admit(_repeated(hits, where, times), misses, rows)
@@ -268,8 +268,11 @@ class TierPlanner:
         """Note that the last plan is being carried out, so that it cannot be undone any more."""
         self._pending = None
 
-    def _distinct(self, rows: RowIds) -> tuple[RowIds, NDArray[np.int32]]:
-        """Distinct ``rows`` and, for each row, its position among them; O(n), by marking the map."""
+    def _distinct(self, rows: RowIds, are: bool) -> tuple[RowIds, NDArray[np.int32] | slice]:
+        """Distinct ``rows`` and, for each row, its position among them; O(n), by marking the map, unless they
+        ``are`` distinct."""
+        if are:
+            return rows, slice(None)
         saved = self.where[rows]
         marks = np.arange(len(rows), dtype=np.int32)
         self.where[rows] = marks

@@ -6,6 +6,7 @@ A single trainer keeps them in a fused TBE; each of several keeps a replica in a
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 from torch import nn
@@ -37,6 +38,34 @@ class FusedTable(nn.Module):
 Table = FusedTable | SharedTable
 
 
+@dataclass(frozen=True)
+class Room:
+    """A part of a table, from place ``first`` on: the resident slots, or the slab."""
+
+    table: Table
+    first: int
+    weights: torch.Tensor
+    """[rows, D], in their storage type: the table's memory."""
+    state: torch.Tensor
+    """float32 [rows, S]."""
+
+    @classmethod
+    def of(cls, table: Table) -> Room:
+        """All of ``table``."""
+        return cls(table, 0, table.weights, table.state)
+
+    @classmethod
+    def two(cls, table: Table, slots: int) -> tuple[Room, Room]:
+        """The resident slots, which come first in ``table``, and the slab.
+
+        The slab's rows arrive while others have been looked up and not been updated. ``.data`` keeps torch
+        from treating this as a change of these.
+        """
+        weights, state = table.weights, table.state
+        slab = cls(table, slots, weights.data[slots:], state.data[slots:])
+        return cls(table, 0, weights[:slots], state[:slots]), slab
+
+
 def make_slots(tables: TableSet, rows: int, device: torch.device, trainers: Channel | None) -> Table:
     """``rows`` slots on ``device``; ``trainers`` is the channel between several trainers, None for one."""
     if trainers is None:
@@ -55,19 +84,17 @@ def filter_slots(
     filter_lookups(table.tbe, rows, lambda slots, _: rows_in(slots), features, pooled=True)
 
 
-def take(table: Table, slots: torch.Tensor) -> torch.Tensor:
+def take(room: Room, slots: torch.Tensor) -> torch.Tensor:
     """A copy of the records in ``slots`` (int64 [n]), float32 [n, width]."""
-    return torch.cat(
-        (table.weights.index_select(0, slots).float(), table.state.index_select(0, slots)), dim=1
-    )
+    return torch.cat((room.weights.index_select(0, slots).float(), room.state.index_select(0, slots)), dim=1)
 
 
-def put(table: Table, slots: torch.Tensor, records: torch.Tensor) -> None:
+def put(room: Room, slots: torch.Tensor, records: torch.Tensor) -> None:
     """Replace the records of ``slots`` (int64 [n], distinct)."""
     if not len(slots):
         # Even an empty copy would tell autograd that the weights have changed since they were looked up.
         return
-    weights, state = table.weights, table.state
+    weights, state = room.weights, room.state
     with torch.no_grad():
         weights.index_copy_(0, slots, records[:, : weights.shape[1]].to(weights.dtype))
         state.index_copy_(0, slots, records[:, weights.shape[1] :])

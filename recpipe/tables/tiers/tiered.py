@@ -87,7 +87,7 @@ class TieredEmbeddingBagCollection(RowCollection, Planned, SavesPlacement, Shows
         self._finder = Finder(tables, self.cold.transfer, self._spread) if finds else None
         self._planning = threading.RLock()
         self.slots = policy.space.slots
-        self.memory = TierMemory(tables, self.slots, slab_rows, self.cold, device, trainers, self._spread)
+        self.memory = TierMemory(tables, self.slots, slab_rows, self.cold, device, trainers)
         self._looked_up = self._hits = 0
 
     # -- the four calls ----------------------------------------------------------------------
@@ -151,6 +151,10 @@ class TieredEmbeddingBagCollection(RowCollection, Planned, SavesPlacement, Shows
         """As ``TierMemory``."""
         return self.memory.lookup_slab(plan)
 
+    def lookup_both(self, plan: TierPlan) -> torch.Tensor | None:
+        """As ``TierMemory``."""
+        return self.memory.lookup_both(plan)
+
     def lookup(self, sparse: KeyedJaggedTensor) -> torch.Tensor:
         """Make all four calls and look up ``sparse``; in eval mode nothing is planned or moved."""
         if not self.training or not torch.is_grad_enabled():
@@ -166,6 +170,9 @@ class TieredEmbeddingBagCollection(RowCollection, Planned, SavesPlacement, Shows
         """As ``lookup_to_train``, of what has been planned, and perhaps fetched, already."""
         self.advance(plan)
         self.arrive()
+        both = self.lookup_both(plan)
+        if both is not None:
+            return both
         pooled = self.lookup_resident(plan)
         return pooled + self.lookup_slab(plan) if len(plan.slab) else pooled
 
