@@ -144,7 +144,7 @@ class PlannedTables(Cache):
         budget = self.budgets[bulk.layout.tables]
         fixed = None if self.knobs.auto else max(1, self.knobs.lookahead // 2)
         pace = Pace(fixed, int(WAITING * budget), _row_bytes(bulk), lambda: bulk.waited)
-        self.policies.append(Lookahead(space, parts.lookups, bulk, pace))
+        self.policies.append(Lookahead(space, parts.distinct, bulk, pace))
         return self.policies[-1]
 
     def stream(self, batches: Iterator[Batch]) -> Iterator[Batch]:

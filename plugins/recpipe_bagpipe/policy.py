@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from recpipe.kit import Batch, IndexBags, distinct, distinct_slots, positions, within
+from recpipe.kit import Batch, distinct, distinct_slots, positions, within
 from recpipe.plugin import NOTHING, CachePolicy, Placement, RowIds, RowSpace, Slots
 from recpipe_bagpipe.pace import Pace
 from recpipe_bagpipe.window import UNKNOWN, Group, Rows, Steps, Window
@@ -43,9 +43,10 @@ class Lookahead(CachePolicy):
 
     each_once = True
 
-    def __init__(self, space: RowSpace, lookups: Callable[[Any], IndexBags], bulk: Bulk, pace: Pace) -> None:
+    def __init__(self, space: RowSpace, rows_of: Callable[[Any], Rows], bulk: Bulk, pace: Pace) -> None:
+        """``rows_of``: the distinct rows that a batch looks up, sorted."""
         super().__init__(space)
-        self.lookups, self.bulk, self.pace = lookups, bulk, pace
+        self.rows_of, self.bulk, self.pace = rows_of, bulk, pace
         self.step = 0
         """The number of batches planned, over all streams."""
         self.due = np.full(space.slots, UNKNOWN, np.int32)
@@ -74,11 +75,8 @@ class Lookahead(CachePolicy):
 
     def stream(self, source: Iterator[Batch]) -> Iterator[Batch]:
         """The batches of ``source``, read and planned ahead."""
-
-        def rows(batch: Batch) -> Rows:
-            return self.lookups(batch).indices
-
-        self._window = Window(source, rows, self.pace.batches, self.space.slots, lambda: self.pace.single)
+        pace, slots = self.pace, self.space.slots
+        self._window = Window(source, self.rows_of, pace.batches, slots, lambda: pace.single)
         return self._window.batches()
 
     def _begin(self, rows: RowIds) -> tuple[Rows, Steps]:

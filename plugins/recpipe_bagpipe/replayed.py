@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from recpipe.kit import IndexBags, KeptLookups
+from recpipe.kit import IndexBags, KeptLookups, distinct
 from recpipe.plugin import CachePolicy, Placement, RowIds, RowSpace, Slots
 from recpipe_bagpipe.pace import Pace
 from recpipe_bagpipe.policy import Lookahead
@@ -17,7 +17,7 @@ class Replayed(CachePolicy):
     def __init__(self, space: RowSpace, kept: KeptLookups, batches: int) -> None:
         super().__init__(space)
         pace = Pace(batches, memory=0, record_bytes=0, waited=lambda: 0.0)
-        self._policy = Lookahead(space, _same, _NoBulk(), pace)
+        self._policy = Lookahead(space, _rows_of, _NoBulk(), pace)
         # The policy asks nothing of batches but their lookups, so that these stand for them.
         source: Iterator[Any] = map(kept.bags, range(len(kept.batches)))
         self._stream = self._policy.stream(source)
@@ -50,5 +50,5 @@ class _NoBulk:
         pass
 
 
-def _same(bags: IndexBags) -> IndexBags:
-    return bags
+def _rows_of(bags: IndexBags) -> RowIds:
+    return distinct(bags.indices)

@@ -116,16 +116,16 @@ class Window(ReadAhead):
     def __init__(
         self,
         source: Iterator[Batch],
-        lookups: Callable[[Batch], Rows],
+        rows_of: Callable[[Batch], Rows],
         size: Callable[[int], int],
         slots: int,
         single: Callable[[], bool] = lambda: False,
     ) -> None:
-        """``size``: told the bytes that a batch takes while it waits, says how many batches a group has now.
-        ``slots``: how many rows can be resident. ``single``: whether the next group's batches shall pass
-        without being looked into."""
+        """``rows_of``: the distinct rows that a batch looks up, sorted. ``size``: told the bytes that a batch
+        takes while it waits, says how many batches a group has now. ``slots``: how many rows can be resident.
+        ``single``: whether the next group's batches shall pass without being looked into."""
         super().__init__(source)
-        self._lookups, self._size, self._slots = lookups, size, slots
+        self._rows_of, self._size, self._slots = rows_of, size, slots
         self._single = single
         self._left: Batch | None = None
         """A batch that did not fit its group; the next one begins with it."""
@@ -170,7 +170,7 @@ class Window(ReadAhead):
         bound = 0
         """How many distinct rows ``rows`` have at most."""
         for batch in self._unread():
-            mine = distinct(self._lookups(batch))
+            mine = self._rows_of(batch)
             bound += len(mine)
             if rows and bound > self._slots // 2:
                 bound = len(distinct(np.concatenate((*rows, mine))))

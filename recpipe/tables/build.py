@@ -10,13 +10,15 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torchrec.modules.embedding_configs import DataType
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
+from recpipe.common.device import use_device
 from recpipe.common.run_dir import RunDir
-from recpipe.common.spread import Spread
+from recpipe.common.spread import ALONE, Spread
 from recpipe.distributed.ranks import Ranks
 from recpipe.errors import UserError
 from recpipe.plugin.errors import PluginConflict
-from recpipe.plugin.policy import RowSpace
+from recpipe.plugin.policy import RowIds, RowSpace
 from recpipe.tables.collection import TableCollection
 from recpipe.tables.config import HOLDERS, TierConfig
 from recpipe.tables.grouped import GroupedCollection
@@ -24,17 +26,20 @@ from recpipe.tables.groups import Group, ModelTables
 from recpipe.tables.inputs import Inputs
 from recpipe.tables.owners import NOCACHE, RESIDENT, GroupOwner
 from recpipe.tables.resident import ResidentCollection
+from recpipe.tables.rowtable import distinct
 from recpipe.tables.specs import TableSet
 from recpipe.tables.stores import SsdStore, make_store
 from recpipe.tables.stores.base import ColdStore, Fill, StoreLayout
 from recpipe.tables.stores.coded import Coding, MakeLocal, local_store
 from recpipe.tables.stores.emulated import EmulatedStore
 from recpipe.tables.stores.holders import HeldRows, HoldersStore
+from recpipe.tables.tiers.on_gpu import Finder
 from recpipe.tables.tiers.parts import TierParts
 from recpipe.tables.tiers.placement import IndexBags
 from recpipe.tables.tiers.policies import POLICIES
 from recpipe.tables.tiers.shared_rows import ReplicatedCollection
 from recpipe.tables.tiers.tiered import TieredEmbeddingBagCollection
+from recpipe.tables.tiers.transfer import Transfer
 
 if TYPE_CHECKING:
     from recpipe.tables.sharding.plan import ShardPlan
@@ -99,8 +104,8 @@ def build_tables(inputs: Inputs, owners: Sequence[GroupOwner], place: Place) -> 
         if owner.name == RESIDENT:
             made.append(_resident(group, place))
             continue
-        lookups = partial(inputs.bags, group=number)
-        tier = _Tier(number, group, owner, len(groups) > 1, lookups, inputs.bound(number))
+        ids, lookups = partial(inputs.ids, group=number), partial(inputs.bags, group=number)
+        tier = _Tier(number, group, owner, len(groups) > 1, ids, lookups, inputs.bound(number))
         made.append(_tiered(tier, place))
     return GroupedCollection(inputs.tables, made)
 
@@ -140,6 +145,8 @@ class _Tier:
     owner: GroupOwner
     several: bool
     """Whether the model has more groups."""
+    ids: Callable[[Any], KeyedJaggedTensor | None]
+    """Returns a batch's ids of the group's features."""
     lookups: Callable[[Any], IndexBags]
     """Returns a batch's lookups as rows of the group."""
     bound: bool
@@ -162,7 +169,10 @@ def _tiered(tier: _Tier, place: Place) -> TableCollection:
         if ranks.trains:
             store = cache.part.store(store)
         own = cache.part.collection(
-            TierParts(tables, slots, store, place.device, prefetch, ranks, tier.lookups, tier.number)
+            TierParts(
+                *(tables, slots, store, place.device, prefetch, ranks, tier.lookups, tier.number),
+                _finds(tier, place),
+            )
         )
         if own is not None:
             if tables.storage is not DataType.FP32:
@@ -180,6 +190,21 @@ def _tiered(tier: _Tier, place: Place) -> TableCollection:
     return TieredEmbeddingBagCollection(
         tables, policy, store, place.device, prefetch, ranks, trainers, brought, slab_rows(tables, place)
     )
+
+
+def _finds(tier: _Tier, place: Place) -> Callable[[Any], RowIds] | None:
+    """``TierParts.finds``."""
+    if place.device.type != "cuda":
+        return None
+    finder = Finder(tier.group.tables, Transfer(place.device), ALONE)
+
+    def finds(batch: Any) -> RowIds:
+        use_device(place.device)  # plugins read batches in threads of their own
+        ids = tier.ids(batch)
+        found = None if ids is None else finder.distinct(ids)
+        return distinct(tier.lookups(batch).indices) if found is None else found
+
+    return finds
 
 
 def no_row(tables: TableSet, place: Place, several: bool) -> UserError:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -44,30 +44,43 @@ class Finder:
 
     def bags(self, sparse: KeyedJaggedTensor) -> GpuBags | None:
         """The batch's lookups; None if an id is not in its table."""
+        with self.aside.stream(after=sparse.values().is_cuda):
+            rows, wrong, offsets, weights = self._looked_up(sparse)
+            distinct, which, times = torch.unique(rows, return_inverse=True, return_counts=True)
+            known, found = self._here(wrong, distinct, times)
+        if not known:
+            return None
+        indices, often = np.split(found, 2)
+        rows_here, times_here = indices.astype(np.int64), often.astype(np.int32)
+        return GpuBags(rows_here, times_here, which, offsets, weights, sparse.stride(), self)
+
+    def distinct(self, sparse: KeyedJaggedTensor) -> RowIds | None:
+        """The distinct rows that the batch looks up, sorted, int64 [U]; None if an id is not in its table."""
+        with self.aside.stream(after=sparse.values().is_cuda):
+            rows, wrong, _, _ = self._looked_up(sparse)
+            known, found = self._here(wrong, torch.unique(rows))
+        return found.astype(np.int64) if known else None
+
+    def _looked_up(
+        self, sparse: KeyedJaggedTensor
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:
+        """The rows of all lookups, [L], whether an id is not in its table, the bags' offsets, int64 [F * B +
+        1], and the lookups' weights, if ids have any."""
         sparse = in_order(sparse, self.tables.features)
         weights = sparse.weights() if self.tables.weighted else None
-        with self.aside.stream(after=sparse.values().is_cuda):
-            ids, lengths, *given = self._there(sparse.values(), sparse.lengths(), weights)
-            offsets = _ends(lengths)
-            counts = offsets[:: sparse.stride()].diff()
-            features = torch.repeat_interleave(counts, output_size=len(ids))
-            wrong = ((ids < 0) | (ids >= self._sizes.index_select(0, features))).any()
-            rows = (ids + self._bases.index_select(0, features)).to(self._kind)
-            distinct, which, times = torch.unique(rows, return_inverse=True, return_counts=True)
-            found = torch.cat((wrong.to(self._kind).view(1), distinct, times.to(self._kind)))
-            host = self.transfer.to_host_now(found)
-        if host[0]:
-            return None
-        indices, times_here = np.split(host[1:], 2)
-        return GpuBags(
-            indices.astype(np.int64),
-            times_here.astype(np.int32),
-            which,
-            offsets,
-            given[0].float() if given else None,
-            sparse.stride(),
-            self,
-        )
+        ids, lengths, *given = self._there(sparse.values(), sparse.lengths(), weights)
+        offsets = _ends(lengths)
+        counts = offsets[:: sparse.stride()].diff()
+        features = torch.repeat_interleave(counts, output_size=len(ids))
+        wrong = ((ids < 0) | (ids >= self._sizes.index_select(0, features))).any()
+        rows = (ids + self._bases.index_select(0, features)).to(self._kind)
+        return rows, wrong, offsets, given[0].float() if given else None
+
+    def _here(self, wrong: torch.Tensor, *parts: torch.Tensor) -> tuple[bool, NDArray[Any]]:
+        """Whether no id is ``wrong``, and ``parts`` after one another, in host memory."""
+        sent = [part.to(self._kind) for part in (wrong.view(1), *parts)]
+        host = self.transfer.to_host_now(torch.cat(sent))
+        return not host[0], host[1:]
 
     def _there(self, *parts: torch.Tensor | None) -> list[torch.Tensor]:
         """``parts`` that are not None on the GPU, for this object's stream."""

@@ -6,10 +6,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from recpipe.tables.rowtable import distinct
+
 if TYPE_CHECKING:
     import torch
 
     from recpipe.distributed.ranks import Ranks
+    from recpipe.plugin.policy import RowIds
     from recpipe.tables.specs import TableSet
     from recpipe.tables.stores.base import ColdStore
     from recpipe.tables.tiers.placement import IndexBags
@@ -33,3 +36,10 @@ class TierParts:
     """Returns a whole batch's lookups as rows of ``tables``; ``DataError`` if an id has no row."""
     group: int = 0
     """Number of the group of tables (``Context.groups``)."""
+    finds: Callable[[Any], RowIds] | None = None
+    """What ``distinct`` returns, found by the GPU that trains; None: a CPU trains."""
+
+    def distinct(self, batch: Any) -> RowIds:
+        """The distinct rows of ``tables`` that a whole batch looks up, sorted, int64 [U]; ``DataError`` if an
+        id has no row."""
+        return distinct(self.lookups(batch).indices) if self.finds is None else self.finds(batch)
