@@ -26,11 +26,23 @@ def locked(note: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
+def with_memory(note: Callable[..., Any]) -> Callable[..., Any]:
+    """Leave out tensors without elements: torch knows them by the address of a Python object, which another
+    one gets when they are gone."""
+
+    def call(self: Any, value: Any, *args: Any, **named: Any) -> Any:
+        if not isinstance(value, torch.Tensor) or value.numel():
+            note(self, value, *args, **named)
+
+    return call
+
+
 def watch() -> None:
     """Watch this thread and all that begin later."""
     for name in vars(sanitizer.EventHandler).copy():
         if name.startswith("_handle"):
             setattr(sanitizer.EventHandler, name, locked(getattr(sanitizer.EventHandler, name)))
+    sanitizer.ArgumentHandler._handle_argument = with_memory(sanitizer.ArgumentHandler._handle_argument)
     sanitizer.enable_cuda_sanitizer()
     watched = sanitizer.cuda_sanitizer.dispatch
     run = threading.Thread.run

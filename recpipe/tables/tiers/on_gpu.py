@@ -68,7 +68,7 @@ class Finder:
         1], and the lookups' weights, if ids have any."""
         sparse = in_order(sparse, self.tables.features)
         weights = sparse.weights() if self.tables.weighted else None
-        ids, lengths, *given = self._there(sparse.values(), sparse.lengths(), weights)
+        lengths, ids, *given = self._there(sparse.lengths(), sparse.values(), weights)
         offsets = _ends(lengths)
         counts = offsets[:: sparse.stride()].diff()
         features = torch.repeat_interleave(counts, output_size=len(ids))
