@@ -101,11 +101,11 @@ class TieredEmbeddingBagCollection(RowCollection, Planned, SavesPlacement, Shows
         """Decide where the batch's lookups go and which rows move; ``advance`` must follow."""
         with self._planning:
             start = perf_counter()
-            plan = self.planner.plan(self._lookups(sparse))
+            plan = self.planner.plan(self._found(sparse))
             self.times.plan += perf_counter() - start
         return plan
 
-    def _lookups(self, sparse: KeyedJaggedTensor) -> IndexBags | GpuBags:
+    def _found(self, sparse: KeyedJaggedTensor) -> IndexBags | GpuBags:
         """As ``bags``, by the GPU if one trains."""
         if self._finder is None:
             return self.bags(sparse)
