@@ -28,6 +28,7 @@ from recpipe.tables.tiers.parting import DeviceBags
 from recpipe.tables.tiers.placement import TierPlan
 from recpipe.tables.tiers.slots import Room, filter_slots, make_slots, put, take
 from recpipe.tables.tiers.store_thread import StoreThread
+from recpipe.tables.tiers.transfer import Sent
 
 
 @dataclass(frozen=True)
@@ -35,10 +36,13 @@ class _Arriving:
     """A batch that ``advance`` has begun, until its rows are in their places."""
 
     plan: TierPlan
-    carried: torch.Tensor
+    moves: Moves
+    kept: torch.Tensor
     """Records of the rows that stay in the slab."""
-    places: list[torch.Tensor]
-    """The last three of ``Moves.positions``."""
+    kept_at: torch.Tensor
+    """``Moves.kept``."""
+    fetched_at: torch.Tensor
+    """``Moves.fetched``."""
 
 
 class TierMemory(nn.Module):
@@ -68,7 +72,7 @@ class TierMemory(nn.Module):
         self.first = make_slots(tables, size + slab_rows * self.together, device, trainers)
         self.second = None if self.together else make_slots(tables, slab_rows, device, trainers)
         if self.second is None:
-            self.resident, self.slab = Room.two(self.first, size)
+            self.whole, self.resident, self.slab = Room.parts(self.first, size)
         else:
             self.resident, self.slab = Room.of(self.first), Room.of(self.second)
         self.occupied = Occupied(slots)
@@ -86,42 +90,67 @@ class TierMemory(nn.Module):
     # -- a batch's moves ---------------------------------------------------------------------
 
     def fetch(self, plan: TierPlan) -> None:
-        """Start fetching the plan's rows, and begin to make what will be looked up on a GPU."""
+        """Start fetching the plan's rows, and begin to make what will be looked up on a GPU.
+
+        Called for a batch while the one before it trains, this finds out how its rows will move, too.
+        """
         self._ahead = plan.fetch
         plan.fetched = self.cold.fetch(self._ahead)
+        if plan.moves is None:
+            plan.moves = self._moves(plan, slab_written=False)
         if isinstance(plan.lookups, GpuLookups):
             plan.lookups.prepare(self.slab.first, self._at_once(plan))
 
     def advance(self, plan: TierPlan) -> None:
         """After the last batch's update and ``arrive``: send departing rows away, and put carried ones that
         get a slot there at once; start the fetch if it is not started."""
-        moves = Moves.of(plan, self.slab_rows, self._slab_written)
-        vacated, carried, leaving, promoted, *places = self.cold.transfer.send(moves.positions).use()
-        departing = torch.cat((self.slab_records(), take(self.resident, vacated)))
-        carried_records = self.cold.as_stored(departing[carried])
+        if plan.moves is None or self._slab_written or plan.moves[0].slab_first != self.slab.first:
+            plan.moves = self._moves(plan, self._slab_written)
+        moves, sent = plan.moves
+        departing_at, leaving, carried, promoted, kept_at, fetched_at = sent.use()
+        departing = self._departing(departing_at, moves)
         self.cold.write(moves.written, departing if moves.all_leave else departing[leaving])
+        records = self.cold.as_stored(departing[carried]) if len(carried) else departing[:0]
         if plan.fetched is None:
             self.fetch(plan)
         self.slab_rows, self._slab_written = plan.slab, True
         self.occupied.carry_out(plan)
-        put(self.resident, promoted, carried_records[: len(promoted)])
-        self.arriving = _Arriving(plan, carried_records[len(promoted) :], places)
+        put(self.resident, promoted, records[: len(promoted)])
+        self.reserve_slab(len(plan.slab))
+        self.arriving = _Arriving(plan, moves, records[len(promoted) :], kept_at, fetched_at)
+
+    def _moves(self, plan: TierPlan, slab_written: bool) -> tuple[Moves, Sent]:
+        """The plan's moves after those of the batch before it, on the way to the device."""
+        moves = Moves.of(plan, self.slab_rows, slab_written, self.slab.first)
+        return moves, self.cold.transfer.send(moves.positions)
+
+    def _departing(self, places: torch.Tensor, moves: Moves) -> torch.Tensor:
+        """A copy of the records in these places of the slab and of the slots."""
+        if self.together:
+            return take(self.whole, places)
+        slab, slots = places.tensor_split((moves.in_slab,))
+        return torch.cat((take(self.slab, slab), take(self.resident, slots)))
 
     def arrive(self) -> None:
         """Wait for the batch's rows, if they have not arrived, and put them into their slots and the slab."""
         if self.arriving is None:
             return
         arriving, self.arriving = self.arriving, None
-        plan, (slots, fetched_places, carried_places) = arriving.plan, arriving.places
+        plan, moves = arriving.plan, arriving.moves
         start = perf_counter()
         assert plan.fetched is not None, "advance has started the fetch"
         fetched = self._not_stale(plan.fetch, plan.fetched.result().use())
-        plan.fetched = None
+        plan.fetched = plan.moves = None
         self.cold.times.wait += perf_counter() - start
-        put(self.resident, slots, fetched[: len(slots)])
-        self.reserve_slab(len(plan.slab))
-        put(self.slab, fetched_places, fetched[len(slots) :])
-        put(self.slab, carried_places, arriving.carried)
+        if self.together:
+            put(self.whole, arriving.fetched_at, fetched)
+            put(self.whole, arriving.kept_at, arriving.kept)
+        else:
+            slots, in_slab = arriving.fetched_at.tensor_split((moves.to_slots,))
+            put(self.resident, slots, fetched[: moves.to_slots])
+            # The slab may have got a table of its own since.
+            put(self.slab, in_slab - moves.slab_first, fetched[moves.to_slots :])
+            put(self.slab, arriving.kept_at - moves.slab_first, arriving.kept)
         self._slab_written = False
 
     def slab_changes(self, _gradient: torch.Tensor) -> None:

@@ -10,22 +10,38 @@ from numpy.typing import NDArray
 from recpipe.plugin.policy import RowIds
 from recpipe.tables.tiers.placement import TierPlan
 
+Positions = NDArray[np.int64]
+
 
 @dataclass(frozen=True)
 class Moves:
-    """What ``advance`` moves for a batch, as positions that the device gets in one copy."""
+    """What ``advance`` and ``arrive`` move for a batch. Slab places are counted in the slab's table, in which
+    it begins at ``slab_first``."""
 
+    slab_first: int
     written: RowIds
     """The rows to write to the store."""
     all_leave: bool
     """Whether these are all departing rows."""
-    positions: list[NDArray[np.int64]]
-    """Slots of departing residents; then positions, among the departing rows (the slab's, then these), of
-    carried rows and of those to write; slots of carried rows; and, for ``arrive``, slots of fetched rows and
-    positions in the slab of fetched and of carried rows."""
+    in_slab: int
+    """How many rows depart from the slab."""
+    to_slots: int
+    """How many fetched rows get a slot."""
+    departing: Positions
+    """Places of departing rows: those of the slab, then slots."""
+    leaving: Positions
+    """Positions among the departing rows of those to write; empty if all are."""
+    carried: Positions
+    """Positions among the departing rows of those that stay on the device."""
+    promoted: Positions
+    """Slots of the first carried rows; the others stay in the slab."""
+    kept: Positions
+    """Places in the slab of these others."""
+    fetched: Positions
+    """Places of fetched rows: slots, then those in the slab."""
 
     @classmethod
-    def of(cls, plan: TierPlan, slab: RowIds, slab_written: bool) -> Moves:
+    def of(cls, plan: TierPlan, slab: RowIds, slab_written: bool, slab_first: int) -> Moves:
         """The moves if ``slab`` holds these rows, which are also in the store if ``slab_written``."""
         left = np.flatnonzero(plan.evicted >= 0)
         rows = np.concatenate((slab, plan.evicted[left]))
@@ -41,13 +57,22 @@ class Moves:
             leaving[: len(slab)] = False
         all_leave = bool(leaving.all())
         of_slots, of_slab = np.split(from_store, [len(plan.placed)])
-        positions = (
-            plan.vacated[left],
-            carried,
-            np.flatnonzero(leaving) if not all_leave else carried[:0],
-            plan.slots[~of_slots],
-            plan.slots[of_slots],
-            np.flatnonzero(of_slab),
-            np.flatnonzero(~of_slab),
+        to_slots = plan.slots[of_slots]
+        return cls(
+            slab_first,
+            rows[leaving],
+            all_leave,
+            len(slab),
+            len(to_slots),
+            departing=np.concatenate((slab_first + np.arange(len(slab)), plan.vacated[left])),
+            leaving=carried[:0] if all_leave else np.flatnonzero(leaving),
+            carried=carried,
+            promoted=plan.slots[~of_slots].astype(np.int64),
+            kept=slab_first + np.flatnonzero(~of_slab),
+            fetched=np.concatenate((to_slots, slab_first + np.flatnonzero(of_slab))),
         )
-        return cls(rows[leaving], all_leave, [part.astype(np.int64) for part in positions])
+
+    @property
+    def positions(self) -> list[Positions]:
+        """What the device gets, in one copy."""
+        return [self.departing, self.leaving, self.carried, self.promoted, self.kept, self.fetched]

@@ -26,9 +26,10 @@ if TYPE_CHECKING:
     from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
     from recpipe.tables.specs import TableSet
+    from recpipe.tables.tiers.moves import Moves
     from recpipe.tables.tiers.on_gpu import GpuBags, GpuLookups
     from recpipe.tables.tiers.shared_rows import SharedLookups
-    from recpipe.tables.tiers.transfer import Landed
+    from recpipe.tables.tiers.transfer import Landed, Sent
 
 Offsets = NDArray[np.int64]
 Weights = NDArray[np.float32]
@@ -65,6 +66,8 @@ class TierPlan:
     """This trainer's share of the lookups, if several train."""
     fetched: Future[Landed] | None = None
     """The fetch of ``fetch``'s rows, once it has been started."""
+    moves: tuple[Moves, Sent] | None = None
+    """Where its rows move, on the way to the device, if that was found out while the batch before trained."""
 
     @property
     def needs_cold(self) -> NDArray[np.bool_]:

@@ -55,15 +55,15 @@ class Room:
         return cls(table, 0, table.weights, table.state)
 
     @classmethod
-    def two(cls, table: Table, slots: int) -> tuple[Room, Room]:
-        """The resident slots, which come first in ``table``, and the slab.
+    def parts(cls, table: Table, slots: int) -> tuple[Room, Room, Room]:
+        """All of ``table``, the resident slots, which come first in it, and the slab.
 
         The slab's rows arrive while others have been looked up and not been updated. ``.data`` keeps torch
         from treating this as a change of these.
         """
-        weights, state = table.weights, table.state
-        slab = cls(table, slots, weights.data[slots:], state.data[slots:])
-        return cls(table, 0, weights[:slots], state[:slots]), slab
+        weights, state = table.weights.data, table.state.data
+        resident = cls(table, 0, table.weights[:slots], table.state[:slots])
+        return cls(table, 0, weights, state), resident, cls(table, slots, weights[slots:], state[slots:])
 
 
 def make_slots(tables: TableSet, rows: int, device: torch.device, trainers: Channel | None) -> Table:
