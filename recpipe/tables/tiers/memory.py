@@ -69,12 +69,13 @@ class TierMemory(nn.Module):
         self.together = device.type == "cuda" and trainers is None
         """Whether slots and slab are in one table."""
         size = max(1, slots)
-        self.first = make_slots(tables, size + slab_rows * self.together, device, trainers)
-        self.second = None if self.together else make_slots(tables, slab_rows, device, trainers)
-        if self.second is None:
-            self.whole, self.resident, self.slab = Room.parts(self.first, size)
+        self.table = make_slots(tables, size + slab_rows * self.together, device, trainers)
+        self.slab_table = None if self.together else make_slots(tables, slab_rows, device, trainers)
+        """The slab's own table; None while it is in ``table``, behind the slots."""
+        if self.slab_table is None:
+            self.whole, self.resident, self.slab = Room.parts(self.table, size)
         else:
-            self.resident, self.slab = Room.of(self.first), Room.of(self.second)
+            self.resident, self.slab = Room.of(self.table), Room.of(self.slab_table)
         self.occupied = Occupied(slots)
         self.slab_rows: RowIds = np.empty(0, np.int64)
         """The rows in the slab's first places, int64 [S]."""
@@ -270,14 +271,16 @@ class TierMemory(nn.Module):
     def filter_updates(self, rows: RowFilter) -> None:
         """Leave rows out of both tiers' updates."""
         self._row_filter = rows
-        filter_slots(self.first, rows, self._rows_in_first, self.tables)
+        filter_slots(self.table, rows, self._rows_in_table, self.tables)
         self._filter_slab()
 
     def _filter_slab(self) -> None:
-        if self.second is not None and self._row_filter is not None:
-            filter_slots(self.second, self._row_filter, lambda places: self.slab_rows[places], self.tables)
+        if self.slab_table is not None and self._row_filter is not None:
+            filter_slots(
+                self.slab_table, self._row_filter, lambda places: self.slab_rows[places], self.tables
+            )
 
-    def _rows_in_first(self, places: RowIds) -> RowIds:
+    def _rows_in_table(self, places: RowIds) -> RowIds:
         """The rows in these places of the table that has the slots."""
         if not self.together:
             return self.occupied.rows[places]
@@ -295,8 +298,8 @@ class TierMemory(nn.Module):
         """Make room for ``rows`` slab rows; ``advance`` has taken out what it held."""
         if rows > len(self.slab.weights):
             size = 1 << (rows - 1).bit_length()
-            self.second, self.together = make_slots(self.tables, size, self.device, self.trainers), False
-            self.slab = Room.of(self.second)
+            self.slab_table, self.together = make_slots(self.tables, size, self.device, self.trainers), False
+            self.slab = Room.of(self.slab_table)
             self._filter_slab()
 
     @property
