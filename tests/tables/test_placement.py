@@ -317,6 +317,8 @@ def test_hits_are_lookups_of_rows_that_were_resident_before_the_batch(kind: str,
         planner.commit()
         assert plan.hits == sum(row in before for row in bags.indices.tolist())
         assert plan.looked_up == len(bags.indices)
+        slots, slab = (indices for indices, _, _ in plan.lookups.tiers())
+        assert (plan.lookups.slab_lookups, plan.lookups.distinct_slots) == (len(slab), len(slots.unique()))
         hits, looked_up = hits + plan.hits, looked_up + plan.looked_up
     assert (hits == 0) == (kind == "nocache")
     assert hits < looked_up

@@ -176,22 +176,22 @@ def _looked_up(tier: TieredEmbeddingBagCollection, plan: TierPlan) -> tuple[floa
 
 
 def _sizes(tier: TieredEmbeddingBagCollection, plan: TierPlan, slab_before: int) -> dict[str, float | str]:
-    (resident, offsets, _), (slab, _, _) = plan.lookups.tiers()
+    in_slab = plan.lookups.slab_lookups
     evicted = int(np.count_nonzero(plan.evicted >= 0))
     return {
         "lookups": float(plan.looked_up),
-        "bags": float(len(offsets) - 1),
+        "bags": float(plan.batch_size * len(tier.tables.features)),
         "rows": float(tier.tables.layout.total_rows),
         "slots": float(tier.slots),
         "dim": float(tier.tables.dim),
         "width": float(tier.tables.layout.width),
-        "hits": float(len(resident)),
-        "hot": float(len(torch.unique(resident))),
+        "hits": float(plan.looked_up - in_slab),
+        "hot": float(plan.lookups.distinct_slots),
         "missed": float(len(plan.arrivals)),
         "leaving": float(slab_before + evicted),
         "arriving": float(len(plan.fetch)),
         "slab": float(len(plan.slab)),
-        "slab_lookups": float(len(slab)),
+        "slab_lookups": float(in_slab),
     }
 
 

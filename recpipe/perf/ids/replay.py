@@ -140,5 +140,5 @@ def _moved(plan: TierPlan, slab: int) -> Iterator[float]:
     yield left - (int(np.count_nonzero(stay)) - from_slab)
     yield len(plan.placed)
     yield len(plan.slab)
-    yield len(plan.lookups.tiers()[1][0])
+    yield plan.lookups.slab_lookups
     yield plan.looked_up - plan.hits

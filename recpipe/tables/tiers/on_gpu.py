@@ -154,6 +154,16 @@ class GpuLookups:
     cold_first: int = 0
     _made: _Made | None = field(default=None, init=False)
 
+    @property
+    def slab_lookups(self) -> int:
+        """How many lookups find their row in the slab."""
+        return int(self.given.times[self.where < 0].sum())
+
+    @property
+    def distinct_slots(self) -> int:
+        """How many slots are looked up."""
+        return int((self.where >= 0).sum())
+
     @cached_property
     def needs_cold(self) -> NDArray[np.bool_]:
         """For each sample, in the batch's own order, whether it looks up a row in the slab, bool [B]."""

@@ -77,6 +77,16 @@ class Parted:
     bags: Offsets | None
     """Where each feature's and sample's ids begin, int64 [F * B + 1]; None for pooled rows."""
 
+    @property
+    def slab_lookups(self) -> int:
+        """How many lookups find their row in the slab."""
+        return len(self.slab_indices)
+
+    @property
+    def distinct_slots(self) -> int:
+        """How many slots are looked up."""
+        return len(np.unique(self.indices))
+
     def tiers(self, slab_first: int = 0) -> tuple[DeviceBags, DeviceBags]:
         """The lookups in the resident slots and in the slab, in the arrays' memory."""
         assert slab_first == 0, "on a CPU each has a table"

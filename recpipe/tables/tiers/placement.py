@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from concurrent.futures import Future
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -74,12 +75,12 @@ class TierPlan:
         """For each sample, in the batch's own order, whether it looks up a row in the slab, bool [B]."""
         return self.lookups.needs_cold
 
-    @property
+    @cached_property
     def arrivals(self) -> RowIds:
         """Rows that must be fetched or moved: first those for slots, then those for the slab."""
         return np.concatenate((self.placed, self.slab))
 
-    @property
+    @cached_property
     def fetch(self) -> RowIds:
         """The arrivals that the store must deliver."""
         return self.arrivals[self.carried_from < 0]
