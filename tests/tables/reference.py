@@ -181,10 +181,7 @@ def train_ahead(
         if ahead is not None and collection.prefetches:
             collection.prefetch(ahead)
         collection.arrive()
-        rows = collection.lookup_resident(plan)
-        if len(plan.slab):
-            rows = rows + collection.lookup_slab(plan)
-        loss(rows, sparse).backward()
+        loss(collection.lookup_arrived(plan), sparse).backward()
         if ahead is not None:
             plan = ahead
 

@@ -92,7 +92,9 @@ def tiers(
         make_store(store, tables.layout, tables.fill, directory=folder) if isinstance(store, str) else store
     )
     chosen = MAKERS[policy](RowSpace(tables.layout.bases, slots))
-    return TieredEmbeddingBagCollection(tables, chosen, cold, here(), prefetch)
+    # On a GPU behind the slots; batches that need more make it a table of its own.
+    room = 64 if here().type == "cuda" else 1
+    return TieredEmbeddingBagCollection(tables, chosen, cold, here(), prefetch, slab_rows=room)
 
 
 def dump(storage: Collection) -> dict[str, np.ndarray]:
@@ -157,10 +159,7 @@ def train_ahead(
         collection.advance(plan)
         following = planned(index + 1)
         collection.arrive()
-        pooled = collection.lookup_resident(plan)
-        if len(plan.slab):
-            pooled = pooled + collection.lookup_slab(plan)
-        pooled.backward(gradient)
+        collection.lookup_arrived(plan).backward(gradient)
         if eval_every and index % eval_every == 0:
             seen.append(pooled_now(collection, batches[0]))
         after(index)

@@ -170,6 +170,10 @@ class TieredEmbeddingBagCollection(RowCollection, Planned, SavesPlacement, Shows
         """As ``lookup_to_train``, of what has been planned, and perhaps fetched, already."""
         self.advance(plan)
         self.arrive()
+        return self.lookup_arrived(plan)
+
+    def lookup_arrived(self, plan: TierPlan) -> torch.Tensor:
+        """The last of these calls: look up all rows, which have arrived."""
         both = self.lookup_both(plan)
         if both is not None:
             return both
