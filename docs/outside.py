@@ -55,6 +55,8 @@ def relinked(text, of, page):
         if not target.exists():
             return found[0]  # Sphinx says so
         place = os.path.relpath(pages.get(target, target), page.parent)
+        if target.suffix == ".md" and target not in pages and not target.is_relative_to(DOCS):
+            return f"](path:{place})"  # as any other file, and not as a page, which it is not
         return f"]({place}{found[2] or ''})"
 
     return LINK.sub(link, text)

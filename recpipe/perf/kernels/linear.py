@@ -57,7 +57,7 @@ def _solved(relative: bytes, shape: tuple[int, ...]) -> Vector:
 
 
 def nnls(a: Vector, b: Vector, sweeps: int = 3000) -> Vector:
-    """x >= 0, float64 [n], that minimizes |a x - b|, by coordinate descent on the normal equations."""
+    """x >= 0, float64 [n], that minimizes ``|a x - b|``, by coordinate descent on the normal equations."""
     size = np.sqrt((a * a).sum(axis=0))
     used = np.flatnonzero(size)
     scaled = a[:, used] / size[used]
