@@ -21,7 +21,7 @@ from recpipe.tables.rowtable import distinct
 from recpipe.tables.specs import TableOptimizer, TableSet
 from recpipe.tables.tiers.on_gpu import Finder, GpuBags
 from recpipe.tables.tiers.placement import IndexBags, TierPlan, TierPlanner, checked_rows, reorder
-from recpipe.tables.tiers.policies import Lru
+from recpipe.tables.tiers.policies import Lfu, Lru
 from recpipe.tables.tiers.transfer import Transfer
 from tests.tables.samples import MAKERS, table_set
 
@@ -416,6 +416,19 @@ def test_policies_are_told_rows_as_they_ask(kind: type[Told], form: str) -> None
             assert times is None
             np.testing.assert_array_equal(np.sort(looked_up), np.sort(bags.indices))
             np.testing.assert_array_equal(np.sort(hits), np.sort(bags.indices[before]))
+
+
+def test_lfu_counts_every_lookup_in_both_forms() -> None:
+    counts = []
+    for form in FORMS:
+        planner = planner_of("lfu", carry=True)
+        for bags in batches():
+            planner.plan(given(bags, form))
+            planner.commit()
+        assert isinstance(planner.policy, Lfu)
+        counts.append(planner.policy.counts)
+    np.testing.assert_array_equal(*counts)
+    assert counts[0].sum() == sum(len(bags.indices) for bags in batches())
 
 
 @pytest.mark.parametrize("pooled", [True, False])

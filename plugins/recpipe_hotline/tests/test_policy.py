@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
+import pytest
 from numpy.typing import NDArray
 from recpipe_hotline.policy import Learning, PopularRows
 
@@ -49,6 +50,19 @@ def assert_same(one: dict[str, Any], two: dict[str, Any]) -> None:
     assert one.keys() == two.keys()
     for key in one:
         np.testing.assert_array_equal(one[key], two[key], err_msg=key)
+
+
+@pytest.mark.parametrize("sample", [1.0, 0.5])
+def test_told_each_row_once_it_decides_and_counts_the_same(sample: float) -> None:
+    learning = Learning(3, 2.0, 5, sample, 2)
+    repeated, once = make(learning), make(learning)
+    for batch in batches(40):
+        distinct, times = np.unique(batch, return_counts=True)
+        once.times = times.astype(np.int32)
+        assert see(once, distinct) == see(repeated, batch)
+    assert_same(once.state_dict(), repeated.state_dict())
+    assert repeated.learnings > 1
+    assert 0 < repeated.hits < repeated.lookups == 40 * 50
 
 
 def test_a_restored_policy_goes_on_the_same() -> None:
