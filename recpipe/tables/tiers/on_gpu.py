@@ -1,9 +1,9 @@
 """A batch's lookups where a GPU trains: the GPU finds the distinct rows, and the host plans for these alone.
 
 The ids go to the GPU, which sorts the rows that they stand for. Distinct rows, and how often each is looked
-up, come back: of 8,192 samples of Criteo's skew they are a sixth of the ids, of 65,536 an eleventh. Where each
-of them is goes to the GPU again, which finds each lookup's slot by it. All this has a stream of its own, in
-the loader's thread, and other threads run Python while it waits.
+up, come back: of 8,192 samples of Criteo's skew they are a sixth of the ids, of 65,536 an eleventh. Where
+each of them is goes to the GPU again, which finds each lookup's slot by it. All this has a stream of its own,
+in the loader's thread, and other threads run Python while it waits.
 """
 
 from __future__ import annotations
