@@ -9,7 +9,7 @@ from __future__ import annotations
 from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -122,8 +122,8 @@ class IndexBags:
     batch_size: int
     weights: Weights | None = None
     """Weights of the lookups, float32 [L]; None: each counts once."""
-    times: None = None
-    """Each lookup is there."""
+    times: ClassVar[None] = None
+    """As ``GpuBags`` has them; here each lookup is there itself."""
 
     def __len__(self) -> int:
         return len(self.indices)
