@@ -62,8 +62,7 @@ def compare(size: Size, runs: int) -> None:
     tables = TableSet.one_each(features, size.dim, TableOptimizer("rowwise_adagrad", 0.1), 0)
     finder = Finder(tables, Transfer(torch.device("cpu")), ALONE)
     ids = [batch.sparse_features for batch in batches(size)]
-    found = [finder.bags(each) for each in ids]
-    distinct = [bags for bags in found if bags is not None]
+    distinct = [finder.bags(each) for each in ids]
     rows = median(len(bags.indices) for bags in distinct)
     print(f"batches of {size.batch:,}: {len(distinct[0]):,} lookups of {rows:,.0f} distinct rows")
     forms: dict[str, list[Given]] = {

@@ -26,7 +26,6 @@ from recpipe.tables.groups import Group, ModelTables
 from recpipe.tables.inputs import Inputs
 from recpipe.tables.owners import NOCACHE, RESIDENT, GroupOwner
 from recpipe.tables.resident import ResidentCollection
-from recpipe.tables.rowtable import distinct
 from recpipe.tables.specs import TableSet
 from recpipe.tables.stores import SsdStore, make_store
 from recpipe.tables.stores.base import ColdStore, Fill, StoreLayout
@@ -201,8 +200,8 @@ def _finds(tier: _Tier, place: Place) -> Callable[[Any], RowIds] | None:
     def finds(batch: Any) -> RowIds:
         use_device(place.device)  # plugins read batches in threads of their own
         ids = tier.ids(batch)
-        found = None if ids is None else finder.distinct(ids)
-        return distinct(tier.lookups(batch).indices) if found is None else found
+        assert ids is not None, "a plugin's cache has tables whose ids are in the batch"
+        return finder.distinct(ids)
 
     return finds
 

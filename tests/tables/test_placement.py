@@ -100,9 +100,7 @@ def given(bags: IndexBags, form: str) -> IndexBags | GpuBags:
         ["a", "b"], torch.from_numpy(ids), weights, lengths=torch.from_numpy(np.diff(bags.offsets))
     )
     tables = replace(TABLES, weighted=weights is not None)
-    found = Finder(tables, Transfer(torch.device("cpu")), ALONE).bags(sparse)
-    assert found is not None
-    return found
+    return Finder(tables, Transfer(torch.device("cpu")), ALONE).bags(sparse)
 
 
 class Places:
@@ -458,6 +456,7 @@ def test_weights_go_with_their_lookups(pooled: bool) -> None:
 def test_an_id_without_a_row_is_told(wrong: int) -> None:
     lengths = torch.ones(4, dtype=torch.int64)
     finder = Finder(TABLES, Transfer(torch.device("cpu")), ALONE)
-    for ids, known in (([39, 0, 0, 359], True), ([39, wrong, 0, 0], False)):
-        found = finder.bags(KeyedJaggedTensor(["a", "b"], torch.tensor(ids), lengths=lengths))
-        assert (found is not None) == known
+    for find in (finder.bags, finder.distinct):
+        find(KeyedJaggedTensor(["a", "b"], torch.tensor([39, 0, 0, 359]), lengths=lengths))
+        with pytest.raises(DataError, match=f"id {wrong} of feature a is not in its table of 40 rows"):
+            find(KeyedJaggedTensor(["a", "b"], torch.tensor([39, wrong, 0, 0]), lengths=lengths))

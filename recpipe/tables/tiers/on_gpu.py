@@ -20,6 +20,7 @@ from recpipe.common.device import Aside, arrived
 from recpipe.data.parts import in_order
 from recpipe.plugin.policy import RowIds, Slots
 from recpipe.tables.tiers.parting import DeviceBags
+from recpipe.tables.tiers.placement import table_bags
 
 if TYPE_CHECKING:
     from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
@@ -42,24 +43,22 @@ class Finder:
         of_features = np.stack((layout.bases[tables.table_of], np.diff(layout.bases)[tables.table_of]))
         self._bases, self._sizes = torch.from_numpy(of_features).to(transfer.device).unbind()
 
-    def bags(self, sparse: KeyedJaggedTensor) -> GpuBags | None:
-        """The batch's lookups; None if an id is not in its table."""
+    def bags(self, sparse: KeyedJaggedTensor) -> GpuBags:
+        """The batch's lookups; ``DataError`` if an id is not in its table."""
         with self.aside.stream(after=sparse.values().is_cuda):
             rows, wrong, offsets, weights = self._looked_up(sparse)
             distinct, which, times = torch.unique(rows, return_inverse=True, return_counts=True)
-            known, found = self._here(wrong, distinct, times)
-        if not known:
-            return None
+            found = self._here(sparse, wrong, distinct, times)
         indices, often = np.split(found, 2)
         rows_here, times_here = indices.astype(np.int64), often.astype(np.int32)
         return GpuBags(rows_here, times_here, which, offsets, weights, sparse.stride(), self)
 
-    def distinct(self, sparse: KeyedJaggedTensor) -> RowIds | None:
-        """The distinct rows that the batch looks up, sorted, int64 [U]; None if an id is not in its table."""
+    def distinct(self, sparse: KeyedJaggedTensor) -> RowIds:
+        """The distinct rows that the batch looks up, sorted, int64 [U]; ``DataError`` if an id is not in its
+        table."""
         with self.aside.stream(after=sparse.values().is_cuda):
             rows, wrong, _, _ = self._looked_up(sparse)
-            known, found = self._here(wrong, torch.unique(rows))
-        return found.astype(np.int64) if known else None
+            return self._here(sparse, wrong, torch.unique(rows)).astype(np.int64)
 
     def _looked_up(
         self, sparse: KeyedJaggedTensor
@@ -76,11 +75,15 @@ class Finder:
         rows = (ids + self._bases.index_select(0, features)).to(self._kind)
         return rows, wrong, offsets, given[0].float() if given else None
 
-    def _here(self, wrong: torch.Tensor, *parts: torch.Tensor) -> tuple[bool, NDArray[Any]]:
-        """Whether no id is ``wrong``, and ``parts`` after one another, in host memory."""
+    def _here(self, sparse: KeyedJaggedTensor, wrong: torch.Tensor, *parts: torch.Tensor) -> NDArray[Any]:
+        """``parts`` after one another, in host memory. If an id is ``wrong``, the CPU looks for it and names
+        it."""
         sent = [part.to(self._kind) for part in (wrong.view(1), *parts)]
         host = self.transfer.to_host_now(torch.cat(sent))
-        return not host[0], host[1:]
+        if host[0]:
+            table_bags(self.tables, sparse, self.spread)
+            raise RuntimeError("a GPU says that an id is not in its table, the CPU says that all are")
+        return host[1:]
 
     def _there(self, *parts: torch.Tensor | None) -> list[torch.Tensor]:
         """``parts`` that are not None on the GPU, for this object's stream."""

@@ -38,7 +38,7 @@ from recpipe.tables.specs import Region, TableSet, Values
 from recpipe.tables.stores.base import ColdStore, IoCounters, Records
 from recpipe.tables.tiers import saved_placement
 from recpipe.tables.tiers.memory import TierMemory
-from recpipe.tables.tiers.on_gpu import Finder, GpuBags
+from recpipe.tables.tiers.on_gpu import Finder
 from recpipe.tables.tiers.placement import IndexBags, TierPlan, TierPlanner, table_bags
 from recpipe.tables.tiers.policies import policy_bytes
 from recpipe.tables.tiers.store_thread import StoreThread, TierTimes
@@ -101,19 +101,10 @@ class TieredEmbeddingBagCollection(RowCollection, Planned, SavesPlacement, Shows
         """Decide where the batch's lookups go and which rows move; ``advance`` must follow."""
         with self._planning:
             start = perf_counter()
-            plan = self.planner.plan(self._found(sparse))
+            finder = self._finder
+            plan = self.planner.plan(self.bags(sparse) if finder is None else finder.bags(sparse))
             self.times.plan += perf_counter() - start
         return plan
-
-    def _found(self, sparse: KeyedJaggedTensor) -> IndexBags | GpuBags:
-        """As ``bags``, by the GPU if one trains."""
-        if self._finder is None:
-            return self.bags(sparse)
-        found = self._finder.bags(sparse)
-        if found is None:
-            self.bags(sparse)  # whose error names the id
-            raise AssertionError("a GPU says that an id is not in its table, the CPU says that all are")
-        return found
 
     def prefetch(self, plan: TierPlan) -> None:
         """Start fetching the plan's rows, once ``advance`` of the batch before it has been called. A GPU also
