@@ -30,7 +30,8 @@ from recpipe.data.dataset import SparseFeature
 from recpipe.plugin.policy import CachePolicy, RowSpace
 from recpipe.tables.specs import TableOptimizer, TableSet
 from recpipe.tables.tiers.on_gpu import Finder, GpuBags
-from recpipe.tables.tiers.placement import IndexBags, TierPlanner, table_bags
+from recpipe.tables.tiers.parting import IndexBags
+from recpipe.tables.tiers.placement import TierPlanner, table_bags
 from recpipe.tables.tiers.policies import Lfu, Lru
 from recpipe.tables.tiers.transfer import Transfer
 

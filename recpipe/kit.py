@@ -78,8 +78,9 @@ from recpipe.tables.stores.holders import HeldRows, HoldersStore
 from recpipe.tables.stores.ssd import SsdStore
 from recpipe.tables.stores.writes import positions
 from recpipe.tables.tiers.access_counts import group_rows, load_profile, table_bases
+from recpipe.tables.tiers.parting import IndexBags
 from recpipe.tables.tiers.parts import TierParts
-from recpipe.tables.tiers.placement import Bags, IndexBags
+from recpipe.tables.tiers.placement import Bags
 from recpipe.tables.tiers.policies import (
     ChosenRows,
     HotSet,

@@ -224,11 +224,11 @@ class TrainLoader:
             return StagedBatch(there, plan, size=size, ids=ids)
         needs_cold = plan.needs_cold if plan is not None else np.zeros(size, bool)
         split = None if splitting is None else splitting.cut(batch, needs_cold)
-        if split is None and alone:  # there is nothing to put in order
-            there, ids = self._moved(batch, batch, each)
-            cold_from = 0 if needs_cold.any() else 1
-            return StagedBatch(there, plan, (size,), cold_from, size=size, ids=ids)
         if split is None:
+            if alone:  # there is nothing to put in order
+                there, ids = self._moved(batch, batch, each)
+                cold_from = 0 if needs_cold.any() else 1
+                return StagedBatch(there, plan, (size,), cold_from, size=size, ids=ids)
             split = Split(np.arange(size), (size,))
         mine = cut(split.order, split.bounds, needs_cold, self.ranks)
         if plan is not None:

@@ -33,8 +33,8 @@ from recpipe.tables.stores.coded import Coding, MakeLocal, local_store
 from recpipe.tables.stores.emulated import EmulatedStore
 from recpipe.tables.stores.holders import HeldRows, HoldersStore
 from recpipe.tables.tiers.on_gpu import Finder
+from recpipe.tables.tiers.parting import IndexBags
 from recpipe.tables.tiers.parts import TierParts
-from recpipe.tables.tiers.placement import IndexBags
 from recpipe.tables.tiers.policies import POLICIES
 from recpipe.tables.tiers.shared_rows import ReplicatedCollection
 from recpipe.tables.tiers.tiered import TieredEmbeddingBagCollection

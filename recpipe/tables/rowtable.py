@@ -15,7 +15,8 @@ from numpy.typing import NDArray
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from recpipe.tables.specs import TableOptimizer, TableSet
-from recpipe.tables.tiers.placement import IndexBags, table_bags
+from recpipe.tables.tiers.parting import IndexBags
+from recpipe.tables.tiers.placement import table_bags
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,7 @@ from recpipe.plugin.compose import Owned
 from recpipe.plugin.errors import PluginError
 from recpipe.plugin.policy import RowIds
 from recpipe.tables.rowtable import RowBags
-from recpipe.tables.tiers.placement import IndexBags
+from recpipe.tables.tiers.parting import IndexBags
 
 RowsOf = Callable[[NDArray[np.int64], NDArray[np.int64]], RowIds]
 """Maps the indices that a TBE looks up (int64 [L], feature by feature) and their number per feature (int64

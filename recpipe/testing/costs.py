@@ -13,7 +13,7 @@ from recpipe.perf.ids.misses import SHARES, MissRates, Sample
 from recpipe.perf.ids.replay import Kept
 from recpipe.perf.kernels.moves import FEATURES
 from recpipe.plugin.costs import Phase, Statement
-from recpipe.tables.tiers.placement import IndexBags
+from recpipe.tables.tiers.parting import IndexBags
 
 ROWS, LOOKUPS, BATCHES, SAMPLES = 20_000, 1_024, 24, 256
 

@@ -10,7 +10,8 @@ import pytest
 from recpipe.plugin.api import Origin
 from recpipe.plugin.errors import PluginError
 from recpipe.plugin.policy import NOTHING, CachePolicy, Placement, RowIds, RowSpace, Slots
-from recpipe.tables.tiers.placement import IndexBags, TierPlanner
+from recpipe.tables.tiers.parting import IndexBags
+from recpipe.tables.tiers.placement import TierPlanner
 
 ACME = Origin("acme", "recpipe-acme", "2.3.0")
 

@@ -17,7 +17,7 @@ from recpipe.pipeline import step
 from recpipe.pipeline.placed import PlacedModel
 from recpipe.pipeline.step import StagedBatch, StepTimes
 from recpipe.tables.front import handing_out
-from recpipe.tables.tiers.placement import IndexBags
+from recpipe.tables.tiers.parting import IndexBags
 from recpipe.tables.tiers.tiered import TieredEmbeddingBagCollection
 
 STEPS = 60

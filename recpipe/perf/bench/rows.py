@@ -16,7 +16,7 @@ from recpipe.perf.machine.profile import Sample
 from recpipe.plugin.policy import RowIds
 from recpipe.tables.rowtable import RowBags, updated
 from recpipe.tables.specs import TableOptimizer
-from recpipe.tables.tiers.placement import IndexBags
+from recpipe.tables.tiers.parting import IndexBags
 
 SHAPES = ((26, 64, 1), (26, 512, 1), (8, 2048, 1), (26, 1024, 1), (4, 512, 20))
 """Features, samples, and ids of a bag."""

@@ -18,7 +18,7 @@ from recpipe.perf.ids.misses import SHARES
 from recpipe.perf.ids.replay import MOST, Kept, shortened
 from recpipe.plugin.policy import RowIds
 from recpipe.tables.inputs import Inputs
-from recpipe.tables.tiers.placement import IndexBags
+from recpipe.tables.tiers.parting import IndexBags
 
 STRETCH = 24
 """How many consecutive batches' ids are kept in ``GroupFacts.stretch``."""

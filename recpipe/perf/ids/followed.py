@@ -10,7 +10,7 @@ import numpy as np
 from recpipe.perf.ids.misses import SHARES, MissRates, Sample, most_popular
 from recpipe.tables.groups import Group
 from recpipe.tables.inputs import Inputs
-from recpipe.tables.tiers.placement import IndexBags
+from recpipe.tables.tiers.parting import IndexBags
 
 
 class Followed:

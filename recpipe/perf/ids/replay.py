@@ -15,7 +15,8 @@ from numpy.typing import NDArray
 
 from recpipe.plugin.costs import Moved
 from recpipe.plugin.policy import CachePolicy, RowIds, RowSpace
-from recpipe.tables.tiers.placement import Bags, IndexBags, TierPlan, TierPlanner
+from recpipe.tables.tiers.parting import IndexBags
+from recpipe.tables.tiers.placement import Bags, TierPlan, TierPlanner
 
 MOST = 1 << 24
 """Most lookups of a group that are kept: 64 MiB."""

@@ -17,7 +17,7 @@ import torch
 
 from recpipe.model.config import ModelConfig
 from recpipe.tables.specs import TableSet
-from recpipe.tables.tiers.placement import IndexBags
+from recpipe.tables.tiers.parting import IndexBags
 
 FLOAT_BYTES = 4
 

@@ -26,7 +26,7 @@ from recpipe.perf.step.python import calls_by_name
 from recpipe.pipeline.parts import undone
 from recpipe.pipeline.placed import PlacedModel
 from recpipe.tables.front import Front, handing_out
-from recpipe.tables.tiers.placement import IndexBags
+from recpipe.tables.tiers.parting import IndexBags
 
 
 class CannotTrace(UserError):

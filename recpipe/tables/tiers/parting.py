@@ -7,7 +7,7 @@ do not have.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import ClassVar
 
 import numpy as np
 import torch
@@ -17,9 +17,8 @@ from recpipe.common.spread import Spread
 from recpipe.data.select import places_of
 from recpipe.plugin.policy import RowIds, Slots
 
-if TYPE_CHECKING:
-    from recpipe.tables.tiers.placement import IndexBags, Offsets, Weights
-
+Offsets = NDArray[np.int64]
+Weights = NDArray[np.float32]
 Places = NDArray[np.int64]
 DeviceBags = tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]
 """What a TBE looks up: indices int64 [L], offsets int64 [F * B + 1] and, if ids have weights, these, float32
@@ -50,6 +49,46 @@ def slots_in(found: Slots, spread: Spread) -> Slots:
         return slots
 
     return np.concatenate(spread.map(of, spread.parts(len(found))))
+
+
+@dataclass
+class IndexBags:
+    """A batch's lookups in one matrix of rows: bag i is ``indices[offsets[i] : offsets[i + 1]]``.
+
+    The matrix is that of one group of tables (``table_bags``), or of the slots or the slab of its tiers.
+    """
+
+    indices: NDArray[np.int64]
+    """Rows of the matrix, int64 [L]."""
+    offsets: Offsets
+    """Feature-major, int64 [F * B + 1]."""
+    batch_size: int
+    weights: Weights | None = None
+    """Weights of the lookups, float32 [L]; None: each counts once."""
+    times: ClassVar[None] = None
+    """As ``GpuBags`` has them; here each lookup is there itself."""
+
+    def __len__(self) -> int:
+        return len(self.indices)
+
+    def count(self, places: NDArray[np.int64]) -> int:
+        """How many lookups ``indices[places]`` are."""
+        return len(places)
+
+    def parted(self, where: Slots, pooled: bool, spread: Spread) -> Parted:
+        """As ``parting.parted``."""
+        return parted(self, where, pooled, spread)
+
+    def apart(self) -> IndexBags:
+        """The same lookups, each as a bag of its own, with one feature."""
+        lookups = len(self.indices)
+        return IndexBags(self.indices, np.arange(lookups + 1), lookups)
+
+    def permuted(self, order: NDArray[np.int64]) -> IndexBags:
+        """The bags of the samples in ``order`` (int64 [n]), in that order."""
+        places, offsets = places_of(self.offsets, self.batch_size, order)
+        weights = None if self.weights is None else self.weights[places]
+        return IndexBags(self.indices[places], offsets, len(order), weights)
 
 
 @dataclass(frozen=True)
@@ -102,22 +141,17 @@ class Parted:
         if bags is not None:  # of each id
             size = int(bags[-1])
             order, bags = places_of(bags, self.batch_size, order)
-        places, offsets = places_of(self.offsets, size, order)
-        in_slab, slab_offsets = places_of(self.slab_offsets, size, order)
+        resident = IndexBags(self.indices, self.offsets, size, self.weights).permuted(order)
+        slab = IndexBags(self.slab_indices, self.slab_offsets, size, self.slab_weights).permuted(order)
+        slab_offsets = slab.offsets
         if bags is None:
             features = (len(slab_offsets) - 1) // max(1, samples)
             starts = slab_offsets[:-1].reshape(features, samples)[:, cold_first:].ravel()
-            slab_offsets = np.append(starts, len(in_slab))
+            slab_offsets = np.append(starts, len(slab.indices))
         return Parted(
             samples,
-            self.indices[places],
-            offsets,
-            self.slab_indices[in_slab],
-            slab_offsets,
-            self.needs_cold,
-            None if self.weights is None else self.weights[places],
-            None if self.slab_weights is None else self.slab_weights[in_slab],
-            bags,
+            *(resident.indices, resident.offsets, slab.indices, slab_offsets, self.needs_cold),
+            *(resident.weights, slab.weights, bags),
         )
 
 

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from recpipe.plugin.policy import RowIds
     from recpipe.tables.specs import TableSet
     from recpipe.tables.stores.base import ColdStore
-    from recpipe.tables.tiers.placement import IndexBags
+    from recpipe.tables.tiers.parting import IndexBags
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,7 +21,7 @@ from recpipe.data.select import places_of
 from recpipe.plugin.api import Origin
 from recpipe.plugin.policy import IN_STORE, CachePolicy, RowIds, Slots, asks_once
 from recpipe.tables.tiers.checked import CheckedPolicy, Decision
-from recpipe.tables.tiers.parting import Parted, found_at, parted, slots_in
+from recpipe.tables.tiers.parting import IndexBags, Offsets, Parted, found_at, slots_in
 
 if TYPE_CHECKING:
     from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
@@ -31,9 +31,6 @@ if TYPE_CHECKING:
     from recpipe.tables.tiers.on_gpu import GpuBags, GpuLookups
     from recpipe.tables.tiers.shared_rows import SharedLookups
     from recpipe.tables.tiers.transfer import Landed, Sent
-
-Offsets = NDArray[np.int64]
-Weights = NDArray[np.float32]
 
 
 @dataclass
@@ -106,46 +103,6 @@ class Bags:
         """The bags of the samples in ``order`` (int64 [n]), in that order."""
         places, offsets = places_of(self.offsets, self.batch_size, order)
         return Bags(self.rows[places], offsets, len(order))
-
-
-@dataclass
-class IndexBags:
-    """A batch's lookups in one matrix of rows: bag i is ``indices[offsets[i] : offsets[i + 1]]``.
-
-    The matrix is that of one group of tables (``table_bags``), or of the slots or the slab of its tiers.
-    """
-
-    indices: NDArray[np.int64]
-    """Rows of the matrix, int64 [L]."""
-    offsets: Offsets
-    """Feature-major, int64 [F * B + 1]."""
-    batch_size: int
-    weights: Weights | None = None
-    """Weights of the lookups, float32 [L]; None: each counts once."""
-    times: ClassVar[None] = None
-    """As ``GpuBags`` has them; here each lookup is there itself."""
-
-    def __len__(self) -> int:
-        return len(self.indices)
-
-    def count(self, places: NDArray[np.int64]) -> int:
-        """How many lookups ``indices[places]`` are."""
-        return len(places)
-
-    def parted(self, where: Slots, pooled: bool, spread: Spread) -> Parted:
-        """As ``parting.parted``."""
-        return parted(self, where, pooled, spread)
-
-    def apart(self) -> IndexBags:
-        """The same lookups, each as a bag of its own, with one feature."""
-        lookups = len(self.indices)
-        return IndexBags(self.indices, np.arange(lookups + 1), lookups)
-
-    def permuted(self, order: NDArray[np.int64]) -> IndexBags:
-        """The bags of the samples in ``order`` (int64 [n]), in that order."""
-        places, offsets = places_of(self.offsets, self.batch_size, order)
-        weights = None if self.weights is None else self.weights[places]
-        return IndexBags(self.indices[places], offsets, len(order), weights)
 
 
 def table_bags(tables: TableSet, sparse: KeyedJaggedTensor, spread: Spread = ALONE) -> IndexBags:

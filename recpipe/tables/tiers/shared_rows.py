@@ -21,8 +21,8 @@ from recpipe.plugin.policy import RowIds
 from recpipe.tables.collection import AllResident
 from recpipe.tables.rowtable import RowBags, distinct, row_bags, updated
 from recpipe.tables.specs import Region, TableSet, Values, to_numpy
-from recpipe.tables.tiers.parting import Parted
-from recpipe.tables.tiers.placement import IndexBags, TierPlan, reorder
+from recpipe.tables.tiers.parting import IndexBags, Parted
+from recpipe.tables.tiers.placement import TierPlan, reorder
 
 if TYPE_CHECKING:
     from recpipe.tables.skipping import RowFilter

@@ -39,7 +39,8 @@ from recpipe.tables.stores.base import ColdStore, IoCounters, Records
 from recpipe.tables.tiers import saved_placement
 from recpipe.tables.tiers.memory import TierMemory
 from recpipe.tables.tiers.on_gpu import Finder
-from recpipe.tables.tiers.placement import IndexBags, TierPlan, TierPlanner, table_bags
+from recpipe.tables.tiers.parting import IndexBags
+from recpipe.tables.tiers.placement import TierPlan, TierPlanner, table_bags
 from recpipe.tables.tiers.policies import policy_bytes
 from recpipe.tables.tiers.store_thread import StoreThread, TierTimes
 

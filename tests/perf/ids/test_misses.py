@@ -9,7 +9,8 @@ import pytest
 
 from recpipe.perf.ids.misses import POLICIES, MissRates, Sample
 from recpipe.plugin.policy import RowIds, RowSpace
-from recpipe.tables.tiers.placement import IndexBags, TierPlanner
+from recpipe.tables.tiers.parting import IndexBags
+from recpipe.tables.tiers.placement import TierPlanner
 from recpipe.tables.tiers.policies import POLICIES as BUILT_IN
 
 ROWS = 40_000

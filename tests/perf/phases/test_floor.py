@@ -20,7 +20,8 @@ from recpipe.perf.phases.workload import (
     optimizer_work,
 )
 from recpipe.tables.specs import TableOptimizer, TableSet
-from recpipe.tables.tiers.placement import IndexBags, table_bags
+from recpipe.tables.tiers.parting import IndexBags
+from recpipe.tables.tiers.placement import table_bags
 
 GIGA = 1e9
 TABLES = TableSet.one_each(
