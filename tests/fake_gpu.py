@@ -3,6 +3,9 @@
 Tensors stay on the CPU. A copy that is asked for on a stream of its own leaves the tensor full of rubbish
 until something waits for the stream; work on the default stream is done at once. So code that does not wait
 computes with rubbish, each time, where a real GPU would do so now and then.
+
+Operators are the CPU's and follow no stream, so that a stream of high priority, which is for operators on
+what was copied there, makes its copies at once. The emulated GPU shows what must wait for that one.
 """
 
 from __future__ import annotations
@@ -24,7 +27,7 @@ class Stream:
     """A queue of copies that have not been made."""
 
     def __init__(self, device: object = None, priority: int = 0) -> None:
-        self.device = device
+        self.device, self.priority = device, priority
         self.late: list[Callable[[], None]] = []
         self.made = 0
         """How many copies were ever made."""
@@ -34,6 +37,8 @@ class Stream:
         """Make ``copy`` later."""
         with self._one_at_a_time:
             self.late.append(copy)
+        if self.priority < 0:
+            self.catch_up()
 
     def end(self) -> int:
         """How many copies will have been made when all so far are."""
@@ -138,6 +143,8 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> FakeGpu:
         "Event": Event,
         "stream": fake.stream,
         "current_stream": fake.current,
+        "current_device": lambda: 0,
+        "set_stream": lambda stream: setattr(fake.here, "stream", stream),
         "set_device": use,
         "synchronize": lambda device=None: None,
     }.items():

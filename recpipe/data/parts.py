@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import lru_cache
 from inspect import Parameter, signature
 from typing import Any
 
@@ -213,7 +214,12 @@ def _takes_non_blocking(value: Any) -> bool:
     """Whether ``value.to`` can copy without waiting."""
     if isinstance(value, torch.Tensor | JaggedTensor | KeyedJaggedTensor):
         return True
-    known = signature(value.to).parameters
+    return _has_non_blocking(getattr(value.to, "__func__", value.to))
+
+
+@lru_cache(64)
+def _has_non_blocking(to: Callable[..., Any]) -> bool:
+    known = signature(to).parameters
     return "non_blocking" in known or any(p.kind is Parameter.VAR_KEYWORD for p in known.values())
 
 

@@ -27,27 +27,39 @@ ARRAYS = (
 )
 
 
+POSITIONS = (np.arange(7, dtype=np.int64), np.empty(0, np.int64), np.array([-4, 9], np.int32))
+
+
 @pytest.mark.parametrize("threads", [1, 3])
-def test_arrays_of_any_kind_in_one_copy(gpu: FakeGpu, threads: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_arrays_of_any_type_in_one_copy(gpu: FakeGpu, threads: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(spread, "LEAST", 2)
     with closing(Spread(threads)) as several:
-        sent = Transfer(GPU).send(ARRAYS, several)
+        sent = Transfer(GPU).arrays_now(ARRAYS, several)
     assert gpu.copies == 1
-    assert not np.array_equal(sent.tensors[0].numpy(), ARRAYS[0]), "the control: not waited for"
+    for found, array in zip(sent, ARRAYS, strict=True):
+        assert found.numpy().dtype == array.dtype
+        np.testing.assert_array_equal(found.numpy(), array)
+    assert Transfer(GPU).arrays_now([], ALONE) == []
+
+
+def test_positions_in_one_copy(gpu: FakeGpu) -> None:
+    sent = Transfer(GPU).send(*POSITIONS)
+    assert gpu.copies == 1
+    assert not np.array_equal(sent.tensors[0].numpy(), POSITIONS[0]), "the control: not waited for"
     for _ in range(2):
-        for found, array in zip(sent.use(), ARRAYS, strict=True):
-            assert found.numpy().dtype == array.dtype
+        for found, array in zip(sent.use(), POSITIONS, strict=True):
+            assert found.dtype == torch.int64
             np.testing.assert_array_equal(found.numpy(), array)
     gpu.lent.pop()  # waited for twice, which does no harm
     assert [stream for _, stream in gpu.lent] == [gpu.default], "its memory, once"
-    assert Transfer(GPU).send([]).use() == []
 
 
 def test_on_a_cpu_nothing_is_copied() -> None:
-    own = np.arange(3)
-    (found,) = Transfer(torch.device("cpu")).send([own]).use()
+    own, short = np.arange(3), np.arange(3, dtype=np.int32)
+    here = Transfer(torch.device("cpu"))
+    (found,), (same, other) = here.arrays_now([own], ALONE), here.send(own, short).use()
     own[0] = 9
-    assert found[0] == 9
+    assert (found[0], same[0], other.dtype) == (9, 9, torch.int64)
 
 
 def test_records_go_to_the_host_as_they_were(gpu: FakeGpu) -> None:

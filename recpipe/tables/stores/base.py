@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -56,8 +56,8 @@ class IoCounters:
 
     def plus(self, other: IoCounters, sign: int = 1) -> IoCounters:
         """The sum of both, or with ``sign`` -1 the difference."""
-        both = ((getattr(self, f.name), getattr(other, f.name)) for f in fields(self))
-        return IoCounters(*(mine + sign * theirs for mine, theirs in both))
+        theirs = vars(other)
+        return IoCounters(**{name: mine + sign * theirs[name] for name, mine in vars(self).items()})
 
 
 class ColdStore(ABC):

@@ -123,7 +123,7 @@ class TierMemory(nn.Module):
     def _moves(self, plan: TierPlan, slab_written: bool) -> tuple[Moves, Sent]:
         """The plan's moves after those of the batch before it, on the way to the device."""
         moves = Moves.of(plan, self.slab_rows, slab_written, self.slab.first)
-        return moves, self.cold.transfer.send(moves.positions)
+        return moves, self.cold.transfer.send(*moves.positions)
 
     def _departing(self, places: torch.Tensor, moves: Moves) -> torch.Tensor:
         """A copy of the records in these places of the slab and of the slots."""
@@ -178,7 +178,7 @@ class TierMemory(nn.Module):
 
     def _index(self, positions: NDArray[np.integer[Any]]) -> torch.Tensor:
         """Positions as torch needs them: int64 on the device."""
-        return self.cold.transfer.send([positions.astype(np.int64)]).use()[0]
+        return self.cold.transfer.send(positions).use()[0]
 
     # -- lookups -----------------------------------------------------------------------------
 

@@ -90,7 +90,7 @@ class Finder:
         given = [part for part in parts if part is not None]
         if given[0].is_cuda:
             return [self.aside.lend(part) for part in given]
-        return self.transfer.send([part.numpy() for part in given], self.spread).use()
+        return self.transfer.arrays_now([part.numpy() for part in given], self.spread)
 
 
 @dataclass
@@ -156,6 +156,8 @@ class GpuLookups:
     """The samples, int64 [n]; None: in the batch's own order."""
     cold_first: int = 0
     _made: _Made | None = field(default=None, init=False)
+    _whole: torch.Tensor | None = field(default=None, init=False)
+    """What ``_found`` returns, until it is no longer needed."""
 
     @property
     def slab_lookups(self) -> int:
@@ -180,13 +182,16 @@ class GpuLookups:
     def permuted(self, order: NDArray[np.int64], cold_first: int) -> GpuLookups:
         """The lookups of all samples in ``order`` (int64 [B]), of which those before ``cold_first`` need no
         row of the slab."""
-        return replace(self, batch_size=len(order), order=order, cold_first=cold_first)
+        new = replace(self, batch_size=len(order), order=order, cold_first=cold_first)
+        new._whole = self._whole
+        return new
 
     def prepare(self, slab_first: int, together: bool) -> None:
         """Begin to make what ``tiers`` returns, or ``both`` if ``together``."""
         with self._aside.stream():
             bags = (self._both(slab_first),) if together else self._parted(slab_first)
             self._made = _Made((slab_first, together), bags, self._aside.mark())
+        self._whole = None
 
     def tiers(self, slab_first: int = 0) -> tuple[DeviceBags, DeviceBags]:
         """The lookups in the resident slots and in the slab, as ``Parted.tiers``; the current stream waits
@@ -215,11 +220,14 @@ class GpuLookups:
 
     def _found(self) -> torch.Tensor:
         """Where each lookup's row is, int64 [L], in the batch's own order."""
-        return self._sent(self.where.astype(np.int64)).index_select(0, self.given.which)
+        if self._whole is None:
+            self._whole = self._sent(self.where).index_select(0, self.given.which)
+        return self._whole
 
     def _both(self, slab_first: int) -> DeviceBags:
-        places = np.where(self.where < 0, slab_first - 2 - self.where, self.where).astype(np.int64)
-        found = self._sent(places).index_select(0, self.given.which)
+        found = self._found()
+        if self._any_cold:
+            found = torch.where(found < 0, slab_first - 2 - found, found)
         return found, self._own(self.given.offsets), self.given.weights
 
     def _parted(self, slab_first: int) -> tuple[DeviceBags, DeviceBags]:
@@ -255,8 +263,8 @@ class GpuLookups:
         starts = offsets[:-1].view(-1, self.batch_size)[:, self.cold_first :].reshape(-1)
         return torch.cat((starts, offsets[-1:]))
 
-    def _sent(self, array: NDArray[np.int64]) -> torch.Tensor:
-        return self.given.finder.transfer.send([array]).use()[0]
+    def _sent(self, positions: NDArray[np.integer[Any]]) -> torch.Tensor:
+        return self.given.finder.transfer.positions_now(positions)[0]
 
 
 def _ends(lengths: torch.Tensor) -> torch.Tensor:

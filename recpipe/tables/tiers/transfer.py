@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
@@ -17,9 +18,10 @@ import torch
 from numpy.typing import NDArray
 
 from recpipe.common.device import Aside, arrived
-from recpipe.common.spread import ALONE, Spread
+from recpipe.common.spread import Spread
 from recpipe.tables.stores.base import Records
 
+Positions = NDArray[np.integer[Any]]
 ALIGNED = 16
 """Arrays that are copied together begin at multiples of so many bytes."""
 
@@ -99,13 +101,32 @@ class Transfer:
         copied.synchronize()
         return host.numpy()
 
-    def send(self, arrays: Sequence[NDArray[Any]], spread: Spread = ALONE) -> Sent:
-        """Start to copy ``arrays`` to the device, all in one copy. On a CPU the tensors share their memory.
-        ``spread``: threads that put them into the page-locked buffer."""
+    def send(self, *positions: Positions) -> Sent:
+        """Start to copy ``positions`` ([n] each) to the device, all in one copy; they arrive as int64. On a
+        CPU the tensors share the memory of arrays that are int64 already."""
         if not self.on_gpu:
-            return Sent([torch.from_numpy(array) for array in arrays], None)
+            return Sent(self.positions_now(*positions), None)
+        with self._indices.stream():
+            tensors = self.positions_now(*positions)
+        return Sent(tensors, self._indices.mark())
+
+    def positions_now(self, *positions: Positions) -> list[torch.Tensor]:
+        """As ``send``, on the current stream."""
+        if not self.on_gpu:
+            return [torch.from_numpy(each.astype(np.int64, copy=False)) for each in positions]
+        sizes = [len(each) for each in positions]
+        host = torch.empty(sum(sizes), dtype=torch.int64, pin_memory=True)
+        np.concatenate(positions, out=host.numpy())
+        there = host.to(self.device, non_blocking=True)
+        return list(there.split(sizes))  # type: ignore[no-untyped-call]
+
+    def arrays_now(self, arrays: Sequence[NDArray[Any]], spread: Spread) -> list[torch.Tensor]:
+        """Copy ``arrays`` of any type to the device on the current stream, all in one copy. ``spread``:
+        threads that put them into the page-locked buffer."""
+        if not self.on_gpu:
+            return [torch.from_numpy(array) for array in arrays]
         sizes = [array.nbytes for array in arrays]
-        starts = np.cumsum([0, *(-(-size // ALIGNED) * ALIGNED for size in sizes)]).tolist()
+        starts = list(accumulate((-(-size // ALIGNED) * ALIGNED for size in sizes), initial=0))
         host = torch.empty(starts[-1], dtype=torch.uint8, pin_memory=True)
         whole = host.numpy()
         staged = [
@@ -114,13 +135,11 @@ class Transfer:
         ]
         for array, target in zip(arrays, staged, strict=True):
             _stage(array.reshape(-1), target, spread)
-        with self._indices.stream():
-            there = host.to(self.device, non_blocking=True)
-        parts = [
+        there = host.to(self.device, non_blocking=True)
+        return [
             there[start : start + size].view(torch.from_numpy(target[:0]).dtype).view(array.shape)
             for array, target, start, size in zip(arrays, staged, starts, sizes, strict=False)
         ]
-        return Sent(parts, self._indices.mark())
 
 
 def _stage(array: NDArray[Any], target: NDArray[Any], spread: Spread) -> None:
