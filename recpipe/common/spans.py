@@ -6,6 +6,8 @@ from time import perf_counter
 
 import torch
 
+from recpipe.common.device import current_stream
+
 Mark = float | torch.cuda.Event
 """A point in the work of a thread: seconds of ``perf_counter``, or an event on the stream of a GPU."""
 OPEN = 512
@@ -17,7 +19,7 @@ def mark(device: torch.device) -> Mark:
     if device.type != "cuda":
         return perf_counter()
     event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-    event.record(torch.cuda.current_stream(device))
+    event.record(current_stream())
     return event
 
 

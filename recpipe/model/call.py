@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
 from inspect import Parameter, signature
 from typing import Any
 
@@ -147,8 +148,13 @@ class Called:
 
     def _forward(self, batch: Any) -> Any:
         arguments = self._arguments(batch)
-        with torch.autocast(_device_type(self.module), torch.bfloat16, enabled=self.low_precision):
+        with self._precision():
             return self.module(batch) if arguments is None else self.module(**arguments)
+
+    def _precision(self) -> AbstractContextManager[None]:
+        if not self.low_precision and not any(map(torch.is_autocast_enabled, ("cpu", "cuda"))):
+            return nullcontext()
+        return torch.autocast(_device_type(self.module), torch.bfloat16, enabled=self.low_precision)
 
     def _arguments(self, batch: Any) -> dict[str, Any] | None:
         """Parts of the batch by the names of ``forward``'s parameters; None: ``forward`` takes the batch

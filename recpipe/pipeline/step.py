@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from recpipe.common.device import arrived
-from recpipe.common.phases import phase
+from recpipe.common.phases import phase, watched
 from recpipe.common.spans import Mark, Spans, mark
 from recpipe.data.parts import batch_size, leaves, on_gpu
 from recpipe.data.select import between
@@ -140,13 +140,16 @@ class _Step:
         self.lookups, self.beside = lookups, beside
         self.dense = [p for p in model.dense if p.requires_grad]
         self.looked_up = False
+        # Every backward pass on a GPU is handed to another thread and back. A trace tells both passes apart.
+        whole = len(staged.bounds) < 2 and staged.alone and cores is None and beside is None
+        lookups.attached = whole and times.device.type == "cuda" and not watched()
         self._late_calls = model.late_calls
         self._shared: list[tuple[list[_CorePart], list[Future[None]]]] = []
         """The cores' parts, and the results of the other cores' parts."""
 
     def run(self) -> torch.Tensor:
         staged, bounds = self.staged, self.staged.bounds or (self.staged.size,)
-        started, low, losses = self.times.now(), 0, []
+        started, low, losses = self._now(), 0, []
         for number, high in enumerate(bounds):
             if self.looked_up and not self.lookups.cold_is_here and number >= staged.cold_from:
                 started = self._cold_comes(started)
@@ -192,17 +195,21 @@ class _Step:
         self.lookups.wait_for_cold()
         return self.times.now()
 
+    def _now(self) -> Mark:
+        """The point that training has reached, if there are micro-batches."""
+        return self.times.now() if self.staged.bounds else 0.0
+
     def _count(self, started: Mark) -> None:
         """Add the time to the figures, if there are micro-batches."""
         if self.staged.bounds:
             spans = self.times.after if self.lookups.cold_is_here else self.times.before
-            spans.add(started, self.times.now())
+            spans.add(started, self._now())
 
     def _go_on(self) -> None:
         """After a forward pass: the next batch's ids go out, their rows are fetched, and a slow one is read,
-        in the backward pass."""
+        in the backward pass. So is any, if that one includes the tables' update."""
         staged = self.staged
-        if staged.next_is_slow:
+        if staged.next_is_slow or self.lookups.attached:
             staged.stage_next()
         upcoming = staged.upcoming.sent.values() if staged.upcoming is not None else ()
         for sent in upcoming:

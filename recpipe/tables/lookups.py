@@ -147,6 +147,12 @@ class GroupLookup:
             rows.register_hook(self._gradients.append)  # type: ignore[no-untyped-call]
         return rows
 
+    def attached(self) -> torch.Tensor:
+        """As ``leaf``, of all samples, but in the graph: the model's backward pass goes on to the update of
+        the tables."""
+        in_graph = self.warm.requires_grad and not self.dim
+        return self.whole() if in_graph else self.leaf(0, self.ids.stride())
+
     def _cut(self, rows: torch.Tensor, low: int, high: int) -> torch.Tensor:
         if self.pooled:
             return rows[low:high]
@@ -169,6 +175,8 @@ class GroupLookup:
         FBGEMM's CPU update enters a parallel region for every table, which costs more than the threads gain.
         If several ranks train, torch's own operators make the update.
         """
+        if self._gradients:  # the model's backward pass has made it
+            return
         self.arrive()
         gradient = self._gradient()
         gradient = gradient if isinstance(scale, float) and scale == 1 else gradient * scale
@@ -251,6 +259,9 @@ class BatchLookups:
     def __init__(self, groups: Mapping[Front, Sequence[GroupLookup]]) -> None:
         self.groups = groups
         self.cold_is_here = False
+        self.attached = False
+        """Whether the model's backward pass goes on to the update of the tables; the rows are then handed out
+        once, for all samples."""
         self._ready: Future[None] = Future()
 
     @property
@@ -305,6 +316,8 @@ class BatchLookups:
         """Leaves of each group for samples [low, high). If another thread is looking them up, waits for
         it."""
         self._ready.result()
+        if self.attached:
+            return [lookup.attached() for lookup in self.groups[front]]
         return [lookup.leaf(low, high) for lookup in self.groups[front]]
 
     def backward(self, alone: bool, scale: Scale = 1.0, beside: Beside | None = None) -> None:

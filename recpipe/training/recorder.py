@@ -98,9 +98,10 @@ class Recorder(L.Callback):
         self.skipped_samples += batch.skipped
         self._trained += batch.consumed
         pl_module.seconds = self._seconds(ended if isinstance(ended, float) else perf_counter())
+        self._last = ended
         if self.intervals.due():
             self._note(trainer, pl_module)
-        self._last = mark(self.loader.device)
+            self._last = mark(self.loader.device)
 
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Close the last interval."""

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from recpipe.common.device import Aside, arrived
+from recpipe.common.device import Aside, arrived, current_stream
 from recpipe.common.spread import Spread
 from recpipe.tables.stores.base import Records
 
@@ -97,7 +97,7 @@ class Transfer:
         host = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
         host.copy_(values, non_blocking=True)
         copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        copied.record(torch.cuda.current_stream(self.device))
+        copied.record(current_stream())
         copied.synchronize()
         return host.numpy()
 
