@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Protocol
 
 import numpy as np
+from numpy.typing import NDArray
 
 from recpipe.kit import Batch, distinct, distinct_slots, positions, within
 from recpipe.plugin import NOTHING, CachePolicy, Placement, RowIds, RowSpace, Slots
@@ -15,6 +16,10 @@ from recpipe_bagpipe.window import UNKNOWN, Group, Rows, Steps, Window
 
 KNOWN = 1 << 62
 """The worth of rows that a known batch needs, the next batch first, lies below this and above all others'."""
+NEVER = KNOWN + 1
+"""The worth of rows that may not be given away."""
+SAMPLED = 64
+"""Of so many values one is looked at to estimate which are among the least."""
 
 
 class Bulk(Protocol):
@@ -131,8 +136,9 @@ class Lookahead(CachePolicy):
         rows = group.rows.astype(np.int64)
         slots = self.space.residents.slot_of(rows)
         here = slots >= 0
-        held = slots[here]
-        unknown = (self.due[held] == UNKNOWN) | (self.due[held] < self.step)
+        held = slots[here].astype(np.intp)
+        due = self.due[held]
+        unknown = (due == UNKNOWN) | (due < self.step)
         self.due[held[unknown]] = self._first + group.first_use[here][unknown]
         for before in self._open:
             before.link(group)
@@ -156,16 +162,8 @@ class Lookahead(CachePolicy):
 
     def admit(self, hits: Slots, misses: RowIds, looked_up: RowIds) -> Placement:
         """Give every miss a free slot, or that of the row which is worth least."""
-        hits = distinct_slots(hits, self.space.slots, self.space.spread)
-        self.last[hits] = self.step
         rows, next_use = self._current
-        if len(rows):
-            slots = self.space.residents.slot_of(rows)
-            here = slots >= 0
-            self._touch(slots[here], next_use[here])
-        else:  # nothing is known of the batch
-            self.often[hits] += 1
-            self.singles += 1
+        self._hit(hits, misses, looked_up)
         fresh = np.arange(self.used, min(self.space.slots, self.used + len(misses)), dtype=np.int32)
         taken = np.concatenate((fresh, self._least(len(misses) - len(fresh))))
         self.used += len(fresh)
@@ -179,11 +177,30 @@ class Lookahead(CachePolicy):
         self.step += 1
         return Placement(taken, placed)
 
+    def _hit(self, hits: Slots, misses: RowIds, looked_up: RowIds) -> None:
+        """Note that the current batch looks up the resident rows in ``hits``."""
+        rows, next_use = self._current
+        if self.times is not None and np.array_equal(rows, looked_up):
+            here = np.ones(len(rows), bool)
+            here[np.searchsorted(rows, misses)] = False
+            self._touch(hits, next_use[here])
+            return
+        if self.times is None:
+            hits = distinct_slots(hits, self.space.slots, self.space.spread)
+        self.last[hits] = self.step
+        if not len(rows):  # nothing is known of the batch
+            self.often[hits] += 1
+            self.singles += 1
+            return
+        slots = self.space.residents.slot_of(rows)
+        self._touch(slots[slots >= 0], next_use[slots >= 0])
+
     def _touch(self, slots: Slots, next_use: Steps) -> None:
         """Note that the current batch looks up the rows in ``slots``, needed again at ``next_use``."""
-        self.due[slots] = np.where(next_use == UNKNOWN, UNKNOWN, next_use + self._first)
-        self.often[slots] += 1
-        self.last[slots] = self.step
+        at = slots.astype(np.intp)  # numpy does so at every use of shorter ones
+        self.due[at] = np.where(next_use == UNKNOWN, UNKNOWN, next_use + self._first)
+        self.often[at] += 1
+        self.last[at] = self.step
 
     def _worth(self, slots: Slots) -> Rows:
         """Slots with less are given away first."""
@@ -212,15 +229,17 @@ class Lookahead(CachePolicy):
 
     def _refresh(self, taken: list[Slots], size: int) -> None:
         """List the ``size`` slots that are worth least, without those ``taken`` for this batch."""
-        free = self.last[: self.used] < self.step
-        free[np.concatenate(taken)] = False
-        slots = np.flatnonzero(free).astype(np.int32)
-        worth = self._worth(slots)
-        if len(slots) > size:
-            least = np.argpartition(worth, size)[:size]
-            slots, worth = slots[least], worth[least]
-        order = np.argsort(worth, kind="stable")
-        self._victims, self._listed = slots[order], worth[order]
+        used = self.used
+        worth = self.often[:used].astype(np.int64)
+        worth <<= 32
+        worth += self.last[:used]
+        due = self.due[:used]
+        known = np.flatnonzero((due != UNKNOWN) & (due > self.step))
+        worth[known] = KNOWN - due[known].astype(np.int64)
+        worth[self.last[:used] == self.step] = NEVER
+        worth[np.concatenate(taken)] = NEVER
+        slots = _least(worth, size)
+        self._victims, self._listed = slots.astype(np.int32), worth[slots]
 
     @property
     def waiting_bytes(self) -> int:
@@ -245,3 +264,21 @@ class Lookahead(CachePolicy):
         self.used = int(np.count_nonzero(self.often))
         # The batches that need them become known again.
         self.due.fill(UNKNOWN)
+
+
+def _least(worth: Rows, size: int) -> NDArray[np.int64]:
+    """Positions of the ``size`` least values that are below ``NEVER``, or of all such, the least first.
+
+    A bound on them is estimated from a sample, so that few values have to be put in order.
+    """
+    sample = worth[::SAMPLED]
+    place = size * 5 // (4 * SAMPLED)
+    bound = np.partition(sample, place)[place] if place < len(sample) else NEVER - 1
+    found = np.flatnonzero(worth <= min(bound, NEVER - 1))
+    if len(found) < size and bound < NEVER - 1:
+        found = np.flatnonzero(worth < NEVER)
+    values = worth[found]
+    if len(found) > size:
+        least = np.argpartition(values, size)[:size]
+        found, values = found[least], values[least]
+    return found[np.argsort(values, kind="stable")]

@@ -96,11 +96,12 @@ class PopularRows(CachePolicy):
         self.slab = misses
         if self.times is None:
             self.hits, self.lookups = self.hits + len(hits), self.lookups + len(looked_up)
+            self.rows_kept += len(distinct_slots(hits, self.space.slots, self.space.spread))
         else:
-            here = self.space.residents.slot_of(looked_up) >= 0
-            self.hits += int(self.times[here].sum())
-            self.lookups += int(self.times.sum())
-        self.rows_kept += len(distinct_slots(hits, self.space.slots, self.space.spread))
+            lookups = int(self.times.sum())
+            self.hits += lookups - int(self.times[np.searchsorted(looked_up, misses)].sum())
+            self.lookups += lookups
+            self.rows_kept += len(hits)
         return NOTHING
 
     def state_dict(self) -> dict[str, Any]:

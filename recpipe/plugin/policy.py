@@ -149,8 +149,8 @@ class CachePolicy(ABC):
     GPU finds them; otherwise it is told them as often as the batch looks them up. A subclass that overrides
     ``migrate`` or ``admit`` says it anew."""
     times: NDArray[np.int32] | None = None
-    """How often the batch looks up each of ``migrate``'s and ``admit``'s rows, if they are distinct; None if
-    they have repeats. Set before each batch's calls; always None without ``each_once``."""
+    """How often the batch looks up each of ``migrate``'s and ``admit``'s rows, if they are distinct and
+    sorted; None if they have repeats. Set before each batch's calls; always None without ``each_once``."""
 
     def __init__(self, space: RowSpace) -> None:
         self.space = space

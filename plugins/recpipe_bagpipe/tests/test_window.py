@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,12 +11,18 @@ import numpy as np
 import pytest
 import torch
 from recpipe_bagpipe.pace import FEW, HOLD, PATIENCE, SETTLING, WEIGHED, Pace
+from recpipe_bagpipe.policy import NEVER, Lookahead, _least
+from recpipe_bagpipe.replayed import _NoBulk
 from recpipe_bagpipe.waiting import Waiting, size_of
 from recpipe_bagpipe.window import UNKNOWN, Window, _stable_order, group_of
 
 from recpipe.data.batch import Batch
 from recpipe.data.config import SyntheticConfig
 from recpipe.data.make import open_dataset
+from recpipe.plugin.policy import RowSpace
+from recpipe.tables.tiers.placement import TierPlanner
+from tests.tables.test_placement import BASES, given
+from tests.tables.test_placement import batches as random_batches
 
 
 def test_next_uses_are_those_of_the_stream() -> None:
@@ -165,3 +172,42 @@ def test_a_fixed_window_stays_and_memory_bounds_the_other() -> None:
 def test_equal_rows_stay_in_their_order(size: int, largest: int) -> None:
     rows = np.random.default_rng(size).integers(0, largest, size)
     np.testing.assert_array_equal(_stable_order(rows), np.argsort(rows, kind="stable"))
+
+
+@pytest.mark.parametrize("size", [1, 40, 900, 4000])
+@pytest.mark.parametrize("kinds", [1, 5, 10_000])
+@pytest.mark.parametrize("free", [0.0, 0.2, 1.0])
+def test_the_least_are_found_among_what_may_be_given_away(size: int, kinds: int, free: float) -> None:
+    random = np.random.default_rng(size)
+    worth = random.integers(0, kinds, 3000)
+    worth[random.random(len(worth)) >= free] = NEVER
+    found = _least(worth, size)
+    assert len(np.unique(found)) == len(found)
+    np.testing.assert_array_equal(worth[found], np.sort(worth[worth < NEVER])[:size])
+
+
+def told(form: str, other: bool) -> dict[str, Any]:
+    """What the policy keeps of each row in 20 batches, of which it is told in this form; ``other``: a plugin
+    has brought a row that the reader did not see into every batch."""
+    space = RowSpace(BASES, int(BASES[-1]))
+    pace = Pace(3, memory=0, record_bytes=0, waited=lambda: 0.0)
+    policy = Lookahead(space, lambda bags: np.unique(bags.indices), _NoBulk(), pace)
+    planner = TierPlanner(policy, carry=True)
+    made = random_batches(20)
+    source: Any = iter(made)
+    for waiting, bags in zip(policy.stream(source), made, strict=True):
+        assert len(waiting.indices) == len(bags)
+        mine = replace(bags, indices=np.where(bags.indices == 3, 39, bags.indices)) if other else bags
+        planner.plan(given(mine, form))
+        planner.commit()
+    slots = space.residents.slot_of(np.arange(space.rows))
+    kept = {name: getattr(policy, name)[slots] for name in ("due", "often", "last")}
+    return {"here": slots >= 0, **{name: np.where(slots >= 0, of, 0) for name, of in kept.items()}}
+
+
+@pytest.mark.parametrize("other", [False, True])
+def test_a_batch_counts_alike_whether_rows_are_told_once_or_at_every_lookup(other: bool) -> None:
+    each, once = told("each", other), told("distinct", other)
+    assert each["often"].max() > 3
+    for name, values in each.items():
+        np.testing.assert_array_equal(values, once[name])
