@@ -185,10 +185,10 @@ class Lookahead(CachePolicy):
             here[np.searchsorted(rows, misses)] = False
             self._touch(hits, next_use[here])
             return
-        if self.times is None:
-            hits = distinct_slots(hits, self.space.slots, self.space.spread)
         self.last[hits] = self.step
         if not len(rows):  # nothing is known of the batch
+            if self.times is None:
+                hits = distinct_slots(hits, self.space.slots, self.space.spread)
             self.often[hits] += 1
             self.singles += 1
             return
