@@ -80,7 +80,13 @@ def by_hand(own: bool, optimizer: str = "sgd") -> dict[str, torch.Tensor]:
 
 
 def by_recpipe(
-    own: bool, policy: str, folder, prefetch=True, optimizer: str = "sgd", **parts
+    own: bool,
+    policy: str,
+    folder,
+    prefetch=True,
+    optimizer: str = "sgd",
+    times: StepTimes | None = None,
+    **parts,
 ) -> tuple[dict[str, torch.Tensor], int]:
     dataset = Listed()
     over = None
@@ -94,7 +100,7 @@ def by_recpipe(
     dense = torch.optim.SGD(model.dense_parameters().values(), lr=LR)
     for staged in loader:
         dense.zero_grad()
-        accumulate(model, staged, StepTimes())
+        accumulate(model, staged, times or StepTimes())
         dense.step()
     state = model.module.state_dict()
     model.embeddings.close()
@@ -116,6 +122,28 @@ def test_trains_as_a_loop_by_hand(tmp_path, optimizer, policy, own, splitter) ->
     assert late >= 20
     assert np.isfinite(furthest(state, TwoLooks(own).state_dict()))
     assert furthest(state, TwoLooks(own).state_dict()) > 1e-2
+
+
+@pytest.mark.parametrize("own", [False, True], ids=["others alone", "own and others"])
+@pytest.mark.parametrize("policy", ["resident", "hot"])
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_in_one_backward_pass_as_on_a_gpu(tmp_path, monkeypatch, optimizer, policy, own) -> None:
+    """Rows that the model does not use have no part in it, and are updated by zeros as in two passes."""
+    zeros = []
+    update = torch.autograd.backward
+
+    def noted(*given: torch.Tensor) -> None:
+        zeros.append(not given[-1].any())
+        update(*given)
+
+    monkeypatch.setattr(torch.autograd, "backward", noted)
+    expected, _ = by_recpipe(own, policy, tmp_path / "two", optimizer=optimizer)
+    of_two = zeros.count(True)
+    times = StepTimes(torch.device("cuda", 0))
+    state, late = by_recpipe(own, policy, tmp_path / "one", optimizer=optimizer, times=times)
+    assert late >= 20
+    assert zeros.count(True) - of_two == of_two == (0 if own else {"resident": 10, "hot": 20}[policy])
+    assert all(torch.equal(state[name], expected[name]) for name in state)
 
 
 def test_without_their_update_it_differs(tmp_path, monkeypatch) -> None:

@@ -29,6 +29,7 @@ from tests.pipeline.samples import (
 from tests.tables.samples import dump, identical
 
 TOLERANCE = {"sgd": 1e-6, "rowwise_adagrad": 1e-5, "adagrad": 1e-5}
+GPU = torch.device("cuda", 0)
 POLICIES = ("resident", "nocache", "lru", "lfu", "hot")
 
 
@@ -79,6 +80,28 @@ def test_micro_batches_equal_the_whole_batch(whole, tmp_path, policy, optimizer,
 def test_tiers_equal_resident_tables(whole, tmp_path, policy) -> None:
     values = parameters_after(policy, "adagrad", tmp_path, Listed())
     assert furthest(values, whole("adagrad")) < 1e-6
+
+
+@pytest.mark.parametrize("optimizer", TOLERANCE)
+@pytest.mark.parametrize("policy", POLICIES)
+def test_one_backward_pass_for_everything_changes_nothing(tmp_path, monkeypatch, policy, optimizer) -> None:
+    """As on a GPU, whose times alone tell that this is one."""
+    passes = []
+    backward = torch.autograd.backward
+
+    def counted(*arguments: Any, **named: Any) -> None:
+        passes.append(1)
+        backward(*arguments, **named)
+
+    def in_one_pass(model, staged, times):
+        accumulate(model, staged, StepTimes(GPU))
+
+    monkeypatch.setattr(torch.autograd, "backward", counted)
+    apart = parameters_after(policy, optimizer, tmp_path / "apart", Listed())
+    apart_passes = len(passes)
+    at_once = parameters_after(policy, optimizer, tmp_path / "at once", Listed(), in_one_pass)
+    assert (apart_passes >= 20, len(passes) - apart_passes) == (True, 10)
+    assert identical(at_once, apart)
 
 
 def test_one_update_per_micro_batch_is_wrong(whole, tmp_path) -> None:

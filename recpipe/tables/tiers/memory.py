@@ -189,6 +189,9 @@ class TierMemory(nn.Module):
         """
         if plan.shared is not None:
             return self._shared_lookup(self.resident, *plan.shared.resident)
+        all_rows = None if len(plan.slab) else self.lookup_both(plan)
+        if all_rows is not None:
+            return all_rows
         return self._lookup(self.resident, plan.lookups.tiers(self.slab.first)[0])
 
     def lookup_slab(self, plan: TierPlan) -> torch.Tensor:
