@@ -166,8 +166,9 @@ class CachePolicy(ABC):
         """Called second: ``hits`` are the slots looked up (int32 [H], with repeats or ``each_once``),
         ``misses`` the distinct rows that are not resident (int64 [U]); ``looked_up`` as for ``migrate``.
 
-        The placement's rows must be among ``misses`` and its slots not among ``hits``. Rows of
-        ``misses`` that are not admitted pass through the slab for this batch alone.
+        The placement's rows must be among ``misses``, and its slots neither among ``hits`` nor among those of
+        ``migrate``'s placement. Rows of ``misses`` that are not admitted pass through the slab for this batch
+        alone.
         """
         return NOTHING
 

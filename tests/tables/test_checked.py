@@ -84,6 +84,13 @@ def test_a_row_that_is_resident_cannot_move_in() -> None:
         planned(Places(moved=placed([5], [3])))
 
 
+def test_a_slot_gets_one_row_for_a_batch() -> None:
+    twice = Places(placed([5], [12]), placed([4, 5], [7, 8]))
+    with pytest.raises(PluginError, match=r"admit\(\) placed something in a slot that migrate\(\) has just"):
+        planned(twice)
+    planned(Places(placed([5], [12]), placed([4, 0], [7, 8])))
+
+
 @pytest.mark.parametrize("right", [placed([4, 0], [9, 7]), placed([5], [8], freed=[3]), placed([], [], [0])])
 def test_right_ones_are_carried_out(right: Placement) -> None:
     policy = Places(admitted=right)

@@ -90,12 +90,15 @@ class CheckedPolicy:
         self.policy, self.owner = policy, owner
         self._where = policy.space.residents._where
         self._marks = np.zeros(policy.space.slots, np.int32)
+        self._moved = NOTHING.slots
+        """The slots of ``migrate``'s rows."""
 
     def migrate(self, rows: RowIds) -> Placement:
         """As ``CachePolicy``."""
         placement = self._asked("migrate", lambda: self.policy.migrate(rows))
         if bool((self._where[placement.rows] >= 0).any()):
             raise self._wrong("migrate", "a row that is resident already")
+        self._moved = placement.slots
         return placement
 
     def admit(self, hits: Slots, misses: RowIds, looked_up: RowIds) -> Placement:
@@ -110,7 +113,10 @@ class CheckedPolicy:
         self._marks[vacated] = MARK
         spread = self.policy.space.spread
         taken = spread.map(lambda part: (self._marks.take(hits[part]) == MARK).any(), spread.parts(len(hits)))
+        moved_anew = bool((self._marks[self._moved] == MARK).any())
         self._marks[vacated] = 0
+        if moved_anew:
+            raise self._wrong("admit", "something in a slot that migrate() has just given to another row")
         if any(taken):
             raise self._wrong("admit", "something in the slot of a row that this batch looks up")
         before = self._where[misses]

@@ -37,10 +37,10 @@ class _Arriving:
 
     plan: TierPlan
     moves: Moves
-    kept: torch.Tensor
-    """Records of the rows that stay in the slab."""
-    kept_at: torch.Tensor
-    """``Moves.kept``."""
+    carried: torch.Tensor
+    """Records of rows that stay on the device."""
+    carried_to: torch.Tensor
+    """Their places, as in ``Moves``."""
     fetched_at: torch.Tensor
     """``Moves.fetched``."""
 
@@ -104,21 +104,27 @@ class TierMemory(nn.Module):
 
     def advance(self, plan: TierPlan) -> None:
         """After the last batch's update and ``arrive``: send departing rows away, and put carried ones that
-        get a slot there at once; start the fetch if it is not started."""
+        get a slot there, which may be looked up before ``arrive``; start the fetch if it is not started.
+
+        Where both tiers are looked up at once, slab rows among them, that is after ``arrive``, which then
+        puts all of them in their places together.
+        """
         if plan.moves is None or self._slab_written or plan.moves[0].slab_first != self.slab.first:
             plan.moves = self._moves(plan, self._slab_written)
         moves, sent = plan.moves
-        departing_at, leaving, carried, promoted, kept_at, fetched_at = sent.use()
+        departing_at, leaving, carried, carried_to, fetched_at = sent.use()
         departing = self._departing(departing_at, moves)
-        self.cold.write(moves.written, departing if moves.all_leave else departing[leaving])
-        records = self.cold.as_stored(departing[carried]) if len(carried) else departing[:0]
+        self.cold.write(moves.written, departing if moves.all_leave else departing.index_select(0, leaving))
+        records = self.cold.as_stored(departing.index_select(0, carried))
         if plan.fetched is None:
             self.fetch(plan)
         self.slab_rows, self._slab_written = plan.slab, True
         self.occupied.carry_out(plan)
-        put(self.resident, promoted, records[: len(promoted)])
         self.reserve_slab(len(plan.slab))
-        self.arriving = _Arriving(plan, moves, records[len(promoted) :], kept_at, fetched_at)
+        if moves.promoted and not (self._at_once(plan) and len(plan.slab)):
+            put(self.resident, carried_to[: moves.promoted], records[: moves.promoted])
+            carried_to, records = carried_to[moves.promoted :], records[moves.promoted :]
+        self.arriving = _Arriving(plan, moves, records, carried_to, fetched_at)
 
     def _moves(self, plan: TierPlan, slab_written: bool) -> tuple[Moves, Sent]:
         """The plan's moves after those of the batch before it, on the way to the device."""
@@ -145,13 +151,13 @@ class TierMemory(nn.Module):
         self.cold.times.wait += perf_counter() - start
         if self.together:
             put(self.whole, arriving.fetched_at, fetched)
-            put(self.whole, arriving.kept_at, arriving.kept)
+            put(self.whole, arriving.carried_to, arriving.carried)
         else:
             slots, in_slab = arriving.fetched_at.tensor_split((moves.to_slots,))
             put(self.resident, slots, fetched[: moves.to_slots])
             # The slab may have got a table of its own since.
             put(self.slab, in_slab - moves.slab_first, fetched[moves.to_slots :])
-            put(self.slab, arriving.kept_at - moves.slab_first, arriving.kept)
+            put(self.slab, arriving.carried_to - moves.slab_first, arriving.carried)
         self._slab_written = False
 
     def slab_changes(self, _gradient: torch.Tensor) -> None:

@@ -27,16 +27,16 @@ class Moves:
     """How many rows depart from the slab."""
     to_slots: int
     """How many fetched rows get a slot."""
+    promoted: int
+    """How many of the carried rows get a slot."""
     departing: Positions
     """Places of departing rows: those of the slab, then slots."""
     leaving: Positions
     """Positions among the departing rows of those to write; empty if all are."""
     carried: Positions
     """Positions among the departing rows of those that stay on the device."""
-    promoted: Positions
-    """Slots of the first carried rows; the others stay in the slab."""
-    kept: Positions
-    """Places in the slab of these others."""
+    carried_to: Positions
+    """Their places: slots of the promoted, then those of the others, which stay in the slab."""
     fetched: Positions
     """Places of fetched rows: slots, then those in the slab."""
 
@@ -56,23 +56,23 @@ class Moves:
         if slab_written:
             leaving[: len(slab)] = False
         all_leave = bool(leaving.all())
-        of_slots, of_slab = np.split(from_store, [len(plan.placed)])
-        to_slots = plan.slots[of_slots]
+        of_slots, of_slab = from_store[: len(plan.placed)], from_store[len(plan.placed) :]
+        to_slots, promoted = plan.slots[of_slots], plan.slots[~of_slots]
         return cls(
             slab_first,
             rows[leaving],
             all_leave,
             len(slab),
             len(to_slots),
+            len(promoted),
             departing=np.concatenate((slab_first + np.arange(len(slab)), plan.vacated[left])),
             leaving=carried[:0] if all_leave else np.flatnonzero(leaving),
             carried=carried,
-            promoted=plan.slots[~of_slots].astype(np.int64),
-            kept=slab_first + np.flatnonzero(~of_slab),
+            carried_to=np.concatenate((promoted, slab_first + np.flatnonzero(~of_slab))),
             fetched=np.concatenate((to_slots, slab_first + np.flatnonzero(of_slab))),
         )
 
     @property
     def positions(self) -> list[Positions]:
         """What the device gets, in one copy."""
-        return [self.departing, self.leaving, self.carried, self.promoted, self.kept, self.fetched]
+        return [self.departing, self.leaving, self.carried, self.carried_to, self.fetched]
