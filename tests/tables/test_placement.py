@@ -21,7 +21,7 @@ from recpipe.tables.rowtable import distinct
 from recpipe.tables.specs import TableOptimizer, TableSet
 from recpipe.tables.tiers.on_gpu import Finder, GpuBags
 from recpipe.tables.tiers.parting import IndexBags
-from recpipe.tables.tiers.placement import TierPlan, TierPlanner, checked_rows, reorder
+from recpipe.tables.tiers.placement import TierPlan, TierPlanner, checked_rows, reorder, table_bags
 from recpipe.tables.tiers.policies import Lfu, Lru
 from recpipe.tables.tiers.transfer import Transfer
 from tests.tables.samples import MAKERS, table_set
@@ -453,11 +453,26 @@ def test_weights_go_with_their_lookups(pooled: bool) -> None:
             np.testing.assert_array_equal(mine[1], theirs[1])
 
 
+LENGTHS = {"one each": [1, 1, 1, 1], "any number": [2, 0, 1, 1]}
+
+
+@pytest.mark.parametrize("lengths", LENGTHS)
 @pytest.mark.parametrize("wrong", [-1, 40, 1 << 40])
-def test_an_id_without_a_row_is_told(wrong: int) -> None:
-    lengths = torch.ones(4, dtype=torch.int64)
+def test_an_id_without_a_row_is_told(wrong: int, lengths: str) -> None:
+    bags = torch.tensor(LENGTHS[lengths])
     finder = Finder(TABLES, Transfer(torch.device("cpu")), ALONE)
     for find in (finder.bags, finder.distinct):
-        find(KeyedJaggedTensor(["a", "b"], torch.tensor([39, 0, 0, 359]), lengths=lengths))
+        find(KeyedJaggedTensor(["a", "b"], torch.tensor([39, 0, 0, 359]), lengths=bags))
         with pytest.raises(DataError, match=f"id {wrong} of feature a is not in its table of 40 rows"):
-            find(KeyedJaggedTensor(["a", "b"], torch.tensor([39, wrong, 0, 0]), lengths=lengths))
+            find(KeyedJaggedTensor(["a", "b"], torch.tensor([39, wrong, 0, 0]), lengths=bags))
+
+
+@pytest.mark.parametrize("lengths", LENGTHS)
+@pytest.mark.parametrize("keys", ["ab", "ba"])
+def test_found_are_the_rows_that_a_cpu_looks_up(lengths: str, keys: str) -> None:
+    ids = KeyedJaggedTensor([*keys], torch.tensor([5, 39, 5, 5]), lengths=torch.tensor(LENGTHS[lengths]))
+    found, expected = Finder(TABLES, Transfer(torch.device("cpu")), ALONE).bags(ids), table_bags(TABLES, ids)
+    np.testing.assert_array_equal(found.indices[found.which.numpy()], expected.indices)
+    np.testing.assert_array_equal(found.indices, np.unique(expected.indices))
+    np.testing.assert_array_equal(found.offsets.numpy(), expected.offsets)
+    assert found.times.sum() == 4

@@ -67,12 +67,19 @@ class Finder:
         1], and the lookups' weights, if ids have any."""
         sparse = in_order(sparse, self.tables.features)
         weights = sparse.weights() if self.tables.weighted else None
-        lengths, ids, *given = self._there(sparse.lengths(), sparse.values(), weights)
-        offsets = _ends(lengths)
-        counts = offsets[:: sparse.stride()].diff()
-        features = torch.repeat_interleave(counts, output_size=len(ids))
-        wrong = ((ids < 0) | (ids >= self._sizes.index_select(0, features))).any()
-        rows = (ids + self._bases.index_select(0, features)).to(self._kind)
+        bases, sizes = self._bases, self._sizes
+        if _one_each(sparse):  # no lengths have to go there
+            ids, *given = self._there(sparse.values(), weights)
+            offsets = torch.arange(len(ids) + 1, device=ids.device)
+            ids, bases, sizes = ids.view(-1, sparse.stride()), bases.unsqueeze(1), sizes.unsqueeze(1)
+        else:
+            lengths, ids, *given = self._there(sparse.lengths(), sparse.values(), weights)
+            offsets = _ends(lengths)
+            counts = offsets[:: sparse.stride()].diff()
+            features = torch.repeat_interleave(counts, output_size=len(ids))
+            bases, sizes = bases.index_select(0, features), sizes.index_select(0, features)
+        wrong = ((ids < 0) | (ids >= sizes)).any()
+        rows = (ids + bases).to(self._kind).view(-1)
         return rows, wrong, offsets, given[0].float() if given else None
 
     def _here(self, sparse: KeyedJaggedTensor, wrong: torch.Tensor, *parts: torch.Tensor) -> NDArray[Any]:
@@ -265,6 +272,14 @@ class GpuLookups:
 
     def _sent(self, positions: NDArray[np.integer[Any]]) -> torch.Tensor:
         return self.given.finder.transfer.positions_now(positions)[0]
+
+
+def _one_each(sparse: KeyedJaggedTensor) -> bool:
+    """Whether it is known in host memory that each sample has one id for each feature."""
+    lengths = sparse.lengths()
+    if lengths.is_cuda or len(lengths) != len(sparse.values()):
+        return False
+    return bool(len(lengths)) and bool((lengths.numpy() == 1).all())
 
 
 def _ends(lengths: torch.Tensor) -> torch.Tensor:
