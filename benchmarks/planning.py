@@ -5,7 +5,8 @@
 With every lookup, it begins with the ids (as a CPU plans, and as a GPU's batches were planned before); with
 distinct rows, with those and their numbers, as a GPU returns them. A tenth of the rows has slots. Every
 figure is a median over runs of a run's median batch, in milliseconds, with the lowest and the highest; the
-runs of all cases take turns. Planning has one thread.
+runs of all cases take turns. Planning has one thread. BagPipe looks 16 batches ahead; its reader, a thread of
+its own that has read them before, is not counted.
 """
 
 from __future__ import annotations
@@ -17,11 +18,15 @@ from dataclasses import replace
 from pathlib import Path
 from statistics import median
 from time import perf_counter
+from typing import Any
 
 import torch
 
 sys.path.insert(0, str(Path(__file__).with_name("on_gpu")))
 
+from recpipe_bagpipe.pace import Pace
+from recpipe_bagpipe.policy import Lookahead
+from recpipe_bagpipe.replayed import NoBulk
 from recpipe_hotline.policy import Learning, PopularRows
 from work import Size, batches
 
@@ -36,20 +41,32 @@ from recpipe.tables.tiers.policies import Lfu, Lru
 from recpipe.tables.tiers.transfer import Transfer
 
 LEARNING = Learning(learn_batches=20, growth=2.0, relearn_every=2000, sample=1.0, decay=2)
+
+
+def lookahead(space: RowSpace) -> Lookahead:
+    """BagPipe's policy, for which nothing is read in advance."""
+    pace = Pace(16, memory=0, record_bytes=0, waited=lambda: 0.0)
+    return Lookahead(space, lambda bags: bags.indices, NoBulk(), pace)
+
+
 POLICIES: dict[str, Callable[[RowSpace], CachePolicy]] = {
     "lru": Lru,
     "lfu": Lfu,
     "hotline": lambda space: PopularRows(space, LEARNING),
+    "bagpipe": lookahead,
 }
 Given = Callable[[], IndexBags | GpuBags]
 
 
-def run(tables: TableSet, policy: str, given: list[Given]) -> float:
-    """Milliseconds of the median batch of the later half, when the slots are full."""
+def run(tables: TableSet, policy: str, given: list[Given], distinct: list[GpuBags]) -> float:
+    """Milliseconds of the median batch of the later half, when the slots are full; ``distinct``: of the same
+    batches, for who looks ahead."""
     bases = tables.layout.bases
-    planner = TierPlanner(POLICIES[policy](RowSpace(bases, int(bases[-1]) // 10)), carry=True)
+    made = POLICIES[policy](RowSpace(bases, int(bases[-1]) // 10))
+    planner = TierPlanner(made, carry=True)
+    read: Any = made.stream(iter(distinct)) if isinstance(made, Lookahead) else distinct  # type: ignore[arg-type]
     times = []
-    for bags in given:
+    for _, bags in zip(read, given, strict=True):
         start = perf_counter()
         planner.plan(bags())
         planner.commit()
@@ -74,7 +91,7 @@ def compare(size: Size, runs: int) -> None:
     times: dict[tuple[str, str], list[float]] = {case: [] for case in cases}
     for _ in range(runs):
         for policy, form in cases:
-            times[policy, form].append(run(tables, policy, forms[form]))
+            times[policy, form].append(run(tables, policy, forms[form], distinct))
     for (policy, form), own in times.items():
         print(f"  {policy:8} {form:14} {median(own):7.2f} ms ({min(own):.2f}..{max(own):.2f})")
 

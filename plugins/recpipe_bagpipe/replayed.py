@@ -17,7 +17,7 @@ class Replayed(CachePolicy):
     def __init__(self, space: RowSpace, kept: KeptLookups, batches: int) -> None:
         super().__init__(space)
         pace = Pace(batches, memory=0, record_bytes=0, waited=lambda: 0.0)
-        self._policy = Lookahead(space, _rows_of, _NoBulk(), pace)
+        self._policy = Lookahead(space, _rows_of, NoBulk(), pace)
         # The policy asks nothing of batches but their lookups, so that these stand for them.
         source: Iterator[Any] = map(kept.bags, range(len(kept.batches)))
         self._stream = self._policy.stream(source)
@@ -40,7 +40,9 @@ class Replayed(CachePolicy):
         self._policy.load_state_dict(state)
 
 
-class _NoBulk:
+class NoBulk:
+    """Reads nothing, where decisions alone are of interest."""
+
     single = False
 
     def announce(self, rows: RowIds) -> int:

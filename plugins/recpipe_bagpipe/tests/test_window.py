@@ -12,7 +12,7 @@ import pytest
 import torch
 from recpipe_bagpipe.pace import FEW, HOLD, PATIENCE, SETTLING, WEIGHED, Pace
 from recpipe_bagpipe.policy import NEVER, Lookahead, _least
-from recpipe_bagpipe.replayed import _NoBulk
+from recpipe_bagpipe.replayed import NoBulk
 from recpipe_bagpipe.waiting import Waiting, size_of
 from recpipe_bagpipe.window import UNKNOWN, Window, _stable_order, group_of
 
@@ -191,7 +191,7 @@ def told(form: str, other: bool) -> dict[str, Any]:
     has brought a row that the reader did not see into every batch."""
     space = RowSpace(BASES, int(BASES[-1]))
     pace = Pace(3, memory=0, record_bytes=0, waited=lambda: 0.0)
-    policy = Lookahead(space, lambda bags: np.unique(bags.indices), _NoBulk(), pace)
+    policy = Lookahead(space, lambda bags: np.unique(bags.indices), NoBulk(), pace)
     planner = TierPlanner(policy, carry=True)
     made = random_batches(20)
     source: Any = iter(made)
