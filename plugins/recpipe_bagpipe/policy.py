@@ -193,7 +193,8 @@ class Lookahead(CachePolicy):
             self.singles += 1
             return
         slots = self.space.residents.slot_of(rows)
-        self._touch(slots[slots >= 0], next_use[slots >= 0])
+        here = slots >= 0
+        self._touch(slots[here], next_use[here])
 
     def _touch(self, slots: Slots, next_use: Steps) -> None:
         """Note that the current batch looks up the rows in ``slots``, needed again at ``next_use``."""
@@ -238,7 +239,7 @@ class Lookahead(CachePolicy):
         worth[known] = KNOWN - due[known].astype(np.int64)
         worth[self.last[:used] == self.step] = NEVER
         worth[np.concatenate(taken)] = NEVER
-        slots = _least(worth, size)
+        slots = _lowest(worth, size)
         self._victims, self._listed = slots.astype(np.int32), worth[slots]
 
     @property
@@ -266,7 +267,7 @@ class Lookahead(CachePolicy):
         self.due.fill(UNKNOWN)
 
 
-def _least(worth: Rows, size: int) -> NDArray[np.int64]:
+def _lowest(worth: Rows, size: int) -> NDArray[np.int64]:
     """Positions of the ``size`` least values that are below ``NEVER``, or of all such, the least first.
 
     A bound on them is estimated from a sample, so that few values have to be put in order.

@@ -64,7 +64,7 @@ def current_stream() -> torch.cuda.Stream:
 
 
 class _On:
-    """``torch.cuda.stream`` in a third of its time, for streams of this thread's current GPU.
+    """``torch.cuda.stream`` in less than half of its time, for streams of this thread's current GPU.
 
     It is entered several times for each batch, and while this thread runs Python no other one can.
     """

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 from recpipe_bagpipe.pace import FEW, HOLD, PATIENCE, SETTLING, WEIGHED, Pace
-from recpipe_bagpipe.policy import NEVER, Lookahead, _least
+from recpipe_bagpipe.policy import NEVER, Lookahead, _lowest
 from recpipe_bagpipe.replayed import NoBulk
 from recpipe_bagpipe.waiting import Waiting, size_of
 from recpipe_bagpipe.window import UNKNOWN, Window, _stable_order, group_of
@@ -177,11 +177,11 @@ def test_equal_rows_stay_in_their_order(size: int, largest: int) -> None:
 @pytest.mark.parametrize("size", [1, 40, 900, 4000])
 @pytest.mark.parametrize("kinds", [1, 5, 10_000])
 @pytest.mark.parametrize("free", [0.0, 0.2, 1.0])
-def test_the_least_are_found_among_what_may_be_given_away(size: int, kinds: int, free: float) -> None:
+def test_the_lowest_are_found_among_what_may_be_given_away(size: int, kinds: int, free: float) -> None:
     random = np.random.default_rng(size)
     worth = random.integers(0, kinds, 3000)
     worth[random.random(len(worth)) >= free] = NEVER
-    found = _least(worth, size)
+    found = _lowest(worth, size)
     assert len(np.unique(found)) == len(found)
     np.testing.assert_array_equal(worth[found], np.sort(worth[worth < NEVER])[:size])
 
