@@ -203,7 +203,7 @@ class Lookahead(CachePolicy):
         self.often[at] += 1
         self.last[at] = self.step
 
-    def _worth(self, slots: Slots) -> Rows:
+    def _worth(self, slots: Slots | slice) -> Rows:
         """Slots with less are given away first."""
         due = self.due[slots].astype(np.int64)
         known = (due != UNKNOWN) & (due > self.step)
@@ -230,14 +230,8 @@ class Lookahead(CachePolicy):
 
     def _refresh(self, taken: list[Slots], size: int) -> None:
         """List the ``size`` slots that are worth least, without those ``taken`` for this batch."""
-        used = self.used
-        worth = self.often[:used].astype(np.int64)
-        worth <<= 32
-        worth += self.last[:used]
-        due = self.due[:used]
-        known = np.flatnonzero((due != UNKNOWN) & (due > self.step))
-        worth[known] = KNOWN - due[known].astype(np.int64)
-        worth[self.last[:used] == self.step] = NEVER
+        worth = self._worth(slice(self.used))
+        worth[self.last[: self.used] == self.step] = NEVER
         worth[np.concatenate(taken)] = NEVER
         slots = _lowest(worth, size)
         self._victims, self._listed = slots.astype(np.int32), worth[slots]

@@ -104,8 +104,6 @@ class Transfer:
     def send(self, *positions: Positions) -> Sent:
         """Start to copy ``positions`` ([n] each) to the device, all in one copy; they arrive as int64. On a
         CPU the tensors share the memory of arrays that are int64 already."""
-        if not self.on_gpu:
-            return Sent(self.positions_now(*positions), None)
         with self._indices.stream():
             tensors = self.positions_now(*positions)
         return Sent(tensors, self._indices.mark())
