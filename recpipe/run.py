@@ -274,6 +274,7 @@ def run_on(
             device,
             trainers,
             default_cache_dir() / "backend",
+            assembly.step,
         )
         module = RankingModule(model, make_optimizer, loader, trainers, backend, assembly.around_step)
 

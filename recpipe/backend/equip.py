@@ -1,4 +1,5 @@
-"""Makes a placed model fast on this machine: converted parts, room for its interaction, cores.
+"""Makes a placed model fast on this machine: on a CPU converted parts, room for its interaction and cores, on
+a GPU a graph of its kernels.
 
 Tiers and plugins do not change it. A checkpoint has it, so that a resumed run rounds as before.
 """
@@ -7,7 +8,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -23,9 +24,12 @@ from recpipe.backend.sharing import measured_sharing
 from recpipe.common.saved import entries
 from recpipe.data.parts import on_device
 from recpipe.distributed.ranks import Channel
+from recpipe.errors import UserError
 from recpipe.pipeline.cores import Cores
+from recpipe.pipeline.dense_graph import CudaGraph, DenseGraph
 from recpipe.pipeline.parts import find_out
 from recpipe.pipeline.placed import PlacedModel
+from recpipe.plugin.api import StepWrapper
 from recpipe.plugin.compose import Owned
 from recpipe.plugin.errors import PluginError
 from recpipe.plugin.splitter import Splitter
@@ -36,10 +40,14 @@ from recpipe.tables.front import BagFront
 log = logging.getLogger(__name__)
 
 
-class Backend:
-    """The CPU back end of a run: ``kind`` is that of ``trainer.backend``, or ``plain`` for none.
+CUDA_GRAPH = "cuda_graph"
+"""The ``trainer.backend`` that trains the dense part by a graph of its kernels."""
 
-    ``choices`` between kernels: the result of ``calibrated``.
+
+class Backend:
+    """The back end of a run: ``kind`` is that of ``trainer.backend``.
+
+    ``choices`` between a CPU's kernels: the result of ``calibrated``.
     """
 
     def __init__(self, kind: str, model: PlacedModel, choices: Choices) -> None:
@@ -49,6 +57,8 @@ class Backend:
         """The cores that share a batch."""
         self.beside: Beside | None = None
         """Threads for work on tables."""
+        self.graph: DenseGraph | None = None
+        """Trains the dense part of whole batches on a GPU."""
         self._convert(choices)
 
     def share(self, count: int, sharing: Choices) -> None:
@@ -59,7 +69,7 @@ class Backend:
 
     def _convert(self, choices: Choices) -> None:
         self.choices, module = choices, self.model.module
-        if self.kind == "plain":
+        if self.kind in ("plain", CUDA_GRAPH):
             return
         revert(module)
         convert(module, choices, measured_only=self.kind == "auto")
@@ -83,7 +93,7 @@ class Backend:
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Continue with the saved state, unless this run's recipe says otherwise."""
-        if state["kind"] == self.kind != "plain":
+        if state["kind"] == self.kind in ("auto", "cpu"):
             self._convert(checked(state["choices"]))
             if self.cores is not None:
                 self.cores.close()
@@ -105,15 +115,21 @@ def equip(
     device: torch.device,
     trainers: Channel,
     cache_dir: Path,
+    wrappers: Sequence[Owned[StepWrapper]] = (),
 ) -> Backend:
     """Make the back end of ``model``, on each of the ``trainers``, after finding out whether ``batch`` can be
-    trained in parts.
+    trained in parts. ``wrappers``: what plugins put around a step.
 
-    ``PluginError`` if there is a ``splitter`` and the model needs whole batches.
+    ``PluginError`` if there is a ``splitter`` and the model needs whole batches; ``UserError`` for a back end
+    that this run cannot have.
     """
-    kind = kind if device.type == "cpu" else "plain"
+    if kind == CUDA_GRAPH:
+        _require_graph(model, device, trainers, wrappers)
+    elif device.type == "cuda":
+        kind = "plain"
     threads, several = torch.get_num_threads(), trainers.size > 1
-    shares = kind != "plain" and threads > 1 and not several and _alone(model)
+    on_cpu = kind in ("auto", "cpu")
+    shares = on_cpu and threads > 1 and not several and _alone(model)
     if splitter or several or shares:
         # Sharded tables are built for a rank's share of a batch.
         model.parts = find_out(model, on_device(batch, device), -(-batch_size // trainers.size))
@@ -127,10 +143,12 @@ def equip(
         log.warning("each rank trains its share as a batch of its own: %s", refused)
     cores = threads if shares and refused is None and model.parts.own_ids else 1
     choices: Choices = {}
-    if kind != "plain":
+    if on_cpu:
         counts = {threads, 1 if cores > 1 else threads}
         choices = _of_first(trainers, partial(calibrated, model.module, batch_size, counts, cache_dir))
     backend = Backend(kind, model, choices)
+    if kind == CUDA_GRAPH:
+        backend.graph = DenseGraph(model, partial(CudaGraph, device))
     if shares:
         backend.beside = Beside(threads - 1)
     if cores > 1:  # this is measured on the converted model
@@ -140,10 +158,32 @@ def equip(
 
 def equip_loop(kind: str, model: PlacedModel, batch_size: int, device: torch.device, cache_dir: Path) -> None:
     """Convert ``model`` for a user's own loop. Cores do not share its batches, and its pooled rows are in the
-    loop's graph, without room."""
+    loop's graph, without room. ``UserError`` for a back end that trains the dense part itself."""
+    if kind == CUDA_GRAPH:
+        raise UserError(
+            "trainer.backend=cuda_graph records the passes of recpipe's own training step, and your own loop "
+            "calls the model itself: set trainer.backend=plain, or train with recpipe.train"
+        )
     if kind != "plain" and device.type == "cpu":
         choices = calibrated(model.module, batch_size, {torch.get_num_threads()}, cache_dir)
         convert(model.module, choices, measured_only=kind == "auto")
+
+
+def _require_graph(
+    model: PlacedModel, device: torch.device, trainers: Channel, wrappers: Sequence[Owned[StepWrapper]]
+) -> None:
+    """``UserError`` unless whole batches can be trained by a graph here."""
+    why = None
+    if device.type != "cuda":
+        why = f"needs a GPU, and this run is on the {device.type}"
+    elif trainers.size > 1:
+        why = f"trains in one process, and this run has {trainers.size}"
+    elif len(model.bound) < len(model.fronts):
+        why = "can only be handed the rows of a batch's own ids, and the model makes ids itself"
+    elif wrappers:
+        why = f"does not do again what plugin {wrappers[0].origin} puts around each step"
+    if why is not None:
+        raise UserError(f"trainer.backend=cuda_graph {why}: set trainer.backend=auto")
 
 
 def _of_first(trainers: Channel, measure: Callable[[], Choices]) -> Choices:

@@ -17,7 +17,7 @@ from recpipe.data.parts import on_device
 from recpipe.errors import UserError
 from recpipe.model.call import Called
 from recpipe.tables.capabilities import SendsAhead
-from recpipe.tables.front import BagFront, Front, front_of, handing_out
+from recpipe.tables.front import BagFront, Front, HandedOut, front_of, handing_out
 from recpipe.tables.grouped import GroupedCollection
 from recpipe.tables.groups import ModelTables, collections_of
 from recpipe.tables.inputs import GroupIds, Inputs
@@ -217,7 +217,7 @@ class PlacedModel(nn.Module):
             ids[front] = own
         return lookups.part(ids, low, high)
 
-    def train_part(self, rows: Mapping[Front, Part], batch: Any, share: float) -> torch.Tensor:
+    def train_part(self, rows: Mapping[Front, HandedOut], batch: Any, share: float) -> torch.Tensor:
         """The contribution of ``batch``, a fraction ``share`` of a whole one, to the whole one's loss, with
         ``rows``."""
         with handing_out(rows), phase("dense forward"):

@@ -18,6 +18,7 @@ from recpipe.data.parts import batch_size, leaves, on_gpu
 from recpipe.data.select import between
 from recpipe.errors import UserError
 from recpipe.pipeline.cores import Cores
+from recpipe.pipeline.dense_graph import DenseGraph
 from recpipe.pipeline.placed import PlacedModel
 from recpipe.tables.beside import Beside
 from recpipe.tables.front import Front
@@ -110,6 +111,7 @@ def accumulate(
     cores: Cores | None = None,
     lookups: BatchLookups | None = None,
     beside: Beside | None = None,
+    graph: DenseGraph | None = None,
 ) -> torch.Tensor:
     """Run the forward and the backward pass of one batch; returns the mean loss, detached.
 
@@ -120,10 +122,11 @@ def accumulate(
 
     Every tier is looked up once, before any update. Micro-batches follow one another; with ``cores``, each is
     shared among them. ``lookups``: the batch's lookups if they are in other tables than the model's own.
+    ``graph`` trains the dense part of whole batches.
     """
     if lookups is None:
         lookups = model.lookups(staged.batch, staged.plan, staged.sent, staged.ids)
-    return _Step(model, staged, times, cores, lookups, beside).run()
+    return _Step(model, staged, times, cores, lookups, beside, graph).run()
 
 
 class _Step:
@@ -135,6 +138,7 @@ class _Step:
         cores: Cores | None,
         lookups: BatchLookups,
         beside: Beside | None,
+        graph: DenseGraph | None,
     ) -> None:
         self.model, self.staged, self.times, self.cores = model, staged, times, cores
         self.lookups, self.beside = lookups, beside
@@ -143,6 +147,7 @@ class _Step:
         # Every backward pass on a GPU is handed to another thread and back. A trace tells both passes apart.
         whole = len(staged.bounds) < 2 and staged.alone and cores is None and beside is None
         lookups.attached = whole and times.device.type == "cuda" and not watched()
+        self.graph = graph if whole and staged.size and not watched() else None
         self._late_calls = model.late_calls
         self._shared: list[tuple[list[_CorePart], list[Future[None]]]] = []
         """The cores' parts, and the results of the other cores' parts."""
@@ -232,6 +237,10 @@ class _Step:
         if low == high:
             self._go_on()
             return self._nothing_trained()
+        replayed = None if self.graph is None else self.graph.train(self.lookups, self.staged.batch)
+        if replayed is not None:
+            self._go_on()
+            return replayed
         loss = self._forward(*self._part(low, high))
         self._go_on()
         with phase("dense backward"):

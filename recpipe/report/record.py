@@ -79,6 +79,8 @@ class Throughput:
     others_cpu_share: float | None = None
     """Share of the machine's processors that other programs took while this one trained; None of several
     ranks, and where the system does not tell."""
+    graph_steps: int | None = None
+    """Steps whose dense part was trained by a CUDA graph; None without one (``trainer.backend``)."""
 
     @classmethod
     def of_steps(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cached_property
-from typing import Any, TypeAlias
+from typing import Any, NoReturn, TypeAlias
 
 import torch
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
@@ -60,6 +60,13 @@ class HostIds(KeyedJaggedTensor):  # type: ignore[misc]
         """``ids``, which are in host memory and of one batch size, to be moved."""
         made = cls(lambda: ids, ids.keys(), ids.stride(), lambda name: _tensor(ids, name))
         made._asked = asked
+        return made
+
+    @classmethod
+    def unread(cls, ids: Ids, refuse: Callable[..., NoReturn]) -> HostIds:
+        """Ids of the same form as ``ids``, without their values: ``refuse`` is called when they are read."""
+        made = cls(refuse, ids.keys(), ids.stride(), refuse)
+        made._gpu = ids.device()
         return made
 
     @cached_property

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +44,7 @@ def summarize(
     tiers = embeddings.tier_figures()
     io = _io(tiers, str(described["tiers"]["store"]))
     splitting = module.loader.splitting
+    graph_steps = None if module.graph is None else module.graph.trained
     run = RunFigures(
         steps=recorder.steps,
         samples=recorder.samples,
@@ -68,7 +69,7 @@ def summarize(
             module.model.late_calls,
             recorder.skipped_samples,
         ),
-        throughput=recorder.throughput(written_back),
+        throughput=replace(recorder.throughput(written_back), graph_steps=graph_steps),
         quality=recorder.quality,
         memory=_memory(described, ranks, tables, embeddings, tiers, peak_gpu_bytes(module.loader.device)),
         io=io,

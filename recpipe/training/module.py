@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -18,6 +19,7 @@ from recpipe.common.threads import using_threads
 from recpipe.distributed.ranks import Channel, Ranks
 from recpipe.errors import UserError
 from recpipe.pipeline.cores import Cores
+from recpipe.pipeline.dense_graph import BEFORE, DenseGraph
 from recpipe.pipeline.loader import TrainLoader
 from recpipe.pipeline.placed import PlacedModel, saved_buffers
 from recpipe.pipeline.step import StagedBatch, StepTimes, accumulate
@@ -27,6 +29,8 @@ from recpipe.tables.capabilities import SavesPlacement
 from recpipe.training.divergence import first_bad_tensor
 from recpipe.training.evaluation import Evaluation, Stop
 from recpipe.training.generators import random_state, set_random_state
+
+log = logging.getLogger(__name__)
 
 LOOK_EVERY = 50
 """Steps between checks of the loss on a GPU, since each check waits for the GPU."""
@@ -111,7 +115,9 @@ class RankingModule(L.LightningModule):
         for parameter in self.dense:
             parameter.grad = None
         with self.around_step(batch.batch):
-            loss = accumulate(self.model, batch, self.step_times, self.cores, beside=self.beside)
+            loss = accumulate(
+                self.model, batch, self.step_times, self.cores, beside=self.beside, graph=self.graph
+            )
             loss, self.stop.agreed = add_up(self.trainers, self.dense, loss, self.stop.asked)
             if self.looks_each_step and not math.isfinite(loss.item()):
                 raise UserError(self._diverged(batch.batch))
@@ -137,8 +143,14 @@ class RankingModule(L.LightningModule):
             raise UserError(self._diverged(batch))
 
     def on_train_end(self) -> None:
-        """Check the last steps' losses."""
+        """Check the last steps' losses, and say so if a graph was asked for and never used."""
         self._look()
+        if self.graph is not None and not self.graph.trained:
+            log.warning(
+                "trainer.backend=cuda_graph trained no batch: at least %d whole batches in a row must have "
+                "parts of the same sizes and otherwise equal values",
+                BEFORE + 1,
+            )
 
     def on_train_epoch_end(self) -> None:
         """Tell the loader that the epoch has ended: Lightning does not ask for a batch after the last one."""
@@ -173,6 +185,11 @@ class RankingModule(L.LightningModule):
     def beside(self) -> Beside | None:
         """Threads for work on tables."""
         return None if self.backend is None else self.backend.beside
+
+    @property
+    def graph(self) -> DenseGraph | None:
+        """What trains the dense part of whole batches."""
+        return None if self.backend is None else self.backend.graph
 
     @property
     def loss_sum(self) -> torch.Tensor:

@@ -1,0 +1,228 @@
+"""The dense part's forward and backward pass of a whole batch, recorded once as a CUDA graph and replayed.
+
+Python starts each of a small model's hundred-odd kernels by itself, which takes longer than they do. A graph
+starts them all at once. It reads and writes the same memory each time: a batch's tensors and looked-up rows
+are copied into it, and the gradients are taken from it. The tables are looked up and updated outside of it,
+as ever, since which rows a batch has differs.
+
+A replay repeats kernels, and no Python: what a model's own code does beside them (counting its calls,
+printing) happens only while the graph is recorded. Batches of another form, such as a short last one, are
+trained without the graph.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Hashable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from typing import Any, NoReturn, Protocol
+
+import torch
+from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
+
+from recpipe.data.parts import attributes, leaves, with_parts
+from recpipe.errors import UserError, shown
+from recpipe.pipeline.placed import PlacedModel
+from recpipe.seams import HostIds
+from recpipe.tables.front import Front
+from recpipe.tables.lookups import BatchLookups
+
+BEFORE = 3
+"""Batches of one form in a row that are trained without a graph before one is recorded: CUDA's libraries
+choose and load their kernels in them."""
+REMEDY = "set trainer.backend=plain"
+
+
+class Graph(Protocol):
+    """Kernels that are started at once."""
+
+    def record(self, work: Callable[[], None]) -> None:
+        """Keep what ``work`` does on the GPU, which is not done now."""
+
+    def replay(self) -> None:
+        """Do it, on this thread's stream."""
+
+
+class CudaGraph:
+    """torch's, recorded on a stream of its own while other threads go on to use the GPU."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._graph = torch.cuda.CUDAGraph()
+        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+
+    def record(self, work: Callable[[], None]) -> None:
+        """As ``Graph.record``."""
+        training = torch.cuda.current_stream(self._stream.device)
+        self._stream.wait_stream(training)
+        with _no_collection(), torch.cuda.stream(self._stream):
+            # Other threads may allocate memory and wait for their streams meanwhile.
+            self._graph.capture_begin(capture_error_mode="thread_local")
+            try:
+                work()
+            except BaseException:
+                with suppress(RuntimeError):  # the first fault says more
+                    self._graph.capture_end()
+                raise
+            self._graph.capture_end()
+        training.wait_stream(self._stream)
+
+    def replay(self) -> None:
+        """As ``Graph.replay``."""
+        self._graph.replay()
+
+
+@contextmanager
+def _no_collection() -> Iterator[None]:
+    """No garbage is collected in the block: freeing another graph would end the recording."""
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()
+
+
+class DenseGraph:
+    """Trains the dense part of whole batches by a graph of ``make``, once it is recorded."""
+
+    def __init__(self, model: PlacedModel, make: Callable[[], Graph]) -> None:
+        self.model = model
+        self.trained = 0
+        """How many batches were trained by a graph."""
+        self._make = make
+        self._modules = list(model.module.modules())
+        self._recorded: _Recorded | None = None
+        self._latest: Hashable = None
+        self._in_a_row = 0
+
+    def train(self, lookups: BatchLookups, batch: Any) -> torch.Tensor | None:
+        """Run both passes of a whole ``batch``, whose rows have been looked up; returns its mean loss,
+        detached.
+
+        On return the gradients of rows and dense parameters are set. None: nothing was done, since there is
+        no graph for this batch. ``UserError`` if the model cannot be recorded.
+        """
+        form = (_form(batch), _shapes(lookups), self._state())
+        if self._recorded is None or self._recorded.form != form:
+            self._in_a_row = self._in_a_row + 1 if form == self._latest else 1
+            self._latest = form
+            if self._in_a_row <= BEFORE:
+                return None
+            self._recorded = None  # its memory is free for the next one
+            self._recorded = _Recorded(self.model, self._make(), form, lookups, batch)
+        self._in_a_row = 0
+        self.trained += 1
+        return self._recorded.train(lookups, batch)
+
+    def _state(self) -> Hashable:
+        """What may change of the model between two steps and is fixed in a graph."""
+        parameters = tuple((p.data_ptr(), p.requires_grad) for p in self.model.dense)
+        return parameters, tuple(module.training for module in self._modules)
+
+
+class _Recorded:
+    """A graph with the memory that it reads and writes, for batches of one ``form``."""
+
+    def __init__(
+        self, model: PlacedModel, graph: Graph, form: Hashable, lookups: BatchLookups, batch: Any
+    ) -> None:
+        self.form = form
+        self._dense, self._graph = model.dense, graph
+        self._inputs: list[torch.Tensor] = []
+        self._rows: list[torch.Tensor] = []
+        self._loss = torch.zeros(())
+        own, handed = self._copied(batch), dict[Front, _Handed]()
+        for front, groups in lookups.groups.items():
+            mine = [torch.empty_like(lookup.warm, requires_grad=True) for lookup in groups]
+            handed[front] = _Handed(model.ids_of(front, own), mine)
+            self._rows += mine
+        for parameter in self._dense:
+            parameter.grad = None  # so that the gradient has memory of the graph, which does not add to it
+
+        def both_passes() -> None:
+            loss = model.train_part(handed, own, 1.0)
+            torch.autograd.backward(loss)
+            self._loss = loss.detach()
+
+        try:
+            graph.record(both_passes)
+        except (UserError, torch.OutOfMemoryError):
+            raise
+        except Exception as fault:  # the model runs, which can raise anything
+            raise UserError(
+                "trainer.backend=cuda_graph: the model's forward or backward pass cannot be recorded "
+                f"({shown(fault, 200)}); {REMEDY}"
+            ) from fault
+        self._gradients = [parameter.grad for parameter in self._dense]
+
+    def train(self, lookups: BatchLookups, batch: Any) -> torch.Tensor:
+        """As ``DenseGraph.train``."""
+        leaves = [lookup.leaf(0, lookup.ids.stride()) for lookup in lookups.all]
+        with torch.no_grad():
+            for own, given in zip((*self._inputs, *self._rows), (*_tensors(batch), *leaves), strict=True):
+                own.copy_(given)
+        self._graph.replay()
+        for leaf, own in zip(leaves, self._rows, strict=True):
+            leaf.grad = own.grad
+        for parameter, gradient in zip(self._dense, self._gradients, strict=True):
+            parameter.grad = gradient
+        return self._loss.clone()
+
+    def _copied(self, value: Any) -> Any:
+        """``value``, a batch or a part of one, with tensors of its own and with ids that cannot be read."""
+        if isinstance(value, torch.Tensor):
+            self._inputs.append(value.detach().clone())
+            return self._inputs[-1]
+        if isinstance(value, KeyedJaggedTensor):
+            return HostIds.unread(value, _read)
+        return with_parts(value, lambda part, _: self._copied(part))
+
+
+class _Handed:
+    """A front's rows while a graph is recorded."""
+
+    def __init__(self, ids: KeyedJaggedTensor | None, rows: list[torch.Tensor]) -> None:
+        self._ids, self._rows = ids, rows
+
+    def holds(self, sparse: KeyedJaggedTensor) -> bool:
+        """Whether ``sparse`` is the batch's own object; others would have to be compared by reading them."""
+        return sparse is self._ids or _read()
+
+    def rows(self) -> list[torch.Tensor]:
+        """The same at every call."""
+        return self._rows
+
+
+def _read(*_: str) -> NoReturn:
+    """Refuse what reads a batch's ids while a graph is recorded: a replay would have those of that batch."""
+    raise UserError(
+        "trainer.backend=cuda_graph: the model reads ids, or puts them together itself; a graph, which "
+        f"repeats the kernels of one batch, can only be handed the rows of a batch's own ids: {REMEDY}"
+    )
+
+
+def _tensors(batch: Any) -> list[torch.Tensor]:
+    """Those of a batch, without its ids', in the order in which ``with_parts`` visits them."""
+    return [leaf for leaf in leaves(batch) if isinstance(leaf, torch.Tensor)]
+
+
+def _shapes(lookups: BatchLookups) -> Hashable:
+    return tuple((lookup.warm.shape, lookup.warm.dtype) for lookup in lookups.all)
+
+
+def _form(value: Any) -> Hashable:
+    """What must be the same of two batches, or of two parts of them, for one graph to train both. What may
+    be different without being seen here is equal to nothing."""
+    if isinstance(value, torch.Tensor):
+        return value.shape, value.dtype, value.device, value.requires_grad
+    if isinstance(value, KeyedJaggedTensor):
+        return tuple(value.keys()), value.stride()
+    if isinstance(value, JaggedTensor):
+        return object()
+    if value is None or isinstance(value, bool | int | float | str | bytes | torch.dtype | torch.device):
+        return type(value), value
+    if isinstance(value, list | tuple):
+        return type(value), tuple(map(_form, value))
+    named = value if isinstance(value, Mapping) else attributes(value)
+    return (type(value), tuple((name, _form(part)) for name, part in named.items())) if named else object()

@@ -1,0 +1,92 @@
+"""The dense part as a CUDA graph: the same bits as without one, beside threads that use the GPU meanwhile."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import recpipe
+from recpipe.backend import equip
+from recpipe.config.compose import compose
+from recpipe.errors import UserError
+from recpipe.run import run
+from tests.fake_graph import FakeGraph
+from tests.gpu.conftest import WORDS
+from tests.gpu.test_runs import SMALL
+from tests.pipeline.test_dense_graph import BEFORE, Net, clicks
+from tests.training.test_trainer import KINDS, parameters
+
+pytestmark = pytest.mark.cuda
+STEPS = 40
+
+
+@pytest.fixture(autouse=True)
+def _recorded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The emulated GPU has no graphs of kernels."""
+    if "EMULATED_GPU" in os.environ:
+        monkeypatch.setattr(equip, "CudaGraph", lambda device: FakeGraph())
+
+
+@pytest.mark.parametrize("kind", [None, *KINDS])
+def test_a_run_ends_with_the_same_bits(tmp_path: Path, kind: str | None) -> None:
+    own = ("tiers.policy=resident",) if kind is None else (*KINDS[kind], "tiers.store=host")
+    left = {}
+    for backend in ("plain", "cuda_graph"):
+        folder = tmp_path / backend
+        words = (
+            f"trainer.backend={backend}",
+            "trainer.split=never",
+            f"task.export_parameters={folder}/parameters",
+        )
+        report = run(compose([*SMALL, *own, "trainer.split=never", "task.page=false", *words]), folder)
+        left[backend] = parameters(folder / "parameters")
+        steps = report["throughput"]["graph_steps"]
+        assert steps is None if backend == "plain" else steps > 5
+    assert left["plain"].keys() == left["cuda_graph"].keys()
+    assert all(np.array_equal(left["plain"][name], left["cuda_graph"][name]) for name in left["plain"])
+
+
+def trained(net: nn.Module, *words: str) -> list[torch.Tensor]:
+    """Every value of a user's model after two epochs of batches with a short one in each."""
+    batches = [clicks(n, 20 if n % 20 == 19 else 64) for n in range(STEPS)]
+    plain = (
+        "trainer.max_epochs=2",
+        "trainer.logger=null",
+        "trainer.progress=false",
+        "trainer.checkpoint_every=null",
+    )
+    with recpipe.train(net, batches, *WORDS, *plain, *words, quiet=True) as done:
+        assert (done.report["throughput"]["graph_steps"] or 0) == (
+            2 * STEPS - 4 - BEFORE if "trainer.backend=cuda_graph" in words else 0
+        )
+        return [value.detach().cpu().clone() for value in done.model.state_dict().values()]
+
+
+@pytest.mark.skipif("EMULATED_GPU" in os.environ, reason="its stand-in for graphs keeps no statistics")
+def test_dropout_and_statistics_go_on_as_without() -> None:
+    torch.manual_seed(5)
+    plain = trained(Net(), "trainer.backend=plain")
+    torch.manual_seed(5)
+    graph = trained(Net(), "trainer.backend=cuda_graph")
+    assert all(torch.equal(a, b) for a, b in zip(plain, graph, strict=True))
+
+
+class Waits(Net):
+    """Looks at a value, for which a GPU must be waited for."""
+
+    def forward(self, batch: object) -> torch.Tensor:
+        scores = super().forward(batch)
+        return scores if float(scores.sum()) > -1e9 else -scores
+
+
+@pytest.mark.skipif("EMULATED_GPU" in os.environ, reason="its stand-in for graphs may wait")
+def test_a_model_that_waits_for_the_gpu_is_refused() -> None:
+    with pytest.raises(UserError, match=r"cannot be recorded .*trainer\.backend=plain"):
+        trained(Waits(), "trainer.backend=cuda_graph")
+    torch.cuda.synchronize()
+    trained(Net(), "trainer.backend=cuda_graph")  # in the same process
