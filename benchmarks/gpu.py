@@ -4,7 +4,8 @@
 
 Jobs, in this order; each figure is samples per second over all steps of the same batches and module:
 
-    resident/DIM/BATCH/{recpipe,by_hand}/ROUND   all rows in device memory; by hand: DistributedModelParallel
+    resident/DIM/BATCH/{recpipe,recpipe_graph,by_hand}/ROUND
+                                                 all rows in device memory; by hand: DistributedModelParallel
                                                  with TrainPipelineSparseDist
     overlap/{lru,hotline,bagpipe}                copies beside kernels, from a trace (the last one stays)
     memory                                       device memory over 2,000 steps
@@ -14,6 +15,7 @@ Jobs, in this order; each figure is samples per second over all steps of the sam
                                                  the device rows that lru had (slots and slab)
     tiers/DIM/BATCH/SHARE/uvm_large              the same rows, of which the tables under 20,000 rows have
                                                  theirs as a whole, uncached
+    .._graph                                     with trainer.backend=cuda_graph
     sanitizer                                    compute-sanitizer's memcheck over a short run
 
 Jobs run in a child process, one after the other. Before the first job of a kind, width and batch size, all of
@@ -48,6 +50,8 @@ sys.path.insert(0, str(Path(__file__).parent / "on_gpu"))
 
 DIMS, BATCHES, SHARES = (64, 128), {8192: 200, 65536: 60}, (0.1, 0.05, 0.25)
 POLICIES = ("lru", "hotline", "bagpipe")
+GRAPH = "_graph"
+"""Ends the names of runs with a CUDA graph."""
 QUICK = {8192: (512, 24), 65536: (1024, 12)}
 """Samples and steps of a try."""
 FIRST_GUESS = 20.0
@@ -142,7 +146,7 @@ def jobs(device: Any, quick: bool, keep: Path) -> list[Job]:
         return Size(dim, samples, steps, smaller=50 if quick else 1)
 
     def uvm(of: Size, lru: str, whole_below: int, found: Mapping[str, Any]) -> dict[str, Any]:
-        rows = found.get(lru, {}).get("device_rows")
+        rows = next((found[n]["device_rows"] for n in (lru, lru + GRAPH) if n in found), None)
         if rows is None:
             raise RuntimeError(f"{lru} must be done first")
         return by_hand.train(of, device, rows, whole_below // of.smaller)
@@ -154,17 +158,21 @@ def jobs(device: Any, quick: bool, keep: Path) -> list[Job]:
             sides = {
                 "by_hand": partial(by_hand.train, of, device),
                 "recpipe": partial(by_recpipe.train, of, device, "resident"),
+                f"recpipe{GRAPH}": partial(by_recpipe.train, of, device, f"resident{GRAPH}"),
             }
             for side, work in sorted(sides.items(), reverse=number % 2 == 0):
                 name = f"resident/{dim}/{batch}/{side}/{number}"
-                resident.append(Job(name, partial(_alone, work), group=("resident", dim, batch)))
+                on_gpu = side.endswith(GRAPH)
+                resident.append(Job(name, partial(_alone, work), on_gpu, ("resident", dim, batch)))
     for share in SHARES:
         tiers[share] = []
         for dim, batch, of in settings:
             name, group = f"tiers/{dim}/{batch}/{share}", ("tiers", dim, batch)
-            for policy in POLICIES:
+            for policy in (f"{policy}{end}" for end in ("", GRAPH) for policy in POLICIES):
                 work = partial(by_recpipe.train, of, device, policy, share)
-                tiers[share].append(Job(f"{name}/{policy}", partial(_alone, work), group=group))
+                tiers[share].append(
+                    Job(f"{name}/{policy}", partial(_alone, work), policy.endswith(GRAPH), group)
+                )
             for kind, below in (("uvm", 0), ("uvm_large", WHOLE_BELOW)):
                 work = partial(uvm, of, f"{name}/lru", below)
                 tiers[share].append(Job(f"{name}/{kind}", work, only_gpu=True, group=group))

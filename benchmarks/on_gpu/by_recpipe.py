@@ -39,6 +39,7 @@ POLICIES = {
     "hotline": ("+plugin=hotline", "tiers.store=host"),
     "bagpipe": ("+plugin=bagpipe", "tiers.store=host"),
 }
+POLICIES |= {f"{name}_graph": (*words, "trainer.backend=cuda_graph") for name, words in POLICIES.items()}
 
 
 def train(size: Size, device: torch.device, policy: str, share: float = 1.0, *more: str) -> dict[str, Any]:
@@ -73,6 +74,7 @@ def train(size: Size, device: torch.device, policy: str, share: float = 1.0, *mo
         "device_rows": sum(rows),
         "table_bytes_on_device": held,
         "splitting": {n: p.get("splitting") for n, p in report["plugins"].items() if "splitting" in p},
+        "graph_steps": speeds["graph_steps"],
         "peak_bytes": torch.cuda.max_memory_allocated() if on_gpu else None,
     }
 

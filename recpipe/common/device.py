@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
+from weakref import WeakSet
 
 import torch
 
@@ -93,6 +94,7 @@ class Aside:
         priority = -1 if first else 0
         on_gpu = device.type == "cuda"
         self._stream = torch.cuda.Stream(device, priority) if on_gpu else None  # type: ignore[no-untyped-call]
+        _asides.add(self)
 
     def stream(self, after: bool = False) -> AbstractContextManager[None]:
         """In the block, this thread's work for the GPU goes to this stream; with ``after``, it begins when
@@ -116,6 +118,20 @@ class Aside:
         if self._stream is not None:
             tensor.record_stream(self._stream)
         return tensor
+
+
+_asides: WeakSet[Aside] = WeakSet()
+"""All there are in this process."""
+
+
+def lone_stream(device: torch.device) -> torch.cuda.Stream:
+    """A stream of a GPU that no ``Aside`` has: torch hands out the same 32 of a priority again and again."""
+    taken = {aside._stream for aside in tuple(_asides)}
+    for _ in range(32):
+        stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        if stream not in taken:
+            return stream
+    return torch.cuda.Stream(device, -2)  # type: ignore[no-untyped-call]  # of a priority that none has
 
 
 def arrived(event: torch.cuda.Event | None, parts: Iterable[Any]) -> None:

@@ -20,6 +20,7 @@ from typing import Any, NoReturn, Protocol
 import torch
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
 
+from recpipe.common.device import current_stream, lone_stream
 from recpipe.data.parts import attributes, leaves, with_parts
 from recpipe.errors import UserError, shown
 from recpipe.pipeline.placed import PlacedModel
@@ -48,11 +49,11 @@ class CudaGraph:
 
     def __init__(self, device: torch.device) -> None:
         self._graph = torch.cuda.CUDAGraph()
-        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self._stream = lone_stream(device)
 
     def record(self, work: Callable[[], None]) -> None:
         """As ``Graph.record``."""
-        training = torch.cuda.current_stream(self._stream.device)
+        training = current_stream()
         self._stream.wait_stream(training)
         with _no_collection(), torch.cuda.stream(self._stream):
             # Other threads may allocate memory and wait for their streams meanwhile.
