@@ -1,13 +1,16 @@
 """The pipeline in front of Lightning: a sized iterable of batches that are ready to train.
 
 While batch b trains, one worker thread reads batch b + 1, runs it through the plugins' chains, plans
-its tiers and starts fetching its rows. No batch is dropped at the epoch's end.
+its tiers and starts fetching its rows. Where a GPU finds the rows that planning is about, another thread
+reads batch b + 2 and waits for that. No batch is dropped at the epoch's end.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import cache, partial
 from time import perf_counter
 from typing import Any
@@ -32,7 +35,7 @@ from recpipe.pipeline.step import StagedBatch
 from recpipe.plugin.splitter import Split
 from recpipe.tables.access_sample import AccessSample
 from recpipe.tables.inputs import GroupIds, Inputs, count_ids
-from recpipe.tables.tiers.batch import BatchPlan, Tiers
+from recpipe.tables.tiers.batch import BatchPlan, Found, Tiers
 
 WAITED = 1e-3
 """A batch counts as waited for if training waited so many seconds for it."""
@@ -101,9 +104,9 @@ class TrainLoader:
         if self.splitting is not None:
             self.splitting.begin_epoch(self.handed_out)
         try:
-            with self.source.epoch(first, self._part) as batches:
+            with self.source.epoch(first, self._part) as batches, self._reads(batches) as reads:
                 with threads_for(self.device, 1, "recpipe-loader") as worker:
-                    ready = (self._linked if self.sends_ahead else self._planned)(worker, batches)
+                    ready = (self._linked if self.sends_ahead else self._planned)(worker, reads)
                     for staged in ready if self.splitting is None else self._timed(ready, self.splitting):
                         assert staged.ids is not None, "staged with its ids"
                         self.lookups += count_ids(staged.ids)
@@ -115,17 +118,30 @@ class TrainLoader:
             if self.tiers is not None:
                 self.tiers.forget()
 
-    def _planned(self, worker: ThreadPoolExecutor, batches: Iterator[Batch]) -> Iterator[StagedBatch]:
+    @contextmanager
+    def _reads(self, batches: Iterator[Batch]) -> Iterator[Iterator[_Read]]:
+        """In the block, ``batches`` as they are read; by a thread, one ahead, where a GPU is waited for and
+        no plugin's part sees what has been trained."""
+        reads = iter(partial(self._read, batches), None)
+        feed = self.source.feed
+        seen = self.sample_filter is not None or feed.order is not None or bool(feed.batch)
+        if self.tiers is None or not self.tiers.finds_ahead or seen:
+            yield reads
+            return
+        with threads_for(self.device, 1, "recpipe-reader") as reader:
+            yield _ahead(reader, reads)
+
+    def _planned(self, worker: ThreadPoolExecutor, reads: Iterator[_Read]) -> Iterator[StagedBatch]:
         """Yield each batch in turn. The next batch is planned once this one's rows are being fetched.
 
         Without tiers the next batch is read while this one's tables are updated, because two threads that run
         Python slow each other down. If training had to wait for more than one batch in ``SLOW``, it is read
         already during the backward pass.
         """
-        upcoming, yielded, waits = cache(partial(worker.submit, self._stage, batches)), 0, 0
+        upcoming, yielded, waits = cache(partial(worker.submit, self._stage, reads)), 0, 0
         staged = _waited(upcoming())
         while staged is not None:
-            upcoming = cache(partial(worker.submit, self._stage, batches))
+            upcoming = cache(partial(worker.submit, self._stage, reads))
             if self.tiers is not None and staged.plan is not None:
                 self.tiers.advance(staged.plan)
                 upcoming()
@@ -136,38 +152,31 @@ class TrainLoader:
             staged = _waited(upcoming())
             yielded, waits = yielded + 1, waits + (perf_counter() - asked > WAITED)
 
-    def _linked(self, worker: ThreadPoolExecutor, batches: Iterator[Batch]) -> Iterator[StagedBatch]:
+    def _linked(self, worker: ThreadPoolExecutor, reads: Iterator[_Read]) -> Iterator[StagedBatch]:
         """Yield each batch with the next one; the one after that is read while this batch trains.
 
         A fault in reading a batch is raised one batch early.
         """
-        staged = self._stage(batches)
-        pending = worker.submit(self._stage, batches)
+        staged = self._stage(reads)
+        pending = worker.submit(self._stage, reads)
         while staged is not None:
             staged.upcoming = _waited(pending)
-            pending = worker.submit(self._stage, batches)
+            pending = worker.submit(self._stage, reads)
             yield staged
             staged = staged.upcoming
 
-    def _stage(self, batches: Iterator[Batch]) -> StagedBatch | None:
-        """The next batch, ready to train; None at the epoch's end. Runs in the worker thread, and on a GPU on
-        a stream of its own."""
+    def _read(self, batches: Iterator[Batch]) -> _Read | None:
+        """The next batch with its ids; None at the epoch's end. On a GPU on a stream of its own."""
         batch = next(batches, None)
         if batch is None:
             return None
         # What a source has made on the GPU itself must be done before it is used here.
         with self._aside.stream(after=any(map(on_gpu, leaves(batch)))):
-            staged = self._staged(batch)
-            staged.copied = self._aside.mark()
-        return staged
+            return self._known(batch)
 
-    def _staged(self, batch: Any) -> StagedBatch:
+    def _known(self, batch: Any) -> _Read:
         if isinstance(batch, BatchShare):
-            each = self.inputs.each(batch)
-            self.inputs.require_ids(each)
-            self._count(each)
-            there, ids = self._moved(batch, batch, each)
-            return StagedBatch(there, total=batch.total, alone=False, ids=ids)
+            return _Read(batch, self.inputs.each(batch), batch.total, batch.total)
         consumed = batch_size(batch)
         batch = self.source.feed.transform(batch)
         size, skipped = batch_size(batch) if self.source.feed.batch else consumed, 0
@@ -176,14 +185,34 @@ class TrainLoader:
         if self.sample_filter is not None:
             batch, skipped = self.sample_filter.kept(batch, size)
             size -= skipped
-        plan, each = None, self.inputs.each(batch)
+        each = self.inputs.each(batch)
+        found = None if self.tiers is None else self.tiers.find(each)
+        return _Read(batch, each, size, consumed, skipped, found)
+
+    def _stage(self, reads: Iterator[_Read]) -> StagedBatch | None:
+        """The next batch, ready to train; None at the epoch's end. Runs in the worker thread, and on a GPU on
+        a stream of its own."""
+        read = next(reads, None)
+        if read is None:
+            return None
+        with self._aside.stream():
+            staged = self._staged(read)
+            staged.copied = self._aside.mark()
+        return staged
+
+    def _staged(self, read: _Read) -> StagedBatch:
+        batch, each = read.batch, read.each
+        plan = None
         if self.tiers is not None:
-            plan = self.tiers.plan(batch, each)  # checks the ids
+            plan = self.tiers.plan(batch, each, read.found)  # checks the ids
         else:
             self.inputs.require_ids(each)
         self._count(each)
-        staged = self._share(batch, size, plan, each)
-        staged.consumed, staged.skipped = consumed, skipped
+        if isinstance(batch, BatchShare):
+            there, ids = self._moved(batch, batch, each)
+            return StagedBatch(there, total=batch.total, alone=False, ids=ids)
+        staged = self._share(batch, read.size, plan, each)
+        staged.consumed, staged.skipped = read.consumed, read.skipped
         if self.tiers is not None and self.tiers.prefetches and plan is not None:
             self.tiers.prefetch(plan)
         return staged
@@ -204,6 +233,13 @@ class TrainLoader:
             there, looked_up = on_device(keeping_ids(mine, self._asked), self.device), mine
         return there, each if looked_up is batch else self.inputs.each(looked_up)
 
+    def _passes_by(self, splitting: Splitting) -> bool:
+        """Whether the next batch is trained whole without a look at its samples, which waits for a GPU."""
+        if self.device.type == "cpu" or splitting.looks():
+            return False
+        splitting.pass_by()
+        return True
+
     def _timed(self, ready: Iterator[StagedBatch], splitting: Splitting) -> Iterator[StagedBatch]:
         """``ready``, telling ``splitting`` how long each batch took until the next one. A GPU is waited for
         while steps are compared, since it works later than it is asked to."""
@@ -222,6 +258,9 @@ class TrainLoader:
         if splitting is None and alone:
             there, ids = self._moved(batch, batch, each)
             return StagedBatch(there, plan, size=size, ids=ids)
+        if plan is not None and alone and splitting is not None and self._passes_by(splitting):
+            there, ids = self._moved(batch, batch, each)
+            return StagedBatch(there, plan, (size,), 0 if plan.any_cold else 1, size=size, ids=ids)
         needs_cold = plan.needs_cold if plan is not None else np.zeros(size, bool)
         split = None if splitting is None else splitting.cut(batch, needs_cold)
         if split is None:
@@ -243,6 +282,29 @@ class TrainLoader:
             alone=alone,
             ids=ids,
         )
+
+
+@dataclass
+class _Read:
+    """A batch that has been read."""
+
+    batch: Any
+    each: GroupIds
+    """Its ids for each group."""
+    size: int
+    consumed: int
+    """As in ``StagedBatch``."""
+    skipped: int = 0
+    found: Found | None = None
+    """The result of ``Tiers.find``."""
+
+
+def _ahead(worker: ThreadPoolExecutor, items: Iterator[_Read]) -> Iterator[_Read]:
+    """``items``, each of which ``worker`` makes while the one before is used."""
+    pending = worker.submit(next, items, None)
+    while (item := pending.result()) is not None:
+        pending = worker.submit(next, items, None)
+        yield item
 
 
 def _waited(pending: Future[StagedBatch | None]) -> StagedBatch | None:

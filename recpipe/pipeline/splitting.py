@@ -17,6 +17,8 @@ from recpipe.plugin.compose import Owned
 from recpipe.plugin.splitter import Split, Splitter, micro_batch_step
 from recpipe.tables.tiers.batch import Tiers
 
+LOOKED = 8
+"""Of so many batches one is looked at for figures alone."""
 AHEAD = 3
 """A decision after a trained batch holds from so many batches later: the next one is ready by then, and the
 loader may be reading the one after it."""
@@ -61,6 +63,8 @@ class Splitting:
         """For each batch that was read and not trained: the share of its samples that would be in the first
         micro-batch, 0 if it cannot be cut."""
         self._waited_before = 0.0
+        self._waits_now = False
+        """Whether training has waited for cold rows of the latest batch."""
         self._early_sum = self._seconds = self._waits = 0.0
         self.batches = 0
         """How many batches were cut."""
@@ -98,6 +102,19 @@ class Splitting:
         """Whether steps with and without it are being compared, so that their times must be exact."""
         return self.mode == "auto" and self._trial.compares
 
+    def looks(self) -> bool:
+        """Whether it wants to know which samples of the next batch need cold rows. Where it is not to be cut
+        and training does not wait for rows, that is wanted for figures alone; ``pass_by`` is called then."""
+        number, since = self._next, self._since
+        on = since.on if number >= since.number else since.before
+        pays = self.mode == "auto" and (self._trial.compares or self._waits_now)
+        return on or pays or number % LOOKED == 0
+
+    def pass_by(self) -> None:
+        """The next batch is not looked at, nor cut."""
+        self._early[self._next] = 1.0  # the most that it can be
+        self._next += 1
+
     def cut(self, batch: Batch, needs_cold: NDArray[np.bool_]) -> Split | None:
         """How to cut the next batch, whose samples need cold rows or not, bool [B]; None: not at all."""
         number, self._next = self._next, self._next + 1
@@ -119,6 +136,7 @@ class Splitting:
             return
         before, self._waited_before = self._waited_before, self._waited()
         waited = self._waited_before - before
+        self._waits_now = waited > LEAST * seconds
         self._early_sum += early
         self._seconds += seconds
         self._waits += waited

@@ -24,9 +24,9 @@ if TYPE_CHECKING:
 class Planned(ABC):
     """A collection whose rows move between tiers, as planned for each batch before it is trained.
 
-    The calls for a batch are, in order: ``plan`` and ``prefetch`` while the batch before it trains,
-    ``advance`` between the two batches, ``arrive`` before rows of the slab are looked up, and one backward
-    pass through each lookup.
+    The calls for a batch are, in order: ``find``, at any time before; ``plan`` and ``prefetch`` while the
+    batch before it trains; ``advance`` between the two batches; ``arrive`` before rows of the slab are looked
+    up; and one backward pass through each lookup.
     """
 
     prefetches: bool
@@ -34,9 +34,18 @@ class Planned(ABC):
     times: TierTimes
     """Seconds of the host in these calls so far."""
 
+    finds_ahead = False
+    """Whether ``find`` has work to do."""
+
+    def find(self, sparse: KeyedJaggedTensor) -> Any:
+        """What ``plan`` needs of a batch's ids and no other batch has a part in; None: ``plan`` does it all.
+        ``DataError`` if an id has no row. From any thread."""
+        return None
+
     @abstractmethod
-    def plan(self, sparse: KeyedJaggedTensor) -> TierPlan:
-        """Decide where the batch's lookups go and which rows move; ``DataError`` if an id has no row."""
+    def plan(self, sparse: KeyedJaggedTensor, found: Any = None) -> TierPlan:
+        """Decide where the batch's lookups go and which rows move; ``DataError`` if an id has no row.
+        ``found``: the result of ``find`` for these ids."""
 
     @abstractmethod
     def prefetch(self, plan: TierPlan) -> None:

@@ -308,5 +308,5 @@ def test_a_batch_that_its_source_made_on_the_gpu_is_waited_for(
     loader = loader_of(dataset, device=GPU)
     monkeypatch.setattr(torch.Tensor, "is_cuda", property(lambda tensor: there))
     gpu.default.add(lambda: None)
-    assert loader._stage(iter(dataset.lists["train"])) is not None
+    assert loader._read(iter(dataset.lists["train"])) is not None
     assert bool(gpu.default.late) is not there

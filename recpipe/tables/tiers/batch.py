@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,6 +16,13 @@ from recpipe.tables.collection import TableCollection
 from recpipe.tables.inputs import GroupIds, Inputs
 from recpipe.tables.tiers.placement import TierPlan, reorder
 from recpipe.tables.tiers.shared_rows import share
+
+if TYPE_CHECKING:
+    from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+
+
+Found = Mapping[int, Any]
+"""What ``Planned.find`` returns, by group."""
 
 
 @dataclass
@@ -32,6 +40,11 @@ class BatchPlan:
         for plan in self.planned:
             needs |= plan.needs_cold
         return needs
+
+    @property
+    def any_cold(self) -> bool:
+        """Whether any sample does."""
+        return any(len(plan.slab) for plan in self.planned)
 
     @property
     def planned(self) -> list[TierPlan]:
@@ -71,14 +84,21 @@ class Tiers:
         """Seconds for which training has waited for rows so far."""
         return sum(tier.times.wait for tier in self.groups.values())
 
-    def plan(self, batch: object, each: GroupIds) -> BatchPlan:
+    @property
+    def finds_ahead(self) -> bool:
+        """Whether ``find`` has work to do."""
+        return any(tier.finds_ahead for tier in self.groups.values())
+
+    def find(self, each: GroupIds) -> Found:
+        """What planning a batch of these ids needs and no other batch has a part in; from any thread."""
+        return {number: tier.find(_there(each[number])) for number, tier in self.groups.items()}
+
+    def plan(self, batch: object, each: GroupIds, found: Found | None = None) -> BatchPlan:
         """Decide where the lookups of ``batch`` go (``each``: its ids by group) and which rows move;
-        ``DataError`` if an id has no row."""
+        ``DataError`` if an id has no row. ``found``: the result of ``find``."""
         plans: list[TierPlan | None] = [None] * self._count
         for number, tier in self.groups.items():
-            ids = each[number]
-            assert ids is not None, "a group without ids in the batch is not planned"
-            plans[number] = tier.plan(ids)
+            plans[number] = tier.plan(_there(each[number]), (found or {}).get(number))
         return BatchPlan(plans, batch_size(batch))
 
     def prefetch(self, plan: BatchPlan) -> None:
@@ -101,3 +121,8 @@ class Tiers:
         found = plan.groups[number]
         assert found is not None, "planned by these tiers"
         return found
+
+
+def _there(ids: KeyedJaggedTensor | None) -> KeyedJaggedTensor:
+    assert ids is not None, "a group without ids in the batch is not planned"
+    return ids

@@ -2,8 +2,8 @@
 
 The ids go to the GPU, which sorts the rows that they stand for. Distinct rows, and how often each is looked
 up, come back: of 8,192 samples of Criteo's skew they are a sixth of the ids, of 65,536 an eleventh. Where
-each of them is goes to the GPU again, which finds each lookup's slot by it. All this has a stream of its own,
-in the loader's thread, and other threads run Python while it waits.
+each of them is goes to the GPU again, which finds each lookup's slot by it. Both have streams of their own.
+The first, which waits for the GPU, is done one batch further ahead than planning, in another thread.
 """
 
 from __future__ import annotations
@@ -36,6 +36,8 @@ class Finder:
     def __init__(self, tables: TableSet, transfer: Transfer, spread: Spread) -> None:
         self.tables, self.transfer, self.spread = tables, transfer, spread
         self.aside = Aside(transfer.device, first=True)
+        self.after = Aside(transfer.device, first=True)
+        """The stream on which lookups find their slots: it does not wait for the rows of a later batch."""
         layout, kind = tables.layout, torch.int64
         if layout.total_rows <= np.iinfo(np.int32).max:
             kind = torch.int32  # sorted in half of the time
@@ -51,6 +53,9 @@ class Finder:
             found = self._here(sparse, wrong, distinct, times)
         indices, often = np.split(found, 2)
         rows_here, times_here = indices.astype(np.int64), often.astype(np.int32)
+        # All of it is there by now; its memory is kept for who uses it.
+        which, offsets = self.after.lend(which), self.after.lend(offsets)
+        weights = None if weights is None else self.after.lend(weights)
         return GpuBags(rows_here, times_here, which, offsets, weights, sparse.stride(), self)
 
     def distinct(self, sparse: KeyedJaggedTensor) -> RowIds:
@@ -116,7 +121,6 @@ class GpuBags:
     """Weights of the lookups, float32 [L]; None: each counts once."""
     batch_size: int
     finder: Finder
-    """Whose stream the tensors are made on."""
 
     def __len__(self) -> int:
         return len(self.which)
@@ -219,7 +223,7 @@ class GpuLookups:
 
     @property
     def _aside(self) -> Aside:
-        return self.given.finder.aside
+        return self.given.finder.after
 
     @property
     def _any_cold(self) -> bool:

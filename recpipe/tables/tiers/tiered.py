@@ -4,10 +4,10 @@ A row is in one of three places: a **resident** slot (a TBE of ``slots`` rows), 
 rows that one batch alone needs) or the **cold store**. It moves with its optimizer state, so each update is
 the one that a single big table would have made.
 
-A batch passes through four calls, in this order (``forward`` makes all of them):
+A batch passes through these calls, in this order (``forward`` makes all of them):
 
-    plan    ids -> TierPlan                              loader thread, while the last batch trains;
-                                                         a GPU finds the distinct rows (``on_gpu``)
+    find    ids -> distinct rows                         a GPU, one batch further ahead (``on_gpu``)
+    plan    ids -> TierPlan                              loader thread, while the last batch trains
     fetch   store -> host buffer                         I/O thread, started by ``prefetch`` or ``advance``
     advance departing rows -> store, between two batches training thread
     arrive  buffer -> slots and slab                     training thread, before they are looked up
@@ -38,7 +38,7 @@ from recpipe.tables.specs import Region, TableSet, Values
 from recpipe.tables.stores.base import ColdStore, IoCounters, Records
 from recpipe.tables.tiers import saved_placement
 from recpipe.tables.tiers.memory import TierMemory
-from recpipe.tables.tiers.on_gpu import Finder
+from recpipe.tables.tiers.on_gpu import Finder, GpuBags
 from recpipe.tables.tiers.parting import IndexBags
 from recpipe.tables.tiers.placement import TierPlan, TierPlanner, table_bags
 from recpipe.tables.tiers.policies import policy_bytes
@@ -91,19 +91,28 @@ class TieredEmbeddingBagCollection(RowCollection, Planned, SavesPlacement, Shows
         self.memory = TierMemory(tables, self.slots, slab_rows, self.cold, device, trainers)
         self._looked_up = self._hits = 0
 
-    # -- the four calls ----------------------------------------------------------------------
+    # -- the calls ----------------------------------------------------------------------
 
     def bags(self, sparse: KeyedJaggedTensor) -> IndexBags:
         """The batch's lookups as rows, with features in the tables' order, independent of that in
         ``sparse``."""
         return table_bags(self.tables, sparse, self._spread)
 
-    def plan(self, sparse: KeyedJaggedTensor) -> TierPlan:
+    @property
+    def finds_ahead(self) -> bool:  # type: ignore[override]
+        """As ``Planned``."""
+        return self._finder is not None
+
+    def find(self, sparse: KeyedJaggedTensor) -> GpuBags | None:
+        """The batch's lookups, of which a GPU has found the distinct rows."""
+        return None if self._finder is None else self._finder.bags(sparse)
+
+    def plan(self, sparse: KeyedJaggedTensor, found: GpuBags | None = None) -> TierPlan:
         """Decide where the batch's lookups go and which rows move; ``advance`` must follow."""
         with self._planning:
             start = perf_counter()
-            finder = self._finder
-            plan = self.planner.plan(self.bags(sparse) if finder is None else finder.bags(sparse))
+            found = self.find(sparse) if found is None else found
+            plan = self.planner.plan(self.bags(sparse) if found is None else found)
             self.times.plan += perf_counter() - start
         return plan
 
@@ -148,13 +157,13 @@ class TieredEmbeddingBagCollection(RowCollection, Planned, SavesPlacement, Shows
         return self.memory.lookup_both(plan)
 
     def lookup(self, sparse: KeyedJaggedTensor) -> torch.Tensor:
-        """Make all four calls and look up ``sparse``; in eval mode nothing is planned or moved."""
+        """Make all calls and look up ``sparse``; in eval mode nothing is planned or moved."""
         if not self.training or not torch.is_grad_enabled():
             return self.read_now(sparse)
         return self.lookup_to_train(sparse)
 
     def lookup_to_train(self, sparse: KeyedJaggedTensor) -> torch.Tensor:
-        """Make all four calls and look up; the result's backward pass must come before the next calls."""
+        """Make all calls and look up; the result's backward pass must come before the next calls."""
         assert not self.replicated, "several trainers plan whole batches: see pipeline.loader"
         return self.lookup_planned(self.plan(sparse))
 
