@@ -12,6 +12,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache, partial
+from threading import Event
 from time import perf_counter
 from typing import Any
 
@@ -132,7 +133,8 @@ class TrainLoader:
             yield _ahead(reader, reads)
 
     def _planned(self, worker: ThreadPoolExecutor, reads: Iterator[_Read]) -> Iterator[StagedBatch]:
-        """Yield each batch in turn. The next batch is planned once this one's rows are being fetched.
+        """Yield each batch in turn. The next batch is planned while this one's rows are moved, and its rows
+        are fetched after that.
 
         Without tiers the next batch is read while this one's tables are updated, because two threads that run
         Python slow each other down. If training had to wait for more than one batch in ``SLOW``, it is read
@@ -141,10 +143,15 @@ class TrainLoader:
         upcoming, yielded, waits = cache(partial(worker.submit, self._stage, reads)), 0, 0
         staged = _waited(upcoming())
         while staged is not None:
-            upcoming = cache(partial(worker.submit, self._stage, reads))
+            moved = Event()
+            upcoming = cache(partial(worker.submit, self._stage, reads, moved))
             if self.tiers is not None and staged.plan is not None:
-                self.tiers.advance(staged.plan)
+                self.tiers.begin(staged.plan)
                 upcoming()
+                try:
+                    self.tiers.advance(staged.plan)
+                finally:
+                    moved.set()
             else:
                 staged.stage_next, staged.next_is_slow = upcoming, waits * SLOW > yielded
             yield staged
@@ -189,18 +196,18 @@ class TrainLoader:
         found = None if self.tiers is None else self.tiers.find(each)
         return _Read(batch, each, size, consumed, skipped, found)
 
-    def _stage(self, reads: Iterator[_Read]) -> StagedBatch | None:
+    def _stage(self, reads: Iterator[_Read], moved: Event | None = None) -> StagedBatch | None:
         """The next batch, ready to train; None at the epoch's end. Runs in the worker thread, and on a GPU on
-        a stream of its own."""
+        a stream of its own. ``moved``: set once the batch before has sent away what leaves its tiers."""
         read = next(reads, None)
         if read is None:
             return None
         with self._aside.stream():
-            staged = self._staged(read)
+            staged = self._staged(read, moved)
             staged.copied = self._aside.mark()
         return staged
 
-    def _staged(self, read: _Read) -> StagedBatch:
+    def _staged(self, read: _Read, moved: Event | None) -> StagedBatch:
         batch, each = read.batch, read.each
         plan = None
         if self.tiers is not None:
@@ -214,6 +221,8 @@ class TrainLoader:
         staged = self._share(batch, read.size, plan, each)
         staged.consumed, staged.skipped = read.consumed, read.skipped
         if self.tiers is not None and self.tiers.prefetches and plan is not None:
+            if moved is not None:
+                moved.wait()
             self.tiers.prefetch(plan)
         return staged
 

@@ -25,8 +25,9 @@ class Planned(ABC):
     """A collection whose rows move between tiers, as planned for each batch before it is trained.
 
     The calls for a batch are, in order: ``find``, at any time before; ``plan`` and ``prefetch`` while the
-    batch before it trains; ``advance`` between the two batches; ``arrive`` before rows of the slab are looked
-    up; and one backward pass through each lookup.
+    batch before it trains; ``begin`` and ``advance`` between the two batches; ``arrive`` before rows of the
+    slab are looked up; and one backward pass through each lookup. ``begin`` may be left out: it lets the next
+    batch be planned while ``advance`` works.
     """
 
     prefetches: bool
@@ -54,6 +55,10 @@ class Planned(ABC):
     @abstractmethod
     def forget(self) -> None:
         """Undo a plan whose batch will not be trained."""
+
+    @abstractmethod
+    def begin(self, plan: TierPlan) -> None:
+        """Note that the batch's turn has come, so that its plan is not undone any more."""
 
     @abstractmethod
     def advance(self, plan: TierPlan) -> None:

@@ -112,8 +112,13 @@ class Tiers:
         for tier in self.groups.values():
             tier.forget()
 
+    def begin(self, plan: BatchPlan) -> None:
+        """Begin this batch: from now on the next one may be planned, and fetched after ``advance``."""
+        for number, tier in self.groups.items():
+            tier.begin(self._of(plan, number))
+
     def advance(self, plan: BatchPlan) -> None:
-        """Begin this batch, after the last one's update: send away the rows that leave their tier."""
+        """After the last batch's update: send away the rows that leave their tier."""
         for number, tier in self.groups.items():
             tier.advance(self._of(plan, number))
 

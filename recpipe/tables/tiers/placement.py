@@ -66,6 +66,8 @@ class TierPlan:
     """The fetch of ``fetch``'s rows, once it has been started."""
     moves: tuple[Moves, Sent] | None = None
     """Where its rows move, on the way to the device, if that was found out while the batch before trained."""
+    begun: bool = False
+    """Whether its batch's turn has come, so that it is not undone any more."""
 
     @property
     def needs_cold(self) -> NDArray[np.bool_]:

@@ -126,13 +126,19 @@ class TieredEmbeddingBagCollection(RowCollection, Planned, SavesPlacement, Shows
         with self._planning:
             self.planner.undo()
 
+    def begin(self, plan: TierPlan) -> None:
+        """As ``Planned``."""
+        with self._planning:
+            self.planner.commit()
+        plan.begun = True
+
     def advance(self, plan: TierPlan) -> None:
         """After the last batch's update: send departing rows away; start the fetch if it is not started."""
         self.arrive()  # a batch that was skipped still has its rows
         start = perf_counter()
         self.cold.check_writes()
-        with self._planning:
-            self.planner.commit()
+        if not plan.begun:
+            self.begin(plan)
         self.memory.advance(plan)
         self._looked_up += plan.looked_up
         self._hits += plan.hits
