@@ -61,6 +61,7 @@ def train(size: Size, device: torch.device, policy: str, share: float = 1.0, *mo
         "steady_samples_per_second": speeds["steady_samples_per_second"],
         "end_to_end_samples_per_second": speeds["end_to_end_samples_per_second"],
         "step_ms": speeds["step_ms"],
+        "step_histogram": speeds["step_histogram"],
         "set_up_seconds": speeds["set_up_seconds"],
         "last_loss": report["series"]["loss"][-1],
         "steps": len(made),

@@ -13,8 +13,8 @@ trained without the graph.
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Hashable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext, suppress
 from typing import Any, NoReturn, Protocol
 
 import torch
@@ -24,7 +24,7 @@ from recpipe.common.device import current_stream, lone_stream
 from recpipe.data.parts import attributes, leaves, with_parts
 from recpipe.errors import UserError, shown
 from recpipe.pipeline.placed import PlacedModel
-from recpipe.seams import HostIds
+from recpipe.seams import HostIds, TorchDispatchMode
 from recpipe.tables.front import Front
 from recpipe.tables.lookups import BatchLookups
 
@@ -141,9 +141,13 @@ class _Recorded:
         for parameter in self._dense:
             parameter.grad = None  # so that the gradient has memory of the graph, which does not add to it
 
+        # torch.compile leaves a module as it is where operators are watched.
+        compiled = any(m._compiled_call_impl is not None for m in model.module.modules())
+
         def both_passes() -> None:
-            loss = model.train_part(handed, own, 1.0)
-            torch.autograd.backward(loss)
+            with nullcontext() if compiled else _NoWaits():  # type: ignore[no-untyped-call]
+                loss = model.train_part(handed, own, 1.0)
+                torch.autograd.backward(loss)
             self._loss = loss.detach()
 
         try:
@@ -178,6 +182,37 @@ class _Recorded:
         if isinstance(value, KeyedJaggedTensor):
             return HostIds.unread(value, _read)
         return with_parts(value, lambda part, _: self._copied(part))
+
+
+class _NoWaits(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Refuses operators that wait for the GPU before they do: a wait spoils the recording, and with it the
+    state of torch's random numbers."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        named = kwargs or {}
+        if _waits(func, args, named):
+            raise UserError(
+                f"trainer.backend=cuda_graph: the model's forward or backward pass cannot be recorded, since "
+                f"{func.overloadpacket} waits for the GPU: {REMEDY}"
+            )
+        return func(*args, **named)
+
+
+_BY_VALUES = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
+
+
+def _waits(operator: Any, args: Sequence[Any], named: Mapping[str, Any]) -> bool:
+    """Whether an operator needs to know values that are on a GPU, or copies from or to one."""
+    kind, aten = operator.overloadpacket, torch.ops.aten
+    if kind in (aten.index_put, aten.index_put_) and args[2].numel() == 1:  # as masked_fill
+        return False
+    if kind in (aten.index, aten.index_put, aten.index_put_):  # by positions, or by a mask
+        return any(index is not None and index.dtype in (torch.bool, torch.uint8) for index in args[1])
+    if kind in (aten.copy_, aten._to_copy):
+        devices = {argument.device for argument in args if isinstance(argument, torch.Tensor)}
+        target = named.get("device")
+        return len(devices | ({torch.device(target)} if target is not None else set())) > 1
+    return not set(operator.tags).isdisjoint(_BY_VALUES)
 
 
 class _Handed:

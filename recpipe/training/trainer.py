@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import signal
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -122,7 +123,7 @@ def fit(
     callbacks: list[L.Callback] = trainer.callbacks  # type: ignore[attr-defined]
     stop = _stop(trainer)
     try:
-        with suppress(EvaluationStopped):
+        with suppress(EvaluationStopped), _old_objects_kept():
             trainer.fit(module, loader, evaluation, ckpt_path=resume)
     except CheckpointError as fault:
         # With several ranks, the others wait for this one in the middle of the checkpoint.
@@ -152,6 +153,17 @@ def fit(
         else " (no checkpoint: trainer.checkpoint_every=null)"
     )
     return f"stopped by {signal.Signals(stop.received).name} after step {trainer.global_step}{where}"
+
+
+@contextmanager
+def _old_objects_kept() -> Iterator[None]:
+    """In the block, Python's garbage collector does not look at the objects that there are now, most of them
+    those of imported modules, which take it 0.2 s."""
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
 
 
 def saved_last(trainer: L.Trainer) -> Path | None:

@@ -105,6 +105,10 @@ class Net(nn.Module):
         joined = torch.cat([batch.dense, self.bags(ids).values()], dim=1)
         if self.mode == "counts":
             joined = joined * ids.length_per_key()[0]
+        if self.mode == "looks":
+            joined = joined if float(joined.sum()) > -1e9 else -joined
+        if self.mode == "picks":
+            joined = torch.where(joined > 0, joined, joined[joined > 0].mean())
         return self.top(self.drop(self.norm(joined))).squeeze(1)
 
 
@@ -193,6 +197,14 @@ def test_batches_that_differ_beside_their_tensors(notes, trained) -> None:
 def test_a_model_that_reads_ids_is_refused(net) -> None:
     with pytest.raises(UserError, match=r"reads ids, or puts them together.*trainer\.backend=plain"):
         train(net, [clicks(n) for n in range(8)], True)
+
+
+@pytest.mark.parametrize(("mode", "operator"), [("looks", "_local_scalar_dense"), ("picks", "index")])
+def test_a_model_that_waits_for_a_gpu_is_refused_before_it_does(mode, operator) -> None:
+    with pytest.raises(
+        UserError, match=rf"cannot be recorded, since aten.({operator}) waits.*trainer\.backend=plain"
+    ):
+        train(Net(mode), [clicks(n) for n in range(8)], True)
 
 
 def test_a_model_that_cannot_be_recorded_is_one_line(tmp_path) -> None:
