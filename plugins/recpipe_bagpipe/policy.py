@@ -140,8 +140,8 @@ class Lookahead(CachePolicy):
         due = self.due[held]
         unknown = (due == UNKNOWN) | (due < self.step)
         self.due[held[unknown]] = self._first + group.first_use[here][unknown]
-        for before in self._open:
-            before.link(group)
+        if self._open:
+            self._open[-1].link(group)
         cold = rows[~here]
         cold = cold[~np.isin(cold, self._coming, assume_unique=True)]
         self._coming = cold
@@ -163,26 +163,28 @@ class Lookahead(CachePolicy):
     def admit(self, hits: Slots, misses: RowIds, looked_up: RowIds) -> Placement:
         """Give every miss a free slot, or that of the row which is worth least."""
         rows, next_use = self._current
-        self._hit(hits, misses, looked_up)
+        at, known = positions(rows, misses)
+        self._hit(hits, at[known], looked_up)
         fresh = np.arange(self.used, min(self.space.slots, self.used + len(misses)), dtype=np.int32)
         taken = np.concatenate((fresh, self._least(len(misses) - len(fresh))))
         self.used += len(fresh)
         placed = misses[: len(taken)]
         self.evicted += len(taken) - len(fresh)
         self.often[taken] = 0
-        at, known = positions(rows, placed)
         again = np.full(len(taken), UNKNOWN, np.int32)  # of a row that another plugin brought into the batch
-        again[known] = next_use[at[known]]
+        told = known[: len(taken)]
+        again[told] = next_use[at[: len(taken)][told]]
         self._touch(taken, again)
         self.step += 1
         return Placement(taken, placed)
 
-    def _hit(self, hits: Slots, misses: RowIds, looked_up: RowIds) -> None:
-        """Note that the current batch looks up the resident rows in ``hits``."""
+    def _hit(self, hits: Slots, missed: NDArray[np.int64], looked_up: RowIds) -> None:
+        """Note that the current batch looks up the resident rows in ``hits``, and not those at ``missed``
+        among the rows that it was announced with."""
         rows, next_use = self._current
         if self.times is not None and np.array_equal(rows, looked_up):
             here = np.ones(len(rows), bool)
-            here[np.searchsorted(rows, misses)] = False
+            here[missed] = False
             self._touch(hits, next_use[here])
             return
         self.last[hits] = self.step

@@ -25,6 +25,7 @@ Steps = NDArray[np.int32]
 Small = NDArray[np.int32] | NDArray[np.int64]
 """Row numbers, of 32 bits where all numbers fit."""
 NO_ROWS: Rows = np.empty(0, np.int64)
+NO_STEPS: Steps = np.empty(0, np.int32)
 ROW_BYTES = 12
 """What a group takes for each row that a batch looks up, about."""
 FEW = 2
@@ -49,6 +50,8 @@ class Group:
     """All rows of the group, sorted."""
     first_use: Steps
     """For each of ``rows``, the first batch of the group that looks it up."""
+    again: tuple[Rows, Steps] = (NO_ROWS, NO_STEPS)
+    """Positions in ``looked_up`` of the group before whose next use is in this one, and these uses."""
 
     @property
     def end(self) -> int:
@@ -61,11 +64,17 @@ class Group:
         part = slice(start, start + self.sizes[number - self.first])
         return self.looked_up[part].astype(np.int64), self.next_use[part]
 
+    def follow(self, before: Group) -> None:
+        """Find what the group ``before`` looks up last and this one again, for ``link``. It takes long, and
+        the thread that reads has the time."""
+        ends = np.flatnonzero(before.next_use == UNKNOWN)
+        at, again = positions(self.rows, before.looked_up[ends])
+        self.again = ends[again], self.first_use[at[again]]
+
     def link(self, later: Group) -> None:
-        """Fill in next uses that ``later`` tells, the group after those that are linked already."""
-        ends = np.flatnonzero(self.next_use == UNKNOWN)
-        at, again = positions(later.rows, self.looked_up[ends])
-        self.next_use[ends[again]] = later.first_use[at[again]]
+        """Fill in the next uses that ``later`` tells, the group that follows this one."""
+        places, steps = later.again
+        self.next_use[places] = steps
 
     @property
     def single(self) -> bool:
@@ -75,7 +84,7 @@ class Group:
     @property
     def nbytes(self) -> int:
         """Its memory."""
-        parts = (self.looked_up, self.next_use, self.rows, self.first_use)
+        parts = (self.looked_up, self.next_use, self.rows, self.first_use, *self.again)
         return sum(part.nbytes for part in parts)
 
 
@@ -152,10 +161,13 @@ class Window(ReadAhead):
 
     def _read(self) -> None:
         batches, rows = self._known(1)  # even where others are not: a resumed run is told by the first batch
-        first, wanted = 0, 2
+        first, wanted, before = 0, 2, None
         while batches:
-            self._hand_over(group_of(first, rows), batches)
-            first += len(batches)
+            group = group_of(first, rows)
+            if before is not None:
+                group.follow(before)
+            self._hand_over(group, batches)
+            before, first = group, first + len(batches)
             if self._single():
                 batches = [self._waits(batch, small=False) for batch in islice(self._unread(), FEW)]
                 rows = [NO_ROWS] * len(batches)

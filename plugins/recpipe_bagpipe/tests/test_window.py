@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from dataclasses import replace
+from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any
 
@@ -29,15 +30,16 @@ def test_next_uses_are_those_of_the_stream() -> None:
     random = np.random.default_rng(0)
     batches = [np.unique(random.integers(0, 40, 12)) for _ in range(9)]
     groups = [group_of(0, batches[:2]), group_of(2, batches[2:5]), group_of(5, batches[5:])]
-    for number, group in enumerate(groups):
-        for later in groups[number + 1 :]:
-            group.link(later)
+    for before, later in pairwise(groups):
+        later.follow(before)
+        before.link(later)
+    ends = {0: 5, 2: 9, 5: 9}  # of the group after that which begins there
     for number, rows in enumerate(batches):
         group = next(g for g in groups if g.first <= number < g.end)
         found, next_use = group.of(number)
         assert np.array_equal(found, rows)
         for row, told in zip(rows, next_use, strict=True):
-            uses = (later for later in range(number + 1, 9) if row in batches[later])
+            uses = (later for later in range(number + 1, ends[group.first]) if row in batches[later])
             assert told == next(uses, UNKNOWN)
 
 
