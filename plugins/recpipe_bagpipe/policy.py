@@ -71,8 +71,6 @@ class Lookahead(CachePolicy):
         """The group of the current batch, and the next one."""
         self._numbers: deque[tuple[int, int]] = deque()
         """Groups that ``bulk`` keeps: the batch after the last that each is for, and its number there."""
-        self._coming: Rows = NOTHING.rows
-        """Rows that the next group's announcement brings, sorted."""
         self._current: tuple[Rows, Steps] = NOTHING.rows, NOTHING.slots
         self._victims, self._listed = NOTHING.slots, NOTHING.rows
 
@@ -110,7 +108,6 @@ class Lookahead(CachePolicy):
         self._open.clear()
         self._running, self._first = self._window, self.step
         self.due.fill(UNKNOWN)
-        self._coming = NOTHING.rows
         while self._numbers:
             self.bulk.retire(self._numbers.popleft()[1])
 
@@ -129,22 +126,22 @@ class Lookahead(CachePolicy):
         self._note_memory()
 
     def _announce(self, group: Group) -> None:
-        """Note when residents are needed next, and read what ``group`` needs and is not there."""
+        """Note when residents are needed next, and read what ``group`` needs and is not there.
+
+        What the group before looks up, too, has been seen to: its next uses are those in that group.
+        """
+        if self._open:
+            self._open[-1].link(group)
         if group.single:
-            self._coming = NOTHING.rows
             return
-        rows = group.rows.astype(np.int64)
+        rows = group.rows[group.new].astype(np.int64)
         slots = self.space.residents.slot_of(rows)
         here = slots >= 0
         held = slots[here].astype(np.intp)
         due = self.due[held]
         unknown = (due == UNKNOWN) | (due < self.step)
-        self.due[held[unknown]] = self._first + group.first_use[here][unknown]
-        if self._open:
-            self._open[-1].link(group)
+        self.due[held] = np.where(unknown, self._first + group.first_use[group.new][here], due)
         cold = rows[~here]
-        cold = cold[~np.isin(cold, self._coming, assume_unique=True)]
-        self._coming = cold
         if len(cold):
             self._numbers.append((group.end, self.bulk.announce(cold)))
         self.pace.announced(len(cold), len(group.sizes))

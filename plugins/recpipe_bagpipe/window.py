@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import islice
 
 import numpy as np
@@ -52,6 +52,8 @@ class Group:
     """For each of ``rows``, the first batch of the group that looks it up."""
     again: tuple[Rows, Steps] = (NO_ROWS, NO_STEPS)
     """Positions in ``looked_up`` of the group before whose next use is in this one, and these uses."""
+    new: NDArray[np.int64] | slice = field(default_factory=lambda: slice(None))
+    """Positions in ``rows`` of those that the group before does not look up."""
 
     @property
     def end(self) -> int:
@@ -65,11 +67,14 @@ class Group:
         return self.looked_up[part].astype(np.int64), self.next_use[part]
 
     def follow(self, before: Group) -> None:
-        """Find what the group ``before`` looks up last and this one again, for ``link``. It takes long, and
-        the thread that reads has the time."""
-        ends = np.flatnonzero(before.next_use == UNKNOWN)
+        """Find what the group ``before`` looks up, too. It takes long, and the thread that reads has the
+        time."""
+        ends = np.flatnonzero(before.next_use == UNKNOWN)  # one of each row
         at, again = positions(self.rows, before.looked_up[ends])
         self.again = ends[again], self.first_use[at[again]]
+        new = np.ones(len(self.rows), bool)
+        new[at[again]] = False
+        self.new = np.flatnonzero(new)
 
     def link(self, later: Group) -> None:
         """Fill in the next uses that ``later`` tells, the group that follows this one."""
