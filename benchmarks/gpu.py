@@ -15,7 +15,8 @@ Jobs, in this order; each figure is samples per second over all steps of the sam
                                                  the device rows that lru had (slots and slab)
     tiers/DIM/BATCH/SHARE/uvm_large              the same rows, of which the tables under 20,000 rows have
                                                  theirs as a whole, uncached
-    .._graph                                     with trainer.backend=cuda_graph
+    .._graph                                     with trainer.backend=cuda_graph; of the smaller and the
+                                                 larger share with it alone
     sanitizer                                    compute-sanitizer's memcheck over a short run
 
 Jobs run in a child process, one after the other. Before the first job of a kind, width and batch size, all of
@@ -168,7 +169,8 @@ def jobs(device: Any, quick: bool, keep: Path) -> list[Job]:
         tiers[share] = []
         for dim, batch, of in settings:
             name, group = f"tiers/{dim}/{batch}/{share}", ("tiers", dim, batch)
-            for policy in (f"{policy}{end}" for end in ("", GRAPH) for policy in POLICIES):
+            ends = ("", GRAPH) if share == SHARES[0] else (GRAPH,)
+            for policy in (f"{policy}{end}" for end in ends for policy in POLICIES):
                 work = partial(by_recpipe.train, of, device, policy, share)
                 tiers[share].append(
                     Job(f"{name}/{policy}", partial(_alone, work), policy.endswith(GRAPH), group)
