@@ -25,8 +25,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).with_name("on_gpu")))
 
 from recpipe_bagpipe.pace import Pace
-from recpipe_bagpipe.policy import Lookahead
-from recpipe_bagpipe.replayed import NoBulk
+from recpipe_bagpipe.policy import Lookahead, NoBulk
 from recpipe_hotline.policy import Learning, PopularRows
 from work import Size, batches
 

@@ -49,6 +49,14 @@ def statement(facts: Facts, lookahead: int | None, shares: Shares) -> Statement:
     )
     if facts.trainers > 1 or not rows:
         return alone
+    works = tuple(_looked_into(number, group) for number, group in enumerate(facts.groups))
+    if facts.store == "host" and not facts.emulation.active:
+        return Statement(
+            why=f"batches read their {rows:,.0f} cold rows from host memory; those needed soon stay",
+            phases=(Phase(moved=moved),),
+            works=works,
+            instead=alone if lookahead is None else None,
+        )
     memory = int(size * (3 * facts.batch_bytes + 2 * rows * 4 * max(group.width for group in facts.groups)))
     return Statement(
         why=(
@@ -56,7 +64,7 @@ def statement(facts: Facts, lookahead: int | None, shares: Shares) -> Statement:
             "needed, and written back beside the reads"
         ),
         phases=(Phase(moved=moved),),
-        works=tuple(_looked_into(number, group) for number, group in enumerate(facts.groups)),
+        works=works,
         ahead=2 * size,
         together=float(size),
         memory=max(0, memory - int((1 - shares.slots) * facts.budget)),

@@ -22,7 +22,7 @@ from recpipe.plugin import (
     Statement,
 )
 from recpipe_bagpipe.pace import Pace
-from recpipe_bagpipe.policy import Lookahead
+from recpipe_bagpipe.policy import Lookahead, NoBulk
 from recpipe_bagpipe.replicas import Replicas, replicas
 from recpipe_bagpipe.verdict import verdict
 
@@ -105,7 +105,7 @@ class PlannedTables(Cache):
         self.policies: list[Lookahead] = []
         self.replicas: list[Replicas] = []
         self._parts: list[TierParts] = []
-        self._bulk: list[BulkStore] = []
+        self._stores: list[ColdStore] = []
 
     def beside(self, group: GroupInfo) -> int:
         """What a single trainer's batches and rows on their way take of the budget; nothing if every row can
@@ -115,12 +115,15 @@ class PlannedTables(Cache):
         return int((RESERVED + WRITES) * group.slots * group.record_bytes)
 
     def store(self, store: ColdStore) -> ColdStore:
-        """The store in bulk for a single trainer; several trainers make their own rounds."""
-        if self.trainers > 1:
-            return store
-        rows = int(WRITES * self.budgets[store.layout.tables]) // _row_bytes(store)
-        self._bulk.append(BulkStore(store, write_rows=max(LEAST_WRITES, rows)))
-        return self._bulk[-1]
+        """The store in bulk for a single trainer; several trainers make their own rounds.
+
+        Rows in host memory stay as they are: bulk reads would copy them from there to there.
+        """
+        if self.trainers == 1 and not store.is_memory:
+            rows = int(WRITES * self.budgets[store.layout.tables]) // _row_bytes(store)
+            store = BulkStore(store, write_rows=max(LEAST_WRITES, rows))
+        self._stores.append(store)
+        return store
 
     def collection(self, parts: TierParts) -> TableCollection | None:
         """Replicas if several ranks train."""
@@ -140,10 +143,11 @@ class PlannedTables(Cache):
 
     def policy(self, space: RowSpace) -> CachePolicy:
         """The policy of a single trainer."""
-        parts, bulk = self._parts[-1], self._bulk[-1]  # store() and collection() of the group came first
-        budget = self.budgets[bulk.layout.tables]
+        parts, store = self._parts[-1], self._stores[-1]  # store() and collection() of the group came first
+        budget = self.budgets[store.layout.tables]
         fixed = None if self.knobs.auto else max(1, self.knobs.lookahead // 2)
-        pace = Pace(fixed, int(WAITING * budget), _row_bytes(bulk), lambda: bulk.waited)
+        bulk, row_bytes = (store, _row_bytes(store)) if isinstance(store, BulkStore) else (NoBulk(), 0)
+        pace = Pace(fixed, int(WAITING * budget), row_bytes, lambda: bulk.waited)
         self.policies.append(Lookahead(space, parts.distinct, bulk, pace))
         return self.policies[-1]
 
@@ -160,7 +164,7 @@ class PlannedTables(Cache):
         """The rows that were moved, and how far ahead."""
         if self.replicas:
             return _summed([tables.figures() for tables in self.replicas])
-        policies, bulks = self.policies, self._bulk
+        policies, bulks = self.policies, [s for s in self._stores if isinstance(s, BulkStore)]
         window = sum(p.window_sum for p in policies) / max(1, sum(p.step for p in policies))
         cold = f"its window of {window:.0f} batches is longer than the run's {run.steps}"
         return {

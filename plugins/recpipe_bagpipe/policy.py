@@ -23,10 +23,12 @@ SAMPLED = 64
 
 
 class Bulk(Protocol):
-    """What reads announced rows: ``BulkStore``, or nothing where decisions alone are of interest."""
+    """What reads announced rows: ``BulkStore``, or ``NoBulk``."""
 
     single: bool
-    """Whether batches read their rows themselves."""
+    """Whether nothing is announced."""
+    waited: float
+    """Seconds that training has waited for it."""
 
     def announce(self, rows: RowIds) -> int:
         """Read distinct ``rows`` in advance; the number that ``retire`` is to be called with."""
@@ -35,6 +37,19 @@ class Bulk(Protocol):
     def retire(self, number: int) -> None:
         """Note that rows announced under this number are not needed any more."""
         ...
+
+
+class NoBulk:
+    """Reads nothing in advance: rows are in memory anyway, or decisions alone are of interest."""
+
+    single = False
+    waited = 0.0
+
+    def announce(self, rows: RowIds) -> int:
+        return 0
+
+    def retire(self, number: int) -> None:
+        pass
 
 
 class Lookahead(CachePolicy):

@@ -8,7 +8,7 @@ from typing import Any
 from recpipe.kit import IndexBags, KeptLookups, distinct
 from recpipe.plugin import CachePolicy, Placement, RowIds, RowSpace, Slots
 from recpipe_bagpipe.pace import Pace
-from recpipe_bagpipe.policy import Lookahead
+from recpipe_bagpipe.policy import Lookahead, NoBulk
 
 
 class Replayed(CachePolicy):
@@ -38,18 +38,6 @@ class Replayed(CachePolicy):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """As ``Lookahead``."""
         self._policy.load_state_dict(state)
-
-
-class NoBulk:
-    """Reads nothing, where decisions alone are of interest."""
-
-    single = False
-
-    def announce(self, rows: RowIds) -> int:
-        return 0
-
-    def retire(self, number: int) -> None:
-        pass
 
 
 def _rows_of(bags: IndexBags) -> RowIds:

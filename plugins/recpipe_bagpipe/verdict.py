@@ -18,7 +18,7 @@ def verdict(run: RunFigures, policies: Sequence[Lookahead], bulks: Sequence[Bulk
     writing = sum(b.background().write_seconds for b in bulks)
     waited = sum(b.waited for b in bulks)
     rows, groups = sum(b.announced_rows for b in bulks), sum(b.announced for b in bulks)
-    if not rows:
+    if bulks and not rows:
         return "no row had to be read ahead"
     singles = min(policy.singles for policy in policies)
     if all(policy.pace.off for policy in policies) and singles:
@@ -26,6 +26,9 @@ def verdict(run: RunFigures, policies: Sequence[Lookahead], bulks: Sequence[Bulk
         pace = policies[0].pace
         times = f"{milliseconds(pace.without)} ms without it, {milliseconds(pace.with_it)} with it"
         return f"looking ahead is off: a batch took {times}; {told}"
+    if not bulks:
+        window = policies[0].window_sum / max(1, policies[0].step)
+        return f"rows are in host memory; which of them stay was decided {window:.0f} batches ahead"
     shrunk = [policy.pace.calm_at for policy in policies if policy.pace.shrunk]
     if shrunk and len(shrunk) == len(policies) and waited < CALM * (reading + writing):
         size = max(policy.pace.wanted for policy in policies)

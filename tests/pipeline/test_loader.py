@@ -20,6 +20,8 @@ from recpipe.pipeline.share import in_steps
 from recpipe.pipeline.step import StagedBatch
 from recpipe.plugin.api import Link
 from recpipe.plugin.splitter import Split, micro_batch_step
+from recpipe.tables.tiers.parting import IndexBags
+from recpipe.tables.tiers.tiered import TieredEmbeddingBagCollection
 from tests.fake_gpu import GPU, FakeGpu, gpu
 from tests.pipeline.samples import (
     SIZE,
@@ -29,7 +31,7 @@ from tests.pipeline.samples import (
     loader_of,
     parameters_after,
 )
-from tests.tables.samples import FEATURES
+from tests.tables.samples import FEATURES, identical
 
 __all__ = ["gpu"]
 
@@ -297,6 +299,45 @@ def test_all_memory_of_a_batch_is_kept_until_training_has_used_it(
     kept = {memory for memory, stream in gpu.lent if stream is gpu.default}
     assert kept == {t.untyped_storage().data_ptr() for t in (*staged.batch, ids.values(), ids.offsets())}
     assert ids.lengths_or_none() is None
+
+
+@pytest.mark.parametrize("sees", [False, True])
+def test_batches_are_read_further_ahead_where_a_gpu_finds_their_rows(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sees: bool
+) -> None:
+    """In a thread of their own, unless a plugin's part may have seen what has been trained."""
+    parts = {"batch": [Link(lambda batch: batch)]} if sees else {}
+    plain = parameters_after("lru", "sgd", tmp_path / "plain", Listed(), **parts)
+    threads: list[str] = []
+
+    def find(tiers: TieredEmbeddingBagCollection, sparse: KeyedJaggedTensor) -> IndexBags:
+        threads.append(threading.current_thread().name)
+        return tiers.bags(sparse)
+
+    monkeypatch.setattr(TieredEmbeddingBagCollection, "finds_ahead", True)
+    monkeypatch.setattr(TieredEmbeddingBagCollection, "find", find)
+    found = parameters_after("lru", "sgd", tmp_path / "found", Listed(), **parts)
+    assert identical(found, plain)
+    assert len(threads) == 10
+    assert set(threads) == {"recpipe-loader_0" if sees else "recpipe-reader_0"}
+
+
+def test_a_fault_in_a_batch_that_was_read_ahead_comes_in_its_turn(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def find(tiers: TieredEmbeddingBagCollection, sparse: KeyedJaggedTensor) -> IndexBags:
+        if sparse.stride() != SIZE:  # the last batch
+            raise DataError("unknown")
+        return tiers.bags(sparse)
+
+    monkeypatch.setattr(TieredEmbeddingBagCollection, "finds_ahead", True)
+    monkeypatch.setattr(TieredEmbeddingBagCollection, "find", find)
+    dataset = Listed(count=5)
+    embeddings = collection_of("lru", "sgd", tmp_path)
+    seen: list[int] = []
+    with closing(embeddings), pytest.raises(DataError, match="unknown"):
+        seen.extend(staged.size for staged in loader_of(dataset, embeddings))
+    assert seen == [SIZE] * 4
 
 
 @pytest.mark.parametrize("there", [True, False])

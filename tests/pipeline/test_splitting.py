@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from recpipe.pipeline.splitting import AHEAD, Splitting
+from recpipe.pipeline.splitting import AHEAD, LOOKED, Splitting
 from recpipe.pipeline.trial import BLOCK, WATCHED
 from recpipe.plugin.splitter import Split, Splitter
 from tests.pipeline.samples import Listed, collection_of, loader_of
@@ -34,6 +34,9 @@ class Clock:
     def __init__(self, splitting: Splitting, waits: float, cost: float) -> None:
         self.splitting, self.waits, self.cost = splitting, waits, cost
         self.waited = 0.0
+        self.lazy = False
+        """Whether batches are passed by where the splitting does not want to look at them, as on a GPU."""
+        self.looked = 0
 
     def epoch(self, steps: int, first: int = 0) -> list[bool]:
         """Whether each batch was cut; the next one is always cut before this one has been trained."""
@@ -46,6 +49,10 @@ class Clock:
         return cut
 
     def _cut(self) -> bool:
+        if self.lazy and not self.splitting.looks():
+            self.splitting.pass_by()
+            return False
+        self.looked += 1
         return self.splitting.cut(None, NEEDS_COLD) is not None  # type: ignore[arg-type]
 
 
@@ -63,6 +70,23 @@ def test_always_and_never() -> None:
     assert (always.splitting.batches, never.splitting.batches) == (61, 0)
     assert always.splitting.verdict() == "splitting on: trainer.split=always"
     assert never.splitting.verdict() == "splitting off: trainer.split=never"
+
+
+@pytest.mark.parametrize("mode", ["auto", "never"])
+def test_without_waits_few_batches_are_looked_at(mode: str) -> None:
+    timed = clock(mode)
+    timed.lazy = True
+    assert not any(timed.epoch(79))
+    assert timed.looked == 80 // LOOKED
+
+
+@pytest.mark.parametrize(("mode", "waits"), [("always", 0.0), ("auto", 0.5)])
+def test_all_batches_are_looked_at_where_that_may_pay(mode: str, waits: float) -> None:
+    timed, other = clock(mode, waits, cost=0.1), clock(mode, waits, cost=0.1)
+    timed.lazy = True
+    cut = timed.epoch(80)
+    assert timed.looked >= len(cut) - 2 * AHEAD
+    assert cut[-20:] == other.epoch(80)[-20:] == [True] * 20
 
 
 def test_it_is_on_where_waits_are_hidden() -> None:

@@ -66,7 +66,9 @@ class Run:
         store: str = "host",
         optimizer: str = "rowwise_adagrad",
         resident: float = 0.08,
+        bulk: bool = True,
     ) -> None:
+        """``bulk``: rows in host memory are read in bulk, too, as if they were not in this process's."""
         device = torch.device("cpu")
         self.tables = TableSet.one_each(data.schema.sparse, 4, TableOptimizer(optimizer, 0.1), seed=1)
         layout = self.tables.layout
@@ -79,9 +81,10 @@ class Run:
         policy: Any = NoCache(space)
         if knobs is not None:
             owner = next(iter(self.assembly.caches.values())).part
+            cold.is_memory = not bulk
             cold = owner.store(cold)
-            # The plugin's own buffer would hold every write of tables this small.
-            cold._waiting = Writes(WRITE_ROWS, layout.width, full=0.75)
+            if bulk:  # the plugin's own buffer would hold every write of tables this small
+                cold._waiting = Writes(WRITE_ROWS, layout.width, full=0.75)
             lookups = partial(inputs_of(self.tables).bags, group=0)
             parts = TierParts(self.tables, slots, cold, device, True, Ranks(), lookups)
             assert owner.collection(parts) is None
@@ -170,6 +173,21 @@ def test_equals_the_run_without_a_cache(
     assert told["rows_written"] > 0
     plain = Run(clicks, tmp_path / "without", None, store, optimizer, resident).train(STEPS)
     assert run.tiers.io.rows_read < plain.tiers.io.rows_read
+    assert same(run.finish(), plain.finish())
+
+
+@pytest.mark.parametrize("resident", [0.08, 0.3])
+def test_rows_in_host_memory_are_not_read_in_bulk(clicks: Dataset, tmp_path: Path, resident: float) -> None:
+    knobs = {"lookahead": 8, "cleanup": 2}
+    run = Run(clicks, tmp_path / "with", knobs, resident=resident, bulk=False).train(STEPS)
+    told = figures(run)
+    assert told["fetch_groups"] == told["rows_fetched"] == told["buffer_bytes"] == 0
+    assert told["critical_misses"] == run.tiers.io.rows_read > 0
+    assert "host memory" in told["verdict"]
+    plain = Run(clicks, tmp_path / "without", None, resident=resident).train(STEPS)
+    bulk = Run(clicks, tmp_path / "bulk", knobs, resident=resident).train(STEPS)
+    assert told["rows_expired"] == figures(bulk)["rows_expired"]
+    bulk.finish()
     assert same(run.finish(), plain.finish())
 
 

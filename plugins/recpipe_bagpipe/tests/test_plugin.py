@@ -12,6 +12,7 @@ class TestBagPipe(PluginSuite):
     ranks = 2
     replans = True
     knobs: ClassVar = {"lookahead": 16}  # auto goes by the clock
+    overrides: ClassVar = ("tiers.store=ssd",)  # rows in host memory are not read in bulk
 
     def test_reads_ahead_and_misses_nothing(self, trained: Trained) -> None:
         shown = trained.report["plugins"]["bagpipe"]

@@ -12,8 +12,7 @@ import numpy as np
 import pytest
 import torch
 from recpipe_bagpipe.pace import FEW, HOLD, PATIENCE, SETTLING, WEIGHED, Pace
-from recpipe_bagpipe.policy import NEVER, Lookahead, _lowest
-from recpipe_bagpipe.replayed import NoBulk
+from recpipe_bagpipe.policy import NEVER, Lookahead, NoBulk, _lowest
 from recpipe_bagpipe.waiting import Waiting, size_of
 from recpipe_bagpipe.window import UNKNOWN, Window, _stable_order, group_of
 

@@ -69,6 +69,9 @@ class ColdStore(ABC):
     """True: O_DIRECT; False: buffered by the page cache; None: not a file (DRAM)."""
     shares_blocks: bool = False
     """Whether several rows are in a block that is read and written as a whole."""
+    is_memory: bool = False
+    """Whether a row is read by copying it from this process's memory, which takes as long in whatever
+    company."""
     rounded: Callable[[Records], Records] | None = None
     """Returns what ``gather`` would return of records after they are written, if that differs (fewer bits).
     It may be called from any thread. A store around another one passes it on."""

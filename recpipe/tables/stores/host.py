@@ -17,6 +17,7 @@ class HostStore(ColdStore):
     ``records`` is the array itself."""
 
     direct = None
+    is_memory = True
 
     def __init__(self, layout: StoreLayout, fill: Fill) -> None:
         self.layout = layout
