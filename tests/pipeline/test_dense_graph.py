@@ -6,6 +6,7 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from torchrec.modules.embedding_configs import EmbeddingBagConfig, PoolingType
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
+from recpipe.backend.equip import CUDA_GRAPH, _require_graph, equip_loop
 from recpipe.errors import UserError
 from recpipe.pipeline import dense_graph
 from recpipe.pipeline.dense_graph import BEFORE, DenseGraph
@@ -224,3 +226,28 @@ def test_a_batch_in_parts_is_trained_without(tmp_path) -> None:
     parameters_after("lru", "sgd", tmp_path, Listed(), step, splitter=splitter)
     assert splitter.parts > SIZE // 2
     assert step.graph.trained == 0
+
+
+@pytest.mark.parametrize(
+    ("device", "trainers", "wrapped", "why"),
+    [
+        ("cpu", 1, False, "needs a GPU, and this run is on the cpu"),
+        ("cuda", 2, False, "trains in one process, and this run has 2"),
+        ("cuda", 1, True, "plugin acme 1.0 puts around each step"),
+    ],
+)
+def test_runs_that_cannot_have_a_graph(device: str, trainers: int, wrapped: bool, why: str) -> None:
+    origin = SimpleNamespace(origin="acme 1.0")
+    model = placed(Net(), clicks(0))
+    with pytest.raises(UserError, match=rf"trainer\.backend=cuda_graph .*{why}.*: set trainer\.backend=auto"):
+        _require_graph(
+            model,
+            torch.device(device),
+            SimpleNamespace(size=trainers),  # type: ignore[arg-type]
+            [origin] if wrapped else [],  # type: ignore[list-item]
+        )
+
+
+def test_a_loop_of_ones_own_cannot_have_a_graph(tmp_path) -> None:
+    with pytest.raises(UserError, match="your own loop calls the model itself"):
+        equip_loop(CUDA_GRAPH, placed(Net(), clicks(0)), SAMPLES, torch.device("cpu"), tmp_path)
