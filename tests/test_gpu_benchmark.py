@@ -76,11 +76,20 @@ def test_jobs_have_names_of_their_own_and_all_settings(monkeypatch: pytest.Monke
     assert len(set(names)) == len(names)
     for dim in (64, 128):
         for batch in (8192, 65536):
-            assert sum(name.startswith(f"tiers/{dim}/{batch}/") for name in names) == 3 * 5
-            assert sum(name.startswith(f"resident/{dim}/{batch}/") for name in names) == 2 * bench.ROUNDS
-    for lru in (name for name in names if name.endswith("/lru") and name.startswith("tiers")):
+            for share, policies in zip(bench.SHARES, (6, 3, 3), strict=True):
+                mine = [name for name in names if name.startswith(f"tiers/{dim}/{batch}/{share}/")]
+                assert len(mine) == policies + 2
+            assert sum(name.startswith(f"resident/{dim}/{batch}/") for name in names) == 3 * bench.ROUNDS
+    for lru in (name for name in names if name.endswith("/lru_graph")):
         for uvm in ("uvm", "uvm_large"):
-            assert names.index(lru) < names.index(lru.replace("lru", uvm)), f"{uvm} takes its budget from lru"
+            later = lru.replace("lru_graph", uvm)
+            assert names.index(lru) < names.index(later), f"{uvm} takes its budget from lru"
+
+
+def test_a_run_with_a_graph_is_the_run_without_and_one_word(monkeypatch: pytest.MonkeyPatch) -> None:
+    words = module("on_gpu/by_recpipe.py", monkeypatch).POLICIES
+    for name in ("resident", "lru", "hotline", "bagpipe"):
+        assert words[f"{name}_graph"] == (*words[name], "trainer.backend=cuda_graph")
 
 
 WAITS = "import time; time.sleep(60)"

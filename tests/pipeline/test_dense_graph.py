@@ -108,7 +108,7 @@ class Net(nn.Module):
         if self.mode == "counts":
             joined = joined * ids.length_per_key()[0]
         if self.mode == "looks":
-            joined = joined if float(joined.sum()) > -1e9 else -joined
+            joined = joined if float(joined.detach().sum()) > -1e9 else -joined
         if self.mode == "picks":
             joined = torch.where(joined > 0, joined, joined[joined > 0].mean())
         return self.top(self.drop(self.norm(joined))).squeeze(1)
