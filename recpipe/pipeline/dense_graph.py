@@ -6,8 +6,8 @@ are copied into it, and the gradients are taken from it. The tables are looked u
 as ever, since which rows a batch has differs.
 
 A replay repeats kernels, and no Python: what a model's own code does beside them (counting its calls,
-printing) happens only while the graph is recorded. Batches of another form, such as a short last one, are
-trained without the graph.
+printing) happens in the first batches and while the graph is recorded, and not after that. Batches of another
+form, such as a short last one, are trained without the graph.
 """
 
 from __future__ import annotations

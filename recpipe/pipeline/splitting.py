@@ -59,13 +59,14 @@ class Splitting:
         self._since = _Since(0, self.mode == "always", self.mode == "always")
         """Replaced as a whole, since the loader's thread reads it."""
         self._next = self._trained = 0
-        self._early: dict[int, float] = {}
+        self._early: dict[int, float | None] = {}
         """For each batch that was read and not trained: the share of its samples that would be in the first
-        micro-batch, 0 if it cannot be cut."""
+        micro-batch, 0 if it cannot be cut; None if it was not looked at."""
         self._waited_before = 0.0
         self._waits_now = False
         """Whether training has waited for cold rows of the latest batch."""
         self._early_sum = self._seconds = self._waits = 0.0
+        self._looked = 0
         self.batches = 0
         """How many batches were cut."""
 
@@ -112,7 +113,7 @@ class Splitting:
 
     def pass_by(self) -> None:
         """The next batch is not looked at, nor cut."""
-        self._early[self._next] = 1.0  # the most that it can be
+        self._early[self._next] = None
         self._next += 1
 
     def cut(self, batch: Batch, needs_cold: NDArray[np.bool_]) -> Split | None:
@@ -137,10 +138,11 @@ class Splitting:
         before, self._waited_before = self._waited_before, self._waited()
         waited = self._waited_before - before
         self._waits_now = waited > LEAST * seconds
-        self._early_sum += early
+        self._early_sum += early or 0.0
+        self._looked += early is not None
         self._seconds += seconds
         self._waits += waited
-        self._trial.step(seconds, min(waited, early * seconds))
+        self._trial.step(seconds, waited if early is None else min(waited, early * seconds))
         if self._trial.on != self._since.on:
             self._since = _Since(number + AHEAD, self._trial.on, self._since.on)
 
@@ -158,7 +160,7 @@ class Splitting:
         waits = self._waits / max(self._seconds, 1e-9)
         if waits < LEAST:
             return f"splitting off: fetches were hidden or short, training waited {waits:.1%} of its time"
-        early = self._early_sum / max(1, trial.steps)
+        early = self._early_sum / max(1, self._looked)
         return (
             f"splitting off: {early:.1%} of the samples need no cold row, too few to hide the waits, "
             f"{waits:.1%} of the time"
