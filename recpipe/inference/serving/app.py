@@ -214,9 +214,10 @@ class Server:
         status, content, headers = answered
         raw = [(key.encode(), value.encode()) for key, value in headers.items()]
         raw.append((b"content-length", str(len(content)).encode()))
+        # Before it is sent: a worker that is killed then has counted it.
+        self.metrics.answered(status, perf_counter() - began, self.batcher.waiting)
         await send({"type": "http.response.start", "status": status, "headers": raw})
         await send({"type": "http.response.body", "body": content})
-        self.metrics.answered(status, perf_counter() - began, self.batcher.waiting)
 
     async def _scored(self, headers: Headers, receive: Receive) -> Answer:
         length = headers.get(HEADER_LENGTH)
