@@ -147,7 +147,7 @@ def jobs(device: Any, quick: bool, keep: Path) -> list[Job]:
         return Size(dim, samples, steps, smaller=50 if quick else 1)
 
     def uvm(of: Size, lru: str, whole_below: int, found: Mapping[str, Any]) -> dict[str, Any]:
-        rows = next((found[n]["device_rows"] for n in (lru, lru + GRAPH) if n in found), None)
+        rows = (found.get(lru, {}) | found.get(f"{lru}{GRAPH}", {})).get("device_rows")
         if rows is None:
             raise RuntimeError(f"{lru} must be done first")
         return by_hand.train(of, device, rows, whole_below // of.smaller)

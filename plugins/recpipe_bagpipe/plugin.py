@@ -169,7 +169,7 @@ class PlannedTables(Cache):
         cold = f"its window of {window:.0f} batches is longer than the run's {run.steps}"
         return {
             **({"cold_start": cold} if window >= run.steps else {}),
-            "verdict": verdict(run, policies, bulks),
+            "verdict": verdict(run, policies, bulks, window),
             "rows_fetched": sum(b.announced_rows for b in bulks),
             "rows_expired": sum(p.evicted for p in policies),
             "rows_written": run.io.rows_written,

@@ -12,8 +12,8 @@ CALM = 0.05
 """The share of the store's time that is as good as nothing where training waits for it."""
 
 
-def verdict(run: RunFigures, policies: Sequence[Lookahead], bulks: Sequence[BulkStore]) -> str:
-    """What was hidden, and what the window did."""
+def verdict(run: RunFigures, policies: Sequence[Lookahead], bulks: Sequence[BulkStore], window: float) -> str:
+    """What was hidden, and what the window did, of so many batches on average."""
     reading = sum(b.background().read_seconds for b in bulks)
     writing = sum(b.background().write_seconds for b in bulks)
     waited = sum(b.waited for b in bulks)
@@ -27,7 +27,6 @@ def verdict(run: RunFigures, policies: Sequence[Lookahead], bulks: Sequence[Bulk
         times = f"{milliseconds(pace.without)} ms without it, {milliseconds(pace.with_it)} with it"
         return f"looking ahead is off: a batch took {times}; {told}"
     if not bulks:
-        window = policies[0].window_sum / max(1, policies[0].step)
         return f"rows are in host memory; which of them stay was decided {window:.0f} batches ahead"
     shrunk = [policy.pace.calm_at for policy in policies if policy.pace.shrunk]
     if shrunk and len(shrunk) == len(policies) and waited < CALM * (reading + writing):

@@ -267,15 +267,14 @@ class TrainLoader:
         if splitting is None and alone:
             there, ids = self._moved(batch, batch, each)
             return StagedBatch(there, plan, size=size, ids=ids)
-        if plan is not None and alone and splitting is not None and self._passes_by(splitting):
-            there, ids = self._moved(batch, batch, each)
-            return StagedBatch(there, plan, (size,), 0 if plan.any_cold else 1, size=size, ids=ids)
-        needs_cold = plan.needs_cold if plan is not None else np.zeros(size, bool)
-        split = None if splitting is None else splitting.cut(batch, needs_cold)
+        needs_cold, split = np.zeros(size, bool), None
+        if not (alone and plan is not None and splitting is not None and self._passes_by(splitting)):
+            needs_cold = needs_cold if plan is None else plan.needs_cold
+            split = None if splitting is None else splitting.cut(batch, needs_cold)
         if split is None:
             if alone:  # there is nothing to put in order
                 there, ids = self._moved(batch, batch, each)
-                cold_from = 0 if needs_cold.any() else 1
+                cold_from = 0 if plan is not None and plan.any_cold else 1
                 return StagedBatch(there, plan, (size,), cold_from, size=size, ids=ids)
             split = Split(np.arange(size), (size,))
         mine = cut(split.order, split.bounds, needs_cold, self.ranks)

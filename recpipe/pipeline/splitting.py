@@ -32,6 +32,10 @@ class _Since:
     on: bool
     before: bool
 
+    def at(self, number: int) -> bool:
+        """Whether batch ``number`` may be cut."""
+        return self.on if number >= self.number else self.before
+
 
 class Splitting:
     """Asks ``splitter`` for each batch. Its answer is used under ``mode`` always, not under never, and under
@@ -106,10 +110,8 @@ class Splitting:
     def looks(self) -> bool:
         """Whether it wants to know which samples of the next batch need cold rows. Where it is not to be cut
         and training does not wait for rows, that is wanted for figures alone; ``pass_by`` is called then."""
-        number, since = self._next, self._since
-        on = since.on if number >= since.number else since.before
-        pays = self.mode == "auto" and (self._trial.compares or self._waits_now)
-        return on or pays or number % LOOKED == 0
+        may_pay = self.mode == "auto" and (self._trial.compares or self._waits_now)
+        return self._since.at(self._next) or may_pay or self._next % LOOKED == 0
 
     def pass_by(self) -> None:
         """The next batch is not looked at, nor cut."""
@@ -123,8 +125,7 @@ class Splitting:
         bounds = in_steps(split.bounds, self._step)
         whole = len(bounds) == 1
         self._early[number] = 0.0 if whole else bounds[0] / len(needs_cold)
-        since = self._since
-        if whole or not (since.on if number >= since.number else since.before):
+        if whole or not self._since.at(number):
             return None
         self.batches += 1
         return Split(split.order, bounds)

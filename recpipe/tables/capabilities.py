@@ -62,7 +62,7 @@ class Planned(ABC):
 
     @abstractmethod
     def advance(self, plan: TierPlan) -> None:
-        """Begin this batch, after the last one's update: send away the rows that leave their tier."""
+        """After the last batch's update: send away the rows that leave their tier."""
 
     @abstractmethod
     def arrive(self) -> None:

@@ -218,14 +218,12 @@ class BulkStore(ColdStore):
         with self._using:  # no group is being read, so all have arrived or will see what is written here
             with self._lock:
                 _, waits = self._waiting.find(rows)
-            some = bool(waits.any())
-            mine, theirs = (rows[~waits], records[~waits]) if some else (rows, records)
             before = replace(self.inner.io)
-            self.inner.scatter(mine, theirs)
+            self.inner.scatter(rows[~waits], records[~waits])
             self.io = self.io.plus(self.inner.io.plus(before, -1))
             with self._lock:
-                self._refresh_groups(mine, theirs)
-        return (rows[waits], records[waits]) if some else (rows[:0], records[:0])
+                self._refresh_groups(rows[~waits], records[~waits])
+        return rows[waits], records[waits]
 
     def _keep(self, rows: Rows, records: Records) -> None:
         while True:
