@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
+from recpipe.common.compiled import compiled
 from recpipe.common.spread import ALONE, Spread
 
 if TYPE_CHECKING:
@@ -62,11 +63,7 @@ class Residents:
 
     def put(self, slots: Slots, rows: RowIds) -> RowIds:
         """Put ``rows`` into ``slots``; returns the rows that were there (-1: the slot was empty)."""
-        leaving = self._row_of_slot[slots]
-        self._where[leaving[leaving >= 0]] = IN_STORE
-        self._where[rows] = slots
-        self._row_of_slot[slots] = rows
-        return leaving
+        return _put(self._where, self._row_of_slot, slots, rows)
 
     def empty(self, slots: Slots) -> RowIds:
         """Empty ``slots``; returns the rows that were there (-1: the slot was empty)."""
@@ -74,6 +71,19 @@ class Residents:
         self._where[leaving[leaving >= 0]] = IN_STORE
         self._row_of_slot[slots] = -1
         return leaving
+
+
+@compiled
+def _put(where: Slots, row_of_slot: RowIds, slots: Slots, rows: RowIds) -> RowIds:
+    leaving = np.empty(len(slots), np.int64)
+    for i in range(len(slots)):
+        leaving[i] = row_of_slot[slots[i]]
+        if leaving[i] >= 0:
+            where[leaving[i]] = IN_STORE
+    for i in range(len(slots)):
+        where[rows[i]] = slots[i]
+        row_of_slot[slots[i]] = rows[i]
+    return leaving
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from recpipe.common.compiled import compiled
 from recpipe.common.saved import Damaged, entries, within
 from recpipe.plugin.api import Origin
 from recpipe.plugin.blame import blaming
@@ -110,20 +111,11 @@ class CheckedPolicy:
 
     def _check_admitted(self, placement: Placement, hits: Slots, misses: RowIds) -> None:
         vacated = np.concatenate((placement.slots, placement.freed))
-        self._marks[vacated] = MARK
-        spread = self.policy.space.spread
-        taken = spread.map(lambda part: (self._marks.take(hits[part]) == MARK).any(), spread.parts(len(hits)))
-        moved_anew = bool((self._marks[self._moved] == MARK).any())
-        self._marks[vacated] = 0
-        if moved_anew:
+        if _meet(self._marks, vacated, self._moved):
             raise self._wrong("admit", "something in a slot that migrate() has just given to another row")
-        if any(taken):
+        if _meet(self._marks, vacated, hits):
             raise self._wrong("admit", "something in the slot of a row that this batch looks up")
-        before = self._where[misses]
-        self._where[misses] = MARK
-        missed = bool((self._where[placement.rows] == MARK).all())
-        self._where[misses] = before
-        if not missed:
+        if not _within(self._where, placement.rows, misses):
             raise self._wrong("admit", "a row that is not among the misses")
 
     def _asked(self, call: str, ask: Callable[[], Placement]) -> Placement:
@@ -142,15 +134,9 @@ class CheckedPolicy:
         self._check_range(call, slots, len(self._marks), "slot")
         self._check_range(call, freed, len(self._marks), "slot")
         self._check_range(call, rows, len(self._where), "row")
-        vacated = np.concatenate((slots, freed))
-        before = self._marks[vacated]
-        if _repeats(self._marks, vacated):
+        if _repeats(self._marks, np.concatenate((slots, freed))):
             raise self._wrong(call, "something in a slot twice")
-        self._marks[vacated] = before
-        before = self._where[rows]
-        twice = _repeats(self._where, rows)
-        self._where[rows] = before
-        if twice:
+        if _repeats(self._where, rows):
             raise self._wrong(call, "a row twice")
 
     def _check_range(self, call: str, numbers: NDArray[np.integer[Any]], most: int, what: str) -> None:
@@ -158,7 +144,7 @@ class CheckedPolicy:
             raise self._wrong(call, f"{what}s of type {numbers.dtype}")
         if not len(numbers):
             return
-        least, last = int(numbers.min()), int(numbers.max())
+        least, last = _span(numbers)
         if least < 0 or last >= most:
             raise self._wrong(call, f"{what} {least if least < 0 else last}, and there are {most}")
 
@@ -166,8 +152,55 @@ class CheckedPolicy:
         return PluginError(f"plugin {self.owner}: {type(self.policy).__name__}.{call}() placed {what}")
 
 
-def _repeats(marks: NDArray[np.int32], numbers: NDArray[np.integer[Any]]) -> bool:
-    """Whether one of ``numbers`` occurs twice; overwrites ``marks`` at these numbers."""
-    order = np.arange(len(numbers), dtype=np.int32)
-    marks[numbers] = order
-    return bool((marks[numbers] != order).any())
+# Each of these marks places of a map, which is as it was before when it returns.
+
+
+@compiled
+def _repeats(map_: NDArray[np.int32], numbers: NDArray[np.integer[Any]]) -> bool:
+    """Whether one of ``numbers`` occurs twice."""
+    before = np.empty(len(numbers), np.int32)
+    marked = 0
+    while marked < len(numbers) and map_[numbers[marked]] != MARK:
+        before[marked] = map_[numbers[marked]]
+        map_[numbers[marked]] = MARK
+        marked += 1
+    for i in range(marked):
+        map_[numbers[i]] = before[i]
+    return marked < len(numbers)
+
+
+@compiled
+def _meet(map_: NDArray[np.int32], distinct: NDArray[np.integer[Any]], others: Slots) -> bool:
+    """Whether one of ``others`` is among the ``distinct`` numbers; at these, the map is 0."""
+    for number in distinct:
+        map_[number] = MARK
+    meet = False
+    for other in others:
+        meet |= map_[other] == MARK
+    for number in distinct:
+        map_[number] = 0
+    return meet
+
+
+@compiled
+def _within(map_: NDArray[np.int32], rows: RowIds, misses: RowIds) -> bool:
+    """Whether ``rows`` are among the distinct ``misses``."""
+    before = np.empty(len(misses), np.int32)
+    for i in range(len(misses)):
+        before[i] = map_[misses[i]]
+        map_[misses[i]] = MARK
+    are = True
+    for row in rows:
+        are &= map_[row] == MARK
+    for i in range(len(misses)):
+        map_[misses[i]] = before[i]
+    return are
+
+
+@compiled
+def _span(numbers: NDArray[np.integer[Any]]) -> tuple[int, int]:
+    """The least and the greatest of ``numbers``."""
+    least = most = numbers[0]
+    for number in numbers:
+        least, most = min(least, number), max(most, number)
+    return least, most

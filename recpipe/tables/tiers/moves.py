@@ -7,7 +7,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from recpipe.plugin.policy import RowIds
+from recpipe.common.compiled import compiled
+from recpipe.plugin.policy import RowIds, Slots
 from recpipe.tables.tiers.placement import TierPlan
 
 Positions = NDArray[np.int64]
@@ -43,36 +44,81 @@ class Moves:
     @classmethod
     def of(cls, plan: TierPlan, slab: RowIds, slab_written: bool, slab_first: int) -> Moves:
         """The moves if ``slab`` holds these rows, which are also in the store if ``slab_written``."""
-        left = np.flatnonzero(plan.evicted >= 0)
-        rows = np.concatenate((slab, plan.evicted[left]))
-        # ``carried_from`` counts empty slots among the departures; they are left out here.
-        position = np.full(len(slab) + len(plan.evicted), -1)
-        position[: len(slab)] = np.arange(len(slab))
-        position[len(slab) + left] = len(slab) + np.arange(len(left))
-        from_store = plan.carried_from < 0
-        carried = position[plan.carried_from[~from_store]]
-        leaving = np.ones(len(rows), bool)
-        leaving[carried] = False
-        if slab_written:
-            leaving[: len(slab)] = False
-        all_leave = bool(leaving.all())
-        of_slots, of_slab = from_store[: len(plan.placed)], from_store[len(plan.placed) :]
-        to_slots, promoted = plan.slots[of_slots], plan.slots[~of_slots]
+        counts, *arrays = _moves(
+            *(slab, slab_written, slab_first), *(plan.evicted, plan.vacated, plan.slots, plan.carried_from)
+        )
+        to_slots, promoted = counts
+        written, departing, leaving, carried, carried_to, fetched = arrays
         return cls(
             slab_first,
-            rows[leaving],
-            all_leave,
+            written,
+            len(written) == len(departing),
             len(slab),
-            len(to_slots),
-            len(promoted),
-            departing=np.concatenate((slab_first + np.arange(len(slab)), plan.vacated[left])),
-            leaving=carried[:0] if all_leave else np.flatnonzero(leaving),
-            carried=carried,
-            carried_to=np.concatenate((promoted, slab_first + np.flatnonzero(~of_slab))),
-            fetched=np.concatenate((to_slots, slab_first + np.flatnonzero(of_slab))),
+            to_slots,
+            promoted,
+            departing,
+            leaving,
+            carried,
+            carried_to,
+            fetched,
         )
 
     @property
     def positions(self) -> list[Positions]:
         """What the device gets, in one copy."""
         return [self.departing, self.leaving, self.carried, self.carried_to, self.fetched]
+
+
+@compiled
+def _moves(
+    slab: RowIds,
+    slab_written: bool,
+    slab_first: int,
+    evicted: RowIds,
+    vacated: Slots,
+    slots: Slots,
+    carried_from: Positions,
+) -> tuple[tuple[int, int], RowIds, Positions, Positions, Positions, Positions, Positions]:
+    """``Moves``' numbers ``to_slots`` and ``promoted``, and its arrays in their order."""
+    held, most = len(slab), len(slab) + len(evicted)
+    rows, departing = np.empty(most, np.int64), np.empty(most, np.int64)
+    # ``carried_from`` counts empty slots among the departures; they are left out here.
+    position = np.empty(most, np.int64)
+    count = 0
+    for i in range(most):
+        row = slab[i] if i < held else evicted[i - held]
+        position[i], rows[count] = count, row
+        departing[count] = slab_first + i if i < held else vacated[i - held]
+        count += row >= 0
+    stays = np.zeros(count, np.bool_)
+    arriving = len(carried_from)
+    carried, carried_to = np.empty(arriving, np.int64), np.empty(arriving, np.int64)
+    fetched = np.empty(arriving, np.int64)
+    on_device = from_store = to_slots = promoted = 0
+    for i in range(arriving):
+        in_slot = i < len(slots)
+        place = slots[i] if in_slot else slab_first + i - len(slots)
+        if carried_from[i] < 0:
+            fetched[from_store] = place
+            from_store += 1
+            to_slots += in_slot
+        else:
+            carried[on_device], carried_to[on_device] = position[carried_from[i]], place
+            stays[carried[on_device]] = True
+            on_device += 1
+            promoted += in_slot
+    written, leaving = np.empty(count, np.int64), np.empty(count, np.int64)
+    writes = 0
+    for i in range(count):
+        written[writes], leaving[writes] = rows[i], i
+        writes += not (stays[i] or (slab_written and i < held))
+    all_leave = writes == count
+    return (
+        (to_slots, promoted),
+        written[:writes],
+        departing[:count],
+        leaving[: 0 if all_leave else writes],
+        carried[:on_device],
+        carried_to[:on_device],
+        fetched[:from_store],
+    )

@@ -5,7 +5,8 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from recpipe.plugin.policy import RowIds
+from recpipe.common.compiled import compiled
+from recpipe.plugin.policy import RowIds, Slots
 from recpipe.tables.tiers.placement import TierPlan
 
 
@@ -22,14 +23,12 @@ class Occupied:
 
     def carry_out(self, plan: TierPlan) -> None:
         """Apply a plan's moves."""
-        evicted = int(np.count_nonzero(plan.evicted >= 0))
+        evicted = _moved(self.rows, plan.vacated, plan.slots, plan.placed)
         self._batches += 1
         self._evicts |= evicted > 0
         if len(plan.placed) > evicted:
             self._filled = self._batches
         self.count += len(plan.placed) - evicted
-        self.rows[plan.vacated] = -1
-        self.rows[plan.slots] = plan.placed
 
     @property
     def cold_start(self) -> bool:
@@ -54,3 +53,16 @@ class Occupied:
         found: NDArray[np.int64] = used[np.searchsorted(self.rows[used], rows)]
         assert np.array_equal(self.rows[found], rows), "the rows are resident"
         return found
+
+
+@compiled
+def _moved(held: RowIds, vacated: Slots, slots: Slots, placed: RowIds) -> int:
+    """Empty the ``vacated`` slots and put the rows ``placed`` into ``slots``; returns how many were not empty
+    before."""
+    evicted = 0
+    for slot in vacated:
+        evicted += held[slot] >= 0
+        held[slot] = -1
+    for i in range(len(slots)):
+        held[slots[i]] = placed[i]
+    return evicted

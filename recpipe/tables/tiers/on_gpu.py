@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from recpipe.common.compiled import compiled
 from recpipe.common.device import Aside, arrived
 from recpipe.data.parts import in_order
 from recpipe.plugin.policy import RowIds, Slots
@@ -127,9 +128,9 @@ class GpuBags:
 
     def count(self, places: NDArray[np.int64]) -> int:
         """How many lookups the rows ``indices[places]`` have."""
-        return int(self.times[places].sum())
+        return _sum_at(self.times, places)
 
-    def parted(self, where: Slots, pooled: bool, spread: Spread) -> GpuLookups:
+    def parted(self, where: Slots, pooled: bool) -> GpuLookups:
         """The lookups if ``indices`` are in slot ``where[i]`` or, below ``IN_STORE``, in the slab at
         ``-2 - where[i]`` (int32 [U])."""
         return GpuLookups(self, where, pooled, self.batch_size)
@@ -276,6 +277,14 @@ class GpuLookups:
 
     def _sent(self, positions: NDArray[np.integer[Any]]) -> torch.Tensor:
         return self.given.finder.transfer.positions_now(positions)[0]
+
+
+@compiled
+def _sum_at(numbers: NDArray[np.int32], places: NDArray[np.int64]) -> int:
+    total = 0
+    for place in places:
+        total += numbers[place]
+    return total
 
 
 def _one_each(sparse: KeyedJaggedTensor) -> bool:

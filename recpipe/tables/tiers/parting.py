@@ -1,7 +1,6 @@
 """Finds a batch's lookups in the resident slots and in the slab, on a CPU; ``on_gpu`` does it on a GPU.
 
-What is here is done for each lookup: in few passes, in several threads, and not at all for what most batches
-do not have.
+What is here is done for each lookup: in few passes, and not at all for what most batches do not have.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from recpipe.common.spread import Spread
+from recpipe.common.compiled import compiled
 from recpipe.data.select import places_of
 from recpipe.plugin.policy import RowIds, Slots
 
@@ -25,30 +24,45 @@ DeviceBags = tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]
 [L]."""
 
 
-def found_at(where: Slots, rows: RowIds, spread: Spread) -> tuple[Slots, Places]:
+@compiled
+def found_at(where: Slots, rows: RowIds) -> tuple[Slots, Places]:
     """``where[rows]`` (int32 [L]), and the positions at which it is below 0."""
     found = np.empty(len(rows), np.int32)
+    below = 0
+    for i in range(len(rows)):
+        found[i] = where[rows[i]]
+        below += found[i] < 0
+    places = np.empty(below, np.int64)
+    below = 0
+    for i in range(len(rows)):
+        if found[i] < 0:
+            places[below] = i
+            below += 1
+    return found, places
 
-    def find(part: slice) -> Places:
-        found[part] = where.take(rows[part])
-        return _below_0(found, part)
 
-    return found, np.concatenate(spread.map(find, spread.parts(len(rows))))
+@compiled
+def found_again(where: Slots, rows: RowIds, found: Slots, places: Places) -> Places:
+    """Look up ``rows[places]`` in ``where`` once more, into ``found``; those ``places`` that are still below
+    0."""
+    still = np.empty(len(places), np.int64)
+    below = 0
+    for place in places:
+        found[place] = where[rows[place]]
+        still[below] = place
+        below += found[place] < 0
+    return still[:below]
 
 
-def _below_0(found: Slots, part: slice) -> Places:
-    places: Places = np.flatnonzero(found[part] < 0) + part.start
-    return places
-
-
-def slots_in(found: Slots, spread: Spread) -> Slots:
+@compiled
+def slots_in(found: Slots) -> Slots:
     """Those of ``found`` that are not below 0, in their order."""
-
-    def of(part: slice) -> Slots:
-        slots: Slots = found[part][found[part] >= 0]
-        return slots
-
-    return np.concatenate(spread.map(of, spread.parts(len(found))))
+    slots = np.empty(len(found), np.int32)
+    count = 0
+    for slot in found:
+        slots[count] = slot
+        count += slot >= 0
+    return slots[:count]
 
 
 @dataclass
@@ -75,9 +89,9 @@ class IndexBags:
         """How many lookups ``indices[places]`` are."""
         return len(places)
 
-    def parted(self, where: Slots, pooled: bool, spread: Spread) -> Parted:
+    def parted(self, where: Slots, pooled: bool) -> Parted:
         """As ``parting.parted``."""
-        return parted(self, where, pooled, spread)
+        return parted(self, where, pooled)
 
     def apart(self) -> IndexBags:
         """The same lookups, each as a bag of its own, with one feature."""
@@ -160,62 +174,62 @@ def _tensors(indices: Places, offsets: Offsets, weights: Weights | None) -> Devi
     return torch.from_numpy(indices), torch.from_numpy(offsets), own
 
 
-def parted(bags: IndexBags, where: Slots, pooled: bool, spread: Spread) -> Parted:
+def parted(bags: IndexBags, where: Slots, pooled: bool) -> Parted:
     """The lookups of ``bags``, whose rows are in slot ``where[i]`` or, below ``IN_STORE``, in the slab at
     ``-2 - where[i]`` (int32 [L])."""
     size, own = bags.batch_size, bags.offsets if pooled else np.arange(len(where) + 1)
     of_ids = None if pooled else bags.offsets
-    parts, weights = spread.parts(len(where)), bags.weights
-    each = spread.map(lambda part: _below_0(where, part), parts)
-    cold = np.concatenate(each)
-    if not len(cold):
-        indices = np.empty(len(where), np.int64)
-        spread.map(lambda part: np.copyto(indices[part], where[part]), parts)
+    cold, needs = _needing(where, bags.offsets, size)
+    weights = bags.weights
+    if not cold:
         return Parted(
             size,
-            indices,
+            where.astype(np.int64),
             own,
             np.empty(0, np.int64),
             np.zeros(len(own), np.int64),
-            np.zeros(size, bool),
+            needs,
             weights,
             None if weights is None else weights[:0],
             of_ids,
         )
-    earlier = np.cumsum([0, *map(len, each)]).tolist()  # in the slab before each part
-    indices = np.empty(len(where) - len(cold), np.int64)
-    before = np.zeros(len(where) + 1, np.int64)  # in the slab before each lookup
-
-    def part_of(part: slice, start: int, end: int) -> None:
-        resident, counts = where[part] >= 0, before[part.start + 1 : part.stop + 1]
-        indices[part.start - start : part.stop - end] = where[part].compress(resident)
-        np.cumsum(~resident, out=counts)
-        if start:
-            counts += start
-
-    spread.map(part_of, parts, earlier[:-1], earlier[1:])
-    of_bags = np.empty(len(bags.offsets), np.int64)
-    slab_offsets = of_bags if pooled else before
-    offsets = np.empty(len(own), np.int64)
-
-    def bags_of(part: slice) -> None:
-        of_bags[part] = before.take(bags.offsets[part])
-
-    def resident_of(part: slice) -> None:
-        np.subtract(own[part], slab_offsets[part], out=offsets[part])
-
-    spread.map(bags_of, spread.parts(len(of_bags)))
-    spread.map(resident_of, spread.parts(len(own)))
-    bag_needs = (of_bags[1:] > of_bags[:-1]).reshape(-1, size)
-    needs: NDArray[np.bool_] = np.any(bag_needs, axis=0)
     return Parted(
         size,
-        indices,
-        offsets,
-        -2 - where[cold].astype(np.int64),
-        slab_offsets,
+        *_parted(where, own, cold),
         needs,
         None if weights is None else weights.compress(where >= 0),
-        None if weights is None else weights[cold],
+        None if weights is None else weights.compress(where < 0),
         of_ids,
     )
+
+
+@compiled
+def _needing(where: Slots, offsets: Offsets, size: int) -> tuple[int, NDArray[np.bool_]]:
+    """How many of the bags' lookups are in the slab, and whether any of each of the ``size`` samples' is."""
+    needs = np.zeros(size, np.bool_)
+    cold = 0
+    for bag in range(len(offsets) - 1):
+        before = cold
+        for i in range(offsets[bag], offsets[bag + 1]):
+            cold += where[i] < 0
+        if cold > before:
+            needs[bag % size] = True
+    return cold, needs
+
+
+@compiled
+def _parted(where: Slots, bags: Offsets, cold: int) -> tuple[Places, Offsets, Places, Offsets]:
+    """Slots and offsets of the bags' lookups in slots, and the same of the ``cold`` ones in the slab."""
+    slots, slab = np.empty(len(where) - cold, np.int64), np.empty(cold, np.int64)
+    offsets, slab_offsets = np.zeros(len(bags), np.int64), np.zeros(len(bags), np.int64)
+    in_slots = in_slab = 0
+    for bag in range(len(bags) - 1):
+        for i in range(bags[bag], bags[bag + 1]):
+            if where[i] >= 0:
+                slots[in_slots] = where[i]
+                in_slots += 1
+            else:
+                slab[in_slab] = -2 - where[i]
+                in_slab += 1
+        offsets[bag + 1], slab_offsets[bag + 1] = in_slots, in_slab
+    return slots, offsets, slab, slab_offsets

@@ -1,7 +1,7 @@
 """Makes a ``TierPlan`` of a batch's ids: which lookups go to which tier, and which rows must move first.
 
-Works on row numbers of a table set with a handful of vectorised passes over the batch's lookups; nothing
-here touches weights. Runs ahead of training, one batch early, in the loader's thread.
+Works on row numbers of a table set with a handful of passes over the batch's lookups; nothing here touches
+weights. Runs ahead of training, one batch early, in the loader's thread.
 """
 
 from __future__ import annotations
@@ -9,11 +9,12 @@ from __future__ import annotations
 from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
+from recpipe.common.compiled import compiled
 from recpipe.common.spread import ALONE, Spread
 from recpipe.data.checks import unknown_id
 from recpipe.data.parts import in_order
@@ -21,7 +22,9 @@ from recpipe.data.select import places_of
 from recpipe.plugin.api import Origin
 from recpipe.plugin.policy import IN_STORE, CachePolicy, RowIds, Slots, asks_once
 from recpipe.tables.tiers.checked import CheckedPolicy, Decision
-from recpipe.tables.tiers.parting import IndexBags, Offsets, Parted, found_at, slots_in
+from recpipe.tables.tiers.parting import IndexBags, Offsets, Parted, found_again, found_at, slots_in
+
+Numbers = TypeVar("Numbers", bound=np.integer[Any])
 
 if TYPE_CHECKING:
     from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
@@ -82,7 +85,7 @@ class TierPlan:
     @cached_property
     def fetch(self) -> RowIds:
         """The arrivals that the store must deliver."""
-        return self.arrivals[self.carried_from < 0]
+        return _not_carried(self.arrivals, self.carried_from)
 
     @property
     def fetches_residents(self) -> bool:
@@ -164,7 +167,6 @@ class TierPlanner:
     ) -> None:
         self.policy = policy
         self.space = policy.space
-        self.spread = policy.space.spread
         self.pooled = pooled
         """Whether rows are summed by bag."""
         self.carry = carry
@@ -188,40 +190,39 @@ class TierPlanner:
         residents, before = self.space.residents, self.slab_rows
         rows, times = self._told(bags)
         moved = self.asked.migrate(rows) if known is None else known.moved
-        came_from = [self.where[moved.rows]]
-        where, missing = found_at(self.where, bags.indices, self.spread)
+        moved_from = self.where[moved.rows]
+        where, missing = found_at(self.where, bags.indices)
         # What a policy moves in for this batch was not resident.
         found = len(bags) - bags.count(missing)
         emptied = residents.empty(moved.freed)
         dropped = residents.put(moved.slots, moved.rows)
         evicts = bool(len(emptied)) or bool((dropped >= 0).any())
         if evicts:
-            where, missing = found_at(self.where, bags.indices, self.spread)
+            where, missing = found_at(self.where, bags.indices)
         elif len(moved.slots):  # only rows that were missing have come
-            where[missing] = self.where[bags.indices[missing]]
-            missing = missing[where[missing] < 0]
-        misses, which = self._distinct(bags.indices[missing], bags.times is not None)
-        hits = slots_in(where, self.spread) if len(missing) else where
+            missing = found_again(self.where, bags.indices, where, missing)
+        misses = bags.indices[missing]
+        if bags.times is None:
+            misses = _distinct(self.where, misses)
+        hits = slots_in(where) if len(missing) else where
         if known is None:
             admitted = self.asked.admit(_repeated(hits, where, times), misses, rows)
         else:
             admitted = known.admitted
-        came_from.append(self.where[admitted.rows])
-        emptied = np.concatenate((emptied, residents.empty(admitted.freed)))
-        evicted = np.concatenate((dropped, residents.put(admitted.slots, admitted.rows), emptied))
+        placed_from = _joined(moved_from, self.where[admitted.rows])
+        emptied = _joined(emptied, residents.empty(admitted.freed))
+        evicted = _joined(dropped, residents.put(admitted.slots, admitted.rows), emptied)
+        # Copies: a policy may go on to use its arrays.
         slots = np.concatenate((moved.slots, admitted.slots))
-        vacated = np.concatenate((slots, moved.freed, admitted.freed))
         placed = np.concatenate((moved.rows, admitted.rows))
-        slab = misses[self.where[misses] < 0]
-        came_from.append(self.where[slab])
-        carried_from = self._carried_from(np.concatenate(came_from), len(slab))
+        vacated = _joined(slots, moved.freed, admitted.freed)
+        slab, carried_from = _to_slab(self.where, misses, placed_from, self.carry)
         if evicts:
             self._return(evicted, len(before), np.concatenate((placed, slab)), carried_from)
-        self.where[before] = np.where(self.where[before] < 0, IN_STORE, self.where[before])
-        self.where[slab] = -2 - np.arange(len(slab), dtype=np.int32)
+        _note_slab(self.where, before, slab)
         self.slab_rows = slab
-        where[missing] = self.where[misses][which]
-        lookups = bags.parted(where, self.pooled, self.spread)
+        found_again(self.where, bags.indices, where, missing)
+        lookups = bags.parted(where, self.pooled)
         moves = (slots, placed, vacated, evicted, slab, carried_from)
         plan = TierPlan(bags.batch_size, *moves, lookups, len(bags), found)
         self._pending = (plan, before, bags, known or Decision(moved, admitted, bags.indices))
@@ -230,32 +231,6 @@ class TierPlanner:
     def commit(self) -> None:
         """Note that the last plan is being carried out, so that it cannot be undone any more."""
         self._pending = None
-
-    def _distinct(self, rows: RowIds, are: bool) -> tuple[RowIds, NDArray[np.int32] | slice]:
-        """Distinct ``rows`` and, for each row, its position among them; O(n), by marking the map, unless they
-        ``are`` distinct."""
-        if are:
-            return rows, slice(None)
-        saved = self.where[rows]
-        marks = np.arange(len(rows), dtype=np.int32)
-        self.where[rows] = marks
-        winners = self.where[rows] == marks
-        distinct = rows[winners]
-        self.where[distinct] = np.arange(len(distinct), dtype=np.int32)
-        which = self.where[rows]
-        self.where[distinct] = saved[winners]
-        return distinct, which
-
-    def _carried_from(self, came_from: Slots, to_slab: int) -> NDArray[np.int64]:
-        """``TierPlan.carried_from`` for rows that are in the slab, by what the map said of each arriving row
-        before any was placed (int32 [A]); the last ``to_slab`` of them go to the slab.
-
-        Without ``carry``, rows do not pass from slab to slab but through the store.
-        """
-        sources: NDArray[np.int64] = np.where(came_from < IN_STORE, -2 - came_from, -1).astype(np.int64)
-        if not self.carry:
-            sources[len(sources) - to_slab :] = -1
-        return sources
 
     def _return(self, evicted: RowIds, first: int, arrivals: RowIds, sources: NDArray[np.int64]) -> None:
         """Note in ``sources`` where ``arrivals`` are that have just lost their slots and are needed after
@@ -328,3 +303,69 @@ def reorder(plan: TierPlan, order: NDArray[np.int64], cold_first: int) -> TierPl
     plan.batch_size, plan.cold_first = len(order), cold_first
     plan.lookups = plan.lookups.permuted(order, cold_first)
     return plan
+
+
+def _joined(*parts: NDArray[Numbers]) -> NDArray[Numbers]:
+    """``parts`` after one another; the one itself if the others are empty, as most are."""
+    used = [part for part in parts if len(part)]
+    return used[0] if len(used) == 1 else np.concatenate(parts)
+
+
+@compiled
+def _distinct(where: Slots, rows: RowIds) -> RowIds:
+    """Distinct ``rows``, none of which is in a slot, in the order of their last occurrences; O(n), by marking
+    the map ``where`` for the time being."""
+    before = np.empty(len(rows), np.int32)
+    distinct = np.empty(len(rows), np.int64)
+    first = len(rows)
+    for i in range(len(rows) - 1, -1, -1):
+        if where[rows[i]] < 0:
+            first -= 1
+            distinct[first], before[first] = rows[i], where[rows[i]]
+            where[rows[i]] = 0
+    for i in range(first, len(rows)):
+        where[distinct[i]] = before[i]
+    return distinct[first:]
+
+
+@compiled
+def _to_slab(where: Slots, misses: RowIds, placed_from: Slots, carry: bool) -> tuple[RowIds, RowIds]:
+    """Those ``misses`` that are in no slot by now, and ``TierPlan.carried_from`` for rows that are in the
+    slab.
+
+    ``placed_from``: what the map said of each row that got a slot before it did (int32 [P]). Without
+    ``carry``, rows do not pass from slab to slab but through the store.
+    """
+    slab = np.empty(len(misses), np.int64)
+    carried_from = np.full(len(placed_from) + len(misses), -1)
+    for i in range(len(placed_from)):
+        if placed_from[i] < IN_STORE:
+            carried_from[i] = -2 - placed_from[i]
+    count = 0
+    for row in misses:
+        if where[row] < 0:
+            slab[count] = row
+            if carry and where[row] < IN_STORE:
+                carried_from[len(placed_from) + count] = -2 - where[row]
+            count += 1
+    return slab[:count], carried_from[: len(placed_from) + count]
+
+
+@compiled
+def _note_slab(where: Slots, before: RowIds, slab: RowIds) -> None:
+    """Note in the map that the slab has the rows ``slab`` instead of ``before``."""
+    for row in before:
+        if where[row] < 0:
+            where[row] = IN_STORE
+    for i in range(len(slab)):
+        where[slab[i]] = -2 - i
+
+
+@compiled
+def _not_carried(arrivals: RowIds, carried_from: RowIds) -> RowIds:
+    fetched = np.empty(len(arrivals), np.int64)
+    count = 0
+    for i in range(len(arrivals)):
+        fetched[count] = arrivals[i]
+        count += carried_from[i] < 0
+    return fetched[:count]

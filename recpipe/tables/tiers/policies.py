@@ -8,13 +8,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from recpipe.common.compiled import compiled
 from recpipe.common.saved import Damaged, within
 from recpipe.common.spread import ALONE, Spread
 from recpipe.plugin.policy import NOTHING, CachePolicy, Placement, RowIds, RowSpace, Slots
-
-ONCE = np.int32(1)
-"""Added to counts of its own type; ``numpy.add.at`` takes 50 times as long if it has to convert."""
-
 
 class NoCache(CachePolicy):
     """Every row is fetched and written back in every batch: the papers' parameter-server baseline."""
@@ -114,44 +111,26 @@ class Lru(CachePolicy):
 
     def admit(self, hits: Slots, misses: RowIds, looked_up: RowIds) -> Placement:
         """Put the misses where the oldest rows are."""
-        hits = distinct_slots(hits, self.space.slots, self.space.spread)
-        self._compact(len(hits) + len(misses))
+        self._compact(min(len(hits), self.space.slots) + len(misses))
         self.step += 1
-        self.stamp[hits] = self.step
+        ring = self.stamp, self.ring_slot, self.ring_stamp
+        self.tail = _touch(*ring, self.tail, self.step, hits)
         fresh = np.arange(self.used, min(self.space.slots, self.used + len(misses)), dtype=np.int32)
         self.used += len(fresh)
-        victims = self._oldest(len(misses) - len(fresh))
-        slots = np.concatenate((fresh, victims))
-        touched = np.concatenate((hits, slots))
-        self.stamp[slots] = self.step
-        end = self.tail + len(touched)
-        self.ring_slot[self.tail : end] = touched
-        self.ring_stamp[self.tail : end] = self.step
-        self.tail = end
+        victims, self.head = _oldest(*ring, self.head, self.tail, self.step, len(misses) - len(fresh))
+        slots = np.concatenate((fresh, victims)) if len(fresh) else victims
+        self.tail = _append(*ring, self.tail, self.step, slots)
         return Placement(slots, misses[: len(slots)])
-
-    def _oldest(self, wanted: int) -> Slots:
-        """Up to ``wanted`` slots with the oldest stamps, none of them looked up in this batch."""
-        found: list[Slots] = []
-        while wanted > 0 and self.head < self.tail:
-            end = min(self.tail, self.head + max(1024, 2 * wanted))
-            slots = self.ring_slot[self.head : end]
-            valid = np.flatnonzero(self.stamp[slots] == self.ring_stamp[self.head : end])
-            taken = valid[:wanted]
-            found.append(slots[taken])
-            self.head = end if len(valid) <= wanted else self.head + int(taken[-1]) + 1
-            wanted -= len(taken)
-        return np.concatenate(found) if found else NOTHING.slots
 
     def _compact(self, room: int) -> None:
         """Drop outdated entries when the ring is nearly full; at most one entry per slot remains."""
         if self.tail + room <= len(self.ring_slot):
             return
-        slots, stamps = self._live()
-        size = max(2 * self.space.slots, len(slots) + room)
-        self.ring_slot, self.ring_stamp = np.zeros(size, np.int32), np.zeros(size, np.int32)
-        self.ring_slot[: len(slots)], self.ring_stamp[: len(slots)] = slots, stamps
-        self.head, self.tail = 0, len(slots)
+        self.tail = _compact(self.stamp, self.ring_slot, self.ring_stamp, self.head, self.tail)
+        self.head = 0
+        if self.tail + room > len(self.ring_slot):
+            size = self.tail + room
+            self.ring_slot, self.ring_stamp = np.resize(self.ring_slot, size), np.resize(self.ring_stamp, size)
 
     def _live(self) -> tuple[Slots, Slots]:
         """The ring's entries that are not out of date: slots and stamps, oldest first."""
@@ -188,6 +167,65 @@ class Lru(CachePolicy):
         self.ring_slot, self.ring_stamp = np.zeros(size, np.int32), np.zeros(size, np.int32)
         self.ring_slot[: self.tail], self.ring_stamp[: self.tail] = state["ring_slot"], state["ring_stamp"]
         self.used, self.step = int(state["used"]), int(state["step"])
+
+
+@compiled
+def _touch(
+    stamp: Slots, ring_slot: Slots, ring_stamp: Slots, tail: int, step: int, hits: Slots
+) -> int:
+    """Stamp the slots ``hits`` with ``step`` and append each once, in the order of their numbers; returns the
+    ring's new end."""
+    seen = np.zeros(-(-len(stamp) // 8) * 8, np.uint8)
+    for slot in hits:
+        seen[slot] = 1
+        stamp[slot] = step
+    eights = seen.view(np.uint64)
+    for eight in range(len(eights)):
+        if eights[eight]:
+            for slot in range(8 * eight, 8 * eight + 8):
+                if seen[slot]:
+                    ring_slot[tail], ring_stamp[tail] = slot, step
+                    tail += 1
+    return tail
+
+
+@compiled
+def _append(
+    stamp: Slots, ring_slot: Slots, ring_stamp: Slots, tail: int, step: int, slots: Slots
+) -> int:
+    """As ``_touch``, of distinct ``slots`` in their order."""
+    for slot in slots:
+        stamp[slot] = step
+        ring_slot[tail], ring_stamp[tail] = slot, step
+        tail += 1
+    return tail
+
+
+@compiled
+def _oldest(
+    stamp: Slots, ring_slot: Slots, ring_stamp: Slots, head: int, tail: int, step: int, wanted: int
+) -> tuple[Slots, int]:
+    """Up to ``wanted`` slots with the oldest stamps, none of them ``step``, and the ring's new start."""
+    found = np.empty(wanted, np.int32)
+    count = 0
+    while count < wanted and head < tail and ring_stamp[head] < step:
+        slot = ring_slot[head]
+        if stamp[slot] == ring_stamp[head]:
+            found[count] = slot
+            count += 1
+        head += 1
+    return found[:count], head
+
+
+@compiled
+def _compact(stamp: Slots, ring_slot: Slots, ring_stamp: Slots, head: int, tail: int) -> int:
+    """Move the entries that are not out of date to the ring's start; returns their number."""
+    count = 0
+    for i in range(head, tail):
+        if stamp[ring_slot[i]] == ring_stamp[i]:
+            ring_slot[count], ring_stamp[count] = ring_slot[i], ring_stamp[i]
+            count += 1
+    return count
 
 
 class Lfu(CachePolicy):
@@ -271,25 +309,34 @@ class Lfu(CachePolicy):
 def add_lookups(counts: NDArray[np.int32], rows: RowIds, times: NDArray[np.int32] | None) -> None:
     """Count in ``counts`` (by row) how often a batch looks up ``rows``, as ``CachePolicy.times`` says."""
     if times is None:
-        np.add.at(counts, rows, ONCE)
+        _count(counts, rows)
     else:
-        counts[rows] += times
+        _count_times(counts, rows, times)
 
 
-AT_ONCE = 1 << 16
+@compiled
+def _count(counts: NDArray[np.int32], rows: RowIds) -> None:
+    for row in rows:
+        counts[row] += 1
+
+
+@compiled
+def _count_times(counts: NDArray[np.int32], rows: RowIds, times: NDArray[np.int32]) -> None:
+    for i in range(len(rows)):
+        counts[rows[i]] += times[i]
 
 
 def distinct_slots(slots: Slots, count: int, spread: Spread = ALONE) -> Slots:
     """The distinct values of ``slots`` (each in [0, count)), sorted."""
     seen = np.zeros(count, bool)
-
-    def see(part: slice) -> None:
-        # numpy copies indices of 32 bits: parts stay in its caches
-        for start in range(part.start, part.stop, AT_ONCE):
-            seen[slots[start : min(start + AT_ONCE, part.stop)]] = True
-
-    spread.map(see, spread.parts(len(slots)))
+    spread.map(lambda part: _see(seen, slots[part]), spread.parts(len(slots)))
     return np.flatnonzero(seen).astype(np.int32)
+
+
+@compiled
+def _see(seen: NDArray[np.bool_], slots: Slots) -> None:
+    for slot in slots:
+        seen[slot] = True
 
 
 def policy_bytes(policy: CachePolicy) -> int:
