@@ -5,6 +5,7 @@ A plugin may import from core what is here, in ``recpipe.plugin`` (the contract)
 """
 
 from recpipe.backend.host import processor
+from recpipe.common.compiled import compiled
 from recpipe.common.console import Meter
 from recpipe.common.memory import free_memory
 from recpipe.common.saved import Damaged, entries, parse_json, residents, typed_as, within
@@ -179,6 +180,7 @@ __all__ = [
     "batch_size",
     "bfloat16_has_units",
     "busiest_part",
+    "compiled",
     "decode_rows",
     "distinct",
     "distinct_slots",

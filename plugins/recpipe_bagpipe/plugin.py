@@ -48,7 +48,7 @@ class BagPipe(Plugin):
     Exact: every batch sees every earlier update.
     """
 
-    api = (2, 6)
+    api = (2, 7)
     relies_on = frozenset({Invariant.TABLE_LAYOUT, Invariant.ID_SPACE})
 
     def __init__(

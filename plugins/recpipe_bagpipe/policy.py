@@ -12,12 +12,9 @@ from numpy.typing import NDArray
 from recpipe.kit import Batch, distinct, distinct_slots, positions, within
 from recpipe.plugin import NOTHING, CachePolicy, Placement, RowIds, RowSpace, Slots
 from recpipe_bagpipe.pace import Pace
-from recpipe_bagpipe.window import UNKNOWN, Group, Rows, Steps, Window
+from recpipe_bagpipe.uses import NEVER, UNKNOWN, announced, apart, still_worth, touch, worth
+from recpipe_bagpipe.window import Group, Rows, Steps, Window
 
-KNOWN = 1 << 62
-"""The worth of rows that a known batch needs, the next batch first, lies below this and above all others'."""
-NEVER = KNOWN + 1
-"""The worth of rows that may not be given away."""
 SAMPLED = 64
 """Of so many values one is looked at to estimate which are among the least."""
 
@@ -149,14 +146,9 @@ class Lookahead(CachePolicy):
             self._open[-1].link(group)
         if group.single:
             return
-        rows = group.rows[group.new].astype(np.int64)
+        rows, uses = group.new
         slots = self.space.residents.slot_of(rows)
-        here = slots >= 0
-        held = slots[here].astype(np.intp)
-        due = self.due[held]
-        unknown = (due == UNKNOWN) | (due < self.step)
-        self.due[held] = np.where(unknown, self._first + group.first_use[group.new][here], due)
-        cold = rows[~here]
+        cold = announced(self.due, slots, rows, uses, self._first, self.step)
         if len(cold):
             self._numbers.append((group.end, self.bulk.announce(cold)))
         self.pace.announced(len(cold), len(group.sizes))
@@ -174,81 +166,63 @@ class Lookahead(CachePolicy):
 
     def admit(self, hits: Slots, misses: RowIds, looked_up: RowIds) -> Placement:
         """Give every miss a free slot, or that of the row which is worth least."""
-        rows, next_use = self._current
-        at, known = positions(rows, misses)
-        self._hit(hits, at[known], looked_up)
+        again = self._looked_up(hits, misses, looked_up)
         fresh = np.arange(self.used, min(self.space.slots, self.used + len(misses)), dtype=np.int32)
         taken = np.concatenate((fresh, self._least(len(misses) - len(fresh))))
         self.used += len(fresh)
-        placed = misses[: len(taken)]
         self.evicted += len(taken) - len(fresh)
         self.often[taken] = 0
-        again = np.full(len(taken), UNKNOWN, np.int32)  # of a row that another plugin brought into the batch
-        told = known[: len(taken)]
-        again[told] = next_use[at[: len(taken)][told]]
-        self._touch(taken, again)
+        self._touch(taken, again[: len(taken)])
         self.step += 1
-        return Placement(taken, placed)
+        return Placement(taken, misses[: len(taken)])
 
-    def _hit(self, hits: Slots, missed: NDArray[np.int64], looked_up: RowIds) -> None:
-        """Note that the current batch looks up the resident rows in ``hits``, and not those at ``missed``
-        among the rows that it was announced with."""
+    def _looked_up(self, hits: Slots, misses: RowIds, looked_up: RowIds) -> Steps:
+        """Note that the current batch looks up the resident rows in ``hits``; the next uses of ``misses``."""
         rows, next_use = self._current
         if self.times is not None and np.array_equal(rows, looked_up):
-            here = np.ones(len(rows), bool)
-            here[missed] = False
-            self._touch(hits, next_use[here])
-            return
+            of_hits, again = apart(rows, next_use, misses)
+            self._touch(hits, of_hits)
+            return again
         self.last[hits] = self.step
         if not len(rows):  # nothing is known of the batch
             if self.times is None:
                 hits = distinct_slots(hits, self.space.slots, self.space.spread)
             self.often[hits] += 1
             self.singles += 1
-            return
-        slots = self.space.residents.slot_of(rows)
-        here = slots >= 0
-        self._touch(slots[here], next_use[here])
+        else:
+            slots = self.space.residents.slot_of(rows)
+            here = slots >= 0
+            self._touch(slots[here], next_use[here])
+        at, known = positions(rows, misses)
+        again = np.full(len(misses), UNKNOWN, np.int32)  # of a row that another plugin brought into the batch
+        again[known] = next_use[at[known]]
+        return again
 
     def _touch(self, slots: Slots, next_use: Steps) -> None:
         """Note that the current batch looks up the rows in ``slots``, needed again at ``next_use``."""
-        at = slots.astype(np.intp)  # numpy does so at every use of shorter ones
-        self.due[at] = np.where(next_use == UNKNOWN, UNKNOWN, next_use + self._first)
-        self.often[at] += 1
-        self.last[at] = self.step
-
-    def _worth(self, slots: Slots | slice) -> Rows:
-        """Slots with less are given away first."""
-        due = self.due[slots].astype(np.int64)
-        known = (due != UNKNOWN) & (due > self.step)
-        past = (self.often[slots].astype(np.int64) << 32) + self.last[slots]
-        return np.where(known, KNOWN - due, past)
+        touch(self.due, self.often, self.last, slots, next_use, self._first, self.step)
 
     def _least(self, wanted: int) -> Slots:
         """Up to ``wanted`` slots that are worth least, none of them looked up in this batch."""
-        found: list[Slots] = []
-        refreshed = False
-        while wanted > 0:
-            slots, listed = self._victims[:wanted], self._listed[:wanted]
-            self._victims, self._listed = self._victims[wanted:], self._listed[wanted:]
-            # A row may have been looked up, or may have become known to be needed, since it was listed.
-            free = slots[(self._worth(slots) == listed) & (self.last[slots] < self.step)]
-            found.append(free)
-            wanted -= len(free)
-            if not len(self._victims) and wanted > 0:
-                if refreshed:
-                    break
-                self._refresh(found, max(8 * wanted, self.used // 16))
-                refreshed = True
-        return np.concatenate(found) if found else NOTHING.slots
+        found = self._listed_before(wanted)
+        if len(found) == wanted:
+            return found
+        self._refresh(found, max(8 * (wanted - len(found)), self.used // 16))
+        return np.concatenate((found, self._listed_before(wanted - len(found))))
 
-    def _refresh(self, taken: list[Slots], size: int) -> None:
+    def _listed_before(self, wanted: int) -> Slots:
+        """Up to ``wanted`` slots of the list, the first that are still worth as little."""
+        known = self.due, self.often, self.last
+        found, seen = still_worth(*known, self._victims, self._listed, self.step, wanted)
+        self._victims, self._listed = self._victims[seen:], self._listed[seen:]
+        return found
+
+    def _refresh(self, taken: Slots, size: int) -> None:
         """List the ``size`` slots that are worth least, without those ``taken`` for this batch."""
-        worth = self._worth(slice(self.used))
-        worth[self.last[: self.used] == self.step] = NEVER
-        worth[np.concatenate(taken)] = NEVER
-        slots = _lowest(worth, size)
-        self._victims, self._listed = slots.astype(np.int32), worth[slots]
+        worths = worth(self.due, self.often, self.last, self.used, self.step)
+        worths[taken] = NEVER
+        slots = _lowest(worths, size)
+        self._victims, self._listed = slots.astype(np.int32), worths[slots]
 
     @property
     def waiting_bytes(self) -> int:
@@ -275,18 +249,18 @@ class Lookahead(CachePolicy):
         self.due.fill(UNKNOWN)
 
 
-def _lowest(worth: Rows, size: int) -> NDArray[np.int64]:
+def _lowest(worths: Rows, size: int) -> NDArray[np.int64]:
     """Positions of the ``size`` least values that are below ``NEVER``, or of all such, the least first.
 
     A bound on them is estimated from a sample, so that few values have to be put in order.
     """
-    sample = worth[::SAMPLED]
+    sample = worths[::SAMPLED]
     place = size * 5 // (4 * SAMPLED)
     bound = np.partition(sample, place)[place] if place < len(sample) else NEVER - 1
-    found = np.flatnonzero(worth <= min(bound, NEVER - 1))
+    found = np.flatnonzero(worths <= min(bound, NEVER - 1))
     if len(found) < size and bound < NEVER - 1:
-        found = np.flatnonzero(worth < NEVER)
-    values = worth[found]
+        found = np.flatnonzero(worths < NEVER)
+    values = worths[found]
     if len(found) > size:
         least = np.argpartition(values, size)[:size]
         found, values = found[least], values[least]

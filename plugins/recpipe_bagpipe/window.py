@@ -10,28 +10,25 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import islice
 
 import numpy as np
 from numpy.typing import NDArray
 
-from recpipe.kit import Batch, distinct, positions
+from recpipe.kit import Batch, distinct
 from recpipe_bagpipe.reading import ReadAhead
+from recpipe_bagpipe.uses import UNKNOWN, Small, in_group, shared
 from recpipe_bagpipe.waiting import Waiting
 
 Rows = NDArray[np.int64]
 Steps = NDArray[np.int32]
-Small = NDArray[np.int32] | NDArray[np.int64]
-"""Row numbers, of 32 bits where all numbers fit."""
 NO_ROWS: Rows = np.empty(0, np.int64)
 NO_STEPS: Steps = np.empty(0, np.int32)
 ROW_BYTES = 12
 """What a group takes for each row that a batch looks up, about."""
 FEW = 2
 """Batches of a group where nothing is waited for."""
-UNKNOWN = np.iinfo(np.int32).max
-"""The next use of a row that no known batch looks up again."""
 
 
 @dataclass
@@ -50,10 +47,12 @@ class Group:
     """All rows of the group, sorted."""
     first_use: Steps
     """For each of ``rows``, the first batch of the group that looks it up."""
+    ends: Steps
+    """For each of ``rows``, the position in ``looked_up`` of its last lookup."""
     again: tuple[Rows, Steps] = (NO_ROWS, NO_STEPS)
     """Positions in ``looked_up`` of the group before whose next use is in this one, and these uses."""
-    new: NDArray[np.int64] | slice = field(default_factory=lambda: slice(None))
-    """Positions in ``rows`` of those that the group before does not look up."""
+    new: tuple[Rows, Steps] = (NO_ROWS, NO_STEPS)
+    """Those ``rows`` that the group before does not look up, and their first uses."""
 
     @property
     def end(self) -> int:
@@ -67,14 +66,8 @@ class Group:
         return self.looked_up[part].astype(np.int64), self.next_use[part]
 
     def follow(self, before: Group) -> None:
-        """Find what the group ``before`` looks up, too. It takes long, and the thread that reads has the
-        time."""
-        ends = np.flatnonzero(before.next_use == UNKNOWN)  # one of each row
-        at, again = positions(self.rows, before.looked_up[ends])
-        self.again = ends[again], self.first_use[at[again]]
-        new = np.ones(len(self.rows), bool)
-        new[at[again]] = False
-        self.new = np.flatnonzero(new)
+        """Find what the group ``before`` looks up, too. The thread that reads has the time."""
+        self.again, self.new = shared(before.rows, before.ends, self.rows, self.first_use)
 
     def link(self, later: Group) -> None:
         """Fill in the next uses that ``later`` tells, the group that follows this one."""
@@ -89,8 +82,8 @@ class Group:
     @property
     def nbytes(self) -> int:
         """Its memory."""
-        parts = (self.looked_up, self.next_use, self.rows, self.first_use, *self.again)
-        return sum(part.nbytes for part in parts)
+        own = (self.looked_up, self.next_use, self.rows, self.first_use, self.ends)
+        return sum(part.nbytes for part in (*own, *self.again, *self.new))
 
 
 def group_of(first: int, batches: list[Rows]) -> Group:
@@ -99,14 +92,10 @@ def group_of(first: int, batches: list[Rows]) -> Group:
     looked_up: Small = np.concatenate(batches)
     if len(looked_up) and looked_up.max() < UNKNOWN:
         looked_up = looked_up.astype(np.int32)
-    steps = np.repeat(np.arange(first, first + len(batches), dtype=np.int32), sizes)
     order = _stable_order(looked_up)  # by row, then by batch
-    ordered = looked_up[order]
-    again = ordered[1:] == ordered[:-1]
-    next_use = np.full(len(looked_up), UNKNOWN, np.int32)
-    next_use[order[:-1][again]] = steps[order[1:][again]]
-    begins = np.concatenate((np.ones(min(1, len(ordered)), bool), ~again))
-    return Group(first, sizes, looked_up, next_use, ordered[begins], steps[order[begins]])
+    next_use, rows, first_use, ends = in_group(looked_up, order, np.array(sizes, np.int64), first)
+    new = rows.astype(np.int64), first_use
+    return Group(first, sizes, looked_up, next_use, rows, first_use, ends, new=new)
 
 
 def _stable_order(rows: Small) -> Rows:

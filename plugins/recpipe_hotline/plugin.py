@@ -31,7 +31,7 @@ class Hotline(Plugin):
     Exact: one update per mini-batch, equal to the run without it up to the order of float sums.
     """
 
-    api = (2, 6)
+    api = (2, 7)
 
     def __init__(
         self,

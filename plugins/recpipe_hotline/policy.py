@@ -7,8 +7,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
-from recpipe.kit import add_lookups, distinct_slots, top_rows, within
+from recpipe.kit import add_lookups, compiled, distinct_slots, top_rows, within
 from recpipe.plugin import NOTHING, CachePolicy, Placement, RowIds, RowSpace, Slots
 
 
@@ -82,7 +83,7 @@ class PopularRows(CachePolicy):
         popular ones."""
         empty = np.arange(self.used, min(self.space.slots, self.used + len(self.slab)), dtype=np.int32)
         rest = self.slab[len(empty) :]
-        chosen = rest[self.popular[rest]][: len(self.unpopular) - self.replaced]
+        chosen = _marked(self.popular, rest, len(self.unpopular) - self.replaced)
         victims = self.unpopular[self.replaced : self.replaced + len(chosen)]
         slots = np.concatenate((empty, victims))
         rows = np.concatenate((self.slab[: len(empty)], chosen))
@@ -98,9 +99,8 @@ class PopularRows(CachePolicy):
             self.hits, self.lookups = self.hits + len(hits), self.lookups + len(looked_up)
             self.rows_kept += len(distinct_slots(hits, self.space.slots, self.space.spread))
         else:
-            lookups = int(self.times.sum())
-            self.hits += lookups - int(self.times[np.searchsorted(looked_up, misses)].sum())
-            self.lookups += lookups
+            lookups, missed = _lookups(looked_up, self.times, misses)
+            self.hits, self.lookups = self.hits + lookups - missed, self.lookups + lookups
             self.rows_kept += len(hits)
         return NOTHING
 
@@ -125,6 +125,31 @@ class PopularRows(CachePolicy):
         """Continue from a saved state."""
         for name, value in state.items():
             setattr(self, name, value)
+
+
+@compiled
+def _marked(marks: NDArray[np.bool_], rows: RowIds, most: int) -> RowIds:
+    """The first ``most`` of those ``rows`` that have a mark."""
+    chosen = np.empty(len(rows), np.int64)
+    count = 0
+    for row in rows:
+        if count < most and marks[row]:
+            chosen[count] = row
+            count += 1
+    return chosen[:count]
+
+
+@compiled
+def _lookups(rows: RowIds, times: NDArray[np.int32], misses: RowIds) -> tuple[int, int]:
+    """How many lookups ``rows``, each looked up so many ``times``, have, and those of them that are
+    ``misses``; both are sorted."""
+    lookups = missed = at = 0
+    for i in range(len(rows)):
+        lookups += times[i]
+        if at < len(misses) and misses[at] == rows[i]:
+            missed += times[i]
+            at += 1
+    return lookups, missed
 
 
 _STATE = (

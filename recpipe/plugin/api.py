@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from recpipe.report.record import Io
     from recpipe.tables.tiers.placement import Bags
 
-API = (2, 6)
+API = (2, 7)
 """Version of this file's contract: a plugin's major must equal it, its minor must not exceed it."""
 
 P = TypeVar("P")

@@ -45,7 +45,7 @@ class Moves:
     def of(cls, plan: TierPlan, slab: RowIds, slab_written: bool, slab_first: int) -> Moves:
         """The moves if ``slab`` holds these rows, which are also in the store if ``slab_written``."""
         counts, *arrays = _moves(
-            *(slab, slab_written, slab_first), *(plan.evicted, plan.vacated, plan.slots, plan.carried_from)
+            slab, slab_written, slab_first, plan.evicted, plan.vacated, plan.slots, plan.carried_from
         )
         to_slots, promoted = counts
         written, departing, leaving, carried, carried_to, fetched = arrays

@@ -13,6 +13,7 @@ from recpipe.common.saved import Damaged, within
 from recpipe.common.spread import ALONE, Spread
 from recpipe.plugin.policy import NOTHING, CachePolicy, Placement, RowIds, RowSpace, Slots
 
+
 class NoCache(CachePolicy):
     """Every row is fetched and written back in every batch: the papers' parameter-server baseline."""
 
@@ -130,7 +131,10 @@ class Lru(CachePolicy):
         self.head = 0
         if self.tail + room > len(self.ring_slot):
             size = self.tail + room
-            self.ring_slot, self.ring_stamp = np.resize(self.ring_slot, size), np.resize(self.ring_stamp, size)
+            self.ring_slot, self.ring_stamp = (
+                np.resize(self.ring_slot, size),
+                np.resize(self.ring_stamp, size),
+            )
 
     def _live(self) -> tuple[Slots, Slots]:
         """The ring's entries that are not out of date: slots and stamps, oldest first."""
@@ -170,29 +174,37 @@ class Lru(CachePolicy):
 
 
 @compiled
-def _touch(
-    stamp: Slots, ring_slot: Slots, ring_stamp: Slots, tail: int, step: int, hits: Slots
-) -> int:
+def _touch(stamp: Slots, ring_slot: Slots, ring_stamp: Slots, tail: int, step: int, hits: Slots) -> int:
     """Stamp the slots ``hits`` with ``step`` and append each once, in the order of their numbers; returns the
     ring's new end."""
-    seen = np.zeros(-(-len(stamp) // 8) * 8, np.uint8)
+    slots = np.empty(min(len(hits), len(stamp)), np.int32)
+    count = 0
     for slot in hits:
-        seen[slot] = 1
-        stamp[slot] = step
-    eights = seen.view(np.uint64)
-    for eight in range(len(eights)):
-        if eights[eight]:
-            for slot in range(8 * eight, 8 * eight + 8):
-                if seen[slot]:
-                    ring_slot[tail], ring_stamp[tail] = slot, step
-                    tail += 1
-    return tail
+        if stamp[slot] != step:
+            stamp[slot] = step
+            slots[count] = slot
+            count += 1
+    # Sorted by the lower half of the bits, then by the upper one: no pass over all slots, nor comparisons.
+    bits = 1
+    while (1 << 2 * bits) < len(stamp):
+        bits += 1
+    target = np.empty(count, np.int32)
+    for shift in (0, bits):
+        starts = np.zeros((1 << bits) + 1, np.int64)
+        for i in range(count):
+            starts[(slots[i] >> shift & (1 << bits) - 1) + 1] += 1
+        starts = np.cumsum(starts)
+        for i in range(count):
+            part = slots[i] >> shift & (1 << bits) - 1
+            target[starts[part]] = slots[i]
+            starts[part] += 1
+        slots, target = target, slots
+    ring_slot[tail : tail + count], ring_stamp[tail : tail + count] = slots[:count], step
+    return tail + count
 
 
 @compiled
-def _append(
-    stamp: Slots, ring_slot: Slots, ring_stamp: Slots, tail: int, step: int, slots: Slots
-) -> int:
+def _append(stamp: Slots, ring_slot: Slots, ring_stamp: Slots, tail: int, step: int, slots: Slots) -> int:
     """As ``_touch``, of distinct ``slots`` in their order."""
     for slot in slots:
         stamp[slot] = step
@@ -317,12 +329,16 @@ def add_lookups(counts: NDArray[np.int32], rows: RowIds, times: NDArray[np.int32
 @compiled
 def _count(counts: NDArray[np.int32], rows: RowIds) -> None:
     for row in rows:
+        if not 0 <= row < len(counts):
+            raise IndexError("a row that is in no table")
         counts[row] += 1
 
 
 @compiled
 def _count_times(counts: NDArray[np.int32], rows: RowIds, times: NDArray[np.int32]) -> None:
     for i in range(len(rows)):
+        if not 0 <= rows[i] < len(counts):
+            raise IndexError("a row that is in no table")
         counts[rows[i]] += times[i]
 
 
@@ -336,6 +352,8 @@ def distinct_slots(slots: Slots, count: int, spread: Spread = ALONE) -> Slots:
 @compiled
 def _see(seen: NDArray[np.bool_], slots: Slots) -> None:
     for slot in slots:
+        if not 0 <= slot < len(seen):
+            raise IndexError("a slot that does not exist")
         seen[slot] = True
 
 
