@@ -15,6 +15,7 @@ from recpipe.plugin import RowIds, Slots
 Counts = NDArray[np.int32]
 Small = NDArray[np.int32] | NDArray[np.int64]
 """Row numbers, of 32 bits where all numbers fit."""
+Used = tuple[RowIds, Counts]
 UNKNOWN = np.iinfo(np.int32).max
 """The next use of a row that no known batch looks up again."""
 KNOWN = 1 << 62
@@ -35,7 +36,8 @@ def in_group(
     steps = np.empty(len(order), np.int32)
     start = 0
     for batch in range(len(sizes)):
-        steps[start : start + sizes[batch]] = first + batch
+        for at in range(start, start + sizes[batch]):
+            steps[at] = first + batch
         start += sizes[batch]
     next_use = np.full(len(order), UNKNOWN, np.int32)
     rows = np.empty(len(order), looked_up.dtype)
@@ -52,9 +54,7 @@ def in_group(
 
 
 @compiled
-def shared(
-    before: Small, ends: Counts, rows: Small, uses: Counts
-) -> tuple[tuple[RowIds, Counts], tuple[RowIds, Counts]]:
+def shared(before: Small, ends: Counts, rows: Small, uses: Counts) -> tuple[Used, Used]:
     """The ``ends`` of those sorted rows ``before`` that are among sorted ``rows``, and the ``uses`` of these;
     then the other ``rows`` and their ``uses``."""
     places, again = np.empty(len(rows), np.int64), np.empty(len(rows), np.int32)

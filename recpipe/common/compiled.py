@@ -6,37 +6,90 @@ which takes longer than the work where several threads run Python, as beside a G
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import wraps
-from typing import Any, TypeVar, cast
+from collections.abc import Callable, Iterator
+from functools import cached_property, update_wrapper
+from inspect import signature
+from itertools import product
+from types import UnionType
+from typing import Any, TypeVar, cast, get_args, get_origin, get_type_hints
+
+import numpy as np
+
+from recpipe.common.console import log
 
 F = TypeVar("F", bound=Callable[..., Any])
 
 
 def compiled(loop: F) -> F:
-    """``loop`` as machine code, made by numba at its first call with arguments of these types (about half a
-    second) and kept on disk for later runs.
+    """``loop`` as machine code, which numba makes and keeps on disk for later runs.
 
-    It takes numpy arrays and numbers, and calls nothing but numpy and what numba knows. Nothing checks its
-    indices: whoever calls it has.
+    It takes arrays and numbers, of the types that its annotations say if ``load_loops`` is to load it (others
+    take half a second at their first call), and calls nothing but numpy. Nothing checks its indices: whoever
+    calls it has.
     """
-    made: Callable[..., Any] | None = None
-
-    @wraps(loop)
-    def call(*arguments: Any) -> Any:
-        nonlocal made
-        if made is None:
-            made = _compiled(loop)
-        return made(*arguments)
-
-    return cast(F, call)
+    return cast(F, update_wrapper(_Loop(loop), loop))
 
 
-def _compiled(loop: Callable[..., Any]) -> Callable[..., Any]:
-    from numba import njit  # here, since runs with resident tables do without it
+def load_loops() -> None:
+    """Load the machine code of all loops there are now, or make it, so that no batch waits for that."""
+    said = False
+    while _WAITING:
+        found = _WAITING.pop().load()
+        if not found and not said:
+            said = True
+            log.info("compiling loops for this machine, once")
 
-    try:
-        made: Callable[..., Any] = njit(loop, nogil=True, cache=True)
-    except RuntimeError:  # neither the folder of the loop's file nor the user's cache can be written
-        made = njit(loop, nogil=True)
-    return made
+
+class _Loop:
+    def __init__(self, loop: Callable[..., Any]) -> None:
+        self.loop = loop
+        _WAITING.append(self)
+
+    def __call__(self, *arguments: Any) -> Any:
+        return self.made(*arguments)
+
+    @cached_property
+    def made(self) -> Any:
+        """numba's form of it."""
+        from numba import njit  # here, since runs with resident tables do without it
+
+        try:
+            return njit(self.loop, nogil=True, cache=True)
+        except RuntimeError:  # neither the folder of the loop's file nor the user's cache can be written
+            return njit(self.loop, nogil=True)
+
+    def load(self) -> bool:
+        """Make it ready for arguments of the types that its annotations say; whether that was found on
+        disk."""
+        from numba import from_dtype, types
+
+        def of(kind: Any) -> Any:
+            if isinstance(kind, np.dtype):
+                return from_dtype(kind)[::1]
+            return types.boolean if kind is bool else types.int64
+
+        for kinds in _argument_types(self.loop):
+            self.made.compile(tuple(map(of, kinds)))
+        return not self.made.stats.cache_misses
+
+
+_WAITING: list[_Loop] = []
+"""Loops that have not been loaded."""
+
+
+def _argument_types(loop: Callable[..., Any]) -> Iterator[tuple[Any, ...]]:
+    """What ``loop``'s annotations allow: for each argument ``bool``, ``int`` or an array's dtype. Nothing if
+    one of them says something else."""
+    hints = get_type_hints(loop)
+    return product(*(_kinds(hints.get(name)) for name in signature(loop).parameters))
+
+
+def _kinds(hint: Any) -> list[Any]:
+    if isinstance(hint, UnionType):
+        return [kind for each in get_args(hint) for kind in _kinds(each)]
+    if hint in (bool, int):
+        return [hint]
+    if get_origin(hint) is not np.ndarray:
+        return []
+    _, dtype = get_args(hint)
+    return [np.dtype(*get_args(dtype))]

@@ -139,7 +139,7 @@ class CheckedPolicy:
         if _repeats(self._where, rows):
             raise self._wrong(call, "a row twice")
 
-    def _check_range(self, call: str, numbers: NDArray[np.integer[Any]], most: int, what: str) -> None:
+    def _check_range(self, call: str, numbers: Slots | RowIds, most: int, what: str) -> None:
         if not np.issubdtype(numbers.dtype, np.integer):
             raise self._wrong(call, f"{what}s of type {numbers.dtype}")
         if not len(numbers):
@@ -156,7 +156,7 @@ class CheckedPolicy:
 
 
 @compiled
-def _repeats(map_: NDArray[np.int32], numbers: NDArray[np.integer[Any]]) -> bool:
+def _repeats(map_: NDArray[np.int32], numbers: Slots | RowIds) -> bool:
     """Whether one of ``numbers`` occurs twice."""
     before = np.empty(len(numbers), np.int32)
     marked = 0
@@ -170,7 +170,7 @@ def _repeats(map_: NDArray[np.int32], numbers: NDArray[np.integer[Any]]) -> bool
 
 
 @compiled
-def _meet(map_: NDArray[np.int32], distinct: NDArray[np.integer[Any]], others: Slots) -> bool:
+def _meet(map_: NDArray[np.int32], distinct: Slots, others: Slots) -> bool:
     """Whether one of ``others`` is among the ``distinct`` numbers; at these, the map is 0."""
     for number in distinct:
         map_[number] = MARK
@@ -198,7 +198,7 @@ def _within(map_: NDArray[np.int32], rows: RowIds, misses: RowIds) -> bool:
 
 
 @compiled
-def _span(numbers: NDArray[np.integer[Any]]) -> tuple[int, int]:
+def _span(numbers: Slots | RowIds) -> tuple[int, int]:
     """The least and the greatest of ``numbers``."""
     least = most = numbers[0]
     for number in numbers:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from recpipe.common.compiled import compiled
+from recpipe.common.compiled import compiled, load_loops
 from recpipe.common.spread import ALONE, Spread
 from recpipe.data.checks import unknown_id
 from recpipe.data.parts import in_order
@@ -165,6 +165,7 @@ class TierPlanner:
         pooled: bool = True,
         owner: Origin | None = None,
     ) -> None:
+        load_loops()
         self.policy = policy
         self.space = policy.space
         self.pooled = pooled

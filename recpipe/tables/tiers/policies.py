@@ -188,18 +188,21 @@ def _touch(stamp: Slots, ring_slot: Slots, ring_stamp: Slots, tail: int, step: i
     bits = 1
     while (1 << 2 * bits) < len(stamp):
         bits += 1
+    low = (1 << bits) - 1
     target = np.empty(count, np.int32)
     for shift in (0, bits):
-        starts = np.zeros((1 << bits) + 1, np.int64)
+        ends = np.zeros(low + 2, np.int64)
         for i in range(count):
-            starts[(slots[i] >> shift & (1 << bits) - 1) + 1] += 1
-        starts = np.cumsum(starts)
+            ends[(slots[i] >> shift & low) + 1] += 1
+        for part in range(low + 1):
+            ends[part + 1] += ends[part]
         for i in range(count):
-            part = slots[i] >> shift & (1 << bits) - 1
-            target[starts[part]] = slots[i]
-            starts[part] += 1
+            part = slots[i] >> shift & low
+            target[ends[part]] = slots[i]
+            ends[part] += 1
         slots, target = target, slots
-    ring_slot[tail : tail + count], ring_stamp[tail : tail + count] = slots[:count], step
+    for i in range(count):
+        ring_slot[tail + i], ring_stamp[tail + i] = slots[i], step
     return tail + count
 
 

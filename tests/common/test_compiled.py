@@ -1,0 +1,105 @@
+"""Compiled loops: they let other threads go on, and are ready before the first batch."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from threading import Thread
+from time import sleep
+
+import numba
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from recpipe.common.compiled import compiled
+from tests.processes import ROOT
+
+RECIPES = (
+    ["tiers.policy=lru"],
+    ["tiers.policy=lfu"],
+    ["+plugin=hotline"],
+    ["+plugin=bagpipe"],
+    ["+plugin=fae"],
+)
+SMALL = (
+    "data.samples=4096",
+    "data.table_scale=0.001",
+    "data.batch_size=512",
+    "tiers.resident_bytes=10%",
+    "trainer.progress=false",
+    "trainer.logger=null",
+    "trainer.checkpoint_every=null",
+)
+LATER = f"""
+import sys
+from pathlib import Path
+
+from recpipe.common.compiled import _WAITING, _argument_types, _Loop
+from recpipe.config.compose import compose
+from recpipe.run import run
+
+for number, words in enumerate({RECIPES}):
+    run(compose([*{SMALL}, *words]), Path(sys.argv[1] + str(number)))
+loops = {{id(v): v for m in list(sys.modules.values()) for v in vars(m).values() if isinstance(v, _Loop)}}
+print("loops:", len(loops))
+for loop in _WAITING:
+    print("not loaded at all:", loop.__name__)
+for loop in loops.values():
+    if len(loop.made.signatures) > len(list(_argument_types(loop.loop))):
+        print("not loaded before the first batch:", loop.__name__, loop.made.signatures)
+"""
+"""Runs recipes and says which loops were called with types for which they had not been loaded."""
+
+
+@compiled
+def spin(numbers: NDArray[np.int64], rounds: int) -> int:
+    total = 0
+    for _ in range(rounds):
+        for i in range(len(numbers)):
+            numbers[i] = (numbers[i] * 6364136223846793005 + 1442695040888963407) % 1000003
+            total += numbers[i]
+    return total
+
+
+def test_other_threads_go_on_while_a_loop_runs() -> None:
+    numbers = np.arange(1000)
+    spin(numbers, 1)
+    running = Thread(target=spin, args=(numbers, 600_000))
+    running.start()
+    sleep(0.001)
+    assert running.is_alive(), "this thread had to wait for all of it"
+    running.join()
+
+
+def test_no_batch_waits_for_a_loop(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", LATER, str(tmp_path / "run")]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT)
+    assert not done.returncode, done.stderr
+    said = done.stdout[done.stdout.index("loops:") :].split("\n", 1)
+    assert int(said[0].split()[1]) > 20 and not said[1], said[1]
+
+
+def test_types_that_annotations_do_not_say_are_for_the_first_call() -> None:
+    @compiled
+    def doubled(numbers, by: int):  # type: ignore[no-untyped-def]
+        return numbers * by
+
+    assert doubled(np.ones(2), 2).tolist() == [2.0, 2.0]
+
+
+def test_without_a_folder_to_write_a_loop_is_compiled_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = numba.njit
+
+    def without_folder(loop: object, **options: bool) -> object:
+        if options.get("cache"):
+            raise RuntimeError("cannot cache function: no locator available")
+        return made(loop, **options)
+
+    @compiled
+    def added(a: int, b: int) -> int:
+        return a + b
+
+    monkeypatch.setattr(numba, "njit", without_folder)
+    assert added(1, 2) == 3
