@@ -26,7 +26,8 @@ from recpipe.data.parts import on_device
 from recpipe.distributed.ranks import Channel
 from recpipe.errors import UserError
 from recpipe.pipeline.cores import Cores
-from recpipe.pipeline.dense_graph import CudaGraph, DenseGraph
+from recpipe.pipeline.cuda_graph import CudaGraph
+from recpipe.pipeline.dense_graph import DenseGraph
 from recpipe.pipeline.parts import find_out
 from recpipe.pipeline.placed import PlacedModel
 from recpipe.plugin.api import StepWrapper

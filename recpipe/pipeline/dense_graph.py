@@ -12,17 +12,16 @@ form, such as a short last one, are trained without the graph.
 
 from __future__ import annotations
 
-import gc
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext, suppress
-from typing import Any, NoReturn, Protocol
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from contextlib import nullcontext
+from typing import Any, NoReturn
 
 import torch
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
 
-from recpipe.common.device import current_stream, lone_stream
 from recpipe.data.parts import attributes, leaves, with_parts
 from recpipe.errors import UserError, shown
+from recpipe.pipeline.cuda_graph import REMEDY, Graph
 from recpipe.pipeline.placed import PlacedModel
 from recpipe.seams import HostIds, TorchDispatchMode
 from recpipe.tables.front import Front
@@ -31,57 +30,6 @@ from recpipe.tables.lookups import BatchLookups
 BEFORE = 3
 """Batches of one form in a row that are trained without a graph before one is recorded: CUDA's libraries
 choose and load their kernels in them."""
-REMEDY = "set trainer.backend=plain"
-
-
-class Graph(Protocol):
-    """Kernels that are started at once."""
-
-    def record(self, work: Callable[[], None]) -> None:
-        """Keep what ``work`` does on the GPU, which is not done now."""
-
-    def replay(self) -> None:
-        """Do it, on this thread's stream."""
-
-
-class CudaGraph:
-    """torch's, recorded on a stream of its own while other threads go on to use the GPU."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._graph = torch.cuda.CUDAGraph()
-        self._stream = lone_stream(device)
-
-    def record(self, work: Callable[[], None]) -> None:
-        """As ``Graph.record``."""
-        training = current_stream()
-        self._stream.wait_stream(training)
-        with _no_collection(), torch.cuda.stream(self._stream):
-            # Other threads may allocate memory and wait for their streams meanwhile.
-            self._graph.capture_begin(capture_error_mode="thread_local")
-            try:
-                work()
-            except BaseException:
-                with suppress(RuntimeError):  # the first fault says more
-                    self._graph.capture_end()
-                raise
-            self._graph.capture_end()
-        training.wait_stream(self._stream)
-
-    def replay(self) -> None:
-        """As ``Graph.replay``."""
-        self._graph.replay()
-
-
-@contextmanager
-def _no_collection() -> Iterator[None]:
-    """No garbage is collected in the block: freeing another graph would end the recording."""
-    was_on = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_on:
-            gc.enable()
 
 
 class DenseGraph:
@@ -91,7 +39,7 @@ class DenseGraph:
         self.model = model
         self.trained = 0
         """How many batches were trained by a graph."""
-        self._make = make
+        self.make = make
         self._modules = list(model.module.modules())
         self._recorded: _Recorded | None = None
         self._latest: Hashable = None
@@ -111,7 +59,7 @@ class DenseGraph:
             if self._in_a_row <= BEFORE:
                 return None
             self._recorded = None  # its memory is free for the next one
-            self._recorded = _Recorded(self.model, self._make(), form, lookups, batch)
+            self._recorded = _Recorded(self.model, self.make(), form, lookups, batch)
         self._in_a_row = 0
         self.trained += 1
         return self._recorded.train(lookups, batch)

@@ -24,6 +24,7 @@ from recpipe.pipeline.loader import TrainLoader
 from recpipe.pipeline.placed import PlacedModel, saved_buffers
 from recpipe.pipeline.step import StagedBatch, StepTimes, accumulate
 from recpipe.pipeline.sync import add_up
+from recpipe.pipeline.update_graph import record_steps
 from recpipe.tables.beside import Beside
 from recpipe.tables.capabilities import SavesPlacement
 from recpipe.training.divergence import first_bad_tensor
@@ -93,7 +94,10 @@ class RankingModule(L.LightningModule):
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         """The dense optimizer."""
-        return self.make_optimizer(self.dense)
+        optimizer = self.make_optimizer(self.dense)
+        if self.graph is not None:
+            record_steps(optimizer, self.graph.make)
+        return optimizer
 
     def transfer_batch_to_device(self, batch: Any, device: torch.device, dataloader_idx: int) -> Any:
         """Do nothing: the pipeline has put the batch on the device."""

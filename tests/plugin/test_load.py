@@ -25,7 +25,7 @@ class Old(Good):
 
 
 class New(Good):
-    api = (2, 7)
+    api = (2, 8)
 
 
 class NeedsOldTorchRec(Good):
@@ -43,7 +43,7 @@ class BadRange(Good):
         (
             Old,
             PluginVersionError,
-            "plugin API 0.9; this recpipe speaks 2.6. Upgrade: pip install -U recpipe-acme",
+            "plugin API 0.9; this recpipe speaks 2.7. Upgrade: pip install -U recpipe-acme",
         ),
         (New, PluginVersionError, "pip install -U recpipe$"),
         (

@@ -1,0 +1,64 @@
+"""CUDA graphs: kernels that are recorded once, and started at once from then on."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from typing import Protocol
+
+import torch
+
+from recpipe.common.device import current_stream, lone_stream
+
+REMEDY = "set trainer.backend=plain"
+
+
+class Graph(Protocol):
+    """Kernels that are started at once."""
+
+    def record(self, work: Callable[[], None]) -> None:
+        """Keep what ``work`` does on the GPU, which is not done now."""
+
+    def replay(self) -> None:
+        """Do it, on this thread's stream."""
+
+
+class CudaGraph:
+    """torch's, recorded on a stream of its own while other threads go on to use the GPU."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._graph = torch.cuda.CUDAGraph()
+        self._stream = lone_stream(device)
+
+    def record(self, work: Callable[[], None]) -> None:
+        """As ``Graph.record``."""
+        training = current_stream()
+        self._stream.wait_stream(training)
+        with _no_collection(), torch.cuda.stream(self._stream):
+            # Other threads may allocate memory and wait for their streams meanwhile.
+            self._graph.capture_begin(capture_error_mode="thread_local")
+            try:
+                work()
+            except BaseException:
+                with suppress(RuntimeError):  # the first fault says more
+                    self._graph.capture_end()
+                raise
+            self._graph.capture_end()
+        training.wait_stream(self._stream)
+
+    def replay(self) -> None:
+        """As ``Graph.replay``."""
+        self._graph.replay()
+
+
+@contextmanager
+def _no_collection() -> Iterator[None]:
+    """No garbage is collected in the block: freeing another graph would end the recording."""
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()

@@ -1,0 +1,111 @@
+"""The dense optimizer's step, recorded once as a CUDA graph and replayed.
+
+Python starts a step's few kernels by itself, in about a millisecond. They are the same in each step where
+parameters, gradients and the optimizer's state stay in the same memory, as they do behind a ``DenseGraph``,
+and where nothing that Python computes for the kernels depends on the number of the step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterator
+from types import MethodType
+from typing import Any
+
+import torch
+from torch.optim import SGD, Adagrad, Optimizer
+from torch.optim import optimizer as of_torch
+
+from recpipe.errors import UserError, shown
+from recpipe.pipeline.cuda_graph import REMEDY, Graph
+
+
+def record_steps(optimizer: Optimizer, make: Callable[[], Graph]) -> None:
+    """Let a graph of ``make`` make the steps of ``optimizer`` wherever they repeat the one before: those of
+    SGD, and of Adagrad without ``lr_decay``. Others, whose kernels get the number of the step from Python,
+    stay as they are."""
+    if type(optimizer) in (SGD, Adagrad):
+        recorded = _Recorded(optimizer, make)
+        # A method of it, since torch's schedulers bind it anew.
+        step = MethodType(lambda _, closure=None: recorded.step(closure), optimizer)
+        optimizer.step = step  # type: ignore[method-assign]
+
+
+class _Recorded:
+    def __init__(self, optimizer: Optimizer, make: Callable[[], Graph]) -> None:
+        self._optimizer, self._make = optimizer, make
+        self._by_python = optimizer.step
+        self._graph: Graph | None = None
+        self._form: Hashable = None
+        """What ``_form_now`` said when the graph was recorded."""
+        self._latest: Hashable = None
+        """What it said in the latest step by Python."""
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """As ``Optimizer.step``."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        form = self._form_now()
+        if form is None or (form != self._latest and form != self._form):
+            self._latest = form
+            self._by_python()
+            return loss
+        if self._graph is None or form != self._form:
+            self._record(form)
+        assert self._graph is not None, "just recorded"
+        self._graph.replay()
+        for state in self._states():
+            if "step" in state:
+                state["step"] += 1
+        return loss
+
+    def _record(self, form: Hashable) -> None:
+        self._graph, self._form = None, form  # its memory is free for the next one
+        steps = [(state, state["step"]) for state in self._states() if "step" in state]
+        graph = self._make()
+        try:
+            for state, number in steps:  # Python would count while it records
+                state["step"] = number.clone()
+            graph.record(self._by_python)
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as fault:
+            raise UserError(
+                "trainer.backend=cuda_graph: the dense optimizer's step cannot be recorded "
+                f"({shown(fault, 200)}); {REMEDY}"
+            ) from fault
+        finally:
+            for state, number in steps:
+                state["step"] = number
+        self._graph = graph
+
+    def _states(self) -> Iterator[dict[str, Any]]:
+        yield from self._optimizer.state.values()
+
+    def _form_now(self) -> Hashable:
+        """What must be as it was for kernels to be the same; None if they may not be."""
+        optimizer = self._optimizer
+        hooks = (
+            optimizer._optimizer_step_pre_hooks,
+            optimizer._optimizer_step_post_hooks,
+            of_torch._global_optimizer_pre_hooks,
+            of_torch._global_optimizer_post_hooks,
+        )
+        if any(hooks):
+            return None
+        form: list[Hashable] = []
+        for group in optimizer.param_groups:
+            knobs = {name: value for name, value in group.items() if name != "params"}
+            if knobs.get("lr_decay") or any(isinstance(value, torch.Tensor) for value in knobs.values()):
+                return None
+            form += knobs.items()
+            for parameter in group["params"]:
+                state = optimizer.state.get(parameter, {})
+                form += (_place(parameter), _place(parameter.grad))
+                form += ((name, _place(value)) for name, value in state.items() if name != "step")
+        return tuple(form)
+
+
+def _place(value: Any) -> Hashable:
+    return value.data_ptr() if isinstance(value, torch.Tensor) else value
