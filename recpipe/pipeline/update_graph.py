@@ -55,9 +55,9 @@ class _Recorded:
             self._record(form)
         assert self._graph is not None, "just recorded"
         self._graph.replay()
-        for state in self._states():
-            if "step" in state:
-                state["step"] += 1
+        steps = [state["step"] for state in self._states() if "step" in state]
+        if steps:
+            torch._foreach_add_(steps, 1)
         return loss
 
     def _record(self, form: Hashable) -> None:
