@@ -54,7 +54,7 @@ else
     pip=".venv/bin/python -m pip"
 fi
 
-echo "setup: installing $requirements and recpipe into .venv (about 1 GB for CPU, 5 GB for CUDA)"
+echo "setup: installing $requirements and recpipe into .venv (about 1.5 GB for CPU, 5 GB for CUDA)"
 rm -f "$stamp"
 quiet="--disable-pip-version-check --no-warn-script-location"
 if [ "$requirements" = requirements/cpu.txt ]; then

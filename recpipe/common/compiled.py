@@ -16,6 +16,7 @@ from typing import Any, TypeVar, cast, get_args, get_origin, get_type_hints
 import numpy as np
 
 from recpipe.common.console import log
+from recpipe.errors import UserError, shown
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -51,26 +52,35 @@ class _Loop:
     @cached_property
     def made(self) -> Any:
         """numba's form of it."""
-        from numba import njit  # here, since runs with resident tables do without it
-
+        numba = _numba()
         try:
-            return njit(self.loop, nogil=True, cache=True)
+            return numba.njit(self.loop, nogil=True, cache=True)
         except RuntimeError:  # neither the folder of the loop's file nor the user's cache can be written
-            return njit(self.loop, nogil=True)
+            return numba.njit(self.loop, nogil=True)
 
     def load(self) -> bool:
         """Make it ready for arguments of the types that its annotations say; whether that was found on
         disk."""
-        from numba import from_dtype, types
+        numba = _numba()
 
         def of(kind: Any) -> Any:
             if isinstance(kind, np.dtype):
-                return from_dtype(kind)[::1]
-            return types.boolean if kind is bool else types.int64
+                return numba.from_dtype(kind)[::1]
+            return numba.types.boolean if kind is bool else numba.types.int64
 
         for kinds in _argument_types(self.loop):
             self.made.compile(tuple(map(of, kinds)))
         return not self.made.stats.cache_misses
+
+
+def _numba() -> Any:
+    try:
+        import numba  # here, since runs with resident tables do without it
+    except ImportError as fault:  # it refuses a numpy that is newer than it is
+        raise UserError(
+            f"numba, which compiles loops, cannot be imported ({shown(fault, 200)}): pip install -U numba"
+        ) from fault
+    return numba
 
 
 _WAITING: list[_Loop] = []

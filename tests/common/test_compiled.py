@@ -14,6 +14,7 @@ import pytest
 from numpy.typing import NDArray
 
 from recpipe.common.compiled import compiled
+from recpipe.errors import UserError
 from tests.processes import ROOT
 
 RECIPES = (
@@ -104,3 +105,14 @@ def test_without_a_folder_to_write_a_loop_is_compiled_anew(monkeypatch: pytest.M
 
     monkeypatch.setattr(numba, "njit", without_folder)
     assert added(1, 2) == 3
+
+
+def test_a_numba_that_cannot_be_imported_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    @compiled
+    def added(a: int, b: int) -> int:
+        return a + b
+
+    monkeypatch.setitem(sys.modules, "numba", None)
+    with pytest.raises(UserError, match=r"numba, which compiles loops, .*: pip install -U numba") as told:
+        added(1, 2)
+    assert "\n" not in str(told.value)
