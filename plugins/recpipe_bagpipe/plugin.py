@@ -98,6 +98,7 @@ class PlannedTables(Cache):
 
     def __init__(self, knobs: BagPipe, ctx: Context) -> None:
         self.knobs, self.trainers = knobs, ctx.trainers
+        self.on_gpu = ctx.device.startswith("cuda")
         self.budgets = {group.tables: group.slots * group.record_bytes for group in ctx.groups}
         """Each group's share of the resident bytes."""
         self.rows = {g.tables: sum(ctx.tables[name].rows for name in g.tables) for g in ctx.groups}
@@ -109,8 +110,8 @@ class PlannedTables(Cache):
 
     def beside(self, group: GroupInfo) -> int:
         """What a single trainer's batches and rows on their way take of the budget; nothing if every row can
-        be resident."""
-        if self.trainers > 1 or group.slots >= self.rows[group.tables]:
+        be resident, or if the budget is a GPU's memory, in which none of them are."""
+        if self.trainers > 1 or self.on_gpu or group.slots >= self.rows[group.tables]:
             return 0
         return int((RESERVED + WRITES) * group.slots * group.record_bytes)
 

@@ -302,3 +302,13 @@ def test_an_early_exit_leaves_no_oracle_thread_behind(clicks: Dataset, tmp_path:
 def test_wrong_knobs_are_named(knobs: dict[str, Any], name: str) -> None:
     with pytest.raises(PluginError, match=rf"plugins\.bagpipe\.{name}"):
         BagPipe(**({"lookahead": 10, "cleanup": 2, "increase": 1, "decrease": 2} | knobs))
+
+
+@pytest.mark.parametrize(("device", "share"), [("cpu", 0.25), ("cuda:0", 0.0)])
+def test_what_waits_in_host_memory_takes_no_slots_of_a_gpu(clicks, device: str, share: float) -> None:
+    tables = TableSet.one_each(clicks.schema.sparse, 8, TableOptimizer("sgd", 0.1), 0)
+    context = context_of(tables, 1000, clicks, device=device)
+    plugin = BagPipe(lookahead="auto", cleanup=0.25)
+    (cache,) = plugin.contribute(context).cache
+    (group,) = context.groups
+    assert cache.beside(group) == share * 1000 * tables.record_bytes
