@@ -307,7 +307,7 @@ def test_wrong_knobs_are_named(knobs: dict[str, Any], name: str) -> None:
 @pytest.mark.parametrize(("device", "share"), [("cpu", 0.25), ("cuda:0", 0.0)])
 def test_what_waits_in_host_memory_takes_no_slots_of_a_gpu(clicks, device: str, share: float) -> None:
     tables = TableSet.one_each(clicks.schema.sparse, 8, TableOptimizer("sgd", 0.1), 0)
-    context = context_of(tables, 1000, clicks, device=device)
+    context = context_of(tables, 1000, clicks, device=device, batch_size=BATCH)
     plugin = BagPipe(lookahead="auto", cleanup=0.25)
     (cache,) = plugin.contribute(context).cache
     (group,) = context.groups
