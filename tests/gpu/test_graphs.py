@@ -14,6 +14,7 @@ import recpipe
 from recpipe.backend import equip
 from recpipe.config.compose import compose
 from recpipe.errors import UserError
+from recpipe.pipeline import update_graph
 from recpipe.run import run
 from tests.fake_graph import FakeGraph
 from tests.gpu.conftest import WORDS
@@ -32,9 +33,38 @@ def _recorded(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(equip, "CudaGraph", lambda device: FakeGraph())
 
 
-@pytest.mark.parametrize("kind", [None, *KINDS])
-def test_a_run_ends_with_the_same_bits(tmp_path: Path, kind: str | None) -> None:
-    own = ("tiers.policy=resident",) if kind is None else (*KINDS[kind], "tiers.store=host")
+OPTIMIZERS = {
+    "momentum": (("optim=sgd", "+optim.dense.momentum=0.9"), 1),
+    "adagrad": (("optim=adagrad", "+optim.dense.weight_decay=0.001"), 1),
+    "adam": (("optim=sgd", "optim.dense.name=Adam", "optim.dense.lr=0.01"), 0),
+}
+"""Dense optimizers, and how often their steps are recorded."""
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_run_ends_with_the_same_bits(tmp_path: Path, kind: str) -> None:
+    same_bits(tmp_path, *KINDS[kind], "tiers.store=host")
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_an_optimizers_steps_leave_the_same_bits(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    recorded: list[object] = []
+    record = update_graph._Recorded._record
+
+    def noted(steps: update_graph._Recorded, form: object) -> None:
+        record(steps, form)
+        recorded.append(form)
+
+    monkeypatch.setattr(update_graph._Recorded, "_record", noted)
+    words, times = OPTIMIZERS[name]
+    same_bits(tmp_path, "tiers.policy=resident", *words)
+    assert len(recorded) == times
+
+
+def same_bits(tmp_path: Path, *own: str) -> None:
+    """Trains by Python and by graphs, and compares all parameters."""
     left = {}
     for backend in ("plain", "cuda_graph"):
         folder = tmp_path / backend
