@@ -33,10 +33,11 @@ from recpipe.common.spread import ALONE
 from recpipe.data.dataset import SparseFeature
 from recpipe.plugin.policy import CachePolicy, RowSpace
 from recpipe.tables.specs import TableOptimizer, TableSet
+from recpipe.tables.tiers.lru import Lru
 from recpipe.tables.tiers.on_gpu import Finder, GpuBags
 from recpipe.tables.tiers.parting import IndexBags
 from recpipe.tables.tiers.placement import TierPlanner, table_bags
-from recpipe.tables.tiers.policies import Lfu, Lru
+from recpipe.tables.tiers.policies import Lfu
 from recpipe.tables.tiers.transfer import Transfer
 
 LEARNING = Learning(learn_batches=20, growth=2.0, relearn_every=2000, sample=1.0, decay=2)

@@ -79,6 +79,7 @@ from recpipe.tables.stores.holders import HeldRows, HoldersStore
 from recpipe.tables.stores.ssd import SsdStore
 from recpipe.tables.stores.writes import positions
 from recpipe.tables.tiers.access_counts import group_rows, load_profile, table_bases
+from recpipe.tables.tiers.lru import Lru
 from recpipe.tables.tiers.parting import IndexBags
 from recpipe.tables.tiers.parts import TierParts
 from recpipe.tables.tiers.placement import Bags
@@ -86,7 +87,6 @@ from recpipe.tables.tiers.policies import (
     ChosenRows,
     HotSet,
     Lfu,
-    Lru,
     add_lookups,
     distinct_slots,
     policy_bytes,

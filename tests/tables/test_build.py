@@ -27,7 +27,7 @@ from recpipe.tables.owners import GroupOwner, group_owners, warn_of_unused
 from recpipe.tables.sharding.plan import Shard, ShardPlan, TablePlan
 from recpipe.tables.sharding.wire import wire_codecs
 from recpipe.tables.specs import TableOptimizer, TableSet
-from recpipe.tables.tiers.policies import Lru
+from recpipe.tables.tiers.lru import Lru
 from tests.pipeline.test_skipping import Odd
 from tests.plugin.samples import ACME, Good, merged
 from tests.tables.samples import CPU, DIM, FEATURES, table_set

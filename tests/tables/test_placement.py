@@ -19,10 +19,11 @@ from recpipe.errors import DataError
 from recpipe.plugin.policy import CachePolicy, Placement, RowIds, RowSpace, Slots
 from recpipe.tables.rowtable import distinct
 from recpipe.tables.specs import TableOptimizer, TableSet
+from recpipe.tables.tiers.lru import Lru
 from recpipe.tables.tiers.on_gpu import Finder, GpuBags
 from recpipe.tables.tiers.parting import IndexBags
 from recpipe.tables.tiers.placement import TierPlan, TierPlanner, checked_rows, reorder, table_bags
-from recpipe.tables.tiers.policies import Lfu, Lru
+from recpipe.tables.tiers.policies import Lfu
 from recpipe.tables.tiers.transfer import Transfer
 from tests.tables.samples import MAKERS, table_set
 

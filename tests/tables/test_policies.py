@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 
 from recpipe.plugin.policy import CachePolicy, Placement, RowSpace
-from recpipe.tables.tiers.policies import HotSet, Lfu, Lru, NoCache
+from recpipe.tables.tiers.lru import Lru
+from recpipe.tables.tiers.policies import HotSet, Lfu, NoCache
 from tests.tables.samples import MAKERS
 
 BASES = np.array([0, 40, 400])

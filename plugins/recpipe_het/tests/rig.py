@@ -14,7 +14,7 @@ from recpipe.plugin.policy import CachePolicy, RowSpace
 from recpipe.tables.specs import TableOptimizer
 from recpipe.tables.stores import make_store
 from recpipe.tables.stores.base import StoreLayout
-from recpipe.tables.tiers.policies import Lru
+from recpipe.tables.tiers.lru import Lru
 
 DIM = 4
 

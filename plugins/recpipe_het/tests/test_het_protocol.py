@@ -13,7 +13,8 @@ from recpipe.errors import UserError
 from recpipe.plugin.policy import CachePolicy
 from recpipe.tables.rowtable import updated
 from recpipe.tables.specs import TableOptimizer
-from recpipe.tables.tiers.policies import Lfu, Lru
+from recpipe.tables.tiers.lru import Lru
+from recpipe.tables.tiers.policies import Lfu
 
 POLICIES = [Lru, Lfu, LfuOpt]
 
