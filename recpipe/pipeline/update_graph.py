@@ -39,6 +39,9 @@ class _Recorded:
         """What ``_form_now`` said when the graph was recorded."""
         self._latest: Hashable = None
         """What it said in the latest step by Python."""
+        self._counted: list[torch.Tensor] = []
+        """Numbers of steps that the graph counts if they are on a GPU: the optimizer's own are counted here,
+        wherever they are."""
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """As ``Optimizer.step``."""
@@ -63,10 +66,11 @@ class _Recorded:
     def _record(self, form: Hashable) -> None:
         self._graph, self._form = None, form  # its memory is free for the next one
         steps = [(state, state["step"]) for state in self._states() if "step" in state]
+        self._counted = [number.clone() for _, number in steps]
         graph = self._make()
         try:
-            for state, number in steps:  # Python would count while it records
-                state["step"] = number.clone()
+            for (state, _), number in zip(steps, self._counted, strict=True):
+                state["step"] = number
             graph.record(self._by_python)
         except torch.OutOfMemoryError:
             raise

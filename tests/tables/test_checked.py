@@ -68,6 +68,8 @@ def planned(policy: Places) -> None:
         (placed([4], [20]), "row 20, and there are 20"),
         (placed([4], [7, 8]), "2 rows in 1 slots"),
         (Placement(np.array([4.0]), np.array([7])), "slots of type float64"),  # type: ignore[arg-type]
+        (Placement(np.array([[4]]), np.array([7])), "slots that are no array of one dimension"),
+        (Placement([4], np.array([7])), "slots that are no array of one dimension"),  # type: ignore[arg-type]
         (None, "a NoneType; a Placement is asked for"),
     ],
 )

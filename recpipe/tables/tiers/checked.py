@@ -140,6 +140,8 @@ class CheckedPolicy:
             raise self._wrong(call, "a row twice")
 
     def _check_range(self, call: str, numbers: Slots | RowIds, most: int, what: str) -> None:
+        if not isinstance(numbers, np.ndarray) or numbers.ndim != 1:
+            raise self._wrong(call, f"{what}s that are no array of one dimension")
         if not np.issubdtype(numbers.dtype, np.integer):
             raise self._wrong(call, f"{what}s of type {numbers.dtype}")
         if not len(numbers):
