@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 from torch.optim import SGD, Adagrad, Optimizer
-from torch.optim import optimizer as of_torch
 
+from recpipe import seams
 from recpipe.errors import UserError, shown
 from recpipe.pipeline.cuda_graph import REMEDY, Graph
 
@@ -58,9 +58,7 @@ class _Recorded:
             self._record(form)
         assert self._graph is not None, "just recorded"
         self._graph.replay()
-        steps = [state["step"] for state in self._states() if "step" in state]
-        if steps:
-            torch._foreach_add_(steps, 1)
+        seams.add_to_each([state["step"] for state in self._states() if "step" in state], 1)
         return loss
 
     def _record(self, form: Hashable) -> None:
@@ -90,13 +88,7 @@ class _Recorded:
     def _form_now(self) -> Hashable:
         """What must be as it was for kernels to be the same; None if they may not be."""
         optimizer = self._optimizer
-        hooks = (
-            optimizer._optimizer_step_pre_hooks,
-            optimizer._optimizer_step_post_hooks,
-            of_torch._global_optimizer_pre_hooks,
-            of_torch._global_optimizer_post_hooks,
-        )
-        if any(hooks):
+        if seams.steps_are_watched(optimizer):
             return None
         form: list[Hashable] = []
         for group in optimizer.param_groups:

@@ -17,6 +17,7 @@ with private_names():
 
     from recpipe.seams.collectives import Collective, count_collectives, leave
     from recpipe.seams.engine import (
+        add_to_each,
         all_loaded,
         backward_number,
         forward_number,
@@ -24,6 +25,7 @@ with private_names():
         graph_is_kept,
         linear_pointwise,
         onednn_takes_bfloat16,
+        steps_are_watched,
         watching_all_threads,
     )
     from recpipe.seams.ids import HostIds
@@ -80,6 +82,7 @@ __all__ = [
     "ShardedTensor",
     "TorchDispatchMode",
     "Views",
+    "add_to_each",
     "all_loaded",
     "backward_number",
     "count_collectives",
@@ -104,6 +107,7 @@ __all__ = [
     "own_lookups_in",
     "remapped_ids",
     "replicated_lookups",
+    "steps_are_watched",
     "taken",
     "tbe_views",
     "tree_leaves",

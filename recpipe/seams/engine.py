@@ -9,6 +9,7 @@ import torch
 import torch.distributed
 from torch import nn
 from torch._C._profiler import _ExperimentalConfig
+from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 from recpipe.common.versions import private
 
@@ -18,11 +19,24 @@ _transforms_are_active = torch._C._are_functorch_transforms_active
 _current_node = torch._C._current_autograd_node
 _sequence_number = torch._C._autograd._get_sequence_nr
 _IncompatibleKeys = nn.modules.module._IncompatibleKeys
+_add_to_each = torch._foreach_add_
 
 
 def graph_is_kept() -> bool:
     """Whether the backward pass under way has ``retain_graph``: saved tensors must then stay as they are."""
     return bool(_keeps_graph())
+
+
+def steps_are_watched(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether hooks are called before or after the optimizer's steps."""
+    own = optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks
+    return any((*own, _global_optimizer_pre_hooks, _global_optimizer_post_hooks))
+
+
+def add_to_each(numbers: list[torch.Tensor], value: int) -> None:
+    """Add ``value`` to each tensor in one call."""
+    if numbers:
+        _add_to_each(numbers, value)
 
 
 def functorch_is_active() -> bool:
