@@ -62,7 +62,8 @@ class Residents:
         return self._where.nbytes + self._row_of_slot.nbytes
 
     def put(self, slots: Slots, rows: RowIds) -> RowIds:
-        """Put ``rows`` into ``slots``; returns the rows that were there (-1: the slot was empty)."""
+        """Put ``rows`` into ``slots``; returns the rows that were there (-1: the slot was empty).
+        ``IndexError`` for one that does not exist."""
         return _put(self._where, self._row_of_slot, slots, rows)
 
     def empty(self, slots: Slots) -> RowIds:
@@ -75,6 +76,11 @@ class Residents:
 
 @compiled
 def _put(where: Slots, row_of_slot: RowIds, slots: Slots, rows: RowIds) -> RowIds:
+    if len(rows) != len(slots):
+        raise IndexError("as many rows as slots are asked for")
+    for i in range(len(slots)):
+        if not (0 <= slots[i] < len(row_of_slot) and 0 <= rows[i] < len(where)):
+            raise IndexError("a slot or a row that does not exist")
     leaving = np.empty(len(slots), np.int64)
     for i in range(len(slots)):
         leaving[i] = row_of_slot[slots[i]]

@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from recpipe.plugin.policy import CachePolicy, Placement, RowSpace
+from recpipe.plugin.policy import CachePolicy, Placement, Residents, RowSpace
 from recpipe.tables.tiers.lru import Lru
-from recpipe.tables.tiers.policies import HotSet, Lfu, NoCache
+from recpipe.tables.tiers.policies import HotSet, Lfu, NoCache, add_lookups, distinct_slots
 from tests.tables.samples import MAKERS
 
 BASES = np.array([0, 40, 400])
@@ -167,3 +167,22 @@ def test_hot_set_retargeted_while_it_moves() -> None:
     now = cache.slot_of()
     assert sorted(now) == list(range(10, 60)) == policy.target.tolist()
     assert all(now[row] == slot for row, slot in kept.items() if row >= 10)
+
+
+@pytest.mark.parametrize(("slots", "rows"), [([3], [1]), ([-1], [1]), ([0], [9]), ([0], [-1]), ([0, 1], [1])])
+def test_a_slot_or_row_that_does_not_exist_changes_nothing(slots: list[int], rows: list[int]) -> None:
+    residents = Residents(9, 3)
+    residents.put(np.array([2], np.int32), np.array([5]))
+    with pytest.raises(IndexError):
+        residents.put(np.array([1, *slots], np.int32), np.array([4, *rows]))
+    assert residents.row_of_slot.tolist() == [-1, -1, 5]
+    assert residents.slot_of(np.arange(9)).tolist() == [-1] * 5 + [2] + [-1] * 3
+
+
+@pytest.mark.parametrize("times", [None, np.ones(2, np.int32)])
+def test_a_row_in_no_table_is_not_counted(times: Any) -> None:
+    for wrong in (7, -1):
+        with pytest.raises(IndexError, match="a row that is in no table"):
+            add_lookups(np.zeros(7, np.int32), np.array([3, wrong]), times)
+    with pytest.raises(IndexError, match="a slot that does not exist"):
+        distinct_slots(np.array([2, 3], np.int32), 3)
