@@ -62,6 +62,8 @@ class _Loop:
         """Make it ready for arguments of the types that its annotations say; whether that was found on
         disk."""
         numba = _numba()
+        if numba.config.DISABLE_JIT:  # numba's own switch, for debugging: loops stay Python
+            return True
 
         def of(kind: Any) -> Any:
             if isinstance(kind, np.dtype):

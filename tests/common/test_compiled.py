@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from recpipe.common.compiled import compiled
+from recpipe.common.compiled import compiled, load_loops
 from recpipe.errors import UserError
 from tests.processes import ROOT
 
@@ -116,3 +116,13 @@ def test_a_numba_that_cannot_be_imported_is_one_line(monkeypatch: pytest.MonkeyP
     with pytest.raises(UserError, match=r"numba, which compiles loops, .*: pip install -U numba") as told:
         added(1, 2)
     assert "\n" not in str(told.value)
+
+
+def test_loops_can_stay_python(monkeypatch: pytest.MonkeyPatch) -> None:
+    @compiled
+    def added(a: int, b: int) -> int:
+        return a + b
+
+    monkeypatch.setattr(numba.config, "DISABLE_JIT", 1)
+    load_loops()
+    assert added(1, 2) == 3
