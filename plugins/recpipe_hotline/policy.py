@@ -73,7 +73,10 @@ class PopularRows(CachePolicy):
         self.popular = np.zeros(self.space.rows, bool)
         self.popular[top_rows(self.counts, self.space.slots, held)] = True
         slots = np.flatnonzero(~self.popular[held]).astype(np.int32)
-        self.unpopular = slots[np.argsort(self.counts[held[slots]], kind="stable")]
+        counts = self.counts[held[slots]]
+        if counts.max(initial=0) < 1 << 16:
+            counts = counts.astype(np.uint16)  # which numpy puts in order ten times as fast
+        self.unpopular = slots[np.argsort(counts, kind="stable")]
         self.replaced = 0
         self.learnings += 1
         self.counts //= self.learning.decay

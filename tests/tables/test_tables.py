@@ -14,7 +14,6 @@ from recpipe.errors import UserError
 from recpipe.seams import module_name
 from recpipe.tables.resident import ResidentCollection
 from recpipe.tables.specs import FILL_ROWS, TableOptimizer, TableSet, row_chunks
-from recpipe.tables.tiers.popularity import top_rows
 from tests.tables.samples import CPU, table_set
 
 FEATURES = (SparseFeature("one", 1), SparseFeature("big", 2 * FILL_ROWS + 7))
@@ -123,11 +122,3 @@ def test_resident_collection_writes_weights_and_state() -> None:
     read = collection.read(region)
     np.testing.assert_array_equal(read[0], weights)
     np.testing.assert_array_equal(read[1], state)
-
-
-def test_top_rows_break_ties_for_residents_then_low_numbers() -> None:
-    counts = np.array([5, 0, 2, 2, 2, 7], np.int32)
-    assert top_rows(counts, 3).tolist() == [0, 2, 5]
-    assert top_rows(counts, 3, resident=np.array([4])).tolist() == [0, 4, 5]
-    assert top_rows(counts, 9).tolist() == [0, 2, 3, 4, 5], "rows never looked up are not popular"
-    assert top_rows(counts, 0).tolist() == []
