@@ -45,10 +45,11 @@ def _least(counts: Counts, size: int) -> tuple[int, int]:
 
 @compiled
 def _numbers(counts: Counts) -> NDArray[np.int64]:
-    """How many rows have each count below ``CAP``, and how many a higher one."""
+    """How many rows have each count above 0 and below ``CAP``, and how many a higher one."""
     numbers = np.zeros(CAP + 1, np.int64)
     for count in counts:
-        numbers[min(count, CAP)] += 1
+        if count:  # most are 0, and adding to one number again and again waits for itself
+            numbers[min(count, CAP)] += 1
     return numbers
 
 
