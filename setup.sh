@@ -1,6 +1,6 @@
 #!/bin/sh
 # Sets up .venv with a set of packages that fit together and recpipe itself; does nothing when it is up to date.
-# The CPU set is tested; the CUDA sets are resolved, not yet run on a GPU.
+# The CPU set is tested, and the CUDA set for torch 2.11 was run on a GPU; the newest CUDA set is resolved.
 #   RECPIPE_PYTHON        the Python to use (default: python3 when it is 3.11 to 3.14, else the first of these that is there)
 #   RECPIPE_REQUIREMENTS  the set to install (default: requirements/cuda.txt with a GPU, else requirements/cpu.txt)
 set -eu

@@ -12,9 +12,11 @@ from numpy.typing import NDArray
 from recpipe.kit import Batch, distinct, distinct_slots, positions, within
 from recpipe.plugin import NOTHING, CachePolicy, Placement, RowIds, RowSpace, Slots
 from recpipe_bagpipe.pace import Pace
-from recpipe_bagpipe.uses import NEVER, UNKNOWN, announced, apart, still_worth, touch, worth
+from recpipe_bagpipe.uses import NEVER, UNKNOWN, announced, apart, touch, worth
 from recpipe_bagpipe.window import Group, Rows, Steps, Window
 
+AT_ONCE = 1024
+"""So many listed slots are looked at together, or more."""
 SAMPLED = 64
 """Of so many values one is looked at to estimate which are among the least."""
 
@@ -202,6 +204,10 @@ class Lookahead(CachePolicy):
         """Note that the current batch looks up the rows in ``slots``, needed again at ``next_use``."""
         touch(self.due, self.often, self.last, slots, next_use, self._first, self.step)
 
+    def _worth(self, slots: Slots | slice) -> Rows:
+        """What ``slots`` are worth to the current batch."""
+        return worth(self.due[slots], self.often[slots], self.last[slots], self.step)
+
     def _least(self, wanted: int) -> Slots:
         """Up to ``wanted`` slots that are worth least, none of them looked up in this batch."""
         found = self._listed_before(wanted)
@@ -211,15 +217,22 @@ class Lookahead(CachePolicy):
         return np.concatenate((found, self._listed_before(wanted - len(found))))
 
     def _listed_before(self, wanted: int) -> Slots:
-        """Up to ``wanted`` slots of the list, the first that are still worth as little."""
-        known = self.due, self.often, self.last
-        found, seen = still_worth(*known, self._victims, self._listed, self.step, wanted)
-        self._victims, self._listed = self._victims[seen:], self._listed[seen:]
-        return found
+        """Up to ``wanted`` slots of the list, the first that are still worth as little: a row may have been
+        looked up, or may have become known to be needed, since it was listed."""
+        found = [NOTHING.slots]
+        while wanted > 0 and len(self._victims):
+            part = slice(max(AT_ONCE, 2 * wanted))
+            slots = self._victims[part]
+            free = np.flatnonzero(self._worth(slots) == self._listed[part])[:wanted]
+            seen = int(free[-1]) + 1 if len(free) == wanted else len(slots)
+            self._victims, self._listed = self._victims[seen:], self._listed[seen:]
+            found.append(slots[free])
+            wanted -= len(free)
+        return np.concatenate(found)
 
     def _refresh(self, taken: Slots, size: int) -> None:
         """List the ``size`` slots that are worth least, without those ``taken`` for this batch."""
-        worths = worth(self.due, self.often, self.last, self.used, self.step)
+        worths = self._worth(slice(self.used))
         worths[taken] = NEVER
         slots = _lowest(worths, size)
         self._victims, self._listed = slots.astype(np.int32), worths[slots]

@@ -123,36 +123,15 @@ def apart(rows: RowIds, uses: Counts, misses: RowIds) -> tuple[Counts, Counts]:
 
 
 @compiled
-def worth(due: Counts, often: Counts, last: Counts, used: int, step: int) -> RowIds:
-    """What each of the first ``used`` slots is worth in batch ``step``, int64: those with less are given away
+def worth(due: Counts, often: Counts, last: Counts, step: int) -> RowIds:
+    """What slots of which this is known are worth in batch ``step``, int64: those with less are given away
     first."""
-    worths = np.empty(used, np.int64)
-    for slot in range(used):
-        if last[slot] == step:
-            worths[slot] = NEVER
-        elif due[slot] != UNKNOWN and due[slot] > step:
-            worths[slot] = KNOWN - due[slot]
+    worths = np.empty(len(due), np.int64)
+    for i in range(len(due)):
+        if last[i] == step:
+            worths[i] = NEVER
+        elif due[i] != UNKNOWN and due[i] > step:
+            worths[i] = KNOWN - due[i]
         else:
-            worths[slot] = (np.int64(often[slot]) << 32) + last[slot]
+            worths[i] = (np.int64(often[i]) << 32) + last[i]
     return worths
-
-
-@compiled
-def still_worth(
-    due: Counts, often: Counts, last: Counts, slots: Slots, listed: RowIds, step: int, wanted: int
-) -> tuple[Slots, int]:
-    """The first ``wanted`` of ``slots`` that are still worth what was ``listed``, and how many of ``slots``
-    were looked at: a row may have been looked up, or may have become known to be needed, since then."""
-    found = np.empty(min(wanted, len(slots)), np.int32)
-    count = seen = 0
-    while seen < len(slots) and count < wanted:
-        slot = slots[seen]
-        if due[slot] != UNKNOWN and due[slot] > step:
-            now = KNOWN - due[slot]
-        else:
-            now = (np.int64(often[slot]) << 32) + last[slot]
-        if now == listed[seen] and last[slot] < step:
-            found[count] = slot
-            count += 1
-        seen += 1
-    return found[:count], seen

@@ -94,8 +94,7 @@ def group_of(first: int, batches: list[Rows]) -> Group:
         looked_up = looked_up.astype(np.int32)
     order = _stable_order(looked_up)  # by row, then by batch
     next_use, rows, first_use, ends = in_group(looked_up, order, np.array(sizes, np.int64), first)
-    new = rows.astype(np.int64), first_use
-    return Group(first, sizes, looked_up, next_use, rows, first_use, ends, new=new)
+    return Group(first, sizes, looked_up, next_use, rows, first_use, ends)
 
 
 def _stable_order(rows: Small) -> Rows:
@@ -155,11 +154,10 @@ class Window(ReadAhead):
 
     def _read(self) -> None:
         batches, rows = self._known(1)  # even where others are not: a resumed run is told by the first batch
-        first, wanted, before = 0, 2, None
+        first, wanted, before = 0, 2, group_of(0, [NO_ROWS])
         while batches:
             group = group_of(first, rows)
-            if before is not None:
-                group.follow(before)
+            group.follow(before)
             self._hand_over(group, batches)
             before, first = group, first + len(batches)
             if self._single():

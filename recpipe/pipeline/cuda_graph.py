@@ -10,6 +10,7 @@ from typing import Protocol
 import torch
 
 from recpipe.common.device import current_stream, lone_stream
+from recpipe.errors import UserError, shown
 
 REMEDY = "set trainer.backend=plain"
 
@@ -50,6 +51,18 @@ class CudaGraph:
     def replay(self) -> None:
         """As ``Graph.replay``."""
         self._graph.replay()
+
+
+def record(graph: Graph, work: Callable[[], None], what: str) -> None:
+    """Let ``graph`` record ``work``; ``UserError``, which calls it ``what``, if it cannot."""
+    try:
+        graph.record(work)
+    except (UserError, torch.OutOfMemoryError):
+        raise
+    except Exception as fault:  # the model or the optimizer runs, which can raise anything
+        raise UserError(
+            f"trainer.backend=cuda_graph: {what} cannot be recorded ({shown(fault, 200)}); {REMEDY}"
+        ) from fault
 
 
 @contextmanager

@@ -20,8 +20,8 @@ import torch
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
 
 from recpipe.data.parts import attributes, leaves, with_parts
-from recpipe.errors import UserError, shown
-from recpipe.pipeline.cuda_graph import REMEDY, Graph
+from recpipe.errors import UserError
+from recpipe.pipeline.cuda_graph import REMEDY, Graph, record
 from recpipe.pipeline.placed import PlacedModel
 from recpipe.seams import HostIds, TorchDispatchMode
 from recpipe.tables.front import Front
@@ -98,15 +98,7 @@ class _Recorded:
                 torch.autograd.backward(loss)
             self._loss = loss.detach()
 
-        try:
-            graph.record(both_passes)
-        except (UserError, torch.OutOfMemoryError):
-            raise
-        except Exception as fault:  # the model runs, which can raise anything
-            raise UserError(
-                "trainer.backend=cuda_graph: the model's forward or backward pass cannot be recorded "
-                f"({shown(fault, 200)}); {REMEDY}"
-            ) from fault
+        record(graph, both_passes, "the model's forward or backward pass")
         self._gradients = [parameter.grad for parameter in self._dense]
 
     def train(self, lookups: BatchLookups, batch: Any) -> torch.Tensor:

@@ -15,8 +15,7 @@ import torch
 from torch.optim import SGD, Adagrad, Optimizer
 
 from recpipe import seams
-from recpipe.errors import UserError, shown
-from recpipe.pipeline.cuda_graph import REMEDY, Graph
+from recpipe.pipeline.cuda_graph import Graph, record
 
 
 def record_steps(optimizer: Optimizer, make: Callable[[], Graph]) -> None:
@@ -54,7 +53,7 @@ class _Recorded:
             self._latest = form
             self._by_python()
             return loss
-        if self._graph is None or form != self._form:
+        if form != self._form:
             self._record(form)
         assert self._graph is not None, "just recorded"
         self._graph.replay()
@@ -69,14 +68,7 @@ class _Recorded:
         try:
             for (state, _), number in zip(steps, self._counted, strict=True):
                 state["step"] = number
-            graph.record(self._by_python)
-        except torch.OutOfMemoryError:
-            raise
-        except Exception as fault:
-            raise UserError(
-                "trainer.backend=cuda_graph: the dense optimizer's step cannot be recorded "
-                f"({shown(fault, 200)}); {REMEDY}"
-            ) from fault
+            record(graph, self._by_python, "the dense optimizer's step")
         finally:
             for state, number in steps:
                 state["step"] = number

@@ -33,12 +33,12 @@ class Lru(CachePolicy):
         self._compact(min(len(hits), self.space.slots) + len(misses))
         self.step += 1
         ring = self.stamp, self.ring_slot, self.ring_stamp
-        self.tail = _touch(*ring, self.tail, self.step, hits)
+        hits = _distinct(self.stamp, self.step, hits)
         fresh = np.arange(self.used, min(self.space.slots, self.used + len(misses)), dtype=np.int32)
         self.used += len(fresh)
-        victims, self.head = _oldest(*ring, self.head, self.tail, self.step, len(misses) - len(fresh))
+        victims, self.head = _oldest(*ring, self.head, self.tail, len(misses) - len(fresh))
         slots = np.concatenate((fresh, victims)) if len(fresh) else victims
-        self.tail = _append(*ring, self.tail, self.step, slots)
+        self.tail = _append(*ring, self.tail, self.step, np.concatenate((hits, slots)))
         return Placement(slots, misses[: len(slots)])
 
     def _compact(self, room: int) -> None:
@@ -90,9 +90,8 @@ class Lru(CachePolicy):
 
 
 @compiled
-def _touch(stamp: Slots, ring_slot: Slots, ring_stamp: Slots, tail: int, step: int, hits: Slots) -> int:
-    """Stamp the slots ``hits`` with ``step`` and append each once, in the order of their numbers; returns the
-    ring's new end."""
+def _distinct(stamp: Slots, step: int, hits: Slots) -> Slots:
+    """The distinct slots among ``hits``, in the order of their numbers; they are stamped with ``step``."""
     slots = np.empty(min(len(hits), len(stamp)), np.int32)
     count = 0
     for slot in hits:
@@ -117,14 +116,12 @@ def _touch(stamp: Slots, ring_slot: Slots, ring_stamp: Slots, tail: int, step: i
             target[ends[part]] = slots[i]
             ends[part] += 1
         slots, target = target, slots
-    for i in range(count):
-        ring_slot[tail + i], ring_stamp[tail + i] = slots[i], step
-    return tail + count
+    return slots[:count]
 
 
 @compiled
 def _append(stamp: Slots, ring_slot: Slots, ring_stamp: Slots, tail: int, step: int, slots: Slots) -> int:
-    """As ``_touch``, of distinct ``slots`` in their order."""
+    """Stamp distinct ``slots`` with ``step`` and append them; returns the ring's new end."""
     for slot in slots:
         stamp[slot] = step
         ring_slot[tail], ring_stamp[tail] = slot, step
@@ -134,12 +131,12 @@ def _append(stamp: Slots, ring_slot: Slots, ring_stamp: Slots, tail: int, step: 
 
 @compiled
 def _oldest(
-    stamp: Slots, ring_slot: Slots, ring_stamp: Slots, head: int, tail: int, step: int, wanted: int
+    stamp: Slots, ring_slot: Slots, ring_stamp: Slots, head: int, tail: int, wanted: int
 ) -> tuple[Slots, int]:
-    """Up to ``wanted`` slots with the oldest stamps, none of them ``step``, and the ring's new start."""
+    """Up to ``wanted`` slots with the oldest stamps, and the ring's new start."""
     found = np.empty(wanted, np.int32)
     count = 0
-    while count < wanted and head < tail and ring_stamp[head] < step:
+    while count < wanted and head < tail:
         slot = ring_slot[head]
         if stamp[slot] == ring_stamp[head]:
             found[count] = slot

@@ -71,19 +71,15 @@ def _chosen(
     """The rows with more than ``least`` lookups and the first of those with as many, ``marked`` of those that
     have a mark and ``others``; at most ``size`` in all."""
     rows = np.empty(size, np.int64)
+    left = np.array((others, marked))
     count = 0
     for row in range(len(counts)):
         if counts[row] < least:
             continue
         if counts[row] == least:
-            if marks[row]:
-                marked -= 1
-                if marked < 0:
-                    continue
-            else:
-                others -= 1
-                if others < 0:
-                    continue
+            left[int(marks[row])] -= 1
+            if left[int(marks[row])] < 0:
+                continue
         rows[count] = row
         count += 1
     return rows[:count].copy()
