@@ -36,7 +36,7 @@ from torchrec.sparse.jagged_tensor import KeyedTensor  # noqa: E402
 from recpipe.backend.calibrate import calibrated  # noqa: E402
 from recpipe.backend.convert import convert  # noqa: E402
 from recpipe.backend.host import Host  # noqa: E402
-from recpipe.backend.matmul import vector_units  # noqa: E402
+from recpipe.backend.matmul import float32_products  # noqa: E402
 from recpipe.common.timing import median_seconds  # noqa: E402
 from recpipe.tables.room import with_room  # noqa: E402
 
@@ -104,7 +104,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--cache", type=Path, help="where measured choices stay; by default nowhere")
     arguments = parser.parse_args()
-    with tempfile.TemporaryDirectory() as folder, vector_units(torch.device("cpu")):
+    with tempfile.TemporaryDirectory() as folder, float32_products(torch.device("cpu")):
         host = Host.current()
         print(f"{host.processor}, {host.cores} cores, {host.instruction_set}, torch {host.torch_version}")
         print(

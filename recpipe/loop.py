@@ -124,10 +124,15 @@ def place(
 
 
 def _refuse_what_needs_a_run(cfg: Recipe, assembly: Assembly) -> None:
-    """``UserError`` for sharded tables, and for plugins with parts in the training loop, which is the user's
-    here."""
+    """``UserError`` for sharded tables, and for what is the user's in a loop of their own: how the model is
+    called, and plugins with parts in the loop."""
     if is_sharded(cfg.tiers, assembly):
         raise UserError("recpipe.place keeps tables in tiers and not in shards: train by recpipe.train")
+    if cfg.model.precision != "float32":
+        raise UserError(
+            f"model.precision={cfg.model.precision}: in a loop of your own you call the model: drop the key, "
+            'and call it under torch.autocast, or after torch.set_float32_matmul_precision("high")'
+        )
     callbacks = {owned.origin.plugin for owned in assembly.callbacks}
     names = callbacks | {owned.origin.plugin for owned in assembly.step}
     if names:

@@ -18,7 +18,7 @@ import torch
 from omegaconf import DictConfig
 
 from recpipe.backend.equip import equip
-from recpipe.backend.matmul import require_bfloat16_units, vector_units
+from recpipe.backend.matmul import float32_products, require_units
 from recpipe.checkpoint.table_io import TableCheckpointIO
 from recpipe.checkpoint.trained_on import TrainedOn
 from recpipe.common.clock import run_start
@@ -136,7 +136,7 @@ def _run_task(cfg: Recipe, run_dir: RunDir, given: Given, command_line: Sequence
     begin_on(device)
     cfg = replace(cfg, tiers=cfg.tiers.on(device))
     try_out(cfg.optim.dense, device)
-    with vector_units(device), same_bits(cfg.trainer.deterministic, device):
+    with float32_products(device, cfg.model.precision), same_bits(cfg.trainer.deterministic, device):
         if Process.current().rank == 0 and not isinstance(cfg.task, PlanConfig):
             remove_left_stores(cfg.tiers, run_dir, cfg.resume)
         with interruptible(), joined(cfg.topology, cfg.tiers.emulate, device) as ranks:
@@ -156,7 +156,7 @@ def _compare(
         )
     device, cpu = find_device(cfg.trainer.device), torch.device("cpu")
     try_out(cfg.optim.dense, cpu)
-    with vector_units(device):
+    with float32_products(device):
         return compare(config, run_dir.path, command_line)
 
 
@@ -172,8 +172,7 @@ def run_on(
     started = run_start()
     trainer_config, model_config, tier_config = cfg.trainer, cfg.model, cfg.tiers
     leads = ranks.rank == 0
-    if model_config.precision == "bfloat16" and not model_config.emulate_bfloat16:
-        require_bfloat16_units(device)
+    require_units(model_config.precision, device, model_config.emulate_bfloat16)
     profile = cfg.task if isinstance(cfg.task, ProfileConfig) else None
     if profile is not None:
         trainer_config = profile.shortened(trainer_config)
@@ -222,7 +221,7 @@ def run_on(
         claims = ShardClaims.of(assembly)
         shards = plan_shards(tables, tier_config, claims, device, cfg.data.batch_size, ranks, world, owners)
     described = describe(
-        assembly, tables, tier_config, owners, ranks, shards, model_config.precision == "bfloat16"
+        assembly, tables, tier_config, owners, ranks, shards, model_config.precision != "float32"
     )
     files = ReportFiles(run_dir.path)
     if leads:

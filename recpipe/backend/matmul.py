@@ -1,4 +1,4 @@
-"""Selects kernels that multiply matrices with the vector units of any maker's CPU."""
+"""Selects what multiplies float32 matrices: the vector units of any maker's CPU, or a GPU's matrix units."""
 
 from __future__ import annotations
 
@@ -11,28 +11,55 @@ import torch
 from recpipe.backend.host import made_by_intel
 from recpipe.errors import UserError
 
+TF32 = "tf32"
+"""``model.precision`` of float32 products whose factors a GPU rounds to 10 bits."""
 TOLERANCE = 1e-5
 """Largest accepted error relative to the product's norm: float32 kernels are below 1e-6, bfloat16's are at
 1e-3."""
 
 
 @contextmanager
-def vector_units(device: torch.device) -> Iterator[None]:
+def float32_products(device: torch.device, precision: str = "float32") -> Iterator[None]:
+    """In the block, float32 matrices are multiplied as fast as ``precision`` (``model.precision``) permits.
+
+    "tf32": a GPU's matrix units round the factors to 10 bits and add up in float32; a CPU computes in float32
+    all the same. A precision that the user has set is not changed otherwise, and neither are products on a
+    GPU.
+    """
+    if device.type == "cuda" and precision == TF32:
+        with _set("high"):
+            yield
+    elif device.type == "cpu":
+        with _vector_units():
+            yield
+    else:
+        yield
+
+
+@contextmanager
+def _vector_units() -> Iterator[None]:
     """In the block, oneDNN multiplies float32 matrices on CPUs that Intel did not make.
 
     On those, MKL takes its AVX2 path, at half the speed of AVX-512. On Intel's CPUs it is up to a third
     faster than oneDNN at a few hundred samples. torch passes float32 products to oneDNN under the precision
     "medium", which also permits bfloat16, and oneDNN may use that if the CPU has units for it. So one product
-    is computed and compared; if it was rounded, MKL stays. A precision set by the user, and products on a
-    GPU, are not changed.
+    is computed and compared; if it was rounded, MKL stays.
     """
     before = torch.get_float32_matmul_precision()
-    if device.type != "cpu" or before != "highest" or not has_onednn() or made_by_intel():
+    if before != "highest" or not has_onednn() or made_by_intel():
         yield
         return
-    torch.set_float32_matmul_precision("medium")
-    if _error("medium") > TOLERANCE:
-        torch.set_float32_matmul_precision(before)
+    with _set("medium"):
+        if _error("medium") > TOLERANCE:
+            torch.set_float32_matmul_precision(before)
+        yield
+
+
+@contextmanager
+def _set(precision: str) -> Iterator[None]:
+    """In the block, torch's precision of float32 products is ``precision``."""
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision(precision)
     try:
         yield
     finally:
@@ -67,11 +94,24 @@ def has_bfloat16_units() -> bool:
     return any(found.get(name) for name in ("avx512_bf16", "amx_bf16", "avx10_2", "bf16", "sve_bf16"))
 
 
-def require_bfloat16_units(device: torch.device) -> None:
-    """``UserError`` on a CPU that would emulate bfloat16; with only AVX2 that has 0.08 of float32's speed."""
-    if device.type == "cpu" and not has_bfloat16_units():
+def require_units(precision: str, device: torch.device, emulate_bfloat16: bool = False) -> None:
+    """``UserError`` if ``device`` has no units for ``precision``.
+
+    A CPU would emulate bfloat16; with AVX2 alone that has 0.08 of float32's speed. tf32 would do nothing.
+    """
+    if precision == "bfloat16" and not emulate_bfloat16 and device.type == "cpu" and not has_bfloat16_units():
         raise UserError(
             "model.precision=bfloat16: this CPU has no bfloat16 units (avx512_bf16, amx_bf16), so that "
             "training would be up to 12 times slower than in float32. Set model.precision=float32, or insist "
             "with model.emulate_bfloat16=true"
         )
+    if precision == TF32 and not _has_tf32_units(device):
+        here = "a CPU" if device.type == "cpu" else f"this {torch.cuda.get_device_name(device)}"
+        raise UserError(
+            f"model.precision=tf32: {here} has no units for TF32, which NVIDIA's GPUs have since the A100 "
+            "(compute capability 8.0). Set model.precision=float32"
+        )
+
+
+def _has_tf32_units(device: torch.device) -> bool:
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 0)

@@ -17,7 +17,7 @@ from torch import nn
 from recpipe.backend.chain import Step, as_they_are
 from recpipe.backend.convert import revert
 from recpipe.backend.equip import Backend
-from recpipe.backend.matmul import require_bfloat16_units, vector_units
+from recpipe.backend.matmul import TF32, float32_products, require_units
 from recpipe.checkpoint.manifest import TABLES
 from recpipe.checkpoint.table_files import check_tables, load_regions
 from recpipe.checkpoint.table_io import OWN, naming, newest, open_checkpoint
@@ -165,10 +165,11 @@ class Trained:
         device, ranks = choose_device(self.cfg.trainer.device), Ranks()
         begin_on(device)
         cfg = replace(self.cfg, tiers=self.cfg.tiers.on(device))
-        if cfg.model.precision == "bfloat16" and not cfg.model.emulate_bfloat16:
-            require_bfloat16_units(device)
+        precision = cfg.model.precision
+        if device.type == "cuda" or precision != TF32:  # a CPU scores in float32 what was trained in TF32
+            require_units(precision, device, cfg.model.emulate_bfloat16)
         with gpu_explained(), ExitStack() as stack:
-            stack.enter_context(vector_units(device))
+            stack.enter_context(float32_products(device, precision))
             unplaced = self._unplaced(cfg, dataset, device)
             assembly, unplaced = assemble_plugins(cfg, dataset, unplaced, device, 1, ranks)
             owners = group_owners(cfg.tiers, assembly, unplaced.tables)

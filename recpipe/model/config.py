@@ -19,7 +19,7 @@ Sizes = Annotated[list[Annotated[int, Interval(ge=1, le=2**31 - 1)]], MinLen(1)]
 """Widths of an MLP's layers."""
 Dimension = Annotated[int, Interval(ge=4, le=2**20), MultipleOf(4)]
 """Dimension of a table's rows (float32 values); a multiple of 4, for FBGEMM's kernels."""
-Precision = Annotated[str, one_of("float32", "bfloat16")]
+Precision = Annotated[str, one_of("float32", "tf32", "bfloat16")]
 
 
 def _importable(path: str) -> str:
@@ -42,7 +42,7 @@ class ModelConfig:
     pretrained: FilePath | None = None
     """A safetensors file to start from, as ``recpipe unshard`` writes it."""
     precision: Precision = "float32"
-    """The type of the dense part's matrix products in training; weights stay float32."""
+    """The type of the dense part's matrix products; weights stay float32."""
     emulate_bfloat16: bool = False
     """Whether to use bfloat16 also on a CPU without units for it."""
 

@@ -10,7 +10,7 @@ from time import perf_counter
 
 import torch
 
-from recpipe.backend.matmul import vector_units
+from recpipe.backend.matmul import float32_products
 from recpipe.common.console import Meter, log
 from recpipe.errors import UserError, nearest_or_all
 from recpipe.perf.bench import (
@@ -82,7 +82,7 @@ def calibrate(
     expected = {name: SECONDS.get(name, 1.0) * (QUICK if quick else 1.0) for name in lacking}
     whole = sum(expected.values())
     done = 0.0
-    with Meter() as meter, torch.random.fork_rng(devices=[]), vector_units(torch.device("cpu")):
+    with Meter() as meter, torch.random.fork_rng(devices=[]), float32_products(torch.device("cpu")):
         for name in lacking:
             samples: list[Sample] = []
             begun = perf_counter()

@@ -54,7 +54,7 @@ def describe(
     owners: Sequence[GroupOwner],
     ranks: Ranks,
     shards: tuple[Sharding, ShardPlan] | None = None,
-    bfloat16: bool = False,
+    rounded: bool = False,
 ) -> dict[str, Any]:
     """The content of assembly.json: the plugins' parts with their owners and order, and the tiers' bytes."""
     kept = [_Kept.of(g.tables, o, shards) for g, o in zip(tables.groups, owners, strict=True)]
@@ -64,7 +64,7 @@ def describe(
     return {
         **assembly.to_dict(),
         **({} if tiers.plan is None else {"planner": None}),  # the file says where tables go
-        "altered": sorted({*(i.name for i in assembly.altered), *_altered(shards, bfloat16)}),
+        "altered": sorted({*(i.name for i in assembly.altered), *_altered(shards, rounded)}),
         "cache": owner_names(owners),
         "sharded": shards is not None,
         "shards": None
@@ -123,10 +123,10 @@ class _Kept:
         )
 
 
-def _altered(shards: tuple[Sharding, ShardPlan] | None, bfloat16: bool) -> set[str]:
+def _altered(shards: tuple[Sharding, ShardPlan] | None, rounded: bool) -> set[str]:
     """The invariants that the recipe itself breaks, in addition to those of plugins."""
     splits = shards is not None and shards[0].splits_states(shards[1])
-    return {Invariant.EXACT_GRADIENT.name} if splits or bfloat16 else set()
+    return {Invariant.EXACT_GRADIENT.name} if splits or rounded else set()
 
 
 def print_plan(plan: Mapping[str, Any], run_dir: Path) -> None:

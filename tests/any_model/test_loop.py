@@ -204,6 +204,12 @@ def test_plugins_that_need_the_loop_are_refused(batches) -> None:
         recpipe.place(make("two_tower"), batches, "+plugin=slipstream")
 
 
+@pytest.mark.parametrize("precision", ["tf32", "bfloat16"])
+def test_a_precision_is_the_loops_own(batches, precision) -> None:
+    with pytest.raises(UserError, match=rf"^model.precision={precision}: .*torch.autocast"):
+        recpipe.place(make("two_tower"), batches, f"model.precision={precision}")
+
+
 def test_a_module_without_collections_is_refused(batches) -> None:
     with pytest.raises(UserError, match="Linear holds no EmbeddingBagCollection"):
         recpipe.place(nn.Linear(2, 2), batches)

@@ -6,18 +6,19 @@ import pytest
 import torch
 
 from recpipe.backend import matmul
-from recpipe.backend.matmul import float32_matmul, require_bfloat16_units, vector_units
+from recpipe.backend.matmul import float32_matmul, float32_products, require_units
 from recpipe.config.compose import compose
 from recpipe.errors import UserError
 from recpipe.run import run
 
 CPU = torch.device("cpu")
+ON_CPU = ("trainer.device=cpu",)
 needs_onednn = pytest.mark.skipif(not matmul.has_onednn(), reason="this torch has no oneDNN")
 
 
 @needs_onednn
 def test_products_stay_float32() -> None:
-    with vector_units(CPU):
+    with float32_products(CPU):
         assert matmul._error(torch.get_float32_matmul_precision()) < matmul.TOLERANCE
         assert float32_matmul() in ("oneDNN", "MKL", "BLAS")
     assert torch.get_float32_matmul_precision() == "highest"
@@ -25,7 +26,7 @@ def test_products_stay_float32() -> None:
 
 def test_mkl_multiplies_on_intels_own(monkeypatch) -> None:
     monkeypatch.setattr(matmul, "made_by_intel", lambda: True)
-    with vector_units(CPU):
+    with float32_products(CPU):
         assert float32_matmul() in ("MKL", "BLAS")
 
 
@@ -33,11 +34,11 @@ def test_mkl_multiplies_on_intels_own(monkeypatch) -> None:
 def test_onednn_is_not_used_where_it_rounds(monkeypatch) -> None:
     monkeypatch.setattr(matmul, "made_by_intel", lambda: False)
     monkeypatch.setattr(matmul, "_error", lambda precision: 2e-3)
-    with vector_units(CPU):
+    with float32_products(CPU):
         assert torch.get_float32_matmul_precision() == "highest"
         assert float32_matmul() in ("MKL", "BLAS")
     monkeypatch.setattr(matmul, "_error", lambda precision: 2e-7)
-    with vector_units(CPU):
+    with float32_products(CPU):
         assert float32_matmul() == "oneDNN"
 
 
@@ -52,11 +53,11 @@ def test_a_rounded_product_is_noticed() -> None:
 def test_the_users_choice_and_gpus_are_left_alone() -> None:
     torch.set_float32_matmul_precision("high")
     try:
-        with vector_units(CPU):
+        with float32_products(CPU):
             assert torch.get_float32_matmul_precision() == "high"
     finally:
         torch.set_float32_matmul_precision("highest")
-    with vector_units(torch.device("cuda")):
+    with float32_products(torch.device("cuda")):
         assert torch.get_float32_matmul_precision() == "highest"
 
 
@@ -67,6 +68,23 @@ def test_a_cpu_without_bfloat16_units_is_refused(monkeypatch, tmp_path) -> None:
     with pytest.raises(UserError, match=r"this CPU has no bfloat16 units .* model.emulate_bfloat16=true"):
         run(compose(["model.precision=bfloat16", "data=criteo", "data.path=nowhere"]), tmp_path)
     assert run(compose([*recipe, "model.emulate_bfloat16=true"]), tmp_path)["altered"] == ["EXACT_GRADIENT"]
-    require_bfloat16_units(torch.device("cuda"))
+    require_units("bfloat16", torch.device("cuda"))
     monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"avx512_bf16": True})
-    require_bfloat16_units(CPU)
+    require_units("bfloat16", CPU)
+
+
+def test_tf32_is_a_gpus_alone(monkeypatch, tmp_path) -> None:
+    """Before any data are read."""
+    for device in (CPU, torch.device("cuda")):
+        before = torch.get_float32_matmul_precision()
+        with float32_products(device, "tf32"):
+            assert (torch.get_float32_matmul_precision() == "high") == (device.type == "cuda")
+        assert torch.get_float32_matmul_precision() == before
+    with pytest.raises(UserError, match="a CPU has no units for TF32.*model.precision=float32"):
+        run(compose(["model.precision=tf32", "data=criteo", "data.path=nowhere", *ON_CPU]), tmp_path)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Tesla T4")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
+    with pytest.raises(UserError, match="this Tesla T4 has no units for TF32"):
+        require_units("tf32", torch.device("cuda"))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
+    require_units("tf32", torch.device("cuda"))

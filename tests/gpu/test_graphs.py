@@ -63,6 +63,11 @@ def test_an_optimizers_steps_leave_the_same_bits(
     assert len(recorded) == times
 
 
+@pytest.mark.parametrize("precision", ["tf32", "bfloat16"])
+def test_lower_precisions_keep_the_same_bits(tmp_path: Path, precision: str) -> None:
+    same_bits(tmp_path, "tiers.policy=lru", "tiers.store=host", f"model.precision={precision}")
+
+
 def same_bits(tmp_path: Path, *own: str) -> None:
     """Trains by Python and by graphs, and compares all parameters."""
     left = {}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 import numpy as np
@@ -56,6 +57,31 @@ def test_a_technique_ends_with_the_parameters_of_the_plain_run(tmp_path: Path, k
         assert len(report["series"]["samples_per_second"]) == len(report["series"]["loss"]) > 0
         assert report["throughput"]["step_ms"]["p50"] > 0
     assert furthest(left["plain"], left[kind]) < 1e-5
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("precision", ["tf32", "bfloat16"])
+def test_a_lower_precision_is_near_and_the_same_in_tiers(tmp_path: Path, precision: str) -> None:
+    """Micro-batches, whose gradients are rounded one by one, are near the whole batch."""
+    low = f"model.precision={precision}"
+    words = {
+        "float32": ("tiers.policy=resident",),
+        "resident": ("tiers.policy=resident", low),
+        "lru": ("tiers.policy=lru", "tiers.store=host", low),
+        "hotline": (*KINDS["hotline"], "tiers.store=host", low),
+    }
+    left, losses = {}, {}
+    for name, own in words.items():
+        folder = tmp_path / name
+        exported = f"task.export_parameters={folder}/parameters"
+        report = run(compose([*SMALL, "optim=sgd", "task.page=false", *own, exported]), folder)
+        left[name], losses[name] = parameters(folder / "parameters"), report["quality"]["logloss"]
+        assert report["altered"] == ([] if name == "float32" else ["EXACT_GRADIENT"])
+    assert furthest(left["resident"], left["lru"]) < 1e-5
+    assert losses["hotline"] == pytest.approx(losses["resident"], abs=1e-3)
+    assert losses["resident"] == pytest.approx(losses["float32"], abs=5e-3)
+    same = furthest(left["float32"], left["resident"]) == 0.0
+    assert same == (precision == "tf32" and "EMULATED_GPU" in os.environ), "its products are the CPU's"
 
 
 def test_the_report_names_the_gpu_and_has_its_pages(finished: Path) -> None:

@@ -8,6 +8,8 @@ import numpy as np
 import pytest
 import torch
 
+import recpipe
+from recpipe.backend import matmul
 from recpipe.config.compose import compose
 from recpipe.config.recipe import Recipe
 from recpipe.data.dataset import Schema
@@ -19,6 +21,15 @@ from recpipe.tables.resident import ResidentCollection
 from tests.pipeline.samples import random_batch
 from tests.placing import model_over
 from tests.tables.samples import CPU, FEATURES, table_set
+
+SMALL = (
+    "data.samples=3000",
+    "data.batch_size=128",
+    "data.table_scale=0.01",
+    "trainer.progress=false",
+    "trainer.logger=null",
+    "trainer.device=cpu",
+)
 
 
 def placed(precision: str) -> PlacedModel:
@@ -40,8 +51,7 @@ def test_logits_are_float32_and_near() -> None:
 
 
 def test_a_run_declares_it(tmp_path: Path) -> None:
-    recipe = ["data.samples=3000", "data.batch_size=128", "data.table_scale=0.01", "trainer.progress=false"]
-    recipe += ["trainer.checkpoint_every=null", "trainer.logger=null"]
+    recipe = [*SMALL, "trainer.checkpoint_every=null"]
     exact = run(compose(recipe), tmp_path / "exact")
     low = run(compose([*recipe, "model.precision=bfloat16", "model.emulate_bfloat16=true"]), tmp_path / "low")
     assert exact["altered"] == []
@@ -50,6 +60,18 @@ def test_a_run_declares_it(tmp_path: Path) -> None:
     assert low["quality"] != exact["quality"]
 
 
+def test_what_was_trained_in_tf32_is_scored_in_float32_on_a_cpu(tmp_path: Path, monkeypatch) -> None:
+    """A checkpoint of a GPU; of this one only the recipe says so."""
+    with monkeypatch.context() as on_gpu:
+        on_gpu.setattr(matmul, "_has_tf32_units", lambda device: True)
+        report = run(compose([*SMALL, "model.precision=tf32", "trainer.checkpoint_every=1.0"]), tmp_path)
+    assert report["altered"] == ["EXACT_GRADIENT"]
+    found = recpipe.evaluate(tmp_path, None, "split=eval", quiet=True)
+    loss = found["tasks"]["score"]["figures"]["logloss"]["value"]
+    assert loss == pytest.approx(report["quality"]["logloss"], abs=1e-6)
+    recpipe.package(tmp_path, tmp_path / "package")
+
+
 def test_other_precisions_are_refused() -> None:
-    with pytest.raises(UserError, match="model.precision=fp8 is unknown; choose one of float32, bfloat16"):
+    with pytest.raises(UserError, match="model.precision=fp8 is unknown; choose one of float32, tf32, bf"):
         Recipe.of(compose(["model.precision=fp8"]))

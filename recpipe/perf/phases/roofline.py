@@ -9,13 +9,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from recpipe.backend.matmul import TF32
 from recpipe.perf.machine.limits import Machine
 from recpipe.perf.phases.workload import Work
 
 
 def arithmetic_ms(work: Work, machine: Machine, precision: str) -> float:
-    """Milliseconds at the peak of matrix products of type ``precision``."""
-    return 1e3 * work.flops / machine.gemm_flops_per_s[precision]
+    """Milliseconds at the peak of matrix products under ``model.precision=precision``."""
+    # The rate of float32 is measured under the run's own setting, which is what tf32 is.
+    kind = "float32" if precision == TF32 else precision
+    return 1e3 * work.flops / machine.gemm_flops_per_s[kind]
 
 
 def memory_ms(work: Work, machine: Machine) -> float:
