@@ -15,8 +15,9 @@ Jobs, in this order; each figure is samples per second over all steps of the sam
                                                  the device rows that lru had (slots and slab)
     tiers/DIM/BATCH/SHARE/uvm_large              the same rows, of which the tables under 20,000 rows have
                                                  theirs as a whole, uncached
-    .._graph                                     with trainer.backend=cuda_graph; of the smaller and the
-                                                 larger share with it alone
+    .._graph                                     with trainer.backend=cuda_graph; at dimension 128, and of the
+                                                 smaller and the larger share, with it alone
+    {resident,tiers}/DIM/65536/tf32/..           all sides with float32 products by the matrix units (TF32)
     sanitizer                                    compute-sanitizer's memcheck over a short run
 
 Jobs run in a child process, one after the other. Before the first job of a kind, width and batch size, all of
@@ -69,14 +70,40 @@ ROUNDS = 3
 
 
 @dataclass(frozen=True)
+class Setting:
+    """Width of rows, samples of a batch, and the precision of products."""
+
+    dim: int
+    batch: int
+    precision: str = "float32"
+
+    @property
+    def name(self) -> str:
+        """In the names of jobs."""
+        return f"{self.dim}/{self.batch}" + (f"/{self.precision}" if self.precision != "float32" else "")
+
+    def size(self, quick: bool) -> Any:
+        """What is trained of it; in a try, few samples and small tables."""
+        from work import Size
+
+        samples, steps = QUICK[self.batch] if quick else (self.batch, BATCHES[self.batch])
+        return Size(self.dim, samples, steps, smaller=50 if quick else 1, precision=self.precision)
+
+
+PLAIN = [Setting(dim, batch) for batch in BATCHES for dim in DIMS]
+TF32 = [Setting(dim, 65536, "tf32") for dim in DIMS]
+"""Only where products take most of a step: at 8,192 the host does."""
+
+
+@dataclass(frozen=True)
 class Job:
     """One figure: its name, and what computes it from the results so far."""
 
     name: str
     work: Callable[[Mapping[str, Any]], dict[str, Any]]
     only_gpu: bool = False
-    group: tuple[str, int, int] | None = None
-    """Kind, width and batch size, of which the process must have trained something before."""
+    group: tuple[str, Setting] | None = None
+    """Kind and setting, of which the process must have trained something before."""
     limit: float = LIMIT
     """Seconds after which it is ended."""
 
@@ -142,45 +169,48 @@ def jobs(device: Any, quick: bool, keep: Path) -> list[Job]:
     import by_recpipe
     from work import Size
 
-    def size(dim: int, batch: int) -> Size:
-        samples, steps = QUICK[batch] if quick else (batch, BATCHES[batch])
-        return Size(dim, samples, steps, smaller=50 if quick else 1)
-
     def uvm(of: Size, lru: str, whole_below: int, found: Mapping[str, Any]) -> dict[str, Any]:
         rows = (found.get(lru, {}) | found.get(f"{lru}{GRAPH}", {})).get("device_rows")
         if rows is None:
             raise RuntimeError(f"{lru} must be done first")
         return by_hand.train(of, device, rows, whole_below // of.smaller)
 
-    resident, tiers = list[Job](), dict[float, list[Job]]()
-    settings = [(dim, batch, size(dim, batch)) for batch in BATCHES for dim in DIMS]
-    for number in range(1, ROUNDS + 1):
-        for dim, batch, of in settings:
-            sides = {
-                "by_hand": partial(by_hand.train, of, device),
-                "recpipe": partial(by_recpipe.train, of, device, "resident"),
-                f"recpipe{GRAPH}": partial(by_recpipe.train, of, device, f"resident{GRAPH}"),
-            }
-            for side, work in sorted(sides.items(), reverse=number % 2 == 0):
-                name = f"resident/{dim}/{batch}/{side}/{number}"
-                on_gpu = side.endswith(GRAPH)
-                resident.append(Job(name, partial(_alone, work), on_gpu, ("resident", dim, batch)))
-    for share in SHARES:
-        tiers[share] = []
-        for dim, batch, of in settings:
-            name, group = f"tiers/{dim}/{batch}/{share}", ("tiers", dim, batch)
-            ends = ("", GRAPH) if share == SHARES[0] else (GRAPH,)
-            for policy in (f"{policy}{end}" for end in ends for policy in POLICIES):
-                work = partial(by_recpipe.train, of, device, policy, share)
-                tiers[share].append(
-                    Job(f"{name}/{policy}", partial(_alone, work), policy.endswith(GRAPH), group)
-                )
-            for kind, below in (("uvm", 0), ("uvm_large", WHOLE_BELOW)):
-                work = partial(uvm, of, f"{name}/lru", below)
-                tiers[share].append(Job(f"{name}/{kind}", work, only_gpu=True, group=group))
-    longest = size(64, 8192)
+    def resident(setting: Setting, number: int) -> list[Job]:
+        of, group = setting.size(quick), ("resident", setting)
+        sides = {
+            "by_hand": partial(by_hand.train, of, device),
+            "recpipe": partial(by_recpipe.train, of, device, "resident"),
+            f"recpipe{GRAPH}": partial(by_recpipe.train, of, device, f"resident{GRAPH}"),
+        }
+        return [
+            Job(
+                f"resident/{setting.name}/{side}/{number}",
+                partial(_alone, work),
+                side.endswith(GRAPH) or setting in TF32,
+                group,
+            )
+            for side, work in sorted(sides.items(), reverse=number % 2 == 0)
+        ]
+
+    def tiers(setting: Setting, share: float) -> list[Job]:
+        of, group, name = setting.size(quick), ("tiers", setting), f"tiers/{setting.name}/{share}"
+        both = share == SHARES[0] and setting.dim == DIMS[0] and setting in PLAIN
+        mine = []
+        for policy in (f"{policy}{end}" for end in ("", GRAPH)[not both :] for policy in POLICIES):
+            work = partial(by_recpipe.train, of, device, policy, share)
+            mine.append(Job(f"{name}/{policy}", partial(_alone, work), policy.endswith(GRAPH), group))
+        for kind, below in (("uvm", 0), ("uvm_large", WHOLE_BELOW)):
+            work = partial(uvm, of, f"{name}/lru", below)
+            mine.append(Job(f"{name}/{kind}", work, only_gpu=True, group=group))
+        return mine
+
+    rounds = [[job for of in PLAIN for job in resident(of, number)] for number in range(1, ROUNDS + 1)]
+    first, second, third = ([job for of in PLAIN for job in tiers(of, share)] for share in SHARES)
+    tf32 = [job for of in TF32 for job in (*resident(of, 1), *tiers(of, SHARES[0]))]
+    tf32 += [job for share in SHARES[1:] for job in tiers(TF32[0], share)]
+    longest = PLAIN[0].size(quick)
     steps = 100 if quick else FLAT_STEPS
-    short, group = replace(longest, steps=min(20, longest.steps)), ("tiers", 64, 8192)
+    short, group = replace(longest, steps=min(20, longest.steps)), ("tiers", PLAIN[0])
     others = [
         Job(f"overlap/{policy}", partial(_alone, work), only_gpu=True, group=group, limit=120)
         for policy in POLICIES
@@ -190,27 +220,20 @@ def jobs(device: Any, quick: bool, keep: Path) -> list[Job]:
     others.append(Job("memory", partial(_alone, flat), group=group, limit=180))
     check = partial(by_recpipe.sanitized, 150)
     sanitizer = Job("sanitizer", partial(_alone, check), only_gpu=True, limit=170)
-    first, second, third = (tiers[share] for share in SHARES)
-    once = len(resident) // ROUNDS
-    return [
-        *resident[:once], *others, *first, *second, *third, *resident[once : 2 * once], sanitizer,
-        *resident[2 * once :],
-    ]  # fmt: skip
+    return [*rounds[0], *others, *first, *tf32, *second, *third, *rounds[1], sanitizer, *rounds[2]]
 
 
 def _alone(work: Callable[[], dict[str, Any]], _: Mapping[str, Any]) -> dict[str, Any]:
     return work()
 
 
-def warm_up(device: Any, group: tuple[str, int, int], quick: bool) -> None:
-    """Let all of a kind load their kernels and choose those for this width and batch size, which a process
-    does once."""
+def warm_up(device: Any, group: tuple[str, Setting], quick: bool) -> None:
+    """Let all of a kind load their kernels and choose those for this setting, which a process does once."""
     import by_hand
     import by_recpipe
-    from work import Size
 
-    kind, dim, batch = group
-    small = Size(dim, QUICK[batch][0] if quick else batch, 3, smaller=100)
+    kind, setting = group
+    small = replace(setting.size(quick), steps=3, smaller=100)
     rows = sum(small.tables.values()) // 2
     if kind == "resident":
         by_recpipe.train(small, device, "resident")

@@ -76,10 +76,13 @@ def test_jobs_have_names_of_their_own_and_all_settings(monkeypatch: pytest.Monke
     assert len(set(names)) == len(names)
     for dim in (64, 128):
         for batch in (8192, 65536):
-            for share, policies in zip(bench.SHARES, (6, 3, 3), strict=True):
+            for number, share in enumerate(bench.SHARES):
                 mine = [name for name in names if name.startswith(f"tiers/{dim}/{batch}/{share}/")]
-                assert len(mine) == policies + 2
-            assert sum(name.startswith(f"resident/{dim}/{batch}/") for name in names) == 3 * bench.ROUNDS
+                assert len(mine) == (6 if number == 0 and dim == 64 else 3) + 2
+            mine = [name for name in names if name.startswith(f"resident/{dim}/{batch}/")]
+            assert sum("tf32" not in name for name in mine) == 3 * bench.ROUNDS
+        at = {share: sum(f"/{dim}/65536/tf32/{share}/" in name for name in names) for share in bench.SHARES}
+        assert list(at.values()) == ([5, 5, 5] if dim == 64 else [5, 0, 0])
     for lru in (name for name in names if name.endswith("/lru_graph")):
         for uvm in ("uvm", "uvm_large"):
             later = lru.replace("lru_graph", uvm)

@@ -56,7 +56,12 @@ def train(
     )
     kind = TrainPipelineSparseDist if device_rows is None else PrefetchTrainPipelineSparseDist
     pipeline = kind(sharded, optimizer, device, execute_all_batches=True)
-    found = timed(pipeline, sharded, batches(size, on_gpu), device)
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("high" if size.precision == "tf32" else before)
+    try:
+        found = timed(pipeline, sharded, batches(size, on_gpu), device)
+    finally:
+        torch.set_float32_matmul_precision(before)
     return found | {"table_bytes_on_device": device_bytes([sharded])}
 
 

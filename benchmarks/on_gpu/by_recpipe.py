@@ -50,6 +50,7 @@ def train(size: Size, device: torch.device, policy: str, share: float = 1.0, *mo
         torch.cuda.reset_peak_memory_stats()
     budget = max(1, int(share * size.table_bytes))
     words = (*COMMON, *POLICIES[policy], f"tiers.resident_bytes={budget}", f"trainer.device={device.type}")
+    words += (f"model.precision={size.precision}",)
     made = batches(size, on_gpu)
     with recpipe.train(make_model(size), made, *words, *more, quiet=True) as done:
         report = done.report

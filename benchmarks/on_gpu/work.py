@@ -31,13 +31,14 @@ LEARNING_RATE, EPSILON = 0.02, 1e-8
 
 @dataclass(frozen=True)
 class Size:
-    """What a run trains: width of rows, samples of a batch, number of batches, and a divisor of all tables'
-    rows for a try."""
+    """What a run trains: width of rows, samples of a batch, number of batches, a divisor of all tables' rows
+    for a try, and ``model.precision``, float32 or tf32."""
 
     dim: int
     batch: int
     steps: int
     smaller: int = 1
+    precision: str = "float32"
 
     @property
     def tables(self) -> dict[str, int]:
