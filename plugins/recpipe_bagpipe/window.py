@@ -16,7 +16,7 @@ from itertools import islice
 import numpy as np
 from numpy.typing import NDArray
 
-from recpipe.kit import Batch, distinct
+from recpipe.kit import Batch
 from recpipe_bagpipe.reading import ReadAhead
 from recpipe_bagpipe.uses import UNKNOWN, Small, in_group, shared
 from recpipe_bagpipe.waiting import Waiting
@@ -92,21 +92,18 @@ def group_of(first: int, batches: list[Rows]) -> Group:
     looked_up: Small = np.concatenate(batches)
     if len(looked_up) and looked_up.max() < UNKNOWN:
         looked_up = looked_up.astype(np.int32)
-    order = _stable_order(looked_up)  # by row, then by batch
+    order = np.argsort(looked_up, kind="stable")  # by row, then by batch; it merges the sorted batches
     next_use, rows, first_use, ends = in_group(looked_up, order, np.array(sizes, np.int64), first)
     return Group(first, sizes, looked_up, next_use, rows, first_use, ends)
 
 
-def _stable_order(rows: Small) -> Rows:
-    """``argsort`` with equal rows in their order. Sorting numbers takes a fifth of the time of sorting
-    positions, and there is room for both in 64 bits unless rows have billions of numbers."""
-    bits = len(rows).bit_length()
-    if not len(rows) or int(rows.max()).bit_length() + bits > 63:
-        return np.argsort(rows, kind="stable")
-    joined = (rows.astype(np.int64) << bits) + np.arange(len(rows))
-    joined.sort()
-    joined &= (1 << bits) - 1
-    return joined
+def _union(parts: list[Rows]) -> Rows:
+    """The distinct values of sorted ``parts``, sorted."""
+    ordered = np.concatenate(parts)
+    ordered.sort(kind="stable")  # it merges them
+    first = np.ones(len(ordered), bool)
+    np.not_equal(ordered[1:], ordered[:-1], out=first[1:])
+    return ordered[first]
 
 
 class Window(ReadAhead):
@@ -171,14 +168,14 @@ class Window(ReadAhead):
         """The next group's batches and their rows: at most ``wanted``, and as many as may be."""
         batches: list[Waiting] = []
         rows: list[Rows] = []
-        bound = 0
-        """How many distinct rows ``rows`` have at most."""
+        parts: list[Rows] = []
+        """Sorted, and together all of ``rows``; their union is found when they may be too many."""
         for batch in self._unread():
             mine = self._rows_of(batch)
-            bound += len(mine)
-            if rows and bound > self._slots // 2:
-                bound = len(distinct(np.concatenate((*rows, mine))))
-                if bound > self._slots // 2:
+            parts.append(mine)
+            if rows and sum(map(len, parts)) > self._slots // 2:
+                parts = [_union(parts)]
+                if len(parts[0]) > self._slots // 2:
                     self._left = batch
                     break
             batches.append(self._waits(batch))
