@@ -273,8 +273,4 @@ def _lowest(worths: Rows, size: int) -> NDArray[np.int64]:
     found = np.flatnonzero(worths <= min(bound, NEVER - 1))
     if len(found) < size and bound < NEVER - 1:
         found = np.flatnonzero(worths < NEVER)
-    values = worths[found]
-    if len(found) > size:
-        least = np.argpartition(values, size)[:size]
-        found, values = found[least], values[least]
-    return found[np.argsort(values, kind="stable")]
+    return found[np.argsort(worths[found], kind="stable")[:size]]
