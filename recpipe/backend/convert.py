@@ -1,11 +1,12 @@
-"""Makes a finished model faster on a CPU. Its parameters, names, hooks and results stay the same.
+"""Makes a finished model faster. Its parameters, names, hooks and results stay the same.
 
-    convert(model, choices)   # in place; revert(model) takes it back
+    convert(model, choices)   # on a CPU, in place; revert(model) takes it back
+    convert_on_gpu(model)     # on a GPU, likewise
 
 Module objects get an attribute ``forward``, which precedes that of their class. It uses the back end if the
-module runs on float32 [B, N] in the CPU's memory (or under autocast to bfloat16). In all other cases it calls
-the class's: for other shapes, types, devices and empty batches, while a program is traced, and if a hook
-watches the inputs or outputs of a member.
+module runs on float32 [B, N] of that device (or under autocast to bfloat16). In all other cases it calls the
+class's: for other shapes, types, devices and empty batches, while a program is traced, and if a hook watches
+the inputs or outputs of a member.
 """
 
 from __future__ import annotations
@@ -60,8 +61,20 @@ def convert(
                 module.forward = Converted(forward, module, chooser)
 
 
+def convert_on_gpu(model: nn.Module) -> None:
+    """Convert what a GPU computes faster: a DLRM's interaction and what is in front of it.
+
+    The gradient of TorchRec's is put back by pairs of index lists, for which torch sorts them; of a step of
+    8,192 samples with 26 features of dimension 64 that took an NVIDIA H100 0.64 of 3.4 ms.
+    """
+    for module in model.modules():
+        for kind, forward in _FORWARDS_ON_GPU.items():
+            if is_plain(module, kind):
+                module.forward = Converted(forward, module, None)
+
+
 def revert(model: nn.Module) -> None:
-    """Undo ``convert``."""
+    """Undo ``convert`` and ``convert_on_gpu``."""
     for module in model.modules():
         if is_converted(module):
             del module.forward
@@ -73,11 +86,11 @@ def roomy_paths(model: nn.Module) -> set[str]:
     return {f"{path}.{_COLLECTION}" if path else _COLLECTION for path in found}
 
 
-def precision() -> torch.dtype | None:
+def precision(device: str = "cpu") -> torch.dtype | None:
     """The type of matrix products here: float32, or bfloat16 under autocast; None: any other."""
-    if not torch.is_autocast_enabled("cpu"):
+    if not torch.is_autocast_enabled(device):
         return torch.float32
-    return torch.bfloat16 if torch.get_autocast_dtype("cpu") == torch.bfloat16 else None
+    return torch.bfloat16 if torch.get_autocast_dtype(device) == torch.bfloat16 else None
 
 
 def _runs(module: nn.Module) -> bool:
@@ -90,13 +103,13 @@ def _runs(module: nn.Module) -> bool:
     )
 
 
-def _fits(x: Any, ndim: int = 2, *types: torch.dtype) -> bool:
+def _fits(x: Any, ndim: int = 2, *types: torch.dtype, device: str = "cpu") -> bool:
     """Whether ``x`` is a tensor of samples that the kernels take."""
     return (
         type(x) in _PLAIN_TENSORS
         and x.ndim == ndim
         and x.dtype in (types or (torch.float32,))
-        and x.device.type == "cpu"
+        and x.device.type == device
         and x.numel() > 0
     )
 
@@ -141,16 +154,17 @@ def _pays(step: Any, x: Any, chooser: Chooser, dtype: torch.dtype) -> bool:
     return chooser.pays(names.chain_signature(signature(layers)), len(x))
 
 
-def _interaction(module: Any, chooser: Chooser, dense_features: Any, sparse_features: Any) -> Any:
-    """The ``forward`` of ``InteractionArch``."""
-    dense, sparse = dense_features, sparse_features
+def _interaction(module: Any, chooser: Chooser | None, dense_features: Any, sparse_features: Any) -> Any:
+    """The ``forward`` of ``InteractionArch``; without a ``chooser`` on a GPU."""
+    dense, sparse, device = dense_features, sparse_features, "cuda" if chooser is None else "cpu"
+    dtype = precision(device)
     if (
         _runs(module)
-        and _fits(dense, 2, precision() or torch.float32)
-        and _fits(sparse, 3)
-        and precision() is not None
+        and dtype is not None
+        and _fits(dense, 2, dtype, device=device)
+        and _fits(sparse, 3, device=device)
         and sparse.shape == (len(dense), module.F, dense.shape[1])
-        and chooser.pays(names.dot_signature(*sparse.shape[1:]), len(dense))
+        and (chooser is None or chooser.pays(names.dot_signature(*sparse.shape[1:]), len(dense)))
     ):
         return interact(dense, sparse, has_room(sparse))
     return _as_it_is(module, dense, sparse)
@@ -212,7 +226,7 @@ def _fm_interaction(module: Any, chooser: Chooser, dense_features: Any, sparse_f
     return _as_it_is(module, dense_features, sparse_features)
 
 
-def _sparse(module: Any, chooser: Chooser, features: Any) -> Any:
+def _sparse(module: Any, chooser: Chooser | None, features: Any) -> Any:
     """The ``forward`` of DLRM's ``SparseArch``. Pooled rows that are already in its order are not split and
     joined again.
 
@@ -239,4 +253,8 @@ _FORWARDS: dict[type[nn.Module], Callable[..., Any]] = {
     FactorizationMachine: _factorization_machine,
     DeepFM: _deep_fm,
     FMInteractionArch: _fm_interaction,
+}
+_FORWARDS_ON_GPU: dict[type[nn.Module], Callable[..., Any]] = {
+    InteractionArch: _interaction,
+    SparseArch: _sparse,
 }

@@ -1,4 +1,5 @@
-"""The dense part of a model on a CPU, forward and backward, without unnecessary copies and gathers.
+"""Parts of a model's dense part, forward and backward, without unnecessary copies and gathers: chains of
+layers on a CPU, the interaction also on a GPU.
 
 The arithmetic is that of torch's and TorchRec's modules, but the order of sums differs. With autograd's own
 operators, a step spends more time between the matrix products: gradients of ReLU get new memory, the
@@ -162,7 +163,8 @@ class _Interaction(torch.autograd.Function):
             ctx.inside = room and pooled.ndim == 2
             low = features.to(bottom.dtype)
             products = torch.bmm(low, low.transpose(1, 2)).flatten(1)
-            return torch.cat((bottom, _columns(products, _triangle(features.shape[1]))), dim=1)
+            triangle = _triangle(features.shape[1], features.device)
+            return torch.cat((bottom, _columns(products, triangle)), dim=1)
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> Gradients:
@@ -175,9 +177,10 @@ class _Interaction(torch.autograd.Function):
                 return _plain_interaction(bottom, pooled.view(batch, -1, dim)[:, inside:])
 
             return *differentiable(plain, (bottom, pooled), gradient), None
-        with phase("interaction backward"), torch.autocast("cpu", enabled=False):
+        with phase("interaction backward"), torch.autocast(gradient.device.type, enabled=False):
             # float32 also under bfloat16: columns are taken faster, and the tables need float32.
-            both = _columns(gradient.float(), _symmetric(count, dim)).view(batch, count, count)
+            where = _symmetric(count, dim, gradient.device)
+            both = _columns(gradient.float(), where).view(batch, count, count)
             both.diagonal(dim1=1, dim2=2).zero_()
             found = torch.bmm(both, features)
             to_bottom = gradient[:, :dim] + found[:, 0].to(gradient.dtype)
@@ -200,21 +203,21 @@ def _joined(bottom: torch.Tensor, pooled: torch.Tensor, room: bool) -> torch.Ten
 
 def _columns(values: torch.Tensor, columns: torch.Tensor) -> torch.Tensor:
     """The ``columns`` (int64 [M]) of values [B, N], as [B, M]."""
-    if torch.get_num_threads() <= SERIAL:
+    if values.is_cuda or torch.get_num_threads() <= SERIAL:
         return torch.index_select(values, 1, columns)
     return values.gather(1, columns.expand(len(values), -1))
 
 
 @cache
-def _triangle(count: int) -> torch.Tensor:
+def _triangle(count: int, device: torch.device) -> torch.Tensor:
     """Positions of the products above the diagonal among ``count`` x ``count``, row by row, int64."""
     row, column = torch.triu_indices(count, count, offset=1, device="cpu")
     found: torch.Tensor = row * count + column
-    return found
+    return found.to(device)
 
 
 @cache
-def _symmetric(count: int, dim: int) -> torch.Tensor:
+def _symmetric(count: int, dim: int, device: torch.device) -> torch.Tensor:
     """Column of the interaction's output for each of ``count`` x ``count`` products, int64 [count ** 2].
 
     A product and its mirror image have the same column. The diagonal is not in the output; its columns are
@@ -223,7 +226,7 @@ def _symmetric(count: int, dim: int) -> torch.Tensor:
     row, column = torch.triu_indices(count, count, offset=1, device="cpu")
     where = torch.full((count, count), dim, device="cpu")
     where[row, column] = where[column, row] = torch.arange(dim, dim + len(row), device="cpu")
-    return where.view(-1)
+    return where.view(-1).to(device)
 
 
 def differentiable(
@@ -251,4 +254,4 @@ def _plain_interaction(bottom: torch.Tensor, pooled: torch.Tensor) -> torch.Tens
     """``interact`` by torch's own operators; pooled [B, F, D]."""
     features = torch.cat((bottom.unsqueeze(1), pooled.to(bottom.dtype)), dim=1)
     products = torch.bmm(features, features.transpose(1, 2)).flatten(1)
-    return torch.cat((bottom, products[:, _triangle(features.shape[1])]), dim=1)
+    return torch.cat((bottom, products[:, _triangle(features.shape[1], features.device)]), dim=1)

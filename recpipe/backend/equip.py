@@ -1,5 +1,5 @@
-"""Makes a placed model fast on this machine: on a CPU converted parts, room for its interaction and cores, on
-a GPU a graph of its kernels.
+"""Makes a placed model fast on this machine: converted parts, on a CPU also room for its interaction and
+cores, on a GPU also a graph of its kernels.
 
 Tiers and plugins do not change it. A checkpoint has it, so that a resumed run rounds as before.
 """
@@ -18,7 +18,7 @@ import torch
 
 from recpipe.backend.calibrate import calibrated
 from recpipe.backend.choices import Choices, Chooser
-from recpipe.backend.convert import convert, revert, roomy_paths
+from recpipe.backend.convert import convert, convert_on_gpu, revert, roomy_paths
 from recpipe.backend.host import checked
 from recpipe.backend.sharing import measured_sharing
 from recpipe.common.saved import entries
@@ -43,10 +43,12 @@ log = logging.getLogger(__name__)
 
 CUDA_GRAPH = "cuda_graph"
 """The ``trainer.backend`` that trains the dense part by a graph of its kernels."""
+CUDA = "cuda"
+"""What ``trainer.backend`` is on a GPU otherwise, unless it is plain."""
 
 
 class Backend:
-    """The back end of a run: ``kind`` is that of ``trainer.backend``.
+    """The back end of a run: ``kind`` is that of ``trainer.backend``, or ``CUDA``.
 
     ``choices`` between a CPU's kernels: the result of ``calibrated``.
     """
@@ -70,9 +72,12 @@ class Backend:
 
     def _convert(self, choices: Choices) -> None:
         self.choices, module = choices, self.model.module
-        if self.kind in ("plain", CUDA_GRAPH):
+        if self.kind == "plain":
             return
         revert(module)
+        if self.kind in (CUDA, CUDA_GRAPH):
+            convert_on_gpu(module)
+            return
         convert(module, choices, measured_only=self.kind == "auto")
         for front in map(module.get_submodule, roomy_paths(module)):
             if isinstance(front, BagFront):
@@ -126,8 +131,8 @@ def equip(
     """
     if kind == CUDA_GRAPH:
         _require_graph(model, device, trainers, wrappers)
-    elif device.type == "cuda":
-        kind = "plain"
+    elif device.type == "cuda" and kind != "plain":
+        kind = CUDA
     threads, several = torch.get_num_threads(), trainers.size > 1
     on_cpu = kind in ("auto", "cpu")
     shares = on_cpu and threads > 1 and not several and _alone(model)
@@ -165,7 +170,9 @@ def equip_loop(kind: str, model: PlacedModel, batch_size: int, device: torch.dev
             "trainer.backend=cuda_graph records the passes of recpipe's own training step, and your own loop "
             "calls the model itself: set trainer.backend=plain, or train with recpipe.train"
         )
-    if kind != "plain" and device.type == "cpu":
+    if kind != "plain" and device.type == "cuda":
+        convert_on_gpu(model.module)
+    elif kind != "plain":
         choices = calibrated(model.module, batch_size, {torch.get_num_threads()}, cache_dir)
         convert(model.module, choices, measured_only=kind == "auto")
 

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from recpipe.backend.chain import Step, as_they_are
-from recpipe.backend.convert import revert
+from recpipe.backend.convert import convert_on_gpu, revert
 from recpipe.backend.equip import Backend
 from recpipe.backend.matmul import TF32, float32_products, require_units
 from recpipe.checkpoint.manifest import TABLES
@@ -211,8 +211,12 @@ class Trained:
 
     def _equip(self, model: PlacedModel, device: torch.device) -> None:
         """Use the kernels that training measured, so that scores are rounded as in its evaluation."""
+        if device.type == "cuda":
+            if self.cfg.trainer.backend != "plain":
+                convert_on_gpu(model.module)
+            return
         saved = self.trainer.get(OWN, {}).get("backend")
-        if saved is None or device.type != "cpu":
+        if saved is None:
             return
         with naming(self.directory):
             Backend.check(saved)

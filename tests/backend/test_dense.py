@@ -51,9 +51,9 @@ def test_logits_and_gradients_are_those_of_the_modules() -> None:
 def test_a_wrong_mirror_image_is_noticed(monkeypatch) -> None:
     expected, right = step(model(converted=False)), dense._symmetric
 
-    def upper_alone(count: int, dim: int) -> torch.Tensor:
+    def upper_alone(count: int, dim: int, device: torch.device) -> torch.Tensor:
         """Products whose mirror images get no gradient of their own."""
-        where = right(count, dim).view(count, count).clone()
+        where = right(count, dim, device).view(count, count).clone()
         row, column = torch.tril_indices(count, count, offset=-1)
         where[row, column] = int(where[0, 0])
         return where.view(-1)

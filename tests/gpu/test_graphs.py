@@ -71,7 +71,7 @@ def test_lower_precisions_keep_the_same_bits(tmp_path: Path, precision: str) -> 
 def same_bits(tmp_path: Path, *own: str) -> None:
     """Trains by Python and by graphs, and compares all parameters."""
     left = {}
-    for backend in ("plain", "cuda_graph"):
+    for backend in ("auto", "cuda_graph"):
         folder = tmp_path / backend
         words = (
             f"trainer.backend={backend}",
@@ -81,9 +81,9 @@ def same_bits(tmp_path: Path, *own: str) -> None:
         report = run(compose([*SMALL, *own, "trainer.split=never", "task.page=false", *words]), folder)
         left[backend] = parameters(folder / "parameters")
         steps = report["throughput"]["graph_steps"]
-        assert steps is None if backend == "plain" else steps > 5
-    assert left["plain"].keys() == left["cuda_graph"].keys()
-    assert all(np.array_equal(left["plain"][name], left["cuda_graph"][name]) for name in left["plain"])
+        assert steps is None if backend == "auto" else steps > 5
+    assert left["auto"].keys() == left["cuda_graph"].keys()
+    assert all(np.array_equal(left["auto"][name], left["cuda_graph"][name]) for name in left["auto"])
 
 
 def trained(net: nn.Module, *words: str) -> list[torch.Tensor]:
