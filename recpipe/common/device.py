@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
@@ -62,6 +62,16 @@ def threads_for(device: torch.device, count: int, name: str) -> ThreadPoolExecut
 def current_stream() -> torch.cuda.Stream:
     """This thread's stream on its current GPU, whose number torch takes longer to find out itself."""
     return torch.cuda.current_stream(torch.cuda.current_device())
+
+
+def given_so_far(device: torch.device) -> Callable[[], bool]:
+    """Returns what tells, whenever it is called, whether the current stream has done all that it was given
+    until now; a CPU always has."""
+    if device.type != "cuda":
+        return lambda: True
+    event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+    event.record(current_stream())
+    return event.query
 
 
 class _On:

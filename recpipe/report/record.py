@@ -133,7 +133,7 @@ class Memory:
 @dataclass
 class Io:
     """Traffic with the cold tier. ``direct`` is None for a store without files. ``wait_seconds``: training
-    waited."""
+    waited, and the GPU had nothing left to do."""
 
     store: str | None = None
     direct: bool | None = None

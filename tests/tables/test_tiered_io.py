@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from time import sleep
+
 import numpy as np
 import pytest
 
 from recpipe.errors import StoreError
 from recpipe.tables.stores import HostStore
+from recpipe.tables.tiers import memory
 from tests.tables.samples import (
     DIM,
     MAKERS,
@@ -136,6 +139,25 @@ def test_memory_is_what_was_allocated(tmp_path, policy, store) -> None:
     held = sum(a.nbytes for a in arrays) + sum(t.nbytes for t in slab) + collection.store.overhead_bytes
     assert collection.overhead_bytes == held
     assert held > 4 * tables.layout.total_rows
+    collection.close()
+
+
+class Slow(HostStore):
+    """A store that takes 5 ms for each read."""
+
+    def gather(self, rows, out) -> None:
+        sleep(0.005)
+        super().gather(rows, out)
+
+
+@pytest.mark.parametrize("done", [True, False])
+def test_a_wait_counts_if_the_device_has_nothing_left_to_do(tmp_path, monkeypatch, done) -> None:
+    monkeypatch.setattr(memory, "given_so_far", lambda device: lambda: done)
+    tables, batches = table_set(), stream(6, True)
+    collection = tiers(tables, "lru", tmp_path, Slow(tables.layout, tables.fill))
+    train(collection, batches)
+    waited = collection.times.wait
+    assert waited > 0.004 * len(batches) if done else waited == 0
     collection.close()
 
 

@@ -6,6 +6,7 @@ rows between two batches.
 
 from __future__ import annotations
 
+from concurrent.futures import Future
 from dataclasses import dataclass
 from time import perf_counter
 from typing import Any
@@ -15,6 +16,7 @@ import torch
 from numpy.typing import NDArray
 from torch import nn
 
+from recpipe.common.device import given_so_far
 from recpipe.distributed.ranks import Channel
 from recpipe.plugin.policy import IN_STORE, RowIds, Slots
 from recpipe.tables.rowtable import RowBags
@@ -28,7 +30,7 @@ from recpipe.tables.tiers.parting import DeviceBags
 from recpipe.tables.tiers.placement import TierPlan
 from recpipe.tables.tiers.slots import Room, filter_slots, make_slots, put, take
 from recpipe.tables.tiers.store_thread import StoreThread
-from recpipe.tables.tiers.transfer import Sent
+from recpipe.tables.tiers.transfer import Landed, Sent
 
 
 @dataclass(frozen=True)
@@ -144,11 +146,9 @@ class TierMemory(nn.Module):
             return
         arriving, self.arriving = self.arriving, None
         plan, moves = arriving.plan, arriving.moves
-        start = perf_counter()
         assert plan.fetched is not None, "advance has started the fetch"
-        fetched = self._not_stale(plan.fetch, plan.fetched.result().use())
+        fetched = self._not_stale(plan.fetch, self._awaited(plan.fetched).use())
         plan.fetched = plan.moves = None
-        self.cold.times.wait += perf_counter() - start
         if self.together:
             put(self.whole, arriving.fetched_at, fetched)
             put(self.whole, arriving.carried_to, arriving.carried)
@@ -159,6 +159,17 @@ class TierMemory(nn.Module):
             put(self.slab, in_slab - moves.slab_first, fetched[moves.to_slots :])
             put(self.slab, arriving.carried_to - moves.slab_first, arriving.carried)
         self._slab_written = False
+
+    def _awaited(self, fetched: Future[Landed]) -> Landed:
+        """The fetched records. A wait counts if the device has nothing left to do by its end: a GPU that is
+        still training the batch before has lost no time."""
+        if fetched.done():
+            return fetched.result()
+        has_done, start = given_so_far(self.device), perf_counter()
+        landed = fetched.result()
+        if has_done():
+            self.cold.times.wait += perf_counter() - start
+        return landed
 
     def slab_changes(self, _gradient: torch.Tensor) -> None:
         """Note that the slab will change, so that an earlier write-back of it is not the last one."""
