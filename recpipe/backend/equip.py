@@ -77,8 +77,8 @@ class Backend:
         revert(module)
         if self.kind in (CUDA, CUDA_GRAPH):
             convert_on_gpu(module)
-            return
-        convert(module, choices, measured_only=self.kind == "auto")
+        else:
+            convert(module, choices, measured_only=self.kind == "auto")
         for front in map(module.get_submodule, roomy_paths(module)):
             if isinstance(front, BagFront):
                 front.wants_room = True

@@ -25,7 +25,8 @@ from recpipe.pipeline.cuda_graph import REMEDY, Graph, record
 from recpipe.pipeline.placed import PlacedModel
 from recpipe.seams import HostIds, TorchDispatchMode
 from recpipe.tables.front import Front
-from recpipe.tables.lookups import BatchLookups
+from recpipe.tables.lookups import BatchLookups, GroupLookup
+from recpipe.tables.room import has_room, marked, with_room
 
 BEFORE = 3
 """Batches of one form in a row that are trained without a graph before one is recorded: CUDA's libraries
@@ -79,13 +80,12 @@ class _Recorded:
         self.form = form
         self._dense, self._graph = model.dense, graph
         self._inputs: list[torch.Tensor] = []
-        self._rows: list[torch.Tensor] = []
+        self._rows: list[_Rows] = []
         self._loss = torch.zeros(())
-        own, handed = self._copied(batch), dict[Front, _Handed]()
+        own, rows_of = self._copied(batch), dict[Front, list[_Rows]]()
         for front, groups in lookups.groups.items():
-            mine = [torch.empty_like(lookup.warm, requires_grad=True) for lookup in groups]
-            handed[front] = _Handed(model.ids_of(front, own), mine)
-            self._rows += mine
+            rows_of[front] = [_Rows(lookup) for lookup in groups]
+            self._rows += rows_of[front]
         for parameter in self._dense:
             parameter.grad = None  # so that the gradient has memory of the graph, which does not add to it
 
@@ -94,6 +94,10 @@ class _Recorded:
 
         def both_passes() -> None:
             with nullcontext() if compiled else _NoWaits():  # type: ignore[no-untyped-call]
+                handed = {
+                    front: _Handed(model.ids_of(front, own), [each.in_graph() for each in rows])
+                    for front, rows in rows_of.items()
+                }
                 loss = model.train_part(handed, own, 1.0)
                 torch.autograd.backward(loss)
             self._loss = loss.detach()
@@ -105,11 +109,12 @@ class _Recorded:
         """As ``DenseGraph.train``."""
         leaves = [lookup.leaf(0, lookup.ids.stride()) for lookup in lookups.all]
         with torch.no_grad():
-            for own, given in zip((*self._inputs, *self._rows), (*_tensors(batch), *leaves), strict=True):
+            memory = (*self._inputs, *(rows.values for rows in self._rows))
+            for own, given in zip(memory, (*_tensors(batch), *leaves), strict=True):
                 own.copy_(given)
         self._graph.replay()
-        for leaf, own in zip(leaves, self._rows, strict=True):
-            leaf.grad = own.grad
+        for leaf, rows in zip(leaves, self._rows, strict=True):
+            leaf.grad = rows.gradient
         for parameter, gradient in zip(self._dense, self._gradients, strict=True):
             parameter.grad = gradient
         return self._loss.clone()
@@ -122,6 +127,40 @@ class _Recorded:
         if isinstance(value, KeyedJaggedTensor):
             return HostIds.unread(value, _read)
         return with_parts(value, lambda part, _: self._copied(part))
+
+
+class _Rows:
+    """Memory of a graph for the rows of one group, and their gradient.
+
+    The rows have room in front if the model's interaction writes there. Their gradient is taken as it comes:
+    a leaf of autograd's would copy one whose rows lie as far apart as these.
+    """
+
+    def __init__(self, lookup: GroupLookup) -> None:
+        batch, room = len(lookup.warm), lookup.room
+        if room:
+            self.values = with_room(lookup.warm.new_empty((batch, room + lookup.warm.shape[1])), room)
+        else:
+            self.values = torch.empty_like(lookup.warm.detach())
+        self.gradient: torch.Tensor | None = None
+        """None as long as no pass has used the rows."""
+
+    def in_graph(self) -> torch.Tensor:
+        """The rows, for a forward pass whose backward pass sets ``gradient``."""
+        rows: torch.Tensor = _Taken.apply(torch.zeros((), requires_grad=True), self)  # type: ignore[no-untyped-call]
+        return marked(rows) if has_room(self.values) else rows
+
+
+class _Taken(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, _anchor: torch.Tensor, rows: _Rows) -> torch.Tensor:
+        ctx.rows = rows
+        return rows.values.data  # no view of autograd's: the interaction writes in front of it
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[None, None]:
+        ctx.rows.gradient = gradient
+        return None, None
 
 
 class _NoWaits(TorchDispatchMode):  # type: ignore[no-untyped-call]

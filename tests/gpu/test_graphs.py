@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import recpipe
-from recpipe.backend import equip
+from recpipe.backend import convert, equip
 from recpipe.config.compose import compose
 from recpipe.errors import UserError
 from recpipe.pipeline import update_graph
@@ -61,6 +61,19 @@ def test_an_optimizers_steps_leave_the_same_bits(
     words, times = OPTIMIZERS[name]
     same_bits(tmp_path, "tiers.policy=resident", *words)
     assert len(recorded) == times
+
+
+def test_a_graphs_interaction_copies_no_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is recorded over memory with room for the dense vector in front; other batches have none."""
+    rooms, interact = list[bool](), convert.interact
+
+    def noted(bottom: torch.Tensor, pooled: torch.Tensor, room: bool) -> torch.Tensor:
+        rooms.append(room)
+        return interact(bottom, pooled, room)
+
+    monkeypatch.setattr(convert, "interact", noted)
+    same_bits(tmp_path, "tiers.policy=lru", "tiers.store=host")
+    assert rooms.count(True) == 1
 
 
 @pytest.mark.parametrize("precision", ["tf32", "bfloat16"])
