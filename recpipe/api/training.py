@@ -141,8 +141,8 @@ def place(model: nn.Module, loader: Batches, *overrides: str) -> Placed:
     Train each batch of ``placed.loader`` before you ask for the next one. A plugin may reorder the samples of
     a batch. A plugin that cuts batches (Hotline) does so if ``model(batch)`` returns ``(loss, output)`` and
     the loss is a mean or a sum over samples; the output is then detached. ``trainer.backend`` says whether
-    layers use the back end; on a CPU ``auto`` times its kernels first. Other overrides of ``trainer``, and those
-    of ``data`` and ``optim.dense``, have no effect. Files go to a temporary directory until
+    layers use the back end; on a CPU ``auto`` times its kernels first. Other overrides of ``trainer``, and
+    those of ``data`` and ``optim.dense``, have no effect. Files go to a temporary directory until
     ``placed.close()``, or to ``tiers.dir``.
 
     Raises ``UserError`` for a plugin that needs Lightning's loop (FAE, Slipstream), for ``model.precision``,
