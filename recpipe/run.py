@@ -352,4 +352,6 @@ def run_on(
             raise KeyboardInterrupt
         checkpoint = saved_last(trainer) if recorder.steps else resume
         model.eval()
-        return Outcome(content, called.module, model.predict, checkpoint, open_tiers.pop_all())
+        # Rounded as the run's own scores are.
+        scores = float32_products(device, model_config.precision)(model.predict)
+        return Outcome(content, called.module, scores, checkpoint, open_tiers.pop_all())

@@ -5,10 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 
+import recpipe
 from recpipe.backend import matmul
 from recpipe.backend.matmul import float32_matmul, float32_products, require_units
 from recpipe.config.compose import compose
 from recpipe.errors import UserError
+from recpipe.pipeline.placed import PlacedModel
 from recpipe.run import run
 
 CPU = torch.device("cpu")
@@ -40,6 +42,18 @@ def test_onednn_is_not_used_where_it_rounds(monkeypatch) -> None:
     monkeypatch.setattr(matmul, "_error", lambda precision: 2e-7)
     with float32_products(CPU):
         assert float32_matmul() == "oneDNN"
+
+
+@needs_onednn
+def test_a_kept_model_scores_with_the_runs_kernels(monkeypatch, tmp_path) -> None:
+    seen: list[str] = []
+    monkeypatch.setattr(matmul, "made_by_intel", lambda: False)
+    monkeypatch.setattr(matmul, "_error", lambda precision: 2e-7)
+    monkeypatch.setattr(PlacedModel, "predict", lambda *_: seen.append(torch.get_float32_matmul_precision()))
+    words = ("data.samples=300", "data.batch_size=64", "data.table_scale=0.01", "trainer.progress=false")
+    with recpipe.train(None, None, *words, *ON_CPU, output=tmp_path, quiet=True) as done:
+        done.predict(None)
+    assert seen == ["medium"]
 
 
 def test_a_rounded_product_is_noticed() -> None:
