@@ -34,11 +34,12 @@ def _recorded(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 OPTIMIZERS = {
-    "momentum": (("optim=sgd", "+optim.dense.momentum=0.9"), 1),
-    "adagrad": (("optim=adagrad", "+optim.dense.weight_decay=0.001"), 1),
-    "adam": (("optim=sgd", "optim.dense.name=Adam", "optim.dense.lr=0.01"), 0),
+    "momentum": (("optim=sgd", "+optim.dense.momentum=0.9"), True),
+    "adagrad": (("optim=adagrad", "+optim.dense.weight_decay=0.001"), True),
+    "adam": (("optim=sgd", "optim.dense.name=Adam", "optim.dense.lr=0.01"), False),
 }
-"""Dense optimizers, and how often their steps are recorded."""
+"""Dense optimizers, and whether their steps are recorded: once the passes are, and before that, too, if the
+allocator gives the gradients of two batches the same memory."""
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -58,9 +59,9 @@ def test_an_optimizers_steps_leave_the_same_bits(
         recorded.append(form)
 
     monkeypatch.setattr(update_graph._Recorded, "_record", noted)
-    words, times = OPTIMIZERS[name]
+    words, expected = OPTIMIZERS[name]
     same_bits(tmp_path, "tiers.policy=resident", *words)
-    assert len(recorded) == times
+    assert bool(recorded) == expected
 
 
 def test_a_graphs_interaction_copies_no_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
