@@ -48,17 +48,22 @@ def test_logits_and_gradients_are_those_of_the_modules() -> None:
         torch.testing.assert_close(found[key], value, rtol=1e-5, atol=2e-6, msg=lambda m, k=key: f"{k}: {m}")
 
 
-def test_a_wrong_mirror_image_is_noticed(monkeypatch) -> None:
-    expected, right = step(model(converted=False)), dense._symmetric
+def leave_out_mirror_images(monkeypatch: pytest.MonkeyPatch) -> None:
+    """From here on products' mirror images get no gradient of their own."""
+    right = dense._symmetric
 
     def upper_alone(count: int, dim: int, device: torch.device) -> torch.Tensor:
-        """Products whose mirror images get no gradient of their own."""
         where = right(count, dim, device).view(count, count).clone()
         row, column = torch.tril_indices(count, count, offset=-1)
         where[row, column] = int(where[0, 0])
         return where.view(-1)
 
     monkeypatch.setattr(dense, "_symmetric", upper_alone)
+
+
+def test_a_wrong_mirror_image_is_noticed(monkeypatch) -> None:
+    expected = step(model(converted=False))
+    leave_out_mirror_images(monkeypatch)
     assert not torch.allclose(step(model(converted=True))["pooled"], expected["pooled"], atol=1e-3)
 
 

@@ -34,12 +34,11 @@ def _recorded(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 OPTIMIZERS = {
-    "momentum": (("optim=sgd", "+optim.dense.momentum=0.9"), True),
-    "adagrad": (("optim=adagrad", "+optim.dense.weight_decay=0.001"), True),
-    "adam": (("optim=sgd", "optim.dense.name=Adam", "optim.dense.lr=0.01"), False),
+    "momentum": (("optim=sgd", "+optim.dense.momentum=0.9"), 1),
+    "adagrad": (("optim=adagrad", "+optim.dense.weight_decay=0.001"), 1),
+    "adam": (("optim=sgd", "optim.dense.name=Adam", "optim.dense.lr=0.01"), 0),
 }
-"""Dense optimizers, and whether their steps are recorded: once the passes are, and before that, too, if the
-allocator gives the gradients of two batches the same memory."""
+"""Dense optimizers, and how often their steps are recorded."""
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -59,9 +58,9 @@ def test_an_optimizers_steps_leave_the_same_bits(
         recorded.append(form)
 
     monkeypatch.setattr(update_graph._Recorded, "_record", noted)
-    words, expected = OPTIMIZERS[name]
+    words, times = OPTIMIZERS[name]
     same_bits(tmp_path, "tiers.policy=resident", *words)
-    assert bool(recorded) == expected
+    assert len(recorded) == times
 
 
 def test_a_graphs_interaction_copies_no_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,10 +9,10 @@ import torch
 from torchrec.models.dlrm import InteractionArch
 
 from recpipe.backend import convert as back
-from recpipe.backend import dense
 from recpipe.backend.convert import convert_on_gpu, revert
 from recpipe.config.compose import compose
 from recpipe.run import run
+from tests.backend.test_dense import leave_out_mirror_images
 from tests.gpu.test_runs import SMALL
 from tests.training.test_trainer import furthest, parameters
 
@@ -60,15 +60,7 @@ def test_products_and_gradients_are_torchrecs(device: torch.device, calls: list[
 
 
 def test_a_missing_mirror_image_shows(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
-    right = dense._symmetric
-
-    def upper_alone(count: int, dim: int, device: torch.device) -> torch.Tensor:
-        where = right(count, dim, device).view(count, count).clone()
-        row, column = torch.tril_indices(count, count, offset=-1)
-        where[row, column] = int(where[0, 0])
-        return where.view(-1)
-
-    monkeypatch.setattr(dense, "_symmetric", upper_alone)
+    leave_out_mirror_images(monkeypatch)
     assert not torch.allclose(passes(device, True)[2], passes(device, False)[2], atol=1e-3)
 
 

@@ -73,5 +73,6 @@ def test_what_was_trained_in_tf32_is_scored_in_float32_on_a_cpu(tmp_path: Path, 
 
 
 def test_other_precisions_are_refused() -> None:
-    with pytest.raises(UserError, match="model.precision=fp8 is unknown; choose one of float32, tf32, bf"):
+    told = "model.precision=fp8 is unknown; choose one of float32, tf32, bfloat16"
+    with pytest.raises(UserError, match=told):
         Recipe.of(compose(["model.precision=fp8"]))
