@@ -65,6 +65,10 @@ class DenseGraph:
         self.trained += 1
         return self._recorded.train(lookups, batch)
 
+    def holds_gradients(self) -> bool:
+        """Whether the dense parameters' gradients are those in the graph's memory."""
+        return self._recorded is not None and self._recorded.holds_gradients()
+
     def _state(self) -> Hashable:
         """What may change of the model between two steps and is fixed in a graph."""
         parameters = tuple((p.data_ptr(), p.requires_grad) for p in self.model.dense)
@@ -118,6 +122,11 @@ class _Recorded:
         for parameter, gradient in zip(self._dense, self._gradients, strict=True):
             parameter.grad = gradient
         return self._loss.clone()
+
+    def holds_gradients(self) -> bool:
+        """As ``DenseGraph.holds_gradients``."""
+        pairs = zip(self._dense, self._gradients, strict=True)
+        return all(parameter.grad is gradient for parameter, gradient in pairs)
 
     def _copied(self, value: Any) -> Any:
         """``value``, a batch or a part of one, with tensors of its own and with ids that cannot be read."""

@@ -2,7 +2,8 @@
 
 Python starts a step's few kernels by itself, in about a millisecond. They are the same in each step where
 parameters, gradients and the optimizer's state stay in the same memory, as they do behind a ``DenseGraph``,
-and where nothing that Python computes for the kernels depends on the number of the step.
+and where nothing that Python computes for the kernels depends on the number of the step. Gradients of other
+batches may be in the same memory twice by chance, which is not worth a recording.
 """
 
 from __future__ import annotations
@@ -18,20 +19,23 @@ from recpipe import seams
 from recpipe.pipeline.cuda_graph import Graph, record
 
 
-def record_steps(optimizer: Optimizer, make: Callable[[], Graph]) -> None:
+def record_steps(optimizer: Optimizer, make: Callable[[], Graph], in_place: Callable[[], bool]) -> None:
     """Let a graph of ``make`` make the steps of ``optimizer`` wherever they repeat the one before: those of
     SGD, and of Adagrad without ``lr_decay``. Others, whose kernels get the number of the step from Python,
-    stay as they are."""
+    stay as they are.
+
+    ``in_place``: whether the gradients of the batch at hand are in memory that is theirs in every step.
+    """
     if type(optimizer) in (SGD, Adagrad):
-        recorded = _Recorded(optimizer, make)
+        recorded = _Recorded(optimizer, make, in_place)
         # A method of it, since torch's schedulers bind it anew.
         step = MethodType(lambda _, closure=None: recorded.step(closure), optimizer)
         optimizer.step = step  # type: ignore[method-assign]
 
 
 class _Recorded:
-    def __init__(self, optimizer: Optimizer, make: Callable[[], Graph]) -> None:
-        self._optimizer, self._make = optimizer, make
+    def __init__(self, optimizer: Optimizer, make: Callable[[], Graph], in_place: Callable[[], bool]) -> None:
+        self._optimizer, self._make, self._in_place = optimizer, make, in_place
         self._by_python = optimizer.step
         self._graph: Graph | None = None
         self._form: Hashable = None
@@ -80,7 +84,7 @@ class _Recorded:
     def _form_now(self) -> Hashable:
         """What must be as it was for kernels to be the same; None if they may not be."""
         optimizer = self._optimizer
-        if seams.steps_are_watched(optimizer):
+        if not self._in_place() or seams.steps_are_watched(optimizer):
             return None
         form: list[Hashable] = []
         for group in optimizer.param_groups:

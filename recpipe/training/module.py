@@ -96,7 +96,7 @@ class RankingModule(L.LightningModule):
         """The dense optimizer."""
         optimizer = self.make_optimizer(self.dense)
         if self.graph is not None:
-            record_steps(optimizer, self.graph.make)
+            record_steps(optimizer, self.graph.make, self.graph.holds_gradients)
         return optimizer
 
     def transfer_batch_to_device(self, batch: Any, device: torch.device, dataloader_idx: int) -> Any:

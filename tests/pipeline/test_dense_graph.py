@@ -170,6 +170,18 @@ def test_a_model_that_has_changed_gets_a_new_graph(change) -> None:
     assert same(with_it, without)
 
 
+def test_it_knows_its_own_gradients() -> None:
+    model = placed(Net(), clicks(0))
+    graph, held = DenseGraph(model, FakeGraph), []
+    for number in range(8):
+        for parameter in model.dense:
+            parameter.grad = None
+        short = number == 6
+        accumulate(model, StagedBatch(clicks(number, 5 if short else SAMPLES)), StepTimes(), graph=graph)
+        held.append(graph.holds_gradients())
+    assert held == [*[False] * BEFORE, *[True] * (6 - BEFORE), False, True]
+
+
 def test_a_short_batch_leaves_the_graph() -> None:
     batches = [clicks(n, 5 if n % 5 == 4 else SAMPLES) for n in range(25)]
     with_it, graph = train(Net(), batches, True)

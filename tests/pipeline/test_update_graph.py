@@ -45,14 +45,16 @@ def trained(
     make: Callable[[Any], Optimizer],
     graph: Callable[[], Any] | None = Counted,
     before: Callable[[int, Optimizer], Any] = lambda number, optimizer: None,
+    in_place: bool = True,
 ) -> list[torch.Tensor]:
-    """Parameters and the optimizer's state after steps with gradients that stay in their memory."""
+    """Parameters and the optimizer's state after steps with gradients that stay in their memory; without
+    ``in_place`` that is said to be chance."""
     torch.manual_seed(4)
     parameters = [torch.nn.Parameter(torch.randn(shape)) for shape in (3, 5)]
     gradients = [torch.zeros_like(p) for p in parameters]
     optimizer = make(parameters)
     if graph is not None:
-        record_steps(optimizer, graph)
+        record_steps(optimizer, graph, lambda: in_place)
     for number in range(STEPS):
         for parameter, gradient in zip(parameters, gradients, strict=True):
             parameter.grad = gradient.copy_(torch.randn(gradient.shape))
@@ -111,6 +113,11 @@ def test_what_changes_is_not_repeated(change: Callable[[int, Optimizer], Any]) -
     assert sum(graph.replays for graph in Counted.made) > 5
 
 
+def test_gradients_in_the_same_memory_by_chance_cost_no_recording() -> None:
+    assert same(trained(KINDS["sgd"], in_place=False), trained(KINDS["sgd"], None))
+    assert not Counted.made
+
+
 def test_a_short_batch_costs_no_new_recording() -> None:
     trained(KINDS["adagrad"], before=elsewhere)
     assert len(Counted.made) == 1
@@ -157,7 +164,7 @@ def test_hooks_are_called_in_each_step() -> None:
 def test_a_closure_is_called_once_a_step() -> None:
     parameter = torch.nn.Parameter(torch.ones(2))
     optimizer = SGD([parameter], lr=0.1)
-    record_steps(optimizer, Counted)
+    record_steps(optimizer, Counted, lambda: True)
     parameter.grad = torch.zeros(2)
     seen = list[bool]()
 
