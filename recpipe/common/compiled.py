@@ -101,6 +101,9 @@ def _kinds(hint: Any) -> list[Any]:
         return [kind for each in get_args(hint) for kind in _kinds(each)]
     if hint in (bool, int):
         return [hint]
+    alias = getattr(get_origin(hint), "__value__", None)  # NumPy 2.5's NDArray is made by "type NDArray[T] ="
+    if alias is not None:
+        return _kinds(alias[get_args(hint)])
     if get_origin(hint) is not np.ndarray:
         return []
     _, dtype = get_args(hint)

@@ -7,13 +7,15 @@ import sys
 from pathlib import Path
 from threading import Thread
 from time import sleep
+from typing import Any, TypeVar
 
 import numba
 import numpy as np
 import pytest
 from numpy.typing import NDArray
+from typing_extensions import TypeAliasType
 
-from recpipe.common.compiled import compiled, load_loops
+from recpipe.common.compiled import _argument_types, compiled, load_loops
 from recpipe.errors import UserError
 from tests.processes import ROOT
 
@@ -81,6 +83,17 @@ def test_no_batch_waits_for_a_loop(tmp_path: Path) -> None:
     said = done.stdout[done.stdout.index("loops:") :].split("\n", 1)
     assert int(said[0].split()[1]) > 20
     assert not said[1]
+
+
+def test_an_array_type_may_be_an_alias() -> None:
+    """``NDArray`` is a ``type`` statement's in newer numpy."""
+    item = TypeVar("item", bound=np.generic)
+    array = TypeAliasType("array", NDArray[item], type_params=(item,))
+
+    def loop(rows: Any, row: Any) -> None: ...
+
+    loop.__annotations__ = {"rows": array[np.int32] | array[np.int64], "row": int}
+    assert list(_argument_types(loop)) == [(np.dtype("int32"), int), (np.dtype("int64"), int)]
 
 
 def test_types_that_annotations_do_not_say_are_for_the_first_call() -> None:
