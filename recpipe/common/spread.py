@@ -12,8 +12,9 @@ if TYPE_CHECKING:
     import torch
 
 T = TypeVar("T")
-LEAST = 1 << 16
-"""A part has at least so many elements; passing one to a thread takes as long as work on some thousands."""
+LEAST = 1 << 19
+"""A part has at least so many elements. To pass one to a thread takes as long as work on some thousands, but
+each such thread also asks for Python's lock several times, for which the training's thread then waits."""
 
 
 class Spread:

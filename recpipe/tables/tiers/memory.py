@@ -40,11 +40,9 @@ class _Arriving:
     plan: TierPlan
     moves: Moves
     carried: torch.Tensor
-    """Records of rows that stay on the device."""
-    carried_to: torch.Tensor
-    """Their places, as in ``Moves``."""
-    fetched_at: torch.Tensor
-    """``Moves.fetched``."""
+    """Records of rows that stay on the device, without those that have been put into their slots."""
+    targets: torch.Tensor
+    """Places of the fetched rows, then of these."""
 
 
 class TierMemory(nn.Module):
@@ -114,31 +112,37 @@ class TierMemory(nn.Module):
         if plan.moves is None or self._slab_written or plan.moves[0].slab_first != self.slab.first:
             plan.moves = self._moves(plan, self._slab_written)
         moves, sent = plan.moves
-        departing_at, leaving, carried, carried_to, fetched_at = sent.use()
-        departing = self._departing(departing_at, moves)
-        self.cold.write(moves.written, departing if moves.all_leave else departing.index_select(0, leaving))
-        records = self.cold.as_stored(departing.index_select(0, carried))
+        *places, targets = sent.use()
+        leaving, carried = self._departing(moves, *places)
+        self.cold.write(moves.written, leaving)
+        carried = self.cold.as_stored(carried)
         if plan.fetched is None:
             self.fetch(plan)
         self.slab_rows, self._slab_written = plan.slab, True
         self.occupied.carry_out(plan)
         self.reserve_slab(len(plan.slab))
         if moves.promoted and not (self._at_once(plan) and len(plan.slab)):
-            put(self.resident, carried_to[: moves.promoted], records[: moves.promoted])
-            carried_to, records = carried_to[moves.promoted :], records[moves.promoted :]
-        self.arriving = _Arriving(plan, moves, records, carried_to, fetched_at)
+            fetched, promoted, others = targets.tensor_split((moves.fetched, moves.fetched + moves.promoted))
+            put(self.resident, promoted, carried[: moves.promoted])
+            targets, carried = torch.cat((fetched, others)), carried[moves.promoted :]
+        self.arriving = _Arriving(plan, moves, carried, targets)
 
     def _moves(self, plan: TierPlan, slab_written: bool) -> tuple[Moves, Sent]:
         """The plan's moves after those of the batch before it, on the way to the device."""
-        moves = Moves.of(plan, self.slab_rows, slab_written, self.slab.first)
+        moves = Moves.of(plan, self.slab_rows, slab_written, self.slab.first, self.together)
         return moves, self.cold.transfer.send(*moves.positions)
 
-    def _departing(self, places: torch.Tensor, moves: Moves) -> torch.Tensor:
-        """A copy of the records in these places of the slab and of the slots."""
-        if self.together:
-            return take(self.whole, places)
+    def _departing(
+        self, moves: Moves, places: torch.Tensor, leaving: torch.Tensor, carried: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Copies of the records to write and of those that stay on the device; ``places`` and the others are
+        arrays of ``moves``."""
+        if moves.together:
+            return take(self.whole, places).tensor_split((len(moves.written),))  # type: ignore[return-value]
         slab, slots = places.tensor_split((moves.in_slab,))
-        return torch.cat((take(self.slab, slab), take(self.resident, slots)))
+        records = torch.cat((take(self.slab, slab), take(self.resident, slots)))
+        leave = records if moves.all_leave else records.index_select(0, leaving)
+        return leave, records.index_select(0, carried)
 
     def arrive(self) -> None:
         """Wait for the batch's rows, if they have not arrived, and put them into their slots and the slab."""
@@ -149,15 +153,15 @@ class TierMemory(nn.Module):
         assert plan.fetched is not None, "advance has started the fetch"
         fetched = self._not_stale(plan.fetch, self._awaited(plan.fetched).use())
         plan.fetched = plan.moves = None
+        targets, carried = arriving.targets, arriving.carried
         if self.together:
-            put(self.whole, arriving.fetched_at, fetched)
-            put(self.whole, arriving.carried_to, arriving.carried)
+            put(self.whole, targets, torch.cat((fetched, carried)) if len(carried) else fetched)
         else:
-            slots, in_slab = arriving.fetched_at.tensor_split((moves.to_slots,))
+            slots, in_slab, carried_to = targets.tensor_split((moves.to_slots, moves.fetched))
             put(self.resident, slots, fetched[: moves.to_slots])
             # The slab may have got a table of its own since.
             put(self.slab, in_slab - moves.slab_first, fetched[moves.to_slots :])
-            put(self.slab, arriving.carried_to - moves.slab_first, arriving.carried)
+            put(self.slab, carried_to - moves.slab_first, carried)
         self._slab_written = False
 
     def _awaited(self, fetched: Future[Landed]) -> Landed:

@@ -24,49 +24,64 @@ class Moves:
     """The rows to write to the store."""
     all_leave: bool
     """Whether these are all departing rows."""
+    together: bool
+    """Whether slots and slab are in one table. Departing rows are then in the order of their use."""
     in_slab: int
     """How many rows depart from the slab."""
     to_slots: int
     """How many fetched rows get a slot."""
     promoted: int
     """How many of the carried rows get a slot."""
+    fetched: int
+    """How many rows are fetched."""
     departing: Positions
-    """Places of departing rows: those of the slab, then slots."""
+    """Places of departing rows: those of the slab, then slots. If ``together``, of the rows to write, then of
+    those that stay on the device."""
     leaving: Positions
-    """Positions among the departing rows of those to write; empty if all are."""
+    """Positions among the departing rows of those to write; empty if all are, or if ``together``."""
     carried: Positions
-    """Positions among the departing rows of those that stay on the device."""
-    carried_to: Positions
-    """Their places: slots of the promoted, then those of the others, which stay in the slab."""
-    fetched: Positions
-    """Places of fetched rows: slots, then those in the slab."""
+    """Positions among the departing rows of those that stay on the device; empty if ``together``."""
+    targets: Positions
+    """Places of fetched rows: slots, then those in the slab. Then of the carried rows: slots of the promoted,
+    then those of the others, which stay in the slab."""
 
     @classmethod
-    def of(cls, plan: TierPlan, slab: RowIds, slab_written: bool, slab_first: int) -> Moves:
-        """The moves if ``slab`` holds these rows, which are also in the store if ``slab_written``."""
+    def of(cls, plan: TierPlan, slab: RowIds, slab_written: bool, slab_first: int, together: bool) -> Moves:
+        """The moves if ``slab`` holds these rows, which are also in the store if ``slab_written``.
+
+        ``together``: whether slots and slab are in one table.
+        """
         counts, *arrays = _moves(
-            slab, slab_written, slab_first, plan.evicted, plan.vacated, plan.slots, plan.carried_from
+            slab,
+            slab_written,
+            slab_first,
+            together,
+            plan.evicted,
+            plan.vacated,
+            plan.slots,
+            plan.carried_from,
         )
-        to_slots, promoted = counts
-        written, departing, leaving, carried, carried_to, fetched = arrays
+        to_slots, promoted, fetched = counts
+        written, departing, leaving, carried, targets = arrays
         return cls(
             slab_first,
             written,
             len(written) == len(departing),
+            together,
             len(slab),
             to_slots,
             promoted,
+            fetched,
             departing,
             leaving,
             carried,
-            carried_to,
-            fetched,
+            targets,
         )
 
     @property
     def positions(self) -> list[Positions]:
         """What the device gets, in one copy."""
-        return [self.departing, self.leaving, self.carried, self.carried_to, self.fetched]
+        return [self.departing, self.leaving, self.carried, self.targets]
 
 
 @compiled
@@ -74,12 +89,13 @@ def _moves(
     slab: RowIds,
     slab_written: bool,
     slab_first: int,
+    together: bool,
     evicted: RowIds,
     vacated: Slots,
     slots: Slots,
     carried_from: Positions,
-) -> tuple[tuple[int, int], RowIds, Positions, Positions, Positions, Positions, Positions]:
-    """``Moves``' numbers ``to_slots`` and ``promoted``, and its arrays in their order."""
+) -> tuple[tuple[int, int, int], RowIds, Positions, Positions, Positions, Positions]:
+    """``Moves``' numbers ``to_slots``, ``promoted`` and ``fetched``, and its arrays in their order."""
     held, most = len(slab), len(slab) + len(evicted)
     rows, departing = np.empty(most, np.int64), np.empty(most, np.int64)
     # ``carried_from`` counts empty slots among the departures; they are left out here.
@@ -92,18 +108,19 @@ def _moves(
         count += row >= 0
     stays = np.zeros(count, np.bool_)
     arriving = len(carried_from)
-    carried, carried_to = np.empty(arriving, np.int64), np.empty(arriving, np.int64)
-    fetched = np.empty(arriving, np.int64)
-    on_device = from_store = to_slots = promoted = 0
+    carried, targets = np.empty(arriving, np.int64), np.empty(arriving, np.int64)
+    fetched = on_device = from_store = to_slots = promoted = 0
+    for i in range(arriving):
+        fetched += carried_from[i] < 0
     for i in range(arriving):
         in_slot = i < len(slots)
         place = slots[i] if in_slot else slab_first + i - len(slots)
         if carried_from[i] < 0:
-            fetched[from_store] = place
+            targets[from_store] = place
             from_store += 1
             to_slots += in_slot
         else:
-            carried[on_device], carried_to[on_device] = position[carried_from[i]], place
+            carried[on_device], targets[fetched + on_device] = position[carried_from[i]], place
             stays[carried[on_device]] = True
             on_device += 1
             promoted += in_slot
@@ -112,13 +129,20 @@ def _moves(
     for i in range(count):
         written[writes], leaving[writes] = rows[i], i
         writes += not (stays[i] or (slab_written and i < held))
+    numbers = (to_slots, promoted, fetched)
+    if together:
+        used = np.empty(writes + on_device, np.int64)
+        for i in range(writes):
+            used[i] = departing[leaving[i]]
+        for i in range(on_device):
+            used[writes + i] = departing[carried[i]]
+        return numbers, written[:writes], used, leaving[:0], carried[:0], targets
     all_leave = writes == count
     return (
-        (to_slots, promoted),
+        numbers,
         written[:writes],
         departing[:count],
         leaving[: 0 if all_leave else writes],
         carried[:on_device],
-        carried_to[:on_device],
-        fetched[:from_store],
+        targets,
     )

@@ -86,7 +86,8 @@ def filter_slots(
 
 def take(room: Room, slots: torch.Tensor) -> torch.Tensor:
     """A copy of the records in ``slots`` (int64 [n]), float32 [n, width]."""
-    return torch.cat((room.weights.index_select(0, slots).float(), room.state.index_select(0, slots)), dim=1)
+    # The state is float32, and so is what both are put together to.
+    return torch.cat((room.weights.index_select(0, slots), room.state.index_select(0, slots)), dim=1)
 
 
 def put(room: Room, slots: torch.Tensor, records: torch.Tensor) -> None:
@@ -95,6 +96,9 @@ def put(room: Room, slots: torch.Tensor, records: torch.Tensor) -> None:
         # Even an empty copy would tell autograd that the weights have changed since they were looked up.
         return
     weights, state = room.weights, room.state
+    values, states = records[:, : weights.shape[1]], records[:, weights.shape[1] :]
+    if weights.dtype != values.dtype:
+        values = values.to(weights.dtype)
     with torch.no_grad():
-        weights.index_copy_(0, slots, records[:, : weights.shape[1]].to(weights.dtype))
-        state.index_copy_(0, slots, records[:, weights.shape[1] :])
+        weights.index_copy_(0, slots, values)
+        state.index_copy_(0, slots, states)
