@@ -27,6 +27,12 @@ def one_thread(wanted: bool = True) -> AbstractContextManager[None]:
     return using_threads(1) if wanted else nullcontext()
 
 
+def in_this_thread() -> AbstractContextManager[None]:
+    """In the block, a backward pass runs in the calling thread. torch would hand that of tensors on a GPU to
+    a thread of its own and wait for it, which takes longer than to start a few kernels."""
+    return torch.autograd.set_multithreading_enabled(False)
+
+
 def keep_to_one_core() -> None:
     """Make torch's operators run in this new thread alone for as long as it lives."""
     torch.get_num_threads()  # otherwise the thread's first operator would reset the number of threads

@@ -112,10 +112,9 @@ class _Recorded:
     def train(self, lookups: BatchLookups, batch: Any) -> torch.Tensor:
         """As ``DenseGraph.train``."""
         leaves = [lookup.leaf(0, lookup.ids.stride()) for lookup in lookups.all]
+        memory = [*self._inputs, *(rows.values for rows in self._rows)]
         with torch.no_grad():
-            memory = (*self._inputs, *(rows.values for rows in self._rows))
-            for own, given in zip(memory, (*_tensors(batch), *leaves), strict=True):
-                own.copy_(given)
+            torch._foreach_copy_(memory, [*_tensors(batch), *leaves])
         self._graph.replay()
         for leaf, rows in zip(leaves, self._rows, strict=True):
             leaf.grad = rows.gradient

@@ -14,6 +14,7 @@ import torch
 from recpipe.common.device import arrived
 from recpipe.common.phases import phase, watched
 from recpipe.common.spans import Mark, Spans, mark
+from recpipe.common.threads import in_this_thread
 from recpipe.data.parts import batch_size, leaves, on_gpu
 from recpipe.data.select import between
 from recpipe.errors import UserError
@@ -144,7 +145,7 @@ class _Step:
         self.lookups, self.beside = lookups, beside
         self.dense = [p for p in model.dense if p.requires_grad]
         self.looked_up = False
-        # Every backward pass on a GPU is handed to another thread and back. A trace tells both passes apart.
+        # On a GPU one backward pass starts sooner than two. A trace tells both passes apart.
         whole = len(staged.bounds) < 2 and staged.alone and cores is None and beside is None
         lookups.attached = whole and times.device.type == "cuda" and not watched()
         self.graph = graph if whole and staged.size and not watched() else None
@@ -243,7 +244,7 @@ class _Step:
             return replayed
         loss = self._forward(*self._part(low, high))
         self._go_on()
-        with phase("dense backward"):
+        with phase("dense backward"), in_this_thread():
             torch.autograd.backward(loss)
         return loss.detach()
 

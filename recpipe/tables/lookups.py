@@ -17,7 +17,7 @@ import torch
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from recpipe.common.phases import phase
-from recpipe.common.threads import one_thread
+from recpipe.common.threads import in_this_thread, one_thread
 from recpipe.data.parts import in_order
 from recpipe.plugin.policy import RowIds
 from recpipe.tables.beside import Beside
@@ -181,7 +181,7 @@ class GroupLookup:
         gradient = self._gradient()
         gradient = gradient if isinstance(scale, float) and scale == 1 else gradient * scale
         self._gradients = [gradient]
-        with one_thread(wanted=alone and self.warm.device.type == "cpu"):
+        with one_thread(wanted=alone and self.warm.device.type == "cpu"), in_this_thread():
             torch.autograd.backward(self.warm, gradient)
             if self.cold is not None:
                 first = self.plan.cold_first if self.plan is not None and self.pooled else 0

@@ -15,6 +15,7 @@ from torch import nn
 from recpipe import seams
 from recpipe.backend.equip import Backend
 from recpipe.common.phases import phase
+from recpipe.common.plain_attributes import PlainAttributes
 from recpipe.common.threads import using_threads
 from recpipe.distributed.ranks import Channel, Ranks
 from recpipe.errors import UserError
@@ -49,7 +50,7 @@ class LossTotal(NamedTuple):
         return (self.sum - earlier.sum) / steps if steps else math.nan
 
 
-class RankingModule(L.LightningModule):
+class RankingModule(PlainAttributes, L.LightningModule):
     """Trains a ``PlacedModel``: tables in their own backward pass, the dense part by ``make_optimizer``."""
 
     def __init__(
@@ -129,7 +130,9 @@ class RankingModule(L.LightningModule):
                 optimizer.step()
             with phase("embedding backward and update"):
                 self.model.embeddings.update()
-        self._loss_sum = self._loss_sum.to(loss.device) + loss
+        if self._loss_sum.device != loss.device:
+            self._loss_sum = self._loss_sum.to(loss.device)
+        self._loss_sum = self._loss_sum + loss
         self._losses += 1
         if not self.looks_each_step:
             self._not_looked_at = batch.batch

@@ -18,6 +18,7 @@ import torch
 from torch.nn.functional import binary_cross_entropy_with_logits
 
 import recpipe
+from recpipe.common.threads import in_this_thread
 from recpipe.config.compose import compose
 from recpipe.data.dataset import Dataset
 from recpipe.run import run
@@ -143,3 +144,17 @@ def test_a_run_does_not_wait_more_for_more_steps(tmp_path: Path, technique: str)
         found.append(Counter({why: count for why, count in waited.items() if "intervals.py" not in why}))
     assert found[0] or WHERE == "cpu"
     assert not found[1] - found[0]
+
+
+@pytest.mark.cuda
+def test_a_backward_pass_is_not_handed_to_another_thread() -> None:
+    def ran_in() -> int:
+        leaf, seen = torch.ones(2, device="cuda", requires_grad=True), list[int]()
+        rows = leaf * 2
+        rows.register_hook(lambda _: seen.append(threading.get_ident()))  # type: ignore[no-untyped-call]
+        torch.autograd.backward(rows, torch.ones_like(rows))
+        return seen[0]
+
+    with in_this_thread():
+        assert ran_in() == threading.get_ident()
+    assert ran_in() != threading.get_ident(), "torch does so by itself"

@@ -14,9 +14,9 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import nn
 
 from recpipe.common.device import given_so_far
+from recpipe.common.plain_attributes import PlainAttributes
 from recpipe.distributed.ranks import Channel
 from recpipe.plugin.policy import IN_STORE, RowIds, Slots
 from recpipe.tables.rowtable import RowBags
@@ -45,7 +45,7 @@ class _Arriving:
     """Places of the fetched rows, then of these."""
 
 
-class TierMemory(nn.Module):
+class TierMemory(PlainAttributes):
     """Resident slots and a slab on ``device``, in front of the store of ``cold``.
 
     On a GPU both are in one table, so that a batch is looked up and updated at once, by one TBE. A slab that

@@ -45,6 +45,8 @@ class Finder:
         self._kind = kind
         of_features = np.stack((layout.bases[tables.table_of], np.diff(layout.bases)[tables.table_of]))
         self._bases, self._sizes = torch.from_numpy(of_features).to(transfer.device).unbind()
+        self._each = torch.empty(0, dtype=torch.int64)
+        """The offsets of the latest batch with one id in each bag."""
 
     def bags(self, sparse: KeyedJaggedTensor) -> GpuBags:
         """The batch's lookups; ``DataError`` if an id is not in its table."""
@@ -52,8 +54,9 @@ class Finder:
             rows, wrong, offsets, weights = self._looked_up(sparse)
             distinct, which, times = torch.unique(rows, return_inverse=True, return_counts=True)
             found = self._here(sparse, wrong, distinct, times)
-        indices, often = np.split(found, 2)
-        rows_here, times_here = indices.astype(np.int64), often.astype(np.int32)
+        half = len(found) // 2
+        rows_here = found[:half].astype(np.int64, copy=False)
+        times_here = found[half:].astype(np.int32, copy=False)
         # All of it is there by now; its memory is kept for who uses it.
         which, offsets = self.after.lend(which), self.after.lend(offsets)
         weights = None if weights is None else self.after.lend(weights)
@@ -76,7 +79,9 @@ class Finder:
         bases, sizes = self._bases, self._sizes
         if _one_each(sparse):  # no lengths have to go there
             ids, *given = self._there(sparse.values(), weights)
-            offsets = torch.arange(len(ids) + 1, device=ids.device)
+            if len(self._each) != len(ids) + 1:
+                self._each = torch.arange(len(ids) + 1, device=ids.device)
+            offsets = self._each
             ids, bases, sizes = ids.view(-1, sparse.stride()), bases.unsqueeze(1), sizes.unsqueeze(1)
         else:
             lengths, ids, *given = self._there(sparse.lengths(), sparse.values(), weights)
@@ -84,14 +89,14 @@ class Finder:
             counts = offsets[:: sparse.stride()].diff()
             features = torch.repeat_interleave(counts, output_size=len(ids))
             bases, sizes = bases.index_select(0, features), sizes.index_select(0, features)
-        wrong = ((ids < 0) | (ids >= sizes)).any()
-        rows = (ids + bases).to(self._kind).view(-1)
+        wrong = ids.div(sizes, rounding_mode="floor").any()  # 0 of an id that is in its table
+        rows = _as(self._kind, ids + bases).view(-1)
         return rows, wrong, offsets, given[0].float() if given else None
 
     def _here(self, sparse: KeyedJaggedTensor, wrong: torch.Tensor, *parts: torch.Tensor) -> NDArray[Any]:
         """``parts`` after one another, in host memory. If an id is ``wrong``, the CPU looks for it and names
         it."""
-        sent = [part.to(self._kind) for part in (wrong.view(1), *parts)]
+        sent = [_as(self._kind, part) for part in (wrong.view(1), *parts)]
         host = self.transfer.to_host_now(torch.cat(sent))
         if host[0]:
             table_bags(self.tables, sparse, self.spread)
@@ -237,9 +242,8 @@ class GpuLookups:
         return self._whole
 
     def _both(self, slab_first: int) -> DeviceBags:
-        found = self._found()
-        if self._any_cold:
-            found = torch.where(found < 0, slab_first - 2 - found, found)
+        places = _in_one(self.where, slab_first)
+        found = self._sent(places).index_select(0, self.given.which)
         return found, self._own(self.given.offsets), self.given.weights
 
     def _parted(self, slab_first: int) -> tuple[DeviceBags, DeviceBags]:
@@ -280,11 +284,25 @@ class GpuLookups:
 
 
 @compiled
+def _in_one(where: Slots, slab_first: int) -> NDArray[np.int64]:
+    """Places in the one table that has slots and slab, int64 [U], of rows that are at ``where``."""
+    places = np.empty(len(where), np.int64)
+    for i in range(len(where)):
+        places[i] = where[i] if where[i] >= 0 else slab_first - 2 - where[i]
+    return places
+
+
+@compiled
 def _sum_at(numbers: NDArray[np.int32], places: NDArray[np.int64]) -> int:
     total = 0
     for place in places:
         total += numbers[place]
     return total
+
+
+def _as(kind: torch.dtype, values: torch.Tensor) -> torch.Tensor:
+    """``values`` of this type; a call of torch that changes nothing would let go of Python's lock, too."""
+    return values if values.dtype == kind else values.to(kind)
 
 
 def _one_each(sparse: KeyedJaggedTensor) -> bool:

@@ -27,6 +27,7 @@ import numpy as np
 import torch
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
+from recpipe.common.plain_attributes import PlainAttributes
 from recpipe.distributed.ranks import Channel, Ranks
 from recpipe.plugin.api import Origin
 from recpipe.plugin.policy import CachePolicy, RowIds
@@ -45,7 +46,7 @@ from recpipe.tables.tiers.policies import policy_bytes
 from recpipe.tables.tiers.store_thread import StoreThread, TierTimes
 
 
-class TieredEmbeddingBagCollection(RowCollection, Planned, SavesPlacement, ShowsRows):
+class TieredEmbeddingBagCollection(PlainAttributes, RowCollection, Planned, SavesPlacement, ShowsRows):
     """TorchRec's ``EmbeddingBagCollection`` interface (KJT in, KeyedTensor out) over tiers.
 
     Args:
