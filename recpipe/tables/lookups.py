@@ -155,7 +155,7 @@ class GroupLookup:
 
     def _cut(self, rows: torch.Tensor, low: int, high: int) -> torch.Tensor:
         if self.pooled:
-            return rows[low:high]
+            return rows if (low, high) == (0, len(rows)) else rows[low:high]
         parts = self._ids_between(low, high)
         return rows[slice(*parts[0])] if len(parts) == 1 else torch.cat([rows[slice(*p)] for p in parts])
 

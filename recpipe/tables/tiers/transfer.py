@@ -73,18 +73,21 @@ class Transfer:
         return Landed(records, self._records.mark())
 
     def to_host(self, records: torch.Tensor) -> Callable[[], Records]:
-        """Start the copy of ``records``. Call the result in the I/O thread to wait for the copy and get
-        it."""
+        """What copies ``records``, which are not changed later, once they are made, and waits for the copy.
+        The I/O thread calls it, which has less to do than this one."""
         if not self.on_gpu:
             return records.numpy
-        host = self.host_buffer(*records.shape)
-        with self._back.stream(after=True):
-            host.copy_(self._back.lend(records), non_blocking=True)
-        event = self._back.mark()
-        assert event is not None, "on a GPU"
+        made = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        made.record(current_stream())
 
         def landed() -> Records:
-            event.synchronize()
+            host = self.host_buffer(*records.shape)
+            with self._back.stream():
+                arrived(made, ())
+                host.copy_(records, non_blocking=True)
+            copied = self._back.mark()
+            assert copied is not None, "on a GPU"
+            copied.synchronize()  # only now may the records' memory be given to others
             array: Records = host.numpy()
             return array
 
