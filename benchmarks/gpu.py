@@ -10,7 +10,7 @@ Jobs, in this order; each figure is samples per second over all steps of the sam
     overlap/{lru,hotline,bagpipe}                copies beside kernels, from a trace (the last one stays)
     memory                                       device memory over 2,000 steps
     tiers/DIM/BATCH/SHARE/{lru,hotline,bagpipe}  a share of the rows in device memory, the others in the
-                                                 host's
+                                                 host's; later rounds end in /2 and /3
     tiers/DIM/BATCH/SHARE/uvm                    FUSED_UVM_CACHING with PrefetchTrainPipelineSparseDist and
                                                  the device rows that lru had (slots and slab)
     tiers/DIM/BATCH/SHARE/uvm_large              the same rows, of which the tables under 20,000 rows have
@@ -66,7 +66,7 @@ WHOLE_BELOW = 20_000
 """Rows under which uvm_large keeps a table in device memory as a whole."""
 FLAT_STEPS = 2000
 ROUNDS = 3
-"""How often each side trains resident tables, the sides in turn; the later rounds come last."""
+"""How often each side trains, the sides in turn; the later rounds come last."""
 
 
 @dataclass(frozen=True)
@@ -114,7 +114,12 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=520.0)
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
     parser.add_argument("--quick", action="store_true")
-    parser.add_argument("--only", nargs="*", default=[], help="jobs whose names have one of these words")
+    parser.add_argument(
+        "--only",
+        nargs="*",
+        default=[],
+        help="jobs whose names have one of these words; a job's whole name is that job's alone",
+    )
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     began = perf_counter()
@@ -192,19 +197,22 @@ def jobs(device: Any, quick: bool, keep: Path) -> list[Job]:
             for side, work in sorted(sides.items(), reverse=number % 2 == 0)
         ]
 
-    def tiers(setting: Setting, share: float) -> list[Job]:
+    def tiers(setting: Setting, share: float, number: int = 1) -> list[Job]:
         of, group, name = setting.size(quick), ("tiers", setting), f"tiers/{setting.name}/{share}"
         both = share == SHARES[0] and setting.dim == DIMS[0] and setting in PLAIN
+        end = "" if number == 1 else f"/{number}"
         mine = []
-        for policy in (f"{policy}{end}" for end in ("", GRAPH)[not both :] for policy in POLICIES):
+        for policy in (f"{policy}{graph}" for graph in ("", GRAPH)[not both :] for policy in POLICIES):
             work = partial(by_recpipe.train, of, device, policy, share)
-            mine.append(Job(f"{name}/{policy}", partial(_alone, work), policy.endswith(GRAPH), group))
+            mine.append(Job(f"{name}/{policy}{end}", partial(_alone, work), policy.endswith(GRAPH), group))
         for kind, below in (("uvm", 0), ("uvm_large", WHOLE_BELOW)):
             work = partial(uvm, of, f"{name}/lru", below)
-            mine.append(Job(f"{name}/{kind}", work, only_gpu=True, group=group))
-        return mine
+            mine.append(Job(f"{name}/{kind}{end}", work, only_gpu=True, group=group))
+        return mine if number % 2 else mine[::-1]
 
     rounds = [[job for of in PLAIN for job in resident(of, number)] for number in range(1, ROUNDS + 1)]
+    for number in range(2, ROUNDS + 1):
+        rounds[number - 1] += [job for share in SHARES for of in PLAIN for job in tiers(of, share, number)]
     first, second, third = ([job for of in PLAIN for job in tiers(of, share)] for share in SHARES)
     tf32 = [job for of in TF32 for job in (*resident(of, 1), *tiers(of, SHARES[0]))]
     tf32 += [job for share in SHARES[1:] for job in tiers(TF32[0], share)]
@@ -254,13 +262,8 @@ def _work(arguments: argparse.Namespace, began: float) -> int:
     import torch
 
     device = torch.device(arguments.device, 0) if arguments.device == "cuda" else torch.device("cpu")
-    keep = arguments.json.resolve().parent
-    wanted = [
-        job
-        for job in jobs(device, arguments.quick, keep)
-        if (not arguments.only or any(word in job.name for word in arguments.only))
-        and not (job.only_gpu and device.type == "cpu")
-    ]
+    every = jobs(device, arguments.quick, arguments.json.resolve().parent)
+    wanted = [job for job in _chosen(every, arguments.only) if not (job.only_gpu and device.type == "cpu")]
     known = _read(arguments.json).get("jobs", {})
     wanted = [job for job in wanted if _is_left(known.get(job.name))]
     wanted.sort(key=lambda job: known.get(job.name, {}).get("tries", 0))
@@ -294,6 +297,13 @@ def _work(arguments: argparse.Namespace, began: float) -> int:
         print(f"{job.name}: {found.get('samples_per_second', found)} in {seconds:.1f} s", flush=True)
     sys.stdout.flush()
     os._exit(0)  # threads of a process group may abort an orderly end
+
+
+def _chosen(every: list[Job], words: list[str]) -> list[Job]:
+    """Those of ``every`` that ``--only`` asks for."""
+    whole = {job.name for job in every}.intersection(words)
+    parts = [word for word in words if word not in whole]
+    return [job for job in every if not words or job.name in whole or any(part in job.name for part in parts)]
 
 
 def _clean(torch: Any, device: Any) -> None:
@@ -345,11 +355,13 @@ def _write(file: Path, content: dict[str, Any]) -> None:
 
 
 def _show(results: Mapping[str, Any]) -> None:
-    """Print errors, and a table of speeds beside TorchRec's; of its two caches the faster one."""
+    """Print errors, and a table of speeds beside TorchRec's, of its two caches the faster one: medians of the
+    rounds, with the lowest and the highest."""
     found, rounds = results.get("jobs", {}), dict[str, list[tuple[float, float]]]()
     for name, one in found.items():
         if "samples_per_second" in one and name.startswith(("resident", "tiers")):
-            whole = name.rpartition("/")[0] if name.startswith("resident") else name
+            start, _, end = name.rpartition("/")
+            whole = start if end.isdigit() else name  # without the round
             speeds = float(one["samples_per_second"]), float(one["steady_samples_per_second"])
             rounds.setdefault(whole, []).append(speeds)
         elif "error" in one:
@@ -364,7 +376,9 @@ def _show(results: Mapping[str, Any]) -> None:
         cells = [name]
         for number, speed in enumerate(middle[name]):
             best = max((each[number] for each in theirs), default=None)
-            cells += [f"{speed:,.0f}", f"{speed / best:.2f}" if best else ""]
+            every = [each[number] for each in rounds[name]]
+            spread = f" ({min(every):,.0f}..{max(every):,.0f})" if len(every) > 1 else ""
+            cells += [f"{speed:,.0f}{spread}", f"{speed / best:.2f}" if best else ""]
         print("| " + " | ".join(cells) + " |")
 
 

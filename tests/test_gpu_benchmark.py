@@ -78,7 +78,7 @@ def test_jobs_have_names_of_their_own_and_all_settings(monkeypatch: pytest.Monke
         for batch in (8192, 65536):
             for number, share in enumerate(bench.SHARES):
                 mine = [name for name in names if name.startswith(f"tiers/{dim}/{batch}/{share}/")]
-                assert len(mine) == (6 if number == 0 and dim == 64 else 3) + 2
+                assert len(mine) == ((6 if number == 0 and dim == 64 else 3) + 2) * bench.ROUNDS
             mine = [name for name in names if name.startswith(f"resident/{dim}/{batch}/")]
             assert sum("tf32" not in name for name in mine) == 3 * bench.ROUNDS
         at = {share: sum(f"/{dim}/65536/tf32/{share}/" in name for name in names) for share in bench.SHARES}
@@ -87,6 +87,33 @@ def test_jobs_have_names_of_their_own_and_all_settings(monkeypatch: pytest.Monke
         for uvm in ("uvm", "uvm_large"):
             later = lru.replace("lru_graph", uvm)
             assert names.index(lru) < names.index(later), f"{uvm} takes its budget from lru"
+
+
+def test_whole_names_choose_one_job_and_words_many(monkeypatch: pytest.MonkeyPatch) -> None:
+    bench = module("gpu.py", monkeypatch)
+    every = bench.jobs(None, True, Path())
+
+    def chosen(*words: str) -> list[str]:
+        return [job.name for job in bench._chosen(every, list(words))]
+
+    assert chosen() == [job.name for job in every]
+    assert chosen("tiers/64/8192/0.1/uvm") == ["tiers/64/8192/0.1/uvm"]
+    assert chosen("memory", "overlap/lru") == ["overlap/lru", "memory"]
+    large = chosen("64/8192/0.1/uvm_")
+    assert large == [f"tiers/64/8192/0.1/uvm_large{end}" for end in ("", "/2", "/3")]
+
+
+def test_rounds_are_one_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    bench = module("gpu.py", monkeypatch)
+    speeds = {"uvm": 1.0, "uvm/2": 4.0, "uvm/3": 2.0, "uvm_large": 1.5, "lru_graph": 3.0}
+    found = {
+        f"tiers/64/8192/0.1/{name}": {"samples_per_second": 1e3 * speed, "steady_samples_per_second": 9e3}
+        for name, speed in speeds.items()
+    }
+    bench._show({"jobs": found})
+    said = capsys.readouterr().out
+    assert "| tiers/64/8192/0.1/uvm | 2,000 (1,000..4,000) | 1.00 | 9,000 (9,000..9,000) | 1.00 |" in said
+    assert "| tiers/64/8192/0.1/lru_graph | 3,000 | 1.50 | 9,000 | 1.00 |" in said
 
 
 def test_a_run_with_a_graph_is_the_run_without_and_one_word(monkeypatch: pytest.MonkeyPatch) -> None:
