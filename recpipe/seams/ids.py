@@ -52,7 +52,7 @@ class HostIds(KeyedJaggedTensor):  # type: ignore[misc]
         """None: they are still in host memory."""
         self._asked: set[str] = set()
         self._samples = stride
-        super().__init__(keys, torch.empty(0), stride=stride)
+        super().__init__(keys, _NONE, stride=stride)
         self._read.clear()
 
     @classmethod
@@ -151,6 +151,10 @@ class HostIds(KeyedJaggedTensor):  # type: ignore[misc]
         found: list[int] = self.host.offset_per_key()
         self._offset_per_key = found
         return found
+
+
+_NONE = torch.empty(0)
+"""In place of values that have not been read. To make a tensor would let go of Python's lock."""
 
 
 def _tensor(ids: Ids, name: str) -> torch.Tensor | None:

@@ -31,6 +31,7 @@ from recpipe.tables.tiers.placement import TierPlan
 
 Scale = float | torch.Tensor
 """What a loss is multiplied by; a tensor of one value on a GPU."""
+NO_ROWS = torch.empty(0)
 
 
 class GroupLookup:
@@ -47,7 +48,7 @@ class GroupLookup:
     ) -> None:
         self.collection, self.ids, self.plan, self.sent = collection, ids, plan, sent
         self.pooled, self.room = pooled, room
-        self.warm = torch.empty(0)
+        self.warm = NO_ROWS
         self.cold: torch.Tensor | None = None
         self.dim = 0
         """Columns in front of the rows, which belong to no feature."""

@@ -1,5 +1,5 @@
 """A command of recpipe under torch's CUDA sanitizer, which reports each tensor that two streams use with no
-order between them: ``python sanitized.py [--without wait_event|wait_stream] WORD...``
+order between them: ``python sanitized.py [--without wait_event] WORD...``
 
 The sanitizer follows streams and events, not time, so it finds such a tensor however fast the GPU is. torch's
 own watches the main thread; here it also watches those that recpipe starts, with one lock over its books.

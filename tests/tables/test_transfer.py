@@ -96,7 +96,7 @@ def test_a_forgotten_wait_shows(
     gpu: FakeGpu, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, forgotten: str
 ) -> None:
     kind = getattr(transfer, forgotten)
-    monkeypatch.setattr(kind, "use", lambda own: own.records if forgotten == "Landed" else own.tensors)
+    monkeypatch.setattr(kind, "use", lambda own, **_: own.records if forgotten == "Landed" else own.tensors)
     expected = tiers(table_set(), "lru", tmp_path / "cpu")
     wrong = on_fake_gpu(tiers(table_set(), "lru", tmp_path / "gpu"))
     train_ahead(expected, stream(6, multi=False), 0)

@@ -85,6 +85,9 @@ class TierMemory(PlainAttributes):
         self._row_filter: RowFilter | None = None
         self._ahead: RowIds = np.empty(0, np.int64)
         """The rows of the latest fetch."""
+        self._used: list[torch.Tensor] = []
+        """What the latest batch's moves have come in from other streams. It is kept until the batch after it
+        begins, since to hand each tensor over to the training's stream would take longer."""
         self._rewritten: list[RowIds] = []
         """Rows that were replaced in the store since a batch's rows last arrived."""
 
@@ -112,9 +115,10 @@ class TierMemory(PlainAttributes):
         if plan.moves is None or self._slab_written or plan.moves[0].slab_first != self.slab.first:
             plan.moves = self._moves(plan, self._slab_written)
         moves, sent = plan.moves
-        *places, targets = sent.use()
+        *places, targets = sent.use(kept=True)
         leaving, carried = self._departing(moves, *places)
-        self.cold.write(moves.written, leaving)
+        self.cold.write(moves.written, leaving, self._used)
+        self._used = [targets]
         carried = self.cold.as_stored(carried)
         if plan.fetched is None:
             self.fetch(plan)
@@ -151,7 +155,8 @@ class TierMemory(PlainAttributes):
         arriving, self.arriving = self.arriving, None
         plan, moves = arriving.plan, arriving.moves
         assert plan.fetched is not None, "advance has started the fetch"
-        fetched = self._not_stale(plan.fetch, self._awaited(plan.fetched).use())
+        fetched = self._not_stale(plan.fetch, self._awaited(plan.fetched).use(kept=True))
+        self._used.append(fetched)
         plan.fetched = plan.moves = None
         targets, carried = arriving.targets, arriving.carried
         if self.together:
@@ -200,6 +205,11 @@ class TierMemory(PlainAttributes):
     def _index(self, positions: NDArray[np.integer[Any]]) -> torch.Tensor:
         """Positions as torch needs them: int64 on the device."""
         return self.cold.transfer.send(positions).use()[0]
+
+    def close(self) -> None:
+        """Let go of what came from other streams."""
+        self.cold.transfer.let_go(self._used)
+        self._used = []
 
     # -- lookups -----------------------------------------------------------------------------
 

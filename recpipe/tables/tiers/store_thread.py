@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
@@ -55,12 +55,18 @@ class StoreThread:
         """Queue a fetch of ``rows`` for training."""
         return self._thread.submit(self._counted_fetch, rows)
 
-    def write(self, rows: RowIds, records: torch.Tensor) -> None:
-        """Queue a write of ``records`` (float32 [n, width] on the device, not changed later)."""
+    def write(self, rows: RowIds, records: torch.Tensor, used: Sequence[torch.Tensor] = ()) -> None:
+        """Queue a write of ``records`` (float32 [n, width] on the device, not changed later).
+
+        ``used``: tensors made on other streams, whose last use is on the current one. Their memory is not
+        given to others before.
+        """
         mine = self._share(len(rows))
         if len(rows):
-            to_host = self.transfer.to_host(records[mine])
+            to_host = self.transfer.to_host(records[mine], used)
             self._writes.append(self._thread.submit(self._counted_write, rows[mine], to_host))
+        else:
+            self.transfer.let_go(used)
 
     def check_writes(self) -> None:
         """Raise the error of a finished write; wait if more than two writes are in progress."""

@@ -328,5 +328,6 @@ class TieredEmbeddingBagCollection(PlainAttributes, RowCollection, Planned, Save
             with self.quiesced():
                 pass  # it has written the slab back
         finally:
+            self.memory.close()
             self._spread.close()
             self.cold.close()

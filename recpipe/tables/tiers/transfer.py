@@ -33,9 +33,10 @@ class Landed:
     records: torch.Tensor
     ready: torch.cuda.Event | None
 
-    def use(self) -> torch.Tensor:
-        """The records, float32 [n, width]; the current stream waits until they have arrived."""
-        arrived(self.ready, (self.records,))
+    def use(self, kept: bool = False) -> torch.Tensor:
+        """The records, float32 [n, width]; the current stream waits until they have arrived. ``kept``: the
+        caller keeps them until the stream has passed their last use."""
+        arrived(self.ready, () if kept else (self.records,))
         return self.records
 
 
@@ -46,9 +47,10 @@ class Sent:
     tensors: list[torch.Tensor]
     ready: torch.cuda.Event | None
 
-    def use(self) -> list[torch.Tensor]:
-        """A tensor for each array; the current stream waits until they have arrived."""
-        arrived(self.ready, self.tensors[:1])  # the others lie in the same memory
+    def use(self, kept: bool = False) -> list[torch.Tensor]:
+        """A tensor for each array; the current stream waits until they have arrived. ``kept``: the caller
+        keeps one of them until the stream has passed their last use."""
+        arrived(self.ready, () if kept else self.tensors[:1])  # the others lie in the same memory
         return self.tensors
 
 
@@ -72,11 +74,13 @@ class Transfer:
             records = host.to(self.device, non_blocking=True)
         return Landed(records, self._records.mark())
 
-    def to_host(self, records: torch.Tensor) -> Callable[[], Records]:
+    def to_host(self, records: torch.Tensor, used: Sequence[torch.Tensor] = ()) -> Callable[[], Records]:
         """What copies ``records``, which are not changed later, once they are made, and waits for the copy.
-        The I/O thread calls it, which has less to do than this one."""
+        The I/O thread calls it, which has less to do than this one. ``used``: tensors whose last use is on
+        the current stream; they are kept until then."""
         if not self.on_gpu:
             return records.numpy
+        kept = [records, *used]
         made = torch.cuda.Event()  # type: ignore[no-untyped-call]
         made.record(current_stream())
 
@@ -87,11 +91,17 @@ class Transfer:
                 host.copy_(records, non_blocking=True)
             copied = self._back.mark()
             assert copied is not None, "on a GPU"
-            copied.synchronize()  # only now may the records' memory be given to others
+            copied.synchronize()
+            kept.clear()  # only now may their memory be given to others
             array: Records = host.numpy()
             return array
 
         return landed
+
+    def let_go(self, used: Sequence[torch.Tensor]) -> None:
+        """Drop tensors whose last use is on the current stream, and which were made on others."""
+        for tensor in used if self.on_gpu else ():
+            tensor.record_stream(current_stream())
 
     def to_host_now(self, values: torch.Tensor) -> NDArray[Any]:
         """``values``, which are made on the current stream; waits for them."""
