@@ -142,7 +142,7 @@ def test_an_update_for_each_feature_is_noticed(policy: str, tmp_path: Path) -> N
 def test_a_row_that_is_not_written_back_is_noticed(tmp_path: Path) -> None:
     """Rows of the slab that pass to no slot and not into the store have lost their update."""
     collection = tiers(SEQUENCES.tables("sgd"), "lru", tmp_path)
-    collection.cold.write = lambda rows, records, used: None  # type: ignore[method-assign]
+    collection.cold.write = lambda *_: None  # type: ignore[method-assign]
     train_ahead(collection, SEQUENCES, batches())
     assert difference(dump(collection), expected(SEQUENCES, "sgd")) > 0.01
 
