@@ -44,7 +44,9 @@ class Finder:
             kind = torch.int32  # sorted in half of the time
         self._kind = kind
         of_features = np.stack((layout.bases[tables.table_of], np.diff(layout.bases)[tables.table_of]))
-        self._bases, self._sizes = torch.from_numpy(of_features).to(transfer.device).unbind()
+        # Views are made here, once: each lets go of Python's lock.
+        bases, sizes = torch.from_numpy(of_features).to(transfer.device).unbind()
+        self._of_features, self._of_bags = (bases, sizes), (bases.unsqueeze(1), sizes.unsqueeze(1))
         self._each = torch.empty(0, dtype=torch.int64)
         """The offsets of the latest batch with one id in each bag."""
 
@@ -76,14 +78,14 @@ class Finder:
         1], and the lookups' weights, if ids have any."""
         sparse = in_order(sparse, self.tables.features)
         weights = sparse.weights() if self.tables.weighted else None
-        bases, sizes = self._bases, self._sizes
         if _one_each(sparse):  # no lengths have to go there
-            ids, *given = self._there(sparse.values(), weights)
-            if len(self._each) != len(ids) + 1:
-                self._each = torch.arange(len(ids) + 1, device=ids.device)
+            (bases, sizes), bags = self._of_bags, sparse.values().view(-1, sparse.stride())
+            ids, *given = self._there(bags, weights)
+            if len(self._each) != ids.numel() + 1:
+                self._each = torch.arange(ids.numel() + 1, device=ids.device)
             offsets = self._each
-            ids, bases, sizes = ids.view(-1, sparse.stride()), bases.unsqueeze(1), sizes.unsqueeze(1)
         else:
+            bases, sizes = self._of_features
             lengths, ids, *given = self._there(sparse.lengths(), sparse.values(), weights)
             offsets = _ends(lengths)
             counts = offsets[:: sparse.stride()].diff()
@@ -310,7 +312,15 @@ def _one_each(sparse: KeyedJaggedTensor) -> bool:
     lengths = sparse.lengths()
     if lengths.is_cuda or len(lengths) != len(sparse.values()):
         return False
-    return bool(len(lengths)) and bool((lengths.numpy() == 1).all())
+    return bool(len(lengths)) and _all_one(lengths.numpy())
+
+
+@compiled
+def _all_one(lengths: NDArray[np.int64] | NDArray[np.int32]) -> bool:
+    ones = 0
+    for length in lengths:
+        ones += length == 1
+    return ones == len(lengths)
 
 
 def _ends(lengths: torch.Tensor) -> torch.Tensor:

@@ -129,13 +129,18 @@ class Transfer:
         host = torch.empty(sum(sizes), dtype=torch.int64, pin_memory=True)
         np.concatenate(positions, out=host.numpy())
         there = host.to(self.device, non_blocking=True)
-        return list(there.split(sizes))  # type: ignore[no-untyped-call]
+        return [there] if len(sizes) == 1 else list(there.split(sizes))  # type: ignore[no-untyped-call]
 
     def arrays_now(self, arrays: Sequence[NDArray[Any]], spread: Spread) -> list[torch.Tensor]:
         """Copy ``arrays`` of any type to the device on the current stream, all in one copy. ``spread``:
         threads that put them into the page-locked buffer."""
         if not self.on_gpu:
             return [torch.from_numpy(array) for array in arrays]
+        if len(arrays) == 1:
+            (array,) = arrays
+            host = torch.empty(array.shape, dtype=torch.from_numpy(array[:0]).dtype, pin_memory=True)
+            _stage(array.reshape(-1), host.numpy().reshape(-1), spread)
+            return [host.to(self.device, non_blocking=True)]
         sizes = [array.nbytes for array in arrays]
         starts = list(accumulate((-(-size // ALIGNED) * ALIGNED for size in sizes), initial=0))
         host = torch.empty(starts[-1], dtype=torch.uint8, pin_memory=True)
