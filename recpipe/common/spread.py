@@ -12,9 +12,11 @@ if TYPE_CHECKING:
     import torch
 
 T = TypeVar("T")
-LEAST = 1 << 19
-"""A part has at least so many elements. To pass one to a thread takes as long as work on some thousands, but
-each such thread also asks for Python's lock several times, for which the training's thread then waits."""
+LEAST = 1 << 16
+"""A part has at least so many elements; passing one to a thread takes as long as work on some thousands."""
+LEAST_COPIED = 1 << 19
+"""The same of what is only copied. Each thread asks for Python's lock several times, for which the training's
+thread then waits: that takes longer than to copy a part of a smaller array."""
 
 
 class Spread:
@@ -31,9 +33,9 @@ class Spread:
         cores = len(os.sched_getaffinity(0)) if device.type == "cuda" else 1
         return cls(min(4, max(1, cores // 4)))
 
-    def parts(self, length: int) -> list[slice]:
-        """[0, ``length``) in parts, at most one for each thread."""
-        count = max(1, min(self.count, length // LEAST))
+    def parts(self, length: int, least: int | None = None) -> list[slice]:
+        """[0, ``length``) in parts of ``least`` (``LEAST``) elements or more, at most one for each thread."""
+        count = max(1, min(self.count, length // (LEAST if least is None else least)))
         ends = [length * part // count for part in range(count + 1)]
         return [slice(*pair) for pair in pairwise(ends)]
 

@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 import torch
 
-from recpipe.common import spread
 from recpipe.common.spread import ALONE, Spread
 from recpipe.tables.tiers import transfer
 from recpipe.tables.tiers.on_gpu import Finder
@@ -32,7 +31,7 @@ POSITIONS = (np.arange(7, dtype=np.int64), np.empty(0, np.int64), np.array([-4, 
 
 @pytest.mark.parametrize("threads", [1, 3])
 def test_arrays_of_any_type_in_one_copy(gpu: FakeGpu, threads: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(spread, "LEAST", 2)
+    monkeypatch.setattr(transfer, "LEAST_COPIED", 2)
     with closing(Spread(threads)) as several:
         sent = Transfer(GPU).arrays_now(ARRAYS, several)
     assert gpu.copies == 1

@@ -18,7 +18,7 @@ import torch
 from numpy.typing import NDArray
 
 from recpipe.common.device import Aside, arrived, current_stream
-from recpipe.common.spread import Spread
+from recpipe.common.spread import LEAST_COPIED, Spread
 from recpipe.tables.stores.base import Records
 
 Positions = NDArray[np.integer[Any]]
@@ -162,4 +162,4 @@ def _stage(array: NDArray[Any], target: NDArray[Any], spread: Spread) -> None:
     def copy(part: slice) -> None:
         target[part] = array[part]
 
-    spread.map(copy, spread.parts(len(array)))
+    spread.map(copy, spread.parts(len(array), LEAST_COPIED))
