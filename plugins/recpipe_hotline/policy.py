@@ -71,7 +71,7 @@ class PopularRows(CachePolicy):
         self.next_learning = self.batch + max(1, interval)
         held = self.space.residents.row_of_slot
         self.popular = np.zeros(self.space.rows, bool)
-        self.popular[top_rows(self.counts, self.space.slots, held)] = True
+        self.popular[top_rows(self.counts, self.space.slots, held, self.space.spread)] = True
         slots = np.flatnonzero(~self.popular[held]).astype(np.int32)
         counts = self.counts[held[slots]]
         if counts.max(initial=0) < 1 << 16:

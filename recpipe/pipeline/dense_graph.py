@@ -19,6 +19,7 @@ from typing import Any, NoReturn
 import torch
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
 
+from recpipe import seams
 from recpipe.data.parts import attributes, leaves, with_parts
 from recpipe.errors import UserError
 from recpipe.pipeline.cuda_graph import REMEDY, Graph, record
@@ -114,7 +115,7 @@ class _Recorded:
         leaves = [lookup.leaf(0, lookup.ids.stride()) for lookup in lookups.all]
         memory = [*self._inputs, *(rows.values for rows in self._rows)]
         with torch.no_grad():
-            torch._foreach_copy_(memory, [*_tensors(batch), *leaves])
+            seams.copy_each(memory, [*_tensors(batch), *leaves])
         self._graph.replay()
         for leaf, rows in zip(leaves, self._rows, strict=True):
             leaf.grad = rows.gradient

@@ -20,6 +20,7 @@ _current_node = torch._C._current_autograd_node
 _sequence_number = torch._C._autograd._get_sequence_nr
 _IncompatibleKeys = nn.modules.module._IncompatibleKeys
 _add_to_each = torch._foreach_add_
+_copy_each = torch._foreach_copy_
 
 
 def graph_is_kept() -> bool:
@@ -37,6 +38,12 @@ def add_to_each(numbers: list[torch.Tensor], value: int) -> None:
     """Add ``value`` to each tensor in one call."""
     if numbers:
         _add_to_each(numbers, value)
+
+
+def copy_each(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
+    """Copy each of ``sources`` into its target in one call."""
+    if targets:
+        _copy_each(targets, sources)
 
 
 def functorch_is_active() -> bool:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from recpipe.common import spread
+from recpipe.common.spread import ALONE, Spread
 from recpipe.plugin.policy import RowIds
 from recpipe.tables.tiers.popularity import CAP, Counts, top_rows
 
@@ -26,7 +28,9 @@ def slow(counts: Counts, size: int, resident: RowIds) -> list[int]:
 
 @pytest.mark.parametrize("highest", [2, 5, 40, CAP - 1, CAP, CAP + 1, CAP + 50])
 @pytest.mark.parametrize("size", [1, 7, 60, 199, 200, 500])
-def test_top_rows_are_those_of_a_sort(highest: int, size: int) -> None:
+def test_top_rows_are_those_of_a_sort(highest: int, size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(spread, "LEAST", 30)
+    several = Spread(3)
     random = np.random.default_rng([highest, size])
     for _ in range(20):
         counts = random.integers(0, 4, 200).astype(np.int32)
@@ -34,5 +38,7 @@ def test_top_rows_are_those_of_a_sort(highest: int, size: int) -> None:
         counts[high] = random.integers(max(0, highest - 3), highest + 1, high.sum())
         resident = random.permutation(np.append(random.choice(200, 50, replace=False), [-1] * 5))
         for some in (None, resident):
-            found = top_rows(counts, size, some)
-            assert found.tolist() == slow(counts, size, resident if some is not None else resident[:0])
+            expected = slow(counts, size, resident if some is not None else resident[:0])
+            for threads in (ALONE, several):
+                assert top_rows(counts, size, some, threads).tolist() == expected
+    several.close()

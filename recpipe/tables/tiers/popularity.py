@@ -6,6 +6,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from recpipe.common.compiled import compiled
+from recpipe.common.spread import ALONE, Spread
 from recpipe.plugin.policy import RowIds
 
 CAP = 1 << 16
@@ -13,25 +14,37 @@ CAP = 1 << 16
 Counts = NDArray[np.int32]
 
 
-def top_rows(counts: Counts, size: int, resident: RowIds | None = None) -> RowIds:
+def top_rows(counts: Counts, size: int, resident: RowIds | None = None, spread: Spread = ALONE) -> RowIds:
     """The ``size`` rows with the highest counts above 0, as global row numbers, int64, sorted.
 
     Of rows with equal counts, those that are already ``resident`` come first (moving a row for nothing costs
-    two transfers), then lower row numbers.
+    two transfers), then lower row numbers. ``spread``: threads that share the work.
     """
     if size == 0:
         return np.empty(0, np.int64)
-    least, tied = _least(counts, size)
+    least, tied = _least(counts, size, spread)
     marks = np.zeros(len(counts), bool)
     marked = 0
     if resident is not None:
         marked = _mark(marks, counts, least, resident[resident >= 0])
-    return _chosen(counts, least, min(tied, marked), max(0, tied - marked), marks, size)
+    parts = spread.parts(len(counts))
+    found = spread.map(lambda part: _tally(counts[part], least, marks[part]), parts)
+    others, works = max(0, tied - marked), []
+    for part, (above, without, with_mark) in zip(parts, found, strict=True):
+        mine = min(others, without), min(tied - others, with_mark)
+        works.append((part, mine, above + sum(mine)))
+        others, tied = others - mine[0], tied - sum(mine)
+
+    def chosen(part: slice, mine: tuple[int, int], most: int) -> RowIds:
+        return _chosen(counts[part], part.start, least, mine[0], mine[1], marks[part], most)
+
+    return np.concatenate(spread.map(chosen, *zip(*works, strict=True)))
 
 
-def _least(counts: Counts, size: int) -> tuple[int, int]:
+def _least(counts: Counts, size: int, spread: Spread) -> tuple[int, int]:
     """The least of the ``size`` highest ``counts`` above 0, and how many of these are equal to it."""
-    numbers = _numbers(counts)
+    parts = spread.map(lambda part: _numbers(counts[part]), spread.parts(len(counts)))
+    numbers = np.sum(parts, axis=0)
     at_least = np.append(np.cumsum(numbers[:0:-1])[::-1], 0)  # from 1 on
     if at_least[0] <= size:
         return 1, int(numbers[1])
@@ -65,12 +78,25 @@ def _mark(marks: NDArray[np.bool_], counts: Counts, least: int, resident: RowIds
 
 
 @compiled
+def _tally(counts: Counts, least: int, marks: NDArray[np.bool_]) -> tuple[int, int, int]:
+    """How many rows have more than ``least`` lookups; how many have as many and no mark, and how many a
+    mark."""
+    above = unmarked = marked = 0
+    for row in range(len(counts)):
+        tied = counts[row] == least
+        above += counts[row] > least
+        marked += tied & marks[row]
+        unmarked += tied & (not marks[row])
+    return above, unmarked, marked
+
+
+@compiled
 def _chosen(
-    counts: Counts, least: int, marked: int, others: int, marks: NDArray[np.bool_], size: int
+    counts: Counts, first: int, least: int, others: int, marked: int, marks: NDArray[np.bool_], most: int
 ) -> RowIds:
-    """The rows with more than ``least`` lookups and the first of those with as many, ``marked`` of those that
-    have a mark and ``others``; at most ``size`` in all."""
-    rows = np.empty(size, np.int64)
+    """The ``most`` rows, from row ``first`` on, with more than ``least`` lookups and the first of those with
+    as many, ``marked`` of those that have a mark and ``others``."""
+    rows = np.empty(most, np.int64)
     left = np.array((others, marked))
     count = 0
     for row in range(len(counts)):
@@ -80,6 +106,6 @@ def _chosen(
             left[int(marks[row])] -= 1
             if left[int(marks[row])] < 0:
                 continue
-        rows[count] = row
+        rows[count] = first + row
         count += 1
-    return rows[:count].copy()
+    return rows
