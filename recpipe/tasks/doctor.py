@@ -19,7 +19,7 @@ from recpipe.errors import UserError
 
 NOT_RUN = "resolved, not yet run on a GPU"
 """The state of a set for CUDA that pip can install, but on which no test has run."""
-RUN_ON = {"2.11": "run on an NVIDIA H100 and an H200, 2026-11-26"}
+RUN_ON = {"2.11": "run on an NVIDIA H100 and an H200, 2026-11-26 and 27"}
 """By torch's release, the state of the sets for CUDA on which the suite for a GPU has run on one."""
 REQUIREMENTS = {
     ("2.13", False): "requirements/cpu.txt",
