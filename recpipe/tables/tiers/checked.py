@@ -84,7 +84,8 @@ MARK = np.iinfo(np.int32).min
 class CheckedPolicy:
     """Asks ``policy``, which the plugin ``owner`` brought, and refuses invalid placements.
 
-    Each check passes once or twice over the rows that move, using marks in maps that exist anyway.
+    One pass over the rows that move and the slots that are looked up checks all, with marks in maps that
+    exist anyway.
     """
 
     def __init__(self, policy: CachePolicy, owner: Origin) -> None:
@@ -97,112 +98,129 @@ class CheckedPolicy:
     def migrate(self, rows: RowIds) -> Placement:
         """As ``CachePolicy``."""
         placement = self._asked("migrate", lambda: self.policy.migrate(rows))
-        if bool((self._where[placement.rows] >= 0).any()):
-            raise self._wrong("migrate", "a row that is resident already")
+        if placement is not NOTHING:
+            self._check("migrate", placement, NOTHING.slots, NOTHING.rows)
         self._moved = placement.slots
         return placement
 
     def admit(self, hits: Slots, misses: RowIds, looked_up: RowIds) -> Placement:
         """As ``CachePolicy``."""
         placement = self._asked("admit", lambda: self.policy.admit(hits, misses, looked_up))
-        if len(placement.slots) or len(placement.freed):
-            self._check_admitted(placement, hits, misses)
+        if placement is not NOTHING:
+            self._check("admit", placement, hits, misses)
         return placement
-
-    def _check_admitted(self, placement: Placement, hits: Slots, misses: RowIds) -> None:
-        vacated = np.concatenate((placement.slots, placement.freed))
-        if _meet(self._marks, vacated, self._moved):
-            raise self._wrong("admit", "something in a slot that migrate() has just given to another row")
-        if _meet(self._marks, vacated, hits):
-            raise self._wrong("admit", "something in the slot of a row that this batch looks up")
-        if not _within(self._where, placement.rows, misses):
-            raise self._wrong("admit", "a row that is not among the misses")
 
     def _asked(self, call: str, ask: Callable[[], Placement]) -> Placement:
         with blaming(self.owner, f"cache policy, {call}()"):
-            placement = ask()
-        if placement is not NOTHING:
-            self._check(call, placement)
-        return placement
+            return ask()
 
-    def _check(self, call: str, placement: Placement) -> None:
+    def _check(self, call: str, placement: Placement, hits: Slots, misses: RowIds) -> None:
         if not isinstance(placement, Placement):
             raise self._wrong(call, f"a {type(placement).__name__}; a Placement is asked for")
         slots, rows, freed = placement.slots, placement.rows, placement.freed
         if len(slots) != len(rows):
             raise self._wrong(call, f"{len(rows)} rows in {len(slots)} slots")
-        self._check_range(call, slots, len(self._marks), "slot")
-        self._check_range(call, freed, len(self._marks), "slot")
-        self._check_range(call, rows, len(self._where), "row")
-        if _repeats(self._marks, np.concatenate((slots, freed))):
-            raise self._wrong(call, "something in a slot twice")
-        if _repeats(self._where, rows):
-            raise self._wrong(call, "a row twice")
+        for numbers, what in ((slots, "slot"), (freed, "slot"), (rows, "row")):
+            self._check_type(call, numbers, what)
+        if not len(slots) + len(freed):
+            return
+        admits = call == "admit"
+        wrong, number = _fault(
+            self._marks, self._where, slots, freed, rows, self._moved, hits, misses, admits
+        )
+        if wrong:
+            most = len(self._where) if wrong == NO_ROW else len(self._marks)
+            raise self._wrong(call, FAULTS[wrong].format(number=number, most=most))
 
-    def _check_range(self, call: str, numbers: Slots | RowIds, most: int, what: str) -> None:
+    def _check_type(self, call: str, numbers: Slots | RowIds, what: str) -> None:
         if not isinstance(numbers, np.ndarray) or numbers.ndim != 1:
             raise self._wrong(call, f"{what}s that are no array of one dimension")
         if not np.issubdtype(numbers.dtype, np.integer):
             raise self._wrong(call, f"{what}s of type {numbers.dtype}")
-        if not len(numbers):
-            return
-        least, last = _span(numbers)
-        if least < 0 or last >= most:
-            raise self._wrong(call, f"{what} {least if least < 0 else last}, and there are {most}")
 
     def _wrong(self, call: str, what: str) -> PluginError:
         return PluginError(f"plugin {self.owner}: {type(self.policy).__name__}.{call}() placed {what}")
 
 
-# Each of these marks places of a map, which is as it was before when it returns.
+NO_SLOT, NO_ROW, SLOT_TWICE, ROW_TWICE, MOVED, LOOKED_UP, NOT_MISSED, RESIDENT = range(1, 9)
+FAULTS = {
+    NO_SLOT: "slot {number}, and there are {most}",
+    NO_ROW: "row {number}, and there are {most}",
+    SLOT_TWICE: "something in a slot twice",
+    ROW_TWICE: "a row twice",
+    MOVED: "something in a slot that migrate() has just given to another row",
+    LOOKED_UP: "something in the slot of a row that this batch looks up",
+    NOT_MISSED: "a row that is not among the misses",
+    RESIDENT: "a row that is resident already",
+}
 
 
 @compiled
-def _repeats(map_: NDArray[np.int32], numbers: Slots | RowIds) -> bool:
-    """Whether one of ``numbers`` occurs twice."""
-    before = np.empty(len(numbers), np.int32)
-    marked = 0
-    while marked < len(numbers) and map_[numbers[marked]] != MARK:
-        before[marked] = map_[numbers[marked]]
-        map_[numbers[marked]] = MARK
-        marked += 1
-    for i in range(marked):
-        map_[numbers[i]] = before[i]
-    return marked < len(numbers)
+def _fault(
+    marks: NDArray[np.int32],
+    where: NDArray[np.int32],
+    slots: Slots,
+    freed: Slots,
+    rows: RowIds,
+    moved: Slots,
+    hits: Slots,
+    misses: RowIds,
+    admits: bool,
+) -> tuple[int, int]:
+    """What is wrong with a placement, a key of ``FAULTS``, and the number of it; 0: nothing.
 
-
-@compiled
-def _meet(map_: NDArray[np.int32], distinct: Slots, others: Slots) -> bool:
-    """Whether one of ``others`` is among the ``distinct`` numbers; at these, the map is 0."""
-    for number in distinct:
-        map_[number] = MARK
-    meet = False
-    for other in others:
-        meet |= map_[other] == MARK
-    for number in distinct:
-        map_[number] = 0
-    return meet
-
-
-@compiled
-def _within(map_: NDArray[np.int32], rows: RowIds, misses: RowIds) -> bool:
-    """Whether ``rows`` are among the distinct ``misses``."""
-    before = np.empty(len(misses), np.int32)
-    for i in range(len(misses)):
-        before[i] = map_[misses[i]]
-        map_[misses[i]] = MARK
-    are = True
+    ``marks`` (0 for each slot) and ``where`` are as they were before when it returns. ``admits``: it is
+    ``admit``'s; else ``migrate``'s.
+    """
+    for slot in slots:
+        if slot < 0 or slot >= len(marks):
+            return NO_SLOT, slot
+    for slot in freed:
+        if slot < 0 or slot >= len(marks):
+            return NO_SLOT, slot
     for row in rows:
-        are &= map_[row] == MARK
-    for i in range(len(misses)):
-        map_[misses[i]] = before[i]
-    return are
+        if row < 0 or row >= len(where):
+            return NO_ROW, row
 
+    wrong = marked = 0
+    for i in range(len(slots) + len(freed)):
+        slot = slots[i] if i < len(slots) else freed[i - len(slots)]
+        if marks[slot] == MARK:
+            wrong = SLOT_TWICE
+            break
+        marks[slot] = MARK
+        marked += 1
+    if admits and not wrong:
+        for slot in moved:
+            if marks[slot] == MARK:
+                wrong = MOVED
+    if admits and not wrong:
+        for slot in hits:
+            if marks[slot] == MARK:
+                wrong = LOOKED_UP
+    for i in range(marked):
+        marks[slots[i] if i < len(slots) else freed[i - len(slots)]] = 0
+    if wrong:
+        return wrong, 0
 
-@compiled
-def _span(numbers: Slots | RowIds) -> tuple[int, int]:
-    """The least and the greatest of ``numbers``."""
-    least = most = numbers[0]
-    for number in numbers:
-        least, most = min(least, number), max(most, number)
-    return least, most
+    before = np.empty(len(rows), np.int32)
+    marked = found = 0
+    for i in range(len(rows)):
+        if where[rows[i]] == MARK:
+            wrong = ROW_TWICE
+            break
+        before[i] = where[rows[i]]
+        found += before[i] >= 0
+        where[rows[i]] = MARK
+        marked += 1
+    if not admits and not wrong and found:
+        wrong = RESIDENT
+    if admits and not wrong:
+        found = 0
+        for miss in misses:  # they are distinct
+            found += where[miss] == MARK
+        if found < len(rows):
+            wrong = NOT_MISSED
+    for i in range(marked):
+        where[rows[i]] = before[i]
+    return wrong, 0
