@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from contextlib import closing
 from pathlib import Path
 
@@ -68,6 +69,20 @@ def test_records_go_to_the_host_as_they_were(gpu: FakeGpu) -> None:
     assert gpu.copies == 0, "begun by the thread that waits for it"
     np.testing.assert_array_equal(landed(), records.numpy())
     assert not gpu.lent, "the records are kept until the copy is done"
+
+
+def test_what_was_used_is_kept_until_the_copy_is_done(gpu: FakeGpu) -> None:
+    moves, used = Transfer(GPU), torch.zeros(3)
+    seen = weakref.ref(used)
+    landed = moves.to_host(torch.arange(6.0).view(3, 2), [used])
+    del used
+    assert seen() is not None
+    landed()
+    assert seen() is None
+    assert not gpu.lent
+    left = torch.zeros(2)
+    moves.let_go([left])
+    assert gpu.lent == [(left.untyped_storage().data_ptr(), gpu.default)]
 
 
 def on_fake_gpu(collection: Collection) -> Collection:
