@@ -27,7 +27,6 @@ if TYPE_CHECKING:
 Slots = NDArray[np.int32]
 RowIds = NDArray[np.int64]
 IN_STORE = -1
-NO_ROWS: RowIds = np.empty(0, np.int64)
 
 
 class Residents:
@@ -66,13 +65,13 @@ class Residents:
         """Put ``rows`` into ``slots``; returns the rows that were there (-1: the slot was empty).
         ``IndexError`` for one that does not exist."""
         if not len(slots) and not len(rows):
-            return NO_ROWS
+            return NOTHING.rows
         return _put(self._where, self._row_of_slot, slots, rows)
 
     def empty(self, slots: Slots) -> RowIds:
         """Empty ``slots``; returns the rows that were there (-1: the slot was empty)."""
         if not len(slots):
-            return NO_ROWS
+            return NOTHING.rows
         leaving = self._row_of_slot[slots]
         self._where[leaving[leaving >= 0]] = IN_STORE
         self._row_of_slot[slots] = -1

@@ -32,6 +32,7 @@ from recpipe.tables.tiers.placement import TierPlan
 Scale = float | torch.Tensor
 """What a loss is multiplied by; a tensor of one value on a GPU."""
 NO_ROWS = torch.empty(0)
+"""In place of rows that have not been looked up; made once, since making it lets go of Python's lock."""
 
 
 class GroupLookup:

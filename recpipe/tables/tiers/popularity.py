@@ -22,12 +22,12 @@ def top_rows(counts: Counts, size: int, resident: RowIds | None = None, spread: 
     """
     if size == 0:
         return np.empty(0, np.int64)
-    least, tied = _least(counts, size, spread)
+    parts = spread.parts(len(counts))
+    least, tied = _least(counts, size, spread.map(lambda part: _numbers(counts[part]), parts))
     marks = np.zeros(len(counts), bool)
     marked = 0
     if resident is not None:
         marked = _mark(marks, counts, least, resident[resident >= 0])
-    parts = spread.parts(len(counts))
     found = spread.map(lambda part: _tally(counts[part], least, marks[part]), parts)
     others, works = max(0, tied - marked), []
     for part, (above, without, with_mark) in zip(parts, found, strict=True):
@@ -41,10 +41,10 @@ def top_rows(counts: Counts, size: int, resident: RowIds | None = None, spread: 
     return np.concatenate(spread.map(chosen, *zip(*works, strict=True)))
 
 
-def _least(counts: Counts, size: int, spread: Spread) -> tuple[int, int]:
-    """The least of the ``size`` highest ``counts`` above 0, and how many of these are equal to it."""
-    parts = spread.map(lambda part: _numbers(counts[part]), spread.parts(len(counts)))
-    numbers = np.sum(parts, axis=0)
+def _least(counts: Counts, size: int, of_parts: list[NDArray[np.int64]]) -> tuple[int, int]:
+    """The least of the ``size`` highest ``counts`` above 0, and how many of these are equal to it.
+    ``of_parts``: what ``_numbers`` says of each part of them."""
+    numbers = np.sum(of_parts, axis=0)
     at_least = np.append(np.cumsum(numbers[:0:-1])[::-1], 0)  # from 1 on
     if at_least[0] <= size:
         return 1, int(numbers[1])

@@ -80,7 +80,7 @@ class Transfer:
         the current stream; they are kept until then."""
         if not self.on_gpu:
             return records.numpy
-        kept = [records, *used]
+        kept = list(used)
         made = torch.cuda.Event()  # type: ignore[no-untyped-call]
         made.record(current_stream())
 
@@ -92,7 +92,7 @@ class Transfer:
             copied = self._back.mark()
             assert copied is not None, "on a GPU"
             copied.synchronize()
-            kept.clear()  # only now may their memory be given to others
+            kept.clear()  # only now may their memory, and that of the records, be given to others
             array: Records = host.numpy()
             return array
 
@@ -136,7 +136,7 @@ class Transfer:
         threads that put them into the page-locked buffer."""
         if not self.on_gpu:
             return [torch.from_numpy(array) for array in arrays]
-        if len(arrays) == 1:
+        if len(arrays) == 1:  # it needs no views, each of which would let go of Python's lock
             (array,) = arrays
             host = torch.empty(array.shape, dtype=torch.from_numpy(array[:0]).dtype, pin_memory=True)
             _stage(array.reshape(-1), host.numpy().reshape(-1), spread)
