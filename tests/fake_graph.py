@@ -45,8 +45,9 @@ class _Operators(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         named = kwargs or {}
+        tables = func.namespace == "fbgemm"  # whose operators do not say what they write to
         for place, argument in enumerate(func._schema.arguments):
-            if argument.alias_info is not None and argument.alias_info.is_write:
+            if tables or (argument.alias_info is not None and argument.alias_info.is_write):
                 given = args[place] if place < len(args) else named.get(argument.name)
                 self.keep([leaf for leaf in tree_leaves(given) if isinstance(leaf, torch.Tensor)])
         results = func(*args, **named)

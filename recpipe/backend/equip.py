@@ -27,9 +27,9 @@ from recpipe.distributed.ranks import Channel
 from recpipe.errors import UserError
 from recpipe.pipeline.cores import Cores
 from recpipe.pipeline.cuda_graph import CudaGraph
-from recpipe.pipeline.dense_graph import DenseGraph
 from recpipe.pipeline.parts import find_out
 from recpipe.pipeline.placed import PlacedModel
+from recpipe.pipeline.step_graph import StepGraph
 from recpipe.plugin.api import StepWrapper
 from recpipe.plugin.compose import Owned
 from recpipe.plugin.errors import PluginError
@@ -60,7 +60,7 @@ class Backend:
         """The cores that share a batch."""
         self.beside: Beside | None = None
         """Threads for work on tables."""
-        self.graph: DenseGraph | None = None
+        self.graph: StepGraph | None = None
         """Trains the dense part of whole batches on a GPU."""
         self._convert(choices)
 
@@ -154,7 +154,7 @@ def equip(
         choices = _of_first(trainers, partial(calibrated, model.module, batch_size, counts, cache_dir))
     backend = Backend(kind, model, choices)
     if kind == CUDA_GRAPH:
-        backend.graph = DenseGraph(model, partial(CudaGraph, device))
+        backend.graph = StepGraph(model, partial(CudaGraph, device))
     if shares:
         backend.beside = Beside(threads - 1)
     if cores > 1:  # this is measured on the converted model

@@ -19,8 +19,8 @@ from recpipe.data.parts import batch_size, leaves, on_gpu
 from recpipe.data.select import between
 from recpipe.errors import UserError
 from recpipe.pipeline.cores import Cores
-from recpipe.pipeline.dense_graph import DenseGraph
 from recpipe.pipeline.placed import PlacedModel
+from recpipe.pipeline.step_graph import StepGraph
 from recpipe.tables.beside import Beside
 from recpipe.tables.front import Front
 from recpipe.tables.inputs import GroupIds
@@ -112,7 +112,7 @@ def accumulate(
     cores: Cores | None = None,
     lookups: BatchLookups | None = None,
     beside: Beside | None = None,
-    graph: DenseGraph | None = None,
+    graph: StepGraph | None = None,
 ) -> torch.Tensor:
     """Run the forward and the backward pass of one batch; returns the mean loss, detached.
 
@@ -139,7 +139,7 @@ class _Step:
         cores: Cores | None,
         lookups: BatchLookups,
         beside: Beside | None,
-        graph: DenseGraph | None,
+        graph: StepGraph | None,
     ) -> None:
         self.model, self.staged, self.times, self.cores = model, staged, times, cores
         self.lookups, self.beside = lookups, beside
@@ -188,7 +188,7 @@ class _Step:
         """Look up what the first micro-batch needs, then send the numbers of the next batch's ids."""
         staged = self.staged
         wait = staged.plan is not None and (not staged.bounds or staged.cold_from == 0)
-        self.lookups.look_up(wait, shared, self.beside)
+        self.lookups.look_up(wait, shared, self.beside, by_graph=self.graph is not None)
         self.looked_up = True
         if staged.upcoming is not None:
             staged.upcoming.arrive()
@@ -238,10 +238,12 @@ class _Step:
         if low == high:
             self._go_on()
             return self._nothing_trained()
-        replayed = None if self.graph is None else self.graph.train(self.lookups, self.staged.batch)
-        if replayed is not None:
-            self._go_on()
-            return replayed
+        if self.graph is not None:
+            loss = self.graph.train(self.lookups, self.staged.batch)
+            if loss is not None:
+                self._go_on()
+                return loss
+            self.lookups.look_up_left()
         loss = self._forward(*self._part(low, high))
         self._go_on()
         with phase("dense backward"), in_this_thread():

@@ -1,7 +1,7 @@
 """The dense optimizer's step, recorded once as a CUDA graph and replayed.
 
 Python starts a step's few kernels by itself, in about a millisecond. They are the same in each step where
-parameters, gradients and the optimizer's state stay in the same memory, as they do behind a ``DenseGraph``,
+parameters, gradients and the optimizer's state stay in the same memory, as they do behind a ``StepGraph``,
 and where nothing that Python computes for the kernels depends on the number of the step. Gradients of other
 batches may be in the same memory twice by chance, which is not worth a recording.
 """

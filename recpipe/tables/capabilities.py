@@ -17,6 +17,7 @@ from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, Keyed
 
 if TYPE_CHECKING:
     from recpipe.plugin.policy import RowIds
+    from recpipe.tables.repeated import RepeatedLookup
     from recpipe.tables.tiers.placement import TierPlan
     from recpipe.tables.tiers.store_thread import TierTimes
 
@@ -80,6 +81,11 @@ class Planned(ABC):
     def lookup_both(self, plan: TierPlan) -> torch.Tensor | None:
         """The sum of the two for all samples, once all rows have arrived, where they are looked up at once;
         None: they are not."""
+        return None
+
+    def repeated(self, plan: TierPlan) -> RepeatedLookup | None:
+        """``lookup_both`` for a graph of kernels, which looks the rows up and updates them itself; None: it
+        cannot."""
         return None
 
 

@@ -7,7 +7,7 @@ An update for each part would be wrong for every optimizer with state.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from concurrent.futures import Future
 from functools import partial
 from typing import Any
@@ -24,6 +24,7 @@ from recpipe.tables.beside import Beside
 from recpipe.tables.capabilities import Planned, SendsAhead
 from recpipe.tables.collection import TableCollection
 from recpipe.tables.front import BagFront, Front
+from recpipe.tables.repeated import RepeatedLookup
 from recpipe.tables.room import widened, with_room
 from recpipe.tables.rowtable import row_bags
 from recpipe.tables.specs import TableSet
@@ -51,6 +52,8 @@ class GroupLookup:
         self.pooled, self.room = pooled, room
         self.warm = NO_ROWS
         self.cold: torch.Tensor | None = None
+        self.repeated: RepeatedLookup | None = None
+        """The lookup that has been left to a graph of kernels; None: it is made here."""
         self.dim = 0
         """Columns in front of the rows, which belong to no feature."""
         self.kept: torch.Tensor | None = None
@@ -74,6 +77,27 @@ class GroupLookup:
         """Wait for the rows that the batch needs."""
         if self.plan is not None:
             self._tiers.arrive()
+
+    def leave_to_graph(self, wait: bool) -> None:
+        """Leave the lookup to a graph, if that can make it: of all rows if ``wait``, else of the resident
+        tier, which must then have them all."""
+        if self.plan is not None and (wait or not len(self.plan.slab)):
+            self.repeated = self._tiers.repeated(self.plan)
+
+    def look_up_left(self) -> None:
+        """Look up what has been left to a graph, since none has trained the batch."""
+        if self.repeated is not None:
+            self.repeated = None
+            self.look_up_all()
+
+    def note_update(self, gradient: torch.Tensor) -> None:
+        """Note that a graph has made the update, of this ``gradient``."""
+        self._gradients = [gradient]
+
+    @property
+    def form(self) -> Hashable:
+        """What a graph fixes of the lookup, which has been made or left to it."""
+        return (self.warm.shape, self.warm.dtype) if self.repeated is None else self.repeated.form
 
     def look_up_warm(self) -> None:
         """Look up what needs no waiting: all rows, or those of the resident tier."""
@@ -177,7 +201,7 @@ class GroupLookup:
         FBGEMM's CPU update enters a parallel region for every table, which costs more than the threads gain.
         If several ranks train, torch's own operators make the update.
         """
-        if self._gradients:  # the model's backward pass has made it
+        if self._gradients:  # the model's backward pass, or a graph, has made it
             return
         self.arrive()
         gradient = self._gradient()
@@ -276,15 +300,22 @@ class BatchLookups:
         for lookup in self.all:
             lookup.share()
 
-    def look_up(self, wait: bool, shared: bool = False, beside: Beside | None = None) -> None:
+    def look_up(
+        self, wait: bool, shared: bool = False, beside: Beside | None = None, by_graph: bool = False
+    ) -> None:
         """Look up the resident rows; with ``wait``, all rows, once they have arrived. ``shared``: parts will
-        be trained in several threads. ``beside``, if given, looks groups up in parallel."""
+        be trained in several threads. ``beside``, if given, looks groups up in parallel. ``by_graph``: leave
+        to a graph what it can look up itself; ``look_up_left`` must follow if it does not."""
         try:
             with phase("embedding forward"):
                 if wait or any(g.plan is not None and g.plan.fetches_residents for g in self.all):
                     for lookup in self.all:
                         lookup.arrive()
-                self._each([each.look_up_all if wait else each.look_up_warm for each in self.all], beside)
+                if by_graph:
+                    for lookup in self.all:
+                        lookup.leave_to_graph(wait)
+                here = [lookup for lookup in self.all if lookup.repeated is None]
+                self._each([each.look_up_all if wait else each.look_up_warm for each in here], beside)
                 self.cold_is_here = wait
                 if shared:
                     self.share()
@@ -300,6 +331,12 @@ class BatchLookups:
         else:
             beside.begin("look up", work)
             beside.finish()
+
+    def look_up_left(self) -> None:
+        """Look up what has been left to a graph, since none has trained the batch."""
+        with phase("embedding forward"):
+            for lookup in self.all:
+                lookup.look_up_left()
 
     def wait_for_cold(self) -> None:
         """Block until the slabs hold this batch's rows, and look them up."""

@@ -20,10 +20,10 @@ from recpipe.common.threads import using_threads
 from recpipe.distributed.ranks import Channel, Ranks
 from recpipe.errors import UserError
 from recpipe.pipeline.cores import Cores
-from recpipe.pipeline.dense_graph import BEFORE, DenseGraph
 from recpipe.pipeline.loader import TrainLoader
 from recpipe.pipeline.placed import PlacedModel, saved_buffers
 from recpipe.pipeline.step import StagedBatch, StepTimes, accumulate
+from recpipe.pipeline.step_graph import BEFORE, StepGraph
 from recpipe.pipeline.sync import add_up
 from recpipe.pipeline.update_graph import record_steps
 from recpipe.tables.beside import Beside
@@ -194,7 +194,7 @@ class RankingModule(PlainAttributes, L.LightningModule):
         return None if self.backend is None else self.backend.beside
 
     @property
-    def graph(self) -> DenseGraph | None:
+    def graph(self) -> StepGraph | None:
         """What trains the dense part of whole batches."""
         return None if self.backend is None else self.backend.graph
 

@@ -14,12 +14,13 @@ import recpipe
 from recpipe.backend import convert, equip
 from recpipe.config.compose import compose
 from recpipe.errors import UserError
-from recpipe.pipeline import update_graph
+from recpipe.pipeline import step_graph, update_graph
 from recpipe.run import run
+from recpipe.tables.tiers.slots import FusedTable
 from tests.fake_graph import FakeGraph
 from tests.gpu.conftest import WORDS
 from tests.gpu.test_runs import SMALL
-from tests.pipeline.test_dense_graph import BEFORE, Net, clicks
+from tests.pipeline.test_step_graph import BEFORE, Net, clicks
 from tests.training.test_trainer import KINDS, parameters
 
 pytestmark = pytest.mark.cuda
@@ -44,6 +45,39 @@ OPTIMIZERS = {
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_run_ends_with_the_same_bits(tmp_path: Path, kind: str) -> None:
     same_bits(tmp_path, *KINDS[kind], "tiers.store=host")
+
+
+@pytest.mark.parametrize(
+    ("word", "calls_with_graph"),
+    [
+        # before it is recorded, while it is, and for the short last batch
+        ("optim=sgd", BEFORE + 2),
+        ("optim=adagrad", BEFORE + 2),
+        ("optim=rowwise_adagrad", BEFORE + 2),
+        ("data.pooling=3", 19),  # a graph cannot have another number of ids each time
+    ],
+)
+def test_a_graph_looks_one_id_each_up_and_updates_its_row(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, word: str, calls_with_graph: int
+) -> None:
+    calls, forward = list[int](), FusedTable.forward
+
+    def noted(table: FusedTable, *bags: torch.Tensor | None) -> torch.Tensor:
+        calls.append(len(calls))
+        return forward(table, *bags)
+
+    monkeypatch.setattr(FusedTable, "forward", noted)
+    same_bits(tmp_path, "tiers.policy=lru", "tiers.store=host", word)
+    assert len(calls) == 19 + calls_with_graph
+
+
+def test_an_update_that_is_not_recorded_is_missed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def left_out(rows: step_graph._Rows) -> None:
+        rows.gradient = rows.values if rows.gradient is None else rows.gradient
+
+    monkeypatch.setattr(step_graph._Rows, "update", left_out)
+    with pytest.raises(AssertionError, match="identical"):
+        same_bits(tmp_path, "tiers.policy=lru", "tiers.store=host")
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
@@ -96,7 +130,7 @@ def same_bits(tmp_path: Path, *own: str) -> None:
         steps = report["throughput"]["graph_steps"]
         assert steps is None if backend == "auto" else steps > 5
     assert left["auto"].keys() == left["cuda_graph"].keys()
-    assert all(np.array_equal(left["auto"][name], left["cuda_graph"][name]) for name in left["auto"])
+    assert all(np.array_equal(left["auto"][n], left["cuda_graph"][n]) for n in left["auto"]), "identical"
 
 
 def trained(net: nn.Module, *words: str) -> list[torch.Tensor]:

@@ -19,6 +19,7 @@ from recpipe.common.device import given_so_far
 from recpipe.common.plain_attributes import PlainAttributes
 from recpipe.distributed.ranks import Channel
 from recpipe.plugin.policy import IN_STORE, RowIds, Slots
+from recpipe.tables.repeated import RepeatedLookup
 from recpipe.tables.rowtable import RowBags
 from recpipe.tables.skipping import RowFilter
 from recpipe.tables.specs import TableSet
@@ -243,6 +244,20 @@ class TierMemory(PlainAttributes):
         assert isinstance(plan.lookups, GpuLookups), "on a GPU"
         rows = self._lookup(self.slab, plan.lookups.both(self.slab.first))
         return self._noting_changes(rows) if len(plan.slab) else rows
+
+    def repeated(self, plan: TierPlan) -> RepeatedLookup | None:
+        """``lookup_both``, once the rows have arrived, for a graph of kernels; None: it is no lookup of one
+        id in each bag, or something chooses among the rows to update."""
+        lookups = plan.lookups
+        if not self._at_once(plan) or self._row_filter is not None:
+            return None
+        assert isinstance(lookups, GpuLookups), "on a GPU"
+        if not lookups.given.one_each or lookups.given.weights is not None:
+            return None
+        indices, offsets, _ = lookups.both(self.slab.first)
+        dim, features = self.tables.dim, len(self.tables.features)
+        shape = (plan.batch_size, features * dim) if self.tables.pooled else (len(indices), dim)
+        return RepeatedLookup(self.table, indices, offsets, shape, self.table.weights.data_ptr())
 
     def _at_once(self, plan: TierPlan) -> bool:
         """Whether both tiers are looked up at once: those of a batch that is cut are not."""

@@ -48,12 +48,13 @@ class Finder:
         bases, sizes = torch.from_numpy(of_features).to(transfer.device).unbind()
         self._of_features, self._of_bags = (bases, sizes), (bases.unsqueeze(1), sizes.unsqueeze(1))
         self._each = torch.empty(0, dtype=torch.int64)
-        """The offsets of the latest batch with one id in each bag."""
+        """The offsets of the latest batch with one id in each bag. Threads that find rows at the same time
+        may put others here, so that each reads it once."""
 
     def bags(self, sparse: KeyedJaggedTensor) -> GpuBags:
         """The batch's lookups; ``DataError`` if an id is not in its table."""
         with self.aside.stream(after=sparse.values().is_cuda):
-            rows, wrong, offsets, weights = self._looked_up(sparse)
+            rows, wrong, offsets, weights, one_each = self._looked_up(sparse)
             distinct, which, times = torch.unique(rows, return_inverse=True, return_counts=True)
             found = self._here(sparse, wrong, distinct, times)
         half = len(found) // 2
@@ -62,28 +63,29 @@ class Finder:
         # All of it is there by now; its memory is kept for who uses it.
         which, offsets = self.after.lend(which), self.after.lend(offsets)
         weights = None if weights is None else self.after.lend(weights)
-        return GpuBags(rows_here, times_here, which, offsets, weights, sparse.stride(), self)
+        return GpuBags(rows_here, times_here, which, offsets, weights, one_each, sparse.stride(), self)
 
     def distinct(self, sparse: KeyedJaggedTensor) -> RowIds:
         """The distinct rows that the batch looks up, sorted, int64 [U]; ``DataError`` if an id is not in its
         table."""
         with self.aside.stream(after=sparse.values().is_cuda):
-            rows, wrong, _, _ = self._looked_up(sparse)
+            rows, wrong, *_ = self._looked_up(sparse)
             return self._here(sparse, wrong, torch.unique(rows)).astype(np.int64)
 
     def _looked_up(
         self, sparse: KeyedJaggedTensor
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None, bool]:
         """The rows of all lookups, [L], whether an id is not in its table, the bags' offsets, int64 [F * B +
-        1], and the lookups' weights, if ids have any."""
+        1], the lookups' weights, if ids have any, and whether each bag is known to have one id."""
         sparse = in_order(sparse, self.tables.features)
         weights = sparse.weights() if self.tables.weighted else None
-        if _one_each(sparse):  # no lengths have to go there
+        one_each = _one_each(sparse)
+        if one_each:  # no lengths have to go there
             (bases, sizes), bags = self._of_bags, sparse.values().view(-1, sparse.stride())
             ids, *given = self._there(bags, weights)
-            if len(self._each) != ids.numel() + 1:
-                self._each = torch.arange(ids.numel() + 1, device=ids.device)
             offsets = self._each
+            if len(offsets) != ids.numel() + 1:
+                self._each = offsets = torch.arange(ids.numel() + 1, device=ids.device)
         else:
             bases, sizes = self._of_features
             lengths, ids, *given = self._there(sparse.lengths(), sparse.values(), weights)
@@ -93,7 +95,7 @@ class Finder:
             bases, sizes = bases.index_select(0, features), sizes.index_select(0, features)
         wrong = ids.div(sizes, rounding_mode="floor").any()  # 0 of an id that is in its table
         rows = _as(self._kind, ids + bases).view(-1)
-        return rows, wrong, offsets, given[0].float() if given else None
+        return rows, wrong, offsets, given[0].float() if given else None, one_each
 
     def _here(self, sparse: KeyedJaggedTensor, wrong: torch.Tensor, *parts: torch.Tensor) -> NDArray[Any]:
         """``parts`` after one another, in host memory. If an id is ``wrong``, the CPU looks for it and names
@@ -127,6 +129,8 @@ class GpuBags:
     """Feature-major, int64 [F * B + 1]."""
     weights: torch.Tensor | None
     """Weights of the lookups, float32 [L]; None: each counts once."""
+    one_each: bool
+    """Whether each bag is known to have one id."""
     batch_size: int
     finder: Finder
 

@@ -33,6 +33,7 @@ from recpipe.plugin.api import Origin
 from recpipe.plugin.policy import CachePolicy, RowIds
 from recpipe.tables.capabilities import Planned, SavesPlacement, ShowsRows
 from recpipe.tables.collection import RowCollection, TierFigures
+from recpipe.tables.repeated import RepeatedLookup
 from recpipe.tables.rowtable import looked_up
 from recpipe.tables.skipping import RowFilter
 from recpipe.tables.specs import Region, TableSet, Values
@@ -162,6 +163,10 @@ class TieredEmbeddingBagCollection(PlainAttributes, RowCollection, Planned, Save
     def lookup_both(self, plan: TierPlan) -> torch.Tensor | None:
         """As ``TierMemory``."""
         return self.memory.lookup_both(plan)
+
+    def repeated(self, plan: TierPlan) -> RepeatedLookup | None:
+        """As ``TierMemory``."""
+        return self.memory.repeated(plan)
 
     def lookup(self, sparse: KeyedJaggedTensor) -> torch.Tensor:
         """Make all calls and look up ``sparse``; in eval mode nothing is planned or moved."""

@@ -18,10 +18,10 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from recpipe.backend.equip import CUDA_GRAPH, _require_graph, equip_loop
 from recpipe.errors import UserError
-from recpipe.pipeline import dense_graph
-from recpipe.pipeline.dense_graph import BEFORE, DenseGraph
+from recpipe.pipeline import step_graph
 from recpipe.pipeline.placed import PlacedModel
 from recpipe.pipeline.step import StagedBatch, StepTimes, accumulate
+from recpipe.pipeline.step_graph import BEFORE, StepGraph
 from tests.fake_graph import FakeGraph
 from tests.pipeline.samples import SIZE, Listed, parameters_after, placed
 from tests.tables.samples import identical
@@ -38,7 +38,7 @@ class Graphs:
         self.make, self.graph = make, None
 
     def __call__(self, model: PlacedModel, staged: StagedBatch, times: StepTimes) -> None:
-        self.graph = self.graph or DenseGraph(model, self.make)
+        self.graph = self.graph or StepGraph(model, self.make)
         accumulate(model, staged, times, graph=self.graph)
 
 
@@ -71,7 +71,7 @@ def test_a_batch_that_is_not_copied_is_not_trained(tmp_path, monkeypatch) -> Non
         first.append([batch.dense, batch.labels])
         return first[0]
 
-    monkeypatch.setattr(dense_graph, "_tensors", tensors)
+    monkeypatch.setattr(step_graph, "_tensors", tensors)
     with_it = parameters_after("lru", "sgd", tmp_path / "with", Listed(), Graphs())
     assert not identical(with_it, parameters_after("lru", "sgd", tmp_path / "without", Listed()))
 
@@ -124,7 +124,7 @@ def clicks(number: int, size: int = SAMPLES, note: Any = None) -> Clicks:
 def train(net: Net, batches: list[Clicks], graphs: bool, between: Callable[[int, Net], Any] | None = None):
     """Every loss, then every value of the model; and the graph."""
     model = placed(net, batches[0])
-    graph = DenseGraph(model, partial(FakeGraph, list(net.buffers()))) if graphs else None
+    graph = StepGraph(model, partial(FakeGraph, list(net.buffers()))) if graphs else None
     optimizer = torch.optim.SGD(list(model.dense), lr=0.1)
     torch.manual_seed(3)
     values = []
@@ -172,7 +172,7 @@ def test_a_model_that_has_changed_gets_a_new_graph(change) -> None:
 
 def test_it_knows_its_own_gradients() -> None:
     model = placed(Net(), clicks(0))
-    graph, held = DenseGraph(model, FakeGraph), []
+    graph, held = StepGraph(model, FakeGraph), []
     for number in range(8):
         for parameter in model.dense:
             parameter.grad = None

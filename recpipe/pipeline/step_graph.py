@@ -1,9 +1,12 @@
-"""The dense part's forward and backward pass of a whole batch, recorded once as a CUDA graph and replayed.
+"""The forward and backward pass of a whole batch, recorded once as a CUDA graph and replayed.
 
 Python starts each of a small model's hundred-odd kernels by itself, which takes longer than they do. A graph
-starts them all at once. It reads and writes the same memory each time: a batch's tensors and looked-up rows
-are copied into it, and the gradients are taken from it. The tables are looked up and updated outside of it,
-as ever, since which rows a batch has differs.
+starts them all at once. It reads and writes the same memory each time: a batch's tensors are copied into it,
+and the dense parameters' gradients are taken from it.
+
+Tables of which a batch looks up one id in each bag are looked up and updated in the graph, too: the places of
+their rows are copied into it, once the rows are there. Others, of which each batch has another number of ids,
+are looked up and updated outside of it, as ever, and their rows are copied into it.
 
 A replay repeats kernels, and no Python: what a model's own code does beside them (counting its calls,
 printing) happens in the first batches and while the graph is recorded, and not after that. Batches of another
@@ -34,8 +37,8 @@ BEFORE = 3
 choose and load their kernels in them."""
 
 
-class DenseGraph:
-    """Trains the dense part of whole batches by a graph of ``make``, once it is recorded."""
+class StepGraph:
+    """Trains whole batches by a graph of ``make``, once it is recorded."""
 
     def __init__(self, model: PlacedModel, make: Callable[[], Graph]) -> None:
         self.model = model
@@ -48,13 +51,14 @@ class DenseGraph:
         self._in_a_row = 0
 
     def train(self, lookups: BatchLookups, batch: Any) -> torch.Tensor | None:
-        """Run both passes of a whole ``batch``, whose rows have been looked up; returns its mean loss,
-        detached.
+        """Run both passes of a whole ``batch``, whose rows have been looked up, or are left to the graph;
+        returns its mean loss, detached.
 
-        On return the gradients of rows and dense parameters are set. None: nothing was done, since there is
-        no graph for this batch. ``UserError`` if the model cannot be recorded.
+        On return the gradients of dense parameters and of rows are set, and tables that the graph looks up
+        are updated. None: nothing was done, since there is no graph for this batch. ``UserError`` if the
+        model cannot be recorded.
         """
-        form = (_form(batch), _shapes(lookups), self._state())
+        form = (_form(batch), tuple(lookup.form for lookup in lookups.all), self._state())
         if self._recorded is None or self._recorded.form != form:
             self._in_a_row = self._in_a_row + 1 if form == self._latest else 1
             self._latest = form
@@ -98,6 +102,8 @@ class _Recorded:
         compiled = any(m._compiled_call_impl is not None for m in model.module.modules())
 
         def both_passes() -> None:
+            for rows in self._rows:
+                rows.look_up()
             with nullcontext() if compiled else _NoWaits():  # type: ignore[no-untyped-call]
                 handed = {
                     front: _Handed(model.ids_of(front, own), [each.in_graph() for each in rows])
@@ -106,25 +112,31 @@ class _Recorded:
                 loss = model.train_part(handed, own, 1.0)
                 torch.autograd.backward(loss)
             self._loss = loss.detach()
+            for rows in self._rows:
+                rows.update()
 
         record(graph, both_passes, "the model's forward or backward pass")
         self._gradients = [parameter.grad for parameter in self._dense]
 
     def train(self, lookups: BatchLookups, batch: Any) -> torch.Tensor:
-        """As ``DenseGraph.train``."""
-        leaves = [lookup.leaf(0, lookup.ids.stride()) for lookup in lookups.all]
-        memory = [*self._inputs, *(rows.values for rows in self._rows)]
+        """As ``StepGraph.train``."""
+        given = [_given(lookup) for lookup in lookups.all]
+        memory = [*self._inputs, *(rows.memory for rows in self._rows)]
         with torch.no_grad():
-            seams.copy_each(memory, [*_tensors(batch), *leaves])
+            seams.copy_each(memory, [*_tensors(batch), *given])
         self._graph.replay()
-        for leaf, rows in zip(leaves, self._rows, strict=True):
-            leaf.grad = rows.gradient
+        for lookup, own, rows in zip(lookups.all, given, self._rows, strict=True):
+            if lookup.repeated is None:
+                own.grad = rows.gradient
+            else:
+                assert rows.gradient is not None, "an update was recorded"
+                lookup.note_update(rows.gradient)
         for parameter, gradient in zip(self._dense, self._gradients, strict=True):
             parameter.grad = gradient
         return self._loss.clone()
 
     def holds_gradients(self) -> bool:
-        """As ``DenseGraph.holds_gradients``."""
+        """As ``StepGraph.holds_gradients``."""
         pairs = zip(self._dense, self._gradients, strict=True)
         return all(parameter.grad is gradient for parameter, gradient in pairs)
 
@@ -138,6 +150,13 @@ class _Recorded:
         return with_parts(value, lambda part, _: self._copied(part))
 
 
+def _given(lookup: GroupLookup) -> torch.Tensor:
+    """What a graph needs of a batch's lookup: its rows as a leaf or, if it looks them up, their places."""
+    if lookup.repeated is not None:
+        return lookup.repeated.indices
+    return lookup.leaf(0, lookup.ids.stride())
+
+
 class _Rows:
     """Memory of a graph for the rows of one group, and their gradient.
 
@@ -146,18 +165,38 @@ class _Rows:
     """
 
     def __init__(self, lookup: GroupLookup) -> None:
-        batch, room = len(lookup.warm), lookup.room
-        if room:
-            self.values = with_room(lookup.warm.new_empty((batch, room + lookup.warm.shape[1])), room)
+        self._repeated, room = lookup.repeated, lookup.room
+        if self._repeated is None:
+            (batch, width), kind, device = lookup.warm.shape, lookup.warm.dtype, lookup.warm.device
         else:
-            self.values = torch.empty_like(lookup.warm.detach())
+            (batch, width), kind, device = self._repeated.shape, torch.float32, self._repeated.indices.device
+        wide = torch.empty((batch, room + width), dtype=kind, device=device)
+        self.values = with_room(wide, room) if room else wide
+        self.memory = self.values if self._repeated is None else self._repeated.indices.clone()
+        """What each batch is copied into: the rows or, if the graph looks them up, their places."""
         self.gradient: torch.Tensor | None = None
         """None as long as no pass has used the rows."""
+        self._found = self.values
+
+    def look_up(self) -> None:
+        """Record the lookup, if the graph makes it."""
+        if self._repeated is not None:
+            self._found = self._repeated.table(self.memory, self._repeated.offsets)
+            self.values.data.copy_(self._found.detach())
 
     def in_graph(self) -> torch.Tensor:
         """The rows, for a forward pass whose backward pass sets ``gradient``."""
         rows: torch.Tensor = _Taken.apply(torch.zeros((), requires_grad=True), self)  # type: ignore[no-untyped-call]
         return marked(rows) if has_room(self.values) else rows
+
+    def update(self) -> None:
+        """Record the update, if the graph has made the lookup."""
+        if self._repeated is None:
+            return
+        if self.gradient is None:  # the model has not used the rows
+            self.gradient = torch.zeros_like(self._found)
+        torch.autograd.backward(self._found, self.gradient)
+        self._found = self.values
 
 
 class _Taken(torch.autograd.Function):
@@ -229,10 +268,6 @@ def _read(*_: str) -> NoReturn:
 def _tensors(batch: Any) -> list[torch.Tensor]:
     """Those of a batch, without its ids', in the order in which ``with_parts`` visits them."""
     return [leaf for leaf in leaves(batch) if isinstance(leaf, torch.Tensor)]
-
-
-def _shapes(lookups: BatchLookups) -> Hashable:
-    return tuple((lookup.warm.shape, lookup.warm.dtype) for lookup in lookups.all)
 
 
 def _form(value: Any) -> Hashable:
