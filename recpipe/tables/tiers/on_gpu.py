@@ -137,10 +137,6 @@ class GpuBags:
     def __len__(self) -> int:
         return len(self.which)
 
-    def count(self, places: NDArray[np.int64]) -> int:
-        """How many lookups the rows ``indices[places]`` have."""
-        return _sum_at(self.times, places)
-
     def parted(self, where: Slots, pooled: bool) -> GpuLookups:
         """The lookups if ``indices`` are in slot ``where[i]`` or, below ``IN_STORE``, in the slab at
         ``-2 - where[i]`` (int32 [U])."""
@@ -296,14 +292,6 @@ def _in_one(where: Slots, slab_first: int) -> NDArray[np.int64]:
     for i in range(len(where)):
         places[i] = where[i] if where[i] >= 0 else slab_first - 2 - where[i]
     return places
-
-
-@compiled
-def _sum_at(numbers: NDArray[np.int32], places: NDArray[np.int64]) -> int:
-    total = 0
-    for place in places:
-        total += numbers[place]
-    return total
 
 
 def _as(kind: torch.dtype, values: torch.Tensor) -> torch.Tensor:

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from recpipe.common.compiled import compiled
 from recpipe.data.select import places_of
-from recpipe.plugin.policy import RowIds, Slots
+from recpipe.plugin.policy import Slots
 
 Offsets = NDArray[np.int64]
 Weights = NDArray[np.float32]
@@ -22,47 +22,6 @@ Places = NDArray[np.int64]
 DeviceBags = tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]
 """What a TBE looks up: indices int64 [L], offsets int64 [F * B + 1] and, if ids have weights, these, float32
 [L]."""
-
-
-@compiled
-def found_at(where: Slots, rows: RowIds) -> tuple[Slots, Places]:
-    """``where[rows]`` (int32 [L]), and the positions at which it is below 0."""
-    found = np.empty(len(rows), np.int32)
-    below = 0
-    for i in range(len(rows)):
-        found[i] = where[rows[i]]
-        below += found[i] < 0
-    places = np.empty(below, np.int64)
-    below = 0
-    for i in range(len(rows)):
-        if found[i] < 0:
-            places[below] = i
-            below += 1
-    return found, places
-
-
-@compiled
-def found_again(where: Slots, rows: RowIds, found: Slots, places: Places) -> Places:
-    """Look up ``rows[places]`` in ``where`` once more, into ``found``; those ``places`` that are still below
-    0."""
-    still = np.empty(len(places), np.int64)
-    below = 0
-    for place in places:
-        found[place] = where[rows[place]]
-        still[below] = place
-        below += found[place] < 0
-    return still[:below]
-
-
-@compiled
-def slots_in(found: Slots) -> Slots:
-    """Those of ``found`` that are not below 0, in their order."""
-    slots = np.empty(len(found), np.int32)
-    count = 0
-    for slot in found:
-        slots[count] = slot
-        count += slot >= 0
-    return slots[:count]
 
 
 @dataclass
@@ -84,10 +43,6 @@ class IndexBags:
 
     def __len__(self) -> int:
         return len(self.indices)
-
-    def count(self, places: NDArray[np.int64]) -> int:
-        """How many lookups ``indices[places]`` are."""
-        return len(places)
 
     def parted(self, where: Slots, pooled: bool) -> Parted:
         """As ``parting.parted``."""

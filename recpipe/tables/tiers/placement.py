@@ -8,23 +8,26 @@ from __future__ import annotations
 
 from concurrent.futures import Future
 from dataclasses import dataclass
-from functools import cached_property
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
-from recpipe.common.compiled import compiled, load_loops
+from recpipe.common.compiled import load_loops
 from recpipe.common.spread import ALONE, Spread
 from recpipe.data.checks import unknown_id
 from recpipe.data.parts import in_order
 from recpipe.data.select import places_of
 from recpipe.plugin.api import Origin
-from recpipe.plugin.policy import IN_STORE, CachePolicy, RowIds, Slots, asks_once
+from recpipe.plugin.policy import IN_STORE, CachePolicy, Placement, RowIds, Slots, asks_once
+from recpipe.tables.tiers import row_map
 from recpipe.tables.tiers.checked import CheckedPolicy, Decision
-from recpipe.tables.tiers.parting import IndexBags, Offsets, Parted, found_again, found_at, slots_in
+from recpipe.tables.tiers.parting import IndexBags, Offsets, Parted
 
 Numbers = TypeVar("Numbers", bound=np.integer[Any])
+
+ONCE: Slots = np.empty(0, np.int32)
+"""In place of how often each row is looked up, where it is there itself as often."""
 
 if TYPE_CHECKING:
     from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
@@ -54,6 +57,8 @@ class TierPlan:
     """Rows of slab positions 0 .. S - 1, int64 [S]."""
     carried_from: NDArray[np.int64]
     """For each row in ``arrivals``, its position in ``departures``, or -1 if the store has it."""
+    fetch: RowIds
+    """The arrivals that the store must deliver, int64 [N]."""
     # lookups
     lookups: Parted | GpuLookups
     """Where each lookup's row is, once these have moved."""
@@ -77,15 +82,10 @@ class TierPlan:
         """For each sample, in the batch's own order, whether it looks up a row in the slab, bool [B]."""
         return self.lookups.needs_cold
 
-    @cached_property
+    @property
     def arrivals(self) -> RowIds:
         """Rows that must be fetched or moved: first those for slots, then those for the slab."""
         return np.concatenate((self.placed, self.slab))
-
-    @cached_property
-    def fetch(self) -> RowIds:
-        """The arrivals that the store must deliver."""
-        return _not_carried(self.arrivals, self.carried_from)
 
     @property
     def fetches_residents(self) -> bool:
@@ -188,65 +188,53 @@ class TierPlanner:
         known, self.decided = self.decided, None
         if known is not None and not known.is_of(bags.indices):
             known = None
-        residents, before = self.space.residents, self.slab_rows
-        rows, times = self._told(bags)
-        moved = self.asked.migrate(rows) if known is None else known.moved
-        moved_from = self.where[moved.rows]
-        where, missing = found_at(self.where, bags.indices)
+        before, rows = self.slab_rows, bags.indices
+        told, times = self._told(bags)
+        moved = known.moved if known is not None else _typed(self.asked.migrate(told))
+        each = ONCE if bags.times is None else bags.times
         # What a policy moves in for this batch was not resident.
-        found = len(bags) - bags.count(missing)
-        emptied = residents.empty(moved.freed)
-        dropped = residents.put(moved.slots, moved.rows)
-        evicts = bool(len(emptied)) or bool((dropped >= 0).any())
-        if evicts:
-            where, missing = found_at(self.where, bags.indices)
-        elif len(moved.slots):  # only rows that were missing have come
-            missing = found_again(self.where, bags.indices, where, missing)
-        misses = bags.indices[missing]
-        if bags.times is None:
-            misses = _distinct(self.where, misses)
-        hits = slots_in(where) if len(missing) else where
-        if known is None:
-            admitted = self.asked.admit(_repeated(hits, where, times), misses, rows)
-        else:
+        missed, found, missing, misses, hits, left, moved_from = row_map.migrate(
+            self.where, self.row_of_slot, rows, each, moved.slots, moved.rows, moved.freed
+        )
+        if known is not None:
             admitted = known.admitted
-        placed_from = _joined(moved_from, self.where[admitted.rows])
-        emptied = _joined(emptied, residents.empty(admitted.freed))
-        evicted = _joined(dropped, residents.put(admitted.slots, admitted.rows), emptied)
+        else:
+            admitted = _typed(self.asked.admit(_repeated(hits, found, times), misses, told))
         # Copies: a policy may go on to use its arrays.
         slots = np.concatenate((moved.slots, admitted.slots))
         placed = np.concatenate((moved.rows, admitted.rows))
-        vacated = _joined(slots, moved.freed, admitted.freed)
-        slab, carried_from = _to_slab(self.where, misses, placed_from, self.carry)
-        if evicts:
-            self._return(evicted, len(before), np.concatenate((placed, slab)), carried_from)
-        _note_slab(self.where, before, slab)
+        freed = _joined(moved.freed, admitted.freed)
+        evicted, slab, carried_from, fetch = row_map.admit(
+            self.where,
+            self.row_of_slot,
+            rows,
+            found,
+            missing,
+            misses,
+            slots,
+            placed,
+            freed,
+            len(moved.slots),
+            left,
+            moved_from,
+            before,
+            self.carry,
+        )
         self.slab_rows = slab
-        found_again(self.where, bags.indices, where, missing)
-        lookups = bags.parted(where, self.pooled)
-        moves = (slots, placed, vacated, evicted, slab, carried_from)
-        plan = TierPlan(bags.batch_size, *moves, lookups, len(bags), found)
-        self._pending = (plan, before, bags, known or Decision(moved, admitted, bags.indices))
+        plan = TierPlan(
+            bags.batch_size,
+            *(slots, placed, _joined(slots, freed), evicted),
+            *(slab, carried_from, fetch),
+            bags.parted(found, self.pooled),
+            len(bags),
+            len(bags) - missed,
+        )
+        self._pending = (plan, before, bags, known or Decision(moved, admitted, rows))
         return plan
 
     def commit(self) -> None:
         """Note that the last plan is being carried out, so that it cannot be undone any more."""
         self._pending = None
-
-    def _return(self, evicted: RowIds, first: int, arrivals: RowIds, sources: NDArray[np.int64]) -> None:
-        """Note in ``sources`` where ``arrivals`` are that have just lost their slots and are needed after
-        all: at ``first`` plus their position in ``evicted``."""
-        known = np.flatnonzero(evicted >= 0)
-        leaving = evicted[known]
-        leaving_where, arriving_where = self.where[leaving], self.where[arrivals]
-        self.where[arrivals] = IN_STORE
-        self.where[leaving] = -2 - known.astype(np.int32)
-        found = self.where[arrivals]
-        # A row may leave its slot and come back into the slab, so the entries of arrivals are restored last.
-        self.where[leaving] = leaving_where
-        self.where[arrivals] = arriving_where
-        back = found < IN_STORE
-        sources[back] = first - 2 - found[back]
 
     def _told(self, bags: IndexBags | GpuBags) -> tuple[RowIds, NDArray[np.int32] | None]:
         """The rows that the policy is told, and how often it is told each of ``bags.indices``; None: once."""
@@ -312,61 +300,9 @@ def _joined(*parts: NDArray[Numbers]) -> NDArray[Numbers]:
     return used[0] if len(used) == 1 else np.concatenate(parts)
 
 
-@compiled
-def _distinct(where: Slots, rows: RowIds) -> RowIds:
-    """Distinct ``rows``, none of which is in a slot, in the order of their last occurrences; O(n), by marking
-    the map ``where`` for the time being."""
-    before = np.empty(len(rows), np.int32)
-    distinct = np.empty(len(rows), np.int64)
-    first = len(rows)
-    for i in range(len(rows) - 1, -1, -1):
-        if where[rows[i]] < 0:
-            first -= 1
-            distinct[first], before[first] = rows[i], where[rows[i]]
-            where[rows[i]] = 0
-    for i in range(first, len(rows)):
-        where[distinct[i]] = before[i]
-    return distinct[first:]
-
-
-@compiled
-def _to_slab(where: Slots, misses: RowIds, placed_from: Slots, carry: bool) -> tuple[RowIds, RowIds]:
-    """Those ``misses`` that are in no slot by now, and ``TierPlan.carried_from`` for rows that are in the
-    slab.
-
-    ``placed_from``: what the map said of each row that got a slot before it did (int32 [P]). Without
-    ``carry``, rows do not pass from slab to slab but through the store.
-    """
-    slab = np.empty(len(misses), np.int64)
-    carried_from = np.full(len(placed_from) + len(misses), -1)
-    for i in range(len(placed_from)):
-        if placed_from[i] < IN_STORE:
-            carried_from[i] = -2 - placed_from[i]
-    count = 0
-    for row in misses:
-        if where[row] < 0:
-            slab[count] = row
-            if carry and where[row] < IN_STORE:
-                carried_from[len(placed_from) + count] = -2 - where[row]
-            count += 1
-    return slab[:count], carried_from[: len(placed_from) + count]
-
-
-@compiled
-def _note_slab(where: Slots, before: RowIds, slab: RowIds) -> None:
-    """Note in the map that the slab has the rows ``slab`` instead of ``before``."""
-    for row in before:
-        if where[row] < 0:
-            where[row] = IN_STORE
-    for i in range(len(slab)):
-        where[slab[i]] = -2 - i
-
-
-@compiled
-def _not_carried(arrivals: RowIds, carried_from: RowIds) -> RowIds:
-    fetched = np.empty(len(arrivals), np.int64)
-    count = 0
-    for i in range(len(arrivals)):
-        fetched[count] = arrivals[i]
-        count += carried_from[i] < 0
-    return fetched[:count]
+def _typed(placement: Placement) -> Placement:
+    """``placement`` with arrays of the types that ``Placement`` says; a policy's own may be of others."""
+    slots, rows, freed = placement.slots, placement.rows, placement.freed
+    if slots.dtype == freed.dtype == np.int32 and rows.dtype == np.int64:
+        return placement
+    return Placement(slots.astype(np.int32), rows.astype(np.int64), freed.astype(np.int32))
