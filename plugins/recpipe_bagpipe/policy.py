@@ -7,18 +7,12 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Protocol
 
 import numpy as np
-from numpy.typing import NDArray
 
 from recpipe.kit import Batch, distinct, distinct_slots, positions, within
 from recpipe.plugin import NOTHING, CachePolicy, Placement, RowIds, RowSpace, Slots
 from recpipe_bagpipe.pace import Pace
-from recpipe_bagpipe.uses import NEVER, UNKNOWN, announced, apart, touch, worth
+from recpipe_bagpipe.uses import UNKNOWN, Small, announced, first_of, least, touch, touch_known
 from recpipe_bagpipe.window import Group, Rows, Steps, Window
-
-AT_ONCE = 1024
-"""So many listed slots are looked at together, or more."""
-SAMPLED = 64
-"""Of so many values one is looked at to estimate which are among the least."""
 
 
 class Bulk(Protocol):
@@ -85,7 +79,7 @@ class Lookahead(CachePolicy):
         """The group of the current batch, and the next one."""
         self._numbers: deque[tuple[int, int]] = deque()
         """Groups that ``bulk`` keeps: the batch after the last that each is for, and its number there."""
-        self._current: tuple[Rows, Steps] = NOTHING.rows, NOTHING.slots
+        self._current: tuple[Small, Steps] = NOTHING.rows, NOTHING.slots
         self._victims, self._listed = NOTHING.slots, NOTHING.rows
 
     # -- the stream --------------------------------------------------------------------------
@@ -96,7 +90,7 @@ class Lookahead(CachePolicy):
         self._window = Window(source, self.rows_of, pace.batches, slots, lambda: pace.single)
         return self._window.batches()
 
-    def _begin(self, rows: RowIds) -> tuple[Rows, Steps]:
+    def _begin(self, rows: RowIds) -> tuple[Small, Steps]:
         """The rows that the next batch was announced with, and their next uses; it looks up ``rows``."""
         restarts = self._window is not self._running
         if restarts:
@@ -173,18 +167,18 @@ class Lookahead(CachePolicy):
         taken = np.concatenate((fresh, self._least(len(misses) - len(fresh))))
         self.used += len(fresh)
         self.evicted += len(taken) - len(fresh)
-        self.often[taken] = 0
-        self._touch(taken, again[: len(taken)])
+        self._touch(taken, again[: len(taken)], came=True)
         self.step += 1
         return Placement(taken, misses[: len(taken)])
 
     def _looked_up(self, hits: Slots, misses: RowIds, looked_up: RowIds) -> Steps:
         """Note that the current batch looks up the resident rows in ``hits``; the next uses of ``misses``."""
         rows, next_use = self._current
-        if self.times is not None and np.array_equal(rows, looked_up):
-            of_hits, again = apart(rows, next_use, misses)
-            self._touch(hits, of_hits)
-            return again
+        if self.times is not None:
+            now = self._first, self.step
+            same, again = touch_known(*self._known, rows, next_use, looked_up, misses, hits, *now)
+            if same:
+                return again
         self.last[hits] = self.step
         if not len(rows):  # nothing is known of the batch
             if self.times is None:
@@ -192,6 +186,7 @@ class Lookahead(CachePolicy):
             self.often[hits] += 1
             self.singles += 1
         else:
+            rows = rows.astype(np.int64, copy=False)
             slots = self.space.residents.slot_of(rows)
             here = slots >= 0
             self._touch(slots[here], next_use[here])
@@ -200,42 +195,30 @@ class Lookahead(CachePolicy):
         again[known] = next_use[at[known]]
         return again
 
-    def _touch(self, slots: Slots, next_use: Steps) -> None:
-        """Note that the current batch looks up the rows in ``slots``, needed again at ``next_use``."""
-        touch(self.due, self.often, self.last, slots, next_use, self._first, self.step)
+    @property
+    def _known(self) -> tuple[Steps, Steps, Steps]:
+        """What is known of each slot's row."""
+        return self.due, self.often, self.last
 
-    def _worth(self, slots: Slots | slice) -> Rows:
-        """What ``slots`` are worth to the current batch."""
-        return worth(self.due[slots], self.often[slots], self.last[slots], self.step)
+    def _touch(self, slots: Slots, next_use: Steps, came: bool = False) -> None:
+        """Note that the current batch looks up the rows in ``slots``, needed again at ``next_use``. ``came``:
+        they have just come into their slots."""
+        touch(*self._known, slots, next_use, self._first, self.step, came)
 
     def _least(self, wanted: int) -> Slots:
         """Up to ``wanted`` slots that are worth least, none of them looked up in this batch."""
         found = self._listed_before(wanted)
         if len(found) == wanted:
             return found
-        self._refresh(found, max(8 * (wanted - len(found)), self.used // 16))
+        size = max(8 * (wanted - len(found)), self.used // 16)
+        self._victims, self._listed = least(*self._known, self.used, self.step, found, size)
         return np.concatenate((found, self._listed_before(wanted - len(found))))
 
     def _listed_before(self, wanted: int) -> Slots:
-        """Up to ``wanted`` slots of the list, the first that are still worth as little: a row may have been
-        looked up, or may have become known to be needed, since it was listed."""
-        found = [NOTHING.slots]
-        while wanted > 0 and len(self._victims):
-            part = slice(max(AT_ONCE, 2 * wanted))
-            slots = self._victims[part]
-            free = np.flatnonzero(self._worth(slots) == self._listed[part])[:wanted]
-            seen = int(free[-1]) + 1 if len(free) == wanted else len(slots)
-            self._victims, self._listed = self._victims[seen:], self._listed[seen:]
-            found.append(slots[free])
-            wanted -= len(free)
-        return np.concatenate(found)
-
-    def _refresh(self, taken: Slots, size: int) -> None:
-        """List the ``size`` slots that are worth least, without those ``taken`` for this batch."""
-        worths = self._worth(slice(self.used))
-        worths[taken] = NEVER
-        slots = _lowest(worths, size)
-        self._victims, self._listed = slots.astype(np.int32), worths[slots]
+        """Up to ``wanted`` slots of the list, the first that are still worth as little."""
+        found, seen = first_of(self._victims, self._listed, *self._known, self.step, wanted)
+        self._victims, self._listed = self._victims[seen:], self._listed[seen:]
+        return found
 
     @property
     def waiting_bytes(self) -> int:
@@ -260,17 +243,3 @@ class Lookahead(CachePolicy):
         self.used = int(np.count_nonzero(self.often))
         # The batches that need them become known again.
         self.due.fill(UNKNOWN)
-
-
-def _lowest(worths: Rows, size: int) -> NDArray[np.int64]:
-    """Positions of the ``size`` least values that are below ``NEVER``, or of all such, the least first.
-
-    A bound on them is estimated from a sample, so that few values have to be put in order.
-    """
-    sample = worths[::SAMPLED]
-    place = size * 5 // (4 * SAMPLED)
-    bound = np.partition(sample, place)[place] if place < len(sample) else NEVER - 1
-    found = np.flatnonzero(worths <= min(bound, NEVER - 1))
-    if len(found) < size and bound < NEVER - 1:
-        found = np.flatnonzero(worths < NEVER)
-    return found[np.argsort(worths[found], kind="stable")[:size]]

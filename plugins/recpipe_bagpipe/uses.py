@@ -6,6 +6,8 @@ that did, and ``often`` how many batches did since the row came. Batches are cou
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -94,44 +96,156 @@ def announced(due: Counts, slots: Slots, rows: RowIds, uses: Counts, first: int,
 
 @compiled
 def touch(
-    due: Counts, often: Counts, last: Counts, slots: Slots, uses: Counts, first: int, step: int
+    due: Counts, often: Counts, last: Counts, slots: Slots, uses: Counts, first: int, step: int, came: bool
 ) -> None:
     """Note that batch ``step`` looks up the rows in distinct ``slots``, and that they are needed again at
-    ``uses`` of the stream that began with batch ``first``."""
+    ``uses`` of the stream that began with batch ``first``. ``came``: they have just come into their slots."""
     for i in range(len(slots)):
         slot = slots[i]
         due[slot] = UNKNOWN if uses[i] == UNKNOWN else first + uses[i]
-        often[slot] += 1
+        often[slot] = 1 if came else often[slot] + 1
         last[slot] = step
 
 
 @compiled
-def apart(rows: RowIds, uses: Counts, misses: RowIds) -> tuple[Counts, Counts]:
-    """The ``uses`` of those ``rows`` that are not ``misses``, and of these; both are sorted, and each of
-    ``misses`` is there."""
-    of_hits = np.empty(len(rows) - len(misses), np.int32)
+def touch_known(
+    due: Counts,
+    often: Counts,
+    last: Counts,
+    known: Small,
+    uses: Counts,
+    looked_up: RowIds,
+    misses: RowIds,
+    hits: Slots,
+    first: int,
+    step: int,
+) -> tuple[bool, Counts]:
+    """As ``touch`` for the rows in the slots ``hits``, if the batch is ``known`` to look up ``looked_up``:
+    sorted rows, which are needed again at ``uses``; of these all but ``misses``, sorted too, are in
+    ``hits``, in the same order. Returns whether they are the same, and the ``uses`` of ``misses``."""
     of_misses = np.empty(len(misses), np.int32)
-    hits = missed = 0
-    for i in range(len(rows)):
-        if missed < len(misses) and misses[missed] == rows[i]:
+    if len(known) != len(looked_up):
+        return False, of_misses
+    for i in range(len(known)):
+        if known[i] != looked_up[i]:
+            return False, of_misses
+    hit = missed = 0
+    for i in range(len(known)):
+        if missed < len(misses) and misses[missed] == known[i]:
             of_misses[missed] = uses[i]
             missed += 1
         else:
-            of_hits[hits] = uses[i]
-            hits += 1
-    return of_hits, of_misses
+            slot = hits[hit]
+            due[slot] = UNKNOWN if uses[i] == UNKNOWN else first + uses[i]
+            often[slot] += 1
+            last[slot] = step
+            hit += 1
+    return True, of_misses
+
+
+def worth(due: Any, often: Any, last: Any, step: int) -> Any:
+    """What a slot of which these numbers are known is worth in batch ``step``, int64: those with less are
+    given away first."""
+    if last == step:
+        return NEVER
+    if due != UNKNOWN and due > step:
+        return KNOWN - due
+    return (np.int64(often) << 32) + last
 
 
 @compiled
-def worth(due: Counts, often: Counts, last: Counts, step: int) -> RowIds:
-    """What slots of which this is known are worth in batch ``step``, int64: those with less are given away
-    first."""
-    worths = np.empty(len(due), np.int64)
-    for i in range(len(due)):
-        if last[i] == step:
-            worths[i] = NEVER
-        elif due[i] != UNKNOWN and due[i] > step:
-            worths[i] = KNOWN - due[i]
+def first_of(
+    slots: Slots, worths: RowIds, due: Counts, often: Counts, last: Counts, step: int, wanted: int
+) -> tuple[Slots, int]:
+    """The first ``wanted`` of ``slots`` that are worth as little as ``worths`` says, and how many of them had
+    to be looked at for that. The others were looked up, or have become known to be needed, since then."""
+    found = np.empty(min(wanted, len(slots)), np.int32)
+    count = seen = 0
+    while count < wanted and seen < len(slots):
+        slot = slots[seen]
+        if worth(due[slot], often[slot], last[slot], step) == worths[seen]:
+            found[count] = slot
+            count += 1
+        seen += 1
+    return found[:count], seen
+
+
+SAMPLED = 64
+"""Of so many values one is looked at to estimate which are among the least."""
+DIGITS = 1 << 11
+"""The base of the numbers that are put in order, one digit after the other."""
+
+
+def by_worth(due: Counts, often: Counts, last: Counts, slots: Slots, step: int) -> Slots:
+    """``slots``, none of which the batch looks up, those that are worth less first, equal ones as they come:
+    a radix sort of their worth as a number of few bits."""
+    least: Any = np.int64(1 << 40)
+    most: Any = np.int64(0)
+    oldest: Any = least
+    latest: Any = -least
+    for slot in slots:
+        if due[slot] == UNKNOWN or due[slot] <= step:
+            least, most = min(least, np.int64(often[slot])), max(most, np.int64(often[slot]))
+            oldest, latest = min(oldest, np.int64(last[slot])), max(latest, np.int64(last[slot]))
+    span = max(latest - oldest + 1, 1)
+    needed = max(most - least + 1, 0) * span  # the least key of a row that a known batch needs
+    furthest = np.int64(0)
+    for slot in slots:
+        if due[slot] != UNKNOWN:
+            furthest = max(furthest, np.int64(due[slot]))
+    keys = np.empty(len(slots), np.int64)
+    greatest = np.int64(0)
+    for i in range(len(slots)):
+        slot = slots[i]
+        if due[slot] != UNKNOWN and due[slot] > step:
+            keys[i] = needed + furthest - due[slot]
         else:
-            worths[i] = (np.int64(often[i]) << 32) + last[i]
-    return worths
+            keys[i] = (often[slot] - least) * span + last[slot] - oldest
+        greatest = max(greatest, keys[i])
+    ordered, ordered_keys = slots.copy(), np.empty(len(slots), np.int64)
+    slots = slots.copy()
+    while greatest > 0:
+        ends = np.zeros(DIGITS + 1, np.int64)
+        for key in keys:
+            ends[key % DIGITS + 1] += 1
+        for digit in range(DIGITS):
+            ends[digit + 1] += ends[digit]
+        for i in range(len(slots)):
+            digit = keys[i] % DIGITS
+            ordered[ends[digit]], ordered_keys[ends[digit]] = slots[i], keys[i] // DIGITS
+            ends[digit] += 1
+        slots, ordered = ordered, slots
+        keys, ordered_keys = ordered_keys, keys
+        greatest //= DIGITS
+    return slots
+
+
+@compiled
+def least(
+    due: Counts, often: Counts, last: Counts, used: int, step: int, taken: Slots, size: int
+) -> tuple[Slots, RowIds]:
+    """Of the first ``used`` slots the ``size`` that are worth least, or all that may be given away, the least
+    first and equal ones by their number; and what they are worth. None of ``taken``.
+
+    A bound on them is estimated from a sample, so that few have to be put in order.
+    """
+    worths = np.empty(used, np.int64)
+    for slot in range(used):
+        worths[slot] = worth(due[slot], often[slot], last[slot], step)
+    for slot in taken:
+        worths[slot] = NEVER
+    sample: RowIds = np.sort(worths[::SAMPLED])
+    place = size * 5 // (4 * SAMPLED)
+    bound = min(sample[place], NEVER - 1) if place < len(sample) else NEVER - 1
+    slots = np.empty(used, np.int32)
+    found = 0
+    for slot in range(used):
+        slots[found] = slot
+        found += worths[slot] <= bound
+    if found < size and bound < NEVER - 1:
+        found = 0
+        for slot in range(used):
+            slots[found] = slot
+            found += worths[slot] < NEVER
+    ordered = by_worth(due, often, last, slots[:found], step)[:size]
+    return ordered, worths[ordered]

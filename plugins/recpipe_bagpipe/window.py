@@ -59,11 +59,11 @@ class Group:
         """The number of the batch after the last."""
         return self.first + len(self.sizes)
 
-    def of(self, number: int) -> tuple[Rows, Steps]:
+    def of(self, number: int) -> tuple[Small, Steps]:
         """The rows of batch ``number`` and their next uses."""
         start = sum(self.sizes[: number - self.first])
         part = slice(start, start + self.sizes[number - self.first])
-        return self.looked_up[part].astype(np.int64), self.next_use[part]
+        return self.looked_up[part], self.next_use[part]
 
     def follow(self, before: Group) -> None:
         """Find what the group ``before`` looks up, too. The thread that reads has the time."""

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from functools import cached_property, update_wrapper
 from inspect import signature
 from itertools import product
-from types import UnionType
+from types import FunctionType, UnionType
 from typing import Any, TypeVar, cast, get_args, get_origin, get_type_hints
 
 import numpy as np
@@ -25,8 +25,8 @@ def compiled(loop: F) -> F:
     """``loop`` as machine code, which numba makes and keeps on disk for later runs.
 
     It takes arrays and numbers, of the types that its annotations say if ``load_loops`` is to load it (others
-    take half a second at their first call), and calls nothing but numpy. Nothing checks its indices: whoever
-    calls it has.
+    take half a second at their first call), and calls nothing but numpy and plain functions of its own file
+    that do no more than that. Nothing checks its indices: whoever calls it has.
     """
     return cast(F, update_wrapper(_Loop(loop), loop))
 
@@ -52,11 +52,28 @@ class _Loop:
     @cached_property
     def made(self) -> Any:
         """numba's form of it."""
-        numba = _numba()
+        numba, loop = _numba(), self._with_its_functions()
         try:
-            return numba.njit(self.loop, nogil=True, cache=True)
+            return numba.njit(loop, nogil=True, cache=True)
         except RuntimeError:  # neither the folder of the loop's file nor the user's cache can be written
-            return numba.njit(self.loop, nogil=True)
+            return numba.njit(loop, nogil=True)
+
+    def _with_its_functions(self) -> FunctionType:
+        """The loop with machine code of the functions of its file that it calls."""
+        loop, numba = cast(FunctionType, self.loop), _numba()
+        found = {name: loop.__globals__.get(name) for name in loop.__code__.co_names}
+        own = {
+            name: numba.njit(function)
+            for name, function in found.items()
+            if isinstance(function, FunctionType) and function.__module__ == loop.__module__
+        }
+        if not own:
+            return loop
+        again = FunctionType(
+            loop.__code__, loop.__globals__ | own, loop.__name__, loop.__defaults__, loop.__closure__
+        )
+        update_wrapper(again, loop)
+        return again
 
     def load(self) -> bool:
         """Make it ready for arguments of the types that its annotations say; whether that was found on

@@ -104,6 +104,22 @@ def test_types_that_annotations_do_not_say_are_for_the_first_call() -> None:
     assert doubled(np.ones(2), 2).tolist() == [2.0, 2.0]
 
 
+def doubled_once(number: int) -> int:
+    return 2 * number
+
+
+@compiled
+def doubled_sum(numbers: NDArray[np.int64]) -> int:
+    total = 0
+    for number in numbers:
+        total += doubled_once(number)
+    return total
+
+
+def test_a_loop_calls_functions_of_its_own_file() -> None:
+    assert doubled_sum(np.arange(4)) == 12
+
+
 def test_without_a_folder_to_write_a_loop_is_compiled_anew(monkeypatch: pytest.MonkeyPatch) -> None:
     made = numba.njit
 

@@ -12,14 +12,15 @@ import numpy as np
 import pytest
 import torch
 from recpipe_bagpipe.pace import FEW, HOLD, PATIENCE, SETTLING, WEIGHED, Pace
-from recpipe_bagpipe.policy import NEVER, Lookahead, NoBulk, _lowest
+from recpipe_bagpipe.policy import Lookahead, NoBulk
+from recpipe_bagpipe.uses import first_of, least
 from recpipe_bagpipe.waiting import Waiting, size_of
 from recpipe_bagpipe.window import UNKNOWN, Window, _union, group_of
 
 from recpipe.data.batch import Batch
 from recpipe.data.config import SyntheticConfig
 from recpipe.data.make import open_dataset
-from recpipe.plugin.policy import RowSpace
+from recpipe.plugin.policy import NOTHING, RowSpace
 from recpipe.tables.tiers.placement import TierPlanner
 from tests.tables.test_placement import BASES, given
 from tests.tables.test_placement import batches as random_batches
@@ -175,16 +176,37 @@ def test_the_union_of_sorted_rows(largest: int) -> None:
     np.testing.assert_array_equal(_union(parts), np.unique(np.concatenate(parts)))
 
 
+STEP = 50
+
+
 @pytest.mark.parametrize("size", [1, 40, 900, 4000])
-@pytest.mark.parametrize("kinds", [1, 5, 10_000])
-@pytest.mark.parametrize("free", [0.0, 0.2, 1.0])
-def test_the_lowest_are_found_among_what_may_be_given_away(size: int, kinds: int, free: float) -> None:
+@pytest.mark.parametrize("kinds", [1, 5, 3000])
+@pytest.mark.parametrize("needed", [0.0, 0.2, 1.0])
+def test_the_least_are_found_among_what_may_be_given_away(size: int, kinds: int, needed: float) -> None:
+    """Rows that no known batch needs first, those that were looked up in fewer batches, then longer ago."""
     random = np.random.default_rng(size)
-    worth = random.integers(0, kinds, 3000)
-    worth[random.random(len(worth)) >= free] = NEVER
-    found = _lowest(worth, size)
-    assert len(np.unique(found)) == len(found)
-    np.testing.assert_array_equal(worth[found], np.sort(worth[worth < NEVER])[:size])
+    often, last = (random.integers(low, low + kinds, 3000).astype(np.int32) for low in (0, STEP - kinds))
+    due = np.where(random.random(3000) < needed, STEP + random.integers(-2, 9, 3000), UNKNOWN)
+    last[::7] = STEP  # looked up now
+    taken = np.flatnonzero(last[:2900] < STEP)[::9].astype(np.int32)
+    before = last.copy()
+    found, worths = least(due.astype(np.int32), often, last, 2900, STEP, taken, size)
+    known = (due > STEP) & (due != UNKNOWN)
+    order = np.lexsort((np.where(known, -due, last), np.where(known, 0, often), known))
+    free = (last < STEP) & (np.arange(3000) < 2900) & ~np.isin(np.arange(3000), taken)
+    np.testing.assert_array_equal(found, order[free[order]][:size])
+    np.testing.assert_array_equal(last, before)
+    assert (np.diff(worths) >= 0).all()
+
+
+def test_listed_slots_are_given_while_they_are_worth_as_little() -> None:
+    due, often, last = np.full(6, UNKNOWN, np.int32), np.ones(6, np.int32), np.arange(6, dtype=np.int32)
+    listed, worths = least(due, often, last, 6, STEP, NOTHING.slots, 6)
+    last[1], due[2] = STEP, STEP + 3
+    found, seen = first_of(listed, worths, due, often, last, STEP, 2)
+    assert (found.tolist(), seen) == ([0, 3], 4)
+    found, seen = first_of(listed, worths, due, often, last, STEP, 9)
+    assert (found.tolist(), seen) == ([0, 3, 4, 5], 6)
 
 
 def told(form: str, other: bool) -> dict[str, Any]:
