@@ -88,8 +88,10 @@ class PopularRows(CachePolicy):
         rest = self.slab[len(empty) :]
         chosen = _marked(self.popular, rest, len(self.unpopular) - self.replaced)
         victims = self.unpopular[self.replaced : self.replaced + len(chosen)]
-        slots = np.concatenate((empty, victims))
-        rows = np.concatenate((self.slab[: len(empty)], chosen))
+        slots, rows = victims, chosen
+        if len(empty):
+            slots = np.concatenate((empty, victims))
+            rows = np.concatenate((self.slab[: len(empty)], chosen))
         self.used += len(empty)
         self.replaced += len(chosen)
         self.replaced_rows += len(chosen)

@@ -91,7 +91,7 @@ class CheckedPolicy:
     def __init__(self, policy: CachePolicy, owner: Origin) -> None:
         self.policy, self.owner = policy, owner
         self._where = policy.space.residents._where
-        self._marks = np.zeros(policy.space.slots, np.int32)
+        self._marks = np.zeros(policy.space.slots, np.bool_)
         self._moved = NOTHING.slots
         """The slots of ``migrate``'s rows."""
 
@@ -157,7 +157,7 @@ FAULTS = {
 
 @compiled
 def _fault(
-    marks: NDArray[np.int32],
+    marks: NDArray[np.bool_],
     where: NDArray[np.int32],
     slots: Slots,
     freed: Slots,
@@ -169,9 +169,14 @@ def _fault(
 ) -> tuple[int, int]:
     """What is wrong with a placement, a key of ``FAULTS``, and the number of it; 0: nothing.
 
-    ``marks`` (0 for each slot) and ``where`` are as they were before when it returns. ``admits``: it is
+    ``marks`` (False for each slot) and ``where`` are as they were before when it returns. ``admits``: it is
     ``admit``'s; else ``migrate``'s.
     """
+    # Misses are distinct rows that exist, in no slot, and most policies place the first of them.
+    first_misses = admits and len(rows) <= len(misses)
+    if first_misses:
+        for i in range(len(rows)):
+            first_misses = first_misses and rows[i] == misses[i]
     for slot in slots:
         if slot < 0 or slot >= len(marks):
             return NO_SLOT, slot
@@ -185,22 +190,22 @@ def _fault(
     wrong = marked = 0
     for i in range(len(slots) + len(freed)):
         slot = slots[i] if i < len(slots) else freed[i - len(slots)]
-        if marks[slot] == MARK:
+        if marks[slot]:
             wrong = SLOT_TWICE
             break
-        marks[slot] = MARK
+        marks[slot] = True
         marked += 1
     if admits and not wrong:
         for slot in moved:
-            if marks[slot] == MARK:
+            if marks[slot]:
                 wrong = MOVED
     if admits and not wrong:
         for slot in hits:
-            if marks[slot] == MARK:
+            if marks[slot]:
                 wrong = LOOKED_UP
     for i in range(marked):
-        marks[slots[i] if i < len(slots) else freed[i - len(slots)]] = 0
-    if wrong:
+        marks[slots[i] if i < len(slots) else freed[i - len(slots)]] = False
+    if wrong or first_misses:
         return wrong, 0
 
     before = np.empty(len(rows), np.int32)

@@ -87,8 +87,8 @@ class TierMemory(PlainAttributes):
         self._ahead: RowIds = np.empty(0, np.int64)
         """The rows of the latest fetch."""
         self._used: list[torch.Tensor] = []
-        """What the latest batch's moves have come in from other streams. It is kept until the batch after it
-        begins, since to hand each tensor over to the training's stream would take longer."""
+        """What the latest batch's moves and lookups have come in from other streams. It is kept until the
+        batch after it begins, since to hand each tensor over to the training's stream would take longer."""
         self._rewritten: list[RowIds] = []
         """Rows that were replaced in the store since a batch's rows last arrived."""
 
@@ -101,10 +101,16 @@ class TierMemory(PlainAttributes):
         """
         self._ahead = plan.fetch
         plan.fetched = self.cold.fetch(self._ahead)
+        at_once = self._at_once(plan)
+        if plan.moves is None and at_once:
+            assert isinstance(plan.lookups, GpuLookups), "on a GPU"
+            moves = self._moves(plan, slab_written=False)
+            plan.moves = moves, plan.lookups.prepare(self.slab.first, at_once, moves.positions)
+            return
         if plan.moves is None:
-            plan.moves = self._moves(plan, slab_written=False)
+            plan.moves = self._sent(self._moves(plan, slab_written=False))
         if isinstance(plan.lookups, GpuLookups):
-            plan.lookups.prepare(self.slab.first, self._at_once(plan))
+            plan.lookups.prepare(self.slab.first, at_once)
 
     def advance(self, plan: TierPlan) -> None:
         """After the last batch's update and ``arrive``: send departing rows away, and put carried ones that
@@ -114,7 +120,7 @@ class TierMemory(PlainAttributes):
         puts all of them in their places together.
         """
         if plan.moves is None or self._slab_written or plan.moves[0].slab_first != self.slab.first:
-            plan.moves = self._moves(plan, self._slab_written)
+            plan.moves = self._sent(self._moves(plan, self._slab_written))
         moves, sent = plan.moves
         *places, targets = sent.use(kept=True)
         leaving, carried = self._departing(moves, *places)
@@ -132,9 +138,12 @@ class TierMemory(PlainAttributes):
             targets, carried = torch.cat((fetched, others)), carried[moves.promoted :]
         self.arriving = _Arriving(plan, moves, carried, targets)
 
-    def _moves(self, plan: TierPlan, slab_written: bool) -> tuple[Moves, Sent]:
-        """The plan's moves after those of the batch before it, on the way to the device."""
-        moves = Moves.of(plan, self.slab_rows, slab_written, self.slab.first, self.together)
+    def _moves(self, plan: TierPlan, slab_written: bool) -> Moves:
+        """The plan's moves after those of the batch before it."""
+        return Moves.of(plan, self.slab_rows, slab_written, self.slab.first, self.together)
+
+    def _sent(self, moves: Moves) -> tuple[Moves, Sent]:
+        """``moves``, on the way to the device."""
         return moves, self.cold.transfer.send(*moves.positions)
 
     def _departing(
@@ -224,7 +233,8 @@ class TierMemory(PlainAttributes):
         all_rows = None if len(plan.slab) else self.lookup_both(plan)
         if all_rows is not None:
             return all_rows
-        return self._lookup(self.resident, plan.lookups.tiers(self.slab.first)[0])
+        resident, _ = self._kept(*plan.lookups.tiers(self.slab.first))
+        return self._lookup(self.resident, resident)
 
     def lookup_slab(self, plan: TierPlan) -> torch.Tensor:
         """Pooled slab rows of samples ``plan.cold_first ..``, float32 [B - cold_first, F * D].
@@ -234,7 +244,8 @@ class TierMemory(PlainAttributes):
         if plan.shared is not None:
             rows = self._shared_lookup(self.slab, *plan.shared.slab)
         else:
-            rows = self._lookup(self.slab, plan.lookups.tiers(self.slab.first)[1])
+            _, slab = self._kept(*plan.lookups.tiers(self.slab.first))
+            rows = self._lookup(self.slab, slab)
         return self._noting_changes(rows)
 
     def lookup_both(self, plan: TierPlan) -> torch.Tensor | None:
@@ -242,7 +253,8 @@ class TierMemory(PlainAttributes):
         if not self._at_once(plan):
             return None
         assert isinstance(plan.lookups, GpuLookups), "on a GPU"
-        rows = self._lookup(self.slab, plan.lookups.both(self.slab.first))
+        (bags,) = self._kept(plan.lookups.both(self.slab.first))
+        rows = self._lookup(self.slab, bags)
         return self._noting_changes(rows) if len(plan.slab) else rows
 
     def repeated(self, plan: TierPlan) -> RepeatedLookup | None:
@@ -254,10 +266,15 @@ class TierMemory(PlainAttributes):
         assert isinstance(lookups, GpuLookups), "on a GPU"
         if not lookups.given.one_each or lookups.given.weights is not None:
             return None
-        indices, offsets, _ = lookups.both(self.slab.first)
+        ((indices, offsets, _),) = self._kept(lookups.both(self.slab.first))
         dim, features = self.tables.dim, len(self.tables.features)
         shape = (plan.batch_size, features * dim) if self.tables.pooled else (len(indices), dim)
         return RepeatedLookup(self.table, indices, offsets, shape, self.table.weights.data_ptr())
+
+    def _kept(self, *bags: DeviceBags) -> tuple[DeviceBags, ...]:
+        """``bags``, which are kept until the batch after theirs begins."""
+        self._used += [part for each in bags for part in each if part is not None]
+        return bags
 
     def _at_once(self, plan: TierPlan) -> bool:
         """Whether both tiers are looked up at once: those of a batch that is cut are not."""

@@ -8,6 +8,7 @@ The first, which waits for the GPU, is done one batch further ahead than plannin
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -17,11 +18,12 @@ import torch
 from numpy.typing import NDArray
 
 from recpipe.common.compiled import compiled
-from recpipe.common.device import Aside, arrived
+from recpipe.common.device import Aside
 from recpipe.data.parts import in_order
 from recpipe.plugin.policy import RowIds, Slots
 from recpipe.tables.tiers.parting import DeviceBags
 from recpipe.tables.tiers.placement import table_bags
+from recpipe.tables.tiers.transfer import Positions, Sent
 
 if TYPE_CHECKING:
     from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
@@ -150,13 +152,8 @@ class _Made:
     kind: tuple[int, bool]
     """The arguments of ``prepare``."""
     bags: tuple[DeviceBags, ...]
-    ready: torch.cuda.Event | None
-
-    def use(self) -> tuple[DeviceBags, ...]:
-        """The bags; the current stream waits until they are there."""
-        arrived(self.ready, [part for bags in self.bags for part in bags if part is not None])
-        self.ready = None
-        return self.bags
+    sent: Sent
+    """What is ready when they are."""
 
 
 @dataclass
@@ -196,7 +193,7 @@ class GpuLookups:
         with self._aside.stream():
             cold = _before(self._found() < 0)[self.given.offsets].diff() > 0
             needs = cold.view(-1, self.given.batch_size).any(0)
-            return self.given.finder.transfer.to_host_now(needs)
+            return self._transfer.to_host_now(needs)
 
     def permuted(self, order: NDArray[np.int64], cold_first: int) -> GpuLookups:
         """The lookups of all samples in ``order`` (int64 [B]), of which those before ``cold_first`` need no
@@ -205,21 +202,30 @@ class GpuLookups:
         new._whole = self._whole
         return new
 
-    def prepare(self, slab_first: int, together: bool) -> None:
-        """Begin to make what ``tiers`` returns, or ``both`` if ``together``."""
+    def prepare(self, slab_first: int, together: bool, also: Sequence[Positions] = ()) -> Sent:
+        """Begin to make what ``tiers`` returns, or ``both`` if ``together``; ``also``: arrays to send with
+        it, which are on the device once that is made."""
         with self._aside.stream():
-            bags = (self._both(slab_first),) if together else self._parted(slab_first)
-            self._made = _Made((slab_first, together), bags, self._aside.mark())
+            if together:
+                places, *others = self._transfer.positions_now(_in_one(self.where, slab_first), *also)
+                found = places.index_select(0, self.given.which)
+                bags: tuple[DeviceBags, ...] = ((found, self._own(self.given.offsets), self.given.weights),)
+            else:
+                others = self._transfer.positions_now(*also) if also else []
+                bags = self._parted(slab_first)
+            sent = Sent(others, self._aside.mark())
+            self._made = _Made((slab_first, together), bags, sent)
         self._whole = None
+        return sent
 
     def tiers(self, slab_first: int = 0) -> tuple[DeviceBags, DeviceBags]:
         """The lookups in the resident slots and in the slab, as ``Parted.tiers``; the current stream waits
-        until they are there."""
+        until they are there. Whoever calls this keeps them until the stream has passed their last use."""
         resident, slab = self._use((slab_first, False))
         return resident, slab
 
     def both(self, slab_first: int) -> DeviceBags:
-        """All lookups, in the one table that has slots and slab."""
+        """All lookups, in the one table that has slots and slab; otherwise as ``tiers``."""
         (bags,) = self._use((slab_first, True))
         return bags
 
@@ -227,7 +233,12 @@ class GpuLookups:
         if self._made is None or self._made.kind != kind:
             self.prepare(*kind)
         assert self._made is not None, "just made"
-        return self._made.use()
+        self._made.sent.wait()
+        return self._made.bags
+
+    @property
+    def _transfer(self) -> Transfer:
+        return self.given.finder.transfer
 
     @property
     def _aside(self) -> Aside:
@@ -242,11 +253,6 @@ class GpuLookups:
         if self._whole is None:
             self._whole = self._sent(self.where).index_select(0, self.given.which)
         return self._whole
-
-    def _both(self, slab_first: int) -> DeviceBags:
-        places = _in_one(self.where, slab_first)
-        found = self._sent(places).index_select(0, self.given.which)
-        return found, self._own(self.given.offsets), self.given.weights
 
     def _parted(self, slab_first: int) -> tuple[DeviceBags, DeviceBags]:
         found, weights, bags = self._found(), self.given.weights, self.given.offsets
@@ -282,7 +288,7 @@ class GpuLookups:
         return torch.cat((starts, offsets[-1:]))
 
     def _sent(self, positions: NDArray[np.integer[Any]]) -> torch.Tensor:
-        return self.given.finder.transfer.positions_now(positions)[0]
+        return self._transfer.positions_now(positions)[0]
 
 
 @compiled
