@@ -11,7 +11,19 @@ import numpy as np
 from recpipe.kit import Batch, distinct, distinct_slots, positions, within
 from recpipe.plugin import NOTHING, CachePolicy, Placement, RowIds, RowSpace, Slots
 from recpipe_bagpipe.pace import Pace
-from recpipe_bagpipe.uses import UNKNOWN, Small, announced, first_of, least, touch, touch_known
+from recpipe_bagpipe.uses import (
+    DUE,
+    LAST,
+    OFTEN,
+    UNKNOWN,
+    WIDTH,
+    Small,
+    announced,
+    first_of,
+    least,
+    touch,
+    touch_known,
+)
 from recpipe_bagpipe.window import Group, Rows, Steps, Window
 
 
@@ -62,12 +74,10 @@ class Lookahead(CachePolicy):
         self.rows_of, self.bulk, self.pace = rows_of, bulk, pace
         self.step = 0
         """The number of batches planned, over all streams."""
-        self.due = np.full(space.slots, UNKNOWN, np.int32)
-        """For each slot, the next known batch that looks its row up, counted like ``step``."""
-        self.last = np.full(space.slots, -1, np.int32)
-        """... the last batch that did."""
-        self.often = np.zeros(space.slots, np.int32)
-        """... and how many batches did, since the row came."""
+        self.known = np.full(WIDTH * space.slots, -1, np.int32)
+        """What is known of each slot's row, as ``uses`` says."""
+        self.due.fill(UNKNOWN)
+        self.often.fill(0)
         self.used = self.evicted = self.window_sum = self.peak_bytes = 0
         self.singles = 0
         """Batches that read their rows themselves."""
@@ -81,6 +91,21 @@ class Lookahead(CachePolicy):
         """Groups that ``bulk`` keeps: the batch after the last that each is for, and its number there."""
         self._current: tuple[Small, Steps] = NOTHING.rows, NOTHING.slots
         self._victims, self._listed = NOTHING.slots, NOTHING.rows
+
+    @property
+    def due(self) -> Steps:
+        """For each slot, the next known batch that looks its row up, counted like ``step``."""
+        return self.known[DUE::WIDTH]
+
+    @property
+    def often(self) -> Steps:
+        """... how many batches did, since the row came."""
+        return self.known[OFTEN::WIDTH]
+
+    @property
+    def last(self) -> Steps:
+        """... the last batch that did."""
+        return self.known[LAST::WIDTH]
 
     # -- the stream --------------------------------------------------------------------------
 
@@ -144,7 +169,7 @@ class Lookahead(CachePolicy):
             return
         rows, uses = group.new
         slots = self.space.residents.slot_of(rows)
-        cold = announced(self.due, slots, rows, uses, self._first, self.step)
+        cold = announced(self.known, slots, rows, uses, self._first, self.step)
         if len(cold):
             self._numbers.append((group.end, self.bulk.announce(cold)))
         self.pace.announced(len(cold), len(group.sizes))
@@ -176,7 +201,7 @@ class Lookahead(CachePolicy):
         rows, next_use = self._current
         if self.times is not None:
             now = self._first, self.step
-            same, again = touch_known(*self._known, rows, next_use, looked_up, misses, hits, *now)
+            same, again = touch_known(self.known, rows, next_use, looked_up, misses, hits, *now)
             if same:
                 return again
         self.last[hits] = self.step
@@ -195,15 +220,10 @@ class Lookahead(CachePolicy):
         again[known] = next_use[at[known]]
         return again
 
-    @property
-    def _known(self) -> tuple[Steps, Steps, Steps]:
-        """What is known of each slot's row."""
-        return self.due, self.often, self.last
-
     def _touch(self, slots: Slots, next_use: Steps, came: bool = False) -> None:
         """Note that the current batch looks up the rows in ``slots``, needed again at ``next_use``. ``came``:
         they have just come into their slots."""
-        touch(*self._known, slots, next_use, self._first, self.step, came)
+        touch(self.known, slots, next_use, self._first, self.step, came)
 
     def _least(self, wanted: int) -> Slots:
         """Up to ``wanted`` slots that are worth least, none of them looked up in this batch."""
@@ -211,12 +231,12 @@ class Lookahead(CachePolicy):
         if len(found) == wanted:
             return found
         size = max(8 * (wanted - len(found)), self.used // 16)
-        self._victims, self._listed = least(*self._known, self.used, self.step, found, size)
+        self._victims, self._listed = least(self.known, self.used, self.step, found, size)
         return np.concatenate((found, self._listed_before(wanted - len(found))))
 
     def _listed_before(self, wanted: int) -> Slots:
         """Up to ``wanted`` slots of the list, the first that are still worth as little."""
-        found, seen = first_of(self._victims, self._listed, *self._known, self.step, wanted)
+        found, seen = first_of(self._victims, self._listed, self.known, self.step, wanted)
         self._victims, self._listed = self._victims[seen:], self._listed[seen:]
         return found
 
@@ -228,7 +248,7 @@ class Lookahead(CachePolicy):
 
     def state_dict(self) -> dict[str, Any]:
         """How often and when the row in each slot was looked up."""
-        return {"often": self.often, "age": np.minimum(self.last - self.step, -1)}
+        return {"often": self.often.copy(), "age": np.minimum(self.last - self.step, -1)}
 
     def check_state(self, state: Mapping[str, Any]) -> None:
         """As in ``CachePolicy``."""

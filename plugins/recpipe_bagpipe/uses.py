@@ -1,7 +1,8 @@
 """Loops over the rows of known batches, and over what the lookahead policy knows of each slot's row.
 
-For the latter, ``due`` (int32 [slots]) is the next known batch that looks the row up, ``last`` the last batch
-that did, and ``often`` how many batches did since the row came. Batches are counted over all streams.
+The latter is ``known``, int32 [WIDTH * slots]. Of slot s it has, from WIDTH * s on: at DUE the next known
+batch that looks the row up, at LAST the last one that did, and at OFTEN how many did since the row came. It is one array, since slots come in any order, and a processor fetches what lies together at once. Batches
+are counted over all streams.
 """
 
 from __future__ import annotations
@@ -18,6 +19,8 @@ Counts = NDArray[np.int32]
 Small = NDArray[np.int32] | NDArray[np.int64]
 """Row numbers, of 32 bits where all numbers fit."""
 Used = tuple[RowIds, Counts]
+DUE, OFTEN, LAST = range(3)
+WIDTH = 3
 UNKNOWN = np.iinfo(np.int32).max
 """The next use of a row that no known batch looks up again."""
 KNOWN = 1 << 62
@@ -78,7 +81,7 @@ def shared(before: Small, ends: Counts, rows: Small, uses: Counts) -> tuple[Used
 
 
 @compiled
-def announced(due: Counts, slots: Slots, rows: RowIds, uses: Counts, first: int, step: int) -> RowIds:
+def announced(known: Counts, slots: Slots, rows: RowIds, uses: Counts, first: int, step: int) -> RowIds:
     """Note that distinct ``rows``, which are in ``slots`` (-1: in none), are needed at ``uses`` of the stream
     that began with batch ``first``; returns those in no slot. Nothing else is known of batches before
     ``step``."""
@@ -89,30 +92,28 @@ def announced(due: Counts, slots: Slots, rows: RowIds, uses: Counts, first: int,
         if slot < 0:
             cold[count] = rows[i]
             count += 1
-        elif due[slot] == UNKNOWN or due[slot] < step:
-            due[slot] = first + uses[i]
+            continue
+        due = WIDTH * slot + DUE
+        if known[due] == UNKNOWN or known[due] < step:
+            known[due] = first + uses[i]
     return cold[:count]
 
 
 @compiled
-def touch(
-    due: Counts, often: Counts, last: Counts, slots: Slots, uses: Counts, first: int, step: int, came: bool
-) -> None:
+def touch(known: Counts, slots: Slots, uses: Counts, first: int, step: int, came: bool) -> None:
     """Note that batch ``step`` looks up the rows in distinct ``slots``, and that they are needed again at
     ``uses`` of the stream that began with batch ``first``. ``came``: they have just come into their slots."""
     for i in range(len(slots)):
-        slot = slots[i]
-        due[slot] = UNKNOWN if uses[i] == UNKNOWN else first + uses[i]
-        often[slot] = 1 if came else often[slot] + 1
-        last[slot] = step
+        at = WIDTH * slots[i]
+        known[at + DUE] = UNKNOWN if uses[i] == UNKNOWN else first + uses[i]
+        known[at + OFTEN] = 1 if came else known[at + OFTEN] + 1
+        known[at + LAST] = step
 
 
 @compiled
 def touch_known(
-    due: Counts,
-    often: Counts,
-    last: Counts,
-    known: Small,
+    known: Counts,
+    announced: Small,
     uses: Counts,
     looked_up: RowIds,
     misses: RowIds,
@@ -120,32 +121,33 @@ def touch_known(
     first: int,
     step: int,
 ) -> tuple[bool, Counts]:
-    """As ``touch`` for the rows in the slots ``hits``, if the batch is ``known`` to look up ``looked_up``:
-    sorted rows, which are needed again at ``uses``; of these all but ``misses``, sorted too, are in
-    ``hits``, in the same order. Returns whether they are the same, and the ``uses`` of ``misses``."""
+    """As ``touch`` for the rows in the slots ``hits``, if the batch was ``announced`` with the rows that it
+    looks up (``looked_up``): sorted ones, which are needed again at ``uses``; of these all but ``misses``,
+    sorted too, are in ``hits``, in the same order. Returns whether it was, and the ``uses`` of ``misses``."""
     of_misses = np.empty(len(misses), np.int32)
-    if len(known) != len(looked_up):
+    if len(announced) != len(looked_up):
         return False, of_misses
-    for i in range(len(known)):
-        if known[i] != looked_up[i]:
+    for i in range(len(announced)):
+        if announced[i] != looked_up[i]:
             return False, of_misses
     hit = missed = 0
-    for i in range(len(known)):
-        if missed < len(misses) and misses[missed] == known[i]:
+    for i in range(len(announced)):
+        if missed < len(misses) and misses[missed] == announced[i]:
             of_misses[missed] = uses[i]
             missed += 1
         else:
-            slot = hits[hit]
-            due[slot] = UNKNOWN if uses[i] == UNKNOWN else first + uses[i]
-            often[slot] += 1
-            last[slot] = step
+            at = WIDTH * hits[hit]
+            known[at + DUE] = UNKNOWN if uses[i] == UNKNOWN else first + uses[i]
+            known[at + OFTEN] += 1
+            known[at + LAST] = step
             hit += 1
     return True, of_misses
 
 
-def worth(due: Any, often: Any, last: Any, step: int) -> Any:
-    """What a slot of which these numbers are known is worth in batch ``step``, int64: those with less are
-    given away first."""
+def worth(known: Counts, slot: Any, step: int) -> Any:
+    """What ``slot`` is worth in batch ``step``, int64: those with less are given away first."""
+    at = WIDTH * slot
+    due, often, last = known[at + DUE], known[at + OFTEN], known[at + LAST]
     if last == step:
         return NEVER
     if due != UNKNOWN and due > step:
@@ -154,16 +156,14 @@ def worth(due: Any, often: Any, last: Any, step: int) -> Any:
 
 
 @compiled
-def first_of(
-    slots: Slots, worths: RowIds, due: Counts, often: Counts, last: Counts, step: int, wanted: int
-) -> tuple[Slots, int]:
+def first_of(slots: Slots, worths: RowIds, known: Counts, step: int, wanted: int) -> tuple[Slots, int]:
     """The first ``wanted`` of ``slots`` that are worth as little as ``worths`` says, and how many of them had
     to be looked at for that. The others were looked up, or have become known to be needed, since then."""
     found = np.empty(min(wanted, len(slots)), np.int32)
     count = seen = 0
     while count < wanted and seen < len(slots):
         slot = slots[seen]
-        if worth(due[slot], often[slot], last[slot], step) == worths[seen]:
+        if worth(known, slot, step) == worths[seen]:
             found[count] = slot
             count += 1
         seen += 1
@@ -176,31 +176,33 @@ DIGITS = 1 << 11
 """The base of the numbers that are put in order, one digit after the other."""
 
 
-def by_worth(due: Counts, often: Counts, last: Counts, slots: Slots, step: int) -> Slots:
+def by_worth(known: Counts, slots: Slots, step: int) -> Slots:
     """``slots``, none of which the batch looks up, those that are worth less first, equal ones as they come:
     a radix sort of their worth as a number of few bits."""
     least: Any = np.int64(1 << 40)
     most: Any = np.int64(0)
     oldest: Any = least
     latest: Any = -least
+    furthest: Any = np.int64(0)
     for slot in slots:
-        if due[slot] == UNKNOWN or due[slot] <= step:
-            least, most = min(least, np.int64(often[slot])), max(most, np.int64(often[slot]))
-            oldest, latest = min(oldest, np.int64(last[slot])), max(latest, np.int64(last[slot]))
+        at = WIDTH * slot
+        due, often, last = known[at + DUE], np.int64(known[at + OFTEN]), np.int64(known[at + LAST])
+        if due != UNKNOWN and due > step:
+            furthest = max(furthest, np.int64(due))
+        else:
+            least, most = min(least, often), max(most, often)
+            oldest, latest = min(oldest, last), max(latest, last)
     span = max(latest - oldest + 1, 1)
     needed = max(most - least + 1, 0) * span  # the least key of a row that a known batch needs
-    furthest = np.int64(0)
-    for slot in slots:
-        if due[slot] != UNKNOWN:
-            furthest = max(furthest, np.int64(due[slot]))
     keys = np.empty(len(slots), np.int64)
     greatest = np.int64(0)
     for i in range(len(slots)):
-        slot = slots[i]
-        if due[slot] != UNKNOWN and due[slot] > step:
-            keys[i] = needed + furthest - due[slot]
+        at = WIDTH * slots[i]
+        due, often, last = known[at + DUE], np.int64(known[at + OFTEN]), np.int64(known[at + LAST])
+        if due != UNKNOWN and due > step:
+            keys[i] = needed + furthest - due
         else:
-            keys[i] = (often[slot] - least) * span + last[slot] - oldest
+            keys[i] = (often - least) * span + last - oldest
         greatest = max(greatest, keys[i])
     ordered, ordered_keys = slots.copy(), np.empty(len(slots), np.int64)
     slots = slots.copy()
@@ -221,9 +223,7 @@ def by_worth(due: Counts, often: Counts, last: Counts, slots: Slots, step: int) 
 
 
 @compiled
-def least(
-    due: Counts, often: Counts, last: Counts, used: int, step: int, taken: Slots, size: int
-) -> tuple[Slots, RowIds]:
+def least(known: Counts, used: int, step: int, taken: Slots, size: int) -> tuple[Slots, RowIds]:
     """Of the first ``used`` slots the ``size`` that are worth least, or all that may be given away, the least
     first and equal ones by their number; and what they are worth. None of ``taken``.
 
@@ -231,7 +231,7 @@ def least(
     """
     worths = np.empty(used, np.int64)
     for slot in range(used):
-        worths[slot] = worth(due[slot], often[slot], last[slot], step)
+        worths[slot] = worth(known, slot, step)
     for slot in taken:
         worths[slot] = NEVER
     sample: RowIds = np.sort(worths[::SAMPLED])
@@ -247,5 +247,5 @@ def least(
         for slot in range(used):
             slots[found] = slot
             found += worths[slot] < NEVER
-    ordered = by_worth(due, often, last, slots[:found], step)[:size]
+    ordered = by_worth(known, slots[:found], step)[:size]
     return ordered, worths[ordered]
