@@ -1,8 +1,8 @@
 """Loops over the rows of known batches, and over what the lookahead policy knows of each slot's row.
 
 The latter is ``known``, int32 [WIDTH * slots]. Of slot s it has, from WIDTH * s on: at DUE the next known
-batch that looks the row up, at LAST the last one that did, and at OFTEN how many did since the row came. It is
-one array, since slots come in any order, and a processor fetches what lies together at once. Batches are
+batch that looks the row up, at LAST the last one that did, and at OFTEN how many did since the row came. It
+is one array, since slots come in any order, and a processor fetches what lies together at once. Batches are
 counted over all streams.
 """
 
