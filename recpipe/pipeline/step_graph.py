@@ -129,8 +129,7 @@ class _Recorded:
             if lookup.repeated is None:
                 own.grad = rows.gradient
             else:
-                assert rows.gradient is not None, "an update was recorded"
-                lookup.note_update(rows.gradient)
+                lookup.updated = True
         for parameter, gradient in zip(self._dense, self._gradients, strict=True):
             parameter.grad = gradient
         return self._loss.clone()
@@ -193,9 +192,8 @@ class _Rows:
         """Record the update, if the graph has made the lookup."""
         if self._repeated is None:
             return
-        if self.gradient is None:  # the model has not used the rows
-            self.gradient = torch.zeros_like(self._found)
-        torch.autograd.backward(self._found, self.gradient)
+        unused = self.gradient is None
+        torch.autograd.backward(self._found, torch.zeros_like(self._found) if unused else self.gradient)
         self._found = self.values
 
 

@@ -54,6 +54,8 @@ class GroupLookup:
         self.cold: torch.Tensor | None = None
         self.repeated: RepeatedLookup | None = None
         """The lookup that has been left to a graph of kernels; None: it is made here."""
+        self.updated = False
+        """Whether a graph has made the update."""
         self.dim = 0
         """Columns in front of the rows, which belong to no feature."""
         self.kept: torch.Tensor | None = None
@@ -89,10 +91,6 @@ class GroupLookup:
         if self.repeated is not None:
             self.repeated = None
             self.look_up_all()
-
-    def note_update(self, gradient: torch.Tensor) -> None:
-        """Note that a graph has made the update, of this ``gradient``."""
-        self._gradients = [gradient]
 
     @property
     def form(self) -> Hashable:
@@ -201,7 +199,7 @@ class GroupLookup:
         FBGEMM's CPU update enters a parallel region for every table, which costs more than the threads gain.
         If several ranks train, torch's own operators make the update.
         """
-        if self._gradients:  # the model's backward pass, or a graph, has made it
+        if self.updated or self._gradients:  # by a graph, or by the model's backward pass
             return
         self.arrive()
         gradient = self._gradient()
