@@ -15,6 +15,16 @@ from recpipe.plugin.policy import RowIds, Slots
 Places = NDArray[np.int64]
 
 
+def require(where: Slots, row_of_slot: RowIds, slots: Slots, placed: RowIds, freed: Slots) -> None:
+    """``IndexError`` unless these slots and rows exist."""
+    for i in range(len(slots)):
+        if not (0 <= slots[i] < len(row_of_slot) and 0 <= placed[i] < len(where)):
+            raise IndexError("a slot or a row that does not exist")
+    for slot in freed:
+        if not 0 <= slot < len(row_of_slot):
+            raise IndexError("a slot or a row that does not exist")
+
+
 @compiled
 def migrate(
     where: Slots,
@@ -34,13 +44,7 @@ def migrate(
     the order of ``rows``; what was in ``slots`` and then in ``freed``, -1 if nothing (int64); and where each
     of ``placed`` was (int32). ``IndexError`` for a slot or a row that does not exist.
     """
-    for i in range(len(slots)):
-        if not (0 <= slots[i] < len(row_of_slot) and 0 <= placed[i] < len(where)):
-            raise IndexError("a slot or a row that does not exist")
-    for slot in freed:
-        if not 0 <= slot < len(row_of_slot):
-            raise IndexError("a slot or a row that does not exist")
-
+    require(where, row_of_slot, slots, placed, freed)
     # Written in any case and counted if so: a branch that the processor cannot foresee takes longer.
     once = len(times) > 0
     found, places = np.empty(len(rows), np.int32), np.empty(len(rows), np.int64)
@@ -138,13 +142,7 @@ def admit(
     Returns ``TierPlan``'s ``evicted``, ``slab``, ``carried_from`` and ``fetch``. ``IndexError`` as there.
     """
     first_freed = len(left) - moved
-    for i in range(moved, len(slots)):
-        if not (0 <= slots[i] < len(row_of_slot) and 0 <= placed[i] < len(where)):
-            raise IndexError("a slot or a row that does not exist")
-    for i in range(first_freed, len(freed)):
-        if not 0 <= freed[i] < len(row_of_slot):
-            raise IndexError("a slot or a row that does not exist")
-
+    require(where, row_of_slot, slots[moved:], placed[moved:], freed[first_freed:])
     carried_from = np.full(len(slots) + len(misses), -1)
     for i in range(len(slots)):
         before = moved_from[i] if i < moved else where[placed[i]]
@@ -180,29 +178,31 @@ def admit(
     slab = slab[:count]
     carried_from = carried_from[: len(slots) + count]
 
-    if leave:  # for the first placement: some may be needed after all
-        arriving, leaving = np.empty(len(carried_from), np.int32), np.empty(len(left), np.int32)
-        for i in range(len(arriving)):
-            row = placed[i] if i < len(slots) else slab[i - len(slots)]
-            arriving[i] = where[row]
+    arrivals = np.concatenate((placed, slab))
+    if leave:
+        # Rows that the first placement has removed may be needed after all; the second one removes none that
+        # the batch looks up.
+        arriving, leaving = np.empty(len(arrivals), np.int32), np.empty(len(left), np.int32)
+        for i in range(len(arrivals)):
+            arriving[i] = where[arrivals[i]]
         for i in range(len(left)):
             if left[i] >= 0:
                 leaving[i] = where[left[i]]
-        for i in range(len(arriving)):
-            where[placed[i] if i < len(slots) else slab[i - len(slots)]] = -1
+        for row in arrivals:
+            where[row] = -1
         for i in range(len(left)):
             if left[i] >= 0:
                 where[left[i]] = -2 - (i if i < moved else len(slots) + i - moved)
-        for i in range(len(arriving)):
-            at = where[placed[i] if i < len(slots) else slab[i - len(slots)]]
+        for i in range(len(arrivals)):
+            at = where[arrivals[i]]
             if at < -1:
                 carried_from[i] = len(slab_before) - 2 - at
         # A row may leave its slot and come back into the slab, so the entries of arrivals are restored last.
         for i in range(len(left)):
             if left[i] >= 0:
                 where[left[i]] = leaving[i]
-        for i in range(len(arriving)):
-            where[placed[i] if i < len(slots) else slab[i - len(slots)]] = arriving[i]
+        for i in range(len(arrivals)):
+            where[arrivals[i]] = arriving[i]
 
     for row in slab_before:
         if where[row] < 0:
@@ -212,10 +212,9 @@ def admit(
     for place in places:
         found[place] = where[rows[place]]
 
-    fetch = np.empty(len(carried_from), np.int64)
+    fetch = np.empty(len(arrivals), np.int64)
     fetched = 0
-    for i in range(len(carried_from)):
-        if carried_from[i] < 0:
-            fetch[fetched] = placed[i] if i < len(slots) else slab[i - len(slots)]
-            fetched += 1
+    for i in range(len(arrivals)):
+        fetch[fetched] = arrivals[i]
+        fetched += carried_from[i] < 0
     return evicted, slab, carried_from, fetch[:fetched]
