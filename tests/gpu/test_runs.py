@@ -174,8 +174,13 @@ def test_a_loss_that_is_not_finite_ends_the_run(tmp_path: Path) -> None:
 @pytest.mark.cuda
 def test_tables_that_do_not_fit_are_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     whole = torch.cuda.mem_get_info()[1]
-    kept = torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device=None: ((64 << 10) - kept, whole))
+
+    def little(device: torch.device | None = None) -> tuple[int, int]:
+        """64 KiB, with what torch keeps of the memory that it has let go of."""
+        kept = torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
+        return (64 << 10) - kept, whole
+
+    monkeypatch.setattr(torch.cuda, "mem_get_info", little)
     with pytest.raises(UserError, match=r"of cuda:0 \(.*\), and .* are there"):
         run(compose([*SMALL, "tiers.policy=resident"]), tmp_path)
 
