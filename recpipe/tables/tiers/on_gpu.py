@@ -233,7 +233,7 @@ class GpuLookups:
         if self._made is None or self._made.kind != kind:
             self.prepare(*kind)
         assert self._made is not None, "just made"
-        self._made.sent.wait()
+        self._made.sent.use(kept=True)
         return self._made.bags
 
     @property

@@ -48,18 +48,11 @@ class Sent:
     ready: torch.cuda.Event | None
 
     def use(self, kept: bool = False) -> list[torch.Tensor]:
-        """A tensor for each array; the current stream waits until they have arrived. ``kept``: the caller
-        keeps one of them until the stream has passed their last use."""
-        self.wait()
-        for tensor in () if kept else self.tensors[:1]:  # the others lie in the same memory
-            if tensor.is_cuda:
-                tensor.record_stream(current_stream())
+        """A tensor for each array; the current stream waits, the first time, until they have arrived.
+        ``kept``: the caller keeps one of them until the stream has passed their last use."""
+        ready, self.ready = self.ready, None
+        arrived(ready, () if kept else self.tensors[:1])  # the others lie in the same memory
         return self.tensors
-
-    def wait(self) -> None:
-        """Let the current stream wait, if it has not, until all that was sent has arrived."""
-        arrived(self.ready, ())
-        self.ready = None
 
 
 class Transfer:
