@@ -188,7 +188,8 @@ class _Step:
         """Look up what the first micro-batch needs, then send the numbers of the next batch's ids."""
         staged = self.staged
         wait = staged.plan is not None and (not staged.bounds or staged.cold_from == 0)
-        self.lookups.look_up(wait, shared, self.beside, by_graph=self.graph is not None)
+        by_graph = self.graph is not None and self.graph.takes_tables
+        self.lookups.look_up(wait, shared, self.beside, by_graph)
         self.looked_up = True
         if staged.upcoming is not None:
             staged.upcoming.arrive()

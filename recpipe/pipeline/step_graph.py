@@ -15,6 +15,7 @@ form, such as a short last one, are trained without the graph.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import nullcontext
 from typing import Any, NoReturn
@@ -32,6 +33,7 @@ from recpipe.tables.front import Front
 from recpipe.tables.lookups import BatchLookups, GroupLookup
 from recpipe.tables.room import has_room, marked, with_room
 
+log = logging.getLogger(__name__)
 BEFORE = 3
 """Batches of one form in a row that are trained without a graph before one is recorded: CUDA's libraries
 choose and load their kernels in them."""
@@ -44,6 +46,8 @@ class StepGraph:
         self.model = model
         self.trained = 0
         """How many batches were trained by a graph."""
+        self.takes_tables = True
+        """Whether lookups may be left to the graph."""
         self.make = make
         self._modules = list(model.module.modules())
         self._recorded: _Recorded | None = None
@@ -58,17 +62,34 @@ class StepGraph:
         are updated. None: nothing was done, since there is no graph for this batch. ``UserError`` if the
         model cannot be recorded.
         """
-        form = (_form(batch), tuple(lookup.form for lookup in lookups.all), self._state())
+        form = self._form(lookups, batch)
         if self._recorded is None or self._recorded.form != form:
             self._in_a_row = self._in_a_row + 1 if form == self._latest else 1
             self._latest = form
             if self._in_a_row <= BEFORE:
                 return None
             self._recorded = None  # its memory is free for the next one
-            self._recorded = _Recorded(self.model, self.make(), form, lookups, batch)
+            self._recorded = self._record(form, lookups, batch)
         self._in_a_row = 0
         self.trained += 1
         return self._recorded.train(lookups, batch)
+
+    def _record(self, form: Hashable, lookups: BatchLookups, batch: Any) -> _Recorded:
+        """A graph for batches of this ``form``; without the tables if it cannot be recorded with them."""
+        try:
+            return _Recorded(self.model, self.make(), form, lookups, batch)
+        except UserError as fault:
+            if all(lookup.repeated is None for lookup in lookups.all):
+                raise
+            self.takes_tables = False
+            lookups.look_up_left()
+            recorded = _Recorded(self.model, self.make(), self._form(lookups, batch), lookups, batch)
+            log.warning("tables are looked up and updated outside of the graph: %s", fault)
+            return recorded
+
+    def _form(self, lookups: BatchLookups, batch: Any) -> Hashable:
+        """What must be the same of two batches, and of the model, for one graph to train both."""
+        return _form(batch), tuple(lookup.form for lookup in lookups.all), self._state()
 
     def holds_gradients(self) -> bool:
         """Whether the dense parameters' gradients are those in the graph's memory."""

@@ -77,6 +77,20 @@ def test_an_update_that_is_not_recorded_is_missed(tmp_path: Path, monkeypatch: p
         same_bits(tmp_path, "tiers.policy=lru", "tiers.store=host")
 
 
+def test_tables_that_cannot_be_recorded_stay_outside(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def refused(rows: step_graph._Rows) -> None:
+        if rows._repeated is not None:
+            raise RuntimeError("operation not permitted when stream is capturing")
+
+    monkeypatch.setattr(step_graph._Rows, "update", refused)
+    same_bits(tmp_path, "tiers.policy=lru", "tiers.store=host")
+    said = [line for line in caplog.messages if "outside of the graph" in line]
+    assert len(said) == 1
+    assert "operation not permitted" in said[0]
+
+
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_an_optimizers_steps_leave_the_same_bits(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
