@@ -69,17 +69,23 @@ class PopularRows(CachePolicy):
             return
         interval = min(self.learning.relearn_every, round(self.batch * (self.learning.growth - 1)))
         self.next_learning = self.batch + max(1, interval)
-        held = self.space.residents.row_of_slot
+        held, spread = self.space.residents.row_of_slot, self.space.spread
         self.popular = np.zeros(self.space.rows, bool)
-        self.popular[top_rows(self.counts, self.space.slots, held, self.space.spread)] = True
-        slots = np.flatnonzero(~self.popular[held]).astype(np.int32)
-        counts = self.counts[held[slots]]
+        self.popular[top_rows(self.counts, self.space.slots, held, spread)] = True
+        found = spread.map(
+            lambda part: _unpopular(held[part], part.start, self.popular, self.counts),
+            spread.parts(len(held)),
+        )
+        slots, counts = map(np.concatenate, zip(*found, strict=True))
         if counts.max(initial=0) < 1 << 16:
             counts = counts.astype(np.uint16)  # which numpy puts in order ten times as fast
         self.unpopular = slots[np.argsort(counts, kind="stable")]
         self.replaced = 0
         self.learnings += 1
-        self.counts //= self.learning.decay
+        spread.map(self._fade, spread.parts(len(self.counts)))
+
+    def _fade(self, part: slice) -> None:
+        self.counts[part] //= self.learning.decay
 
     def _promote(self) -> Placement:
         """Give slots to rows of the last slab: empty slots to any row, then slots of unpopular rows to
@@ -130,6 +136,20 @@ class PopularRows(CachePolicy):
         """Continue from a saved state."""
         for name, value in state.items():
             setattr(self, name, value)
+
+
+@compiled
+def _unpopular(
+    held: RowIds, first: int, popular: NDArray[np.bool_], counts: NDArray[np.int32]
+) -> tuple[Slots, NDArray[np.int32]]:
+    """Of slots that hold the rows ``held``, numbered from ``first`` on, those whose row is not ``popular``,
+    and these rows' ``counts``."""
+    slots, own = np.empty(len(held), np.int32), np.empty(len(held), np.int32)
+    found = 0
+    for i in range(len(held)):
+        slots[found], own[found] = first + i, counts[held[i]]
+        found += not popular[held[i]]  # a branch that is hard to predict would wait for each row by itself
+    return slots[:found], own[:found]
 
 
 @compiled

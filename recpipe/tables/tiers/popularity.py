@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -17,95 +19,98 @@ Counts = NDArray[np.int32]
 def top_rows(counts: Counts, size: int, resident: RowIds | None = None, spread: Spread = ALONE) -> RowIds:
     """The ``size`` rows with the highest counts above 0, as global row numbers, int64, sorted.
 
-    Of rows with equal counts, those that are already ``resident`` come first (moving a row for nothing costs
-    two transfers), then lower row numbers. ``spread``: threads that share the work.
+    Of rows with equal counts, those that are already ``resident`` (distinct rows; below 0: none) come first
+    (moving a row for nothing costs two transfers), then lower row numbers. ``spread``: threads that share the
+    work.
     """
     if size == 0:
         return np.empty(0, np.int64)
     parts = spread.parts(len(counts))
-    least, tied = _least(counts, size, spread.map(lambda part: _numbers(counts[part]), parts))
+    counted = spread.map(lambda part: _counted(counts[part], part.start), parts)
+    rows, own_counts, numbers = zip(*counted, strict=True)
+    if sum(map(len, rows)) <= size:
+        return np.concatenate(rows)
+    least, tied = _least(np.sum(numbers, axis=0), size, own_counts)
     marks = np.zeros(len(counts), bool)
-    marked = 0
     if resident is not None:
-        marked = _mark(marks, counts, least, resident[resident >= 0])
-    found = spread.map(lambda part: _tally(counts[part], least, marks[part]), parts)
-    others, works = max(0, tied - marked), []
-    for part, (above, without, with_mark) in zip(parts, found, strict=True):
-        mine = min(others, without), min(tied - others, with_mark)
-        works.append((part, mine, above + sum(mine)))
-        others, tied = others - mine[0], tied - sum(mine)
-
-    def chosen(part: slice, mine: tuple[int, int], most: int) -> RowIds:
-        return _chosen(counts[part], part.start, least, mine[0], mine[1], marks[part], most)
-
-    return np.concatenate(spread.map(chosen, *zip(*works, strict=True)))
+        mine = [resident[part] for part in spread.parts(len(resident))]
+        spread.map(lambda some: _mark(marks, counts, least, some), mine)
+    found = spread.map(lambda of, own: _tally(of, own, least, marks), rows, own_counts)
+    others, works = max(0, tied - sum(marked for _, _, marked in found)), []
+    for above, without, with_mark in found:
+        taken = min(others, without), min(tied - others, with_mark)
+        works.append((*taken, above + sum(taken)))
+        others, tied = others - taken[0], tied - sum(taken)
+    chosen = spread.map(lambda of, own, work: _chosen(of, own, least, marks, *work), rows, own_counts, works)
+    return np.concatenate(chosen)
 
 
-def _least(counts: Counts, size: int, of_parts: list[NDArray[np.int64]]) -> tuple[int, int]:
-    """The least of the ``size`` highest ``counts`` above 0, and how many of these are equal to it.
-    ``of_parts``: what ``_numbers`` says of each part of them."""
-    numbers = np.sum(of_parts, axis=0)
+@compiled
+def _counted(counts: Counts, first: int) -> tuple[RowIds, Counts, NDArray[np.int64]]:
+    """The rows, from row ``first`` on, with ``counts`` above 0, and their counts; how many have each count
+    below ``CAP``, and how many a higher one. Most rows of large tables have none, so that what follows is
+    short."""
+    rows, own = np.empty(len(counts), np.int64), np.empty(len(counts), np.int32)
+    numbers = np.zeros(CAP + 1, np.int64)
+    found = 0
+    for row in range(len(counts)):
+        if counts[row]:
+            rows[found], own[found] = first + row, counts[row]
+            numbers[min(counts[row], CAP)] += 1
+            found += 1
+    return rows[:found].copy(), own[:found].copy(), numbers
+
+
+def _least(numbers: NDArray[np.int64], size: int, counts: Sequence[Counts]) -> tuple[int, int]:
+    """The least of the ``size`` highest of more ``counts``, and how many of these are equal to it.
+    ``numbers``: how many are equal to each below ``CAP``, and how many are higher."""
     at_least = np.append(np.cumsum(numbers[:0:-1])[::-1], 0)  # from 1 on
-    if at_least[0] <= size:
-        return 1, int(numbers[1])
     least = int(np.flatnonzero(at_least >= size)[-1]) + 1
     if least < CAP:
         return least, size - int(at_least[least])
-    high = np.sort(counts[counts >= CAP])
+    high = np.sort(np.concatenate([part[part >= CAP] for part in counts]))
     least = int(high[len(high) - size])
     return least, size - int(np.count_nonzero(high > least))
 
 
 @compiled
-def _numbers(counts: Counts) -> NDArray[np.int64]:
-    """How many rows have each count above 0 and below ``CAP``, and how many a higher one."""
-    numbers = np.zeros(CAP + 1, np.int64)
-    for count in counts:
-        if count:  # most are 0, and adding to one number again and again waits for itself
-            numbers[min(count, CAP)] += 1
-    return numbers
-
-
-@compiled
-def _mark(marks: NDArray[np.bool_], counts: Counts, least: int, resident: RowIds) -> int:
-    """Mark those ``resident`` rows whose count is ``least``; returns their number."""
-    marked = 0
+def _mark(marks: NDArray[np.bool_], counts: Counts, least: int, resident: RowIds) -> None:
+    """Mark those ``resident`` rows whose count is ``least``."""
     for row in resident:
-        if counts[row] == least:
+        if row >= 0 and counts[row] == least:
             marks[row] = True
-            marked += 1
-    return marked
 
 
 @compiled
-def _tally(counts: Counts, least: int, marks: NDArray[np.bool_]) -> tuple[int, int, int]:
-    """How many rows have more than ``least`` lookups; how many have as many and no mark, and how many a
+def _tally(rows: RowIds, counts: Counts, least: int, marks: NDArray[np.bool_]) -> tuple[int, int, int]:
+    """How many ``rows`` have ``counts`` above ``least``; how many have as many and no mark, and how many a
     mark."""
     above = unmarked = marked = 0
-    for row in range(len(counts)):
-        tied = counts[row] == least
-        above += counts[row] > least
-        marked += tied & marks[row]
-        unmarked += tied & (not marks[row])
+    for i in range(len(rows)):
+        tied = counts[i] == least
+        above += counts[i] > least
+        marked += tied & marks[rows[i]]
+        unmarked += tied & (not marks[rows[i]])
     return above, unmarked, marked
 
 
 @compiled
 def _chosen(
-    counts: Counts, first: int, least: int, others: int, marked: int, marks: NDArray[np.bool_], most: int
+    rows: RowIds, counts: Counts, least: int, marks: NDArray[np.bool_], others: int, marked: int, most: int
 ) -> RowIds:
-    """The ``most`` rows, from row ``first`` on, with more than ``least`` lookups and the first of those with
-    as many, ``marked`` of those that have a mark and ``others``."""
-    rows = np.empty(most, np.int64)
+    """The ``most`` of ``rows`` with ``counts`` above ``least`` and the first of those with as many,
+    ``marked`` of those that have a mark and ``others``."""
+    found = np.empty(most, np.int64)
     left = np.array((others, marked))
     count = 0
-    for row in range(len(counts)):
-        if counts[row] < least:
+    for i in range(len(rows)):
+        if counts[i] < least:
             continue
-        if counts[row] == least:
-            left[int(marks[row])] -= 1
-            if left[int(marks[row])] < 0:
+        if counts[i] == least:
+            mark = int(marks[rows[i]])
+            left[mark] -= 1
+            if left[mark] < 0:
                 continue
-        rows[count] = first + row
+        found[count] = rows[i]
         count += 1
-    return rows
+    return found
