@@ -4,8 +4,8 @@
 set -euo pipefail
 python=$1
 out=$(mkdir -p "$2" && cd "$2" && pwd)
-cd "$(dirname "$0")"
 packages=$("$python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
+cd "$(dirname "$0")"
 headers=${CUDA_HOME:-/usr/local/cuda}/include
 [ -f "$headers/cuda_runtime_api.h" ] || { echo "build: no CUDA headers in $headers; set CUDA_HOME" >&2; exit 1; }
 
