@@ -75,7 +75,9 @@ def train(size: Size, device: torch.device, policy: str, share: float = 1.0, *mo
         "write_seconds": io["write_seconds"],
         "device_rows": sum(rows),
         "table_bytes_on_device": held,
-        "splitting": {n: p.get("splitting") for n, p in report["plugins"].items() if "splitting" in p},
+        "verdicts": {
+            name: plugin["verdict"] for name, plugin in report["plugins"].items() if "verdict" in plugin
+        },
         "graph_steps": speeds["graph_steps"],
         "peak_bytes": torch.cuda.max_memory_allocated() if on_gpu else None,
     }
