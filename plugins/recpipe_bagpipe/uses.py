@@ -100,15 +100,28 @@ def announced(known: Counts, slots: Slots, rows: RowIds, uses: Counts, first: in
     return cold[:count]
 
 
+def looked_up_again(known: Counts, at: Any, use: Any, first: int, step: int) -> None:
+    """Note at ``at``, where a slot's numbers begin, that batch ``step`` looks its row up, and that it is
+    needed again at ``use`` of the stream that began with batch ``first``."""
+    known[at + DUE] = UNKNOWN if use == UNKNOWN else first + use
+    known[at + OFTEN] += 1
+    known[at + LAST] = step
+
+
+def awaited(due: Any, step: int) -> Any:
+    """Whether a known batch after ``step`` looks up a row whose next use is ``due``."""
+    return due != UNKNOWN and due > step
+
+
 @compiled
 def touch(known: Counts, slots: Slots, uses: Counts, first: int, step: int, came: bool) -> None:
     """Note that batch ``step`` looks up the rows in distinct ``slots``, and that they are needed again at
     ``uses`` of the stream that began with batch ``first``. ``came``: they have just come into their slots."""
     for i in range(len(slots)):
         at = WIDTH * slots[i]
-        known[at + DUE] = UNKNOWN if uses[i] == UNKNOWN else first + uses[i]
-        known[at + OFTEN] = 1 if came else known[at + OFTEN] + 1
-        known[at + LAST] = step
+        if came:
+            known[at + OFTEN] = 0
+        looked_up_again(known, at, uses[i], first, step)
 
 
 @compiled
@@ -137,10 +150,7 @@ def touch_known(
             of_misses[missed] = uses[i]
             missed += 1
         else:
-            at = WIDTH * hits[hit]
-            known[at + DUE] = UNKNOWN if uses[i] == UNKNOWN else first + uses[i]
-            known[at + OFTEN] += 1
-            known[at + LAST] = step
+            looked_up_again(known, WIDTH * hits[hit], uses[i], first, step)
             hit += 1
     return True, of_misses
 
@@ -151,7 +161,7 @@ def worth(known: Counts, slot: Any, step: int) -> Any:
     due, often, last = known[at + DUE], known[at + OFTEN], known[at + LAST]
     if last == step:
         return NEVER
-    if due != UNKNOWN and due > step:
+    if awaited(due, step):
         return KNOWN - due
     return (np.int64(often) << 32) + last
 
@@ -188,7 +198,7 @@ def by_worth(known: Counts, slots: Slots, step: int) -> Slots:
     for slot in slots:
         at = WIDTH * slot
         due, often, last = known[at + DUE], np.int64(known[at + OFTEN]), np.int64(known[at + LAST])
-        if due != UNKNOWN and due > step:
+        if awaited(due, step):
             furthest = max(furthest, np.int64(due))
         else:
             least, most = min(least, often), max(most, often)
@@ -200,7 +210,7 @@ def by_worth(known: Counts, slots: Slots, step: int) -> Slots:
     for i in range(len(slots)):
         at = WIDTH * slots[i]
         due, often, last = known[at + DUE], np.int64(known[at + OFTEN]), np.int64(known[at + LAST])
-        if due != UNKNOWN and due > step:
+        if awaited(due, step):
             keys[i] = needed + furthest - due
         else:
             keys[i] = (often - least) * span + last - oldest

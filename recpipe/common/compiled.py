@@ -52,28 +52,11 @@ class _Loop:
     @cached_property
     def made(self) -> Any:
         """numba's form of it."""
-        numba, loop = _numba(), self._with_its_functions()
+        numba, loop = _numba(), _with_its_functions(cast(FunctionType, self.loop))
         try:
             return numba.njit(loop, nogil=True, cache=True)
         except RuntimeError:  # neither the folder of the loop's file nor the user's cache can be written
             return numba.njit(loop, nogil=True)
-
-    def _with_its_functions(self) -> FunctionType:
-        """The loop with machine code of the functions of its file that it calls."""
-        loop, numba = cast(FunctionType, self.loop), _numba()
-        found = {name: loop.__globals__.get(name) for name in loop.__code__.co_names}
-        own = {
-            name: numba.njit(function)
-            for name, function in found.items()
-            if isinstance(function, FunctionType) and function.__module__ == loop.__module__
-        }
-        if not own:
-            return loop
-        again = FunctionType(
-            loop.__code__, loop.__globals__ | own, loop.__name__, loop.__defaults__, loop.__closure__
-        )
-        update_wrapper(again, loop)
-        return again
 
     def load(self) -> bool:
         """Make it ready for arguments of the types that its annotations say; whether that was found on
@@ -90,6 +73,22 @@ class _Loop:
         for kinds in _argument_types(self.loop):
             self.made.compile(tuple(map(of, kinds)))
         return not self.made.stats.cache_misses
+
+
+def _with_its_functions(function: FunctionType) -> FunctionType:
+    """``function`` with machine code of the functions of its file that it calls, and that they call."""
+    found = {name: function.__globals__.get(name) for name in function.__code__.co_names}
+    own = {
+        name: _numba().njit(_with_its_functions(called))
+        for name, called in found.items()
+        if isinstance(called, FunctionType) and called.__module__ == function.__module__
+    }
+    if not own:
+        return function
+    names, defaults = function.__globals__ | own, function.__defaults__
+    again = FunctionType(function.__code__, names, function.__name__, defaults, function.__closure__)
+    update_wrapper(again, function)
+    return again
 
 
 def _numba() -> Any:

@@ -18,10 +18,11 @@ from recpipe.errors import UserError
 from recpipe.model.call import Called
 from recpipe.tables.capabilities import SendsAhead
 from recpipe.tables.front import BagFront, Front, HandedOut, front_of, handing_out
+from recpipe.tables.group_lookup import GroupLookup
 from recpipe.tables.grouped import GroupedCollection
 from recpipe.tables.groups import ModelTables, collections_of
 from recpipe.tables.inputs import GroupIds, Inputs
-from recpipe.tables.lookups import BatchLookups, GroupLookup, Part, same_ids
+from recpipe.tables.lookups import BatchLookups, Part, same_ids
 from recpipe.tables.tiers.batch import BatchPlan
 from recpipe.tables.view import RowView
 

@@ -23,8 +23,9 @@ from recpipe.pipeline.placed import PlacedModel
 from recpipe.pipeline.step_graph import StepGraph
 from recpipe.tables.beside import Beside
 from recpipe.tables.front import Front
+from recpipe.tables.group_lookup import GroupLookup
 from recpipe.tables.inputs import GroupIds
-from recpipe.tables.lookups import BatchLookups, GroupLookup, Part
+from recpipe.tables.lookups import BatchLookups, Part
 from recpipe.tables.tiers.batch import BatchPlan
 
 

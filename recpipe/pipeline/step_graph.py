@@ -30,7 +30,8 @@ from recpipe.pipeline.cuda_graph import REMEDY, Graph, record
 from recpipe.pipeline.placed import PlacedModel
 from recpipe.seams import HostIds, TorchDispatchMode
 from recpipe.tables.front import Front
-from recpipe.tables.lookups import BatchLookups, GroupLookup
+from recpipe.tables.group_lookup import GroupLookup
+from recpipe.tables.lookups import BatchLookups
 from recpipe.tables.room import has_room, marked, with_room
 
 log = logging.getLogger(__name__)

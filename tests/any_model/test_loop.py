@@ -16,7 +16,7 @@ from recpipe.backend.chain import is_converted
 from recpipe.data.dataset import Dataset
 from recpipe.errors import UserError
 from recpipe.plugin.errors import PluginError
-from recpipe.tables.lookups import GroupLookup
+from recpipe.tables.group_lookup import GroupLookup
 from tests.any_model.runs import left_by
 from tests.any_model.zoo import (
     OPTIMIZERS,

@@ -9,7 +9,7 @@ import torch
 
 import recpipe
 from recpipe.data.dataset import Dataset
-from recpipe.tables.lookups import GroupLookup
+from recpipe.tables.group_lookup import GroupLookup
 from recpipe.training.module import RankingModule
 from tests.any_model.runs import QUIET, all_on_two_ranks, furthest_left, left_by, train
 from tests.any_model.zoo import (

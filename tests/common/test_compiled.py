@@ -104,8 +104,12 @@ def test_types_that_annotations_do_not_say_are_for_the_first_call() -> None:
     assert doubled(np.ones(2), 2).tolist() == [2.0, 2.0]
 
 
+def added_once(number: int, other: int) -> int:
+    return number + other
+
+
 def doubled_once(number: int) -> int:
-    return 2 * number
+    return added_once(number, number)
 
 
 @compiled
@@ -116,7 +120,7 @@ def doubled_sum(numbers: NDArray[np.int64]) -> int:
     return total
 
 
-def test_a_loop_calls_functions_of_its_own_file() -> None:
+def test_a_loop_calls_functions_of_its_own_file_and_these_call_others() -> None:
     assert doubled_sum(np.arange(4)) == 12
 
 

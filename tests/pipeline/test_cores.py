@@ -17,7 +17,7 @@ import torch
 from recpipe.pipeline import step as step_module
 from recpipe.pipeline.cores import ROWS, Cores
 from recpipe.pipeline.step import StagedBatch, StepTimes, accumulate
-from recpipe.tables.lookups import GroupLookup
+from recpipe.tables.group_lookup import GroupLookup
 from tests.pipeline.samples import (
     SIZE,
     Listed,

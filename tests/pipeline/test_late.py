@@ -17,7 +17,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 import recpipe
 from recpipe.errors import UserError
 from recpipe.pipeline.step import StagedBatch, StepTimes, accumulate
-from recpipe.tables.lookups import GroupLookup
+from recpipe.tables.group_lookup import GroupLookup
 from recpipe.tables.specs import TableOptimizer, TableSet
 from recpipe.tables.tiers.batch import Tiers
 from tests.pipeline.samples import SIZE, Listed, loader_over, placed

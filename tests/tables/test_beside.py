@@ -16,7 +16,7 @@ from recpipe.common.threads import using_threads
 from recpipe.data.dataset import Dataset
 from recpipe.tables import beside
 from recpipe.tables.beside import Beside
-from recpipe.tables.lookups import GroupLookup
+from recpipe.tables.group_lookup import GroupLookup
 from recpipe.training.module import RankingModule
 from tests.any_model.runs import train
 from tests.any_model.zoo import TECHNIQUES, Events, Trained, events, make

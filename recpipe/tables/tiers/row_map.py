@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from recpipe.common.compiled import compiled
-from recpipe.plugin.policy import RowIds, Slots
+from recpipe.plugin.policy import IN_STORE, RowIds, Slots
 
 Places = NDArray[np.int64]
 
@@ -68,7 +68,7 @@ def migrate(
         evicted[i] = row_of_slot[slot]
         row_of_slot[slot] = -1
         if evicted[i] >= 0:
-            where[evicted[i]] = -1
+            where[evicted[i]] = IN_STORE
             leave = True
     for i in range(len(slots)):
         where[placed[i]] = slots[i]
@@ -146,7 +146,7 @@ def admit(
     carried_from = np.full(len(slots) + len(misses), -1)
     for i in range(len(slots)):
         before = moved_from[i] if i < moved else where[placed[i]]
-        if before < -1:
+        if before < IN_STORE:
             carried_from[i] = -2 - before
     evicted = np.empty(len(slots) + len(freed), np.int64)
     leave = False
@@ -156,12 +156,12 @@ def admit(
     for i in range(moved, len(slots)):
         evicted[i] = row_of_slot[slots[i]]
         if evicted[i] >= 0:
-            where[evicted[i]] = -1
+            where[evicted[i]] = IN_STORE
     for i in range(first_freed, len(freed)):
         row = row_of_slot[freed[i]]
         row_of_slot[freed[i]] = -1
         if row >= 0:
-            where[row] = -1
+            where[row] = IN_STORE
         evicted[len(slots) + i] = row
     for i in range(moved, len(slots)):
         where[placed[i]] = slots[i]
@@ -172,7 +172,7 @@ def admit(
     for row in misses:
         if where[row] < 0:
             slab[count] = row
-            if carry and where[row] < -1:
+            if carry and where[row] < IN_STORE:
                 carried_from[len(slots) + count] = -2 - where[row]
             count += 1
     slab = slab[:count]
@@ -189,13 +189,13 @@ def admit(
             if left[i] >= 0:
                 leaving[i] = where[left[i]]
         for row in arrivals:
-            where[row] = -1
+            where[row] = IN_STORE
         for i in range(len(left)):
             if left[i] >= 0:
                 where[left[i]] = -2 - (i if i < moved else len(slots) + i - moved)
         for i in range(len(arrivals)):
             at = where[arrivals[i]]
-            if at < -1:
+            if at < IN_STORE:
                 carried_from[i] = len(slab_before) - 2 - at
         # A row may leave its slot and come back into the slab, so the entries of arrivals are restored last.
         for i in range(len(left)):
@@ -206,7 +206,7 @@ def admit(
 
     for row in slab_before:
         if where[row] < 0:
-            where[row] = -1
+            where[row] = IN_STORE
     for i in range(len(slab)):
         where[slab[i]] = -2 - i
     for place in places:
