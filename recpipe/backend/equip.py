@@ -129,9 +129,12 @@ def equip(
     ``PluginError`` if there is a ``splitter`` and the model needs whole batches; ``UserError`` for a back end
     that this run cannot have.
     """
-    if kind == CUDA_GRAPH:
-        _require_graph(model, device, trainers, wrappers)
-    elif device.type == "cuda" and kind != "plain":
+    no_graph = _no_graph(model, device, trainers, wrappers)
+    if kind == CUDA_GRAPH and no_graph is not None:
+        raise UserError(f"trainer.backend=cuda_graph {no_graph}: set trainer.backend=auto")
+    if kind == "auto" and no_graph is None:
+        log.info("trainer.backend=cuda_graph may be faster: it starts all kernels of a step at once")
+    if device.type == "cuda" and kind in ("auto", "cpu"):
         kind = CUDA
     threads, several = torch.get_num_threads(), trainers.size > 1
     on_cpu = kind in ("auto", "cpu")
@@ -177,21 +180,19 @@ def equip_loop(kind: str, model: PlacedModel, batch_size: int, device: torch.dev
         convert(model.module, choices, measured_only=kind == "auto")
 
 
-def _require_graph(
+def _no_graph(
     model: PlacedModel, device: torch.device, trainers: Channel, wrappers: Sequence[Owned[StepWrapper]]
-) -> None:
-    """``UserError`` unless whole batches can be trained by a graph here."""
-    why = None
+) -> str | None:
+    """Why this run cannot train whole batches by a graph; None: it can, if its model can be recorded."""
     if device.type != "cuda":
-        why = f"needs a GPU, and this run is on the {device.type}"
-    elif trainers.size > 1:
-        why = f"trains in one process, and this run has {trainers.size}"
-    elif len(model.bound) < len(model.fronts):
-        why = "can only be handed the rows of a batch's own ids, and the model makes ids itself"
-    elif wrappers:
-        why = f"does not do again what plugin {wrappers[0].origin} puts around each step"
-    if why is not None:
-        raise UserError(f"trainer.backend=cuda_graph {why}: set trainer.backend=auto")
+        return f"needs a GPU, and this run is on the {device.type}"
+    if trainers.size > 1:
+        return f"trains in one process, and this run has {trainers.size}"
+    if len(model.bound) < len(model.fronts):
+        return "can only be handed the rows of a batch's own ids, and the model makes ids itself"
+    if wrappers:
+        return f"does not do again what plugin {wrappers[0].origin} puts around each step"
+    return None
 
 
 def _of_first(trainers: Channel, measure: Callable[[], Choices]) -> Choices:

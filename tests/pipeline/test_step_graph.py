@@ -16,7 +16,7 @@ from torchrec.modules.embedding_configs import EmbeddingBagConfig, PoolingType
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from recpipe.backend.equip import CUDA_GRAPH, _require_graph, equip_loop
+from recpipe.backend.equip import CUDA_GRAPH, equip, equip_loop
 from recpipe.errors import UserError
 from recpipe.pipeline import step_graph
 from recpipe.pipeline.placed import PlacedModel
@@ -248,14 +248,19 @@ def test_a_batch_in_parts_is_trained_without(tmp_path) -> None:
         ("cuda", 1, True, "plugin acme 1.0 puts around each step"),
     ],
 )
-def test_runs_that_cannot_have_a_graph(device: str, trainers: int, wrapped: bool, why: str) -> None:
-    origin = SimpleNamespace(origin="acme 1.0")
-    model = placed(Net(), clicks(0))
+def test_runs_that_cannot_have_a_graph(device: str, trainers: int, wrapped: bool, why: str, tmp_path) -> None:
+    origin, several = SimpleNamespace(origin="acme 1.0"), SimpleNamespace(size=trainers)
+    batch = clicks(0)
     with pytest.raises(UserError, match=rf"trainer\.backend=cuda_graph .*{why}.*: set trainer\.backend=auto"):
-        _require_graph(
-            model,
+        equip(
+            CUDA_GRAPH,
+            placed(Net(), batch),
+            None,
+            batch,
+            SAMPLES,
             torch.device(device),
-            SimpleNamespace(size=trainers),  # type: ignore[arg-type]
+            several,  # type: ignore[arg-type]
+            tmp_path,
             [origin] if wrapped else [],  # type: ignore[list-item]
         )
 
