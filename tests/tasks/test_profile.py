@@ -19,6 +19,7 @@ from recpipe.common import phases
 from recpipe.common.phases import PHASES, PREFIX
 from recpipe.config.compose import compose
 from recpipe.errors import UserError
+from recpipe.perf.kernels.models import Estimate
 from recpipe.perf.machine import limits
 from recpipe.perf.phases.parts import tell_parts
 from recpipe.perf.phases.trace import OVERHEAD, STEP, ProfiledStep, mean_step, profiled_steps
@@ -27,6 +28,7 @@ from recpipe.pipeline.step import StepTimes, accumulate
 from recpipe.report import html, measured
 from recpipe.run import run
 from recpipe.tasks import profile_predicted
+from recpipe.tasks.advise import model
 from recpipe.tasks.profile import achieved, middle_half
 from tests.pipeline.samples import collection_of, model_over, random_batch, staged_of
 from tests.tasks.test_advise import machine as slow_disk
@@ -96,8 +98,9 @@ def test_a_run_leaves_phases_floors_and_a_trace(tmp_path: Path, recipe: tuple[st
 def test_the_step_is_predicted_beside_the_measured_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, recipe: tuple[str, ...], waits: float
 ) -> None:
-    """By a profile of a machine whose disk takes seconds."""
+    """By a profile of a machine whose disk takes seconds; how long reading takes is not measured but given."""
     monkeypatch.setattr(profile_predicted, "own_profile", lambda host: slow_disk(ssd=10.0))
+    monkeypatch.setattr(model, "reading", lambda *asked: Estimate(1e-4, 1e-4, 1e-4))
     found = run(compose([*SMALL, *recipe]), tmp_path)["profile"]
     told = found["predicted"]
     step_ms, low, high = told["step_ms"]
