@@ -7,7 +7,7 @@ reads batch b + 2 and waits for that. No batch is dropped at the epoch's end.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Generator, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -15,6 +15,7 @@ from functools import cache, partial
 from threading import Event
 from time import perf_counter
 from typing import Any
+from weakref import ref
 
 import numpy as np
 import torch
@@ -75,6 +76,8 @@ class TrainLoader:
         by_slots = device.type == "cuda" and tiers is not None and tiers.of_all
         self._asked: Asked | None = {} if by_slots else None
         """What the model itself reads of ids on the GPU, if rows are looked up there by slots."""
+        self._epoch: Callable[[], Generator[StagedBatch] | None] = lambda: None
+        """The newest epoch if somebody still holds it; one that nobody holds has ended its threads."""
         self.first = 0
         self.handed_out = 0
         """How many batches training has got over all epochs, including those before a resume."""
@@ -91,6 +94,13 @@ class TrainLoader:
         """
         self.source.end_epoch()
 
+    def close(self) -> None:
+        """End the threads of an epoch that was left early, once they have done what they are doing; may be
+        called again. With several ranks that may need the others."""
+        epoch = self._epoch()
+        if epoch is not None:
+            epoch.close()
+
     @property
     def _part(self) -> tuple[int, int] | None:
         """This rank's part of every batch, if nothing in the run needs whole batches."""
@@ -99,6 +109,11 @@ class TrainLoader:
         return self.ranks.part if unseen and self.source.gives_parts else None
 
     def __iter__(self) -> Iterator[StagedBatch]:
+        epoch = self._batches()
+        self._epoch = ref(epoch)
+        return epoch
+
+    def _batches(self) -> Generator[StagedBatch]:
         first, self.first = self.first, 0
         if self.sample_filter is not None:  # an epoch left early had read batches that were not trained
             self.sample_filter.begin_epoch(self.handed_out)

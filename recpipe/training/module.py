@@ -179,7 +179,8 @@ class RankingModule(PlainAttributes, L.LightningModule):
             self.beside.finish()
 
     def close(self) -> None:
-        """End the threads of the cores that share a batch, and of those for tables."""
+        """End the loader's threads, those of the cores that share a batch, and those for tables."""
+        self.loader.close()
         if self.backend is not None:
             self.backend.close()
 

@@ -142,7 +142,6 @@ def fit(
             trainer.validate(module, evaluation, verbose=False)
         stop.agree(module.trainers)
     late += [logger.fault for logger in trainer.loggers if isinstance(logger, CsvLogger) and logger.fault]
-    module.close()
     if stop.received is None:
         if trainer.should_stop:
             _say_why_early(callbacks, trainer.global_step)
@@ -153,6 +152,20 @@ def fit(
         else " (no checkpoint: trainer.checkpoint_every=null)"
     )
     return f"stopped by {signal.Signals(stop.received).name} after step {trainer.global_step}{where}"
+
+
+@contextmanager
+def ending_threads(module: RankingModule) -> Iterator[None]:
+    """The module is closed after the block, also by an error."""
+    try:
+        yield
+    except BaseException:
+        # Closing may need all ranks, but the others do not know: this process ends, and they notice that.
+        if module.loader.ranks.world == 1:
+            module.close()
+        raise
+    else:
+        module.close()
 
 
 @contextmanager

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import threading
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -155,9 +156,14 @@ def trained_only(model: nn.Module, *words: str) -> tuple[dict]:
 
 
 def test_a_prediction_that_the_recipe_names_and_the_output_lacks_is_refused() -> None:
+    """In the middle of an epoch, whose threads end although the error is kept."""
     gives = lambda values, batch: (values.square().mean(), {"a": values, "b": values})  # noqa: E731
-    with pytest.raises(UserError, match=r"model.prediction='?c'?: the model's output has no such part"):
-        trained(Visitor(gives), "model.prediction=c", "model.labels=clicked")
+    before = threading.enumerate()
+    with pytest.raises(
+        UserError, match=r"model.prediction='?c'?: the model's output has no such part"
+    ) as kept:
+        trained(Visitor(gives), "model.prediction=c", "model.labels=clicked", "trainer.eval_every=2")
+    assert threading.enumerate() == before, kept.value
 
 
 def test_a_loss_that_sums_is_told_by_batch_as_in_training() -> None:

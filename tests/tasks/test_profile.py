@@ -98,7 +98,7 @@ def test_a_run_leaves_phases_floors_and_a_trace(tmp_path: Path, recipe: tuple[st
 def test_the_step_is_predicted_beside_the_measured_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, recipe: tuple[str, ...], waits: float
 ) -> None:
-    """By a profile of a machine whose disk takes seconds; how long reading takes is not measured but given."""
+    """By a profile of a machine whose disk takes seconds. How long reading takes is given, not measured."""
     monkeypatch.setattr(profile_predicted, "own_profile", lambda host: slow_disk(ssd=10.0))
     monkeypatch.setattr(model, "reading", lambda *asked: Estimate(1e-4, 1e-4, 1e-4))
     found = run(compose([*SMALL, *recipe]), tmp_path)["profile"]
