@@ -29,6 +29,7 @@ from recpipe.report import plots  # noqa: E402
 from recpipe.testing import ranks  # noqa: E402
 from tests import composing, generating  # noqa: E402
 from tests.drawing import DRAWN, leave_blank  # noqa: E402
+from tests.loops import make_loops  # noqa: E402
 from tests.meta import leave_undrawn  # noqa: E402
 from tests.plugin.samples import FakeEntryPoint, write_package  # noqa: E402
 from tests.processes import ROOT, Child, Cli  # noqa: E402
@@ -103,6 +104,15 @@ def _own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
         yield
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _made_loops(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """See ``tests.loops``; a test that is run by itself makes what it needs."""
+    worker = os.environ.get("PYTEST_XDIST_WORKER")
+    if worker is not None:
+        processes = int(os.environ["PYTEST_XDIST_WORKER_COUNT"])
+        make_loops(int(worker.removeprefix("gw")), processes, tmp_path_factory.getbasetemp().parent)
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -21,6 +21,7 @@ import recpipe.tasks.doctor  # noqa: E402
 import recpipe.tasks.plugins  # noqa: E402
 import recpipe.tasks.sweep_launcher  # noqa: E402
 import tests.any_model.zoo  # noqa: E402, F401
+from recpipe.common.compiled import load_loops  # noqa: E402
 from recpipe.config.compose import compose  # noqa: E402
 from recpipe.config.recipe import Recipe  # noqa: E402
 from recpipe.plugin.load import installed  # noqa: E402
@@ -34,6 +35,7 @@ if os.environ.get("RECPIPE_GPU_SUITE") == "pretend":
     cuda.install()
 for plugin in installed().values():
     plugin.load()
+load_loops()
 leave_blank(pytest.MonkeyPatch())  # for good
 leave_undrawn(pytest.MonkeyPatch())
 composing.remember_parts(pytest.MonkeyPatch())

@@ -34,6 +34,7 @@ SMALL = (
     "trainer.progress=false",
     "trainer.logger=null",
     "trainer.checkpoint_every=null",
+    "task.page=false",
 )
 LATER = f"""
 import sys
