@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
+from pathlib import Path
 
-from tests.processes import ROOT, SOURCE
+from tests.processes import ROOT, Child
 
 ASKED = """
 import numpy as np, torch
@@ -37,6 +35,10 @@ moved.sum().backward()
 assert not here.grad.is_cuda
 assert torch.cuda.memory_allocated() > 0
 """
+SUITE = """
+import sys, pytest
+sys.exit(pytest.main(sys.argv[1:]))
+"""
 SOME = (
     "test_tables.py::test_equals_resident_tables[hot-rowwise_adagrad-multi-hot-ssd]",
     "test_models.py::test_stopping_and_resuming_is_bitwise[two_tower-hotline]",
@@ -51,18 +53,14 @@ SOME = (
 """The whole suite on it takes minutes: ``RECPIPE_GPU_SUITE=pretend pytest -m gpu tests/gpu``."""
 
 
-def _python(*arguments: str) -> subprocess.CompletedProcess[str]:
-    environment = {**os.environ, "PYTHONPATH": SOURCE, "RECPIPE_GPU_SUITE": "pretend"}
-    command = [sys.executable, *arguments]
-    return subprocess.run(command, capture_output=True, text=True, env=environment, cwd=ROOT, check=False)
-
-
-def test_it_refuses_what_a_gpu_refuses() -> None:
-    done = _python("-c", ASKED)
+def test_it_refuses_what_a_gpu_refuses(tmp_path: Path) -> None:
+    done = Child(tmp_path / "asked", script=ASKED).ended()
     assert done.returncode == 0, done.stderr
 
 
-def test_some_of_the_suite_for_a_gpu_passes_on_it() -> None:
+def test_some_of_the_suite_for_a_gpu_passes_on_it(tmp_path: Path) -> None:
     plain = ("-p", "no:xdist", "-p", "no:cacheprovider", "-o", "addopts=--import-mode=importlib")
-    done = _python("-m", "pytest", "-q", "-m", "gpu", *plain, *(f"tests/gpu/{name}" for name in SOME))
+    words = ("-q", "-m", "gpu", *plain, *(f"{ROOT}/tests/gpu/{name}" for name in SOME))
+    pretended = {"RECPIPE_GPU_SUITE": "pretend"}
+    done = Child(tmp_path / "suite", *words, script=SUITE, environment=pretended).ended()
     assert f"{len(SOME)} passed" in done.stdout, done.stdout
