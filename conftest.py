@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import importlib.metadata
+import logging
 import os
 import subprocess
 import sys
@@ -145,6 +146,16 @@ def _same_search_path() -> Iterator[None]:
     before = list(sys.path)
     yield
     sys.path[:] = before
+
+
+@pytest.fixture(autouse=True)
+def _same_log_handlers() -> Iterator[None]:
+    """Hydra's handlers write to what a test's output is caught in, which later tests do not have."""
+    root = logging.getLogger()
+    before = set(root.handlers)
+    yield
+    for added in set(root.handlers) - before:
+        root.removeHandler(added)
 
 
 @pytest.fixture(autouse=True, scope="session")
