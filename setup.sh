@@ -65,5 +65,9 @@ fi
 # One command, so that pip resolves recpipe and the set together.
 $pip install $quiet pip -r "$requirements" -e '.[test]' ||
     fail "pip could not install $requirements (its message is above); run ./setup.sh again when that is mended"
+# pip does so for what it installs, but not for this folder: each new process would compile it again where Python may
+# not write bytecode (PYTHONDONTWRITEBYTECODE).
+.venv/bin/python -m compileall -q -j 0 recpipe plugins tests conftest.py ||
+    fail "the sources could not be compiled (the message is above)"
 echo "$wanted" >"$stamp"
 echo "setup: done. Train: .venv/bin/python -m recpipe    Check: .venv/bin/python -m recpipe doctor"

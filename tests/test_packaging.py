@@ -113,7 +113,7 @@ def test_it_runs_from_another_folder_with_a_third_party_plugin(fresh: Path, tmp_
         ["+plugin=skip_small", "hydra.run.dir=shards", "tiers.sharded=true", *skipping],
     ]
     command = [str(fresh), "-c", ONE_BY_ONE, json.dumps(lines)]
-    environment = outside() | {"NUMBA_DISABLE_JIT": "1"}  # compiling loops for a new folder takes half a minute
+    environment = outside() | {"NUMBA_DISABLE_JIT": "1"}  # compiling all loops anew takes 30 s
     done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert done.stdout
