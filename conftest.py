@@ -44,21 +44,20 @@ gc.set_threshold(20_000, 20, 20)
 
 LONG = (
     "tests/inference/test_package.py",
-    "tests/test_packaging.py",
     "plugins/recpipe_sdm/tests/test_scorer.py",
-    "tests/test_pretend_gpu.py",
     "tests/plugin/test_cheats.py",
+    "tests/tasks/test_advise.py",
     "tests/test_api.py",
     "tests/test_cli.py",
-    "tests/tasks/test_advise.py",
-    "tests/common/test_compiled.py",
-    "tests/tasks/test_compare.py",
-    "tests/tasks/test_sweep.py",
     "tests/training/test_trainer.py",
-    "plugins/recpipe_slipstream/tests/test_filter.py",
-    "tests/perf/ids/test_replay.py",
+    "tests/tasks/test_compare.py",
+    "tests/test_pretend_gpu.py",
+    "tests/tasks/test_sweep.py",
     "plugins/recpipe_slipstream/tests/test_plugin.py",
+    "tests/inference/test_layers.py",
+    "tests/test_packaging.py",
     "plugins/recpipe_het/tests/test_het_plugin.py",
+    "plugins/recpipe_slipstream/tests/test_filter.py",
     "tests/distributed/test_torchrun.py",
 )
 """Files that take 40 s and more on 2 slow cores, the longest first."""
