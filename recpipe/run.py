@@ -83,7 +83,7 @@ from recpipe.training.optim import dense_optimizer, try_out
 from recpipe.training.recorder import Recorder
 from recpipe.training.resume import check_resumable
 from recpipe.training.signals import interruptible
-from recpipe.training.trainer import ending_threads, fit, make_callbacks, make_trainer, saved_last
+from recpipe.training.trainer import fit, make_callbacks, make_trainer, saved_last
 
 
 def run(composed: DictConfig, directory: Path, command_line: Sequence[str] | None = None) -> dict[str, Any]:
@@ -297,7 +297,7 @@ def run_on(
         if logger is not None:
             logger.log_hyperparams(cfg.values)
         resume = resume_from(cfg.resume, checkpoints)
-        with ending_threads(module):
+        with ranks.closing(module.close):
             stopped = fit(trainer, module, loader, evaluation, recorder, resume, files.late)
 
         embeddings.write_back()

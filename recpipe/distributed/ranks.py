@@ -21,7 +21,7 @@ Why ranks cannot wait for each other in a circle, though several threads use cha
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
 from typing import Annotated, Any
@@ -106,6 +106,19 @@ class Ranks:
     def part(self) -> tuple[int, int] | None:
         """The part of every batch that this rank trains (see ``part_of``); None: all of it."""
         return (self.trainer, len(self.trainers)) if len(self.trainers) > 1 else None
+
+    @contextmanager
+    def closing(self, close: Callable[[], None]) -> Iterator[None]:
+        """``close`` is called after the block, and after an error in it if there is one rank. Closing may need
+        all ranks, but the others do not know of the error: this process ends, and they notice that."""
+        try:
+            yield
+        except BaseException:
+            if self.world == 1:
+                close()
+            raise
+        else:
+            close()
 
     def channel(self, members: Sequence[int] | None = None) -> Channel:
         """Make a new channel between ``members`` (None: all ranks).

@@ -161,12 +161,5 @@ def closing_tiers(embeddings: GroupedCollection, inputs: Inputs, ranks: Ranks) -
     """In the block, the embeddings as tiers that the pipeline plans for, or None. They are closed at the
     end."""
     tiers = Tiers(inputs, embeddings.collections)
-    try:
+    with ranks.closing(embeddings.close):
         yield tiers if tiers.groups else None
-    except BaseException:
-        # Closing needs all ranks, but the others do not know: this process ends, and they notice that.
-        if ranks.world == 1:
-            embeddings.close()
-        raise
-    else:
-        embeddings.close()

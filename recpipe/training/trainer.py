@@ -155,20 +155,6 @@ def fit(
 
 
 @contextmanager
-def ending_threads(module: RankingModule) -> Iterator[None]:
-    """The module is closed after the block, also by an error."""
-    try:
-        yield
-    except BaseException:
-        # Closing may need all ranks, but the others do not know: this process ends, and they notice that.
-        if module.loader.ranks.world == 1:
-            module.close()
-        raise
-    else:
-        module.close()
-
-
-@contextmanager
 def _old_objects_kept() -> Iterator[None]:
     """In the block, Python's garbage collector does not look at the objects that there are now, most of them
     those of imported modules, which take it 0.2 s."""
