@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import subprocess
 import sys
 from pathlib import Path
 from threading import Thread
@@ -16,7 +17,7 @@ from typing_extensions import TypeAliasType
 
 from recpipe.common.compiled import _argument_types, compiled, load_loops
 from recpipe.errors import UserError
-from tests.processes import Child
+from tests.processes import ROOT
 
 RECIPES = (
     ["tiers.policy=lru"],
@@ -44,7 +45,7 @@ from recpipe.config.compose import compose
 from recpipe.run import run
 
 for number, words in enumerate({RECIPES}):
-    run(compose([*{SMALL}, *words]), Path(str(number)))
+    run(compose([*{SMALL}, *words]), Path(sys.argv[1] + str(number)))
 loops = {{id(v): v for m in list(sys.modules.values()) for v in vars(m).values() if isinstance(v, _Loop)}}
 print("loops:", len(loops))
 for loop in _WAITING:
@@ -77,7 +78,8 @@ def test_other_threads_go_on_while_a_loop_runs() -> None:
 
 
 def test_no_batch_waits_for_a_loop(tmp_path: Path) -> None:
-    done = Child(tmp_path / "runs", script=LATER).ended()
+    command = [sys.executable, "-c", LATER, str(tmp_path / "run")]  # in a process that has loaded none
+    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT)
     assert not done.returncode, done.stderr
     said = done.stdout[done.stdout.index("loops:") :].split("\n", 1)
     assert int(said[0].split()[1]) > 20
