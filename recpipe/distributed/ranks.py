@@ -109,8 +109,8 @@ class Ranks:
 
     @contextmanager
     def closing(self, close: Callable[[], None]) -> Iterator[None]:
-        """``close`` is called after the block, and after an error in it if there is one rank. Closing may need
-        all ranks, but the others do not know of the error: this process ends, and they notice that."""
+        """``close`` is called after the block, after an error in it only with one rank. Closing may need all
+        ranks, but the others do not know of the error: this process ends, and they notice that."""
         try:
             yield
         except BaseException:
