@@ -7,7 +7,8 @@ Jobs, in this order; each figure is samples per second over all steps of the sam
     resident/DIM/BATCH/{recpipe,recpipe_graph,by_hand}/ROUND
                                                  all rows in device memory; by hand: DistributedModelParallel
                                                  with TrainPipelineSparseDist
-    overlap/{lru,hotline,bagpipe}                copies beside kernels, from a trace (the last one stays)
+    overlap/DIM/BATCH/{lru,hotline,bagpipe}_graph
+                                                 copies beside kernels, from a trace (the last one stays)
     memory                                       device memory over 2,000 steps
     tiers/DIM/BATCH/SHARE/{lru,hotline,bagpipe}  a share of the rows in device memory, the others in the
                                                  host's; later rounds end in /2 and /3
@@ -216,16 +217,15 @@ def jobs(device: Any, quick: bool, keep: Path) -> list[Job]:
     first, second, third = ([job for of in PLAIN for job in tiers(of, share)] for share in SHARES)
     tf32 = [job for of in TF32 for job in (*resident(of, 1), *tiers(of, SHARES[0]))]
     tf32 += [job for share in SHARES[1:] for job in tiers(TF32[0], share)]
-    longest = PLAIN[0].size(quick)
-    steps = 100 if quick else FLAT_STEPS
-    short, group = replace(longest, steps=min(20, longest.steps)), ("tiers", PLAIN[0])
-    others = [
-        Job(f"overlap/{policy}", partial(_alone, work), only_gpu=True, group=group, limit=120)
-        for policy in POLICIES
-        for work in [partial(by_recpipe.overlap, short, device, policy, keep)]
-    ]
-    flat = partial(by_recpipe.memory, longest, device, steps)
-    others.append(Job("memory", partial(_alone, flat), group=group, limit=180))
+    others = []
+    for traced in (setting for setting in PLAIN if setting.dim == DIMS[0]):
+        size = traced.size(quick)
+        for policy in (f"{policy}{GRAPH}" for policy in POLICIES):
+            work = partial(by_recpipe.overlap, replace(size, steps=min(20, size.steps)), device, policy, keep)
+            name, group = f"overlap/{traced.name}/{policy}", ("tiers", traced)
+            others.append(Job(name, partial(_alone, work), only_gpu=True, group=group, limit=120))
+    flat = partial(by_recpipe.memory, PLAIN[0].size(quick), device, 100 if quick else FLAT_STEPS)
+    others.append(Job("memory", partial(_alone, flat), group=("tiers", PLAIN[0]), limit=180))
     check = partial(by_recpipe.sanitized, 150)
     sanitizer = Job("sanitizer", partial(_alone, check), only_gpu=True, limit=170)
     return [*rounds[0], *others, *first, *tf32, *second, *third, *rounds[1], sanitizer, *rounds[2]]

@@ -48,6 +48,7 @@ def test_copies_beside_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     found = module("on_gpu/by_recpipe.py", monkeypatch).beside(events)
     assert (found["copies"], found["copy_ms"], found["beside_kernels_ms"]) == (2, 0.011, 0.007)
     assert found["kernel_streams"] == ["7", "8"]
+    assert (found["kernels"], found["busy_ms"]) == (3, 0.018)
     assert module("on_gpu/by_recpipe.py", monkeypatch).beside([])["share"] is None
 
 
@@ -83,7 +84,7 @@ def test_jobs_have_names_of_their_own_and_all_settings(monkeypatch: pytest.Monke
             assert sum("tf32" not in name for name in mine) == 3 * bench.ROUNDS
         at = {share: sum(f"/{dim}/65536/tf32/{share}/" in name for name in names) for share in bench.SHARES}
         assert list(at.values()) == ([5, 5, 5] if dim == 64 else [5, 0, 0])
-    for lru in (name for name in names if name.endswith("/lru_graph")):
+    for lru in (name for name in names if name.startswith("tiers/") and name.endswith("/lru_graph")):
         for uvm in ("uvm", "uvm_large"):
             later = lru.replace("lru_graph", uvm)
             assert names.index(lru) < names.index(later), f"{uvm} takes its budget from lru"
@@ -98,7 +99,8 @@ def test_whole_names_choose_one_job_and_words_many(monkeypatch: pytest.MonkeyPat
 
     assert chosen() == [job.name for job in every]
     assert chosen("tiers/64/8192/0.1/uvm") == ["tiers/64/8192/0.1/uvm"]
-    assert chosen("memory", "overlap/lru") == ["overlap/lru", "memory"]
+    of_lru = [f"overlap/64/{batch}/lru_graph" for batch in (8192, 65536)]
+    assert [name for name in chosen("memory", "lru_graph") if "tiers" not in name] == [*of_lru, "memory"]
     large = chosen("64/8192/0.1/uvm_")
     assert large == [f"tiers/64/8192/0.1/uvm_large{end}" for end in ("", "/2", "/3")]
 

@@ -145,12 +145,12 @@ def overlap(size: Size, device: torch.device, policy: str, keep: Path) -> dict[s
     with trace.open("rb") as source, gzip.open(f"{trace}.gz", "wb") as target:
         shutil.copyfileobj(source, target)
     trace.unlink()
-    return beside(events)
+    return beside(events) | {"steps": size.steps}
 
 
 def beside(events: list[dict[str, Any]]) -> dict[str, Any]:
-    """Of a trace's events: the copies between host and device, and the part of their time in which a kernel
-    runs on another stream."""
+    """Of a trace's events: the copies between host and device, the part of their time in which a kernel runs
+    on another stream, and the time in which any kernel runs."""
     spans = [e for e in events if e.get("ph") == "X" and e.get("cat") in ("kernel", "gpu_memcpy")]
     kernels = sorted(
         (e["ts"], e["ts"] + e["dur"], e["args"]["stream"]) for e in spans if e["cat"] == "kernel"
@@ -171,11 +171,17 @@ def beside(events: list[dict[str, Any]]) -> dict[str, Any]:
                 covered += min(end, high) - max(start, at)
                 at = max(at, min(end, high))
         hidden += covered
+    busy, end = 0.0, 0.0
+    for low, high, _ in kernels:
+        busy += max(0.0, high - max(low, end))
+        end = max(end, high)
     return {
         "copies": len(moved),
         "copy_ms": total / 1e3,
         "beside_kernels_ms": hidden / 1e3,
         "share": hidden / total if total else None,
+        "kernels": len(kernels),
+        "busy_ms": busy / 1e3,
         "copy_streams": sorted({str(e["args"]["stream"]) for e in moved}),
         "kernel_streams": sorted({str(stream) for _, _, stream in kernels}),
     }
