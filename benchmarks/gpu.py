@@ -16,6 +16,7 @@ Jobs, in this order; each figure is samples per second over all steps of the sam
                                                  the device rows that lru had (slots and slab)
     tiers/DIM/BATCH/SHARE/uvm_large              the same rows, of which the tables under 20,000 rows have
                                                  theirs as a whole, uncached
+    tiers/64/BATCH/0.1/uvm_caching               that cache in recpipe: tiers.kernel=uvm_caching
     .._graph                                     with trainer.backend=cuda_graph; at dimension 128, and of the
                                                  smaller and the larger share, with it alone
     {resident,tiers}/DIM/65536/tf32/..           all sides with float32 products by the matrix units (TF32)
@@ -206,6 +207,9 @@ def jobs(device: Any, quick: bool, keep: Path) -> list[Job]:
         for policy in (f"{policy}{graph}" for graph in ("", GRAPH)[not both :] for policy in POLICIES):
             work = partial(by_recpipe.train, of, device, policy, share)
             mine.append(Job(f"{name}/{policy}{end}", partial(_alone, work), policy.endswith(GRAPH), group))
+        if both:
+            work = partial(by_recpipe.train, of, device, "uvm_caching", share)
+            mine.append(Job(f"{name}/uvm_caching{end}", partial(_alone, work), only_gpu=True, group=group))
         for kind, below in (("uvm", 0), ("uvm_large", WHOLE_BELOW)):
             work = partial(uvm, of, f"{name}/lru", below)
             mine.append(Job(f"{name}/{kind}{end}", work, only_gpu=True, group=group))

@@ -79,7 +79,7 @@ def test_jobs_have_names_of_their_own_and_all_settings(monkeypatch: pytest.Monke
         for batch in (8192, 65536):
             for number, share in enumerate(bench.SHARES):
                 mine = [name for name in names if name.startswith(f"tiers/{dim}/{batch}/{share}/")]
-                assert len(mine) == ((6 if number == 0 and dim == 64 else 3) + 2) * bench.ROUNDS
+                assert len(mine) == ((7 if number == 0 and dim == 64 else 3) + 2) * bench.ROUNDS
             mine = [name for name in names if name.startswith(f"resident/{dim}/{batch}/")]
             assert sum("tf32" not in name for name in mine) == 3 * bench.ROUNDS
         at = {share: sum(f"/{dim}/65536/tf32/{share}/" in name for name in names) for share in bench.SHARES}
@@ -101,7 +101,7 @@ def test_whole_names_choose_one_job_and_words_many(monkeypatch: pytest.MonkeyPat
     assert chosen("tiers/64/8192/0.1/uvm") == ["tiers/64/8192/0.1/uvm"]
     of_lru = [f"overlap/64/{batch}/lru_graph" for batch in (8192, 65536)]
     assert [name for name in chosen("memory", "lru_graph") if "tiers" not in name] == [*of_lru, "memory"]
-    large = chosen("64/8192/0.1/uvm_")
+    large = chosen("64/8192/0.1/uvm_l")
     assert large == [f"tiers/64/8192/0.1/uvm_large{end}" for end in ("", "/2", "/3")]
 
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from work import EPSILON, LEARNING_RATE, Size, batches, device_bytes, make_model
+from work import EPSILON, LEARNING_RATE, Size, batches, device_bytes, make_model, tbes
 
 import recpipe
 from recpipe.tables.front import Front
@@ -40,6 +40,7 @@ POLICIES = {
     "bagpipe": ("+plugin=bagpipe", "tiers.store=host"),
 }
 POLICIES |= {f"{name}_graph": (*words, "trainer.backend=cuda_graph") for name, words in POLICIES.items()}
+POLICIES["uvm_caching"] = ("tiers.sharded=true", "tiers.kernel=uvm_caching")
 
 
 def train(size: Size, device: torch.device, policy: str, share: float = 1.0, *more: str) -> dict[str, Any]:
@@ -94,6 +95,9 @@ def _device_rows(collection: Any) -> int:
     """Rows for which it has room in device memory."""
     if isinstance(collection, TieredEmbeddingBagCollection):
         return collection.slots + len(collection.memory.slab.weights)
+    cached = sum(len(tbe.lxu_cache_weights) for tbe in tbes([collection]))
+    if cached:
+        return cached
     return int(collection.tables.layout.total_rows)
 
 

@@ -155,7 +155,8 @@ def tbes(modules: Iterable[nn.Module]) -> list[SplitTableBatchedEmbeddingBagsCod
     which ``modules()`` does not enter."""
     found: dict[int, SplitTableBatchedEmbeddingBagsCodegen] = {}
     for part in (part for module in modules for part in module.modules()):
-        inner = tbes(getattr(part, "_lookups", []))
+        listed = getattr(part, "_lookups", None)
+        inner = tbes(listed) if isinstance(listed, list) else []
         own = [part] if isinstance(part, SplitTableBatchedEmbeddingBagsCodegen) else []
         found |= {id(tbe): tbe for tbe in (*own, *inner)}
     return list(found.values())
