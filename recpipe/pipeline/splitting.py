@@ -156,13 +156,15 @@ class Splitting:
             on = trial.with_it <= WORTH * trial.without
             times = f"{milliseconds(trial.with_it)} ms a batch with it, {milliseconds(trial.without)} without"
             return f"splitting {'on' if on else 'off'} after {trial.decided} batches: {times}"
-        if not trial.watched:
+        if not trial.watched or trial.compares:
             return f"splitting off: the run ended after {trial.steps} batches, before it could be judged"
         waits = self._waits / max(self._seconds, 1e-9)
         if waits < LEAST:
             return f"splitting off: fetches were hidden or short, training waited {waits:.1%} of its time"
         early = self._early_sum / max(1, self._looked)
-        return (
-            f"splitting off: {early:.1%} of the samples need no cold row, too few to hide the waits, "
-            f"{waits:.1%} of the time"
-        )
+        if early < LEAST:
+            return (
+                f"splitting off: {early:.1%} of the samples need no cold row, too few to hide the waits, "
+                f"{waits:.1%} of the time"
+            )
+        return f"splitting off: training waited {waits:.1%} of its time, but in few of its batches"

@@ -8,6 +8,9 @@ from statistics import fmean, median
 
 WATCHED = 16
 """Steps without the mechanism over which the most that it could save is measured."""
+RARE = 2
+"""So many of these steps, those that it could save most of, are left out: what delays single steps, as many
+new rows at once, is no reason to change all."""
 LEAST = 0.03
 """The share of the time that it must be able to save, or it is not tried."""
 BLOCK = 6
@@ -54,7 +57,8 @@ class Trial:
         self.watched = 0
         """How many times ``could_save`` was measured."""
         self.could_save = 0.0
-        """The share of the time that it could have saved, in the last steps that were watched."""
+        """The share of the time that it could have saved, in the last steps that were watched, without those
+        that are rare."""
         self._agreed = agreed
         self._phase = Phase.WATCH
         self._left = WATCHED
@@ -87,7 +91,9 @@ class Trial:
 
     def _watched(self) -> None:
         self.watched += 1
-        self.could_save = self._agreed(sum(self._saved) / max(sum(self._block), 1e-9))
+        usually = sorted(zip(self._saved, self._block, strict=True))[:-RARE]
+        saved, seconds = (sum(each) for each in zip(*usually, strict=True))
+        self.could_save = self._agreed(saved / max(seconds, 1e-9))
         self._begin(Phase.TRIAL if self.could_save >= LEAST else Phase.WATCH)
 
     def _begin(self, phase: Phase) -> None:

@@ -130,6 +130,24 @@ def test_a_short_run_says_so() -> None:
     assert "the run ended after 10 batches" in timed.splitting.verdict()
 
 
+def test_a_run_that_ends_while_it_is_compared_says_so() -> None:
+    timed = clock("auto", waits=0.5)
+    timed.epoch(WATCHED + BLOCK)
+    assert timed.splitting.compares
+    assert f"the run ended after {WATCHED + BLOCK} batches" in timed.splitting.verdict()
+
+
+def test_a_rare_wait_cuts_no_batch() -> None:
+    """As for the rows that became popular when a policy had learned."""
+    timed = clock("auto")
+    for number in range(3 * WATCHED):
+        timed.waits = 2.0 if number % WATCHED == 8 else 0.0
+        timed.epoch(1, first=number)
+    assert timed.splitting.batches == 0
+    verdict = timed.splitting.verdict()
+    assert verdict == "splitting off: training waited 11.1% of its time, but in few of its batches"
+
+
 def test_a_splitter_with_another_purpose_is_not_judged() -> None:
     class Memory(Early):
         optional = False

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from recpipe.pipeline.trial import BLOCK, HOLD, PAIRS, WATCHED, Trial
+from recpipe.pipeline.trial import BLOCK, HOLD, PAIRS, RARE, WATCHED, Trial
 
 
 def run(trial: Trial, steps: int, with_it: float, without: float, saving: float) -> list[bool]:
@@ -23,6 +23,15 @@ def test_what_cannot_save_is_never_tried() -> None:
     assert not any(run(trial, 2000, with_it=0.5, without=1.0, saving=0.02))
     assert trial.watched > 100
     assert trial.could_save == pytest.approx(0.02)
+
+
+def test_rare_delays_are_no_reason_to_try() -> None:
+    """Two steps of those watched might have saved most of their time, and a third one decides."""
+    for delayed, tried in ((RARE, False), (RARE + 1, True)):
+        trial = Trial()
+        for number in range(WATCHED):
+            trial.step(1.0, 0.9 if number < delayed else 0.0)
+        assert trial.compares == trial.on == tried
 
 
 def test_what_makes_steps_shorter_stays_on() -> None:
