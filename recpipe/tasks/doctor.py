@@ -17,10 +17,11 @@ from packaging.version import Version
 from recpipe.common.versions import FBGEMM, TRIPLES, installed_version
 from recpipe.errors import UserError
 
-NOT_RUN = "resolved, not yet run on a GPU"
-"""The state of a set for CUDA that pip can install, but on which no test has run."""
-RUN_ON = {"2.11": "run on an NVIDIA H100 and an H200, 2026-11-26 and 27"}
-"""By torch's release, the state of the sets for CUDA on which the suite for a GPU has run on one."""
+RUN_ON = {
+    "2.13": "loaded, and tried by recpipe doctor, on an NVIDIA H200, 2026-11-27; no test has run on a GPU",
+    "2.11": "run on an NVIDIA H100 and H200s, 2026-11-26 and 27",
+}
+"""By torch's release, what of each set for CUDA has run on a GPU."""
 REQUIREMENTS = {
     ("2.13", False): "requirements/cpu.txt",
     ("2.13", True): "requirements/cuda.txt",
@@ -86,7 +87,7 @@ def check_triple(version: Versions, cuda: bool) -> list[Finding]:
     found = (minor(torch), minor(torchrec), minor(fbgemm[1]))
     shown = f"torch {torch}, torchrec {torchrec}, {fbgemm[0]} {fbgemm[1]}"
     if found in TRIPLES:
-        state = f"a set {RUN_ON.get(found[0], NOT_RUN)}" if cuda else "a tested set"
+        state = f"a set {RUN_ON[found[0]]}" if cuda else "a tested set"
         return [Finding("versions", f"{shown}: {state}")]
     nearest = next((t for t in TRIPLES if t[0] == found[0]), TRIPLES[0])
     fits = f"torch {nearest[0]} with torchrec {nearest[1]} and fbgemm-gpu {nearest[2]}"

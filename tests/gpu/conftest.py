@@ -44,6 +44,8 @@ NOT_EMULATED = {
     "test_stochastic_rounding_keeps_steps": "FBGEMM's kernels of the CPU round to the nearest",
 }
 """Of those of the emulated one (tests/emulated_gpu)."""
+LONG = ("test_a_comparison_ends_with_a_table", "test_races.py")
+"""Tests that start processes from the beginning and take a minute, by a part of their name, longest first."""
 LACKING = NOT_PRETENDED if WHERE == "pretend" else NOT_EMULATED if "EMULATED_GPU" in os.environ else {}
 
 
@@ -52,7 +54,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark the suite, and say why a test of it cannot run here."""
+    """Mark the suite, say why a test of it cannot run here, and begin with the long ones."""
     absent = WHERE == "cuda" and not torch.cuda.is_available()
     for item in items:
         if not item.path.is_relative_to(HERE):
@@ -67,6 +69,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.skip(reason=why[0]))
         elif technique in ELSEWHERE:
             item.add_marker(pytest.mark.skip(reason=ELSEWHERE[technique]))
+    if not absent:
+        here = [item for item in items if item.path.is_relative_to(HERE)]
+        long = [item for name in LONG for item in here if name in item.nodeid]
+        items[:] = [item for item in items if item not in long]
+        for number, item in enumerate(long):  # pytest-xdist gives each process two tests to begin with
+            items.insert(2 * number, item)
 
 
 @pytest.hookimpl(wrapper=True)

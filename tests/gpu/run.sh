@@ -41,7 +41,7 @@ if [ "$what" != bench ]; then
   # shellcheck disable=SC2086
   OMP_NUM_THREADS=2 timeout -k 10 "$longest" python3 -m pytest -m gpu -q -ra --durations=15 -p no:cacheprovider \
     -o addopts="--strict-markers --import-mode=importlib" -o faulthandler_timeout=60 \
-    --dist worksteal -n $(($(nproc) * 3 / 4 + 1)) ${RECPIPE_GPU_TESTS:-tests/gpu} > "$folder/suite.log" 2>&1 || status=1
+    --dist load --maxschedchunk 1 -n $(($(nproc) * 3 / 4 + 1)) ${RECPIPE_GPU_TESTS:-tests/gpu} > "$folder/suite.log" 2>&1 || status=1
   tail -n 60 "$folder/suite.log"
   wait "$sanitizer" || status=1
 fi

@@ -110,14 +110,14 @@ def test_a_plan_takes_no_memory(tmp_path: Path, sharded: str) -> None:
 
 def test_a_comparison_ends_with_a_table(cli: Cli, tmp_path: Path) -> None:
     words = [word for word in SMALL if not word.startswith(("trainer.checkpoint", "trainer.logger"))]
-    settings = ("compare.plugins=[resident,lru,hotline]", "compare.repetitions=1", "compare.precision=null")
+    settings = ("compare.plugins=[lru,hotline]", "compare.repetitions=1", "compare.precision=null")
     done = cli(*words, "task=compare", *settings)
     assert done.returncode == 0, done.stderr
     (found,) = (tmp_path / "cli").glob("outputs/*/*/compare.json")
     rows = json.loads(found.read_text())["rows"]
     # On a GPU hotline takes other memory than lru, which is then also run at hotline's.
     more = ["lru@hotline"] if WHERE == "cuda" else []
-    assert [row["name"] for row in rows] == ["resident", "lru", "hotline", *more]
+    assert [row["name"] for row in rows] == ["lru", "hotline", *more]
     assert all(row["samples_per_second"]["median"] > 0 for row in rows)
 
 
