@@ -7,8 +7,8 @@
 # PYTHON has the set to carry, at its versions: .venv/bin/python after ./setup.sh, for the same version of Python and
 # the same kind of machine (RECPIPE_PYTHON, RECPIPE_REQUIREMENTS). HAVE is a file with the names of the packages that
 # the other machine has: what "pip list --format=freeze" prints there, or names with commas. FOLDER gets part-00, part-01 ...
-# of at most MIB (default 55) each. With ARCHITECTURE=90 in the environment, FBGEMM has kernels for GPUs of compute
-# capability 9.0 alone, a third of its size. Over there, with all parts in a folder PARTS:
+# of at most MIB (default 55) each. With ARCHITECTURE=90 in the environment, FBGEMM, torch and NCCL have kernels for
+# GPUs of compute capability 9.0 alone, FBGEMM a third of its size. Over there, with all parts in a folder PARTS:
 #
 #   cat PARTS/part-* | tar -xf - -C WHEELS && python3 -m pip install --no-index --no-deps --target SITE WHEELS/*.whl
 #   PYTHONPATH=SITE python3 -m recpipe
@@ -31,7 +31,8 @@ pip wheel -q --no-deps -w "$wheels/all" -r "$wheels/wanted.txt"
 # Plugins are found by the entry points of an installed recpipe.
 pip wheel -q --no-deps -w "$wheels/all" "$(dirname "$0")/.."
 if [ -n "${ARCHITECTURE:-}" ]; then
-  python3 "$(dirname "$0")/one_architecture.py" "$wheels"/all/fbgemm_gpu-*.whl "$ARCHITECTURE"
+  shopt -s nullglob
+  python3 "$(dirname "$0")/one_architecture.py" "$wheels"/all/{fbgemm_gpu,torch,nvidia_nccl_cu13}-*.whl "$ARCHITECTURE"
 fi
 rm -f "$folder"/part-*
 tar -C "$wheels/all" -cf - . | split -b "${mib}M" -d - "$folder/part-"

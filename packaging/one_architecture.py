@@ -1,15 +1,17 @@
-"""Leaves in a wheel's libraries the kernels of one GPU architecture, so that it is smaller to carry.
+"""Leaves in wheels' libraries the kernels of one GPU architecture, so that they are smaller to carry.
 
-    python packaging/one_architecture.py WHEEL 90
+    python packaging/one_architecture.py WHEEL [WHEEL ...] 90
 
-WHEEL (fbgemm-gpu's, say) is rewritten in place; 90 stands for compute capability 9.0 (H100, H200). Libraries
-with CUDA kernels have them for several architectures in fat binaries, in the section ``.nv_fatbin``: a header
-with the size of what follows, then an entry for each architecture. The chosen entries move to the front, the
-size says that nothing else is there, and the rest becomes zeros, which the wheel compresses.
+Each WHEEL (fbgemm-gpu's, torch's, NCCL's) is rewritten in place; 90 stands for compute capability 9.0 (H100,
+H200). Libraries with CUDA kernels have them for several architectures in fat binaries, in the sections of
+``SECTIONS``: a header with the size of what follows, then an entry for each architecture. The chosen entries
+move to the front, the size says that nothing else is there, and the rest becomes zeros, which the wheel
+compresses. A fat binary without the architecture, of kernels that it has no use for, stays as it is.
 """
 
 from __future__ import annotations
 
+import re
 import struct
 import sys
 import zipfile
@@ -18,6 +20,7 @@ from pathlib import Path
 
 FAT = 0xBA55ED50
 """The first 4 bytes of a fat binary."""
+SECTIONS = (".nv_fatbin", "__nv_relfatbin")
 CUBIN = 2
 """The kind of an entry with machine code, as against PTX."""
 
@@ -32,10 +35,11 @@ def sections(library: bytes) -> Iterator[tuple[str, int, int]]:
         yield library[start : library.index(b"\0", start)].decode(), offset, length
 
 
-def keep(library: bytearray, architecture: int) -> None:
-    """Leave the kernels of ``architecture`` in ``library``."""
+def keep(library: bytearray, architecture: int) -> tuple[int, int]:
+    """Leave the kernels of ``architecture`` in ``library``; how many fat binaries have some, and all."""
+    having = every = 0
     for name, at, size in list(sections(bytes(library))):
-        end = at + size if name == ".nv_fatbin" else at
+        end = at + size if name in SECTIONS else at
         while at < end:
             magic, _, head, length = struct.unpack_from("<IHHQ", library, at)
             if magic != FAT:  # between two
@@ -43,11 +47,13 @@ def keep(library: bytearray, architecture: int) -> None:
                 continue
             first, after = at + head, at + head + length
             kept = b"".join(entries(library, first, after, architecture))
-            if not kept:
-                sys.exit(f"a library has kernels, but none of architecture {architecture}")
-            library[first:after] = kept.ljust(length, b"\0")
-            struct.pack_into("<Q", library, at + 8, len(kept))
+            every += 1
+            if kept:
+                having += 1
+                library[first:after] = kept.ljust(length, b"\0")
+                struct.pack_into("<Q", library, at + 8, len(kept))
             at = after
+    return having, every
 
 
 def entries(library: bytearray, at: int, end: int, architecture: int) -> Iterator[bytes]:
@@ -61,16 +67,25 @@ def entries(library: bytearray, at: int, end: int, architecture: int) -> Iterato
         at += head + length
 
 
-def main() -> None:
-    wheel, architecture = Path(sys.argv[1]), int(sys.argv[2])
+def rewrite(wheel: Path, architecture: int) -> None:
+    """Leave the kernels of ``architecture`` in the libraries of ``wheel``."""
     partial = wheel.with_suffix(".partial")
     with zipfile.ZipFile(wheel) as source, zipfile.ZipFile(partial, "w", zipfile.ZIP_DEFLATED) as target:
         for entry in source.infolist():
             content = bytearray(source.read(entry))
-            if entry.filename.endswith(".so"):
-                keep(content, architecture)
+            if re.search(r"\.so(\.\d+)*$", entry.filename):
+                having, every = keep(content, architecture)
+                if every and not having:
+                    partial.unlink()
+                    sys.exit(f"{entry.filename} has kernels, but none of architecture {architecture}")
             target.writestr(entry, content, zipfile.ZIP_DEFLATED)
     partial.replace(wheel)
+
+
+def main() -> None:
+    *wheels, architecture = sys.argv[1:]
+    for wheel in wheels:
+        rewrite(Path(wheel), int(architecture))
 
 
 if __name__ == "__main__":

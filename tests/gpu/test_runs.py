@@ -110,7 +110,12 @@ def test_a_plan_takes_no_memory(tmp_path: Path, sharded: str) -> None:
 
 def test_a_comparison_ends_with_a_table(cli: Cli, tmp_path: Path) -> None:
     words = [word for word in SMALL if not word.startswith(("trainer.checkpoint", "trainer.logger"))]
-    settings = ("compare.plugins=[lru,hotline]", "compare.repetitions=1", "compare.precision=null")
+    settings = (
+        "compare.plugins=[lru,hotline]",
+        "compare.repetitions=1",
+        "compare.warmup=0",
+        "compare.precision=null",
+    )
     done = cli(*words, "task=compare", *settings)
     assert done.returncode == 0, done.stderr
     (found,) = (tmp_path / "cli").glob("outputs/*/*/compare.json")
