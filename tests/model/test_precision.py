@@ -14,6 +14,7 @@ from recpipe.config.compose import compose
 from recpipe.config.recipe import Recipe
 from recpipe.data.dataset import Schema
 from recpipe.errors import UserError
+from recpipe.inference.golden import tolerance
 from recpipe.model.config import ModelConfig
 from recpipe.pipeline.placed import PlacedModel
 from recpipe.run import run
@@ -69,7 +70,8 @@ def test_what_was_trained_in_tf32_is_scored_in_float32_on_a_cpu(tmp_path: Path, 
     found = recpipe.evaluate(tmp_path, None, "split=eval", quiet=True)
     loss = found["tasks"]["score"]["figures"]["logloss"]["value"]
     assert loss == pytest.approx(report["quality"]["logloss"], abs=1e-6)
-    recpipe.package(tmp_path, tmp_path / "package")
+    scores = torch.tensor([0.5, 3.0])  # a package's are held to what it has of float32
+    assert tolerance(scores, "tf32") == tolerance(scores, "float32")
 
 
 def test_other_precisions_are_refused() -> None:
