@@ -1,8 +1,8 @@
 #!/bin/sh
 # Sets up .venv with a set of packages that fit together and recpipe itself; does nothing when it is up to date.
-# The CPU set is tested, and the CUDA set for torch 2.11 was run on a GPU; the newest CUDA set is resolved.
+# The CPU set is tested, and the CUDA set for torch 2.11 was run on GPUs; with the newest one no test was.
 #   RECPIPE_PYTHON        the Python to use (default: python3 when it is 3.11 to 3.14, else the first of these that is there)
-#   RECPIPE_REQUIREMENTS  the set to install (default: requirements/cuda.txt with a GPU, else requirements/cpu.txt)
+#   RECPIPE_REQUIREMENTS  the set to install (default: requirements/cuda-torch2.11.txt with a GPU, else requirements/cpu.txt)
 set -eu
 cd "$(dirname "$0")"
 
@@ -25,7 +25,7 @@ find_python() {
 requirements=${RECPIPE_REQUIREMENTS:-}
 if [ -z "$requirements" ]; then
     requirements=requirements/cpu.txt
-    if nvidia-smi -L >/dev/null 2>&1; then requirements=requirements/cuda.txt; fi
+    if nvidia-smi -L >/dev/null 2>&1; then requirements=requirements/cuda-torch2.11.txt; fi
 fi
 [ -f "$requirements" ] || fail "no file $requirements; there are: $(echo requirements/*.txt)"
 

@@ -27,6 +27,8 @@ REQUIREMENTS = {
     ("2.13", True): "requirements/cuda.txt",
     ("2.11", True): "requirements/cuda-torch2.11.txt",
 }
+USUAL = {False: "2.13", True: "2.11"}
+"""torch's release in the set that ./setup.sh installs, on a machine without a GPU and on one with it."""
 OTHERS = (("hydra-core", "1.3.2", "1.5"), ("lightning", "2.5", "3"))
 """Distributions with their lowest supported and first unsupported version."""
 NVML = "libnvidia-ml.so.1"
@@ -57,15 +59,17 @@ def minor(version: str) -> str:
     return f"{release[0]}.{release[1] if len(release) > 1 else 0}"
 
 
-def install(cuda: bool, torch_minor: str = "2.13", root: Path = CHECKOUT) -> str:
-    """The command that installs a fitting set into this Python: from a checkout's file, otherwise by name."""
-    file = REQUIREMENTS.get((torch_minor, cuda), REQUIREMENTS["2.13", cuda])
+def install(cuda: bool, torch_minor: str | None = None, root: Path = CHECKOUT) -> str:
+    """The command that installs a fitting set into this Python: from a checkout's file, otherwise by name.
+    ``torch_minor``: torch's release, if there is a set with it."""
+    wanted = torch_minor if torch_minor and (torch_minor, cuda) in REQUIREMENTS else USUAL[cuda]
+    file = REQUIREMENTS[wanted, cuda]
     pip = f"{sys.executable} -m pip install"
     if (root / file).is_file():
         # Or pip would take torch's CUDA build.
         first = "" if cuda else f"{pip} --no-deps -r requirements/torch-cpu.txt && "
         return f"cd {root} && {first}{pip} -r {file}"
-    torch, torchrec, fbgemm = next((t for t in TRIPLES if t[0] == torch_minor), TRIPLES[0])
+    torch, torchrec, fbgemm = next(t for t in TRIPLES if t[0] == wanted)
     if cuda:
         return f"{pip} torch=={torch}.* fbgemm-gpu=={fbgemm}.* torchrec=={torchrec}.*"
     # torchrec depends on FBGEMM's CUDA build by name, so on a CPU machine it is installed without
@@ -82,14 +86,14 @@ def check_triple(version: Versions, cuda: bool) -> list[Finding]:
     fbgemm = next(((name, v) for name in reversed(FBGEMM) if (v := version(name))), None)
     missing = [n for n, v in (("torch", torch), ("torchrec", torchrec), ("fbgemm-gpu", fbgemm)) if v is None]
     if torch is None or torchrec is None or fbgemm is None:
-        remedy = install(cuda, minor(torch) if torch else "2.13")
+        remedy = install(cuda, minor(torch) if torch else None)
         return [Finding(name, f"{name} is not installed", remedy) for name in missing]
     found = (minor(torch), minor(torchrec), minor(fbgemm[1]))
     shown = f"torch {torch}, torchrec {torchrec}, {fbgemm[0]} {fbgemm[1]}"
     if found in TRIPLES:
         state = f"a set {RUN_ON[found[0]]}" if cuda else "a tested set"
         return [Finding("versions", f"{shown}: {state}")]
-    nearest = next((t for t in TRIPLES if t[0] == found[0]), TRIPLES[0])
+    nearest = next(t for release in (found[0], USUAL[cuda]) for t in TRIPLES if t[0] == release)
     fits = f"torch {nearest[0]} with torchrec {nearest[1]} and fbgemm-gpu {nearest[2]}"
     text = f"{shown}: no set known to fit; {fits} does" if cuda else f"{shown}: not a tested set; {fits} is"
     return [Finding("versions", text, install(cuda, nearest[0]))]
@@ -212,7 +216,8 @@ def check_loads(cuda: bool) -> Finding:
             f"&& {install(False)}",
         )
     last = (done.stderr.strip().splitlines() or [f"exit status {done.returncode}"])[-1]
-    remedy = install(cuda, minor(installed_version("torch") or "2.13"))
+    torch = installed_version("torch")
+    remedy = install(cuda, minor(torch) if torch else None)
     return Finding("load", f"torch, fbgemm_gpu or torchrec does not load: {last}", remedy)
 
 

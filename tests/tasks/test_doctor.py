@@ -67,6 +67,15 @@ def test_untested_sets_name_the_nearest_tested_one(change: dict[str, str], text:
     assert finding.remedy.endswith(f"-m pip install -r {file}")
 
 
+@pytest.mark.parametrize(("cuda", "file"), [(False, "cpu.txt"), (True, "cuda-torch2.11.txt")])
+def test_what_is_proposed_is_what_setup_installs(cuda: bool, file: str) -> None:
+    """The set that was run on GPUs, where there is one; also to who has a torch of no set."""
+    assert doctor.install(cuda).endswith(f"requirements/{file}")
+    assert f"requirements=requirements/{file}" in (doctor.CHECKOUT / "setup.sh").read_text(encoding="utf-8")
+    versions = {"torch": "2.12.1", "torchrec": "1.7.0", "fbgemm-gpu": "1.7.0"}
+    assert triple(versions, cuda).remedy.endswith(f"requirements/{file}")
+
+
 def test_torch_2_11_is_mended_with_its_own_file() -> None:
     finding = triple({"torch": "2.11.0+cu130", "torchrec": "1.8.0", "fbgemm-gpu": "1.8.0"}, cuda=True)
     assert finding.remedy.endswith("requirements/cuda-torch2.11.txt")
