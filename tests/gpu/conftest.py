@@ -62,7 +62,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         item.add_marker(pytest.mark.gpu)
         technique = getattr(item, "callspec", None) and item.callspec.params.get("technique")
         if absent:
-            item.add_marker(pytest.mark.skip(reason="no CUDA device"))
+            item.add_marker(pytest.mark.skip(reason="no CUDA device, or not asked for (-m gpu)"))
         elif WHERE != "cuda" and item.get_closest_marker("cuda"):
             item.add_marker(pytest.mark.skip(reason="only a GPU can show it"))
         elif why := [w for n, w in LACKING.items() if n in item.nodeid]:
