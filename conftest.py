@@ -20,8 +20,8 @@ from recpipe.common.quiet import calm_threads
 calm_threads()  # before torch is imported, as the command line does
 # Every index into a table is checked: FBGEMM raises an error instead of reading foreign memory (0: FATAL).
 os.environ.setdefault("FBGEMM_TBE_BOUNDS_CHECK_MODE", "0")
-# Tests are of the CPU, also on a machine with a GPU, but for the suite for one. pytest-xdist's processes have it from
-# the one that starts them.
+# All but the suite for a GPU are of the CPU, also on a machine that has one. The processes of pytest-xdist
+# inherit this.
 if not re.search(r" -m *\S*gpu|tests/gpu\b", " ".join(sys.argv)) and "PYTEST_XDIST_WORKER" not in os.environ:
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
 
