@@ -6,7 +6,6 @@ import gc
 import importlib.metadata
 import logging
 import os
-import re
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -16,14 +15,12 @@ from typing import Any
 import pytest
 
 from recpipe.common.quiet import calm_threads
+from tests.hidden_gpus import hide_gpus
 
 calm_threads()  # before torch is imported, as the command line does
+hide_gpus(sys.argv)
 # Every index into a table is checked: FBGEMM raises an error instead of reading foreign memory (0: FATAL).
 os.environ.setdefault("FBGEMM_TBE_BOUNDS_CHECK_MODE", "0")
-# All but the suite for a GPU are of the CPU, also on a machine that has one. The processes of pytest-xdist
-# inherit this.
-if not re.search(r" -m *\S*gpu|tests/gpu\b", " ".join(sys.argv)) and "PYTEST_XDIST_WORKER" not in os.environ:
-    os.environ["CUDA_VISIBLE_DEVICES"] = ""
 
 import torch  # noqa: E402
 
