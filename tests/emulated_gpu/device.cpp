@@ -5,7 +5,11 @@
 #include <cstring>
 #include <unordered_map>
 
-API cudaError_t cudaGetDeviceCount(int *n) { *n = 1; return cudaSuccess; }
+API cudaError_t cudaGetDeviceCount(int *n) {
+    const char *visible = std::getenv("CUDA_VISIBLE_DEVICES");
+    *n = !visible || *visible;
+    return *n ? cudaSuccess : cudaErrorNoDevice;
+}
 API cudaError_t cudaGetDevice(int *d) { *d = 0; return cudaSuccess; }
 API cudaError_t cudaSetDevice(int d) { return d ? said(cudaErrorInvalidDevice) : cudaSuccess; }
 API cudaError_t cudaDeviceCanAccessPeer(int *a, int, int) { *a = 0; return cudaSuccess; }
