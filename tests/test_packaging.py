@@ -66,9 +66,7 @@ def fresh(tmp_path_factory: pytest.TempPathFactory, wheels: tuple[Path, ...]) ->
     others = dict.fromkeys(sysconfig.get_path(kind) for kind in ("purelib", "platlib"))
     (site / "others.pth").write_text("\n".join(others), encoding="utf-8")
     for shim in (Path(folder) / "distutils-precedence.pth" for folder in others):
-        if (
-            shim.exists()
-        ):  # setuptools': Python has no distutils since 3.12, and the set for torch 2.11 asks for it
+        if shim.exists():  # setuptools': Python 3.12 has no distutils, and the set for torch 2.11 asks for it
             shutil.copy(shim, site)
     return python
 
