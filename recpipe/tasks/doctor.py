@@ -59,10 +59,11 @@ def minor(version: str) -> str:
     return f"{release[0]}.{release[1] if len(release) > 1 else 0}"
 
 
-def install(cuda: bool, torch_minor: str | None = None, root: Path = CHECKOUT) -> str:
+def install(cuda: bool, version: str | None = None, root: Path = CHECKOUT) -> str:
     """The command that installs a fitting set into this Python: from a checkout's file, otherwise by name.
-    ``torch_minor``: torch's release, if there is a set with it."""
-    wanted = torch_minor if torch_minor and (torch_minor, cuda) in REQUIREMENTS else USUAL[cuda]
+    ``version``: torch's, which is kept if there is a set with it."""
+    release = minor(version or USUAL[cuda])
+    wanted = release if (release, cuda) in REQUIREMENTS else USUAL[cuda]
     file = REQUIREMENTS[wanted, cuda]
     pip = f"{sys.executable} -m pip install"
     if (root / file).is_file():
@@ -86,7 +87,7 @@ def check_triple(version: Versions, cuda: bool) -> list[Finding]:
     fbgemm = next(((name, v) for name in reversed(FBGEMM) if (v := version(name))), None)
     missing = [n for n, v in (("torch", torch), ("torchrec", torchrec), ("fbgemm-gpu", fbgemm)) if v is None]
     if torch is None or torchrec is None or fbgemm is None:
-        remedy = install(cuda, minor(torch) if torch else None)
+        remedy = install(cuda, torch)
         return [Finding(name, f"{name} is not installed", remedy) for name in missing]
     found = (minor(torch), minor(torchrec), minor(fbgemm[1]))
     shown = f"torch {torch}, torchrec {torchrec}, {fbgemm[0]} {fbgemm[1]}"
@@ -216,8 +217,7 @@ def check_loads(cuda: bool) -> Finding:
             f"&& {install(False)}",
         )
     last = (done.stderr.strip().splitlines() or [f"exit status {done.returncode}"])[-1]
-    torch = installed_version("torch")
-    remedy = install(cuda, minor(torch) if torch else None)
+    remedy = install(cuda, installed_version("torch"))
     return Finding("load", f"torch, fbgemm_gpu or torchrec does not load: {last}", remedy)
 
 
