@@ -1,39 +1,59 @@
-"""A stand-in for a CUDA graph, which repeats torch's operators in the same memory instead of kernels."""
+"""Stand-ins for a CUDA graph, which repeat torch's operators in the same memory instead of kernels."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+UNSAID = ("fbgemm::", "aten::native_batch_norm", "aten::cudnn_batch_norm")
+"""Beginnings of the names of operators that do not say what they write to."""
 
-class FakeGraph:
-    """``kept``: what the work changes without saying so, such as a BatchNorm's statistics."""
 
-    def __init__(self, kept: Sequence[torch.Tensor] = ()) -> None:
+class FakeCudaGraph:
+    """For ``torch.cuda.CUDAGraph``."""
+
+    def __init__(self) -> None:
         self._operators = _Operators()
-        self._operators.keep(kept)
+        self._recording = ExitStack()
 
-    def record(self, work: Callable[[], None]) -> None:
-        """As ``Graph.record``: the operators run for their results' shapes; what they change is undone."""
-        with torch.random.fork_rng([]), self._operators:
-            work()
+    def capture_begin(self, capture_error_mode: str = "global") -> None:
+        """From now on operators run for their results' shapes; what they change will be undone."""
+        self._recording.enter_context(torch.random.fork_rng(range(torch.cuda.device_count())))
+        self._recording.enter_context(self._operators)
+
+    def capture_end(self) -> None:
+        """Undo what they have changed."""
+        self._recording.close()
         with torch.no_grad():
             for tensor, before in self._operators.before:
                 tensor.copy_(before)
         self._operators.before.clear()
 
     def replay(self) -> None:
-        """As ``Graph.replay``."""
+        """Run them again."""
         with torch.no_grad():
             for operator, arguments, named, results in self._operators.calls:
                 again = operator(*arguments, **named)
                 for old, new in zip(tree_leaves(results), tree_leaves(again), strict=True):
                     if isinstance(old, torch.Tensor) and old.data_ptr() != new.data_ptr():
                         old.copy_(new)
+
+
+class FakeGraph(FakeCudaGraph):
+    """For ``recpipe.pipeline.cuda_graph.CudaGraph``."""
+
+    def record(self, work: Callable[[], None]) -> None:
+        """As ``Graph.record``."""
+        self.capture_begin()
+        try:
+            work()
+        finally:
+            self.capture_end()
 
 
 class _Operators(TorchDispatchMode):
@@ -45,9 +65,9 @@ class _Operators(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         named = kwargs or {}
-        tables = func.namespace == "fbgemm"  # whose operators do not say what they write to
+        unsaid = func._schema.name.startswith(UNSAID)
         for place, argument in enumerate(func._schema.arguments):
-            if tables or (argument.alias_info is not None and argument.alias_info.is_write):
+            if unsaid or (argument.alias_info is not None and argument.alias_info.is_write):
                 given = args[place] if place < len(args) else named.get(argument.name)
                 self.keep([leaf for leaf in tree_leaves(given) if isinstance(leaf, torch.Tensor)])
         results = func(*args, **named)

@@ -20,6 +20,7 @@ from recpipe.backend.calibrate import calibrated
 from recpipe.backend.choices import Choices, Chooser
 from recpipe.backend.convert import convert, convert_on_gpu, revert, roomy_paths
 from recpipe.backend.host import checked
+from recpipe.backend.repeatable import Settings, is_repeatable
 from recpipe.backend.sharing import measured_sharing
 from recpipe.common.saved import entries
 from recpipe.data.parts import on_device
@@ -42,13 +43,13 @@ log = logging.getLogger(__name__)
 
 
 CUDA_GRAPH = "cuda_graph"
-"""The ``trainer.backend`` that trains the dense part by a graph of its kernels."""
+"""The ``trainer.backend`` of a user who asks for whole batches to be trained by a graph of their kernels."""
 CUDA = "cuda"
-"""What ``trainer.backend`` is on a GPU otherwise, unless it is plain."""
+"""The one without a graph, which every other is on a GPU, unless it is plain."""
 
 
 class Backend:
-    """The back end of a run: ``kind`` is that of ``trainer.backend``, or ``CUDA``.
+    """The back end of a run, of the ``kind`` of ``trainer.backend``.
 
     ``choices`` between a CPU's kernels: the result of ``calibrated``.
     """
@@ -61,7 +62,7 @@ class Backend:
         self.beside: Beside | None = None
         """Threads for work on tables."""
         self.graph: StepGraph | None = None
-        """Trains the dense part of whole batches on a GPU."""
+        """Trains whole batches on a GPU."""
         self._convert(choices)
 
     def share(self, count: int, sharing: Choices) -> None:
@@ -129,13 +130,7 @@ def equip(
     ``PluginError`` if there is a ``splitter`` and the model needs whole batches; ``UserError`` for a back end
     that this run cannot have.
     """
-    no_graph = _no_graph(model, device, trainers, wrappers)
-    if kind == CUDA_GRAPH and no_graph is not None:
-        raise UserError(f"trainer.backend=cuda_graph {no_graph}: set trainer.backend=auto")
-    if kind == "auto" and no_graph is None:
-        log.info("trainer.backend=cuda_graph may be faster: it starts all kernels of a step at once")
-    if device.type == "cuda" and kind in ("auto", "cpu"):
-        kind = CUDA
+    kind, graph = _with_graph(kind, model, device, trainers, wrappers)
     threads, several = torch.get_num_threads(), trainers.size > 1
     on_cpu = kind in ("auto", "cpu")
     shares = on_cpu and threads > 1 and not several and _alone(model)
@@ -156,8 +151,7 @@ def equip(
         counts = {threads, 1 if cores > 1 else threads}
         choices = _of_first(trainers, partial(calibrated, model.module, batch_size, counts, cache_dir))
     backend = Backend(kind, model, choices)
-    if kind == CUDA_GRAPH:
-        backend.graph = StepGraph(model, partial(CudaGraph, device))
+    backend.graph = graph
     if shares:
         backend.beside = Beside(threads - 1)
     if cores > 1:  # this is measured on the converted model
@@ -167,17 +161,53 @@ def equip(
 
 def equip_loop(kind: str, model: PlacedModel, batch_size: int, device: torch.device, cache_dir: Path) -> None:
     """Convert ``model`` for a user's own loop. Cores do not share its batches, and its pooled rows are in the
-    loop's graph, without room. ``UserError`` for a back end that trains the dense part itself."""
+    loop's graph, without room. ``UserError`` for a back end that this loop cannot have."""
     if kind == CUDA_GRAPH:
         raise UserError(
             "trainer.backend=cuda_graph records the passes of recpipe's own training step, and your own loop "
             "calls the model itself: set trainer.backend=plain, or train with recpipe.train"
         )
+    _needs_gpu(kind, device)
     if kind != "plain" and device.type == "cuda":
         convert_on_gpu(model.module)
     elif kind != "plain":
         choices = calibrated(model.module, batch_size, {torch.get_num_threads()}, cache_dir)
         convert(model.module, choices, measured_only=kind == "auto")
+
+
+def _with_graph(
+    kind: str,
+    model: PlacedModel,
+    device: torch.device,
+    trainers: Channel,
+    wrappers: Sequence[Owned[StepWrapper]],
+) -> tuple[str, StepGraph | None]:
+    """The kind of back end that ``kind`` is on this device, and its graph: asked for, or for a model of which
+    a graph leaves no Python out that does something."""
+    _needs_gpu(kind, device)
+    no_graph = _no_graph(model, device, trainers, wrappers)
+    if kind == CUDA_GRAPH:
+        if no_graph is not None:
+            raise UserError(f"trainer.backend=cuda_graph {no_graph}: set trainer.backend=auto")
+        return kind, StepGraph(model, partial(CudaGraph, device))
+    graph = None
+    if kind == "auto" and no_graph is None:
+        if is_repeatable(model.module):
+            graph = StepGraph(model, partial(CudaGraph, device), Settings(model))
+        else:
+            log.info(
+                "trainer.backend=cuda_graph may be faster: it starts all kernels of a step at once, without "
+                "the Python of your modules"
+            )
+    return CUDA if device.type == "cuda" and kind != "plain" else kind, graph
+
+
+def _needs_gpu(kind: str, device: torch.device) -> None:
+    if kind == CUDA and device.type != "cuda":
+        raise UserError(
+            f"trainer.backend=cuda needs a GPU, and this run is on the {device.type}: set "
+            "trainer.backend=auto"
+        )
 
 
 def _no_graph(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from typing import Protocol
 
 import torch
@@ -12,7 +12,16 @@ import torch
 from recpipe.common.device import current_stream, lone_stream
 from recpipe.errors import UserError, shown
 
-REMEDY = "set trainer.backend=plain"
+REMEDY = "set trainer.backend=cuda"
+
+
+class Unrecorded(UserError):
+    """A graph could not be recorded, for this reason; the run can go on without it."""
+
+
+class Spoilt(RuntimeError):
+    """CUDA has given a recording up, of which torch goes on to believe that it lasts: memory that several
+    streams have used is never free again in this process."""
 
 
 class Graph(Protocol):
@@ -41,11 +50,16 @@ class CudaGraph:
             self._graph.capture_begin(capture_error_mode="thread_local")
             try:
                 work()
-            except BaseException:
-                with suppress(RuntimeError):  # the first fault says more
+            except BaseException as fault:
+                try:
                     self._graph.capture_end()
+                except RuntimeError:
+                    raise Spoilt(str(fault)) from fault  # the first fault says more
                 raise
-            self._graph.capture_end()
+            try:
+                self._graph.capture_end()
+            except RuntimeError as fault:
+                raise Spoilt(str(fault)) from fault
         training.wait_stream(self._stream)
 
     def replay(self) -> None:
@@ -54,15 +68,17 @@ class CudaGraph:
 
 
 def record(graph: Graph, work: Callable[[], None], what: str) -> None:
-    """Let ``graph`` record ``work``; ``UserError``, which calls it ``what``, if it cannot."""
+    """Let ``graph`` record ``work``. ``Unrecorded``, which calls it ``what``, or torch's ``OutOfMemoryError``
+    if it cannot; another ``UserError`` if the run cannot go on after that."""
     try:
         graph.record(work)
     except (UserError, torch.OutOfMemoryError):
         raise
     except Exception as fault:  # the model or the optimizer runs, which can raise anything
-        raise UserError(
-            f"trainer.backend=cuda_graph: {what} cannot be recorded ({shown(fault, 200)}); {REMEDY}"
-        ) from fault
+        said = f"{what} cannot be recorded as a CUDA graph ({shown(fault, 200)})"
+        if isinstance(fault, Spoilt):
+            raise UserError(f"{said}; {REMEDY}") from fault
+        raise Unrecorded(said) from fault
 
 
 @contextmanager

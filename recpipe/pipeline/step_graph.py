@@ -25,8 +25,8 @@ from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
 
 from recpipe import seams
 from recpipe.data.parts import attributes, leaves, with_parts
-from recpipe.errors import UserError
-from recpipe.pipeline.cuda_graph import REMEDY, Graph, record
+from recpipe.errors import UserError, shown
+from recpipe.pipeline.cuda_graph import REMEDY, Graph, Unrecorded, record
 from recpipe.pipeline.placed import PlacedModel
 from recpipe.seams import HostIds, TorchDispatchMode
 from recpipe.tables.front import Front
@@ -41,16 +41,27 @@ choose and load their kernels in them."""
 
 
 class StepGraph:
-    """Trains whole batches by a graph of ``make``, once it is recorded."""
+    """Trains whole batches by a graph of ``make``, once it is recorded.
 
-    def __init__(self, model: PlacedModel, make: Callable[[], Graph]) -> None:
+    ``settings``: what the model's Python reads beside tensors, of which another graph is recorded if it
+    changes, and None while no graph may train. Without it, the user has asked for a graph: Python that it
+    leaves out is theirs to know of, and a model that cannot be recorded ends the run.
+    """
+
+    def __init__(
+        self, model: PlacedModel, make: Callable[[], Graph], settings: Callable[[], Hashable] | None = None
+    ) -> None:
         self.model = model
+        self.asked = settings is None
+        """Whether the user has asked for it."""
         self.trained = 0
         """How many batches were trained by a graph."""
         self.takes_tables = True
         """Whether lookups may be left to the graph."""
         self.make = make
         self._modules = list(model.module.modules())
+        self._settings = settings or (lambda: ())
+        self._refused = False
         self._recorded: _Recorded | None = None
         self._latest: Hashable = None
         self._in_a_row = 0
@@ -61,16 +72,30 @@ class StepGraph:
 
         On return the gradients of dense parameters and of rows are set, and tables that the graph looks up
         are updated. None: nothing was done, since there is no graph for this batch. ``UserError`` if the
-        model cannot be recorded.
+        model cannot be recorded, and the user has asked for it or the run cannot go on.
         """
-        form = self._form(lookups, batch)
+        settings = self._settings()
+        if self._refused or settings is None:
+            return None
+        form = self._form(lookups, batch, settings)
         if self._recorded is None or self._recorded.form != form:
             self._in_a_row = self._in_a_row + 1 if form == self._latest else 1
             self._latest = form
             if self._in_a_row <= BEFORE:
                 return None
             self._recorded = None  # its memory is free for the next one
-            self._recorded = self._record(form, lookups, batch)
+            try:
+                self._recorded = self._record(form, lookups, batch)
+            except (Unrecorded, torch.OutOfMemoryError) as fault:
+                if not self.asked:
+                    self._refused, self.takes_tables = True, False
+                    for parameter in self.model.dense:
+                        parameter.grad = None  # what the recording has left
+                    log.info("steps are not recorded as a CUDA graph: %s", shown(fault, 300))
+                    return None
+                if isinstance(fault, Unrecorded):
+                    raise UserError(f"trainer.backend=cuda_graph: {fault}; {REMEDY}") from fault
+                raise
         self._in_a_row = 0
         self.trained += 1
         return self._recorded.train(lookups, batch)
@@ -79,18 +104,19 @@ class StepGraph:
         """A graph for batches of this ``form``; without the tables if it cannot be recorded with them."""
         try:
             return _Recorded(self.model, self.make(), form, lookups, batch)
-        except UserError as fault:
+        except Unrecorded as fault:
             if all(lookup.repeated is None for lookup in lookups.all):
                 raise
             self.takes_tables = False
             lookups.look_up_left()
-            recorded = _Recorded(self.model, self.make(), self._form(lookups, batch), lookups, batch)
-            log.warning("tables are looked up and updated outside of the graph: %s", fault)
+            form = self._form(lookups, batch, self._settings())
+            recorded = _Recorded(self.model, self.make(), form, lookups, batch)
+            log.warning("tables are looked up and updated outside of the CUDA graph: %s", fault)
             return recorded
 
-    def _form(self, lookups: BatchLookups, batch: Any) -> Hashable:
+    def _form(self, lookups: BatchLookups, batch: Any, settings: Hashable) -> Hashable:
         """What must be the same of two batches, and of the model, for one graph to train both."""
-        return _form(batch), tuple(lookup.form for lookup in lookups.all), self._state()
+        return _form(batch), tuple(lookup.form for lookup in lookups.all), self._state(), settings
 
     def holds_gradients(self) -> bool:
         """Whether the dense parameters' gradients are those in the graph's memory."""
@@ -238,9 +264,9 @@ class _NoWaits(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         named = kwargs or {}
         if _waits(func, args, named):
-            raise UserError(
-                f"trainer.backend=cuda_graph: the model's forward or backward pass cannot be recorded, since "
-                f"{func.overloadpacket} waits for the GPU: {REMEDY}"
+            raise Unrecorded(
+                "the model's forward or backward pass cannot be recorded as a CUDA graph, since "
+                f"{func.overloadpacket} waits for the GPU"
             )
         return func(*args, **named)
 
@@ -279,9 +305,9 @@ class _Handed:
 
 def _read(*_: str) -> NoReturn:
     """Refuse what reads a batch's ids while a graph is recorded: a replay would have those of that batch."""
-    raise UserError(
-        "trainer.backend=cuda_graph: the model reads ids, or puts them together itself; a graph, which "
-        f"repeats the kernels of one batch, can only be handed the rows of a batch's own ids: {REMEDY}"
+    raise Unrecorded(
+        "the model reads ids, or puts them together itself; a CUDA graph, which repeats the kernels of one "
+        "batch, can only be handed the rows of a batch's own ids"
     )
 
 

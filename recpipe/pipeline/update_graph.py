@@ -8,6 +8,7 @@ batches may be in the same memory twice by chance, which is not worth a recordin
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Hashable, Iterator
 from types import MethodType
 from typing import Any
@@ -16,7 +17,10 @@ import torch
 from torch.optim import SGD, Adagrad, Optimizer
 
 from recpipe import seams
-from recpipe.pipeline.cuda_graph import Graph, record
+from recpipe.errors import shown
+from recpipe.pipeline.cuda_graph import Graph, Unrecorded, record
+
+log = logging.getLogger(__name__)
 
 
 def record_steps(optimizer: Optimizer, make: Callable[[], Graph], in_place: Callable[[], bool]) -> None:
@@ -37,6 +41,7 @@ class _Recorded:
     def __init__(self, optimizer: Optimizer, make: Callable[[], Graph], in_place: Callable[[], bool]) -> None:
         self._optimizer, self._make, self._in_place = optimizer, make, in_place
         self._by_python = optimizer.step
+        self._refused = False
         self._graph: Graph | None = None
         self._form: Hashable = None
         """What ``_form_now`` said when the graph was recorded."""
@@ -59,12 +64,15 @@ class _Recorded:
             return loss
         if form != self._form:
             self._record(form)
-        assert self._graph is not None, "just recorded"
+        if self._graph is None:
+            self._by_python()
+            return loss
         self._graph.replay()
         seams.add_to_each([state["step"] for state in self._states() if "step" in state], 1)
         return loss
 
     def _record(self, form: Hashable) -> None:
+        """Record a graph; none if there cannot be one."""
         self._graph, self._form = None, form  # its memory is free for the next one
         steps = [(state, state["step"]) for state in self._states() if "step" in state]
         self._counted = [number.clone() for _, number in steps]
@@ -73,10 +81,13 @@ class _Recorded:
             for (state, _), number in zip(steps, self._counted, strict=True):
                 state["step"] = number
             record(graph, self._by_python, "the dense optimizer's step")
+            self._graph = graph
+        except (Unrecorded, torch.OutOfMemoryError) as fault:
+            self._refused = True
+            log.warning("the dense optimizer's steps are not recorded as a CUDA graph: %s", shown(fault, 300))
         finally:
             for state, number in steps:
                 state["step"] = number
-        self._graph = graph
 
     def _states(self) -> Iterator[dict[str, Any]]:
         yield from self._optimizer.state.values()
@@ -84,7 +95,7 @@ class _Recorded:
     def _form_now(self) -> Hashable:
         """What must be as it was for kernels to be the same; None if they may not be."""
         optimizer = self._optimizer
-        if not self._in_place() or seams.steps_are_watched(optimizer):
+        if self._refused or not self._in_place() or seams.steps_are_watched(optimizer):
             return None
         form: list[Hashable] = []
         for group in optimizer.param_groups:

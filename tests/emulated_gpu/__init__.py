@@ -6,7 +6,8 @@ code for CUDA, NCCL with one rank. Two things stand in for the GPU:
 
 - ``runtime.cpp`` for CUDA's runtime. Device memory is host memory. A copy is made when somebody waits for it,
   not before: who does not wait sees old values.
-- ``operators.py`` and ``fbgemm.py`` for the kernels: operators of the CPU on the same memory, at once.
+- ``operators.py`` and ``fbgemm.py`` for the kernels: operators of the CPU on the same memory, at once; a CUDA
+  graph repeats operators, not kernels.
 
 So it shows wrong devices, operators that a GPU lacks, copies that nobody waits for, and threads that wait for
 each other. It shows nothing of CUDA's own kernels, of what comes before a slow kernel has ended, or of time.
@@ -24,7 +25,11 @@ def load() -> None:
 
     FBGEMM itself may be what imports torch, so that its libraries are loaded here and not by an import.
     """
+    from tests.fake_graph import FakeCudaGraph
+
+    torch.cuda.CUDAGraph = FakeCudaGraph  # type: ignore[assignment, misc]
     if os.environ.get("EMULATED_GPU_KERNELS") == "none":
+        FakeCudaGraph.replay = lambda graph: None  # type: ignore[method-assign]
         return
     spec = importlib.util.find_spec("fbgemm_gpu")
     assert spec is not None, "the emulated GPU is for torch with FBGEMM"

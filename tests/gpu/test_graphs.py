@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import os
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -11,13 +12,12 @@ import torch
 from torch import nn
 
 import recpipe
-from recpipe.backend import convert, equip
+from recpipe.backend import convert
 from recpipe.config.compose import compose
 from recpipe.errors import UserError
 from recpipe.pipeline import step_graph, update_graph
 from recpipe.run import run
 from recpipe.tables.tiers.slots import FusedTable
-from tests.fake_graph import FakeGraph
 from tests.gpu.conftest import WORDS
 from tests.gpu.test_runs import SMALL
 from tests.pipeline.test_step_graph import BEFORE, Net, clicks
@@ -25,13 +25,6 @@ from tests.training.test_trainer import KINDS, parameters
 
 pytestmark = pytest.mark.cuda
 STEPS = 40
-
-
-@pytest.fixture(autouse=True)
-def _recorded(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The emulated GPU has no graphs of kernels."""
-    if "EMULATED_GPU" in os.environ:
-        monkeypatch.setattr(equip, "CudaGraph", lambda device: FakeGraph())
 
 
 OPTIMIZERS = {
@@ -129,7 +122,7 @@ def test_lower_precisions_keep_the_same_bits(tmp_path: Path, precision: str) -> 
 def same_bits(tmp_path: Path, *own: str) -> None:
     """Trains by Python and by graphs, and compares all parameters."""
     left = {}
-    for backend in ("auto", "cuda_graph"):
+    for backend in ("cuda", "auto"):
         folder = tmp_path / backend
         words = (
             f"trainer.backend={backend}",
@@ -139,12 +132,12 @@ def same_bits(tmp_path: Path, *own: str) -> None:
         report = run(compose([*SMALL, *own, "trainer.split=never", "task.page=false", *words]), folder)
         left[backend] = parameters(folder / "parameters")
         steps = report["throughput"]["graph_steps"]
-        assert steps is None if backend == "auto" else steps > 5
-    assert left["auto"].keys() == left["cuda_graph"].keys()
-    assert all(np.array_equal(left["auto"][n], left["cuda_graph"][n]) for n in left["auto"]), "identical"
+        assert steps is None if backend == "cuda" else steps > 5
+    assert left["auto"].keys() == left["cuda"].keys()
+    assert all(np.array_equal(left["auto"][n], left["cuda"][n]) for n in left["auto"]), "identical"
 
 
-def trained(net: nn.Module, *words: str) -> list[torch.Tensor]:
+def trained(net: nn.Module, *words: str, by_graph: bool = False) -> list[torch.Tensor]:
     """Every value of a user's model after two epochs of batches with a short one in each."""
     batches = [clicks(n, 20 if n % 20 == 19 else 64) for n in range(STEPS)]
     plain = (
@@ -154,18 +147,16 @@ def trained(net: nn.Module, *words: str) -> list[torch.Tensor]:
         "trainer.checkpoint_every=null",
     )
     with recpipe.train(net, batches, *WORDS, *plain, *words, quiet=True) as done:
-        assert (done.report["throughput"]["graph_steps"] or 0) == (
-            2 * STEPS - 4 - BEFORE if "trainer.backend=cuda_graph" in words else 0
-        )
+        expected = 2 * STEPS - 4 - BEFORE if by_graph else 0
+        assert (done.report["throughput"]["graph_steps"] or 0) == expected
         return [value.detach().cpu().clone() for value in done.model.state_dict().values()]
 
 
-@pytest.mark.skipif("EMULATED_GPU" in os.environ, reason="its stand-in for graphs keeps no statistics")
 def test_dropout_and_statistics_go_on_as_without() -> None:
     torch.manual_seed(5)
     plain = trained(Net(), "trainer.backend=plain")
     torch.manual_seed(5)
-    graph = trained(Net(), "trainer.backend=cuda_graph")
+    graph = trained(Net(), "trainer.backend=cuda_graph", by_graph=True)
     assert all(torch.equal(a, b) for a, b in zip(plain, graph, strict=True))
 
 
@@ -178,7 +169,36 @@ class Waits(Net):
 
 
 def test_a_model_that_waits_for_the_gpu_is_refused() -> None:
-    with pytest.raises(UserError, match=r"cannot be recorded, since .*trainer\.backend=plain"):
+    with pytest.raises(UserError, match=r"cannot be recorded .*, since .*trainer\.backend=cuda"):
         trained(Waits(), "trainer.backend=cuda_graph")
     torch.cuda.synchronize()
-    trained(Net(), "trainer.backend=cuda_graph")  # in the same process
+    trained(Net(), "trainer.backend=cuda_graph", by_graph=True)  # in the same process
+
+
+def test_one_that_nobody_asked_for_is_done_without(monkeypatch: pytest.MonkeyPatch) -> None:
+    left = []
+    for words in (("trainer.backend=cuda",), ()):
+        torch.manual_seed(5)
+        left.append(trained(Waits(), *words))
+        for kind in (Net, Waits):  # as if there were no Python of others to leave out
+            monkeypatch.setattr(kind, "__module__", "torchrec.models")
+    assert all(torch.equal(a, b) for a, b in zip(*left, strict=True))
+
+
+SPOILT = """
+import torch
+from recpipe.backend.equip import CudaGraph
+from recpipe.errors import UserError
+from recpipe.pipeline.cuda_graph import Unrecorded, record
+try:
+    record(CudaGraph(torch.device("cuda", 0)), torch.cuda.synchronize, "a wait")
+except UserError as fault:
+    print(type(fault) is UserError, fault)
+"""
+
+
+def test_a_recording_that_cuda_gives_up_ends_the_run() -> None:
+    """In a process of its own, which is not left as it was."""
+    done = subprocess.run([sys.executable, "-c", SPOILT], capture_output=True, text=True)
+    assert done.stdout.startswith("True a wait cannot be recorded"), done.stdout + done.stderr
+    assert done.stdout.strip().endswith("set trainer.backend=cuda")

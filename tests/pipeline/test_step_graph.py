@@ -6,6 +6,7 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,11 +15,14 @@ import torch
 from torch import nn
 from torchrec.modules.embedding_configs import EmbeddingBagConfig, PoolingType
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
+from torchrec.modules.mlp import MLP, Perceptron
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from recpipe.backend.equip import CUDA_GRAPH, equip, equip_loop
+from recpipe.backend.equip import CUDA, CUDA_GRAPH, equip, equip_loop
+from recpipe.backend.repeatable import Settings, is_repeatable
 from recpipe.errors import UserError
 from recpipe.pipeline import step_graph
+from recpipe.pipeline.cuda_graph import Spoilt
 from recpipe.pipeline.placed import PlacedModel
 from recpipe.pipeline.step import StagedBatch, StepTimes, accumulate
 from recpipe.pipeline.step_graph import BEFORE, StepGraph
@@ -121,10 +125,17 @@ def clicks(number: int, size: int = SAMPLES, note: Any = None) -> Clicks:
     return Clicks(torch.randn(size, 3, generator=made), ids, torch.rand(size, generator=made).round(), note)
 
 
-def train(net: Net, batches: list[Clicks], graphs: bool, between: Callable[[int, Net], Any] | None = None):
+def train(
+    net: Net,
+    batches: list[Clicks],
+    graphs: bool,
+    between: Callable[[int, Net], Any] | None = None,
+    make: Callable[[], Any] = FakeGraph,
+    asked: bool = True,
+):
     """Every loss, then every value of the model; and the graph."""
     model = placed(net, batches[0])
-    graph = StepGraph(model, partial(FakeGraph, list(net.buffers()))) if graphs else None
+    graph = StepGraph(model, make, None if asked else Settings(model)) if graphs else None
     optimizer = torch.optim.SGD(list(model.dense), lr=0.1)
     torch.manual_seed(3)
     values = []
@@ -160,14 +171,98 @@ def evaluated(number: int, net: Net) -> None:
     net.norm.train(number < 5)
 
 
-@pytest.mark.parametrize("change", [frozen, evaluated])
-def test_a_model_that_has_changed_gets_a_new_graph(change) -> None:
+def other_rate(number: int, net: Net) -> None:
+    net.drop.p = 0.3 if number < 5 else 0.6
+
+
+@pytest.mark.parametrize(("change", "asked"), [(frozen, True), (evaluated, True), (other_rate, False)])
+def test_a_model_that_has_changed_gets_a_new_graph(change, asked) -> None:
     batches = [clicks(n) for n in range(12)]
-    with_it, graph = train(Net(), batches, True, change)
+    with_it, graph = train(Net(), batches, True, change, asked=asked)
     without, _ = train(Net(), batches, False, change)
     assert graph is not None
     assert graph.trained == (5 - BEFORE) + (7 - BEFORE)
     assert same(with_it, without)
+
+
+def of_module(net: Net, call: Callable[[], Any]) -> Any:
+    return net.top.register_forward_hook(lambda module, inputs, output: call())
+
+
+def of_gradient(net: Net, call: Callable[[], Any]) -> Any:
+    return net.top.weight.register_post_accumulate_grad_hook(lambda weight: call())
+
+
+@pytest.mark.parametrize("register", [of_module, of_gradient])
+def test_hooks_are_called_in_each_step_unless_a_graph_was_asked_for(register) -> None:
+    called: dict[bool, list[int]] = {True: [], False: []}
+    for asked, calls in called.items():
+        hooks: list[Any] = []
+
+        def between(number: int, net: Net, hooks: list[Any] = hooks, calls: list[int] = calls) -> None:
+            if number == 6:
+                hooks.append(register(net, lambda: calls.append(number)))
+            if number == 9:
+                hooks[0].remove()
+
+        _, graph = train(Net(), [clicks(n) for n in range(12)], True, between, asked=asked)
+        assert graph is not None
+        assert graph.trained == (12 if asked else 9) - BEFORE
+    assert called[False] == [6] * 3
+    assert not called[True], "the graph of before is repeated"
+
+
+class Spoils(FakeGraph):
+    """As ``CudaGraph`` does where CUDA gives up."""
+
+    def record(self, work: Callable[[], None]) -> None:
+        raise Spoilt("operation failed due to a previous error during capture")
+
+
+class Full(FakeGraph):
+    """In a GPU without memory for a graph."""
+
+    def record(self, work: Callable[[], None]) -> None:
+        super().record(work)
+        raise torch.OutOfMemoryError("no memory")
+
+
+@pytest.mark.parametrize(
+    ("net", "make", "why"),
+    [
+        (partial(Net, "counts"), FakeGraph, "reads ids"),
+        (partial(Net, "looks"), FakeGraph, "waits for the GPU"),
+        (Net, Full, "no memory"),
+    ],
+)
+def test_one_that_was_not_asked_for_is_done_without(net, make, why, caplog) -> None:
+    caplog.set_level("INFO", "recpipe")
+    batches = [clicks(n) for n in range(8)]
+    with_it, graph = train(net(), batches, True, make=make, asked=False)
+    without, _ = train(net(), batches, False)
+    assert graph is not None
+    assert graph.trained == 0
+    assert [why in line for line in caplog.messages] == [True]
+    assert same(with_it, without)
+
+
+@pytest.mark.parametrize("asked", [True, False])
+def test_a_recording_that_cuda_gives_up_ends_the_run(asked) -> None:
+    with pytest.raises(UserError, match=r"previous error.*set trainer\.backend=cuda$"):
+        train(Net(), [clicks(n) for n in range(8)], True, make=Spoils, asked=asked)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_rows_that_were_left_to_a_graph_are_looked_up_without_one(policy, tmp_path) -> None:
+    class Refused(Graphs):
+        def __call__(self, model: PlacedModel, staged: StagedBatch, times: StepTimes) -> None:
+            self.graph = self.graph or StepGraph(model, self.make, Settings(model))
+            super().__call__(model, staged, times)
+
+    step, batches = Refused(Full), partial(Listed, count=10, multi=False)
+    with_it = parameters_after(policy, "sgd", tmp_path / "with", batches(), step)
+    assert step.graph.trained == 0
+    assert identical(with_it, parameters_after(policy, "sgd", tmp_path / "without", batches()))
 
 
 def test_it_knows_its_own_gradients() -> None:
@@ -209,14 +304,14 @@ def test_batches_that_differ_beside_their_tensors(notes, trained) -> None:
 
 @pytest.mark.parametrize("net", [Net("own ids"), Net("counts"), Net(pooling=PoolingType.MEAN)])
 def test_a_model_that_reads_ids_is_refused(net) -> None:
-    with pytest.raises(UserError, match=r"reads ids, or puts them together.*trainer\.backend=plain"):
+    with pytest.raises(UserError, match=r"reads ids, or puts them together.*trainer\.backend=cuda"):
         train(net, [clicks(n) for n in range(8)], True)
 
 
 @pytest.mark.parametrize(("mode", "operator"), [("looks", "_local_scalar_dense"), ("picks", "index")])
 def test_a_model_that_waits_for_a_gpu_is_refused_before_it_does(mode, operator) -> None:
     with pytest.raises(
-        UserError, match=rf"cannot be recorded, since aten.({operator}) waits.*trainer\.backend=plain"
+        UserError, match=rf"cannot be recorded .*, since aten.({operator}) waits.*trainer\.backend=cuda"
     ):
         train(Net(mode), [clicks(n) for n in range(8)], True)
 
@@ -240,29 +335,78 @@ def test_a_batch_in_parts_is_trained_without(tmp_path) -> None:
     assert step.graph.trained == 0
 
 
+ALONE, SEVERAL = SimpleNamespace(size=1), SimpleNamespace(size=2)
+
+
+def equipped(kind: str, net: nn.Module, folder: Path, device: str = "cuda", trainers=ALONE, wrappers=()):
+    batch = clicks(0)
+    return equip(
+        kind, placed(net, batch), None, batch, SAMPLES, torch.device(device), trainers, folder, wrappers
+    )
+
+
 @pytest.mark.parametrize(
     ("device", "trainers", "wrapped", "why"),
     [
-        ("cpu", 1, False, "needs a GPU, and this run is on the cpu"),
-        ("cuda", 2, False, "trains in one process, and this run has 2"),
-        ("cuda", 1, True, "plugin acme 1.0 puts around each step"),
+        ("cpu", ALONE, False, "needs a GPU, and this run is on the cpu"),
+        ("cuda", SEVERAL, False, "trains in one process, and this run has 2"),
+        ("cuda", ALONE, True, "plugin acme 1.0 puts around each step"),
     ],
 )
-def test_runs_that_cannot_have_a_graph(device: str, trainers: int, wrapped: bool, why: str, tmp_path) -> None:
-    origin, several = SimpleNamespace(origin="acme 1.0"), SimpleNamespace(size=trainers)
-    batch = clicks(0)
+def test_runs_that_cannot_have_a_graph(device, trainers, wrapped, why, tmp_path) -> None:
+    wrappers = [SimpleNamespace(origin="acme 1.0")] if wrapped else []
     with pytest.raises(UserError, match=rf"trainer\.backend=cuda_graph .*{why}.*: set trainer\.backend=auto"):
-        equip(
-            CUDA_GRAPH,
-            placed(Net(), batch),
-            None,
-            batch,
-            SAMPLES,
-            torch.device(device),
-            several,  # type: ignore[arg-type]
-            tmp_path,
-            [origin] if wrapped else [],  # type: ignore[list-item]
-        )
+        equipped(CUDA_GRAPH, Net(), tmp_path, device, trainers, wrappers)
+
+
+class Own(nn.ReLU):
+    """A class of the user's."""
+
+
+def with_forward(net: nn.Sequential) -> None:
+    net[1].forward = lambda x: x
+
+
+def compiled(net: nn.Sequential) -> None:
+    net[1].compile()
+
+
+def with_function(net: nn.Sequential) -> None:
+    net.append(Perceptron(4, 4, activation=lambda x: x))
+
+
+def with_own_class(net: nn.Sequential) -> None:
+    net.append(Own())
+
+
+@pytest.mark.parametrize("change", [with_forward, compiled, with_function, with_own_class])
+def test_python_of_others_is_not_left_out_unasked(change) -> None:
+    net = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.1), MLP(4, [4, 4]), Perceptron(4, 4))
+    assert is_repeatable(net)
+    change(net)
+    assert not is_repeatable(net)
+
+
+@pytest.mark.parametrize(
+    ("kind", "graph"), [("auto", True), ("plain", False), ("cpu", False), (CUDA, False), (CUDA_GRAPH, True)]
+)
+def test_whose_runs_have_a_graph(kind, graph, tmp_path, caplog, monkeypatch) -> None:
+    caplog.set_level("INFO", "recpipe")
+    assert (equipped(kind, Net(), tmp_path).graph is not None) == (kind == CUDA_GRAPH)
+    assert ("cuda_graph may be faster" in caplog.text) == (kind == "auto"), "said to who has not chosen"
+    caplog.clear()
+    monkeypatch.setattr(Net, "__module__", "torchrec.models")
+    made = equipped(kind, Net(), tmp_path)
+    assert (made.graph is not None) == graph
+    assert made.graph is None or made.graph.asked == (kind == CUDA_GRAPH)
+    assert not caplog.text
+
+
+def test_a_gpus_back_end_needs_one(tmp_path) -> None:
+    with pytest.raises(UserError, match=r"trainer\.backend=cuda needs a GPU.*set trainer\.backend=auto"):
+        equipped(CUDA, Net(), tmp_path, "cpu")
+    with pytest.raises(UserError, match=r"trainer\.backend=cuda needs a GPU"):
+        equip_loop(CUDA, placed(Net(), clicks(0)), SAMPLES, torch.device("cpu"), tmp_path)
 
 
 def test_a_loop_of_ones_own_cannot_have_a_graph(tmp_path) -> None:

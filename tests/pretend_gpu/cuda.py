@@ -14,6 +14,7 @@ import torch
 import torch.distributed
 
 from recpipe import seams
+from tests.fake_graph import FakeCudaGraph
 from tests.pretend_gpu import devices
 
 MEMORY = 80 << 30
@@ -143,6 +144,7 @@ def install() -> None:
     values: dict[str, Any] = {
         "Stream": Stream,
         "Event": Event,
+        "CUDAGraph": FakeCudaGraph,
         "stream": _use,
         "current_stream": _current,
         "default_stream": lambda device=None: _DEFAULT,

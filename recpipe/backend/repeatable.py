@@ -1,0 +1,58 @@
+"""Whether a step's kernels may be repeated as a CUDA graph though nobody has asked for it.
+
+A graph repeats no Python. That changes nothing where all Python that a step runs is torch's, TorchRec's and
+recpipe's own: beside starting kernels it reads settings, such as a dropout's rate, and calls hooks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from types import BuiltinFunctionType
+from typing import Any
+
+from torch import nn
+
+from recpipe.backend.chain import any_global_hook, is_converted, is_hooked
+from recpipe.pipeline.placed import PlacedModel
+
+_LIBRARIES = {"torch", "torchrec", "recpipe"}
+_SETTINGS = (bool, int, float, str, type(None))
+
+
+def is_repeatable(module: nn.Module) -> bool:
+    """Whether all Python that ``module`` runs is the libraries', as far as it shows. torch.compile may have
+    graphs of its own, so a module that it has compiled is not."""
+    return not any(map(_has_own_code, module.modules()))
+
+
+class Settings:
+    """What the Python of a repeatable ``model`` reads beside tensors."""
+
+    def __init__(self, model: PlacedModel) -> None:
+        self._modules = list(model.module.modules())
+        self._parameters = model.dense
+        self._places = [
+            (vars(module), name)
+            for module in self._modules
+            for name, value in vars(module).items()
+            if isinstance(value, _SETTINGS)
+        ]
+
+    def __call__(self) -> Hashable:
+        """Their values now; None while hooks, which must be called, are registered."""
+        hooked = any_global_hook() or any(map(is_hooked, self._modules))
+        if hooked or any(p._backward_hooks or p._post_accumulate_grad_hooks for p in self._parameters):
+            return None
+        return tuple(attributes.get(name) for attributes, name in self._places)
+
+
+def _has_own_code(module: nn.Module) -> bool:
+    if not _is_theirs(type(module)) or module._compiled_call_impl is not None:
+        return True
+    own = (value for value in vars(module).values() if callable(value))
+    return not is_converted(module) and not all(map(_is_theirs, own))
+
+
+def _is_theirs(code: Any) -> bool:
+    """Whether a class or a function is one of the libraries'."""
+    return isinstance(code, BuiltinFunctionType) or str(code.__module__).partition(".")[0] in _LIBRARIES
