@@ -182,8 +182,8 @@ def _with_graph(
     trainers: Channel,
     wrappers: Sequence[Owned[StepWrapper]],
 ) -> tuple[str, StepGraph | None]:
-    """The kind of back end that ``kind`` is on this device, and its graph: asked for, or for a model of which
-    a graph leaves no Python out that does something."""
+    """What ``kind`` is on this device, and a graph of kernels if it was asked for, or if it leaves out no
+    Python that does anything else."""
     _needs_gpu(kind, device)
     no_graph = _no_graph(model, device, trainers, wrappers)
     if kind == CUDA_GRAPH:

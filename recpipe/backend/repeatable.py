@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import nn
 
-from recpipe.backend.chain import any_global_hook, is_converted, is_hooked
+from recpipe.backend.chain import Converted, any_global_hook, is_hooked
 from recpipe.pipeline.placed import PlacedModel
 
 _LIBRARIES = {"torch", "torchrec", "recpipe"}
@@ -49,10 +49,11 @@ class Settings:
 def _has_own_code(module: nn.Module) -> bool:
     if not _is_theirs(type(module)) or module._compiled_call_impl is not None:
         return True
-    own = (value for value in vars(module).values() if callable(value))
-    return not is_converted(module) and not all(map(_is_theirs, own))
+    called = (value for value in vars(module).values() if callable(value))
+    return not all(isinstance(value, Converted) or _is_theirs(value) for value in called)
 
 
 def _is_theirs(code: Any) -> bool:
     """Whether a class or a function is one of the libraries'."""
-    return isinstance(code, BuiltinFunctionType) or str(code.__module__).partition(".")[0] in _LIBRARIES
+    module = str(getattr(code, "__module__", None))
+    return isinstance(code, BuiltinFunctionType) or module.partition(".")[0] in _LIBRARIES
