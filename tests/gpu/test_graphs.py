@@ -79,7 +79,7 @@ def test_tables_that_cannot_be_recorded_stay_outside(
 
     monkeypatch.setattr(step_graph._Rows, "update", refused)
     same_bits(tmp_path, "tiers.policy=lru", "tiers.store=host")
-    said = [line for line in caplog.messages if "outside of the graph" in line]
+    said = [line for line in caplog.messages if "outside of the CUDA graph" in line]
     assert len(said) == 1
     assert "operation not permitted" in said[0]
 
