@@ -17,10 +17,8 @@ Jobs, in this order; each figure is samples per second over all steps of the sam
     tiers/DIM/BATCH/SHARE/uvm_large              the same rows, of which the tables under 20,000 rows have
                                                  theirs as a whole, uncached
     tiers/64/BATCH/0.1/uvm_caching               that cache in recpipe: tiers.kernel=uvm_caching
-    .._graph                                     with a step's kernels as a graph, as recpipe trains such a
-                                                 model unless told otherwise, where the others have
-                                                 trainer.backend=cuda; at dimension 128, and of the smaller
-                                                 and the larger share, with it alone
+    .._graph                                     with trainer.backend=cuda_graph; at dimension 128, and of the
+                                                 smaller and the larger share, with it alone
     {resident,tiers}/DIM/65536/tf32/..           all sides with float32 products by the matrix units (TF32)
     sanitizer                                    compute-sanitizer's memcheck over a short run
 

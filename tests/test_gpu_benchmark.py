@@ -118,11 +118,10 @@ def test_rounds_are_one_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Cap
     assert "| tiers/64/8192/0.1/lru_graph | 3,000 | 1.50 | 9,000 | 1.00 |" in said
 
 
-def test_a_run_without_a_graph_is_the_run_with_it_and_one_word(monkeypatch: pytest.MonkeyPatch) -> None:
-    words_of = module("on_gpu/by_recpipe.py", monkeypatch).words_of
+def test_a_run_with_a_graph_is_the_run_without_and_one_word(monkeypatch: pytest.MonkeyPatch) -> None:
+    words = module("on_gpu/by_recpipe.py", monkeypatch).POLICIES
     for name in ("resident", "lru", "hotline", "bagpipe"):
-        assert words_of(name, True) == (*words_of(f"{name}_graph", True), "trainer.backend=cuda")
-        assert words_of(name, False) == words_of(f"{name}_graph", False)
+        assert words[f"{name}_graph"] == (*words[name], "trainer.backend=cuda_graph")
 
 
 WAITS = "import time; time.sleep(60)"

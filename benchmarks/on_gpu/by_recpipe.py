@@ -38,16 +38,9 @@ POLICIES = {
     "lru": ("tiers.policy=lru", "tiers.store=host"),
     "hotline": ("+plugin=hotline", "tiers.store=host"),
     "bagpipe": ("+plugin=bagpipe", "tiers.store=host"),
-    "uvm_caching": ("tiers.sharded=true", "tiers.kernel=uvm_caching"),
 }
-GRAPH = "_graph"
-"""Ends the names of those whose kernels a GPU starts as a graph, as it does unless it is told otherwise."""
-
-
-def words_of(policy: str, on_gpu: bool) -> tuple[str, ...]:
-    """Of a recipe with this policy."""
-    words = POLICIES[policy.removesuffix(GRAPH)]
-    return (*words, "trainer.backend=cuda") if on_gpu and not policy.endswith(GRAPH) else words
+POLICIES |= {f"{name}_graph": (*words, "trainer.backend=cuda_graph") for name, words in POLICIES.items()}
+POLICIES["uvm_caching"] = ("tiers.sharded=true", "tiers.kernel=uvm_caching")
 
 
 def train(size: Size, device: torch.device, policy: str, share: float = 1.0, *more: str) -> dict[str, Any]:
@@ -57,8 +50,8 @@ def train(size: Size, device: torch.device, policy: str, share: float = 1.0, *mo
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
     budget = max(1, int(share * size.table_bytes))
-    words = (*COMMON, *words_of(policy, on_gpu), f"tiers.resident_bytes={budget}")
-    words += (f"trainer.device={device.type}", f"model.precision={size.precision}")
+    words = (*COMMON, *POLICIES[policy], f"tiers.resident_bytes={budget}", f"trainer.device={device.type}")
+    words += (f"model.precision={size.precision}",)
     made = batches(size, on_gpu)
     with recpipe.train(make_model(size), made, *words, *more, quiet=True) as done:
         report = done.report
@@ -109,11 +102,12 @@ def _device_rows(collection: Any) -> int:
 
 
 def memory(size: Size, device: torch.device, steps: int) -> dict[str, Any]:
-    """Device memory in use over ``steps`` steps under LRU, sampled all the time: growth from the second
-    quarter of the samples to the last."""
+    """Device memory in use over ``steps`` steps under LRU, on a GPU with the graph, sampled all the time:
+    growth from the second quarter of the samples to the last."""
+    policy = "lru_graph" if device.type == "cuda" else "lru"
     words = (f"trainer.max_epochs={-(-steps // size.steps)}", f"trainer.max_steps={steps}")
     with _sampled(_allocated(device)) as seen:
-        found = train(size, device, "lru_graph", 0.1, *words)
+        found = train(size, device, policy, 0.1, *words)
     trained = [value for value in seen if value > max(seen) / 2]
     quarter = max(1, len(trained) // 4)
     before, after = max(trained[quarter : 2 * quarter] or trained), max(trained[-quarter:])

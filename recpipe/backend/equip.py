@@ -43,13 +43,13 @@ log = logging.getLogger(__name__)
 
 
 CUDA_GRAPH = "cuda_graph"
-"""The ``trainer.backend`` of a user who asks for whole batches to be trained by a graph of their kernels."""
+"""The ``trainer.backend`` that trains whole batches by a graph of their kernels."""
 CUDA = "cuda"
-"""The one without a graph, which every other is on a GPU, unless it is plain."""
+"""What ``trainer.backend`` is on a GPU otherwise, unless it is plain."""
 
 
 class Backend:
-    """The back end of a run, of the ``kind`` of ``trainer.backend``.
+    """The back end of a run: ``kind`` is that of ``trainer.backend``, or ``CUDA``.
 
     ``choices`` between a CPU's kernels: the result of ``calibrated``.
     """
@@ -130,7 +130,13 @@ def equip(
     ``PluginError`` if there is a ``splitter`` and the model needs whole batches; ``UserError`` for a back end
     that this run cannot have.
     """
-    kind, graph = _with_graph(kind, model, device, trainers, wrappers)
+    no_graph = _no_graph(model, device, trainers, wrappers)
+    if kind == CUDA_GRAPH and no_graph is not None:
+        raise UserError(f"trainer.backend=cuda_graph {no_graph}: set trainer.backend=auto")
+    if kind == "auto" and no_graph is None:
+        log.info("trainer.backend=cuda_graph may be faster: it starts all kernels of a step at once")
+    if device.type == "cuda" and kind in ("auto", "cpu"):
+        kind = CUDA
     threads, several = torch.get_num_threads(), trainers.size > 1
     on_cpu = kind in ("auto", "cpu")
     shares = on_cpu and threads > 1 and not several and _alone(model)
@@ -151,7 +157,9 @@ def equip(
         counts = {threads, 1 if cores > 1 else threads}
         choices = _of_first(trainers, partial(calibrated, model.module, batch_size, counts, cache_dir))
     backend = Backend(kind, model, choices)
-    backend.graph = graph
+    if kind == CUDA_GRAPH:
+        settings = Settings(model) if is_repeatable(model.module) else tuple
+        backend.graph = StepGraph(model, partial(CudaGraph, device), settings)
     if shares:
         backend.beside = Beside(threads - 1)
     if cores > 1:  # this is measured on the converted model
@@ -161,53 +169,17 @@ def equip(
 
 def equip_loop(kind: str, model: PlacedModel, batch_size: int, device: torch.device, cache_dir: Path) -> None:
     """Convert ``model`` for a user's own loop. Cores do not share its batches, and its pooled rows are in the
-    loop's graph, without room. ``UserError`` for a back end that this loop cannot have."""
+    loop's graph, without room. ``UserError`` for a back end that trains whole batches itself."""
     if kind == CUDA_GRAPH:
         raise UserError(
             "trainer.backend=cuda_graph records the passes of recpipe's own training step, and your own loop "
             "calls the model itself: set trainer.backend=plain, or train with recpipe.train"
         )
-    _needs_gpu(kind, device)
     if kind != "plain" and device.type == "cuda":
         convert_on_gpu(model.module)
     elif kind != "plain":
         choices = calibrated(model.module, batch_size, {torch.get_num_threads()}, cache_dir)
         convert(model.module, choices, measured_only=kind == "auto")
-
-
-def _with_graph(
-    kind: str,
-    model: PlacedModel,
-    device: torch.device,
-    trainers: Channel,
-    wrappers: Sequence[Owned[StepWrapper]],
-) -> tuple[str, StepGraph | None]:
-    """What ``kind`` is on this device, and a graph of kernels if it was asked for, or if it leaves out no
-    Python that does anything else."""
-    _needs_gpu(kind, device)
-    no_graph = _no_graph(model, device, trainers, wrappers)
-    if kind == CUDA_GRAPH:
-        if no_graph is not None:
-            raise UserError(f"trainer.backend=cuda_graph {no_graph}: set trainer.backend=auto")
-        return kind, StepGraph(model, partial(CudaGraph, device))
-    graph = None
-    if kind == "auto" and no_graph is None:
-        if is_repeatable(model.module):
-            graph = StepGraph(model, partial(CudaGraph, device), Settings(model))
-        else:
-            log.info(
-                "trainer.backend=cuda_graph may be faster: it starts all kernels of a step at once, without "
-                "the Python of your modules"
-            )
-    return CUDA if device.type == "cuda" and kind != "plain" else kind, graph
-
-
-def _needs_gpu(kind: str, device: torch.device) -> None:
-    if kind == CUDA and device.type != "cuda":
-        raise UserError(
-            f"trainer.backend=cuda needs a GPU, and this run is on the {device.type}: set "
-            "trainer.backend=auto"
-        )
 
 
 def _no_graph(

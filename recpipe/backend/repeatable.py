@@ -1,7 +1,7 @@
-"""Whether a step's kernels may be repeated as a CUDA graph though nobody has asked for it.
+"""Models of which a CUDA graph, which repeats no Python, leaves nothing out.
 
-A graph repeats no Python. That changes nothing where all Python that a step runs is torch's, TorchRec's and
-recpipe's own: beside starting kernels it reads settings, such as a dropout's rate, and calls hooks.
+All Python that a step runs is torch's, TorchRec's and recpipe's own: beside starting kernels it reads
+settings, such as a dropout's rate, and calls hooks.
 """
 
 from __future__ import annotations

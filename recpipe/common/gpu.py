@@ -86,8 +86,7 @@ def explanation(text: str) -> str | None:
     if first.startswith(("CUDA", "CUBLAS")) and any(words in first for words in FULL):
         return (
             f"the memory of the GPU is full ({shown(first, 200)}): lower data.batch_size, "
-            "tiers.resident_bytes or the model's sizes, keep rows elsewhere, as tiers.policy=lru does, or "
-            "set trainer.backend=cuda, which needs no memory for a CUDA graph"
+            "tiers.resident_bytes or the model's sizes, or keep rows elsewhere, as tiers.policy=lru does"
         )
     remedy = next((remedy for words, remedy in UNUSABLE.items() if words in text), None)
     return None if remedy is None else f"the GPU cannot be used ({shown(first, 200)}): {remedy}"

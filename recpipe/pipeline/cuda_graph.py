@@ -12,7 +12,7 @@ import torch
 from recpipe.common.device import current_stream, lone_stream
 from recpipe.errors import UserError, shown
 
-REMEDY = "set trainer.backend=cuda"
+REMEDY = "set trainer.backend=auto"
 
 
 class Unrecorded(UserError):

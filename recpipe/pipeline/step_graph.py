@@ -25,7 +25,7 @@ from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
 
 from recpipe import seams
 from recpipe.data.parts import attributes, leaves, with_parts
-from recpipe.errors import UserError, shown
+from recpipe.errors import UserError
 from recpipe.pipeline.cuda_graph import REMEDY, Graph, Unrecorded, record
 from recpipe.pipeline.placed import PlacedModel
 from recpipe.seams import HostIds, TorchDispatchMode
@@ -44,24 +44,20 @@ class StepGraph:
     """Trains whole batches by a graph of ``make``, once it is recorded.
 
     ``settings``: what the model's Python reads beside tensors, of which another graph is recorded if it
-    changes, and None while no graph may train. Without it, the user has asked for a graph: Python that it
-    leaves out is theirs to know of, and a model that cannot be recorded ends the run.
+    changes, and None while no graph may train.
     """
 
     def __init__(
-        self, model: PlacedModel, make: Callable[[], Graph], settings: Callable[[], Hashable] | None = None
+        self, model: PlacedModel, make: Callable[[], Graph], settings: Callable[[], Hashable] = tuple
     ) -> None:
         self.model = model
-        self.asked = settings is None
-        """Whether the user has asked for it."""
         self.trained = 0
         """How many batches were trained by a graph."""
         self.takes_tables = True
         """Whether lookups may be left to the graph."""
         self.make = make
         self._modules = list(model.module.modules())
-        self._settings = settings or (lambda: ())
-        self._refused = False
+        self._settings = settings
         self._recorded: _Recorded | None = None
         self._latest: Hashable = None
         self._in_a_row = 0
@@ -72,10 +68,10 @@ class StepGraph:
 
         On return the gradients of dense parameters and of rows are set, and tables that the graph looks up
         are updated. None: nothing was done, since there is no graph for this batch. ``UserError`` if the
-        model cannot be recorded, and the user has asked for it or the run cannot go on.
+        model cannot be recorded.
         """
         settings = self._settings()
-        if self._refused or settings is None:
+        if settings is None:
             return None
         form = self._form(lookups, batch, settings)
         if self._recorded is None or self._recorded.form != form:
@@ -86,16 +82,8 @@ class StepGraph:
             self._recorded = None  # its memory is free for the next one
             try:
                 self._recorded = self._record(form, lookups, batch)
-            except (Unrecorded, torch.OutOfMemoryError) as fault:
-                if not self.asked:
-                    self._refused, self.takes_tables = True, False
-                    for parameter in self.model.dense:
-                        parameter.grad = None  # what the recording has left
-                    log.info("steps are not recorded as a CUDA graph: %s", shown(fault, 300))
-                    return None
-                if isinstance(fault, Unrecorded):
-                    raise UserError(f"trainer.backend=cuda_graph: {fault}; {REMEDY}") from fault
-                raise
+            except Unrecorded as fault:
+                raise UserError(f"trainer.backend=cuda_graph: {fault}; {REMEDY}") from fault
         self._in_a_row = 0
         self.trained += 1
         return self._recorded.train(lookups, batch)

@@ -80,7 +80,7 @@ class Throughput:
     """Share of the machine's processors that other programs took while this one trained; None of several
     ranks, and where the system does not tell."""
     graph_steps: int | None = None
-    """Steps that were trained by a CUDA graph; None in a run that cannot have one (``trainer.backend``)."""
+    """Steps whose dense part was trained by a CUDA graph; None without one (``trainer.backend``)."""
 
     @classmethod
     def of_steps(

@@ -64,9 +64,8 @@ class TrainerConfig:
     callbacks: list[dict[str, Any]]
     """The ``_target_`` of Lightning callbacks with their arguments."""
     progress: bool
-    backend: Annotated[str, one_of("auto", "plain", "cpu", "cuda", "cuda_graph")] = "auto"
-    """Who computes the model's dense part: its modules, ``recpipe.backend`` on a CPU or a GPU, or a CUDA
-    graph."""
+    backend: Annotated[str, one_of("auto", "plain", "cpu", "cuda_graph")] = "auto"
+    """Who computes the model's dense part: its modules, ``recpipe.backend`` on a CPU, or a CUDA graph."""
     split: Annotated[str, one_of("auto", "always", "never")] = "auto"
     """Whether batches are cut into micro-batches by a plugin's splitter."""
     deterministic: bool = False

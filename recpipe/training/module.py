@@ -152,7 +152,7 @@ class RankingModule(PlainAttributes, L.LightningModule):
     def on_train_end(self) -> None:
         """Check the last steps' losses, and say so if a graph was asked for and never used."""
         self._look()
-        if self.graph is not None and self.graph.asked and not self.graph.trained:
+        if self.graph is not None and not self.graph.trained:
             log.warning(
                 "trainer.backend=cuda_graph trained no batch: at least %d whole batches in a row must have "
                 "parts of the same sizes and otherwise equal values",

@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,7 +17,7 @@ from torchrec.modules.embedding_modules import EmbeddingBagCollection
 from torchrec.modules.mlp import MLP, Perceptron
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from recpipe.backend.equip import CUDA, CUDA_GRAPH, equip, equip_loop
+from recpipe.backend.equip import CUDA_GRAPH, equip, equip_loop
 from recpipe.backend.repeatable import Settings, is_repeatable
 from recpipe.errors import UserError
 from recpipe.pipeline import step_graph
@@ -130,12 +129,11 @@ def train(
     batches: list[Clicks],
     graphs: bool,
     between: Callable[[int, Net], Any] | None = None,
-    make: Callable[[], Any] = FakeGraph,
-    asked: bool = True,
+    own_python: bool = True,
 ):
     """Every loss, then every value of the model; and the graph."""
     model = placed(net, batches[0])
-    graph = StepGraph(model, make, None if asked else Settings(model)) if graphs else None
+    graph = StepGraph(model, FakeGraph, tuple if own_python else Settings(model)) if graphs else None
     optimizer = torch.optim.SGD(list(model.dense), lr=0.1)
     torch.manual_seed(3)
     values = []
@@ -175,10 +173,10 @@ def other_rate(number: int, net: Net) -> None:
     net.drop.p = 0.3 if number < 5 else 0.6
 
 
-@pytest.mark.parametrize(("change", "asked"), [(frozen, True), (evaluated, True), (other_rate, False)])
-def test_a_model_that_has_changed_gets_a_new_graph(change, asked) -> None:
+@pytest.mark.parametrize(("change", "own_python"), [(frozen, True), (evaluated, True), (other_rate, False)])
+def test_a_model_that_has_changed_gets_a_new_graph(change, own_python) -> None:
     batches = [clicks(n) for n in range(12)]
-    with_it, graph = train(Net(), batches, True, change, asked=asked)
+    with_it, graph = train(Net(), batches, True, change, own_python=own_python)
     without, _ = train(Net(), batches, False, change)
     assert graph is not None
     assert graph.trained == (5 - BEFORE) + (7 - BEFORE)
@@ -194,9 +192,9 @@ def of_gradient(net: Net, call: Callable[[], Any]) -> Any:
 
 
 @pytest.mark.parametrize("register", [of_module, of_gradient])
-def test_hooks_are_called_in_each_step_unless_a_graph_was_asked_for(register) -> None:
+def test_hooks_are_called_in_each_step_of_a_model_without_python_of_others(register) -> None:
     called: dict[bool, list[int]] = {True: [], False: []}
-    for asked, calls in called.items():
+    for own_python, calls in called.items():
         hooks: list[Any] = []
 
         def between(number: int, net: Net, hooks: list[Any] = hooks, calls: list[int] = calls) -> None:
@@ -205,64 +203,27 @@ def test_hooks_are_called_in_each_step_unless_a_graph_was_asked_for(register) ->
             if number == 9:
                 hooks[0].remove()
 
-        _, graph = train(Net(), [clicks(n) for n in range(12)], True, between, asked=asked)
+        _, graph = train(Net(), [clicks(n) for n in range(12)], True, between, own_python=own_python)
         assert graph is not None
-        assert graph.trained == (12 if asked else 9) - BEFORE
+        assert graph.trained == (12 if own_python else 9) - BEFORE
     assert called[False] == [6] * 3
-    assert not called[True], "the graph of before is repeated"
+    assert not called[True], "the control: the graph of before is repeated"
 
 
-class Spoils(FakeGraph):
-    """As ``CudaGraph`` does where CUDA gives up."""
+def test_a_recording_that_cuda_gives_up_ends_the_run(tmp_path) -> None:
+    """Without a second try, which leaves the tables outside of the graph."""
+    tries: list[int] = []
 
-    def record(self, work: Callable[[], None]) -> None:
-        raise Spoilt("operation failed due to a previous error during capture")
+    class Spoils(FakeGraph):
+        """As ``CudaGraph`` does where CUDA gives up."""
 
+        def record(self, work: Callable[[], None]) -> None:
+            tries.append(1)
+            raise Spoilt("operation failed due to a previous error during capture")
 
-class Full(FakeGraph):
-    """In a GPU without memory for a graph."""
-
-    def record(self, work: Callable[[], None]) -> None:
-        super().record(work)
-        raise torch.OutOfMemoryError("no memory")
-
-
-@pytest.mark.parametrize(
-    ("net", "make", "why"),
-    [
-        (partial(Net, "counts"), FakeGraph, "reads ids"),
-        (partial(Net, "looks"), FakeGraph, "waits for the GPU"),
-        (Net, Full, "no memory"),
-    ],
-)
-def test_one_that_was_not_asked_for_is_done_without(net, make, why, caplog) -> None:
-    caplog.set_level("INFO", "recpipe")
-    batches = [clicks(n) for n in range(8)]
-    with_it, graph = train(net(), batches, True, make=make, asked=False)
-    without, _ = train(net(), batches, False)
-    assert graph is not None
-    assert graph.trained == 0
-    assert [why in line for line in caplog.messages] == [True]
-    assert same(with_it, without)
-
-
-@pytest.mark.parametrize("asked", [True, False])
-def test_a_recording_that_cuda_gives_up_ends_the_run(asked) -> None:
-    with pytest.raises(UserError, match=r"previous error.*set trainer\.backend=cuda$"):
-        train(Net(), [clicks(n) for n in range(8)], True, make=Spoils, asked=asked)
-
-
-@pytest.mark.parametrize("policy", POLICIES)
-def test_rows_that_were_left_to_a_graph_are_looked_up_without_one(policy, tmp_path) -> None:
-    class Refused(Graphs):
-        def __call__(self, model: PlacedModel, staged: StagedBatch, times: StepTimes) -> None:
-            self.graph = self.graph or StepGraph(model, self.make, Settings(model))
-            super().__call__(model, staged, times)
-
-    step, batches = Refused(Full), partial(Listed, count=10, multi=False)
-    with_it = parameters_after(policy, "sgd", tmp_path / "with", batches(), step)
-    assert step.graph.trained == 0
-    assert identical(with_it, parameters_after(policy, "sgd", tmp_path / "without", batches()))
+    with pytest.raises(UserError, match=r"previous error.*set trainer\.backend=auto$"):
+        parameters_after("lru", "sgd", tmp_path, Listed(multi=False), Graphs(Spoils))
+    assert len(tries) == 1
 
 
 def test_it_knows_its_own_gradients() -> None:
@@ -304,14 +265,14 @@ def test_batches_that_differ_beside_their_tensors(notes, trained) -> None:
 
 @pytest.mark.parametrize("net", [Net("own ids"), Net("counts"), Net(pooling=PoolingType.MEAN)])
 def test_a_model_that_reads_ids_is_refused(net) -> None:
-    with pytest.raises(UserError, match=r"reads ids, or puts them together.*trainer\.backend=cuda"):
+    with pytest.raises(UserError, match=r"reads ids, or puts them together.*trainer\.backend=auto"):
         train(net, [clicks(n) for n in range(8)], True)
 
 
 @pytest.mark.parametrize(("mode", "operator"), [("looks", "_local_scalar_dense"), ("picks", "index")])
 def test_a_model_that_waits_for_a_gpu_is_refused_before_it_does(mode, operator) -> None:
     with pytest.raises(
-        UserError, match=rf"cannot be recorded .*, since aten.({operator}) waits.*trainer\.backend=cuda"
+        UserError, match=rf"cannot be recorded .*, since aten.({operator}) waits.*trainer\.backend=auto"
     ):
         train(Net(mode), [clicks(n) for n in range(8)], True)
 
@@ -380,33 +341,22 @@ def with_own_class(net: nn.Sequential) -> None:
 
 
 @pytest.mark.parametrize("change", [with_forward, compiled, with_function, with_own_class])
-def test_python_of_others_is_not_left_out_unasked(change) -> None:
+def test_it_is_known_whether_a_graph_leaves_out_python_of_others(change) -> None:
     net = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.1), MLP(4, [4, 4]), Perceptron(4, 4))
     assert is_repeatable(net)
     change(net)
     assert not is_repeatable(net)
 
 
-@pytest.mark.parametrize(
-    ("kind", "graph"), [("auto", True), ("plain", False), ("cpu", False), (CUDA, False), (CUDA_GRAPH, True)]
-)
-def test_whose_runs_have_a_graph(kind, graph, tmp_path, caplog, monkeypatch) -> None:
+@pytest.mark.parametrize("kind", ["auto", "plain", "cpu", CUDA_GRAPH])
+def test_whose_runs_have_a_graph(kind, tmp_path, caplog, monkeypatch) -> None:
     caplog.set_level("INFO", "recpipe")
-    assert (equipped(kind, Net(), tmp_path).graph is not None) == (kind == CUDA_GRAPH)
+    for module, settings in (("of.others", False), ("torchrec.models", True)):
+        monkeypatch.setattr(Net, "__module__", module)
+        graph = equipped(kind, Net(), tmp_path).graph
+        assert (graph is not None) == (kind == CUDA_GRAPH)
+        assert graph is None or isinstance(graph._settings, Settings) == settings
     assert ("cuda_graph may be faster" in caplog.text) == (kind == "auto"), "said to who has not chosen"
-    caplog.clear()
-    monkeypatch.setattr(Net, "__module__", "torchrec.models")
-    made = equipped(kind, Net(), tmp_path)
-    assert (made.graph is not None) == graph
-    assert made.graph is None or made.graph.asked == (kind == CUDA_GRAPH)
-    assert not caplog.text
-
-
-def test_a_gpus_back_end_needs_one(tmp_path) -> None:
-    with pytest.raises(UserError, match=r"trainer\.backend=cuda needs a GPU.*set trainer\.backend=auto"):
-        equipped(CUDA, Net(), tmp_path, "cpu")
-    with pytest.raises(UserError, match=r"trainer\.backend=cuda needs a GPU"):
-        equip_loop(CUDA, placed(Net(), clicks(0)), SAMPLES, torch.device("cpu"), tmp_path)
 
 
 def test_a_loop_of_ones_own_cannot_have_a_graph(tmp_path) -> None:
