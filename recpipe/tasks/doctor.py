@@ -18,7 +18,7 @@ from recpipe.common.versions import FBGEMM, TRIPLES, installed_version
 from recpipe.errors import UserError
 
 RUN_ON = {
-    "2.13": "loaded, and tried by recpipe doctor, on an NVIDIA H200, 2026-11-27; no test has run on a GPU",
+    "2.13": "a third of the suite for a GPU run on an NVIDIA H200, 2026-11-27",
     "2.11": "run on an NVIDIA H100 and H200s, 2026-11-26 and 27",
 }
 """By torch's release, what of each set for CUDA has run on a GPU."""
