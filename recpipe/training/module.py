@@ -155,7 +155,7 @@ class RankingModule(PlainAttributes, L.LightningModule):
         if self.graph is not None and not self.graph.trained:
             log.warning(
                 "trainer.backend=cuda_graph trained no batch: at least %d whole batches in a row must have "
-                "parts of the same sizes and otherwise equal values",
+                "parts of the same sizes and otherwise equal values, and no hooks",
                 BEFORE + 1,
             )
 
