@@ -51,16 +51,17 @@ class CudaGraph:
             try:
                 work()
             except BaseException as fault:
-                try:
-                    self._graph.capture_end()
-                except RuntimeError:
-                    raise Spoilt(str(fault)) from fault  # the first fault says more
+                self._end(fault)
                 raise
-            try:
-                self._graph.capture_end()
-            except RuntimeError as fault:
-                raise Spoilt(str(fault)) from fault
+            self._end()
         training.wait_stream(self._stream)
+
+    def _end(self, first: BaseException | None = None) -> None:
+        """End the recording, which ``first`` has interrupted: it says more than CUDA does then."""
+        try:
+            self._graph.capture_end()
+        except RuntimeError as fault:
+            raise Spoilt(str(first or fault)) from (first or fault)
 
     def replay(self) -> None:
         """As ``Graph.replay``."""

@@ -81,14 +81,14 @@ class StepGraph:
                 return None
             self._recorded = None  # its memory is free for the next one
             try:
-                self._recorded = self._record(form, lookups, batch)
+                self._recorded = self._record(form, lookups, batch, settings)
             except Unrecorded as fault:
                 raise UserError(f"trainer.backend=cuda_graph: {fault}; {REMEDY}") from fault
         self._in_a_row = 0
         self.trained += 1
         return self._recorded.train(lookups, batch)
 
-    def _record(self, form: Hashable, lookups: BatchLookups, batch: Any) -> _Recorded:
+    def _record(self, form: Hashable, lookups: BatchLookups, batch: Any, settings: Hashable) -> _Recorded:
         """A graph for batches of this ``form``; without the tables if it cannot be recorded with them."""
         try:
             return _Recorded(self.model, self.make(), form, lookups, batch)
@@ -97,7 +97,7 @@ class StepGraph:
                 raise
             self.takes_tables = False
             lookups.look_up_left()
-            form = self._form(lookups, batch, self._settings())
+            form = self._form(lookups, batch, settings)
             recorded = _Recorded(self.model, self.make(), form, lookups, batch)
             log.warning("tables are looked up and updated outside of the CUDA graph: %s", fault)
             return recorded
