@@ -17,6 +17,7 @@ import pytest
 from recpipe.common.quiet import calm_threads
 from tests.hidden_gpus import hide_gpus
 
+gc.disable()  # until all is imported and collected
 calm_threads()  # before torch is imported, as the command line does
 hide_gpus(sys.argv)
 # Every index into a table is checked: FBGEMM raises an error instead of reading foreign memory (0: FATAL).
@@ -73,6 +74,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 def pytest_collection_finish() -> None:
     """What is imported and collected stays: the garbage collector need not look at it again and again."""
+    gc.freeze()
+    gc.enable()
+
+
+def pytest_unconfigure() -> None:
+    """Nor does it as the process ends."""
     gc.freeze()
 
 

@@ -13,6 +13,7 @@ from typing import NoReturn
 
 from recpipe.backend.allocator import bound_kernel_caches, tune_allocator
 from recpipe.commands import COMMANDS, listed
+from recpipe.common.collector import importing
 from recpipe.common.quiet import calm_threads, quiet_libraries
 from recpipe.common.versions import versions
 from recpipe.errors import ThroughHydra, UserError, did_you_mean, shown
@@ -196,7 +197,8 @@ def _run_hydra(argv: Sequence[str]) -> None:
     tune_allocator()
     bound_kernel_caches()
     if _several():
-        from recpipe.distributed.launch import agreed_arguments
+        with importing():
+            from recpipe.distributed.launch import agreed_arguments
 
         argv = agreed_arguments(argv)
         sys.argv[1:] = argv
@@ -213,11 +215,12 @@ def _run_hydra(argv: Sequence[str]) -> None:
             hydra = HydraConfig.get()
             log.info("this run's directory: %s", hydra.runtime.output_dir)
             log.info("loading torch")  # which takes seconds
-            from recpipe.tasks.doctor import check_versions
+            with importing():
+                from recpipe.tasks.doctor import check_versions
 
-            check_versions()
-            from recpipe.run import run
-            from recpipe.tasks.compare_rows import command_line_overrides
+                check_versions()
+                from recpipe.run import run
+                from recpipe.tasks.compare_rows import command_line_overrides
 
             directory = Path(hydra.runtime.output_dir)
             report = run(recipe, directory, command_line_overrides(hydra))

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
 
+from recpipe.common.collector import importing
 from recpipe.errors import UserError
 
 
@@ -33,7 +34,8 @@ class Command:
             raise UserError(f"say recpipe {name} {self.arguments}")
         module, _, function = self.where.partition(":")
         try:
-            called: Callable[[Sequence[str]], int] = getattr(import_module(module), function)
+            with importing():
+                called: Callable[[Sequence[str]], int] = getattr(import_module(module), function)
         except OSError:  # a library that does not load
             from recpipe.tasks.doctor import check_versions
 

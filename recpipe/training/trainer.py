@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import gc
 import signal
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +13,7 @@ from lightning.pytorch.callbacks import Checkpoint, EarlyStopping, ModelCheckpoi
 from lightning.pytorch.loggers import Logger
 from lightning.pytorch.plugins.io import CheckpointIO
 
+from recpipe.common.collector import old_objects_kept
 from recpipe.common.console import log
 from recpipe.common.targets import make
 from recpipe.distributed.ranks import Channel
@@ -123,7 +123,7 @@ def fit(
     callbacks: list[L.Callback] = trainer.callbacks  # type: ignore[attr-defined]
     stop = _stop(trainer)
     try:
-        with suppress(EvaluationStopped), _old_objects_kept():
+        with suppress(EvaluationStopped), old_objects_kept():
             trainer.fit(module, loader, evaluation, ckpt_path=resume)
     except CheckpointError as fault:
         # With several ranks, the others wait for this one in the middle of the checkpoint.
@@ -152,17 +152,6 @@ def fit(
         else " (no checkpoint: trainer.checkpoint_every=null)"
     )
     return f"stopped by {signal.Signals(stop.received).name} after step {trainer.global_step}{where}"
-
-
-@contextmanager
-def _old_objects_kept() -> Iterator[None]:
-    """In the block, Python's garbage collector does not look at the objects that there are now, most of them
-    those of imported modules, which take it 0.2 s."""
-    gc.freeze()
-    try:
-        yield
-    finally:
-        gc.unfreeze()
 
 
 def saved_last(trainer: L.Trainer) -> Path | None:
