@@ -78,11 +78,6 @@ def pytest_collection_finish() -> None:
     gc.enable()
 
 
-def pytest_unconfigure() -> None:
-    """Nor does it as the process ends."""
-    gc.freeze()
-
-
 @pytest.fixture(scope="session")
 def data_dir() -> Path:
     """The folder of real data sets: RECPIPE_DATA, else ../shared/data; skips where there is none."""
