@@ -12,6 +12,7 @@ from typing import Any
 
 from torch import nn
 
+from recpipe import seams
 from recpipe.backend.chain import Converted, any_global_hook, is_hooked
 from recpipe.pipeline.placed import PlacedModel
 
@@ -47,7 +48,7 @@ class Settings:
 
 
 def _has_own_code(module: nn.Module) -> bool:
-    if not _is_theirs(type(module)) or module._compiled_call_impl is not None:
+    if not _is_theirs(type(module)) or seams.is_compiled(module):
         return True
     called = (value for value in vars(module).values() if callable(value))
     return not all(isinstance(value, Converted) or _is_theirs(value) for value in called)

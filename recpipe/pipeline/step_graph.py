@@ -135,7 +135,7 @@ class _Recorded:
             parameter.grad = None  # so that the gradient has memory of the graph, which does not add to it
 
         # torch.compile leaves a module as it is where operators are watched.
-        compiled = any(m._compiled_call_impl is not None for m in model.module.modules())
+        compiled = any(map(seams.is_compiled, model.module.modules()))
 
         def both_passes() -> None:
             for rows in self._rows:

@@ -51,6 +51,11 @@ def functorch_is_active() -> bool:
     return bool(_transforms_are_active())
 
 
+def is_compiled(module: nn.Module) -> bool:
+    """Whether ``module`` has been compiled in place, by ``module.compile()``."""
+    return module._compiled_call_impl is not None
+
+
 def backward_number() -> int | None:
     """The forward pass's number of the operator that is being differentiated; None during a forward pass."""
     node = _current_node()
