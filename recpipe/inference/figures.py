@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -56,8 +57,8 @@ def judge(kind: Kind, labels: torch.Tensor, predictions: torch.Tensor, quick: bo
 
     They are those of training's reports, and the calibration: mean prediction / mean label. The interval of
     AUC is DeLong's; those of means and of their ratios (logloss, NE, calibration, MSE, RMSE, MAE) are
-    percentiles of a bootstrap over groups of rows, with a fixed seed, which takes tenths of a second. If
-    ``quick``, they are by the jackknife over the same groups (Efron and Stein, Annals of Statistics 1981).
+    percentiles of a bootstrap over groups of rows, with a fixed seed, whose draws take a tenth of a second.
+    If ``quick``, they are by the jackknife over the same groups (Efron and Stein, Annals of Statistics 1981).
     """
     clicks = kind == "clicks" and bool(((labels == 0) | (labels == 1)).all())
     found = {
@@ -67,14 +68,15 @@ def judge(kind: Kind, labels: torch.Tensor, predictions: torch.Tensor, quick: bo
     wanted = ("auc", "logloss", "ne") if clicks else tuple(n for n, v in found.items() if not math.isnan(v))
     figures: dict[str, Interval] = {}
     interval = _jackknifed if quick else _bootstrapped
+    others = _left_out(sums) if quick else _resampled(sums)
     for name in wanted:
         if name == "auc":
             figures[name] = _delong(found[name], labels, predictions)
         else:
-            figures[name] = interval(found[name], sums, _OF_SUMS.get(name))
+            figures[name] = interval(found[name], others, _OF_SUMS.get(name))
     total = sums.sum(axis=0, keepdims=True)
     if clicks or kind != "clicks":
-        figures[CALIBRATION] = interval(float(_calibration(total)[0]), sums, _calibration)
+        figures[CALIBRATION] = interval(float(_calibration(total)[0]), others, _calibration)
     positives = int((labels == 1).sum()) if clicks else None
     return Judged(labels.numel(), positives, figures)
 
@@ -120,12 +122,24 @@ _OF_SUMS: dict[str, Callable[[Float64], Float64]] = {
 }
 
 
-def _bootstrapped(value: float, sums: Float64, figure: Callable[[Float64], Float64] | None) -> Interval:
-    """``value`` with the percentiles of ``figure`` over resampled groups; none of a single group."""
-    if figure is None or math.isnan(value) or len(sums) < 2:
+def _resampled(sums: Float64) -> Float64:
+    """The sums of ``REPLICATES`` samples of the groups, with replacement; none of a single group."""
+    return _draws(len(sums), REPLICATES) @ sums if len(sums) > 1 else sums[:0]
+
+
+@lru_cache(maxsize=1)
+def _draws(groups: int, replicates: int) -> Float64:
+    """How often each of ``groups`` is in each sample: float64 [replicates, groups]. They are the same for the
+    slices of an evaluation."""
+    drawn = np.random.default_rng(0).multinomial(groups, np.full(groups, 1 / groups), replicates)
+    return drawn.astype(np.float64)
+
+
+def _bootstrapped(value: float, resampled: Float64, figure: Callable[[Float64], Float64] | None) -> Interval:
+    """``value`` with the percentiles of ``figure`` over ``resampled`` groups."""
+    if figure is None or math.isnan(value):
         return Interval(value)
-    counts = np.random.default_rng(0).multinomial(len(sums), np.full(len(sums), 1 / len(sums)), REPLICATES)
-    found = figure(counts @ sums)
+    found = figure(resampled)
     found = found[np.isfinite(found)]
     if not len(found):
         return Interval(value)
@@ -133,11 +147,16 @@ def _bootstrapped(value: float, sums: Float64, figure: Callable[[Float64], Float
     return Interval(value, float(low), float(high))
 
 
-def _jackknifed(value: float, sums: Float64, figure: Callable[[Float64], Float64] | None) -> Interval:
-    """``value`` and twice its spread over ``sums`` without each of the groups; none of a single group."""
-    if figure is None or math.isnan(value) or len(sums) < 2:
+def _left_out(sums: Float64) -> Float64:
+    """The sums without each of the groups; none of a single group."""
+    return sums.sum(axis=0) - sums if len(sums) > 1 else sums[:0]
+
+
+def _jackknifed(value: float, left: Float64, figure: Callable[[Float64], Float64] | None) -> Interval:
+    """``value`` and twice the spread of ``figure`` as each of the groups is ``left`` out."""
+    if figure is None or math.isnan(value):
         return Interval(value)
-    found = figure(sums.sum(axis=0) - sums)
+    found = figure(left)
     found = found[np.isfinite(found)]
     if len(found) < 2:
         return Interval(value)
