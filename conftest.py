@@ -25,6 +25,7 @@ os.environ.setdefault("FBGEMM_TBE_BOUNDS_CHECK_MODE", "0")
 
 import torch  # noqa: E402
 
+from recpipe.common.collector import keep_all  # noqa: E402
 from recpipe.data.dataset import Dataset  # noqa: E402
 from recpipe.data.make import open_dataset  # noqa: E402
 from recpipe.data.sources.criteo import SPARSE  # noqa: E402
@@ -74,7 +75,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 def pytest_collection_finish() -> None:
     """What is imported and collected stays: the garbage collector need not look at it again and again."""
-    gc.freeze()
+    keep_all()
     gc.enable()
 
 

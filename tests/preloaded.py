@@ -4,7 +4,6 @@ a process does once, such as the types of a recipe's keys and the report's templ
 Reports of its processes have empty plots; those of processes from the beginning have real ones.
 """
 
-import gc
 import os
 
 from recpipe.common.quiet import calm_threads
@@ -21,6 +20,7 @@ import recpipe.tasks.doctor  # noqa: E402
 import recpipe.tasks.plugins  # noqa: E402
 import recpipe.tasks.sweep_launcher  # noqa: E402
 import tests.any_model.zoo  # noqa: E402, F401
+from recpipe.common.collector import keep_all  # noqa: E402
 from recpipe.common.compiled import load_loops  # noqa: E402
 from recpipe.config.compose import compose  # noqa: E402
 from recpipe.config.recipe import Recipe  # noqa: E402
@@ -42,4 +42,4 @@ composing.remember_parts(pytest.MonkeyPatch())
 Recipe.of(compose(["optim=sgd", "tiers=ssd", "+plugin=hotline"]))  # Hydra looks for its plugins, once
 recpipe.report.html.page("report.html.j2")
 _commit()  # asks git, once
-gc.freeze()  # the processes need not look at all this, which would copy its pages
+keep_all()  # the processes need not look at all this, which would copy its pages

@@ -6,6 +6,9 @@ import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+_kept = False
+"""Whether ``keep_all`` has been called, after which nothing may be given back to the collector."""
+
 
 @contextmanager
 def importing() -> Iterator[None]:
@@ -19,19 +22,26 @@ def importing() -> Iterator[None]:
     try:
         yield
     finally:
-        gc.freeze()
+        keep_all()
         if collects:
             gc.enable()
+
+
+def keep_all() -> None:
+    """Let the collector leave alone all that there is now, as long as the process lasts."""
+    global _kept
+    gc.freeze()
+    _kept = True
 
 
 @contextmanager
 def old_objects_kept() -> Iterator[None]:
     """In the block the collector leaves alone what there was before it, most of it modules' objects."""
-    kept = gc.get_freeze_count() > 0  # by ``importing``, which is for good
-    if not kept:
-        gc.freeze()
+    if _kept:
+        yield
+        return
+    gc.freeze()
     try:
         yield
     finally:
-        if not kept:
-            gc.unfreeze()
+        gc.unfreeze()

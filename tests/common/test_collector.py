@@ -8,6 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from recpipe.common import collector
 from recpipe.common.collector import importing, old_objects_kept
 
 
@@ -23,8 +24,9 @@ def circle() -> weakref.ref[Circle]:
 
 
 @pytest.fixture
-def nothing_frozen() -> Iterator[None]:
+def nothing_frozen(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """As in a process of its own; conftest.py has frozen what it imported."""
+    monkeypatch.setattr(collector, "_kept", False)
     gc.unfreeze()
     yield
     gc.unfreeze()
