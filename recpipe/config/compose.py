@@ -242,9 +242,8 @@ def readable_errors(overrides: Sequence[str]) -> Iterator[None]:
 def choices() -> dict[str, set[str]]:
     """The options of every config group, including plugins and Hydra's launchers: group -> names."""
     register()
-    roots = [conf_dir(), *package_confs()]
     found: dict[str, set[str]] = {}
-    for file in (file for root in roots for file in root.glob("*/*.yaml")):
+    for file in (file for root in _roots() for file in root.glob("*/*.yaml")):
         found.setdefault(file.parent.name, set()).add(file.stem)
     if PLUGIN in found:
         found[PLUGIN] &= installed().keys()
@@ -252,6 +251,11 @@ def choices() -> dict[str, set[str]]:
         name.removesuffix(".yaml") for name in ConfigStore.instance().list("hydra/launcher")
     }
     return dict(sorted(found.items()))
+
+
+def _roots() -> list[Path]:
+    """Folders of config groups: recpipe's own and those of packages."""
+    return [conf_dir(), *package_confs()]
 
 
 def _missing(group: str, option: str) -> str:
@@ -304,9 +308,21 @@ def _choosing(key: str) -> list[str]:
         words = [f"+{PLUGIN}={plugin}"] if plugin in known[PLUGIN] else []
     else:
         group = first if first in known else "task"
-        words = [f"{group}={option}" for option in sorted(known[group])]
+        words = [f"{group}={option}" for option in sorted(known[group] & _mentioning(key, group))]
     custom = {f"model={CUSTOM}": f"a class of your own, model.{TARGET}=package.Class"}
     return [custom.get(word, word) for word in words if key in _known_keys([word])]
+
+
+def _mentioning(key: str, group: str) -> set[str]:
+    """The options of ``group`` that may have ``key``: their yaml has its last name in it, or takes in other
+    yaml. To compose all of them takes seconds."""
+    last = key.rpartition(".")[2]
+    found = set()
+    for file in (file for root in _roots() for file in root.glob(f"{group}/*.yaml")):
+        text = file.read_text(encoding="utf-8", errors="replace")
+        if last in text or "defaults" in text:
+            found.add(file.stem)
+    return found
 
 
 def _known_keys(overrides: Sequence[str]) -> list[str]:

@@ -8,8 +8,14 @@ from pathlib import Path
 import pytest
 from omegaconf import DictConfig, OmegaConf
 
-from recpipe.config.compose import CONFIG_NAME, active_plugins, compose, conf_dir
-from recpipe.errors import UserError
+from recpipe.config.compose import (
+    CONFIG_NAME,
+    _dotted,
+    _mentioning,
+    active_plugins,
+    compose,
+    conf_dir,
+)
 from recpipe.plugin.conf import package_conf, package_confs
 from recpipe.plugin.load import installed
 from recpipe.tables.specs import TableOptimizer
@@ -23,18 +29,30 @@ FILES = sorted({file for root in ROOTS for file in root.glob("*/*.yaml")})
 def selected(file: Path) -> DictConfig:
     """The recipe with ``file`` chosen in its group, added where the defaults do not name the group."""
     group, option = file.parent.name, file.stem
-    try:
-        return compose([f"{group}={option}"])
-    except UserError:
-        return compose([f"+{group}={option}"])
+    sign = "+" if group == "plugin" else ""
+    return compose([f"{sign}{group}={option}"])
+
+
+def keys(recipe: DictConfig) -> set[str]:
+    return set(_dotted(OmegaConf.to_container(recipe), ""))
+
+
+@pytest.fixture(scope="module")
+def default() -> set[str]:
+    """The keys of a recipe in which nothing is chosen."""
+    return keys(compose())
 
 
 @pytest.mark.parametrize("file", FILES, ids=lambda f: f"{f.parent.name}/{f.stem}")
-def test_composes(file: Path) -> None:
+def test_composes(file: Path, default: set[str]) -> None:
+    """And errors find each option by the keys that it adds."""
     recipe = selected(file)
+    group, option = file.parent.name, file.stem
     assert "plugin" not in recipe
-    if file.parent.name == "plugin":
-        assert list(active_plugins(recipe)) == [file.stem]
+    if group == "plugin":
+        assert list(active_plugins(recipe)) == [option]
+    elif group != "experiment":
+        assert all(option in _mentioning(key, group) for key in keys(recipe) - default)
 
 
 @pytest.mark.parametrize("file", sorted((conf_dir() / "optim").glob("*.yaml")), ids=lambda f: f.stem)
