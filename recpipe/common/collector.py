@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -12,17 +13,19 @@ _kept = False
 
 @contextmanager
 def importing() -> Iterator[None]:
-    """In the block nothing is collected, and what has been made by its end stays as long as the process.
+    """In the block nothing is collected, and after imports what there is at its end stays as long as the
+    process.
 
-    For imports: torch and what belongs to it are 440,000 objects. To look through them each time that their
-    number had grown by a quarter, and again at the process's end, took longer than to import torch.
+    torch and what belongs to it are 440,000 objects. To look through them each time that their number had
+    grown by a quarter, and again at the process's end, took longer than to import torch.
     """
-    collects = gc.isenabled()
+    collects, modules = gc.isenabled(), len(sys.modules)
     gc.disable()
     try:
         yield
     finally:
-        keep_all()
+        if len(sys.modules) > modules:  # a sweep's second job would otherwise keep what the first has left
+            keep_all()
         if collects:
             gc.enable()
 

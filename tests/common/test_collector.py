@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import gc
+import sys
 import weakref
 from collections.abc import Iterator
+from contextlib import contextmanager
+from types import ModuleType
 
 import pytest
 
@@ -34,9 +37,17 @@ def nothing_frozen(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     gc.freeze()
 
 
-@pytest.mark.usefixtures("nothing_frozen")
-def test_what_is_imported_stays_and_what_comes_later_goes() -> None:
+@contextmanager
+def importing_one(patch: pytest.MonkeyPatch) -> Iterator[None]:
+    """``importing`` a module."""
     with importing():
+        patch.setitem(sys.modules, f"imported{len(sys.modules)}", ModuleType("imported"))
+        yield
+
+
+@pytest.mark.usefixtures("nothing_frozen")
+def test_what_is_imported_stays_and_what_comes_later_goes(monkeypatch: pytest.MonkeyPatch) -> None:
+    with importing_one(monkeypatch):
         imported = circle()
         assert not gc.isenabled()
     later = circle()
@@ -44,6 +55,18 @@ def test_what_is_imported_stays_and_what_comes_later_goes() -> None:
     assert imported() is not None
     assert later() is None
     assert gc.isenabled()
+
+
+@pytest.mark.usefixtures("nothing_frozen")
+def test_where_all_has_been_imported_nothing_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in the second job of a sweep: what the first has left is collected."""
+    with importing_one(monkeypatch):
+        pass
+    left = circle()
+    with importing():
+        pass
+    gc.collect()
+    assert left() is None
 
 
 @pytest.mark.usefixtures("nothing_frozen")
@@ -77,8 +100,8 @@ def test_old_objects_are_collected_after_the_block() -> None:
 
 
 @pytest.mark.usefixtures("nothing_frozen")
-def test_where_imports_are_kept_the_block_ends_nothing() -> None:
-    with importing():
+def test_where_imports_are_kept_the_block_ends_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    with importing_one(monkeypatch):
         imported = circle()
     with old_objects_kept():
         pass
