@@ -1,7 +1,7 @@
 """One process that answers: it loads a package, serves it, and loads it anew when it is told to.
 
 It is the whole server, or one of several workers. A worker is started by the supervisor as
-``python -m recpipe.inference.serving.worker``, and has two sockets from it: the one that it answers on, and a
+``python -m recpipe.inference.serving``, and has two sockets from it: the one that it answers on, and a
 channel. On the channel come ``reload``, and the end of it when the worker is to stop; on it go ``ready``,
 ``loaded`` and ``refused``.
 """
@@ -9,7 +9,6 @@ channel. On the channel come ``reload``, and the end of it when the worker is to
 from __future__ import annotations
 
 import asyncio
-import gc
 import json
 import logging
 import os
@@ -25,6 +24,7 @@ import torch
 import uvicorn
 import uvloop
 
+from recpipe.common.collector import old_objects_kept
 from recpipe.common.console import alone, heard
 from recpipe.common.quiet import quieted
 from recpipe.errors import UserError
@@ -123,12 +123,9 @@ class Worker:
         """Answer on ``listening`` until SIGINT, SIGTERM, or the end of ``channel``. Without one, SIGHUP loads
         the package anew."""
         sys.setswitchinterval(TURN)
-        gc.freeze()  # the garbage collector would look at libraries and package again and again
-        try:
-            with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-                runner.run(self._run(listening, channel))
-        finally:
-            gc.unfreeze()  # the scorer removes the folder that torch unpacked the package into, when it goes
+        # Not for good: the scorer removes the folder that torch unpacked the package into, when it goes.
+        with old_objects_kept(), asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+            runner.run(self._run(listening, channel))
 
     async def _run(self, listening: socket.socket, channel: socket.socket | None) -> None:
         listening.listen(BACKLOG)
@@ -219,7 +216,7 @@ def arguments(directory: Path, config: ServeConfig, name: str, number: int, sock
         "number": number,
         "sockets": sockets,
     }
-    return [sys.executable, "-m", "recpipe.inference.serving.worker", json.dumps(about)]
+    return [sys.executable, "-m", "recpipe.inference.serving", json.dumps(about)]
 
 
 def main() -> int:
@@ -238,7 +235,3 @@ def main() -> int:
             return 2
         worker.run(listening, channel)
     return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())
