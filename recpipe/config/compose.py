@@ -243,7 +243,7 @@ def choices() -> dict[str, set[str]]:
     """The options of every config group, including plugins and Hydra's launchers: group -> names."""
     register()
     found: dict[str, set[str]] = {}
-    for file in (file for root in _roots() for file in root.glob("*/*.yaml")):
+    for file in _files():
         found.setdefault(file.parent.name, set()).add(file.stem)
     if PLUGIN in found:
         found[PLUGIN] &= installed().keys()
@@ -253,9 +253,9 @@ def choices() -> dict[str, set[str]]:
     return dict(sorted(found.items()))
 
 
-def _roots() -> list[Path]:
-    """Folders of config groups: recpipe's own and those of packages."""
-    return [conf_dir(), *package_confs()]
+def _files(group: str = "*") -> list[Path]:
+    """The yaml of a config group's options, or of all: recpipe's own and that of packages."""
+    return [file for root in (conf_dir(), *package_confs()) for file in root.glob(f"{group}/*.yaml")]
 
 
 def _missing(group: str, option: str) -> str:
@@ -317,12 +317,8 @@ def _mentioning(key: str, group: str) -> set[str]:
     """The options of ``group`` that may have ``key``: their yaml has its last name in it, or takes in other
     yaml. To compose all of them takes seconds."""
     last = key.rpartition(".")[2]
-    found = set()
-    for file in (file for root in _roots() for file in root.glob(f"{group}/*.yaml")):
-        text = file.read_text(encoding="utf-8", errors="replace")
-        if last in text or "defaults" in text:
-            found.add(file.stem)
-    return found
+    read = ((file.stem, file.read_text(encoding="utf-8", errors="replace")) for file in _files(group))
+    return {option for option, text in read if last in text or "defaults" in text}
 
 
 def _known_keys(overrides: Sequence[str]) -> list[str]:
