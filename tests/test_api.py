@@ -207,6 +207,13 @@ def test_what_cannot_be_trained_is_refused_in_a_line(made, tmp_path) -> None:
         ({"data": source}, "the data does not say its columns"),
         ({"data": iter(source)}, "list_iterator, which can be read once"),
         ({"data": 3}, "the training data is a int: hand over"),
+        (
+            {"model": "data.samples=20000"},
+            r"'data.samples=20000' is an override .* recpipe.train\(model, data, ",
+        ),
+        ({"data": "+plugin=hotline"}, r"'\+plugin=hotline' is an override .* recpipe.train\(model, data, "),
+        ({"model": made}, r"the model is a \w+ and no torch.nn.Module: call recpipe.train\(model, data, "),
+        ({"words": [{"seed": 1}]}, "{'seed': 1} is a dict; overrides are words as on the command line"),
         ({"data": []}, "the training data has no batch"),
         ({"data": lambda epoch: iter(source)}, "the number of training batches is not known"),
         ({"data": source, "held_out": lambda epoch: iter(source)}, "the held-out data has no length"),
@@ -229,6 +236,34 @@ def test_what_cannot_be_trained_is_refused_in_a_line(made, tmp_path) -> None:
         assert "\n" not in str(caught.value)
     with pytest.raises(UserError, match="a batch is a Tensor, and a schema describes recpipe.kit.Batch"):
         GivenBatches([torch.zeros(3)], schema=made.schema)
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda: recpipe.evaluate("split=eval"),
+        lambda: recpipe.evaluate("runs/first", "split=eval"),
+        lambda: recpipe.predict("runs/first", "scores=raw"),
+        lambda: recpipe.quantize("runs/first", "+plugin=quantize"),
+        lambda: recpipe.place(None, "tiers=ssd"),  # type: ignore[arg-type]
+        lambda: recpipe.load("tiers=ssd"),
+        lambda: recpipe.package("dense=low", "package"),
+    ],
+)
+def test_an_override_in_the_place_of_a_checkpoint_or_data_is_told(call) -> None:
+    with pytest.raises(
+        UserError, match=r"is an override and stands before them: call recpipe\.\w+\("
+    ) as told:
+        call()
+    assert "\n" not in str(told.value)
+
+
+def test_a_folder_whose_name_looks_like_an_override_is_data(tmp_path, monkeypatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "year=2020").mkdir()
+    words = ["data.label=click", "data.sparse=[a]", "data.table_rows=9"]
+    with pytest.raises(UserError, match="year=2020: no data file in this directory"):
+        recpipe.train(None, "year=2020", *words, quiet=True)
 
 
 class Lying(list[Any]):

@@ -7,7 +7,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from recpipe.api.process import output_directory, prepare_process
+from recpipe.api.process import check_call, output_directory, prepare_process
 
 if TYPE_CHECKING:
     import numpy as np
@@ -30,6 +30,7 @@ def load(checkpoint: str | Path, model: nn.Module | None = None) -> nn.Module:
     damaged or belongs to another model.
     """
     prepare_process()
+    check_call("recpipe.load(checkpoint, model=None)", model=model, files=[checkpoint])
     from recpipe.tasks.load import load_checkpoint
 
     return load_checkpoint(Path(checkpoint), model)
@@ -56,7 +57,7 @@ def evaluate(
 
     ``UserError`` for a mistake of the caller, a damaged checkpoint, and data of other columns.
     """
-    with _answering(data, overrides, model, output, quiet) as (caller, words):
+    with _answering("evaluate", checkpoint, data, overrides, model, output, quiet) as (caller, words):
         from recpipe.inference.command import evaluate_for
 
         return evaluate_for(caller, Path(checkpoint), words)
@@ -76,7 +77,7 @@ def predict(
     the scores are returned, float32 [N], or [N, T] of T tasks. Other arguments as for ``evaluate``, with the
     command's words: ``"keys=[user_id]"``, ``"scores=raw"``, ``"overwrite=true"``.
     """
-    with _answering(data, overrides, model, None, quiet) as (caller, words):
+    with _answering("predict", checkpoint, data, overrides, model, None, quiet) as (caller, words):
         from recpipe.inference.command import predict_for
         from recpipe.tasks.compare_rows import quoted
 
@@ -117,6 +118,7 @@ def package(
     ``UserError`` if there is no C++ compiler, or if the model cannot be packaged.
     """
     prepare_process()
+    check_call("recpipe.package(checkpoint, directory, model=None)", model=model, files=[checkpoint])
     from recpipe.inference.package import Options, package_for
 
     options = Options.of(
@@ -140,7 +142,7 @@ def quantize(
     quantized checkpoint, and for the report beside it; None: only the report's content is made. Other
     arguments as for ``evaluate``.
     """
-    with _answering(data, overrides, model, output, quiet) as (caller, words):
+    with _answering("quantize", checkpoint, data, overrides, model, output, quiet) as (caller, words):
         from recpipe.inference.quantize import quantize_for
 
         return quantize_for(caller, Path(checkpoint), words)
@@ -148,6 +150,8 @@ def quantize(
 
 @contextmanager
 def _answering(
+    function: str,
+    checkpoint: str | Path,
     data: Any,
     overrides: Sequence[str],
     model: nn.Module | None,
@@ -156,6 +160,8 @@ def _answering(
 ) -> Iterator[tuple[Caller, list[str]]]:
     """What the functions above hand on, and the words to put before the caller's own."""
     prepare_process()
+    form = f"recpipe.{function}(checkpoint, data, *overrides, model=None)"
+    check_call(form, model=model, files=[checkpoint, data], words=overrides)
     from recpipe.common.console import alone
     from recpipe.data.cache import cached_in
     from recpipe.inference.command import Caller

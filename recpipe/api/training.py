@@ -10,7 +10,7 @@ from pathlib import Path
 from threading import main_thread
 from typing import TYPE_CHECKING, Any
 
-from recpipe.api.process import WITHOUT_FILES, output_directory, prepare_process
+from recpipe.api.process import WITHOUT_FILES, check_call, output_directory, prepare_process
 from recpipe.errors import UserError
 
 if TYPE_CHECKING:
@@ -103,6 +103,7 @@ def train(
     batch is done.
     """
     prepare_process()
+    check_call("recpipe.train(model, data, *overrides)", model=model, files=[data], words=overrides)
     from recpipe.config.compose import compose, readable_errors
     from recpipe.config.recipe import Recipe
     from recpipe.data.given import GivenBatches
@@ -149,6 +150,7 @@ def place(model: nn.Module, loader: Batches, *overrides: str) -> Placed:
     which is the loop's own, and for several ranks.
     """
     prepare_process()
+    check_call("recpipe.place(model, loader, *overrides)", model=model, files=[loader], words=overrides)
     from recpipe.config.compose import compose, readable_errors
     from recpipe.data.cache import cached_in
     from recpipe.data.given import GivenBatches

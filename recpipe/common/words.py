@@ -1,5 +1,6 @@
 """Translates words that people write into what Hydra composes: their own model (``model._target_=X
-model.k=v``), and several amounts of memory (``advise.memory=8GiB,16GiB``)."""
+model.k=v``), an optimizer's arguments (``optim.dense.weight_decay=0.01``), and several amounts of memory
+(``advise.memory=8GiB,16GiB``)."""
 
 from __future__ import annotations
 
@@ -12,6 +13,8 @@ from recpipe.errors import UserError, shown
 
 CUSTOM = "custom"
 """The option of ``model=`` for any class, with the keys that recpipe itself reads."""
+FREE = ("optim.dense", "optim.by_table")
+"""The mappings whose keys the recipe's yaml does not list: a class's arguments, the names of tables."""
 _LIST = "advise.memory="
 """A key whose value is a list; Hydra takes ``a,b`` without brackets for a sweep."""
 _DIRECTORY = ("--config-dir", "-cd")
@@ -28,14 +31,16 @@ def for_hydra(
     """Add ``model=custom`` to ``words`` if only ``model._target_`` chooses the model, and replace
     ``model.KEY`` by ``++model.KEY`` if the model is not one of ``built_in`` and may have any keys.
 
-    ``advise.memory=8GiB,16GiB`` becomes a list. ``installed`` returns the models that packages offer; it is
-    called only if that matters.
+    The mappings in ``FREE`` may have any keys too. ``advise.memory=8GiB,16GiB`` becomes a list. ``installed``
+    returns the models that packages offer; it is called only if that matters.
 
     Hydra refuses a plain ``model.KEY=`` whose key no yaml has. If a user's own yaml may choose the model, any
     key is let through, and the typed recipe refuses unknown ones later. Applying the function twice changes
     nothing more. Raises ``UserError`` if the words ask for a class and also for a model that has one.
     """
     words = _anchored([_listed(word) for word in words])
+    for section in FREE:
+        words = opened(words, section)
     if not any(word.lstrip("+").startswith("model.") for word in words):
         return words
     targets = [word for word in words if word.lstrip("+").startswith("model._target_=")]
@@ -81,8 +86,8 @@ def _listed(word: str) -> str:
 
 def opened(words: Sequence[str], section: str) -> list[str]:
     """Replace ``SECTION.KEY`` by ``++SECTION.KEY`` in ``words``, so that Hydra accepts a key that no yaml
-    has."""
-    start = f"{section}."
+    has; likewise ``SECTION={KEY: VALUE}``."""
+    start = (f"{section}.", f"{section}={{")
     return [f"++{word}" if word.startswith(start) and "=" in word else word for word in words]
 
 

@@ -84,12 +84,16 @@ def dense_optimizer(config: Mapping[str, Any], parameters: Iterable[nn.Parameter
     kinds = {
         n: c
         for n, c in vars(torch.optim).items()
-        if isinstance(c, type) and issubclass(c, torch.optim.Optimizer)
+        if isinstance(c, type) and issubclass(c, torch.optim.Optimizer) and c is not torch.optim.Optimizer
     }
-    if name not in kinds or name == "Optimizer":
+    if name not in kinds:
         hint = nearest_or_all(name, sorted(kinds))
         raise UserError(f"optim.dense.name={shown(name)}: torch.optim has no such optimizer; {hint}")
     takes = signature(kinds[name]).parameters
+    for key in knobs:
+        if key not in takes or key in ("self", "params"):
+            hint = nearest_or_all(key, [knob for knob in takes if knob not in ("self", "params")])
+            raise UserError(f"optim.dense.{shown(key)}: torch.optim.{name} takes no such argument; {hint}")
     if "fused" in takes and not knobs.keys() & {"fused", "foreach", "differentiable"}:
         # False instead of None would also rule out torch's pass over all parameters at once (foreach).
         knobs["fused"] = _has_fused(name, parameters[0].device.type if parameters else "cpu") or None

@@ -43,6 +43,29 @@ def test_any_torch_optimizer(config, kind) -> None:
         assert key == "name" or optimizer.defaults[key] == value
 
 
+@pytest.mark.parametrize(
+    ("words", "dense"),
+    [
+        (["optim.dense.weight_decay=0.01"], {"name": "Adagrad", "lr": 0.02, "weight_decay": 0.01}),
+        (
+            ["optim.dense={name: AdamW, lr: 0.001, weight_decay: 0.01}"],
+            {"name": "AdamW", "lr": 0.001, "weight_decay": 0.01},
+        ),
+        (
+            ["optim.dense.name=Adam", "optim.dense={betas: [0.5, 0.9]}", "optim.dense.amsgrad=true"],
+            {"name": "Adam", "lr": 0.02, "betas": (0.5, 0.9), "amsgrad": True},
+        ),
+        (["optim=sgd", "+optim.dense.momentum=0.9"], {"name": "SGD", "lr": 0.1, "momentum": 0.9}),
+    ],
+)
+def test_a_recipe_may_give_every_argument(words: list[str], dense: dict[str, object]) -> None:
+    config = Recipe.of(compose(words)).optim.dense
+    assert config.keys() == dense.keys()
+    made = dense_optimizer(config, weights())
+    found = {"name": type(made).__name__, **made.defaults}
+    assert {key: found[key] for key in dense} == dense
+
+
 @pytest.mark.parametrize(("device", "fused"), [("cpu", True), ("meta", None)])
 def test_the_fused_implementation_is_used_where_there_is_one(device: str, fused: bool | None) -> None:
     there = [torch.nn.Parameter(torch.zeros(3, device=device))]
@@ -54,10 +77,16 @@ def test_the_fused_implementation_is_used_where_there_is_one(device: str, fused:
     ("config", "words"),
     [
         ({"name": "adagrad"}, "optim.dense.name=adagrad: .* did you mean Adagrad"),
-        ({"name": "Optimizer"}, "no such optimizer"),
+        ({"name": "Optimizer"}, "no such optimizer; choose one of ASGD, "),
+        ({"name": "Optimiser"}, "no such optimizer; choose one of ASGD, "),
         ({"name": "lr_scheduler"}, "no such optimizer"),
         ({"lr": 0.1}, "optim.dense.name=None"),
-        ({"name": "SGD", "rate": 0.1}, "torch.optim.SGD does not take .*rate"),
+        (
+            {"name": "SGD", "rate": 0.1},
+            "optim.dense.rate: torch.optim.SGD takes no such argument; choose one of lr",
+        ),
+        ({"name": "SGD", "momentun": 0.1}, "optim.dense.momentun: .* did you mean momentum"),
+        ({"name": "SGD", "params": 0.1}, "optim.dense.params: torch.optim.SGD takes no such argument"),
         ({"name": "SGD", "lr": -1}, "does not take .*-1"),
     ],
 )
