@@ -1,6 +1,6 @@
 #!/bin/sh
 # Sets up .venv with a set of packages that fit together and recpipe itself; does nothing when it is up to date.
-# The CPU set is tested, and the CUDA set for torch 2.11 was run on GPUs; with the newest one no test was.
+# The CPU sets are tested, and the CUDA set for torch 2.11 was run on GPUs.
 #   RECPIPE_PYTHON        the Python to use (default: python3 when it is 3.11 to 3.14, else the first of these that is there)
 #   RECPIPE_REQUIREMENTS  the set to install (default: requirements/cuda-torch2.11.txt with a GPU, else requirements/cpu.txt)
 set -eu
@@ -57,11 +57,12 @@ fi
 echo "setup: installing $requirements and recpipe into .venv (about 1.5 GB for CPU, 5 GB for CUDA)"
 rm -f "$stamp"
 quiet="--disable-pip-version-check --no-warn-script-location"
-if [ "$requirements" = requirements/cpu.txt ]; then
+case $requirements in requirements/cpu*)
     # Alone and without its dependencies, so that PyTorch's index is asked for this one package.
-    $pip install $quiet --retries 1 --no-deps -r requirements/torch-cpu.txt ||
+    $pip install $quiet --retries 1 --no-deps --extra-index-url https://download.pytorch.org/whl/cpu "$(grep ^torch== "$requirements")" ||
         fail "pip could not install torch's CPU build (its message is above); run ./setup.sh again when that is mended"
-fi
+    ;;
+esac
 # One command, so that pip resolves recpipe and the set together.
 $pip install $quiet pip -r "$requirements" -e '.[test]' ||
     fail "pip could not install $requirements (its message is above); run ./setup.sh again when that is mended"

@@ -12,7 +12,7 @@ from typing import Any
 
 from recpipe.errors import UserError
 
-TRIPLES = (("2.13", "1.8", "1.8"), ("2.11", "1.6", "1.6"))
+TRIPLES = (("2.14", "1.9", "1.9"), ("2.13", "1.8", "1.8"), ("2.11", "1.6", "1.6"))
 """(torch, torchrec, fbgemm-gpu) releases that fit together, major.minor, newest first."""
 FBGEMM = ("fbgemm-gpu", "fbgemm-gpu-cpu")
 _DISTRIBUTIONS = {"torch": ("torch",), "torchrec": ("torchrec",), "fbgemm_gpu": FBGEMM}

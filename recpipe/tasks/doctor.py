@@ -18,11 +18,14 @@ from recpipe.common.versions import FBGEMM, TRIPLES, installed_version
 from recpipe.errors import UserError
 
 RUN_ON = {
+    "2.14": "not yet run on a GPU",
     "2.13": "a third of the suite for a GPU run on an NVIDIA H200, 2026-11-27",
     "2.11": "run on an NVIDIA H100 and H200s, 2026-11-26 and 27",
 }
 """By torch's release, what of each set for CUDA has run on a GPU."""
 REQUIREMENTS = {
+    ("2.14", False): "requirements/cpu-torch2.14.txt",
+    ("2.14", True): "requirements/cuda-torch2.14.txt",
     ("2.13", False): "requirements/cpu.txt",
     ("2.13", True): "requirements/cuda.txt",
     ("2.11", True): "requirements/cuda-torch2.11.txt",
@@ -31,6 +34,8 @@ USUAL = {False: "2.13", True: "2.11"}
 """torch's release in the set that ./setup.sh installs, on a machine without a GPU and on one with it."""
 OTHERS = (("hydra-core", "1.3.2", "1.5"), ("lightning", "2.5", "3"))
 """Distributions with their lowest supported and first unsupported version."""
+CPU_WHEELS = "--extra-index-url https://download.pytorch.org/whl/cpu"
+"""pip's option that finds torch's CPU build, which it otherwise passes over for the CUDA one."""
 NVML = "libnvidia-ml.so.1"
 """A library of the NVIDIA driver, which FBGEMM's CUDA build needs in order to load."""
 SKIP = "RECPIPE_SKIP_VERSION_CHECK"
@@ -67,17 +72,18 @@ def install(cuda: bool, version: str | None = None, root: Path = CHECKOUT) -> st
     file = REQUIREMENTS[wanted, cuda]
     pip = f"{sys.executable} -m pip install"
     if (root / file).is_file():
-        # Or pip would take torch's CUDA build.
-        first = "" if cuda else f"{pip} --no-deps -r requirements/torch-cpu.txt && "
+        pin = next(
+            line for line in (root / file).read_text("utf-8").splitlines() if line.startswith("torch==")
+        )
+        first = "" if cuda else f"{pip} --no-deps {CPU_WHEELS} {pin} && "
         return f"cd {root} && {first}{pip} -r {file}"
     torch, torchrec, fbgemm = next(t for t in TRIPLES if t[0] == wanted)
     if cuda:
         return f"{pip} torch=={torch}.* fbgemm-gpu=={fbgemm}.* torchrec=={torchrec}.*"
     # torchrec depends on FBGEMM's CUDA build by name, so on a CPU machine it is installed without
     # dependencies.
-    index = "--extra-index-url https://download.pytorch.org/whl/cpu"
     needs = "tensordict torchmetrics==1.0.3 tqdm pyre-extensions"
-    first = f"{pip} {index} torch=={torch}.* fbgemm-gpu-cpu=={fbgemm}.* {needs}"
+    first = f"{pip} {CPU_WHEELS} torch=={torch}.* fbgemm-gpu-cpu=={fbgemm}.* {needs}"
     return f"{first} && {pip} --no-deps torchrec=={torchrec}.*"
 
 
@@ -117,9 +123,12 @@ def check_fbgemm(version: Versions, owners: list[str], cuda: bool) -> list[Findi
         return [Finding("fbgemm", "fbgemm-gpu is the CUDA build, but torch is a CPU build", reinstall)]
     if owners == ["fbgemm-gpu-cpu"] and cuda:
         return [Finding("fbgemm", "fbgemm-gpu-cpu is the CPU build, but torch is a CUDA build", reinstall)]
-    return (
-        [Finding("fbgemm", f"fbgemm_gpu/ is {owners[0]}'s, and torch is of the same kind")] if owners else []
-    )
+    if not owners:
+        return []
+    kind = "of the same kind"
+    if torch_is_cuda() and not cuda:
+        kind = "a CUDA build, which runs on this machine's CPU"
+    return [Finding("fbgemm", f"fbgemm_gpu/ is {owners[0]}'s, and torch is {kind}")]
 
 
 def fbgemm_owners() -> list[str]:
@@ -146,6 +155,12 @@ def torch_is_cuda() -> bool:
         if version
         else False
     )
+
+
+def is_for_gpu() -> bool:
+    """Whether the installed set is one for a GPU. torch's CUDA build is for the CPU where FBGEMM's CPU build
+    is beside it and there is no driver: not every index has torch's newest release as a CPU build."""
+    return torch_is_cuda() and (has_driver() or fbgemm_owners() != ["fbgemm-gpu-cpu"])
 
 
 def check_python(version: tuple[int, ...]) -> Finding:
@@ -235,7 +250,7 @@ def check_gpu() -> Finding:
 
 def findings() -> list[Finding]:
     """Everything that ``recpipe doctor`` checks, in the order in which to repair it."""
-    cuda = torch_is_cuda()
+    cuda = is_for_gpu()
     found = [
         check_python(sys.version_info[:3]),
         *check_triple(installed_version, cuda),
@@ -280,7 +295,7 @@ def check_versions() -> None:
     RECPIPE_SKIP_VERSION_CHECK=1."""
     if os.environ.get(SKIP):
         return
-    cuda = torch_is_cuda()
+    cuda = is_for_gpu()
     for finding in check_triple(installed_version, cuda):
         if not finding.ok:
             raise UserError(f"{finding.text}. Mend it: {finding.remedy} (or try it as it is: {SKIP}=1)")

@@ -13,7 +13,8 @@ from recpipe.common.versions import installed_version, private, private_names
 from recpipe.errors import UserError
 
 KNOWN = (
-    "known to work with torch 2.13 with torchrec 1.8 and fbgemm-gpu 1.8, "
+    "known to work with torch 2.14 with torchrec 1.9 and fbgemm-gpu 1.9, "
+    "or torch 2.13 with torchrec 1.8 and fbgemm-gpu 1.8, "
     "or torch 2.11 with torchrec 1.6 and fbgemm-gpu 1.6; 'recpipe doctor'"
 )
 RUN = """

@@ -63,6 +63,17 @@ def test_int8_multiplies_codes_exactly() -> None:
     assert (low(x) - own(x)).abs().max() > 1e-3
 
 
+def test_an_exported_layer_multiplies_codes() -> None:
+    own = linear()
+    low = LowPrecisionLinear(own, [SEVEN], scales_of(own))
+    x = 2 * torch.randn(20, 3, 64)
+    exported = torch.export.export(low, (x,))
+    (product,) = (node for node in exported.graph.nodes if "qlinear_pointwise" in str(node.target))
+    assert product.meta["val"].shape == (20, 3, 48)
+    expected = low.runs("int8")(x.flatten(0, 1)).unflatten(0, (20, 3))
+    torch.testing.assert_close(exported.module()(x), expected, rtol=0, atol=0)
+
+
 def test_bfloat16_and_float32() -> None:
     own, x = linear(), torch.randn(10, 64)
     low = LowPrecisionLinear(own, [Layer("bfloat16")])

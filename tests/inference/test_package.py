@@ -37,8 +37,9 @@ from recpipe.inference.serving.shared import RequestScorer, Side
 from recpipe.inference.source import FloatCheckpoint
 from recpipe.inference.trained import is_quantized, open_trained, scored
 from recpipe.seams.compiled import compiled_for, compiler
+from recpipe.tasks.doctor import CPU_WHEELS
 from tests.inference.clients import Clients, children, damaged_requests, mapped_bytes
-from tests.processes import ROOT, Child
+from tests.processes import Child
 
 DATA = (
     "data.samples=2000",
@@ -575,8 +576,9 @@ def test_in_a_new_environment_with_torch_and_fbgemm_alone(packed: Path, tmp_path
     """Needs a package index, or what pip is told to use in its place."""
     subprocess.run([sys.executable, "-m", "venv", tmp_path / "venv"], check=True)
     pip = [tmp_path / "venv" / "bin" / "python", "-m", "pip", "-q", "install"]
-    version = json.loads((packed / MANIFEST).read_bytes())["versions"]["fbgemm_gpu"].partition("+")[0]
-    subprocess.run([*pip, "--no-deps", "-r", ROOT / "requirements" / "torch-cpu.txt"], check=True)
+    versions = json.loads((packed / MANIFEST).read_bytes())["versions"]
+    own_torch, version = (versions[name].partition("+")[0] for name in ("torch", "fbgemm_gpu"))
+    subprocess.run([*pip, "--no-deps", *CPU_WHEELS.split(), f"torch=={own_torch}"], check=True)
     subprocess.run([*pip, "torch", "numpy", f"fbgemm-gpu-cpu=={version}"], check=True)
     own = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
     said = subprocess.run(

@@ -14,6 +14,8 @@ from recpipe.tasks import doctor
 CPU = {"torch": "2.13.0+cpu", "torchrec": "1.8.0", "fbgemm-gpu": "1.8.0", "fbgemm-gpu-cpu": "1.8.0"}
 CUDA = {"torch": "2.13.0+cu130", "torchrec": "1.8.0", "fbgemm-gpu": "1.8.0"}
 
+NEWEST = {"torch": "2.14.1", "torchrec": "1.9.2", "fbgemm-gpu": "0", "fbgemm-gpu-cpu": "1.9.0"}
+
 
 def triple(versions: dict[str, str], cuda: bool = False) -> doctor.Finding:
     findings = doctor.check_triple(versions.get, cuda)
@@ -25,6 +27,8 @@ def triple(versions: dict[str, str], cuda: bool = False) -> doctor.Finding:
     ("versions", "cuda", "state"),
     [
         (CPU, False, "a tested set"),
+        (NEWEST, False, "a tested set"),
+        (NEWEST | {"fbgemm-gpu": "1.9.0", "fbgemm-gpu-cpu": None}, True, f"a set {doctor.RUN_ON['2.14']}"),
         (CUDA, True, f"a set {doctor.RUN_ON['2.13']}"),
         (
             {"torch": "2.11.0", "torchrec": "1.6.1", "fbgemm-gpu": "1.6.0"},
@@ -93,6 +97,7 @@ def test_a_machine_without_a_driver_is_told_so(monkeypatch: pytest.MonkeyPatch) 
     installed = {"torch": "2.11.0", "torchrec": "1.6.1", "fbgemm-gpu": "1.6.0"}
     monkeypatch.setattr(doctor, "installed_version", installed.get)
     monkeypatch.setattr(doctor, "torch_is_cuda", lambda: True)
+    monkeypatch.setattr(doctor, "fbgemm_owners", lambda: ["fbgemm-gpu"])
     monkeypatch.delenv(doctor.SKIP, raising=False)
     with pytest.raises(UserError, match="has no NVIDIA driver .*Mend it: install NVIDIA's driver; without"):
         doctor.check_versions()
@@ -168,6 +173,27 @@ def test_fbgemm_clashes(owners: list[str], cuda: bool, text: str) -> None:
 
 def test_fbgemm_of_the_right_kind() -> None:
     assert doctor.check_fbgemm(CPU.get, ["fbgemm-gpu-cpu"], cuda=False)[0].ok
+
+
+@pytest.mark.parametrize(
+    ("torch_cuda", "owners", "driver", "for_gpu"),
+    [
+        (False, ["fbgemm-gpu-cpu"], False, False),
+        (True, ["fbgemm-gpu"], False, True),
+        (True, ["fbgemm-gpu-cpu"], False, False),
+        (True, ["fbgemm-gpu-cpu"], True, True),
+    ],
+)
+def test_torch_for_cuda_beside_fbgemm_for_the_cpu_is_a_set_for_the_cpu(
+    monkeypatch: pytest.MonkeyPatch, torch_cuda: bool, owners: list[str], driver: bool, for_gpu: bool
+) -> None:
+    monkeypatch.setattr(doctor, "torch_is_cuda", lambda: torch_cuda)
+    monkeypatch.setattr(doctor, "fbgemm_owners", lambda: owners)
+    monkeypatch.setattr(doctor, "has_driver", lambda: driver)
+    assert doctor.is_for_gpu() == for_gpu
+    (finding,) = doctor.check_fbgemm(NEWEST.get, owners, doctor.is_for_gpu())
+    assert finding.ok == (not driver)
+    assert ("CUDA build, which runs on this machine's CPU" in finding.text) == (torch_cuda and not for_gpu)
 
 
 def test_python_and_other_packages() -> None:
