@@ -220,9 +220,8 @@ def run_on(
         world = planned_ranks(cfg.task, len(tables.tables)) or ranks.world
         claims = ShardClaims.of(assembly)
         shards = plan_shards(tables, tier_config, claims, device, cfg.data.batch_size, ranks, world, owners)
-    described = describe(
-        assembly, tables, tier_config, owners, ranks, shards, model_config.precision != "float32"
-    )
+    rounded = model_config.precision != "float32"
+    described = describe(assembly, tables, tier_config, owners, ranks, cfg.data.batch_size, shards, rounded)
     files = ReportFiles(run_dir.path)
     if leads:
         files.write_json("assembly.json", described)

@@ -4,7 +4,7 @@ trained."""
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -22,10 +22,11 @@ from recpipe.plugin.api import Invariant
 from recpipe.plugin.assembly import Assembly
 from recpipe.tables.config import TierConfig
 from recpipe.tables.groups import ModelTables
+from recpipe.tables.kept import GroupKept
 from recpipe.tables.owners import RESIDENT, GroupOwner, owner_names
 from recpipe.tables.sharding.plan import ShardPlan
 from recpipe.tables.sharding.planning import Sharding
-from recpipe.tables.specs import TableSet
+from recpipe.tables.tiers.policies import BYTES_BESIDE
 from recpipe.tasks.plan_shards import described_shards, print_shards
 
 MOST_SHARDS = 25_000
@@ -53,12 +54,16 @@ def describe(
     tiers: TierConfig,
     owners: Sequence[GroupOwner],
     ranks: Ranks,
+    batch_size: int,
     shards: tuple[Sharding, ShardPlan] | None = None,
     rounded: bool = False,
 ) -> dict[str, Any]:
     """The content of assembly.json: the plugins' parts with their owners and order, and the tiers' bytes."""
-    kept = [_Kept.of(g.tables, o, shards) for g, o in zip(tables.groups, owners, strict=True)]
-    tiered = any(group.tiered_rows for group in kept)
+    plan = None if shards is None else shards[1]
+    kept = [
+        GroupKept.of(group.tables, owner, tiers, ranks, plan, batch_size)
+        for group, owner in zip(tables.groups, owners, strict=True)
+    ]
     store = tiers.described_store(ranks) if shards is None else tiers.store
     records = [group.tables.record_bytes for group in tables.groups]
     return {
@@ -72,12 +77,14 @@ def describe(
         else described_shards(shards[1], shards[0].group_of, shards[0].tiered),
         "ranks": {"trainers": list(ranks.trainers), "holders": list(ranks.holders)},
         "tiers": {
-            "store": store if tiered else None,
+            "store": store if any(group.tiered_rows for group in kept) else None,
             "record_bytes": max(records),
             "rows": tables.total_rows,
             "resident_bytes": sum(group.resident_bytes for group in kept),
             "resident_rows": sum(group.resident_rows for group in kept),
-            "cold_bytes": sum(group.cold_bytes for group in kept),
+            "cold_bytes": sum(sum((group.cold_bytes or {}).values()) for group in kept),
+            "cold_rows": sum(group.tiered_rows for group in kept),
+            "beside_bytes": sum(group.beside_bytes for group in kept),
             "table_bytes": tables.bytes_of_tables(),
             "groups": [
                 {
@@ -90,37 +97,12 @@ def describe(
                     "storage": group.tables.storage.value.lower(),
                     "cache": owner.name,
                     "resident_rows": here.resident_rows,
+                    "cold_bytes": here.cold_bytes,
                 }
                 for group, owner, here in zip(tables.groups, owners, kept, strict=True)
             ],
         },
     }
-
-
-@dataclass(frozen=True)
-class _Kept:
-    """How much of a group is resident, and how much is in the cold tier; the sum over ranks if it is
-    sharded."""
-
-    tiered_rows: int
-    resident_rows: int
-    resident_bytes: int
-    cold_bytes: int
-
-    @classmethod
-    def of(cls, tables: TableSet, owner: GroupOwner, shards: tuple[Sharding, ShardPlan] | None) -> _Kept:
-        """Compute it for a group. In sharded groups, data-parallel tables are resident under any owner."""
-        whole = tables.layout.total_rows
-        replicated = (
-            0 if shards is None else sum(t.rows for t in tables.tables if shards[1].tables[t.name].replicated)
-        )
-        tiered = 0 if owner.name == RESIDENT else whole - replicated
-        return cls(
-            tiered,
-            owner.slots * tiered // whole + whole - tiered,
-            owner.resident_bytes * tiered // whole + (whole - tiered) * tables.record_bytes,
-            tiered * tables.cold_record_bytes,
-        )
 
 
 def _altered(shards: tuple[Sharding, ShardPlan] | None, rounded: bool) -> set[str]:
@@ -160,9 +142,15 @@ def print_plan(plan: Mapping[str, Any], run_dir: Path) -> None:
     cold = "-"
     if tiers["store"]:
         sizes = sorted({g["cold_record_bytes"] for g in tiers["groups"] if g["cold_record_bytes"]})
-        rows = f"rows of {' or '.join(map(str, sizes))} bytes"
+        rows = f"{tiers['cold_rows']:,} rows of {' or '.join(map(str, sizes))} bytes"
         cold = f"{readable_bytes(tiers['cold_bytes'])} ({tiers['store']}, {rows})"
     table.add_row("cold tier", cold)
+    if tiers["store"]:
+        size, each = readable_bytes(tiers["beside_bytes"]), tiers["beside_bytes"] / tiers["cold_rows"]
+        others = sorted({g["cache"] for g in tiers["groups"]} - {RESIDENT, *BYTES_BESIDE})
+        own = f", and what {', '.join(others)} keeps" if others else ""
+        line = f"{size} of host memory on {trainers} (row maps, policy, buffers: {each:.3g} bytes a row){own}"
+        table.add_row("beside the tiers", line)
 
     def draw(out: Console) -> None:
         out.print(table)

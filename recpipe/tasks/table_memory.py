@@ -27,7 +27,8 @@ def memory_of_tables(
         for table in group.tables.tables:
             weights = table.rows * group.tables.bytes_of_weights(group.tables.dim)
             sharding = shards.get(table.name, {}).get("sharding")
-            tiered = told["cold_record_bytes"] is not None and sharding != "data_parallel"
+            cold = told["cold_bytes"]
+            tiered = cold is not None and sharding != "data_parallel"
             here = resident.get(table.name) if tiered else table.rows
             found.append(
                 TableMemory(
@@ -38,7 +39,7 @@ def memory_of_tables(
                     state_bytes=table.rows * group.tables.record_bytes - weights,
                     resident_rows=here,
                     resident_bytes=None if here is None else here * group.tables.record_bytes,
-                    cold_bytes=table.rows * told["cold_record_bytes"] if tiered else 0,
+                    cold_bytes=cold[table.name] if tiered else 0,
                     sharding=sharding,
                 )
             )

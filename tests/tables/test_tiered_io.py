@@ -132,7 +132,7 @@ def test_memory_is_what_was_allocated(tmp_path, policy, store) -> None:
     assert weights.shape == state.shape == (max(1, slots), DIM)
     assert collection.resident_bytes == slots * 4 * (DIM + DIM)
     planner = collection.planner
-    arrays = [planner.where, planner.row_of_slot]
+    arrays = [planner.where, planner.row_of_slot, collection.memory.occupied.rows]
     arrays += [a for a in vars(planner.policy).values() if isinstance(a, np.ndarray)]
     slab = collection.memory.slab.weights, collection.memory.slab.state
     assert slab[0].shape[0] >= len(planner.slab_rows)

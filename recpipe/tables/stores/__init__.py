@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from dataclasses import dataclass
 
 from recpipe.errors import UserError
 from recpipe.tables.stores.base import (
@@ -13,8 +14,10 @@ from recpipe.tables.stores.base import (
     Rows,
     StoreLayout,
 )
+from recpipe.tables.stores.blocks import BlockMap
 from recpipe.tables.stores.host import HostStore
 from recpipe.tables.stores.ssd import STAGING_BYTES, SsdStore
+from recpipe.tables.stores.staging import Staging
 
 KINDS = ("host", "ssd")
 __all__ = [
@@ -27,6 +30,7 @@ __all__ = [
     "Rows",
     "SsdStore",
     "StoreLayout",
+    "StoreSize",
     "make_store",
 ]
 
@@ -54,3 +58,25 @@ def make_store(
             raise UserError("tiers.store=ssd needs a directory for its files: set tiers.dir=DIRECTORY")
         return SsdStore.create(layout, fill, directory, staging_bytes=staging_bytes, scratch=scratch)
     raise UserError(f"tiers.store={kind}: no such store (there are: {', '.join(KINDS)})")
+
+
+@dataclass(frozen=True)
+class StoreSize:
+    """What a store takes, told before it is made."""
+
+    cold_bytes: tuple[int, ...]
+    """Of each table's records, as they lie: in an ``ssd`` store whole records with their checksums, in whole
+    blocks."""
+    buffer_bytes: int
+    """Host memory beside them."""
+
+    @classmethod
+    def of(cls, kind: str, layout: StoreLayout, staging_bytes: int = STAGING_BYTES) -> StoreSize:
+        """Of the store that ``make_store`` makes with the same arguments."""
+        if kind != "ssd":
+            return cls(tuple(4 * layout.width * rows for rows in layout.rows), 0)
+        blocks = BlockMap(layout)
+        capacity = blocks.staged(staging_bytes)
+        return cls(
+            tuple(blocks.file_bytes), Staging.nbytes(capacity, blocks.total_blocks, blocks.block_bytes)
+        )

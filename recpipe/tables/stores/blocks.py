@@ -47,6 +47,10 @@ class BlockMap:
         """Blocks of all files together."""
         return int(self.first_blocks[-1])
 
+    def staged(self, staging_bytes: int) -> int:
+        """How many blocks a staging area of so many bytes holds; at least one."""
+        return max(1, min(staging_bytes // self.block_bytes, self.total_blocks))
+
     def places(self, rows: Rows) -> Places:
         """Block and lane of global row numbers; IndexError for one outside the layout."""
         if len(rows) and (rows.min() < 0 or rows.max() >= self._bases[-1]):

@@ -56,15 +56,9 @@ class SsdStore(ColdStore):
         self._transfer = open_transfer(depth, direct=self.direct)
         self.engine = self._transfer.engine
         self.shares_blocks = self._map.rows_per_block > 1
-        capacity = max(1, min(staging_bytes // self._map.block_bytes, self._map.total_blocks))
-        self._staging = Staging(
-            capacity,
-            self._map.total_blocks,
-            self._map.block_bytes,
-            self._map.rows_per_block,
-            self._map.record_words,
-        )
-        self._overhead_bytes = self._staging.overhead_bytes
+        blocks = self._map.staged(staging_bytes), self._map.total_blocks, self._map.block_bytes
+        self._staging = Staging(*blocks, self._map.rows_per_block, self._map.record_words)
+        self._overhead_bytes = Staging.nbytes(*blocks)
         self._readers: list[RowReader] = []
 
     @classmethod

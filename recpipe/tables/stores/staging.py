@@ -30,10 +30,10 @@ class Staging:
         self._block_of = np.full(capacity, -1, np.int64)
         self._next = 0
 
-    @property
-    def overhead_bytes(self) -> int:
+    @staticmethod
+    def nbytes(capacity: int, total_blocks: int, block_bytes: int) -> int:
         """DRAM of the buffers and of the tables used to find them."""
-        return self.bytes.nbytes + self._slot_of.nbytes + self._block_of.nbytes
+        return capacity * (block_bytes + 8) + 4 * total_blocks
 
     def find(self, blocks: Blocks) -> Slots:
         """The slot of each block, or -1 if it is not staged."""

@@ -220,3 +220,5 @@ def policy_bytes(policy: CachePolicy) -> int:
 
 POLICIES: dict[str, type[CachePolicy]] = {"nocache": NoCache, "lru": Lru, "lfu": Lfu}
 """The values of ``tiers.policy`` besides ``resident`` (no cold tier)."""
+BYTES_BESIDE = {"nocache": (0, 0), "lru": (0, 20), "lfu": (4, 0)}
+"""Host bytes of each of them for a row, and for a row that can be resident."""

@@ -303,6 +303,7 @@ class TieredEmbeddingBagCollection(PlainAttributes, RowCollection, Planned, Save
         """Memory beyond the resident rows: row maps, the policy's tables, the slab, the store's buffers."""
         return (
             self.planner.overhead_bytes
+            + self.memory.occupied.rows.nbytes
             + policy_bytes(self.planner.policy)
             + self.memory.slab_bytes
             + self.store.overhead_bytes

@@ -1,0 +1,106 @@
+"""How many bytes of a group's rows will be where, told before any of them is kept there."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass, replace
+
+from recpipe.distributed.ranks import Ranks
+from recpipe.tables.build import staging_bytes
+from recpipe.tables.config import HOLDERS, TierConfig
+from recpipe.tables.owners import RESIDENT, GroupOwner
+from recpipe.tables.sharding.plan import ShardPlan
+from recpipe.tables.specs import TableSet
+from recpipe.tables.stores import StoreLayout, StoreSize
+from recpipe.tables.stores.coded import WORD
+from recpipe.tables.stores.holders import part_layout
+from recpipe.tables.tiers.policies import BYTES_BESIDE
+
+ROW_BYTES, SLOT_BYTES = 4, 16
+"""Host bytes of the maps that say which row is where, as planned and as trained: for each row of a group in
+tiers, and for each of its rows that can be resident."""
+
+
+@dataclass(frozen=True)
+class GroupKept:
+    """How much of a group is resident, how much is in the cold tier, and the host memory beside both. If the
+    group is sharded, these are sums over ranks; if not, they are one rank's, but for the cold tier's."""
+
+    tiered_rows: int = 0
+    resident_rows: int = 0
+    resident_bytes: int = 0
+    cold_bytes: Mapping[str, int] | None = None
+    """What each table takes in the cold tier as its store lays it out; None: all rows are resident. Where
+    holders have the rows of all tables together, they are divided by the tables' rows."""
+    beside_bytes: int = 0
+    """Of the maps, of recpipe's own policies, and of the stores' buffers; what a batch or a plugin's policy
+    takes comes on top."""
+
+    @classmethod
+    def of(
+        cls,
+        tables: TableSet,
+        owner: GroupOwner,
+        tiers: TierConfig,
+        ranks: Ranks,
+        shards: ShardPlan | None,
+        batch_size: int,
+    ) -> GroupKept:
+        """Compute it for a group. In sharded groups, data-parallel tables are resident under any owner."""
+        whole = tables.layout.total_rows
+        if owner.name == RESIDENT:
+            return cls(0, whole, tables.total_bytes)
+        copied = [] if shards is None else [t for t in tables.tables if shards.tables[t.name].replicated]
+        replicated = sum(table.rows for table in copied)
+        tiered = whole - replicated
+        slots = owner.slots * tiered // whole
+        cold: Counter[str] = Counter()
+        buffers: list[int] = []
+        for layout in _parts(tables, tiers, ranks, shards, {table.name for table in copied}):
+            kind = tiers.holder_store if tiers.store == HOLDERS else tiers.store
+            size = StoreSize.of(kind, layout, staging_bytes(batch_size * len(tables.features)))
+            cold.update(dict(zip(layout.tables, size.cold_bytes, strict=True)))
+            buffers.append(size.buffer_bytes)
+        if on_holders(tiers, ranks) and shards is None:
+            cold = Counter({t.name: cold.total() * t.rows // whole for t in tables.tables})
+        there = max(buffers, default=0) if shards is None else sum(buffers)
+        by_row, by_slot = BYTES_BESIDE.get(owner.name, (0, 0))
+        return cls(
+            tiered,
+            slots + replicated,
+            owner.resident_bytes * tiered // whole + replicated * tables.record_bytes,
+            {name: cold[name] for name in tables.layout.tables},
+            (ROW_BYTES + by_row) * tiered + (SLOT_BYTES + by_slot) * slots + there,
+        )
+
+
+def on_holders(tiers: TierConfig, ranks: Ranks) -> bool:
+    """Whether the cold rows of tables that are not sharded are divided among the ranks that hold rows."""
+    return tiers.store == HOLDERS or ranks.world > 1
+
+
+def _parts(
+    tables: TableSet,
+    tiers: TierConfig,
+    ranks: Ranks,
+    shards: ShardPlan | None,
+    replicated: Collection[str],
+) -> Iterator[StoreLayout]:
+    """The layout of each store that has a part of the group's cold rows."""
+    words = tables.cold_record_bytes // WORD
+    whole = replace(tables.layout, width=words)
+    if shards is None:
+        if on_holders(tiers, ranks):
+            yield from (part_layout(whole, replace(ranks, rank=rank)) for rank in ranks.holders)
+        else:
+            yield whole
+        return
+    places: dict[tuple[int, int], list[tuple[str, int]]] = {}
+    for table in tables.tables:
+        for shard in () if table.name in replicated else shards.tables[table.name].shards:
+            if shard.rows:
+                places.setdefault((shard.rank, shard.columns), []).append((table.name, shard.rows))
+    for (_, columns), parts in places.items():
+        width = words if tables.codec else columns + tables.optimizer.state_width(columns)
+        yield StoreLayout(tuple(name for name, _ in parts), tuple(rows for _, rows in parts), width)
