@@ -275,6 +275,8 @@ def run_on(
             assembly.step,
         )
         module = RankingModule(model, make_optimizer, loader, trainers, backend, assembly.around_step)
+        if leads and cfg.task.export_predictions is not None:
+            module.evaluation.quality.folder = Path(cfg.task.export_predictions)
 
         # 7. Lightning runs the loop.
         recorder = Recorder(loader, started, Intervals(embeddings))

@@ -116,6 +116,7 @@ def figures(
     stopped = scheduler.plain_from is not None
     return {
         "verdict": sentence(prepared.phases, separates, stopped, steps, estimate),
+        "altered": "SAMPLE_ORDER" if separates else "nothing",
         "hot_rows": len(prepared.hot_rows),
         "hot_bytes": prepared.hot_bytes,
         "hot_access_share": estimate.hot_access_share,

@@ -44,7 +44,11 @@ def figures(groups: Sequence[HetTables], settings: Settings) -> dict[str, Figure
         shown["mean_missed_updates"] = missed.updates / reads
         shown["reads_missing_share"] = missed.missing / reads
     shown["updates"] = settings.updates
-    return {**shown, "verdict": verdict(shown, len(groups[0].ranks.trainers))}
+    trainers = len(groups[0].ranks.trainers)
+    # A trainer alone sees each of its own updates at once, and ships them one by one.
+    exact = trainers == 1 and settings.updates == "each"
+    shown["altered"] = "nothing" if exact else "EXACT_GRADIENT"
+    return {**shown, "verdict": verdict(shown, trainers)}
 
 
 def _together(groups: Sequence[Mapping[str, int]]) -> dict[str, int]:

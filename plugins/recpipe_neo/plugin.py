@@ -83,7 +83,14 @@ class Neo(Plugin):
         return Contribution(
             planner=NeoPlanner(self.planner, ctx, cache, self.limits(ctx.trainers)),
             quantizer=LowPrecision(self.table_precision, self.wire, pooled) if self.alters else None,
+            report=[lambda run: {"altered": self._altered(ctx.trainers)}] if self.alters else [],
         )
+
+    def _altered(self, trainers: int) -> str:
+        """Which of the invariants a run altered: none if only rows between ranks would have been rounded, and
+        there is one."""
+        used = trainers > 1 or self.table_precision != "fp32"
+        return ", ".join(sorted(i.name for i in self.alters)) if used else "nothing"
 
     def limits(self, ranks: int) -> Limits:
         """The limits of tables over ``ranks``."""

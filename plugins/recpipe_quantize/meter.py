@@ -25,6 +25,8 @@ class Meter:
 
     def __init__(self) -> None:
         self.rows = self.values = self.calls = 0
+        self.rounded_any = False
+        """Whether any row was rounded, first values included."""
         self.largest = self.sum = self.sum_of_sizes = 0.0
         self._counts = False
         self._lock = threading.Lock()
@@ -71,6 +73,7 @@ class Metered(RowCodec):
     def encode(self, records: NDArray[np.float32]) -> NDArray[np.uint8]:
         """As ``codec``."""
         encoded = self.codec.encode(records)
+        self.meter.rounded_any |= len(records) > 0
         if len(records) and self.meter.wants():
             chosen = slice(None, None, -(-len(records) // ROWS))
             kept = np.empty((len(encoded[chosen]), self.layout.width), np.float32)
@@ -84,4 +87,5 @@ class Metered(RowCodec):
 
     def rounded(self, records: torch.Tensor) -> torch.Tensor | None:
         """As ``codec``; not sampled, since nothing is written back."""
+        self.meter.rounded_any |= len(records) > 0
         return self.codec.rounded(records)

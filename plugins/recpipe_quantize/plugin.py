@@ -68,8 +68,17 @@ class Quantize(Plugin):
         return Contribution(
             stream=[Link(made.meter.begun)] if self.cold != "fp32" else (),
             quantizer=made,
-            report=[lambda run: figures(self, made, ctx.tables)],
+            report=[
+                lambda run: figures(self, made, ctx.tables) | {"altered": self._altered(made, ctx.trainers)}
+            ],
         )
+
+    def _altered(self, made: FewerBits, trainers: int) -> str:
+        """Which of the invariants this run altered: none if no row was stored, sent or made cold in fewer
+        bits."""
+        sent = trainers > 1 and self.wire != ("fp32", "fp32")
+        used = self.storage != "fp32" or sent or made.meter.rounded_any
+        return ", ".join(sorted(i.name for i in self.alters)) if used else "nothing"
 
     def costs(self, facts: Facts) -> Statement:
         """As ``costs.statement``."""

@@ -110,8 +110,13 @@ class Slipstream(Plugin):
             skipper=(Frozen if self.freeze_stale_rows else Stale)(callback),
             cache=[hot_set],
             callbacks=[callback],
-            report=[lambda run: figures(callback)],
+            report=[lambda run: figures(callback, self._altered(callback.totals))],
         )
+
+    def _altered(self, totals: Totals) -> str:
+        """Which of the invariants this run altered: none if no input was left out, and no row frozen."""
+        frozen = self.freeze_stale_rows and totals.marked_batches > 0
+        return ", ".join(sorted(i.name for i in self.alters)) if totals.dropped or frozen else "nothing"
 
     def costs(self, facts: Facts) -> Statement:
         """As ``costs.statement``."""
@@ -124,7 +129,7 @@ def _wrong(knob: str, value: object, remedy: str) -> PluginError:
     return PluginError(f"plugins.slipstream.{knob}={value}: {remedy}")
 
 
-def figures(callback: StaleInputs | None) -> dict[str, Figure]:
+def figures(callback: StaleInputs | None, altered: str = "nothing") -> dict[str, Figure]:
     """What was left out, and the threshold; all 0 if the plugin is off (None)."""
     totals = callback.totals if callback else Totals()
     marks = callback.classifier.marks[-1:] if callback else ()
@@ -134,6 +139,7 @@ def figures(callback: StaleInputs | None) -> dict[str, Figure]:
         verdict = sentence(totals, callback.steps, method.drop, classifier.stopped_at)
     return {
         "verdict": verdict,
+        "altered": altered,
         "dropped_input_share": totals.dropped / max(1, totals.samples),
         "hot_input_share": totals.hot / totals.classified if totals.classified else totals.offered_share,
         "dropped_share": totals.dropped / max(1, totals.samples),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Annotated, Any
@@ -24,6 +25,8 @@ class TaskConfig:
 
     name: str
     export_parameters: FilePath | None = None
+    export_predictions: FilePath | None = None
+    """The directory for the predictions and labels of each evaluation."""
     nudge: bool = False
     """Whether to move every first weight to a neighbouring float32."""
     page: bool = True
@@ -118,7 +121,9 @@ class CompareConfig:
     """Width of the ratios' 95% intervals, as a share of the ratio, that ends the rounds early enough; None:
     there are ``repetitions`` rounds."""
     max_rounds: Positive | None = None
-    """Counted rounds at most; None: twice ``repetitions``."""
+    """Counted rounds at most; None: twice ``repetitions``, or as many as ``minutes`` allows."""
+    minutes: Annotated[float, Interval(gt=0)] | None = None
+    """How long all of it may take; None: as long as the rounds take."""
     seeds: Positive = 1
     """Over how many seeds, one a round, quality is taken."""
     equal_memory: bool = True
@@ -132,5 +137,7 @@ class CompareConfig:
     @property
     def most_rounds(self) -> int:
         """Counted rounds at most."""
-        more = 0 if self.precision is None else self.max_rounds or 2 * self.repetitions
-        return max(self.least_rounds, more)
+        if self.precision is None:
+            return self.least_rounds
+        usual = 2 * self.repetitions if self.minutes is None else sys.maxsize
+        return max(self.least_rounds, self.max_rounds or usual)

@@ -15,6 +15,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from recpipe.errors import UserError
+
 Values = torch.Tensor | npt.NDArray[np.float32]
 
 
@@ -179,6 +181,10 @@ class BackgroundQuality:
 
     def __init__(self, kind: Kind = "clicks") -> None:
         self.kind = kind
+        self.folder: Path | None = None
+        """Where the predictions of each evaluation are written: ``0.npy`` of the first one, float32 [2, N],
+        the predictions and their labels. None: nowhere."""
+        self._evaluations = 0
         self._loss, self._samples = 0.0, 0.0
         self._logits: list[torch.Tensor] = []
         self._labels: list[torch.Tensor] = []
@@ -202,9 +208,11 @@ class BackgroundQuality:
         logits, self._logits = self._logits, []
         labels, self._labels = self._labels, []
         promised: Future[Quality] = Future()
+        file = None if self.folder is None else self.folder / f"{self._evaluations}.npy"
+        self._evaluations += 1
         threading.Thread(
             target=_keep,
-            args=(promised, self, labels, logits, loss),
+            args=(promised, self, labels, logits, loss, file),
             name="recpipe-quality",
             daemon=True,
         ).start()
@@ -217,15 +225,28 @@ def _keep(
     labels: list[torch.Tensor],
     logits: list[torch.Tensor],
     loss: float,
+    file: Path | None,
 ) -> None:
     empty = torch.empty(0)
     try:
         label, logit = torch.cat([empty, *labels]), torch.cat([empty, *logits])
+        if file is not None:
+            _write_predictions(file, logit, label)
         found = judged(background.kind, label, logit)
         background.calibration = calibration(label, logit) if background.kind == "clicks" else None
         promised.set_result(replace(found, loss=loss))
     except BaseException as fault:
         promised.set_exception(fault)
+
+
+def _write_predictions(file: Path, logits: torch.Tensor, labels: torch.Tensor) -> None:
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        np.save(file, torch.stack([logits, labels]).numpy())
+    except OSError as fault:
+        raise UserError(
+            f"cannot write task.export_predictions={file.parent}: {fault.strerror}; choose another directory"
+        ) from fault
 
 
 def _host_copy(values: torch.Tensor) -> torch.Tensor:

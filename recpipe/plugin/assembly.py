@@ -108,6 +108,9 @@ class Assembly:
                 {"name": o.plugin, "distribution": o.distribution, "version": o.version} for o in self.plugins
             ],
             "altered": sorted(i.name for i in self.altered),
+            "altered_by": {
+                plugin: sorted(i.name for i in found) for plugin, found in self.altered_by.items()
+            },
             "order": self.feed.order.origin.plugin if self.feed.order else None,
             "stream": [link.label for link in self.feed.stream],
             "batch": [link.label for link in self.feed.batch],

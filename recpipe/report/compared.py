@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import fmean, median
 from typing import Any
 
-from recpipe.report.exactness import FACTOR, Difference, limit
+from recpipe.report.exactness import FACTOR, Apart, Difference
 from recpipe.report.intervals import mean_interval, median_interval, width
 from recpipe.report.merging import merged
 from recpipe.report.quality import LABELS, VERDICT
@@ -19,8 +20,34 @@ SPEEDS = {
 }
 """The three speeds of a run and their keys in its report; the first is the main one."""
 HEADLINE = "all_steps"
+DIFFERENCES = [f"{kind}_{what}_difference" for what in ("parameter", "prediction") for kind in ("max", "rms")]
+"""A row's differences to the base row: the largest over all judged rounds."""
 CURVE = 40
 """Points of a row's curves, at most; many rows are drawn into one plot."""
+
+
+@dataclass(frozen=True)
+class Run:
+    """The figures of one run of a row."""
+
+    round: int
+    """The number of its round, from 0 on, warm-up included."""
+    seed: int
+    """The number of its seed, from 0 on."""
+    speeds: Mapping[str, float | None]
+    """By the names of ``SPEEDS``, in samples per second."""
+    quality: Mapping[str, Any]
+    others: float | None = None
+    """The share of the processors that other programs used."""
+
+
+@dataclass(frozen=True)
+class Judged:
+    """A run that must equal the base row's run of the same ``round``, and how far ``apart`` it is."""
+
+    round: int
+    seed: int
+    apart: Apart
 
 
 @dataclass
@@ -29,46 +56,52 @@ class RowResult:
 
     name: str
     report: Mapping[str, Any] = field(default_factory=dict)
-    speeds: dict[str, list[float | None]] = field(default_factory=lambda: {kind: [] for kind in SPEEDS})
-    """The speeds of each counted round, by the names of ``SPEEDS``."""
-    quality: dict[int, Mapping[str, Any]] = field(default_factory=dict)
-    """The ``quality`` of the first run with each seed, by the seed's number."""
-    others: list[float] = field(default_factory=list)
-    """The share of the processors that other programs used in each counted round."""
-    difference: Difference | None = None
-    """The difference between an exact row's parameters and those of the first exact row."""
+    runs: list[Run] = field(default_factory=list)
+    judged: list[Judged] = field(default_factory=list)
+    altered_in_run: set[str] = field(default_factory=set)
+    """The invariants that its plugins really altered in any of its runs."""
     not_comparable: str | None = None
-    """Why an exact row has no ``difference``."""
+    """Why an exact row cannot be compared with the base row."""
+    evaluation_fault: str | None = None
+    """What is wrong with its evaluation, whether the row is exact or not."""
     failed: str | None = None
     """The error of the run after which the row was left out."""
     shown: Mapping[str, Any] = field(default_factory=dict)
     """The report of the first counted run (of the first run, while none is counted), for curves."""
     run: str | None = None
     """The directory of that run, relative to the comparison's."""
+    _shown_counts: bool = False
 
     @property
     def altered(self) -> list[str]:
-        """The invariants that its plugins alter; empty for an exact row."""
+        """The invariants that its plugins declare to alter."""
         return list(self.report.get("altered", ()))
 
-    def add(self, report: Mapping[str, Any], seed: int, counted: bool, run: str | None = None) -> None:
-        """Add the figures of a run, which is in the directory ``run``."""
+    def add(
+        self, report: Mapping[str, Any], seed: int, number: int, counted: bool, run: str | None = None
+    ) -> None:
+        """Add the figures of a run in round ``number``, which is in the directory ``run``."""
         if not self.report:
             self.report = report
-        if not self.shown or (counted and not self.speeds[HEADLINE]):
-            self.shown, self.run = report, run
-        self.quality.setdefault(seed, report.get("quality", {}))
-        if counted:
-            throughput = report["throughput"]
-            for kind, key in SPEEDS.items():
-                self.speeds[kind].append(throughput.get(key))
-            if throughput.get("others_cpu_share") is not None:
-                self.others.append(throughput["others_cpu_share"])
+        if not self.shown or (counted and not self._shown_counts):
+            self.shown, self.run, self._shown_counts = report, run, counted
+        self.altered_in_run |= set(altered_in(report))
+        throughput = report["throughput"]
+        speeds = {kind: throughput.get(key) for kind, key in SPEEDS.items()}
+        others = throughput.get("others_cpu_share")
+        self.runs.append(Run(number, seed, speeds, report.get("quality", {}), others))
 
-    def ratios(self, first: RowResult, kind: str = HEADLINE) -> list[float]:
-        """The ratio of this row's speed to that of ``first``, round by round."""
-        pairs = zip(self.speeds[kind], first.speeds[kind], strict=False)
-        return [mine / theirs for mine, theirs in pairs if mine is not None and theirs]
+    def ratios(self, first: RowResult, rounds: range, kind: str = HEADLINE) -> list[float]:
+        """The ratio of this row's speed to that of ``first`` in each of ``rounds``."""
+        theirs = {run.round: run.speeds[kind] for run in first.runs}
+        pairs = [(run.speeds[kind], theirs.get(run.round)) for run in self.runs if run.round in rounds]
+        return [mine / other for mine, other in pairs if mine is not None and other]
+
+    def of_seeds(self, finished: int) -> dict[int, Mapping[str, Any]]:
+        """The quality of the first run with each seed, of the ``finished`` rounds; while there is none, of
+        those that were begun."""
+        runs = [run for run in self.runs if run.round < finished] or self.runs
+        return {run.seed: run.quality for run in reversed(runs)}
 
     @property
     def memory_bytes(self) -> int | None:
@@ -77,36 +110,68 @@ class RowResult:
         return memory["resident_bytes"] + memory["tier_overhead_bytes"] if memory else None
 
 
-def precise(results: Sequence[RowResult], wanted: float) -> bool:
-    """Whether the 95% interval of every row's ratio is narrower than ``wanted``, as a share of the ratio."""
+def altered_in(report: Mapping[str, Any]) -> list[str]:
+    """The invariants that a run's plugins altered: those that they declare, unless they say in their figures
+    that it did not come to that."""
+    return list(report.get("altered_in_run", report.get("altered", ())))
+
+
+def precise(results: Sequence[RowResult], wanted: float, rounds: range) -> bool:
+    """Whether the 95% interval of every row's ratio over ``rounds`` is narrower than ``wanted``, as a share
+    of the ratio."""
     others = [row for row in results[1:] if row.failed is None]
-    ratios = [row.ratios(results[0]) for row in others]
+    ratios = [row.ratios(results[0], rounds) for row in others]
     return all(width(median_interval(r), median(r) if r else None) < wanted for r in ratios)
 
 
-def summarise(results: Sequence[RowResult], rounding: RowResult | None = None) -> list[dict[str, Any]]:
-    """The ``rows`` of compare.json, in the requested order; figures of rounds not yet run are None.
+@dataclass(frozen=True)
+class Rounds:
+    """The rounds so far: ``warmup`` of them are to be left out, in ``finished`` every row has run."""
 
-    A ratio is the median over rounds of this row's speed divided by the first row's in the same round,
-    because other load on the machine slows both. ``*_difference`` is relative to the first row with the same
-    seed, for parameters to the first exact row. ``exact_as_declared`` is judged by ``rounding``; it is None
-    for a row that does not declare to be exact or has not been judged.
+    warmup: int
+    finished: int
+
+    @property
+    def counted(self) -> range:
+        """The numbers of the finished ones that count."""
+        return range(self.warmup, max(self.warmup, self.finished))
+
+    @property
+    def timed(self) -> range:
+        """Those whose speeds are shown: the counted ones; while there is none, those of the warm-up."""
+        return self.counted or range(self.finished)
+
+
+def summarise(
+    results: Sequence[RowResult], rounds: Rounds, roundings: Mapping[int, RowResult]
+) -> list[dict[str, Any]]:
+    """The ``rows`` of compare.json, in the requested order.
+
+    Figures are of finished rounds, so that all rows' are of the same ones. A ratio is the median over rounds
+    of this row's speed divided by the first row's in the same round, because other load on the machine slows
+    both. ``*_difference`` is relative to the first row with the same seed, for parameters and predictions to
+    the base row in the same round. ``exact_as_declared`` is judged by the ``roundings``, by seed; it is None
+    for a row that need not be exact or has not been judged.
     """
-    return [_row(result, results[0], rounding) for result in results]
+    return [_row(result, results[0], rounds, roundings) for result in results]
 
 
-def _row(result: RowResult, first: RowResult, rounding: RowResult | None) -> dict[str, Any]:
-    apart = result.difference
+def _row(
+    result: RowResult, first: RowResult, rounds: Rounds, roundings: Mapping[int, RowResult]
+) -> dict[str, Any]:
+    judged = [_judged(each, rounds, roundings) for each in result.judged]
+    others = [run.others for run in result.runs if run.round in rounds.timed and run.others is not None]
     return {
         "name": result.name,
-        **_speed(result, first, HEADLINE),
-        **{kind: _speed(result, first, kind) for kind in SPEEDS if kind != HEADLINE},
-        **_quality(result, first),
-        "seeds": len(result.quality),
-        "max_parameter_difference": apart.largest if apart else None,
-        "rms_parameter_difference": apart.rms if apart else None,
-        "exact_as_declared": _as_declared(result, rounding),
+        **_speed(result, first, rounds.timed, HEADLINE),
+        **{kind: _speed(result, first, rounds.timed, kind) for kind in SPEEDS if kind != HEADLINE},
+        **_quality(result, first, rounds.finished),
+        "seeds": len(result.of_seeds(rounds.finished)),
+        **{name: _largest(each[name] for each in judged) for name in DIFFERENCES},
+        "exact_as_declared": _as_declared(result, judged),
+        "judged": judged,
         "not_comparable": result.not_comparable,
+        "evaluation_fault": result.evaluation_fault,
         "failed": result.failed,
         "io": dict(result.report.get("io", {})),
         "memory": dict(result.report.get("memory", {})),
@@ -118,20 +183,22 @@ def _row(result: RowResult, first: RowResult, rounding: RowResult | None) -> dic
             if figures.get(VERDICT)
         },
         "emulate": result.report.get("ranks", {}).get("emulate"),
-        "others_cpu_share": max(result.others, default=None),
+        "others_cpu_share": max(others, default=None),
         "altered": result.altered,
+        "altered_in_run": sorted(result.altered_in_run),
         "train_samples": result.report.get("data", {}).get("train_samples"),
-        "rounds": list(result.speeds[HEADLINE]),
+        "rounds": [run.speeds[HEADLINE] for run in result.runs if run.round in rounds.counted],
         "run": result.run,
         "history": list(result.shown.get("history", ())),
         "series": merged(result.shown.get("series", {}), CURVE),
     }
 
 
-def _speed(result: RowResult, first: RowResult, kind: str) -> dict[str, Any]:
-    ratios = result.ratios(first, kind)
+def _speed(result: RowResult, first: RowResult, rounds: range, kind: str) -> dict[str, Any]:
+    ratios = result.ratios(first, rounds, kind)
+    speeds = [run.speeds[kind] for run in result.runs if run.round in rounds]
     return {
-        "samples_per_second": _spread([speed for speed in result.speeds[kind] if speed is not None]),
+        "samples_per_second": _spread([speed for speed in speeds if speed is not None]),
         "ratio": median(ratios) if ratios else None,
         "ratio_spread": _spread(ratios),
         "ratio_interval": None if result is first else median_interval(ratios),
@@ -152,21 +219,65 @@ def _cold_start(report: Mapping[str, Any]) -> str | None:
     return "its cache was never full" if report.get("io", {}).get("cold_start") else None
 
 
-def _as_declared(result: RowResult, rounding: RowResult | None) -> bool | None:
-    if result.not_comparable is not None:
+def _judged(judged: Judged, rounds: Rounds, roundings: Mapping[int, RowResult]) -> dict[str, Any]:
+    """How a run was judged; ``round`` is 0 or below in the warm-up."""
+    apart, rounded = judged.apart, roundings.get(judged.seed)
+    rounding = rounded.judged[0].apart if rounded else None
+    return {
+        "round": judged.round - rounds.warmup + 1,
+        "seed": judged.seed,
+        **_differences(apart),
+        **({f"allowed_{key}": value for key, value in _allowed(rounding).items()} if rounding else {}),
+        "faults": apart.faults(rounding),
+    }
+
+
+def _largest(values: Iterable[float | None]) -> float | None:
+    known = [value for value in values if value is not None]
+    return next((value for value in known if math.isnan(value)), max(known, default=None))
+
+
+def _differences(apart: Apart) -> dict[str, float | None]:
+    predictions = apart.predictions
+    return {
+        "max_parameter_difference": apart.parameters.largest,
+        "rms_parameter_difference": apart.parameters.rms,
+        "max_prediction_difference": predictions.largest if predictions else None,
+        "rms_prediction_difference": predictions.rms if predictions else None,
+        "heldout_loss_difference": apart.loss.largest,
+    }
+
+
+def _allowed(rounding: Apart) -> dict[str, float | None]:
+    """What ``_differences`` of an exact row may be."""
+    predictions = rounding.predictions.allowed() if rounding.predictions else None
+    loss = Difference(rounding.allowed_loss)
+    return _differences(Apart(rounding.parameters.allowed(), predictions, loss))
+
+
+def _as_declared(result: RowResult, judged: Sequence[Mapping[str, Any]]) -> bool | None:
+    """False if a round shows that it is not, or its evaluation cannot be trusted; True if all show that it
+    is."""
+    if result.altered_in_run and not judged:
+        return None
+    if result.not_comparable is not None or result.evaluation_fault is not None:
         return False
-    return result.difference.within(rounding.difference if rounding else None) if result.difference else None
+    found = [each["faults"] for each in judged]
+    if any(found):
+        return False
+    return True if found and None not in found else None
 
 
-def _quality(result: RowResult, first: RowResult) -> dict[str, Any]:
+def _quality(result: RowResult, first: RowResult, finished: int) -> dict[str, Any]:
     """Means over the seeds, and differences to the first row's with the same seed."""
     found: dict[str, Any] = {}
+    mine, theirs = result.of_seeds(finished), first.of_seeds(finished)
     for key in LABELS:
-        values = [figures[key] for figures in result.quality.values() if figures.get(key) is not None]
+        values = [figures[key] for figures in mine.values() if figures.get(key) is not None]
         differences = [
-            figures[key] - first.quality[seed][key]
-            for seed, figures in result.quality.items()
-            if seed in first.quality and None not in (figures.get(key), first.quality[seed].get(key))
+            figures[key] - theirs[seed][key]
+            for seed, figures in mine.items()
+            if seed in theirs and None not in (figures.get(key), theirs[seed].get(key))
         ]
         found[key] = fmean(values) if values else None
         found[f"{key}_difference"] = fmean(differences) if differences else None
@@ -175,23 +286,25 @@ def _quality(result: RowResult, first: RowResult) -> dict[str, Any]:
     return found
 
 
-def rounding(
-    results: Sequence[RowResult], base: int | None, rounded: RowResult | None
-) -> dict[str, Any] | None:
-    """``rounding`` of compare.json: how far the ``base`` row's run is from the same run with each first
-    weight moved to a neighbouring float32, and the difference that exact rows may have. None if it was not
-    run."""
-    if base is None or rounded is None:
-        return None
-    apart = rounded.difference
-    assert apart is not None, "the run has exported its parameters"
-    quality = _quality(rounded, results[base])
-    return {
-        "name": rounded.name,
-        **{f"{key}_difference": quality[f"{key}_difference"] for key in LABELS},
-        "max_parameter_difference": apart.largest,
-        "rms_parameter_difference": apart.rms,
-        "factor": FACTOR,
-        "allowed_max_parameter_difference": limit(apart.largest),
-        "allowed_rms_parameter_difference": limit(apart.rms),
-    }
+def rounding(roundings: Mapping[int, RowResult], bases: Mapping[int, RowResult]) -> dict[str, Any] | None:
+    """``rounding`` of compare.json: how far the base row's run is from the same run with each first weight
+    moved to a neighbouring float32, and the difference that exact rows may have; of the first seed for which
+    it was run, and of each other in ``by_seed``. None if it was not run.
+
+    ``bases``: the base row of each seed.
+    """
+    found = []
+    for seed, rounded in sorted(roundings.items()):
+        apart = rounded.judged[0].apart
+        quality = _quality(rounded, bases[seed], 0)
+        found.append(
+            {
+                "name": rounded.name,
+                "seed": seed,
+                **{f"{key}_difference": quality[f"{key}_difference"] for key in LABELS},
+                **_differences(apart),
+                "factor": FACTOR,
+                **{f"allowed_{key}": value for key, value in _allowed(apart).items()},
+            }
+        )
+    return {**found[0], "by_seed": found} if found else None

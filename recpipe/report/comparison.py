@@ -8,14 +8,14 @@ from typing import Any
 from urllib.parse import quote
 
 from rich import box
-from rich.console import Console
+from rich.console import Console, RenderableType
 from rich.table import Table
 
 from recpipe.report import compared_plots, figures, html, plots
 from recpipe.report.plots import Axis
 from recpipe.report.quality import LABELS, shown_figures
 from recpipe.report.record import as_json, replace_file, write_json
-from recpipe.report.remarks import labelled, notes
+from recpipe.report.remarks import faults, how_far, labelled, notes
 from recpipe.report.row_labels import Label
 
 
@@ -26,14 +26,26 @@ def write_result(content: Mapping[str, Any], path: Path) -> Path:
 
 def print_result(content: Mapping[str, Any], console: Console) -> None:
     """The comparison as two tables of 80 columns: speed, memory and traffic, then quality and parameters."""
-    rows = content["rows"]
     if content["partial"]:
         console.print("stopped early: what is finished so far", markup=False)
-    for table in (_speed_table(rows), _quality_table(rows)):
+    for table in (_speed_table(content["rows"]), _quality_table(content["rows"])):
         console.print(table)
         console.print()
     for note in notes(content):
         console.print(note, markup=False, highlight=False)
+
+
+def so_far(content: Mapping[str, Any]) -> list[RenderableType]:
+    """The tables of the rounds that are finished, while others run, and what is wrong in them."""
+    rows = content["rows"]
+    return [
+        f"so far: {how_far(content)}",
+        _speed_table(rows),
+        "",
+        _quality_table(rows),
+        *(f"! {fault}" for fault in faults(content)),
+        "",
+    ]
 
 
 def _table(*columns: str) -> Table:

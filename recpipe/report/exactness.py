@@ -18,26 +18,66 @@ FLOOR = 2.0**-23
 
 @dataclass(frozen=True)
 class Difference:
-    """The difference between the parameters of two runs: tables, optimizer state and dense part together."""
+    """The difference between two runs' float32 numbers: their parameters, or their held-out predictions."""
 
-    largest: float
+    largest: float = 0.0
     """The largest absolute difference."""
-    rms: float
-    """The root mean square of all differences, where small shifts of many parameters show first."""
+    rms: float = 0.0
+    """The root mean square of all differences, where small shifts of many numbers show first."""
+    size: float = 1.0
+    """The largest absolute value, if that is over 1: differences are rounded in proportion to it."""
 
-    def within(self, rounding: Difference | None) -> bool | None:
-        """Whether an exact row may differ this much from the base row.
+    def within(self, rounding: Difference) -> bool:
+        """Whether an exact row may differ this much, if one rounding of every first weight makes the
+        difference ``rounding``."""
+        allowed = rounding.allowed()
+        return self.largest <= allowed.largest and self.rms <= allowed.rms
 
-        ``rounding`` is the difference that one rounding of every first weight makes to the base row. Without
-        it, only equal parameters can be judged; otherwise the result is None.
+    def allowed(self) -> Difference:
+        """What an exact row may differ by, if this is what one rounding does."""
+        floor = FLOOR * self.size
+        return Difference(max(FACTOR * self.largest, floor), max(FACTOR * self.rms, floor), self.size)
+
+
+@dataclass(frozen=True)
+class Apart:
+    """How far an exact row's run is from the base row's run of the same round."""
+
+    parameters: Difference
+    """Of tables, optimizer state and dense part together."""
+    predictions: Difference | None = None
+    """Of the evaluation whose predictions differ most; None if the model has none to score."""
+    loss: Difference = Difference()
+    """Of the evaluations' losses, which are the model's own and may depend on more than the predictions;
+    ``size``: 1 and the loss."""
+
+    @property
+    def equal(self) -> bool:
+        """Whether nothing differs at all."""
+        predictions = self.predictions or Difference()
+        return self.parameters.largest == predictions.largest == self.loss.largest == 0
+
+    def faults(self, rounding: Apart | None) -> list[str] | None:
+        """What differs more than one rounding explains: ``parameters``, ``predictions``, ``loss``.
+
+        ``rounding`` is what one rounding of every first weight does to the base row. Without it only a run
+        that equals the base row's can be judged; otherwise the result is None.
         """
-        if self.largest == 0:
-            return True
+        if self.equal:
+            return []
         if rounding is None:
             return None
-        return self.largest <= limit(rounding.largest) and self.rms <= limit(rounding.rms)
+        found = [] if self.parameters.within(rounding.parameters) else ["parameters"]
+        if self.predictions is not None and not self.predictions.within(rounding.predictions or Difference()):
+            found.append("predictions")
+        return found if self.loss.largest <= rounding.allowed_loss else [*found, "loss"]
 
+    @property
+    def allowed_loss(self) -> float:
+        """The fair difference of a loss, if this is what one rounding does.
 
-def limit(rounding: float) -> float:
-    """The difference that an exact row may have if one rounding makes a difference of ``rounding``."""
-    return max(FACTOR * rounding, FLOOR)
+        Fair predictions move a loss, too: by at most their root mean square where it is that of clicks, and
+        by at most that times twice the root of the loss where it is a squared error.
+        """
+        moved = self.parameters if self.predictions is None else self.predictions
+        return max(FACTOR * self.loss.largest, moved.allowed().rms * self.loss.size)

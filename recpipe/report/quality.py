@@ -7,6 +7,9 @@ from collections.abc import Iterable, Mapping, Sequence
 
 VERDICT = "verdict"
 """The figure of a plugin that says in a sentence whether it paid in this run, and why."""
+ALTERED = "altered"
+"""The figure of a plugin that says which of the invariants that it declares to alter it altered in this run:
+their names with commas between, or ``nothing``."""
 CLICKS = ("auc", "logloss", "ne")
 LABELS = {
     "auc": "AUC",

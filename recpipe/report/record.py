@@ -243,6 +243,8 @@ class RunReport:
     """Of the latest evaluation; None unless the labels are clicks."""
     skew: Skew | None = None
     """None if no batch has its ids, and in a profile."""
+    altered_in_run: Sequence[str] = ()
+    """Those of ``altered`` that plugins say they really altered in this run, or do not speak of."""
     profile: Mapping[str, Any] | None = None
     """A step's time by phases, and the least it could take; only for task=profile."""
 

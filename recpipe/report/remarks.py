@@ -19,7 +19,7 @@ def labelled(rows: Sequence[Mapping[str, Any]]) -> list[Label]:
 
 def _marks(row: Mapping[str, Any]) -> str:
     cold = "~" if row["cold_start"] else ""
-    return cold + ("*" if row["altered"] else "") + ("!" if _faults(row, None) else "")
+    return cold + ("*" if row["altered_in_run"] else "") + ("!" if _faults(row) else "")
 
 
 def notes(content: Mapping[str, Any]) -> list[str]:
@@ -29,10 +29,14 @@ def notes(content: Mapping[str, Any]) -> list[str]:
     names = [label.line for label in labelled(rows)]
     cold = _together((name, row["cold_start"]) for name, row in zip(names, rows, strict=True))
     found = [f"~ {name}: cold start only, {why}; a longer run shows more" for name, why in cold]
-    altered = _together((name, ", ".join(row["altered"])) for name, row in zip(names, rows, strict=True))
+    altered = _together(
+        (name, ", ".join(row["altered_in_run"])) for name, row in zip(names, rows, strict=True)
+    )
     found += [
         f"* {name}: alters {what}, so that parameters need not equal other rows'" for name, what in altered
     ]
+    unused = _together((name, _unused(row)) for name, row in zip(names, rows, strict=True))
+    found += [f"{name}: altered no {what} in these runs, and is judged as exact" for name, what in unused]
     found += [f"! {fault}" for fault in faults(content)]
     verdicts = _together(
         (name, text) for name, row in zip(names, rows, strict=True) for text in row["verdicts"].values()
@@ -56,14 +60,27 @@ def _together(named: Iterable[tuple[str, str | None]]) -> list[tuple[str, str]]:
     return [("; ".join(dict.fromkeys(names)), text) for text, names in found.items()]
 
 
+def _unused(row: Mapping[str, Any]) -> str | None:
+    """What its plugins declare to alter, if none of its runs altered anything and it was judged."""
+    return " nor ".join(row["altered"]) if row["judged"] and not row["altered_in_run"] else None
+
+
+def how_far(content: Mapping[str, Any]) -> str:
+    """The number of rounds, and what ended them."""
+    warmup, counted, minutes = content["warmup"], content["counted"], content["minutes"]
+    rounds = "1 round" if counted == 1 else f"{counted} rounds"
+    if warmup:
+        rounds += f" after {warmup} of warm-up, left out"
+    if not counted and any(row["samples_per_second"]["median"] for row in content["rows"]):
+        rounds = f"the warm-up alone ({rounds.replace('left out', 'whose speeds these are')})"
+    return f"{rounds}; ended by compare.minutes={minutes:g}" if content["out_of_time"] else rounds
+
+
 def how_measured(content: Mapping[str, Any]) -> str:
     """The kind of speed, and the number of rounds."""
-    first, warmup = labelled(content["rows"])[0].line, content["warmup"]
-    left_out = f" after {warmup} of warm-up, left out" if warmup else ""
-    counted = content["counted"]
-    rounds = "1 round" if counted == 1 else f"{counted} rounds"
+    first = labelled(content["rows"])[0].line
     text = (
-        f"{rounds}{left_out}; speed, ratio (to {first}, in the same round) and its "
+        f"{how_far(content)}; speed, ratio (to {first}, in the same round) and its "
         "interval over all steps; steady: without the first steps; start to end: from process start to rows "
         "written back; memory: resident rows and all beside them"
     )
@@ -120,26 +137,52 @@ def _rounding(content: Mapping[str, Any]) -> str:
 
 
 def faults(content: Mapping[str, Any]) -> list[str]:
-    """A line for each row that failed, or that is not exact although it declares to be."""
-    return [line for row in content["rows"] for line in _faults(row, content["rounding"])]
+    """A line for each row that failed, that is not exact although it must be, or whose evaluation is not the
+    model's."""
+    return [line for row in content["rows"] for line in _faults(row)]
 
 
-def _faults(row: Mapping[str, Any], rounding: Mapping[str, Any] | None) -> list[str]:
+def _faults(row: Mapping[str, Any]) -> list[str]:
     found = []
     if row["failed"] is not None:
         found.append(str(row["failed"]))
-    if row["exact_as_declared"] is False:
-        found.append(f"row '{row['name']}' declares itself exact, but its parameters {_how(row, rounding)}")
+    if row["evaluation_fault"] is not None:
+        found.append(f"row '{row['name']}': {row['evaluation_fault']}")
+    how = _not_exact(row)
+    if how is not None:
+        said = "declares itself exact" if not row["altered"] else "altered nothing, as its plugins say"
+        found.append(f"row '{row['name']}' {said}, but {how}")
     return found
 
 
-def _how(row: Mapping[str, Any], rounding: Mapping[str, Any] | None) -> str:
+def _not_exact(row: Mapping[str, Any]) -> str | None:
+    """In what a row that must be exact is not; None: in nothing."""
     if row["not_comparable"] is not None:
-        return f"cannot be compared: {row['not_comparable']}"
-    allowed = f", where rounding explains {_both(rounding, 'allowed_')}" if rounding else ""
-    return f"differ by {_both(row, '')}{allowed}"
+        return f"its parameters cannot be compared: {row['not_comparable']}"
+    wrong = next((each for each in row["judged"] if each["faults"]), None)
+    if wrong is None:
+        return None
+    where = f" in round {wrong['round']}" if wrong["round"] > 1 else ""
+    where += f" (seed {wrong['seed']})" if wrong["seed"] else ""
+    if "parameters" in wrong["faults"]:
+        return f"its parameters differ by {_both(wrong, '')}{where}{_explained(wrong, 'parameter')}"
+    if "predictions" in wrong["faults"]:
+        return (
+            f"its held-out predictions differ by {_both(wrong, '', 'prediction')}{where}"
+            f"{_explained(wrong, 'prediction')}, and its parameters do not: what was evaluated is not the "
+            "model"
+        )
+    loss, allowed = (figures.scientific(wrong[f"{kind}heldout_loss_difference"]) for kind in ("", "allowed_"))
+    return (
+        f"its held-out loss differs by {loss}{where}, where rounding explains {allowed}, and its parameters "
+        "and predictions do not"
+    )
 
 
-def _both(figures_of: Mapping[str, Any], kind: str) -> str:
-    largest, rms = (figures.scientific(figures_of[f"{kind}{n}_parameter_difference"]) for n in ("max", "rms"))
+def _explained(wrong: Mapping[str, Any], what: str) -> str:
+    return f", where rounding explains {_both(wrong, 'allowed_', what)}"
+
+
+def _both(figures_of: Mapping[str, Any], kind: str, what: str = "parameter") -> str:
+    largest, rms = (figures.scientific(figures_of[f"{kind}{n}_{what}_difference"]) for n in ("max", "rms"))
     return f"{largest} (rms {rms})"

@@ -52,7 +52,7 @@ def beside(
     for name in (*policies, ""):
         recipe = copy.deepcopy(composed)
         with open_dict(recipe):
-            recipe.task.export_parameters = None
+            recipe.task.export_parameters = recipe.task.export_predictions = None
             recipe.trainer.update(
                 max_steps=recipe.task.beside_steps, checkpoint_every=None, logger=None, callbacks=[]
             )

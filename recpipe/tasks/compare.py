@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
-import shutil
-from collections.abc import Callable, Collection, Mapping, Sequence
+import math
+import time
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
+from rich.console import Console, RenderableType
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from recpipe.common.console import Output
@@ -17,20 +18,22 @@ from recpipe.common.made import scratch_directory
 from recpipe.config.task import CompareConfig
 from recpipe.errors import UserError
 from recpipe.report import compared, comparison, figures, html, terminal
-from recpipe.report.compared import RowResult
+from recpipe.report.compared import Rounds, RowResult
 from recpipe.report.environment import environment
 from recpipe.report.files import ReportFiles
 from recpipe.report.remarks import faults
 from recpipe.tasks import compare_run
+from recpipe.tasks.compare_judge import ROUNDING, Judge
 from recpipe.tasks.compare_rows import Row, at_equal_memory, carried_overrides, parse_rows, quoted
 
 UNTIMED = ("trainer.checkpoint_every=null", "trainer.eval_every=1.0")
 """Overrides that switch off what costs time but is not compared. The user's own come later and win."""
 RUNS = "runs"
 """The folder of the runs' directories in the comparison's."""
-Launch = Callable[[list[str], Path], dict[str, Any]]
-"""Runs ``python -m recpipe`` with these arguments in this directory; returns its report.json, or {} if there
-is none."""
+Launch = Callable[..., dict[str, Any]]
+"""Runs ``python -m recpipe`` with these arguments, list[str], in this directory, Path; returns its
+report.json, or {} if there is none. Under ``compare.minutes`` it is told the ``seconds`` that are left as
+well, and raises ``OutOfTime`` after them."""
 
 
 def compare(
@@ -41,11 +44,13 @@ def compare(
     launch: Launch | None = None,
     installed: Collection[str] | None = None,
     console: Console | None = None,
+    clock: Callable[[], float] = time.monotonic,
 ) -> dict[str, Any]:
     """Run the rows of ``config`` and leave compare.json and compare.html in ``out_dir``.
 
     ``overrides`` are the user's own, which every run gets. ``installed`` are the plugins that a row may name
-    (default: all installed). Returns compare.json's content.
+    (default: all installed). ``clock`` gives the seconds that ``compare.minutes`` counts. Returns
+    compare.json's content.
 
     Raises UserError before any training for unknown names and for rows that cannot be assembled. Raises it
     after all is done and printed for rows that failed or that declare to be exact but are not, and for files
@@ -55,15 +60,19 @@ def compare(
     launch = launch or partial(compare_run.launch, ranks=config.ranks)
     rows = parse_rows(config.plugins, _installed() if installed is None else installed)
     carried = carried_overrides(overrides, rows)
-    plan = _Comparison(rows, carried, config, out_dir.absolute(), launch, console or Output())
+    plan = _Comparison(rows, carried, config, out_dir.absolute(), launch, console or Output(), clock)
     with compare_run.interrupt_on_sigterm():
         try:
             plan.check_rows()
             plan.run()
+        except compare_run.OutOfTime:
+            plan.out_of_time = True
         except (KeyboardInterrupt, UserError):
             plan.finish(partial=True)
             raise
-        content = plan.finish(partial=False)
+        content = plan.finish(partial=plan.counted < config.least_rounds)
+    if plan.out_of_time and not any(result.report for result in plan.results):
+        raise UserError(f"compare.minutes={config.minutes:g} ended before any run had; give more")
     if wrong := faults(content):
         plan.files.late.append(
             UserError(f"{'; '.join(wrong)}. All else is in {plan.out_dir / 'compare.json'}")
@@ -83,6 +92,16 @@ def _write_page(page: Path) -> None:
     html.write(json.loads(page.with_name("report.json").read_text(encoding="utf-8")), page.parent)
 
 
+class _Bar(Progress):
+    """The bar of the rounds; on a terminal the tables of the rounds so far stand above it."""
+
+    tables: Sequence[RenderableType] = ()
+
+    def get_renderables(self) -> Iterable[RenderableType]:
+        yield from self.tables
+        yield from super().get_renderables()
+
+
 class _Comparison:
     """The rounds of one comparison and their results so far."""
 
@@ -94,20 +113,21 @@ class _Comparison:
         out_dir: Path,
         launch: Launch,
         console: Console,
+        clock: Callable[[], float],
     ) -> None:
         self.rows, self.carried, self.launch, self.console = rows, carried, launch, console
         self.config, self.out_dir = config, out_dir
         columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-        self.progress = Progress(*columns, console=console)
+        self.clock = clock
+        self.ends = math.inf if config.minutes is None else clock() + 60 * config.minutes
+        self.out_of_time = False
+        """Whether ``compare.minutes`` has ended it."""
+        self.progress = _Bar(*columns, console=console)
         self.bar = self.progress.add_task("comparing", total=None)
         self.finished = 0
         """Rounds, warm-up included, in which every row has run."""
         self.results = [RowResult(row.name) for row in rows]
-        self.base: int | None = None
-        """The first exact row, with whose parameters those of other exact rows are compared."""
-        self.rounding: RowResult | None = None
-        """The run of the base row's recipe from first weights that differ by one rounding."""
-        self.parameters = scratch_directory(out_dir, "parameters")
+        self.judge = Judge(scratch_directory(out_dir, "parameters"))
         self.files = ReportFiles(out_dir)
         self.environment = environment()
 
@@ -118,34 +138,61 @@ class _Comparison:
                 self._launch(index, "plan", f"plan-{index}-{row.name}", [])
 
     def run(self) -> None:
-        """Run all rounds. The first one, whether warm-up or not, gives traffic and parameters, and shows for
-        which rows to add a policy with equal memory.
+        """Run all rounds. The first one, whether warm-up or not, gives traffic, and shows for which rows to
+        add a policy with equal memory.
 
         A row whose run fails is left out from then on. If the first row fails, the comparison ends, because
-        all is relative to it.
+        all is relative to it. Under ``compare.minutes`` no round begins that would not end in time.
         """
-        config = self.config
+        lasted = 0.0
         with self.progress:
-            while self.counted < config.least_rounds or (
-                self.counted < config.most_rounds and not self._precise
-            ):
-                self._run_rows()
-                if self.finished == 0:
-                    self._add_rows()
-                    self.progress.update(self.bar, description="one rounding")
-                    self._run_nudged()
-                    shutil.rmtree(self.parameters, ignore_errors=True)
-                self.finished += 1
+            while self._wanted:
+                began = self.clock()
+                if began + lasted > self.ends:
+                    self.out_of_time = True
+                    return
+                self._run_round()
+                lasted = self.clock() - began
+                if self._wanted:
+                    self._show_so_far()
+            self.progress.tables = ()
+
+    @property
+    def _wanted(self) -> bool:
+        """Whether another round is to be run, if there is time."""
+        config = self.config
+        return self.counted < config.least_rounds or (self.counted < config.most_rounds and not self._precise)
+
+    @property
+    def rounds(self) -> Rounds:
+        """The rounds so far."""
+        return Rounds(self.config.warmup, self.finished)
 
     @property
     def counted(self) -> int:
         """Counted rounds that are finished."""
-        return max(0, self.finished - self.config.warmup)
+        return len(self.rounds.counted)
+
+    @property
+    def seed(self) -> int:
+        """The number of this round's seed."""
+        return self.finished % self.config.seeds
 
     @property
     def _precise(self) -> bool:
         wanted = self.config.precision
-        return wanted is None or compared.precise(self.results, wanted)
+        return wanted is None or compared.precise(self.results, wanted, self.rounds.counted)
+
+    def _run_round(self) -> None:
+        """Run all rows once, and judge them."""
+        self._run_rows()
+        if self.finished == 0:
+            self._add_rows()
+        if self.judge.needs_rounding(self.finished, self.seed):
+            self.progress.update(self.bar, description="one rounding")
+            self._run_nudged()
+        self.judge.end_round()
+        self.finished += 1
 
     def _run_rows(self, first: int = 0) -> None:
         """This round's runs of the rows from number ``first`` on."""
@@ -182,50 +229,51 @@ class _Comparison:
 
     def _run_row(self, index: int) -> str:
         """Run a row once; returns a message about it."""
-        result, export, number = self.results[index], self.parameters / str(index), self.finished
-        seed = number % self.config.seeds
-        extra = [quoted("task.export_parameters", export)] if number == 0 else []
-        if seed:
-            extra.append(f"seed={self.results[0].report['recipe']['seed'] + seed}")
+        result, number = self.results[index], self.finished
         name = f"round-{number}-{index}-{self.rows[index].name}"
         try:
-            report = self._launch(index, "train", name, extra)
+            report = self._launch(index, "train", name, self._exports(index))
         except UserError as error:
             if index == 0:
                 raise
             result.failed = str(error)
             return f"{error}; left out from here on"
-        result.add(report, seed, counted=number >= self.config.warmup, run=f"{RUNS}/{name}")
-        if number == 0:
-            self._compare_parameters(index, export)
+        counted = number >= self.config.warmup
+        result.add(report, self.seed, number, counted, run=f"{RUNS}/{name}")
+        self.judge.add(index, result, report, number, self.seed)
         self._save(self.content(partial=True))
         return f"{result.name}: {figures.count(report['throughput']['samples_per_second'])} samples/s"
 
-    def _compare_parameters(self, index: int, export: Path) -> None:
-        """Compare an exact row's parameters with the base row's, which are kept until the round is over."""
-        result = self.results[index]
-        if not result.altered:
-            self.base = index if self.base is None else self.base
-            try:
-                result.difference = compare_run.differences(self.parameters / str(self.base), export)
-            except UserError as error:
-                result.not_comparable = str(error)
-        if index != self.base:
-            shutil.rmtree(export, ignore_errors=True)
+    def _exports(self, index: int | str) -> list[str]:
+        parameters, predictions = self.judge.exports(index)
+        return [
+            quoted("task.export_parameters", parameters),
+            quoted("task.export_predictions", predictions),
+        ]
 
     def _run_nudged(self) -> None:
-        """Run the base row once more with each first weight moved to a neighbouring float32, unless all rows
-        are equal."""
-        if self.base is None or all(r.difference and not r.difference.largest for r in self.results):
-            return
-        export = self.parameters / "rounding"
-        extra = ["task.nudge=true", quoted("task.export_parameters", export)]
-        report = self._launch(self.base, "train", f"rounding-{self.rows[self.base].name}", extra)
-        difference = compare_run.differences(self.parameters / str(self.base), export)
-        self.rounding = RowResult(self.rows[self.base].name, difference=difference)
-        self.rounding.add(report, seed=0, counted=False)
+        """Run the base row once more with each first weight moved to a neighbouring float32."""
+        base = self.judge.base
+        assert base is not None, "a row has been compared with it"
+        seed = f"-seed-{self.seed}" if self.seed else ""
+        name = f"rounding-{self.rows[base].name}{seed}"
+        report = self._launch(base, "train", name, ["task.nudge=true", *self._exports(ROUNDING)])
+        self.judge.add_rounding(report, self.finished, self.seed)
+
+    def _show_so_far(self) -> None:
+        """Show the tables of the finished rounds, and renew the page."""
+        content = self.content(partial=True)
+        self._save(content)
+        self.files.write("compare.html", lambda path: comparison.write_html(content, path))
+        tables = comparison.so_far(content)
+        if self.console.is_terminal:
+            self.progress.tables = tables
+        else:
+            for table in tables:
+                self.console.print(table, markup=False, highlight=False)
 
     def _launch(self, index: int, task: str, name: str, extra: list[str]) -> dict[str, Any]:
+        """Run a row's recipe with the round's seed and the arguments ``extra``."""
         row, directory = self.rows[index], self.out_dir / RUNS / name
         arguments = [
             *UNTIMED,
@@ -233,11 +281,15 @@ class _Comparison:
             f"task={task}",
             *(["task.page=false", "task.beside=null"] if task == "train" else []),
             *row.overrides(),
+            *([f"seed={self.results[0].report['recipe']['seed'] + self.seed}"] if self.seed else []),
             quoted("hydra.run.dir", directory),
             *extra,
         ]
         try:
-            report = self.launch(arguments, directory)
+            if self.config.minutes is None:
+                report = self.launch(arguments, directory)
+            else:
+                report = self.launch(arguments, directory, seconds=self.ends - self.clock())
         except UserError as error:
             raise UserError(f"row '{row.name}': {error}") from error
         if task == "train" and (report.get("throughput") or {}).get("samples_per_second") is None:
@@ -248,12 +300,14 @@ class _Comparison:
         """compare.json's content from what is finished so far."""
         return {
             "schema": 1,
-            "rows": compared.summarise(self.results, self.rounding),
-            "rounding": compared.rounding(self.results, self.base, self.rounding),
+            "rows": compared.summarise(self.results, self.rounds, self.judge.roundings),
+            "rounding": compared.rounding(self.judge.roundings, self.judge.bases),
             "environment": self.environment,
             "repetitions": self.config.repetitions,
             "warmup": self.config.warmup,
             "counted": self.counted,
+            "minutes": self.config.minutes,
+            "out_of_time": self.out_of_time,
             "precision": self.config.precision,
             "precise": self._precise,
             "seeds": self.config.seeds,
@@ -262,8 +316,8 @@ class _Comparison:
         }
 
     def finish(self, partial: bool) -> dict[str, Any]:
-        """Write and print the results so far; delete the exported parameters."""
-        shutil.rmtree(self.parameters, ignore_errors=True)
+        """Write and print the results so far; delete what runs have exported."""
+        self.judge.close()
         content = self.content(partial)
         if any(result.report for result in self.results):
             self._save(content)

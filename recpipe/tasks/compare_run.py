@@ -27,13 +27,20 @@ _GRACE_SECONDS = 40  # torchrun gives its ranks 30 seconds
 _CHUNK_FLOATS = 1 << 22  # 16 MiB of each of the two files at a time
 
 
-def launch(arguments: list[str], directory: Path, ranks: int = 1) -> dict[str, Any]:
+class OutOfTime(Exception):
+    """The time for a run is over; it was ended."""
+
+
+def launch(
+    arguments: list[str], directory: Path, ranks: int = 1, seconds: float | None = None
+) -> dict[str, Any]:
     """Run ``python -m recpipe arguments`` to its end and return its ``directory/report.json`` ({} if there is
     none).
 
     A fresh process each time: no allocator state, cached page or thread pool leaks from one run into the
     next. Several ``ranks`` are started by torchrun. Its output goes to ``directory/run.log``. Raises
-    UserError with the run's own message if it has one; for any other failure the message names the log.
+    UserError with the run's own message if it has one; for any other failure the message names the log. After
+    ``seconds`` the run is ended, and ``OutOfTime`` raised.
     """
     log = directory / "run.log"
     checkpoints = directory / "checkpoints"
@@ -51,10 +58,12 @@ def launch(arguments: list[str], directory: Path, ranks: int = 1) -> dict[str, A
                     stderr=subprocess.STDOUT,
                     start_new_session=True,
                 )
-            status = run.wait()
-        except BaseException:
+            status = run.wait(seconds)
+        except BaseException as fault:
             if run is not None:
                 end(run)
+            if isinstance(fault, subprocess.TimeoutExpired):
+                raise OutOfTime from None
             raise
     # A comparison needs no checkpoints, and those of all runs would fill the disk.
     if not earlier:

@@ -66,10 +66,12 @@ def describe(
     ]
     store = tiers.described_store(ranks) if shards is None else tiers.store
     records = [group.tables.record_bytes for group in tables.groups]
+    parts, own = assembly.to_dict(), sorted(_altered(shards, rounded))
     return {
-        **assembly.to_dict(),
+        **parts,
         **({} if tiers.plan is None else {"planner": None}),  # the file says where tables go
-        "altered": sorted({*(i.name for i in assembly.altered), *_altered(shards, rounded)}),
+        "altered": sorted({*parts["altered"], *own}),
+        "altered_by": {**parts["altered_by"], **({"recpipe": own} if own else {})},
         "cache": owner_names(owners),
         "sharded": shards is not None,
         "shards": None

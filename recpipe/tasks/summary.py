@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -15,6 +15,7 @@ from recpipe.model.metrics import peak_rss_bytes
 from recpipe.plugin.api import RunFigures
 from recpipe.report.details import Skew
 from recpipe.report.environment import environment
+from recpipe.report.quality import ALTERED
 from recpipe.report.record import DataFigures, Io, Memory, PluginFigures, RankFigures, Resumed, RunReport
 from recpipe.report.skew import skew_of
 from recpipe.seams import Collective
@@ -55,11 +56,13 @@ def summarize(
         split_batches=0 if splitting is None else splitting.batches,
         splitting="" if splitting is None else splitting.verdict(),
     )
+    plugins = plugin_figures(run)
     return RunReport(
         task=cfg.task.name,
         recipe=cfg.values,
         assembly=described,
         altered=described["altered"],
+        altered_in_run=altered_in_run(described["altered_by"], plugins),
         data=DataFigures(
             recorder.samples,
             dataset.size("eval"),
@@ -73,7 +76,7 @@ def summarize(
         quality=recorder.quality,
         memory=_memory(described, ranks, tables, embeddings, tiers, peak_gpu_bytes(module.loader.device)),
         io=io,
-        plugins=plugin_figures(run),
+        plugins=plugins,
         environment=environment(),
         history=recorder.history,
         ranks=_ranks(ranks, embeddings.collectives),
@@ -82,6 +85,18 @@ def summarize(
         calibration=module.evaluation.quality.calibration,
         skew=_skew(module.loader.accesses, tables),
     )
+
+
+def altered_in_run(
+    declared: Mapping[str, Sequence[str]], figures: Mapping[str, Mapping[str, object]]
+) -> list[str]:
+    """Which of the invariants that each plugin has ``declared`` were altered, as it says in its ``figures``;
+    all of those of a plugin that does not say."""
+    found: set[str] = set()
+    for plugin, names in declared.items():
+        told = figures.get(plugin, {}).get(ALTERED)
+        found |= {name for name in names if not isinstance(told, str) or name in told.split(", ")}
+    return sorted(found)
 
 
 def _skew(accesses: AccessSample | None, tables: ModelTables) -> Skew | None:

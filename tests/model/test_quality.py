@@ -26,7 +26,7 @@ import recpipe
 from recpipe.errors import UserError
 from recpipe.model.metrics import BackgroundQuality, judged
 from recpipe.report import html, sweep, terminal
-from recpipe.report.compared import RowResult, summarise
+from recpipe.report.compared import Rounds, RowResult, summarise
 from recpipe.report.comparison import print_result, write_html
 from recpipe.report.quality import CLICKS, labelled, shown_figures
 
@@ -201,12 +201,12 @@ def test_a_comparison_of_such_runs(tmp_path: Path) -> None:
     report, _ = trained(Visitor(), "model.loss=poisson", "model.labels=pages")
     results = [RowResult("one"), RowResult("two")]
     for result in results:
-        result.add(report, seed=1, counted=True)
-    rows = summarise(results)
+        result.add(report, seed=1, number=0, counted=True)
+    rows = summarise(results, Rounds(warmup=0, finished=1), {})
     assert rows[1]["poisson_deviance_difference"] == 0
     content = {"rows": rows, "partial": False, "rounding": None, "environment": report["environment"]}
     content |= {"overrides": {}, "repetitions": 1, "warmup": 0, "seeds": 1}
-    content |= {"counted": 1, "precision": None, "precise": None}
+    content |= {"counted": 1, "precision": None, "precise": None, "minutes": None, "out_of_time": False}
     console = Console(file=io.StringIO(), record=True, width=100)
     print_result(content, console)
     text = console.export_text()

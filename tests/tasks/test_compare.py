@@ -75,8 +75,12 @@ class FakeRuns:
         self.arguments: list[list[str]] = []
         self.exports: list[Path] = []
         self.fault: Callable[[str, str, int], None] = lambda task, name, call: None
+        self.limits: list[float] = []
+        """The seconds that each run was given, under ``compare.minutes``."""
 
-    def __call__(self, arguments: list[str], directory: Path) -> dict[str, Any]:
+    def __call__(self, arguments: list[str], directory: Path, seconds: float | None = None) -> dict[str, Any]:
+        if seconds is not None:
+            self.limits.append(seconds)
         name = value_of(arguments, "plugin") or value_of(arguments, "tiers.policy") or ""
         task = value_of(arguments, "task") or ""
         assert value_of(arguments, "hydra.run.dir") == str(directory)
@@ -154,7 +158,7 @@ def test_exact_rows_get_their_parameter_difference_and_exports_go(tmp_path: Path
     runs = three_rows()
     content, _ = run(config("resident", "lru", "fae+slipstream"), tmp_path, runs)
     assert [row["max_parameter_difference"] for row in content["rows"]] == [0, pytest.approx(3e-7), None]
-    assert len(runs.exports) == 4  # of the first round and the rounding
+    assert len(runs.exports) == 3 * 4 + 1  # of each round, and of the rounding
     assert not any(path.exists() for path in runs.exports)
 
 
@@ -315,7 +319,8 @@ def test_what_is_finished_is_kept(tmp_path: Path, fault: BaseException, call: in
     saved = json.loads((tmp_path / "compare.json").read_text())
     assert saved["partial"] is True
     # Plans, warm-up, rounding and first round are 10 runs.
-    assert [len(row["rounds"]) for row in saved["rows"]] == [call - 10, 1, 1]
+    assert [len(row["rounds"]) for row in saved["rows"]] == [1, 1, 1], "of the same, complete rounds"
+    assert saved["rows"][0]["samples_per_second"]["median"] == 100
     assert saved["rows"][1]["ratio"] == 0.5
     assert (tmp_path / "compare.html").exists()
     assert not any(path.exists() for path in runs.exports)
@@ -537,7 +542,8 @@ def test_a_row_that_is_not_exact_is_marked_and_told_when_all_is_done(
     with pytest.raises(UserError, match="^row 'lru' declares itself exact, but its parameters differ by"):
         compare(cfg, tmp_path, launch=runs, overrides=[], installed=INSTALLED, console=console)
     assert isinstance(console.file, io.StringIO)
-    text, page = console.file.getvalue(), (tmp_path / "compare.html").read_text()
+    *_, text = console.file.getvalue().split("round 3  fae+slipstream: ")
+    page = (tmp_path / "compare.html").read_text()
     assert text.count("lru! ") == 2
     assert "! row 'lru' declares itself exact" in text
     assert page.count("<th>lru!</th>") == 2
@@ -586,7 +592,7 @@ def test_a_row_with_other_parameters_does_not_lose_the_rows_after_it(tmp_path: P
 
     def other_model(directory: Path, offset: float) -> None:
         usual(directory, offset)
-        if directory.name == "1":
+        if directory.parent.name == "1":
             np.save(directory / "t0.npy", np.zeros((5, 8), np.float32))
 
     runs.export = other_model  # type: ignore[method-assign]
@@ -638,6 +644,173 @@ def test_a_plugin_that_is_not_what_it_declares_is_found_and_hotline_passes(tmp_p
     assert all((tmp_path / "out" / row["run"] / "report.html").is_file() for row in saved["rows"])
     assert (tmp_path / "out/runs/rounding-resident/report.json").is_file()
     assert not (tmp_path / "out/runs/rounding-resident/report.html").exists(), "no page links to it"
+
+
+CHEATS = """
+import lightning as L
+from recpipe.plugin import Contribution, Invariant, Plugin
+
+class P(Plugin):
+    api = (2, 0)
+
+    def __init__(self, *, how):
+        self.how = how
+        if how == "inexact figures":
+            self.alters = frozenset({Invariant.EXACT_GRADIENT})
+
+    def contribute(self, ctx):
+        return Contribution(callbacks=[Cheats(self.how)])
+
+class Cheats(L.Callback):
+    def __init__(self, how):
+        self.how = how
+
+    def on_validation_batch_start(self, trainer, module, batch, *_):
+        if self.how == "leak":
+            batch.dense = batch.dense + batch.labels[:, None]
+        if self.how == "labels":
+            batch.labels = 1 - batch.labels
+
+    def on_validation_epoch_end(self, trainer, module):
+        from dataclasses import replace
+        if "figures" in self.how:
+            module.evaluation.figures = replace(module.evaluation.figures, auc=0.9)
+"""
+
+
+def test_what_is_evaluated_is_judged_as_well(tmp_path: Path, install: Callable[..., Path]) -> None:
+    """Labels leak into features, labels and figures are swapped; the parameters are the base row's."""
+    install("cheats", "# @package plugins.cheats\nhow: none\n", CHEATS)
+
+    def launch(arguments: list[str], directory: Path) -> dict[str, Any]:
+        return run_recipe(compose_recipe(arguments), directory)
+
+    small = ["data.samples=1500", "data.batch_size=64", "data.table_scale=0.01", "trainer.max_steps=3"]
+    quiet = ["trainer.progress=false", "trainer.logger=null", "trainer.checkpoint_every=null"]
+    hows = ("none", "leak", "labels", "figures", "'inexact figures'")
+    names = ["resident", *(f"cheats:how={how}" for how in hows)]
+    cfg = config(*names, repetitions=1, warmup=0, equal_memory=False)
+    with pytest.raises(UserError) as told:
+        compare(cfg, tmp_path / "out", launch=launch, overrides=[*small, *quiet], console=Console(quiet=True))
+    saved = json.loads((tmp_path / "out" / "compare.json").read_text())["rows"]
+    assert [row["exact_as_declared"] for row in saved] == [True, True, False, False, False, None]
+    assert [row["max_parameter_difference"] for row in saved] == [0, 0, 0, 0, 0, None]
+    assert [row["max_prediction_difference"] for row in saved[:2]] == [0, 0]
+    assert saved[2]["max_prediction_difference"] > 0.01
+    message = str(told.value)
+    assert "how=none" not in message
+    assert "row 'cheats:how=leak' declares itself exact, but its held-out predictions differ by" in message
+    assert "row 'cheats:how=labels': 300 of the 300 labels that it was evaluated with are not" in message
+    assert message.count("its auc of 0.9 is not that of its held-out predictions") == 2
+    assert not list((tmp_path / "out").glob("parameters*"))
+
+
+def test_every_round_and_every_seed_is_judged(tmp_path: Path) -> None:
+    def off_in_its_run(wrong: int) -> FakeRuns:
+        reports = [report(100.0) | {"recipe": {"seed": 0}} for _ in range(7)]
+        runs, trained = FakeRuns({"resident": reports, "lru": [*reports]}), []
+        usual = runs.export
+
+        def export(directory: Path, offset: float) -> None:
+            if directory.parent.name == "1":  # lru
+                trained.append(directory)
+                offset = 1e-3 * (len(trained) == wrong)
+            usual(directory, offset)
+
+        runs.export = export  # type: ignore[method-assign]
+        return runs
+
+    said = "row 'lru' declares itself exact, but its parameters differ by 1.0e-03"
+    with pytest.raises(UserError, match=rf"{said} \(rms .*\) in round 2, where"):
+        run(config("resident", "lru"), tmp_path / "late", off_in_its_run(3))
+    rows = json.loads((tmp_path / "late" / "compare.json").read_text())["rows"]
+    assert [each["faults"] for each in rows[1]["judged"]] == [[], [], ["parameters"], []]
+    seeds = off_in_its_run(2)
+    with pytest.raises(UserError, match=rf"{said} \(rms .*\) in round 2 \(seed 1\), where"):
+        run(config("resident", "lru", seeds=2, warmup=0), tmp_path / "seeds", seeds)
+    nudged = [value_of(words, "seed") for words in seeds.arguments if "task.nudge=true" in words]
+    assert nudged == ["1"], "the rows of the first seed are equal"
+
+
+def test_what_declares_to_alter_and_did_not_is_judged_as_exact(tmp_path: Path) -> None:
+    unused = report(90.0, altered=["SAMPLE_ORDER"]) | {"altered_in_run": []}
+    reports = {"fae": [unused] * 2, "resident": [report(100.0)] * 2}
+    content, text = run(config("fae", "resident", repetitions=1), tmp_path / "fair", FakeRuns(reports))
+    assert [row["exact_as_declared"] for row in content["rows"]] == [True, True]
+    assert [row["altered"] for row in content["rows"]] == [["SAMPLE_ORDER"], []]
+    assert "fae: altered no SAMPLE_ORDER in these runs, and is judged as exact" in " ".join(text.split())
+    assert "fae*" not in text
+    off = FakeRuns(reports, {"fae": 0.1})
+    with pytest.raises(UserError, match="^row 'fae' altered nothing, as its plugins say, but its parameters"):
+        run(config("fae", "resident", repetitions=1), tmp_path / "off", off)
+
+
+# -- time ---------------------------------------------------------------------------------------
+
+
+def timed(seconds: float, out: Path) -> tuple[dict[str, Any], str]:
+    """A comparison within a minute whose runs take ``seconds`` each, with ratios that are never precise."""
+    runs, now = FakeRuns({"resident": [report(100.0)] * 99, "lru": [report(s) for s in range(1, 99)]}), [0.0]
+
+    def take(task: str, name: str, call: int) -> None:
+        now[0] += 0 if task == "plan" else min(seconds, runs.limits[-1])
+        if seconds > runs.limits[-1]:
+            raise compare_run.OutOfTime
+
+    runs.fault = take
+    cfg, console = config("resident", "lru", minutes=1, precision=0.01), Console(file=io.StringIO(), width=80)
+    more: dict[str, Any] = {"overrides": [], "installed": INSTALLED, "console": console}
+    content = compare(cfg, out, launch=runs, clock=lambda: now[0], **more)
+    assert isinstance(console.file, io.StringIO)
+    return content, " ".join(console.file.getvalue().split())
+
+
+def test_minutes_bound_a_comparison_and_rounds_go_on_while_there_is_time(tmp_path: Path) -> None:
+    content, text = timed(2.0, tmp_path / "long")
+    assert content["counted"] == 60 / 4 - 1, "beyond twice the repetitions; the first is the warm-up"
+    assert (content["out_of_time"], content["partial"]) == (True, False)
+    assert "14 rounds after 1 of warm-up, left out; ended by compare.minutes=1; speed" in text
+    content, text = timed(14.0, tmp_path / "few")
+    assert (content["counted"], content["out_of_time"], content["partial"]) == (1, True, True)
+    assert [row["samples_per_second"]["median"] for row in content["rows"]] == [100, 2]
+
+
+def test_a_first_round_that_is_too_long_shows_what_has_run(tmp_path: Path) -> None:
+    content, text = timed(25.0, tmp_path / "warm-up")
+    assert (content["counted"], content["out_of_time"], content["partial"]) == (0, True, True)
+    assert [row["samples_per_second"]["median"] for row in content["rows"]] == [100, 1]
+    assert "the warm-up alone (0 rounds after 1 of warm-up, whose speeds these are); ended by" in text
+    content, _ = timed(40.0, tmp_path / "one")
+    assert [row["auc"] for row in content["rows"]] == [0.77, None]
+    with pytest.raises(UserError, match="^compare.minutes=1 ended before any run had; give more"):
+        timed(90.0, tmp_path / "none")
+
+
+def test_tables_are_shown_after_the_first_round_and_renewed(tmp_path: Path) -> None:
+    runs, pages = three_rows(), []
+
+    def look(task: str, name: str, call: int) -> None:
+        page = tmp_path / "compare.html"
+        pages.append(page.read_text() if page.exists() else "")
+
+    runs.fault = look
+    _, text = run(config("resident", "lru", "fae+slipstream"), tmp_path, runs)
+    first, second = text.split("round 1  resident: 100 samples/s")
+    assert "so far: the warm-up alone (0 rounds after 1 of warm-up, whose speeds these are)" in first
+    assert "param" in first
+    assert second.count("so far: ") == 2
+    assert second.count("samples/s  ") >= 3
+    shown = [bool(page) for page in pages]
+    assert shown == [False] * 7 + [True] * 9, "plans, the warm-up and the rounding, then three rounds"
+    assert pages[7] != pages[10]
+
+
+def test_a_run_is_ended_when_the_time_is_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    interpreter(tmp_path, monkeypatch, f'echo $$ > "{tmp_path}/pid"; exec sleep 60')
+    with pytest.raises(compare_run.OutOfTime):
+        compare_run.launch([], tmp_path / "run", seconds=0.5)
+    with pytest.raises(ProcessLookupError):
+        os.kill(int((tmp_path / "pid").read_text()), 0)
 
 
 def test_an_interrupt_before_the_first_result_leaves_no_table(tmp_path: Path) -> None:

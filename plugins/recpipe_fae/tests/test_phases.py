@@ -132,6 +132,7 @@ def test_auto_takes_the_datas_order_where_nothing_can_be_gained(tmp_path: Path) 
     assert shown["classification_seconds"] == shown["phases"] == 0
     assert shown["verdict"].startswith("mini-batches were not separated, and samples not classified: 100.0%")
     assert found["data"]["train_samples"] == 8000
+    assert (found["altered"], found["altered_in_run"], shown["altered"]) == (["SAMPLE_ORDER"], [], "nothing")
 
 
 @pytest.mark.usefixtures("tried")

@@ -24,6 +24,7 @@ from recpipe.testing import SMALL, PluginSuite, Trained
 from recpipe.testing import train as run
 
 FIGURES = {
+    "altered",
     "verdict",
     "dropped_input_share",
     "hot_input_share",

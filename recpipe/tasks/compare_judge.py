@@ -1,0 +1,239 @@
+"""Judges the runs of a comparison's rounds: their parameters, and how they were evaluated."""
+
+from __future__ import annotations
+
+import math
+import shutil
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from recpipe.errors import UserError
+from recpipe.model.metrics import Kind, judged
+from recpipe.report.compared import Judged, RowResult, altered_in
+from recpipe.report.exactness import Apart, Difference
+from recpipe.tasks.compare_run import differences
+
+PARAMETERS, PREDICTIONS = "parameters", "predictions"
+"""The folders of a run's exports."""
+ROUNDING = "rounding"
+"""In place of a row's number, for the exports of the nudged run."""
+SAME = 1e-6
+"""The share by which a figure may differ from that of the predictions: it is computed in float64 of the
+same numbers, by other processors' threads."""
+
+
+@dataclass(frozen=True)
+class _Exported:
+    """What a run has left to be judged by."""
+
+    result: RowResult
+    folder: Path
+    report: Mapping[str, Any]
+
+    @property
+    def evaluations(self) -> Sequence[Mapping[str, Any]]:
+        """The evaluations' points of the learning curve."""
+        return self.report.get("history") or ()
+
+    def predictions(self, number: int) -> NDArray[np.float32]:
+        """Those of an evaluation and their labels, [2, N]; ``UserError`` if the run has left none."""
+        file = self.folder / PREDICTIONS / f"{number}.npy"
+        try:
+            found: NDArray[np.float32] = np.load(file, mmap_mode="r", allow_pickle=False)
+        except (OSError, ValueError) as fault:
+            raise UserError(f"evaluation {number + 1} has left no predictions ({fault})") from fault
+        return found
+
+
+class Judge:
+    """Judges the runs of one round at a time by what they export into ``folder``.
+
+    The base row of a round is the first one that declares itself exact or, where there is none, the first
+    whose run altered nothing. Every run that altered nothing is compared with that of the base row.
+    Parameters are deleted as soon as they were compared, so that two runs' take space on the disk.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.base: int | None = None
+        self.bases: dict[int, RowResult] = {}
+        """The base row of the first round with each seed."""
+        self.roundings: dict[int, RowResult] = {}
+        """For each seed the run of the base row's recipe from first weights that differ by one rounding."""
+        self._runs: dict[int, _Exported] = {}
+        self._waiting: list[int] = []
+        """Rows that altered nothing, before the base row is known."""
+
+    def exports(self, index: int | str) -> tuple[Path, Path]:
+        """Where the run of a row exports its parameters and predictions; empty."""
+        shutil.rmtree(self.folder / str(index), ignore_errors=True)
+        return self.folder / str(index) / PARAMETERS, self.folder / str(index) / PREDICTIONS
+
+    def add(self, index: int, result: RowResult, report: Mapping[str, Any], number: int, seed: int) -> None:
+        """Judge the run of row ``index`` in round ``number``, which has left ``report``."""
+        run = self._runs[index] = _Exported(result, self.folder / str(index), report)
+        first = self._runs[min(self._runs)]
+        if result.evaluation_fault is None:
+            result.evaluation_fault = _evaluation_fault(run, first)
+        if not altered_in(report):
+            self._waiting.append(index)
+            if self.base is None and not report.get("altered"):
+                self.base = index
+        self._compare(number, seed)
+        if index not in (self.base, *self._waiting):
+            self._delete(index)
+
+    def needs_rounding(self, number: int, seed: int) -> bool:
+        """Called when all rows have run: whether the base row's recipe is to run once more, nudged, because
+        some run of this round differs and the seed's rounding is not known. In the first round it is to be
+        shown beside rows that alter something, too."""
+        if self.base is None and self._waiting:
+            self.base = self._waiting[0]
+        self._compare(number, seed)
+        if self.base is None or seed in self.roundings:
+            return False
+        results = [run.result for run in self._runs.values()]
+        found = [[each for each in result.judged if each.round == number] for result in results]
+        differs = any(not each.apart.equal for judged in found for each in judged)
+        return differs or (number == 0 and not all(found))
+
+    def add_rounding(self, report: Mapping[str, Any], number: int, seed: int) -> None:
+        """The nudged run of the base row has left ``report``."""
+        assert self.base is not None
+        base = self._runs[self.base]
+        rounded = RowResult(base.result.name)
+        run = _Exported(rounded, self.folder / ROUNDING, report)
+        rounded.judged.append(Judged(number, seed, _apart(base, run)))
+        rounded.add(report, seed, number, counted=False)
+        self.roundings[seed], self.bases[seed] = rounded, base.result
+
+    def end_round(self) -> None:
+        """Delete what the round's runs have exported."""
+        for index in (*self._runs, ROUNDING):
+            shutil.rmtree(self.folder / str(index), ignore_errors=True)
+        self.base, self._runs, self._waiting = None, {}, []
+
+    def close(self) -> None:
+        """Delete the folder."""
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+    def _compare(self, number: int, seed: int) -> None:
+        """Compare the runs that wait for the base row's with that, if it is there."""
+        if self.base is None:
+            return
+        waiting, self._waiting = self._waiting, []
+        for index in waiting:
+            run = self._runs[index]
+            try:
+                run.result.judged.append(Judged(number, seed, _apart(self._runs[self.base], run)))
+            except UserError as error:
+                run.result.not_comparable = run.result.not_comparable or str(error)
+            if index != self.base:
+                self._delete(index)
+
+    def _delete(self, index: int) -> None:
+        shutil.rmtree(self.folder / str(index) / PARAMETERS, ignore_errors=True)
+
+
+def _apart(base: _Exported, run: _Exported) -> Apart:
+    """How far ``run`` is from ``base``; ``UserError`` if they cannot be compared."""
+    parameters = differences(base.folder / PARAMETERS, run.folder / PARAMETERS)
+    mine, theirs = run.evaluations, base.evaluations
+    if len(mine) != len(theirs):
+        raise UserError(f"it was evaluated {len(mine)} times, and the base row {len(theirs)} times")
+    if not mine:
+        return Apart(parameters)
+    found, losses = [], []
+    for number, points in enumerate(zip(theirs, mine, strict=True)):
+        scores = [each.predictions(number)[0] for each in (base, run)]
+        if scores[0].shape != scores[1].shape:
+            sizes = " and ".join(f"{len(each):,}" for each in scores)
+            raise UserError(f"evaluation {number + 1} has {sizes} predictions in the base row and in it")
+        found.append(_difference(*scores))
+        losses.append(_loss_difference(*(point.get("eval_loss") for point in points)))
+    largest = Difference(*(max(values) for values in zip(*map(_ordered, found), strict=True)))
+    loss = max(losses, key=lambda each: math.inf if math.isnan(each.largest) else each.largest)
+    return Apart(parameters, largest if any(_scored(run)) else None, loss)
+
+
+def _ordered(difference: Difference) -> tuple[float, float, float]:
+    """Its numbers, NaN as infinity, which is larger than all others."""
+    largest, rms, size = (
+        math.inf if math.isnan(value) else value
+        for value in (difference.largest, difference.rms, difference.size)
+    )
+    return largest, rms, size
+
+
+def _scored(run: _Exported) -> list[bool]:
+    """Whether each evaluation has predictions."""
+    return [run.predictions(number).size > 0 for number in range(len(run.evaluations))]
+
+
+def _difference(base: NDArray[np.float32], other: NDArray[np.float32]) -> Difference:
+    if not base.size:
+        return Difference()
+    apart = np.asarray(other, np.float64) - base
+    size = max(1.0, float(np.abs(base).max()))
+    return Difference(float(np.abs(apart).max()), float(np.sqrt(np.square(apart).mean())), size)
+
+
+def _loss_difference(base: float | None, other: float | None) -> Difference:
+    """Of two evaluations' losses; None is a loss that is no number."""
+    if base is None or other is None:
+        return Difference() if base is other else Difference(math.inf, math.inf)
+    return Difference(abs(other - base), abs(other - base), 1 + abs(base))
+
+
+def _evaluation_fault(run: _Exported, first: _Exported) -> str | None:
+    """What is wrong with a run's evaluations, whatever its plugins alter: labels that are not those of the
+    ``first`` row of the round, or figures that are not those of its predictions. None: nothing."""
+    try:
+        for number, point in enumerate(run.evaluations):
+            scores, labels = run.predictions(number)
+            theirs = first.predictions(0)[1] if first.evaluations else labels
+            if labels.shape != theirs.shape:
+                sizes = f"{len(labels):,} samples, and '{first.result.name}' on {len(theirs):,}"
+                return f"it was evaluated on {sizes}"
+            if wrong := int((labels != theirs).sum()):
+                return (
+                    f"{wrong:,} of the {len(labels):,} labels that it was evaluated with are not those of "
+                    f"'{first.result.name}'"
+                )
+            found = _wrong_figure(point, scores, labels)
+            if found is not None:
+                return f"evaluation {number + 1}: {found}" if len(run.evaluations) > 1 else found
+        if run.evaluations:
+            scores, labels = run.predictions(len(run.evaluations) - 1)
+            return _wrong_figure(run.report.get("quality", {}), scores, labels)
+    except UserError as error:
+        return str(error)
+    return None
+
+
+def _wrong_figure(
+    told: Mapping[str, Any], scores: NDArray[np.float32], labels: NDArray[np.float32]
+) -> str | None:
+    """A figure in ``told`` that is not that of these ``scores`` [N] for these ``labels`` [N]; None: none."""
+    kind = _kind(told)
+    if kind is None or not scores.size:
+        return None
+    for name, value in asdict(judged(kind, np.array(labels), np.array(scores))).items():
+        mine = told.get(name)
+        known = math.isfinite(value)
+        if name == "loss" or (mine is None and not known):
+            continue
+        if mine is None or not known or abs(mine - value) > SAME * max(1.0, abs(value)):
+            return f"its {name} of {mine} is not that of its held-out predictions, {value}"
+    return None
+
+
+def _kind(told: Mapping[str, Any]) -> Kind | None:
+    """The kind of predictions that have these figures; None if there are none that they follow from."""
+    kinds: dict[str, Kind] = {"logloss": "clicks", "mse": "values", "poisson_deviance": "counts"}
+    return next((kind for name, kind in kinds.items() if told.get(name) is not None), None)
