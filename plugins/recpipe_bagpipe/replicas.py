@@ -168,13 +168,15 @@ class Replicas(RowCollection):
 
         opened = list(ahead.steps(opens))
         cleanup = (self._opened[0].step if self._opened else opened[0]).cleanup
-        records = self.replica.take(cleanup.write)
+        # The store has a frozen table's rows as they are.
+        written = NONE if self.tables.optimizer.frozen else cleanup.write
+        records = self.replica.take(written)
         self.replica.release(cleanup.free)
         read = np.concatenate([NONE, *(step.fetch for step in opened)])
         into = np.empty((len(read), self.tables.layout.width), np.float32)
         landed = None
         if cleanup.rows or any(step.fetched for step in opened):
-            landed = self.rounds.start(cleanup.write, records, read, into)
+            landed = self.rounds.start(written, records, read, into)
         start = 0
         for step in opened:
             stop = start + len(step.fetch)

@@ -60,8 +60,11 @@ def open_tables(directory: Path) -> TensorFiles:
     return files
 
 
-def check_tables(directory: Path, shapes: Shapes) -> TensorFiles:
-    """Open the tables in ``directory``; ``UserError`` unless they are exactly the recipe's tables."""
+def check_tables(directory: Path, shapes: Shapes, scoring: bool = False) -> TensorFiles:
+    """Open the tables in ``directory``; ``UserError`` unless they are exactly the recipe's tables.
+
+    ``scoring``: only weights are needed, so that a table may have been frozen in one of the two.
+    """
     files = open_tables(directory)
     wanted: dict[str, tuple[tuple[int, int], ...]] = {}
     for table, (rows, dim, width) in shapes.items():
@@ -72,13 +75,20 @@ def check_tables(directory: Path, shapes: Shapes) -> TensorFiles:
             wanted[state_name(table)] = ((rows, width), (rows, dim)) if cut else ((rows, width),)
     for name, allowed in wanted.items():
         if name not in files.pieces:
-            raise UserError(f"{directory} has no '{name}': it is of another model or optimizer; {_REMEDY}")
+            if scoring and name.endswith(state_name("")):
+                continue
+            raise UserError(
+                f"{directory} has no '{name}': it is of another model or optimizer, or the table was frozen; "
+                f"{_REMEDY}"
+            )
         if files.shape(name) not in allowed:
             file, found = files.pieces[name][0].file, files.shape(name)
             raise UserError(f"{file}: '{name}' is {found}, but the recipe's is {allowed[0]}; {_REMEDY}")
-    more = min(files.pieces.keys() - wanted.keys(), default=None)
+    unneeded = {state_name(table) for table in shapes} if scoring else set()
+    more = min(files.pieces.keys() - wanted.keys() - unneeded, default=None)
     if more is not None:
-        raise UserError(f"{directory} has '{more}', which the recipe's tables have not; {_REMEDY}")
+        frozen = " (frozen tables have no state)" if more.endswith(state_name("")) else ""
+        raise UserError(f"{directory} has '{more}', which the recipe's tables have not{frozen}; {_REMEDY}")
     return files
 
 

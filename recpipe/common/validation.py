@@ -70,7 +70,8 @@ FilePath = Annotated[Text, AfterValidator(_usable)]
 def _adapter(hint: Any) -> TypeAdapter[Any]:
     # Strict: "3" and true are no ints, but an int is a float.
     return TypeAdapter(
-        hint, config=ConfigDict(strict=True, allow_inf_nan=False, arbitrary_types_allowed=True)
+        hint,
+        config=ConfigDict(strict=True, allow_inf_nan=False, arbitrary_types_allowed=True, extra="forbid"),
     )
 
 
@@ -164,6 +165,8 @@ def _told(fault: ValidationError, hint: Any, value: object, key: str) -> str:
         key += f"[{step}]" if isinstance(step, int) else f".{shown(step)}"
     if there[0]["type"] == "missing":
         return str(no_value(f"{key}.{there[0]['loc'][-1]}"))
+    if there[0]["type"] == "unexpected_keyword_argument":
+        return f"no '{key}' in the recipe: leave it out"
     phrase = _phrase(there, not deepest and NoneType in get_args(hint), value)
     return f"{key}={_value(value)}{'' if phrase.startswith('is ') else ':'} {phrase}"
 

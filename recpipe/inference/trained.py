@@ -199,7 +199,7 @@ class Trained:
         """Fill tables and dense part; before that, put the rows into the slots that they had in training if
         the tiers are the same."""
         shapes = model.embeddings.tables.shapes()
-        files = check_tables(self.directory / TABLES, shapes)
+        files = check_tables(self.directory / TABLES, shapes, scoring=True)
         with naming(self.directory):
             model.load_dense(self.trainer["state_dict"])
             placed = model.embeddings.offers(SavesPlacement)

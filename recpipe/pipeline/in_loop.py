@@ -113,7 +113,7 @@ class InLoop:
         with handing_out(parts):
             loss, output = self._forward(batch)
         share = 1.0 if self.model.parts.sums else (high - low) / staged.size
-        leaves = [leaf for part in parts.values() for leaf in part.leaves or ()]
+        leaves = [leaf for part in parts.values() for leaf in part.leaves or () if leaf.requires_grad]
         leaves += [leaf for leaf in self.model.late_leaves() if leaf.grad is None]
         found = torch.autograd.grad(loss * share, [*leaves, *dense], allow_unused=True)
         for leaf, gradient in zip(leaves, found, strict=False):

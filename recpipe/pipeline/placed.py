@@ -203,7 +203,7 @@ class PlacedModel(nn.Module):
                         ids,
                         None if plan is None else plan.groups[number],
                         sent.get(number),
-                        self.embeddings.tables.groups[number].tables.pooled,
+                        self.embeddings.tables.groups[number].tables,
                         self.embeddings.tables.groups[number].tables.dim if roomy else 0,
                     )
                 )

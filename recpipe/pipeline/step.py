@@ -334,7 +334,8 @@ class _CorePart:
     def _train(self) -> None:
         parts, batch, samples = self.step._part(self.low, self.high)
         loss = self.step._forward(parts, batch, samples)
-        rows = [(part, *each) for part in parts.values() for each in part.each()]
+        handed = [(part, *each) for part in parts.values() for each in part.each()]
+        rows = [row for row in handed if row[-1].requires_grad]
         leaves = [leaf for _, _, leaf in rows]
         waited = len(leaves)
 

@@ -200,7 +200,7 @@ class _Rows:
     """
 
     def __init__(self, lookup: GroupLookup) -> None:
-        self._repeated, room = lookup.repeated, lookup.room
+        self._repeated, room, self._frozen = lookup.repeated, lookup.room, lookup.frozen
         if self._repeated is None:
             (batch, width), kind, device = lookup.warm.shape, lookup.warm.dtype, lookup.warm.device
         else:
@@ -221,12 +221,13 @@ class _Rows:
 
     def in_graph(self) -> torch.Tensor:
         """The rows, for a forward pass whose backward pass sets ``gradient``."""
-        rows: torch.Tensor = _Taken.apply(torch.zeros((), requires_grad=True), self)  # type: ignore[no-untyped-call]
+        anchor = torch.zeros((), requires_grad=not self._frozen)
+        rows: torch.Tensor = _Taken.apply(anchor, self)  # type: ignore[no-untyped-call]
         return marked(rows) if has_room(self.values) else rows
 
     def update(self) -> None:
-        """Record the update, if the graph has made the lookup."""
-        if self._repeated is None:
+        """Record the update, if the graph has made the lookup and the tables are trained."""
+        if self._repeated is None or self._frozen:
             return
         unused = self.gradient is None
         torch.autograd.backward(self._found, torch.zeros_like(self._found) if unused else self.gradient)

@@ -269,6 +269,8 @@ class Cache(ABC):
         Not called if tables are sharded.
 
         Called on every rank, before ``policy``. The result's ``forward`` gets this trainer's share of each
-        batch, and its backward pass updates the rows, as a fused optimizer does.
+        batch, and its backward pass updates the rows, as a fused optimizer does. Frozen tables
+        (``parts.tables.optimizer.frozen``) are only looked up: no backward pass comes, and nothing may be
+        written back.
         """
         return None

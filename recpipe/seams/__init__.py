@@ -62,7 +62,7 @@ with private_names():
         unlock,
         unlocking,
     )
-    from recpipe.seams.tables import Views, module_name, tbe_views, update_by_table
+    from recpipe.seams.tables import Views, has_hooks, module_name, tbe_views, update_by_table
 
 __all__ = [
     "MEAN",
@@ -98,6 +98,7 @@ __all__ = [
     "give_back",
     "given_to_own",
     "graph_is_kept",
+    "has_hooks",
     "init_from_local_shards",
     "is_compiled",
     "leave",

@@ -33,6 +33,20 @@ def module_name(table: str) -> str:
     return safe or "%"
 
 
+HOOKS = (
+    "_backward_hooks",
+    "_post_accumulate_grad_hooks",
+    "_backward_pre_hooks",
+    "_forward_hooks",
+    "_forward_pre_hooks",
+)
+
+
+def has_hooks(owner: torch.Tensor | nn.Module) -> bool:
+    """Whether a user has registered hooks on a tensor, or on a module's own passes."""
+    return any(getattr(owner, name, None) for name in HOOKS)
+
+
 def tbe_views(tbe: SplitTableBatchedEmbeddingBagsCodegen) -> list[Views]:
     """Views of weights and optimizer state of each physical table of a TBE; writing to them changes the
     TBE."""

@@ -152,8 +152,9 @@ class Front(ABC, nn.Module):
             bags = table_bags(group.tables, features)
             distinct, which = np.unique(bags.indices, return_inverse=True)
             records = rows.records_of(distinct)
-            weights = records[:, : group.tables.dim].clone().requires_grad_()
-            self._late.append(_Late(number, distinct, records, weights))
+            weights = records[:, : group.tables.dim].clone()
+            if not group.tables.optimizer.frozen:
+                self._late.append(_Late(number, distinct, records, weights.requires_grad_()))
             found.append(looked_up(group.tables, weights, which, bags))
         return found
 

@@ -34,11 +34,13 @@ class GroupLookup:
         ids: KeyedJaggedTensor,
         plan: TierPlan | None,
         sent: Any,
-        pooled: bool,
+        tables: TableSet,
         room: int,
     ) -> None:
         self.collection, self.ids, self.plan, self.sent = collection, ids, plan, sent
-        self.pooled, self.room = pooled, room
+        self.pooled, self.room = tables.pooled, room
+        self.frozen = tables.optimizer.frozen
+        """Whether nothing is updated: its rows are handed out without a graph."""
         self.warm = NO_ROWS
         self.cold: torch.Tensor | None = None
         self.repeated: RepeatedLookup | None = None
@@ -96,12 +98,14 @@ class GroupLookup:
             roomy = self.collection.pooled_with_room(self.ids) if self.room else None
             self.warm = self.collection.lookup(self.ids) if roomy is None else roomy
             self.dim = 0 if roomy is None else self.room
+        if self.frozen:
+            self.warm = self.warm.detach()
 
     def look_up_all(self) -> None:
         """Look up all rows, which have arrived."""
         both = None if self.plan is None else self._tiers.lookup_both(self.plan)
         if both is not None:
-            self.warm = both
+            self.warm = both.detach() if self.frozen else both
             return
         self.look_up_warm()
         self.look_up_cold()
@@ -109,7 +113,8 @@ class GroupLookup:
     def look_up_cold(self) -> None:
         """Look up the slab's rows, after they have arrived."""
         if self.plan is not None and len(self.plan.slab):
-            self.cold = self._tiers.lookup_slab(self.plan)
+            cold = self._tiers.lookup_slab(self.plan)
+            self.cold = cold.detach() if self.frozen else cold
 
     # -- parts -------------------------------------------------------------------------------
 
@@ -119,7 +124,7 @@ class GroupLookup:
         If the rows have room, gradients are stored in the rows' own memory: only the interaction has read it,
         and is done.
         """
-        if self.pooled and self.kept is None:
+        if self.pooled and self.kept is None and not self.frozen:
             self.kept = self.warm.data if self.dim else torch.empty_like(self.warm)
 
     def keep(self, low: int, high: int, leaf: torch.Tensor, gradient: torch.Tensor) -> None:
@@ -131,8 +136,8 @@ class GroupLookup:
             self._placed.add((low, high))
 
     def leaf(self, low: int, high: int) -> torch.Tensor:
-        """The rows of samples [low, high) as a leaf of the graph: [high - low, F * D], or one row for each
-        id."""
+        """The rows of samples [low, high) as a leaf of the graph, which requires a gradient unless they are
+        frozen: [high - low, F * D], or one row for each id."""
         if self.dim:
             return self._roomy(low, high)
         rows = self._cut(self.warm.detach(), low, high)
@@ -140,15 +145,15 @@ class GroupLookup:
             first = self.plan.cold_first if self.plan is not None and self.pooled else 0
             if low >= first:
                 rows = rows + self._cut(self.cold.detach(), low - first, high - first)
-        leaf = rows.detach().requires_grad_()
+        leaf = rows.detach().requires_grad_(not self.frozen)
         self._given.append((low, high, leaf))
         return leaf
 
     def _roomy(self, low: int, high: int) -> torch.Tensor:
         """As ``leaf``, with room in front of the rows. Parts write there at the same time; ``.data`` keeps
         torch from treating this as a change of each other's rows."""
-        leaf = with_room(self.warm.data[low:high], self.dim).requires_grad_()
-        if self.kept is None:  # taken in a hook: ``leaf.grad`` is a copy without room
+        leaf = with_room(self.warm.data[low:high], self.dim).requires_grad_(not self.frozen)
+        if self.kept is None and not self.frozen:  # taken in a hook: ``leaf.grad`` is a copy without room
             leaf.register_hook(self._roomy_gradients.append)  # type: ignore[no-untyped-call]
         self._given.append((low, high, leaf))
         return leaf
@@ -188,7 +193,7 @@ class GroupLookup:
         FBGEMM's CPU update enters a parallel region for every table, which costs more than the threads gain.
         If several ranks train, torch's own operators make the update.
         """
-        if self.updated or self._gradients:  # by a graph, or by the model's backward pass
+        if self.frozen or self.updated or self._gradients:  # by a graph, or by the model's backward pass
             return
         self.arrive()
         gradient = self._gradient()

@@ -32,6 +32,11 @@ class GroupedCollection(TableCollection, SavesPlacement, SavedByRanks):
             for name in group.tables.layout.tables
         }
 
+    @property
+    def frozen(self) -> bool:
+        """Whether no table is trained."""
+        return all(group.tables.optimizer.frozen for group in self.tables.groups)
+
     def each(self, capability: type[C]) -> list[C]:
         """All collections with ``capability``; empty if one of them lacks it."""
         found = [collection.offers(capability) for collection in self.collections]

@@ -17,12 +17,13 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import nn
-from torchrec.modules.embedding_configs import BaseEmbeddingConfig, DataType
+from torchrec.modules.embedding_configs import BaseEmbeddingConfig
 from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
 
 from recpipe.errors import UserError
 from recpipe.plugin.api import TableInfo
 from recpipe.seams import module_name
+from recpipe.tables.parameters import refuse_shared, table_weights
 from recpipe.tables.specs import FirstValues, Table, TableOptimizer, TableSet
 
 OptimizerOf = Callable[[str, torch.Tensor], TableOptimizer]
@@ -120,7 +121,8 @@ class ModelTables:
 
 
 def collections_of(model: nn.Module) -> dict[str, nn.Module]:
-    """TorchRec's collections in ``model``, by path; ``UserError`` if there are none."""
+    """TorchRec's collections in ``model``, by path; ``UserError`` if there are none, or if other parts of the
+    model share their weights."""
     kinds = (EmbeddingBagCollection, EmbeddingCollection)
     found = {path: module for path, module in model.named_modules() if isinstance(module, kinds)}
     if not found:
@@ -128,6 +130,7 @@ def collections_of(model: nn.Module) -> dict[str, nn.Module]:
             f"{type(model).__name__} holds no EmbeddingBagCollection and no EmbeddingCollection of "
             "TorchRec's: there is no table that recpipe could place"
         )
+    refuse_shared(model, found)
     return found
 
 
@@ -138,11 +141,10 @@ def group_tables(collections: Mapping[str, nn.Module], optimizer_of: OptimizerOf
     groups: list[Group] = []
     number = 0
     for path, module in collections.items():
-        weights = _tables(module)
+        weights = {config.name: table_weights(path, module, config) for config in configs[path]}
         alike: dict[tuple[int, TableOptimizer], list[BaseEmbeddingConfig]] = {}
         unique = {c.name: _unique(c, path, names) for c in configs[path]}
         for config in configs[path]:
-            _refuse(config, path)
             optimizer = optimizer_of(unique[config.name], weights[config.name])
             alike.setdefault((config.embedding_dim, optimizer), []).append(config)
         order = [id(config) for config in configs[path] for _ in config.feature_names]
@@ -190,27 +192,6 @@ def _configs(module: nn.Module) -> Sequence[BaseEmbeddingConfig]:
         return list(module.embedding_bag_configs())
     assert isinstance(module, EmbeddingCollection)
     return list(module.embedding_configs())
-
-
-def _tables(module: nn.Module) -> dict[str, torch.Tensor]:
-    """The weights of each table by its name."""
-    bags = isinstance(module, EmbeddingBagCollection)
-    tables = module.embedding_bags if bags else module.embeddings
-    assert isinstance(tables, nn.ModuleDict)
-    return {name: table.get_parameter("weight") for name, table in tables.items()}
-
-
-def _refuse(config: BaseEmbeddingConfig, path: str) -> None:
-    if config.data_type != DataType.FP32:
-        raise UserError(
-            f"table '{config.name}' of '{path}' is stored as {config.data_type.name}; recpipe trains "
-            "tables of FP32: leave data_type out"
-        )
-    if config.embedding_dim % 4:
-        raise UserError(
-            f"table '{config.name}' of '{path}' has embedding_dim={config.embedding_dim}; FBGEMM's kernels "
-            "need a multiple of 4"
-        )
 
 
 def _first_values(

@@ -57,11 +57,12 @@ def region_values(files: TensorFiles, region: Region, width: int) -> Values:
     """Weights and optimizer state of a region of whole rows, ``width`` floats of state a row.
 
     A state with a column for each of the weights', where one is wanted, is the mean over them: what
-    row-wise Adagrad would have without column-wise sharding.
+    row-wise Adagrad would have without column-wise sharding. Of a table that was saved without state, it is
+    zero.
     """
     weights = files.rows(weight_name(region.table), region.start, region.stop)
-    if not width:
-        return weights, np.empty((len(weights), 0), np.float32)
+    if not width or state_name(region.table) not in files.pieces:
+        return weights, np.zeros((len(weights), width), np.float32)
     state = files.rows(state_name(region.table), region.start, region.stop)
     if width == 1 and state.shape[1] > 1:
         state = state.mean(axis=1, keepdims=True, dtype=np.float32)

@@ -9,7 +9,7 @@ from typing import Annotated
 
 import numpy as np
 import torch
-from annotated_types import Gt
+from annotated_types import Ge, Gt
 from fbgemm_gpu.split_embedding_configs import EmbOptimType
 from numpy.typing import NDArray
 from torchrec.modules.embedding_configs import DATA_TYPE_NUM_BITS, DataType, EmbeddingBagConfig
@@ -34,15 +34,22 @@ class TableOptimizer:
     """The optimizer that FBGEMM fuses into the tables' backward pass."""
 
     name: Annotated[str, one_of(*OPTIMIZERS)]
-    lr: Annotated[float, Gt(0)]
+    lr: Annotated[float, Ge(0)]
+    """The learning rate; 0: the tables are frozen."""
     eps: Annotated[float, Gt(0)] = 1e-8
     stochastic_rounding: bool = False
     """Whether a GPU's update rounds weights of 16 bits up or down at random; False: to the nearest value."""
 
     @property
+    def frozen(self) -> bool:
+        """Whether the tables are looked up and never change: no backward pass reaches them, they have no
+        optimizer state, and their rows are not written back."""
+        return self.lr == 0
+
+    @property
     def kind(self) -> EmbOptimType:
-        """FBGEMM's name of this optimizer."""
-        return OPTIMIZERS[self.name]
+        """FBGEMM's name of this optimizer; of frozen tables, one without state."""
+        return OPTIMIZERS["sgd" if self.frozen else self.name]
 
     @property
     def knobs(self) -> dict[str, float]:
@@ -50,8 +57,13 @@ class TableOptimizer:
         return {"lr": self.lr} if self.name == "sgd" else {"lr": self.lr, "eps": self.eps}
 
     def state_width(self, dim: int) -> int:
-        """float32 values of optimizer state per row: 0 (SGD), 1 (row-wise Adagrad) or ``dim`` (Adagrad)."""
-        return {"sgd": 0, "rowwise_adagrad": 1, "adagrad": dim}[self.name]
+        """float32 values of optimizer state per row: 0 (SGD, frozen), 1 (row-wise Adagrad) or ``dim``
+        (Adagrad)."""
+        return 0 if self.frozen else {"sgd": 0, "rowwise_adagrad": 1, "adagrad": dim}[self.name]
+
+
+FROZEN = TableOptimizer("sgd", 0.0)
+"""Of all frozen tables, so that those of one collection and dimension are one group."""
 
 
 FirstValues = Callable[[int, int], NDArray[np.float32]]

@@ -48,4 +48,5 @@ def within(ids: KeyedJaggedTensor, tables: TableSet) -> KeyedJaggedTensor:
 
 def _cut(tables: TableSet, most: int) -> TableSet:
     cut = tuple(replace(table, rows=min(table.rows, most), first=None) for table in tables.tables)
-    return replace(tables, tables=cut, optimizer=replace(tables.optimizer, lr=LEARNING_RATE))
+    slow = tables.optimizer if tables.optimizer.frozen else replace(tables.optimizer, lr=LEARNING_RATE)
+    return replace(tables, tables=cut, optimizer=slow)

@@ -94,7 +94,13 @@ class RankingModule(PlainAttributes, L.LightningModule):
     # -- training ----------------------------------------------------------------------------
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
-        """The dense optimizer."""
+        """The dense optimizer; ``UserError`` if everything is frozen."""
+        if not self.model.trained() and self.model.embeddings.frozen:
+            raise UserError(
+                f"nothing to train: all tables and all parameters of {type(self.model.module).__name__} are "
+                "frozen (requires_grad is false, or the rate of their table is 0): let one of them be "
+                "trained, or evaluate the model (recpipe.evaluate)"
+            )
         optimizer = self.make_optimizer(self.dense)
         if self.graph is not None:
             record_steps(optimizer, self.graph.make, self.graph.holds_gradients)

@@ -7,18 +7,26 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from functools import cache
 from inspect import signature
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 import torchrec.optim
+from pydantic import BeforeValidator
 from torch import nn
 
 from recpipe.common.gpu import explanation
 from recpipe.errors import UserError, nearest_or_all, shown
-from recpipe.tables.specs import TableOptimizer
+from recpipe.tables.specs import FROZEN, TableOptimizer
 
 Argument = bool | int | float | str | list[float] | None
 """The types of arguments that yaml can give an optimizer of ``torch.optim``."""
+
+
+def _named(values: object) -> object:
+    """``values`` of one table's optimizer; a rate of 0 freezes the table under any optimizer, so that it
+    needs no name."""
+    frozen = isinstance(values, Mapping) and "name" not in values and values.get("lr") in (0, "0", "0.0")
+    return {"name": FROZEN.name, **values} if frozen else values  # type: ignore[dict-item]
 
 
 @dataclass(frozen=True)
@@ -27,14 +35,18 @@ class OptimConfig:
 
     tables: TableOptimizer
     dense: dict[str, Argument]
-    by_table: dict[str, TableOptimizer] | None = None
+    by_table: dict[str, Annotated[TableOptimizer, BeforeValidator(_named)]] | None = None
     """Optimizers for tables whose name matches a glob, instead of ``tables``; the first match counts."""
 
     def of_table(self, name: str, weights: torch.Tensor) -> TableOptimizer:
-        """The optimizer of a table: the one in ``by_table``, else the one that the model has attached to its
-        weights (``apply_optimizer_in_backward``), else that of all tables."""
+        """The optimizer of a table: ``FROZEN`` if its weights require no gradient or its rate is 0. Otherwise
+        the one in ``by_table``, else the one that the model has attached to its weights
+        (``apply_optimizer_in_backward``), else that of all tables."""
+        if not weights.requires_grad:
+            return FROZEN
         named = next((own for glob, own in (self.by_table or {}).items() if fnmatchcase(name, glob)), None)
-        return named or _attached(name, weights) or self.tables
+        chosen = named or _attached(name, weights) or self.tables
+        return FROZEN if chosen.frozen else chosen
 
     def check_tables(self, names: Sequence[str]) -> None:
         """``UserError`` for a glob of ``by_table`` that matches none of the tables' ``names``."""

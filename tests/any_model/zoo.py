@@ -188,7 +188,30 @@ ZOO: dict[str, Callable[[], nn.Module]] = {
     "two_tower": TwoTower,
     "din": Din,
 }
-OTHERS: dict[str, Callable[[], nn.Module]] = {"turned": Turned}
+FROZEN = ("item.tables.embedding_bags.t_c1.weight", "item.tables.embedding_bags.t_c2.weight")
+OF_DLRM = "sparse_arch.embedding_bag_collection.embedding_bags"
+FROZEN_SEQUENCES = ("sequences.embeddings.shops.weight", "bags.embedding_bags.t_carted.weight")
+
+
+def frozen(make_whole: Callable[[], nn.Module], *names: str) -> Callable[[], nn.Module]:
+    """A model of which these tables are not trained."""
+
+    def made() -> nn.Module:
+        model = make_whole()
+        for name in names:
+            model.get_parameter(name).requires_grad_(False)
+        return model
+
+    return made
+
+
+OTHERS: dict[str, Callable[[], nn.Module]] = {
+    "turned": Turned,
+    "two_tower_frozen": frozen(TwoTower, *FROZEN),
+    "din_frozen": frozen(Din, *FROZEN_SEQUENCES),
+    "dlrm_part": frozen(dlrm, *(f"{OF_DLRM}.t_{f}.weight" for f in FLAT[1:4])),
+    "dlrm_frozen": frozen(dlrm, *(f"{OF_DLRM}.t_{f}.weight" for f in FLAT)),
+}
 """Which not every technique is tried with."""
 OPTIMIZERS = {
     "sgd": (lambda p: torch.optim.SGD(p, lr=0.1), lambda p: torch.optim.SGD(p, lr=0.1)),
@@ -234,10 +257,10 @@ def is_table(name: str) -> bool:
 
 def by_hand(model: nn.Module, batches: Iterable[Events], optimizer: str) -> Trained:
     """Train with plain modules of TorchRec, and optimizers of torch and TorchRec."""
-    tables = {n: p for n, p in model.named_parameters() if is_table(n)}
+    tables = {n: p for n, p in model.named_parameters() if is_table(n) and p.requires_grad}
     dense = [p for n, p in model.named_parameters() if not is_table(n)]
     for_tables, for_dense = OPTIMIZERS[optimizer]
-    optimizers = [for_tables(list(tables.values())), for_dense(dense)]
+    optimizers = [for_dense(dense), *([for_tables(list(tables.values()))] if tables else [])]
     losses = []
     for batch in batches:
         for one in optimizers:
@@ -249,7 +272,7 @@ def by_hand(model: nn.Module, batches: Iterable[Events], optimizer: str) -> Trai
             one.step()
     states = {}
     for name, table in tables.items():
-        kept = [v for k, v in optimizers[0].state[table].items() if "sum" in str(k) or "momentum" in str(k)]
+        kept = [v for k, v in optimizers[-1].state[table].items() if "sum" in str(k) or "momentum" in str(k)]
         kept = [v for v in kept if isinstance(v, torch.Tensor)]
         states[name] = kept[0].reshape(len(table), -1) if kept else torch.zeros(len(table), 0)
     return Trained(

@@ -67,7 +67,11 @@ def test_record_width(name: str, width: int) -> None:
 
 @pytest.mark.parametrize(
     ("name", "lr", "eps", "words"),
-    [("adam", 0.1, 1e-8, "adam is unknown"), ("sgd", 0.0, 1e-8, "lr=0.0"), ("adagrad", 0.1, 0.0, "eps=0.0")],
+    [
+        ("adam", 0.1, 1e-8, "adam is unknown"),
+        ("sgd", -0.1, 1e-8, "lr=-0.1"),
+        ("adagrad", 0.1, 0.0, "eps=0.0"),
+    ],
 )
 def test_bad_optimizers_are_refused(name: str, lr: float, eps: float, words: str) -> None:
     with pytest.raises(UserError, match=words):

@@ -6,11 +6,14 @@ from time import sleep
 
 import numpy as np
 import pytest
+import torch
 
 from recpipe.errors import StoreError
+from recpipe.tables.resident import ResidentCollection
 from recpipe.tables.stores import HostStore
 from recpipe.tables.tiers import memory
 from tests.tables.samples import (
+    CPU,
     DIM,
     MAKERS,
     SLOTS,
@@ -241,3 +244,34 @@ def test_a_cache_says_whether_it_was_ever_full(tmp_path, slots, never_full) -> N
     assert collection.tier_figures().cold_start is never_full
     assert (collection.resident_count < slots) is never_full
     collection.close()
+
+
+@pytest.mark.parametrize("policy", MAKERS)
+def test_frozen_rows_are_read_and_never_written(tmp_path, policy) -> None:
+    """Rows come and go for 20 batches; what is set in between is what is read, wherever a row then is."""
+    tables = table_set(lr=0.0)
+    assert tables.layout.width == DIM
+    spy = Spy(tables.layout, tables.fill)
+    collection = tiers(tables, policy, tmp_path, spy)
+    whole = ResidentCollection(tables, CPU)
+    batches = stream(20, True)
+    plan = collection.plan(batches[0])
+    for number, (batch, following) in enumerate(zip(batches, [*batches[1:], None], strict=True)):
+        collection.advance(plan)
+        ahead = None if following is None else collection.plan(following)
+        if ahead is not None:
+            collection.prefetch(ahead)
+        collection.arrive()
+        assert torch.allclose(collection.lookup_arrived(plan), whole.lookup(batch), atol=1e-6)
+        plan = ahead or plan
+        if number == 9:
+            assert spy.writes == []
+            for region in collection.regions():
+                values = whole.read(region)[0] + 1.0, whole.read(region)[1]
+                collection.write(region, values)
+                whole.write(region, values)
+            spy.writes.clear()
+    assert identical(dump(collection), dump(whole))
+    assert (collection.io.rows_read > 0, collection.io.bytes_written) == (True, 0)
+    collection.close()
+    assert spy.writes == []

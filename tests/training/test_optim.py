@@ -16,7 +16,7 @@ from recpipe.config.recipe import Recipe
 from recpipe.errors import UserError
 from recpipe.pipeline.step import StagedBatch, StepTimes, accumulate
 from recpipe.tables.groups import collections_of, group_tables
-from recpipe.tables.specs import TableOptimizer
+from recpipe.tables.specs import FROZEN, TableOptimizer
 from recpipe.tables.tiers.batch import Tiers
 from recpipe.training.optim import OptimConfig, dense_optimizer, try_out
 from tests.model.in_parts import Mean
@@ -163,6 +163,9 @@ def test_a_glob_that_matches_no_table_is_refused() -> None:
     [
         ("{C1: {name: adam, lr: 0.1}}", "optim.by_table.C1.name=adam is unknown"),
         ("{C1: {name: sgd, lr: -1}}", "optim.by_table.C1.lr=-1"),
+        ("{C1: {lr: 0.1}}", "optim.by_table.C1.name has no value in this recipe: set it"),
+        ("{C1: {lr: 0, rate: 1}}", "no 'optim.by_table.C1.rate' in the recipe"),
+        ("{C1: {name: sgd, lr: 0.1, momentum: 0.9}}", "no 'optim.by_table.C1.momentum' in the recipe"),
         ("{C1: {name: sgd}}", "optim.by_table.C1.lr has no value in this recipe: set it"),
         ("{C1: 3}", "optim.by_table.C1"),
     ],
@@ -218,6 +221,14 @@ def test_two_optimizers_of_one_table_are_refused() -> None:
         attach(holder, "a", torch.optim.SGD, {"lr": 0.1})
     with pytest.raises(UserError, match="table 'a'"):
         optimizers(OptimConfig(SGD, DENSE), holder)
+
+
+def test_a_rate_of_0_needs_no_name() -> None:
+    words = ["optim.by_table={C1: {lr: 0}, C2: {lr: 0.0}, C3: {name: adagrad, lr: 0}}", "optim.tables.lr=0"]
+    config = Recipe.of(compose(words)).optim
+    assert config.by_table is not None
+    assert all(optimizer.frozen for optimizer in [config.tables, *config.by_table.values()])
+    assert config.of_table("C3", torch.zeros(1, requires_grad=True)) == FROZEN
 
 
 @pytest.mark.parametrize("how", ["by_table", "attached"])

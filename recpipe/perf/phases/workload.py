@@ -58,17 +58,19 @@ def count_lookups(batches: Sequence[IndexBags]) -> Lookups:
 
 
 def embedding_work(groups: Sequence[tuple[TableSet, Lookups]]) -> dict[str, Work]:
-    """The work of the lookups in all groups of tables: rows are read, handed out, and updated by their
-    gradients."""
-    handed_out = read = updated = 0.0
+    """The work of the lookups in all groups of tables: rows are read, handed out and, unless they are frozen,
+    updated by their gradients."""
+    handed_out = given_back = read = updated = 0.0
     for tables, lookups in groups:
         rows = lookups.samples * len(tables.features) if tables.pooled else lookups.lookups
         handed_out += FLOAT_BYTES * rows * tables.dim
         read += FLOAT_BYTES * lookups.distinct_rows * tables.dim
-        updated += 2 * lookups.distinct_rows * tables.record_bytes
+        if not tables.optimizer.frozen:
+            given_back += FLOAT_BYTES * rows * tables.dim
+            updated += 2 * lookups.distinct_rows * tables.record_bytes
     return {
         "embedding forward": Work(streamed_bytes=handed_out, gathered_bytes=read),
-        "embedding backward and update": Work(streamed_bytes=handed_out, gathered_bytes=updated),
+        "embedding backward and update": Work(streamed_bytes=given_back, gathered_bytes=updated),
     }
 
 

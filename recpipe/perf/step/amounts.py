@@ -167,10 +167,11 @@ class Amounts:
         return Stages(*(total.estimate for total in totals))
 
     def lookups(self, groups: Iterable[GroupLookups], kind: str) -> Estimate:
-        """``lookup forward`` or ``lookup update`` of all groups."""
+        """``lookup forward``, or ``lookup update`` of those that are trained, of all groups."""
         total = Total()
         for group in groups:
-            if group.lookups or group.tables:
+            idle = kind == "lookup update" and not group.trained
+            if (group.lookups or group.tables) and not idle:
                 total.add(kind, self._lookup(group, kind))
         return total.estimate.times(self.factors.tables)
 

@@ -96,6 +96,8 @@ class GroupLookups:
     optimizer: str
     pooled: bool
     tables: tuple[TableLookups, ...]
+    trained: bool = True
+    """False: its tables are frozen, and not updated."""
 
     @property
     def lookups(self) -> int:
@@ -154,8 +156,9 @@ def captured(model: PlacedModel, batch: Any, shares: Sequence[int] = ()) -> Capt
 
 def _group(model: PlacedModel, batch: Any, number: int) -> GroupLookups:
     tables = model.embeddings.tables.groups[number].tables
+    trained = not tables.optimizer.frozen
     if not model.inputs.bound(number):
-        return GroupLookups(tables.dim, tables.optimizer.name, tables.pooled, ())
+        return GroupLookups(tables.dim, tables.optimizer.name, tables.pooled, (), trained)
     bags: IndexBags = model.inputs.bags(batch, number)
     ends = bags.offsets[np.arange(len(tables.features) + 1) * bags.batch_size]
     found = []
@@ -164,7 +167,7 @@ def _group(model: PlacedModel, batch: Any, number: int) -> GroupLookups:
         ids = np.concatenate([bags.indices[ends[f] : ends[f + 1]] for f in features])
         size = bags.batch_size * len(features)
         found.append(TableLookups(int(rows), size, len(ids), len(np.unique(ids))))
-    return GroupLookups(tables.dim, tables.optimizer.name, tables.pooled, tuple(found))
+    return GroupLookups(tables.dim, tables.optimizer.name, tables.pooled, tuple(found), trained)
 
 
 class _Stages(Watch):  # type: ignore[no-untyped-call]

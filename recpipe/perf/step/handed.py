@@ -43,14 +43,15 @@ class HandedRows:
         """The rows of each group, float32: pooled ones [B, F * dim] of F features, others [ids, dim]."""
         assert self._asked is not None, "a front asks first"
         made = [self._leaf(group, self._asked) for group in self.front.groups]
-        self.leaves += made
+        self.leaves += [leaf for leaf in made if leaf.requires_grad]
         return made
 
     def _leaf(self, group: Group, asked: KeyedJaggedTensor) -> torch.Tensor:
         ids, tables = in_order(asked, group.tables.features), group.tables
+        trained = not tables.optimizer.frozen
         shape = (ids.stride(), len(tables.features) * tables.dim)
         shape = shape if tables.pooled else (ids.values().numel(), tables.dim)
         if self._room and tables.pooled:
             wide = torch.full((shape[0], tables.dim + shape[1]), ROW_VALUE, device=ids.device())
-            return with_room(wide, tables.dim).requires_grad_()
-        return torch.full(shape, ROW_VALUE, device=ids.device(), requires_grad=True)
+            return with_room(wide, tables.dim).requires_grad_(trained)
+        return torch.full(shape, ROW_VALUE, device=ids.device(), requires_grad=trained)

@@ -55,6 +55,11 @@ class ShardedCollection(TableCollection, SendsAhead, SavedByRanks, SavesPlacemen
         self.fetched: Sent | None = None
         """The batch whose rows have been fetched into that cache, and are not looked up yet. It may be one
         that is never trained, because the epoch was left early."""
+        if whole.prefetches and tables.optimizer.frozen:
+            raise UserError(
+                f"table '{tables.layout.tables[0]}' is frozen, and tiers.kernel=uvm_caching keeps rows that "
+                "it fetches until their update, which never comes: use tiers.kernel=uvm, or train the table"
+            )
         self._under = "embedding_bags" if tables.pooled else "embeddings"
         self._replicated = self._dense_optimizer()
         self._rows: RowFilter | None = None
@@ -112,9 +117,9 @@ class ShardedCollection(TableCollection, SendsAhead, SavedByRanks, SavesPlacemen
     def _dense_optimizer(self) -> torch.optim.Optimizer | None:
         """The optimizer of data-parallel tables, whose gradients are whole tables."""
         weights = [self._weight(name) for name, table in self.shards.items() if table.replicated]
-        if not weights:
-            return None
         optimizer = self.tables.optimizer
+        if not weights or optimizer.frozen:
+            return None
         made: torch.optim.Optimizer = TORCHREC_OPTIMIZERS[optimizer.name](weights, **optimizer.knobs)
         return made
 

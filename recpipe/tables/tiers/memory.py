@@ -67,6 +67,8 @@ class TierMemory(PlainAttributes):
     ) -> None:
         super().__init__()
         self.tables, self.cold, self.device, self.trainers = tables, cold, device, trainers
+        self.frozen = tables.optimizer.frozen
+        """Whether the store always has every row as it is, so that none is written back."""
         self.together = device.type == "cuda" and trainers is None
         """Whether slots and slab are in one table."""
         size = max(1, slots)
@@ -119,14 +121,15 @@ class TierMemory(PlainAttributes):
         Where both tiers are looked up at once, slab rows among them, that is after ``arrive``, which then
         puts all of them in their places together.
         """
-        if plan.moves is None or self._slab_written or plan.moves[0].slab_first != self.slab.first:
+        written_since = self._slab_written and not self.frozen
+        if plan.moves is None or written_since or plan.moves[0].slab_first != self.slab.first:
             plan.moves = self._sent(self._moves(plan, self._slab_written))
         moves, sent = plan.moves
         *places, targets = sent.use(kept=True)
         leaving, carried = self._departing(moves, *places)
         self.cold.write(moves.written, leaving, self._used)
         self._used = [targets]
-        carried = self.cold.as_stored(carried)
+        carried = carried if self.frozen else self.cold.as_stored(carried)
         if plan.fetched is None:
             self.fetch(plan)
         self.slab_rows, self._slab_written = plan.slab, True
@@ -140,7 +143,7 @@ class TierMemory(PlainAttributes):
 
     def _moves(self, plan: TierPlan, slab_written: bool) -> Moves:
         """The plan's moves after those of the batch before it."""
-        return Moves.of(plan, self.slab_rows, slab_written, self.slab.first, self.together)
+        return Moves.of(plan, self.slab_rows, slab_written, self.slab.first, self.together, self.frozen)
 
     def _sent(self, moves: Moves) -> tuple[Moves, Sent]:
         """``moves``, on the way to the device."""
@@ -177,7 +180,7 @@ class TierMemory(PlainAttributes):
             # The slab may have got a table of its own since.
             put(self.slab, in_slab - moves.slab_first, fetched[moves.to_slots :])
             put(self.slab, carried_to - moves.slab_first, carried)
-        self._slab_written = False
+        self._slab_written = self.frozen
 
     def _awaited(self, fetched: Future[Landed]) -> Landed:
         """The fetched records. A wait counts if the device has nothing left to do by its end: a GPU that is
@@ -192,7 +195,7 @@ class TierMemory(PlainAttributes):
 
     def slab_changes(self, _gradient: torch.Tensor) -> None:
         """Note that the slab will change, so that an earlier write-back of it is not the last one."""
-        self._slab_written = False
+        self._slab_written = self.frozen
 
     def settle(self) -> None:
         """Let a batch's rows arrive, and the store have the slab's: each row is then in its slot or in the
@@ -314,8 +317,11 @@ class TierMemory(PlainAttributes):
 
     def write(self, rows: RowIds, records: Records, where: Slots) -> None:
         """Replace the records of distinct ``rows``, each in slot ``where`` or, below 0, in the store, and
-        below ``IN_STORE`` in the slab, too."""
+        below ``IN_STORE`` in the slab, too. The store gets all of those that are never written back."""
         hot, cold = np.flatnonzero(where >= 0), np.flatnonzero(where < 0)
+        if self.frozen:
+            cold = np.arange(len(rows))
+            records = self.cold.as_stored(torch.from_numpy(records)).numpy()
         put(self.resident, self._index(where[hot]), torch.from_numpy(records[hot]).to(self.device))
         # The next batch may take a row from the slab instead of the store.
         held = np.flatnonzero(where < IN_STORE)

@@ -46,14 +46,24 @@ class Moves:
     then those of the others, which stay in the slab."""
 
     @classmethod
-    def of(cls, plan: TierPlan, slab: RowIds, slab_written: bool, slab_first: int, together: bool) -> Moves:
+    def of(
+        cls,
+        plan: TierPlan,
+        slab: RowIds,
+        slab_written: bool,
+        slab_first: int,
+        together: bool,
+        frozen: bool = False,
+    ) -> Moves:
         """The moves if ``slab`` holds these rows, which are also in the store if ``slab_written``.
 
-        ``together``: whether slots and slab are in one table.
+        ``together``: whether slots and slab are in one table. ``frozen``: whether the store has all rows as
+        they are, so that none is written.
         """
         counts, *arrays = _moves(
             slab,
             slab_written,
+            frozen,
             slab_first,
             together,
             plan.evicted,
@@ -88,6 +98,7 @@ class Moves:
 def _moves(
     slab: RowIds,
     slab_written: bool,
+    frozen: bool,
     slab_first: int,
     together: bool,
     evicted: RowIds,
@@ -128,7 +139,7 @@ def _moves(
     writes = 0
     for i in range(count):
         written[writes], leaving[writes] = rows[i], i
-        writes += not (stays[i] or (slab_written and i < held))
+        writes += not (frozen or stays[i] or (slab_written and i < held))
     numbers = (to_slots, promoted, fetched)
     if together:
         used = np.empty(writes + on_device, np.int64)

@@ -140,7 +140,7 @@ class ReplicatedCollection(AllResident):
     def lookup(self, sparse: KeyedJaggedTensor) -> torch.Tensor:
         """Rows of this trainer's samples. The trainers tell each other which rows they look up."""
         bags = row_bags(self.tables, sparse)
-        if torch.is_grad_enabled():
+        if torch.is_grad_enabled() and not self.tables.optimizer.frozen:
             touched = distinct(np.concatenate(self.trainers.gather(bags.distinct)))
             rows: torch.Tensor = self.table(bags, touched)
             return rows
