@@ -22,6 +22,9 @@ calm_threads()  # before torch is imported, as the command line does
 hide_gpus(sys.argv)
 # Every index into a table is checked: FBGEMM raises an error instead of reading foreign memory (0: FATAL).
 os.environ.setdefault("FBGEMM_TBE_BOUNDS_CHECK_MODE", "0")
+# What is compiled once stays for later runs of the tests, whose other caches are new each time.
+for variable, folder in (("NUMBA_CACHE_DIR", "numba"), ("TORCHINDUCTOR_CACHE_DIR", "inductor")):
+    os.environ.setdefault(variable, str(Path(__file__).parent / ".pytest_cache" / folder))
 
 import torch  # noqa: E402
 

@@ -177,6 +177,7 @@ def _run_hydra(argv: Sequence[str]) -> None:
     from omegaconf import DictConfig
 
     from recpipe.common.console import log
+    from recpipe.common.own_cache import own_compilers_caches
     from recpipe.common.run_dir import letting_go
     from recpipe.common.words import options_first
     from recpipe.config.compose import (
@@ -214,6 +215,7 @@ def _run_hydra(argv: Sequence[str]) -> None:
             quiet_libraries()
             hydra = HydraConfig.get()
             log.info("this run's directory: %s", hydra.runtime.output_dir)
+            own_compilers_caches()
             log.info("loading torch")  # which takes seconds
             with importing():
                 from recpipe.tasks.doctor import check_versions

@@ -25,6 +25,7 @@ from recpipe.common.clock import run_start
 from recpipe.common.console import heard, log
 from recpipe.common.device import same_bits
 from recpipe.common.gpu import begin_on, gpu_explained
+from recpipe.common.own_cache import default_cache_dir
 from recpipe.common.quiet import quieted
 from recpipe.common.run_dir import RunDir, hold
 from recpipe.common.sizes import readable_bytes
@@ -38,7 +39,6 @@ from recpipe.config.task import (
     PlanConfig,
     ProfileConfig,
 )
-from recpipe.data.cache import default_cache_dir
 from recpipe.data.make import open_dataset
 from recpipe.distributed.launch import Process, begin_run, joined, require_same_data
 from recpipe.distributed.ranks import Ranks

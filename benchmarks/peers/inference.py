@@ -157,8 +157,8 @@ def recpipe_model(setting: Setting, precision: str, batch: int) -> Callable[[Bat
     from recpipe.backend.calibrate import calibrated
     from recpipe.backend.chain import as_they_are
     from recpipe.backend.equip import Backend
+    from recpipe.common.own_cache import default_cache_dir
     from recpipe.data.batch import Batch as OurBatch
-    from recpipe.data.cache import default_cache_dir
     from recpipe.data.dataset import Schema, SparseFeature
     from recpipe.model.call import Called
     from recpipe.model.config import ModelConfig

@@ -163,7 +163,7 @@ def _answering(
     form = f"recpipe.{function}(checkpoint, data, *overrides, model=None)"
     check_call(form, model=model, files=[checkpoint, data], words=overrides)
     from recpipe.common.console import alone
-    from recpipe.data.cache import cached_in
+    from recpipe.common.own_cache import cached_in
     from recpipe.inference.command import Caller
     from recpipe.tasks.compare_rows import quoted
 

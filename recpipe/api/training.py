@@ -151,8 +151,8 @@ def place(model: nn.Module, loader: Batches, *overrides: str) -> Placed:
     """
     prepare_process()
     check_call("recpipe.place(model, loader, *overrides)", model=model, files=[loader], words=overrides)
+    from recpipe.common.own_cache import cached_in
     from recpipe.config.compose import compose, readable_errors
-    from recpipe.data.cache import cached_in
     from recpipe.data.given import GivenBatches
     from recpipe.loop import place as placed_in
 
@@ -222,7 +222,7 @@ def _carried_out(
     quiet: bool,
 ) -> Outcome:
     from recpipe.common.console import alone
-    from recpipe.data.cache import cached_in
+    from recpipe.common.own_cache import cached_in
     from recpipe.distributed.launch import Process
     from recpipe.run import carry_out
     from recpipe.setup.given import Given

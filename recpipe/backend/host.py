@@ -16,6 +16,7 @@ from typing import ClassVar
 import torch
 
 from recpipe.backend.choices import ANSWERS, Choices
+from recpipe.common.own_cache import own_folder, require_own, write_own
 from recpipe.common.saved import Damaged, entries, parse_json
 from recpipe.errors import UserError
 
@@ -89,6 +90,7 @@ def load(folder: Path, host: Host) -> Choices:
     """Load what earlier runs have measured on ``host``; may be empty. ``UserError`` if the file is
     damaged."""
     file = host.file(folder)
+    require_own(folder)
     try:
         text = file.read_text(encoding="utf-8")
     except FileNotFoundError:
@@ -125,12 +127,9 @@ def checked(choices: object) -> Choices:
 def save(folder: Path, host: Host, choices: Choices) -> None:
     """Write ``choices`` atomically. If that fails, log it; the next run then measures again."""
     file = host.file(folder)
-    draft = file.with_suffix(f".{os.getpid()}.tmp")
     try:
-        folder.mkdir(parents=True, exist_ok=True)
         text = json.dumps({"schema": SCHEMA, "host": asdict(host), "choices": choices}, indent=1)
-        draft.write_text(text, encoding="utf-8")
-        draft.replace(file)
+        write_own(own_folder(folder) / file.name, text)
     except OSError as fault:
         _log.warning("cannot keep the measured kernels in %s: %s", file, fault.strerror)
 

@@ -6,18 +6,23 @@ which takes longer than the work where several threads run Python, as beside a G
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
-from functools import cached_property, update_wrapper
+from functools import cache, cached_property, update_wrapper
 from inspect import signature
 from itertools import product
+from pathlib import Path
 from types import FunctionType, UnionType
 from typing import Any, TypeVar, cast, get_args, get_origin, get_type_hints
 
 import numpy as np
 
 from recpipe.common.console import log
+from recpipe.common.own_cache import CACHE_HOME, own_folder, private_files, user_cache_dir
 from recpipe.errors import UserError, shown
 
+NUMBA = "NUMBA_CACHE_DIR"
+"""numba's variable for the folder of what it compiles; not set: one beside recpipe's other caches."""
 F = TypeVar("F", bound=Callable[..., Any])
 
 
@@ -53,10 +58,15 @@ class _Loop:
     def made(self) -> Any:
         """numba's form of it."""
         numba, loop = _numba(), _with_its_functions(cast(FunctionType, self.loop))
+        folder = _folder(os.environ.get(NUMBA), user_cache_dir())
+        before = numba.config.CACHE_DIR
+        numba.config.CACHE_DIR = folder or before
         try:
-            return numba.njit(loop, nogil=True, cache=True)
-        except RuntimeError:  # neither the folder of the loop's file nor the user's cache can be written
+            return numba.njit(loop, nogil=True, cache=folder is not None)
+        except RuntimeError:  # the disk is full
             return numba.njit(loop, nogil=True)
+        finally:
+            numba.config.CACHE_DIR = before
 
     def load(self) -> bool:
         """Make it ready for arguments of the types that its annotations say; whether that was found on
@@ -70,9 +80,22 @@ class _Loop:
                 return numba.from_dtype(kind)[::1]
             return numba.types.boolean if kind is bool else numba.types.int64
 
-        for kinds in _argument_types(self.loop):
-            self.made.compile(tuple(map(of, kinds)))
+        with private_files():
+            for kinds in _argument_types(self.loop):
+                self.made.compile(tuple(map(of, kinds)))
         return not self.made.stats.cache_misses
+
+
+@cache
+def _folder(named: str | None, caches: Path) -> str | None:
+    """Where machine code is kept, in ``named`` or else in ``caches``; None if it cannot be written.
+    ``UserError`` if somebody else can have put something there."""
+    path = Path(named) / "recpipe" if named else caches / "numba"
+    try:
+        own_folder(path, NUMBA if named else CACHE_HOME)
+    except OSError:
+        return None
+    return str(path) if os.access(path, os.W_OK) else None
 
 
 def _with_its_functions(function: FunctionType) -> FunctionType:

@@ -6,16 +6,15 @@ import fcntl
 import hashlib
 import json
 import logging
-import os
 import shutil
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from contextvars import ContextVar
 from pathlib import Path
 from typing import Any, Protocol
 
 from recpipe.common.console import Meter
+from recpipe.common.own_cache import CACHE_HOME, default_cache_dir, own_folder, private_files, require_own
 from recpipe.common.sizes import readable_bytes
 from recpipe.data.columns import Columns
 from recpipe.data.dataset import Schema
@@ -50,28 +49,6 @@ class Source(Protocol):
         """Samples in time order, in blocks of bounded size."""
 
 
-_chosen: ContextVar[Path | None] = ContextVar("recpipe_cache_dir", default=None)
-
-
-@contextmanager
-def cached_in(directory: Path | None) -> Iterator[None]:
-    """In the block, ``directory`` is this thread's ``default_cache_dir``; None: the usual one."""
-    token = _chosen.set(directory)
-    try:
-        yield
-    finally:
-        _chosen.reset(token)
-
-
-def default_cache_dir() -> Path:
-    """``$XDG_CACHE_HOME/recpipe``, by default ``~/.cache/recpipe``; in a ``cached_in`` block its
-    directory."""
-    chosen = _chosen.get()
-    if chosen is not None:
-        return chosen
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "recpipe"
-
-
 def cache_key(source: Source) -> str:
     """Hash of the files' paths, sizes and modification times, the recipe and the format version."""
     files = []
@@ -90,10 +67,13 @@ def prepare(source: Source, cache_dir: Path | None = None) -> Path:
     """
     root = cache_dir or default_cache_dir()
     target = root / f"data-{cache_key(source)}"
+    setting = CACHE_HOME if cache_dir is None else "data.cache_dir"
+    require_own(target, setting)
     if target.exists() and _fault(source, target) is None:
-        return target
+        return own_folder(target, setting)
     try:
-        root.mkdir(parents=True, exist_ok=True)
+        with private_files():
+            root.mkdir(parents=True, exist_ok=True)
         _remove_stale(root)
         with _lock(target):
             if target.exists() and (fault := _fault(source, target)) is not None:
@@ -134,6 +114,9 @@ def _write(source: Source, target: Path) -> None:
             meta = writer.finish(source.rejected_rows)
         if meta.samples == 0:
             raise DataError(f"{source.files[0]}: no usable rows ({meta.rejected_rows} rejected)")
+        temporary.chmod(0o700)
+        for file in temporary.iterdir():
+            file.chmod(0o600)
         temporary.rename(target)
     except BaseException:
         shutil.rmtree(temporary, ignore_errors=True)

@@ -6,6 +6,7 @@ Imported by what needs it and not with the room, since torch's compiler takes a 
 from __future__ import annotations
 
 import io
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -13,6 +14,7 @@ from typing import Any
 import torch
 from torch.export import ExportedProgram
 
+from recpipe.common.own_cache import COMPILERS, own_compilers_caches, private_files
 from recpipe.common.versions import private, private_names
 
 with private_names():
@@ -54,11 +56,26 @@ def compile_program(
     if march is not None:
         options["cpp.simdlen"] = width
     content = io.BytesIO()
-    with torch.no_grad(), compiled_for(march):
+    with torch.no_grad(), compiled_for(march), trusted_caches():
         # Into memory: torch ends the process where it cannot write to a file.
         torch._inductor.aoti_compile_and_package(program, package_path=content, inductor_configs=options)
-    with inductor.patch({"cpp.simdlen": width if march is not None else None}):
+    with inductor.patch({"cpp.simdlen": width if march is not None else None}), trusted_caches():
         return content.getbuffer(), str(pick_vec_isa().build_arch_flags()).split()
+
+
+@contextmanager
+def trusted_caches() -> Iterator[None]:
+    """In the block, torch's compilers load and keep code where nobody else can write."""
+    before = {variable: os.environ.get(variable) for variable in COMPILERS}
+    try:
+        own_compilers_caches()
+        with private_files():
+            yield
+    finally:
+        for variable, value in before.items():
+            os.environ.pop(variable, None)
+            if value is not None:
+                os.environ[variable] = value
 
 
 @contextmanager

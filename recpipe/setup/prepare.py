@@ -12,9 +12,9 @@ import torch
 from recpipe.checkpoint.table_io import holds_checkpoint, newest
 from recpipe.common.device import use_device
 from recpipe.common.gpu import gpu_explained, why_no_gpu
+from recpipe.common.own_cache import default_cache_dir
 from recpipe.common.run_dir import RunDir
 from recpipe.config.recipe import Recipe
-from recpipe.data.cache import default_cache_dir
 from recpipe.data.dataset import Dataset
 from recpipe.distributed.launch import Process, agreed_path
 from recpipe.distributed.ranks import Ranks

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from recpipe.backend.allocator import bound_kernel_caches, tune_allocator
+from recpipe.common.own_cache import own_compilers_caches
 from recpipe.common.quiet import calm_threads
 from recpipe.tasks.doctor import check_versions
 
@@ -12,4 +13,5 @@ def prepare_process() -> None:
     calm_threads()
     tune_allocator()
     bound_kernel_caches()
+    own_compilers_caches()
     check_versions()

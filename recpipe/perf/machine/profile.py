@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from datetime import UTC, datetime
@@ -17,9 +16,9 @@ from pathlib import Path
 import torch
 
 from recpipe.backend import host as backend
+from recpipe.common.own_cache import default_cache_dir, own_folder, require_own, write_own
 from recpipe.common.saved import Damaged, entries, parse_json, typed_as
 from recpipe.common.versions import FBGEMM, installed_version
-from recpipe.data.cache import default_cache_dir
 from recpipe.errors import UserError
 
 SCHEMA = 2
@@ -143,20 +142,20 @@ class MachineProfile:
 
     def save(self, path: Path) -> None:
         """Write it atomically; ``UserError`` if that fails."""
-        draft = path.with_suffix(f".{os.getpid()}.tmp")
         try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            draft.write_text(self.text(), encoding="utf-8")
-            draft.replace(path)
+            own_folder(path.parent)
+            write_own(path, self.text())
         except OSError as fault:
             raise UserError(f"cannot write the machine profile {path}: {fault.strerror}") from fault
 
 
 def profile_path(host: Host) -> Path:
-    """Where the profile of ``host`` is kept."""
+    """Where the profile of ``host`` is kept; ``UserError`` if others can write there."""
     text = json.dumps([SCHEMA, asdict(host)], sort_keys=True)
     name = hashlib.sha256(text.encode()).hexdigest()[:16]
-    return default_cache_dir() / "perf" / f"machine-{name}.json"
+    folder = default_cache_dir() / "perf"
+    require_own(folder)
+    return folder / f"machine-{name}.json"
 
 
 @dataclass(frozen=True)
@@ -168,7 +167,8 @@ class SharedProfile:
 
     @classmethod
     def load(cls, file: Path) -> SharedProfile:
-        """``UserError`` if it is missing or damaged."""
+        """``UserError`` if it is missing or damaged, or others can write it."""
+        require_own(file.parent)
         return cls(file, MachineProfile.load(file))
 
     @classmethod

@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from recpipe.common.own_cache import CACHE_HOME, own_folder, require_own
 from recpipe.data.chosen import chosen_batches
 from recpipe.errors import UserError
 from recpipe.plugin.api import Context
@@ -66,6 +67,7 @@ def load_profile(ctx: Context, sample: float = SAMPLE) -> Profile:
         return Profile(*_count(ctx, sample), reused=False)
     key = hashlib.sha256(json.dumps(meta, sort_keys=True).encode()).hexdigest()[:24]
     path = ctx.cache_dir / "profiles" / f"{key}.npz"
+    require_own(path.parent, f"{CACHE_HOME} (or data.cache_dir)")
     found = _read(path, meta)
     if found is not None:
         return found
@@ -102,7 +104,8 @@ def _write(path: Path, meta: dict[str, Any], rows: RowIds, counts: NDArray[np.in
     """Write the file under a temporary name and rename it, so that a reader sees all of it or nothing."""
     partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
+        own_folder(path.parent)
+        partial.touch(0o600)
         with partial.open("wb") as file:
             np.savez(file, meta=np.array(json.dumps(meta)), rows=rows, counts=counts)
             file.flush()

@@ -9,8 +9,8 @@ import torch
 
 from recpipe.backend.convert import roomy_paths
 from recpipe.backend.equip import Backend, equip
+from recpipe.common.own_cache import default_cache_dir
 from recpipe.config.recipe import Recipe
-from recpipe.data.cache import default_cache_dir
 from recpipe.data.dataset import Dataset
 from recpipe.data.parts import batch_size
 from recpipe.data.select import between
