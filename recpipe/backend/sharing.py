@@ -22,7 +22,7 @@ from recpipe.common.timing import median_seconds
 from recpipe.data.parts import batch_size
 from recpipe.data.select import between
 from recpipe.pipeline.cores import Cores
-from recpipe.pipeline.parts import undone
+from recpipe.pipeline.parts import same_random_numbers
 from recpipe.pipeline.placed import PlacedModel
 from recpipe.pipeline.step import StagedBatch, StepTimes, accumulate
 from recpipe.tables.collection import TableCollection
@@ -95,10 +95,10 @@ class _Trial:
         """``openmp``, or one of ``FIRST_SHARES``."""
         count = torch.get_num_threads()
         shared = {name: Cores(count, partial(_always, first)) for name, first in FIRST_SHARES.items()}
-        dense, ids = self.model.dense, self._ids(batch)
-        runs = [partial(self._step, ids, batch, dense, c) for c in (None, *shared.values())]
+        dense, ids, copied = self.model.dense, self._ids(batch), self.model.copied()
+        runs = [partial(self._step, copied, ids, batch, dense, c) for c in (None, *shared.values())]
         try:
-            with undone(self.model):
+            with same_random_numbers():
                 openmp, *times = median_seconds(runs, ROUNDS)
         finally:
             for cores in shared.values():
@@ -111,13 +111,15 @@ class _Trial:
                 name, best = other, time
         return name
 
-    def _step(self, ids: GroupIds, batch: Any, dense: list[nn.Parameter], cores: Cores | None) -> None:
+    def _step(
+        self, model: PlacedModel, ids: GroupIds, batch: Any, dense: list[nn.Parameter], cores: Cores | None
+    ) -> None:
         for parameter in dense:
             parameter.grad = None
-        lookups = self.model.lookups(batch, None, {}, ids)
+        lookups = model.lookups(batch, None, {}, ids)
         for lookup in lookups.all:
             lookup.collection = self.tables[lookup.collection]
-        accumulate(self.model, StagedBatch(batch), StepTimes(), cores, lookups)
+        accumulate(model, StagedBatch(batch), StepTimes(), cores, lookups)
 
     def _ids(self, batch: Any) -> GroupIds:
         """Ids within the rows of the temporary tables."""

@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections import deque
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
+from torch import nn
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from recpipe.common.device import uses_gpu
 from recpipe.data.parts import batch_size
 from recpipe.data.select import between
+from recpipe.errors import UserError
 from recpipe.pipeline.placed import Parts, PlacedModel
 from recpipe.tables.front import Front, handing_out
 from recpipe.tables.lookups import same_ids
@@ -26,8 +31,8 @@ TOLERANCE = 1e-4
 def find_out(model: PlacedModel, batch: Any, most: int = SAMPLES) -> Parts:
     """Compare the loss of the first samples of ``batch`` with the losses of their halves.
 
-    Modules must be in the training or evaluation modes in which they will be trained. Nothing is trained;
-    buffers and random numbers are restored. ``most``: how many samples the tables can look up.
+    Modules must be in the training or evaluation modes in which they will be trained. Nothing is trained, and
+    the model does not change. ``most``: how many samples the tables can look up.
     """
     count = min(SAMPLES, most, batch_size(batch)) // 2 * 2
     if count < 2:
@@ -35,21 +40,32 @@ def find_out(model: PlacedModel, batch: Any, most: int = SAMPLES) -> Parts:
     tried = between(batch, 0, count)
     halves = between(tried, 0, count // 2), between(tried, count // 2, count)
     watches = {front: _Watch(front, model.ids_of(front, tried)) for front in model.bound}
-    with undone(model), torch.no_grad():
+    with same_random_numbers(), torch.no_grad():
         before = _random_states()
-        buffers = [buffer.clone() for buffer in model.module.buffers()]
+        try:
+            once = model.copied()
+        except UserError as fault:
+            return Parts(refused=str(fault))
         with handing_out(watches):
             try:
-                whole = float(model.called(tried)[0])
+                whole = float(once.called(tried)[0])
             except RuntimeError:  # FBGEMM's, of an id beyond its table, names neither column nor table
                 model.inputs.require_ids(model.inputs.each(tried))
                 raise
-        first, second = (float(model.called(half)[0]) for half in halves)
+        first, second = (float(model.copied().called(half)[0]) for half in halves)
         if any(not torch.equal(a, b) for a, b in zip(before, _random_states(), strict=True)):
             return Parts(refused="the model draws random numbers (dropout), other ones for each part")
-        changed = any(not torch.equal(a, b) for a, b in zip(buffers, model.module.buffers(), strict=True))
-        if changed:
+        if not _same(dict(model.module.named_buffers()), dict(once.module.named_buffers())):
             return Parts(refused="the model keeps statistics of its batches (as BatchNorm does)")
+        # An attribute that holds what the last batch was like is no reason, one that goes on from batch to
+        # batch is: the same batch once more changes that one alone.
+        twice = once.copied()
+        twice.called(tried)
+        counting = _first_that_differs(once.module, twice.module)
+        if counting is not None:
+            return Parts(
+                refused=f"the model goes on counting in its attribute '{counting}' from batch to batch"
+            )
     own_ids = not any(watch.others for watch in watches.values())
     allowed = TOLERANCE * max(abs(whole), 1e-3)
     # If the loss is not finite, the first step reports it and names the tensor.
@@ -78,19 +94,58 @@ class _Watch:
         raise AssertionError("it holds no rows")
 
 
+def _first_that_differs(one: nn.Module, other: nn.Module) -> str | None:
+    """The path of the first attribute that the module and its copy do not have alike, parameters and hooks
+    aside."""
+    others = dict(other.named_modules())
+    for path, member in one.named_modules():
+        mine, theirs = (
+            {k: v for k, v in vars(m).items() if k not in _TORCHS} for m in (member, others[path])
+        )
+        for name in {**mine, **theirs}:
+            if not _same(mine.get(name), theirs.get(name)):
+                return f"{path}.{name}" if path else name
+    return None
+
+
+_TORCHS = frozenset(vars(nn.Module())) - {"_buffers", "training"} | {"forward"}
+"""Attributes that every module has for torch's own use, and the one of a converted module."""
+
+
+def _same(one: Any, other: Any, seen: frozenset[int] = frozenset()) -> bool:
+    """Whether two values that were copies of each other are still equal; objects are by their attributes.
+    ``seen``: the objects that hold them."""
+    if type(one) is not type(other):
+        return False
+    if one is other or id(one) in seen or isinstance(one, nn.Module):
+        return True
+    same = partial(_same, seen=seen | {id(one)})
+    if isinstance(one, torch.Tensor):
+        return one.dtype == other.dtype and torch.equal(one, other)
+    if isinstance(one, np.ndarray):
+        return np.array_equal(one, other)
+    if isinstance(one, Mapping):
+        return list(one) == list(other) and all(map(same, one.values(), other.values()))
+    if isinstance(one, list | tuple | deque):
+        return len(one) == len(other) and all(map(same, one, other))
+    if isinstance(one, _PLAIN):
+        return bool(one == other)
+    return not hasattr(one, "__dict__") or same(vars(one), vars(other))
+
+
+_PLAIN = (bool, int, float, complex, str, bytes, bytearray, set, frozenset)
+
+
 @contextmanager
-def undone(model: PlacedModel) -> Iterator[None]:
-    """Restore after the block what a forward pass changes."""
-    (state, *of_gpus), buffers = _random_states(), [buffer.clone() for buffer in model.module.buffers()]
+def same_random_numbers() -> Iterator[None]:
+    """Restore torch's generators after the block."""
+    state, *of_gpus = _random_states()
     try:
         yield
     finally:
         torch.set_rng_state(state)
         if of_gpus:
             torch.cuda.set_rng_state_all(of_gpus)
-        with torch.no_grad():
-            for buffer, value in zip(model.module.buffers(), buffers, strict=True):
-                buffer.copy_(value)
 
 
 def _random_states() -> list[torch.Tensor]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -14,7 +15,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from recpipe.common.phases import phase
 from recpipe.common.saved import tensor
 from recpipe.data.parts import on_device
-from recpipe.errors import UserError
+from recpipe.errors import UserError, shown
 from recpipe.model.call import Called
 from recpipe.tables.capabilities import SendsAhead
 from recpipe.tables.front import BagFront, Front, HandedOut, front_of, handing_out
@@ -113,6 +114,29 @@ class PlacedModel(nn.Module):
             front: [n for n, group in enumerate(embeddings.tables.groups) if group.path == path]
             for path, front in self.fronts.items()
         }
+
+    def copied(self) -> PlacedModel:
+        """The same parameters and tables under a copy of the module: what forward passes of it do to buffers
+        and other attributes does not reach the user's.
+
+        Raises ``UserError`` if the module has an attribute that cannot be copied.
+        """
+        shared = [*self.module.parameters(), *self.fronts.values()]
+        kept = [value for member in self.module.modules() for value in vars(member).values()]
+        # Left by an earlier pass; torch copies no tensor that has a graph.
+        cut = {id(v): v.detach() for v in kept if isinstance(v, torch.Tensor) and not v.is_leaf}
+        called = copy.copy(self.called)
+        try:
+            called.module = copy.deepcopy(self.module, {id(part): part for part in shared} | cut)
+        except Exception as fault:  # of any attribute of a user's module
+            kind = type(self.module).__name__
+            raise UserError(
+                f"{kind} cannot be copied, so that a step cannot be tried without changing it "
+                f"({type(fault).__name__}: {shown(fault, 200)}); make what it holds copyable (__deepcopy__)"
+            ) from fault
+        made = PlacedModel(called, self.fronts, self.embeddings, self.inputs)
+        made.parts = self.parts
+        return made
 
     def forward(self, batch: Any) -> torch.Tensor:
         """The model's prediction, logits float32 [B], without a loss."""

@@ -22,7 +22,7 @@ from recpipe.plugin.blame import BlamedSkipper
 from recpipe.plugin.compose import Owned
 from recpipe.tables.build import Place, build_tables, require_kernels
 from recpipe.tables.grouped import GroupedCollection
-from recpipe.tables.groups import ModelTables, collections_of, group_tables
+from recpipe.tables.groups import ModelTables, collections_of, group_tables, with_managed_ids
 from recpipe.tables.inputs import Inputs
 from recpipe.tables.owners import GroupOwner
 from recpipe.tables.sharding.plan import ShardPlan
@@ -49,11 +49,13 @@ class Unplaced:
         tables = group_tables(collections_of(called.module), cfg.optim.of_table, cfg.seed)
         cfg.optim.check_tables([table.name for table in tables.tables])
         first_batch = next(dataset.batches("train", cfg.data.batch_size))
-        return cls(called, tables, first_batch, Inputs.of(tables, first_batch))
+        made = with_managed_ids(called.module)
+        return cls(called, tables, first_batch, Inputs.of(tables, first_batch, made))
 
     def grouped(self, tables: ModelTables) -> Unplaced:
         """The same model with its tables in other groups, or stored differently."""
-        return replace(self, tables=tables, inputs=Inputs.of(tables, self.first_batch))
+        made = with_managed_ids(self.called.module)
+        return replace(self, tables=tables, inputs=Inputs.of(tables, self.first_batch, made))
 
     def build(
         self,

@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 from torch import nn
 from torchrec.modules.embedding_configs import BaseEmbeddingConfig
 from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
+from torchrec.modules.mc_embedding_modules import BaseManagedCollisionEmbeddingCollection
 
 from recpipe.errors import UserError
 from recpipe.plugin.api import TableInfo
@@ -132,6 +133,16 @@ def collections_of(model: nn.Module) -> dict[str, nn.Module]:
         )
     refuse_shared(model, found)
     return found
+
+
+def with_managed_ids(model: nn.Module) -> set[str]:
+    """Paths of the collections in ``model`` whose ids TorchRec's managed collision makes of the batch's."""
+    managed = (
+        path
+        for path, module in model.named_modules()
+        if isinstance(module, BaseManagedCollisionEmbeddingCollection)
+    )
+    return {f"{path}._embedding_module".removeprefix(".") for path in managed}
 
 
 def group_tables(collections: Mapping[str, nn.Module], optimizer_of: OptimizerOf, seed: int) -> ModelTables:

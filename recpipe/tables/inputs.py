@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import numpy as np
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
@@ -32,12 +32,15 @@ class Inputs:
         self.tables, self.places = tables, tuple(places)
 
     @classmethod
-    def of(cls, tables: ModelTables, batch: object) -> Inputs:
-        """Find the places in one batch; all others have the same structure."""
+    def of(cls, tables: ModelTables, batch: object, made: Collection[str] = ()) -> Inputs:
+        """Find the places in one batch; all others have the same structure. ``made``: paths of collections
+        whose ids are not the batch's, whatever features it has."""
         by_path: dict[str, list[str]] = {}
         for group in tables.groups:
             by_path.setdefault(group.path, []).extend(group.tables.features)
-        found = {path: find_ids(batch, features) for path, features in by_path.items()}
+        found = {
+            path: [] if path in made else find_ids(batch, features) for path, features in by_path.items()
+        }
         return cls(tables, [found[group.path] for group in tables.groups])
 
     def among(self, batch: object, group: int) -> KeyedJaggedTensor | None:

@@ -61,6 +61,35 @@ class Normed(Mean):
         return self.norm(super().hidden(batch))
 
 
+class Counting(Mean):
+    """Counts its batches in an attribute, in ways that a class of a user's may."""
+
+    def __init__(self, embedding_bag_collection: EmbeddingBagCollection, kept: object = 0) -> None:
+        super().__init__(embedding_bag_collection)
+        self.kept = kept
+
+    def hidden(self, batch):
+        if isinstance(self.kept, int):
+            self.kept += 1
+        elif isinstance(self.kept, list):
+            self.kept.append(len(batch.labels))
+        elif isinstance(self.kept, torch.Tensor):
+            self.kept = torch.cat([self.kept, batch.labels.mean().view(1)])
+        else:
+            self.kept.batches += 1
+        return super().hidden(batch)
+
+
+class Remembering(Mean):
+    """Keeps what the last batch was like."""
+
+    last: torch.Tensor | None = None
+
+    def hidden(self, batch):
+        self.last = super().hidden(batch)
+        return self.last
+
+
 class Dropped(Mean):
     """Draws random numbers."""
 

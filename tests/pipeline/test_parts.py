@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import re
+import threading
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -75,6 +78,34 @@ def test_others_are_refused_with_the_reason(kind) -> None:
     assert re.search(REFUSED[kind], parts.refused)
 
 
+@pytest.mark.parametrize(
+    "kept", [0, [], torch.zeros(0), SimpleNamespace(batches=0)], ids=lambda kept: type(kept).__name__
+)
+def test_a_model_that_counts_in_an_attribute_is_refused_and_not_changed(kept: object) -> None:
+    before = copy.deepcopy(kept)
+    model = placed(in_parts.Counting(bags(), kept), BATCH)
+    assert (
+        find_out(model, BATCH).refused
+        == "the model goes on counting in its attribute 'kept' from batch to batch"
+    )
+    assert str(model.module.kept) == str(before)
+
+
+def test_the_last_batch_may_be_remembered() -> None:
+    """Also one that a step before has left, with its graph."""
+    model = model_of("Remembering")
+    model.called(BATCH)
+    left = model.module.last
+    assert find_out(model, BATCH) == Parts()
+    assert model.module.last is left
+
+
+def test_a_model_that_cannot_be_copied_is_trained_in_whole_batches() -> None:
+    model = model_of("Mean")
+    model.module.lock = threading.Lock()
+    assert "Mean cannot be copied" in str(find_out(model, BATCH).refused)
+
+
 def test_a_single_sample_tells_nothing() -> None:
     assert "a single sample" in str(find_out(model_of("Mean"), between(BATCH, 0, 1)).refused)
 
@@ -115,7 +146,7 @@ def test_it_is_found_by_some_samples_of_a_large_batch(monkeypatch) -> None:
     model = model_of("Mean")
     with model.module.register_forward_hook(lambda *call: seen.append(call[1][0].size)):
         find_out(model, random_batch(np.random.default_rng(0), 4 * SAMPLES, True))
-    assert seen == [SAMPLES, SAMPLES // 2, SAMPLES // 2]
+    assert seen == [SAMPLES, SAMPLES // 2, SAMPLES // 2, SAMPLES], "the last is the same batch once more"
 
 
 def gradients(model: PlacedModel, parts: Parts, bounds: tuple[int, ...]) -> list[torch.Tensor]:

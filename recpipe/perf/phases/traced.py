@@ -25,7 +25,7 @@ from recpipe.data.parts import tensors_of
 from recpipe.perf.phases.parts import part_name
 from recpipe.perf.phases.workload import Lookups, Work, count_lookups
 from recpipe.perf.step.handed import HandedRows
-from recpipe.pipeline.parts import undone
+from recpipe.pipeline.parts import same_random_numbers
 from recpipe.pipeline.placed import PlacedModel
 from recpipe.seams import TorchDispatchMode
 from recpipe.tables.front import handing_out
@@ -38,9 +38,10 @@ class Traced:
     """Runs one step of ``model`` with ``batch``; nothing is trained, and the model does not change."""
 
     def __init__(self, model: PlacedModel, batch: Any) -> None:
+        model = model.copied()
         self._trace = _Trace(model.module)
         handed = {front: HandedRows(front, model, batch) for front in model.fronts.values()}
-        with undone(model), torch.enable_grad(), self._trace.watching():
+        with same_random_numbers(), torch.enable_grad(), self._trace.watching():
             with handing_out(handed):
                 loss, _ = model.called(batch)
             leaves = [leaf for rows in handed.values() for leaf in rows.leaves]

@@ -23,7 +23,7 @@ from recpipe.errors import UserError, shown
 from recpipe.perf.kernels.operators import Operator, Watch
 from recpipe.perf.step.handed import HandedRows
 from recpipe.perf.step.python import calls_by_name
-from recpipe.pipeline.parts import undone
+from recpipe.pipeline.parts import same_random_numbers
 from recpipe.pipeline.placed import PlacedModel
 from recpipe.tables.front import Front, handing_out
 from recpipe.tables.tiers.parting import IndexBags
@@ -191,9 +191,9 @@ class _Capture:
     """One run of a step's dense part under the watch of operators, and one that counts Python's calls."""
 
     def __init__(self, model: PlacedModel, batch: Any, threads: int) -> None:
-        self.model, self.batch, self.watch = model, batch, _Stages()
+        self.model, self.batch, self.watch = model.copied(), batch, _Stages()
         self.late = 0
-        with using_threads(threads), undone(model), torch.enable_grad():
+        with using_threads(threads), same_random_numbers(), torch.enable_grad():
             nodes, recorded = self._watched()
             forward, backward = self._counted()
         self.part = Part(
