@@ -62,7 +62,7 @@ COMMANDS = {
     ),
     "package": Command(
         "recpipe.inference.package:package_command",
-        "CHECKPOINT DIRECTORY [instruction_set=avx2] [reference=SAMPLES] [popularity=true]",
+        "CHECKPOINT DIRECTORY [instruction_set=avx2] [reference=SAMPLES] [popularity=true] [sign=KEY]",
         "what a server needs of it, compiled, in one directory",
     ),
     "quantize": Command(
@@ -72,7 +72,7 @@ COMMANDS = {
     ),
     "serve": Command(
         "recpipe.inference.serving.command:serve_command",
-        "PACKAGE [port=8000] [+plugin=sdm]",
+        "PACKAGE [port=8000] [trust=PUBKEY] [+plugin=sdm]",
         "a package behind HTTP, by the open inference protocol",
     ),
     "perf": Command(

@@ -95,6 +95,7 @@ def package(
     popularity: int | bool = False,
     dense: str = "measured",
     reference: bool | int = True,
+    sign: str | Path | None = None,
     quiet: bool = False,
 ) -> Path:
     """Write ``directory``: what a server needs of the model in ``checkpoint``, and nothing else. Returns its
@@ -113,6 +114,8 @@ def package(
             batch sizes at which they are measured to be faster than float32; or ``low`` or ``float32`` alone.
         reference: how many held-out samples of the checkpoint's own data are scored for the figures that a
             server's monitor compares with; True: up to 200,000, False: none. Without the data there are none.
+        sign: a private Ed25519 key without a password, as a PEM file: the package gets its signature, which
+            ``recpipe serve ... trust=PUBKEY`` asks for.
         quiet: nothing goes to the terminal.
 
     ``UserError`` if there is no C++ compiler, or if the model cannot be packaged.
@@ -122,7 +125,7 @@ def package(
     from recpipe.inference.package import Options, package_for
 
     options = Options.of(
-        instruction_set=instruction_set, dense=dense, reference=reference, popularity=popularity
+        instruction_set=instruction_set, dense=dense, reference=reference, popularity=popularity, sign=sign
     )
     return package_for(Path(checkpoint), Path(directory), model, options, screen=not quiet)
 

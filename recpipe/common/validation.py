@@ -17,6 +17,7 @@ from typing import Annotated, Any, TypeVar, cast, get_args, get_type_hints
 from annotated_types import Interval
 from pydantic import AfterValidator, BeforeValidator, ConfigDict, TypeAdapter, ValidationError
 from pydantic_core import ErrorDetails
+from typing_extensions import is_typeddict
 
 from recpipe.errors import UserError, did_you_mean, nearest_or_all, shown
 
@@ -66,13 +67,14 @@ FilePath = Annotated[Text, AfterValidator(_usable)]
 """A path that this machine allows, whether it exists or not."""
 
 
+# "3" and true are no ints, but an int is a float.
+STRICT = ConfigDict(strict=True, allow_inf_nan=False, arbitrary_types_allowed=True, extra="forbid")
+"""How values are read; a ``TypedDict`` that is the whole type has it by ``pydantic.with_config``."""
+
+
 @cache
 def _adapter(hint: Any) -> TypeAdapter[Any]:
-    # Strict: "3" and true are no ints, but an int is a float.
-    return TypeAdapter(
-        hint,
-        config=ConfigDict(strict=True, allow_inf_nan=False, arbitrary_types_allowed=True, extra="forbid"),
-    )
+    return TypeAdapter(hint, config=None if is_typeddict(hint) else STRICT)
 
 
 def fitted(hint: Any, value: object, key: str) -> Any:
@@ -154,6 +156,8 @@ def nearest_key(word: str, words: Sequence[str]) -> str:
 
 def _told(fault: ValidationError, hint: Any, value: object, key: str) -> str:
     errors = fault.errors(include_url=False)
+    if errors[0]["type"] == "json_invalid" and "recursion" in errors[0]["msg"]:
+        return f"{key}={_value(value)}: is nested too deeply"
     if errors[0]["type"] == "json_invalid":
         return f"{key}={_value(value)}: holds bytes that are no UTF-8 text"
     # Each member of a union has an error; take those that got furthest into the value.

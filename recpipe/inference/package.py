@@ -13,6 +13,7 @@
       golden.safetensors      a batch and its scores
       popularity.safetensors  if asked for: how often training looked up each row
       score.py                loads and scores the package with torch and fbgemm_gpu alone
+      manifest.sig            if asked for: the signature of manifest.json, Ed25519
 
 No file is pickled. The directory is written under another name, tried, and then renamed.
 """
@@ -53,12 +54,13 @@ from recpipe.inference.programs import (
     use,
 )
 from recpipe.inference.reference import wanted_samples
+from recpipe.inference.signature import PrivateKey, private_key
 from recpipe.seams.compiled import compiler
 from recpipe.tasks.process import prepare_process
 
 log = logging.getLogger("recpipe")
 SCORE = "score.py"
-WORDS = ("instruction_set", "dense", "reference", "popularity")
+WORDS = ("instruction_set", "dense", "reference", "popularity", "sign")
 
 
 @dataclass(frozen=True)
@@ -72,6 +74,8 @@ class Options:
     """So many held-out samples are scored for the reference figures; 0: it has none."""
     popularity: int | None
     """In so many training samples lookups are counted, 0: in all; None: they are not."""
+    key: PrivateKey | None = None
+    """What the package is signed with; None: it is not."""
 
     @classmethod
     def of(
@@ -80,16 +84,18 @@ class Options:
         dense: str = "measured",
         reference: bool | int | str = True,
         popularity: bool | int | str = False,
+        sign: str | Path | None = None,
     ) -> Options:
         """From what the user says; ``UserError`` if that is not possible here."""
         if dense not in DENSE:
             raise UserError(f"dense={shown(dense)}: choose one of {', '.join(DENSE)}")
-        return cls(chosen_set(instruction_set), dense, wanted_samples(reference), wanted(popularity))
+        key = None if sign is None else private_key(Path(sign))
+        return cls(chosen_set(instruction_set), dense, wanted_samples(reference), wanted(popularity), key)
 
 
 def package_command(words: Sequence[str]) -> int:
     """``recpipe package CHECKPOINT DIRECTORY [instruction_set=avx2|avx512] [dense=low|float32]
-    [reference=false|SAMPLES] [popularity=true|SAMPLES]``."""
+    [reference=false|SAMPLES] [popularity=true|SAMPLES] [sign=KEY]``."""
     options = dict(word.partition("=")[::2] for word in words[2:])
     unknown = next((key for key in options if key not in WORDS), None)
     if unknown is not None:
@@ -183,7 +189,7 @@ def _write(folder: Path, parts: Parts, options: Options) -> float:
         content.pop("reference", None)
     elif (figures := parts.reference(scorer, options.reference)) is not None:
         content["reference"] = figures
-    write_manifest(folder, content)
+    write_manifest(folder, content, options.key)
     return scorer.difference
 
 

@@ -12,6 +12,7 @@ from recpipe.data.batch import Batch
 from recpipe.data.parts import on_device
 from recpipe.errors import DataError, UserError
 from recpipe.inference import score
+from recpipe.inference.manifest import read_manifest
 from recpipe.inference.trained import Scored, Trained
 
 
@@ -23,6 +24,7 @@ class PackagedScoring:
     """
 
     def __init__(self, trained: Trained, directory: Path) -> None:
+        read_manifest(directory)
         try:
             self._scorer = score.Scorer(directory)
         except score.PackageError as fault:

@@ -22,7 +22,7 @@ from recpipe.inference.export import DensePart, export_dense
 from recpipe.inference.golden import GOLDEN, LOW_PRECISION, as_batch, golden_ids, golden_inputs, tolerance
 from recpipe.inference.inputs import dense_rule, id_hash, id_rule
 from recpipe.inference.layers import LowPrecisionLinear, in_float32, low_layers
-from recpipe.inference.manifest import versions
+from recpipe.inference.manifest import read_manifest, versions
 from recpipe.inference.popularity import write_popularity
 from recpipe.inference.programs import Program
 from recpipe.inference.reference import figures_of
@@ -115,10 +115,13 @@ def of_package(directory: Path) -> Parts:
     """The parts of the package ``directory``, of which this machine need not be able to run the compiled
     one."""
     try:
-        content = score.verified(directory)
+        content = read_manifest(directory)
+        score.verified(directory)
+        golden = {name: value.clone() for name, value in score.tensors(directory / GOLDEN).items()}
+        if not {program["golden"] for program in content["golden"]["programs"]} <= golden.keys():
+            raise score.PackageError(f"{directory / GOLDEN} lacks scores: package the checkpoint anew")
     except score.PackageError as fault:
         raise UserError(str(fault)) from fault
-    golden = {name: value.clone() for name, value in score.tensors(directory / GOLDEN).items()}
     names = [table["file"] for table in content["tables"].values()]
     if "popularity" in content:
         names.append(content["popularity"]["file"])

@@ -39,6 +39,7 @@ from recpipe.inference.layers import Layer, put_layers
 from recpipe.inference.lookup import LowPrecisionBags, LowPrecisionRows, RowType
 from recpipe.inference.quantized_manifest import (
     DENSE,
+    DIGEST,
     FORMAT,
     LAYERS,
     MANIFEST,
@@ -49,6 +50,7 @@ from recpipe.inference.quantized_manifest import (
     dense_files,
     read_manifest,
     recipe_of,
+    seal,
     table_file,
     told,
     verify,
@@ -109,7 +111,14 @@ def write_quantized(
         )
         draft = partial / MANIFEST
         draft.write_text(json.dumps(asdict(manifest), indent=1), encoding="utf-8")
-        for file in (draft, *(partial / name for name in manifest.files), partial / "tables", partial):
+        seal(partial)
+        for file in (
+            draft,
+            partial / DIGEST,
+            *(partial / name for name in manifest.files),
+            partial / "tables",
+            partial,
+        ):
             sync(file)
         shutil.rmtree(target, ignore_errors=True)
         partial.rename(target)

@@ -1,6 +1,7 @@
 """The manifest of a quantized checkpoint: what its model is, how each table is kept, and every file's digest.
 
-Names in it are compared with those that a quantized checkpoint has, and never used as paths.
+manifest.b2sum has the manifest's own digest, as ``b2sum`` writes and checks it. Names in the manifest are
+compared with those that a quantized checkpoint has, and never used as paths.
 """
 
 from __future__ import annotations
@@ -20,9 +21,11 @@ from recpipe.inference.rows import ROW_TYPES, row_bytes
 from recpipe.inference.trained import QUANTIZED_FILES
 
 MANIFEST, DENSE = QUANTIZED_FILES
+DIGEST = "manifest.b2sum"
 LAYERS = "layers.safetensors"
 FORMAT = "recpipe quantized checkpoint"
-SCHEMA = 1
+SCHEMA = 2
+"""1 was the same without the digest, and is read as well."""
 
 
 @dataclass(frozen=True)
@@ -88,12 +91,23 @@ def told(file: Path) -> tuple[int, str]:
         return file.stat().st_size, file_digest(stream, lambda: blake2b(digest_size=16)).hexdigest()
 
 
+def seal(directory: Path) -> None:
+    """Write the digest of the manifest in ``directory``."""
+    (directory / DIGEST).write_bytes(_digest_of((directory / MANIFEST).read_bytes()))
+
+
+def _digest_of(text: bytes) -> bytes:
+    return f"{blake2b(text).hexdigest()}  {MANIFEST}\n".encode()
+
+
 def read_manifest(directory: Path) -> QuantizedManifest:
     """The manifest of a quantized checkpoint; ``UserError`` if it is damaged or of another format."""
     file = directory / MANIFEST
     try:
         manifest = typed_as(QuantizedManifest, read_json(file))
-        if (manifest.format, manifest.schema) != (FORMAT, SCHEMA):
+        if manifest.schema != 1 and (directory / DIGEST).read_bytes() != _digest_of(file.read_bytes()):
+            raise Damaged(f"it is not as it was written, {DIGEST}")
+        if manifest.format != FORMAT or manifest.schema not in (1, SCHEMA):
             raise Damaged(f"{manifest.format!r} of schema {manifest.schema}, not {FORMAT!r} of {SCHEMA}")
         if set(manifest.files) != {*dense_files(manifest.layers), *map(table_file, manifest.tables)}:
             raise Damaged("it lists other files than a quantized checkpoint has")

@@ -4,7 +4,8 @@
     scores = Scorer("model.recpipe")(dense, ids, lengths)
 
 A package contains compiled code, which loading runs: load packages that you trust. All files are compared
-with manifest.json first, and the golden batch is scored before the first call returns.
+with manifest.json first, and the golden batch is scored before the first call returns. A damaged package is a
+``PackageError``, whatever is wrong with it.
 """
 
 import ctypes
@@ -16,6 +17,9 @@ import os
 import platform
 import sys
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
@@ -24,9 +28,15 @@ import torch
 import torch._inductor
 
 TYPES = {"fp32": 0, "fp16": 1, "int8": 2, "int4": 3, "int2": 4}  # as FBGEMM numbers them
+BITS = {"fp32": 32, "fp16": 16, "int8": 8, "int4": 4, "int2": 2}  # of a weight
+SCALE_BYTES = 4  # of a row's scale and bias, in types of up to 8 bits
 HOST = 3  # FBGEMM's place of a table in memory
 SCHEMA = 2  # of manifest.json
 ALIGNMENT = 64  # of tables and inputs, in bytes
+MANIFEST, DIGEST, SIGNATURE = "manifest.json", "manifest.sha256", "manifest.sig"
+GOLDEN = "golden.safetensors"
+MOST_BYTES = 256 * 2**20  # of manifest.json
+LOOSEST = 5e-2  # tolerance of a golden score, relative to the largest one if that is above 1
 
 
 class PackageError(Exception):
@@ -44,14 +54,16 @@ class Scorer:
     ) -> None:
         self.directory, self.mapped = Path(directory), mapped
         self.manifest = verified(self.directory)
-        check_processor(self.manifest["compiled"])
-        self.rows = torch.tensor([feature["rows"] for feature in self.manifest["sparse"]])
-        self.tables = self.make_tables()
-        self.lookups = [self.lookup(found) for found in self.manifest["lookups"]]
-        # It warns of another instruction set, which check_processor has judged.
-        logging.getLogger("torch.export.pt2_archive._package").setLevel(logging.ERROR)
-        self.programs = [Program(self.directory, about) for about in self.manifest["programs"]]
-        self.difference = self.check_golden()
+        self.difference = 0.0
+        with readable(self.directory):
+            check_processor(self.manifest["compiled"])
+            self.rows = torch.tensor([feature["rows"] for feature in self.manifest["sparse"]])
+            self.tables = self.make_tables()
+            self.lookups = [self.lookup(found) for found in self.manifest["lookups"]]
+            # It warns of another instruction set, which check_processor has judged.
+            logging.getLogger("torch.export.pt2_archive._package").setLevel(logging.ERROR)
+            self.programs = [Program(self.directory, about) for about in self.manifest["programs"]]
+            self.difference = self.check_golden()
 
     def make_tables(self) -> "Tables":
         """All tables, in memory."""
@@ -124,8 +136,10 @@ class Scorer:
     def golden_scores(self) -> "list[torch.Tensor]":
         """The golden batch's scores here of each program, by one thread: several may add up in another
         order."""
-        golden, threads = tensors(self.directory / "golden.safetensors"), torch.get_num_threads()
-        dense, ids, offsets = golden["dense"], golden["ids"], offsets_of(golden["lengths"])
+        golden, threads = tensors(self.directory / GOLDEN), torch.get_num_threads()
+        dense, ids, lengths = golden["dense"], golden["ids"], golden["lengths"]
+        self.check(dense, ids, lengths, len(dense))
+        offsets = offsets_of(lengths)
         torch.set_num_threads(1)
         try:
             with torch.inference_mode():
@@ -137,10 +151,15 @@ class Scorer:
 
     def check_golden(self) -> float:
         """The largest difference of the golden batch's scores; ``PackageError`` if it is above the bound."""
-        known, worst = tensors(self.directory / "golden.safetensors"), 0.0
+        known, worst = tensors(self.directory / GOLDEN), 0.0
         for program, found in zip(self.programs, self.golden_scores(), strict=True):
-            difference = float((found - known[program.about["golden"]]).abs().max())
-            bound = program.about["tolerance"]
+            wanted, bound = known[program.about["golden"]], program.about["tolerance"]
+            if wanted.dtype != found.dtype or wanted.shape != found.shape:
+                raise PackageError(f"{self.directory / GOLDEN} has other scores than its samples ask for")
+            outputs = len(self.manifest["outputs"])
+            if found.reshape(len(found), -1).shape[1] != outputs:
+                raise PackageError(f"{self.directory}: its scores are not {outputs} for each sample")
+            difference = float((found - wanted).abs().max())
             if not difference <= bound:
                 raise PackageError(
                     f"{self.directory}: the golden batch's scores are off by up to {difference:.1e} on this "
@@ -313,30 +332,133 @@ def offsets_of(lengths: torch.Tensor) -> torch.Tensor:
 
 
 def verified(directory: Path) -> dict[str, Any]:
-    """The manifest; ``PackageError`` names the first file that is missing or not as it was written."""
-    for name in ("manifest.sha256", "manifest.json"):
-        if not (directory / name).is_file():
+    """The manifest; ``PackageError`` names the first file that is missing, not as it was written, or not in
+    the manifest, and what in the manifest does not fit the files."""
+    manifest = sealed(directory)
+    with readable(directory):
+        check_files(directory, manifest["files"])
+        check_tables(directory, manifest)
+        check_programs(directory, manifest)
+    return manifest
+
+
+@contextmanager
+def readable(directory: Path) -> "Iterator[None]":
+    """In the block, whatever goes wrong because the package ``directory`` is not as ``recpipe package``
+    writes it is a ``PackageError``."""
+    try:
+        yield
+    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError, RuntimeError) as fault:
+        why = (str(fault).splitlines() or [""])[0][:200]
+        raise PackageError(
+            f"{directory}: {MANIFEST} and the files are not as 'recpipe package' writes them "
+            f"({type(fault).__name__}: {why}): package the checkpoint anew"
+        ) from fault
+
+
+def sealed(directory: Path) -> dict[str, Any]:
+    """The manifest, whose digest is right; nothing in it has been checked yet."""
+    file, digest = directory / MANIFEST, directory / DIGEST
+    for part in (digest, file):
+        if part.is_symlink() or not part.is_file():
             raise PackageError(
-                f"{directory / name} is missing: {directory} is no whole package; make one with "
+                f"{part} is missing: {directory} is no whole package; make one with "
                 "'recpipe package CHECKPOINT DIRECTORY'"
             )
-    text = (directory / "manifest.json").read_bytes()
-    if (directory / "manifest.sha256").read_text() != f"{hashlib.sha256(text).hexdigest()}  manifest.json\n":
-        raise PackageError(f"{directory / 'manifest.json'} is not as it was written (manifest.sha256)")
-    manifest: dict[str, Any] = json.loads(text)
-    if manifest.get("schema") != SCHEMA:
+    if file.stat().st_size > MOST_BYTES:
+        raise PackageError(f"{file} is larger than {MOST_BYTES >> 20} MiB")
+    text = file.read_bytes()
+    told = f"{hashlib.sha256(text).hexdigest()}  {MANIFEST}\n".encode()
+    if digest.stat().st_size != len(told) or digest.read_bytes() != told:
+        raise PackageError(f"{file} is not as it was written ({DIGEST})")
+    try:
+        manifest = json.loads(text)
+    except (ValueError, RecursionError) as fault:
+        raise PackageError(f"{file} is no JSON text that can be read ({type(fault).__name__})") from fault
+    schema = manifest.get("schema") if isinstance(manifest, dict) else None
+    if schema != SCHEMA:
         raise PackageError(
-            f"{directory} is a package of schema {manifest.get('schema')}, and this loader reads {SCHEMA}: "
+            f"{directory} is a package of schema {str(schema)[:20]}, and this loader reads {SCHEMA}: "
             "package the checkpoint anew"
         )
-    for name, digest in manifest["files"].items():
+    found: dict[str, Any] = manifest
+    return found
+
+
+def check_files(directory: Path, files: "dict[str, str]") -> None:
+    """``PackageError`` unless the package holds exactly these files, with these digests, and no links."""
+    known = {*files, MANIFEST, DIGEST, SIGNATURE}
+    outside = next((name for name in files if name.startswith("/") or ".." in name.split("/")), None)
+    if outside is not None:
+        raise PackageError(f"{directory / MANIFEST} names {outside[:80]!r}, which is not in the package")
+    for folder, folders, names in os.walk(directory):
+        for file in (Path(folder, name) for name in (*folders, *names)):
+            name = file.relative_to(directory).as_posix()
+            if file.is_symlink() or not (file.is_file() or file.is_dir()):
+                raise PackageError(f"{file} is a link or no file at all: put the file itself there")
+            # Python writes the latter where score.py is imported from the package.
+            if file.is_file() and name not in known and not fnmatchcase(name, "__pycache__/score.*.pyc"):
+                raise PackageError(f"{file} is not in {MANIFEST}: remove it, or package the checkpoint anew")
+    for name, digest in files.items():
         file = directory / name
         if not file.is_file():
             raise PackageError(f"{file} is missing: package the checkpoint anew")
         with file.open("rb") as stream:
             if hashlib.file_digest(stream, "sha256").hexdigest() != digest:
                 raise PackageError(f"{file} is not as it was written (sha256): package the checkpoint anew")
-    return manifest
+
+
+def check_tables(directory: Path, manifest: dict[str, Any]) -> None:
+    """``PackageError`` if lookups would read what is not there: the operators do not check."""
+    tables, features = manifest["tables"], {about["name"]: about["rows"] for about in manifest["sparse"]}
+    for name, table in tables.items():
+        found = tensors(member(directory, manifest, table["file"]))
+        bits, rows, places = BITS[table["type"]], found["rows"], found.get("places")
+        width = table["dimension"] * bits // 8 + (SCALE_BYTES if bits <= 8 else 0)
+        fits = rows.dtype == torch.uint8 and table["dimension"] > 0 and list(rows.shape[1:]) == [width]
+        if places is None:
+            fits = fits and len(rows) == table["rows"]
+        else:
+            fits = fits and places.dtype == torch.int32 and list(places.shape) == [table["rows"]]
+            fits = fits and int(places.min()) >= -1 and int(places.max()) < len(rows)
+        if not fits:
+            raise PackageError(f"{directory / table['file']} has other rows than {MANIFEST} says of '{name}'")
+    for lookup in manifest["lookups"]:
+        for feature, table in lookup["parts"]:
+            if not 0 < features[feature] <= tables[table]["rows"]:
+                raise PackageError(
+                    f"{directory / MANIFEST}: ids of '{feature}' go up to {features[feature]}, and its table "
+                    f"has {tables[table]['rows']} rows"
+                )
+
+
+def check_programs(directory: Path, manifest: dict[str, Any]) -> None:
+    """``PackageError`` unless there is a program for every number of samples, with what it needs, and golden
+    scores that are to be met."""
+    golden = tensors(member(directory, manifest, GOLDEN))
+    programs, exported = manifest["programs"], manifest["golden"]["programs"]
+    for about in (*programs, *exported):
+        member(directory, manifest, about["file"])
+        if about.get("constants") is not None:
+            tensors(member(directory, manifest, about["constants"]))
+        bound, most = about["tolerance"], LOOSEST * max(1.0, float(golden[about["golden"]].abs().max()))
+        if not 0 <= bound <= most:
+            raise PackageError(
+                f"{directory / MANIFEST} allows golden scores to be off by {bound}, and {most:.1e} is the "
+                "most: package the checkpoint anew"
+            )
+    if "popularity" in manifest:
+        tensors(member(directory, manifest, manifest["popularity"]["file"]))
+    starts = [about["from"] for about in programs]
+    if not exported or not starts or starts != sorted({0, *starts}):
+        raise PackageError(f"{directory / MANIFEST} has no program for every number of samples")
+
+
+def member(directory: Path, manifest: dict[str, Any], name: str) -> Path:
+    """The file that the manifest uses by this name; ``PackageError`` if it does not list it."""
+    if name not in manifest["files"]:
+        raise PackageError(f"{directory / MANIFEST} uses {name[:80]!r}, which is not among its files")
+    return directory / name
 
 
 def check_processor(compiled: dict[str, Any]) -> None:
@@ -357,18 +479,26 @@ def processor_flags() -> "set[str]":
 
 
 def tensors(file: Path) -> "dict[str, torch.Tensor]":
-    """The tensors in a safetensors file, mapped into memory."""
+    """The tensors in a safetensors file, mapped into memory; ``PackageError`` if it is none."""
     kinds = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "F64": torch.float64}
     kinds |= {"I64": torch.int64, "I32": torch.int32, "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool}
-    data = torch.from_file(str(file), size=file.stat().st_size, dtype=torch.uint8)
-    start = 8 + int.from_bytes(bytes(data[:8].tolist()), "little")
-    found = json.loads(bytes(data[8:start].tolist()))
-    found.pop("__metadata__", None)
-    return {
-        name: data[start + low : start + high].view(kinds[about["dtype"]]).view(about["shape"])
-        for name, about in found.items()
-        for low, high in [about["data_offsets"]]
-    }
+    try:
+        data = torch.from_file(str(file), size=file.stat().st_size, dtype=torch.uint8)
+        start = 8 + int.from_bytes(bytes(data[:8].tolist()), "little")
+        if start > len(data):
+            raise ValueError("its header is cut")
+        found = json.loads(bytes(data[8:start].tolist()))
+        found.pop("__metadata__", None)
+        made = {}
+        for name, about in found.items():
+            low, high = about["data_offsets"]
+            if not 0 <= low <= high <= len(data) - start:
+                raise ValueError(f"'{name}' is cut")
+            made[name] = data[start + low : start + high].view(kinds[about["dtype"]]).view(about["shape"])
+        return made
+    except (AttributeError, LookupError, TypeError, ValueError, RecursionError, RuntimeError) as fault:
+        why = (str(fault).splitlines() or [""])[0][:100]
+        raise PackageError(f"{file} is no whole safetensors file ({why})") from fault
 
 
 if __name__ == "__main__":

@@ -6,18 +6,19 @@ import os
 import random
 import subprocess
 import sys
+import zlib
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
-from recpipe.data import cache
+from recpipe.data import cache, prepared
 from recpipe.data.columns import Columns, MultiHot, offsets_of
 from recpipe.data.config import CriteoConfig
 from recpipe.data.dataset import Schema, SparseFeature
 from recpipe.data.make import open_dataset
-from recpipe.data.prepared import PreparedDataset, PreparedWriter
+from recpipe.data.prepared import PreparedDataset, PreparedWriter, check_prepared
 from recpipe.errors import DataError
 from tests.processes import Child
 
@@ -133,7 +134,9 @@ def test_second_run_prepares_nothing(rows, criteo, tmp_path, monkeypatch):
         ("meta.json", lambda whole: b"{}"),
         ("meta.json", lambda whole: b"\xff" + whole),
         ("meta.json", lambda whole: whole.replace(b"C7", b"C8", 1)),
-        ("meta.json", lambda whole: whole.replace(b'"format": 1', b'"format": 0')),
+        ("meta.json", lambda whole: whole.replace(b'"format": 2', b'"format": 1')),
+        ("meta.json", lambda whole: whole.replace(b'"rejected_rows": 0', b'"rejected_rows": 1')),
+        ("ids.npy", lambda whole: whole[:-4] + b"\1" + whole[-3:]),
     ],
 )
 def test_a_damaged_cache_is_prepared_again(dataset, criteo, tmp_path, caplog, name, damaged):
@@ -146,6 +149,35 @@ def test_a_damaged_cache_is_prepared_again(dataset, criteo, tmp_path, caplog, na
     assert again.fingerprint == dataset.fingerprint
     assert file.read_bytes() == whole
     assert "preparing the data again, for the cache is damaged" in caplog.text
+
+
+def test_every_flipped_bit_is_noticed(tmp_path, monkeypatch):
+    monkeypatch.setattr(prepared, "BLOCK", 96)
+    write(tmp_path / "data", [some_columns(70, 0), some_columns(30, 1)])
+    check_prepared(tmp_path / "data", SCHEMA, ["bag/1"])
+    rng = random.Random(0)
+    files = sorted((tmp_path / "data").iterdir())
+    assert len(files) == 6
+    for file in files:
+        whole = file.read_bytes()
+        for place in {0, 9, len(whole) - 1, *rng.sample(range(len(whole)), 40)}:
+            bit = 1 << rng.randrange(8)
+            file.write_bytes(whole[:place] + bytes([whole[place] ^ bit]) + whole[place + 1 :])
+            with pytest.raises(DataError):
+                check_prepared(tmp_path / "data", SCHEMA, ["bag/1"])
+        file.write_bytes(whole)
+    check_prepared(tmp_path / "data", SCHEMA, ["bag/1"])
+
+
+def test_digests_do_not_depend_on_how_samples_came(tmp_path, monkeypatch):
+    monkeypatch.setattr(prepared, "BLOCK", 96)
+    whole = some_columns(100, 0)
+    write(tmp_path / "a", [whole])
+    write(tmp_path / "b", [whole[0:33], whole[33:34], whole[34:100]])
+    assert (tmp_path / "a/meta.json").read_bytes() == (tmp_path / "b/meta.json").read_bytes()
+    blocks = prepared.Meta.read(tmp_path / "a").blocks["label.npy"]
+    raw = whole.labels.tobytes()
+    assert list(blocks)[1:] == [zlib.crc32(raw[low : low + 96]) for low in range(0, len(raw), 96)]
 
 
 def test_split_that_leaves_nothing(rows, criteo, tmp_path):

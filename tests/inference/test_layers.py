@@ -22,7 +22,7 @@ from recpipe.inference.layers import Layer, LowPrecisionLinear, in_float32, low_
 from recpipe.inference.processor import SETS
 from recpipe.inference.programs import Program
 from recpipe.inference.quantized import open_quantized, write_quantized
-from recpipe.inference.quantized_manifest import read_manifest
+from recpipe.inference.quantized_manifest import read_manifest, seal
 from recpipe.inference.source import FloatCheckpoint
 from recpipe.inference.trained import open_trained, scored
 from recpipe.seams.compiled import compiler
@@ -157,6 +157,7 @@ def test_a_damaged_layer_is_refused(source: FloatCheckpoint, tmp_path: Path, cha
     content = json.loads(file.read_text())
     change(content["layers"])
     file.write_text(json.dumps(content))
+    seal(file.parent)
     with pytest.raises(UserError, match=message):
         open_quantized(tmp_path / "q")
 

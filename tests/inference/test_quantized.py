@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import numpy as np
@@ -14,7 +15,7 @@ from recpipe.data.make import open_dataset
 from recpipe.errors import UserError
 from recpipe.inference import quantized
 from recpipe.inference.quantized import call_quantized, open_quantized, write_quantized
-from recpipe.inference.quantized_manifest import read_manifest
+from recpipe.inference.quantized_manifest import DIGEST, MANIFEST, read_manifest, seal
 from recpipe.inference.rows import decode_rows, encode_rows
 from recpipe.inference.source import FloatCheckpoint
 from recpipe.inference.trained import open_trained
@@ -144,8 +145,31 @@ def test_names_in_the_manifest_lead_nowhere_else(source: FloatCheckpoint, tmp_pa
     content = json.loads(file.read_text())
     content["files"]["../secret"] = content["files"].pop("dense.safetensors")
     file.write_text(json.dumps(content))
+    seal(tmp_path / "q")
     with pytest.raises(UserError, match="other files than"):
         open_quantized(tmp_path / "q")
+
+
+def test_the_manifest_is_covered_by_a_digest(source: FloatCheckpoint, tmp_path: Path) -> None:
+    write_quantized(tmp_path / "q", source, KINDS)
+    file, digest = tmp_path / "q" / MANIFEST, tmp_path / "q" / DIGEST
+    whole = file.read_text()
+    assert read_manifest(tmp_path / "q").step > 1
+    file.write_text(re.sub(r'"step": \d+', '"step": 1', whole))
+    with pytest.raises(
+        UserError, match=r"manifest.json is damaged \(it is not as it was written, manifest.b2sum"
+    ):
+        read_manifest(tmp_path / "q")
+    file.write_text(whole)
+    for text in (b"", b"\xff", b"0" * 200):
+        digest.write_bytes(text)
+        with pytest.raises(UserError, match="manifest.json is damaged"):
+            read_manifest(tmp_path / "q")
+    digest.unlink()
+    with pytest.raises(UserError, match="manifest.json is damaged"):
+        read_manifest(tmp_path / "q")
+    file.write_text(whole.replace('"schema": 2', '"schema": 1'))  # of an earlier version, which wrote none
+    assert read_manifest(tmp_path / "q").schema == 1
 
 
 def test_it_is_called_as_training_called_it(

@@ -10,7 +10,7 @@ from annotated_types import Ge, Gt, Interval
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from recpipe.common.validation import Positive, Text, typed
+from recpipe.common.validation import FilePath, Positive, Text, typed
 from recpipe.errors import UserError, did_you_mean, shown
 
 Seconds = Annotated[float, Interval(ge=0, le=3600)]
@@ -42,6 +42,8 @@ class ServeConfig:
     """Most bytes of a request; larger ones get 413."""
     samples: Positive = 4096
     """Most samples of a request."""
+    trust: FilePath | None = None
+    """A public Ed25519 key, as a PEM file: packages are refused unless its owner has signed them."""
     stop_seconds: Seconds = 10.0
     """Seconds that a stopping server gives the requests that it has."""
     window: Annotated[int, Interval(ge=1000, le=10**8)] = 10_000

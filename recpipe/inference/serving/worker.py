@@ -29,7 +29,7 @@ from recpipe.common.console import alone, heard
 from recpipe.common.quiet import quieted
 from recpipe.errors import UserError
 from recpipe.inference import score
-from recpipe.inference.manifest import DIGEST, MANIFEST
+from recpipe.inference.manifest import read_manifest
 from recpipe.inference.serving.app import Bounds, Server
 from recpipe.inference.serving.batcher import Limits
 from recpipe.inference.serving.config import ServeConfig
@@ -57,8 +57,11 @@ class Loaded:
     package: str
 
 
-def load(directory: Path, rows: RowServer | None = None, mapped: bool = False) -> Loaded:
-    """Load the package, once more if it was replaced meanwhile. ``UserError`` if it cannot be used."""
+def load(
+    directory: Path, rows: RowServer | None = None, mapped: bool = False, trust: str | None = None
+) -> Loaded:
+    """Load the package, once more if it was replaced meanwhile. ``UserError`` if it cannot be used, or is not
+    signed by the owner of the key ``trust``."""
     while True:
         try:
             before = directory.stat()
@@ -67,11 +70,12 @@ def load(directory: Path, rows: RowServer | None = None, mapped: bool = False) -
                 f"{directory}: {fault.strerror}; make a package with 'recpipe package CHECKPOINT {directory}'"
             ) from fault
         try:
+            read_manifest(directory, None if trust is None else Path(trust))
             scorer = score.Scorer(directory, mapped) if rows is None else rows.scorer(directory)
-            digest = (directory / DIGEST).read_text()
+            digest = (directory / score.DIGEST).read_text()
             if os.path.samestat(before, directory.stat()):
                 return Loaded(scorer, digest[:12])
-        except (score.PackageError, OSError) as fault:
+        except (score.PackageError, UserError, OSError) as fault:
             with suppress(OSError):
                 if not os.path.samestat(before, directory.stat()):
                     continue
@@ -96,7 +100,7 @@ class Worker:
     ) -> None:
         torch.set_num_threads(config.threads)
         self.directory, self.config, self.rows, self.several = directory, config, rows, several
-        self.loaded = load(directory, rows, several)
+        self.loaded = load(directory, rows, several, config.trust)
         limits = Limits(config.batch, config.wait_ms / 1e3, config.queue, config.deadline_ms / 1e3)
         bounds = Bounds(config.body_bytes, config.samples)
         scorer = self.loaded.scorer
@@ -184,10 +188,10 @@ class Worker:
 
     def _anew(self) -> Loaded:
         """The package as it is now; ``UserError`` unless clients can go on as before."""
-        with suppress(OSError, ValueError):  # loading it says what is wrong
+        with suppress(score.PackageError, OSError):  # loading it says what is wrong
             # A plugin puts rows in the place of others while it loads them.
-            self._require_same(json.loads((self.directory / MANIFEST).read_text()))
-        loaded = load(self.directory, self.rows, self.several)
+            self._require_same(score.sealed(self.directory))
+        loaded = load(self.directory, self.rows, self.several, self.config.trust)
         self._require_same(loaded.scorer.manifest)
         return loaded
 
