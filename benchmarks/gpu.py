@@ -112,7 +112,7 @@ class Job:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--json", type=Path, default=Path("gpu.json"))
+    parser.add_argument("--json", type=Path, default=Path("benchmarks/results/gpu.json"))
     parser.add_argument("--seconds", type=float, default=520.0)
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
     parser.add_argument("--quick", action="store_true")

@@ -68,7 +68,8 @@ def sentences(told: Mapping[str, Any]) -> list[str]:
     found = [
         f"Misses are shares of {figures.short(told['lookups'])} lookups in {told['batches']:,} batches of "
         f"{told['batch_size']:,} samples; reads are rows a batch. "
-        f"{_percent(told['lru']['missed'][-1])} are a row's first lookup, which every cache misses.",
+        f"{_percent(told['lru']['missed'][-1])} are of rows that no batch before had, "
+        "which every cache misses (all lookups of such a row in its first batch count).",
         f"At this recipe's budget, {figures.size(told['budget']['bytes'])}, {best} misses "
         f"{_percent(own[best])}, and {other} {_percent(own[other])}.",
     ]
