@@ -25,6 +25,8 @@ os.environ.setdefault("FBGEMM_TBE_BOUNDS_CHECK_MODE", "0")
 # What is compiled once stays for later runs of the tests, whose other caches are new each time.
 for variable, folder in (("NUMBA_CACHE_DIR", "numba"), ("TORCHINDUCTOR_CACHE_DIR", "inductor")):
     os.environ.setdefault(variable, str(Path(__file__).parent / ".pytest_cache" / folder))
+# Several tests run at once, each of which the others disturb; what one has measured serves all.
+os.environ.setdefault("RECPIPE_BUSY", "keep")
 
 import torch  # noqa: E402
 

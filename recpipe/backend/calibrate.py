@@ -7,7 +7,9 @@ import copy
 import re
 from collections.abc import Iterable, Sequence
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
+from time import perf_counter
 from typing import Any
 
 import torch
@@ -21,6 +23,7 @@ from recpipe.backend.chain import CHAINS, is_plain, signature, steps
 from recpipe.backend.choices import Choices
 from recpipe.backend.convert import convert
 from recpipe.backend.host import Notebook
+from recpipe.common.console import Meter, log
 from recpipe.common.threads import using_threads
 from recpipe.common.timing import median_seconds
 
@@ -30,6 +33,13 @@ batch."""
 ROUNDS = 5
 LEAST_SECONDS = 0.002
 """Of one timing in a round."""
+MOST_SECONDS = 1.0
+"""After so many of one part no further round begins."""
+BUDGET_SECONDS = 20.0
+"""After so many of a run's measurements no further one begins; the next run goes on."""
+BUDGET_BYTES = 2**30
+"""A part is measured with as many samples as it needs so many bytes for; the largest such size stands for
+larger ones."""
 MARGIN = 1.02
 """A part is converted if it is so many times faster; smaller differences could be noise."""
 
@@ -43,18 +53,48 @@ def calibrated(model: nn.Module, batch: int, threads: Iterable[int], folder: Pat
     model is not run, and the state of random numbers does not change.
     """
     notebook = Notebook(folder)
-    wanted = sorted(parts(model))
-    found: Choices = {}
-    with torch.random.fork_rng(devices=[]), torch.enable_grad():
-        for count in sorted(set(threads)):
+    wanted = sorted(parts(model), key=lambda part: (not part.startswith("linear "), part))
+    all_of = [
+        (count, part, size)
+        for count in sorted(set(threads))
+        for part in wanted
+        for size in reversed(sizes(batch))
+        if footprint(part, size) <= BUDGET_BYTES
+    ]
+    lacking = [each for each in all_of if not notebook.knows(each[1], each[0], each[2])]
+    found: Choices = {part: {str(count): {} for count in threads} for part in wanted}
+    begun, left = perf_counter(), len(lacking)
+    with torch.random.fork_rng(devices=[]), torch.enable_grad(), Meter() as meter:
+        for count, part, size in all_of:
+            if not notebook.knows(part, count, size):
+                if perf_counter() - begun > BUDGET_SECONDS:
+                    continue
+                if meter.due:
+                    meter.show(1 - left / len(lacking), "measuring what is fast on this machine")
+                left -= 1
             with using_threads(count):
-                for part in sorted(wanted, key=lambda part: not part.startswith("linear ")):
-                    chosen = found.setdefault(part, {}).setdefault(str(count), {})
-                    for size in sizes(batch):
-                        once = partial(measure, part, size, notebook.known)
-                        chosen[str(size)] = notebook.answer(part, count, size, once)
+                once = partial(measure, part, size, notebook.known)
+                found[part][str(count)][str(size)] = notebook.answer(part, count, size, once)
     notebook.keep()
+    if left:
+        log.info("%d of %d kernels are not measured yet; the next run goes on", left, len(lacking))
     return found
+
+
+def footprint(part: str, samples: int) -> int:
+    """About how many bytes it takes to measure ``part`` with so many samples."""
+    kind, numbers = part.split(" ", 1)
+    sizes = [int(number) for number in re.findall("[0-9]+", numbers)]
+    if kind == "dot":
+        features, dim = sizes[0] + 1, sizes[1]
+        floats = samples * 2 * features * (features + 2 * dim)
+    elif kind == "cross":
+        width, rank, layers = sizes
+        floats = layers * (6 * width * rank + 4 * samples * width)
+    else:
+        # Weights and gradients of two modules, and of each layer's values what the backward pass needs.
+        floats = 4 * sum(a * b for a, b in pairwise(sizes)) + 4 * samples * sum(sizes)
+    return 4 * floats
 
 
 def sizes(batch: int) -> list[int]:
@@ -99,14 +139,14 @@ def measure(part: str, samples: int, choices: Choices) -> str:
         x, weight, bias = torch.randn(samples, inputs), torch.randn(outputs, inputs), torch.randn(outputs)
         onednn = partial(seams.linear_pointwise, x, weight, bias, "none", [], "")
         addmm, theirs = median_seconds(
-            [lambda: torch.addmm(bias, x, weight.t()), onednn], ROUNDS, LEAST_SECONDS
+            [lambda: torch.addmm(bias, x, weight.t()), onednn], ROUNDS, LEAST_SECONDS, most=MOST_SECONDS
         )
         return "onednn" if theirs < addmm else "addmm"
     plain, inputs_of = _made(kind, numbers, samples)
     mine = copy.deepcopy(plain)
     convert(mine, choices)
     steps_of = [partial(_step, module, inputs_of) for module in (plain, mine)]
-    before, after = median_seconds(steps_of, ROUNDS, LEAST_SECONDS)
+    before, after = median_seconds(steps_of, ROUNDS, LEAST_SECONDS, most=MOST_SECONDS)
     return "cpu" if after * MARGIN < before else "plain"
 
 

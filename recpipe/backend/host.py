@@ -11,16 +11,20 @@ import platform
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from time import perf_counter
 from typing import ClassVar
 
 import torch
 
 from recpipe.backend.choices import ANSWERS, Choices
+from recpipe.common.load import Load, disturbance, used_by_others
 from recpipe.common.own_cache import own_folder, require_own, write_own
 from recpipe.common.saved import Damaged, entries, parse_json
 from recpipe.errors import UserError
 
 SCHEMA = 2
+SAVE_SECONDS = 2.0
+"""Answers are saved at least so often while others are measured."""
 _log = logging.getLogger("recpipe")
 
 
@@ -62,12 +66,24 @@ class Notebook:
     """
 
     _measured: ClassVar[dict[Host, Choices]] = {}
+    _disturbed: ClassVar[dict[Host, set[tuple[str, str, str]]]] = {}
+    """Signature, threads and samples of answers that were measured while other programs used the machine.
+    They serve this process, so that it rounds alike in all its runs, and are not saved."""
     _said: ClassVar[bool] = False
 
     def __init__(self, folder: Path) -> None:
         self.folder, self.host = folder, Host.current()
         self._there = load(folder, self.host)
-        self.known = copy.deepcopy(self._there or self._measured.get(self.host, {}))
+        mine = self._measured.get(self.host, {})
+        self.known = copy.deepcopy(self._there or mine)
+        for signature, threads, samples in self._disturbed.get(self.host, ()):
+            sizes = self.known.setdefault(signature, {}).setdefault(threads, {})
+            sizes.setdefault(samples, mine[signature][threads][samples])
+        self._new: set[tuple[str, str, str]] = set()
+        """Answers measured since the last ``keep``."""
+        self._began: Load | None = None
+        """The machine's load before the first of them."""
+        self._since = 0.0
 
     def answer(self, signature: str, threads: int, samples: int, measure: Callable[[], str]) -> str:
         """The faster way, measured if it is not known."""
@@ -76,14 +92,37 @@ class Notebook:
             if not Notebook._said:
                 _log.info("measuring what is fast on this machine; later runs take it from %s", self.folder)
             Notebook._said = True
+            if not self._new:
+                self._began, self._since = Load.now(), perf_counter()
             known[str(samples)] = measure()
+            self._new.add((signature, str(threads), str(samples)))
+            if perf_counter() - self._since >= SAVE_SECONDS:
+                self.keep()
         return known[str(samples)]
 
+    def knows(self, signature: str, threads: int, samples: int) -> bool:
+        """Whether ``answer`` would not measure."""
+        return str(samples) in self.known.get(signature, {}).get(str(threads), {})
+
     def keep(self) -> None:
-        """Save the choices for later runs of this process and of others."""
-        self._measured[self.host] = self.known
-        if self.known != self._there:
-            save(self.folder, self.host, self.known)
+        """Save the choices for later runs of this process and of others, as far as nothing disturbed them."""
+        disturbed = self._disturbed.setdefault(self.host, set())
+        why = disturbance(used_by_others(self._began)) if self._new else ""
+        if why:
+            _log.warning("what was measured is used now and not kept: %s", why)
+            disturbed |= self._new
+        self._new = set()
+        self._measured[self.host] = copy.deepcopy(self.known)
+        kept = {
+            signature: {
+                threads: {n: found for n, found in sizes.items() if (signature, threads, n) not in disturbed}
+                for threads, sizes in counts.items()
+            }
+            for signature, counts in self.known.items()
+        }
+        if kept != self._there and any(sizes for counts in kept.values() for sizes in counts.values()):
+            save(self.folder, self.host, kept)
+            self._there = kept
 
 
 def load(folder: Path, host: Host) -> Choices:

@@ -36,6 +36,8 @@ with the cores and is not in the measured time."""
 NOISE = 1.02
 """The first core takes less than an equal share if that is again so many times faster."""
 ROUNDS = 9
+MOST_SECONDS = 5.0
+"""After so many of one batch size no further round begins."""
 SMALLEST = 128
 """Samples of the smallest batch that is timed; cores do not share smaller ones."""
 
@@ -99,7 +101,7 @@ class _Trial:
         runs = [partial(self._step, copied, ids, batch, dense, c) for c in (None, *shared.values())]
         try:
             with same_random_numbers():
-                openmp, *times = median_seconds(runs, ROUNDS)
+                openmp, *times = median_seconds(runs, ROUNDS, most=MOST_SECONDS)
         finally:
             for cores in shared.values():
                 cores.close()

@@ -1,14 +1,23 @@
-"""How much of the machine's processors other programs take, from /proc/stat."""
+"""How much of the machine's processors other programs take, from /proc/stat, and measurements that are kept
+only where it was little."""
 
 from __future__ import annotations
 
 import os
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Generic, TypeVar
 
+T = TypeVar("T")
 BUSY_OTHERS = 0.1
-"""Share of the machine from which on a measurement reports that other programs used it."""
+"""Share of the machine from which on a measurement reports that other programs used it, and is not kept."""
+KEEPS_ALL = "RECPIPE_BUSY"
+"""The environment variable that, with the value ``keep``, lets measurements be kept on a machine that is
+never quiet."""
+TRIES = 3
+"""How often something is measured at most until two measurements agree."""
 _STAT = Path("/proc/stat")
 _IDLE = slice(3, 5)
 """The columns ``idle`` and ``iowait``."""
@@ -23,6 +32,7 @@ class Load:
     busy: float
     total: float
     own: float
+    """Those of children that it has waited for included."""
 
     @classmethod
     def now(cls) -> Load | None:
@@ -33,7 +43,9 @@ class Load:
             return None
         ticks = os.sysconf("SC_CLK_TCK")
         columns = [int(value) / ticks for value in first[_GUESTS]]
-        return cls(sum(columns) - sum(columns[_IDLE]), sum(columns), time.process_time())
+        children = os.times()
+        own = time.process_time() + children.children_user + children.children_system
+        return cls(sum(columns) - sum(columns[_IDLE]), sum(columns), own)
 
     def others_since(self, earlier: Load | None) -> float | None:
         """The share of all processors' time since ``earlier`` that was neither idle nor this process's. It
@@ -49,3 +61,41 @@ def used_by_others(since: Load | None) -> float | None:
     """Share of all processors' time from ``since`` until now that others had; None if it is not known."""
     now = Load.now()
     return None if now is None else now.others_since(since)
+
+
+def disturbance(others: float | None) -> str:
+    """Why a measurement during which ``others`` had that share of the processors is not kept; empty if it
+    is."""
+    if others is None or others <= BUSY_OTHERS or os.environ.get(KEEPS_ALL) == "keep":
+        return ""
+    return f"other programs took {others:.0%} of this machine's processors"
+
+
+@dataclass(frozen=True)
+class Taken(Generic[T]):
+    """A measurement; where it was ``disturbed``, why it must not be kept, else empty."""
+
+    value: T
+    disturbed: str = ""
+
+
+def undisturbed(
+    measure: Callable[[], T], agree: Callable[[T, T], bool] | None, tries: int = TRIES
+) -> Taken[T]:
+    """Measure until two measurements that nothing disturbed ``agree``, at most ``tries`` times; the last one.
+
+    Without ``agree``, for what is repeated until it agrees within ``measure``, one that nothing disturbed is
+    enough. On a machine that is never quiet (``KEEPS_ALL``) the first one is taken.
+    """
+    before: list[T] = []
+    why = ""
+    for _ in range(tries):
+        began = Load.now()
+        value = measure()
+        why = disturbance(used_by_others(began))
+        if why:
+            continue
+        if agree is None or os.environ.get(KEEPS_ALL) == "keep" or any(agree(each, value) for each in before):
+            return Taken(value)
+        before.append(value)
+    return Taken(value, why or f"{tries} measurements of it do not agree")

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from math import ceil
+from math import ceil, inf
 from statistics import median
 from time import perf_counter
 
@@ -23,26 +23,38 @@ SHORTEST_CALL = 1e-6
 
 
 def median_seconds(
-    runs: Sequence[Run], rounds: int = ROUNDS, least: float = LEAST_SECONDS, threads: int | None = None
+    runs: Sequence[Run],
+    rounds: int = ROUNDS,
+    least: float = LEAST_SECONDS,
+    threads: int | None = None,
+    most: float = inf,
 ) -> list[float]:
     """Seconds of one call of each of ``runs``: its median over the rounds of ``seconds_by_round``."""
-    return [median(times) for times in seconds_by_round(runs, rounds, least, threads)]
+    return [median(times) for times in seconds_by_round(runs, rounds, least, threads, most)]
 
 
 def seconds_by_round(
-    runs: Sequence[Run], rounds: int = ROUNDS, least: float = LEAST_SECONDS, threads: int | None = None
+    runs: Sequence[Run],
+    rounds: int = ROUNDS,
+    least: float = LEAST_SECONDS,
+    threads: int | None = None,
+    most: float = inf,
 ) -> list[list[float]]:
     """Seconds of one call of each of ``runs`` in each of ``rounds``: a list for each run.
 
     Each is called twice before, to warm up and to find how many calls take ``least`` seconds together; so
     many are timed as one. ``threads``: of torch's operators, None: as many as they use now. A call must
-    return only when its work is done: on a GPU it synchronizes.
+    return only when its work is done: on a GPU it synchronizes. After ``most`` seconds no further round
+    begins.
     """
     with nullcontext() if threads is None else using_threads(threads):
+        begun = perf_counter()
         once = [min(_seconds(run, 1) for _ in range(2)) for run in runs]
         counts = [max(1, ceil(least / max(seconds, SHORTEST_CALL))) for seconds in once]
         found: list[list[float]] = [[] for _ in runs]
-        for _ in range(rounds):
+        for done in range(rounds):
+            if done and perf_counter() - begun > most:
+                break
             for run, count, times in zip(runs, counts, found, strict=True):
                 times.append(_seconds(run, count))
     return found

@@ -29,15 +29,21 @@ def _calibrate(quick: bool) -> int:
     bound_kernel_caches()
     from recpipe.distributed.launch import Process
     from recpipe.perf.calibrate import calibrate
-    from recpipe.perf.machine.profile import Host, MachineProfile, profile_path
+    from recpipe.perf.machine.profile import Host, profile_path
     from recpipe.perf.show import measured
 
     if Process.current().world > 1:
         raise UserError("recpipe perf calibrate starts its ranks itself: run it without torchrun")
     path = profile_path(Host.current())
     with quieted(), alone(), heard(None):
-        calibrate(path, quick)
-    print(f"\n{measured(MachineProfile.load(path))}\n\nthis machine's profile: {path}")
+        profile = calibrate(path, quick)
+    print(f"\n{measured(profile)}\n\nthis machine's profile: {path}")
+    if profile.disturbed:
+        why = "; ".join(f"{name}: {said}" for name, said in profile.disturbed.items())
+        raise UserError(
+            f"not kept, because the machine was not quiet: {why}. Run recpipe perf calibrate again when it "
+            "is, or with RECPIPE_BUSY=keep on one that never is"
+        )
     print("how well kernels are predicted with it: recpipe perf show")
     return 0
 

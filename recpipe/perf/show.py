@@ -42,7 +42,9 @@ def measured(profile: MachineProfile) -> str:
         ]
     if FAMILY in profile.samples and set(FAMILIES) <= profile.samples.keys():
         lines += [told(fitted_factors(profile, Amounts(profile))), ""]
-    lines += [f"{name:<14}{len(samples):>6} samples" for name, samples in profile.samples.items()]
+    for name, samples in profile.samples.items():
+        why = f", disturbed: {profile.disturbed[name]}" if name in profile.disturbed else ""
+        lines.append(f"{name:<14}{len(samples):>6} samples{why}")
     return "\n".join(lines)
 
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from recpipe.common.load import Load
 from recpipe.common.timing import milliseconds
 from recpipe.data.batch import Batch
 from recpipe.distributed.ranks import Channel
@@ -44,7 +45,7 @@ class Splitting:
     Cutting costs small matrix products and two passes. It can save what training waits for cold rows, at most
     the time of the samples that need none. ``Trial`` weighs both in trained steps. Micro-batches are rounded
     down to multiples of ``step`` samples. ``waited`` gives the seconds for which training has waited for cold
-    rows so far; ``agreed`` is as in ``Trial``.
+    rows so far; ``agreed`` and ``load`` are as in ``Trial``.
     """
 
     def __init__(
@@ -54,12 +55,13 @@ class Splitting:
         step: int,
         waited: Callable[[], float] = lambda: 0.0,
         agreed: Callable[[float], float] = lambda value: value,
+        load: Callable[[], Load | None] = lambda: None,
     ) -> None:
         self._splitter = splitter
         self.mode = mode if splitter.optional or mode != "auto" else "always"
         self._step = step
         self._waited = waited
-        self._trial = Trial(agreed)
+        self._trial = Trial(agreed, load)
         self._since = _Since(0, self.mode == "always", self.mode == "always")
         """Replaced as a whole, since the loader's thread reads it."""
         self._next = self._trained = 0
@@ -94,7 +96,9 @@ class Splitting:
         def waited() -> float:
             return 0.0 if tiers is None else tiers.waited
 
-        return cls(splitter.part, mode, micro_batch_step(batch_size), waited, agreed)
+        # Several ranks on a machine are other programs to each other.
+        load = Load.now if trainers.size == 1 else lambda: None
+        return cls(splitter.part, mode, micro_batch_step(batch_size), waited, agreed, load)
 
     def begin_epoch(self, number: int) -> None:
         """The next batch has this ``number``, counted over all epochs."""
@@ -155,7 +159,8 @@ class Splitting:
         if trial.decided:
             on = trial.with_it <= WORTH * trial.without
             times = f"{milliseconds(trial.with_it)} ms a batch with it, {milliseconds(trial.without)} without"
-            return f"splitting {'on' if on else 'off'} after {trial.decided} batches: {times}"
+            while_ = f", while {trial.disturbed}" if trial.disturbed else ""
+            return f"splitting {'on' if on else 'off'} after {trial.decided} batches: {times}{while_}"
         if not trial.watched or trial.compares:
             return f"splitting off: the run ended after {trial.steps} batches, before it could be judged"
         waits = self._waits / max(self._seconds, 1e-9)

@@ -6,6 +6,8 @@ from collections.abc import Callable, Sequence
 from enum import Enum
 from statistics import fmean, median
 
+from recpipe.common.load import Load, disturbance
+
 WATCHED = 16
 """Steps without the mechanism over which the most that it could save is measured."""
 RARE = 2
@@ -45,15 +47,26 @@ class Trial:
     The steps at which it may change do not depend on measured times, and all decisions are made of
     ``agreed`` values, so that several trainers decide alike. ``agreed`` gives the largest of a value over all
     of them; it is called by all of them after the same steps.
+
+    ``load`` gives the machine's load, and None to each of several trainers. A decision that was found while
+    other programs used the machine is not kept for long: the next trial comes as soon as the one after it
+    would have.
     """
 
-    def __init__(self, agreed: Callable[[float], float] = lambda value: value) -> None:
+    def __init__(
+        self,
+        agreed: Callable[[float], float] = lambda value: value,
+        load: Callable[[], Load | None] = lambda: None,
+    ) -> None:
         self.on = False
         self.steps = 0
         self.decided = 0
         """The number of steps at the end of the last trial; 0 before."""
         self.with_it = self.without = 0.0
         """Mean seconds of a step in the last trial."""
+        self.disturbed = ""
+        """What disturbed the last trial; empty: nothing."""
+        self._load, self._began = load, load()
         self.watched = 0
         """How many times ``could_save`` was measured."""
         self.could_save = 0.0
@@ -101,6 +114,7 @@ class Trial:
         self._left = {Phase.WATCH: WATCHED, Phase.TRIAL: BLOCK, Phase.HOLD: self._hold}[phase]
         self._block, self._saved = [], []
         if phase is Phase.TRIAL:
+            self._began = self._load()
             self._times, self._blocks = {True: [], False: []}, 0
             self.on = not self.on
 
@@ -110,8 +124,10 @@ class Trial:
         self._block, self._saved, self._left = [], [], BLOCK
         self._blocks += 1
         if self._blocks % 2 == 0 and self._judged():
+            now = self._load()
+            self.disturbed = disturbance(None if now is None else now.others_since(self._began))
             self._begin(Phase.HOLD)
-            self._hold *= 2
+            self._hold *= 1 if self.disturbed else 2
         else:
             self.on = not self.on
 

@@ -40,6 +40,7 @@ def limits(profile: Mapping[str, Any]) -> list[tuple[str, str]]:
     floor, machine = profile["floor"], profile["machine"]
     threads = f"{machine['threads']} thread" + ("s" if machine["threads"] != 1 else "")
     gemm = ", ".join(f"{kind} {_rate(rate)}FLOP/s" for kind, rate in machine["gemm_flops_per_s"].items())
+    doubts = [("stale limits", floor.get("stale")), ("checked again", profile.get("recheck"))]
     counted = f"{figures.count(floor['lookups'])} lookups of {figures.count(floor['distinct_rows'])} rows"
     return [
         ("a batch", f"{figures.count(floor['samples'])} samples, {counted}, {_rate(floor['flops'])}FLOP"),
@@ -53,6 +54,7 @@ def limits(profile: Mapping[str, Any]) -> list[tuple[str, str]]:
             f"{_rate(machine['gather_bytes_per_s'])}B/s, "
             f"one thread {_rate(machine['gather_bytes_per_s_one_thread'])}B/s",
         ),
+        *((name, text) for name, text in doubts if text),
     ]
 
 

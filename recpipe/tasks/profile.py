@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from itertools import product
 from statistics import fmean
@@ -13,11 +13,13 @@ import torch
 
 from recpipe import seams
 from recpipe.common import phases
-from recpipe.common.load import Load, used_by_others
+from recpipe.common.load import Load, disturbance, used_by_others
 from recpipe.common.phases import PHASES
 from recpipe.config.task import ProfileConfig
 from recpipe.model.config import ModelConfig, UserModel
+from recpipe.perf.calibrate import contradicts, recheck
 from recpipe.perf.machine.limits import Machine, known_or_measured
+from recpipe.perf.machine.profile import Host, profile_path
 from recpipe.perf.phases.parts import tell_parts
 from recpipe.perf.phases.roofline import floors_ms
 from recpipe.perf.phases.trace import (
@@ -160,16 +162,59 @@ class StepProfiler(L.Callback):
         others = used_by_others(before)
         events = self.profiler.events()  # type: ignore[no-untyped-call]
         step = mean_step(middle_half(profiled_steps(events), key=lambda step: step.ms))
-        timing = achieved(seconds, step, floors_ms(work, limits, config.precision))
+
+        def told(limits: Machine) -> dict[str, Any]:
+            timing = achieved(seconds, step, floors_ms(work, limits, config.precision))
+            floor = floor_section(work, limits, config.precision, lookups)
+            return {
+                **timing,
+                "predicted": predict(timed.stop, timing["phases"]),
+                "floor": floor | {"stale": stale(timing, floor["ms"], disturbance(others))},
+                "machine": asdict(limits),
+            }
+
+        found = told(limits)
+        said = None
+        if self.device.type == "cpu" and doubtful(found, bool(disturbance(in_training))):
+            said = recheck(profile_path(Host.current()))
+            before = Load.now()
+            limits = known_or_measured(FLOAT_BYTES * widest, self.device, trusted=said is None or said.fresh)
+            others = used_by_others(before)
+            found = told(limits)
         report.profile = {
-            **timing,
-            "predicted": predict(timed.stop, timing["phases"]),
-            "floor": floor_section(work, limits, config.precision, lookups),
-            "machine": asdict(limits),
+            **found,
+            "recheck": None if said is None else said.words,
             "others_cpu_share": others,
             "operators": top_operators(self.profiler, self.config.steps),
             "trace": TRACE,
         }
+
+
+def doubtful(found: Mapping[str, Any], disturbed: bool) -> bool:
+    """Whether a measured step contradicts the machine's profile: its prediction by far, or the whole floor at
+    all. ``disturbed``: whether other programs slowed the step down."""
+    predicted, measured = found["predicted"].get("step_ms"), found["step_ms"]
+    return found["floor"]["ms"] > measured or (
+        predicted is not None and contradicts(predicted[0], measured, disturbed)
+    )
+
+
+def stale(timing: Mapping[str, Any], whole_ms: float, disturbed: str) -> str | None:
+    """What is wrong with floors that are above the measured times; None: there are none.
+
+    ``whole_ms``: the step's floor; ``disturbed``: by what the limits were, when they were measured now.
+    """
+    pairs = {name: (each["ms"], each["floor_ms"]) for name, each in timing["phases"].items()}
+    pairs["step"] = (timing["step_ms"], whole_ms)
+    above = [name for name, (ms, floor_ms) in pairs.items() if ms is not None and floor_ms > ms]
+    if not above:
+        return None
+    why = f", for they were measured while {disturbed}" if disturbed else ""
+    or_else = "" if "step" in above else ", or what such a phase needs stays in the caches"
+    return (
+        f"the floor of {', '.join(above)} is above the measured time, so this machine's limits are stale"
+        f"{why}{or_else}: profile again when it is quiet"
+    )
 
 
 def model_work(

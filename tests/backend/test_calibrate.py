@@ -11,10 +11,11 @@ import torch
 from torch import nn
 
 from recpipe.backend import calibrate, host
-from recpipe.backend.calibrate import calibrated, parts, sizes
+from recpipe.backend.calibrate import BUDGET_BYTES, calibrated, footprint, parts, sizes
 from recpipe.backend.choices import Chooser
 from recpipe.backend.convert import convert
 from recpipe.backend.host import Host
+from recpipe.common.load import Load
 from recpipe.errors import UserError
 from tests.backend.models import MODELS, batch, made, step
 
@@ -33,6 +34,7 @@ PARTS = {
 @pytest.fixture(autouse=True)
 def _nothing_measured(monkeypatch) -> None:
     monkeypatch.setattr(host.Notebook, "_measured", {})
+    monkeypatch.setattr(host.Notebook, "_disturbed", {})
 
 
 @pytest.fixture
@@ -90,6 +92,60 @@ def test_what_is_kept_is_not_measured_again(tmp_path, asked) -> None:
     assert {(size, threads) for _, size, threads in asked} == {(256, 1)}
     assert set(first) == set(more) == PARTS["dlrm"]
     assert all(set(threads) == {"1"} for threads in more.values()), "what this run asked for, no more"
+
+
+def test_what_was_measured_on_a_busy_machine_serves_this_process_alone(tmp_path, asked, monkeypatch) -> None:
+    model, now, share = made("dlrm"), [0.0], [0.5]
+
+    def load() -> Load:
+        now[0] += 1
+        return Load(share[0] * now[0], now[0], 0)
+
+    monkeypatch.delenv("RECPIPE_BUSY", raising=False)
+    monkeypatch.setattr(Load, "now", load)
+    first = calibrated(model, 16, [1], tmp_path)
+    assert list(tmp_path.iterdir()) == []
+    assert len(asked) == len(PARTS["dlrm"])
+    share[0] = 0.0
+    more = calibrated(model, 64, [1], tmp_path)
+    assert len(asked) == 2 * len(PARTS["dlrm"]), "the same process does not measure, nor round, anew"
+    assert all(more[part]["1"]["16"] == first[part]["1"]["16"] for part in first)
+    kept = host.load(tmp_path, Host.current())
+    assert all(set(threads["1"]) == {"64"} for threads in kept.values())
+    monkeypatch.setattr(host.Notebook, "_measured", {})
+    monkeypatch.setattr(host.Notebook, "_disturbed", {})
+    calibrated(model, 64, [1], tmp_path)
+    assert len(asked) == 3 * len(PARTS["dlrm"]), "another process measures what is not kept"
+    assert all(set(threads["1"]) == {"16", "64"} for threads in host.load(tmp_path, Host.current()).values())
+
+
+def test_measuring_is_bounded_and_goes_on_in_the_next_run(tmp_path, asked, monkeypatch) -> None:
+    model, now = made("dlrm"), [0.0]
+
+    def clock() -> float:
+        now[0] += 1.0
+        return now[0]
+
+    monkeypatch.setattr(calibrate, "perf_counter", clock)
+    monkeypatch.setattr(calibrate, "BUDGET_SECONDS", 3.5)
+    found = calibrated(model, 64, [1], tmp_path)
+    assert len(asked) == 3
+    kept = host.load(tmp_path, Host.current())
+    assert sum(len(sizes) for threads in kept.values() for sizes in threads.values()) == 3
+    assert sum(len(threads["1"]) for threads in found.values()) == 3
+    calibrated(model, 64, [1], tmp_path)
+    assert len(asked) == 6
+
+
+def test_a_wide_models_parts_are_measured_with_fewer_samples(tmp_path, asked, monkeypatch) -> None:
+    """The products of 800 features take 5.2 GB for 2,048 samples; 128 of them stand for more."""
+    monkeypatch.setattr(calibrate, "parts", lambda model: {"dot 800x16", "dot 26x16"})
+    found = calibrated(nn.Module(), 2048, [1], tmp_path)
+    assert set(found["dot 26x16"]["1"]) == set(map(str, sizes(2048)))
+    assert set(found["dot 800x16"]["1"]) == {"8", "32", "128"}
+    assert Chooser(found, True).pays("dot 800x16", 2048) == (found["dot 800x16"]["1"]["128"] == "cpu")
+    assert footprint("dot 800x16", 128) < BUDGET_BYTES < footprint("dot 800x16", 512)
+    assert footprint("chain 512-256r-1", 16384) < BUDGET_BYTES < footprint("chain 20000-20000r-1", 16)
 
 
 def test_another_machine_measures_anew(tmp_path, asked, monkeypatch) -> None:

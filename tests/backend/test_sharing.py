@@ -39,7 +39,7 @@ def clock(monkeypatch) -> list[list[float]]:
     """Times of OpenMP and of the cores' shares, taken one list after the other; each way is run once."""
     times: list[list[float]] = []
 
-    def median_seconds(runs, rounds):
+    def median_seconds(runs, rounds, most):
         for run in runs:
             run()
         return times.pop(0)

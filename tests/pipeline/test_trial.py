@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from recpipe.common.load import Load
 from recpipe.pipeline.trial import BLOCK, HOLD, PAIRS, RARE, WATCHED, Trial
 
 
@@ -16,6 +17,31 @@ def run(trial: Trial, steps: int, with_it: float, without: float, saving: float)
         trial.step(with_it if on else without, saving)
         coming.append(trial.on)
     return used
+
+
+def test_a_decision_on_a_busy_machine_is_not_kept_for_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("RECPIPE_BUSY", raising=False)
+
+    def next_trial(share: float) -> tuple[int, str]:
+        now = [0.0]
+
+        def load() -> Load:
+            now[0] += 1
+            return Load(share * now[0], now[0], 0)
+
+        trial = Trial(load=load)
+        run(trial, WATCHED + 2 * 2 * BLOCK, with_it=0.8, without=1.0, saving=0.4)
+        first = trial.decided
+        while trial.decided == first:
+            trial.step(0.8 if trial.on else 1.0, 0.4)
+        second, said = trial.decided, trial.disturbed
+        while trial.decided == second:
+            trial.step(0.8 if trial.on else 1.0, 0.4)
+        return trial.decided - second, said
+
+    quiet, busy = next_trial(0.0), next_trial(0.5)
+    assert (quiet[1], busy[1]) == ("", "other programs took 50% of this machine's processors")
+    assert quiet[0] - busy[0] == HOLD
 
 
 def test_what_cannot_save_is_never_tried() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import io
 import json
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -19,8 +20,11 @@ from recpipe.common import phases
 from recpipe.common.phases import PHASES, PREFIX
 from recpipe.config.compose import compose
 from recpipe.errors import UserError
+from recpipe.perf import calibrate
+from recpipe.perf.bench import limits as bench_limits
 from recpipe.perf.kernels.models import Estimate
 from recpipe.perf.machine import limits
+from recpipe.perf.machine.profile import Host, MachineProfile, profile_path
 from recpipe.perf.phases.parts import tell_parts
 from recpipe.perf.phases.trace import OVERHEAD, STEP, ProfiledStep, mean_step, profiled_steps
 from recpipe.pipeline.cores import Cores
@@ -29,7 +33,7 @@ from recpipe.report import html, measured
 from recpipe.run import run
 from recpipe.tasks import profile_predicted
 from recpipe.tasks.advise import model
-from recpipe.tasks.profile import achieved, middle_half
+from recpipe.tasks.profile import achieved, middle_half, stale
 from tests.pipeline.samples import collection_of, model_over, random_batch, staged_of
 from tests.tasks.test_advise import machine as slow_disk
 
@@ -116,6 +120,36 @@ def test_the_step_is_predicted_beside_the_measured_one(
     page = (tmp_path / "report.html").read_text(encoding="utf-8")
     assert "Predicted against measured" in page
     assert "Predicted steps" in page
+
+
+def test_limits_that_a_step_contradicts_are_measured_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The profile in the cache is of a machine 10,000 times too slow, as a busy one may look."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(calibrate, "FAMILIES", {"limits": bench_limits.measure})
+    file, cpu = profile_path(Host.current()), torch.device("cpu")
+    slow = tuple(replace(s, seconds=1e4 * s.seconds) for s in limits.measured((64, 256), cpu))
+    MachineProfile(Host.current(), "2026-01-01", True, {"limits": slow}).save(file)
+    found = run(compose([*SMALL]), tmp_path / "run")["profile"]
+    assert "the profile of 2026-01-01 was stale, its limits are others now" in found["recheck"]
+    assert found["floor"]["ms"] < found["step_ms"]
+    kept = MachineProfile.load(file).samples["limits"]
+    assert all(new.seconds < 0.1 * old.seconds for new, old in zip(kept, slow, strict=True))
+    assert dict(measured.limits(found))["checked again"] == found["recheck"]
+
+
+def test_a_floor_above_the_measured_time_is_said_to_be_stale() -> None:
+    phases = {"interaction": {"ms": 1.0, "floor_ms": 2.0}, "MLP": {"ms": 3.0, "floor_ms": 1.0}}
+    timing = {"step_ms": 4.0, "phases": phases}
+    assert stale(timing, 3.0, "") == (
+        "the floor of interaction is above the measured time, so this machine's limits are stale, or "
+        "what such a phase needs stays in the caches: profile again when it is quiet"
+    )
+    assert "limits are stale, for they were measured while others" in (stale(timing, 3.0, "others") or "")
+    phases["interaction"]["floor_ms"] = 0.5
+    assert stale(timing, 3.0, "") is None
+    assert "floor of step is above" in (stale(timing, 5.0, "") or "")
 
 
 def test_what_cannot_be_predicted_has_a_reason(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -90,10 +90,11 @@ def measure(row_bytes: int, device: torch.device) -> Machine:
     return found
 
 
-def known_or_measured(row_bytes: int, device: torch.device) -> Machine:
-    """The limits in this machine's profile, if ``recpipe perf calibrate`` has made one, or measured ones."""
+def known_or_measured(row_bytes: int, device: torch.device, trusted: bool = True) -> Machine:
+    """The limits in this machine's profile, if ``recpipe perf calibrate`` has made one and it is ``trusted``,
+    or measured ones."""
     host = Host.current(device)
-    profile = own_profile(host) if device.type == "cpu" else None
+    profile = own_profile(host) if trusted and device.type == "cpu" else None
     known = None
     if profile is not None:
         known = Machine.of(profile.samples.get("limits", ()), row_bytes, host.threads)

@@ -88,12 +88,17 @@ class MachineProfile:
     """Whether some family was measured in the quick form."""
     samples: Mapping[str, tuple[Sample, ...]] = field(default_factory=dict)
     """By family."""
+    disturbed: Mapping[str, str] = field(default_factory=dict)
+    """The families that something disturbed while they were measured, and what. They serve this process and
+    are not written to the file."""
 
     def text(self) -> str:
         """The profile as JSON, a sample a line."""
         head = {"schema": SCHEMA, "host": asdict(self.host), "made": self.made, "quick": self.quick}
         families = []
         for name, samples in self.samples.items():
+            if name in self.disturbed:
+                continue
             lines = ",\n   ".join(json.dumps(asdict(sample)) for sample in samples)
             families.append(f"  {json.dumps(name)}: [\n   {lines}\n  ]")
         body = ",\n".join(families)

@@ -7,7 +7,7 @@ recipe's step is then walked for each budget of memory (``recpipe.perf``).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -15,12 +15,15 @@ from typing import Any
 import torch
 
 from recpipe.common.console import Meter
+from recpipe.common.load import disturbance
 from recpipe.config.recipe import Recipe
 from recpipe.config.task import AdviseConfig, AdviseTask
 from recpipe.data.dataset import Dataset
 from recpipe.distributed.launch import Process
 from recpipe.errors import UserError
+from recpipe.perf.calibrate import CONTRADICTS, contradicts, recheck
 from recpipe.perf.ids.facts import Facts
+from recpipe.perf.machine.profile import profile_path
 from recpipe.perf.step.capture import CannotTrace
 from recpipe.report import advised
 from recpipe.report.files import ReportFiles
@@ -83,10 +86,24 @@ def advise(
         folder = run_dir / f"verified-{number}"
         budget["verified"] = verified(budget, predicted, config, steps, folder, command_line or ())
         files.write_json("advise.json", told)
+    if config.machine is None and any(map(_contradicted, told["budgets"])):
+        found = recheck(profile_path(profile.host))
+        said = "" if found is None else f"; {found.words}"
+        told["unsure"] += [f"a measured step is {CONTRADICTS:g} times off what was predicted{said}"]
+        files.write_json("advise.json", told)
     files.write("advise.html", lambda page: advised.write(told, page.parent))
     advised.show_advice(told, run_dir / "advise.html")
     files.check()
     return told
+
+
+def _contradicted(budget: Mapping[str, Any]) -> bool:
+    """Whether the plain recipe's step, which was run, is not at all what was predicted."""
+    verified = budget.get("verified") or {}
+    step = verified.get("plain_step_ms") or {}
+    if step.get("measured") is None:
+        return False
+    return contradicts(step["predicted"], step["measured"], bool(disturbance(verified["others_cpu_share"])))
 
 
 def _check(

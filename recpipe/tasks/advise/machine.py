@@ -55,6 +55,10 @@ def words(profile: MachineProfile, device: torch.device, given: str | None) -> s
     host = profile.host
     text = f"{host.processor}, {host.instruction_set}, {host.threads} threads of {host.cores} cores"
     text += ", measured in the quick form" if profile.quick else ""
+    if profile.disturbed:
+        text += (
+            f", while {next(iter(profile.disturbed.values()))} (not kept: measure it again when it is quiet)"
+        )
     differences = Host.current(device).differs(host)
     if given is None or not differences:
         return text

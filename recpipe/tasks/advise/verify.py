@@ -47,6 +47,7 @@ def verified(
         "steps": steps,
         "compare": directory.name,
         "plain_step_ms": _milliseconds(predicted[plain], measured[spelled[plain]], size),
+        "others_cpu_share": measured[spelled[plain]]["others_cpu_share"],
         "rows": rows,
     }
 

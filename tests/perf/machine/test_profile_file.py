@@ -12,9 +12,10 @@ import pytest
 import torch
 
 from recpipe.commands import COMMANDS
+from recpipe.common.load import Load
 from recpipe.errors import UserError
 from recpipe.perf import calibrate as collecting
-from recpipe.perf.calibrate import calibrate
+from recpipe.perf.calibrate import calibrate, contradicts, recheck
 from recpipe.perf.machine.limits import KINDS, Machine, known_or_measured
 from recpipe.perf.machine.profile import Host, MachineProfile, Sample, own_profile, profile_path
 from recpipe.perf.show import shown
@@ -142,6 +143,77 @@ def test_another_machines_profile_and_an_unknown_family_are_refused(rig: Rig, tm
     with pytest.raises(UserError, match="did you mean first"):
         calibrate(tmp_path / "new.json", False, ["frist"], rig.families)
     assert rig.asked == []
+
+
+class Machinery:
+    """A family ``limits`` with this speed, on a machine of whose processors others take ``share``."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(collecting.Host, "current", lambda: HOST)
+        monkeypatch.delenv("RECPIPE_BUSY", raising=False)
+        self.speed, self.share, self.now, self.calls = 1.0, 0.0, Load(0, 0, 0), 0
+        monkeypatch.setattr(Load, "now", lambda: self.now)
+        self.families = dict.fromkeys(("limits", "gemm"), self.measure)
+
+    def measure(self, quick: bool) -> Iterator[Sample]:
+        self.calls += 1
+        self.now = Load(self.now.busy + self.share, self.now.total + 1, 0)
+        yield Sample("copy", {"amount": 1e9}, 1 / self.speed)
+        yield Sample("read", {"amount": 1e9}, 2 / self.speed)
+
+
+def test_what_was_measured_on_a_busy_machine_is_used_and_not_kept(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    file, machine = tmp_path / "machine.json", Machinery(monkeypatch)
+    machine.share = 0.4
+    found = calibrate(file, True, families=machine.families)
+    assert set(found.samples) == {"limits", "gemm"}
+    assert found.disturbed["limits"] == "other programs took 40% of this machine's processors"
+    assert machine.calls == 3 + 1, "a busy machine is not waited for again and again"
+    assert MachineProfile.load(file).samples == {}
+    assert "disturbed: other programs took 40%" in shown(found)
+    machine.share, machine.calls = 0.0, 0
+    found = calibrate(file, True, families=machine.families)
+    assert (set(MachineProfile.load(file).samples), found.disturbed) == ({"limits", "gemm"}, {})
+    assert machine.calls == 2 + 1, "gemm's passes agree by themselves"
+
+
+def test_a_profile_that_a_step_contradicts_is_measured_again(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    file, machine = tmp_path / "machine.json", Machinery(monkeypatch)
+    assert recheck(file, machine.families) is None
+    machine.speed = 0.1
+    calibrate(file, False, families=machine.families)
+    kept = MachineProfile.load(file)
+    replace(kept, samples={**kept.samples, "a plugin's": SAMPLES}).save(file)
+    found = recheck(file, machine.families)
+    assert found is not None
+    assert found.fresh
+    assert "the prediction is off" in found.words
+    machine.speed, machine.share = 1.0, 0.5
+    found = recheck(file, machine.families)
+    assert found is not None
+    assert not found.fresh
+    assert "cannot be measured again now: other programs took 50%" in found.words
+    assert MachineProfile.load(file).samples["limits"] == kept.samples["limits"]
+    machine.share = 0.0
+    found = recheck(file, machine.families)
+    assert found is not None
+    assert "was stale" in found.words
+    fresh = MachineProfile.load(file)
+    assert [sample.seconds for sample in fresh.samples["limits"]] == [1, 2]
+    assert fresh.samples["gemm"] == fresh.samples["limits"]
+    assert fresh.samples["a plugin's"] == SAMPLES
+
+
+@pytest.mark.parametrize(
+    ("predicted", "measured", "disturbed", "expected"),
+    [(1.0, 1.4, False, False), (1.0, 1.6, False, True), (1.0, 9.0, True, False), (1.6, 1.0, True, True)],
+)
+def test_a_contradiction(predicted: float, measured: float, disturbed: bool, expected: bool) -> None:
+    assert contradicts(predicted, measured, disturbed) is expected
 
 
 def test_random_numbers_and_threads_stay_as_they_were(rig: Rig, tmp_path: Path) -> None:
