@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import recpipe
+from recpipe.inference.quantized_manifest import read_manifest, write_manifest
 
 SMALL = (
     "data.samples=6000",
@@ -26,3 +28,9 @@ def small_checkpoint(folder: Path) -> Path:
     with recpipe.train(None, None, *SMALL, output=folder, quiet=True) as run:
         assert run.checkpoint is not None
         return Path(run.checkpoint)
+
+
+def as_judged(directory: Path) -> Path:
+    """A quantized checkpoint that a test has written, as if it had been judged as well."""
+    write_manifest(directory, replace(read_manifest(directory), judged=True))
+    return directory

@@ -43,7 +43,7 @@ from recpipe_low_precision.dense_report import dense_content
 from recpipe_low_precision.judge import Judge
 from recpipe_low_precision.prune import used_rows
 from recpipe_low_precision.search import Cost, Found, Search
-from recpipe_low_precision.slices import Slice, between_samples
+from recpipe_low_precision.slices import Slice, between_samples, check_slice
 
 log = logging.getLogger("recpipe")
 JOURNAL = "evaluations.jsonl"
@@ -124,6 +124,8 @@ class Work:
                 self.used = used_rows(self.source, train, batches, meter)
         log.info("reading the %s calibration samples' rows", f"{first:,}")
         calibration = Slice(self.source, self._part(0, first), self.knobs.cache_bytes, self.used)
+        log.info("checking the test slice")  # now: a search takes minutes
+        check_slice(self.source, self._part(first, samples))
         judge = Judge(
             calibration, self._bytes, finished.output / JOURNAL, self._work(), self.knobs.evaluations
         )
@@ -132,7 +134,7 @@ class Work:
         dense = Found({}, None, [])
         if layers:
             dense = self._searched(judge, lambda meter: self._layers_search(judge, layers, found, meter))
-        log.info("writing %s", finished.quantized)
+        log.info("writing it")
         self._write(found.assignment, layers, dense.assignment)
         made = self.source.called()
         put_rows(made.module, finished.quantized)

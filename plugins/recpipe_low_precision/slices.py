@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -15,7 +16,7 @@ from torch import nn
 from recpipe.kit import Called, FloatCheckpoint, LowPrecisionLinear, batch_size, select
 from recpipe.plugin import UserError
 from recpipe_low_precision.choices import FLOAT, Assignment
-from recpipe_low_precision.replay import Pieces, TableRows, put_stubs
+from recpipe_low_precision.replay import Pieces, Stub, TableRows, put_stubs
 
 LAYER = "layer:"
 """What comes before a linear layer's path in its name in an assignment."""
@@ -51,25 +52,14 @@ class Slice:
             raise UserError("there are no samples to judge types by: raise data.eval_fraction")
         self.pieces = Pieces(cache_bytes)
         self.stubs = put_stubs(self.called, source, self.pieces)
-        self.labels = self._learn_ids()
+        # Without rows, so that the stubs see the ids.
+        self.labels = _learnt(self.called, self.stubs, self.batches)
         self.tables: dict[str, TableRows] = {}
         for stub in self.stubs:
             self.tables |= stub.gather(source, used or {})
         self.pieces.tables = self.tables
         self.layers: dict[str, LowPrecisionLinear] = {}
         """Linear layers that can be computed in low precision, by their names in an assignment."""
-
-    def _learn_ids(self) -> NDArray[np.float32]:
-        """Run without rows, so that the stubs see the ids; returns the labels."""
-        labels = []
-        for batch in self.batches:
-            labels.append(_judged(self.called, batch)[1])
-            for stub in self.stubs:
-                stub.end_batch()
-        found = torch.cat(labels).numpy()
-        if not np.isin(found, (0, 1)).all():
-            raise UserError("normalized entropy is of clicks, and the labels are not 0 and 1 alone")
-        return found
 
     def evaluate(self, assignment: Assignment) -> Losses:
         """The model's scores and losses with tables kept, and layers computed, by ``assignment``."""
@@ -93,13 +83,32 @@ class Slice:
         losses = nn.functional.binary_cross_entropy_with_logits(score, label, reduction="none")
         return Losses(score.numpy(), losses.numpy())
 
-    @property
+    @cached_property
     def base_entropy(self) -> float:
         """Logloss of always predicting the mean label, in nats; normalized entropy is logloss over it."""
         rate = float(self.labels.mean(dtype=np.float64))
-        if not 0 < rate < 1:
-            raise UserError("all labels of a slice are equal: raise data.eval_fraction")
         return -(rate * math.log(rate) + (1 - rate) * math.log(1 - rate))
+
+
+def check_slice(source: FloatCheckpoint, batches: Iterable[Any]) -> None:
+    """``UserError`` if a finished model cannot be judged by these samples, of which nothing is kept."""
+    called = source.called()
+    _learnt(called, put_stubs(called, source, Pieces(0)), batches)
+
+
+def _learnt(called: Called, stubs: Sequence[Stub], batches: Iterable[Any]) -> NDArray[np.float32]:
+    """The labels of all samples, float32 [N]; the stubs have then seen the ids."""
+    labels = []
+    for batch in batches:
+        labels.append(_judged(called, batch)[1])
+        for stub in stubs:
+            stub.end_batch()
+    found: NDArray[np.float32] = torch.cat(labels).numpy()
+    if not np.isin(found, (0, 1)).all():
+        raise UserError("normalized entropy is of clicks, and the labels are not 0 and 1 alone")
+    if found.min() == found.max():
+        raise UserError("all labels of a slice are equal: raise data.eval_fraction")
+    return found
 
 
 def _judged(called: Called, batch: Any) -> tuple[torch.Tensor, torch.Tensor]:

@@ -25,9 +25,10 @@ from recpipe.inference.layers import LowPrecisionLinear, in_float32, low_layers
 from recpipe.inference.manifest import read_manifest, versions
 from recpipe.inference.popularity import write_popularity
 from recpipe.inference.programs import Program
+from recpipe.inference.quantized_manifest import require_judged
 from recpipe.inference.reference import figures_of
 from recpipe.inference.stored import stored
-from recpipe.inference.trained import Trained, open_trained, scored
+from recpipe.inference.trained import Trained, is_quantized, open_trained, scored
 from recpipe.model.call import Called
 
 log = logging.getLogger("recpipe")
@@ -55,6 +56,8 @@ class Parts:
 def of_checkpoint(checkpoint: Path, model: nn.Module | None) -> Parts:
     """What to write of a checkpoint, quantized or not; ``UserError`` if its model cannot be packaged."""
     trained = open_trained(checkpoint, model=model)
+    if is_quantized(trained.directory):
+        require_judged(trained.directory)
     schema, source = trained.schema, stored(trained)
     called = source.called
     module = called.module

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import shutil
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -10,11 +12,13 @@ import torch
 from rich.console import Console
 
 from recpipe.common.console import log, show
+from recpipe.common.run_dir import unwritable
 from recpipe.data.given import GivenBatches
 from recpipe.distributed.launch import Process
 from recpipe.errors import UserError
 from recpipe.inference.command import TERMINAL, Caller, answering
-from recpipe.inference.quantized import require_free
+from recpipe.inference.quantized import require_free, take_place
+from recpipe.inference.rows import encode_rows
 from recpipe.inference.source import FloatCheckpoint
 from recpipe.inference.trained import is_quantized, open_trained
 from recpipe.inference.words import QuantizeOptions, of_plugins, parted, the_plugin
@@ -24,6 +28,7 @@ from recpipe.report.record import SCHEMA
 from recpipe.tasks.compare_run import interrupt_on_sigterm
 from recpipe.tasks.process import prepare_process
 
+FLOAT32 = "fp32"
 QUANTIZED = "quantized"
 """The folder of the quantized checkpoint in the run's directory."""
 
@@ -44,25 +49,51 @@ def quantize_for(caller: Caller, checkpoint: Path, words: Sequence[str]) -> dict
     mine, others = of_plugins(overrides)
     quantizer = the_plugin(mine, ModelQuantizer, "quantize", "low_precision")
     with answering(caller, directory) as run_dir:
+        target = run_dir.path / QUANTIZED if options.output is None else Path(options.output).expanduser()
+        require_free(target)
         trained = open_trained(checkpoint, others, caller.model, caller.data)
         if is_quantized(trained.directory):
             raise UserError(f"{trained.directory} is quantized already: name the checkpoint it was made from")
-        target = run_dir.path / QUANTIZED if options.output is None else Path(options.output).expanduser()
-        require_free(target)
         dataset = trained.dataset
         if isinstance(dataset, GivenBatches):
             dataset.device = torch.device("cpu")  # where a quantizer's model is
-        finished = FinishedModel(
-            FloatCheckpoint.of(trained),
-            dataset,
-            trained.cfg.data.batch_size,
-            run_dir.path,
-            target.absolute(),
-        )
-        made = quantizer.quantize(finished)
+        source = FloatCheckpoint.of(trained)
+        _require_finite(source)
+        with _beside(target.absolute()) as draft:
+            size = trained.cfg.data.batch_size
+            made = quantizer.quantize(FinishedModel(source, dataset, size, run_dir.path, draft))
+            take_place(draft, target)
+        log.info("wrote %s", target)
         report = {"schema": SCHEMA, "task": "quantize", **made.figures, "environment": environment()}
         _write(run_dir.path, report, made)
     return report
+
+
+@contextmanager
+def _beside(target: Path) -> Iterator[Path]:
+    """The place of a quantized checkpoint that is not judged yet, beside ``target``. What is there at the end
+    of the block is removed; so is what a killed command has left. ``UserError`` if no folder can be made
+    there."""
+    draft = target.with_name(f"{target.name}.unjudged")
+    try:
+        shutil.rmtree(draft, ignore_errors=True)
+        draft.mkdir(parents=True)
+    except OSError as fault:
+        raise unwritable(target, fault, "choose another directory, output=DIRECTORY") from fault
+    try:
+        yield draft
+    finally:
+        shutil.rmtree(draft, ignore_errors=True)
+
+
+def _require_finite(source: FloatCheckpoint) -> None:
+    """``UserError`` for the first weight that is not finite, which no type can hold."""
+    for name, value in source.dense.items():
+        if value.is_floating_point() and not bool(value.isfinite().all()):
+            raise UserError(f"{source.directory}: '{name}' has a weight that is not finite: train it again")
+    for table in source.shapes:
+        for start, values in source.blocks(table):
+            encode_rows(values, FLOAT32, table, start)
 
 
 def _write(directory: Path, report: Mapping[str, Any], made: Quantized) -> None:

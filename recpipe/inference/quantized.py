@@ -14,10 +14,9 @@ written and read in blocks: they may be larger than memory while they are writte
 
 from __future__ import annotations
 
-import json
 import shutil
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -39,10 +38,8 @@ from recpipe.inference.layers import Layer, put_layers
 from recpipe.inference.lookup import LowPrecisionBags, LowPrecisionRows, RowType
 from recpipe.inference.quantized_manifest import (
     DENSE,
-    DIGEST,
     FORMAT,
     LAYERS,
-    MANIFEST,
     SCHEMA,
     QuantizedManifest,
     QuantizedTable,
@@ -50,10 +47,10 @@ from recpipe.inference.quantized_manifest import (
     dense_files,
     read_manifest,
     recipe_of,
-    seal,
     table_file,
     told,
     verify,
+    write_manifest,
 )
 from recpipe.inference.recipe import scoring_recipe
 from recpipe.inference.rows import encode_rows, row_bytes
@@ -108,17 +105,10 @@ def write_quantized(
             {name: told(partial / name) for name in (*dense_files(how), *map(table_file, source.shapes))},
             dict(figures or {}),
             how,
+            judged=False,
         )
-        draft = partial / MANIFEST
-        draft.write_text(json.dumps(asdict(manifest), indent=1), encoding="utf-8")
-        seal(partial)
-        for file in (
-            draft,
-            partial / DIGEST,
-            *(partial / name for name in manifest.files),
-            partial / "tables",
-            partial,
-        ):
+        write_manifest(partial, manifest)
+        for file in (*(partial / name for name in manifest.files), partial / "tables", partial):
             sync(file)
         shutil.rmtree(target, ignore_errors=True)
         partial.rename(target)
@@ -132,8 +122,21 @@ def write_quantized(
     return read_manifest(target)
 
 
+def take_place(judged: Path, target: Path) -> None:
+    """Note in the quantized checkpoint ``judged`` that its quality was measured, and rename it to ``target``,
+    in place of one there."""
+    write_manifest(judged, replace(read_manifest(judged), judged=True))
+    try:
+        shutil.rmtree(target, ignore_errors=True)
+        judged.rename(target)
+        sync(target.parent)
+    except OSError as fault:
+        raise unwritable(target, fault, "choose another directory, output=DIRECTORY") from fault
+
+
 def require_free(target: Path) -> None:
-    """``UserError`` if something else than a quantized checkpoint is at ``target``."""
+    """``UserError`` if something else than a quantized checkpoint is at ``target``, or if no folder can be
+    made there."""
     if target.exists() and not is_quantized(target) and (not target.is_dir() or any(target.iterdir())):
         raise UserError(f"{target} holds other files: name a new directory, output=DIRECTORY")
 

@@ -6,14 +6,16 @@ compared with those that a quantized checkpoint has, and never used as paths.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from hashlib import blake2b, file_digest
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
 from recpipe.checkpoint.trained_on import TrainedOn
+from recpipe.common.durable import sync
 from recpipe.common.saved import Damaged, read_json, typed_as
 from recpipe.errors import UserError
 from recpipe.inference.layers import Layer
@@ -73,6 +75,8 @@ class QuantizedManifest:
     """What the quantizer measured."""
     layers: dict[str, Layer] = field(default_factory=dict)
     """The linear layers that are not computed in float32, by their paths in the model."""
+    judged: bool | None = None
+    """Whether its quality was measured after it was written; None: earlier versions do not say."""
 
 
 def dense_files(layers: Mapping[str, Layer]) -> list[str]:
@@ -114,6 +118,24 @@ def read_manifest(directory: Path) -> QuantizedManifest:
     except (OSError, ValueError) as fault:
         raise damaged(file, fault) from fault
     return manifest
+
+
+def write_manifest(directory: Path, manifest: QuantizedManifest) -> None:
+    """Write the manifest and its digest into ``directory``, in place of those there, and flush them to
+    disk."""
+    (directory / MANIFEST).write_text(json.dumps(asdict(manifest), indent=1), encoding="utf-8")
+    seal(directory)
+    sync(directory / MANIFEST)
+    sync(directory / DIGEST)
+
+
+def require_judged(directory: Path) -> None:
+    """``UserError`` for a quantized checkpoint whose quality was not measured after it was written."""
+    if read_manifest(directory).judged is False:
+        raise UserError(
+            f"{directory} was written and not judged, as by a command that was killed: make it anew with "
+            "'recpipe quantize'"
+        )
 
 
 def recipe_of(manifest: QuantizedManifest, directory: Path) -> TrainedOn:

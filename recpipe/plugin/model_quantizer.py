@@ -25,7 +25,8 @@ class FinishedModel:
     output: Path
     """The directory for whatever else the quantizer leaves; the report is written there."""
     quantized: Path
-    """The directory for the quantized checkpoint (``recpipe.kit.write_quantized``)."""
+    """The directory for the quantized checkpoint (``recpipe.kit.write_quantized``). It gets its own name, and
+    can be packaged, once ``quantize`` has judged it and returned."""
 
 
 @dataclass(frozen=True)
@@ -60,7 +61,8 @@ class ModelQuantizer(ABC):
 
     @abstractmethod
     def quantize(self, finished: FinishedModel) -> Quantized:
-        """Write the quantized checkpoint to ``finished.quantized`` and return the report, which core writes.
+        """Write the quantized checkpoint to ``finished.quantized``, judge it as it lies there, and return the
+        report, which core writes.
 
         ``UserError`` for what cannot be quantized. After Ctrl-C, ``KeyboardInterrupt`` passes.
         """

@@ -27,6 +27,7 @@ from recpipe.inference.source import FloatCheckpoint
 from recpipe.inference.trained import open_trained, scored
 from recpipe.seams.compiled import compiler
 from recpipe.seams.int8 import int8_adds_up
+from tests.quantizing import as_judged
 
 needs_compiler = pytest.mark.skipif(compiler() is None, reason="packages are compiled: no C++ compiler here")
 BOTTOM, TOP = "dense_arch.model._mlp.0._linear", "over_arch.model.0._mlp.0._linear"
@@ -121,7 +122,7 @@ def written(source: FloatCheckpoint, target: Path, most: int = 127) -> Path:
         for path in (BOTTOM, TOP)
     }
     write_quantized(target, source, dict.fromkeys(source.shapes, "fp32"), layers=layers)
-    return target
+    return as_judged(target)
 
 
 def test_a_checkpoint_with_low_layers_is_opened_and_scored_with_them(

@@ -40,6 +40,7 @@ from recpipe.seams.compiled import compiled_for, compiler
 from recpipe.tasks.doctor import CPU_WHEELS
 from tests.inference.clients import Clients, children, damaged_requests, mapped_bytes
 from tests.processes import Child
+from tests.quantizing import as_judged
 
 DATA = (
     "data.samples=2000",
@@ -536,7 +537,7 @@ def test_a_quantized_checkpoints_tables_stay_in_their_types(checkpoint: Path, tm
     source = FloatCheckpoint.of(open_trained(checkpoint))
     kept = {"a": np.arange(300) % 3 > 0}
     write_quantized(tmp_path / "small", source, {"a": "int8", "b/c": "int4", "d.e": "fp32"}, kept)
-    parts = of_checkpoint(tmp_path / "small", None)
+    parts = of_checkpoint(as_judged(tmp_path / "small"), None)
     (tmp_path / "tables").mkdir()
     parts.write_tables(tmp_path)
     tables = parts.content["tables"]

@@ -20,6 +20,7 @@ from recpipe.inference.source import FloatCheckpoint
 from recpipe.inference.stored import stored
 from recpipe.inference.trained import open_trained
 from tests.processes import ROOT
+from tests.quantizing import as_judged
 
 ROWS, DIM = 900_000, 64
 SMALL = (
@@ -110,7 +111,7 @@ def test_pruned_rows_and_their_places_are_copied(tmp_path: Path) -> None:
     source, kept = FloatCheckpoint.of(open_trained(checkpoint)), {"b": np.arange(40) % 3 > 0}
     write_quantized(tmp_path / "q", source, {"a": "int8", "b": "int4"}, kept)
     (tmp_path / "tables").mkdir()
-    of_checkpoint(tmp_path / "q", None).write_tables(tmp_path)
+    of_checkpoint(as_judged(tmp_path / "q"), None).write_tables(tmp_path)
     for name in ("a", "b"):
         file = f"tables/{name}.safetensors"
         assert (tmp_path / file).read_bytes() == (tmp_path / "q" / file).read_bytes()

@@ -3,18 +3,24 @@
 from __future__ import annotations
 
 import json
+import shutil
+from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 from recpipe_low_precision import search
+from recpipe_low_precision.plugin import Work
 
 import recpipe
 from recpipe import cli
 from recpipe.config.compose import active_plugins, compose
+from recpipe.data.batch import Batch
 from recpipe.errors import UserError
 from recpipe.inference.quantized import open_quantized
 from recpipe.inference.quantized_manifest import read_manifest
+from recpipe.inference.source import FloatCheckpoint
 from recpipe.plugin.errors import PluginError
 from recpipe.plugin.load import activate, installed
 from recpipe.tasks.plugins import listed
@@ -79,6 +85,78 @@ def test_an_interrupt_keeps_the_evaluations(checkpoint: Path, tmp_path: Path, mo
         recpipe.quantize(checkpoint, None, WITH, output=tmp_path, quiet=True)
     assert len((tmp_path / "evaluations.jsonl").read_text().splitlines()) == 1 + 4 * 4
     assert not (tmp_path / "quantized").exists()
+
+
+def test_what_was_judged_alone_gets_the_name(checkpoint: Path, tmp_path: Path, monkeypatch) -> None:
+    seen = []
+
+    def watched(self: Work, *_: object) -> None:
+        seen.extend(path.name for path in tmp_path.iterdir() if path.is_dir())
+        raise KeyboardInterrupt  # while it is judged
+
+    monkeypatch.setattr(Work, "_quality", watched)
+    with pytest.raises(KeyboardInterrupt):
+        recpipe.quantize(checkpoint, None, WITH, knob("bound", 0.01), output=tmp_path, quiet=True)
+    assert seen == ["quantized.unjudged"]
+    assert not list(tmp_path.glob("quantized*"))
+
+
+def test_a_package_of_what_a_kill_left_is_refused(
+    checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    left = tmp_path / "left"
+
+    def copied(self: Work, *_: object) -> None:
+        shutil.copytree(self.finished.quantized, left)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Work, "_quality", copied)
+    with pytest.raises(KeyboardInterrupt):
+        recpipe.quantize(checkpoint, None, WITH, knob("dense", "float32"), output=tmp_path, quiet=True)
+    with pytest.raises(UserError, match=f"{left} was written and not judged.*: make it anew"):
+        recpipe.package(left, tmp_path / "package")
+    assert not (tmp_path / "package").exists()
+
+
+def test_what_a_kill_left_is_replaced(checkpoint: Path, tmp_path: Path) -> None:
+    (tmp_path / "quantized.unjudged").mkdir()
+    (tmp_path / "quantized.unjudged" / "manifest.json").touch()
+    recpipe.quantize(checkpoint, None, WITH, knob("dense", "float32"), output=tmp_path, quiet=True)
+    assert read_manifest(tmp_path / "quantized").judged
+    assert not (tmp_path / "quantized.unjudged").exists()
+
+
+@pytest.mark.parametrize("fault", ["output", "labels", "weights"])
+def test_what_would_fail_at_the_end_is_said_before_the_search(
+    fault: str, checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(search.Search, "run", lambda self: pytest.fail("searched"))
+    words = [WITH]
+    if fault == "output":
+        (tmp_path / "file").touch()
+        words.append(f"output={tmp_path / 'file' / 'q'}")
+        said = rf"cannot write {tmp_path / 'file' / 'q'}: Not a directory; .*output=DIRECTORY"
+    elif fault == "labels":
+        part = Work._part
+
+        def equal(self: Work, low: int, high: int) -> Iterator[Batch]:
+            for batch in part(self, low, high):
+                yield replace(batch, labels=batch.labels * (low == 0))  # the test slice has no click
+
+        monkeypatch.setattr(Work, "_part", equal)
+        said = r"all labels of a slice are equal: raise data\.eval_fraction"
+    else:
+        blocks = FloatCheckpoint.blocks
+
+        def broken(self: FloatCheckpoint, table: str) -> Iterator[tuple[int, torch.Tensor]]:
+            for start, values in blocks(self, table):
+                values[-1, 0] = float("inf")
+                yield start, values
+
+        monkeypatch.setattr(FloatCheckpoint, "blocks", broken)
+        said = r"table '.*', row \d+: a weight is not finite"
+    with pytest.raises(UserError, match=said):
+        recpipe.quantize(checkpoint, None, *words, output=tmp_path / "run", quiet=True)
 
 
 def test_the_users_model_stays_as_it_is(tmp_path: Path) -> None:
