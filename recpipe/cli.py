@@ -14,7 +14,7 @@ from typing import NoReturn
 from recpipe.backend.allocator import bound_kernel_caches, tune_allocator
 from recpipe.commands import COMMANDS, listed
 from recpipe.common.collector import importing
-from recpipe.common.quiet import calm_threads, quiet_libraries
+from recpipe.common.quiet import calm_threads, hide_known_warnings, quiet_libraries
 from recpipe.common.versions import versions
 from recpipe.errors import ThroughHydra, UserError, did_you_mean, shown
 
@@ -191,9 +191,10 @@ def _run_hydra(argv: Sequence[str]) -> None:
     )
     from recpipe.tasks import sweep_launcher
     from recpipe.tasks.sweep_launcher import TorchrunLauncher, refuse_without_sweep
-    from recpipe.tasks.sweeps import noted, table_at_end
+    from recpipe.tasks.sweeps import BASIC, SweepFolder, metrics_of, noted, optimized, table_at_end
 
     user_setting = os.environ.get(FULL_ERROR)
+    hide_known_warnings()
     calm_threads()
     tune_allocator()
     bound_kernel_caches()
@@ -206,14 +207,17 @@ def _run_hydra(argv: Sequence[str]) -> None:
 
     begun = False
 
-    def job(recipe: DictConfig) -> None:
+    def job(recipe: DictConfig) -> float | list[float] | None:
         nonlocal begun
         begun = True
+        hydra = HydraConfig.get()
+        sweeps = hydra.mode is RunMode.MULTIRUN
+        with _stopping(), readable_errors(argv):  # ends the sweep, since each job would have this fault
+            metrics = metrics_of(recipe, hydra) if sweeps else []
         with _environment(user_setting), _stopping(), noted(), readable_errors(argv):
             check(recipe)
             refuse_without_sweep()
             quiet_libraries()
-            hydra = HydraConfig.get()
             log.info("this run's directory: %s", hydra.runtime.output_dir)
             own_compilers_caches()
             log.info("loading torch")  # which takes seconds
@@ -226,11 +230,12 @@ def _run_hydra(argv: Sequence[str]) -> None:
 
             directory = Path(hydra.runtime.output_dir)
             report = run(recipe, directory, command_line_overrides(hydra))
-            if report and recipe.task.name == "train" and hydra.mode is RunMode.RUN:
+            if report and recipe.task.name == "train" and not sweeps:
                 from recpipe.run import carry_out
                 from recpipe.tasks.beside import show_beside
 
                 show_beside(recipe, report, directory, carry_out)
+            return optimized(metrics, report) if metrics else None
 
     argv = options_first(argv)
     register()
@@ -248,7 +253,7 @@ def _run_hydra(argv: Sequence[str]) -> None:
         try:
             decorate(job)()
         except (AssertionError, AttributeError, TypeError, ValueError) as fault:
-            if begun:
+            if begun or SweepFolder.sweeper != BASIC:
                 raise
             # Hydra does not check the values of its own keys.
             said = shown(fault, 200) or type(fault).__name__

@@ -32,11 +32,20 @@ NOISE = (
     # FBGEMM on a GPU: an internal choice that it reports, and its own hook on lookups behind a cache.
     r".*TBE B200 optimization.*",
     r".*Full backward hook is firing when gradients are computed with respect to module outputs.*",
+    # Hydra 1.4, about what 1.5 will refuse: an argument that 1.3 needs, and objects that a recipe names
+    # without a list of those it may name. A recipe is its user's own; Hydra still refuses dangerous names.
+    r".*The version_base parameter is deprecated.*",
+    r".*hydra.utils.instantiate\(\) resolved _target_=.*",
+    r".*Hydra configured Python logging without an execution whitelist.*",
 )
 """Warnings to hide: they are about things that recpipe does on purpose."""
 _LEVELS = {
     "lightning.pytorch": logging.WARNING,
     "lightning.fabric": logging.WARNING,
+    # MLflow's first run makes its database and an experiment.
+    "lightning.pytorch.loggers.mlflow": logging.ERROR,
+    "mlflow.store": logging.WARNING,
+    "mlflow.tracking": logging.WARNING,
     "torchrec": logging.WARNING,
     "fbgemm_gpu": logging.WARNING,
     # TorchRec's planner warns about every replicated table, and about a way to make topologies new in 1.8.
@@ -57,6 +66,11 @@ def quiet_libraries() -> None:
     for name, level in _LEVELS.items():
         logging.getLogger(name).setLevel(level)
     logging.getLogger().addFilter(_worth_saying)
+    hide_known_warnings()
+
+
+def hide_known_warnings() -> None:
+    """Hide the warnings in ``NOISE``."""
     for message in NOISE:
         warnings.filterwarnings("ignore", message=message)
 

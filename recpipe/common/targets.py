@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, TypeVar
 
-from hydra.errors import InstantiationException
 from hydra.utils import instantiate
 
 from recpipe.errors import UserError
@@ -27,7 +26,9 @@ def make(kind: type[T], chosen: Mapping[str, Any], key: str) -> T:
     target = chosen["_target_"]
     try:
         made = instantiate(dict(chosen), _convert_="all")
-    except InstantiationException as fault:
+    except UserError:
+        raise
+    except Exception as fault:  # Hydra 1.4 hands on what the class raises
         raise UserError(f"{key}: cannot make {target}: {_reason(fault)}") from fault
     if not isinstance(made, kind):
         raise UserError(
@@ -45,7 +46,9 @@ def made_within(value: Any, key: str) -> Any:
         return value
     try:
         return instantiate(value, _convert_="all") if isinstance(value, dict) else _listed(value, key)
-    except InstantiationException as fault:
+    except UserError:
+        raise
+    except Exception as fault:
         raise UserError(f"{key}: cannot be made: {_reason(fault)}") from fault
 
 

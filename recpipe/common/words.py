@@ -13,8 +13,9 @@ from recpipe.errors import UserError, shown
 
 CUSTOM = "custom"
 """The option of ``model=`` for any class, with the keys that recpipe itself reads."""
-FREE = ("optim.dense", "optim.by_table")
-"""The mappings whose keys the recipe's yaml does not list: a class's arguments, the names of tables."""
+FREE = {"optim.dense": ("name", "lr"), "optim.by_table": ()}
+"""Mappings that may have other keys than those which the recipe's yaml lists: a class's arguments, tables'
+names."""
 _LIST = "advise.memory="
 """A key whose value is a list; Hydra takes ``a,b`` without brackets for a sweep."""
 _DIRECTORY = ("--config-dir", "-cd")
@@ -39,8 +40,8 @@ def for_hydra(
     nothing more. Raises ``UserError`` if the words ask for a class and also for a model that has one.
     """
     words = _anchored([_listed(word) for word in words])
-    for section in FREE:
-        words = opened(words, section)
+    for section, listed in FREE.items():
+        words = opened(words, section, listed)
     if not any(word.lstrip("+").startswith("model.") for word in words):
         return words
     targets = [word for word in words if word.lstrip("+").startswith("model._target_=")]
@@ -84,11 +85,15 @@ def _listed(word: str) -> str:
     return f"{_LIST}[{value}]" if word.startswith(_LIST) and not value.startswith("[") else word
 
 
-def opened(words: Sequence[str], section: str) -> list[str]:
+def opened(words: Sequence[str], section: str, listed: Collection[str] = ()) -> list[str]:
     """Replace ``SECTION.KEY`` by ``++SECTION.KEY`` in ``words``, so that Hydra accepts a key that no yaml
-    has; likewise ``SECTION={KEY: VALUE}``."""
+    has; likewise ``SECTION={KEY: VALUE}``. The keys that are ``listed`` in each yaml stay."""
     start = (f"{section}.", f"{section}={{")
-    return [f"++{word}" if word.startswith(start) and "=" in word else word for word in words]
+    there = tuple(f"{section}.{key}=" for key in listed)
+    return [
+        f"++{word}" if word.startswith(start) and "=" in word and not word.startswith(there) else word
+        for word in words
+    ]
 
 
 def named(words: Sequence[str], group: str) -> Iterator[str]:

@@ -20,10 +20,9 @@ from hydra.core.utils import JobRuntime, setup_globals
 from hydra.errors import HydraException, OverrideParseException
 from hydra.plugins.search_path_plugin import SearchPathPlugin
 from hydra.types import RunMode
-from hydra.version import VersionBase
+from hydra.version import VersionBase, _get_version
 from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
-from packaging.version import Version
 from yaml import YAMLError
 
 from recpipe.common.validation import nearest_key, no_value
@@ -36,7 +35,7 @@ from recpipe.plugin.load import installed
 from recpipe.plugin.offers import GROUPS, PLUGIN, WORDS, is_offered, offered
 
 CONFIG_NAME = "train"
-HYDRA = Version("1.3")
+HYDRA = "1.3"
 """The ``version_base`` of recpipe's yaml."""
 DEEPEST = 20
 """Most levels of nesting in an override's value; OmegaConf recurses over them."""
@@ -122,7 +121,7 @@ def _hydra_version() -> Iterator[None]:
     base, job = VersionBase.instance(), JobRuntime.instance()
     with _composing:
         before = base.version_base, job.conf
-        base.version_base, job.conf = HYDRA, OmegaConf.create({"name": "recpipe"})
+        base.version_base, job.conf = _get_version(HYDRA), OmegaConf.create({"name": "recpipe"})
         try:
             yield
         finally:

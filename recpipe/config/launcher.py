@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from hydra.core.config_store import ConfigStore
+from hydra.core.object_type import ObjectType
 
 NAME = "torchrun"
 
@@ -23,4 +24,8 @@ class TorchrunConf:
 
 def register() -> None:
     """Make the launcher available to recipes; calling it again changes nothing."""
-    ConfigStore.instance().store(group="hydra/launcher", name=NAME, node=TorchrunConf, provider="recpipe")
+    store = ConfigStore.instance()
+    if (
+        store.get_type(f"hydra/launcher/{NAME}.yaml") is ObjectType.NOT_FOUND
+    ):  # Hydra 1.4 warns of a second one
+        store.store(group="hydra/launcher", name=NAME, node=TorchrunConf, provider="recpipe")

@@ -30,9 +30,10 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 
 from recpipe.common.run_dir import JOB_FILE
 from recpipe.config.launcher import NAME
-from recpipe.errors import UserError
+from recpipe.errors import UserError, shown
 from recpipe.tasks.compare_rows import chosen_config, quoted
 from recpipe.tasks.compare_run import TORCHRUN, end, interrupt_on_sigterm
+from recpipe.tasks.sweeps import metrics_of, optimized
 
 _OF_A_RANK = re.compile(
     r"(LOCAL_|GROUP_|ROLE_)?(RANK|WORLD_SIZE)|ROLE_NAME|MASTER_(ADDR|PORT)|TORCHELASTIC_.*"
@@ -83,12 +84,13 @@ class TorchrunLauncher(Launcher):
         config = self.hydra_context.config_loader.load_sweep_config(self.config, overrides)
         with open_dict(config):
             config.hydra.job.id = config.hydra.job.num = number
+        metrics = metrics_of(config, config.hydra)
         folder = self.sweep_dir / str(config.hydra.sweep.subdir)
         carried = [word for word in self.config.hydra.overrides.hydra if not _OF_THE_SWEEP.match(word)]
         words = [*chosen_config(self.config.hydra), *overrides, *carried]
         command = [sys.executable, *TORCHRUN.format(self.ranks).split(), f"--max-restarts={self.restarts}"]
         command += ["-m", "recpipe", *words, quoted("hydra.run.dir", folder.absolute())]
-        return _Job(number, overrides, config, folder, command)
+        return _Job(number, overrides, config, folder, command, metrics)
 
     def _environment(self) -> dict[str, str]:
         kept = {name: value for name, value in self.environment.items() if not _OF_A_RANK.fullmatch(name)}
@@ -107,6 +109,8 @@ class _Job:
     config: DictConfig
     folder: Path
     command: list[str]
+    metrics: list[str]
+    """The figures of its report that the sweeper asks for."""
     status: int | None = None
     stopped: bool = False
 
@@ -145,6 +149,16 @@ class _Job:
         }
         (self.folder / JOB_FILE).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
 
+    def value(self) -> float | list[float] | None:
+        """What the sweeper gets, of the job's report.json; ``UserError`` where there is no such figure."""
+        if not self.metrics:
+            return None
+        try:
+            report = json.loads((self.folder / "report.json").read_text(encoding="utf-8"))
+        except (OSError, ValueError) as fault:
+            raise UserError(f"report.json cannot be read: {shown(fault, 200)}") from fault
+        return optimized(self.metrics, report)
+
     def failure(self) -> str:
         """One line with the folder, the command and how it ended."""
         assert self.status is not None
@@ -162,14 +176,20 @@ def _results(jobs: Sequence[_Job], asked: int) -> list[JobReturn]:
 
 
 def _result(job: _Job, error: UserError | None) -> JobReturn:
+    value: Any = error
+    if error is None:
+        try:
+            value = job.value()
+        except UserError as fault:
+            value = UserError(f"{job.folder}: {fault}")
     return JobReturn(
         overrides=job.overrides,
         cfg=OmegaConf.masked_copy(job.config, [str(key) for key in job.config if key != "hydra"]),
         hydra_cfg=OmegaConf.masked_copy(job.config, "hydra"),
         working_dir=str(Path.cwd()),
         task_name=JobRuntime.instance().get("name"),
-        status=JobStatus.FAILED if error else JobStatus.COMPLETED,
-        _return_value=error,
+        status=JobStatus.FAILED if isinstance(value, UserError) else JobStatus.COMPLETED,
+        _return_value=value,
     )
 
 

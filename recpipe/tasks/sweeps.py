@@ -1,32 +1,47 @@
-"""Sweeps (``-m``) of any launcher: records how each job ended, and prints the table after the last one."""
+"""Sweeps (``-m``) of any launcher: records how each job ended, gives sweepers that optimise their figure, and
+prints the table after the last job."""
 
 from __future__ import annotations
 
 import json
+import math
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar
 
+from annotated_types import MinLen
 from hydra.core.hydra_config import HydraConfig
+from hydra.errors import HydraException
 from hydra.experimental.callback import Callback
 from hydra.types import RunMode
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
 
 from recpipe.common.console import append_to_log
 from recpipe.common.run_dir import JOB_FILE
-from recpipe.errors import UserError
+from recpipe.common.validation import Text, fitted
+from recpipe.errors import ThroughHydra, UserError, nearest_or_all, shown
+
+METRIC = "optimized_metric"
+"""The recipe's key for the figures that jobs hand to the sweeper."""
+BASIC = "basic"
+"""Hydra's own sweeper."""
+_OPTIMISERS = ("direction", "ax_config", "optim")
+"""Keys that sweepers which optimise have: those of Optuna, Ax and Nevergrad."""
 
 
 class SweepFolder(Callback):
-    """Notes the directory of the jobs of this process's sweep (``hydra.callbacks``)."""
+    """Notes the directory of the jobs of this process's sweep, and its sweeper (``hydra.callbacks``)."""
 
     path: ClassVar[Path | None] = None
+    sweeper: ClassVar[str] = BASIC
 
     def on_multirun_start(self, config: DictConfig, **kwargs: Any) -> None:
         """Called by Hydra in the process that runs the sweep, before the first job."""
         SweepFolder.path = Path(str(config.hydra.sweep.dir))
+        SweepFolder.sweeper = str(config.hydra.runtime.choices.get("hydra/sweeper"))
 
 
 class JobFailed(Exception):
@@ -41,17 +56,24 @@ def table_at_end() -> Iterator[None]:
     """After the block, print the table of the sweep that ran in it, even after an error; nothing without a
     sweep.
 
-    Raises ``UserError`` with a line for each job that ``noted`` has seen fail.
+    Raises ``UserError`` with a line for each job that ``noted`` has seen fail, and for what an installed
+    sweeper raises itself.
     """
-    SweepFolder.path = None
+    SweepFolder.path, SweepFolder.sweeper = None, BASIC
     _failed.clear()
     try:
         yield
+    except ThroughHydra:  # a mistake in what all jobs share
+        raise
     except BaseException as error:
         with suppress(UserError):  # the first error is reported instead
             _print_table()
         if isinstance(error, JobFailed):
             raise UserError(f"{len(_failed)} of the sweep's jobs failed:", *_failed) from error
+        told = (UserError, HydraException, OmegaConfBaseException)
+        if isinstance(error, Exception) and SweepFolder.sweeper != BASIC and not isinstance(error, told):
+            why = shown(error, 300) or type(error).__name__
+            raise UserError(f"hydra/sweeper={SweepFolder.sweeper}: {why}") from error
         raise
     _print_table()
 
@@ -62,6 +84,60 @@ def _print_table() -> None:
         from recpipe.report.sweep import report
 
         report(SweepFolder.path)
+
+
+def metrics_of(recipe: DictConfig, hydra: Any) -> list[str]:
+    """``optimized_metric`` of a sweep's job; empty where it is null. ``hydra``: Hydra's part of the recipe.
+
+    ``UserError`` where the sweeper optimises and has none, or wants another number of them.
+    """
+    given = recipe.get(METRIC)
+    given = OmegaConf.to_container(given, resolve=True) if OmegaConf.is_config(given) else given
+    given = fitted(Text | Annotated[list[Text], MinLen(1)] | None, given, METRIC)
+    names: list[str] = [] if given is None else [given] if isinstance(given, str) else given
+    sweeper, name = hydra.sweeper, hydra.runtime.choices.get("hydra/sweeper")
+    if not any(key in sweeper for key in _OPTIMISERS):
+        return names
+    if not names:
+        raise UserError(
+            f"hydra/sweeper={name} optimises and {METRIC} is null: name the figure of report.json, as in "
+            f"{METRIC}=quality.logloss, or a list of several"
+        )
+    directions = sweeper.get("direction")
+    wanted = len(directions) if OmegaConf.is_list(directions) else 1
+    if len(names) != wanted:
+        raise UserError(
+            f"{METRIC} names {len(names)} figures ({', '.join(names)}) and hydra.sweeper.direction has "
+            f"{wanted}: give one direction for each figure"
+        )
+    return names
+
+
+def optimized(names: list[str], report: Mapping[str, Any]) -> float | list[float]:
+    """What a job returns to its sweeper: the figure of ``report`` whose path ``names`` has, or the list of
+    several.
+
+    ``UserError`` where the run has no such figure. A path that no run has ends the sweep.
+    """
+    found = {key: part for key, part in report.items() if key not in ("schema", "recipe")}
+    figures = dict(_figures(found, ""))
+    for name in names:
+        if name not in figures:
+            hint = nearest_or_all(name, figures)
+            raise ThroughHydra(UserError(f"{METRIC}={shown(name)}: no such figure in report.json; {hint}"))
+        if figures[name] is None or not math.isfinite(figures[name]):
+            raise UserError(f"{METRIC}={name}: this run's report has no finite value for it")
+    values = [float(figures[name]) for name in names]
+    return values if len(values) > 1 else values[0]
+
+
+def _figures(node: Mapping[str, Any], before: str) -> Iterator[tuple[str, Any]]:
+    """The numbers of a report and what may be one (null), by their paths; those in lists are left out."""
+    for key, value in node.items():
+        if isinstance(value, Mapping):
+            yield from _figures(value, f"{before}{key}.")
+        elif value is None or (isinstance(value, int | float) and not isinstance(value, bool)):
+            yield f"{before}{key}", value
 
 
 @contextmanager

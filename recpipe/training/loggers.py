@@ -49,6 +49,10 @@ def _named(name: str, run_dir: Path) -> Logger:
     if name == "wandb":
         return WandbLogger(project=os.environ.get("WANDB_PROJECT", "recpipe"), save_dir=run_dir)
     if name == "mlflow":
-        return MLFlowLogger("recpipe", save_dir=str(run_dir / "mlruns"))
+        if elsewhere := os.environ.get("MLFLOW_TRACKING_URI"):
+            return MLFlowLogger("recpipe", tracking_uri=elsewhere)
+        # mlflow 3 no longer writes into plain folders.
+        database, artifacts = f"sqlite:///{run_dir.absolute() / 'mlflow.db'}", run_dir.absolute() / "mlruns"
+        return MLFlowLogger("recpipe", tracking_uri=database, artifact_location=artifacts.as_uri())
     files = TensorBoardLogger if name == "tensorboard" else CsvLogger
     return files(str(run_dir), name="", version="logs")

@@ -34,7 +34,7 @@ BUILT_IN = ("dlrm", "dlrm_dcn")
         (["--config-dir", "conf", "model.k=1"], ["--config-dir", "conf", "++model.k=1"]),
         (["-cn=mine", TARGET], ["-cn=mine", f"++{TARGET}"]),
         (["hydra.searchpath=[a]", "model.k=1"], ["hydra.searchpath=[a]", "++model.k=1"]),
-        (["optim.dense.eps=1", "optim.tables.lr=1"], ["++optim.dense.eps=1", "optim.tables.lr=1"]),
+        (["optim.dense.eps=1", "optim.dense.lr=1"], ["++optim.dense.eps=1", "optim.dense.lr=1"]),
         (["optim.dense={eps: 1}", "optim.dense=1"], ["++optim.dense={eps: 1}", "optim.dense=1"]),
         (["~optim.dense.lr", "optim.by_table.a.lr=1"], ["~optim.dense.lr", "++optim.by_table.a.lr=1"]),
         (["--config-path=/conf", "-cp", "/b"], ["--config-path=/conf", "-cp", "/b"]),

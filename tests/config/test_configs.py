@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import warnings
 from dataclasses import fields
 from pathlib import Path
 
 import pytest
+from hydra.core.config_store import ConfigStore
 from omegaconf import DictConfig, OmegaConf
 
+from recpipe.common.quiet import quieted
 from recpipe.config.compose import (
     CONFIG_NAME,
     _dotted,
@@ -84,3 +87,29 @@ def test_the_default_recipe_has_what_the_command_line_promises() -> None:
     for key in ("trainer.max_steps", "trainer.max_epochs", "tiers.resident_bytes", "tiers.dir"):
         assert OmegaConf.select(recipe, key, default=missing) is not missing, key
     assert (conf_dir() / f"{CONFIG_NAME}.yaml").is_file()
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        "The version_base parameter is deprecated and will be removed in Hydra 1.5.\nOmit the ...",
+        "hydra.utils.instantiate() resolved _target_='recpipe.tasks.sweeps.SweepFolder' with no\n_exec...",
+        "Hydra configured Python logging without an execution whitelist. This\npreserves legacy behavior ...",
+    ],
+)
+def test_what_hydra_1_4_says_of_1_5_is_not_shown(said: str) -> None:
+    with warnings.catch_warnings(record=True) as heard:
+        warnings.simplefilter("always")
+        with quieted():
+            warnings.warn(said, stacklevel=1)
+            warnings.warn("a user's own", stacklevel=1)
+    assert [str(warning.message) for warning in heard] == ["a user's own"]
+
+
+def test_the_launchers_keys_are_stored_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Hydra 1.4 warns of a second time."""
+    compose()
+    stored: list[object] = []
+    monkeypatch.setattr(ConfigStore, "store", lambda *_, **words: stored.append(words))
+    compose()
+    assert stored == []

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import math
+import sqlite3
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -149,6 +150,33 @@ def test_any_logger_by_its_class(reported, tmp_path) -> None:
     own = f"trainer.logger={{_target_: {__name__}.Kept, save_dir: {tmp_path}, name: mine, version: a}}"
     reported(own, "trainer.max_steps=2")
     assert list(column(metrics(tmp_path / "mine" / "a"), "val/auc")) == [1, 2]
+
+
+def test_mlflow_writes_into_the_runs_directory_or_to_the_users_server(tmp_path, monkeypatch) -> None:
+    made: list[dict[str, str]] = []
+
+    def logger(name: str, **arguments: str) -> None:
+        made.append(arguments)
+
+    monkeypatch.setattr("recpipe.training.loggers.MLFlowLogger", logger)
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    make_logger("mlflow", tmp_path)
+    database, artifacts = f"sqlite:///{tmp_path}/mlflow.db", f"file://{tmp_path}/mlruns"
+    assert made.pop() == {"tracking_uri": database, "artifact_location": artifacts}
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://mlflow:5000")
+    make_logger("mlflow", tmp_path)
+    assert made.pop() == {"tracking_uri": "http://mlflow:5000"}
+
+
+def test_mlflow_itself_keeps_figures_in_its_database(tmp_path, monkeypatch) -> None:
+    pytest.importorskip("mlflow")
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    logger = make_logger("mlflow", tmp_path)
+    assert logger is not None
+    logger.log_metrics({"val/auc": 0.75}, step=7)
+    logger.finalize("success")
+    rows = sqlite3.connect(tmp_path / "mlflow.db").execute("select key, value, step from metrics").fetchall()
+    assert rows == [("val/auc", 0.75, 7)]
 
 
 @pytest.mark.parametrize("name", ["tensorboard", "wandb", "mlflow"])
