@@ -317,6 +317,7 @@ def run_on(
             resume,
             recorder,
             written_back,
+            command_line,
         )
         if leads:
             files.write_json("report.json", report.to_dict())

@@ -162,6 +162,12 @@ def test_every_knob_is_in_the_plugins_readme_with_its_default(plugin: Path) -> N
             assert f"| `plugins.{file.stem}.{knob}` | {shown} |" in text(plugin / "README.md"), knob
 
 
+@pytest.mark.parametrize("words", ["early stopping", "Adam", "learning rate schedule"])
+def test_what_users_search_for_stands_on_a_page(words: str) -> None:
+    """A site's search finds words, not parts of names such as EarlyStopping."""
+    assert re.search(rf"\b{words}\b", " ".join(guide().split()), re.IGNORECASE)
+
+
 @pytest.mark.parametrize(
     "kind",
     [RunReport, DataFigures, Io, Memory, RankFigures, Resumed, Throughput, Point],

@@ -24,6 +24,7 @@ def render(report: Mapping[str, Any]) -> str:
     """The page as text; ``report`` is what ``RunReport.to_dict`` gives."""
     return page("report.html.j2").render(
         report=report,
+        title=_title(report),
         quality=[(_TILES.get(label, label), value) for label, value in labelled(report["quality"])],
         warnings=_warnings(report),
         learning=run_plots.learning(report) + run_plots.calibration(report),
@@ -38,6 +39,14 @@ def render(report: Mapping[str, Any]) -> str:
         recipe=OmegaConf.to_yaml(OmegaConf.create(dict(report["recipe"]))),
         assembly=_assembly({key: value for key, value in report["assembly"].items() if key != "shards"}),
     )
+
+
+def _title(report: Mapping[str, Any]) -> str:
+    """The run's model, data and plugins."""
+    data = report["recipe"].get("data", {}).get("name", "")
+    data = "batches given from Python" if data == "given" else data or "data"
+    plugins = " + ".join(report["plugins"])
+    return f"{report['model'] or 'A model'} on {data}{f' with {plugins}' if plugins else ''}"
 
 
 def _assembly(described: Mapping[str, Any]) -> list[tuple[str, str]]:

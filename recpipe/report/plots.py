@@ -105,6 +105,8 @@ def curves(
                 marker="o" if len(up) <= 24 else "",
                 markersize=3.5 if len(up) > 1 else 6,
                 label=name,
+                # Lines at 0% and 100% lie on the axis; half of them would be cut off.
+                clip_on="share" not in (x.unit, y.unit),
             )
         if diagonal:
             low, high = (end(axes.get_xlim()[i], axes.get_ylim()[i]) for i, end in ((0, min), (1, max)))
@@ -289,13 +291,14 @@ def _dress(axes: Axes, which: Literal["x", "y"], axis: Axis, unit: str = "") -> 
         if axis.unit == "count":
             along.set_major_locator(MaxNLocator("auto", integer=True))
     along.set_label_text(", ".join(part for part in (axis.label, unit) if part))
-    if axis.from_zero:
-        if which == "x":
-            axes.set_xlim(left=0)
-        else:
-            axes.set_ylim(
-                bottom=0, top=1.02 if axis.unit == "share" else max(1.04 * axes.get_ylim()[1], 1e-12)
-            )
+    if axis.unit == "share":
+        low, high = along.get_view_interval()
+        ends = (0.0, 1.0) if axis.from_zero else (low if axis.log else max(0.0, low), min(1.0, high))
+        axes.set_xlim(*ends) if which == "x" else axes.set_ylim(*ends)
+    elif axis.from_zero and which == "x":
+        axes.set_xlim(left=0)
+    elif axis.from_zero:
+        axes.set_ylim(bottom=0, top=max(1.04 * axes.get_ylim()[1], 1e-12))
 
 
 def _log_ticks(along: XAxis | YAxis, low: float, high: float, share: bool = False) -> None:

@@ -245,6 +245,10 @@ class RunReport:
     """None if no batch has its ids, and in a profile."""
     altered_in_run: Sequence[str] = ()
     """Those of ``altered`` that plugins say they really altered in this run, or do not speak of."""
+    model: str = ""
+    """The recipe's name of the model, or the class of one of the user's."""
+    command: str | None = None
+    """The command that started the run; None: it was started from Python."""
     profile: Mapping[str, Any] | None = None
     """A step's time by phases, and the least it could take; only for task=profile."""
 

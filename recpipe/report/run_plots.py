@@ -15,14 +15,15 @@ SECONDS = "since the process's start, evaluation apart"
 
 
 def learning(report: Mapping[str, Any]) -> list[Plot]:
-    """The main figure of quality and the loss, each over samples and over time."""
+    """The main figure of quality and the loss, each over samples and over time; what was found once is no
+    curve."""
     history: Sequence[Mapping[str, Any]] = report["history"]
     if not history:
         return []
     names = shown_figures(history)
     first = next((name for name in FIRST if name in names), "")
     drawn = []
-    if first:
+    if first and len(history) > 1:
         title = f"{LABELS[first]} on the held-out part"
         drawn += [
             plots.curves(f"{title}, by {how}", {LABELS[first]: (x, column(history, first))}, axis, Axis())
@@ -35,6 +36,9 @@ def learning(report: Mapping[str, Any]) -> list[Plot]:
             f"evaluation {'logloss' if unit else 'loss'}": (x, column(history, held_out)),
             "training loss": (training["samples" if axis is SAMPLES else "seconds"], training["loss"]),
         }
+        each = {name: curve for name, curve in each.items() if len(curve[0]) > 1}
+        if not each:
+            continue
         losses = plots.loss_axis(unit, [values for _, values in each.values()])
         drawn.append(plots.curves(f"Loss, by {how}", each, axis, losses))
     return drawn

@@ -9,6 +9,7 @@ import json
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from itertools import repeat
 from pathlib import Path
 from typing import Any
 
@@ -88,6 +89,9 @@ COSTS = (
     Column("bytes between ranks", lambda job: figures.size(job.bytes_between_ranks), "between\nranks"),
     Column("peak RSS", lambda job: figures.size(job.peak_rss_bytes), "peak\nRSS"),
 )
+LEAST = 16
+"""Characters that overrides have at least; rather than be cut, the columns beside them go on in another
+table."""
 NARROW = {"logloss": "log-\nloss", "poisson_deviance": "Poisson\ndeviance"}
 MOST = 4
 """How many figures of quality fit into eighty columns beside the others."""
@@ -239,16 +243,33 @@ def _quality(jobs: Sequence[Job]) -> list[Column]:
 
 def _print(every: Sequence[str], jobs: Sequence[Job], console: Console) -> None:
     quality = _quality(jobs)
-    if len(quality) > MOST:
-        console.print(_table(jobs, [*SPEED, *COSTS]))
-        console.print(_table(jobs, quality))
-    else:
-        console.print(_table(jobs, [*SPEED, *quality, *COSTS]))
+    several = len(quality) > MOST
+    tables = [[*SPEED, *COSTS], quality] if several else [[*SPEED, *quality, *COSTS]]
+    room = console.width - _width(["job", *(f"{job.job}*" for job in jobs)]) - LEAST
+    room -= _width([job.state for job in jobs])
+    for columns in tables:
+        shown: list[Column] = []
+        for column in columns:
+            if shown and sum(map(_taken, [*shown, column], repeat(jobs))) > room:
+                console.print(_table(jobs, shown))
+                shown = []
+            shown.append(column)
+        console.print(_table(jobs, shown))
     lines = [f"every job: {' '.join(every)}"] if every else []
     lines += [f"* job {job.job} alters {', '.join(job.altered)}" for job in jobs if job.altered]
     lines += [f"job {job.job} {job.state}: {job.fault}" for job in jobs if job.fault]
     for line in lines:
         console.print(line, soft_wrap=True, markup=False, highlight=False)
+
+
+def _taken(column: Column, jobs: Sequence[Job]) -> int:
+    """Characters that a column takes beside others."""
+    return _width([*(column.narrow or column.title).split("\n"), *map(column.cell, jobs)])
+
+
+def _width(texts: Sequence[str]) -> int:
+    """Characters of the longest of ``texts``, and of the space after it."""
+    return max(map(len, texts)) + 1
 
 
 def _table(jobs: Sequence[Job], columns: Sequence[Column]) -> Table:
@@ -257,8 +278,9 @@ def _table(jobs: Sequence[Job], columns: Sequence[Column]) -> Table:
     table.add_column("job", overflow="fold")
     table.add_column("overrides", overflow="fold")
     for column in columns:
-        table.add_column(column.narrow or column.title, justify="right", no_wrap=True)
-    table.add_column("state", no_wrap=True)
+        width = _taken(column, jobs) - 1
+        table.add_column(column.narrow or column.title, justify="right", no_wrap=True, min_width=width)
+    table.add_column("state", no_wrap=True, min_width=max(len(job.state) for job in jobs))
     for job in jobs:
         name = job.job + ("*" if job.altered else "")
         state = Text(job.state, style="" if job.state == "done" else "bold red")

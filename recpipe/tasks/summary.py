@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 from recpipe.common.gpu import peak_gpu_bytes
+from recpipe.common.words import CUSTOM
 from recpipe.config.recipe import Recipe
 from recpipe.data.dataset import Dataset
 from recpipe.distributed.ranks import Ranks
@@ -40,8 +42,10 @@ def summarize(
     resumed_from: Path | None,
     recorder: Recorder,
     written_back: float,
+    command_line: Sequence[str] | None,
 ) -> RunReport:
-    """Everything that report.json holds; ``written_back``: when all rows were, by ``perf_counter``."""
+    """Everything that report.json holds; ``written_back``: when all rows were, by ``perf_counter``;
+    ``command_line``: the overrides, unless the run was started from Python."""
     tiers = embeddings.tier_figures()
     io = _io(tiers, str(described["tiers"]["store"]))
     splitting = module.loader.splitting
@@ -84,7 +88,19 @@ def summarize(
         series=recorder.intervals.series(recorder.step_seconds),
         calibration=module.evaluation.quality.calibration,
         skew=_skew(module.loader.accesses, tables),
+        model=_model_name(cfg, module),
+        command=None if command_line is None else _command(command_line, ranks),
     )
+
+
+def _model_name(cfg: Recipe, module: RankingModule) -> str:
+    named = cfg.model.name
+    return type(module.model.module).__name__ if named == CUSTOM else named
+
+
+def _command(words: Sequence[str], ranks: Ranks) -> str:
+    start = "python" if ranks.world == 1 else f"torchrun --nproc-per-node={ranks.world}"
+    return f"{start} -m recpipe {shlex.join(words)}".rstrip()
 
 
 def altered_in_run(

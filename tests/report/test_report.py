@@ -14,10 +14,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from matplotlib.figure import Figure
 from rich.console import Console
 
 from recpipe.model.metrics import Calibration, Quality
-from recpipe.report import figures, folding, html, plots, terminal
+from recpipe.report import figures, folding, html, plots, run_plots, terminal
 from recpipe.report.details import Series, Skew, TableMemory, TableSkew
 from recpipe.report.environment import environment
 from recpipe.report.merging import merged
@@ -239,6 +240,43 @@ def test_html_shows_curves_tables_and_recipe() -> None:
     assert plots._INK not in page
 
 
+def test_the_title_is_the_model_the_data_and_plugins_and_the_command_stands_on_top() -> None:
+    command = "python -m recpipe data=criteo 'data.path=a b.gz' +plugin=hotline"
+    report = make_report(model="dlrm", recipe={"data": {"name": "criteo"}}, command=command)
+    page = html.render(report.to_dict())
+    names = " + ".join(report.plugins)
+    assert f"<title>dlrm on criteo with {names}: recpipe</title>" in page
+    assert f"<h1>dlrm on criteo with {names}</h1>" in page
+    assert page.index(command.replace("'", "&#39;")) < page.index('class="tiles"')
+    given = make_report(model="Own", recipe={"data": {"name": "given"}}, plugins={}).to_dict()
+    assert "<h1>Own on batches given from Python</h1>" in html.render(given)
+    assert 'class="command"' not in html.render(given)
+    assert "What the recipe altered" not in html.render(given)
+
+
+def test_one_evaluation_is_no_curve() -> None:
+    report = make_report().to_dict()
+    titles = [plot.title for plot in run_plots.learning(report)]
+    assert len(titles) == 4
+    report["history"] = report["history"][:1]
+    assert not any("held-out" in plot.title for plot in run_plots.learning(report))
+    report["series"]["samples"], report["series"]["seconds"], report["series"]["loss"] = [], [], []
+    assert run_plots.learning(report) == []
+
+
+@pytest.mark.parametrize(
+    ("log", "values", "ends"), [(False, [0.0, 1.0], (0, 1)), (True, [0.01, 1.0], (0.01, 1))]
+)
+def test_axes_of_shares_end_at_0_and_1(log: bool, values: list[float], ends: tuple[float, float]) -> None:
+    axes = Figure().subplots()
+    axes.plot(values, values)
+    plots._dress(axes, "x", plots.Axis("", "share", log=log))
+    low, high = axes.get_xlim()
+    assert high == ends[1]
+    assert low <= ends[0] + 1e-9
+    assert low >= 0
+
+
 def test_html_escapes_what_users_and_plugins_say() -> None:
     evil = "<script>alert(1)</script>"
     report = make_report(recipe={"x": evil}, plugins={evil: {"$x_share": evil, f"{evil} $\\frac": [1, 2]}})
@@ -250,7 +288,7 @@ def test_html_escapes_what_users_and_plugins_say() -> None:
 def test_a_run_with_nothing_to_show_still_has_a_report() -> None:
     report = make_report(**BARE)
     assert "<svg" not in html.render(report.to_dict())
-    assert "no plugin" in html.render(report.to_dict())
+    assert "plugin" not in html.render(report.to_dict())
     assert "AUC -" in printed(report)
 
 
