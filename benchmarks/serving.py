@@ -1,15 +1,17 @@
-"""What the server costs beside the model, beside LitServe around the same model, and how long requests take.
+"""What the server costs beside the model, beside other servers of the same model, and how long requests take.
 
     python benchmarks/serving.py [--package model.recpipe] [--rounds 5] [--litserve DIRECTORY]
+    python benchmarks/serving.py --rates 100 200 400 800 1200 --workers 1
 
 A request is one user, with half of the sparse features, and 64 candidates with dense values and the other
 half. Each round asks all servers in turn, the others are stopped (SIGSTOP) meanwhile: as fast as 16
 connections go, one connection alone, and at half of the fastest rate with random arrivals. "nothing" is the
 same server around a model that answers zeros at once. The client is native (serving_client.c). "Ideal" is
 the p99 of a simulated server with nothing beside it that takes these arrivals, all that wait in one batch, at
-the speed measured alone and at 16 connections. Without ``--package`` the default recipe is trained for
-some steps and packaged, which needs a C++ compiler. ``--litserve``: where ``pip install --target DIRECTORY
-litserve`` has put it, if it is not installed.
+the speed measured alone and at 16 connections. "uvicorn" is the package's loader behind uvicorn in 20 lines
+(serving_uvicorn.py). ``--rates``: instead, random arrivals at each of these rates. Without ``--package`` the
+default recipe is trained for some steps and packaged, which needs a C++ compiler. ``--litserve``: where
+``pip install --target DIRECTORY litserve`` has put it, if it is not installed.
 """
 
 from __future__ import annotations
@@ -137,6 +139,9 @@ def main() -> int:
             with _running(sides[:1], Path(folder)):
                 return _soak(sides[0], options.minutes, options.rate)
         with _running(sides, Path(folder)):
+            if options.rates:
+                _at_rates(sides, options)
+                return 0
             for number in range(options.rounds):
                 for side in sides:
                     side.signal(signal.SIGCONT)
@@ -158,6 +163,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--workers", type=int, nargs="*", default=[1, 2])
     parser.add_argument("--litserve", type=Path)
     parser.add_argument("--fast-queue", action="store_true", help="LitServe's ZeroMQ queue, not its default")
+    parser.add_argument("--rates", type=float, nargs="+", help="instead: at these requests/s")
     parser.add_argument("--reload", action="store_true", help="at last, p99 while a package is loaded anew")
     parser.add_argument("--minutes", type=float, help="instead: watch the first server's memory for so long")
     parser.add_argument("--rate", type=float, help="requests/s of --minutes (default: half of the fastest)")
@@ -177,7 +183,16 @@ def _sides(package: Path, options: argparse.Namespace) -> list[Side]:
         sides.append(Side(f"recpipe, workers={workers}", command, PORT + len(sides), recpipe, says="serving"))
     port = PORT + len(sides)
     words = ["--role", "nothing", "--port", str(port), "--package", str(package)]
-    sides.append(Side("nothing", [sys.executable, __file__, *words], port, recpipe))
+    if not options.rates:
+        sides.append(Side("nothing", [sys.executable, __file__, *words], port, recpipe))
+    script = Path(__file__).with_name("serving_uvicorn.py")
+    plain = [_http("/", _joined(one), {}) for one in inputs]
+    port += 1
+    sides.append(
+        Side("uvicorn", [sys.executable, str(script), str(package), str(port)], port, plain, ready="/")
+    )
+    if options.rates:
+        return sides
     path = [str(options.litserve)] if options.litserve else []
     sys.path[:0] = path
     if importlib.util.find_spec("litserve") is None:
@@ -219,8 +234,12 @@ def _kserve(inputs: dict[str, Any]) -> tuple[bytes, dict[str, str]]:
 
 def _litserve(inputs: dict[str, Any]) -> bytes:
     """All values in one text in one JSON object, which is less work than lists of numbers."""
-    joined = b"".join(values.tobytes() for values in inputs.values())
-    return json.dumps({"x": base64.b64encode(joined).decode()}).encode()
+    return json.dumps({"x": base64.b64encode(_joined(inputs)).decode()}).encode()
+
+
+def _joined(inputs: dict[str, Any]) -> bytes:
+    """The bytes of all values."""
+    return b"".join(values.tobytes() for values in inputs.values())
 
 
 def _http(path: str, body: bytes, headers: dict[str, str]) -> bytes:
@@ -290,6 +309,33 @@ def _print(sides: Sequence[Side]) -> None:
     for side in sides[:-1] if other else []:
         each = sorted(a / b for a, b in zip(side.rates, other.rates, strict=True))
         print(f"{side.name} over LitServe: {median(each):.2f} ({each[0]:.2f}-{each[-1]:.2f})")
+
+
+def _at_rates(sides: Sequence[Side], options: argparse.Namespace) -> None:
+    """Medians of interleaved rounds at each rate, and the ratios of each round to the last server's."""
+    print("| requests/s | server | median | p99 | CPU a request | median over the last one's | CPU over |")
+    print("|---|---|---|---|---|---|---|")
+    for rate in options.rates:
+        found: dict[str, list[tuple[float, float, float]]] = {side.name: [] for side in sides}
+        for number in range(options.rounds):
+            for side in sides:
+                side.signal(signal.SIGCONT)
+                closed_loop(side.port, side.requests, 1, 0.2)
+                before = side.processor_seconds()
+                load = open_loop(side.port, side.requests, arrivals(rate, options.seconds, number))
+                cpu = 1e3 * (side.processor_seconds() - before) / len(load.times)
+                side.signal(signal.SIGSTOP)
+                if load.failed:
+                    sys.exit(f"{side.name}: {load.failed} requests failed")
+                found[side.name].append((load.percentile(50), load.percentile(99), cpu))
+        last = found[sides[-1].name]
+        for name, own in found.items():
+            p50, p99, cpu = (median(each) for each in zip(*own, strict=True))
+            times = sorted(a[0] / b[0] for a, b in zip(own, last, strict=True))
+            cpus = sorted(a[2] / b[2] for a, b in zip(own, last, strict=True))
+            ratios = [f"{median(each):.2f} ({each[0]:.2f}-{each[-1]:.2f})" for each in (times, cpus)]
+            row = f"| {rate:g} | {name} | {p50:.2f} ms | {p99:.2f} ms | {cpu:.2f} ms |"
+            print(f"{row} {ratios[0]} | {ratios[1]} |", flush=True)
 
 
 def _reload(side: Side, seconds: float) -> None:

@@ -23,8 +23,11 @@ from recpipe.inference.serving.shared import Side
 from tests.inference.clients import damaged_requests
 from tests.inference.test_protocol import DENSE, A, B, body, tensor
 
-uvicorn = pytest.importorskip("uvicorn", reason="recpipe[serve] is not installed")
+pytest.importorskip("uvicorn", reason="recpipe[serve] is not installed")
 pytest.importorskip("prometheus_client", reason="recpipe[serve] is not installed")
+
+from recpipe.inference.serving.app import Server
+from recpipe.inference.serving.door import Bounds, Door
 
 MANIFEST: dict[str, Any] = {
     "dense": {"names": ["x", "y"]},
@@ -47,11 +50,9 @@ def score(dense: torch.Tensor, sides: Sequence[Side]) -> torch.Tensor:
 @contextmanager
 def served(score: Any = score, limits: Limits | None = None, **bounds: Any) -> Iterator[tuple[int, Any]]:
     """A server on a free port, and its object."""
-    from recpipe.inference.serving.app import Bounds, Server
-
     server = Server(score, MANIFEST, "m", limits or Limits(), Bounds(**bounds))
     listening = socket.create_server(("127.0.0.1", 0))
-    runner = uvicorn.Server(uvicorn.Config(server.app(), log_level="warning", timeout_graceful_shutdown=5))
+    runner = server.listener(Door(server.bounds, server.metrics), stop=5)
     thread = threading.Thread(target=runner.run, args=([listening],))
     thread.start()
     try:
@@ -78,7 +79,7 @@ INFER = "/v2/models/m/infer"
 
 @pytest.fixture(scope="module")
 def port() -> Iterator[int]:
-    with served(body=1000, reading=0.5) as (found, _):
+    with served(body_bytes=1000, body_seconds=0.5) as (found, _):
         yield found
 
 
@@ -195,7 +196,7 @@ def flood(client: socket.socket, data: bytes) -> None:
 
 
 def test_a_client_that_does_not_read_its_answers_holds_nobody_up() -> None:
-    with served(body=10**6, samples=4096) as (port, _):
+    with served(body_bytes=10**6, samples=4096) as (port, _):
         ids = tensor("a", "INT64", [4096], [7] * 4096)
         data = body(tensor("dense", "FP32", [1, 2], [1.0, 2.0]), ids, tensor("b", "INT64", [1], [0]))
         head = f"POST {INFER} HTTP/1.1\r\nHost: x\r\nContent-Length: {len(data)}\r\n\r\n"
@@ -245,6 +246,16 @@ def test_a_stopping_server_answers_what_it_has() -> None:
     assert found[0][0] == 200
 
 
+async def scores_of(batcher: Batcher, asked: Asked, timeout: float | None = None) -> Any:
+    """Its scores, or the error that it is answered with."""
+    found = asyncio.get_running_loop().create_future()
+    batcher.put(asked, found.set_result, timeout)
+    scores = await found
+    if isinstance(scores, Exception):
+        raise scores
+    return scores
+
+
 def one(a: int, samples: int = 1) -> Asked:
     ids = np.repeat([a, 0], samples)
     return Asked(np.zeros((samples, 2), np.float32), ids, Form(samples, (samples, samples), (1, 1)))
@@ -275,10 +286,10 @@ async def behind(model: Held, limits: Limits, *waiting: Asked, timeout: float | 
     """The answers of a first request that is being scored, and of those that come ``waiting`` meanwhile."""
     batcher = Batcher(model, limits)
     batcher.start()
-    first = asyncio.create_task(batcher.scores(one(1)))
+    first = asyncio.create_task(scores_of(batcher, one(1)))
     while not model.begun.is_set():
         await asyncio.sleep(0.001)
-    others = [asyncio.create_task(batcher.scores(asked, timeout)) for asked in waiting]
+    others = [asyncio.create_task(scores_of(batcher, asked, timeout)) for asked in waiting]
     await asyncio.sleep(0)
     model.waiting.set()
     await asyncio.sleep(0.05)
@@ -310,7 +321,7 @@ def test_short_batches_are_scored_by_the_loops_thread_once_it_is_known_that_they
     async def four() -> list[Any]:
         batcher = Batcher(model, Limits())
         batcher.start()
-        found = [await asyncio.gather(batcher.scores(one(a)), return_exceptions=True) for a in range(4)]
+        found = [await asyncio.gather(scores_of(batcher, one(a)), return_exceptions=True) for a in range(4)]
         await batcher.close()
         return [each[0] for each in found]
 
@@ -340,9 +351,9 @@ def test_a_batch_that_is_not_full_waits_for_more_but_no_longer_than_it_may() -> 
         model.go_on.set()
         batcher = Batcher(model, Limits(batch=2, wait=wait))
         batcher.start()
-        tasks = [asyncio.create_task(batcher.scores(one(1)))]
+        tasks = [asyncio.create_task(scores_of(batcher, one(1)))]
         await asyncio.sleep(0.05)
-        tasks.append(asyncio.create_task(batcher.scores(one(2))))
+        tasks.append(asyncio.create_task(scores_of(batcher, one(2))))
         assert [scores.tolist() for scores in await asyncio.gather(*tasks)] == [[1], [2]]
         await batcher.close()
         return model.batches
@@ -405,6 +416,6 @@ def test_one_requests_fault_is_not_that_of_others_in_its_batch() -> None:
 
 @pytest.mark.soak
 def test_a_hundred_thousand_damaged_requests_are_answered_without_a_fault() -> None:
-    with served(body=2000) as (port, _):
+    with served(body_bytes=2000) as (port, _):
         damaged_requests(f"127.0.0.1:{port}", INFER, body(DENSE, A, B, id="x"), 100_000)
         assert ask(port, "POST", INFER, body(DENSE, A, B))[0] == 200

@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from functools import partial
 from time import perf_counter
 from typing import Any
 
@@ -15,37 +15,27 @@ from starlette.applications import Starlette
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.routing import Route
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import ASGIApp, Receive
 
 from recpipe.common.versions import installed_version
 from recpipe.errors import StoreError, shown
 from recpipe.inference.serving.batcher import Batcher, Limits, Score
-from recpipe.inference.serving.errors import Refused, WrongIds, bad
+from recpipe.inference.serving.connections import Answer, Listener, header_fault, too_large
+from recpipe.inference.serving.connections import Request as Inference
+from recpipe.inference.serving.door import Bounds, Door
+from recpipe.inference.serving.errors import Refused, WrongIds
 from recpipe.inference.serving.features import Features
 from recpipe.inference.serving.heads import Heads
 from recpipe.inference.serving.metrics import Metrics
 from recpipe.inference.serving.monitor import Monitor, Watch
-from recpipe.inference.serving.protocol import HEADER_LENGTH, answer, chosen
+from recpipe.inference.serving.protocol import HEADER_LENGTH, Array, answer, chosen
+from recpipe.inference.serving.protocol import Request as Asking
 
 log = logging.getLogger("recpipe")
 VERSION = "1"
 _JSON = {"content-type": "application/json"}
 Headers = Mapping[bytes, bytes]
 """Of a request, by name in small letters."""
-Answer = tuple[int, bytes, dict[str, str]]
-"""Status, body, and headers without the body's length."""
-
-
-@dataclass(frozen=True)
-class Bounds:
-    """What one request may take."""
-
-    body: int = 16 * 2**20
-    """Bytes of a request's body."""
-    samples: int = 4096
-    """Samples of a request."""
-    reading: float = 10.0
-    """Seconds in which a request's body must have come."""
 
 
 class Server:
@@ -88,11 +78,7 @@ class Server:
         self.metrics.serves(package)
 
     def app(self) -> ASGIApp:
-        """The application for an ASGI server.
-
-        Requests to this model for scores do not go through Starlette's routes and middleware, which would be
-        a good part of their time beside the model.
-        """
+        """The application for an ASGI server, without what ``infer`` answers."""
         model = "/v2/models/{model}"
         routes = [Route("/metrics", self._metrics), Route("/v2", self._server)]
         routes += [Route(f"/v2/health/{what}", self._health) for what in ("live", "ready")]
@@ -104,17 +90,17 @@ class Server:
                 Route(f"{path}/labels", self._labels, methods=["POST"]),
                 Route(f"{path}/monitor", self._monitor),
             ]
-        others = Starlette(routes=routes, lifespan=self._lifespan)
+        return Starlette(routes=routes, lifespan=self._lifespan)
+
+    @property
+    def addresses(self) -> list[str]:
+        """The paths to which requests for scores are posted."""
         own = f"/v2/models/{self.name}"
-        infer = {f"{own}/infer", f"{own}/versions/{VERSION}/infer"}
+        return [f"{own}/infer", f"{own}/versions/{VERSION}/infer"]
 
-        async def app(scope: Scope, receive: Receive, send: Send) -> None:
-            if scope["type"] == "http" and scope["path"] in infer and scope["method"] == "POST":
-                await self._infer(scope, receive, send)
-            else:
-                await others(scope, receive, send)
-
-        return app
+    def listener(self, door: Door, stop: float = 10.0) -> Listener:
+        """What serves it on the connections of ``door``; ``stop``: seconds for the last requests."""
+        return Listener(self.app(), door, self.infer, self.addresses, stop)
 
     @asynccontextmanager
     async def _lifespan(self, _: Starlette) -> AsyncIterator[None]:
@@ -189,64 +175,69 @@ class Server:
             return _error(refused)
         raise AssertionError("the application answers it")
 
-    async def _infer(self, scope: Scope, receive: Receive, send: Send) -> None:
+    def infer(self, request: Inference) -> None:
         """Score a request; whatever is wrong with it is an answer of one line."""
-        began = perf_counter()
         try:
-            answered = await self._scored(dict(scope["headers"]), receive)
-        except Refused as refused:
-            self.metrics.refused.labels(refused.reason).inc()
-            if isinstance(refused, WrongIds):
-                self.monitor.wrong_ids(refused.counts)
-            answered = _refusal(refused)
-        except ClientDisconnect:
-            self.metrics.refused.labels("client_gone").inc()
-            answered = 499, b"", {}
-        except StoreError as fault:
+            if request.fault is not None:
+                raise request.fault
+            length = request.headers.get(HEADER_LENGTH)
+            asked, inputs = self.heads.read(
+                request.body, None if length is None else length.decode("latin-1")
+            )
+            names = chosen(asked, self.outputs)
+            request.parts.clear()
+            self.batcher.put(inputs, partial(self._answer, request, asked, names), asked.timeout)
+        except Exception as fault:
+            self._send(request, self._fault(fault))
+
+    def _answer(
+        self, request: Inference, asked: Asking, names: Sequence[str], scores: Array | Exception
+    ) -> None:
+        """Answer a request whose ``scores`` float32 [N] or [N, T] have come, or why there are none."""
+        if isinstance(scores, Exception):
+            self._send(request, self._fault(scores))
+            return
+        try:
+            columns = scores.reshape(len(scores), -1)
+            if asked.id is not None:
+                self.monitor.keep(asked.id, columns)
+            found = {name: columns[:, self.outputs.index(name)] for name in names}
+            answered = 200, *answer(asked, self.name, VERSION, found)
+        except Exception as fault:
+            self._send(request, self._fault(fault))
+        else:
+            self._send(request, answered)
+
+    def _fault(self, fault: Exception) -> Answer:
+        """What is answered in the place of scores."""
+        if isinstance(fault, Refused):
+            self.metrics.refused.labels(fault.reason).inc()
+            if isinstance(fault, WrongIds):
+                self.monitor.wrong_ids(fault.counts)
+            return _refusal(fault)
+        if isinstance(fault, StoreError):
             log.error("a request failed: %s", fault)
             self.metrics.refused.labels("rows").inc()
             lacking = "rows that the request looks up cannot be read; the server's log names them"
-            answered = _refusal(Refused(500, "rows", lacking))
-        except Exception:
-            log.exception("a request failed")
-            self.metrics.refused.labels("fault").inc()
-            answered = _refusal(Refused(500, "fault", "the server failed; its log says why"))
-        status, content, headers = answered
-        raw = [(key.encode(), value.encode()) for key, value in headers.items()]
-        raw.append((b"content-length", str(len(content)).encode()))
-        # Before it is sent: a worker that is killed then has counted it.
-        self.metrics.answered(status, perf_counter() - began, self.batcher.waiting)
-        await send({"type": "http.response.start", "status": status, "headers": raw})
-        await send({"type": "http.response.body", "body": content})
+            return _refusal(Refused(500, "rows", lacking))
+        log.error("a request failed", exc_info=fault)
+        self.metrics.refused.labels("fault").inc()
+        return _refusal(Refused(500, "fault", "the server failed; its log says why"))
 
-    async def _scored(self, headers: Headers, receive: Receive) -> Answer:
-        length = headers.get(HEADER_LENGTH)
-        body = await self._body(headers, receive)
-        asked, inputs = self.heads.read(body, None if length is None else length.decode("latin-1"))
-        names = chosen(asked, self.outputs)
-        scores = await self.batcher.scores(inputs, asked.timeout)
-        columns = scores.reshape(len(scores), -1)
-        if asked.id is not None:
-            self.monitor.keep(asked.id, columns)
-        found = {name: columns[:, self.outputs.index(name)] for name in names}
-        return 200, *answer(asked, self.name, VERSION, found)
+    def _send(self, request: Inference, answered: Answer) -> None:
+        # Before it is sent: a worker that is killed then has counted it.
+        self.metrics.answered(answered[0], perf_counter() - request.began, self.batcher.waiting)
+        request.connection.respond(request, answered)
 
     async def _body(self, headers: Headers, receive: Receive) -> bytes:
         """A request's body; ``Refused`` if it is too large, compressed, or comes too slowly."""
-        encoding = headers.get(b"content-encoding", b"identity")
-        if encoding != b"identity":
-            told = shown(encoding.decode("latin-1"))
-            raise Refused(415, "encoding", f"Content-Encoding {told} is not taken; send it as it is")
-        most = self.bounds.body
-        declared = headers.get(b"content-length", b"0")
-        if not declared.isdigit():
-            raise bad("Content-Length is no number")
-        if len(declared) > 18 or int(declared) > most:
-            raise _too_large(most)
+        most = self.bounds.body_bytes
+        if (fault := header_fault(headers, most)) is not None:
+            raise fault
         parts: list[bytes] = []
         size = 0
         try:
-            async with asyncio.timeout(self.bounds.reading):
+            async with asyncio.timeout(self.bounds.body_seconds):
                 more = True
                 while more:
                     message = await receive()
@@ -255,15 +246,13 @@ class Server:
                     part, more = message.get("body", b""), message.get("more_body", False)
                     size += len(part)
                     if size > most:
-                        raise _too_large(most)
+                        raise too_large(most)
                     parts.append(part)
         except TimeoutError:
-            raise Refused(408, "slow", f"the body did not come within {self.bounds.reading:g} s") from None
+            raise Refused(
+                408, "slow", f"the body did not come within {self.bounds.body_seconds:g} s"
+            ) from None
         return parts[0] if len(parts) == 1 else b"".join(parts)
-
-
-def _too_large(most: int) -> Refused:
-    return Refused(413, "too_large", f"the body is larger than {most} bytes")
 
 
 def _json(content: Mapping[str, Any], status: int = 200) -> Response:

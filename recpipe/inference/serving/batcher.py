@@ -12,10 +12,10 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
 from time import monotonic, perf_counter
 from typing import NamedTuple
 
-import numpy as np
 import torch
 
 from recpipe.inference.serving.errors import Refused
@@ -48,12 +48,14 @@ class Limits:
     sooner."""
 
 
-@dataclass
+@dataclass(eq=False, slots=True)
 class _Waiting:
     asked: Asked
-    scores: asyncio.Future[Array]
+    done: Callable[[Array | Exception], None]
     since: float
     until: float
+    alone: bool = False
+    """Whether it is scored in a batch of its own, since one with others failed."""
 
 
 class _Together(NamedTuple):
@@ -77,7 +79,13 @@ class Batcher:
     scored: Callable[[Sequence[Side], Array], None] | None = None
     """Called with each batch's ids and scores, after its requests have been answered."""
     _queue: deque[_Waiting] = field(default_factory=deque)
-    _closing: bool = False
+    _open: bool = False
+    _due: bool = False
+    """Whether ``_turn`` will be called at once."""
+    _busy: bool = False
+    """Whether the thread scores a batch."""
+    _filling: asyncio.TimerHandle | None = None
+    """Ends the wait of a batch that is not full."""
     _next: _Together | None = None
     """What waited for the next batch when it was read ahead; the thread that scores has it."""
     _each: float = float("inf")
@@ -85,9 +93,9 @@ class Batcher:
 
     def start(self) -> None:
         """Begin to score, in the running event loop."""
-        self._arrived = asyncio.Event()
+        self._loop = asyncio.get_running_loop()
         self._thread = ThreadPoolExecutor(1, "scores")
-        self._task = asyncio.get_running_loop().create_task(self._run())
+        self._open = True
 
     @property
     def waiting(self) -> int:
@@ -97,94 +105,112 @@ class Batcher:
     @property
     def alive(self) -> bool:
         """Whether requests are taken."""
-        return not self._closing and not self._task.done()
+        return self._open
 
-    async def scores(self, asked: Asked, timeout: float | None = None) -> Array:
-        """Scores float32 [N] or [N, T]. ``Refused`` if the queue is full, or the deadline passes while the
-        request waits."""
-        if self._closing:
+    def put(
+        self, asked: Asked, done: Callable[[Array | Exception], None], timeout: float | None = None
+    ) -> None:
+        """Have a request scored. ``done`` is called in the event loop with its scores, float32 [N] or [N, T],
+        or with why there are none: ``Refused`` if the deadline passes while it waits. ``Refused`` if the
+        queue is full."""
+        if not self._open:
             raise Refused(503, "stopping", "the server is stopping")
         if len(self._queue) >= self.limits.queue:
             raise Refused(503, "queue_full", f"{self.limits.queue} requests wait already; try again later")
         now = monotonic()
         patience = self.limits.deadline if timeout is None else min(timeout, self.limits.deadline)
-        found: asyncio.Future[Array] = asyncio.get_running_loop().create_future()
-        self._queue.append(_Waiting(asked, found, now, now + patience))
-        self._arrived.set()
-        return await found
+        self._queue.append(_Waiting(asked, done, now, now + patience))
+        self._wake()
 
     async def close(self) -> None:
         """Score what waits, then stop."""
-        self._closing = True
-        self._arrived.set()
-        await self._task
+        self._open = False
+        while self._queue or self._busy:
+            self._wake()
+            await asyncio.sleep(1e-3)
         self._thread.shutdown()
 
-    async def _run(self) -> None:
-        while self._queue or not self._closing:
-            await self._arrived.wait()
-            await self._fill()
-            batch = self._take()
-            if not batch:
-                continue
-            self.saw(len(batch), sum(one.asked.samples for one in batch))
-            await self._answer(batch)
-            await asyncio.sleep(0)  # requests that have come meanwhile are read before the next batch
+    def _wake(self) -> None:
+        """Take the next batch once the requests that have come by now are read."""
+        if not self._due and not self._busy:
+            self._due = True
+            self._loop.call_soon(self._turn)
 
-    async def _answer(self, batch: list[_Waiting]) -> None:
-        """Score a batch; if that fails, each of its requests, so that one's fault is not another's."""
-        loop = asyncio.get_running_loop()
-        asked = [one.asked for one in batch]
-        try:
-            if self._soon(sum(one.samples for one in asked)):
-                sides, scores = self._scored(asked)
-            else:
-                sides, scores = await loop.run_in_executor(self._thread, self._scored, asked)
-        except Exception as fault:
-            if len(batch) == 1:
-                _fail(batch[0], fault)
-                return
-            for one in batch:
-                await self._answer([one])
+    def _turn(self) -> None:
+        self._due = False
+        if self._busy or not self._full():
             return
-        ends = np.cumsum([one.samples for one in asked])
-        for one, own in zip(batch, np.split(scores, ends[:-1]), strict=True):
-            if not one.scores.done():  # the client may have gone
-                one.scores.set_result(own)
-        if self.scored is not None:
-            loop.call_soon(self.scored, sides, scores)  # after those whom set_result wakes
+        batch = self._take()
+        if batch:
+            asked = [one.asked for one in batch]
+            samples = sum(one.samples for one in asked)
+            self.saw(len(batch), samples)
+            if self._soon(samples):
+                try:
+                    self._answer(batch, *self._scored(asked))
+                except Exception as fault:
+                    self._failed(batch, fault)
+            else:
+                self._busy = True
+                scored = self._loop.run_in_executor(self._thread, self._scored, asked)
+                scored.add_done_callback(partial(self._scored_there, batch))
+        if self._queue:
+            self._wake()
 
-    async def _fill(self) -> None:
-        """Wait until the batch is full, or its first request has waited long enough."""
-        while self._queue and not self._closing:
-            left = self._queue[0].since + self.limits.wait - monotonic()
-            if left <= 0 or sum(one.asked.samples for one in self._queue) >= self.limits.batch:
-                return
-            self._arrived.clear()
-            try:
-                await asyncio.wait_for(self._arrived.wait(), left)
-            except TimeoutError:
-                return
+    def _scored_there(self, batch: list[_Waiting], scored: asyncio.Future[tuple[list[Side], Array]]) -> None:
+        """The thread has scored a batch, or failed to."""
+        self._busy = False
+        fault = scored.exception()
+        if fault is None:
+            self._answer(batch, *scored.result())
+        elif isinstance(fault, Exception):
+            self._failed(batch, fault)
+        if self._queue:
+            self._wake()
+
+    def _answer(self, batch: list[_Waiting], sides: list[Side], scores: Array) -> None:
+        end = 0
+        for one in batch:
+            start, end = end, end + one.asked.samples
+            one.done(scores[start:end])
+        if self.scored is not None:
+            self._loop.call_soon(self.scored, sides, scores)  # after the answers
+
+    def _failed(self, batch: list[_Waiting], fault: Exception) -> None:
+        """One's fault is not another's: each is scored again, by itself."""
+        if len(batch) == 1:
+            batch[0].done(fault)
+            return
+        for one in reversed(batch):
+            one.alone, one.until = True, float("inf")
+            self._queue.appendleft(one)
+
+    def _full(self) -> bool:
+        """Whether the next batch is full, or has waited long enough; else it is looked at again in time."""
+        if self._filling is not None:
+            self._filling.cancel()
+            self._filling = None
+        if not self._queue or not self.limits.wait or not self._open:
+            return bool(self._queue)
+        left = self._queue[0].since + self.limits.wait - monotonic()
+        if left <= 0 or sum(one.asked.samples for one in self._queue) >= self.limits.batch:
+            return True
+        self._filling = self._loop.call_later(left, self._wake)
+        return False
 
     def _take(self) -> list[_Waiting]:
-        """The next batch, without requests whose client has gone or whose deadline has passed."""
+        """The next batch, without requests whose deadline has passed."""
         batch: list[_Waiting] = []
         samples, now = 0, monotonic()
         while self._queue:
             one = self._queue[0]
-            if one.scores.done():
-                self._queue.popleft()
-            elif now > one.until:
-                _fail(self._queue.popleft(), Refused(504, "deadline", "the deadline passed in the queue"))
-            elif batch and samples + one.asked.samples > self.limits.batch:
+            if now > one.until:
+                self._queue.popleft().done(Refused(504, "deadline", "the deadline passed in the queue"))
+            elif batch and (one.alone or batch[0].alone or samples + one.asked.samples > self.limits.batch):
                 break
             else:
                 batch.append(self._queue.popleft())
                 samples += one.asked.samples
-        if self._queue or self._closing:
-            self._arrived.set()
-        else:
-            self._arrived.clear()
         return batch
 
     def _scored(self, asked: list[Asked]) -> tuple[list[Side], Array]:
@@ -223,7 +249,7 @@ class Batcher:
         found: list[Asked] = []
         samples, now = 0, monotonic()
         for one in self._queue.copy():  # another thread's, who goes on meanwhile
-            if one.scores.done() or now > one.until:
+            if now > one.until:
                 continue
             samples += one.asked.samples
             if found and samples > self.limits.batch:
@@ -234,8 +260,3 @@ class Batcher:
 
 def _same(one: Sequence[Asked], other: Sequence[Asked]) -> bool:
     return len(one) == len(other) and all(a is b for a, b in zip(one, other, strict=True))
-
-
-def _fail(one: _Waiting, fault: Exception) -> None:
-    if not one.scores.done():
-        one.scores.set_exception(fault)

@@ -15,6 +15,8 @@ from recpipe.errors import UserError, did_you_mean, shown
 
 Seconds = Annotated[float, Interval(ge=0, le=3600)]
 
+Limit = Annotated[float, Gt(0), Interval(le=86400)]
+
 
 @dataclass
 class ServeConfig:
@@ -40,6 +42,21 @@ class ServeConfig:
     """Milliseconds after which a request that still waits gets 504."""
     body_bytes: Positive = 16 * 2**20
     """Most bytes of a request; larger ones get 413."""
+    body_seconds: Limit = 10.0
+    """Seconds in which a request's body must have come; later ones get 408."""
+    header_bytes: Annotated[int, Interval(ge=1024, le=16 * 2**20)] = 65536
+    """Most bytes of a request's line and headers; larger ones get 431."""
+    header_fields: Positive = 100
+    """Most headers of a request; more get 431."""
+    header_seconds: Limit = 10.0
+    """Seconds in which a request's header must have come; later ones get 408."""
+    idle_seconds: Limit = 75.0
+    """Seconds that a connection may wait for its next request, and an answer for its reader. Longer than a
+    proxy in front keeps its connections (60 s is usual), or it will find them closed."""
+    connections: Positive = 1024
+    """Most connections of a process. One that waits for a request is closed for a new one."""
+    address_connections: Positive = 512
+    """Most connections of a process with one address, a proxy's for instance."""
     samples: Positive = 4096
     """Most samples of a request."""
     trust: FilePath | None = None

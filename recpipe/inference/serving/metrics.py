@@ -50,6 +50,15 @@ class Metrics:
             registry=into,
             multiprocess_mode="livesum",
         )
+        self.connections = Gauge(
+            "recpipe_connections", "Open connections", registry=into, multiprocess_mode="livesum"
+        )
+        self.closed = Counter(
+            "recpipe_connections_closed",
+            "Connections that the server closed or refused, by reason",
+            ["reason"],
+            registry=into,
+        )
         self.reloads = Counter(
             "recpipe_reloads", "Packages loaded anew, by result", ["result"], registry=into
         )

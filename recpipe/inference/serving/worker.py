@@ -16,12 +16,11 @@ import signal
 import socket
 import sys
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
 import torch
-import uvicorn
 import uvloop
 
 from recpipe.common.collector import old_objects_kept
@@ -30,9 +29,10 @@ from recpipe.common.quiet import quieted
 from recpipe.errors import UserError
 from recpipe.inference import score
 from recpipe.inference.manifest import read_manifest
-from recpipe.inference.serving.app import Bounds, Server
+from recpipe.inference.serving.app import Server
 from recpipe.inference.serving.batcher import Limits
 from recpipe.inference.serving.config import ServeConfig
+from recpipe.inference.serving.door import Bounds, Door, Shares
 from recpipe.inference.serving.metrics import DIRECTORY
 from recpipe.inference.serving.monitor import Watch
 from recpipe.inference.serving.shared import RequestScorer
@@ -44,6 +44,8 @@ LARGEST = 65536
 """Bytes of a message on the channel."""
 BACKLOG = 2048
 """Connections that wait to be taken."""
+CONNECTIONS = "connections"
+"""The file in which workers tell each other how many connections they have."""
 TURN = 2e-4
 """Seconds after which the thread that scores lets the one that answers go on in Python, and the other way
 round. With Python's 5 ms, a request waits for that long now and then."""
@@ -102,7 +104,7 @@ class Worker:
         self.directory, self.config, self.rows, self.several = directory, config, rows, several
         self.loaded = load(directory, rows, several, config.trust)
         limits = Limits(config.batch, config.wait_ms / 1e3, config.queue, config.deadline_ms / 1e3)
-        bounds = Bounds(config.body_bytes, config.samples)
+        bounds = Bounds(**{each.name: getattr(config, each.name) for each in fields(Bounds)})
         scorer = self.loaded.scorer
         folder = Path(os.environ[DIRECTORY]) if several else None
         watch = Watch(config.window, config.kept, config.drift, folder, number)
@@ -110,16 +112,9 @@ class Worker:
         self.server.metrics.serves(self.loaded.package)
         if rows is not None:
             self.server.metrics.show(rows.counted)
-        self.runner = uvicorn.Server(
-            uvicorn.Config(
-                self.server.app(),
-                log_level="warning",
-                access_log=False,
-                server_header=False,
-                proxy_headers=False,
-                timeout_graceful_shutdown=max(1, round(config.stop_seconds)),
-            )
-        )
+        file = folder and folder / CONNECTIONS
+        self.door = Door(bounds, self.server.metrics, Shares(config.workers, number, file))
+        self.runner = self.server.listener(self.door, config.stop_seconds)
         self._reloading = asyncio.Lock()
         self._tasks: set[asyncio.Task[None]] = set()
 
