@@ -37,7 +37,11 @@ def find_ids(batch: object, features: Sequence[str]) -> tuple[Place, ...]:
 def ids_at(batch: object, places: Sequence[Place]) -> KeyedJaggedTensor:
     """The ids at ``places``: the batch's own object, or several joined into one."""
     parts = [_at(batch, place) for place in places]
-    return parts[0] if len(parts) == 1 else KeyedJaggedTensor.concat(parts)
+    if len(parts) == 1:
+        return parts[0]
+    if any(part.weights_or_none() is None for part in parts):  # it takes weights of all or of none
+        parts = [without_weights(part) for part in parts]
+    return KeyedJaggedTensor.concat(parts)
 
 
 def in_order(ids: KeyedJaggedTensor, features: Sequence[str]) -> KeyedJaggedTensor:
@@ -58,6 +62,22 @@ def in_order(ids: KeyedJaggedTensor, features: Sequence[str]) -> KeyedJaggedTens
     if keys[first:after] == wanted:  # neighbours can be cut out without a copy
         return ids.split([first, len(wanted), len(keys) - after])[1]
     return ids.permute([keys.index(name) for name in features])
+
+
+def without_weights(ids: KeyedJaggedTensor) -> KeyedJaggedTensor:
+    """``ids`` alone; itself if they have no weights."""
+    if ids.weights_or_none() is None:
+        return ids
+    return KeyedJaggedTensor(ids.keys(), ids.values(), lengths=ids.lengths(), offsets=ids.offsets())
+
+
+def weights_in_order(ids: KeyedJaggedTensor, features: Sequence[str]) -> torch.Tensor:
+    """The weights of the ids of these features, in this order, [L]; in the graph if those of ``ids`` are."""
+    weights: torch.Tensor = ids.weights()
+    if ids.keys() == list(features):
+        return weights
+    parts = dict(zip(ids.keys(), torch.split(weights, ids.length_per_key()), strict=True))
+    return torch.cat([parts[name] for name in features])
 
 
 def _at(batch: object, place: Place) -> KeyedJaggedTensor:

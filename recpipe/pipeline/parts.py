@@ -47,11 +47,7 @@ def find_out(model: PlacedModel, batch: Any, most: int = SAMPLES) -> Parts:
         except UserError as fault:
             return Parts(refused=str(fault))
         with handing_out(watches):
-            try:
-                whole = float(once.called(tried)[0])
-            except RuntimeError:  # FBGEMM's, of an id beyond its table, names neither column nor table
-                model.inputs.require_ids(model.inputs.each(tried))
-                raise
+            whole = float(once.called(tried)[0])
         first, second = (float(model.copied().called(half)[0]) for half in halves)
         if any(not torch.equal(a, b) for a, b in zip(before, _random_states(), strict=True)):
             return Parts(refused="the model draws random numbers (dropout), other ones for each part")

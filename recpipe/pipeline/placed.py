@@ -79,6 +79,28 @@ def put_fronts(module: nn.Module, tables: ModelTables, embeddings: GroupedCollec
     return fronts
 
 
+def copied_call(called: Called, parts: Mapping[nn.Module, nn.Module]) -> Called:
+    """``called`` with a copy of its module that has the same parameters, and ``parts`` in place of some
+    modules in it.
+
+    Raises ``UserError`` if the module has an attribute that cannot be copied.
+    """
+    module = called.module
+    kept = [value for member in module.modules() for value in vars(member).values()]
+    # Left by an earlier pass; torch copies no tensor that has a graph.
+    cut = {id(v): v.detach() for v in kept if isinstance(v, torch.Tensor) and not v.is_leaf}
+    shared = {id(parameter): parameter for parameter in module.parameters()}
+    made = copy.copy(called)
+    try:
+        made.module = copy.deepcopy(module, {id(old): new for old, new in parts.items()} | shared | cut)
+    except Exception as fault:  # of any attribute of a user's module
+        raise UserError(
+            f"{type(module).__name__} cannot be copied, so that a step cannot be tried without changing it "
+            f"({type(fault).__name__}: {shown(fault, 200)}); make what it holds copyable (__deepcopy__)"
+        ) from fault
+    return made
+
+
 def saved_buffers(module: nn.Module) -> dict[str, torch.Tensor]:
     """The buffers that ``module.state_dict()`` has, such as a BatchNorm's statistics, by name."""
     return {
@@ -121,19 +143,7 @@ class PlacedModel(nn.Module):
 
         Raises ``UserError`` if the module has an attribute that cannot be copied.
         """
-        shared = [*self.module.parameters(), *self.fronts.values()]
-        kept = [value for member in self.module.modules() for value in vars(member).values()]
-        # Left by an earlier pass; torch copies no tensor that has a graph.
-        cut = {id(v): v.detach() for v in kept if isinstance(v, torch.Tensor) and not v.is_leaf}
-        called = copy.copy(self.called)
-        try:
-            called.module = copy.deepcopy(self.module, {id(part): part for part in shared} | cut)
-        except Exception as fault:  # of any attribute of a user's module
-            kind = type(self.module).__name__
-            raise UserError(
-                f"{kind} cannot be copied, so that a step cannot be tried without changing it "
-                f"({type(fault).__name__}: {shown(fault, 200)}); make what it holds copyable (__deepcopy__)"
-            ) from fault
+        called = copied_call(self.called, {front: front for front in self.fronts.values()})
         made = PlacedModel(called, self.fronts, self.embeddings, self.inputs)
         made.parts = self.parts
         return made
@@ -147,7 +157,7 @@ class PlacedModel(nn.Module):
         id."""
         self.inputs.require_ids(self.inputs.each(batch))
         batch = on_device(batch, self.dense[0].device) if self.dense else batch
-        with torch.no_grad():
+        with torch.no_grad(), handing_out(self.look_up(batch)):
             scores: torch.Tensor = self(batch)
         return scores
 

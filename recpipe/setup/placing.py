@@ -20,6 +20,7 @@ from recpipe.model.make import make_called
 from recpipe.pipeline.placed import PlacedModel, put_fronts
 from recpipe.plugin.blame import BlamedSkipper
 from recpipe.plugin.compose import Owned
+from recpipe.setup.weights import computed_weights
 from recpipe.tables.build import Place, build_tables, require_kernels
 from recpipe.tables.grouped import GroupedCollection
 from recpipe.tables.groups import ModelTables, collections_of, group_tables, with_managed_ids
@@ -46,9 +47,10 @@ class Unplaced:
     def of(cls, cfg: Recipe, dataset: Dataset, device: torch.device, given: nn.Module | None) -> Unplaced:
         """Make the recipe's model, or take the one ``given``, with the recipe's optimizers for its tables."""
         called = make_called(cfg.model, dataset, device, given)
-        tables = group_tables(collections_of(called.module), cfg.optim.of_table, cfg.seed)
-        cfg.optim.check_tables([table.name for table in tables.tables])
         first_batch = next(dataset.batches("train", cfg.data.batch_size))
+        summed = computed_weights(called, first_batch, device)
+        tables = group_tables(collections_of(called.module), cfg.optim.of_table, cfg.seed, summed)
+        cfg.optim.check_tables([table.name for table in tables.tables])
         made = with_managed_ids(called.module)
         return cls(called, tables, first_batch, Inputs.of(tables, first_batch, made))
 

@@ -28,12 +28,13 @@ from torchrec.modules.embedding_modules import (
 )
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, KeyedTensor
 
-from recpipe.data.parts import in_order
-from recpipe.errors import UserError
+from recpipe.data.checks import require_ids
+from recpipe.data.parts import in_order, weights_in_order, without_weights
+from recpipe.errors import DataError, UserError
 from recpipe.plugin.policy import RowIds
 from recpipe.tables.collection import RowCollection, TableCollection
 from recpipe.tables.groups import Group
-from recpipe.tables.rowtable import looked_up, updated
+from recpipe.tables.rowtable import looked_up, pool, updated
 from recpipe.tables.specs import TableSet, row_chunks
 from recpipe.tables.tiers.placement import table_bags
 
@@ -129,15 +130,26 @@ class Front(ABC, nn.Module):
         elif self.training and torch.is_grad_enabled():
             rows = self._looked_up_late(features)
         else:
+            self._require_ids(features)
             rows = self.look_up(features)
         return self.shaped(rows, features)
+
+    def _require_ids(self, features: KeyedJaggedTensor) -> None:
+        """``DataError`` for an id that is not in its table: nobody has checked those that the model makes."""
+        for group in self.groups:
+            sizes = np.array(group.tables.layout.rows)[group.tables.table_of]
+            try:
+                require_ids(in_order(without_weights(features), group.tables.features), sizes.tolist())
+            except DataError as fault:
+                raise DataError(f"the model calls its collection '{self.path}': {fault}") from fault
 
     @abstractmethod
     def shaped(self, rows: Sequence[torch.Tensor], features: KeyedJaggedTensor) -> Any:
         """Convert each group's ``rows`` into what TorchRec's collection returns for ``features``."""
 
     def look_up(self, features: KeyedJaggedTensor) -> list[torch.Tensor]:
-        """Read the rows of each group from its collection; nothing is trained, planned or moved."""
+        """Read the rows of each group from its collection; nothing is trained, planned or moved. The ids must
+        be in their tables."""
         pairs = zip(self.groups, self.collections, strict=True)
         with torch.no_grad():
             return [c.lookup(in_order(features, g.tables.features)) for g, c in pairs]
@@ -146,6 +158,7 @@ class Front(ABC, nn.Module):
 
     def _looked_up_late(self, features: KeyedJaggedTensor) -> list[torch.Tensor]:
         self.late_calls += 1
+        self._require_ids(features)
         found = []
         for number, (group, collection) in enumerate(zip(self.groups, self.collections, strict=True)):
             rows = _rows_of(collection, self.path)
@@ -155,7 +168,8 @@ class Front(ABC, nn.Module):
             weights = records[:, : group.tables.dim].clone()
             if not group.tables.optimizer.frozen:
                 self._late.append(_Late(number, distinct, records, weights.requires_grad_()))
-            found.append(looked_up(group.tables, weights, which, bags))
+            scale = weights_in_order(features, group.tables.features) if group.tables.weighted else None
+            found.append(looked_up(group.tables, weights, which, bags, scale))
         return found
 
     def late_leaves(self) -> list[torch.Tensor]:
@@ -257,7 +271,7 @@ def _write_weights(group: Group, collection: TableCollection, table: str, weight
 
 class BagFront(Front, EmbeddingBagCollectionInterface):  # type: ignore[misc]
     """Replaces an ``EmbeddingBagCollection``. Groups give sums; a mean is the sum divided by the number of
-    ids."""
+    ids. Where the model computes the ids' weights, groups give a row for each id, which are summed here."""
 
     weights_under = "embedding_bags"
 
@@ -285,12 +299,28 @@ class BagFront(Front, EmbeddingBagCollectionInterface):  # type: ignore[misc]
     def can_have_room(self) -> bool:
         """Whether its pooled rows are the sums of a single group, so that room in front of them costs
         nothing."""
-        return len(self.groups) == 1 and not self._means.any()
+        return len(self.groups) == 1 and not self._means.any() and not self.sums
+
+    @property
+    def sums(self) -> bool:
+        """Whether its groups give a row for each id, so that batches are planned by ids alone: rows are
+        summed here, with the weights that the ids have when it is called, and these get their gradient."""
+        return any(not group.tables.pooled for group in self.groups)
+
+    def forward(self, features: KeyedJaggedTensor) -> KeyedTensor:
+        """As TorchRec's collection; ``UserError`` if it is weighted and the ids are not."""
+        if self._weighted and features.weights_or_none() is None:
+            raise UserError(
+                f"the model's collection '{self.path}' is weighted (is_weighted=True), and is called with "
+                "ids that have no weights: give the KeyedJaggedTensor weights, or leave is_weighted out"
+            )
+        return super().forward(features)
 
     def shaped(self, rows: Sequence[torch.Tensor], features: KeyedJaggedTensor) -> KeyedTensor:
         """Pooled rows by feature, each float32 [B, D of its table]."""
         by_feature: dict[int, torch.Tensor] = {}
-        for group, pooled in zip(self.groups, rows, strict=True):
+        for group, found in zip(self.groups, rows, strict=True):
+            pooled = self._summed(group, found, features) if self.sums else found
             values = self._meant(group, pooled, features)
             if len(rows) == 1:
                 return KeyedTensor(self.names, self.dims, values)
@@ -298,12 +328,20 @@ class BagFront(Front, EmbeddingBagCollectionInterface):  # type: ignore[misc]
         joined = torch.cat([by_feature[place] for place in range(len(self.names))], dim=1)
         return KeyedTensor(self.names, self.dims, joined)
 
+    def _summed(self, group: Group, rows: torch.Tensor, features: KeyedJaggedTensor) -> torch.Tensor:
+        """The sums by bag of ``rows`` (float32 [L, D], one for each id) times the ids' weights."""
+        names = group.tables.features
+        ids = in_order(without_weights(features), names)
+        at = torch.arange(len(rows), device=rows.device)
+        scale = weights_in_order(features, names).to(rows.dtype)
+        return pool(rows, at, ids.offsets().long(), ids.stride(), scale)
+
     def _meant(self, group: Group, pooled: torch.Tensor, features: KeyedJaggedTensor) -> torch.Tensor:
         """Divide the sums in ``pooled`` by the number of ids, for tables that want means."""
         means = self._means[list(group.places)]
         if not means.any():
             return pooled
-        ids = in_order(features, group.tables.features)
+        ids = in_order(without_weights(features), group.tables.features)
         counts = ids.lengths().view(len(means), -1).t().to(pooled.dtype).clamp(min=1)
         size = len(pooled)
         if not means.all():

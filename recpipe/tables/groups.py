@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import zlib
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Container, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from itertools import accumulate
@@ -145,8 +145,17 @@ def with_managed_ids(model: nn.Module) -> set[str]:
     return {f"{path}._embedding_module".removeprefix(".") for path in managed}
 
 
-def group_tables(collections: Mapping[str, nn.Module], optimizer_of: OptimizerOf, seed: int) -> ModelTables:
-    """The tables of ``collections`` (by path) in groups, in the order of the collections and their tables."""
+def group_tables(
+    collections: Mapping[str, nn.Module],
+    optimizer_of: OptimizerOf,
+    seed: int,
+    summed_by_front: Container[str] = (),
+) -> ModelTables:
+    """The tables of ``collections`` (by path) in groups, in the order of the collections and their tables.
+
+    ``summed_by_front``: paths of weighted collections whose ids get their weights in the model, so that their
+    groups hand out a row for each id (``BagFront.sums``).
+    """
     configs = {path: _configs(module) for path, module in collections.items()}
     names = Counter(_named(config) for listed in configs.values() for config in listed)
     groups: list[Group] = []
@@ -169,14 +178,15 @@ def group_tables(collections: Mapping[str, nn.Module], optimizer_of: OptimizerOf
                 )
                 for c in members
             )
-            bags = isinstance(module, EmbeddingBagCollection)
+            bags = isinstance(module, EmbeddingBagCollection) and path not in summed_by_front
+            weighted = isinstance(module, EmbeddingBagCollection) and module.is_weighted()
             made = TableSet(
                 tables,
                 dim,
                 optimizer,
                 seed,
                 bags,
-                isinstance(module, EmbeddingBagCollection) and module.is_weighted(),
+                bags and weighted,
                 tuple(range(number, number + len(members))),
             )
             mine = {id(config) for config in members}

@@ -15,7 +15,7 @@ import torch
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from recpipe.common.phases import phase
-from recpipe.data.parts import in_order
+from recpipe.data.parts import in_order, without_weights
 from recpipe.tables.beside import Beside
 from recpipe.tables.front import BagFront, Front
 from recpipe.tables.group_lookup import GroupLookup, Scale
@@ -137,16 +137,22 @@ class Part:
         return self.leaves
 
 
-def same_ids(sparse: KeyedJaggedTensor, own: KeyedJaggedTensor, front: Front) -> bool:
-    """Whether ``front`` would look up the same rows with either of the two."""
+def same_ids(
+    sparse: KeyedJaggedTensor, own: KeyedJaggedTensor, front: Front, by_weights: bool = True
+) -> bool:
+    """Whether ``front`` would look up the same rows with either of the two and, if it hands out sums by the
+    batch's weights and ``by_weights``, make the same sums."""
     if sparse is own:
         return True
     if not set(front.features) <= set(sparse.keys()):
         return False
+    by_weights &= isinstance(front, BagFront) and front.is_weighted() and not front.sums
+    if not by_weights:
+        own, sparse = without_weights(own), without_weights(sparse)
+    elif any(w is None or w.requires_grad for w in (own.weights_or_none(), sparse.weights_or_none())):
+        return False
     mine, theirs = (in_order(ids, front.features) for ids in (own, sparse))
-    if isinstance(front, BagFront) and front.is_weighted():
-        weights = (mine.weights_or_none(), theirs.weights_or_none())
-        if any(w is None or w.requires_grad for w in weights) or not torch.equal(*weights):
-            return False
+    if by_weights and not torch.equal(mine.weights(), theirs.weights()):
+        return False
     pairs = ((mine.lengths(), theirs.lengths()), (mine.values(), theirs.values()))
     return all(a is b or (a.shape == b.shape and bool((a == b).all())) for a, b in pairs)

@@ -95,14 +95,19 @@ def distinct(rows: NDArray[np.int64]) -> NDArray[np.int64]:
 
 
 def looked_up(
-    tables: TableSet, weights: torch.Tensor, which: NDArray[np.int64], bags: IndexBags
+    tables: TableSet,
+    weights: torch.Tensor,
+    which: NDArray[np.int64],
+    bags: IndexBags,
+    scale: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """The result of a lookup in which lookup i of ``bags`` finds row ``which[i]`` of float32 ``weights`` [U,
-    D]."""
+    D]. ``scale``: the lookups' own weights in the graph, [L]; None: those of ``bags``."""
     at = torch.from_numpy(which).to(weights.device)
     if not tables.pooled:
         return weights[at]
-    scale = None if bags.weights is None else torch.from_numpy(bags.weights)
+    if scale is None and bags.weights is not None:
+        scale = torch.from_numpy(bags.weights)
     return pool(weights, at, torch.from_numpy(bags.offsets), bags.batch_size, scale)
 
 

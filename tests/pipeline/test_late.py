@@ -15,7 +15,7 @@ from torchrec.optim import RowWiseAdagrad
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 import recpipe
-from recpipe.errors import UserError
+from recpipe.errors import DataError, UserError
 from recpipe.pipeline.step import StagedBatch, StepTimes, accumulate
 from recpipe.tables.group_lookup import GroupLookup
 from recpipe.tables.specs import TableOptimizer, TableSet
@@ -213,3 +213,45 @@ def test_cores_refuse_what_they_would_not_train() -> None:
         accumulate(model, StagedBatch(batch), StepTimes(), cores)
     cores.close()
     assert furthest(before, model.module.state_dict()) == 0
+
+
+class Beyond(TwoLooks):
+    """Makes an id that no table has: ``by`` further than the batch's; once ``calls`` are over."""
+
+    def __init__(self, by: int, calls: int) -> None:
+        super().__init__(False)
+        self.by, self.calls = by, calls
+
+    def forward(self, batch):
+        self.calls -= 1
+        if self.calls >= 0:
+            return super().forward(batch)
+        ids = batch.sparse
+        made = KeyedJaggedTensor(ids.keys(), ids.values() + self.by, lengths=ids.lengths())
+        return self.rows(made).values().sum(), batch.labels
+
+
+@pytest.mark.parametrize("calls", [0, 8], ids=["when it is tried", "in training"])
+@pytest.mark.parametrize("by", [-1_000, 1_000_000])
+@pytest.mark.parametrize("words", [(), ("tiers.policy=lru",), ("tiers.sharded=true",)], ids=str)
+def test_ids_beyond_a_table_end_in_one_line(words, by, calls) -> None:
+    """FBGEMM's own error names neither the collection nor the feature."""
+    if calls and words == ("tiers.sharded=true",):
+        pytest.skip("ids of the model's making cannot be looked up there at all")
+    model, batches = Beyond(by, calls), Listed(last=SIZE).lists["train"]
+    with (
+        pytest.raises(
+            DataError, match=r"the model calls its collection 'rows': id -?\d+ of feature a is not in"
+        ),
+        recpipe.train(model, batches, "tiers.resident_bytes=20%", *words, quiet=True),
+    ):
+        pass
+
+
+def test_ids_beyond_a_table_in_an_evaluation() -> None:
+    batches = Listed(last=SIZE).lists["train"]
+    model = placed(Beyond(1_000_000, 1), batches[0]).eval()
+    with torch.no_grad():
+        model.called(batches[0])
+        with pytest.raises(DataError, match="the model calls its collection 'rows': id"):
+            model.called(batches[0])

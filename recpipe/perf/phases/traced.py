@@ -40,7 +40,7 @@ class Traced:
     def __init__(self, model: PlacedModel, batch: Any) -> None:
         model = model.copied()
         self._trace = _Trace(model.module)
-        handed = {front: HandedRows(front, model, batch) for front in model.fronts.values()}
+        handed = {front: HandedRows(front, model.ids_of(front, batch)) for front in model.fronts.values()}
         with same_random_numbers(), torch.enable_grad(), self._trace.watching():
             with handing_out(handed):
                 loss, _ = model.called(batch)

@@ -273,7 +273,7 @@ class _Rows(HandedRows):
     """Rows whose making is not watched; the same ones whenever the batch's own ids are asked for."""
 
     def __init__(self, front: Front, model: PlacedModel, batch: Any, watch: _Stages | None) -> None:
-        super().__init__(front, model, batch, roomy=True)
+        super().__init__(front, model.ids_of(front, batch), roomy=True)
         self._watch = watch
         self._of_own: list[torch.Tensor] = []
 

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from recpipe.data.parts import in_order
-from recpipe.pipeline.placed import PlacedModel
+from recpipe.data.parts import in_order, without_weights
 from recpipe.tables.front import BagFront, Front
 from recpipe.tables.groups import Group
 from recpipe.tables.lookups import same_ids
@@ -21,11 +18,12 @@ ROW_VALUE = 0.01
 class HandedRows:
     """Hands out rows of the right shape for any ids that a front is called with, as leaves of the graph.
 
-    ``roomy``: with room in front where the front gives it in a run.
+    ``own``: the batch's ids for it, if the batch has them. ``roomy``: with room in front where the front
+    gives it in a run.
     """
 
-    def __init__(self, front: Front, model: PlacedModel, batch: Any, roomy: bool = False) -> None:
-        self.front, self.own = front, model.ids_of(front, batch)
+    def __init__(self, front: Front, own: KeyedJaggedTensor | None, roomy: bool = False) -> None:
+        self.front, self.own = front, own
         self.others: list[KeyedJaggedTensor] = []
         """Ids that are not the batch's own."""
         self.leaves: list[torch.Tensor] = []
@@ -47,7 +45,7 @@ class HandedRows:
         return made
 
     def _leaf(self, group: Group, asked: KeyedJaggedTensor) -> torch.Tensor:
-        ids, tables = in_order(asked, group.tables.features), group.tables
+        ids, tables = in_order(without_weights(asked), group.tables.features), group.tables
         trained = not tables.optimizer.frozen
         shape = (ids.stride(), len(tables.features) * tables.dim)
         shape = shape if tables.pooled else (ids.values().numel(), tables.dim)

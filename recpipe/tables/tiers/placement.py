@@ -118,7 +118,7 @@ def table_bags(tables: TableSet, sparse: KeyedJaggedTensor, spread: Spread = ALO
     offsets = sparse.offsets().cpu().numpy().astype(np.int64, copy=False)
     size = sparse.stride()
     ends = offsets[np.arange(len(tables.features) + 1) * size]
-    weights = sparse.weights().float().cpu().numpy() if tables.weighted else None
+    weights = sparse.weights().detach().float().cpu().numpy() if tables.weighted else None
     return IndexBags(checked_rows(tables, values, ends, spread), offsets, size, weights)
 
 
