@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
@@ -221,16 +222,22 @@ def load_or_measure(
     text = _from_first("" if found is None else found.text(), group, device)
     if text:
         return MachineProfile.parse(text, str(folder))
+    began = time.process_time()
     if first:
         logger.info("neo: measuring this machine's embedding operations; this takes 10 s to a minute, once")
     samples = {} if known is None else known.profile.samples
     collectives = known_collectives(samples, machine.world, machine.threads)
     profile = measure(group, device, optimizer, bool(_from_first("x" * len(collectives), group, device)))
+    own = torch.tensor([time.process_time() - began], dtype=torch.float64, device=device)
+    dist.all_reduce(own, group=group)
     if first:
         assert known is not None, "rank 0 has read it"
         profile = profile if profile.collectives else dataclasses.replace(profile, collectives=collectives)
-        known.joined(profile.families(), machine.at)
-        logger.info("neo: measured; kept in %s", known.file)
+        why = known.joined(profile.families(), machine.at, float(own))
+        if why:
+            logger.warning("neo: measured; used now and not kept: %s", why)
+        else:
+            logger.info("neo: measured; kept in %s", known.file)
     return MachineProfile.parse(_from_first(profile.text() if first else "", group, device), str(folder))
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 from collections.abc import Iterator
+from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -48,23 +49,31 @@ SHAPES = (
     (8, 20_000, 64, 256, 1),
 )
 """The grid: tables, rows, dim, samples of each rank, lookups per bag."""
-REPEATS = 8
+REPEATS, FEWER = 8, 4
+"""Steps of each, of which the first two are left out; fewer after ``SLOW_SECONDS``, as with many ranks on few
+cores."""
+SLOW_SECONDS = 10.0
 
 
 def measure_exchanges(
     group: dist.ProcessGroup, clock: Clock, optimizer: EmbOptimType
 ) -> Iterator[ExchangeSample]:
     """Measure steps of each sharding type: the busy time of rank 0, and the mean busy time of the others."""
+    begun, seconds = perf_counter(), 0.0
     for kind in GENERATORS:
         for shape in SHAPES:
-            mine = torch.zeros(2, 4, dtype=torch.float64, device=clock.device)
+            repeats = REPEATS if seconds < SLOW_SECONDS else FEWER
+            mine = torch.zeros(3, 4, dtype=torch.float64, device=clock.device)
             part = 0 if group.rank() == 0 else 1
             mine[part, 0] = 1
-            mine[part, 1:] = torch.from_numpy(_step(group, clock, optimizer, kind, shape))
+            mine[part, 1:] = torch.from_numpy(_step(group, clock, optimizer, kind, shape, repeats))
+            mine[2, 0] = perf_counter() - begun
             dist.all_reduce(mine, group=group)
+            # The mean over the ranks, which decide alike.
+            seconds = float(mine[2, 0]) / group.size()
             tables, rows, dim, samples, pooling = shape
             columns = 2 if kind == ShardingType.COLUMN_WISE.value else 1
-            for owns, (ranks, *total) in zip((True, False), mine.tolist(), strict=True):
+            for owns, (ranks, *total) in zip((True, False), mine[:2].tolist(), strict=True):
                 if ranks:
                     times = [time / ranks for time in total]
                     yield ExchangeSample(
@@ -81,6 +90,7 @@ def _step(
     optimizer: EmbOptimType,
     kind: str,
     shape: tuple[int, int, int, int, int],
+    repeats: int,
 ) -> npt.NDArray[np.float64]:
     """Median busy ms of input dist, forward and backward."""
     tables, rows, dim, samples, pooling = shape
@@ -90,7 +100,7 @@ def _step(
     random = torch.Generator().manual_seed(group.rank())
     lengths = torch.full((tables * samples,), pooling, device=clock.device)
     times = []
-    for _ in range(REPEATS):
+    for _ in range(repeats):
         # The first block of rows, which rank 0 holds.
         ids = torch.randint(rows // group.size(), (tables * samples * pooling,), generator=random)
         batch = KeyedJaggedTensor(keys=names, values=ids.to(clock.device), lengths=lengths)

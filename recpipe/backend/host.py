@@ -70,6 +70,7 @@ class Notebook:
     """Signature, threads and samples of answers that were measured while other programs used the machine.
     They serve this process, so that it rounds alike in all its runs, and are not saved."""
     _said: ClassVar[bool] = False
+    _told: ClassVar[bool] = False
 
     def __init__(self, folder: Path) -> None:
         self.folder, self.host = folder, Host.current()
@@ -109,7 +110,9 @@ class Notebook:
         disturbed = self._disturbed.setdefault(self.host, set())
         why = disturbance(used_by_others(self._began)) if self._new else ""
         if why:
-            _log.warning("what was measured is used now and not kept: %s", why)
+            if not Notebook._told:
+                _log.warning("what was measured is used now and not kept: %s", why)
+            Notebook._told = True
             disturbed |= self._new
         self._new = set()
         self._measured[self.host] = copy.deepcopy(self.known)

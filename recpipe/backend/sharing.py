@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 from functools import cached_property, partial
 from pathlib import Path
+from time import perf_counter
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from recpipe.backend.calibrate import sizes
 from recpipe.backend.choices import FIRST_SHARES, Choices
 from recpipe.backend.convert import roomy_paths
 from recpipe.backend.host import Notebook
+from recpipe.common.console import Meter
 from recpipe.common.timing import median_seconds
 from recpipe.data.parts import batch_size
 from recpipe.data.select import between
@@ -38,6 +40,10 @@ NOISE = 1.02
 ROUNDS = 9
 MOST_SECONDS = 5.0
 """After so many of one batch size no further round begins."""
+BUDGET_SECONDS = 20.0
+"""No larger batch is timed if that would take longer together; that of the size before stands for it."""
+LARGER = 4
+"""How many times as long the next size takes at least: it has so many times as many samples."""
 SMALLEST = 128
 """Samples of the smallest batch that is timed; cores do not share smaller ones."""
 
@@ -51,10 +57,20 @@ def measured_sharing(model: PlacedModel, batch: Any, size: int, folder: Path) ->
     threads, notebook = torch.get_num_threads(), Notebook(folder)
     name, trial = signature(model, batch), _Trial(model)
     chosen = dict.fromkeys(map(str, sizes(size)), "openmp")
-    for samples in sizes(size):
-        if SMALLEST <= samples <= batch_size(batch):
-            once = partial(trial.faster, between(batch, 0, samples))
+    spent = last = 0.0
+    with Meter() as meter:
+        for samples in sizes(size):
+            if not SMALLEST <= samples <= batch_size(batch):
+                continue
+            if not notebook.knows(name, threads, samples) and spent + LARGER * last > BUDGET_SECONDS:
+                del chosen[str(samples)]
+                continue
+            if meter.due:
+                meter.show(min(1.0, spent / BUDGET_SECONDS), "measuring whether cores share a batch")
+            once, begun = partial(trial.faster, between(batch, 0, samples)), perf_counter()
             chosen[str(samples)] = notebook.answer(name, threads, samples, once)
+            last = perf_counter() - begun
+            spent += last
     notebook.keep()
     return {name: {str(threads): chosen}}
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 from pathlib import Path
 
 import numpy as np
@@ -66,6 +67,20 @@ def test_the_faster_way_counts_if_it_is_faster_by_far(two_threads, clock, tmp_pa
     chooser = Chooser(choices, True)
     assert [chooser.first_share(name, size) for size in (1024, 700, 300, 20)] == [1.0, 1.0, None, None]
     assert measured_sharing(model, BATCH, SIZE, tmp_path / "kept") == choices, "and nothing is timed again"
+    model.embeddings.close()
+
+
+def test_a_batch_that_would_take_too_long_is_not_timed(two_threads, clock, tmp_path, monkeypatch) -> None:
+    """256 samples take 6 s, and 1,024 would take 24: the answer for the former counts."""
+    clock += [[1.0, 0.7, 0.8, 0.8]]
+    seconds = itertools.count(0, 6)
+    monkeypatch.setattr(sharing, "perf_counter", lambda: next(seconds))
+    model = model_in(tmp_path)
+    choices = measured_sharing(model, BATCH, SIZE, tmp_path / "kept")
+    assert clock == []
+    name = signature(model, BATCH)
+    assert choices[name]["2"] == {"16": "openmp", "64": "openmp", "256": "cores 1.0"}
+    assert Chooser(choices, True).first_share(name, 1024) == 1.0
     model.embeddings.close()
 
 

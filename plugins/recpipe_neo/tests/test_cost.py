@@ -6,10 +6,13 @@ import itertools
 import json
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import torch
 from fbgemm_gpu.split_embedding_configs import EmbOptimType
+from recpipe_neo import measure
 from recpipe_neo.cost import CostModel, owned, shared
 from recpipe_neo.machine_profile import LookupSample, MachineProfile, known_collectives
 from recpipe_neo.planner import saved_profile
@@ -117,6 +120,41 @@ def test_a_profile_is_told_other_ranks_as_json() -> None:
         assert broken != text
         with pytest.raises(UserError, match=r"x\.json: no machine profile .* delete it"):
             MachineProfile.parse(broken, "x.json")
+
+
+def test_what_was_measured_on_a_busy_machine_does_not_join(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ranks are no strangers to each other: all their time is told."""
+    monkeypatch.delenv("RECPIPE_BUSY", raising=False)
+    monkeypatch.setattr(perf.Load, "now", lambda: perf.Load(10, 10, 0))
+    two = made_up(machine(2))
+    for seconds, kept in ((5.0, False), (9.5, True)):
+        own = replace(SharedProfile.of(tmp_path, Host.current()), began=perf.Load(0, 0, 0))
+        why = own.joined(two.families(), two.machine.at, seconds)
+        assert why == ("" if kept else "other programs took 50% of this machine's processors")
+        assert own.file.exists() is kept
+
+
+def test_slow_ranks_measure_in_one_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+    profile, passes = made_up(machine(2)), []
+
+    def lookups(*_: object) -> list[LookupSample]:
+        passes.append(1)
+        return profile.lookups
+
+    monkeypatch.setattr(measure, "Clock", lambda device: None)
+    monkeypatch.setattr(measure, "id_pools", lambda *_: {})
+    monkeypatch.setattr(measure.Machine, "current", lambda *_: profile.machine)
+    monkeypatch.setattr(measure, "measure_lookups", lookups)
+    monkeypatch.setattr(measure, "measure_collectives", lambda *_: profile.collectives)
+    monkeypatch.setattr(measure, "measure_exchanges", lambda *_: profile.exchanges)
+    group = SimpleNamespace(rank=lambda: 0)
+    for late, count in ((True, 1), (False, measure.PASSES)):
+        monkeypatch.setattr(measure, "_late", lambda *_, late=late: late)
+        passes.clear()
+        found = measure.measure(group, torch.device("cpu"), EmbOptimType.EXACT_SGD)  # type: ignore[arg-type]
+        assert (len(passes), found.lookups) == (count, profile.lookups)
 
 
 def test_measurements_join_the_machines_profile(tmp_path: Path) -> None:

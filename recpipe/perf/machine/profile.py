@@ -16,6 +16,7 @@ from pathlib import Path
 import torch
 
 from recpipe.backend import host as backend
+from recpipe.common.load import Load, disturbance
 from recpipe.common.own_cache import default_cache_dir, own_folder, require_own, write_own
 from recpipe.common.saved import Damaged, entries, parse_json, typed_as
 from recpipe.common.versions import FBGEMM, installed_version
@@ -169,6 +170,8 @@ class SharedProfile:
 
     file: Path
     profile: MachineProfile
+    began: Load | None = field(default_factory=Load.now, compare=False)
+    """The machine's load when it was read."""
 
     @classmethod
     def load(cls, file: Path) -> SharedProfile:
@@ -189,9 +192,25 @@ class SharedProfile:
         fresh = cls(folder / profile_path(host).name, MachineProfile(host, made, False))
         return max(found, key=lambda each: len(each.profile.samples), default=fresh)
 
-    def joined(self, families: Mapping[str, Sequence[Sample]], at: Mapping[str, float | str]) -> None:
+    def joined(
+        self,
+        families: Mapping[str, Sequence[Sample]],
+        at: Mapping[str, float | str],
+        own_seconds: float | None = None,
+    ) -> str:
         """Save it with ``families``, in place of samples of the same kinds that were measured ``at`` the
-        same."""
+        same, unless other programs have used the machine since it was read; returns what disturbed it then,
+        else an empty text.
+
+        ``own_seconds``: the processor seconds that the ranks which measured have taken since; None: those of
+        this process.
+        """
+        now = Load.now()
+        if now is not None and self.began is not None and own_seconds is not None:
+            now = replace(now, own=self.began.own + own_seconds)
+        why = disturbance(None if now is None else now.others_since(self.began))
+        if why:
+            return why
         samples = dict(self.profile.samples)
         for name, new in families.items():
             kinds = {sample.kind for sample in new}
@@ -203,6 +222,7 @@ class SharedProfile:
             ]
             samples[name] = (*others, *new)
         replace(self.profile, samples=samples).save(self.file)
+        return ""
 
 
 def own_profile(host: Host) -> MachineProfile | None:
