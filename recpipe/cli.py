@@ -5,6 +5,8 @@ from __future__ import annotations
 import atexit
 import os
 import sys
+import threading
+import time
 import traceback
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -21,6 +23,8 @@ from recpipe.errors import ThroughHydra, UserError, did_you_mean, shown
 FULL_ERROR = "HYDRA_FULL_ERROR"
 INTERRUPTED = 130
 """Exit status after Ctrl-C or SIGTERM, as a shell gives for the first."""
+PATIENCE = 3.0
+"""Seconds that threads which a plugin has left have to end after the run."""
 
 HELP = """\
 recpipe trains TorchRec models; published systems techniques are plugins, each one flag away.
@@ -68,7 +72,39 @@ def main() -> None:
     _find_modules_here()
     if _several():
         _end_at_once(sys.argv[1:])
-    sys.exit(_guarded(sys.argv[1:]))
+    status = 1
+    try:
+        status = _guarded(sys.argv[1:])
+    except SystemExit as stop:
+        status = stop.code if isinstance(stop.code, int) else int(stop.code is not None)
+        raise
+    finally:
+        _end_without(_left_running(), status)
+    sys.exit(status)
+
+
+def _left_running() -> list[threading.Thread]:
+    """The threads that Python would wait for before the process ends."""
+    others = (thread for thread in threading.enumerate() if thread is not threading.main_thread())
+    return [thread for thread in others if not thread.daemon and thread.is_alive()]
+
+
+def _end_without(threads: list[threading.Thread], status: int) -> None:
+    """Let the process, which is about to end, not wait for ``threads`` that do not end soon."""
+    if not threads:
+        return
+
+    def end() -> None:
+        deadline = time.monotonic() + PATIENCE
+        while left := _left_running():
+            if time.monotonic() >= deadline:
+                names = ", ".join(repr(thread.name) for thread in left)
+                print(f"ended with threads still running: {names}", file=sys.stderr)
+                atexit._run_exitfuncs()
+                _leave(status)
+            time.sleep(0.05)
+
+    threading.Thread(target=end, name="recpipe-end", daemon=True).start()
 
 
 def _find_modules_here() -> None:

@@ -49,6 +49,10 @@ class CheckpointError(UserError):
     """A checkpoint that cannot be written."""
 
 
+class Interruption(BaseException):
+    """A signal ends the run: raised where it came, also inside code of others, which must let it pass."""
+
+
 class ThroughHydra(BaseException):
     """Carries a user's error through Hydra, which catches ``Exception`` and would print around it."""
 

@@ -49,6 +49,7 @@ from recpipe.pipeline.loader import EvalLoader, TrainLoader
 from recpipe.pipeline.sample_filter import SampleFilter
 from recpipe.pipeline.source import BatchSource
 from recpipe.pipeline.splitting import Splitting
+from recpipe.plugin.blame import threads_left
 from recpipe.report.files import ReportFiles
 from recpipe.setup.footprint import require_inputs, require_memory
 from recpipe.setup.given import NOTHING, Given, Outcome
@@ -82,7 +83,7 @@ from recpipe.training.module import RankingModule
 from recpipe.training.optim import dense_optimizer, try_out
 from recpipe.training.recorder import Recorder
 from recpipe.training.resume import check_resumable
-from recpipe.training.signals import interruptible
+from recpipe.training.signals import exits_told, interruptible
 from recpipe.training.trainer import fit, make_callbacks, make_trainer, saved_last
 
 
@@ -105,6 +106,7 @@ def carry_out(
     with ExitStack() as stack:
         stack.enter_context(quieted())
         stack.enter_context(gpu_explained())
+        stack.enter_context(exits_told())
         begin_run()
         # 1. The recipe's values, typed and checked; the processes that share the work (mostly one).
         cfg = Recipe.of(composed)
@@ -112,7 +114,11 @@ def carry_out(
         run_dir = kept.enter_context(hold(directory))
         if command_line is None:
             stack.enter_context(heard(run_dir.path if given.files else None, given.screen))
-        outcome = _run_task(cfg, run_dir, given, command_line)
+        try:
+            outcome = _run_task(cfg, run_dir, given, command_line)
+        finally:
+            for line in () if given.keeps else threads_left():
+                log.warning(line)
         if given.keeps:
             run_dir.let_go()
             kept.callback(outcome.kept.close)
@@ -308,7 +314,7 @@ def run_on(
         report = summarize(
             cfg,
             dataset,
-            assembly.figures,
+            assembly,
             described,
             tables,
             embeddings,

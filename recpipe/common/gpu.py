@@ -73,8 +73,8 @@ def gpu_explained() -> Iterator[None]:
     """
     try:
         yield
-    except RuntimeError as fault:  # torch.OutOfMemoryError and torch.AcceleratorError are such
-        said = explanation(str(fault))
+    except (RuntimeError, UserError) as fault:  # torch.OutOfMemoryError and torch.AcceleratorError are such
+        said = explanation(str(fault.__cause__ if isinstance(fault, UserError) else fault))
         if said is None:
             raise
         raise UserError(said) from fault

@@ -12,6 +12,7 @@ from omegaconf import DictConfig, OmegaConf
 from recpipe.common.validation import Count, FilePath, Positive, Text, chosen, mapping, one_of, typed
 from recpipe.data.labels import LABEL_KINDS
 from recpipe.errors import UserError, shown
+from recpipe.plugin.blame import blame
 from recpipe.plugin.errors import PluginLoadError
 from recpipe.plugin.offers import entry, imported, is_offered, offered, origin_of
 
@@ -162,7 +163,7 @@ def installed_source(name: str) -> tuple[Callable[[Any, int], object], type[Data
             f"data source {origin_of(ep)}: '{ep.value}' must be a function (config: C, seed: int) -> "
             "Dataset, where C is a dataclass derived from recpipe.kit.DataConfig; correct it"
         )
-    return function, kind
+    return blame(origin_of(ep), "data source", function), kind
 
 
 def _annotation(function: object) -> object:

@@ -15,6 +15,7 @@ from recpipe.common.validation import FilePath, Positive, Text, fitted, one_of
 from recpipe.config.compose import active_plugins, check_overrides, compose, readable_errors
 from recpipe.errors import UserError, did_you_mean, shown
 from recpipe.inference.recipe import FREE
+from recpipe.plugin.blame import blamed
 from recpipe.plugin.load import activate
 
 _OF_PLUGINS = ("plugin", "plugins")
@@ -110,10 +111,12 @@ def _section(word: str) -> str:
 def the_plugin(words: Sequence[str], kind: type[T], command: str, example: str) -> T:
     """The one plugin that ``words`` choose for ``command``; ``UserError`` unless it is of this ``kind``."""
     plugins = active_plugins(compose(list(words)))
-    found = [plugin for _, plugin in activate(plugins)]
-    if len(found) != 1 or not isinstance(found[0], kind):
+    found = activate(plugins)
+    if len(found) != 1 or not isinstance(found[0][1], kind):
         raise UserError(
             f"recpipe {command} takes one plugin for finished models, not {', '.join(plugins) or 'none'}: "
             f"say +plugin={example}"
         )
-    return found[0]
+    origin, plugin = found[0]
+    assert isinstance(plugin, kind)
+    return blamed(origin, command, plugin)

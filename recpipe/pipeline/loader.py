@@ -81,6 +81,8 @@ class TrainLoader:
         self.first = 0
         self.handed_out = 0
         """How many batches training has got over all epochs, including those before a resume."""
+        self.left = 0
+        """How many batches of the epoch training has not got yet."""
         self.lookups = 0
         """How many ids training has got on this rank since this loader was made."""
 
@@ -88,11 +90,11 @@ class TrainLoader:
         return len(self.source)
 
     def end_epoch(self) -> None:
-        """End the epoch, whose last batch has been trained; may be called again.
+        """End the epoch after the last batch that is trained of it; may be called again.
 
-        ``PluginError`` if a plugin's order did not have every sample once.
+        ``PluginError`` if training had all its batches, and a plugin has lost or repeated samples.
         """
-        self.source.end_epoch()
+        self.source.end_epoch(self.left == 0)
 
     def close(self) -> None:
         """End the threads of an epoch that was left early, once they have done what they are doing; may be
@@ -115,6 +117,7 @@ class TrainLoader:
 
     def _batches(self) -> Generator[StagedBatch]:
         first, self.first = self.first, 0
+        self.left = len(self) - first
         if self.sample_filter is not None:  # an epoch left early had read batches that were not trained
             self.sample_filter.begin_epoch(self.handed_out)
         if self.splitting is not None:
@@ -127,6 +130,7 @@ class TrainLoader:
                         assert staged.ids is not None, "staged with its ids"
                         self.lookups += count_ids(staged.ids)
                         self.handed_out += 1
+                        self.left -= 1
                         staged.arrive()
                         yield staged
                 self.end_epoch()
@@ -200,7 +204,7 @@ class TrainLoader:
         if isinstance(batch, BatchShare):
             return _Read(batch, self.inputs.each(batch), batch.total, batch.total)
         consumed = batch_size(batch)
-        batch = self.source.feed.transform(batch)
+        batch = self.source.transform(batch)
         size, skipped = batch_size(batch) if self.source.feed.batch else consumed, 0
         if not size:
             raise DataError("a plugin's batch transform returned a batch without samples; it must leave one")

@@ -34,7 +34,7 @@ class OrderCheck:
     def of(cls, dataset: Dataset, batch_size: int, feed: Feed) -> OrderCheck | None:
         """The check of the order of ``feed``; None if there is no order, or if its plugin declares that it
         changes the set."""
-        if feed.order is None or not feed.keeps_samples or not dataset.rereads:
+        if feed.order is None or feed.order.origin.plugin in feed.leaving_out or not dataset.rereads:
             return None
         return cls(dataset, batch_size, feed.order.origin.plugin, feed.order.part)
 

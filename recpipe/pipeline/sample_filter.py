@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from recpipe.data.select import select
-from recpipe.plugin.blame import BlamedSkipper
+from recpipe.plugin.blamed import BlamedSkipper
 from recpipe.plugin.compose import Owned
 from recpipe.plugin.errors import PluginError
 from recpipe.tables.skipping import answered

@@ -10,6 +10,7 @@ from recpipe.data.ahead import read_ahead
 from recpipe.data.batch import Batch
 from recpipe.data.dataset import Dataset
 from recpipe.pipeline.order_check import OrderCheck
+from recpipe.pipeline.sample_count import SampleCount
 from recpipe.plugin.feed import Feed
 
 
@@ -24,6 +25,7 @@ class BatchSource:
         if self.feed.order is not None and self.feed.order.part.is_datas_own():
             self.feed = replace(self.feed, order=None)
         self._check = OrderCheck.of(dataset, batch_size, self.feed)
+        self._count = SampleCount(self.feed, 0)
 
     def __len__(self) -> int:
         order = self.feed.order
@@ -41,22 +43,34 @@ class BatchSource:
 
     @contextmanager
     def epoch(self, first: int, part: tuple[int, int] | None = None) -> Iterator[Iterator[Batch]]:
-        """In the block, an epoch's batches from number ``first`` on, before ``Feed.transform``; reading ends
+        """In the block, an epoch's batches from number ``first`` on, before ``transform``; reading ends
         with the block. ``part``: the part of each batch, as in ``Dataset.batches``."""
         batches = self._batches(first, part)
+        self._count = SampleCount(self.feed, len(self) - first)
         try:
-            yield self.feed.wrap_stream(batches)
+            yield self._count.through(batches)
         finally:
             if isinstance(batches, Generator):
                 batches.close()
 
-    def end_epoch(self) -> None:
-        """End the epoch, whose last batch has been trained; may be called again.
+    def transform(self, batch: Batch) -> Batch:
+        """Send one batch of the epoch through the plugins' batch chain."""
+        return self._count.transformed(batch)
 
-        ``PluginError`` if a plugin's order did not have every sample once.
+    @property
+    def exhausted(self) -> bool:
+        """Whether the epoch has no further batch."""
+        return self._count.complete
+
+    def end_epoch(self, whole: bool) -> None:
+        """End the epoch, of which training has had the ``whole``; may be called again.
+
+        ``PluginError`` if a plugin's order did not have every sample once, or a link lost some.
         """
         if self._check is not None:
             self._check.end()
+        if whole or self.exhausted:
+            self._count.end()
 
     def _batches(self, first: int, part: tuple[int, int] | None) -> Iterator[Batch]:
         """The batches in the data's or a plugin's order."""

@@ -7,6 +7,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from recpipe.errors import UserError
 from recpipe.plugin.api import (
     Context,
     Contribution,
@@ -19,16 +20,14 @@ from recpipe.plugin.api import (
     StepWrapper,
     TableInfo,
 )
-from recpipe.plugin.blame import (
+from recpipe.plugin.blame import blame, blame_callback, blame_step, blame_stream, blaming
+from recpipe.plugin.blamed import (
     BlamedCache,
+    BlamedOrder,
     BlamedPlanner,
     BlamedSkipper,
     BlamedSplitter,
-    blame,
     blame_skipper,
-    blame_step,
-    blame_stream,
-    blaming,
 )
 from recpipe.plugin.compose import Owned, cache_claims, chain, check_preferences, slot
 from recpipe.plugin.errors import PluginError
@@ -85,18 +84,30 @@ class Assembly:
                 stack.enter_context(link.part(batch))
             yield
 
-    def figures(self, run: RunFigures) -> dict[str, dict[str, Figure]]:
-        """Every plugin's figures for report.json; a plugin that reports none has an empty entry."""
+    def figures(
+        self, run: RunFigures, plain: Callable[[object], Any] = lambda value: value
+    ) -> tuple[dict[str, dict[str, Figure]], dict[str, str]]:
+        """Every plugin's figures for report.json, made of ``plain`` values, and the faults of reporters.
+
+        A plugin that reports none has an empty entry. A reporter that fails costs its own figures alone; its
+        plugin then has a line among the faults.
+        """
         merged: dict[str, dict[str, Figure]] = {origin.plugin: {} for origin in self.plugins}
+        faults: dict[str, str] = {}
         for reporter in self.reporters:
-            mine = merged[reporter.origin.plugin]
-            for key, value in reporter.part(run).items():
-                if key in mine:
+            origin = reporter.origin
+            mine = merged[origin.plugin]
+            try:
+                with blaming(origin, reporter.label):
+                    found = {str(key): plain(value) for key, value in reporter.part(run).items()}
+                if twice := mine.keys() & found.keys():
                     raise PluginError(
-                        f"{reporter.origin} reports '{key}' twice; give each reporter keys of its own"
+                        f"{origin} reports '{min(twice)}' twice; give each reporter keys of its own"
                     )
-                mine[key] = value
-        return merged
+                mine.update(found)
+            except UserError as fault:
+                faults[origin.plugin] = "; ".join(filter(None, (faults.get(origin.plugin), str(fault))))
+        return merged, faults
 
     def to_dict(self) -> dict[str, Any]:
         """Owners and order, as assembly.json holds them."""
@@ -151,8 +162,8 @@ def assemble(
         plugins=tuple(origin for origin, _ in parts),
         altered_by=altered_by,
         feed=Feed(
-            order,
-            order is None or Invariant.SAMPLE_SET not in altered_by[order.origin.plugin],
+            _replaced(order, BlamedOrder) if order else None,
+            {name for name, altered in altered_by.items() if Invariant.SAMPLE_SET in altered},
             [_blamed(o, blame_stream) for o in chain("stream", [(o, c.stream) for o, c in parts])],
             [_blamed(o, blame) for o in chain("batch", [(o, c.batch) for o, c in parts])],
         ),
@@ -162,12 +173,12 @@ def assemble(
         caches=_blamed_caches(cache_claims(list(tables), parts)),
         quantizing=quantizing(tables, parts),
         step=[_blamed(o, blame_step) for o in chain("step", [(o, c.step) for o, c in parts])],
-        callbacks=[Owned(f"{o.plugin}.{type(cb).__name__}", o, cb) for o, c in parts for cb in c.callbacks],
-        reporters=[
-            Owned(f"{o.plugin}.report", o, blame(o, f"{o.plugin}.report", r))
+        callbacks=[
+            _blamed_callback(o, cb, Invariant.SAMPLE_SET in altered_by[o.plugin])
             for o, c in parts
-            for r in c.report
+            for cb in c.callbacks
         ],
+        reporters=[Owned(f"{o.plugin}.report", o, r) for o, c in parts for r in c.report],
     )
 
 
@@ -177,6 +188,11 @@ def _blamed(owned: Owned[P], wrap: Callable[[Origin, str, P], P]) -> Owned[P]:
 
 def _replaced(owned: Owned[P], wrap: Callable[[Origin, P], P]) -> Owned[P]:
     return Owned(owned.label, owned.origin, wrap(owned.origin, owned.part))
+
+
+def _blamed_callback(origin: Origin, callback: L.Callback, may_stop: bool) -> Owned[L.Callback]:
+    label = f"{origin.plugin}.{type(callback).__name__}"
+    return Owned(label, origin, blame_callback(origin, label, callback, may_stop))
 
 
 def _blamed_caches(merged: Mapping[str, Owned[Cache]]) -> dict[str, Owned[Cache]]:

@@ -1,58 +1,209 @@
-"""Faults inside a plugin keep their type and traceback and gain a note that names the plugin."""
+"""Whatever leaves a plugin's code other than by returning becomes a ``PluginFault`` here, which names the
+plugin and the part; threads that its code starts are remembered."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterator, Mapping
+import signal
+import sys
+import threading
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, TypeVar
+from inspect import isfunction
+from traceback import walk_tb
+from typing import TYPE_CHECKING, Any, TypeVar
+from weakref import WeakKeyDictionary
 
-from recpipe.plugin.api import Invariant, Origin, StepWrapper, StreamWrapper
-from recpipe.plugin.errors import PluginError
-from recpipe.plugin.planner import Planner
-from recpipe.plugin.policy import Cache, CachePolicy
-from recpipe.plugin.skipper import Skipper, overridden
-from recpipe.plugin.splitter import Splitter, wrong_split
+from recpipe.errors import Interruption, UserError, shown
+from recpipe.plugin.api import Origin, StepWrapper, StreamWrapper
+from recpipe.plugin.errors import PluginError, PluginFault
 
 if TYPE_CHECKING:
     from contextlib import AbstractContextManager
 
-    import numpy as np
-    import torch
-    from numpy.typing import NDArray
-    from torchrec.distributed.planner.types import ParameterConstraints, Topology
-    from torchrec.distributed.types import ShardingPlanner
+    import lightning as L
 
     from recpipe.data.batch import Batch
-    from recpipe.plugin.api import GroupInfo, Plugin, TableInfo
-    from recpipe.plugin.policy import RowIds, RowSpace
-    from recpipe.plugin.splitter import Split
-    from recpipe.tables.collection import TableCollection
-    from recpipe.tables.stores.base import ColdStore
-    from recpipe.tables.tiers.parts import TierParts
-    from recpipe.tables.view import RowView
 
+P = TypeVar("P")
 R = TypeVar("R")
+LONGEST_FAULT = 300
+"""Characters of an exception's own message that a line echoes."""
+_OTHERS = {
+    *sys.stdlib_module_names,
+    "recpipe",
+    "torch",
+    "torchrec",
+    "fbgemm_gpu",
+    "lightning",
+    "numpy",
+    "numba",
+}
+"""Packages whose code no plugin has written."""
+ABOUT_TO_END = 0.2
+"""Seconds that a thread is waited for before it counts as left."""
+_DONE: Any = object()
+_started: WeakKeyDictionary[threading.Thread, str] = WeakKeyDictionary()
+"""The plugin and the part that started each thread."""
 
 
 @contextmanager
-def blaming(origin: Origin, part: str, elsewhere: Container[BaseException] = ()) -> Iterator[None]:
-    """Add the note to what the body raises, unless the fault is in ``elsewhere``."""
+def blaming(origin: Origin, part: str, elsewhere: Collection[BaseException] = ()) -> Iterator[None]:
+    """Turn what the body raises into a ``PluginFault`` that names the plugin and the part.
+
+    What passes as it is: a fault in ``elsewhere``, one that was blamed before, a signal, and core's own
+    exceptions, which core waits for. A ``UserError`` that the plugin itself raises is a line for the user
+    already: it keeps its type, and gets the names if it does not name the plugin.
+    """
+    threads = threading.active_count()
     try:
         yield
-    except Exception as fault:
-        if fault not in elsewhere:
-            fault.add_note(f"raised inside plugin {origin}, part {part}")
+    except (Interruption, PluginFault):
         raise
+    except BaseException as fault:
+        if any(fault is other for other in elsewhere) or _is_signal(fault):
+            raise
+        where = _deepest_of_plugin(fault)
+        if isinstance(fault, UserError):
+            own = where is not None and where[0] is _frames(fault)[-1][0]
+            if own and origin.plugin not in str(fault):
+                first, *more = fault.args or (type(fault).__name__,)
+                fault.args = (f"plugin {origin}, part {part}: {first}", *more)
+            raise
+        if _package(type(fault).__module__) == "recpipe":
+            raise
+        at = "" if where is None else f" ({where[0].f_code.co_filename}, line {where[1]})"
+        raise PluginFault(
+            f"plugin {origin}, part {part}, raised {type(fault).__name__}{_said(fault)}{at}; "
+            "HYDRA_FULL_ERROR=1 shows the traceback"
+        ) from fault
+    finally:
+        if threading.active_count() > threads:
+            for thread in threading.enumerate()[threads:]:
+                _started.setdefault(thread, f"plugin {origin}, part {part}")
+
+
+def _is_signal(fault: BaseException) -> bool:
+    """Whether ``fault`` may be Ctrl-C: in a run of one process a handler raises ``Interruption`` instead."""
+    return (
+        isinstance(fault, KeyboardInterrupt)
+        and threading.current_thread() is threading.main_thread()
+        and signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    )
+
+
+def _frames(fault: BaseException) -> list[tuple[Any, int]]:
+    """The frames and lines that ``fault`` passed, the deepest last."""
+    return list(walk_tb(fault.__traceback__))
+
+
+def _deepest_of_plugin(fault: BaseException) -> tuple[Any, int] | None:
+    """The deepest frame of ``fault`` that is a plugin's own code, and its line; that of its cause if it
+    passed none, as a generator's own error does."""
+    own = [found for found in _frames(fault) if _package(found[0].f_globals.get("__name__")) not in _OTHERS]
+    if own or fault.__cause__ is None:
+        return own[-1] if own else None
+    return _deepest_of_plugin(fault.__cause__)
+
+
+def _package(module: object) -> str:
+    return str(module).partition(".")[0]
+
+
+def _said(fault: BaseException) -> str:
+    try:
+        said = str(fault)
+    except Exception:  # an exception class of the plugin's own
+        return ""
+    return f": {shown(said, LONGEST_FAULT)}" if said else ""
+
+
+def threads_left() -> list[str]:
+    """A line for each thread that a plugin has started, that still runs, and that would keep the process
+    alive; those that are about to end are waited for."""
+    alive = [(thread, whose) for thread, whose in list(_started.items()) if not thread.daemon]
+    for thread, _ in alive:
+        thread.join(ABOUT_TO_END)
+    return [
+        f"{whose}, has left thread {thread.name!r} running: the process ends without waiting for it"
+        for thread, whose in alive
+        if thread.is_alive()
+    ]
 
 
 def blame(origin: Origin, part: str, fn: Callable[..., R]) -> Callable[..., R]:
     """``fn`` with faults that name the plugin."""
 
-    def call(*args: object) -> R:
+    def call(*args: object, **named: object) -> R:
         with blaming(origin, part):
-            return fn(*args)
+            return fn(*args, **named)
 
     return call
+
+
+def blamed(origin: Origin, part: str, made: P, *bases: type) -> P:
+    """``made``, an object of a class of the plugin's: the faults of each public method that the plugin has
+    written, or that overrides one of ``bases``, name the plugin. It stays the same object, and an instance of
+    its class."""
+    kind = type(made)
+    names = {name for base in kind.__mro__ if _package(base.__module__) not in _OTHERS for name in vars(base)}
+    names |= {name for base in bases for name in vars(base) if getattr(kind, name) is not vars(base)[name]}
+    methods = {name: getattr(kind, name) for name in names if not name.startswith("_")}
+    wrapped = {name: blame(origin, f"{part}.{name}", fn) for name, fn in methods.items() if isfunction(fn)}
+    return _with(made, wrapped)
+
+
+def _with(made: P, methods: Mapping[str, Any]) -> P:
+    kind = type(made)
+    same = {"__module__": kind.__module__, "__qualname__": kind.__qualname__, "__doc__": kind.__doc__}
+    made.__class__ = type(kind.__name__, (kind,), {**same, "__slots__": (), **methods})
+    return made
+
+
+def blame_callback(origin: Origin, part: str, callback: L.Callback, may_stop: bool) -> L.Callback:
+    """``callback`` with hooks whose faults name the plugin. Unless it ``may_stop`` training, as one that
+    declares SAMPLE_SET does, it is a fault if a hook makes Lightning stop."""
+    import lightning as L  # with torch, which is imported where there are callbacks
+
+    blamed(origin, part, callback, L.Callback)
+    if may_stop:
+        return callback
+
+    def watched(hook: Callable[..., R], name: str) -> Callable[..., R]:
+        def call(self: L.Callback, *args: Any, **named: Any) -> R:
+            trainer = next((a for a in (*args, *named.values()) if isinstance(a, L.Trainer)), None)
+            stopped = trainer is not None and trainer.should_stop
+            result = hook(self, *args, **named)
+            if trainer is not None and trainer.should_stop and not stopped:
+                raise PluginError(
+                    f"plugin {origin}, part {part}.{name}, ended training after step {trainer.global_step} "
+                    "(trainer.should_stop): a plugin that does declares Invariant.SAMPLE_SET in alters"
+                )
+            return result
+
+        return call
+
+    hooks = {n: fn for n, fn in vars(type(callback)).items() if isfunction(fn) and hasattr(L.Callback, n)}
+    return _with(callback, {name: watched(fn, name) for name, fn in hooks.items()})
+
+
+def drawn(
+    origin: Origin, part: str, make: Callable[[], Iterator[R]], elsewhere: Collection[BaseException] = ()
+) -> Iterator[R]:
+    """What the iterator that ``make`` returns yields; a generator that is closed early closes it."""
+    with blaming(origin, part, elsewhere):
+        items = iter(make())
+    try:
+        while True:
+            with blaming(origin, part, elsewhere):
+                item = next(items, _DONE)
+            if item is _DONE:
+                return
+            yield item
+    finally:
+        close = getattr(items, "close", None)
+        if close is not None:
+            with blaming(origin, part, elsewhere):
+                close()
 
 
 def blame_stream(origin: Origin, part: str, wrap: StreamWrapper) -> StreamWrapper:
@@ -64,18 +215,18 @@ def blame_stream(origin: Origin, part: str, wrap: StreamWrapper) -> StreamWrappe
         def watched() -> Iterator[Batch]:
             try:
                 yield from source
-            except Exception as fault:
+            except BaseException as fault:
                 upstream.append(fault)
                 raise
 
-        with blaming(origin, part, elsewhere=upstream):
-            yield from wrap(watched())
+        return drawn(origin, part, lambda: wrap(watched()), upstream)
 
     return call
 
 
 def blame_step(origin: Origin, part: str, wrap: StepWrapper) -> StepWrapper:
-    """``wrap`` with faults that name the plugin, except those of the step inside."""
+    """``wrap`` with faults that name the plugin, except those of the step inside, which it cannot keep to
+    itself."""
 
     @contextmanager
     def call(batch: Batch) -> Iterator[None]:
@@ -86,137 +237,10 @@ def blame_step(origin: Origin, part: str, wrap: StepWrapper) -> StepWrapper:
             yield
         except BaseException as fault:
             with blaming(origin, part, elsewhere=(fault,)):
-                if not manager.__exit__(type(fault), fault, fault.__traceback__):
-                    raise
+                manager.__exit__(type(fault), fault, fault.__traceback__)
+            raise
         else:
             with blaming(origin, part):
                 manager.__exit__(None, None, None)
 
     return call
-
-
-class BlamedCache(Cache):
-    """A cache whose faults, and those of its policies, name the plugin."""
-
-    def __init__(self, origin: Origin, cache: Cache) -> None:
-        self.origin, self.cache = origin, cache
-        self.tables, self.fallback, self.by_shards = cache.tables, cache.fallback, cache.by_shards
-
-    def policy(self, space: RowSpace) -> CachePolicy:
-        """As ``Cache``."""
-        with blaming(self.origin, "cache.policy"):
-            policy = self.cache.policy(space)
-        if not isinstance(policy, CachePolicy):
-            raise PluginError(
-                f"plugin {self.origin}: its cache's policy() returned no CachePolicy: {policy!r}"
-            )
-        return policy
-
-    def beside(self, group: GroupInfo) -> int:
-        """As ``Cache``; ``PluginError`` if the budget does not have so many bytes."""
-        with blaming(self.origin, "cache.beside"):
-            kept = self.cache.beside(group)
-        budget = group.slots * group.record_bytes
-        if not 0 <= kept <= budget:
-            raise PluginError(
-                f"plugin {self.origin}: its cache keeps {kept:,} bytes beside the rows of "
-                f"{', '.join(group.tables)}, of a budget of {budget:,}"
-            )
-        return kept
-
-    def store(self, store: ColdStore) -> ColdStore:
-        """As ``Cache``."""
-        with blaming(self.origin, "cache.store"):
-            return self.cache.store(store)
-
-    def collection(self, parts: TierParts) -> TableCollection | None:
-        """As ``Cache``."""
-        with blaming(self.origin, "cache.collection"):
-            return self.cache.collection(parts)
-
-
-class BlamedPlanner(Planner):
-    """A planner whose faults name the plugin."""
-
-    def __init__(self, origin: Origin, planner: Planner) -> None:
-        self.origin, self.planner = origin, planner
-
-    def constrain(self, table: TableInfo) -> ParameterConstraints | None:
-        """As ``Planner``."""
-        with blaming(self.origin, "planner.constrain"):
-            return self.planner.constrain(table)
-
-    def make(
-        self, topology: Topology, constraints: Mapping[str, ParameterConstraints]
-    ) -> ShardingPlanner | None:
-        """As ``Planner``."""
-        with blaming(self.origin, "planner.make"):
-            return self.planner.make(topology, constraints)
-
-
-class BlamedSplitter(Splitter):
-    """A splitter whose faults name the plugin."""
-
-    def __init__(self, origin: Origin, splitter: Splitter) -> None:
-        self.origin, self.splitter = origin, splitter
-
-    @property
-    def optional(self) -> bool:  # type: ignore[override]
-        """As ``Splitter``."""
-        return self.splitter.optional
-
-    def split(self, batch: Batch, needs_cold: NDArray[np.bool_]) -> Split:
-        """As ``Splitter``; ``PluginError`` if the result does not split the batch."""
-        with blaming(self.origin, "splitter"):
-            made = self.splitter.split(batch, needs_cold)
-        wrong = wrong_split(made, len(needs_cold))
-        if wrong:
-            raise PluginError(f"plugin {self.origin}: its splitter returned {wrong}")
-        return made
-
-
-class BlamedSkipper(Skipper):
-    """A skipper whose faults name the plugin; it knows which methods the plugin overrides."""
-
-    def __init__(self, origin: Origin, skipper: Skipper) -> None:
-        self.origin, self.skipper = origin, skipper
-        self.keeps = overridden(skipper, "keep")
-        """Whether it leaves samples out."""
-        self.updates = overridden(skipper, "update")
-        """... and rows out of updates."""
-        self.looks = overridden(skipper, "begin")
-        """Whether it is shown which rows are resident."""
-
-    def begin(self, view: RowView) -> None:
-        with blaming(self.origin, "skipper.begin"):
-            self.skipper.begin(view)
-
-    def keep(self, batch: Batch, number: int) -> NDArray[np.bool_] | None:
-        with blaming(self.origin, "skipper.keep"):
-            return self.skipper.keep(batch, number)
-
-    def update(self, rows: RowIds, gradients: torch.Tensor) -> torch.Tensor | None:
-        with blaming(self.origin, "skipper.update"):
-            return self.skipper.update(rows, gradients)
-
-
-def blame_skipper(origin: Origin, plugin: Plugin, skipper: Skipper) -> BlamedSkipper:
-    """Wrap ``skipper`` for core. ``PluginError`` if it overrides nothing, or if its ``plugin`` does not
-    declare what it alters."""
-    blamed = BlamedSkipper(origin, skipper)
-    if not blamed.keeps and not blamed.updates:
-        raise PluginError(
-            f"plugin {origin}: its skipper {type(skipper).__name__} overrides neither keep() nor update(), "
-            "so that it would leave nothing out; bring one of them, or leave Contribution.skipper out"
-        )
-    altered = {Invariant.EXACT_GRADIENT}
-    if blamed.keeps:
-        altered |= {Invariant.SAMPLE_SET, Invariant.BATCH_SIZE}
-    unsaid = sorted(invariant.name for invariant in altered - plugin.alters)
-    if unsaid:
-        what = "samples out of batches" if blamed.keeps else "rows out of updates"
-        raise PluginError(
-            f"plugin {origin} leaves {what}, and its 'alters' lacks {' and '.join(unsaid)}; add "
-            f"{', '.join(f'Invariant.{invariant}' for invariant in unsaid)}"
-        )
-    return blamed

@@ -25,3 +25,7 @@ class PluginConflict(PluginError):
 
 class PluginOrderError(PluginError):
     """The ``before`` and ``after`` of some links contradict each other."""
+
+
+class PluginFault(PluginError):
+    """A plugin's code raised what it must not; the message names plugin and part, ``__cause__`` is that."""

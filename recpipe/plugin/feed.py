@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from recpipe.plugin.api import BatchTransform, EpochOrder, StreamWrapper
 from recpipe.plugin.compose import Owned
-
-if TYPE_CHECKING:
-    from recpipe.data.batch import Batch
 
 
 @dataclass(frozen=True)
@@ -19,8 +15,8 @@ class Feed:
 
     order: Owned[EpochOrder] | None = None
     """The plugin's order; None: the data's own."""
-    keeps_samples: bool = True
-    """Whether ``order`` must have every sample exactly once."""
+    leaving_out: Collection[str] = ()
+    """The plugins that declare that they change which samples an epoch trains (SAMPLE_SET)."""
     stream: Sequence[Owned[StreamWrapper]] = ()
     batch: Sequence[Owned[BatchTransform]] = ()
 
@@ -28,15 +24,3 @@ class Feed:
     def is_data_itself(self) -> bool:
         """Whether batches reach the loader unchanged."""
         return self.order is None and not self.stream and not self.batch
-
-    def wrap_stream(self, batches: Iterator[Batch]) -> Iterator[Batch]:
-        """Send ``batches`` through the stream chain and return the last link's iterator."""
-        for link in self.stream:
-            batches = link.part(batches)
-        return batches
-
-    def transform(self, batch: Batch) -> Batch:
-        """Send one batch through the batch chain."""
-        for link in self.batch:
-            batch = link.part(batch)
-        return batch

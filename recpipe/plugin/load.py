@@ -10,9 +10,10 @@ from typing import Any
 from packaging.specifiers import InvalidSpecifier, SpecifierSet
 
 from recpipe.plugin.api import API, Invariant, Origin, Plugin
+from recpipe.plugin.blame import blaming
 from recpipe.plugin.errors import (
     PluginConflict,
-    PluginError,
+    PluginFault,
     PluginLoadError,
     PluginVersionError,
 )
@@ -98,10 +99,13 @@ def instantiate(name: str, knobs: Mapping[str, Any]) -> Plugin:
 
 def _construct(cls: type[Plugin], origin: Origin, knobs: Mapping[str, Any]) -> Plugin:
     check_knobs(cls, origin, knobs)
-    try:
-        return cls(**knobs)
-    except (TypeError, ValueError) as fault:
-        raise PluginError(f"plugin {origin} refuses its knobs (plugins.{origin.plugin}): {fault}") from fault
+    with blaming(origin, "__init__"):
+        try:
+            return cls(**knobs)
+        except (TypeError, ValueError) as fault:
+            raise PluginFault(
+                f"plugin {origin} refuses its knobs (plugins.{origin.plugin}): {fault}"
+            ) from fault
 
 
 def activate(plugins: Mapping[str, Mapping[str, Any]]) -> list[tuple[Origin, Plugin]]:

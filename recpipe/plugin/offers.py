@@ -63,7 +63,9 @@ def imported(kind: str, ep: EntryPoint) -> object:
         return ep.load()
     except UserError as fault:
         raise PluginLoadError(f"{WORDS[kind]} {origin_of(ep)} cannot be imported: {fault}") from fault
-    except Exception as fault:
+    except KeyboardInterrupt:
+        raise
+    except BaseException as fault:  # sys.exit at import among them
         origin = origin_of(ep)
         raise PluginLoadError(
             f"{WORDS[kind]} {origin} is installed but cannot be imported from '{ep.value}': "

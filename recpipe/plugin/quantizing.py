@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from recpipe.errors import did_you_mean
 from recpipe.plugin.api import Origin, TableInfo
-from recpipe.plugin.blame import blaming
+from recpipe.plugin.blame import blamed, blaming
 from recpipe.plugin.compose import Owned, Plugins, keyed
 from recpipe.plugin.errors import PluginConflict, PluginError
 from recpipe.plugin.quantizer import STORAGES, Direction, Quantizer, RecordLayout, RowCodec
@@ -101,7 +101,7 @@ def quantizing(tables: Mapping[str, TableInfo], plugins: Plugins) -> Quantizing:
                     made[layout] = _cold(origin, quantizer, layout)
                 _claim(cold, "cold", name, origin, made[layout])
                 _claim(storage, "storage", name, origin, _storage(origin, quantizer, table))
-    codecs = [(origin, _asked(origin, "codecs", quantizer.codecs)) for origin, quantizer in wanted]
+    codecs = [(origin, _codecs(origin, quantizer)) for origin, quantizer in wanted]
     return Quantizing(cold, storage, keyed("codec", codecs))
 
 
@@ -123,6 +123,11 @@ def _check(origin: Origin, quantizer: Quantizer, tables: Mapping[str, TableInfo]
 def _asked(origin: Origin, method: str, ask: Callable[[], V]) -> V:
     with blaming(origin, f"quantizer.{method}"):
         return ask()
+
+
+def _codecs(origin: Origin, quantizer: Quantizer) -> dict[tuple[CommOp, Direction], QuantizedCommCodec[Any]]:
+    made = _asked(origin, "codecs", quantizer.codecs)
+    return {key: blamed(origin, "quantizer.codecs", codec) for key, codec in made.items()}
 
 
 def _cold(origin: Origin, quantizer: Quantizer, layout: RecordLayout) -> RowCodec | None:

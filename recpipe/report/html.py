@@ -69,6 +69,7 @@ def _warnings(report: Mapping[str, Any]) -> list[str]:
     ]
     if report["io"]["cold_start"]:
         found.append("Cold start only: the cache was never full in this run.")
+    found += [f"Figures are missing: {fault}" for fault in (report.get("unreported") or {}).values()]
     return found
 
 

@@ -251,6 +251,8 @@ class RunReport:
     """The command that started the run; None: it was started from Python."""
     profile: Mapping[str, Any] | None = None
     """A step's time by phases, and the least it could take; only for task=profile."""
+    unreported: Mapping[str, str] = field(default_factory=dict)
+    """Why figures of a plugin are missing, by its name: its reporter failed."""
 
     def to_dict(self) -> dict[str, Any]:
         """The report in plain JSON values."""

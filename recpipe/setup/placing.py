@@ -18,7 +18,7 @@ from recpipe.distributed.ranks import Ranks
 from recpipe.model.call import Called
 from recpipe.model.make import make_called
 from recpipe.pipeline.placed import PlacedModel, put_fronts
-from recpipe.plugin.blame import BlamedSkipper
+from recpipe.plugin.blamed import BlamedSkipper
 from recpipe.plugin.compose import Owned
 from recpipe.setup.weights import computed_weights
 from recpipe.tables.build import Place, build_tables, require_kernels

@@ -7,6 +7,7 @@ from typing import Any
 
 from recpipe.config.recipe import Recipe
 from recpipe.distributed.launch import Process
+from recpipe.plugin.blame import blaming
 from recpipe.plugin.errors import PluginLoadError
 from recpipe.plugin.offers import entry, imported, offered, origin_of
 from recpipe.report.files import ReportFiles
@@ -26,7 +27,8 @@ def run_installed(cfg: Recipe, run_dir: Path) -> dict[str, Any]:
             f"task {origin_of(ep)}: '{ep.value}' must be a function (recipe: Recipe, run_dir: Path) -> dict; "
             "correct its entry point"
         )
-    report = function(cfg, run_dir)
+    with blaming(origin_of(ep), "task"):
+        report = function(cfg, run_dir)
     if not isinstance(report, dict):
         raise PluginLoadError(
             f"task {origin_of(ep)} returns a {type(report).__name__}, not the report as a dict"

@@ -17,6 +17,7 @@ from rich.markup import escape
 from recpipe.common.console import Output
 from recpipe.config.compose import conf_dir
 from recpipe.plugin.api import Context, Contribution, GroupInfo, Origin, Plugin, TableInfo
+from recpipe.plugin.assembly import gather
 from recpipe.plugin.conf import knobs_in, package_conf
 from recpipe.plugin.errors import PluginError
 from recpipe.plugin.load import installed, instantiate
@@ -100,7 +101,8 @@ def _uses(origin: Origin, plugin: Plugin) -> tuple[str, ...]:
         return ("recpipe quantize",)
     if isinstance(plugin, RowServer):
         return ("recpipe serve",)
-    return _named_points(origin, plugin.contribute(SAMPLE))
+    ((_, _, contribution),) = gather([(origin, plugin)], SAMPLE)
+    return _named_points(origin, contribution)
 
 
 def _named_points(origin: Origin, contribution: Contribution) -> tuple[str, ...]:

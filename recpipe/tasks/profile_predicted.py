@@ -18,6 +18,7 @@ from recpipe.perf.step.walk import SHOWN
 from recpipe.perf.tiers.predict import Kind
 from recpipe.perf.tiers.statements import of_policy
 from recpipe.pipeline.placed import PlacedModel
+from recpipe.plugin.blame import blame
 from recpipe.plugin.load import activate
 from recpipe.tasks.advise.candidates import Candidate
 from recpipe.tasks.advise.facts import facts_of
@@ -81,8 +82,10 @@ def _predicted(
     tables = model.inputs.tables
     facts = facts_of(cfg, dataset, model.inputs, batches, steps)
     facts = facts.at(share=cfg.tiers.budget(tables) / tables.total_bytes)
-    plugins = {origin.plugin: plugin for origin, plugin in activate(cfg.plugins)}
-    stated = {name: statement for name, plugin in plugins.items() if (statement := plugin.costs(facts))}
+    active = activate(cfg.plugins)
+    plugins = {origin.plugin: plugin for origin, plugin in active}
+    asked = {origin.plugin: blame(origin, "costs", plugin.costs)(facts) for origin, plugin in active}
+    stated = {name: statement for name, statement in asked.items() if statement}
     silent = sorted(plugins.keys() - stated.keys())
     if silent:
         raise UserError(f"{', '.join(silent)} does not state what it costs here")

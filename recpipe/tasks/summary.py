@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
+from recpipe.common.console import log
 from recpipe.common.gpu import peak_gpu_bytes
 from recpipe.common.words import CUSTOM
 from recpipe.config.recipe import Recipe
@@ -15,10 +16,11 @@ from recpipe.data.dataset import Dataset
 from recpipe.distributed.ranks import Ranks
 from recpipe.model.metrics import peak_rss_bytes
 from recpipe.plugin.api import RunFigures
+from recpipe.plugin.assembly import Assembly
 from recpipe.report.details import Skew
 from recpipe.report.environment import environment
 from recpipe.report.quality import ALTERED
-from recpipe.report.record import DataFigures, Io, Memory, PluginFigures, RankFigures, Resumed, RunReport
+from recpipe.report.record import DataFigures, Io, Memory, RankFigures, Resumed, RunReport, as_json
 from recpipe.report.skew import skew_of
 from recpipe.seams import Collective
 from recpipe.tables.access_sample import AccessSample
@@ -33,7 +35,7 @@ from recpipe.training.recorder import Recorder
 def summarize(
     cfg: Recipe,
     dataset: Dataset,
-    plugin_figures: Callable[[RunFigures], Mapping[str, PluginFigures]],
+    assembly: Assembly,
     described: Mapping[str, Any],
     tables: ModelTables,
     embeddings: GroupedCollection,
@@ -60,7 +62,9 @@ def summarize(
         split_batches=0 if splitting is None else splitting.batches,
         splitting="" if splitting is None else splitting.verdict(),
     )
-    plugins = plugin_figures(run)
+    plugins, unreported = assembly.figures(run, as_json)
+    for line in unreported.values():
+        log.warning("%s. The report is without its figures", line)
     return RunReport(
         task=cfg.task.name,
         recipe=cfg.values,
@@ -90,6 +94,7 @@ def summarize(
         skew=_skew(module.loader.accesses, tables),
         model=_model_name(cfg, module),
         command=None if command_line is None else _command(command_line, ranks),
+        unreported=unreported,
     )
 
 

@@ -14,12 +14,13 @@ import torch
 
 from recpipe.data.parts import batch_size
 from recpipe.distributed.ranks import Channel
+from recpipe.errors import Interruption, UserError
 from recpipe.model.metrics import BackgroundQuality, Quality
 from recpipe.pipeline.placed import PlacedModel
 from recpipe.tables.front import handing_out
 
 
-class EvaluationStopped(BaseException):
+class EvaluationStopped(Interruption):
     """Raised on all trainers if a signal came during an evaluation, which then ends."""
 
 
@@ -43,7 +44,16 @@ class Evaluation:
         self.model, self.trainers, self.stop = model, trainers, stop
         self.quality = BackgroundQuality(model.called.kind)
         self.figures: Quality | None = None
-        """The quality of the latest complete evaluation; the same on all trainers."""
+        """The quality of the latest evaluation, the same on all trainers; None until it is complete."""
+
+    def result(self) -> Quality:
+        """The quality of the evaluation that ends; ``UserError`` if it has not had its last batch."""
+        if self.figures is None:
+            raise UserError(
+                "an evaluation ended before its last batch: the model or a callback has raised StopIteration "
+                "in it"
+            )
+        return self.figures
 
     def add(self, batch: Any, last: bool) -> None:
         """Keep the batch's predictions; after the ``last`` batch, ``figures`` are those of all batches.

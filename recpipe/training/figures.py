@@ -42,8 +42,7 @@ class FigureLogger(L.Callback):
     def on_validation_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Log the evaluation's figures, also those of the one after training."""
         assert isinstance(pl_module, RankingModule)
-        assert pl_module.evaluation.figures is not None
-        figures = asdict(pl_module.evaluation.figures)
+        figures = asdict(pl_module.evaluation.result())
         quality = {f"val/{name}": figures[name] for name in {*shown_figures([figures]), "loss"}}
         _hand_on(trainer, self._training(pl_module) | quality)
 

@@ -227,6 +227,7 @@ class RankingModule(PlainAttributes, L.LightningModule):
     def on_validation_start(self) -> None:
         """Give all trainers the first one's buffers, which are also those in checkpoints."""
         self._look()
+        self.evaluation.figures = None
         if self.trainers.size > 1:
             for buffer in saved_buffers(self.model.module).values():
                 first, *_ = self.trainers.gather(buffer.reshape(-1).cpu().numpy())

@@ -1,4 +1,4 @@
-"""A run's messages while it trains: its first and last step, and its progress."""
+"""A run's extent, said and checked, and its progress while it trains."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import lightning as L
 import torch
 
 from recpipe.common.console import Meter, log
+from recpipe.errors import UserError
 from recpipe.pipeline.loader import TrainLoader
 from recpipe.pipeline.step import StagedBatch
 from recpipe.training.config import TrainerConfig
@@ -16,7 +17,8 @@ from recpipe.training.module import RankingModule
 
 
 class Extent(L.Callback):
-    """Prints the steps, counted over the whole run, at which training begins and will end."""
+    """Prints the steps, counted over the whole run, at which training begins and will end, and checks that it
+    comes so far: Lightning takes a StopIteration from anywhere in a step for the end of the epoch."""
 
     def __init__(self, config: TrainerConfig, loader: TrainLoader) -> None:
         self.config = config
@@ -46,6 +48,28 @@ class Extent(L.Callback):
         epochs = f" ({last / epoch:.3g} epochs of {epoch:,})" if last != epoch else ""
         size = self.loader.source.batch_size
         log.info(f"training: steps {done + 1:,} to {last:,}{epochs}, {size:,} samples each")
+
+    def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """``UserError`` if the epoch has ended although batches are left and nothing asked it to end."""
+        steps = len(self.loader)
+        if trainer.should_stop or trainer.global_step >= self.config.steps(steps):
+            return
+        if self.loader.left and not self.loader.source.exhausted:
+            raise UserError(
+                f"epoch {trainer.current_epoch + 1} ended with {self.loader.left:,} of its {steps:,} batches "
+                f"untrained, after step {trainer.global_step:,}: the model, a callback or the optimizer has "
+                "raised StopIteration in a step, or has changed the trainer's limits"
+            )
+
+    def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """``UserError`` if training has ended before its last epoch and nothing asked it to end."""
+        last, epochs = self.config.steps(len(self.loader)), self.config.max_epochs
+        if trainer.should_stop or trainer.global_step >= last or trainer.current_epoch >= epochs:
+            return
+        raise UserError(
+            f"training ended after {trainer.current_epoch:,} of {epochs:,} epochs, at step "
+            f"{trainer.global_step:,} of {last:,}: a callback has changed the trainer's limits"
+        )
 
 
 class Progress(L.Callback):

@@ -125,8 +125,7 @@ class Recorder(L.Callback):
     def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Add a point to the learning curve and print its line."""
         assert isinstance(pl_module, RankingModule)
-        quality, total = pl_module.evaluation.figures, pl_module.loss_total()
-        assert quality is not None
+        quality, total = pl_module.evaluation.result(), pl_module.loss_total()
         loss, self._loss = total.mean_since(self._loss), total
         speed = self.speed_since(self._reported)
         self._reported = self.steps

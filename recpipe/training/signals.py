@@ -7,6 +7,7 @@ import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from traceback import walk_tb
 from types import FrameType
 from typing import Any
 
@@ -16,14 +17,19 @@ import numpy as np
 from recpipe.checkpoint.table_io import SUFFIX
 from recpipe.distributed.launch import Process
 from recpipe.distributed.ranks import Channel
+from recpipe.errors import Interruption, UserError, shown
 from recpipe.training.evaluation import EvaluationStopped
 from recpipe.training.module import RankingModule
 
 NUMBERS = (signal.SIGTERM, signal.SIGINT)
 
 
-class _Interrupted(BaseException):
+class _Interrupted(Interruption):
     """Used instead of KeyboardInterrupt, which Lightning turns into an exit with status 1."""
+
+
+class _AtOnce(Interruption, SystemExit):
+    """A second signal has come."""
 
 
 @contextmanager
@@ -48,6 +54,24 @@ def interruptible() -> Iterator[None]:
         raise KeyboardInterrupt from None
     finally:
         _put_back(before)
+
+
+@contextmanager
+def exits_told() -> Iterator[None]:
+    """``sys.exit`` by a model, a data source or a library in the block is a ``UserError``: the run has not
+    come to its end, and must not end as if it had."""
+    try:
+        yield
+    except Interruption:
+        raise
+    except SystemExit as stop:
+        if isinstance(stop.__context__, KeyboardInterrupt):  # Lightning's way to end after one
+            raise
+        frame, line = list(walk_tb(stop.__traceback__))[-1]
+        raise UserError(
+            f"sys.exit({shown(stop.code)}) was called inside the run, which did not come to its end "
+            f"({frame.f_code.co_filename}, line {line})"
+        ) from stop
 
 
 def _put_back(handlers: Mapping[Any, Any]) -> None:
@@ -94,7 +118,7 @@ class StopOnSignal(L.Callback):
 
     def _receive(self, number: int, frame: FrameType | None) -> None:
         if self.received is not None:
-            raise SystemExit(128 + number)
+            raise _AtOnce(128 + number)
         self.received = number
         if self._module is not None:
             self._module.stop.asked = True

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from contextlib import closing
+from dataclasses import replace
 from itertools import cycle
 from pathlib import Path
 
@@ -19,6 +20,7 @@ from recpipe.errors import DataError
 from recpipe.pipeline.share import in_steps
 from recpipe.pipeline.step import StagedBatch
 from recpipe.plugin.api import Link
+from recpipe.plugin.errors import PluginError
 from recpipe.plugin.splitter import Split, micro_batch_step
 from recpipe.tables.tiers.parting import IndexBags
 from recpipe.tables.tiers.tiered import TieredEmbeddingBagCollection
@@ -138,6 +140,7 @@ def test_chains_and_splitter_are_applied_in_order() -> None:
         batch=[Link(negated)],
         splitter=reverse,
     )
+    loader.source.feed = replace(loader.source.feed, leaving_out={"acme"})
     seen = list(loader)
     assert len(seen) == 8, "a stream may hold other batches than the data"
     # The same batch twice: negated twice, so only the first sight of each can be told.
@@ -204,15 +207,14 @@ def failing_stream(batches):
 @pytest.mark.parametrize("policy", ["resident", "lru"])
 def test_faults_in_the_worker_come_out(tmp_path, policy, parts) -> None:
     embeddings = collection_of(policy, "sgd", tmp_path)
-    with pytest.raises(ZeroDivisionError, match="in the worker") as caught:
+    with pytest.raises(PluginError, match="acme .*raised ZeroDivisionError: in the worker"):
         list(loader_of(Listed(), embeddings, **parts))
-    assert "acme" in str(getattr(caught.value, "__notes__", ""))
 
 
 def test_faults_of_the_data_come_out_after_the_good_batches() -> None:
     dataset = Listed()
-    dataset.lists["train"][3] = None
-    dataset.batches = lambda *_: (batch or fail() for batch in dataset.lists["train"])
+    given = [*dataset.lists["train"][:3], None]
+    dataset.batches = lambda *_: (batch or fail() for batch in given)
     batches = iter(loader_of(dataset))
     assert len([next(batches) for _ in range(3)]) == 3
     with pytest.raises(ZeroDivisionError):

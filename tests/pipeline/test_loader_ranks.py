@@ -14,6 +14,7 @@ from recpipe.data.make import open_dataset
 from recpipe.distributed.ranks import Ranks
 from recpipe.pipeline.step import StagedBatch
 from recpipe.plugin.api import EpochOrder, Link
+from recpipe.plugin.errors import PluginError
 from recpipe.plugin.splitter import Split
 from tests.pipeline.samples import Listed, collection_of, eval_loader_of, loader_of
 from tests.pipeline.test_loader import fail, same
@@ -147,7 +148,7 @@ def test_reading_ahead_ends_with_the_epoch_however_it_ends(link) -> None:
     loader = loader_of(generated(read_ahead=4), batch=[link] if link else [])
     batches = iter(loader)
     if link:
-        with pytest.raises(ZeroDivisionError):
+        with pytest.raises(PluginError, match="raised ZeroDivisionError"):
             next(batches)
     else:
         next(batches)

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from torch import nn
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from recpipe.plugin.blame import BlamedSkipper
+from recpipe.plugin.blamed import BlamedSkipper
 from recpipe.plugin.compose import Owned
 from recpipe.plugin.skipper import Skipper
 from recpipe.tables.skipping import RowFilter, Skipping

@@ -26,7 +26,7 @@ from recpipe.pipeline.splitting import Splitting
 from recpipe.pipeline.step import StagedBatch, StepTimes
 from recpipe.plugin.api import Context, Origin
 from recpipe.plugin.assembly import assemble, gather
-from recpipe.plugin.blame import BlamedSkipper
+from recpipe.plugin.blamed import BlamedSkipper
 from recpipe.plugin.compose import Owned
 from recpipe.plugin.load import activate
 from recpipe.plugin.policy import CachePolicy, RowSpace

@@ -17,7 +17,7 @@ from torchrec.distributed.types import CommOp, QuantizedCommCodec, QuantizedComm
 from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
 
 from recpipe.plugin.assembly import Assembly
-from recpipe.plugin.blame import BlamedSkipper
+from recpipe.plugin.blamed import BlamedSkipper
 from recpipe.plugin.compose import Owned
 from recpipe.plugin.errors import PluginError
 from recpipe.plugin.planner import Planner

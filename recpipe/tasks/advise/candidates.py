@@ -13,9 +13,11 @@ from recpipe.errors import UserError
 from recpipe.perf.ids.facts import Facts
 from recpipe.perf.tiers.statements import of_policy, over_ranks
 from recpipe.plugin.api import Plugin
+from recpipe.plugin.blame import blame
 from recpipe.plugin.costs import Statement
 from recpipe.plugin.errors import PluginError
 from recpipe.plugin.load import check_together, installed, instantiate
+from recpipe.plugin.offers import origin_of
 
 CACHES = ("lru", "lfu")
 PLAIN_TIERED = "nocache"
@@ -129,10 +131,10 @@ def stating(facts: Facts, left_out: dict[str, str]) -> tuple[dict[str, Plugin], 
     """The installed plugins that state what they cost, as their yaml has them, and their statements."""
     plugins: dict[str, Plugin] = {}
     stated: dict[str, Statement] = {}
-    for name in sorted(installed()):
+    for name, ep in installed().items():
         try:
             plugin = _as_installed(name)
-            statement = plugin.costs(facts)
+            statement = blame(origin_of(ep), "costs", plugin.costs)(facts)
         except UserError as error:
             left_out[name] = str(error)
             continue
