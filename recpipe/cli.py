@@ -169,6 +169,10 @@ def _say(error: UserError, full_error: str | None) -> int:
 
 
 def _dispatch(argv: Sequence[str]) -> int:
+    if any("block=" in word for word in argv):
+        from recpipe.plugin.offers import without_blocks
+
+        argv = without_blocks(argv)
     command = argv[0] if argv else ""
     if command in ("-h", "--help", "help"):
         print(HELP.replace("{commands}", listed()) + _choices())

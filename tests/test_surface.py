@@ -13,7 +13,7 @@ import recpipe
 from recpipe import kit, plugin
 from tests.processes import ROOT
 
-API = (2, 7)
+API = (2, 8)
 PUBLIC = ("recpipe", "recpipe.kit", "recpipe.plugin", "recpipe.testing")
 CONTRIBUTION = {
     "order": "EpochOrder | None",
@@ -113,6 +113,7 @@ def test_small_types() -> None:
         "after_cold_seconds": "float",
         "split_batches": "int",
         "splitting": "str",
+        "fills": "frozenset[str]",
     }
     assert fields(plugin.GroupInfo) == {"tables": "tuple[str, ...]", "record_bytes": "int", "slots": "int"}
     assert list(fields(plugin.Link)) == ["part", "name", "before", "after"]

@@ -30,7 +30,7 @@ class FAE(Plugin):
     the hot rows are a plain cache, and nothing is altered.
     """
 
-    api = (2, 4)
+    api = (2, 8)
     alters = frozenset({Invariant.SAMPLE_ORDER})
 
     def __init__(
@@ -83,7 +83,7 @@ class FAE(Plugin):
             order=HotAndCold(prepared, scheduler),
             cache=tables,
             callbacks=[callback],
-            report=[lambda run: figures(prepared, scheduler, callback)],
+            report=[lambda run: figures(prepared, scheduler, callback, "order" in run.fills)],
         )
 
     def costs(self, facts: Facts) -> Statement:
@@ -95,15 +95,16 @@ class FAE(Plugin):
 
 
 def figures(
-    prepared: Preparation, scheduler: Scheduler, callback: ShuffleScheduler | None
+    prepared: Preparation, scheduler: Scheduler, callback: ShuffleScheduler | None, orders: bool = True
 ) -> dict[str, Figure]:
     """The hot set, the scheduler's decisions, the times before training, and the verdict.
 
-    Shares are of all inputs if these were classified, else of the estimate's stretch.
+    ``orders``: whether its order is the run's. Shares are of all inputs if these were classified, else of the
+    estimate's stretch.
     """
     from recpipe_fae.verdict import sentence
 
-    estimate, separates = prepared.estimate, prepared.separates
+    estimate, separates = prepared.estimate, prepared.separates and orders
     if separates:
         classes = prepared.classes
         hot, cold = classes.samples(True), classes.samples(False)
@@ -114,8 +115,11 @@ def figures(
         )
     steps: Steps = callback.steps if callback is not None else ((), (), ())
     stopped = scheduler.plain_from is not None
+    verdict = sentence(prepared.phases, separates, stopped, steps, estimate)
+    if callback is not None and not orders:
+        verdict = "mini-batches were not separated by FAE: another order was preferred"
     return {
-        "verdict": sentence(prepared.phases, separates, stopped, steps, estimate),
+        "verdict": verdict,
         "altered": "SAMPLE_ORDER" if separates else "nothing",
         "hot_rows": len(prepared.hot_rows),
         "hot_bytes": prepared.hot_bytes,

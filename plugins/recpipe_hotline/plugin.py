@@ -31,7 +31,7 @@ class Hotline(Plugin):
     Exact: one update per mini-batch, equal to the run without it up to the order of float sums.
     """
 
-    api = (2, 7)
+    api = (2, 8)
 
     def __init__(
         self,
@@ -99,27 +99,32 @@ class PopularTables(Cache):
 
 
 def figures(policies: Sequence[PopularRows], splitter: PopularFirst, run: RunFigures) -> dict[str, Figure]:
-    """Hotline's figures: shares of samples and lookups that were popular, traffic, and hidden fetches.
+    """Hotline's figures: shares of samples and lookups that were popular, traffic, and hidden fetches; where
+    another plugin's splitter is used, those of its cache alone.
 
     Each of ``rows_not_moved`` would have been fetched and written back without resident rows.
     ``speedup_bound`` is (T_fetch + T_pop + T_non) / (max(T_fetch, T_pop) + T_non) with this run's times. It
     bounds what hiding fetches behind popular micro-batches can gain.
     """
-    fetch, pop, non = run.io.fetch_seconds, run.before_cold_seconds, run.after_cold_seconds
-    hidden = max(0.0, fetch - run.io.wait_seconds)
-    serial, overlapped = fetch + pop + non, max(fetch, pop) + non
-    return {
-        "verdict": run.splitting,
-        "popular_sample_share": splitter.popular / max(1, splitter.samples),
+    of_cache: dict[str, Figure] = {
         "popular_lookup_share": sum(p.hits for p in policies) / max(1, sum(p.lookups for p in policies)),
-        "split_batch_share": run.split_batches / max(1, splitter.batches),
         "rows_not_moved": sum(p.rows_kept for p in policies),
         "cold_rows_read": run.io.rows_read,
         "cold_bytes_read": run.io.bytes_read,
-        "fetch_hidden_seconds": hidden,
-        "fetch_waited_seconds": run.io.wait_seconds,
         "learnings": max(p.learnings for p in policies),
         "replaced_rows": sum(p.replaced_rows for p in policies),
+    }
+    if "splitter" not in run.fills:
+        return {"verdict": "batches were not cut by Hotline: another splitter was preferred", **of_cache}
+    fetch, pop, non = run.io.fetch_seconds, run.before_cold_seconds, run.after_cold_seconds
+    hidden = max(0.0, fetch - run.io.wait_seconds)
+    serial, overlapped = fetch + pop + non, max(fetch, pop) + non
+    return of_cache | {
+        "verdict": run.splitting,
+        "popular_sample_share": splitter.popular / max(1, splitter.samples),
+        "split_batch_share": run.split_batches / max(1, splitter.batches),
+        "fetch_hidden_seconds": hidden,
+        "fetch_waited_seconds": run.io.wait_seconds,
         "popular_seconds": pop,
         "non_popular_seconds": non,
         "speedup_bound": serial / overlapped if overlapped > 0 else 1.0,

@@ -32,7 +32,16 @@ from recpipe.config.unreadable import unreadable
 from recpipe.errors import UserError, did_you_mean, shown
 from recpipe.plugin.conf import TARGET, PluginSearchPath, PluginSource, package_confs
 from recpipe.plugin.load import installed
-from recpipe.plugin.offers import GROUPS, PLUGIN, WORDS, is_offered, offered
+from recpipe.plugin.offers import (
+    GROUPS,
+    PLUGIN,
+    WORDS,
+    blocked_words,
+    entry,
+    is_offered,
+    offered,
+    without_blocks,
+)
 
 CONFIG_NAME = "train"
 HYDRA = "1.3"
@@ -80,6 +89,7 @@ def compose(overrides: Sequence[str] = ()) -> DictConfig:
     the nearest right one.
     """
     register()
+    overrides = without_blocks(overrides)
     check_overrides(overrides)
     overrides = hydra_words(overrides)
     with readable_errors(overrides):
@@ -259,7 +269,8 @@ def _files(group: str = "*") -> list[Path]:
 
 def _missing(group: str, option: str) -> str:
     """The message for ``data=nope`` and ``+plugin=nope``, with the nearest option of the group."""
-    if group in GROUPS and option in offered(group):
+    if group in GROUPS and option in (available := offered(group)):
+        entry(group, option, available)  # which refuses a name that two packages use
         return (
             f"{WORDS[group]} '{option}' is installed but brings no conf/{group}/{option}.yaml; "
             "ask its author for one"
@@ -268,7 +279,8 @@ def _missing(group: str, option: str) -> str:
         group, _, option = f"{group}/{option}".rpartition("/")
     options = sorted(choices().get(group, ()))
     known = "Installed" if group == "plugin" else "There are"
-    return f"no {group} '{option}'.{did_you_mean(option, options)} {known}: {', '.join(options) or 'none'}"
+    hint = f"{blocked_words(option)}.{did_you_mean(option, options)}"
+    return f"no {group} '{option}'{hint} {known}: {', '.join(options) or 'none'}"
 
 
 def _bad_key(fault: Exception, overrides: Sequence[str]) -> str:

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from recpipe.report.record import Io
     from recpipe.tables.tiers.placement import Bags
 
-API = (2, 7)
+API = (2, 8)
 """Version of this file's contract: a plugin's major must equal it, its minor must not exceed it."""
 
 P = TypeVar("P")
@@ -139,7 +139,11 @@ Figure = float | int | str | list[Any]
 
 @dataclass(frozen=True, kw_only=True)
 class RunFigures:
-    """What core measured, for a plugin's own figures. Seconds are host time."""
+    """What core measured, for a plugin's own figures. Seconds are host time.
+
+    What is said of micro-batches is what this plugin's own splitter has done: 0 and empty where another's is
+    used.
+    """
 
     steps: int
     samples: int
@@ -155,6 +159,9 @@ class RunFigures:
     """How many batches were trained as several micro-batches."""
     splitting: str = ""
     """Whether cutting batches paid, and why, in a sentence; empty without a splitter."""
+    fills: frozenset[str] = frozenset()
+    """The slots of ``Contribution`` that this plugin fills in this run (``order``, ``splitter``, ``skipper``,
+    ``planner``): a part that lost its slot to another plugin's (``compose.prefer``) has done nothing."""
 
 
 Reporter = Callable[[RunFigures], Mapping[str, Figure]]

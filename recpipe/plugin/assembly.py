@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from recpipe.errors import UserError
@@ -20,10 +20,9 @@ from recpipe.plugin.api import (
     StepWrapper,
     TableInfo,
 )
-from recpipe.plugin.blame import blame, blame_callback, blame_step, blame_stream, blaming
+from recpipe.plugin.blame import blame, blame_callback, blame_order, blame_step, blame_stream, blaming
 from recpipe.plugin.blamed import (
     BlamedCache,
-    BlamedOrder,
     BlamedPlanner,
     BlamedSkipper,
     BlamedSplitter,
@@ -99,7 +98,8 @@ class Assembly:
             mine = merged[origin.plugin]
             try:
                 with blaming(origin, reporter.label):
-                    found = {str(key): plain(value) for key, value in reporter.part(run).items()}
+                    answered = reporter.part(self._told(run, origin.plugin))
+                    found = {str(key): plain(value) for key, value in answered.items()}
                 if twice := mine.keys() & found.keys():
                     raise PluginError(
                         f"{origin} reports '{min(twice)}' twice; give each reporter keys of its own"
@@ -108,6 +108,20 @@ class Assembly:
             except UserError as fault:
                 faults[origin.plugin] = "; ".join(filter(None, (faults.get(origin.plugin), str(fault))))
         return merged, faults
+
+    def _told(self, run: RunFigures, plugin: str) -> RunFigures:
+        """``run`` as ``plugin`` is told of it: without what another plugin's splitter has done."""
+        owners = {
+            "order": self.feed.order,
+            "splitter": self.splitter,
+            "skipper": self.skipper,
+            "planner": self.planner,
+        }
+        fills = frozenset(slot for slot, owned in owners.items() if owned and owned.origin.plugin == plugin)
+        run = replace(run, fills=fills)
+        if "splitter" in fills:
+            return run
+        return replace(run, before_cold_seconds=0.0, after_cold_seconds=0.0, split_batches=0, splitting="")
 
     def to_dict(self) -> dict[str, Any]:
         """Owners and order, as assembly.json holds them."""
@@ -162,7 +176,7 @@ def assemble(
         plugins=tuple(origin for origin, _ in parts),
         altered_by=altered_by,
         feed=Feed(
-            _replaced(order, BlamedOrder) if order else None,
+            _replaced(order, blame_order) if order else None,
             {name for name, altered in altered_by.items() if Invariant.SAMPLE_SET in altered},
             [_blamed(o, blame_stream) for o in chain("stream", [(o, c.stream) for o, c in parts])],
             [_blamed(o, blame) for o in chain("batch", [(o, c.batch) for o, c in parts])],

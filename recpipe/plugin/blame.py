@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from weakref import WeakKeyDictionary
 
 from recpipe.errors import Interruption, UserError, shown
-from recpipe.plugin.api import Origin, StepWrapper, StreamWrapper
+from recpipe.plugin.api import EpochOrder, Origin, StepWrapper, StreamWrapper
 from recpipe.plugin.errors import PluginError, PluginFault
 
 if TYPE_CHECKING:
@@ -204,6 +204,19 @@ def drawn(
         if close is not None:
             with blaming(origin, part, elsewhere):
                 close()
+
+
+def blame_order(origin: Origin, order: EpochOrder) -> EpochOrder:
+    """``order``, the object, with faults that name the plugin."""
+    kind = type(order)
+
+    def batches(self: EpochOrder, first: int) -> Iterator[Batch]:
+        return drawn(origin, "order.batches", lambda: kind.batches(self, first))
+
+    asked = {
+        name: blame(origin, f"order.{name}", getattr(kind, name)) for name in ("__len__", "is_datas_own")
+    }
+    return _with(order, {**asked, "batches": batches})
 
 
 def blame_stream(origin: Origin, part: str, wrap: StreamWrapper) -> StreamWrapper:

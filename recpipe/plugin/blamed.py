@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from recpipe.plugin.api import EpochOrder, Invariant, Origin
-from recpipe.plugin.blame import blamed, blaming, drawn
+from recpipe.plugin.api import Invariant, Origin
+from recpipe.plugin.blame import blamed, blaming
 from recpipe.plugin.errors import PluginError
 from recpipe.plugin.planner import Planner
 from recpipe.plugin.policy import Cache, CachePolicy
@@ -28,26 +28,6 @@ if TYPE_CHECKING:
     from recpipe.tables.stores.base import ColdStore
     from recpipe.tables.tiers.parts import TierParts
     from recpipe.tables.view import RowView
-
-
-class BlamedOrder(EpochOrder):
-    """An order whose faults name the plugin."""
-
-    def __init__(self, origin: Origin, order: EpochOrder) -> None:
-        self.origin, self.order = origin, order
-
-    def __len__(self) -> int:
-        with blaming(self.origin, "order.__len__"):
-            return len(self.order)
-
-    def batches(self, first: int) -> Iterator[Batch]:
-        """As ``EpochOrder``."""
-        return drawn(self.origin, "order.batches", lambda: self.order.batches(first))
-
-    def is_datas_own(self) -> bool:
-        """As ``EpochOrder``."""
-        with blaming(self.origin, "order.is_datas_own"):
-            return self.order.is_datas_own()
 
 
 class BlamedCache(Cache):

@@ -16,7 +16,7 @@ from hydra.plugins.search_path_plugin import SearchPathPlugin
 from omegaconf import DictConfig, OmegaConf
 
 from recpipe.plugin.errors import PluginError
-from recpipe.plugin.offers import GROUPS, PLUGIN, WORDS, offered
+from recpipe.plugin.offers import GROUPS, PLUGIN, WORDS, entry, offered
 
 SCHEME = "recpipe-plugin"
 TARGET = "_target_"
@@ -87,6 +87,8 @@ class PluginSource(FileConfigSource):
         config = config_path.removesuffix(".yaml")
         kind, _, name = config.partition("/")
         folder = Path(self.path)
+        if config in self._own:
+            entry(kind, name, offered(kind))  # which refuses a name that two packages use
         if kind == PLUGIN:
             knobs_in(folder, name)
         elif kind in GROUPS:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import importlib.metadata as metadata
-from collections.abc import Mapping
+import os
+import re
+from collections.abc import Mapping, Sequence
 from importlib.metadata import EntryPoint
 
-from recpipe.errors import UserError, did_you_mean
+from recpipe.errors import UserError, did_you_mean, shown
 from recpipe.plugin.api import Origin
 from recpipe.plugin.errors import PluginConflict, PluginLoadError, PluginNotFound
 
@@ -22,21 +24,69 @@ WORDS: Mapping[str, str] = {PLUGIN: "plugin", "model": "model", "data": "data so
 """The word for a member of each group in messages."""
 
 
-def offered(kind: str) -> dict[str, EntryPoint]:
-    """Installed entry points of ``kind`` (a key of ``GROUPS``) by name; nothing is imported.
+BLOCK = "RECPIPE_BLOCK"
+"""The environment variable with the packages and names that are not there for recpipe."""
 
-    Raises ``PluginConflict`` if two packages use one name.
-    """
-    found: dict[str, EntryPoint] = {}
-    for ep in metadata.entry_points(group=GROUPS[kind]):
+
+class Offers(dict[str, EntryPoint]):
+    """Installed entry points of one kind by name. A name that two packages use stands for the first, and is
+    an error where it is used."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.clashing: dict[str, EntryPoint] = {}
+        """The second one of each such name."""
+
+
+def offered(kind: str) -> Offers:
+    """Installed entry points of ``kind`` (a key of ``GROUPS``) by name; nothing is imported, and what is
+    blocked is left out."""
+    found, away = Offers(), blocked()
+    for ep in sorted(metadata.entry_points(group=GROUPS[kind]), key=lambda ep: ep.name):
+        if ep.name in away or _normal(origin_of(ep).distribution) in away:
+            continue
         if ep.name in found and found[ep.name].value != ep.value:
-            one, two = (origin_of(e).distribution for e in (found[ep.name], ep))
-            raise PluginConflict(
-                f"two installed packages provide a {WORDS[kind]} named '{ep.name}': {one} and {two}. "
-                f"Uninstall one: pip uninstall {two}"
-            )
-        found[ep.name] = ep
-    return dict(sorted(found.items()))
+            found.clashing[ep.name] = ep
+        found.setdefault(ep.name, ep)
+    return found
+
+
+def _normal(distribution: str) -> str:
+    """A distribution's name as package indexes compare it."""
+    return re.sub(r"[-_.]+", "-", distribution).lower()
+
+
+def blocked() -> set[str]:
+    """The names in ``RECPIPE_BLOCK``: of distributions, as package indexes compare them, and as written."""
+    words = os.environ.get(BLOCK, "").replace(",", " ").split()
+    return {*words, *map(_normal, words)}
+
+
+def without_blocks(words: Sequence[str]) -> list[str]:
+    """``words`` without ``+block=[NAME,...]``, whose names are blocked from now on in this process and in
+    those that it starts.
+
+    ``UserError`` for a name that no installed package has.
+    """
+    kept, named = [], []
+    for word in words:
+        key, _, value = word.partition("=")
+        if key.lstrip("+") != "block":
+            kept.append(word)
+            continue
+        names = [name.strip("'\" ") for name in value.strip("[]").split(",")]
+        if not all(names):
+            raise UserError(f"{shown(word)}: names packages or what they offer: '+block=[acme]'")
+        named += names
+    if named:
+        found = [ep for group in GROUPS.values() for ep in metadata.entry_points(group=group)]
+        known = {ep.name for ep in found} | {_normal(origin_of(ep).distribution) for ep in found}
+        for name in named:
+            if name not in known and _normal(name) not in known:
+                hint = did_you_mean(name, known)
+                raise UserError(f"+block={shown(name)}: nothing installed has that name.{hint}")
+        os.environ[BLOCK] = " ".join([*os.environ.get(BLOCK, "").split(), *named])
+    return kept
 
 
 def is_offered(kind: str, name: object) -> bool:
@@ -50,11 +100,24 @@ def origin_of(ep: EntryPoint) -> Origin:
 
 
 def entry(kind: str, name: str, available: Mapping[str, EntryPoint]) -> EntryPoint:
-    """The entry point ``name`` of ``available``; raises ``PluginNotFound`` with the nearest name."""
-    if name in available:
-        return available[name]
-    known = ", ".join(sorted(available)) or "none"
-    raise PluginNotFound(f"no {WORDS[kind]} '{name}'.{did_you_mean(name, available)} Installed: {known}")
+    """The entry point ``name`` of ``available``; raises ``PluginNotFound`` with the nearest name, and
+    ``PluginConflict`` if two packages use it."""
+    if name not in available:
+        known, hint = ", ".join(sorted(available)) or "none", did_you_mean(name, available)
+        raise PluginNotFound(f"no {WORDS[kind]} '{name}'{blocked_words(name)}.{hint} Installed: {known}")
+    if isinstance(available, Offers) and name in available.clashing:
+        both = origin_of(available[name]), origin_of(available.clashing[name])
+        other = next(one.distribution for one in reversed(both) if one.distribution != Origin.distribution)
+        raise PluginConflict(
+            f"two installed packages provide a {WORDS[kind]} named '{name}': {both[0].distribution} and "
+            f"{both[1].distribution}. Leave one out: '+block=[{other}]', or pip uninstall {other}"
+        )
+    return available[name]
+
+
+def blocked_words(name: str) -> str:
+    """For a message about ``name``: that it is blocked, or nothing."""
+    return f", which is blocked ({BLOCK})" if {name, _normal(name)} & blocked() else ""
 
 
 def imported(kind: str, ep: EntryPoint) -> object:

@@ -22,7 +22,7 @@ from recpipe.plugin.conf import knobs_in, package_conf
 from recpipe.plugin.errors import PluginError
 from recpipe.plugin.load import installed, instantiate
 from recpipe.plugin.model_quantizer import ModelQuantizer
-from recpipe.plugin.offers import GROUPS, PLUGIN, WORDS, imported, offered, origin_of
+from recpipe.plugin.offers import GROUPS, PLUGIN, WORDS, entry, imported, offered, origin_of
 from recpipe.plugin.quantizing import quantizing
 from recpipe.plugin.row_server import RowServer
 
@@ -117,6 +117,7 @@ def describe_part(kind: str, ep: EntryPoint) -> Listed:
     """Describe a model, data source or task; one that recipes cannot choose is listed with the reason."""
     origin, folder = origin_of(ep), package_conf(ep)
     try:
+        entry(kind, ep.name, offered(kind))
         doc = (inspect.getdoc(imported(kind, ep)) or "").splitlines()
     except PluginError as fault:
         return Listed(origin, fault=str(fault))

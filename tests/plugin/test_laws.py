@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from recpipe.plugin.api import Contribution, Link
@@ -9,7 +11,7 @@ from recpipe.plugin.assembly import gather
 from recpipe.plugin.errors import PluginConflict, PluginError, PluginOrderError
 from recpipe.plugin.policy import Cache
 from recpipe.plugin.quantizer import Quantizer
-from tests.plugin.samples import ACME, BAGPIPE, HOTLINE, RUN, Good, merged
+from tests.plugin.samples import ACME, BAGPIPE, HOTLINE, RUN, Good, Splits, merged
 
 
 def split(batch, mask):
@@ -150,6 +152,23 @@ def test_contradicting_order_prints_the_loop() -> None:
 def test_links_of_one_plugin_need_names() -> None:
     with pytest.raises(PluginConflict, match="adds 'acme' to stream twice; give each link a name"):
         merged((ACME, Contribution(stream=[Link(same), Link(same)])))
+
+
+def test_a_plugin_is_told_what_it_did_itself() -> None:
+    told = {}
+
+    def of(name):
+        def report(run):
+            told[name] = run
+            return {}
+
+        return Contribution(splitter=Splits(same), report=[report])
+
+    cut = replace(RUN, split_batches=5, splitting="it paid", before_cold_seconds=1.0, after_cold_seconds=2.0)
+    both = merged((HOTLINE, of("hotline")), (ACME, of("acme")), prefer={"splitter": "acme"})
+    both.figures(cut)
+    assert told["acme"] == replace(cut, fills=frozenset({"splitter"}))
+    assert told["hotline"] == RUN
 
 
 def test_reports_fan_out_under_their_plugin() -> None:

@@ -25,7 +25,7 @@ class Old(Good):
 
 
 class New(Good):
-    api = (2, 8)
+    api = (2, 9)
 
 
 class NeedsOldTorchRec(Good):
@@ -43,7 +43,7 @@ class BadRange(Good):
         (
             Old,
             PluginVersionError,
-            "plugin API 0.9; this recpipe speaks 2.7. Upgrade: pip install -U recpipe-acme",
+            "plugin API 0.9; this recpipe speaks 2.8. Upgrade: pip install -U recpipe-acme",
         ),
         (New, PluginVersionError, "pip install -U recpipe$"),
         (
@@ -79,8 +79,17 @@ def test_two_distributions_with_one_name(monkeypatch: pytest.MonkeyPatch) -> Non
     one, two = FakeEntryPoint("acme", dist="one"), FakeEntryPoint("acme", dist="two")
     two.value = "other:P"
     monkeypatch.setattr(importlib.metadata, "entry_points", lambda group: [one, two])
-    with pytest.raises(PluginConflict, match="named 'acme': one and two. Uninstall one: pip uninstall two"):
-        load.installed()
+    said = r"named 'acme': one and two. Leave one out: '\+block=\[two\]', or pip uninstall two"
+    with pytest.raises(PluginConflict, match=said):
+        load.load("acme")
+    two.dist.name = "recpipe"
+    with pytest.raises(PluginConflict, match=r"block=\[one\]', or pip uninstall one"):
+        load.load("acme")
+    monkeypatch.setenv("RECPIPE_BLOCK", "other, One")
+    assert load.installed() == {"acme": two}
+    monkeypatch.setenv("RECPIPE_BLOCK", "acme")
+    with pytest.raises(PluginNotFound, match="no plugin 'acme', which is blocked"):
+        load.load("acme")
 
 
 def test_whole_plugin_facts() -> None:

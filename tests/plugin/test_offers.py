@@ -13,6 +13,7 @@ from recpipe.config.recipe import Recipe
 from recpipe.data.make import open_dataset
 from recpipe.errors import UserError
 from recpipe.plugin.errors import PluginConflict
+from recpipe.plugin.load import activate
 from recpipe.plugin.offers import offered
 from recpipe.run import run
 from recpipe.tasks import plugins as listing
@@ -157,10 +158,26 @@ def test_two_packages_with_one_name(offer: Callable[[str, str, object], None]) -
     assert list(offered("task")) == ["count"], "the same entry point twice is one"
 
 
-def test_two_packages_with_different_models_of_one_name(install) -> None:
+def test_two_packages_with_different_models_of_one_name(install, capsys, monkeypatch) -> None:
+    monkeypatch.setenv("RECPIPE_BLOCK", "")
     install("aa", "{}\n", "P = None\n", "model")
     other = install("bb", "{}\n", "P = None\n", "model")
     entries = other.parent / "bb_pkg-1.0.dist-info" / "entry_points.txt"
     entries.write_text("[recpipe.models]\naa = bb_pkg.plugin:P\n")
     with pytest.raises(PluginConflict, match="two installed packages provide a model named 'aa': "):
-        offered("model")
+        compose(["model=aa"])
+    assert compose(["model=dlrm"]).model.name == "dlrm", "a clash disturbs nobody who does not use the name"
+    listing.print_plugins()
+    assert "broken: model=aa: two installed packages provide" in capsys.readouterr().out
+    with pytest.raises(UserError, match="nothing installed has that name. Did you mean 'bb-pkg'"):
+        compose(["+block=[bb_pgk]"])
+    assert compose(["model=aa", "+block=[bb_pkg]"]).model.name == "aa"
+
+
+def test_a_package_that_exits_when_it_is_imported_stops_nobody(install, capsys) -> None:
+    install("exiter", code="import sys; sys.exit('bye')\n")
+    listing.print_plugins()
+    assert "broken: exiter: " in (said := capsys.readouterr().out)
+    assert "SystemExit: bye" in said
+    with pytest.raises(UserError, match="plugin exiter .* cannot be imported from .*: SystemExit: bye"):
+        activate({"exiter": {}})

@@ -15,6 +15,7 @@ from recpipe_fae.schedule import Scheduler, Segment, Sizes, plan
 from recpipe_fae.tests.test_resume import RECIPE
 
 from recpipe.config.compose import compose
+from recpipe.plugin.errors import PluginError
 from recpipe.run import run
 from recpipe.testing import train
 from recpipe.training.module import RankingModule
@@ -89,7 +90,7 @@ def test_an_error_in_the_evaluation_that_decides(monkeypatch: pytest.MonkeyPatch
         raise RuntimeError("of the evaluation")
 
     monkeypatch.setattr(ShuffleScheduler, "slice_loss", fail)
-    with pytest.raises(RuntimeError, match="of the evaluation"):
+    with pytest.raises(PluginError, match="raised RuntimeError: of the evaluation"):
         train(ONE_EPOCH, tmp_path)
 
 

@@ -188,7 +188,7 @@ class Rig:
             after_cold_seconds=self.times.after_cold,
             split_batches=self.split_batches,
         )
-        return self.assembly.figures(run)["hotline"]
+        return self.assembly.figures(run)[0]["hotline"]
 
     def close(self) -> None:
         """Close the cold store, where there is one."""

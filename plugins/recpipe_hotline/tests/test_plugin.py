@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +35,14 @@ FIGURES = {
     "popular_seconds",
     "non_popular_seconds",
     "speedup_bound",
+}
+OF_CACHE = {
+    "popular_lookup_share",
+    "rows_not_moved",
+    "cold_rows_read",
+    "cold_bytes_read",
+    "learnings",
+    "replaced_rows",
 }
 
 
@@ -78,6 +87,7 @@ def run_figures(**io: float) -> RunFigures:
         io=Io(store="host", **io),  # type: ignore[arg-type]
         before_cold_seconds=2.0,
         after_cold_seconds=5.0,
+        fills=frozenset({"splitter"}),
     )
 
 
@@ -111,6 +121,18 @@ def test_figures_of_a_run(synthetic: Dataset, tmp_path: Path) -> None:
     # The batch that was staged ahead is counted, too.
     assert shown["popular_sample_share"] == pytest.approx(popular / samples, abs=0.05)
     assert shown["split_batch_share"] == pytest.approx(rig.split_batches / len(rig.micro), abs=0.05)
+
+
+def test_another_splitters_work_is_not_reported_as_its_own(synthetic: Dataset, tmp_path: Path) -> None:
+    rig, _ = train(synthetic, Setting(), tmp_path, 40)
+    (reporter,) = rig.assembly.reporters
+    own = reporter.part(replace(run_figures(), fills=frozenset()))
+    assert own["verdict"] == "batches were not cut by Hotline: another splitter was preferred"
+    assert set(own) == OF_CACHE | {"verdict"}
+    assert {name: own[name] for name in ("learnings", "replaced_rows")} == {
+        "learnings": rig.policy.learnings,
+        "replaced_rows": rig.policy.replaced_rows,
+    }
 
 
 def test_the_readme_explains_every_figure() -> None:
