@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from recpipe.kit import RowType, median_seconds, seconds_by_round
+from recpipe.kit import RowType, seconds_by_round
 from recpipe_low_precision.choices import FLOAT, Assignment, Choice
 from recpipe_low_precision.replay import Stub
 from recpipe_low_precision.slices import Slice
@@ -20,6 +20,8 @@ LEAST_SECONDS = 0.02
 FILLED = 0x3C
 """The byte that tables are filled with: float32 0.0115, float16 1.06. A lookup's time does not depend on
 values, unless they are denormal or in pages that were never written."""
+CLEAR = 0.75
+"""Of the rounds, those in which one must be faster than the other to be taken as faster."""
 Run = Callable[[], object]
 
 
@@ -55,12 +57,14 @@ def compare(slice_: Slice, assignment: Assignment) -> LookupSpeed:
     return LookupSpeed(ids / median(before), ids / median(after), median(ratios), min(ratios), max(ratios))
 
 
-def seconds_of(
-    slice_: Slice, choices: Sequence[Choice], may: Callable[[str, Choice], bool]
-) -> dict[tuple[str, Choice], float]:
+Rounds = Mapping[tuple[str, Choice], Sequence[float]]
+"""Of each table, kept by each choice: the seconds of each of several interleaved rounds."""
+
+
+def rounds_of(slice_: Slice, choices: Sequence[Choice], may: Callable[[str, Choice], bool]) -> Rounds:
     """Seconds that looking up the slice's ids takes for each table and each choice that it ``may`` have, in a
     table of full size."""
-    found: dict[tuple[str, Choice], float] = {}
+    found: dict[tuple[str, Choice], Sequence[float]] = {}
     for stub in slice_.stubs:
         first = 0
         for config in stub.configs:
@@ -71,9 +75,29 @@ def seconds_of(
             allowed = [choice for choice in choices if may(table, choice)]
             ways = [_lookups(stub, [config], {config.name: c}, asked) for c in allowed]
             with torch.no_grad():
-                times = median_seconds(ways, least=LEAST_SECONDS)
+                times = seconds_by_round(ways, least=LEAST_SECONDS)
             found |= {(table, c): time for c, time in zip(allowed, times, strict=True)}
     return found
+
+
+def ratios(rounds: Rounds, table: str, choice: Choice) -> list[float]:
+    """How fast the table is looked up if it is kept so, over float32 rows, in each round."""
+    return [float32 / low for float32, low in zip(rounds[table, FLOAT], rounds[table, choice], strict=True)]
+
+
+def is_slower(rounds: Rounds, table: str, choice: Choice) -> bool:
+    """Whether lookups are slower than of float32 rows in most rounds."""
+    if choice.kind == FLOAT.kind:
+        return False
+    return sum(ratio < 1 for ratio in ratios(rounds, table, choice)) >= CLEAR * len(rounds[table, choice])
+
+
+def seconds(rounds: Rounds, table: str, choice: Choice) -> float:
+    """Median seconds. Of a choice that is not faster than float32 in most rounds, at least those of float32:
+    what only seems to be faster saves no time."""
+    own, float32 = median(rounds[table, choice]), median(rounds[table, FLOAT])
+    faster = sum(ratio > 1 for ratio in ratios(rounds, table, choice)) >= CLEAR * len(rounds[table, choice])
+    return own if faster or choice == FLOAT else max(own, float32)
 
 
 def _lookups(

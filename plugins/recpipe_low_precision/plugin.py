@@ -7,6 +7,8 @@ import json
 import logging
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict
+from functools import partial
+from statistics import median
 from typing import Annotated, Any
 
 import numpy as np
@@ -73,8 +75,8 @@ class LowPrecision(Plugin, ModelQuantizer):
         unknown = next((kind for kind in types if kind not in ROW_TYPES), None)
         if unknown is not None or not types:
             raise _wrong("types", unknown, f"choose among {', '.join(ROW_TYPES[1:])}")
-        if minimise not in ("bytes", "time"):
-            raise _wrong("minimise", minimise, "choose bytes or time")
+        if minimise not in ("bytes", "time", "auto"):
+            raise _wrong("minimise", minimise, "choose bytes, time or auto")
         if minimise == "time" and prune:
             raise _wrong("prune", prune, "it saves bytes, not time: leave it out with minimise=time")
         if dense not in ("auto", "float32", *TYPES):
@@ -172,8 +174,8 @@ class Work:
                 raise
 
     def _tables_search(self, judge: Judge, meter: Meter) -> Search:
-        cost = self._cost(judge.slice)
-        return Search(judge, self._choices(), cost, self._may, self.knobs.bound, meter)
+        cost, may = self._aim(judge.slice)
+        return Search(judge, self._choices(), cost, may, self.knobs.bound, meter)
 
     def _layers(self, calibration: Slice, tables: Assignment) -> dict[str, Linear]:
         """The linear layers with ranges, errors and, where they decide, times."""
@@ -202,12 +204,19 @@ class Work:
             tables.assignment,
         )
 
-    def _cost(self, calibration: Slice) -> Cost:
+    def _aim(self, calibration: Slice) -> tuple[Cost, Callable[[str, Choice], bool]]:
+        """What the search makes small, and which choices a table may have."""
         if self.knobs.minimise == "bytes":
-            return self._table_bytes
+            return self._table_bytes, self._may
         log.info("measuring lookups of each table in each type")
-        seconds = lookups.seconds_of(calibration, [FLOAT, *self._choices()], self._may)
-        return lambda table, choice: seconds[table, choice]
+        rounds = lookups.rounds_of(calibration, [FLOAT, *self._choices()], self._may)
+        if self.knobs.minimise == "time":
+            return partial(lookups.seconds, rounds), self._may
+
+        def may(table: str, choice: Choice) -> bool:
+            return self._may(table, choice) and not lookups.is_slower(rounds, table, choice)
+
+        return self._table_bytes, may
 
     def _may(self, table: str, choice: Choice) -> bool:
         return fits(choice.kind, self.source.shapes[table][1])
@@ -268,7 +277,19 @@ class Work:
                 "lookups are not timed: float32 tables and quantized ones do not fit into memory together"
             )
             return None
-        return asdict(lookups.compare(calibration, assignment))
+        low = [choice for choice in dict.fromkeys(assignment.values()) if choice != FLOAT]
+        rounds = lookups.rounds_of(
+            calibration, [FLOAT, *low], lambda table, choice: choice in (FLOAT, assignment[table])
+        )
+        by_table = {t: lookups.ratios(rounds, t, choice) for t, choice in assignment.items()}
+        return {
+            **asdict(lookups.compare(calibration, assignment)),
+            "tables": {
+                table: {"ratio": median(own), "least": min(own), "most": max(own)}
+                for table, own in by_table.items()
+                if assignment[table] != FLOAT
+            },
+        }
 
     def _tables(self, assignment: Assignment) -> dict[str, dict[str, Any]]:
         return {

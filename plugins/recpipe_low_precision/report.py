@@ -70,7 +70,7 @@ def written(report: Mapping[str, Any]) -> Quantized:
             _points(report),
             ("bytes of all tables", "NE, calibration slice"),
         ),
-        ReportSection("Tables", ("table", "type", "rows", "dim", "bytes", "times fewer"), _tables(report)),
+        ReportSection("Tables", _TABLES, _tables(report)),
     ]
     sections += dense_sections(report)
     sections.append(ReportSection("Numerics, the worst first", _NUMERICS, _numerics(report)))
@@ -172,8 +172,12 @@ def _verdict(report: Mapping[str, Any]) -> str:
     )
 
 
+_TABLES = ("table", "type", "rows", "dim", "bytes", "times fewer", "lookups over float32")
+
+
 def _tables(report: Mapping[str, Any]) -> list[tuple[str, ...]]:
     rows: list[tuple[str, ...]] = []
+    speeds = (report["lookups"] or {}).get("tables", {})
     for name, table in sorted(report["tables"].items(), key=lambda item: -item[1]["float32_bytes"]):
         fewer = table["float32_bytes"] / table["bytes"] if table["bytes"] else 0.0
         rows.append(
@@ -184,9 +188,29 @@ def _tables(report: Mapping[str, Any]) -> list[tuple[str, ...]]:
                 str(table["dim"]),
                 readable_bytes(table["bytes"]),
                 f"{fewer:.2f}",
+                _speed(speeds[name]) if name in speeds else "-",
             )
         )
     return rows
+
+
+def _speed(speed: Mapping[str, float]) -> str:
+    return f"{speed['ratio']:.2f} ({speed['least']:.2f} to {speed['most']:.2f})"
+
+
+def _slower(report: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """The tables whose lookups have become slower, if any have."""
+    slower = {name: own["ratio"] for name, own in report["lookups"]["tables"].items() if own["most"] < 1}
+    if not slower:
+        return []
+    least = min(slower, key=lambda name: slower[name])
+    remedy = (
+        ""
+        if report["settings"]["minimise"] == "time"
+        else "; plugins.low_precision.minimise=auto keeps faster types"
+    )
+    more = f", as are {len(slower) - 1} more" if len(slower) > 1 else ""
+    return [("slower", f"{least} is looked up {slower[least]:.2f} as fast as in float32{more}{remedy}")]
 
 
 def _lines(report: Mapping[str, Any]) -> list[tuple[str, str]]:
@@ -225,6 +249,7 @@ def _lines(report: Mapping[str, Any]) -> list[tuple[str, str]]:
                 f"({speed['least']:.2f} to {speed['most']:.2f})",
             )
         )
+        lines += _slower(report)
     lines += dense_line(report)
     lines.append(("numerics", _verdict(report)))
     search = report["search"]

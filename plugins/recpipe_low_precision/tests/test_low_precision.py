@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from recpipe_low_precision import search
+from recpipe_low_precision import lookups, search
 from recpipe_low_precision.plugin import Work
 
 import recpipe
@@ -48,10 +48,18 @@ def test_it_leaves_a_checkpoint_and_a_report(checkpoint: Path, tmp_path: Path, c
     assert report["test"]["samples"] == 600
     difference = report["test"]["ne_difference"]
     assert difference["low"] <= difference["value"] <= difference["high"]
-    assert report["lookups"]["ratio"] > 0
+    low = {name for name, table in report["tables"].items() if table["type"] != "fp32"}
+    assert set(report["lookups"]["tables"]) == low
+    for speed in (report["lookups"], *report["lookups"]["tables"].values()):
+        assert 0 < speed["least"] <= speed["ratio"] <= speed["most"]
     assert not any(part["breaks"] for part in report["numerics"])
     page = (tmp_path / "report.html").read_text()
-    for title in ("Bytes against normalized entropy", "Quality on the test slice", "Numerics"):
+    for title in (
+        "lookups over float32",
+        "Bytes against normalized entropy",
+        "Quality on the test slice",
+        "Numerics",
+    ):
         assert title in page
     assert "times fewer bytes" in said
     assert isinstance(open_quantized(tmp_path / "quantized"), torch.nn.Module)
@@ -71,6 +79,55 @@ def test_from_python_with_pruning_and_less_time(checkpoint: Path, tmp_path: Path
         quiet=True,
     )
     assert {table["type"] for table in quick["tables"].values()} <= {"fp32", "fp16"}
+
+
+def timed(monkeypatch: pytest.MonkeyPatch, of_kind: dict[str, list[float]]) -> None:
+    """Lookups take these seconds in each round, by the type of a table's rows."""
+    made, kinds = lookups._lookups, {}
+
+    def noted(stub, configs, choices, asked):  # type: ignore[no-untyped-def]
+        run = made(stub, configs, choices, asked)
+        (kinds[run],) = {choice.kind for choice in choices.values()} if len(configs) == 1 else ("fp32",)
+        return run
+
+    monkeypatch.setattr(lookups, "_lookups", noted)
+    monkeypatch.setattr(
+        lookups, "seconds_by_round", lambda runs, least: [of_kind[kinds.get(run, "fp32")] for run in runs]
+    )
+
+
+ROUNDS = {"fp32": [1.0] * 8, "fp16": [0.9] * 8, "int8": [1.2] * 6 + [0.7] * 2, "int4": [0.5] * 5 + [1.1] * 3}
+
+
+@pytest.mark.parametrize(
+    ("minimise", "chosen"),
+    [("bytes", {"int4"}), ("time", {"fp16"}), ("auto", {"int4"}), ("auto without int4", {"fp16"})],
+)
+def test_types_that_are_looked_up_slower_are_not_taken_for_time(
+    minimise: str, chosen: set[str], checkpoint: Path, tmp_path: Path, monkeypatch, capsys
+) -> None:
+    """int8 is slower than float32 in six of eight rounds. int4 is faster in five, which says nothing: it saves
+    no time for certain, and is not slower for certain."""
+    timed(monkeypatch, ROUNDS)
+    minimise, _, less = minimise.partition(" without ")
+    types = ["fp16", "int8", "int4"][: 2 if less else 3]
+    words = (WITH, knob("minimise", minimise), knob("types", f"[{','.join(types)}]"), knob("bound", 10))
+    report = recpipe.quantize(checkpoint, None, *words, knob("dense", "float32"), output=tmp_path, quiet=True)
+    assert {table["type"] for table in report["tables"].values()} == chosen
+
+
+def test_a_table_that_has_become_slower_is_named(
+    checkpoint: Path, tmp_path: Path, monkeypatch, capsys
+) -> None:
+    timed(monkeypatch, {**ROUNDS, "int8": [1.25] * 8})
+    words = [knob("types", "[int8]"), knob("bound", 10), knob("dense", "float32")]
+    assert cli._guarded(["quantize", str(checkpoint), WITH, *words, f"hydra.run.dir={tmp_path}"]) == 0
+    said = capsys.readouterr().out
+    assert (
+        "is looked up 0.80 as fast as in float32, as are 3 more; plugins.low_precision.minimise=auto" in said
+    )
+    report = json.loads((tmp_path / "report.json").read_text())
+    assert {speed["ratio"] for speed in report["lookups"]["tables"].values()} == {0.8}
 
 
 def test_an_interrupt_keeps_the_evaluations(checkpoint: Path, tmp_path: Path, monkeypatch) -> None:
@@ -199,7 +256,7 @@ def test_the_users_model_stays_as_it_is(tmp_path: Path) -> None:
     [
         (knob("types", "[int3]"), "types=int3: choose among fp16, int8, int4, int2"),
         (knob("types", "[]"), "types=None"),
-        (knob("minimise", "size"), "minimise=size: choose bytes or time"),
+        (knob("minimise", "size"), "minimise=size: choose bytes, time or auto"),
         (knob("bound", -1), "bound=-1"),
         (knob("calibration", 1.5), "calibration=1.5"),
         ("plugin=low_precision", "plus sign"),
