@@ -30,8 +30,9 @@ from torch import nn
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "plugins"))
 
 from recpipe_sdm.admission import Admission
-from recpipe_sdm.budget import index_bytes
-from recpipe_sdm.rows import TieredRows
+from recpipe_sdm.budget import Beside, Size
+from recpipe_sdm.index import RowIndex
+from recpipe_sdm.rows import Shared, TieredRows
 from recpipe_sdm.tiers import Tiers
 
 from recpipe.inference.rows import encode_rows
@@ -155,9 +156,9 @@ class Work:
         for ids in batches:
             yield self.score(self.rows, ids)
 
-    def tiered(self, tier: TieredRows, batches: list[Ids]) -> Iterator[torch.Tensor]:
+    def tiered(self, tiers: Tiers, batches: list[Ids]) -> Iterator[torch.Tensor]:
         """With the rows of the next batch read while one is scored, as a server does."""
-        tiers = Tiers([tier], tier.using)
+        (tier,) = tiers.tiers
         looks = tiers.look(batches[0].numpy())
         tiers.ahead(looks)
         for following in [*batches[1:], None]:
@@ -172,31 +173,33 @@ class Work:
         """Both in turn, with DRAM for ``share`` of the float32 bytes."""
         options, width = self.options, self.rows.shape[1]
         budget = share * options.rows * options.dim * 4
-        slots = max(0, min(options.rows, int((budget - index_bytes(options.adapt) * options.rows) / width)))
+        beside = Beside(options.adapt)
+        left = budget - beside.of_rows([Size(options.rows, width)])
+        slots = max(0, min(options.rows, int(left / (width + beside.of_slot))))
         hot = np.arange(slots) if options.adapt else np.sort(self.row_of_rank[:slots])
-        tier = TieredRows(
-            self._store(place), hot, self.ids, Admission(options.rows) if options.adapt else None
-        )
+        admission = Admission(slots) if options.adapt else None
+        shared = Shared(RowIndex(options.rows, changes=options.adapt), admission)
+        tiers = Tiers(shared, [TieredRows(shared, self._store(place), hot, self.ids)])
         warm = 40 if options.adapt else 1
         for _ in range(warm):
             batches = self.batches()
-            pairs = zip(self.tiered(tier, batches), self.in_dram(batches), strict=True)
+            pairs = zip(self.tiered(tiers, batches), self.in_dram(batches), strict=True)
             assert all(torch.equal(a, b) for a, b in pairs), "other bits than with all rows in DRAM"
-        before = asdict(tier.reads)
+        before = asdict(shared.reads)
         dram, ssd = [], []
         for _ in range(options.rounds):
             batches = self.batches()
             dram.append(_timed(lambda given=batches: self.in_dram(given)))  # type: ignore[misc]
-            ssd.append(_timed(lambda given=batches: self.tiered(tier, given)))  # type: ignore[misc]
-        reads = {name: value - before[name] for name, value in asdict(tier.reads).items()}
-        side = self._side(share, tier, reads, np.array(dram), np.array(ssd))
-        tier.close()
+            ssd.append(_timed(lambda given=batches: self.tiered(tiers, given)))  # type: ignore[misc]
+        reads = {name: value - before[name] for name, value in asdict(shared.reads).items()}
+        side = self._side(share, tiers, reads, np.array(dram), np.array(ssd))
+        tiers.close()
         return side
 
     def _side(
         self,
         share: float,
-        tier: TieredRows,
+        tiers: Tiers,
         reads: dict[str, int],
         dram: Figures,
         ssd: Figures,
@@ -205,13 +208,13 @@ class Work:
         ratios = dram / ssd
         missed = reads["rows_read"] / (reads["batches"] * TOGETHER)
         cpu = float(np.median(dram[:, 1])) / requests
-        io_cpu, iops = self._disk(tier)
+        io_cpu, iops = self._disk(tiers)
         bound = min(1.0, cpu / (cpu + missed * io_cpu), iops / max(missed, 1e-9) * cpu)
         return Side(
             share,
             1 - reads["missed"] / reads["lookups"],
             missed,
-            tier.dram_bytes / 2**20,
+            tiers.dram_bytes / 2**20,
             requests / float(np.median(ssd[:, 0])),
             requests / float(np.median(dram[:, 0])),
             float(np.median(ratios[:, 0])),
@@ -222,9 +225,10 @@ class Work:
             bound,
         )
 
-    def _disk(self, tier: TieredRows) -> tuple[float, float]:
+    def _disk(self, tiers: Tiers) -> tuple[float, float]:
         """Processor seconds of a row read, and rows a second, in calls of as many rows as a batch misses."""
-        count = max(1, tier.reads.rows_read // tier.reads.batches)
+        (tier,), reads = tiers.tiers, tiers.shared.reads
+        count = max(1, reads.rows_read // reads.batches)
         rows = [self.rng.choice(self.options.rows, count, replace=False) for _ in range(50)]
         out = np.empty((count, self.rows.shape[1] // 4), np.float32)
         wall, cpu = time.perf_counter(), time.process_time()

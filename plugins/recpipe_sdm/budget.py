@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
 
 from recpipe.plugin import RowIds, UserError
+from recpipe_sdm.admission import counter_bytes
+from recpipe_sdm.index import index_bytes
 
 PLACE_BYTES = 4
 """In memory for each id of a table whose rows were pruned: its place among those kept."""
@@ -51,10 +53,24 @@ class Plan:
     hits: float | None
 
 
-def index_bytes(adapts: bool) -> int:
-    """DRAM for each row of a table on the SSD: its place and, for LFU admission, how often it was looked
-    up."""
-    return 8 if adapts else 4
+@dataclass(frozen=True)
+class Beside:
+    """DRAM beside the rows: of the index for the rows of all tables on the SSD, and of the index and the
+    counts of lookups for each slot."""
+
+    adapts: bool
+    """Whether rows that are looked up more take the slots of others."""
+
+    def of_rows(self, sizes: Iterable[Size]) -> int:
+        """For all ``sizes``; the rows of all tables have one index."""
+        sizes = list(sizes)
+        pruned = any(size.kept is not None for size in sizes)
+        return index_bytes(sum(size.rows for size in sizes), 0, self.adapts, pruned) if sizes else 0
+
+    @property
+    def of_slot(self) -> int:
+        """For each slot."""
+        return index_bytes(0, 1, self.adapts) + (counter_bytes(1) if self.adapts else 0)
 
 
 def planned(sizes: Mapping[str, Size], counts: Counts, budget: int, adapts: bool = True) -> Plan:
@@ -64,12 +80,16 @@ def planned(sizes: Mapping[str, Size], counts: Counts, budget: int, adapts: bool
     more as a whole than its chosen rows and index do is in DRAM as a whole, which leaves its index's bytes to
     others. ``UserError`` if the budget is smaller than the index.
     """
-    each = index_bytes(adapts)
+    beside = Beside(adapts)
     whole: list[str] = []
     while True:
         cold = {name: size for name, size in sizes.items() if name not in whole}
         hot = hot_rows(cold, counts, budget - sum(sizes[name].nbytes for name in whole), adapts)
-        better = [n for n, s in cold.items() if s.nbytes <= each * s.rows + len(hot[n]) * s.row_bytes]
+        better = [
+            name
+            for name, size in cold.items()
+            if size.nbytes <= beside.of_rows([size]) + len(hot[name]) * (size.row_bytes + beside.of_slot)
+        ]
         if not better:
             return Plan(whole, hot, _hits(whole, hot, counts))
         whole += better
@@ -83,29 +103,34 @@ def hot_rows(
     ``budget``: bytes for rows and index. Rows with the most lookups a byte come first, then those that were
     not looked up, of small tables first. ``UserError`` if the budget is smaller than the index.
     """
-    left = budget - index_bytes(adapts) * sum(size.rows for size in sizes.values())
+    beside = Beside(adapts)
+    left = budget - beside.of_rows(sizes.values())
     if left < 0:
-        total = sum(size.rows for size in sizes.values())
+        rows, static = sum(size.rows for size in sizes.values()), Beside(False).of_rows(sizes.values())
+        less = f"plugins.sdm.admission=static, with which it takes {static:,}, " if adapts else ""
         raise UserError(
-            f"plugins.sdm.dram leaves {budget:,} bytes for tables on the SSD: the index of {total:,} rows "
-            f"alone takes {budget - left:,}; give more, or fewer tables (plugins.sdm.tables)"
+            f"plugins.sdm.dram leaves {max(0, budget):,} bytes for tables on the SSD: the index of {rows:,} "
+            f"rows alone takes {budget - left:,}; give more, {less}or fewer tables (plugins.sdm.tables)"
         )
-    chosen, left = _counted(sizes, counts, left)
+    widths = {name: size.row_bytes + beside.of_slot for name, size in sizes.items()}
+    chosen, left = _counted(sizes, widths, counts, left)
     for name in sorted(sizes, key=lambda name: sizes[name].nbytes):
-        more = _others(sizes[name], chosen[name], left // sizes[name].row_bytes)
-        left -= len(more) * sizes[name].row_bytes
+        more = _others(sizes[name], chosen[name], left // widths[name])
+        left -= len(more) * widths[name]
         chosen[name] = np.sort(np.concatenate((chosen[name], more)))
     return chosen
 
 
-def _counted(sizes: Mapping[str, Size], counts: Counts, left: int) -> tuple[dict[str, RowIds], int]:
-    """Of the rows that were looked up, those with the most lookups a byte in ``left`` bytes; and what is left
-    then."""
+def _counted(
+    sizes: Mapping[str, Size], each: Mapping[str, int], counts: Counts, left: int
+) -> tuple[dict[str, RowIds], int]:
+    """Of the rows that were looked up, those with the most lookups a byte in ``left`` bytes, where a row of a
+    table takes ``each``; and what is left then."""
     known = {name: _with_rows(counts[name], size.kept) for name, size in sizes.items() if name in counts}
     if not known:
         return {name: np.empty(0, np.int64) for name in sizes}, left
     lengths = [len(own.rows) for own in known.values()]
-    widths = np.repeat([sizes[name].row_bytes for name in known], lengths)
+    widths = np.repeat([each[name] for name in known], lengths)
     density = np.concatenate([own.counts for own in known.values()]) / widths
     order = np.argsort(-density, kind="stable")
     used = np.cumsum(widths[order])

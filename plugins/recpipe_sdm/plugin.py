@@ -91,15 +91,17 @@ class SDM(Plugin, RowServer):
         """Lookups, misses, rows that were read and changed, bytes written to the SSD, and memory."""
         if self.made is None:
             return {}
-        tiers, bags = self.made.tables.tiers.tiers, self.made.tables.bags
+        tables, bags = self.made.tables, self.made.tables.bags
+        reads = tables.tiers.shared.reads
         return {
-            "sdm_lookups": sum(tier.reads.lookups for tier in tiers),
-            "sdm_missed": sum(tier.reads.missed for tier in tiers),
-            "sdm_rows_read": sum(tier.reads.rows_read for tier in tiers),
-            "sdm_rows_read_ahead": sum(tier.reads.rows_ahead for tier in tiers),
-            "sdm_rows_admitted": sum(tier.reads.admitted for tier in tiers),
-            "sdm_rows_replaced": self.made.tables.replaced + sum(tier.reads.replaced for tier in tiers),
-            "sdm_bytes_written": sum(tier.bytes_written for tier in tiers),
+            "sdm_lookups": reads.lookups,
+            "sdm_missed": reads.missed,
+            "sdm_hit_rate": 1 - reads.missed / reads.lookups if reads.lookups else 1.0,
+            "sdm_rows_read": reads.rows_read,
+            "sdm_rows_read_ahead": reads.rows_ahead,
+            "sdm_rows_admitted": reads.admitted,
+            "sdm_rows_replaced": tables.replaced + reads.replaced,
+            "sdm_bytes_written": sum(tier.bytes_written for tier in tables.tiers.tiers),
             "sdm_dram_bytes": self.made.dram_bytes,
             **({} if bags is None else {"sdm_bags": bags.asked, "sdm_bags_found": bags.found}),
         }

@@ -4,10 +4,10 @@ away first."""
 from __future__ import annotations
 
 import numpy as np
-from numpy.typing import NDArray
 
-EMPTY = -2
-"""The place of a row that has none."""
+from recpipe.plugin import RowIds
+from recpipe_sdm.index import RowIndex
+
 MARGIN = 4
 """Places for each row that one batch looks up here: rows are read ahead while others are looked up."""
 
@@ -23,19 +23,19 @@ class Ring:
         self.first, self.most = first, most
         self.size = 0
         """Places that are in use, or were."""
-        self._rows: NDArray[np.int64] = np.empty(0, np.int64)
+        self._rows: RowIds = np.empty(0, np.int64)
         self._next = 0
 
-    def take(self, rows: NDArray[np.int64], place: NDArray[np.int32]) -> int:
-        """The first of the places for ``rows`` (distinct), one after the other; ``place`` (the place of every
-        row) no longer names those that are in them. The caller names ``rows`` once they are there."""
+    def take(self, rows: RowIds, index: RowIndex) -> int:
+        """The first of the places for ``rows`` (distinct), one after the other; ``index`` no longer names
+        those that are in them. The caller names ``rows`` once they are there."""
         count = len(rows)
         if self._next + count > self.size:
             self._next = 0
         start = self._next
         old = self._rows[start : start + count]  # 0 where there was none yet: row 0 is not there, then
         here = np.arange(self.first + start, self.first + start + count)
-        place[old[place[old] == here]] = EMPTY
+        index.forget(old[index.held(old) == here])
         self._rows[start : start + count] = rows
         self._next = start + count
         return self.first + start

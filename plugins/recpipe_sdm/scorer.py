@@ -9,12 +9,12 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from recpipe.kit import Lookup, LookupCall, Scorer, offsets_of
+from recpipe.kit import Lookup, LookupCall, Scorer, compiled, offsets_of
 from recpipe.plugin import RowIds, UserError
-from recpipe_sdm.looks import Places
+from recpipe_sdm.index import Places
+from recpipe_sdm.looks import Look
 from recpipe_sdm.pooled import Bags
 from recpipe_sdm.tables import TieredTables, Tiering, tiered_tables
-from recpipe_sdm.tiers import Looks
 
 
 class TieredLookup(Lookup):
@@ -23,11 +23,8 @@ class TieredLookup(Lookup):
     def __init__(self, found: dict[str, Any], names: list[str], tables: TieredTables) -> None:
         super().__init__(found, names, tables)
         own = [table for _, table in found["parts"]]
-        bases = [tables.bases.get(table) for table in own]
-        self.tiered = np.array([base is not None for base in bases])
-        """Of each part: whether its rows are on the SSD."""
-        self.base = np.array([base for base in bases if base is not None], np.int64)
-        """Of each such part: the number of its table's row 0."""
+        self.base = np.array([tables.bases.get(table, -1) for table in own])
+        """Of each part the number of its table's row 0; -1: its rows are in DRAM."""
         dims = {tables.about[table]["dimension"] for table in own}
         self.width = dims.pop() if len(dims) == 1 and not self.sequence else None
         """Of each part's sums; None: they differ, or rows are not pooled."""
@@ -39,31 +36,42 @@ class TieredLookup(Lookup):
 
     def asked(self, ids: torch.Tensor, offsets: torch.Tensor) -> _Asked:
         """What these ids (arranged) ask for."""
-        here = self.rows_of(ids, offsets)
-        nothing = np.empty(0, np.int64)
-        if not len(self.base):
-            return _Asked(self, offsets, here, nothing, nothing)
-        ends = offsets.numpy()[:: (len(offsets) - 1) // len(self.tiered)]
-        counts = ends[1:] - ends[:-1]
-        if len(self.base) == len(self.tiered):
-            return _Asked(self, offsets, here, None, ids.numpy() + np.repeat(self.base, counts))
-        at = np.flatnonzero(np.repeat(self.tiered, counts))
-        return _Asked(self, offsets, here, at, ids.numpy()[at] + np.repeat(self.base, counts[self.tiered]))
+        if self.base.max() < 0:
+            nothing = np.empty(0, np.int64)
+            return _Asked(self, offsets, self.rows_of(ids, offsets), nothing, nothing)
+        rows, at = _on_ssd(ids.numpy(), offsets.numpy(), self.base)
+        if self.base.min() >= 0:
+            return _Asked(self, offsets, None, None, rows)
+        return _Asked(self, offsets, self.rows_of(ids, offsets), at, rows)
+
+
+@compiled
+def _on_ssd(ids: RowIds, offsets: RowIds, base: RowIds) -> tuple[RowIds, RowIds]:
+    """The numbers over all tiers of those ``ids`` whose table is on the SSD, and where among ``ids`` they
+    are. ``offsets``: of the bags of all parts."""
+    rows, at, count = np.empty(len(ids), np.int64), np.empty(len(ids), np.int64), 0
+    samples = (len(offsets) - 1) // len(base)
+    for part in range(len(base)):
+        if base[part] >= 0:
+            for i in range(offsets[part * samples], offsets[(part + 1) * samples]):
+                rows[count], at[count] = ids[i] + base[part], i
+                count += 1
+    return rows[:count], at[:count]
 
 
 class _Asked(NamedTuple):
     """What one lookup asks for. ``here``: of each id its row, if its table is in DRAM; ``at``: those whose
-    table is on the SSD, None for all; ``rows``: their numbers over all tiers."""
+    table is on the SSD; both None: the tables of all are. ``rows``: their numbers over all tiers."""
 
     lookup: TieredLookup
     offsets: torch.Tensor
-    here: torch.Tensor
+    here: torch.Tensor | None
     at: RowIds | None
     rows: RowIds
 
     def pooled(self, places: Places) -> torch.Tensor:
         """The lookup's result, where ``rows`` have these places."""
-        if self.at is None:
+        if self.at is None or self.here is None:
             # FBGEMM takes numbers of either type, but one for both. For small arrays numpy keeps Python's
             # lock, which torch's operators leave to a server's other thread for a while.
             offsets = torch.from_numpy(self.offsets.numpy().astype(np.int32))
@@ -84,14 +92,14 @@ class _Kept(NamedTuple):
 
 
 class _Plan(NamedTuple):
-    """What the lookups ``calls`` ask for but sums that are kept, and these. ``looks``: of all rows on the
+    """What the lookups ``calls`` ask for but sums that are kept, and these. ``look``: at all rows on the
     SSD. ``version``: of the rows when it was made."""
 
     calls: list[LookupCall]
     version: int
     asked: list[_Asked]
     kept: list[_Kept | None]
-    looks: Looks
+    look: Look
 
     def is_of(self, calls: list[LookupCall], version: int) -> bool:
         """Whether it is for these lookups, and for rows of this version, where sums are kept."""
@@ -138,7 +146,7 @@ class TieredScorer(Scorer):
         """Begin to read the rows that these lookups will miss, and return. Nothing has to follow."""
         self._next = self._planned(calls)
         with suppress(UserError):  # a row that cannot be read is named when it is scored
-            self.tables.tiers.ahead(self._next.looks)
+            self.tables.tiers.ahead(self._next.look)
 
     def pooled(self, calls: list[LookupCall]) -> list[torch.Tensor]:
         """What the lookups find; all rows that they miss are read together. ``StoreError`` names a row that
@@ -146,7 +154,7 @@ class TieredScorer(Scorer):
         plan, self._next = self._next, None
         if plan is None or not plan.is_of(calls, self.tables.version):
             plan = self._planned(calls)
-        with self.tables.tiers.found(plan.looks) as places:
+        with self.tables.tiers.found(plan.look) as places:
             results, start = [], 0
             for one in plan.asked:
                 end = start + len(one.rows)
@@ -173,15 +181,15 @@ class TieredScorer(Scorer):
             rows.append(asked[-1].rows)
             kept.append(known)
         filled = [own for own in rows if len(own)]
-        looks = self.tables.tiers.look(filled[0] if len(filled) == 1 else np.concatenate(rows))
-        return _Plan(calls, version, asked, kept, looks)
+        look = self.tables.tiers.look(filled[0] if len(filled) == 1 else np.concatenate(rows))
+        return _Plan(calls, version, asked, kept, look)
 
     def _known(self, lookup: TieredLookup, ids: torch.Tensor, offsets: torch.Tensor) -> _Kept | None:
         if self.tables.bags is None or lookup.width is None:
             return None
         tables = lookup.numbers.repeat_interleave((len(offsets) - 1) // len(lookup.numbers))
         bags = self.tables.bags.bags(tables, ids, offsets)
-        with self.tables.tiers.using:
+        with self.tables.tiers.shared.using:
             return _Kept(bags, *self.tables.bags.sums(bags, self.tables.version))
 
     def _keep(self, lookup: TieredLookup, known: _Kept, result: torch.Tensor) -> None:
@@ -202,10 +210,9 @@ class TieredScorer(Scorer):
     def dram_bytes(self) -> int:
         """Rows in DRAM, indexes, sums of bags, and what reading takes."""
         kept = 0 if self.tables.bags is None else self.tables.bags.nbytes
-        return self.tables.whole_bytes + kept + sum(tier.dram_bytes for tier in self.tables.tiers.tiers)
+        return self.tables.whole_bytes + kept + self.tables.tiers.dram_bytes
 
     def close(self) -> None:
         """Wait for reads, and remove the rows from the SSD: the package has them. Calling it again does
         nothing."""
-        for tier in self.tables.tiers.tiers:
-            tier.close()
+        self.tables.tiers.close()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import logging
-import threading
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -19,12 +18,12 @@ from numpy.typing import NDArray
 
 from recpipe.kit import ALIGNMENT, Amount, SsdStore, StoreLayout, Tables
 from recpipe.plugin import RowIds, UserError
-from recpipe_sdm.admission import Admission
+from recpipe_sdm.admission import FULL, Admission
 from recpipe_sdm.budget import Counts, Plan, Size, planned
 from recpipe_sdm.files import Bytes, RowFile
-from recpipe_sdm.looks import Places
+from recpipe_sdm.index import RowIndex
 from recpipe_sdm.pooled import PooledBags
-from recpipe_sdm.rows import PAUSE, TieredRows
+from recpipe_sdm.rows import PAUSE, Shared, TieredRows
 from recpipe_sdm.tiers import Tiers
 
 log = logging.getLogger("recpipe")
@@ -34,7 +33,6 @@ MOST_MISSED = 1 << 20
 """Rows that a batch can miss at most, where there are more on the SSD."""
 AT_A_TIME = 1024
 """Rows that are compared and replaced at a time while others are looked up."""
-MOST_COUNTED = 1 << 30
 NOTHING = Amount(0, False)
 
 
@@ -58,12 +56,10 @@ class Tiering:
 
 @dataclass(frozen=True)
 class Group:
-    """Tables whose rows have the same size, in one tier; ``base``: the number of each one's row 0 there, and
-    ``first``: that of its own row 0 over all tiers."""
+    """Tables whose rows have the same size, in one tier; ``base``: the number of each one's row 0 there."""
 
     base: Mapping[str, int]
     tier: TieredRows
-    first: int
 
 
 class TieredTables(Tables):
@@ -85,7 +81,7 @@ class TieredTables(Tables):
         self.replaced = 0
         """Rows of whole tables that updates have changed."""
         self.about, self.rows, self.starts, self.groups, self.tiers = about, rows, starts, groups, tiers
-        self.bases = {name: group.first + base for group in groups for name, base in group.base.items()}
+        self.bases = {name: group.tier.first + base for group in groups for name, base in group.base.items()}
         self.whole = {name: file for name, file in files.items() if name not in self.bases}
         self.places = {
             name: torch.from_numpy(file.places)
@@ -136,7 +132,7 @@ class TieredTables(Tables):
             values = file.stored(start, min(start + AT_A_TIME, len(own)))
             part = own[start : start + len(values)]
             differ = (part != values).any(axis=1)
-            with self.tiers.using:
+            with self.tiers.shared.using:
                 part[differ] = values[differ]
             changed += int(differ.sum())
         self.replaced += changed
@@ -167,11 +163,9 @@ class _Part:
     def places(self) -> int:
         return self.slots + 2 * self.room
 
-    def group(
-        self, how: Tiering, buffer: torch.Tensor, using: threading.Lock, index: Places, start: int
-    ) -> Group:
-        """Put the rows on the SSD, and the first ones into ``buffer``. Theirs is the part of ``index`` that
-        begins at ``start``."""
+    def group(self, how: Tiering, buffer: torch.Tensor, shared: Shared, first: int) -> Group:
+        """Put the rows on the SSD, and the first ones into ``buffer``. ``first``: the number of its row 0
+        over all tiers."""
         layout = self.layout
 
         def fill(table: str, start: int, stop: int) -> NDArray[np.float32]:
@@ -181,24 +175,44 @@ class _Part:
         place = how.directory / f"rows-of-{self.width}-bytes"
         store = SsdStore.create(layout, fill, place, staging_bytes=STAGING_BYTES, scratch=True)
         store.remedy = "start the server again, which copies the package's rows anew, and check the disk"
-        base = dict(zip(layout.tables, layout.bases.tolist(), strict=False))
-        first = np.concatenate([rows + base[name] for name, rows in self.hot.items()])
-        pruned = [
-            np.flatnonzero(f.places < 0) + base[n] for n, f in self.files.items() if f.places is not None
-        ]
-        admission = self._admission(how, base) if how.adapts else None
-        nowhere = np.concatenate(pruned) if pruned else None
-        own = index[start : start + layout.total_rows]
-        tier = TieredRows(store, first, self.room, admission, buffer, nowhere, using, own)
-        return Group(base, tier, start)
+        hot = np.concatenate([rows + self.base[name] for name, rows in self.hot.items()])
+        return Group(self.base, TieredRows(shared, store, hot, self.room, buffer, first))
 
-    def _admission(self, how: Tiering, base: Mapping[str, int]) -> Admission:
-        counts = np.zeros(self.layout.total_rows, np.int32)
-        for name, start in base.items():
-            if name in how.counts:
-                own = how.counts[name]
-                counts[own.rows + start] = np.minimum(own.counts, MOST_COUNTED)
-        return Admission(len(counts), first=counts)
+    @property
+    def base(self) -> dict[str, int]:
+        return dict(zip(self.layout.tables, self.layout.bases.tolist(), strict=False))
+
+    @property
+    def pruned(self) -> RowIds:
+        """Its rows that were pruned."""
+        own = [
+            np.flatnonzero(file.places < 0) + self.base[name]
+            for name, file in self.files.items()
+            if file.places is not None
+        ]
+        return np.concatenate([np.empty(0, np.int64), *own])
+
+
+def _shared(how: Tiering, parts: Sequence[_Part], first: Sequence[int]) -> Shared:
+    """The index of all parts' rows, whose numbers begin at ``first``, and the counts of lookups before."""
+    pruned = np.concatenate([part.pruned + start for part, start in zip(parts, first, strict=False)])
+    index = RowIndex(first[-1], pruned, how.adapts)
+    if not how.adapts:
+        return Shared(index)
+    admission = Admission(sum(part.slots for part in parts))
+    known = [
+        (how.counts[name].rows + start + base, how.counts[name].counts)
+        for part, start in zip(parts, first, strict=False)
+        for name, base in part.base.items()
+        if name in how.counts
+    ]
+    if known:
+        rows, counts = (np.concatenate(each) for each in zip(*known, strict=True))
+        # The counters have 16 bits: of the rows that have slots, the least must be below that.
+        last = min(len(counts), max(1, admission.slots))
+        least = int(np.partition(counts, -last)[-last])
+        admission.before(rows, counts // (1 + least // (FULL // 8)))
+    return Shared(index, admission)
 
 
 def tiered_tables(directory: Path, about: dict[str, Any], how: Tiering) -> TieredTables:
@@ -230,14 +244,13 @@ def tiered_tables(directory: Path, about: dict[str, Any], how: Tiering) -> Tiere
         own = _view(buffer, starts[name], files[name])
         for start in range(0, len(own), 1 << 16):
             own[start : start + (1 << 16)] = files[name].stored(start, min(start + (1 << 16), len(own)))
-    groups, using = [], threading.Lock()
     first = list(accumulate((part.layout.total_rows for part in parts), initial=0))
-    index = np.empty(first[-1], np.int32)
+    shared, groups = _shared(how, parts, first) if parts else Shared(RowIndex(0)), []
     for part, begin, number in zip(parts, begins[len(whole) :], first, strict=False):
         starts |= dict.fromkeys(part.files, begin)
         places = buffer[begin:][: part.places * part.width].view(part.places, part.width)
-        groups.append(part.group(how, places, using, index, number))
-    tiers = Tiers([group.tier for group in groups], using)
+        groups.append(part.group(how, places, shared, number))
+    tiers = Tiers(shared, [group.tier for group in groups])
     return TieredTables(about, buffer, starts, files, groups, tiers, bags if bags.size else None)
 
 

@@ -2,85 +2,115 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from itertools import accumulate
-from typing import NamedTuple
 
-import numpy as np
-
+from recpipe.kit import keep_to_one_core, one_thread
 from recpipe.plugin import RowIds
-from recpipe_sdm.looks import Look, Places
-from recpipe_sdm.rows import TieredRows
-
-
-class Looks(NamedTuple):
-    """What a batch looks up: of each tier, and where that is among all of it (None: it is all); ``total``:
-    how many rows."""
-
-    own: list[tuple[TieredRows, Look, RowIds | None]]
-    total: int
-
-    @property
-    def places(self) -> Places:
-        """Of all."""
-        if len(self.own) == 1:
-            return self.own[0][1].places
-        places = np.empty(self.total, np.int32)
-        for _, look, at in self.own:
-            places[at] = look.places
-        return places
+from recpipe_sdm.index import EMPTY, Places
+from recpipe_sdm.looks import Look
+from recpipe_sdm.rows import Shared, TieredRows
 
 
 class Tiers:
-    """``tiers``, whose rows are numbered over all of them in their order, and which have one lock,
-    ``using``."""
+    """``tiers``, whose rows are numbered over all of them in their order; and the thread in which rows change
+    places. Owned: ``close`` closes them."""
 
-    def __init__(self, tiers: Sequence[TieredRows], using: threading.Lock) -> None:
-        self.tiers, self.using = tiers, using
-        self._ends = list(accumulate(len(tier.index) for tier in tiers))
+    def __init__(self, shared: Shared, tiers: Sequence[TieredRows]) -> None:
+        self.shared, self.tiers = shared, tiers
+        self._ends = list(accumulate(tier.rows for tier in tiers))
+        self._thread = ThreadPoolExecutor(1, "recpipe-sdm", keep_to_one_core)
+        with one_thread():  # setting torch's number of threads also applies to all future threads
+            self._thread.submit(int).result()
+        self.change: Future[None] | None = None
+        """The last change of the rows that have slots."""
+        self._closed = False
 
-    def look(self, rows: RowIds) -> Looks:
-        """Where ``rows`` (int64 [N], with repeats) are now."""
-        if len(self.tiers) == 1:
-            return Looks([(self.tiers[0], self.tiers[0].look(rows), None)], len(rows))
-        own: list[tuple[TieredRows, Look, RowIds | None]] = []
-        start = 0
-        for tier, end in zip(self.tiers, self._ends, strict=True):
-            at = np.flatnonzero((rows >= start) & (rows < end))
-            own.append((tier, tier.look(rows[at] - start), at))
-            start = end
-        return Looks(own, len(rows))
+    def look(self, rows: RowIds) -> Look:
+        """Where ``rows`` (int64 [N], with repeats) are now. ``IndexError`` for one that does not exist."""
+        index = self.shared.index
+        with self.shared.using:
+            places, cold = index.find(rows)
+            missed = int((places[cold] == EMPTY).sum()) if len(cold) else 0
+            return Look(rows, places, cold, index.version, missed)
 
-    def ahead(self, looks: Looks) -> None:
+    def ahead(self, look: Look) -> None:
         """Begin to read the rows that are not in DRAM, and return. Nothing has to follow. ``StoreError`` if a
         disk fails at once."""
-        for tier, look, _ in looks.own:
-            tier.ahead(look)
+        if look.missed:
+            for tier, rows in self._cold(look):
+                tier.ahead(rows)
 
     @contextmanager
-    def found(self, looks: Looks) -> Iterator[Places]:
+    def found(self, look: Look) -> Iterator[Places]:
         """The place in its tier's buffer of each row that a batch looks up, int32 [N]; -1 for a pruned one.
         They are valid in the block. ``StoreError`` if a row cannot be read."""
         for tier in self.tiers:
             tier.land()
-        with self.using:
-            for tier, look, _ in looks.own:
-                tier.note(look)
-            if self._settled(looks):
-                yield looks.places
+        with self.shared.using:
+            self._note(look)
+            if self.settled(look):
+                yield look.places
                 return
         with ExitStack() as held:
             for tier in self.tiers:
                 held.enter_context(tier.reading)
             while True:
-                for tier, look, _ in looks.own:
-                    tier.read(look)
-                with self.using:
-                    if self._settled(looks):  # rows may have lost their slots since they were read
-                        yield looks.places
+                for tier, rows in self._cold(look):
+                    tier.read(rows)
+                with self.shared.using:
+                    if self.settled(look):  # rows may have lost their slots since they were read
+                        yield look.places
                         return
 
-    def _settled(self, looks: Looks) -> bool:
-        return all(tier.settled(look) for tier, look, _ in looks.own)
+    def settled(self, look: Look) -> bool:
+        """Bring ``look`` up to date, with ``using`` held; whether all of its rows are in DRAM then."""
+        index = self.shared.index
+        if look.version != index.version:
+            look.places, look.cold = index.find(look.rows)
+            look.version = index.version
+        elif len(look.cold):  # other rows have kept their slots
+            look.places[look.cold] = index.find(look.rows[look.cold])[0]
+        return not len(look.cold) or bool(look.places[look.cold].min() != EMPTY)
+
+    def _cold(self, look: Look) -> Iterator[tuple[TieredRows, RowIds]]:
+        """Of each tier, its own numbers of those that have no slot."""
+        rows = look.rows[look.cold]
+        for tier, end in zip(self.tiers, self._ends, strict=True):
+            own = rows if len(self.tiers) == 1 else rows[(rows >= tier.first) & (rows < end)]
+            if len(own):
+                yield tier, own - tier.first
+
+    def _note(self, look: Look) -> None:
+        """Count what a batch looks up, with ``using`` held."""
+        reads, admission = self.shared.reads, self.shared.admission
+        reads.batches += 1
+        reads.lookups += len(look.rows)
+        reads.missed += look.missed
+        if admission is None:
+            return
+        admission.note(look.rows, look.rows[look.cold] if len(look.cold) else look.cold)
+        if admission.due and not self._closed and (self.change is None or self.change.done()):
+            self.change = self._thread.submit(self._exchange, admission.begin())
+
+    def _exchange(self, missed: RowIds) -> None:
+        for tier in self.tiers:
+            tier.exchange(missed)
+
+    @property
+    def dram_bytes(self) -> int:
+        """What tiers take, the index, and the counts of lookups."""
+        index, admission = self.shared.index, self.shared.admission
+        counts = 0 if admission is None else admission.nbytes
+        return sum(tier.dram_bytes for tier in self.tiers) + index.nbytes + index.held_nbytes + counts
+
+    def close(self) -> None:
+        """Wait for reads and close the stores. Calling it again does nothing."""
+        self._closed = True
+        for tier in self.tiers:
+            tier.closed = True
+        self._thread.shutdown(wait=True)
+        for tier in self.tiers:
+            tier.close()

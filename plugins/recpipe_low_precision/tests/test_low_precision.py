@@ -106,8 +106,8 @@ ROUNDS = {"fp32": [1.0] * 8, "fp16": [0.9] * 8, "int8": [1.2] * 6 + [0.7] * 2, "
 def test_types_that_are_looked_up_slower_are_not_taken_for_time(
     minimise: str, chosen: set[str], checkpoint: Path, tmp_path: Path, monkeypatch, capsys
 ) -> None:
-    """int8 is slower than float32 in six of eight rounds. int4 is faster in five, which says nothing: it saves
-    no time for certain, and is not slower for certain."""
+    """int8 is slower than float32 in six of eight rounds. int4 is faster in five, which says nothing: it is
+    certain neither to save time nor to take more."""
     timed(monkeypatch, ROUNDS)
     minimise, _, less = minimise.partition(" without ")
     types = ["fp16", "int8", "int4"][: 2 if less else 3]

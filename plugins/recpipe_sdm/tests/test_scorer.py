@@ -20,13 +20,14 @@ import pytest
 import torch
 from recpipe_sdm import tables as tables_module
 from recpipe_sdm.admission import Admission
-from recpipe_sdm.budget import Lookups, Size, hot_rows, index_bytes, planned
+from recpipe_sdm.budget import Beside, Lookups, Size, hot_rows, planned
+from recpipe_sdm.index import PRUNED
 from recpipe_sdm.looks import Look
 from recpipe_sdm.plugin import SDM
 from recpipe_sdm.pooled import Bags, PooledBags
-from recpipe_sdm.rows import PRUNED, TieredRows
 from recpipe_sdm.scorer import TieredScorer
 from recpipe_sdm.tables import STAGING_BYTES, Tiering
+from recpipe_sdm.tiers import Tiers
 from safetensors.torch import load_file, save_file
 
 import recpipe
@@ -91,23 +92,22 @@ def test_scores_have_the_bits_of_all_rows_in_dram(
     how = Tiering(tmp_path, Amount(40_000 + int(share * size), False), tables, adapts=adapts)
     scorer = TieredScorer(packed, how)
     assert all(map(torch.equal, scored(scorer), scored(whole)))
-    assert sum(group.tier.reads.missed > 0 for group in scorer.tables.groups) == (share != 1.0)
+    assert (scorer.tables.tiers.shared.reads.missed > 0) == (share != 1.0)
     scorer.close()
     assert not list(tmp_path.iterdir()), "the rows are removed from the SSD"
 
 
 def test_a_wrong_place_changes_scores(packed: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The negative control: missed rows are looked up a place beside theirs."""
-    whole, settled = Scorer(packed), TieredRows.settled
+    whole, settled = Scorer(packed), Tiers.settled
 
-    def off_by_one(tier: TieredRows, look: Look) -> bool:
-        found = settled(tier, look)
-        missed = np.flatnonzero(look.places >= tier.slots)
-        look.places[missed] = np.roll(look.places[missed], 1)
+    def off_by_one(tiers: Tiers, look: Look) -> bool:
+        found = settled(tiers, look)
+        look.places[look.cold] = np.roll(look.places[look.cold], 1)
         return found
 
     scorer = TieredScorer(packed, Tiering(tmp_path, Amount(50_000, False)))
-    monkeypatch.setattr(TieredRows, "settled", off_by_one)
+    monkeypatch.setattr(Tiers, "settled", off_by_one)
     assert not all(map(torch.equal, scored(scorer), scored(whole)))
     scorer.close()
 
@@ -136,7 +136,7 @@ def test_what_was_planned_ahead_scores_with_the_same_bits(
     """While rows change places; not if the look into the index is not brought up to date, so that rows that
     came since then are taken for pruned ones."""
 
-    def unsettled(_: TieredRows, look: Look) -> bool:
+    def unsettled(_: Tiers, look: Look) -> bool:
         look.places.clip(PRUNED, out=look.places)
         return True
 
@@ -149,16 +149,16 @@ def test_what_was_planned_ahead_scores_with_the_same_bits(
     monkeypatch.setattr(TieredScorer, "_planned", counted)
     how = Tiering(tmp_path, Amount(40_000 + pooled, False), "[ui]*", pooled=Amount(pooled, False))
     scorer = TieredScorer(packed, how)
-    for group in scorer.tables.groups:
-        group.tier.admission = Admission(len(group.tier.index), every=3)
+    shared = scorer.tables.tiers.shared
+    shared.admission = Admission(sum(group.tier.slots for group in scorer.tables.groups), every=3)
     if not settled:
-        monkeypatch.setattr(TieredRows, "settled", unsettled)
+        monkeypatch.setattr(Tiers, "settled", unsettled)
     planned.clear()
     rows = in_turn(RequestScorer(scorer))
     assert len(planned) == 30 + 6, "a batch that was read ahead is not planned again"
     assert all(map(torch.equal, rows, in_turn(RequestScorer(Scorer(packed))))) == settled
     if settled:
-        reads = scorer.tables.groups[0].tier.reads
+        reads = shared.reads
         assert 0 < reads.rows_ahead < reads.rows_read
     scorer.close()
 
@@ -169,7 +169,8 @@ def test_dram_is_within_the_budget(packed: Path, tmp_path: Path) -> None:
     scorer = TieredScorer(packed, how)
     (group,) = scorer.tables.groups
     beside = group.tier.store.overhead_bytes + group.tier.ring.size * (64 + 8)
-    assert 100_000 - 64 <= scorer.dram_bytes - beside <= 100_000
+    beside += scorer.tables.tiers.shared.index.held_nbytes
+    assert 100_000 - 80 <= scorer.dram_bytes - beside <= 100_000
     assert group.tier.store.overhead_bytes < 2 * STAGING_BYTES
     scorer.close()
 
@@ -178,8 +179,15 @@ def test_a_pattern_without_tables_and_a_budget_below_the_index(packed: Path, tmp
     how = Tiering(tmp_path, Amount(100_000, False))
     with pytest.raises(UserError, match=r"plugins\.sdm\.tables=shop: no table .*tables: user, item, city"):
         TieredScorer(packed, replace(how, tables="shop"))
-    with pytest.raises(UserError, match=r"the index of 3,520 rows alone takes 28,160"):
-        TieredScorer(packed, replace(how, dram=Amount(20_000, False)))
+    with pytest.raises(UserError) as fault:
+        TieredScorer(packed, replace(how, dram=Amount(1_000, False)))
+    assert str(fault.value) == (
+        "plugins.sdm.dram leaves 1,000 bytes for tables on the SSD: the index of 3,520 rows alone takes "
+        "1,760; give more, plugins.sdm.admission=static, with which it takes 880, or fewer tables "
+        "(plugins.sdm.tables)"
+    )
+    with pytest.raises(UserError, match=r"takes 880; give more, or fewer tables"):
+        TieredScorer(packed, replace(how, dram=Amount(500, False), adapts=False))
 
 
 def looked_up(counts: list[int]) -> Lookups:
@@ -190,7 +198,8 @@ def looked_up(counts: list[int]) -> Lookups:
 def test_rows_with_the_most_lookups_a_byte_come_first() -> None:
     sizes = {"wide": Size(4, 64), "narrow": Size(4, 16)}
     counts = {"wide": looked_up([40, 9, 0, 0]), "narrow": looked_up([1, 20, 5, 0])}
-    budget = index_bytes(True) * 8 + 64 + 16
+    beside = Beside(adapts=True)
+    budget = beside.of_rows(sizes.values()) + 64 + 16 + 2 * beside.of_slot
     found = hot_rows(sizes, counts, budget)
     assert {name: rows.tolist() for name, rows in found.items()} == {"wide": [0], "narrow": [1]}
     everything = hot_rows(sizes, {}, 10_000)
@@ -203,13 +212,29 @@ def test_a_table_that_takes_no_more_as_a_whole_has_no_index() -> None:
     """Of a small table all rows are chosen but one, which takes less than the index of the others."""
     sizes = {"large": Size(1000, 64), "small": Size(10, 16)}
     counts = {"large": looked_up([5] * 20), "small": looked_up([9] * 9 + [0])}
-    plan = planned(sizes, counts, 8 * 1010 + 9 * 16 + 10 * 64, True)
+    beside = Beside(adapts=True)
+    index, of_small = beside.of_rows(sizes.values()), 16 + beside.of_slot
+    plan = planned(sizes, counts, index + 9 * of_small + 10 * (64 + beside.of_slot), True)
     assert plan.whole == ["small"]
-    assert len(plan.hot["large"]) == 11, "what the index would have taken has another row"
+    assert len(plan.hot["large"]) == 11, "what its slots would have taken has another row"
     assert plan.hits == (81 + 11 * 5) / (81 + 20 * 5)
     assert planned(sizes, counts, 100_000, True).hot == {}
-    apart = planned(sizes, {"large": looked_up([5] * 1000)}, 8 * 1010 + 640, True)
+    apart = planned(sizes, {"large": looked_up([5] * 1000)}, index + 640, True)
     assert apart.whole == [], "nobody looks the small table up"
+
+
+def test_five_percent_of_float32_holds_rows_of_16_weights() -> None:
+    """With rows of 20 bytes (int8) and of 12 (int4), for either admission."""
+    for row_bytes in (20, 12):
+        for adapts in (True, False):
+            sizes = {"ids": Size(1_000_000, row_bytes)}
+            plan = planned(sizes, {}, 64 * 1_000_000 // 20, adapts)
+            kept = len(plan.hot["ids"])
+            assert kept > 70_000
+            beside = Beside(adapts)
+            assert (
+                beside.of_rows(sizes.values()) + kept * (row_bytes + beside.of_slot) <= 64 * 1_000_000 // 20
+            )
 
 
 def test_popularity_of_training_chooses_the_first_rows(packed: Path, tmp_path: Path) -> None:
@@ -227,7 +252,7 @@ def test_popularity_of_training_chooses_the_first_rows(packed: Path, tmp_path: P
         scorer = TieredScorer(packed, how)
         for batch in SyntheticDataset(config, 1).batches("eval", 128):
             scorer(batch.dense, batch.sparse.values().long(), batch.sparse.lengths().long())
-        reads = scorer.tables.groups[0].tier.reads
+        reads = scorer.tables.tiers.shared.reads
         missed.append(reads.missed / reads.lookups)
         scorer.close()
     assert missed[0] < 0.6 * missed[1]
@@ -292,7 +317,7 @@ def test_pruned_tables_are_on_the_ssd_too(adapts: bool, pruned: Path, tmp_path: 
     whole = Scorer(pruned)
     scorer = TieredScorer(pruned, Tiering(tmp_path, Amount(40_000, False), "user", adapts))
     assert all(map(torch.equal, scored(scorer), scored(whole)))
-    assert scorer.tables.groups[0].tier.reads.missed > 0
+    assert scorer.tables.tiers.shared.reads.missed > 0
     assert list(scorer.tables.places) == ["city"], "the index of rows takes the place of the user's places"
     scorer.close()
 
