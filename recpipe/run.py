@@ -51,6 +51,7 @@ from recpipe.pipeline.source import BatchSource
 from recpipe.pipeline.splitting import Splitting
 from recpipe.plugin.blame import threads_left
 from recpipe.report.files import ReportFiles
+from recpipe.setup.accumulating import accumulating, accumulating_in
 from recpipe.setup.footprint import require_inputs, require_memory
 from recpipe.setup.given import NOTHING, Given, Outcome
 from recpipe.setup.placing import Unplaced
@@ -76,6 +77,7 @@ from recpipe.tasks.plan import describe, planned_ranks, print_plan
 from recpipe.tasks.profile import StepProfiler
 from recpipe.tasks.summary import summarize
 from recpipe.tasks.unshard import load_pretrained
+from recpipe.training.callbacks import make_callbacks
 from recpipe.training.figures import FigureLogger
 from recpipe.training.intervals import Intervals
 from recpipe.training.loggers import make_logger
@@ -84,7 +86,7 @@ from recpipe.training.optim import dense_optimizer, try_out
 from recpipe.training.recorder import Recorder
 from recpipe.training.resume import check_resumable
 from recpipe.training.signals import exits_told, interruptible
-from recpipe.training.trainer import fit, make_callbacks, make_trainer, saved_last
+from recpipe.training.trainer import fit, make_trainer, saved_last
 
 
 def run(composed: DictConfig, directory: Path, command_line: Sequence[str] | None = None) -> dict[str, Any]:
@@ -190,6 +192,7 @@ def run_on(
     dataset = open_dataset(cfg.data, cfg.seed, given.dataset)
     require_same_data(dataset.fingerprint)
     log.info(f"{dataset.size('train'):,} samples to train, {dataset.size('eval'):,} held out")
+    part, cfg = cfg.data.batch_size, accumulating(cfg, dataset)
     steps = trainer_config.steps(dataset.num_batches("train", cfg.data.batch_size))
 
     # 3. The model, with tables still to be placed, and where its ids are in a batch.
@@ -216,6 +219,8 @@ def run_on(
     # 4. Plugins: each contributes its parts; conflicts are refused here, before any memory is taken.
     log.info("planning: plugins %s", ", ".join(cfg.plugins) or "none")
     assembly, unplaced = assemble_plugins(cfg, dataset, unplaced, device, steps, ranks)
+    if cfg.data.batch_size > part:
+        assembly = accumulating_in(assembly, part)
     called, tables, inputs = unplaced.called, unplaced.tables, unplaced.inputs
     owners = group_owners(tier_config, assembly, tables)
     shards, sharded = None, is_sharded(tier_config, assembly)
@@ -267,7 +272,7 @@ def run_on(
         )
         accesses = AccessSample(tables) if leads and profile is None else None
         loader = TrainLoader(source, inputs, tiers, device, ranks, ahead, filtered, splitting, accesses)
-        evaluation = EvalLoader(dataset, cfg.data.batch_size, inputs, device, ranks)
+        evaluation = EvalLoader(dataset, part, inputs, device, ranks)
         make_optimizer = partial(dense_optimizer, cfg.optim.dense)
         backend = equip(
             trainer_config.backend,

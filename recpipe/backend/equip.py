@@ -30,6 +30,7 @@ from recpipe.pipeline.cores import Cores
 from recpipe.pipeline.cuda_graph import CudaGraph
 from recpipe.pipeline.parts import find_out
 from recpipe.pipeline.placed import PlacedModel
+from recpipe.pipeline.splitting import EqualParts
 from recpipe.pipeline.step_graph import StepGraph
 from recpipe.plugin.api import StepWrapper
 from recpipe.plugin.compose import Owned
@@ -127,8 +128,8 @@ def equip(
     """Make the back end of ``model``, on each of the ``trainers``, after finding out whether ``batch`` can be
     trained in parts. ``wrappers``: what plugins put around a step.
 
-    ``PluginError`` if there is a ``splitter`` and the model needs whole batches; ``UserError`` for a back end
-    that this run cannot have.
+    ``PluginError`` if there is a plugin's ``splitter`` and the model needs whole batches; ``UserError`` if
+    that of ``trainer.accumulate_grad_batches`` is, and for a back end that this run cannot have.
     """
     no_graph = _no_graph(model, device, trainers, wrappers)
     if kind == CUDA_GRAPH and no_graph is not None:
@@ -144,6 +145,11 @@ def equip(
         # Sharded tables are built for a rank's share of a batch.
         model.parts = find_out(model, on_device(batch, device), -(-batch_size // trainers.size))
     refused = model.parts.refused
+    if refused is not None and splitter is not None and isinstance(splitter.part, EqualParts):
+        raise UserError(
+            f"trainer.accumulate_grad_batches trains a step in parts, and this model cannot be: {refused}. "
+            "Leave it out and set a larger data.batch_size"
+        )
     if refused is not None and splitter is not None:
         raise PluginError(
             f"plugin {splitter.origin} cuts batches into micro-batches, and this model cannot be "

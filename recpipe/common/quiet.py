@@ -41,6 +41,7 @@ NOISE = (
 """Warnings to hide: they are about things that recpipe does on purpose."""
 _LEVELS = {
     "lightning.pytorch": logging.WARNING,
+    "lightning.pytorch.callbacks.model_summary": logging.INFO,  # said where a recipe asks for it
     "lightning.fabric": logging.WARNING,
     # MLflow's first run makes its database and an experiment.
     "lightning.pytorch.loggers.mlflow": logging.ERROR,

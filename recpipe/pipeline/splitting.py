@@ -25,6 +25,20 @@ AHEAD = 3
 loader may be reading the one after it."""
 
 
+class EqualParts(Splitter):
+    """Micro-batches of ``size`` samples, in the batch's order (``trainer.accumulate_grad_batches``)."""
+
+    optional = False
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+
+    def split(self, batch: Batch, needs_cold: NDArray[np.bool_]) -> Split:
+        """Cut the batch; the last part may be smaller."""
+        samples = len(needs_cold)
+        return Split(np.arange(samples), (*range(self.size, samples, self.size), samples))
+
+
 @dataclass(frozen=True)
 class _Since:
     """Whether batches are cut: ``on`` from batch ``number``, ``before`` until then."""
@@ -98,6 +112,8 @@ class Splitting:
 
         # Several ranks on a machine are other programs to each other.
         load = Load.now if trainers.size == 1 else lambda: None
+        if isinstance(splitter.part, EqualParts):
+            return cls(splitter.part, "always", 1, waited, agreed, load)
         return cls(splitter.part, mode, micro_batch_step(batch_size), waited, agreed, load)
 
     def begin_epoch(self, number: int) -> None:

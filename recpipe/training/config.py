@@ -68,6 +68,8 @@ class TrainerConfig:
     """Who computes the model's dense part: its modules, ``recpipe.backend`` on a CPU, or a CUDA graph."""
     split: Annotated[str, one_of("auto", "always", "never")] = "auto"
     """Whether batches are cut into micro-batches by a plugin's splitter."""
+    accumulate_grad_batches: Positive = 1
+    """How many batches make one optimizer step, of the dense part and of the tables."""
     deterministic: bool = False
     """Whether a GPU uses only algorithms that give the same bits each time."""
 

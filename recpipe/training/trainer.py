@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import signal
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 import lightning as L
-from lightning.pytorch.callbacks import Checkpoint, EarlyStopping, ModelCheckpoint
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.fabric.utilities.spike import TrainingSpikeException
+from lightning.pytorch.callbacks import Checkpoint, EarlyStopping, ModelCheckpoint, ModelSummary
 from lightning.pytorch.loggers import Logger
 from lightning.pytorch.plugins.io import CheckpointIO
 
 from recpipe.common.collector import old_objects_kept
 from recpipe.common.console import log
-from recpipe.common.targets import make
 from recpipe.distributed.ranks import Channel
 from recpipe.errors import CheckpointError, UserError
 from recpipe.pipeline.loader import EvalLoader, TrainLoader
@@ -28,16 +28,6 @@ from recpipe.training.progress import Extent, Progress
 from recpipe.training.recorder import Recorder
 from recpipe.training.signals import StopOnSignal
 from recpipe.training.strategy import AgreeingStrategy
-
-
-def make_callbacks(chosen: Sequence[Mapping[str, Any]], checkpoints: Path) -> list[L.Callback]:
-    """The user's callbacks of ``trainer.callbacks``. Their checkpoints go into the run's directory, unless
-    they name another."""
-    made = [make(L.Callback, wanted, f"trainer.callbacks[{index}]") for index, wanted in enumerate(chosen)]
-    for callback in made:
-        if isinstance(callback, ModelCheckpoint) and callback.dirpath is None:
-            callback.dirpath = str(checkpoints.absolute())
-    return made
 
 
 def make_trainer(
@@ -78,7 +68,7 @@ def make_trainer(
         callbacks=everything,
         plugins=[checkpoint_io],
         enable_progress_bar=False,  # Progress replaces Lightning's bars
-        enable_model_summary=False,
+        enable_model_summary=any(isinstance(callback, ModelSummary) for callback in everything),
         enable_checkpointing=any(isinstance(callback, Checkpoint) for callback in everything),
         use_distributed_sampler=False,
         default_root_dir=str(run_dir),
@@ -125,6 +115,12 @@ def fit(
     try:
         with suppress(EvaluationStopped), old_objects_kept():
             trainer.fit(module, loader, evaluation, ckpt_path=resume)
+    except (MisconfigurationException, ModuleNotFoundError, TrainingSpikeException) as fault:
+        # What a callback misses (a logger, a package) or has found; an import that fails has a name.
+        if isinstance(fault, ModuleNotFoundError) and fault.name is not None:
+            raise
+        remedy = "" if trainer.loggers else " (trainer.logger=csv is one)"
+        raise UserError(f"trainer.callbacks: {' '.join(str(fault).split())}{remedy}") from fault
     except CheckpointError as fault:
         # With several ranks, the others wait for this one in the middle of the checkpoint.
         if module.trainers.size > 1 or trainer.global_step < stop.last_step or stop.received is not None:

@@ -23,9 +23,9 @@ from recpipe.errors import UserError
 from recpipe.report import html
 from recpipe.run import run
 from recpipe.training import figures
+from recpipe.training.callbacks import make_callbacks
 from recpipe.training.loggers import make_logger
 from recpipe.training.strategy import AgreeingStrategy
-from recpipe.training.trainer import make_callbacks
 from tests.tables.samples import CPU
 from tests.training.test_trainer import EPOCH, SMALL
 

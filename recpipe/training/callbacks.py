@@ -1,0 +1,77 @@
+"""Lightning callbacks of a recipe: made, or refused where they would do something other than they say."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+from hydra.utils import get_class
+from lightning.pytorch import callbacks as lightnings
+from lightning.pytorch.callbacks import ModelCheckpoint
+
+from recpipe.common.targets import make
+from recpipe.errors import UserError
+
+_AVERAGED = (
+    "it averages the dense part alone, and tables, which are updated in their own backward pass, stay as the "
+    "last step left them: a model of two halves that were never trained together. Lower the rates towards "
+    "the end instead (recpipe.training.plateau.ReduceLROnPlateau)"
+)
+_OWN_BAR = "recpipe shows its own bar: trainer.progress=true"
+REFUSED = {
+    "WeightAveraging": _AVERAGED,  # and EMAWeightAveraging, which is one
+    "StochasticWeightAveraging": _AVERAGED,
+    "GradientAccumulationScheduler": (
+        "Lightning would add up the dense gradients alone, while tables are updated after each batch: set "
+        "trainer.accumulate_grad_batches=N, the same number in each epoch"
+    ),
+    "BatchSizeFinder": "a run's batch size is fixed before its tables are built: set data.batch_size",
+    "LearningRateFinder": (
+        "it would change the tables while it looks and put back the dense part alone: search the rates with "
+        "-m hydra/sweeper=optuna optimized_metric=quality.logloss"
+    ),
+    "ModelPruning": (
+        "it replaces parameters by masked ones, which recpipe's checkpoints do not hold: make a finished "
+        "model smaller with recpipe quantize"
+    ),
+    "BaseFinetuning": (  # and BackboneFinetuning, which is one
+        "it moves parameters between groups of the dense optimizer, which has one: set requires_grad_(False) "
+        "in the model on what is to stay as it is"
+    ),
+    "BasePredictionWriter": "training predicts nothing: recpipe predict CHECKPOINT output=FILE writes scores",
+    "ProgressBar": _OWN_BAR,  # and RichProgressBar and TQDMProgressBar, which are some
+}
+"""Lightning's classes that a run cannot have, nor those made from them: why, and what there is instead."""
+
+
+def make_callbacks(chosen: Sequence[Mapping[str, Any]], checkpoints: Path) -> list[L.Callback]:
+    """The user's callbacks of ``trainer.callbacks``. Their checkpoints go into the run's directory, unless
+    they name another. ``UserError`` for those in ``REFUSED``."""
+    made = []
+    for index, wanted in enumerate(chosen):
+        key = f"trainer.callbacks[{index}]"
+        # Before it is made: its arguments may be ones that no recipe can have, as whole numbers as keys.
+        if (kind := _class_of(wanted)) is not None:
+            _allow(kind, key)
+        callback = make(L.Callback, wanted, key)
+        _allow(type(callback), key)
+        if isinstance(callback, ModelCheckpoint) and callback.dirpath is None:
+            callback.dirpath = str(checkpoints.absolute())
+        made.append(callback)
+    return made
+
+
+def _class_of(wanted: Mapping[str, Any]) -> type | None:
+    """The class that ``_target_`` names; None where it names something else, or nothing."""
+    with suppress(Exception):  # ``make`` says what is wrong
+        return get_class(str(wanted.get("_target_")))
+    return None
+
+
+def _allow(kind: type, key: str) -> None:
+    for name, why in REFUSED.items():
+        if issubclass(kind, getattr(lightnings, name, ())):  # EMAWeightAveraging is new in Lightning 2.6
+            raise UserError(f"{key}: {kind.__name__} cannot be used: {why}")
