@@ -214,7 +214,7 @@ def _run_hydra(argv: Sequence[str]) -> None:
     import hydra
     from hydra.core.hydra_config import HydraConfig
     from hydra.types import RunMode
-    from omegaconf import DictConfig
+    from omegaconf import DictConfig, OmegaConf
 
     from recpipe.common.console import log
     from recpipe.common.own_cache import own_compilers_caches
@@ -231,7 +231,15 @@ def _run_hydra(argv: Sequence[str]) -> None:
     )
     from recpipe.tasks import sweep_launcher
     from recpipe.tasks.sweep_launcher import TorchrunLauncher, refuse_without_sweep
-    from recpipe.tasks.sweeps import BASIC, SweepFolder, metrics_of, noted, optimized, table_at_end
+    from recpipe.tasks.sweeps import (
+        BASIC,
+        SweepFolder,
+        metrics_of,
+        noted,
+        optimized,
+        places_apart,
+        table_at_end,
+    )
 
     user_setting = os.environ.get(FULL_ERROR)
     hide_known_warnings()
@@ -269,6 +277,9 @@ def _run_hydra(argv: Sequence[str]) -> None:
                 from recpipe.tasks.compare_rows import command_line_overrides
 
             directory = Path(hydra.runtime.output_dir)
+            if hydra.mode is RunMode.MULTIRUN:
+                for key, place in places_apart(recipe, SweepFolder.words, str(hydra.sweep.subdir)):
+                    OmegaConf.update(recipe, key, place)
             report = run(recipe, directory, command_line_overrides(hydra))
             if report and recipe.task.name == "train" and not sweeps:
                 from recpipe.run import carry_out

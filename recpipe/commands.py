@@ -62,7 +62,8 @@ COMMANDS = {
     ),
     "package": Command(
         "recpipe.inference.package:package_command",
-        "CHECKPOINT DIRECTORY [instruction_set=avx2] [reference=SAMPLES] [popularity=true] [sign=KEY]",
+        "CHECKPOINT DIRECTORY [instruction_set=avx2] [reference=SAMPLES] [popularity=true] [sign=KEY] "
+        "[overwrite=true]",
         "what a server needs of it, compiled, in one directory",
     ),
     "quantize": Command(
@@ -85,7 +86,7 @@ COMMANDS = {
     ),
     "unshard": Command(
         "recpipe.tasks.unshard:unshard_command",
-        "CHECKPOINT FILE.safetensors",
+        "CHECKPOINT FILE.safetensors [overwrite=true]",
         "its tables and dense parameters in one file",
     ),
     "sweep-report": Command(

@@ -19,13 +19,14 @@ from omegaconf import DictConfig
 
 from recpipe.backend.equip import equip
 from recpipe.backend.matmul import float32_products, require_units
-from recpipe.checkpoint.table_io import TableCheckpointIO
+from recpipe.checkpoint.table_io import TableCheckpointIO, checkpoints_in
 from recpipe.checkpoint.trained_on import TrainedOn
 from recpipe.common.clock import run_start
 from recpipe.common.console import heard, log
 from recpipe.common.device import same_bits
 from recpipe.common.gpu import begin_on, gpu_explained
 from recpipe.common.own_cache import default_cache_dir
+from recpipe.common.owned import EXPORTS, remove_arrays
 from recpipe.common.quiet import quieted
 from recpipe.common.run_dir import RunDir, hold
 from recpipe.common.sizes import readable_bytes
@@ -60,6 +61,7 @@ from recpipe.setup.prepare import (
     choose_device,
     closing_tiers,
     find_device,
+    owning_places,
     refuse_ranks,
     remove_left_stores,
     resume_from,
@@ -147,7 +149,11 @@ def _run_task(cfg: Recipe, run_dir: RunDir, given: Given, command_line: Sequence
     with float32_products(device, cfg.model.precision), same_bits(cfg.trainer.deterministic, device):
         if Process.current().rank == 0 and not isinstance(cfg.task, PlanConfig):
             remove_left_stores(cfg.tiers, run_dir, cfg.resume)
-        with interruptible(), joined(cfg.topology, cfg.tiers.emulate, device) as ranks:
+        with (
+            owning_places(cfg, run_dir),
+            interruptible(),
+            joined(cfg.topology, cfg.tiers.emulate, device) as ranks,
+        ):
             return run_on(ranks, cfg, run_dir, device, given, command_line)
 
 
@@ -295,6 +301,11 @@ def run_on(
         noted = sizes_of(model_config, dataset)
         recipe = TrainedOn.of(cfg.values, dataset).to_dict()
         checkpoint_io = TableCheckpointIO(embeddings, tables.shapes(), leads, resumable, noted, recipe)
+        for key, place in run_dir.replaces.items():
+            if key in EXPORTS:
+                remove_arrays(place)
+            else:
+                checkpoint_io.replaces += checkpoints_in(place)
         figures = FigureLogger(recorder)
         callbacks = [recorder, figures, *(owned.part for owned in assembly.callbacks), *own_callbacks]
         if cfg.task.nudge:

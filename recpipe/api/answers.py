@@ -96,6 +96,7 @@ def package(
     dense: str = "measured",
     reference: bool | int = True,
     sign: str | Path | None = None,
+    overwrite: bool = False,
     quiet: bool = False,
 ) -> Path:
     """Write ``directory``: what a server needs of the model in ``checkpoint``, and nothing else. Returns its
@@ -104,7 +105,7 @@ def package(
     Args:
         checkpoint: a checkpoint, quantized or not, or a folder or run whose newest one is taken; or a
             package, whose dense part is then compiled for this machine.
-        directory: a new directory, or an older package, which is replaced.
+        directory: a new directory, or with ``overwrite`` an older package, which is replaced.
         model: the module, if training was given one in Python; its parameters are replaced.
         instruction_set: ``avx2``, or ``avx512`` where this machine has it; None: the widest that torch uses
             here.
@@ -125,7 +126,12 @@ def package(
     from recpipe.inference.package import Options, package_for
 
     options = Options.of(
-        instruction_set=instruction_set, dense=dense, reference=reference, popularity=popularity, sign=sign
+        instruction_set=instruction_set,
+        dense=dense,
+        reference=reference,
+        popularity=popularity,
+        sign=sign,
+        overwrite=overwrite,
     )
     return package_for(Path(checkpoint), Path(directory), model, options, screen=not quiet)
 

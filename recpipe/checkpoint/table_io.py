@@ -70,6 +70,8 @@ class TableCheckpointIO(CheckpointIO):
         self.model = model
         """Plain values from which ``recpipe.load`` can make the model; None: its caller must pass the
         model."""
+        self.replaces: list[Path] = []
+        """Checkpoints of another run, which are removed once this run's first one is whole."""
         self.recipe = recipe
         """The content of ``TrainedOn``; None: the checkpoint cannot be scored by itself."""
 
@@ -92,6 +94,10 @@ class TableCheckpointIO(CheckpointIO):
                 f"cannot write the checkpoint {final}: {fault.strerror}; "
                 "free space or set trainer.checkpoint_dir=DIRECTORY"
             ) from fault
+        for earlier in self.replaces:
+            if earlier != partial:
+                _discard(earlier)
+        self.replaces = []
         _discard(final)
         partial.rename(final)
         sync(final.parent)
@@ -137,8 +143,13 @@ class TableCheckpointIO(CheckpointIO):
 
 
 def holds_checkpoint(directory: Path) -> bool:
-    """Whether ``directory`` is a complete checkpoint."""
-    return any((d / MANIFEST).is_file() for name in _NAMES for d in directory.glob(name))
+    """Whether ``directory`` has a complete checkpoint."""
+    return any((found / MANIFEST).is_file() for found in checkpoints_in(directory))
+
+
+def checkpoints_in(directory: Path) -> list[Path]:
+    """The checkpoints in ``directory``, whole or cut off."""
+    return [found for name in _NAMES for found in directory.glob(name)]
 
 
 def newest(directory: Path, key: str = "resume=") -> Path:

@@ -23,10 +23,11 @@ class LockFile:
     """An exclusive lock on the file ``name`` (in the directory ``dir_fd``, if given), until ``release``.
 
     The file is created if it is missing; symbolic links are not followed. Raises ``Taken``, and OSError if
-    the file cannot be created or locked.
+    the file cannot be created or locked. ``text``: what is written into it, None: ``this_process``, "":
+    nothing, so that what an earlier owner has left can be read.
     """
 
-    def __init__(self, name: str | Path, dir_fd: int | None = None) -> None:
+    def __init__(self, name: str | Path, dir_fd: int | None = None, text: str | None = None) -> None:
         self._name, self._dir_fd = name, dir_fd
         while True:
             flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
@@ -34,12 +35,14 @@ class LockFile:
             try:
                 fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 if self._is_current():
-                    self._name_owner()
+                    if text != "":
+                        with suppress(OSError):  # the disk is full, but the lock is held
+                            self.write(text or f"{this_process()}\n")
                     return
             except OSError as fault:
                 taken = fault.errno in (errno.EWOULDBLOCK, errno.EACCES)
-                owner = os.pread(self._fd, 500, 0).decode(errors="replace").strip()
-                if not taken:
+                owner = self.content().strip()
+                if not taken and text != "":
                     self.remove()  # without locks nobody can hold it
                 self.release()
                 if taken:
@@ -47,10 +50,13 @@ class LockFile:
                 raise
             self.release()  # its owner has just removed the file
 
-    def _name_owner(self) -> None:
-        text = f"{this_process()}\n".encode()
-        with suppress(OSError):  # the disk is full, but the lock is held
-            os.ftruncate(self._fd, os.pwrite(self._fd, text, 0))
+    def content(self) -> str:
+        """What is in the file, at most 16 MiB."""
+        return os.pread(self._fd, 1 << 24, 0).decode(errors="replace")
+
+    def write(self, text: str) -> None:
+        """Replace what is in the file; OSError if the disk is full."""
+        os.ftruncate(self._fd, os.pwrite(self._fd, text.encode(), 0))
 
     def _is_current(self) -> bool:
         try:

@@ -38,6 +38,8 @@ class RunDir:
 
     def __init__(self, path: Path) -> None:
         self.path = path
+        self.replaces: dict[str, Path] = {}
+        """Places outside with another run's results, which this run replaces, by their keys."""
         self._end = ExitStack()
         self._due = False
         if os.environ.get("RANK", "0") == "0":

@@ -78,6 +78,8 @@ class Recipe:
     compose: Compose
     seed: int
     resume: str | None
+    overwrite: bool
+    """Whether results of another run, in places that the recipe names, are replaced."""
     plugins: Mapping[str, Mapping[str, Any]]
     """Knobs by plugin, in the order of the command line; each plugin's knobs are checked when it is
     loaded."""
@@ -110,6 +112,7 @@ class Recipe:
             compose=typed(Compose, section("compose", {"prefer": {}}), "compose"),
             seed=fitted(Seed, _present(values, "seed"), "seed"),
             resume=fitted(FilePath | None, section("resume"), "resume"),
+            overwrite=fitted(bool, section("overwrite", False), "overwrite"),
             plugins=active_plugins(config),
             values=values,
         )

@@ -33,6 +33,7 @@ from torch import nn
 
 from recpipe.common.console import alone, heard
 from recpipe.common.durable import sync
+from recpipe.common.owned import require_absent, written_alone
 from recpipe.common.quiet import quieted
 from recpipe.common.run_dir import unwritable
 from recpipe.common.sizes import readable_bytes
@@ -55,12 +56,13 @@ from recpipe.inference.programs import (
 )
 from recpipe.inference.reference import wanted_samples
 from recpipe.inference.signature import PrivateKey, private_key
+from recpipe.inference.words import asked_samples
 from recpipe.seams.compiled import compiler
 from recpipe.tasks.process import prepare_process
 
 log = logging.getLogger("recpipe")
 SCORE = "score.py"
-WORDS = ("instruction_set", "dense", "reference", "popularity", "sign")
+WORDS = ("instruction_set", "dense", "reference", "popularity", "sign", "overwrite")
 
 
 @dataclass(frozen=True)
@@ -76,6 +78,8 @@ class Options:
     """In so many training samples lookups are counted, 0: in all; None: they are not."""
     key: PrivateKey | None = None
     """What the package is signed with; None: it is not."""
+    overwrite: bool = False
+    """Whether a package that is there is replaced."""
 
     @classmethod
     def of(
@@ -85,17 +89,22 @@ class Options:
         reference: bool | int | str = True,
         popularity: bool | int | str = False,
         sign: str | Path | None = None,
+        overwrite: bool | str = False,
     ) -> Options:
         """From what the user says; ``UserError`` if that is not possible here."""
         if dense not in DENSE:
             raise UserError(f"dense={shown(dense)}: choose one of {', '.join(DENSE)}")
         key = None if sign is None else private_key(Path(sign))
-        return cls(chosen_set(instruction_set), dense, wanted_samples(reference), wanted(popularity), key)
+        replaces = asked_samples(overwrite)
+        if not isinstance(replaces, bool):
+            raise UserError(f"overwrite={shown(overwrite)}: say true or false")
+        samples, counted = wanted_samples(reference), wanted(popularity)
+        return cls(chosen_set(instruction_set), dense, samples, counted, key, replaces)
 
 
 def package_command(words: Sequence[str]) -> int:
     """``recpipe package CHECKPOINT DIRECTORY [instruction_set=avx2|avx512] [dense=low|float32]
-    [reference=false|SAMPLES] [popularity=true|SAMPLES] [sign=KEY]``."""
+    [reference=false|SAMPLES] [popularity=true|SAMPLES] [sign=KEY] [overwrite=true]``."""
     options = dict(word.partition("=")[::2] for word in words[2:])
     unknown = next((key for key in options if key not in WORDS), None)
     if unknown is not None:
@@ -118,8 +127,9 @@ def package(checkpoint: Path, directory: Path, model: nn.Module | None, options:
     """Write the package ``directory`` of ``checkpoint``, or of the newest one in that folder; returns it.
 
     ``checkpoint`` may be a package too, whose dense part is then compiled anew. ``model``: the module, if
-    training was given one in Python. A package in ``directory`` is replaced. ``UserError`` if there is no C++
-    compiler, if the model cannot be packaged, and if the package does not score as the model does.
+    training was given one in Python. A package in ``directory`` is replaced if ``options`` say so.
+    ``UserError`` if they do not, if another process writes there, if there is no C++ compiler, if the model
+    cannot be packaged, and if the package does not score as the model does.
     """
     if compiler() is None:
         raise UserError(
@@ -129,11 +139,14 @@ def package(checkpoint: Path, directory: Path, model: nn.Module | None, options:
     directory = directory.expanduser()
     _check_target(directory)
     checkpoint = checkpoint.expanduser()
+    replaces = options.overwrite or checkpoint.resolve() == directory.resolve()
+    require_absent("", directory, replaces)
     if options.popularity is not None and is_package(checkpoint):
         raise UserError(f"{checkpoint} is a package, without training data: leave out popularity=")
-    parts = of_package(checkpoint) if is_package(checkpoint) else of_checkpoint(checkpoint, model)
-    with _beside(directory) as partial:
-        difference = _write(partial, parts, options)
+    with written_alone("", directory, replaces, ("package", str(checkpoint))):
+        parts = of_package(checkpoint) if is_package(checkpoint) else of_checkpoint(checkpoint, model)
+        with _beside(directory) as partial:
+            difference = _write(partial, parts, options)
     size = sum(file.stat().st_size for file in directory.rglob("*") if file.is_file())
     log.info(
         "wrote %s: %s, golden scores within %.1e of the model's", directory, readable_bytes(size), difference

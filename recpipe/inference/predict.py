@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from pathlib import Path
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from recpipe.common.console import Meter
 from recpipe.common.durable import sync
-from recpipe.common.lock import NO_LOCKS, LockFile, Taken
+from recpipe.common.owned import require_absent, written_alone
 from recpipe.common.run_dir import FULL, RunDir
 from recpipe.data.config import FileConfig
 from recpipe.data.dataset import Dataset
@@ -106,8 +106,7 @@ def _target(options: PredictOptions) -> Path:
         raise UserError(f"output={target}: the name must end in {' or '.join(SUFFIXES)}, its format")
     if target.is_dir():
         raise UserError(f"output={target}: is a directory; name a file")
-    if target.exists() and not options.overwrite:
-        raise _exists(target)
+    require_absent("output", target, options.overwrite)
     if not target.parent.is_dir():
         raise UserError(f"output={target}: there is no directory {target.parent}; make it first")
     return target
@@ -117,10 +116,6 @@ def _require_other(target: Path, files: Sequence[Path]) -> None:
     """``UserError`` if ``target`` is one of the input's ``files``."""
     if any(target.exists() and target.samefile(file) for file in files):
         raise UserError(f"output={target}: is a file of the input; choose another file")
-
-
-def _exists(target: Path) -> UserError:
-    return UserError(f"output={target}: exists already; choose another file, or pass overwrite=true")
 
 
 def _keys(trained: Trained, options: PredictOptions) -> Iterator[pa.Table] | None:
@@ -211,12 +206,11 @@ def write(target: Path, overwrite: bool, tables: Iterator[pa.Table]) -> int:
     is full, or if another process writes the same file.
     """
     partial = target.with_name(f".{target.name}.partial")
-    with _alone(target):
+    with written_alone("output", target, overwrite):
         try:
             rows = _stream(partial, target.suffix, tables)
             sync(partial)
-            if target.exists() and not overwrite:
-                raise _exists(target)
+            require_absent("output", target, overwrite)
             partial.replace(target)
             sync(target.parent)
         except OSError as fault:
@@ -232,25 +226,6 @@ def write(target: Path, overwrite: bool, tables: Iterator[pa.Table]) -> int:
             with suppress(OSError):
                 partial.unlink(missing_ok=True)
     return rows
-
-
-@contextmanager
-def _alone(target: Path) -> Iterator[None]:
-    """In the block, no other process writes ``target``."""
-    lock = None
-    try:
-        lock = LockFile(target.with_name(f".{target.name}.lock"))
-    except Taken as taken:
-        raise UserError(f"output={target} is being written by {taken}; choose another file") from taken
-    except OSError as fault:
-        if fault.errno not in NO_LOCKS:
-            raise UserError(f"cannot write output={target}: {fault.strerror}; choose another file") from fault
-    try:
-        yield
-    finally:
-        if lock is not None:
-            lock.remove()
-            lock.release()
 
 
 def _stream(file: Path, suffix: str, tables: Iterator[pa.Table]) -> int:

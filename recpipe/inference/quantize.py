@@ -12,6 +12,7 @@ import torch
 from rich.console import Console
 
 from recpipe.common.console import log, show
+from recpipe.common.owned import require_absent, written_alone
 from recpipe.common.run_dir import unwritable
 from recpipe.data.given import GivenBatches
 from recpipe.distributed.launch import Process
@@ -51,6 +52,8 @@ def quantize_for(caller: Caller, checkpoint: Path, words: Sequence[str]) -> dict
     with answering(caller, directory) as run_dir:
         target = run_dir.path / QUANTIZED if options.output is None else Path(options.output).expanduser()
         require_free(target)
+        replaces = options.overwrite or options.output is None  # the run's own directory
+        require_absent("output", target, replaces)
         trained = open_trained(checkpoint, others, caller.model, caller.data)
         if is_quantized(trained.directory):
             raise UserError(f"{trained.directory} is quantized already: name the checkpoint it was made from")
@@ -59,7 +62,8 @@ def quantize_for(caller: Caller, checkpoint: Path, words: Sequence[str]) -> dict
             dataset.device = torch.device("cpu")  # where a quantizer's model is
         source = FloatCheckpoint.of(trained)
         _require_finite(source)
-        with _beside(target.absolute()) as draft:
+        alone = written_alone("output", target, replaces, ("quantize", str(trained.directory)))
+        with alone, _beside(target.absolute()) as draft:
             size = trained.cfg.data.batch_size
             made = quantizer.quantize(FinishedModel(source, dataset, size, run_dir.path, draft))
             take_place(draft, target)

@@ -57,6 +57,8 @@ class QuantizeOptions:
 
     output: FilePath | None = None
     """The directory of the quantized checkpoint; None: ``quantized`` in the run's directory."""
+    overwrite: bool = False
+    """Whether an ``output`` that exists is replaced."""
 
 
 def parted(words: Sequence[str], kind: type[T], command: str) -> tuple[T, list[str], Path]:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import torch
@@ -13,8 +13,10 @@ from recpipe.checkpoint.table_io import holds_checkpoint, newest
 from recpipe.common.device import use_device
 from recpipe.common.gpu import gpu_explained, why_no_gpu
 from recpipe.common.own_cache import default_cache_dir
+from recpipe.common.owned import EXPORTS, Owner, Writer, holds_arrays
 from recpipe.common.run_dir import RunDir
 from recpipe.config.recipe import Recipe
+from recpipe.config.task import ProfileConfig
 from recpipe.data.dataset import Dataset
 from recpipe.distributed.launch import Process, agreed_path
 from recpipe.distributed.ranks import Ranks
@@ -30,6 +32,7 @@ from recpipe.tables.inputs import Inputs
 from recpipe.tables.quantized import quantized
 from recpipe.tables.stores.home import remove_crashed
 from recpipe.tables.tiers.batch import Tiers
+from recpipe.training.config import TrainerConfig
 
 
 def refuse_ranks(task: str) -> None:
@@ -43,6 +46,45 @@ def resume_from(resume: str | None, checkpoints: Path) -> Path | None:
     own = Process.current().attempt > 0 and holds_checkpoint(checkpoints)
     chosen = newest(checkpoints) if own else newest(Path(resume).expanduser()) if resume else None
     return agreed_path(chosen)
+
+
+@contextmanager
+def owning_places(cfg: Recipe, run_dir: RunDir) -> Iterator[None]:
+    """In the block, the places outside of the run's directory that the recipe names for results are this
+    run's alone. Those with another run's results, which it replaces, are then in ``run_dir.replaces``.
+
+    Rank 0 owns them for all ranks. ``UserError`` for one that another process owns, or that has another run's
+    results without ``overwrite=true``.
+    """
+    with ExitStack() as stack:
+        if Process.current().rank == 0 and cfg.task.name in ("train", "profile"):
+            trainer = cfg.task.shortened(cfg.trainer) if isinstance(cfg.task, ProfileConfig) else cfg.trainer
+            resume = newest(Path(cfg.resume).expanduser()) if cfg.resume else None
+            own = run_dir.path.resolve()
+            here = Owner.here(str(own), trainer.checkpoints(run_dir.path), cfg.values)
+            writer, owned = Writer(here, resume, cfg.overwrite), set[Path]()
+            for key, place, holds in _places(cfg, trainer):
+                real = place.resolve()
+                if real.is_relative_to(own) or real in owned:
+                    continue
+                owned.add(real)
+                if stack.enter_context(writer.owning(key, place, holds)):
+                    run_dir.replaces[key] = place
+        yield
+
+
+def _places(cfg: Recipe, trainer: TrainerConfig) -> Iterator[tuple[str, Path, Callable[[Path], bool]]]:
+    """The directories that the recipe names for results: the key, and whether a directory has some."""
+    if trainer.checkpoint_dir and (trainer.checkpoint_every is not None or trainer.callbacks):
+        yield "trainer.checkpoint_dir", Path(trainer.checkpoint_dir).expanduser(), holds_checkpoint
+    for number, callback in enumerate(trainer.callbacks):
+        if callback.get("dirpath"):
+            key = f"trainer.callbacks[{number}].dirpath"
+            yield key, Path(str(callback["dirpath"])), holds_checkpoint
+    for key in EXPORTS:
+        name = key.rpartition(".")[2]
+        if getattr(cfg.task, name):
+            yield key, Path(getattr(cfg.task, name)), holds_arrays
 
 
 def remove_left_stores(tiers: TierConfig, run_dir: RunDir, resume: str | None) -> None:

@@ -247,6 +247,7 @@ class _Comparison:
     def _exports(self, index: int | str) -> list[str]:
         parameters, predictions = self.judge.exports(index)
         return [
+            "overwrite=true",  # each round's in place of the one before
             quoted("task.export_parameters", parameters),
             quoted("task.export_predictions", predictions),
         ]

@@ -33,7 +33,7 @@ from recpipe.config.launcher import NAME
 from recpipe.errors import UserError, shown
 from recpipe.tasks.compare_rows import chosen_config, quoted
 from recpipe.tasks.compare_run import TORCHRUN, end, interrupt_on_sigterm
-from recpipe.tasks.sweeps import metrics_of, optimized
+from recpipe.tasks.sweeps import metrics_of, optimized, places_apart
 
 _OF_A_RANK = re.compile(
     r"(LOCAL_|GROUP_|ROLE_)?(RANK|WORLD_SIZE)|ROLE_NAME|MASTER_(ADDR|PORT)|TORCHELASTIC_.*"
@@ -89,7 +89,9 @@ class TorchrunLauncher(Launcher):
         carried = [word for word in self.config.hydra.overrides.hydra if not _OF_THE_SWEEP.match(word)]
         words = [*chosen_config(self.config.hydra), *overrides, *carried]
         command = [sys.executable, *TORCHRUN.format(self.ranks).split(), f"--max-restarts={self.restarts}"]
-        command += ["-m", "recpipe", *words, quoted("hydra.run.dir", folder.absolute())]
+        shared = places_apart(config, self.config.hydra.overrides.task, str(config.hydra.sweep.subdir))
+        own = [quoted(key, Path(place)) for key, place in shared if "[" not in key]
+        command += ["-m", "recpipe", *words, *own, quoted("hydra.run.dir", folder.absolute())]
         return _Job(number, overrides, config, folder, command, metrics)
 
     def _environment(self) -> dict[str, str]:

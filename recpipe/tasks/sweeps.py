@@ -6,13 +6,14 @@ from __future__ import annotations
 import json
 import math
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Annotated, Any, ClassVar
 
 from annotated_types import MinLen
 from hydra.core.hydra_config import HydraConfig
+from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException
 from hydra.experimental.callback import Callback
 from hydra.types import RunMode
@@ -20,6 +21,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from recpipe.common.console import append_to_log
+from recpipe.common.owned import EXPORTS
 from recpipe.common.run_dir import JOB_FILE
 from recpipe.common.validation import Text, fitted
 from recpipe.errors import ThroughHydra, UserError, nearest_or_all, shown
@@ -37,11 +39,40 @@ class SweepFolder(Callback):
 
     path: ClassVar[Path | None] = None
     sweeper: ClassVar[str] = BASIC
+    words: ClassVar[Sequence[str]] = ()
+    """The sweep's overrides of the recipe."""
 
     def on_multirun_start(self, config: DictConfig, **kwargs: Any) -> None:
         """Called by Hydra in the process that runs the sweep, before the first job."""
         SweepFolder.path = Path(str(config.hydra.sweep.dir))
         SweepFolder.sweeper = str(config.hydra.runtime.choices.get("hydra/sweeper"))
+        SweepFolder.words = [str(word) for word in config.hydra.overrides.task]
+
+
+SHARED = ("trainer.checkpoint_dir", *EXPORTS)
+"""Keys of places that all jobs of a sweep are told alike."""
+
+
+def places_apart(recipe: DictConfig, swept: Sequence[str], folder: str) -> list[tuple[str, str]]:
+    """For each place that all jobs of the sweep would share, its key, and this job's own folder in it.
+
+    ``swept``: the sweep's overrides. A place that these vary, or whose value has an interpolation, is left to
+    the user.
+    """
+    parts = OverridesParser.create().parse_overrides(list(swept))
+    varied = {override.get_key_element().lstrip("+") for override in parts if override.is_sweep_override()}
+    found = []
+    for key in SHARED:
+        section, _, name = key.partition(".")
+        node = recipe.get(section)
+        if not node or name not in node or OmegaConf.is_interpolation(node, name) or not node[name]:
+            continue
+        if key not in varied:
+            found.append((key, str(Path(node[name]) / folder)))
+    for number, callback in enumerate(recipe.trainer.get("callbacks") or []):
+        if callback.get("dirpath") and not OmegaConf.is_interpolation(callback, "dirpath"):
+            found.append((f"trainer.callbacks[{number}].dirpath", str(Path(callback.dirpath) / folder)))
+    return found
 
 
 class JobFailed(Exception):

@@ -16,26 +16,34 @@ from recpipe.checkpoint.manifest import TABLES
 from recpipe.checkpoint.table_files import saved_weights
 from recpipe.checkpoint.table_io import naming, newest, open_checkpoint
 from recpipe.common.durable import sync
+from recpipe.common.owned import require_absent, written_alone
 from recpipe.common.saved import entries, tensor
 from recpipe.common.tensor_files import FLOATS, INT64, TensorFiles
 from recpipe.common.tensor_writer import Streamed, write_tensors
-from recpipe.errors import UserError
+from recpipe.errors import UserError, shown
 from recpipe.pipeline.placed import PlacedModel
 from recpipe.tables.specs import to_numpy, weight_name
 
 
 def unshard_command(words: Sequence[str]) -> int:
-    """``recpipe unshard CHECKPOINT FILE``."""
-    checkpoint, target = map(Path, words)
-    return unshard(checkpoint, target)
+    """``recpipe unshard CHECKPOINT FILE [overwrite=true]``."""
+    overwrite = False
+    for word in words[2:]:
+        key, _, value = word.partition("=")
+        if key != "overwrite" or value.lower() not in ("true", "false"):
+            raise UserError(f"recpipe unshard takes overwrite=true after the file, not '{shown(word)}'")
+        overwrite = value.lower() == "true"
+    return unshard(Path(words[0]), Path(words[1]), overwrite)
 
 
-def unshard(checkpoint: Path, target: Path) -> int:
+def unshard(checkpoint: Path, target: Path, overwrite: bool = False) -> int:
     """Write ``<table>`` (float32 [rows, D]) for each table, and every dense parameter (float32) and saved
     buffer (float32, whole numbers as int64) under its name.
 
     ``checkpoint`` is a checkpoint, or a folder whose newest one is taken. Tables may be larger than memory.
+    ``UserError`` if ``target`` exists, unless ``overwrite``.
     """
+    require_absent("", target, overwrite)
     directory = newest(checkpoint.expanduser())
     dense = saved_dense(directory, open_checkpoint(directory))
     tensors: dict[str, Streamed] = {name: (value.shape, [_array(value)]) for name, value in dense.items()}
@@ -46,7 +54,8 @@ def unshard(checkpoint: Path, target: Path) -> int:
         tensors[name] = weights
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=target.parent, prefix=".unshard-") as folder:
+        alone = written_alone("", target, overwrite, ("unshard", str(directory)))
+        with alone, tempfile.TemporaryDirectory(dir=target.parent, prefix=".unshard-") as folder:
             partial = Path(folder, "file")
             write_tensors(partial, tensors, types)
             sync(partial)

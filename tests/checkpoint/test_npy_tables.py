@@ -187,7 +187,7 @@ def test_it_is_loaded_and_exported(both, tmp_path) -> None:
         assert value.equal(states[1][name]), name
     tensors = []
     for found in both:
-        unshard(found, tmp_path / "all.safetensors")
+        unshard(found, tmp_path / "all.safetensors", overwrite=True)
         tensors.append(load_file(tmp_path / "all.safetensors"))
     assert tensors[0].keys() == tensors[1].keys() >= {"a", "b/c"}
     for name, value in tensors[0].items():

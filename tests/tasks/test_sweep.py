@@ -92,6 +92,10 @@ def test_a_job_of_two_ranks(cli: Cli, tmp_path: Path) -> None:
     assert report["ranks"]["world"] == 2
     assert job["samples_per_second"] == report["throughput"]["samples_per_second"] > 0
     assert job["bytes_between_ranks"] > 1000
+    # Each job of a sweep has a folder in a place that all are told.
+    (tmp_path / "parameters" / "0").rename(tmp_path / "job")
+    (tmp_path / "parameters").rmdir()
+    (tmp_path / "job").rename(tmp_path / "parameters")
     alone(tmp_path / "one", base=swept)
     assert difference(tmp_path / "one", tmp_path) < 1e-5
 
