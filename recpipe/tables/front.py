@@ -88,6 +88,11 @@ class _Late:
     """A leaf of the graph, float32 [U, D]."""
 
 
+class RowsElsewhere(UserError, AttributeError):
+    """A model reads the weights of a front's tables, which are no parameters. It is an ``AttributeError``,
+    too, so that ``hasattr`` says no."""
+
+
 class Front(ABC, nn.Module):
     """The base class of both kinds of fronts; ``path`` is the front's place in the model.
 
@@ -116,6 +121,14 @@ class Front(ABC, nn.Module):
         """Take rows from ``collections``, one for each of ``groups``; the front does not own them."""
         # Kept in tuples: a module in an attribute would make rows parameters of the model.
         self.groups, self._collections = tuple(groups), tuple(collections)
+
+    def __getattr__(self, name: str) -> Any:
+        if name == self.weights_under:
+            raise RowsElsewhere(
+                f"'{self.path}.{name}' is read, and recpipe keeps the rows of '{self.path}' in its own "
+                "tables: use what the collection returns (state_dict() has copies of all weights)"
+            )
+        return super().__getattr__(name)
 
     @property
     def collections(self) -> tuple[TableCollection, ...]:

@@ -14,6 +14,7 @@ from torch import nn
 
 import recpipe
 from recpipe.tables.front import Front
+from tests.any_model import weighing  # noqa: F401, whose models ``make`` then knows in other processes
 from tests.any_model.zoo import OVERRIDES, Events, Trained, is_table, make
 from tests.processes import start_ranks
 

@@ -12,7 +12,7 @@ from torchrec.modules.feature_processor_ import PositionWeightedModule, Position
 from torchrec.modules.fp_embedding_modules import FeatureProcessedEmbeddingBagCollection
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from tests.any_model.zoo import ROWS, Events, TwoTower
+from tests.any_model.zoo import OTHERS, ROWS, Events, TwoTower
 
 LISTS = ("clicked", "carted")
 
@@ -136,6 +136,7 @@ WEIGHING: dict[str, type[Weighing]] = {
     "twice": Twice,
     "weighed_frozen": Frozen,
 }
+OTHERS |= WEIGHING
 
 
 def with_own_weights(batches: list[Events]) -> list[Events]:

@@ -229,10 +229,8 @@ OVERRIDES = {
 
 def make(name: str) -> nn.Module:
     """A model with its first weights, the same at every call."""
-    from tests.any_model.weighing import WEIGHING  # which begin with a model of this file
-
     torch.manual_seed(7)
-    return (ZOO | OTHERS | WEIGHING)[name]()
+    return (ZOO | OTHERS)[name]()
 
 
 @dataclass

@@ -12,6 +12,7 @@ from torchrec.modules.embedding_configs import EmbeddingBagConfig, EmbeddingConf
 from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
 
 from recpipe.errors import UserError
+from recpipe.tables.front import front_of
 from recpipe.tables.groups import ModelTables, collections_of, group_tables
 from recpipe.tables.specs import TableOptimizer
 from recpipe.training.optim import OptimConfig
@@ -125,3 +126,13 @@ def test_an_attached_rate_of_0_freezes_and_a_recipe_unfreezes_no_parameter() -> 
         weights._optimizer_classes, weights._optimizer_kwargs = [torch.optim.Adagrad], [{"lr": 0.0}]
 
     assert optimizers(placed(attach))["u"].frozen
+
+
+def test_weights_that_a_model_reads_are_named() -> None:
+    """As for a penalty on them: they are no parameters any more."""
+    front = front_of("bags", Net().bags)
+    assert not hasattr(front, "embedding_bags")
+    with pytest.raises(UserError, match="'bags.embedding_bags' is read.*use what the collection returns"):
+        _ = front.embedding_bags["t"].weight
+    with pytest.raises(AttributeError, match="no attribute 'other'"):
+        _ = front.other
