@@ -10,16 +10,18 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from recpipe.common.console import counting
 from recpipe.common.durable import sync
 from recpipe.common.saved import Damaged, entries, read_json, typed_as
 from recpipe.errors import UserError
 
 MANIFEST = "MANIFEST.json"
 SCHEMA = 1
+BLOCK_BYTES = 1 << 20
 TRAINER, TABLES = "trainer.pt", "tables"
 _NAME = re.compile(rf"{re.escape(TRAINER)}|{TABLES}/(?!\.\.?$)[^/\0]+", re.DOTALL)
 
@@ -69,10 +71,12 @@ def verify(directory: Path) -> Manifest:
     remedy = f"resume from an older checkpoint in {directory.parent}"
     try:
         found = set(_regular_files(directory))
-        for name, (size, digest) in manifest.files.items():
-            file = directory / name
-            if name not in found or file.stat().st_size != size or _digest(file) != digest:
-                raise UserError(f"{file} is damaged or missing: {remedy}")
+        whole = sum(size for size, _ in manifest.files.values())
+        with counting("checking the checkpoint's bytes", whole) as add:
+            for name, (size, digest) in manifest.files.items():
+                file = directory / name
+                if name not in found or file.stat().st_size != size or _digest(file, add) != digest:
+                    raise UserError(f"{file} is damaged or missing: {remedy}")
     except OSError as fault:
         raise UserError(f"cannot read {fault.filename}: {fault.strerror}; {remedy}") from fault
     extra = min(found - manifest.files.keys(), default=None)
@@ -98,17 +102,25 @@ def _regular_files(directory: Path) -> Iterator[str]:
 def seal(directory: Path, step: int) -> None:
     """Flush all files to disk, then write the manifest atomically."""
     files = sorted(f for f in directory.rglob("*") if f.is_file())
-    for file in files:
-        sync(file)
-    entries = {str(f.relative_to(directory)): [f.stat().st_size, _digest(f)] for f in files}
+    listed: dict[str, tuple[int, str]] = {}
+    with counting("sealing the checkpoint's bytes", sum(file.stat().st_size for file in files)) as add:
+        for file in files:
+            add(0)
+            sync(file)
+            listed[str(file.relative_to(directory))] = file.stat().st_size, _digest(file, add)
     sync(directory / TABLES)
     draft = directory / f"{MANIFEST}.new"
-    draft.write_text(json.dumps({"schema": SCHEMA, "step": step, "files": entries}, indent=1))
+    draft.write_text(json.dumps({"schema": SCHEMA, "step": step, "files": listed}, indent=1))
     sync(draft)
     draft.rename(directory / MANIFEST)
     sync(directory)
 
 
-def _digest(file: Path) -> str:
+def _digest(file: Path, add: Callable[[int], None]) -> str:
+    """``add`` is told how many bytes have been read."""
+    digest = hashlib.blake2b(digest_size=16)
     with file.open("rb") as stream:
-        return hashlib.file_digest(stream, lambda: hashlib.blake2b(digest_size=16)).hexdigest()
+        while block := stream.read(BLOCK_BYTES):
+            digest.update(block)
+            add(len(block))
+    return digest.hexdigest()

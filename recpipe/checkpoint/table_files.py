@@ -16,12 +16,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from recpipe.checkpoint.npy_tables import holds_npy, npy_tables
+from recpipe.common.console import counting
 from recpipe.common.tensor_files import TensorFiles
 from recpipe.common.tensor_writer import Streamed
 from recpipe.errors import UserError
 from recpipe.tables.collection import TableCollection
 from recpipe.tables.saved_parts import Part, region_values, save_parts
-from recpipe.tables.specs import FILL_ROWS, state_name, weight_name
+from recpipe.tables.specs import FILL_ROWS, Region, Values, state_name, weight_name
 
 Shapes = dict[str, tuple[int, int, int]]
 """For each table: rows, dimension, width of the optimizer state."""
@@ -31,9 +32,20 @@ _REMEDY = "use the checkpoint's recipe"
 
 def save_tables(directory: Path, storage: TableCollection, shapes: Shapes) -> None:
     """Write a file for each table, region by region; each region is read once."""
-    for table, regions in groupby(storage.regions(), lambda region: region.table):
-        part = Part(table, (0, 0), *shapes[table], map(storage.read, regions))
-        save_parts(table_file(directory, table), [part])
+    with counting("writing rows to the checkpoint", _rows(storage)) as add:
+
+        def read(region: Region) -> Values:
+            add(region.stop - region.start)
+            return storage.read(region)
+
+        for table, regions in groupby(storage.regions(), lambda region: region.table):
+            part = Part(table, (0, 0), *shapes[table], map(read, regions))
+            save_parts(table_file(directory, table), [part])
+
+
+def _rows(storage: TableCollection) -> int:
+    """How many rows its regions have."""
+    return sum(region.stop - region.start for region in storage.regions())
 
 
 def read_along(storage: TableCollection) -> None:
@@ -94,8 +106,10 @@ def check_tables(directory: Path, shapes: Shapes, scoring: bool = False) -> Tens
 
 def load_regions(files: TensorFiles, storage: TableCollection, shapes: Shapes) -> None:
     """Read all rows into ``storage``, some at a time."""
-    for region in storage.regions():
-        storage.write(region, region_values(files, region, shapes[region.table][2]))
+    with counting("loading rows", _rows(storage)) as add:
+        for region in storage.regions():
+            storage.write(region, region_values(files, region, shapes[region.table][2]))
+            add(region.stop - region.start)
 
 
 def saved_weights(directory: Path) -> dict[str, Streamed]:

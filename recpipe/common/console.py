@@ -244,6 +244,22 @@ class Meter:
         self.close()
 
 
+@contextmanager
+def counting(doing: str, whole: int) -> Iterator[Callable[[int], None]]:
+    """In the block, shows by a ``Meter`` how much is done of the ``whole`` (rows or bytes); the function that
+    it gives adds to that, and may be called as often as you like."""
+    done = 0
+    with Meter() as meter:
+
+        def add(more: int) -> None:
+            nonlocal done
+            done += more
+            if meter.due:
+                meter.show(min(1.0, done / max(1, whole)), f"{doing}  {done:,}/{whole:,}")
+
+        yield add
+
+
 class _Bars:
     """The lines at the bottom of the terminal that are redrawn, one for each open ``Meter``."""
 

@@ -23,9 +23,8 @@ class HostStore(ColdStore):
         self.layout = layout
         self.io = IoCounters()
         self.records = _allocate(layout)
-        for table, base in enumerate(layout.bases[:-1].tolist()):
-            for start, records in filled_chunks(layout, fill, table):
-                self.records[base + start : base + start + len(records)] = torch.from_numpy(records)
+        for start, records in filled_chunks(layout, fill):
+            self.records[start : start + len(records)] = torch.from_numpy(records)
 
     def gather(self, rows: Rows, out: Records) -> None:
         """Copy records into ``out``; IndexError for a row outside the layout."""

@@ -342,9 +342,8 @@ class SsdStore(ColdStore):
 
     def _fill(self, fill: Fill) -> None:
         step = min(STREAM_BLOCKS, self._staging.capacity) * self._map.rows_per_block
-        for table, base in enumerate(self.layout.bases[:-1].tolist()):
-            for start, records in filled_chunks(self.layout, fill, table, step):
-                self.scatter(np.arange(base + start, base + start + len(records)), records)
+        for start, records in filled_chunks(self.layout, fill, step):
+            self.scatter(np.arange(start, start + len(records)), records)
         self.forget_staged()
         self.io = IoCounters()
 
