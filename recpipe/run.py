@@ -44,7 +44,7 @@ from recpipe.data.make import open_dataset
 from recpipe.distributed.launch import Process, begin_run, joined, require_same_data
 from recpipe.distributed.ranks import Ranks
 from recpipe.errors import UserError
-from recpipe.model.metrics import reset_peak_rss
+from recpipe.model.metrics import peak_rss_bytes, reset_peak_rss
 from recpipe.model.sizes import sizes_of
 from recpipe.pipeline.loader import EvalLoader, TrainLoader
 from recpipe.pipeline.sample_filter import SampleFilter
@@ -184,6 +184,7 @@ def run_on(
 ) -> Outcome:
     """This rank's part of a run; reports are rank 0's."""
     started = run_start()
+    reset_peak_rss()  # of an earlier run in this process
     trainer_config, model_config, tier_config = cfg.trainer, cfg.model, cfg.tiers
     leads = ranks.rank == 0
     require_units(model_config.precision, device, model_config.emulate_bfloat16)
@@ -253,6 +254,7 @@ def run_on(
 
     # 5. Tables in their tiers; fronts replace the model's collections. A rank that only holds rows
     # serves them here.
+    preparing = peak_rss_bytes()
     reset_peak_rss()
     log.info("building %d tables: %s", len(tables.tables), readable_bytes(tables.total_bytes))
     roomy = trainer_config.backend != "plain"
@@ -339,6 +341,7 @@ def run_on(
             resume,
             recorder,
             written_back,
+            preparing,
             command_line,
         )
         if leads:

@@ -31,7 +31,7 @@ class Amount:
         unit = found.group(2).lower() if found else "?"
         if found is None or (unit != "%" and unit not in _UNITS):
             raise UserError(
-                f"{key}={shown(text)}: give bytes (1000000), a size (64MiB, 1.5GB) or a share of all tables "
+                f"{key}={shown(text)}: give bytes (1000000), a size (64MiB, 1.5GB) or a share of the whole "
                 "(10%)"
             )
         number = float(found.group(1))

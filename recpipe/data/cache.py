@@ -6,6 +6,7 @@ import fcntl
 import hashlib
 import json
 import logging
+import os
 import shutil
 import time
 from collections.abc import Iterator, Sequence
@@ -15,14 +16,16 @@ from typing import Any, Protocol
 
 from recpipe.common.console import Meter
 from recpipe.common.own_cache import CACHE_HOME, default_cache_dir, own_folder, private_files, require_own
-from recpipe.common.sizes import readable_bytes
+from recpipe.common.sizes import Amount, readable_bytes
 from recpipe.data.columns import Columns
 from recpipe.data.dataset import Schema
 from recpipe.data.preparation import Preparation
-from recpipe.data.prepared import FORMAT_VERSION, PreparedWriter, check_prepared
+from recpipe.data.prepared import FORMAT_VERSION, META, PreparedWriter, check_prepared
 from recpipe.errors import DataError
 
 log = logging.getLogger(__name__)
+_KEY = "[0-9a-f]" * 24
+"""A pattern of what ``cache_key`` gives."""
 
 
 class Source(Protocol):
@@ -59,8 +62,10 @@ def cache_key(source: Source) -> str:
     return hashlib.blake2b(identity.encode(), digest_size=12).hexdigest()
 
 
-def prepare(source: Source, cache_dir: Path | None = None) -> Path:
+def prepare(source: Source, cache_dir: Path | None = None, limit: Amount | None = None) -> Path:
     """The directory with the prepared ``source``, written now or found complete from an earlier run.
+
+    ``limit``: how much all prepared data in the cache may take, the new ones aside; None: any amount.
 
     It is written under a temporary name and renamed when complete, so that a killed run leaves nothing that
     looks valid. Processes that want the same data wait for the first one (by a file lock) and use its result.
@@ -70,6 +75,7 @@ def prepare(source: Source, cache_dir: Path | None = None) -> Path:
     setting = CACHE_HOME if cache_dir is None else "data.cache_dir"
     require_own(target, setting)
     if target.exists() and _fault(source, target) is None:
+        os.utime(target / META)
         return own_folder(target, setting)
     try:
         with private_files():
@@ -81,12 +87,34 @@ def prepare(source: Source, cache_dir: Path | None = None) -> Path:
                 shutil.rmtree(target)
             if not target.exists():
                 _write(source, target)
+                _make_room(root, target, limit)
     except OSError as error:
         raise DataError(
             f"cannot write prepared data to {root} ({error.strerror or error}): "
             "free space there or pass data.cache_dir=DIR"
         ) from error
     return target
+
+
+def _make_room(root: Path, own: Path, limit: Amount | None) -> None:
+    """Remove prepared data that were used longest ago until all but ``own`` take at most ``limit``, and say
+    what is there. A run that still reads what is removed has it open, and goes on."""
+    others = [folder for folder in root.glob(f"data-{_KEY}") if folder != own]
+    used = sorted(((folder / META).stat().st_mtime, folder) for folder in others if (folder / META).exists())
+    sizes = {folder: sum(f.stat().st_size for f in folder.iterdir()) for _, folder in used}
+    total = sum(sizes.values())
+    if not total:
+        return
+    most = total if limit is None else limit.of(shutil.disk_usage(root).total)
+    for _, folder in used:
+        if total <= most:
+            break
+        shutil.rmtree(folder)
+        total -= sizes[folder]
+        log.info(
+            "removed prepared data that were used longest ago: %s, %s", folder, readable_bytes(sizes[folder])
+        )
+    log.info("prepared data of other files and settings in %s: %s", root, readable_bytes(total))
 
 
 def _fault(source: Source, target: Path) -> DataError | None:
@@ -146,7 +174,7 @@ def _lock(target: Path, wait: bool = True) -> Iterator[None]:
 def _remove_stale(root: Path) -> None:
     """Delete what killed runs have left: temporary directories whose lock nobody holds."""
     # Named by ``cache_key``, so it belongs to nobody else.
-    for temporary in root.glob(f"data-{'[0-9a-f]' * 24}.tmp"):
+    for temporary in root.glob(f"data-{_KEY}.tmp"):
         try:
             with _lock(temporary, wait=False):
                 shutil.rmtree(temporary, ignore_errors=True)

@@ -9,6 +9,7 @@ from typing import Annotated, Any, get_type_hints
 from annotated_types import Gt, Interval, MinLen
 from omegaconf import DictConfig, OmegaConf
 
+from recpipe.common.sizes import Amount
 from recpipe.common.validation import Count, FilePath, Positive, Text, chosen, mapping, one_of, typed
 from recpipe.data.labels import LABEL_KINDS
 from recpipe.errors import UserError, shown
@@ -57,7 +58,8 @@ class SyntheticConfig(SamplesConfig):
 
 @dataclasses.dataclass
 class FileConfig(SamplesConfig):
-    """Data from files, prepared once into ``cache_dir`` (null: ``$XDG_CACHE_HOME/recpipe``).
+    """Data from files, prepared once into ``cache_dir`` (null: ``$XDG_CACHE_HOME/recpipe``), which keeps at
+    most ``cache_bytes`` (a size, or a share of its disk) beside the data of this run.
 
     ``path``: a file, a directory, or a list of files in time order. ``on_bad_row``: ``error`` or ``skip``.
     """
@@ -65,8 +67,15 @@ class FileConfig(SamplesConfig):
     path: FilePath | list[FilePath] | None = None
     on_bad_row: Annotated[str, one_of("error", "skip")] = "error"
     cache_dir: FilePath | None = None
+    cache_bytes: int | str = "20%"
+
+    @property
+    def cache_limit(self) -> Amount:
+        """``cache_bytes``, parsed; ``UserError`` if it is no size."""
+        return Amount.parsed(self.cache_bytes, "data.cache_bytes")
 
     def __post_init__(self) -> None:
+        assert self.cache_limit
         if not self.path:
             raise UserError(f"data.path is not set: data={self.name} needs data.path=FILE_OR_DIR")
 

@@ -72,7 +72,7 @@ def _open(config: DataConfig, seed: int) -> Dataset:
     log.info("reading data: %s", config.path)
     cache_dir = Path(config.cache_dir).expanduser() if config.cache_dir else None
     source = open_source(config)
-    dataset = PreparedDataset(prepare(source, cache_dir), config.eval_fraction)
+    dataset = PreparedDataset(prepare(source, cache_dir, config.cache_limit), config.eval_fraction)
     dataset.preparation = source.preparation
     return dataset
 

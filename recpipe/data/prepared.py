@@ -32,6 +32,7 @@ from recpipe.data.files import map_npy
 from recpipe.errors import DataError
 
 FORMAT_VERSION = 2
+META = "meta.json"
 BLOCK = 1 << 22
 """Bytes of a file that have a digest of their own."""
 READERS = 8
@@ -76,7 +77,7 @@ class Meta:
     def read(cls, directory: Path) -> Meta:
         """Read ``directory/meta.json``; ``DataError`` if it is not in this format."""
         try:
-            values: dict[str, Any] = json.loads((directory / "meta.json").read_text())
+            values: dict[str, Any] = json.loads((directory / META).read_text())
             sparse = tuple(SparseFeature(item["name"], int(item["rows"])) for item in values["sparse"])
             schema = Schema(tuple(values["dense"]), sparse)
             known = values["format"] == FORMAT_VERSION
@@ -204,7 +205,7 @@ class PreparedWriter:
         digest = hashlib.blake2b("".join(digests).encode(), digest_size=16).hexdigest()
         blocks = {stream.path.name: stream.blocks for stream in self._streams()}
         meta = Meta(self.schema, self.multi_hot, self._label.rows, rejected_rows, digest, blocks)
-        with (self.directory / "meta.json").open("w") as file:
+        with (self.directory / META).open("w") as file:
             file.write(meta.to_json())
             file.flush()
             os.fsync(file.fileno())

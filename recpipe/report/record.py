@@ -117,7 +117,8 @@ def rate(samples: int, seconds: float) -> float:
 
 @dataclass
 class Memory:
-    """Peak resident set of the process, and the bytes of the resident and of the cold tier."""
+    """Peak resident set of the process, data's preparation included, and the bytes of the resident and of the
+    cold tier."""
 
     peak_rss_bytes: int
     resident_bytes: int
@@ -126,6 +127,8 @@ class Memory:
     """Memory of the tiers beside the resident rows: row maps, the policy's arrays, slab, buffers."""
     tables: Sequence[TableMemory] = ()
     """Each table, in the order of the row numbers."""
+    training_peak_rss_bytes: int | None = None
+    """The same from the making of the tables on."""
     peak_gpu_bytes: int | None = None
     """The most that tensors took of a GPU at a time; None for a run on a CPU."""
 

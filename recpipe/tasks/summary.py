@@ -44,10 +44,13 @@ def summarize(
     resumed_from: Path | None,
     recorder: Recorder,
     written_back: float,
+    preparing: int,
     command_line: Sequence[str] | None,
 ) -> RunReport:
     """Everything that report.json holds; ``written_back``: when all rows were, by ``perf_counter``;
-    ``command_line``: the overrides, unless the run was started from Python."""
+    ``preparing``: the largest resident set before tables were made, in bytes; ``command_line``: the
+    overrides, unless the run was started from Python."""
+    training_peak = peak_rss_bytes()
     tiers = embeddings.tier_figures()
     io = _io(tiers, str(described["tiers"]["store"]))
     splitting = module.loader.splitting
@@ -82,7 +85,11 @@ def summarize(
         ),
         throughput=replace(recorder.throughput(written_back), graph_steps=graph_steps),
         quality=recorder.quality,
-        memory=_memory(described, ranks, tables, embeddings, tiers, peak_gpu_bytes(module.loader.device)),
+        memory=replace(
+            _memory(described, ranks, tables, embeddings, tiers, max(preparing, training_peak)),
+            training_peak_rss_bytes=training_peak,
+            peak_gpu_bytes=peak_gpu_bytes(module.loader.device),
+        ),
         io=io,
         plugins=plugins,
         environment=environment(),
@@ -163,7 +170,7 @@ def _memory(
     tables: ModelTables,
     embeddings: GroupedCollection,
     tiers: TierFigures | None,
-    peak_gpu: int | None,
+    peak: int,
 ) -> Memory:
     each = memory_of_tables(described, tables, embeddings)
     resident = tables.total_bytes if tiers is None else 0
@@ -171,10 +178,10 @@ def _memory(
         mine = described["shards"]["ranks"][ranks.rank]
         resident = mine["bytes"] - mine["tiered_bytes"]
     if tiers is None:
-        return Memory(peak_rss_bytes(), resident, 0, 0, each, peak_gpu)
+        return Memory(peak, resident, 0, 0, each)
     resident += tiers.resident_bytes
     moved = tiers.cold_bytes, tiers.overhead_bytes
-    return Memory(peak_rss_bytes(), resident, *moved, each, peak_gpu)
+    return Memory(peak, resident, *moved, each)
 
 
 def _io(tiers: TierFigures | None, store: str) -> Io:

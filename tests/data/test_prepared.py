@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import random
 import subprocess
@@ -18,8 +19,8 @@ from recpipe.data.columns import Columns, MultiHot, offsets_of
 from recpipe.data.config import CriteoConfig
 from recpipe.data.dataset import Schema, SparseFeature
 from recpipe.data.make import open_dataset
-from recpipe.data.prepared import PreparedDataset, PreparedWriter, check_prepared
-from recpipe.errors import DataError
+from recpipe.data.prepared import META, PreparedDataset, PreparedWriter, check_prepared
+from recpipe.errors import DataError, UserError
 from tests.processes import Child
 
 from .conftest import TABLES, assert_matches, make_row
@@ -185,6 +186,37 @@ def test_split_that_leaves_nothing(rows, criteo, tmp_path):
     file.write_text(rows[0] + "\n")
     with pytest.raises(DataError, match=r"data\.eval_fraction=0\.9 leaves none of 1 samples"):
         open_dataset(criteo(str(file), eval_fraction=0.9), 0)
+
+
+def test_prepared_data_used_longest_ago_make_room(rows, criteo, tmp_path, caplog):
+    caplog.set_level(logging.INFO)
+    cache = tmp_path / "cache"
+
+    def prepared(name: str, limit: str, age: int) -> Path:
+        file = tmp_path / name
+        if not file.exists():  # another time of change would make it other data
+            file.write_text("\n".join(rows) + "\n")
+        before = set(cache.glob("data-" + "?" * 24))
+        found = open_dataset(criteo(str(file), cache_bytes=limit), 0)
+        new = set(cache.glob("data-" + "?" * 24)) - before
+        assert found.samples == len(rows)
+        for folder in new:
+            os.utime(folder / META, (age, age))
+        return next(iter(new), Path())
+
+    first, second = prepared("a.tsv", "1GB", 1000), prepared("b.tsv", "1GB", 2000)
+    assert prepared("a.tsv", "1GB", 0) == Path(), "it is found, and was used just now"
+    size = sum(file.stat().st_size for file in first.iterdir())
+    third = prepared("c.tsv", str(int(1.5 * size)), 3000)
+    assert first.exists()
+    assert third.exists()
+    assert not second.exists()
+    assert f"removed prepared data that were used longest ago: {second}" in caplog.text
+    assert f"prepared data of other files and settings in {cache}" in caplog.text
+    assert prepared("d.tsv", "0", 4000).exists()
+    assert not first.exists()
+    with pytest.raises(UserError, match=r"data\.cache_bytes=lots: give bytes"):
+        criteo(str(tmp_path / "a.tsv"), cache_bytes="lots")
 
 
 def test_unwritable_cache_is_named(rows, criteo, tmp_path):
