@@ -36,7 +36,7 @@ from recpipe.data.make import open_dataset  # noqa: E402
 from recpipe.data.sources.criteo import SPARSE  # noqa: E402
 from recpipe.plugin.offers import GROUPS  # noqa: E402
 from recpipe.report import plots  # noqa: E402
-from recpipe.testing import ranks  # noqa: E402
+from recpipe.testing import apart  # noqa: E402
 from tests import composing, generating  # noqa: E402
 from tests.drawing import DRAWN, leave_blank  # noqa: E402
 from tests.loops import make_loops  # noqa: E402
@@ -129,7 +129,7 @@ def _made_loops(tmp_path_factory: pytest.TempPathFactory) -> None:
 def _forked_ranks() -> Iterator[None]:
     """The ranks of plugins' suites come from the server of ``tests.processes``."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(ranks, "PRELOAD", ["tests.preloaded"])
+        patch.setattr(apart, "PRELOAD", ["tests.preloaded"])
         yield
 
 

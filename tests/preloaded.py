@@ -26,6 +26,7 @@ from recpipe.config.compose import compose  # noqa: E402
 from recpipe.config.recipe import Recipe  # noqa: E402
 from recpipe.plugin.load import installed  # noqa: E402
 from recpipe.report.environment import _commit  # noqa: E402
+from recpipe.testing.process import libraries  # noqa: E402
 from tests import composing  # noqa: E402
 from tests.drawing import leave_blank  # noqa: E402
 from tests.meta import leave_undrawn  # noqa: E402
@@ -33,12 +34,13 @@ from tests.pretend_gpu import cuda  # noqa: E402
 
 if os.environ.get("RECPIPE_GPU_SUITE") == "pretend":
     cuda.install()
-for plugin in installed().values():
-    plugin.load()
 load_loops()
 leave_blank(pytest.MonkeyPatch())  # for good
 leave_undrawn(pytest.MonkeyPatch())
 composing.remember_parts(pytest.MonkeyPatch())
+libraries()  # as they are before plugins are imported
+for plugin in installed().values():
+    plugin.load()
 Recipe.of(compose(["optim=sgd", "tiers=ssd", "+plugin=hotline"]))  # Hydra looks for its plugins, once
 recpipe.report.html.page("report.html.j2")
 _commit()  # asks git, once

@@ -25,7 +25,7 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from torch.multiprocessing import start_processes
 
 from recpipe.cli import program
-from recpipe.testing.ranks import environment_of
+from recpipe.testing.apart import environment_of
 
 ROOT = Path(__file__).resolve().parent.parent
 SOURCE = os.pathsep.join([str(ROOT), str(ROOT / "plugins"), os.environ.get("PYTHONPATH", "")])

@@ -30,7 +30,8 @@ class ReadAhead(ABC):
 
     def batches(self) -> Iterator[Batch]:
         """The batches of the source, in order; raises the errors of reading and planning them."""
-        threading.Thread(target=self._run, name="recpipe-oracle", daemon=True).start()
+        thread = threading.Thread(target=self._run, name="recpipe-oracle", daemon=True)
+        thread.start()
         try:
             while (batch := self._next_batch()) is not None:
                 yield batch
@@ -38,6 +39,8 @@ class ReadAhead(ABC):
             with self._changed:
                 self._stopped = True
                 self._changed.notify_all()
+            if thread is not threading.current_thread():  # which may collect this generator as garbage
+                thread.join()
 
     @abstractmethod
     def _read(self) -> None:

@@ -227,7 +227,9 @@ def load_or_measure(
         logger.info("neo: measuring this machine's embedding operations; this takes 10 s to a minute, once")
     samples = {} if known is None else known.profile.samples
     collectives = known_collectives(samples, machine.world, machine.threads)
-    profile = measure(group, device, optimizer, bool(_from_first("x" * len(collectives), group, device)))
+    there = bool(_from_first("x" * len(collectives), group, device))
+    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):  # the run's are its own
+        profile = measure(group, device, optimizer, there)
     own = torch.tensor([time.process_time() - began], dtype=torch.float64, device=device)
     dist.all_reduce(own, group=group)
     if first:

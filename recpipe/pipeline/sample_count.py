@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from typing import Any
 
 from recpipe.data.batch import Batch
@@ -28,13 +28,21 @@ class SampleCount:
         """Whether the chains have said that the epoch has ended."""
         self._counts = [0] * (1 + len(feed.stream) + len(feed.batch))
 
-    def through(self, batches: Iterator[Batch]) -> Iterator[Batch]:
-        """The data's ``batches`` through the stream chain, all of whose links are counted."""
+    def through(self, batches: Iterator[Batch]) -> Generator[Batch]:
+        """The data's ``batches`` through the stream chain, all of whose links are counted. When it is closed,
+        so is each link's iterator, the last one first."""
         batches = self._data(batches)
-        for number, link in enumerate(self.feed.stream, 1):
-            batches = self._counted(number, link, link.part(batches))
-        yield from batches
-        self.complete = True
+        made: list[Iterator[Batch]] = []
+        try:
+            for number, link in enumerate(self.feed.stream, 1):
+                made.append(link.part(batches))
+                batches = self._counted(number, link, made[-1])
+            yield from batches
+            self.complete = True
+        finally:
+            for each in reversed(made):
+                if isinstance(each, Generator):
+                    each.close()
 
     def transformed(self, batch: Batch) -> Batch:
         """``batch`` through the batch chain, all of whose links are counted."""

@@ -47,9 +47,11 @@ class BatchSource:
         with the block. ``part``: the part of each batch, as in ``Dataset.batches``."""
         batches = self._batches(first, part)
         self._count = SampleCount(self.feed, len(self) - first)
+        streamed = self._count.through(batches)
         try:
-            yield self._count.through(batches)
+            yield streamed
         finally:
+            streamed.close()
             if isinstance(batches, Generator):
                 batches.close()
 

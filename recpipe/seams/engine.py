@@ -9,6 +9,15 @@ import torch
 import torch.distributed
 from torch import nn
 from torch._C._profiler import _ExperimentalConfig
+from torch.nn.modules.module import (
+    _global_backward_hooks,
+    _global_backward_pre_hooks,
+    _global_buffer_registration_hooks,
+    _global_forward_hooks,
+    _global_forward_pre_hooks,
+    _global_module_registration_hooks,
+    _global_parameter_registration_hooks,
+)
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 from recpipe.common.versions import private
@@ -21,6 +30,19 @@ _sequence_number = torch._C._autograd._get_sequence_nr
 _IncompatibleKeys = nn.modules.module._IncompatibleKeys
 _add_to_each = torch._foreach_add_
 _copy_each = torch._foreach_copy_
+_function_modes = torch._C._len_torch_function_stack
+_dispatch_modes = torch._C._len_torch_dispatch_stack
+_HOOKS = (
+    _global_forward_pre_hooks,
+    _global_forward_hooks,
+    _global_backward_pre_hooks,
+    _global_backward_hooks,
+    _global_buffer_registration_hooks,
+    _global_module_registration_hooks,
+    _global_parameter_registration_hooks,
+    _global_optimizer_pre_hooks,
+    _global_optimizer_post_hooks,
+)
 
 
 def graph_is_kept() -> bool:
@@ -32,6 +54,11 @@ def steps_are_watched(optimizer: torch.optim.Optimizer) -> bool:
     """Whether hooks are called before or after the optimizer's steps."""
     own = optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks
     return any((*own, _global_optimizer_pre_hooks, _global_optimizer_post_hooks))
+
+
+def global_hooks() -> int:
+    """How many hooks of all modules and all optimizers there are, and modes in this thread."""
+    return sum(len(hooks) for hooks in _HOOKS) + int(_function_modes()) + int(_dispatch_modes())
 
 
 def add_to_each(numbers: list[torch.Tensor], value: int) -> None:

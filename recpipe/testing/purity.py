@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import random
 import sys
 import threading
 import tracemalloc
@@ -12,10 +11,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
-
 from recpipe.plugin.api import Contribution, Link
 from recpipe.tasks.plugins import points
+from recpipe.testing.process import random_state, settings
+from recpipe.testing.replaced import Replaced
 
 _WRITES = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
 _EVENTS = {
@@ -86,16 +85,17 @@ def costs() -> Iterator[Cost]:
 @contextmanager
 def deeds() -> Iterator[list[str]]:
     """List what the body does, in this thread, to the machine and to this process: files written, environment
-    variables set, programs started, connections opened, random numbers drawn."""
+    variables set, programs started, connections opened, random numbers drawn, functions replaced."""
     _Hook.install()
     found: list[str] = []
-    before = _state()
+    before, code = _state(), Replaced()
     _Hook.active = (threading.get_ident(), found)
     try:
         yield found
     finally:
         _Hook.active = None
-    found += [f"changed {name}" for name, value in _state().items() if before[name] != value]
+    found += [f"changed {name}" for name, value in _state().items() if before.get(name) != value]
+    found += [f"replaced {name}" for name in code.all()]
 
 
 class _Hook:
@@ -137,15 +137,6 @@ def _text(value: object) -> str:
 
 def _state() -> dict[str, object]:
     """The state of the process that a plugin must leave alone."""
-    import torch
-
-    numpy_state = np.random.get_state(legacy=False)
-    assert isinstance(numpy_state, dict)
-    return {
-        "os.environ": dict(os.environ),
-        "Python's random numbers": random.getstate(),
-        "numpy's random numbers": (numpy_state["state"]["key"].tobytes(), numpy_state["state"]["pos"]),
-        "torch's random numbers": torch.get_rng_state().numpy().tobytes(),
-        "torch's number of threads": torch.get_num_threads(),
-        "torch's default type": torch.get_default_dtype(),
-    }
+    whose = ("Python's", "numpy's", "torch's")
+    numbers = {f"{name} random numbers": state for name, state in zip(whose, random_state(), strict=True)}
+    return {**settings(), **numbers}

@@ -5,10 +5,9 @@ from __future__ import annotations
 import tempfile
 from pathlib import Path
 
-from recpipe.config.recipe import Recipe
 from recpipe.data.given import GivenBatches
-from recpipe.data.make import open_dataset
-from recpipe.testing.runs import SuiteRecipe, Trained, train_recipe
+from recpipe.testing.apart import train_apart
+from recpipe.testing.runs import SuiteRecipe, Trained
 from recpipe.testing.updates import same_samples
 
 _ONCE = (
@@ -36,12 +35,11 @@ def reference(mine: Trained, baseline: Trained, recipe: SuiteRecipe, first_alone
 
 
 def _replay(mine: Trained, recipe: SuiteRecipe, count: int | None) -> Trained:
-    cfg = Recipe.of(recipe.composed())
-    dataset = open_dataset(cfg.data, cfg.seed)
-    held_out = list(dataset.batches("eval", cfg.data.batch_size))
+    dataset, size = recipe.dataset(), int(recipe.composed().data.batch_size)
+    held_out = list(dataset.batches("eval", size))
     trained = [step.batch for step in mine.record.steps[:count]]
     batches = GivenBatches(trained, held_out, schema=dataset.schema)
     kept = [word for word in recipe.words if not word.lstrip("+").startswith(_REPLACED)]
-    again = SuiteRecipe((*kept, *_ONCE, f"data.batch_size={cfg.data.batch_size}"))
+    again = SuiteRecipe((*kept, *_ONCE, f"data.batch_size={size}"))
     with tempfile.TemporaryDirectory(prefix="recpipe-") as folder:
-        return train_recipe(again, Path(folder), dataset=batches)
+        return train_apart(again, Path(folder), dataset=batches)

@@ -1,4 +1,4 @@
-"""The suite's runs: small and watched. A run that several tests ask for is trained once."""
+"""The suite's recipes, small and watched, and what a run of one leaves."""
 
 from __future__ import annotations
 
@@ -10,14 +10,16 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pytest
 from numpy.typing import NDArray
 from omegaconf import DictConfig, open_dict
+from torch import nn
 
 from recpipe.config.compose import active_plugins, compose
+from recpipe.config.recipe import Recipe
 from recpipe.data.dataset import Dataset
-from recpipe.errors import UserError
-from recpipe.tasks.compare_rows import quoted
+from recpipe.data.make import open_dataset
+from recpipe.testing import varied
+from recpipe.testing.samples import Epoch
 from recpipe.testing.watch import Record, Watch
 
 SMALL = (
@@ -31,9 +33,19 @@ SMALL = (
 """Overrides for a run of a few seconds, for tests of a plugin's own."""
 CHECKPOINT = 13
 """Steps between two checkpoints: the first one is in the middle of an epoch, and so is the last."""
+_ALWAYS = (
+    "trainer.device=cpu",
+    "trainer.backend=plain",
+    "trainer.split=always",
+    "trainer.max_epochs=2",
+    "trainer.eval_every=1.0",
+    "trainer.logger=null",
+    "trainer.progress=false",
+    "tiers.store=host",
+)
 RECIPE = (
     "data=synthetic",
-    "data.samples=6350",  # the last batch of an epoch is short
+    "data.samples=10000",  # the last batch of an epoch is short
     "data.batch_size=256",
     "data.tables={a: 50, b: 1000, c: 2000, d: 6000}",
     "model.embedding_dim=8",
@@ -44,19 +56,32 @@ RECIPE = (
     "optim=sgd",
     "optim.tables.lr=1.0",
     "optim.by_table={b: {name: rowwise_adagrad, lr: 0.02, eps: 1.0e-3}}",
-    "trainer.device=cpu",
-    "trainer.backend=plain",
-    "trainer.split=always",
-    "trainer.max_epochs=2",
-    "trainer.eval_every=1.0",
     f"trainer.checkpoint_every={CHECKPOINT}",
     "trainer.keep_checkpoints=99",
-    "trainer.logger=null",
-    "trainer.progress=false",
+    # A budget that batches overrun, so that caches evict and splitters have something to split.
+    "tiers.resident_bytes=30%",
+    *_ALWAYS,
 )
-"""The suite's own run: two epochs of 20 steps, skewed ids, tables of up to 6,000 rows, two groups of them."""
-TIERS = ("tiers.store=host", "tiers.resident_bytes=30%")
-"""A budget that batches overrun, so that caches evict and splitters have something to split."""
+"""The suite's first run: two epochs of 32 steps, skewed ids, two groups of tables of up to 6,000 rows."""
+VARIED = (
+    "data=given",
+    f"data.batch_size={varied.SIZE}",
+    "model=custom",
+    "seed=7",
+    "optim=adagrad",
+    "optim.tables.lr=0.05",
+    "optim.tables.eps=1.0e-3",
+    "optim.by_table={goods: {name: rowwise_adagrad, lr: 0.05, eps: 1.0e-3}}",
+    "trainer.checkpoint_every=null",
+    "tiers.resident_bytes=1%",
+    *_ALWAYS,
+)
+"""The suite's second run, of ``recpipe.testing.varied``: two epochs of 32 steps under Adagrad."""
+ADAGRAD = ("optim.dense.lr=0.02", "+optim.dense.eps=1.0e-3")
+MOMENTUM = ("optim.dense.name=SGD", "optim.dense.lr=0.05", "+optim.dense.momentum=0.9")
+"""Optimizers of its dense part."""
+_OF_THE_FIRST = ("data", "model", "optim", "seed", "trainer.max_", "trainer.checkpoint_every")
+"""What an author's overrides say of the first run's data, model and length."""
 LFU = ("tiers.policy=lfu",)
 
 
@@ -73,6 +98,8 @@ class Trained:
     """Its steps."""
     folder: Path = Path()
     """The run's directory."""
+    left: tuple[str, ...] = ()
+    """What the run left changed, running or open in its process."""
 
     @property
     def checkpoints(self) -> dict[int, Path]:
@@ -83,8 +110,18 @@ class Trained:
 
 def words_of(overrides: Sequence[str]) -> tuple[str, ...]:
     """The suite's words and the author's ``overrides``, which win if both set a key."""
+    return _joined(RECIPE, overrides)
+
+
+def varied_words_of(overrides: Sequence[str], *more: str) -> tuple[str, ...]:
+    """The same of the second run, of which the author's overrides do not choose data, model and length."""
+    own = [word for word in overrides if not word.lstrip("+").startswith(_OF_THE_FIRST)]
+    return (*_joined(VARIED, own), *more)
+
+
+def _joined(words: Sequence[str], overrides: Sequence[str]) -> tuple[str, ...]:
     theirs = {word.partition("=")[0].lstrip("+") for word in overrides}
-    own = (word for word in (*RECIPE, *TIERS) if word.partition("=")[0] not in theirs)
+    own = (word for word in words if word.partition("=")[0].lstrip("+") not in theirs)
     return (*own, *overrides)
 
 
@@ -96,43 +133,64 @@ class SuiteRecipe:
     plugin: str = ""
     knobs: str = "{}"
     """The knobs as JSON, so that recipes can be compared and hashed."""
+    beside: str = ""
+    """Another plugin, with the values of its yaml, that runs beside it."""
+
+    @property
+    def varied(self) -> bool:
+        """Whether model and data are those of ``recpipe.testing.varied``."""
+        return "model=custom" in self.words
+
+    def dataset(self) -> Dataset:
+        """The data that it trains."""
+        if self.varied:
+            return varied.data()
+        cfg = Recipe.of(self.composed())
+        return open_dataset(cfg.data, cfg.seed)
 
     def composed(self, *more: str) -> DictConfig:
         """The composed recipe, as ``run`` takes it."""
-        plugin = (f"+plugin={self.plugin}",) if self.plugin else ()
-        recipe = compose([*self.words, *plugin, *more])
+        names = ",".join(filter(None, (self.plugin, self.beside)))
+        recipe = compose([*self.words, *((f"+plugin=[{names}]",) if names else ()), *more])
         with open_dict(recipe):
             for knob, value in json.loads(self.knobs).items():
                 recipe.plugins[self.plugin][knob] = value
         return recipe
 
     def plain(self) -> SuiteRecipe:
-        """The same recipe without plugin and tiers."""
+        """The same recipe without plugins and tiers."""
         return SuiteRecipe(tuple(word for word in self.words if not word.lstrip("+").startswith("tiers")))
 
 
 def train(overrides: Sequence[str], folder: Path) -> Trained:
     """Run a recipe in this process and read back what it leaves under ``folder``."""
-    return train_recipe(SuiteRecipe(tuple(overrides)), folder)
+    return train_composed(watched(SuiteRecipe(tuple(overrides)).composed(), folder), folder)
 
 
-def train_recipe(recipe: SuiteRecipe, folder: Path, *more: str, dataset: Dataset | None = None) -> Trained:
-    """Run ``recipe`` with ``more`` words, watched; ``dataset`` is for ``data=given``."""
-    export = folder / "parameters"
-    composed = recipe.composed(*more, quoted("task.export_parameters", export))
+def watched(composed: DictConfig, folder: Path) -> DictConfig:
+    """``composed``, which exports its parameters under ``folder`` and whose steps are recorded."""
     with open_dict(composed):
+        composed.task.export_parameters = str(folder / "parameters")
         watch = {"_target_": f"{Watch.__module__}.{Watch.__qualname__}"}
         composed.trainer.callbacks = [*composed.trainer.callbacks, watch]
+    return composed
+
+
+def train_composed(
+    composed: DictConfig, folder: Path, dataset: Dataset | None = None, model: nn.Module | None = None
+) -> Trained:
+    """Run what ``watched`` gave in this process; ``dataset`` and ``model`` are for ``data=given`` and
+    ``model=custom``."""
     Watch.latest = None
-    _carry_out(composed, folder, dataset)
+    _carry_out(composed, folder, dataset, model)
     record = Watch.latest or Record()
     return read_back(folder, record)
 
 
-def read_back(folder: Path, record: Record) -> Trained:
+def read_back(folder: Path, record: Record, left: Sequence[str] = ()) -> Trained:
     """Read what a run has left in ``folder``."""
     report = json.loads((folder / "report.json").read_text(encoding="utf-8"))
-    return Trained(report, dict(_arrays(folder / "parameters")), record, folder)
+    return Trained(report, dict(_arrays(folder / "parameters")), record, folder, tuple(left))
 
 
 def _arrays(folder: Path) -> Iterator[tuple[str, NDArray[Any]]]:
@@ -144,21 +202,14 @@ def _arrays(folder: Path) -> Iterator[tuple[str, NDArray[Any]]]:
             yield file.stem, content
 
 
-_runs: dict[tuple[SuiteRecipe, str], Trained | BaseException] = {}
+_epochs: dict[SuiteRecipe, Epoch] = {}
 
 
-def once(recipe: SuiteRecipe, folders: pytest.TempPathFactory, *more: str) -> Trained:
-    """``train_recipe``, run once per recipe; later calls return the same result or raise the same error."""
-    key = (recipe, " ".join(more))
-    if key not in _runs:
-        try:
-            _runs[key] = train_recipe(recipe, folders.mktemp("run"), *more)
-        except Exception as fault:
-            _runs[key] = fault
-    found = _runs[key]
-    if isinstance(found, BaseException):
-        raise found
-    return found
+def epoch_of(recipe: SuiteRecipe) -> Epoch:
+    """The epoch of a recipe's data."""
+    if recipe not in _epochs:
+        _epochs[recipe] = Epoch.of(recipe.dataset(), int(recipe.composed().data.batch_size))
+    return _epochs[recipe]
 
 
 _knobs: dict[SuiteRecipe, dict[str, dict[str, Any]]] = {}
@@ -171,23 +222,10 @@ def knobs_of(recipe: SuiteRecipe) -> dict[str, dict[str, Any]]:
     return copy.deepcopy(_knobs[recipe])
 
 
-_plans: dict[SuiteRecipe, tuple[str, ...]] = {}
-
-
-def plan(recipe: SuiteRecipe, folders: pytest.TempPathFactory) -> tuple[str, ...]:
-    """Words that put the tables that the plugin leaves to the recipe under LFU, so that batches miss rows.
-    Empty if the plugin owns the cache of all tables, or shards them."""
-    if recipe not in _plans:
-        try:
-            _carry_out(recipe.composed("task=plan", *LFU), folders.mktemp("plan"))
-            _plans[recipe] = LFU
-        except UserError:
-            _plans[recipe] = ()
-    return _plans[recipe]
-
-
-def _carry_out(composed: DictConfig, folder: Path, dataset: Dataset | None = None) -> None:
+def _carry_out(
+    composed: DictConfig, folder: Path, dataset: Dataset | None = None, model: nn.Module | None = None
+) -> None:
     from recpipe.run import carry_out
     from recpipe.setup.given import Given
 
-    carry_out(composed, folder, Given(dataset=dataset, screen=False, files=False))
+    carry_out(composed, folder, Given(dataset=dataset, model=model, screen=False, files=False))

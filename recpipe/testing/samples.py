@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
 
-from recpipe.config.compose import compose
-from recpipe.config.recipe import Recipe
 from recpipe.data.content import UInt64, sample_hashes
 from recpipe.data.dataset import Dataset
-from recpipe.data.make import open_dataset
 from recpipe.plugin.api import Invariant
 from recpipe.testing.watch import Record, Step
 
@@ -31,10 +28,8 @@ class Epoch:
     ends: NDArray[np.int64] = field(repr=False)
 
     @classmethod
-    def of(cls, words: Sequence[str]) -> Epoch:
-        """The epoch of a recipe's data."""
-        cfg = Recipe.of(compose(words))
-        dataset, size = open_dataset(cfg.data, cfg.seed), cfg.data.batch_size
+    def of(cls, dataset: Dataset, size: int) -> Epoch:
+        """The epoch of ``dataset`` in batches of ``size`` samples."""
         batches = list(dataset.batches("train", size))
         content = [sample_hashes(batch) for batch in batches]
         outside = [sample_hashes(batch, ids=False) for batch in batches]

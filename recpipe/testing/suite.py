@@ -17,16 +17,26 @@ from recpipe.plugin.api import Context, Contribution, Invariant, Plugin
 from recpipe.plugin.assembly import assemble, gather
 from recpipe.plugin.errors import PluginError
 from recpipe.plugin.load import activate, installed
-from recpipe.tasks.plugins import SAMPLE, default_knobs
+from recpipe.tasks.plugins import SAMPLE, default_knobs, points
+from recpipe.testing.apart import RunError, once
 from recpipe.testing.costs import sample_facts, wrong_costs
 from recpipe.testing.purity import costs, deeds, outline
-from recpipe.testing.ranks import train_ranks
 from recpipe.testing.replay import reference
 from recpipe.testing.resume import resumed_faults
-from recpipe.testing.runs import SuiteRecipe, Trained, knobs_of, once, plan, words_of
+from recpipe.testing.runs import (
+    ADAGRAD,
+    MOMENTUM,
+    SuiteRecipe,
+    Trained,
+    epoch_of,
+    knobs_of,
+    varied_words_of,
+    words_of,
+)
 from recpipe.testing.samples import Epoch, faults
 from recpipe.testing.technique import REMEDY, idle, kept
-from recpipe.testing.updates import LOSSES, comparable, furthest, layout_faults, model_faults
+from recpipe.testing.traces import traces
+from recpipe.testing.updates import comparable, layout_faults, model_faults, update_faults
 
 MEGABYTE = 1 << 20
 
@@ -38,17 +48,25 @@ class PluginSuite:
             plugin = "acme"
             knobs = {"window": 4}
 
-    The runs are small: two epochs of 20 steps under SGD, tables of up to 6,000 rows of which 30% may be
-    resident, skewed ids. Every test's message names the plugin.
+    Each run is small, two epochs of 32 steps, and has a process of its own, in which no plugin has been
+    imported before. One is under SGD, with skewed ids and tables of up to 6,000 rows, of which 30% may be
+    resident; one is under Adagrad, with the tables of ``recpipe.testing.varied``. Every test's message names
+    the plugin.
     """
 
     plugin: ClassVar[str] = ""
     knobs: ClassVar[Mapping[str, object]] = {}
     """Values of the plugin's own keys, if those of the yaml do not suit so small a run."""
     overrides: ClassVar[Sequence[str]] = ()
-    """Words of the command line for every run, with the plugin and without."""
-    ranks: ClassVar[int] = 1
-    """The number of trainers for the test on several ranks; 1 skips it."""
+    """Words of the command line for every run, with the plugin and without. Those of ``data``, ``model``,
+    ``optim`` and the length are the first run's alone."""
+    ranks: ClassVar[int] = 2
+    """The number of trainers for the test on several ranks; 1 skips it, with the reason in ``one_rank``."""
+    one_rank: ClassVar[str] = ""
+    """Why the plugin works on one rank alone."""
+    beside: ClassVar[Sequence[str] | None] = None
+    """Other plugins to train it with, one at a time; None: all that are installed and have a part in
+    training."""
     pins: ClassVar[bool] = False
     """Whether rows stay resident for good once its cache has made them so."""
     replans: ClassVar[bool] = False
@@ -57,6 +75,9 @@ class PluginSuite:
     tolerance: ClassVar[float] = 1e-6
     """How far a parameter may be from its value without the plugin; float sums in another order need this
     much."""
+    adagrad_tolerance: ClassVar[float] = 1e-5
+    """The same for the run under Adagrad, which divides by sums of squares: with its ``eps`` of 1e-3 and a
+    rate of 0.05 it can make a difference up to 50 times as large."""
     context: ClassVar[Context] = SAMPLE
 
     def make(self) -> Plugin:
@@ -66,8 +87,14 @@ class PluginSuite:
     def _knobs(self) -> dict[str, dict[str, Any]]:
         return knobs_of(self._recipe())
 
-    def _recipe(self) -> SuiteRecipe:
-        return SuiteRecipe(words_of(self.overrides), self.plugin, json.dumps(dict(self.knobs)))
+    def _recipe(self, beside: str = "") -> SuiteRecipe:
+        return self._of(words_of(self.overrides), beside)
+
+    def _varied(self, *dense: str) -> SuiteRecipe:
+        return self._of(varied_words_of(self.overrides, *dense))
+
+    def _of(self, words: tuple[str, ...], beside: str = "") -> SuiteRecipe:
+        return SuiteRecipe(words, self.plugin, json.dumps(dict(self.knobs)), beside)
 
     def _fail(self, what: str) -> Never:
         raise AssertionError(f"plugin '{self.plugin}': {what}")
@@ -87,7 +114,7 @@ class PluginSuite:
     @pytest.fixture
     def trained(self, tmp_path_factory: pytest.TempPathFactory) -> Trained:
         """The run with the plugin, in tiers. Tables that it leaves to the recipe are under LFU."""
-        return self._run(tmp_path_factory)
+        return self._run(self._recipe(), tmp_path_factory)
 
     @pytest.fixture
     def resumed(self, trained: Trained, tmp_path_factory: pytest.TempPathFactory) -> tuple[int, Trained]:
@@ -96,20 +123,20 @@ class PluginSuite:
         step = next((step for step in trained.checkpoints if step < len(steps)), None)
         if step is None:
             self._fail("overrides leave no checkpoint before the run's last step: leave trainer.* out")
-        return step, self._run(tmp_path_factory, f"resume={trained.checkpoints[step]}")
+        return step, self._run(self._recipe(), tmp_path_factory, f"resume={trained.checkpoints[step]}")
 
-    def _run(self, folders: pytest.TempPathFactory, *more: str) -> Trained:
-        recipe = self._recipe()
+    def _run(
+        self, recipe: SuiteRecipe, folders: pytest.TempPathFactory, *more: str, world: int = 1
+    ) -> Trained:
         try:
-            return once(recipe, folders, *plan(recipe, folders), *more)
-        except Exception as fault:
-            said = "; ".join([f"{type(fault).__name__}: {fault}", *getattr(fault, "__notes__", ())])
-            raise AssertionError(f"plugin '{self.plugin}': its run ended with {said}") from fault
+            return once(recipe, folders, *more, world=world)
+        except RunError as fault:
+            raise AssertionError(f"plugin '{self.plugin}': its run ended with {fault}") from fault
 
     @pytest.fixture
     def epoch(self) -> Epoch:
         """The training samples as the data module yields them."""
-        return Epoch.of(self._recipe().plain().words)
+        return epoch_of(self._recipe().plain())
 
     # -- the package and its contribution ----------------------------------------------------
 
@@ -199,16 +226,48 @@ class PluginSuite:
         found = resumed_faults(trained, rest, step, moves=not self.replans)
         self._none_of((f"resumed from step {step}, {fault}" for fault in found), "Save it there")
 
-    def test_trains_alike_on_several_ranks(
-        self, baseline: Trained, epoch: Epoch, tmp_path_factory: pytest.TempPathFactory
+    def test_leaves_the_process_as_it_was(
+        self,
+        baseline: Trained,
+        trained: Trained,
+        resumed: tuple[int, Trained],
+        tmp_path_factory: pytest.TempPathFactory,
     ) -> None:
+        for mine, after in ((trained, 0), (resumed[1], resumed[0])):
+            self._check_traces(mine, baseline, self._recipe(), tmp_path_factory, after=after)
+
+    def test_trains_other_tables_under_adagrad(self, tmp_path_factory: pytest.TempPathFactory) -> None:
+        recipe = self._varied(*ADAGRAD)
+        try:
+            mine = once(recipe, tmp_path_factory)
+        except RunError as fault:
+            if fault.refused:
+                pytest.skip(f"it refuses weighted, MEAN and unpooled tables, or so large ones: {fault}")
+            self._fail(f"its run of other tables ended with {fault}")
+        self._check_all(mine, recipe, tmp_path_factory, tolerance=self.adagrad_tolerance)
+
+    def test_trains_alike_on_several_ranks(self, tmp_path_factory: pytest.TempPathFactory) -> None:
         if self.ranks == 1:
-            pytest.skip("it claims one rank; set ranks to try it with more")
-        recipe = self._recipe()
-        more = plan(recipe, tmp_path_factory)
-        trained = train_ranks(self.ranks, recipe, tmp_path_factory.mktemp("ranks"), *more)
-        self._check_samples(trained, epoch)
-        self._check_updates(trained, baseline)
+            if not self.one_rank:
+                self._fail("ranks = 1 needs a reason: say in one_rank why it works on one rank alone")
+            pytest.skip(f"on one rank alone: {self.one_rank}")
+        for recipe in (self._recipe(), self._varied(*MOMENTUM)):
+            try:
+                mine = once(recipe, tmp_path_factory, world=self.ranks)
+            except RunError as fault:
+                if fault.refused and recipe.varied:
+                    continue
+                self._fail(f"on {self.ranks} ranks its run ended with {fault}")
+            self._check_all(mine, recipe, tmp_path_factory, f"on {self.ranks} ranks ")
+
+    def test_trains_beside_each_other_plugin(self, tmp_path_factory: pytest.TempPathFactory) -> None:
+        for other in self.beside if self.beside is not None else _partners(self.plugin, self.context):
+            recipe = self._recipe(other)
+            try:
+                self._check_beside(other, recipe, tmp_path_factory)
+            except AssertionError:
+                if not self._fails_alone(other, recipe, tmp_path_factory):
+                    raise
 
     def test_reports(self, trained: Trained) -> None:
         if self.plugin not in trained.report["plugins"]:
@@ -224,11 +283,49 @@ class PluginSuite:
     def _parts(self) -> Contribution:
         return self.make().contribute(self.context)
 
-    def _check_samples(self, trained: Trained, epoch: Epoch) -> None:
-        if not trained.record.steps:
+    def _check_all(
+        self,
+        mine: Trained,
+        recipe: SuiteRecipe,
+        folders: pytest.TempPathFactory,
+        where: str = "",
+        alters: frozenset[Invariant] | None = None,
+        tolerance: float | None = None,
+    ) -> None:
+        """All that is judged of a run other than the first."""
+        plain = once(recipe.plain(), folders)
+        self._check_samples(mine, epoch_of(recipe.plain()), where, alters)
+        self._check_updates(mine, plain, recipe, where, alters, tolerance)
+        self._check_traces(mine, plain, recipe, folders, where)
+
+    def _check_beside(self, other: str, recipe: SuiteRecipe, folders: pytest.TempPathFactory) -> None:
+        try:
+            mine = once(recipe, folders)
+        except RunError as fault:
+            if fault.refused and self.plugin in str(fault):
+                return
+            self._fail(f"beside plugin '{other}' its run ended with {fault}")
+        alters = frozenset[Invariant]().union(*(p.alters for _, p in activate(knobs_of(recipe))))
+        self._check_all(mine, recipe, folders, f"beside plugin '{other}' ", alters=alters)
+
+    def _fails_alone(self, other: str, recipe: SuiteRecipe, folders: pytest.TempPathFactory) -> bool:
+        """Whether what ``other`` does without this plugin would be found as well: it is its own author's
+        concern."""
+        alone = SuiteRecipe(recipe.words, other)
+        alters = activate(knobs_of(alone))[0][1].alters
+        try:
+            self._check_all(once(alone, folders), alone, folders, alters=alters)
+        except (RunError, AssertionError):
+            return True
+        return False
+
+    def _check_samples(
+        self, mine: Trained, epoch: Epoch, where: str = "", alters: frozenset[Invariant] | None = None
+    ) -> None:
+        if not mine.record.steps:
             self._fail("the run was not seen: overrides must not set trainer.callbacks")
-        for invariant, fault in faults(trained.record, epoch, self.make().alters):
-            self._fail(f"{fault}. {_undeclared(invariant)}")
+        for invariant, fault in faults(mine.record, epoch, self.make().alters if alters is None else alters):
+            self._fail(f"{where}{fault}. {_undeclared(invariant)}")
 
     def _check_model(self, trained: Trained, baseline: Trained) -> None:
         alters = self.make().alters
@@ -238,29 +335,62 @@ class PluginSuite:
         if Invariant.TABLE_LAYOUT not in alters:
             self._none_of(layout_faults(trained, baseline), _undeclared(Invariant.TABLE_LAYOUT))
 
-    def _check_updates(self, trained: Trained, baseline: Trained) -> None:
-        loss = trained.report["quality"]["logloss"]
+    def _check_updates(
+        self,
+        mine: Trained,
+        baseline: Trained,
+        recipe: SuiteRecipe | None = None,
+        where: str = "",
+        alters: frozenset[Invariant] | None = None,
+        tolerance: float | None = None,
+    ) -> None:
+        loss = mine.report["quality"]["logloss"]
         if loss is None or not math.isfinite(loss):
-            self._fail("the run with the plugin diverged")
-        if not comparable(self.make().alters):
+            self._fail(f"{where}the run with the plugin diverged")
+        if not comparable(self.make().alters if alters is None else alters):
             return
-        plain = reference(trained, baseline, self._recipe().plain())
-        apart = furthest(trained, plain, self.tolerance)
-        if apart.most > self.tolerance:
-            self._fail(
-                f"after {len(trained.record.steps)} steps {apart.name} is up to {apart.most:.2g} from its "
-                f"values without the plugin, on the same samples; {apart.values:,} of them are more than "
-                f"{self.tolerance:g} apart. {_undeclared(Invariant.EXACT_GRADIENT)}"
-            )
-        expected = plain.report["quality"]["logloss"]
-        if not abs(loss - expected) <= LOSSES:
-            self._fail(
-                f"the held-out logloss is {loss:.7g}, and {expected:.7g} of the same parameters without it"
-            )
+        plain = reference(mine, baseline, (recipe or self._recipe()).plain())
+        self._none_of(
+            (
+                f"{where}{fault}"
+                for fault in update_faults(mine, plain, self.tolerance if tolerance is None else tolerance)
+            ),
+            _undeclared(Invariant.EXACT_GRADIENT),
+        )
+
+    def _check_traces(
+        self,
+        mine: Trained,
+        plain: Trained,
+        recipe: SuiteRecipe,
+        folders: pytest.TempPathFactory,
+        where: str = "",
+        after: int = 0,
+    ) -> None:
+        """``plain`` runs in tiers of core's where these leave traces of their own: in shards."""
+        if mine.report["assembly"]["sharded"]:
+            sharded = SuiteRecipe((*recipe.plain().words, "tiers.sharded=true"))
+            plain = once(sharded, folders, world=mine.report["ranks"]["world"])
+        elif mine.report["ranks"]["world"] > 1:
+            plain = once(recipe.plain(), folders, world=mine.report["ranks"]["world"])
+        found = (f"{where}{trace}" for trace in traces(mine, plain, after))
+        self._none_of(found, "A run must leave its process as it found it, but for its own objects")
 
 
 def _undeclared(invariant: Invariant) -> str:
     return f"That breaks '{invariant.value}': correct it, or declare Invariant.{invariant.name} in alters"
+
+
+def _partners(plugin: str, context: Context) -> list[str]:
+    """Installed plugins that have a part in training; one without if there are none."""
+    others = [ep for name, ep in installed().items() if name != plugin and _works_alone(ep, context)]
+    active = [ep.name for ep in others if _has_parts(ep, context)]
+    return active or [ep.name for ep in others[:1]]
+
+
+def _has_parts(ep: EntryPoint, context: Context) -> bool:
+    [(_, plugin)] = activate({ep.name: default_knobs(ep)})
+    return bool(points(plugin.contribute(context)))
 
 
 def _works_alone(ep: EntryPoint, context: Context) -> bool:

@@ -18,6 +18,9 @@ DENSE = "dense/"
 """Prefix of the names of dense parameters; the others are tables and their optimizers' states."""
 LOSSES = 1e-5
 """How far two losses of the same samples may be apart."""
+FIGURES = {"logloss": LOSSES, "loss": LOSSES, "ne": 10 * LOSSES, "auc": 10 * LOSSES}
+"""How far figures of the same held-out samples may be apart; a pair of scores that changes places moves the
+AUC by one in the number of pairs."""
 
 
 def same_samples(mine: Trained, other: Trained, steps: int | None = None) -> bool:
@@ -87,6 +90,26 @@ def furthest(mine: Trained, plain: Trained, tolerance: float) -> Apart:
         if most > found.most:
             found = Apart(most, name, int((apart > tolerance).sum()))
     return found
+
+
+def update_faults(mine: Trained, plain: Trained, tolerance: float) -> Iterator[str]:
+    """How the losses of steps, the final parameters or the evaluations differ. ``plain`` is a run without the
+    plugin that trained the same samples in each step."""
+    apart = furthest(mine, plain, tolerance)
+    if apart.most > tolerance:
+        yield (
+            f"after {len(mine.record.steps)} steps {apart.name} is up to {apart.most:.2g} from its values "
+            f"without the plugin, on the same samples; {apart.values:,} of them are more than {tolerance:g} "
+            "apart"
+        )
+    for number, (own, theirs) in enumerate(zip(mine.record.steps, plain.record.steps, strict=True), 1):
+        if not abs(own.loss - theirs.loss) <= LOSSES * max(1.0, abs(theirs.loss)):
+            yield f"the loss of step {number} is {own.loss:.7g}, and {theirs.loss:.7g} without it"
+            break
+    for figure, limit in FIGURES.items():
+        found, expected = mine.report["quality"].get(figure), plain.report["quality"].get(figure)
+        if found is not None and expected is not None and not abs(found - expected) <= limit:
+            yield f"the held-out {figure} is {found:.7g}, and {expected:.7g} of the run without it"
 
 
 def comparable(alters: Collection[Invariant]) -> bool:

@@ -13,6 +13,8 @@ from recpipe.data.content import UInt64, sample_hashes
 from recpipe.data.select import select
 from recpipe.pipeline.step import StagedBatch
 from recpipe.tables.specs import to_numpy
+from recpipe.testing.others import Others
+from recpipe.testing.process import Process, draw, random_state
 
 Moves = dict[str, NDArray[Any]]
 """Which rows a batch moves in one group of tables: ``slots`` that get the rows ``placed``, slots ``vacated``
@@ -36,6 +38,8 @@ class Step:
     moves: list[Moves | None]
     """For each group of tables; None for a group that recpipe's tiers do not hold."""
     loss: float = float("nan")
+    random: tuple[str, ...] = ()
+    """Hashes of the global random numbers' states before the step and after it."""
 
 
 @dataclass
@@ -47,6 +51,9 @@ class Record:
     """Epochs that came to their end; ``trainer.max_steps`` may end a run within an epoch."""
     first: dict[str, NDArray[np.float32]] = field(default_factory=dict)
     """The dense parameters before the first step, by name."""
+    changed: dict[str, int] = field(default_factory=dict)
+    """What was changed in the process while it trained or evaluated, with the step in which it was first
+    seen."""
 
     def of_epoch(self, epoch: int) -> list[Step]:
         """The steps of ``epoch``."""
@@ -58,6 +65,9 @@ class Watch(L.Callback):
 
     latest: Record | None = None
     """The record of this process's latest run."""
+    process: Process | None = None
+    """If a run has a process of its own: that process, as it was before the run."""
+    others: Others | None = None
 
     def __init__(self) -> None:
         self.record = Record()
@@ -67,6 +77,7 @@ class Watch(L.Callback):
         Watch.latest = self.record
         parameters = pl_module.model.dense_parameters()
         self.record.first = {name: to_numpy(value).copy() for name, value in parameters.items()}
+        self._look(self.others)
 
     def on_train_batch_start(
         self, trainer: L.Trainer, pl_module: L.LightningModule, batch: StagedBatch, batch_idx: int
@@ -76,16 +87,39 @@ class Watch(L.Callback):
         moves = [None if plan is None else {n: getattr(plan, n).copy() for n in _MOVES} for plan in plans]
         kept = select(batch.batch, np.arange(batch.size))
         hashes = sample_hashes(kept), sample_hashes(kept, ids=False)
-        self.record.steps.append(Step(trainer.current_epoch, kept, *hashes, tuple(batch.bounds), moves))
+        step = Step(trainer.current_epoch, kept, *hashes, tuple(batch.bounds), moves, random=random_state())
+        self.record.steps.append(step)
+        self._look(self.process)
 
     def on_train_batch_end(
         self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         """Keep the batch's loss."""
         self.record.steps[-1].loss = float(outputs["loss"])
+        self.record.steps[-1].random += random_state()
+        self._look(self.process)
+        if self.process is not None:
+            draw()  # so that to seed anew, even as the run was seeded, is another state than this
+
+    def on_before_optimizer_step(self, trainer: L.Trainer, pl_module: Any, optimizer: Any) -> None:
+        """Look at the process within a step."""
+        self._look(self.process)
+
+    def on_validation_batch_end(self, trainer: L.Trainer, pl_module: Any, *_: Any) -> None:
+        """Look at the process within an evaluation."""
+        self._look(self.process)
+
+    def on_train_end(self, trainer: L.Trainer, pl_module: Any) -> None:
+        """Look at another plugin's knobs."""
+        self._look(self.others)
 
     def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Note whether the epoch came to its end."""
         done = len(self.record.of_epoch(trainer.current_epoch))
         if done >= trainer.num_training_batches or trainer.global_step != trainer.max_steps:
             self.record.whole.add(trainer.current_epoch)
+
+    def _look(self, at: Process | Others | None) -> None:
+        if at is not None:
+            for what in at.changed():
+                self.record.changed.setdefault(what, len(self.record.steps))

@@ -228,6 +228,27 @@ def test_an_epoch_left_early_ends_its_thread() -> None:
     assert not [t for t in threading.enumerate() if t.name.startswith("recpipe-loader")]
 
 
+def test_an_epoch_left_early_ends_the_links_of_its_stream_the_last_one_first() -> None:
+    ended = []
+
+    def link(name: str):
+        def wrap(batches):
+            kept.append(batches)
+            try:
+                for batch in batches:  # noqa: UP028  a loop does not end what it goes over
+                    yield batch
+            finally:
+                ended.append(name)
+
+        return Link(wrap, name)
+
+    kept: list[object] = []  # so that it is not garbage that ends them
+    batches = iter(loader_of(Listed(), stream=[link("first"), link("last")]))
+    next(batches)
+    batches.close()
+    assert ended == ["last", "first"]
+
+
 def test_eval_loader_yields_the_held_out_part() -> None:
     dataset = Listed()
     loader = eval_loader_of(dataset)

@@ -30,10 +30,11 @@ class Hello(Plugin):
 
 
 class LookupCounter:
-    """Counts how often each row is looked up; int64 [rows] for each table, made when it is first seen."""
+    """Counts how often each feature looks up each row; int64 [rows], made when it is first seen."""
 
     def __init__(self, tables: Mapping[str, TableInfo], top: float) -> None:
-        self.tables = tables
+        self.rows = {f: info.rows for name, info in tables.items() for f in info.features or (name,)}
+        """How many rows the table of each feature has."""
         self.top = top
         self.counts: dict[str, torch.Tensor] = {}
 
@@ -44,7 +45,7 @@ class LookupCounter:
         for name, bags in batch.sparse.to_dict().items():
             ids = bags.values().long()
             if name not in self.counts:
-                self.counts[name] = ids.new_zeros(self.tables[name].rows)
+                self.counts[name] = ids.new_zeros(self.rows[name])
             self.counts[name].scatter_add_(0, ids, ids.new_ones(len(ids)))
 
     def figures(self, run: RunFigures) -> dict[str, Figure]:

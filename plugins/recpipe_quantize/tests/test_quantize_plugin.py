@@ -44,7 +44,7 @@ def recipe(owner: str, *more: str) -> list[str]:
 
 class TestQuantize(PluginSuite):
     plugin = "quantize"
-    overrides: ClassVar = ("tiers.policy=lru", "tiers.resident_bytes=30%")
+    beside: ClassVar = ("hotline",)  # the others' suites have it beside them
 
     def test_rows_are_rounded_and_told_of(self, trained: Trained, baseline: Trained) -> None:
         shown = trained.report["plugins"]["quantize"]

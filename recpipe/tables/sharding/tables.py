@@ -55,7 +55,9 @@ class ShardedTables:
         self.stream = torch.cuda.Stream(sharding.device) if on_gpu else None  # type: ignore[no-untyped-call]
         """The CUDA stream on which ids are sent, beside the training's kernels."""
         self.prefetches = sharding.kernel == "uvm_caching"
-        modules = self._sharded(model)
+        # How many random numbers the shards' first values take depends on the plan; what follows must not.
+        with torch.random.fork_rng(devices=[sharding.device] if on_gpu else []):
+            modules = self._sharded(model)
         self.channel: Channel = ranks.channel()
         self._gradients: Channel = ranks.channel()
         for module, group in zip(modules, sharding.tables.groups, strict=True):

@@ -1,0 +1,220 @@
+"""What a run must leave in its process as it found it: libraries, settings, threads, files."""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import hashlib
+import os
+import random
+import signal
+import socket
+import sys
+import tempfile
+import threading
+import time
+import warnings
+from collections import Counter
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch.multiprocessing import get_sharing_strategy
+
+from recpipe.seams import global_hooks
+from recpipe.testing.replaced import Replaced
+
+PATIENCE = 2.0
+"""Seconds that threads and processes are given to end after a run."""
+NAMELESS = "file descriptor"
+_BECOMES_PARENT = 36  # PR_SET_CHILD_SUBREAPER of Linux
+
+
+@cache
+def libraries() -> Replaced:
+    """The libraries as they are at the first call, which is before a plugin is imported."""
+    return Replaced()
+
+
+class Process:
+    """This process as it is before a run; says what has changed since."""
+
+    def __init__(self) -> None:
+        self.libraries = libraries()
+        self.settings = settings()
+        self.threads = set(sys._current_frames())
+        self.children = set(_children())
+        self.files = _open_files()
+
+    def changed(self) -> Iterator[str]:
+        """Settings that are others at this moment, and replaced functions among those that are used most."""
+        for name in self.libraries.glance():
+            yield f"replaces {name}"
+        yield from self._changed_settings()
+
+    def left(self) -> Iterator[str]:
+        """What a run that has ended has left changed, running or open. Processes that it left are ended."""
+        yield from (f"replaces {name}" for name in self.libraries.all())
+        yield from self._changed_settings()
+        end = time.monotonic() + PATIENCE
+        while time.monotonic() < end and (self._threads() or self._processes()):
+            time.sleep(0.01)
+        names = {thread.ident: thread.name for thread in threading.enumerate()}
+        yield from sorted(
+            f"leaves the thread '{names.get(i, 'without a name')}' running" for i in self._threads()
+        )
+        for process in self._processes():
+            yield f"leaves a process running ({_command(process)})"
+            os.kill(process, signal.SIGKILL)
+        if _open_files() - self.files:
+            gc.collect()  # files of objects that refer to each other are closed
+        yield from sorted(f"leaves {file} open" for file in _open_files() - self.files)
+
+    def _changed_settings(self) -> Iterator[str]:
+        now = settings()
+        for name, value in self.settings.items():
+            if name not in now:
+                yield f"removes {name}"
+            elif now[name] != value:
+                yield f"changes {name} from {_short(value)} to {_short(now[name])}"
+        yield from (f"sets {name} to {_short(now[name])}" for name in now.keys() - self.settings.keys())
+
+    def _threads(self) -> set[int]:
+        return set(sys._current_frames()) - self.threads
+
+    def _processes(self) -> set[int]:
+        return set(_children()) - self.children
+
+
+def adopt_orphans() -> None:
+    """From now on, processes whose parents have ended become this one's children, where that is possible."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_BECOMES_PARENT, 1, 0, 0, 0)
+
+
+def random_state() -> tuple[str, str, str]:
+    """Hashes of the states of Python's, numpy's and torch's global random numbers."""
+    kind, keys, *rest = np.random.get_state()
+    return (
+        _hashed(repr(random.getstate()).encode()),
+        _hashed(f"{kind} {rest}".encode() + np.asarray(keys).tobytes()),
+        _hashed(torch.get_rng_state().numpy().tobytes()),
+    )
+
+
+def draw() -> None:
+    """One of each of the global random numbers."""
+    random.random()
+    np.random.random()
+    torch.rand(1)
+
+
+def settings() -> dict[str, object]:
+    """All that is set for the whole process or its main thread, by name."""
+    return {
+        **{f"the environment variable {name}": value for name, value in os.environ.items()},
+        **{f"Python's {name}": value for name, value in _of_python().items()},
+        **{f"numpy's {name}": value for name, value in _of_numpy().items()},
+        **{f"torch's {name}": value for name, value in _of_torch().items()},
+    }
+
+
+def _of_python() -> dict[str, object]:
+    return {
+        "folder": str(Path.cwd()),
+        "search path": tuple(sys.path),
+        "importers": (*map(_named, sys.meta_path), *map(_named, sys.path_hooks)),
+        "arguments": tuple(sys.argv),
+        "recursion limit": sys.getrecursionlimit(),
+        "switch interval": sys.getswitchinterval(),
+        "garbage collector": (gc.isenabled(), gc.get_threshold(), gc.get_debug(), len(gc.callbacks)),
+        **{f"handler of {s.name}": _named(signal.getsignal(s)) for s in signal.Signals},
+        "alarm": signal.getitimer(signal.ITIMER_REAL)[1],
+        "tracing": (*map(_named, (sys.gettrace(), sys.getprofile())),),
+        "filters of warnings": tuple(map(str, warnings.filters)),
+        "scratch folder": tempfile.tempdir,
+        "socket timeout": socket.getdefaulttimeout(),
+        "priority": os.nice(0),
+        "cores": sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else None,
+    }
+
+
+def _of_numpy() -> dict[str, object]:
+    printing = np.get_printoptions()
+    return {"treatment of errors": tuple(np.geterr().items()), "way of printing": repr(printing)}
+
+
+def _of_torch() -> dict[str, object]:
+    matmul, cudnn = torch.backends.cuda.matmul, torch.backends.cudnn
+    return {
+        "number of threads": torch.get_num_threads(),
+        "default type": torch.get_default_dtype(),
+        "default device": torch.get_default_device(),
+        "gradient mode": (torch.is_grad_enabled(), torch.is_inference_mode_enabled()),
+        "detection of anomalies": torch.is_anomaly_enabled(),
+        "deterministic mode": torch.get_deterministic_debug_mode(),
+        "precision of matrix products": torch.get_float32_matmul_precision(),
+        "TF32 flags": (matmul.allow_tf32, cudnn.allow_tf32),
+        "reduced precision": (
+            matmul.allow_fp16_reduced_precision_reduction,
+            matmul.allow_bf16_reduced_precision_reduction,
+        ),
+        "cuDNN flags": (cudnn.enabled, cudnn.benchmark, cudnn.deterministic),
+        "oneDNN flags": (torch.backends.mkldnn.enabled, torch.backends.mkldnn.deterministic),
+        "autocast": (torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu")),
+        "treatment of tiny numbers": float(torch.tensor(1e-40) * 1) == 0,
+        "sharing of tensors": get_sharing_strategy(),  # type: ignore[no-untyped-call]
+        "warnings": torch.is_warn_always_enabled(),
+        "hooks for all modules and optimizers": global_hooks(),
+    }
+
+
+def _children() -> Iterator[int]:
+    """Processes that this one has started, and theirs whose parents have ended; nothing where there is no
+    /proc."""
+    for file in Path("/proc/self/task").glob("*/children"):
+        try:
+            yield from map(int, file.read_text().split())
+        except OSError:  # the thread has ended
+            continue
+
+
+def _command(process: int) -> str:
+    try:
+        return (
+            Path(f"/proc/{process}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")[:80]
+        )
+    except OSError:
+        return str(process)
+
+
+def _open_files() -> Counter[str]:
+    """What this process's file descriptors stand for; what has no name, such as a socket, by number and
+    kind."""
+    found: Counter[str] = Counter()
+    for link in Path("/proc/self/fd").glob("*"):
+        try:
+            target = str(link.readlink())
+        except OSError:  # the one that lists them
+            continue
+        kind, _, rest = target.partition(":")
+        found[target if not rest or target.startswith("/") else f"{NAMELESS} {link.name} ({kind})"] += 1
+    return found
+
+
+def _hashed(content: bytes) -> str:
+    return hashlib.blake2b(content, digest_size=8).hexdigest()
+
+
+def _named(function: object) -> str:
+    """The same in every process."""
+    plain = function is None or isinstance(function, int)
+    return str(function) if plain else getattr(function, "__qualname__", type(function).__qualname__)
+
+
+def _short(value: Any) -> str:
+    text = str(value)
+    return text if len(text) <= 60 else f"{text[:50]}... ({_hashed(text.encode())})"
