@@ -17,6 +17,7 @@ from recpipe.backend.allocator import bound_kernel_caches, tune_allocator
 from recpipe.commands import COMMANDS, listed
 from recpipe.common.collector import importing
 from recpipe.common.quiet import calm_threads, hide_known_warnings, quiet_libraries
+from recpipe.common.stdout import Stdout
 from recpipe.common.versions import versions
 from recpipe.errors import ThroughHydra, UserError, did_you_mean, shown
 
@@ -57,9 +58,13 @@ Choices:
 
 def program() -> None:
     """``main`` in a process that has nothing else to do, which ends without delay when it is interrupted."""
+    out = Stdout.install()
     try:
         main()
     except SystemExit as stop:
+        sys.stdout.flush()
+        if out is not None and out.fault is not None and not stop.code:
+            sys.exit(2)  # what it had to say is lost
         if stop.code == INTERRUPTED:
             # Unloading torch takes a second, and threads that nobody waits for may still be running.
             atexit._run_exitfuncs()

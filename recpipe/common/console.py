@@ -7,7 +7,6 @@ several processes, only rank 0 prints more than warnings (``quiet.quiet_librarie
 from __future__ import annotations
 
 import logging
-import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -23,6 +22,7 @@ from rich.progress import BarColumn, Progress, TaskID, TextColumn
 from rich.table import Column
 
 from recpipe.common.shared_state import Shared
+from recpipe.common.stdout import nobody_reads
 
 LOG_FILE = "recpipe.log"
 LINE_SECONDS = 10.0
@@ -64,7 +64,9 @@ class Screen(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         """Print one line; a reader that has gone away (``| head``) does not end the run."""
         try:
-            print(self.format(record), flush=True)
+            text = self.format(record)
+            encoding = getattr(sys.stdout, "encoding", None) or "utf-8"
+            print(text.encode(encoding, "backslashreplace").decode(encoding), flush=True)
         except BrokenPipeError:
             nobody_reads()
         except OSError:
@@ -82,17 +84,12 @@ class Output(Console):
         nobody_reads()
 
 
-def nobody_reads() -> None:
-    """Discard further output, so that printing does not fail."""
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-
-
 class LogFile(logging.FileHandler):
     """Writes recpipe.log, which is created with its first line. If it cannot be written, the run goes on
     without it."""
 
     def __init__(self, filename: str) -> None:
-        super().__init__(filename, encoding="utf-8", delay=True)
+        super().__init__(filename, encoding="utf-8", delay=True, errors="backslashreplace")
         self.setFormatter(Lines())
         self._refused = False
 

@@ -3,13 +3,14 @@ parameters."""
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
 import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import FrameType
@@ -23,6 +24,7 @@ from recpipe.errors import UserError
 from recpipe.report.exactness import Difference
 
 TORCHRUN = "-m torch.distributed.run --standalone --nproc-per-node={}"
+_SIGNAL_AT_PARENTS_DEATH = 1  # PR_SET_PDEATHSIG of prctl(2)
 _GRACE_SECONDS = 40  # torchrun gives its ranks 30 seconds
 _CHUNK_FLOATS = 1 << 22  # 16 MiB of each of the two files at a time
 
@@ -49,15 +51,8 @@ def launch(
     with _opened(log) as output:
         run = None
         try:
-            with _interrupts_deferred():  # one that comes meanwhile would leave it running
-                # In its own session: Ctrl-C reaches only this process, which then ends the run properly.
-                run = subprocess.Popen(
-                    [sys.executable, *starter, "-m", "recpipe", *arguments],
-                    stdin=subprocess.DEVNULL,
-                    stdout=output,
-                    stderr=subprocess.STDOUT,
-                    start_new_session=True,
-                )
+            with interrupts_deferred():  # one that comes meanwhile would leave it running
+                run = started([sys.executable, *starter, "-m", "recpipe", *arguments], output)
             status = run.wait(seconds)
         except BaseException as fault:
             if run is not None:
@@ -73,6 +68,30 @@ def launch(
     report = directory / "report.json"
     content: dict[str, Any] = json.loads(report.read_text(encoding="utf-8")) if report.exists() else {}
     return content
+
+
+def started(
+    command: list[str], output: BinaryIO | None = None, environment: Mapping[str, str] | None = None
+) -> subprocess.Popen[bytes]:
+    """A run as a process in its own session: Ctrl-C reaches only this process, which then ends the run
+    properly. It gets SIGTERM if this process is killed. ``output``: where it prints, None: where this one
+    does."""
+    library, parent = ctypes.CDLL(None), os.getpid()
+
+    def ends_with_parent() -> None:
+        library.prctl(_SIGNAL_AT_PARENTS_DEATH, signal.SIGTERM)
+        if os.getppid() != parent:  # it has died meanwhile
+            os._exit(1)
+
+    return subprocess.Popen(
+        command,
+        stdin=subprocess.DEVNULL,
+        stdout=output,
+        stderr=None if output is None else subprocess.STDOUT,
+        env=environment,
+        start_new_session=True,
+        preexec_fn=ends_with_parent if sys.platform == "linux" else None,
+    )
 
 
 def _opened(log: Path) -> BinaryIO:
@@ -119,7 +138,7 @@ def _failure(status: int, log: Path) -> str:
 
 
 @contextmanager
-def _interrupts_deferred() -> Iterator[None]:
+def interrupts_deferred() -> Iterator[None]:
     """Raise KeyboardInterrupt at the end of the block if SIGINT or SIGTERM came in it."""
     came: list[int] = []
     both = (signal.SIGINT, signal.SIGTERM)

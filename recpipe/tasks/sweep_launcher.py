@@ -12,7 +12,6 @@ import json
 import logging
 import os
 import re
-import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -32,7 +31,7 @@ from recpipe.common.run_dir import JOB_FILE
 from recpipe.config.launcher import NAME
 from recpipe.errors import UserError, shown
 from recpipe.tasks.compare_rows import chosen_config, quoted
-from recpipe.tasks.compare_run import TORCHRUN, end, interrupt_on_sigterm
+from recpipe.tasks.compare_run import TORCHRUN, end, interrupt_on_sigterm, interrupts_deferred, started
 from recpipe.tasks.sweeps import metrics_of, optimized, places_apart
 
 _OF_A_RANK = re.compile(
@@ -122,22 +121,19 @@ class _Job:
         self._write(None)
         began = time.monotonic()
         sys.stdout.flush()
-        # Started in its own session: Ctrl-C reaches only this process, which then ends the job properly.
-        process = subprocess.Popen(
-            self.command,
-            stdin=subprocess.DEVNULL,
-            env=environment,
-            start_new_session=True,
-        )
+        process = None
         try:
+            with interrupts_deferred():  # one that comes meanwhile would leave it running
+                process = started(self.command, environment=environment)
             process.wait()
         except BaseException:
-            self.stopped = True
-            log.info("stopping job %d; Ctrl-C again kills it", self.number + 1)
-            end(process)
+            if process is not None:
+                self.stopped = True
+                log.info("stopping job %d; Ctrl-C again kills it", self.number + 1)
+                end(process)
             raise
         finally:
-            self.status = process.returncode
+            self.status = None if process is None else process.returncode
             self._write(time.monotonic() - began)
 
     def _write(self, seconds: float | None) -> None:

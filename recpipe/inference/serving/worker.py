@@ -12,6 +12,7 @@ import asyncio
 import json
 import logging
 import os
+import shutil
 import signal
 import socket
 import sys
@@ -222,6 +223,15 @@ def main() -> int:
     """A worker; 2 if it cannot use the package, which the supervisor is told."""
     about: dict[str, Any] = json.loads(sys.argv[1])
     listening, channel = (socket.socket(fileno=number) for number in about["sockets"])
+    supervisor = os.getppid()
+    try:
+        return _work(about, listening, channel)
+    finally:
+        if os.getppid() != supervisor:  # it was killed, and cannot remove the folder of the figures itself
+            shutil.rmtree(os.environ[DIRECTORY], ignore_errors=True)
+
+
+def _work(about: dict[str, Any], listening: socket.socket, channel: socket.socket) -> int:
     prepare_process()
     with quieted(), alone(), heard(None), suppress(KeyboardInterrupt):
         try:
