@@ -29,7 +29,7 @@ class Command:
         least = sum(word[0].isupper() for word in self.arguments.split())
         if words and not self.arguments:
             raise UserError(f"recpipe {name} takes no arguments, not '{words[0]}'")
-        too_many = len(words) > least and not any(mark in self.arguments for mark in ("=", "--"))
+        too_many = len(words) > least and not any(mark in self.arguments for mark in ("=", "--", "["))
         if too_many or len(words) < least or any(map(_is_option, words[:least])):
             raise UserError(f"say recpipe {name} {self.arguments}")
         module, _, function = self.where.partition(":")
@@ -82,7 +82,9 @@ COMMANDS = {
         "what this machine can do, measured once for predictions; takes minutes, --quick one",
     ),
     "plugins": Command(
-        "recpipe.tasks.plugins:print_plugins", "", "what is installed and which extension points each uses"
+        "recpipe.tasks.plugins:plugins",
+        "[new kind name]",
+        "what is installed and which extension points each uses; new: writes a package to begin with",
     ),
     "unshard": Command(
         "recpipe.tasks.unshard:unshard_command",

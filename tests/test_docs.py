@@ -36,6 +36,7 @@ from recpipe.report.record import (
 )
 from recpipe.tables.tiers.policies import POLICIES
 from recpipe.tasks import sweep_launcher
+from recpipe.tasks.starter import starter
 from tests.pages import write_site
 from tests.processes import Child
 
@@ -184,7 +185,8 @@ def test_every_key_of_the_report_is_described(kind: type) -> None:
 @pytest.mark.parametrize("arguments", COMMANDS)
 def test_commands_compose(arguments: list[str]) -> None:
     if not arguments or arguments[0] in ("plugins", "doctor", "--help"):
-        assert len(arguments) <= 1
+        new = arguments[:2] == ["plugins", "new"]
+        assert len(arguments) <= 1 or (new and starter(*arguments[2:]))
         return
     if arguments[0] == "perf":
         assert arguments[1:] in (["calibrate"], ["calibrate", "--quick"], ["show"])

@@ -40,6 +40,7 @@ from recpipe.plugin.offers import (
     entry,
     is_offered,
     offered,
+    with_modules,
     without_blocks,
 )
 
@@ -103,6 +104,7 @@ def hydra_words(words: Sequence[str]) -> list[str]:
 
     So may an installed package's data source; its keys are checked later against their types.
     """
+    words = with_modules(words)
     models = {file.stem for file in (conf_dir() / "model").glob("*.yaml")} - {CUSTOM}
     if any(is_offered("data", source) for source in named(words, "data")):
         words = opened(words, "data")

@@ -28,6 +28,10 @@ BLOCK = "RECPIPE_BLOCK"
 """The environment variable with the packages and names that are not there for recpipe."""
 
 
+MODULES = "RECPIPE_MODULES"
+"""The environment variable with plugins that are in no package, as NAME=module:Class."""
+
+
 class Offers(dict[str, EntryPoint]):
     """Installed entry points of one kind by name. A name that two packages use stands for the first, and is
     an error where it is used."""
@@ -42,13 +46,53 @@ def offered(kind: str) -> Offers:
     """Installed entry points of ``kind`` (a key of ``GROUPS``) by name; nothing is imported, and what is
     blocked is left out."""
     found, away = Offers(), blocked()
-    for ep in sorted(metadata.entry_points(group=GROUPS[kind]), key=lambda ep: ep.name):
+    installed = sorted(metadata.entry_points(group=GROUPS[kind]), key=lambda ep: ep.name)
+    for ep in [*installed, *(_in_modules() if kind == PLUGIN else ())]:
         if ep.name in away or _normal(origin_of(ep).distribution) in away:
             continue
         if ep.name in found and found[ep.name].value != ep.value:
             found.clashing[ep.name] = ep
         found.setdefault(ep.name, ep)
     return found
+
+
+def _in_modules() -> list[EntryPoint]:
+    pairs = (word.partition("=") for word in os.environ.get(MODULES, "").split())
+    return [EntryPoint(name, value, GROUPS[PLUGIN]) for name, _, value in pairs]
+
+
+def with_modules(words: Sequence[str]) -> list[str]:
+    """``words`` for Hydra, where ``+plugin=package.module:Class`` names a plugin that no package offers: its
+    name is the class's, in lower case, and its knobs are those that ``words`` set.
+
+    The name is known from now on in this process and in those that it starts.
+    """
+    made: dict[str, str] = {}
+    kept: list[str] = []
+    for word in words:
+        key, _, value = word.partition("=")
+        if key.lstrip("+") != PLUGIN or ":" not in value:
+            kept.append(word)
+            continue
+        chosen = [part.strip("'\" ") for part in value.strip("[]").split(",")]
+        for part in chosen:
+            if ":" in part:
+                made[part.rpartition(":")[2].lower()] = part
+        if named := [part for part in chosen if ":" not in part]:
+            kept.append(f"+{PLUGIN}=[{','.join(named)}]")
+    for name, value in made.items():
+        if not re.fullmatch(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*", value):
+            raise UserError(f"+plugin={shown(value)}: say package.module:Class")
+        installed = metadata.entry_points(group=GROUPS[PLUGIN])
+        if any(ep.name == name for ep in installed):
+            raise PluginConflict(f"+plugin={value}: a package offers '{name}' already; rename the class")
+    if not made:
+        return kept
+    known = set(os.environ.get(MODULES, "").split()) | {f"{name}={value}" for name, value in made.items()}
+    os.environ[MODULES] = " ".join(sorted(known))
+    knobs = tuple(f"plugins.{name}." for name in made)
+    kept = [f"+{word}" if word.startswith(knobs) else word for word in kept]
+    return [*(f"+plugins.{name}={{}}" for name in made), *kept]
 
 
 def _normal(distribution: str) -> str:
@@ -96,7 +140,7 @@ def is_offered(kind: str, name: object) -> bool:
 
 def origin_of(ep: EntryPoint) -> Origin:
     """Name, distribution and version of an entry point."""
-    return Origin(ep.name, ep.dist.name if ep.dist else "?", ep.dist.version if ep.dist else "?")
+    return Origin(ep.name, *((ep.dist.name, ep.dist.version) if ep.dist else (ep.module, "in no package")))
 
 
 def entry(kind: str, name: str, available: Mapping[str, EntryPoint]) -> EntryPoint:
@@ -130,8 +174,11 @@ def imported(kind: str, ep: EntryPoint) -> object:
         raise
     except BaseException as fault:  # sys.exit at import among them
         origin = origin_of(ep)
+        remedy = "Its module must be in the current directory or on PYTHONPATH"
+        if ep.dist:
+            remedy = f"Reinstall it: pip install --force-reinstall {origin.distribution}"
+        there = "installed" if ep.dist else "named"
         raise PluginLoadError(
-            f"{WORDS[kind]} {origin} is installed but cannot be imported from '{ep.value}': "
-            f"{type(fault).__name__}: {fault}. "
-            f"Reinstall it: pip install --force-reinstall {origin.distribution}"
+            f"{WORDS[kind]} {origin} is {there} but cannot be imported from '{ep.value}': "
+            f"{type(fault).__name__}: {fault}. {remedy}"
         ) from fault

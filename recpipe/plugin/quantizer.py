@@ -36,6 +36,8 @@ class RowCodec(ABC):
     (several may call at the same time), on any rank. A resumed run continues bit by bit if encoding a decoded
     record gives the same bytes again, as recpipe's own codecs do.
 
+    It is also told of no records at all (n = 0).
+
     A row is rounded each time it leaves device memory, that is its slot or the slab of rows that one batch
     needs.
     """

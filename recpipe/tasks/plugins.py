@@ -16,6 +16,7 @@ from rich.markup import escape
 
 from recpipe.common.console import Output
 from recpipe.config.compose import conf_dir
+from recpipe.errors import UserError
 from recpipe.plugin.api import Context, Contribution, GroupInfo, Origin, Plugin, TableInfo
 from recpipe.plugin.assembly import gather
 from recpipe.plugin.conf import knobs_in, package_conf
@@ -25,6 +26,7 @@ from recpipe.plugin.model_quantizer import ModelQuantizer
 from recpipe.plugin.offers import GROUPS, PLUGIN, WORDS, entry, imported, offered, origin_of
 from recpipe.plugin.quantizing import quantizing
 from recpipe.plugin.row_server import RowServer
+from recpipe.tasks.starter import MADE, write_starter
 
 _TABLES = {f"C{i}": TableInfo(f"C{i}", 1000, 16, state=4) for i in range(1, 27)}
 
@@ -128,7 +130,18 @@ def describe_part(kind: str, ep: EntryPoint) -> Listed:
     return Listed(origin, doc[0] if doc else "")
 
 
-def print_plugins(_words: Sequence[str] = ()) -> int:
+def plugins(words: Sequence[str]) -> int:
+    """``recpipe plugins``: print what is installed, or write a new package (``new KIND NAME``)."""
+    if not words:
+        return print_plugins()
+    if len(words) != 3 or words[0] != "new":
+        raise UserError(f"say recpipe plugins, or recpipe plugins new KIND NAME; kinds: {', '.join(MADE)}")
+    folder = write_starter(words[1], words[2])
+    print(f"{folder} is a whole package: pip install -e {folder}; python -m pytest {folder}/tests")
+    return 0
+
+
+def print_plugins() -> int:
     """Print what is installed; returns 0 even if a plugin is broken, which its row says."""
     rows = [listed(ep) for ep in installed().values()]
     parts = {

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import tomllib
 from collections.abc import Callable
 from pathlib import Path
 
@@ -17,6 +18,7 @@ from recpipe.plugin.load import activate
 from recpipe.plugin.offers import offered
 from recpipe.run import run
 from recpipe.tasks import plugins as listing
+from recpipe.tasks.starter import MADE, write_starter
 
 SOURCE = '''
 from dataclasses import dataclass
@@ -181,3 +183,43 @@ def test_a_package_that_exits_when_it_is_imported_stops_nobody(install, capsys) 
     assert "SystemExit: bye" in said
     with pytest.raises(UserError, match="plugin exiter .* cannot be imported from .*: SystemExit: bye"):
         activate({"exiter": {}})
+
+
+def test_a_class_of_a_module_is_a_plugin_without_a_package(tmp_path, monkeypatch) -> None:
+    monkeypatch.setenv("RECPIPE_MODULES", "")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    code = (
+        "from recpipe.plugin import Contribution, Plugin\n\n\nclass Told(Plugin):\n    api = (2, 0)\n\n"
+        "    def __init__(self, *, what: int = 1):\n        self.what = what\n\n"
+        "    def contribute(self, ctx):\n"
+        "        return Contribution(report=[lambda run: {'what': self.what}])\n"
+    )
+    (tmp_path / "first_try.py").write_text(code)
+    recipe = compose(["+plugin=first_try:Told", "plugins.told.what=5", "task=plan"])
+    assert recipe.plugins == {"told": {"what": 5}}
+    ((origin, plugin),) = activate({"told": {"what": 5}})
+    assert (str(origin), plugin.what) == ("told (first_try in no package)", 5)
+    assert list(compose(["+plugin=[hotline,first_try:Told]"]).plugins) == ["hotline", "told"]
+    compose(["+plugin=no_such:P"])
+    with pytest.raises(UserError, match="cannot be imported from 'no_such:P': .*the current directory"):
+        activate({"p": {}})
+
+
+@pytest.mark.parametrize("kind", MADE)
+def test_a_new_package_is_whole(kind: str, tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    folder = write_starter(kind, "mine")
+    project = tomllib.loads((folder / "pyproject.toml").read_text())
+    assert project["build-system"]["build-backend"] == "hatchling.build"
+    (names,) = project["project"]["entry-points"].values()
+    module, _, made = names["mine"].partition(":")
+    assert f"{made}(" in (folder / module / "__init__.py").read_text()
+    assert len(list((folder / module / "conf").glob("*/mine.yaml"))) == 1
+    for file in folder.rglob("*"):
+        assert not file.is_file() or "@NAME@" not in file.read_text()
+    with pytest.raises(UserError, match="recpipe-mine is there already"):
+        write_starter(kind, "mine")
+    with pytest.raises(UserError, match="no kind 'splitters': did you mean splitter"):
+        write_starter("splitters", "mine2")
+    with pytest.raises(UserError, match="'My-own' is no name"):
+        write_starter(kind, "My-own")

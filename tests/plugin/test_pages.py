@@ -18,8 +18,9 @@ from recpipe.config.recipe import Recipe
 from recpipe.data.make import open_dataset
 from recpipe.errors import UserError
 from recpipe.run import run
+from recpipe.tasks.starter import starter
 from recpipe.testing import PluginSuite
-from tests.pages import DOCS, installed_from
+from tests.pages import DOCS, files_of, installed_from
 
 PAGES = DOCS / "plugins"
 KINDS = ("planner", "cache", "splitter", "skipper", "quantizer", "model", "data", "task")
@@ -70,6 +71,13 @@ def test_an_example_is_short(files: dict[str, str]) -> None:
     """At most 60 lines of code."""
     code = next(text for name, text in files.items() if name.endswith("__init__.py"))
     assert len([line for line in code.splitlines() if line.strip()]) <= 60
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_example_is_what_plugins_new_writes(kind: str) -> None:
+    shown = files_of(PAGES / f"{kind}.md")
+    (name,) = (Path(file).stem for file in shown if file.endswith(".yaml"))
+    assert starter(kind, name).items() >= shown.items()
 
 
 @page("cache")
