@@ -94,7 +94,7 @@ class Scorer:
     def scores(self, dense: torch.Tensor, found: "list[torch.Tensor]") -> torch.Tensor:
         """Scores float32 [B], from dense features and what the lookups have found: of each its pooled rows,
         or its rows and then their numbers for each sample."""
-        return self.program_for(len(dense))(dense, found)
+        return self.program_for(dense.shape[0])(dense, found)
 
     def program_for(self, samples: int) -> "Program":
         """The program that scores batches of so many samples."""
@@ -274,6 +274,7 @@ class Lookup:
         places = [tables.places.get(table, none) for table in own]
         self.places = torch.cat(places)
         """For each id its row among those kept, or -1, one table after the other."""
+        self.pruned = self.places.numel() > 0
         self.place_starts = torch.tensor([0, *(len(part) for part in places)]).cumsum(0)
 
     def __call__(self, ids: torch.Tensor, offsets: torch.Tensor, samples: int) -> torch.Tensor:
@@ -294,7 +295,7 @@ class Lookup:
 
     def rows_of(self, ids: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
         """The row of each id; -1 if it was pruned, which adds nothing."""
-        if not len(self.places):
+        if not self.pruned:
             return ids
         rows: torch.Tensor = torch.ops.fbgemm.pruned_array_lookup(
             ids, offsets, self.places, self.place_starts

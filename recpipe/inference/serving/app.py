@@ -71,6 +71,7 @@ class Server:
         """Score by ``score`` of another package with this ``manifest`` from the next batch on. It takes and
         gives what the one before did; the metrics call it ``package``. It is watched anew."""
         if manifest != self.manifest:
+            self.batcher.tell()
             monitor = Monitor(manifest, self.watch)
             self.monitor.close()
             self.manifest, self.monitor, self.batcher.scored = manifest, monitor, monitor.saw
@@ -109,6 +110,7 @@ class Server:
         await self.batcher.close()
 
     async def _metrics(self, _: Request) -> Response:
+        self.batcher.tell()
         text = await asyncio.to_thread(self.metrics.text)
         return Response(text, media_type="text/plain; version=0.0.4")
 
@@ -117,6 +119,7 @@ class Server:
             self._known(request)
         except Refused as refused:
             return _error(refused)
+        self.batcher.tell()
         compared = await asyncio.to_thread(self.monitor.compared)
         return _json({"name": self.name, "step": self.manifest.get("step"), **compared.to_dict()})
 

@@ -184,29 +184,33 @@ class Connection(HttpToolsProtocol):
 
     def on_message_begin(self) -> None:
         """The parser's: a request begins."""
-        super().on_message_begin()
+        self.url, self.headers, self.expect_100_continue = b"", [], False
         self._whole, self._news = False, True
         self._size = self._silent = 0
         self._wait(HEADER, self.bounds.header_seconds)
 
     def on_url(self, url: bytes) -> None:
         """The parser's: a piece of the address."""
-        self._counted(len(url))
-        if not self._too_large:
-            super().on_url(url)
+        self._size += len(url)
+        if self._size > self.bounds.header_bytes:
+            self._too_large = "header_bytes"
+        else:
+            self.url += url
 
     def on_header(self, name: bytes, value: bytes) -> None:
         """The parser's: a header, or a trailer."""
-        self._counted(len(name) + len(value))
-        if len(self.headers) >= self.bounds.header_fields:
-            self._too_large = self._too_large or "header_fields"
-        if not self._too_large:
-            super().on_header(name, value)
-
-    def _counted(self, size: int) -> None:
-        self._size += size
+        self._size += len(name) + len(value)
+        if self._too_large:
+            return
         if self._size > self.bounds.header_bytes:
-            self._too_large = self._too_large or "header_bytes"
+            self._too_large = "header_bytes"
+        elif len(self.headers) >= self.bounds.header_fields:
+            self._too_large = "header_fields"
+        else:
+            name = name.lower()
+            self.headers.append((name, value))
+            if name == b"expect" and value.lower() == b"100-continue":
+                self.expect_100_continue = True
 
     def on_headers_complete(self) -> None:
         """The parser's: the body begins."""
@@ -214,6 +218,11 @@ class Connection(HttpToolsProtocol):
             return
         self._wait(BODY, self.bounds.body_seconds)
         if self.parser.get_method() != b"POST" or not self._for_scores():
+            # uvicorn's scope of a request for the application; others need none.
+            url, headers, waits = self.url, self.headers, self.expect_100_continue
+            super().on_message_begin()
+            self.url, self.expect_100_continue = url, waits
+            self.headers.extend(headers)
             super().on_headers_complete()
             return
         before = self.cycle

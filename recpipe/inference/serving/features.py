@@ -67,7 +67,9 @@ class Features:
         """The values of a request of this ``form``: ``dense`` float32 [N, D] or [1, D], and its ``ids``
         int64. ``Refused`` names the one that is wrong."""
         # Taken as a number without a sign, a negative id is larger than any table.
-        wrong = ids.view(np.uint64) >= np.repeat(self._limits[list(form.order)], form.counts)
+        if form.limits is None:
+            form.limits = np.repeat(self._limits[list(form.order)], form.counts)
+        wrong = ids.view(np.uint64) >= form.limits
         if wrong.any():
             raise self._wrong(ids, wrong, form)
         finite = np.isfinite(dense)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import NamedTuple
 
 import numpy as np
@@ -49,6 +50,8 @@ class Form:
         """How many ids the features have, in this order."""
         ends = np.cumsum(self.counts).tolist()
         self._slices = {f: slice(end - ids[f], end) for f, end in zip(self.order, ends, strict=True)}
+        self.limits: Array | None = None
+        """Of each id, what it must be below, uint64: kept by whoever knows."""
         self.single = all(isinstance(own, int) and own == 1 for own in lengths)
         """Whether there is one id in each bag."""
 
@@ -108,24 +111,32 @@ def together(asked: Sequence[Asked]) -> tuple[torch.Tensor, list[Side]]:
 
 def _of_singles(asked: Sequence[Asked], shared: int) -> list[Side]:
     """The same of requests with one id in each bag, of which the first ``shared`` features are shared."""
-    order, sides = asked[0].form.order, []
+    order, sides, single = asked[0].form.order, [], len(asked) == 1
     if shared:
-        users = np.stack([one.ids[:shared] for one in asked], axis=1)
+        users = asked[0].ids[:shared] if single else np.stack([one.ids[:shared] for one in asked], axis=1)
         sides.append(
             Side(order[:shared], torch.from_numpy(users.reshape(-1)), None, len(asked), _places(asked))
         )
     if shared < len(order):
-        blocks = [one.ids[shared:].reshape(-1, one.samples) for one in asked]
-        ids = blocks[0] if len(blocks) == 1 else np.concatenate(blocks, axis=1)
-        sides.append(Side(order[shared:], torch.from_numpy(ids.reshape(-1)), None, ids.shape[1]))
+        ids, samples = asked[0].ids[shared:], asked[0].samples
+        if not single:
+            blocks = [one.ids[shared:].reshape(-1, one.samples) for one in asked]
+            ids = np.concatenate(blocks, axis=1)
+            samples = ids.shape[1]
+        sides.append(Side(order[shared:], torch.from_numpy(ids.reshape(-1)), None, samples))
     return sides
 
 
 def _places(asked: Sequence[Asked]) -> torch.Tensor:
     """The request of each sample."""
     if len(asked) == 1:
-        return torch.zeros(asked[0].samples, dtype=torch.int64)
+        return _first(asked[0].samples)
     return torch.from_numpy(np.repeat(np.arange(len(asked)), [one.samples for one in asked]))
+
+
+@lru_cache(64)
+def _first(samples: int) -> torch.Tensor:
+    return torch.zeros(samples, dtype=torch.int64)
 
 
 def _side(

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import NamedTuple, Protocol, runtime_checkable
 
 import torch
@@ -37,11 +37,19 @@ class Side:
         given = self.given_lengths
         return torch.ones(len(self.ids), dtype=torch.int64) if given is None else given
 
-    @cached_property
+    @property
     def offsets(self) -> torch.Tensor:
         """Where each bag begins, and where the last one ends: int64 [features * bags + 1]."""
-        given = self.given_lengths
-        return torch.arange(len(self.ids) + 1) if given is None else offsets_of(given)
+        return _numbers(self.ids.shape[0] + 1) if self.given_lengths is None else self._summed
+
+    @cached_property
+    def _summed(self) -> torch.Tensor:
+        return offsets_of(self.lengths)
+
+
+@lru_cache(64)
+def _numbers(count: int) -> torch.Tensor:
+    return torch.arange(count)
 
 
 @dataclass(frozen=True)
@@ -101,7 +109,7 @@ class RequestScorer:
                     lengths = part.lookup.lengths(call[2], call[3])
                     inputs[number] += _repeated(rows, lengths, side.of_sample)
                     continue
-                pieces[number].append((part, _wide(rows, side, len(dense))))
+                pieces[number].append((part, _wide(rows, side, dense.shape[0])))
             if between is not None:
                 between()
             for own, beside in zip(inputs, pieces, strict=True):
