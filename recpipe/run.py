@@ -26,9 +26,9 @@ from recpipe.common.console import heard, log
 from recpipe.common.device import same_bits
 from recpipe.common.gpu import begin_on, gpu_explained
 from recpipe.common.own_cache import default_cache_dir
-from recpipe.common.owned import EXPORTS, remove_arrays
+from recpipe.common.owned import remove_arrays
 from recpipe.common.quiet import quieted
-from recpipe.common.run_dir import RunDir, hold
+from recpipe.common.run_dir import EXPORTS, RunDir, hold
 from recpipe.common.sizes import readable_bytes
 from recpipe.common.spans import settled
 from recpipe.config.recipe import Recipe

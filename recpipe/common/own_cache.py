@@ -115,7 +115,8 @@ def own_compilers_caches() -> None:
     can make first. Folders that the user has named are checked."""
     for variable, name in COMPILERS.items():
         named = os.environ.get(variable)
-        if named:
+        # torch itself sets it to that name when it is imported.
+        if named and not named.startswith(str(Path(tempfile.gettempdir(), "torchinductor_"))):
             require_own(Path(named), variable)
             continue
         try:

@@ -24,8 +24,6 @@ from recpipe.common.saved import parse_json, typed_as
 from recpipe.errors import UserError, shown
 
 OWNER = ".owner.json"
-EXPORTS = ("task.export_parameters", "task.export_predictions")
-"""Keys of directories for numpy's files."""
 
 
 @dataclass(frozen=True)

@@ -24,6 +24,8 @@ from recpipe.errors import ThroughHydra, UserError, shown
 log = logging.getLogger(__name__)
 JOB_FILE = "job.json"
 """The file in the folder of a sweep's job that tells how it ended; ``exit_status`` null: it has not ended."""
+EXPORTS = ("task.export_parameters", "task.export_predictions")
+"""Keys of directories for numpy's files."""
 LOCK = "run.lock"
 FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
 """Error numbers of a write when the disk or the quota is full."""

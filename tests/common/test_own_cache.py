@@ -15,6 +15,7 @@ import pytest
 import torch
 from numpy.typing import NDArray
 from torch._inductor.runtime.cache_dir_utils import cache_dir as torch_cache_dir
+from torch._inductor.runtime.cache_dir_utils import default_cache_dir as default_torch_cache_dir
 
 from recpipe.backend import host
 from recpipe.common import compiled, own_cache
@@ -279,6 +280,17 @@ def test_a_group_of_the_user_alone_is_nobody_else(
 def test_root_shares_its_group_with_whoever_is_in_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "geteuid", lambda: 0)
     assert not own_cache._alone_in(0)
+
+
+def test_the_name_that_torch_gives_the_folder_itself_is_not_the_users(
+    caches: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Importing torch's compiler sets the variable to a name in /tmp that anybody can make first."""
+    with monkeypatch.context() as patch:
+        patch.setenv("TRITON_CACHE_DIR", "")
+        patch.setenv("TORCHINDUCTOR_CACHE_DIR", default_torch_cache_dir())
+        own_compilers_caches()
+        assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == str(caches / "inductor")
 
 
 def test_without_a_home_that_can_be_written_compilers_keep_code_for_the_process_alone(
