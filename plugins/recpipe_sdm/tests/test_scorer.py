@@ -37,7 +37,7 @@ from recpipe.data.sources.synthetic import SyntheticDataset
 from recpipe.errors import UserError
 from recpipe.inference.manifest import write_manifest
 from recpipe.inference.popularity import read_lookups
-from recpipe.inference.quantized import write_quantized
+from recpipe.inference.quantized import take_place, write_quantized
 from recpipe.inference.score import Scorer
 from recpipe.inference.serving.shared import RequestScorer, Side
 from recpipe.inference.source import FloatCheckpoint
@@ -309,7 +309,8 @@ def pruned(packed: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     source = FloatCheckpoint.of(open_trained(packed.parent / "checkpoints"))
     kept = {name: np.random.default_rng(1).random(source.shapes[name][0]) < 0.5 for name in ("user", "city")}
     write_quantized(folder / "quantized", source, dict.fromkeys(source.shapes, "int8"), kept)
-    return recpipe.package(folder / "quantized", folder / "model.recpipe", quiet=True)
+    take_place(folder / "quantized", folder / "judged")
+    return recpipe.package(folder / "judged", folder / "model.recpipe", quiet=True)
 
 
 @pytest.mark.parametrize("adapts", [True, False])
