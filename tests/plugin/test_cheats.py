@@ -117,7 +117,7 @@ CAUGHT = [
         OTHER_TABLES,
         twin=True,
         ignores_weights="ID_SPACE",
-        weighted="after 64 steps user is",
+        weighted="EXACT_GRADIENT",
         rows="after 64 steps words is",
     ),
     *cheats("patches", MODEL, in_contribute="loss of the first step"),
