@@ -144,9 +144,17 @@ def test_public_modules_export_what_has_a_docstring(module: object) -> None:
 
 
 def sources() -> list[Path]:
-    """Of all plugins and examples, but not their tests."""
-    files = [*(ROOT / "plugins").rglob("*.py"), *(ROOT / "examples").rglob("*.py")]
-    return [file for file in files if "tests" not in file.parts]
+    """Of all plugins but not their tests, of all examples with theirs, and of the packages that
+    ``recpipe plugins new`` writes."""
+    plugins = [file for file in (ROOT / "plugins").rglob("*.py") if "tests" not in file.parts]
+    starters = ROOT / "recpipe" / "tasks" / "starters"
+    written = [file for kind in ("py", "test") for file in starters.glob(f"*.{kind}.txt")]
+    return [*plugins, *(ROOT / "examples").rglob("*.py"), *written]
+
+
+def test_examples_and_what_is_written_for_a_new_package_are_among_the_sources() -> None:
+    found = {file.name for file in sources()}
+    assert {"own_loop.py", "test_hello.py", "test_tower.py", "cache.py.txt", "plugin.test.txt"} <= found
 
 
 @pytest.mark.parametrize("file", sources(), ids=lambda file: str(file.relative_to(ROOT)))

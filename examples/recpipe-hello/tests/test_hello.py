@@ -1,11 +1,12 @@
+from unittest.mock import Mock
+
 import pytest
 import torch
 from recpipe_hello.plugin import Hello, LookupCounter
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from recpipe import RunFigures, TableInfo, UserError
-from recpipe.data.batch import Batch
-from recpipe.report.record import Io
+from recpipe.kit import Batch
 from recpipe.testing import PluginSuite
 
 
@@ -17,9 +18,7 @@ def test_counts_lookups() -> None:
     counter = LookupCounter({"user": TableInfo("user", 10, 4)}, top=0.1)
     ids = KeyedJaggedTensor(["user"], torch.tensor([3, 3, 3, 7]), lengths=torch.tensor([2, 2]))
     batch = Batch(torch.zeros(2, 1), ids, torch.zeros(2))
-    run = RunFigures(
-        steps=1, samples=2, lookups=4, io=Io(store="host"), before_cold_seconds=0.0, after_cold_seconds=0.0
-    )
+    run = Mock(spec=RunFigures, lookups=4)
     with counter.observe(batch):
         assert counter.figures(run)["distinct_rows"] == 0
     assert counter.figures(run) == {"distinct_rows": 2, "top_share": 0.75}
