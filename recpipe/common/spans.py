@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from array import array
+from collections.abc import Sequence
 from time import perf_counter
 
 import torch
@@ -34,7 +36,7 @@ class Spans:
     """Seconds between pairs of marks, in their order. On a GPU they are read when they are asked for."""
 
     def __init__(self) -> None:
-        self._read: list[float] = []
+        self._read = array("d")
         self._open: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
 
     def add(self, start: Mark, end: Mark) -> None:
@@ -48,7 +50,7 @@ class Spans:
         if len(self._open) > OPEN:
             self._settle(OPEN // 2)
 
-    def each(self) -> list[float]:
+    def each(self) -> Sequence[float]:
         """The seconds of all spans; waits for a GPU."""
         self._settle(len(self._open))
         return self._read

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import logging
+import os
+import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -95,6 +98,11 @@ class Program:
         try:
             compiled, options = compile_program(self.exported, chosen.march, chosen.width, frozen=self.low)
         except Exception as fault:
+            if (full := _full(fault)) is not None:
+                raise UserError(
+                    f"{full}: no space is left for the compiler's files: free space there, or set TMPDIR to "
+                    "another folder"
+                ) from fault
             lines = [line.strip() for line in str(fault).splitlines() if "error" in line.lower()]
             reason = lines[0] if lines else str(fault).strip().partition("\n")[0]
             raise UserError(f"AOTInductor cannot compile the model ({reason[:300]})") from fault
@@ -103,6 +111,17 @@ class Program:
             kept = {name: value.clone() for name, value in constants_of(self.exported).items()}
             save_tensors(folder / self.constants, kept)
         return options
+
+
+def _full(fault: BaseException | None) -> Path | None:
+    """The folder that had no room for a file, if ``fault`` or what it came from says so."""
+    while fault is not None:
+        if isinstance(fault, OSError) and fault.errno in (errno.ENOSPC, errno.EDQUOT):
+            return Path(fault.filename).parent if fault.filename else Path(tempfile.gettempdir())
+        if os.strerror(errno.ENOSPC) in str(fault):
+            return Path(tempfile.gettempdir())
+        fault = fault.__cause__ or fault.__context__
+    return None
 
 
 def usable(

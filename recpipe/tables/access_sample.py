@@ -12,6 +12,8 @@ from recpipe.tables.inputs import GroupIds
 
 MOST = 1 << 21
 """Most lookups to keep (8 MiB), unless a single batch has more."""
+BATCHES = 1 << 10
+"""Most batches to keep: each takes some hundred bytes beside its lookups, more than a small one's lookups."""
 
 
 @dataclass(frozen=True)
@@ -56,7 +58,7 @@ class AccessSample:
             batch.append(_Kept(ids.values().numpy().astype(np.int32), counts))
         self._kept.append(batch)
         self.lookups += _lookups(batch)
-        while self.lookups > self.most and len(self._kept) > 1:
+        while len(self._kept) > 1 and (self.lookups > self.most or len(self._kept) > BATCHES):
             self._kept = self._kept[::2]
             self.stride *= 2
             self.lookups = sum(map(_lookups, self._kept))

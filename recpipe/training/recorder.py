@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from array import array
+from collections.abc import Sequence
 from dataclasses import asdict
 from time import perf_counter
 from typing import Any
@@ -31,7 +33,7 @@ class Recorder(L.Callback):
         self.first_step_seconds = math.nan
         """Seconds from ``started`` to the end of the first step; NaN before that."""
         self._spans = Spans()
-        self.step_samples: list[int] = []
+        self.step_samples = array("q")
         self.skipped_samples = 0
         """How many of those samples a skipper has left out."""
         self.history: list[Point] = []
@@ -56,7 +58,7 @@ class Recorder(L.Callback):
         return len(self.step_samples)
 
     @property
-    def step_seconds(self) -> list[float]:
+    def step_seconds(self) -> Sequence[float]:
         """Seconds of each of them. On a GPU they are those between events on the training's stream, and this
         waits for it."""
         return self._spans.each()

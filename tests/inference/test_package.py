@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import hashlib
 import json
 import os
@@ -17,6 +18,7 @@ import zipfile
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -27,7 +29,7 @@ from torch._inductor import cpp_builder
 import recpipe
 from recpipe.cli import main
 from recpipe.errors import UserError
-from recpipe.inference import score
+from recpipe.inference import programs, score
 from recpipe.inference.manifest import DIGEST, MANIFEST
 from recpipe.inference.parts import of_checkpoint
 from recpipe.inference.quantized import write_quantized
@@ -597,6 +599,21 @@ class Unchecked(score.Scorer):
 
     def check_golden(self) -> float:
         return 0.0
+
+
+def test_a_full_disk_for_the_compilers_files_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(*_: object, **__: object) -> None:
+        try:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(tmp_path / "kernel.cpp"))
+        except OSError as fault:
+            raise RuntimeError("the compiler's own error") from fault
+
+    monkeypatch.setattr(programs, "compile_program", fails)
+    program = programs.Program(SimpleNamespace(example_inputs=1), torch.zeros(1), 0.0, False)  # type: ignore[arg-type]
+    with pytest.raises(UserError, match=f"^{tmp_path}: no space is left .*: free space there, or set TMPDIR"):
+        program.compile(tmp_path, SimpleNamespace(march=None, width=256), 1)  # type: ignore[arg-type]
 
 
 def with_other_tables(packed: Path, directory: Path) -> Path:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import tracemalloc
+
 import numpy as np
 import torch
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from recpipe.tables.access_sample import AccessSample
+from recpipe.common.spans import Spans
+from recpipe.tables.access_sample import BATCHES, AccessSample
 from recpipe.tables.groups import ModelTables
 from recpipe.tables.specs import Table, TableOptimizer, TableSet
 
@@ -51,3 +54,35 @@ def test_a_long_run_is_sampled_evenly() -> None:
     assert sample.batches == len(kept)
     assert {name: sorted(found.tolist()) for name, found in sample.counts().items()} == counted(kept)
     assert AccessSample(TABLES).counts() == {}
+
+
+def test_many_small_batches_do_not_add_up() -> None:
+    """Each takes more beside its few lookups than these."""
+    rng = np.random.default_rng(0)
+    sample, drawn = AccessSample(TABLES), batch(rng)
+    tracemalloc.start()
+    try:
+        for _ in range(BATCHES):
+            sample.add((drawn,))
+        full, _ = tracemalloc.get_traced_memory()
+        for _ in range(4 * BATCHES):
+            sample.add((drawn,))
+        later, _ = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert BATCHES // 2 <= sample.batches <= BATCHES
+    assert full > 100 * BATCHES, "or batches take nothing"
+    assert later < 1.2 * full
+
+
+def test_what_is_noted_of_a_step_is_two_numbers() -> None:
+    spans = Spans()
+    tracemalloc.start()
+    try:
+        for number in range(20_000):
+            spans.add(float(number), number + 0.5)
+        taken, _ = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert taken < 20 * 20_000
+    assert spans.total() == 10_000
