@@ -12,6 +12,7 @@ import torch
 from torch import nn
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
+from recpipe import seams
 from recpipe.common.phases import phase
 from recpipe.common.saved import tensor
 from recpipe.data.parts import on_device
@@ -61,7 +62,8 @@ def put_fronts(module: nn.Module, tables: ModelTables, embeddings: GroupedCollec
     """Replace every collection in ``module`` by a front over its groups' ``embeddings``; returns the fronts
     by path.
 
-    A collection that is used in several places is replaced in all of them.
+    A collection that is used in several places is replaced in all of them. Hooks that are registered on it
+    become the front's.
     """
     fronts: dict[str, Front] = {}
     for path, collection in collections_of(module).items():
@@ -69,6 +71,7 @@ def put_fronts(module: nn.Module, tables: ModelTables, embeddings: GroupedCollec
         assert front is not None, "collections_of finds no others"
         mine = [number for number, group in enumerate(tables.groups) if group.path == path]
         front.place([tables.groups[n] for n in mine], [embeddings.collections[n] for n in mine])
+        seams.share_hooks(collection, front)
         fronts[path] = front
         if not path:
             raise UserError("the model is a collection itself; give a module that holds it")

@@ -63,7 +63,7 @@ with private_names():
         unlock,
         unlocking,
     )
-    from recpipe.seams.tables import Views, has_hooks, module_name, tbe_views, update_by_table
+    from recpipe.seams.tables import Views, has_hooks, module_name, share_hooks, tbe_views, update_by_table
 
 __all__ = [
     "MEAN",
@@ -114,6 +114,7 @@ __all__ = [
     "own_lookups_in",
     "remapped_ids",
     "replicated_lookups",
+    "share_hooks",
     "steps_are_watched",
     "taken",
     "tbe_views",

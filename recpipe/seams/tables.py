@@ -47,6 +47,24 @@ def has_hooks(owner: torch.Tensor | nn.Module) -> bool:
     return any(getattr(owner, name, None) for name in HOOKS)
 
 
+CALL_HOOKS = (
+    *HOOKS,
+    "_forward_hooks_with_kwargs",
+    "_forward_hooks_always_called",
+    "_forward_pre_hooks_with_kwargs",
+    "_is_full_backward_hook",
+    "_non_full_backward_hooks",
+)
+
+
+def share_hooks(module: nn.Module, successor: nn.Module) -> None:
+    """Have ``successor`` call the hooks on the passes of ``module``. Both share them, so that the handle that
+    a user has kept removes a hook of both."""
+    for name in CALL_HOOKS:
+        if name in vars(module):
+            setattr(successor, name, getattr(module, name))
+
+
 def tbe_views(tbe: SplitTableBatchedEmbeddingBagsCodegen) -> list[Views]:
     """Views of weights and optimizer state of each physical table of a TBE; writing to them changes the
     TBE."""
