@@ -79,7 +79,7 @@ from recpipe.tasks.plan import describe, planned_ranks, print_plan
 from recpipe.tasks.profile import StepProfiler
 from recpipe.tasks.summary import summarize
 from recpipe.tasks.unshard import load_pretrained
-from recpipe.training.callbacks import make_callbacks
+from recpipe.training.callbacks import check_callbacks, make_callbacks
 from recpipe.training.figures import FigureLogger
 from recpipe.training.intervals import Intervals
 from recpipe.training.loggers import make_logger
@@ -226,6 +226,7 @@ def run_on(
     # 4. Plugins: each contributes its parts; conflicts are refused here, before any memory is taken.
     log.info("planning: plugins %s", ", ".join(cfg.plugins) or "none")
     assembly, unplaced = assemble_plugins(cfg, dataset, unplaced, device, steps, ranks)
+    check_callbacks(assembly.callbacks)
     if cfg.data.batch_size > part:
         assembly = accumulating_in(assembly, part)
     called, tables, inputs = unplaced.called, unplaced.tables, unplaced.inputs

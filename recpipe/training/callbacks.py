@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -14,6 +14,8 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 
 from recpipe.common.targets import make
 from recpipe.errors import UserError
+from recpipe.plugin.compose import Owned
+from recpipe.plugin.errors import PluginError
 
 _AVERAGED = (
     "it averages the dense part alone, and tables, which are updated in their own backward pass, stay as the "
@@ -71,7 +73,14 @@ def _class_of(wanted: Mapping[str, Any]) -> type | None:
     return None
 
 
-def _allow(kind: type, key: str) -> None:
+def check_callbacks(brought: Iterable[Owned[L.Callback]]) -> None:
+    """``PluginError`` if a plugin has brought a callback that is in ``REFUSED``."""
+    for owned in brought:
+        where = f"plugin {owned.origin}, part {owned.label}"
+        _allow(type(owned.part), where, PluginError)
+
+
+def _allow(kind: type, where: str, error: type[UserError] = UserError) -> None:
     for name, why in REFUSED.items():
         if issubclass(kind, getattr(lightnings, name, ())):  # EMAWeightAveraging is new in Lightning 2.6
-            raise UserError(f"{key}: {kind.__name__} cannot be used: {why}")
+            raise error(f"{where}: {kind.__name__} cannot be used: {why}")

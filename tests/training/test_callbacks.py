@@ -10,7 +10,10 @@ import lightning.pytorch.callbacks as lightnings
 import pytest
 
 import recpipe
+from recpipe.config.compose import compose
 from recpipe.errors import UserError
+from recpipe.plugin.errors import PluginError
+from recpipe.run import run
 from recpipe.training.callbacks import REFUSED, make_callbacks
 
 LIGHTNING = "lightning.pytorch.callbacks"
@@ -91,6 +94,24 @@ def test_what_is_made_from_a_refused_one_is_refused(tmp_path) -> None:
     for target in (f"{__name__}.Averaged", f"{__name__}.averaged"):
         with pytest.raises(UserError, match="Averaged cannot be used: it averages the dense part alone"):
             make_callbacks([{"_target_": target, "swa_lrs": 0.1}], tmp_path)
+
+
+def test_of_a_plugin_in_a_line_that_names_it(install, tmp_path) -> None:
+    code = """
+from lightning.pytorch.callbacks import StochasticWeightAveraging
+from recpipe.plugin import Contribution, Plugin
+
+class P(Plugin):
+    api = (2, 0)
+
+    def contribute(self, ctx):
+        return Contribution(callbacks=[StochasticWeightAveraging(swa_lrs=0.1)])
+"""
+    install("averages", "# @package plugins.averages\n{}\n", code)
+    wrong = r"^plugin averages \(.*\), part averages.StochasticWeightAveraging: Stoch.*the dense part alone"
+    for words in ([], ["task=plan"]):
+        with pytest.raises(PluginError, match=wrong):
+            run(compose([*SMALLER, "+plugin=averages", *words]), tmp_path)
 
 
 def averaged(swa_lrs: float) -> Averaged:
