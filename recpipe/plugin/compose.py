@@ -23,7 +23,8 @@ SLOTS = ("order", "splitter", "skipper", "planner")
 
 @dataclass(frozen=True)
 class Owned(Generic[P]):
-    """A part and the plugin that brought it; ``label`` is ``plugin`` or ``plugin.part``."""
+    """A part and the plugin that brought it; ``label`` is ``plugin.part``, as in ``acme.remap``; a link
+    without a name is called as its chain, ``acme.batch``."""
 
     label: str
     origin: Origin
@@ -104,7 +105,7 @@ def chain(name: str, wishes: Iterable[tuple[Origin, Sequence[Link[P]]]]) -> list
     parts: dict[str, tuple[Owned[P], Link[P]]] = {}
     for origin, links in wishes:
         for link in links:
-            label = f"{origin.plugin}.{link.name}" if link.name else origin.plugin
+            label = f"{origin.plugin}.{link.name or name}"
             if label in parts:
                 raise PluginConflict(f"{origin} adds '{label}' to {name} twice; give each link a name")
             parts[label] = (Owned(label, origin, link.part), link)

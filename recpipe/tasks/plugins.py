@@ -18,7 +18,7 @@ from recpipe.common.console import Output
 from recpipe.config.compose import conf_dir
 from recpipe.errors import UserError
 from recpipe.plugin.api import Context, Contribution, GroupInfo, Origin, Plugin, TableInfo
-from recpipe.plugin.assembly import gather
+from recpipe.plugin.assembly import assemble, gather
 from recpipe.plugin.conf import knobs_in, package_conf
 from recpipe.plugin.errors import PluginError
 from recpipe.plugin.load import installed, instantiate
@@ -104,14 +104,18 @@ def _uses(origin: Origin, plugin: Plugin) -> tuple[str, ...]:
     if isinstance(plugin, RowServer):
         return ("recpipe serve",)
     ((_, _, contribution),) = gather([(origin, plugin)], SAMPLE)
-    return _named_points(origin, contribution)
+    return _named_points(origin, plugin, contribution)
 
 
-def _named_points(origin: Origin, contribution: Contribution) -> tuple[str, ...]:
-    """As ``points``; a quantizer is followed by what it decides."""
+def _named_points(origin: Origin, plugin: Plugin, contribution: Contribution) -> tuple[str, ...]:
+    """As ``points``; a quantizer is followed by what it decides, and a chain by its parts, as other plugins
+    name them."""
     made = quantizing(SAMPLE.tables, [(origin, contribution)])
     decides = [what for what in ("cold", "storage", "codecs") if getattr(made, what)]
     named = {"quantizer": f"quantizer ({', '.join(decides) or 'nothing'})"}
+    found = assemble([(origin, plugin, contribution)], SAMPLE.tables).to_dict()
+    for point in ("stream", "batch", "step", "callbacks"):
+        named[point] = f"{point} ({', '.join(found[point])})"
     return tuple(named.get(point, point) for point in points(contribution))
 
 

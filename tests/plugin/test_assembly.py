@@ -62,7 +62,7 @@ def test_fault_in_a_transform_names_the_plugin() -> None:
 @pytest.mark.parametrize("wrap", [boom, lambda batches: map(boom, batches)])
 def test_fault_in_a_stream_names_the_plugin(wrap) -> None:
     (link,) = merged((ACME, Contribution(stream=[Link(wrap)]))).feed.stream
-    with pytest.raises(PluginFault, match=BLAMED + ", raised ZeroDivisionError: x"):
+    with pytest.raises(PluginFault, match=BLAMED + r"\.stream, raised ZeroDivisionError: x"):
         list(link.part(iter([1])))  # type: ignore
 
 
@@ -113,4 +113,7 @@ def test_to_dict_says_who_owns_what() -> None:
     assert json.loads(json.dumps(described)) == described
     assert described["plugins"] == [{"name": "acme", "distribution": "recpipe-acme", "version": "2.3.0"}]
     assert described["batch"] == ["acme.remap"]
+    unnamed = Contribution(batch=[Link(boom)], step=[Link(boom), Link(boom, "other")])
+    parts = assemble([(ACME, Shuffles(), unnamed)], TABLES).to_dict()
+    assert (parts["batch"], parts["step"]) == (["acme.batch"], ["acme.step", "acme.other"])
     assert described["altered"] == [Invariant.SAMPLE_ORDER.name]

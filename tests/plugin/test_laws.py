@@ -137,8 +137,8 @@ def test_chain_order(swap: bool) -> None:
 
 def test_chain_ties_keep_the_plugin_list_and_absent_names_order_nothing() -> None:
     a, b = Contribution(step=[Link(same, after=("absent",))]), Contribution(step=[Link(same)])
-    assert labels(merged((HOTLINE, a), (ACME, b)).step) == ["hotline", "acme"]
-    assert labels(merged((ACME, b), (HOTLINE, a)).step) == ["acme", "hotline"]
+    assert labels(merged((HOTLINE, a), (ACME, b)).step) == ["hotline.step", "acme.step"]
+    assert labels(merged((ACME, b), (HOTLINE, a)).step) == ["acme.step", "hotline.step"]
 
 
 def test_contradicting_order_prints_the_loop() -> None:
@@ -150,7 +150,7 @@ def test_contradicting_order_prints_the_loop() -> None:
 
 
 def test_links_of_one_plugin_need_names() -> None:
-    with pytest.raises(PluginConflict, match="adds 'acme' to stream twice; give each link a name"):
+    with pytest.raises(PluginConflict, match="adds 'acme.stream' to stream twice; give each link a name"):
         merged((ACME, Contribution(stream=[Link(same), Link(same)])))
 
 
