@@ -313,7 +313,7 @@ def test_npy_labels_and_parts(refused: Run, tmp_path: Path) -> None:
         (["optim.dense.name=Admm"], ("optim.dense.name=Admm", "Adam")),
         (["+optim.dense.momentun=0.9"], ("optim.dense", "momentun")),
         (["optim.tables.name=adagard"], ("optim.tables.name=adagard", "adagrad")),
-        (["optim.tables.lr=0"], ("optim.tables.lr",)),
+        (["optim.tables.lr=-1"], ("optim.tables.lr",)),
         (["optim.tables.lr=fast"], ("optim.tables.lr", "fast")),
         (["model.embedding_dim=7"], ("model.embedding_dim=7", "multiple of 4")),
         (["model.top=[]"], ("model.top=[]",)),

@@ -149,7 +149,8 @@ def blamed(origin: Origin, part: str, made: P, *bases: type) -> P:
     names |= {name for base in bases for name in vars(base) if getattr(kind, name) is not vars(base)[name]}
     methods = {name: getattr(kind, name) for name in names if not name.startswith("_")}
     wrapped = {name: blame(origin, f"{part}.{name}", fn) for name, fn in methods.items() if isfunction(fn)}
-    return _with(made, wrapped)
+    # An object of one of Python's own classes has none, and its class cannot be exchanged.
+    return _with(made, wrapped) if wrapped else made
 
 
 def _with(made: P, methods: Mapping[str, Any]) -> P:

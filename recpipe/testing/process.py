@@ -112,10 +112,14 @@ def draw() -> None:
     torch.rand(1)
 
 
+SEED = "PL_GLOBAL_SEED"
+"""Set by Lightning for every run's own seed."""
+
+
 def settings() -> dict[str, object]:
     """All that is set for the whole process or its main thread, by name."""
     return {
-        **{f"the environment variable {name}": value for name, value in os.environ.items()},
+        **{f"the environment variable {name}": value for name, value in os.environ.items() if name != SEED},
         **{f"Python's {name}": value for name, value in _of_python().items()},
         **{f"numpy's {name}": value for name, value in _of_numpy().items()},
         **{f"torch's {name}": value for name, value in _of_torch().items()},

@@ -212,7 +212,7 @@ def trained(batches: list[Events], tmp_path_factory: pytest.TempPathFactory) -> 
 def left_by(checkpoint: Path, name: str, folder: Path) -> Trained:
     """What ``recpipe unshard`` and the tables' files have, by the names of the model's own parameters."""
     file = folder / "whole.safetensors"
-    unshard(checkpoint, file)
+    unshard(checkpoint, file, overwrite=True)
     tensors, files = load_file(file), TensorFiles.sharded(checkpoint / "tables")
     parameters, states = {}, {}
     for key, value in make(name).named_parameters():
