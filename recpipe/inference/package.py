@@ -181,7 +181,7 @@ def _write(folder: Path, parts: Parts, options: Options) -> float:
     content = {
         **parts.content,
         "compiled": compiled_for(chosen, flags),
-        "programs": [program.about(0) for program in used],
+        "programs": [program.about(first) for first, program in enumerate(used)],
         "golden": _golden(parts),
     }
     golden = {**parts.golden, **{program.golden: program.scores for program in parts.programs}}
