@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import dataclasses
+import importlib.util
 import json
 import re
 import shlex
@@ -161,6 +162,17 @@ def test_every_knob_is_in_the_plugins_readme_with_its_default(plugin: Path) -> N
         for knob, value in knobs.items():
             shown = json.dumps(value).strip('"')
             assert f"| `plugins.{file.stem}.{knob}` | {shown} |" in text(plugin / "README.md"), knob
+
+
+def test_pages_of_the_interfaces_have_every_name_without_being_built() -> None:
+    """``python docs/names.py`` writes them."""
+    spec = importlib.util.spec_from_file_location("names", ROOT / "docs" / "names.py")
+    assert spec is not None
+    assert spec.loader is not None
+    names = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(names)
+    for page in names.PAGES:
+        assert names.page(page) == (ROOT / "docs" / "api" / f"{page}.md").read_text(encoding="utf-8"), page
 
 
 @pytest.mark.parametrize("words", ["early stopping", "Adam", "learning rate schedule"])
