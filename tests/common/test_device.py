@@ -154,4 +154,4 @@ def test_spans_of_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (mark(CPU), settled(CPU)) == (7.5, 7.5)
     found = Spans()
     found.add(2.0, 7.5)
-    assert found.each() == [5.5]
+    assert list(found.each()) == [5.5]
