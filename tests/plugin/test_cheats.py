@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from tests import composing
 from tests.plugin.samples import write_package
@@ -194,7 +195,9 @@ def _installed_cheats(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None
 
 @pytest.fixture(autouse=True)
 def _nothing_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of what ``impure`` does."""
+    """Of what ``impure`` and ``patches`` do."""
+    for owner, name in ((torch.nn.functional, "linear"), (torch.Tensor, "add_")):
+        monkeypatch.setattr(owner, name, getattr(owner, name))  # put back at the end, whatever it is then
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     monkeypatch.setenv("IMPURE", "0")
