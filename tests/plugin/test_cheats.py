@@ -196,7 +196,8 @@ def _installed_cheats(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None
 @pytest.fixture(autouse=True)
 def _nothing_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of what ``impure`` and ``patches`` do."""
-    for owner, name in ((torch.nn.functional, "linear"), (torch.Tensor, "add_")):
+    patched = ((torch.nn.functional, "linear"), (torch.Tensor, "add_"), (torch.optim.SGD, "step"))
+    for owner, name in patched:
         monkeypatch.setattr(owner, name, getattr(owner, name))  # put back at the end, whatever it is then
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
