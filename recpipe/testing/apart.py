@@ -24,11 +24,11 @@ from torch.multiprocessing import (  # type: ignore[attr-defined]
     start_processes,
 )
 
+import recpipe.testing.varied as varied
 from recpipe.data.dataset import Dataset
 from recpipe.data.select import join
 from recpipe.errors import UserError
 from recpipe.plugin.errors import PluginFault
-from recpipe.testing import varied
 from recpipe.testing.others import Others
 from recpipe.testing.process import Process, adopt_orphans
 from recpipe.testing.runs import LFU, SuiteRecipe, Trained, read_back, train_composed, watched

@@ -14,11 +14,11 @@ from numpy.typing import NDArray
 from omegaconf import DictConfig, open_dict
 from torch import nn
 
+import recpipe.testing.varied as varied
 from recpipe.config.compose import active_plugins, compose
 from recpipe.config.recipe import Recipe
 from recpipe.data.dataset import Dataset
 from recpipe.data.make import open_dataset
-from recpipe.testing import varied
 from recpipe.testing.samples import Epoch
 from recpipe.testing.watch import Record, Watch
 
