@@ -1,6 +1,7 @@
 """What rows on the SSD cost a server: requests/s and p99 over HTTP, against one with all rows in DRAM.
 
     python benchmarks/sdm.py --http [--shares 0.05 0.1 0.25] [--admission static] [--work DIR_ON_THE_DISK]
+    python benchmarks/sdm.py --http --dim 16 --pooling 1 --shares 0.2 --repeat 0.999   what hits cost
     python benchmarks/sdm.py --http --update
 
 A request is one user, with ids (zipf) in several tables, and 64 candidates. The model is DLRM with int8
@@ -25,7 +26,7 @@ import sys
 import time
 import urllib.request
 from collections import deque
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from types import TracebackType
 
@@ -38,6 +39,7 @@ from safetensors.torch import load_file, save_file
 from serving_load import Load, closed_loop, run
 
 import recpipe
+from recpipe.inference import quantized_manifest
 from recpipe.inference.manifest import write_manifest
 from recpipe.inference.quantized import write_quantized
 from recpipe.inference.rows import row_bytes
@@ -46,7 +48,7 @@ from recpipe.inference.source import FloatCheckpoint
 from recpipe.inference.trained import open_trained
 from recpipe.tables.stores import SsdStore, StoreLayout
 
-USERS, USER_ROWS, ITEM_ROWS, POOLING, DIM, CANDIDATES = 8, 125_000, 10_000, 20, 64, 64
+USERS, USER_ROWS, ITEM_ROWS, CANDIDATES = 8, 125_000, 10_000, 64
 SAMPLES, ZIPF = 20_000, 1.05
 TOGETHER = 8
 """Requests of a batch."""
@@ -60,7 +62,6 @@ WORDS = (
     f"data.sparse=[{','.join(f'user{n}' for n in range(USERS))},item]",
     "data.hash_ids=false",
     "data.batch_size=500",
-    f"model.embedding_dim={DIM}",
     "model.bottom=[128]",
     "model.top=[512,256]",
     "trainer.max_steps=2",
@@ -71,8 +72,8 @@ WORDS = (
 class Drawn:
     """Ids of users and candidates."""
 
-    def __init__(self, repeat: float = 0.0) -> None:
-        self.rng, self.repeat = np.random.default_rng(0), repeat
+    def __init__(self, pooling: int, repeat: float = 0.0) -> None:
+        self.rng, self.pooling, self.repeat = np.random.default_rng(0), pooling, repeat
         self.before: deque[list[NDArray[np.int64]]] = deque(maxlen=RECENT)
         """The users of the last requests."""
         popularity = np.arange(1, USER_ROWS + 1, dtype=np.float64) ** -ZIPF
@@ -80,10 +81,10 @@ class Drawn:
         self.row_of_rank = [self.rng.permutation(USER_ROWS) for _ in range(USERS)]
 
     def users(self, count: int) -> list[NDArray[np.int64]]:
-        """For each table [count, POOLING]."""
+        """For each table [count, pooling]."""
         found = []
         for rows in self.row_of_rank:
-            ranks = np.searchsorted(self.cumulative, self.rng.random((count, POOLING)))
+            ranks = np.searchsorted(self.cumulative, self.rng.random((count, self.pooling)))
             found.append(rows[np.minimum(ranks, USER_ROWS - 1)])
         return found
 
@@ -101,7 +102,7 @@ class Drawn:
     def _request(self, user: list[NDArray[np.int64]]) -> bytes:
         items = self.rng.integers(0, ITEM_ROWS, CANDIDATES)
         parts = [("dense", "FP32", [1, 1], np.ones(1, np.float32).tobytes())]
-        parts += [(f"user{n}", "INT64", [1, POOLING], ids.tobytes()) for n, ids in enumerate(user)]
+        parts += [(f"user{n}", "INT64", [1, self.pooling], ids.tobytes()) for n, ids in enumerate(user)]
         parts.append(("item", "INT64", [CANDIDATES], items.tobytes()))
         inputs = [
             {"name": name, "datatype": kind, "shape": shape, "parameters": {"binary_data_size": len(data)}}
@@ -118,12 +119,12 @@ class Drawn:
         return "\r\n".join(lines).encode() + b"\r\n\r\n" + body
 
 
-def made(work: Path, drawn: Drawn) -> Path:
+def made(work: Path, drawn: Drawn, dim: int) -> Path:
     """The package, made once in ``work``."""
-    package = work / "model.recpipe"
+    package = work / f"dim{dim}-pooling{drawn.pooling}.recpipe"
     if not package.exists():
         users, items = drawn.users(SAMPLES), drawn.rng.integers(0, ITEM_ROWS, SAMPLES)
-        ends = pa.array(np.arange(0, SAMPLES * POOLING + 1, POOLING, dtype=np.int32))
+        ends = pa.array(np.arange(0, SAMPLES * drawn.pooling + 1, drawn.pooling, dtype=np.int32))
         columns = {f"user{n}": pa.ListArray.from_arrays(ends, ids.reshape(-1)) for n, ids in enumerate(users)}
         clicks, prices = drawn.rng.integers(0, 2, SAMPLES), drawn.rng.random(SAMPLES)
         pq.write_table(
@@ -131,9 +132,15 @@ def made(work: Path, drawn: Drawn) -> Path:
         )
         rows = ",".join([*(f"user{n}: {USER_ROWS}" for n in range(USERS)), f"item: {ITEM_ROWS}"])
         words = (f"data.path={work / 'clicks.parquet'}", f"data.cache_dir={work}", f"data.tables={{{rows}}}")
+        words += (f"model.embedding_dim={dim}",)
+        for folder in ("run", "quantized"):
+            shutil.rmtree(work / folder, ignore_errors=True)
         recpipe.train(None, None, *WORDS, *words, output=work / "run", quiet=True).close()
         source = FloatCheckpoint.of(open_trained(work / "run"))
         write_quantized(work / "quantized", source, dict.fromkeys(source.shapes, "int8"))
+        # Labels are drawn by chance, so that there is no quality to judge.
+        manifest = quantized_manifest.read_manifest(work / "quantized")
+        quantized_manifest.write_manifest(work / "quantized", replace(manifest, judged=True))
         recpipe.package(work / "quantized", package, popularity=True, quiet=True)
     return package
 
@@ -272,7 +279,7 @@ def compared(share: float, package: Path, dram: Served, drawn: Drawn, options: a
         moved = {name: ssd.counted(f"sdm_{name}") - value for name, value in before.items()}
     rate, tail, cpu = (np.array(found).reshape(-1, 2) for found in (rates, tails, cpus))
     read = moved["rows_read"] / answers
-    io_cpu, iops = disk(options.work, max(1, round(read * TOGETHER)))
+    io_cpu, iops = disk(options.work, max(1, round(read * TOGETHER)), options.dim)
     own = float(np.median(cpu[:, 0]))
     ratios = rate[:, 1] / rate[:, 0]
     return Side(
@@ -287,16 +294,16 @@ def compared(share: float, package: Path, dram: Served, drawn: Drawn, options: a
         float(np.median(tail[:, 0])),
         float(np.median(tail[:, 1] / tail[:, 0])),
         float(np.median(cpu[:, 0] / cpu[:, 1])),
-        moved["missed"] / moved["lookups"],
+        moved["missed"] / max(1.0, moved["lookups"]),
         read,
         moved["rows_read_ahead"] / max(1.0, moved["rows_read"]),
         min(own / (own + read * io_cpu), iops / max(read, 1e-9) / float(np.median(rate[:, 0]))),
     )
 
 
-def disk(work: Path, count: int) -> tuple[float, float]:
+def disk(work: Path, count: int, dim: int) -> tuple[float, float]:
     """Processor seconds of a row, and rows a second, where ``count`` are read at a time."""
-    words = np.zeros((USERS * USER_ROWS, row_bytes("int8", DIM) // 4), np.float32)
+    words = np.zeros((USERS * USER_ROWS, row_bytes("int8", dim) // 4), np.float32)
     layout = StoreLayout(("users",), (len(words),), words.shape[1])
     store = SsdStore.create(
         layout, lambda _, start, stop: words[start:stop], work / "store", staging_bytes=1 << 20, scratch=True
@@ -362,6 +369,8 @@ def main(words: list[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--http", action="store_true")
     parser.add_argument("--shares", type=float, nargs="+", default=[0.05, 0.1, 0.25])
+    parser.add_argument("--dim", type=int, default=64)
+    parser.add_argument("--pooling", type=int, default=20, help="ids of a user in a table (default 20)")
     parser.add_argument("--admission", choices=["static", "lfu"], default="lfu")
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--seconds", type=float, default=2.0, help="of a round on each side")
@@ -378,8 +387,8 @@ def main(words: list[str]) -> int:
     parser.add_argument("--plot", type=Path, help="write DRAM share against requests/s to this .svg")
     options = parser.parse_args(words)
     options.work.mkdir(parents=True, exist_ok=True)
-    drawn = Drawn(options.repeat)
-    package = made(options.work, drawn)
+    drawn = Drawn(options.pooling, options.repeat)
+    package = made(options.work, drawn, options.dim)
     if options.make:
         return 0
     if options.update:

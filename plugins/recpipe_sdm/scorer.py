@@ -148,6 +148,12 @@ class TieredScorer(Scorer):
         with suppress(UserError):  # a row that cannot be read is named when it is scored
             self.tables.tiers.ahead(self._next.look)
 
+    def at_hand(self, calls: list[LookupCall]) -> bool:
+        """Whether these lookups, which come next, find all of their rows in DRAM."""
+        if self._next is None or not self._next.is_of(calls, self.tables.version):
+            self._next = self._planned(calls)
+        return self.tables.tiers.at_hand(self._next.look)
+
     def pooled(self, calls: list[LookupCall]) -> list[torch.Tensor]:
         """What the lookups find; all rows that they miss are read together. ``StoreError`` names a row that
         cannot be read."""

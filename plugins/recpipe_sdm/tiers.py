@@ -43,12 +43,18 @@ class Tiers:
             for tier, rows in self._cold(look):
                 tier.ahead(rows)
 
+    def at_hand(self, look: Look) -> bool:
+        """Whether all of its rows are in DRAM, and none of them still comes from the disk."""
+        with self.shared.using:
+            return not len(look.cold) or self.settled(look)
+
     @contextmanager
     def found(self, look: Look) -> Iterator[Places]:
         """The place in its tier's buffer of each row that a batch looks up, int32 [N]; -1 for a pruned one.
         They are valid in the block. ``StoreError`` if a row cannot be read."""
-        for tier in self.tiers:
-            tier.land()
+        if look.missed:
+            for tier in self.tiers:
+                tier.land()
         with self.shared.using:
             self._note(look)
             if self.settled(look):

@@ -16,10 +16,11 @@ from functools import partial
 from time import monotonic, perf_counter
 from typing import NamedTuple
 
+import numpy as np
 import torch
 
 from recpipe.inference.serving.errors import Refused
-from recpipe.inference.serving.forms import Asked, together
+from recpipe.inference.serving.forms import Asked, sides_of, together
 from recpipe.inference.serving.protocol import Array
 from recpipe.inference.serving.shared import Side
 
@@ -27,12 +28,13 @@ log = logging.getLogger("recpipe")
 SOON = 5e-3
 """Seconds: a batch that is expected to take no longer is scored by the thread of the event loop, which other
 requests then wait for. A hand-over to another thread and back costs a tenth of a millisecond and more."""
-UNSEEN, LATER = 32, 0.1
-"""Batches, and seconds, after which the monitor is told what was scored: one batch after the other in a row
-costs a fraction of what each costs between two requests."""
+UNSEEN, LATER = 512, 0.1
+"""Samples, and seconds, after which the monitor is told what was scored: many batches at once cost it hardly
+more than one."""
 Score = Callable[..., torch.Tensor]
 """Scores float32 [B] or [B, T] of dense features and ids (``RequestScorer``). If it has an ``ahead`` that is
-not None, it takes a function, too, which it calls between its lookups and the rest."""
+not None, it takes a function, too, which it calls between its lookups and the rest; its ``at_hand`` says
+whether it can score at once."""
 
 
 @dataclass(frozen=True)
@@ -80,7 +82,8 @@ class Batcher:
     limits: Limits
     saw: Callable[[int, int], None] = lambda requests, samples: None
     scored: Callable[[Sequence[Side], Array], None] | None = None
-    """Called with each batch's ids and scores, some time after its requests have been answered (``tell``)."""
+    """Called with the ids and scores of some batches, some time after their requests have been answered
+    (``tell``)."""
     _queue: deque[_Waiting] = field(default_factory=deque)
     _open: bool = False
     _due: bool = False
@@ -89,9 +92,11 @@ class Batcher:
     """Whether the thread scores a batch."""
     _filling: asyncio.TimerHandle | None = None
     """Ends the wait of a batch that is not full."""
-    _unseen: list[tuple[list[Side], Array]] = field(default_factory=list)
+    _unseen: list[tuple[Asked, Array]] = field(default_factory=list)
+    """Requests and their scores that ``scored`` has not been told of, and their samples."""
+    _unseen_samples: int = 0
     _next: _Together | None = None
-    """What waited for the next batch when it was read ahead; the thread that scores has it."""
+    """Requests that were put together before it was known who scores them; whoever scores has it."""
     _each: float = float("inf")
     """Seconds that a sample of the latest batches took, rather less than more."""
 
@@ -150,9 +155,9 @@ class Batcher:
             asked = [one.asked for one in batch]
             samples = sum(one.samples for one in asked)
             self.saw(len(batch), samples)
-            if self._soon(samples):
+            if self._soon(samples) and self._at_hand(asked):
                 try:
-                    self._answer(batch, *self._scored(asked))
+                    self._answer(batch, self._scored(asked))
                 except Exception as fault:
                     self._failed(batch, fault)
             else:
@@ -162,35 +167,40 @@ class Batcher:
         if self._queue:
             self._wake()
 
-    def _scored_there(self, batch: list[_Waiting], scored: asyncio.Future[tuple[list[Side], Array]]) -> None:
+    def _scored_there(self, batch: list[_Waiting], scored: asyncio.Future[Array]) -> None:
         """The thread has scored a batch, or failed to."""
         self._busy = False
         fault = scored.exception()
         if fault is None:
-            self._answer(batch, *scored.result())
+            self._answer(batch, scored.result())
         elif isinstance(fault, Exception):
             self._failed(batch, fault)
         if self._queue:
             self._wake()
 
-    def _answer(self, batch: list[_Waiting], sides: list[Side], scores: Array) -> None:
+    def _answer(self, batch: list[_Waiting], scores: Array) -> None:
         end = 0
         for one in batch:
             start, end = end, end + one.asked.samples
             one.done(scores[start:end])
-        if self.scored is not None:
-            self._unseen.append((sides, scores))
-            if len(self._unseen) == 1:
-                self._loop.call_later(LATER, self.tell)
-            elif len(self._unseen) >= UNSEEN:
-                self._loop.call_soon(self.tell)  # after the answers
+            if self.scored is not None:
+                self._note(one.asked, scores[start:end])
+
+    def _note(self, asked: Asked, scores: Array) -> None:
+        """Keep a request and its scores for ``tell``."""
+        if not self._unseen:
+            self._loop.call_later(LATER, self.tell)
+        elif self._unseen_samples < UNSEEN <= self._unseen_samples + len(scores):
+            self._loop.call_soon(self.tell)  # after the answers
+        self._unseen.append((asked, scores))
+        self._unseen_samples += len(scores)
 
     def tell(self) -> None:
-        """Tell ``scored`` of all batches that it has not been told of."""
-        unseen, self._unseen = self._unseen, []
-        for sides, scores in unseen:
-            if self.scored is not None:
-                self.scored(sides, scores)
+        """Tell ``scored`` of all requests that it has not been told of."""
+        unseen, self._unseen, self._unseen_samples = self._unseen, [], 0
+        if unseen and self.scored is not None:
+            asked, scores = zip(*unseen, strict=True)
+            self.scored(sides_of(asked), np.concatenate(scores))
 
     def _failed(self, batch: list[_Waiting], fault: Exception) -> None:
         """One's fault is not another's: each is scored again, by itself."""
@@ -229,20 +239,35 @@ class Batcher:
                 samples += one.asked.samples
         return batch
 
-    def _scored(self, asked: list[Asked]) -> tuple[list[Side], Array]:
-        found, self._next = self._next, None
-        if found is None or not _same(found.asked, asked):
-            found = _Together(asked, *together(asked))
+    def _scored(self, asked: list[Asked]) -> Array:
+        found, self._next = self._put_together(asked), None
         began = perf_counter()
         between = () if self._ahead is None else (self._read_ahead,)
         scores = self.score(found.dense, found.sides, *between).numpy()
         each = (perf_counter() - began) / len(scores)
         self._each = each if each < self._each else self._each + (each - self._each) / 8
-        return found.sides, scores
+        return scores
+
+    def _put_together(self, asked: list[Asked]) -> _Together:
+        if self._next is None or not _same(self._next.asked, asked):
+            return _Together(asked, *together(asked))
+        return self._next
 
     def _soon(self, samples: int) -> bool:
         """Whether a batch of so many is expected to be scored within ``SOON``."""
-        return self._each * samples <= SOON and self._ahead is None
+        return self._each * samples <= SOON
+
+    def _at_hand(self, asked: list[Asked]) -> bool:
+        """Whether all rows of these requests are in memory. One whose rows are not is for the thread, which
+        waits for the disk."""
+        if self._ahead is None:
+            return True
+        self._next = self._put_together(asked)
+        try:
+            at_hand: bool = self.score.at_hand(self._next.sides)  # type: ignore[attr-defined]
+            return at_hand
+        except Exception:
+            return False  # scoring says it to those whose request it is
 
     @property
     def _ahead(self) -> Callable[[Sequence[Side]], None] | None:

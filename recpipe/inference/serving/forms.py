@@ -86,14 +86,18 @@ class Asked:
 
 
 def together(asked: Sequence[Asked]) -> tuple[torch.Tensor, list[Side]]:
-    """All samples of these requests in their order: dense float32 [B, D], and the ids.
+    """All samples of these requests in their order: dense float32 [B, D], and the ids (``sides_of``)."""
+    return torch.from_numpy(np.concatenate([one.dense for one in asked])), sides_of(asked)
+
+
+def sides_of(asked: Sequence[Asked]) -> list[Side]:
+    """The ids of all samples of these requests in their order.
 
     Features that the samples of every request share make a side with one bag a request.
     """
-    dense = torch.from_numpy(np.concatenate([one.dense for one in asked]))
     first = asked[0].form
     if all(one.form.single and one.form.shared == first.shared for one in asked):
-        return dense, _of_singles(asked, len(first.shared))
+        return _of_singles(asked, len(first.shared))
     every = range(len(first.order))
     shared = [f for f in every if all(one.form.bags[f] == 1 for one in asked)]
     if all(one.samples == 1 for one in asked):
@@ -105,8 +109,9 @@ def together(asked: Sequence[Asked]) -> tuple[torch.Tensor, list[Side]]:
             _side(shared, [one.bags(f) for f in shared for one in asked], len(asked), _places(asked))
         )
     if own:
-        sides.append(_side(own, [one.bags(f).of(one.samples) for f in own for one in asked], len(dense)))
-    return dense, sides
+        samples = sum(one.samples for one in asked)
+        sides.append(_side(own, [one.bags(f).of(one.samples) for f in own for one in asked], samples))
+    return sides
 
 
 def _of_singles(asked: Sequence[Asked], shared: int) -> list[Side]:

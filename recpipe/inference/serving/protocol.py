@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from math import prod
 from typing import Any
 
@@ -193,25 +194,54 @@ def answer(
     request: Request, model: str, version: str, outputs: Mapping[str, Array]
 ) -> tuple[bytes, dict[str, str]]:
     """The response's body and headers for ``outputs``, float32 by name."""
-    described: list[dict[str, Any]] = []
+    described: list[tuple[str, tuple[int, ...], bool]] = []
     parts: list[bytes] = []
+    listed: list[Any] = []
     for name, values in outputs.items():
         binary = request.binary if request.outputs is None else request.outputs[name]
-        about: dict[str, Any] = {"name": name, "datatype": "FP32", "shape": list(values.shape)}
+        described.append((name, values.shape, binary))
         if binary:
             parts.append(np.ascontiguousarray(values, "<f4").tobytes())
-            about["parameters"] = {"binary_data_size": len(parts[-1])}
         else:
-            about["data"] = values.astype(float).tolist()
-        described.append(about)
-    head: dict[str, Any] = {"model_name": model, "model_version": version, "outputs": described}
-    if request.id is not None:
-        head["id"] = request.id
-    text = json.dumps(head).encode()
+            listed.append(values.astype(float).tolist())
+    if request.id is None and not listed:
+        text = _kept_head(model, version, tuple(described))
+    else:
+        text = _head(model, version, described, listed, request.id)
     if not parts:
         return text, {"content-type": "application/json"}
     headers = {"content-type": "application/octet-stream", "Inference-Header-Content-Length": str(len(text))}
     return b"".join([text, *parts]), headers
+
+
+@lru_cache(1024)
+def _kept_head(model: str, version: str, outputs: Sequence[tuple[str, tuple[int, ...], bool]]) -> bytes:
+    """``_head`` of answers in binary without an id, which are mostly the same."""
+    return _head(model, version, outputs, [], None)
+
+
+def _head(
+    model: str,
+    version: str,
+    outputs: Sequence[tuple[str, tuple[int, ...], bool]],
+    listed: Sequence[Any],
+    ident: str | None,
+) -> bytes:
+    """A response's JSON; ``outputs``: of each its name, its shape, and whether its values follow in binary.
+    ``listed``: the values of the others."""
+    values = iter(listed)
+    described: list[dict[str, Any]] = []
+    for name, shape, binary in outputs:
+        about: dict[str, Any] = {"name": name, "datatype": "FP32", "shape": list(shape)}
+        if binary:
+            about["parameters"] = {"binary_data_size": 4 * prod(shape)}
+        else:
+            about["data"] = next(values)
+        described.append(about)
+    head: dict[str, Any] = {"model_name": model, "model_version": version, "outputs": described}
+    if ident is not None:
+        head["id"] = ident
+    return json.dumps(head).encode()
 
 
 def chosen(request: Request, names: Sequence[str]) -> list[str]:

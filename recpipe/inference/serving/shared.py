@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import NamedTuple, Protocol, runtime_checkable
 
+import numpy as np
 import torch
 
 from recpipe.inference.score import Call, Lookup, Scorer, offsets_of
@@ -78,14 +79,21 @@ class ReadsAhead(Protocol):
         """Begin to read what these lookups need, and return. They may come later, together with others, or
         never."""
 
+    def at_hand(self, calls: list[Call]) -> bool:
+        """Whether these lookups, which come next, wait for nothing."""
+
 
 class RequestScorer:
     """Scores requests by ``scorer``. ``ahead``: begins to read what waiting requests look up, and returns;
-    None: all is there."""
+    None: all is there.
+
+    Where each bag has one id, which costs the same to look up as its row costs to copy, the ids are repeated
+    for every candidate and not the rows: that is one lookup, and nothing to put together.
+    """
 
     def __init__(self, scorer: Scorer) -> None:
         self.scorer = scorer
-        self._reads = scorer.ahead if isinstance(scorer, ReadsAhead) else None
+        self._reads = scorer if isinstance(scorer, ReadsAhead) else None
         self.ahead = None if self._reads is None else self._ahead
         self._parts: dict[tuple[int, ...], list[_Part | None]] = {}
         self._runs: dict[tuple[tuple[int, ...], ...], list[tuple[int, int, int]]] = {}
@@ -96,6 +104,8 @@ class RequestScorer:
     ) -> torch.Tensor:
         """Scores float32 [B] or [B, T] of ``dense`` float32 [B, D] and sides that have every feature once.
         Inputs are not checked. ``between`` is called once the lookups are done, before what takes longer."""
+        if self._reads is None and all(side.given_lengths is None for side in sides):
+            sides = [_repeated_ids(sides, len(dense))]
         next_one, self._next = self._next, None
         if next_one is not None and next_one.sides is sides:
             calls, found = next_one.calls, next_one.found
@@ -130,7 +140,15 @@ class RequestScorer:
     def _ahead(self, sides: Sequence[Side]) -> None:
         assert self._reads is not None
         self._next = _Calls(sides, *self._calls(sides))
-        self._reads(self._next.calls)
+        self._reads.ahead(self._next.calls)
+
+    def at_hand(self, sides: Sequence[Side]) -> bool:
+        """Whether all that these sides look up is in memory."""
+        if self._reads is None:
+            return True
+        if self._next is None or self._next.sides is not sides:
+            self._next = _Calls(sides, *self._calls(sides))
+        return self._reads.at_hand(self._next.calls)
 
     def _calls(self, sides: Sequence[Side]) -> tuple[list[Call], list[tuple[int, _Part, Side]]]:
         """The lookups of these sides, and for each the model's lookup that it is part of, and its side."""
@@ -158,6 +176,24 @@ class RequestScorer:
         own = [found["parts"][i] for i in columns]
         dims = [self.scorer.manifest["tables"][table]["dimension"] for _, table in own]
         return _Part(self.scorer.lookup({**found, "parts": own}, names), columns, dims)
+
+
+def _repeated_ids(sides: Sequence[Side], samples: int) -> Side:
+    """All features of ``sides`` that have one id in each bag, with an id for each sample."""
+    if len(sides) == 1 and sides[0].of_sample is None:
+        return sides[0]
+    order = [feature for side in sides for feature in side.features]
+    ids = np.empty((len(order), samples), np.int64)
+    for side in sides:
+        own = side.ids.numpy().reshape(len(side.features), side.bags)
+        # A slice, where features follow each other, is written to quicker than numbers of rows.
+        first, last = side.features[0], side.features[-1] + 1
+        rows = slice(first, last) if last - first == len(side.features) else list(side.features)
+        if side.of_sample is None or side.bags == 1:
+            ids[rows] = own
+        else:
+            ids[rows] = own[:, side.of_sample.numpy()]
+    return Side(tuple(range(len(order))), torch.from_numpy(ids.reshape(-1)), None, samples)
 
 
 def _wide(rows: torch.Tensor, side: Side, samples: int) -> torch.Tensor:
