@@ -47,10 +47,17 @@ def installed_from(page: Path, site: Path) -> Iterator[dict[str, str]]:
     """In this process the package that ``page`` shows can be found and imported; its files by name."""
     site.mkdir()
     files = write_site(page, site)
-    packages = {name.partition("/")[0] for name in files}
+    with importable(site):
+        yield files
+
+
+@contextmanager
+def importable(site: Path) -> Iterator[None]:
+    """In this process the packages in the folder ``site`` can be found and imported."""
+    packages = {path.name for path in site.iterdir()}
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(str(site))
         importlib.invalidate_caches()
-        yield files
+        yield
     for module in [module for module in sys.modules if module.partition(".")[0] in packages]:
         del sys.modules[module]

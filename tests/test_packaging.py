@@ -11,9 +11,17 @@ import sysconfig
 import tomllib
 import venv
 import zipfile
+from contextlib import chdir
+from importlib import import_module
 from pathlib import Path
 
 import pytest
+
+from recpipe.config.compose import compose
+from recpipe.plugin.offers import GROUPS, PLUGIN, imported, offered, origin_of
+from recpipe.tasks.plugins import describe_part, listed
+from recpipe.tasks.starter import MADE, write_starter
+from tests.pages import importable
 
 ROOT = Path(__file__).resolve().parent.parent
 HELLO = ROOT / "examples" / "recpipe-hello"
@@ -23,17 +31,16 @@ EXAMPLES = (HELLO, TOWER, SKIP_SMALL)
 
 
 def build(project: Path, folder: Path) -> Path:
-    """The project's wheel, made without network."""
-    command = [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(folder)]
-    done = subprocess.run(command, cwd=project, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    [wheel] = folder.glob("*.whl")
-    return wheel
+    """The project's wheel, made by the build backend that it names, as pip would without network."""
+    backend = tomllib.loads((project / "pyproject.toml").read_text("utf-8"))["build-system"]["build-backend"]
+    pytest.importorskip(backend, reason="building wheels needs the test extra: pip install -e '.[test]'")
+    with chdir(project):
+        wheel: str = import_module(backend).build_wheel(str(folder))
+    return folder / wheel
 
 
 @pytest.fixture(scope="module")
 def wheels(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, ...]:
-    pytest.importorskip("hatchling", reason="building wheels needs the test extra: pip install -e '.[test]'")
     return tuple(build(project, tmp_path_factory.mktemp("wheel")) for project in (ROOT, *EXAMPLES))
 
 
@@ -163,6 +170,30 @@ def test_the_examples_own_tests_pass(fresh: Path, tmp_path: Path) -> None:
     assert "test_hello.py::test_counts_lookups" in done.stdout
     assert "test_tower.py::" in done.stdout
     assert "test_skip_small.py::" in done.stdout
+
+
+@pytest.mark.parametrize("kind", MADE)
+def test_the_wheel_of_a_new_package_brings_all_of_it(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    project, site = write_starter(kind, "mine"), tmp_path / "site"
+    group = kind if kind in GROUPS else PLUGIN
+    with zipfile.ZipFile(build(project, tmp_path)) as wheel:
+        wheel.extractall(site)
+    shutil.rmtree(project)
+    assert {path.name for path in site.iterdir()} == {"recpipe_mine", "recpipe_mine-0.1.0.dist-info"}
+    assert (site / "recpipe_mine" / "conf" / group / "mine.yaml").is_file()
+    with importable(site):
+        ep = offered(group)["mine"]
+        assert str(origin_of(ep)) == "mine (recpipe-mine 0.1.0)"
+        row = listed(ep) if group == PLUGIN else describe_part(group, ep)
+        assert row.doc
+        assert not row.fault
+        assert imported(group, ep).__module__ == "recpipe_mine"
+        recipe = compose(["+plugin=mine" if group == PLUGIN else f"{group}=mine"])
+        chosen = recipe.plugins if group == PLUGIN else [getattr(recipe, group).name]
+        assert list(chosen) == ["mine"]
 
 
 def test_requirements_agree_with_the_doctor() -> None:
