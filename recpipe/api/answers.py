@@ -111,8 +111,9 @@ def package(
             here.
         popularity: whether to count how often the training samples look up each row, for a server that has
             not all rows in memory; or in how many of them.
-        dense: of a quantized checkpoint with layers in low precision: ``measured``, these are used at the
-            batch sizes at which they are measured to be faster than float32; or ``low`` or ``float32`` alone.
+        dense: ``measured``: at each batch size the kernels that are measured to be faster there, in low
+            precision too for a quantized checkpoint with such layers; ``low`` or ``float32``: one program
+            for all sizes.
         reference: how many held-out samples of the checkpoint's own data are scored for the figures that a
             server's monitor compares with; True: up to 200,000, False: none. Without the data there are none.
         sign: a private Ed25519 key without a password, as a PEM file: the package gets its signature, which

@@ -13,6 +13,8 @@ from recpipe.data.dataset import Schema
 from recpipe.inference.counts import Alike
 
 GOLDEN = "golden.safetensors"
+INPUTS = ("dense", "ids", "lengths")
+"""What there is beside scores."""
 SAMPLES = 64
 _ONE_HOT = 48
 """So many samples have one id for each feature; the others have 0 to 3."""

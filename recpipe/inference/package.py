@@ -6,9 +6,10 @@
       dense.pt2               the dense part, compiled by AOTInductor: a zip file with a shared library
       dense.safetensors       its parameters
       program.pt2             the dense part as torch.export has it, to compile it for another processor
+      dense_onednn.pt2        dense.pt2 with linear layers by oneDNN, if that is measured faster at some sizes
       dense_low.pt2, program_low.pt2
-                              the same in low precision, of a checkpoint with such layers; dense.pt2 or
-                              dense_low.pt2 is left out where the other one is measured faster at every size
+                              the same in low precision, of a checkpoint with such layers; compiled programs
+                              are left out where another one is measured faster at every size
       tables/*.safetensors    "rows" uint8 [rows, bytes of a row]
       golden.safetensors      a batch and its scores
       popularity.safetensors  if asked for: how often training looked up each row
@@ -41,6 +42,7 @@ from recpipe.errors import UserError, shown
 from recpipe.inference import score
 from recpipe.inference.golden import GOLDEN, write_golden
 from recpipe.inference.manifest import compiled_for, is_package, write_manifest
+from recpipe.inference.onednn import with_onednn
 from recpipe.inference.parts import Parts, of_checkpoint, of_package
 from recpipe.inference.popularity import wanted
 from recpipe.inference.processor import InstructionSet, chosen_set
@@ -51,6 +53,7 @@ from recpipe.inference.programs import (
     chosen_programs,
     made_up_inputs,
     needs_vnni,
+    save_constants,
     usable,
     use,
 )
@@ -166,6 +169,8 @@ def _write(folder: Path, parts: Parts, options: Options) -> float:
     from the model's."""
     chosen, layers = options.chosen, parts.content["layers"]
     used = usable(parts.programs, layers, options.dense, chosen)
+    if options.dense == "measured":
+        used = with_onednn(used, parts.content)
     (folder / "tables").mkdir()
     parts.write_tables(folder)
     if options.popularity is not None:
@@ -176,6 +181,7 @@ def _write(folder: Path, parts: Parts, options: Options) -> float:
     log.info("compiling for %s, which takes some seconds", chosen.name)
     example: tuple[Any, dict[str, Any]] = (made_up_inputs(parts.content, 3), {})
     flags = [flag for program in used for flag in program.compile(folder, chosen, example)]
+    save_constants(folder, used)
     if chosen.name == "avx512" and used[-1].low and needs_vnni(layers):
         flags.append(VNNI)
     content = {
@@ -184,7 +190,7 @@ def _write(folder: Path, parts: Parts, options: Options) -> float:
         "programs": [program.about(first) for first, program in enumerate(used)],
         "golden": _golden(parts),
     }
-    golden = {**parts.golden, **{program.golden: program.scores for program in parts.programs}}
+    golden = {**parts.golden, **{program.golden: program.scores for program in (*parts.programs, *used)}}
     write_golden(folder / GOLDEN, golden)
     write_manifest(folder, content)
     try:
@@ -193,10 +199,11 @@ def _write(folder: Path, parts: Parts, options: Options) -> float:
         raise UserError(f"the package does not score as the model does: {fault}") from fault
     # From here on the package's own scores are what other machines must get.
     golden |= zip((program.golden for program in used), scorer.golden_scores(), strict=True)
-    write_golden(folder / GOLDEN, golden)
     content["golden"]["difference_to_model"] = scorer.difference
     content["programs"], content["measured"] = chosen_programs(used, scorer)
     _drop_unused(folder, used, content["programs"])
+    kept = {about["golden"] for about in (*content["programs"], *content["golden"]["programs"])}
+    write_golden(folder / GOLDEN, {name: golden[name] for name in (*parts.golden, *sorted(kept))})
     use(scorer, content["programs"])
     if not options.reference:
         content.pop("reference", None)
@@ -220,12 +227,11 @@ def _golden(parts: Parts) -> dict[str, Any]:
 
 
 def _drop_unused(folder: Path, compiled: Sequence[Program], chosen: Sequence[Mapping[str, Any]]) -> None:
-    """Remove the compiled files of programs that were not chosen."""
-    kept = [about["file"] for about in chosen]
-    for program in compiled:
-        if program.compiled not in kept:
-            for name in filter(None, (program.compiled, program.constants)):
-                (folder / name).unlink()
+    """Remove the files of ``compiled`` programs that those ``chosen`` do not need."""
+    kept = {about[key] for about in chosen for key in ("file", "constants")}
+    for name in {name for program in compiled for name in (program.compiled, program.constants)} - kept:
+        if name is not None:
+            (folder / name).unlink()
 
 
 @contextmanager

@@ -19,7 +19,15 @@ from recpipe.errors import UserError
 from recpipe.inference import score
 from recpipe.inference.counts import Alike
 from recpipe.inference.export import DensePart, export_dense
-from recpipe.inference.golden import GOLDEN, LOW_PRECISION, as_batch, golden_ids, golden_inputs, tolerance
+from recpipe.inference.golden import (
+    GOLDEN,
+    INPUTS,
+    LOW_PRECISION,
+    as_batch,
+    golden_ids,
+    golden_inputs,
+    tolerance,
+)
 from recpipe.inference.inputs import dense_rule, id_hash, id_rule
 from recpipe.inference.layers import LowPrecisionLinear, in_float32, low_layers
 from recpipe.inference.manifest import read_manifest, versions
@@ -121,7 +129,8 @@ def of_package(directory: Path) -> Parts:
         content = read_manifest(directory)
         score.verified(directory)
         golden = {name: value.clone() for name, value in score.tensors(directory / GOLDEN).items()}
-        if not {program["golden"] for program in content["golden"]["programs"]} <= golden.keys():
+        needed = {*INPUTS, *(program["golden"] for program in content["golden"]["programs"])}
+        if not needed <= golden.keys():
             raise score.PackageError(f"{directory / GOLDEN} lacks scores: package the checkpoint anew")
     except score.PackageError as fault:
         raise UserError(str(fault)) from fault
@@ -132,7 +141,7 @@ def of_package(directory: Path) -> Parts:
     programs = [
         Program(
             _loaded(directory / found["file"]),
-            golden.pop(found["golden"]),
+            golden[found["golden"]],
             found["tolerance"],
             found["low"],
         )
@@ -143,7 +152,7 @@ def of_package(directory: Path) -> Parts:
         for name in names:
             shutil.copyfile(directory / name, folder / name)
 
-    return Parts(programs, kept, copy_tables, golden)
+    return Parts(programs, kept, copy_tables, {name: golden[name] for name in INPUTS})
 
 
 def _loaded(file: Path) -> ExportedProgram:

@@ -1,4 +1,5 @@
-"""The dense part of a package as programs: in float32, and in low precision where that is measured faster."""
+"""The dense part of a package as programs: in float32, by other kernels and in low precision where these are
+measured faster."""
 
 from __future__ import annotations
 
@@ -16,6 +17,7 @@ from typing import Any
 import torch
 from torch.export import ExportedProgram
 
+from recpipe.common.load import undisturbed
 from recpipe.common.tensor_writer import save_tensors
 from recpipe.common.timing import median_seconds
 from recpipe.errors import UserError
@@ -33,25 +35,32 @@ DENSE = ("measured", "float32", "low")
 SAMPLES = (1, 64, 256, 2048)
 """Batch sizes that programs are measured at."""
 PAYS = 1.05
-"""Low precision is used where it is so many times as fast."""
+"""Another program is used where it is so many times as fast."""
 VNNI = "-mavx512vnni"
 """The compiler's option for the instructions that add up products of 8-bit codes."""
 
 
 @dataclass(frozen=True)
 class Program:
-    """The dense part in one precision. ``scores``: the golden batch's, by the model that is packaged;
-    ``bound``: how far the program's may be off."""
+    """The dense part in one precision, by one kind of kernels. ``scores``: the golden batch's, by the model
+    that is packaged; ``bound``: how far the program's may be off."""
 
     exported: ExportedProgram
     scores: torch.Tensor
     bound: float
     low: bool = False
+    onednn: bool = False
+    """Whether oneDNN computes linear layers in float32. It is made of the program that it does not."""
 
     @property
     def name(self) -> str:
         """What is put to the names of its files."""
-        return "_low" if self.low else ""
+        return "_low" if self.low else "_onednn" if self.onednn else ""
+
+    @property
+    def title(self) -> str:
+        """What it is called on the terminal."""
+        return "low precision" if self.low else "float32 by oneDNN" if self.onednn else "float32"
 
     @property
     def file(self) -> str:
@@ -70,7 +79,7 @@ class Program:
 
     @property
     def constants(self) -> str | None:
-        """The file of its parameters; None: they are in the compiled one."""
+        """The file of its parameters, the same for all in float32; None: they are in the compiled one."""
         return None if self.low else "dense.safetensors"
 
     def about(self, first: int) -> dict[str, Any]:
@@ -80,6 +89,7 @@ class Program:
             "constants": self.constants,
             "from": first,
             "precision": "low" if self.low else "float32",
+            "linear_layers": "oneDNN" if self.low or self.onednn else "addmm",
             "golden": self.golden,
             "tolerance": self.bound,
         }
@@ -107,10 +117,17 @@ class Program:
             reason = lines[0] if lines else str(fault).strip().partition("\n")[0]
             raise UserError(f"AOTInductor cannot compile the model ({reason[:300]})") from fault
         (folder / self.compiled).write_bytes(compiled)
-        if self.constants is not None:
-            kept = {name: value.clone() for name, value in constants_of(self.exported).items()}
-            save_tensors(folder / self.constants, kept)
         return options
+
+
+def save_constants(folder: Path, programs: Sequence[Program]) -> None:
+    """Write the parameters of ``programs`` that are not in the compiled files, each once."""
+    kept: dict[str, dict[str, torch.Tensor]] = {}
+    for program in programs:
+        if program.constants is not None:
+            kept.setdefault(program.constants, {}).update(constants_of(program.exported))
+    for file, constants in kept.items():
+        save_tensors(folder / file, {name: value.clone() for name, value in constants.items()})
 
 
 def _full(fault: BaseException | None) -> Path | None:
@@ -157,22 +174,25 @@ def chosen_programs(
     """The manifest's ``programs`` and what was measured to choose among them, of which ``scorer`` has all."""
     if len(programs) == 1:
         return [programs[0].about(0)], None
-    seconds: dict[str, list[float]] = {program.compiled: [] for program in programs}
-    for samples in SAMPLES:
-        for program, found in zip(programs, _seconds(scorer, samples), strict=True):
-            seconds[program.compiled].append(found)
-    exact, low = sorted(programs, key=lambda program: program.low)
-    ratios = [a / b for a, b in zip(seconds[exact.compiled], seconds[low.compiled], strict=True)]
-    log.info(
-        "low precision is %s times as fast as float32 at %s samples",
-        ", ".join(f"{ratio:.2f}" for ratio in ratios),
-        ", ".join(map(str, SAMPLES)),
-    )
-    measured = {"samples": list(SAMPLES), "threads": 1, "seconds": seconds}
-    first = first_that_pays(ratios)
-    if first is None:
-        return [exact.about(0)], measured
-    return ([low.about(0)] if first == 0 else [exact.about(0), low.about(SAMPLES[first])]), measured
+    taken = undisturbed(lambda: [_seconds(scorer, samples) for samples in SAMPLES], None)
+    seconds = [list(own) for own in zip(*taken.value, strict=True)]
+    for program, own in zip(programs[1:], seconds[1:], strict=True):
+        log.info(
+            "%s is %s times as fast as %s at %s samples",
+            program.title,
+            ", ".join(f"{base / found:.2f}" for base, found in zip(seconds[0], own, strict=True)),
+            programs[0].title,
+            ", ".join(map(str, SAMPLES)),
+        )
+    if taken.disturbed:
+        log.warning("these figures are not sure: %s; package it on a quiet machine", taken.disturbed)
+    measured = {
+        "samples": list(SAMPLES),
+        "threads": 1,
+        "seconds": dict(zip((program.compiled for program in programs), seconds, strict=True)),
+        "disturbed": taken.disturbed or None,
+    }
+    return [programs[number].about(first) for number, first in serving(seconds)], measured
 
 
 def use(scorer: score.Scorer, chosen: Sequence[dict[str, Any]]) -> None:
@@ -183,14 +203,24 @@ def use(scorer: score.Scorer, chosen: Sequence[dict[str, Any]]) -> None:
         program.about, program.first = about, about["from"]
 
 
-def first_that_pays(ratios: Sequence[float]) -> int | None:
-    """From which batch size of ``SAMPLES`` on, by its place, low precision is faster at all of them."""
-    found = None
-    for place in reversed(range(len(ratios))):
-        if ratios[place] < PAYS:
-            break
-        found = place
-    return found
+def serving(seconds: Sequence[Sequence[float]]) -> list[tuple[int, int]]:
+    """Which program serves from how many samples on: its number in ``seconds``, which are of each program at
+    each of ``SAMPLES``, and the first number of samples; the latter begin at 0 and grow.
+
+    The first program serves until another one pays at a size and at all larger ones; of several the fastest
+    at that size takes its place, until one pays in place of that.
+    """
+    found = {0: 0}
+    for place, samples in enumerate(SAMPLES):
+        current = seconds[found[max(found)]][place:]
+        pays = [
+            number
+            for number, own in enumerate(seconds)
+            if all(a >= PAYS * b for a, b in zip(current, own[place:], strict=True))
+        ]
+        if pays:
+            found[samples if place else 0] = min(pays, key=lambda number: seconds[number][place])
+    return [(number, first) for first, number in found.items()]
 
 
 def _seconds(scorer: score.Scorer, samples: int) -> list[float]:

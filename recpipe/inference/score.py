@@ -62,12 +62,20 @@ class Scorer:
             self.lookups = [self.lookup(found) for found in self.manifest["lookups"]]
             # It warns of another instruction set, which check_processor has judged.
             logging.getLogger("torch.export.pt2_archive._package").setLevel(logging.ERROR)
-            self.programs = [Program(self.directory, about) for about in self.manifest["programs"]]
+            self.programs = self.make_programs()
             self.difference = self.check_golden()
 
     def make_tables(self) -> "Tables":
         """All tables, in memory."""
         return Tables(self.directory, self.manifest["tables"], self.mapped)
+
+    def make_programs(self) -> "list[Program]":
+        """All programs; those with the same file of constants have these once."""
+        every = self.manifest["programs"]
+        files = {about["constants"] for about in every} - {None}
+        found = {file: tensors(self.directory / file) for file in files}
+        constants = {file: {name: v.clone() for name, v in own.items()} for file, own in found.items()}
+        return [Program(self.directory, about, constants.get(about["constants"])) for about in every]
 
     def lookup(self, found: "dict[str, Any]", features: "list[str] | None" = None) -> "Lookup":
         """A lookup by its description in the manifest, whose ids are those of these ``features``; None: of
@@ -171,10 +179,13 @@ class Scorer:
 
 
 class Program:
-    """The compiled dense part, by what the manifest says ``about`` it. Of two, one is in low precision, and
-    ``first`` is the least number of samples that each is used for."""
+    """The compiled dense part, by what the manifest says ``about`` it, with its ``constants``; None: it has
+    them itself. Of several, which differ in precision or kernels, ``first`` is the least number of samples
+    that each is used for."""
 
-    def __init__(self, directory: Path, about: "dict[str, Any]") -> None:
+    def __init__(
+        self, directory: Path, about: "dict[str, Any]", constants: "dict[str, torch.Tensor] | None"
+    ) -> None:
         self.about, self.first = about, about["from"]
         try:
             self.run = torch._inductor.aoti_load_package(str(directory / about["file"]))
@@ -184,10 +195,9 @@ class Program:
                 f"{directory / about['file']}: torch cannot unpack it into {space} and load it; see "
                 f"that there is space, or set TMPDIR to another directory ({why})"
             ) from fault
-        if about["constants"] is not None:
-            found = tensors(directory / about["constants"])
+        if constants is not None:
             # The program refers to its constants, which must therefore stay. It has the smallest ones itself.
-            self.constants = {name: found[name].clone() for name in self.run.get_constant_fqns()}
+            self.constants = {name: constants[name] for name in self.run.get_constant_fqns()}
             self.run.load_constants(self.constants, check_full_update=False, user_managed=True)
 
     def __call__(self, dense: torch.Tensor, found: "list[torch.Tensor]") -> torch.Tensor:

@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import io
 import os
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch import fx
 from torch.export import ExportedProgram
 
 from recpipe.common.own_cache import COMPILERS, own_compilers_caches, private_files
@@ -23,13 +24,19 @@ with private_names():
     from torch._inductor import cpp_builder
     from torch._inductor.cpp_builder import get_cpp_compiler
     from torch._inductor.cpu_vec_isa import pick_vec_isa
-    from torch.fx.experimental import _config as fx
+    from torch.fx.experimental import _config as export
+
+    from recpipe.seams.engine import linear_pointwise
+
+_UNCHANGED = ("leaky_relu", [1.0], "")
+"""What oneDNN does to a linear layer's result: nothing, not even to NaN. "none" would say the same, but the
+compiler puts the ReLU that follows in its place, and oneDNN's turns NaN into 0."""
 
 
 def any_batch_size() -> Any:
     """A context in which ``torch.export`` does not treat dynamic sizes 0 and 1 as special, so that what it
     exports takes them too."""
-    return fx.patch(backed_size_oblivious=True)  # type: ignore[attr-defined]
+    return export.patch(backed_size_oblivious=True)  # type: ignore[attr-defined]
 
 
 def compiler() -> str | None:
@@ -61,6 +68,30 @@ def compile_program(
         torch._inductor.aoti_compile_and_package(program, package_path=content, inductor_configs=options)
     with inductor.patch({"cpp.simdlen": width if march is not None else None}), trusted_caches():
         return content.getbuffer(), str(pick_vec_isa().build_arch_flags()).split()
+
+
+def onednn_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    """The linear layer of x [..., I], weight [O, I] and bias [O] by oneDNN, as ``use_onednn`` has it."""
+    return linear_pointwise(x, weight, bias, *_UNCHANGED)
+
+
+def linear_layers(graph: fx.Graph) -> list[fx.Node]:
+    """The linear layers of an exported program's graph that are computed in float32 from its parameters."""
+    return [
+        node
+        for node in graph.find_nodes(op="call_function", target=torch.ops.aten.linear.default)
+        if node.meta["val"].dtype == torch.float32 and node.args[1].op in ("placeholder", "get_attr")
+    ]
+
+
+def use_onednn(program: ExportedProgram, layers: Collection[int]) -> None:
+    """Let oneDNN compute these of the ``linear_layers`` of ``program``, by their places among them."""
+    by_onednn = private(torch.ops.mkldnn, "_linear_pointwise").default
+    for place, node in enumerate(linear_layers(program.graph)):
+        if place in layers:
+            x, weight, *bias = node.args
+            node.target, node.args = by_onednn, (x, weight, bias[0] if bias else None, *_UNCHANGED)
+    program.graph_module.recompile()
 
 
 @contextmanager

@@ -163,10 +163,24 @@ def test_a_damaged_layer_is_refused(source: FloatCheckpoint, tmp_path: Path, cha
         open_quantized(tmp_path / "q")
 
 
-def test_low_precision_is_used_from_the_size_on_at_which_it_pays() -> None:
-    assert programs.first_that_pays([1.2, 1.5, 2.0, 2.0]) == 0
-    assert programs.first_that_pays([1.2, 0.9, 1.3, 2.0]) == 2
-    assert programs.first_that_pays([2.0, 2.0, 2.0, 1.01]) is None
+@pytest.mark.parametrize(
+    ("seconds", "expected"),
+    [
+        ([[1.0, 1.0, 1.0, 1.0]], [(0, 0)]),
+        ([[1.2, 1.5, 2.0, 2.0], [1.0] * 4], [(1, 0)]),
+        ([[1.2, 0.9, 1.3, 2.0], [1.0] * 4], [(0, 0), (1, 256)]),
+        ([[2.0, 2.0, 2.0, 1.01], [1.0] * 4], [(0, 0)]),
+        # Another one in float32, and low precision: one after the other, and each without the other.
+        ([[1.0, 2.0, 4.0, 8.0], [2.0, 1.9, 3.0, 6.0], [3.0, 3.0, 2.0, 3.0]], [(0, 0), (1, 64), (2, 256)]),
+        ([[1.0, 2.0, 4.0, 8.0], [2.0, 2.0, 3.0, 6.0], [3.0, 1.0, 2.0, 3.0]], [(0, 0), (2, 64)]),
+        ([[1.0, 2.0, 4.0, 8.0], [2.0, 2.0, 3.0, 6.0], [3.0, 3.0, 3.0, 6.0]], [(0, 0), (1, 256)]),
+        ([[1.0, 2.0, 4.0, 8.0], [2.0, 3.0, 3.0, 3.0], [3.0, 1.0, 2.0, 7.0]], [(0, 0), (2, 64), (1, 2048)]),
+    ],
+)
+def test_a_program_is_used_from_the_size_on_at_which_it_pays(
+    seconds: list[list[float]], expected: list[tuple[int, int]]
+) -> None:
+    assert programs.serving(seconds) == expected
 
 
 def test_layers_of_8_bits_stay_float32_where_they_would_not_be_exact(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -225,7 +239,7 @@ def answer(scorer: score.Scorer, batch: Any) -> torch.Tensor:
 def test_a_package_has_two_programs_where_each_is_faster_at_some_sizes(
     source: FloatCheckpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(programs, "first_that_pays", lambda ratios: 1)
+    monkeypatch.setattr(programs, "_seconds", lambda scorer, samples: [1.0, 2.0 if samples == 1 else 0.5])
     directory = written(source, tmp_path / "q")
     first = recpipe.package(directory, tmp_path / "p", quiet=True)
     again = recpipe.package(first, tmp_path / "again", instruction_set="avx2", quiet=True)

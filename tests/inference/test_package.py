@@ -28,17 +28,18 @@ from torch._inductor import cpp_builder
 
 import recpipe
 from recpipe.cli import main
+from recpipe.common import load
 from recpipe.errors import UserError
-from recpipe.inference import programs, score
+from recpipe.inference import onednn, programs, score
 from recpipe.inference.manifest import DIGEST, MANIFEST
-from recpipe.inference.parts import of_checkpoint
+from recpipe.inference.parts import of_checkpoint, of_package
 from recpipe.inference.quantized import write_quantized
 from recpipe.inference.reference import MOST_SAMPLES, figures_of, wanted_samples
 from recpipe.inference.serving.monitor import Monitor, Watch
 from recpipe.inference.serving.shared import RequestScorer, Side
 from recpipe.inference.source import FloatCheckpoint
 from recpipe.inference.trained import is_quantized, open_trained, scored
-from recpipe.seams.compiled import compiled_for, compiler
+from recpipe.seams.compiled import compiled_for, compiler, linear_layers
 from recpipe.tasks.doctor import CPU_WHEELS
 from tests.inference.clients import Clients, children, damaged_requests, mapped_bytes
 from tests.processes import Child
@@ -592,6 +593,100 @@ def test_in_a_new_environment_with_torch_and_fbgemm_alone(packed: Path, tmp_path
         env=own,
     )
     assert said.stdout.endswith("golden scores differ by 0.0e+00\n")
+
+
+FASTER = (True, True, False, True)
+"""Of the four linear layers of the fixture's model, those that oneDNN is said to be faster at."""
+
+
+@pytest.fixture
+def two_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Figures of a machine on which oneDNN is the faster library from 64 samples on."""
+    layers = [(1.0, 0.5 if faster else 2.0) for faster in FASTER]
+    monkeypatch.setattr(onednn, "FEWEST_WEIGHTS", 1)
+    monkeypatch.setattr(onednn, "seconds_of_layers", lambda module, inputs: layers)
+    monkeypatch.setattr(programs, "_seconds", lambda scorer, samples: [1.0, 3.0 if samples == 1 else 0.5])
+
+
+@needs_compiler
+def test_a_package_uses_the_faster_library_at_each_size(
+    packed: Path, checkpoint: Path, tmp_path: Path, two_kernels: None
+) -> None:
+    """Made of the package, as on another machine."""
+    made = recpipe.package(packed, tmp_path / "two", quiet=True)
+    scorer, single = score.Scorer(made), score.Scorer(packed)
+    served = [(p["from"], p["file"], p["linear_layers"], p["constants"]) for p in scorer.manifest["programs"]]
+    assert served == [
+        (0, "dense.pt2", "addmm", "dense.safetensors"),
+        (64, "dense_onednn.pt2", "oneDNN", "dense.safetensors"),
+    ]
+    with zipfile.ZipFile(made / "dense_onednn.pt2") as archive:
+        code = b"".join(archive.read(name) for name in archive.namelist() if name.endswith(".cpp"))
+    assert code.count(b"aoti_torch_cpu__linear_pointwise(") == sum(FASTER)
+    assert set(single.manifest["files"]) | {"dense_onednn.pt2"} == set(scorer.manifest["files"])
+    addmm, by_onednn = scorer.programs
+    shared = set(addmm.constants) & set(by_onednn.constants)
+    assert len(shared) >= 4
+    assert all(addmm.constants[name] is by_onednn.constants[name] for name in shared)
+    bound = scorer.manifest["programs"][1]["tolerance"]
+    for size in (1, 63, 64, 200):
+        inputs = asked(checkpoint, size)
+        wanted = single(*inputs)
+        for program in scorer.programs:
+            forced = score.Scorer(made)
+            forced.programs = [forced.programs[scorer.programs.index(program)]]
+            forced.programs[0].first = 0
+            torch.testing.assert_close(forced(*inputs), wanted, rtol=0, atol=bound)
+            dense = inputs[0].clone()
+            dense[0, 3] = torch.nan
+            assert forced(dense, *inputs[1:])[0].isnan(), program.about["file"]
+        assert scorer(*inputs).equal(wanted) or size >= 64
+    golden = load_file(made / "golden.safetensors")
+    assert {"scores", "scores_onednn"} < golden.keys()
+    save_file(golden | {"scores_onednn": golden["scores_onednn"] + 0.01}, made / "golden.safetensors")
+    sealed(made)
+    with pytest.raises(score.PackageError, match=r"off by up to 1\.0e-02 on this machine"):
+        score.Scorer(made)
+
+
+def test_which_layers_are_by_onednn_is_measured_on_a_quiet_machine(
+    packed: Path, two_kernels: None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    parts = of_package(packed)
+    (base,) = parts.programs
+    monkeypatch.delenv(load.KEEPS_ALL, raising=False)
+    monkeypatch.setattr(load, "used_by_others", lambda since: 0.0)
+    same, other = onednn.with_onednn(parts.programs, parts.content)
+    assert same is base
+    assert len(linear_layers(base.exported.graph)) == len(FASTER)
+    assert len(linear_layers(other.exported.graph)) == FASTER.count(False)
+    made = [value for name, value in other.exported.state_dict.items() if name in base.exported.state_dict]
+    assert {t.data_ptr() for t in made} == {t.data_ptr() for t in base.exported.state_dict.values()}
+    monkeypatch.setattr(load, "used_by_others", lambda since: 0.5)
+    assert onednn.with_onednn(parts.programs, parts.content) == [base]
+    assert "other programs took 50% of this machine's processors; package it on a quiet" in caplog.text
+    monkeypatch.setattr(load, "used_by_others", lambda since: 0.0)
+    monkeypatch.setattr(onednn, "seconds_of_layers", lambda module, inputs: [(1.0, 0.96)] * 4)
+    assert onednn.with_onednn(parts.programs, parts.content) == [base]
+    monkeypatch.setattr(onednn, "FEWEST_WEIGHTS", 10**6)
+    monkeypatch.delattr(onednn, "seconds_of_layers")
+    assert onednn.with_onednn(parts.programs, parts.content) == [base]
+
+
+def test_every_layer_is_timed_on_what_reaches_it(packed: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    parts, seen = of_package(packed), []
+
+    def median_seconds(runs: list, *_: object, **__: object) -> list[float]:
+        addmm, by_onednn = (run() for run in runs)
+        torch.testing.assert_close(by_onednn, addmm, rtol=1e-5, atol=1e-5)
+        seen.append(tuple(addmm.shape))
+        return [1.0, float(len(seen))]
+
+    monkeypatch.setattr(onednn, "median_seconds", median_seconds)
+    inputs = programs.made_up_inputs(parts.content, 2048)
+    found = onednn.seconds_of_layers(parts.programs[0].exported.module(), inputs)
+    assert seen == [(2048, 16), (2048, 16), (2048, 16), (2048, 1)]
+    assert found == [(1.0, 1.0), (1.0, 2.0), (1.0, 3.0), (1.0, 4.0)]
 
 
 class Unchecked(score.Scorer):
