@@ -44,7 +44,8 @@ class Admission:
         _add(self._counters, rows, np.minimum(counts, FULL))
 
     def note(self, rows: RowIds, missed: RowIds) -> None:
-        """A batch looks ``rows`` up (int64 [N]), of which ``missed`` have no slot."""
+        """A batch looks ``rows`` up (int64 [N]; negative ones are not its own), of which ``missed`` have no
+        slot."""
         if self._batches % COUNTED == 0:
             _add(self._counters, rows, np.full(1, COUNTED))
         if len(missed):
@@ -120,6 +121,8 @@ def _both(row: int, size: int) -> tuple[int, int]:
 def _add(counters: Counters, rows: RowIds, counts: RowIds) -> None:
     """Add ``counts`` (one for each row, or one for all): a counter becomes at least the row's new count."""
     for i in range(len(rows)):
+        if rows[i] < 0:
+            continue
         one, other = _both(rows[i], len(counters))
         now = min(counters[one], counters[other]) + counts[i if len(counts) > 1 else 0]
         now = min(now, FULL)

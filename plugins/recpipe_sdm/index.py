@@ -47,10 +47,11 @@ class RowIndex:
         self._keys: RowIds = np.full(16, -1)
         self._at: Places = np.empty(16, np.int32)
 
-    def find(self, rows: RowIds) -> tuple[Places, RowIds]:
-        """The place of each of ``rows`` (int64 [n], with repeats), int32 [n], and where among them those are
-        that have no slot and are not pruned. ``IndexError`` for a row that does not exist."""
-        found: tuple[Places, RowIds] = _find(
+    def find(self, rows: RowIds) -> tuple[RowIds, RowIds]:
+        """The place of each of ``rows`` (int64 [n], with repeats), int64 [n], and where among them those are
+        that have no slot and are not pruned. A negative number stands for a place itself: that of
+        ``elsewhere``. ``IndexError`` for a row that does not exist."""
+        found: tuple[RowIds, RowIds] = _find(
             self._words, self._slots, self._pruned, self._keys, self._at, self.rows, rows
         )
         return found
@@ -106,6 +107,26 @@ def index_bytes(rows: int, slots: int, changes: bool, pruned: bool = False) -> i
     return (2 if changes else 1) * (words + 4 * slots) + (words if pruned else 0)
 
 
+def elsewhere(places: RowIds) -> RowIds:
+    """Numbers by which ``find`` gives these places (from -1 on), of rows that it has nothing to do with."""
+    return -2 - places
+
+
+@compiled
+def numbered(rows: RowIds, offsets: RowIds, samples: int, base: RowIds) -> tuple[RowIds, int]:
+    """The numbers by which ``find`` finds ``rows`` of several tables, and how many of them are in an index;
+    ``base``: of each table the number of its row 0 there, -1: it is ``elsewhere``. ``offsets``: so many
+    ``samples`` of each table."""
+    found, inside = np.empty(len(rows), np.int64), 0
+    for part in range(len(base)):
+        start, stop = offsets[part * samples], offsets[(part + 1) * samples]
+        if base[part] >= 0:
+            inside += stop - start
+        for i in range(start, stop):
+            found[i] = rows[i] + base[part] if base[part] >= 0 else elsewhere(rows[i])
+    return found, inside
+
+
 def _ones(bits: int) -> int:
     """How many of 32 bits are 1."""
     bits = bits - ((bits >> 1) & 0x55555555)
@@ -121,11 +142,14 @@ def _first(row: int, size: int) -> int:
 @compiled
 def _find(
     words: Words, slots: Places, pruned: Words, keys: RowIds, at: Places, count: int, rows: RowIds
-) -> tuple[Places, RowIds]:
-    places, cold, missing = np.empty(len(rows), np.int32), np.empty(len(rows), np.int64), 0
+) -> tuple[RowIds, RowIds]:
+    places, cold, missing = np.empty(len(rows), np.int64), np.empty(len(rows), np.int64), 0
     for i in range(len(rows)):
         row = rows[i]
-        if not 0 <= row < count:
+        if row < 0:
+            places[i] = -2 - row
+            continue
+        if row >= count:
             raise IndexError("a row that is in no table")
         word = words[row >> 5]
         before = row & 31

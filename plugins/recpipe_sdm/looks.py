@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from recpipe.plugin import RowIds
-from recpipe_sdm.index import Places
 
 
 @dataclass
@@ -29,12 +28,13 @@ class Reads:
 
 @dataclass
 class Look:
-    """What a batch looks up, and what the index said: ``rows`` int64 [N] with repeats, their ``places`` int32
+    """What a batch looks up, and what the index said: ``rows`` int64 [N] with repeats, their ``places`` int64
     [N], and where among them those are that have no slot, ``cold``. ``version``: the index's; ``missed``: how
-    many were not in DRAM at first."""
+    many were not in DRAM at first; ``lookups``: how many are the tiers' own, others being ``elsewhere``."""
 
     rows: RowIds
-    places: Places
+    places: RowIds
     cold: RowIds
     version: int
     missed: int
+    lookups: int

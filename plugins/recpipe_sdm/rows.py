@@ -202,7 +202,7 @@ class TieredRows:
         came, index = np.empty((len(entering), self._words.shape[1]), np.float32), self.shared.index
         self.store.gather(entering, came)
         with self.shared.using:
-            slots = index.find(leaving + self.first)[0]
+            slots = index.find(leaving + self.first)[0].astype(np.int32)
             self._words[slots] = came
             index.change(entering + self.first, slots, leaving + self.first)
             self.shared.reads.admitted += len(slots)

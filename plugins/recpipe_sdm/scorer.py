@@ -9,9 +9,9 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from recpipe.kit import Lookup, LookupCall, Scorer, compiled, offsets_of
+from recpipe.kit import Lookup, LookupCall, Scorer, offsets_of
 from recpipe.plugin import RowIds, UserError
-from recpipe_sdm.index import Places
+from recpipe_sdm.index import numbered
 from recpipe_sdm.looks import Look
 from recpipe_sdm.pooled import Bags
 from recpipe_sdm.tables import TieredTables, Tiering, tiered_tables
@@ -34,53 +34,28 @@ class TieredLookup(Lookup):
         )
         """Of each part: a number for its table and pooling, -1 for one in DRAM."""
 
-    def asked(self, ids: torch.Tensor, offsets: torch.Tensor) -> _Asked:
-        """What these ids (arranged) ask for."""
-        if self.base.max() < 0:
-            nothing = np.empty(0, np.int64)
-            return _Asked(self, offsets, self.rows_of(ids, offsets), nothing, nothing)
-        rows, at = _on_ssd(ids.numpy(), offsets.numpy(), self.base)
-        if self.base.min() >= 0:
-            return _Asked(self, offsets, None, None, rows)
-        return _Asked(self, offsets, self.rows_of(ids, offsets), at, rows)
-
-
-@compiled
-def _on_ssd(ids: RowIds, offsets: RowIds, base: RowIds) -> tuple[RowIds, RowIds]:
-    """The numbers over all tiers of those ``ids`` whose table is on the SSD, and where among ``ids`` they
-    are. ``offsets``: of the bags of all parts."""
-    rows, at, count = np.empty(len(ids), np.int64), np.empty(len(ids), np.int64), 0
-    samples = (len(offsets) - 1) // len(base)
-    for part in range(len(base)):
-        if base[part] >= 0:
-            for i in range(offsets[part * samples], offsets[(part + 1) * samples]):
-                rows[count], at[count] = ids[i] + base[part], i
-                count += 1
-    return rows[:count], at[:count]
+    def numbered(self, ids: torch.Tensor, offsets: torch.Tensor, samples: int) -> tuple[RowIds, int]:
+        """Of each of these ids (arranged) its number over all tiers, or ``elsewhere`` of its row if its table
+        is in DRAM; and how many are on the SSD. ``samples``: offsets of each part."""
+        return numbered(self.rows_of(ids, offsets).numpy(), offsets.numpy(), samples, self.base)
 
 
 class _Asked(NamedTuple):
-    """What one lookup asks for. ``here``: of each id its row, if its table is in DRAM; ``at``: those whose
-    table is on the SSD; both None: the tables of all are. ``rows``: their numbers over all tiers."""
+    """What one lookup asks for: so many ids, and ``offsets`` of its bags, or ``where`` (see
+    ``LookupCall``)."""
 
     lookup: TieredLookup
+    ids: int
     offsets: torch.Tensor
-    here: torch.Tensor | None
-    at: RowIds | None
-    rows: RowIds
+    where: torch.Tensor | None
 
-    def pooled(self, places: Places) -> torch.Tensor:
-        """The lookup's result, where ``rows`` have these places."""
-        if self.at is None or self.here is None:
-            # FBGEMM takes numbers of either type, but one for both. For small arrays numpy keeps Python's
-            # lock, which torch's operators leave to a server's other thread for a while.
-            offsets = torch.from_numpy(self.offsets.numpy().astype(np.int32))
-            return self.lookup.pooled(torch.from_numpy(places), offsets)
-        if not len(self.at):
-            return self.lookup.pooled(self.here, self.offsets)
-        found = self.here.clone()
-        found.numpy()[self.at] = places
-        return self.lookup.pooled(found, self.offsets)
+    def pooled(self, places: RowIds) -> torch.Tensor:
+        """The lookup's result, where its ids have these places."""
+        if self.where is None:
+            return self.lookup.pooled(torch.from_numpy(places), self.offsets)
+        # For small arrays numpy keeps Python's lock, which torch's operators leave to a server's other thread
+        # for a while.
+        return self.lookup.pooled(torch.from_numpy(places[self.where.numpy()]))
 
 
 class _Kept(NamedTuple):
@@ -92,20 +67,14 @@ class _Kept(NamedTuple):
 
 
 class _Plan(NamedTuple):
-    """What the lookups ``calls`` ask for but sums that are kept, and these. ``look``: at all rows on the
-    SSD. ``version``: of the rows when it was made."""
+    """What the lookups ``calls`` ask for but sums that are kept, and these, where sums are kept: ``kept``, of
+    rows of this ``version``. ``look``: at all rows on the SSD."""
 
     calls: list[LookupCall]
-    version: int
     asked: list[_Asked]
-    kept: list[_Kept | None]
     look: Look
-
-    def is_of(self, calls: list[LookupCall], version: int) -> bool:
-        """Whether it is for these lookups, and for rows of this version, where sums are kept."""
-        if any(known is not None for known in self.kept) and version != self.version:
-            return False
-        return self.calls is calls
+    kept: list[_Kept | None] | None
+    version: int
 
 
 class TieredScorer(Scorer):
@@ -150,45 +119,56 @@ class TieredScorer(Scorer):
 
     def at_hand(self, calls: list[LookupCall]) -> bool:
         """Whether these lookups, which come next, find all of their rows in DRAM."""
-        if self._next is None or not self._next.is_of(calls, self.tables.version):
-            self._next = self._planned(calls)
-        return self.tables.tiers.at_hand(self._next.look)
+        self._next = plan = self._plan_of(calls)
+        return self.tables.tiers.at_hand(plan.look)
 
     def pooled(self, calls: list[LookupCall]) -> list[torch.Tensor]:
         """What the lookups find; all rows that they miss are read together. ``StoreError`` names a row that
         cannot be read."""
-        plan, self._next = self._next, None
-        if plan is None or not plan.is_of(calls, self.tables.version):
-            plan = self._planned(calls)
+        plan, self._next = self._plan_of(calls), None
         with self.tables.tiers.found(plan.look) as places:
+            if plan.kept is None and len(plan.asked) == 1:
+                return [plan.asked[0].pooled(places)]
             results, start = [], 0
             for one in plan.asked:
-                end = start + len(one.rows)
-                results.append(one.pooled(places[start:end]))
-                start = end
-            for one, known, result in zip(plan.asked, plan.kept, results, strict=True):
+                results.append(one.pooled(places[start : start + one.ids]))
+                start += one.ids
+            for one, known, result in zip(plan.asked, plan.kept or (), results, strict=False):
                 if known is not None:
                     self._keep(one.lookup, known, result)
         return results
 
+    def _plan_of(self, calls: list[LookupCall]) -> _Plan:
+        """The plan that was made ahead, or a new one."""
+        plan = self._next
+        if plan is None or plan.calls is not calls:
+            return self._planned(calls)
+        if plan.kept is not None and plan.version != self.tables.version:
+            return self._planned(calls)
+        return plan
+
     def _planned(self, calls: list[LookupCall]) -> _Plan:
-        version, asked, rows, kept = self.tables.version, [], [], []
-        for lookup, ids, offsets, samples in calls:
+        kept: list[_Kept | None] | None = None if self.tables.bags is None else []
+        version = 0 if kept is None else self.tables.version
+        asked, rows, lookups = [], [], 0
+        for lookup, ids, offsets, samples, where in calls:
             assert isinstance(lookup, TieredLookup)
-            ids, offsets = lookup.arranged(ids, offsets, samples)
-            known = self._known(lookup, ids, offsets)
-            if known is not None:
-                lengths = offsets.diff()
-                others = torch.ones(len(lengths), dtype=torch.bool)
-                others[known.bags.at[known.hit]] = False
-                ids = ids[others.repeat_interleave(lengths)]
-                offsets = offsets_of(lengths * others)
-            asked.append(lookup.asked(ids, offsets))
-            rows.append(asked[-1].rows)
-            kept.append(known)
-        filled = [own for own in rows if len(own)]
-        look = self.tables.tiers.look(filled[0] if len(filled) == 1 else np.concatenate(rows))
-        return _Plan(calls, version, asked, kept, look)
+            if where is None:
+                ids, offsets = lookup.arranged(ids, offsets, samples)
+            if kept is not None:
+                kept.append(self._known(lookup, ids, offsets) if where is None else None)
+                if (known := kept[-1]) is not None:
+                    lengths = offsets.diff()
+                    others = torch.ones(len(lengths), dtype=torch.bool)
+                    others[known.bags.at[known.hit]] = False
+                    ids = ids[others.repeat_interleave(lengths)]
+                    offsets = offsets_of(lengths * others)
+            own, on_ssd = lookup.numbered(ids, offsets, samples if where is None else 1)
+            rows.append(own)
+            lookups += on_ssd
+            asked.append(_Asked(lookup, len(own), offsets, where))
+        look = self.tables.tiers.look(rows[0] if len(rows) == 1 else np.concatenate(rows), lookups)
+        return _Plan(calls, asked, look, kept, version)
 
     def _known(self, lookup: TieredLookup, ids: torch.Tensor, offsets: torch.Tensor) -> _Kept | None:
         if self.tables.bags is None or lookup.width is None:

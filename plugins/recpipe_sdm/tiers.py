@@ -9,7 +9,7 @@ from itertools import accumulate
 
 from recpipe.kit import keep_to_one_core, one_thread
 from recpipe.plugin import RowIds
-from recpipe_sdm.index import EMPTY, Places
+from recpipe_sdm.index import EMPTY
 from recpipe_sdm.looks import Look
 from recpipe_sdm.rows import Shared, TieredRows
 
@@ -28,13 +28,14 @@ class Tiers:
         """The last change of the rows that have slots."""
         self._closed = False
 
-    def look(self, rows: RowIds) -> Look:
-        """Where ``rows`` (int64 [N], with repeats) are now. ``IndexError`` for one that does not exist."""
+    def look(self, rows: RowIds, lookups: int | None = None) -> Look:
+        """Where ``rows`` (int64 [N], with repeats) are now. ``lookups``: how many of them are not
+        ``elsewhere``; None: all. ``IndexError`` for one that does not exist."""
         index = self.shared.index
         with self.shared.using:
             places, cold = index.find(rows)
             missed = int((places[cold] == EMPTY).sum()) if len(cold) else 0
-            return Look(rows, places, cold, index.version, missed)
+            return Look(rows, places, cold, index.version, missed, len(rows) if lookups is None else lookups)
 
     def ahead(self, look: Look) -> None:
         """Begin to read the rows that are not in DRAM, and return. Nothing has to follow. ``StoreError`` if a
@@ -45,12 +46,14 @@ class Tiers:
 
     def at_hand(self, look: Look) -> bool:
         """Whether all of its rows are in DRAM, and none of them still comes from the disk."""
+        if not len(look.cold):  # if one loses its slot before it is scored, it is read then
+            return True
         with self.shared.using:
-            return not len(look.cold) or self.settled(look)
+            return self.settled(look)
 
     @contextmanager
-    def found(self, look: Look) -> Iterator[Places]:
-        """The place in its tier's buffer of each row that a batch looks up, int32 [N]; -1 for a pruned one.
+    def found(self, look: Look) -> Iterator[RowIds]:
+        """The place in its tier's buffer of each row that a batch looks up, int64 [N]; -1 for a pruned one.
         They are valid in the block. ``StoreError`` if a row cannot be read."""
         if look.missed:
             for tier in self.tiers:
@@ -93,7 +96,7 @@ class Tiers:
         """Count what a batch looks up, with ``using`` held."""
         reads, admission = self.shared.reads, self.shared.admission
         reads.batches += 1
-        reads.lookups += len(look.rows)
+        reads.lookups += look.lookups
         reads.missed += look.missed
         if admission is None:
             return

@@ -20,8 +20,9 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from fnmatch import fnmatchcase
+from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import fbgemm_gpu  # noqa: F401  registers the lookup operator
 import torch
@@ -92,12 +93,12 @@ class Scorer:
         self.check(dense, ids, lengths, dense.shape[0])
         ids, offsets = ids.contiguous(), offsets_of(lengths)
         with torch.inference_mode():
-            calls = [(lookup, ids, offsets, len(dense)) for lookup in self.lookups]
+            calls = [Call(lookup, ids, offsets, len(dense)) for lookup in self.lookups]
             return self.scores(dense, with_lengths(calls, self.pooled(calls)))
 
     def pooled(self, calls: "list[Call]") -> "list[torch.Tensor]":
         """What the lookups find, float32 [samples, W] each, or a row for each id, float32 [N, D]."""
-        return [lookup(ids, offsets, samples) for lookup, ids, offsets, samples in calls]
+        return [call.lookup(*call[1:]) for call in calls]
 
     def scores(self, dense: torch.Tensor, found: "list[torch.Tensor]") -> torch.Tensor:
         """Scores float32 [B], from dense features and what the lookups have found: of each its pooled rows,
@@ -151,7 +152,7 @@ class Scorer:
         torch.set_num_threads(1)
         try:
             with torch.inference_mode():
-                calls = [(lookup, ids, offsets, len(dense)) for lookup in self.lookups]
+                calls = [Call(lookup, ids, offsets, len(dense)) for lookup in self.lookups]
                 found = with_lengths(calls, self.pooled(calls))
                 return [program(dense, found) for program in self.programs]
         finally:
@@ -287,10 +288,14 @@ class Lookup:
         self.pruned = self.places.numel() > 0
         self.place_starts = torch.tensor([0, *(len(part) for part in places)]).cumsum(0)
 
-    def __call__(self, ids: torch.Tensor, offsets: torch.Tensor, samples: int) -> torch.Tensor:
-        """Pooled rows float32 [B, W], or a row for each id float32 [N, D]."""
-        ids, offsets = self.arranged(ids, offsets, samples)
-        return self.pooled(self.rows_of(ids, offsets), offsets)
+    def __call__(
+        self, ids: torch.Tensor, offsets: torch.Tensor, samples: int, where: "torch.Tensor | None" = None
+    ) -> torch.Tensor:
+        """Pooled rows float32 [B, W], or a row for each id float32 [N, D]; see ``Call``."""
+        if where is None:
+            ids, offsets = self.arranged(ids, offsets, samples)
+            return self.pooled(self.rows_of(ids, offsets), offsets)
+        return self.pooled(self.rows_of(ids, offsets)[where])
 
     def arranged(
         self, ids: torch.Tensor, offsets: torch.Tensor, samples: int
@@ -304,7 +309,7 @@ class Lookup:
         return ids, torch.cat([lengths.new_zeros(1), lengths.cumsum(0)])
 
     def rows_of(self, ids: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
-        """The row of each id; -1 if it was pruned, which adds nothing."""
+        """The row of each id; -1 if it was pruned, which adds nothing. Parts have as many offsets each."""
         if not self.pruned:
             return ids
         rows: torch.Tensor = torch.ops.fbgemm.pruned_array_lookup(
@@ -312,8 +317,10 @@ class Lookup:
         )
         return rows
 
-    def pooled(self, rows: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
-        """The sums, or means, of rows of the buffer, or these rows themselves."""
+    def pooled(self, rows: torch.Tensor, offsets: "torch.Tensor | None" = None) -> torch.Tensor:
+        """The sums, or means, of rows of the buffer, or these rows themselves. ``offsets`` None: each bag has
+        one row."""
+        offsets = numbers(len(rows) + 1) if offsets is None else offsets
         lookup = torch.ops.fbgemm.int_nbit_split_embedding_codegen_lookup_function
         pooled: torch.Tensor = lookup(*self.before, rows, offsets, *self.after)
         return pooled
@@ -324,14 +331,30 @@ class Lookup:
         return offsets[feature * samples : (feature + 1) * samples + 1].diff()
 
 
-Call = tuple[Lookup, torch.Tensor, torch.Tensor, int]  # ids, offsets, and the number of samples
+class Call(NamedTuple):
+    """A lookup for so many samples: ``ids`` int64 [N] and ``offsets`` int64, as ``Scorer`` takes them.
+
+    ``where`` int64 [P * samples], for a lookup of P features: each sample has one id of each, and this is its
+    place among ``ids``, so that what samples share is there once. ``ids`` are in the lookup's order then, and
+    ``offsets`` [P + 1] say where each feature's begin.
+    """
+
+    lookup: Lookup
+    ids: torch.Tensor
+    offsets: torch.Tensor
+    samples: int
+    where: "torch.Tensor | None" = None
 
 
 def with_lengths(calls: "list[Call]", found: "list[torch.Tensor]") -> "list[torch.Tensor]":
     """What the lookups have ``found``, where rows are not pooled with their numbers for each sample."""
     inputs = []
-    for (lookup, _, offsets, samples), rows in zip(calls, found, strict=True):
-        inputs += [rows, lookup.lengths(offsets, samples)] if lookup.sequence else [rows]
+    for call, rows in zip(calls, found, strict=True):
+        inputs.append(rows)
+        if call.lookup.sequence and call.where is None:
+            inputs.append(call.lookup.lengths(call.offsets, call.samples))
+        elif call.lookup.sequence:
+            inputs.append(torch.ones(call.samples, dtype=torch.int64))
     return inputs
 
 
@@ -340,6 +363,12 @@ def offsets_of(lengths: torch.Tensor) -> torch.Tensor:
     offsets = torch.zeros(len(lengths) + 1, dtype=torch.int64)
     torch.cumsum(lengths, 0, out=offsets[1:])
     return offsets
+
+
+@lru_cache(64)
+def numbers(count: int) -> torch.Tensor:
+    """0, 1, ..., int64 [count]; not to be written to."""
+    return torch.arange(count)
 
 
 def verified(directory: Path) -> dict[str, Any]:

@@ -157,8 +157,8 @@ def test_the_plugin_quantizes_it_and_its_package_keeps_the_types(checkpoint: Pat
     offsets = score.offsets_of(parts.golden["lengths"])
     names = [feature["name"] for feature in parts.content["sparse"]]
     lookups = [score.Lookup(lookup, names, tables) for lookup in parts.content["lookups"]]
-    calls = [(lookup, parts.golden["ids"], offsets, 64) for lookup in lookups]
-    given = score.with_lengths(calls, [lookup(ids, at, n) for lookup, ids, at, n in calls])
+    calls = [score.Call(lookup, parts.golden["ids"], offsets, 64) for lookup in lookups]
+    given = score.with_lengths(calls, [call.lookup(*call[1:]) for call in calls])
     with torch.no_grad():
         made = parts.programs[0].exported.module()(parts.golden["dense"], given)
     assert made.equal(parts.programs[0].scores)

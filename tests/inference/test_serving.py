@@ -332,6 +332,43 @@ def test_short_batches_are_scored_by_the_loops_thread_once_it_is_known_that_they
     assert threads == [False, own, own, own]
 
 
+def test_the_loops_thread_scores_what_is_at_hand_and_the_other_what_is_to_be_read(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Requests of 3 are not at hand, and whether those of 4 are cannot be said."""
+
+    class Reads:
+        def __init__(self) -> None:
+            self.own: list[bool] = []
+
+        def __call__(
+            self, dense: torch.Tensor, sides: Sequence[Side], between: Callable[[], None]
+        ) -> torch.Tensor:
+            self.own.append(threading.current_thread() is threading.main_thread())
+            between()
+            return score(dense, sides)
+
+        def ahead(self, sides: Sequence[Side]) -> None:
+            raise AssertionError("nothing waits")
+
+        def at_hand(self, sides: Sequence[Side]) -> bool:
+            if 4 in sides[0].ids:
+                raise RuntimeError
+            return 3 not in sides[0].ids
+
+    async def five() -> list[Any]:
+        batcher = Batcher(model, Limits())
+        batcher.start()
+        found = [await scores_of(batcher, one(a)) for a in (1, 2, 3, 4, 5)]
+        await batcher.close()
+        return found
+
+    monkeypatch.setattr("recpipe.inference.serving.batcher.SOON", 3600.0)
+    model = Reads()
+    assert [scores.tolist() for scores in asyncio.run(five())] == [[1], [2], [3], [4], [5]]
+    assert model.own == [False, True, False, False, True]
+
+
 def test_a_full_queue_refuses_and_a_deadline_passes_in_it() -> None:
     model = Held()
     found = asyncio.run(behind(model, Limits(queue=2), one(2), one(3), one(4)))

@@ -12,7 +12,7 @@ import pytest
 import torch
 from numpy.typing import NDArray
 from recpipe_sdm.admission import Admission
-from recpipe_sdm.index import EMPTY, PRUNED, RowIndex
+from recpipe_sdm.index import EMPTY, PRUNED, RowIndex, elsewhere
 from recpipe_sdm.rows import Shared, TieredRows
 from recpipe_sdm.tiers import Tiers
 
@@ -302,9 +302,10 @@ def test_an_index_says_where_each_row_is() -> None:
         assert places.tolist() == expected
         assert cold.tolist() == [i for i, row in enumerate(rows) if row not in slots and row not in pruned]
         assert index.slotted(0, 100).tolist() == sorted(slots)
-    for wrong in (-1, 100):
-        with pytest.raises(IndexError):
-            index.find(np.array([wrong]))
+    with pytest.raises(IndexError):
+        index.find(np.array([100]))
+    mixed = np.concatenate([elsewhere(np.array([-1, 0, 7])), rows[:3]])
+    assert index.find(mixed)[0].tolist() == [-1, 0, 7, *places[:3].tolist()]
 
 
 def test_an_index_takes_a_quarter_of_a_byte_for_a_row_without_a_slot() -> None:

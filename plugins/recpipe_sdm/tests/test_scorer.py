@@ -313,6 +313,35 @@ def pruned(packed: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return recpipe.package(folder / "judged", folder / "model.recpipe", quiet=True)
 
 
+def test_what_candidates_share_is_found_once_and_scores_as_if_each_had_it(
+    packed: Path, pruned: Path, tmp_path: Path
+) -> None:
+    """Requests with one id in each bag, alone and together, with the user's ids once a request."""
+    rng, size = np.random.default_rng(4), (3000, 500, 20)
+    for package, tables in ((packed, "*"), (packed, "[ui]*"), (pruned, "user"), (pruned, "*")):
+        whole = Scorer(package)
+        tiered = TieredScorer(package, Tiering(tmp_path, Amount(40_000, False), tables))
+        requests = [RequestScorer(scorer) for scorer in (whole, tiered)]
+        golden, asked = tiered.tables.tiers.shared.reads.lookups, 0
+        for samples in ([5], [7], [5], [3, 1, 6], [2, 2]):
+            count, total = len(samples), sum(samples)
+            of_sample = torch.from_numpy(np.repeat(np.arange(count), samples))
+            of_user, of_city = (torch.from_numpy(rng.integers(0, size[f], count)) for f in (0, 2))
+            items = torch.from_numpy(rng.integers(0, size[1], total))
+            dense = torch.from_numpy(rng.random((total, 13), np.float32))
+            sides = [
+                Side((0, 2), torch.cat([of_user, of_city]), None, count, of_sample),
+                Side((1,), items, None, total),
+            ]
+            every = torch.cat([of_user[of_sample], items, of_city[of_sample]])
+            wanted = whole(dense, every, torch.ones(3 * total, dtype=torch.int64))
+            assert all(torch.equal(own(dense, sides), wanted) for own in requests)
+            on_ssd = tiered.tables.bases
+            asked += count * ("user" in on_ssd) + total * ("item" in on_ssd) + count * ("city" in on_ssd)
+        assert tiered.tables.tiers.shared.reads.lookups - golden == asked > 0
+        tiered.close()
+
+
 @pytest.mark.parametrize("adapts", [True, False])
 def test_pruned_tables_are_on_the_ssd_too(adapts: bool, pruned: Path, tmp_path: Path) -> None:
     whole = Scorer(pruned)

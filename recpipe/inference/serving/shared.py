@@ -14,8 +14,9 @@ from typing import NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
-from recpipe.inference.score import Call, Lookup, Scorer, offsets_of
+from recpipe.inference.score import Call, Lookup, Scorer, numbers, offsets_of, with_lengths
 
 
 @dataclass(frozen=True)
@@ -41,16 +42,11 @@ class Side:
     @property
     def offsets(self) -> torch.Tensor:
         """Where each bag begins, and where the last one ends: int64 [features * bags + 1]."""
-        return _numbers(self.ids.shape[0] + 1) if self.given_lengths is None else self._summed
+        return numbers(self.ids.shape[0] + 1) if self.given_lengths is None else self._summed
 
     @cached_property
     def _summed(self) -> torch.Tensor:
         return offsets_of(self.lengths)
-
-
-@lru_cache(64)
-def _numbers(count: int) -> torch.Tensor:
-    return torch.arange(count)
 
 
 @dataclass(frozen=True)
@@ -64,11 +60,12 @@ class _Part:
 
 
 class _Calls(NamedTuple):
-    """The lookups of ``sides`` that were read ahead."""
+    """What ``sides`` look up. ``found``: for each call the model's lookup that it is part of, and the side
+    whose features it looks up; None: each call is a whole lookup of the model."""
 
     sides: Sequence[Side]
     calls: list[Call]
-    found: list[tuple[int, _Part, Side]]
+    found: list[tuple[int, _Part, Side]] | None
 
 
 @runtime_checkable
@@ -87,8 +84,8 @@ class RequestScorer:
     """Scores requests by ``scorer``. ``ahead``: begins to read what waiting requests look up, and returns;
     None: all is there.
 
-    Where each bag has one id, which costs the same to look up as its row costs to copy, the ids are repeated
-    for every candidate and not the rows: that is one lookup, and nothing to put together.
+    Where each bag has one id, its row is looked up for every candidate: that costs what copying it does, and
+    leaves one lookup, and nothing to put together.
     """
 
     def __init__(self, scorer: Scorer) -> None:
@@ -97,6 +94,7 @@ class RequestScorer:
         self.ahead = None if self._reads is None else self._ahead
         self._parts: dict[tuple[int, ...], list[_Part | None]] = {}
         self._runs: dict[tuple[tuple[int, ...], ...], list[tuple[int, int, int]]] = {}
+        self._singles: dict[tuple[tuple[int, ...], ...], list[_Singles]] = {}
         self._next: _Calls | None = None
 
     def __call__(
@@ -104,28 +102,39 @@ class RequestScorer:
     ) -> torch.Tensor:
         """Scores float32 [B] or [B, T] of ``dense`` float32 [B, D] and sides that have every feature once.
         Inputs are not checked. ``between`` is called once the lookups are done, before what takes longer."""
-        if self._reads is None and all(side.given_lengths is None for side in sides):
-            sides = [_repeated_ids(sides, len(dense))]
-        next_one, self._next = self._next, None
-        if next_one is not None and next_one.sides is sides:
-            calls, found = next_one.calls, next_one.found
-        else:
-            calls, found = self._calls(sides)
+        asked, self._next = self._next, None
+        if asked is None or asked.sides is not sides:
+            asked = self._calls(sides)
         with torch.inference_mode():
-            inputs: list[list[torch.Tensor]] = [[] for _ in self.scorer.lookups]
-            pieces: list[list[tuple[_Part, torch.Tensor]]] = [[] for _ in self.scorer.lookups]
-            for (number, part, side), call, rows in zip(found, calls, self.scorer.pooled(calls), strict=True):
-                if part.lookup.sequence:
-                    lengths = part.lookup.lengths(call[2], call[3])
-                    inputs[number] += _repeated(rows, lengths, side.of_sample)
-                    continue
-                pieces[number].append((part, _wide(rows, side, dense.shape[0])))
+            pooled = self.scorer.pooled(asked.calls)
+            if asked.found is None:
+                inputs = with_lengths(asked.calls, pooled)
+            else:
+                inputs = self._put_together(asked.calls, asked.found, pooled, len(dense))
             if between is not None:
                 between()
-            for own, beside in zip(inputs, pieces, strict=True):
-                if beside:
-                    own.append(self._joined(beside))
-            return self.scorer.scores(dense, [one for own in inputs for one in own])
+            return self.scorer.scores(dense, inputs)
+
+    def _put_together(
+        self,
+        calls: Sequence[Call],
+        found: Sequence[tuple[int, _Part, Side]],
+        pooled: Sequence[torch.Tensor],
+        samples: int,
+    ) -> list[torch.Tensor]:
+        """What the model's lookups find, from what their parts have."""
+        inputs: list[list[torch.Tensor]] = [[] for _ in self.scorer.lookups]
+        pieces: list[list[tuple[_Part, torch.Tensor]]] = [[] for _ in self.scorer.lookups]
+        for (number, part, side), call, rows in zip(found, calls, pooled, strict=True):
+            if part.lookup.sequence:
+                lengths = part.lookup.lengths(call.offsets, call.samples)
+                inputs[number] += _repeated(rows, lengths, side.of_sample)
+            else:
+                pieces[number].append((part, _wide(rows, side, samples)))
+        for own, beside in zip(inputs, pieces, strict=True):
+            if beside:
+                own.append(self._joined(beside))
+        return [one for own in inputs for one in own]
 
     def _joined(self, beside: Sequence[tuple[_Part, torch.Tensor]]) -> torch.Tensor:
         """Parts of one lookup as the whole lookup gives them: columns that follow each other in a part are
@@ -139,7 +148,7 @@ class RequestScorer:
 
     def _ahead(self, sides: Sequence[Side]) -> None:
         assert self._reads is not None
-        self._next = _Calls(sides, *self._calls(sides))
+        self._next = self._calls(sides)
         self._reads.ahead(self._next.calls)
 
     def at_hand(self, sides: Sequence[Side]) -> bool:
@@ -147,19 +156,23 @@ class RequestScorer:
         if self._reads is None:
             return True
         if self._next is None or self._next.sides is not sides:
-            self._next = _Calls(sides, *self._calls(sides))
+            self._next = self._calls(sides)
         return self._reads.at_hand(self._next.calls)
 
-    def _calls(self, sides: Sequence[Side]) -> tuple[list[Call], list[tuple[int, _Part, Side]]]:
-        """The lookups of these sides, and for each the model's lookup that it is part of, and its side."""
+    def _calls(self, sides: Sequence[Side]) -> _Calls:
+        if len(sides) > 1 and all(side.given_lengths is None for side in sides):
+            key = tuple(side.features for side in sides)
+            if key not in self._singles:
+                self._singles[key] = [_Singles(lookup, key) for lookup in self.scorer.lookups]
+            return _Calls(sides, [own.call(sides) for own in self._singles[key]], None)
         calls: list[Call] = []
         found = []
         for side in sides:
             for number, part in enumerate(self._of(side.features)):
                 if part is not None:
-                    calls.append((part.lookup, side.ids, side.offsets, side.bags))
+                    calls.append(Call(part.lookup, side.ids, side.offsets, side.bags))
                     found.append((number, part, side))
-        return calls, found
+        return _Calls(sides, calls, found)
 
     def _of(self, features: tuple[int, ...]) -> list[_Part | None]:
         """For each lookup of the model, its part over these features; None if it has none of them."""
@@ -178,22 +191,51 @@ class RequestScorer:
         return _Part(self.scorer.lookup({**found, "parts": own}, names), columns, dims)
 
 
-def _repeated_ids(sides: Sequence[Side], samples: int) -> Side:
-    """All features of ``sides`` that have one id in each bag, with an id for each sample."""
-    if len(sides) == 1 and sides[0].of_sample is None:
-        return sides[0]
-    order = [feature for side in sides for feature in side.features]
-    ids = np.empty((len(order), samples), np.int64)
-    for side in sides:
-        own = side.ids.numpy().reshape(len(side.features), side.bags)
-        # A slice, where features follow each other, is written to quicker than numbers of rows.
-        first, last = side.features[0], side.features[-1] + 1
-        rows = slice(first, last) if last - first == len(side.features) else list(side.features)
-        if side.of_sample is None or side.bags == 1:
-            ids[rows] = own
+class _Singles:
+    """How one of the model's lookups takes sides with these ``features`` that have one id in each bag."""
+
+    def __init__(self, lookup: Lookup, features: Sequence[tuple[int, ...]]) -> None:
+        self.lookup = lookup
+        of_feature = {f: (s, n) for s, own in enumerate(features) for n, f in enumerate(own)}
+        self._runs: list[tuple[int, int, int]] = []
+        """Features of one side that follow each other: the side, the first, and the one after the last."""
+        for side, place in (of_feature[f] for f in lookup.features):
+            if self._runs and self._runs[-1][0] == side and self._runs[-1][2] == place:
+                self._runs[-1] = (side, self._runs[-1][1], place + 1)
+            else:
+                self._runs.append((side, place, place + 1))
+        self._of_one_request = lru_cache(64)(self._where)
+
+    def call(self, sides: Sequence[Side]) -> Call:
+        """The lookup of all that these sides have."""
+        pieces = [sides[s].ids.numpy()[i * sides[s].bags : j * sides[s].bags] for s, i, j in self._runs]
+        ids = torch.from_numpy(pieces[0] if len(pieces) == 1 else np.concatenate(pieces))
+        bags = tuple(side.bags for side in sides)
+        samples = max(side.bags if side.of_sample is None else len(side.of_sample) for side in sides)
+        if all(side.of_sample is None or side.bags == 1 for side in sides):
+            starts, where = self._of_one_request(bags, samples)
         else:
-            ids[rows] = own[:, side.of_sample.numpy()]
-    return Side(tuple(range(len(order))), torch.from_numpy(ids.reshape(-1)), None, samples)
+            given = [None if side.of_sample is None else side.of_sample.numpy() for side in sides]
+            starts, where = self._where(bags, samples, given)
+        return Call(self.lookup, ids, starts, samples, where)
+
+    def _where(
+        self, bags: Sequence[int], samples: int, given: Sequence[NDArray[np.int64] | None] | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Where each feature's ids begin, and the place of each sample's, by the bags of each side and the
+        bag of each sample where it has not its own; None: one bag is for all samples."""
+        counts = [bags[s] for s, i, j in self._runs for _ in range(i, j)]
+        starts = np.concatenate([[0], np.cumsum(counts)])
+        where = np.empty((len(counts), samples), np.int64)
+        first = 0
+        for s, i, j in self._runs:
+            own = None if given is None else given[s]
+            if own is None:
+                own = np.arange(samples) if bags[s] == samples else np.zeros(samples, np.int64)
+            last = first + j - i
+            np.add(starts[first:last, None], own, out=where[first:last])
+            first = last
+        return torch.from_numpy(starts), torch.from_numpy(where.reshape(-1))
 
 
 def _wide(rows: torch.Tensor, side: Side, samples: int) -> torch.Tensor:
