@@ -76,8 +76,13 @@ class ReadsAhead(Protocol):
         """Begin to read what these lookups need, and return. They may come later, together with others, or
         never."""
 
+
+@runtime_checkable
+class SaysWhatIsAtHand(ReadsAhead, Protocol):
+    """One that also takes calls with ``where`` and says which wait for nothing (contract 2.8)."""
+
     def at_hand(self, calls: list[Call]) -> bool:
-        """Whether these lookups, which come next, wait for nothing."""
+        """Whether these lookups, which come next, find all of their rows in memory."""
 
 
 class RequestScorer:
@@ -92,6 +97,8 @@ class RequestScorer:
         self.scorer = scorer
         self._reads = scorer if isinstance(scorer, ReadsAhead) else None
         self.ahead = None if self._reads is None else self._ahead
+        self._says = scorer if isinstance(scorer, SaysWhatIsAtHand) else None
+        self._takes_where = self._reads is None or self._says is not None
         self._parts: dict[tuple[int, ...], list[_Part | None]] = {}
         self._runs: dict[tuple[tuple[int, ...], ...], list[tuple[int, int, int]]] = {}
         self._singles: dict[tuple[tuple[int, ...], ...], list[_Singles]] = {}
@@ -153,14 +160,14 @@ class RequestScorer:
 
     def at_hand(self, sides: Sequence[Side]) -> bool:
         """Whether all that these sides look up is in memory."""
-        if self._reads is None:
-            return True
+        if self._says is None:
+            return self._reads is None
         if self._next is None or self._next.sides is not sides:
             self._next = self._calls(sides)
-        return self._reads.at_hand(self._next.calls)
+        return self._says.at_hand(self._next.calls)
 
     def _calls(self, sides: Sequence[Side]) -> _Calls:
-        if len(sides) > 1 and all(side.given_lengths is None for side in sides):
+        if self._takes_where and len(sides) > 1 and all(side.given_lengths is None for side in sides):
             key = tuple(side.features for side in sides)
             if key not in self._singles:
                 self._singles[key] = [_Singles(lookup, key) for lookup in self.scorer.lookups]
