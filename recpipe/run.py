@@ -19,7 +19,7 @@ from omegaconf import DictConfig
 
 from recpipe.backend.equip import equip
 from recpipe.backend.matmul import float32_products, require_units
-from recpipe.checkpoint.table_io import TableCheckpointIO, checkpoints_in
+from recpipe.checkpoint.table_io import OpenCheckpoint, TableCheckpointIO, checkpoints_in
 from recpipe.checkpoint.trained_on import TrainedOn
 from recpipe.common.clock import run_start
 from recpipe.common.console import heard, log
@@ -78,7 +78,7 @@ from recpipe.tasks.nudge import Nudge
 from recpipe.tasks.plan import describe, planned_ranks, print_plan
 from recpipe.tasks.profile import StepProfiler
 from recpipe.tasks.summary import summarize
-from recpipe.tasks.unshard import load_pretrained
+from recpipe.tasks.unshard import Pretrained
 from recpipe.training.callbacks import check_callbacks, make_callbacks
 from recpipe.training.figures import FigureLogger
 from recpipe.training.intervals import Intervals
@@ -253,13 +253,24 @@ def run_on(
 
     require_memory(cfg, dataset, tables, called.module, described, ranks, device)
 
-    # 5. Tables in their tiers; fronts replace the model's collections. A rank that only holds rows
-    # serves them here.
+    # 5. Tables in their tiers, with first values or the rows of a checkpoint; fronts replace the model's
+    # collections. A rank that only holds rows serves them here.
     preparing = peak_rss_bytes()
     reset_peak_rss()
-    log.info("building %d tables: %s", len(tables.tables), readable_bytes(tables.total_bytes))
+    pretrained = opened = None
+    if model_config.pretrained:
+        file = Path(model_config.pretrained).expanduser()
+        pretrained = Pretrained.of(file, called.module, tables)
+        unplaced = unplaced.starting_with(pretrained.rows)
+    resume = resume_from(cfg.resume, checkpoints)
+    if resume is not None:
+        opened = OpenCheckpoint.of(resume, tables.shapes())
+        unplaced = unplaced.starting_with(opened.rows)
+    of = "" if resume is None else f" of {resume}"
+    log.info("building %d tables%s: %s", len(tables.tables), of, readable_bytes(tables.total_bytes))
     roomy = trainer_config.backend != "plain"
-    embeddings = unplaced.build(cfg, dataset, owners, device, run_dir, ranks, shards, roomy)
+    saved = None if opened is None else opened.shards
+    embeddings = unplaced.build(cfg, dataset, owners, device, run_dir, ranks, shards, roomy, saved)
     trainers = ranks.channel(ranks.trainers)
     with ExitStack() as open_tiers:
         tiers = open_tiers.enter_context(closing_tiers(embeddings, inputs, ranks))
@@ -268,8 +279,8 @@ def run_on(
             return Outcome({})
         model = unplaced.over(embeddings, assembly.skipper)
 
-        if model_config.pretrained:
-            names = load_pretrained(Path(model_config.pretrained).expanduser(), model)
+        if pretrained is not None:
+            names = pretrained.load_dense(model)
             log.info("starting from %d tensors of %s", len(names), model_config.pretrained)
 
         # 6. The pipeline in front of Lightning: read, transform, split, plan and fetch ahead.
@@ -303,7 +314,10 @@ def run_on(
         resumable = partial(check_resumable, module)
         noted = sizes_of(model_config, dataset)
         recipe = TrainedOn.of(cfg.values, dataset).to_dict()
-        checkpoint_io = TableCheckpointIO(embeddings, tables.shapes(), leads, resumable, noted, recipe)
+        checkpoint_io = TableCheckpointIO(
+            embeddings, tables.shapes(), leads, resumable, noted, recipe, opened
+        )
+        del opened  # whose trainer.pt may be large
         for key, place in run_dir.replaces.items():
             if key in EXPORTS:
                 remove_arrays(place)
@@ -322,7 +336,6 @@ def run_on(
         )
         if logger is not None:
             logger.log_hyperparams(cfg.values)
-        resume = resume_from(cfg.resume, checkpoints)
         with ranks.closing(module.close):
             stopped = fit(trainer, module, loader, evaluation, recorder, resume, files.late)
 

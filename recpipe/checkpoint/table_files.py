@@ -21,8 +21,8 @@ from recpipe.common.tensor_files import TensorFiles
 from recpipe.common.tensor_writer import Streamed
 from recpipe.errors import UserError
 from recpipe.tables.collection import TableCollection
-from recpipe.tables.saved_parts import Part, region_values, save_parts
-from recpipe.tables.specs import FILL_ROWS, Region, Values, state_name, weight_name
+from recpipe.tables.saved_parts import Part, save_parts, saved_rows
+from recpipe.tables.specs import FILL_ROWS, Region, SavedRows, Values, state_name, weight_name
 
 Shapes = dict[str, tuple[int, int, int]]
 """For each table: rows, dimension, width of the optimizer state."""
@@ -106,10 +106,16 @@ def check_tables(directory: Path, shapes: Shapes, scoring: bool = False) -> Tens
 
 def load_regions(files: TensorFiles, storage: TableCollection, shapes: Shapes) -> None:
     """Read all rows into ``storage``, some at a time."""
+    rows = rows_of_tables(files, shapes)
     with counting("loading rows", _rows(storage)) as add:
         for region in storage.regions():
-            storage.write(region, region_values(files, region, shapes[region.table][2]))
+            storage.write(region, rows[region.table](region.start, region.stop))
             add(region.stop - region.start)
+
+
+def rows_of_tables(files: TensorFiles, shapes: Shapes) -> dict[str, SavedRows]:
+    """For each table in ``shapes`` a function that reads its rows."""
+    return {table: saved_rows(files, table, width) for table, (_, _, width) in shapes.items()}
 
 
 def saved_weights(directory: Path) -> dict[str, Streamed]:

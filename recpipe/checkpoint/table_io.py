@@ -17,6 +17,7 @@ from __future__ import annotations
 import shutil
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -29,14 +30,17 @@ from recpipe.checkpoint.table_files import (
     check_tables,
     load_regions,
     read_along,
+    rows_of_tables,
     save_tables,
 )
 from recpipe.checkpoint.trainer_file import load_trainer, save_trainer
 from recpipe.common.durable import sync
 from recpipe.common.saved import Damaged
+from recpipe.common.tensor_files import TensorFiles
 from recpipe.errors import CheckpointError, UserError
 from recpipe.tables.capabilities import SavedByRanks, SavesPlacement
 from recpipe.tables.collection import TableCollection
+from recpipe.tables.specs import SavedRows
 
 SUFFIX = ".ckpt"
 PARTIAL = ".partial"
@@ -47,6 +51,33 @@ RECIPE = "recipe"
 OWN = "recpipe"
 """The key of trainer.pt for what Lightning does not know."""
 _NAMES = (f"*{SUFFIX}", f"*{SUFFIX}{PARTIAL}")
+
+
+@dataclass(frozen=True)
+class OpenCheckpoint:
+    """A checkpoint whose files are checked, and which has exactly the recipe's tables."""
+
+    directory: Path
+    trainer: dict[str, Any]
+    """The content of trainer.pt."""
+    files: TensorFiles
+    shapes: Shapes
+
+    @classmethod
+    def of(cls, directory: Path, shapes: Shapes) -> OpenCheckpoint:
+        """Check everything; ``UserError`` names what is bad."""
+        trainer = open_checkpoint(directory)
+        return cls(directory, trainer, check_tables(directory / TABLES, shapes), shapes)
+
+    @property
+    def rows(self) -> dict[str, SavedRows]:
+        """The rows of each table."""
+        return rows_of_tables(self.files, self.shapes)
+
+    @property
+    def shards(self) -> Path | None:
+        """The files that ranks may read without ``rows``; None: an earlier version has written them."""
+        return None if holds_npy(self.directory / TABLES) else self.directory / TABLES
 
 
 class TableCheckpointIO(CheckpointIO):
@@ -60,6 +91,7 @@ class TableCheckpointIO(CheckpointIO):
         check: Callable[[dict[str, Any]], None] | None = None,
         model: Mapping[str, Any] | None = None,
         recipe: Mapping[str, Any] | None = None,
+        opened: OpenCheckpoint | None = None,
     ) -> None:
         self.storage = storage
         self.shapes = shapes
@@ -74,6 +106,8 @@ class TableCheckpointIO(CheckpointIO):
         """Checkpoints of another run, which are removed once this run's first one is whole."""
         self.recipe = recipe
         """The content of ``TrainedOn``; None: the checkpoint cannot be scored by itself."""
+        self.opened = opened
+        """The checkpoint whose rows the tables were made with; None once it is loaded."""
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None) -> None:
         """Write ``path`` atomically; on the rank that writes, it is on the disk on return."""
@@ -118,23 +152,30 @@ class TableCheckpointIO(CheckpointIO):
         """Check everything, then load the tables and return the rest. If a check fails, tables are unchanged.
 
         The placement is restored first, so that resident rows are loaded directly into their slots and not
-        through a cold tier that may keep fewer bits.
+        through a cold tier that may keep fewer bits. Tables that were made with these rows are not loaded
+        again.
         """
         directory = Path(path)
-        trainer = open_checkpoint(directory)
-        files = check_tables(directory / TABLES, self.shapes)
+        made_with, self.opened = self.opened, None
+        if made_with is not None and made_with.directory != directory:
+            made_with = None
+        opened = made_with or OpenCheckpoint.of(directory, self.shapes)
         if self.check is not None:
             with naming(directory):
-                self.check(trainer)
+                self.check(opened.trainer)
         placed = self.storage.offers(SavesPlacement)
         if placed is not None:
-            placed.load_placement_state(trainer.get(OWN, {}).get("placement"))
+            placed.load_placement_state(opened.trainer.get(OWN, {}).get("placement"))
+        if made_with is None:
+            self._load_tables(opened)
+        return opened.trainer
+
+    def _load_tables(self, opened: OpenCheckpoint) -> None:
         ranks = self.storage.offers(SavedByRanks)
-        if ranks is None or holds_npy(directory / TABLES):
-            load_regions(files, self.storage, self.shapes)
+        if ranks is None or opened.shards is None:
+            load_regions(opened.files, self.storage, self.shapes)
         else:
-            ranks.load_tables(directory / TABLES)
-        return trainer
+            ranks.load_tables(opened.shards)
 
     def remove_checkpoint(self, path: Any) -> None:
         """Delete a checkpoint that newer ones replace."""

@@ -19,7 +19,7 @@ from recpipe.backend.convert import convert_on_gpu, revert
 from recpipe.backend.equip import Backend
 from recpipe.backend.matmul import TF32, float32_products, require_units
 from recpipe.checkpoint.manifest import TABLES
-from recpipe.checkpoint.table_files import check_tables, load_regions
+from recpipe.checkpoint.table_files import check_tables, rows_of_tables
 from recpipe.checkpoint.table_io import OWN, naming, newest, open_checkpoint
 from recpipe.checkpoint.trained_on import TrainedOn
 from recpipe.common import memory
@@ -174,6 +174,9 @@ class Trained:
             assembly, unplaced = assemble_plugins(cfg, dataset, unplaced, device, 1, ranks)
             owners = group_owners(cfg.tiers, assembly, unplaced.tables)
             _require_memory(unplaced.tables, owners, cfg.tiers.store, device)
+            shapes = unplaced.tables.shapes()
+            files = check_tables(self.directory / TABLES, shapes, scoring=True)
+            unplaced = unplaced.starting_with(rows_of_tables(files, shapes))
             if run_dir is None:
                 scratch = stack.enter_context(tempfile.TemporaryDirectory(prefix="recpipe-"))
                 run_dir = stack.enter_context(hold(Path(scratch)))
@@ -196,10 +199,8 @@ class Trained:
             return Unplaced.of(cfg, dataset, device, self.given_model)
 
     def _load(self, model: PlacedModel) -> None:
-        """Fill tables and dense part; before that, put the rows into the slots that they had in training if
-        the tiers are the same."""
-        shapes = model.embeddings.tables.shapes()
-        files = check_tables(self.directory / TABLES, shapes, scoring=True)
+        """Fill the dense part, and put the tables' rows into the slots that they had in training if the tiers
+        are the same."""
         with naming(self.directory):
             model.load_dense(self.trainer["state_dict"])
             placed = model.embeddings.offers(SavesPlacement)
@@ -207,7 +208,6 @@ class Trained:
             if placed is not None and placement is not None:
                 placed.check_placement_state(placement)
                 placed.load_placement_state(placement)
-        load_regions(files, model.embeddings, shapes)
 
     def _equip(self, model: PlacedModel, device: torch.device) -> None:
         """Use the kernels that training measured, so that scores are rounded as in its evaluation."""

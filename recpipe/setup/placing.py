@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -31,6 +32,7 @@ from recpipe.tables.sharding.planning import Sharding
 from recpipe.tables.sharding.tables import ShardedTables
 from recpipe.tables.sharding.tiered import ShardTiers
 from recpipe.tables.skipping import Skipping
+from recpipe.tables.specs import SavedRows
 
 
 @dataclass(frozen=True)
@@ -59,6 +61,10 @@ class Unplaced:
         made = with_managed_ids(self.called.module)
         return replace(self, tables=tables, inputs=Inputs.of(tables, self.first_batch, made))
 
+    def starting_with(self, saved: Mapping[str, SavedRows]) -> Unplaced:
+        """The same model, whose tables start with the rows in ``saved``; all others with first values."""
+        return self.grouped(self.tables.starting_with(saved))
+
     def build(
         self,
         cfg: Recipe,
@@ -69,11 +75,13 @@ class Unplaced:
         ranks: Ranks,
         shards: tuple[Sharding, ShardPlan] | None = None,
         roomy: bool = False,
+        saved: Path | None = None,
     ) -> GroupedCollection:
         """Make the tables' rows as their ``owners`` decide, in ``shards`` or whole; ``UserError`` if the
         device has no kernels for one.
 
         ``roomy``: with room in front of pooled rows, if the CPU back end's parts of the model use it.
+        ``saved``: the files that all tables start with, for shards that can be read from them at once.
         """
         require_kernels(self.tables, device, ranks, None if shards is None else shards[1])
         module, size = self.called.module, cfg.data.batch_size
@@ -81,7 +89,8 @@ class Unplaced:
         ids_per_bag = partial(dataset.ids_per_bag, size)
         place = Place(cfg.tiers, device, run_dir, ranks, size, ids_per_bag, paths)
         if shards is not None:
-            sharded = ShardedTables(*shards, ranks, module, ShardTiers(owners, place))
+            sharding = replace(shards[0], tables=self.tables)
+            sharded = ShardedTables(sharding, shards[1], ranks, module, ShardTiers(owners, place), saved)
             return GroupedCollection(self.tables, sharded.collections)
         return build_tables(self.inputs, owners, place)
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import zlib
 from collections import Counter
 from collections.abc import Callable, Collection, Container, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from itertools import accumulate
 
@@ -25,7 +25,7 @@ from recpipe.errors import UserError
 from recpipe.plugin.api import TableInfo
 from recpipe.seams import module_name
 from recpipe.tables.parameters import refuse_shared, table_weights
-from recpipe.tables.specs import FirstValues, Table, TableOptimizer, TableSet
+from recpipe.tables.specs import FirstValues, SavedRows, Table, TableOptimizer, TableSet
 
 OptimizerOf = Callable[[str, torch.Tensor], TableOptimizer]
 """Gives a table's optimizer, from its name and its weights in the model (which may be on the meta device)."""
@@ -76,6 +76,17 @@ class ModelTables:
                 alike.setdefault(key(name), []).append(name)
             parts += [group] if len(alike) == 1 else [group.part(names) for names in alike.values()]
         return ModelTables(tuple(parts))
+
+    def starting_with(self, saved: Mapping[str, SavedRows]) -> ModelTables:
+        """The same tables, those named in ``saved`` with these rows in place of first values."""
+
+        def of(group: Group) -> Group:
+            started = (
+                replace(table, saved=saved.get(table.name, table.saved)) for table in group.tables.tables
+            )
+            return replace(group, tables=replace(group.tables, tables=tuple(started)))
+
+        return ModelTables(tuple(map(of, self.groups)))
 
     @property
     def tables(self) -> tuple[Table, ...]:

@@ -15,7 +15,7 @@ import numpy as np
 
 from recpipe.common.tensor_files import SHARDING, TensorFiles
 from recpipe.common.tensor_writer import new_tensors
-from recpipe.tables.specs import Region, Values, state_name, weight_name
+from recpipe.tables.specs import SavedRows, Values, state_name, weight_name
 
 
 @dataclass(frozen=True)
@@ -53,17 +53,21 @@ def save_parts(file: Path, parts: Sequence[Part]) -> None:
                 row += len(weights)
 
 
-def region_values(files: TensorFiles, region: Region, width: int) -> Values:
-    """Weights and optimizer state of a region of whole rows, ``width`` floats of state a row.
+def saved_rows(files: TensorFiles, table: str, width: int) -> SavedRows:
+    """A function that reads rows of ``table``, with ``width`` floats of optimizer state a row.
 
     A state with a column for each of the weights', where one is wanted, is the mean over them: what
     row-wise Adagrad would have without column-wise sharding. Of a table that was saved without state, it is
     zero.
     """
-    weights = files.rows(weight_name(region.table), region.start, region.stop)
-    if not width or state_name(region.table) not in files.pieces:
-        return weights, np.zeros((len(weights), width), np.float32)
-    state = files.rows(state_name(region.table), region.start, region.stop)
-    if width == 1 and state.shape[1] > 1:
-        state = state.mean(axis=1, keepdims=True, dtype=np.float32)
-    return weights, state
+
+    def rows(start: int, stop: int) -> Values:
+        weights = files.rows(weight_name(table), start, stop)
+        if not width or state_name(table) not in files.pieces:
+            return weights, np.zeros((len(weights), width), np.float32)
+        state = files.rows(state_name(table), start, stop)
+        if width == 1 and state.shape[1] > 1:
+            state = state.mean(axis=1, keepdims=True, dtype=np.float32)
+        return weights, state
+
+    return rows

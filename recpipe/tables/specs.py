@@ -68,6 +68,10 @@ FROZEN = TableOptimizer("sgd", 0.0)
 
 FirstValues = Callable[[int, int], NDArray[np.float32]]
 """Returns the first weights of rows [start, stop) of a table, float32 [stop - start, D]."""
+Values = tuple[NDArray[np.float32], NDArray[np.float32]]
+"""Weights float32 [rows, columns] and optimizer state float32 [rows, S] of some rows."""
+SavedRows = Callable[[int, int], Values]
+"""Returns rows [start, stop) of a table as they were saved."""
 
 
 @dataclass(frozen=True)
@@ -80,6 +84,9 @@ class Table:
     first: FirstValues | None = None
     """Gives its first weights; None: uniform in +-sqrt(1 / rows), as in DLRM and in TorchRec's
     collections."""
+    saved: SavedRows | None = None
+    """Gives the rows that it starts with instead, those of a checkpoint; first weights are then never
+    made."""
 
 
 @dataclass(frozen=True)
@@ -181,11 +188,15 @@ class TableSet:
         ]
 
     def fill(self, table: str, start: int, stop: int) -> Records:
-        """First records of rows [start, stop), float32 [stop - start, width]: first weights, and zero state.
+        """First records of rows [start, stop), float32 [stop - start, width]: first weights, and zero state,
+        or what was saved of them.
 
         The values depend on (seed, table, row) alone, not on the calls.
         """
         index = self.layout.tables.index(table)
+        saved = self.tables[index].saved
+        if saved is not None:
+            return np.concatenate(saved(start, stop), axis=1)
         out = np.zeros((stop - start, self.layout.width), np.float32)
         first = self.tables[index].first or partial(self._uniform, index)
         out[:, : self.dim] = first(start, stop)
@@ -225,10 +236,6 @@ class Region:
     stop: int
     left: int
     right: int
-
-
-Values = tuple[NDArray[np.float32], NDArray[np.float32]]
-"""Weights float32 [rows, columns] and optimizer state float32 [rows, S] of a region."""
 
 
 def row_chunks(tables: TableSet) -> list[Region]:

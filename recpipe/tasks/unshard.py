@@ -5,12 +5,14 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import nn
 
 from recpipe.checkpoint.manifest import TABLES
 from recpipe.checkpoint.table_files import saved_weights
@@ -21,8 +23,9 @@ from recpipe.common.saved import entries, tensor
 from recpipe.common.tensor_files import FLOATS, INT64, TensorFiles
 from recpipe.common.tensor_writer import Streamed, write_tensors
 from recpipe.errors import UserError, shown
-from recpipe.pipeline.placed import PlacedModel
-from recpipe.tables.specs import to_numpy, weight_name
+from recpipe.pipeline.placed import PlacedModel, saved_values
+from recpipe.tables.groups import ModelTables
+from recpipe.tables.specs import SavedRows, to_numpy, weight_name
 
 
 def unshard_command(words: Sequence[str]) -> int:
@@ -82,34 +85,48 @@ def saved_dense(directory: Path, trainer: Mapping[str, Any]) -> dict[str, torch.
     return dense
 
 
-def load_pretrained(file: Path, model: PlacedModel) -> list[str]:
-    """Set parameters to the tensors in ``file``; returns the names of the parameters that it has.
+@dataclass(frozen=True)
+class Pretrained:
+    """A file that a run starts from.
 
     A tensor is a table's weights under the table's name (or ``<table>.weight``), or a dense parameter under
-    its own. ``UserError`` for any other name or shape. Parameters that the file lacks keep their first
-    values.
+    its own. Parameters that the file lacks keep their first values.
     """
-    embeddings = model.embeddings
-    shapes, dense = embeddings.tables.shapes(), model.dense_state()
-    counts = any(not value.is_floating_point() for value in dense.values())
-    files = TensorFiles.single(file, (*FLOATS, INT64) if counts else FLOATS)
-    keys = {name: name if name in files.pieces else weight_name(name) for name in shapes}
-    known: dict[str, tuple[int, ...]] = {key: shapes[name][:2] for name, key in keys.items()}
-    known |= {name: tuple(p.shape) for name, p in dense.items()}
-    for key in files.pieces:
-        if key not in known:
-            raise UserError(f"{file}: '{key}' is neither a table nor a dense parameter of this model")
-        if files.shape(key) != known[key]:
-            raise UserError(f"{file}: '{key}' is {files.shape(key)}, but this model's is {known[key]}")
-    if not files.pieces:
-        raise UserError(f"{file} holds no tensors")
-    for region in embeddings.regions():
-        if keys[region.table] in files.pieces:
-            weights = files.rows(keys[region.table], region.start, region.stop)
-            state = np.zeros((len(weights), shapes[region.table][2]), np.float32)
-            embeddings.write(region, (weights, state))
-    with torch.no_grad():
-        for name, parameter in dense.items():
-            if name in files.pieces:
-                parameter.copy_(files.whole(name))
-    return sorted(files.pieces)
+
+    files: TensorFiles
+    rows: dict[str, SavedRows]
+    """The tables that it has: their weights, with optimizer state of zero."""
+
+    @classmethod
+    def of(cls, file: Path, module: nn.Module, tables: ModelTables) -> Pretrained:
+        """Open ``file`` for ``module``, which still has its own collections of ``tables``; ``UserError`` for
+        any other name or shape."""
+        within = tuple(f"{group.path}." for group in tables.groups)
+        dense = {name: p for name, p in saved_values(module).items() if not name.startswith(within)}
+        counts = any(not value.is_floating_point() for value in dense.values())
+        files = TensorFiles.single(file, (*FLOATS, INT64) if counts else FLOATS)
+        shapes = tables.shapes()
+        keys = {name: name if name in files.pieces else weight_name(name) for name in shapes}
+        known: dict[str, tuple[int, ...]] = {key: shapes[name][:2] for name, key in keys.items()}
+        known |= {name: tuple(p.shape) for name, p in dense.items()}
+        for key in files.pieces:
+            if key not in known:
+                raise UserError(f"{file}: '{key}' is neither a table nor a dense parameter of this model")
+            if files.shape(key) != known[key]:
+                raise UserError(f"{file}: '{key}' is {files.shape(key)}, but this model's is {known[key]}")
+        if not files.pieces:
+            raise UserError(f"{file} holds no tensors")
+        held = {name: key for name, key in keys.items() if key in files.pieces}
+        return cls(files, {name: _weights(files, key, shapes[name][2]) for name, key in held.items()})
+
+    def load_dense(self, model: PlacedModel) -> list[str]:
+        """Set the dense parameters that the file has; returns the names of all that it has."""
+        with torch.no_grad():
+            for name, parameter in model.dense_state().items():
+                if name in self.files.pieces:
+                    parameter.copy_(self.files.whole(name))
+        return sorted(self.files.pieces)
+
+
+def _weights(files: TensorFiles, name: str, width: int) -> SavedRows:
+    return lambda start, stop: (files.rows(name, start, stop), np.zeros((stop - start, width), np.float32))

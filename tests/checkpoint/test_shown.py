@@ -56,7 +56,7 @@ def test_filling_saving_and_loading_tables_are_shown(
     assert (
         first["sealing the checkpoint's bytes"][-1][0] == first["sealing the checkpoint's bytes"][-1][1] > 0
     )
-    assert second["loading rows"][-1] == (70801, 70801)
+    assert second["filling the cold tier's rows"][-1] == (70801, 70801)
     assert (
         second["checking the checkpoint's bytes"][-1][0] == second["checking the checkpoint's bytes"][-1][1]
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -11,7 +12,10 @@ import pytest
 import torch
 
 import recpipe
+from recpipe.checkpoint.table_files import open_tables
+from recpipe.checkpoint.table_io import newest
 from recpipe.errors import UserError
+from recpipe.tables.specs import TableSet
 from tests.processes import start_ranks
 
 WORDS = (
@@ -32,6 +36,14 @@ RUNS = {
     "by hosts": BY_HOSTS,
     "by hosts again": BY_HOSTS,
 }
+
+LRU = RUNS["first"]
+RESUMED = {
+    "two trainers": LRU,
+    "a trainer and a holder": (*LRU, "topology.embedding_ranks=[1]"),
+    "shards": ("tiers.sharded=true",),
+}
+"""Where a checkpoint of two trainers is gone on from."""
 
 
 def as_rank(rank: int, port: int) -> None:
@@ -57,8 +69,18 @@ def several(rank: int, port: int, folder: str) -> None:
         if name == "first":
             words = (*words, "trainer.max_steps=4", "trainer.checkpoint_every=2")
             recpipe.train(None, None, *WORDS, *words, f"trainer.checkpoint_dir={resumed}", quiet=True)
-            again = recpipe.train(None, None, *WORDS, *words[:2], f"resume={resumed}", quiet=True)
-            assert again.report["resumed"]["step"] == 4
+            for kind, parts in RESUMED.items():
+                going_on(resumed, parts, Path(folder, f"from {kind}"))
+
+
+def going_on(checkpoint: Path, words: Sequence[str], target: Path) -> None:
+    """Train a step that changes hardly anything, with tables that are made of the checkpoint's rows."""
+    still = ("optim.tables.lr=1e-30", "trainer.max_steps=5", f"task.export_parameters='{target}'")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(TableSet, "_uniform", None)
+        again = recpipe.train(None, None, *WORDS, *words, *still, f"resume={checkpoint}", quiet=True)
+    if again.report:
+        assert again.report["resumed"]["step"] == 4
 
 
 def after_an_error(rank: int, port: int) -> None:
@@ -81,6 +103,11 @@ def test_runs_in_a_process_do_not_know_of_each_other(tmp_path: Path) -> None:
     for name in ("first", "sharded", "by hosts"):
         for key, value in left[name].items():
             np.testing.assert_array_equal(left[f"{name} again"][key], value, err_msg=key)
+    saved = open_tables(newest(tmp_path / "saved" / "first") / "tables")
+    for kind in RESUMED:
+        found = exported(tmp_path / f"from {kind}")
+        for name, rows in (("a", 50), ("b", 90)):
+            np.testing.assert_array_equal(found[name], saved.rows(f"{name}.weight", 0, rows), err_msg=kind)
     assert any(np.any(left["by hosts"][key] != value) for key, value in left["first"].items())
 
 

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torchrec.distributed.planner.types import ParameterConstraints
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
+from recpipe.checkpoint.table_files import check_tables, rows_of_tables
 from recpipe.data.dataset import SparseFeature
 from recpipe.distributed.ranks import Ranks
 from recpipe.plugin.api import Contribution, Origin, Plugin, TableInfo
@@ -129,6 +130,14 @@ def contents(tables: TableCollection) -> dict[str, tuple[np.ndarray, np.ndarray]
 def apart(one: np.ndarray, other: np.ndarray) -> float:
     """Largest difference; of values above 1, the states that add up squares, relative to them."""
     return float((np.abs(one - other) / np.maximum(1, np.abs(other))).max(initial=0))
+
+
+def started(tables: ModelTables, saved: Path | None) -> ModelTables:
+    """``tables`` with the rows in ``saved``, if there are some."""
+    if saved is None:
+        return tables
+    shapes = tables.shapes()
+    return tables.starting_with(rows_of_tables(check_tables(saved, shapes), shapes))
 
 
 def planned(case: Case, ranks: Ranks) -> tuple[Sharding, ShardPlan]:

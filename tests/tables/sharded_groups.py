@@ -38,7 +38,7 @@ from tests.plugin.samples import ACME
 from tests.ranks import end_process, joined
 from tests.tables.grouped import META, ROWWISE, SGD, Model, contents, ids
 from tests.tables.samples import CPU
-from tests.tables.sharded import ranks_of
+from tests.tables.sharded import ranks_of, started
 from tests.tables.skippers import filter_of
 
 SIZE = 13
@@ -135,10 +135,12 @@ def sharding(tables: ModelTables, types: Mapping[str, str], world: int, split_ro
     return Sharding(tables, ShardClaims.of(parts), CPU, world, -(-SIZE // world), split_rows, "fused", 1.0)
 
 
-def sharded(model: nn.Module, types: Mapping[str, str], ranks: Ranks) -> GroupedCollection:
-    """The tables of ``model``, planned and sharded over ``ranks``."""
-    made = sharding(model_tables(model), types, ranks.world)
-    whole = ShardedTables(made, made.plan(join_group(CPU, ranks)), ranks, model)
+def sharded(
+    model: nn.Module, types: Mapping[str, str], ranks: Ranks, saved: Path | None = None
+) -> GroupedCollection:
+    """The tables of ``model``, planned and sharded over ``ranks``, of the rows in ``saved``."""
+    made = sharding(started(model_tables(model), saved), types, ranks.world)
+    whole = ShardedTables(made, made.plan(join_group(CPU, ranks)), ranks, model, saved=saved)
     return GroupedCollection(made.tables, whole.collections)
 
 
@@ -253,8 +255,10 @@ def check_files(
         folder.mkdir()
         np.savez(folder.parent / "contents.npz", **found)
     ours.save_tables(folder)
-    other = sharded(model, {**case.types, "few": "table_wise", "shops": "table_wise"}, ranks)
-    other.load_tables(folder)
-    again = contents(other)
-    for name, values in found.items():
-        np.testing.assert_array_equal(again[name], values, err_msg=name)
+    types = {**case.types, "few": "table_wise", "shops": "table_wise"}
+    loaded = sharded(model, types, ranks)
+    loaded.load_tables(folder)
+    for other in (loaded, sharded(model, types, ranks, folder)):
+        again = contents(other)
+        for name, values in found.items():
+            np.testing.assert_array_equal(again[name], values, err_msg=name)

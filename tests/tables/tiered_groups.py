@@ -38,6 +38,7 @@ from recpipe.tables.tiers.tiered import TieredEmbeddingBagCollection
 from tests.plugin.samples import ACME
 from tests.tables.grouped import built, config, contents
 from tests.tables.samples import CPU
+from tests.tables.sharded import started
 from tests.tables.sharded_groups import (
     SIZE,
     Places,
@@ -105,17 +106,19 @@ def assembled(case: GroupCase, tables: ModelTables) -> Assembly:
 
 
 @contextmanager
-def tiered(case: GroupCase, ranks: Ranks, run_dir: RunDir) -> Iterator[GroupedCollection]:
-    """The tables of ``case`` as a run makes them; closed at the end."""
+def tiered(
+    case: GroupCase, ranks: Ranks, run_dir: RunDir, saved: Path | None = None
+) -> Iterator[GroupedCollection]:
+    """The tables of ``case`` as a run makes them, of the rows in ``saved``; closed at the end."""
     model = WeightedModel()
-    plain = model_tables(model)
+    plain = started(model_tables(model), saved)
     parts = assembled(case, plain)
     tables = quantized(plain, parts.quantizing)
     owners = group_owners(case.tiers, parts, tables)
     join_group(CPU, ranks)
     made, plan = plan_shards(tables, case.tiers, ShardClaims.of(parts), CPU, SIZE, ranks, ranks.world, owners)
     place = Place(case.tiers, CPU, run_dir, ranks, SIZE)
-    whole = ShardedTables(made, plan, ranks, model, ShardTiers(owners, place))
+    whole = ShardedTables(made, plan, ranks, model, ShardTiers(owners, place), saved)
     with closing(GroupedCollection(tables, whole.collections)) as grouped:
         yield grouped
 
@@ -227,13 +230,12 @@ def _resumed(
     case: GroupCase, ranks: Ranks, run_dir: RunDir, saved: Path, placement: dict[str, Any]
 ) -> tuple[dict[str, np.ndarray], list[np.ndarray]]:
     """Contents, and who is resident, at the end of a run that goes on from ``saved``."""
-    with tiered(case, ranks, run_dir) as grouped:
+    with tiered(case, ranks, run_dir, saved) as grouped:
         if case.skips:
             filter_all(grouped, SkipSmall())
         state = copy.deepcopy(placement)
         grouped.check_placement_state(state)
         grouped.load_placement_state(state)
-        grouped.load_tables(saved)
         train_all(grouped, case, ranks, MIDDLE, STEPS)
         return contents(grouped), residents(grouped)
 

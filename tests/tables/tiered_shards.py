@@ -37,6 +37,7 @@ from tests.tables.sharded import (
     contents,
     part,
     ranks_of,
+    started,
     table_set,
     train,
 )
@@ -78,16 +79,17 @@ class Compared(Protocol):
 
 @contextmanager
 def tiered(
-    case: Case, ranks: Ranks, run_dir: RunDir, parts: Assembly | None = None
+    case: Case, ranks: Ranks, run_dir: RunDir, parts: Assembly | None = None, saved: Path | None = None
 ) -> Iterator[ShardedCollection]:
-    """The tables of ``case``, as a run makes them; they are closed at the end."""
-    tables = ModelTables.single(table_set(case.optimizer))
+    """The tables of ``case``, as a run makes them, of the rows in ``saved``; they are closed at the end."""
+    tables = started(ModelTables.single(table_set(case.optimizer)), saved)
     parts = assembly(case.types) if parts is None else parts
     owners = group_owners(case.tiers, parts, tables)
     join_group(CPU, ranks)
     made, plan = plan_shards(tables, case.tiers, ShardClaims.of(parts), CPU, SIZE, ranks, ranks.world, owners)
     place = Place(case.tiers, CPU, run_dir, ranks, SIZE)
-    (collection,) = ShardedTables(made, plan, ranks, tiers=ShardTiers(owners, place)).collections
+    tiers = ShardTiers(owners, place)
+    (collection,) = ShardedTables(made, plan, ranks, tiers=tiers, saved=saved).collections
     with closing(collection):
         yield collection
 
@@ -139,12 +141,12 @@ def compared(case: Case, ranks: Ranks, run_dir: RunDir, saved: Path) -> dict[str
         residents = [tiers.planner.row_of_slot.copy() for tiers in tables.tiers.each()]
     expected = contents(whole)
     assert figures is not None
-    with tiered(replace(case, tiers=replace(case.tiers, store="host")), ranks, run_dir) as tables:
+    case = replace(case, tiers=replace(case.tiers, store="host"))
+    with tiered(case, ranks, run_dir, saved=saved) as tables:
         state = copy.deepcopy(everyone[0])
         assert isinstance(state, dict)
         tables.check_placement_state(state)
         placed = tables.load_placement_state(state)
-        tables.load_tables(saved)
         for number in range(STEPS // 2, STEPS):
             step(tables, ranks, number)
         resumed = contents(tables)

@@ -17,6 +17,7 @@ from torchrec.modules.embedding_configs import EmbeddingBagConfig
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, KeyedTensor
 
 from recpipe import seams
+from recpipe.common.tensor_files import TensorFiles
 from recpipe.errors import UserError
 from recpipe.seams import module_name
 from recpipe.tables.capabilities import Rows, SavedByRanks, SavesPlacement, SendsAhead
@@ -72,8 +73,18 @@ class ShardedCollection(TableCollection, SendsAhead, SavedByRanks, SavesPlacemen
         self.tiers = GroupTiers(() if tiers is None else tiers.fill(number, tables, lookups))
         """Those tiers on this rank."""
         self._local = {t.name: self._shards_here(t.name) for t in tables.tables}
+        self._start()
+
+    def _start(self) -> None:
+        """Give the shards in memory their first rows, or those that were saved."""
+        from recpipe.tables.sharding.files import fits_memory, load_into_memory
+
+        tables, saved = self.tables, self.whole.saved
+        if saved is not None and fits_memory(self, TensorFiles.sharded(saved)):
+            load_into_memory(self, saved)
+            return
         for region in row_chunks(tables):
-            if region.table not in self.in_tiers and self.pieces(region, whole.rank):
+            if region.table not in self.in_tiers and self.pieces(region, self.whole.rank):
                 records = tables.fill(region.table, region.start, region.stop)
                 self.write(region, (records[:, : tables.dim], records[:, tables.dim :]))
 

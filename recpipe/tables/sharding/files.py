@@ -22,7 +22,7 @@ from recpipe.common.durable import sync
 from recpipe.common.tensor_files import TensorFiles
 from recpipe.seams import LocalShard as MemoryShard
 from recpipe.seams import Shard, ShardedTensor, ShardMetadata, init_from_local_shards
-from recpipe.tables.saved_parts import Part, region_values, save_parts
+from recpipe.tables.saved_parts import Part, save_parts, saved_rows
 from recpipe.tables.sharding.collection import LocalShard, ShardedCollection
 from recpipe.tables.specs import FILL_ROWS, Values, state_name, weight_name
 
@@ -82,19 +82,29 @@ def _blocks(shard: LocalShard) -> Iterator[Values]:
 
 
 def load_shards(collection: ShardedCollection, directory: Path) -> None:
-    """Fill this rank's shards from what any ranks wrote under any plan; all ranks call it together.
-
-    The library reads directly into memory that has the files' layout; other rows pass through regions.
-    """
+    """Fill this rank's shards from what any ranks wrote under any plan; all ranks call it together."""
     files, tables = TensorFiles.sharded(directory), collection.tables
-    collection.empty_cache(forget=True)
-    width = tables.layout.width - tables.dim
-    states = {state_name(name): _state_columns(collection, name) for name in collection.shards if width}
-    if collection.in_tiers or any(files.shape(name)[1] != columns for name, columns in states.items()):
-        for region in collection.regions():
-            if collection.pieces(region, collection.whole.rank):
-                collection.write(region, region_values(files, region, width))
+    if fits_memory(collection, files):
+        load_into_memory(collection, directory)
         return
+    width = tables.layout.width - tables.dim
+    rows = {name: saved_rows(files, name, width) for name in collection.shards}
+    for region in collection.regions():
+        if collection.pieces(region, collection.whole.rank):
+            collection.write(region, rows[region.table](region.start, region.stop))
+
+
+def fits_memory(collection: ShardedCollection, files: TensorFiles) -> bool:
+    """Whether all shards are in memory that has the layout of ``files``. Other rows pass through regions."""
+    tables = collection.tables
+    states = collection.shards if tables.layout.width > tables.dim else ()
+    same = all(files.shape(state_name(n))[1] == _state_columns(collection, n) for n in states)
+    return not collection.in_tiers and same
+
+
+def load_into_memory(collection: ShardedCollection, directory: Path) -> None:
+    """``load_shards`` where ``fits_memory``: the library reads directly into the shards' memory."""
+    collection.empty_cache(forget=True)
     tensors = _Tensors(collection)
     load(tensors.saved, storage_reader=_Reader(str(directory)), process_group=collection.whole.group)
     tensors.keep_states()

@@ -6,6 +6,7 @@ from __future__ import annotations
 import atexit
 import gc
 from contextlib import nullcontext
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -41,12 +42,16 @@ class ShardedTables:
         ranks: Ranks,
         model: nn.Module | None = None,
         tiers: ShardTiers | None = None,
+        saved: Path | None = None,
     ) -> None:
         """``model`` holds the collections and is unchanged afterwards; None: only the tables are needed.
 
-        ``tiers``: the tiers that hold the rows of the tables in ``sharding.tiered``.
+        ``tiers``: the tiers that hold the rows of the tables in ``sharding.tiered``. ``saved``: a
+        checkpoint's tables, whose rows all tables start with; None: first values.
         """
         self.sharding, self.plan, self.rank = sharding, plan, ranks.rank
+        self.saved = saved
+        """The safetensors files from which memory that has their layout is read at once."""
         self.group = join_group(sharding.device, ranks)
         set_gradient_division(False)
         self.collectives = seams.count_collectives()

@@ -30,7 +30,7 @@ from recpipe.tables.build import Place, no_row, opens_store, slab_rows, staging_
 from recpipe.tables.collection import TierFigures
 from recpipe.tables.owners import NOCACHE, GroupOwner
 from recpipe.tables.skipping import RowFilter
-from recpipe.tables.specs import FirstValues, Region, Table, TableSet, Values
+from recpipe.tables.specs import FirstValues, Region, SavedRows, Table, TableSet, Values
 from recpipe.tables.stores.base import IoCounters
 from recpipe.tables.stores.coded import Coding, local_store
 from recpipe.tables.tiers.placement import TierPlan
@@ -94,22 +94,33 @@ class ShardTiers:
 
 
 def local_tables(parts: Sequence[LocalPart], tables: TableSet) -> TableSet:
-    """Make ``parts`` of ``tables``, all of one width, into separate tables with the same first values."""
-    names = {module_name(name): name for name in tables.layout.tables}
+    """Make ``parts`` of ``tables``, all of one width, into separate tables with the same first values, or
+    saved rows."""
+    whole = {module_name(table.name): table for table in tables.tables}
+    row_wise = tables.optimizer.name == "rowwise_adagrad"
 
     def first(name: str, part: LocalPart) -> FirstValues:
         def values(start: int, stop: int) -> NDArray[np.float32]:
-            whole = tables.fill(name, part.row + start, part.row + stop)
-            return whole[:, part.column : part.column + part.columns]
+            records = tables.fill(name, part.row + start, part.row + stop)
+            return records[:, part.column : part.column + part.columns]
+
+        return values
+
+    def saved(rows: SavedRows, part: LocalPart) -> SavedRows:
+        def values(start: int, stop: int) -> Values:
+            weights, state = rows(part.row + start, part.row + stop)
+            columns = slice(part.column, part.column + part.columns)
+            return weights[:, columns], state if row_wise else state[:, columns]
 
         return values
 
     made = []
     for part in parts:
-        name = names[part.table]
-        own = f"{name}@{part.row},{part.column}"
+        table = whole[part.table]
+        own = f"{table.name}@{part.row},{part.column}"
         features = tuple(f"{own}.{index}" for index in range(part.features))
-        made.append(Table(own, part.rows, features, first(name, part)))
+        rows = None if table.saved is None else saved(table.saved, part)
+        made.append(Table(own, part.rows, features, first(table.name, part), rows))
     return replace(tables, tables=tuple(made), dim=parts[0].columns, numbers=())
 
 

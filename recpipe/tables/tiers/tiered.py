@@ -272,8 +272,10 @@ class TieredEmbeddingBagCollection(PlainAttributes, RowCollection, Planned, Save
         saved_placement.check_placement(self.planner, state)
 
     def load_placement_state(self, state: dict[str, Any] | None) -> bool:
-        """Assign the saved resident rows to their slots; rows that were resident before are forgotten. The
-        tables are loaded afterwards and fill the slots.
+        """Assign the saved resident rows to their slots; rows that were resident before are forgotten.
+
+        The slots get the rows that the store has, and what was saved of them if the store rounds. Tables that
+        were not made with the saved rows are loaded afterwards.
 
         False if the checkpoint is from a run with another policy or budget. Training then continues exactly,
         but no row is resident at first.
@@ -284,7 +286,20 @@ class TieredEmbeddingBagCollection(PlainAttributes, RowCollection, Planned, Save
         with self.quiesced():
             self.memory.fill_slots(state["row_of_slot"])
             saved_placement.restore(planner, state)
+            if self.store.rounded is not None and not self.tables.optimizer.frozen:
+                self._restore_bits()
         return True
+
+    def _restore_bits(self) -> None:
+        """Replace resident rows by what was saved of them (inside ``quiesced``)."""
+        saved = {table.name for table in self.tables.tables if table.saved is not None}
+        resident = self.resident_rows()
+        for region in self.regions():
+            here = self.rows_of(region)
+            rows = resident[slice(*np.searchsorted(resident, (here[0], here[-1] + 1)))]
+            if region.table in saved and len(rows):
+                records = self.tables.fill(region.table, region.start, region.stop)
+                self.write_rows(rows, records[rows - here[0]])
 
     # -- the rest ----------------------------------------------------------------------------
 
