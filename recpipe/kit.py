@@ -46,6 +46,7 @@ from recpipe.inference.rows import (
 from recpipe.inference.score import ALIGNMENT, Lookup, PackageError, Scorer, Tables, offsets_of, tensors
 from recpipe.inference.score import Call as LookupCall
 from recpipe.inference.source import FloatCheckpoint, replace_module
+from recpipe.inference.stored import FewRows, put_rows_of
 from recpipe.model.call import Called
 from recpipe.model.metrics import auc
 from recpipe.perf.bench.collectives import BYTES as COLLECTIVE_BYTES
@@ -121,6 +122,7 @@ __all__ = [
     "DataConfig",
     "Dataset",
     "Facts",
+    "FewRows",
     "FloatCheckpoint",
     "Fp16Rows",
     "GivenBatches",
@@ -212,6 +214,7 @@ __all__ = [
     "positions",
     "processor",
     "put_rows",
+    "put_rows_of",
     "read_lookups",
     "readable_bytes",
     "replace_module",

@@ -14,7 +14,16 @@ from typing import Any
 import torch
 from torch import nn
 
-from recpipe.kit import BITS, Called, Layer, LowPrecisionLinear, LowPrecisionTables, decode_rows, row_scales
+from recpipe.kit import (
+    BITS,
+    Called,
+    FewRows,
+    Layer,
+    LowPrecisionLinear,
+    LowPrecisionTables,
+    decode_rows,
+    row_scales,
+)
 from recpipe_low_precision.choices import FLOAT
 from recpipe_low_precision.replay import Stub, TableRows
 from recpipe_low_precision.slices import Slice
@@ -72,14 +81,16 @@ def compare(slice_: Slice, low: Called) -> list[Compared]:
 
 def _tables(slice_: Slice, module: nn.Module) -> Iterator[Compared]:
     for table, place in slice_.source.places.items():
-        bags = module.get_submodule(place.collection)
-        assert isinstance(bags, LowPrecisionTables)
         if len(slice_.tables[table].rows):
-            yield _table(slice_.tables[table], bags, place.own)
+            yield _table(slice_.tables[table], module.get_submodule(place.collection), place.own)
 
 
-def _table(table: TableRows, bags: LowPrecisionTables, own: str) -> Compared:
-    kind, ids, values = bags.kind_of(own).kind, torch.from_numpy(table.distinct), table.rows
+def _table(table: TableRows, bags: nn.Module, own: str) -> Compared:
+    ids, values = torch.from_numpy(table.distinct), table.rows
+    if isinstance(bags, FewRows):
+        ids, bags = bags.numbers(table.config.feature_names[0], ids), bags.inner
+    assert isinstance(bags, LowPrecisionTables)
+    kind = bags.kind_of(own).kind
     places = bags.places_of(own)
     if len(places):
         there = places[ids] >= 0

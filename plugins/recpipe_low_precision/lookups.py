@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import median
 from typing import Any
 
@@ -18,8 +18,11 @@ from recpipe_low_precision.slices import Slice
 LEAST_SECONDS = 0.02
 """The least time of one timing, for which the slice is looked up several times."""
 FILLED = 0x3C
-"""The byte that tables are filled with: float32 0.0115, float16 1.06. A lookup's time does not depend on
+"""The byte that rows are filled with: float32 0.0115, float16 1.06. A lookup's time does not depend on
 values, unless they are denormal or in pages that were never written."""
+LARGEST_BYTES = 128 << 20
+"""Most bytes of the float32 tables that are looked up at a time. They are larger than what a processor keeps
+of addresses and rows, and the ids, which say what it can keep, are the slice's own."""
 CLEAR = 0.75
 """Of the rounds, those in which one must be faster than the other to be taken as faster."""
 Run = Callable[[], object]
@@ -39,14 +42,14 @@ class LookupSpeed:
 
 
 def compare(slice_: Slice, assignment: Assignment) -> LookupSpeed:
-    """Speed of looking up the slice's own ids in tables of full size: rows in float32, and by ``assignment``,
-    through the same operator. Both are in memory at the same time."""
+    """Speed of looking up the slice's own ids: rows in float32, and by ``assignment``, through the same
+    operator. Tables are as large as they are, or together ``LARGEST_BYTES`` in float32."""
+    most = _largest([config for stub in slice_.stubs for config in stub.configs])
+    cut = [(stub, *_cut(stub.configs, stub.asked, most)) for stub in slice_.stubs]
     ways = [
         [
-            _lookups(
-                stub, stub.configs, {name: chosen[table] for name, table in stub.tables.items()}, stub.asked
-            )
-            for stub in slice_.stubs
+            _lookups(stub, configs, {name: chosen[table] for name, table in stub.tables.items()}, asked)
+            for stub, configs, asked in cut
         ]
         for chosen in (dict.fromkeys(assignment, FLOAT), assignment)
     ]
@@ -63,7 +66,7 @@ Rounds = Mapping[tuple[str, Choice], Sequence[float]]
 
 def rounds_of(slice_: Slice, choices: Sequence[Choice], may: Callable[[str, Choice], bool]) -> Rounds:
     """Seconds that looking up the slice's ids takes for each table and each choice that it ``may`` have, in a
-    table of full size."""
+    table that is as large as it is, or ``LARGEST_BYTES`` in float32. Pruned ones are taken as whole."""
     found: dict[tuple[str, Choice], Sequence[float]] = {}
     for stub in slice_.stubs:
         first = 0
@@ -71,13 +74,43 @@ def rounds_of(slice_: Slice, choices: Sequence[Choice], may: Callable[[str, Choi
             own = list(range(first, first + len(config.feature_names)))
             first += len(own)
             asked = [features.permute(own) for features in stub.asked]
+            cut, asked = _cut([config], asked, _largest([config]))
             table = stub.tables[config.name]
             allowed = [choice for choice in choices if may(table, choice)]
-            ways = [_lookups(stub, [config], {config.name: c}, asked) for c in allowed]
+            kinds = list(dict.fromkeys(choice.kind for choice in allowed))
+            ways = [_lookups(stub, cut, {config.name: Choice(kind)}, asked) for kind in kinds]
             with torch.no_grad():
-                times = seconds_by_round(ways, least=LEAST_SECONDS)
-            found |= {(table, c): time for c, time in zip(allowed, times, strict=True)}
+                times = dict(zip(kinds, seconds_by_round(ways, least=LEAST_SECONDS), strict=True))
+            found |= {(table, choice): times[choice.kind] for choice in allowed}
     return found
+
+
+def _largest(configs: Sequence[Any]) -> int:
+    """Bytes of float32 rows that a table among ``configs`` may have, for all to have ``LARGEST_BYTES``."""
+    left, sizes = LARGEST_BYTES, sorted(4 * c.num_embeddings * c.embedding_dim for c in configs)
+    for before, size in enumerate(sizes):
+        share = left // (len(sizes) - before)
+        if size > share:
+            return share
+        left -= size
+    return LARGEST_BYTES
+
+
+def _cut(
+    configs: Sequence[Any], asked: Sequence[KeyedJaggedTensor], most: int
+) -> tuple[list[Any], list[KeyedJaggedTensor]]:
+    """Tables of at most ``most`` bytes, with ids after the last row counted on from the first, so that ids
+    that are looked up together are rows apart as before."""
+    rows = [min(c.num_embeddings, max(1, most // (4 * c.embedding_dim))) for c in configs]
+    per = torch.tensor([own for own, c in zip(rows, configs, strict=True) for _ in c.feature_names])
+    found = []
+    for ids in asked:
+        sizes = torch.tensor(ids.length_per_key())
+        folded = (ids.values() % per.repeat_interleave(sizes)).to(ids.values().dtype)
+        found.append(
+            KeyedJaggedTensor(ids.keys(), folded, ids.weights_or_none(), ids.lengths(), ids.offsets())
+        )
+    return [replace(c, num_embeddings=own) for c, own in zip(configs, rows, strict=True)], found
 
 
 def ratios(rounds: Rounds, table: str, choice: Choice) -> list[float]:
@@ -104,12 +137,16 @@ def _lookups(
     stub: Stub, configs: Sequence[Any], choices: Mapping[str, Choice], asked: Sequence[KeyedJaggedTensor]
 ) -> Run:
     """Looks up all that was ``asked`` in new tables of the collection that ``stub`` stands for; pruned ones
-    are taken as whole."""
+    are taken as whole. Only the pages of rows that are looked up take memory."""
     tables = stub.low_precision(
         configs, {config.name: RowType(choices[config.name].kind) for config in configs}
     )
-    for config in configs:
-        tables.rows_of(config.name).fill_(FILLED)
+    for features in asked:
+        parts = iter(features.values().split(features.length_per_key()))
+        for config in configs:
+            rows = tables.rows_of(config.name)
+            for _ in config.feature_names:
+                rows[next(parts)] = FILLED
 
     def run() -> None:
         for features in asked:

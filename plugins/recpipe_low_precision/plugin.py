@@ -21,8 +21,7 @@ from recpipe.kit import (
     Meter,
     auc,
     fits,
-    free_memory,
-    put_rows,
+    put_rows_of,
     table_bytes,
     write_quantized,
 )
@@ -45,7 +44,7 @@ from recpipe_low_precision.dense_report import dense_content
 from recpipe_low_precision.judge import Judge
 from recpipe_low_precision.prune import used_rows
 from recpipe_low_precision.search import Cost, Found, Search
-from recpipe_low_precision.slices import Slice, between_samples, check_slice
+from recpipe_low_precision.slices import Slice, asked_in, between_samples, check_slice
 
 log = logging.getLogger("recpipe")
 JOURNAL = "evaluations.jsonl"
@@ -109,6 +108,8 @@ class Work:
     def __init__(self, knobs: LowPrecision, finished: FinishedModel) -> None:
         self.knobs, self.finished, self.source = knobs, finished, finished.source
         self.used: dict[str, NDArray[np.bool_]] = {}
+        self.live: dict[str, int] = {}
+        """How many rows of each table training looked up."""
         self.layer_types = types_for(knobs.dense)
         self.most = largest_code(knobs.reduce_range)
 
@@ -124,6 +125,7 @@ class Work:
             with Meter() as meter:
                 train = dataset.batches("train", finished.batch_size)
                 self.used = used_rows(self.source, train, batches, meter)
+            self.live = {table: int(used.sum()) for table, used in self.used.items()}
         log.info("reading the %s calibration samples' rows", f"{first:,}")
         calibration = Slice(self.source, self._part(0, first), self.knobs.cache_bytes, self.used)
         log.info("checking the test slice")  # now: a search takes minutes
@@ -138,11 +140,11 @@ class Work:
             dense = self._searched(judge, lambda meter: self._layers_search(judge, layers, found, meter))
         log.info("writing it")
         self._write(found.assignment, layers, dense.assignment)
-        made = self.source.called()
-        put_rows(made.module, finished.quantized)
-        numerics = compare(calibration, made)
         log.info("judging it on the %s samples of the test slice", f"{samples - first:,}")
         test = Slice(self.source, self._part(first, samples), self.knobs.cache_bytes, self.used)
+        made = self.source.called()
+        put_rows_of(made, finished.quantized, asked_in(calibration, test))
+        numerics = compare(calibration, made)
         quality = self._quality(test, made)
         speed = self._speed(calibration, found.assignment)
         tables = self._tables(found.assignment)
@@ -222,7 +224,7 @@ class Work:
         return fits(choice.kind, self.source.shapes[table][1])
 
     def _table_bytes(self, table: str, choice: Choice) -> int:
-        kept = int(self.used[table].sum()) if choice.pruned else None
+        kept = self.live[table] if choice.pruned else None
         return table_bytes(choice.kind, *self.source.shapes[table], kept)
 
     def _bytes(self, assignment: Assignment) -> int:
@@ -270,13 +272,7 @@ class Work:
             "auc_difference": asdict(bootstrap.auc(test.labels, made.logits, base.logits)),
         }
 
-    def _speed(self, calibration: Slice, assignment: Assignment) -> dict[str, Any] | None:
-        needs = self._bytes(dict.fromkeys(assignment, FLOAT)) + self._bytes(assignment)
-        if free_memory() < needs:
-            log.info(
-                "lookups are not timed: float32 tables and quantized ones do not fit into memory together"
-            )
-            return None
+    def _speed(self, calibration: Slice, assignment: Assignment) -> dict[str, Any]:
         low = [choice for choice in dict.fromkeys(assignment.values()) if choice != FLOAT]
         rounds = lookups.rounds_of(
             calibration, [FLOAT, *low], lambda table, choice: choice in (FLOAT, assignment[table])
@@ -297,7 +293,7 @@ class Work:
                 "type": str(choice),
                 "rows": self.source.shapes[table][0],
                 "dim": self.source.shapes[table][1],
-                "kept": int(self.used[table].sum()) if choice.pruned else None,
+                "kept": self.live[table] if choice.pruned else None,
                 "bytes": self._table_bytes(table, choice),
                 "float32_bytes": self._table_bytes(table, FLOAT),
             }

@@ -58,7 +58,7 @@ class TableRows:
         """Their ids, ascending."""
         self.asked = list(asked)
         self.ids = [torch.from_numpy(np.searchsorted(distinct, part)) for part in ids]
-        self.rows = _gathered(source, table, distinct)
+        self.rows = source.rows_at(table, distinct)
         self.used = None if used is None else torch.from_numpy(used[distinct])
         self.config = replace(config, num_embeddings=max(1, len(distinct)))
         self._kept: dict[Choice, LowPrecisionTables] = {}
@@ -88,15 +88,6 @@ class TableRows:
         asked = self.asked[number]
         weights = asked.weights().float() if self._stub.weighted else None
         return self.kept(choice).look_up(self.ids[number], asked.offsets(), weights)
-
-
-def _gathered(source: FloatCheckpoint, table: str, distinct: NDArray[np.int64]) -> torch.Tensor:
-    """Rows ``distinct`` (ascending) of a table, float32 [U, D]."""
-    found = torch.empty(len(distinct), source.shapes[table][1])
-    for start, block in source.blocks(table):
-        low, high = np.searchsorted(distinct, (start, start + len(block)))
-        found[low:high] = block[torch.from_numpy(distinct[low:high] - start)]
-    return found
 
 
 class Pieces:

@@ -19,7 +19,7 @@ _PERCENT = 100
 def content(
     tables: Mapping[str, Mapping[str, Any]],
     quality: Mapping[str, Any],
-    lookups: Mapping[str, Any] | None,
+    lookups: Mapping[str, Any],
     numerics: Sequence[Compared],
     found: Found,
     evaluations: Sequence[Evaluation],
@@ -74,8 +74,7 @@ def written(report: Mapping[str, Any]) -> Quantized:
     ]
     sections += dense_sections(report)
     sections.append(ReportSection("Numerics, the worst first", _NUMERICS, _numerics(report)))
-    if report["lookups"]:
-        sections.insert(1, ReportSection("Lookups", ("", ""), _lookups(report["lookups"])))
+    sections.insert(1, ReportSection("Lookups", ("", ""), _lookups(report["lookups"])))
     return Quantized(report, lead, sections, _lines(report))
 
 
@@ -177,7 +176,7 @@ _TABLES = ("table", "type", "rows", "dim", "bytes", "times fewer", "lookups over
 
 def _tables(report: Mapping[str, Any]) -> list[tuple[str, ...]]:
     rows: list[tuple[str, ...]] = []
-    speeds = (report["lookups"] or {}).get("tables", {})
+    speeds = report["lookups"]["tables"]
     for name, table in sorted(report["tables"].items(), key=lambda item: -item[1]["float32_bytes"]):
         fewer = table["float32_bytes"] / table["bytes"] if table["bytes"] else 0.0
         rows.append(
@@ -240,16 +239,15 @@ def _lines(report: Mapping[str, Any]) -> list[tuple[str, str]]:
             f"AUC {test['quantized']['auc']:.4f}   on {test['samples']:,} samples of the test slice",
         ),
     ]
-    if report["lookups"]:
-        speed = report["lookups"]
-        lines.append(
-            (
-                "lookups",
-                f"{speed['low_precision']:,.0f} ids/s, {speed['ratio']:.2f} of float32 rows "
-                f"({speed['least']:.2f} to {speed['most']:.2f})",
-            )
+    speed = report["lookups"]
+    lines.append(
+        (
+            "lookups",
+            f"{speed['low_precision']:,.0f} ids/s, {speed['ratio']:.2f} of float32 rows "
+            f"({speed['least']:.2f} to {speed['most']:.2f})",
         )
-        lines += _slower(report)
+    )
+    lines += _slower(report)
     lines += dense_line(report)
     lines.append(("numerics", _verdict(report)))
     search = report["search"]

@@ -90,6 +90,15 @@ class Slice:
         return -(rate * math.log(rate) + (1 - rate) * math.log(1 - rate))
 
 
+def asked_in(*slices: Slice) -> dict[str, torch.Tensor]:
+    """The ids that they look up, int64 [n] of each feature."""
+    found: dict[str, list[torch.Tensor]] = {}
+    for asked in (asked for slice_ in slices for stub in slice_.stubs for asked in stub.asked):
+        for name, own in asked.to_dict().items():
+            found.setdefault(name, []).append(own.values().long())
+    return {name: torch.cat(parts) for name, parts in found.items()}
+
+
 def check_slice(source: FloatCheckpoint, batches: Iterable[Any]) -> None:
     """``UserError`` if a finished model cannot be judged by these samples, of which nothing is kept."""
     called = source.called()

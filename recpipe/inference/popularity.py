@@ -23,6 +23,7 @@ from recpipe.inference.trained import Trained
 from recpipe.inference.words import asked_samples
 
 FILE = "popularity.safetensors"
+_LARGEST = np.iinfo(np.uint32).max
 _ROWS, _COUNTS = ".rows", ".counts"
 Lookups = tuple[NDArray[np.int64], NDArray[np.int64]]
 """Rows that were looked up (distinct, ascending, int64 [n]), and how often (int64 [n])."""
@@ -53,19 +54,23 @@ def lookups_in(
     """For each table how often ``samples`` training samples (0: all), batches chosen at random, look up its
     rows; and how many samples were read. ``tables``: how many ids each has. ``parts``: the features and
     tables that the model looks up, a pair for each lookup."""
-    counts = {table: np.zeros(ids, np.int64) for table, ids in tables.items()}
-    read = 0
+    counts = {table: np.zeros(ids, np.uint32) for table, ids in tables.items()}
+    added, read = 0, 0
     for batch in _batches(trained, samples):
         if not isinstance(batch, Batch):
             raise UserError("lookups can be counted in recpipe.kit.Batch alone: leave out popularity=")
         for feature, table in parts:
-            seen, times = torch.unique(batch.sparse[feature].values(), return_counts=True)
-            counts[table][seen.cpu().numpy()] += times.cpu().numpy()
+            ids = batch.sparse[feature].values()
+            added += len(ids)
+            if added > _LARGEST and counts[table].dtype == np.uint32:  # one row's count might be
+                counts = {name: own.astype(np.int64) for name, own in counts.items()}
+            seen, times = torch.unique(ids, return_counts=True)
+            counts[table][seen.cpu().numpy()] += times.cpu().numpy().astype(counts[table].dtype)
         read += batch.size
     found = {}
     for table, own in counts.items():
         seen_rows = np.flatnonzero(own)
-        found[table] = seen_rows, own[seen_rows]
+        found[table] = seen_rows, own[seen_rows].astype(np.int64)
     return found, read
 
 

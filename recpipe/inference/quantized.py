@@ -161,12 +161,14 @@ def write_table(
     with new_tensors(file, shapes, metadata, {ROWS: "U8", PLACES: "I32"}) as put:
         done = 0
         for start, values in source.blocks(table):
-            chosen = values if kept is None else values[torch.from_numpy(kept[start : start + len(values)])]
+            chosen = values
+            if kept is not None:
+                own = kept[start : start + len(values)]
+                chosen = values[torch.from_numpy(own)]
+                put(PLACES, start, np.where(own, done + np.cumsum(own) - 1, -1))
             if len(chosen):
                 put(ROWS, done * width, encode_rows(chosen, kind, table, start).numpy())
             done += len(chosen)
-        if kept is not None:
-            put(PLACES, 0, np.where(kept, np.cumsum(kept) - 1, -1).astype(np.int32))
 
 
 def open_quantized(directory: str | Path, model: nn.Module | None = None) -> nn.Module:

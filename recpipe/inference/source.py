@@ -6,9 +6,11 @@ import copy
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import nn
 from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
 
@@ -23,6 +25,7 @@ from recpipe.tables.specs import FILL_ROWS, weight_name
 from recpipe.tasks.load import parameters_of_tables
 from recpipe.tasks.unshard import saved_dense
 
+_Value = TypeVar("_Value", bound=np.generic)
 COLLECTIONS = (EmbeddingBagCollection, EmbeddingCollection)
 
 
@@ -88,6 +91,24 @@ class FloatCheckpoint:
         rows, name = self.shapes[table][0], weight_name(table)
         for start in range(0, rows, FILL_ROWS):
             yield start, torch.from_numpy(self.files.rows(name, start, min(start + FILL_ROWS, rows)))
+
+    def rows_at(self, table: str, ids: NDArray[np.int64]) -> torch.Tensor:
+        """The weights of the rows ``ids``, which ascend, of ``table``: float32 [n, D]."""
+        name, found = weight_name(table), np.empty((len(ids), self.shapes[table][1]), np.float32)
+        gather(ids, found, lambda low, high: self.files.rows(name, low, high))
+        return torch.from_numpy(found)
+
+
+def gather(
+    ids: NDArray[np.int64], into: NDArray[_Value], read: Callable[[int, int], NDArray[_Value]]
+) -> None:
+    """Put the rows ``ids``, which ascend, of a table that may be larger than memory ``into`` [n, ...].
+    ``read(low, high)`` gives rows of the table; it is asked for those of one block at a time."""
+    ends = [*(np.flatnonzero(np.diff(ids // FILL_ROWS)) + 1), len(ids)] if len(ids) else []
+    for start, end in zip([0, *ends], ends, strict=False):
+        own = ids[start:end]
+        low = int(own[0])
+        into[start:end] = read(low, int(own[-1]) + 1)[own - low]
 
 
 def fill_dense(module: nn.Module, dense: Mapping[str, torch.Tensor]) -> None:

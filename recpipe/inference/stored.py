@@ -8,24 +8,28 @@ from __future__ import annotations
 import shutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from safetensors import safe_open
 from torch import nn
 from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
+from recpipe.errors import UserError, shown
 from recpipe.inference.counts import joined
-from recpipe.inference.lookup import LowPrecisionBags, LowPrecisionRows, RowType
+from recpipe.inference.lookup import LowPrecisionBags, LowPrecisionRows, LowPrecisionTables, RowType
 from recpipe.inference.quantized import PLACES, ROWS, put_dense, write_table
-from recpipe.inference.quantized_manifest import read_manifest, table_file
-from recpipe.inference.source import FloatCheckpoint, replace_module
+from recpipe.inference.quantized_manifest import QuantizedTable, table_file
+from recpipe.inference.rows import row_bytes
+from recpipe.inference.source import FloatCheckpoint, gather, replace_module
 from recpipe.inference.stand_ins import configs_of
 from recpipe.inference.trained import Trained, is_quantized
 from recpipe.model.call import Called
-from recpipe.tables.specs import weight_name
 
 
 @dataclass(frozen=True)
@@ -36,8 +40,9 @@ class StoredTable:
     """The type of its rows, a key of ``recpipe.inference.rows.ROW_TYPES``."""
     write: Callable[[Path], None]
     """Writes the table as a package's file, piece by piece."""
-    row: Callable[[int], torch.Tensor | None]
-    """The row of an id, uint8 [1, bytes]; None if it was pruned."""
+    rows: Callable[[NDArray[np.int64]], tuple[torch.Tensor, torch.Tensor]]
+    """For n ids, which ascend: which of them were not pruned, bool [n], and the rows of those, uint8 [k,
+    bytes]."""
 
 
 @dataclass(frozen=True)
@@ -66,44 +71,47 @@ class Stored:
             for name in group
         }
         rows = {
-            config.name: [
-                # An id beyond the table is another feature's.
-                self.tables[path, config.name].row(min(int(i), config.num_embeddings - 1))
-                for i in distinct[config.feature_names[0]]
-            ]
+            # An id beyond the table is another feature's.
+            config.name: self.tables[path, config.name].rows(
+                distinct[config.feature_names[0]].long().clamp(max=config.num_embeddings - 1).numpy()
+            )
             for config in configs
         }
-        small = [replace(config, num_embeddings=max(1, len(rows[config.name]))) for config in configs]
+        small = [replace(config, num_embeddings=max(1, len(rows[config.name][0]))) for config in configs]
         with torch.random.fork_rng(devices=[]):
             inner = self._inner(path, collection, small, rows)
         return FewRows(inner.eval(), distinct)
 
     def _inner(
-        self, path: str, collection: Any, configs: Sequence[Any], rows: Mapping[str, Sequence[Any]]
+        self,
+        path: str,
+        collection: Any,
+        configs: Sequence[Any],
+        rows: Mapping[str, tuple[torch.Tensor, torch.Tensor]],
     ) -> nn.Module:
-        """A collection of the same kind with tables of these ``rows``."""
+        """A collection of the same kind with tables of these ``rows``, as ``StoredTable.rows`` gives them."""
         pooled = isinstance(collection, EmbeddingBagCollection)
         if not self.quantized:
             inner: nn.Module = (EmbeddingBagCollection if pooled else EmbeddingCollection)(configs)
             under = "embedding_bags" if pooled else "embeddings"
             for config in configs:
                 weight = inner.get_parameter(f"{under}.{config.name}.weight").detach()
-                for place, row in enumerate(rows[config.name]):
-                    assert row is not None, "rows of a float table are not pruned"
-                    weight[place] = row.view(torch.float32)[0]
+                there, own = rows[config.name]
+                weight[: len(there)] = own.view(torch.float32)
             return inner
-        kept = {name: [row for row in own if row is not None] for name, own in rows.items()}
-        pruned = {name for name, own in rows.items() if len(kept[name]) < len(own)}
         kinds = {
-            name: RowType(self.tables[path, name].kind, len(kept[name]) if name in pruned else None)
-            for name in rows
+            name: RowType(self.tables[path, name].kind, None if bool(there.all()) else len(own))
+            for name, (there, own) in rows.items()
         }
-        low = LowPrecisionBags(configs, kinds) if pooled else LowPrecisionRows(configs, kinds)
-        for name, own in rows.items():
-            if kept[name]:
-                low.rows_of(name).copy_(torch.cat(kept[name]))
-            if name in pruned:
-                there = torch.tensor([row is not None for row in own])
+        low: LowPrecisionTables = (
+            LowPrecisionBags(configs, kinds, collection.is_weighted())
+            if pooled
+            else LowPrecisionRows(configs, kinds)
+        )
+        for name, (there, own) in rows.items():
+            if len(own):
+                low.rows_of(name).copy_(own)
+            if kinds[name].kept is not None:
                 low.places_of(name).copy_(torch.where(there, there.cumsum(0) - 1, -1))
         return low
 
@@ -116,18 +124,37 @@ class FewRows(nn.Module):
         super().__init__()
         self.inner, self.distinct = inner, dict(distinct)
 
+    def numbers(self, feature: str, ids: torch.Tensor) -> torch.Tensor:
+        """The numbers of the rows of these ``ids`` in ``inner``, int64 [n]; ``UserError`` if one is not
+        there."""
+        distinct = self.distinct[feature]
+        if not bool(torch.isin(ids, distinct).all()):
+            raise UserError(
+                f"the model looks up other rows of '{shown(feature)}' than those that the batch has ids of, "
+                "or than at first: such a model cannot be quantized or packaged"
+            )
+        return torch.searchsorted(distinct, ids)
+
     def forward(self, features: KeyedJaggedTensor) -> Any:
         """As the collection with all rows."""
         own = features.permute([features.keys().index(name) for name in self.distinct])
-        numbers = [torch.searchsorted(self.distinct[name], own[name].values()) for name in self.distinct]
+        numbers = [self.numbers(name, own[name].values()) for name in self.distinct]
         return self.inner(
-            KeyedJaggedTensor(own.keys(), torch.cat(numbers), lengths=own.lengths(), offsets=own.offsets())
+            KeyedJaggedTensor(
+                own.keys(),
+                torch.cat(numbers),
+                weights=own.weights_or_none(),
+                lengths=own.lengths(),
+                offsets=own.offsets(),
+            )
         )
 
 
 def stored(trained: Trained) -> Stored:
     """The checkpoint that ``trained`` has opened, quantized or not."""
-    return _quantized(trained) if is_quantized(trained.directory) else _float(trained)
+    if is_quantized(trained.directory):
+        return _opened(trained.make_called(), trained.directory)
+    return _float(trained)
 
 
 def _float(trained: Trained) -> Stored:
@@ -140,32 +167,49 @@ def _float(trained: Trained) -> Stored:
 
 
 def _float_table(source: FloatCheckpoint, table: str) -> StoredTable:
-    def row(number: int) -> torch.Tensor:
-        values = source.files.rows(weight_name(table), number, number + 1)
-        return torch.from_numpy(values).view(torch.uint8)
+    def rows(ids: NDArray[np.int64]) -> tuple[torch.Tensor, torch.Tensor]:
+        return torch.ones(len(ids), dtype=torch.bool), source.rows_at(table, ids).view(torch.uint8)
 
-    return StoredTable("fp32", lambda file: write_table(file, source, table, "fp32"), row)
+    return StoredTable("fp32", lambda file: write_table(file, source, table, "fp32"), rows)
 
 
-def _quantized(trained: Trained) -> Stored:
-    called = trained.make_called()
-    put_dense(called.module, trained.directory)
+def put_rows_of(called: Called, directory: Path, ids: Mapping[str, torch.Tensor]) -> None:
+    """As ``recpipe.kit.put_rows`` for the model that ``called`` calls, with the rows of some ``ids`` alone,
+    int64 by feature: its collections become ``FewRows``. The tables may be larger than memory."""
+    _opened(called, directory).hold(ids)
+
+
+def _opened(called: Called, directory: Path) -> Stored:
+    """The quantized checkpoint ``directory`` as the model that ``called`` calls."""
+    tables = put_dense(called.module, directory).tables
     found = {
-        (table.collection, table.own): _quantized_table(trained.directory / table_file(name), table.type)
-        for name, table in read_manifest(trained.directory).tables.items()
+        (table.collection, table.own): _quantized_table(directory / table_file(name), table)
+        for name, table in tables.items()
     }
     return Stored(called, found, True)
 
 
-def _quantized_table(file: Path, kind: str) -> StoredTable:
-    def row(number: int) -> torch.Tensor | None:
-        with safe_open(file, framework="pt") as opened:
-            place = number
-            if PLACES in opened.keys():  # noqa: SIM118  it is no dictionary
-                place = int(opened.get_slice(PLACES)[number : number + 1])
-            return None if place < 0 else opened.get_slice(ROWS)[place : place + 1]
+def _quantized_table(file: Path, table: QuantizedTable) -> StoredTable:
+    def read(name: str, low: int, high: int) -> NDArray[Any]:
+        # Opened anew for these rows: what has been read stays in memory until the file is closed.
+        with safe_open(file, framework="np") as opened:
+            found: NDArray[Any] = opened.get_slice(name)[low:high]
+        return found
 
-    return StoredTable(kind, lambda to: _copy(file, to), row)
+    def rows(ids: NDArray[np.int64]) -> tuple[torch.Tensor, torch.Tensor]:
+        places = ids
+        if table.kept is not None:
+            own = np.empty(len(ids), np.int32)
+            gather(ids, own, partial(read, PLACES))
+            places = own[own >= 0].astype(np.int64)
+            there = torch.from_numpy(own >= 0)
+        else:
+            there = torch.ones(len(ids), dtype=torch.bool)
+        found = np.empty((len(places), row_bytes(table.type, table.dim)), np.uint8)
+        gather(places, found, partial(read, ROWS))
+        return there, torch.from_numpy(found)
+
+    return StoredTable(table.type, lambda to: _copy(file, to), rows)
 
 
 def _copy(file: Path, to: Path) -> None:

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from recpipe.errors import UserError
+from recpipe.inference import popularity
 from recpipe.inference.popularity import FILE, lookups_in, read_lookups, wanted, write_lookups
 from recpipe.inference.trained import open_trained
 from tests.inference.answers import Answers
@@ -36,6 +37,20 @@ def test_all_samples_and_some(answers: Answers, tmp_path: Path) -> None:
     again = read_lookups(tmp_path)
     assert again.keys() == found.keys()
     assert all(np.array_equal(a, b) for t in TABLES for a, b in zip(again[t], found[t], strict=True))
+
+
+def test_counts_that_may_not_fit_are_kept_in_a_wider_type(
+    answers: Answers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trained = open_trained(answers.folder)
+    narrow, read = lookups_in(trained, TABLES, PARTS, 0)
+    monkeypatch.setattr(popularity, "_LARGEST", 500)  # reached in the first batches
+    wide, again = lookups_in(trained, TABLES, PARTS, 0)
+    assert read == again
+    for table in TABLES:
+        for a, b in zip(narrow[table], wide[table], strict=True):
+            assert a.dtype == b.dtype == np.int64
+            assert np.array_equal(a, b)
 
 
 def test_what_can_be_asked_for() -> None:

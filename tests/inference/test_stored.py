@@ -5,24 +5,31 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
+from torchrec.modules.embedding_configs import EmbeddingBagConfig
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 import recpipe
 from recpipe.data.batch import Batch
+from recpipe.errors import UserError
+from recpipe.inference.lookup import LowPrecisionBags, RowType
 from recpipe.inference.parts import of_checkpoint
 from recpipe.inference.quantized import write_quantized
+from recpipe.inference.rows import encode_rows
 from recpipe.inference.source import FloatCheckpoint
-from recpipe.inference.stored import stored
+from recpipe.inference.stored import FewRows, stored
 from recpipe.inference.trained import open_trained
 from tests.processes import ROOT
 from tests.quantizing import as_judged
 
 ROWS, DIM = 900_000, 64
+WEIGHT = "embedding_bags.b.weight"
 SMALL = (
     "data.samples=256",
     "data.batch_size=128",
@@ -96,14 +103,35 @@ def test_a_few_rows_give_the_bits_of_all(tmp_path: Path, quantized: bool) -> Non
     with torch.no_grad():
         found = few.called.output(batch)[1]
         assert found.equal(whole.called.output(batch)[1] if quantized else _of(whole, batch))
-        few.called.module.get_submodule(next(path for path, _ in few.tables)).distinct["b"][0] += 1
+        rows = few.called.module.get_submodule(next(path for path, _ in few.tables))
+        weights = rows.inner.rows_of("b") if quantized else rows.inner.get_parameter(WEIGHT)
+        weights.detach().zero_()
         assert not few.called.output(batch)[1].equal(found)
+        rows.distinct["b"][0] += 1
+        with pytest.raises(UserError, match="looks up other rows of 'b'"):
+            few.called.output(batch)
 
 
 def _of(whole: recpipe.inference.trained.Trained, batch: Batch) -> torch.Tensor:
     assert whole.model is whole.called.module
     found: torch.Tensor = whole.called.output(batch)[1]
     return found
+
+
+def test_weights_of_ids_count_for_a_few_rows_too() -> None:
+    draw = torch.Generator().manual_seed(0)
+    config = EmbeddingBagConfig(name="t", embedding_dim=8, num_embeddings=50, feature_names=["f"])
+    whole = LowPrecisionBags([config], {"t": RowType("int8")}, is_weighted=True)
+    whole.rows_of("t").copy_(encode_rows(torch.randn(50, 8, generator=draw), "int8"))
+    ids, weights = torch.tensor([7, 3, 49, 7, 12]), torch.rand(5, generator=draw)
+    distinct = torch.unique(ids)
+    few = LowPrecisionBags([replace(config, num_embeddings=4)], {"t": RowType("int8")}, is_weighted=True)
+    few.rows_of("t").copy_(whole.rows_of("t")[distinct])
+    asked = KeyedJaggedTensor(["f"], ids, weights, lengths=torch.tensor([2, 0, 3]))
+    found = FewRows(few, {"f": distinct})(asked).values()
+    assert found.equal(whole(asked).values())
+    asked = KeyedJaggedTensor(["f"], ids, weights.flip(0), lengths=torch.tensor([2, 0, 3]))
+    assert not whole(asked).values().equal(found)
 
 
 def test_pruned_rows_and_their_places_are_copied(tmp_path: Path) -> None:
