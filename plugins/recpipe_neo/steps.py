@@ -42,13 +42,17 @@ GENERATORS = {
 """Placements in which all rows that are looked up are on rank 0."""
 SHAPES = (
     (1, 1_000, 16, 64, 1),
-    (8, 1_000, 16, 64, 1),
-    (8, 1_000, 16, 1024, 1),
     (8, 1_000, 64, 1024, 1),
     (8, 1_000, 16, 1024, 10),
     (8, 20_000, 64, 256, 1),
+    (8, 1_000, 16, 64, 1),
+    (8, 1_000, 16, 1024, 1),
 )
-"""The grid: tables, rows, dim, samples of each rank, lookups per bag."""
+"""The grid: tables, rows, dim, samples of each rank, lookups per bag. The first ``NEEDED`` differ in all of
+them, which is what a fit needs."""
+NEEDED = 4
+LAST_SECONDS = 30.0
+"""Seconds after which no other shapes than those are measured."""
 REPEATS, FEWER = 8, 4
 """Steps of each, of which the first two are left out; fewer after ``SLOW_SECONDS``, as with many ranks on few
 cores."""
@@ -58,10 +62,13 @@ SLOW_SECONDS = 10.0
 def measure_exchanges(
     group: dist.ProcessGroup, clock: Clock, optimizer: EmbOptimType
 ) -> Iterator[ExchangeSample]:
-    """Measure steps of each sharding type: the busy time of rank 0, and the mean busy time of the others."""
+    """Measure steps of each sharding type: the busy time of rank 0, and the mean busy time of the others.
+    Ranks that are slow, as many on few cores are, measure fewer shapes."""
     begun, seconds = perf_counter(), 0.0
-    for kind in GENERATORS:
-        for shape in SHAPES:
+    for number, shape in enumerate(SHAPES):
+        if number >= NEEDED and seconds > LAST_SECONDS:
+            break
+        for kind in GENERATORS:
             repeats = REPEATS if seconds < SLOW_SECONDS else FEWER
             mine = torch.zeros(3, 4, dtype=torch.float64, device=clock.device)
             part = 0 if group.rank() == 0 else 1

@@ -12,7 +12,8 @@ import numpy as np
 import pytest
 import torch
 from fbgemm_gpu.split_embedding_configs import EmbOptimType
-from recpipe_neo import measure
+from numpy.typing import NDArray
+from recpipe_neo import measure, steps
 from recpipe_neo.cost import CostModel, owned, shared
 from recpipe_neo.machine_profile import LookupSample, MachineProfile, known_collectives
 from recpipe_neo.planner import saved_profile
@@ -155,6 +156,32 @@ def test_slow_ranks_measure_in_one_pass(monkeypatch: pytest.MonkeyPatch) -> None
         passes.clear()
         found = measure.measure(group, torch.device("cpu"), EmbOptimType.EXACT_SGD)  # type: ignore[arg-type]
         assert (len(passes), found.lookups) == (count, profile.lookups)
+
+
+@pytest.mark.parametrize(("each", "shapes"), [(0.01, len(steps.SHAPES)), (1.0, steps.NEEDED)])
+def test_slow_ranks_measure_fewer_shapes_of_steps(
+    each: float, shapes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each step of a shape takes so many seconds."""
+    now, repeated = [0.0], []
+
+    def step(*given: object) -> NDArray[np.float64]:
+        now[0] += each * (repeats := int(str(given[-1])))
+        repeated.append(repeats)
+        return np.ones(3)
+
+    monkeypatch.setattr(steps, "_step", step)
+    monkeypatch.setattr(steps, "perf_counter", lambda: now[0])
+    monkeypatch.setattr(steps.dist, "all_reduce", lambda *_, **__: None)
+    group = SimpleNamespace(rank=lambda: 0, size=lambda: 1)
+    cpu = SimpleNamespace(device=torch.device("cpu"))
+    found = list(steps.measure_exchanges(group, cpu, EmbOptimType.EXACT_SGD))  # type: ignore[arg-type]
+    kinds = {sample.sharding_type for sample in found}
+    assert kinds == set(steps.GENERATORS)
+    assert len(found) == shapes * len(kinds)
+    assert set(repeated[-3:]) == {steps.REPEATS if each < 1 else steps.FEWER}
+    needed = np.array(steps.SHAPES[: steps.NEEDED])
+    assert all(len(set(column)) > 1 for column in needed.T), "a fit needs shapes that differ in everything"
 
 
 def test_measurements_join_the_machines_profile(tmp_path: Path) -> None:
