@@ -16,13 +16,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from recpipe.checkpoint.npy_tables import holds_npy, npy_tables
-from recpipe.common.console import counting
+from recpipe.common.counting import counting
 from recpipe.common.tensor_files import TensorFiles
 from recpipe.common.tensor_writer import Streamed
 from recpipe.errors import UserError
 from recpipe.tables.collection import TableCollection
 from recpipe.tables.saved_parts import Part, save_parts, saved_rows
-from recpipe.tables.specs import FILL_ROWS, Region, SavedRows, Values, state_name, weight_name
+from recpipe.tables.specs import FILL_ROWS, SavedRows, rows_in, state_name, weight_name
 
 Shapes = dict[str, tuple[int, int, int]]
 """For each table: rows, dimension, width of the optimizer state."""
@@ -32,20 +32,10 @@ _REMEDY = "use the checkpoint's recipe"
 
 def save_tables(directory: Path, storage: TableCollection, shapes: Shapes) -> None:
     """Write a file for each table, region by region; each region is read once."""
-    with counting("writing rows to the checkpoint", _rows(storage)) as add:
-
-        def read(region: Region) -> Values:
-            add(region.stop - region.start)
-            return storage.read(region)
-
+    with counting("writing rows to the checkpoint", rows_in(storage.regions())) as add:
         for table, regions in groupby(storage.regions(), lambda region: region.table):
-            part = Part(table, (0, 0), *shapes[table], map(read, regions))
-            save_parts(table_file(directory, table), [part])
-
-
-def _rows(storage: TableCollection) -> int:
-    """How many rows its regions have."""
-    return sum(region.stop - region.start for region in storage.regions())
+            part = Part(table, (0, 0), *shapes[table], map(storage.read, regions))
+            save_parts(table_file(directory, table), [part], add)
 
 
 def read_along(storage: TableCollection) -> None:
@@ -107,7 +97,7 @@ def check_tables(directory: Path, shapes: Shapes, scoring: bool = False) -> Tens
 def load_regions(files: TensorFiles, storage: TableCollection, shapes: Shapes) -> None:
     """Read all rows into ``storage``, some at a time."""
     rows = rows_of_tables(files, shapes)
-    with counting("loading rows", _rows(storage)) as add:
+    with counting("loading rows", rows_in(storage.regions())) as add:
         for region in storage.regions():
             storage.write(region, rows[region.table](region.start, region.stop))
             add(region.stop - region.start)

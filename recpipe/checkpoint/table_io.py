@@ -34,6 +34,7 @@ from recpipe.checkpoint.table_files import (
     save_tables,
 )
 from recpipe.checkpoint.trainer_file import load_trainer, save_trainer
+from recpipe.common.counting import counting
 from recpipe.common.durable import sync
 from recpipe.common.saved import Damaged
 from recpipe.common.tensor_files import TensorFiles
@@ -64,6 +65,7 @@ class OpenCheckpoint:
     shapes: Shapes
 
     @classmethod
+    @counting("opening the checkpoint")
     def of(cls, directory: Path, shapes: Shapes) -> OpenCheckpoint:
         """Check everything; ``UserError`` names what is bad."""
         trainer = open_checkpoint(directory)
@@ -109,6 +111,7 @@ class TableCheckpointIO(CheckpointIO):
         self.opened = opened
         """The checkpoint whose rows the tables were made with; None once it is loaded."""
 
+    @counting("writing the checkpoint")
     def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None) -> None:
         """Write ``path`` atomically; on the rank that writes, it is on the disk on return."""
         final = Path(path)
@@ -146,6 +149,7 @@ class TableCheckpointIO(CheckpointIO):
         else:
             read_along(self.storage)
 
+    @counting("loading the checkpoint")
     def load_checkpoint(
         self, path: Any, map_location: Any = None, weights_only: bool | None = None
     ) -> dict[str, Any]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
@@ -27,6 +28,8 @@ from recpipe.common.stdout import nobody_reads
 LOG_FILE = "recpipe.log"
 LINE_SECONDS = 10.0
 """Seconds between the lines of a ``Meter``."""
+FIRST_SECONDS = 3.0
+"""Seconds until its first line."""
 REDRAW_SECONDS = 0.2
 """Seconds between a ``Meter``'s redraws on a terminal; one costs as much as a small model's optimizer
 step."""
@@ -196,28 +199,35 @@ def on_terminal() -> bool:
 class Meter:
     """Shows the progress of long work: a bar on a terminal, a line every ``LINE_SECONDS`` elsewhere.
 
-    ``first``: the share of the work that was done before. Call ``due`` as often as you like, and ``show``
-    when it is true. Use it in a with statement, which removes the bar.
+    The first line comes after ``FIRST_SECONDS``. ``first``: the share of the work that was done before. Call
+    ``due`` as often as you like, and ``show`` when it is true. Use it in a with statement, which removes the
+    bar.
     """
 
     def __init__(self, first: float = 0.0) -> None:
         self._first = first
         self._began = self._shown = perf_counter()
+        self._pause = min(FIRST_SECONDS, LINE_SECONDS)
         self._task = _bars.add() if on_terminal() and not _silent.get() else None
+        self.inner = 0
+        """How many meters are open that were opened inside this one's work."""
+        self._outer = _working.meters
+        for outer in self._outer:
+            outer.inner += 1
 
     @property
     def due(self) -> bool:
         """Whether it is time to show something."""
-        pause = LINE_SECONDS if self._task is None else REDRAW_SECONDS
+        pause = self._pause if self._task is None else REDRAW_SECONDS
         return perf_counter() - self._shown >= pause
 
     def pause(self) -> None:
         """Wait the whole time until ``due`` again, after other work that is not to be shown."""
-        self._shown = perf_counter()
+        self._shown, self._pause = perf_counter(), LINE_SECONDS
 
     def show(self, share: float, text: str) -> None:
         """Show ``text`` and the time left; ``share``, in [0, 1], of the work is done."""
-        self._shown = perf_counter()
+        self._shown, self._pause = perf_counter(), LINE_SECONDS
         if share > self._first:
             left = (self._shown - self._began) * (1 - share) / (share - self._first)
             text += f"  {timedelta(seconds=round(left))} left"
@@ -231,6 +241,9 @@ class Meter:
         if self._task is not None:
             _bars.remove(self._task)
         self._task = None
+        for outer in self._outer:
+            outer.inner -= 1
+        self._outer = ()
 
     def __enter__(self) -> Meter:
         return self
@@ -241,20 +254,22 @@ class Meter:
         self.close()
 
 
+class _Working(threading.local):
+    meters: tuple[Meter, ...] = ()
+    """The meters of the work that this thread is in."""
+
+
+_working = _Working()
+
+
 @contextmanager
-def counting(doing: str, whole: int) -> Iterator[Callable[[int], None]]:
-    """In the block, shows by a ``Meter`` how much is done of the ``whole`` (rows or bytes); the function that
-    it gives adds to that, and may be called as often as you like."""
-    done = 0
-    with Meter() as meter:
-
-        def add(more: int) -> None:
-            nonlocal done
-            done += more
-            if meter.due:
-                meter.show(min(1.0, done / max(1, whole)), f"{doing}  {done:,}/{whole:,}")
-
-        yield add
+def inside(meter: Meter) -> Iterator[None]:
+    """In the block, this thread is in the work of ``meter``."""
+    _working.meters = (*_working.meters, meter)
+    try:
+        yield
+    finally:
+        _working.meters = tuple(other for other in _working.meters if other is not meter)
 
 
 class _Bars:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from math import prod
 from pathlib import Path
@@ -19,6 +21,8 @@ Streamed = tuple[tuple[int, ...], Iterable[NDArray[np.float32]]]
 """A float32 tensor: its shape, and its rows in blocks."""
 Put = Callable[[str, int, NDArray[Any]], None]
 """Writes values of the named tensor, beginning at the value with this number, counted row by row."""
+FLUSH_BYTES = 256 << 20
+"""After so many bytes a durable file is flushed to disk, while the next ones are written."""
 _MEMORY = {"F32": "<f4", "I64": "<i8", "I32": "<i4", "U8": "u1"}
 """The types that are written, by their names in the header, in memory."""
 _FLOAT32 = "F32"
@@ -38,12 +42,14 @@ def new_tensors(
     shapes: Mapping[str, tuple[int, ...]],
     metadata: Mapping[str, str] | None = None,
     types: Mapping[str, str] = MappingProxyType({}),
+    durable: bool = False,
 ) -> Iterator[Put]:
     """Make a new ``file`` with tensors of these names and ``shapes``; the block gets a function that writes
     their values.
 
     ``types``: the safetensors type (I64, I32, U8) of those that are not float32. Values are written at once
     to their places, in any order of tensors and rows; OSError if that fails. All values must be written.
+    ``durable``: they are flushed to disk on the way, so that the last flush, which is the caller's, is short.
 
     The format: the header's length in 8 bytes, the header as JSON, the data.
     """
@@ -56,15 +62,22 @@ def new_tensors(
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
 
-    with file.open("wb") as out:
+    with file.open("wb") as out, ThreadPoolExecutor(1, "recpipe-flush") as flusher:
         first = out.write(len(text).to_bytes(8, "little") + text)
+        flushed, written = Future[None](), 0
+        flushed.set_result(None)
 
         def put(name: str, number: int, values: NDArray[Any]) -> None:
+            nonlocal flushed, written
             memory = np.dtype(_MEMORY[types.get(name, _FLOAT32)])
             out.seek(first + starts[name] + memory.itemsize * number)
-            out.write(np.ascontiguousarray(values, memory).data)
+            written += out.write(np.ascontiguousarray(values, memory).data)
+            if durable and written >= FLUSH_BYTES:
+                flushed.result()
+                flushed, written = flusher.submit(os.fdatasync, out.fileno()), 0
 
         yield put
+        flushed.result()
 
 
 def write_tensors(

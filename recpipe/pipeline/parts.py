@@ -14,6 +14,7 @@ import torch
 from torch import nn
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
+from recpipe.common.counting import counting
 from recpipe.common.device import uses_gpu
 from recpipe.data.parts import batch_size
 from recpipe.data.select import between
@@ -28,6 +29,7 @@ TOLERANCE = 1e-4
 """Largest relative difference between the losses. With in-batch negatives, halves differ by log 2."""
 
 
+@counting("trying the model")
 def find_out(model: PlacedModel, batch: Any, most: int = SAMPLES) -> Parts:
     """Compare the loss of the first samples of ``batch`` with the losses of their halves.
 

@@ -10,11 +10,13 @@ from typing import Any
 from jinja2 import Environment, PackageLoader, StrictUndefined, Template
 from omegaconf import OmegaConf
 
+from recpipe.common.counting import counting
 from recpipe.report import figures, folding, measured, plots, run_plots
 from recpipe.report.quality import FIRST, LABELS, VERDICT, Figures, labelled, shown_figures
 from recpipe.report.record import replace_file
 
 
+@counting("writing the report")
 def write(report: Mapping[str, Any], directory: Path) -> Path:
     """Write ``directory/report.html`` for ``report`` (report.json's content) and return its path."""
     return replace_file(directory / "report.html", render(report))

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from recpipe.backend.convert import roomy_paths
+from recpipe.common.counting import counting
 from recpipe.common.run_dir import RunDir
 from recpipe.config.recipe import Recipe
 from recpipe.data.dataset import Dataset
@@ -46,6 +47,7 @@ class Unplaced:
     """Where batches have the ids of ``tables``, found in the first batch."""
 
     @classmethod
+    @counting("making the model")
     def of(cls, cfg: Recipe, dataset: Dataset, device: torch.device, given: nn.Module | None) -> Unplaced:
         """Make the recipe's model, or take the one ``given``, with the recipe's optimizers for its tables."""
         called = make_called(cfg.model, dataset, device, given)
@@ -65,6 +67,7 @@ class Unplaced:
         """The same model, whose tables start with the rows in ``saved``; all others with first values."""
         return self.grouped(self.tables.starting_with(saved))
 
+    @counting("building the tables")
     def build(
         self,
         cfg: Recipe,

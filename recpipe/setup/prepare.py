@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 
 from recpipe.checkpoint.table_io import holds_checkpoint, newest
+from recpipe.common.counting import counting
 from recpipe.common.device import use_device
 from recpipe.common.gpu import gpu_explained, why_no_gpu
 from recpipe.common.own_cache import default_cache_dir
@@ -143,6 +144,7 @@ def find_device(name: str) -> torch.device:
     return torch.device("cuda", number)
 
 
+@counting("planning")
 def assemble_plugins(
     cfg: Recipe, dataset: Dataset, unplaced: Unplaced, device: torch.device, steps: int, ranks: Ranks
 ) -> tuple[Assembly, Unplaced]:

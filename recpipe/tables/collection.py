@@ -27,6 +27,7 @@ from torchrec.optim import RowWiseAdagrad
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
 
 from recpipe import seams
+from recpipe.common.counting import counting
 from recpipe.errors import UserError
 from recpipe.plugin.policy import RowIds
 from recpipe.tables.capabilities import Rows, ShowsRows
@@ -215,9 +216,11 @@ class RowCollection(TableCollection):
 
     def fill_first_values(self) -> None:
         """Initialize all rows."""
-        for region in self.regions():
-            records = self.tables.fill(region.table, region.start, region.stop)
-            self.write(region, (records[:, : self.tables.dim], records[:, self.tables.dim :]))
+        with counting("filling the tables' rows", self.tables.layout.total_rows) as add:
+            for region in self.regions():
+                records = self.tables.fill(region.table, region.start, region.stop)
+                self.write(region, (records[:, : self.tables.dim], records[:, self.tables.dim :]))
+                add(region.stop - region.start)
 
     def rows_of(self, region: Region) -> NDArray[np.int64]:
         """Numbers of the rows of ``region``, int64 [rows]."""

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, TypeVar, cast
 
 from recpipe import seams
+from recpipe.common.counting import counting
 from recpipe.common.saved import Damaged, entries
 from recpipe.errors import UserError
 from recpipe.tables.capabilities import SavedByRanks, SavesPlacement
@@ -112,11 +113,13 @@ class GroupedCollection(TableCollection, SavesPlacement, SavedByRanks):
             )
         self.collections[0].serve()
 
+    @counting("writing rows back")
     def write_back(self) -> None:
         """Write all groups' rows back."""
         for collection in self.collections:
             collection.write_back()
 
+    @counting("closing the tables")
     def close(self) -> None:
         """Close all of them, even if one of them raises; the first fault is raised in the end."""
         faults = []

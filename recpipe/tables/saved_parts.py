@@ -7,7 +7,7 @@ where they lie in the whole tensors. A table without optimizer state has no ``<t
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -33,8 +33,8 @@ class Part:
     """All rows in blocks, read once; a state of one column stands for each of ``state`` columns."""
 
 
-def save_parts(file: Path, parts: Sequence[Part]) -> None:
-    """Write ``parts``, each of another table, to ``file``, a block of rows at a time."""
+def save_parts(file: Path, parts: Sequence[Part], add: Callable[[int], None]) -> None:
+    """Write ``parts``, each of another table, to ``file``, some rows at a time; ``add`` is told how many."""
     sizes = {}
     for part in parts:
         sizes[weight_name(part.table)] = part, part.columns
@@ -42,7 +42,8 @@ def save_parts(file: Path, parts: Sequence[Part]) -> None:
             sizes[state_name(part.table)] = part, part.state
     places = {name: {"saved_offsets": part.place} for name, (part, _) in sizes.items()}
     told = {SHARDING: json.dumps(places), "DCP_VERSION": "1.0", "format": "pt"}
-    with new_tensors(file, {name: (part.rows, width) for name, (part, width) in sizes.items()}, told) as put:
+    shapes = {name: (part.rows, width) for name, (part, width) in sizes.items()}
+    with new_tensors(file, shapes, told, durable=True) as put:
         for part in parts:
             row = 0
             for weights, state in part.values:
@@ -51,6 +52,7 @@ def save_parts(file: Path, parts: Sequence[Part]) -> None:
                     wide = np.broadcast_to(state, (len(state), part.state))
                     put(state_name(part.table), row * part.state, wide)
                 row += len(weights)
+                add(len(weights))
 
 
 def saved_rows(files: TensorFiles, table: str, width: int) -> SavedRows:

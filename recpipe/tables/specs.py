@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Annotated
@@ -245,6 +245,11 @@ def row_chunks(tables: TableSet) -> list[Region]:
         for table in tables.tables
         for start in range(0, table.rows, FILL_ROWS)
     ]
+
+
+def rows_in(regions: Iterable[Region]) -> int:
+    """How many rows ``regions`` have."""
+    return sum(region.stop - region.start for region in regions)
 
 
 def to_numpy(tensor: torch.Tensor) -> NDArray[np.float32]:

@@ -11,10 +11,11 @@ from urllib.parse import quote
 import numpy as np
 
 from recpipe.checkpoint.table_files import read_along
+from recpipe.common.counting import counting
 from recpipe.errors import UserError
 from recpipe.pipeline.placed import PlacedModel
 from recpipe.tables.collection import TableCollection
-from recpipe.tables.specs import to_numpy
+from recpipe.tables.specs import rows_in, to_numpy
 
 
 def export_parameters(directory: Path, model: PlacedModel, writes: bool = True) -> None:
@@ -40,18 +41,20 @@ def _export_tables(
     directory: Path, storage: TableCollection, shapes: Mapping[str, tuple[int, int, int]]
 ) -> None:
     """Region by region, of which each is read once."""
-    for table, regions in groupby(storage.regions(), lambda region: region.table):
-        rows, dim, width = shapes[table]
-        name = quote(table, safe="")
-        with (
-            (directory / f"{name}.npy").open("wb") as weights,
-            (directory / f"{name}.state.npy").open("wb") as states,
-        ):
-            _begin(weights, (rows, dim))
-            _begin(states, (rows, width))
-            for values in map(storage.read, regions):
-                for file, part in zip((weights, states), values, strict=True):
-                    file.write(np.ascontiguousarray(part, "<f4").data)
+    with counting("exporting rows", rows_in(storage.regions())) as add:
+        for table, regions in groupby(storage.regions(), lambda region: region.table):
+            rows, dim, width = shapes[table]
+            name = quote(table, safe="")
+            with (
+                (directory / f"{name}.npy").open("wb") as weights,
+                (directory / f"{name}.state.npy").open("wb") as states,
+            ):
+                _begin(weights, (rows, dim))
+                _begin(states, (rows, width))
+                for values in map(storage.read, regions):
+                    for file, part in zip((weights, states), values, strict=True):
+                        file.write(np.ascontiguousarray(part, "<f4").data)
+                    add(len(values[0]))
 
 
 def _begin(file: BinaryIO, shape: tuple[int, int]) -> None:

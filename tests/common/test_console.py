@@ -17,7 +17,7 @@ from typing import Any, cast
 import pytest
 from rich.console import Console
 
-from recpipe.common import console
+from recpipe.common import console, counting
 from recpipe.common.console import LogFile, Meter, Screen, append_to_log, heard, log, show
 from recpipe.common.quiet import quiet_libraries
 from recpipe.config.compose import compose
@@ -45,6 +45,7 @@ def _at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Meters show something whenever they are asked, and the screen is that of no test runner."""
     monkeypatch.setattr(console, "LINE_SECONDS", 0.0)
     monkeypatch.setattr(console, "REDRAW_SECONDS", 0.0)
+    monkeypatch.setattr(counting, "TICK_SECONDS", 1e6)
     for name in ("COLUMNS", "NO_COLOR", "FORCE_COLOR"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("TERM", "xterm-256color")
@@ -93,6 +94,7 @@ def test_without_a_terminal_the_log_has_what_was_shown(tmp_path, capsys) -> None
         "1,600 samples to train",
         "planning: ",
         "building 26 tables: ",
+        "filling the tables' rows  ",
         "training",
     ]
     assert [any(map(line.startswith, beginnings)) for line in lines[:5]] == [True] * 5

@@ -17,6 +17,7 @@ from torchrec.modules.embedding_configs import EmbeddingBagConfig
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, KeyedTensor
 
 from recpipe import seams
+from recpipe.common.counting import counting
 from recpipe.common.tensor_files import TensorFiles
 from recpipe.errors import UserError
 from recpipe.seams import module_name
@@ -26,7 +27,7 @@ from recpipe.tables.sharding.plan import Shard
 from recpipe.tables.sharding.sent import Sent
 from recpipe.tables.sharding.tiered import GroupTiers, ShardTiers, TieredShard
 from recpipe.tables.skipping import RowFilter, by_feature, filter_lookups
-from recpipe.tables.specs import Region, Values, row_chunks
+from recpipe.tables.specs import Region, Values, row_chunks, rows_in
 
 if TYPE_CHECKING:
     from recpipe.tables.sharding.tables import ShardedTables
@@ -83,10 +84,12 @@ class ShardedCollection(TableCollection, SendsAhead, SavedByRanks, SavesPlacemen
         if saved is not None and fits_memory(self, TensorFiles.sharded(saved)):
             load_into_memory(self, saved)
             return
-        for region in row_chunks(tables):
-            if region.table not in self.in_tiers and self.pieces(region, self.whole.rank):
+        regions = [region for region in self.regions_here() if region.table not in self.in_tiers]
+        with counting("filling the tables' rows", rows_in(regions)) as add:
+            for region in regions:
                 records = tables.fill(region.table, region.start, region.stop)
                 self.write(region, (records[:, : tables.dim], records[:, tables.dim :]))
+                add(region.stop - region.start)
 
     @property
     def collectives(self) -> Mapping[str, seams.Collective]:
@@ -209,6 +212,10 @@ class ShardedCollection(TableCollection, SendsAhead, SavedByRanks, SavesPlacemen
     def regions(self) -> Iterator[Region]:
         """All rows of all tables, in chunks, on every rank."""
         yield from row_chunks(self.tables)
+
+    def regions_here(self) -> list[Region]:
+        """Those of which this rank has rows."""
+        return [region for region in self.regions() if self.pieces(region, self.whole.rank)]
 
     def pieces(self, region: Region, rank: int) -> list[tuple[Shard, slice]]:
         """The shards of ``rank`` that have rows of ``region``, and the numbers of those rows in the table."""

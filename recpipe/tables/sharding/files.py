@@ -7,7 +7,7 @@ writer and reader would hold up to two further copies of a rank's tables.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,13 +18,14 @@ from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.futures import Future
 
+from recpipe.common.counting import counting
 from recpipe.common.durable import sync
 from recpipe.common.tensor_files import TensorFiles
 from recpipe.seams import LocalShard as MemoryShard
 from recpipe.seams import Shard, ShardedTensor, ShardMetadata, init_from_local_shards
 from recpipe.tables.saved_parts import Part, save_parts, saved_rows
 from recpipe.tables.sharding.collection import LocalShard, ShardedCollection
-from recpipe.tables.specs import FILL_ROWS, Values, state_name, weight_name
+from recpipe.tables.specs import FILL_ROWS, Values, rows_in, state_name, weight_name
 
 Saved = dict[str, torch.Tensor | ShardedTensor]
 
@@ -43,11 +44,13 @@ def save_shards(collection: ShardedCollection, directory: Path) -> None:
             files.append(place := [])
         place.append(part)
     prefix = f"group-{collection.number}-" if collection.number else ""
-    for number, parts in enumerate(files, 1):
-        name = f"shard-{collection.whole.rank + 1:05d}-model-{number:05d}-of-{len(files):05d}"
-        file = directory / f"{prefix}{name}.safetensors"
-        save_parts(file, parts)
-        sync(file)
+    rows = sum(part.rows for parts in files for part in parts)
+    with counting("writing rows to the checkpoint", rows) as add:
+        for number, parts in enumerate(files, 1):
+            name = f"shard-{collection.whole.rank + 1:05d}-model-{number:05d}-of-{len(files):05d}"
+            file = directory / f"{prefix}{name}.safetensors"
+            save_parts(file, parts, add)
+            sync(file)
 
 
 def _parts(collection: ShardedCollection) -> Iterator[Part]:
@@ -89,9 +92,11 @@ def load_shards(collection: ShardedCollection, directory: Path) -> None:
         return
     width = tables.layout.width - tables.dim
     rows = {name: saved_rows(files, name, width) for name in collection.shards}
-    for region in collection.regions():
-        if collection.pieces(region, collection.whole.rank):
+    regions = collection.regions_here()
+    with counting("loading rows", rows_in(regions)) as add:
+        for region in regions:
             collection.write(region, rows[region.table](region.start, region.stop))
+            add(region.stop - region.start)
 
 
 def fits_memory(collection: ShardedCollection, files: TensorFiles) -> bool:
@@ -116,6 +121,11 @@ class _Reader(HuggingFaceStorageReader):
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         """Read this rank's part of the plan."""
+        with counting("loading rows", sum(item.lengths[0] for item in plan.items)) as add:
+            self._read(plan, planner, add)
+        return _done(None)
+
+    def _read(self, plan: LoadPlan, planner: LoadPlanner, add: Callable[[int], None]) -> None:
         for item in plan.items:
             file = self.storage_data[item.storage_index].relative_path
             target = planner.resolve_tensor(item).detach()
@@ -125,8 +135,8 @@ class _Reader(HuggingFaceStorageReader):
                     saved = opened.get_slice(item.storage_index.fqn)
                     part.copy_(saved[row : row + len(part), column : column + columns])
                 row += len(part)
+                add(len(part))
             planner.commit_tensor(item, target)
-        return _done(None)
 
 
 def _done(result: Any) -> Future[Any]:

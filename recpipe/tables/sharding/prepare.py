@@ -7,6 +7,7 @@ from pathlib import Path
 
 import torch
 
+from recpipe.common.counting import counting
 from recpipe.distributed.ranks import Ranks
 from recpipe.errors import UserError
 from recpipe.tables.config import TierConfig
@@ -18,6 +19,7 @@ from recpipe.tables.sharding.planning import Sharding
 from recpipe.tables.sharding.tables import join_group
 
 
+@counting("planning the shards")
 def plan_shards(
     tables: ModelTables,
     config: TierConfig,
