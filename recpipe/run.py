@@ -226,6 +226,8 @@ def run_on(
     # 4. Plugins: each contributes its parts; conflicts are refused here, before any memory is taken.
     log.info("planning: plugins %s", ", ".join(cfg.plugins) or "none")
     assembly, unplaced = assemble_plugins(cfg, dataset, unplaced, device, steps, ranks)
+    if assembly.plugins:
+        log.info("plugins' parts: %s", ", ".join(assembly.points()) or "none")
     check_callbacks(assembly.callbacks)
     if cfg.data.batch_size > part:
         assembly = accumulating_in(assembly, part)

@@ -152,7 +152,7 @@ def equip(
         )
     if refused is not None and splitter is not None:
         raise PluginError(
-            f"plugin {splitter.origin} cuts batches into micro-batches, and this model cannot be "
+            f"{splitter}, cuts batches into micro-batches, and this model cannot be "
             f"trained in parts: {refused}. Leave the plugin out; caching policies work"
         )
     if refused is not None and several:
@@ -199,7 +199,7 @@ def _no_graph(
     if len(model.bound) < len(model.fronts):
         return "can only be handed the rows of a batch's own ids, and the model makes ids itself"
     if wrappers:
-        return f"does not do again what plugin {wrappers[0].origin} puts around each step"
+        return f"does not do again what {wrappers[0]}, puts around each step"
     return None
 
 

@@ -67,7 +67,7 @@ class SampleCount:
         try:
             self._counts[number] += batch_size(batch)
         except UserError as fault:
-            raise PluginError(f"plugin {link.origin}, part {link.label}, made no batch: {fault}") from fault
+            raise PluginError(f"{link}, made no batch: {fault}") from fault
 
     def end(self) -> None:
         """The epoch has ended: ``PluginError`` if a plugin has lost or added samples without declaring that
@@ -93,6 +93,6 @@ class SampleCount:
 
     def _wrong(self, part: Owned[Any], what: str) -> PluginError:
         return PluginError(
-            f"plugin {part.origin}, part {part.label}, {what}: every epoch trains every sample once; its "
+            f"{part}, {what}: every epoch trains every sample once; its "
             "author must correct it, or declare Invariant.SAMPLE_SET in alters"
         )

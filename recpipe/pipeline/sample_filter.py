@@ -48,7 +48,7 @@ class SampleFilter:
             return batch, 0
         if not isinstance(kept, np.ndarray) or (kept.dtype, kept.shape) != (np.dtype(bool), (size,)):
             raise PluginError(
-                f"plugin {self._skipper.origin}: keep() of its skipper returned {answered(kept)}; it must "
+                f"{self._skipper}: keep() returned {answered(kept)}; it must "
                 f"be a numpy array of bool [{size}], one for each sample of the batch, or None"
             )
         samples = np.flatnonzero(kept)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from recpipe.errors import UserError
@@ -111,23 +112,68 @@ class Assembly:
 
     def _told(self, run: RunFigures, plugin: str) -> RunFigures:
         """``run`` as ``plugin`` is told of it: without what another plugin's splitter has done."""
-        owners = {
-            "order": self.feed.order,
-            "splitter": self.splitter,
-            "skipper": self.skipper,
-            "planner": self.planner,
-        }
-        fills = frozenset(slot for slot, owned in owners.items() if owned and owned.origin.plugin == plugin)
+        filled = {slot: owned.origin.plugin for slot, owned in self.slots().items() if owned}
+        fills = frozenset(slot for slot, owner in filled.items() if owner == plugin)
         run = replace(run, fills=fills)
         if "splitter" in fills:
             return run
         return replace(run, before_cold_seconds=0.0, after_cold_seconds=0.0, split_batches=0, splitting="")
 
+    def slots(self) -> dict[str, Owned[Any] | None]:
+        """What fills each slot of ``Contribution``."""
+        return {
+            "order": self.feed.order,
+            "splitter": self.splitter,
+            "skipper": self.skipper,
+            "planner": self.planner,
+        }
+
+    def claims(self) -> dict[str, Mapping[str, Owned[Any]]]:
+        """What is decided for each table, by whom; and, under ``codecs``, for each collective."""
+        codecs = {
+            f"{getattr(op, 'name', op)}.{way}": owned for (op, way), owned in self.quantizing.codecs.items()
+        }
+        return {
+            "cache": self.caches,
+            "cold": self.quantizing.cold,
+            "storage": self.quantizing.storage,
+            "codecs": codecs,
+        }
+
+    def points(self) -> list[str]:
+        """The extension points in use, in the order in which data flows, each with its parts:
+        ``cache (acme.TinyLfu)``. A quantizer is followed by what it decides."""
+        slots, made = self.slots(), self.quantizing
+        quantizers = [
+            f"{owned.label}: {', '.join(made.decided_by(owned)) or 'nothing'}" for owned in made.brought
+        ]
+        parts: dict[str, Iterable[Owned[Any] | None]] = {
+            "order": [slots["order"]],
+            "stream": self.feed.stream,
+            "batch": self.feed.batch,
+            "planner": [slots["planner"]],
+            "cache": self.caches.values(),
+            "splitter": [slots["splitter"]],
+            "skipper": [slots["skipper"]],
+            "quantizer": (),
+            "step": self.step,
+            "callbacks": self.callbacks,
+            "report": self.reporters,
+        }
+        named = {point: [owned.label for owned in found if owned] for point, found in parts.items()}
+        named["quantizer"] = quantizers
+        return [f"{point} ({', '.join(dict.fromkeys(names))})" for point, names in named.items() if names]
+
     def to_dict(self) -> dict[str, Any]:
-        """Owners and order, as assembly.json holds them."""
-        table_claims = self.quantizing.owners()
-        for table, cache in self.caches.items():
-            table_claims.setdefault(table, {})["cache"] = cache.origin.plugin
+        """Owners and order, as assembly.json holds them; ``parts`` names the part that each owner brings."""
+        slots, claims = self.slots(), self.claims()
+        tables: dict[str, dict[str, str]] = {}
+        parts: dict[str, Any] = {slot: owned.label for slot, owned in slots.items() if owned}
+        for aspect, claimed in claims.items():
+            for key, owned in claimed.items():
+                parts.setdefault(aspect, {}).setdefault(owned.label, []).append(key)
+                if aspect != "codecs":
+                    tables.setdefault(key, {})[aspect] = owned.origin.plugin
         return {
             "plugins": [
                 {"name": o.plugin, "distribution": o.distribution, "version": o.version} for o in self.plugins
@@ -136,20 +182,15 @@ class Assembly:
             "altered_by": {
                 plugin: sorted(i.name for i in found) for plugin, found in self.altered_by.items()
             },
-            "order": self.feed.order.origin.plugin if self.feed.order else None,
+            **{slot: owned.origin.plugin if owned else None for slot, owned in slots.items()},
             "stream": [link.label for link in self.feed.stream],
             "batch": [link.label for link in self.feed.batch],
-            "splitter": self.splitter.origin.plugin if self.splitter else None,
-            "skipper": self.skipper.origin.plugin if self.skipper else None,
-            "tables": table_claims,
-            "planner": self.planner.origin.plugin if self.planner else None,
-            "codecs": {
-                f"{getattr(op, 'name', op)}.{way}": owner.origin.plugin
-                for (op, way), owner in self.quantizing.codecs.items()
-            },
+            "tables": tables,
+            "codecs": {key: owned.origin.plugin for key, owned in claims["codecs"].items()},
             "step": [link.label for link in self.step],
             "callbacks": [owned.label for owned in self.callbacks],
             "report": [owned.label for owned in self.reporters],
+            "parts": parts,
         }
 
 
@@ -176,19 +217,19 @@ def assemble(
         plugins=tuple(origin for origin, _ in parts),
         altered_by=altered_by,
         feed=Feed(
-            _replaced(order, blame_order) if order else None,
+            _blamed(order, blame_order) if order else None,
             {name for name, altered in altered_by.items() if Invariant.SAMPLE_SET in altered},
             [_blamed(o, blame_stream) for o in chain("stream", [(o, c.stream) for o, c in parts])],
             [_blamed(o, blame) for o in chain("batch", [(o, c.batch) for o, c in parts])],
         ),
-        splitter=_replaced(splitter, BlamedSplitter) if splitter else None,
-        skipper=_blamed_skipper(skipper, active) if skipper else None,
-        planner=_replaced(planner, BlamedPlanner) if planner else None,
+        splitter=_blamed(splitter, BlamedSplitter) if splitter else None,
+        skipper=blame_skipper(skipper, altered_by[skipper.origin.plugin]) if skipper else None,
+        planner=_blamed(planner, BlamedPlanner) if planner else None,
         caches=_blamed_caches(cache_claims(list(tables), parts)),
         quantizing=quantizing(tables, parts),
         step=[_blamed(o, blame_step) for o in chain("step", [(o, c.step) for o, c in parts])],
         callbacks=[
-            _blamed_callback(o, cb, Invariant.SAMPLE_SET in altered_by[o.plugin])
+            _blamed(Owned.of(o, cb), partial(blame_callback, Invariant.SAMPLE_SET in altered_by[o.plugin]))
             for o, c in parts
             for cb in c.callbacks
         ],
@@ -197,27 +238,13 @@ def assemble(
 
 
 def _blamed(owned: Owned[P], wrap: Callable[[Origin, str, P], P]) -> Owned[P]:
-    return Owned(owned.label, owned.origin, wrap(owned.origin, owned.label, owned.part))
-
-
-def _replaced(owned: Owned[P], wrap: Callable[[Origin, P], P]) -> Owned[P]:
-    return Owned(owned.label, owned.origin, wrap(owned.origin, owned.part))
-
-
-def _blamed_callback(origin: Origin, callback: L.Callback, may_stop: bool) -> Owned[L.Callback]:
-    label = f"{origin.plugin}.{type(callback).__name__}"
-    return Owned(label, origin, blame_callback(origin, label, callback, may_stop))
+    return replace(owned, part=wrap(owned.origin, owned.label, owned.part))
 
 
 def _blamed_caches(merged: Mapping[str, Owned[Cache]]) -> dict[str, Owned[Cache]]:
     """Wrap each cache once, so that its tables still share it."""
-    wrapped = {id(owner.part): _replaced(owner, BlamedCache) for owner in merged.values()}
+    wrapped = {id(owner.part): _blamed(owner, BlamedCache) for owner in merged.values()}
     return {table: wrapped[id(owner.part)] for table, owner in merged.items()}
-
-
-def _blamed_skipper(owned: Owned[Skipper], active: Active) -> Owned[BlamedSkipper]:
-    plugin = next(plugin for origin, plugin, _ in active if origin == owned.origin)
-    return Owned(owned.label, owned.origin, blame_skipper(owned.origin, plugin, owned.part))
 
 
 def gather(active: Sequence[tuple[Origin, Plugin]], context: Context) -> Active:

@@ -160,7 +160,7 @@ def _with(made: P, methods: Mapping[str, Any]) -> P:
     return made
 
 
-def blame_callback(origin: Origin, part: str, callback: L.Callback, may_stop: bool) -> L.Callback:
+def blame_callback(may_stop: bool, origin: Origin, part: str, callback: L.Callback) -> L.Callback:
     """``callback`` with hooks whose faults name the plugin. Unless it ``may_stop`` training, as one that
     declares SAMPLE_SET does, it is a fault if a hook makes Lightning stop."""
     import lightning as L  # with torch, which is imported where there are callbacks
@@ -207,15 +207,15 @@ def drawn(
                 close()
 
 
-def blame_order(origin: Origin, order: EpochOrder) -> EpochOrder:
+def blame_order(origin: Origin, part: str, order: EpochOrder) -> EpochOrder:
     """``order``, the object, with faults that name the plugin."""
     kind = type(order)
 
     def batches(self: EpochOrder, first: int) -> Iterator[Batch]:
-        return drawn(origin, "order.batches", lambda: kind.batches(self, first))
+        return drawn(origin, f"{part}.batches", lambda: kind.batches(self, first))
 
     asked = {
-        name: blame(origin, f"order.{name}", getattr(kind, name)) for name in ("__len__", "is_datas_own")
+        name: blame(origin, f"{part}.{name}", getattr(kind, name)) for name in ("__len__", "is_datas_own")
     }
     return _with(order, {**asked, "batches": batches})
 

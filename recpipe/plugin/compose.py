@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from graphlib import CycleError, TopologicalSorter
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 from recpipe.errors import did_you_mean
 from recpipe.plugin.api import Contribution, Link, Origin
@@ -23,12 +23,23 @@ SLOTS = ("order", "splitter", "skipper", "planner")
 
 @dataclass(frozen=True)
 class Owned(Generic[P]):
-    """A part and the plugin that brought it; ``label`` is ``plugin.part``, as in ``acme.remap``; a link
-    without a name is called as its chain, ``acme.batch``."""
+    """A part and the plugin that brought it.
+
+    ``label`` is ``plugin.part``. A link is called by its name, as in ``acme.remap``, or as its chain if it
+    has none, ``acme.batch``; any other part by its class, as in ``acme.TinyLfu``.
+    """
 
     label: str
     origin: Origin
     part: P
+
+    @classmethod
+    def of(cls, origin: Origin, part: P) -> Owned[P]:
+        """``part``, an object of a class of ``origin``'s."""
+        return cls(f"{origin.plugin}.{type(part).__name__}", origin, part)
+
+    def __str__(self) -> str:
+        return f"plugin {self.origin}, part {self.label}"
 
 
 def slot(name: str, wishes: Iterable[tuple[Origin, P | None]], prefer: str = "") -> Owned[P] | None:
@@ -46,20 +57,20 @@ def slot(name: str, wishes: Iterable[tuple[Origin, P | None]], prefer: str = "")
             f"{' and '.join(str(o) for o, _ in found)} both want to be the {name}; only one can. "
             f"Drop one, or say which: compose.prefer.{name}={found[0][0].plugin}"
         )
-    return Owned(f"{found[0][0].plugin}.{name}", *found[0]) if found else None
+    return Owned.of(*found[0]) if found else None
 
 
-def keyed(name: str, wishes: Iterable[tuple[Origin, Mapping[K, P]]]) -> dict[K, Owned[P]]:
-    """Parts that each own a key (a module type, a collective): one owner per key."""
+def keyed(name: str, wishes: Iterable[tuple[Owned[Any], Mapping[K, P]]]) -> dict[K, Owned[P]]:
+    """What parts bring for each key (a module type, a collective): one owner per key."""
     merged: dict[K, Owned[P]] = {}
-    for origin, parts in wishes:
+    for owner, parts in wishes:
         for key, part in parts.items():
             if key in merged:
                 shown = key.__name__ if isinstance(key, type) else key
                 raise PluginConflict(
-                    f"{merged[key].origin} and {origin} both bring the {name} of {shown}. Drop one"
+                    f"{merged[key].origin} and {owner.origin} both bring the {name} of {shown}. Drop one"
                 )
-            merged[key] = Owned(f"{origin.plugin}.{name}", origin, part)
+            merged[key] = replace(owner, part=part)
     return merged
 
 
@@ -97,7 +108,7 @@ def _claim_cache(
                 "which rows are resident. Drop one of the two, or narrow one to other tables if it has "
                 "a knob for that"
             )
-        merged[table] = Owned(f"{origin.plugin}.cache", origin, claim)
+        merged[table] = Owned.of(origin, claim)
 
 
 def chain(name: str, wishes: Iterable[tuple[Origin, Sequence[Link[P]]]]) -> list[Owned[P]]:

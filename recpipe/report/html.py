@@ -39,7 +39,7 @@ def render(report: Mapping[str, Any]) -> str:
         profile=_profile(report.get("profile")),
         plugins={name: _plugin(values) for name, values in report["plugins"].items()},
         recipe=OmegaConf.to_yaml(OmegaConf.create(dict(report["recipe"]))),
-        assembly=_assembly({key: value for key, value in report["assembly"].items() if key != "shards"}),
+        assembly=_assembly(report["assembly"]),
     )
 
 
@@ -52,8 +52,13 @@ def _title(report: Mapping[str, Any]) -> str:
 
 
 def _assembly(described: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """Keys and values of the assembly; the keys without a value are one row."""
-    rows = folding.flat(described)
+    """Keys and values of the assembly without its shards, with the plugins' parts where plugins are named;
+    the keys without a value are one row."""
+    parts = described.get("parts", {})
+    slots = {slot: part for slot, part in parts.items() if isinstance(part, str)}
+    claims = {claim: decided for claim, decided in parts.items() if claim not in slots}
+    told = {**described, **slots, "codecs": claims.pop("codecs", {}), "tables": claims}
+    rows = folding.flat({key: value for key, value in told.items() if key not in ("shards", "parts")})
     empty = ", ".join(name for name, value in rows if value == "-")
     return [row for row in rows if row[1] != "-"] + ([("nobody's", empty)] if empty else [])
 

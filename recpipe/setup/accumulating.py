@@ -38,7 +38,7 @@ def accumulating_in(assembly: Assembly, size: int) -> Assembly:
     """``assembly`` with micro-batches of ``size`` samples; ``UserError`` where a plugin makes some."""
     if assembly.splitter is not None:
         raise UserError(
-            f"{KEY}: plugin {assembly.splitter.origin} cuts batches by itself, and only one can: leave "
+            f"{KEY}: {assembly.splitter}, cuts batches by itself, and only one can: leave "
             "one of them out, or set a larger data.batch_size"
         )
     return replace(assembly, splitter=Owned(KEY, Origin(KEY), EqualParts(size)))

@@ -176,7 +176,7 @@ def _tiered(tier: _Tier, place: Place) -> TableCollection:
         if own is not None:
             if tables.storage is not DataType.FP32:
                 raise PluginConflict(
-                    f"plugin {cache.origin} keeps rows of its own, in float32, but tables "
+                    f"{cache}, keeps rows of its own, in float32, but tables "
                     f"{', '.join(tables.layout.tables)} are to be stored in {tables.storage.value.lower()}: "
                     "drop one of the two"
                 )
@@ -185,9 +185,8 @@ def _tiered(tier: _Tier, place: Place) -> TableCollection:
         assert isinstance(store, HoldersStore)
         return HeldRows(store)
     policy = POLICIES[name](space) if cache is None else cache.part.policy(space)
-    brought = None if cache is None else cache.origin
     return TieredEmbeddingBagCollection(
-        tables, policy, store, place.device, prefetch, ranks, trainers, brought, slab_rows(tables, place)
+        tables, policy, store, place.device, prefetch, ranks, trainers, cache, slab_rows(tables, place)
     )
 
 

@@ -95,7 +95,7 @@ def _check_policy(config: TierConfig, assembly: Assembly, tables: ModelTables) -
     if config.policy != RESIDENT and len(assembly.caches) == len(tables.tables):
         owner = next(iter(assembly.caches.values()))
         raise PluginConflict(
-            f"plugin {owner.origin} decides which rows are resident, and so does "
+            f"{owner}, decides which rows are resident, and so does "
             f"tiers.policy={config.policy}; drop one: leave tiers.policy out, or the plugin "
             f"'{owner.origin.plugin}'"
         )
@@ -116,18 +116,18 @@ def _check_sharding(config: TierConfig, assembly: Assembly, owners: Sequence[Gro
         return
     placing = _placing(assembly)
     asked = "tiers.plan" if config.plan is not None else "tiers.sharded=true"
-    who = f"plugin {placing[0].origin}" if placing else asked
+    who = f"{placing[0]}," if placing else asked
     for owner in tiered:
         if owner.cache is not None and not owner.cache.part.by_shards:
             raise PluginConflict(
-                f"{who} shards tables, but the cache of plugin {owner.cache.origin} decides about whole "
+                f"{who} shards tables, but {owner.cache}, a cache, decides about whole "
                 "tables (by_shards is not set), and no rank has them. Drop one of the two, or keep the "
                 "shards' rows by tiers.policy=lru or lfu"
             )
     skipper = assembly.skipper
     if skipper is not None and skipper.part.looks:
         raise PluginConflict(
-            f"{who} shards tables, but the skipper of plugin {skipper.origin} looks at which rows are "
+            f"{who} shards tables, but {skipper}, a skipper, looks at which rows are "
             "resident (it overrides begin()), and each rank knows that of its own shards alone. Drop one of "
             "the two, or keep tables whole, by tiers.policy=lru without sharding"
         )

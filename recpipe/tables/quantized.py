@@ -58,7 +58,7 @@ def check_quantized(
     for table, stored in quantizing.storage.items():
         if stored.part != "fp32" and not sharded and len(ranks.trainers) > 1:
             raise PluginConflict(
-                f"plugin {stored.origin}: stores table '{table}' in {stored.part}, but each of "
+                f"{stored}: stores table '{table}' in {stored.part}, but each of "
                 f"{len(ranks.trainers)} trainers keeps replicas of rows in float32; shard the tables, "
                 "tiers.sharded=true, or store them in fp32"
             )

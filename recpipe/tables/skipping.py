@@ -52,7 +52,7 @@ class Skipping:
         wanted = (torch.bool, (len(rows),))
         if not isinstance(said, torch.Tensor) or (said.dtype, tuple(said.shape)) != wanted:
             raise PluginError(
-                f"plugin {self._skipper.origin}: update() of its skipper returned {answered(said)}; it must "
+                f"{self._skipper}: update() returned {answered(said)}; it must "
                 f"be a torch.Tensor of torch.bool [{len(rows)}], one for each row, or None"
             )
         return None if bool(said.all()) else said.to(gradients.device)

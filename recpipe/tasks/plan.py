@@ -4,7 +4,7 @@ trained."""
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -66,10 +66,11 @@ def describe(
     ]
     store = tiers.described_store(ranks) if shards is None else tiers.store
     records = [group.tables.record_bytes for group in tables.groups]
+    if tiers.plan is not None:
+        assembly = replace(assembly, planner=None)  # the file says where tables go
     parts, own = assembly.to_dict(), sorted(_altered(shards, rounded))
     return {
         **parts,
-        **({} if tiers.plan is None else {"planner": None}),  # the file says where tables go
         "altered": sorted({*parts["altered"], *own}),
         "altered_by": {**parts["altered_by"], **({"recpipe": own} if own else {})},
         "cache": owner_names(owners),
@@ -124,15 +125,11 @@ def print_plan(plan: Mapping[str, Any], run_dir: Path) -> None:
     for part in ("stream", "batch", "step", "callbacks", "report"):
         table.add_row(part, " -> ".join(plan[part]) or "-")
     for part in ("order", "splitter", "skipper", "planner"):
-        table.add_row(part, plan[part] or "-")
+        table.add_row(part, plan["parts"].get(part, "-"))
     table.add_row("resident rows", f"decided by {plan['cache']}")
-    alike: dict[str, list[str]] = {}
-    for name, aspects in plan["tables"].items():
-        alike.setdefault(", ".join(f"{a}: {o}" for a, o in aspects.items()), []).append(name)
-    for owners, names in alike.items():
-        table.add_row("tables", f"{owners} of {escape(printable(', '.join(names)))}")
-    if plan["codecs"]:
-        table.add_row("codecs", ", ".join(f"{what}: {owner}" for what, owner in plan["codecs"].items()))
+    for claim in ("cache", "cold", "storage", "codecs"):
+        for part, decided in plan["parts"].get(claim, {}).items():
+            table.add_row(claim, f"{part} of {escape(printable(', '.join(decided)))}")
     table.add_row("alters", ", ".join(plan["altered"]) or "nothing: equals the run without plugins")
     count = len(plan["ranks"]["trainers"])
     trainers = "1 rank" if count == 1 else f"each of {count} ranks"

@@ -24,7 +24,6 @@ from recpipe.plugin.errors import PluginError
 from recpipe.plugin.load import installed, instantiate
 from recpipe.plugin.model_quantizer import ModelQuantizer
 from recpipe.plugin.offers import GROUPS, PLUGIN, WORDS, entry, imported, offered, origin_of
-from recpipe.plugin.quantizing import quantizing
 from recpipe.plugin.row_server import RowServer
 from recpipe.tasks.starter import MADE, write_starter
 
@@ -104,19 +103,7 @@ def _uses(origin: Origin, plugin: Plugin) -> tuple[str, ...]:
     if isinstance(plugin, RowServer):
         return ("recpipe serve",)
     ((_, _, contribution),) = gather([(origin, plugin)], SAMPLE)
-    return _named_points(origin, plugin, contribution)
-
-
-def _named_points(origin: Origin, plugin: Plugin, contribution: Contribution) -> tuple[str, ...]:
-    """As ``points``; a quantizer is followed by what it decides, and a chain by its parts, as other plugins
-    name them."""
-    made = quantizing(SAMPLE.tables, [(origin, contribution)])
-    decides = [what for what in ("cold", "storage", "codecs") if getattr(made, what)]
-    named = {"quantizer": f"quantizer ({', '.join(decides) or 'nothing'})"}
-    found = assemble([(origin, plugin, contribution)], SAMPLE.tables).to_dict()
-    for point in ("stream", "batch", "step", "callbacks"):
-        named[point] = f"{point} ({', '.join(found[point])})"
-    return tuple(named.get(point, point) for point in points(contribution))
+    return tuple(assemble([(origin, plugin, contribution)], SAMPLE.tables).points())
 
 
 def describe_part(kind: str, ep: EntryPoint) -> Listed:

@@ -76,8 +76,7 @@ def _class_of(wanted: Mapping[str, Any]) -> type | None:
 def check_callbacks(brought: Iterable[Owned[L.Callback]]) -> None:
     """``PluginError`` if a plugin has brought a callback that is in ``REFUSED``."""
     for owned in brought:
-        where = f"plugin {owned.origin}, part {owned.label}"
-        _allow(type(owned.part), where, PluginError)
+        _allow(type(owned.part), str(owned), PluginError)
 
 
 def _allow(kind: type, where: str, error: type[UserError] = UserError) -> None:

@@ -136,9 +136,7 @@ def test_a_wrong_answer_names_the_plugin(answer: object, shown: str) -> None:
         def keep(self, batch: Batch, number: int) -> np.ndarray:
             return answer  # type: ignore[return-value]
 
-    wanted = (
-        rf"plugin acme .*: keep\(\) of its skipper returned {shown}; it must be a numpy array of bool \[32\]"
-    )
+    wanted = rf"part acme.Wrong: keep\(\) returned {shown}; it must be a numpy array of bool \[32\]"
     with pytest.raises(PluginError, match=wanted):
         list(skipping(Wrong(), Listed(COUNT)))
 

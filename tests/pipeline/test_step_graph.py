@@ -25,6 +25,8 @@ from recpipe.pipeline.cuda_graph import Spoilt
 from recpipe.pipeline.placed import PlacedModel
 from recpipe.pipeline.step import StagedBatch, StepTimes, accumulate
 from recpipe.pipeline.step_graph import BEFORE, StepGraph
+from recpipe.plugin.api import Origin
+from recpipe.plugin.compose import Owned
 from tests.fake_graph import FakeGraph
 from tests.pipeline.samples import SIZE, Listed, parameters_after, placed
 from tests.tables.samples import identical
@@ -311,11 +313,11 @@ def equipped(kind: str, net: nn.Module, folder: Path, device: str = "cuda", trai
     [
         ("cpu", ALONE, False, "needs a GPU, and this run is on the cpu"),
         ("cuda", SEVERAL, False, "trains in one process, and this run has 2"),
-        ("cuda", ALONE, True, "plugin acme 1.0 puts around each step"),
+        ("cuda", ALONE, True, r"what plugin acme \(.*\), part acme.count, puts around each step"),
     ],
 )
 def test_runs_that_cannot_have_a_graph(device, trainers, wrapped, why, tmp_path) -> None:
-    wrappers = [SimpleNamespace(origin="acme 1.0")] if wrapped else []
+    wrappers = [Owned("acme.count", Origin("acme"), None)] if wrapped else []
     with pytest.raises(UserError, match=rf"trainer\.backend=cuda_graph .*{why}.*: set trainer\.backend=auto"):
         equipped(CUDA_GRAPH, Net(), tmp_path, device, trainers, wrappers)
 

@@ -4,14 +4,20 @@ from __future__ import annotations
 
 import json
 from contextlib import contextmanager, suppress
+from dataclasses import fields
 
+import lightning as L
 import pytest
 
-from recpipe.plugin.api import Context, Contribution, Invariant, Link
+from recpipe.plugin.api import Context, Contribution, EpochOrder, Invariant, Link
 from recpipe.plugin.assembly import assemble, gather
 from recpipe.plugin.errors import PluginError, PluginFault
+from recpipe.plugin.planner import Planner
+from recpipe.plugin.quantizer import Quantizer
 from recpipe.tasks.plugins import SAMPLE
-from tests.plugin.samples import ACME, HOTLINE, TABLES, Good, Shuffles, merged
+from tests.plugin.samples import ACME, HOTLINE, TABLES, Good, Leaves, Shuffles, Splits, merged
+from tests.plugin.test_laws import Kept
+from tests.plugin.test_skipper import Keeps
 
 BLAMED = r"plugin acme \(recpipe-acme 2.3.0\), part acme"
 
@@ -117,3 +123,60 @@ def test_to_dict_says_who_owns_what() -> None:
     parts = assemble([(ACME, Shuffles(), unnamed)], TABLES).to_dict()
     assert (parts["batch"], parts["step"]) == (["acme.batch"], ["acme.step", "acme.other"])
     assert described["altered"] == [Invariant.SAMPLE_ORDER.name]
+
+
+def test_every_part_is_shown_with_its_plugin() -> None:
+    class Order(EpochOrder):
+        def __len__(self):
+            return 1
+
+        def batches(self, first):
+            return iter(())
+
+    class Codes(Quantizer):
+        def storage(self, table):
+            return "fp16" if table.name == "user_id" else None
+
+        def codecs(self):
+            return {("rows", "forward"): self}
+
+    class Half(Kept):
+        pass
+
+    class Watch(L.Callback):
+        pass
+
+    contribution = Contribution(
+        order=Order(),
+        stream=[Link(boom)],
+        batch=[Link(boom, "remap")],
+        planner=Planner(),
+        cache=[Kept("t_*"), Half("*", fallback=True)],
+        splitter=Splits(boom),
+        skipper=Keeps(),
+        quantizer=Codes(),
+        step=[Link(boom)],
+        callbacks=[Watch()],
+        report=[boom],
+    )
+    found = assemble([(ACME, Leaves(), contribution)], TABLES)
+    shown = {f.name: f"{f.name} (acme.{f.name})" for f in fields(Contribution)} | {
+        "order": "order (acme.Order)",
+        "batch": "batch (acme.remap)",
+        "planner": "planner (acme.Planner)",
+        "cache": "cache (acme.Kept, acme.Half)",
+        "splitter": "splitter (acme.Splits)",
+        "skipper": "skipper (acme.Keeps)",
+        "quantizer": "quantizer (acme.Codes: storage, codecs)",
+        "callbacks": "callbacks (acme.Watch)",
+    }
+    assert found.points() == list(shown.values())
+    assert found.to_dict()["parts"] == {
+        **{"order": "acme.Order", "splitter": "acme.Splits", "skipper": "acme.Keeps"},
+        "planner": "acme.Planner",
+        "cache": {"acme.Kept": ["t_cat_0", "t_cat_1"], "acme.Half": ["user_id"]},
+        "storage": {"acme.Codes": ["user_id"]},
+        "codecs": {"acme.Codes": ["rows.forward"]},
+    }
+    nothing = assemble([(ACME, Good(), Contribution())], TABLES)
+    assert (nothing.points(), nothing.to_dict()["parts"]) == ([], {})

@@ -112,7 +112,7 @@ def test_what_is_not_of_its_kind_is_refused(part: str) -> None:
 
 def test_a_fault_of_a_cache_names_the_plugin() -> None:
     owner = merged((ACME, cache("*"))).caches["user_id"]
-    said = r"acme \(recpipe-acme 2.3.0\), part cache.policy, raised ZeroDivisionError"
+    said = r"acme \(recpipe-acme 2.3.0\), part acme.Kept.policy, raised ZeroDivisionError"
     with pytest.raises(PluginError, match=said):
         owner.part.policy(None)
 

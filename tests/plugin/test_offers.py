@@ -150,7 +150,8 @@ def test_eighty_columns_are_enough(capsys: pytest.CaptureFixture[str], monkeypat
     lines = capsys.readouterr().out.splitlines()
     assert "    alters: BATCH_SIZE, EXACT_GRADIENT, SAMPLE_SET" in lines, "words stay whole"
     at = next(number for number, line in enumerate(lines) if line.startswith("hotline  "))
-    assert lines[at + 3] == "    extension points: cache, splitter, report"
+    assert lines[at + 3] == "    extension points: cache (hotline.PopularTables), splitter"
+    assert lines[at + 4] == "    (hotline.PopularFirst), report (hotline.report)"
     assert max(map(len, lines[:-2])) <= 80
 
 

@@ -62,10 +62,13 @@ def merged(*quantizers: tuple[Origin, Quantizer]) -> Quantizing:
 
 def test_each_aspect_has_its_own_owner() -> None:
     made = merged((ACME, Cold("t_*")), (HOTLINE, Stored(user_id="fp16", t_cat_0="fp32")))
-    assert made.owners() == {
-        "t_cat_0": {"cold": "acme", "storage": "hotline"},
-        "t_cat_1": {"cold": "acme"},
-        "user_id": {"storage": "hotline"},
+    assert {table: owned.label for table, owned in made.cold.items()} == {
+        "t_cat_0": "acme.Cold",
+        "t_cat_1": "acme.Cold",
+    }
+    assert {table: owned.label for table, owned in made.storage.items()} == {
+        "t_cat_0": "hotline.Stored",
+        "user_id": "hotline.Stored",
     }
     assert made.storage["user_id"].part == "fp16"
     both = merged((ACME, Cold("t_*")), (HOTLINE, Cold("user_id")))
@@ -106,7 +109,7 @@ def test_what_is_answered_with_none_stays_free() -> None:
     [
         (
             Quantizer(),
-            r"but Quantizer overrides none of cold\(\), storage\(\), codecs\(\); bring one of them",
+            r"part acme.Quantizer, a quantizer, overrides none of cold\(\), storage\(\), codecs\(\); bring",
         ),
         (Cold("t_cat"), r"quantizes tables 't_cat', but the model has: .*plugins.acme.tables='\*'"),
         (Stored(wide="half"), r"storage\(\) stores table 'wide' in 'half'; choose one of fp32, fp16"),
@@ -123,7 +126,7 @@ def test_faults_name_the_plugin() -> None:
     def fails(layout: RecordLayout) -> RowCodec:
         raise ZeroDivisionError
 
-    acme = r"acme \(recpipe-acme 2.3.0\), part quantizer.cold"
+    acme = r"acme \(recpipe-acme 2.3.0\), part acme.Cold.cold"
     with pytest.raises(PluginError, match=f"{acme}, raised ZeroDivisionError"):
         merged((ACME, Cold(codec=fails)))
     codec = merged((ACME, Cold())).cold["wide"].part

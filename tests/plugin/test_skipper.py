@@ -42,7 +42,9 @@ def test_it_has_one_owner_who_can_be_chosen() -> None:
 
 
 def test_one_that_brings_nothing_is_refused() -> None:
-    with pytest.raises(PluginError, match=r"acme .*Skipper overrides neither keep\(\) nor update\(\)"):
+    with pytest.raises(
+        PluginError, match=r"part acme.Skipper, a skipper, overrides neither keep\(\) nor update\(\)"
+    ):
         of(Skipper(), *Invariant)
 
 
@@ -57,13 +59,16 @@ def test_one_that_brings_nothing_is_refused() -> None:
 def test_its_plugin_says_what_it_alters(skipper: Skipper, needed: tuple[Invariant, ...]) -> None:
     assert of(skipper, *needed).skipper is not None
     for unsaid in needed:
-        with pytest.raises(PluginError, match=rf"acme .* its 'alters' lacks {unsaid.name}; add {unsaid}"):
+        with pytest.raises(
+            PluginError,
+            match=rf"part acme.{type(skipper).__name__}, .*'alters' lacks {unsaid.name}; add {unsaid}",
+        ):
             of(skipper, *(set(needed) - {unsaid}))
 
 
 def test_faults_name_the_plugin() -> None:
     found = of(Keeps(), *Invariant).skipper
     assert found is not None
-    said = r"acme \(recpipe-acme 2.3.0\), part skipper.keep, raised ZeroDivisionError"
+    said = r"acme \(recpipe-acme 2.3.0\), part acme.Keeps.keep, raised ZeroDivisionError"
     with pytest.raises(PluginError, match=said):
         found.part.keep(None, 0)  # type: ignore[arg-type]

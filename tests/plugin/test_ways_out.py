@@ -36,16 +36,16 @@ PLACES = {
     "contribute": "contribute",
     "stream": "leaver.stream",
     "batch": "leaver.batch",
-    "order": "order.batches",
+    "order": "leaver.Order.batches",
     "step": "leaver.step",
     "on_train_batch_start": "leaver.Hooks.on_train_batch_start",
     "on_validation_batch_end": "leaver.Hooks.on_validation_batch_end",
-    "split": "splitter",
-    "keep": "skipper.keep",
-    "update": "skipper.update",
-    "policy": "cache.policy",
-    "admit": "cache policy, admit()",
-    "encode": "quantizer.cold.encode",
+    "split": "leaver.Splits.split",
+    "keep": "leaver.Skips.keep",
+    "update": "leaver.Skips.update",
+    "policy": "leaver.Own.policy",
+    "admit": "leaver.Own.policy.admit",
+    "encode": "leaver.Codes.cold.encode",
 }
 """The part that a fault at each place is blamed on."""
 GENERATORS = ("stream", "order", "step")

@@ -86,7 +86,10 @@ class Whole(torch.nn.Module):
 
 def test_where_it_cannot_be_it_is_refused_in_a_line() -> None:
     words = ("data.batch_size=64", "trainer.accumulate_grad_batches=2")
-    with pytest.raises(UserError, match="accumulate_grad_batches: plugin hotline .* cuts batches by itself"):
+    with pytest.raises(
+        UserError,
+        match="accumulate_grad_batches: plugin hotline .*, part hotline.PopularFirst, cuts batches by itself",
+    ):
         trained(*words, "+plugin=hotline", *TIERS)
     with pytest.raises(UserError, match="trainer.accumulate_grad_batches=0: must be"):
         trained("trainer.accumulate_grad_batches=0")

@@ -63,7 +63,7 @@ class Skips(Skipper):
 
 def filter_of(skipper: Skipper, base: int = BASE) -> RowFilter:
     """What core makes of a skipper for a group of tables."""
-    return Skipping(Owned("acme.skipper", ACME, BlamedSkipper(ACME, skipper))).of_group(base)
+    return Skipping(Owned("acme.skipper", ACME, BlamedSkipper(ACME, "acme.skipper", skipper))).of_group(base)
 
 
 def trained_by_hand(

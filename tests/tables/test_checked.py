@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 
 from recpipe.plugin.api import Origin
+from recpipe.plugin.compose import Owned
 from recpipe.plugin.errors import PluginError
-from recpipe.plugin.policy import NOTHING, CachePolicy, Placement, RowIds, RowSpace, Slots
+from recpipe.plugin.policy import NOTHING, Cache, CachePolicy, Placement, RowIds, RowSpace, Slots
 from recpipe.tables.tiers.parting import IndexBags
 from recpipe.tables.tiers.placement import TierPlanner
 
@@ -37,6 +38,11 @@ class Places(CachePolicy):
         pass
 
 
+class Tables(Cache):
+    def policy(self, space: RowSpace) -> CachePolicy:
+        raise NotImplementedError
+
+
 def bags(*rows: int) -> IndexBags:
     return IndexBags(np.array(rows), np.arange(len(rows) + 1), len(rows))
 
@@ -47,7 +53,7 @@ def placed(slots: list[int], rows: list[int], freed: list[int] | None = None) ->
 
 def planned(policy: Places) -> None:
     """Rows 0 to 3 are in slots 0 to 3; the second batch finds rows 1 and 2 there and misses 7, 8 and 9."""
-    planner = TierPlanner(policy, carry=True, owner=ACME)
+    planner = TierPlanner(policy, carry=True, owner=Owned.of(ACME, Tables()))
     planner.plan(bags(0, 1, 2, 3))
     planner.commit()
     planner.plan(bags(1, 2, 7, 8, 9, 7))
@@ -75,7 +81,7 @@ def planned(policy: Places) -> None:
 )
 def test_a_wrong_placement_names_the_plugin(wrong: Any, said: str) -> None:
     with pytest.raises(
-        PluginError, match=r"plugin acme \(recpipe-acme 2.3.0\): Places.admit\(\) placed"
+        PluginError, match=r"plugin acme \(recpipe-acme 2.3.0\), part acme.Tables: Places.admit\(\) placed"
     ) as fault:
         planned(Places(admitted=wrong))
     assert str(fault.value).endswith(said)
@@ -108,6 +114,6 @@ def test_a_fault_of_the_policy_has_the_plugins_name() -> None:
         def admit(self, hits: Slots, misses: RowIds, looked_up: RowIds) -> Placement:
             raise ZeroDivisionError("x")
 
-    said = r"acme \(recpipe-acme 2.3.0\), part cache policy, admit\(\), raised ZeroDivisionError: x"
+    said = r"acme \(recpipe-acme 2.3.0\), part acme.Tables.policy.admit, raised ZeroDivisionError: x"
     with pytest.raises(PluginError, match=said):
         planned(Breaks())

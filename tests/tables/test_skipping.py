@@ -134,9 +134,7 @@ class Says(Skipper):
 def test_a_wrong_answer_names_the_plugin(answer: object, shown: str) -> None:
     collection = ResidentCollection(SUMS.tables("sgd"), CPU)
     collection.filter_updates(filter_of(Says(answer)))
-    wanted = (
-        f"plugin acme .*: update.. of its skipper returned {shown}; it must be a torch.Tensor of torch.bool"
-    )
+    wanted = f"part acme.skipper: update.. returned {shown}; it must be a torch.Tensor of torch.bool"
     with pytest.raises(PluginError, match=wanted):
         train(collection, SUMS, batches(1))
 
@@ -148,7 +146,7 @@ def test_faults_name_the_plugin() -> None:
 
     collection = ResidentCollection(SUMS.tables("sgd"), CPU)
     collection.filter_updates(filter_of(Fails()))
-    said = r"acme \(recpipe-acme 2.3.0\), part skipper.update, raised ZeroDivisionError"
+    said = r"acme \(recpipe-acme 2.3.0\), part acme.skipper.update, raised ZeroDivisionError"
     with pytest.raises(PluginError, match=said):
         train(collection, SUMS, batches(1))
 

@@ -214,7 +214,7 @@ def test_some_tables_alone(tmp_path: Path) -> None:
 def test_it_is_listed_with_what_it_owns() -> None:
     found = listed(installed()["quantize"])
     assert not found.fault
-    assert "quantizer (cold)" in found.uses
+    assert "quantizer (quantize.FewerBits: cold)" in found.uses
 
 
 def test_an_optimizers_state_that_is_not_exact_would_be_noticed(

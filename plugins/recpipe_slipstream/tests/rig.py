@@ -190,7 +190,7 @@ def watched(skipper: Owned[BlamedSkipper] | None, into: list[Batch]) -> Owned[Bl
     """``skipper``, or none, whose kept batches come ``into`` a list."""
     origin = Origin("test")
     inner = None if skipper is None else skipper.part
-    return Owned("test.skipper", origin, BlamedSkipper(origin, Keeps(inner, into)))
+    return Owned("test.skipper", origin, BlamedSkipper(origin, "test.skipper", Keeps(inner, into)))
 
 
 def defaults(plugin: str) -> dict[str, Any]:

@@ -155,7 +155,7 @@ def test_sharded_tables_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     """They do not show which rows are resident; the hot set's claim, refused before, is taken away here."""
     contribute = Slipstream.contribute
     monkeypatch.setattr(Slipstream, "contribute", lambda self, ctx: replace(contribute(self, ctx), cache=()))
-    with pytest.raises(PluginConflict, match="skipper of plugin slipstream .* of its own shards alone"):
+    with pytest.raises(PluginConflict, match="part slipstream.Stale, a skipper, .* of its own shards alone"):
         run([*ROOM, "+plugin=slipstream", "tiers.sharded=true"], tmp_path)
 
 

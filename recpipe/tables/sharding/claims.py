@@ -62,13 +62,12 @@ def refuse_limit(
         if value and value != device.type:
             why = "recpipe's plans do not carry it" if name in IGNORED else "FBGEMM ignores it on a CPU"
             raise PluginError(
-                f"plugin {owner.origin}: constrain() of table '{table}' sets {name}={value}, but {why}; "
-                "leave it out"
+                f"{owner}: constrain() of table '{table}' sets {name}={value}, but {why}; leave it out"
             )
     kernels = limit.compute_kernels or ()
     if on_cpu and kernels and CPU_KERNELS.isdisjoint(kernels):
         raise PluginError(
-            f"plugin {owner.origin}: constrain() of table '{table}' asks for the kernel "
+            f"{owner}: constrain() of table '{table}' asks for the kernel "
             f"{' or '.join(kernels)}, which needs a GPU; use {' or '.join(sorted(CPU_KERNELS))}"
         )
 
@@ -82,7 +81,7 @@ def codec_registry(codecs: Codecs, kinds: Set[type[nn.Module]]) -> dict[str, Qua
         if collective not in used or direction not in get_args(Direction):
             which = "pooled tables" if SEQUENCES[0] not in used else "this model's tables"
             raise PluginError(
-                f"plugin {owned.origin}: brings a codec of {getattr(collective, 'name', collective)} "
+                f"{owned}: brings a codec of {getattr(collective, 'name', collective)} "
                 f"({direction}), which {which} never use; they use "
                 f"{' and '.join(op.name for op in used)}, {' and '.join(get_args(Direction))}"
             )

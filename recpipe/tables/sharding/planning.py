@@ -193,7 +193,7 @@ class Sharding:
         skipper = self.claims.skipper
         if kind in COLUMN_SPLITTING and skipper is not None and skipper.part.updates:
             return UserError(
-                f"table '{name}': {kind} cuts rows apart, and plugin {skipper.origin} decides by a whole "
+                f"table '{name}': {kind} cuts rows apart, and {skipper}, decides by a whole "
                 "row's gradient whether to update it: shard it row_wise or table_wise, or drop the plugin"
             )
         columns = limit.min_partition or MIN_COLUMNS

@@ -81,14 +81,13 @@ class ShardTiers:
             policy = POLICIES[owner.name](space)
         else:
             store, policy = cache.part.store(store), cache.part.policy(space)
-        origin = None if cache is None else cache.origin
         return TieredEmbeddingBagCollection(
             local,
             policy,
             store,
             place.device,
             place.config.prefetch,
-            owner=origin,
+            owner=cache,
             slab_rows=slab_rows(local, place),
         )
 

@@ -12,10 +12,10 @@ from numpy.typing import NDArray
 
 from recpipe.common.compiled import compiled
 from recpipe.common.saved import Damaged, entries, within
-from recpipe.plugin.api import Origin
 from recpipe.plugin.blame import blaming
+from recpipe.plugin.compose import Owned
 from recpipe.plugin.errors import PluginError
-from recpipe.plugin.policy import NOTHING, CachePolicy, Placement, RowIds, Slots
+from recpipe.plugin.policy import NOTHING, Cache, CachePolicy, Placement, RowIds, Slots
 
 
 @dataclass(frozen=True)
@@ -82,13 +82,13 @@ MARK = np.iinfo(np.int32).min
 
 
 class CheckedPolicy:
-    """Asks ``policy``, which the plugin ``owner`` brought, and refuses invalid placements.
+    """Asks ``policy``, which the cache ``owner`` made, and refuses invalid placements.
 
     One pass over the rows that move and the slots that are looked up checks all, with marks in maps that
     exist anyway.
     """
 
-    def __init__(self, policy: CachePolicy, owner: Origin) -> None:
+    def __init__(self, policy: CachePolicy, owner: Owned[Cache]) -> None:
         self.policy, self.owner = policy, owner
         self._where = policy.space.residents._where
         self._marks = np.zeros(policy.space.slots, np.bool_)
@@ -111,7 +111,7 @@ class CheckedPolicy:
         return placement
 
     def _asked(self, call: str, ask: Callable[[], Placement]) -> Placement:
-        with blaming(self.owner, f"cache policy, {call}()"):
+        with blaming(self.owner.origin, f"{self.owner.label}.policy.{call}"):
             return ask()
 
     def _check(self, call: str, placement: Placement, hits: Slots, misses: RowIds) -> None:
@@ -139,7 +139,7 @@ class CheckedPolicy:
             raise self._wrong(call, f"{what}s of type {numbers.dtype}")
 
     def _wrong(self, call: str, what: str) -> PluginError:
-        return PluginError(f"plugin {self.owner}: {type(self.policy).__name__}.{call}() placed {what}")
+        return PluginError(f"{self.owner}: {type(self.policy).__name__}.{call}() placed {what}")
 
 
 NO_SLOT, NO_ROW, SLOT_TWICE, ROW_TWICE, MOVED, LOOKED_UP, NOT_MISSED, RESIDENT = range(1, 9)

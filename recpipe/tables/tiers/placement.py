@@ -18,8 +18,8 @@ from recpipe.common.spread import ALONE, Spread
 from recpipe.data.checks import unknown_id
 from recpipe.data.parts import in_order
 from recpipe.data.select import places_of
-from recpipe.plugin.api import Origin
-from recpipe.plugin.policy import IN_STORE, CachePolicy, Placement, RowIds, Slots, asks_once
+from recpipe.plugin.compose import Owned
+from recpipe.plugin.policy import IN_STORE, Cache, CachePolicy, Placement, RowIds, Slots, asks_once
 from recpipe.tables.tiers import row_map
 from recpipe.tables.tiers.checked import CheckedPolicy, Decision
 from recpipe.tables.tiers.parting import IndexBags, Offsets, Parted
@@ -163,7 +163,7 @@ class TierPlanner:
         policy: CachePolicy,
         carry: bool,
         pooled: bool = True,
-        owner: Origin | None = None,
+        owner: Owned[Cache] | None = None,
     ) -> None:
         load_loops()
         self.policy = policy

@@ -29,8 +29,8 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from recpipe.common.plain_attributes import PlainAttributes
 from recpipe.distributed.ranks import Channel, Ranks
-from recpipe.plugin.api import Origin
-from recpipe.plugin.policy import CachePolicy, RowIds
+from recpipe.plugin.compose import Owned
+from recpipe.plugin.policy import Cache, CachePolicy, RowIds
 from recpipe.tables.capabilities import Planned, SavesPlacement, ShowsRows
 from recpipe.tables.collection import RowCollection, TierFigures
 from recpipe.tables.repeated import RepeatedLookup
@@ -59,7 +59,7 @@ class TieredEmbeddingBagCollection(PlainAttributes, RowCollection, Planned, Save
         prefetch: fetch a batch's rows while the batch before it trains. Off: fetch when its turn comes.
         ranks: the processes. Several trainers make the same plans; each holds a replica of resident rows and
             slab and looks up its own samples; ``trainers`` is the channel over which gradients are added.
-        owner: the plugin that brought ``policy``, for messages.
+        owner: the plugin's part that made ``policy``, for messages.
         slab_rows: for how many rows the slab has room at first; a batch that needs more makes it larger.
     """
 
@@ -72,7 +72,7 @@ class TieredEmbeddingBagCollection(PlainAttributes, RowCollection, Planned, Save
         prefetch: bool,
         ranks: Ranks | None = None,
         trainers: Channel | None = None,
-        owner: Origin | None = None,
+        owner: Owned[Cache] | None = None,
         slab_rows: int = 1,
     ) -> None:
         super().__init__(tables)
