@@ -17,6 +17,7 @@ import lightning as L
 import torch
 from omegaconf import DictConfig
 
+from recpipe.backend.chain import KnownSteps
 from recpipe.backend.equip import equip
 from recpipe.backend.matmul import float32_products, require_units
 from recpipe.checkpoint.table_io import OpenCheckpoint, TableCheckpointIO, checkpoints_in
@@ -397,5 +398,7 @@ def run_on(
         checkpoint = saved_last(trainer) if recorder.steps else resume
         model.eval()
         # Rounded as the run's own scores are.
-        scores = float32_products(device, model_config.precision)(model.predict)
+        scores = float32_products(device, model_config.precision)(
+            KnownSteps(model.module).used()(model.predict)
+        )
         return Outcome(content, called.module, scores, checkpoint, open_tiers.pop_all())

@@ -155,7 +155,7 @@ def recpipe_model(setting: Setting, precision: str, batch: int) -> Callable[[Bat
     import torch
 
     from recpipe.backend.calibrate import calibrated
-    from recpipe.backend.chain import as_they_are
+    from recpipe.backend.chain import KnownSteps
     from recpipe.backend.equip import Backend
     from recpipe.common.own_cache import default_cache_dir
     from recpipe.data.batch import Batch as OurBatch
@@ -185,10 +185,10 @@ def recpipe_model(setting: Setting, precision: str, batch: int) -> Callable[[Bat
     model = PlacedModel(called, fronts, embeddings, Inputs(tables, [[("sparse",)]])).eval()
     folder = default_cache_dir() / "backend"
     Backend("auto", model, calibrated(module, batch, {torch.get_num_threads()}, folder))
-    keyed, known = keyed_by(batch), {}
+    keyed, known = keyed_by(batch), KnownSteps(module)
 
     def score(b: Batch) -> object:
-        with as_they_are(known):
+        with known.used():
             return model(OurBatch(b.dense, keyed(b), b.labels))
 
     return score

@@ -35,21 +35,20 @@ class Run:
         """The content of report.json."""
         self.checkpoint = outcome.checkpoint
         """The checkpoint of the last step; None where none was asked for."""
+        from recpipe.distributed.launch import Process
+
         self._predict = outcome.predict
+        self._shared = Process.current().world > 1
         self._end = weakref.finalize(self, _close, outcome.kept)
 
     def predict(self, batch: Any) -> torch.Tensor:
         """The trained model's scores for ``batch``, computed without gradients (logits float32 [B] for a
         DLRM). ``UserError`` on an id that is not in its table, and when the run is closed."""
-        from recpipe.common.quiet import quieted
-        from recpipe.distributed.launch import Process
-
-        if not self._end.alive or Process.current().world > 1:
+        if not self._end.alive or self._shared:
             why = "is closed" if not self._end.alive else "had several processes"
             raise UserError(f"the run {why}, and its tables with it: use recpipe.load(checkpoint)")
         assert self._predict is not None
-        with quieted():
-            return self._predict(batch)
+        return self._predict(batch)
 
     def close(self) -> None:
         """Release the tables, their memory and their files. Calling it again does nothing."""

@@ -19,7 +19,7 @@ from torchrec.modules.crossnet import LowRankCrossNet
 
 from recpipe import seams
 from recpipe.backend import choices as names
-from recpipe.backend.chain import CHAINS, is_plain, signature, steps
+from recpipe.backend.chain import CHAINS, Chain, is_plain, steps
 from recpipe.backend.choices import Choices
 from recpipe.backend.convert import convert
 from recpipe.backend.host import Notebook
@@ -119,11 +119,11 @@ def parts(model: nn.Module) -> set[str]:
             rank, width = module.V_kernels[0].shape  # type: ignore[index]
             found.add(names.cross_signature(width, rank, len(module.V_kernels)))  # type: ignore[arg-type]
         elif any(is_plain(module, kind) for kind in CHAINS):
-            for layers in (step for step in steps(module) if isinstance(step, list)):
+            for layers in (step for step in steps(module) if isinstance(step, Chain)):
                 linear = [layer.linear for layer in layers]
                 if not inside.issuperset(linear):
                     inside.update(linear)
-                    found.add(names.chain_signature(signature(layers)))
+                    found.add(layers.signature)
                     found |= {
                         names.linear_signature(layer.in_features, layer.out_features) for layer in linear
                     }

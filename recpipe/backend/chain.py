@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -13,9 +13,25 @@ from torch import nn
 from torch.nn.modules import module as torch_module
 from torchrec.modules.mlp import MLP, Perceptron
 
+from recpipe.backend.choices import chain_signature
 from recpipe.backend.dense import Layer
 
-Step = list[Layer] | nn.Module
+
+class Chain(list[Layer]):
+    """Linear layers, each with ReLU behind it or not."""
+
+    @cached_property
+    def signature(self) -> str:
+        """Its sizes, such as "13-512r-16": r stands for ReLU, and x for a layer without bias."""
+        parts = [str(self[0].linear.in_features)]
+        for linear, relu in self:
+            parts.append(
+                f"{linear.out_features}{'' if linear.bias is not None else 'x'}{'r' if relu else ''}"
+            )
+        return chain_signature("-".join(parts))
+
+
+Step = Chain | nn.Module
 """A step: a chain, or a module that is called as it is."""
 CHAINS = (nn.Linear, Perceptron, MLP, nn.Sequential)
 """Modules that may be chains of linear layers or contain some."""
@@ -27,18 +43,42 @@ class _Known(threading.local):
 
 
 _known = _Known()
-"""The steps of modules in this thread, inside ``as_they_are``."""
+"""The steps of modules in this thread, inside ``KnownSteps.used``."""
 
 
-@contextmanager
-def as_they_are(known: dict[nn.Module, list[Step]]) -> Iterator[None]:
-    """In the block, modules get no hooks and no other members: their steps are found once and kept in
-    ``known``, since finding them takes as long as a small batch's matrix products."""
-    before, _known.steps = _known.steps, known
-    try:
-        yield
-    finally:
-        _known.steps = before
+class KnownSteps:
+    """The steps of the modules in ``model``, kept from one call to the next, since finding them takes as long
+    as a small batch's matrix products. A module that gets hooks, other members or another forward between two
+    calls has its steps found anew."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+        self._steps: dict[nn.Module, list[Step]] = {}
+        self._members: list[nn.Module] = []
+        self._hooks: list[dict[int, Any]] = []
+        self._as_found: list[object] | None = None
+
+    @contextmanager
+    def used(self) -> Iterator[None]:
+        """In the block, nobody changes the modules: their steps are found once."""
+        if self._as_they_are() != self._as_found:
+            self._steps, self._members = {}, list(self.model.modules())
+            self._hooks = [hooks for module in self._members for hooks in hooks_of(module)]
+            self._as_found = self._as_they_are()
+        before, _known.steps = _known.steps, None if any(self._hooks) else self._steps
+        try:
+            yield
+        finally:
+            _known.steps = before
+
+    def _as_they_are(self) -> list[object]:
+        """What the steps depend on beside hooks."""
+        found: list[object] = []
+        for module in self._members:
+            own = module.__dict__
+            found += own["_modules"].values()
+            found += (own.get("forward"), own.get("_activation_fn"))
+        return found
 
 
 class Converted(partial[Any]):
@@ -58,14 +98,19 @@ def is_plain(module: nn.Module, kind: type[nn.Module]) -> bool:
     return own is None or isinstance(own, Converted)
 
 
+def hooks_of(module: nn.Module) -> tuple[dict[int, Any], ...]:
+    """The hooks that want to see what goes into or out of ``module``, by kind."""
+    return (
+        module._forward_hooks,
+        module._forward_pre_hooks,
+        module._backward_hooks,
+        module._backward_pre_hooks,
+    )
+
+
 def is_hooked(module: nn.Module) -> bool:
     """Whether a hook wants to see what goes into or out of ``module``."""
-    return bool(
-        module._forward_hooks
-        or module._forward_pre_hooks
-        or module._backward_hooks
-        or module._backward_pre_hooks
-    )
+    return any(hooks_of(module))
 
 
 def any_global_hook() -> bool:
@@ -87,22 +132,6 @@ def steps(module: nn.Module) -> list[Step]:
     return found
 
 
-def whole(module: nn.Module) -> list[Layer] | None:
-    """The chain, if ``module`` consists of exactly one."""
-    match steps(module):
-        case [list() as layers]:
-            return layers
-    return None
-
-
-def signature(layers: list[Layer]) -> str:
-    """The chain's sizes, such as "13-512r-16": r stands for ReLU, and x for a layer without bias."""
-    parts = [str(layers[0].linear.in_features)]
-    for linear, relu in layers:
-        parts.append(f"{linear.out_features}{'' if linear.bias is not None else 'x'}{'r' if relu else ''}")
-    return "-".join(parts)
-
-
 def _add(module: nn.Module, found: list[Step]) -> None:
     if is_plain(module, nn.Linear):
         _extend(found, Layer(module, False))  # type: ignore[arg-type]
@@ -119,7 +148,7 @@ def _add(module: nn.Module, found: list[Step]) -> None:
 def _add_member(module: nn.Module, found: list[Step]) -> None:
     if is_hooked(module):
         found.append(module)
-    elif is_plain(module, nn.ReLU) and found and isinstance(found[-1], list):
+    elif is_plain(module, nn.ReLU) and found and isinstance(found[-1], Chain):
         found[-1][-1] = found[-1][-1]._replace(relu=True)
     elif isinstance(module, CHAINS) and any(is_plain(module, kind) for kind in CHAINS):
         _add(module, found)
@@ -144,7 +173,7 @@ def _add_perceptron(module: Any, found: list[Step]) -> None:
 
 
 def _extend(found: list[Step], layer: Layer) -> None:
-    if found and isinstance(found[-1], list):
+    if found and isinstance(found[-1], Chain):
         found[-1].append(layer)
     else:
-        found.append([layer])
+        found.append(Chain([layer]))

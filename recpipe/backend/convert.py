@@ -25,17 +25,17 @@ from recpipe import seams
 from recpipe.backend import choices as names
 from recpipe.backend.chain import (
     CHAINS,
+    Chain,
     Converted,
     any_global_hook,
     is_converted,
     is_hooked,
     is_plain,
-    signature,
     steps,
 )
 from recpipe.backend.choices import Chooser
 from recpipe.backend.crosses import cross, factorize
-from recpipe.backend.dense import Layer, chain, interact
+from recpipe.backend.dense import chain, interact
 from recpipe.tables.room import has_room, marked
 
 _PLAIN_TENSORS = (torch.Tensor, nn.Parameter)
@@ -125,33 +125,32 @@ def _chains(module: nn.Module, chooser: Chooser, input: Any) -> Any:
     if dtype is None or not _runs(module):
         return _as_it_is(module, input)
     found = steps(module)
-    if not any(isinstance(step, list) for step in found):
+    if not any(isinstance(step, Chain) for step in found):
         return _as_it_is(module, input)
     x = input
     for step in found:
-        if not isinstance(step, list):
+        if not isinstance(step, Chain):
             x = step(x)
         elif _pays(step, x, chooser, dtype):
             sizes = ((layer.linear.in_features, layer.linear.out_features) for layer in step)
             x = chain(x, step, [chooser.onednn(*size, len(x)) for size in sizes], dtype)
         else:
             # This does what the members' own forwards do; none of them has a hook.
-            for layer in step:
-                x = nn.functional.linear(x, layer.linear.weight, layer.linear.bias)
-                x = torch.relu(x) if layer.relu else x
+            for linear, relu in step:
+                x = nn.functional.linear(x, linear.weight, linear.bias)
+                x = torch.relu_(x) if relu else x
     return x
 
 
-def _pays(step: Any, x: Any, chooser: Chooser, dtype: torch.dtype) -> bool:
-    layers: list[Layer] = step
-    weights = [p for layer in layers for p in (layer.linear.weight, layer.linear.bias) if p is not None]
+def _pays(layers: Chain, x: Any, chooser: Chooser, dtype: torch.dtype) -> bool:
     if not _fits(x, 2, torch.float32, dtype) or x.shape[1] != layers[0].linear.in_features:
         return False
-    if any(
-        type(w) not in _PLAIN_TENSORS or w.dtype != torch.float32 or w.device.type != "cpu" for w in weights
-    ):
+    if not chooser.pays(layers.signature, len(x)):
         return False
-    return chooser.pays(names.chain_signature(signature(layers)), len(x))
+    weights = [p for layer in layers for p in (layer.linear.weight, layer.linear.bias) if p is not None]
+    return all(
+        type(w) in _PLAIN_TENSORS and w.dtype == torch.float32 and w.device.type == "cpu" for w in weights
+    )
 
 
 def _interaction(module: Any, chooser: Chooser | None, dense_features: Any, sparse_features: Any) -> Any:
@@ -241,7 +240,7 @@ def _sparse(module: Any, chooser: Chooser | None, features: Any) -> Any:
             -1, module.F, module.D
         )
     values = pooled.values()
-    rows = values.unflatten(1, (module.F, module.D))
+    rows = values.view(len(values), module.F, module.D)
     return marked(rows) if has_room(values) else rows
 
 

@@ -50,6 +50,9 @@ def chain(
     """
     parameters = [p for layer in layers for p in (layer.linear.weight, layer.linear.bias)]
     relus = [layer.relu for layer in layers]
+    if not torch.is_grad_enabled():
+        with phase("MLP forward"):
+            return _outputs(x, relus, onednn, dtype, parameters)[0][-1]
     out: torch.Tensor = _Chain.apply(x, relus, onednn, dtype, *parameters)  # type: ignore[no-untyped-call]
     return out
 
@@ -62,6 +65,9 @@ def interact(bottom: torch.Tensor, pooled: torch.Tensor, room: bool) -> torch.Te
     which ``room.has_room``. Returns [B, D + F (F + 1) / 2] of bottom's type: the dense vector, followed by
     the products.
     """
+    if not torch.is_grad_enabled():
+        with phase("interaction forward"):
+            return _interacted(bottom, pooled, room)[0]
     out: torch.Tensor = _Interaction.apply(bottom, pooled, room)  # type: ignore[no-untyped-call]
     return out
 
@@ -97,6 +103,24 @@ def _float32(x: torch.Tensor) -> torch.Tensor:
     return x if x.dtype == torch.float32 else x.float()
 
 
+def _outputs(
+    x: torch.Tensor,
+    relus: Sequence[bool],
+    onednn: Sequence[bool],
+    dtype: torch.dtype,
+    parameters: Sequence[torch.Tensor | None],
+) -> tuple[list[torch.Tensor], Sequence[torch.Tensor | None]]:
+    """x and each layer's output in ``dtype``, and the ``parameters`` in it, a weight and a bias a layer."""
+    if dtype != torch.float32:
+        x, parameters = x.to(dtype), [None if p is None else p.to(dtype) for p in parameters]
+    outputs = [x]
+    for layer, kind in enumerate(zip(relus, onednn, strict=True)):
+        weight, bias = parameters[2 * layer : 2 * layer + 2]
+        assert weight is not None
+        outputs.append(_affine(outputs[-1], weight, bias, *kind))
+    return outputs, parameters
+
+
 class _Chain(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -108,15 +132,8 @@ class _Chain(torch.autograd.Function):
         *parameters: torch.Tensor | None,
     ) -> torch.Tensor:
         with phase("MLP forward"):
-            x, cast = given, parameters
-            if dtype != torch.float32:
-                x, cast = x.to(dtype), tuple(None if p is None else p.to(dtype) for p in parameters)
             ctx.relus, ctx.dtype, ctx.input = relus, dtype, given.dtype
-            outputs = [x]
-            for layer, kind in enumerate(zip(relus, onednn, strict=True)):
-                weight, bias = cast[2 * layer : 2 * layer + 2]
-                assert weight is not None
-                outputs.append(_affine(outputs[-1], weight, bias, *kind))
+            outputs, cast = _outputs(given, relus, onednn, dtype, parameters)
             ctx.save_for_backward(given, *parameters, *cast[0::2], *outputs)
             return outputs[-1]
 
@@ -157,14 +174,11 @@ class _Interaction(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, bottom: torch.Tensor, pooled: torch.Tensor, room: bool) -> torch.Tensor:
         with phase("interaction forward"):
-            features = _joined(bottom, pooled.detach(), room)
+            out, features = _interacted(bottom, pooled.detach(), room)
             ctx.save_for_backward(bottom, pooled, features)
             # As [B, F, D], pooled has the room before it; as [B, (1 + F) * D], inside.
             ctx.inside = room and pooled.ndim == 2
-            low = features.to(bottom.dtype)
-            products = torch.bmm(low, low.transpose(1, 2)).flatten(1)
-            triangle = _triangle(features.shape[1], features.device)
-            return torch.cat((bottom, _columns(products, triangle)), dim=1)
+            return out
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> Gradients:
@@ -187,6 +201,15 @@ class _Interaction(torch.autograd.Function):
             # The gradient has the strides of the room, so that nothing is copied: see room.widened.
             flat = found if ctx.inside else found[:, 1:]
             return to_bottom, flat if pooled.ndim == 3 else flat.reshape(batch, -1), None
+
+
+def _interacted(bottom: torch.Tensor, pooled: torch.Tensor, room: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    """What ``interact`` returns, and the features float32 [B, 1 + F, D] that it was made of."""
+    features = _joined(bottom, pooled, room)
+    low = features.to(bottom.dtype)
+    products = torch.bmm(low, low.transpose(1, 2)).flatten(1)
+    triangle = _triangle(features.shape[1], features.device)
+    return torch.cat((bottom, _columns(products, triangle)), dim=1), features
 
 
 def _joined(bottom: torch.Tensor, pooled: torch.Tensor, room: bool) -> torch.Tensor:

@@ -10,6 +10,7 @@ import os
 import platform
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from functools import cache
 from pathlib import Path
 from time import perf_counter
 from typing import ClassVar
@@ -186,6 +187,7 @@ def made_by_intel() -> bool:
     return _listed("vendor_id") == "GenuineIntel"
 
 
+@cache
 def _listed(field: str) -> str | None:
     """Linux's entries for the first core."""
     listing = Path("/proc/cpuinfo")

@@ -51,7 +51,7 @@ class RowChecks:
         return int(len(self.good) - self.good.sum())
 
 
-def require_ids(sparse: KeyedJaggedTensor, rows: Sequence[int]) -> None:
+def require_ids(sparse: KeyedJaggedTensor, rows: Sequence[int] | NDArray[np.integer]) -> None:
     """Raise ``DataError`` for an id in ``sparse`` that is not in its table. ``rows``: the number of rows of
     each feature's table, in the features' order. Ids on a GPU are copied, which waits for it.
 
@@ -60,12 +60,18 @@ def require_ids(sparse: KeyedJaggedTensor, rows: Sequence[int]) -> None:
     ids, batch = sparse.values().cpu().numpy(), sparse.stride()
     if not len(ids):
         return
-    bounds = sparse.offsets().cpu().numpy()[::batch]
-    used = np.flatnonzero(np.diff(bounds))
-    lowest, highest = (f.reduceat(ids, bounds[used]) for f in (np.minimum, np.maximum))
-    for feature, low, high in zip(used.tolist(), lowest, highest, strict=True):
-        if low < 0 or high >= rows[feature]:
-            raise unknown_id(low if low < 0 else high, sparse.keys()[feature], rows[feature])
+    bounds, limits = sparse.offsets().cpu().numpy()[::batch], np.asarray(rows, np.uint64)
+    used = np.flatnonzero(bounds[1:] > bounds[:-1])
+    if ids.dtype.kind == "f":
+        ids = ids.astype(np.int64)  # as the lookup does
+    # Below 0, a number is above all rows if its bits are read as one without a sign: one pass finds both.
+    largest = np.maximum.reduceat(ids.view(f"u{ids.itemsize}"), bounds[used])
+    wrong = used[largest >= limits[used]]
+    if len(wrong):
+        feature = int(wrong[0])
+        own = ids[bounds[feature] : bounds[feature + 1]]
+        low, high = own.min(), own.max()
+        raise unknown_id(low if low < 0 else high, sparse.keys()[feature], int(limits[feature]))
 
 
 def unknown_id(found: int, feature: str, rows: int) -> DataError:

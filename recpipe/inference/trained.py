@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from recpipe.backend.chain import Step, as_they_are
+from recpipe.backend.chain import KnownSteps
 from recpipe.backend.convert import convert_on_gpu, revert
 from recpipe.backend.equip import Backend
 from recpipe.backend.matmul import TF32, float32_products, require_units
@@ -47,6 +47,7 @@ from recpipe.pipeline.placed import PlacedModel
 from recpipe.setup.placing import Unplaced
 from recpipe.setup.prepare import assemble_plugins, choose_device, closing_tiers
 from recpipe.tables.capabilities import SavesPlacement
+from recpipe.tables.front import handing_out
 from recpipe.tables.groups import ModelTables, collections_of
 from recpipe.tables.owners import RESIDENT, GroupOwner, group_owners
 from recpipe.tasks.load import fill
@@ -233,7 +234,7 @@ class Scoring:
         self.device = device
         self.tasks = model.called.tasks
         """How to call the model for each of its outputs, by name."""
-        self._steps: dict[nn.Module, list[Step]] = {}
+        self._steps = KnownSteps(model.module)
 
     def batches(self, split: SplitName) -> EvalLoader:
         """The batches of a split of the data, as training's evaluation reads them."""
@@ -250,12 +251,10 @@ class Scoring:
 
         ``UserError`` if it is unclear what the model predicts, or if labels are missing.
         """
-        found = scored(self.model.called, batches, labelled)
-        while True:
-            with as_they_are(self._steps):
-                one = next(found, None)
-            if one is None:
-                return
+        for batch in batches:
+            # Looked up before the model asks, since it is known here that the ids have been checked.
+            with self._steps.used(), handing_out(self.model.look_up(batch)):
+                (one,) = scored(self.model.called, [batch], labelled)
             yield one
 
 

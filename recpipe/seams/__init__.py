@@ -63,7 +63,15 @@ with private_names():
         unlock,
         unlocking,
     )
-    from recpipe.seams.tables import Views, has_hooks, module_name, share_hooks, tbe_views, update_by_table
+    from recpipe.seams.tables import (
+        Views,
+        has_hooks,
+        look_up_only,
+        module_name,
+        share_hooks,
+        tbe_views,
+        update_by_table,
+    )
 
 __all__ = [
     "MEAN",
@@ -108,6 +116,7 @@ __all__ = [
     "local_shards",
     "look_up_each_id",
     "look_up_nbit",
+    "look_up_only",
     "module_name",
     "onednn_takes_bfloat16",
     "own_lookups",

@@ -15,6 +15,7 @@ from torch import nn
 
 from recpipe.common.versions import private
 
+_look_up_on_cpu = private(torch.ops.fbgemm, "split_embedding_codegen_forward_cpu").default
 _TAKEN = frozenset(dir(nn.ModuleDict()))
 Views = tuple[torch.Tensor, torch.Tensor]
 """A table's weights [rows, D], in their storage type, and optimizer state float32 [rows, S] (S may be 0),
@@ -63,6 +64,32 @@ def share_hooks(module: nn.Module, successor: nn.Module) -> None:
     for name in CALL_HOOKS:
         if name in vars(module):
             setattr(successor, name, getattr(module, name))
+
+
+def look_up_only(
+    tbe: SplitTableBatchedEmbeddingBagsCodegen,
+    ids: torch.Tensor,
+    offsets: torch.Tensor,
+    weights: torch.Tensor | None,
+) -> torch.Tensor:
+    """What a TBE of sums on a CPU returns, float32 [B, F * D], by the kernel that it calls itself.
+
+    It prepares no backward pass, which takes longer than to look a few samples up. ``ids`` and ``offsets``
+    are int64, ``weights`` float32.
+    """
+    found: torch.Tensor = _look_up_on_cpu(
+        tbe.weights_host,
+        tbe.weights_offsets,
+        tbe.D_offsets,
+        tbe.total_D,
+        tbe.hash_size_cumsum,
+        ids,
+        offsets,
+        int(tbe.pooling_mode),
+        weights,
+        tbe.output_dtype,
+    )
+    return found
 
 
 def tbe_views(tbe: SplitTableBatchedEmbeddingBagsCodegen) -> list[Views]:

@@ -152,7 +152,7 @@ class Front(ABC, nn.Module):
         for group in self.groups:
             sizes = np.array(group.tables.layout.rows)[group.tables.table_of]
             try:
-                require_ids(in_order(without_weights(features), group.tables.features), sizes.tolist())
+                require_ids(in_order(without_weights(features), group.tables.features), sizes)
             except DataError as fault:
                 raise DataError(f"the model calls its collection '{self.path}': {fault}") from fault
 
@@ -293,7 +293,7 @@ class BagFront(Front, EmbeddingBagCollectionInterface):  # type: ignore[misc]
         self._weighted: bool = replaced.is_weighted()
         self.dims = [table.embedding_dim for table in self.configs for _ in table.feature_names]
         means = [table.pooling == PoolingType.MEAN for table in self.configs for _ in table.feature_names]
-        self._means = np.array(means)
+        self._means, self._any_means = np.array(means), any(means)
         self._sums: dict[tuple[tuple[int, ...], torch.device], torch.Tensor] = {}
         """By a group's places and the device, which of its features are summed, bool [F], for groups with
         features of both kinds."""
@@ -312,7 +312,7 @@ class BagFront(Front, EmbeddingBagCollectionInterface):  # type: ignore[misc]
     def can_have_room(self) -> bool:
         """Whether its pooled rows are the sums of a single group, so that room in front of them costs
         nothing."""
-        return len(self.groups) == 1 and not self._means.any() and not self.sums
+        return len(self.groups) == 1 and not self._any_means and not self.sums
 
     @property
     def sums(self) -> bool:
@@ -351,6 +351,8 @@ class BagFront(Front, EmbeddingBagCollectionInterface):  # type: ignore[misc]
 
     def _meant(self, group: Group, pooled: torch.Tensor, features: KeyedJaggedTensor) -> torch.Tensor:
         """Divide the sums in ``pooled`` by the number of ids, for tables that want means."""
+        if not self._any_means:
+            return pooled
         means = self._means[list(group.places)]
         if not means.any():
             return pooled

@@ -30,6 +30,9 @@ class Inputs:
 
     def __init__(self, tables: ModelTables, places: Sequence[Sequence[Place]]) -> None:
         self.tables, self.places = tables, tuple(places)
+        self._rows = [
+            np.array(group.tables.layout.rows, np.uint64)[group.tables.table_of] for group in tables.groups
+        ]
 
     @classmethod
     def of(cls, tables: ModelTables, batch: object, made: Collection[str] = ()) -> Inputs:
@@ -72,10 +75,8 @@ class Inputs:
 
     def require_ids(self, each: GroupIds) -> None:
         """``DataError`` if an id is not in its table."""
-        for group, ids in zip(self.tables.groups, each, strict=True):
+        for rows, ids in zip(self._rows, each, strict=True):
             if ids is not None:
-                sizes = group.tables.layout.rows
-                rows = [sizes[table] for table in group.tables.table_of]
                 require_ids(ids, rows)
 
     def lookups(self, batch: object) -> Bags:

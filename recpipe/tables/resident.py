@@ -41,6 +41,7 @@ class ResidentCollection(AllResident):
         self.device = device
         # The first table is never looked up: its empty bags are the room for the dense vector.
         bare = tables.pooled and not tables.weighted
+        self._sums_on_cpu = tables.pooled and device.type == "cpu"
         self._has_room = room and groups == 1 and device.type == "cpu" and bare
         ahead = [1] if self._has_room else []
         cuts = [len(tables.tables) * group // groups for group in range(groups + 1)]
@@ -90,7 +91,11 @@ class ResidentCollection(AllResident):
         offsets = sparse.offsets()
         if self._has_room:
             offsets = self._with_empty_bags(offsets, sparse.stride())
-        rows: torch.Tensor = self.tbes[0](sparse.values().long(), offsets.long(), self._weights(sparse))
+        tbe, inputs = self.tbes[0], (sparse.values().long(), offsets.long(), self._weights(sparse))
+        if self._sums_on_cpu and not torch.is_grad_enabled():
+            assert isinstance(tbe, SplitTableBatchedEmbeddingBagsCodegen)
+            return seams.look_up_only(tbe, *inputs)
+        rows: torch.Tensor = tbe(*inputs)
         return rows
 
     def _weights(self, sparse: KeyedJaggedTensor) -> torch.Tensor | None:

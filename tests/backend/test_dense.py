@@ -48,6 +48,17 @@ def test_logits_and_gradients_are_those_of_the_modules() -> None:
         torch.testing.assert_close(found[key], value, rtol=1e-5, atol=2e-6, msg=lambda m, k=key: f"{k}: {m}")
 
 
+@pytest.mark.parametrize("bfloat16", [False, True])
+def test_logits_without_gradients_have_the_same_bits(bfloat16: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    expected, made = step(model(converted=True), bfloat16)["logits"], model(converted=True)
+    torch.manual_seed(2)
+    features, pooled = torch.randn(BATCH, 4), torch.randn(BATCH, FEATURES, DIM)
+    for function in (dense._Chain, dense._Interaction):  # they are for gradients alone
+        monkeypatch.setattr(function, "apply", None)
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16, enabled=bfloat16):
+        assert score(made, features, pooled).float().equal(expected)
+
+
 def leave_out_mirror_images(monkeypatch: pytest.MonkeyPatch) -> None:
     """From here on products' mirror images get no gradient of their own."""
     right = dense._symmetric

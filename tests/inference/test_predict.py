@@ -19,6 +19,7 @@ from recpipe import cli
 from recpipe.errors import DataError, UserError
 from recpipe.inference import predict as prediction
 from recpipe.inference.trained import open_trained
+from recpipe.tables import front, inputs
 from tests.data.conftest import TABLES, make_row
 from tests.inference.answers import PLAIN, SMALL, Answers, clicks, put
 from tests.processes import Child
@@ -49,6 +50,16 @@ def test_a_row_of_the_output_is_of_the_row_of_the_input(answers: Answers, tmp_pa
     shuffled = np.concatenate([alone[1:], alone[:1]])  # the control: rows moved by one are another answer
     assert not np.allclose(found.column("score").to_numpy(), shuffled, rtol=1e-5)
     assert not list(tmp_path.glob(".scores*"))
+
+
+def test_each_id_is_checked_once(answers: Answers, monkeypatch: pytest.MonkeyPatch) -> None:
+    expected, checked = recpipe.predict(answers.folder, answers.file, quiet=True), []
+    for module in (inputs, front):
+        own = module.require_ids
+        monkeypatch.setattr(module, "require_ids", lambda *given, own=own: checked.append(own) or own(*given))
+    found = recpipe.predict(answers.folder, answers.file, "data.batch_size=1000", quiet=True)
+    np.testing.assert_allclose(found, expected, rtol=1e-5)
+    assert len(checked) == 3
 
 
 def test_scores_are_those_of_the_evaluation(answers: Answers, tmp_path: Path) -> None:

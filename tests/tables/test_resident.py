@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
+import numpy as np
 import pytest
 import torch
+from torchrec.modules.embedding_configs import DataType
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
+from recpipe import seams
 from recpipe.tables.build import tbe_count
 from recpipe.tables.config import TierConfig
 from recpipe.tables.resident import ResidentCollection
@@ -64,6 +69,43 @@ def test_features_in_another_order_find_their_tables() -> None:
     made, sparse = trained(1), ids(3)
     shuffled = sparse.permute(list(reversed(range(len(NAMES)))))
     assert torch.equal(made(sparse).values(), made(shuffled).values())
+
+
+@pytest.mark.parametrize("storage", [DataType.FP32, DataType.FP16])
+@pytest.mark.parametrize("weighted", [False, True])
+@pytest.mark.parametrize("optimizer", ["sgd", "adagrad", "rowwise_adagrad"])
+def test_rows_looked_up_without_gradients_have_the_same_bits(
+    optimizer: str, weighted: bool, storage: DataType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = ResidentCollection(replace(table_set(optimizer), weighted=weighted, storage=storage), CPU)
+    taken = []
+    short = seams.look_up_only
+    monkeypatch.setattr(seams, "look_up_only", lambda *given: taken.append(0) or short(*given))
+    empty = KeyedJaggedTensor(
+        NAMES, torch.empty(0, dtype=torch.int64), lengths=torch.empty(0, dtype=torch.int64)
+    )
+    for number, sparse in enumerate((ids(5), empty)):
+        weights = torch.rand(len(sparse.values()))
+        given = KeyedJaggedTensor(NAMES, sparse.values(), weights if weighted else None, sparse.lengths())
+        expected = made.lookup(given)
+        assert len(taken) == number, "a lookup that is trained is the TBE's own"
+        with torch.no_grad():
+            found = made.lookup(given)
+        assert found.equal(expected)
+        assert not found.requires_grad
+    assert len(taken) == 2
+
+
+def test_a_row_for_each_id_is_the_tbes_own_without_gradients_too() -> None:
+    made, sparse = ResidentCollection(replace(table_set(), pooled=False), CPU), ids(5)
+    with torch.no_grad():
+        assert made.lookup(sparse).equal(made.records_of(rows_of(made, sparse))[:, : made.tables.dim])
+
+
+def rows_of(made: ResidentCollection, sparse: KeyedJaggedTensor) -> np.ndarray:
+    """Rows of the ids, numbered over all tables."""
+    bases = made.tables.layout.bases[made.tables.table_of]
+    return sparse.values().numpy() + np.repeat(bases, sparse.length_per_key())
 
 
 def test_how_many_tbes() -> None:
