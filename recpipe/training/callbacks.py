@@ -47,6 +47,8 @@ REFUSED = {
     "ProgressBar": _OWN_BAR,  # and RichProgressBar and TQDMProgressBar, which are some
 }
 """Lightning's classes that a run cannot have, nor those made from them: why, and what there is instead."""
+NO_HOOK = "on_before_backward"
+"""The hook of callbacks that a step, whose parts each go forward and backward, has no place for."""
 
 
 def make_callbacks(chosen: Sequence[Mapping[str, Any]], checkpoints: Path) -> list[L.Callback]:
@@ -60,6 +62,7 @@ def make_callbacks(chosen: Sequence[Mapping[str, Any]], checkpoints: Path) -> li
             _allow(kind, key)
         callback = make(L.Callback, wanted, key)
         _allow(type(callback), key)
+        _check_hooks(callback, key)
         if isinstance(callback, ModelCheckpoint) and callback.dirpath is None:
             callback.dirpath = str(checkpoints.absolute())
         made.append(callback)
@@ -77,6 +80,20 @@ def check_callbacks(brought: Iterable[Owned[L.Callback]]) -> None:
     """``PluginError`` if a plugin has brought a callback that is in ``REFUSED``."""
     for owned in brought:
         _allow(type(owned.part), str(owned), PluginError)
+        _check_hooks(owned.part, str(owned), PluginError)
+
+
+def overrides(callback: L.Callback, hook: str) -> bool:
+    """Whether a callback has a ``hook`` of its own: its class's, or the object's, as ``LambdaCallback``'s."""
+    return getattr(getattr(callback, hook), "__func__", None) is not getattr(L.Callback, hook)
+
+
+def _check_hooks(callback: L.Callback, where: str, error: type[UserError] = UserError) -> None:
+    if overrides(callback, NO_HOOK):
+        raise error(
+            f"{where}: {NO_HOOK}() of {type(callback).__name__} would never be called: the passes of a step "
+            "go forward and backward part by part; use on_train_batch_start() or on_after_backward()"
+        )
 
 
 def _allow(kind: type, where: str, error: type[UserError] = UserError) -> None:

@@ -28,6 +28,7 @@ from recpipe.pipeline.sync import add_up
 from recpipe.pipeline.update_graph import record_steps
 from recpipe.tables.beside import Beside
 from recpipe.tables.capabilities import SavesPlacement
+from recpipe.training.callbacks import overrides
 from recpipe.training.divergence import first_bad_tensor
 from recpipe.training.evaluation import Evaluation, Stop
 from recpipe.training.generators import random_state, set_random_state
@@ -123,6 +124,7 @@ class RankingModule(PlainAttributes, L.LightningModule):
         """
         optimizer = self.optimizers()
         assert not isinstance(optimizer, list)
+        self._call_hook("on_before_zero_grad", getattr(optimizer, "optimizer", optimizer))
         for parameter in self.dense:
             parameter.grad = None
         with self.around_step(batch.batch):
@@ -133,6 +135,7 @@ class RankingModule(PlainAttributes, L.LightningModule):
             if self.looks_each_step and not math.isfinite(loss.item()):
                 raise UserError(self._diverged(batch.batch))
             with phase("dense optimizer"), self._beside_tables():
+                self._call_hook("on_after_backward")
                 optimizer.step()
             with phase("embedding backward and update"):
                 self.model.embeddings.update()
@@ -168,6 +171,11 @@ class RankingModule(PlainAttributes, L.LightningModule):
     def on_train_epoch_end(self) -> None:
         """Tell the loader that the epoch has ended: Lightning does not ask for a batch after the last one."""
         self.loader.end_epoch()
+
+    def _call_hook(self, name: str, *given: Any) -> None:
+        """Call a hook of callbacks that Lightning calls only where it makes the step itself."""
+        for callback in self.trainer.callbacks:  # type: ignore[attr-defined]
+            getattr(callback, name)(self.trainer, self, *given)
 
     @contextmanager
     def _beside_tables(self) -> Iterator[None]:
@@ -309,4 +317,4 @@ class RankingModule(PlainAttributes, L.LightningModule):
 
 def _sees_gradients(callback: L.Callback) -> bool:
     """Whether a callback is called between the backward pass and the dense optimizer's step."""
-    return type(callback).on_before_optimizer_step is not L.Callback.on_before_optimizer_step
+    return any(overrides(callback, hook) for hook in ("on_after_backward", "on_before_optimizer_step"))
