@@ -243,6 +243,7 @@ class Meter:
         self._task = None
         for outer in self._outer:
             outer.inner -= 1
+            outer._shown = perf_counter()
         self._outer = ()
 
     def __enter__(self) -> Meter:

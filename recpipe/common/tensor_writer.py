@@ -83,8 +83,9 @@ def new_tensors(
 def write_tensors(
     file: Path, tensors: Mapping[str, Streamed], types: Mapping[str, str] = MappingProxyType({})
 ) -> None:
-    """Write ``tensors`` to ``file`` one after the other, as ``new_tensors`` does."""
-    with new_tensors(file, {name: shape for name, (shape, _) in tensors.items()}, None, types) as put:
+    """Write ``tensors`` to ``file`` one after the other, as ``new_tensors`` does, ``durable``."""
+    shapes = {name: shape for name, (shape, _) in tensors.items()}
+    with new_tensors(file, shapes, None, types, durable=True) as put:
         for name, (_, blocks) in tensors.items():
             number = 0
             for block in blocks:

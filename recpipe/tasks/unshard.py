@@ -4,7 +4,7 @@ file; ``model.pretrained=FILE`` starts a run from such a file."""
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,8 +17,11 @@ from torch import nn
 from recpipe.checkpoint.manifest import TABLES
 from recpipe.checkpoint.table_files import saved_weights
 from recpipe.checkpoint.table_io import naming, newest, open_checkpoint
+from recpipe.common.console import alone, heard
+from recpipe.common.counting import counting
 from recpipe.common.durable import sync
 from recpipe.common.owned import require_absent, written_alone
+from recpipe.common.quiet import quieted
 from recpipe.common.saved import entries, tensor
 from recpipe.common.tensor_files import FLOATS, INT64, TensorFiles
 from recpipe.common.tensor_writer import Streamed, write_tensors
@@ -36,7 +39,8 @@ def unshard_command(words: Sequence[str]) -> int:
         if key != "overwrite" or value.lower() not in ("true", "false"):
             raise UserError(f"recpipe unshard takes overwrite=true after the file, not '{shown(word)}'")
         overwrite = value.lower() == "true"
-    return unshard(Path(words[0]), Path(words[1]), overwrite)
+    with quieted(), alone(), heard(None):
+        return unshard(Path(words[0]), Path(words[1]), overwrite)
 
 
 def unshard(checkpoint: Path, target: Path, overwrite: bool = False) -> int:
@@ -51,22 +55,31 @@ def unshard(checkpoint: Path, target: Path, overwrite: bool = False) -> int:
     dense = saved_dense(directory, open_checkpoint(directory))
     tensors: dict[str, Streamed] = {name: (value.shape, [_array(value)]) for name, value in dense.items()}
     types = {name: INT64 for name, value in dense.items() if not value.is_floating_point()}
-    for name, weights in saved_weights(directory / TABLES).items():
-        if name in tensors:
-            raise UserError(f"table '{name}' has the name of a dense parameter; rename the table")
-        tensors[name] = weights
+    tables = saved_weights(directory / TABLES)
+    clash = min(tables.keys() & tensors.keys(), default=None)
+    if clash is not None:
+        raise UserError(f"table '{clash}' has the name of a dense parameter; rename the table")
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
-        alone = written_alone("", target, overwrite, ("unshard", str(directory)))
-        with alone, tempfile.TemporaryDirectory(dir=target.parent, prefix=".unshard-") as folder:
+        owned = written_alone("", target, overwrite, ("unshard", str(directory)))
+        with owned, tempfile.TemporaryDirectory(dir=target.parent, prefix=".unshard-") as folder:
             partial = Path(folder, "file")
-            write_tensors(partial, tensors, types)
-            sync(partial)
+            with counting("writing rows", sum(shape[0] for shape, _ in tables.values())) as add:
+                tensors |= {n: (shape, _told(blocks, add)) for n, (shape, blocks) in tables.items()}
+                write_tensors(partial, tensors, types)
+                sync(partial)
             partial.replace(target)
     except OSError as fault:
         raise UserError(f"cannot write {target}: {fault.strerror}; choose another file") from fault
     print(f"wrote {target}: {len(tensors)} tensors of {directory}")
     return 0
+
+
+def _told(blocks: Iterable[NDArray[np.float32]], add: Callable[[int], None]) -> Iterator[NDArray[np.float32]]:
+    """The ``blocks`` of rows; ``add`` is told how many have been written."""
+    for block in blocks:
+        yield block
+        add(len(block))
 
 
 def _array(value: torch.Tensor) -> NDArray[Any]:

@@ -112,7 +112,8 @@ def test_a_block_inside_shows_itself_alone(clock: Clock, lines: Lines) -> None:
             clock.now += 5
             meter.show(0.5, "measuring")
         lines.found.clear()
-        assert lines.wait_for(1) == ["building  0:00:05"]
+        clock.now += 3
+        assert lines.wait_for(1) == ["building  0:00:08"], "not sooner after what was shown inside"
 
 
 def test_nothing_is_left_of_it(clock: Clock) -> None:

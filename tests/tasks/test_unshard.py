@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -12,11 +13,12 @@ import pytest
 import torch
 from safetensors.numpy import load_file, save_file
 
+from recpipe.common import console
 from recpipe.common.tensor_files import TensorFiles
 from recpipe.config.compose import compose
 from recpipe.errors import UserError
 from recpipe.run import run
-from recpipe.tasks.unshard import unshard
+from recpipe.tasks.unshard import unshard, unshard_command
 from tests.mutations import reseal
 
 RECIPE = (
@@ -67,6 +69,16 @@ def test_a_run_starts_from_it(trained: Path, tmp_path: Path, overrides: tuple[st
     for name, expected in load_file(trained / "all.safetensors").items():
         if name in found:
             np.testing.assert_array_equal(found[name], expected)
+
+
+def test_rows_that_are_written_are_shown(
+    trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(console, "LINE_SECONDS", 0.0)
+    assert unshard_command([str(trained / "saved"), str(tmp_path / "all.safetensors")]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert re.match(r"\d\d:\d\d:\d\d  writing rows  3,140/3,140", lines[-2])
+    assert lines[-1].startswith("wrote ")
 
 
 def test_tables_keep_their_names_through_sharding(tmp_path: Path) -> None:
