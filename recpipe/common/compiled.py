@@ -116,7 +116,7 @@ def _with_its_functions(function: FunctionType) -> FunctionType:
 
 def _numba() -> Any:
     try:
-        import numba  # here, since runs with resident tables do without it
+        import numba  # here, since runs with resident tables and ids that are rows do without it
     except ImportError as fault:  # it refuses a numpy that is newer than it is
         raise UserError(
             f"numba, which compiles loops, cannot be imported ({shown(fault, 200)}): pip install -U numba"

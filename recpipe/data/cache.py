@@ -19,8 +19,9 @@ from recpipe.common.own_cache import CACHE_HOME, default_cache_dir, own_folder, 
 from recpipe.common.sizes import Amount, readable_bytes
 from recpipe.data.columns import Columns
 from recpipe.data.dataset import Schema
-from recpipe.data.preparation import Preparation
-from recpipe.data.prepared import FORMAT_VERSION, META, PreparedWriter, check_prepared
+from recpipe.data.preparation import IdRule, Preparation
+from recpipe.data.prepared import FORMAT_VERSION, META, check_prepared
+from recpipe.data.writer import PreparedWriter
 from recpipe.errors import DataError
 
 log = logging.getLogger(__name__)
@@ -32,11 +33,14 @@ class Source(Protocol):
     """Files of one format, read once from beginning to end.
 
     ``blocks`` yields cleaned samples, each time with the share of the input read so far, in [0, 1];
-    ``rejected_rows`` is final when ``blocks`` ends. ``recipe`` holds all settings that the samples depend on.
+    ``rejected_rows`` is final when ``blocks`` ends. ``kept`` says what the ids of these are, and so what
+    ``recpipe.data.fold`` makes rows of. ``recipe`` holds all settings that they depend on: the rows of tables
+    only where rows of the files are left out for ids beyond them.
     """
 
     schema: Schema
     preparation: Preparation
+    kept: IdRule
     recipe: dict[str, Any]
     rejected_rows: int
 
@@ -120,7 +124,7 @@ def _make_room(root: Path, own: Path, limit: Amount | None) -> None:
 def _fault(source: Source, target: Path) -> DataError | None:
     """What is wrong with the prepared data in ``target``."""
     try:
-        check_prepared(target, source.schema, source.multi_hot)
+        check_prepared(target, source.schema, source.multi_hot, source.preparation.text, source.kept)
     except DataError as fault:
         return fault
     return None
@@ -134,7 +138,9 @@ def _write(source: Source, target: Path) -> None:
     log.info("preparing %s%s, %s, for this and later runs", source.files[0], others, size)
     started = time.perf_counter()
     try:
-        with PreparedWriter(temporary, source.schema, source.multi_hot) as writer, Meter() as meter:
+        text = source.preparation.text
+        opened = PreparedWriter(temporary, source.schema, source.multi_hot, text, source.kept)
+        with opened as writer, Meter() as meter:
             for columns, share in source.blocks():
                 writer.append(columns)
                 if meter.due:

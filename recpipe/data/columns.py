@@ -14,7 +14,8 @@ from recpipe.data.batch import Batch
 from recpipe.data.dataset import Schema
 
 Float32 = NDArray[np.float32]
-Int32 = NDArray[np.int32]
+Ids = NDArray[np.integer]
+Bits = NDArray[np.uint8]
 Int64 = NDArray[np.int64]
 
 
@@ -22,26 +23,34 @@ Int64 = NDArray[np.int64]
 class MultiHot:
     """One multi-hot feature of n samples: sample i holds ``values[offsets[i]:offsets[i + 1]]``.
 
-    values int32, offsets int64 [n + 1]. ``offsets[0]`` need not be 0, and there may be values beyond the last
-    offset.
+    values of whole numbers, offsets int64 [n + 1]. ``offsets[0]`` need not be 0, and there may be values
+    beyond the last offset. ``missing``: as of ``Columns``, for the values.
     """
 
-    values: Int32
+    values: Ids
     offsets: Int64
+    missing: Bits | None = None
 
     def trimmed(self) -> MultiHot:
         """The same bags with only their own values and offsets that begin at 0."""
-        return MultiHot(self.values[self.offsets[0] : self.offsets[-1]], self.offsets - self.offsets[0])
+        low, high = self.offsets[0], self.offsets[-1]
+        missing = None if self.missing is None else self.missing[low:high]
+        return MultiHot(self.values[low:high], self.offsets - low, missing)
 
 
 @dataclass
 class Columns:
-    """n samples: labels float32 [n], dense float32 [n, D], ids int32 [n, one-hot features], other bags."""
+    """n samples: labels float32 [n], dense float32 [n, D], ids [n, one-hot features], other bags.
+
+    Ids are rows of tables or, as a source gives them, what ``recpipe.data.fold`` makes rows of. ``missing``:
+    which of these are not there, bits uint8 [n, features / 8] as packbits makes them; None: none.
+    """
 
     labels: Float32
     dense: Float32
-    ids: Int32
+    ids: Ids
     bags: dict[str, MultiHot] = field(default_factory=dict)
+    missing: Bits | None = None
 
     def __len__(self) -> int:
         return len(self.labels)
@@ -49,8 +58,12 @@ class Columns:
     def __getitem__(self, rows: slice) -> Columns:
         """Samples ``[start, stop)``; views, no copies."""
         low, high, _ = rows.indices(len(self))
-        bags = {name: MultiHot(bag.values, bag.offsets[low : high + 1]) for name, bag in self.bags.items()}
-        return Columns(self.labels[low:high], self.dense[low:high], self.ids[low:high], bags)
+        bags = {
+            name: MultiHot(bag.values, bag.offsets[low : high + 1], bag.missing)
+            for name, bag in self.bags.items()
+        }
+        missing = None if self.missing is None else self.missing[low:high]
+        return Columns(self.labels[low:high], self.dense[low:high], self.ids[low:high], bags, missing)
 
 
 def concatenate(parts: Sequence[Columns]) -> Columns:
@@ -61,12 +74,31 @@ def concatenate(parts: Sequence[Columns]) -> Columns:
     for name in parts[0].bags:
         own = [part.bags[name].trimmed() for part in parts]
         lengths = np.concatenate([np.diff(bag.offsets) for bag in own])
-        bags[name] = MultiHot(np.concatenate([bag.values for bag in own]), offsets_of(lengths))
+        missing = _joined_bits([bag.missing for bag in own], [len(bag.values) for bag in own], 1)
+        bags[name] = MultiHot(np.concatenate([bag.values for bag in own]), offsets_of(lengths), missing)
     return Columns(
         np.concatenate([part.labels for part in parts]),
         np.concatenate([part.dense for part in parts]),
         np.concatenate([part.ids for part in parts]),
         bags,
+        _joined_bits([part.missing for part in parts], list(map(len, parts)), parts[0].ids.shape[1]),
+    )
+
+
+def bits_of(missing: NDArray[np.bool_]) -> Bits | None:
+    """``Columns.missing`` of bool [n, features]."""
+    return np.packbits(missing, axis=1) if missing.any() else None
+
+
+def _joined_bits(parts: Sequence[Bits | None], sizes: Sequence[int], features: int) -> Bits | None:
+    if all(part is None for part in parts):
+        return None
+    shapes = [(size, -(-features // 8)) for size in sizes]
+    return np.concatenate(
+        [
+            np.zeros(shape, np.uint8) if part is None else part
+            for part, shape in zip(parts, shapes, strict=True)
+        ]
     )
 
 
@@ -90,7 +122,7 @@ class BatchMaker:
         self._ones: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
 
     def __call__(self, columns: Columns) -> Batch:
-        """A batch of copies, which outlives the arrays (or files) behind ``columns``."""
+        """A batch of copies, but for int64 ids, so that it outlives the files behind ``columns``."""
         sparse = self._mixed(columns) if self.multi_hot else self._one_hot(columns)
         dense = torch.from_numpy(np.array(columns.dense, np.float32))
         return Batch(dense, sparse, torch.from_numpy(np.array(columns.labels, np.float32)))
@@ -103,8 +135,7 @@ class BatchMaker:
                 torch.arange(size * features + 1),
             )
         lengths, offsets = self._ones[size]
-        values = np.empty((features, size), np.int64)
-        np.copyto(values, columns.ids.T)
+        values = np.ascontiguousarray(columns.ids.T, np.int64)
         return KeyedJaggedTensor(
             keys=self.names,
             values=torch.from_numpy(values.reshape(-1)),

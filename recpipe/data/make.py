@@ -25,6 +25,7 @@ from recpipe.data.config import (
 )
 from recpipe.data.dataset import Dataset, NumberedDataset
 from recpipe.data.files import input_files
+from recpipe.data.fold import BeyondTable
 from recpipe.data.prepared import PreparedDataset
 from recpipe.data.sources import criteo
 from recpipe.data.sources.criteo import CriteoSource
@@ -72,7 +73,13 @@ def _open(config: DataConfig, seed: int) -> Dataset:
     log.info("reading data: %s", config.path)
     cache_dir = Path(config.cache_dir).expanduser() if config.cache_dir else None
     source = open_source(config)
-    dataset = PreparedDataset(prepare(source, cache_dir, config.cache_limit), config.eval_fraction)
+    directory = prepare(source, cache_dir, config.cache_limit)
+    try:
+        dataset = PreparedDataset(directory, config.eval_fraction, source.schema)
+    except BeyondTable:
+        for _ in source.blocks():
+            pass  # until the first bad row, of which the source says more
+        raise
     dataset.preparation = source.preparation
     return dataset
 

@@ -1,14 +1,17 @@
 """Prepared data: memory-mapped columns in a directory, written once and read by slicing.
 
-A directory holds ``meta.json`` (format version, features and table rows, samples, rejected rows, digests),
-``label.npy`` float32 [N], ``dense.npy`` float32 [N, D], ``ids.npy`` int32 [N, one-hot features] and, for each
-multi-hot feature, ``<name>.values.npy`` int32 and ``<name>.offsets.npy`` int64 [N + 1].
+A directory holds ``meta.json`` (format version, features, samples, rejected rows, digests), ``label.npy``
+float32 [N], ``dense.npy`` float32 [N, D], ``ids.npy`` [N, one-hot features without text], ``text.npy`` uint64
+[N, those with text] and, for each multi-hot feature, ``<name>.values.npy`` and ``<name>.offsets.npy`` int64
+[N + 1]. Ids are as the source gives them (``recpipe.data.fold``), of 4 bytes where all in the file fit; where
+ids are missing, ``missing.npy`` uint8 [N, one-hot features / 8] and ``<name>.missing.npy`` have bits.
+``digest-*.json`` has the digest of the rows that they become in tables of certain sizes.
 """
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
-import io
 import json
 import os
 import zlib
@@ -17,22 +20,27 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
-from types import TracebackType
-from typing import Any
+from typing import Any, cast
 from urllib.parse import quote
 
 import numpy as np
-from numpy.typing import DTypeLike, NDArray
+from numpy.typing import NDArray
 
 from recpipe.common.console import Meter
+from recpipe.common.own_cache import private_files
 from recpipe.data.batch import Batch
 from recpipe.data.columns import BatchMaker, Columns, MultiHot
-from recpipe.data.dataset import NumberedDataset, Schema, SparseFeature
+from recpipe.data.dataset import NumberedDataset, Schema
 from recpipe.data.files import map_npy
+from recpipe.data.fold import Fold
+from recpipe.data.preparation import IdRule
 from recpipe.errors import DataError
 
-FORMAT_VERSION = 2
+FORMAT_VERSION = 3
 META = "meta.json"
+AT_A_TIME = 1 << 20
+"""Ids that are in memory at a time, when all are read."""
+IDS, WORDS, MISSING = "ids.npy", "text.npy", "missing.npy"
 BLOCK = 1 << 22
 """Bytes of a file that have a digest of their own."""
 READERS = 8
@@ -41,55 +49,66 @@ READERS = 8
 
 @dataclass(frozen=True)
 class Meta:
-    """The content of ``meta.json``. ``digest`` is a hash of all arrays, ``multi_hot`` names the features with
-    bags, ``blocks`` has for each file the CRC-32 of its header and of each block of what follows."""
+    """The content of ``meta.json``: columns by name, those with bags (``multi_hot``) and with text, how ids
+    are kept, and for each file its type, the digest of its values, and the CRC-32 of its header and of each
+    block of what follows."""
 
-    schema: Schema
+    dense: tuple[str, ...]
+    sparse: tuple[str, ...]
     multi_hot: tuple[str, ...]
+    text: tuple[str, ...]
+    kept: str
     samples: int
     rejected_rows: int
-    digest: str
+    types: Mapping[str, str]
+    digests: Mapping[str, str]
     blocks: Mapping[str, Sequence[int]]
 
     def to_json(self) -> str:
         """The text of ``meta.json``, whose last entry is a digest of the others."""
-        values = {**self._content(), "format": FORMAT_VERSION, "blocks": dict(self.blocks)}
+        values = {"format": FORMAT_VERSION, **json.loads(json.dumps(vars(self)))}
         return json.dumps({**values, "seal": _seal(values)}, indent=1)
 
     @property
-    def identity(self) -> str:
-        """What tells these data from others; it does not change with the format."""
-        return json.dumps(self._content(), indent=1)
+    def one_hot(self) -> list[str]:
+        """The features without bags."""
+        return [name for name in self.sparse if name not in self.multi_hot]
 
-    def _content(self) -> dict[str, Any]:
-        features = [{"name": feature.name, "rows": feature.rows} for feature in self.schema.sparse]
-        return {
+    def identity(self, schema: Schema, digest: str) -> str:
+        """What tells these data, as rows of tables, from others; it does not change with the format.
+        ``digest``: of all arrays."""
+        features = [{"name": feature.name, "rows": feature.rows} for feature in schema.sparse]
+        content = {
             "format": 1,
-            "dense": list(self.schema.dense),
+            "dense": list(schema.dense),
             "sparse": features,
             "multi_hot": list(self.multi_hot),
             "samples": self.samples,
             "rejected_rows": self.rejected_rows,
-            "digest": self.digest,
+            "digest": digest,
         }
+        return json.dumps(content, indent=1)
 
     @classmethod
     def read(cls, directory: Path) -> Meta:
         """Read ``directory/meta.json``; ``DataError`` if it is not in this format."""
         try:
             values: dict[str, Any] = json.loads((directory / META).read_text())
-            sparse = tuple(SparseFeature(item["name"], int(item["rows"])) for item in values["sparse"])
-            schema = Schema(tuple(values["dense"]), sparse)
             known = values["format"] == FORMAT_VERSION
             seal = values.pop("seal", None)
-            meta = cls(
-                schema,
-                tuple(values["multi_hot"]),
-                int(values["samples"]),
-                int(values["rejected_rows"]),
-                str(values["digest"]),
-                {str(name): list(map(int, blocks)) for name, blocks in values.get("blocks", {}).items()},
-            )
+            if known:
+                lists = {
+                    name: tuple(map(str, values[name])) for name in ("dense", "sparse", "multi_hot", "text")
+                }
+                meta = cls(
+                    **lists,
+                    kept=str(values["kept"]),
+                    samples=int(values["samples"]),
+                    rejected_rows=int(values["rejected_rows"]),
+                    types={str(name): str(kind) for name, kind in values["types"].items()},
+                    digests={str(name): str(digest) for name, digest in values["digests"].items()},
+                    blocks={str(name): list(map(int, own)) for name, own in values["blocks"].items()},
+                )
         except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise DataError(
                 f"{directory}: not a prepared data set ({error}); delete the directory"
@@ -107,137 +126,27 @@ def _seal(values: Mapping[str, Any]) -> str:
     return hashlib.blake2b(json.dumps(values, sort_keys=True).encode(), digest_size=16).hexdigest()
 
 
-class _NpyStream:
-    """A .npy file that grows by blocks of rows; the header is rewritten with the final shape at the end."""
-
-    def __init__(self, path: Path, dtype: DTypeLike, row: tuple[int, ...] = ()) -> None:
-        self.dtype, self.row, self.rows = np.dtype(dtype), row, 0
-        self.digest = hashlib.blake2b(digest_size=16)
-        self.path, self.blocks, self._filled = path, [0], BLOCK
-        self.file = path.open("wb")
-        self.start = self._header()
-
-    def _header(self) -> int:
-        """Write the header; returns how long it is."""
-        shape = (self.rows, *self.row)
-        written = io.BytesIO()
-        np.lib.format.write_array_header_1_0(
-            written, {"descr": self.dtype.str, "fortran_order": False, "shape": shape}
-        )
-        self.blocks[0] = zlib.crc32(written.getvalue())
-        return self.file.write(written.getvalue())
-
-    def append(self, block: NDArray[Any]) -> None:
-        data = np.ascontiguousarray(block, self.dtype)
-        self.file.write(data.data)
-        self.digest.update(data.data)
-        self.rows += len(block)
-        raw = data.data.cast("B") if data.size else memoryview(b"")
-        while raw:
-            if self._filled == BLOCK:
-                self.blocks.append(0)
-                self._filled = 0
-            part = raw[: BLOCK - self._filled]
-            self.blocks[-1] = zlib.crc32(part, self.blocks[-1])
-            self._filled += len(part)
-            raw = raw[len(part) :]
-
-    def close(self) -> str:
-        self.file.seek(0)
-        assert self._header() == self.start, "numpy reserves room in the header for the first axis to grow"
-        self.file.flush()
-        os.fsync(self.file.fileno())
-        self.file.close()
-        return self.digest.hexdigest()
-
-
-class PreparedWriter:
-    """Appends columns to a prepared data set in ``directory``; memory use does not grow with what is written.
-
-    The directory is complete only after ``finish``: write under a temporary name and rename (see
-    ``cache.prepare``).
-    """
-
-    def __init__(self, directory: Path, schema: Schema, multi_hot: Sequence[str] = ()) -> None:
-        self.directory, self.schema, self.multi_hot = directory, schema, tuple(multi_hot)
-        directory.mkdir(parents=True)
-        one_hot = len(schema.sparse) - len(self.multi_hot)
-        self._label = _NpyStream(directory / "label.npy", np.float32)
-        self._dense = _NpyStream(directory / "dense.npy", np.float32, (len(schema.dense),))
-        self._ids = _NpyStream(directory / "ids.npy", np.int32, (one_hot,))
-        self._values = {name: _NpyStream(bag_file(directory, name, "values"), np.int32) for name in multi_hot}
-        self._offsets = {
-            name: _NpyStream(bag_file(directory, name, "offsets"), np.int64) for name in multi_hot
-        }
-        for stream in self._offsets.values():
-            stream.append(np.zeros(1, np.int64))
-
-    def __enter__(self) -> PreparedWriter:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        for stream in self._streams():
-            stream.file.close()
-
-    def _streams(self) -> list[_NpyStream]:
-        return [self._label, self._dense, self._ids, *self._values.values(), *self._offsets.values()]
-
-    @property
-    def rows(self) -> int:
-        """Samples written so far."""
-        return self._label.rows
-
-    def append(self, columns: Columns) -> None:
-        """Write the samples of ``columns`` after those written before."""
-        self._label.append(columns.labels)
-        self._dense.append(columns.dense)
-        self._ids.append(columns.ids)
-        for name in self.multi_hot:
-            own = columns.bags[name].trimmed()
-            self._offsets[name].append(own.offsets[1:] + self._values[name].rows)
-            self._values[name].append(own.values)
-
-    def finish(self, rejected_rows: int) -> Meta:
-        """Flush all to disk and write ``meta.json``, last of all."""
-        digests = [stream.close() for stream in self._streams()]
-        digest = hashlib.blake2b("".join(digests).encode(), digest_size=16).hexdigest()
-        blocks = {stream.path.name: stream.blocks for stream in self._streams()}
-        meta = Meta(self.schema, self.multi_hot, self._label.rows, rejected_rows, digest, blocks)
-        with (self.directory / META).open("w") as file:
-            file.write(meta.to_json())
-            file.flush()
-            os.fsync(file.fileno())
-        return meta
-
-
 def bag_file(directory: Path, name: str, part: str) -> Path:
     """The file of a multi-hot feature's ``values`` or ``offsets``; its name is safe for any feature name."""
     return directory / f"{quote(name, safe='')}.{part}.npy"
 
 
-def _load(path: Path, dtype: DTypeLike, shape: tuple[int, ...] | None) -> NDArray[Any]:
-    array = map_npy(path)
-    if array.dtype != dtype or (shape is not None and array.shape != shape):
-        raise DataError(
-            f"{path}: {array.dtype} {array.shape} is not what meta.json says; delete {path.parent}"
-        )
-    return np.asarray(array)
-
-
-def check_prepared(directory: Path, schema: Schema, multi_hot: Sequence[str]) -> None:
-    """``DataError`` unless ``directory`` holds complete prepared data of ``schema``, each block as it was
-    written. All of it is read: about 2 GiB a second for each core, where the disk is not slower."""
+def check_prepared(
+    directory: Path,
+    schema: Schema,
+    multi_hot: Sequence[str],
+    text: Sequence[str] = (),
+    kept: IdRule = "unchanged",
+) -> None:
+    """``DataError`` unless ``directory`` holds complete prepared data of the columns of ``schema``, each
+    block as it was written. All of it is read: about 2 GiB a second for each core, where the disk is not
+    slower."""
     meta = Meta.read(directory)
-    if meta.schema != schema or meta.multi_hot != tuple(multi_hot):
+    names = schema.dense, tuple(feature.name for feature in schema.sparse), tuple(multi_hot), tuple(text)
+    if (meta.dense, meta.sparse, meta.multi_hot, meta.text) != names or meta.kept != kept:
         raise DataError(f"{directory}: meta.json is of other features")
-    _map(directory, meta)
-    names = ["label.npy", "dense.npy", "ids.npy"]
-    names += [
-        bag_file(directory, name, part).name for name in meta.multi_hot for part in ("values", "offsets")
-    ]
-    blocks = [block for name in names for block in _blocks(directory / name, meta.blocks.get(name, ()))]
+    _Mapped(directory, meta)
+    blocks = [block for name, digests in meta.blocks.items() for block in _blocks(directory / name, digests)]
     # A few at a time, so that little is in memory, and a damaged block ends it soon.
     with ThreadPoolExecutor(min(READERS, len(os.sched_getaffinity(0)))) as pool, Meter() as meter:
         for done in range(0, len(blocks), 64):
@@ -270,36 +179,114 @@ def _check_block(block: tuple[Path, int, int, int]) -> None:
         )
 
 
-def _map(directory: Path, meta: Meta) -> Columns:
-    n, one_hot = meta.samples, len(meta.schema.sparse) - len(meta.multi_hot)
-    bags = {}
-    for name in meta.multi_hot:
-        offsets = _load(bag_file(directory, name, "offsets"), np.int64, (n + 1,))
-        values = _load(bag_file(directory, name, "values"), np.int32, (int(offsets[-1]),))
-        bags[name] = MultiHot(values, offsets)
-    return Columns(
-        _load(directory / "label.npy", np.float32, (n,)),
-        _load(directory / "dense.npy", np.float32, (n, len(meta.schema.dense))),
-        _load(directory / "ids.npy", np.int32, (n, one_hot)),
-        bags,
-    )
+class _Mapped:
+    """The files of prepared data in memory, read when they are looked at; ``DataError`` if they are not what
+    meta.json says."""
+
+    def __init__(self, directory: Path, meta: Meta) -> None:
+        self.directory, self.meta, n = directory, meta, meta.samples
+        one_hot = meta.one_hot
+        self._of_text = np.array([name in meta.text for name in one_hot], bool)
+        words = int(self._of_text.sum())
+        self._words = self._load(directory / WORDS, (n, words)) if words else None
+        self._columns = Columns(
+            self._load(directory / "label.npy", (n,)),
+            self._load(directory / "dense.npy", (n, len(meta.dense))),
+            self._load(directory / IDS, (n, len(one_hot) - words)),
+            {name: self._bags(name) for name in meta.multi_hot},
+            self._bits(directory / MISSING, (n, -(-len(one_hot) // 8))),
+        )
+
+    def _bags(self, name: str) -> MultiHot:
+        offsets = self._load(bag_file(self.directory, name, "offsets"), (self.meta.samples + 1,))
+        size = int(offsets[-1])
+        values = self._load(bag_file(self.directory, name, "values"), (size,))
+        return MultiHot(values, offsets, self._bits(bag_file(self.directory, name, "missing"), (size, 1)))
+
+    def _bits(self, path: Path, shape: tuple[int, ...]) -> NDArray[np.uint8] | None:
+        return self._load(path, shape) if path.name in self.meta.types else None
+
+    def _load(self, path: Path, shape: tuple[int, ...]) -> NDArray[Any]:
+        array = map_npy(path)
+        if array.dtype.str != self.meta.types.get(path.name) or array.shape != shape:
+            raise DataError(
+                f"{path}: {array.dtype} {array.shape} is not what meta.json says; delete {path.parent}"
+            )
+        return np.asarray(array)
+
+    def between(self, low: int, high: int) -> Columns:
+        """Samples ``low`` to ``high`` (excluded), as the source gave them."""
+        found = self._columns[low:high]
+        if self._words is not None:
+            ids = np.empty((high - low, len(self._of_text)), np.uint64)
+            ids[:, ~self._of_text] = found.ids
+            ids[:, self._of_text] = self._words[low:high]
+            found.ids = ids
+        return found
+
+    def digest(self, fold: Fold) -> str:
+        """A hash of all arrays, with ids as the int32 rows that ``fold`` makes of them; ``BeyondTable`` if
+        one is in no table."""
+        meta, samples = self.meta, self.meta.samples
+        every = samples * len(self._of_text) + sum(len(bag.values) for bag in self._columns.bags.values())
+        step = max(1, AT_A_TIME * samples // max(every, samples, 1))
+        ids = hashlib.blake2b(digest_size=16)
+        values = {name: hashlib.blake2b(digest_size=16) for name in meta.multi_hot}
+        with Meter() as meter:
+            for low in range(0, samples, step):
+                found = fold(self.between(low, min(low + step, samples)))
+                fold.require_rows(found)
+                ids.update(np.ascontiguousarray(found.ids, np.int32).data)
+                for name, own in values.items():
+                    own.update(np.ascontiguousarray(found.bags[name].trimmed().values, np.int32).data)
+                if meter.due:
+                    share = low / samples
+                    meter.show(share, f"hashing rows of tables  {share:.0%}")
+        own_digests = [meta.digests[name] for name in ("label.npy", "dense.npy")]
+        own_digests += [ids.hexdigest(), *(own.hexdigest() for own in values.values())]
+        own_digests += [meta.digests[bag_file(Path(), name, "offsets").name] for name in meta.multi_hot]
+        return hashlib.blake2b("".join(own_digests).encode(), digest_size=16).hexdigest()
 
 
 class PreparedDataset(NumberedDataset):
-    """A prepared directory as a data set; the operating system's page cache is the only cache.
+    """A prepared directory as a data set with the table rows of ``schema``; the operating system's page cache
+    is the only cache.
 
-    ``fingerprint`` covers the arrays' content, the schema and ``eval_fraction``, but not the files' location.
+    ``fingerprint`` covers the content of the arrays as rows of tables, the schema and ``eval_fraction``, but
+    not the files' location. It is found once for each schema, and kept beside the files. ``BeyondTable`` if
+    the data are of rows, and one is not in its table.
     """
 
-    def __init__(self, directory: Path, eval_fraction: float) -> None:
+    def __init__(self, directory: Path, eval_fraction: float, schema: Schema) -> None:
         meta = Meta.read(directory)
         super().__init__(meta.samples, eval_fraction)
-        self.schema, self.rejected_rows = meta.schema, meta.rejected_rows
-        identity = f"{meta.identity} {eval_fraction!r}"
+        self.schema, self.rejected_rows = schema, meta.rejected_rows
+        self._mapped = _Mapped(directory, meta)
+        self._fold = Fold(schema, meta.multi_hot, cast(IdRule, meta.kept))
+        self._make = BatchMaker(schema, meta.multi_hot)
+        identity = f"{meta.identity(schema, self._digest(directory))} {eval_fraction!r}"
         self.fingerprint = hashlib.blake2b(identity.encode(), digest_size=16).hexdigest()
-        self._make = BatchMaker(meta.schema, meta.multi_hot)
-        self._columns = _map(directory, meta)
+        with private_files():
+            self.samples_between(0, 1)  # so that no batch waits for machine code
+
+    def _digest(self, directory: Path) -> str:
+        """That of the arrays, read from the file that has it, or made."""
+        rows = [feature.rows for feature in self.schema.sparse]
+        file = directory / f"digest-{_seal({'rows': rows})}.json"
+        with contextlib.suppress(OSError, ValueError, KeyError, TypeError, AttributeError):
+            values = json.loads(file.read_text())
+            if values.pop("seal") == _seal(values):
+                return str(values["digest"])
+        values = {"rows": rows, "digest": self._mapped.digest(self._fold)}
+        with (
+            contextlib.suppress(OSError),
+            private_files(),
+        ):  # a cache that cannot be written to serves as well
+            partial = file.with_suffix(f".{os.getpid()}")
+            partial.write_text(json.dumps({**values, "seal": _seal(values)}))
+            partial.rename(file)
+        return str(values["digest"])
 
     def samples_between(self, low: int, high: int) -> Batch:
         """Samples ``low`` to ``high`` (excluded), cut out of the mapped files."""
-        return self._make(self._columns[low:high])
+        return self._make(self._fold(self._mapped.between(low, high)))

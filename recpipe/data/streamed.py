@@ -8,6 +8,7 @@ from recpipe.data.batch import Batch
 from recpipe.data.cache import Source
 from recpipe.data.columns import BatchMaker, Columns, concatenate
 from recpipe.data.dataset import Dataset, SplitName
+from recpipe.data.fold import Fold
 
 
 class StreamedDataset(Dataset):
@@ -22,6 +23,7 @@ class StreamedDataset(Dataset):
         self.fingerprint = ""
         self.share = 0.0
         self._make = BatchMaker(source.schema, source.multi_hot)
+        self._fold = Fold(source.schema, source.multi_hot, source.kept)
 
     def size(self, split: SplitName) -> int:
         """0: not known."""
@@ -33,7 +35,7 @@ class StreamedDataset(Dataset):
         """All rows from the first one on, whatever ``first`` and ``part`` are; none of the held-out split."""
         if split == "train":
             for columns in self._cut(batch_size):
-                yield self._make(columns)
+                yield self._make(self._fold(columns))
 
     def _cut(self, size: int) -> Iterator[Columns]:
         """Blocks of ``size`` rows; the last one may be short."""

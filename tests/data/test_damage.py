@@ -18,7 +18,6 @@ from recpipe.data.config import CriteoConfig, DataConfig, NpyConfig, ParquetConf
 from recpipe.data.make import open_dataset
 from recpipe.data.sources import criteo as criteo_module
 from recpipe.data.sources import criteo_text
-from recpipe.data.sources.criteo import criteo_schema
 from recpipe.errors import UserError
 
 from .conftest import TABLES, make_row
@@ -49,9 +48,8 @@ def odd_rows(rng: random.Random, count: int) -> list[bytes]:
 
 def accepted(row: bytes) -> bool:
     """Whether a file of this one row is read."""
-    schema = criteo_schema(TABLES)
     try:
-        criteo_text.parse_plain(row + b"\n", schema)
+        criteo_text.parse_plain(row + b"\n")
     except criteo_text.Malformed:
         return not criteo_text.bad_lines(row + b"\n")[0]
     return True
@@ -81,16 +79,16 @@ def test_a_row_is_good_whatever_stands_beside_it(criteo, tmp_path, monkeypatch):
 
 def test_the_quick_parser_takes_no_row_that_the_slow_one_refuses():
     """Both on each of many rows; and what the slow one takes, the quick one reads."""
-    rng, schema, refused = random.Random(12), criteo_schema(TABLES), 0
+    rng, refused = random.Random(12), 0
     for row in odd_rows(rng, 400):
         text = row + b"\n"
         bad, good = criteo_text.bad_lines(text)
         try:
-            criteo_text.parse_plain(text, schema)
+            criteo_text.parse_plain(text)
             assert not bad, row
         except criteo_text.Malformed:
             refused += 1
-        assert len(criteo_text.parse_block(good, schema)) == good.count(b"\n")
+        assert len(criteo_text.parse_block(good)) == good.count(b"\n")
     assert refused > 50
 
 

@@ -13,8 +13,9 @@ from recpipe.data.batch import Batch, BatchShare
 from recpipe.data.config import NpyConfig, SyntheticConfig
 from recpipe.data.dataset import NumberedDataset
 from recpipe.data.make import open_dataset
-from recpipe.data.prepared import PreparedDataset, PreparedWriter
+from recpipe.data.prepared import PreparedDataset
 from recpipe.data.select import select
+from recpipe.data.writer import PreparedWriter
 from recpipe.distributed.ranks import Ranks, part_of
 from recpipe.errors import DataError
 
@@ -37,7 +38,7 @@ def datasets(tmp_path_factory: pytest.TempPathFactory) -> dict[str, NumberedData
     write_npy(folder / "npy", "day_0", SAMPLES, 1)
     tables = {"a": 1000, "b": 77, "c": 5}
     return {
-        "prepared, bags": PreparedDataset(folder / "bags", 0.25),
+        "prepared, bags": PreparedDataset(folder / "bags", 0.25, SCHEMA),
         "npy": opened(npy(folder)),
         "synthetic": opened(SyntheticConfig(samples=SAMPLES, eval_fraction=0.25, tables=tables)),
         "synthetic, bags": opened(

@@ -14,7 +14,7 @@ from typing import Any
 from recpipe.data.columns import Columns
 from recpipe.data.dataset import Schema, SparseFeature
 from recpipe.data.files import line_blocks
-from recpipe.data.preparation import Preparation
+from recpipe.data.preparation import IdRule, Preparation
 from recpipe.errors import BadRow, DataError, nearest_or_all
 
 DENSE = tuple(f"I{i}" for i in range(1, 14))
@@ -46,7 +46,8 @@ class CriteoSource:
         self.schema = criteo_schema(tables)
         self.multi_hot: tuple[str, ...] = ()
         self.preparation = Preparation("hashed", "signed_log")
-        self.recipe: dict[str, Any] = {"source": "criteo", "tables": dict(tables), "skip": skip_bad_rows}
+        self.kept: IdRule = "hashed"
+        self.recipe: dict[str, Any] = {"source": "criteo", "skip": skip_bad_rows}
         self.rejected_rows = 0
         self._skip, self._labelled = skip_bad_rows, labelled
 
@@ -68,14 +69,14 @@ class CriteoSource:
         from recpipe.data.sources import criteo_text
 
         try:
-            return criteo_text.parse_plain(text, self.schema)
+            return criteo_text.parse_plain(text)
         except criteo_text.Malformed:
             bad, good = criteo_text.bad_lines(text)
         if bad and not self._skip:
             index, row = bad[0]
             raise BadRow(f"{file}, row {line + index}: {criteo_text.fault(row)}")
         self.rejected_rows += len(bad)
-        return criteo_text.parse_block(good, self.schema)
+        return criteo_text.parse_block(good)
 
 
 def _with_labels(text: bytes) -> bytes:

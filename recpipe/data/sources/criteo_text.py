@@ -11,10 +11,9 @@ import pyarrow.compute as pc
 import pyarrow.csv
 from numpy.typing import NDArray
 
-from recpipe.data.columns import Columns, Float32, Int32
-from recpipe.data.dataset import Schema
+from recpipe.data.columns import Columns, Float32, bits_of
 from recpipe.data.sources.criteo import COLUMNS, DENSE, SPARSE
-from recpipe.data.sources.transforms import UInt64, hash_rows, signed_log
+from recpipe.data.sources.transforms import UInt64, signed_log
 from recpipe.errors import shown
 
 # There is only one way to match, so nothing backtracks.
@@ -35,7 +34,7 @@ class Malformed(Exception):
     """The quick parser met a row that may break the format; ``bad_lines`` says which one does."""
 
 
-def parse_plain(text: bytes, schema: Schema) -> Columns:
+def parse_plain(text: bytes) -> Columns:
     """Columns of whole lines of Criteo text; ``Malformed`` if any of them may break the format.
 
     pyarrow accepts more than the format does, depending on its release: numbers with spaces around them, a
@@ -46,13 +45,13 @@ def parse_plain(text: bytes, schema: Schema) -> Columns:
         text = text.replace(b"\r\n", b"\n")
     if text.translate(None, _PLAIN):
         raise Malformed("a byte that few numbers and ids have")
-    return parse_block(text, schema)
+    return parse_block(text)
 
 
-def parse_block(text: bytes, schema: Schema) -> Columns:
-    """Columns of whole lines of Criteo text; none of them may be bad by ``bad_lines``."""
+def parse_block(text: bytes) -> Columns:
+    """Columns of whole lines of Criteo text, with uint64 ids; none of them may be bad by ``bad_lines``."""
     if not text:
-        return Columns(np.empty(0, np.float32), np.empty((0, 13), np.float32), np.empty((0, 26), np.int32))
+        return Columns(np.empty(0, np.float32), np.empty((0, 13), np.float32), np.empty((0, 26), np.uint64))
     whole = pa.csv.ReadOptions(column_names=COLUMNS, block_size=len(text))
     try:
         table = pa.csv.read_csv(pa.BufferReader(text), whole, _PARSE, _CONVERT).combine_chunks()
@@ -62,10 +61,11 @@ def parse_block(text: bytes, schema: Schema) -> Columns:
     dense = np.empty((len(table), len(DENSE)), np.float32)
     for index, array in enumerate(arrays[1:14]):
         dense[:, index] = _signed_log(array)
-    ids = np.empty((len(table), len(SPARSE)), np.int32)
-    for index, feature in enumerate(schema.sparse):
-        ids[:, index] = _hex_rows(arrays[14 + index], feature.rows)
-    return Columns(_labels(arrays[0]), dense, ids)
+    ids = np.empty((len(table), len(SPARSE)), np.uint64)
+    missing = np.empty(ids.shape, bool)
+    for index in range(len(SPARSE)):
+        ids[:, index], missing[:, index] = _hex_keys(arrays[14 + index])
+    return Columns(_labels(arrays[0]), dense, ids, missing=bits_of(missing))
 
 
 def _signed_log(array: pa.Array) -> Float32:
@@ -91,8 +91,8 @@ def _text(array: pa.Array) -> tuple[NDArray[np.int32], NDArray[np.uint8]]:
     return np.diff(offsets), np.frombuffer(data_buffer, np.uint8)[offsets[0] : offsets[-1]]
 
 
-def _hex_rows(array: pa.Array, rows: int) -> Int32:
-    """Table rows of hexadecimal ids of up to 16 digits; row 0 for empty ones."""
+def _hex_keys(array: pa.Array) -> tuple[UInt64, NDArray[np.bool_]]:
+    """Hexadecimal ids of up to 16 digits, and which of them are empty."""
     lengths, digits = _text(array)
     present = lengths > 0
     own = lengths[present]
@@ -105,12 +105,11 @@ def _hex_rows(array: pa.Array, rows: int) -> Int32:
         padded[np.arange(16) >= 16 - own[:, None]] = digits
         words = _hex_words(padded.reshape(-1)).reshape(-1, 2)
         keys = (words[:, 0] << np.uint64(32)) | words[:, 1]
-    ids = hash_rows(keys, rows)
-    if len(ids) == len(lengths):
-        return ids
-    result = np.zeros(len(lengths), np.int32)
-    result[present] = ids
-    return result
+    if len(keys) == len(lengths):
+        return keys, ~present
+    result = np.zeros(len(lengths), np.uint64)
+    result[present] = keys
+    return result, ~present
 
 
 _IS_HEX = np.zeros(256, bool)

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from recpipe.data.checks import RowChecks
 from recpipe.data.columns import Columns
 from recpipe.data.files import check_readable, input_files, map_npy
-from recpipe.data.preparation import Preparation
+from recpipe.data.preparation import IdRule, Preparation
 from recpipe.data.sources.criteo import DENSE, SPARSE, criteo_schema
 from recpipe.errors import DataError
 
@@ -83,12 +83,11 @@ class NpySource:
         self.schema = criteo_schema(tables)
         self.multi_hot: tuple[str, ...] = ()
         self.preparation = Preparation("modulo" if hash_ids else "unchanged", "unchanged")
-        self.recipe: dict[str, Any] = {
-            "source": "npy",
-            "tables": dict(tables),
-            "hash_ids": hash_ids,
-            "skip": skip_bad_rows,
-        }
+        # Of signed and unsigned ids together, neither type holds all.
+        self.kept: IdRule = "modulo" if hash_ids and _alike(found) else "unchanged"
+        self.recipe: dict[str, Any] = {"source": "npy", "hash_ids": hash_ids, "skip": skip_bad_rows}
+        if self.kept == "unchanged" and (hash_ids or skip_bad_rows):  # without, no bad row is left out
+            self.recipe["tables"] = dict(tables)
         self.rejected_rows = 0
         self._triples, self._hash, self._skip = list(found), hash_ids, skip_bad_rows
         self._rows = np.array([feature.rows for feature in self.schema.sparse], np.int64)
@@ -107,7 +106,7 @@ class NpySource:
     ) -> Columns:
         # Both must have the same signedness: numpy would turn uint64 and int64 together into float64.
         ids = sparse.astype(np.int64 if sparse.dtype.kind == "i" else np.uint64)
-        if self._hash:
+        if self._hash and self.kept == "unchanged":
             ids %= self._rows.astype(ids.dtype)
         labels = labels.reshape(-1)
         checks = {file: RowChecks(file, low + 1, len(dense)) for file in triple}
@@ -117,7 +116,7 @@ class NpySource:
         for column, name in enumerate(DENSE):
             values = dense[:, column]
             stored[:, column] = checks[triple.dense].require_finite(values, name, values.__getitem__)
-        for column, rows in enumerate(self._rows.tolist()):
+        for column, rows in enumerate(self._rows.tolist() if self.kept == "unchanged" else ()):
             values, name = ids[:, column], SPARSE[column]
             remedy = f"is not in [0, {rows}): raise data.tables.{name} or pass data.hash_ids=true"
             valid = (values >= 0) & (values < rows)
@@ -126,7 +125,12 @@ class NpySource:
             check.finish(self._skip)
         good = np.logical_and.reduce([check.good for check in checks.values()])
         self.rejected_rows += int(len(good) - good.sum())
-        return Columns(labels[good].astype(np.float32), stored[good], ids[good].astype(np.int32))
+        kept = ids[good] if self.kept == "modulo" else ids[good].astype(np.int32)
+        return Columns(labels[good].astype(np.float32), stored[good], kept)
+
+
+def _alike(found: Sequence[Triple]) -> bool:
+    return len({map_npy(triple.sparse).dtype.kind for triple in found}) == 1
 
 
 def _load(triple: Triple) -> tuple[NDArray[Any], NDArray[Any], NDArray[Any]]:

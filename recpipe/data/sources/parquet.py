@@ -19,13 +19,13 @@ import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
 from recpipe.data.checks import RowChecks
-from recpipe.data.columns import Columns, Float32, Int32, MultiHot, offsets_of
+from recpipe.data.columns import Columns, Float32, Ids, MultiHot, bits_of, offsets_of
 from recpipe.data.config import ParquetConfig
 from recpipe.data.dataset import Schema, SparseFeature
 from recpipe.data.files import input_files
 from recpipe.data.labels import LABEL_KINDS, LabelKind
-from recpipe.data.preparation import Preparation
-from recpipe.data.sources.transforms import hash_rows, signed_log, string_keys
+from recpipe.data.preparation import IdRule, Preparation
+from recpipe.data.sources.transforms import signed_log, string_keys
 from recpipe.errors import DataError, nearest_or_all, shown
 
 SUFFIXES = (".parquet", ".pq")
@@ -61,14 +61,16 @@ class ParquetSource:
             tuple(name for name in self._sparse if _is_text(_element(schema.field(name).type))),
             self.multi_hot,
         )
+        self.kept: IdRule = self.preparation.ids
         self.recipe: dict[str, Any] = {
             "source": "parquet",
             "columns": [self._label, self._dense, self._sparse],
-            "rows": [feature.rows for feature in features],
             "log": self._log,
             "hash_ids": self._hash,
             "skip": skip_bad_rows,
         }
+        if not self._hash and skip_bad_rows:  # which rows are left out depends on them
+            self.recipe["rows"] = [feature.rows for feature in features]
         if self._label_kind != "clicks":  # what older versions prepared is of clicks, without this key
             self.recipe["labels"] = self._label_kind
         self.rejected_rows = 0
@@ -88,47 +90,49 @@ class ParquetSource:
         dense = np.empty((len(batch), len(self._dense)), np.float32)
         for index, name in enumerate(self._dense):
             dense[:, index] = _dense(checks, name, batch.column(name), self._log)
-        scalars: list[Int32] = []
+        scalars: list[Ids] = []
+        absent: list[NDArray[np.bool_]] = []
         bags: dict[str, MultiHot] = {}
         for feature in self.schema.sparse:
             array = _decoded(batch.column(feature.name))
             if feature.name in self.multi_hot:
                 bags[feature.name] = self._bags(checks, feature, array)
             else:
-                rows, valid = self._rows(array, feature.rows)
+                ids, missing, valid = self._ids(array, feature.rows)
                 self._require(checks, feature, valid, array)
-                scalars.append(rows)
+                scalars.append(ids)
+                absent.append(missing)
         ids = np.stack(scalars, 1) if scalars else np.empty((len(batch), 0), np.int32)
-        columns = Columns(labels, dense, ids, bags)
+        columns = Columns(labels, dense, ids, bags, bits_of(np.stack(absent, 1)) if absent else None)
         self.rejected_rows += checks.finish(self._skip)
         return columns if checks.good.all() else _selected(columns, checks.good)
 
-    def _rows(self, array: pa.Array, rows: int) -> tuple[Int32, NDArray[np.bool_]]:
-        """The table rows int32 [n] of an array of ids, and which of them are valid."""
+    def _ids(self, array: pa.Array, rows: int) -> tuple[Ids, NDArray[np.bool_], NDArray[np.bool_]]:
+        """Of an array of ids: their keys uint64 [n], or int32 rows if they are not hashed; which of them are
+        missing, and which are valid."""
         if not self._hash:
             values = _integers(array, missing=-1)
             valid = (values >= 0) & (values < rows)
-            return np.where(valid, values, 0).astype(np.int32), valid
+            return np.where(valid, values, 0).astype(np.int32), np.zeros(len(array), bool), valid
         missing = np.asarray(array.is_null())
         present = array.drop_null()
-        result, valid = np.zeros(len(array), np.int32), np.ones(len(array), bool)
+        result, valid = np.zeros(len(array), np.uint64), np.ones(len(array), bool)
         if _is_text(array.type):
-            keys, valid[~missing] = string_keys(present)
+            result[~missing], valid[~missing] = string_keys(present)
         else:
-            keys = _integers(present).view(np.uint64)
-        result[~missing] = hash_rows(keys, rows)
-        return result, valid
+            result[~missing] = _integers(present).view(np.uint64)
+        return result, missing, valid
 
     def _bags(self, checks: RowChecks, feature: SparseFeature, array: pa.Array) -> MultiHot:
         lengths = pc.fill_null(pc.list_value_length(array), 0).to_numpy(zero_copy_only=False)
         offsets = offsets_of(lengths)
-        values, valid = self._rows(array.flatten(), feature.rows)
+        values, missing, valid = self._ids(array.flatten(), feature.rows)
         if not valid.all():
             wrong = np.bincount(
                 np.searchsorted(offsets, np.flatnonzero(~valid), "right") - 1, minlength=len(array)
             )
             self._require(checks, feature, wrong == 0, array)
-        return MultiHot(values, offsets)
+        return MultiHot(values, offsets, bits_of(missing[:, None]))
 
     def _require(
         self, checks: RowChecks, feature: SparseFeature, valid: NDArray[np.bool_], array: pa.Array
@@ -146,8 +150,11 @@ def _selected(columns: Columns, good: NDArray[np.bool_]) -> Columns:
     bags = {}
     for name, bag in columns.bags.items():
         lengths = np.diff(bag.offsets)
-        bags[name] = MultiHot(bag.values[np.repeat(good, lengths)], offsets_of(lengths[good]))
-    return Columns(columns.labels[good], columns.dense[good], columns.ids[good], bags)
+        own = np.repeat(good, lengths)
+        missing = None if bag.missing is None else bag.missing[own]
+        bags[name] = MultiHot(bag.values[own], offsets_of(lengths[good]), missing)
+    missing = None if columns.missing is None else columns.missing[good]
+    return Columns(columns.labels[good], columns.dense[good], columns.ids[good], bags, missing)
 
 
 def file_schema(file: Path) -> pa.Schema:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from recpipe.data.columns import Float32, Int32
+from recpipe.data.columns import Float32
 
 if TYPE_CHECKING:  # imported here: npy data are hashed without pyarrow
     import pyarrow as pa
@@ -26,7 +26,7 @@ def mix64(keys: UInt64) -> UInt64:
     return mixed
 
 
-def hash_rows(keys: UInt64, rows: int) -> Int32:
+def hash_rows(keys: UInt64, rows: int) -> NDArray[np.int32]:
     """Table rows 1 + mix64(key) % (rows - 1): row 0 is kept for missing values."""
     hashed = mix64(keys)
     hashed %= np.uint64(rows - 1)
