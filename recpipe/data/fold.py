@@ -22,7 +22,7 @@ class BeyondTable(DataError):
 class Fold:
     """Turns columns of ids, as a source with ``multi_hot`` features gives them, into columns of table rows.
 
-    ``rule``: ``hashed``: ids are keys, unsigned, and missing ones have a bit; ``modulo``: whole numbers of
+    ``rule``: ``hashed``: ids are keys of 64 bits, and missing ones have a bit; ``modulo``: whole numbers of
     any sign; ``unchanged``: rows already.
     """
 
@@ -61,20 +61,22 @@ class Fold:
         elif out.size:
             bits = np.empty(0, np.uint8) if missing is None else np.array(missing.reshape(-1))
             # Copies: a mapped file is read-only, for which the loop would be compiled once more.
-            hash_into(out.reshape(-1), np.array(ids.reshape(-1)), bits, rows)
+            keys = np.array(ids.reshape(-1))
+            hash_into(out.reshape(-1), keys.view(np.uint64) if keys.dtype == np.int64 else keys, bits, rows)
         return out
 
 
 @compiled
 def hash_into(
     out: NDArray[np.int64],
-    keys: NDArray[np.uint32] | NDArray[np.uint64],
+    keys: NDArray[np.int32] | NDArray[np.uint32] | NDArray[np.uint64],
     missing: NDArray[np.uint8],
     rows: NDArray[np.int64],
 ) -> None:
     """Write ``recpipe.data.sources.transforms.hash_rows`` of ``keys`` [n * F], by sample and then by feature,
     into ``out`` [F * n], by feature and then by sample; 0 where there is a bit in ``missing``, as packbits
-    makes them of [n, F], which is empty if nothing is missing. ``rows`` [F]: of each feature's table."""
+    makes them of [n, F], which is empty if nothing is missing. Signed keys are reinterpreted as 64 bits.
+    ``rows`` [F]: of each feature's table."""
     features = len(rows)
     samples = len(keys) // features
     width = (features + 7) // 8
@@ -82,7 +84,7 @@ def hash_into(
         least = np.uint64(rows[feature] - 1)
         byte, bit = feature // 8, 7 - feature % 8
         for sample in range(samples):
-            key = np.uint64(keys[sample * features + feature])
+            key = np.uint64(np.int64(keys[sample * features + feature]))  # with the sign, if there is one
             key = (key ^ (key >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
             key = (key ^ (key >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
             key ^= key >> np.uint64(31)

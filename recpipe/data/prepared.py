@@ -1,7 +1,7 @@
 """Prepared data: memory-mapped columns in a directory, written once and read by slicing.
 
 A directory holds ``meta.json`` (format version, features, samples, rejected rows, digests), ``label.npy``
-float32 [N], ``dense.npy`` float32 [N, D], ``ids.npy`` [N, one-hot features without text], ``text.npy`` uint64
+float32 [N], ``dense.npy`` float32 [N, D], ``ids.npy`` [N, one-hot features without text], ``text.npy``
 [N, those with text] and, for each multi-hot feature, ``<name>.values.npy`` and ``<name>.offsets.npy`` int64
 [N + 1]. Ids are as the source gives them (``recpipe.data.fold``), of 4 bytes where all in the file fit; where
 ids are missing, ``missing.npy`` uint8 [N, one-hot features / 8] and ``<name>.missing.npy`` have bits.
@@ -218,7 +218,7 @@ class _Mapped:
         """Samples ``low`` to ``high`` (excluded), as the source gave them."""
         found = self._columns[low:high]
         if self._words is not None:
-            ids = np.empty((high - low, len(self._of_text)), np.uint64)
+            ids = np.empty((high - low, len(self._of_text)), np.int64)
             ids[:, ~self._of_text] = found.ids
             ids[:, self._of_text] = self._words[low:high]
             found.ids = ids

@@ -71,23 +71,35 @@ class _IdStream(_NpyStream):
     """Whole numbers, of 4 bytes as long as these are enough; then what was written is written anew in 8."""
 
     def __init__(self, path: Path, row: tuple[int, ...] = (), wide: bool = False) -> None:
-        super().__init__(path, np.uint64 if wide else np.int32, row)
+        super().__init__(path, np.int64 if wide else np.int32, row)
+        self._given: np.dtype[Any] = np.dtype(np.int32)
+        self._low = self._high = 0
 
     def append(self, block: NDArray[Any]) -> None:
         """Write rows."""
-        if self.dtype.kind != block.dtype.kind:
-            assert not self.rows, "all ids of a source are signed, or none is"
-            self.dtype = np.dtype(f"{block.dtype.kind}{self.dtype.itemsize}")
-        bounds = np.iinfo(self.dtype)
-        if block.size and (block.max() > bounds.max or block.min() < bounds.min):
-            self._widen()
-        super().append(block)
+        if block.size:
+            self._given = block.dtype
+            signed = self._low < 0
+            self._low, self._high = min(self._low, int(block.min())), max(self._high, int(block.max()))
+            if self.dtype.itemsize == 4 and not (self._fit(np.int32) or self._fit(np.uint32)):
+                self._widen(np.int32 if signed else np.uint32)
+        # Four bytes of a whole number are the same ones, signed or not.
+        super().append(block.astype(f"{block.dtype.kind}{self.dtype.itemsize}").view(self.dtype))
 
-    def _widen(self) -> None:
-        narrow, rows, old = self.dtype, self.rows, self.path.with_suffix(".narrow")
+    def close(self) -> str:
+        """Flush it to disk; returns the digest of the values."""
+        unsigned = self._given.kind == "u" or (self._given.itemsize == 8 and self._low >= 0)
+        self.dtype = np.dtype(f"{'u' if unsigned else 'i'}{self.dtype.itemsize}")
+        return super().close()
+
+    def _fit(self, kind: type[np.integer]) -> bool:
+        return np.iinfo(kind).min <= self._low and self._high <= np.iinfo(kind).max
+
+    def _widen(self, narrow: type[np.integer]) -> None:
+        rows, old = self.rows, self.path.with_suffix(".narrow")
         self.file.close()
         self.path.rename(old)
-        super().__init__(self.path, f"{narrow.kind}8", self.row)
+        super().__init__(self.path, np.int64, self.row)
         if rows:
             whole = np.memmap(old, narrow, "r", self.start, (rows, *self.row))
             step = max(1, AT_A_TIME // max((1, *self.row)))
@@ -190,6 +202,7 @@ class PreparedWriter:
     def finish(self, rejected_rows: int) -> Meta:
         """Flush all to disk and write ``meta.json``, last of all."""
         streams = {stream.path.name: stream for stream in self._streams()}
+        digests = {name: stream.close() for name, stream in streams.items()}
         meta = Meta(
             self.schema.dense,
             tuple(feature.name for feature in self.schema.sparse),
@@ -199,7 +212,7 @@ class PreparedWriter:
             self._label.rows,
             rejected_rows,
             {name: stream.dtype.str for name, stream in streams.items()},
-            {name: stream.close() for name, stream in streams.items()},
+            digests,
             {name: stream.blocks for name, stream in streams.items()},
         )
         with (self.directory / META).open("w") as file:

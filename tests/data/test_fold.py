@@ -18,7 +18,7 @@ from recpipe.data.config import CriteoConfig, FileConfig, NpyConfig, ParquetConf
 from recpipe.data.dataset import Schema, SparseFeature
 from recpipe.data.fold import Fold, hash_into
 from recpipe.data.make import open_dataset, open_source
-from recpipe.data.prepared import Meta, PreparedDataset
+from recpipe.data.prepared import Meta, PreparedDataset, check_prepared
 from recpipe.data.sources.transforms import hash_rows
 from recpipe.data.streamed import StreamedDataset
 from recpipe.errors import DataError
@@ -28,11 +28,11 @@ from .conftest import TABLES
 LEAST = -(2**63)
 
 
-@pytest.mark.parametrize("dtype", [np.uint32, np.uint64])
+@pytest.mark.parametrize("dtype", [np.int32, np.uint32, np.uint64])
 @pytest.mark.parametrize("features", [1, 9])
 def test_keys_become_the_rows_of_the_hash(dtype: type, features: int) -> None:
     draw = np.random.default_rng(0)
-    keys = draw.integers(0, np.iinfo(dtype).max, (50, features), dtype, endpoint=True)
+    keys = draw.integers(np.iinfo(dtype).min, np.iinfo(dtype).max, (50, features), dtype, endpoint=True)
     keys[0], keys[1] = 0, np.iinfo(dtype).max
     rows = draw.integers(2, 2**31, features)
     rows[0] = 2
@@ -160,30 +160,43 @@ OF_PARQUET = "d57b2ee92adb63b0bf61d0ae7d850887"
 FINGERPRINT, FEWER = "edf922b799459dd42645d313a9532b13", "872bf1f5dd48d12f329225dbfaff8855"
 
 
-def test_ids_take_four_bytes_until_one_does_not_fit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("more", "kind"),
+    [
+        ([], "u4"),
+        ([[2**32 - 1]], "u4"),
+        ([[2**32]], "u8"),
+        ([[-1], [2**31 - 1]], "i4"),
+        ([[-1], [2**31]], "i8"),
+        ([[2**31], [-1]], "i8"),
+        ([[-(2**31) - 1]], "i8"),
+        ([[LEAST, 2**63 - 1]], "i8"),
+    ],
+)
+def test_ids_take_four_bytes_until_one_does_not_fit(
+    more: list[list[int]], kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(writer, "AT_A_TIME", 14)
     monkeypatch.setattr(data_prepared, "AT_A_TIME", 14)
     schema = Schema((), tuple(SparseFeature(name, 1000) for name in ("a", "b")))
 
     def columns(ids: list[int]) -> Columns:
-        made = np.array([ids, ids], np.uint64).T
-        missing = bits_of(made == 5)
-        return Columns(np.zeros(len(ids), np.float32), np.zeros((len(ids), 0), np.float32), made, {}, missing)
+        made = np.array([ids, ids], np.int64).T
+        empty = np.zeros((len(ids), 0), np.float32)
+        return Columns(np.zeros(len(ids), np.float32), empty, made, {}, bits_of(made == 5))
 
-    parts = [list(range(10, 30)), list(range(30)), [2**32 - 1], [2**32], list(range(20))]
-    for count, kind in ((3, "<u4"), (5, "<u8")):
-        folder = tmp_path / kind[1:]
-        with writer.PreparedWriter(folder, schema, kept="hashed") as out:
-            for part in parts[:count]:
-                out.append(columns(part))
-            meta = out.finish(0)
-        assert meta.types["ids.npy"] == kind
-        assert Meta.read(folder) == meta
-        dataset = PreparedDataset(folder, 0.0, schema)
-        (batch,) = dataset.batches("train", 1000)
-        whole = concatenate([columns(part) for part in parts[:count]])
-        expected = hash_rows(whole.ids[:, 0].copy(), 1000)
-        expected[whole.ids[:, 0] == 5] = 0
-        assert np.array_equal(batch.sparse["b"].values().numpy(), expected)
-        assert np.array_equal(Fold(schema, (), "hashed")(whole).ids[:, 1], expected)
+    parts = [columns(ids) for ids in (list(range(10, 30)), list(range(30)), *more, list(range(20)))]
+    with writer.PreparedWriter(tmp_path / "data", schema, kept="hashed") as out:
+        for part in parts:
+            out.append(part)
+        meta = out.finish(0)
+    assert meta.types["ids.npy"] == f"<{kind}"
+    assert Meta.read(tmp_path / "data") == meta
+    check_prepared(tmp_path / "data", schema, (), (), "hashed")
+    (batch,) = PreparedDataset(tmp_path / "data", 0.0, schema).batches("train", 1000)
+    whole = concatenate(parts)
+    expected = hash_rows(whole.ids[:, 0].astype(np.int64).view(np.uint64), 1000)
+    expected[whole.ids[:, 0] == 5] = 0
+    assert np.array_equal(batch.sparse["b"].values().numpy(), expected)
+    assert np.array_equal(Fold(schema, (), "hashed")(whole).ids[:, 1], expected)
     assert not list(tmp_path.glob("*/*.narrow"))

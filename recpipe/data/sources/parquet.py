@@ -108,7 +108,7 @@ class ParquetSource:
         return columns if checks.good.all() else _selected(columns, checks.good)
 
     def _ids(self, array: pa.Array, rows: int) -> tuple[Ids, NDArray[np.bool_], NDArray[np.bool_]]:
-        """Of an array of ids: their keys uint64 [n], or int32 rows if they are not hashed; which of them are
+        """Of an array of ids: their keys int64 [n], or int32 rows if they are not hashed; which of them are
         missing, and which are valid."""
         if not self._hash:
             values = _integers(array, missing=-1)
@@ -116,11 +116,12 @@ class ParquetSource:
             return np.where(valid, values, 0).astype(np.int32), np.zeros(len(array), bool), valid
         missing = np.asarray(array.is_null())
         present = array.drop_null()
-        result, valid = np.zeros(len(array), np.uint64), np.ones(len(array), bool)
+        result, valid = np.zeros(len(array), np.int64), np.ones(len(array), bool)
         if _is_text(array.type):
-            result[~missing], valid[~missing] = string_keys(present)
+            keys, valid[~missing] = string_keys(present)
+            result[~missing] = keys.view(np.int64)
         else:
-            result[~missing] = _integers(present).view(np.uint64)
+            result[~missing] = _integers(present)
         return result, missing, valid
 
     def _bags(self, checks: RowChecks, feature: SparseFeature, array: pa.Array) -> MultiHot:
