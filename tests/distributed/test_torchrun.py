@@ -14,6 +14,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from recpipe.checkpoint.table_io import checkpoints_in
+from recpipe.common.owned import OWNER
 from recpipe.common.threads import one_thread
 from recpipe.config.compose import compose
 from recpipe.distributed import launch
@@ -21,7 +23,7 @@ from recpipe.distributed.launch import Process, Topology
 from recpipe.errors import UserError
 from recpipe.run import run
 from recpipe.tasks.compare_run import parameter_difference
-from tests.processes import SOURCE, ranks, run_ranks
+from tests.processes import SECONDS, SOURCE, ranks, run_ranks
 
 Recipe = tuple[str, ...]
 SMALL = (
@@ -147,6 +149,38 @@ def test_a_signal_stops_all_ranks_after_one_step_with_a_checkpoint_to_resume(tmp
     assert first_more.stdout.count(f"resuming from {saved}") == 1
     assert first_more.stdout == next(tmp_path.glob("more/outputs/*/*/recpipe.log")).read_text()
     assert second_more.stdout == "", "rank 0 alone tells"
+
+
+@pytest.mark.slow
+def test_the_ranks_of_a_run_own_a_place_together(tmp_path) -> None:
+    """Another run is refused while they train, and afterwards unless it is told to replace what they left."""
+    place = tmp_path / "kept"
+    kept = (f"trainer.checkpoint_dir={place}", "trainer.checkpoint_every=5")
+
+    with ranks(tmp_path / "first", 2, *SMALL, *kept, "trainer.max_epochs=5000") as children:
+        children[0].until("step ")
+        assert json.loads((place / OWNER).read_text())["pid"] == children[0].pid
+        beside = start(tmp_path / "beside", 2, *kept, "trainer.max_steps=2")
+        out, err = beside.communicate(timeout=SECONDS)
+        assert beside.returncode != 0
+        assert "report:" not in out
+        line = f"error: trainer.checkpoint_dir={place} is being written by process {children[0].pid} on "
+        assert err.count(line) == 1, err
+        children[1].send(signal.SIGTERM)
+        ended = [child.ended() for child in children]
+    assert [rank.returncode for rank in ended] == [130, 130]
+    left = checkpoints_in(place)
+    assert left
+    # Without torchrun nobody tells the second rank that the first has ended.
+    with ranks(tmp_path / "after", 2, *SMALL, *kept, "trainer.max_steps=2") as (first, _):
+        after = first.ended()
+    assert after.returncode == 2
+    line = f"error: trainer.checkpoint_dir={place} has results of another run (process {children[0].pid} on "
+    assert after.stderr.count(line) == 1, after.stderr
+    assert checkpoints_in(place) == left
+    together(tmp_path / "told", 2, *kept, "trainer.max_steps=2", "overwrite=true")
+    assert json.loads((place / OWNER).read_text())["run"].startswith(str(tmp_path / "told"))
+    assert [path.name for path in checkpoints_in(place)] == ["step-00000002.ckpt"]
 
 
 @pytest.mark.soak

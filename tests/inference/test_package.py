@@ -31,6 +31,7 @@ from recpipe.cli import main
 from recpipe.common import load
 from recpipe.errors import UserError
 from recpipe.inference import onednn, programs, score
+from recpipe.inference import package as packaging
 from recpipe.inference.manifest import DIGEST, MANIFEST
 from recpipe.inference.parts import of_checkpoint, of_package
 from recpipe.inference.quantized import write_quantized
@@ -450,6 +451,32 @@ def test_wrong_words(
         main()
     assert stop.value.code == 2
     assert message in capsys.readouterr().err
+
+
+def test_the_command_replaces_no_package_unless_told(
+    checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys
+) -> None:
+    older = tmp_path / "older"
+    older.mkdir()
+    for name in (MANIFEST, DIGEST):
+        (older / name).write_text("older")
+    monkeypatch.setattr(packaging, "compiler", lambda: "a compiler")
+    monkeypatch.setattr(packaging, "_write", lambda folder, parts, options: (folder / "new").touch() or 0.0)
+
+    def said(status: int, *words: object) -> str:
+        monkeypatch.setattr(sys, "argv", ["recpipe", "package", *map(str, words)])
+        with pytest.raises(SystemExit) as stop:
+            main()
+        told = str(capsys.readouterr().err)
+        assert stop.value.code == status, told
+        return told
+
+    whole = f"error: {older}: exists already; choose another directory, or pass overwrite=true\n"
+    assert said(2, checkpoint, older) == said(2, checkpoint, older, "overwrite=false") == whole
+    assert "exists already" not in said(2, tmp_path / "none", older, "overwrite=true")
+    assert sorted(file.name for file in older.iterdir()) == sorted([MANIFEST, DIGEST])
+    said(0, checkpoint, older, "overwrite=true")
+    assert [file.name for file in older.iterdir()] == ["new"]
 
 
 def test_without_the_extra_serve_says_what_to_install(

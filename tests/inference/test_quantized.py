@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -11,6 +12,7 @@ import pytest
 import torch
 
 import recpipe
+from recpipe.cli import main
 from recpipe.data.make import open_dataset
 from recpipe.errors import UserError
 from recpipe.inference import quantized
@@ -197,6 +199,32 @@ def test_it_is_evaluated_and_predicted_as_a_checkpoint_is(source: FloatCheckpoin
     called, one = call_quantized(tmp_path / "q"), batch(source.directory)
     with torch.no_grad():
         assert np.array_equal(scores[4800:5050], called.predict(one).numpy())
+
+
+def test_the_command_replaces_no_quantized_checkpoint_unless_told(
+    source: FloatCheckpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys
+) -> None:
+    target = tmp_path / "q"
+    write_quantized(target, source, KINDS)
+    before = {file: file.read_bytes() for file in target.rglob("*") if file.is_file()}
+
+    def said(status: int, *more: str) -> str:
+        words = (str(source.directory), "+plugin=low_precision", f"output={target}", *more)
+        monkeypatch.setattr(sys, "argv", ["recpipe", "quantize", *words])
+        with pytest.raises(SystemExit) as stop:
+            main()
+        told = str(capsys.readouterr().err)
+        assert stop.value.code == status, told
+        return told
+
+    monkeypatch.chdir(tmp_path)
+    whole = f"error: output={target}: exists already; choose another directory, or pass overwrite=true\n"
+    assert said(2).endswith(whole)
+    assert said(2, "overwrite=false").endswith(whole)
+    assert before == {file: file.read_bytes() for file in target.rglob("*") if file.is_file()}
+    said(0, "overwrite=true")
+    assert before != {file: file.read_bytes() for file in target.rglob("*") if file.is_file()}
+    assert read_manifest(target).judged
 
 
 def test_it_is_not_quantized_again(source: FloatCheckpoint, tmp_path: Path) -> None:
