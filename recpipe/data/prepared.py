@@ -278,13 +278,9 @@ class PreparedDataset(NumberedDataset):
             if values.pop("seal") == _seal(values):
                 return str(values["digest"])
         values = {"rows": rows, "digest": self._mapped.digest(self._fold)}
-        with (
-            contextlib.suppress(OSError),
-            private_files(),
-        ):  # a cache that cannot be written to serves as well
-            partial = file.with_suffix(f".{os.getpid()}")
-            partial.write_text(json.dumps({**values, "seal": _seal(values)}))
-            partial.rename(file)
+        # A cache that cannot be written serves as well, and half a file has no seal.
+        with contextlib.suppress(OSError), private_files():
+            file.write_text(json.dumps({**values, "seal": _seal(values)}))
         return str(values["digest"])
 
     def samples_between(self, low: int, high: int) -> Batch:
