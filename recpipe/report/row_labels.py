@@ -3,6 +3,7 @@ whose keys are as short as they can be. compare.json has the whole names."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from textwrap import wrap
@@ -47,9 +48,16 @@ def labels(names: Sequence[str], marks: Sequence[str] = ()) -> list[Label]:
     ]
 
 
+def parted(name: str) -> tuple[str, list[str]]:
+    """A row's recipe, and its settings as they are written. A colon begins a setting only before ``key=``, so
+    that values may have others: ``hotline:tiers.dir=s3://rows:seed=2`` has two settings."""
+    recipe, colon, rest = name.partition(":")
+    return recipe, re.split(r":(?=[+~]*[A-Za-z_][\w./@-]*=)", rest) if colon else []
+
+
 def _split(name: str) -> tuple[str, list[tuple[str, str]]]:
     """The recipe, and keys and values of its settings."""
-    recipe, *settings = name.split(":")
+    recipe, settings = parted(name)
     # lru@bagpipe is lru with the memory of the row bagpipe.
     knob = f"plugins.{recipe.rpartition('@')[2]}."
     pairs = [setting.partition("=") for setting in settings]

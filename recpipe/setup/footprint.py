@@ -24,6 +24,8 @@ REMEDIES = {
     "tables": "lower model.embedding_dim or the rows (data.tables, data.table_scale, data.table_rows), or "
     "keep them on disk: tiers=ssd tiers.policy=lru",
     "cache": "lower tiers.resident_bytes",
+    "row maps": "lower the rows (data.tables, data.table_scale, data.table_rows): those of a tier take host "
+    "memory for maps and policy wherever they are kept",
     "dense part": "lower model.bottom and model.top (and model.cross_rank, model.cross_layers)",
     "batches": "lower data.batch_size or data.read_ahead (and data.pooling)",
 }
@@ -77,7 +79,9 @@ def _sum(one: Mapping[str, int], other: Mapping[str, int]) -> dict[str, int]:
 def _tables(
     cfg: Recipe, tables: ModelTables, described: Mapping[str, Any], ranks: Ranks
 ) -> tuple[dict[str, int], dict[str, int]]:
-    """Bytes of rows, optimizer state included, that this rank keeps on the device and in host memory."""
+    """Bytes of rows, optimizer state included, that this rank keeps on the device and in host memory, and of
+    the maps of tiers there."""
+    mapped = described["tiers"]["map_bytes"]
     if described["shards"] is not None:
         mine = described["shards"]["ranks"][ranks.rank]
         tiered = mine["tiered_bytes"]
@@ -85,7 +89,9 @@ def _tables(
         if tiered:
             cached = 0 if cfg.tiers.policy == NOCACHE else cfg.tiers.budget(tables)
             here["cache"] = tiered * cached // tables.total_bytes
-            return here, {"tables": tiered} if cfg.tiers.store == "host" else {}
+            every = sum(rank["tiered_bytes"] for rank in described["shards"]["ranks"])
+            maps = {"row maps": mapped * tiered // every}
+            return here, maps | ({"tables": tiered} if cfg.tiers.store == "host" else {})
         return (here, {}) if cfg.tiers.kernel == "fused" else ({}, here)
     groups = zip(tables.groups, described["tiers"]["groups"], strict=True)
     resident = sum(g.tables.total_bytes for g, told in groups if told["cache"] == RESIDENT)
@@ -95,7 +101,7 @@ def _tables(
     kept = cfg.tiers.holder_store if cfg.tiers.store == HOLDERS else cfg.tiers.store
     cold = tiered // len(ranks.holders) if kept == "host" and ranks.holds else 0
     cache = described["tiers"]["resident_bytes"] if ranks.trains else 0
-    return {"cache": cache}, {"tables": cold}
+    return {"cache": cache}, {"tables": cold, "row maps": mapped if ranks.trains else 0}
 
 
 def dense_bytes(model: ModelConfig, dense_features: int, sparse_features: int) -> int:

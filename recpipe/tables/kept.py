@@ -33,9 +33,10 @@ class GroupKept:
     cold_bytes: Mapping[str, int] | None = None
     """What each table takes in the cold tier as its store lays it out; None: all rows are resident. Where
     holders have the rows of all tables together, they are divided by the tables' rows."""
-    beside_bytes: int = 0
-    """Of the maps, of recpipe's own policies, and of the stores' buffers; what a batch or a plugin's policy
-    takes comes on top."""
+    map_bytes: int = 0
+    """Of the row maps and of recpipe's own policies; a plugin's policy comes on top."""
+    buffer_bytes: int = 0
+    """Of the stores' buffers; what a batch takes comes on top."""
 
     @classmethod
     def of(
@@ -71,7 +72,8 @@ class GroupKept:
             slots + replicated,
             owner.resident_bytes * tiered // whole + replicated * tables.record_bytes,
             {name: cold[name] for name in tables.layout.tables},
-            (ROW_BYTES + by_row) * tiered + (SLOT_BYTES + by_slot) * slots + there,
+            (ROW_BYTES + by_row) * tiered + (SLOT_BYTES + by_slot) * slots,
+            there,
         )
 
 

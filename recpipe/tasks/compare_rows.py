@@ -13,6 +13,7 @@ from hydra.core.override_parser.types import Override
 
 from recpipe.errors import UserError, did_you_mean, shown
 from recpipe.report.compared import RowResult
+from recpipe.report.row_labels import parted
 
 POLICIES = ("resident", "nocache", "lru", "lfu")
 """The built-in cache policies that a row can name (``tiers.policy``)."""
@@ -55,7 +56,7 @@ def parse_rows(names: Sequence[str], installed: Collection[str]) -> list[Row]:
 
 
 def _parse_row(name: str, installed: Collection[str]) -> Row:
-    recipe, *settings = name.split(":")
+    recipe, settings = parted(name)
     parts = recipe.split("+")
     for part in parts:
         if part not in POLICIES and part not in installed:

@@ -87,7 +87,8 @@ def describe(
             "resident_rows": sum(group.resident_rows for group in kept),
             "cold_bytes": sum(sum((group.cold_bytes or {}).values()) for group in kept),
             "cold_rows": sum(group.tiered_rows for group in kept),
-            "beside_bytes": sum(group.beside_bytes for group in kept),
+            "beside_bytes": sum(group.map_bytes + group.buffer_bytes for group in kept),
+            "map_bytes": sum(group.map_bytes for group in kept),
             "table_bytes": tables.bytes_of_tables(),
             "groups": [
                 {

@@ -44,9 +44,13 @@ def little_memory(monkeypatch: pytest.MonkeyPatch) -> None:
             ("tiers=ssd", "tiers.policy=lru", "tiers.resident_bytes=90%"),
             ("cache", "lower tiers.resident_bytes"),
         ),
+        (
+            ("tiers=ssd", "tiers.policy=lru", "tiers.resident_bytes=1%", "data.tables={a: 3000000}"),
+            ("row maps", "lower the rows"),
+        ),
         (("data.pooling=1000", "data.table_scale=0.001"), ("generated ids", "lower data.pooling")),
     ],
-    ids=["tables", "dense part", "batch", "host store", "cache", "pooling"],
+    ids=["tables", "dense part", "batch", "host store", "cache", "row maps", "pooling"],
 )
 def test_what_cannot_fit_is_refused(
     tmp_path: Path, little_memory: None, overrides: tuple[str, ...], words: tuple[str, ...]

@@ -29,6 +29,7 @@ from recpipe.common.validation import typed
 from recpipe.config.compose import compose as compose_recipe
 from recpipe.config.task import CompareConfig
 from recpipe.errors import UserError
+from recpipe.report.row_labels import labels
 from recpipe.run import run as run_recipe
 from recpipe.tasks import compare_run
 from recpipe.tasks.compare import compare
@@ -472,6 +473,13 @@ def test_a_row_can_have_settings_of_its_own(tmp_path: Path) -> None:
     assert ["plugins.hotline.micro_batches=1" in arguments for arguments in trained] == [False, True, False]
     assert {"tiers.prefetch=false", "seed.x=1"} <= set(trained[2])
     assert not {"tiers.prefetch=false", "seed.x=1"} & set(trained[1])
+
+
+def test_a_value_of_a_rows_setting_may_have_colons() -> None:
+    name = "hotline:note=12:30, s3://a:b:+tiers.dir=/x:y:seed.x=1"
+    (row,) = parse_rows([name], INSTALLED)
+    assert row.settings == ("plugins.hotline.note=12:30, s3://a:b", "+tiers.dir=/x:y", "seed.x=1")
+    assert labels([name])[0].settings == ("note=12:30, s3://a:b", "dir=/x:y", "x=1")
 
 
 @pytest.mark.parametrize(

@@ -130,6 +130,7 @@ class _Counting:
             stretch=self._stretch(),
             first={name: curve.at(points) for name, curve in self._filled.items()},
             kept=Kept.of(self._read, tables.layout.bases) if self._read else None,
+            frozen=tables.optimizer.frozen,
         )
 
     def _stretch(self) -> Stretch:

@@ -63,6 +63,11 @@ class Facts:
         """Bytes for resident rows."""
         return int(self.share * sum(group.rows * group.record_bytes for group in self.groups))
 
+    @property
+    def changed(self) -> tuple[GroupFacts, ...]:
+        """The groups whose rows are trained."""
+        return tuple(group for group in self.groups if not group.frozen)
+
     def bags(self, group: GroupFacts) -> float:
         """The bags of a batch in a group; of rows that are not pooled, each lookup is one."""
         return float(self.batch_size * group.features) if group.pooled else group.lookups

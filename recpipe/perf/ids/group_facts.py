@@ -69,6 +69,8 @@ class GroupFacts:
     """What lru and lfu hit in as many batches before those of ``curves``, when they began empty."""
     kept: Kept | None = None
     """All lookups that were read; None if they were more than are kept."""
+    frozen: bool = False
+    """Whether its rows never change: they are read, and neither updated nor written back."""
 
     def from_empty(self, steps: int) -> GroupFacts:
         """The same on average over the first ``steps`` batches, which caches begin empty."""

@@ -98,7 +98,7 @@ class Ranked(Tiered):
         found = []
         for task in tasks:
             if task.name == UPDATE and rows:
-                sizes = [FLOAT * group.dim * group.distinct for group in self.facts.groups]
+                sizes = [FLOAT * group.dim * group.distinct for group in self.facts.changed]
                 spent = added(self._messages.ordered_sum(size) for size in sizes)
                 found.append(Task("add up row gradients", "main", spent.busy, spent.waits, task.after))
             if task.name == OPTIMIZER:
@@ -122,7 +122,8 @@ class Ranked(Tiered):
     def _sum(self, kind: str) -> float:
         if kind.startswith("slots ") and not self.shards:
             rows = {"slots forward": "rows look up", "slots update": "rows update"}[kind]
-            return sum(self.times.seconds(rows, self._row_sizes(group)) for group in self.facts.groups)
+            worked = self.facts.changed if kind == "slots update" else self.facts.groups
+            return sum(self.times.seconds(rows, self._row_sizes(group)) for group in worked)
         return super()._sum(kind)
 
     @property
@@ -137,10 +138,12 @@ class Ranked(Tiered):
     def _written(self) -> Spent:
         found = []
         for store, moved in self._stores:
+            if store.group.frozen:
+                continue
             staged = max(store.always_staged, store.staged(moved.read, moved.returned, self.facts.share))
             found.append(store.write(moved.returned / self._parts, self.facts.share, staged))
             found.append(store.write(moved.evicted / self._parts, self.facts.share, store.always_staged))
-        sent = [moved.written * (ID + FLOAT * group.width) / self._parts for group, moved in self._groups]
+        sent = [moved.written * (ID + FLOAT * group.width) / self._parts for group, moved in self._changed]
         return self._of_disk(added(found)) + self._round(sent)
 
     def _loader(self) -> list[Task]:

@@ -190,6 +190,11 @@ class Tiered:
         return list(zip(self.facts.groups, self.phase.moved, strict=True))
 
     @property
+    def _changed(self) -> list[tuple[GroupFacts, Moved]]:
+        """Those whose rows are updated."""
+        return [(group, moved) for group, moved in self._groups if not group.frozen]
+
+    @property
     def _read_rows(self) -> float:
         return sum(moved.read for moved in self.phase.moved)
 
@@ -212,6 +217,8 @@ class Tiered:
         batches, share = self.statement.together, self.facts.share
         found = []
         for store, moved in self._stores:
+            if store.group.frozen:
+                continue
             always = 1.0 if self._bulk else store.always_staged
             staged = max(always, store.staged(moved.read, moved.returned, share))
             found.append(store.write(batches * moved.returned, share, staged))
@@ -238,7 +245,8 @@ class Tiered:
         return self.times.seconds(f"plan {self.statement.plans}", self._sizes(group, moved))
 
     def _sum(self, kind: str) -> float:
-        return sum(self.times.seconds(kind, self._sizes(*each)) for each in self._groups)
+        worked = self._changed if kind == "slots update" else self._groups
+        return sum(self.times.seconds(kind, self._sizes(*each)) for each in worked)
 
     def _sizes(self, group: GroupFacts, moved: Moved) -> dict[str, float | str]:
         kept = self.statement.kept

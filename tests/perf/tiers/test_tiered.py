@@ -152,6 +152,17 @@ def test_writes_share_the_queue_of_fetches() -> None:
     assert found.step_seconds == pytest.approx(16 * MS, rel=1e-3)
 
 
+def test_rows_of_frozen_tables_are_neither_written_nor_updated() -> None:
+    """Reads take 4 ms beside 10 ms of training, writes would take 8, an update 3."""
+    machine = Machine({"host read": 4e-6, "host write": 8e-6}, {"slots update": 3 * MS})
+    statement = Statement(why="test", phases=(Phase(moved=(Moved(read=1000, returned=500, evicted=500),)),))
+    frozen = facts(groups=(replace(group(), frozen=True),))
+    found, trained = (step(machine, statement, known).step_seconds for known in (frozen, facts()))
+    reads = replace(statement, phases=(Phase(moved=(Moved(read=1000),)),))
+    assert found == step(machine, reads, frozen).step_seconds == pytest.approx(10 * MS, rel=1e-6)
+    assert trained == pytest.approx(13 * MS, rel=1e-6)
+
+
 def test_reading_ahead_in_bulk_saves_what_a_request_costs() -> None:
     ssd = Machine({"ssd read": 1e-6}, {"ssd read": 15 * MS})
     known = facts(store="ssd")
