@@ -166,6 +166,7 @@ def recpipe_model(setting: Setting, precision: str, batch: int) -> Callable[[Bat
     from recpipe.model.loss import parse_loss
     from recpipe.model.sizes import DlrmSizes
     from recpipe.pipeline.placed import PlacedModel, put_fronts
+    from recpipe.tables.front import handing_out
     from recpipe.tables.grouped import GroupedCollection
     from recpipe.tables.groups import collections_of, group_tables
     from recpipe.tables.inputs import Inputs
@@ -188,8 +189,10 @@ def recpipe_model(setting: Setting, precision: str, batch: int) -> Callable[[Bat
     keyed, known = keyed_by(batch), KnownSteps(module)
 
     def score(b: Batch) -> object:
-        with known.used():
-            return model(OurBatch(b.dense, keyed(b), b.labels))
+        made = OurBatch(b.dense, keyed(b), b.labels)
+        model.inputs.require_ids(model.inputs.each(made))
+        with known.used(), handing_out(model.look_up(made)):
+            return model(made)
 
     return score
 

@@ -151,16 +151,18 @@ def _scored(
     batches = (batch for split in splits for batch in split)
     with Meter() as meter:
         for scored in scoring.scores(batches, labelled=False):
-            parts = scored.scores.reshape(len(scored.scores), len(convert))
-            made = torch.stack([way(parts[:, n]) for n, way in enumerate(convert)], dim=1)
+            raw = scored.scores
+            parts = [raw] if len(convert) == 1 else raw.unbind(1)
+            ready = [way(part).numpy() for way, part in zip(convert, parts, strict=True)]
+            made = ready[0] if len(ready) == 1 else np.stack(ready, axis=1)
+            _require_finite(made, rows)
             rows += len(made)
-            _require_finite(made, rows - len(made))
             if meter.due:
                 share = streamed.share if streamed is not None else rows / max(1, total)
                 meter.show(
                     share, f"predicting  {rows:,} rows  {rows / (perf_counter() - started):,.0f} rows/s"
                 )
-            yield made.reshape(scored.scores.shape).numpy()
+            yield made
 
 
 def _conversion(task: Called, scores: str) -> Callable[[torch.Tensor], torch.Tensor]:
@@ -169,13 +171,15 @@ def _conversion(task: Called, scores: str) -> Callable[[torch.Tensor], torch.Ten
     return torch.sigmoid if task.kind == "clicks" else torch.exp
 
 
-def _require_finite(scores: torch.Tensor, first: int) -> None:
-    bad = torch.nonzero(~scores.isfinite().all(dim=1))
-    if len(bad):
-        row = first + int(bad[0])
+def _require_finite(scores: NDArray[np.float32], first: int) -> None:
+    """``UserError`` unless ``scores`` [B] or [B, T], of rows from ``first`` on, are finite."""
+    finite = np.isfinite(scores)
+    if not finite.all():
+        bad = int(np.argmin(finite.reshape(len(scores), -1).all(1)))
+        found = np.atleast_1d(scores[bad]).tolist()
         raise UserError(
-            f"the score of row {row} (from 0) is {scores[int(bad[0])].tolist()}, not a number: the model or "
-            "its checkpoint has values that are not finite"
+            f"the score of row {first + bad} (from 0) is {found}, not a number: the model or its checkpoint "
+            "has values that are not finite"
         )
 
 

@@ -7,12 +7,14 @@ import random
 import signal
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.csv
 import pyarrow.parquet as pq
 import pytest
+import torch
 
 import recpipe
 from recpipe import cli
@@ -50,6 +52,30 @@ def test_a_row_of_the_output_is_of_the_row_of_the_input(answers: Answers, tmp_pa
     shuffled = np.concatenate([alone[1:], alone[:1]])  # the control: rows moved by one are another answer
     assert not np.allclose(found.column("score").to_numpy(), shuffled, rtol=1e-5)
     assert not list(tmp_path.glob(".scores*"))
+
+
+@pytest.mark.parametrize(
+    ("tasks", "told"), [(1, r"row 66 \(from 0\) is \[nan\]"), (2, r"row 66 \(from 0\) is \[0\.5, inf\]")]
+)
+def test_the_first_score_that_is_no_number_is_named(tasks: int, told: str) -> None:
+    """In the second of two batches of 64 rows, raw and of as many tasks."""
+    batches = [torch.full((64, tasks), 0.5) for _ in range(2)]
+    batches[1][2, -1] = float("nan" if tasks == 1 else "inf")
+    batches[1][9, 0] = float("nan")
+    kinds = {f"t{n}": SimpleNamespace(kind="clicks") for n in range(tasks)}
+    scoring = SimpleNamespace(
+        tasks=kinds,
+        batch_size=64,
+        checked=lambda given: given,
+        scores=lambda given, labelled: (SimpleNamespace(scores=b.squeeze(1)) for b in given),
+    )
+    dataset = SimpleNamespace(
+        size=lambda split: 64, batches=lambda split, _: batches[:1] if split == "train" else batches[1:]
+    )
+    found = prediction._scored(scoring, dataset, SimpleNamespace(scores="raw"))  # type: ignore[arg-type]
+    assert np.array_equal(next(found), batches[0].squeeze(1).numpy())
+    with pytest.raises(UserError, match=told):
+        next(found)
 
 
 def test_each_id_is_checked_once(answers: Answers, monkeypatch: pytest.MonkeyPatch) -> None:
