@@ -17,20 +17,14 @@ from recpipe.pipeline.step_graph import BEFORE, StepGraph
 from recpipe.tables.front import Front
 from recpipe.tables.specs import TableOptimizer
 from recpipe.training.optim import OptimConfig
+from tests.any_model.by_hand import BATCHES, MORE, in_a_loop, reference
 from tests.any_model.runs import QUIET, all_on_two_ranks, furthest_left, left_by, train
-from tests.any_model.zoo import OVERRIDES, TECHNIQUES, Events, Trained, by_hand, events, furthest, make
+from tests.any_model.zoo import OVERRIDES, TECHNIQUES, Events, events, furthest, make
 from tests.fake_graph import FakeGraph
 from tests.pipeline.samples import placed
 
-BATCHES = 6
 MODELS = ("two_tower_frozen", "din_frozen", "dlrm_part", "dlrm_frozen")
-MORE = {
-    **{name: words for name, words in TECHNIQUES.items() if name != "fae"},
-    "nocache": ("tiers.policy=nocache",),
-    "lfu_host": ("tiers.policy=lfu", "tiers.store=host"),
-    "sharded": ("tiers.sharded=true",),
-    "sharded_lru": ("tiers.sharded=true", "tiers.policy=lru"),
-}
+TRAINED = {**MORE, "lfu_host": ("tiers.policy=lfu", "tiers.store=host")}
 
 
 @pytest.fixture(scope="module")
@@ -38,23 +32,14 @@ def batches(criteo: Dataset) -> list[Events]:
     return events(criteo, BATCHES)
 
 
-_by_hand: dict[str, Trained] = {}
-
-
-def reference(name: str, batches: list[Events]) -> Trained:
-    if name not in _by_hand:
-        _by_hand[name] = by_hand(make(name), batches, "rowwise_adagrad")
-    return _by_hand[name]
-
-
 def frozen_in(name: str) -> dict[str, torch.Tensor]:
     return {n: p.detach() for n, p in make(name).named_parameters() if not p.requires_grad}
 
 
-@pytest.mark.parametrize("technique", MORE)
+@pytest.mark.parametrize("technique", TRAINED)
 @pytest.mark.parametrize("name", MODELS)
 def test_a_technique_trains_the_rest_as_by_hand(batches, name, technique) -> None:
-    mine = train(make(name), batches, "rowwise_adagrad", *MORE[technique])
+    mine = train(make(name), batches, "rowwise_adagrad", *TRAINED[technique])
     assert furthest(mine, reference(name, batches)) < 1e-5
     for key, value in frozen_in(name).items():
         assert torch.equal(mine.parameters[key], value)
@@ -135,16 +120,7 @@ def test_stopping_and_resuming_is_bitwise(batches, tmp_path, technique) -> None:
 
 @pytest.mark.parametrize("technique", ["resident", "lru_ssd", "hotline"])
 def test_a_loop_of_ones_own(batches, technique) -> None:
-    model = make("two_tower_frozen")
-    words = (*QUIET[1:], *OVERRIDES["rowwise_adagrad"], *TECHNIQUES[technique])
-    with recpipe.place(model, batches, *words) as placed:
-        dense = torch.optim.Adagrad(model.parameters(), lr=0.05)
-        for batch in placed.loader:
-            loss, _ = model(batch)
-            dense.zero_grad()
-            loss.backward()
-            dense.step()
-        mine = left_by(model)
+    mine = in_a_loop("two_tower_frozen", batches, technique)
     assert furthest(mine, reference("two_tower_frozen", batches)) < 1e-5
 
 

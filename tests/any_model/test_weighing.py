@@ -14,18 +14,12 @@ from recpipe.errors import UserError
 from recpipe.pipeline.step import StagedBatch, StepTimes, accumulate
 from recpipe.tables.front import BagFront
 from recpipe.tables.specs import TableOptimizer
+from tests.any_model.by_hand import BATCHES, MORE, given, in_a_loop, reference
 from tests.any_model.runs import QUIET, all_on_two_ranks, furthest_left, left_by, train
 from tests.any_model.weighing import WEIGHING, HandedOn, Scaled, Weighing, with_own_weights
-from tests.any_model.zoo import OVERRIDES, TECHNIQUES, Events, Trained, by_hand, events, furthest, make
+from tests.any_model.zoo import OVERRIDES, TECHNIQUES, Events, by_hand, events, furthest, make
 from tests.pipeline.samples import placed
 
-BATCHES = 6
-MORE = {
-    **{name: words for name, words in TECHNIQUES.items() if name != "fae"},
-    "nocache": ("tiers.policy=nocache",),
-    "sharded": ("tiers.sharded=true",),
-    "sharded_lru": ("tiers.sharded=true", "tiers.policy=lru"),
-}
 RANKS = {
     "resident": (),
     "lru": ("tiers.policy=lru",),
@@ -37,19 +31,6 @@ RANKS = {
 @pytest.fixture(scope="module")
 def batches(criteo: Dataset) -> list[Events]:
     return events(criteo, BATCHES)
-
-
-def given(name: str, batches: list[Events]) -> list[Events]:
-    return with_own_weights(batches) if name == "scaled" else batches
-
-
-_by_hand: dict[str, Trained] = {}
-
-
-def reference(name: str, batches: list[Events]) -> Trained:
-    if name not in _by_hand:
-        _by_hand[name] = by_hand(make(name), given(name, batches), "rowwise_adagrad")
-    return _by_hand[name]
 
 
 @pytest.mark.parametrize("technique", MORE)
@@ -81,16 +62,8 @@ def test_two_ranks_train_as_by_hand(batches, together, technique) -> None:
 
 @pytest.mark.parametrize("technique", ["resident", "hotline"])
 def test_a_loop_of_ones_own(batches, technique) -> None:
-    model = make("positions")
-    words = (*QUIET[1:], *OVERRIDES["rowwise_adagrad"], *TECHNIQUES[technique])
-    with recpipe.place(model, batches, *words) as there:
-        dense = torch.optim.Adagrad(model.parameters(), lr=0.05)
-        for batch in there.loader:
-            loss, _ = model(batch)
-            dense.zero_grad()
-            loss.backward()
-            dense.step()
-        assert furthest(left_by(model), reference("positions", batches)) < 1e-5
+    mine = in_a_loop("positions", batches, technique)
+    assert furthest(mine, reference("positions", batches)) < 1e-5
 
 
 def test_what_was_trained_scores_as_the_plain_model(batches, tmp_path) -> None:
