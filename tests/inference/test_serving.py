@@ -342,10 +342,12 @@ def test_the_loops_thread_scores_what_is_at_hand_and_the_other_what_is_to_be_rea
             self.own: list[bool] = []
 
         def __call__(
-            self, dense: torch.Tensor, sides: Sequence[Side], between: Callable[[], None]
+            self, dense: torch.Tensor, sides: Sequence[Side], between: Callable[[], None] | None = None
         ) -> torch.Tensor:
             self.own.append(threading.current_thread() is threading.main_thread())
-            between()
+            assert (between is None) == self.own[-1], "only what reads for itself reads for others"
+            if between is not None:
+                between()
             return score(dense, sides)
 
         def ahead(self, sides: Sequence[Side]) -> None:

@@ -228,9 +228,12 @@ class Server:
         return _refusal(Refused(500, "fault", "the server failed; its log says why"))
 
     def _send(self, request: Inference, answered: Answer) -> None:
-        # Before it is sent: a worker that is killed then has counted it.
-        self.metrics.answered(answered[0], perf_counter() - request.began, self.batcher.waiting)
-        request.connection.respond(request, answered)
+        seconds = perf_counter() - request.began
+        if not self.metrics.several:
+            request.connection.respond(request, answered)
+        self.metrics.answered(answered[0], seconds, self.batcher.waiting)
+        if self.metrics.several:  # a worker that is killed then has counted it
+            request.connection.respond(request, answered)
 
     async def _body(self, headers: Headers, receive: Receive) -> bytes:
         """A request's body; ``Refused`` if it is too large, compressed, or comes too slowly."""

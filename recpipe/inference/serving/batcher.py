@@ -28,9 +28,12 @@ log = logging.getLogger("recpipe")
 SOON = 5e-3
 """Seconds: a batch that is expected to take no longer is scored by the thread of the event loop, which other
 requests then wait for. A hand-over to another thread and back costs a tenth of a millisecond and more."""
-UNSEEN, LATER = 512, 0.1
+UNSEEN, LATER = 2048, 0.25
 """Samples, and seconds, after which the monitor is told what was scored: many batches at once cost it hardly
 more than one."""
+IDLE = 2e-3
+"""Seconds without a request after which one is scored as it comes: it is hardly one of several that came at
+once, for which a turn of the event loop would be waited."""
 Score = Callable[..., torch.Tensor]
 """Scores float32 [B] or [B, T] of dense features and ids (``RequestScorer``). If it has an ``ahead`` that is
 not None, it takes a function, too, which it calls between its lookups and the rest; its ``at_hand`` says
@@ -97,6 +100,8 @@ class Batcher:
     _unseen_samples: int = 0
     _next: _Together | None = None
     """Requests that were put together before it was known who scores them; whoever scores has it."""
+    _ended: float = 0.0
+    """When a request came last, or a batch was answered."""
     _each: float = float("inf")
     """Seconds that a sample of the latest batches took, rather less than more."""
 
@@ -129,7 +134,11 @@ class Batcher:
         now = monotonic()
         patience = self.limits.deadline if timeout is None else min(timeout, self.limits.deadline)
         self._queue.append(_Waiting(asked, done, now, now + patience))
-        self._wake()
+        idle, self._ended = now - self._ended > IDLE, now
+        if idle and not self._due and not self._busy:
+            self._turn()
+        else:
+            self._wake()
 
     async def close(self) -> None:
         """Score what waits, then stop."""
@@ -157,12 +166,12 @@ class Batcher:
             self.saw(len(batch), samples)
             if self._soon(samples) and self._at_hand(asked):
                 try:
-                    self._answer(batch, self._scored(asked))
+                    self._answer(batch, self._scored(asked, None))
                 except Exception as fault:
                     self._failed(batch, fault)
             else:
                 self._busy = True
-                scored = self._loop.run_in_executor(self._thread, self._scored, asked)
+                scored = self._loop.run_in_executor(self._thread, self._scored, asked, self._ahead)
                 scored.add_done_callback(partial(self._scored_there, batch))
         if self._queue:
             self._wake()
@@ -179,7 +188,7 @@ class Batcher:
             self._wake()
 
     def _answer(self, batch: list[_Waiting], scores: Array) -> None:
-        end = 0
+        self._ended, end = monotonic(), 0
         for one in batch:
             start, end = end, end + one.asked.samples
             one.done(scores[start:end])
@@ -239,10 +248,12 @@ class Batcher:
                 samples += one.asked.samples
         return batch
 
-    def _scored(self, asked: list[Asked]) -> Array:
+    def _scored(self, asked: list[Asked], ahead: Callable[[Sequence[Side]], None] | None) -> Array:
+        """Score these requests. ``ahead`` reads rows of those that wait meanwhile; None: where rows have been
+        at hand, they mostly are the next time, too, and more requests come before that."""
         found, self._next = self._put_together(asked), None
         began = perf_counter()
-        between = () if self._ahead is None else (self._read_ahead,)
+        between = () if ahead is None else (self._read_ahead,)
         scores = self.score(found.dense, found.sides, *between).numpy()
         each = (perf_counter() - began) / len(scores)
         self._each = each if each < self._each else self._each + (each - self._each) / 8
