@@ -26,7 +26,7 @@ import sys
 import time
 import urllib.request
 from collections import deque
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import TracebackType
 
@@ -39,9 +39,8 @@ from safetensors.torch import load_file, save_file
 from serving_load import Load, closed_loop, run
 
 import recpipe
-from recpipe.inference import quantized_manifest
 from recpipe.inference.manifest import write_manifest
-from recpipe.inference.quantized import write_quantized
+from recpipe.inference.quantized import take_place, write_quantized
 from recpipe.inference.rows import row_bytes
 from recpipe.inference.score import Scorer
 from recpipe.inference.source import FloatCheckpoint
@@ -133,14 +132,13 @@ def made(work: Path, drawn: Drawn, dim: int) -> Path:
         rows = ",".join([*(f"user{n}: {USER_ROWS}" for n in range(USERS)), f"item: {ITEM_ROWS}"])
         words = (f"data.path={work / 'clicks.parquet'}", f"data.cache_dir={work}", f"data.tables={{{rows}}}")
         words += (f"model.embedding_dim={dim}",)
-        for folder in ("run", "quantized"):
+        for folder in ("run", "drawn"):
             shutil.rmtree(work / folder, ignore_errors=True)
         recpipe.train(None, None, *WORDS, *words, output=work / "run", quiet=True).close()
         source = FloatCheckpoint.of(open_trained(work / "run"))
-        write_quantized(work / "quantized", source, dict.fromkeys(source.shapes, "int8"))
+        write_quantized(work / "drawn", source, dict.fromkeys(source.shapes, "int8"))
         # Labels are drawn by chance, so that there is no quality to judge.
-        manifest = quantized_manifest.read_manifest(work / "quantized")
-        quantized_manifest.write_manifest(work / "quantized", replace(manifest, judged=True))
+        take_place(work / "drawn", work / "quantized")
         recpipe.package(work / "quantized", package, popularity=True, quiet=True)
     return package
 

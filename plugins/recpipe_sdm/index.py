@@ -108,7 +108,8 @@ def index_bytes(rows: int, slots: int, changes: bool, pruned: bool = False) -> i
 
 
 def elsewhere(places: RowIds) -> RowIds:
-    """Numbers by which ``find`` gives these places (from -1 on), of rows that it has nothing to do with."""
+    """Numbers by which ``find`` gives these places (from -1 on), of rows that it has nothing to do with; and
+    the places of such numbers."""
     return -2 - places
 
 
@@ -147,7 +148,7 @@ def _find(
     for i in range(len(rows)):
         row = rows[i]
         if row < 0:
-            places[i] = -2 - row
+            places[i] = elsewhere(row)
             continue
         if row >= count:
             raise IndexError("a row that is in no table")

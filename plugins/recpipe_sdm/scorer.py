@@ -127,15 +127,14 @@ class TieredScorer(Scorer):
         cannot be read."""
         plan, self._next = self._plan_of(calls), None
         with self.tables.tiers.found(plan.look) as places:
-            if plan.kept is None and len(plan.asked) == 1:
-                return [plan.asked[0].pooled(places)]
             results, start = [], 0
             for one in plan.asked:
                 results.append(one.pooled(places[start : start + one.ids]))
                 start += one.ids
-            for one, known, result in zip(plan.asked, plan.kept or (), results, strict=False):
-                if known is not None:
-                    self._keep(one.lookup, known, result)
+            if plan.kept is not None:
+                for one, known, result in zip(plan.asked, plan.kept, results, strict=True):
+                    if known is not None:
+                        self._keep(one.lookup, known, result)
         return results
 
     def _plan_of(self, calls: list[LookupCall]) -> _Plan:

@@ -166,12 +166,12 @@ class Batcher:
             self.saw(len(batch), samples)
             if self._soon(samples) and self._at_hand(asked):
                 try:
-                    self._answer(batch, self._scored(asked, None))
+                    self._answer(batch, self._scored(asked, False))
                 except Exception as fault:
                     self._failed(batch, fault)
             else:
                 self._busy = True
-                scored = self._loop.run_in_executor(self._thread, self._scored, asked, self._ahead)
+                scored = self._loop.run_in_executor(self._thread, self._scored, asked, True)
                 scored.add_done_callback(partial(self._scored_there, batch))
         if self._queue:
             self._wake()
@@ -248,12 +248,13 @@ class Batcher:
                 samples += one.asked.samples
         return batch
 
-    def _scored(self, asked: list[Asked], ahead: Callable[[Sequence[Side]], None] | None) -> Array:
-        """Score these requests. ``ahead`` reads rows of those that wait meanwhile; None: where rows have been
-        at hand, they mostly are the next time, too, and more requests come before that."""
+    def _scored(self, asked: list[Asked], ahead: bool) -> Array:
+        """Score these requests. ``ahead``: have the rows of those that wait read meanwhile, if the scorer
+        can. Where rows have been at hand, they mostly are the next time, too, and more requests come before
+        that."""
         found, self._next = self._put_together(asked), None
         began = perf_counter()
-        between = () if ahead is None else (self._read_ahead,)
+        between = (self._read_ahead,) if ahead and self._ahead is not None else ()
         scores = self.score(found.dense, found.sides, *between).numpy()
         each = (perf_counter() - began) / len(scores)
         self._each = each if each < self._each else self._each + (each - self._each) / 8

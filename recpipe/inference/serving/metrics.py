@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.multiprocess import MultiProcessCollector
@@ -16,7 +17,7 @@ DIRECTORY = "PROMETHEUS_MULTIPROC_DIR"
 server write their figures."""
 SECONDS = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0)
 AT_ONCE = 128
-"""Answers and batches that one process counts at once."""
+"""Answers that one process counts at once."""
 SAMPLES = (1, 4, 16, 64, 256, 1024, 4096)
 
 
@@ -30,8 +31,10 @@ class Metrics:
         self._registry = CollectorRegistry()
         self._gauges = Gauges(compared)
         self.several = several
-        self._uncounted: deque[tuple[int, float, int] | tuple[int, int]] = deque()
-        """Answers (status, seconds, requests that wait) and batches (requests, samples)."""
+        self._answers: deque[tuple[int, float, int]] = deque()
+        """Answers that are not counted yet: status, seconds, requests that wait."""
+        self._batches: deque[tuple[int, int]] = deque()
+        """Batches that are not: requests, samples."""
         into = self._registry
         self.answers = Counter(
             "recpipe_requests", "Inference requests by HTTP status", ["status"], registry=into
@@ -87,35 +90,32 @@ class Metrics:
 
     def answered(self, status: int, seconds: float, waiting: int) -> None:
         """Count an answer; ``waiting``: the requests that wait now."""
-        self._uncounted.append((status, seconds, waiting))
-        if self.several or len(self._uncounted) >= AT_ONCE:
+        self._answers.append((status, seconds, waiting))
+        if self.several or len(self._answers) >= AT_ONCE:
             self._count()
 
     def saw(self, requests: int, samples: int) -> None:
         """Count a batch."""
-        self._uncounted.append((requests, samples))
+        self._batches.append((requests, samples))
         if self.several:
             self._count()
 
     def _count(self) -> None:
-        """Count what was kept aside; by any thread."""
-        while True:
-            try:
-                one = self._uncounted.popleft()
-            except IndexError:
-                return
-            if len(one) == 2:
-                requests, samples = one
+        """Count what was kept aside; any thread may."""
+        with suppress(IndexError):
+            while True:
+                requests, samples = self._batches.popleft()
                 self.batch.observe(samples)
                 self.together.observe(requests)
                 self.samples.inc(samples)
-                continue
-            status, seconds, waiting = one
-            if status not in self._statuses:
-                self._statuses[status] = self.answers.labels(str(status))
-            self._statuses[status].inc()
-            self.seconds.observe(seconds)
-            self.queue.set(waiting)
+        with suppress(IndexError):
+            while True:
+                status, seconds, waiting = self._answers.popleft()
+                if status not in self._statuses:
+                    self._statuses[status] = self.answers.labels(str(status))
+                self._statuses[status].inc()
+                self.seconds.observe(seconds)
+                self.queue.set(waiting)
 
     def show(self, counted: Callable[[], Mapping[str, float]]) -> None:
         """Show what a plugin has counted, too."""

@@ -7,7 +7,7 @@ are repeated for every candidate. Scores have the bits of samples that carry eve
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import NamedTuple, Protocol, runtime_checkable
@@ -150,7 +150,7 @@ class RequestScorer:
             return beside[0][1]
         key = tuple(part.columns for part, _ in beside)
         if key not in self._runs:
-            self._runs[key] = _runs([part for part, _ in beside])
+            self._runs[key] = _columns([part for part, _ in beside])
         return torch.cat([beside[n][1].narrow(1, start, width) for n, start, width in self._runs[key]], dim=1)
 
     def _ahead(self, sides: Sequence[Side]) -> None:
@@ -204,18 +204,13 @@ class _Singles:
     def __init__(self, lookup: Lookup, features: Sequence[tuple[int, ...]]) -> None:
         self.lookup = lookup
         of_feature = {f: (s, n) for s, own in enumerate(features) for n, f in enumerate(own)}
-        self._runs: list[tuple[int, int, int]] = []
-        """Features of one side that follow each other: the side, the first, and the one after the last."""
-        for side, place in (of_feature[f] for f in lookup.features):
-            if self._runs and self._runs[-1][0] == side and self._runs[-1][2] == place:
-                self._runs[-1] = (side, self._runs[-1][1], place + 1)
-            else:
-                self._runs.append((side, place, place + 1))
+        self._runs = _runs((*of_feature[f], 1) for f in lookup.features)
+        """Features of one side that follow each other: the side, the first of them, and how many they are."""
         self._of_one_request = lru_cache(64)(self._where)
 
     def call(self, sides: Sequence[Side]) -> Call:
         """The lookup of all that these sides have."""
-        pieces = [sides[s].ids.numpy()[i * sides[s].bags : j * sides[s].bags] for s, i, j in self._runs]
+        pieces = [sides[s].ids.numpy()[i * sides[s].bags : (i + n) * sides[s].bags] for s, i, n in self._runs]
         ids = torch.from_numpy(pieces[0] if len(pieces) == 1 else np.concatenate(pieces))
         bags = tuple(side.bags for side in sides)
         samples = max(side.bags if side.of_sample is None else len(side.of_sample) for side in sides)
@@ -231,15 +226,15 @@ class _Singles:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Where each feature's ids begin, and the place of each sample's, by the bags of each side and the
         bag of each sample where it has not its own; None: one bag is for all samples."""
-        counts = [bags[s] for s, i, j in self._runs for _ in range(i, j)]
+        counts = [bags[s] for s, _, n in self._runs for _ in range(n)]
         starts = np.concatenate([[0], np.cumsum(counts)])
         where = np.empty((len(counts), samples), np.int64)
         first = 0
-        for s, i, j in self._runs:
+        for s, _, n in self._runs:
             own = None if given is None else given[s]
             if own is None:
                 own = np.arange(samples) if bags[s] == samples else np.zeros(samples, np.int64)
-            last = first + j - i
+            last = first + n
             np.add(starts[first:last, None], own, out=where[first:last])
             first = last
         return torch.from_numpy(starts), torch.from_numpy(where.reshape(-1))
@@ -252,21 +247,27 @@ def _wide(rows: torch.Tensor, side: Side, samples: int) -> torch.Tensor:
     return rows.expand(samples, -1) if side.bags == 1 else rows[side.of_sample]
 
 
-def _runs(parts: Sequence[_Part]) -> list[tuple[int, int, int]]:
-    """The columns of a whole lookup in their order, those of one part that follow each other together: the
-    number of the part, where they begin in it, and how wide they are."""
+def _columns(parts: Sequence[_Part]) -> list[tuple[int, int, int]]:
+    """The columns of a whole lookup in their order: the number of the part, where they begin in it, and how
+    wide they are."""
     each = []
     for number, part in enumerate(parts):
         starts = [sum(part.dims[:i]) for i in range(len(part.dims))]
         each += [
             (c, number, start, dim) for c, start, dim in zip(part.columns, starts, part.dims, strict=True)
         ]
+    return _runs(piece for _, *piece in sorted(each))
+
+
+def _runs(pieces: Iterable[Sequence[int]]) -> list[tuple[int, int, int]]:
+    """``pieces``, each of which has the number of what it is taken from, its first place there and its width:
+    those that follow each other as one."""
     runs: list[tuple[int, int, int]] = []
-    for _, number, start, dim in sorted(each):
+    for number, start, width in pieces:
         if runs and runs[-1][0] == number and runs[-1][1] + runs[-1][2] == start:
-            runs[-1] = (number, runs[-1][1], runs[-1][2] + dim)
+            runs[-1] = (number, runs[-1][1], runs[-1][2] + width)
         else:
-            runs.append((number, start, dim))
+            runs.append((number, start, width))
     return runs
 
 
