@@ -14,12 +14,12 @@ from pathlib import Path
 from typing import NoReturn
 
 from recpipe.backend.allocator import bound_kernel_caches, tune_allocator
-from recpipe.commands import COMMANDS, listed
+from recpipe.commands import command, listed
 from recpipe.common.collector import importing
 from recpipe.common.quiet import calm_threads, hide_known_warnings, quiet_libraries
 from recpipe.common.stdout import Stdout
 from recpipe.common.versions import versions
-from recpipe.errors import ThroughHydra, UserError, did_you_mean, shown
+from recpipe.errors import ThroughHydra, UserError, shown
 
 FULL_ERROR = "HYDRA_FULL_ERROR"
 INTERRUPTED = 130
@@ -178,21 +178,17 @@ def _dispatch(argv: Sequence[str]) -> int:
         from recpipe.plugin.offers import without_blocks
 
         argv = without_blocks(argv)
-    command = argv[0] if argv else ""
-    if command in ("-h", "--help", "help"):
+    first = argv[0] if argv else ""
+    if first in ("-h", "--help", "help"):
         print(HELP.replace("{commands}", listed()) + _choices())
         return 0
-    if command in COMMANDS:
-        quiet_libraries()
-        return COMMANDS[command].run(command, argv[1:])
     if "--version" in argv:  # Hydra would say its own
         print(versions())
         return 0
-    if command and "=" not in command and not command.startswith(("-", "~", "+")):
-        raise UserError(
-            f"no command '{command}'.{did_you_mean(command, COMMANDS)} Commands: {', '.join(COMMANDS)}; a "
-            "recipe is set by key=value (see --help)"
-        )
+    if first and "=" not in first and not first.startswith(("-", "~", "+")):
+        found = command(first)
+        quiet_libraries()
+        return found.run(first, argv[1:])
     if _several():
         # torchrun ends processes by SIGTERM; one that waits for another's message could not react to a
         # handler.

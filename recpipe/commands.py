@@ -1,4 +1,8 @@
-"""The commands beside training: ``recpipe NAME ARGUMENTS``. A new one is a line in ``COMMANDS``."""
+"""The commands beside training: ``recpipe NAME ARGUMENTS``.
+
+recpipe's own are the lines of ``COMMANDS``. Packages bring theirs by the entry point group
+``recpipe.commands``, each a ``Command`` in a module that imports nothing slow.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +12,9 @@ from importlib import import_module
 from pathlib import Path
 
 from recpipe.common.collector import importing
-from recpipe.errors import UserError
+from recpipe.errors import UserError, did_you_mean
+from recpipe.plugin.errors import PluginError, PluginLoadError
+from recpipe.plugin.offers import entry, imported, offered, origin_of
 
 
 @dataclass(frozen=True)
@@ -102,10 +108,36 @@ COMMANDS = {
 }
 
 
+def command(name: str) -> Command:
+    """The command ``name``; ``UserError`` with the nearest name if there is none, ``PluginError`` if its
+    package is broken."""
+    if name in COMMANDS:
+        return COMMANDS[name]
+    available = offered("command")
+    if name not in available:
+        known = [*COMMANDS, *available]
+        raise UserError(
+            f"no command '{name}'.{did_you_mean(name, known)} Commands: {', '.join(known)}; a recipe is "
+            "set by key=value (see --help)"
+        )
+    ep = entry("command", name, available)
+    found = imported("command", ep)
+    if not isinstance(found, Command):
+        raise PluginLoadError(
+            f"command {origin_of(ep)}: '{ep.value}' must be a recpipe.commands.Command; correct its "
+            "entry point"
+        )
+    return found
+
+
 def listed() -> str:
     """The commands for the help, two lines for one whose first is long."""
     lines = []
-    for name, command in COMMANDS.items():
-        first = f"  python -m recpipe {name} {command.arguments}".rstrip()
-        lines += [f"{first:<44} {command.says}"] if len(first) < 44 else [first, f"{'':<44} {command.says}"]
+    for name in [*COMMANDS, *(name for name in offered("command") if name not in COMMANDS)]:
+        try:
+            found = command(name)
+        except PluginError as fault:  # a broken package must not take the help away
+            found = Command("", "", str(fault))
+        first = f"  python -m recpipe {name} {found.arguments}".rstrip()
+        lines += [f"{first:<44} {found.says}"] if len(first) < 44 else [first, f"{'':<44} {found.says}"]
     return "\n".join(lines)

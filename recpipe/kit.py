@@ -4,6 +4,8 @@ ranks.
 A plugin may import from core what is here, in ``recpipe.plugin`` (the contract) and in ``recpipe.testing``.
 """
 
+from typing import Any
+
 from recpipe.backend.host import processor
 from recpipe.common.compiled import compiled
 from recpipe.common.console import Meter
@@ -65,6 +67,7 @@ from recpipe.perf.kernels.lookup_work import LookupWork
 from recpipe.perf.machine.profile import Host, Sample, SharedProfile
 from recpipe.perf.tiers.ranks import busiest_part, share_of_distinct
 from recpipe.pipeline.placed import PlacedModel
+from recpipe.plugin.offers import moved_name
 from recpipe.seams import module_name
 from recpipe.seams.int8 import LARGEST as LARGEST_WEIGHT_CODE
 from recpipe.seams.int8 import int8_adds_up
@@ -240,3 +243,10 @@ __all__ = [
     "write_quantized",
     "zipf",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    """A name that left this module for the package that it belongs to."""
+    if name.startswith("_"):
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return moved_name(__name__, name)

@@ -127,7 +127,11 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """Import a public name from the module that defines it."""
+    """Import a public name from the module that defines it, or from the package that took it over."""
     if name not in _HOME:
+        if not name.startswith("_"):
+            from recpipe.plugin.offers import moved_name
+
+            return moved_name(__name__, name)
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(import_module(_HOME[name]), name)

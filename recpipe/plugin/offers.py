@@ -1,10 +1,16 @@
-"""What installed packages offer by name through entry points: plugins, models, data sources and tasks."""
+"""What installed packages offer by name through entry points.
+
+Plugins, models, data sources and tasks are chosen in recipes; commands, checkpoints, profiles and names are
+asked for by core, which imports no package by itself.
+"""
 
 from __future__ import annotations
 
+import importlib
 import importlib.metadata as metadata
 import os
 import re
+import warnings
 from collections.abc import Mapping, Sequence
 from importlib.metadata import EntryPoint
 
@@ -20,8 +26,31 @@ GROUPS: Mapping[str, str] = {
     "task": "recpipe.tasks",
 }
 """The entry point group for each config group."""
-WORDS: Mapping[str, str] = {PLUGIN: "plugin", "model": "model", "data": "data source", "task": "task"}
+NAMES = "names"
+BESIDE: Mapping[str, str] = {
+    "command": "recpipe.commands",
+    "checkpoint": "recpipe.checkpoints",
+    "profile": "recpipe.profiles",
+    NAMES: "recpipe.names",
+}
+"""The entry point groups whose members no recipe chooses.
+
+A command is a ``recpipe.commands.Command``. A checkpoint opens directories of a package's own format for
+scoring. A profile is a prediction shown beside ``task=profile``. Names are a dict of public names that left
+``recpipe.kit`` or ``recpipe.plugin`` for the package, to ``module:name``.
+"""
+WORDS: Mapping[str, str] = {
+    PLUGIN: "plugin",
+    "model": "model",
+    "data": "data source",
+    "task": "task",
+    "command": "command",
+    "checkpoint": "format of checkpoints",
+    "profile": "profile",
+    NAMES: "list of names",
+}
 """The word for a member of each group in messages."""
+_ALL = {**GROUPS, **BESIDE}
 
 
 BLOCK = "RECPIPE_BLOCK"
@@ -43,10 +72,10 @@ class Offers(dict[str, EntryPoint]):
 
 
 def offered(kind: str) -> Offers:
-    """Installed entry points of ``kind`` (a key of ``GROUPS``) by name; nothing is imported, and what is
-    blocked is left out."""
+    """Installed entry points of ``kind`` (a key of ``GROUPS`` or ``BESIDE``) by name; nothing is imported,
+    and what is blocked is left out."""
     found, away = Offers(), blocked()
-    installed = sorted(metadata.entry_points(group=GROUPS[kind]), key=lambda ep: ep.name)
+    installed = sorted(metadata.entry_points(group=_ALL[kind]), key=lambda ep: ep.name)
     for ep in [*installed, *(_in_modules() if kind == PLUGIN else ())]:
         if ep.name in away or _normal(origin_of(ep).distribution) in away:
             continue
@@ -123,7 +152,7 @@ def without_blocks(words: Sequence[str]) -> list[str]:
             raise UserError(f"{shown(word)}: names packages or what they offer: '+block=[acme]'")
         named += names
     if named:
-        found = [ep for group in GROUPS.values() for ep in metadata.entry_points(group=group)]
+        found = [ep for group in _ALL.values() for ep in metadata.entry_points(group=group)]
         known = {ep.name for ep in found} | {_normal(origin_of(ep).distribution) for ep in found}
         for name in named:
             if name not in known and _normal(name) not in known:
@@ -182,3 +211,17 @@ def imported(kind: str, ep: EntryPoint) -> object:
             f"{WORDS[kind]} {origin} is {there} but cannot be imported from '{ep.value}': "
             f"{type(fault).__name__}: {fault}. {remedy}"
         ) from fault
+
+
+def moved_name(module: str, name: str) -> object:
+    """The object that was ``module.name`` until its package took it over; packages written before import on.
+
+    Raises ``AttributeError`` if no installed package has it, and warns where it is now.
+    """
+    for ep in offered(NAMES).values():
+        names = imported(NAMES, ep)
+        if isinstance(names, Mapping) and name in names:
+            home, _, attribute = str(names[name]).partition(":")
+            warnings.warn(f"{module}.{name} is {home}.{attribute} now", DeprecationWarning, stacklevel=3)
+            return getattr(importlib.import_module(home), attribute)
+    raise AttributeError(f"module {module!r} has no attribute {name!r}")
