@@ -98,7 +98,7 @@ def operations(point: Point, overrides: Sequence[str]) -> float:
     """Of a step's matrix products, forward and backward."""
     from recpipe.config.compose import compose
     from recpipe.config.recipe import Recipe
-    from recpipe.perf.phases.workload import dense_work
+    from recpipe.profiling.workload import dense_work
 
     words = [word for word in overrides if word.startswith("model")]
     model = Recipe.of(compose([*words, f"model.embedding_dim={point.dim}"])).model

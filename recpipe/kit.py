@@ -6,6 +6,8 @@ A plugin may import from core what is here, in ``recpipe.plugin`` (the contract)
 
 from typing import Any
 
+from recpipe.access.counts import group_rows, load_profile, table_bases
+from recpipe.access.popularity import top_rows
 from recpipe.backend.host import processor
 from recpipe.common.compiled import compiled
 from recpipe.common.console import Meter
@@ -64,10 +66,11 @@ from recpipe.perf.ids.replay import Kept as KeptLookups
 from recpipe.perf.ids.replay import joined as joined_lookups
 from recpipe.perf.kernels.linear import fitted, nnls
 from recpipe.perf.kernels.lookup_work import LookupWork
-from recpipe.perf.machine.profile import Host, Sample, SharedProfile
+from recpipe.perf.machine.profile import Host, SharedProfile
 from recpipe.perf.tiers.ranks import busiest_part, share_of_distinct
 from recpipe.pipeline.placed import PlacedModel
 from recpipe.plugin.offers import moved_name
+from recpipe.profiling.limits import Sample
 from recpipe.seams import module_name
 from recpipe.seams.int8 import LARGEST as LARGEST_WEIGHT_CODE
 from recpipe.seams.int8 import int8_adds_up
@@ -82,7 +85,6 @@ from recpipe.tables.stores.codecs import Bf16Rows, Fp16Rows, Int8Rows
 from recpipe.tables.stores.holders import HeldRows, HoldersStore
 from recpipe.tables.stores.ssd import SsdStore
 from recpipe.tables.stores.writes import positions
-from recpipe.tables.tiers.access_counts import group_rows, load_profile, table_bases
 from recpipe.tables.tiers.lru import Lru
 from recpipe.tables.tiers.parting import IndexBags
 from recpipe.tables.tiers.parts import TierParts
@@ -95,7 +97,6 @@ from recpipe.tables.tiers.policies import (
     distinct_slots,
     policy_bytes,
 )
-from recpipe.tables.tiers.popularity import top_rows
 from recpipe.tables.tiers.store_thread import TierTimes
 from recpipe.tables.view import Mark, RowView, moved
 

@@ -17,6 +17,7 @@ import lightning as L
 import torch
 from omegaconf import DictConfig
 
+from recpipe.access.sample import AccessSample
 from recpipe.backend.chain import KnownSteps
 from recpipe.backend.equip import equip
 from recpipe.backend.matmul import float32_products, require_units
@@ -67,7 +68,6 @@ from recpipe.setup.prepare import (
     remove_left_stores,
     resume_from,
 )
-from recpipe.tables.access_sample import AccessSample
 from recpipe.tables.capabilities import SendsAhead
 from recpipe.tables.owners import group_owners, is_sharded, warn_of_unused
 from recpipe.tables.quantized import check_quantized

@@ -30,7 +30,8 @@ from recpipe.perf.bench import (
     tiers,
 )
 from recpipe.perf.bench import ranks as bench_ranks
-from recpipe.perf.machine.profile import Host, MachineProfile, Sample
+from recpipe.perf.machine.profile import Host, MachineProfile
+from recpipe.profiling.limits import Sample
 
 Measure = Callable[[bool], Iterator[Sample]]
 """Yields the samples of a family; in the quick form, fewer of them if it is given True."""

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from recpipe.perf.kernels.models import FAMILIES, KernelModels
-from recpipe.perf.machine.limits import Machine
 from recpipe.perf.machine.profile import MachineProfile
 from recpipe.perf.step.amounts import Amounts
 from recpipe.perf.step.factors import FAMILY, fitted_factors, told
+from recpipe.profiling.limits import Limits
 
 GIGA = 1e9
 
@@ -29,7 +29,7 @@ def measured(profile: MachineProfile) -> str:
         f"measured {profile.made}{', in the quick form' if profile.quick else ''}",
         "",
     ]
-    limits = Machine.of(profile.samples.get("limits", ()), 64, host.threads)
+    limits = Limits.of(profile.samples.get("limits", ()), 64, host.threads)
     if limits is not None:
         rates = ", ".join(f"{name} {rate / GIGA:.0f}" for name, rate in limits.gemm_flops_per_s.items())
         lines += [

@@ -20,6 +20,7 @@ from weakref import ref
 import numpy as np
 import torch
 
+from recpipe.access.sample import AccessSample
 from recpipe.common.device import Aside, threads_for
 from recpipe.common.phases import phase
 from recpipe.common.spans import settled
@@ -35,7 +36,6 @@ from recpipe.pipeline.source import BatchSource
 from recpipe.pipeline.splitting import Splitting
 from recpipe.pipeline.step import StagedBatch
 from recpipe.plugin.splitter import Split
-from recpipe.tables.access_sample import AccessSample
 from recpipe.tables.inputs import GroupIds, Inputs, count_ids
 from recpipe.tables.tiers.batch import BatchPlan, Found, Tiers
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 
@@ -30,29 +29,6 @@ class Series:
     """Those of the ``lookups`` whose row was resident before any row moved for the batch."""
     bytes_read: list[int] = field(default_factory=list)
     bytes_written: list[int] = field(default_factory=list)
-
-
-@dataclass
-class Skew:
-    """How much of the lookups the most popular rows have, from a sample of the training batches."""
-
-    lookups: int
-    """How many lookups were counted."""
-    batches: int
-    tables: Sequence[TableSkew]
-    """All tables together, if there are several, then the largest ones."""
-
-
-@dataclass
-class TableSkew:
-    """The ``share_of_lookups`` of a table's most popular rows, for several shares of its rows."""
-
-    name: str | None
-    """None: all tables together."""
-    rows: int
-    lookups: int
-    share_of_rows: list[float]
-    share_of_lookups: list[float]
 
 
 @dataclass

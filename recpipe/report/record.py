@@ -12,8 +12,9 @@ from typing import Any
 
 import numpy as np
 
+from recpipe.access.skew import Skew
 from recpipe.model.metrics import Calibration, Quality
-from recpipe.report.details import Series, Skew, TableMemory
+from recpipe.report.details import Series, TableMemory
 
 SCHEMA = 1
 WARM_UP = 10

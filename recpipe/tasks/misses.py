@@ -9,14 +9,14 @@ from typing import Any
 
 import numpy as np
 
+from recpipe.access.curve import Curve
+from recpipe.access.followed import Followed
+from recpipe.access.misses import POLICIES, SHARES, MissRates
 from recpipe.common.console import Meter, log
 from recpipe.config.recipe import Recipe
 from recpipe.config.task import MissesConfig
 from recpipe.data.dataset import Dataset
 from recpipe.errors import UserError
-from recpipe.perf.ids.curve import Curve
-from recpipe.perf.ids.followed import Followed
-from recpipe.perf.ids.misses import POLICIES, SHARES, MissRates
 from recpipe.report import missed
 from recpipe.report.files import ReportFiles
 from recpipe.tables.inputs import Inputs

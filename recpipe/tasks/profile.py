@@ -18,20 +18,15 @@ from recpipe.common.phases import PHASES
 from recpipe.config.task import ProfileConfig
 from recpipe.model.config import ModelConfig, UserModel
 from recpipe.perf.calibrate import contradicts, recheck
-from recpipe.perf.machine.limits import Machine, known_or_measured
-from recpipe.perf.machine.profile import Host, profile_path
-from recpipe.perf.phases.parts import tell_parts
-from recpipe.perf.phases.roofline import floors_ms
-from recpipe.perf.phases.trace import (
-    OVERHEAD,
-    STEP,
-    ProfiledStep,
-    mean_step,
-    profiled_steps,
-    top_operators,
-)
-from recpipe.perf.phases.traced import Traced
-from recpipe.perf.phases.workload import (
+from recpipe.perf.machine.profile import Host, own_profile, profile_path
+from recpipe.pipeline.placed import PlacedModel
+from recpipe.pipeline.step import StagedBatch
+from recpipe.profiling.limits import Limits, measure
+from recpipe.profiling.parts import tell_parts
+from recpipe.profiling.roofline import floors_ms
+from recpipe.profiling.trace import OVERHEAD, STEP, ProfiledStep, mean_step, profiled_steps, top_operators
+from recpipe.profiling.traced import Traced
+from recpipe.profiling.workload import (
     FLOAT_BYTES,
     Lookups,
     Work,
@@ -40,8 +35,6 @@ from recpipe.perf.phases.workload import (
     embedding_work,
     optimizer_work,
 )
-from recpipe.pipeline.placed import PlacedModel
-from recpipe.pipeline.step import StagedBatch
 from recpipe.report.files import ReportFiles
 from recpipe.report.record import RunReport, Throughput
 from recpipe.training.recorder import Recorder
@@ -163,7 +156,7 @@ class StepProfiler(L.Callback):
         events = self.profiler.events()  # type: ignore[no-untyped-call]
         step = mean_step(middle_half(profiled_steps(events), key=lambda step: step.ms))
 
-        def told(limits: Machine) -> dict[str, Any]:
+        def told(limits: Limits) -> dict[str, Any]:
             timing = achieved(seconds, step, floors_ms(work, limits, config.precision))
             floor = floor_section(work, limits, config.precision, lookups)
             return {
@@ -273,7 +266,7 @@ def middle_half(steps: Sequence[T], key: Callable[[T], float]) -> list[T]:
     return ordered[cut : len(ordered) - cut]
 
 
-def floor_section(work: dict[str, Work], limits: Machine, precision: str, lookups: Lookups) -> dict[str, Any]:
+def floor_section(work: dict[str, Work], limits: Limits, precision: str, lookups: Lookups) -> dict[str, Any]:
     """The inputs of the floor, for a batch."""
     return {
         "ms": sum(floors_ms(work, limits, precision).values()),
@@ -282,3 +275,14 @@ def floor_section(work: dict[str, Work], limits: Machine, precision: str, lookup
         **asdict(lookups),
         "work": {name: asdict(w) for name, w in work.items()},
     }
+
+
+def known_or_measured(row_bytes: int, device: torch.device, trusted: bool = True) -> Limits:
+    """The limits in this machine's profile, if ``recpipe perf calibrate`` has made one and it is ``trusted``,
+    or measured ones."""
+    host = Host.current(device)
+    profile = own_profile(host) if trusted and device.type == "cpu" else None
+    known = None
+    if profile is not None:
+        known = Limits.of(profile.samples.get("limits", ()), row_bytes, host.threads)
+    return known or measure(row_bytes, device)

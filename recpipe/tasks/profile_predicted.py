@@ -12,7 +12,6 @@ from recpipe.config.recipe import Recipe
 from recpipe.data.dataset import Dataset
 from recpipe.errors import UserError
 from recpipe.perf.machine.profile import Host, own_profile
-from recpipe.perf.phases.trace import OVERHEAD
 from recpipe.perf.step.resident import MAIN
 from recpipe.perf.step.walk import SHOWN
 from recpipe.perf.tiers.predict import Kind
@@ -20,6 +19,7 @@ from recpipe.perf.tiers.statements import of_policy
 from recpipe.pipeline.placed import PlacedModel
 from recpipe.plugin.blame import blame
 from recpipe.plugin.load import activate
+from recpipe.profiling.trace import OVERHEAD
 from recpipe.tasks.advise.candidates import Candidate
 from recpipe.tasks.advise.facts import facts_of
 from recpipe.tasks.advise.judged import Machine, by_beginning, judge, told_timeline

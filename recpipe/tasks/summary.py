@@ -8,6 +8,8 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
+from recpipe.access.sample import AccessSample
+from recpipe.access.skew import Skew, skew_of
 from recpipe.common.console import log
 from recpipe.common.gpu import peak_gpu_bytes
 from recpipe.common.words import CUSTOM
@@ -17,13 +19,10 @@ from recpipe.distributed.ranks import Ranks
 from recpipe.model.metrics import peak_rss_bytes
 from recpipe.plugin.api import RunFigures
 from recpipe.plugin.assembly import Assembly
-from recpipe.report.details import Skew
 from recpipe.report.environment import environment
 from recpipe.report.quality import ALTERED
 from recpipe.report.record import DataFigures, Io, Memory, RankFigures, Resumed, RunReport, as_json
-from recpipe.report.skew import skew_of
 from recpipe.seams import Collective
-from recpipe.tables.access_sample import AccessSample
 from recpipe.tables.collection import TierFigures
 from recpipe.tables.grouped import GroupedCollection
 from recpipe.tables.groups import ModelTables

@@ -7,9 +7,9 @@ from functools import cache
 
 import numpy as np
 
+from recpipe.access.misses import SHARES, MissRates, RowSample
 from recpipe.perf.ids.facts import Facts
 from recpipe.perf.ids.group_facts import GroupFacts, Stretch
-from recpipe.perf.ids.misses import SHARES, MissRates, Sample
 from recpipe.perf.ids.replay import Kept
 from recpipe.perf.kernels.moves import FEATURES
 from recpipe.plugin.costs import Phase, Statement
@@ -34,7 +34,9 @@ def sample_facts() -> Facts:
 
 def _group(seed: int, dim: int) -> GroupFacts:
     random = np.random.default_rng(seed)
-    rates = MissRates(Sample(ROWS, np.empty(0, np.int64)), [share * ROWS for share in SHARES], BATCHES // 2)
+    rates = MissRates(
+        RowSample(ROWS, np.empty(0, np.int64)), [share * ROWS for share in SHARES], BATCHES // 2
+    )
     drawn = [(ROWS * random.random(LOOKUPS) ** 4).astype(np.int64) for _ in range(BATCHES)]
     for rows in drawn:
         rates.add(rows)

@@ -7,7 +7,8 @@ import numpy as np
 from recpipe.perf.bench.overheads import OPTIMIZERS
 from recpipe.perf.kernels.operators import GEMMS
 from recpipe.perf.kernels.optimizers import optimizer_sizes
-from recpipe.perf.machine.profile import Host, MachineProfile, Sample
+from recpipe.perf.machine.profile import Host, MachineProfile
+from recpipe.profiling.limits import Sample
 
 FLOPS = 1e11
 """Operations per second of a thread."""

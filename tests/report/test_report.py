@@ -17,9 +17,10 @@ import torch
 from matplotlib.figure import Figure
 from rich.console import Console
 
+from recpipe.access.skew import Skew, TableSkew, skew_of
 from recpipe.model.metrics import Calibration, Quality
 from recpipe.report import figures, folding, html, plots, run_plots, terminal
-from recpipe.report.details import Series, Skew, TableMemory, TableSkew
+from recpipe.report.details import Series, TableMemory
 from recpipe.report.environment import environment
 from recpipe.report.merging import merged
 from recpipe.report.record import (
@@ -36,7 +37,6 @@ from recpipe.report.record import (
     step_times,
     write_json,
 )
-from recpipe.report.skew import skew_of
 
 pytestmark = pytest.mark.usefixtures("real_plots")
 

@@ -17,8 +17,9 @@ from recpipe.config.compose import compose
 from recpipe.config.recipe import Recipe
 from recpipe.errors import UserError
 from recpipe.perf.kernels.moves import FEATURES
-from recpipe.perf.machine.profile import Host, MachineProfile, Sample
+from recpipe.perf.machine.profile import Host, MachineProfile
 from recpipe.perf.step.capture import CannotTrace
+from recpipe.profiling.limits import Sample
 from recpipe.report import advised
 from recpipe.run import run
 from recpipe.tasks.advise.advise import _check

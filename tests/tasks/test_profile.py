@@ -23,12 +23,12 @@ from recpipe.errors import UserError
 from recpipe.perf import calibrate
 from recpipe.perf.bench import limits as bench_limits
 from recpipe.perf.kernels.models import Estimate
-from recpipe.perf.machine import limits
 from recpipe.perf.machine.profile import Host, MachineProfile, profile_path
-from recpipe.perf.phases.parts import tell_parts
-from recpipe.perf.phases.trace import OVERHEAD, STEP, ProfiledStep, mean_step, profiled_steps
 from recpipe.pipeline.cores import Cores
 from recpipe.pipeline.step import StepTimes, accumulate
+from recpipe.profiling import limits
+from recpipe.profiling.parts import tell_parts
+from recpipe.profiling.trace import OVERHEAD, STEP, ProfiledStep, mean_step, profiled_steps
 from recpipe.report import html, measured
 from recpipe.run import run
 from recpipe.tasks import profile_predicted

@@ -10,9 +10,9 @@ import pytest
 from recpipe_hotline.plugin import Hotline
 from recpipe_hotline.tests.rig import ROOM, default_knobs
 
+from recpipe.access.counts import SAMPLE, load_profile, table_bases
 from recpipe.plugin.policy import RowSpace
 from recpipe.tables.specs import TableOptimizer, TableSet
-from recpipe.tables.tiers.access_counts import SAMPLE, load_profile, table_bases
 from recpipe.testing import SMALL, train
 from tests.placing import context_of
 

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 
 from recpipe.perf.bench.lookups import Clock
-from recpipe.perf.machine.profile import Sample
+from recpipe.profiling.limits import Sample
 
 FAMILY = "collectives"
 """The family of a machine's profile that these samples are in."""

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import torch
 
-from recpipe.perf.machine.profile import Sample
+from recpipe.profiling.limits import Sample
 
 SIZES = (2**12, 2**16, 2**20, 2**24, 2**27)
 """Bytes."""

@@ -11,7 +11,7 @@ import torch
 from recpipe import seams
 from recpipe.backend.matmul import has_bfloat16_units, has_onednn
 from recpipe.perf.bench.timing import Make, clock
-from recpipe.perf.machine.profile import Sample
+from recpipe.profiling.limits import Sample
 
 SAMPLES = (16, 8192)
 """The smallest and the largest batch or share of one."""

@@ -6,8 +6,7 @@ from collections.abc import Iterator
 
 import torch
 
-from recpipe.perf.machine.limits import measured
-from recpipe.perf.machine.profile import Sample
+from recpipe.profiling.limits import Sample, measured
 
 ROW_BYTES = (16, 64, 256, 1024)
 """Sizes of the rows that are gathered."""

@@ -21,8 +21,8 @@ from numpy.typing import NDArray
 
 from recpipe.common.threads import one_thread
 from recpipe.perf.bench.passes import least
-from recpipe.perf.machine.profile import Sample
 from recpipe.plugin.policy import RowIds
+from recpipe.profiling.limits import Sample
 from recpipe.tables.specs import OPTIMIZERS
 
 TABLES = ((4, 100), (1, 5_000), (4, 5_000), (16, 20_000), (4, 100_000), (4, 300_000), (1, 1_000_000))

@@ -25,10 +25,10 @@ from recpipe.model.loss import parse_loss
 from recpipe.perf.bench.timing import Clock, clock
 from recpipe.perf.kernels.operators import Operator
 from recpipe.perf.kernels.optimizers import optimizer_sizes
-from recpipe.perf.machine.profile import Sample
 from recpipe.perf.step.python import python_calls
 from recpipe.pipeline.placed import PlacedModel, put_fronts
 from recpipe.pipeline.step import StagedBatch, StepTimes, accumulate
+from recpipe.profiling.limits import Sample
 from recpipe.tables.front import handing_out
 from recpipe.tables.grouped import GroupedCollection
 from recpipe.tables.groups import collections_of, group_tables

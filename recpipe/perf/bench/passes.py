@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 
-from recpipe.perf.machine.profile import Sample
+from recpipe.profiling.limits import Sample
 
 PASSES = 3
 

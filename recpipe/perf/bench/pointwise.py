@@ -11,7 +11,7 @@ from torch.nn.functional import binary_cross_entropy_with_logits
 
 from recpipe.backend.matmul import has_bfloat16_units
 from recpipe.perf.bench.timing import Make, clock
-from recpipe.perf.machine.profile import Sample
+from recpipe.profiling.limits import Sample
 
 SAMPLES = (16, 8192)
 WIDTHS = (1, 8, 16, 32, 64, 128, 256, 367, 512, 1024, 2048)

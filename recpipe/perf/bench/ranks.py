@@ -21,7 +21,7 @@ import torch.distributed as dist
 
 from recpipe.common.console import log
 from recpipe.perf.bench import collectives, side
-from recpipe.perf.machine.profile import Sample
+from recpipe.profiling.limits import Sample
 
 RANKS = 2
 LIMIT = 120.0

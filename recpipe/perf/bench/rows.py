@@ -12,8 +12,8 @@ import torch
 from recpipe.common.threads import one_thread
 from recpipe.perf.bench.lookups import POOL, zipf
 from recpipe.perf.bench.passes import least
-from recpipe.perf.machine.profile import Sample
 from recpipe.plugin.policy import RowIds
+from recpipe.profiling.limits import Sample
 from recpipe.tables.rowtable import RowBags, updated
 from recpipe.tables.specs import TableOptimizer
 from recpipe.tables.tiers.parting import IndexBags

@@ -22,7 +22,7 @@ from torchrec.modules.embedding_modules import EmbeddingBagCollection
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from recpipe.perf.bench.lookups import OPTIMIZER, Clock, timed_lookups
-from recpipe.perf.machine.profile import Sample
+from recpipe.profiling.limits import Sample
 from recpipe.tables.specs import OPTIMIZERS
 
 ROWS = 5_000

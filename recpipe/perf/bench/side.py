@@ -10,7 +10,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from recpipe.perf.machine.profile import Sample
+from recpipe.profiling.limits import Sample
 
 KIND = "side by side"
 TIMES = (1, 4, 12)

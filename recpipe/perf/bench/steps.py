@@ -32,7 +32,6 @@ from recpipe.common.threads import using_threads
 from recpipe.data.given import GivenBatches
 from recpipe.model.call import Called
 from recpipe.model.loss import parse_loss
-from recpipe.perf.machine.profile import Sample
 from recpipe.perf.step.capture import Captured, captured
 from recpipe.perf.step.reading import reading
 from recpipe.perf.step.step import Step
@@ -42,6 +41,7 @@ from recpipe.pipeline.loader import TrainLoader
 from recpipe.pipeline.placed import PlacedModel, put_fronts
 from recpipe.pipeline.source import BatchSource
 from recpipe.pipeline.step import StagedBatch, StepTimes, accumulate
+from recpipe.profiling.limits import Sample
 from recpipe.tables.beside import Beside
 from recpipe.tables.grouped import GroupedCollection
 from recpipe.tables.groups import collections_of, group_tables

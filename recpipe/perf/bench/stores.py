@@ -15,8 +15,8 @@ from pathlib import Path
 import numpy as np
 
 from recpipe.perf.bench.passes import least
-from recpipe.perf.machine.profile import Sample
 from recpipe.plugin.quantizer import RecordLayout, RowCodec
+from recpipe.profiling.limits import Sample
 from recpipe.tables.stores.base import ColdStore, Records, Rows, StoreLayout
 from recpipe.tables.stores.blocks import BLOCK_BYTES, BlockMap
 from recpipe.tables.stores.codecs import Bf16Rows, Fp16Rows, Int8Rows

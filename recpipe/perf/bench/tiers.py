@@ -16,8 +16,8 @@ from recpipe.data.parts import in_order
 from recpipe.data.select import select
 from recpipe.perf.bench.lookups import zipf
 from recpipe.perf.bench.passes import least
-from recpipe.perf.machine.profile import Sample
 from recpipe.plugin.policy import RowIds, RowSpace
+from recpipe.profiling.limits import Sample
 from recpipe.tables.specs import Table, TableOptimizer, TableSet
 from recpipe.tables.stores.base import ColdStore, IoCounters, Records, Rows, StoreLayout
 from recpipe.tables.tiers.placement import TierPlan, reorder

@@ -31,7 +31,7 @@ from torch.nn.functional import binary_cross_entropy_with_logits
 
 from recpipe.common.threads import keep_to_one_core, one_thread
 from recpipe.perf.kernels.operators import FREE, Operator, watched
-from recpipe.perf.machine.profile import Sample
+from recpipe.profiling.limits import Sample
 
 SPREADS = (0.0, 2.0**20, 2.0**22, 2.0**24, 2.0**25)
 """Bytes that are touched between two calls, of which one number is drawn for each sample."""

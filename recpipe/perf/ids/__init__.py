@@ -1,1 +1,1 @@
-"""What a part of the data says of its ids: what caches miss and move, for every budget."""
+"""What a part of the data says of its ids, and what a policy moves when it is run on them."""

@@ -8,13 +8,13 @@ from typing import Any
 
 import numpy as np
 
+from recpipe.access.curve import Curve
+from recpipe.access.followed import Followed
+from recpipe.access.misses import SHARES
 from recpipe.data.parts import leaves, tensors_in
 from recpipe.errors import UserError
-from recpipe.perf.ids.curve import Curve
 from recpipe.perf.ids.facts import Facts
-from recpipe.perf.ids.followed import Followed
 from recpipe.perf.ids.group_facts import NEVER, GroupFacts, Stretch
-from recpipe.perf.ids.misses import SHARES
 from recpipe.perf.ids.replay import MOST, Kept, shortened
 from recpipe.plugin.policy import RowIds
 from recpipe.tables.inputs import Inputs

@@ -153,7 +153,7 @@ class Facts:
 
     def counted(self, sample: float) -> list[NDArray[np.int32]] | None:
         """For each group how often each row is looked up (numbered as ``replayed`` policies' rows are) in a
-        ``sample`` of the epoch's batches: those that ``access_counts`` would choose if all of the epoch was
+        ``sample`` of the epoch's batches: those that ``load_profile`` would choose if all of the epoch was
         read. None if lookups were too many to be kept."""
         kept = self.kept
         if not kept:

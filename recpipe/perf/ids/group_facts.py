@@ -8,8 +8,8 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from recpipe.perf.ids.curve import Curve
-from recpipe.perf.ids.misses import SHARES
+from recpipe.access.curve import Curve
+from recpipe.access.misses import SHARES
 from recpipe.perf.ids.replay import Kept
 from recpipe.plugin.costs import Moved
 from recpipe.plugin.policy import RowIds

@@ -13,7 +13,7 @@ from functools import lru_cache
 import numpy as np
 from numpy.typing import NDArray
 
-from recpipe.perf.machine.profile import Sample
+from recpipe.profiling.limits import Sample
 
 Vector = NDArray[np.float64]
 At = Mapping[str, float | str]

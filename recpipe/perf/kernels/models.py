@@ -21,7 +21,8 @@ from recpipe.perf.kernels.features import form
 from recpipe.perf.kernels.gaussian import Process
 from recpipe.perf.kernels.linear import At, Features, Vector, fitted
 from recpipe.perf.kernels.operators import FREE, GEMMS
-from recpipe.perf.machine.profile import MachineProfile, Sample
+from recpipe.perf.machine.profile import MachineProfile
+from recpipe.profiling.limits import Sample
 
 FEWEST = 4
 """Samples that a correction needs; with fewer, the linear model speaks alone."""

@@ -13,7 +13,8 @@ import numpy as np
 from recpipe.errors import UserError
 from recpipe.perf.kernels.linear import At, Features, Linear, Vector, hats
 from recpipe.perf.kernels.lookup_work import lookup_features
-from recpipe.perf.machine.profile import MachineProfile, Sample
+from recpipe.perf.machine.profile import MachineProfile
+from recpipe.profiling.limits import Sample
 
 MAPS = np.log2([2.0**18, 2.0**23])
 """Knots, in bytes of the map from rows to tiers, which decide whether planning finds it in a cache. They are

@@ -1,1 +1,1 @@
-"""What was measured on a machine: its profile in a file, and its limits."""
+"""What was measured on a machine: its profile in a file."""

@@ -21,6 +21,7 @@ from recpipe.common.own_cache import default_cache_dir, own_folder, require_own,
 from recpipe.common.saved import Damaged, entries, parse_json, typed_as
 from recpipe.common.versions import FBGEMM, installed_version
 from recpipe.errors import UserError
+from recpipe.profiling.limits import Sample
 
 SCHEMA = 2
 
@@ -64,18 +65,6 @@ class Host:
         names = {field.name: field.name.replace("_", " ") for field in fields(self)}
         pairs = ((word, getattr(other, name), getattr(self, name)) for name, word in names.items())
         return [f"{word}: {there} there, {here} here" for word, there, here in pairs if there != here]
-
-
-@dataclass(frozen=True)
-class Sample:
-    """One measurement."""
-
-    kind: str
-    """What was run: an operator, or a part of a step."""
-    at: Mapping[str, float | str]
-    """Sizes and settings by name."""
-    seconds: float
-    """The median of several runs (of operators, see ``bench.timing``); of the machine's limits, the best."""
 
 
 @dataclass(frozen=True)

@@ -15,9 +15,9 @@ from recpipe.perf.kernels.lookup_work import LookupWork, lookup_features
 from recpipe.perf.kernels.models import NO_TIME, Estimate, KernelModels
 from recpipe.perf.kernels.operators import Operator
 from recpipe.perf.kernels.optimizers import optimizer_sizes
-from recpipe.perf.machine.limits import Machine
 from recpipe.perf.machine.profile import MachineProfile
 from recpipe.perf.step.capture import Captured, GroupLookups, Part
+from recpipe.profiling.limits import Limits
 
 FAR = 2.0**24
 """Bytes touched between two uses of a gradient or a parameter: most of a step's."""
@@ -94,7 +94,7 @@ class Amounts:
             for kind in ("lookup forward", "lookup update")
             if (found := [s for s in profile.samples.get("lookups", ()) if s.kind == kind])
         }
-        self._limits = Machine.of(profile.samples.get("limits", ()), 64, self.threads)
+        self._limits = Limits.of(profile.samples.get("limits", ()), 64, self.threads)
 
     def corrected(self, factors: Factors) -> Amounts:
         """The same machine with other ``factors``."""

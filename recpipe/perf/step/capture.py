@@ -1,6 +1,6 @@
 """Captures a model as it will run: its operators with their sizes, and what it looks up.
 
-One step is run with rows that are handed out without tiers, as in ``recpipe.perf.phases.traced``, of the
+One step is run with rows that are handed out without tiers, as in ``recpipe.profiling.traced``, of the
 model as the back end has converted it. Nothing is trained, and the model does not change.
 """
 
@@ -21,10 +21,10 @@ from recpipe.data.parts import batch_size
 from recpipe.data.select import between
 from recpipe.errors import UserError, shown
 from recpipe.perf.kernels.operators import Operator, Watch
-from recpipe.perf.step.handed import HandedRows
 from recpipe.perf.step.python import calls_by_name
 from recpipe.pipeline.parts import same_random_numbers
 from recpipe.pipeline.placed import PlacedModel
+from recpipe.profiling.handed import HandedRows
 from recpipe.tables.front import Front, handing_out
 from recpipe.tables.tiers.parting import IndexBags
 

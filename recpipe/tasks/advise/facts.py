@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+from recpipe.access.followed import Followed
 from recpipe.config.recipe import Recipe
 from recpipe.data.dataset import Dataset
 from recpipe.perf.ids.collect import collect
 from recpipe.perf.ids.facts import Facts
-from recpipe.perf.ids.followed import Followed
 from recpipe.tables.inputs import Inputs
 
 

@@ -12,8 +12,8 @@ import pytest
 from recpipe.errors import UserError
 from recpipe.perf.kernels.models import Errors, Estimate, KernelModels
 from recpipe.perf.kernels.optimizers import optimizer_sizes
-from recpipe.perf.machine.profile import Sample
 from recpipe.perf.step.amounts import Amounts, Total
+from recpipe.profiling.limits import Sample
 from tests.perf.synthetic import BYTES, CALL, FLOPS, OVERHEADS, passed, product, profile
 
 MODELS = KernelModels.of(profile())

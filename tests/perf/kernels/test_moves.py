@@ -12,8 +12,9 @@ from recpipe.errors import UserError
 from recpipe.perf.bench import lookups, rows, stores, tiers
 from recpipe.perf.bench.passes import PASSES, least
 from recpipe.perf.kernels.moves import FEATURES, MoveTimes, fit
-from recpipe.perf.machine.profile import Host, MachineProfile, Sample
+from recpipe.perf.machine.profile import Host, MachineProfile
 from recpipe.perf.tiers.stored import touched
+from recpipe.profiling.limits import Sample
 from tests.perf.tiers.test_tiered import group
 
 NOT_HERE = {

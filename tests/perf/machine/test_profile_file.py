@@ -16,9 +16,10 @@ from recpipe.common.load import Load
 from recpipe.errors import UserError
 from recpipe.perf import calibrate as collecting
 from recpipe.perf.calibrate import calibrate, contradicts, recheck
-from recpipe.perf.machine.limits import KINDS, Machine, known_or_measured
-from recpipe.perf.machine.profile import Host, MachineProfile, Sample, own_profile, profile_path
+from recpipe.perf.machine.profile import Host, MachineProfile, own_profile, profile_path
 from recpipe.perf.show import shown
+from recpipe.profiling.limits import KINDS, Limits, Sample
+from recpipe.tasks.profile import known_or_measured
 
 HOST = Host("A CPU", "AVX2", 2, 2, "cpu", "2.13.0", "1.8.0", "1.8.0")
 SAMPLES = (
@@ -231,29 +232,29 @@ def test_random_numbers_and_threads_stay_as_they_were(rig: Rig, tmp_path: Path) 
 def test_limits_of_rows_between_two_sizes() -> None:
     """By logarithms: of 64 and 256 bytes at 1 and 4 GB/s, 128 bytes have 2 GB/s; beyond them the nearest."""
     samples = limits({64: 1e9, 256: 4e9})
-    found = Machine.of(samples, 128, 2)
+    found = Limits.of(samples, 128, 2)
     assert found is not None
     assert found.gather_bytes_per_s == pytest.approx(2e9)
     assert found.gather_bytes_per_s_one_thread == pytest.approx(1e9)
     assert found.gemm_flops_per_s == {"float32": 4e9, "bfloat16": 4e9}
     assert found.stream_bytes_per_s == 15e9
-    ends = [Machine.of(samples, size, 2) for size in (4, 4096)]
+    ends = [Limits.of(samples, size, 2) for size in (4, 4096)]
     assert [end.gather_bytes_per_s for end in ends if end] == pytest.approx([1e9, 4e9])
     for lacking in range(len(samples[:4])):
-        assert Machine.of(samples[:lacking] + samples[lacking + 1 :], 64, 2) is None
+        assert Limits.of(samples[:lacking] + samples[lacking + 1 :], 64, 2) is None
 
 
 def test_a_profile_of_this_machine_is_read_instead_of_measuring(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr("recpipe.perf.machine.limits.measure", lambda row_bytes, device: "measured")
+    monkeypatch.setattr("recpipe.tasks.profile.measure", lambda row_bytes, device: "measured")
     cpu = torch.device("cpu")
     assert own_profile(Host.current()) is None
     assert known_or_measured(64, cpu) == "measured"
     samples = tuple(limits({64: 1e9}))
     replace(PROFILE, host=Host.current(), samples={"limits": samples}).save(profile_path(Host.current()))
-    assert known_or_measured(64, cpu) == Machine.of(samples, 64, torch.get_num_threads())
+    assert known_or_measured(64, cpu) == Limits.of(samples, 64, torch.get_num_threads())
     replace(PROFILE, host=Host.current()).save(profile_path(Host.current()))
     assert known_or_measured(64, cpu) == "measured"
 

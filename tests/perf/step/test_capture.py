@@ -18,8 +18,8 @@ from recpipe.errors import UserError
 from recpipe.perf.kernels.operators import watched
 from recpipe.perf.step.capture import Captured, captured
 from recpipe.pipeline.placed import PlacedModel
-from tests.perf.phases.test_traced import bags
 from tests.pipeline.samples import placed, random_batch
+from tests.profiling.test_traced import bags
 from tests.tables.samples import DIM, FEATURES
 
 SAMPLES = 48

@@ -12,13 +12,14 @@ import torch
 from recpipe.common.threads import using_threads
 from recpipe.errors import UserError
 from recpipe.perf.bench import steps as bench
-from recpipe.perf.machine.profile import MachineProfile, Sample
+from recpipe.perf.machine.profile import MachineProfile
 from recpipe.perf.step.amounts import Amounts, Factors
 from recpipe.perf.step.capture import Part, captured
 from recpipe.perf.step.factors import FAMILY, fitted_factors, step_amounts, told
 from recpipe.perf.step.predict import predict_resident
 from recpipe.perf.step.step import Step
 from recpipe.perf.step.step_text import parse_step, step_text
+from recpipe.profiling.limits import Sample
 from tests.perf.step.test_capture import BATCH, SAMPLES, dlrm
 from tests.perf.synthetic import profile
 

@@ -18,11 +18,12 @@ from recpipe.perf.ids.facts import Facts
 from recpipe.perf.ids.group_facts import Stretch
 from recpipe.perf.kernels.linear import At
 from recpipe.perf.kernels.moves import FEATURES
-from recpipe.perf.machine.profile import MachineProfile, Sample
+from recpipe.perf.machine.profile import MachineProfile
 from recpipe.perf.tiers.predict import TieredPrediction, predict_tiered
 from recpipe.perf.tiers.ranks import busiest_part, measured_with, share_of_distinct
 from recpipe.perf.tiers.statements import RESIDENT, of_policy, over_ranks
 from recpipe.plugin.costs import Moved, Phase, Statement
+from recpipe.profiling.limits import Sample
 from tests.perf import synthetic
 from tests.perf.tiers.test_tiered import DENSE, MS, SAMPLES, group, resident
 from tests.perf.tiers.test_tiered import facts as of_one

@@ -9,11 +9,11 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
+from recpipe.access.curve import Curve
+from recpipe.access.misses import SHARES
 from recpipe.distributed.ranks import Emulation
-from recpipe.perf.ids.curve import Curve
 from recpipe.perf.ids.facts import Facts
 from recpipe.perf.ids.group_facts import GroupFacts, Stretch
-from recpipe.perf.ids.misses import SHARES
 from recpipe.perf.kernels.linear import At
 from recpipe.perf.step.walk import Task
 from recpipe.perf.tiers.predict import TieredPrediction, predict_tiered

@@ -12,9 +12,9 @@ from torchrec.modules.embedding_modules import EmbeddingBagCollection, Embedding
 
 from recpipe.backend.convert import convert
 from recpipe.model.config import ModelConfig, UserModel
-from recpipe.perf.phases.traced import Traced
-from recpipe.perf.phases.workload import Lookups, Work, dense_work
 from recpipe.pipeline.placed import PlacedModel
+from recpipe.profiling.traced import Traced
+from recpipe.profiling.workload import Lookups, Work, dense_work
 from recpipe.tasks.profile import model_work
 from tests.model import in_parts
 from tests.pipeline.samples import placed, random_batch

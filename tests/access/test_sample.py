@@ -8,8 +8,8 @@ import numpy as np
 import torch
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
+from recpipe.access.sample import BATCHES, AccessSample
 from recpipe.common.spans import Spans
-from recpipe.tables.access_sample import BATCHES, AccessSample
 from recpipe.tables.groups import ModelTables
 from recpipe.tables.specs import Table, TableOptimizer, TableSet
 

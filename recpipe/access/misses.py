@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from recpipe.perf.ids.curve import Curve, Figures
+from recpipe.access.curve import Curve, Figures
 from recpipe.plugin.policy import RowIds
 
 TRACKED = 1 << 22
@@ -49,7 +49,7 @@ def most_popular(rows: int, read: Callable[[], Iterable[RowIds]]) -> RowIds:
     return popular
 
 
-class Sample:
+class RowSample:
     """Which of ``rows`` rows are followed, under which number below ``size``, and how many rows each stands
     for (``weights`` [size]). ``popular``: rows to follow for themselves."""
 
@@ -93,7 +93,7 @@ class MissRates:
     first ``learn`` batches, and is judged by those after them.
     """
 
-    def __init__(self, sample: Sample, slots: Sequence[float], learn: int) -> None:
+    def __init__(self, sample: RowSample, slots: Sequence[float], learn: int) -> None:
         self.sample, self.slots, self.learn = sample, np.asarray(slots, np.float64), learn
         self.lru, self.lfu, self.hot = (Curve.empty(len(slots)) for _ in POLICIES)
         self._last = np.full(sample.size, -1, np.int32)

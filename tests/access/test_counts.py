@@ -13,6 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from recpipe.access.counts import load_profile, table_bases
 from recpipe.data.batch import Batch
 from recpipe.data.config import SyntheticConfig
 from recpipe.data.dataset import SparseFeature
@@ -20,7 +21,6 @@ from recpipe.data.make import open_dataset
 from recpipe.errors import DataError, UserError
 from recpipe.plugin.api import Context, TableInfo
 from recpipe.tables.specs import TableOptimizer, TableSet
-from recpipe.tables.tiers.access_counts import load_profile, table_bases
 from tests.placing import context_of, inputs_of
 
 

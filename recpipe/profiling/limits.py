@@ -7,7 +7,7 @@ run.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from time import perf_counter
@@ -16,7 +16,6 @@ import numpy as np
 import torch
 
 from recpipe.common.threads import one_thread
-from recpipe.perf.machine.profile import Host, Sample, own_profile
 
 BUFFER_BYTES = 2**28
 """The size of each of two buffers: 256 MiB, more than the last-level cache of most machines."""
@@ -32,7 +31,19 @@ SIZES = (512, 1024, 2048, 4096, 8192)
 
 
 @dataclass(frozen=True)
-class Machine:
+class Sample:
+    """One measurement."""
+
+    kind: str
+    """What was run: an operator, or a part of a step."""
+    at: Mapping[str, float | str]
+    """Sizes and settings by name."""
+    seconds: float
+    """The median of several runs (of operators, see ``bench.timing``); of the machine's limits, the best."""
+
+
+@dataclass(frozen=True)
+class Limits:
     """Limits of one process's device, as measured."""
 
     threads: int
@@ -53,7 +64,7 @@ class Machine:
         return max(self.copy_bytes_per_s, self.read_bytes_per_s)
 
     @classmethod
-    def of(cls, samples: Iterable[Sample], row_bytes: int, threads: int) -> Machine | None:
+    def of(cls, samples: Iterable[Sample], row_bytes: int, threads: int) -> Limits | None:
         """The limits for rows of ``row_bytes`` from samples of ``measured``; None if some are missing.
 
         Between the sizes of rows that were measured, the logarithm of the rate is interpolated by that of the
@@ -80,25 +91,14 @@ class Machine:
         return cls(threads, gemm, rates["copy"], rates["read"], row_bytes, max(all_threads, alone), alone)
 
 
-def measure(row_bytes: int, device: torch.device) -> Machine:
+def measure(row_bytes: int, device: torch.device) -> Limits:
     """Measure ``device``; ``row_bytes``: the size of an embedding row's float32 weights.
 
     Takes 2 to 10 seconds and at most 768 MiB at a time.
     """
-    found = Machine.of(measured([row_bytes], device), row_bytes, torch.get_num_threads())
+    found = Limits.of(measured([row_bytes], device), row_bytes, torch.get_num_threads())
     assert found is not None, "all limits were measured"
     return found
-
-
-def known_or_measured(row_bytes: int, device: torch.device, trusted: bool = True) -> Machine:
-    """The limits in this machine's profile, if ``recpipe perf calibrate`` has made one and it is ``trusted``,
-    or measured ones."""
-    host = Host.current(device)
-    profile = own_profile(host) if trusted and device.type == "cpu" else None
-    known = None
-    if profile is not None:
-        known = Machine.of(profile.samples.get("limits", ()), row_bytes, host.threads)
-    return known or measure(row_bytes, device)
 
 
 def measured(sizes: Iterable[int], device: torch.device) -> Iterator[Sample]:

@@ -2,16 +2,38 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
-from recpipe.report.details import Skew, TableSkew
-
 TABLES = 5
 """How many tables have a curve of their own, the largest ones."""
 _POINTS = 32
+
+
+@dataclass
+class Skew:
+    """How much of the lookups the most popular rows have, from a sample of the training batches."""
+
+    lookups: int
+    """How many lookups were counted."""
+    batches: int
+    tables: Sequence[TableSkew]
+    """All tables together, if there are several, then the largest ones."""
+
+
+@dataclass
+class TableSkew:
+    """The ``share_of_lookups`` of a table's most popular rows, for several shares of its rows."""
+
+    name: str | None
+    """None: all tables together."""
+    rows: int
+    lookups: int
+    share_of_rows: list[float]
+    share_of_lookups: list[float]
 
 
 def skew_of(

@@ -10,28 +10,28 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from recpipe.backend.matmul import TF32
-from recpipe.perf.machine.limits import Machine
-from recpipe.perf.phases.workload import Work
+from recpipe.profiling.limits import Limits
+from recpipe.profiling.workload import Work
 
 
-def arithmetic_ms(work: Work, machine: Machine, precision: str) -> float:
+def arithmetic_ms(work: Work, machine: Limits, precision: str) -> float:
     """Milliseconds at the peak of matrix products under ``model.precision=precision``."""
     # The rate of float32 is measured under the run's own setting, which is what tf32 is.
     kind = "float32" if precision == TF32 else precision
     return 1e3 * work.flops / machine.gemm_flops_per_s[kind]
 
 
-def memory_ms(work: Work, machine: Machine) -> float:
+def memory_ms(work: Work, machine: Limits) -> float:
     """Milliseconds at the bandwidths of streaming and of random rows."""
     streamed = work.streamed_bytes / machine.stream_bytes_per_s
     return 1e3 * (streamed + work.gathered_bytes / machine.gather_bytes_per_s)
 
 
-def floor_ms(work: Work, machine: Machine, precision: str) -> float:
+def floor_ms(work: Work, machine: Limits, precision: str) -> float:
     """The longer of both, in milliseconds."""
     return max(arithmetic_ms(work, machine, precision), memory_ms(work, machine))
 
 
-def floors_ms(workload: Mapping[str, Work], machine: Machine, precision: str) -> dict[str, float]:
+def floors_ms(workload: Mapping[str, Work], machine: Limits, precision: str) -> dict[str, float]:
     """Each phase's floor in milliseconds."""
     return {name: floor_ms(work, machine, precision) for name, work in workload.items()}

@@ -8,10 +8,10 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from recpipe.data.dataset import SparseFeature
 from recpipe.model.config import ModelConfig
-from recpipe.perf.machine import limits
-from recpipe.perf.machine.limits import Machine, measure
-from recpipe.perf.phases.roofline import arithmetic_ms, floor_ms, floors_ms, memory_ms
-from recpipe.perf.phases.workload import (
+from recpipe.profiling import limits
+from recpipe.profiling.limits import Limits, measure
+from recpipe.profiling.roofline import arithmetic_ms, floor_ms, floors_ms, memory_ms
+from recpipe.profiling.workload import (
     Lookups,
     Work,
     count_lookups,
@@ -115,7 +115,7 @@ def test_dense_optimizer_reads_and_writes_its_state(name: str, streams: int) -> 
     assert optimizer_work(optimizer).streamed_bytes == streams
 
 
-ROUND = Machine(2, {"float32": 1e9, "bfloat16": 4e9}, 80e6, 100e6, 64, 10e6, 5e6)
+ROUND = Limits(2, {"float32": 1e9, "bfloat16": 4e9}, 80e6, 100e6, 64, 10e6, 5e6)
 
 
 def test_a_phase_takes_the_longer_of_arithmetic_and_memory() -> None:

@@ -22,11 +22,11 @@ from torch.utils.flop_counter import flop_registry
 
 from recpipe import seams
 from recpipe.data.parts import tensors_of
-from recpipe.perf.phases.parts import part_name
-from recpipe.perf.phases.workload import Lookups, Work, count_lookups
-from recpipe.perf.step.handed import HandedRows
 from recpipe.pipeline.parts import same_random_numbers
 from recpipe.pipeline.placed import PlacedModel
+from recpipe.profiling.handed import HandedRows
+from recpipe.profiling.parts import part_name
+from recpipe.profiling.workload import Lookups, Work, count_lookups
 from recpipe.seams import TorchDispatchMode
 from recpipe.tables.front import handing_out
 from recpipe.tables.tiers.placement import table_bags

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import pytest
 
-from recpipe.perf.ids.misses import POLICIES, MissRates, Sample
+from recpipe.access.misses import POLICIES, MissRates, RowSample
 from recpipe.plugin.policy import RowIds, RowSpace
 from recpipe.tables.tiers.parting import IndexBags
 from recpipe.tables.tiers.placement import TierPlanner
@@ -38,8 +38,8 @@ def drifting(rng: np.random.Generator) -> Stream:
     ]
 
 
-def rates(stream: Sequence[RowIds], sample: Sample | None = None) -> MissRates:
-    found = MissRates(sample or Sample(ROWS, np.empty(0, np.int64)), SLOTS, len(stream) // 2)
+def rates(stream: Sequence[RowIds], sample: RowSample | None = None) -> MissRates:
+    found = MissRates(sample or RowSample(ROWS, np.empty(0, np.int64)), SLOTS, len(stream) // 2)
     for rows in stream:
         found.add(rows)
     return found
@@ -99,7 +99,7 @@ def test_the_order_matters_to_lru_alone() -> None:
 def test_ages_of_a_cycle() -> None:
     """Batches 0 1 2 0 1 2 .. of 10 rows of their own: LRU misses all of them below 30 slots, and none at
     30."""
-    found = MissRates(Sample(30, np.empty(0, np.int64)), [10, 20, 25, 30], 6)
+    found = MissRates(RowSample(30, np.empty(0, np.int64)), [10, 20, 25, 30], 6)
     for number in range(12):
         found.add(np.arange(10) + 10 * (number % 3))
     np.testing.assert_allclose(missed(found, "lru"), [1, 1, 1 - 0.5 * 0.75, 0.25])
@@ -111,7 +111,7 @@ def test_ages_of_a_cycle() -> None:
 
 def test_ranks_of_a_hot_set() -> None:
     """Row 0 has half of the lookups, rows 1 and 2 a quarter each: three slots miss nothing after learning."""
-    found = MissRates(Sample(8, np.empty(0, np.int64)), [0, 1, 2, 3], 2)
+    found = MissRates(RowSample(8, np.empty(0, np.int64)), [0, 1, 2, 3], 2)
     for _ in range(4):
         found.add(np.array([0, 0, 1, 2]))
     np.testing.assert_allclose(missed(found, "hot"), [1, 0.5, 0.25, 0])
@@ -122,7 +122,7 @@ def test_ranks_of_a_hot_set() -> None:
 def test_a_sample_tells_the_same(name: str) -> None:
     stream = zipf(np.random.default_rng(3))
     counts = np.bincount(np.concatenate(stream[:10]), minlength=ROWS)
-    sample = Sample(ROWS, np.argsort(-counts)[:500], tracked=1 << 13)
+    sample = RowSample(ROWS, np.argsort(-counts)[:500], tracked=1 << 13)
     assert sample.shift == 3
     np.testing.assert_allclose(
         missed(rates(stream, sample), name), missed(rates(stream), name), atol=2 * POINT
@@ -133,7 +133,7 @@ def test_a_sample_without_the_popular_rows_weighs_them_wrongly() -> None:
     stream = zipf(np.random.default_rng(3))
     blind = [
         abs(
-            missed(rates(stream, Sample(ROWS + more, np.empty(0, np.int64), tracked=1 << 9)), "lfu")[0]
+            missed(rates(stream, RowSample(ROWS + more, np.empty(0, np.int64), tracked=1 << 9)), "lfu")[0]
             - whole
         )
         for whole in [missed(rates(stream), "lfu")[0]]
@@ -143,7 +143,7 @@ def test_a_sample_without_the_popular_rows_weighs_them_wrongly() -> None:
 
 
 def test_a_sample_follows_each_row_once() -> None:
-    sample = Sample(1_000_000, np.arange(5) * 1_000, tracked=1 << 12)
+    sample = RowSample(1_000_000, np.arange(5) * 1_000, tracked=1 << 12)
     numbers = sample.of(np.arange(1_000_000))
     assert len(np.unique(numbers)) == len(numbers)
     assert numbers.max() < sample.size

@@ -5,10 +5,10 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from recpipe.access.popularity import CAP, Counts, top_rows
 from recpipe.common import spread
 from recpipe.common.spread import ALONE, Spread
 from recpipe.plugin.policy import RowIds
-from recpipe.tables.tiers.popularity import CAP, Counts, top_rows
 
 
 def test_top_rows_break_ties_for_residents_then_low_numbers() -> None:

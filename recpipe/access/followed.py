@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from recpipe.perf.ids.misses import SHARES, MissRates, Sample, most_popular
+from recpipe.access.misses import SHARES, MissRates, RowSample, most_popular
 from recpipe.tables.groups import Group
 from recpipe.tables.inputs import Inputs
 from recpipe.tables.tiers.parting import IndexBags
@@ -46,7 +46,7 @@ class Followed:
 
         def rates(first: int, rows: int) -> MissRates:
             own = popular[(popular >= first) & (popular < first + rows)] - first
-            return MissRates(Sample(rows, own), [share * rows for share in shares], batches // 2)
+            return MissRates(RowSample(rows, own), [share * rows for share in shares], batches // 2)
 
         ordered = sorted(range(len(layout.rows)), key=lambda table: -layout.rows[table])[:largest]
         alone = {table: rates(int(layout.bases[table]), layout.rows[table]) for table in sorted(ordered)}

@@ -1,0 +1,1 @@
+"""Which rows are looked up how often: samples, skew, access counts and the miss rates of caches."""

@@ -1,1 +1,0 @@
-"""The phases of a profiled step: the work of each, its measured time, and the least that it can take."""
