@@ -17,7 +17,7 @@ from recpipe.config.compose import compose
 from recpipe.distributed import ranks as module
 from recpipe.distributed.ranks import Channel, backends
 from recpipe.run import run
-from recpipe.tables.sharding import tables
+from recpipe.tables.sharding import env as tables
 from tests.processes import start_ranks
 
 SMALL = (

@@ -25,9 +25,10 @@ from recpipe.tables.groups import ModelTables
 from recpipe.tables.resident import ResidentCollection
 from recpipe.tables.sharding.claims import ShardClaims
 from recpipe.tables.sharding.collection import ShardedCollection
+from recpipe.tables.sharding.env import join_group
 from recpipe.tables.sharding.plan import ShardPlan
 from recpipe.tables.sharding.planning import Sharding
-from recpipe.tables.sharding.tables import ShardedTables, join_group
+from recpipe.tables.sharding.tables import ShardedTables
 from recpipe.tables.specs import TableOptimizer, TableSet
 from tests.ranks import end_process, joined
 from tests.tables.samples import CPU

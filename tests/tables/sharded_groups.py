@@ -31,8 +31,9 @@ from recpipe.tables.grouped import GroupedCollection
 from recpipe.tables.groups import ModelTables, collections_of, group_tables
 from recpipe.tables.resident import ResidentCollection
 from recpipe.tables.sharding.claims import ShardClaims
+from recpipe.tables.sharding.env import join_group
 from recpipe.tables.sharding.planning import Sharding
-from recpipe.tables.sharding.tables import ShardedTables, join_group
+from recpipe.tables.sharding.tables import ShardedTables
 from recpipe.tables.specs import TableOptimizer
 from tests.plugin.samples import ACME
 from tests.ranks import end_process, joined

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from recpipe.tables.sharding.sent import Sent
+from recpipe.tables.sharding.sent import RowCache, Sent
 from tests.fake_gpu import FakeGpu, Stream, gpu
 
 __all__ = ["gpu"]
@@ -42,21 +42,14 @@ class Module:
 @pytest.mark.parametrize("own", [True, False], ids=["a stream of the user's", "the default stream"])
 def test_the_trainings_stream_is_the_one_that_waits(gpu: FakeGpu, own: bool) -> None:
     module, aside = Module(gpu), Stream()
-    whole = SimpleNamespace(stream=aside, given=lambda sparse, weighted: sparse)
+    env: Any = SimpleNamespace(stream=aside, given=lambda sparse, weighted: sparse)
     tbe = SimpleNamespace(lxu_cache_locations_list=["here"], timesteps_prefetched=[1])
-    collection: Any = SimpleNamespace(
-        whole=whole,
-        sharded=module,
-        tiers=SimpleNamespace(prefetches=False),
-        tables=SimpleNamespace(weighted=False),
-        cached=[SimpleNamespace(tbe=tbe)],
-        fetched=None,
-    )
+    cache = RowCache([SimpleNamespace(tbe=tbe)])  # type: ignore[list-item]
     ids = KeyedJaggedTensor(["a"], torch.arange(2), lengths=torch.ones(2, dtype=torch.int64))
     training = Stream() if own else gpu.default
     with gpu.stream(training):
         training.late.append(lambda: None)  # the batch, still being copied
-        sent = Sent(collection, ids)
+        sent = Sent(env, module, ids, weighted=False, fetches=False, cache=cache)
         assert not training.late, "the ids' stream waits for the batch"
         sent.send_ids()
         sent.ids()

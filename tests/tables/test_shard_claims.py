@@ -29,10 +29,11 @@ from recpipe.plugin.quantizer import Quantizer
 from recpipe.tables.groups import ModelTables
 from recpipe.tables.sharding.claims import ShardClaims
 from recpipe.tables.sharding.collection import ShardedCollection
+from recpipe.tables.sharding.env import join_group
 from recpipe.tables.sharding.files import load_shards, save_shards
 from recpipe.tables.sharding.plan import Shard, ShardPlan, TablePlan
 from recpipe.tables.sharding.planning import Sharding
-from recpipe.tables.sharding.tables import ShardedTables, join_group
+from recpipe.tables.sharding.tables import ShardedTables
 from recpipe.tables.specs import TableOptimizer, TableSet
 from tests.tables.samples import CPU
 from tests.tables.sharded import DIM, FEATURES, SIZE, Placed, table_set
@@ -95,7 +96,7 @@ def test_a_gpus_cache_is_written_back_before_its_rows_are_read(
         )
     planner = Placed({"*": "table_wise"})
     tables = built(sharding(planner=planner))
-    tables.cached = seams.fused_lookups(tables.sharded) if caches else []
+    tables.cache.lookups = seams.fused_lookups(tables.sharded) if caches else []
     works = {
         "read": lambda: tables.read(next(tables.regions())),
         "save": lambda: save_shards(tables, tmp_path),

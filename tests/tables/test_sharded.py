@@ -264,7 +264,7 @@ def test_files_that_are_no_plan_are_refused(tmp_path, content) -> None:
 def test_one_rank_pads_nothing_and_reads_what_it_wrote() -> None:
     tables = build(Case("adagrad", {"*": "table_wise"}), Ranks())
     (sparse, *_) = batches(1)
-    assert tables.whole.given(sparse, weighted=False) is sparse
+    assert tables.env.given(sparse, weighted=False) is sparse
     region = next(r for r in tables.regions() if r.table == "b")
     values = tuple(np.random.default_rng(0).random(v.shape, np.float32) for v in tables.read(region))
     tables.write(region, values)

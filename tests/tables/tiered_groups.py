@@ -29,8 +29,9 @@ from recpipe.tables.owners import group_owners
 from recpipe.tables.quantized import quantized
 from recpipe.tables.sharding.claims import ShardClaims
 from recpipe.tables.sharding.collection import ShardedCollection
+from recpipe.tables.sharding.env import join_group
 from recpipe.tables.sharding.prepare import plan_shards
-from recpipe.tables.sharding.tables import ShardedTables, join_group
+from recpipe.tables.sharding.tables import ShardedTables
 from recpipe.tables.sharding.tiered import ShardTiers
 from recpipe.tables.stores.codecs import COLD
 from recpipe.tables.tiers.placement import TierPlan

@@ -16,8 +16,9 @@ from recpipe.plugin.assembly import assemble
 from recpipe.tables.groups import ModelTables
 from recpipe.tables.resident import ResidentCollection
 from recpipe.tables.sharding.claims import ShardClaims
+from recpipe.tables.sharding.env import join_group
 from recpipe.tables.sharding.planning import Sharding
-from recpipe.tables.sharding.tables import ShardedTables, join_group
+from recpipe.tables.sharding.tables import ShardedTables
 from tests.ranks import joined
 from tests.tables.samples import CPU
 from tests.tables.sharded import (

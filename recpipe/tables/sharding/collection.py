@@ -8,8 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -17,47 +16,35 @@ from torchrec.modules.embedding_configs import EmbeddingBagConfig
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, KeyedTensor
 
 from recpipe import seams
-from recpipe.common.counting import counting
-from recpipe.common.tensor_files import TensorFiles
 from recpipe.errors import UserError
 from recpipe.seams import module_name
-from recpipe.tables.capabilities import Rows, SavedByRanks, SavesPlacement, SendsAhead
+from recpipe.tables.capabilities import Rows, SavesPlacement, SendsAhead
 from recpipe.tables.collection import TORCHREC_OPTIMIZERS, C, TableCollection, TierFigures
+from recpipe.tables.sharding.env import ShardEnv
+from recpipe.tables.sharding.local import LocalShard
 from recpipe.tables.sharding.plan import Shard
-from recpipe.tables.sharding.sent import Sent
-from recpipe.tables.sharding.tiered import GroupTiers, ShardTiers, TieredShard
+from recpipe.tables.sharding.sent import RowCache, Sent
+from recpipe.tables.sharding.tiered import GroupTiers, ShardTiers
 from recpipe.tables.skipping import RowFilter, by_feature, filter_lookups
-from recpipe.tables.specs import Region, Values, row_chunks, rows_in
-
-if TYPE_CHECKING:
-    from recpipe.tables.sharding.tables import ShardedTables
-
-LocalShard = seams.LocalShard | TieredShard
-"""A shard on this rank: in memory, or in tiers."""
+from recpipe.tables.specs import Region, Values, row_chunks
 
 
-class ShardedCollection(TableCollection, SendsAhead, SavedByRanks, SavesPlacement):
-    """One group of ``whole``, run by TorchRec's sharded module and its fused optimizer.
+class ShardedCollection(TableCollection, SendsAhead, SavesPlacement):
+    """Group ``number`` of the tables of ``env``, run by TorchRec's sharded module and its fused optimizer.
 
     ``tiers``: the tiers with its rows, if they are not all in memory.
     """
 
-    def __init__(
-        self, whole: ShardedTables, number: int, module: Any, tiers: ShardTiers | None = None
-    ) -> None:
+    def __init__(self, env: ShardEnv, number: int, module: Any, tiers: ShardTiers | None = None) -> None:
         super().__init__()
-        self.whole, self.number = whole, number
-        self.tables = tables = whole.sharding.tables.groups[number].tables
-        self.shards = {name: whole.plan.tables[name] for name in tables.layout.tables}
+        self.env, self.number = env, number
+        self.tables = tables = env.sharding.tables.groups[number].tables
+        self.shards = {name: env.plan.tables[name] for name in tables.layout.tables}
         """The plan for each of its tables."""
         self.sharded = module
         """TorchRec's sharded module."""
-        self.cached = seams.fused_lookups(module) if whole.prefetches else []
-        """Its lookups behind a GPU's cache (``tiers.kernel=uvm_caching``)."""
-        self.fetched: Sent | None = None
-        """The batch whose rows have been fetched into that cache, and are not looked up yet. It may be one
-        that is never trained, because the epoch was left early."""
-        if whole.prefetches and tables.optimizer.frozen:
+        self.cache = RowCache(seams.fused_lookups(module) if env.prefetches else [])
+        if env.prefetches and tables.optimizer.frozen:
             raise UserError(
                 f"table '{tables.layout.tables[0]}' is frozen, and tiers.kernel=uvm_caching keeps rows that "
                 "it fetches until their update, which never comes: use tiers.kernel=uvm, or train the table"
@@ -66,7 +53,7 @@ class ShardedCollection(TableCollection, SendsAhead, SavedByRanks, SavesPlacemen
         self._replicated = self._dense_optimizer()
         self._rows: RowFilter | None = None
         self.in_tiers = frozenset(
-            n for n, t in self.shards.items() if n in whole.sharding.tiered and not t.replicated
+            n for n, t in self.shards.items() if n in env.sharding.tiered and not t.replicated
         )
         """Its tables whose rows are in tiers."""
         lookups = seams.own_lookups_in(module)
@@ -74,27 +61,11 @@ class ShardedCollection(TableCollection, SendsAhead, SavedByRanks, SavesPlacemen
         self.tiers = GroupTiers(() if tiers is None else tiers.fill(number, tables, lookups))
         """Those tiers on this rank."""
         self._local = {t.name: self._shards_here(t.name) for t in tables.tables}
-        self._start()
-
-    def _start(self) -> None:
-        """Give the shards in memory their first rows, or those that were saved."""
-        from recpipe.tables.sharding.files import fits_memory, load_into_memory
-
-        tables, saved = self.tables, self.whole.saved
-        if saved is not None and fits_memory(self, TensorFiles.sharded(saved)):
-            load_into_memory(self, saved)
-            return
-        regions = [region for region in self.regions_here() if region.table not in self.in_tiers]
-        with counting("filling the tables' rows", rows_in(regions)) as add:
-            for region in regions:
-                records = tables.fill(region.table, region.start, region.stop)
-                self.write(region, (records[:, : tables.dim], records[:, tables.dim :]))
-                add(region.stop - region.start)
 
     @property
     def collectives(self) -> Mapping[str, seams.Collective]:
         """TorchRec's collectives on this rank so far, by name; of all groups."""
-        return self.whole.collectives
+        return self.env.collectives
 
     def embedding_bag_configs(self) -> list[EmbeddingBagConfig]:
         """As TorchRec's collection."""
@@ -108,7 +79,7 @@ class ShardedCollection(TableCollection, SendsAhead, SavedByRanks, SavesPlacemen
 
     def start(self, sparse: KeyedJaggedTensor) -> Sent:
         """Begin to send the ids of a batch that will be looked up later; all ranks do so together."""
-        return Sent(self, sparse)
+        return Sent(self.env, self.sharded, sparse, self.tables.weighted, self.tiers.prefetches, self.cache)
 
     def finish(self, sent: Sent) -> Rows:
         """The rows for the ids that ``start`` sent: pooled, float32 [B, F * D] in the order of the result's
@@ -157,7 +128,7 @@ class ShardedCollection(TableCollection, SendsAhead, SavedByRanks, SavesPlacemen
 
         ``UserError`` if a row's gradient is split over ranks, or if rows are fetched before their lookups.
         """
-        if self.whole.prefetches:
+        if self.env.prefetches:
             raise UserError(
                 "a plugin leaves rows out of updates, which looks them up once more, and "
                 "tiers.kernel=uvm_caching fetches them ahead for one lookup: use tiers.kernel=uvm, or drop it"
@@ -195,27 +166,13 @@ class ShardedCollection(TableCollection, SendsAhead, SavedByRanks, SavesPlacemen
 
     # -- rows, for checkpoints ---------------------------------------------------------------
 
-    def save_tables(self, directory: Path) -> None:
-        """Write this rank's part into ``directory``, which rank 0 makes; all ranks call it."""
-        from recpipe.tables.sharding.files import save_shards
-
-        self.whole.channel.barrier()  # for the directory
-        save_shards(self, directory)
-        self.whole.channel.barrier()  # rank 0 writes the metadata after all ranks have written
-
-    def load_tables(self, directory: Path) -> None:
-        """Read this rank's part of tables that any number of ranks has saved."""
-        from recpipe.tables.sharding.files import load_shards
-
-        load_shards(self, directory)
-
     def regions(self) -> Iterator[Region]:
         """All rows of all tables, in chunks, on every rank."""
         yield from row_chunks(self.tables)
 
     def regions_here(self) -> list[Region]:
         """Those of which this rank has rows."""
-        return [region for region in self.regions() if self.pieces(region, self.whole.rank)]
+        return [region for region in self.regions() if self.pieces(region, self.env.rank)]
 
     def pieces(self, region: Region, rank: int) -> list[tuple[Shard, slice]]:
         """The shards of ``rank`` that have rows of ``region``, and the numbers of those rows in the table."""
@@ -239,15 +196,15 @@ class ShardedCollection(TableCollection, SendsAhead, SavedByRanks, SavesPlacemen
         If columns are on different ranks, row-wise Adagrad's state is the ranks' mean, weighted by their
         columns; the state of the whole row would be the same.
         """
-        replicated, rank = self.shards[region.table].replicated, self.whole.rank
+        replicated, rank = self.shards[region.table].replicated, self.env.rank
         self.empty_cache(forget=False)
-        readers = (rank,) if replicated else tuple(range(self.whole.plan.world))
+        readers = (rank,) if replicated else tuple(range(self.env.plan.world))
         mine = []
         for shard, rows in self.pieces(region, rank):
             local, low, high = self._part(region.table, shard, rows)
             mine += [values.reshape(-1) for values in local.read(low, high)]
         flat = np.concatenate([*mine, np.empty(0, np.float32)])
-        received = [flat] if replicated else self.whole.channel.gather(flat)
+        received = [flat] if replicated else self.env.channel.gather(flat)
         return self._joined(region, dict(zip(readers, received, strict=True)))
 
     def _joined(self, region: Region, received: dict[int, Any]) -> Values:
@@ -279,7 +236,7 @@ class ShardedCollection(TableCollection, SendsAhead, SavedByRanks, SavesPlacemen
         """Replace this rank's part of the weights and optimizer state of ``region``."""
         row_wise = self.tables.optimizer.name == "rowwise_adagrad"
         self.empty_cache(forget=True)
-        for shard, rows in self.pieces(region, self.whole.rank):
+        for shard, rows in self.pieces(region, self.env.rank):
             here = slice(rows.start - region.start, rows.stop - region.start)
             columns = slice(shard.column, shard.column + shard.columns)
             local, low, high = self._part(region.table, shard, rows)
@@ -292,7 +249,7 @@ class ShardedCollection(TableCollection, SendsAhead, SavedByRanks, SavesPlacemen
 
         The cache must not be emptied between a batch's fetch and its update, which would be lost.
         """
-        for lookup in self.cached:
+        for lookup in self.cache.lookups:
             lookup.tbe.flush()
             if forget:
                 lookup.tbe.reset_cache_states()
@@ -301,7 +258,7 @@ class ShardedCollection(TableCollection, SendsAhead, SavedByRanks, SavesPlacemen
 
     def offers(self, capability: type[C]) -> C | None:
         """``SavesPlacement`` where rows lie in tiers, or would under another plan."""
-        resident = self.whole.sharding.tiered.isdisjoint(self.shards)
+        resident = self.env.sharding.tiered.isdisjoint(self.shards)
         return None if capability is SavesPlacement and resident else super().offers(capability)
 
     def tier_figures(self) -> TierFigures | None:
@@ -310,16 +267,16 @@ class ShardedCollection(TableCollection, SendsAhead, SavedByRanks, SavesPlacemen
 
     def placement_state(self) -> dict[str, Any]:
         """The placements of all ranks' tiers, on rank 0; all ranks call it."""
-        return self.tiers.gathered(self.whole.channel)
+        return self.tiers.gathered(self.env.channel)
 
     def check_placement_state(self, state: Mapping[str, Any]) -> None:
         """As ``SavesPlacement``; what is of other ranks or shards, or of whole tables, is not looked at."""
-        for tiers, saved in self.tiers.own(self.whole.channel, state):
+        for tiers, saved in self.tiers.own(self.env.channel, state):
             tiers.check_placement_state(saved)
 
     def load_placement_state(self, state: dict[str, Any] | None) -> bool:
         """As ``SavesPlacement``; False for other ranks or shards, or whole tables, too."""
-        own = [] if state is None else self.tiers.own(self.whole.channel, state)
+        own = [] if state is None else self.tiers.own(self.env.channel, state)
         loaded = [tiers.load_placement_state(saved) for tiers, saved in own]
         return bool(loaded) and all(loaded)
 

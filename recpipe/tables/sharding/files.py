@@ -23,11 +23,51 @@ from recpipe.common.durable import sync
 from recpipe.common.tensor_files import TensorFiles
 from recpipe.seams import LocalShard as MemoryShard
 from recpipe.seams import Shard, ShardedTensor, ShardMetadata, init_from_local_shards
+from recpipe.tables.capabilities import SavedByRanks
 from recpipe.tables.saved_parts import Part, save_parts, saved_rows
-from recpipe.tables.sharding.collection import LocalShard, ShardedCollection
+from recpipe.tables.sharding.collection import ShardedCollection
+from recpipe.tables.sharding.env import ShardEnv
+from recpipe.tables.sharding.local import LocalShard
+from recpipe.tables.sharding.tiered import ShardTiers
 from recpipe.tables.specs import FILL_ROWS, Values, rows_in, state_name, weight_name
 
 Saved = dict[str, torch.Tensor | ShardedTensor]
+
+
+class SavedShards(ShardedCollection, SavedByRanks):
+    """A sharded group that its ranks save and load together.
+
+    ``saved``: a checkpoint's tables, whose rows all tables start with; None: first values.
+    """
+
+    def __init__(
+        self,
+        env: ShardEnv,
+        number: int,
+        module: Any,
+        tiers: ShardTiers | None = None,
+        saved: Path | None = None,
+    ) -> None:
+        super().__init__(env, number, module, tiers)
+        if saved is not None and fits_memory(self, TensorFiles.sharded(saved)):
+            load_into_memory(self, saved)
+            return
+        dim, regions = self.tables.dim, [r for r in self.regions_here() if r.table not in self.in_tiers]
+        with counting("filling the tables' rows", rows_in(regions)) as add:
+            for region in regions:
+                records = self.tables.fill(region.table, region.start, region.stop)
+                self.write(region, (records[:, :dim], records[:, dim:]))
+                add(region.stop - region.start)
+
+    def save_tables(self, directory: Path) -> None:
+        """Write this rank's part into ``directory``, which rank 0 makes; all ranks call it."""
+        self.env.channel.barrier()  # for the directory
+        save_shards(self, directory)
+        self.env.channel.barrier()  # rank 0 writes the metadata after all ranks have written
+
+    def load_tables(self, directory: Path) -> None:
+        """Read this rank's part of tables that any number of ranks has saved."""
+        load_shards(self, directory)
 
 
 def save_shards(collection: ShardedCollection, directory: Path) -> None:
@@ -47,7 +87,7 @@ def save_shards(collection: ShardedCollection, directory: Path) -> None:
     rows = sum(part.rows for parts in files for part in parts)
     with counting("writing rows to the checkpoint", rows) as add:
         for number, parts in enumerate(files, 1):
-            name = f"shard-{collection.whole.rank + 1:05d}-model-{number:05d}-of-{len(files):05d}"
+            name = f"shard-{collection.env.rank + 1:05d}-model-{number:05d}-of-{len(files):05d}"
             file = directory / f"{prefix}{name}.safetensors"
             save_parts(file, parts, add)
             sync(file)
@@ -61,7 +101,7 @@ def _parts(collection: ShardedCollection) -> Iterator[Part]:
     """
     collection.empty_cache(forget=False)
     for name, table in collection.shards.items():
-        if table.replicated and collection.whole.rank:
+        if table.replicated and collection.env.rank:
             continue
         for shard in collection.local(name):
             rows, columns = shard.shape
@@ -111,7 +151,7 @@ def load_into_memory(collection: ShardedCollection, directory: Path) -> None:
     """``load_shards`` where ``fits_memory``: the library reads directly into the shards' memory."""
     collection.empty_cache(forget=True)
     tensors = _Tensors(collection)
-    load(tensors.saved, storage_reader=_Reader(str(directory)), process_group=collection.whole.group)
+    load(tensors.saved, storage_reader=_Reader(str(directory)), process_group=collection.env.group)
     tensors.keep_states()
 
 
@@ -177,13 +217,13 @@ class _Tensors:
     def _sharded(
         self, shards: list[MemoryShard], values: list[torch.Tensor], rows: int, columns: int
     ) -> ShardedTensor:
-        whole = self.collection.whole
-        placement = f"rank:{whole.rank}/{whole.sharding.device}"
+        env = self.collection.env
+        placement = f"rank:{env.rank}/{env.sharding.device}"
         parts = [
             Shard(value, ShardMetadata([s.row, s.column], list(value.shape), placement))
             for s, value in zip(shards, values, strict=True)
         ]
-        return init_from_local_shards(parts, rows, columns, process_group=whole.group)
+        return init_from_local_shards(parts, rows, columns, process_group=env.group)
 
     def keep_states(self) -> None:
         """Reduce repeated states to one value per row after loading: the mean if columns differ."""

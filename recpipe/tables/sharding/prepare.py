@@ -14,9 +14,9 @@ from recpipe.tables.config import TierConfig
 from recpipe.tables.groups import ModelTables
 from recpipe.tables.owners import RESIDENT, GroupOwner
 from recpipe.tables.sharding.claims import ShardClaims
+from recpipe.tables.sharding.env import join_group
 from recpipe.tables.sharding.plan import ShardPlan, load_plan
 from recpipe.tables.sharding.planning import Sharding
-from recpipe.tables.sharding.tables import join_group
 
 
 @counting("planning the shards")

@@ -2,41 +2,57 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import nullcontext
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from recpipe.seams import Fetched, give_back, taken, unlock, unlocking
+from recpipe.seams import Fetched, FusedLookup, give_back, taken, unlock, unlocking
+from recpipe.tables.sharding.env import ShardEnv
 from recpipe.tables.sharding.tiered import fetch_ahead
 
-if TYPE_CHECKING:
-    from recpipe.tables.sharding.collection import ShardedCollection
+
+class RowCache:
+    """A GPU's cache of rows in host memory (``tiers.kernel=uvm_caching``) in front of some ``lookups``; none
+    if there are none."""
+
+    def __init__(self, lookups: Sequence[FusedLookup]) -> None:
+        self.lookups = lookups
+        self.fetched: Sent | None = None
+        """The batch whose rows have been fetched into it, and are not looked up yet. It may be one that is
+        never trained, because the epoch was left early."""
 
 
 class Sent:
-    """A share of a batch whose ids are being sent to the rows' ranks.
+    """A share of a batch whose ids are being sent to the rows' ranks, by TorchRec's sharded ``module``.
 
-    On a GPU this runs on a separate stream, beside the training's.
+    ``fetches``: whether rows of ids that have arrived here are fetched ahead, from tiers. On a GPU this runs
+    on a separate stream, beside the training's.
     """
 
-    def __init__(self, collection: ShardedCollection, sparse: KeyedJaggedTensor) -> None:
-        self._collection = collection
-        self.whole, self.module = collection.whole, collection.sharded
-        self.samples = sparse.stride()
-        self._fetches = collection.tiers.prefetches
-        self._cached = collection.cached
+    def __init__(
+        self,
+        env: ShardEnv,
+        module: Any,
+        sparse: KeyedJaggedTensor,
+        weighted: bool,
+        fetches: bool,
+        cache: RowCache,
+    ) -> None:
+        self.env, self.module, self.samples = env, module, sparse.stride()
+        self._fetches, self._cache = fetches, cache
         self._fetched: Fetched = []
         self.context = self.module.create_context()
         self._ids: Any = None
         self._here: Any = None
-        stream = self.whole.stream
+        stream = env.stream
         if stream is not None:
             stream.wait_stream(torch.cuda.current_stream(stream.device))  # which has the batch
             sparse.record_stream(stream)
         with torch.cuda.stream(stream):
-            ids = self.whole.given(sparse, collection.tables.weighted)
+            ids = env.given(sparse, weighted)
             self._lengths = self.module.input_dist(self.context, ids)
 
     def send_ids(self) -> None:
@@ -47,22 +63,22 @@ class Sent:
         """
         if self._ids is not None:
             return
-        stream = self.whole.stream
+        stream = self.env.stream
         training = None if stream is None else torch.cuda.current_stream(stream.device)
         with torch.cuda.stream(stream):
             self._ids = self._lengths.wait()
-            if self._cached and torch.is_grad_enabled():
+            if self._cache.lookups and torch.is_grad_enabled():
                 self._here = self._ids.wait()
                 self._fetch(training)
 
     def _fetch(self, training: torch.cuda.Stream | None) -> None:
         """Fetch the rows into the cache, where they are locked until they have been trained."""
-        left = self._collection.fetched
+        left = self._cache.fetched
         if left is not None:
             unlock(left._fetched)
-        self._collection.fetched = self
+        self._cache.fetched = self
         self.module.prefetch(self._here, training, self.context)
-        self._fetched = taken(self._cached)
+        self._fetched = taken(self._cache.lookups)
 
     def fetch_rows(self) -> None:
         """Wait for what the other ranks sent here and start to fetch its rows, where they lie in tiers.
@@ -71,23 +87,23 @@ class Sent:
         """
         if self._fetches and self._here is None:
             self.send_ids()
-            with torch.cuda.stream(self.whole.stream):
+            with torch.cuda.stream(self.env.stream):
                 self._here = self._ids.wait()
                 fetch_ahead(self.module, self._here)
 
     def looked_up(self) -> Any:
         """The rows for the ids, on their way to the ranks that asked for them; waits for the ids."""
         here = self.ids()
-        if self._collection.fetched is self:
-            self._collection.fetched = None
+        if self._cache.fetched is self:
+            self._cache.fetched = None
         give_back(self._fetched)
-        with nullcontext() if torch.is_grad_enabled() else unlocking(self._cached):
+        with nullcontext() if torch.is_grad_enabled() else unlocking(self._cache.lookups):
             return self.module.compute_and_output_dist(self.context, here)
 
     def ids(self) -> Any:
         """The ids that the other ranks sent here; waits for them."""
         self.send_ids()
-        stream = self.whole.stream
+        stream = self.env.stream
         with torch.cuda.stream(stream):
             self._here = self._ids.wait() if self._here is None else self._here
         if stream is not None:

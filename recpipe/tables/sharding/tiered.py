@@ -29,8 +29,9 @@ from recpipe.seams import LocalPart, OwnLookup, given_to_own, module_name
 from recpipe.tables.build import Place, no_row, opens_store, slab_rows, staging_bytes
 from recpipe.tables.collection import TierFigures
 from recpipe.tables.owners import NOCACHE, GroupOwner
+from recpipe.tables.sharding.local import TieredShard
 from recpipe.tables.skipping import RowFilter
-from recpipe.tables.specs import FirstValues, Region, SavedRows, Table, TableSet, Values
+from recpipe.tables.specs import FirstValues, SavedRows, Table, TableSet, Values
 from recpipe.tables.stores.base import IoCounters
 from recpipe.tables.stores.coded import Coding, local_store
 from recpipe.tables.tiers.placement import TierPlan
@@ -121,25 +122,6 @@ def local_tables(parts: Sequence[LocalPart], tables: TableSet) -> TableSet:
         rows = None if table.saved is None else saved(table.saved, part)
         made.append(Table(own, part.rows, features, first(table.name, part), rows))
     return replace(tables, tables=tuple(made), dim=parts[0].columns, numbers=())
-
-
-class TieredShard:
-    """A shard on this rank whose rows are in tiers, and therefore never in one piece of memory."""
-
-    def __init__(self, part: LocalPart, tiers: TieredEmbeddingBagCollection, index: int) -> None:
-        self.row, self.column, self.shape = part.row, part.column, (part.rows, part.columns)
-        self._tiers, self._table = tiers, tiers.tables.layout.tables[index]
-
-    def read(self, low: int, high: int) -> Values:
-        """Weights and optimizer state of its rows [low, high)."""
-        return self._tiers.read(self._region(low, high))
-
-    def write(self, low: int, high: int, values: Values) -> None:
-        """Replace weights and optimizer state of its rows [low, high)."""
-        self._tiers.write(self._region(low, high), values)
-
-    def _region(self, low: int, high: int) -> Region:
-        return Region(self._table, low, high, 0, self.shape[1])
 
 
 class TieredLookup(nn.Module):

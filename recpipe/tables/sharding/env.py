@@ -1,0 +1,75 @@
+"""What the sharded groups of a run have in common: the plan, and the ranks' group, channel and stream."""
+
+from __future__ import annotations
+
+import atexit
+import gc
+
+import torch
+import torch.distributed as dist
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+
+from recpipe import seams
+from recpipe.distributed.ranks import Channel, Ranks, backends
+from recpipe.errors import DataError
+from recpipe.tables.sharding.plan import ShardPlan
+from recpipe.tables.sharding.planning import Sharding
+
+
+class ShardEnv:
+    """The environment in which every group's rows are exchanged between ranks."""
+
+    def __init__(self, sharding: Sharding, plan: ShardPlan, ranks: Ranks) -> None:
+        self.sharding, self.plan, self.rank = sharding, plan, ranks.rank
+        self.group = join_group(sharding.device, ranks)
+        self.channel: Channel = ranks.channel()
+        self.collectives = seams.count_collectives()
+        """TorchRec's collectives on this rank so far, by name."""
+        on_gpu = sharding.device.type == "cuda"
+        self.stream = torch.cuda.Stream(sharding.device) if on_gpu else None  # type: ignore[no-untyped-call]
+        """The CUDA stream on which ids are sent, beside the training's kernels."""
+        self.prefetches = sharding.kernel == "uvm_caching"
+        """Whether rows are fetched into a GPU's cache before they are looked up."""
+
+    def given(self, sparse: KeyedJaggedTensor, weighted: bool) -> KeyedJaggedTensor:
+        """``sparse`` as the sharded modules take it: weights are dropped where they have no effect, and empty
+        samples are appended so that all ranks send shares of one size.
+
+        TorchRec's row-wise collectives need equal sizes under gloo. An empty sample's gradient is zero.
+        """
+        size, full = sparse.stride(), self.sharding.rank_batch
+        weights = sparse.weights() if weighted else None
+        if size == full or self.plan.world == 1:
+            if weighted or sparse.weights_or_none() is None:
+                return sparse
+            return KeyedJaggedTensor(sparse.keys(), sparse.values(), lengths=sparse.lengths())
+        if size > full:
+            raise DataError(
+                f"a share of {size} samples, but tables sharded over ranks were built for {full} "
+                "(data.batch_size over the ranks): no plugin may make batches larger"
+            )
+        lengths = sparse.lengths().view(len(sparse.keys()), size)
+        lengths = torch.nn.functional.pad(lengths, (0, full - size)).view(-1)
+        return KeyedJaggedTensor(sparse.keys(), sparse.values(), weights, lengths=lengths)
+
+
+def join_group(device: torch.device, ranks: Ranks) -> dist.ProcessGroup:
+    """The run's process group for TorchRec's collectives alone, also if there is only one process."""
+    backend = "nccl" if device.type == "cuda" else "gloo"
+    if not dist.is_initialized():
+        store = dist.HashStore()  # type: ignore[attr-defined]
+        dist.init_process_group(backends(device), store=store, rank=0, world_size=1)
+        if device.type == "cuda":
+            atexit.register(_end_group)
+    if backend not in ranks.groups:
+        ranks.groups[backend] = dist.new_group(list(range(ranks.world)), backend=backend)
+    group: dist.ProcessGroup = ranks.groups[backend]
+    return group
+
+
+def _end_group() -> None:
+    """End a single process's group at its exit: a model that a caller keeps may use it until then, and NCCL
+    warns of a group that nobody has ended."""
+    gc.collect()  # sharded modules have reference cycles, and are not to outlive their group
+    if dist.is_initialized():
+        dist.destroy_process_group()
