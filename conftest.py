@@ -52,7 +52,7 @@ gc.set_threshold(20_000, 20, 20)
 """Looking for cycles took 8% of the tests' time with Python's own numbers."""
 
 LONG = (
-    "tests/inference/test_package.py",
+    "tests/answers/test_package.py",
     "plugins/recpipe_sdm/tests/test_scorer.py",
     "tests/plugin/test_cheats.py",
     "tests/tasks/test_advise.py",
@@ -63,7 +63,7 @@ LONG = (
     "tests/test_pretend_gpu.py",
     "tests/tasks/test_sweep.py",
     "plugins/recpipe_slipstream/tests/test_plugin.py",
-    "tests/inference/test_layers.py",
+    "tests/answers/test_layers.py",
     "tests/test_packaging.py",
     "plugins/recpipe_het/tests/test_het_plugin.py",
     "plugins/recpipe_slipstream/tests/test_filter.py",

@@ -24,8 +24,8 @@ from recpipe_low_precision.ranges import Inputs, weight_scales
 from torch import nn
 from torch.export import Dim
 
+from recpipe.answers.layers import EIGHT_BITS, SEVEN_BITS, Layer, LowPrecisionLinear, bfloat16_has_units
 from recpipe.common.timing import seconds_by_round
-from recpipe.inference.layers import EIGHT_BITS, SEVEN_BITS, Layer, LowPrecisionLinear, bfloat16_has_units
 from recpipe.report.environment import environment
 from recpipe.seams.compiled import any_batch_size, compile_program
 from recpipe.seams.int8 import int8_adds_up

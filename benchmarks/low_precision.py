@@ -22,9 +22,9 @@ from fbgemm_gpu.split_table_batched_embeddings_ops_training import (
 )
 from torchrec.modules.embedding_configs import EmbeddingBagConfig
 
+from recpipe.answers.lookup import LowPrecisionBags, RowType
+from recpipe.answers.rows import ROW_TYPES
 from recpipe.common.timing import seconds_by_round
-from recpipe.inference.lookup import LowPrecisionBags, RowType
-from recpipe.inference.rows import ROW_TYPES
 from recpipe.report.environment import environment
 
 TABLES = 8

@@ -35,7 +35,7 @@ from recpipe_sdm.index import RowIndex
 from recpipe_sdm.rows import Shared, TieredRows
 from recpipe_sdm.tiers import Tiers
 
-from recpipe.inference.rows import encode_rows
+from recpipe.answers.rows import encode_rows
 from recpipe.seams import SUM, NbitLayout, look_up_nbit
 from recpipe.tables.stores import SsdStore, StoreLayout
 

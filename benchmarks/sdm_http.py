@@ -39,12 +39,12 @@ from safetensors.torch import load_file, save_file
 from serving_load import Load, closed_loop, run
 
 import recpipe
-from recpipe.inference.manifest import write_manifest
-from recpipe.inference.quantized import take_place, write_quantized
-from recpipe.inference.rows import row_bytes
-from recpipe.inference.score import Scorer
-from recpipe.inference.source import FloatCheckpoint
-from recpipe.inference.trained import open_trained
+from recpipe.answers.manifest import write_manifest
+from recpipe.answers.open import open_trained
+from recpipe.answers.quantized import take_place, write_quantized
+from recpipe.answers.rows import row_bytes
+from recpipe.answers.score import Scorer
+from recpipe.answers.source import FloatCheckpoint
 from recpipe.tables.stores import SsdStore, StoreLayout
 
 USERS, USER_ROWS, ITEM_ROWS, CANDIDATES = 8, 125_000, 10_000, 64

@@ -396,8 +396,8 @@ def _packaged(folder: Path) -> Path:
 
 def serve_nothing(package: Path, port: int) -> None:
     """The server around a model that takes no time."""
-    from recpipe.inference.serving import worker
-    from recpipe.inference.serving.config import ServeConfig
+    from recpipe.answers.serving import worker
+    from recpipe.answers.serving.config import ServeConfig
     from recpipe.tasks.process import prepare_process
 
     prepare_process()

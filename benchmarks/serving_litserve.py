@@ -10,7 +10,7 @@ import litserve
 import numpy as np
 import torch
 
-from recpipe.inference.score import Scorer
+from recpipe.answers.score import Scorer
 
 CANDIDATES = 64
 

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 import uvicorn
 
-from recpipe.inference.score import Scorer
+from recpipe.answers.score import Scorer
 
 CANDIDATES = 64
 torch.set_num_threads(1)

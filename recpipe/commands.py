@@ -57,28 +57,28 @@ def _is_option(word: str) -> bool:
 
 COMMANDS = {
     "evaluate": Command(
-        "recpipe.inference.command:evaluate",
+        "recpipe.answers.command:evaluate",
         "CHECKPOINT [data=...] [data.path=...] [split=eval] [by=COLUMN]",
         "its quality on any data: AUC, logloss, NE, calibration",
     ),
     "predict": Command(
-        "recpipe.inference.command:predict",
+        "recpipe.answers.command:predict",
         "CHECKPOINT [data=...] [data.path=...] output=FILE.parquet [keys=[a,b]]",
         "a score for each row of any data",
     ),
     "package": Command(
-        "recpipe.inference.package:package_command",
+        "recpipe.answers.package:package_command",
         "CHECKPOINT DIRECTORY [instruction_set=avx2] [reference=SAMPLES] [popularity=true] [sign=KEY] "
         "[overwrite=true]",
         "what a server needs of it, compiled, in one directory",
     ),
     "quantize": Command(
-        "recpipe.inference.quantize:quantize",
+        "recpipe.answers.quantize:quantize",
         "CHECKPOINT +plugin=low_precision [output=DIRECTORY]",
         "its tables in fewer bits, under a bound on the loss of quality",
     ),
     "serve": Command(
-        "recpipe.inference.serving.command:serve_command",
+        "recpipe.answers.serving.command:serve_command",
         "PACKAGE [port=8000] [trust=PUBKEY] [+plugin=sdm]",
         "a package behind HTTP, by the open inference protocol",
     ),
@@ -93,7 +93,7 @@ COMMANDS = {
         "what is installed and which extension points each uses; new: writes a package to begin with",
     ),
     "unshard": Command(
-        "recpipe.tasks.unshard:unshard_command",
+        "recpipe.answers.unshard:unshard_command",
         "CHECKPOINT FILE.safetensors [overwrite=true]",
         "its tables and dense parameters in one file",
     ),

@@ -8,6 +8,24 @@ from typing import Any
 
 from recpipe.access.counts import group_rows, load_profile, table_bases
 from recpipe.access.popularity import top_rows
+from recpipe.answers.layers import (
+    EIGHT_BITS,
+    SEVEN_BITS,
+    Layer,
+    LowPrecisionLinear,
+    bfloat16_has_units,
+    is_linear,
+)
+from recpipe.answers.lookup import LowPrecisionBags, LowPrecisionRows, LowPrecisionTables, RowType, bag_keys
+from recpipe.answers.modules import replace_module
+from recpipe.answers.popularity import read_lookups
+from recpipe.answers.quantized import put_rows, write_quantized
+from recpipe.answers.quantized_manifest import table_bytes
+from recpipe.answers.rows import BITS, ROW_TYPES, decode_rows, encode_rows, fits, row_bytes, row_scales
+from recpipe.answers.score import ALIGNMENT, Lookup, PackageError, Scorer, Tables, offsets_of, tensors
+from recpipe.answers.score import Call as LookupCall
+from recpipe.answers.source import FloatCheckpoint
+from recpipe.answers.stored import FewRows, put_rows_of
 from recpipe.backend.host import processor
 from recpipe.common.compiled import compiled
 from recpipe.common.console import Meter
@@ -26,31 +44,6 @@ from recpipe.data.make import open_dataset
 from recpipe.data.parts import batch_size, leaves, on_device, tensors_in
 from recpipe.data.select import join, select
 from recpipe.distributed.ranks import Channel, Ranks
-from recpipe.inference.layers import (
-    EIGHT_BITS,
-    SEVEN_BITS,
-    Layer,
-    LowPrecisionLinear,
-    bfloat16_has_units,
-    is_linear,
-)
-from recpipe.inference.lookup import LowPrecisionBags, LowPrecisionRows, LowPrecisionTables, RowType, bag_keys
-from recpipe.inference.popularity import read_lookups
-from recpipe.inference.quantized import put_rows, write_quantized
-from recpipe.inference.quantized_manifest import table_bytes
-from recpipe.inference.rows import (
-    BITS,
-    ROW_TYPES,
-    decode_rows,
-    encode_rows,
-    fits,
-    row_bytes,
-    row_scales,
-)
-from recpipe.inference.score import ALIGNMENT, Lookup, PackageError, Scorer, Tables, offsets_of, tensors
-from recpipe.inference.score import Call as LookupCall
-from recpipe.inference.source import FloatCheckpoint, replace_module
-from recpipe.inference.stored import FewRows, put_rows_of
 from recpipe.model.call import Called
 from recpipe.model.metrics import auc
 from recpipe.perf.bench.collectives import BYTES as COLLECTIVE_BYTES

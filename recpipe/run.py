@@ -68,6 +68,7 @@ from recpipe.setup.prepare import (
     remove_left_stores,
     resume_from,
 )
+from recpipe.setup.pretrained import Pretrained
 from recpipe.tables.capabilities import SendsAhead
 from recpipe.tables.owners import group_owners, is_sharded, warn_of_unused
 from recpipe.tables.quantized import check_quantized
@@ -79,7 +80,6 @@ from recpipe.tasks.nudge import Nudge
 from recpipe.tasks.plan import describe, planned_ranks, print_plan
 from recpipe.tasks.profile import StepProfiler
 from recpipe.tasks.summary import summarize
-from recpipe.tasks.unshard import Pretrained
 from recpipe.training.callbacks import check_callbacks, make_callbacks
 from recpipe.training.figures import FigureLogger
 from recpipe.training.intervals import Intervals

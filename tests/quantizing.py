@@ -6,7 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import recpipe
-from recpipe.inference.quantized_manifest import read_manifest, write_manifest
+from recpipe.answers.quantized_manifest import read_manifest, write_manifest
 
 SMALL = (
     "data.samples=6000",

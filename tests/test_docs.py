@@ -19,10 +19,10 @@ import recpipe
 import recpipe.kit
 import recpipe.plugin
 import recpipe.testing
+from recpipe.answers.package import WORDS as PACKAGE_WORDS
+from recpipe.answers.words import EvaluateOptions, PredictOptions, QuantizeOptions, of_plugins, parted
 from recpipe.config.compose import compose, conf_dir
 from recpipe.data.config import CONFIGS
-from recpipe.inference.package import WORDS as PACKAGE_WORDS
-from recpipe.inference.words import EvaluateOptions, PredictOptions, QuantizeOptions, of_plugins, parted
 from recpipe.plugin.api import Contribution, Invariant
 from recpipe.plugin.load import installed
 from recpipe.report.record import (

@@ -188,7 +188,7 @@ def private_names(file: Path) -> list[str]:
     return found
 
 
-ALONE = ROOT / "recpipe" / "inference" / "score.py"
+ALONE = ROOT / "recpipe" / "answers" / "score.py"
 """Copied into every package, where recpipe is not installed."""
 CORE = [file for file in (ROOT / "recpipe").rglob("*.py") if file.parent.name != "seams" and file != ALONE]
 

@@ -14,9 +14,9 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
     from torch import nn
 
+    from recpipe.answers.command import Caller
     from recpipe.data.dataset import Dataset
     from recpipe.data.given import Batches
-    from recpipe.inference.command import Caller
 
 
 def load(checkpoint: str | Path, model: nn.Module | None = None) -> nn.Module:
@@ -31,7 +31,7 @@ def load(checkpoint: str | Path, model: nn.Module | None = None) -> nn.Module:
     """
     prepare_process()
     check_call("recpipe.load(checkpoint, model=None)", model=model, files=[checkpoint])
-    from recpipe.tasks.load import load_checkpoint
+    from recpipe.answers.plain import load_checkpoint
 
     return load_checkpoint(Path(checkpoint), model)
 
@@ -58,7 +58,7 @@ def evaluate(
     ``UserError`` for a mistake of the caller, a damaged checkpoint, and data of other columns.
     """
     with _answering("evaluate", checkpoint, data, overrides, model, output, quiet) as (caller, words):
-        from recpipe.inference.command import evaluate_for
+        from recpipe.answers.command import evaluate_for
 
         return evaluate_for(caller, Path(checkpoint), words)
 
@@ -78,7 +78,7 @@ def predict(
     command's words: ``"keys=[user_id]"``, ``"scores=raw"``, ``"overwrite=true"``.
     """
     with _answering("predict", checkpoint, data, overrides, model, None, quiet) as (caller, words):
-        from recpipe.inference.command import predict_for
+        from recpipe.answers.command import predict_for
         from recpipe.tasks.compare_rows import quoted
 
         if output is not None:
@@ -124,7 +124,7 @@ def package(
     """
     prepare_process()
     check_call("recpipe.package(checkpoint, directory, model=None)", model=model, files=[checkpoint])
-    from recpipe.inference.package import Options, package_for
+    from recpipe.answers.package import Options, package_for
 
     options = Options.of(
         instruction_set=instruction_set,
@@ -153,7 +153,7 @@ def quantize(
     arguments as for ``evaluate``.
     """
     with _answering("quantize", checkpoint, data, overrides, model, output, quiet) as (caller, words):
-        from recpipe.inference.quantize import quantize_for
+        from recpipe.answers.quantize import quantize_for
 
         return quantize_for(caller, Path(checkpoint), words)
 
@@ -172,9 +172,9 @@ def _answering(
     prepare_process()
     form = f"recpipe.{function}(checkpoint, data, *overrides, model=None)"
     check_call(form, model=model, files=[checkpoint, data], words=overrides)
+    from recpipe.answers.command import Caller
     from recpipe.common.console import alone
     from recpipe.common.own_cache import cached_in
-    from recpipe.inference.command import Caller
     from recpipe.tasks.compare_rows import quoted
 
     words = list(overrides)

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from recpipe.answers.source import FloatCheckpoint
     from recpipe.data.dataset import Dataset
-    from recpipe.inference.source import FloatCheckpoint
 
 
 @dataclass(frozen=True)

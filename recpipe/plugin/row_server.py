@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from recpipe.inference.score import Scorer
+    from recpipe.answers.score import Scorer
 
 
 class RowServer(ABC):

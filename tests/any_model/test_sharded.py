@@ -14,6 +14,7 @@ from safetensors.torch import load_file
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 import recpipe
+from recpipe.answers.unshard import unshard
 from recpipe.common.tensor_files import TensorFiles
 from recpipe.data.dataset import Dataset
 from recpipe.errors import UserError
@@ -23,7 +24,6 @@ from recpipe.tables.sharding import tables as shard
 from recpipe.tables.sharding.plan import Shard, ShardPlan, TablePlan
 from recpipe.tables.sharding.tiered import TieredLookup
 from recpipe.tables.specs import TableOptimizer, state_name
-from recpipe.tasks.unshard import unshard
 from tests.any_model.runs import QUIET, train
 from tests.any_model.zoo import (
     OVERRIDES,

@@ -8,13 +8,13 @@ from pathlib import Path
 
 import pytest
 
+from recpipe.answers.unshard import unshard
 from recpipe.checkpoint import manifest
 from recpipe.checkpoint import table_io as checkpoint
 from recpipe.checkpoint.table_io import TableCheckpointIO
 from recpipe.config.compose import compose
 from recpipe.errors import UserError
 from recpipe.run import run
-from recpipe.tasks.unshard import unshard
 from recpipe.training.module import RankingModule
 from tests.checkpoint.older import as_npy
 from tests.mutations import damage

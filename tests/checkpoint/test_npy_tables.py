@@ -11,6 +11,7 @@ import pytest
 from safetensors.numpy import load_file
 
 import recpipe
+from recpipe.answers.unshard import unshard
 from recpipe.checkpoint import manifest
 from recpipe.checkpoint import table_io as checkpoint
 from recpipe.checkpoint.table_files import check_tables
@@ -20,7 +21,6 @@ from recpipe.distributed.ranks import Ranks
 from recpipe.errors import UserError
 from recpipe.run import run
 from recpipe.tables.resident import ResidentCollection
-from recpipe.tasks.unshard import unshard
 from tests.checkpoint.older import as_npy
 from tests.mutations import reseal
 from tests.resuming import STEP, going_on, saved

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from safetensors.numpy import load_file, save_file
 
 import recpipe
+from recpipe.answers.unshard import unshard
 from recpipe.checkpoint.table_files import open_tables
 from recpipe.common.tensor_files import TensorFiles
 from recpipe.config.compose import compose
@@ -21,7 +22,6 @@ from recpipe.tables.sharding import files as shard_files
 from recpipe.tables.specs import TableSet
 from recpipe.tables.stores.aio import Requests
 from recpipe.tables.stores.ssd import SsdStore
-from recpipe.tasks.unshard import unshard
 from tests.resuming import before_training, going_on, saved
 
 LRU = ("tiers.policy=lru", "tiers.resident_bytes=30%")

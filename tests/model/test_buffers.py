@@ -20,9 +20,9 @@ from torchrec.modules.mc_modules import (
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 import recpipe
+from recpipe.answers.unshard import unshard
 from recpipe.data.make import open_dataset
 from recpipe.plugin.errors import PluginError
-from recpipe.tasks.unshard import unshard
 
 TABLES = {"a": 60, "b": 30}
 DATA = {"name": "synthetic", "samples": 600, "batch_size": 64, "tables": TABLES}

@@ -9,12 +9,12 @@ import pytest
 import torch
 
 import recpipe
+from recpipe.answers.golden import tolerance
 from recpipe.backend import matmul
 from recpipe.config.compose import compose
 from recpipe.config.recipe import Recipe
 from recpipe.data.dataset import Schema
 from recpipe.errors import UserError
-from recpipe.inference.golden import tolerance
 from recpipe.model.config import ModelConfig
 from recpipe.pipeline.placed import PlacedModel
 from recpipe.run import run

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from recpipe.inference.serving import worker
-from recpipe.inference.serving.metrics import DIRECTORY
+from recpipe.answers.serving import worker
+from recpipe.answers.serving.metrics import DIRECTORY
 from tests.processes import ROOT
 
 STARTS = """

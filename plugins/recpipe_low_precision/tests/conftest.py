@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 from recpipe_low_precision.slices import Slice, between_samples
 
-from recpipe.inference.source import FloatCheckpoint
-from recpipe.inference.trained import open_trained
+from recpipe.answers.open import open_trained
+from recpipe.answers.source import FloatCheckpoint
 from tests.quantizing import small_checkpoint
 
 

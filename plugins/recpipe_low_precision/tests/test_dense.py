@@ -16,10 +16,10 @@ from recpipe_low_precision.ranges import Inputs, weight_scales
 from recpipe_low_precision.slices import LAYER
 
 import recpipe
+from recpipe.answers.layers import Layer
+from recpipe.answers.quantized import call_quantized, open_quantized, put_rows, write_quantized
+from recpipe.answers.quantized_manifest import read_manifest
 from recpipe.errors import UserError
-from recpipe.inference.layers import Layer
-from recpipe.inference.quantized import call_quantized, open_quantized, put_rows, write_quantized
-from recpipe.inference.quantized_manifest import read_manifest
 from recpipe.plugin.errors import PluginError
 
 BOTTOM = "dense_arch.model._mlp.0._linear"

@@ -15,12 +15,12 @@ from recpipe_low_precision.plugin import Work
 
 import recpipe
 from recpipe import cli
+from recpipe.answers.quantized import open_quantized
+from recpipe.answers.quantized_manifest import read_manifest
+from recpipe.answers.source import FloatCheckpoint
 from recpipe.config.compose import active_plugins, compose
 from recpipe.data.batch import Batch
 from recpipe.errors import UserError
-from recpipe.inference.quantized import open_quantized
-from recpipe.inference.quantized_manifest import read_manifest
-from recpipe.inference.source import FloatCheckpoint
 from recpipe.plugin.errors import PluginError
 from recpipe.plugin.load import activate, installed
 from recpipe.tasks.plugins import listed

@@ -13,7 +13,7 @@ from recpipe_low_precision import lookups
 from recpipe_low_precision.choices import FLOAT, Choice
 
 import recpipe
-from recpipe.inference.source import FloatCheckpoint
+from recpipe.answers.source import FloatCheckpoint
 from tests.quantizing import SMALL
 
 ROWS, DIM = 1_000_000, 16

@@ -12,8 +12,8 @@ from recpipe_low_precision.choices import FLOAT, Choice
 from recpipe_low_precision.prune import used_rows
 
 import recpipe
-from recpipe.inference.quantized import call_quantized, put_rows, write_quantized
-from recpipe.inference.trained import open_trained
+from recpipe.answers.open import open_trained
+from recpipe.answers.quantized import call_quantized, put_rows, write_quantized
 from recpipe.model.metrics import normalized_entropy
 
 KINDS = {"a": "int8", "b": "int4", "c": "fp16", "d": "int2"}

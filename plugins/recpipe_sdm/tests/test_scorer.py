@@ -31,17 +31,17 @@ from recpipe_sdm.tiers import Tiers
 from safetensors.torch import load_file, save_file
 
 import recpipe
+from recpipe.answers.manifest import write_manifest
+from recpipe.answers.open import open_trained
+from recpipe.answers.popularity import read_lookups
+from recpipe.answers.quantized import take_place, write_quantized
+from recpipe.answers.score import Scorer
+from recpipe.answers.serving.shared import RequestScorer, Side
+from recpipe.answers.source import FloatCheckpoint
 from recpipe.common.sizes import Amount
 from recpipe.data.config import SyntheticConfig
 from recpipe.data.sources.synthetic import SyntheticDataset
 from recpipe.errors import UserError
-from recpipe.inference.manifest import write_manifest
-from recpipe.inference.popularity import read_lookups
-from recpipe.inference.quantized import take_place, write_quantized
-from recpipe.inference.score import Scorer
-from recpipe.inference.serving.shared import RequestScorer, Side
-from recpipe.inference.source import FloatCheckpoint
-from recpipe.inference.trained import open_trained
 from recpipe.seams.compiled import compiler
 from tests.processes import Child
 

@@ -1,0 +1,257 @@
+"""``recpipe package``: what a server needs of a model, and nothing else, as a directory.
+
+    model.recpipe/
+      manifest.json           inputs, how raw values become them, tables, versions, processor, digests
+      manifest.sha256         the manifest's own digest, as sha256sum writes it
+      dense.pt2               the dense part, compiled by AOTInductor: a zip file with a shared library
+      dense.safetensors       its parameters
+      program.pt2             the dense part as torch.export has it, to compile it for another processor
+      dense_onednn.pt2        dense.pt2 with linear layers by oneDNN, if that is measured faster at some sizes
+      dense_low.pt2, program_low.pt2
+                              the same in low precision, of a checkpoint with such layers; compiled programs
+                              are left out where another one is measured faster at every size
+      tables/*.safetensors    "rows" uint8 [rows, bytes of a row]
+      golden.safetensors      a batch and its scores
+      popularity.safetensors  if asked for: how often training looked up each row
+      score.py                loads and scores the package with torch and fbgemm_gpu alone
+      manifest.sig            if asked for: the signature of manifest.json, Ed25519
+
+No file is pickled. The directory is written under another name, tried, and then renamed.
+"""
+
+from __future__ import annotations
+
+import logging
+import shutil
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from recpipe.answers import score
+from recpipe.answers.golden import GOLDEN, write_golden
+from recpipe.answers.manifest import compiled_for, is_package, write_manifest
+from recpipe.answers.onednn import with_onednn
+from recpipe.answers.parts import Parts, of_checkpoint, of_package
+from recpipe.answers.popularity import wanted
+from recpipe.answers.processor import InstructionSet, chosen_set
+from recpipe.answers.programs import (
+    DENSE,
+    VNNI,
+    Program,
+    chosen_programs,
+    made_up_inputs,
+    needs_vnni,
+    save_constants,
+    usable,
+    use,
+)
+from recpipe.answers.reference import wanted_samples
+from recpipe.answers.signature import PrivateKey, private_key
+from recpipe.answers.words import asked_samples
+from recpipe.common.console import alone, heard
+from recpipe.common.durable import sync
+from recpipe.common.owned import require_absent, written_alone
+from recpipe.common.quiet import quieted
+from recpipe.common.run_dir import unwritable
+from recpipe.common.sizes import readable_bytes
+from recpipe.errors import UserError, shown
+from recpipe.seams.compiled import compiler
+from recpipe.tasks.process import prepare_process
+
+log = logging.getLogger("recpipe")
+SCORE = "score.py"
+WORDS = ("instruction_set", "dense", "reference", "popularity", "sign", "overwrite")
+
+
+@dataclass(frozen=True)
+class Options:
+    """What may be said of a package."""
+
+    chosen: InstructionSet
+    dense: str
+    """One of ``DENSE``: the programs that it may have."""
+    reference: int
+    """So many held-out samples are scored for the reference figures; 0: it has none."""
+    popularity: int | None
+    """In so many training samples lookups are counted, 0: in all; None: they are not."""
+    key: PrivateKey | None = None
+    """What the package is signed with; None: it is not."""
+    overwrite: bool = False
+    """Whether a package that is there is replaced."""
+
+    @classmethod
+    def of(
+        cls,
+        instruction_set: str | None = None,
+        dense: str = "measured",
+        reference: bool | int | str = True,
+        popularity: bool | int | str = False,
+        sign: str | Path | None = None,
+        overwrite: bool | str = False,
+    ) -> Options:
+        """From what the user says; ``UserError`` if that is not possible here."""
+        if dense not in DENSE:
+            raise UserError(f"dense={shown(dense)}: choose one of {', '.join(DENSE)}")
+        key = None if sign is None else private_key(Path(sign))
+        replaces = asked_samples(overwrite)
+        if not isinstance(replaces, bool):
+            raise UserError(f"overwrite={shown(overwrite)}: say true or false")
+        samples, counted = wanted_samples(reference), wanted(popularity)
+        return cls(chosen_set(instruction_set), dense, samples, counted, key, replaces)
+
+
+def package_command(words: Sequence[str]) -> int:
+    """``recpipe package CHECKPOINT DIRECTORY [instruction_set=avx2|avx512] [dense=low|float32]
+    [reference=false|SAMPLES] [popularity=true|SAMPLES] [sign=KEY] [overwrite=true]``."""
+    options = dict(word.partition("=")[::2] for word in words[2:])
+    unknown = next((key for key in options if key not in WORDS), None)
+    if unknown is not None:
+        raise UserError(f"recpipe package has no {shown(unknown)}; it has {', '.join(WORDS)}")
+    made = Options.of(**options)
+    prepare_process()
+    package_for(Path(words[0]), Path(words[1]), None, made, screen=True)
+    return 0
+
+
+def package_for(
+    checkpoint: Path, directory: Path, model: nn.Module | None, options: Options, screen: bool
+) -> Path:
+    """``package``, which says on the terminal what it does if ``screen``."""
+    with alone(), quieted(), heard(None, screen=screen):
+        return package(checkpoint, directory, model, options)
+
+
+def package(checkpoint: Path, directory: Path, model: nn.Module | None, options: Options) -> Path:
+    """Write the package ``directory`` of ``checkpoint``, or of the newest one in that folder; returns it.
+
+    ``checkpoint`` may be a package too, whose dense part is then compiled anew. ``model``: the module, if
+    training was given one in Python. A package in ``directory`` is replaced if ``options`` say so.
+    ``UserError`` if they do not, if another process writes there, if there is no C++ compiler, if the model
+    cannot be packaged, and if the package does not score as the model does.
+    """
+    if compiler() is None:
+        raise UserError(
+            "a package is compiled, and there is no C++ compiler here: install g++ (apt-get install g++), or "
+            "name yours in the environment variable CXX"
+        )
+    directory = directory.expanduser()
+    _check_target(directory)
+    checkpoint = checkpoint.expanduser()
+    replaces = options.overwrite or checkpoint.resolve() == directory.resolve()
+    require_absent("", directory, replaces)
+    if options.popularity is not None and is_package(checkpoint):
+        raise UserError(f"{checkpoint} is a package, without training data: leave out popularity=")
+    with written_alone("", directory, replaces, ("package", str(checkpoint))):
+        parts = of_package(checkpoint) if is_package(checkpoint) else of_checkpoint(checkpoint, model)
+        with _beside(directory) as partial:
+            difference = _write(partial, parts, options)
+    size = sum(file.stat().st_size for file in directory.rglob("*") if file.is_file())
+    log.info(
+        "wrote %s: %s, golden scores within %.1e of the model's", directory, readable_bytes(size), difference
+    )
+    return directory
+
+
+def _check_target(directory: Path) -> None:
+    if directory.exists() and not (
+        directory.is_dir() and (is_package(directory) or not any(directory.iterdir()))
+    ):
+        raise UserError(f"{directory} exists and is no package: name another directory, or remove it")
+
+
+def _write(folder: Path, parts: Parts, options: Options) -> float:
+    """Write all files into ``folder`` and score the golden batch with them; returns how far its scores are
+    from the model's."""
+    chosen, layers = options.chosen, parts.content["layers"]
+    used = usable(parts.programs, layers, options.dense, chosen)
+    if options.dense == "measured":
+        used = with_onednn(used, parts.content)
+    (folder / "tables").mkdir()
+    parts.write_tables(folder)
+    if options.popularity is not None:
+        parts.content["popularity"] = parts.popularity(folder, options.popularity)
+    shutil.copyfile(Path(score.__file__), folder / SCORE)
+    for program in parts.programs:
+        program.save(folder)
+    log.info("compiling for %s, which takes some seconds", chosen.name)
+    example: tuple[Any, dict[str, Any]] = (made_up_inputs(parts.content, 3), {})
+    flags = [flag for program in used for flag in program.compile(folder, chosen, example)]
+    save_constants(folder, used)
+    if chosen.name == "avx512" and used[-1].low and needs_vnni(layers):
+        flags.append(VNNI)
+    content = {
+        **parts.content,
+        "compiled": compiled_for(chosen, flags),
+        "programs": [program.about(first) for first, program in enumerate(used)],
+        "golden": _golden(parts),
+    }
+    golden = {**parts.golden, **{program.golden: program.scores for program in (*parts.programs, *used)}}
+    write_golden(folder / GOLDEN, golden)
+    write_manifest(folder, content)
+    try:
+        scorer = score.Scorer(folder, mapped=True)  # the tables may be larger than memory
+    except score.PackageError as fault:
+        raise UserError(f"the package does not score as the model does: {fault}") from fault
+    # From here on the package's own scores are what other machines must get.
+    golden |= zip((program.golden for program in used), scorer.golden_scores(), strict=True)
+    content["golden"]["difference_to_model"] = scorer.difference
+    content["programs"], content["measured"] = chosen_programs(used, scorer)
+    _drop_unused(folder, used, content["programs"])
+    kept = {about["golden"] for about in (*content["programs"], *content["golden"]["programs"])}
+    write_golden(folder / GOLDEN, {name: golden[name] for name in (*parts.golden, *sorted(kept))})
+    use(scorer, content["programs"])
+    if not options.reference:
+        content.pop("reference", None)
+    elif (figures := parts.reference(scorer, options.reference)) is not None:
+        content["reference"] = figures
+    write_manifest(folder, content, options.key)
+    return scorer.difference
+
+
+def _golden(parts: Parts) -> dict[str, Any]:
+    """What the manifest says of the golden batch."""
+    return {
+        "file": GOLDEN,
+        "samples": len(parts.programs[0].scores),
+        "tolerance": parts.programs[0].bound,
+        "threads": 1,
+        "programs": [
+            {"file": p.file, "golden": p.golden, "tolerance": p.bound, "low": p.low} for p in parts.programs
+        ],
+    }
+
+
+def _drop_unused(folder: Path, compiled: Sequence[Program], chosen: Sequence[Mapping[str, Any]]) -> None:
+    """Remove the files of ``compiled`` programs that those ``chosen`` do not need."""
+    kept = {about[key] for about in chosen for key in ("file", "constants")}
+    for name in {name for program in compiled for name in (program.compiled, program.constants)} - kept:
+        if name is not None:
+            (folder / name).unlink()
+
+
+@contextmanager
+def _beside(directory: Path) -> Iterator[Path]:
+    """A new directory that takes the place of ``directory`` at the end of the block, and is removed after an
+    error."""
+    partial = None
+    try:
+        directory.parent.mkdir(parents=True, exist_ok=True)
+        partial = Path(tempfile.mkdtemp(prefix=f".{directory.name}.", dir=directory.parent))
+        partial.chmod(0o755)
+        yield partial
+        old = partial.with_name(f"{partial.name}.old")
+        if directory.exists():
+            directory.rename(old)
+        partial.rename(directory)
+        sync(directory.parent)
+        shutil.rmtree(old, ignore_errors=True)
+    except OSError as fault:
+        raise unwritable(directory, fault, "choose another directory") from fault
+    finally:
+        if partial is not None:
+            shutil.rmtree(partial, ignore_errors=True)

@@ -1,0 +1,243 @@
+"""The dense part of a package as programs: in float32, by other kernels and in low precision where these are
+measured faster."""
+
+from __future__ import annotations
+
+import errno
+import io
+import logging
+import os
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.export import ExportedProgram
+
+from recpipe.answers import score
+from recpipe.answers.export import constants_of
+from recpipe.answers.layers import EIGHT_BITS
+from recpipe.answers.processor import InstructionSet
+from recpipe.answers.stand_ins import ROW_FOR_EACH_ID
+from recpipe.common.load import undisturbed
+from recpipe.common.tensor_writer import save_tensors
+from recpipe.common.timing import median_seconds
+from recpipe.errors import UserError
+from recpipe.seams.compiled import compile_program
+from recpipe.seams.int8 import int8_adds_up
+
+log = logging.getLogger("recpipe")
+DENSE = ("measured", "float32", "low")
+"""Which programs a package may have: what is measured faster, or one of them alone."""
+SAMPLES = (1, 64, 256, 2048)
+"""Batch sizes that programs are measured at."""
+PAYS = 1.05
+"""Another program is used where it is so many times as fast."""
+VNNI = "-mavx512vnni"
+"""The compiler's option for the instructions that add up products of 8-bit codes."""
+
+
+@dataclass(frozen=True)
+class Program:
+    """The dense part in one precision, by one kind of kernels. ``scores``: the golden batch's, by the model
+    that is packaged; ``bound``: how far the program's may be off."""
+
+    exported: ExportedProgram
+    scores: torch.Tensor
+    bound: float
+    low: bool = False
+    onednn: bool = False
+    """Whether oneDNN computes linear layers in float32. It is made of the program that it does not."""
+
+    @property
+    def name(self) -> str:
+        """What is put to the names of its files."""
+        return "_low" if self.low else "_onednn" if self.onednn else ""
+
+    @property
+    def title(self) -> str:
+        """What it is called on the terminal."""
+        return "low precision" if self.low else "float32 by oneDNN" if self.onednn else "float32"
+
+    @property
+    def file(self) -> str:
+        """The file of ``exported``."""
+        return f"program{self.name}.pt2"
+
+    @property
+    def golden(self) -> str:
+        """The name of its golden scores."""
+        return f"scores{self.name}"
+
+    @property
+    def compiled(self) -> str:
+        """The compiled file."""
+        return f"dense{self.name}.pt2"
+
+    @property
+    def constants(self) -> str | None:
+        """The file of its parameters, the same for all in float32; None: they are in the compiled one."""
+        return None if self.low else "dense.safetensors"
+
+    def about(self, first: int) -> dict[str, Any]:
+        """What the manifest says of it; it is used from ``first`` samples on."""
+        return {
+            "file": self.compiled,
+            "constants": self.constants,
+            "from": first,
+            "precision": "low" if self.low else "float32",
+            "linear_layers": "oneDNN" if self.low or self.onednn else "addmm",
+            "golden": self.golden,
+            "tolerance": self.bound,
+        }
+
+    def save(self, folder: Path) -> None:
+        """Write ``exported`` without its example inputs, which torch would pickle."""
+        example, self.exported.example_inputs = self.exported.example_inputs, None
+        written = io.BytesIO()  # torch ends the process where it cannot write to a file
+        torch.export.save(self.exported, written)
+        self.exported.example_inputs = example
+        (folder / self.file).write_bytes(written.getbuffer())
+
+    def compile(self, folder: Path, chosen: InstructionSet, example: Any) -> list[str]:
+        """Compile it for ``chosen``; returns the compiler's options that the kernels need beside."""
+        self.exported.example_inputs = self.exported.example_inputs or example
+        try:
+            compiled, options = compile_program(self.exported, chosen.march, chosen.width, frozen=self.low)
+        except Exception as fault:
+            if (full := _full(fault)) is not None:
+                raise UserError(
+                    f"{full}: no space is left for the compiler's files: free space there, or set TMPDIR to "
+                    "another folder"
+                ) from fault
+            lines = [line.strip() for line in str(fault).splitlines() if "error" in line.lower()]
+            reason = lines[0] if lines else str(fault).strip().partition("\n")[0]
+            raise UserError(f"AOTInductor cannot compile the model ({reason[:300]})") from fault
+        (folder / self.compiled).write_bytes(compiled)
+        return options
+
+
+def save_constants(folder: Path, programs: Sequence[Program]) -> None:
+    """Write the parameters of ``programs`` that are not in the compiled files, each once."""
+    kept: dict[str, dict[str, torch.Tensor]] = {}
+    for program in programs:
+        if program.constants is not None:
+            kept.setdefault(program.constants, {}).update(constants_of(program.exported))
+    for file, constants in kept.items():
+        save_tensors(folder / file, {name: value.clone() for name, value in constants.items()})
+
+
+def _full(fault: BaseException | None) -> Path | None:
+    """The folder that had no room for a file, if ``fault`` or what it came from says so."""
+    while fault is not None:
+        if isinstance(fault, OSError) and fault.errno in (errno.ENOSPC, errno.EDQUOT):
+            return Path(fault.filename).parent if fault.filename else Path(tempfile.gettempdir())
+        if os.strerror(errno.ENOSPC) in str(fault):
+            return Path(tempfile.gettempdir())
+        fault = fault.__cause__ or fault.__context__
+    return None
+
+
+def usable(
+    programs: Sequence[Program], layers: Mapping[str, Mapping[str, Any]], dense: str, chosen: InstructionSet
+) -> list[Program]:
+    """Those of ``programs`` that are compiled for the word ``dense``; ``layers`` is the manifest's.
+
+    Layers with 8-bit inputs need VNNI: on a processor without, or for ``avx2``, float32 is left.
+    """
+    low = next((program for program in programs if program.low), None)
+    if dense == "low" and low is None:
+        raise UserError("dense=low: the checkpoint has no layers in low precision; leave it out")
+    if low is not None and needs_vnni(layers) and (chosen.name == "avx2" or not int8_adds_up()):
+        told = "instruction_set=avx2 has" if chosen.name == "avx2" else "this processor has"
+        remedy = "quantize with plugins.low_precision.reduce_range=true"
+        if dense == "low":
+            raise UserError(f"dense=low: layers take 8-bit inputs, and {told} no VNNI for them: {remedy}")
+        log.info("the dense part stays float32: layers take 8-bit inputs, and %s no VNNI: %s", told, remedy)
+        return [program for program in programs if not program.low]
+    if dense == "measured":
+        return list(programs)
+    return [program for program in programs if program.low == (dense == "low")]
+
+
+def needs_vnni(layers: Mapping[str, Mapping[str, Any]]) -> bool:
+    """Whether a layer of the manifest takes int8 inputs of 8 bits."""
+    return any(layer["type"] == "int8" and layer["most"] == EIGHT_BITS for layer in layers.values())
+
+
+def chosen_programs(
+    programs: Sequence[Program], scorer: score.Scorer
+) -> tuple[list[dict[str, Any]], dict[str, Any] | None]:
+    """The manifest's ``programs`` and what was measured to choose among them, of which ``scorer`` has all."""
+    if len(programs) == 1:
+        return [programs[0].about(0)], None
+    taken = undisturbed(lambda: [_seconds(scorer, samples) for samples in SAMPLES], None)
+    seconds = [list(own) for own in zip(*taken.value, strict=True)]
+    for program, own in zip(programs[1:], seconds[1:], strict=True):
+        log.info(
+            "%s is %s times as fast as %s at %s samples",
+            program.title,
+            ", ".join(f"{base / found:.2f}" for base, found in zip(seconds[0], own, strict=True)),
+            programs[0].title,
+            ", ".join(map(str, SAMPLES)),
+        )
+    if taken.disturbed:
+        log.warning("these figures are not sure: %s; package it on a quiet machine", taken.disturbed)
+    measured = {
+        "samples": list(SAMPLES),
+        "threads": 1,
+        "seconds": dict(zip((program.compiled for program in programs), seconds, strict=True)),
+        "disturbed": taken.disturbed or None,
+    }
+    return [programs[number].about(first) for number, first in serving(seconds)], measured
+
+
+def use(scorer: score.Scorer, chosen: Sequence[dict[str, Any]]) -> None:
+    """Let ``scorer`` use its programs as a scorer of the ``chosen`` ones, of the manifest, does."""
+    made = {program.about["file"]: program for program in scorer.programs}
+    scorer.programs = [made[about["file"]] for about in chosen]
+    for program, about in zip(scorer.programs, chosen, strict=True):
+        program.about, program.first = about, about["from"]
+
+
+def serving(seconds: Sequence[Sequence[float]]) -> list[tuple[int, int]]:
+    """Which program serves from how many samples on: its number in ``seconds``, which are of each program at
+    each of ``SAMPLES``, and the first number of samples; the latter begin at 0 and grow.
+
+    The first program serves until another one pays at a size and at all larger ones; of several the fastest
+    at that size takes its place, until one pays in place of that.
+    """
+    found = {0: 0}
+    for place, samples in enumerate(SAMPLES):
+        current = seconds[found[max(found)]][place:]
+        pays = [
+            number
+            for number, own in enumerate(seconds)
+            if all(a >= PAYS * b for a, b in zip(current, own[place:], strict=True))
+        ]
+        if pays:
+            found[samples if place else 0] = min(pays, key=lambda number: seconds[number][place])
+    return [(number, first) for first, number in found.items()]
+
+
+def _seconds(scorer: score.Scorer, samples: int) -> list[float]:
+    """The time of one call of each program, by one thread."""
+    dense, pooled = made_up_inputs(scorer.manifest, samples)
+    with torch.inference_mode():
+        return median_seconds([partial(program, dense, pooled) for program in scorer.programs], threads=1)
+
+
+def made_up_inputs(manifest: Mapping[str, Any], samples: int) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    """Inputs of the dense part: dense features, and what its lookups find, with one id for each sample where
+    rows are not pooled."""
+    draw, found = torch.Generator().manual_seed(0), []
+    dense = torch.randn(samples, len(manifest["dense"]["names"]), generator=draw)
+    for lookup in manifest["lookups"]:
+        width = sum(manifest["tables"][table]["dimension"] for _, table in lookup["parts"])
+        found.append(torch.randn(samples, width, generator=draw))
+        if lookup["pooling"] == ROW_FOR_EACH_ID:
+            found.append(torch.ones(samples, dtype=torch.int64))
+    return dense, found

@@ -1,0 +1,333 @@
+"""A checkpoint opened for answers: its recipe, its columns, its model, and the scores of batches."""
+
+from __future__ import annotations
+
+import logging
+import tempfile
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from recpipe.answers.plain import fill
+from recpipe.backend.chain import KnownSteps
+from recpipe.backend.convert import convert_on_gpu, revert
+from recpipe.backend.equip import Backend
+from recpipe.backend.matmul import TF32, float32_products, require_units
+from recpipe.checkpoint.manifest import TABLES
+from recpipe.checkpoint.table_files import check_tables, rows_of_tables
+from recpipe.checkpoint.table_io import OWN, naming
+from recpipe.checkpoint.trained_on import TrainedOn
+from recpipe.common import memory
+from recpipe.common.gpu import begin_on, gpu_explained
+from recpipe.common.run_dir import RunDir, hold
+from recpipe.common.sizes import readable_bytes
+from recpipe.common.words import CUSTOM
+from recpipe.config.recipe import Recipe
+from recpipe.data.dataset import Dataset, Schema, SplitName
+from recpipe.data.make import open_dataset
+from recpipe.data.parts import on_device
+from recpipe.data.preparation import Preparation, require_alike
+from recpipe.distributed.launch import Process
+from recpipe.distributed.ranks import Ranks
+from recpipe.errors import UserError
+from recpipe.model.call import Called
+from recpipe.model.config import UserModel
+from recpipe.model.make import make_called
+from recpipe.pipeline.loader import EvalLoader
+from recpipe.pipeline.placed import PlacedModel
+from recpipe.setup.placing import Unplaced
+from recpipe.setup.prepare import assemble_plugins, choose_device, closing_tiers
+from recpipe.tables.capabilities import SavesPlacement
+from recpipe.tables.front import handing_out
+from recpipe.tables.groups import ModelTables, collections_of
+from recpipe.tables.owners import RESIDENT, GroupOwner, group_owners
+
+log = logging.getLogger(__name__)
+QUANTIZED_FILES = ("manifest.json", "dense.safetensors")
+"""Files of a quantized checkpoint."""
+
+
+class Scored(NamedTuple):
+    """The scores of a batch of B samples, on the CPU."""
+
+    scores: torch.Tensor
+    """float32 [B], or [B, T] for a model of T tasks in the order of ``Scoring.tasks``: the model's
+    predictions, logits for clicks."""
+    labels: torch.Tensor | None
+    """float32, in the shape of ``scores``; None if they were not asked for."""
+    loss: float | None
+    """The model's own loss, a mean over the batch; None without labels."""
+
+
+@dataclass
+class Trained:
+    """What ``open_trained`` gives. Nothing is held open but in a ``scoring`` block."""
+
+    directory: Path
+    """The checkpoint."""
+    cfg: Recipe
+    """The recipe that scores it: that of training with the user's overrides."""
+    trained_on: TrainedOn
+    trainer: Mapping[str, Any]
+    """The content of trainer.pt."""
+    given_model: nn.Module | None
+    given_dataset: Dataset | None
+
+    @property
+    def schema(self) -> Schema:
+        """The columns that the model was trained on; ``UserError`` if the data did not say them."""
+        if self.trained_on.columns is None:
+            raise UserError(
+                f"{self.directory} does not say the columns of its data, which were batches of a type of "
+                "the caller's own"
+            )
+        return self.trained_on.columns.schema
+
+    @property
+    def preparation(self) -> Preparation | None:
+        """How ids and dense values were prepared; None: not known."""
+        return self.trained_on.preparation
+
+    @property
+    def step(self) -> int:
+        """How many steps had been trained."""
+        return int(self.trainer["global_step"])
+
+    @cached_property
+    def dataset(self) -> Dataset:
+        """The data of the recipe, prepared if that is not done yet; ``DataError`` if its columns differ from
+        those trained on."""
+        dataset = open_dataset(self.cfg.data, self.cfg.seed, self.given_dataset)
+        self.require_columns(dataset)
+        return dataset
+
+    def require_columns(self, dataset: Dataset) -> None:
+        """``DataError`` unless ``dataset`` has the columns, and their preparation, that were trained on."""
+        if self.trained_on.columns is not None and dataset.schema is not None:
+            require_alike(self.schema, dataset.schema, self.preparation, dataset.preparation)
+
+    def make_called(self, device: torch.device | None = None, dataset: Dataset | None = None) -> Called:
+        """A new module of the trained model's class, not filled, ready to be called. A given module is taken
+        itself."""
+        self._require_model()
+        device = device or torch.device("cpu")
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(self.cfg.seed)
+            return make_called(self.cfg.model, dataset or _Columns(self.schema), device, self.given_model)
+
+    def _require_model(self) -> None:
+        """``UserError`` if the recipe cannot make the model, and none was given."""
+        model = self.cfg.model
+        named = not isinstance(model, UserModel) or model.target is not None or model.name != CUSTOM
+        if not named and self.given_model is None:
+            raise UserError(
+                f"{self.directory} was trained with a model handed over in Python, so that its recipe cannot "
+                "make it: use recpipe.evaluate or recpipe.predict, and pass model=MODULE"
+            )
+
+    @cached_property
+    def model(self) -> nn.Module:
+        """The trained model as a plain module of torch and TorchRec in eval mode, with all tables in memory.
+
+        ``called`` calls it. In ``scoring`` another one is used, whose tables may be larger than memory.
+        """
+        module = self.called.module
+        _at_home(module)
+        fill(module, self.directory, self.trainer)
+        return module.eval()
+
+    @cached_property
+    def called(self) -> Called:
+        """How training calls ``model``; its ``tasks`` are its outputs."""
+        return self.make_called()
+
+    @contextmanager
+    def scoring(self, dataset: Dataset | None = None, run_dir: RunDir | None = None) -> Iterator[Scoring]:
+        """In the block, the model in the recipe's tiers, with training's kernels, for batches of ``dataset``
+        (None: ``self.dataset``).
+
+        ``run_dir``: where an ssd store is without ``tiers.dir``; None: in a temporary directory.
+        """
+        if Process.current().world > 1:
+            raise UserError(
+                "a checkpoint is scored by one process, sharded or not; start it without torchrun"
+            )
+        dataset = dataset or self.dataset
+        device, ranks = choose_device(self.cfg.trainer.device), Ranks()
+        begin_on(device)
+        cfg = replace(self.cfg, tiers=self.cfg.tiers.on(device))
+        precision = cfg.model.precision
+        if device.type == "cuda" or precision != TF32:  # a CPU scores in float32 what was trained in TF32
+            require_units(precision, device, cfg.model.emulate_bfloat16)
+        with gpu_explained(), ExitStack() as stack:
+            stack.enter_context(float32_products(device, precision))
+            unplaced = self._unplaced(cfg, dataset, device)
+            assembly, unplaced = assemble_plugins(cfg, dataset, unplaced, device, 1, ranks)
+            owners = group_owners(cfg.tiers, assembly, unplaced.tables)
+            _require_memory(unplaced.tables, owners, cfg.tiers.store, device)
+            shapes = unplaced.tables.shapes()
+            files = check_tables(self.directory / TABLES, shapes, scoring=True)
+            unplaced = unplaced.starting_with(rows_of_tables(files, shapes))
+            if run_dir is None:
+                scratch = stack.enter_context(tempfile.TemporaryDirectory(prefix="recpipe-"))
+                run_dir = stack.enter_context(hold(Path(scratch)))
+            embeddings = unplaced.build(
+                cfg, dataset, owners, device, run_dir, ranks, roomy=cfg.trainer.backend != "plain"
+            )
+            stack.enter_context(closing_tiers(embeddings, unplaced.inputs, ranks))
+            collections = collections_of(unplaced.called.module)
+            model = unplaced.over(embeddings)
+            stack.callback(_as_given, model, collections)
+            self._load(model)
+            model.eval()
+            self._equip(model, device)
+            yield Scoring(model, dataset, cfg.data.batch_size, device)
+
+    def _unplaced(self, cfg: Recipe, dataset: Dataset, device: torch.device) -> Unplaced:
+        self._require_model()
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(cfg.seed)
+            return Unplaced.of(cfg, dataset, device, self.given_model)
+
+    def _load(self, model: PlacedModel) -> None:
+        """Fill the dense part, and put the tables' rows into the slots that they had in training if the tiers
+        are the same."""
+        with naming(self.directory):
+            model.load_dense(self.trainer["state_dict"])
+            placed = model.embeddings.offers(SavesPlacement)
+            placement = self.trainer.get(OWN, {}).get("placement")
+            if placed is not None and placement is not None:
+                placed.check_placement_state(placement)
+                placed.load_placement_state(placement)
+
+    def _equip(self, model: PlacedModel, device: torch.device) -> None:
+        """Use the kernels that training measured, so that scores are rounded as in its evaluation."""
+        if device.type == "cuda":
+            if self.cfg.trainer.backend != "plain":
+                convert_on_gpu(model.module)
+            return
+        saved = self.trainer.get(OWN, {}).get("backend")
+        if saved is None:
+            return
+        with naming(self.directory):
+            Backend.check(saved)
+        Backend(self.cfg.trainer.backend, model, {}).restore(saved)
+
+
+class Scoring:
+    """The model of a ``Trained`` in its tiers."""
+
+    def __init__(self, model: PlacedModel, dataset: Dataset, batch_size: int, device: torch.device) -> None:
+        self.model = model
+        self.dataset = dataset
+        self.batch_size = batch_size
+        self.device = device
+        self.tasks = model.called.tasks
+        """How to call the model for each of its outputs, by name."""
+        self._steps = KnownSteps(model.module)
+
+    def batches(self, split: SplitName) -> EvalLoader:
+        """The batches of a split of the data, as training's evaluation reads them."""
+        return EvalLoader(self.dataset, self.batch_size, self.model.inputs, self.device, split=split)
+
+    def checked(self, batches: Iterable[Any]) -> Iterator[Any]:
+        """Other batches on the device; ``DataError`` for an id that is not in its table."""
+        for batch in batches:
+            self.model.inputs.require_ids(self.model.inputs.each(batch))
+            yield on_device(batch, self.device)
+
+    def scores(self, batches: Iterable[Any], labelled: bool = True) -> Iterator[Scored]:
+        """Score ``batches`` of ``batches()`` or ``checked()``; with their labels and loss if ``labelled``.
+
+        ``UserError`` if it is unclear what the model predicts, or if labels are missing.
+        """
+        for batch in batches:
+            # Looked up before the model asks, since it is known here that the ids have been checked.
+            with self._steps.used(), handing_out(self.model.look_up(batch)):
+                (one,) = scored(self.model.called, [batch], labelled)
+            yield one
+
+
+def scored(called: Called, batches: Iterable[Any], labelled: bool = True) -> Iterator[Scored]:
+    """Score ``batches`` by any model that ``called`` calls: a plain one, or one with other tables.
+
+    Batches whose ids are not in their tables must have been refused before.
+    """
+    tasks = called.tasks
+    for batch in batches:
+        with torch.no_grad():
+            if labelled:
+                loss, output = called(batch)
+                labels = _joined([task.labels_of(batch) for task in tasks.values()])
+                yield Scored(_predictions(tasks, output), labels, float(loss))
+            else:
+                yield Scored(_predictions(tasks, called.output(batch)[1]), None, None)
+
+
+def _predictions(tasks: Mapping[str, Called], output: Any) -> torch.Tensor:
+    return _joined([task.prediction(output) for task in tasks.values()])
+
+
+def _joined(parts: Sequence[torch.Tensor]) -> torch.Tensor:
+    """[B], or [B, T] of several tasks, in host memory."""
+    return (parts[0] if len(parts) == 1 else torch.stack(list(parts), dim=1)).cpu()
+
+
+def is_quantized(directory: Path) -> bool:
+    """Whether ``directory`` is a quantized checkpoint (``recpipe.answers.quantized``)."""
+    a_package = (directory / "score.py").is_file()  # which has these files, too
+    return not a_package and all((directory / name).is_file() for name in QUANTIZED_FILES)
+
+
+class _Columns(Dataset):
+    """A data set that has columns and no samples."""
+
+    def __init__(self, schema: Schema) -> None:
+        self.schema = schema
+        self.fingerprint = ""
+
+    def size(self, split: SplitName) -> int:
+        """None."""
+        return 0
+
+    def batches(self, *_: Any, **__: Any) -> Iterator[Any]:
+        """None."""
+        return iter(())
+
+
+def _as_given(model: PlacedModel, collections: Mapping[str, nn.Module]) -> None:
+    """Give the module its own collections and layers back, for a caller who has handed it over."""
+    revert(model.module)
+    for path, front in model.fronts.items():
+        for parent in model.module.modules():
+            for name, child in parent.named_children():
+                if child is front:
+                    setattr(parent, name, collections[path])
+
+
+def _at_home(module: nn.Module) -> None:
+    """Give parameters on the meta device memory."""
+    for member in module.modules():
+        for name, parameter in member._parameters.items():
+            if parameter is not None and parameter.is_meta:
+                made = torch.empty(parameter.shape, dtype=parameter.dtype)
+                member._parameters[name] = nn.Parameter(made, requires_grad=parameter.requires_grad)
+
+
+def _require_memory(
+    tables: ModelTables, owners: Sequence[GroupOwner], store: str, device: torch.device
+) -> None:
+    """``UserError`` unless the rows fit that are resident, and those in a store in host memory."""
+    log.info("loading %d tables: %s", len(tables.tables), readable_bytes(tables.total_bytes))
+    needs = {"tables": sum(owner.resident_bytes for owner in owners)}
+    everything_resident = all(owner.name == RESIDENT for owner in owners)
+    if store == "host" and not everything_resident and device.type == "cpu":
+        needs["host store"] = tables.total_bytes
+    remedy = "keep rows on the disk: tiers.store=ssd tiers.resident_bytes=10%"
+    memory.require(needs, device, remedy)
