@@ -45,6 +45,7 @@ ROOT = Path(__file__).resolve().parent.parent
 DOCS = ROOT / "docs"
 PLUGINS = DOCS / "plugins.md"
 SITE = sorted(page for page in DOCS.rglob("*.md") if "_build" not in page.parts)
+RESULTS = ROOT / "benchmarks" / "results"
 IN_TREE = sorted(path.parent for path in ROOT.glob("plugins/recpipe_*/README.md"))
 PAGES = sorted(
     [
@@ -164,15 +165,38 @@ def test_every_knob_is_in_the_plugins_readme_with_its_default(plugin: Path) -> N
             assert f"| `plugins.{file.stem}.{knob}` | {shown} |" in text(plugin / "README.md"), knob
 
 
-def test_pages_of_the_interfaces_have_every_name_without_being_built() -> None:
-    """``python docs/names.py`` writes them."""
-    spec = importlib.util.spec_from_file_location("names", ROOT / "docs" / "names.py")
+def script(name: str) -> ModuleType:
+    """One of the scripts in ``docs/`` that write pages."""
+    spec = importlib.util.spec_from_file_location(name, DOCS / f"{name}.py")
     assert spec is not None
     assert spec.loader is not None
-    names = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(names)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_pages_of_the_interfaces_have_every_name_without_being_built() -> None:
+    """``python docs/names.py`` writes them."""
+    names = script("names")
     for page in names.PAGES:
-        assert names.page(page) == (ROOT / "docs" / "api" / f"{page}.md").read_text(encoding="utf-8"), page
+        assert names.page(page) == (DOCS / "api" / f"{page}.md").read_text(encoding="utf-8"), page
+
+
+def test_tables_of_results_are_those_of_their_data() -> None:
+    """``python docs/tables.py`` writes them."""
+    for page, written in script("tables").pages().items():
+        assert written == text(page), page
+
+
+@pytest.mark.parametrize("file", sorted(RESULTS.glob("*.json")), ids=lambda file: file.stem)
+def test_a_result_says_how_where_and_when_it_was_measured(file: Path) -> None:
+    result = json.loads(file.read_text(encoding="utf-8"))
+    assert set(result) == {"title", "command", "machine", "commit", "date", "kept", "columns", "rows"}
+    assert all(result[key] for key in ("title", "command", "machine", "date", "kept", "rows"))
+    assert re.search(r"20\d\d-\d\d-\d\d", result["date"])
+    assert all(len(row) == len(result["columns"]) for row in result["rows"])
+    for program in re.findall(r"benchmarks/\w+(?:\.py)?(?= |$|;)", result["command"]):
+        assert (ROOT / program).exists(), program
 
 
 @pytest.mark.parametrize("words", ["early stopping", "Adam", "learning rate schedule"])
