@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from recpipe.common.quiet import calm_threads
+from recpipe.common.process import calm_threads
 from tests.hidden_gpus import hide_gpus
 
 gc.disable()  # until all is imported and collected
@@ -30,7 +30,7 @@ os.environ.setdefault("RECPIPE_BUSY", "keep")
 
 import torch  # noqa: E402
 
-from recpipe.common.collector import keep_all  # noqa: E402
+from recpipe.common.process import keep_all  # noqa: E402
 from recpipe.data.dataset import Dataset  # noqa: E402
 from recpipe.data.make import open_dataset  # noqa: E402
 from recpipe.data.sources.criteo import SPARSE  # noqa: E402

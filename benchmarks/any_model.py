@@ -44,7 +44,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 import recpipe
 from recpipe.backend.host import Host
-from recpipe.common.quiet import quiet_libraries
+from recpipe.common.process import quiet_libraries
 
 ROWS, DENSE = 20_000, 13
 USER = [f"u{i}" for i in range(13)]

@@ -23,7 +23,7 @@ from statistics import median, quantiles
 from typing import Any
 
 from recpipe.backend.allocator import bound_kernel_caches, tune_allocator
-from recpipe.common.quiet import calm_threads
+from recpipe.common.process import calm_threads
 
 calm_threads()
 tune_allocator()
@@ -40,7 +40,7 @@ from torchrec.modules.embedding_modules import EmbeddingBagCollection  # noqa: E
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor  # noqa: E402
 
 import recpipe  # noqa: E402
-from recpipe.common.quiet import quiet_libraries  # noqa: E402
+from recpipe.common.process import quiet_libraries  # noqa: E402
 from recpipe.perf.bench.steps import TimedSteps  # noqa: E402
 from recpipe.perf.kernels.models import Errors  # noqa: E402
 from recpipe.perf.machine.profile import Host, MachineProfile, profile_path  # noqa: E402

@@ -25,7 +25,7 @@ import numpy as np
 import torch
 
 import recpipe
-from recpipe.common.quiet import quieted
+from recpipe.common.process import quieted
 from recpipe.config.compose import compose
 from recpipe.config.recipe import Recipe
 from recpipe.data.make import open_dataset

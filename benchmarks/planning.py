@@ -29,7 +29,7 @@ from recpipe_bagpipe.policy import Lookahead, NoBulk
 from recpipe_hotline.policy import Learning, PopularRows
 from work import Size, batches
 
-from recpipe.common.spread import ALONE
+from recpipe.common.loops import ALONE
 from recpipe.data.dataset import SparseFeature
 from recpipe.plugin.policy import CachePolicy, RowSpace
 from recpipe.tables.specs import TableOptimizer, TableSet

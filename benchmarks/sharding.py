@@ -25,7 +25,7 @@ from typing import Any
 
 import numpy as np
 
-from recpipe.common.quiet import calm_threads
+from recpipe.common.process import calm_threads
 
 sys.path.insert(0, str(Path(__file__).resolve().parent / "peers"))
 from work import SETTINGS, SKIPPED

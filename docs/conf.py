@@ -13,7 +13,7 @@ from outside import connect  # noqa: E402
 from sphinx.ext.napoleon import Config, GoogleDocstring  # noqa: E402
 
 import recpipe  # noqa: E402
-from recpipe.common.quiet import quiet_libraries  # noqa: E402
+from recpipe.common.process import quiet_libraries  # noqa: E402
 
 quiet_libraries()
 import recpipe.kit  # noqa: E402  and what it imports, before Sphinx turns logging up

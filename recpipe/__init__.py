@@ -3,7 +3,7 @@
 Importing the package does not import torch.
 """
 
-import recpipe.common.clock  # noqa: F401  first of all: it notes the time
+import recpipe.common.process  # noqa: F401  first of all: it notes the time
 from recpipe.api import Run, evaluate, load, package, place, predict, quantize, train
 from recpipe.errors import UserError
 from recpipe.plugin.api import (

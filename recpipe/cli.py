@@ -15,9 +15,8 @@ from typing import NoReturn
 
 from recpipe.backend.allocator import bound_kernel_caches, tune_allocator
 from recpipe.commands import command, listed
-from recpipe.common.collector import importing
-from recpipe.common.quiet import calm_threads, hide_known_warnings, quiet_libraries
-from recpipe.common.stdout import Stdout
+from recpipe.common.console import Stdout
+from recpipe.common.process import calm_threads, hide_known_warnings, importing, quiet_libraries
 from recpipe.common.versions import versions
 from recpipe.errors import ThroughHydra, UserError, shown
 
@@ -218,8 +217,8 @@ def _run_hydra(argv: Sequence[str]) -> None:
     from omegaconf import DictConfig, OmegaConf
 
     from recpipe.common.console import log
+    from recpipe.common.files import letting_go
     from recpipe.common.own_cache import own_compilers_caches
-    from recpipe.common.run_dir import letting_go
     from recpipe.common.words import options_first
     from recpipe.config.compose import (
         CONFIG_NAME,

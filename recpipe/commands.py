@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
 
-from recpipe.common.collector import importing
+from recpipe.common.process import importing
 from recpipe.errors import UserError, did_you_mean
 from recpipe.plugin.errors import PluginError, PluginLoadError
 from recpipe.plugin.offers import entry, imported, offered, origin_of

@@ -27,13 +27,13 @@ from recpipe.answers.score import Call as LookupCall
 from recpipe.answers.source import FloatCheckpoint
 from recpipe.answers.stored import FewRows, put_rows_of
 from recpipe.backend.host import processor
-from recpipe.common.compiled import compiled
-from recpipe.common.console import Meter
-from recpipe.common.memory import free_memory
+from recpipe.common.device import keep_to_one_core, one_thread
+from recpipe.common.loops import compiled
+from recpipe.common.machine import free_memory
+from recpipe.common.meter import Meter
 from recpipe.common.saved import Damaged, entries, parse_json, residents, typed_as, within
-from recpipe.common.sizes import Amount, readable_bytes
-from recpipe.common.threads import keep_to_one_core, one_thread
 from recpipe.common.timing import median_seconds, milliseconds, seconds_by_round
+from recpipe.common.words import Amount, readable_bytes
 from recpipe.config.recipe import Recipe
 from recpipe.data.batch import Batch
 from recpipe.data.checks import require_ids

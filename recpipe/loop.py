@@ -14,9 +14,9 @@ from torch import nn
 
 from recpipe.backend.convert import revert
 from recpipe.backend.equip import equip_loop
-from recpipe.common.gpu import begin_on, gpu_explained
+from recpipe.common.device import begin_on, gpu_explained
+from recpipe.common.files import hold
 from recpipe.common.own_cache import default_cache_dir
-from recpipe.common.run_dir import hold
 from recpipe.config.recipe import Recipe
 from recpipe.data.given import GivenBatches
 from recpipe.data.parts import on_device

@@ -23,16 +23,14 @@ from recpipe.backend.equip import equip
 from recpipe.backend.matmul import float32_products, require_units
 from recpipe.checkpoint.table_io import OpenCheckpoint, TableCheckpointIO, checkpoints_in
 from recpipe.checkpoint.trained_on import TrainedOn
-from recpipe.common.clock import run_start
 from recpipe.common.console import heard, log
-from recpipe.common.device import same_bits
-from recpipe.common.gpu import begin_on, gpu_explained
+from recpipe.common.device import begin_on, gpu_explained, same_bits
+from recpipe.common.files import EXPORTS, RunDir, hold
 from recpipe.common.own_cache import default_cache_dir
 from recpipe.common.owned import remove_arrays
-from recpipe.common.quiet import quieted
-from recpipe.common.run_dir import EXPORTS, RunDir, hold
-from recpipe.common.sizes import readable_bytes
-from recpipe.common.spans import settled
+from recpipe.common.process import quieted, run_start
+from recpipe.common.timing import settled
+from recpipe.common.words import readable_bytes
 from recpipe.config.recipe import Recipe
 from recpipe.config.task import (
     AdviseTask,

@@ -9,7 +9,7 @@ from __future__ import annotations
 import fcntl
 from pathlib import Path
 
-from recpipe.common import compiled
+from recpipe.common import loops
 
 
 def make_loops(number: int, processes: int, locks: Path) -> None:
@@ -18,7 +18,7 @@ def make_loops(number: int, processes: int, locks: Path) -> None:
     ``number``: of this process among ``processes`` that do so at the same time. Each begins with another
     loop, and waits for what another one is making.
     """
-    waiting, compiled._WAITING[:] = list(compiled._WAITING), []
+    waiting, loops._WAITING[:] = list(loops._WAITING), []
     first = number * len(waiting) // processes
     for loop in waiting[first:] + waiting[:first]:
         with (locks / f"{loop.loop.__module__}.{loop.loop.__qualname__}.lock").open("w") as lock:

@@ -6,7 +6,7 @@ Reports of its processes have empty plots; those of processes from the beginning
 
 import os
 
-from recpipe.common.quiet import calm_threads
+from recpipe.common.process import calm_threads
 
 calm_threads()  # before torch is imported, as the command line does
 
@@ -20,8 +20,8 @@ import recpipe.tasks.doctor  # noqa: E402
 import recpipe.tasks.plugins  # noqa: E402
 import recpipe.tasks.sweep_launcher  # noqa: E402
 import tests.any_model.zoo  # noqa: E402, F401
-from recpipe.common.collector import keep_all  # noqa: E402
-from recpipe.common.compiled import load_loops  # noqa: E402
+from recpipe.common.loops import load_loops  # noqa: E402
+from recpipe.common.process import keep_all  # noqa: E402
 from recpipe.config.compose import compose  # noqa: E402
 from recpipe.config.recipe import Recipe  # noqa: E402
 from recpipe.plugin.load import installed  # noqa: E402

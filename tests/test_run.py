@@ -14,7 +14,7 @@ from lightning.pytorch.loggers import CSVLogger
 
 from recpipe import run as run_module
 from recpipe.checkpoint import table_io as checkpoint
-from recpipe.common.run_dir import ELSEWHERE
+from recpipe.common.files import ELSEWHERE
 from recpipe.config.compose import compose
 from recpipe.errors import UserError
 from recpipe.report import html, record

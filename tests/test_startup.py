@@ -9,7 +9,7 @@ from time import perf_counter
 
 import pytest
 
-from recpipe.common import clock
+from recpipe.common import process
 from recpipe.config.compose import compose
 from recpipe.run import run
 
@@ -70,7 +70,7 @@ def test_first_step_waits_for_no_import_that_it_does_not_use(tmp_path: Path) -> 
 
 def test_first_step_is_timed_from_the_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     began = perf_counter()
-    monkeypatch.setattr(clock, "_imported", began - 100)
+    monkeypatch.setattr(process, "_imported", began - 100)
     seconds = [
         run(compose([*SMALL]), tmp_path / name)["throughput"]["first_step_seconds"]
         for name in ("first", "second")

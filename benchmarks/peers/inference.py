@@ -39,7 +39,7 @@ def main() -> None:
     arguments = parser.parse_args()
     if arguments.as_run:  # before torch is imported
         from recpipe.backend.allocator import tune_allocator
-        from recpipe.common.quiet import calm_threads
+        from recpipe.common.process import calm_threads
 
         calm_threads()
         tune_allocator()

@@ -7,8 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from recpipe.common.compiled import compiled
-from recpipe.common.spread import ALONE, Spread
+from recpipe.common.loops import ALONE, Spread, compiled
 from recpipe.plugin.policy import RowIds
 
 CAP = 1 << 16

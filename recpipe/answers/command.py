@@ -17,8 +17,8 @@ from recpipe.answers import predict as prediction
 from recpipe.answers.open import open_trained
 from recpipe.answers.words import EvaluateOptions, PredictOptions, parted
 from recpipe.common.console import alone, append_to_log, heard, log
-from recpipe.common.quiet import quieted
-from recpipe.common.run_dir import RunDir, hold
+from recpipe.common.files import RunDir, hold
+from recpipe.common.process import quieted
 from recpipe.data.dataset import Dataset
 from recpipe.data.given import Batches
 from recpipe.errors import UserError

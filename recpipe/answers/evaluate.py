@@ -15,8 +15,8 @@ from recpipe.answers.figures import Judged, judge
 from recpipe.answers.slices import Slicer, add_of_batch, slicer_of_files
 from recpipe.answers.trained import Scoring, Trained
 from recpipe.answers.words import EvaluateOptions
-from recpipe.common.console import Meter
-from recpipe.common.run_dir import RunDir
+from recpipe.common.files import RunDir
+from recpipe.common.meter import Meter
 from recpipe.data.config import SamplesConfig
 from recpipe.data.dataset import Dataset, SplitName
 from recpipe.data.parts import batch_size

@@ -8,7 +8,7 @@ import torch
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from recpipe.answers.counts import Alike
-from recpipe.common.tensor_writer import save_tensors
+from recpipe.common.tensors import save_tensors
 from recpipe.data.batch import Batch
 from recpipe.data.dataset import Schema
 

@@ -17,7 +17,7 @@ from recpipe.answers.processor import InstructionSet, needed_flags
 from recpipe.answers.score import DIGEST, MANIFEST, SCHEMA, SIGNATURE, PackageError, sealed
 from recpipe.answers.signature import PrivateKey, require_signed, signed
 from recpipe.backend.host import processor
-from recpipe.common.durable import sync
+from recpipe.common.files import sync
 from recpipe.common.validation import fitted
 from recpipe.common.versions import FBGEMM, installed_version
 from recpipe.errors import UserError, shown

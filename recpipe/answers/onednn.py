@@ -17,7 +17,7 @@ from torch import fx
 
 from recpipe.answers.programs import PAYS, SAMPLES, Program, made_up_inputs
 from recpipe.backend.matmul import has_onednn
-from recpipe.common.load import KEEPS_ALL, undisturbed
+from recpipe.common.machine import KEEPS_ALL, undisturbed
 from recpipe.common.timing import median_seconds
 from recpipe.seams.compiled import linear_layers, onednn_linear, use_onednn
 

@@ -16,7 +16,7 @@ from recpipe.answers.quantized import put_rows
 from recpipe.answers.quantized_manifest import read_manifest, recipe_of
 from recpipe.answers.trained import Scored, Trained, scored
 from recpipe.checkpoint.trained_on import TrainedOn
-from recpipe.common.run_dir import RunDir
+from recpipe.common.files import RunDir
 from recpipe.data.dataset import Dataset, SplitName
 from recpipe.data.parts import on_device
 from recpipe.model.call import Called

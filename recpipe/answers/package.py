@@ -54,11 +54,10 @@ from recpipe.answers.reference import wanted_samples
 from recpipe.answers.signature import PrivateKey, private_key
 from recpipe.answers.words import asked_samples
 from recpipe.common.console import alone, heard
-from recpipe.common.durable import sync
+from recpipe.common.files import sync, unwritable
 from recpipe.common.owned import require_absent, written_alone
-from recpipe.common.quiet import quieted
-from recpipe.common.run_dir import unwritable
-from recpipe.common.sizes import readable_bytes
+from recpipe.common.process import quieted
+from recpipe.common.words import readable_bytes
 from recpipe.errors import UserError, shown
 from recpipe.seams.compiled import compiler
 from recpipe.tasks.process import prepare_process

@@ -14,7 +14,7 @@ from recpipe.checkpoint.manifest import TABLES
 from recpipe.checkpoint.table_files import saved_weights
 from recpipe.checkpoint.table_io import MODEL, naming, newest, open_checkpoint
 from recpipe.common.saved import entries, tensor, typed_as
-from recpipe.common.tensor_writer import Streamed
+from recpipe.common.tensors import Streamed
 from recpipe.errors import UserError
 from recpipe.model.dlrm import META, make_dlrm
 from recpipe.model.sizes import DlrmSizes

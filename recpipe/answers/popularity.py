@@ -16,8 +16,8 @@ from safetensors.torch import load_file
 
 from recpipe.answers.trained import Trained
 from recpipe.answers.words import asked_samples
-from recpipe.common.console import Meter
-from recpipe.common.tensor_writer import save_tensors
+from recpipe.common.meter import Meter
+from recpipe.common.tensors import save_tensors
 from recpipe.data.batch import Batch
 from recpipe.data.chosen import chosen_batches
 from recpipe.errors import UserError, shown

@@ -19,10 +19,9 @@ from numpy.typing import NDArray
 from recpipe.answers.columns import Taker, has_columns, read_columns
 from recpipe.answers.trained import Scoring, Trained
 from recpipe.answers.words import PredictOptions
-from recpipe.common.console import Meter
-from recpipe.common.durable import sync
+from recpipe.common.files import FULL, RunDir, sync
+from recpipe.common.meter import Meter
 from recpipe.common.owned import require_absent, written_alone
-from recpipe.common.run_dir import FULL, RunDir
 from recpipe.data.config import FileConfig
 from recpipe.data.dataset import Dataset
 from recpipe.data.make import open_source

@@ -22,8 +22,8 @@ from recpipe.answers.export import constants_of
 from recpipe.answers.layers import EIGHT_BITS
 from recpipe.answers.processor import InstructionSet
 from recpipe.answers.stand_ins import ROW_FOR_EACH_ID
-from recpipe.common.load import undisturbed
-from recpipe.common.tensor_writer import save_tensors
+from recpipe.common.machine import undisturbed
+from recpipe.common.tensors import save_tensors
 from recpipe.common.timing import median_seconds
 from recpipe.errors import UserError
 from recpipe.seams.compiled import compile_program

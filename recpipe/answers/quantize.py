@@ -19,8 +19,8 @@ from recpipe.answers.source import FloatCheckpoint
 from recpipe.answers.trained import is_quantized
 from recpipe.answers.words import QuantizeOptions, of_plugins, parted, the_plugin
 from recpipe.common.console import log, show
+from recpipe.common.files import unwritable
 from recpipe.common.owned import require_absent, written_alone
-from recpipe.common.run_dir import unwritable
 from recpipe.data.given import GivenBatches
 from recpipe.distributed.launch import Process
 from recpipe.errors import UserError

@@ -53,10 +53,9 @@ from recpipe.answers.source import FloatCheckpoint, fill_dense
 from recpipe.answers.stand_ins import Collection, configs_of
 from recpipe.answers.trained import Trained, is_quantized
 from recpipe.checkpoint.trained_on import TrainedOn
-from recpipe.common.durable import sync
-from recpipe.common.run_dir import unwritable
+from recpipe.common.files import sync, unwritable
 from recpipe.common.saved import Damaged
-from recpipe.common.tensor_writer import new_tensors, save_tensors
+from recpipe.common.tensors import new_tensors, save_tensors
 from recpipe.errors import UserError
 from recpipe.model.call import Called
 from recpipe.pipeline.placed import saved_values

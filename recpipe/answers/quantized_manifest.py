@@ -18,7 +18,7 @@ from recpipe.answers.layers import Layer
 from recpipe.answers.rows import ROW_TYPES, row_bytes
 from recpipe.answers.trained import QUANTIZED_FILES
 from recpipe.checkpoint.trained_on import TrainedOn
-from recpipe.common.durable import sync
+from recpipe.common.files import sync
 from recpipe.common.saved import Damaged, read_json, typed_as
 from recpipe.errors import UserError
 

@@ -18,8 +18,7 @@ from recpipe.answers.plain import parameters_of_tables, saved_dense
 from recpipe.answers.trained import Trained
 from recpipe.checkpoint.manifest import TABLES
 from recpipe.checkpoint.table_files import open_tables
-from recpipe.common.tensor_files import TensorFiles
-from recpipe.common.tensor_writer import Streamed
+from recpipe.common.tensors import Streamed, TensorFiles
 from recpipe.model.call import Called
 from recpipe.pipeline.placed import saved_values
 from recpipe.tables.specs import FILL_ROWS, weight_name

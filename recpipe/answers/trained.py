@@ -23,11 +23,10 @@ from recpipe.checkpoint.manifest import TABLES
 from recpipe.checkpoint.table_files import check_tables, rows_of_tables
 from recpipe.checkpoint.table_io import OWN, naming
 from recpipe.checkpoint.trained_on import TrainedOn
-from recpipe.common import memory
-from recpipe.common.gpu import begin_on, gpu_explained
-from recpipe.common.run_dir import RunDir, hold
-from recpipe.common.sizes import readable_bytes
-from recpipe.common.words import CUSTOM
+from recpipe.common import machine
+from recpipe.common.device import begin_on, gpu_explained
+from recpipe.common.files import RunDir, hold
+from recpipe.common.words import CUSTOM, readable_bytes
 from recpipe.config.recipe import Recipe
 from recpipe.data.dataset import Dataset, Schema, SplitName
 from recpipe.data.make import open_dataset
@@ -330,4 +329,4 @@ def _require_memory(
     if store == "host" and not everything_resident and device.type == "cpu":
         needs["host store"] = tables.total_bytes
     remedy = "keep rows on the disk: tiers.store=ssd tiers.resident_bytes=10%"
-    memory.require(needs, device, remedy)
+    machine.require(needs, device, remedy)

@@ -17,12 +17,11 @@ from recpipe.checkpoint.manifest import TABLES
 from recpipe.checkpoint.table_files import saved_weights
 from recpipe.checkpoint.table_io import newest, open_checkpoint
 from recpipe.common.console import alone, heard
-from recpipe.common.counting import counting
-from recpipe.common.durable import sync
+from recpipe.common.files import sync
+from recpipe.common.meter import counting
 from recpipe.common.owned import require_absent, written_alone
-from recpipe.common.quiet import quieted
-from recpipe.common.tensor_files import INT64
-from recpipe.common.tensor_writer import Streamed, write_tensors
+from recpipe.common.process import quieted
+from recpipe.common.tensors import INT64, Streamed, write_tensors
 from recpipe.errors import UserError, shown
 from recpipe.tables.specs import to_numpy
 

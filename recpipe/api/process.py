@@ -42,7 +42,7 @@ def check_call(form: str, *, model: object = None, files: Sequence[object] = (),
 
 def prepare_process() -> None:
     """Prepare this process as the command line does, before torch is imported."""
-    from recpipe.common.quiet import quieted
+    from recpipe.common.process import quieted
     from recpipe.tasks.process import prepare_process as prepare
 
     prepare()

@@ -23,8 +23,9 @@ from recpipe.backend.chain import CHAINS, Chain, is_plain, steps
 from recpipe.backend.choices import Choices
 from recpipe.backend.convert import convert
 from recpipe.backend.host import Notebook
-from recpipe.common.console import Meter, log
-from recpipe.common.threads import using_threads
+from recpipe.common.console import log
+from recpipe.common.device import using_threads
+from recpipe.common.meter import Meter
 from recpipe.common.timing import median_seconds
 
 SMALLEST = 16

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from recpipe.backend.dense import Gradients, differentiable
-from recpipe.common.phases import phase
+from recpipe.common.timing import phase
 
 
 def factorize(x: torch.Tensor) -> torch.Tensor:

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from recpipe import seams
-from recpipe.common.phases import phase
+from recpipe.common.timing import phase
 from recpipe.tables.room import widened
 
 LEAK = 1e-30

@@ -18,7 +18,7 @@ from typing import ClassVar
 import torch
 
 from recpipe.backend.choices import ANSWERS, Choices
-from recpipe.common.load import Load, disturbance, used_by_others
+from recpipe.common.machine import Load, disturbance, used_by_others
 from recpipe.common.own_cache import own_folder, require_own, write_own
 from recpipe.common.saved import Damaged, entries, parse_json
 from recpipe.errors import UserError

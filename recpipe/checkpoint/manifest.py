@@ -14,8 +14,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from recpipe.common.counting import counting
-from recpipe.common.durable import sync
+from recpipe.common.files import sync
+from recpipe.common.meter import counting
 from recpipe.common.saved import Damaged, entries, read_json, typed_as
 from recpipe.errors import UserError
 

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from recpipe.common.saved import Damaged
-from recpipe.common.tensor_files import Piece, TensorFiles, no_table_file
+from recpipe.common.tensors import Piece, TensorFiles, no_table_file
 from recpipe.errors import UserError
 from recpipe.tables.specs import state_name, weight_name
 

@@ -16,9 +16,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from recpipe.checkpoint.npy_tables import holds_npy, npy_tables
-from recpipe.common.counting import counting
-from recpipe.common.tensor_files import TensorFiles
-from recpipe.common.tensor_writer import Streamed
+from recpipe.common.meter import counting
+from recpipe.common.tensors import Streamed, TensorFiles
 from recpipe.errors import UserError
 from recpipe.tables.collection import TableCollection
 from recpipe.tables.saved_parts import Part, save_parts, saved_rows

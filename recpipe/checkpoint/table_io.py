@@ -34,10 +34,10 @@ from recpipe.checkpoint.table_files import (
     save_tables,
 )
 from recpipe.checkpoint.trainer_file import load_trainer, save_trainer
-from recpipe.common.counting import counting
-from recpipe.common.durable import sync
+from recpipe.common.files import sync
+from recpipe.common.meter import counting
 from recpipe.common.saved import Damaged
-from recpipe.common.tensor_files import TensorFiles
+from recpipe.common.tensors import TensorFiles
 from recpipe.errors import CheckpointError, UserError
 from recpipe.tables.capabilities import SavedByRanks, SavesPlacement
 from recpipe.tables.collection import TableCollection

@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
-from recpipe.common.plain import plain, restored
 from recpipe.common.saved import Damaged, entries
+from recpipe.common.tensors import plain, restored
 
 
 def save_trainer(content: dict[str, Any], file: Path) -> None:

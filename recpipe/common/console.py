@@ -1,41 +1,25 @@
-"""A run's output: the same timed lines on the terminal and in recpipe.log, and progress bars on a terminal.
+"""A run's output: the same timed lines on the terminal and in recpipe.log.
 
 Lines go through the logger "recpipe"; ``conf/train.yaml`` hands them to ``Screen`` and ``LogFile``. Of
-several processes, only rank 0 prints more than warnings (``quiet.quiet_libraries``).
+several processes, only rank 0 prints more than warnings (``process.quiet_libraries``).
 """
 
 from __future__ import annotations
 
 import logging
+import os
 import sys
-import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
-from datetime import timedelta
-from io import StringIO, TextIOWrapper
+from io import BufferedWriter, FileIO, StringIO, TextIOWrapper
 from pathlib import Path
-from time import perf_counter
-from types import TracebackType
 
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TaskID, TextColumn
-from rich.table import Column
 
-from recpipe.common.shared_state import Shared
-from recpipe.common.stdout import nobody_reads
+from recpipe.common.process import Shared
 
 LOG_FILE = "recpipe.log"
-LINE_SECONDS = 10.0
-"""Seconds between the lines of a ``Meter``."""
-FIRST_SECONDS = 3.0
-"""Seconds until its first line."""
-REDRAW_SECONDS = 0.2
-"""Seconds between a ``Meter``'s redraws on a terminal; one costs as much as a small model's optimizer
-step."""
-_BAR_WIDTH = 20
-_WITH_BAR = 80
-"""Columns that a terminal must have for a bar beside the text."""
 
 log = logging.getLogger("recpipe")
 
@@ -125,7 +109,7 @@ class LogFile(logging.FileHandler):
 
 _run: ContextVar[object] = ContextVar("recpipe_run", default=None)
 """The run whose lines this thread logs; None: not known, so that the handlers of all runs get them."""
-_silent: ContextVar[bool] = ContextVar("recpipe_silent", default=False)
+silent: ContextVar[bool] = ContextVar("recpipe_silent", default=False)
 """Whether drawing on the terminal is switched off."""
 
 
@@ -144,7 +128,7 @@ def heard(directory: Path | None, screen: bool = True) -> Iterator[None]:
     if directory is not None:
         handlers.append(LogFile(str(directory / LOG_FILE)))
     run = object()
-    tokens = _run.set(run), _silent.set(not screen)
+    tokens = _run.set(run), silent.set(not screen)
     for handler in handlers:
         handler.addFilter(lambda record: _run.get() in (None, run))
         log.addHandler(handler)
@@ -155,7 +139,7 @@ def heard(directory: Path | None, screen: bool = True) -> Iterator[None]:
             log.removeHandler(handler)
             handler.close()
         _run.reset(tokens[0])
-        _silent.reset(tokens[1])
+        silent.reset(tokens[1])
 
 
 @contextmanager
@@ -174,7 +158,7 @@ alone = Shared(_alone)
 def show(draw: Callable[[Console], None], console: Console | None = None) -> None:
     """Print what ``draw`` draws, in colours if the console has them, and as plain text into recpipe.log."""
     out = console or Output()
-    if not _silent.get():
+    if not silent.get():
         draw(out)
     text = StringIO()
     draw(Console(file=text, width=out.width))
@@ -196,117 +180,53 @@ def on_terminal() -> bool:
     return sys.stdout.isatty() and not Output().is_dumb_terminal
 
 
-class Meter:
-    """Shows the progress of long work: a bar on a terminal, a line every ``LINE_SECONDS`` elsewhere.
+class Stdout(TextIOWrapper):
+    """Standard output of the command line: a character that the terminal's encoding lacks is escaped, and the
+    program goes on, after a line, if nothing can be written."""
 
-    The first line comes after ``FIRST_SECONDS``. ``first``: the share of the work that was done before. Call
-    ``due`` as often as you like, and ``show`` when it is true. Use it in a with statement, which removes the
-    bar.
-    """
+    fault: OSError | None = None
+    """Why something could not be written."""
 
-    def __init__(self, first: float = 0.0) -> None:
-        self._first = first
-        self._began = self._shown = perf_counter()
-        self._pause = min(FIRST_SECONDS, LINE_SECONDS)
-        self._task = _bars.add() if on_terminal() and not _silent.get() else None
-        self.inner = 0
-        """How many meters are open that were opened inside this one's work."""
-        self._outer = _working.meters
-        for outer in self._outer:
-            outer.inner += 1
+    @classmethod
+    def install(cls) -> Stdout | None:
+        """Put one in the place of ``sys.stdout``; None if that is another program's object."""
+        before = sys.stdout
+        if type(before) is not TextIOWrapper or before is not sys.__stdout__:
+            return None
+        before.flush()
+        # A buffer of its own: that of before may have been made for another file under the same number.
+        buffer = BufferedWriter(FileIO(before.fileno(), "w", closefd=False))
+        sys.stdout = made = cls(
+            buffer,
+            before.encoding,
+            "backslashreplace",
+            line_buffering=before.line_buffering,
+            write_through=before.write_through,
+        )
+        return made
 
-    @property
-    def due(self) -> bool:
-        """Whether it is time to show something."""
-        pause = self._pause if self._task is None else REDRAW_SECONDS
-        return perf_counter() - self._shown >= pause
+    def write(self, text: str) -> int:
+        """Write ``text``."""
+        try:
+            return super().write(text)
+        except OSError as fault:
+            self._lost(fault)
+            return len(text)
 
-    def pause(self) -> None:
-        """Wait the whole time until ``due`` again, after other work that is not to be shown."""
-        self._shown, self._pause = perf_counter(), LINE_SECONDS
+    def flush(self) -> None:
+        """Write what is left."""
+        try:
+            super().flush()
+        except OSError as fault:
+            self._lost(fault)
 
-    def show(self, share: float, text: str) -> None:
-        """Show ``text`` and the time left; ``share``, in [0, 1], of the work is done."""
-        self._shown, self._pause = perf_counter(), LINE_SECONDS
-        if share > self._first:
-            left = (self._shown - self._began) * (1 - share) / (share - self._first)
-            text += f"  {timedelta(seconds=round(left))} left"
-        if self._task is None:
-            log.info(text)
-        else:
-            _bars.draw(self._task, share, text)
-
-    def close(self) -> None:
-        """Remove the bar. Calling it again does nothing."""
-        if self._task is not None:
-            _bars.remove(self._task)
-        self._task = None
-        for outer in self._outer:
-            outer.inner -= 1
-            outer._shown = perf_counter()
-        self._outer = ()
-
-    def __enter__(self) -> Meter:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
+    def _lost(self, fault: OSError) -> None:
+        if not isinstance(fault, BrokenPipeError):
+            self.fault = fault
+            print(f"error: cannot write standard output: {fault.strerror}", file=sys.stderr)
+        nobody_reads()
 
 
-class _Working(threading.local):
-    meters: tuple[Meter, ...] = ()
-    """The meters of the work that this thread is in."""
-
-
-_working = _Working()
-
-
-@contextmanager
-def inside(meter: Meter) -> Iterator[None]:
-    """In the block, this thread is in the work of ``meter``."""
-    _working.meters = (*_working.meters, meter)
-    try:
-        yield
-    finally:
-        _working.meters = tuple(other for other in _working.meters if other is not meter)
-
-
-class _Bars:
-    """The lines at the bottom of the terminal that are redrawn, one for each open ``Meter``."""
-
-    def __init__(self) -> None:
-        self._progress: Progress | None = None
-
-    def add(self) -> TaskID:
-        if self._progress is None:
-            console = Output()
-            bar = [BarColumn(_BAR_WIDTH)] if console.width >= _WITH_BAR else []
-            text = TextColumn(
-                "{task.description}", markup=False, table_column=Column(no_wrap=True, overflow="ellipsis")
-            )
-            self._progress = Progress(
-                *bar,
-                text,
-                console=console,
-                auto_refresh=False,
-                transient=True,
-                redirect_stderr=sys.stderr.isatty(),
-            )
-            self._progress.start()
-        return self._progress.add_task("", total=1.0, visible=False)
-
-    def draw(self, task: TaskID, share: float, text: str) -> None:
-        assert self._progress is not None
-        self._progress.update(task, completed=share, description=text, visible=True, refresh=True)
-
-    def remove(self, task: TaskID) -> None:
-        assert self._progress is not None
-        self._progress.remove_task(task)
-        if not self._progress.task_ids:
-            self._progress.stop()
-            self._progress = None
-
-
-_bars = _Bars()
+def nobody_reads() -> None:
+    """Discard further output, so that printing does not fail."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

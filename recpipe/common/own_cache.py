@@ -19,7 +19,7 @@ from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from pathlib import Path
 
-from recpipe.common.shared_state import Shared
+from recpipe.common.process import Shared
 from recpipe.errors import UserError, shown
 
 CACHE_HOME = "XDG_CACHE_HOME"

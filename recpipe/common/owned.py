@@ -1,8 +1,10 @@
-"""Places outside of a run's directory, which several runs may be told to write: each belongs to one of them.
+"""Places that recpipe writes outside of a run's directory, and directories that it has made.
 
-A file in the place, or beside it, names the owner: process, machine, the run's directory and its recipe. It
-is locked while the owner writes. Afterwards the file stays in a directory that runs fill, so that another
-run neither replaces nor mixes with what is there, unless the user says ``overwrite=true``.
+Several runs may be told to write one place; it belongs to one of them. A file in the place, or beside it,
+names the owner: process, machine, the run's directory and its recipe. It is locked while the owner writes.
+Afterwards the file stays in a directory that runs fill, so that another run neither replaces nor mixes with
+what is there, unless the user says ``overwrite=true``. A marker file tells directories that recpipe has made,
+and removes when they are empty, from a user's own.
 """
 
 from __future__ import annotations
@@ -10,7 +12,9 @@ from __future__ import annotations
 import errno
 import json
 import os
+import shutil
 import socket
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -18,8 +22,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from recpipe.common.lock import NO_LOCKS, LockFile, Taken
-from recpipe.common.run_dir import unwritable
+from recpipe.common.files import NO_LOCKS, LockFile, Taken, unwritable
 from recpipe.common.saved import parse_json, typed_as
 from recpipe.errors import UserError, shown
 
@@ -210,3 +213,51 @@ def _ticks(pid: int) -> int:
     except OSError:
         return 0
     return int(stat.rpartition(")")[2].split()[19])
+
+
+MARKER = ".made-by-recpipe"
+
+
+_TEXT = "recpipe made this directory and removes it.\n"
+
+
+def make_directory(path: Path) -> None:
+    """Make ``path`` and its missing parents, each with a marker in it; OSError if that fails."""
+    if path.is_dir():
+        return
+    if not path.parent.is_dir():
+        make_directory(path.parent)
+    try:
+        path.mkdir()
+    except FileExistsError:
+        if not path.is_dir():
+            raise
+        return  # another rank has made it
+    (path / MARKER).write_text(_TEXT)
+
+
+def remove_made(path: Path) -> None:
+    """Remove ``path`` and its parents, as long as they have a marker and nothing else in them."""
+    with suppress(OSError):  # it does not exist, or another rank has removed it
+        while [file.name for file in path.iterdir()] == [MARKER]:
+            (path / MARKER).unlink()
+            path.rmdir()
+            path = path.parent
+
+
+def scratch_directory(parent: Path, name: str) -> Path:
+    """Make a new directory ``name-*`` in the run directory ``parent``; the caller removes it.
+
+    Directories that killed runs have left there are removed first, since ``parent`` belongs to one run at a
+    time. UserError if it cannot be made.
+    """
+    for left in parent.glob(f"{name}-*"):
+        if (left / MARKER).is_file():
+            shutil.rmtree(left, ignore_errors=True)
+    try:
+        parent.mkdir(parents=True, exist_ok=True)
+        made = Path(tempfile.mkdtemp(prefix=f"{name}-", dir=parent))
+        (made / MARKER).write_text(_TEXT)
+    except OSError as fault:
+        raise unwritable(parent, fault) from fault
+    return made

@@ -1,4 +1,5 @@
-"""Seconds of calls, compared in interleaved rounds.
+"""Clocks: seconds of calls compared in interleaved rounds, of work that a GPU does later than it is asked
+for, and the named parts of a training step, as ``task=profile`` times them.
 
 What else the machine does comes and goes. In a round each call is timed in turn, so that all of them meet it
 alike, and the median leaves out the rounds that were disturbed.
@@ -6,13 +7,16 @@ alike, and the median leaves out the rounds that were disturbed.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from array import array
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from math import ceil, inf
 from statistics import median
 from time import perf_counter
 
-from recpipe.common.threads import using_threads
+import torch
+
+from recpipe.common.device import current_stream, uses_gpu, using_threads
 
 Run = Callable[[], object]
 ROUNDS = 7
@@ -70,3 +74,120 @@ def _seconds(run: Run, count: int) -> float:
     for _ in range(count):
         run()
     return (perf_counter() - start) / count
+
+
+Mark = float | torch.cuda.Event
+"""A point in the work of a thread: seconds of ``perf_counter``, or an event on the stream of a GPU."""
+
+
+OPEN = 512
+"""Spans of a GPU that are kept as events; of more, the earlier half is read, which has ended long since."""
+
+
+def mark(device: torch.device) -> Mark:
+    """The end of the work that this thread has asked ``device`` for so far; does not wait for it."""
+    if device.type != "cuda":
+        return perf_counter()
+    event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+    event.record(current_stream())
+    return event
+
+
+def settled(device: torch.device) -> float:
+    """``perf_counter()`` when a GPU has done all work that it was asked for; on a CPU, now."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return perf_counter()
+
+
+class Spans:
+    """Seconds between pairs of marks, in their order. On a GPU they are read when they are asked for."""
+
+    def __init__(self) -> None:
+        self._read = array("d")
+        self._open: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
+
+    def add(self, start: Mark, end: Mark) -> None:
+        """Add the time from ``start`` to ``end``, two marks of one device."""
+        if isinstance(start, float) and isinstance(end, float):
+            self._read.append(end - start)
+            return
+        assert not isinstance(start, float), "both are of one device"
+        assert not isinstance(end, float), "both are of one device"
+        self._open.append((start, end))
+        if len(self._open) > OPEN:
+            self._settle(OPEN // 2)
+
+    def each(self) -> Sequence[float]:
+        """The seconds of all spans; waits for a GPU."""
+        self._settle(len(self._open))
+        return self._read
+
+    def total(self) -> float:
+        """Their sum; waits for a GPU."""
+        return sum(self.each())
+
+    def _settle(self, count: int) -> None:
+        for start, end in self._open[:count]:
+            end.synchronize()
+            self._read.append(1e-3 * start.elapsed_time(end))
+        del self._open[:count]
+
+
+PREFIX = "recpipe: "
+"""Prefix of the ranges' names in a trace."""
+
+
+PHASES = (
+    "input",
+    "embedding forward",
+    "interaction forward",
+    "MLP forward",
+    "dense forward",
+    "dense backward",
+    "MLP backward",
+    "interaction backward",
+    "embedding backward and update",
+    "dense optimizer",
+)
+"""The phases in the order of a step. A phase inside another one does not count as part of it: "dense" is what
+a model does beside its layers and interactions. The rest of a step's time is overhead."""
+
+
+BACKWARD = {
+    "embedding forward": "embedding backward and update",
+    **{f"{part} forward": f"{part} backward" for part in ("interaction", "MLP", "dense")},
+}
+"""The phase that computes the gradients of another phase's results."""
+
+
+_OFF = nullcontext()
+
+
+_watched = False
+
+
+def watch(on: bool) -> None:
+    """Switch the recording of ranges on or off, in all threads; it is on while torch's profiler runs."""
+    global _watched
+    _watched = on
+
+
+def watched() -> bool:
+    """Whether ranges are recorded."""
+    return _watched
+
+
+def phase(name: str) -> AbstractContextManager[None]:
+    """In the block, record a range of this name if a trace is being made; on a GPU it waits for its
+    kernels."""
+    return _range(name) if _watched else _OFF
+
+
+@contextmanager
+def _range(name: str) -> Iterator[None]:
+    assert name in PHASES, name
+    with torch.profiler.record_function(PREFIX + name):
+        yield
+        if uses_gpu():
+            torch.cuda.synchronize()

@@ -1,13 +1,17 @@
-"""Translates words that people write into what Hydra composes: their own model (``model._target_=X
-model.k=v``), an optimizer's arguments (``optim.dense.weight_decay=0.01``), and several amounts of memory
-(``advise.memory=8GiB,16GiB``)."""
+"""What people write: amounts of memory, words of the command line that Hydra is to compose (their own model,
+``model._target_=X model.k=v``; an optimizer's arguments, ``optim.dense.weight_decay=0.01``; a list,
+``advise.memory=8GiB,16GiB``), and objects of their choice, ``_target_: package.Class``."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+import re
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, TypeVar
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.utils import instantiate
 
 from recpipe.errors import UserError, shown
 
@@ -127,3 +131,102 @@ def _anchored(words: Sequence[str]) -> list[str]:
 
 def _absolute(path: str) -> str:
     return path if path.startswith("pkg://") else str(Path(path).expanduser().absolute())
+
+
+_UNITS = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "kib": 2**10, "mib": 2**20, "gib": 2**30}
+
+
+_MOST = 2.0**62
+"""A number of bytes that no machine has; larger ones would overflow."""
+
+
+@dataclass(frozen=True)
+class Amount:
+    """So many bytes, or a share of a whole that is not known yet."""
+
+    number: float
+    """Bytes, or the share."""
+    is_share: bool
+
+    @classmethod
+    def parsed(cls, text: object, key: str) -> Amount:
+        """Parse ``1048576``, ``64MiB``, ``1.5 GB`` or a share such as ``10%``.
+
+        ``key`` is the recipe's key, which the ``UserError`` for any other text names.
+        """
+        found = re.fullmatch(r"\s*(\d+(?:\.\d+)?(?:[eE]\+?\d+)?)\s*([a-zA-Z]*|%)\s*", str(text))
+        unit = found.group(2).lower() if found else "?"
+        if found is None or (unit != "%" and unit not in _UNITS):
+            raise UserError(
+                f"{key}={shown(text)}: give bytes (1000000), a size (64MiB, 1.5GB) or a share of the whole "
+                "(10%)"
+            )
+        number = float(found.group(1))
+        return cls(number / 100, True) if unit == "%" else cls(number * _UNITS[unit], False)
+
+    def of(self, whole: int) -> int:
+        """Bytes, where shares are of ``whole`` bytes."""
+        return int(min(self.number * whole if self.is_share else self.number, _MOST))
+
+
+def readable_bytes(count: float) -> str:
+    """``count`` bytes with a binary unit and three digits: ``64.0 MiB``."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if count < 1024:
+            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.3g} {unit}"
+        count /= 1024
+    return f"{count:.3g} TiB"
+
+
+T = TypeVar("T")
+
+
+def make(kind: type[T], chosen: Mapping[str, Any], key: str) -> T:
+    """Make the object that ``chosen`` describes, which must be a ``kind``.
+
+    Raises ``UserError`` for anything else, naming its ``key`` in the recipe.
+    """
+    if "_target_" not in chosen:
+        raise UserError(f"{key}={dict(chosen)}: say which class, {key}={{_target_: package.Class, ...}}")
+    target = chosen["_target_"]
+    try:
+        made = instantiate(dict(chosen), _convert_="all")
+    except UserError:
+        raise
+    except Exception as fault:  # Hydra 1.4 hands on what the class raises
+        raise UserError(f"{key}: cannot make {target}: {_reason(fault)}") from fault
+    if not isinstance(made, kind):
+        raise UserError(
+            f"{key}: {target} makes a {type(made).__name__}, not a {kind.__module__}.{kind.__qualname__}"
+        )
+    return made
+
+
+def made_within(value: Any, key: str) -> Any:
+    """``value``, a plain value of a recipe, with each mapping that has a ``_target_`` replaced by the object.
+
+    Raises ``UserError``, naming ``key``.
+    """
+    if not _has_target(value):
+        return value
+    try:
+        if isinstance(value, dict):
+            return instantiate(value, _convert_="all")
+        return [made_within(item, f"{key}[{index}]") for index, item in enumerate(value)]
+    except UserError:
+        raise
+    except Exception as fault:
+        raise UserError(f"{key}: cannot be made: {_reason(fault)}") from fault
+
+
+def _has_target(value: Any) -> bool:
+    if isinstance(value, Mapping):
+        return "_target_" in value or any(map(_has_target, value.values()))
+    return isinstance(value, list) and any(map(_has_target, value))
+
+
+def _reason(fault: BaseException) -> str:
+    """The root cause of an error, in one line."""
+    while fault.__cause__ is not None:
+        fault = fault.__cause__
+    return " ".join(str(fault).split()) or type(fault).__name__

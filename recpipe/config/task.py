@@ -9,8 +9,8 @@ from typing import Annotated, Any
 
 from annotated_types import Interval, MinLen
 
-from recpipe.common.sizes import Amount
 from recpipe.common.validation import Count, FilePath, Positive, Text, one_of
+from recpipe.common.words import Amount
 from recpipe.distributed.ranks import Emulation
 from recpipe.tables.tiers.policies import POLICIES
 from recpipe.training.config import TrainerConfig

@@ -14,9 +14,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Protocol
 
-from recpipe.common.console import Meter
+from recpipe.common.meter import Meter
 from recpipe.common.own_cache import CACHE_HOME, default_cache_dir, own_folder, private_files, require_own
-from recpipe.common.sizes import Amount, readable_bytes
+from recpipe.common.words import Amount, readable_bytes
 from recpipe.data.columns import Columns
 from recpipe.data.dataset import Schema
 from recpipe.data.preparation import IdRule, Preparation

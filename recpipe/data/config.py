@@ -9,8 +9,8 @@ from typing import Annotated, Any, get_type_hints
 from annotated_types import Gt, Interval, MinLen
 from omegaconf import DictConfig, OmegaConf
 
-from recpipe.common.sizes import Amount
 from recpipe.common.validation import Count, FilePath, Positive, Text, chosen, mapping, one_of, typed
+from recpipe.common.words import Amount
 from recpipe.data.labels import LABEL_KINDS
 from recpipe.errors import UserError, shown
 from recpipe.plugin.blame import blame

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from recpipe.common.compiled import compiled
+from recpipe.common.loops import compiled
 from recpipe.data.columns import Columns, MultiHot
 from recpipe.data.dataset import Schema
 from recpipe.data.preparation import IdRule

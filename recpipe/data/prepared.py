@@ -26,7 +26,7 @@ from urllib.parse import quote
 import numpy as np
 from numpy.typing import NDArray
 
-from recpipe.common.console import Meter
+from recpipe.common.meter import Meter
 from recpipe.common.own_cache import private_files
 from recpipe.data.batch import Batch
 from recpipe.data.columns import BatchMaker, Columns, MultiHot

@@ -10,7 +10,7 @@ from typing import Any, Literal, cast
 import torch
 from torch.nn import functional as F
 
-from recpipe.common.targets import make
+from recpipe.common.words import make
 from recpipe.errors import UserError, nearest_or_all, shown
 from recpipe.model.metrics import Kind
 from recpipe.plugin.conf import TARGET

@@ -12,9 +12,8 @@ from torch import nn
 from torchrec.modules.embedding_configs import EmbeddingBagConfig, EmbeddingConfig
 from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
 
-from recpipe.common.targets import made_within
 from recpipe.common.validation import no_value
-from recpipe.common.words import CUSTOM
+from recpipe.common.words import CUSTOM, made_within
 from recpipe.data.dataset import Dataset, Schema
 from recpipe.errors import UserError, did_you_mean, shown
 from recpipe.model.call import Called

@@ -13,8 +13,9 @@ from time import perf_counter
 import torch
 
 from recpipe.backend.matmul import float32_products
-from recpipe.common.console import Meter, log
-from recpipe.common.load import TRIES, Taken, undisturbed
+from recpipe.common.console import log
+from recpipe.common.machine import TRIES, Taken, undisturbed
+from recpipe.common.meter import Meter
 from recpipe.errors import UserError, nearest_or_all
 from recpipe.perf.bench import (
     collectives,

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from recpipe.backend.allocator import bound_kernel_caches, tune_allocator
 from recpipe.common.console import alone, heard
-from recpipe.common.quiet import calm_threads, quieted
+from recpipe.common.process import calm_threads, quieted
 from recpipe.errors import UserError
 
 USAGE = "say recpipe perf calibrate [--quick], or recpipe perf show"

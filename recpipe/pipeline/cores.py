@@ -18,7 +18,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import TypeVar
 
-from recpipe.common.threads import keep_to_one_core, one_thread
+from recpipe.common.device import keep_to_one_core, one_thread
 
 T = TypeVar("T")
 FirstShare = Callable[[int], float | None]

@@ -22,8 +22,7 @@ import torch
 
 from recpipe.access.sample import AccessSample
 from recpipe.common.device import Aside, threads_for
-from recpipe.common.phases import phase
-from recpipe.common.spans import settled
+from recpipe.common.timing import phase, settled
 from recpipe.data.batch import Batch, BatchShare
 from recpipe.data.dataset import Dataset, SplitName
 from recpipe.data.parts import Asked, batch_size, keeping_ids, leaves, on_device, on_gpu

@@ -14,8 +14,8 @@ import torch
 from torch import nn
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from recpipe.common.counting import counting
 from recpipe.common.device import uses_gpu
+from recpipe.common.meter import counting
 from recpipe.data.parts import batch_size
 from recpipe.data.select import between
 from recpipe.errors import UserError

@@ -13,8 +13,8 @@ from torch import nn
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from recpipe import seams
-from recpipe.common.phases import phase
 from recpipe.common.saved import tensor
+from recpipe.common.timing import phase
 from recpipe.data.parts import on_device
 from recpipe.errors import UserError, shown
 from recpipe.model.call import Called

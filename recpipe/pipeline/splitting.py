@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from recpipe.common.load import Load
+from recpipe.common.machine import Load
 from recpipe.common.timing import milliseconds
 from recpipe.data.batch import Batch
 from recpipe.distributed.ranks import Channel

@@ -11,10 +11,8 @@ from typing import Any
 
 import torch
 
-from recpipe.common.device import arrived
-from recpipe.common.phases import phase, watched
-from recpipe.common.spans import Mark, Spans, mark
-from recpipe.common.threads import in_this_thread
+from recpipe.common.device import arrived, in_this_thread
+from recpipe.common.timing import Mark, Spans, mark, phase, watched
 from recpipe.data.parts import batch_size, leaves, on_gpu
 from recpipe.data.select import between
 from recpipe.errors import UserError

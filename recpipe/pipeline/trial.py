@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from enum import Enum
 from statistics import fmean, median
 
-from recpipe.common.load import Load, disturbance
+from recpipe.common.machine import Load, disturbance
 
 WATCHED = 16
 """Steps without the mechanism over which the most that it could save is measured."""

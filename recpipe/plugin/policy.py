@@ -15,8 +15,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from recpipe.common.compiled import compiled
-from recpipe.common.spread import ALONE, Spread
+from recpipe.common.loops import ALONE, Spread, compiled
 
 if TYPE_CHECKING:
     from recpipe.plugin.api import GroupInfo

@@ -15,7 +15,7 @@ from time import perf_counter
 import numpy as np
 import torch
 
-from recpipe.common.threads import one_thread
+from recpipe.common.device import one_thread
 
 BUFFER_BYTES = 2**28
 """The size of each of two buffers: 256 MiB, more than the last-level cache of most machines."""

@@ -13,7 +13,7 @@ from torchrec.modules.deepfm import FactorizationMachine
 from torchrec.modules.mlp import MLP, Perceptron
 
 from recpipe.backend.chain import Converted, steps
-from recpipe.common.phases import phase
+from recpipe.common.timing import phase
 from recpipe.tables.front import Front
 
 LAYERS = (nn.Linear, Perceptron, MLP)

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from recpipe.common.phases import BACKWARD, PHASES, PREFIX
+from recpipe.common.timing import BACKWARD, PHASES, PREFIX
 
 STEP = f"{PREFIX}step"
 """The range of a whole step in the trace."""

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 
 from matplotlib.ticker import EngFormatter
 
-from recpipe.common.load import BUSY_OTHERS
+from recpipe.common.machine import BUSY_OTHERS
 
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 

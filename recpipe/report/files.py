@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from recpipe.common.run_dir import ELSEWHERE, unwritable
+from recpipe.common.files import ELSEWHERE, unwritable
 from recpipe.errors import UserError
 from recpipe.report.record import write_json
 

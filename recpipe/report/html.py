@@ -10,7 +10,7 @@ from typing import Any
 from jinja2 import Environment, PackageLoader, StrictUndefined, Template
 from omegaconf import OmegaConf
 
-from recpipe.common.counting import counting
+from recpipe.common.meter import counting
 from recpipe.report import figures, folding, measured, plots, run_plots
 from recpipe.report.quality import FIRST, LABELS, VERDICT, Figures, labelled, shown_figures
 from recpipe.report.record import replace_file

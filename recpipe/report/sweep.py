@@ -20,7 +20,7 @@ from rich.table import Table
 from rich.text import Text
 
 from recpipe.common.console import Output
-from recpipe.common.run_dir import JOB_FILE
+from recpipe.common.files import JOB_FILE
 from recpipe.errors import UserError
 from recpipe.report import figures, html, plots, terminal
 from recpipe.report.files import ReportFiles

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from recpipe.common import memory
+from recpipe.common import machine
 from recpipe.config.recipe import Recipe
 from recpipe.data.dataset import Dataset
 from recpipe.distributed.ranks import Ranks
@@ -42,7 +42,7 @@ def require_inputs(cfg: Recipe, dataset: Dataset, ranks: Ranks, device: torch.de
         needs["dense part"] = dense_bytes(
             cfg.model, len(dataset.known_schema().dense), len(dataset.known_schema().sparse)
         )
-    memory.require(needs, device, REMEDIES[max(needs, key=lambda what: needs[what])])
+    machine.require(needs, device, REMEDIES[max(needs, key=lambda what: needs[what])])
 
 
 def require_memory(
@@ -69,7 +69,7 @@ def require_memory(
     )
     for where, needs in pools:
         if needs:
-            memory.require(needs, where, REMEDIES[max(needs, key=lambda what: needs[what])])
+            machine.require(needs, where, REMEDIES[max(needs, key=lambda what: needs[what])])
 
 
 def _sum(one: Mapping[str, int], other: Mapping[str, int]) -> dict[str, int]:

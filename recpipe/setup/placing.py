@@ -12,8 +12,8 @@ import torch
 from torch import nn
 
 from recpipe.backend.convert import roomy_paths
-from recpipe.common.counting import counting
-from recpipe.common.run_dir import RunDir
+from recpipe.common.files import RunDir
+from recpipe.common.meter import counting
 from recpipe.config.recipe import Recipe
 from recpipe.data.dataset import Dataset
 from recpipe.distributed.ranks import Ranks

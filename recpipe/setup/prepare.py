@@ -10,12 +10,11 @@ from pathlib import Path
 import torch
 
 from recpipe.checkpoint.table_io import holds_checkpoint, newest
-from recpipe.common.counting import counting
-from recpipe.common.device import use_device
-from recpipe.common.gpu import gpu_explained, why_no_gpu
+from recpipe.common.device import gpu_explained, use_device, why_no_gpu
+from recpipe.common.files import EXPORTS, RunDir
+from recpipe.common.meter import counting
 from recpipe.common.own_cache import default_cache_dir
 from recpipe.common.owned import Owner, Writer, holds_arrays
-from recpipe.common.run_dir import EXPORTS, RunDir
 from recpipe.config.recipe import Recipe
 from recpipe.config.task import ProfileConfig
 from recpipe.data.dataset import Dataset

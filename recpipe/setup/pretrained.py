@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from recpipe.common.tensor_files import FLOATS, INT64, TensorFiles
+from recpipe.common.tensors import FLOATS, INT64, TensorFiles
 from recpipe.errors import UserError
 from recpipe.pipeline.placed import PlacedModel, saved_values
 from recpipe.tables.groups import ModelTables

@@ -15,8 +15,8 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from time import perf_counter
 
-from recpipe.common.phases import watched
-from recpipe.common.threads import keep_to_one_core, one_thread
+from recpipe.common.device import keep_to_one_core, one_thread
+from recpipe.common.timing import watched
 
 Work = Callable[[], None]
 """Work on tables that no other work touches at the same time."""

@@ -13,8 +13,8 @@ from torchrec.modules.embedding_configs import DataType
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from recpipe.common.device import use_device
-from recpipe.common.run_dir import RunDir
-from recpipe.common.spread import ALONE, Spread
+from recpipe.common.files import RunDir
+from recpipe.common.loops import ALONE, Spread
 from recpipe.distributed.ranks import Ranks
 from recpipe.errors import UserError
 from recpipe.plugin.errors import PluginConflict

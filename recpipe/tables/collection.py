@@ -27,7 +27,7 @@ from torchrec.optim import RowWiseAdagrad
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
 
 from recpipe import seams
-from recpipe.common.counting import counting
+from recpipe.common.meter import counting
 from recpipe.errors import UserError
 from recpipe.plugin.policy import RowIds
 from recpipe.tables.capabilities import Rows, ShowsRows

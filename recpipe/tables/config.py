@@ -10,8 +10,8 @@ from typing import Annotated
 import torch
 from pydantic import AfterValidator
 
-from recpipe.common.sizes import Amount
 from recpipe.common.validation import FilePath, one_of
+from recpipe.common.words import Amount
 from recpipe.distributed.ranks import Emulation, Ranks
 from recpipe.tables.groups import ModelTables
 from recpipe.tables.sharding.planning import KERNELS

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from recpipe.common.threads import in_this_thread, one_thread
+from recpipe.common.device import in_this_thread, one_thread
 from recpipe.plugin.policy import RowIds
 from recpipe.tables.capabilities import Planned, SendsAhead
 from recpipe.tables.collection import TableCollection

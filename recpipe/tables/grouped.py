@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, TypeVar, cast
 
 from recpipe import seams
-from recpipe.common.counting import counting
+from recpipe.common.meter import counting
 from recpipe.common.saved import Damaged, entries
 from recpipe.errors import UserError
 from recpipe.tables.capabilities import SavedByRanks, SavesPlacement

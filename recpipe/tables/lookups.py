@@ -14,7 +14,7 @@ from functools import partial
 import torch
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from recpipe.common.phases import phase
+from recpipe.common.timing import phase
 from recpipe.data.parts import in_order, without_weights
 from recpipe.tables.beside import Beside
 from recpipe.tables.front import BagFront, Front

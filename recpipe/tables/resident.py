@@ -14,7 +14,7 @@ from torch import nn
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from recpipe import seams
-from recpipe.common.threads import keep_to_one_core
+from recpipe.common.device import keep_to_one_core
 from recpipe.data.parts import in_order
 from recpipe.plugin.policy import RowIds
 from recpipe.tables.collection import AllResident, fused_tbe

@@ -13,8 +13,7 @@ from pathlib import Path
 
 import numpy as np
 
-from recpipe.common.tensor_files import SHARDING, TensorFiles
-from recpipe.common.tensor_writer import new_tensors
+from recpipe.common.tensors import SHARDING, TensorFiles, new_tensors
 from recpipe.tables.specs import SavedRows, Values, state_name, weight_name
 
 

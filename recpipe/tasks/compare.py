@@ -14,7 +14,7 @@ from rich.console import Console, RenderableType
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from recpipe.common.console import Output
-from recpipe.common.made import scratch_directory
+from recpipe.common.owned import scratch_directory
 from recpipe.config.task import CompareConfig
 from recpipe.errors import UserError
 from recpipe.report import compared, comparison, figures, html, terminal

@@ -19,7 +19,7 @@ from typing import Any, BinaryIO
 import numpy as np
 from numpy.typing import NDArray
 
-from recpipe.common.run_dir import unwritable
+from recpipe.common.files import unwritable
 from recpipe.errors import UserError
 from recpipe.report.exactness import Difference
 

@@ -194,7 +194,7 @@ import torchrec
 """
 GPU_PROBE = """
 import fbgemm_gpu
-from recpipe.common.gpu import tried_out
+from recpipe.common.device import tried_out
 from recpipe.errors import UserError, shown
 try:
     print(tried_out())

@@ -11,7 +11,7 @@ from urllib.parse import quote
 import numpy as np
 
 from recpipe.checkpoint.table_files import read_along
-from recpipe.common.counting import counting
+from recpipe.common.meter import counting
 from recpipe.errors import UserError
 from recpipe.pipeline.placed import PlacedModel
 from recpipe.tables.collection import TableCollection

@@ -12,7 +12,8 @@ import numpy as np
 from recpipe.access.curve import Curve
 from recpipe.access.followed import Followed
 from recpipe.access.misses import POLICIES, SHARES, MissRates
-from recpipe.common.console import Meter, log
+from recpipe.common.console import log
+from recpipe.common.meter import Meter
 from recpipe.config.recipe import Recipe
 from recpipe.config.task import MissesConfig
 from recpipe.data.dataset import Dataset

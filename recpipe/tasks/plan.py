@@ -14,7 +14,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from recpipe.common.console import show
-from recpipe.common.sizes import readable_bytes
+from recpipe.common.words import readable_bytes
 from recpipe.config.task import PlanConfig, TaskConfig
 from recpipe.distributed.ranks import Ranks
 from recpipe.errors import UserError, printable

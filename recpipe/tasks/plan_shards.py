@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from recpipe.common.sizes import readable_bytes
+from recpipe.common.words import readable_bytes
 from recpipe.errors import printable
 from recpipe.tables.sharding.plan import Shard, ShardPlan
 from recpipe.tables.specs import TableSet

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from recpipe.backend.allocator import bound_kernel_caches, tune_allocator
 from recpipe.common.own_cache import own_compilers_caches
-from recpipe.common.quiet import calm_threads
+from recpipe.common.process import calm_threads
 from recpipe.tasks.doctor import check_versions
 
 

@@ -12,9 +12,8 @@ import lightning as L
 import torch
 
 from recpipe import seams
-from recpipe.common import phases
-from recpipe.common.load import Load, disturbance, used_by_others
-from recpipe.common.phases import PHASES
+from recpipe.common.machine import Load, disturbance, used_by_others
+from recpipe.common.timing import PHASES, watch
 from recpipe.config.task import ProfileConfig
 from recpipe.model.config import ModelConfig, UserModel
 from recpipe.perf.calibrate import contradicts, recheck
@@ -116,7 +115,7 @@ class StepProfiler(L.Callback):
     def _watch(self) -> None:
         """Record phases from now on. On a GPU, where a part's kernels run later than its operators, forward
         and backward passes are not divided into parts."""
-        phases.watch(True)
+        watch(True)
         if self.device.type == "cpu":
             self._untell = tell_parts(self.model.module)
 
@@ -124,7 +123,7 @@ class StepProfiler(L.Callback):
         self._end_step()
         if self._watching:
             self._untell()
-            phases.watch(False)
+            watch(False)
             self.profiler.stop()
             self._watching = False
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from recpipe.backend.equip import Backend
-from recpipe.common.phases import BACKWARD
+from recpipe.common.timing import BACKWARD
 from recpipe.config.recipe import Recipe
 from recpipe.data.dataset import Dataset
 from recpipe.errors import UserError

@@ -11,7 +11,7 @@ from typing import Any
 from recpipe.access.sample import AccessSample
 from recpipe.access.skew import Skew, skew_of
 from recpipe.common.console import log
-from recpipe.common.gpu import peak_gpu_bytes
+from recpipe.common.device import peak_gpu_bytes
 from recpipe.common.words import CUSTOM
 from recpipe.config.recipe import Recipe
 from recpipe.data.dataset import Dataset

@@ -27,7 +27,7 @@ from hydra.plugins.launcher import Launcher
 from hydra.types import HydraContext, TaskFunction
 from omegaconf import DictConfig, OmegaConf, open_dict
 
-from recpipe.common.run_dir import JOB_FILE
+from recpipe.common.files import JOB_FILE
 from recpipe.config.launcher import NAME
 from recpipe.errors import UserError, shown
 from recpipe.tasks.compare_rows import chosen_config, quoted

@@ -21,7 +21,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from recpipe.common.console import append_to_log
-from recpipe.common.run_dir import EXPORTS, JOB_FILE
+from recpipe.common.files import EXPORTS, JOB_FILE
 from recpipe.common.validation import Text, fitted
 from recpipe.errors import ThroughHydra, UserError, nearest_or_all, shown
 

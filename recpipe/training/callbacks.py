@@ -12,7 +12,7 @@ from hydra.utils import get_class
 from lightning.pytorch import callbacks as lightnings
 from lightning.pytorch.callbacks import ModelCheckpoint
 
-from recpipe.common.targets import make
+from recpipe.common.words import make
 from recpipe.errors import UserError
 from recpipe.plugin.compose import Owned
 from recpipe.plugin.errors import PluginError

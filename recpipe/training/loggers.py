@@ -9,8 +9,8 @@ from typing import Any
 
 from lightning.pytorch.loggers import CSVLogger, Logger, MLFlowLogger, TensorBoardLogger, WandbLogger
 
-from recpipe.common.run_dir import unwritable
-from recpipe.common.targets import make
+from recpipe.common.files import unwritable
+from recpipe.common.words import make
 from recpipe.errors import UserError
 
 

@@ -14,9 +14,9 @@ from torch import nn
 
 from recpipe import seams
 from recpipe.backend.equip import Backend
-from recpipe.common.phases import phase
+from recpipe.common.device import using_threads
 from recpipe.common.plain_attributes import PlainAttributes
-from recpipe.common.threads import using_threads
+from recpipe.common.timing import phase
 from recpipe.distributed.ranks import Channel, Ranks
 from recpipe.errors import UserError
 from recpipe.pipeline.cores import Cores

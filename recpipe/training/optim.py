@@ -14,7 +14,7 @@ import torchrec.optim
 from pydantic import BeforeValidator
 from torch import nn
 
-from recpipe.common.gpu import explanation
+from recpipe.common.device import explanation
 from recpipe.errors import UserError, nearest_or_all, shown
 from recpipe.tables.specs import FROZEN, TableOptimizer
 

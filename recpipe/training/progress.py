@@ -8,7 +8,8 @@ from typing import Any
 import lightning as L
 import torch
 
-from recpipe.common.console import Meter, log
+from recpipe.common.console import log
+from recpipe.common.meter import Meter
 from recpipe.errors import UserError
 from recpipe.pipeline.loader import TrainLoader
 from recpipe.pipeline.step import StagedBatch

@@ -12,8 +12,8 @@ from typing import Any
 import lightning as L
 
 from recpipe.common.console import log
-from recpipe.common.load import Load, used_by_others
-from recpipe.common.spans import Mark, Spans, mark, settled
+from recpipe.common.machine import Load, used_by_others
+from recpipe.common.timing import Mark, Spans, mark, settled
 from recpipe.model.metrics import Quality
 from recpipe.pipeline.loader import TrainLoader
 from recpipe.pipeline.step import StagedBatch

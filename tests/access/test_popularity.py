@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from recpipe.access.popularity import CAP, Counts, top_rows
-from recpipe.common import spread
-from recpipe.common.spread import ALONE, Spread
+from recpipe.common import loops
+from recpipe.common.loops import ALONE, Spread
 from recpipe.plugin.policy import RowIds
 
 
@@ -29,7 +29,7 @@ def slow(counts: Counts, size: int, resident: RowIds) -> list[int]:
 @pytest.mark.parametrize("highest", [2, 5, 40, CAP - 1, CAP, CAP + 1, CAP + 50])
 @pytest.mark.parametrize("size", [1, 7, 60, 199, 200, 500])
 def test_top_rows_are_those_of_a_sort(highest: int, size: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(spread, "LEAST", 30)
+    monkeypatch.setattr(loops, "LEAST", 30)
     several = Spread(3)
     random = np.random.default_rng([highest, size])
     for _ in range(20):

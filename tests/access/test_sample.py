@@ -9,7 +9,7 @@ import torch
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from recpipe.access.sample import BATCHES, AccessSample
-from recpipe.common.spans import Spans
+from recpipe.common.timing import Spans
 from recpipe.tables.groups import ModelTables
 from recpipe.tables.specs import Table, TableOptimizer, TableSet
 

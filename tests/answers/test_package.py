@@ -39,7 +39,7 @@ from recpipe.answers.serving.shared import RequestScorer, Side
 from recpipe.answers.source import FloatCheckpoint
 from recpipe.answers.trained import is_quantized, scored
 from recpipe.cli import main
-from recpipe.common import load
+from recpipe.common import machine
 from recpipe.errors import UserError
 from recpipe.seams.compiled import compiled_for, compiler, linear_layers
 from recpipe.tasks.doctor import CPU_WHEELS
@@ -682,18 +682,18 @@ def test_which_layers_are_by_onednn_is_measured_on_a_quiet_machine(
 ) -> None:
     parts = of_package(packed)
     (base,) = parts.programs
-    monkeypatch.delenv(load.KEEPS_ALL, raising=False)
-    monkeypatch.setattr(load, "used_by_others", lambda since: 0.0)
+    monkeypatch.delenv(machine.KEEPS_ALL, raising=False)
+    monkeypatch.setattr(machine, "used_by_others", lambda since: 0.0)
     same, other = onednn.with_onednn(parts.programs, parts.content)
     assert same is base
     assert len(linear_layers(base.exported.graph)) == len(FASTER)
     assert len(linear_layers(other.exported.graph)) == FASTER.count(False)
     made = [value for name, value in other.exported.state_dict.items() if name in base.exported.state_dict]
     assert {t.data_ptr() for t in made} == {t.data_ptr() for t in base.exported.state_dict.values()}
-    monkeypatch.setattr(load, "used_by_others", lambda since: 0.5)
+    monkeypatch.setattr(machine, "used_by_others", lambda since: 0.5)
     assert onednn.with_onednn(parts.programs, parts.content) == [base]
     assert "other programs took 50% of this machine's processors; package it on a quiet" in caplog.text
-    monkeypatch.setattr(load, "used_by_others", lambda since: 0.0)
+    monkeypatch.setattr(machine, "used_by_others", lambda since: 0.0)
     monkeypatch.setattr(onednn, "seconds_of_layers", lambda module, inputs: [(1.0, 0.96)] * 4)
     assert onednn.with_onednn(parts.programs, parts.content) == [base]
     monkeypatch.setattr(onednn, "FEWEST_WEIGHTS", 10**6)

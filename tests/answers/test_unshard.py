@@ -14,8 +14,8 @@ import torch
 from safetensors.numpy import load_file, save_file
 
 from recpipe.answers.unshard import unshard, unshard_command
-from recpipe.common import console
-from recpipe.common.tensor_files import TensorFiles
+from recpipe.common import meter
+from recpipe.common.tensors import TensorFiles
 from recpipe.config.compose import compose
 from recpipe.errors import UserError
 from recpipe.run import run
@@ -74,7 +74,7 @@ def test_a_run_starts_from_it(trained: Path, tmp_path: Path, overrides: tuple[st
 def test_rows_that_are_written_are_shown(
     trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(console, "LINE_SECONDS", 0.0)
+    monkeypatch.setattr(meter, "LINE_SECONDS", 0.0)
     assert unshard_command([str(trained / "saved"), str(tmp_path / "all.safetensors")]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert re.match(r"\d\d:\d\d:\d\d  writing rows  3,140/3,140", lines[-2])

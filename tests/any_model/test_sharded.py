@@ -15,7 +15,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 import recpipe
 from recpipe.answers.unshard import unshard
-from recpipe.common.tensor_files import TensorFiles
+from recpipe.common.tensors import TensorFiles
 from recpipe.data.dataset import Dataset
 from recpipe.errors import UserError
 from recpipe.report.record import write_json

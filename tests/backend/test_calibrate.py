@@ -15,7 +15,7 @@ from recpipe.backend.calibrate import BUDGET_BYTES, calibrated, footprint, parts
 from recpipe.backend.choices import Chooser
 from recpipe.backend.convert import convert
 from recpipe.backend.host import Host
-from recpipe.common.load import Load
+from recpipe.common.machine import Load
 from recpipe.errors import UserError
 from tests.backend.models import MODELS, batch, made, step
 

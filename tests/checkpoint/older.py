@@ -8,7 +8,7 @@ from urllib.parse import quote
 import numpy as np
 
 from recpipe.checkpoint.manifest import read_manifest
-from recpipe.common.tensor_files import TensorFiles
+from recpipe.common.tensors import TensorFiles
 from tests.mutations import reseal
 
 

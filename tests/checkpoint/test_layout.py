@@ -19,8 +19,8 @@ from recpipe.checkpoint import manifest
 from recpipe.checkpoint import table_io as checkpoint
 from recpipe.checkpoint.table_files import save_tables
 from recpipe.checkpoint.table_io import TableCheckpointIO
-from recpipe.common.run_dir import hold
-from recpipe.common.tensor_writer import new_tensors
+from recpipe.common.files import hold
+from recpipe.common.tensors import new_tensors
 from recpipe.distributed.ranks import Ranks
 from recpipe.tables.collection import TableCollection
 from recpipe.tables.resident import ResidentCollection

@@ -15,7 +15,7 @@ from safetensors.numpy import load_file, save_file
 import recpipe
 from recpipe.answers.unshard import unshard
 from recpipe.checkpoint.table_files import open_tables
-from recpipe.common.tensor_files import TensorFiles
+from recpipe.common.tensors import TensorFiles
 from recpipe.config.compose import compose
 from recpipe.run import run
 from recpipe.tables.sharding import files as shard_files

@@ -15,7 +15,7 @@ from typing_extensions import TypeAliasType, TypeVar
 
 from recpipe.common import saved
 from recpipe.common.saved import Damaged, entries, like, parse_json, read_json, residents, typed_as, within
-from recpipe.common.tiling import Part, tiles
+from recpipe.common.tensors import Part, tiles
 from tests.mutations import nested
 
 

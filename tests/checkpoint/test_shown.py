@@ -9,7 +9,7 @@ from threading import Event
 
 import pytest
 
-from recpipe.common import console, counting
+from recpipe.common import meter
 from recpipe.config.compose import compose
 from recpipe.run import run
 
@@ -40,7 +40,7 @@ FILLED = {
 def test_filling_saving_and_loading_tables_are_shown(
     tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(console, "LINE_SECONDS", 0.0)
+    monkeypatch.setattr(meter, "LINE_SECONDS", 0.0)
     more, filling = FILLED[kind]
     words = [*RECIPE, *more]
 
@@ -94,8 +94,8 @@ def test_each_part_of_a_run_is_shown_if_it_takes_long(
     tmp_path: Path, words: Sequence[str], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Here each takes longer than the time after which something is shown."""
-    monkeypatch.setattr(console, "LINE_SECONDS", 0.0)
-    monkeypatch.setattr(counting, "Event", AtItsEnd)
+    monkeypatch.setattr(meter, "LINE_SECONDS", 0.0)
+    monkeypatch.setattr(meter, "Event", AtItsEnd)
     recipe = [*RECIPE, "trainer.max_steps=2", "data.tables={a: 70, b: 801}", *words]
 
     def shown() -> set[str]:

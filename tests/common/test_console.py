@@ -17,9 +17,10 @@ from typing import Any, cast
 import pytest
 from rich.console import Console
 
-from recpipe.common import console, counting
-from recpipe.common.console import LogFile, Meter, Screen, append_to_log, heard, log, show
-from recpipe.common.quiet import quiet_libraries
+from recpipe.common import meter as meters
+from recpipe.common.console import LogFile, Screen, append_to_log, heard, log, show
+from recpipe.common.meter import Meter
+from recpipe.common.process import quiet_libraries
 from recpipe.config.compose import compose
 from recpipe.errors import UserError
 from recpipe.run import run
@@ -43,9 +44,9 @@ Terminal = Callable[[Callable[[], object]], str]
 @pytest.fixture(autouse=True)
 def _at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Meters show something whenever they are asked, and the screen is that of no test runner."""
-    monkeypatch.setattr(console, "LINE_SECONDS", 0.0)
-    monkeypatch.setattr(console, "REDRAW_SECONDS", 0.0)
-    monkeypatch.setattr(counting, "TICK_SECONDS", 1e6)
+    monkeypatch.setattr(meters, "LINE_SECONDS", 0.0)
+    monkeypatch.setattr(meters, "REDRAW_SECONDS", 0.0)
+    monkeypatch.setattr(meters, "TICK_SECONDS", 1e6)
     for name in ("COLUMNS", "NO_COLOR", "FORCE_COLOR"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("TERM", "xterm-256color")
@@ -109,7 +110,7 @@ def test_without_a_terminal_the_log_has_what_was_shown(tmp_path, capsys) -> None
 
 
 def test_lines_come_by_the_clock(tmp_path, monkeypatch, capsys) -> None:
-    monkeypatch.setattr(console, "LINE_SECONDS", 1e9)
+    monkeypatch.setattr(meters, "LINE_SECONDS", 1e9)
     train(tmp_path, "trainer.max_epochs=1")
     assert not re.search(r"step \d+/|evaluating", capsys.readouterr().out)
 
@@ -225,7 +226,7 @@ def test_an_error_takes_the_bar_away(terminal) -> None:
 
 def test_time_left_counts_from_where_the_work_began(capsys, monkeypatch, caplog) -> None:
     now = [100.0]
-    monkeypatch.setattr(console, "perf_counter", lambda: now[0])
+    monkeypatch.setattr(meters, "perf_counter", lambda: now[0])
     with caplog.at_level(logging.INFO, "recpipe"):
         meter = Meter(first=0.5)
         now[0] += 60
@@ -235,8 +236,8 @@ def test_time_left_counts_from_where_the_work_began(capsys, monkeypatch, caplog)
 
 def test_after_an_evaluation_a_line_covers_all_the_time_between_lines(monkeypatch, caplog) -> None:
     now = [100.0]
-    monkeypatch.setattr(console, "LINE_SECONDS", 10.0)
-    for module in (console, progress):
+    monkeypatch.setattr(meters, "LINE_SECONDS", 10.0)
+    for module in (meters, progress):
         monkeypatch.setattr(module, "perf_counter", lambda: now[0])
     trainer: Any = SimpleNamespace(global_step=1, current_epoch=0)
     batch: Any = SimpleNamespace(consumed=64)

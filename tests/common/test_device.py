@@ -8,10 +8,18 @@ from itertools import pairwise
 import pytest
 import torch
 
-from recpipe.common import spans
-from recpipe.common.device import Aside, arrived, same_bits, threads_for, use_device, uses_gpu
-from recpipe.common.spans import OPEN, Spans, mark, settled
-from recpipe.common.threads import one_thread, using_threads
+from recpipe.common import timing
+from recpipe.common.device import (
+    Aside,
+    arrived,
+    one_thread,
+    same_bits,
+    threads_for,
+    use_device,
+    uses_gpu,
+    using_threads,
+)
+from recpipe.common.timing import OPEN, Spans, mark, settled
 from recpipe.errors import UserError
 from recpipe.setup.prepare import choose_device
 from tests.fake_gpu import GPU, FakeGpu, gpu
@@ -150,7 +158,7 @@ def test_spans_of_a_gpu_are_read_late_and_add_up() -> None:
 
 
 def test_spans_of_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(spans, "perf_counter", lambda: 7.5)
+    monkeypatch.setattr(timing, "perf_counter", lambda: 7.5)
     assert (mark(CPU), settled(CPU)) == (7.5, 7.5)
     found = Spans()
     found.add(2.0, 7.5)

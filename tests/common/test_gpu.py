@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from recpipe.common import gpu
+from recpipe.common import device
 from recpipe.errors import UserError
 from recpipe.report.environment import environment
 
@@ -34,7 +34,7 @@ FULL = (
     ],
 )
 def test_a_gpu_that_cannot_be_used_is_one_line(error: Exception, words: str) -> None:
-    with pytest.raises(UserError, match=words) as caught, gpu.gpu_explained():
+    with pytest.raises(UserError, match=words) as caught, device.gpu_explained():
         raise error
     said = str(caught.value)
     assert "\n" not in said
@@ -53,7 +53,7 @@ def test_a_gpu_that_cannot_be_used_is_one_line(error: Exception, words: str) -> 
     ],
 )
 def test_a_fault_of_the_program_stays_one(text: str) -> None:
-    with pytest.raises(RuntimeError, match=text[:20]), gpu.gpu_explained():
+    with pytest.raises(RuntimeError, match=text[:20]), device.gpu_explained():
         raise RuntimeError(text)
 
 
@@ -67,12 +67,12 @@ def test_a_driver_that_knows_gpus_which_torch_cannot_use(monkeypatch: pytest.Mon
 def test_hidden_gpus_are_said_to_be(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.backends.cuda, "is_built", lambda: True)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    assert gpu.why_no_gpu() == "CUDA_VISIBLE_DEVICES is empty, which hides them"
+    assert device.why_no_gpu() == "CUDA_VISIBLE_DEVICES is empty, which hides them"
     monkeypatch.setattr(torch.cuda, "init", lambda: (_ for _ in ()).throw(RuntimeError("no such GPU\nmore")))
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "7")
-    assert gpu.why_no_gpu() == "no such GPU; CUDA_VISIBLE_DEVICES=7"
+    assert device.why_no_gpu() == "no such GPU; CUDA_VISIBLE_DEVICES=7"
     monkeypatch.setattr(torch.backends.cuda, "is_built", lambda: False)
-    assert "is built for CPUs" in gpu.why_no_gpu()
+    assert "is built for CPUs" in device.why_no_gpu()
 
 
 def test_each_run_begins_on_a_gpu_as_a_first_one_does(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -80,9 +80,9 @@ def test_each_run_begins_on_a_gpu_as_a_first_one_does(monkeypatch: pytest.Monkey
     called: list[str] = []
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: called.append("empty"))
     monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda device: called.append(str(device)))
-    monkeypatch.setattr(gpu.gc, "collect", lambda: called.append("collect"))
-    gpu.begin_on(torch.device("cuda", 1))
+    monkeypatch.setattr(device.gc, "collect", lambda: called.append("collect"))
+    device.begin_on(torch.device("cuda", 1))
     assert called == ["collect", "empty", "cuda:1"]
-    gpu.begin_on(torch.device("cpu"))
+    device.begin_on(torch.device("cpu"))
     assert len(called) == 3
-    assert gpu.peak_gpu_bytes(torch.device("cpu")) is None
+    assert device.peak_gpu_bytes(torch.device("cpu")) is None

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from recpipe.common import load
-from recpipe.common.load import Load, Taken, undisturbed
+from recpipe.common import machine
+from recpipe.common.machine import Load, Taken, undisturbed
 
 
 def test_share_of_others() -> None:
@@ -34,7 +34,7 @@ def busy(monkeypatch: pytest.MonkeyPatch, *shares: float) -> None:
     """In the measurements that follow, other programs take these shares of the processors."""
     monkeypatch.delenv("RECPIPE_BUSY", raising=False)
     readings = iter([reading for share in shares for reading in (Load(0, 0, 0), Load(share, 1, 0))])
-    monkeypatch.setattr(load.Load, "now", lambda: next(readings))
+    monkeypatch.setattr(machine.Load, "now", lambda: next(readings))
 
 
 def measured(*values: float) -> Taken[float]:

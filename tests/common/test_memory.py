@@ -12,8 +12,7 @@ from pathlib import Path
 import pytest
 
 from recpipe.checkpoint.table_files import check_tables, load_regions, save_tables, saved_weights
-from recpipe.common.tensor_files import TensorFiles
-from recpipe.common.tensor_writer import write_tensors
+from recpipe.common.tensors import TensorFiles, write_tensors
 from recpipe.data.dataset import SparseFeature
 from recpipe.model.metrics import peak_rss_bytes, reset_peak_rss
 from recpipe.tables.resident import ResidentCollection

@@ -18,7 +18,8 @@ from torch._inductor.runtime.cache_dir_utils import cache_dir as torch_cache_dir
 from torch._inductor.runtime.cache_dir_utils import default_cache_dir as default_torch_cache_dir
 
 from recpipe.backend import host
-from recpipe.common import compiled, own_cache
+from recpipe.common import own_cache
+from recpipe.common.loops import NUMBA, _folder, _Loop, compiled
 from recpipe.common.own_cache import own_compilers_caches, own_folder, require_own, write_own
 from recpipe.data.config import ParquetConfig
 from recpipe.data.make import open_dataset
@@ -34,14 +35,14 @@ as_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a fil
 def caches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """recpipe's folder of caches, not there yet, with nothing named elsewhere."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "home"))
-    for name in (*own_cache.COMPILERS, compiled.NUMBA):
+    for name in (*own_cache.COMPILERS, NUMBA):
         monkeypatch.delenv(name, raising=False)
-    compiled._folder.cache_clear()
+    _folder.cache_clear()
     yield tmp_path / "home" / "recpipe"
-    compiled._folder.cache_clear()
+    _folder.cache_clear()
 
 
-@compiled.compiled
+@compiled
 def total(numbers: NDArray[np.int64]) -> int:
     found = 0
     for number in numbers:
@@ -50,7 +51,7 @@ def total(numbers: NDArray[np.int64]) -> int:
 
 
 def loops() -> None:
-    loop = compiled._Loop(total.__wrapped__)
+    loop = _Loop(total.__wrapped__)
     loop.load()
     assert loop(np.arange(3)) == 3
 
@@ -169,7 +170,7 @@ def test_what_others_own_or_can_write_is_refused(
 ) -> None:
     KEEPERS[name]()
     place = fault(next(filter(Path.is_dir, caches.glob(name))))
-    compiled._folder.cache_clear()  # as in a new process
+    _folder.cache_clear()  # as in a new process
     with pytest.raises(UserError, match=rf"^{re.escape(str(place))} belongs to .*set XDG_CACHE_HOME") as told:
         KEEPERS[name]()
     assert "\n" not in str(told.value)
@@ -211,11 +212,11 @@ def test_a_folder_named_for_numba_is_checked(
 ) -> None:
     named = tmp_path / "named"
     named.mkdir()
-    monkeypatch.setenv(compiled.NUMBA, str(named))
+    monkeypatch.setenv(NUMBA, str(named))
     loops()
     assert any(named.rglob("*.nbi"))
     fault(named)
-    compiled._folder.cache_clear()
+    _folder.cache_clear()
     with pytest.raises(UserError, match=f"{named} belongs to .*set NUMBA_CACHE_DIR"):
         loops()
 

@@ -219,7 +219,7 @@ def test_a_result_that_exists_is_not_replaced_and_one_writes_it(tmp_path: Path) 
 
 
 def test_other_ranks_leave_places_to_the_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from recpipe.common.run_dir import hold
+    from recpipe.common.files import hold
     from recpipe.config.recipe import Recipe
     from recpipe.distributed.launch import Process
     from recpipe.setup.prepare import owning_places

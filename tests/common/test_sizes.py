@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from recpipe.common.sizes import Amount, readable_bytes
+from recpipe.common.words import Amount, readable_bytes
 from recpipe.errors import UserError
 
 WHOLE = 10_000

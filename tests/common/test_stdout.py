@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from recpipe.common.stdout import Stdout
+from recpipe.common.console import Stdout
 
 
 def installed(monkeypatch: pytest.MonkeyPatch, path: str, encoding: str) -> Stdout:
@@ -32,7 +32,7 @@ def test_a_character_that_the_encoding_lacks_is_escaped(
 def test_a_full_disk_is_one_line(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
     out = installed(monkeypatch, "/dev/full", "utf-8")
     # The test's own standard output stays.
-    monkeypatch.setattr("recpipe.common.stdout.nobody_reads", lambda: None)
+    monkeypatch.setattr("recpipe.common.console.nobody_reads", lambda: None)
     print("first", flush=True)
     assert out.fault is not None
     assert out.fault.strerror == "No space left on device"

@@ -10,7 +10,7 @@ import pytest
 from hydra.core.config_store import ConfigStore
 from omegaconf import DictConfig, OmegaConf
 
-from recpipe.common.quiet import quieted
+from recpipe.common.process import quieted
 from recpipe.config.compose import (
     CONFIG_NAME,
     _dotted,

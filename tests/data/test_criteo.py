@@ -14,7 +14,7 @@ import pyarrow.parquet as pq
 import pytest
 from omegaconf import OmegaConf
 
-from recpipe.common import console
+from recpipe.common import meter
 from recpipe.data import cache
 from recpipe.data.config import CriteoConfig
 from recpipe.data.make import open_dataset
@@ -50,7 +50,7 @@ def test_equals_the_reference(rows, criteo, tmp_path, monkeypatch, name, block):
 def test_a_long_preparation_is_followed(rows, criteo, tmp_path, monkeypatch, caplog):
     """Also by a process that finds another one at it."""
     monkeypatch.setattr(module, "BLOCK_BYTES", 30_000)
-    monkeypatch.setattr(console, "LINE_SECONDS", 0.0)
+    monkeypatch.setattr(meter, "LINE_SECONDS", 0.0)
     recipe = criteo(str(pack(tmp_path / "a.tsv", joined(rows))))
     held = cache._lock(tmp_path / "held")
     with caplog.at_level(logging.INFO, "recpipe"), ThreadPoolExecutor(1) as pool:

@@ -15,8 +15,8 @@ import pytest
 import torch
 
 from recpipe.checkpoint.table_io import checkpoints_in
+from recpipe.common.device import one_thread
 from recpipe.common.owned import OWNER
-from recpipe.common.threads import one_thread
 from recpipe.config.compose import compose
 from recpipe.distributed import launch
 from recpipe.distributed.launch import Process, Topology

@@ -18,7 +18,7 @@ import torch
 from torch.nn.functional import binary_cross_entropy_with_logits
 
 import recpipe
-from recpipe.common.threads import in_this_thread
+from recpipe.common.device import in_this_thread
 from recpipe.config.compose import compose
 from recpipe.data.dataset import Dataset
 from recpipe.run import run

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from recpipe.common.load import Load
+from recpipe.common.machine import Load
 from recpipe.pipeline.trial import BLOCK, HOLD, PAIRS, RARE, WATCHED, Trial
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from recpipe.common import memory
+from recpipe.common import machine
 from recpipe.config.compose import compose
 from recpipe.errors import UserError
 from recpipe.run import run
@@ -21,7 +21,7 @@ SMALL = ("data.samples=600", "data.batch_size=64", "trainer.progress=false", "tr
 @pytest.fixture
 def little_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     """8 MiB, whatever this machine has."""
-    monkeypatch.setattr(memory, "there", lambda device: 8 << 20)
+    monkeypatch.setattr(machine, "there", lambda device: 8 << 20)
 
 
 @pytest.mark.parametrize(
@@ -81,7 +81,7 @@ def test_dense_bytes_are_the_modules(name: str, tmp_path: Path) -> None:
 
 
 def test_this_machine_has_memory() -> None:
-    assert 0 < memory.there(torch.device("cpu")) < 2**50
+    assert 0 < machine.there(torch.device("cpu")) < 2**50
 
 
 def test_a_containers_limit_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -91,10 +91,10 @@ def test_a_containers_limit_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         ("memory.stat", "file 100000"),
     ):
         (tmp_path / name).write_text(content)
-    monkeypatch.setattr(memory, "CGROUPS", tmp_path)
-    assert memory.there(CPU) == 700_000
+    monkeypatch.setattr(machine, "CGROUPS", tmp_path)
+    assert machine.there(CPU) == 700_000
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
-    assert memory.there(CPU) == 250_000
+    assert machine.there(CPU) == 250_000
     (tmp_path / "memory.max").write_text("max")
     monkeypatch.delenv("LOCAL_WORLD_SIZE")
-    assert memory.there(CPU) > 1_000_000
+    assert machine.there(CPU) > 1_000_000

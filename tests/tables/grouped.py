@@ -13,7 +13,7 @@ from torchrec.modules.embedding_configs import EmbeddingBagConfig, EmbeddingConf
 from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from recpipe.common.run_dir import RunDir
+from recpipe.common.files import RunDir
 from recpipe.distributed.ranks import Ranks
 from recpipe.plugin.api import Contribution
 from recpipe.tables.build import Place, build_tables

@@ -12,7 +12,7 @@ import lightning as L
 import pytest
 import torch
 
-from recpipe.common.threads import using_threads
+from recpipe.common.device import using_threads
 from recpipe.data.dataset import Dataset
 from recpipe.tables import beside
 from recpipe.tables.beside import Beside

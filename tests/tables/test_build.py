@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from recpipe.common.run_dir import hold
+from recpipe.common.files import hold
 from recpipe.distributed.ranks import Emulation, Ranks
 from recpipe.errors import UserError
 from recpipe.plugin.api import Contribution, GroupInfo, Origin, TableInfo

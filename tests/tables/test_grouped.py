@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from recpipe.common.run_dir import hold
+from recpipe.common.files import hold
 from recpipe.common.saved import Damaged
 from recpipe.errors import StoreError, UserError
 from recpipe.tables.capabilities import Planned, SavesPlacement, SendsAhead
@@ -271,7 +271,7 @@ def test_a_named_place_keeps_the_stores_apart(tmp_path: Path) -> None:
 WRITER = """
 import sys
 from pathlib import Path
-from recpipe.common.run_dir import hold
+from recpipe.common.files import hold
 from tests.tables.grouped import built, config, model_tables, train
 with hold(Path(sys.argv[1])) as held:
     grouped = built(model_tables(), config("ssd"), held)

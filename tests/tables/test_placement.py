@@ -12,8 +12,8 @@ import torch
 from numpy.typing import NDArray
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from recpipe.common import spread
-from recpipe.common.spread import ALONE, Spread
+from recpipe.common import loops
+from recpipe.common.loops import ALONE, Spread
 from recpipe.data.dataset import SparseFeature
 from recpipe.errors import DataError
 from recpipe.plugin.policy import CachePolicy, Placement, RowIds, RowSpace, Slots
@@ -329,7 +329,7 @@ def test_hits_are_lookups_of_rows_that_were_resident_before_the_batch(kind: str,
 def test_several_threads_make_the_same_plans(
     kind: str, pooled: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(spread, "LEAST", 5)
+    monkeypatch.setattr(loops, "LEAST", 5)
     plans, threads = [], Spread(3)
     for planner in (planner_of(kind, carry=True), planner_of(kind, carry=True, threads=threads)):
         planner.pooled = pooled
@@ -347,7 +347,7 @@ def test_several_threads_make_the_same_plans(
 @pytest.mark.parametrize("least", [5, 1 << 16])
 @pytest.mark.parametrize("kind", [np.int32, np.int64])
 def test_ids_are_checked_feature_by_feature(kind: type, least: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(spread, "LEAST", least)
+    monkeypatch.setattr(loops, "LEAST", least)
     tables, threads = table_set(), Spread(2)
     ids, ends = np.array([9, 0, 599, 5, 0, 89, 3, 7], kind), np.array([0, 2, 5, 8])
     with closing(threads):

@@ -17,7 +17,7 @@ from torchrec.distributed.types import CommOp, KeyValueParams
 from torchrec.modules.embedding_configs import DataType
 
 from recpipe import seams
-from recpipe.common.memory import RESERVE
+from recpipe.common.machine import RESERVE
 from recpipe.data.dataset import SparseFeature
 from recpipe.distributed.ranks import Ranks
 from recpipe.errors import UserError

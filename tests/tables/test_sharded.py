@@ -13,7 +13,7 @@ from safetensors.numpy import save_file
 from torchrec.distributed.planner.types import Topology
 from torchrec.distributed.types import ShardingPlan, ShardingPlanner
 
-from recpipe.common.tensor_files import TensorFiles
+from recpipe.common.tensors import TensorFiles
 from recpipe.distributed.ranks import Ranks
 from recpipe.errors import UserError
 from recpipe.plugin.api import Contribution, Origin, TableInfo

@@ -12,7 +12,7 @@ import torch
 from torchrec.distributed.planner.types import ParameterConstraints
 
 from recpipe.checkpoint.table_files import check_tables, load_regions
-from recpipe.common.run_dir import hold
+from recpipe.common.files import hold
 from recpipe.common.saved import Damaged
 from recpipe.distributed.ranks import Ranks
 from recpipe.errors import UserError

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from recpipe.common.spread import ALONE, Spread
+from recpipe.common.loops import ALONE, Spread
 from recpipe.tables.tiers import transfer
 from recpipe.tables.tiers.on_gpu import Finder
 from recpipe.tables.tiers.transfer import Transfer

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from recpipe.common.run_dir import RunDir
+from recpipe.common.files import RunDir
 from recpipe.data.parts import in_order
 from recpipe.data.select import between
 from recpipe.distributed.ranks import Ranks

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 import numpy as np
 import torch.distributed as dist
 
-from recpipe.common.run_dir import RunDir, hold
+from recpipe.common.files import RunDir, hold
 from recpipe.distributed.ranks import Ranks
 from recpipe.plugin.assembly import Assembly
 from recpipe.tables.build import Place

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from recpipe.common import gpu
+from recpipe.common import device
 from recpipe.errors import UserError
 from recpipe.tasks import doctor
 
@@ -130,7 +130,7 @@ def test_an_error_of_a_gpu_is_its_first_line(
     def fails() -> str:
         raise RuntimeError("CUDA error: no such kernel\nCompile with `TORCH_USE_CUDA_DSA`")
 
-    monkeypatch.setattr(gpu, "tried_out", fails)
+    monkeypatch.setattr(device, "tried_out", fails)
     with pytest.raises(SystemExit, match="2"):
         exec(doctor.GPU_PROBE, {})
     said = capsys.readouterr().out

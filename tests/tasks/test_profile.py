@@ -16,8 +16,7 @@ import torch
 from rich.console import Console
 from torch._C._profiler import _ExperimentalConfig
 
-from recpipe.common import phases
-from recpipe.common.phases import PHASES, PREFIX
+from recpipe.common.timing import PHASES, PREFIX, watch
 from recpipe.config.compose import compose
 from recpipe.errors import UserError
 from recpipe.perf import calibrate
@@ -205,10 +204,10 @@ def test_parts_are_told_on_every_core_and_only_while_asked(tmp_path: Path) -> No
         end = tell_parts(model.module) if told else lambda: None
         watched = _ExperimentalConfig(profile_all_threads=True)
         with torch.profiler.profile(experimental_config=watched) as profiler:
-            phases.watch(True)
+            watch(True)
             with torch.profiler.record_function(STEP):
                 accumulate(model, staged, StepTimes(), cores)
-            phases.watch(False)
+            watch(False)
         end()
         return profiled_steps(profiler.events())
 

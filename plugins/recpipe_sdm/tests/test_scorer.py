@@ -38,7 +38,7 @@ from recpipe.answers.quantized import take_place, write_quantized
 from recpipe.answers.score import Scorer
 from recpipe.answers.serving.shared import RequestScorer, Side
 from recpipe.answers.source import FloatCheckpoint
-from recpipe.common.sizes import Amount
+from recpipe.common.words import Amount
 from recpipe.data.config import SyntheticConfig
 from recpipe.data.sources.synthetic import SyntheticDataset
 from recpipe.errors import UserError

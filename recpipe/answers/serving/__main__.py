@@ -2,7 +2,7 @@
 
 import sys
 
-from recpipe.common.collector import importing
+from recpipe.common.process import importing
 
 with importing():
     from recpipe.answers.serving.worker import main

@@ -13,7 +13,7 @@ from pathlib import Path
 from recpipe.answers.serving.config import ServeConfig, serve_config
 from recpipe.answers.words import of_plugins, the_plugin
 from recpipe.common.console import alone, heard
-from recpipe.common.quiet import quieted
+from recpipe.common.process import quieted
 from recpipe.errors import UserError, shown
 from recpipe.plugin.row_server import RowServer
 from recpipe.tasks.compare_run import interrupt_on_sigterm

@@ -33,9 +33,8 @@ from recpipe.answers.serving.door import Bounds, Door, Shares
 from recpipe.answers.serving.metrics import DIRECTORY
 from recpipe.answers.serving.monitor import Watch
 from recpipe.answers.serving.shared import RequestScorer
-from recpipe.common.collector import old_objects_kept
 from recpipe.common.console import alone, heard
-from recpipe.common.quiet import quieted
+from recpipe.common.process import old_objects_kept, quieted
 from recpipe.errors import UserError
 from recpipe.plugin.row_server import RowServer
 from recpipe.tasks.process import prepare_process

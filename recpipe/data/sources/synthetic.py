@@ -7,7 +7,7 @@ import hashlib
 import numpy as np
 import torch
 
-from recpipe.common import memory
+from recpipe.common import machine
 from recpipe.data.batch import Batch
 from recpipe.data.columns import BatchMaker, Columns, Float32, MultiHot, concatenate, offsets_of
 from recpipe.data.config import SyntheticConfig
@@ -47,7 +47,7 @@ class SyntheticDataset(NumberedDataset):
         scaled = {name: max(2, round(rows * config.table_scale)) for name, rows in tables.items()}
         self.pooling = _pooling(config.pooling, len(scaled))
         needed = {"generated ids": 4 * CALIBRATED * sum(p for p in self.pooling if p > 1)}
-        memory.require(needed, torch.device("cpu"), "lower data.pooling")
+        machine.require(needed, torch.device("cpu"), "lower data.pooling")
         dense = tuple(f"I{index + 1}" for index in range(DENSE_FEATURES))
         self.schema = Schema(dense, tuple(SparseFeature(name, rows) for name, rows in scaled.items()))
         self.rejected_rows = 0

@@ -19,7 +19,7 @@ from fbgemm_gpu.split_table_batched_embeddings_ops_training import (
 )
 from numpy.typing import NDArray
 
-from recpipe.common.threads import one_thread
+from recpipe.common.device import one_thread
 from recpipe.perf.bench.passes import least
 from recpipe.plugin.policy import RowIds
 from recpipe.profiling.limits import Sample

@@ -18,8 +18,8 @@ from torchrec.modules.embedding_configs import EmbeddingBagConfig
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from recpipe.common.quiet import quieted
-from recpipe.common.threads import keep_to_one_core, one_thread
+from recpipe.common.device import keep_to_one_core, one_thread
+from recpipe.common.process import quieted
 from recpipe.model.call import Called
 from recpipe.model.loss import parse_loss
 from recpipe.perf.bench.timing import Clock, clock

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import numpy as np
 import torch
 
-from recpipe.common.threads import one_thread
+from recpipe.common.device import one_thread
 from recpipe.perf.bench.lookups import POOL, zipf
 from recpipe.perf.bench.passes import least
 from recpipe.plugin.policy import RowIds

@@ -27,8 +27,8 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from recpipe.backend.convert import roomy_paths
 from recpipe.backend.equip import Backend
 from recpipe.backend.matmul import has_bfloat16_units
-from recpipe.common.quiet import quieted
-from recpipe.common.threads import using_threads
+from recpipe.common.device import using_threads
+from recpipe.common.process import quieted
 from recpipe.data.given import GivenBatches
 from recpipe.model.call import Called
 from recpipe.model.loss import parse_loss

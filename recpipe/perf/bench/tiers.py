@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from recpipe.common.threads import one_thread
+from recpipe.common.device import one_thread
 from recpipe.data.parts import in_order
 from recpipe.data.select import select
 from recpipe.perf.bench.lookups import zipf

@@ -29,7 +29,7 @@ import torch
 from torch import nn
 from torch.nn.functional import binary_cross_entropy_with_logits
 
-from recpipe.common.threads import keep_to_one_core, one_thread
+from recpipe.common.device import keep_to_one_core, one_thread
 from recpipe.perf.kernels.operators import FREE, Operator, watched
 from recpipe.profiling.limits import Sample
 

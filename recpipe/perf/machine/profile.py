@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 
 from recpipe.backend import host as backend
-from recpipe.common.load import Load, disturbance
+from recpipe.common.machine import Load, disturbance
 from recpipe.common.own_cache import default_cache_dir, own_folder, require_own, write_own
 from recpipe.common.saved import Damaged, entries, parse_json, typed_as
 from recpipe.common.versions import FBGEMM, installed_version

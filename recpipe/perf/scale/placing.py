@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from recpipe.common.sizes import readable_bytes
+from recpipe.common.words import readable_bytes
 from recpipe.errors import UserError
 from recpipe.perf.scale.messages import all_reduce, all_to_all
 from recpipe.perf.scale.model import FLOAT, Table

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from recpipe.common.threads import using_threads
+from recpipe.common.device import using_threads
 from recpipe.data.parts import batch_size
 from recpipe.data.select import between
 from recpipe.errors import UserError, shown

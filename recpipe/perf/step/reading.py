@@ -7,7 +7,7 @@ from time import perf_counter
 
 import numpy as np
 
-from recpipe.common.threads import one_thread
+from recpipe.common.device import one_thread
 from recpipe.data.dataset import Dataset
 from recpipe.perf.kernels.models import NO_TIME, Estimate
 from recpipe.tables.inputs import Inputs

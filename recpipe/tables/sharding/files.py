@@ -18,9 +18,9 @@ from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.futures import Future
 
-from recpipe.common.counting import counting
-from recpipe.common.durable import sync
-from recpipe.common.tensor_files import TensorFiles
+from recpipe.common.files import sync
+from recpipe.common.meter import counting
+from recpipe.common.tensors import TensorFiles
 from recpipe.seams import LocalShard as MemoryShard
 from recpipe.seams import Shard, ShardedTensor, ShardMetadata, init_from_local_shards
 from recpipe.tables.capabilities import SavedByRanks

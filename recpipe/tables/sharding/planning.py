@@ -25,7 +25,7 @@ from torchrec.distributed.types import ShardingType
 from torchrec.modules.embedding_configs import DataType
 from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
 
-from recpipe.common.memory import plannable
+from recpipe.common.machine import plannable
 from recpipe.errors import UserError
 from recpipe.seams import module_name
 from recpipe.tables.collection import bounds_check

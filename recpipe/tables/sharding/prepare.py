@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from recpipe.common.counting import counting
+from recpipe.common.meter import counting
 from recpipe.distributed.ranks import Ranks
 from recpipe.errors import UserError
 from recpipe.tables.config import TierConfig

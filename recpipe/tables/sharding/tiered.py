@@ -20,9 +20,9 @@ from numpy.typing import NDArray
 from torch import nn
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from recpipe.common.plain import packed, unpacked
+from recpipe.common.loops import Spread
 from recpipe.common.saved import entries
-from recpipe.common.spread import Spread
+from recpipe.common.tensors import packed, unpacked
 from recpipe.distributed.ranks import Channel
 from recpipe.plugin.policy import RowIds, RowSpace
 from recpipe.seams import LocalPart, OwnLookup, given_to_own, module_name

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from recpipe.common.counting import counting
+from recpipe.common.meter import counting
 from recpipe.tables.stores.base import Fill, Records, StoreLayout
 
 CHUNK_BYTES = 16 << 20

@@ -12,8 +12,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Literal
 
-from recpipe.common.lock import LockFile, Taken, this_process
-from recpipe.common.made import make_directory, remove_made
+from recpipe.common.files import LockFile, Taken, this_process
+from recpipe.common.owned import make_directory, remove_made
 from recpipe.common.saved import parse_json, typed_as
 from recpipe.errors import StoreError
 from recpipe.tables.stores.base import StoreLayout

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from recpipe.common.compiled import compiled
+from recpipe.common.loops import compiled
 from recpipe.common.saved import Damaged, entries, within
 from recpipe.plugin.blame import blaming
 from recpipe.plugin.compose import Owned

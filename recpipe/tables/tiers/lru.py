@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from recpipe.common.compiled import compiled
+from recpipe.common.loops import compiled
 from recpipe.common.saved import within
 from recpipe.plugin.policy import CachePolicy, Placement, RowIds, RowSpace, Slots
 

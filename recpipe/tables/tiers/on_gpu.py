@@ -17,8 +17,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from recpipe.common.compiled import compiled
 from recpipe.common.device import Aside
+from recpipe.common.loops import compiled
 from recpipe.data.parts import in_order
 from recpipe.plugin.policy import RowIds, Slots
 from recpipe.tables.tiers.parting import DeviceBags
@@ -28,7 +28,7 @@ from recpipe.tables.tiers.transfer import Positions, Sent
 if TYPE_CHECKING:
     from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-    from recpipe.common.spread import Spread
+    from recpipe.common.loops import Spread
     from recpipe.tables.specs import TableSet
     from recpipe.tables.tiers.transfer import Transfer
 

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from recpipe.common.compiled import compiled
+from recpipe.common.loops import compiled
 from recpipe.data.select import places_of
 from recpipe.plugin.policy import Slots
 

@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from recpipe.common.compiled import load_loops
-from recpipe.common.spread import ALONE, Spread
+from recpipe.common.loops import ALONE, Spread, load_loops
 from recpipe.data.checks import unknown_id
 from recpipe.data.parts import in_order
 from recpipe.data.select import places_of

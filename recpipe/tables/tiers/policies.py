@@ -8,9 +8,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from recpipe.common.compiled import compiled
+from recpipe.common.loops import ALONE, Spread, compiled
 from recpipe.common.saved import Damaged, within
-from recpipe.common.spread import ALONE, Spread
 from recpipe.plugin.policy import NOTHING, CachePolicy, Placement, RowIds, RowSpace, Slots
 from recpipe.tables.tiers.lru import Lru
 

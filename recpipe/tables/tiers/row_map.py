@@ -9,7 +9,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from recpipe.common.compiled import compiled
+from recpipe.common.loops import compiled
 from recpipe.plugin.policy import IN_STORE, RowIds, Slots
 
 Places = NDArray[np.int64]

@@ -18,7 +18,7 @@ import torch
 from numpy.typing import NDArray
 
 from recpipe.common.device import Aside, arrived, current_stream
-from recpipe.common.spread import LEAST_COPIED, Spread
+from recpipe.common.loops import LEAST_COPIED, Spread
 from recpipe.tables.stores.base import Records
 
 Positions = NDArray[np.integer[Any]]

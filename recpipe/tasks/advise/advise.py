@@ -14,8 +14,8 @@ from typing import Any
 
 import torch
 
-from recpipe.common.console import Meter
-from recpipe.common.load import disturbance
+from recpipe.common.machine import disturbance
+from recpipe.common.meter import Meter
 from recpipe.config.recipe import Recipe
 from recpipe.config.task import AdviseConfig, AdviseTask
 from recpipe.data.dataset import Dataset

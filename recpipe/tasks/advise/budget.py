@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from recpipe.backend.matmul import has_bfloat16_units
-from recpipe.common.sizes import Amount, readable_bytes
+from recpipe.common.words import Amount, readable_bytes
 from recpipe.config.recipe import Recipe
 from recpipe.config.task import AdviseConfig
 from recpipe.data.dataset import Dataset

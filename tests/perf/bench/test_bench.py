@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from recpipe.backend.matmul import has_onednn
-from recpipe.common.threads import using_threads
+from recpipe.common.device import using_threads
 from recpipe.perf.bench import gemm, overheads, pointwise, timing
 from recpipe.perf.bench.timing import Clock, Make, clock
 from recpipe.perf.kernels.operators import FREE, Operator, watched

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from recpipe.commands import COMMANDS
-from recpipe.common.load import Load
+from recpipe.common.machine import Load
 from recpipe.errors import UserError
 from recpipe.perf import calibrate as collecting
 from recpipe.perf.calibrate import calibrate, contradicts, recheck

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from recpipe.common.threads import using_threads
+from recpipe.common.device import using_threads
 from recpipe.errors import UserError
 from recpipe.perf.bench import steps as bench
 from recpipe.perf.machine.profile import MachineProfile

@@ -11,8 +11,8 @@ from types import ModuleType
 
 import pytest
 
-from recpipe.common import collector
-from recpipe.common.collector import importing, old_objects_kept
+from recpipe.common import process
+from recpipe.common.process import importing, old_objects_kept
 
 
 class Circle:
@@ -29,7 +29,7 @@ def circle() -> weakref.ref[Circle]:
 @pytest.fixture
 def nothing_frozen(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """As in a process of its own; conftest.py has frozen what it imported."""
-    monkeypatch.setattr(collector, "_kept", False)
+    monkeypatch.setattr(process, "_kept", False)
     gc.unfreeze()
     yield
     gc.unfreeze()

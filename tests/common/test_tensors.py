@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from recpipe.common.plain import packed, unpacked
+from recpipe.common.tensors import packed, unpacked
 
 
 def test_values_come_back() -> None:

@@ -15,7 +15,7 @@ import pytest
 from numpy.typing import NDArray
 from typing_extensions import TypeAliasType
 
-from recpipe.common.compiled import _argument_types, compiled, load_loops
+from recpipe.common.loops import _argument_types, compiled, load_loops
 from recpipe.errors import UserError
 from tests.processes import ROOT
 
@@ -40,7 +40,7 @@ LATER = f"""
 import sys
 from pathlib import Path
 
-from recpipe.common.compiled import _WAITING, _argument_types, _Loop
+from recpipe.common.loops import _WAITING, _argument_types, _Loop
 from recpipe.config.compose import compose
 from recpipe.run import run
 

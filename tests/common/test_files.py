@@ -14,8 +14,8 @@ import numpy as np
 import pytest
 from omegaconf import OmegaConf
 
-from recpipe.common.made import MARKER, make_directory, remove_made, scratch_directory
-from recpipe.common.run_dir import LOCK, RunDir, TakeRunDir, hold, letting_go
+from recpipe.common.files import LOCK, RunDir, TakeRunDir, hold, letting_go
+from recpipe.common.owned import MARKER, make_directory, remove_made, scratch_directory
 from recpipe.config.compose import compose, conf_dir
 from recpipe.errors import StoreError, ThroughHydra, UserError
 from recpipe.report import html
@@ -38,7 +38,7 @@ SSD = ("tiers.policy=lru", "tiers.store=ssd")
 HOLDER = """
 import sys, time
 from pathlib import Path
-from recpipe.common.run_dir import RunDir
+from recpipe.common.files import RunDir
 held = RunDir(Path(sys.argv[1]))
 print("held", flush=True)
 time.sleep(600)
@@ -195,7 +195,7 @@ def test_a_second_run_is_refused_with_the_owners_pid_before_anything_is_written(
 
 def test_the_recipe_has_hydra_ask_first(tmp_path) -> None:
     recipe = OmegaConf.load(conf_dir() / "train.yaml")
-    assert recipe.hydra.callbacks.run_dir._target_ == "recpipe.common.run_dir.TakeRunDir"
+    assert recipe.hydra.callbacks.run_dir._target_ == "recpipe.common.files.TakeRunDir"
     with letting_go():
         TakeRunDir().on_run_start(OmegaConf.create({"hydra": {"run": {"dir": str(tmp_path)}}}))
         with hold(tmp_path) as taken:

@@ -10,9 +10,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from recpipe.common import console, counting, tensor_writer
-from recpipe.common.console import Meter
-from recpipe.common.tensor_writer import new_tensors
+from recpipe.common import console, tensors
+from recpipe.common import meter as meters
+from recpipe.common.meter import Meter
+from recpipe.common.tensors import new_tensors
 
 
 class Clock:
@@ -29,9 +30,8 @@ class Clock:
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     """The meters' time; a thread looks at it all the time."""
     made = Clock()
-    monkeypatch.setattr(console, "perf_counter", made)
-    monkeypatch.setattr(counting, "perf_counter", made)
-    monkeypatch.setattr(counting, "TICK_SECONDS", 0.001)
+    monkeypatch.setattr(meters, "perf_counter", made)
+    monkeypatch.setattr(meters, "TICK_SECONDS", 0.001)
     return made
 
 
@@ -62,7 +62,7 @@ class Lines:
 
 
 def test_the_first_line_comes_after_three_seconds_and_others_every_ten(clock: Clock, lines: Lines) -> None:
-    with counting.counting("writing rows", 1000) as add:
+    with meters.counting("writing rows", 1000) as add:
         clock.now += 2.9
         add(100)
         assert not lines.found
@@ -79,7 +79,7 @@ def test_the_first_line_comes_after_three_seconds_and_others_every_ten(clock: Cl
 
 def test_a_call_that_takes_long_is_shown_by_itself(clock: Clock, lines: Lines) -> None:
     """Nothing is added while it lasts."""
-    with counting.counting("sealing", 100) as add:
+    with meters.counting("sealing", 100) as add:
         clock.now += 1
         add(93)
         clock.now += 4
@@ -89,7 +89,7 @@ def test_a_call_that_takes_long_is_shown_by_itself(clock: Clock, lines: Lines) -
 
 
 def test_work_that_cannot_be_counted_is_shown_by_its_time(clock: Clock, lines: Lines) -> None:
-    @counting.counting("planning")
+    @meters.counting("planning")
     def plan() -> int:
         clock.now += 3.2
         lines.wait_for(1)
@@ -102,12 +102,12 @@ def test_work_that_cannot_be_counted_is_shown_by_its_time(clock: Clock, lines: L
 
 
 def test_a_block_inside_shows_itself_alone(clock: Clock, lines: Lines) -> None:
-    with counting.counting("building"), counting.counting("filling", 10) as add:
+    with meters.counting("building"), meters.counting("filling", 10) as add:
         clock.now += 5
         add(5)
         clock.now += 10
         assert lines.wait_for(2)[1].startswith("filling  5/10  waiting")
-    with counting.counting("building"):
+    with meters.counting("building"):
         with Meter() as meter:
             clock.now += 5
             meter.show(0.5, "measuring")
@@ -119,7 +119,7 @@ def test_a_block_inside_shows_itself_alone(clock: Clock, lines: Lines) -> None:
 def test_nothing_is_left_of_it(clock: Clock) -> None:
     before = threading.active_count()
 
-    @counting.counting("building")
+    @meters.counting("building")
     def build() -> None:
         assert threading.active_count() == before + 1
         raise ValueError("broken")
@@ -127,14 +127,14 @@ def test_nothing_is_left_of_it(clock: Clock) -> None:
     with pytest.raises(ValueError, match="broken"):
         build()
     assert threading.active_count() == before
-    assert not console._working.meters
+    assert not meters._working.meters
 
 
 def test_what_is_to_be_durable_is_flushed_on_the_way(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """So that the last flush of a large checkpoint does not take as long as writing it."""
     flushed: list[int] = []
     flush: Callable[[int], None] = os.fdatasync
-    monkeypatch.setattr(tensor_writer, "FLUSH_BYTES", 4 * 1000)
+    monkeypatch.setattr(tensors, "FLUSH_BYTES", 4 * 1000)
 
     def noted(descriptor: int) -> None:
         flush(descriptor)

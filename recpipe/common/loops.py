@@ -1,25 +1,30 @@
-"""Loops over long arrays, compiled: other threads of Python go on while one runs, and wait for it once.
+"""Work on long arrays beside a thread that trains: loops compiled to machine code, during which other threads
+of Python go on, and numpy calls spread over threads.
 
-A chain of numpy calls does the same work, but lets go of Python's lock and asks for it again in each of them,
-which takes longer than the work where several threads run Python, as beside a GPU.
+A chain of numpy calls does the same work as a loop, but lets go of Python's lock and asks for it again in
+each of them, which takes longer than the work where several threads run Python, as beside a GPU.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from functools import cache, cached_property, update_wrapper
 from inspect import signature
-from itertools import product
+from itertools import pairwise, product
 from pathlib import Path
 from types import FunctionType, UnionType
-from typing import Any, TypeVar, cast, get_args, get_origin, get_type_hints
+from typing import TYPE_CHECKING, Any, TypeVar, cast, get_args, get_origin, get_type_hints
 
 import numpy as np
 
 from recpipe.common.console import log
 from recpipe.common.own_cache import CACHE_HOME, own_folder, private_files, user_cache_dir
 from recpipe.errors import UserError, shown
+
+if TYPE_CHECKING:
+    import torch
 
 NUMBA = "NUMBA_CACHE_DIR"
 """numba's variable for the folder of what it compiles; not set: one beside recpipe's other caches."""
@@ -147,3 +152,54 @@ def _kinds(hint: Any) -> list[Any]:
         return []
     _, dtype = get_args(hint)
     return [np.dtype(*get_args(dtype))]
+
+
+T = TypeVar("T")
+
+
+LEAST = 1 << 16
+"""A part has at least so many elements; passing one to a thread takes as long as work on some thousands."""
+
+
+LEAST_COPIED = 1 << 19
+"""The same of what is only copied. Each thread asks for Python's lock several times, for which the training's
+thread then waits: that takes longer than to copy a part of a smaller array."""
+
+
+class Spread:
+    """``count`` threads, the calling one among them; with 1, everything runs in the calling one."""
+
+    def __init__(self, count: int = 1) -> None:
+        self.count = count
+        self._others = ThreadPoolExecutor(count - 1, "recpipe-spread") if count > 1 else None
+
+    @classmethod
+    def beside(cls, device: torch.device) -> Spread:
+        """For planning batches of ``device``: a quarter of the cores, at most 4, where a GPU trains. Where
+        the cores train, planning has one."""
+        cores = len(os.sched_getaffinity(0)) if device.type == "cuda" else 1
+        return cls(min(4, max(1, cores // 4)))
+
+    def parts(self, length: int, least: int | None = None) -> list[slice]:
+        """[0, ``length``) in parts of ``least`` (``LEAST``) elements or more, at most one for each thread."""
+        count = max(1, min(self.count, length // (LEAST if least is None else least)))
+        ends = [length * part // count for part in range(count + 1)]
+        return [slice(*pair) for pair in pairwise(ends)]
+
+    def map(self, work: Callable[..., T], *arguments: Iterable[Any]) -> list[T]:
+        """``work`` for the first ones of ``arguments``, for the second ones, and so on, at the same time."""
+        calls = list(zip(*arguments, strict=True))
+        if self._others is None or len(calls) < 2:
+            return [work(*call) for call in calls]
+        others = [self._others.submit(work, *call) for call in calls[1:]]
+        first = work(*calls[0])
+        return [first, *(other.result() for other in others)]
+
+    def close(self) -> None:
+        """End the threads."""
+        if self._others is not None:
+            self._others.shutdown()
+
+
+ALONE = Spread()
+"""The calling thread alone."""
