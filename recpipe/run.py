@@ -26,6 +26,7 @@ from recpipe.checkpoint.trained_on import TrainedOn
 from recpipe.common.console import heard, log
 from recpipe.common.device import begin_on, gpu_explained, same_bits
 from recpipe.common.files import EXPORTS, RunDir, hold
+from recpipe.common.machine import peak_rss_bytes, reset_peak_rss
 from recpipe.common.own_cache import default_cache_dir
 from recpipe.common.owned import remove_arrays
 from recpipe.common.process import quieted, run_start
@@ -44,8 +45,7 @@ from recpipe.data.make import open_dataset
 from recpipe.distributed.launch import Process, begin_run, joined, require_same_data
 from recpipe.distributed.ranks import Ranks
 from recpipe.errors import UserError
-from recpipe.model.metrics import peak_rss_bytes, reset_peak_rss
-from recpipe.model.sizes import sizes_of
+from recpipe.model.dlrm import sizes_of
 from recpipe.pipeline.loader import EvalLoader, TrainLoader
 from recpipe.pipeline.sample_filter import SampleFilter
 from recpipe.pipeline.source import BatchSource

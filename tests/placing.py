@@ -9,9 +9,8 @@ import torch
 from recpipe.data.dataset import Dataset, Schema
 from recpipe.model.call import Called
 from recpipe.model.config import ModelConfig
-from recpipe.model.dlrm import make_dlrm
+from recpipe.model.dlrm import DlrmSizes, make_dlrm
 from recpipe.model.loss import parse_loss
-from recpipe.model.sizes import DlrmSizes
 from recpipe.pipeline.placed import PlacedModel, put_fronts
 from recpipe.plugin.api import Context, GroupInfo, TableInfo
 from recpipe.tables.capabilities import Planned

@@ -162,9 +162,8 @@ def recpipe_model(setting: Setting, precision: str, batch: int) -> Callable[[Bat
     from recpipe.data.dataset import Schema, SparseFeature
     from recpipe.model.call import Called
     from recpipe.model.config import ModelConfig
-    from recpipe.model.dlrm import make_dlrm
+    from recpipe.model.dlrm import DlrmSizes, make_dlrm
     from recpipe.model.loss import parse_loss
-    from recpipe.model.sizes import DlrmSizes
     from recpipe.pipeline.placed import PlacedModel, put_fronts
     from recpipe.tables.front import handing_out
     from recpipe.tables.grouped import GroupedCollection

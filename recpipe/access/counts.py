@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from recpipe.common.own_cache import CACHE_HOME, own_folder, require_own
-from recpipe.data.chosen import chosen_batches
+from recpipe.data.dataset import chosen_batches
 from recpipe.errors import UserError
 from recpipe.plugin.api import Context
 from recpipe.plugin.policy import RowIds

@@ -16,8 +16,7 @@ from recpipe.checkpoint.table_io import MODEL, naming, newest, open_checkpoint
 from recpipe.common.saved import entries, tensor, typed_as
 from recpipe.common.tensors import Streamed
 from recpipe.errors import UserError
-from recpipe.model.dlrm import META, make_dlrm
-from recpipe.model.sizes import DlrmSizes
+from recpipe.model.dlrm import META, DlrmSizes, make_dlrm
 from recpipe.pipeline.placed import saved_values
 from recpipe.seams import module_name
 

@@ -19,7 +19,7 @@ from recpipe.answers.words import asked_samples
 from recpipe.common.meter import Meter
 from recpipe.common.tensors import save_tensors
 from recpipe.data.batch import Batch
-from recpipe.data.chosen import chosen_batches
+from recpipe.data.dataset import chosen_batches
 from recpipe.errors import UserError, shown
 
 FILE = "popularity.safetensors"

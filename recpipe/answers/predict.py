@@ -24,8 +24,7 @@ from recpipe.common.meter import Meter
 from recpipe.common.owned import require_absent, written_alone
 from recpipe.data.config import FileConfig
 from recpipe.data.dataset import Dataset
-from recpipe.data.make import open_source
-from recpipe.data.streamed import StreamedDataset
+from recpipe.data.make import StreamedDataset, open_source
 from recpipe.errors import BadRow, DataError, UserError, shown
 from recpipe.model.call import Called
 

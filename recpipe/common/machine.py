@@ -4,6 +4,8 @@ processors other programs take, so that measurements are kept only where it was 
 from __future__ import annotations
 
 import os
+import resource
+import sys
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -184,3 +186,24 @@ def undisturbed(
             return Taken(value)
         before.append(value)
     return Taken(value, why or f"{tries} measurements of it do not agree")
+
+
+def peak_rss_bytes() -> int:
+    """Largest resident set of this process in bytes since its start or the last ``reset_peak_rss``."""
+    status = Path("/proc/self/status")
+    if status.exists():
+        for line in status.read_text().splitlines():
+            if line.startswith("VmHWM:"):
+                return int(line.split()[1]) * 1024
+    # Sandboxes and macOS lack VmHWM; getrusage counts KiB on Linux and bytes on macOS.
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024
+
+
+def reset_peak_rss() -> bool:
+    """Reset ``peak_rss_bytes`` to the present size; False if the kernel does not allow it."""
+    try:
+        Path("/proc/self/clear_refs").write_text("5")
+    except OSError:
+        return False
+    return True

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import hashlib
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import Literal
+from itertools import islice
+from typing import Literal, TypeVar
 from urllib.parse import quote
+
+import numpy as np
 
 from recpipe.data.batch import Batch, BatchShare
 from recpipe.data.preparation import Preparation
@@ -172,3 +175,18 @@ def train_size(samples: int, eval_fraction: float) -> int:
     if train < 1:
         raise DataError(f"data.eval_fraction={eval_fraction} leaves none of {samples} samples for training")
     return train
+
+
+T = TypeVar("T")
+
+
+def chosen_batches(batches: Callable[[int], Iterable[T]], total: int, count: int, seed: int) -> Iterator[T]:
+    """``count`` of ``total`` batches, chosen at random without replacement, in the data's order. Adjacent
+    ones are read together.
+
+    ``batches(n)`` reads from batch n on. ``count`` is at most ``total``; 0: there are none.
+    """
+    chosen = np.sort(np.random.default_rng(seed).choice(total, count, replace=False))
+    for run in np.split(chosen, np.flatnonzero(np.diff(chosen) > 1) + 1):
+        if len(run):
+            yield from islice(batches(int(run[0])), len(run))

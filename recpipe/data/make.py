@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, get_type_hints
 
 from omegaconf import DictConfig
 
+from recpipe.data.batch import Batch
 from recpipe.data.cache import Source, prepare
+from recpipe.data.columns import BatchMaker, Columns, concatenate
 from recpipe.data.config import (
     CONFIGS,
     CriteoConfig,
@@ -23,9 +25,9 @@ from recpipe.data.config import (
     installed_source,
     parse_config,
 )
-from recpipe.data.dataset import Dataset, NumberedDataset
+from recpipe.data.dataset import Dataset, NumberedDataset, SplitName
 from recpipe.data.files import input_files
-from recpipe.data.fold import BeyondTable
+from recpipe.data.fold import BeyondTable, Fold
 from recpipe.data.prepared import PreparedDataset
 from recpipe.data.sources import criteo
 from recpipe.data.sources.criteo import CriteoSource
@@ -110,3 +112,48 @@ def open_source(config: FileConfig, labelled: bool = True) -> Source:
     if found or isinstance(config, NpyConfig):
         return NpySource(found, config.path, config.tables, config.hash_ids, skip)
     return CriteoSource(input_files(config.path, criteo.SUFFIXES), config.tables, skip, labelled)
+
+
+class StreamedDataset(Dataset):
+    """All rows of a source in order, as the training split. Their number is not known before they are read.
+
+    ``share``: the part of the input that the latest ``batches`` has read, in [0, 1].
+    """
+
+    def __init__(self, source: Source) -> None:
+        self.source = source
+        self.schema, self.preparation = source.schema, source.preparation
+        self.fingerprint = ""
+        self.share = 0.0
+        self._make = BatchMaker(source.schema, source.multi_hot)
+        self._fold = Fold(source.schema, source.multi_hot, source.kept)
+
+    def size(self, split: SplitName) -> int:
+        """0: not known."""
+        return 0
+
+    def batches(
+        self, split: SplitName, batch_size: int, first: int = 0, part: tuple[int, int] | None = None
+    ) -> Iterator[Batch]:
+        """All rows from the first one on, whatever ``first`` and ``part`` are; none of the held-out split."""
+        if split == "train":
+            for columns in self._cut(batch_size):
+                yield self._make(self._fold(columns))
+
+    def _cut(self, size: int) -> Iterator[Columns]:
+        """Blocks of ``size`` rows; the last one may be short."""
+        kept: list[Columns] = []
+        rows = 0
+        for block, share in self.source.blocks():
+            self.share = share
+            kept.append(block)
+            rows += len(block)
+            if rows < size:
+                continue
+            joined, at = concatenate(kept), 0
+            while rows - at >= size:
+                yield joined[at : at + size]
+                at += size
+            kept, rows = [joined[at:]], rows - at
+        if rows:
+            yield concatenate(kept)

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import lru_cache
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import lru_cache, reduce
 from inspect import Parameter, signature
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
@@ -18,25 +18,28 @@ from recpipe.seams import HostIds
 
 Place = tuple[str | int, ...]
 """Attributes, keys and positions that lead from a batch to one of its parts."""
+Leaf: TypeAlias = torch.Tensor | JaggedTensor | KeyedJaggedTensor
+"""What a batch is made of in the end."""
 
 
 def find_ids(batch: object, features: Sequence[str]) -> tuple[Place, ...]:
     """The ``KeyedJaggedTensor``s of ``batch`` that have ``features``. One is enough if it has them all; the
     result is empty if a feature is not found."""
     found, missing = [], set(features)
-    for place, ids in _jagged(batch, ()):
-        keys = set(ids.keys())
-        if set(features) <= keys:
-            return (place,)
-        if missing & keys:
-            found.append(place)
-            missing -= keys
+    for place, leaf in _placed_leaves(batch):
+        if isinstance(leaf, KeyedJaggedTensor):
+            keys = set(leaf.keys())
+            if set(features) <= keys:
+                return (place,)
+            if missing & keys:
+                found.append(place)
+                missing -= keys
     return () if missing else tuple(found)
 
 
 def ids_at(batch: object, places: Sequence[Place]) -> KeyedJaggedTensor:
     """The ids at ``places``: the batch's own object, or several joined into one."""
-    parts = [_at(batch, place) for place in places]
+    parts: list[KeyedJaggedTensor] = [reduce(child, place, batch) for place in places]
     if len(parts) == 1:
         return parts[0]
     if any(part.weights_or_none() is None for part in parts):  # it takes weights of all or of none
@@ -80,29 +83,6 @@ def weights_in_order(ids: KeyedJaggedTensor, features: Sequence[str]) -> torch.T
     return torch.cat([parts[name] for name in features])
 
 
-def _at(batch: object, place: Place) -> KeyedJaggedTensor:
-    found: Any = batch
-    for step in place:
-        keyed = isinstance(found, Mapping | list | tuple) and not hasattr(found, "_fields")
-        found = found[step] if keyed else getattr(found, str(step))
-    assert isinstance(found, KeyedJaggedTensor), "all batches of a run are made alike"
-    return found
-
-
-def _jagged(value: object, place: Place) -> Iterator[tuple[Place, KeyedJaggedTensor]]:
-    if isinstance(value, KeyedJaggedTensor):
-        yield place, value
-    elif isinstance(value, Mapping):
-        for key, part in value.items():
-            yield from _jagged(part, (*place, key))
-    elif isinstance(value, list | tuple) and not hasattr(value, "_fields"):
-        for position, part in enumerate(value):
-            yield from _jagged(part, (*place, position))
-    else:
-        for name, part in attributes(value).items():
-            yield from _jagged(part, (*place, name))
-
-
 def batch_size(batch: object) -> int:
     """The number of samples in ``batch``, from its jagged tensors or, without any, the length of its first
     tensor."""
@@ -124,38 +104,47 @@ def batch_size(batch: object) -> int:
 
 def tensors_of(value: object, name: str = "") -> Iterator[tuple[str, torch.Tensor]]:
     """The floating-point tensors of ``value``, each with its dotted path, which begins with ``name``."""
-    if isinstance(value, torch.Tensor):
-        if value.is_floating_point():
-            yield name or "values", value
-        return
-    if isinstance(value, JaggedTensor | KeyedJaggedTensor):
-        parts: Mapping[Any, Any] = {"values": value.values(), "weights": value.weights_or_none()}
-    elif isinstance(value, Mapping):
-        parts = value
-    elif isinstance(value, list | tuple) and not hasattr(value, "_fields"):
-        parts = dict(enumerate(value))
-    else:
-        parts = attributes(value)
-    for key, part in parts.items():
-        yield from tensors_of(part, f"{name}.{key}" if name else str(key))
+    for place, leaf in _placed_leaves(value):
+        path = [part for part in (name, *map(str, place)) if part]
+        if isinstance(leaf, torch.Tensor):
+            parts = [(path or ["values"], leaf)]
+        else:
+            parts = [([*path, "values"], leaf.values()), ([*path, "weights"], leaf.weights_or_none())]
+        for own, tensor in parts:
+            if tensor is not None and tensor.is_floating_point():
+                yield ".".join(own), tensor
 
 
-def leaves(value: object) -> Iterator[torch.Tensor | JaggedTensor | KeyedJaggedTensor]:
+def leaves(value: object) -> Iterator[Leaf]:
     """The tensors and jagged tensors that ``value`` is made of."""
+    return (leaf for _, leaf in _placed_leaves(value))
+
+
+def _placed_leaves(value: object, place: Place = ()) -> Iterator[tuple[Place, Leaf]]:
     if isinstance(value, torch.Tensor | JaggedTensor | KeyedJaggedTensor):
-        yield value
-    elif isinstance(value, Mapping):
-        for part in value.values():
-            yield from leaves(part)
-    elif isinstance(value, list | tuple):
-        for part in value:
-            yield from leaves(part)
-    else:
-        for part in attributes(value).values():
-            yield from leaves(part)
+        yield place, value
+        return
+    for key, part in _children(value):
+        yield from _placed_leaves(part, (*place, key))
 
 
-def tensors_in(leaf: torch.Tensor | JaggedTensor | KeyedJaggedTensor) -> list[torch.Tensor]:
+def _children(value: object) -> Iterable[tuple[Any, Any]]:
+    """The parts of a batch, or of a part of one, each with its key, position or attribute's name; none of a
+    tensor or a plain value."""
+    if isinstance(value, Mapping):
+        return value.items()
+    if isinstance(value, list | tuple) and not hasattr(value, "_fields"):
+        return enumerate(value)
+    return attributes(value).items()
+
+
+def child(value: Any, key: Any) -> Any:
+    """The part of a batch, or of a part of one, at this key, position or attribute."""
+    keyed = isinstance(value, Mapping | list | tuple) and not hasattr(value, "_fields")
+    return value[key] if keyed else getattr(value, key)
+
+
+def tensors_in(leaf: Leaf) -> list[torch.Tensor]:
     """The tensors in one of ``leaves``: itself, or its ids, lengths and weights."""
     if isinstance(leaf, torch.Tensor):
         return [leaf]
@@ -163,7 +152,7 @@ def tensors_in(leaf: torch.Tensor | JaggedTensor | KeyedJaggedTensor) -> list[to
     return [leaf.values(), leaf.lengths(), *([] if weights is None else [weights])]
 
 
-def on_gpu(leaf: torch.Tensor | JaggedTensor | KeyedJaggedTensor) -> bool:
+def on_gpu(leaf: Leaf) -> bool:
     """Whether one of ``leaves`` is on a GPU."""
     if isinstance(leaf, HostIds):  # reading its ids would copy them
         return leaf.device().type == "cuda"
@@ -221,20 +210,14 @@ def on_device(batch: Any, device: torch.device) -> Any:
 
 
 def _moved(value: Any, device: torch.device, pins: bool) -> Any:
-    if hasattr(value, "to"):
-        if pins and hasattr(value, "pin_memory"):  # a JaggedTensor has none
-            value = value.pin_memory()
-        if device.type == "cuda" and _takes_non_blocking(value):
-            return value.to(device, non_blocking=True)
-        return value.to(device)
-    return with_parts(value, lambda part, _: _moved(part, device, pins))
-
-
-def _takes_non_blocking(value: Any) -> bool:
-    """Whether ``value.to`` can copy without waiting."""
-    if isinstance(value, torch.Tensor | JaggedTensor | KeyedJaggedTensor):
-        return True
-    return _has_non_blocking(getattr(value.to, "__func__", value.to))
+    if not hasattr(value, "to"):
+        return with_parts(value, lambda part, _: _moved(part, device, pins))
+    if pins and hasattr(value, "pin_memory"):  # a JaggedTensor has none
+        value = value.pin_memory()
+    own = isinstance(value, torch.Tensor | JaggedTensor | KeyedJaggedTensor)
+    if device.type == "cuda" and (own or _has_non_blocking(getattr(value.to, "__func__", value.to))):
+        return value.to(device, non_blocking=True)
+    return value.to(device)
 
 
 @lru_cache(64)
@@ -244,18 +227,17 @@ def _has_non_blocking(to: Callable[..., Any]) -> bool:
 
 
 def with_parts(value: Any, change: Callable[[Any, Any], Any]) -> Any:
-    """A copy of a batch, or of a part of one, with ``change(part, its key or position)`` for each of its
-    parts; ``value`` itself if it has none. The constructor of a type with attributes does not run, since its
-    arguments are unknown."""
+    """A copy of a batch, or of a part of one, with ``change(part, its key, position or name)`` for each of
+    its parts; ``value`` itself if it has none. The constructor of a type with attributes does not run, since
+    its arguments are unknown."""
+    made = {key: change(part, key) for key, part in _children(value)}
     if isinstance(value, Mapping):
-        return type(value)({key: change(part, key) for key, part in value.items()})  # type: ignore[call-arg]
+        return type(value)(made)  # type: ignore[call-arg]
     if isinstance(value, list | tuple):
-        parts = [change(part, position) for position, part in enumerate(value)]
-        return type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)
-    named = attributes(value)
-    if not named:
+        return type(value)(*made.values()) if hasattr(value, "_fields") else type(value)(made.values())
+    if not made:
         return value
     own = copy.copy(value)
-    for name, part in named.items():
-        object.__setattr__(own, name, change(part, name))
+    for name, part in made.items():
+        object.__setattr__(own, name, part)
     return own

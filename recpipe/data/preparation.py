@@ -1,11 +1,14 @@
 """How a source turned the values of its files into what a model sees, so that other data can be prepared
-alike."""
+alike; and the kinds of labels that files may have."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
 
 from recpipe.errors import DataError, shown
 
@@ -31,6 +34,10 @@ class Preparation:
     """Sparse columns with a list of ids for each sample."""
 
 
+_RULES = {"hashed": "hashed", "modulo": "taken modulo the rows", "signed_log": "logarithms"}
+_AS_THEY_ARE = "taken as they are"
+
+
 def require_alike(
     trained: Schema, found: Schema, trained_by: Preparation | None, found_by: Preparation | None
 ) -> None:
@@ -46,53 +53,69 @@ def require_alike(
             )
     if trained_by is None or found_by is None:
         return
-    _require_rule("ids", trained.sparse, trained_by.ids, found_by.ids)
-    _require_rule("dense values", trained.dense, trained_by.dense, found_by.dense)
+    for what, columns, then, now in (
+        ("ids", trained.sparse, trained_by.ids, found_by.ids),
+        ("dense values", trained.dense, trained_by.dense, found_by.dense),
+    ):
+        if columns and then != now:
+            raise DataError(
+                f"{what} were {_RULES.get(then, _AS_THEY_ARE)} in training and are "
+                f"{_RULES.get(now, _AS_THEY_ARE)} here: the model would see other values; "
+                "leave data.hash_ids and data.dense_transform as in training"
+            )
     if found_by.ids == "hashed":
-        _require_kind("text", "numbers", trained_by.text, found_by.text)
-    _require_kind("lists", "single ids", trained_by.lists, found_by.lists)
-
-
-def _require_rule(
-    what: str, columns: Sequence[object], trained: IdRule | DenseRule, found: IdRule | DenseRule
-) -> None:
-    if columns and trained != found:
-        raise DataError(
-            f"{what} were {_said(trained)} in training and are {_said(found)} here: the model would see "
-            "other values; leave data.hash_ids and data.dense_transform as in training"
-        )
-
-
-def _said(rule: IdRule | DenseRule) -> str:
-    words = {"hashed": "hashed", "modulo": "taken modulo the rows", "signed_log": "logarithms"}
-    return words.get(rule, "taken as they are")
+        _require_content("text", "numbers", trained_by.text, found_by.text)
+    _require_content("lists", "single ids", trained_by.lists, found_by.lists)
 
 
 def _require_names(kind: str, trained: Sequence[str], found: Sequence[str]) -> None:
+    def listed(names: Sequence[str]) -> str:
+        more = f" and {len(names) - 8} more" if len(names) > 8 else ""
+        return ", ".join(map(shown, names[:8])) + more
+
     missing = [name for name in trained if name not in found]
     extra = [name for name in found if name not in trained]
     if missing or extra:
-        parts = [f"lacks {_listed(missing)}"] * bool(missing) + [f"adds {_listed(extra)}"] * bool(extra)
+        parts = [f"lacks {listed(missing)}"] * bool(missing) + [f"adds {listed(extra)}"] * bool(extra)
         raise DataError(
             f"the data {' and '.join(parts)}: the model was trained on {len(trained)} {kind} columns, "
-            f"{_listed(list(trained))}; name these in data.{kind}"
+            f"{listed(trained)}; name these in data.{kind}"
         )
     if list(trained) != list(found):
         raise DataError(
-            f"the {kind} columns are in another order than in training: {_listed(list(trained))}; "
+            f"the {kind} columns are in another order than in training: {listed(trained)}; "
             f"leave data.{kind} out"
         )
 
 
-def _listed(names: list[str]) -> str:
-    more = f" and {len(names) - 8} more" if len(names) > 8 else ""
-    return ", ".join(map(shown, names[:8])) + more
-
-
-def _require_kind(one: str, other: str, trained: tuple[str, ...], found: tuple[str, ...]) -> None:
+def _require_content(one: str, other: str, trained: Sequence[str], found: Sequence[str]) -> None:
+    """``trained``, ``found``: the columns that hold ``one``; all others hold ``other``."""
     for name in (*trained, *found):
         if (name in trained) != (name in found):
-            there, here = (one, other) if name in trained else (other, one)
+            then, now = (one, other) if name in trained else (other, one)
             raise DataError(
-                f"column {shown(name)}: held {there} in training and holds {here} here; convert the column"
+                f"column {shown(name)}: held {then} in training and holds {now} here; convert the column"
             )
+
+
+class LabelKind(NamedTuple):
+    """What labels float64 [n] must be: ``fits`` tells for each, ``fault`` is said of one that does not. Each
+    kind must be finite as float32 too."""
+
+    fits: Callable[[NDArray[np.float64]], NDArray[np.bool_]]
+    fault: str
+
+
+LABEL_KINDS = {
+    "clicks": LabelKind(
+        lambda labels: np.isin(labels, (0, 1)),
+        "is neither 0 nor 1 (data.label_kind=values takes any number, for a loss that does)",
+    ),
+    "values": LabelKind(np.isfinite, "is not a finite float32 number"),
+    "counts": LabelKind(lambda labels: labels >= 0, "is not a finite float32 number of at least 0"),
+    "classes": LabelKind(  # whole numbers that float32 holds exactly
+        lambda labels: (labels == np.floor(labels)) & (labels >= 0) & (labels < 2**24),
+        "is no class: a whole number from 0 on",
+    ),
+}
+"""The values of ``data.label_kind``."""

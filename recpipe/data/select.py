@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, TypeAlias, TypeVar
 
 import numpy as np
@@ -11,7 +10,7 @@ import torch
 from numpy.typing import NDArray
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
 
-from recpipe.data.parts import attributes, batch_size, with_parts
+from recpipe.data.parts import batch_size, child, with_parts
 from recpipe.seams import HostIds
 
 T = TypeVar("T")
@@ -82,19 +81,7 @@ def _joined(parts: Sequence[Any], sizes: list[int]) -> Any:
         return KeyedJaggedTensor(first.keys(), **_joined_ids(parts, sizes, len(first.keys())))
     if isinstance(first, JaggedTensor):
         return JaggedTensor(**_joined_ids(parts, sizes, 1))
-    if isinstance(first, Mapping):
-        made = {name: _joined([part[name] for part in parts], sizes) for name in first}
-        return type(first)(made)  # type: ignore[call-arg]
-    if isinstance(first, list | tuple):
-        each = (_joined(values, sizes) for values in zip(*parts, strict=True))
-        return type(first)(*each) if hasattr(first, "_fields") else type(first)(each)
-    names = attributes(first)
-    if not names:
-        return first
-    made = copy.copy(first)
-    for name in names:
-        object.__setattr__(made, name, _joined([getattr(part, name) for part in parts], sizes))
-    return made
+    return with_parts(first, lambda _, key: _joined([child(part, key) for part in parts], sizes))
 
 
 def _joined_ids(parts: Sequence[Any], sizes: list[int], keys: int) -> dict[str, torch.Tensor | None]:
@@ -196,7 +183,7 @@ class _Range(_Cut):
         }
 
     def _one_hot(self, value: Jagged, keys: int) -> dict[str, torch.Tensor | None]:
-        """As ``_jagged`` for bags of one id each, which most batches have: they are cut as a matrix."""
+        """Bags of one id each, which most batches have, are cut as a matrix."""
         count = keys * (self.high - self.low)
         weights = value.weights_or_none()
 

@@ -62,12 +62,10 @@ class Called:
 
         Raises ``UserError`` if batch, module, output and labels do not fit together.
         """
-        returned = self._forward(batch)
-        own = _with_loss(returned)
+        own, output = self.output(batch)
         if own is None:
-            return self._loss(returned, batch), returned
-        loss, output = own
-        return (torch.nan_to_num(loss) if _is_empty(batch) else loss), output
+            return self._loss(output, batch), output
+        return (torch.nan_to_num(own) if _is_empty(batch) else own), output
 
     def judge(self, batch: Any) -> tuple[torch.Tensor, tuple[torch.Tensor, torch.Tensor] | None]:
         """The loss, and the prediction and its labels for the quality figures, float32 [B] each.
@@ -75,20 +73,15 @@ class Called:
         The latter are None if there is not one predicted value and label for each sample and the recipe does
         not say which they are.
         """
-        returned = self._forward(batch)
-        own = _with_loss(returned)
-        loss, output = (self._loss(returned, batch), returned) if own is None else own
-        return loss, self._scored(output, batch)
-
-    def _scored(self, output: Any, batch: Any) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """The prediction in ``output`` and its labels, as in ``judge``."""
+        own, output = self.output(batch)
+        loss = self._loss(output, batch) if own is None else own
         try:
             prediction, labels = self.prediction(output), self.labels_of(batch)
         except UserError:
             if self.key is not None or (isinstance(self.loss, Loss) and self.labels != LABELS):
                 raise
-            return None
-        return (prediction, labels) if prediction.shape == labels.shape else None
+            return loss, None
+        return loss, ((prediction, labels) if prediction.shape == labels.shape else None)
 
     @property
     def tasks(self) -> dict[str, Called]:
@@ -103,9 +96,16 @@ class Called:
 
     def output(self, batch: Any) -> tuple[torch.Tensor | None, Any]:
         """What the module returns: its own loss, if it gives one, and its output. No labels are needed."""
-        returned = self._forward(batch)
-        own = _with_loss(returned)
-        return (None, returned) if own is None else own
+        arguments = self._arguments(batch)
+        with self._precision():
+            returned = self.module(batch) if arguments is None else self.module(**arguments)
+        if isinstance(returned, list | tuple) and len(returned) == 2 and _is_scalar(returned[0]):
+            return returned[0], returned[1]
+        if _is_scalar(returned):
+            raise UserError(
+                "the model returns a loss alone, and quality cannot be measured; return (loss, output)"
+            )
+        return None, returned
 
     @property
     def kind(self) -> Kind:
@@ -115,9 +115,7 @@ class Called:
 
     def predict(self, batch: Any) -> torch.Tensor:
         """Logits float32 [B], without a loss."""
-        returned = self._forward(batch)
-        own = _with_loss(returned)
-        return self.prediction(returned if own is None else own[1])
+        return self.prediction(self.output(batch)[1])
 
     def prediction(self, output: Any) -> torch.Tensor:
         """The output's logits for the quality figures, float32 [B] and detached.
@@ -132,7 +130,7 @@ class Called:
         return found.float()
 
     def _predicted_loss(self) -> Loss | None:
-        """The name of the prediction's loss; None if there is only one loss."""
+        """The loss of the prediction; None if there are several and it is none of theirs."""
         if isinstance(self.loss, Loss):
             return self.loss
         alone = next(iter(self.loss)) if len(self.loss) == 1 else None
@@ -143,18 +141,13 @@ class Called:
         name = self.labels
         if isinstance(self.loss, Mapping):
             name = f"{name}.{self.key or next(iter(self.loss))}"
-        found = self._labels(batch, name)
-        return (found.squeeze(1) if found.dim() == 2 and found.shape[1] == 1 else found).float()
-
-    def _forward(self, batch: Any) -> Any:
-        arguments = self._arguments(batch)
-        with self._precision():
-            return self.module(batch) if arguments is None else self.module(**arguments)
+        return vector(self._labels(batch, name)).float()
 
     def _precision(self) -> AbstractContextManager[None]:
         if not self.low_precision and not any(map(torch.is_autocast_enabled, ("cpu", "cuda"))):
             return nullcontext()
-        return torch.autocast(_device_type(self.module), torch.bfloat16, enabled=self.low_precision)
+        device = next((p.device.type for p in self.module.parameters() if not p.is_meta), "cpu")
+        return torch.autocast(device, torch.bfloat16, enabled=self.low_precision)
 
     def _arguments(self, batch: Any) -> dict[str, Any] | None:
         """Parts of the batch by the names of ``forward``'s parameters; None: ``forward`` takes the batch
@@ -173,20 +166,17 @@ class Called:
         return {name: _part(batch, name) for name in self._parameters if _has(batch, name)}
 
     def _loss(self, output: Any, batch: Any) -> torch.Tensor:
-        if isinstance(self.loss, Mapping):
-            return self._several(output, batch, self.loss)
-        labels = self._labels(batch, self.labels)
-        return self.loss(self._predicted(output), labels)
-
-    def _several(self, output: Any, batch: Any, losses: Mapping[str, Loss]) -> torch.Tensor:
-        """The sum of the losses of all labels."""
+        """The loss of the output, or the sum of the losses of all labels."""
+        if not isinstance(self.loss, Mapping):
+            labels = self._labels(batch, self.labels)
+            return self.loss(self._predicted(output), labels)
         if not isinstance(output, Mapping):
             raise UserError(
-                f"model.loss has one for each of {', '.join(losses)}, so the model must return a mapping of "
-                f"these names, not a {type(output).__name__}"
+                f"model.loss has one for each of {', '.join(self.loss)}, so the model must return a mapping "
+                f"of these names, not a {type(output).__name__}"
             )
         total: list[torch.Tensor] = []
-        for name, loss in losses.items():
+        for name, loss in self.loss.items():
             if name not in output:
                 raise UserError(
                     f"model.loss.{name}: the model returns no '{name}'; {nearest_or_all(name, output)}"
@@ -210,38 +200,26 @@ class Called:
     def _predicted(self, output: Any) -> torch.Tensor:
         """The tensor in ``output`` that is the prediction."""
         found = output if self.key is None else _keyed(output, self.key)
-        if isinstance(found, list | tuple) and self.key is None:
-            # TorchRec's DLRMTrain: (loss, logits, labels).
-            found = (
-                found[1]
-                if len(found) == 3 and _is_scalar(found[0])
-                else found[0]
-                if len(found) == 1
-                else None
-            )
-        elif isinstance(found, Mapping):
+        if isinstance(found, Mapping):
             found = next(iter(found.values())) if len(found) == 1 else None
-        if not isinstance(found, torch.Tensor):
-            raise UserError(
-                f"the model returns {_kind(output)}, of which it is not plain what it predicts; {_REMEDY}"
-            )
-        return found
+        elif self.key is None and isinstance(found, list | tuple):
+            if len(found) == 3 and _is_scalar(found[0]):  # TorchRec's DLRMTrain: (loss, logits, labels)
+                found = found[1]
+            else:
+                found = found[0] if len(found) == 1 else None
+        if isinstance(found, torch.Tensor):
+            return found
+        kind = f"a {type(output).__name__}"
+        if isinstance(output, Mapping):
+            kind = f"a mapping of {', '.join(map(str, output))}"
+        elif isinstance(output, list | tuple):
+            kind = f"{len(output)} values"
+        raise UserError(f"the model returns {kind}, of which it is not plain what it predicts; {_REMEDY}")
 
 
 _REMEDY = (
     "return a tensor [B] or [B, 1], (loss, such a tensor), or say which part it is: model.prediction=KEY"
 )
-
-
-def _with_loss(returned: Any) -> tuple[torch.Tensor, Any] | None:
-    """``(loss, output)`` if a module returned that."""
-    if isinstance(returned, list | tuple) and len(returned) == 2 and _is_scalar(returned[0]):
-        return returned[0], returned[1]
-    if _is_scalar(returned):
-        raise UserError(
-            "the model returns a loss alone, and quality cannot be measured; return (loss, output)"
-        )
-    return None
 
 
 def _is_empty(batch: Any) -> bool:
@@ -294,13 +272,3 @@ def _keyed(output: Any, key: str) -> Any:
     raise UserError(
         f"model.prediction={shown(key)}: the model's output has no such part; {nearest_or_all(key, names)}"
     )
-
-
-def _kind(output: Any) -> str:
-    if isinstance(output, Mapping):
-        return f"a mapping of {', '.join(map(str, output))}"
-    return f"{len(output)} values" if isinstance(output, list | tuple) else f"a {type(output).__name__}"
-
-
-def _device_type(module: nn.Module) -> str:
-    return next((p.device.type for p in module.parameters() if not p.is_meta), "cpu")

@@ -1,16 +1,63 @@
-"""recpipe's own models: TorchRec's DLRM and DLRM_DCN over a table for each sparse feature."""
+"""recpipe's own models, TorchRec's DLRM and DLRM_DCN over a table for each sparse feature, and their sizes:
+plain values in a checkpoint, from which the model can be made again."""
 
 from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
 
 import torch
 from torchrec.models.dlrm import DLRM, DLRM_DCN
 from torchrec.modules.embedding_configs import EmbeddingBagConfig
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
 
-from recpipe.model.sizes import DlrmSizes
+from recpipe.common.saved import Damaged
+from recpipe.data.dataset import Dataset, Schema
+from recpipe.model.config import ModelConfig, UserModel
 from recpipe.seams import module_name
 
 CPU, META = torch.device("cpu"), torch.device("meta")
+
+
+@dataclass(frozen=True)
+class DlrmSizes:
+    """The sizes of a DLRM or DLRM_DCN; ``tables``: names and rows, in the order of the interaction."""
+
+    name: Literal["dlrm", "dlrm_dcn"]
+    embedding_dim: int
+    bottom: list[int]
+    top: list[int]
+    cross_layers: int
+    cross_rank: int
+    dense_features: int
+    tables: list[tuple[str, int]]
+
+    def __post_init__(self) -> None:
+        layers = [*self.bottom, *self.top, self.cross_layers, self.cross_rank]
+        if (
+            min(self.embedding_dim, *layers, *(rows for _, rows in self.tables)) < 1
+            or self.dense_features < 0
+        ):
+            raise Damaged("model has a size below 1")
+
+    @classmethod
+    def of(cls, config: ModelConfig, schema: Schema) -> DlrmSizes:
+        """The sizes by a recipe and the data's columns."""
+        return cls(
+            "dlrm" if config.name == "dlrm" else "dlrm_dcn",
+            config.embedding_dim,
+            list(config.bottom),
+            list(config.top),
+            config.cross_layers,
+            config.cross_rank,
+            len(schema.dense),
+            [(feature.name, feature.rows) for feature in schema.sparse],
+        )
+
+
+def sizes_of(config: ModelConfig | UserModel, dataset: Dataset) -> dict[str, Any] | None:
+    """The sizes to save in a checkpoint, as plain values; None if the model is not one of recpipe's own."""
+    return asdict(DlrmSizes.of(config, dataset.known_schema())) if isinstance(config, ModelConfig) else None
 
 
 def make_dlrm(sizes: DlrmSizes, device: torch.device, tables: torch.device = META) -> DLRM:

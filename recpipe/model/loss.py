@@ -19,26 +19,7 @@ Function = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 """Computes the mean loss of a prediction and labels, a 0-dim tensor."""
 
 
-def _unchanged(prediction: torch.Tensor) -> torch.Tensor:
-    return prediction
-
-
-def _of_probability(prediction: torch.Tensor) -> torch.Tensor:
-    return torch.logit(prediction.float(), eps=torch.finfo(torch.float32).eps)
-
-
-def _of_two_classes(prediction: torch.Tensor) -> torch.Tensor:
-    two = prediction.dim() == 2 and prediction.shape[1] == 2
-    return prediction[:, 1] - prediction[:, 0] if two else prediction
-
-
 VALUES = "for values there are model.loss=mean_squared_error, mean_absolute_error, huber and poisson"
-
-
-def _click_loss(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-    """The loss of logits. ``UserError`` for labels beyond 0 and 1, with which it would fall without end."""
-    _require_rates(labels, "binary_cross_entropy")
-    return F.binary_cross_entropy_with_logits(logits, labels)
 
 
 def _require_rates(labels: torch.Tensor, name: str) -> None:
@@ -48,6 +29,12 @@ def _require_rates(labels: torch.Tensor, name: str) -> None:
         values = labels.numpy()
         if values.min() < 0 or values.max() > 1:
             raise UserError(f"model.loss={name}: a label is not within [0, 1]; {VALUES}")
+
+
+def _click_loss(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    """The loss of logits. ``UserError`` for labels beyond 0 and 1, with which it would fall without end."""
+    _require_rates(labels, "binary_cross_entropy")
+    return F.binary_cross_entropy_with_logits(logits, labels)
 
 
 def _class_loss(scores: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
@@ -83,7 +70,8 @@ class Loss:
     function: Function
     shapes: Literal["same", "classes", "any"] = "same"
     """``classes``: labels are class numbers [B], predictions [B, classes]; ``any``: the function checks."""
-    logits: Callable[[torch.Tensor], torch.Tensor] = _unchanged
+    logits: Callable[[torch.Tensor], torch.Tensor] = lambda prediction: prediction
+    """Converts a prediction."""
     kind: Kind = "clicks"
     """The kind of prediction, which decides the figures of quality; ``clicks``: only if labels are 0/1."""
 
@@ -98,20 +86,8 @@ class Loss:
 
         Raises ``UserError`` if the shapes do not fit.
         """
-        prediction, labels = self._fitted(prediction, labels)
-        if not labels.shape[0]:
-            return prediction.sum() * 0.0
-        loss = self.function(prediction, labels)
-        if not isinstance(loss, torch.Tensor) or loss.dim():
-            what = list(loss.shape) if isinstance(loss, torch.Tensor) else type(loss).__name__
-            raise UserError(f"model.loss={self.name} gives {what}, not a 0-dim tensor, the mean over samples")
-        return loss
-
-    def _fitted(self, prediction: torch.Tensor, labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         values, wanted = vector(prediction), vector(labels)
-        if self.shapes == "any":
-            return values.float(), wanted
-        fits = values.shape == wanted.shape
+        fits = self.shapes == "any" or values.shape == wanted.shape
         if self.shapes == "classes":
             fits = values.dim() == 2 and wanted.shape == values.shape[:1]
         if not fits:
@@ -120,7 +96,16 @@ class Loss:
                 f"model.loss={self.name}: the model's output is {list(prediction.shape)} and the labels are "
                 f"{list(labels.shape)}; return {form}, or set model.prediction, model.labels or model.loss"
             )
-        return values.float(), wanted.to(torch.float32 if self.shapes == "same" else torch.int64)
+        if self.shapes != "any":
+            wanted = wanted.to(torch.float32 if self.shapes == "same" else torch.int64)
+        values = values.float()
+        if not wanted.shape[0]:
+            return values.sum() * 0.0
+        loss = self.function(values, wanted)
+        if not isinstance(loss, torch.Tensor) or loss.dim():
+            what = list(loss.shape) if isinstance(loss, torch.Tensor) else type(loss).__name__
+            raise UserError(f"model.loss={self.name} gives {what}, not a 0-dim tensor, the mean over samples")
+        return loss
 
 
 def vector(tensor: torch.Tensor) -> torch.Tensor:
@@ -128,12 +113,22 @@ def vector(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.squeeze(1) if tensor.dim() == 2 and tensor.shape[1] == 1 else tensor
 
 
+def _two_class_logit(scores: torch.Tensor) -> torch.Tensor:
+    """The logit of class 1, where there are two."""
+    two = scores.dim() == 2 and scores.shape[1] == 2
+    return scores[:, 1] - scores[:, 0] if two else scores
+
+
 LOSSES: dict[str, Loss] = {
     loss.name: loss
     for loss in (
         Loss("binary_cross_entropy", _click_loss),
-        Loss("binary_cross_entropy_of_probabilities", _probability_loss, logits=_of_probability),
-        Loss("cross_entropy", _class_loss, "classes", logits=_of_two_classes),
+        Loss(
+            "binary_cross_entropy_of_probabilities",
+            _probability_loss,
+            logits=lambda prediction: torch.logit(prediction.float(), eps=torch.finfo(torch.float32).eps),
+        ),
+        Loss("cross_entropy", _class_loss, "classes", logits=_two_class_logit),
         Loss("mean_squared_error", F.mse_loss, kind="values"),
         Loss("mean_absolute_error", F.l1_loss, kind="values"),
         Loss("huber", F.huber_loss, kind="values"),

@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import pkgutil
 from collections.abc import Callable, Mapping
 from dataclasses import fields
+from importlib import import_module
+from importlib.util import find_spec
 from inspect import Parameter, signature
+from pathlib import Path
+from traceback import walk_tb
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -18,16 +24,38 @@ from recpipe.data.dataset import Dataset, Schema
 from recpipe.errors import UserError, did_you_mean, shown
 from recpipe.model.call import Called
 from recpipe.model.config import ModelConfig, ModelKeys, UserModel
-from recpipe.model.dlrm import make_dlrm
+from recpipe.model.dlrm import CPU, META, DlrmSizes, make_dlrm
 from recpipe.model.loss import parse_loss
-from recpipe.model.sizes import DlrmSizes
-from recpipe.model.target import locate, told
 from recpipe.plugin.conf import TARGET
 from recpipe.plugin.offers import entry, imported, offered
 from recpipe.seams import module_name
 
-_CPU, _META = torch.device("cpu"), torch.device("meta")
+LONGEST = 300
+"""Characters of a fault's text that a message echoes."""
+_OWN_KEYS = {f.name: f.default for f in fields(ModelKeys) if f.name != "embedding_dim"}
+"""Keys that recpipe reads itself and does not pass to constructors, with their defaults."""
+_OF_DIMENSION = ("embedding_dim", "embedding_bag_collection", "embedding_collection")
+"""Arguments that need ``model.embedding_dim``."""
 _BY_NAME = (Parameter.POSITIONAL_OR_KEYWORD, Parameter.KEYWORD_ONLY)
+
+
+def make_called(
+    config: ModelConfig | UserModel,
+    dataset: Dataset,
+    device: torch.device,
+    given: nn.Module | None = None,
+) -> Called:
+    """Make the model of the recipe, or take the one ``given`` by a caller in Python, ready to be called by
+    training. Its parameters are on ``device``, except those on the meta device."""
+    if given is not None:
+        assert isinstance(config, UserModel), "whoever gives a model chooses model=custom"
+        _move(given, device)
+        return Called.of(given, config)
+    schema = dataset.known_schema()
+    if isinstance(config, UserModel):
+        return Called.of(make_model(config, schema, device), config)
+    module = make_dlrm(DlrmSizes.of(config, schema), device)
+    return Called(module, parse_loss("binary_cross_entropy"), low_precision=config.precision == "bfloat16")
 
 
 def make_model(config: UserModel, schema: Schema, device: torch.device) -> nn.Module:
@@ -35,19 +63,19 @@ def make_model(config: UserModel, schema: Schema, device: torch.device) -> nn.Mo
     device.
 
     The class, or the function that makes a module, is called with the recipe's ``arguments``, and with those
-    of its other parameters that recpipe knows by name (``docs/guide/models.md``). The caller seeds the random
+    of its other parameters that recpipe knows by name (``known_arguments``). The caller seeds the random
     numbers. Raises a one-line ``UserError`` if the class cannot be imported or made.
     """
-    maker = _maker(config)
+    maker = _find_maker(config)
     arguments = {key: made_within(value, f"model.{key}") for key, value in config.arguments.items()}
-    arguments |= _completed(config, maker, Known(config, schema, device).offers())
+    arguments |= _complete(config, maker, known_arguments(config, schema, device))
     try:
         made = maker(**arguments)
     except UserError:
         raise
     except Exception as fault:
         raise UserError(
-            f"{config.said}: its constructor raised {told(fault, getattr(maker, '__module__', ''))}"
+            f"{config.said}: its constructor raised {described(fault, getattr(maker, '__module__', ''))}"
         ) from fault
     if not isinstance(made, nn.Module):
         raise UserError(f"{config.said} makes a {type(made).__name__}, not a torch.nn.Module")
@@ -61,130 +89,105 @@ def _move(module: nn.Module, device: torch.device) -> None:
     move(lambda tensor: tensor if tensor.is_meta else tensor.to(device))
 
 
-def make_called(
-    config: ModelConfig | UserModel,
-    dataset: Dataset,
-    device: torch.device,
-    given: nn.Module | None = None,
-) -> Called:
-    """Make the model of the recipe, or take the one ``given`` by a caller in Python, ready to be called by
-    training."""
-    if given is not None:
-        assert isinstance(config, UserModel), "whoever gives a model chooses model=custom"
-        _move(given, device)
-        return Called.of(given, config)
-    schema = dataset.known_schema()
-    if isinstance(config, UserModel):
-        return Called.of(make_model(config, schema, device), config)
-    module = make_dlrm(DlrmSizes.of(config, schema), device)
-    return Called(module, parse_loss("binary_cross_entropy"), low_precision=config.precision == "bfloat16")
+def known_arguments(config: UserModel, schema: Schema, device: torch.device) -> dict[str, Callable[[], Any]]:
+    """What makes the arguments that recpipe passes to a constructor that has parameters of these names
+    (``docs/guide/models.md``). The collections have a table for each sparse feature, on the meta device."""
 
-
-class Known:
-    """The arguments that recpipe passes to a constructor that has parameters of these names."""
-
-    def __init__(self, config: UserModel, schema: Schema, device: torch.device) -> None:
-        self.config, self.schema, self.device = config, schema, device
-
-    def offers(self) -> dict[str, Callable[[], Any]]:
-        """The functions that make the arguments, by the parameters' names."""
-        return {
-            "schema": lambda: self.schema,
-            "embedding_dim": self.dimension,
-            "embedding_bag_collection": self.bags,
-            "embedding_collection": self.sequences,
-            "num_dense_features": self.dense_width,
-            "dense_in_features": self.dense_width,
-            # TorchRec's models draw their first values there, and a GPU draws others than a CPU.
-            "dense_device": lambda: _CPU,
-            "device": lambda: self.device,
-        }
-
-    def dimension(self) -> int:
-        """``model.embedding_dim``; ``UserError`` if it is not set."""
-        if self.config.embedding_dim is None:
+    def dimension() -> int:
+        if config.embedding_dim is None:
             raise no_value("model.embedding_dim")
-        return self.config.embedding_dim
+        return config.embedding_dim
 
-    def dense_width(self) -> int:
-        """The number of columns of ``Batch.dense_features``."""
-        return max(1, len(self.schema.dense))
-
-    def bags(self) -> EmbeddingBagCollection:
-        """A collection with a table for each sparse feature, summed by bag, on the meta device."""
-        return EmbeddingBagCollection([EmbeddingBagConfig(**table) for table in self._tables()], device=_META)
-
-    def sequences(self) -> EmbeddingCollection:
-        """A collection with a table for each sparse feature and a row for each id, on the meta device."""
-        return EmbeddingCollection([EmbeddingConfig(**table) for table in self._tables()], device=_META)
-
-    def _tables(self) -> list[dict[str, Any]]:
+    def tables() -> list[dict[str, Any]]:
         return [
             {
                 "name": module_name(feature.name),
-                "embedding_dim": self.dimension(),
+                "embedding_dim": dimension(),
                 "num_embeddings": feature.rows,
                 "feature_names": [feature.name],
             }
-            for feature in self.schema.sparse
+            for feature in schema.sparse
         ]
 
+    return {
+        "schema": lambda: schema,
+        "embedding_dim": dimension,
+        "embedding_bag_collection": lambda: EmbeddingBagCollection(
+            [EmbeddingBagConfig(**table) for table in tables()], device=META
+        ),
+        "embedding_collection": lambda: EmbeddingCollection(
+            [EmbeddingConfig(**table) for table in tables()], device=META
+        ),
+        # The number of columns of ``Batch.dense_features``.
+        "num_dense_features": lambda: max(1, len(schema.dense)),
+        "dense_in_features": lambda: max(1, len(schema.dense)),
+        # TorchRec's models draw their first values there, and a GPU draws others than a CPU.
+        "dense_device": lambda: CPU,
+        "device": lambda: device,
+    }
 
-def _maker(config: UserModel) -> Callable[..., Any]:
+
+def _find_maker(config: UserModel) -> Callable[..., Any]:
     """The class or function of the entry point, or the one that ``_target_`` names."""
-    if config.target is None and config.name == CUSTOM:
-        raise UserError(f"model={CUSTOM}: say which class, model.{TARGET}=package.module.Class")
-    if config.target is None:
-        found = imported("model", entry("model", config.name, offered("model")))
-    else:
+    if config.target is not None:
         found = locate(config.target, f"model.{TARGET}")
+    elif config.name == CUSTOM:
+        raise UserError(f"model={CUSTOM}: say which class, model.{TARGET}=package.module.Class")
+    else:
+        found = imported("model", entry("model", config.name, offered("model")))
     a_module = not isinstance(found, type) or issubclass(found, nn.Module)
     if not callable(found) or isinstance(found, nn.Module) or not a_module:
         what = f"the class {found.__qualname__}" if isinstance(found, type) else f"a {type(found).__name__}"
         raise UserError(
             f"{config.said} is {what}: name a class of torch.nn.Module, or a function that makes one"
         )
-    return found
+    maker: Callable[..., Any] = found
+    return maker
 
 
-def _completed(
-    config: UserModel, maker: Callable[..., Any], offers: Mapping[str, Callable[[], Any]]
+def _complete(
+    config: UserModel, maker: Callable[..., Any], known: Mapping[str, Callable[[], Any]]
 ) -> dict[str, Any]:
-    """Add the arguments that the recipe does not set; ``UserError`` for unknown or missing ones."""
-    parameters = _parameters(config, maker)
+    """The arguments that the recipe does not set; ``UserError`` for unknown or missing ones."""
+    try:
+        parameters = signature(maker).parameters
+    except (TypeError, ValueError) as fault:
+        raise UserError(
+            f"{config.said}: Python does not tell its arguments; name a class of your own"
+        ) from fault
     takes = {name: p for name, p in parameters.items() if p.kind in _BY_NAME}
-    for name in _RECPIPES.keys() & takes.keys():
+    for name in _OWN_KEYS.keys() & takes.keys():
         _refuse_shared(config, name, takes[name])
     takes_any = any(p.kind is Parameter.VAR_KEYWORD for p in parameters.values())
     unknown = [] if takes_any else [key for key in config.arguments if key not in takes]
     if unknown:
-        own = [name for name in takes if name not in offers]
+        own = [name for name in takes if name not in known]
         hint = did_you_mean(unknown[0], [*own, *(f.name for f in fields(ModelKeys))])
         listed = hint or f" It takes {', '.join(own) or 'none from the recipe'}"
         raise UserError(f"model.{shown(unknown[0])}: {config.said} has no such argument.{listed}")
-    given = {name: make for name, make in offers.items() if name in takes and name not in config.arguments}
+    added = {name: make for name, make in known.items() if name in takes and name not in config.arguments}
     missing = [
         name
         for name, p in parameters.items()
         if p.default is p.empty
         and (p.kind in _BY_NAME or p.kind is Parameter.POSITIONAL_ONLY)
-        and name not in {*config.arguments, *given}
+        and name not in {*config.arguments, *added}
     ]
     if missing:
         sets = " ".join(f"model.{name}=VALUE" for name in missing)
         raise UserError(f"{config.said} needs {', '.join(missing)}, which has no value: set {sets}")
-    return {name: make() for name, make in given.items() if _wanted(name, takes[name], config)}
-
-
-_RECPIPES = {f.name: f.default for f in fields(ModelKeys) if f.name != "embedding_dim"}
-"""Keys that recpipe reads itself and does not pass to constructors, with their defaults."""
+    if config.embedding_dim is None:  # a parameter that needs it keeps its own default
+        for name in _OF_DIMENSION:
+            if name in added and takes[name].default is not Parameter.empty:
+                del added[name]
+    return {name: make() for name, make in added.items()}
 
 
 def _refuse_shared(config: UserModel, name: str, parameter: Parameter) -> None:
     """``UserError`` if a parameter has the name of one of recpipe's own keys and needs a value, or one is set
     that may be meant for it: the parameter would not get it."""
     named = name == "name" and config.target is None  # ``name`` has chosen an installed package's model
-    set_ = getattr(config, name) != _RECPIPES[name] and not named
+    set_ = getattr(config, name) != _OWN_KEYS[name] and not named
     if set_ or parameter.default is Parameter.empty:
         raise UserError(
             f"model.{name}: recpipe reads this key itself, and {config.said} has a parameter of that name, "
@@ -194,21 +197,50 @@ def _refuse_shared(config: UserModel, name: str, parameter: Parameter) -> None:
         )
 
 
-def _parameters(config: UserModel, maker: Callable[..., Any]) -> Mapping[str, Parameter]:
-    try:
-        return signature(maker).parameters
-    except (TypeError, ValueError) as fault:
-        raise UserError(
-            f"{config.said}: Python does not tell its arguments; name a class of your own"
-        ) from fault
+def locate(path: str, key: str) -> Any:
+    """Import what ``package.module.Class`` names; a one-line ``UserError``, naming ``key``, if that fails."""
+
+    def import_one(name: str) -> ModuleType:
+        try:
+            return import_module(name)
+        except ModuleNotFoundError as fault:
+            if fault.name != name:
+                raise UserError(f"{key}={path}: cannot import {name}: {described(fault, name)}") from fault
+            here = [module.name for module in pkgutil.iter_modules([str(Path.cwd())])]
+            raise UserError(
+                f"{key}={path}: there is no module '{name}'.{did_you_mean(name, here)} It is looked for "
+                "in the current directory and among installed packages"
+            ) from fault
+        except Exception as fault:
+            raise UserError(f"{key}={path}: cannot import {name}: {described(fault, name)}") from fault
+
+    name, *parts = path.split(".")
+    found: Any = import_one(name)
+    for part in parts:
+        folders = getattr(found, "__path__", [])
+        if hasattr(found, part):
+            found = getattr(found, part)
+        elif folders and find_spec(f"{name}.{part}"):  # also for a folder without __init__.py
+            found = import_one(f"{name}.{part}")
+        else:
+            inside = [module.name for module in pkgutil.iter_modules(folders)]
+            public = [word for word in dir(found) if not word.startswith("_")]
+            hint = did_you_mean(part, [*public, *inside])
+            raise UserError(f"{key}={path}: {name} has no '{part}'.{hint}")
+        name = f"{name}.{part}"
+    return found
 
 
-def _wanted(name: str, parameter: Parameter, config: UserModel) -> bool:
-    """Whether to pass a known argument. A parameter with a default keeps it if the recipe does not set the
-    dimension."""
-    return not (
-        name in _OF_DIMENSION and parameter.default is not Parameter.empty and config.embedding_dim is None
-    )
-
-
-_OF_DIMENSION = ("embedding_dim", "embedding_bag_collection", "embedding_collection")
+def described(fault: BaseException, module: str) -> str:
+    """Type, text and place of ``fault``: the innermost line in the top-level package of ``module``."""
+    text = " ".join(str(fault).split())
+    said = f"{type(fault).__name__}: {shown(text, LONGEST)}" if text else type(fault).__name__
+    if isinstance(fault, SyntaxError):
+        return f"{said} ({fault.filename}, line {fault.lineno})"
+    frames = list(walk_tb(fault.__traceback__))
+    top = module.partition(".")[0]
+    own = [at for at in frames if str(at[0].f_globals.get("__name__", "")).partition(".")[0] == top]
+    if not own:
+        return said
+    frame, line = own[-1]
+    return f"{said} ({frame.f_code.co_filename}, line {line})"

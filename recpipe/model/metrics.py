@@ -1,10 +1,8 @@
-"""Quality of predictions by their kind (clicks: AUC, logloss, NE), and the process's peak memory."""
+"""Quality of predictions by their kind: AUC, logloss and NE of clicks, errors of values and counts."""
 
 from __future__ import annotations
 
 import math
-import resource
-import sys
 import threading
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
@@ -116,7 +114,10 @@ def judged(kind: Kind, labels: Values, predictions: Values) -> Quality:
     if not label.numel():
         return _NONE
     if kind == "counts":
-        return replace(_NONE, poisson_deviance=_poisson_deviance(label, predicted))
+        # Twice the mean loss of log-likelihood compared with rates equal to the counts.
+        lost = torch.xlogy(label, label) - label * predicted - label + predicted.exp()
+        deviance = math.nan if bool((label < 0).any()) else float(2 * lost.mean())
+        return replace(_NONE, poisson_deviance=deviance)
     apart = predicted - label
     mse = float(apart.square().mean())
     return replace(_NONE, mse=mse, rmse=math.sqrt(mse), mae=float(apart.abs().mean()))
@@ -144,15 +145,6 @@ def calibration(labels: Values, logits: Values) -> Calibration | None:
         for values in (logit.double().sigmoid(), label)
     )
     return Calibration(predicted.tolist(), clicked.tolist(), samples[used].tolist())
-
-
-def _poisson_deviance(counts: torch.Tensor, log_rates: torch.Tensor) -> float:
-    """Twice the mean loss of log-likelihood compared with rates equal to the ``counts``; NaN if a count is
-    negative."""
-    if bool((counts < 0).any()):
-        return math.nan
-    lost = torch.xlogy(counts, counts) - counts * log_rates - counts + log_rates.exp()
-    return float(2 * lost.mean())
 
 
 def _normalized(loss: float, label: torch.Tensor) -> float:
@@ -211,64 +203,39 @@ class BackgroundQuality:
         file = None if self.folder is None else self.folder / f"{self._evaluations}.npy"
         self._evaluations += 1
         threading.Thread(
-            target=_keep,
-            args=(promised, self, labels, logits, loss, file),
+            target=self._judge,
+            args=(promised, labels, logits, loss, file),
             name="recpipe-quality",
             daemon=True,
         ).start()
         return promised
 
-
-def _keep(
-    promised: Future[Quality],
-    background: BackgroundQuality,
-    labels: list[torch.Tensor],
-    logits: list[torch.Tensor],
-    loss: float,
-    file: Path | None,
-) -> None:
-    empty = torch.empty(0)
-    try:
-        label, logit = torch.cat([empty, *labels]), torch.cat([empty, *logits])
-        if file is not None:
-            _write_predictions(file, logit, label)
-        found = judged(background.kind, label, logit)
-        background.calibration = calibration(label, logit) if background.kind == "clicks" else None
-        promised.set_result(replace(found, loss=loss))
-    except BaseException as fault:
-        promised.set_exception(fault)
-
-
-def _write_predictions(file: Path, logits: torch.Tensor, labels: torch.Tensor) -> None:
-    try:
-        file.parent.mkdir(parents=True, exist_ok=True)
-        np.save(file, torch.stack([logits, labels]).numpy())
-    except OSError as fault:
-        raise UserError(
-            f"cannot write task.export_predictions={file.parent}: {fault.strerror}; choose another directory"
-        ) from fault
+    def _judge(
+        self,
+        promised: Future[Quality],
+        labels: list[torch.Tensor],
+        logits: list[torch.Tensor],
+        loss: float,
+        file: Path | None,
+    ) -> None:
+        empty = torch.empty(0)
+        try:
+            label, logit = torch.cat([empty, *labels]), torch.cat([empty, *logits])
+            if file is not None:
+                try:
+                    file.parent.mkdir(parents=True, exist_ok=True)
+                    np.save(file, torch.stack([logit, label]).numpy())
+                except OSError as fault:
+                    raise UserError(
+                        f"cannot write task.export_predictions={file.parent}: {fault.strerror}; "
+                        "choose another directory"
+                    ) from fault
+            found = judged(self.kind, label, logit)
+            self.calibration = calibration(label, logit) if self.kind == "clicks" else None
+            promised.set_result(replace(found, loss=loss))
+        except BaseException as fault:
+            promised.set_exception(fault)
 
 
 def _host_copy(values: torch.Tensor) -> torch.Tensor:
     return values.detach().reshape(-1).to("cpu", torch.float32, copy=True)
-
-
-def peak_rss_bytes() -> int:
-    """Largest resident set of this process in bytes since its start or the last ``reset_peak_rss``."""
-    status = Path("/proc/self/status")
-    if status.exists():
-        for line in status.read_text().splitlines():
-            if line.startswith("VmHWM:"):
-                return int(line.split()[1]) * 1024
-    # Sandboxes and macOS lack VmHWM; getrusage counts KiB on Linux and bytes on macOS.
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak if sys.platform == "darwin" else peak * 1024
-
-
-def reset_peak_rss() -> bool:
-    """Reset ``peak_rss_bytes`` to the present size; False if the kernel does not allow it."""
-    try:
-        Path("/proc/self/clear_refs").write_text("5")
-    except OSError:
-        return False
-    return True

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Generator, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
 
-from recpipe.data.ahead import read_ahead
 from recpipe.data.batch import Batch
 from recpipe.data.dataset import Dataset
 from recpipe.pipeline.order_check import OrderCheck
@@ -81,3 +82,19 @@ class BatchSource:
             return ordered if self._check is None or first else self._check.watched(ordered)
         batches = self.dataset.batches("train", self.batch_size, first, part)
         return read_ahead(batches, self.dataset.read_ahead) if self.dataset.read_ahead else batches
+
+
+def read_ahead(batches: Iterator[Batch], depth: int) -> Iterator[Batch]:
+    """``batches`` in their order, up to ``depth`` (at least 1) of them read in advance by one thread.
+
+    A fault of the source is raised when its batch would have come. When this iterator is closed or dropped,
+    the thread ends after the batch that it is reading.
+    """
+    reader = ThreadPoolExecutor(1, "recpipe-reader")
+    try:
+        pending = deque(reader.submit(next, batches, None) for _ in range(depth))
+        while (batch := pending.popleft().result()) is not None:
+            pending.append(reader.submit(next, batches, None))
+            yield batch
+    finally:
+        reader.shutdown(cancel_futures=True)

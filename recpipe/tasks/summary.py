@@ -12,11 +12,11 @@ from recpipe.access.sample import AccessSample
 from recpipe.access.skew import Skew, skew_of
 from recpipe.common.console import log
 from recpipe.common.device import peak_gpu_bytes
+from recpipe.common.machine import peak_rss_bytes
 from recpipe.common.words import CUSTOM
 from recpipe.config.recipe import Recipe
 from recpipe.data.dataset import Dataset
 from recpipe.distributed.ranks import Ranks
-from recpipe.model.metrics import peak_rss_bytes
 from recpipe.plugin.api import RunFigures
 from recpipe.plugin.assembly import Assembly
 from recpipe.report.environment import environment

@@ -9,8 +9,7 @@ from torchrec.models.dlrm import DLRM
 
 from recpipe.backend import dense
 from recpipe.backend.convert import convert
-from recpipe.model.dlrm import make_dlrm
-from recpipe.model.sizes import DlrmSizes
+from recpipe.model.dlrm import DlrmSizes, make_dlrm
 
 DIM, BATCH, FEATURES = 8, 37, 3
 TABLES = [("a", 10), ("b", 600), ("c", 90)]

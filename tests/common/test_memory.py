@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import json
+import mmap
 import subprocess
 import sys
 from collections.abc import Callable
@@ -12,9 +13,9 @@ from pathlib import Path
 import pytest
 
 from recpipe.checkpoint.table_files import check_tables, load_regions, save_tables, saved_weights
+from recpipe.common.machine import peak_rss_bytes, reset_peak_rss
 from recpipe.common.tensors import TensorFiles, write_tensors
 from recpipe.data.dataset import SparseFeature
-from recpipe.model.metrics import peak_rss_bytes, reset_peak_rss
 from recpipe.tables.resident import ResidentCollection
 from recpipe.tables.specs import TableOptimizer, TableSet, weight_name
 from tests.tables.samples import CPU
@@ -109,3 +110,16 @@ def test_a_gigabyte_of_tables_takes_less_than_1_3_of_it(tmp_path: Path, override
     assert table_bytes > 1e9
     ratios = [(peak - without) / table_bytes for peak, without in zip(full, base, strict=True)]
     assert max(ratios) <= 1.3, ratios
+
+
+def test_peak_rss_sees_memory_that_was_freed_until_it_is_reset() -> None:
+    size = 96 << 20
+    if not reset_peak_rss():
+        pytest.skip("this kernel does not reset a process's peak")
+    before = peak_rss_bytes()
+    with mmap.mmap(-1, size) as block:  # which goes back to the kernel, whatever the allocator keeps
+        for page in range(0, size, mmap.PAGESIZE):
+            block[page] = 1
+    assert peak_rss_bytes() >= before + 0.9 * size
+    reset_peak_rss()
+    assert peak_rss_bytes() < before + 0.5 * size

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from recpipe.data.chosen import chosen_batches
+from recpipe.data.dataset import chosen_batches
 
 
 class Reads:

@@ -17,10 +17,9 @@ from recpipe.data.columns import Columns, bits_of, concatenate
 from recpipe.data.config import CriteoConfig, FileConfig, NpyConfig, ParquetConfig
 from recpipe.data.dataset import Schema, SparseFeature
 from recpipe.data.fold import Fold, hash_into
-from recpipe.data.make import open_dataset, open_source
+from recpipe.data.make import StreamedDataset, open_dataset, open_source
 from recpipe.data.prepared import Meta, PreparedDataset, check_prepared
 from recpipe.data.sources.transforms import hash_rows
-from recpipe.data.streamed import StreamedDataset
 from recpipe.errors import DataError
 
 from .conftest import TABLES

@@ -8,7 +8,7 @@ import torch
 
 from recpipe.data.config import SyntheticConfig
 from recpipe.data.make import open_dataset
-from recpipe.data.sources.skew import TABLE_ROWS, Popularity
+from recpipe.data.sources.synthetic import TABLE_ROWS, Popularity
 from recpipe.errors import UserError
 from tests import generating
 

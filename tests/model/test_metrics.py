@@ -1,9 +1,8 @@
-"""AUC, logloss and NE against brute force and TorchRec; the worker thread; the memory probes."""
+"""AUC, logloss and NE against brute force and TorchRec; the worker thread."""
 
 from __future__ import annotations
 
 import math
-import mmap
 import threading
 
 import numpy as np
@@ -134,19 +133,6 @@ def test_a_fault_in_the_thread_comes_out(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(metrics, "quality", lambda *_: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         BackgroundQuality().submit().result(10)
-
-
-def test_peak_rss_sees_memory_that_was_freed_until_it_is_reset() -> None:
-    size = 96 << 20
-    if not metrics.reset_peak_rss():
-        pytest.skip("this kernel does not reset a process's peak")
-    before = metrics.peak_rss_bytes()
-    with mmap.mmap(-1, size) as block:  # which goes back to the kernel, whatever the allocator keeps
-        for page in range(0, size, mmap.PAGESIZE):
-            block[page] = 1
-    assert metrics.peak_rss_bytes() >= before + 0.9 * size
-    metrics.reset_peak_rss()
-    assert metrics.peak_rss_bytes() < before + 0.5 * size
 
 
 @pytest.mark.parametrize("count", [7, 1000, 200_001])

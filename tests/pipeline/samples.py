@@ -15,9 +15,8 @@ from recpipe.data.select import select
 from recpipe.distributed.ranks import Ranks, part_of
 from recpipe.model.call import Called
 from recpipe.model.config import ModelConfig
-from recpipe.model.dlrm import make_dlrm
+from recpipe.model.dlrm import DlrmSizes, make_dlrm
 from recpipe.model.loss import parse_loss
-from recpipe.model.sizes import DlrmSizes
 from recpipe.pipeline.loader import EvalLoader, TrainLoader
 from recpipe.pipeline.placed import PlacedModel, put_fronts
 from recpipe.pipeline.sample_filter import SampleFilter

@@ -9,8 +9,7 @@ from recpipe.common.validation import typed
 from recpipe.data.select import between
 from recpipe.errors import UserError
 from recpipe.model.config import ModelConfig
-from recpipe.model.dlrm import make_dlrm
-from recpipe.model.sizes import DlrmSizes
+from recpipe.model.dlrm import DlrmSizes, make_dlrm
 from tests.pipeline.samples import SCHEMA, Listed, collection_of, model_config, model_over
 from tests.tables.samples import CPU
 

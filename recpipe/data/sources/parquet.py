@@ -23,8 +23,7 @@ from recpipe.data.columns import Columns, Float32, Ids, MultiHot, bits_of, offse
 from recpipe.data.config import ParquetConfig
 from recpipe.data.dataset import Schema, SparseFeature
 from recpipe.data.files import input_files
-from recpipe.data.labels import LABEL_KINDS, LabelKind
-from recpipe.data.preparation import IdRule, Preparation
+from recpipe.data.preparation import LABEL_KINDS, IdRule, LabelKind, Preparation
 from recpipe.data.sources.transforms import signed_log, string_keys
 from recpipe.errors import DataError, nearest_or_all, shown
 
