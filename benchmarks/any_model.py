@@ -43,7 +43,7 @@ from torchrec.modules.fused_embedding_modules import fuse_embedding_optimizer
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 import recpipe
-from recpipe.backend.host import Host
+from recpipe.backend.choices import Host
 from recpipe.common.process import quiet_libraries
 
 ROWS, DENSE = 20_000, 13

@@ -34,8 +34,8 @@ from torchrec.modules.embedding_configs import EmbeddingBagConfig  # noqa: E402
 from torchrec.sparse.jagged_tensor import KeyedTensor  # noqa: E402
 
 from recpipe.backend.calibrate import calibrated  # noqa: E402
+from recpipe.backend.choices import Host  # noqa: E402
 from recpipe.backend.convert import convert  # noqa: E402
-from recpipe.backend.host import Host  # noqa: E402
 from recpipe.backend.matmul import float32_products  # noqa: E402
 from recpipe.common.timing import median_seconds  # noqa: E402
 from recpipe.tables.room import with_room  # noqa: E402

@@ -26,7 +26,7 @@ from recpipe.answers.score import ALIGNMENT, Lookup, PackageError, Scorer, Table
 from recpipe.answers.score import Call as LookupCall
 from recpipe.answers.source import FloatCheckpoint
 from recpipe.answers.stored import FewRows, put_rows_of
-from recpipe.backend.host import processor
+from recpipe.backend.choices import processor
 from recpipe.common.device import keep_to_one_core, one_thread
 from recpipe.common.loops import compiled
 from recpipe.common.machine import free_memory

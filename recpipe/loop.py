@@ -12,8 +12,8 @@ from typing import Any
 from omegaconf import DictConfig
 from torch import nn
 
+from recpipe.backend.build import convert_for_loop
 from recpipe.backend.convert import revert
-from recpipe.backend.equip import equip_loop
 from recpipe.common.device import begin_on, gpu_explained
 from recpipe.common.files import hold
 from recpipe.common.own_cache import default_cache_dir
@@ -110,7 +110,9 @@ def place(
             if placed.parts.refused is not None:
                 splitter = None
         stack.callback(revert, model)
-        equip_loop(cfg.trainer.backend, placed, data.batch_size, device, default_cache_dir() / "backend")
+        convert_for_loop(
+            cfg.trainer.backend, placed, data.batch_size, device, default_cache_dir() / "backend"
+        )
         source = BatchSource(data, data.batch_size, assembly.feed)
         filtered = SampleFilter.of(assembly.skipper, placed.rows)
         splitting = Splitting.of(splitter, cfg.trainer.split, data.batch_size, tiers, ranks.channel())

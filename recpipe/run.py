@@ -18,8 +18,7 @@ import torch
 from omegaconf import DictConfig
 
 from recpipe.access.sample import AccessSample
-from recpipe.backend.chain import KnownSteps
-from recpipe.backend.equip import equip
+from recpipe.backend.build import build_backend
 from recpipe.backend.matmul import float32_products, require_units
 from recpipe.checkpoint.table_io import OpenCheckpoint, TableCheckpointIO, checkpoints_in
 from recpipe.checkpoint.trained_on import TrainedOn
@@ -295,7 +294,7 @@ def run_on(
         loader = TrainLoader(source, inputs, tiers, device, ranks, ahead, filtered, splitting, accesses)
         evaluation = EvalLoader(dataset, part, inputs, device, ranks)
         make_optimizer = partial(dense_optimizer, cfg.optim.dense)
-        backend = equip(
+        backend = build_backend(
             trainer_config.backend,
             model,
             assembly.splitter,
@@ -396,7 +395,5 @@ def run_on(
         checkpoint = saved_last(trainer) if recorder.steps else resume
         model.eval()
         # Rounded as the run's own scores are.
-        scores = float32_products(device, model_config.precision)(
-            KnownSteps(model.module).used()(model.predict)
-        )
+        scores = float32_products(device, model_config.precision)(model.predict)
         return Outcome(content, called.module, scores, checkpoint, open_tiers.pop_all())

@@ -154,9 +154,8 @@ def recpipe_model(setting: Setting, precision: str, batch: int) -> Callable[[Bat
     """recpipe's, its tables resident in one TBE, with the back end of a run on this machine."""
     import torch
 
+    from recpipe.backend.build import Backend
     from recpipe.backend.calibrate import calibrated
-    from recpipe.backend.chain import KnownSteps
-    from recpipe.backend.equip import Backend
     from recpipe.common.own_cache import default_cache_dir
     from recpipe.data.batch import Batch as OurBatch
     from recpipe.data.dataset import Schema, SparseFeature
@@ -185,12 +184,12 @@ def recpipe_model(setting: Setting, precision: str, batch: int) -> Callable[[Bat
     model = PlacedModel(called, fronts, embeddings, Inputs(tables, [[("sparse",)]])).eval()
     folder = default_cache_dir() / "backend"
     Backend("auto", model, calibrated(module, batch, {torch.get_num_threads()}, folder))
-    keyed, known = keyed_by(batch), KnownSteps(module)
+    keyed = keyed_by(batch)
 
     def score(b: Batch) -> object:
         made = OurBatch(b.dense, keyed(b), b.labels)
         model.inputs.require_ids(model.inputs.each(made))
-        with known.used(), handing_out(model.look_up(made)):
+        with handing_out(model.look_up(made)):
             return model(made)
 
     return score

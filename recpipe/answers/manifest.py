@@ -16,7 +16,7 @@ from recpipe.answers.content import Content
 from recpipe.answers.processor import InstructionSet, needed_flags
 from recpipe.answers.score import DIGEST, MANIFEST, SCHEMA, SIGNATURE, PackageError, sealed
 from recpipe.answers.signature import PrivateKey, require_signed, signed
-from recpipe.backend.host import processor
+from recpipe.backend.choices import processor
 from recpipe.common.files import sync
 from recpipe.common.validation import fitted
 from recpipe.common.versions import FBGEMM, installed_version

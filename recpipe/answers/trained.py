@@ -15,9 +15,8 @@ import torch
 from torch import nn
 
 from recpipe.answers.plain import fill
-from recpipe.backend.chain import KnownSteps
+from recpipe.backend.build import Backend
 from recpipe.backend.convert import convert_on_gpu, revert
-from recpipe.backend.equip import Backend
 from recpipe.backend.matmul import TF32, float32_products, require_units
 from recpipe.checkpoint.manifest import TABLES
 from recpipe.checkpoint.table_files import check_tables, rows_of_tables
@@ -229,7 +228,6 @@ class Scoring:
         self.device = device
         self.tasks = model.called.tasks
         """How to call the model for each of its outputs, by name."""
-        self._steps = KnownSteps(model.module)
 
     def batches(self, split: SplitName) -> EvalLoader:
         """The batches of a split of the data, as training's evaluation reads them."""
@@ -248,7 +246,7 @@ class Scoring:
         """
         for batch in batches:
             # Looked up before the model asks, since it is known here that the ids have been checked.
-            with self._steps.used(), handing_out(self.model.look_up(batch)):
+            with handing_out(self.model.look_up(batch)):
                 (one,) = scored(self.model.called, [batch], labelled)
             yield one
 

@@ -20,9 +20,8 @@ from torchrec.modules.crossnet import LowRankCrossNet
 from recpipe import seams
 from recpipe.backend import choices as names
 from recpipe.backend.chain import CHAINS, Chain, is_plain, steps
-from recpipe.backend.choices import Choices
+from recpipe.backend.choices import Choices, Notebook
 from recpipe.backend.convert import convert
-from recpipe.backend.host import Notebook
 from recpipe.common.console import log
 from recpipe.common.device import using_threads
 from recpipe.common.meter import Meter

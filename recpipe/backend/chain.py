@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Mapping
 from functools import cached_property, partial
+from math import log
 from typing import Any
 
 import torch
@@ -13,7 +12,7 @@ from torch import nn
 from torch.nn.modules import module as torch_module
 from torchrec.modules.mlp import MLP, Perceptron
 
-from recpipe.backend.choices import chain_signature
+from recpipe.backend.choices import FIRST_SHARES, chain_signature, linear_signature
 from recpipe.backend.dense import Layer
 
 
@@ -36,49 +35,6 @@ Step = Chain | nn.Module
 CHAINS = (nn.Linear, Perceptron, MLP, nn.Sequential)
 """Modules that may be chains of linear layers or contain some."""
 _RELUS = (torch.relu, torch.relu_, nn.functional.relu, torch.Tensor.relu)
-
-
-class _Known(threading.local):
-    steps: dict[nn.Module, list[Step]] | None = None
-
-
-_known = _Known()
-"""The steps of modules in this thread, inside ``KnownSteps.used``."""
-
-
-class KnownSteps:
-    """The steps of the modules in ``model``, kept from one call to the next, since finding them takes as long
-    as a small batch's matrix products. A module that gets hooks, other members or another forward between two
-    calls has its steps found anew."""
-
-    def __init__(self, model: nn.Module) -> None:
-        self.model = model
-        self._steps: dict[nn.Module, list[Step]] = {}
-        self._members: list[nn.Module] = []
-        self._hooks: list[dict[int, Any]] = []
-        self._as_found: list[object] | None = None
-
-    @contextmanager
-    def used(self) -> Iterator[None]:
-        """In the block, nobody changes the modules: their steps are found once."""
-        if self._as_they_are() != self._as_found:
-            self._steps, self._members = {}, list(self.model.modules())
-            self._hooks = [hooks for module in self._members for hooks in hooks_of(module)]
-            self._as_found = self._as_they_are()
-        before, _known.steps = _known.steps, None if any(self._hooks) else self._steps
-        try:
-            yield
-        finally:
-            _known.steps = before
-
-    def _as_they_are(self) -> list[object]:
-        """What the steps depend on beside hooks."""
-        found: list[object] = []
-        for module in self._members:
-            own = module.__dict__
-            found += own["_modules"].values()
-            found += (own.get("forward"), own.get("_activation_fn"))
-        return found
 
 
 class Converted(partial[Any]):
@@ -119,16 +75,47 @@ def any_global_hook() -> bool:
 
 
 def steps(module: nn.Module) -> list[Step]:
-    """What ``module`` does: a linear layer, TorchRec's ``Perceptron`` or ``MLP``, or a ``Sequential``.
+    """What ``module`` does: a linear layer, TorchRec's ``Perceptron`` or ``MLP``, or a ``Sequential``; empty
+    if no chain is in it.
 
     Hooks on ``module`` itself are its caller's; a member with hooks is a step of its own.
     """
-    if _known.steps is not None and module in _known.steps:
-        return _known.steps[module]
     found: list[Step] = []
     _add(module, found)
-    if _known.steps is not None:
-        _known.steps[module] = found
+    return found if any(isinstance(step, Chain) for step in found) else []
+
+
+class KnownSteps:
+    """``steps(module)``, kept from one call to the next, since finding them takes as long as a small batch's
+    matrix products. They are found anew once a member has got hooks, other members or another forward."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self.module = module
+        self._known: tuple[list[Step], list[nn.Module], list[object], list[dict[int, Any]]] | None = None
+        """The steps, and what they depend on: the members, what ``_as_they_are`` says of them, their hooks.
+        In one attribute, since cores that share a batch ask at the same time."""
+
+    def __reduce__(self) -> tuple[type[KnownSteps], tuple[nn.Module]]:
+        return KnownSteps, (self.module,)  # a copy finds those of its own module
+
+    def __call__(self) -> list[Step]:
+        """The steps now."""
+        known = self._known
+        if known is not None and not any(known[3]) and _as_they_are(known[1]) == known[2]:
+            return known[0]
+        found, members = steps(self.module), list(self.module.modules())
+        hooks = [hooks for member in members[1:] for hooks in hooks_of(member)]
+        self._known = found, members, _as_they_are(members), hooks
+        return found
+
+
+def _as_they_are(members: list[nn.Module]) -> list[object]:
+    """What steps depend on beside hooks."""
+    found: list[object] = []
+    for member in members:
+        own = member.__dict__
+        found += own["_modules"].values()
+        found += (own.get("forward"), own.get("_activation_fn"))
     return found
 
 
@@ -177,3 +164,47 @@ def _extend(found: list[Step], layer: Layer) -> None:
         found[-1].append(layer)
     else:
         found.append(Chain([layer]))
+
+
+class Chooser:
+    """Looks up ``choices``; for what was not measured, torch's own way is taken.
+
+    Of several measured batch sizes, the nearest by ratio counts. With ``measured_only``, a part of a model is
+    converted only where that was measured to be faster; without it, at every size.
+    """
+
+    def __init__(self, choices: Mapping[str, Mapping[str, Mapping[str, str]]], measured_only: bool) -> None:
+        self.choices = choices
+        self.measured_only = measured_only
+        self._known: dict[tuple[str, int, int], str | None] = {}
+        self._onednn: dict[tuple[str, int, int], list[bool] | None] = {}
+
+    def onednn(self, layers: Chain, samples: int) -> list[bool] | None:
+        """For each of the ``layers`` whether to use oneDNN's own operator with so many samples; None: the
+        whole chain is faster as torch has it."""
+        key = layers.signature, torch.get_num_threads(), samples
+        if key not in self._onednn:
+            sizes = [(layer.linear.in_features, layer.linear.out_features) for layer in layers]
+            ways = [self._faster(linear_signature(*size), samples) == "onednn" for size in sizes]
+            self._onednn[key] = ways if self.pays(layers.signature, samples) else None
+        return self._onednn[key]
+
+    def pays(self, part: str, samples: int) -> bool:
+        """Whether to use the back end for a part with this signature."""
+        return not self.measured_only or self._faster(part, samples) == "cpu"
+
+    def first_share(self, model: str, samples: int) -> float | None:
+        """The first core's fraction of an equal share of so many samples; None if cores are not faster."""
+        return FIRST_SHARES.get(self._faster(model, samples) or "")
+
+    def _faster(self, signature: str, samples: int) -> str | None:
+        key = signature, torch.get_num_threads(), samples
+        if key not in self._known:
+            self._known[key] = self._nearest(*key)
+        return self._known[key]
+
+    def _nearest(self, signature: str, threads: int, samples: int) -> str | None:
+        measured = self.choices.get(signature, {}).get(str(threads), {})
+        if not measured:
+            return None
+        return measured[min(measured, key=lambda size: (abs(log(int(size) / samples)), int(size)))]

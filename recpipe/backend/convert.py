@@ -26,14 +26,14 @@ from recpipe.backend import choices as names
 from recpipe.backend.chain import (
     CHAINS,
     Chain,
+    Chooser,
     Converted,
+    KnownSteps,
     any_global_hook,
     is_converted,
     is_hooked,
     is_plain,
-    steps,
 )
-from recpipe.backend.choices import Chooser
 from recpipe.backend.crosses import cross, factorize
 from recpipe.backend.dense import chain, interact
 from recpipe.tables.room import has_room, marked
@@ -58,7 +58,8 @@ def convert(
     for module in model.modules():
         for kind, forward in _FORWARDS.items():
             if is_plain(module, kind):
-                module.forward = Converted(forward, module, chooser)
+                known = (KnownSteps(module),) if forward is _chains else ()
+                module.forward = Converted(forward, module, chooser, *known)
 
 
 def convert_on_gpu(model: nn.Module) -> None:
@@ -93,8 +94,8 @@ def precision(device: str = "cpu") -> torch.dtype | None:
     return torch.bfloat16 if torch.get_autocast_dtype(device) == torch.bfloat16 else None
 
 
-def _runs(module: nn.Module) -> bool:
-    """Whether ``module`` is called normally, and not being traced."""
+def _runs() -> bool:
+    """Whether modules are called normally, and not being traced."""
     return (
         not any_global_hook()
         and not torch.compiler.is_compiling()
@@ -114,43 +115,38 @@ def _fits(x: Any, ndim: int = 2, *types: torch.dtype, device: str = "cpu") -> bo
     )
 
 
-def _as_it_is(module: nn.Module, *inputs: Any) -> Any:
-    """Call the ``forward`` of the module's class."""
-    return type(module).forward(module, *inputs)
-
-
-def _chains(module: nn.Module, chooser: Chooser, input: Any) -> Any:
+def _chains(module: nn.Module, chooser: Chooser, steps: KnownSteps, input: Any) -> Any:
     """The ``forward`` of a linear layer, a ``Perceptron``, an ``MLP`` or a ``Sequential``."""
     dtype = precision()
-    if dtype is None or not _runs(module):
-        return _as_it_is(module, input)
-    found = steps(module)
-    if not any(isinstance(step, Chain) for step in found):
-        return _as_it_is(module, input)
+    found = steps() if dtype is not None and _runs() else []
+    if dtype is None or not found:
+        return type(module).forward(module, input)
     x = input
     for step in found:
         if not isinstance(step, Chain):
             x = step(x)
-        elif _pays(step, x, chooser, dtype):
-            sizes = ((layer.linear.in_features, layer.linear.out_features) for layer in step)
-            x = chain(x, step, [chooser.onednn(*size, len(x)) for size in sizes], dtype)
-        else:
-            # This does what the members' own forwards do; none of them has a hook.
-            for linear, relu in step:
-                x = nn.functional.linear(x, linear.weight, linear.bias)
-                x = torch.relu_(x) if relu else x
+            continue
+        onednn = chooser.onednn(step, len(x)) if _fits_chain(step, x, dtype) else None
+        if onednn is not None:
+            x = chain(x, step, onednn, dtype)
+            continue
+        # This does what the members' own forwards do; none of them has a hook.
+        for linear, relu in step:
+            x = nn.functional.linear(x, linear.weight, linear.bias)
+            x = torch.relu_(x) if relu else x
     return x
 
 
-def _pays(layers: Chain, x: Any, chooser: Chooser, dtype: torch.dtype) -> bool:
+def _fits_chain(layers: Chain, x: Any, dtype: torch.dtype) -> bool:
     if not _fits(x, 2, torch.float32, dtype) or x.shape[1] != layers[0].linear.in_features:
         return False
-    if not chooser.pays(layers.signature, len(x)):
-        return False
-    weights = [p for layer in layers for p in (layer.linear.weight, layer.linear.bias) if p is not None]
-    return all(
-        type(w) in _PLAIN_TENSORS and w.dtype == torch.float32 and w.device.type == "cpu" for w in weights
-    )
+    for linear, _ in layers:
+        for w in (linear.weight, linear.bias):
+            if w is not None and (
+                type(w) not in _PLAIN_TENSORS or w.dtype != torch.float32 or w.device.type != "cpu"
+            ):
+                return False
+    return True
 
 
 def _interaction(module: Any, chooser: Chooser | None, dense_features: Any, sparse_features: Any) -> Any:
@@ -158,7 +154,7 @@ def _interaction(module: Any, chooser: Chooser | None, dense_features: Any, spar
     dense, sparse, device = dense_features, sparse_features, "cuda" if chooser is None else "cpu"
     dtype = precision(device)
     if (
-        _runs(module)
+        _runs()
         and dtype is not None
         and _fits(dense, 2, dtype, device=device)
         and _fits(sparse, 3, device=device)
@@ -166,14 +162,14 @@ def _interaction(module: Any, chooser: Chooser | None, dense_features: Any, spar
         and (chooser is None or chooser.pays(names.dot_signature(*sparse.shape[1:]), len(dense)))
     ):
         return interact(dense, sparse, has_room(sparse))
-    return _as_it_is(module, dense, sparse)
+    return type(module).forward(module, dense, sparse)
 
 
 def _cross_net(module: Any, chooser: Chooser, input: Any) -> Any:
     """The ``forward`` of ``LowRankCrossNet``."""
     parameters = [*module.W_kernels, *module.V_kernels, *module.bias]
     if (
-        _runs(module)
+        _runs()
         and precision() is torch.float32
         and _fits(input)
         and all(_fits(p, p.ndim) for p in parameters)
@@ -182,25 +178,25 @@ def _cross_net(module: Any, chooser: Chooser, input: Any) -> Any:
         )
     ):
         return cross(input, module)
-    return _as_it_is(module, input)
+    return type(module).forward(module, input)
 
 
 def _factorization_machine(module: Any, chooser: Chooser, embeddings: Any) -> Any:
     """The ``forward`` of ``FactorizationMachine``, which joins a list of tensors; often there is only one."""
     fits = precision() is torch.float32 and all(type(x) in _PLAIN_TENSORS for x in embeddings)
-    if fits and _runs(module):
+    if fits and _runs():
         flat = _flat(embeddings)
         if _fits(flat):
             return factorize(flat)
         embeddings = [flat]
-    return _as_it_is(module, embeddings)
+    return type(module).forward(module, embeddings)
 
 
 def _deep_fm(module: Any, chooser: Chooser, embeddings: Any) -> Any:
     """The ``forward`` of ``DeepFM``; a single tensor is not joined, which would copy it."""
-    if _runs(module) and len(embeddings) == 1 and _fits(embeddings[0]):
+    if _runs() and len(embeddings) == 1 and _fits(embeddings[0]):
         return module.dense_module(embeddings[0])
-    return _as_it_is(module, embeddings)
+    return type(module).forward(module, embeddings)
 
 
 def _flat(tensors: Any) -> torch.Tensor:
@@ -213,7 +209,7 @@ def _fm_interaction(module: Any, chooser: Chooser, dense_features: Any, sparse_f
     before."""
     members = module.deep_fm, module.fm
     if (
-        _runs(module)
+        _runs()
         and _fits(dense_features)
         and module.sparse_feature_names
         and sparse_features.keys() == module.sparse_feature_names
@@ -222,7 +218,7 @@ def _fm_interaction(module: Any, chooser: Chooser, dense_features: Any, sparse_f
     ):
         joined = [torch.cat((dense_features, sparse_features.values()), dim=1)]
         return torch.cat([dense_features, *(member(joined) for member in members)], dim=1)
-    return _as_it_is(module, dense_features, sparse_features)
+    return type(module).forward(module, dense_features, sparse_features)
 
 
 def _sparse(module: Any, chooser: Chooser | None, features: Any) -> Any:
@@ -231,8 +227,8 @@ def _sparse(module: Any, chooser: Chooser | None, features: Any) -> Any:
 
     If they have room in front, it is passed on to the interaction.
     """
-    if not _runs(module):
-        return _as_it_is(module, features)
+    if not _runs():
+        return type(module).forward(module, features)
     pooled = module.embedding_bag_collection(features)
     if list(pooled.keys()) != module.sparse_feature_names:
         by_name = pooled.to_dict()

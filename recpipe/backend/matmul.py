@@ -8,7 +8,7 @@ from functools import cache
 
 import torch
 
-from recpipe.backend.host import made_by_intel
+from recpipe.backend.choices import made_by_intel
 from recpipe.errors import UserError
 
 TF32 = "tf32"

@@ -16,9 +16,8 @@ import torch
 from torch import nn
 
 from recpipe.backend.calibrate import sizes
-from recpipe.backend.choices import FIRST_SHARES, Choices
+from recpipe.backend.choices import FIRST_SHARES, Choices, Notebook
 from recpipe.backend.convert import roomy_paths
-from recpipe.backend.host import Notebook
 from recpipe.common.meter import Meter
 from recpipe.common.timing import median_seconds
 from recpipe.data.parts import batch_size

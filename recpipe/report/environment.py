@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from recpipe.backend.allocator import allocator_settings
-from recpipe.backend.host import processor
+from recpipe.backend.choices import processor
 from recpipe.backend.matmul import float32_matmul
 
 _PACKAGES = {

@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from recpipe.backend.equip import Backend
+from recpipe.backend.build import Backend
 from recpipe.common.timing import BACKWARD
 from recpipe.config.recipe import Recipe
 from recpipe.data.dataset import Dataset

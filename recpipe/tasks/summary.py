@@ -136,7 +136,7 @@ def _skew(accesses: AccessSample | None, tables: ModelTables) -> Skew | None:
 def _resumed(checkpoint: Path | None, module: RankingModule, recorder: Recorder) -> Resumed | None:
     if checkpoint is None:
         return None
-    steps, total = recorder.steps, module.samples
+    steps, total = recorder.steps, module.totals.samples
     return Resumed(
         checkpoint=str(checkpoint),
         step=module.global_step - steps,

@@ -66,7 +66,7 @@ class FigureLogger(L.Callback):
     def _training(self, module: L.LightningModule) -> dict[str, float]:
         """The figures of the steps since the last call; empty if there are none."""
         assert isinstance(module, RankingModule)
-        before, self._loss = self._loss, module.loss_total()
+        before, self._loss = self._loss, module.totals.loss_so_far()
         loss = self._loss.mean_since(before)
         if math.isnan(loss):
             return {}

@@ -6,6 +6,7 @@ import logging
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import lightning as L
@@ -13,9 +14,8 @@ import torch
 from torch import nn
 
 from recpipe import seams
-from recpipe.backend.equip import Backend
+from recpipe.backend.build import Backend
 from recpipe.common.device import using_threads
-from recpipe.common.plain_attributes import PlainAttributes
 from recpipe.common.timing import phase
 from recpipe.distributed.ranks import Channel, Ranks
 from recpipe.errors import UserError
@@ -51,7 +51,31 @@ class LossTotal(NamedTuple):
         return (self.sum - earlier.sum) / steps if steps else math.nan
 
 
-class RankingModule(PlainAttributes, L.LightningModule):
+@dataclass
+class Totals:
+    """What has been trained so far. An object of its own: a step changes all of it, and a module looks at
+    each attribute that is set whether it is a parameter."""
+
+    samples: int | None = 0
+    """In the whole run; None if the resumed checkpoint does not have their number."""
+    seconds: float = 0.0
+    """From the process's start to the end of the latest step, without evaluations; of a resumed run, with
+    those of the parts before it, or NaN if the checkpoint does not have them."""
+    batches: int = 0
+    """The number of the epoch's batch that comes next."""
+    loss: torch.Tensor = field(default_factory=lambda: torch.zeros((), dtype=torch.float64))
+    """The sum of the losses of the steps that this process has trained; it may still be on its way."""
+    steps: int = 0
+    """How many these are."""
+    unchecked: Any = None
+    """The latest batch since the losses were last checked; None: there is none."""
+
+    def loss_so_far(self) -> LossTotal:
+        """The total loss of the steps that this process has trained; waits for a GPU."""
+        return LossTotal(float(self.loss), self.steps)
+
+
+class RankingModule(L.LightningModule):
     """Trains a ``PlacedModel``: tables in their own backward pass, the dense part by ``make_optimizer``."""
 
     def __init__(
@@ -76,23 +100,27 @@ class RankingModule(PlainAttributes, L.LightningModule):
         self.evaluation = Evaluation(model, self.trainers, self.stop)
         self.step_times = StepTimes(loader.device)
         self.backend = backend
-        self._loss_sum = torch.zeros((), dtype=torch.float64)
-        self._losses = 0
+        self.totals = Totals()
         self.looks_each_step = loader.device.type == "cpu"
         """Whether each step's loss is checked before its update. On a GPU, which each check waits for, the
         sum of the losses is, after every ``LOOK_EVERY`` steps and before anything is made of the model."""
-        self._not_looked_at: Any = None
-        """The latest batch since the check before; None: there is none."""
-        self.samples: int | None = 0
-        """Samples trained so far in the whole run; None if the resumed checkpoint does not have their
-        number."""
-        self.seconds = 0.0
-        """Seconds from the process's start to the end of the latest step, without evaluations; of a resumed
-        run, with those of the parts before it, or NaN if the checkpoint does not have them."""
-        self._batches_done = 0
         self._random_state: dict[str, Any] | None = None
+        self._gradients_are_seen = True
+        """Whether a callback is called between the backward pass and the dense optimizer's step."""
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        # Lightning notes here the name of each hook that it calls, some 28 times a step, and ``nn.Module``
+        # would look each time whether the name is a parameter, a buffer or a module.
+        if name == "_current_fx_name":
+            self.__dict__[name] = value
+        else:
+            super().__setattr__(name, value)
 
     # -- training ----------------------------------------------------------------------------
+
+    def on_fit_start(self) -> None:
+        """Find out what does not change between steps."""
+        self._gradients_are_seen = any(map(_sees_gradients, self.trainer.callbacks))  # type: ignore[attr-defined]
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         """The dense optimizer; ``UserError`` if everything is frozen."""
@@ -139,23 +167,24 @@ class RankingModule(PlainAttributes, L.LightningModule):
                 optimizer.step()
             with phase("embedding backward and update"):
                 self.model.embeddings.update()
-        if self._loss_sum.device != loss.device:
-            self._loss_sum = self._loss_sum.to(loss.device)
-        self._loss_sum = self._loss_sum + loss
-        self._losses += 1
+        totals = self.totals
+        if totals.loss.device != loss.device:
+            totals.loss = totals.loss.to(loss.device)
+        totals.loss = totals.loss + loss
+        totals.steps += 1
         if not self.looks_each_step:
-            self._not_looked_at = batch.batch
-            if self._losses % LOOK_EVERY == 1:
+            totals.unchecked = batch.batch
+            if totals.steps % LOOK_EVERY == 1:
                 self._look()
-        self._batches_done = batch_idx + 1
-        if self.samples is not None:
-            self.samples += batch.consumed
+        totals.batches = batch_idx + 1
+        if totals.samples is not None:
+            totals.samples += batch.consumed
         return loss
 
     def _look(self) -> None:
         """``UserError`` if a loss since the last look was not finite; waits for a GPU."""
-        batch, self._not_looked_at = self._not_looked_at, None
-        if batch is not None and not math.isfinite(self._loss_sum.item()):
+        batch, self.totals.unchecked = self.totals.unchecked, None
+        if batch is not None and not math.isfinite(self.totals.loss.item()):
             raise UserError(self._diverged(batch))
 
     def on_train_end(self) -> None:
@@ -184,8 +213,7 @@ class RankingModule(PlainAttributes, L.LightningModule):
             yield
             return
         try:
-            callbacks: list[L.Callback] = self.trainer.callbacks  # type: ignore[attr-defined]
-            if any(map(_sees_gradients, callbacks)):  # and maybe the tables
+            if self._gradients_are_seen:  # and maybe the tables
                 self.beside.finish()
             with using_threads(max(1, torch.get_num_threads() - self.beside.busy)):
                 yield
@@ -212,15 +240,6 @@ class RankingModule(PlainAttributes, L.LightningModule):
     def graph(self) -> StepGraph | None:
         """What trains the dense part of whole batches."""
         return None if self.backend is None else self.backend.graph
-
-    @property
-    def loss_sum(self) -> torch.Tensor:
-        """The sum of the losses of the steps that this process has trained; it may still be on its way."""
-        return self._loss_sum
-
-    def loss_total(self) -> LossTotal:
-        """The total loss of the steps that this process has trained; waits for a GPU."""
-        return LossTotal(float(self._loss_sum), self._losses)
 
     def _diverged(self, batch: Any) -> str:
         step = self.global_step + 1 if self.looks_each_step else self.global_step
@@ -266,12 +285,11 @@ class RankingModule(PlainAttributes, L.LightningModule):
         ``UserError`` if a loss was not finite, so that no checkpoint of such a model replaces a good one.
         """
         self._look()
-        done = self._batches_done % len(self.loader)
         placed = self.model.embeddings.offers(SavesPlacement)
         checkpoint["recpipe"] = {
-            "batches_done": done,
-            "samples": self.samples,
-            "seconds": self.seconds,
+            "batches_done": self.totals.batches % len(self.loader),
+            "samples": self.totals.samples,
+            "seconds": self.totals.seconds,
             "made_with": self.made_with(),
             "order": self.order(),
             "dense_defaults": self._fresh_optimizer().defaults,
@@ -308,8 +326,8 @@ class RankingModule(PlainAttributes, L.LightningModule):
             group.update(changed)
         self.loader.first = int(saved["batches_done"])
         self.loader.handed_out = int(checkpoint["global_step"])
-        self.samples = saved.get("samples")  # older checkpoints lack it
-        self.seconds = saved.get("seconds", math.nan)  # likewise
+        self.totals.samples = saved.get("samples")  # older checkpoints lack it
+        self.totals.seconds = saved.get("seconds", math.nan)  # likewise
         self._random_state = saved["random"]
         if self.backend is not None and saved.get("backend") is not None:  # older checkpoints lack it
             self.backend.restore(saved["backend"])

@@ -40,7 +40,8 @@ class Extent(L.Callback):
         assert isinstance(pl_module, RankingModule)
         done, epoch = trainer.global_step, len(self.loader)
         if done:
-            before = "an unknown number of" if pl_module.samples is None else f"{pl_module.samples:,}"
+            samples = pl_module.totals.samples
+            before = "an unknown number of" if samples is None else f"{samples:,}"
             log.info(
                 f"going on after step {done:,} and {before} samples: epoch {done // epoch + 1}, "
                 f"batch {done % epoch + 1:,} of {epoch:,}"

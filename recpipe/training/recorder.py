@@ -74,9 +74,9 @@ class Recorder(L.Callback):
         assert isinstance(pl_module, RankingModule)
         self._load = Load.now()
         self.began, self._last = perf_counter(), mark(self.loader.device)
-        self._before = pl_module.seconds
-        samples = pl_module.samples or 0
-        self.intervals.begin(trainer.global_step, samples, self._seconds(self.began), pl_module.loss_sum)
+        self._before = pl_module.totals.seconds
+        samples = pl_module.totals.samples or 0
+        self.intervals.begin(trainer.global_step, samples, self._seconds(self.began), pl_module.totals.loss)
 
     def on_train_epoch_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Start the clock of an epoch's first step."""
@@ -99,7 +99,7 @@ class Recorder(L.Callback):
         self.step_samples.append(batch.consumed)
         self.skipped_samples += batch.skipped
         self._trained += batch.consumed
-        pl_module.seconds = self._seconds(ended if isinstance(ended, float) else perf_counter())
+        pl_module.totals.seconds = self._seconds(ended if isinstance(ended, float) else perf_counter())
         self._last = ended
         if self.intervals.due():
             self._note(trainer, pl_module)
@@ -112,9 +112,9 @@ class Recorder(L.Callback):
             self._note(trainer, pl_module)
 
     def _note(self, trainer: L.Trainer, module: RankingModule) -> None:
-        samples = self._trained if module.samples is None else module.samples
+        samples = self._trained if module.totals.samples is None else module.totals.samples
         step = trainer.global_step
-        self.intervals.note(step, samples, module.seconds, self._trained, module.loss_sum)
+        self.intervals.note(step, samples, module.totals.seconds, self._trained, module.totals.loss)
 
     def _seconds(self, now: float) -> float:
         """Seconds from the process's start to ``now`` without evaluations, and those of the parts before."""
@@ -127,12 +127,12 @@ class Recorder(L.Callback):
     def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Add a point to the learning curve and print its line."""
         assert isinstance(pl_module, RankingModule)
-        quality, total = pl_module.evaluation.result(), pl_module.loss_total()
+        quality, total = pl_module.evaluation.result(), pl_module.totals.loss_so_far()
         loss, self._loss = total.mean_since(self._loss), total
         speed = self.speed_since(self._reported)
         self._reported = self.steps
         step, self.evaluated_at = trainer.global_step, trainer.global_step
-        samples = self.samples if pl_module.samples is None else pl_module.samples
+        samples = self.samples if pl_module.totals.samples is None else pl_module.totals.samples
         self.quality = quality
         measured = asdict(quality)
         held_out = "  ".join(f"{label} {_known(value, '.4f')}" for label, value in labelled(measured))
@@ -143,7 +143,7 @@ class Recorder(L.Callback):
                 loss=loss,
                 samples_per_second=speed,
                 eval_loss=measured.pop("loss"),
-                seconds=pl_module.seconds,
+                seconds=pl_module.totals.seconds,
                 **measured,
             )
         )

@@ -16,7 +16,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from packaging.version import InvalidVersion, Version
 from torch import nn
 
-from recpipe.backend.equip import Backend
+from recpipe.backend.build import Backend
 from recpipe.checkpoint.table_io import SUFFIX
 from recpipe.common.saved import Damaged, entries, like, within
 from recpipe.errors import UserError

@@ -10,11 +10,12 @@ import pytest
 import torch
 from torch import nn
 
-from recpipe.backend import calibrate, host
+from recpipe.backend import calibrate, choices
 from recpipe.backend.calibrate import BUDGET_BYTES, calibrated, footprint, parts, sizes
-from recpipe.backend.choices import Chooser
+from recpipe.backend.chain import Chain, Chooser
+from recpipe.backend.choices import Host
 from recpipe.backend.convert import convert
-from recpipe.backend.host import Host
+from recpipe.backend.dense import Layer
 from recpipe.common.machine import Load
 from recpipe.errors import UserError
 from tests.backend.models import MODELS, batch, made, step
@@ -33,8 +34,8 @@ PARTS = {
 
 @pytest.fixture(autouse=True)
 def _nothing_measured(monkeypatch) -> None:
-    monkeypatch.setattr(host.Notebook, "_measured", {})
-    monkeypatch.setattr(host.Notebook, "_disturbed", {})
+    monkeypatch.setattr(choices.Notebook, "_measured", {})
+    monkeypatch.setattr(choices.Notebook, "_disturbed", {})
 
 
 @pytest.fixture
@@ -87,7 +88,7 @@ def test_what_is_kept_is_not_measured_again(tmp_path, asked) -> None:
     other = tmp_path / "of a run without files"
     assert calibrated(model, 64, [1, 2], other) == first
     assert asked == []
-    assert host.load(other, Host.current()) == first
+    assert choices.load(other, Host.current()) == first
     more = calibrated(model, 256, [1], tmp_path)
     assert {(size, threads) for _, size, threads in asked} == {(256, 1)}
     assert set(first) == set(more) == PARTS["dlrm"]
@@ -110,13 +111,14 @@ def test_what_was_measured_on_a_busy_machine_serves_this_process_alone(tmp_path,
     more = calibrated(model, 64, [1], tmp_path)
     assert len(asked) == 2 * len(PARTS["dlrm"]), "the same process does not measure, nor round, anew"
     assert all(more[part]["1"]["16"] == first[part]["1"]["16"] for part in first)
-    kept = host.load(tmp_path, Host.current())
+    kept = choices.load(tmp_path, Host.current())
     assert all(set(threads["1"]) == {"64"} for threads in kept.values())
-    monkeypatch.setattr(host.Notebook, "_measured", {})
-    monkeypatch.setattr(host.Notebook, "_disturbed", {})
+    monkeypatch.setattr(choices.Notebook, "_measured", {})
+    monkeypatch.setattr(choices.Notebook, "_disturbed", {})
     calibrated(model, 64, [1], tmp_path)
     assert len(asked) == 3 * len(PARTS["dlrm"]), "another process measures what is not kept"
-    assert all(set(threads["1"]) == {"16", "64"} for threads in host.load(tmp_path, Host.current()).values())
+    kept = choices.load(tmp_path, Host.current())
+    assert all(set(threads["1"]) == {"16", "64"} for threads in kept.values())
 
 
 def test_measuring_is_bounded_and_goes_on_in_the_next_run(tmp_path, asked, monkeypatch) -> None:
@@ -130,7 +132,7 @@ def test_measuring_is_bounded_and_goes_on_in_the_next_run(tmp_path, asked, monke
     monkeypatch.setattr(calibrate, "BUDGET_SECONDS", 3.5)
     found = calibrated(model, 64, [1], tmp_path)
     assert len(asked) == 3
-    kept = host.load(tmp_path, Host.current())
+    kept = choices.load(tmp_path, Host.current())
     assert sum(len(sizes) for threads in kept.values() for sizes in threads.values()) == 3
     assert sum(len(threads["1"]) for threads in found.values()) == 3
     calibrated(model, 64, [1], tmp_path)
@@ -191,9 +193,9 @@ def test_the_same_choices_give_the_same_bits(name) -> None:
         for n, part in enumerate(sorted(parts(made(name))))
     }
     results = []
-    for choices in (mixed, json.loads(json.dumps(mixed))):
+    for found in (mixed, json.loads(json.dumps(mixed))):
         model = made(name)
-        convert(model, choices, measured_only=True)
+        convert(model, found, measured_only=True)
         results.append(step(model))
     assert all(torch.equal(results[0][key], value) for key, value in results[1].items())
 
@@ -217,11 +219,13 @@ def test_only_what_pays_is_converted(monkeypatch) -> None:
 
 def test_the_nearest_measured_size_counts() -> None:
     threads = str(torch.get_num_threads())
-    chooser = Chooser({"linear 4-3": {threads: {"16": "addmm", "256": "onednn"}}}, True)
-    assert [chooser.onednn(4, 3, n) for n in (1, 16, 63, 65, 256, 9999)] == [False] * 3 + [True] * 3
-    assert not chooser.onednn(3, 4, 256), "not measured"
-    other = Chooser({"linear 4-3": {"77": {"16": "onednn"}}}, True)
-    assert not other.onednn(4, 3, 16), "not with so many threads"
+    layers, turned = (Chain([Layer(nn.Linear(*sizes), False)]) for sizes in ((4, 3), (3, 4)))
+    chooser = Chooser({"linear 4-3": {threads: {"16": "addmm", "256": "onednn"}}}, False)
+    found = [chooser.onednn(layers, n) for n in (1, 16, 63, 65, 256, 9999)]
+    assert found == [[False]] * 3 + [[True]] * 3
+    assert chooser.onednn(turned, 256) == [False], "not measured"
+    other = Chooser({"linear 4-3": {"77": {"16": "onednn"}}}, False)
+    assert other.onednn(layers, 16) == [False], "not with so many threads"
 
 
 @pytest.mark.parametrize(
@@ -247,5 +251,5 @@ def test_a_folder_that_cannot_be_written_is_told(tmp_path, asked, caplog) -> Non
     folder = tmp_path / "file"
     folder.write_text("")
     with caplog.at_level(logging.WARNING, "recpipe"):
-        host.save(folder, Host.current(), {})
+        choices.save(folder, Host.current(), {})
     assert "cannot keep the measured kernels" in caplog.text

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 import torch
 
-from recpipe.backend import host, sharing
-from recpipe.backend.choices import Chooser
+from recpipe.backend import choices, sharing
+from recpipe.backend.chain import Chooser
 from recpipe.backend.sharing import measured_sharing, signature
 from recpipe.data.select import between
 from recpipe.pipeline.placed import PlacedModel
@@ -24,7 +24,7 @@ BATCH = random_batch(np.random.default_rng(5), SIZE, True)
 
 @pytest.fixture(autouse=True)
 def _nothing_measured(monkeypatch) -> None:
-    monkeypatch.setattr(host.Notebook, "_measured", {})
+    monkeypatch.setattr(choices.Notebook, "_measured", {})
 
 
 @pytest.fixture

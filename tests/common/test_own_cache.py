@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from torch._inductor.runtime.cache_dir_utils import cache_dir as torch_cache_dir
 from torch._inductor.runtime.cache_dir_utils import default_cache_dir as default_torch_cache_dir
 
-from recpipe.backend import host
+from recpipe.backend import choices
 from recpipe.common import own_cache
 from recpipe.common.loops import NUMBA, _folder, _Loop, compiled
 from recpipe.common.own_cache import own_compilers_caches, own_folder, require_own, write_own
@@ -63,9 +63,9 @@ def program() -> None:
 
 def kernels() -> None:
     folder = own_cache.default_cache_dir() / "backend"
-    here = host.Host.current()
-    host.load(folder, here)
-    host.save(folder, here, {})
+    here = choices.Host.current()
+    choices.load(folder, here)
+    choices.save(folder, here, {})
 
 
 def machine() -> None:

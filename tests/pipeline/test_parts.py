@@ -14,8 +14,8 @@ import torch
 from torchrec.modules.embedding_configs import EmbeddingBagConfig
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
 
-from recpipe.backend import equip as equip_module
-from recpipe.backend.equip import equip
+from recpipe.backend import build
+from recpipe.backend.build import build_backend
 from recpipe.config.compose import compose
 from recpipe.data.select import between
 from recpipe.distributed.ranks import Ranks
@@ -188,8 +188,8 @@ def threads(request):
 
 @pytest.fixture(autouse=True)
 def _measures_nothing(monkeypatch) -> None:
-    monkeypatch.setattr(equip_module, "calibrated", lambda *_: {})
-    monkeypatch.setattr(equip_module, "measured_sharing", lambda *_: {"model": {}})
+    monkeypatch.setattr(build, "calibrated", lambda *_: {})
+    monkeypatch.setattr(build, "measured_sharing", lambda *_: {"model": {}})
 
 
 class TwoTrainers:
@@ -205,7 +205,9 @@ def shared(
     model: PlacedModel, trainers=None, device: torch.device = CPU, kind="auto", **parts
 ) -> Cores | None:
     everyone = trainers or Ranks().channel()
-    backend = equip(kind, model, assembly_of(**parts).splitter, BATCH, BATCH.size, device, everyone, Path())
+    backend = build_backend(
+        kind, model, assembly_of(**parts).splitter, BATCH, BATCH.size, device, everyone, Path()
+    )
     if backend.beside is not None:
         backend.beside.close()
     return backend.cores
@@ -261,7 +263,7 @@ def test_ranks_are_warned(caplog) -> None:
 
 
 def test_a_model_is_only_tried_where_it_matters(monkeypatch) -> None:
-    monkeypatch.setattr(equip_module, "find_out", None)
+    monkeypatch.setattr(build, "find_out", None)
     assert shared(model_of("InBatch")) is None
 
 
@@ -315,6 +317,6 @@ def test_all_trainers_take_the_first_ones_choices(monkeypatch) -> None:
             assert part.tobytes() == b"{}", "the second one measures nothing"
             return [np.frombuffer(b'{"chain 3-1": {"1": {"16": "cpu"}}}', np.uint8), part]
 
-    monkeypatch.setattr(equip_module, "calibrated", lambda *_: pytest.fail("measured"))
-    made = equip("auto", model_of("Mean"), None, BATCH, BATCH.size, CPU, Second(), Path())
+    monkeypatch.setattr(build, "calibrated", lambda *_: pytest.fail("measured"))
+    made = build_backend("auto", model_of("Mean"), None, BATCH, BATCH.size, CPU, Second(), Path())
     assert made.choices == {"chain 3-1": {"1": {"16": "cpu"}}}

@@ -17,8 +17,7 @@ from torchrec.modules.embedding_modules import EmbeddingBagCollection
 from torchrec.modules.mlp import MLP, Perceptron
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from recpipe.backend.equip import CUDA_GRAPH, equip, equip_loop
-from recpipe.backend.repeatable import Settings, is_repeatable
+from recpipe.backend.build import CUDA_GRAPH, Settings, build_backend, convert_for_loop, is_repeatable
 from recpipe.errors import UserError
 from recpipe.pipeline import step_graph
 from recpipe.pipeline.cuda_graph import Spoilt
@@ -303,7 +302,7 @@ ALONE, SEVERAL = SimpleNamespace(size=1), SimpleNamespace(size=2)
 
 def equipped(kind: str, net: nn.Module, folder: Path, device: str = "cuda", trainers=ALONE, wrappers=()):
     batch = clicks(0)
-    return equip(
+    return build_backend(
         kind, placed(net, batch), None, batch, SAMPLES, torch.device(device), trainers, folder, wrappers
     )
 
@@ -363,4 +362,4 @@ def test_whose_runs_have_a_graph(kind, tmp_path, caplog, monkeypatch) -> None:
 
 def test_a_loop_of_ones_own_cannot_have_a_graph(tmp_path) -> None:
     with pytest.raises(UserError, match="your own loop calls the model itself"):
-        equip_loop(CUDA_GRAPH, placed(Net(), clicks(0)), SAMPLES, torch.device("cpu"), tmp_path)
+        convert_for_loop(CUDA_GRAPH, placed(Net(), clicks(0)), SAMPLES, torch.device("cpu"), tmp_path)

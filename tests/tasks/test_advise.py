@@ -253,7 +253,7 @@ def test_a_model_that_raises_in_the_back_ends_trial_still_gets_the_rest(
     def fails(*_: Any) -> None:
         raise ValueError("this model always fails")
 
-    monkeypatch.setattr("recpipe.tasks.advise.model.equip", fails)
+    monkeypatch.setattr("recpipe.tasks.advise.model.build_backend", fails)
     found = advice(tmp_path)
     assert "cannot be traced (ValueError: this model always fails)" in found["unsure"][0]
     assert found["ids"]["batches"] == 40

@@ -142,14 +142,14 @@ def test_on_a_gpu_losses_are_looked_at_before_anything_is_made_of_the_model(tmp_
     assert seen == [6], "a bad model is not saved"
 
 
-def test_mean_losses_are_differences_of_totals(tmp_path) -> None:
+def test_loss_so_fares_are_differences_of_totals(tmp_path) -> None:
     module = module_of(Listed(), collection_of("resident", "sgd", tmp_path), lr=1e-9)
-    assert np.isnan(module.loss_total().mean_since(LossTotal()))
+    assert np.isnan(module.totals.loss_so_far().mean_since(LossTotal()))
     fit(module)
-    total = module.loss_total()
+    total = module.totals.loss_so_far()
     assert total.steps == len(module.loader)
     assert 0.3 < total.mean_since(LossTotal()) < 1.5
-    assert np.isnan(module.loss_total().mean_since(total))
+    assert np.isnan(module.totals.loss_so_far().mean_since(total))
 
 
 def test_an_evaluation_ends_with_the_figures_of_all_its_samples(tmp_path) -> None:

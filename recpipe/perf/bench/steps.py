@@ -24,8 +24,8 @@ from torchrec.modules.embedding_configs import EmbeddingBagConfig
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
+from recpipe.backend.build import Backend
 from recpipe.backend.convert import roomy_paths
-from recpipe.backend.equip import Backend
 from recpipe.backend.matmul import has_bfloat16_units
 from recpipe.common.device import using_threads
 from recpipe.common.process import quieted

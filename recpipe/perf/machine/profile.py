@@ -15,7 +15,7 @@ from pathlib import Path
 
 import torch
 
-from recpipe.backend import host as backend
+from recpipe.backend import choices
 from recpipe.common.machine import Load, disturbance
 from recpipe.common.own_cache import default_cache_dir, own_folder, require_own, write_own
 from recpipe.common.saved import Damaged, entries, parse_json, typed_as
@@ -45,7 +45,7 @@ class Host:
     @classmethod
     def current(cls, device: torch.device | None = None) -> Host:
         """This process's host; ``device``: where models train, by default the CPU."""
-        own = backend.Host.current()
+        own = choices.Host.current()
         on_gpu = device is not None and device.type == "cuda"
         fbgemm = next(filter(None, map(installed_version, FBGEMM)), "none")
         return cls(

@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
+from recpipe.backend.build import Backend, build_backend
 from recpipe.backend.convert import roomy_paths
-from recpipe.backend.equip import Backend, equip
 from recpipe.common.own_cache import default_cache_dir
 from recpipe.config.recipe import Recipe
 from recpipe.data.dataset import Dataset
@@ -50,7 +50,7 @@ class Paper:
         model = unplaced.over(few)
         ranks = Ranks()
         try:
-            backend = equip(
+            backend = build_backend(
                 cfg.trainer.backend,
                 model,
                 None,

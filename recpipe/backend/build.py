@@ -8,19 +8,21 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
+from types import BuiltinFunctionType
 from typing import Any
 
 import numpy as np
 import torch
+from torch import nn
 
+from recpipe import seams
 from recpipe.backend.calibrate import calibrated
-from recpipe.backend.choices import Choices, Chooser
+from recpipe.backend.chain import Chooser, Converted, any_global_hook, is_hooked
+from recpipe.backend.choices import Choices, checked
 from recpipe.backend.convert import convert, convert_on_gpu, revert, roomy_paths
-from recpipe.backend.host import checked
-from recpipe.backend.repeatable import Settings, is_repeatable
 from recpipe.backend.sharing import measured_sharing
 from recpipe.common.saved import entries
 from recpipe.data.parts import on_device
@@ -114,7 +116,7 @@ class Backend:
                 threads.close()
 
 
-def equip(
+def build_backend(
     kind: str,
     model: PlacedModel,
     splitter: Owned[Splitter] | None,
@@ -173,7 +175,9 @@ def equip(
     return backend
 
 
-def equip_loop(kind: str, model: PlacedModel, batch_size: int, device: torch.device, cache_dir: Path) -> None:
+def convert_for_loop(
+    kind: str, model: PlacedModel, batch_size: int, device: torch.device, cache_dir: Path
+) -> None:
     """Convert ``model`` for a user's own loop. Cores do not share its batches, and its pooled rows are in the
     loop's graph, without room. ``UserError`` for a back end that trains whole batches itself."""
     if kind == CUDA_GRAPH:
@@ -216,3 +220,49 @@ def _alone(model: PlacedModel) -> bool:
     nor ids that the model makes."""
     bound = len(model.bound) == len(model.fronts)
     return bound and model.embeddings.threads == 1 and not model.embeddings.each(SendsAhead)
+
+
+_LIBRARIES = {"torch", "torchrec", "recpipe"}
+
+
+_SETTINGS = (bool, int, float, str, type(None))
+
+
+def is_repeatable(module: nn.Module) -> bool:
+    """Whether all Python that ``module`` runs is the libraries', as far as it shows. torch.compile may have
+    graphs of its own, so a module that it has compiled is not."""
+    return not any(map(_has_own_code, module.modules()))
+
+
+class Settings:
+    """What the Python of a repeatable ``model`` reads beside tensors."""
+
+    def __init__(self, model: PlacedModel) -> None:
+        self._modules = list(model.module.modules())
+        self._parameters = model.dense
+        self._places = [
+            (vars(module), name)
+            for module in self._modules
+            for name, value in vars(module).items()
+            if isinstance(value, _SETTINGS)
+        ]
+
+    def __call__(self) -> Hashable:
+        """Their values now; None while hooks, which must be called, are registered."""
+        hooked = any_global_hook() or any(map(is_hooked, self._modules))
+        if hooked or any(p._backward_hooks or p._post_accumulate_grad_hooks for p in self._parameters):
+            return None
+        return tuple(attributes.get(name) for attributes, name in self._places)
+
+
+def _has_own_code(module: nn.Module) -> bool:
+    if not _is_theirs(type(module)) or seams.is_compiled(module):
+        return True
+    called = (value for value in vars(module).values() if callable(value))
+    return not all(isinstance(value, Converted) or _is_theirs(value) for value in called)
+
+
+def _is_theirs(code: Any) -> bool:
+    """Whether a class or a function is one of the libraries'."""
+    module = str(getattr(code, "__module__", None))
+    return isinstance(code, BuiltinFunctionType) or module.partition(".")[0] in _LIBRARIES
