@@ -43,8 +43,8 @@ from torchrec.modules.embedding_configs import EmbeddingBagConfig
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from recpipe.data.batch import Batch
 from recpipe.kit import zipf
+from recpipe.plugin.batch import Batch
 from recpipe.tables.sharding.planning import TableSharder
 
 TYPES = ["table_wise", "row_wise", "column_wise", "table_row_wise"]

@@ -22,6 +22,8 @@ from typing import Any
 
 import torch
 
+from recpipe.plugin.bags import IndexBags
+
 sys.path.insert(0, str(Path(__file__).with_name("on_gpu")))
 
 from recpipe_bagpipe.pace import Pace
@@ -30,12 +32,10 @@ from recpipe_hotline.policy import Learning, PopularRows
 from work import Size, batches
 
 from recpipe.common.loops import ALONE
-from recpipe.data.dataset import SparseFeature
 from recpipe.plugin.policy import CachePolicy, RowSpace
-from recpipe.tables.specs import TableOptimizer, TableSet
+from recpipe.plugin.tables import SparseFeature, TableOptimizer, TableSet
 from recpipe.tables.tiers.lru import Lru
 from recpipe.tables.tiers.on_gpu import Finder, GpuBags
-from recpipe.tables.tiers.parting import IndexBags
 from recpipe.tables.tiers.placement import TierPlanner, table_bags
 from recpipe.tables.tiers.policies import Lfu
 from recpipe.tables.tiers.transfer import Transfer

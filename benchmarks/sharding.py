@@ -75,11 +75,10 @@ def train_by_hand(directory: Path, out: Path, size: str) -> None:
     from hand_dmp import HandWritten
     from torchrec.distributed.types import ShardingPlan
 
-    from recpipe.data.dataset import SparseFeature
+    from recpipe.plugin.tables import SparseFeature, TableOptimizer, TableSet
     from recpipe.tables.groups import ModelTables
     from recpipe.tables.sharding.modules import module_paths
     from recpipe.tables.sharding.plan import from_torchrec
-    from recpipe.tables.specs import TableOptimizer, TableSet
 
     dist.init_process_group("gloo")
     rank, world = dist.get_rank(), dist.get_world_size()

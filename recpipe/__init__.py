@@ -6,17 +6,8 @@ Importing the package does not import torch.
 import recpipe.common.process  # noqa: F401  first of all: it notes the time
 from recpipe.api import Run, evaluate, load, package, place, predict, quantize, train
 from recpipe.errors import UserError
-from recpipe.plugin.api import (
-    Context,
-    Contribution,
-    EpochOrder,
-    Figure,
-    Invariant,
-    Link,
-    Plugin,
-    RunFigures,
-    TableInfo,
-)
+from recpipe.plugin.api import Contribution, EpochOrder, Figure, Invariant, Link, Plugin
+from recpipe.plugin.context import Context, RunFigures, TableInfo
 from recpipe.plugin.splitter import Split
 
 __version__ = "0.1.0"

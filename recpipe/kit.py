@@ -35,13 +35,13 @@ from recpipe.common.saved import Damaged, entries, parse_json, residents, typed_
 from recpipe.common.timing import median_seconds, milliseconds, seconds_by_round
 from recpipe.common.words import Amount, readable_bytes
 from recpipe.config.recipe import Recipe
-from recpipe.data.batch import Batch
 from recpipe.data.checks import require_ids
 from recpipe.data.config import DataConfig, SamplesConfig
-from recpipe.data.dataset import Dataset, NumberedDataset, Schema, SparseFeature
+from recpipe.data.dataset import Dataset, NumberedDataset
 from recpipe.data.given import GivenBatches
 from recpipe.data.make import open_dataset
 from recpipe.data.parts import batch_size, leaves, on_device, tensors_in
+from recpipe.data.schema import Schema
 from recpipe.data.select import join, select
 from recpipe.distributed.ranks import Channel, Ranks
 from recpipe.model.call import Called
@@ -62,26 +62,27 @@ from recpipe.perf.kernels.lookup_work import LookupWork
 from recpipe.perf.machine.profile import Host, SharedProfile
 from recpipe.perf.tiers.ranks import busiest_part, share_of_distinct
 from recpipe.pipeline.placed import PlacedModel
+from recpipe.plugin.bags import Bags, IndexBags, distinct
+from recpipe.plugin.batch import Batch
+from recpipe.plugin.collection import TableCollection, TierFigures, TierParts, TierTimes
 from recpipe.plugin.offers import moved_name
+from recpipe.plugin.skipper import Mark, RowView, moved
+from recpipe.plugin.store import ColdStore, IoCounters, Records, StoreLayout
+from recpipe.plugin.tables import Region, SparseFeature, TableOptimizer, TableSet, Values
 from recpipe.profiling.limits import Sample
 from recpipe.seams import module_name
 from recpipe.seams.int8 import LARGEST as LARGEST_WEIGHT_CODE
 from recpipe.seams.int8 import int8_adds_up
-from recpipe.tables.collection import RowCollection, TableCollection, TierFigures
-from recpipe.tables.rowtable import RowBags, distinct, row_bags, updated
+from recpipe.tables.collection import RowCollection
+from recpipe.tables.rowtable import RowBags, row_bags, updated
 from recpipe.tables.sharding.planning import Prediction
 from recpipe.tables.sharding.wire import WIRE_PRECISIONS, wire_codecs
-from recpipe.tables.specs import Region, TableOptimizer, TableSet, Values
-from recpipe.tables.stores.base import ColdStore, IoCounters, Records, StoreLayout
 from recpipe.tables.stores.bulk import BulkStore
 from recpipe.tables.stores.codecs import Bf16Rows, Fp16Rows, Int8Rows
 from recpipe.tables.stores.holders import HeldRows, HoldersStore
 from recpipe.tables.stores.ssd import SsdStore
 from recpipe.tables.stores.writes import positions
 from recpipe.tables.tiers.lru import Lru
-from recpipe.tables.tiers.parting import IndexBags
-from recpipe.tables.tiers.parts import TierParts
-from recpipe.tables.tiers.placement import Bags
 from recpipe.tables.tiers.policies import (
     ChosenRows,
     HotSet,
@@ -90,8 +91,6 @@ from recpipe.tables.tiers.policies import (
     distinct_slots,
     policy_bytes,
 )
-from recpipe.tables.tiers.store_thread import TierTimes
-from recpipe.tables.view import Mark, RowView, moved
 
 __all__ = [
     "ALIGNMENT",

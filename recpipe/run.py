@@ -49,7 +49,7 @@ from recpipe.pipeline.loader import EvalLoader, TrainLoader
 from recpipe.pipeline.sample_filter import SampleFilter
 from recpipe.pipeline.source import BatchSource
 from recpipe.pipeline.splitting import Splitting
-from recpipe.plugin.blame import threads_left
+from recpipe.plugin.calls import threads_left
 from recpipe.report.files import ReportFiles
 from recpipe.setup.accumulating import accumulating, accumulating_in
 from recpipe.setup.footprint import require_inputs, require_memory

@@ -6,19 +6,20 @@ from typing import Any
 
 import torch
 
-from recpipe.data.dataset import Dataset, Schema
+from recpipe.data.dataset import Dataset
+from recpipe.data.schema import Schema
 from recpipe.model.call import Called
 from recpipe.model.config import ModelConfig
 from recpipe.model.dlrm import DlrmSizes, make_dlrm
 from recpipe.model.loss import parse_loss
 from recpipe.pipeline.placed import PlacedModel, put_fronts
-from recpipe.plugin.api import Context, GroupInfo, TableInfo
+from recpipe.plugin.context import Context, GroupInfo, TableInfo
+from recpipe.plugin.tables import TableSet
 from recpipe.tables.capabilities import Planned
 from recpipe.tables.collection import RowCollection
 from recpipe.tables.grouped import GroupedCollection
 from recpipe.tables.groups import ModelTables
 from recpipe.tables.inputs import Inputs
-from recpipe.tables.specs import TableSet
 from recpipe.tables.tiers.batch import Tiers
 
 PLACE = "sparse_arch.embedding_bag_collection"

@@ -36,11 +36,11 @@ from recpipe.checkpoint.manifest import TRAINER, seal
 from recpipe.checkpoint.table_io import MODEL
 from recpipe.checkpoint.trainer_file import load_trainer, save_trainer
 from recpipe.config.compose import compose
-from recpipe.data.batch import Batch
 from recpipe.data.dataset import Dataset
 from recpipe.data.given import GivenBatches
 from recpipe.data.make import open_dataset
 from recpipe.errors import DataError, UserError
+from recpipe.plugin.batch import Batch
 from recpipe.run import run as run_recipe
 from tests.processes import ROOT, SOURCE, Child
 

@@ -24,17 +24,9 @@ from recpipe.answers.words import EvaluateOptions, PredictOptions, QuantizeOptio
 from recpipe.config.compose import compose, conf_dir
 from recpipe.data.config import CONFIGS
 from recpipe.plugin.api import Contribution, Invariant
+from recpipe.plugin.context import Io
 from recpipe.plugin.load import installed
-from recpipe.report.record import (
-    DataFigures,
-    Io,
-    Memory,
-    Point,
-    RankFigures,
-    Resumed,
-    RunReport,
-    Throughput,
-)
+from recpipe.report.record import DataFigures, Memory, Point, RankFigures, Resumed, RunReport, Throughput
 from recpipe.tables.tiers.policies import POLICIES
 from recpipe.tasks import sweep_launcher
 from recpipe.tasks.starter import starter

@@ -13,9 +13,9 @@ from pathlib import Path
 import pytest
 
 from recpipe.config.compose import compose
-from recpipe.data.batch import Batch
 from recpipe.pipeline.loader import TrainLoader
 from recpipe.pipeline.source import BatchSource
+from recpipe.plugin.batch import Batch
 from recpipe.plugin.errors import PluginError
 from recpipe.plugin.load import installed
 from recpipe.run import run

@@ -157,19 +157,19 @@ def recpipe_model(setting: Setting, precision: str, batch: int) -> Callable[[Bat
     from recpipe.backend.build import Backend
     from recpipe.backend.calibrate import calibrated
     from recpipe.common.own_cache import default_cache_dir
-    from recpipe.data.batch import Batch as OurBatch
-    from recpipe.data.dataset import Schema, SparseFeature
+    from recpipe.data.schema import Schema
     from recpipe.model.call import Called
     from recpipe.model.config import ModelConfig
     from recpipe.model.dlrm import DlrmSizes, make_dlrm
     from recpipe.model.loss import parse_loss
     from recpipe.pipeline.placed import PlacedModel, put_fronts
+    from recpipe.plugin.batch import Batch as OurBatch
+    from recpipe.plugin.tables import SparseFeature, TableOptimizer
     from recpipe.tables.front import handing_out
     from recpipe.tables.grouped import GroupedCollection
     from recpipe.tables.groups import collections_of, group_tables
     from recpipe.tables.inputs import Inputs
     from recpipe.tables.resident import ResidentCollection
-    from recpipe.tables.specs import TableOptimizer
 
     cpu = torch.device("cpu")
     features = tuple(SparseFeature(name, rows) for name, rows in TABLES.items())

@@ -21,8 +21,8 @@ from numpy.typing import NDArray
 from recpipe.common.own_cache import CACHE_HOME, own_folder, require_own
 from recpipe.data.dataset import chosen_batches
 from recpipe.errors import UserError
-from recpipe.plugin.api import Context
-from recpipe.plugin.policy import RowIds
+from recpipe.plugin.bags import RowIds
+from recpipe.plugin.context import Context
 
 VERSION = 1
 SAMPLE = 0.05

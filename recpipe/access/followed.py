@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 
 from recpipe.access.misses import SHARES, MissRates, RowSample, most_popular
+from recpipe.plugin.bags import IndexBags
 from recpipe.tables.groups import Group
 from recpipe.tables.inputs import Inputs
-from recpipe.tables.tiers.parting import IndexBags
 
 
 class Followed:

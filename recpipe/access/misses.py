@@ -21,7 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from recpipe.access.curve import Curve, Figures
-from recpipe.plugin.policy import RowIds
+from recpipe.plugin.bags import RowIds
 
 TRACKED = 1 << 22
 """Most rows that a sample has: 32 MiB for their last batch and count."""

@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from recpipe.common.loops import ALONE, Spread, compiled
-from recpipe.plugin.policy import RowIds
+from recpipe.plugin.bags import RowIds
 
 CAP = 1 << 16
 """Counts from this one on are put in order; of lower ones it is enough to know how many are equal."""

@@ -30,10 +30,10 @@ from recpipe.answers.stand_ins import (
     configs_of,
     stand_in,
 )
-from recpipe.data.batch import Batch
-from recpipe.data.dataset import Schema
+from recpipe.data.schema import Schema
 from recpipe.errors import UserError, shown
 from recpipe.model.call import Called
+from recpipe.plugin.batch import Batch
 from recpipe.seams.compiled import any_batch_size
 
 _SAMPLES = 3

@@ -9,8 +9,8 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from recpipe.answers.counts import Alike
 from recpipe.common.tensors import save_tensors
-from recpipe.data.batch import Batch
-from recpipe.data.dataset import Schema
+from recpipe.data.schema import Schema
+from recpipe.plugin.batch import Batch
 
 GOLDEN = "golden.safetensors"
 INPUTS = ("dense", "ids", "lengths")

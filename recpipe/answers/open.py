@@ -13,11 +13,11 @@ from recpipe.answers.recipe import scoring_recipe
 from recpipe.answers.trained import Trained, is_quantized
 from recpipe.checkpoint.table_io import newest, open_checkpoint
 from recpipe.checkpoint.trained_on import TrainedOn
-from recpipe.data.batch import Batch
 from recpipe.data.dataset import Dataset
 from recpipe.data.given import Batches, GivenBatches
 from recpipe.errors import UserError
 from recpipe.model.config import UserModel
+from recpipe.plugin.batch import Batch
 
 
 def open_trained(

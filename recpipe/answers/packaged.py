@@ -11,9 +11,9 @@ import torch
 from recpipe.answers import score
 from recpipe.answers.manifest import read_manifest
 from recpipe.answers.trained import Scored, Trained
-from recpipe.data.batch import Batch
 from recpipe.data.parts import on_device
 from recpipe.errors import DataError, UserError
+from recpipe.plugin.batch import Batch
 
 
 class PackagedScoring:

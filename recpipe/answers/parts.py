@@ -36,7 +36,7 @@ from recpipe.answers.quantized_manifest import require_judged
 from recpipe.answers.reference import figures_of
 from recpipe.answers.stored import stored
 from recpipe.answers.trained import Trained, is_quantized, scored
-from recpipe.data.dataset import Schema
+from recpipe.data.schema import Schema
 from recpipe.errors import UserError
 from recpipe.model.call import Called
 

@@ -18,9 +18,9 @@ from recpipe.answers.trained import Trained
 from recpipe.answers.words import asked_samples
 from recpipe.common.meter import Meter
 from recpipe.common.tensors import save_tensors
-from recpipe.data.batch import Batch
 from recpipe.data.dataset import chosen_batches
 from recpipe.errors import UserError, shown
+from recpipe.plugin.batch import Batch
 
 FILE = "popularity.safetensors"
 _LARGEST = np.iinfo(np.uint32).max

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from recpipe.answers.columns import has_columns, read_columns
 from recpipe.answers.trained import Trained
-from recpipe.data.dataset import Schema
+from recpipe.data.schema import Schema
 from recpipe.errors import DataError, UserError, nearest_or_all, shown
 
 MISSING = "missing"

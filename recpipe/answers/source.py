@@ -21,7 +21,7 @@ from recpipe.checkpoint.table_files import open_tables
 from recpipe.common.tensors import Streamed, TensorFiles
 from recpipe.model.call import Called
 from recpipe.pipeline.placed import saved_values
-from recpipe.tables.specs import FILL_ROWS, weight_name
+from recpipe.plugin.tables import FILL_ROWS, weight_name
 
 _Value = TypeVar("_Value", bound=np.generic)
 COLLECTIONS = (EmbeddingBagCollection, EmbeddingCollection)

@@ -27,10 +27,11 @@ from recpipe.common.device import begin_on, gpu_explained
 from recpipe.common.files import RunDir, hold
 from recpipe.common.words import CUSTOM, readable_bytes
 from recpipe.config.recipe import Recipe
-from recpipe.data.dataset import Dataset, Schema, SplitName
+from recpipe.data.dataset import Dataset, SplitName
 from recpipe.data.make import open_dataset
 from recpipe.data.parts import on_device
 from recpipe.data.preparation import Preparation, require_alike
+from recpipe.data.schema import Schema
 from recpipe.distributed.launch import Process
 from recpipe.distributed.ranks import Ranks
 from recpipe.errors import UserError

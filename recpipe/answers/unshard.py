@@ -23,7 +23,7 @@ from recpipe.common.owned import require_absent, written_alone
 from recpipe.common.process import quieted
 from recpipe.common.tensors import INT64, Streamed, write_tensors
 from recpipe.errors import UserError, shown
-from recpipe.tables.specs import to_numpy
+from recpipe.plugin.tables import to_numpy
 
 
 def unshard_command(words: Sequence[str]) -> int:

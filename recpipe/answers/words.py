@@ -15,7 +15,7 @@ from recpipe.answers.recipe import FREE
 from recpipe.common.validation import FilePath, Positive, Text, fitted, one_of
 from recpipe.config.compose import active_plugins, check_overrides, compose, readable_errors
 from recpipe.errors import UserError, did_you_mean, shown
-from recpipe.plugin.blame import blamed
+from recpipe.plugin.calls import blamed
 from recpipe.plugin.load import activate
 
 _OF_PLUGINS = ("plugin", "plugins")

@@ -35,7 +35,7 @@ from recpipe.pipeline.placed import PlacedModel
 from recpipe.pipeline.splitting import EqualParts
 from recpipe.pipeline.step_graph import StepGraph
 from recpipe.plugin.api import StepWrapper
-from recpipe.plugin.compose import Owned
+from recpipe.plugin.calls import Owned
 from recpipe.plugin.errors import PluginError
 from recpipe.plugin.splitter import Splitter
 from recpipe.tables.beside import Beside

@@ -26,7 +26,7 @@ from recpipe.pipeline.cores import Cores
 from recpipe.pipeline.parts import same_random_numbers
 from recpipe.pipeline.placed import PlacedModel
 from recpipe.pipeline.step import StagedBatch, StepTimes, accumulate
-from recpipe.tables.collection import TableCollection
+from recpipe.plugin.collection import TableCollection
 from recpipe.tables.inputs import GroupIds, count_ids
 from recpipe.tables.resident import ResidentCollection
 from recpipe.tables.stand_in import with_few_rows, within

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from recpipe.common.saved import Damaged
 from recpipe.common.tensors import Piece, TensorFiles, no_table_file
 from recpipe.errors import UserError
-from recpipe.tables.specs import state_name, weight_name
+from recpipe.plugin.tables import state_name, weight_name
 
 _WEIGHT, _STATE = weight_name(""), state_name("")
 

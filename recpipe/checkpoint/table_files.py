@@ -19,9 +19,9 @@ from recpipe.checkpoint.npy_tables import holds_npy, npy_tables
 from recpipe.common.meter import counting
 from recpipe.common.tensors import Streamed, TensorFiles
 from recpipe.errors import UserError
-from recpipe.tables.collection import TableCollection
+from recpipe.plugin.collection import TableCollection
+from recpipe.plugin.tables import FILL_ROWS, SavedRows, rows_in, state_name, weight_name
 from recpipe.tables.saved_parts import Part, save_parts, saved_rows
-from recpipe.tables.specs import FILL_ROWS, SavedRows, rows_in, state_name, weight_name
 
 Shapes = dict[str, tuple[int, int, int]]
 """For each table: rows, dimension, width of the optimizer state."""

@@ -39,9 +39,9 @@ from recpipe.common.meter import counting
 from recpipe.common.saved import Damaged
 from recpipe.common.tensors import TensorFiles
 from recpipe.errors import CheckpointError, UserError
+from recpipe.plugin.collection import TableCollection
+from recpipe.plugin.tables import SavedRows
 from recpipe.tables.capabilities import SavedByRanks, SavesPlacement
-from recpipe.tables.collection import TableCollection
-from recpipe.tables.specs import SavedRows
 
 SUFFIX = ".ckpt"
 PARTIAL = ".partial"

@@ -18,9 +18,9 @@ from recpipe.common.meter import Meter
 from recpipe.common.own_cache import CACHE_HOME, default_cache_dir, own_folder, private_files, require_own
 from recpipe.common.words import Amount, readable_bytes
 from recpipe.data.columns import Columns
-from recpipe.data.dataset import Schema
 from recpipe.data.preparation import IdRule, Preparation
 from recpipe.data.prepared import FORMAT_VERSION, META, check_prepared
+from recpipe.data.schema import Schema
 from recpipe.data.writer import PreparedWriter
 from recpipe.errors import DataError
 

@@ -10,8 +10,8 @@ import torch
 from numpy.typing import NDArray
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from recpipe.data.batch import Batch
-from recpipe.data.dataset import Schema
+from recpipe.data.schema import Schema
+from recpipe.plugin.batch import Batch
 
 Float32 = NDArray[np.float32]
 Ids = NDArray[np.integer]

@@ -13,7 +13,7 @@ from recpipe.common.validation import Count, FilePath, Positive, Text, chosen, m
 from recpipe.common.words import Amount
 from recpipe.data.preparation import LABEL_KINDS
 from recpipe.errors import UserError, shown
-from recpipe.plugin.blame import blame
+from recpipe.plugin.calls import blame
 from recpipe.plugin.errors import PluginLoadError
 from recpipe.plugin.offers import entry, imported, is_offered, offered, origin_of
 

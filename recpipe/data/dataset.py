@@ -5,53 +5,18 @@ from __future__ import annotations
 import hashlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
 from itertools import islice
 from typing import Literal, TypeVar
-from urllib.parse import quote
 
 import numpy as np
 
-from recpipe.data.batch import Batch, BatchShare
 from recpipe.data.preparation import Preparation
+from recpipe.data.schema import Schema
 from recpipe.distributed.ranks import part_of
-from recpipe.errors import DataError, UserError, shown
+from recpipe.errors import DataError, UserError
+from recpipe.plugin.batch import Batch, BatchShare
 
 SplitName = Literal["train", "eval"]
-LONGEST_NAME = 200
-"""Most bytes of a sparse feature's percent-encoded name; file systems allow 255 with what is added to it."""
-
-
-@dataclass(frozen=True)
-class SparseFeature:
-    """One categorical feature and the number of rows of its embedding table (ids are in [0, rows))."""
-
-    name: str
-    rows: int
-
-
-@dataclass(frozen=True)
-class Schema:
-    """The columns of a data set, in the order in which batches hold them.
-
-    ``DataError`` if a sparse feature's name cannot be part of a file's name: tables are kept in files named
-    so.
-    """
-
-    dense: tuple[str, ...]
-    sparse: tuple[SparseFeature, ...]
-
-    def __post_init__(self) -> None:
-        for feature in self.sparse:
-            try:
-                fits = len(quote(feature.name, safe="")) <= LONGEST_NAME
-            except UnicodeEncodeError:
-                fits = False
-            if not fits:
-                raise DataError(
-                    f"the column name '{shown(feature.name)}' is not text of at most {LONGEST_NAME} bytes, "
-                    "percent-encoded; rename the column"
-                )
 
 
 class Dataset(ABC):

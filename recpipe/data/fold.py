@@ -10,8 +10,8 @@ from numpy.typing import NDArray
 
 from recpipe.common.loops import compiled
 from recpipe.data.columns import Columns, MultiHot
-from recpipe.data.dataset import Schema
 from recpipe.data.preparation import IdRule
+from recpipe.data.schema import Schema
 from recpipe.errors import DataError
 
 

@@ -10,11 +10,12 @@ from typing import Any
 import torch
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
 
-from recpipe.data.batch import Batch
-from recpipe.data.dataset import Dataset, Schema, SplitName
+from recpipe.data.dataset import Dataset, SplitName
 from recpipe.data.parts import batch_size as samples_in
 from recpipe.data.parts import leaves, on_device, tensors_in
+from recpipe.data.schema import Schema
 from recpipe.errors import UserError
+from recpipe.plugin.batch import Batch
 
 Batches = Iterable[Any] | Callable[[int], Iterator[Any]]
 """Batches that can be read repeatedly: an iterable, or a function of the epoch's number (from 0)."""

@@ -9,7 +9,6 @@ from typing import Any, get_type_hints
 
 from omegaconf import DictConfig
 
-from recpipe.data.batch import Batch
 from recpipe.data.cache import Source, prepare
 from recpipe.data.columns import BatchMaker, Columns, concatenate
 from recpipe.data.config import (
@@ -34,6 +33,7 @@ from recpipe.data.sources.criteo import CriteoSource
 from recpipe.data.sources.npy import NpySource, triples
 from recpipe.data.sources.synthetic import SyntheticDataset
 from recpipe.errors import UserError
+from recpipe.plugin.batch import Batch
 
 log = logging.getLogger(__name__)
 

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from recpipe.errors import DataError, shown
 
 if TYPE_CHECKING:
-    from recpipe.data.dataset import Schema
+    from recpipe.data.schema import Schema
 
 IdRule = Literal["hashed", "modulo", "unchanged"]
 """``hashed``: 1 + mix64(key) % (rows - 1), missing row 0 (``recpipe.data.sources.transforms``); ``modulo``:

@@ -28,13 +28,14 @@ from numpy.typing import NDArray
 
 from recpipe.common.meter import Meter
 from recpipe.common.own_cache import private_files
-from recpipe.data.batch import Batch
 from recpipe.data.columns import BatchMaker, Columns, MultiHot
-from recpipe.data.dataset import NumberedDataset, Schema
+from recpipe.data.dataset import NumberedDataset
 from recpipe.data.files import map_npy
 from recpipe.data.fold import Fold
 from recpipe.data.preparation import IdRule
+from recpipe.data.schema import Schema
 from recpipe.errors import DataError
+from recpipe.plugin.batch import Batch
 
 FORMAT_VERSION = 3
 META = "meta.json"

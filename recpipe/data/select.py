@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
 
 from recpipe.data.parts import batch_size, child, with_parts
+from recpipe.plugin.bags import places_of
 from recpipe.seams import HostIds
 
 T = TypeVar("T")
@@ -32,23 +33,6 @@ def select(batch: T, samples: NDArray[np.int64]) -> T:
         return own
     cut: T = _Cut(samples, batch_size(batch)).of(batch)
     return cut
-
-
-def places_of(
-    offsets: NDArray[np.int64], batch_size: int, samples: NDArray[np.int64]
-) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """The positions of these samples' ids (``samples`` int64 [n]) among the ids of a batch, feature by
-    feature, int64 [L], and the offsets of their bags.
-
-    ``offsets``: of all bags of the batch, feature by feature.
-    """
-    firsts = np.arange(0, len(offsets) - 1, max(1, batch_size))
-    bags = (firsts[:, None] + samples[None, :]).ravel()
-    if offsets[-1] == len(offsets) - 1 and np.array_equal(offsets, np.arange(len(offsets))):
-        return bags, np.arange(len(bags) + 1)  # one id in each bag
-    lengths = np.diff(offsets)[bags]
-    new = np.concatenate(([0], np.cumsum(lengths)))
-    return np.arange(new[-1]) + np.repeat(offsets[bags] - new[:-1], lengths), new
 
 
 def between(batch: T, low: int, high: int) -> T:

@@ -16,9 +16,9 @@ from numpy.typing import DTypeLike, NDArray
 
 from recpipe.data import prepared
 from recpipe.data.columns import Columns
-from recpipe.data.dataset import Schema
 from recpipe.data.preparation import IdRule
 from recpipe.data.prepared import AT_A_TIME, IDS, META, MISSING, WORDS, Meta, bag_file
+from recpipe.data.schema import Schema
 
 
 class _NpyStream:

@@ -12,7 +12,8 @@ from torchrec.modules.embedding_configs import EmbeddingBagConfig
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
 
 from recpipe.common.saved import Damaged
-from recpipe.data.dataset import Dataset, Schema
+from recpipe.data.dataset import Dataset
+from recpipe.data.schema import Schema
 from recpipe.model.config import ModelConfig, UserModel
 from recpipe.seams import module_name
 

@@ -20,7 +20,8 @@ from torchrec.modules.embedding_modules import EmbeddingBagCollection, Embedding
 
 from recpipe.common.validation import no_value
 from recpipe.common.words import CUSTOM, made_within
-from recpipe.data.dataset import Dataset, Schema
+from recpipe.data.dataset import Dataset
+from recpipe.data.schema import Schema
 from recpipe.errors import UserError, did_you_mean, shown
 from recpipe.model.call import Called
 from recpipe.model.config import ModelConfig, ModelKeys, UserModel

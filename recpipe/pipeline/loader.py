@@ -23,7 +23,6 @@ import torch
 from recpipe.access.sample import AccessSample
 from recpipe.common.device import Aside, threads_for
 from recpipe.common.timing import phase, settled
-from recpipe.data.batch import Batch, BatchShare
 from recpipe.data.dataset import Dataset, SplitName
 from recpipe.data.parts import Asked, batch_size, keeping_ids, leaves, on_device, on_gpu
 from recpipe.data.select import between, select
@@ -34,6 +33,7 @@ from recpipe.pipeline.share import cut
 from recpipe.pipeline.source import BatchSource
 from recpipe.pipeline.splitting import Splitting
 from recpipe.pipeline.step import StagedBatch
+from recpipe.plugin.batch import Batch, BatchShare
 from recpipe.plugin.splitter import Split
 from recpipe.tables.inputs import GroupIds, Inputs, count_ids
 from recpipe.tables.tiers.batch import BatchPlan, Found, Tiers

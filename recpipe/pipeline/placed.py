@@ -18,6 +18,7 @@ from recpipe.common.timing import phase
 from recpipe.data.parts import on_device
 from recpipe.errors import UserError, shown
 from recpipe.model.call import Called
+from recpipe.plugin.skipper import RowView
 from recpipe.tables.capabilities import SendsAhead
 from recpipe.tables.front import BagFront, Front, HandedOut, front_of, handing_out
 from recpipe.tables.group_lookup import GroupLookup
@@ -26,7 +27,7 @@ from recpipe.tables.groups import ModelTables, collections_of
 from recpipe.tables.inputs import GroupIds, Inputs
 from recpipe.tables.lookups import BatchLookups, Part, same_ids
 from recpipe.tables.tiers.batch import BatchPlan
-from recpipe.tables.view import RowView
+from recpipe.tables.view import TablesView
 
 
 @dataclass(frozen=True)
@@ -171,7 +172,7 @@ class PlacedModel(nn.Module):
     @cached_property
     def rows(self) -> RowView:
         """A view of the tables' rows, for use between two batches."""
-        return RowView(self.embeddings.tables, self.embeddings.collections)
+        return TablesView(self.embeddings.tables, self.embeddings.collections)
 
     @cached_property
     def dense(self) -> list[nn.Parameter]:

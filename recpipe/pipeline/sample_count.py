@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Generator, Iterator
 from typing import Any
 
-from recpipe.data.batch import Batch
 from recpipe.data.parts import batch_size
 from recpipe.errors import UserError
-from recpipe.plugin.compose import Owned
+from recpipe.plugin.batch import Batch
+from recpipe.plugin.calls import Owned
 from recpipe.plugin.errors import PluginError
 from recpipe.plugin.feed import Feed
 

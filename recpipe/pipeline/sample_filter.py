@@ -8,10 +8,10 @@ import numpy as np
 
 from recpipe.data.select import select
 from recpipe.plugin.blamed import BlamedSkipper
-from recpipe.plugin.compose import Owned
+from recpipe.plugin.calls import Owned
 from recpipe.plugin.errors import PluginError
+from recpipe.plugin.skipper import RowView
 from recpipe.tables.skipping import answered
-from recpipe.tables.view import RowView
 
 
 class SampleFilter:

@@ -8,10 +8,10 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
 
-from recpipe.data.batch import Batch
 from recpipe.data.dataset import Dataset
 from recpipe.pipeline.order_check import OrderCheck
 from recpipe.pipeline.sample_count import SampleCount
+from recpipe.plugin.batch import Batch
 from recpipe.plugin.feed import Feed
 
 

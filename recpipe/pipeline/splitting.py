@@ -10,11 +10,11 @@ from numpy.typing import NDArray
 
 from recpipe.common.machine import Load
 from recpipe.common.timing import milliseconds
-from recpipe.data.batch import Batch
 from recpipe.distributed.ranks import Channel
 from recpipe.pipeline.share import in_steps
 from recpipe.pipeline.trial import LEAST, WORTH, Trial
-from recpipe.plugin.compose import Owned
+from recpipe.plugin.batch import Batch
+from recpipe.plugin.calls import Owned
 from recpipe.plugin.splitter import Split, Splitter, micro_batch_step
 from recpipe.tables.tiers.batch import Tiers
 

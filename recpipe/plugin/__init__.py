@@ -8,33 +8,14 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from recpipe.errors import UserError
-    from recpipe.plugin.api import (
-        API,
-        Context,
-        Contribution,
-        EpochOrder,
-        Figure,
-        GroupInfo,
-        Invariant,
-        Link,
-        Plugin,
-        RunFigures,
-        TableInfo,
-    )
+    from recpipe.plugin.api import API, Contribution, EpochOrder, Figure, Invariant, Link, Plugin
+    from recpipe.plugin.bags import RowIds, Slots
+    from recpipe.plugin.context import Context, GroupInfo, RunFigures, TableInfo
     from recpipe.plugin.costs import Moved, Phase, Statement, Work
     from recpipe.plugin.errors import PluginError
     from recpipe.plugin.model_quantizer import FinishedModel, ModelQuantizer, Quantized, ReportSection
     from recpipe.plugin.planner import Planner
-    from recpipe.plugin.policy import (
-        NOTHING,
-        Cache,
-        CachePolicy,
-        Placement,
-        Residents,
-        RowIds,
-        RowSpace,
-        Slots,
-    )
+    from recpipe.plugin.policy import NOTHING, Cache, CachePolicy, Placement, Residents, RowSpace
     from recpipe.plugin.quantizer import Direction, Quantizer, RecordLayout, RowCodec
     from recpipe.plugin.row_server import RowServer
     from recpipe.plugin.skipper import Skipper
@@ -44,13 +25,13 @@ _HOME = {
     "API": "recpipe.plugin.api",
     "Cache": "recpipe.plugin.policy",
     "CachePolicy": "recpipe.plugin.policy",
-    "Context": "recpipe.plugin.api",
+    "Context": "recpipe.plugin.context",
     "Contribution": "recpipe.plugin.api",
     "Direction": "recpipe.plugin.quantizer",
     "EpochOrder": "recpipe.plugin.api",
     "Figure": "recpipe.plugin.api",
     "FinishedModel": "recpipe.plugin.model_quantizer",
-    "GroupInfo": "recpipe.plugin.api",
+    "GroupInfo": "recpipe.plugin.context",
     "Invariant": "recpipe.plugin.api",
     "Link": "recpipe.plugin.api",
     "ModelQuantizer": "recpipe.plugin.model_quantizer",
@@ -67,16 +48,16 @@ _HOME = {
     "ReportSection": "recpipe.plugin.model_quantizer",
     "Residents": "recpipe.plugin.policy",
     "RowCodec": "recpipe.plugin.quantizer",
-    "RowIds": "recpipe.plugin.policy",
+    "RowIds": "recpipe.plugin.bags",
     "RowServer": "recpipe.plugin.row_server",
     "RowSpace": "recpipe.plugin.policy",
-    "RunFigures": "recpipe.plugin.api",
+    "RunFigures": "recpipe.plugin.context",
     "Skipper": "recpipe.plugin.skipper",
-    "Slots": "recpipe.plugin.policy",
+    "Slots": "recpipe.plugin.bags",
     "Split": "recpipe.plugin.splitter",
     "Splitter": "recpipe.plugin.splitter",
     "Statement": "recpipe.plugin.costs",
-    "TableInfo": "recpipe.plugin.api",
+    "TableInfo": "recpipe.plugin.context",
     "UserError": "recpipe.errors",
     "Work": "recpipe.plugin.costs",
     "micro_batch_step": "recpipe.plugin.splitter",

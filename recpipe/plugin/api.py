@@ -12,21 +12,19 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar
 
-if TYPE_CHECKING:
-    from pathlib import Path
+from recpipe.plugin.context import Context, RunFigures
 
+if TYPE_CHECKING:
     import lightning as L
 
-    from recpipe.data.batch import Batch
     from recpipe.perf.ids.facts import Facts
+    from recpipe.plugin.batch import Batch
     from recpipe.plugin.costs import Statement
     from recpipe.plugin.planner import Planner
     from recpipe.plugin.policy import Cache
     from recpipe.plugin.quantizer import Quantizer
     from recpipe.plugin.skipper import Skipper
     from recpipe.plugin.splitter import Splitter
-    from recpipe.report.record import Io
-    from recpipe.tables.tiers.placement import Bags
 
 API = (2, 8)
 """Version of this file's contract: a plugin's major must equal it, its minor must not exceed it."""
@@ -44,66 +42,6 @@ class Invariant(Enum):
     EXACT_GRADIENT = "each update equals that of the run without plugins"
     TABLE_LAYOUT = "tables keep the rows, dtype and FQN that the model gave them"
     ID_SPACE = "sparse ids reach the tables as the data module yields them"
-
-
-@dataclass(frozen=True)
-class TableInfo:
-    """One embedding table: ``rows`` x ``dim`` float32 weights."""
-
-    name: str
-    rows: int
-    dim: int
-    pooled: bool = True
-    """True: rows are summed by bag. False: one row for each id (``EmbeddingCollection``)."""
-    features: tuple[str, ...] = ()
-    """Names of the features that look it up; empty if they are not known."""
-    state: int = 0
-    """How many float32 values of optimizer state each row has."""
-
-
-@dataclass(frozen=True)
-class GroupInfo:
-    """Tables whose rows have records of one size: the same dimension, optimizer and collection."""
-
-    tables: tuple[str, ...]
-    record_bytes: int
-    """Bytes of one row's record: its weights and its optimizer state."""
-    slots: int
-    """How many of their rows ``tiers.resident_bytes`` holds."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Context:
-    """What is known about the run before it allocates memory."""
-
-    tables: Mapping[str, TableInfo]
-    device: str
-    """The device in torch's spelling: ``cpu``, ``cuda:0``."""
-    batch_size: int
-    resident_bytes: int
-    """Device memory for table rows, optimizer state included (``tiers.resident_bytes``)."""
-    groups: Sequence[GroupInfo]
-    """The tables in groups. Each group has its own slots and cache policy. ``tables`` lists the tables in the
-    order of the groups, and rows are numbered in that order."""
-    lookups: Callable[[Any], Bags]
-    """The rows that a batch of any type looks up, numbered over all tables."""
-    seed: int
-    data_fingerprint: str
-    """Identifies the data: equal fingerprints mean equal batches. Use it as the key of anything cached about
-    the data."""
-    steps: int
-    """Optimizer steps that the run is expected to take."""
-    trainers: int = 1
-    """Ranks that train; each takes its share of every batch."""
-    cache_dir: Path | None = None
-    """Directory for what is learned about the data (profiles), kept between runs; None: nothing is kept."""
-    epoch_samples: int = 0
-    """Training samples of an epoch."""
-    held_out: Callable[[int], Iterator[Batch]] = lambda first: iter(())
-    """Like ``batches``, for the held-out part."""
-    batches: Callable[[int], Iterator[Batch]] = lambda first: iter(())
-    """``batches(first)``: an epoch's training batches from number ``first`` on, as the data module yields
-    them; every call reads again from ``first``, without reading what comes before."""
 
 
 # -- data ------------------------------------------------------------------------------------
@@ -135,35 +73,6 @@ BatchTransform = Callable[["Batch"], "Batch"]
 # -- optimizer and report --------------------------------------------------------------------
 StepWrapper = Callable[["Batch"], "AbstractContextManager[None]"]
 Figure = float | int | str | list[Any]
-
-
-@dataclass(frozen=True, kw_only=True)
-class RunFigures:
-    """What core measured, for a plugin's own figures. Seconds are host time.
-
-    What is said of micro-batches is what this plugin's own splitter has done: 0 and empty where another's is
-    used.
-    """
-
-    steps: int
-    samples: int
-    lookups: int
-    io: Io
-    """Traffic with the cold tier, the time of its fetches, and how long training waited for them."""
-    before_cold_seconds: float
-    """Seconds in micro-batches that needed no cold row, where a batch that was not cut is one; 0 without a
-    splitter."""
-    after_cold_seconds: float
-    """Seconds in micro-batches that needed cold rows, likewise."""
-    split_batches: int = 0
-    """How many batches were trained as several micro-batches."""
-    splitting: str = ""
-    """Whether cutting batches paid, and why, in a sentence; empty without a splitter."""
-    fills: frozenset[str] = frozenset()
-    """The slots of ``Contribution`` that this plugin fills in this run (``order``, ``splitter``, ``skipper``,
-    ``planner``): a part that lost its slot to another plugin's (``compose.prefer``) has done nothing."""
-
-
 Reporter = Callable[[RunFigures], Mapping[str, Figure]]
 
 
@@ -248,15 +157,3 @@ class Plugin(ABC):
         It must be cheap, and depend on ``facts`` and the knobs alone.
         """
         return None
-
-
-@dataclass(frozen=True)
-class Origin:
-    """The plugin that a part came from, as shown in conflicts, listings and faults."""
-
-    plugin: str
-    distribution: str = "recpipe"
-    version: str = "0"
-
-    def __str__(self) -> str:
-        return f"{self.plugin} ({self.distribution} {self.version})"

@@ -9,19 +9,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from recpipe.errors import UserError
-from recpipe.plugin.api import (
-    Context,
-    Contribution,
-    Figure,
-    Invariant,
-    Origin,
-    Plugin,
-    Reporter,
-    RunFigures,
-    StepWrapper,
-    TableInfo,
-)
-from recpipe.plugin.blame import blame, blame_callback, blame_order, blame_step, blame_stream, blaming
+from recpipe.plugin.api import Contribution, Figure, Invariant, Plugin, Reporter, StepWrapper
 from recpipe.plugin.blamed import (
     BlamedCache,
     BlamedPlanner,
@@ -29,7 +17,18 @@ from recpipe.plugin.blamed import (
     BlamedSplitter,
     blame_skipper,
 )
-from recpipe.plugin.compose import Owned, cache_claims, chain, check_preferences, slot
+from recpipe.plugin.calls import (
+    Origin,
+    Owned,
+    blame,
+    blame_callback,
+    blame_order,
+    blame_step,
+    blame_stream,
+    blaming,
+)
+from recpipe.plugin.compose import cache_claims, chain, check_preferences, slot
+from recpipe.plugin.context import Context, RunFigures, TableInfo
 from recpipe.plugin.errors import PluginError
 from recpipe.plugin.feed import Feed
 from recpipe.plugin.planner import Planner
@@ -42,7 +41,7 @@ from recpipe.plugin.splitter import Splitter
 if TYPE_CHECKING:
     import lightning as L
 
-    from recpipe.data.batch import Batch
+    from recpipe.plugin.batch import Batch
 
 P = TypeVar("P")
 Active = Sequence[tuple[Origin, Plugin, Contribution]]

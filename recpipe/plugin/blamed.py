@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from typing import TYPE_CHECKING
 
-from recpipe.plugin.api import Invariant, Origin
-from recpipe.plugin.blame import blamed, blaming
-from recpipe.plugin.compose import Owned
+from recpipe.plugin.api import Invariant
+from recpipe.plugin.calls import Origin, Owned, blamed, blaming
 from recpipe.plugin.errors import PluginError
 from recpipe.plugin.planner import Planner
 from recpipe.plugin.policy import Cache, CachePolicy
@@ -21,14 +20,14 @@ if TYPE_CHECKING:
     from torchrec.distributed.planner.types import ParameterConstraints, Topology
     from torchrec.distributed.types import ShardingPlanner
 
-    from recpipe.data.batch import Batch
-    from recpipe.plugin.api import GroupInfo, TableInfo
-    from recpipe.plugin.policy import RowIds, RowSpace
+    from recpipe.plugin.bags import RowIds
+    from recpipe.plugin.batch import Batch
+    from recpipe.plugin.collection import TableCollection, TierParts
+    from recpipe.plugin.context import GroupInfo, TableInfo
+    from recpipe.plugin.policy import RowSpace
+    from recpipe.plugin.skipper import RowView
     from recpipe.plugin.splitter import Split
-    from recpipe.tables.collection import TableCollection
-    from recpipe.tables.stores.base import ColdStore
-    from recpipe.tables.tiers.parts import TierParts
-    from recpipe.tables.view import RowView
+    from recpipe.plugin.store import ColdStore
 
 
 class BlamedCache(Cache):

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from fnmatch import fnmatchcase
 from graphlib import CycleError, TopologicalSorter
-from typing import Any, Generic, TypeVar
+from typing import Any, TypeVar
 
 from recpipe.errors import did_you_mean
-from recpipe.plugin.api import Contribution, Link, Origin
+from recpipe.plugin.api import Contribution, Link
+from recpipe.plugin.calls import Origin, Owned
 from recpipe.plugin.errors import PluginConflict, PluginOrderError
 from recpipe.plugin.policy import Cache
 
@@ -19,27 +20,6 @@ Plugins = Sequence[tuple[Origin, Contribution]]
 
 SLOTS = ("order", "splitter", "skipper", "planner")
 """Fields of ``Contribution`` that only one plugin can fill; ``compose.prefer.<slot>=<plugin>`` chooses."""
-
-
-@dataclass(frozen=True)
-class Owned(Generic[P]):
-    """A part and the plugin that brought it.
-
-    ``label`` is ``plugin.part``. A link is called by its name, as in ``acme.remap``, or as its chain if it
-    has none, ``acme.batch``; any other part by its class, as in ``acme.TinyLfu``.
-    """
-
-    label: str
-    origin: Origin
-    part: P
-
-    @classmethod
-    def of(cls, origin: Origin, part: P) -> Owned[P]:
-        """``part``, an object of a class of ``origin``'s."""
-        return cls(f"{origin.plugin}.{type(part).__name__}", origin, part)
-
-    def __str__(self) -> str:
-        return f"plugin {self.origin}, part {self.label}"
 
 
 def slot(name: str, wishes: Iterable[tuple[Origin, P | None]], prefer: str = "") -> Owned[P] | None:

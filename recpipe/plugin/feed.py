@@ -6,7 +6,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from recpipe.plugin.api import BatchTransform, EpochOrder, StreamWrapper
-from recpipe.plugin.compose import Owned
+from recpipe.plugin.calls import Owned
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,8 @@ from typing import Any, get_type_hints
 
 from recpipe.common.validation import fitted
 from recpipe.errors import UserError, did_you_mean
-from recpipe.plugin.api import Origin, Plugin
+from recpipe.plugin.api import Plugin
+from recpipe.plugin.calls import Origin
 from recpipe.plugin.errors import PluginError
 
 

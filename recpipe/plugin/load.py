@@ -9,8 +9,8 @@ from typing import Any
 
 from packaging.specifiers import InvalidSpecifier, SpecifierSet
 
-from recpipe.plugin.api import API, Invariant, Origin, Plugin
-from recpipe.plugin.blame import blaming
+from recpipe.plugin.api import API, Invariant, Plugin
+from recpipe.plugin.calls import Origin, blaming
 from recpipe.plugin.errors import (
     PluginConflict,
     PluginFault,

@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from importlib.metadata import EntryPoint
 
 from recpipe.errors import UserError, did_you_mean, shown
-from recpipe.plugin.api import Origin
+from recpipe.plugin.calls import Origin
 from recpipe.plugin.errors import PluginConflict, PluginLoadError, PluginNotFound
 
 PLUGIN = "plugin"

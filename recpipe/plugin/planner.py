@@ -9,7 +9,7 @@ if TYPE_CHECKING:
     from torchrec.distributed.planner.types import ParameterConstraints, Topology
     from torchrec.distributed.types import ShardingPlanner
 
-    from recpipe.plugin.api import TableInfo
+    from recpipe.plugin.context import TableInfo
 
 
 class Planner:

@@ -16,15 +16,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from recpipe.common.loops import ALONE, Spread, compiled
+from recpipe.plugin.bags import RowIds, Slots
 
 if TYPE_CHECKING:
-    from recpipe.plugin.api import GroupInfo
-    from recpipe.tables.collection import TableCollection
-    from recpipe.tables.stores.base import ColdStore
-    from recpipe.tables.tiers.parts import TierParts
+    from recpipe.plugin.collection import TableCollection, TierParts
+    from recpipe.plugin.context import GroupInfo
+    from recpipe.plugin.store import ColdStore
 
-Slots = NDArray[np.int32]
-RowIds = NDArray[np.int64]
 IN_STORE = -1
 
 

@@ -10,11 +10,13 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from recpipe.plugin.store import Fill, Records, StoreLayout
+
 if TYPE_CHECKING:
     import torch
     from torchrec.distributed.types import CommOp, QuantizedCommCodec
 
-    from recpipe.plugin.api import TableInfo
+    from recpipe.plugin.context import TableInfo
 
 Direction = Literal["forward", "backward"]
 STORAGES = ("fp32", "fp16")
@@ -115,3 +117,45 @@ class Quantizer:
         A codec that no table of the model uses is refused.
         """
         return {}
+
+
+WORD = 4
+"""Bytes of a float32 word, the unit that stores move."""
+
+
+class Coding:
+    """Packs a codec's bytes into records of float32 words, which any store moves unchanged. The last word is
+    padded with zeros."""
+
+    def __init__(self, codec: RowCodec) -> None:
+        self.codec = codec
+        self.width = -(-codec.bytes_per_record // WORD)
+        """The number of words in an encoded record."""
+
+    def encoded(self, records: Records) -> Records:
+        """``records``, float32 [n, record width], as words [n, ``width``]."""
+        made = self.codec.encode(np.ascontiguousarray(records))
+        if made.shape[1] < WORD * self.width:
+            padded = np.zeros((len(made), WORD * self.width), np.uint8)
+            padded[:, : made.shape[1]] = made
+            made = padded
+        return np.ascontiguousarray(made).view(np.float32)
+
+    def decode(self, words: Records, out: Records) -> None:
+        """Decode words into ``out``."""
+        encoded = words.view(np.uint8)[:, : self.codec.bytes_per_record]
+        self.codec.decode(np.ascontiguousarray(encoded), out)
+
+    def rounded(self, records: Records) -> Records:
+        """What is read of ``records`` after they have been written."""
+        out = np.empty(records.shape, np.float32)
+        self.decode(self.encoded(records), out)
+        return out
+
+    def layout(self, layout: StoreLayout) -> StoreLayout:
+        """The layout of the encoded records of ``layout``."""
+        return StoreLayout(layout.tables, layout.rows, self.width)
+
+    def fill(self, fill: Fill) -> Fill:
+        """First records, encoded."""
+        return lambda table, start, stop: self.encoded(fill(table, start, stop))

@@ -11,9 +11,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from recpipe.errors import did_you_mean
-from recpipe.plugin.api import Origin, TableInfo
-from recpipe.plugin.blame import blamed, blaming
-from recpipe.plugin.compose import Owned, Plugins, keyed
+from recpipe.plugin.calls import Origin, Owned, blamed, blaming
+from recpipe.plugin.compose import Plugins, keyed
+from recpipe.plugin.context import TableInfo
 from recpipe.plugin.errors import PluginConflict, PluginError
 from recpipe.plugin.quantizer import STORAGES, Direction, Quantizer, RecordLayout, RowCodec
 

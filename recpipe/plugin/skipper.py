@@ -1,18 +1,21 @@
-"""Skippers: samples left out of a batch, and rows left out of an update."""
+"""Skippers: samples left out of a batch, and rows left out of an update; and the view of the rows by which
+they decide."""
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 
+from recpipe.plugin.bags import RowIds, Weights
+
 if TYPE_CHECKING:
     import torch
 
-    from recpipe.data.batch import Batch
-    from recpipe.plugin.policy import RowIds
-    from recpipe.tables.view import RowView
+    from recpipe.plugin.batch import Batch
 
 
 class Skipper:
@@ -71,3 +74,68 @@ class Skipper:
 def overridden(skipper: Skipper, method: str) -> bool:
     """Whether the class of ``skipper`` overrides ``method``."""
     return getattr(type(skipper), method) is not getattr(Skipper, method)
+
+
+@dataclass(frozen=True)
+class Mark:
+    """A copy of some rows at one moment; a checkpoint can hold it."""
+
+    rows: RowIds
+    """The rows, numbered over all tables, sorted, int64 [n]."""
+    weights: Weights
+    """Their weights without optimizer state, float32 [n, widest dimension]; shorter rows are padded with
+    zeros."""
+
+
+def moved(before: Mark, after: Mark) -> tuple[RowIds, Weights]:
+    """The rows that are in both marks, sorted, and how far each has moved: the largest change in any
+    dimension, float32 [n]."""
+    rows, old, new = np.intersect1d(before.rows, after.rows, assume_unique=True, return_indices=True)
+    return rows, np.abs(after.weights[new] - before.weights[old]).max(axis=1, initial=0.0)
+
+
+class RowView(ABC):
+    """The rows of all tables after the last batch, numbered over all tables as by ``Context.lookups``.
+
+    Use it in the training thread between two batches, for example in a Lightning callback after a batch.
+    Every trainer sees the same. ``UserError`` for tables that do not show their rows: some of plugins' own,
+    and sharded ones.
+    """
+
+    rows: int
+    """The number of rows of all tables."""
+    dim: int
+    """The largest dimension of a table."""
+
+    @property
+    @abstractmethod
+    def slots(self) -> int:
+        """How many rows can be resident; all rows if there are no tiers."""
+
+    @property
+    @abstractmethod
+    def resident_count(self) -> int:
+        """How many rows are resident, at no cost."""
+
+    @abstractmethod
+    def resident(self) -> RowIds:
+        """The resident rows, sorted, int64 [n]."""
+
+    @abstractmethod
+    def mark(self, rows: RowIds | None = None) -> Mark:
+        """Copy the current weights of distinct, sorted, resident ``rows`` (None: all resident rows)."""
+
+    def moved(self, mark: Mark) -> tuple[RowIds, Weights]:
+        """The rows of ``mark`` that are resident now, sorted, and how far each has moved since: the largest
+        change in any dimension, float32 [n]."""
+        still = np.isin(mark.rows, self.resident(), assume_unique=True)
+        return moved(mark, self.mark(mark.rows[still]))
+
+
+class RowFilter(ABC):
+    """Decides which rows of one group of tables an update changes."""
+
+    @abstractmethod
+    def stay(self, rows: RowIds, gradients: torch.Tensor) -> torch.Tensor | None:
+        """Which of distinct ``rows`` of the group to update, bool [U], or None: all. ``gradients`` float32
+        [U, D]."""

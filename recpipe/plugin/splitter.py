@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-    from recpipe.data.batch import Batch
+    from recpipe.plugin.batch import Batch
 
 
 @dataclass(frozen=True)

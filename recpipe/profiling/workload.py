@@ -16,8 +16,8 @@ import numpy as np
 import torch
 
 from recpipe.model.config import ModelConfig
-from recpipe.tables.specs import TableSet
-from recpipe.tables.tiers.parting import IndexBags
+from recpipe.plugin.bags import IndexBags
+from recpipe.plugin.tables import TableSet
 
 FLOAT_BYTES = 4
 

@@ -14,6 +14,7 @@ import numpy as np
 
 from recpipe.access.skew import Skew
 from recpipe.model.metrics import Calibration, Quality
+from recpipe.plugin.context import Io
 from recpipe.report.details import Series, TableMemory
 
 SCHEMA = 1
@@ -132,29 +133,6 @@ class Memory:
     """The same from the making of the tables on."""
     peak_gpu_bytes: int | None = None
     """The most that tensors took of a GPU at a time; None for a run on a CPU."""
-
-
-@dataclass
-class Io:
-    """Traffic with the cold tier. ``direct`` is None for a store without files. ``wait_seconds``: training
-    waited, and the GPU had nothing left to do."""
-
-    store: str | None = None
-    direct: bool | None = None
-    rows_read: int = 0
-    rows_written: int = 0
-    bytes_read: int = 0
-    bytes_written: int = 0
-    wait_seconds: float = 0.0
-    rows_staged: int = 0
-    """Rows whose block the store still held in memory, so that the device did not read it again."""
-    fetch_seconds: float = 0.0
-    """The I/O thread's time in fetches; the part beyond ``wait_seconds`` was hidden behind training."""
-    write_seconds: float = 0.0
-    plan_seconds: float = 0.0
-    """The loader thread's time for deciding which rows move."""
-    cold_start: bool = False
-    """Whether the cache was never full, so that the run shows how it fills and no more."""
 
 
 @dataclass

@@ -14,9 +14,8 @@ from recpipe.data.dataset import Dataset
 from recpipe.data.given import GivenBatches
 from recpipe.errors import UserError
 from recpipe.pipeline.splitting import EqualParts
-from recpipe.plugin.api import Origin
 from recpipe.plugin.assembly import Assembly
-from recpipe.plugin.compose import Owned
+from recpipe.plugin.calls import Origin, Owned
 
 KEY = "trainer.accumulate_grad_batches"
 

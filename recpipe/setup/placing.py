@@ -21,7 +21,8 @@ from recpipe.model.call import Called
 from recpipe.model.make import make_called
 from recpipe.pipeline.placed import PlacedModel, put_fronts
 from recpipe.plugin.blamed import BlamedSkipper
-from recpipe.plugin.compose import Owned
+from recpipe.plugin.calls import Owned
+from recpipe.plugin.tables import SavedRows
 from recpipe.setup.weights import computed_weights
 from recpipe.tables.build import Place, build_tables, require_kernels
 from recpipe.tables.grouped import GroupedCollection
@@ -33,7 +34,6 @@ from recpipe.tables.sharding.planning import Sharding
 from recpipe.tables.sharding.tables import ShardedTables
 from recpipe.tables.sharding.tiered import ShardTiers
 from recpipe.tables.skipping import Skipping
-from recpipe.tables.specs import SavedRows
 
 
 @dataclass(frozen=True)

@@ -21,8 +21,8 @@ from recpipe.data.dataset import Dataset
 from recpipe.distributed.launch import Process, agreed_path
 from recpipe.distributed.ranks import Ranks
 from recpipe.errors import UserError
-from recpipe.plugin.api import Context, GroupInfo
 from recpipe.plugin.assembly import Assembly, assemble, gather
+from recpipe.plugin.context import Context, GroupInfo
 from recpipe.plugin.load import activate
 from recpipe.setup.placing import Unplaced
 from recpipe.tables.config import SCRATCH, TierConfig

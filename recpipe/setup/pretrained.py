@@ -12,8 +12,8 @@ from torch import nn
 from recpipe.common.tensors import FLOATS, INT64, TensorFiles
 from recpipe.errors import UserError
 from recpipe.pipeline.placed import PlacedModel, saved_values
+from recpipe.plugin.tables import SavedRows, weight_name
 from recpipe.tables.groups import ModelTables
-from recpipe.tables.specs import SavedRows, weight_name
 
 
 @dataclass(frozen=True)

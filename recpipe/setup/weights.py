@@ -17,11 +17,11 @@ from recpipe.data.select import between
 from recpipe.model.call import Called
 from recpipe.pipeline.parts import same_random_numbers
 from recpipe.pipeline.placed import copied_call
+from recpipe.plugin.tables import FROZEN
 from recpipe.profiling.handed import HandedRows
 from recpipe.tables.front import Front, front_of, handing_out
 from recpipe.tables.groups import collections_of, group_tables
 from recpipe.tables.lookups import same_ids
-from recpipe.tables.specs import FROZEN
 
 log = logging.getLogger(__name__)
 SAMPLES = 64

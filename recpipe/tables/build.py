@@ -17,24 +17,24 @@ from recpipe.common.files import RunDir
 from recpipe.common.loops import ALONE, Spread
 from recpipe.distributed.ranks import Ranks
 from recpipe.errors import UserError
+from recpipe.plugin.bags import IndexBags, RowIds
+from recpipe.plugin.collection import TableCollection, TierParts
 from recpipe.plugin.errors import PluginConflict
-from recpipe.plugin.policy import RowIds, RowSpace
-from recpipe.tables.collection import TableCollection
+from recpipe.plugin.policy import RowSpace
+from recpipe.plugin.quantizer import Coding
+from recpipe.plugin.store import ColdStore, Fill, StoreLayout
+from recpipe.plugin.tables import TableSet
 from recpipe.tables.config import HOLDERS, TierConfig
 from recpipe.tables.grouped import GroupedCollection
 from recpipe.tables.groups import Group, ModelTables
 from recpipe.tables.inputs import Inputs
 from recpipe.tables.owners import NOCACHE, RESIDENT, GroupOwner
 from recpipe.tables.resident import ResidentCollection
-from recpipe.tables.specs import TableSet
 from recpipe.tables.stores import SsdStore, make_store
-from recpipe.tables.stores.base import ColdStore, Fill, StoreLayout
-from recpipe.tables.stores.coded import Coding, MakeLocal, local_store
+from recpipe.tables.stores.coded import MakeLocal, local_store
 from recpipe.tables.stores.emulated import EmulatedStore
 from recpipe.tables.stores.holders import HeldRows, HoldersStore
 from recpipe.tables.tiers.on_gpu import Finder
-from recpipe.tables.tiers.parting import IndexBags
-from recpipe.tables.tiers.parts import TierParts
 from recpipe.tables.tiers.policies import POLICIES
 from recpipe.tables.tiers.shared_rows import ReplicatedCollection
 from recpipe.tables.tiers.tiered import TieredEmbeddingBagCollection

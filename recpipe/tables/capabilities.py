@@ -10,16 +10,18 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any
 
 import torch
-from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, KeyedTensor
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+
+from recpipe.plugin.collection import Rows
 
 if TYPE_CHECKING:
-    from recpipe.plugin.policy import RowIds
+    from recpipe.plugin.bags import RowIds
+    from recpipe.plugin.collection import TierTimes
     from recpipe.tables.repeated import RepeatedLookup
     from recpipe.tables.tiers.placement import TierPlan
-    from recpipe.tables.tiers.store_thread import TierTimes
 
 
 class Planned(ABC):
@@ -104,11 +106,6 @@ class SavesPlacement(ABC):
     def load_placement_state(self, state: dict[str, Any] | None) -> bool:
         """Continue from ``state``, before the tables are loaded. False if it is from another policy or
         budget."""
-
-
-Rows: TypeAlias = KeyedTensor | dict[str, JaggedTensor]
-"""The result of a lookup: pooled rows, float32 [B, F * D] in the order of the keys, or by feature one row for
-each id, float32 [L, D]."""
 
 
 class SendsAhead(ABC):

@@ -31,11 +31,12 @@ from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, Keyed
 from recpipe.data.checks import require_ids
 from recpipe.data.parts import in_order, weights_in_order, without_weights
 from recpipe.errors import DataError, UserError
-from recpipe.plugin.policy import RowIds
-from recpipe.tables.collection import RowCollection, TableCollection
+from recpipe.plugin.bags import RowIds
+from recpipe.plugin.collection import TableCollection
+from recpipe.plugin.tables import TableSet, row_chunks
+from recpipe.tables.collection import RowCollection
 from recpipe.tables.groups import Group
 from recpipe.tables.rowtable import looked_up, pool, updated
-from recpipe.tables.specs import TableSet, row_chunks
 from recpipe.tables.tiers.placement import table_bags
 
 

@@ -10,13 +10,13 @@ import torch
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from recpipe.common.device import in_this_thread, one_thread
-from recpipe.plugin.policy import RowIds
+from recpipe.plugin.bags import RowIds
+from recpipe.plugin.collection import TableCollection
+from recpipe.plugin.tables import TableSet
 from recpipe.tables.capabilities import Planned, SendsAhead
-from recpipe.tables.collection import TableCollection
 from recpipe.tables.repeated import RepeatedLookup
 from recpipe.tables.room import widened, with_room
 from recpipe.tables.rowtable import row_bags
-from recpipe.tables.specs import TableSet
 from recpipe.tables.tiers.placement import TierPlan
 
 Scale = float | torch.Tensor

@@ -11,10 +11,10 @@ from recpipe import seams
 from recpipe.common.meter import counting
 from recpipe.common.saved import Damaged, entries
 from recpipe.errors import UserError
+from recpipe.plugin.collection import TableCollection, TierFigures
+from recpipe.plugin.tables import Region, Values
 from recpipe.tables.capabilities import SavedByRanks, SavesPlacement
-from recpipe.tables.collection import TableCollection, TierFigures
 from recpipe.tables.groups import ModelTables
-from recpipe.tables.specs import Region, Values
 
 C = TypeVar("C")
 

@@ -22,10 +22,10 @@ from torchrec.modules.embedding_modules import EmbeddingBagCollection, Embedding
 from torchrec.modules.mc_embedding_modules import BaseManagedCollisionEmbeddingCollection
 
 from recpipe.errors import UserError
-from recpipe.plugin.api import TableInfo
+from recpipe.plugin.context import TableInfo
+from recpipe.plugin.tables import FirstValues, SavedRows, Table, TableOptimizer, TableSet
 from recpipe.seams import module_name
 from recpipe.tables.parameters import refuse_shared, table_weights
-from recpipe.tables.specs import FirstValues, SavedRows, Table, TableOptimizer, TableSet
 
 OptimizerOf = Callable[[str, torch.Tensor], TableOptimizer]
 """Gives a table's optimizer, from its name and its weights in the model (which may be on the meta device)."""

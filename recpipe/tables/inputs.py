@@ -9,9 +9,9 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from recpipe.data.checks import require_ids
 from recpipe.data.parts import Place, batch_size, find_ids, ids_at, in_order
+from recpipe.plugin.bags import Bags, IndexBags
 from recpipe.tables.groups import ModelTables
-from recpipe.tables.tiers.parting import IndexBags
-from recpipe.tables.tiers.placement import Bags, table_bags
+from recpipe.tables.tiers.placement import table_bags
 
 GroupIds = tuple[KeyedJaggedTensor | None, ...]
 """A batch's ids for each group, with the group's features in order; None if the model makes the ids."""

@@ -7,13 +7,13 @@ from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 
 from recpipe.distributed.ranks import Ranks
+from recpipe.plugin.quantizer import WORD
+from recpipe.plugin.tables import TableSet
 from recpipe.tables.build import staging_bytes
 from recpipe.tables.config import HOLDERS, TierConfig
 from recpipe.tables.owners import RESIDENT, GroupOwner
 from recpipe.tables.sharding.plan import ShardPlan
-from recpipe.tables.specs import TableSet
 from recpipe.tables.stores import StoreLayout, StoreSize
-from recpipe.tables.stores.coded import WORD
 from recpipe.tables.stores.holders import part_layout
 from recpipe.tables.tiers.policies import BYTES_BESIDE
 

@@ -12,9 +12,9 @@ from typing import Any
 
 from recpipe.common.console import log
 from recpipe.errors import UserError
-from recpipe.plugin.api import GroupInfo
 from recpipe.plugin.assembly import Assembly
-from recpipe.plugin.compose import Owned
+from recpipe.plugin.calls import Owned
+from recpipe.plugin.context import GroupInfo
 from recpipe.plugin.errors import PluginConflict
 from recpipe.plugin.policy import Cache
 from recpipe.tables.config import HOLDERS, TierConfig

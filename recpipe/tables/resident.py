@@ -16,10 +16,11 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from recpipe import seams
 from recpipe.common.device import keep_to_one_core
 from recpipe.data.parts import in_order
-from recpipe.plugin.policy import RowIds
+from recpipe.plugin.bags import RowIds
+from recpipe.plugin.skipper import RowFilter
+from recpipe.plugin.tables import Region, Table, TableSet, Values, to_numpy
 from recpipe.tables.collection import AllResident, fused_tbe
-from recpipe.tables.skipping import RowFilter, by_feature, filter_lookups
-from recpipe.tables.specs import Region, Table, TableSet, Values, to_numpy
+from recpipe.tables.skipping import by_feature, filter_lookups
 
 T = TypeVar("T")
 

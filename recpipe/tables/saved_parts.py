@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 
 from recpipe.common.tensors import SHARDING, TensorFiles, new_tensors
-from recpipe.tables.specs import SavedRows, Values, state_name, weight_name
+from recpipe.plugin.tables import SavedRows, Values, state_name, weight_name
 
 
 @dataclass(frozen=True)

@@ -19,12 +19,12 @@ import torch
 from numpy.typing import NDArray
 from torch import nn
 
+from recpipe.plugin.bags import IndexBags, RowIds
 from recpipe.plugin.blamed import BlamedSkipper
-from recpipe.plugin.compose import Owned
+from recpipe.plugin.calls import Owned
 from recpipe.plugin.errors import PluginError
-from recpipe.plugin.policy import RowIds
+from recpipe.plugin.skipper import RowFilter
 from recpipe.tables.rowtable import RowBags
-from recpipe.tables.tiers.parting import IndexBags
 
 RowsOf = Callable[[NDArray[np.int64], NDArray[np.int64]], RowIds]
 """Maps the indices that a TBE looks up (int64 [L], feature by feature) and their number per feature (int64
@@ -40,7 +40,7 @@ class Skipping:
 
     def of_group(self, base: int) -> RowFilter:
         """The filter of the group of tables whose row 0 has the number ``base`` among all tables' rows."""
-        return RowFilter(self, base)
+        return _OfGroup(self, base)
 
     def ask(self, rows: RowIds, gradients: torch.Tensor) -> torch.Tensor | None:
         """Which of ``rows``, numbered over all tables, to update; None: all. ``PluginError`` if the answer is
@@ -58,15 +58,13 @@ class Skipping:
         return None if bool(said.all()) else said.to(gradients.device)
 
 
-class RowFilter:
-    """Decides which rows of one group of tables an update changes."""
+class _OfGroup(RowFilter):
+    """Asks for the rows of one group of tables, whose row 0 is row ``base`` of all."""
 
     def __init__(self, skipping: Skipping, base: int) -> None:
         self._skipping, self._base = skipping, base
 
     def stay(self, rows: RowIds, gradients: torch.Tensor) -> torch.Tensor | None:
-        """Which of distinct ``rows`` of the group to update, bool [U], or None: all. ``gradients`` float32
-        [U, D]."""
         return self._skipping.ask(rows + self._base, gradients) if len(rows) else None
 
 

@@ -9,9 +9,9 @@ import torch
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from recpipe.data.parts import in_order
+from recpipe.plugin.tables import TableSet
 from recpipe.tables.groups import ModelTables
 from recpipe.tables.resident import ResidentCollection
-from recpipe.tables.specs import TableSet
 
 BYTES = 64 << 20
 """The size of all tables together: more than a cache holds, but quickly made."""

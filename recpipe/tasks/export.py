@@ -14,8 +14,8 @@ from recpipe.checkpoint.table_files import read_along
 from recpipe.common.meter import counting
 from recpipe.errors import UserError
 from recpipe.pipeline.placed import PlacedModel
-from recpipe.tables.collection import TableCollection
-from recpipe.tables.specs import rows_in, to_numpy
+from recpipe.plugin.collection import TableCollection
+from recpipe.plugin.tables import rows_in, to_numpy
 
 
 def export_parameters(directory: Path, model: PlacedModel, writes: bool = True) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 from recpipe.config.recipe import Recipe
 from recpipe.distributed.launch import Process
-from recpipe.plugin.blame import blaming
+from recpipe.plugin.calls import blaming
 from recpipe.plugin.errors import PluginLoadError
 from recpipe.plugin.offers import entry, imported, offered, origin_of
 from recpipe.report.files import ReportFiles

@@ -8,7 +8,7 @@ import lightning as L
 import numpy as np
 import torch
 
-from recpipe.tables.collection import TableCollection
+from recpipe.plugin.collection import TableCollection
 
 
 class Nudge(L.Callback):

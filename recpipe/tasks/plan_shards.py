@@ -12,8 +12,8 @@ from rich.table import Table
 
 from recpipe.common.words import readable_bytes
 from recpipe.errors import printable
+from recpipe.plugin.tables import TableSet
 from recpipe.tables.sharding.plan import Shard, ShardPlan
-from recpipe.tables.specs import TableSet
 
 
 def shard_bytes(shard: Shard, tables: TableSet) -> int:

@@ -17,9 +17,11 @@ from rich.markup import escape
 from recpipe.common.console import Output
 from recpipe.config.compose import conf_dir
 from recpipe.errors import UserError
-from recpipe.plugin.api import Context, Contribution, GroupInfo, Origin, Plugin, TableInfo
+from recpipe.plugin.api import Contribution, Plugin
 from recpipe.plugin.assembly import assemble, gather
+from recpipe.plugin.calls import Origin
 from recpipe.plugin.conf import knobs_in, package_conf
+from recpipe.plugin.context import Context, GroupInfo, TableInfo
 from recpipe.plugin.errors import PluginError
 from recpipe.plugin.load import installed, instantiate
 from recpipe.plugin.model_quantizer import ModelQuantizer

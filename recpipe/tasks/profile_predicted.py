@@ -17,7 +17,7 @@ from recpipe.perf.step.walk import SHOWN
 from recpipe.perf.tiers.predict import Kind
 from recpipe.perf.tiers.statements import of_policy
 from recpipe.pipeline.placed import PlacedModel
-from recpipe.plugin.blame import blame
+from recpipe.plugin.calls import blame
 from recpipe.plugin.load import activate
 from recpipe.profiling.trace import OVERHEAD
 from recpipe.tasks.advise.candidates import Candidate

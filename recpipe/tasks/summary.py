@@ -17,13 +17,13 @@ from recpipe.common.words import CUSTOM
 from recpipe.config.recipe import Recipe
 from recpipe.data.dataset import Dataset
 from recpipe.distributed.ranks import Ranks
-from recpipe.plugin.api import RunFigures
 from recpipe.plugin.assembly import Assembly
+from recpipe.plugin.collection import TierFigures
+from recpipe.plugin.context import Io, RunFigures
 from recpipe.report.environment import environment
 from recpipe.report.quality import ALTERED
-from recpipe.report.record import DataFigures, Io, Memory, RankFigures, Resumed, RunReport, as_json
+from recpipe.report.record import DataFigures, Memory, RankFigures, Resumed, RunReport, as_json
 from recpipe.seams import Collective
-from recpipe.tables.collection import TierFigures
 from recpipe.tables.grouped import GroupedCollection
 from recpipe.tables.groups import ModelTables
 from recpipe.tasks.table_memory import memory_of_tables

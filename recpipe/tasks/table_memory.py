@@ -7,9 +7,9 @@ from typing import Any
 
 import numpy as np
 
+from recpipe.plugin.collection import TableCollection
 from recpipe.report.details import TableMemory
 from recpipe.tables.capabilities import ShowsRows
-from recpipe.tables.collection import TableCollection
 from recpipe.tables.grouped import GroupedCollection
 from recpipe.tables.groups import Group, ModelTables
 from recpipe.tables.owners import RESIDENT

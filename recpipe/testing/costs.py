@@ -12,8 +12,8 @@ from recpipe.perf.ids.facts import Facts
 from recpipe.perf.ids.group_facts import GroupFacts, Stretch
 from recpipe.perf.ids.replay import Kept
 from recpipe.perf.kernels.moves import FEATURES
+from recpipe.plugin.bags import IndexBags
 from recpipe.plugin.costs import Phase, Statement
-from recpipe.tables.tiers.parting import IndexBags
 
 ROWS, LOOKUPS, BATCHES, SAMPLES = 20_000, 1_024, 24, 256
 

@@ -13,8 +13,9 @@ from typing import Any, ClassVar, Never
 
 import pytest
 
-from recpipe.plugin.api import Context, Contribution, Invariant, Plugin
+from recpipe.plugin.api import Contribution, Invariant, Plugin
 from recpipe.plugin.assembly import assemble, gather
+from recpipe.plugin.context import Context
 from recpipe.plugin.errors import PluginError
 from recpipe.plugin.load import activate, installed
 from recpipe.tasks.plugins import SAMPLE, default_knobs, points

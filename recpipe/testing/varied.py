@@ -14,8 +14,8 @@ from torchrec.modules.embedding_configs import EmbeddingBagConfig, EmbeddingConf
 from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from recpipe.data.batch import Batch
 from recpipe.data.given import GivenBatches
+from recpipe.plugin.batch import Batch
 
 SIZE, STEPS, HELD_OUT = 96, 32, 4
 """Samples of a batch, batches of an epoch, the last of which is short, and held-out batches."""

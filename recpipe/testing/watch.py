@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from recpipe.data.content import UInt64, sample_hashes
 from recpipe.data.select import select
 from recpipe.pipeline.step import StagedBatch
-from recpipe.tables.specs import to_numpy
+from recpipe.plugin.tables import to_numpy
 from recpipe.testing.others import Others
 from recpipe.testing.process import Process, draw, random_state
 

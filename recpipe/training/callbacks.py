@@ -14,7 +14,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 
 from recpipe.common.words import make
 from recpipe.errors import UserError
-from recpipe.plugin.compose import Owned
+from recpipe.plugin.calls import Owned
 from recpipe.plugin.errors import PluginError
 
 _AVERAGED = (

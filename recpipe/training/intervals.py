@@ -8,9 +8,9 @@ from itertools import pairwise
 
 import torch
 
+from recpipe.plugin.collection import TableCollection, TierFigures
 from recpipe.report.details import Series
 from recpipe.report.record import rate
-from recpipe.tables.collection import TableCollection, TierFigures
 
 INTERVALS = 120
 """Most intervals of a run."""

@@ -16,7 +16,7 @@ from torch import nn
 
 from recpipe.common.device import explanation
 from recpipe.errors import UserError, nearest_or_all, shown
-from recpipe.tables.specs import FROZEN, TableOptimizer
+from recpipe.plugin.tables import FROZEN, TableOptimizer
 
 Argument = bool | int | float | str | list[float] | None
 """The types of arguments that yaml can give an optimizer of ``torch.optim``."""

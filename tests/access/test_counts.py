@@ -14,13 +14,12 @@ import numpy as np
 import pytest
 
 from recpipe.access.counts import load_profile, table_bases
-from recpipe.data.batch import Batch
 from recpipe.data.config import SyntheticConfig
-from recpipe.data.dataset import SparseFeature
 from recpipe.data.make import open_dataset
 from recpipe.errors import DataError, UserError
-from recpipe.plugin.api import Context, TableInfo
-from recpipe.tables.specs import TableOptimizer, TableSet
+from recpipe.plugin.batch import Batch
+from recpipe.plugin.context import Context, TableInfo
+from recpipe.plugin.tables import SparseFeature, TableOptimizer, TableSet
 from tests.placing import context_of, inputs_of
 
 

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from recpipe.access.misses import POLICIES, MissRates, RowSample
-from recpipe.plugin.policy import RowIds, RowSpace
-from recpipe.tables.tiers.parting import IndexBags
+from recpipe.plugin.bags import IndexBags, RowIds
+from recpipe.plugin.policy import RowSpace
 from recpipe.tables.tiers.placement import TierPlanner
 from recpipe.tables.tiers.policies import POLICIES as BUILT_IN
 

@@ -8,7 +8,7 @@ import pytest
 from recpipe.access.popularity import CAP, Counts, top_rows
 from recpipe.common import loops
 from recpipe.common.loops import ALONE, Spread
-from recpipe.plugin.policy import RowIds
+from recpipe.plugin.bags import RowIds
 
 
 def test_top_rows_break_ties_for_residents_then_low_numbers() -> None:

@@ -10,8 +10,8 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from recpipe.access.sample import BATCHES, AccessSample
 from recpipe.common.timing import Spans
+from recpipe.plugin.tables import Table, TableOptimizer, TableSet
 from recpipe.tables.groups import ModelTables
-from recpipe.tables.specs import Table, TableOptimizer, TableSet
 
 TABLES = ModelTables.single(
     TableSet((Table("a", 50, ("f", "g")), Table("b", 9, ("h",))), 4, TableOptimizer("sgd", 0.1), 0)

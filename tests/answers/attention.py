@@ -11,8 +11,8 @@ from torch import nn
 from torchrec.modules.embedding_configs import EmbeddingBagConfig, EmbeddingConfig
 from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
 
-from recpipe.data.batch import Batch
-from recpipe.data.dataset import Schema
+from recpipe.data.schema import Schema
+from recpipe.plugin.batch import Batch
 from tests.answers.answers import put
 
 DIM, MOST, ROWS = 8, 6, {"item": 200, "history": 200, "shops": 40, "user": 300}

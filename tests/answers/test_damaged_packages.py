@@ -29,7 +29,8 @@ pytest.importorskip("uvicorn", reason="recpipe[serve] is not installed")
 pytest.importorskip("prometheus_client", reason="recpipe[serve] is not installed")
 
 from recpipe.answers.serving.worker import load
-from recpipe.data.dataset import Schema, SparseFeature
+from recpipe.data.schema import Schema
+from recpipe.plugin.tables import SparseFeature
 
 SCHEMA = Schema(("x", "y"), (SparseFeature("a", 9), SparseFeature("b", 6)))
 

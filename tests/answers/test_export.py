@@ -16,11 +16,12 @@ from recpipe.answers.export import constants_of, export_dense
 from recpipe.answers.golden import as_batch, golden_inputs
 from recpipe.answers.parts import made_up
 from recpipe.answers.trained import scored
-from recpipe.data.batch import Batch
-from recpipe.data.dataset import Schema, SparseFeature
+from recpipe.data.schema import Schema
 from recpipe.errors import UserError
 from recpipe.model.call import Called
 from recpipe.model.loss import parse_loss
+from recpipe.plugin.batch import Batch
+from recpipe.plugin.tables import SparseFeature
 
 SCHEMA = Schema(("x", "y"), (SparseFeature("a", 30), SparseFeature("b", 20), SparseFeature("c", 10)))
 

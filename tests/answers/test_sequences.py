@@ -20,7 +20,7 @@ from recpipe.answers.serving.forms import together
 from recpipe.answers.serving.shared import RequestScorer
 from recpipe.answers.source import FloatCheckpoint
 from recpipe.answers.trained import scored
-from recpipe.data.batch import Batch
+from recpipe.plugin.batch import Batch
 from recpipe.seams.compiled import compiler
 from tests.answers.attention import WORDS, histories
 

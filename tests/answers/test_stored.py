@@ -23,8 +23,8 @@ from recpipe.answers.quantized import write_quantized
 from recpipe.answers.rows import encode_rows
 from recpipe.answers.source import FloatCheckpoint
 from recpipe.answers.stored import FewRows, stored
-from recpipe.data.batch import Batch
 from recpipe.errors import UserError
+from recpipe.plugin.batch import Batch
 from tests.processes import ROOT
 from tests.quantizing import as_judged
 

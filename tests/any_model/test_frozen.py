@@ -14,8 +14,8 @@ from recpipe.errors import UserError
 from recpipe.pipeline.cores import Cores
 from recpipe.pipeline.step import StagedBatch, StepTimes, accumulate
 from recpipe.pipeline.step_graph import BEFORE, StepGraph
+from recpipe.plugin.tables import TableOptimizer
 from recpipe.tables.front import Front
-from recpipe.tables.specs import TableOptimizer
 from recpipe.training.optim import OptimConfig
 from tests.any_model.by_hand import BATCHES, MORE, in_a_loop, reference
 from tests.any_model.runs import QUIET, all_on_two_ranks, furthest_left, left_by, train

@@ -18,12 +18,12 @@ from recpipe.answers.unshard import unshard
 from recpipe.common.tensors import TensorFiles
 from recpipe.data.dataset import Dataset
 from recpipe.errors import UserError
+from recpipe.plugin.tables import TableOptimizer, state_name
 from recpipe.report.record import write_json
 from recpipe.tables.groups import collections_of, group_tables
 from recpipe.tables.sharding import tables as shard
 from recpipe.tables.sharding.plan import Shard, ShardPlan, TablePlan
 from recpipe.tables.sharding.tiered import TieredLookup
-from recpipe.tables.specs import TableOptimizer, state_name
 from tests.any_model.runs import QUIET, train
 from tests.any_model.zoo import (
     OVERRIDES,

@@ -12,8 +12,8 @@ import recpipe
 from recpipe.data.dataset import Dataset
 from recpipe.errors import UserError
 from recpipe.pipeline.step import StagedBatch, StepTimes, accumulate
+from recpipe.plugin.tables import TableOptimizer
 from recpipe.tables.front import BagFront
-from recpipe.tables.specs import TableOptimizer
 from tests.any_model.by_hand import BATCHES, MORE, given, in_a_loop, reference
 from tests.any_model.runs import QUIET, all_on_two_ranks, furthest_left, left_by, train
 from tests.any_model.weighing import WEIGHING, HandedOn, Scaled, Weighing, with_own_weights

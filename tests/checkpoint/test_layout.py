@@ -22,11 +22,11 @@ from recpipe.checkpoint.table_io import TableCheckpointIO
 from recpipe.common.files import hold
 from recpipe.common.tensors import new_tensors
 from recpipe.distributed.ranks import Ranks
-from recpipe.tables.collection import TableCollection
+from recpipe.plugin.collection import TableCollection
+from recpipe.plugin.tables import FILL_ROWS
 from recpipe.tables.resident import ResidentCollection
 from recpipe.tables.sharding.files import load_shards
 from recpipe.tables.sharding.tiered import TieredShard
-from recpipe.tables.specs import FILL_ROWS
 from tests.tables import tiered_shards
 from tests.tables.samples import CPU, table_set, tiers
 from tests.tables.sharded import DIM, ROWS, Case, build, contents

@@ -17,9 +17,9 @@ from recpipe.answers.unshard import unshard
 from recpipe.checkpoint.table_files import open_tables
 from recpipe.common.tensors import TensorFiles
 from recpipe.config.compose import compose
+from recpipe.plugin.tables import TableSet
 from recpipe.run import run
 from recpipe.tables.sharding import files as shard_files
-from recpipe.tables.specs import TableSet
 from recpipe.tables.stores.aio import Requests
 from recpipe.tables.stores.ssd import SsdStore
 from tests.resuming import before_training, going_on, saved

@@ -15,9 +15,8 @@ import pytest
 from recpipe.checkpoint.table_files import check_tables, load_regions, save_tables, saved_weights
 from recpipe.common.machine import peak_rss_bytes, reset_peak_rss
 from recpipe.common.tensors import TensorFiles, write_tensors
-from recpipe.data.dataset import SparseFeature
+from recpipe.plugin.tables import SparseFeature, TableOptimizer, TableSet, weight_name
 from recpipe.tables.resident import ResidentCollection
-from recpipe.tables.specs import TableOptimizer, TableSet, weight_name
 from tests.tables.samples import CPU
 
 ROWS, DIM = 1_000_000, 64

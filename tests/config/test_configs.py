@@ -21,7 +21,7 @@ from recpipe.config.compose import (
 )
 from recpipe.plugin.conf import package_conf, package_confs
 from recpipe.plugin.load import installed
-from recpipe.tables.specs import TableOptimizer
+from recpipe.plugin.tables import TableOptimizer
 
 pytestmark = pytest.mark.usefixtures("composed_anew")
 ROOTS = [conf_dir(), *package_confs()]

@@ -8,10 +8,10 @@ from collections.abc import Iterator
 
 import pytest
 
-from recpipe.data.batch import Batch
 from recpipe.data.config import SyntheticConfig
 from recpipe.data.make import open_dataset
 from recpipe.pipeline.source import read_ahead
+from recpipe.plugin.batch import Batch
 
 
 def readers() -> list[threading.Thread]:

@@ -15,12 +15,13 @@ from recpipe.data import cache, writer
 from recpipe.data import prepared as data_prepared
 from recpipe.data.columns import Columns, bits_of, concatenate
 from recpipe.data.config import CriteoConfig, FileConfig, NpyConfig, ParquetConfig
-from recpipe.data.dataset import Schema, SparseFeature
 from recpipe.data.fold import Fold, hash_into
 from recpipe.data.make import StreamedDataset, open_dataset, open_source
 from recpipe.data.prepared import Meta, PreparedDataset, check_prepared
+from recpipe.data.schema import Schema
 from recpipe.data.sources.transforms import hash_rows
 from recpipe.errors import DataError
+from recpipe.plugin.tables import SparseFeature
 
 from .conftest import TABLES
 

@@ -17,11 +17,12 @@ import torch
 from recpipe.data import cache, prepared
 from recpipe.data.columns import Columns, MultiHot, offsets_of
 from recpipe.data.config import CriteoConfig
-from recpipe.data.dataset import Schema, SparseFeature
 from recpipe.data.make import open_dataset
 from recpipe.data.prepared import META, PreparedDataset, check_prepared
+from recpipe.data.schema import Schema
 from recpipe.data.writer import PreparedWriter
 from recpipe.errors import DataError, UserError
+from recpipe.plugin.tables import SparseFeature
 from tests.processes import Child
 
 from .conftest import TABLES, assert_matches, make_row

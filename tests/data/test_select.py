@@ -12,10 +12,10 @@ import torch
 from torchrec.datasets.utils import Batch as TorchRecBatch
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
 
-from recpipe.data.batch import Batch, BatchShare
 from recpipe.data.parts import batch_size, tensors_of
 from recpipe.data.select import select
 from recpipe.errors import UserError
+from recpipe.plugin.batch import Batch, BatchShare
 
 SIZE = 9
 KEYS = ["a", "b", "c"]

@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 import torch
 
-from recpipe.data.batch import Batch, BatchShare
 from recpipe.data.config import NpyConfig, SyntheticConfig
 from recpipe.data.dataset import NumberedDataset
 from recpipe.data.make import open_dataset
@@ -18,6 +17,7 @@ from recpipe.data.select import select
 from recpipe.data.writer import PreparedWriter
 from recpipe.distributed.ranks import Ranks, part_of
 from recpipe.errors import DataError
+from recpipe.plugin.batch import Batch, BatchShare
 
 from .conftest import TABLES
 from .test_npy import write as write_npy

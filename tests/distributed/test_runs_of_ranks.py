@@ -15,7 +15,7 @@ import recpipe
 from recpipe.checkpoint.table_files import open_tables
 from recpipe.checkpoint.table_io import newest
 from recpipe.errors import UserError
-from recpipe.tables.specs import TableSet
+from recpipe.plugin.tables import TableSet
 from tests.processes import start_ranks
 
 WORDS = (

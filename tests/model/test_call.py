@@ -16,11 +16,11 @@ from torchrec.modules.embedding_configs import EmbeddingBagConfig
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from recpipe.data.batch import Batch
 from recpipe.errors import UserError
 from recpipe.model.call import Called
 from recpipe.model.config import UserModel
 from recpipe.model.loss import LOSSES, parse_loss
+from recpipe.plugin.batch import Batch
 
 BCE = LOSSES["binary_cross_entropy"]
 

@@ -11,13 +11,15 @@ from torchrec.modules.embedding_modules import EmbeddingBagCollection, Embedding
 
 from recpipe.config.compose import compose
 from recpipe.config.recipe import Recipe
-from recpipe.data.dataset import Dataset, Schema, SparseFeature
+from recpipe.data.dataset import Dataset
 from recpipe.data.make import open_dataset
+from recpipe.data.schema import Schema
 from recpipe.errors import UserError
 from recpipe.model.call import Called
 from recpipe.model.config import ModelConfig, UserModel
 from recpipe.model.make import make_model
 from recpipe.plugin.errors import PluginLoadError
+from recpipe.plugin.tables import SparseFeature
 from tests.model.models import HERE
 
 CPU = torch.device("cpu")

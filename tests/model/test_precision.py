@@ -13,7 +13,7 @@ from recpipe.answers.golden import tolerance
 from recpipe.backend import matmul
 from recpipe.config.compose import compose
 from recpipe.config.recipe import Recipe
-from recpipe.data.dataset import Schema
+from recpipe.data.schema import Schema
 from recpipe.errors import UserError
 from recpipe.model.config import ModelConfig
 from recpipe.pipeline.placed import PlacedModel

@@ -9,8 +9,8 @@ import numpy as np
 import torch
 from torch import nn
 
-from recpipe.data.batch import Batch, BatchShare
-from recpipe.data.dataset import Dataset, Schema, SplitName
+from recpipe.data.dataset import Dataset, SplitName
+from recpipe.data.schema import Schema
 from recpipe.data.select import select
 from recpipe.distributed.ranks import Ranks, part_of
 from recpipe.model.call import Called
@@ -25,16 +25,17 @@ from recpipe.pipeline.splitting import Splitting
 from recpipe.pipeline.step import StagedBatch, StepTimes, accumulate
 from recpipe.plugin.api import Contribution
 from recpipe.plugin.assembly import Assembly
+from recpipe.plugin.batch import Batch, BatchShare
+from recpipe.plugin.skipper import RowView
+from recpipe.plugin.tables import TableOptimizer, TableSet
 from recpipe.tables.capabilities import Planned
 from recpipe.tables.collection import RowCollection
 from recpipe.tables.grouped import GroupedCollection
 from recpipe.tables.groups import ModelTables, collections_of, group_tables
 from recpipe.tables.inputs import Inputs
 from recpipe.tables.resident import ResidentCollection
-from recpipe.tables.specs import TableOptimizer, TableSet
 from recpipe.tables.tiers.batch import BatchPlan, Tiers
 from recpipe.tables.tiers.tiered import TieredEmbeddingBagCollection
-from recpipe.tables.view import RowView
 from tests.plugin.samples import ACME, Splits, merged
 from tests.tables.samples import CPU, DIM, FEATURES, dump, jagged, table_set, tiers
 

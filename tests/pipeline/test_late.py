@@ -17,8 +17,8 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 import recpipe
 from recpipe.errors import DataError, UserError
 from recpipe.pipeline.step import StagedBatch, StepTimes, accumulate
+from recpipe.plugin.tables import TableOptimizer, TableSet
 from recpipe.tables.group_lookup import GroupLookup
-from recpipe.tables.specs import TableOptimizer, TableSet
 from recpipe.tables.tiers.batch import Tiers
 from tests.pipeline.samples import SIZE, Listed, loader_over, placed
 from tests.pipeline.test_cores import FewSamples

@@ -20,9 +20,9 @@ from recpipe.errors import DataError
 from recpipe.pipeline.share import in_steps
 from recpipe.pipeline.step import StagedBatch
 from recpipe.plugin.api import Link
+from recpipe.plugin.bags import IndexBags
 from recpipe.plugin.errors import PluginError
 from recpipe.plugin.splitter import Split, micro_batch_step
-from recpipe.tables.tiers.parting import IndexBags
 from recpipe.tables.tiers.tiered import TieredEmbeddingBagCollection
 from tests.fake_gpu import GPU, FakeGpu, gpu
 from tests.pipeline.samples import (

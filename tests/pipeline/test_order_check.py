@@ -8,13 +8,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from recpipe.data.batch import Batch
 from recpipe.data.select import select
 from recpipe.pipeline import order_check
 from recpipe.pipeline.loader import TrainLoader
 from recpipe.pipeline.source import BatchSource
 from recpipe.plugin.api import Contribution, EpochOrder, Invariant
 from recpipe.plugin.assembly import assemble
+from recpipe.plugin.batch import Batch
 from recpipe.plugin.errors import PluginError
 from tests.pipeline.samples import CPU, SIZE, Listed, inputs_of
 from tests.plugin.samples import ACME, TABLES, Good

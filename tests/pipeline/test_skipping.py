@@ -13,17 +13,16 @@ from torchrec.modules.embedding_configs import EmbeddingBagConfig, PoolingType
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from recpipe.data.batch import Batch
 from recpipe.data.select import select
 from recpipe.pipeline.cores import Cores
 from recpipe.pipeline.loader import TrainLoader
 from recpipe.pipeline.step import StepTimes, accumulate
 from recpipe.plugin.api import Link
+from recpipe.plugin.batch import Batch
 from recpipe.plugin.errors import PluginError
-from recpipe.plugin.skipper import Skipper
-from recpipe.tables.specs import TableOptimizer
+from recpipe.plugin.skipper import RowView, Skipper
+from recpipe.plugin.tables import TableOptimizer
 from recpipe.tables.tiers.batch import Tiers
-from recpipe.tables.view import RowView
 from tests.pipeline.samples import (
     SIZE,
     Listed,

@@ -10,11 +10,11 @@ import pytest
 import torch
 from torch.nn.functional import binary_cross_entropy_with_logits
 
-from recpipe.data.batch import Batch
 from recpipe.data.select import select
 from recpipe.distributed.ranks import Ranks
 from recpipe.pipeline.share import cut
 from recpipe.pipeline.step import StagedBatch, StepTimes, _Step, accumulate
+from recpipe.plugin.batch import Batch
 from recpipe.plugin.splitter import Split
 from tests.pipeline.samples import (
     Listed,

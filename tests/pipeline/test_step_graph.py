@@ -24,8 +24,7 @@ from recpipe.pipeline.cuda_graph import Spoilt
 from recpipe.pipeline.placed import PlacedModel
 from recpipe.pipeline.step import StagedBatch, StepTimes, accumulate
 from recpipe.pipeline.step_graph import BEFORE, StepGraph
-from recpipe.plugin.api import Origin
-from recpipe.plugin.compose import Owned
+from recpipe.plugin.calls import Origin, Owned
 from tests.fake_graph import FakeGraph
 from tests.pipeline.samples import SIZE, Listed, parameters_after, placed
 from tests.tables.samples import identical

@@ -9,11 +9,12 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from recpipe.plugin.api import Context, Contribution, Invariant, Origin, Plugin, RunFigures, TableInfo
+from recpipe.plugin.api import Contribution, Invariant, Plugin
 from recpipe.plugin.assembly import Assembly, assemble
+from recpipe.plugin.calls import Origin
+from recpipe.plugin.context import Context, Io, RunFigures, TableInfo
 from recpipe.plugin.offers import GROUPS
 from recpipe.plugin.splitter import Split, Splitter
-from recpipe.report.record import Io
 
 HOTLINE = Origin("hotline", "recpipe", "0.1.0")
 BAGPIPE = Origin("bagpipe", "recpipe", "0.1.0")

@@ -9,8 +9,9 @@ from dataclasses import fields
 import lightning as L
 import pytest
 
-from recpipe.plugin.api import Context, Contribution, EpochOrder, Invariant, Link
+from recpipe.plugin.api import Contribution, EpochOrder, Invariant, Link
 from recpipe.plugin.assembly import assemble, gather
+from recpipe.plugin.context import Context
 from recpipe.plugin.errors import PluginError, PluginFault
 from recpipe.plugin.planner import Planner
 from recpipe.plugin.quantizer import Quantizer

@@ -9,7 +9,8 @@ import sys
 import pytest
 
 from recpipe.plugin import load
-from recpipe.plugin.api import Invariant, Origin
+from recpipe.plugin.api import Invariant
+from recpipe.plugin.calls import Origin
 from recpipe.plugin.errors import (
     PluginConflict,
     PluginError,

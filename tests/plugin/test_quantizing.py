@@ -10,8 +10,10 @@ import numpy as np
 import pytest
 import torch
 
-from recpipe.plugin.api import Contribution, Origin, TableInfo
+from recpipe.plugin.api import Contribution
 from recpipe.plugin.assembly import assemble
+from recpipe.plugin.calls import Origin
+from recpipe.plugin.context import TableInfo
 from recpipe.plugin.errors import PluginConflict, PluginError
 from recpipe.plugin.quantizer import Quantizer, RecordLayout, RowCodec
 from recpipe.plugin.quantizing import Quantizing

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 import torch
 
-from recpipe.data.batch import Batch
 from recpipe.plugin.api import Contribution, Invariant, Plugin
 from recpipe.plugin.assembly import Assembly, assemble
+from recpipe.plugin.batch import Batch
 from recpipe.plugin.errors import PluginConflict, PluginError
 from recpipe.plugin.skipper import Skipper
 from tests.plugin.samples import ACME, HOTLINE, TABLES, Good, merged

@@ -9,7 +9,8 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 
-from recpipe.plugin.api import Context, Contribution, Invariant, Link
+from recpipe.plugin.api import Contribution, Invariant, Link
+from recpipe.plugin.context import Context
 from recpipe.plugin.load import installed
 from recpipe.plugin.splitter import Split, Splitter
 from recpipe.tasks.plugins import listed

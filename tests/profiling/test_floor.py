@@ -6,8 +6,9 @@ import pytest
 import torch
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from recpipe.data.dataset import SparseFeature
 from recpipe.model.config import ModelConfig
+from recpipe.plugin.bags import IndexBags
+from recpipe.plugin.tables import SparseFeature, TableOptimizer, TableSet
 from recpipe.profiling import limits
 from recpipe.profiling.limits import Limits, measure
 from recpipe.profiling.roofline import arithmetic_ms, floor_ms, floors_ms, memory_ms
@@ -19,8 +20,6 @@ from recpipe.profiling.workload import (
     embedding_work,
     optimizer_work,
 )
-from recpipe.tables.specs import TableOptimizer, TableSet
-from recpipe.tables.tiers.parting import IndexBags
 from recpipe.tables.tiers.placement import table_bags
 
 GIGA = 1e9

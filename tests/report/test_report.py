@@ -19,13 +19,13 @@ from rich.console import Console
 
 from recpipe.access.skew import Skew, TableSkew, skew_of
 from recpipe.model.metrics import Calibration, Quality
+from recpipe.plugin.context import Io
 from recpipe.report import figures, folding, html, plots, run_plots, terminal
 from recpipe.report.details import Series, TableMemory
 from recpipe.report.environment import environment
 from recpipe.report.merging import merged
 from recpipe.report.record import (
     DataFigures,
-    Io,
     Memory,
     Point,
     RankFigures,

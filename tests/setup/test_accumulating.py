@@ -11,11 +11,11 @@ from torchrec.modules.embedding_modules import EmbeddingBagCollection
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 import recpipe
-from recpipe.data.batch import Batch
 from recpipe.data.given import GivenBatches
 from recpipe.data.make import open_dataset
 from recpipe.errors import UserError
 from recpipe.pipeline.placed import PlacedModel
+from recpipe.plugin.batch import Batch
 
 SMALL = ("data.samples=1250", "data.tables={a: 40, b: 9}", "model.embedding_dim=4", "model.bottom=[4]")
 SMALLER = (*SMALL, "model.top=[8]", "trainer.progress=false", "trainer.backend=plain", "optim=adagrad")

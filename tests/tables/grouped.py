@@ -16,13 +16,13 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from recpipe.common.files import RunDir
 from recpipe.distributed.ranks import Ranks
 from recpipe.plugin.api import Contribution
+from recpipe.plugin.tables import TableOptimizer
 from recpipe.tables.build import Place, build_tables
 from recpipe.tables.config import TierConfig
 from recpipe.tables.grouped import GroupedCollection
 from recpipe.tables.groups import ModelTables, collections_of, group_tables
 from recpipe.tables.inputs import Inputs
 from recpipe.tables.owners import group_owners
-from recpipe.tables.specs import TableOptimizer
 from tests.plugin.samples import ACME, merged
 from tests.tables.samples import CPU
 

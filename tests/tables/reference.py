@@ -18,8 +18,8 @@ from torchrec.modules.embedding_configs import EmbeddingBagConfig, EmbeddingConf
 from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
+from recpipe.plugin.tables import Table, TableOptimizer, TableSet
 from recpipe.tables.collection import RowCollection
-from recpipe.tables.specs import Table, TableOptimizer, TableSet
 from recpipe.tables.tiers.tiered import TieredEmbeddingBagCollection
 from tests.tables.samples import CPU, DIM, here
 

@@ -10,10 +10,10 @@ import numpy as np
 import torch
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from recpipe.data.dataset import SparseFeature
-from recpipe.plugin.policy import CachePolicy, Placement, RowIds, RowSpace
+from recpipe.plugin.bags import RowIds
+from recpipe.plugin.policy import CachePolicy, Placement, RowSpace
+from recpipe.plugin.tables import SparseFeature, TableOptimizer, TableSet
 from recpipe.tables.resident import ResidentCollection
-from recpipe.tables.specs import TableOptimizer, TableSet
 from recpipe.tables.stores import ColdStore, make_store
 from recpipe.tables.tiers.placement import TierPlan
 from recpipe.tables.tiers.policies import POLICIES, HotSet

@@ -15,12 +15,14 @@ from torchrec.distributed.planner.types import ParameterConstraints
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from recpipe.checkpoint.table_files import check_tables, rows_of_tables
-from recpipe.data.dataset import SparseFeature
 from recpipe.distributed.ranks import Ranks
-from recpipe.plugin.api import Contribution, Origin, Plugin, TableInfo
+from recpipe.plugin.api import Contribution, Plugin
 from recpipe.plugin.assembly import Assembly, assemble
+from recpipe.plugin.calls import Origin
+from recpipe.plugin.collection import TableCollection
+from recpipe.plugin.context import TableInfo
 from recpipe.plugin.planner import Planner
-from recpipe.tables.collection import TableCollection
+from recpipe.plugin.tables import SparseFeature, TableOptimizer, TableSet
 from recpipe.tables.groups import ModelTables
 from recpipe.tables.resident import ResidentCollection
 from recpipe.tables.sharding.claims import ShardClaims
@@ -29,7 +31,6 @@ from recpipe.tables.sharding.env import join_group
 from recpipe.tables.sharding.plan import ShardPlan
 from recpipe.tables.sharding.planning import Sharding
 from recpipe.tables.sharding.tables import ShardedTables
-from recpipe.tables.specs import TableOptimizer, TableSet
 from tests.ranks import end_process, joined
 from tests.tables.samples import CPU
 

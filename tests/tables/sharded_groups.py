@@ -22,10 +22,12 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from recpipe.data.parts import in_order
 from recpipe.data.select import between
 from recpipe.distributed.ranks import Ranks
-from recpipe.plugin.api import Contribution, Plugin, TableInfo
+from recpipe.plugin.api import Contribution, Plugin
 from recpipe.plugin.assembly import Assembly, assemble
+from recpipe.plugin.context import TableInfo
 from recpipe.plugin.planner import Planner
 from recpipe.plugin.skipper import Skipper
+from recpipe.plugin.tables import TableOptimizer
 from recpipe.tables.capabilities import SendsAhead
 from recpipe.tables.grouped import GroupedCollection
 from recpipe.tables.groups import ModelTables, collections_of, group_tables
@@ -34,7 +36,6 @@ from recpipe.tables.sharding.claims import ShardClaims
 from recpipe.tables.sharding.env import join_group
 from recpipe.tables.sharding.planning import Sharding
 from recpipe.tables.sharding.tables import ShardedTables
-from recpipe.tables.specs import TableOptimizer
 from tests.plugin.samples import ACME
 from tests.ranks import end_process, joined
 from tests.tables.grouped import META, ROWWISE, SGD, Model, contents, ids

@@ -11,9 +11,9 @@ from torch import nn
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from recpipe.plugin.blamed import BlamedSkipper
-from recpipe.plugin.compose import Owned
-from recpipe.plugin.skipper import Skipper
-from recpipe.tables.skipping import RowFilter, Skipping
+from recpipe.plugin.calls import Owned
+from recpipe.plugin.skipper import RowFilter, Skipper
+from recpipe.tables.skipping import Skipping
 from tests.plugin.samples import ACME
 from tests.tables.reference import Kind, Records, trained_plainly
 

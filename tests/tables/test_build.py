@@ -14,11 +14,14 @@ import torch
 from recpipe.common.files import hold
 from recpipe.distributed.ranks import Emulation, Ranks
 from recpipe.errors import UserError
-from recpipe.plugin.api import Contribution, GroupInfo, Origin, TableInfo
+from recpipe.plugin.api import Contribution
 from recpipe.plugin.assembly import Assembly, assemble
+from recpipe.plugin.calls import Origin
+from recpipe.plugin.context import GroupInfo, TableInfo
 from recpipe.plugin.errors import PluginConflict, PluginError
 from recpipe.plugin.policy import Cache, RowSpace
 from recpipe.plugin.quantizer import Quantizer
+from recpipe.plugin.tables import TableOptimizer, TableSet
 from recpipe.tables.build import WIDEST, Place, build_tables, require_kernels
 from recpipe.tables.config import TierConfig
 from recpipe.tables.groups import ModelTables
@@ -26,7 +29,6 @@ from recpipe.tables.inputs import Inputs
 from recpipe.tables.owners import GroupOwner, group_owners, warn_of_unused
 from recpipe.tables.sharding.plan import Shard, ShardPlan, TablePlan
 from recpipe.tables.sharding.wire import wire_codecs
-from recpipe.tables.specs import TableOptimizer, TableSet
 from recpipe.tables.tiers.lru import Lru
 from tests.pipeline.test_skipping import Odd
 from tests.plugin.samples import ACME, Good, merged

@@ -7,11 +7,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from recpipe.plugin.api import Origin
-from recpipe.plugin.compose import Owned
+from recpipe.plugin.bags import IndexBags, RowIds, Slots
+from recpipe.plugin.calls import Origin, Owned
 from recpipe.plugin.errors import PluginError
-from recpipe.plugin.policy import NOTHING, Cache, CachePolicy, Placement, RowIds, RowSpace, Slots
-from recpipe.tables.tiers.parting import IndexBags
+from recpipe.plugin.policy import NOTHING, Cache, CachePolicy, Placement, RowSpace
 from recpipe.tables.tiers.placement import TierPlanner
 
 ACME = Origin("acme", "recpipe-acme", "2.3.0")

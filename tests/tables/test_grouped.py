@@ -11,8 +11,8 @@ import pytest
 from recpipe.common.files import hold
 from recpipe.common.saved import Damaged
 from recpipe.errors import StoreError, UserError
+from recpipe.plugin.collection import TableCollection
 from recpipe.tables.capabilities import Planned, SavesPlacement, SendsAhead
-from recpipe.tables.collection import TableCollection
 from recpipe.tables.grouped import GroupedCollection
 from recpipe.tables.resident import ResidentCollection
 from recpipe.tables.stores.home import STATE, remove_crashed

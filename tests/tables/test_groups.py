@@ -16,11 +16,11 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from recpipe.errors import UserError
 from recpipe.pipeline.placed import put_fronts
+from recpipe.plugin.tables import FILL_ROWS, Table, TableOptimizer, TableSet
 from recpipe.tables.grouped import GroupedCollection
 from recpipe.tables.groups import ModelTables, collections_of, group_tables
 from recpipe.tables.inputs import Inputs
 from recpipe.tables.resident import ResidentCollection
-from recpipe.tables.specs import FILL_ROWS, Table, TableOptimizer, TableSet
 from recpipe.tables.stores.host import HostStore
 from tests.tables.grouped import META, ROWS, ROWWISE, SGD, Model, ids, model_tables, optimizer_of
 from tests.tables.samples import CPU, dump

@@ -12,9 +12,9 @@ from torchrec.modules.embedding_configs import EmbeddingBagConfig, EmbeddingConf
 from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
 
 from recpipe.errors import UserError
+from recpipe.plugin.tables import TableOptimizer
 from recpipe.tables.front import front_of
 from recpipe.tables.groups import ModelTables, collections_of, group_tables
-from recpipe.tables.specs import TableOptimizer
 from recpipe.training.optim import OptimConfig
 
 ADAGRAD = TableOptimizer("adagrad", 0.1)

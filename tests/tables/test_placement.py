@@ -14,14 +14,12 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from recpipe.common import loops
 from recpipe.common.loops import ALONE, Spread
-from recpipe.data.dataset import SparseFeature
 from recpipe.errors import DataError
-from recpipe.plugin.policy import CachePolicy, Placement, RowIds, RowSpace, Slots
-from recpipe.tables.rowtable import distinct
-from recpipe.tables.specs import TableOptimizer, TableSet
+from recpipe.plugin.bags import IndexBags, RowIds, Slots, distinct
+from recpipe.plugin.policy import CachePolicy, Placement, RowSpace
+from recpipe.plugin.tables import SparseFeature, TableOptimizer, TableSet
 from recpipe.tables.tiers.lru import Lru
 from recpipe.tables.tiers.on_gpu import Finder, GpuBags
-from recpipe.tables.tiers.parting import IndexBags
 from recpipe.tables.tiers.placement import TierPlan, TierPlanner, checked_rows, reorder, table_bags
 from recpipe.tables.tiers.policies import Lfu
 from recpipe.tables.tiers.transfer import Transfer

@@ -16,16 +16,16 @@ from recpipe.errors import UserError
 from recpipe.plugin.api import Contribution
 from recpipe.plugin.assembly import Assembly, assemble
 from recpipe.plugin.errors import PluginConflict
-from recpipe.plugin.quantizer import Quantizer, RecordLayout, RowCodec
+from recpipe.plugin.quantizer import Coding, Quantizer, RecordLayout, RowCodec
+from recpipe.plugin.tables import TableOptimizer, TableSet
 from recpipe.tables.config import TierConfig
 from recpipe.tables.groups import ModelTables
 from recpipe.tables.owners import group_owners
 from recpipe.tables.quantized import check_quantized, quantized
 from recpipe.tables.resident import ResidentCollection
-from recpipe.tables.specs import TableOptimizer, TableSet
 from recpipe.tables.stores import ColdStore, Fill, StoreLayout, make_store
 from recpipe.tables.stores.codecs import COLD, Fp16Rows, Int8Rows
-from recpipe.tables.stores.coded import Coding, local_store
+from recpipe.tables.stores.coded import local_store
 from recpipe.tables.tiers.store_thread import StoreThread
 from recpipe.tables.tiers.tiered import TieredEmbeddingBagCollection
 from tests.plugin.samples import ACME, Good

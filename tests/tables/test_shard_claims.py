@@ -18,14 +18,16 @@ from torchrec.modules.embedding_configs import DataType
 
 from recpipe import seams
 from recpipe.common.machine import RESERVE
-from recpipe.data.dataset import SparseFeature
 from recpipe.distributed.ranks import Ranks
 from recpipe.errors import UserError
-from recpipe.plugin.api import Context, Contribution, Origin, Plugin, TableInfo
+from recpipe.plugin.api import Contribution, Plugin
 from recpipe.plugin.assembly import assemble
+from recpipe.plugin.calls import Origin
+from recpipe.plugin.context import Context, TableInfo
 from recpipe.plugin.errors import PluginError
 from recpipe.plugin.planner import Planner
 from recpipe.plugin.quantizer import Quantizer
+from recpipe.plugin.tables import SparseFeature, TableOptimizer, TableSet
 from recpipe.tables.groups import ModelTables
 from recpipe.tables.sharding.claims import ShardClaims
 from recpipe.tables.sharding.collection import ShardedCollection
@@ -34,7 +36,6 @@ from recpipe.tables.sharding.files import load_shards, save_shards
 from recpipe.tables.sharding.plan import Shard, ShardPlan, TablePlan
 from recpipe.tables.sharding.planning import Sharding
 from recpipe.tables.sharding.tables import ShardedTables
-from recpipe.tables.specs import TableOptimizer, TableSet
 from tests.tables.samples import CPU
 from tests.tables.sharded import DIM, FEATURES, SIZE, Placed, table_set
 

@@ -16,9 +16,12 @@ from torchrec.distributed.types import ShardingPlan, ShardingPlanner
 from recpipe.common.tensors import TensorFiles
 from recpipe.distributed.ranks import Ranks
 from recpipe.errors import UserError
-from recpipe.plugin.api import Contribution, Origin, TableInfo
+from recpipe.plugin.api import Contribution
 from recpipe.plugin.assembly import assemble
+from recpipe.plugin.calls import Origin
+from recpipe.plugin.context import TableInfo
 from recpipe.plugin.planner import Planner
+from recpipe.plugin.tables import weight_name
 from recpipe.report.record import write_json
 from recpipe.seams import module_name
 from recpipe.tables.config import TierConfig
@@ -28,7 +31,6 @@ from recpipe.tables.sharding.claims import ShardClaims
 from recpipe.tables.sharding.files import load_shards, save_shards
 from recpipe.tables.sharding.plan import Shard, ShardPlan, TablePlan, load_plan
 from recpipe.tables.sharding.planning import Prediction, Sharding
-from recpipe.tables.specs import weight_name
 from tests.mutations import in_bytes, mutated
 from tests.processes import start_ranks
 from tests.tables.samples import CPU

@@ -11,6 +11,7 @@ import pytest
 
 from recpipe.checkpoint.table_files import check_tables, load_regions
 from recpipe.errors import UserError
+from recpipe.plugin.tables import Table, TableSet
 from recpipe.report.record import write_json
 from recpipe.tables.capabilities import SavedByRanks
 from recpipe.tables.grouped import GroupedCollection
@@ -19,7 +20,6 @@ from recpipe.tables.resident import ResidentCollection
 from recpipe.tables.sharding.claims import ShardClaims
 from recpipe.tables.sharding.plan import Shard, ShardPlan, TablePlan, load_plan
 from recpipe.tables.sharding.planning import SEQUENCE_TYPES
-from recpipe.tables.specs import Table, TableSet
 from tests.processes import start_ranks
 from tests.tables.grouped import SGD, contents
 from tests.tables.samples import CPU

@@ -9,11 +9,10 @@ import pytest
 from torch import nn
 
 from recpipe.common.validation import typed
-from recpipe.data.dataset import SparseFeature
 from recpipe.errors import UserError
+from recpipe.plugin.tables import FILL_ROWS, SparseFeature, TableOptimizer, TableSet, row_chunks
 from recpipe.seams import module_name
 from recpipe.tables.resident import ResidentCollection
-from recpipe.tables.specs import FILL_ROWS, TableOptimizer, TableSet, row_chunks
 from tests.tables.samples import CPU, table_set
 
 FEATURES = (SparseFeature("one", 1), SparseFeature("big", 2 * FILL_ROWS + 7))

@@ -16,8 +16,10 @@ from recpipe.common.files import hold
 from recpipe.common.saved import Damaged
 from recpipe.distributed.ranks import Ranks
 from recpipe.errors import UserError
-from recpipe.plugin.api import Contribution, Origin, TableInfo
+from recpipe.plugin.api import Contribution
 from recpipe.plugin.assembly import assemble
+from recpipe.plugin.calls import Origin
+from recpipe.plugin.context import TableInfo
 from recpipe.plugin.planner import Planner
 from recpipe.plugin.policy import Cache, CachePolicy, Placement, RowSpace
 from recpipe.tables.resident import ResidentCollection

@@ -11,7 +11,7 @@ from recpipe.errors import UserError
 from recpipe.tables.grouped import GroupedCollection
 from recpipe.tables.groups import ModelTables
 from recpipe.tables.resident import ResidentCollection
-from recpipe.tables.view import RowView
+from recpipe.tables.view import TablesView
 from tests.tables.grouped import contents, model_tables, train
 from tests.tables.samples import CPU, SLOTS, dump, stream, table_set, tiers, train_ahead
 
@@ -19,7 +19,7 @@ from tests.tables.samples import CPU, SLOTS, dump, stream, table_set, tiers, tra
 def test_resident_tables_of_several_groups() -> None:
     tables = model_tables()
     grouped = GroupedCollection(tables, [ResidentCollection(g.tables, CPU) for g in tables.groups])
-    view = RowView(tables, grouped.collections)
+    view = TablesView(tables, grouped.collections)
     assert view.rows == view.slots == view.resident_count == tables.total_rows
     assert view.dim == 8
     np.testing.assert_array_equal(view.resident(), np.arange(view.rows))
@@ -47,7 +47,7 @@ def weights(grouped: GroupedCollection, tables: ModelTables) -> np.ndarray:
 @pytest.mark.parametrize("policy", ["lru", "hot", "nocache"])
 def test_tiers_show_the_last_batch_though_the_next_one_is_planned(policy: str, tmp_path: Path) -> None:
     collection = tiers(table_set(), policy, tmp_path)
-    view = RowView(ModelTables.single(collection.tables), [collection])
+    view = TablesView(ModelTables.single(collection.tables), [collection])
     assert (view.resident_count, view.slots) == (0, 0 if policy == "nocache" else SLOTS)
     assert len(view.mark().rows) == 0
     marks = []
@@ -74,7 +74,7 @@ def test_tiers_show_the_last_batch_though_the_next_one_is_planned(policy: str, t
 
 def test_a_mark_is_a_copy(tmp_path: Path) -> None:
     collection = tiers(table_set(), "lru", tmp_path)
-    view = RowView(ModelTables.single(collection.tables), [collection])
+    view = TablesView(ModelTables.single(collection.tables), [collection])
     train_ahead(collection, stream(2, True))
     mark = view.mark()
     copy = mark.weights.copy()
@@ -89,6 +89,6 @@ def test_tables_that_show_no_rows_say_so() -> None:
             return None
 
     tables = table_set()
-    view = RowView(ModelTables.single(tables), [Own(tables, CPU)])
+    view = TablesView(ModelTables.single(tables), [Own(tables, CPU)])
     with pytest.raises(UserError, match="asks which rows are resident, which Own does not show"):
         view.resident()

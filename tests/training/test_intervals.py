@@ -5,9 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from recpipe.tables.collection import TierFigures
-from recpipe.tables.stores.base import IoCounters
-from recpipe.tables.tiers.store_thread import TierTimes
+from recpipe.plugin.collection import TierFigures, TierTimes
+from recpipe.plugin.store import IoCounters
 from recpipe.training.intervals import INTERVALS, Intervals
 
 

@@ -15,8 +15,8 @@ from recpipe.config.compose import compose
 from recpipe.config.recipe import Recipe
 from recpipe.errors import UserError
 from recpipe.pipeline.step import StagedBatch, StepTimes, accumulate
+from recpipe.plugin.tables import FROZEN, TableOptimizer
 from recpipe.tables.groups import collections_of, group_tables
-from recpipe.tables.specs import FROZEN, TableOptimizer
 from recpipe.tables.tiers.batch import Tiers
 from recpipe.training.optim import OptimConfig, dense_optimizer, try_out
 from tests.model.in_parts import Mean

@@ -25,16 +25,16 @@ from recpipe.pipeline import step
 from recpipe.pipeline.loader import TrainLoader
 from recpipe.pipeline.source import BatchSource
 from recpipe.pipeline.step import StepTimes
-from recpipe.plugin.api import RunFigures
 from recpipe.plugin.assembly import assemble, gather
+from recpipe.plugin.collection import TierParts
+from recpipe.plugin.context import RunFigures
 from recpipe.plugin.errors import PluginError
 from recpipe.plugin.load import activate
 from recpipe.plugin.policy import RowSpace
-from recpipe.tables.specs import TableOptimizer, TableSet
+from recpipe.plugin.tables import TableOptimizer, TableSet
 from recpipe.tables.stores import make_store
 from recpipe.tables.stores.bulk import BulkStore
 from recpipe.tables.stores.writes import Writes
-from recpipe.tables.tiers.parts import TierParts
 from recpipe.tables.tiers.policies import NoCache
 from recpipe.tables.tiers.tiered import TieredEmbeddingBagCollection
 from recpipe.training.optim import dense_optimizer
@@ -133,7 +133,7 @@ def same(one: Parameters, two: Parameters) -> bool:
 
 def figures(run: Run) -> dict[str, Any]:
     """The plugin's part of the report."""
-    from recpipe.report.record import Io
+    from recpipe.plugin.context import Io
 
     io = Io(rows_read=run.tiers.io.rows_read, rows_written=run.tiers.io.rows_written)
     made = RunFigures(

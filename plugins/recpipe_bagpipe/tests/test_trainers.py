@@ -25,9 +25,9 @@ from recpipe_bagpipe.tests.trainers import (
 )
 from recpipe_bagpipe.worker import Worker
 
-from recpipe.data.batch import Batch
 from recpipe.errors import UserError
-from recpipe.tables.specs import to_numpy
+from recpipe.plugin.batch import Batch
+from recpipe.plugin.tables import to_numpy
 from recpipe.tables.tiers.placement import table_bags
 
 BATCHES = zipf_batches(26)

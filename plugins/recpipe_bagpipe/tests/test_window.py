@@ -17,9 +17,9 @@ from recpipe_bagpipe.uses import first_of, least
 from recpipe_bagpipe.waiting import Waiting, size_of
 from recpipe_bagpipe.window import UNKNOWN, Window, _union, group_of
 
-from recpipe.data.batch import Batch
 from recpipe.data.config import SyntheticConfig
 from recpipe.data.make import open_dataset
+from recpipe.plugin.batch import Batch
 from recpipe.plugin.policy import NOTHING, RowSpace
 from recpipe.tables.tiers.placement import TierPlanner
 from tests.tables.test_placement import BASES, given

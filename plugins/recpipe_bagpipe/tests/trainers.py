@@ -19,16 +19,15 @@ from recpipe_bagpipe.steps import Step
 from torch.nn.functional import binary_cross_entropy_with_logits
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from recpipe.data.batch import Batch
-from recpipe.data.dataset import SparseFeature
 from recpipe.data.select import select
 from recpipe.distributed.ranks import Channel, Emulation, PeerLost, Ranks
+from recpipe.plugin.batch import Batch
+from recpipe.plugin.collection import TierParts
+from recpipe.plugin.store import IoCounters
+from recpipe.plugin.tables import SparseFeature, TableOptimizer, TableSet
 from recpipe.tables.rowtable import RowBags, updated
-from recpipe.tables.specs import TableOptimizer, TableSet
-from recpipe.tables.stores.base import IoCounters
 from recpipe.tables.stores.holders import HoldersStore
 from recpipe.tables.stores.host import HostStore
-from recpipe.tables.tiers.parts import TierParts
 from recpipe.tables.tiers.placement import table_bags
 from tests.placing import inputs_of
 from tests.ranks import joined

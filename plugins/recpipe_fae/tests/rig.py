@@ -14,18 +14,18 @@ from recpipe_fae.prepare import HotAndCold
 from recpipe_hotline.tests.rig import DENSE, Replay, Rig
 
 from recpipe.config.compose import active_plugins, compose
-from recpipe.data.batch import Batch
 from recpipe.data.dataset import Dataset
 from recpipe.model.config import ModelConfig
 from recpipe.pipeline.loader import TrainLoader
 from recpipe.pipeline.source import BatchSource
 from recpipe.pipeline.step import StepTimes
 from recpipe.plugin.assembly import Assembly, assemble, gather
+from recpipe.plugin.batch import Batch
 from recpipe.plugin.load import activate
 from recpipe.plugin.policy import RowSpace
-from recpipe.tables.specs import TableOptimizer, TableSet
+from recpipe.plugin.store import IoCounters
+from recpipe.plugin.tables import TableOptimizer, TableSet
 from recpipe.tables.stores import make_store
-from recpipe.tables.stores.base import IoCounters
 from recpipe.tables.tiers.policies import HotSet
 from recpipe.tables.tiers.tiered import TieredEmbeddingBagCollection
 from recpipe.training.optim import dense_optimizer

@@ -9,10 +9,10 @@ from recpipe_fae.classify import class_batches, classify
 from recpipe_fae.prepare import choose
 from recpipe_hotline.tests.rig import Fixed, Random
 
-from recpipe.data.batch import Batch
 from recpipe.data.select import join
-from recpipe.plugin.api import Context
-from recpipe.tables.specs import TableOptimizer, TableSet
+from recpipe.plugin.batch import Batch
+from recpipe.plugin.context import Context
+from recpipe.plugin.tables import TableOptimizer, TableSet
 from tests.placing import context_of
 
 

@@ -9,8 +9,8 @@ import pytest
 from recpipe_fae.tests.rig import SIZE, pair
 from recpipe_hotline.tests.rig import Fixed, Random, difference
 
-from recpipe.data.batch import Batch
 from recpipe.data.dataset import Dataset
+from recpipe.plugin.batch import Batch
 
 
 def samples(batches: list[Batch]) -> list[tuple[float, ...]]:

@@ -11,9 +11,9 @@ from recpipe_het.missed import Missed, MissedTotals
 from recpipe_het.pending import UPDATES, Pending
 
 from recpipe.plugin.policy import CachePolicy, RowSpace
-from recpipe.tables.specs import TableOptimizer
+from recpipe.plugin.store import StoreLayout
+from recpipe.plugin.tables import TableOptimizer
 from recpipe.tables.stores import make_store
-from recpipe.tables.stores.base import StoreLayout
 from recpipe.tables.tiers.lru import Lru
 
 DIM = 4

@@ -14,8 +14,8 @@ from recpipe_hotline.policy import PopularRows
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from recpipe.config.compose import active_plugins, compose
-from recpipe.data.batch import Batch
-from recpipe.data.dataset import Dataset, Schema, SparseFeature, SplitName
+from recpipe.data.dataset import Dataset, SplitName
+from recpipe.data.schema import Schema
 from recpipe.distributed.ranks import Ranks
 from recpipe.model.config import ModelConfig
 from recpipe.pipeline import step
@@ -23,13 +23,14 @@ from recpipe.pipeline.loader import TrainLoader
 from recpipe.pipeline.source import BatchSource
 from recpipe.pipeline.splitting import Splitting
 from recpipe.pipeline.step import StagedBatch, StepTimes
-from recpipe.plugin.api import Figure, RunFigures
+from recpipe.plugin.api import Figure
 from recpipe.plugin.assembly import assemble, gather
+from recpipe.plugin.batch import Batch
+from recpipe.plugin.context import Io, RunFigures
 from recpipe.plugin.load import activate
 from recpipe.plugin.policy import RowSpace
-from recpipe.report.record import Io
+from recpipe.plugin.tables import SparseFeature, TableOptimizer, TableSet, to_numpy
 from recpipe.tables.resident import ResidentCollection
-from recpipe.tables.specs import TableOptimizer, TableSet, to_numpy
 from recpipe.tables.stores import make_store
 from recpipe.tables.tiers.tiered import TieredEmbeddingBagCollection
 from recpipe.training.optim import dense_optimizer

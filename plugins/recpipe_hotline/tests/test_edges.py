@@ -22,7 +22,7 @@ from recpipe_hotline.tests.rig import (
     train,
 )
 
-from recpipe.data.batch import Batch
+from recpipe.plugin.batch import Batch
 
 EARLY = QUICK | {"learn_batches": 2, "relearn_every": 4, "min_micro_batch": 1}
 STEPS = 12

@@ -16,8 +16,8 @@ from recpipe.data.select import between
 from recpipe.pipeline import step
 from recpipe.pipeline.placed import PlacedModel
 from recpipe.pipeline.step import StagedBatch, StepTimes
+from recpipe.plugin.bags import IndexBags
 from recpipe.tables.front import handing_out
-from recpipe.tables.tiers.parting import IndexBags
 from recpipe.tables.tiers.tiered import TieredEmbeddingBagCollection
 
 STEPS = 60

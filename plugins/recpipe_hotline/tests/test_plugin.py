@@ -14,9 +14,8 @@ from recpipe_hotline.tests.rig import ROOM, Setting, default_knobs, train
 from recpipe_hotline.tests.test_policy import batches, make, see
 
 from recpipe.data.dataset import Dataset
-from recpipe.plugin.api import RunFigures
+from recpipe.plugin.context import Io, RunFigures
 from recpipe.plugin.errors import PluginError
-from recpipe.report.record import Io
 from recpipe.testing import SMALL, PluginSuite
 from recpipe.testing import train as run
 

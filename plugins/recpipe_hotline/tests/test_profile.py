@@ -12,7 +12,7 @@ from recpipe_hotline.tests.rig import ROOM, default_knobs
 
 from recpipe.access.counts import SAMPLE, load_profile, table_bases
 from recpipe.plugin.policy import RowSpace
-from recpipe.tables.specs import TableOptimizer, TableSet
+from recpipe.plugin.tables import TableOptimizer, TableSet
 from recpipe.testing import SMALL, train
 from tests.placing import context_of
 

@@ -14,8 +14,8 @@ import torch
 from recpipe_hotline.tests.rig import QUICK, Rig, Setting, difference, train
 
 from recpipe.data.dataset import Dataset
+from recpipe.plugin.store import ColdStore
 from recpipe.tables.lookups import BatchLookups
-from recpipe.tables.stores.base import ColdStore
 from recpipe.tables.tiers.batch import BatchPlan
 from recpipe.tables.tiers.placement import TierPlan
 

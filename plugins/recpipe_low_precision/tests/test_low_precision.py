@@ -19,8 +19,8 @@ from recpipe.answers.quantized import open_quantized
 from recpipe.answers.quantized_manifest import read_manifest
 from recpipe.answers.source import FloatCheckpoint
 from recpipe.config.compose import active_plugins, compose
-from recpipe.data.batch import Batch
 from recpipe.errors import UserError
+from recpipe.plugin.batch import Batch
 from recpipe.plugin.errors import PluginError
 from recpipe.plugin.load import activate, installed
 from recpipe.tasks.plugins import listed

@@ -11,8 +11,10 @@ import numpy as np
 import torch
 from recpipe_neo.precision import LowPrecision
 
-from recpipe.plugin.api import Contribution, Origin, TableInfo
+from recpipe.plugin.api import Contribution
 from recpipe.plugin.assembly import assemble
+from recpipe.plugin.calls import Origin
+from recpipe.plugin.context import TableInfo
 from recpipe.tables.groups import ModelTables
 from recpipe.tables.resident import ResidentCollection
 from recpipe.tables.sharding.claims import ShardClaims

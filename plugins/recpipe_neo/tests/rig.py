@@ -30,7 +30,7 @@ from torchrec.modules.embedding_configs import EmbeddingBagConfig
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from recpipe.data.batch import Batch
+from recpipe.plugin.batch import Batch
 from recpipe.tables.sharding.planning import TableSharder
 
 

@@ -12,7 +12,8 @@ from recpipe_neo.plugin import Neo
 from recpipe_neo.tests.rig import measure_little
 
 from recpipe.config.compose import compose
-from recpipe.plugin.api import Invariant, TableInfo
+from recpipe.plugin.api import Invariant
+from recpipe.plugin.context import TableInfo
 from recpipe.plugin.errors import PluginConflict, PluginError
 from recpipe.plugin.load import activate, installed
 from recpipe.run import run

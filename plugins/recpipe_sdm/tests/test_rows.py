@@ -18,7 +18,7 @@ from recpipe_sdm.tiers import Tiers
 
 from recpipe.errors import StoreError
 from recpipe.plugin import RowIds
-from recpipe.tables.stores.base import StoreLayout
+from recpipe.plugin.store import StoreLayout
 from recpipe.tables.stores.ssd import SsdStore
 
 ROWS, WORDS, BATCH = 3000, 5, 400

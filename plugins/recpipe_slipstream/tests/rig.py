@@ -13,7 +13,6 @@ from numpy.typing import NDArray
 from recpipe_slipstream.callback import StaleInputs
 
 from recpipe.config.compose import active_plugins, compose
-from recpipe.data.batch import Batch
 from recpipe.data.dataset import Dataset
 from recpipe.data.select import select
 from recpipe.distributed.ranks import Ranks
@@ -24,18 +23,18 @@ from recpipe.pipeline.sample_filter import SampleFilter
 from recpipe.pipeline.source import BatchSource
 from recpipe.pipeline.splitting import Splitting
 from recpipe.pipeline.step import StagedBatch, StepTimes
-from recpipe.plugin.api import Context, Origin
 from recpipe.plugin.assembly import assemble, gather
+from recpipe.plugin.batch import Batch
 from recpipe.plugin.blamed import BlamedSkipper
-from recpipe.plugin.compose import Owned
+from recpipe.plugin.calls import Origin, Owned
+from recpipe.plugin.context import Context
 from recpipe.plugin.load import activate
 from recpipe.plugin.policy import CachePolicy, RowSpace
-from recpipe.plugin.skipper import Skipper
+from recpipe.plugin.skipper import RowView, Skipper
+from recpipe.plugin.tables import TableOptimizer, TableSet, to_numpy
 from recpipe.tables.skipping import Skipping
-from recpipe.tables.specs import TableOptimizer, TableSet, to_numpy
 from recpipe.tables.stores import make_store
 from recpipe.tables.tiers.tiered import TieredEmbeddingBagCollection
-from recpipe.tables.view import RowView
 from recpipe.training.optim import dense_optimizer
 from tests.placing import context_of, model_over, tiers_of
 

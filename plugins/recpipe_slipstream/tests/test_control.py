@@ -9,7 +9,7 @@ from recpipe_slipstream.plugin import Slipstream
 from recpipe_slipstream.tests.rig import defaults
 
 from recpipe.plugin import PluginError
-from recpipe.tables.tiers.placement import Bags
+from recpipe.plugin.bags import Bags
 
 SIZE = 400
 

@@ -16,8 +16,8 @@ from recpipe_slipstream.classifier import SIZES, Marks, classify, in_steps
 from recpipe_slipstream.tests.rig import BATCH, QUICK, Rig, Setting, equal
 from recpipe_slipstream.threshold import BAND
 
-from recpipe.data.batch import Batch
 from recpipe.data.dataset import Dataset
+from recpipe.plugin.batch import Batch
 from recpipe.plugin.policy import RowSpace
 from recpipe.tables.tiers.policies import HotSet
 

@@ -17,7 +17,8 @@ from recpipe_slipstream.tests.rig import defaults
 
 from recpipe.config.compose import compose
 from recpipe.plugin import load
-from recpipe.plugin.api import Context, Contribution, Invariant, Plugin
+from recpipe.plugin.api import Contribution, Invariant, Plugin
+from recpipe.plugin.context import Context
 from recpipe.plugin.errors import PluginConflict, PluginError
 from recpipe.tasks.plugins import SAMPLE
 from recpipe.testing import SMALL, PluginSuite, Trained

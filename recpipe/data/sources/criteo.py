@@ -12,14 +12,13 @@ from pathlib import Path
 from typing import Any
 
 from recpipe.data.columns import Columns
-from recpipe.data.dataset import Schema, SparseFeature
 from recpipe.data.files import line_blocks
 from recpipe.data.preparation import IdRule, Preparation
+from recpipe.data.schema import Schema
+from recpipe.data.sources.criteo_text import COLUMNS, DENSE, SPARSE
 from recpipe.errors import BadRow, DataError, nearest_or_all
+from recpipe.plugin.tables import SparseFeature
 
-DENSE = tuple(f"I{i}" for i in range(1, 14))
-SPARSE = tuple(f"C{i}" for i in range(1, 27))
-COLUMNS = ("label", *DENSE, *SPARSE)
 SUFFIXES = (".tsv", ".txt", ".gz", ".zst", "")
 
 BLOCK_BYTES = 8 << 20

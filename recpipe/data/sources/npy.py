@@ -16,7 +16,8 @@ from recpipe.data.checks import RowChecks
 from recpipe.data.columns import Columns
 from recpipe.data.files import check_readable, input_files, map_npy
 from recpipe.data.preparation import IdRule, Preparation
-from recpipe.data.sources.criteo import DENSE, SPARSE, criteo_schema
+from recpipe.data.sources.criteo import criteo_schema
+from recpipe.data.sources.criteo_text import DENSE, SPARSE
 from recpipe.errors import DataError
 
 BLOCK_ROWS = 65536

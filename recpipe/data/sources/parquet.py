@@ -21,11 +21,12 @@ from numpy.typing import NDArray
 from recpipe.data.checks import RowChecks
 from recpipe.data.columns import Columns, Float32, Ids, MultiHot, bits_of, offsets_of
 from recpipe.data.config import ParquetConfig
-from recpipe.data.dataset import Schema, SparseFeature
 from recpipe.data.files import input_files
 from recpipe.data.preparation import LABEL_KINDS, IdRule, LabelKind, Preparation
+from recpipe.data.schema import Schema
 from recpipe.data.sources.transforms import signed_log, string_keys
 from recpipe.errors import DataError, nearest_or_all, shown
+from recpipe.plugin.tables import SparseFeature
 
 SUFFIXES = (".parquet", ".pq")
 BLOCK_ROWS = 32768

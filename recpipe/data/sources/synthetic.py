@@ -10,13 +10,15 @@ import torch
 from numpy.typing import NDArray
 
 from recpipe.common import machine
-from recpipe.data.batch import Batch
 from recpipe.data.columns import BatchMaker, Columns, Float32, MultiHot, concatenate, offsets_of
 from recpipe.data.config import SyntheticConfig
-from recpipe.data.dataset import NumberedDataset, Schema, SparseFeature
+from recpipe.data.dataset import NumberedDataset
 from recpipe.data.preparation import Preparation
+from recpipe.data.schema import Schema
 from recpipe.data.sources.transforms import mix64
 from recpipe.errors import UserError, shown
+from recpipe.plugin.batch import Batch
+from recpipe.plugin.tables import SparseFeature
 
 DENSE_FEATURES = 13
 BLOCK = 8192

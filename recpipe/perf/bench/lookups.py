@@ -21,9 +21,9 @@ from numpy.typing import NDArray
 
 from recpipe.common.device import one_thread
 from recpipe.perf.bench.passes import least
-from recpipe.plugin.policy import RowIds
+from recpipe.plugin.bags import RowIds
+from recpipe.plugin.tables import OPTIMIZERS
 from recpipe.profiling.limits import Sample
-from recpipe.tables.specs import OPTIMIZERS
 
 TABLES = ((4, 100), (1, 5_000), (4, 5_000), (16, 20_000), (4, 100_000), (4, 300_000), (1, 1_000_000))
 """Numbers of equal tables in one TBE, and their rows: from sizes that fit any cache to sizes that mostly miss

@@ -28,13 +28,13 @@ from recpipe.perf.kernels.optimizers import optimizer_sizes
 from recpipe.perf.step.python import python_calls
 from recpipe.pipeline.placed import PlacedModel, put_fronts
 from recpipe.pipeline.step import StagedBatch, StepTimes, accumulate
+from recpipe.plugin.tables import TableOptimizer
 from recpipe.profiling.limits import Sample
 from recpipe.tables.front import handing_out
 from recpipe.tables.grouped import GroupedCollection
 from recpipe.tables.groups import collections_of, group_tables
 from recpipe.tables.inputs import Inputs
 from recpipe.tables.resident import ResidentCollection
-from recpipe.tables.specs import TableOptimizer
 
 CHAIN = 64
 """Operators, modules or functions in a row."""

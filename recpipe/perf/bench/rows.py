@@ -12,11 +12,10 @@ import torch
 from recpipe.common.device import one_thread
 from recpipe.perf.bench.lookups import POOL, zipf
 from recpipe.perf.bench.passes import least
-from recpipe.plugin.policy import RowIds
+from recpipe.plugin.bags import IndexBags, RowIds
+from recpipe.plugin.tables import TableOptimizer
 from recpipe.profiling.limits import Sample
 from recpipe.tables.rowtable import RowBags, updated
-from recpipe.tables.specs import TableOptimizer
-from recpipe.tables.tiers.parting import IndexBags
 
 SHAPES = ((26, 64, 1), (26, 512, 1), (8, 2048, 1), (26, 1024, 1), (4, 512, 20))
 """Features, samples, and ids of a bag."""

@@ -22,8 +22,8 @@ from torchrec.modules.embedding_modules import EmbeddingBagCollection
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from recpipe.perf.bench.lookups import OPTIMIZER, Clock, timed_lookups
+from recpipe.plugin.tables import OPTIMIZERS
 from recpipe.profiling.limits import Sample
-from recpipe.tables.specs import OPTIMIZERS
 
 ROWS = 5_000
 SHAPES = ((2, 16, 64, 1), (26, 16, 256, 1), (26, 16, 1024, 1), (26, 64, 512, 1), (8, 16, 512, 10))

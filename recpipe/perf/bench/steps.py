@@ -41,13 +41,13 @@ from recpipe.pipeline.loader import TrainLoader
 from recpipe.pipeline.placed import PlacedModel, put_fronts
 from recpipe.pipeline.source import BatchSource
 from recpipe.pipeline.step import StagedBatch, StepTimes, accumulate
+from recpipe.plugin.tables import TableOptimizer
 from recpipe.profiling.limits import Sample
 from recpipe.tables.beside import Beside
 from recpipe.tables.grouped import GroupedCollection
 from recpipe.tables.groups import collections_of, group_tables
 from recpipe.tables.inputs import Inputs
 from recpipe.tables.resident import ResidentCollection
-from recpipe.tables.specs import TableOptimizer
 
 DENSE = 9
 WARM = 4

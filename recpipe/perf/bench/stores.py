@@ -16,8 +16,8 @@ import numpy as np
 
 from recpipe.perf.bench.passes import least
 from recpipe.plugin.quantizer import RecordLayout, RowCodec
+from recpipe.plugin.store import ColdStore, Records, Rows, StoreLayout
 from recpipe.profiling.limits import Sample
-from recpipe.tables.stores.base import ColdStore, Records, Rows, StoreLayout
 from recpipe.tables.stores.blocks import BLOCK_BYTES, BlockMap
 from recpipe.tables.stores.codecs import Bf16Rows, Fp16Rows, Int8Rows
 from recpipe.tables.stores.host import HostStore

@@ -16,10 +16,11 @@ from recpipe.data.parts import in_order
 from recpipe.data.select import select
 from recpipe.perf.bench.lookups import zipf
 from recpipe.perf.bench.passes import least
-from recpipe.plugin.policy import RowIds, RowSpace
+from recpipe.plugin.bags import RowIds
+from recpipe.plugin.policy import RowSpace
+from recpipe.plugin.store import ColdStore, IoCounters, Records, Rows, StoreLayout
+from recpipe.plugin.tables import Table, TableOptimizer, TableSet
 from recpipe.profiling.limits import Sample
-from recpipe.tables.specs import Table, TableOptimizer, TableSet
-from recpipe.tables.stores.base import ColdStore, IoCounters, Records, Rows, StoreLayout
 from recpipe.tables.tiers.placement import TierPlan, reorder
 from recpipe.tables.tiers.policies import POLICIES
 from recpipe.tables.tiers.tiered import TieredEmbeddingBagCollection

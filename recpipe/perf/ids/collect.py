@@ -16,9 +16,8 @@ from recpipe.errors import UserError
 from recpipe.perf.ids.facts import Facts
 from recpipe.perf.ids.group_facts import NEVER, GroupFacts, Stretch
 from recpipe.perf.ids.replay import MOST, Kept, shortened
-from recpipe.plugin.policy import RowIds
+from recpipe.plugin.bags import IndexBags, RowIds
 from recpipe.tables.inputs import Inputs
-from recpipe.tables.tiers.parting import IndexBags
 
 STRETCH = 24
 """How many consecutive batches' ids are kept in ``GroupFacts.stretch``."""

@@ -11,8 +11,8 @@ from numpy.typing import NDArray
 from recpipe.access.curve import Curve
 from recpipe.access.misses import SHARES
 from recpipe.perf.ids.replay import Kept
+from recpipe.plugin.bags import RowIds
 from recpipe.plugin.costs import Moved
-from recpipe.plugin.policy import RowIds
 
 NEVER = np.float32(np.inf)
 """The rank of a row that was not looked up before."""

@@ -13,10 +13,10 @@ from dataclasses import dataclass, fields
 import numpy as np
 from numpy.typing import NDArray
 
+from recpipe.plugin.bags import Bags, IndexBags, RowIds
 from recpipe.plugin.costs import Moved
-from recpipe.plugin.policy import CachePolicy, RowIds, RowSpace
-from recpipe.tables.tiers.parting import IndexBags
-from recpipe.tables.tiers.placement import Bags, TierPlan, TierPlanner
+from recpipe.plugin.policy import CachePolicy, RowSpace
+from recpipe.tables.tiers.placement import TierPlan, TierPlanner
 
 MOST = 1 << 24
 """Most lookups of a group that are kept: 64 MiB."""

@@ -24,9 +24,9 @@ from recpipe.perf.kernels.operators import Operator, Watch
 from recpipe.perf.step.python import calls_by_name
 from recpipe.pipeline.parts import same_random_numbers
 from recpipe.pipeline.placed import PlacedModel
+from recpipe.plugin.bags import IndexBags
 from recpipe.profiling.handed import HandedRows
 from recpipe.tables.front import Front, handing_out
-from recpipe.tables.tiers.parting import IndexBags
 
 
 class CannotTrace(UserError):

@@ -16,7 +16,7 @@ from recpipe.perf.ids.group_facts import GroupFacts
 from recpipe.perf.kernels.moves import Times
 from recpipe.perf.machine.profile import MachineProfile
 from recpipe.perf.tiers.stored import Spent
-from recpipe.plugin.policy import RowIds
+from recpipe.plugin.bags import RowIds
 
 ID = 8
 """Bytes of an id."""

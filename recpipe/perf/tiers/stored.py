@@ -10,8 +10,8 @@ from recpipe.perf.ids.facts import Facts
 from recpipe.perf.ids.group_facts import GroupFacts
 from recpipe.perf.kernels.linear import At
 from recpipe.perf.kernels.moves import Times
+from recpipe.plugin.store import StoreLayout
 from recpipe.tables.build import staging_bytes
-from recpipe.tables.stores.base import StoreLayout
 from recpipe.tables.stores.blocks import BLOCK_BYTES, BlockMap
 
 WORD = 4

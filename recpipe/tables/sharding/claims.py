@@ -18,7 +18,7 @@ from torchrec.modules.embedding_modules import EmbeddingBagCollection, Embedding
 
 from recpipe.plugin.assembly import Assembly
 from recpipe.plugin.blamed import BlamedSkipper
-from recpipe.plugin.compose import Owned
+from recpipe.plugin.calls import Owned
 from recpipe.plugin.errors import PluginError
 from recpipe.plugin.planner import Planner
 from recpipe.plugin.quantizer import Direction

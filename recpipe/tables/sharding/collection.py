@@ -17,16 +17,18 @@ from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, Keyed
 
 from recpipe import seams
 from recpipe.errors import UserError
+from recpipe.plugin.collection import C, Rows, TableCollection, TierFigures
+from recpipe.plugin.skipper import RowFilter
+from recpipe.plugin.tables import Region, Values, row_chunks
 from recpipe.seams import module_name
-from recpipe.tables.capabilities import Rows, SavesPlacement, SendsAhead
-from recpipe.tables.collection import TORCHREC_OPTIMIZERS, C, TableCollection, TierFigures
+from recpipe.tables.capabilities import SavesPlacement, SendsAhead
+from recpipe.tables.collection import TORCHREC_OPTIMIZERS
 from recpipe.tables.sharding.env import ShardEnv
 from recpipe.tables.sharding.local import LocalShard
 from recpipe.tables.sharding.plan import Shard
 from recpipe.tables.sharding.sent import RowCache, Sent
 from recpipe.tables.sharding.tiered import GroupTiers, ShardTiers
-from recpipe.tables.skipping import RowFilter, by_feature, filter_lookups
-from recpipe.tables.specs import Region, Values, row_chunks
+from recpipe.tables.skipping import by_feature, filter_lookups
 
 
 class ShardedCollection(TableCollection, SendsAhead, SavesPlacement):

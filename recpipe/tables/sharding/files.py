@@ -21,6 +21,7 @@ from torch.futures import Future
 from recpipe.common.files import sync
 from recpipe.common.meter import counting
 from recpipe.common.tensors import TensorFiles
+from recpipe.plugin.tables import FILL_ROWS, Values, rows_in, state_name, weight_name
 from recpipe.seams import LocalShard as MemoryShard
 from recpipe.seams import Shard, ShardedTensor, ShardMetadata, init_from_local_shards
 from recpipe.tables.capabilities import SavedByRanks
@@ -29,7 +30,6 @@ from recpipe.tables.sharding.collection import ShardedCollection
 from recpipe.tables.sharding.env import ShardEnv
 from recpipe.tables.sharding.local import LocalShard
 from recpipe.tables.sharding.tiered import ShardTiers
-from recpipe.tables.specs import FILL_ROWS, Values, rows_in, state_name, weight_name
 
 Saved = dict[str, torch.Tensor | ShardedTensor]
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from recpipe import seams
+from recpipe.plugin.tables import Region, Values
 from recpipe.seams import LocalPart
-from recpipe.tables.specs import Region, Values
 from recpipe.tables.tiers.tiered import TieredEmbeddingBagCollection
 
 

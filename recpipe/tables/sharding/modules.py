@@ -16,9 +16,9 @@ from torchrec.modules.embedding_configs import EmbeddingConfig
 from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
 
 from recpipe import seams
+from recpipe.plugin.tables import TableOptimizer, TableSet
 from recpipe.seams import module_name
 from recpipe.tables.groups import ModelTables
-from recpipe.tables.specs import TableOptimizer, TableSet
 
 
 def fused(optimizer: TableOptimizer) -> dict[str, object]:

@@ -27,13 +27,13 @@ from torchrec.modules.embedding_modules import EmbeddingBagCollection, Embedding
 
 from recpipe.common.machine import plannable
 from recpipe.errors import UserError
+from recpipe.plugin.tables import TableSet
 from recpipe.seams import module_name
 from recpipe.tables.collection import bounds_check
 from recpipe.tables.groups import ModelTables
 from recpipe.tables.sharding.claims import ShardClaims, codec_registry, refuse_limit
 from recpipe.tables.sharding.modules import fused, skeleton
 from recpipe.tables.sharding.plan import ShardPlan, TablePlan, from_torchrec
-from recpipe.tables.specs import TableSet
 
 COLUMN_SPLITTING = frozenset({"column_wise", "table_column_wise", "grid_shard"})
 """Sharding types that cut a table's rows into columns."""

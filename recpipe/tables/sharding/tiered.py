@@ -24,20 +24,21 @@ from recpipe.common.loops import Spread
 from recpipe.common.saved import entries
 from recpipe.common.tensors import packed, unpacked
 from recpipe.distributed.ranks import Channel
-from recpipe.plugin.policy import RowIds, RowSpace
+from recpipe.plugin.bags import RowIds
+from recpipe.plugin.collection import TierFigures, TierTimes
+from recpipe.plugin.policy import RowSpace
+from recpipe.plugin.quantizer import Coding
+from recpipe.plugin.skipper import RowFilter
+from recpipe.plugin.store import IoCounters
+from recpipe.plugin.tables import FirstValues, SavedRows, Table, TableSet, Values
 from recpipe.seams import LocalPart, OwnLookup, given_to_own, module_name
 from recpipe.tables.build import Place, no_row, opens_store, slab_rows, staging_bytes
-from recpipe.tables.collection import TierFigures
 from recpipe.tables.owners import NOCACHE, GroupOwner
 from recpipe.tables.sharding.local import TieredShard
-from recpipe.tables.skipping import RowFilter
-from recpipe.tables.specs import FirstValues, SavedRows, Table, TableSet, Values
-from recpipe.tables.stores.base import IoCounters
-from recpipe.tables.stores.coded import Coding, local_store
+from recpipe.tables.stores.coded import local_store
 from recpipe.tables.tiers.placement import TierPlan
 from recpipe.tables.tiers.policies import POLICIES
 from recpipe.tables.tiers.saved_placement import RANKS, of_whole
-from recpipe.tables.tiers.store_thread import TierTimes
 from recpipe.tables.tiers.tiered import TieredEmbeddingBagCollection
 
 

@@ -6,14 +6,7 @@ import os
 from dataclasses import dataclass
 
 from recpipe.errors import UserError
-from recpipe.tables.stores.base import (
-    ColdStore,
-    Fill,
-    IoCounters,
-    Records,
-    Rows,
-    StoreLayout,
-)
+from recpipe.plugin.store import ColdStore, Fill, IoCounters, Records, Rows, StoreLayout
 from recpipe.tables.stores.blocks import BlockMap
 from recpipe.tables.stores.host import HostStore
 from recpipe.tables.stores.ssd import STAGING_BYTES, SsdStore

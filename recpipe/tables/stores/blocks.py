@@ -7,8 +7,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from recpipe.plugin.store import Rows, StoreLayout
 from recpipe.tables.stores.aio import Requests
-from recpipe.tables.stores.base import Rows, StoreLayout
 
 BLOCK_BYTES = 4096
 MAX_RUN_BYTES = 256 << 10

@@ -23,7 +23,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from recpipe.tables.stores.base import ColdStore, IoCounters, Records, Rows
+from recpipe.plugin.store import ColdStore, IoCounters, Records, Rows
 from recpipe.tables.stores.writes import PIECES, Found, Writes, positions
 
 FULL = 0.75

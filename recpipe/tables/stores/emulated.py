@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 
 from recpipe.distributed.ranks import Emulation
-from recpipe.tables.stores.base import ColdStore, Records, Rows
+from recpipe.plugin.store import ColdStore, Records, Rows
 from recpipe.tables.stores.front import FrontStore
 
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import numpy as np
 
 from recpipe.common.meter import counting
-from recpipe.tables.stores.base import Fill, Records, StoreLayout
+from recpipe.plugin.store import Fill, Records, StoreLayout
 
 CHUNK_BYTES = 16 << 20
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from recpipe.tables.stores.base import ColdStore, IoCounters, Rows
+from recpipe.plugin.store import ColdStore, IoCounters, Rows
 
 
 class FrontStore(ColdStore):

@@ -15,10 +15,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from recpipe.distributed.ranks import Channel, Ranks
-from recpipe.tables.collection import TableCollection
-from recpipe.tables.specs import Region, Values
-from recpipe.tables.stores.base import ColdStore, Fill, IoCounters, Records, Rows, StoreLayout
-from recpipe.tables.stores.coded import CodedStore, Coding, MakeLocal, local_store
+from recpipe.plugin.collection import TableCollection
+from recpipe.plugin.quantizer import Coding
+from recpipe.plugin.store import ColdStore, Fill, IoCounters, Records, Rows, StoreLayout
+from recpipe.plugin.tables import Region, Values
+from recpipe.tables.stores.coded import CodedStore, MakeLocal, local_store
 
 TABLE = "rows"
 """The name of the only table in a holder's part."""

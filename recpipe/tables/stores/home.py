@@ -16,7 +16,7 @@ from recpipe.common.files import LockFile, Taken, this_process
 from recpipe.common.owned import make_directory, remove_made
 from recpipe.common.saved import parse_json, typed_as
 from recpipe.errors import StoreError
-from recpipe.tables.stores.base import StoreLayout
+from recpipe.plugin.store import StoreLayout
 from recpipe.tables.stores.faults import store_error
 
 log = logging.getLogger(__name__)

@@ -8,7 +8,7 @@ import time
 import torch
 
 from recpipe.errors import StoreError
-from recpipe.tables.stores.base import ColdStore, Fill, IoCounters, Records, Rows, StoreLayout
+from recpipe.plugin.store import ColdStore, Fill, IoCounters, Records, Rows, StoreLayout
 from recpipe.tables.stores.filling import filled_chunks
 
 

@@ -9,8 +9,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from recpipe.errors import StoreError
+from recpipe.plugin.store import Records, Rows
 from recpipe.tables.stores.aio import BlockTransfer, RequestError, Requests
-from recpipe.tables.stores.base import Records, Rows
 from recpipe.tables.stores.blocks import BlockMap
 from recpipe.tables.stores.checksum import RowChecksum
 

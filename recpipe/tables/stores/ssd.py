@@ -10,8 +10,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from recpipe.errors import StoreError
+from recpipe.plugin.store import ColdStore, Fill, IoCounters, Records, Rows, StoreLayout
 from recpipe.tables.stores.aio import RequestError, Requests, open_transfer
-from recpipe.tables.stores.base import ColdStore, Fill, IoCounters, Records, Rows, StoreLayout
 from recpipe.tables.stores.blocks import BlockMap, Places
 from recpipe.tables.stores.checksum import RowChecksum
 from recpipe.tables.stores.faults import store_error

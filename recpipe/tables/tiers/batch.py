@@ -11,8 +11,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from recpipe.data.parts import batch_size
+from recpipe.plugin.collection import TableCollection
 from recpipe.tables.capabilities import Planned
-from recpipe.tables.collection import TableCollection
 from recpipe.tables.inputs import GroupIds, Inputs
 from recpipe.tables.tiers.placement import TierPlan, reorder
 from recpipe.tables.tiers.shared_rows import share

@@ -12,10 +12,10 @@ from numpy.typing import NDArray
 
 from recpipe.common.loops import compiled
 from recpipe.common.saved import Damaged, entries, within
-from recpipe.plugin.blame import blaming
-from recpipe.plugin.compose import Owned
+from recpipe.plugin.bags import RowIds, Slots
+from recpipe.plugin.calls import Owned, blaming
 from recpipe.plugin.errors import PluginError
-from recpipe.plugin.policy import NOTHING, Cache, CachePolicy, Placement, RowIds, Slots
+from recpipe.plugin.policy import NOTHING, Cache, CachePolicy, Placement
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,8 @@ import numpy as np
 
 from recpipe.common.loops import compiled
 from recpipe.common.saved import within
-from recpipe.plugin.policy import CachePolicy, Placement, RowIds, RowSpace, Slots
+from recpipe.plugin.bags import RowIds, Slots
+from recpipe.plugin.policy import CachePolicy, Placement, RowSpace
 
 
 class Lru(CachePolicy):

@@ -18,12 +18,13 @@ from numpy.typing import NDArray
 from recpipe.common.device import given_so_far
 from recpipe.common.plain_attributes import PlainAttributes
 from recpipe.distributed.ranks import Channel
-from recpipe.plugin.policy import IN_STORE, RowIds, Slots
+from recpipe.plugin.bags import RowIds, Slots
+from recpipe.plugin.policy import IN_STORE
+from recpipe.plugin.skipper import RowFilter
+from recpipe.plugin.store import Records
+from recpipe.plugin.tables import TableSet
 from recpipe.tables.repeated import RepeatedLookup
 from recpipe.tables.rowtable import RowBags
-from recpipe.tables.skipping import RowFilter
-from recpipe.tables.specs import TableSet
-from recpipe.tables.stores.base import Records
 from recpipe.tables.tiers.moves import Moves
 from recpipe.tables.tiers.occupied import Occupied
 from recpipe.tables.tiers.on_gpu import GpuLookups

@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from recpipe.common.loops import compiled
-from recpipe.plugin.policy import RowIds, Slots
+from recpipe.plugin.bags import RowIds, Slots
 from recpipe.tables.tiers.placement import TierPlan
 
 Positions = NDArray[np.int64]

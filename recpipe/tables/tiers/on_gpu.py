@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from recpipe.common.device import Aside
 from recpipe.common.loops import compiled
 from recpipe.data.parts import in_order
-from recpipe.plugin.policy import RowIds, Slots
+from recpipe.plugin.bags import RowIds, Slots
 from recpipe.tables.tiers.parting import DeviceBags
 from recpipe.tables.tiers.placement import table_bags
 from recpipe.tables.tiers.transfer import Positions, Sent
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
     from recpipe.common.loops import Spread
-    from recpipe.tables.specs import TableSet
+    from recpipe.plugin.tables import TableSet
     from recpipe.tables.tiers.transfer import Transfer
 
 

@@ -6,58 +6,18 @@ What is here is done for each lookup: in few passes, and not at all for what mos
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
 from recpipe.common.loops import compiled
-from recpipe.data.select import places_of
-from recpipe.plugin.policy import Slots
+from recpipe.plugin.bags import IndexBags, Offsets, Slots, Weights, places_of
 
-Offsets = NDArray[np.int64]
-Weights = NDArray[np.float32]
 Places = NDArray[np.int64]
 DeviceBags = tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]
 """What a TBE looks up: indices int64 [L], offsets int64 [F * B + 1] and, if ids have weights, these, float32
 [L]."""
-
-
-@dataclass
-class IndexBags:
-    """A batch's lookups in one matrix of rows: bag i is ``indices[offsets[i] : offsets[i + 1]]``.
-
-    The matrix is that of one group of tables (``table_bags``), or of the slots or the slab of its tiers.
-    """
-
-    indices: NDArray[np.int64]
-    """Rows of the matrix, int64 [L]."""
-    offsets: Offsets
-    """Feature-major, int64 [F * B + 1]."""
-    batch_size: int
-    weights: Weights | None = None
-    """Weights of the lookups, float32 [L]; None: each counts once."""
-    times: ClassVar[None] = None
-    """As ``GpuBags`` has them; here each lookup is there itself."""
-
-    def __len__(self) -> int:
-        return len(self.indices)
-
-    def parted(self, where: Slots, pooled: bool) -> Parted:
-        """As ``parting.parted``."""
-        return parted(self, where, pooled)
-
-    def apart(self) -> IndexBags:
-        """The same lookups, each as a bag of its own, with one feature."""
-        lookups = len(self.indices)
-        return IndexBags(self.indices, np.arange(lookups + 1), lookups)
-
-    def permuted(self, order: NDArray[np.int64]) -> IndexBags:
-        """The bags of the samples in ``order`` (int64 [n]), in that order."""
-        places, offsets = places_of(self.offsets, self.batch_size, order)
-        weights = None if self.weights is None else self.weights[places]
-        return IndexBags(self.indices[places], offsets, len(order), weights)
 
 
 @dataclass(frozen=True)

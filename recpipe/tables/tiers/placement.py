@@ -16,12 +16,12 @@ from numpy.typing import NDArray
 from recpipe.common.loops import ALONE, Spread, load_loops
 from recpipe.data.checks import unknown_id
 from recpipe.data.parts import in_order
-from recpipe.data.select import places_of
-from recpipe.plugin.compose import Owned
-from recpipe.plugin.policy import IN_STORE, Cache, CachePolicy, Placement, RowIds, Slots, asks_once
+from recpipe.plugin.bags import IndexBags, Offsets, RowIds, Slots
+from recpipe.plugin.calls import Owned
+from recpipe.plugin.policy import IN_STORE, Cache, CachePolicy, Placement, asks_once
 from recpipe.tables.tiers import row_map
 from recpipe.tables.tiers.checked import CheckedPolicy, Decision
-from recpipe.tables.tiers.parting import IndexBags, Offsets, Parted
+from recpipe.tables.tiers.parting import Parted, parted
 
 Numbers = TypeVar("Numbers", bound=np.integer[Any])
 
@@ -31,7 +31,7 @@ ONCE: Slots = np.empty(0, np.int32)
 if TYPE_CHECKING:
     from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-    from recpipe.tables.specs import TableSet
+    from recpipe.plugin.tables import TableSet
     from recpipe.tables.tiers.moves import Moves
     from recpipe.tables.tiers.on_gpu import GpuBags, GpuLookups
     from recpipe.tables.tiers.shared_rows import SharedLookups
@@ -91,22 +91,6 @@ class TierPlan:
         """Whether lookups of resident rows must also wait for the store, since a row that gets a slot comes
         from there."""
         return bool((self.carried_from[: len(self.placed)] < 0).any())
-
-
-@dataclass
-class Bags:
-    """A batch's lookups in all tables: bag i is ``rows[offsets[i] : offsets[i + 1]]``, feature-major."""
-
-    rows: RowIds
-    """Rows numbered over all tables, in the order of ``Context.tables``: int64 [L]."""
-    offsets: Offsets
-    """int64 [F * B + 1]."""
-    batch_size: int
-
-    def permuted(self, order: NDArray[np.int64]) -> Bags:
-        """The bags of the samples in ``order`` (int64 [n]), in that order."""
-        places, offsets = places_of(self.offsets, self.batch_size, order)
-        return Bags(self.rows[places], offsets, len(order))
 
 
 def table_bags(tables: TableSet, sparse: KeyedJaggedTensor, spread: Spread = ALONE) -> IndexBags:
@@ -224,7 +208,9 @@ class TierPlanner:
             bags.batch_size,
             *(slots, placed, _joined(slots, freed), evicted),
             *(slab, carried_from, fetch),
-            bags.parted(found, self.pooled),
+            parted(bags, found, self.pooled)
+            if isinstance(bags, IndexBags)
+            else bags.parted(found, self.pooled),
             len(bags),
             len(bags) - missed,
         )

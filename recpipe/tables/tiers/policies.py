@@ -10,7 +10,8 @@ from numpy.typing import NDArray
 
 from recpipe.common.loops import ALONE, Spread, compiled
 from recpipe.common.saved import Damaged, within
-from recpipe.plugin.policy import NOTHING, CachePolicy, Placement, RowIds, RowSpace, Slots
+from recpipe.plugin.bags import RowIds, Slots
+from recpipe.plugin.policy import NOTHING, CachePolicy, Placement, RowSpace
 from recpipe.tables.tiers.lru import Lru
 
 

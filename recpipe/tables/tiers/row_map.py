@@ -10,7 +10,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from recpipe.common.loops import compiled
-from recpipe.plugin.policy import IN_STORE, RowIds, Slots
+from recpipe.plugin.bags import RowIds, Slots
+from recpipe.plugin.policy import IN_STORE
 
 Places = NDArray[np.int64]
 

@@ -17,15 +17,15 @@ from torch import nn
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from recpipe.distributed.ranks import Channel
-from recpipe.plugin.policy import RowIds
+from recpipe.plugin.bags import IndexBags, RowIds, distinct
+from recpipe.plugin.tables import Region, TableSet, Values, to_numpy
 from recpipe.tables.collection import AllResident
-from recpipe.tables.rowtable import RowBags, distinct, row_bags, updated
-from recpipe.tables.specs import Region, TableSet, Values, to_numpy
-from recpipe.tables.tiers.parting import IndexBags, Parted
+from recpipe.tables.rowtable import RowBags, row_bags, updated
+from recpipe.tables.tiers.parting import Parted
 from recpipe.tables.tiers.placement import TierPlan, reorder
 
 if TYPE_CHECKING:
-    from recpipe.tables.skipping import RowFilter
+    from recpipe.plugin.skipper import RowFilter
 
 Touched = NDArray[np.int64]
 """The distinct slots that at least one trainer looks up in a batch, sorted, int64 [U]; the same on every

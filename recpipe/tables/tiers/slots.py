@@ -13,10 +13,11 @@ from torch import nn
 
 from recpipe import seams
 from recpipe.distributed.ranks import Channel
-from recpipe.plugin.policy import RowIds
+from recpipe.plugin.bags import RowIds
+from recpipe.plugin.skipper import RowFilter
+from recpipe.plugin.tables import TableSet
 from recpipe.tables.collection import make_tbe
-from recpipe.tables.skipping import RowFilter, filter_lookups
-from recpipe.tables.specs import TableSet
+from recpipe.tables.skipping import filter_lookups
 from recpipe.tables.tiers.shared_rows import SharedTable
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
-from dataclasses import dataclass, fields, replace
+from dataclasses import replace
 from time import perf_counter
 
 import numpy as np
@@ -13,25 +13,10 @@ import torch
 
 from recpipe.common.device import threads_for
 from recpipe.distributed.ranks import Ranks
-from recpipe.plugin.policy import RowIds
-from recpipe.tables.stores.base import ColdStore, IoCounters, Records
+from recpipe.plugin.bags import RowIds
+from recpipe.plugin.collection import TierTimes
+from recpipe.plugin.store import ColdStore, IoCounters, Records
 from recpipe.tables.tiers.transfer import Landed, Transfer
-
-
-@dataclass
-class TierTimes:
-    """Seconds since the run began. The difference between ``fetch`` and ``wait`` was hidden behind
-    training."""
-
-    plan: float = 0.0
-    fetch: float = 0.0
-    write: float = 0.0
-    wait: float = 0.0
-    advance: float = 0.0
-
-    def plus(self, other: TierTimes) -> TierTimes:
-        """The sums of both."""
-        return TierTimes(*(getattr(self, f.name) + getattr(other, f.name) for f in fields(self)))
 
 
 class StoreThread:

@@ -29,22 +29,23 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from recpipe.common.plain_attributes import PlainAttributes
 from recpipe.distributed.ranks import Channel, Ranks
-from recpipe.plugin.compose import Owned
-from recpipe.plugin.policy import Cache, CachePolicy, RowIds
+from recpipe.plugin.bags import IndexBags, RowIds
+from recpipe.plugin.calls import Owned
+from recpipe.plugin.collection import TierFigures, TierTimes
+from recpipe.plugin.policy import Cache, CachePolicy
+from recpipe.plugin.skipper import RowFilter
+from recpipe.plugin.store import ColdStore, IoCounters, Records
+from recpipe.plugin.tables import Region, TableSet, Values
 from recpipe.tables.capabilities import Planned, SavesPlacement, ShowsRows
-from recpipe.tables.collection import RowCollection, TierFigures
+from recpipe.tables.collection import RowCollection
 from recpipe.tables.repeated import RepeatedLookup
 from recpipe.tables.rowtable import looked_up
-from recpipe.tables.skipping import RowFilter
-from recpipe.tables.specs import Region, TableSet, Values
-from recpipe.tables.stores.base import ColdStore, IoCounters, Records
 from recpipe.tables.tiers import saved_placement
 from recpipe.tables.tiers.memory import TierMemory
 from recpipe.tables.tiers.on_gpu import Finder, GpuBags
-from recpipe.tables.tiers.parting import IndexBags
 from recpipe.tables.tiers.placement import TierPlan, TierPlanner, table_bags
 from recpipe.tables.tiers.policies import policy_bytes
-from recpipe.tables.tiers.store_thread import StoreThread, TierTimes
+from recpipe.tables.tiers.store_thread import StoreThread
 
 
 class TieredEmbeddingBagCollection(PlainAttributes, RowCollection, Planned, SavesPlacement, ShowsRows):

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from recpipe.common.device import Aside, arrived, current_stream
 from recpipe.common.loops import LEAST_COPIED, Spread
-from recpipe.tables.stores.base import Records
+from recpipe.plugin.store import Records
 
 Positions = NDArray[np.integer[Any]]
 ALIGNED = 16

@@ -13,7 +13,7 @@ from recpipe.errors import UserError
 from recpipe.perf.ids.facts import Facts
 from recpipe.perf.tiers.statements import of_policy, over_ranks
 from recpipe.plugin.api import Plugin
-from recpipe.plugin.blame import blame
+from recpipe.plugin.calls import blame
 from recpipe.plugin.costs import Statement
 from recpipe.plugin.errors import PluginError
 from recpipe.plugin.load import check_together, installed, instantiate

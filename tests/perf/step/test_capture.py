@@ -13,11 +13,11 @@ from torchrec.models.dlrm import DLRM
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from recpipe.backend.convert import convert
-from recpipe.data.batch import Batch
 from recpipe.errors import UserError
 from recpipe.perf.kernels.operators import watched
 from recpipe.perf.step.capture import Captured, captured
 from recpipe.pipeline.placed import PlacedModel
+from recpipe.plugin.batch import Batch
 from tests.pipeline.samples import placed, random_batch
 from tests.profiling.test_traced import bags
 from tests.tables.samples import DIM, FEATURES

@@ -21,7 +21,7 @@ from recpipe.perf.tiers.statements import RESIDENT, choices, merged, of_policy
 from recpipe.perf.tiers.stored import Store, cold_rows, touched
 from recpipe.perf.tiers.tiered import LOOK_UP, UPDATE, ResidentStep
 from recpipe.plugin.costs import Moved, Phase, Statement, Work
-from recpipe.tables.stores.base import StoreLayout
+from recpipe.plugin.store import StoreLayout
 from recpipe.tables.stores.blocks import BlockMap
 
 MS = 1e-3

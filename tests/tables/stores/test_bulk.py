@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from recpipe.tables.stores.base import ColdStore, Records, Rows, StoreLayout
+from recpipe.plugin.store import ColdStore, Records, Rows, StoreLayout
 from recpipe.tables.stores.bulk import BulkStore
 from recpipe.tables.stores.host import HostStore
 from recpipe.tables.stores.ssd import SsdStore

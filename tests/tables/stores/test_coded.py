@@ -8,11 +8,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from recpipe.plugin.quantizer import RecordLayout
+from recpipe.plugin.quantizer import Coding, RecordLayout
 from recpipe.tables.stores import HostStore, StoreLayout, make_store
 from recpipe.tables.stores.bulk import BulkStore
 from recpipe.tables.stores.codecs import COLD
-from recpipe.tables.stores.coded import CodedStore, Coding, local_store
+from recpipe.tables.stores.coded import CodedStore, local_store
 
 LAYOUT = StoreLayout(("a", "b"), (700, 41), 17)
 

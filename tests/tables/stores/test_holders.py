@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from recpipe.distributed.ranks import Ranks
-from recpipe.tables.stores.base import Records, StoreLayout
+from recpipe.plugin.store import Records, StoreLayout
 from recpipe.tables.stores.holders import HoldersStore, part_fill, part_layout
 from recpipe.tables.stores.host import HostStore
 from tests.processes import start_ranks

@@ -10,7 +10,7 @@ import pytest
 from numpy.typing import NDArray
 
 from recpipe.errors import StoreError
-from recpipe.tables.stores.base import StoreLayout
+from recpipe.plugin.store import StoreLayout
 from recpipe.tables.stores.ssd import SsdStore
 
 ROWS, WIDTH = (3000, 500), 5

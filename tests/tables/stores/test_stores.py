@@ -4,9 +4,9 @@ import numpy as np
 import pytest
 
 from recpipe.errors import UserError
-from recpipe.plugin.quantizer import RowCodec
+from recpipe.plugin.quantizer import Coding, RowCodec
 from recpipe.tables.stores import HostStore, SsdStore, StoreLayout, make_store
-from recpipe.tables.stores.coded import Coding, local_store
+from recpipe.tables.stores.coded import local_store
 
 LAYOUTS = {
     "one row per block": StoreLayout(("a", "b"), (9, 30), 600),

@@ -15,10 +15,8 @@ from numpy.typing import NDArray
 from torchrec.modules.embedding_configs import DATA_TYPE_NUM_BITS, DataType, EmbeddingBagConfig
 
 from recpipe.common.validation import one_of
-from recpipe.data.dataset import SparseFeature
-from recpipe.plugin.quantizer import RowCodec
-from recpipe.tables.stores.base import Records, StoreLayout
-from recpipe.tables.stores.coded import WORD, Coding
+from recpipe.plugin.quantizer import WORD, Coding, RowCodec
+from recpipe.plugin.store import Records, StoreLayout
 
 FILL_ROWS = 65_536
 """Rows per seed of the first values, so that any chunking of a table yields the same rows."""
@@ -27,6 +25,14 @@ OPTIMIZERS = {
     "adagrad": EmbOptimType.EXACT_ADAGRAD,
     "rowwise_adagrad": EmbOptimType.EXACT_ROWWISE_ADAGRAD,
 }
+
+
+@dataclass(frozen=True)
+class SparseFeature:
+    """One categorical feature and the number of rows of its embedding table (ids are in [0, rows))."""
+
+    name: str
+    rows: int
 
 
 @dataclass(frozen=True)

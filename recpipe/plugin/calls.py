@@ -1,5 +1,5 @@
-"""Whatever leaves a plugin's code other than by returning becomes a ``PluginFault`` here, which names the
-plugin and the part; threads that its code starts are remembered."""
+"""A plugin's part, and its calls: whatever leaves its code other than by returning becomes a ``PluginFault``,
+which names the plugin and the part; threads that its code starts are remembered."""
 
 from __future__ import annotations
 
@@ -8,13 +8,14 @@ import sys
 import threading
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from inspect import isfunction
 from traceback import walk_tb
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 from weakref import WeakKeyDictionary
 
 from recpipe.errors import Interruption, UserError, shown
-from recpipe.plugin.api import EpochOrder, Origin, StepWrapper, StreamWrapper
+from recpipe.plugin.api import EpochOrder, StepWrapper, StreamWrapper
 from recpipe.plugin.errors import PluginError, PluginFault
 
 if TYPE_CHECKING:
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
 
     import lightning as L
 
-    from recpipe.data.batch import Batch
+    from recpipe.plugin.batch import Batch
 
 P = TypeVar("P")
 R = TypeVar("R")
@@ -44,6 +45,39 @@ ABOUT_TO_END = 0.2
 _DONE: Any = object()
 _started: WeakKeyDictionary[threading.Thread, str] = WeakKeyDictionary()
 """The plugin and the part that started each thread."""
+
+
+@dataclass(frozen=True)
+class Origin:
+    """The plugin that a part came from, as shown in conflicts, listings and faults."""
+
+    plugin: str
+    distribution: str = "recpipe"
+    version: str = "0"
+
+    def __str__(self) -> str:
+        return f"{self.plugin} ({self.distribution} {self.version})"
+
+
+@dataclass(frozen=True)
+class Owned(Generic[P]):
+    """A part and the plugin that brought it.
+
+    ``label`` is ``plugin.part``. A link is called by its name, as in ``acme.remap``, or as its chain if it
+    has none, ``acme.batch``; any other part by its class, as in ``acme.TinyLfu``.
+    """
+
+    label: str
+    origin: Origin
+    part: P
+
+    @classmethod
+    def of(cls, origin: Origin, part: P) -> Owned[P]:
+        """``part``, an object of a class of ``origin``'s."""
+        return cls(f"{origin.plugin}.{type(part).__name__}", origin, part)
+
+    def __str__(self) -> str:
+        return f"plugin {self.origin}, part {self.label}"
 
 
 @contextmanager
