@@ -63,7 +63,7 @@ LONG = (
     "tests/test_pretend_gpu.py",
     "tests/tasks/test_sweep.py",
     "plugins/recpipe_slipstream/tests/test_plugin.py",
-    "tests/answers/test_layers.py",
+    "plugins/recpipe_low_precision/tests/test_layers.py",
     "tests/test_packaging.py",
     "plugins/recpipe_het/tests/test_het_plugin.py",
     "plugins/recpipe_slipstream/tests/test_filter.py",

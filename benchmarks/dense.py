@@ -20,11 +20,11 @@ from statistics import median
 from typing import Any
 
 import torch
+from recpipe_low_precision.layers import EIGHT_BITS, SEVEN_BITS, Layer, LowPrecisionLinear, bfloat16_has_units
 from recpipe_low_precision.ranges import Inputs, weight_scales
 from torch import nn
 from torch.export import Dim
 
-from recpipe.answers.layers import EIGHT_BITS, SEVEN_BITS, Layer, LowPrecisionLinear, bfloat16_has_units
 from recpipe.common.timing import seconds_by_round
 from recpipe.report.environment import environment
 from recpipe.seams.compiled import any_batch_size, compile_program

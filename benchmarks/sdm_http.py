@@ -35,16 +35,15 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import torch
 from numpy.typing import NDArray
+from recpipe_low_precision.checkpoint import take_place, write_quantized
+from recpipe_low_precision.row_types import row_bytes
 from safetensors.torch import load_file, save_file
 from serving_load import Load, closed_loop, run
 
 import recpipe
 from recpipe.answers.manifest import write_manifest
 from recpipe.answers.open import open_trained
-from recpipe.answers.quantized import take_place, write_quantized
-from recpipe.answers.rows import row_bytes
 from recpipe.answers.score import Scorer
-from recpipe.answers.source import FloatCheckpoint
 from recpipe.tables.stores import SsdStore, StoreLayout
 
 USERS, USER_ROWS, ITEM_ROWS, CANDIDATES = 8, 125_000, 10_000, 64
@@ -135,7 +134,7 @@ def made(work: Path, drawn: Drawn, dim: int) -> Path:
         for folder in ("run", "drawn"):
             shutil.rmtree(work / folder, ignore_errors=True)
         recpipe.train(None, None, *WORDS, *words, output=work / "run", quiet=True).close()
-        source = FloatCheckpoint.of(open_trained(work / "run"))
+        source = open_trained(work / "run").source()
         write_quantized(work / "drawn", source, dict.fromkeys(source.shapes, "int8"))
         # Labels are drawn by chance, so that there is no quality to judge.
         take_place(work / "drawn", work / "quantized")

@@ -396,8 +396,9 @@ def _packaged(folder: Path) -> Path:
 
 def serve_nothing(package: Path, port: int) -> None:
     """The server around a model that takes no time."""
-    from recpipe.answers.serving import worker
-    from recpipe.answers.serving.config import ServeConfig
+    from recpipe_serve.config import ServeConfig
+    from recpipe_serve.workers import worker
+
     from recpipe.tasks.process import prepare_process
 
     prepare_process()

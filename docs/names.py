@@ -13,6 +13,7 @@ from typing import Any
 
 API = Path(__file__).resolve().parent / "api"
 PAGES = {"recpipe": "recpipe", "plugin": "recpipe.plugin", "kit": "recpipe.kit", "testing": "recpipe.testing"}
+PAGES |= {"serve": "recpipe_serve", "low_precision": "recpipe_low_precision"}
 BEGIN, END = "<!-- names: made by docs/names.py -->", "<!-- end of names -->"
 
 

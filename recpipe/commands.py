@@ -29,6 +29,9 @@ class Command:
     """What follows its name, for help and errors; empty: it takes nothing."""
     says: str
     """What it does, for help."""
+    python: str = ""
+    """``module:function`` for a call from Python, of a ``recpipe.answers.command.Caller``, the checkpoint and
+    the other words; empty: there is none."""
 
     def run(self, name: str, words: Sequence[str]) -> int:
         """Carry it out; ``UserError`` for words that it does not take."""
@@ -71,16 +74,6 @@ COMMANDS = {
         "CHECKPOINT DIRECTORY [instruction_set=avx2] [reference=SAMPLES] [popularity=true] [sign=KEY] "
         "[overwrite=true]",
         "what a server needs of it, compiled, in one directory",
-    ),
-    "quantize": Command(
-        "recpipe.answers.quantize:quantize",
-        "CHECKPOINT +plugin=low_precision [output=DIRECTORY]",
-        "its tables in fewer bits, under a bound on the loss of quality",
-    ),
-    "serve": Command(
-        "recpipe.answers.serving.command:serve_command",
-        "PACKAGE [port=8000] [trust=PUBKEY] [+plugin=sdm]",
-        "a package behind HTTP, by the open inference protocol",
     ),
     "perf": Command(
         "recpipe.perf.command:perf",

@@ -5,8 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
+from recpipe_low_precision.manifest import read_manifest, write_manifest
+
 import recpipe
-from recpipe.answers.quantized_manifest import read_manifest, write_manifest
 
 SMALL = (
     "data.samples=6000",

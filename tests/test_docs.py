@@ -14,13 +14,14 @@ from types import ModuleType
 
 import pytest
 from omegaconf import OmegaConf
+from recpipe_low_precision.command import QuantizeOptions
 
 import recpipe
 import recpipe.kit
 import recpipe.plugin
 import recpipe.testing
 from recpipe.answers.package import WORDS as PACKAGE_WORDS
-from recpipe.answers.words import EvaluateOptions, PredictOptions, QuantizeOptions, of_plugins, parted
+from recpipe.answers.words import EvaluateOptions, PredictOptions, of_plugins, parted
 from recpipe.config.compose import compose, conf_dir
 from recpipe.data.config import CONFIGS
 from recpipe.plugin.api import Contribution, Invariant

@@ -136,9 +136,9 @@ def package(directory: Path) -> Callable[[Batch], object]:
     """The package's loader."""
     import torch
     from recpipe_cli import recipe
+    from recpipe_serve import Scorer
 
     import recpipe
-    from recpipe.kit import Scorer
 
     target = directory / "model.recpipe"
     if not target.exists():

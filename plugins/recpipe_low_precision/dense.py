@@ -10,19 +10,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from recpipe.kit import (
-    EIGHT_BITS,
-    SEVEN_BITS,
-    Layer,
-    LowPrecisionLinear,
-    bfloat16_has_units,
-    int8_adds_up,
-    is_linear,
-    median_seconds,
-    replace_module,
-)
+from recpipe.answers.modules import replace_module
+from recpipe.common.timing import median_seconds
 from recpipe.plugin import UserError
+from recpipe.seams.int8 import EIGHT_BITS, SEVEN_BITS, int8_adds_up
 from recpipe_low_precision.choices import FLOAT, Assignment, Choice
+from recpipe_low_precision.layers import Layer, LowPrecisionLinear, bfloat16_has_units, is_linear
 from recpipe_low_precision.lookups import LEAST_SECONDS
 from recpipe_low_precision.ranges import Inputs, weight_scales
 from recpipe_low_precision.slices import LAYER, Slice

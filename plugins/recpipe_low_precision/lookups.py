@@ -10,7 +10,8 @@ from typing import Any
 import torch
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from recpipe.kit import RowType, seconds_by_round
+from recpipe.common.timing import seconds_by_round
+from recpipe_low_precision.bags import RowType
 from recpipe_low_precision.choices import FLOAT, Assignment, Choice
 from recpipe_low_precision.replay import Stub
 from recpipe_low_precision.slices import Slice

@@ -9,7 +9,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from recpipe.kit import FloatCheckpoint, Meter
+from recpipe.answers.source import FloatCheckpoint
+from recpipe.kit import Meter
 from recpipe_low_precision.replay import Pieces, put_stubs
 
 

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from recpipe.kit import LARGEST_WEIGHT_CODE
+from recpipe.seams.int8 import LARGEST as LARGEST_WEIGHT_CODE
 
 BINS = 4096
 SHRINKS = np.geomspace(1.0, 1e-3, 73)

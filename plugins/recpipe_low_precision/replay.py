@@ -19,20 +19,20 @@ from torchrec.modules.embedding_modules import (
 )
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, KeyedTensor
 
-from recpipe.kit import (
-    Called,
-    FloatCheckpoint,
+from recpipe.answers.modules import replace_module
+from recpipe.answers.source import FloatCheckpoint
+from recpipe.data.checks import require_ids
+from recpipe.model.call import Called
+from recpipe.plugin import UserError
+from recpipe_low_precision.bags import (
     LowPrecisionBags,
     LowPrecisionRows,
     LowPrecisionTables,
     RowType,
     bag_keys,
-    encode_rows,
-    replace_module,
-    require_ids,
 )
-from recpipe.plugin import UserError
 from recpipe_low_precision.choices import Assignment, Choice
+from recpipe_low_precision.row_types import encode_rows
 
 
 class TableRows:

@@ -7,10 +7,10 @@ from dataclasses import asdict
 from typing import Any
 
 from recpipe.kit import readable_bytes
-from recpipe.plugin import Quantized, ReportSection
 from recpipe_low_precision.debugger import Compared
 from recpipe_low_precision.dense_report import dense_line, dense_sections
 from recpipe_low_precision.judge import Evaluation
+from recpipe_low_precision.model_quantizer import Quantized, ReportSection
 from recpipe_low_precision.search import Found
 
 _PERCENT = 100

@@ -13,9 +13,12 @@ import torch
 from numpy.typing import NDArray
 from torch import nn
 
-from recpipe.kit import Called, FloatCheckpoint, LowPrecisionLinear, batch_size, select
+from recpipe.answers.source import FloatCheckpoint
+from recpipe.kit import batch_size, select
+from recpipe.model.call import Called
 from recpipe.plugin import UserError
 from recpipe_low_precision.choices import FLOAT, Assignment
+from recpipe_low_precision.layers import LowPrecisionLinear
 from recpipe_low_precision.replay import Pieces, Stub, TableRows, put_stubs
 
 LAYER = "layer:"

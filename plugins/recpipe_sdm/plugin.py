@@ -7,8 +7,10 @@ import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 
-from recpipe.kit import Amount, PackageError, Scorer, read_lookups, readable_bytes
-from recpipe.plugin import Context, Contribution, Plugin, PluginError, RowServer
+from recpipe_serve import PackageError, RowServer, Scorer, read_lookups
+
+from recpipe.kit import Amount, readable_bytes
+from recpipe.plugin import Context, Contribution, Plugin, PluginError
 from recpipe_sdm.budget import Lookups
 from recpipe_sdm.scorer import TieredScorer
 from recpipe_sdm.tables import Tiering

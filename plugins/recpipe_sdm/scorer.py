@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from recpipe_serve import Lookup, LookupCall, Scorer, offsets_of
 
-from recpipe.kit import Lookup, LookupCall, Scorer, offsets_of
 from recpipe.plugin import RowIds, UserError
 from recpipe_sdm.index import numbered
 from recpipe_sdm.looks import Look

@@ -15,8 +15,9 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from recpipe_serve import ALIGNMENT, Tables
 
-from recpipe.kit import ALIGNMENT, Amount, SsdStore, StoreLayout, Tables
+from recpipe.kit import Amount, SsdStore, StoreLayout
 from recpipe.plugin import RowIds, UserError
 from recpipe_sdm.admission import FULL, Admission
 from recpipe_sdm.budget import Counts, Plan, Size, planned

@@ -7,7 +7,8 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from itertools import accumulate
 
-from recpipe.kit import keep_to_one_core, one_thread
+from recpipe_serve import keep_to_one_core, one_thread
+
 from recpipe.plugin import RowIds
 from recpipe_sdm.index import EMPTY
 from recpipe_sdm.looks import Look

@@ -8,7 +8,7 @@ from annotated_types import Interval
 from pydantic import with_config
 from typing_extensions import TypedDict  # pydantic wants this one before Python 3.12
 
-from recpipe.answers.rows import ROW_TYPES
+from recpipe.answers.score import TYPES
 from recpipe.common.validation import STRICT, Count, Positive, one_of
 from recpipe.model.metrics import Kind
 
@@ -34,7 +34,7 @@ class _Lookup(TypedDict):
 class _Table(TypedDict):
     rows: Positive
     dimension: Positive
-    type: Annotated[str, one_of(*ROW_TYPES)]
+    type: Annotated[str, one_of(*TYPES)]
     file: str
 
 

@@ -8,16 +8,21 @@ from pathlib import Path
 from torch import nn
 
 from recpipe.answers.manifest import is_package
-from recpipe.answers.opened import QuantizedTrained, read_quantized
 from recpipe.answers.recipe import scoring_recipe
-from recpipe.answers.trained import Trained, is_quantized
-from recpipe.checkpoint.table_io import newest, open_checkpoint
+from recpipe.answers.trained import Trained
 from recpipe.checkpoint.trained_on import TrainedOn
 from recpipe.data.dataset import Dataset
 from recpipe.data.given import Batches, GivenBatches
 from recpipe.errors import UserError
 from recpipe.model.config import UserModel
 from recpipe.plugin.batch import Batch
+from recpipe.plugin.errors import PluginLoadError
+from recpipe.plugin.offers import blocked_words, entry, imported, offered, origin_of
+
+QUANTIZED = ("manifest.json", "dense.safetensors")
+"""Files of a quantized checkpoint."""
+PLUGIN, PACKAGE = "low_precision", "recpipe_low_precision"
+"""What opens it."""
 
 
 def open_trained(
@@ -25,6 +30,7 @@ def open_trained(
     overrides: Sequence[str] = (),
     model: nn.Module | None = None,
     data: Dataset | Batches | None = None,
+    kind: type[Trained] | None = None,
 ) -> Trained:
     """Open ``checkpoint``, or the newest one in that folder or run's directory, and check all its files.
 
@@ -34,25 +40,40 @@ def open_trained(
         model: the model, if training was given one in Python; its dense parameters are replaced.
         data: a data set or ready-made batches, instead of the recipe's; batches of ``recpipe.kit.Batch`` have
             the columns that were trained on.
+        kind: its format; None: what it looks like.
 
     ``UserError`` if it is damaged, of an earlier version that does not carry its recipe, or if the overrides
     would change its model.
     """
-    directory, kind = Path(checkpoint).expanduser(), Trained
-    if is_quantized(directory):
-        kind = QuantizedTrained
-        trainer, trained_on = read_quantized(directory)
-    else:
-        if is_package(directory):
-            raise UserError(f"{directory} is a package: name the checkpoint, or run, that it was made from")
-        directory = newest(directory, "")
-        trainer = open_checkpoint(directory)
-        trained_on = TrainedOn.read(trainer, directory)
+    kind = kind or format_of(Path(checkpoint).expanduser())
+    directory, trainer, trained_on = kind.read(Path(checkpoint).expanduser())
     cfg = scoring_recipe(trained_on, [*overrides, "data=given"] if data is not None else overrides)
     if model is not None and not isinstance(cfg.model, UserModel):
         raise UserError(f"{directory} has a model of recpipe's own, model={cfg.model.name}: leave model out")
     dataset = data if data is None or isinstance(data, Dataset) else _given(data, trained_on)
     return kind(directory, cfg, trained_on, trainer, model, dataset)
+
+
+def format_of(directory: Path) -> type[Trained]:
+    """What opens the checkpoint ``directory``: ``Trained``, or a class that a package offers by the entry
+    point group ``recpipe.checkpoints``. ``UserError`` for a quantized checkpoint without the package."""
+    available = offered("checkpoint")
+    for name in available:
+        ep = entry("checkpoint", name, available)
+        kind = imported("checkpoint", ep)
+        if not (isinstance(kind, type) and issubclass(kind, Trained)):
+            raise PluginLoadError(
+                f"format of checkpoints {origin_of(ep)}: '{ep.value}' must be a class that derives from "
+                "recpipe.answers.trained.Trained; correct its entry point"
+            )
+        if kind.holds(directory):
+            return kind
+    if not is_package(directory) and all((directory / name).is_file() for name in QUANTIZED):
+        raise UserError(
+            f"{directory} is a quantized checkpoint, which needs the package {PACKAGE}"
+            f"{blocked_words(PLUGIN) or ', not installed here'}"
+        )
+    return Trained
 
 
 def _given(batches: Batches, trained_on: TrainedOn) -> GivenBatches:

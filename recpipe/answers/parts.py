@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import shutil
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
@@ -27,15 +27,13 @@ from recpipe.answers.golden import (
     tolerance,
 )
 from recpipe.answers.inputs import dense_rule, id_hash, id_rule
-from recpipe.answers.layers import LowPrecisionLinear, in_float32, low_layers
 from recpipe.answers.manifest import read_manifest, versions
 from recpipe.answers.open import open_trained
 from recpipe.answers.popularity import write_popularity
 from recpipe.answers.programs import Program
-from recpipe.answers.quantized_manifest import require_judged
 from recpipe.answers.reference import figures_of
-from recpipe.answers.stored import stored
-from recpipe.answers.trained import Trained, is_quantized, scored
+from recpipe.answers.stored import StoredModel
+from recpipe.answers.trained import Trained, scored
 from recpipe.data.schema import Schema
 from recpipe.errors import UserError
 from recpipe.model.call import Called
@@ -65,19 +63,17 @@ class Parts:
 def of_checkpoint(checkpoint: Path, model: nn.Module | None) -> Parts:
     """What to write of a checkpoint, quantized or not; ``UserError`` if its model cannot be packaged."""
     trained = open_trained(checkpoint, model=model)
-    if is_quantized(trained.directory):
-        require_judged(trained.directory)
-    schema, source = trained.schema, stored(trained)
+    schema, source = trained.schema, trained.stored()
     called = source.called
     module = called.module
     log.info("exporting %s", type(module).__name__)
     lists = None if trained.preparation is None else trained.preparation.lists
-    with in_float32(module):
+    with source.in_float32():
         dense = export_dense(called, schema, lists)
-    low = export_dense(called, schema, lists).program if low_layers(module) else None
+    low = export_dense(called, schema, lists).program if source.layers else None
     # From here on the model has the golden batch's rows, and no others.
     source.hold(golden_ids(schema, golden_inputs(schema, dense.alike)))
-    with in_float32(module):
+    with source.in_float32():
         inputs, scores = made_up(called, schema, dense.alike)
     bound = tolerance(scores, trained.cfg.model.precision)
     programs = [Program(dense.program, scores, bound)]
@@ -95,7 +91,7 @@ def of_checkpoint(checkpoint: Path, model: nn.Module | None) -> Parts:
 
     return Parts(
         programs,
-        _content(trained, called, dense, {name: table.kind for name, table in tables.items()}),
+        _content(trained, source, dense, {name: table.kind for name, table in tables.items()}),
         write_tables,
         inputs,
         lambda scorer, samples: figures_of(trained, called.tasks, scorer, samples),
@@ -164,8 +160,10 @@ def _loaded(file: Path) -> ExportedProgram:
         raise UserError(f"{file}: this torch cannot read it ({reason})") from fault
 
 
-def _content(trained: Trained, called: Called, dense: DensePart, kinds: Mapping[str, str]) -> dict[str, Any]:
-    schema, source = trained.schema, trained.cfg.data.name
+def _content(
+    trained: Trained, stored: StoredModel, dense: DensePart, kinds: Mapping[str, str]
+) -> dict[str, Any]:
+    schema, source, called = trained.schema, trained.cfg.data.name, stored.called
     return {
         "versions": versions(),
         "step": trained.step,
@@ -185,11 +183,7 @@ def _content(trained: Trained, called: Called, dense: DensePart, kinds: Mapping[
             for name, table in dense.tables.items()
         },
         **_sequences(dense),
-        "layers": {
-            name: asdict(layer.layers[layer.kind])
-            for name, layer in called.module.named_modules()
-            if isinstance(layer, LowPrecisionLinear)
-        },
+        "layers": stored.layers,
         "outputs": [{"name": name, "kind": task.kind} for name, task in called.tasks.items()],
     }
 

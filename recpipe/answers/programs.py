@@ -19,7 +19,6 @@ from torch.export import ExportedProgram
 
 from recpipe.answers import score
 from recpipe.answers.export import constants_of
-from recpipe.answers.layers import EIGHT_BITS
 from recpipe.answers.processor import InstructionSet
 from recpipe.answers.stand_ins import ROW_FOR_EACH_ID
 from recpipe.common.machine import undisturbed
@@ -27,7 +26,7 @@ from recpipe.common.tensors import save_tensors
 from recpipe.common.timing import median_seconds
 from recpipe.errors import UserError
 from recpipe.seams.compiled import compile_program
-from recpipe.seams.int8 import int8_adds_up
+from recpipe.seams.int8 import EIGHT_BITS, int8_adds_up
 
 log = logging.getLogger("recpipe")
 DENSE = ("measured", "float32", "low")

@@ -15,10 +15,10 @@ from torch import nn
 from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
 
 from recpipe.answers.plain import parameters_of_tables, saved_dense
-from recpipe.answers.trained import Trained
 from recpipe.checkpoint.manifest import TABLES
 from recpipe.checkpoint.table_files import open_tables
-from recpipe.common.tensors import Streamed, TensorFiles
+from recpipe.common.tensors import Streamed, TensorFiles, new_tensors
+from recpipe.errors import UserError
 from recpipe.model.call import Called
 from recpipe.pipeline.placed import saved_values
 from recpipe.plugin.tables import FILL_ROWS, weight_name
@@ -64,11 +64,6 @@ class FloatCheckpoint:
         self.pooled = [table for table, place in self.places.items() if place.collection in bags]
         """The tables whose rows are pooled; others give a row for each id."""
 
-    @classmethod
-    def of(cls, trained: Trained) -> FloatCheckpoint:
-        """The checkpoint that ``trained`` has opened."""
-        return cls(trained.directory, trained.trainer, trained.make_called)
-
     @property
     def step(self) -> int:
         """How many steps had been trained."""
@@ -95,6 +90,19 @@ class FloatCheckpoint:
         name, found = weight_name(table), np.empty((len(ids), self.shapes[table][1]), np.float32)
         gather(ids, found, lambda low, high: self.files.rows(name, low, high))
         return torch.from_numpy(found)
+
+    def write(self, table: str, file: Path) -> None:
+        """Write ``table`` as a package's file, block by block: "rows" uint8 [rows, 4 * D].
+
+        ``UserError`` for a weight that is not finite."""
+        rows, dim = self.shapes[table]
+        shapes = {"rows": (rows, 4 * dim)}
+        with new_tensors(file, shapes, {"type": "fp32", "dim": str(dim)}, {"rows": "U8"}) as put:
+            for start, values in self.blocks(table):
+                if not bool(torch.isfinite(values).all()):
+                    row = start + int((~torch.isfinite(values).all(1)).int().argmax())
+                    raise UserError(f"table '{table}', row {row}: a weight is not finite: train it again")
+                put("rows", start * 4 * dim, values.contiguous().view(torch.uint8).numpy())
 
 
 def gather(

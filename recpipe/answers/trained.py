@@ -14,13 +14,16 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from recpipe.answers.manifest import is_package
 from recpipe.answers.plain import fill
+from recpipe.answers.source import FloatCheckpoint
+from recpipe.answers.stored import StoredModel
 from recpipe.backend.build import Backend
 from recpipe.backend.convert import convert_on_gpu, revert
 from recpipe.backend.matmul import TF32, float32_products, require_units
 from recpipe.checkpoint.manifest import TABLES
 from recpipe.checkpoint.table_files import check_tables, rows_of_tables
-from recpipe.checkpoint.table_io import OWN, naming
+from recpipe.checkpoint.table_io import OWN, naming, newest, open_checkpoint
 from recpipe.checkpoint.trained_on import TrainedOn
 from recpipe.common import machine
 from recpipe.common.device import begin_on, gpu_explained
@@ -48,8 +51,6 @@ from recpipe.tables.groups import ModelTables, collections_of
 from recpipe.tables.owners import RESIDENT, GroupOwner, group_owners
 
 log = logging.getLogger(__name__)
-QUANTIZED_FILES = ("manifest.json", "dense.safetensors")
-"""Files of a quantized checkpoint."""
 
 
 class Scored(NamedTuple):
@@ -77,6 +78,22 @@ class Trained:
     """The content of trainer.pt."""
     given_model: nn.Module | None
     given_dataset: Dataset | None
+
+    @classmethod
+    def holds(cls, directory: Path) -> bool:
+        """Whether ``directory`` is of this format. Classes that packages offer (``recpipe.checkpoints``)
+        derive from this one and are asked before it."""
+        return True
+
+    @classmethod
+    def read(cls, directory: Path) -> tuple[Path, dict[str, Any], TrainedOn]:
+        """Check all files: the checkpoint, or the newest one in that folder or run's directory; the content
+        of its trainer.pt, of other formats "global_step" at least; and what it was trained on."""
+        if is_package(directory):
+            raise UserError(f"{directory} is a package: name the checkpoint, or run, that it was made from")
+        directory = newest(directory, "")
+        trainer = open_checkpoint(directory)
+        return directory, trainer, TrainedOn.read(trainer, directory)
 
     @property
     def schema(self) -> Schema:
@@ -145,6 +162,14 @@ class Trained:
     def called(self) -> Called:
         """How training calls ``model``; its ``tasks`` are its outputs."""
         return self.make_called()
+
+    def source(self) -> FloatCheckpoint:
+        """Its rows in float32, block by block from the disk."""
+        return FloatCheckpoint(self.directory, self.trainer, self.make_called)
+
+    def stored(self) -> StoredModel:
+        """The model for a package, its tables on the disk; ``UserError`` if it must not be packaged."""
+        return StoredModel.of(self.source())
 
     @contextmanager
     def scoring(self, dataset: Dataset | None = None, run_dir: RunDir | None = None) -> Iterator[Scoring]:
@@ -275,12 +300,6 @@ def _predictions(tasks: Mapping[str, Called], output: Any) -> torch.Tensor:
 def _joined(parts: Sequence[torch.Tensor]) -> torch.Tensor:
     """[B], or [B, T] of several tasks, in host memory."""
     return (parts[0] if len(parts) == 1 else torch.stack(list(parts), dim=1)).cpu()
-
-
-def is_quantized(directory: Path) -> bool:
-    """Whether ``directory`` is a quantized checkpoint (``recpipe.answers.quantized``)."""
-    a_package = (directory / "score.py").is_file()  # which has these files, too
-    return not a_package and all((directory / name).is_file() for name in QUANTIZED_FILES)
 
 
 class _Columns(Dataset):

@@ -51,16 +51,6 @@ class PredictOptions:
     """The checkpoint's package, whose compiled code then scores, so that a server gives the same bits."""
 
 
-@dataclass(frozen=True)
-class QuantizeOptions:
-    """The options of ``recpipe quantize``."""
-
-    output: FilePath | None = None
-    """The directory of the quantized checkpoint; None: ``quantized`` in the run's directory."""
-    overwrite: bool = False
-    """Whether an ``output`` that exists is replaced."""
-
-
 def parted(words: Sequence[str], kind: type[T], command: str) -> tuple[T, list[str], Path]:
     """Options of ``kind``, overrides of the recipe, and the run's directory: ``hydra.run.dir``, or
     outputs/DATE/TIME as for training. ``UserError`` for a word that is none of these."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -153,9 +154,11 @@ def quantize(
     arguments as for ``evaluate``.
     """
     with _answering("quantize", checkpoint, data, overrides, model, output, quiet) as (caller, words):
-        from recpipe.answers.quantize import quantize_for
+        from recpipe.commands import command
 
-        return quantize_for(caller, Path(checkpoint), words)
+        module, _, function = command("quantize").python.partition(":")
+        found: dict[str, Any] = getattr(import_module(module), function)(caller, Path(checkpoint), words)
+        return found
 
 
 @contextmanager

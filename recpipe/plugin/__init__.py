@@ -13,11 +13,9 @@ if TYPE_CHECKING:
     from recpipe.plugin.context import Context, GroupInfo, RunFigures, TableInfo
     from recpipe.plugin.costs import Moved, Phase, Statement, Work
     from recpipe.plugin.errors import PluginError
-    from recpipe.plugin.model_quantizer import FinishedModel, ModelQuantizer, Quantized, ReportSection
     from recpipe.plugin.planner import Planner
     from recpipe.plugin.policy import NOTHING, Cache, CachePolicy, Placement, Residents, RowSpace
     from recpipe.plugin.quantizer import Direction, Quantizer, RecordLayout, RowCodec
-    from recpipe.plugin.row_server import RowServer
     from recpipe.plugin.skipper import Skipper
     from recpipe.plugin.splitter import Split, Splitter, micro_batch_step
 
@@ -30,11 +28,9 @@ _HOME = {
     "Direction": "recpipe.plugin.quantizer",
     "EpochOrder": "recpipe.plugin.api",
     "Figure": "recpipe.plugin.api",
-    "FinishedModel": "recpipe.plugin.model_quantizer",
     "GroupInfo": "recpipe.plugin.context",
     "Invariant": "recpipe.plugin.api",
     "Link": "recpipe.plugin.api",
-    "ModelQuantizer": "recpipe.plugin.model_quantizer",
     "Moved": "recpipe.plugin.costs",
     "NOTHING": "recpipe.plugin.policy",
     "Phase": "recpipe.plugin.costs",
@@ -42,14 +38,11 @@ _HOME = {
     "Planner": "recpipe.plugin.planner",
     "Plugin": "recpipe.plugin.api",
     "PluginError": "recpipe.plugin.errors",
-    "Quantized": "recpipe.plugin.model_quantizer",
     "Quantizer": "recpipe.plugin.quantizer",
     "RecordLayout": "recpipe.plugin.quantizer",
-    "ReportSection": "recpipe.plugin.model_quantizer",
     "Residents": "recpipe.plugin.policy",
     "RowCodec": "recpipe.plugin.quantizer",
     "RowIds": "recpipe.plugin.bags",
-    "RowServer": "recpipe.plugin.row_server",
     "RowSpace": "recpipe.plugin.policy",
     "RunFigures": "recpipe.plugin.context",
     "Skipper": "recpipe.plugin.skipper",
@@ -74,25 +67,20 @@ __all__ = [
     "Direction",
     "EpochOrder",
     "Figure",
-    "FinishedModel",
     "GroupInfo",
     "Invariant",
     "Link",
-    "ModelQuantizer",
     "Moved",
     "Phase",
     "Placement",
     "Planner",
     "Plugin",
     "PluginError",
-    "Quantized",
     "Quantizer",
     "RecordLayout",
-    "ReportSection",
     "Residents",
     "RowCodec",
     "RowIds",
-    "RowServer",
     "RowSpace",
     "RunFigures",
     "Skipper",

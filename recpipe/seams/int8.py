@@ -29,6 +29,8 @@ if not _has_kernel("onednn::qlinear_prepack", "Meta"):
     torch.library.register_fake("onednn::qlinear_prepack")(
         lambda codes, _: codes.new_empty(codes.shape[::-1])
     )
+EIGHT_BITS, SEVEN_BITS = 255, 127
+"""The largest code of an input; 7 bits are exact on CPUs without VNNI, too."""
 LARGEST = 127
 """Of a weight's code; the smallest is -127, so that codes are symmetric."""
 

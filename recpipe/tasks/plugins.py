@@ -24,9 +24,7 @@ from recpipe.plugin.conf import knobs_in, package_conf
 from recpipe.plugin.context import Context, GroupInfo, TableInfo
 from recpipe.plugin.errors import PluginError
 from recpipe.plugin.load import installed, instantiate
-from recpipe.plugin.model_quantizer import ModelQuantizer
 from recpipe.plugin.offers import GROUPS, PLUGIN, WORDS, entry, imported, offered, origin_of
-from recpipe.plugin.row_server import RowServer
 from recpipe.tasks.starter import MADE, write_starter
 
 _TABLES = {f"C{i}": TableInfo(f"C{i}", 1000, 16, state=4) for i in range(1, 27)}
@@ -99,11 +97,11 @@ def listed(ep: EntryPoint) -> Listed:
 
 
 def _uses(origin: Origin, plugin: Plugin) -> tuple[str, ...]:
-    """The extension points of a plugin, or the command of one that works on finished models."""
-    if isinstance(plugin, ModelQuantizer):
-        return ("recpipe quantize",)
-    if isinstance(plugin, RowServer):
-        return ("recpipe serve",)
+    """The extension points of a plugin, or the command that uses it, which a plugin for finished models names
+    as its ``recpipe_command``."""
+    command = getattr(plugin, "recpipe_command", None)
+    if command is not None:
+        return (f"recpipe {command}",)
     ((_, _, contribution),) = gather([(origin, plugin)], SAMPLE)
     return tuple(assemble([(origin, plugin, contribution)], SAMPLE.tables).points())
 

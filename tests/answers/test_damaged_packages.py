@@ -28,7 +28,8 @@ from recpipe.errors import UserError
 pytest.importorskip("uvicorn", reason="recpipe[serve] is not installed")
 pytest.importorskip("prometheus_client", reason="recpipe[serve] is not installed")
 
-from recpipe.answers.serving.worker import load
+from recpipe_serve.workers.worker import load
+
 from recpipe.data.schema import Schema
 from recpipe.plugin.tables import SparseFeature
 

@@ -23,6 +23,11 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from recpipe_low_precision.checkpoint import write_quantized
+from recpipe_low_precision.manifest import is_quantized
+from recpipe_serve.monitor.monitor import Monitor, Watch
+from recpipe_serve.tests.clients import Clients, children, damaged_requests, mapped_bytes
+from recpipe_serve.workers.shared import RequestScorer, Side
 from safetensors.torch import load_file, save_file
 from torch._inductor import cpp_builder
 
@@ -32,18 +37,13 @@ from recpipe.answers import package as packaging
 from recpipe.answers.manifest import DIGEST, MANIFEST
 from recpipe.answers.open import open_trained
 from recpipe.answers.parts import of_checkpoint, of_package
-from recpipe.answers.quantized import write_quantized
 from recpipe.answers.reference import MOST_SAMPLES, figures_of, wanted_samples
-from recpipe.answers.serving.monitor import Monitor, Watch
-from recpipe.answers.serving.shared import RequestScorer, Side
-from recpipe.answers.source import FloatCheckpoint
-from recpipe.answers.trained import is_quantized, scored
+from recpipe.answers.trained import scored
 from recpipe.cli import main
 from recpipe.common import machine
 from recpipe.errors import UserError
 from recpipe.seams.compiled import compiled_for, compiler, linear_layers
 from recpipe.tasks.doctor import CPU_WHEELS
-from tests.answers.clients import Clients, children, damaged_requests, mapped_bytes
 from tests.processes import Child
 from tests.quantizing import as_judged
 
@@ -483,7 +483,7 @@ def test_the_command_replaces_no_package_unless_told(
 def test_without_the_extra_serve_says_what_to_install(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("recpipe.answers.serving.command.NEEDED", ("starlight",))
+    monkeypatch.setattr("recpipe_serve.command.NEEDED", ("starlight",))
     monkeypatch.setattr(sys, "argv", ["recpipe", "serve", "x"])
     with pytest.raises(SystemExit):
         main()
@@ -565,7 +565,7 @@ def test_serving_it_gives_the_loaders_scores_and_a_stopped_server_ends_with_stat
 
 def test_a_quantized_checkpoints_tables_stay_in_their_types(checkpoint: Path, tmp_path: Path) -> None:
     """All but the compilation, which is the same for every checkpoint."""
-    source = FloatCheckpoint.of(open_trained(checkpoint))
+    source = open_trained(checkpoint).source()
     kept = {"a": np.arange(300) % 3 > 0}
     write_quantized(tmp_path / "small", source, {"a": "int8", "b/c": "int4", "d.e": "fp32"}, kept)
     parts = of_checkpoint(as_judged(tmp_path / "small"), None)

@@ -7,18 +7,18 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from recpipe_low_precision.checkpoint import write_quantized
+from recpipe_low_precision.opened import open_quantized
+from recpipe_low_precision.row_types import decode_rows, encode_rows
+from recpipe_serve.errors import Refused
+from recpipe_serve.http.features import Features
+from recpipe_serve.http.forms import together
+from recpipe_serve.workers.shared import RequestScorer
 
 import recpipe
 from recpipe.answers import score
 from recpipe.answers.open import open_trained
 from recpipe.answers.parts import of_checkpoint
-from recpipe.answers.quantized import open_quantized, write_quantized
-from recpipe.answers.rows import decode_rows, encode_rows
-from recpipe.answers.serving.errors import Refused
-from recpipe.answers.serving.features import Features
-from recpipe.answers.serving.forms import together
-from recpipe.answers.serving.shared import RequestScorer
-from recpipe.answers.source import FloatCheckpoint
 from recpipe.answers.trained import scored
 from recpipe.plugin.batch import Batch
 from recpipe.seams.compiled import compiler
@@ -119,14 +119,14 @@ def decoded(checkpoint: Path) -> torch.nn.Module:
 
 def test_rows_in_low_precision_give_the_decoded_rows_scores(checkpoint: Path, tmp_path: Path) -> None:
     trained = open_trained(checkpoint)
-    write_quantized(tmp_path / "q", FloatCheckpoint.of(trained), KINDS)
+    write_quantized(tmp_path / "q", trained.source(), KINDS)
     batch = next(trained.dataset.batches("eval", 200))
     with torch.no_grad():
         found = open_quantized(tmp_path / "q")(batch)
         torch.testing.assert_close(found, decoded(checkpoint)(batch), rtol=1e-5, atol=1e-5)
         assert float((found - trained.model(batch)).abs().max()) > 1e-4
     pruned = {"shops": np.arange(40) % 2 > 0}
-    write_quantized(tmp_path / "p", FloatCheckpoint.of(trained), KINDS, pruned)
+    write_quantized(tmp_path / "p", trained.source(), KINDS, pruned)
     with torch.no_grad():
         apart = (open_quantized(tmp_path / "p")(batch) != found).flatten()
     events = [

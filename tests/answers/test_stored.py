@@ -11,18 +11,17 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from recpipe_low_precision.bags import LowPrecisionBags, RowType
+from recpipe_low_precision.checkpoint import write_quantized
+from recpipe_low_precision.row_types import encode_rows
 from safetensors.torch import load_file
 from torchrec.modules.embedding_configs import EmbeddingBagConfig
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 import recpipe
-from recpipe.answers.lookup import LowPrecisionBags, RowType
 from recpipe.answers.open import open_trained
 from recpipe.answers.parts import of_checkpoint
-from recpipe.answers.quantized import write_quantized
-from recpipe.answers.rows import encode_rows
-from recpipe.answers.source import FloatCheckpoint
-from recpipe.answers.stored import FewRows, stored
+from recpipe.answers.stored import FewRows
 from recpipe.errors import UserError
 from recpipe.plugin.batch import Batch
 from tests.processes import ROOT
@@ -43,7 +42,7 @@ CHILD = """
 import sys
 from pathlib import Path
 from recpipe.answers.parts import of_checkpoint
-from recpipe.answers.trained import open_trained
+from recpipe.answers.open import open_trained
 
 def peak():
     lines = Path("/proc/self/status").read_text().splitlines()
@@ -82,7 +81,7 @@ def test_a_table_is_written_in_less_memory_than_it_takes(tmp_path: Path) -> None
     assert streamed < ROWS * DIM * 4 / 2
     assert loaded > ROWS * DIM * 4 * 0.8
     written = load_file(tmp_path / "out" / "tables" / "a.safetensors")["rows"].view(torch.float32)
-    source = FloatCheckpoint.of(open_trained(large))
+    source = open_trained(large).source()
     assert all(written[start : start + len(rows)].equal(rows) for start, rows in source.blocks("a"))
 
 
@@ -91,12 +90,12 @@ def test_a_few_rows_give_the_bits_of_all(tmp_path: Path, quantized: bool) -> Non
     """And another row, as a control, does not; of a quantized checkpoint with pruned rows, too."""
     checkpoint = trained(tmp_path / "run", "{a: 300, b: 40}", "data.pooling=[3,1]")
     if quantized:
-        source, kept = FloatCheckpoint.of(open_trained(checkpoint)), {"b": np.arange(40) % 3 > 0}
+        source, kept = open_trained(checkpoint).source(), {"b": np.arange(40) % 3 > 0}
         write_quantized(tmp_path / "q", source, {"a": "int8", "b": "int4"}, kept)
-        checkpoint = tmp_path / "q"
+        checkpoint = as_judged(tmp_path / "q")
     opened = open_trained(checkpoint)
     batch = next(opened.dataset.batches("train", 40))
-    few = stored(opened)
+    few = opened.stored()
     sparse = batch.sparse.to_dict()
     few.hold({name: own.values() for name, own in sparse.items()})
     whole = open_trained(checkpoint)
@@ -136,7 +135,7 @@ def test_weights_of_ids_count_for_a_few_rows_too() -> None:
 
 def test_pruned_rows_and_their_places_are_copied(tmp_path: Path) -> None:
     checkpoint = trained(tmp_path / "run", "{a: 300, b: 40}")
-    source, kept = FloatCheckpoint.of(open_trained(checkpoint)), {"b": np.arange(40) % 3 > 0}
+    source, kept = open_trained(checkpoint).source(), {"b": np.arange(40) % 3 > 0}
     write_quantized(tmp_path / "q", source, {"a": "int8", "b": "int4"}, kept)
     (tmp_path / "tables").mkdir()
     of_checkpoint(as_judged(tmp_path / "q"), None).write_tables(tmp_path)

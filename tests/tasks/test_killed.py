@@ -9,9 +9,9 @@ import time
 from pathlib import Path
 
 import pytest
+from recpipe_serve.http.metrics import DIRECTORY
+from recpipe_serve.workers import worker
 
-from recpipe.answers.serving import worker
-from recpipe.answers.serving.metrics import DIRECTORY
 from tests.processes import ROOT
 
 STARTS = """

@@ -20,7 +20,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def source(checkpoint: Path) -> FloatCheckpoint:
-    return FloatCheckpoint.of(open_trained(checkpoint))
+    return open_trained(checkpoint).source()
 
 
 @pytest.fixture

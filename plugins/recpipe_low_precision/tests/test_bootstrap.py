@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from recpipe_low_precision.bootstrap import GROUPS, PairedBootstrap
 
-from recpipe.kit import auc
+from recpipe.model.metrics import auc
 
 
 def losses(samples: int, seed: int = 0) -> np.ndarray:

@@ -10,15 +10,17 @@ import numpy as np
 import pytest
 import torch
 from recpipe_low_precision import debugger, dense
+from recpipe_low_precision.checkpoint import put_rows, write_quantized
 from recpipe_low_precision.choices import FLOAT, Choice
 from recpipe_low_precision.dense import calibrate
+from recpipe_low_precision.layers import Layer
+from recpipe_low_precision.manifest import read_manifest
+from recpipe_low_precision.opened import open_quantized
 from recpipe_low_precision.ranges import Inputs, weight_scales
 from recpipe_low_precision.slices import LAYER
 
 import recpipe
-from recpipe.answers.layers import Layer
-from recpipe.answers.quantized import call_quantized, open_quantized, put_rows, write_quantized
-from recpipe.answers.quantized_manifest import read_manifest
+from recpipe.answers.open import open_trained
 from recpipe.errors import UserError
 from recpipe.plugin.errors import PluginError
 
@@ -98,7 +100,7 @@ def test_an_assignment_of_layers_is_what_is_written(layers, source, tmp_path: Pa
     assert np.array_equal(slice_.evaluate(base).logits, exact), "layers are in float32 again"
     kept = {linear.path: (linear.low.layers["int8"], linear.low.scales) for linear in found.values()}
     write_quantized(tmp_path / "q", source, dict.fromkeys(source.shapes, "fp32"), layers=kept)
-    assert np.array_equal(slice_.evaluate_called(call_quantized(tmp_path / "q")).logits, low)
+    assert np.array_equal(slice_.evaluate_called(open_trained(tmp_path / "q").called).logits, low)
 
 
 def test_a_layer_stays_in_float32_for_its_error_or_its_time(layers) -> None:

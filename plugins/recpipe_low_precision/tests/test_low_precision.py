@@ -11,12 +11,12 @@ from pathlib import Path
 import pytest
 import torch
 from recpipe_low_precision import lookups, search
+from recpipe_low_precision.manifest import read_manifest
+from recpipe_low_precision.opened import open_quantized
 from recpipe_low_precision.plugin import Work
 
 import recpipe
 from recpipe import cli
-from recpipe.answers.quantized import open_quantized
-from recpipe.answers.quantized_manifest import read_manifest
 from recpipe.answers.source import FloatCheckpoint
 from recpipe.config.compose import active_plugins, compose
 from recpipe.errors import UserError

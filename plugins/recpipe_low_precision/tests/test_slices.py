@@ -8,12 +8,12 @@ import numpy as np
 import pytest
 import torch
 from recpipe_low_precision import debugger
+from recpipe_low_precision.checkpoint import put_rows, write_quantized
 from recpipe_low_precision.choices import FLOAT, Choice
 from recpipe_low_precision.prune import used_rows
 
 import recpipe
 from recpipe.answers.open import open_trained
-from recpipe.answers.quantized import call_quantized, put_rows, write_quantized
 from recpipe.model.metrics import normalized_entropy
 
 KINDS = {"a": "int8", "b": "int4", "c": "fp16", "d": "int2"}
@@ -30,7 +30,7 @@ def test_scores_have_the_bits_of_the_model_that_is_written(slice_of, source, tmp
     slice_ = slice_of(100, 700)
     kept = slice_.evaluate(MIXED)
     write_quantized(tmp_path / "q", source, KINDS)
-    whole = slice_.evaluate_called(call_quantized(tmp_path / "q"))
+    whole = slice_.evaluate_called(open_trained(tmp_path / "q").called)
     assert np.array_equal(kept.logits, whole.logits)
     assert not np.array_equal(kept.logits, slice_.evaluate(dict.fromkeys(KINDS, FLOAT)).logits)
 
@@ -69,7 +69,7 @@ def test_pruned_rows_are_those_that_training_never_looked_up(slice_of, source, t
     slice_ = slice_of(0, 600, used=used)
     chosen = {table: Choice(kind, table in ("d", "a")) for table, kind in KINDS.items()}
     write_quantized(tmp_path / "q", source, KINDS, {table: used[table] for table in ("d", "a")})
-    whole = slice_.evaluate_called(call_quantized(tmp_path / "q"))
+    whole = slice_.evaluate_called(open_trained(tmp_path / "q").called)
     assert np.array_equal(slice_.evaluate(chosen).logits, whole.logits)
 
 

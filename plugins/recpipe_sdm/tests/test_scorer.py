@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from recpipe_low_precision.checkpoint import take_place, write_quantized
 from recpipe_sdm import tables as tables_module
 from recpipe_sdm.admission import Admission
 from recpipe_sdm.budget import Beside, Lookups, Size, hot_rows, planned
@@ -28,16 +29,14 @@ from recpipe_sdm.pooled import Bags, PooledBags
 from recpipe_sdm.scorer import TieredScorer
 from recpipe_sdm.tables import STAGING_BYTES, Tiering
 from recpipe_sdm.tiers import Tiers
+from recpipe_serve.workers.shared import RequestScorer, Side
 from safetensors.torch import load_file, save_file
 
 import recpipe
 from recpipe.answers.manifest import write_manifest
 from recpipe.answers.open import open_trained
 from recpipe.answers.popularity import read_lookups
-from recpipe.answers.quantized import take_place, write_quantized
 from recpipe.answers.score import Scorer
-from recpipe.answers.serving.shared import RequestScorer, Side
-from recpipe.answers.source import FloatCheckpoint
 from recpipe.common.words import Amount
 from recpipe.data.config import SyntheticConfig
 from recpipe.data.sources.synthetic import SyntheticDataset
@@ -306,7 +305,7 @@ def test_sums_of_bags_that_come_again_have_the_same_bits(
 def pruned(packed: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A package of the same run whose tables are in int8, users and cities without half of their rows."""
     folder = tmp_path_factory.mktemp("pruned")
-    source = FloatCheckpoint.of(open_trained(packed.parent / "checkpoints"))
+    source = open_trained(packed.parent / "checkpoints").source()
     kept = {name: np.random.default_rng(1).random(source.shapes[name][0]) < 0.5 for name in ("user", "city")}
     write_quantized(folder / "quantized", source, dict.fromkeys(source.shapes, "int8"), kept)
     take_place(folder / "quantized", folder / "judged")

@@ -1,0 +1,61 @@
+"""A package behind HTTP by the open inference protocol (KServe v2): ``recpipe serve``."""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from recpipe.commands import Command
+from recpipe_serve.row_server import RowServer
+
+if TYPE_CHECKING:
+    from recpipe.answers.popularity import read_lookups
+    from recpipe.answers.score import ALIGNMENT, Lookup, PackageError, Scorer, Tables, offsets_of, tensors
+    from recpipe.answers.score import Call as LookupCall
+    from recpipe.common.device import keep_to_one_core, one_thread
+
+SERVE = Command(
+    "recpipe_serve.command:serve_command",
+    "PACKAGE [port=8000] [trust=PUBKEY] [+plugin=sdm]",
+    "a package behind HTTP, by the open inference protocol",
+)
+
+NAMES = {
+    "ALIGNMENT": "recpipe.answers.score:ALIGNMENT",
+    "Lookup": "recpipe.answers.score:Lookup",
+    "LookupCall": "recpipe.answers.score:Call",
+    "PackageError": "recpipe.answers.score:PackageError",
+    "RowServer": "recpipe_serve.row_server:RowServer",
+    "Scorer": "recpipe.answers.score:Scorer",
+    "Tables": "recpipe.answers.score:Tables",
+    "keep_to_one_core": "recpipe.common.device:keep_to_one_core",
+    "offsets_of": "recpipe.answers.score:offsets_of",
+    "one_thread": "recpipe.common.device:one_thread",
+    "read_lookups": "recpipe.answers.popularity:read_lookups",
+    "tensors": "recpipe.answers.score:tensors",
+}
+"""What this package offers to plugins that keep a served package's rows, once in ``recpipe.kit`` and
+``recpipe.plugin``.
+
+It is imported when it is first used: the help, which shows the command, must not wait for torch.
+"""
+
+__all__ = [
+    "ALIGNMENT",
+    "Lookup",
+    "LookupCall",
+    "PackageError",
+    "RowServer",
+    "Scorer",
+    "Tables",
+    "keep_to_one_core",
+    "offsets_of",
+    "one_thread",
+    "read_lookups",
+    "tensors",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in NAMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    module, _, attribute = NAMES[name].partition(":")
+    return getattr(import_module(module), attribute)

@@ -1,0 +1,87 @@
+"""``recpipe serve PACKAGE``: loads a package and serves it until it is told to stop."""
+
+from __future__ import annotations
+
+import errno
+import logging
+import socket
+from collections.abc import Sequence
+from contextlib import closing, nullcontext, suppress
+from importlib.util import find_spec
+from pathlib import Path
+
+from recpipe.answers.words import of_plugins, the_plugin
+from recpipe.common.console import alone, heard
+from recpipe.common.process import quieted
+from recpipe.errors import UserError, shown
+from recpipe.tasks.compare_run import interrupt_on_sigterm
+from recpipe.tasks.process import prepare_process
+from recpipe_serve.config import ServeConfig, serve_config
+from recpipe_serve.row_server import RowServer
+
+log = logging.getLogger("recpipe")
+NEEDED = ("uvicorn", "uvloop", "starlette", "prometheus_client")
+
+
+def serve_command(words: Sequence[str]) -> int:
+    """``recpipe serve PACKAGE [port=8000] ...``; returns after SIGTERM or Ctrl-C."""
+    lacking = [name for name in NEEDED if find_spec(name) is None]
+    if lacking:
+        raise UserError(
+            f"serving needs {', '.join(lacking)}, not installed here: pip install 'recpipe[serve]'"
+        )
+    mine, others = of_plugins(words[1:])
+    config = serve_config(others)
+    prepare_process()
+    rows = the_plugin(mine, RowServer, "serve", "sdm") if mine else None
+    with quieted(), alone(), heard(None):
+        serve(Path(words[0]), config, rows)
+    return 0
+
+
+def serve(directory: Path, config: ServeConfig, rows: RowServer | None = None) -> None:
+    """Serve the package ``directory`` until SIGTERM or SIGINT, with its tables' rows kept by ``rows``; None:
+    all in DRAM. ``UserError`` if it cannot be used, or if the address is taken."""
+    directory = directory.expanduser()
+    # A link's target may change when the package is loaded anew; the name stays.
+    name = config.name or directory.resolve().name.partition(".")[0]
+    if rows is not None and config.workers > 1:
+        raise UserError(
+            f"workers={config.workers} and a plugin that keeps rows: each worker would keep its own; serve "
+            "with workers=1"
+        )
+    with suppress(KeyboardInterrupt), closing(rows) if rows else nullcontext(), _bound(config) as listening:
+        address = f"http://{config.host}:{listening.getsockname()[1]}/v2/models/{name}"
+
+        def started(difference: str) -> None:
+            several = f"{config.workers} workers, " if config.workers > 1 else ""
+            log.info("serving '%s' at %s; %sgolden scores differ by %s", name, address, several, difference)
+
+        with interrupt_on_sigterm():
+            if config.workers > 1:
+                from recpipe_serve.workers.supervisor import supervise
+
+                supervise(directory, config, name, listening, started)
+            else:
+                from recpipe_serve.workers.worker import BACKLOG, Worker
+
+                worker = Worker(directory, config, name, rows)
+                listening.listen(BACKLOG)  # clients may come as soon as it is said
+                started(f"{worker.loaded.scorer.difference:.1e}")
+                worker.run(listening)
+    log.info("stopped")
+
+
+def _bound(config: ServeConfig) -> socket.socket:
+    """A socket with the address; a worker that can answer listens on it."""
+    bound = socket.socket(socket.AF_INET6 if ":" in config.host else socket.AF_INET, socket.SOCK_STREAM)
+    try:
+        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        bound.bind((config.host, config.port))
+    except OSError as fault:
+        bound.close()
+        raise UserError(
+            f"cannot listen on {shown(config.host)} port {config.port}: {fault.strerror}; choose another "
+            f"{'port' if fault.errno in (errno.EADDRINUSE, errno.EACCES) else 'host'}="
+        ) from fault
+    return bound

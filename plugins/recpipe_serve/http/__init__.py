@@ -1,0 +1,1 @@
+"""Requests: from bytes on a connection to a model's inputs, and answers back."""

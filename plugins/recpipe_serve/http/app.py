@@ -1,0 +1,275 @@
+"""The server's addresses: health, metadata, inference, metrics."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager
+from functools import partial
+from time import perf_counter
+from typing import Any
+
+from starlette.applications import Starlette
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
+from starlette.routing import Route
+from starlette.types import ASGIApp, Receive
+
+from recpipe.common.versions import installed_version
+from recpipe.errors import StoreError, shown
+from recpipe_serve.errors import Refused, WrongIds
+from recpipe_serve.http.connections import Answer, Listener, header_fault, too_large
+from recpipe_serve.http.connections import Request as Inference
+from recpipe_serve.http.door import Bounds, Door
+from recpipe_serve.http.features import Features
+from recpipe_serve.http.heads import Heads
+from recpipe_serve.http.metrics import Metrics
+from recpipe_serve.http.protocol import HEADER_LENGTH, Array, answer, chosen
+from recpipe_serve.http.protocol import Request as Asking
+from recpipe_serve.monitor.monitor import Monitor, Watch
+from recpipe_serve.workers.batcher import Batcher, Limits, Score
+
+log = logging.getLogger("recpipe")
+VERSION = "1"
+_JSON = {"content-type": "application/json"}
+Headers = Mapping[bytes, bytes]
+"""Of a request, by name in small letters."""
+
+
+class Server:
+    """One package behind the open inference protocol.
+
+    ``score`` and ``manifest``: a ``RequestScorer`` and its package's. ``name``: of the model in addresses.
+    ``several``: whether it is one of several processes, whose metrics are shown together. ``watch``: how the
+    model is watched.
+    """
+
+    def __init__(
+        self,
+        score: Score,
+        manifest: Mapping[str, Any],
+        name: str,
+        limits: Limits,
+        bounds: Bounds,
+        several: bool = False,
+        watch: Watch | None = None,
+    ) -> None:
+        self.manifest, self.name, self.bounds = manifest, name, bounds
+        self.outputs = [output["name"] for output in manifest["outputs"]]
+        self.features = Features(manifest, bounds.samples)
+        self.heads = Heads(self.features)
+        self.batcher = Batcher(score, limits)
+        self.metrics = Metrics(name, lambda: self.monitor.compared(), several)
+        self.batcher.saw = self.metrics.saw
+        self.watch = watch or Watch()
+        self.monitor = Monitor(manifest, self.watch)
+        self.batcher.scored = self.monitor.saw
+
+    def use(self, score: Score, manifest: Mapping[str, Any], package: str) -> None:
+        """Score by ``score`` of another package with this ``manifest`` from the next batch on. It takes and
+        gives what the one before did; the metrics call it ``package``. It is watched anew."""
+        if manifest != self.manifest:
+            self.batcher.tell()
+            monitor = Monitor(manifest, self.watch)
+            self.monitor.close()
+            self.manifest, self.monitor, self.batcher.scored = manifest, monitor, monitor.saw
+        self.batcher.score = score
+        self.metrics.serves(package)
+
+    def app(self) -> ASGIApp:
+        """The application for an ASGI server, without what ``infer`` answers."""
+        model = "/v2/models/{model}"
+        routes = [Route("/metrics", self._metrics), Route("/v2", self._server)]
+        routes += [Route(f"/v2/health/{what}", self._health) for what in ("live", "ready")]
+        for path in (model, model + "/versions/{version}"):
+            routes += [
+                Route(path, self._model),
+                Route(f"{path}/ready", self._model_ready),
+                Route(f"{path}/infer", self._unknown, methods=["POST"]),
+                Route(f"{path}/labels", self._labels, methods=["POST"]),
+                Route(f"{path}/monitor", self._monitor),
+            ]
+        return Starlette(routes=routes, lifespan=self._lifespan)
+
+    @property
+    def addresses(self) -> list[str]:
+        """The paths to which requests for scores are posted."""
+        own = f"/v2/models/{self.name}"
+        return [f"{own}/infer", f"{own}/versions/{VERSION}/infer"]
+
+    def listener(self, door: Door, stop: float = 10.0) -> Listener:
+        """What serves it on the connections of ``door``; ``stop``: seconds for the last requests."""
+        return Listener(self.app(), door, self.infer, self.addresses, stop)
+
+    @asynccontextmanager
+    async def _lifespan(self, _: Starlette) -> AsyncIterator[None]:
+        self.batcher.start()
+        yield
+        await self.batcher.close()
+
+    async def _metrics(self, _: Request) -> Response:
+        self.batcher.tell()
+        text = await asyncio.to_thread(self.metrics.text)
+        return Response(text, media_type="text/plain; version=0.0.4")
+
+    async def _monitor(self, request: Request) -> Response:
+        try:
+            self._known(request)
+        except Refused as refused:
+            return _error(refused)
+        self.batcher.tell()
+        compared = await asyncio.to_thread(self.monitor.compared)
+        return _json({"name": self.name, "step": self.manifest.get("step"), **compared.to_dict()})
+
+    async def _labels(self, request: Request) -> Response:
+        """Labels of requests that were answered before."""
+        try:
+            self._known(request)
+            headers = dict(request.scope["headers"])
+            return _json(await self.monitor.labelled(await self._body(headers, request.receive)))
+        except Refused as refused:
+            self.monitor.refused()
+            return _error(refused)
+        except ClientDisconnect:
+            return Response(status_code=499)
+
+    async def _server(self, _: Request) -> Response:
+        version = installed_version("recpipe") or ""
+        return _json({"name": "recpipe", "version": version, "extensions": ["binary_tensor_data"]})
+
+    async def _health(self, request: Request) -> Response:
+        live = request.url.path.endswith("live") or self.batcher.alive
+        return Response(status_code=200 if live else 503)
+
+    async def _model(self, request: Request) -> Response:
+        try:
+            self._known(request)
+        except Refused as refused:
+            return _error(refused)
+        outputs = [{"name": name, "datatype": "FP32", "shape": [-1]} for name in self.outputs]
+        about = {"name": self.name, "versions": [VERSION], "platform": "recpipe"}
+        return _json({**about, "inputs": self.features.described(), "outputs": outputs})
+
+    async def _model_ready(self, request: Request) -> Response:
+        try:
+            self._known(request)
+        except Refused as refused:
+            return _error(refused)
+        return Response(status_code=200 if self.batcher.alive else 503)
+
+    def _known(self, request: Request) -> None:
+        model, version = request.path_params["model"], request.path_params.get("version", VERSION)
+        if model != self.name or version != VERSION:
+            what = f"'{shown(model)}' of version {shown(version)}"
+            raise Refused(
+                404, "unknown_model", f"no model {what} here; there is '{self.name}' of version {VERSION}"
+            )
+
+    async def _unknown(self, request: Request) -> Response:
+        """A request for scores of another model, or version."""
+        began = perf_counter()
+        try:
+            self._known(request)
+        except Refused as refused:
+            self.metrics.refused.labels(refused.reason).inc()
+            self.metrics.answered(refused.status, perf_counter() - began, self.batcher.waiting)
+            return _error(refused)
+        raise AssertionError("the application answers it")
+
+    def infer(self, request: Inference) -> None:
+        """Score a request; whatever is wrong with it is an answer of one line."""
+        try:
+            if request.fault is not None:
+                raise request.fault
+            length = request.headers.get(HEADER_LENGTH)
+            asked, inputs = self.heads.read(
+                request.body, None if length is None else length.decode("latin-1")
+            )
+            names = chosen(asked, self.outputs)
+            request.parts.clear()
+            self.batcher.put(inputs, partial(self._answer, request, asked, names), asked.timeout)
+        except Exception as fault:
+            self._send(request, self._fault(fault))
+
+    def _answer(
+        self, request: Inference, asked: Asking, names: Sequence[str], scores: Array | Exception
+    ) -> None:
+        """Answer a request whose ``scores`` float32 [N] or [N, T] have come, or why there are none."""
+        if isinstance(scores, Exception):
+            self._send(request, self._fault(scores))
+            return
+        try:
+            columns = scores.reshape(len(scores), -1)
+            if asked.id is not None:
+                self.monitor.keep(asked.id, columns)
+            found = {name: columns[:, self.outputs.index(name)] for name in names}
+            answered = 200, *answer(asked, self.name, VERSION, found)
+        except Exception as fault:
+            self._send(request, self._fault(fault))
+        else:
+            self._send(request, answered)
+
+    def _fault(self, fault: Exception) -> Answer:
+        """What is answered in the place of scores."""
+        if isinstance(fault, Refused):
+            self.metrics.refused.labels(fault.reason).inc()
+            if isinstance(fault, WrongIds):
+                self.monitor.wrong_ids(fault.counts)
+            return _refusal(fault)
+        if isinstance(fault, StoreError):
+            log.error("a request failed: %s", fault)
+            self.metrics.refused.labels("rows").inc()
+            lacking = "rows that the request looks up cannot be read; the server's log names them"
+            return _refusal(Refused(500, "rows", lacking))
+        log.error("a request failed", exc_info=fault)
+        self.metrics.refused.labels("fault").inc()
+        return _refusal(Refused(500, "fault", "the server failed; its log says why"))
+
+    def _send(self, request: Inference, answered: Answer) -> None:
+        seconds = perf_counter() - request.began
+        if not self.metrics.several:
+            request.connection.respond(request, answered)
+        self.metrics.answered(answered[0], seconds, self.batcher.waiting)
+        if self.metrics.several:  # a worker that is killed then has counted it
+            request.connection.respond(request, answered)
+
+    async def _body(self, headers: Headers, receive: Receive) -> bytes:
+        """A request's body; ``Refused`` if it is too large, compressed, or comes too slowly."""
+        most = self.bounds.body_bytes
+        if (fault := header_fault(headers, most)) is not None:
+            raise fault
+        parts: list[bytes] = []
+        size = 0
+        try:
+            async with asyncio.timeout(self.bounds.body_seconds):
+                more = True
+                while more:
+                    message = await receive()
+                    if message["type"] == "http.disconnect":
+                        raise ClientDisconnect
+                    part, more = message.get("body", b""), message.get("more_body", False)
+                    size += len(part)
+                    if size > most:
+                        raise too_large(most)
+                    parts.append(part)
+        except TimeoutError:
+            raise Refused(
+                408, "slow", f"the body did not come within {self.bounds.body_seconds:g} s"
+            ) from None
+        return parts[0] if len(parts) == 1 else b"".join(parts)
+
+
+def _json(content: Mapping[str, Any], status: int = 200) -> Response:
+    return Response(json.dumps(content), status, _JSON)
+
+
+def _error(refused: Refused) -> Response:
+    status, content, headers = _refusal(refused)
+    return Response(content, status, headers)
+
+
+def _refusal(refused: Refused) -> Answer:
+    headers = {"retry-after": "1"} if refused.status == 503 else {}
+    return refused.status, json.dumps({"error": str(refused)}).encode(), _JSON | headers

@@ -1,0 +1,156 @@
+"""What requests look like apart from their values: most look like one that has come before."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from recpipe_serve.http.protocol import Array
+from recpipe_serve.workers.shared import Side
+
+
+class Bags(NamedTuple):
+    """What a request has of one feature."""
+
+    ids: Array
+    """int64, one sample's after the other's."""
+    lengths: Array | int
+    """How many ids each sample has, or all of them."""
+    samples: int
+
+    def of(self, samples: int) -> Bags:
+        """One for each of ``samples``, if there is one for all."""
+        if self.samples == samples:
+            return self
+        lengths = self.lengths if isinstance(self.lengths, int) else np.tile(self.lengths, samples)
+        return Bags(np.tile(self.ids, samples), lengths, samples)
+
+
+class Form:
+    """The samples of a request, and how many ids of which feature each of them has.
+
+    ``samples``: N; ``bags``: of each feature, N or 1; ``lengths``: of each feature, how many ids each of its
+    bags has, or all of them. A request's ids are kept by feature, first of those that its samples share.
+    """
+
+    def __init__(self, samples: int, bags: Sequence[int], lengths: Sequence[Array | int]) -> None:
+        self.samples, self.bags, self.lengths = samples, bags, lengths
+        every = range(len(bags))
+        self.shared = tuple(f for f in every if bags[f] == 1 and samples > 1)
+        """Features of which the samples share one bag."""
+        self.order = self.shared + tuple(f for f in every if f not in self.shared)
+        """All features, as the ids are kept."""
+        ids = [_ids(n, own) for n, own in zip(bags, lengths, strict=True)]
+        self.counts = np.array([ids[f] for f in self.order])
+        """How many ids the features have, in this order."""
+        ends = np.cumsum(self.counts).tolist()
+        self._slices = {f: slice(end - ids[f], end) for f, end in zip(self.order, ends, strict=True)}
+        self.limits: Array | None = None
+        """Of each id, what it must be below, uint64: kept by whoever knows."""
+        self.single = all(isinstance(own, int) and own == 1 for own in lengths)
+        """Whether there is one id in each bag."""
+
+    def of(self, ids: Array, feature: int) -> Bags:
+        """What a request with these ``ids`` has of a feature."""
+        return Bags(ids[self._slices[feature]], self.lengths[feature], self.bags[feature])
+
+
+def _ids(bags: int, lengths: Array | int) -> int:
+    """How many ids bags of these lengths have, or of this one."""
+    return bags * lengths if isinstance(lengths, int) else int(lengths.sum())
+
+
+@dataclass(frozen=True)
+class Asked:
+    """The inputs of one request of N samples."""
+
+    dense: Array
+    """float32 [N, D]."""
+    ids: Array
+    """int64, as the form says."""
+    form: Form
+
+    @property
+    def samples(self) -> int:
+        """N."""
+        return self.form.samples
+
+    def bags(self, feature: int) -> Bags:
+        """What the request has of a feature: N bags, or one that all samples share."""
+        return self.form.of(self.ids, feature)
+
+
+def together(asked: Sequence[Asked]) -> tuple[torch.Tensor, list[Side]]:
+    """All samples of these requests in their order: dense float32 [B, D], and the ids (``sides_of``)."""
+    return torch.from_numpy(np.concatenate([one.dense for one in asked])), sides_of(asked)
+
+
+def sides_of(asked: Sequence[Asked]) -> list[Side]:
+    """The ids of all samples of these requests in their order.
+
+    Features that the samples of every request share make a side with one bag a request.
+    """
+    first = asked[0].form
+    if all(one.form.single and one.form.shared == first.shared for one in asked):
+        return _of_singles(asked, len(first.shared))
+    every = range(len(first.order))
+    shared = [f for f in every if all(one.form.bags[f] == 1 for one in asked)]
+    if all(one.samples == 1 for one in asked):
+        shared = []  # a bag a request is a bag a sample
+    own = [f for f in every if f not in shared]
+    sides = []
+    if shared:
+        sides.append(
+            _side(shared, [one.bags(f) for f in shared for one in asked], len(asked), _places(asked))
+        )
+    if own:
+        samples = sum(one.samples for one in asked)
+        sides.append(_side(own, [one.bags(f).of(one.samples) for f in own for one in asked], samples))
+    return sides
+
+
+def _of_singles(asked: Sequence[Asked], shared: int) -> list[Side]:
+    """The same of requests with one id in each bag, of which the first ``shared`` features are shared."""
+    order, sides, single = asked[0].form.order, [], len(asked) == 1
+    if shared:
+        users = asked[0].ids[:shared] if single else np.stack([one.ids[:shared] for one in asked], axis=1)
+        sides.append(
+            Side(order[:shared], torch.from_numpy(users.reshape(-1)), None, len(asked), _places(asked))
+        )
+    if shared < len(order):
+        ids, samples = asked[0].ids[shared:], asked[0].samples
+        if not single:
+            blocks = [one.ids[shared:].reshape(-1, one.samples) for one in asked]
+            ids = np.concatenate(blocks, axis=1)
+            samples = ids.shape[1]
+        sides.append(Side(order[shared:], torch.from_numpy(ids.reshape(-1)), None, samples))
+    return sides
+
+
+def _places(asked: Sequence[Asked]) -> torch.Tensor:
+    """The request of each sample."""
+    if len(asked) == 1:
+        return _first(asked[0].samples)
+    return torch.from_numpy(np.repeat(np.arange(len(asked)), [one.samples for one in asked]))
+
+
+@lru_cache(64)
+def _first(samples: int) -> torch.Tensor:
+    return torch.zeros(samples, dtype=torch.int64)
+
+
+def _side(
+    features: Sequence[int], bags: Sequence[Bags], count: int, of_sample: torch.Tensor | None = None
+) -> Side:
+    ids = np.concatenate([own.ids for own in bags])
+    lengths = np.empty(len(features) * count, np.int64)
+    end = 0
+    for own in bags:
+        lengths[end : end + own.samples] = own.lengths
+        end += own.samples
+    return Side(tuple(features), torch.from_numpy(ids), torch.from_numpy(lengths), count, of_sample)

@@ -1,0 +1,134 @@
+"""What a server counts, for Prometheus."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client.multiprocess import MultiProcessCollector
+
+from recpipe_serve.monitor.compared import Compared
+from recpipe_serve.monitor.gauges import Gauges
+
+DIRECTORY = "PROMETHEUS_MULTIPROC_DIR"
+"""The environment variable that prometheus_client reads when it is imported: where processes that are one
+server write their figures."""
+SECONDS = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0)
+AT_ONCE = 128
+"""Answers that one process counts at once."""
+SAMPLES = (1, 4, 16, 64, 256, 1024, 4096)
+
+
+class Metrics:
+    """The figures of one process, and of the monitor: ``compared`` gives those. ``several``: of all processes
+    that write into ``DIRECTORY``, each before it answers, so that one that is killed has counted what it did.
+    One process alone keeps answers and batches aside and counts many at once: prometheus_client's own work
+    between two requests would be a tenth of what they cost."""
+
+    def __init__(self, model: str, compared: Callable[[], Compared], several: bool = False) -> None:
+        self._registry = CollectorRegistry()
+        self._gauges = Gauges(compared)
+        self.several = several
+        self._answers: deque[tuple[int, float, int]] = deque()
+        """Answers that are not counted yet: status, seconds, requests that wait."""
+        self._batches: deque[tuple[int, int]] = deque()
+        """Batches that are not: requests, samples."""
+        into = self._registry
+        self.answers = Counter(
+            "recpipe_requests", "Inference requests by HTTP status", ["status"], registry=into
+        )
+        self._statuses: dict[int, Counter] = {}
+        self.refused = Counter(
+            "recpipe_refused", "Requests that were not scored, by reason", ["reason"], registry=into
+        )
+        self.seconds = Histogram(
+            "recpipe_request_seconds",
+            "From the request's first byte read to its answer",
+            buckets=SECONDS,
+            registry=into,
+        )
+        self.samples = Counter("recpipe_samples", "Samples scored", registry=into)
+        self.batch = Histogram("recpipe_batch_samples", "Samples of a batch", buckets=SAMPLES, registry=into)
+        self.together = Histogram(
+            "recpipe_batch_requests", "Requests of a batch", buckets=(1, 2, 4, 8, 16, 32, 64), registry=into
+        )
+        self.queue = Gauge(
+            "recpipe_queue",
+            "Requests that wait, as of the last answer",
+            registry=into,
+            multiprocess_mode="livesum",
+        )
+        self.connections = Gauge(
+            "recpipe_connections", "Open connections", registry=into, multiprocess_mode="livesum"
+        )
+        self.closed = Counter(
+            "recpipe_connections_closed",
+            "Connections that the server closed or refused, by reason",
+            ["reason"],
+            registry=into,
+        )
+        self.reloads = Counter(
+            "recpipe_reloads", "Packages loaded anew, by result", ["result"], registry=into
+        )
+        self._model = Gauge(
+            "recpipe_model",
+            "Processes that serve this model from the package whose manifest has this digest",
+            ["name", "package"],
+            registry=into,
+            multiprocess_mode="livesum",
+        )
+        self._name, self._package = model, ""
+
+    def serves(self, package: str) -> None:
+        """Show that requests are scored by ``package`` from now on."""
+        if self._package:
+            self._model.labels(self._name, self._package).set(0)
+        self._package = package
+        self._model.labels(self._name, package).set(1)
+
+    def answered(self, status: int, seconds: float, waiting: int) -> None:
+        """Count an answer; ``waiting``: the requests that wait now."""
+        self._answers.append((status, seconds, waiting))
+        if self.several or len(self._answers) >= AT_ONCE:
+            self._count()
+
+    def saw(self, requests: int, samples: int) -> None:
+        """Count a batch."""
+        self._batches.append((requests, samples))
+        if self.several:
+            self._count()
+
+    def _count(self) -> None:
+        """Count what was kept aside; any thread may."""
+        with suppress(IndexError):
+            while True:
+                requests, samples = self._batches.popleft()
+                self.batch.observe(samples)
+                self.together.observe(requests)
+                self.samples.inc(samples)
+        with suppress(IndexError):
+            while True:
+                status, seconds, waiting = self._answers.popleft()
+                if status not in self._statuses:
+                    self._statuses[status] = self.answers.labels(str(status))
+                self._statuses[status].inc()
+                self.seconds.observe(seconds)
+                self.queue.set(waiting)
+
+    def show(self, counted: Callable[[], Mapping[str, float]]) -> None:
+        """Show what a plugin has counted, too."""
+        for name in counted():
+            gauge = Gauge(f"recpipe_{name}", "Counted by the plugin that keeps rows", registry=self._registry)
+            gauge.set_function(lambda name=name: counted()[name])  # type: ignore[misc]
+
+    def text(self) -> bytes:
+        """All figures in Prometheus' text format."""
+        self._count()
+        own = CollectorRegistry()
+        own.register(self._gauges)
+        if not self.several:
+            return generate_latest(self._registry) + generate_latest(own)
+        MultiProcessCollector(own)  # type: ignore[no-untyped-call]
+        return generate_latest(own)

@@ -1,0 +1,254 @@
+"""The open inference protocol (KServe v2) with the binary tensor extension: from bytes to arrays and back.
+
+A body is JSON, or JSON followed by the inputs' bytes in their order, little-endian; the header
+``Inference-Header-Content-Length`` then says how long the JSON is.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from math import prod
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from recpipe.errors import shown
+from recpipe_serve.errors import bad
+
+HEADER_LENGTH = b"inference-header-content-length"
+Array = NDArray[Any]
+TYPES: dict[str, np.dtype[Any]] = {
+    "FP32": np.dtype("<f4"),
+    "FP64": np.dtype("<f8"),
+    "INT64": np.dtype("<i8"),
+    "INT32": np.dtype("<i4"),
+    "UINT64": np.dtype("<u8"),
+    "UINT32": np.dtype("<u4"),
+}
+"""The protocol's types that a model of ours can take."""
+LARGEST_SIZE = 2**31 - 1
+"""Most values of a tensor; keeps products of sizes from growing without bound."""
+
+
+@dataclass(frozen=True)
+class Request:
+    """A request, parsed."""
+
+    id: str | None
+    inputs: dict[str, Array]
+    outputs: dict[str, bool] | None
+    """The outputs asked for, and whether their values are sent in binary; None: all."""
+    binary: bool
+    """Whether outputs that are not named are sent in binary."""
+    timeout: float | None
+    """Seconds in which the client wants the answer."""
+    places: dict[str, int]
+    """Of each input with binary values, their first byte after the JSON."""
+
+
+def parse(body: bytes, header: str | None) -> Request:
+    """The request in ``body``; ``header``: the value of ``Inference-Header-Content-Length``. ``Refused`` for
+    anything that does not follow the protocol."""
+    length = json_length(header, len(body))
+    asked = _json(body[:length])
+    parameters = _mapping(asked.get("parameters", {}), "parameters")
+    outputs = asked.get("outputs")
+    named = None if outputs is None else _outputs(outputs, bool(parameters.get("binary_data_output")))
+    ident = asked.get("id")
+    if ident is not None and not isinstance(ident, str):
+        raise bad("id is no text")
+    inputs, places = _inputs(asked.get("inputs"), memoryview(body)[length:])
+    return Request(
+        ident,
+        inputs,
+        named,
+        parameters.get("binary_data_output") is True,
+        _timeout(parameters.get("timeout")),
+        places,
+    )
+
+
+def json_length(header: str | None, size: int) -> int:
+    """How many of a body's ``size`` bytes are JSON, by the value of ``Inference-Header-Content-Length``;
+    ``Refused`` if it is none."""
+    if header is None:
+        return size
+    if not (header.isascii() and header.isdecimal() and len(header) < 12) or int(header) > size:
+        raise bad(f"Inference-Header-Content-Length is {shown(header)}, and the body has {size} bytes")
+    return int(header)
+
+
+def _json(text: bytes) -> dict[str, Any]:
+    try:
+        found = json.loads(text)
+    except (ValueError, RecursionError) as fault:
+        raise bad(f"the request is no JSON ({shown(fault, 100)})") from fault
+    return _mapping(found, "the request")
+
+
+def _mapping(value: object, what: str) -> dict[str, Any]:
+    if not isinstance(value, dict):
+        raise bad(f"{what} is no JSON object")
+    return value
+
+
+def _timeout(value: object) -> float | None:
+    """Seconds, from the protocol's microseconds."""
+    if value is None:
+        return None
+    if type(value) is not int or value < 0:
+        raise bad("parameters.timeout is no number of microseconds")
+    return min(value, 10**12) / 1e6
+
+
+def _outputs(outputs: object, binary: bool) -> dict[str, bool]:
+    if not isinstance(outputs, list):
+        raise bad("outputs is no list")
+    found = {}
+    for output in outputs:
+        about = _mapping(output, "an output")
+        if not isinstance(about.get("name"), str):
+            raise bad("an output has no name")
+        parameters = _mapping(about.get("parameters", {}), "an output's parameters")
+        if "classification" in parameters:
+            raise bad("outputs are numbers: classification is not supported")
+        found[about["name"]] = bool(parameters.get("binary_data", binary))
+    return found
+
+
+def _inputs(inputs: object, data: memoryview) -> tuple[dict[str, Array], dict[str, int]]:
+    """The values of each input, and the first byte of those in binary."""
+    if not isinstance(inputs, list) or not inputs:
+        raise bad("inputs is no list of tensors")
+    found: dict[str, Array] = {}
+    places: dict[str, int] = {}
+    start = 0
+    for one in inputs:
+        about = _mapping(one, "an input")
+        name = about.get("name")
+        if not isinstance(name, str):
+            raise bad("an input has no name")
+        if name in found:
+            raise bad(f"input '{shown(name)}' comes twice")
+        shape, kind = _shape(about.get("shape"), name), _kind(about.get("datatype"), name)
+        size = _mapping(about.get("parameters", {}), "an input's parameters").get("binary_data_size")
+        if size is None:
+            found[name] = _listed(about.get("data"), shape, kind, name)
+            continue
+        if type(size) is not int or size != prod(shape) * kind.itemsize:
+            raise bad(f"input '{shown(name)}' of shape {list(shape)} has {shown(size)} bytes")
+        if start + size > len(data):
+            raise bad(f"input '{shown(name)}' ends after the body's end")
+        found[name] = np.frombuffer(data[start : start + size], kind).reshape(shape)
+        places[name] = start
+        start += size
+    if start != len(data):
+        raise bad(f"{len(data) - start} bytes at the body's end belong to no input")
+    return found, places
+
+
+def _shape(value: Any, name: str) -> tuple[int, ...]:
+    sized = isinstance(value, list) and len(value) <= 8 and all(type(n) is int and n >= 0 for n in value)
+    if not sized or prod(value) > LARGEST_SIZE:
+        raise bad(f"input '{shown(name)}' has the shape {shown(value)}")
+    return tuple(value)
+
+
+def _kind(value: Any, name: str) -> np.dtype[Any]:
+    if not isinstance(value, str) or value not in TYPES:
+        raise bad(f"input '{shown(name)}' is of type {shown(value)}, not one of {', '.join(TYPES)}")
+    return TYPES[value]
+
+
+def _listed(data: object, shape: tuple[int, ...], kind: np.dtype[Any], name: str) -> Array:
+    """The values of nested or flat lists."""
+    if not isinstance(data, list):
+        raise bad(f"input '{shown(name)}' has neither data nor binary data")
+    try:
+        values = np.asarray(data)
+    except (ValueError, OverflowError) as fault:
+        raise bad(f"the data of input '{shown(name)}' is no rectangle of numbers") from fault
+    if not values.size:
+        values = values.astype(kind)
+    wanted = "iuf" if kind.kind == "f" else "iu"
+    if values.dtype.kind not in wanted:
+        what = "numbers" if kind.kind == "f" else "whole numbers"
+        raise bad(f"the data of input '{shown(name)}' is not made of {what}")
+    if values.size != prod(shape):
+        raise bad(f"input '{shown(name)}' of shape {list(shape)} has {values.size} values")
+    if kind.kind != "f" and values.size and not _fits(values, kind):
+        raise bad(f"a value of input '{shown(name)}' is too large for its type")
+    return values.astype(kind).reshape(shape)
+
+
+def _fits(values: Array, kind: np.dtype[Any]) -> bool:
+    limits = np.iinfo(kind)
+    return int(values.min()) >= limits.min and int(values.max()) <= limits.max
+
+
+def answer(
+    request: Request, model: str, version: str, outputs: Mapping[str, Array]
+) -> tuple[bytes, dict[str, str]]:
+    """The response's body and headers for ``outputs``, float32 by name."""
+    described: list[tuple[str, tuple[int, ...], bool]] = []
+    parts: list[bytes] = []
+    listed: list[Any] = []
+    for name, values in outputs.items():
+        binary = request.binary if request.outputs is None else request.outputs[name]
+        described.append((name, values.shape, binary))
+        if binary:
+            parts.append(np.ascontiguousarray(values, "<f4").tobytes())
+        else:
+            listed.append(values.astype(float).tolist())
+    if request.id is None and not listed:
+        text = _kept_head(model, version, tuple(described))
+    else:
+        text = _head(model, version, described, listed, request.id)
+    if not parts:
+        return text, {"content-type": "application/json"}
+    headers = {"content-type": "application/octet-stream", "Inference-Header-Content-Length": str(len(text))}
+    return b"".join([text, *parts]), headers
+
+
+@lru_cache(1024)
+def _kept_head(model: str, version: str, outputs: Sequence[tuple[str, tuple[int, ...], bool]]) -> bytes:
+    """``_head`` of answers in binary without an id, which are mostly the same."""
+    return _head(model, version, outputs, [], None)
+
+
+def _head(
+    model: str,
+    version: str,
+    outputs: Sequence[tuple[str, tuple[int, ...], bool]],
+    listed: Sequence[Any],
+    ident: str | None,
+) -> bytes:
+    """A response's JSON; ``outputs``: of each its name, its shape, and whether its values follow in binary.
+    ``listed``: the values of the others."""
+    values = iter(listed)
+    described: list[dict[str, Any]] = []
+    for name, shape, binary in outputs:
+        about: dict[str, Any] = {"name": name, "datatype": "FP32", "shape": list(shape)}
+        if binary:
+            about["parameters"] = {"binary_data_size": 4 * prod(shape)}
+        else:
+            about["data"] = next(values)
+        described.append(about)
+    head: dict[str, Any] = {"model_name": model, "model_version": version, "outputs": described}
+    if ident is not None:
+        head["id"] = ident
+    return json.dumps(head).encode()
+
+
+def chosen(request: Request, names: Sequence[str]) -> list[str]:
+    """The outputs to compute; ``Refused`` for one that the model has not."""
+    if request.outputs is None:
+        return list(names)
+    unknown = next((name for name in request.outputs if name not in names), None)
+    if unknown is not None:
+        raise bad(f"the model has no output '{shown(unknown)}'; it has {', '.join(names)}")
+    return list(request.outputs)

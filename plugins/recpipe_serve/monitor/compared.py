@@ -1,0 +1,269 @@
+"""The figures of a monitor's windows beside the package's reference figures, and what is off in words."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from recpipe.answers import drift
+from recpipe.answers.figures import CALIBRATION, judge
+from recpipe.model.metrics import Kind
+from recpipe_serve.monitor.windows import AGAIN, JOINED, REFUSED, SCORED, TOTALLED, UNKNOWN, Windows
+
+ENOUGH = 1000
+"""Samples, scored or labelled, from which on something is said to be off."""
+HIGHER_IS_BETTER = ("auc",)
+NEITHER = (CALIBRATION,)
+_NOT_JUDGED = ("logloss",)
+"""It moves with the share of clicks; NE does not."""
+
+
+@dataclass(frozen=True)
+class Compared:
+    """What a monitor says."""
+
+    off: list[str]
+    """Sentences on what is not as in the reference."""
+    notes: list[str]
+    """Other sentences."""
+    figures: dict[str, Any]
+
+    def to_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        return {"off": self.off, "notes": self.notes, **self.figures}
+
+
+def compare(
+    manifest: Mapping[str, Any], bound: float, windows: Sequence[Windows], quality: Mapping[str, Any]
+) -> Compared:
+    """The figures of all workers' ``windows``, and ``quality`` as of ``judged_labels``. A population
+    stability index above ``bound`` is off."""
+    reference = manifest.get("reference")
+    scores = np.concatenate([own.latest(SCORED) for own in windows])
+    outputs = {output["name"]: output["kind"] for output in manifest["outputs"]}
+    totals = np.sum([own.totals for own in windows], axis=0)
+    totalled = sum(int(own.heads[TOTALLED]) for own in windows)
+    posted = np.sum([own.posted for own in windows], axis=0)
+    figures: dict[str, Any] = {
+        "samples": {
+            "window": len(scores),
+            "since_start": sum(int(own.heads[SCORED]) for own in windows),
+            "reference": reference and reference["samples"],
+        },
+        "scores": {
+            task: _of_scores(kind, scores[:, n], totals[n], totalled, reference and reference["tasks"][task])
+            for n, (task, kind) in enumerate(outputs.items())
+        },
+        "ids": _of_ids(manifest, windows, reference),
+        "labels": {
+            "samples": quality["samples"],
+            "requests": {
+                name: int(posted[place])
+                for name, place in (("joined", JOINED), ("unknown", UNKNOWN), ("again", AGAIN))
+            },
+            "refused_posts": int(posted[REFUSED]),
+            "tasks": {
+                task: {
+                    name: {**value, "reference": _known(reference, task, name)}
+                    for name, value in quality["tasks"][task].items()
+                }
+                for task in outputs
+            },
+        },
+    }
+    return Compared(*_said(figures, reference, bound), figures)
+
+
+def judged_labels(tasks: Mapping[str, Kind], pairs: Sequence[NDArray[np.float32]]) -> dict[str, Any]:
+    """The quality of scores whose labels have come, ``pairs`` [N, 2, T]: of each task's figures the value and
+    the ends of its 95% interval, as of ``judge``."""
+    joined = np.concatenate(list(pairs))
+    found: dict[str, Any] = {}
+    samples: dict[str, int] = {}
+    for n, (task, kind) in enumerate(tasks.items()):
+        own = torch.from_numpy(joined[~np.isnan(joined[:, 1, n])][:, :, n])
+        samples[task] = len(own)
+        scores, labels = own[:, 0].contiguous(), own[:, 1].contiguous()
+        found[task] = judge(kind, labels, scores, quick=True).to_dict()["figures"] if len(own) else {}
+    return {"samples": samples, "tasks": found}
+
+
+def _of_scores(
+    kind: Kind, scores: NDArray[np.float32], totals: NDArray[Any], totalled: int, known: Any
+) -> dict[str, Any]:
+    """One task's scores."""
+    finite = scores[np.isfinite(scores)]
+    share = 1 / max(1, len(scores))
+    found: dict[str, Any] = {
+        "mean": {
+            "window": _mean(drift.predictions(kind, finite)),
+            "since_start": _number(totals[-1] / max(1, totalled)),
+            "reference": known and known["mean"]["prediction"],
+        },
+        "not_finite": (len(scores) - len(finite)) * share,
+    }
+    if kind == "clicks":
+        found["saturated"] = {
+            "window": drift.saturated(finite) * share,
+            "reference": known and known["saturated"],
+        }
+    if known:
+        inner, counts = known["edges"], known["counts"]
+        found["drift"] = {
+            "window": _number(drift.stability(drift.histogram(scores, inner), counts)),
+            "since_start": _number(drift.stability(totals[: len(counts)], counts)),
+        }
+        outside = (finite < known["lowest"]) | (finite > known["highest"])
+        found["outside"] = int(outside.sum()) * share
+    return found
+
+
+def _of_ids(manifest: Mapping[str, Any], windows: Sequence[Windows], reference: Any) -> dict[str, Any]:
+    features = [feature["name"] for feature in manifest["sparse"]]
+    counted = np.sum([own.ids.sum(axis=0) for own in windows], axis=0)
+    wrong = np.sum([own.wrong for own in windows], axis=0)
+    samples, each, first = counted[0], counted[1 : 1 + len(features)], counted[1 + len(features) :]
+    found = {}
+    for n, name in enumerate(features):
+        known = reference["features"][name] if reference else {"row_0": None, "ids_per_sample": None}
+        found[name] = {
+            "row_0": {"window": _number(_over(first[n], each[n])), "reference": known["row_0"]},
+            "per_sample": {
+                "window": _number(_over(each[n], samples)),
+                "reference": known["ids_per_sample"],
+            },
+            "out_of_range": int(wrong[n]),
+        }
+    return found
+
+
+def _said(figures: Mapping[str, Any], reference: Any, bound: float) -> tuple[list[str], list[str]]:
+    """What is off, and what else there is to say."""
+    off: list[str] = []
+    notes: list[str] = []
+    samples, enough = figures["samples"]["window"], figures["samples"]["window"] >= ENOUGH
+    for task, own in figures["scores"].items():
+        if own["not_finite"]:
+            off.append(f"{own['not_finite']:.2%} of the scores of '{task}' are no finite numbers")
+    if reference is None:
+        notes.append(
+            "the package has no reference figures, so that nothing is compared: package the checkpoint where "
+            "its data are"
+        )
+    elif not enough:
+        notes.append(f"{samples:,} samples so far: from {ENOUGH:,} on they are compared with the reference")
+    else:
+        for task, own in figures["scores"].items():
+            said, is_off = _of_drift(task, own, figures["samples"], bound)
+            (off if is_off else notes).append(said)
+            off += _of_saturation(task, own, bound)
+        for feature, own in figures["ids"].items():
+            off += _of_feature(feature, own, bound)
+    for feature, own in figures["ids"].items():
+        if own["out_of_range"]:
+            notes.append(f"{own['out_of_range']:,} ids of '{feature}' were out of range, and refused")
+    for task, own in figures["labels"]["tasks"].items():
+        lines, is_off = _of_quality(task, figures["labels"]["samples"][task], own)
+        (off if is_off else notes).extend(lines)
+    return off, notes
+
+
+def _of_drift(
+    task: str, own: Mapping[str, Any], samples: Mapping[str, int], bound: float
+) -> tuple[str, bool]:
+    index, mean = own["drift"]["window"], own["mean"]
+    is_off = index is None or index > bound
+    means = f"their mean prediction is {_short(mean['window'])}, in the reference {_short(mean['reference'])}"
+    counted = f"reference {samples['reference']:,} samples, window {samples['window']:,}"
+    if is_off:
+        known = f"PSI {_short(index)} ({counted}); above {bound:g} is taken as drift"
+        return f"scores of '{task}' drifted: {known}; {means}", True
+    return f"scores of '{task}' are as in the reference: PSI {_short(index)} ({counted}); {means}", False
+
+
+def _of_saturation(task: str, own: Mapping[str, Any], bound: float) -> list[str]:
+    found = own.get("saturated")
+    if found is None or not _more(found["window"], found["reference"], bound):
+        return []
+    return [
+        f"{found['window']:.1%} of the scores of '{task}' are saturated (a probability within "
+        f"{drift.SATURATED:g} of 0 or 1), in the reference {found['reference']:.1%}"
+    ]
+
+
+def _of_feature(feature: str, own: Mapping[str, Any], bound: float) -> list[str]:
+    said = []
+    row, count = own["row_0"], own["per_sample"]
+    if None not in (row["window"], row["reference"]) and _apart(row["window"], row["reference"]) > bound:
+        said.append(
+            f"{row['window']:.1%} of the ids of '{feature}' are row 0, which stands for a missing value; "
+            f"in the reference {row['reference']:.1%}"
+        )
+    known = count["reference"]
+    if count["window"] is not None and not known / 2 <= count["window"] <= known * 2:
+        said.append(
+            f"'{feature}' has {count['window']:.2f} ids for each sample, in the reference {known:.2f}"
+        )
+    return said
+
+
+def _of_quality(task: str, samples: int, own: Mapping[str, Any]) -> tuple[list[str], bool]:
+    """Figures whose interval does not touch the reference's are off, if they are worse."""
+    worse: list[str] = []
+    others: list[str] = []
+    for name, found in own.items():
+        known = found["reference"]
+        if name in _NOT_JUDGED or known is None or None in (found["low"], known["low"], found["value"]):
+            continue
+        above, below = found["low"] > known["high"], found["high"] < known["low"]
+        is_off = below if name in HIGHER_IS_BETTER else above or (below and name in NEITHER)
+        line = f"{_label(name)} {_between(found)}, in the reference {_between(known)}"
+        (worse if is_off and samples >= ENOUGH else others).append(line)
+    counted = f"of '{task}' over the last {samples:,} labelled samples"
+    if worse:
+        return [f"quality {counted} is off: {'; '.join(worse)}"], True
+    return ([f"quality {counted}: {'; '.join(others)}"] if others else []), False
+
+
+def _known(reference: Any, task: str, name: str) -> Any:
+    return reference["tasks"][task]["figures"].get(name) if reference else None
+
+
+def _apart(found: float, known: float) -> float:
+    """The stability index of two shares."""
+    return drift.stability([found * ENOUGH, (1 - found) * ENOUGH], [known * ENOUGH, (1 - known) * ENOUGH])
+
+
+def _more(found: float, known: float, bound: float) -> bool:
+    return found > known and _apart(found, known) > bound
+
+
+def _label(name: str) -> str:
+    return name.upper() if name in ("ne", "auc", "mse", "rmse", "mae") else name
+
+
+def _between(interval: Mapping[str, float]) -> str:
+    return f"{_short(interval['value'])} [{_short(interval['low'])}, {_short(interval['high'])}]"
+
+
+def _short(value: float | None) -> str:
+    return "not defined" if value is None else f"{value:.3g}" if abs(value) < 1e4 else f"{value:.2e}"
+
+
+def _over(part: float, whole: float) -> float:
+    return part / whole if whole else math.nan
+
+
+def _mean(values: NDArray[Any]) -> float | None:
+    return float(values.mean()) if len(values) else None
+
+
+def _number(value: float) -> float | None:
+    """For JSON, which has no NaN."""
+    return float(value) if math.isfinite(value) else None

@@ -1,0 +1,35 @@
+"""Row servers: keep the rows of a served package, ``recpipe serve PACKAGE +plugin=NAME``."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from recpipe.answers.score import Scorer
+
+
+class RowServer(ABC):
+    """A plugin that also derives from this class decides where a served package's rows are. It has no part
+    in training: its ``contribute`` should refuse with a ``PluginError`` that says so."""
+
+    recpipe_command = "serve"
+
+    @abstractmethod
+    def scorer(self, package: Path) -> Scorer:
+        """What scores the package, with the bits of ``Scorer`` itself; one thread calls it. It may have
+        ``ahead(calls)``, which another thread calls with what waiting requests look up, to read rows.
+
+        Called again, in another thread, for a newer package while the earlier one's scorer is in use: that
+        one may then find rows of either package, but each row as a whole. ``UserError`` if the rows cannot be
+        kept as asked for."""
+
+    @abstractmethod
+    def counted(self) -> Mapping[str, float]:
+        """Totals since the scorer was made, by name, for ``/metrics``."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Release what the scorer holds; nothing is scored any more."""

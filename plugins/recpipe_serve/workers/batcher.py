@@ -1,0 +1,315 @@
+"""Scores requests together: those that wait are one batch for the model, within a budget of time.
+
+A model whose rows are not all in memory is told what waits for the next batch, and reads it while one is
+scored.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from functools import partial
+from time import monotonic, perf_counter
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from recpipe_serve.errors import Refused
+from recpipe_serve.http.forms import Asked, sides_of, together
+from recpipe_serve.http.protocol import Array
+from recpipe_serve.workers.shared import Side
+
+log = logging.getLogger("recpipe")
+SOON = 5e-3
+"""Seconds: a batch that is expected to take no longer is scored by the thread of the event loop, which other
+requests then wait for. A hand-over to another thread and back costs a tenth of a millisecond and more."""
+UNSEEN, LATER = 2048, 0.25
+"""Samples, and seconds, after which the monitor is told what was scored: many batches at once cost it hardly
+more than one."""
+IDLE = 2e-3
+"""Seconds without a request after which one is scored as it comes: it is hardly one of several that came at
+once, for which a turn of the event loop would be waited."""
+Score = Callable[..., torch.Tensor]
+"""Scores float32 [B] or [B, T] of dense features and ids (``RequestScorer``). If it has an ``ahead`` that is
+not None, it takes a function, too, which it calls between its lookups and the rest; its ``at_hand`` says
+whether it can score at once."""
+
+
+@dataclass(frozen=True)
+class Limits:
+    """How requests are put together."""
+
+    batch: int = 1024
+    """Most samples of a batch; a larger request is a batch of its own."""
+    wait: float = 0.0
+    """Seconds that a batch which is not full waits for more requests, from its first one's arrival. With 0,
+    what has come while the batch before was scored is put together."""
+    queue: int = 256
+    """Most requests that wait; another one is refused with 503."""
+    deadline: float = 1.0
+    """Seconds after which a request that still waits is refused with 504, unless the client wants it
+    sooner."""
+
+
+@dataclass(eq=False, slots=True)
+class _Waiting:
+    asked: Asked
+    done: Callable[[Array | Exception], None]
+    since: float
+    until: float
+    alone: bool = False
+    """Whether it is scored in a batch of its own, since one with others failed."""
+
+
+class _Together(NamedTuple):
+    """Requests put together as the model takes them."""
+
+    asked: list[Asked]
+    dense: torch.Tensor
+    sides: list[Side]
+
+
+@dataclass
+class Batcher:
+    """A queue of requests, and the one thread that scores those that take long.
+
+    ``saw``: called with the number of requests and samples of each batch.
+    """
+
+    score: Score
+    limits: Limits
+    saw: Callable[[int, int], None] = lambda requests, samples: None
+    scored: Callable[[Sequence[Side], Array], None] | None = None
+    """Called with the ids and scores of some batches, some time after their requests have been answered
+    (``tell``)."""
+    _queue: deque[_Waiting] = field(default_factory=deque)
+    _open: bool = False
+    _due: bool = False
+    """Whether ``_turn`` will be called at once."""
+    _busy: bool = False
+    """Whether the thread scores a batch."""
+    _filling: asyncio.TimerHandle | None = None
+    """Ends the wait of a batch that is not full."""
+    _unseen: list[tuple[Asked, Array]] = field(default_factory=list)
+    """Requests and their scores that ``scored`` has not been told of, and their samples."""
+    _unseen_samples: int = 0
+    _next: _Together | None = None
+    """Requests that were put together before it was known who scores them; whoever scores has it."""
+    _ended: float = 0.0
+    """When a request came last, or a batch was answered."""
+    _each: float = float("inf")
+    """Seconds that a sample of the latest batches took, rather less than more."""
+
+    def start(self) -> None:
+        """Begin to score, in the running event loop."""
+        self._loop = asyncio.get_running_loop()
+        self._thread = ThreadPoolExecutor(1, "scores")
+        self._open = True
+
+    @property
+    def waiting(self) -> int:
+        """Requests that wait."""
+        return len(self._queue)
+
+    @property
+    def alive(self) -> bool:
+        """Whether requests are taken."""
+        return self._open
+
+    def put(
+        self, asked: Asked, done: Callable[[Array | Exception], None], timeout: float | None = None
+    ) -> None:
+        """Have a request scored. ``done`` is called in the event loop with its scores, float32 [N] or [N, T],
+        or with why there are none: ``Refused`` if the deadline passes while it waits. ``Refused`` if the
+        queue is full."""
+        if not self._open:
+            raise Refused(503, "stopping", "the server is stopping")
+        if len(self._queue) >= self.limits.queue:
+            raise Refused(503, "queue_full", f"{self.limits.queue} requests wait already; try again later")
+        now = monotonic()
+        patience = self.limits.deadline if timeout is None else min(timeout, self.limits.deadline)
+        self._queue.append(_Waiting(asked, done, now, now + patience))
+        idle, self._ended = now - self._ended > IDLE, now
+        if idle and not self._due and not self._busy:
+            self._turn()
+        else:
+            self._wake()
+
+    async def close(self) -> None:
+        """Score what waits, then stop."""
+        self._open = False
+        while self._queue or self._busy:
+            self._wake()
+            await asyncio.sleep(1e-3)
+        self.tell()
+        self._thread.shutdown()
+
+    def _wake(self) -> None:
+        """Take the next batch once the requests that have come by now are read."""
+        if not self._due and not self._busy:
+            self._due = True
+            self._loop.call_soon(self._turn)
+
+    def _turn(self) -> None:
+        self._due = False
+        if self._busy or not self._full():
+            return
+        batch = self._take()
+        if batch:
+            asked = [one.asked for one in batch]
+            samples = sum(one.samples for one in asked)
+            self.saw(len(batch), samples)
+            if self._soon(samples) and self._at_hand(asked):
+                try:
+                    self._answer(batch, self._scored(asked, False))
+                except Exception as fault:
+                    self._failed(batch, fault)
+            else:
+                self._busy = True
+                scored = self._loop.run_in_executor(self._thread, self._scored, asked, True)
+                scored.add_done_callback(partial(self._scored_there, batch))
+        if self._queue:
+            self._wake()
+
+    def _scored_there(self, batch: list[_Waiting], scored: asyncio.Future[Array]) -> None:
+        """The thread has scored a batch, or failed to."""
+        self._busy = False
+        fault = scored.exception()
+        if fault is None:
+            self._answer(batch, scored.result())
+        elif isinstance(fault, Exception):
+            self._failed(batch, fault)
+        if self._queue:
+            self._wake()
+
+    def _answer(self, batch: list[_Waiting], scores: Array) -> None:
+        self._ended, end = monotonic(), 0
+        for one in batch:
+            start, end = end, end + one.asked.samples
+            one.done(scores[start:end])
+            if self.scored is not None:
+                self._note(one.asked, scores[start:end])
+
+    def _note(self, asked: Asked, scores: Array) -> None:
+        """Keep a request and its scores for ``tell``."""
+        if not self._unseen:
+            self._loop.call_later(LATER, self.tell)
+        elif self._unseen_samples < UNSEEN <= self._unseen_samples + len(scores):
+            self._loop.call_soon(self.tell)  # after the answers
+        self._unseen.append((asked, scores))
+        self._unseen_samples += len(scores)
+
+    def tell(self) -> None:
+        """Tell ``scored`` of all requests that it has not been told of."""
+        unseen, self._unseen, self._unseen_samples = self._unseen, [], 0
+        if unseen and self.scored is not None:
+            asked, scores = zip(*unseen, strict=True)
+            self.scored(sides_of(asked), np.concatenate(scores))
+
+    def _failed(self, batch: list[_Waiting], fault: Exception) -> None:
+        """One's fault is not another's: each is scored again, by itself."""
+        if len(batch) == 1:
+            batch[0].done(fault)
+            return
+        for one in reversed(batch):
+            one.alone, one.until = True, float("inf")
+            self._queue.appendleft(one)
+
+    def _full(self) -> bool:
+        """Whether the next batch is full, or has waited long enough; else it is looked at again in time."""
+        if self._filling is not None:
+            self._filling.cancel()
+            self._filling = None
+        if not self._queue or not self.limits.wait or not self._open:
+            return bool(self._queue)
+        left = self._queue[0].since + self.limits.wait - monotonic()
+        if left <= 0 or sum(one.asked.samples for one in self._queue) >= self.limits.batch:
+            return True
+        self._filling = self._loop.call_later(left, self._wake)
+        return False
+
+    def _take(self) -> list[_Waiting]:
+        """The next batch, without requests whose deadline has passed."""
+        batch: list[_Waiting] = []
+        samples, now = 0, monotonic()
+        while self._queue:
+            one = self._queue[0]
+            if now > one.until:
+                self._queue.popleft().done(Refused(504, "deadline", "the deadline passed in the queue"))
+            elif batch and (one.alone or batch[0].alone or samples + one.asked.samples > self.limits.batch):
+                break
+            else:
+                batch.append(self._queue.popleft())
+                samples += one.asked.samples
+        return batch
+
+    def _scored(self, asked: list[Asked], ahead: bool) -> Array:
+        """Score these requests. ``ahead``: have the rows of those that wait read meanwhile, if the scorer
+        can. Where rows have been at hand, they mostly are the next time, too, and more requests come before
+        that."""
+        found, self._next = self._put_together(asked), None
+        began = perf_counter()
+        between = (self._read_ahead,) if ahead and self._ahead is not None else ()
+        scores = self.score(found.dense, found.sides, *between).numpy()
+        each = (perf_counter() - began) / len(scores)
+        self._each = each if each < self._each else self._each + (each - self._each) / 8
+        return scores
+
+    def _put_together(self, asked: list[Asked]) -> _Together:
+        if self._next is None or not _same(self._next.asked, asked):
+            return _Together(asked, *together(asked))
+        return self._next
+
+    def _soon(self, samples: int) -> bool:
+        """Whether a batch of so many is expected to be scored within ``SOON``."""
+        return self._each * samples <= SOON
+
+    def _at_hand(self, asked: list[Asked]) -> bool:
+        """Whether all rows of these requests are in memory. One whose rows are not is for the thread, which
+        waits for the disk."""
+        if self._ahead is None:
+            return True
+        self._next = self._put_together(asked)
+        try:
+            at_hand: bool = self.score.at_hand(self._next.sides)  # type: ignore[attr-defined]
+            return at_hand
+        except Exception:
+            return False  # scoring says it to those whose request it is
+
+    @property
+    def _ahead(self) -> Callable[[Sequence[Side]], None] | None:
+        """Reads rows ahead, if the scorer can."""
+        return getattr(self.score, "ahead", None)
+
+    def _read_ahead(self) -> None:
+        """Have the rows read of the requests that wait for the next batch, in the thread that scores. They
+        are put together once: mostly it is they who are scored next."""
+        try:
+            asked = self._waiting()
+            if asked and self._ahead is not None:
+                self._next = _Together(asked, *together(asked))
+                self._ahead(self._next.sides)
+        except Exception:
+            log.exception("rows could not be read ahead")
+
+    def _waiting(self) -> list[Asked]:
+        """The requests of the next batch, as far as they have come."""
+        found: list[Asked] = []
+        samples, now = 0, monotonic()
+        for one in self._queue.copy():  # another thread's, who goes on meanwhile
+            if now > one.until:
+                continue
+            samples += one.asked.samples
+            if found and samples > self.limits.batch:
+                break
+            found.append(one.asked)
+        return found
+
+
+def _same(one: Sequence[Asked], other: Sequence[Asked]) -> bool:
+    return len(one) == len(other) and all(a is b for a, b in zip(one, other, strict=True))

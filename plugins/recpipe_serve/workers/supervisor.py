@@ -1,0 +1,261 @@
+"""``recpipe serve PACKAGE workers=N``: starts N workers, and starts those again that die.
+
+All workers accept from one socket, which stays open while they come and go. uvicorn's own supervisor starts
+a worker that dies again without a pause, however often, and ends all workers on SIGHUP.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import selectors
+import signal
+import socket
+import subprocess
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from time import monotonic
+
+from prometheus_client.multiprocess import mark_process_dead
+
+from recpipe.errors import UserError
+from recpipe_serve.config import ServeConfig
+from recpipe_serve.http.metrics import DIRECTORY
+from recpipe_serve.workers.worker import LARGEST, arguments
+
+log = logging.getLogger("recpipe")
+SOON = 10.0
+"""Seconds after it was ready in which a worker's death counts as one at once."""
+MOST_DEATHS = 5
+"""So many deaths at once of one worker in a row end the server."""
+FIRST_PAUSE, LONGEST_PAUSE = 0.5, 30.0
+"""Seconds before a worker that died at once twice is started again; they double up to the longest."""
+GRACE = 5.0
+"""Seconds beside ``stop_seconds`` after which workers that do not stop are killed."""
+
+
+@dataclass
+class Slot:
+    """The place of one worker."""
+
+    number: int
+    process: subprocess.Popen[bytes] | None = None
+    channel: socket.socket | None = None
+    package: str | None = None
+    """What it serves; None: it is loading."""
+    ready: float | None = None
+    """When it was."""
+    refused: str | None = None
+    """Why it could not start."""
+    deaths: int = 0
+    """At once, in a row."""
+    due: float = 0.0
+    """When it is started (again)."""
+
+
+class Supervisor:
+    """Keeps ``config.workers`` workers alive, which answer on ``listening``. ``folder``: for their figures.
+
+    ``started``: called with the largest difference of golden scores when all of them answer.
+    """
+
+    def __init__(
+        self,
+        directory: Path,
+        config: ServeConfig,
+        name: str,
+        listening: socket.socket,
+        folder: Path,
+        started: Callable[[str], None],
+    ) -> None:
+        self.directory, self.config, self.name = directory, config, name
+        self.listening, self.folder, self.started = listening, folder, started
+        self.slots = [Slot(number) for number in range(config.workers)]
+        self._selector = selectors.DefaultSelector()
+        self._answering = False
+        self._to_load: list[Slot] = []
+        """Workers that are to load the package anew, one after the other; the first one does."""
+
+    def run(self) -> None:
+        """Start the workers and watch them until KeyboardInterrupt. ``UserError`` if the package cannot be
+        used, or a worker dies again and again."""
+        try:
+            with self._hang_ups() as came:
+                self._selector.register(came, selectors.EVENT_READ)
+                while True:
+                    self._start_due()
+                    for key, _ in self._selector.select(self._pause()):
+                        if key.data is None:
+                            came.recv(LARGEST)
+                            self._reload([slot for slot in self.slots if slot.package])
+                        else:
+                            self._hear(key.data)
+        finally:
+            self._stop()
+
+    @contextmanager
+    def _hang_ups(self) -> Iterator[socket.socket]:
+        """A socket that can be read when SIGHUP has come."""
+        came, send = socket.socketpair()
+        send.setblocking(False)
+
+        def tell(*_: object) -> None:
+            with suppress(BlockingIOError):
+                send.send(b"!")
+
+        before = signal.signal(signal.SIGHUP, tell)
+        try:
+            yield came
+        finally:
+            signal.signal(signal.SIGHUP, before)
+            came.close()
+            send.close()
+
+    def _start_due(self) -> None:
+        for slot in self.slots:
+            if slot.process is None and slot.due <= monotonic():
+                self._start(slot)
+
+    def _pause(self) -> float | None:
+        """Seconds until a worker is to be started."""
+        due = [slot.due for slot in self.slots if slot.process is None]
+        return max(0.0, min(due) - monotonic()) if due else None
+
+    def _start(self, slot: Slot) -> None:
+        mine, its = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        sockets = [self.listening.fileno(), its.fileno()]
+        with its:
+            # In a process group of its own: Ctrl-C reaches the supervisor, which stops all of them.
+            slot.process = subprocess.Popen(
+                arguments(self.directory, self.config, self.name, slot.number, sockets),
+                pass_fds=sockets,
+                process_group=0,
+                env={**os.environ, DIRECTORY: str(self.folder)},
+            )
+        slot.channel, slot.package, slot.ready, slot.refused = mine, None, None, None
+        self._selector.register(mine, selectors.EVENT_READ, slot)
+
+    def _hear(self, slot: Slot) -> None:
+        assert slot.channel is not None
+        try:
+            message = slot.channel.recv(LARGEST).decode()
+        except ConnectionError:
+            message = ""
+        what, _, about = message.partition(" ")
+        if not message:
+            self._died(slot)
+        elif what == "refused" and slot.package is None:
+            slot.refused = about
+        elif what == "ready":
+            slot.ready = monotonic()
+            slot.package, _, difference = about.partition(" ")
+            self._came(slot, difference)
+        else:
+            self._reloaded(slot, what, about)
+
+    def _came(self, slot: Slot, difference: str) -> None:
+        """A worker answers."""
+        if not self._answering and all(other.package for other in self.slots):
+            self._answering = True
+            self.started(difference)
+        elif self._answering:
+            log.info("worker %d answers again", slot.number)
+        others = [other for other in self.slots if other.package not in (None, slot.package)]
+        if others and self._answering:
+            log.info("worker %d found another package; the others load it, too", slot.number)
+            self._reload(others)
+
+    def _reload(self, slots: list[Slot]) -> None:
+        """Let these workers load the package anew, one after the other."""
+        idle = not self._to_load
+        self._to_load += slots
+        if idle:
+            self._load_next()
+
+    def _load_next(self) -> None:
+        while self._to_load:
+            slot = self._to_load[0]
+            if slot.channel is not None and slot.package is not None:
+                with suppress(OSError):  # it has died, which its channel says
+                    slot.channel.send(b"reload")
+                    return
+            self._to_load.pop(0)
+
+    def _need_not_load(self, slot: Slot) -> None:
+        """The worker has loaded the package, or died: it finds the package anew when it starts."""
+        self._to_load = [other for other in self._to_load if other is not slot]
+
+    def _reloaded(self, slot: Slot, what: str, about: str) -> None:
+        self._need_not_load(slot)
+        if what == "refused":
+            log.warning("%s; the package before is still served", about)
+            self._to_load = []
+            return
+        slot.package, _, difference = about.partition(" ")
+        self._load_next()
+        if not self._to_load:
+            log.info("now serving package %s; golden scores differ by %s", slot.package, difference)
+
+    def _died(self, slot: Slot) -> None:
+        assert slot.process is not None
+        assert slot.channel is not None
+        self._selector.unregister(slot.channel)
+        slot.channel.close()
+        status = slot.process.wait()
+        mark_process_dead(slot.process.pid, str(self.folder))  # type: ignore[no-untyped-call]
+        how = f"was killed by signal {-status}" if status < 0 else f"ended with status {status}"
+        at_once = slot.ready is None or monotonic() < slot.ready + SOON
+        slot.process = slot.channel = slot.package = None
+        if slot.refused is not None:
+            if not self._answering:
+                raise UserError(slot.refused)
+            pause = LONGEST_PAUSE
+            log.warning("worker %d cannot start: %s; tried again in %g s", slot.number, slot.refused, pause)
+        else:
+            slot.deaths = slot.deaths + 1 if at_once else 1
+            if slot.deaths >= MOST_DEATHS:
+                raise UserError(
+                    f"worker {slot.number} died {slot.deaths} times, each time within {SOON:g} s, and {how} "
+                    "at last: the server ends; see what it printed above"
+                )
+            pause = 0.0 if slot.deaths == 1 else min(LONGEST_PAUSE, FIRST_PAUSE * 2 ** (slot.deaths - 2))
+            log.warning("worker %d %s; it is started again", slot.number, how)
+        slot.due = monotonic() + pause
+        loading = self._to_load[:1] == [slot]
+        self._need_not_load(slot)
+        if loading:
+            self._load_next()
+
+    def _stop(self) -> None:
+        """Let all workers answer what they have; kill those that take too long, or all at the next signal."""
+        self._selector.close()
+        running = [slot for slot in self.slots if slot.process is not None]
+        for slot in running:
+            if slot.channel is not None:
+                slot.channel.close()
+        deadline = monotonic() + self.config.stop_seconds + GRACE
+        processes = [slot.process for slot in running if slot.process is not None]
+        try:
+            for process in processes:
+                process.wait(max(0.1, deadline - monotonic()))
+        except (subprocess.TimeoutExpired, KeyboardInterrupt):
+            log.warning("workers that did not stop are killed")
+            for process in processes:
+                process.kill()
+        for process in processes:
+            process.wait()
+
+
+def supervise(
+    directory: Path,
+    config: ServeConfig,
+    name: str,
+    listening: socket.socket,
+    started: Callable[[str], None],
+) -> None:
+    """Serve by ``config.workers`` workers until KeyboardInterrupt; see ``Supervisor``."""
+    with tempfile.TemporaryDirectory(prefix="recpipe-serve-") as folder:
+        Supervisor(directory, config, name, listening, Path(folder), started).run()

@@ -1,0 +1,245 @@
+"""One process that answers: it loads a package, serves it, and loads it anew when it is told to.
+
+It is the whole server, or one of several workers. A worker is started by the supervisor as
+``python -m recpipe_serve``, and has two sockets from it: the one that it answers on, and a
+channel. On the channel come ``reload``, and the end of it when the worker is to stop; on it go ``ready``,
+``loaded`` and ``refused``.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import os
+import shutil
+import signal
+import socket
+import sys
+from contextlib import suppress
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any
+
+import torch
+import uvloop
+
+from recpipe.answers import score
+from recpipe.answers.manifest import read_manifest
+from recpipe.common.console import alone, heard
+from recpipe.common.process import old_objects_kept, quieted
+from recpipe.errors import UserError
+from recpipe.tasks.process import prepare_process
+from recpipe_serve.config import ServeConfig
+from recpipe_serve.http.app import Server
+from recpipe_serve.http.door import Bounds, Door, Shares
+from recpipe_serve.http.metrics import DIRECTORY
+from recpipe_serve.monitor.monitor import Watch
+from recpipe_serve.row_server import RowServer
+from recpipe_serve.workers.batcher import Limits
+from recpipe_serve.workers.shared import RequestScorer
+
+log = logging.getLogger("recpipe")
+LARGEST = 65536
+"""Bytes of a message on the channel."""
+BACKLOG = 2048
+"""Connections that wait to be taken."""
+CONNECTIONS = "connections"
+"""The file in which workers tell each other how many connections they have."""
+TURN = 2e-4
+"""Seconds after which the thread that scores lets the one that answers go on in Python, and the other way
+round. With Python's 5 ms, a request waits for that long now and then."""
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """A package that was loaded; ``package``: the first digits of its manifest's digest."""
+
+    scorer: score.Scorer
+    package: str
+
+
+def load(
+    directory: Path, rows: RowServer | None = None, mapped: bool = False, trust: str | None = None
+) -> Loaded:
+    """Load the package, once more if it was replaced meanwhile. ``UserError`` if it cannot be used, or is not
+    signed by the owner of the key ``trust``."""
+    while True:
+        try:
+            before = directory.stat()
+        except OSError as fault:
+            raise UserError(
+                f"{directory}: {fault.strerror}; make a package with 'recpipe package CHECKPOINT {directory}'"
+            ) from fault
+        try:
+            read_manifest(directory, None if trust is None else Path(trust))
+            scorer = score.Scorer(directory, mapped) if rows is None else rows.scorer(directory)
+            digest = (directory / score.DIGEST).read_text()
+            if os.path.samestat(before, directory.stat()):
+                return Loaded(scorer, digest[:12])
+        except (score.PackageError, UserError, OSError) as fault:
+            with suppress(OSError):
+                if not os.path.samestat(before, directory.stat()):
+                    continue
+            raise UserError(str(fault)) from fault
+
+
+class Worker:
+    """One package, served by this process.
+
+    ``rows``: keeps the tables' rows; None: all in DRAM. ``several``: whether there are other workers, which
+    then share the tables' memory; ``number``: this one's.
+    """
+
+    def __init__(
+        self,
+        directory: Path,
+        config: ServeConfig,
+        name: str,
+        rows: RowServer | None = None,
+        several: bool = False,
+        number: int = 0,
+    ) -> None:
+        torch.set_num_threads(config.threads)
+        self.directory, self.config, self.rows, self.several = directory, config, rows, several
+        self.loaded = load(directory, rows, several, config.trust)
+        limits = Limits(config.batch, config.wait_ms / 1e3, config.queue, config.deadline_ms / 1e3)
+        bounds = Bounds(**{each.name: getattr(config, each.name) for each in fields(Bounds)})
+        scorer = self.loaded.scorer
+        folder = Path(os.environ[DIRECTORY]) if several else None
+        watch = Watch(config.window, config.kept, config.drift, folder, number)
+        self.server = Server(RequestScorer(scorer), scorer.manifest, name, limits, bounds, several, watch)
+        self.server.metrics.serves(self.loaded.package)
+        if rows is not None:
+            self.server.metrics.show(rows.counted)
+        file = folder and folder / CONNECTIONS
+        self.door = Door(bounds, self.server.metrics, Shares(config.workers, number, file))
+        self.runner = self.server.listener(self.door, config.stop_seconds)
+        self._reloading = asyncio.Lock()
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    def run(self, listening: socket.socket, channel: socket.socket | None = None) -> None:
+        """Answer on ``listening`` until SIGINT, SIGTERM, or the end of ``channel``. Without one, SIGHUP loads
+        the package anew."""
+        sys.setswitchinterval(TURN)
+        # Not for good: the scorer removes the folder that torch unpacked the package into, when it goes.
+        with old_objects_kept(), asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+            runner.run(self._run(listening, channel))
+
+    async def _run(self, listening: socket.socket, channel: socket.socket | None) -> None:
+        listening.listen(BACKLOG)
+        loop = asyncio.get_running_loop()
+        if channel is None:
+            loop.add_signal_handler(signal.SIGHUP, self._begin)
+        else:
+            channel.setblocking(False)
+            loop.add_reader(channel, self._told, channel)
+            _say(channel, "ready", self.loaded)
+        # The runner stops gracefully, and then raises the signal that stopped it.
+        await self.runner.serve(sockets=[listening])
+        if self.rows is not None:
+            self.rows.close()  # which ends a change-over to another package
+
+    def _told(self, channel: socket.socket) -> None:
+        try:
+            message = channel.recv(LARGEST)
+        except ConnectionError:
+            message = b""
+        if message:
+            self._begin(channel)
+        else:
+            self.runner.should_exit = True
+            asyncio.get_running_loop().remove_reader(channel)
+
+    def _begin(self, channel: socket.socket | None = None) -> None:
+        task = asyncio.get_running_loop().create_task(self._reload(channel))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _reload(self, channel: socket.socket | None) -> None:
+        """Load the package beside the one that is served, and let it take its place between two batches."""
+        async with self._reloading:
+            try:
+                loaded = await asyncio.to_thread(self._anew)
+                self.server.use(RequestScorer(loaded.scorer), loaded.scorer.manifest, loaded.package)
+            except Exception as fault:
+                if not isinstance(fault, UserError):
+                    log.exception("loading the package anew failed")
+                self.server.metrics.reloads.labels("refused").inc()
+                if channel is None:
+                    log.warning("%s; the package before is still served", fault)
+                else:
+                    _say(channel, "refused", str(fault))
+                return
+            self.loaded = loaded
+            self.server.metrics.reloads.labels("done").inc()
+            if channel is None:
+                log.info(
+                    "now serving package %s; golden scores differ by %.1e",
+                    *(loaded.package, loaded.scorer.difference),
+                )
+            else:
+                _say(channel, "loaded", loaded)
+
+    def _anew(self) -> Loaded:
+        """The package as it is now; ``UserError`` unless clients can go on as before."""
+        with suppress(score.PackageError, OSError):  # loading it says what is wrong
+            # A plugin puts rows in the place of others while it loads them.
+            self._require_same(score.sealed(self.directory))
+        loaded = load(self.directory, self.rows, self.several, self.config.trust)
+        self._require_same(loaded.scorer.manifest)
+        return loaded
+
+    def _require_same(self, manifest: dict[str, Any]) -> None:
+        for what in ("dense", "sparse", "outputs"):
+            if manifest.get(what) != self.loaded.scorer.manifest[what]:
+                raise UserError(
+                    f"{self.directory}: its manifest's '{what}' differs, on which clients rely: start a "
+                    "server of its own for it"
+                )
+
+
+def _say(channel: socket.socket, what: str, about: Loaded | str) -> None:
+    if isinstance(about, Loaded):
+        about = f"{about.package} {about.scorer.difference:.1e}"
+    with suppress(OSError):  # the supervisor has gone; the channel's end says so, too
+        channel.send(f"{what} {about}".encode()[:LARGEST])
+
+
+def arguments(directory: Path, config: ServeConfig, name: str, number: int, sockets: list[int]) -> list[str]:
+    """The command that starts the worker ``number`` with these sockets' descriptors, as ``main`` reads it."""
+    about = {
+        "directory": str(directory),
+        "config": asdict(config),
+        "name": name,
+        "number": number,
+        "sockets": sockets,
+    }
+    return [sys.executable, "-m", "recpipe_serve", json.dumps(about)]
+
+
+def main() -> int:
+    """A worker; 2 if it cannot use the package, which the supervisor is told."""
+    about: dict[str, Any] = json.loads(sys.argv[1])
+    listening, channel = (socket.socket(fileno=number) for number in about["sockets"])
+    supervisor = os.getppid()
+    try:
+        return _work(about, listening, channel)
+    finally:
+        if os.getppid() != supervisor:  # it was killed, and cannot remove the folder of the figures itself
+            shutil.rmtree(os.environ[DIRECTORY], ignore_errors=True)
+
+
+def _work(about: dict[str, Any], listening: socket.socket, channel: socket.socket) -> int:
+    prepare_process()
+    with quieted(), alone(), heard(None), suppress(KeyboardInterrupt):
+        try:
+            config = ServeConfig(**about["config"])
+            worker = Worker(
+                Path(about["directory"]), config, about["name"], several=True, number=about["number"]
+            )
+        except UserError as fault:
+            _say(channel, "refused", str(fault))
+            return 2
+        worker.run(listening, channel)
+    return 0
