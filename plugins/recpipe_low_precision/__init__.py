@@ -54,7 +54,7 @@ NAMES = {
     "put_rows": "recpipe_low_precision.checkpoint:put_rows",
     "put_rows_of": "recpipe_low_precision.opened:put_rows_of",
     "replace_module": "recpipe.answers.modules:replace_module",
-    "require_ids": "recpipe.data.checks:require_ids",
+    "require_ids": "recpipe.data.parts:require_ids",
     "row_bytes": "recpipe_low_precision.row_types:row_bytes",
     "row_scales": "recpipe_low_precision.row_types:row_scales",
     "seconds_by_round": "recpipe.common.timing:seconds_by_round",

@@ -18,7 +18,7 @@ from torchrec.modules.embedding_modules import (
 )
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, KeyedTensor
 
-from recpipe.data.checks import require_ids
+from recpipe.data.parts import require_ids
 from recpipe.errors import UserError
 from recpipe.seams import MEAN, NONE, SUM, NbitLayout, look_up_nbit, remapped_ids
 from recpipe_low_precision.row_types import row_bytes

@@ -21,7 +21,7 @@ from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, Keyed
 
 from recpipe.answers.modules import replace_module
 from recpipe.answers.source import FloatCheckpoint
-from recpipe.data.checks import require_ids
+from recpipe.data.parts import require_ids
 from recpipe.model.call import Called
 from recpipe.plugin import UserError
 from recpipe_low_precision.bags import (

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from recpipe.data.preparation import Preparation
+from recpipe.data.schema import Preparation
 from recpipe.data.sources.transforms import hash_rows
 
 HASH_VECTORS = (0, 1, 2, 0x68FD1E64, 0xFFFFFFFF, 2**63, 2**64 - 1)

@@ -33,8 +33,7 @@ from recpipe.config.recipe import Recipe
 from recpipe.data.dataset import Dataset, SplitName
 from recpipe.data.make import open_dataset
 from recpipe.data.parts import on_device
-from recpipe.data.preparation import Preparation, require_alike
-from recpipe.data.schema import Schema
+from recpipe.data.schema import Preparation, Schema, require_alike
 from recpipe.distributed.launch import Process
 from recpipe.distributed.ranks import Ranks
 from recpipe.errors import UserError

@@ -18,9 +18,8 @@ from recpipe.common.meter import Meter
 from recpipe.common.own_cache import CACHE_HOME, default_cache_dir, own_folder, private_files, require_own
 from recpipe.common.words import Amount, readable_bytes
 from recpipe.data.columns import Columns
-from recpipe.data.preparation import IdRule, Preparation
 from recpipe.data.prepared import FORMAT_VERSION, META, check_prepared
-from recpipe.data.schema import Schema
+from recpipe.data.schema import IdRule, Preparation, Schema
 from recpipe.data.writer import PreparedWriter
 from recpipe.errors import DataError
 
@@ -33,9 +32,9 @@ class Source(Protocol):
     """Files of one format, read once from beginning to end.
 
     ``blocks`` yields cleaned samples, each time with the share of the input read so far, in [0, 1];
-    ``rejected_rows`` is final when ``blocks`` ends. ``kept`` says what the ids of these are, and so what
-    ``recpipe.data.fold`` makes rows of. ``recipe`` holds all settings that they depend on: the rows of tables
-    only where rows of the files are left out for ids beyond them.
+    ``rejected_rows`` is final when ``blocks`` ends. ``kept`` says what the ids of these are, and so what an
+    ``IdMapper`` makes rows of. ``recipe`` holds all settings that they depend on: the rows of tables only
+    where rows of the files are left out for ids beyond them.
     """
 
     schema: Schema

@@ -42,8 +42,8 @@ class MultiHot:
 class Columns:
     """n samples: labels float32 [n], dense float32 [n, D], ids [n, one-hot features], other bags.
 
-    Ids are rows of tables or, as a source gives them, what ``recpipe.data.fold`` makes rows of. ``missing``:
-    which of these are not there, bits uint8 [n, features / 8] as packbits makes them; None: none.
+    Ids are rows of tables or, as a source gives them, what an ``IdMapper`` makes rows of. ``missing``: which
+    of these are not there, bits uint8 [n, features / 8] as packbits makes them; None: none.
     """
 
     labels: Float32
@@ -64,6 +64,17 @@ class Columns:
         }
         missing = None if self.missing is None else self.missing[low:high]
         return Columns(self.labels[low:high], self.dense[low:high], self.ids[low:high], bags, missing)
+
+    def where(self, good: NDArray[np.bool_]) -> Columns:
+        """The samples for which ``good`` (bool [n]) is true, copied."""
+        bags = {}
+        for name, bag in self.bags.items():
+            lengths = np.diff(bag.offsets)
+            own = np.repeat(good, lengths)
+            missing = None if bag.missing is None else bag.missing[own]
+            bags[name] = MultiHot(bag.values[own], offsets_of(lengths[good]), missing)
+        missing = None if self.missing is None else self.missing[good]
+        return Columns(self.labels[good], self.dense[good], self.ids[good], bags, missing)
 
 
 def concatenate(parts: Sequence[Columns]) -> Columns:

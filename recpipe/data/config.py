@@ -11,7 +11,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from recpipe.common.validation import Count, FilePath, Positive, Text, chosen, mapping, one_of, typed
 from recpipe.common.words import Amount
-from recpipe.data.preparation import LABEL_KINDS
+from recpipe.data.schema import LABEL_KINDS
 from recpipe.errors import UserError, shown
 from recpipe.plugin.calls import blame
 from recpipe.plugin.errors import PluginLoadError

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from recpipe.errors import DataError, shown
+from recpipe.errors import BadRow, DataError, shown
 
 CODECS = {".gz": "gzip", ".zst": "zstd"}
 
@@ -100,3 +100,42 @@ def _archive_fault(message: str) -> str:
     if "Truncated" in message:
         return "the archive is truncated; fetch or pack the file again (data.on_bad_row does not apply)"
     return f"cannot be read ({message}); fetch or pack the file again"
+
+
+class RowChecks:
+    """Checks of one block of n rows whose first one is row ``first_row`` (from 1) of ``file``."""
+
+    def __init__(self, file: Path, first_row: int, size: int) -> None:
+        self.file, self.first_row = file, first_row
+        self.good: NDArray[np.bool_] = np.ones(size, bool)
+        self._worst: tuple[int, str] | None = None
+
+    def require(
+        self, valid: NDArray[np.bool_], column: str, value_of: Callable[[int], object], remedy: str
+    ) -> None:
+        """Mark rows where ``valid`` (bool [n]) is false as bad; ``value_of(row)`` returns the row's value."""
+        self.good &= valid
+        if valid.all():
+            return
+        index = int(np.argmin(valid))
+        if self._worst is None or index < self._worst[0]:
+            self._worst = (index, f"column {shown(column)}: {shown(value_of(index))} {remedy}")
+
+    def require_finite(
+        self, values: NDArray[np.floating], column: str, value_of: Callable[[int], object]
+    ) -> NDArray[np.float32]:
+        """``values`` [n] as float32, the type of dense values; rows whose value is not finite are bad."""
+        with np.errstate(over="ignore"):
+            stored = values.astype(np.float32)
+        finite = np.isfinite(values)
+        self.require(finite, column, value_of, "is not a finite number")
+        beyond = "is beyond float32, in which dense values are kept"
+        self.require(np.isfinite(stored) | ~finite, column, value_of, beyond)
+        return stored
+
+    def finish(self, skip: bool) -> int:
+        """How many rows are bad; ``BadRow`` for the first of them unless ``skip``."""
+        if self._worst is not None and not skip:
+            index, message = self._worst
+            raise BadRow(f"{self.file}, row {self.first_row + index}, {message}")
+        return int(len(self.good) - self.good.sum())

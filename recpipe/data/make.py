@@ -26,7 +26,7 @@ from recpipe.data.config import (
 )
 from recpipe.data.dataset import Dataset, NumberedDataset, SplitName
 from recpipe.data.files import input_files
-from recpipe.data.fold import BeyondTable, Fold
+from recpipe.data.id_mapper import BeyondTable, IdMapper
 from recpipe.data.prepared import PreparedDataset
 from recpipe.data.sources import criteo
 from recpipe.data.sources.criteo import CriteoSource
@@ -126,7 +126,7 @@ class StreamedDataset(Dataset):
         self.fingerprint = ""
         self.share = 0.0
         self._make = BatchMaker(source.schema, source.multi_hot)
-        self._fold = Fold(source.schema, source.multi_hot, source.kept)
+        self._to_rows = IdMapper(source.schema, source.multi_hot, source.kept)
 
     def size(self, split: SplitName) -> int:
         """0: not known."""
@@ -138,7 +138,7 @@ class StreamedDataset(Dataset):
         """All rows from the first one on, whatever ``first`` and ``part`` are; none of the held-out split."""
         if split == "train":
             for columns in self._cut(batch_size):
-                yield self._make(self._fold(columns))
+                yield self._make(self._to_rows(columns))
 
     def _cut(self, size: int) -> Iterator[Columns]:
         """Blocks of ``size`` rows; the last one may be short."""

@@ -9,11 +9,13 @@ from functools import lru_cache, reduce
 from inspect import Parameter, signature
 from typing import Any, TypeAlias
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
 
 from recpipe.common.device import uses_gpu
-from recpipe.errors import UserError
+from recpipe.errors import DataError, UserError
 from recpipe.seams import HostIds
 
 Place = tuple[str | int, ...]
@@ -241,3 +243,34 @@ def with_parts(value: Any, change: Callable[[Any, Any], Any]) -> Any:
     for name, part in made.items():
         object.__setattr__(own, name, part)
     return own
+
+
+def require_ids(sparse: KeyedJaggedTensor, rows: Sequence[int] | NDArray[np.integer]) -> None:
+    """Raise ``DataError`` for an id in ``sparse`` that is not in its table. ``rows``: the number of rows of
+    each feature's table, in the features' order. Ids on a GPU are copied, which waits for it.
+
+    FBGEMM would either look up row 0 instead or read foreign memory.
+    """
+    ids, batch = sparse.values().cpu().numpy(), sparse.stride()
+    if not len(ids):
+        return
+    bounds, limits = sparse.offsets().cpu().numpy()[::batch], np.asarray(rows, np.uint64)
+    used = np.flatnonzero(bounds[1:] > bounds[:-1])
+    if ids.dtype.kind == "f":
+        ids = ids.astype(np.int64)  # as the lookup does
+    # Below 0, a number is above all rows if its bits are read as one without a sign: one pass finds both.
+    largest = np.maximum.reduceat(ids.view(f"u{ids.itemsize}"), bounds[used])
+    wrong = used[largest >= limits[used]]
+    if len(wrong):
+        feature = int(wrong[0])
+        own = ids[bounds[feature] : bounds[feature + 1]]
+        low, high = own.min(), own.max()
+        raise unknown_id(low if low < 0 else high, sparse.keys()[feature], int(limits[feature]))
+
+
+def unknown_id(found: int, feature: str, rows: int) -> DataError:
+    """The error for an id that is not in its table of ``rows`` rows."""
+    return DataError(
+        f"id {found} of feature {feature} is not in its table of {rows} rows; raise the table's rows or "
+        "hash the ids"
+    )

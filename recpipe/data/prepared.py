@@ -3,8 +3,8 @@
 A directory holds ``meta.json`` (format version, features, samples, rejected rows, digests), ``label.npy``
 float32 [N], ``dense.npy`` float32 [N, D], ``ids.npy`` [N, one-hot features without text], ``text.npy``
 [N, those with text] and, for each multi-hot feature, ``<name>.values.npy`` and ``<name>.offsets.npy`` int64
-[N + 1]. Ids are as the source gives them (``recpipe.data.fold``), of 4 bytes where all in the file fit; where
-ids are missing, ``missing.npy`` uint8 [N, one-hot features / 8] and ``<name>.missing.npy`` have bits.
+[N + 1]. Ids are as the source gives them (``IdMapper``), of 4 bytes where all in the file fit; where ids
+are missing, ``missing.npy`` uint8 [N, one-hot features / 8] and ``<name>.missing.npy`` have bits.
 ``digest-*.json`` has the digest of the rows that they become in tables of certain sizes.
 """
 
@@ -31,9 +31,8 @@ from recpipe.common.own_cache import private_files
 from recpipe.data.columns import BatchMaker, Columns, MultiHot
 from recpipe.data.dataset import NumberedDataset
 from recpipe.data.files import map_npy
-from recpipe.data.fold import Fold
-from recpipe.data.preparation import IdRule
-from recpipe.data.schema import Schema
+from recpipe.data.id_mapper import IdMapper
+from recpipe.data.schema import IdRule, Schema
 from recpipe.errors import DataError
 from recpipe.plugin.batch import Batch
 
@@ -225,8 +224,8 @@ class _Mapped:
             found.ids = ids
         return found
 
-    def digest(self, fold: Fold) -> str:
-        """A hash of all arrays, with ids as the int32 rows that ``fold`` makes of them; ``BeyondTable`` if
+    def digest(self, to_rows: IdMapper) -> str:
+        """A hash of all arrays, with ids as the int32 rows that ``to_rows`` makes of them; ``BeyondTable`` if
         one is in no table."""
         meta, samples = self.meta, self.meta.samples
         every = samples * len(self._of_text) + sum(len(bag.values) for bag in self._columns.bags.values())
@@ -235,8 +234,8 @@ class _Mapped:
         values = {name: hashlib.blake2b(digest_size=16) for name in meta.multi_hot}
         with Meter() as meter:
             for low in range(0, samples, step):
-                found = fold(self.between(low, min(low + step, samples)))
-                fold.require_rows(found)
+                found = to_rows(self.between(low, min(low + step, samples)))
+                to_rows.require_rows(found)
                 ids.update(np.ascontiguousarray(found.ids, np.int32).data)
                 for name, own in values.items():
                     own.update(np.ascontiguousarray(found.bags[name].trimmed().values, np.int32).data)
@@ -263,7 +262,7 @@ class PreparedDataset(NumberedDataset):
         super().__init__(meta.samples, eval_fraction)
         self.schema, self.rejected_rows = schema, meta.rejected_rows
         self._mapped = _Mapped(directory, meta)
-        self._fold = Fold(schema, meta.multi_hot, cast(IdRule, meta.kept))
+        self._to_rows = IdMapper(schema, meta.multi_hot, cast(IdRule, meta.kept))
         self._make = BatchMaker(schema, meta.multi_hot)
         identity = f"{meta.identity(schema, self._digest(directory))} {eval_fraction!r}"
         self.fingerprint = hashlib.blake2b(identity.encode(), digest_size=16).hexdigest()
@@ -278,7 +277,7 @@ class PreparedDataset(NumberedDataset):
             values = json.loads(file.read_text())
             if values.pop("seal") == _seal(values):
                 return str(values["digest"])
-        values = {"rows": rows, "digest": self._mapped.digest(self._fold)}
+        values = {"rows": rows, "digest": self._mapped.digest(self._to_rows)}
         # A cache that cannot be written serves as well, and half a file has no seal.
         with contextlib.suppress(OSError), private_files():
             file.write_text(json.dumps({**values, "seal": _seal(values)}))
@@ -286,4 +285,4 @@ class PreparedDataset(NumberedDataset):
 
     def samples_between(self, low: int, high: int) -> Batch:
         """Samples ``low`` to ``high`` (excluded), cut out of the mapped files."""
-        return self._make(self._fold(self._mapped.between(low, high)))
+        return self._make(self._to_rows(self._mapped.between(low, high)))

@@ -16,9 +16,8 @@ from numpy.typing import DTypeLike, NDArray
 
 from recpipe.data import prepared
 from recpipe.data.columns import Columns
-from recpipe.data.preparation import IdRule
 from recpipe.data.prepared import AT_A_TIME, IDS, META, MISSING, WORDS, Meta, bag_file
-from recpipe.data.schema import Schema
+from recpipe.data.schema import IdRule, Schema
 
 
 class _NpyStream:
@@ -129,7 +128,7 @@ class _BitStream:
 
 class PreparedWriter:
     """Appends columns to a prepared data set in ``directory``; memory use does not grow with what is written.
-    ``text``: features whose ids take 8 bytes. ``kept``: what the ids are, a rule of ``recpipe.data.fold``.
+    ``text``: features whose ids take 8 bytes. ``kept``: what the ids are, a rule of ``IdMapper``.
 
     The directory is complete only after ``finish``: write under a temporary name and rename (see
     ``cache.prepare``).

@@ -28,8 +28,7 @@ from torchrec.modules.embedding_modules import (
 )
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, KeyedTensor
 
-from recpipe.data.checks import require_ids
-from recpipe.data.parts import in_order, weights_in_order, without_weights
+from recpipe.data.parts import in_order, require_ids, weights_in_order, without_weights
 from recpipe.errors import DataError, UserError
 from recpipe.plugin.bags import RowIds
 from recpipe.plugin.collection import TableCollection

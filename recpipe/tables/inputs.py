@@ -7,8 +7,7 @@ from collections.abc import Collection, Sequence
 import numpy as np
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from recpipe.data.checks import require_ids
-from recpipe.data.parts import Place, batch_size, find_ids, ids_at, in_order
+from recpipe.data.parts import Place, batch_size, find_ids, ids_at, in_order, require_ids
 from recpipe.plugin.bags import Bags, IndexBags
 from recpipe.tables.groups import ModelTables
 from recpipe.tables.tiers.placement import table_bags

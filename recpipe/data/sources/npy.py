@@ -12,10 +12,9 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from recpipe.data.checks import RowChecks
 from recpipe.data.columns import Columns
-from recpipe.data.files import check_readable, input_files, map_npy
-from recpipe.data.preparation import IdRule, Preparation
+from recpipe.data.files import RowChecks, check_readable, input_files, map_npy
+from recpipe.data.schema import IdRule, Preparation
 from recpipe.data.sources.criteo import criteo_schema
 from recpipe.data.sources.criteo_text import DENSE, SPARSE
 from recpipe.errors import DataError
@@ -85,7 +84,8 @@ class NpySource:
         self.multi_hot: tuple[str, ...] = ()
         self.preparation = Preparation("modulo" if hash_ids else "unchanged", "unchanged")
         # Of signed and unsigned ids together, neither type holds all.
-        self.kept: IdRule = "modulo" if hash_ids and _alike(found) else "unchanged"
+        alike = len({map_npy(triple.sparse).dtype.kind for triple in found}) == 1
+        self.kept: IdRule = "modulo" if hash_ids and alike else "unchanged"
         self.recipe: dict[str, Any] = {"source": "npy", "hash_ids": hash_ids, "skip": skip_bad_rows}
         if self.kept == "unchanged" and (hash_ids or skip_bad_rows):  # without, no bad row is left out
             self.recipe["tables"] = dict(tables)
@@ -128,10 +128,6 @@ class NpySource:
         self.rejected_rows += int(len(good) - good.sum())
         kept = ids[good] if self.kept == "modulo" else ids[good].astype(np.int32)
         return Columns(labels[good].astype(np.float32), stored[good], kept)
-
-
-def _alike(found: Sequence[Triple]) -> bool:
-    return len({map_npy(triple.sparse).dtype.kind for triple in found}) == 1
 
 
 def _load(triple: Triple) -> tuple[NDArray[Any], NDArray[Any], NDArray[Any]]:

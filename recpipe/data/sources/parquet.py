@@ -18,12 +18,10 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
-from recpipe.data.checks import RowChecks
 from recpipe.data.columns import Columns, Float32, Ids, MultiHot, bits_of, offsets_of
 from recpipe.data.config import ParquetConfig
-from recpipe.data.files import input_files
-from recpipe.data.preparation import LABEL_KINDS, IdRule, LabelKind, Preparation
-from recpipe.data.schema import Schema
+from recpipe.data.files import RowChecks, input_files
+from recpipe.data.schema import LABEL_KINDS, IdRule, LabelKind, Preparation, Schema
 from recpipe.data.sources.transforms import signed_log, string_keys
 from recpipe.errors import DataError, nearest_or_all, shown
 from recpipe.plugin.tables import SparseFeature
@@ -94,7 +92,9 @@ class ParquetSource:
         absent: list[NDArray[np.bool_]] = []
         bags: dict[str, MultiHot] = {}
         for feature in self.schema.sparse:
-            array = _decoded(batch.column(feature.name))
+            array = batch.column(feature.name)
+            if pa.types.is_dictionary(array.type):  # which could hold nulls and repeats
+                array = array.dictionary_decode()
             if feature.name in self.multi_hot:
                 bags[feature.name] = self._bags(checks, feature, array)
             else:
@@ -105,7 +105,7 @@ class ParquetSource:
         ids = np.stack(scalars, 1) if scalars else np.empty((len(batch), 0), np.int32)
         columns = Columns(labels, dense, ids, bags, bits_of(np.stack(absent, 1)) if absent else None)
         self.rejected_rows += checks.finish(self._skip)
-        return columns if checks.good.all() else _selected(columns, checks.good)
+        return columns if checks.good.all() else columns.where(checks.good)
 
     def _ids(self, array: pa.Array, rows: int) -> tuple[Ids, NDArray[np.bool_], NDArray[np.bool_]]:
         """Of an array of ids: their keys int64 [n], or int32 rows if they are not hashed; which of them are
@@ -147,17 +147,6 @@ class ParquetSource:
         checks.require(valid, feature.name, partial(_value, array), remedy)
 
 
-def _selected(columns: Columns, good: NDArray[np.bool_]) -> Columns:
-    bags = {}
-    for name, bag in columns.bags.items():
-        lengths = np.diff(bag.offsets)
-        own = np.repeat(good, lengths)
-        missing = None if bag.missing is None else bag.missing[own]
-        bags[name] = MultiHot(bag.values[own], offsets_of(lengths[good]), missing)
-    missing = None if columns.missing is None else columns.missing[good]
-    return Columns(columns.labels[good], columns.dense[good], columns.ids[good], bags, missing)
-
-
 def file_schema(file: Path) -> pa.Schema:
     """The columns of a Parquet file; ``DataError`` if it is not a whole one."""
     return _open(file).schema_arrow
@@ -195,17 +184,14 @@ def record_batches(file: Path, columns: list[str]) -> Iterator[tuple[int, pa.Rec
 def _rows(config: ParquetConfig, name: str) -> int:
     rows = (config.tables or {}).get(name, config.table_rows)
     if rows is None:
+        # A dot in the name must not become a level of Hydra's key.
+        dotted = f"'data.tables={{{name}: 100000}}'"
+        override = dotted if "." in name else f"+data.tables.{shown(name)}=100000"
         raise DataError(
-            f"data.tables lacks column '{shown(name)}': state its rows, as in {_override(name)}, "
+            f"data.tables lacks column '{shown(name)}': state its rows, as in {override}, "
             "or one size for all with data.table_rows=N"
         )
     return rows
-
-
-def _override(name: str) -> str:
-    """The override that sets the rows of a table. A dot in the name must not become a level of Hydra's
-    key."""
-    return f"'data.tables={{{name}: 100000}}'" if "." in name else f"+data.tables.{shown(name)}=100000"
 
 
 def _check_columns(file: Path, schema: pa.Schema, config: ParquetConfig, labelled: bool = True) -> None:
@@ -218,8 +204,8 @@ def _check_columns(file: Path, schema: pa.Schema, config: ParquetConfig, labelle
         if found > 1:
             raise DataError(f"{file}: {found} columns are called '{shown(name)}'; rename all but one")
     for name in numeric:
-        if not _is_number(schema.field(name).type):
-            kind = schema.field(name).type
+        kind = schema.field(name).type
+        if not (pa.types.is_integer(kind) or pa.types.is_floating(kind) or pa.types.is_boolean(kind)):
             raise DataError(
                 f"{file}, column {shown(name)}: holds {kind}; a label or dense column must be numeric or bool"
             )
@@ -260,10 +246,6 @@ def _is_text(kind: pa.DataType) -> bool:
     return any(test(kind) for test in tests)
 
 
-def _is_number(kind: pa.DataType) -> bool:
-    return bool(pa.types.is_integer(kind) or pa.types.is_floating(kind) or pa.types.is_boolean(kind))
-
-
 def _integers(array: pa.Array, missing: int = 0) -> NDArray[np.int64]:
     """Whole numbers or bools as int64. Unsigned ones from 2**63 on wrap, so that they stay distinct."""
     filled = pc.fill_null(array.cast(pa.int64(), safe=False), missing)
@@ -284,11 +266,6 @@ def _dense(checks: RowChecks, name: str, array: pa.Array, log: bool) -> Float32:
     """float32 values, transformed by the logarithm if ``log``; its results always fit into float32."""
     values = pc.fill_null(array.cast(pa.float64(), safe=False), 0.0).to_numpy(zero_copy_only=False)
     return checks.require_finite(signed_log(values) if log else values, name, partial(_value, array))
-
-
-def _decoded(array: pa.Array) -> pa.Array:
-    """The array without dictionary encoding; a dictionary could hold nulls and repeats."""
-    return array.dictionary_decode() if pa.types.is_dictionary(array.type) else array
 
 
 def _value(array: pa.Array, row: int) -> object:

@@ -13,8 +13,7 @@ from recpipe.common import machine
 from recpipe.data.columns import BatchMaker, Columns, Float32, MultiHot, concatenate, offsets_of
 from recpipe.data.config import SyntheticConfig
 from recpipe.data.dataset import NumberedDataset
-from recpipe.data.preparation import Preparation
-from recpipe.data.schema import Schema
+from recpipe.data.schema import Preparation, Schema
 from recpipe.data.sources.transforms import mix64
 from recpipe.errors import UserError, shown
 from recpipe.plugin.batch import Batch
@@ -41,14 +40,17 @@ class SyntheticDataset(NumberedDataset):
     def __init__(self, config: SyntheticConfig, seed: int) -> None:
         super().__init__(config.samples, config.eval_fraction)
         tables = config.tables or {f"C{index + 1}": rows for index, rows in enumerate(TABLE_ROWS)}
-        for name, rows in tables.items():
-            if rows * config.table_scale >= 2**31:
+        for name, size in tables.items():
+            if size * config.table_scale >= 2**31:
                 raise UserError(
                     f"data.table_scale={config.table_scale} makes table {shown(name)} larger than 2147483647 "
                     "rows; lower it"
                 )
         scaled = {name: max(2, round(rows * config.table_scale)) for name, rows in tables.items()}
-        self.pooling = _pooling(config.pooling, len(scaled))
+        own = config.pooling
+        self.pooling = own if isinstance(own, list) else [own] * len(scaled)
+        if len(self.pooling) != len(scaled):
+            raise UserError(f"data.pooling lists {len(self.pooling)} features, but there are {len(scaled)}")
         needed = {"generated ids": 4 * CALIBRATED * sum(p for p in self.pooling if p > 1)}
         machine.require(needed, torch.device("cpu"), "lower data.pooling")
         dense = tuple(f"I{index + 1}" for index in range(DENSE_FEATURES))
@@ -59,9 +61,6 @@ class SyntheticDataset(NumberedDataset):
         identity = f"{_VERSION} {self.schema} {self.pooling} {config.samples} {config.eval_fraction!r} {seed}"
         self.fingerprint = hashlib.blake2b(identity.encode(), digest_size=16).hexdigest()
         self._seed = seed
-        self._prepare()
-
-    def _prepare(self) -> None:
         features = self.schema.sparse
         rows = np.array([feature.rows for feature in features], np.int64)
         self._single = np.flatnonzero(np.array(self.pooling) == 1)
@@ -135,14 +134,6 @@ class SyntheticDataset(NumberedDataset):
                 sums = np.add.reduceat(values, bag.offsets[:-1])
                 target[:, index] = sums / lengths * np.float32(self.pooling[index] ** 0.5)
         return self._clicks.raw(columns.dense, effects, traits)
-
-
-def _pooling(value: int | list[int], features: int) -> list[int]:
-    """Mean bag length of each feature, from one number for all or a list with one for each."""
-    pooling = value if isinstance(value, list) else [value] * features
-    if len(pooling) != features:
-        raise UserError(f"data.pooling lists {len(pooling)} features, but there are {features}")
-    return pooling
 
 
 POSITIVE_RATE = 0.22

@@ -14,8 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from recpipe.common.loops import ALONE, Spread, load_loops
-from recpipe.data.checks import unknown_id
-from recpipe.data.parts import in_order
+from recpipe.data.parts import in_order, unknown_id
 from recpipe.plugin.bags import IndexBags, Offsets, RowIds, Slots
 from recpipe.plugin.calls import Owned
 from recpipe.plugin.policy import IN_STORE, Cache, CachePolicy, Placement, asks_once

@@ -15,7 +15,7 @@ from recpipe.data import cache, writer
 from recpipe.data import prepared as data_prepared
 from recpipe.data.columns import Columns, bits_of, concatenate
 from recpipe.data.config import CriteoConfig, FileConfig, NpyConfig, ParquetConfig
-from recpipe.data.fold import Fold, hash_into
+from recpipe.data.id_mapper import IdMapper, hash_into
 from recpipe.data.make import StreamedDataset, open_dataset, open_source
 from recpipe.data.prepared import Meta, PreparedDataset, check_prepared
 from recpipe.data.schema import Schema
@@ -198,5 +198,5 @@ def test_ids_take_four_bytes_until_one_does_not_fit(
     expected = hash_rows(whole.ids[:, 0].astype(np.int64).view(np.uint64), 1000)
     expected[whole.ids[:, 0] == 5] = 0
     assert np.array_equal(batch.sparse["b"].values().numpy(), expected)
-    assert np.array_equal(Fold(schema, (), "hashed")(whole).ids[:, 1], expected)
+    assert np.array_equal(IdMapper(schema, (), "hashed")(whole).ids[:, 1], expected)
     assert not list(tmp_path.glob("*/*.narrow"))

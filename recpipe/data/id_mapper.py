@@ -10,8 +10,7 @@ from numpy.typing import NDArray
 
 from recpipe.common.loops import compiled
 from recpipe.data.columns import Columns, MultiHot
-from recpipe.data.preparation import IdRule
-from recpipe.data.schema import Schema
+from recpipe.data.schema import IdRule, Schema
 from recpipe.errors import DataError
 
 
@@ -19,7 +18,7 @@ class BeyondTable(DataError):
     """Of prepared data whose ids are rows: they were prepared for larger tables."""
 
 
-class Fold:
+class IdMapper:
     """Turns columns of ids, as a source with ``multi_hot`` features gives them, into columns of table rows.
 
     ``rule``: ``hashed``: ids are keys of 64 bits, and missing ones have a bit; ``modulo``: whole numbers of
