@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 
-import recpipe.run
 from recpipe.checkpoint.table_io import newest
 from recpipe.config.compose import compose
 from recpipe.run import run
@@ -50,6 +49,6 @@ def before_training(folder: Path, overrides: Sequence[str], work: Callable[[Any,
         raise Stopped
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(recpipe.run, "fit", fit)
+        patch.setattr("recpipe.setup.training.fit", fit)
         with pytest.raises(Stopped):
             run(compose(going_on(overrides)), folder)

@@ -19,6 +19,7 @@ from recpipe.config.compose import compose
 from recpipe.errors import UserError
 from recpipe.report import html, record
 from recpipe.run import run
+from recpipe.setup import training
 from recpipe.setup.placing import Unplaced
 
 SMALL = (
@@ -185,7 +186,7 @@ def test_plan_builds_nothing(tmp_path, monkeypatch, capsys) -> None:
         raise AssertionError("task=plan built something")
 
     for name in ("TrainLoader", "make_trainer", "fit"):
-        monkeypatch.setattr(run_module, name, built)
+        monkeypatch.setattr(training, name, built)
     for name in ("build", "over"):
         monkeypatch.setattr(Unplaced, name, built)
     plan = run(compose(["task=plan", "+plugin=hotline", "data.table_scale=1e4"]), tmp_path)

@@ -139,7 +139,7 @@ def parse_task(values: object) -> TaskConfig:
     """The typed ``task`` section; a task of an installed package has further keys of its own."""
     section = mapping(values, "task")
     if section.get("name") in [*TASKS] or not is_offered("task", section.get("name")):
-        return chosen(TASKS, section, "task", also=offered("task"))
+        return chosen(TASKS, section, "task", also=[name for name in offered("task") if name not in TASKS])
     keys, settings = typed_part(TaskConfig, section, "task")
     return InstalledTask(**vars(keys), settings=settings)
 

@@ -16,17 +16,43 @@ from hydra.plugins.search_path_plugin import SearchPathPlugin
 from omegaconf import DictConfig, OmegaConf
 
 from recpipe.plugin.errors import PluginError
-from recpipe.plugin.offers import GROUPS, PLUGIN, WORDS, entry, offered
+from recpipe.plugin.offers import GROUPS, PLUGIN, WORDS, entry, is_core, offered
 
 SCHEME = "recpipe-plugin"
 TARGET = "_target_"
 """The key by which Hydra makes an object of any importable class."""
+TASK = "task"
+GLOBAL = "_global_"
+CORE_KEYS = frozenset(
+    [
+        "compare",
+        "compose",
+        "data",
+        "hydra",
+        "model",
+        "optim",
+        "overwrite",
+        "plugins",
+        "resume",
+        "seed",
+        "task",
+        "tiers",
+        "topology",
+        "trainer",
+    ]
+)
+"""Keys that recipes have without packages, which no task may call its own."""
 SHOWN = 5
 """How many keys a message names before it counts the rest."""
 
 
 def package_conf(ep: EntryPoint) -> Path | None:
-    """The folder ``conf`` in an entry point's top-level package, found without importing it, or None."""
+    """The folder ``conf`` in an entry point's top-level package, found without importing it, or None.
+
+    Core's own is on Hydra's search path already, and is none of a package's.
+    """
+    if is_core(ep):
+        return None
     try:
         spec = find_spec(ep.module.partition(".")[0])
     except (ImportError, ValueError):
@@ -60,10 +86,11 @@ class PluginSource(FileConfigSource):
     """A package's ``conf`` folder, for Hydra; its provider is ``package`` and what the package offers.
 
     A package can configure only what it offers itself: ``plugin/NAME.yaml`` of its own plugins, and the yaml
-    of its own models, data sources and tasks. A file that sets anything but ``plugins.NAME`` or its own
-    section is refused, and so is any file with a ``_target_``, which only users may write. The check happens
-    when a recipe asks for the file, so that a package that is only installed disturbs nobody. A package may
-    add further options to any group; users choose them by name.
+    of its own models, data sources and tasks. A task may have a section of its own name beside ``task``; its
+    file then begins with ``# @package _global_``. A file that sets anything else is refused, and so is any
+    file with a ``_target_``, which only users may write. The check happens when a recipe asks for the file,
+    so that a package that is only installed disturbs nobody. A package may add further options to any group;
+    users choose them by name.
     """
 
     @staticmethod
@@ -102,10 +129,13 @@ class PluginSource(FileConfigSource):
 
 def _name_it(loaded: ConfigResult, kind: str, name: str, file: Path) -> None:
     """Set the section's ``name``, by which the entry point is found."""
-    if loaded.header["package"] not in (None, kind):
-        raise PluginError(f"{file} has a line '# @package {loaded.header['package']}'; leave it out")
+    package = loaded.header["package"]
+    owns_section = kind == TASK and package == GLOBAL
+    if package not in (None, kind) and not owns_section:
+        raise PluginError(f"{file} has a line '# @package {package}'; leave it out")
     assert isinstance(loaded.config, DictConfig)
-    if loaded.config.setdefault("name", name) != name:
+    section = loaded.config.setdefault(kind, {}) if owns_section else loaded.config
+    if section.setdefault("name", name) != name:
         raise PluginError(f"{file} names another {WORDS[kind]} than its entry point, {name}; leave name out")
 
 
@@ -115,7 +145,8 @@ def _refuse_foreign(folder: Path, kind: str, name: str) -> None:
         f"Ask the package's author for a yaml that holds the keys of '{kind}' alone, without a package line"
     )
     node, defaults = _read(folder, kind, name, who, remedy)
-    foreign = [*defaults, *_outside(node, (), (kind,))]
+    apart = {key: value for key, value in node.items() if kind != TASK or key != name or key in CORE_KEYS}
+    foreign = [*defaults, *_outside(apart, (), (kind,))]
     if foreign or not isinstance(node.get(kind), dict):
         what = f"sets {_listed(foreign)}, but" if foreign else "must map keys to values, and"
         raise PluginError(f"{who} {what} may set the section {kind} alone. {remedy}")

@@ -167,6 +167,11 @@ def is_offered(kind: str, name: object) -> bool:
     return isinstance(name, str) and name in offered(kind)
 
 
+def is_core(ep: EntryPoint) -> bool:
+    """Whether core itself brings it, such as ``task=plan``."""
+    return ep.module.partition(".")[0] == "recpipe"
+
+
 def origin_of(ep: EntryPoint) -> Origin:
     """Name, distribution and version of an entry point."""
     return Origin(ep.name, *((ep.dist.name, ep.dist.version) if ep.dist else (ep.module, "in no package")))

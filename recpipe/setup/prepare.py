@@ -16,7 +16,6 @@ from recpipe.common.meter import counting
 from recpipe.common.own_cache import default_cache_dir
 from recpipe.common.owned import Owner, Writer, holds_arrays
 from recpipe.config.recipe import Recipe
-from recpipe.config.task import ProfileConfig
 from recpipe.data.dataset import Dataset
 from recpipe.distributed.launch import Process, agreed_path
 from recpipe.distributed.ranks import Ranks
@@ -58,7 +57,7 @@ def owning_places(cfg: Recipe, run_dir: RunDir) -> Iterator[None]:
     """
     with ExitStack() as stack:
         if Process.current().rank == 0 and cfg.task.name in ("train", "profile"):
-            trainer = cfg.task.shortened(cfg.trainer) if isinstance(cfg.task, ProfileConfig) else cfg.trainer
+            trainer = cfg.trainer
             resume = newest(Path(cfg.resume).expanduser()) if cfg.resume else None
             own = run_dir.path.resolve()
             here = Owner.here(str(own), trainer.checkpoints(run_dir.path), cfg.values)

@@ -10,9 +10,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
 from rich.console import Console, RenderableType
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
+from recpipe.backend.matmul import float32_products
 from recpipe.common.console import Output
 from recpipe.common.owned import scratch_directory
 from recpipe.config.task import CompareConfig
@@ -22,9 +24,13 @@ from recpipe.report.compared import Rounds, RowResult
 from recpipe.report.environment import environment
 from recpipe.report.files import ReportFiles
 from recpipe.report.remarks import faults
+from recpipe.setup.ctx import TaskContext
+from recpipe.setup.given import Outcome
+from recpipe.setup.prepare import find_device, refuse_ranks
 from recpipe.tasks import compare_run
 from recpipe.tasks.compare_judge import ROUNDING, Judge
 from recpipe.tasks.compare_rows import Row, at_equal_memory, carried_overrides, parse_rows, quoted
+from recpipe.training.optim import try_out
 
 UNTIMED = ("trainer.checkpoint_every=null", "trainer.eval_every=1.0")
 """Overrides that switch off what costs time but is not compared. The user's own come later and win."""
@@ -34,6 +40,26 @@ Launch = Callable[..., dict[str, Any]]
 """Runs ``python -m recpipe`` with these arguments, list[str], in this directory, Path; returns its
 report.json, or {} if there is none. Under ``compare.minutes`` it is told the ``seconds`` that are left as
 well, and raises ``OutOfTime`` after them."""
+
+
+class Compare:
+    """The same work under several plugins, in processes of their own. This one does not use the GPU, whose
+    memory is theirs."""
+
+    def run(self, context: TaskContext) -> Outcome:
+        """Run ``recipe.compare`` with the command line's overrides; ``UserError`` if there is none."""
+        cfg = context.recipe
+        refuse_ranks("task=compare")
+        if context.command_line is None:
+            raise UserError(
+                "task=compare starts runs from the command line's overrides: run python -m recpipe "
+                "task=compare"
+            )
+        assert cfg.compare is not None
+        device = find_device(cfg.trainer.device)
+        try_out(cfg.optim.dense, torch.device("cpu"))
+        with float32_products(device):
+            return Outcome(compare(cfg.compare, context.directory, context.command_line))
 
 
 def compare(

@@ -4,7 +4,6 @@ data; nothing is trained."""
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -20,23 +19,28 @@ from recpipe.data.dataset import Dataset
 from recpipe.errors import UserError
 from recpipe.report import missed
 from recpipe.report.files import ReportFiles
+from recpipe.setup.ctx import TaskContext
+from recpipe.setup.given import Outcome
 from recpipe.tables.inputs import Inputs
 
 LARGEST = 8
 """Tables that are told one by one, each as if it had a cache of its own: the largest ones."""
 
 
-def tell_misses(
-    cfg: Recipe, task: MissesConfig, dataset: Dataset, inputs: Inputs, run_dir: Path
-) -> dict[str, Any]:
-    """Write misses.json and misses.html, and print the table; returns what misses.json has."""
-    told = measured(cfg, task, dataset, inputs)
-    files = ReportFiles(run_dir)
-    files.write_json("misses.json", told)
-    files.write("misses.html", lambda page: missed.write(told, page.parent))
-    missed.show_table(told, run_dir / "misses.html")
-    files.check()
-    return told
+class Misses:
+    """What caches of every size and policy would miss in the first batches of the training."""
+
+    def run(self, context: TaskContext) -> Outcome:
+        """Write misses.json and misses.html, and print the table."""
+        run, task = context.joined, context.recipe.task
+        assert isinstance(task, MissesConfig)
+        told = measured(run.recipe, task, run.dataset, run.unplaced.inputs)
+        files = ReportFiles(context.directory)
+        files.write_json("misses.json", told)
+        files.write("misses.html", lambda page: missed.write(told, page.parent))
+        missed.show_table(told, context.directory / "misses.html")
+        files.check()
+        return Outcome(told)
 
 
 def measured(cfg: Recipe, task: MissesConfig, dataset: Dataset, inputs: Inputs) -> dict[str, Any]:

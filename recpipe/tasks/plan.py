@@ -3,8 +3,7 @@ trained."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, replace
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,19 +14,13 @@ from rich.table import Table
 
 from recpipe.common.console import show
 from recpipe.common.words import readable_bytes
-from recpipe.config.task import PlanConfig, TaskConfig
-from recpipe.distributed.ranks import Ranks
+from recpipe.config.task import PlanConfig
 from recpipe.errors import UserError, printable
-from recpipe.plugin.api import Invariant
-from recpipe.plugin.assembly import Assembly
-from recpipe.tables.config import TierConfig
-from recpipe.tables.groups import ModelTables
-from recpipe.tables.kept import GroupKept
-from recpipe.tables.owners import RESIDENT, GroupOwner, owner_names
-from recpipe.tables.sharding.plan import ShardPlan
-from recpipe.tables.sharding.planning import Sharding
+from recpipe.report.files import ReportFiles
+from recpipe.setup.ctx import TaskContext
+from recpipe.setup.given import Outcome
+from recpipe.tables.owners import RESIDENT
 from recpipe.tables.tiers.policies import BYTES_BESIDE
-from recpipe.tasks.plan_shards import described_shards, print_shards
 
 MOST_SHARDS = 25_000
 """Most tables times ranks that task=plan plans for; this takes about two minutes of one core.
@@ -36,87 +29,29 @@ TorchRec's planner estimates and copies every shard for every way to place a tab
 rank and table, measured with 26 tables and 256 ranks."""
 
 
-def planned_ranks(task: TaskConfig, tables: int) -> int | None:
-    """The number of ranks in ``task.ranks``; None: the running ones. ``UserError`` if there are too many."""
-    ranks = task.ranks if isinstance(task, PlanConfig) else None
-    most = max(1, MOST_SHARDS // tables)
-    if ranks is not None and ranks > most:
-        raise UserError(
-            f"task.ranks={ranks}: planning takes time for each rank and table; {tables} tables are planned "
-            f"for at most {most} ranks"
-        )
-    return ranks
+class Plan:
+    """Where a run's rows would be and who decides it, for the running ranks or for ``task.ranks``."""
 
-
-def describe(
-    assembly: Assembly,
-    tables: ModelTables,
-    tiers: TierConfig,
-    owners: Sequence[GroupOwner],
-    ranks: Ranks,
-    batch_size: int,
-    shards: tuple[Sharding, ShardPlan] | None = None,
-    rounded: bool = False,
-) -> dict[str, Any]:
-    """The content of assembly.json: the plugins' parts with their owners and order, and the tiers' bytes."""
-    plan = None if shards is None else shards[1]
-    kept = [
-        GroupKept.of(group.tables, owner, tiers, ranks, plan, batch_size)
-        for group, owner in zip(tables.groups, owners, strict=True)
-    ]
-    store = tiers.described_store(ranks) if shards is None else tiers.store
-    records = [group.tables.record_bytes for group in tables.groups]
-    if tiers.plan is not None:
-        assembly = replace(assembly, planner=None)  # the file says where tables go
-    parts, own = assembly.to_dict(), sorted(_altered(shards, rounded))
-    return {
-        **parts,
-        "altered": sorted({*parts["altered"], *own}),
-        "altered_by": {**parts["altered_by"], **({"recpipe": own} if own else {})},
-        "cache": owner_names(owners),
-        "sharded": shards is not None,
-        "shards": None
-        if shards is None
-        else described_shards(shards[1], shards[0].group_of, shards[0].tiered),
-        "ranks": {"trainers": list(ranks.trainers), "holders": list(ranks.holders)},
-        "tiers": {
-            "store": store if any(group.tiered_rows for group in kept) else None,
-            "record_bytes": max(records),
-            "rows": tables.total_rows,
-            "resident_bytes": sum(group.resident_bytes for group in kept),
-            "resident_rows": sum(group.resident_rows for group in kept),
-            "cold_bytes": sum(sum((group.cold_bytes or {}).values()) for group in kept),
-            "cold_rows": sum(group.tiered_rows for group in kept),
-            "beside_bytes": sum(group.map_bytes + group.buffer_bytes for group in kept),
-            "map_bytes": sum(group.map_bytes for group in kept),
-            "table_bytes": tables.bytes_of_tables(),
-            "groups": [
-                {
-                    "collection": group.path,
-                    "tables": list(group.tables.layout.tables),
-                    "dim": group.tables.dim,
-                    "optimizer": asdict(group.tables.optimizer),
-                    "record_bytes": group.tables.record_bytes,
-                    "cold_record_bytes": None if owner.name == RESIDENT else group.tables.cold_record_bytes,
-                    "storage": group.tables.storage.value.lower(),
-                    "cache": owner.name,
-                    "resident_rows": here.resident_rows,
-                    "cold_bytes": here.cold_bytes,
-                }
-                for group, owner, here in zip(tables.groups, owners, kept, strict=True)
-            ],
-        },
-    }
-
-
-def _altered(shards: tuple[Sharding, ShardPlan] | None, rounded: bool) -> set[str]:
-    """The invariants that the recipe itself breaks, in addition to those of plugins."""
-    splits = shards is not None and shards[0].splits_states(shards[1])
-    return {Invariant.EXACT_GRADIENT.name} if splits or rounded else set()
+    def run(self, context: TaskContext) -> Outcome:
+        """Write assembly.json and plan.json, and print both as tables; ``UserError`` for too many ranks."""
+        task, run = context.recipe.task, context.joined
+        assert isinstance(task, PlanConfig)
+        tables = len(run.unplaced.tables.tables)
+        most = max(1, MOST_SHARDS // tables)
+        if task.ranks is not None and task.ranks > most:
+            raise UserError(
+                f"task.ranks={task.ranks}: planning takes time for each rank and table; {tables} tables are "
+                f"planned for at most {most} ranks"
+            )
+        plan = run.planned(context.command_line, task.ranks)
+        if run.leads:
+            plan.write(ReportFiles(context.directory))
+        print_plan(plan.described, context.directory)
+        return Outcome(plan.described)
 
 
 def print_plan(plan: Mapping[str, Any], run_dir: Path) -> None:
-    """Print ``describe``'s result as a table; ``run_dir`` has plan.json."""
+    """Print the content of assembly.json as a table; ``run_dir`` has plan.json."""
     tiers = plan["tiers"]
     table = Table(box=box.SIMPLE_HEAD, show_header=False, pad_edge=False)
     table.add_column(style="bold", no_wrap=True)
@@ -161,3 +96,36 @@ def print_plan(plan: Mapping[str, Any], run_dir: Path) -> None:
             out.print(line, soft_wrap=True, markup=False, highlight=False)
 
     show(draw)
+
+
+def print_shards(shards: Mapping[str, Any], console: Console) -> None:
+    """Print the shards of assembly.json as two tables."""
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    for title in ("table", "sharding", "kernel", "ranks", "bytes", "predicted ms"):
+        table.add_column(title, justify="right" if title in ("bytes", "predicted ms") else "left")
+    for name, row in shards["tables"].items():
+        where = ", ".join(map(str, row["ranks"]))
+        table.add_row(
+            escape(printable(name)),
+            row["sharding"],
+            row["kernel"],
+            where,
+            readable_bytes(row["bytes"]),
+            _ms(row["predicted_ms"]),
+        )
+    sums = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    for title in ("rank", "bytes", "of them in tiers", "predicted ms"):
+        sums.add_column(title, justify="right")
+    for rank, row in enumerate(shards["ranks"]):
+        sums.add_row(
+            str(rank),
+            readable_bytes(row["bytes"]),
+            readable_bytes(row["tiered_bytes"]),
+            _ms(row["predicted_ms"]),
+        )
+    console.print(table)
+    console.print(sums)
+
+
+def _ms(value: float | None) -> str:
+    return "-" if value is None else f"{value:.3f}"

@@ -24,7 +24,7 @@ from recpipe.plugin.conf import knobs_in, package_conf
 from recpipe.plugin.context import Context, GroupInfo, TableInfo
 from recpipe.plugin.errors import PluginError
 from recpipe.plugin.load import installed, instantiate
-from recpipe.plugin.offers import GROUPS, PLUGIN, WORDS, entry, imported, offered, origin_of
+from recpipe.plugin.offers import GROUPS, PLUGIN, WORDS, entry, imported, is_core, offered, origin_of
 from recpipe.tasks.starter import MADE, write_starter
 
 _TABLES = {f"C{i}": TableInfo(f"C{i}", 1000, 16, state=4) for i in range(1, 27)}
@@ -140,6 +140,7 @@ def print_plugins() -> int:
         for kind in GROUPS
         if kind != PLUGIN
         for ep in offered(kind).values()
+        if not is_core(ep)
     }
     if not rows and not parts:
         print("no plugins are installed; recpipe's own appear after: pip install -e .")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from itertools import product
 from statistics import fmean
 from typing import Any, TypeVar
@@ -20,6 +20,8 @@ from recpipe.perf.calibrate import contradicts, recheck
 from recpipe.perf.machine.profile import Host, own_profile, profile_path
 from recpipe.pipeline.placed import PlacedModel
 from recpipe.pipeline.step import StagedBatch
+from recpipe.plugin.calls import blaming
+from recpipe.plugin.offers import imported, offered, origin_of
 from recpipe.profiling.limits import Limits, measure
 from recpipe.profiling.parts import tell_parts
 from recpipe.profiling.roofline import floors_ms
@@ -36,6 +38,9 @@ from recpipe.profiling.workload import (
 )
 from recpipe.report.files import ReportFiles
 from recpipe.report.record import RunReport, Throughput
+from recpipe.setup.ctx import TaskContext
+from recpipe.setup.given import Outcome
+from recpipe.setup.training import Training
 from recpipe.training.recorder import Recorder
 
 T = TypeVar("T")
@@ -46,6 +51,40 @@ COUNTED_BATCHES = 8
 
 def _nothing() -> None:
     pass
+
+
+class Profile:
+    """Where a step's time goes, against what the machine could do."""
+
+    def run(self, context: TaskContext) -> Outcome:
+        """Train for so many steps as are profiled, without anything else."""
+        cfg = context.recipe
+        assert isinstance(cfg.task, ProfileConfig)
+        self.config = cfg.task
+        shortened = replace(cfg, trainer=cfg.task.shortened(cfg.trainer))
+        return replace(context, recipe=shortened).train(self)
+
+    def callback(self, training: Training) -> L.Callback:
+        """Profiles the training's last steps."""
+        run = training.run
+        self.profiler = StepProfiler(self.config, training.recorder, training.model, run.device)
+        return self.profiler
+
+    def complete(self, training: Training, report: RunReport, files: ReportFiles) -> None:
+        """Put the profile into the report and write the trace beside it."""
+        self.profiler.complete(report, training, files)
+
+
+def predicted(training: Training, steps: int, phases: Mapping[str, Any]) -> dict[str, Any]:
+    """What the installed performance model says of the later half of the first ``steps`` steps, beside the
+    measured ``phases``: a dict with ``step_ms``, or with the ``reason`` why there is none."""
+    for ep in offered("profile").values():
+        predict = imported("profile", ep)
+        assert callable(predict)
+        with blaming(origin_of(ep), "profile"):
+            found: dict[str, Any] = predict(training, steps, phases)
+        return found
+    return {"reason": "no installed package predicts steps; recpipe's own is the performance model"}
 
 
 class StepProfiler(L.Callback):
@@ -127,20 +166,14 @@ class StepProfiler(L.Callback):
             self.profiler.stop()
             self._watching = False
 
-    def complete(
-        self,
-        report: RunReport,
-        config: ModelConfig | UserModel,
-        files: ReportFiles,
-        predict: Callable[[int, Any], dict[str, Any]],
-    ) -> None:
+    def complete(self, report: RunReport, training: Training, files: ReportFiles) -> None:
         """Put the ``profile`` into the report and write the trace beside it, unless a signal came first.
 
         The report's throughput becomes that of the timed steps. It measures the machine, which takes seconds.
-        ``predict``: what the performance model tells of so many steps, with the measured phases.
         """
         if not self.finished:
             return
+        config = training.run.recipe.model
         timed = slice(self.config.warmup, self.config.warmup + self.config.steps)
         seconds, samples = self.recorder.step_seconds[timed], self.recorder.step_samples[timed]
         in_training = report.throughput.others_cpu_share
@@ -160,7 +193,7 @@ class StepProfiler(L.Callback):
             floor = floor_section(work, limits, config.precision, lookups)
             return {
                 **timing,
-                "predicted": predict(timed.stop, timing["phases"]),
+                "predicted": predicted(training, timed.stop, timing["phases"]),
                 "floor": floor | {"stale": stale(timing, floor["ms"], disturbance(others))},
                 "machine": asdict(limits),
             }

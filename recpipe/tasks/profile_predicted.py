@@ -20,6 +20,7 @@ from recpipe.pipeline.placed import PlacedModel
 from recpipe.plugin.calls import blame
 from recpipe.plugin.load import activate
 from recpipe.profiling.trace import OVERHEAD
+from recpipe.setup.training import Training
 from recpipe.tasks.advise.candidates import Candidate
 from recpipe.tasks.advise.facts import facts_of
 from recpipe.tasks.advise.judged import Machine, by_beginning, judge, told_timeline
@@ -46,27 +47,20 @@ Phases = Mapping[str, Mapping[str, float | None]]
 """The figures of each of ``task=profile``'s phases; ``ms`` is used."""
 
 
-def predicted_step(
-    cfg: Recipe,
-    dataset: Dataset,
-    model: PlacedModel,
-    backend: Backend,
-    alone: bool,
-    steps: int,
-    phases: Phases,
-) -> dict[str, Any]:
+def predicted_step(training: Training, steps: int, phases: Phases) -> dict[str, Any]:
     """The prediction for the later half of a run's first ``steps`` steps.
 
     ``step_ms`` with the least and the most expected, the training thread's milliseconds by part, beside those
     of the measured ``phases``, the share of a step in which each thread works or waits, and a timeline; or
     only ``reason``, why there is none.
-
-    ``alone``: whether one process trains, on a CPU.
     """
+    run, backend = training.run, training.module.backend
     try:
-        if not alone:
+        if run.ranks.world > 1 or run.device.type != "cpu" or backend is None:
             raise UserError("steps are predicted for one process on a CPU")
-        return _predicted(cfg, dataset, model, backend, steps) | {"measured_parts_ms": _measured(phases)}
+        return _predicted(run.recipe, run.dataset, training.model, backend, steps) | {
+            "measured_parts_ms": _measured(phases)
+        }
     except UserError as error:
         return {"reason": str(error)}
 

@@ -9,9 +9,13 @@ from recpipe.errors import UserError
 from recpipe.perf.scale.config import ScaleConfig
 from recpipe.perf.scale.machine import machine
 from recpipe.perf.scale.model import PaperModel, paper_model
+from recpipe.perf.scale.own import own_model
 from recpipe.perf.scale.predict import Prediction, Setting
 from recpipe.report import scaled
 from recpipe.report.files import ReportFiles
+from recpipe.setup.ctx import TaskContext
+from recpipe.setup.given import Outcome
+from recpipe.setup.prepare import refuse_ranks
 
 CHECKED = (
     "Checked against 30 published rates and 3 recalled ones (docs/guide/scale.md): off by a factor of 1.3 on "
@@ -19,6 +23,23 @@ CHECKED = (
     "and Python are not counted; most are too fast on paper. Not checked: rows in host memory and on disks, "
     "more than 128 GPUs."
 )
+
+
+class Scale:
+    """How fast a model would train on machines that are not here."""
+
+    def run(self, context: TaskContext) -> Outcome:
+        """Predict for ``scale.model``, or for the recipe's own model."""
+        config = context.recipe.scale
+        assert config is not None
+        refuse_ranks("task=scale")
+        own = None
+        if config.model is None:
+            run = context.joined
+            unplaced, size = run.unplaced, run.recipe.data.batch_size
+            module = unplaced.called.module
+            own = own_model(run.recipe.model, module, unplaced.inputs, run.dataset, size)
+        return Outcome(tell_scale(config, context.directory, own))
 
 
 def tell_scale(config: ScaleConfig, run_dir: Path, own: PaperModel | None = None) -> dict[str, Any]:

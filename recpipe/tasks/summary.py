@@ -15,15 +15,14 @@ from recpipe.common.device import peak_gpu_bytes
 from recpipe.common.machine import peak_rss_bytes
 from recpipe.common.words import CUSTOM
 from recpipe.config.recipe import Recipe
-from recpipe.data.dataset import Dataset
 from recpipe.distributed.ranks import Ranks
-from recpipe.plugin.assembly import Assembly
 from recpipe.plugin.collection import TierFigures
 from recpipe.plugin.context import Io, RunFigures
 from recpipe.report.environment import environment
 from recpipe.report.quality import ALTERED
 from recpipe.report.record import DataFigures, Memory, RankFigures, Resumed, RunReport, as_json
 from recpipe.seams import Collective
+from recpipe.setup.training import Finished, Training
 from recpipe.tables.grouped import GroupedCollection
 from recpipe.tables.groups import ModelTables
 from recpipe.tasks.table_memory import memory_of_tables
@@ -31,30 +30,18 @@ from recpipe.training.module import RankingModule
 from recpipe.training.recorder import Recorder
 
 
-def summarize(
-    cfg: Recipe,
-    dataset: Dataset,
-    assembly: Assembly,
-    described: Mapping[str, Any],
-    tables: ModelTables,
-    embeddings: GroupedCollection,
-    module: RankingModule,
-    ranks: Ranks,
-    resumed_from: Path | None,
-    recorder: Recorder,
-    written_back: float,
-    preparing: int,
-    command_line: Sequence[str] | None,
-) -> RunReport:
-    """Everything that report.json holds; ``written_back``: when all rows were, by ``perf_counter``;
-    ``preparing``: the largest resident set before tables were made, in bytes; ``command_line``: the
-    overrides, unless the run was started from Python."""
+def summarize(training: Training, finished: Finished, command_line: Sequence[str] | None) -> RunReport:
+    """Everything that report.json holds; ``command_line``: the overrides, unless the run was started from
+    Python."""
+    run, plan, module, recorder = training.run, training.plan, training.module, training.recorder
+    cfg, dataset, ranks, described = run.recipe, run.dataset, run.ranks, plan.described
+    tables, embeddings = plan.unplaced.tables, training.built.embeddings
     training_peak = peak_rss_bytes()
     tiers = embeddings.tier_figures()
     io = _io(tiers, str(described["tiers"]["store"]))
     splitting = module.loader.splitting
     graph_steps = None if module.graph is None else module.graph.trained
-    run = RunFigures(
+    figures = RunFigures(
         steps=recorder.steps,
         samples=recorder.samples,
         lookups=module.loader.lookups,
@@ -64,7 +51,7 @@ def summarize(
         split_batches=0 if splitting is None else splitting.batches,
         splitting="" if splitting is None else splitting.verdict(),
     )
-    plugins, unreported = assembly.figures(run, as_json)
+    plugins, unreported = plan.assembly.figures(figures, as_json)
     for line in unreported.values():
         log.warning("%s. The report is without its figures", line)
     return RunReport(
@@ -82,10 +69,12 @@ def summarize(
             module.model.late_calls,
             recorder.skipped_samples,
         ),
-        throughput=replace(recorder.throughput(written_back), graph_steps=graph_steps),
+        throughput=replace(recorder.throughput(finished.written_back), graph_steps=graph_steps),
         quality=recorder.quality,
         memory=replace(
-            _memory(described, ranks, tables, embeddings, tiers, max(preparing, training_peak)),
+            _memory(
+                described, ranks, tables, embeddings, tiers, max(training.built.preparing, training_peak)
+            ),
             training_peak_rss_bytes=training_peak,
             peak_gpu_bytes=peak_gpu_bytes(module.loader.device),
         ),
@@ -94,7 +83,7 @@ def summarize(
         environment=environment(),
         history=recorder.history,
         ranks=_ranks(ranks, embeddings.collectives),
-        resumed=_resumed(resumed_from, module, recorder),
+        resumed=_resumed(training.built.resume, module, recorder),
         series=recorder.intervals.series(recorder.step_seconds),
         calibration=module.evaluation.quality.calibration,
         skew=_skew(module.loader.accesses, tables),

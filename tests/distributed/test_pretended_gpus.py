@@ -14,8 +14,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from recpipe import run as whole
 from recpipe.config.compose import compose
+from recpipe.run import run
+from recpipe.setup import ctx
 from recpipe.tables.sharding import plan
 from tests.pretend_gpu import cuda
 from tests.processes import start_ranks
@@ -48,14 +49,14 @@ def _rank(rank: int, folder: str, port: int) -> None:
     cuda.install()  # this process has one GPU, which is number 0 whatever its rank
     gpu = torch.device("cuda", 0)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(whole, "choose_device", lambda name: gpu)
+        patch.setattr(ctx, "choose_device", lambda name: gpu)
         patch.setattr(plan, "placement", lambda kind, rank, local_world: f"rank:{rank}/{gpu}")
         for name, words in RECIPES.items():
             places = Path(folder, name, "first"), Path(folder, name, "again")
             first, again = (f"trainer.checkpoint_dir='{place}/kept'" for place in places)
-            whole.run(compose([*SMALL, *words, first]), places[0] / str(rank))
+            run(compose([*SMALL, *words, first]), places[0] / str(rank))
             on = ("trainer.max_steps=15", f"resume='{places[0]}/kept'", again)
-            report = whole.run(compose([*SMALL, *words, *on]), places[1] / str(rank))
+            report = run(compose([*SMALL, *words, *on]), places[1] / str(rank))
             assert rank or report["resumed"]["step"] == 12
     os._exit(0)
 

@@ -18,9 +18,10 @@ import pytest
 import torch
 from fbgemm_gpu.split_table_batched_embeddings_ops_training import SplitTableBatchedEmbeddingBagsCodegen
 
-from recpipe import run as whole
 from recpipe.config.compose import compose
 from recpipe.distributed.ranks import Ranks
+from recpipe.run import run
+from recpipe.setup import planned
 from recpipe.tables.sharding import sent
 from recpipe.tables.sharding.collection import ShardedCollection
 from recpipe.tables.sharding.tables import ShardedTables
@@ -153,13 +154,13 @@ def cache(monkeypatch: pytest.MonkeyPatch) -> Cache:
             )
         return pooled
 
-    def cached(*arguments: Any, real: Callable[..., Any] = whole.plan_shards) -> Any:
+    def cached(*arguments: Any, real: Callable[..., Any] = planned.plan_shards) -> Any:
         return behind_a_cache(*real(*arguments))
 
     monkeypatch.setattr(SplitTableBatchedEmbeddingBagsCodegen, "prefetch", prefetch)
     monkeypatch.setattr(SplitTableBatchedEmbeddingBagsCodegen, "forward", forward)
     monkeypatch.setattr(torch.ops.fbgemm, "lxu_cache_locking_counter_decrement", unlock)
-    monkeypatch.setattr(whole, "plan_shards", cached)
+    monkeypatch.setattr(planned, "plan_shards", cached)
     return seen
 
 
@@ -169,7 +170,7 @@ def behind_a_cache(sharding: Any, plan: Any) -> Any:
 
 
 def train(folder: Path, *words: str) -> None:
-    whole.run(compose([*WORDS, *words]), folder)
+    run(compose([*WORDS, *words]), folder)
 
 
 @pytest.mark.parametrize("prefetch", ["true", "false"])

@@ -14,7 +14,6 @@ import numpy as np
 import pytest
 import torch
 
-from recpipe import run
 from recpipe.checkpoint.table_io import TableCheckpointIO, newest
 from recpipe.model import metrics
 from recpipe.model.metrics import Quality
@@ -126,7 +125,7 @@ def test_before_the_first_step_there_is_nothing_to_save(trained, tmp_path, monke
         os.kill(os.getpid(), number)
         raise AssertionError("not heard")
 
-    monkeypatch.setattr(run, "open_dataset", slowly)
+    monkeypatch.setattr("recpipe.setup.ctx.open_dataset", slowly)
     with pytest.raises(KeyboardInterrupt):
         trained("stopped")
     assert signal.getsignal(number) is before

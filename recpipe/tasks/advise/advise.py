@@ -27,6 +27,8 @@ from recpipe.perf.machine.profile import profile_path
 from recpipe.perf.step.capture import CannotTrace
 from recpipe.report import advised
 from recpipe.report.files import ReportFiles
+from recpipe.setup.ctx import TaskContext
+from recpipe.setup.given import Outcome
 from recpipe.setup.placing import Unplaced
 from recpipe.tasks import misses
 from recpipe.tasks.advise.budget import Adviser
@@ -35,6 +37,18 @@ from recpipe.tasks.advise.facts import facts_of
 from recpipe.tasks.advise.judged import Judged
 from recpipe.tasks.advise.machine import machine_profile, words
 from recpipe.tasks.advise.verify import verified
+
+
+class Advise:
+    """What would pay on this data and machine, predicted."""
+
+    def run(self, context: TaskContext) -> Outcome:
+        """Predict for the recipe's model and data, and verify what ``advise.verify`` asks for."""
+        run = context.joined
+        told = advise(
+            run.recipe, run.dataset, run.unplaced, run.device, context.directory, context.command_line
+        )
+        return Outcome(told)
 
 
 def advise(

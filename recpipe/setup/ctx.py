@@ -1,0 +1,154 @@
+"""What a task is given: the recipe and the run's directory at once, and the run itself when it asks for
+it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Protocol
+
+import lightning as L
+import torch
+
+from recpipe.backend.matmul import float32_products, require_units
+from recpipe.common.console import log
+from recpipe.common.device import begin_on, same_bits
+from recpipe.common.files import RunDir
+from recpipe.common.machine import reset_peak_rss
+from recpipe.common.process import run_start
+from recpipe.config.recipe import Recipe
+from recpipe.config.task import PlanConfig
+from recpipe.data.make import open_dataset
+from recpipe.distributed.launch import Process, joined, require_same_data
+from recpipe.distributed.ranks import Ranks
+from recpipe.report.files import ReportFiles
+from recpipe.report.record import RunReport
+from recpipe.setup.accumulating import accumulating
+from recpipe.setup.footprint import require_inputs
+from recpipe.setup.given import Given, Outcome
+from recpipe.setup.placing import Unplaced
+from recpipe.setup.planned import Planned
+from recpipe.setup.prepare import choose_device, owning_places, remove_left_stores
+from recpipe.training.optim import try_out
+from recpipe.training.signals import interruptible
+
+
+class Joined:
+    """A run that this process takes part in: its ranks, its device and its data; a model when asked for.
+
+    ``recipe``: with what depends on the device decided, and with ``data.batch_size`` the samples of a whole
+    step. ``micro_batch``: samples of each batch that adds to it, as the user set them. ``steps``: of the
+    training, at most. ``started``: when the run began, by ``perf_counter``.
+    """
+
+    def __init__(
+        self, recipe: Recipe, ranks: Ranks, device: torch.device, run_dir: RunDir, given: Given
+    ) -> None:
+        self.started = run_start()
+        reset_peak_rss()  # of an earlier run in this process
+        self.ranks, self.device, self.run_dir, self.given = ranks, device, run_dir, given
+        self.leads = ranks.rank == 0
+        require_units(recipe.model.precision, device, recipe.model.emulate_bfloat16)
+        self.dataset = open_dataset(recipe.data, recipe.seed, given.dataset)
+        require_same_data(self.dataset.fingerprint)
+        log.info(f"{self.dataset.size('train'):,} samples to train, {self.dataset.size('eval'):,} held out")
+        self.micro_batch = recipe.data.batch_size
+        self.recipe = accumulating(recipe, self.dataset)
+        self.steps = recipe.trainer.steps(self.dataset.num_batches("train", self.recipe.data.batch_size))
+
+    @cached_property
+    def unplaced(self) -> Unplaced:
+        """The model, with tables still to be placed, and where its ids are in a batch."""
+        L.seed_everything(self.recipe.seed, verbose=False)
+        require_inputs(self.recipe, self.dataset, self.ranks, self.device)
+        return Unplaced.of(self.recipe, self.dataset, self.device, self.given.model)
+
+    def planned(self, command_line: Sequence[str] | None, world: int | None = None) -> Planned:
+        """The plugins' parts and the owner of every table's rows; conflicts are refused here.
+
+        ``command_line``: for a warning of keys that change nothing. ``world``: plan for so many ranks; None:
+        for those of the run.
+        """
+        return Planned.of(
+            self.recipe,
+            self.dataset,
+            self.unplaced,
+            self.device,
+            self.ranks,
+            steps=self.steps,
+            micro_batch=self.micro_batch,
+            command_line=command_line or (),
+            world=world or self.ranks.world,
+        )
+
+
+class Watcher(Protocol):
+    """A task's look at the steps of a training run, which is then not evaluated."""
+
+    def callback(self, training: Any) -> L.Callback:
+        """The callback of Lightning's that watches ``training``, a ``setup.training.Training``."""
+
+    def complete(self, training: Any, report: RunReport, files: ReportFiles) -> None:
+        """Add to the report and the files of the finished run."""
+
+
+class Train(Protocol):
+    """``recpipe.run.train``."""
+
+    def __call__(self, context: TaskContext, watcher: Watcher | None = None) -> Outcome:
+        """Train the context's run and return its report and model."""
+
+
+@dataclass(frozen=True)
+class TaskContext:
+    """What a task is given.
+
+    ``recipe``: typed and checked. ``command_line``: the user's overrides; None for a run from Python.
+    ``given``: what a caller in Python brings. ``until_end``: closed when the task has ended. ``trainer``:
+    trains the run, for tasks that look at a training.
+    """
+
+    recipe: Recipe
+    run_dir: RunDir
+    command_line: Sequence[str] | None
+    given: Given
+    until_end: ExitStack
+    trainer: Train
+
+    @property
+    def directory(self) -> Path:
+        """The run's directory, which is there and this run's alone."""
+        return self.run_dir.path
+
+    @cached_property
+    def joined(self) -> Joined:
+        """Choose the device, join the other ranks and open the data; all is left when the task has ended."""
+        cfg = self.recipe
+        device = choose_device(cfg.trainer.device)
+        begin_on(device)
+        cfg = replace(cfg, tiers=cfg.tiers.on(device))
+        try_out(cfg.optim.dense, device)
+        enter = self.until_end.enter_context
+        enter(float32_products(device, cfg.model.precision))
+        enter(same_bits(cfg.trainer.deterministic, device))
+        if Process.current().rank == 0 and not isinstance(cfg.task, PlanConfig):
+            remove_left_stores(cfg.tiers, self.run_dir, cfg.resume)
+        enter(owning_places(cfg, self.run_dir))
+        enter(interruptible())
+        ranks = enter(joined(cfg.topology, cfg.tiers.emulate, device))
+        return Joined(cfg, ranks, device, self.run_dir, self.given)
+
+    def train(self, watcher: Watcher | None = None) -> Outcome:
+        """Train the run, watched by ``watcher``."""
+        return self.trainer(self, watcher)
+
+
+class Task(Protocol):
+    """What ``task=NAME`` chooses: an object, or a class without arguments, named by the entry point
+    ``recpipe.tasks``."""
+
+    def run(self, context: TaskContext) -> Outcome | Mapping[str, Any]:
+        """Carry it out. A mapping is the report, which is also written to NAME.json."""

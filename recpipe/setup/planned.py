@@ -1,0 +1,191 @@
+"""What a run will build: the plugins' parts, the owner of every table's rows, and the plan that says so."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+import torch
+
+from recpipe.common.console import log
+from recpipe.config.recipe import Recipe
+from recpipe.data.dataset import Dataset
+from recpipe.distributed.ranks import Ranks
+from recpipe.plugin.api import Invariant
+from recpipe.plugin.assembly import Assembly
+from recpipe.plugin.tables import TableSet
+from recpipe.report.files import ReportFiles
+from recpipe.setup.accumulating import accumulating_in
+from recpipe.setup.placing import Unplaced
+from recpipe.setup.prepare import assemble_plugins
+from recpipe.tables.groups import ModelTables
+from recpipe.tables.kept import GroupKept
+from recpipe.tables.owners import RESIDENT, GroupOwner, group_owners, is_sharded, owner_names, warn_of_unused
+from recpipe.tables.quantized import check_quantized
+from recpipe.tables.sharding.claims import ShardClaims
+from recpipe.tables.sharding.plan import Shard, ShardPlan
+from recpipe.tables.sharding.planning import Sharding
+from recpipe.tables.sharding.prepare import plan_shards
+from recpipe.training.callbacks import check_callbacks
+
+
+@dataclass(frozen=True)
+class Planned:
+    """The parts that plugins bring to a run, and where each group's rows will be. No memory is taken yet.
+
+    ``unplaced``: the model, with its tables in the groups that the plugins ask for. ``owners``: of each
+    group's rows. ``shards``: None unless tables are sharded. ``described``: the content of assembly.json.
+    """
+
+    assembly: Assembly
+    unplaced: Unplaced
+    owners: Sequence[GroupOwner]
+    shards: tuple[Sharding, ShardPlan] | None
+    described: dict[str, Any]
+
+    @classmethod
+    def of(
+        cls,
+        cfg: Recipe,
+        dataset: Dataset,
+        unplaced: Unplaced,
+        device: torch.device,
+        ranks: Ranks,
+        *,
+        steps: int,
+        micro_batch: int,
+        command_line: Sequence[str],
+        world: int,
+    ) -> Planned:
+        """Merge the plugins' parts and plan for ``world`` ranks; ``PluginError`` if they clash.
+
+        ``micro_batch``: samples in each of the batches that make a step. ``command_line``: for a warning of
+        keys that change nothing.
+        """
+        log.info("planning: plugins %s", ", ".join(cfg.plugins) or "none")
+        assembly, unplaced = assemble_plugins(cfg, dataset, unplaced, device, steps, ranks)
+        if assembly.plugins:
+            log.info("plugins' parts: %s", ", ".join(assembly.points()) or "none")
+        check_callbacks(assembly.callbacks)
+        batch_size = cfg.data.batch_size
+        if batch_size > micro_batch:
+            assembly = accumulating_in(assembly, micro_batch)
+        tables, tiers = unplaced.tables, cfg.tiers
+        owners, sharded, shards = group_owners(tiers, assembly, tables), is_sharded(tiers, assembly), None
+        if not sharded:
+            warn_of_unused(command_line, owners)
+        check_quantized(assembly.quantizing, tables, owners, sharded, device, ranks)
+        if sharded:
+            claims = ShardClaims.of(assembly)
+            shards = plan_shards(tables, tiers, claims, device, batch_size, ranks, world, owners)
+        return cls(
+            assembly, unplaced, owners, shards, _described(cfg, ranks, assembly, tables, owners, shards)
+        )
+
+    def write(self, files: ReportFiles) -> None:
+        """Write assembly.json and, if tables are sharded, plan.json; ``UserError`` if that fails."""
+        files.write_json("assembly.json", self.described)
+        if self.shards is not None:
+            files.write_json("plan.json", self.shards[1].to_dict())
+        files.check()
+
+
+def _described(
+    cfg: Recipe,
+    ranks: Ranks,
+    assembly: Assembly,
+    tables: ModelTables,
+    owners: Sequence[GroupOwner],
+    shards: tuple[Sharding, ShardPlan] | None,
+) -> dict[str, Any]:
+    """The content of assembly.json: the plugins' parts with their owners and order, and the tiers' bytes."""
+    tiers, plan = cfg.tiers, None if shards is None else shards[1]
+    kept = [
+        GroupKept.of(group.tables, owner, tiers, ranks, plan, cfg.data.batch_size)
+        for group, owner in zip(tables.groups, owners, strict=True)
+    ]
+    store = tiers.described_store(ranks) if shards is None else tiers.store
+    records = [group.tables.record_bytes for group in tables.groups]
+    if tiers.plan is not None:
+        assembly = replace(assembly, planner=None)  # the file says where tables go
+    parts: Mapping[str, Any] = assembly.to_dict()
+    splits = shards is not None and shards[0].splits_states(shards[1])
+    rounded = cfg.model.precision != "float32"
+    own = [Invariant.EXACT_GRADIENT.name] if splits or rounded else []
+    return {
+        **parts,
+        "altered": sorted({*parts["altered"], *own}),
+        "altered_by": {**parts["altered_by"], **({"recpipe": own} if own else {})},
+        "cache": owner_names(owners),
+        "sharded": shards is not None,
+        "shards": None
+        if shards is None
+        else _described_shards(shards[1], shards[0].group_of, shards[0].tiered),
+        "ranks": {"trainers": list(ranks.trainers), "holders": list(ranks.holders)},
+        "tiers": {
+            "store": store if any(group.tiered_rows for group in kept) else None,
+            "record_bytes": max(records),
+            "rows": tables.total_rows,
+            "resident_bytes": sum(group.resident_bytes for group in kept),
+            "resident_rows": sum(group.resident_rows for group in kept),
+            "cold_bytes": sum(sum((group.cold_bytes or {}).values()) for group in kept),
+            "cold_rows": sum(group.tiered_rows for group in kept),
+            "beside_bytes": sum(group.map_bytes + group.buffer_bytes for group in kept),
+            "map_bytes": sum(group.map_bytes for group in kept),
+            "table_bytes": tables.bytes_of_tables(),
+            "groups": [
+                {
+                    "collection": group.path,
+                    "tables": list(group.tables.layout.tables),
+                    "dim": group.tables.dim,
+                    "optimizer": asdict(group.tables.optimizer),
+                    "record_bytes": group.tables.record_bytes,
+                    "cold_record_bytes": None if owner.name == RESIDENT else group.tables.cold_record_bytes,
+                    "storage": group.tables.storage.value.lower(),
+                    "cache": owner.name,
+                    "resident_rows": here.resident_rows,
+                    "cold_bytes": here.cold_bytes,
+                }
+                for group, owner, here in zip(tables.groups, owners, kept, strict=True)
+            ],
+        },
+    }
+
+
+def _shard_bytes(shard: Shard, tables: TableSet) -> int:
+    """Bytes of a shard's weights and optimizer state on its rank."""
+    state = 4 * tables.optimizer.state_width(shard.columns)
+    return shard.rows * (tables.bytes_of_weights(shard.columns) + state)
+
+
+def _described_shards(
+    plan: ShardPlan, groups: Mapping[str, TableSet], tiered: Collection[str] = ()
+) -> dict[str, Any]:
+    """The plan for assembly.json: each table's type, ranks, bytes and predicted milliseconds, and each rank's
+    sums.
+
+    ``groups``: the group of each table. Bytes are those of all rows; a rank's ``tiered_bytes`` are those of
+    rows in tiers. These are the rows of the ``tiered`` tables, except for data-parallel ones.
+    """
+    by_table = {}
+    ranks = [{"bytes": 0, "tiered_bytes": 0, "predicted_ms": 0.0} for _ in range(plan.world)]
+    known = all(s.predicted_ms is not None for t in plan.tables.values() for s in t.shards)
+    for name, table in plan.tables.items():
+        sizes = [_shard_bytes(s, groups[name]) for s in table.shards]
+        for shard, size in zip(table.shards, sizes, strict=True):
+            ranks[shard.rank]["bytes"] += size
+            ranks[shard.rank]["tiered_bytes"] += size if name in tiered and not table.replicated else 0
+            ranks[shard.rank]["predicted_ms"] += shard.predicted_ms or 0.0
+        by_table[name] = {
+            "sharding": table.sharding,
+            "kernel": table.kernel,
+            "ranks": sorted({s.rank for s in table.shards if s.rows}),
+            "bytes": sum(sizes),
+            "predicted_ms": max(s.predicted_ms or 0.0 for s in table.shards) if known else None,
+        }
+    return {
+        "world": plan.world,
+        "tables": by_table,
+        "ranks": ranks if known else [{**r, "predicted_ms": None} for r in ranks],
+    }
