@@ -182,7 +182,9 @@ def entry(kind: str, name: str, available: Mapping[str, EntryPoint]) -> EntryPoi
     ``PluginConflict`` if two packages use it."""
     if name not in available:
         known, hint = ", ".join(sorted(available)) or "none", did_you_mean(name, available)
-        raise PluginNotFound(f"no {WORDS[kind]} '{name}'{blocked_words(name)}.{hint} Installed: {known}")
+        raise PluginNotFound(
+            f"no {WORDS[kind]} '{name}'{blocked_words(name)}.{hint} Installed: {known}{_outdated()}"
+        )
     if isinstance(available, Offers) and name in available.clashing:
         both = origin_of(available[name]), origin_of(available.clashing[name])
         other = next(one.distribution for one in reversed(both) if one.distribution != Origin.distribution)
@@ -191,6 +193,17 @@ def entry(kind: str, name: str, available: Mapping[str, EntryPoint]) -> EntryPoi
             f"{both[1].distribution}. Leave one out: '+block=[{other}]', or pip uninstall {other}"
         )
     return available[name]
+
+
+def _outdated() -> str:
+    """For a message about what is missing: that core's own tasks are, too, as in a checkout that has been
+    updated since it was installed."""
+    if any(is_core(ep) for ep in metadata.entry_points(group=GROUPS["task"])):
+        return ""
+    return (
+        ". recpipe's own tasks are not found either: its installation is older than its files, run recpipe "
+        "doctor"
+    )
 
 
 def blocked_words(name: str) -> str:

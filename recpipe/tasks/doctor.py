@@ -8,6 +8,7 @@ import importlib.metadata as metadata
 import os
 import subprocess
 import sys
+import tomllib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
@@ -276,7 +277,31 @@ def _check_plugins() -> list[Finding]:
                 f"{sys.executable} -m pip install -e .",
             )
         ]
+    missing = missing_entry_points(CHECKOUT / "pyproject.toml")
+    if missing:
+        return [
+            Finding(
+                "recpipe",
+                f"recpipe's installation is older than its files: it lacks {', '.join(missing)}",
+                f"cd {CHECKOUT} && {sys.executable} -m pip install -e .",
+            )
+        ]
     return [Finding("recpipe", f"recpipe {installed_version('recpipe')}")]
+
+
+def missing_entry_points(project: Path) -> list[str]:
+    """The tasks, commands and plugins of ``project``, a checkout's pyproject.toml, that recpipe's installed
+    metadata lacks; none if there is no such file."""
+    if not project.is_file():
+        return []
+    told = tomllib.loads(project.read_text("utf-8"))["project"]["entry-points"]
+    there = {(ep.group, ep.name, ep.value) for ep in metadata.distribution("recpipe").entry_points}
+    return [
+        f"{group.removeprefix('recpipe.')}: {name}"
+        for group, entries in told.items()
+        for name, value in entries.items()
+        if (group, name, value) not in there
+    ]
 
 
 def print_findings(_words: Sequence[str] = ()) -> int:

@@ -15,7 +15,7 @@ from recpipe.data.make import open_dataset
 from recpipe.errors import UserError
 from recpipe.plugin.errors import PluginConflict
 from recpipe.plugin.load import activate
-from recpipe.plugin.offers import offered
+from recpipe.plugin.offers import entry, offered
 from recpipe.run import run
 from recpipe.tasks import plugins as listing
 from recpipe.tasks.starter import MADE, write_starter
@@ -258,3 +258,9 @@ def test_a_new_package_is_whole(kind: str, tmp_path: Path, monkeypatch) -> None:
         write_starter("splitters", "mine2")
     with pytest.raises(UserError, match="'My-own' is no name"):
         write_starter(kind, "My-own")
+
+
+def test_missing_tasks_of_recpipes_own_send_to_the_doctor(monkeypatch) -> None:
+    monkeypatch.setattr("recpipe.plugin.offers.metadata.entry_points", lambda group: ())
+    with pytest.raises(UserError, match="no task 'plan'.*older than its files, run recpipe doctor"):
+        entry("task", "plan", offered("task"))

@@ -229,3 +229,13 @@ def test_status_and_output(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Captu
 
 def test_this_installation_loads() -> None:
     assert doctor.check_loads(cuda=False).ok
+
+
+def test_an_installation_older_than_its_files_is_named(tmp_path: Path) -> None:
+    project = tmp_path / "pyproject.toml"
+    assert doctor.missing_entry_points(project) == []
+    project.write_text(
+        '[project.entry-points."recpipe.tasks"]\nplan = "recpipe.tasks.plan:Plan"\nlook = "new:Look"\n'
+    )
+    assert doctor.missing_entry_points(project) == ["tasks: look"]
+    assert doctor.missing_entry_points(doctor.CHECKOUT / "pyproject.toml") == []
