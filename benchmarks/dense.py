@@ -20,8 +20,8 @@ from statistics import median
 from typing import Any
 
 import torch
+from recpipe_low_precision.dense import Inputs, weight_scales
 from recpipe_low_precision.layers import EIGHT_BITS, SEVEN_BITS, Layer, LowPrecisionLinear, bfloat16_has_units
-from recpipe_low_precision.ranges import Inputs, weight_scales
 from torch import nn
 from torch.export import Dim
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -210,5 +211,6 @@ def test_requirements_agree_with_the_doctor() -> None:
 
 def test_a_plugin_in_the_tree_is_registered() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-    registered = {value.partition(".")[0] for value in project["entry-points"]["recpipe.plugins"].values()}
+    groups = project["entry-points"].values()
+    registered = {re.split(r"[.:]", value)[0] for group in groups for value in group.values()}
     assert registered == {folder.name for folder in (ROOT / "plugins").glob("recpipe_*")}

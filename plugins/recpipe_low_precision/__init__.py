@@ -8,7 +8,7 @@ from recpipe.commands import Command
 from recpipe_low_precision.model_quantizer import FinishedModel, ModelQuantizer, Quantized, ReportSection
 
 if TYPE_CHECKING:
-    from recpipe.answers.source import FloatCheckpoint
+    from recpipe.answers.stored import FloatCheckpoint
     from recpipe_low_precision.bags import LowPrecisionBags, LowPrecisionRows, LowPrecisionTables, RowType
     from recpipe_low_precision.checkpoint import put_rows, write_quantized
     from recpipe_low_precision.opened import open_quantized, put_rows_of
@@ -27,7 +27,7 @@ NAMES = {
     "EIGHT_BITS": "recpipe.seams.int8:EIGHT_BITS",
     "FewRows": "recpipe.answers.stored:FewRows",
     "FinishedModel": "recpipe_low_precision.model_quantizer:FinishedModel",
-    "FloatCheckpoint": "recpipe.answers.source:FloatCheckpoint",
+    "FloatCheckpoint": "recpipe.answers.stored:FloatCheckpoint",
     "LARGEST_WEIGHT_CODE": "recpipe.seams.int8:LARGEST",
     "Layer": "recpipe_low_precision.layers:Layer",
     "LowPrecisionBags": "recpipe_low_precision.bags:LowPrecisionBags",
@@ -53,7 +53,7 @@ NAMES = {
     "open_quantized": "recpipe_low_precision.opened:open_quantized",
     "put_rows": "recpipe_low_precision.checkpoint:put_rows",
     "put_rows_of": "recpipe_low_precision.opened:put_rows_of",
-    "replace_module": "recpipe.answers.modules:replace_module",
+    "replace_module": "recpipe.answers.stored:replace_module",
     "require_ids": "recpipe.data.parts:require_ids",
     "row_bytes": "recpipe_low_precision.row_types:row_bytes",
     "row_scales": "recpipe_low_precision.row_types:row_scales",

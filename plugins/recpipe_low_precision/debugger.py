@@ -17,10 +17,9 @@ from torch import nn
 from recpipe.answers.stored import FewRows
 from recpipe.model.call import Called
 from recpipe_low_precision.bags import LowPrecisionTables
-from recpipe_low_precision.choices import FLOAT
 from recpipe_low_precision.layers import Layer, LowPrecisionLinear
 from recpipe_low_precision.replay import Stub, TableRows
-from recpipe_low_precision.row_types import BITS, decode_rows, row_scales
+from recpipe_low_precision.row_types import BITS, FLOAT, decode_rows, row_scales
 from recpipe_low_precision.slices import Slice
 
 LEAST_SNR = {"fp32": 100.0, "fp16": 50.0, "int8": 30.0, "int4": 12.0, "int2": 3.0}

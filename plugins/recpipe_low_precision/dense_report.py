@@ -7,9 +7,9 @@ from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any, Protocol
 
-from recpipe_low_precision.choices import FLOAT, Choice
 from recpipe_low_precision.dense import MEASURED, Linear
 from recpipe_low_precision.model_quantizer import ReportSection
+from recpipe_low_precision.row_types import FLOAT, Choice
 from recpipe_low_precision.search import Found
 
 _PERCENT = 100

@@ -10,7 +10,7 @@ from pathlib import Path
 from recpipe import UserError
 from recpipe.kit import Meter
 from recpipe_low_precision.bootstrap import PairedBootstrap
-from recpipe_low_precision.choices import FLOAT, Assignment
+from recpipe_low_precision.row_types import FLOAT, Assignment
 from recpipe_low_precision.slices import Slice
 
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from recpipe.answers.modules import replace_module
+from recpipe.answers.stored import replace_module
 from recpipe.backend.matmul import has_bfloat16_units
 from recpipe.common.saved import Damaged
 from recpipe.seams import onednn_takes_bfloat16

@@ -12,8 +12,8 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from recpipe.common.timing import seconds_by_round
 from recpipe_low_precision.bags import RowType
-from recpipe_low_precision.choices import FLOAT, Assignment, Choice
 from recpipe_low_precision.replay import Stub
+from recpipe_low_precision.row_types import FLOAT, Assignment, Choice
 from recpipe_low_precision.slices import Slice
 
 LEAST_SECONDS = 0.02

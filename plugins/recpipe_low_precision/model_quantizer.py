@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from recpipe.answers.source import FloatCheckpoint
+    from recpipe.answers.stored import FloatCheckpoint
     from recpipe.data.dataset import Dataset
 
 

@@ -18,8 +18,7 @@ from torch import nn
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
 
 from recpipe.answers.open import open_trained
-from recpipe.answers.source import gather
-from recpipe.answers.stored import FewTableRows, StoredModel, StoredTable
+from recpipe.answers.stored import FewTableRows, StoredModel, StoredTable, gather
 from recpipe.answers.trained import Scored, Trained, scored
 from recpipe.checkpoint.trained_on import TrainedOn
 from recpipe.common.files import RunDir

@@ -22,7 +22,6 @@ from recpipe.plugin import Context, Contribution, Plugin, PluginError, UserError
 from recpipe_low_precision import lookups, report
 from recpipe_low_precision.bootstrap import PairedBootstrap
 from recpipe_low_precision.checkpoint import write_quantized
-from recpipe_low_precision.choices import FLOAT, Assignment, Choice
 from recpipe_low_precision.debugger import compare
 from recpipe_low_precision.dense import TYPES, Linear, calibrate, largest_code, measure, types_for
 from recpipe_low_precision.dense_report import dense_content
@@ -30,10 +29,9 @@ from recpipe_low_precision.judge import Judge
 from recpipe_low_precision.manifest import table_bytes
 from recpipe_low_precision.model_quantizer import FinishedModel, ModelQuantizer, Quantized
 from recpipe_low_precision.opened import put_rows_of
-from recpipe_low_precision.prune import used_rows
-from recpipe_low_precision.row_types import ROW_TYPES, fits
+from recpipe_low_precision.row_types import FLOAT, ROW_TYPES, Assignment, Choice, fits
 from recpipe_low_precision.search import Cost, Found, Search
-from recpipe_low_precision.slices import Slice, asked_in, between_samples, check_slice
+from recpipe_low_precision.slices import Slice, asked_in, between_samples, check_slice, used_rows
 
 log = logging.getLogger("recpipe")
 JOURNAL = "evaluations.jsonl"

@@ -19,8 +19,7 @@ from torchrec.modules.embedding_modules import (
 )
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, KeyedTensor
 
-from recpipe.answers.modules import replace_module
-from recpipe.answers.source import FloatCheckpoint
+from recpipe.answers.stored import FloatCheckpoint, replace_module
 from recpipe.data.parts import require_ids
 from recpipe.model.call import Called
 from recpipe.plugin import UserError
@@ -31,8 +30,7 @@ from recpipe_low_precision.bags import (
     RowType,
     bag_keys,
 )
-from recpipe_low_precision.choices import Assignment, Choice
-from recpipe_low_precision.row_types import encode_rows
+from recpipe_low_precision.row_types import Assignment, Choice, encode_rows
 
 
 class TableRows:

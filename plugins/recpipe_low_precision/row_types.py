@@ -7,6 +7,9 @@ that weight = scale * code + bias; scale and bias are chosen for each row by its
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import dataclass
+
 import torch
 
 from recpipe.errors import UserError
@@ -77,3 +80,28 @@ def row_scales(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Scale and bias of each row of an integer type, float32 [n] each."""
     both = rows[:, :SCALE_BIAS_BYTES].contiguous().view(torch.float16).float()
     return both[:, 0], both[:, 1]
+
+
+@dataclass(frozen=True)
+class Choice:
+    """How a table is kept: the type of its rows, and whether rows that training never looked up are left
+    out."""
+
+    kind: str
+    pruned: bool = False
+
+    def __str__(self) -> str:
+        return f"{self.kind} pruned" if self.pruned else self.kind
+
+    @classmethod
+    def parsed(cls, text: str) -> Choice:
+        """The reverse of ``str``."""
+        kind, _, pruned = text.partition(" ")
+        return cls(kind, bool(pruned))
+
+
+FLOAT = Choice("fp32")
+
+
+Assignment = Mapping[str, Choice]
+"""A choice for each table."""

@@ -13,8 +13,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from recpipe.kit import Meter
-from recpipe_low_precision.choices import FLOAT, Assignment, Choice
 from recpipe_low_precision.judge import BudgetSpent, Evaluation, Judge
+from recpipe_low_precision.row_types import FLOAT, Assignment, Choice
 
 Cost = Callable[[str, Choice], float]
 """What a table costs (bytes, or seconds of lookups) if it is kept so."""

@@ -13,13 +13,13 @@ import torch
 from numpy.typing import NDArray
 from torch import nn
 
-from recpipe.answers.source import FloatCheckpoint
-from recpipe.kit import batch_size, select
+from recpipe.answers.stored import FloatCheckpoint
+from recpipe.kit import Meter, batch_size, select
 from recpipe.model.call import Called
 from recpipe.plugin import UserError
-from recpipe_low_precision.choices import FLOAT, Assignment
 from recpipe_low_precision.layers import LowPrecisionLinear
 from recpipe_low_precision.replay import Pieces, Stub, TableRows, put_stubs
+from recpipe_low_precision.row_types import FLOAT, Assignment
 
 LAYER = "layer:"
 """What comes before a linear layer's path in its name in an assignment."""
@@ -142,3 +142,23 @@ def between_samples(batches: Iterable[Any], low: int, high: int) -> Iterator[Any
         at += size
         if at >= high:
             return
+
+
+def used_rows(
+    source: FloatCheckpoint, batches: Iterable[Any], count: int, meter: Meter
+) -> dict[str, NDArray[np.bool_]]:
+    """For each table, bool [rows]: the rows that ``batches``, of which there are ``count``, look up."""
+    called = source.called()
+    stubs = put_stubs(called, source, Pieces(0))
+    used = {table: np.zeros(rows, np.bool_) for table, (rows, _) in source.shapes.items()}
+    for number, batch in enumerate(batches):
+        with torch.no_grad():
+            called(batch)
+        for stub in stubs:
+            asked = stub.taken().to_dict()
+            for config in stub.configs:
+                for feature in config.feature_names:
+                    used[stub.tables[config.name]][asked[feature].values().numpy()] = True
+        if meter.due:
+            meter.show((number + 1) / count, f"reading training samples: batch {number + 1:,} of {count:,}")
+    return used

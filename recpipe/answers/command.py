@@ -72,7 +72,7 @@ def evaluate_for(caller: Caller, checkpoint: Path, words: Sequence[str]) -> dict
             files = ReportFiles(run_dir.path)
             files.write_json(EVALUATION, content)
             files.check()
-        from recpipe.answers.show import print_evaluation
+        from recpipe.answers.evaluate import print_evaluation
 
         print_evaluation(content)
     return content

@@ -13,13 +13,12 @@ import copy
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import nn
 from torch.export import Dim, ExportedProgram
 
-from recpipe.answers.counts import Alike, counts_of
 from recpipe.answers.stand_ins import (
     Collection,
     Features,
@@ -30,6 +29,7 @@ from recpipe.answers.stand_ins import (
     configs_of,
     stand_in,
 )
+from recpipe.answers.stored import joined
 from recpipe.data.schema import Schema
 from recpipe.errors import UserError, shown
 from recpipe.model.call import Called
@@ -216,3 +216,56 @@ def _reason(fault: BaseException) -> str:
     """The first line that says something."""
     lines = [line.strip() for line in str(fault).splitlines() if line.strip()]
     return f"{type(fault).__name__}: {shown(lines[0] if lines else '', 200)}"
+
+
+_Member: TypeAlias = tuple[str, str]
+"""``feature`` or ``size``, and its name."""
+
+
+_OF_SAMPLES = ("samples", "")
+
+
+@dataclass(frozen=True)
+class Alike:
+    """Features whose numbers of ids depend on each other."""
+
+    single: tuple[str, ...] = ()
+    """Which have exactly one id for each sample."""
+    aligned: tuple[tuple[str, ...], ...] = ()
+    """Groups of features; those of a group have as many ids as each other for each sample."""
+
+
+def counts_of(program: ExportedProgram, lookups: Sequence[Lookup]) -> Alike:
+    """What ``program`` asks for; ``UserError`` if it takes certain numbers of samples or rows alone."""
+    nodes = {node.name: node for node in program.graph.nodes if node.op == "placeholder"}
+    sizes = [nodes[str(name)].meta["val"].shape[0] for name in program.graph_signature.user_inputs]
+    (output,) = (node for node in program.graph.nodes if node.op == "output")
+    ends = (sizes[0], output.args[0][0].meta["val"].shape[0])
+    every: list[set[_Member]] = [{_OF_SAMPLES, _free(program, size, "samples")} for size in ends]
+    inputs = iter(sizes[1:])
+    for lookup in lookups:
+        size = next(inputs)
+        if lookup.sequence:
+            ((feature, _),) = lookup.parts
+            every.append({("feature", feature), _free(program, size, f"rows of '{shown(feature)}'")})
+            every.append({_OF_SAMPLES, _free(program, next(inputs), "samples")})
+    single: tuple[str, ...] = ()
+    aligned = []
+    for members in joined(every):
+        features = tuple(sorted(name for kind, name in members if kind == "feature"))
+        if _OF_SAMPLES in members:
+            single = features
+        elif len(features) > 1:
+            aligned.append(features)
+    return Alike(single, tuple(sorted(aligned)))
+
+
+def _free(program: ExportedProgram, size: object, what: str) -> _Member:
+    """A dynamic size; ``UserError`` if it is not free."""
+    expression = getattr(getattr(size, "node", None), "expr", None)
+    if expression is None or not expression.is_symbol:
+        raise UserError(f"it takes {size} {what} alone, not any number")
+    bounds = program.range_constraints.get(expression)
+    if bounds is not None and (bounds.lower > 1 or bounds.upper < 2**31):
+        raise UserError(f"it takes {bounds.lower} to {bounds.upper} {what} alone, not any number")
+    return "size", str(expression)

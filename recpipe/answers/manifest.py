@@ -5,22 +5,23 @@ from __future__ import annotations
 import hashlib
 import json
 import platform
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal, NotRequired
 
 import torch
+from annotated_types import Interval
+from pydantic import with_config
+from typing_extensions import TypedDict
 
-from recpipe.answers.content import Content
-from recpipe.answers.processor import InstructionSet, needed_flags
-from recpipe.answers.score import DIGEST, MANIFEST, SCHEMA, SIGNATURE, PackageError, sealed
+from recpipe.answers.score import DIGEST, MANIFEST, SCHEMA, SIGNATURE, TYPES, PackageError, sealed
 from recpipe.answers.signature import PrivateKey, require_signed, signed
-from recpipe.backend.choices import processor
 from recpipe.common.files import sync
-from recpipe.common.validation import fitted
+from recpipe.common.validation import STRICT, Count, Positive, fitted, one_of
 from recpipe.common.versions import FBGEMM, installed_version
 from recpipe.errors import UserError, shown
+from recpipe.model.metrics import Kind
 
 FORMAT = "recpipe package"
 
@@ -79,16 +80,6 @@ def versions() -> dict[str, str]:
     }
 
 
-def compiled_for(chosen: InstructionSet, options: Sequence[str]) -> dict[str, Any]:
-    """What the dense part was compiled for, and where."""
-    return {
-        "machine": platform.machine(),
-        "instruction_set": chosen.name,
-        "cpu_flags": needed_flags(chosen, options),
-        "made_on": {"processor": processor(), "torch_uses": torch.backends.cpu.get_cpu_capability()},
-    }
-
-
 def write_manifest(
     directory: Path, content: Mapping[str, Any], key: PrivateKey | None = None
 ) -> dict[str, Any]:
@@ -125,3 +116,128 @@ def sha256(file: Path) -> str:
 def is_package(directory: Path) -> bool:
     """Whether ``directory`` looks like a package, whole or not."""
     return (directory / MANIFEST).is_file() and (directory / DIGEST).is_file()
+
+
+Tolerance = Annotated[float, Interval(ge=0)]
+
+
+class _Dense(TypedDict):
+    names: list[str]
+    transform: dict[str, Any]
+
+
+class _Feature(TypedDict):
+    name: str
+    rows: Positive
+    ids: dict[str, Any]
+
+
+class _Lookup(TypedDict):
+    pooling: Literal["sum", "mean", "none"]
+    parts: list[tuple[str, str]]
+
+
+class _Table(TypedDict):
+    rows: Positive
+    dimension: Positive
+    type: Annotated[str, one_of(*TYPES)]
+    file: str
+
+
+class _Output(TypedDict):
+    name: str
+    kind: Kind
+
+
+class _Compiled(TypedDict):
+    machine: str
+    instruction_set: str
+    cpu_flags: list[str]
+
+
+_Program = TypedDict(
+    "_Program",
+    {"file": str, "constants": str | None, "from": Count, "golden": str, "tolerance": Tolerance},
+)
+
+
+class _GoldenProgram(TypedDict):
+    file: str
+    golden: str
+    tolerance: Tolerance
+    low: bool
+
+
+class _Golden(TypedDict):
+    programs: list[_GoldenProgram]
+
+
+class _Layer(TypedDict):
+    type: str
+    most: int
+
+
+class _Sequences(TypedDict):
+    single: list[str]
+    aligned: list[list[str]]
+
+
+class _Popularity(TypedDict):
+    file: str
+    samples: Count
+
+
+class _Figure(TypedDict):
+    value: float | None
+    low: float | None
+    high: float | None
+
+
+class _Means(TypedDict):
+    prediction: float | None
+    label: float | None
+
+
+class _TaskFigures(TypedDict):
+    kind: Kind
+    edges: list[float]
+    counts: list[float]
+    lowest: float | None
+    highest: float | None
+    mean: _Means
+    saturated: float | None
+    figures: dict[str, _Figure]
+
+
+class _FeatureFigures(TypedDict):
+    ids_per_sample: float
+    row_0: float | None
+
+
+class _Reference(TypedDict):
+    samples: Positive
+    tasks: dict[str, _TaskFigures]
+    features: dict[str, _FeatureFigures]
+
+
+@with_config({**STRICT, "extra": "ignore"})
+class Content(TypedDict):
+    """What is read of manifest.json, with its types; other keys are for people."""
+
+    format: Literal["recpipe package"]
+    schema: Literal[2]
+    step: Count
+    versions: dict[str, str]
+    dense: _Dense
+    sparse: list[_Feature]
+    lookups: list[_Lookup]
+    tables: dict[str, _Table]
+    layers: dict[str, _Layer]
+    outputs: list[_Output]
+    compiled: _Compiled
+    programs: list[_Program]
+    golden: _Golden
+    files: dict[str, str]
+    sequences: NotRequired[_Sequences]
+    reference: NotRequired[_Reference | None]
+    popularity: NotRequired[_Popularity]

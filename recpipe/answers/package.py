@@ -33,17 +33,18 @@ from typing import Any
 from torch import nn
 
 from recpipe.answers import score
-from recpipe.answers.golden import GOLDEN, write_golden
-from recpipe.answers.manifest import compiled_for, is_package, write_manifest
+from recpipe.answers.manifest import is_package, write_manifest
 from recpipe.answers.onednn import with_onednn
-from recpipe.answers.parts import Parts, of_checkpoint, of_package
+from recpipe.answers.parts import GOLDEN, Parts, of_checkpoint, of_package, write_golden
 from recpipe.answers.popularity import wanted
-from recpipe.answers.processor import InstructionSet, chosen_set
 from recpipe.answers.programs import (
     DENSE,
     VNNI,
+    InstructionSet,
     Program,
     chosen_programs,
+    chosen_set,
+    compiled_for,
     made_up_inputs,
     needs_vnni,
     save_constants,

@@ -16,8 +16,7 @@ from torch import nn
 
 from recpipe.answers.manifest import is_package
 from recpipe.answers.plain import fill
-from recpipe.answers.source import FloatCheckpoint
-from recpipe.answers.stored import StoredModel
+from recpipe.answers.stored import FloatCheckpoint, StoredModel
 from recpipe.backend.build import Backend
 from recpipe.backend.convert import convert_on_gpu, revert
 from recpipe.backend.matmul import TF32, float32_products, require_units

@@ -11,10 +11,8 @@ from torchrec.modules.embedding_configs import EmbeddingBagConfig, EmbeddingConf
 from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from recpipe.answers.counts import Alike
-from recpipe.answers.export import constants_of, export_dense
-from recpipe.answers.golden import as_batch, golden_inputs
-from recpipe.answers.parts import made_up
+from recpipe.answers.export import Alike, constants_of, export_dense
+from recpipe.answers.parts import as_batch, golden_inputs, made_up
 from recpipe.answers.trained import scored
 from recpipe.data.schema import Schema
 from recpipe.errors import UserError

@@ -25,9 +25,9 @@ import pytest
 import torch
 from recpipe_low_precision.checkpoint import write_quantized
 from recpipe_low_precision.manifest import is_quantized
+from recpipe_serve.batching.scorer import RequestScorer, Side
 from recpipe_serve.monitor.monitor import Monitor, Watch
 from recpipe_serve.tests.clients import Clients, children, damaged_requests, mapped_bytes
-from recpipe_serve.workers.shared import RequestScorer, Side
 from safetensors.torch import load_file, save_file
 from torch._inductor import cpp_builder
 

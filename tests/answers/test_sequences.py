@@ -10,10 +10,10 @@ import torch
 from recpipe_low_precision.checkpoint import write_quantized
 from recpipe_low_precision.opened import open_quantized
 from recpipe_low_precision.row_types import decode_rows, encode_rows
+from recpipe_serve.batching.forms import together
+from recpipe_serve.batching.scorer import RequestScorer
 from recpipe_serve.errors import Refused
 from recpipe_serve.http.features import Features
-from recpipe_serve.http.forms import together
-from recpipe_serve.workers.shared import RequestScorer
 
 import recpipe
 from recpipe.answers import score

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import recpipe
-from recpipe.answers.golden import tolerance
+from recpipe.answers.parts import tolerance
 from recpipe.backend import matmul
 from recpipe.config.compose import compose
 from recpipe.config.recipe import Recipe

@@ -9,7 +9,7 @@ import pytest
 from recpipe_low_precision.slices import Slice, between_samples
 
 from recpipe.answers.open import open_trained
-from recpipe.answers.source import FloatCheckpoint
+from recpipe.answers.stored import FloatCheckpoint
 from tests.quantizing import small_checkpoint
 
 

@@ -22,9 +22,8 @@ from torch import nn
 import recpipe
 from recpipe.answers import programs, score
 from recpipe.answers.open import open_trained
-from recpipe.answers.processor import SETS
-from recpipe.answers.programs import Program
-from recpipe.answers.source import FloatCheckpoint
+from recpipe.answers.programs import SETS, Program
+from recpipe.answers.stored import FloatCheckpoint
 from recpipe.answers.trained import scored
 from recpipe.errors import UserError
 from recpipe.seams.compiled import compiler

@@ -17,7 +17,7 @@ from recpipe_low_precision.plugin import Work
 
 import recpipe
 from recpipe import cli
-from recpipe.answers.source import FloatCheckpoint
+from recpipe.answers.stored import FloatCheckpoint
 from recpipe.config.compose import active_plugins, compose
 from recpipe.errors import UserError
 from recpipe.plugin.batch import Batch

@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 import torch
 from recpipe_low_precision import lookups
-from recpipe_low_precision.choices import FLOAT, Choice
+from recpipe_low_precision.row_types import FLOAT, Choice
 
 import recpipe
-from recpipe.answers.source import FloatCheckpoint
+from recpipe.answers.stored import FloatCheckpoint
 from tests.quantizing import SMALL
 
 ROWS, DIM = 1_000_000, 16

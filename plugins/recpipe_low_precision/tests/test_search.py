@@ -7,8 +7,8 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from recpipe_low_precision.choices import FLOAT, Assignment, Choice
 from recpipe_low_precision.judge import BudgetSpent, Evaluation, Judge
+from recpipe_low_precision.row_types import FLOAT, Assignment, Choice
 from recpipe_low_precision.search import Option, Search, hull_steps
 
 from recpipe import UserError

@@ -9,8 +9,8 @@ import pytest
 import torch
 from recpipe_low_precision import debugger
 from recpipe_low_precision.checkpoint import put_rows, write_quantized
-from recpipe_low_precision.choices import FLOAT, Choice
-from recpipe_low_precision.prune import used_rows
+from recpipe_low_precision.row_types import FLOAT, Choice
+from recpipe_low_precision.slices import used_rows
 
 import recpipe
 from recpipe.answers.open import open_trained

@@ -29,7 +29,7 @@ from recpipe_sdm.pooled import Bags, PooledBags
 from recpipe_sdm.scorer import TieredScorer
 from recpipe_sdm.tables import STAGING_BYTES, Tiering
 from recpipe_sdm.tiers import Tiers
-from recpipe_serve.workers.shared import RequestScorer, Side
+from recpipe_serve.batching.scorer import RequestScorer, Side
 from safetensors.torch import load_file, save_file
 
 import recpipe

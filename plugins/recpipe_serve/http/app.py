@@ -19,17 +19,18 @@ from starlette.types import ASGIApp, Receive
 
 from recpipe.common.versions import installed_version
 from recpipe.errors import StoreError, shown
+from recpipe_serve.batching.batcher import Batcher, Limits, Score
 from recpipe_serve.errors import Refused, WrongIds
-from recpipe_serve.http.connections import Answer, Listener, header_fault, too_large
-from recpipe_serve.http.connections import Request as Inference
-from recpipe_serve.http.door import Bounds, Door
+from recpipe_serve.http.acceptor import Acceptor, Bounds
+from recpipe_serve.http.connections import Listener
 from recpipe_serve.http.features import Features
 from recpipe_serve.http.heads import Heads
 from recpipe_serve.http.metrics import Metrics
 from recpipe_serve.http.protocol import HEADER_LENGTH, Array, answer, chosen
 from recpipe_serve.http.protocol import Request as Asking
+from recpipe_serve.http.requests import Answer, error, header_fault, too_large
+from recpipe_serve.http.requests import Request as Inference
 from recpipe_serve.monitor.monitor import Monitor, Watch
-from recpipe_serve.workers.batcher import Batcher, Limits, Score
 
 log = logging.getLogger("recpipe")
 VERSION = "1"
@@ -99,9 +100,9 @@ class Server:
         own = f"/v2/models/{self.name}"
         return [f"{own}/infer", f"{own}/versions/{VERSION}/infer"]
 
-    def listener(self, door: Door, stop: float = 10.0) -> Listener:
-        """What serves it on the connections of ``door``; ``stop``: seconds for the last requests."""
-        return Listener(self.app(), door, self.infer, self.addresses, stop)
+    def listener(self, acceptor: Acceptor, stop: float = 10.0) -> Listener:
+        """What serves it on the connections of ``acceptor``; ``stop``: seconds for the last requests."""
+        return Listener(self.app(), acceptor, self.infer, self.addresses, stop)
 
     @asynccontextmanager
     async def _lifespan(self, _: Starlette) -> AsyncIterator[None]:
@@ -230,10 +231,10 @@ class Server:
     def _send(self, request: Inference, answered: Answer) -> None:
         seconds = perf_counter() - request.began
         if not self.metrics.several:
-            request.connection.respond(request, answered)
+            request.respond(request, answered)
         self.metrics.answered(answered[0], seconds, self.batcher.waiting)
         if self.metrics.several:  # a worker that is killed then has counted it
-            request.connection.respond(request, answered)
+            request.respond(request, answered)
 
     async def _body(self, headers: Headers, receive: Receive) -> bytes:
         """A request's body; ``Refused`` if it is too large, compressed, or comes too slowly."""
@@ -272,4 +273,4 @@ def _error(refused: Refused) -> Response:
 
 def _refusal(refused: Refused) -> Answer:
     headers = {"retry-after": "1"} if refused.status == 503 else {}
-    return refused.status, json.dumps({"error": str(refused)}).encode(), _JSON | headers
+    return refused.status, error(str(refused)), _JSON | headers

@@ -7,77 +7,25 @@ good part of their time beside the model.
 
 from __future__ import annotations
 
-import json
 import socket
 import sys
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable
 from math import inf
 from time import perf_counter
 from typing import Any, cast
 from urllib.parse import unquote_to_bytes
 
 import uvicorn
-from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
-from recpipe.errors import shown
-from recpipe_serve.errors import Refused, bad
-from recpipe_serve.http.door import Door
+from recpipe_serve.errors import Refused
+from recpipe_serve.http.acceptor import Acceptor
+from recpipe_serve.http.requests import Answer, Request, error, header_fault, response, too_large
 
-Answer = tuple[int, bytes, Mapping[str, str]]
-"""Status, body, and headers without the body's length."""
 HEADER, BODY, IDLE, ANSWERED = "header_slow", "body_slow", "idle", "answered"
 """What a connection waits for, as the metrics name it where it has waited too long: the rest of a header, or
 of a body; its next request; or, without a limit, an answer by the model."""
-
-
-class _Nobody:
-    """Stands for the event of a request that nobody waits for."""
-
-    def set(self) -> None:
-        """Nobody hears it."""
-
-
-@dataclass(eq=False, slots=True)
-class Request:
-    """A request for scores, read piece by piece. uvicorn keeps it as its connection's "cycle", and sets or
-    reads what is under the line."""
-
-    connection: Connection
-    headers: dict[bytes, bytes]
-    began: float
-    """When its header was whole."""
-    keep_alive: bool
-    parts: list[bytes] = field(default_factory=list)
-    size: int = 0
-    whole: bool = False
-    fault: Refused | None = None
-    """Why it is not scored."""
-    turn: bool = False
-    """Whether those before it on the connection are answered."""
-    begun: bool = False
-    # ---
-    response_complete: bool = False
-    disconnected: bool = False
-    message_event: _Nobody = field(default_factory=_Nobody)
-
-    @property
-    def body(self) -> bytes:
-        """All of it."""
-        return self.parts[0] if len(self.parts) == 1 else b"".join(self.parts)
-
-    def go_on(self) -> None:
-        """Have it scored, or refused, once it is its turn and enough of it is there."""
-        if self.turn and not self.begun and (self.whole or self.fault is not None):
-            self.begun = True
-            self.connection.infer(self)
-
-    def refuse(self, fault: Refused) -> None:
-        """It is answered with ``fault``, and what else comes of it is thrown away."""
-        self.fault = fault
-        self.parts.clear()
-        self.go_on()
 
 
 class Connection(HttpToolsProtocol):
@@ -88,11 +36,11 @@ class Connection(HttpToolsProtocol):
     pipeline: deque[Any]
 
     def __init__(
-        self, door: Door, infer: Callable[[Request], None], addresses: frozenset[bytes], **given: Any
+        self, acceptor: Acceptor, infer: Callable[[Request], None], addresses: frozenset[bytes], **given: Any
     ) -> None:
         super().__init__(**given)
-        self.door, self.infer, self.addresses = door, infer, addresses
-        self.bounds = door.bounds
+        self.acceptor, self.infer, self.addresses = acceptor, infer, addresses
+        self.bounds = acceptor.bounds
         self.address = ""
         self._size = self._silent = 0
         self._whole, self._news, self._held = True, False, False
@@ -123,7 +71,7 @@ class Connection(HttpToolsProtocol):
         if self.why == HEADER:
             self.refuse(408, HEADER, f"the header did not come within {self.bounds.header_seconds:g} s")
         elif self.why == BODY and isinstance(self.cycle, Request) and not self.cycle.begun:
-            self.door.metrics.closed.labels(BODY).inc()
+            self.acceptor.metrics.closed.labels(BODY).inc()
             self.cycle.keep_alive = False
             self.cycle.refuse(
                 Refused(408, "slow", f"the body did not come within {self.bounds.body_seconds:g} s")
@@ -133,8 +81,8 @@ class Connection(HttpToolsProtocol):
 
     def end(self, why: str) -> None:
         """Close it without a word to the client."""
-        self.door.metrics.closed.labels(why).inc()
-        self.door.leaves(self)
+        self.acceptor.metrics.closed.labels(why).inc()
+        self.acceptor.leaves(self)
         if self.transport.get_write_buffer_size():
             self.transport.abort()  # closing would wait until the client reads
         else:
@@ -142,7 +90,7 @@ class Connection(HttpToolsProtocol):
 
     def refuse(self, status: int, why: str, message: str) -> None:
         """Say in one line why it is closed."""
-        self.transport.write(_response(status, (), _error(message), {}, keep_alive=False))
+        self.transport.write(response((status, error(message), {}), keep_alive=False))
         self.end(why)
 
     def send_400_response(self, msg: str) -> None:
@@ -153,11 +101,11 @@ class Connection(HttpToolsProtocol):
         """asyncio's: it is there."""
         super().connection_made(transport)
         self.address = self.client[0] if self.client else ""
-        self.door.came(self)
+        self.acceptor.came(self)
 
     def connection_lost(self, exc: Exception | None) -> None:
         """asyncio's: it is closed."""
-        self.door.gone(self)
+        self.acceptor.gone(self)
         lost = self.cycle
         super().connection_lost(exc)
         if isinstance(lost, Request) and not lost.begun:
@@ -227,7 +175,9 @@ class Connection(HttpToolsProtocol):
             return
         before = self.cycle
         keep_alive = self.parser.get_http_version() != "1.0" and self.parser.should_keep_alive()
-        self.cycle = request = Request(self, dict(self.headers), perf_counter(), keep_alive)
+        self.cycle = request = Request(
+            self.infer, self.respond, dict(self.headers), perf_counter(), keep_alive
+        )
         request.fault = header_fault(request.headers, self.bounds.body_bytes)
         if before is None or (before.response_complete and not self._held):
             self._start_asgi_task(request, None)
@@ -286,10 +236,7 @@ class Connection(HttpToolsProtocol):
         request.response_complete = True
         if self.transport.is_closing():
             return
-        status, content, headers = answer
-        self.transport.write(
-            _response(status, self.server_state.default_headers, content, headers, request.keep_alive)
-        )
+        self.transport.write(response(answer, request.keep_alive, self.server_state.default_headers))
         if not request.keep_alive:
             self.transport.close()
         self.on_response_complete()
@@ -322,49 +269,13 @@ class Connection(HttpToolsProtocol):
             self._wait(self.why, self.deadline - self.since)
 
 
-def _response(
-    status: int,
-    default: Iterable[tuple[bytes, bytes]],
-    content: bytes,
-    headers: Mapping[str, str],
-    keep_alive: bool,
-) -> bytes:
-    parts = [STATUS_LINE[status]]
-    for name, value in default:
-        parts += [name, b": ", value, b"\r\n"]
-    told = "".join([f"{name}: {value}\r\n" for name, value in headers.items()])
-    end = "" if keep_alive else "connection: close\r\n"
-    parts += [f"{told}content-length: {len(content)}\r\n{end}\r\n".encode(), content]
-    return b"".join(parts)
-
-
-def _error(message: str) -> bytes:
-    return json.dumps({"error": message}).encode()
-
-
-def header_fault(headers: Mapping[bytes, bytes], most: int) -> Refused | None:
-    """Why a request is refused by its header: a compressed body, or one of more than ``most`` bytes."""
-    encoding, length = headers.get(b"content-encoding", b"identity"), headers.get(b"content-length", b"0")
-    if encoding != b"identity":
-        told = shown(encoding.decode("latin-1"))
-        return Refused(415, "encoding", f"Content-Encoding {told} is not taken; send it as it is")
-    if not length.isdigit():
-        return bad("Content-Length is no number")
-    return too_large(most) if len(length) > 18 or int(length) > most else None
-
-
-def too_large(most: int) -> Refused:
-    """A body of more bytes than are taken."""
-    return Refused(413, "too_large", f"the body is larger than {most} bytes")
-
-
 class Listener(uvicorn.Server):
-    """uvicorn's server, whose connections come through ``door``."""
+    """uvicorn's server, whose connections come through ``acceptor``."""
 
     def __init__(
         self,
         app: Any,
-        door: Door,
+        acceptor: Acceptor,
         infer: Callable[[Request], None],
         addresses: Iterable[str],
         stop: float = 10.0,
@@ -380,7 +291,7 @@ class Listener(uvicorn.Server):
                 timeout_graceful_shutdown=max(1, round(stop)),
             )
         )
-        self.door, self.infer = door, infer
+        self.acceptor, self.infer = acceptor, infer
         self.addresses = frozenset(address.encode() for address in addresses)
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
@@ -390,13 +301,13 @@ class Listener(uvicorn.Server):
         await self.lifespan.startup()
         if self.lifespan.should_exit:
             sys.exit(3)
-        self.servers = [cast(Any, self.door)]
-        self.door.listen(listening, self._connection)
+        self.servers = [cast(Any, self.acceptor)]
+        self.acceptor.listen(listening, self._connection)
         self.started = True
 
     def _connection(self) -> Connection:
         return Connection(
-            self.door,
+            self.acceptor,
             self.infer,
             self.addresses,
             config=self.config,

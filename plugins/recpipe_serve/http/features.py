@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 
 from recpipe.errors import did_you_mean, shown
+from recpipe_serve.batching.forms import Asked, Bags, Form
 from recpipe_serve.errors import WrongIds, bad
-from recpipe_serve.http.forms import Asked, Bags, Form
 from recpipe_serve.http.protocol import Array
 
 DENSE = "dense"

@@ -10,8 +10,8 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from recpipe_serve.batching.forms import Asked, Form
 from recpipe_serve.http.features import DENSE, LENGTHS, Features
-from recpipe_serve.http.forms import Asked, Form
 from recpipe_serve.http.protocol import TYPES, Array, Request, json_length, parse
 
 MOST = 256

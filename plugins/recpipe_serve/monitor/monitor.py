@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 
 from recpipe.answers import drift
 from recpipe.errors import shown
+from recpipe_serve.batching.scorer import Side
 from recpipe_serve.errors import bad
 from recpipe_serve.monitor import labels as later
 from recpipe_serve.monitor.compared import Compared, compare, judged_labels
@@ -32,7 +33,6 @@ from recpipe_serve.monitor.windows import (
     Sizes,
     Windows,
 )
-from recpipe_serve.workers.shared import Side
 
 AT_ONCE = 64
 """Requests whose labels are joined before others have their turn."""

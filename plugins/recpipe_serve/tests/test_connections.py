@@ -17,12 +17,12 @@ import pytest
 pytest.importorskip("uvicorn", reason="recpipe[serve] is not installed")
 pytest.importorskip("prometheus_client", reason="recpipe[serve] is not installed")
 
-from recpipe_serve.http import door as door_module
+from recpipe_serve.batching.batcher import Limits
+from recpipe_serve.http import acceptor as door_module
+from recpipe_serve.http.acceptor import Acceptor, Bounds, Shares, room
 from recpipe_serve.http.app import Server
-from recpipe_serve.http.door import Bounds, Door, Shares, room
 from recpipe_serve.tests.test_protocol import DENSE, A, B, body
 from recpipe_serve.tests.test_serving import INFER, MANIFEST, ask, score, served
-from recpipe_serve.workers.batcher import Limits
 
 INFER_LINE = f"POST {INFER} HTTP/1.1\r\nHost: x\r\n".encode()
 LIVE = b"GET /v2/health/live HTTP/1.1\r\nHost: x\r\n\r\n"
@@ -182,7 +182,7 @@ def test_dripping_connections_do_not_shut_others_out(drip: bytes) -> None:
     with served(connections=100, address_connections=100) as (port, runner), held(port, 150, drip):
         for _ in range(3):
             assert ask(port, "POST", INFER, body(DENSE, A, B))[0] == 200
-        assert runner.door.count <= 101
+        assert runner.acceptor.count <= 101
         assert closed(port, "room") >= 50
 
 
@@ -213,14 +213,14 @@ def test_without_room_even_for_one_that_waits_a_new_one_is_refused() -> None:
 
 def test_one_address_has_its_own_limit_and_gives_way_to_others() -> None:
     with served(connections=20, address_connections=8) as (port, runner), held(port, 12):
-        until(lambda: len(runner.door.open) == 8)
+        until(lambda: len(runner.acceptor.open) == 8)
         others = [
             socket.create_connection(("127.0.0.1", port), source_address=(f"127.0.0.{n}", 0))
             for n in range(2, 18)
         ]
         wanted = {f"127.0.0.{n}" for n in range(2, 18)}
-        until(lambda: wanted <= {own.address for own in list(runner.door.open)})
-        assert len(runner.door.open) == 20, "the greedy address gave way"
+        until(lambda: wanted <= {own.address for own in list(runner.acceptor.open)})
+        assert len(runner.acceptor.open) == 20, "the greedy address gave way"
         for other in others:
             other.close()
 
@@ -267,19 +267,19 @@ def test_as_many_connections_as_files_can_be_open(monkeypatch: pytest.MonkeyPatc
 
 
 @contextmanager
-def workers(count: int, folder: Path) -> Iterator[tuple[int, list[Door]]]:
+def workers(count: int, folder: Path) -> Iterator[tuple[int, list[Acceptor]]]:
     """So many servers on one socket, each in a thread of its own, as workers are in processes."""
     listening = socket.create_server(("127.0.0.1", 0), backlog=128)
     runners, threads = [], []
     for number in range(count):
         server = Server(score, MANIFEST, "m", Limits(), Bounds())
-        door = Door(server.bounds, server.metrics, Shares(count, number, folder / "connections"))
-        runners.append(server.listener(door, stop=1))
+        acceptor = Acceptor(server.bounds, server.metrics, Shares(count, number, folder / "connections"))
+        runners.append(server.listener(acceptor, stop=1))
         threads.append(threading.Thread(target=runners[-1].run, args=([listening.dup()],)))
         threads[-1].start()
     try:
         until(lambda: all(runner.started for runner in runners))
-        yield listening.getsockname()[1], [runner.door for runner in runners]
+        yield listening.getsockname()[1], [runner.acceptor for runner in runners]
     finally:
         for runner in runners:
             runner.should_exit = True
@@ -296,10 +296,10 @@ def test_kept_connections_are_spread_over_the_workers(count: int, tmp_path: Path
                 for client in clients:
                     client.settimeout(10)
                     assert client.recv(500).startswith(b"HTTP/1.1 200")
-                counts = [door.count for door in doors]
+                counts = [acceptor.count for acceptor in doors]
                 assert sum(counts) == 16
                 assert max(counts) - min(counts) <= 1, (burst, counts)
-            until(lambda: not any(door.count for door in doors))
+            until(lambda: not any(acceptor.count for acceptor in doors))
 
 
 def test_a_worker_that_is_gone_has_no_share(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -324,8 +324,8 @@ def test_a_stopping_worker_takes_no_more(tmp_path: Path) -> None:
             for client in clients:
                 client.settimeout(10)
                 assert client.recv(500).startswith(b"HTTP/1.1 200")
-            assert [door.count for door in doors] == [0, 4]
+            assert [acceptor.count for acceptor in doors] == [0, 4]
 
 
-async def _close(door: Door) -> None:
-    door.close()
+async def _close(acceptor: Acceptor) -> None:
+    acceptor.close()

@@ -12,10 +12,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from recpipe_serve.batching.scorer import Side
 from recpipe_serve.errors import Refused
 from recpipe_serve.monitor.monitor import Monitor, Watch
 from recpipe_serve.monitor.windows import SCORED, Sizes, Windows
-from recpipe_serve.workers.shared import Side
 
 from recpipe.answers import drift
 from recpipe.answers.figures import judge

@@ -8,9 +8,9 @@ from typing import Any
 
 import numpy as np
 import pytest
+from recpipe_serve.batching.forms import together
 from recpipe_serve.errors import Refused
 from recpipe_serve.http.features import Features
-from recpipe_serve.http.forms import together
 from recpipe_serve.http.protocol import answer, parse
 
 MANIFEST = {

@@ -15,18 +15,18 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from recpipe_serve.batching.batcher import Batcher, Limits
+from recpipe_serve.batching.forms import Asked, Form
+from recpipe_serve.batching.scorer import Side
 from recpipe_serve.errors import Refused
-from recpipe_serve.http.forms import Asked, Form
 from recpipe_serve.tests.clients import damaged_requests
 from recpipe_serve.tests.test_protocol import DENSE, A, B, body, tensor
-from recpipe_serve.workers.batcher import Batcher, Limits
-from recpipe_serve.workers.shared import Side
 
 pytest.importorskip("uvicorn", reason="recpipe[serve] is not installed")
 pytest.importorskip("prometheus_client", reason="recpipe[serve] is not installed")
 
+from recpipe_serve.http.acceptor import Acceptor, Bounds
 from recpipe_serve.http.app import Server
-from recpipe_serve.http.door import Bounds, Door
 
 MANIFEST: dict[str, Any] = {
     "dense": {"names": ["x", "y"]},
@@ -51,7 +51,7 @@ def served(score: Any = score, limits: Limits | None = None, **bounds: Any) -> I
     """A server on a free port, and its object."""
     server = Server(score, MANIFEST, "m", limits or Limits(), Bounds(**bounds))
     listening = socket.create_server(("127.0.0.1", 0))
-    runner = server.listener(Door(server.bounds, server.metrics), stop=5)
+    runner = server.listener(Acceptor(server.bounds, server.metrics), stop=5)
     thread = threading.Thread(target=runner.run, args=([listening],))
     thread.start()
     try:
@@ -324,7 +324,7 @@ def test_short_batches_are_scored_by_the_loops_thread_once_it_is_known_that_they
         await batcher.close()
         return [each[0] for each in found]
 
-    monkeypatch.setattr("recpipe_serve.workers.batcher.SOON", soon)
+    monkeypatch.setattr("recpipe_serve.batching.batcher.SOON", soon)
     first, second, fault, last = asyncio.run(four())
     assert [first.tolist(), second.tolist(), last.tolist()] == [[0], [1], [3]]
     assert isinstance(fault, RuntimeError)
@@ -364,7 +364,7 @@ def test_the_loops_thread_scores_what_is_at_hand_and_the_other_what_is_to_be_rea
         await batcher.close()
         return found
 
-    monkeypatch.setattr("recpipe_serve.workers.batcher.SOON", 3600.0)
+    monkeypatch.setattr("recpipe_serve.batching.batcher.SOON", 3600.0)
     model = Reads()
     assert [scores.tolist() for scores in asyncio.run(five())] == [[1], [2], [3], [4], [5]]
     assert model.own == [False, True, False, False, True]

@@ -1,1 +1,1 @@
-"""Processes that answer: one, or several under a supervisor; what waits is scored together."""
+"""Processes that answer: one, or several under a supervisor."""

@@ -30,14 +30,14 @@ from recpipe.common.console import alone, heard
 from recpipe.common.process import old_objects_kept, quieted
 from recpipe.errors import UserError
 from recpipe.tasks.process import prepare_process
+from recpipe_serve.batching.batcher import Limits
+from recpipe_serve.batching.scorer import RequestScorer
 from recpipe_serve.config import ServeConfig
+from recpipe_serve.http.acceptor import Acceptor, Bounds, Shares
 from recpipe_serve.http.app import Server
-from recpipe_serve.http.door import Bounds, Door, Shares
 from recpipe_serve.http.metrics import DIRECTORY
 from recpipe_serve.monitor.monitor import Watch
 from recpipe_serve.row_server import RowServer
-from recpipe_serve.workers.batcher import Limits
-from recpipe_serve.workers.shared import RequestScorer
 
 log = logging.getLogger("recpipe")
 LARGEST = 65536
@@ -113,8 +113,8 @@ class Worker:
         if rows is not None:
             self.server.metrics.show(rows.counted)
         file = folder and folder / CONNECTIONS
-        self.door = Door(bounds, self.server.metrics, Shares(config.workers, number, file))
-        self.runner = self.server.listener(self.door, config.stop_seconds)
+        self.acceptor = Acceptor(bounds, self.server.metrics, Shares(config.workers, number, file))
+        self.runner = self.server.listener(self.acceptor, config.stop_seconds)
         self._reloading = asyncio.Lock()
         self._tasks: set[asyncio.Task[None]] = set()
 

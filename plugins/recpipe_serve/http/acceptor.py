@@ -83,7 +83,7 @@ class Shares:
         return not alive.any() or count <= others[alive, 0].min()
 
 
-class Door:
+class Acceptor:
     """Takes connections from a listening socket, closes those that wait too long, and makes room.
 
     A worker that has more connections than another one leaves new ones to that one: they share a socket, and

@@ -10,8 +10,8 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
+from recpipe_serve.batching.scorer import Side
 from recpipe_serve.http.protocol import Array
-from recpipe_serve.workers.shared import Side
 
 
 class Bags(NamedTuple):

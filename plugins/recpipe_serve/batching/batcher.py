@@ -19,10 +19,10 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
+from recpipe_serve.batching.forms import Asked, sides_of, together
+from recpipe_serve.batching.scorer import Side
 from recpipe_serve.errors import Refused
-from recpipe_serve.http.forms import Asked, sides_of, together
 from recpipe_serve.http.protocol import Array
-from recpipe_serve.workers.shared import Side
 
 log = logging.getLogger("recpipe")
 SOON = 5e-3

@@ -1,0 +1,1 @@
+"""Requests scored together: what waits is one batch, and what candidates share is looked up once."""
