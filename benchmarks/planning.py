@@ -34,9 +34,11 @@ from work import Size, batches
 from recpipe.common.loops import ALONE
 from recpipe.plugin.policy import CachePolicy, RowSpace
 from recpipe.plugin.tables import SparseFeature, TableOptimizer, TableSet
+from recpipe.tables.rows import table_bags
+from recpipe.tables.tiers.gpu_lookups import Finder, GpuBags
 from recpipe.tables.tiers.lru import Lru
-from recpipe.tables.tiers.on_gpu import Finder, GpuBags
-from recpipe.tables.tiers.placement import TierPlanner, table_bags
+from recpipe.tables.tiers.parting import parted
+from recpipe.tables.tiers.planner import TierPlanner
 from recpipe.tables.tiers.policies import Lfu
 from recpipe.tables.tiers.transfer import Transfer
 
@@ -68,8 +70,11 @@ def run(tables: TableSet, policy: str, given: list[Given], distinct: list[GpuBag
     times = []
     for _, bags in zip(read, given, strict=True):
         start = perf_counter()
-        planner.plan(bags())
+        own = bags()
+        plan = planner.plan(own)
         planner.commit()
+        if isinstance(own, IndexBags):
+            parted(own, plan.where, pooled=True)
         times.append(1e3 * (perf_counter() - start))
     return median(times[len(times) // 2 :])
 

@@ -33,7 +33,7 @@ from recpipe.pipeline.splitting import Splitting
 from recpipe.plugin.assembly import Assembly
 from recpipe.plugin.errors import PluginError
 from recpipe.setup.placing import Unplaced
-from recpipe.setup.prepare import assemble_plugins, choose_device, closing_tiers
+from recpipe.setup.prepare import assemble_plugins, choose_device
 from recpipe.tables.owners import group_owners, is_sharded
 from recpipe.tables.quantized import check_quantized
 
@@ -51,11 +51,11 @@ class PlacedLoader:
         return len(self._loader)
 
     def __iter__(self) -> Iterator[Any]:
-        for staged in self._loader:
-            self._in_loop.begin(staged)
-            staged.stage_next()
+        for batch in self._loader:
+            self._in_loop.begin(batch)
+            batch.read_next()
             try:
-                yield staged.batch
+                yield batch.batch
             finally:
                 self._in_loop.end()
 
@@ -102,7 +102,7 @@ def place(
         inputs, owners = unplaced.inputs, group_owners(cfg.tiers, assembly, unplaced.tables)
         check_quantized(assembly.quantizing, unplaced.tables, owners, False, device, ranks)
         embeddings = unplaced.build(cfg, data, owners, device, run_dir, ranks)
-        tiers = stack.enter_context(closing_tiers(embeddings, inputs, ranks))
+        stack.enter_context(ranks.closing(embeddings.close))
         placed = unplaced.over(embeddings, assembly.skipper)
         splitter = assembly.splitter
         if splitter is not None:
@@ -115,9 +115,11 @@ def place(
         )
         source = BatchSource(data, data.batch_size, assembly.feed)
         filtered = SampleFilter.of(assembly.skipper, placed.rows)
-        splitting = Splitting.of(splitter, cfg.trainer.split, data.batch_size, tiers, ranks.channel())
+        splitting = Splitting.of(
+            splitter, cfg.trainer.split, data.batch_size, embeddings.groups, ranks.channel()
+        )
         loader = TrainLoader(
-            source, inputs, tiers, device, ranks, sample_filter=filtered, splitting=splitting
+            source, inputs, embeddings.groups, device, ranks, sample_filter=filtered, splitting=splitting
         )
         in_loop = InLoop(placed)
         stack.callback(in_loop.undo)

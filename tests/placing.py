@@ -15,12 +15,10 @@ from recpipe.model.loss import parse_loss
 from recpipe.pipeline.placed import PlacedModel, put_fronts
 from recpipe.plugin.context import Context, GroupInfo, TableInfo
 from recpipe.plugin.tables import TableSet
-from recpipe.tables.capabilities import Planned
 from recpipe.tables.collection import RowCollection
 from recpipe.tables.grouped import GroupedCollection
 from recpipe.tables.groups import ModelTables
 from recpipe.tables.inputs import Inputs
-from recpipe.tables.tiers.batch import Tiers
 
 PLACE = "sparse_arch.embedding_bag_collection"
 """Of the collection in recpipe's own models."""
@@ -41,12 +39,6 @@ def model_over(
     inputs = inputs_of(embeddings.tables)
     grouped = GroupedCollection(inputs.tables, [embeddings])
     return PlacedModel(called, put_fronts(module, inputs.tables, grouped), grouped, inputs)
-
-
-def tiers_of(embeddings: RowCollection) -> Tiers | None:
-    """As the pipeline drives them; None where all rows are resident."""
-    planned = embeddings.offers(Planned)
-    return None if planned is None else Tiers(inputs_of(embeddings.tables), [embeddings])
 
 
 def context_of(tables: TableSet, slots: int, dataset: Dataset, **more: Any) -> Context:

@@ -94,7 +94,7 @@ def _collections(model: torch.nn.Module) -> Iterator[Any]:
 def _device_rows(collection: Any) -> int:
     """Rows for which it has room in device memory."""
     if isinstance(collection, TieredEmbeddingBagCollection):
-        return collection.slots + len(collection.memory.slab.weights)
+        return collection.slots + len(collection.layout.slab.weights)
     cached = sum(len(tbe.lxu_cache_weights) for tbe in tbes([collection]))
     if cached:
         return cached

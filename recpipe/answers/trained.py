@@ -42,7 +42,7 @@ from recpipe.model.make import make_called
 from recpipe.pipeline.loader import EvalLoader
 from recpipe.pipeline.placed import PlacedModel
 from recpipe.setup.placing import Unplaced
-from recpipe.setup.prepare import assemble_plugins, choose_device, closing_tiers
+from recpipe.setup.prepare import assemble_plugins, choose_device
 from recpipe.tables.capabilities import SavesPlacement
 from recpipe.tables.front import handing_out
 from recpipe.tables.groups import ModelTables, collections_of
@@ -202,7 +202,7 @@ class Trained:
             embeddings = unplaced.build(
                 cfg, dataset, owners, device, run_dir, ranks, roomy=cfg.trainer.backend != "plain"
             )
-            stack.enter_context(closing_tiers(embeddings, unplaced.inputs, ranks))
+            stack.enter_context(ranks.closing(embeddings.close))
             collections = collections_of(unplaced.called.module)
             model = unplaced.over(embeddings)
             stack.callback(_as_given, model, collections)

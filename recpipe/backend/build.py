@@ -38,9 +38,8 @@ from recpipe.plugin.api import StepWrapper
 from recpipe.plugin.calls import Owned
 from recpipe.plugin.errors import PluginError
 from recpipe.plugin.splitter import Splitter
-from recpipe.tables.beside import Beside
-from recpipe.tables.capabilities import SendsAhead
 from recpipe.tables.front import BagFront
+from recpipe.tables.workers import TableWorkers
 
 log = logging.getLogger(__name__)
 
@@ -62,7 +61,7 @@ class Backend:
         self.choices: Choices = {}
         self.cores: Cores | None = None
         """The cores that share a batch."""
-        self.beside: Beside | None = None
+        self.beside: TableWorkers | None = None
         """Threads for work on tables."""
         self.graph: StepGraph | None = None
         """Trains whole batches on a GPU."""
@@ -85,7 +84,7 @@ class Backend:
             convert(module, choices, measured_only=self.kind == "auto")
         for front in map(module.get_submodule, roomy_paths(module)):
             if isinstance(front, BagFront):
-                front.wants_room = True
+                front.wants_padding = True
 
     def _made(self, count: int) -> Cores | None:
         first_share = partial(Chooser(self.choices, True).first_share, self._name)
@@ -169,7 +168,7 @@ def build_backend(
         settings = Settings(model) if is_repeatable(model.module) else tuple
         backend.graph = StepGraph(model, partial(CudaGraph, device), settings)
     if shares:
-        backend.beside = Beside(threads - 1)
+        backend.beside = TableWorkers(threads - 1)
     if cores > 1:  # this is measured on the converted model
         backend.share(cores, measured_sharing(model, batch, batch_size, cache_dir))
     return backend
@@ -219,7 +218,8 @@ def _alone(model: PlacedModel) -> bool:
     """Whether nothing else uses cores or ranks in a step: neither threads for lookups, nor sharded tables,
     nor ids that the model makes."""
     bound = len(model.bound) == len(model.fronts)
-    return bound and model.embeddings.threads == 1 and not model.embeddings.each(SendsAhead)
+    sharded = all(tables.sends for tables in model.embeddings.groups)
+    return bound and model.embeddings.threads == 1 and not sharded
 
 
 _LIBRARIES = {"torch", "torchrec", "recpipe"}

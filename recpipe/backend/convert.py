@@ -36,7 +36,7 @@ from recpipe.backend.chain import (
 )
 from recpipe.backend.crosses import cross, factorize
 from recpipe.backend.dense import chain, interact
-from recpipe.tables.room import has_room, marked
+from recpipe.tables.padded import is_padded, marked
 
 _PLAIN_TENSORS = (torch.Tensor, nn.Parameter)
 _COLLECTION = "sparse_arch.embedding_bag_collection"
@@ -161,7 +161,7 @@ def _interaction(module: Any, chooser: Chooser | None, dense_features: Any, spar
         and sparse.shape == (len(dense), module.F, dense.shape[1])
         and (chooser is None or chooser.pays(names.dot_signature(*sparse.shape[1:]), len(dense)))
     ):
-        return interact(dense, sparse, has_room(sparse))
+        return interact(dense, sparse, is_padded(sparse))
     return type(module).forward(module, dense, sparse)
 
 
@@ -237,7 +237,7 @@ def _sparse(module: Any, chooser: Chooser | None, features: Any) -> Any:
         )
     values = pooled.values()
     rows = values.view(len(values), module.F, module.D)
-    return marked(rows) if has_room(values) else rows
+    return marked(rows) if is_padded(values) else rows
 
 
 _FORWARDS: dict[type[nn.Module], Callable[..., Any]] = {

@@ -17,7 +17,7 @@ from torch import nn
 
 from recpipe import seams
 from recpipe.common.timing import phase
-from recpipe.tables.room import widened
+from recpipe.tables.padded import widened
 
 LEAK = 1e-30
 """The slope below 0 of the leaky ReLU that is used in bfloat16."""
@@ -62,7 +62,7 @@ def interact(bottom: torch.Tensor, pooled: torch.Tensor, room: bool) -> torch.Te
 
     ``bottom`` is the dense vector [B, D]; ``pooled`` float32 [B, F * D] or [B, F, D]. With ``room``, the
     dense vector is written in front of the rows: ``pooled`` is then [B, (1 + F) * D], or a [B, F, D] for
-    which ``room.has_room``. Returns [B, D + F (F + 1) / 2] of bottom's type: the dense vector, followed by
+    which ``padded.is_padded``. Returns [B, D + F (F + 1) / 2] of bottom's type: the dense vector, followed by
     the products.
     """
     if not torch.is_grad_enabled():

@@ -22,11 +22,11 @@ from recpipe.common.meter import Meter
 from recpipe.common.timing import median_seconds
 from recpipe.data.parts import batch_size
 from recpipe.data.select import between
+from recpipe.pipeline.batch import InFlight
 from recpipe.pipeline.cores import Cores
 from recpipe.pipeline.parts import same_random_numbers
 from recpipe.pipeline.placed import PlacedModel
-from recpipe.pipeline.step import StagedBatch, StepTimes, accumulate
-from recpipe.plugin.collection import TableCollection
+from recpipe.pipeline.step import StepTimes, accumulate
 from recpipe.tables.inputs import GroupIds, count_ids
 from recpipe.tables.resident import ResidentCollection
 from recpipe.tables.stand_in import with_few_rows, within
@@ -95,18 +95,12 @@ class _Trial:
         self.model = model
 
     @cached_property
-    def tables(self) -> dict[TableCollection, ResidentCollection]:
+    def tables(self) -> list[ResidentCollection]:
         """The replacement of each group's collection: the same tables with fewer rows."""
         groups, cpu = self.model.embeddings.tables.groups, torch.device("cpu")
         roomy = roomy_paths(self.model.module)
         made = zip(groups, with_few_rows(self.model.embeddings.tables), strict=True)
-        return dict(
-            zip(
-                self.model.embeddings.collections,
-                (ResidentCollection(cut, cpu, room=group.path in roomy) for group, cut in made),
-                strict=True,
-            )
-        )
+        return [ResidentCollection(cut, cpu, room=group.path in roomy) for group, cut in made]
 
     def faster(self, batch: Any) -> str:
         """``openmp``, or one of ``FIRST_SHARES``."""
@@ -133,14 +127,13 @@ class _Trial:
     ) -> None:
         for parameter in dense:
             parameter.grad = None
-        lookups = model.lookups(batch, None, {}, ids)
-        for lookup in lookups.all:
-            lookup.collection = self.tables[lookup.collection]
-        accumulate(model, StagedBatch(batch), StepTimes(), cores, lookups)
+        pairs = zip(self.tables, ids, strict=True)
+        rows = [None if own is None else tables.input_dist(own) for tables, own in pairs]
+        accumulate(model, InFlight(batch, rows), StepTimes(), cores)
 
     def _ids(self, batch: Any) -> GroupIds:
         """Ids within the rows of the temporary tables."""
-        each = zip(self.model.inputs.each(batch), self.tables.values(), strict=True)
+        each = zip(self.model.inputs.each(batch), self.tables, strict=True)
         return tuple(None if ids is None else within(ids, own.tables) for ids, own in each)
 
 

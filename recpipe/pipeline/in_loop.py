@@ -12,20 +12,10 @@ from typing import Any
 
 import torch
 
-from recpipe.data.select import between, join
+from recpipe.data.select import join
+from recpipe.pipeline.batch import InFlight
 from recpipe.pipeline.placed import PlacedModel
-from recpipe.pipeline.step import StagedBatch
 from recpipe.tables.front import handing_out
-from recpipe.tables.lookups import BatchLookups, Part
-
-
-class _Whole(Part):
-    """A front's rows for a whole batch, in the graph."""
-
-    def rows(self) -> list[torch.Tensor]:
-        if self.leaves is None:
-            self.leaves = [lookup.whole() for lookup in self.lookups.groups[self.front]]
-        return self.leaves
 
 
 class InLoop:
@@ -33,8 +23,8 @@ class InLoop:
 
     def __init__(self, model: PlacedModel) -> None:
         self.model = model
-        self.staged: StagedBatch | None = None
-        self._lookups: BatchLookups | None = None
+        self.batch: InFlight | None = None
+        """The batch that is being trained."""
         self._forward = model.module.forward
         model.module.forward = self._called
 
@@ -44,51 +34,49 @@ class InLoop:
 
     # -- between two batches -----------------------------------------------------------------
 
-    def begin(self, staged: StagedBatch) -> None:
-        """From now on the model is called with the batch ``staged``."""
-        self.staged = staged
-        self._lookups = lookups = self.model.lookups(staged.batch, staged.plan, staged.sent, staged.ids)
-        cut = len(staged.bounds) > 1
-        lookups.look_up(wait=staged.plan is not None and not (cut and staged.cold_from))
-        if cut:
-            return
-        for front in lookups.groups:
-            ids = self.model.ids_of(front, staged.batch)
-            assert ids is not None, "the front is bound"
-            front.whole = _Whole(lookups, front, ids, 0, staged.size)
+    def begin(self, batch: InFlight) -> None:
+        """From now on the model is called with ``batch``."""
+        self.batch = batch
+        self.model.take(batch)
+        cut = len(batch.bounds) > 1
+        batch.attached = not cut
+        batch.look_up(wait=bool(batch.moving) and not (cut and batch.cold_from))
+        if not cut:
+            for front, handed in self.model.part(batch, 0, batch.size)[0].items():
+                front.whole = handed
 
     def end(self) -> None:
         """End the batch, which has been trained."""
-        assert self._lookups is not None, "begun"
-        self.model.update_late(self._lookups)
+        assert self.batch is not None, "begun"
+        self.model.update_late(self.batch)
         self.model.embeddings.update()
-        self.staged = self._lookups = None
+        self.batch.release()
+        self.batch = None
         for front in self.model.fronts.values():
             front.whole = None
 
     # -- the model ---------------------------------------------------------------------------
 
     def _called(self, *arguments: Any, **named: Any) -> Any:
-        staged = self.staged
-        cut = staged is not None and len(staged.bounds) > 1
+        batch = self.batch
+        cut = batch is not None and len(batch.bounds) > 1
         if not cut or not torch.is_grad_enabled() or named or len(arguments) != 1:
             return self._forward(*arguments, **named)
-        assert staged is not None
-        assert self._lookups is not None
-        if arguments[0] is not staged.batch:
+        assert batch is not None
+        if arguments[0] is not batch.batch:
             return self._forward(*arguments)
-        return self._in_parts(staged, self._lookups)
+        return self._in_parts(batch)
 
-    def _in_parts(self, staged: StagedBatch, lookups: BatchLookups) -> Any:
+    def _in_parts(self, batch: InFlight) -> Any:
         """Run the micro-batches' forward and backward passes; returns the loss, and the outputs joined and
         detached."""
         dense = self.model.trained()
         total = [torch.zeros_like(p) for p in dense]
         losses, outputs, low = [], [], 0
-        for number, high in enumerate(staged.bounds):
-            if staged.plan is not None and not lookups.cold_is_here and number >= staged.cold_from:
-                lookups.wait_for_cold()
-            loss, output, gradients = self._part(staged, lookups, low, high, dense)
+        for number, high in enumerate(batch.bounds):
+            if batch.moving and not batch.cold_is_here and number >= batch.cold_from:
+                batch.wait_for_cold()
+            loss, output, gradients = self._part(batch, low, high, dense)
             for sum_, gradient in zip(total, gradients, strict=True):
                 if gradient is not None:
                     sum_ += gradient
@@ -96,23 +84,17 @@ class InLoop:
             outputs.append(output)
             low = high
         anchor = _Deferred.apply(  # type: ignore[no-untyped-call]
-            torch.stack(losses).sum(), lookups, self.model.late_leaves(), total, *dense
+            torch.stack(losses).sum(), batch, self.model.late_leaves(), total, *dense
         )
         return anchor, join(outputs)
 
     def _part(
-        self,
-        staged: StagedBatch,
-        lookups: BatchLookups,
-        low: int,
-        high: int,
-        dense: list[torch.nn.Parameter],
+        self, batch: InFlight, low: int, high: int, dense: list[torch.nn.Parameter]
     ) -> tuple[torch.Tensor, Any, list[torch.Tensor | None]]:
-        batch = between(staged.batch, low, high)
-        parts = self.model.part(lookups, batch, low, high)
+        parts, samples = self.model.part(batch, low, high)
         with handing_out(parts):
-            loss, output = self._forward(batch)
-        share = 1.0 if self.model.parts.sums else (high - low) / staged.size
+            loss, output = self._forward(samples)
+        share = 1.0 if self.model.parts.sums else (high - low) / batch.size
         leaves = [leaf for part in parts.values() for leaf in part.leaves or () if leaf.requires_grad]
         leaves += [leaf for leaf in self.model.late_leaves() if leaf.grad is None]
         found = torch.autograd.grad(loss * share, [*leaves, *dense], allow_unused=True)
@@ -136,19 +118,19 @@ class _Deferred(torch.autograd.Function):
     def forward(
         ctx: Any,
         loss: torch.Tensor,
-        lookups: BatchLookups,
+        batch: InFlight,
         late: list[torch.Tensor],
         total: list[torch.Tensor],
         *dense: torch.Tensor,
     ) -> torch.Tensor:
-        ctx.lookups, ctx.late, ctx.total = lookups, late, total
+        ctx.batch, ctx.late, ctx.total = batch, late, total
         return loss.clone()
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[Any, ...]:
         # A GPU is not waited for, and multiplies.
         scale = gradient if gradient.is_cuda else float(gradient)
-        ctx.lookups.backward(alone=True, scale=scale)
+        ctx.batch.backward(scale)
         for leaf in ctx.late:
             if leaf.grad is not None:
                 leaf.grad *= scale

@@ -7,10 +7,9 @@ reads batch b + 2 and waits for that. No batch is dropped at the epoch's end.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import cache, partial
 from threading import Event
 from time import perf_counter
@@ -28,15 +27,15 @@ from recpipe.data.parts import Asked, batch_size, keeping_ids, leaves, on_device
 from recpipe.data.select import between, select
 from recpipe.distributed.ranks import Ranks
 from recpipe.errors import DataError
+from recpipe.pipeline.batch import InFlight
 from recpipe.pipeline.sample_filter import SampleFilter
 from recpipe.pipeline.share import cut
 from recpipe.pipeline.source import BatchSource
 from recpipe.pipeline.splitting import Splitting
-from recpipe.pipeline.step import StagedBatch
 from recpipe.plugin.batch import Batch, BatchShare
 from recpipe.plugin.splitter import Split
-from recpipe.tables.inputs import GroupIds, Inputs, count_ids
-from recpipe.tables.tiers.batch import BatchPlan, Found, Tiers
+from recpipe.tables.group_rows import GroupTables
+from recpipe.tables.inputs import Inputs, count_ids
 
 WAITED = 1e-3
 """A batch counts as waited for if training waited so many seconds for it."""
@@ -51,7 +50,7 @@ class TrainLoader:
         self,
         source: BatchSource,
         inputs: Inputs,
-        tiers: Tiers | None,
+        tables: Sequence[GroupTables],
         device: torch.device,
         ranks: Ranks | None = None,
         sends_ahead: bool = False,
@@ -61,8 +60,12 @@ class TrainLoader:
     ) -> None:
         self.source = source
         self.inputs = inputs
-        self.tiers = tiers
-        """The tiers of all groups of tables; None if all rows are resident."""
+        self.tables = tables
+        """The tables of each group."""
+        self._bound = [each for number, each in enumerate(tables) if inputs.bound(number)]
+        """Those whose ids the batches have."""
+        self._tiers = [each for each in self._bound if each.moves]
+        """Those of them whose rows move between tiers."""
         self.device = device
         self.ranks = ranks or Ranks()
         self.sends_ahead = sends_ahead
@@ -72,10 +75,10 @@ class TrainLoader:
         self.accesses = accesses
         """Keeps some batches' ids."""
         self._aside = Aside(device)
-        by_slots = device.type == "cuda" and tiers is not None and tiers.of_all
+        by_slots = device.type == "cuda" and bool(self._tiers) and self._tiers == self._bound
         self._asked: Asked | None = {} if by_slots else None
         """What the model itself reads of ids on the GPU, if rows are looked up there by slots."""
-        self._epoch: Callable[[], Generator[StagedBatch] | None] = lambda: None
+        self._epoch: Callable[[], Generator[InFlight] | None] = lambda: None
         """The newest epoch if somebody still holds it; one that nobody holds has ended its threads."""
         self.first = 0
         self.handed_out = 0
@@ -106,15 +109,15 @@ class TrainLoader:
     def _part(self) -> tuple[int, int] | None:
         """This rank's part of every batch, if nothing in the run needs whole batches."""
         skips = self.sample_filter is not None and self.sample_filter.looks_at_batches
-        unseen = not skips and self.splitting is None and self.tiers is None
+        unseen = not skips and self.splitting is None and not self._tiers
         return self.ranks.part if unseen and self.source.gives_parts else None
 
-    def __iter__(self) -> Iterator[StagedBatch]:
+    def __iter__(self) -> Iterator[InFlight]:
         epoch = self._batches()
         self._epoch = ref(epoch)
         return epoch
 
-    def _batches(self) -> Generator[StagedBatch]:
+    def _batches(self) -> Generator[InFlight]:
         first, self.first = self.first, 0
         self.left = len(self) - first
         if self.sample_filter is not None:  # an epoch left early had read batches that were not trained
@@ -125,32 +128,32 @@ class TrainLoader:
             with self.source.epoch(first, self._part) as batches, self._reads(batches) as reads:
                 with threads_for(self.device, 1, "recpipe-loader") as worker:
                     ready = (self._linked if self.sends_ahead else self._planned)(worker, reads)
-                    for staged in ready if self.splitting is None else self._timed(ready, self.splitting):
-                        assert staged.ids is not None, "staged with its ids"
-                        self.lookups += count_ids(staged.ids)
+                    for batch in ready if self.splitting is None else self._timed(ready, self.splitting):
+                        assert batch.ids is not None, "staged with its ids"
+                        self.lookups += count_ids(batch.ids)
                         self.handed_out += 1
                         self.left -= 1
-                        staged.arrive()
-                        yield staged
+                        batch.arrive()
+                        yield batch
                 self.end_epoch()
         finally:
-            if self.tiers is not None:
-                self.tiers.forget()
+            for tables in self._tiers:
+                tables.forget()
 
     @contextmanager
-    def _reads(self, batches: Iterator[Batch]) -> Iterator[Iterator[_Read]]:
+    def _reads(self, batches: Iterator[Batch]) -> Iterator[Iterator[InFlight]]:
         """In the block, ``batches`` as they are read; by a thread, one ahead, where a GPU is waited for and
         no plugin's part sees what has been trained."""
         reads = iter(partial(self._read, batches), None)
         feed = self.source.feed
         seen = self.sample_filter is not None or feed.order is not None or bool(feed.batch)
-        if self.tiers is None or not self.tiers.finds_ahead or seen:
+        if seen or not any(tables.finds_ahead for tables in self._tiers):
             yield reads
             return
         with threads_for(self.device, 1, "recpipe-reader") as reader:
             yield _ahead(reader, reads)
 
-    def _planned(self, worker: ThreadPoolExecutor, reads: Iterator[_Read]) -> Iterator[StagedBatch]:
+    def _planned(self, worker: ThreadPoolExecutor, reads: Iterator[InFlight]) -> Iterator[InFlight]:
         """Yield each batch in turn. The next batch is planned while this one's rows are moved, and its rows
         are fetched after that.
 
@@ -159,49 +162,52 @@ class TrainLoader:
         already during the backward pass.
         """
         upcoming, yielded, waits = cache(partial(worker.submit, self._stage, reads)), 0, 0
-        staged = _waited(upcoming())
-        while staged is not None:
+        batch = _waited(upcoming())
+        while batch is not None:
             moved = Event()
             upcoming = cache(partial(worker.submit, self._stage, reads, moved))
-            if self.tiers is not None and staged.plan is not None:
-                self.tiers.begin(staged.plan)
+            if self._tiers:
+                for rows in batch.moving:
+                    rows.tables.begin(rows)
                 upcoming()
                 try:
-                    self.tiers.advance(staged.plan)
+                    for rows in batch.moving:
+                        rows.tables.advance(rows)
                 finally:
                     moved.set()
             else:
-                staged.stage_next, staged.next_is_slow = upcoming, waits * SLOW > yielded
-            yield staged
+                batch.read_next, batch.next_is_slow = upcoming, waits * SLOW > yielded
+            yield batch
             asked = perf_counter()
-            staged = _waited(upcoming())
+            batch = _waited(upcoming())
             yielded, waits = yielded + 1, waits + (perf_counter() - asked > WAITED)
 
-    def _linked(self, worker: ThreadPoolExecutor, reads: Iterator[_Read]) -> Iterator[StagedBatch]:
+    def _linked(self, worker: ThreadPoolExecutor, reads: Iterator[InFlight]) -> Iterator[InFlight]:
         """Yield each batch with the next one; the one after that is read while this batch trains.
 
         A fault in reading a batch is raised one batch early.
         """
-        staged = self._stage(reads)
+        batch = self._stage(reads)
         pending = worker.submit(self._stage, reads)
-        while staged is not None:
-            staged.upcoming = _waited(pending)
+        while batch is not None:
+            batch.upcoming = _waited(pending)
             pending = worker.submit(self._stage, reads)
-            yield staged
-            staged = staged.upcoming
+            yield batch
+            batch = batch.upcoming
 
-    def _read(self, batches: Iterator[Batch]) -> _Read | None:
+    def _read(self, batches: Iterator[Batch]) -> InFlight | None:
         """The next batch with its ids; None at the epoch's end. On a GPU on a stream of its own."""
         batch = next(batches, None)
         if batch is None:
             return None
         # What a source has made on the GPU itself must be done before it is used here.
         with self._aside.stream(after=any(map(on_gpu, leaves(batch)))):
-            return self._known(batch)
+            if isinstance(batch, BatchShare):
+                return InFlight(batch, total=batch.total, alone=False, ids=self.inputs.each(batch))
+            return self._whole(batch)
 
-    def _known(self, batch: Any) -> _Read:
-        if isinstance(batch, BatchShare):
-            return _Read(batch, self.inputs.each(batch), batch.total, batch.total)
+    def _whole(self, batch: Any) -> InFlight:
+        """A whole batch, without the samples that plugins leave out."""
         consumed = batch_size(batch)
         batch = self.source.transform(batch)
         size, skipped = batch_size(batch) if self.source.feed.batch else consumed, 0
@@ -210,55 +216,79 @@ class TrainLoader:
         if self.sample_filter is not None:
             batch, skipped = self.sample_filter.kept(batch, size)
             size -= skipped
-        each = self.inputs.each(batch)
-        found = None if self.tiers is None else self.tiers.find(each)
-        return _Read(batch, each, size, consumed, skipped, found)
+        ids = self.inputs.each(batch)
+        pairs = zip(self.tables, ids, strict=True)
+        found = [None if own is None else tables.find(own) for tables, own in pairs]
+        return InFlight(batch, consumed=consumed, skipped=skipped, ids=ids, found=found, size=size)
 
-    def _stage(self, reads: Iterator[_Read], moved: Event | None = None) -> StagedBatch | None:
+    def _stage(self, reads: Iterator[InFlight], moved: Event | None = None) -> InFlight | None:
         """The next batch, ready to train; None at the epoch's end. Runs in the worker thread, and on a GPU on
         a stream of its own. ``moved``: set once the batch before has sent away what leaves its tiers."""
-        read = next(reads, None)
-        if read is None:
+        batch = next(reads, None)
+        if batch is None:
             return None
         with self._aside.stream():
-            staged = self._staged(read, moved)
-            staged.copied = self._aside.mark()
-        return staged
-
-    def _staged(self, read: _Read, moved: Event | None) -> StagedBatch:
-        batch, each = read.batch, read.each
-        plan = None
-        if self.tiers is not None:
-            plan = self.tiers.plan(batch, each, read.found)  # checks the ids
-        else:
-            self.inputs.require_ids(each)
-        self._count(each)
-        if isinstance(batch, BatchShare):
-            there, ids = self._moved(batch, batch, each)
-            return StagedBatch(there, total=batch.total, alone=False, ids=ids)
-        staged = self._share(batch, read.size, plan, each)
-        staged.consumed, staged.skipped = read.consumed, read.skipped
-        if self.tiers is not None and self.tiers.prefetches and plan is not None:
-            if moved is not None:
+            ids, found = batch.ids, batch.found or [None] * len(self.tables)
+            assert ids is not None, "read with its ids"
+            batch.groups = [
+                None if own is None else tables.input_dist(own, first)
+                for tables, own, first in zip(self.tables, ids, found, strict=True)
+            ]
+            batch.found = None
+            if self.accesses is not None:
+                self.accesses.add(ids)
+            if batch.alone:
+                self._arrange(batch)
+            else:
+                self._move(batch, batch.batch)
+            fetching = [rows for rows in batch.moving if rows.tables.prefetches]
+            if fetching and moved is not None:
                 moved.wait()
-            self.tiers.prefetch(plan)
-        return staged
+            for rows in fetching:
+                rows.tables.prefetch(rows)
+            batch.copied = self._aside.mark()
+        return batch
 
-    def _count(self, each: GroupIds) -> None:
-        if self.accesses is not None:
-            self.accesses.add(each)
+    def _arrange(self, batch: InFlight) -> None:
+        """Cut a whole batch into micro-batches, if there is a splitter, and into this rank's share of them;
+        move that to the device."""
+        alone, splitting, size = len(self.ranks.trainers) == 1, self.splitting, batch.size
+        if splitting is None and alone:
+            self._move(batch, batch.batch)
+            return
+        needs_cold, split = np.zeros(size, bool), None
+        if not (alone and batch.moving and splitting is not None and self._passes_by(splitting)):
+            needs_cold = batch.needs_cold()
+            split = None if splitting is None else splitting.cut(batch.batch, needs_cold)
+        if split is None and alone:  # there is nothing to put in order
+            any_cold = any(rows.plan is not None and len(rows.plan.slab) for rows in batch.rows)
+            batch.bounds, batch.cold_from = (size,), 0 if any_cold else 1
+            self._move(batch, batch.batch)
+            return
+        split = split or Split(np.arange(size), (size,))
+        mine = cut(split.order, split.bounds, needs_cold, self.ranks)
+        for rows in batch.moving:
+            rows.arrange(mine.samples, mine.cold_first)
+        batch.bounds = () if splitting is None else mine.bounds
+        batch.cold_from, batch.size, batch.alone = mine.cold_from, len(mine.samples), alone
+        self._move(batch, select(batch.batch, mine.samples))
 
-    def _moved(self, mine: Any, batch: Any, each: GroupIds) -> tuple[Any, GroupIds]:
-        """``mine``, this rank's samples of ``batch``, on the device; and its ids in order, which are ``each``
-        if it is all of ``batch``. This is done here because the training thread has more to do.
+    def _move(self, batch: InFlight, mine: Any) -> None:
+        """Move ``mine``, this rank's samples of ``batch``, to the device; its rows get these samples' ids.
+        This is done here because the training thread has more to do.
 
         Where rows are looked up by slots, ids stay in host memory unless the model itself reads them.
         """
+        whole = batch.batch
         if self._asked is None:
-            there = looked_up = on_device(mine, self.device)
+            batch.batch = looked_up = on_device(mine, self.device)
         else:
-            there, looked_up = on_device(keeping_ids(mine, self._asked), self.device), mine
-        return there, each if looked_up is batch else self.inputs.each(looked_up)
+            batch.batch, looked_up = on_device(keeping_ids(mine, self._asked), self.device), mine
+        if looked_up is not whole:
+            batch.ids = self.inputs.each(looked_up)
+            for rows, ids in zip(batch.groups or (), batch.ids, strict=True):
+                if rows is not None and ids is not None:
+                    rows.ids = ids
 
     def _passes_by(self, splitting: Splitting) -> bool:
         """Whether the next batch is trained whole without a look at its samples, which waits for a GPU."""
@@ -267,65 +297,19 @@ class TrainLoader:
         splitting.pass_by()
         return True
 
-    def _timed(self, ready: Iterator[StagedBatch], splitting: Splitting) -> Iterator[StagedBatch]:
+    def _timed(self, ready: Iterator[InFlight], splitting: Splitting) -> Iterator[InFlight]:
         """``ready``, telling ``splitting`` how long each batch took until the next one. A GPU is waited for
         while steps are compared, since it works later than it is asked to."""
         started = 0.0
-        for staged in ready:
+        for batch in ready:
             ended = settled(self.device) if splitting.compares else perf_counter()
             if started:
                 splitting.trained(ended - started)
             started = perf_counter()
-            yield staged
-
-    def _share(self, batch: Any, size: int, plan: BatchPlan | None, each: GroupIds) -> StagedBatch:
-        """What this rank trains of ``batch``, whose ids are ``each``, in micro-batches if there is a
-        splitter."""
-        alone, splitting = len(self.ranks.trainers) == 1, self.splitting
-        if splitting is None and alone:
-            there, ids = self._moved(batch, batch, each)
-            return StagedBatch(there, plan, size=size, ids=ids)
-        needs_cold, split = np.zeros(size, bool), None
-        if not (alone and plan is not None and splitting is not None and self._passes_by(splitting)):
-            needs_cold = needs_cold if plan is None else plan.needs_cold
-            split = None if splitting is None else splitting.cut(batch, needs_cold)
-        if split is None:
-            if alone:  # there is nothing to put in order
-                there, ids = self._moved(batch, batch, each)
-                cold_from = 0 if plan is not None and plan.any_cold else 1
-                return StagedBatch(there, plan, (size,), cold_from, size=size, ids=ids)
-            split = Split(np.arange(size), (size,))
-        mine = cut(split.order, split.bounds, needs_cold, self.ranks)
-        if plan is not None:
-            plan.arrange(mine.samples, mine.cold_first, alone)
-        there, ids = self._moved(select(batch, mine.samples), batch, each)
-        return StagedBatch(
-            there,
-            plan,
-            () if splitting is None else mine.bounds,
-            mine.cold_from,
-            total=size,
-            alone=alone,
-            ids=ids,
-        )
+            yield batch
 
 
-@dataclass
-class _Read:
-    """A batch that has been read."""
-
-    batch: Any
-    each: GroupIds
-    """Its ids for each group."""
-    size: int
-    consumed: int
-    """As in ``StagedBatch``."""
-    skipped: int = 0
-    found: Found | None = None
-    """The result of ``Tiers.find``."""
-
-
-def _ahead(worker: ThreadPoolExecutor, items: Iterator[_Read]) -> Iterator[_Read]:
+def _ahead(worker: ThreadPoolExecutor, items: Iterator[InFlight]) -> Iterator[InFlight]:
     """``items``, each of which ``worker`` makes while the one before is used."""
     pending = worker.submit(next, items, None)
     while (item := pending.result()) is not None:
@@ -333,7 +317,7 @@ def _ahead(worker: ThreadPoolExecutor, items: Iterator[_Read]) -> Iterator[_Read
         yield item
 
 
-def _waited(pending: Future[StagedBatch | None]) -> StagedBatch | None:
+def _waited(pending: Future[InFlight | None]) -> InFlight | None:
     with phase("input"):
         return pending.result()
 

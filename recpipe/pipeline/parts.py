@@ -20,8 +20,7 @@ from recpipe.data.parts import batch_size
 from recpipe.data.select import between
 from recpipe.errors import UserError
 from recpipe.pipeline.placed import Parts, PlacedModel
-from recpipe.tables.front import Front, handing_out
-from recpipe.tables.lookups import same_ids
+from recpipe.tables.front import Front, handing_out, same_ids
 
 SAMPLES = 64
 """Most samples that are tried."""

@@ -16,17 +16,16 @@ from recpipe import seams
 from recpipe.common.saved import tensor
 from recpipe.common.timing import phase
 from recpipe.data.parts import on_device
+from recpipe.data.select import between
 from recpipe.errors import UserError, shown
 from recpipe.model.call import Called
+from recpipe.pipeline.batch import Handed, InFlight
 from recpipe.plugin.skipper import RowView
-from recpipe.tables.capabilities import SendsAhead
-from recpipe.tables.front import BagFront, Front, HandedOut, front_of, handing_out
-from recpipe.tables.group_lookup import GroupLookup
+from recpipe.tables.front import Front, HandedOut, front_of, handing_out, same_ids
+from recpipe.tables.group_rows import GroupRows
 from recpipe.tables.grouped import GroupedCollection
 from recpipe.tables.groups import ModelTables, collections_of
-from recpipe.tables.inputs import GroupIds, Inputs
-from recpipe.tables.lookups import BatchLookups, Part, same_ids
-from recpipe.tables.tiers.batch import BatchPlan
+from recpipe.tables.inputs import Inputs
 from recpipe.tables.view import TablesView
 
 
@@ -217,44 +216,35 @@ class PlacedModel(nn.Module):
         """The object in ``batch`` that has the ids for ``front``, among others and in any order."""
         return self.inputs.among(batch, self._groups_of[front][0])
 
-    @property
+    @cached_property
     def bound(self) -> list[Front]:
         """The fronts whose ids the batch has; the model makes the ids of the others."""
         return [f for f, groups in self._groups_of.items() if self.inputs.bound(groups[0])]
 
-    def lookups(
-        self, batch: Any, plan: BatchPlan | None, sent: Mapping[int, Any], each: GroupIds | None = None
-    ) -> BatchLookups:
-        """The lookups of ``batch`` in all groups. ``sent``: the result of ``send`` for it; ``each``: its
-        ids."""
-        each = each or self.inputs.each(batch)
-        made: dict[Front, list[GroupLookup]] = {}
+    def take(self, batch: InFlight) -> None:
+        """Let ``batch`` have the rows that the fronts hand out. The tables take it in if the loader has
+        not."""
+        if batch.groups is None:
+            batch.ids = batch.ids or self.inputs.each(batch.batch)
+            pairs = zip(self.embeddings.groups, batch.ids, strict=True)
+            batch.groups = [None if ids is None else tables.input_dist(ids) for tables, ids in pairs]
+            for rows in batch.rows:
+                rows.tables.advance(rows)
+        groups, made = batch.groups, dict[Front, list[GroupRows]]()
         for front in self.bound:
-            roomy = isinstance(front, BagFront) and front.wants_room and front.can_have_room
-            made[front] = []
-            for number in self._groups_of[front]:
-                ids = each[number]
-                assert ids is not None, "the front is bound"
-                made[front].append(
-                    GroupLookup(
-                        self.embeddings.collections[number],
-                        ids,
-                        None if plan is None else plan.groups[number],
-                        sent.get(number),
-                        self.embeddings.tables.groups[number].tables,
-                        self.embeddings.tables.groups[number].tables.dim if roomy else 0,
-                    )
-                )
-        return BatchLookups(made)
+            made[front] = [rows for rows in (groups[n] for n in self._groups_of[front]) if rows is not None]
+            for rows in made[front]:
+                rows.wants_padding = front.padded
+        batch.fronts = made
 
-    def part(self, lookups: BatchLookups, batch: Any, low: int, high: int) -> dict[Front, Part]:
-        """What fronts hand out for ``batch``, which has samples [low, high) of the batch of ``lookups``."""
-        ids: dict[Front, KeyedJaggedTensor] = {}
-        for front in lookups.groups:
-            own = self.ids_of(front, batch)
-            assert own is not None, "the front is bound"
-            ids[front] = own
-        return lookups.part(ids, low, high)
+    def part(self, batch: InFlight, low: int, high: int) -> tuple[dict[Front, Handed], Any]:
+        """What fronts hand out for samples [low, high) of ``batch``, and these samples."""
+        samples, handed = between(batch.batch, low, high), dict[Front, Handed]()
+        for front in batch.fronts:
+            ids = self.ids_of(front, samples)
+            assert ids is not None, "the front is bound"
+            handed[front] = Handed(batch, front, ids, low, high)
+        return handed, samples
 
     def train_part(self, rows: Mapping[Front, HandedOut], batch: Any, share: float) -> torch.Tensor:
         """The contribution of ``batch``, a fraction ``share`` of a whole one, to the whole one's loss, with
@@ -277,26 +267,16 @@ class PlacedModel(nn.Module):
             found[front] = LookedUp(front, ids, front.look_up(ids))
         return found
 
-    def send(self, batch: Any, each: GroupIds | None = None) -> dict[int, Any]:
-        """Start to send the ids ``each`` of ``batch`` over the ranks; returns what is being sent by group."""
-        sent: dict[int, Any] = {}
-        pairs = zip(self.embeddings.collections, each or self.inputs.each(batch), strict=True)
-        for number, (collection, ids) in enumerate(pairs):
-            ahead = collection.offers(SendsAhead)
-            if ahead is not None and ids is not None:
-                sent[number] = ahead.start(ids)
-        return sent
-
     def late_leaves(self) -> list[torch.Tensor]:
         """Leaves of the graph that this step has made for ids that the model makes."""
         return [leaf for front in self.fronts.values() for leaf in front.late_leaves()]
 
-    def update_late(self, lookups: BatchLookups) -> None:
-        """Update the rows that the model looked up by ids that it makes, after the backward pass of
-        ``lookups``, which are those of the batch's ids."""
+    def update_late(self, batch: InFlight) -> None:
+        """Update the rows that the model looked up by ids that it makes, after the backward pass of the rows
+        of the ids of ``batch``."""
         with phase("embedding backward and update"):
             for front in self.fronts.values():
-                front.update_late(lookups.groups.get(front, ()))
+                front.update_late(batch.fronts.get(front, ()))
 
     @property
     def late_calls(self) -> int:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -16,7 +16,7 @@ from recpipe.pipeline.trial import LEAST, WORTH, Trial
 from recpipe.plugin.batch import Batch
 from recpipe.plugin.calls import Owned
 from recpipe.plugin.splitter import Split, Splitter, micro_batch_step
-from recpipe.tables.tiers.batch import Tiers
+from recpipe.tables.group_rows import GroupTables
 
 LOOKED = 8
 """Of so many batches one is looked at for figures alone."""
@@ -96,7 +96,7 @@ class Splitting:
         splitter: Owned[Splitter] | None,
         mode: str,
         batch_size: int,
-        tiers: Tiers | None,
+        tables: Sequence[GroupTables],
         trainers: Channel,
     ) -> Splitting | None:
         """That of a run's plugins under ``trainer.split=mode``; None without a splitter. All ``trainers``
@@ -108,7 +108,7 @@ class Splitting:
             return max(float(each[0]) for each in trainers.gather(np.array([value])))
 
         def waited() -> float:
-            return 0.0 if tiers is None else tiers.waited
+            return sum(each.waited for each in tables)
 
         # Several ranks on a machine are other programs to each other.
         load = Load.now if trainers.size == 1 else lambda: None

@@ -26,13 +26,13 @@ from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
 from recpipe import seams
 from recpipe.data.parts import attributes, leaves, with_parts
 from recpipe.errors import UserError
+from recpipe.pipeline.batch import InFlight
 from recpipe.pipeline.cuda_graph import REMEDY, Graph, Unrecorded, record
 from recpipe.pipeline.placed import PlacedModel
 from recpipe.seams import HostIds, TorchDispatchMode
 from recpipe.tables.front import Front
-from recpipe.tables.group_lookup import GroupLookup
-from recpipe.tables.lookups import BatchLookups
-from recpipe.tables.room import has_room, marked, with_room
+from recpipe.tables.group_rows import GroupRows
+from recpipe.tables.padded import is_padded, marked, padded
 
 log = logging.getLogger(__name__)
 BEFORE = 3
@@ -62,7 +62,7 @@ class StepGraph:
         self._latest: Hashable = None
         self._in_a_row = 0
 
-    def train(self, lookups: BatchLookups, batch: Any) -> torch.Tensor | None:
+    def train(self, batch: InFlight) -> torch.Tensor | None:
         """Run both passes of a whole ``batch``, whose rows have been looked up, or are left to the graph;
         returns its mean loss, detached.
 
@@ -73,7 +73,7 @@ class StepGraph:
         settings = self._settings()
         if settings is None:
             return None
-        form = self._form(lookups, batch, settings)
+        form = self._form(batch, settings)
         if self._recorded is None or self._recorded.form != form:
             self._in_a_row = self._in_a_row + 1 if form == self._latest else 1
             self._latest = form
@@ -81,30 +81,30 @@ class StepGraph:
                 return None
             self._recorded = None  # its memory is free for the next one
             try:
-                self._recorded = self._record(form, lookups, batch, settings)
+                self._recorded = self._record(form, batch, settings)
             except Unrecorded as fault:
                 raise UserError(f"trainer.backend=cuda_graph: {fault}; {REMEDY}") from fault
         self._in_a_row = 0
         self.trained += 1
-        return self._recorded.train(lookups, batch)
+        return self._recorded.train(batch)
 
-    def _record(self, form: Hashable, lookups: BatchLookups, batch: Any, settings: Hashable) -> _Recorded:
+    def _record(self, form: Hashable, batch: InFlight, settings: Hashable) -> _Recorded:
         """A graph for batches of this ``form``; without the tables if it cannot be recorded with them."""
         try:
-            return _Recorded(self.model, self.make(), form, lookups, batch)
+            return _Recorded(self.model, self.make(), form, batch)
         except Unrecorded as fault:
-            if all(lookup.repeated is None for lookup in lookups.all):
+            if all(rows.graph is None for rows in batch.rows):
                 raise
             self.takes_tables = False
-            lookups.look_up_left()
-            form = self._form(lookups, batch, settings)
-            recorded = _Recorded(self.model, self.make(), form, lookups, batch)
+            batch.look_up_left()
+            form = self._form(batch, settings)
+            recorded = _Recorded(self.model, self.make(), form, batch)
             log.warning("tables are looked up and updated outside of the CUDA graph: %s", fault)
             return recorded
 
-    def _form(self, lookups: BatchLookups, batch: Any, settings: Hashable) -> Hashable:
+    def _form(self, batch: InFlight, settings: Hashable) -> Hashable:
         """What must be the same of two batches, and of the model, for one graph to train both."""
-        return _form(batch), tuple(lookup.form for lookup in lookups.all), self._state(), settings
+        return _form(batch.batch), tuple(rows.form for rows in batch.rows), self._state(), settings
 
     def holds_gradients(self) -> bool:
         """Whether the dense parameters' gradients are those in the graph's memory."""
@@ -119,17 +119,15 @@ class StepGraph:
 class _Recorded:
     """A graph with the memory that it reads and writes, for batches of one ``form``."""
 
-    def __init__(
-        self, model: PlacedModel, graph: Graph, form: Hashable, lookups: BatchLookups, batch: Any
-    ) -> None:
+    def __init__(self, model: PlacedModel, graph: Graph, form: Hashable, batch: InFlight) -> None:
         self.form = form
         self._dense, self._graph = model.dense, graph
         self._inputs: list[torch.Tensor] = []
         self._rows: list[_Rows] = []
         self._loss = torch.zeros(())
-        own, rows_of = self._copied(batch), dict[Front, list[_Rows]]()
-        for front, groups in lookups.groups.items():
-            rows_of[front] = [_Rows(lookup) for lookup in groups]
+        own, rows_of = self._copied(batch.batch), dict[Front, list[_Rows]]()
+        for front, groups in batch.fronts.items():
+            rows_of[front] = [_Rows(rows) for rows in groups]
             self._rows += rows_of[front]
         for parameter in self._dense:
             parameter.grad = None  # so that the gradient has memory of the graph, which does not add to it
@@ -154,18 +152,19 @@ class _Recorded:
         record(graph, both_passes, "the model's forward or backward pass")
         self._gradients = [parameter.grad for parameter in self._dense]
 
-    def train(self, lookups: BatchLookups, batch: Any) -> torch.Tensor:
-        """As ``StepGraph.train``."""
-        given = [_given(lookup) for lookup in lookups.all]
+    def train(self, batch: InFlight) -> torch.Tensor:
+        """Replay it for ``batch``; returns its mean loss."""
+        groups = [rows for groups in batch.fronts.values() for rows in groups]
+        given = [_given(rows) for rows in groups]
         memory = [*self._inputs, *(rows.memory for rows in self._rows)]
         with torch.no_grad():
-            seams.copy_each(memory, [*_tensors(batch), *given])
+            seams.copy_each(memory, [*_tensors(batch.batch), *given])
         self._graph.replay()
-        for lookup, own, rows in zip(lookups.all, given, self._rows, strict=True):
-            if lookup.repeated is None:
-                own.grad = rows.gradient
+        for rows, own, memory_of in zip(groups, given, self._rows, strict=True):
+            if rows.graph is None:
+                own.grad = memory_of.gradient
             else:
-                lookup.updated = True
+                rows.updated = True
         for parameter, gradient in zip(self._dense, self._gradients, strict=True):
             parameter.grad = gradient
         return self._loss.clone()
@@ -185,29 +184,30 @@ class _Recorded:
         return with_parts(value, lambda part, _: self._copied(part))
 
 
-def _given(lookup: GroupLookup) -> torch.Tensor:
+def _given(rows: GroupRows) -> torch.Tensor:
     """What a graph needs of a batch's lookup: its rows as a leaf or, if it looks them up, their places."""
-    if lookup.repeated is not None:
-        return lookup.repeated.indices
-    return lookup.leaf(0, lookup.ids.stride())
+    if rows.graph is not None:
+        return rows.graph.indices
+    return rows.leaf(0, rows.ids.stride())
 
 
 class _Rows:
     """Memory of a graph for the rows of one group, and their gradient.
 
-    The rows have room in front if the model's interaction writes there. Their gradient is taken as it comes:
-    a leaf of autograd's would copy one whose rows lie as far apart as these.
+    The rows have padding in front if the model's interaction writes there. Their gradient is taken as it
+    comes: a leaf of autograd's would copy one whose rows lie as far apart as these.
     """
 
-    def __init__(self, lookup: GroupLookup) -> None:
-        self._repeated, room, self._frozen = lookup.repeated, lookup.room, lookup.frozen
-        if self._repeated is None:
-            (batch, width), kind, device = lookup.warm.shape, lookup.warm.dtype, lookup.warm.device
+    def __init__(self, rows: GroupRows) -> None:
+        self._lookup, self._frozen = rows.graph, rows.frozen
+        padding = rows.tables.tables.dim if rows.wants_padding else 0
+        if self._lookup is None:
+            (batch, width), kind, device = rows.warm.shape, rows.warm.dtype, rows.warm.device
         else:
-            (batch, width), kind, device = self._repeated.shape, torch.float32, self._repeated.indices.device
-        wide = torch.empty((batch, room + width), dtype=kind, device=device)
-        self.values = with_room(wide, room) if room else wide
-        self.memory = self.values if self._repeated is None else self._repeated.indices.clone()
+            (batch, width), kind, device = self._lookup.shape, torch.float32, self._lookup.indices.device
+        wide = torch.empty((batch, padding + width), dtype=kind, device=device)
+        self.values = padded(wide, padding) if padding else wide
+        self.memory = self.values if self._lookup is None else self._lookup.indices.clone()
         """What each batch is copied into: the rows or, if the graph looks them up, their places."""
         self.gradient: torch.Tensor | None = None
         """None as long as no pass has used the rows."""
@@ -215,19 +215,19 @@ class _Rows:
 
     def look_up(self) -> None:
         """Record the lookup, if the graph makes it."""
-        if self._repeated is not None:
-            self._found = self._repeated.table(self.memory, self._repeated.offsets)
+        if self._lookup is not None:
+            self._found = self._lookup.table(self.memory, self._lookup.offsets)
             self.values.data.copy_(self._found.detach())
 
     def in_graph(self) -> torch.Tensor:
         """The rows, for a forward pass whose backward pass sets ``gradient``."""
         anchor = torch.zeros((), requires_grad=not self._frozen)
         rows: torch.Tensor = _Taken.apply(anchor, self)  # type: ignore[no-untyped-call]
-        return marked(rows) if has_room(self.values) else rows
+        return marked(rows) if is_padded(self.values) else rows
 
     def update(self) -> None:
         """Record the update, if the graph has made the lookup and the tables are trained."""
-        if self._repeated is None or self._frozen:
+        if self._lookup is None or self._frozen:
             return
         unused = self.gradient is None
         torch.autograd.backward(self._found, torch.zeros_like(self._found) if unused else self.gradient)

@@ -6,10 +6,9 @@ import torch
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from recpipe.data.parts import in_order, without_weights
-from recpipe.tables.front import BagFront, Front
+from recpipe.tables.front import Front, same_ids
 from recpipe.tables.groups import Group
-from recpipe.tables.lookups import same_ids
-from recpipe.tables.room import with_room
+from recpipe.tables.padded import padded
 
 ROW_VALUE = 0.01
 """The value of all rows that are handed out: no tier is used, and no other rank is asked."""
@@ -28,7 +27,7 @@ class HandedRows:
         """Ids that are not the batch's own."""
         self.leaves: list[torch.Tensor] = []
         self._asked: KeyedJaggedTensor | None = None
-        self._room = roomy and isinstance(front, BagFront) and front.wants_room and front.can_have_room
+        self._room = roomy and front.padded
 
     def holds(self, sparse: KeyedJaggedTensor) -> bool:
         """Note which ids are asked for."""
@@ -51,5 +50,5 @@ class HandedRows:
         shape = shape if tables.pooled else (ids.values().numel(), tables.dim)
         if self._room and tables.pooled:
             wide = torch.full((shape[0], tables.dim + shape[1]), ROW_VALUE, device=ids.device())
-            return with_room(wide, tables.dim).requires_grad_(trained)
+            return padded(wide, tables.dim).requires_grad_(trained)
         return torch.full(shape, ROW_VALUE, device=ids.device(), requires_grad=trained)

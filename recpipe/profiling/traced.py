@@ -29,7 +29,7 @@ from recpipe.profiling.parts import part_name
 from recpipe.profiling.workload import Lookups, Work, count_lookups
 from recpipe.seams import TorchDispatchMode
 from recpipe.tables.front import handing_out
-from recpipe.tables.tiers.placement import table_bags
+from recpipe.tables.rows import table_bags
 
 PARTS = ("interaction", "MLP", "dense")
 

@@ -14,23 +14,21 @@ from recpipe.common.words import readable_bytes
 from recpipe.pipeline.placed import PlacedModel
 from recpipe.setup.ctx import Joined
 from recpipe.setup.planned import Planned
-from recpipe.setup.prepare import closing_tiers, resume_from
+from recpipe.setup.prepare import resume_from
 from recpipe.setup.pretrained import Pretrained
 from recpipe.tables.grouped import GroupedCollection
-from recpipe.tables.tiers.batch import Tiers
 
 
 @dataclass
 class Built:
     """Tables with first values or the rows of a checkpoint, and the model whose collections they replace.
 
-    ``model`` None: this rank only holds rows, and the run is over. ``tiers`` None: all rows are resident.
+    ``model`` None: this rank only holds rows, and the run is over.
     ``resume``: the checkpoint that the run goes on from; None: it starts. ``opened``: what that one has
     beside tables. ``preparing``: the largest resident set before tables were made, in bytes.
     """
 
     embeddings: GroupedCollection
-    tiers: Tiers | None
     model: PlacedModel | None
     resume: Path | None
     opened: OpenCheckpoint | None
@@ -39,7 +37,7 @@ class Built:
 
 @contextmanager
 def built(run: Joined, plan: Planned) -> Iterator[Built]:
-    """Make the tables as ``plan`` says and put fronts in the model; tiers are closed at the end.
+    """Make the tables as ``plan`` says and put fronts in the model; the tables are closed at the end.
 
     A rank that only holds rows serves them until the run is over, and then has no model.
     """
@@ -63,7 +61,7 @@ def built(run: Joined, plan: Planned) -> Iterator[Built]:
     embeddings = unplaced.build(
         cfg, run.dataset, plan.owners, device, run.run_dir, ranks, plan.shards, padded, saved
     )
-    with closing_tiers(embeddings, unplaced.inputs, ranks) as tiers:
+    with ranks.closing(embeddings.close):
         model = None
         if ranks.trains:
             model = unplaced.over(embeddings, plan.assembly.skipper)
@@ -72,4 +70,4 @@ def built(run: Joined, plan: Planned) -> Iterator[Built]:
                 log.info("starting from %d tensors of %s", len(names), cfg.model.pretrained)
         else:
             embeddings.serve()
-        yield Built(embeddings, tiers, model, resume, opened, preparing)
+        yield Built(embeddings, model, resume, opened, preparing)

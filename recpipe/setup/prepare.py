@@ -25,12 +25,10 @@ from recpipe.plugin.context import Context, GroupInfo
 from recpipe.plugin.load import activate
 from recpipe.setup.placing import Unplaced
 from recpipe.tables.config import SCRATCH, TierConfig
-from recpipe.tables.grouped import GroupedCollection
 from recpipe.tables.groups import ModelTables
 from recpipe.tables.inputs import Inputs
 from recpipe.tables.quantized import quantized
 from recpipe.tables.stores.home import remove_crashed
-from recpipe.tables.tiers.batch import Tiers
 from recpipe.training.config import TrainerConfig
 
 
@@ -196,12 +194,3 @@ def context_of(
         held_out=lambda first: dataset.batches("eval", cfg.data.batch_size, first),
         batches=lambda first: dataset.batches("train", cfg.data.batch_size, first),
     )
-
-
-@contextmanager
-def closing_tiers(embeddings: GroupedCollection, inputs: Inputs, ranks: Ranks) -> Iterator[Tiers | None]:
-    """In the block, the embeddings as tiers that the pipeline plans for, or None. They are closed at the
-    end."""
-    tiers = Tiers(inputs, embeddings.collections)
-    with ranks.closing(embeddings.close):
-        yield tiers if tiers.groups else None

@@ -27,7 +27,6 @@ from recpipe.pipeline.splitting import Splitting
 from recpipe.setup.built import Built
 from recpipe.setup.ctx import Joined, Watcher
 from recpipe.setup.planned import Planned
-from recpipe.tables.capabilities import SendsAhead
 from recpipe.training.figures import FigureLogger
 from recpipe.training.intervals import Intervals
 from recpipe.training.module import RankingModule
@@ -57,17 +56,17 @@ class Training:
         self.run, self.plan, self.built, self.watcher = run, plan, built, watcher
         self.model: PlacedModel = built.model
         cfg, assembly, device, ranks = run.recipe, plan.assembly, run.device, run.ranks
-        inputs, embeddings, tiers = plan.unplaced.inputs, built.embeddings, built.tiers
+        inputs, embeddings = plan.unplaced.inputs, built.embeddings
         trainers, size = ranks.channel(ranks.trainers), cfg.data.batch_size
         loader = TrainLoader(
             BatchSource(run.dataset, size, assembly.feed),
             inputs,
-            tiers,
+            embeddings.groups,
             device,
             ranks,
-            cfg.tiers.prefetch and bool(embeddings.each(SendsAhead)),
+            cfg.tiers.prefetch and all(tables.sends for tables in embeddings.groups),
             SampleFilter.of(assembly.skipper, self.model.rows),
-            Splitting.of(assembly.splitter, cfg.trainer.split, size, tiers, trainers),
+            Splitting.of(assembly.splitter, cfg.trainer.split, size, embeddings.groups, trainers),
             AccessSample(plan.unplaced.tables) if run.leads and watcher is None else None,
         )
         self.evaluation = EvalLoader(run.dataset, run.micro_batch, inputs, device, ranks)

@@ -19,9 +19,8 @@ from recpipe.pipeline.parts import same_random_numbers
 from recpipe.pipeline.placed import copied_call
 from recpipe.plugin.tables import FROZEN
 from recpipe.profiling.handed import HandedRows
-from recpipe.tables.front import Front, front_of, handing_out
+from recpipe.tables.front import Front, front_of, handing_out, same_ids
 from recpipe.tables.groups import collections_of, group_tables
-from recpipe.tables.lookups import same_ids
 
 log = logging.getLogger(__name__)
 SAMPLES = 64

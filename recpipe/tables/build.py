@@ -29,14 +29,14 @@ from recpipe.tables.grouped import GroupedCollection
 from recpipe.tables.groups import Group, ModelTables
 from recpipe.tables.inputs import Inputs
 from recpipe.tables.owners import NOCACHE, RESIDENT, GroupOwner
+from recpipe.tables.replicated import ReplicatedCollection
 from recpipe.tables.resident import ResidentCollection
 from recpipe.tables.stores import SsdStore, make_store
 from recpipe.tables.stores.coded import MakeLocal, local_store
 from recpipe.tables.stores.emulated import EmulatedStore
 from recpipe.tables.stores.holders import HeldRows, HoldersStore
-from recpipe.tables.tiers.on_gpu import Finder
+from recpipe.tables.tiers.gpu_lookups import Finder
 from recpipe.tables.tiers.policies import POLICIES
-from recpipe.tables.tiers.shared_rows import ReplicatedCollection
 from recpipe.tables.tiers.tiered import TieredEmbeddingBagCollection
 from recpipe.tables.tiers.transfer import Transfer
 
@@ -61,7 +61,7 @@ class Place:
     ids_per_bag: Callable[[], float] = lambda: 1.0
     """The data's mean pooling factor (ids per bag)."""
     roomy: Collection[str] = ()
-    """Paths of collections whose pooled rows should have room in front (``recpipe.tables.room``)."""
+    """Paths of collections whose pooled rows should have room in front (``recpipe.tables.padded``)."""
 
 
 WIDEST = 2048

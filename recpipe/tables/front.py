@@ -35,8 +35,8 @@ from recpipe.plugin.collection import TableCollection
 from recpipe.plugin.tables import TableSet, row_chunks
 from recpipe.tables.collection import RowCollection
 from recpipe.tables.groups import Group
+from recpipe.tables.rows import table_bags
 from recpipe.tables.rowtable import looked_up, pool, updated
-from recpipe.tables.tiers.placement import table_bags
 
 
 class HandedOut(Protocol):
@@ -129,6 +129,11 @@ class Front(ABC, nn.Module):
                 "tables: use what the collection returns (state_dict() has copies of all weights)"
             )
         return super().__getattr__(name)
+
+    @property
+    def padded(self) -> bool:
+        """Whether its rows are looked up with padding in front (``recpipe.tables.padded``)."""
+        return False
 
     @property
     def collections(self) -> tuple[TableCollection, ...]:
@@ -297,8 +302,11 @@ class BagFront(Front, EmbeddingBagCollectionInterface):  # type: ignore[misc]
         self._sums: dict[tuple[tuple[int, ...], torch.device], torch.Tensor] = {}
         """By a group's places and the device, which of its features are summed, bool [F], for groups with
         features of both kinds."""
-        self.wants_room = False
-        """Whether the model writes one more feature before the pooled rows (``recpipe.tables.room``)."""
+        self.sums = False
+        """Whether its groups give a row for each id, so that batches are planned by ids alone: rows are
+        summed here, with the weights that the ids have when it is called, and these get their gradient."""
+        self.wants_padding = False
+        """Whether the model writes one more feature before the pooled rows (``recpipe.tables.padded``)."""
 
     def embedding_bag_configs(self) -> list[EmbeddingBagConfig]:
         """As TorchRec's collection."""
@@ -308,17 +316,16 @@ class BagFront(Front, EmbeddingBagCollectionInterface):  # type: ignore[misc]
         """As TorchRec's collection."""
         return self._weighted
 
-    @property
-    def can_have_room(self) -> bool:
-        """Whether its pooled rows are the sums of a single group, so that room in front of them costs
-        nothing."""
-        return len(self.groups) == 1 and not self._any_means and not self.sums
+    def place(self, groups: Sequence[Group], collections: Sequence[TableCollection]) -> None:
+        """Take rows from ``collections``, one for each of ``groups``; the front does not own them."""
+        super().place(groups, collections)
+        self.sums = any(not group.tables.pooled for group in groups)
 
     @property
-    def sums(self) -> bool:
-        """Whether its groups give a row for each id, so that batches are planned by ids alone: rows are
-        summed here, with the weights that the ids have when it is called, and these get their gradient."""
-        return any(not group.tables.pooled for group in self.groups)
+    def padded(self) -> bool:
+        """Whether its rows are looked up with padding in front. That costs nothing where its pooled rows are
+        the sums of a single group."""
+        return self.wants_padding and len(self.groups) == 1 and not self._any_means and not self.sums
 
     def forward(self, features: KeyedJaggedTensor) -> KeyedTensor:
         """As TorchRec's collection; ``UserError`` if it is weighted and the ids are not."""
@@ -420,3 +427,24 @@ def front_of(path: str, collection: nn.Module) -> Front | None:
     if isinstance(collection, EmbeddingCollection):
         return SequenceFront(path, collection)
     return None
+
+
+def same_ids(
+    sparse: KeyedJaggedTensor, own: KeyedJaggedTensor, front: Front, by_weights: bool = True
+) -> bool:
+    """Whether ``front`` would look up the same rows with either of the two and, if it hands out sums by the
+    batch's weights and ``by_weights``, make the same sums."""
+    if sparse is own:
+        return True
+    if not set(front.features) <= set(sparse.keys()):
+        return False
+    by_weights &= isinstance(front, BagFront) and front.is_weighted() and not front.sums
+    if not by_weights:
+        own, sparse = without_weights(own), without_weights(sparse)
+    elif any(w is None or w.requires_grad for w in (own.weights_or_none(), sparse.weights_or_none())):
+        return False
+    mine, theirs = (in_order(ids, front.features) for ids in (own, sparse))
+    if by_weights and not torch.equal(mine.weights(), theirs.weights()):
+        return False
+    pairs = ((mine.lengths(), theirs.lengths()), (mine.values(), theirs.values()))
+    return all(a is b or (a.shape == b.shape and bool((a == b).all())) for a, b in pairs)

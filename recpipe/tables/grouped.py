@@ -14,6 +14,7 @@ from recpipe.errors import UserError
 from recpipe.plugin.collection import TableCollection, TierFigures
 from recpipe.plugin.tables import Region, Values
 from recpipe.tables.capabilities import SavedByRanks, SavesPlacement
+from recpipe.tables.group_rows import ByLookup, GroupTables
 from recpipe.tables.groups import ModelTables
 
 C = TypeVar("C")
@@ -27,6 +28,11 @@ class GroupedCollection(TableCollection, SavesPlacement, SavedByRanks):
         self.tables = tables
         # Kept in a tuple: fronts use the same collections, and no module may own their memory.
         self.collections = tuple(collections)
+        self.groups: tuple[GroupTables, ...] = tuple(
+            collection.offers(GroupTables) or ByLookup(collection, group.tables)
+            for group, collection in zip(tables.groups, collections, strict=True)
+        )
+        """Each group as the pipeline drives it."""
         self._holder = {
             name: collection
             for group, collection in zip(tables.groups, collections, strict=True)

@@ -10,7 +10,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from recpipe.data.parts import Place, batch_size, find_ids, ids_at, in_order, require_ids
 from recpipe.plugin.bags import Bags, IndexBags
 from recpipe.tables.groups import ModelTables
-from recpipe.tables.tiers.placement import table_bags
+from recpipe.tables.rows import table_bags
 
 GroupIds = tuple[KeyedJaggedTensor | None, ...]
 """A batch's ids for each group, with the group's features in order; None if the model makes the ids."""

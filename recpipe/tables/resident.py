@@ -20,12 +20,13 @@ from recpipe.plugin.bags import RowIds
 from recpipe.plugin.skipper import RowFilter
 from recpipe.plugin.tables import Region, Table, TableSet, Values, to_numpy
 from recpipe.tables.collection import AllResident, fused_tbe
+from recpipe.tables.group_rows import GroupRows, GroupTables
 from recpipe.tables.skipping import by_feature, filter_lookups
 
 T = TypeVar("T")
 
 
-class ResidentCollection(AllResident):
+class ResidentCollection(AllResident, GroupTables):
     """All tables in TBEs with a fused optimizer; ``TableSet.fill`` gives the first values.
 
     FBGEMM's CPU kernels run in the thread that calls them. With ``groups`` above 1, neighbouring tables are
@@ -43,8 +44,8 @@ class ResidentCollection(AllResident):
         # The first table is never looked up: its empty bags are the room for the dense vector.
         bare = tables.pooled and not tables.weighted
         self._sums_on_cpu = tables.pooled and device.type == "cpu"
-        self._has_room = room and groups == 1 and device.type == "cpu" and bare
-        ahead = [1] if self._has_room else []
+        self._padded = room and groups == 1 and device.type == "cpu" and bare
+        ahead = [1] if self._padded else []
         cuts = [len(tables.tables) * group // groups for group in range(groups + 1)]
         parts = [tables.tables[a:b] for a, b in pairwise(cuts)]
         ends = np.cumsum([0, *(len(table.features) for part in parts for table in part)])
@@ -64,13 +65,13 @@ class ResidentCollection(AllResident):
         bases = self.tables.layout.bases[self.tables.table_of]
         for tbe, (first, last) in zip(self.tbes, pairwise(self._cuts), strict=True):
             own = bases[first:last]
-            if self._has_room:
+            if self._padded:
                 own = np.append(0, own)  # without the table that is never looked up
             filter_lookups(tbe, rows, by_feature(own), len(own), self.tables.pooled)
 
     def lookup(self, sparse: KeyedJaggedTensor) -> torch.Tensor:
         """Pooled rows float32 [B, F * D], or rows float32 [L, D]."""
-        if self._has_room:
+        if self._padded:
             return self._looked_up(sparse)[:, self.tables.dim :]
         if self._threads is None:
             return self._looked_up(sparse)
@@ -78,9 +79,16 @@ class ResidentCollection(AllResident):
         rows: torch.Tensor = _Grouped.apply(self._anchor, self, sparse)  # type: ignore[no-untyped-call]
         return rows
 
+    def compute(self, rows: GroupRows, warm: bool, cold: bool) -> tuple[torch.Tensor, None]:
+        """All rows; with padding, which is the first table's, if the batch wants it."""
+        if self._padded and rows.wants_padding:
+            rows.padding = self.tables.dim
+            return self._looked_up(rows.ids), None
+        return self.lookup(rows.ids), None
+
     def pooled_with_room(self, sparse: KeyedJaggedTensor) -> torch.Tensor | None:
         """The TBE's output without a copy; None with several TBEs or on a GPU."""
-        return self._looked_up(sparse) if self._has_room else None
+        return self._looked_up(sparse) if self._padded else None
 
     @property
     def threads(self) -> int:
@@ -90,7 +98,7 @@ class ResidentCollection(AllResident):
     def _looked_up(self, sparse: KeyedJaggedTensor) -> torch.Tensor:
         sparse = in_order(sparse, self.tables.features)
         offsets = sparse.offsets()
-        if self._has_room:
+        if self._padded:
             offsets = self._with_empty_bags(offsets, sparse.stride())
         tbe, inputs = self.tbes[0], (sparse.values().long(), offsets.long(), self._weights(sparse))
         if self._sums_on_cpu and not torch.is_grad_enabled():

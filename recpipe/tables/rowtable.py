@@ -16,7 +16,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from recpipe.plugin.bags import IndexBags
 from recpipe.plugin.tables import TableOptimizer, TableSet
-from recpipe.tables.tiers.placement import table_bags
+from recpipe.tables.rows import table_bags
 
 
 @dataclass(frozen=True)

@@ -18,8 +18,8 @@ from recpipe.config.task import ProfileConfig
 from recpipe.model.config import ModelConfig, UserModel
 from recpipe.perf.calibrate import contradicts, recheck
 from recpipe.perf.machine.profile import Host, own_profile, profile_path
+from recpipe.pipeline.batch import InFlight
 from recpipe.pipeline.placed import PlacedModel
-from recpipe.pipeline.step import StagedBatch
 from recpipe.plugin.calls import blaming
 from recpipe.plugin.offers import imported, offered, origin_of
 from recpipe.profiling.limits import Limits, measure
@@ -119,7 +119,7 @@ class StepProfiler(L.Callback):
         trainer: L.Trainer,
         pl_module: L.LightningModule,
         outputs: Any,
-        batch: StagedBatch,
+        batch: InFlight,
         batch_idx: int,
     ) -> None:
         """Time the step from the end of the one before."""

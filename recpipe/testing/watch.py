@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from recpipe.data.content import UInt64, sample_hashes
 from recpipe.data.select import select
-from recpipe.pipeline.step import StagedBatch
+from recpipe.pipeline.batch import InFlight
 from recpipe.plugin.tables import to_numpy
 from recpipe.testing.others import Others
 from recpipe.testing.process import Process, draw, random_state
@@ -80,10 +80,10 @@ class Watch(L.Callback):
         self._look(self.others)
 
     def on_train_batch_start(
-        self, trainer: L.Trainer, pl_module: L.LightningModule, batch: StagedBatch, batch_idx: int
+        self, trainer: L.Trainer, pl_module: L.LightningModule, batch: InFlight, batch_idx: int
     ) -> None:
         """Keep the batch before it is trained."""
-        plans = [] if batch.plan is None else batch.plan.groups
+        plans = [None if rows is None else rows.plan for rows in batch.groups or ()] if batch.moving else []
         moves = [None if plan is None else {n: getattr(plan, n).copy() for n in _MOVES} for plan in plans]
         kept = select(batch.batch, np.arange(batch.size))
         hashes = sample_hashes(kept), sample_hashes(kept, ids=False)

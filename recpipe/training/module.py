@@ -19,15 +19,16 @@ from recpipe.common.device import using_threads
 from recpipe.common.timing import phase
 from recpipe.distributed.ranks import Channel, Ranks
 from recpipe.errors import UserError
+from recpipe.pipeline.batch import InFlight
 from recpipe.pipeline.cores import Cores
 from recpipe.pipeline.loader import TrainLoader
 from recpipe.pipeline.placed import PlacedModel, saved_buffers
-from recpipe.pipeline.step import StagedBatch, StepTimes, accumulate
+from recpipe.pipeline.step import StepTimes, accumulate
 from recpipe.pipeline.step_graph import BEFORE, StepGraph
 from recpipe.pipeline.sync import add_up
 from recpipe.pipeline.update_graph import record_steps
-from recpipe.tables.beside import Beside
 from recpipe.tables.capabilities import SavesPlacement
+from recpipe.tables.workers import TableWorkers
 from recpipe.training.callbacks import overrides
 from recpipe.training.divergence import first_bad_tensor
 from recpipe.training.evaluation import Evaluation, Stop
@@ -139,13 +140,13 @@ class RankingModule(L.LightningModule):
         """Do nothing: the pipeline has put the batch on the device."""
         return batch
 
-    def on_train_batch_start(self, batch: StagedBatch, batch_idx: int) -> None:
+    def on_train_batch_start(self, batch: InFlight, batch_idx: int) -> None:
         """Restore the checkpoint's random state, independent of what start-up has drawn."""
         if self._random_state is not None:
             set_random_state(self._random_state)
             self._random_state = None
 
-    def training_step(self, batch: StagedBatch, batch_idx: int) -> torch.Tensor:
+    def training_step(self, batch: InFlight, batch_idx: int) -> torch.Tensor:
         """Update all parameters once; raises ``UserError`` if the loss is not finite.
 
         On a GPU it is raised up to ``LOOK_EVERY`` steps later.
@@ -156,9 +157,7 @@ class RankingModule(L.LightningModule):
         for parameter in self.dense:
             parameter.grad = None
         with self.around_step(batch.batch):
-            loss = accumulate(
-                self.model, batch, self.step_times, self.cores, beside=self.beside, graph=self.graph
-            )
+            loss = accumulate(self.model, batch, self.step_times, self.cores, self.beside, self.graph)
             loss, self.stop.agreed = add_up(self.trainers, self.dense, loss, self.stop.asked)
             if self.looks_each_step and not math.isfinite(loss.item()):
                 raise UserError(self._diverged(batch.batch))
@@ -232,7 +231,7 @@ class RankingModule(L.LightningModule):
         return None if self.backend is None else self.backend.cores
 
     @property
-    def beside(self) -> Beside | None:
+    def beside(self) -> TableWorkers | None:
         """Threads for work on tables."""
         return None if self.backend is None else self.backend.beside
 

@@ -11,8 +11,8 @@ import torch
 from recpipe.common.console import log
 from recpipe.common.meter import Meter
 from recpipe.errors import UserError
+from recpipe.pipeline.batch import InFlight
 from recpipe.pipeline.loader import TrainLoader
-from recpipe.pipeline.step import StagedBatch
 from recpipe.training.config import TrainerConfig
 from recpipe.training.module import RankingModule
 
@@ -101,7 +101,7 @@ class Progress(L.Callback):
         trainer: L.Trainer,
         pl_module: L.LightningModule,
         outputs: Any,
-        batch: StagedBatch,
+        batch: InFlight,
         batch_idx: int,
     ) -> None:
         """Count the step, and show it when it is time."""

@@ -15,8 +15,8 @@ from recpipe.common.console import log
 from recpipe.common.machine import Load, used_by_others
 from recpipe.common.timing import Mark, Spans, mark, settled
 from recpipe.model.metrics import Quality
+from recpipe.pipeline.batch import InFlight
 from recpipe.pipeline.loader import TrainLoader
-from recpipe.pipeline.step import StagedBatch
 from recpipe.report.quality import labelled
 from recpipe.report.record import Point, Throughput, rate
 from recpipe.training.intervals import Intervals
@@ -87,7 +87,7 @@ class Recorder(L.Callback):
         trainer: L.Trainer,
         pl_module: L.LightningModule,
         outputs: Any,
-        batch: StagedBatch,
+        batch: InFlight,
         batch_idx: int,
     ) -> None:
         """Time the step from the end of the one before, so that waiting for data counts."""

@@ -10,7 +10,7 @@ import pytest
 from recpipe.access.misses import POLICIES, MissRates, RowSample
 from recpipe.plugin.bags import IndexBags, RowIds
 from recpipe.plugin.policy import RowSpace
-from recpipe.tables.tiers.placement import TierPlanner
+from recpipe.tables.tiers.planner import TierPlanner
 from recpipe.tables.tiers.policies import POLICIES as BUILT_IN
 
 ROWS = 40_000

@@ -11,8 +11,9 @@ import torch
 import recpipe
 from recpipe.data.dataset import Dataset
 from recpipe.errors import UserError
+from recpipe.pipeline.batch import InFlight
 from recpipe.pipeline.cores import Cores
-from recpipe.pipeline.step import StagedBatch, StepTimes, accumulate
+from recpipe.pipeline.step import StepTimes, accumulate
 from recpipe.pipeline.step_graph import BEFORE, StepGraph
 from recpipe.plugin.tables import TableOptimizer
 from recpipe.tables.front import Front
@@ -139,7 +140,7 @@ def test_cores_that_share_a_batch(batches, name) -> None:
     optimizer, cores = torch.optim.Adagrad(list(model.dense), lr=0.05), cut_into(3)
     for batch in batches:
         optimizer.zero_grad()
-        accumulate(model, StagedBatch(batch), StepTimes(), cores)
+        accumulate(model, InFlight(batch), StepTimes(), cores)
         optimizer.step()
     cores.close()
     assert furthest(left_by(model.module), reference(name, batches)) < 1e-5
@@ -151,7 +152,7 @@ def test_a_graph_of_kernels(batches) -> None:
     optimizer, graph = torch.optim.Adagrad(list(model.dense), lr=0.05), StepGraph(model, FakeGraph)
     for batch in batches:
         optimizer.zero_grad(set_to_none=True)
-        accumulate(model, StagedBatch(batch), StepTimes(), graph=graph)
+        accumulate(model, InFlight(batch), StepTimes(), graph=graph)
         optimizer.step()
     assert graph.trained == BATCHES - BEFORE
     assert furthest(left_by(model.module), reference("dlrm_part", batches)) < 1e-5

@@ -16,7 +16,7 @@ from recpipe.backend.chain import is_converted
 from recpipe.data.dataset import Dataset
 from recpipe.errors import UserError
 from recpipe.plugin.errors import PluginError
-from recpipe.tables.group_lookup import GroupLookup
+from recpipe.tables.group_rows import GroupRows
 from tests.any_model.runs import left_by
 from tests.any_model.zoo import (
     OPTIMIZERS,
@@ -113,13 +113,13 @@ def test_layers_and_interactions_are_converted(batches, name) -> None:
 def test_a_loop_leaves_nothing_of_its_batches_in_memory(batches, technique, monkeypatch) -> None:
     """A cycle through autograd's graph would keep every batch's activations until the end."""
     kept: list[weakref.ref] = []
-    made = GroupLookup.__init__
+    made = GroupRows.__init__
 
     def remembered(self, *arguments: object) -> None:
         made(self, *arguments)
         kept.append(weakref.ref(self))
 
-    monkeypatch.setattr(GroupLookup, "__init__", remembered)
+    monkeypatch.setattr(GroupRows, "__init__", remembered)
     own_loop(make("two_tower"), batches, "sgd", technique)
     gc.collect()
     assert len(kept) > len(batches)
@@ -134,13 +134,13 @@ def test_the_recipe_can_leave_the_dense_part_plain(batches) -> None:
 
 def test_micro_batches_that_lose_a_gradient_are_found(batches, monkeypatch) -> None:
     """The negative control: without the cold micro-batches' gradients the tables differ."""
-    whole = GroupLookup._gradient
+    whole = GroupRows._gradient
 
-    def lossy(self: GroupLookup) -> torch.Tensor:
+    def lossy(self: GroupRows) -> torch.Tensor:
         self._given = self._given[:1]
         return whole(self)
 
-    monkeypatch.setattr(GroupLookup, "_gradient", lossy)
+    monkeypatch.setattr(GroupRows, "_gradient", lossy)
     mine = own_loop(make("two_tower"), batches, "rowwise_adagrad", "hotline")
     assert furthest(mine, by_hand(make("two_tower"), batches * 2, "rowwise_adagrad")) > 1e-3
 

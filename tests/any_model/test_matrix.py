@@ -9,7 +9,7 @@ import torch
 
 import recpipe
 from recpipe.data.dataset import Dataset
-from recpipe.tables.group_lookup import GroupLookup
+from recpipe.tables.group_rows import GroupRows
 from recpipe.training.module import RankingModule
 from tests.any_model.runs import QUIET, all_on_two_ranks, furthest_left, left_by, train
 from tests.any_model.zoo import (
@@ -79,13 +79,13 @@ def test_under_sgd(batches, name, technique) -> None:
 @pytest.mark.parametrize("name", ["dcn", "two_tower", "din"])
 def test_lost_gradients_are_found(batches, monkeypatch, name) -> None:
     """The negative control: without those of all but one micro-batch the tables differ."""
-    whole = GroupLookup._gradient
+    whole = GroupRows._gradient
 
-    def lossy(self: GroupLookup) -> torch.Tensor:
+    def lossy(self: GroupRows) -> torch.Tensor:
         self._given = self._given[:1]
         return whole(self)
 
-    monkeypatch.setattr(GroupLookup, "_gradient", lossy)
+    monkeypatch.setattr(GroupRows, "_gradient", lossy)
     mine = train(make(name), batches, "rowwise_adagrad", *TECHNIQUES["hotline"])
     assert furthest(mine, reference(name, batches, "rowwise_adagrad")) > 1e-3
 

@@ -11,7 +11,8 @@ import torch
 import recpipe
 from recpipe.data.dataset import Dataset
 from recpipe.errors import UserError
-from recpipe.pipeline.step import StagedBatch, StepTimes, accumulate
+from recpipe.pipeline.batch import InFlight
+from recpipe.pipeline.step import StepTimes, accumulate
 from recpipe.plugin.tables import TableOptimizer
 from recpipe.tables.front import BagFront
 from tests.any_model.by_hand import BATCHES, MORE, given, in_a_loop, reference
@@ -100,7 +101,7 @@ def late(batches: list[Events]) -> Iterator[float]:
         optimizer = torch.optim.Adagrad(list(model.dense), lr=0.05)
         for batch in rows:
             optimizer.zero_grad()
-            accumulate(model, StagedBatch(batch), StepTimes())
+            accumulate(model, InFlight(batch), StepTimes())
             optimizer.step()
         assert model.late_calls > 0
         theirs = by_hand(make(name), rows, "rowwise_adagrad")

@@ -260,7 +260,7 @@ def test_a_slab_that_is_too_small_grows(device: torch.device, tmp_path: Path) ->
     left = []
     for slab in (1, 4096):
         collection = tiers(table_set(), "nocache", tmp_path)
-        collection.memory.reserve_slab(slab)
+        collection.layout = collection.layout.reserved(slab)
         train_ahead(collection, stream(8, True))
         left.append(dump(collection))
         collection.close()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -22,19 +22,18 @@ from recpipe.pipeline.placed import PlacedModel, put_fronts
 from recpipe.pipeline.sample_filter import SampleFilter
 from recpipe.pipeline.source import BatchSource
 from recpipe.pipeline.splitting import Splitting
-from recpipe.pipeline.step import StagedBatch, StepTimes, accumulate
+from recpipe.pipeline.step import StepTimes, accumulate
 from recpipe.plugin.api import Contribution
 from recpipe.plugin.assembly import Assembly
 from recpipe.plugin.batch import Batch, BatchShare
 from recpipe.plugin.skipper import RowView
 from recpipe.plugin.tables import TableOptimizer, TableSet
-from recpipe.tables.capabilities import Planned
 from recpipe.tables.collection import RowCollection
+from recpipe.tables.group_rows import GroupTables
 from recpipe.tables.grouped import GroupedCollection
 from recpipe.tables.groups import ModelTables, collections_of, group_tables
 from recpipe.tables.inputs import Inputs
 from recpipe.tables.resident import ResidentCollection
-from recpipe.tables.tiers.batch import BatchPlan, Tiers
 from recpipe.tables.tiers.tiered import TieredEmbeddingBagCollection
 from tests.plugin.samples import ACME, Splits, merged
 from tests.tables.samples import CPU, DIM, FEATURES, dump, jagged, table_set, tiers
@@ -110,24 +109,9 @@ def inputs_of(dataset: Dataset, embeddings: RowCollection | None = None) -> Inpu
     return Inputs(ModelTables.single(tables if embeddings is None else embeddings.tables), [[("sparse",)]])
 
 
-def tiers_of(embeddings: RowCollection, dataset: Dataset) -> Tiers | None:
-    """As the pipeline drives them; None where all rows are resident."""
-    return None if embeddings.offers(Planned) is None else Tiers(inputs_of(dataset, embeddings), [embeddings])
-
-
-def planned(embeddings: RowCollection, batch: Batch) -> BatchPlan | None:
-    """The plan of a batch whose turn has come; None where all rows are resident."""
-    tiers = tiers_of(embeddings, Listed(count=1))
-    if tiers is None:
-        return None
-    plan = tiers.plan(batch, tiers.inputs.each(batch))
-    tiers.advance(plan)
-    return plan
-
-
-def staged_of(embeddings: RowCollection, batch: Batch, bounds: tuple[int, ...] = ()) -> StagedBatch:
-    """The batch as the loader would hand it out, in micro-batches that end at ``bounds``."""
-    return StagedBatch(batch, planned(embeddings, batch), bounds)
+def groups_of(embeddings: RowCollection) -> Sequence[GroupTables]:
+    """As the pipeline drives them."""
+    return GroupedCollection(ModelTables.single(embeddings.tables), [embeddings]).groups
 
 
 def collection_of(
@@ -152,15 +136,15 @@ def loader_of(
     device: torch.device = CPU,
     **parts: object,
 ) -> TrainLoader:
-    tiers = None if embeddings is None else tiers_of(embeddings, dataset)
     inputs = inputs_of(dataset, embeddings)
-    return loader_over(dataset, inputs, tiers, ranks, batch_size, view, device, **parts)
+    over = ResidentCollection(inputs.tables.groups[0].tables, CPU) if embeddings is None else embeddings
+    return loader_over(dataset, inputs, groups_of(over), ranks, batch_size, view, device, **parts)
 
 
 def loader_over(
     dataset: Dataset,
     inputs: Inputs,
-    tiers: Tiers | None,
+    tables: Sequence[GroupTables],
     ranks: Ranks | None = None,
     batch_size: int = SIZE,
     view: RowView | None = None,
@@ -171,8 +155,8 @@ def loader_over(
     assembly = assembly_of(**parts)
     source = BatchSource(dataset, batch_size, assembly.feed)
     filtered = SampleFilter.of(assembly.skipper, view)  # type: ignore[arg-type]
-    splitting = Splitting.of(assembly.splitter, "always", batch_size, tiers, Ranks().channel())
-    return TrainLoader(source, inputs, tiers, device, ranks, sample_filter=filtered, splitting=splitting)
+    splitting = Splitting.of(assembly.splitter, "always", batch_size, tables, Ranks().channel())
+    return TrainLoader(source, inputs, tables, device, ranks, sample_filter=filtered, splitting=splitting)
 
 
 def eval_loader_of(dataset: Dataset, ranks: Ranks | None = None) -> EvalLoader:

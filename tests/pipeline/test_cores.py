@@ -15,9 +15,10 @@ import pytest
 import torch
 
 from recpipe.pipeline import step as step_module
+from recpipe.pipeline.batch import InFlight
 from recpipe.pipeline.cores import ROWS, Cores
-from recpipe.pipeline.step import StagedBatch, StepTimes, accumulate
-from recpipe.tables.group_lookup import GroupLookup
+from recpipe.pipeline.step import StepTimes, accumulate
+from recpipe.tables.group_rows import GroupRows
 from tests.pipeline.samples import (
     SIZE,
     Listed,
@@ -27,7 +28,6 @@ from tests.pipeline.samples import (
     model_over,
     parameters_after,
     random_batch,
-    staged_of,
 )
 from tests.pipeline.test_step import AnySplit
 from tests.tables.samples import dump, identical
@@ -77,7 +77,7 @@ def test_cores_equal_one(cores, tmp_path, policy, optimizer, parts) -> None:
 def test_without_the_others_gradients_it_is_not_equal(cores, tmp_path, monkeypatch, splitter) -> None:
     """The check above must see a part that is left out, of the dense gradients or of the tables'."""
     one = parameters_after("resident", "sgd", tmp_path, Listed())
-    add, gradient = step_module._Step._add, GroupLookup._gradient
+    add, gradient = step_module._Step._add, GroupRows._gradient
 
     def only_mine(self, gradients) -> None:
         mine = any(parts[0].gradients is gradients for parts, _ in self._shared)
@@ -95,7 +95,7 @@ def test_without_the_others_gradients_it_is_not_equal(cores, tmp_path, monkeypat
         found[low:high] = 0
         return found
 
-    monkeypatch.setattr(GroupLookup, "_gradient", without_the_last)
+    monkeypatch.setattr(GroupRows, "_gradient", without_the_last)
     assert furthest(one, trained(cores, "resident", "sgd", tmp_path, splitter=splitter)) > 1e-4
 
 
@@ -123,7 +123,7 @@ def test_loss_and_gradients_are_those_of_one_core(cores, tmp_path, name, precisi
     for shared in (None, cores):
         for parameter in dense:
             parameter.grad = None
-        loss = accumulate(model, staged_of(embeddings, batch, bounds), StepTimes(), shared)
+        loss = accumulate(model, InFlight(batch, bounds=bounds), StepTimes(), shared)
         assert not loss.requires_grad
         found.append((loss, *(parameter.grad for parameter in dense)))
         for region in embeddings.regions():
@@ -156,7 +156,7 @@ def test_gradients_that_share_memory_are_added_once(cores, tmp_path) -> None:
     for shared in (None, cores):
         tied.zero_grad()
         batch = random_batch(np.random.default_rng(0), SIZE, True)
-        accumulate(model, StagedBatch(batch), StepTimes(), shared)
+        accumulate(model, InFlight(batch), StepTimes(), shared)
         found.append([p.grad.clone() for p in (tied.left, tied.right, tied.scale)])
         model.embeddings.collections[0].fill_first_values()
     for one, several in zip(*found, strict=True):
@@ -174,7 +174,7 @@ def test_a_loss_that_is_no_number_changes_no_table(cores, tmp_path, policy, row)
     for value in (float("nan"), 1.0):
         batch = random_batch(np.random.default_rng(0), SIZE, True)
         batch.dense[row, 1] = value
-        loss = accumulate(model, staged_of(embeddings, batch), StepTimes(), cores)
+        loss = accumulate(model, InFlight(batch), StepTimes(), cores)
         assert bool(torch.isnan(loss)) == (value != 1.0)
         assert identical(dump(embeddings), before) == (value != 1.0)
     embeddings.close()
@@ -190,7 +190,7 @@ def test_a_fault_on_one_core_is_raised_and_leaves_no_one_waiting(
 ) -> None:
     embeddings = collection_of("resident", "sgd", tmp_path)
     model = model_over(embeddings)
-    staged = StagedBatch(random_batch(np.random.default_rng(0), SIZE, True), bounds=bounds)
+    staged = InFlight(random_batch(np.random.default_rng(0), SIZE, True), bounds=bounds)
     main, threads = threading.current_thread(), torch.get_num_threads()
 
     def failing(*_: object) -> torch.Tensor:
@@ -232,7 +232,7 @@ def test_a_step_leaves_nothing_in_memory(cores, tmp_path, monkeypatch) -> None:
     try:
         for seed in range(3):
             batch = random_batch(np.random.default_rng(seed), SIZE, True)
-            accumulate(model, StagedBatch(batch), StepTimes(), cores)
+            accumulate(model, InFlight(batch), StepTimes(), cores)
     finally:
         gc.enable()
     assert len(kept) == 3 * cores.count

@@ -16,10 +16,10 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 import recpipe
 from recpipe.errors import DataError, UserError
-from recpipe.pipeline.step import StagedBatch, StepTimes, accumulate
+from recpipe.pipeline.batch import InFlight
+from recpipe.pipeline.step import StepTimes, accumulate
 from recpipe.plugin.tables import TableOptimizer, TableSet
-from recpipe.tables.group_lookup import GroupLookup
-from recpipe.tables.tiers.batch import Tiers
+from recpipe.tables.group_rows import GroupRows
 from tests.pipeline.samples import SIZE, Listed, loader_over, placed
 from tests.pipeline.test_cores import FewSamples
 from tests.pipeline.test_step import AnySplit
@@ -95,8 +95,7 @@ def by_recpipe(
     model = placed(
         TwoLooks(own), dataset.lists["train"][0], over, lambda name, weights: TableOptimizer(optimizer, LR)
     )
-    driven = Tiers(model.inputs, model.embeddings.collections) if over else None
-    loader = loader_over(dataset, model.inputs, driven, **parts)
+    loader = loader_over(dataset, model.inputs, model.embeddings.groups, **parts)
     dense = torch.optim.SGD(model.dense_parameters().values(), lr=LR)
     for staged in loader:
         dense.zero_grad()
@@ -159,10 +158,10 @@ def test_without_the_gradient_of_the_batchs_own_ids_it_differs(
 ) -> None:
     """The negative control of one update for a row that is in both."""
 
-    def none(self: GroupLookup, tables: TableSet, rows: np.ndarray) -> torch.Tensor:
+    def none(self: GroupRows, tables: TableSet, rows: np.ndarray) -> torch.Tensor:
         return torch.zeros((len(rows), tables.dim))
 
-    monkeypatch.setattr(GroupLookup, "gradient_of", none)
+    monkeypatch.setattr(GroupRows, "gradient_of", none)
     state, _ = by_recpipe(True, policy, tmp_path, optimizer=optimizer)
     assert furthest(state, by_hand(True, optimizer)) > 1e-3
 
@@ -200,7 +199,7 @@ def test_several_trainers_refuse_them() -> None:
     model = placed(TwoLooks(True), Listed().lists["train"][0])
     model.embeddings.collections[0].replicated = True
     with pytest.raises(UserError, match="several trainers cannot update such rows together"):
-        accumulate(model, StagedBatch(Listed().lists["train"][0]), StepTimes())
+        accumulate(model, InFlight(Listed().lists["train"][0]), StepTimes())
 
 
 def test_cores_refuse_what_they_would_not_train() -> None:
@@ -210,7 +209,7 @@ def test_cores_refuse_what_they_would_not_train() -> None:
     cores = FewSamples(2)
     before = model.module.state_dict()
     with pytest.raises(UserError, match="looks rows up by ids of its own making.*trainer.backend=plain"):
-        accumulate(model, StagedBatch(batch), StepTimes(), cores)
+        accumulate(model, InFlight(batch), StepTimes(), cores)
     cores.close()
     assert furthest(before, model.module.state_dict()) == 0
 

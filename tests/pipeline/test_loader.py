@@ -17,12 +17,13 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from recpipe.common.device import Aside
 from recpipe.data.select import select
 from recpipe.errors import DataError
+from recpipe.pipeline.batch import InFlight
 from recpipe.pipeline.share import in_steps
-from recpipe.pipeline.step import StagedBatch
 from recpipe.plugin.api import Link
 from recpipe.plugin.bags import IndexBags
 from recpipe.plugin.errors import PluginError
 from recpipe.plugin.splitter import Split, micro_batch_step
+from recpipe.tables.rows import table_bags
 from recpipe.tables.tiers.tiered import TieredEmbeddingBagCollection
 from tests.fake_gpu import GPU, FakeGpu, gpu
 from tests.pipeline.samples import (
@@ -291,7 +292,7 @@ def test_a_batch_for_a_gpu_is_copied_beside_the_training_and_waited_for(
     loader = loader_of(dataset, device=GPU)
     assert all(map(same, (staged.batch for staged in loader), dataset.lists["train"]))
     assert {thread for thread, _ in gpu.set} == {"recpipe-loader_0"}
-    monkeypatch.setattr(StagedBatch, "arrive", lambda staged: None)
+    monkeypatch.setattr(InFlight, "arrive", lambda batch: None)
     assert not any(map(same, (staged.batch for staged in loader), dataset.lists["train"])), "the control"
 
 
@@ -316,7 +317,7 @@ def test_all_memory_of_a_batch_is_kept_until_training_has_used_it(
 ) -> None:
     """Also offsets, from which training computes lengths only once they have arrived."""
     ids = KeyedJaggedTensor(["a"], torch.arange(3), offsets=torch.tensor([0, 1, 3]))
-    staged = StagedBatch([torch.ones(2)], ids=(ids,), size=2, copied=Aside(GPU).mark())
+    staged = InFlight([torch.ones(2)], ids=(ids,), size=2, copied=Aside(GPU).mark())
     monkeypatch.setattr(torch.Tensor, "is_cuda", property(lambda tensor: True))
     staged.arrive()
     kept = {memory for memory, stream in gpu.lent if stream is gpu.default}
@@ -335,7 +336,7 @@ def test_batches_are_read_further_ahead_where_a_gpu_finds_their_rows(
 
     def find(tiers: TieredEmbeddingBagCollection, sparse: KeyedJaggedTensor) -> IndexBags:
         threads.append(threading.current_thread().name)
-        return tiers.bags(sparse)
+        return table_bags(tiers.tables, sparse)
 
     monkeypatch.setattr(TieredEmbeddingBagCollection, "finds_ahead", True)
     monkeypatch.setattr(TieredEmbeddingBagCollection, "find", find)
@@ -351,7 +352,7 @@ def test_a_fault_in_a_batch_that_was_read_ahead_comes_in_its_turn(
     def find(tiers: TieredEmbeddingBagCollection, sparse: KeyedJaggedTensor) -> IndexBags:
         if sparse.stride() != SIZE:  # the last batch
             raise DataError("unknown")
-        return tiers.bags(sparse)
+        return table_bags(tiers.tables, sparse)
 
     monkeypatch.setattr(TieredEmbeddingBagCollection, "finds_ahead", True)
     monkeypatch.setattr(TieredEmbeddingBagCollection, "find", find)

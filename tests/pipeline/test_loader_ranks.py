@@ -12,7 +12,7 @@ from recpipe.data.config import SyntheticConfig
 from recpipe.data.dataset import Dataset
 from recpipe.data.make import open_dataset
 from recpipe.distributed.ranks import Ranks
-from recpipe.pipeline.step import StagedBatch
+from recpipe.pipeline.batch import InFlight
 from recpipe.plugin.api import EpochOrder, Link
 from recpipe.plugin.errors import PluginError
 from recpipe.plugin.splitter import Split
@@ -38,9 +38,9 @@ def generated(**settings: object) -> Dataset:
     return open_dataset(SyntheticConfig(**values), 5)  # type: ignore[arg-type]
 
 
-def equal(one: StagedBatch, other: StagedBatch) -> bool:
+def equal(one: InFlight, other: InFlight) -> bool:
     """Whether training gets the same from both."""
-    told = [(s.total, s.consumed, s.alone, s.bounds, s.plan) for s in (one, other)]
+    told = [(s.total, s.consumed, s.alone, s.bounds, s.moving) for s in (one, other)]
     return told[0] == told[1] and same(one.batch, other.batch)
 
 

@@ -16,7 +16,8 @@ from recpipe.plugin.api import Contribution, EpochOrder, Invariant
 from recpipe.plugin.assembly import assemble
 from recpipe.plugin.batch import Batch
 from recpipe.plugin.errors import PluginError
-from tests.pipeline.samples import CPU, SIZE, Listed, inputs_of
+from recpipe.tables.resident import ResidentCollection
+from tests.pipeline.samples import CPU, SIZE, Listed, groups_of, inputs_of
 from tests.plugin.samples import ACME, TABLES, Good
 
 COUNT = 5
@@ -41,7 +42,9 @@ class Declared(Good):
 
 def loader_of(dataset: Listed, order: EpochOrder, plugin: Any = None) -> TrainLoader:
     assembly = assemble([(ACME, plugin or Good(), Contribution(order=order))], TABLES)
-    return TrainLoader(BatchSource(dataset, SIZE, assembly.feed), inputs_of(dataset), None, CPU)
+    inputs = inputs_of(dataset)
+    groups = groups_of(ResidentCollection(inputs.tables.groups[0].tables, CPU))
+    return TrainLoader(BatchSource(dataset, SIZE, assembly.feed), inputs, groups, CPU)
 
 
 def made(dataset: Listed, how: str) -> EpochOrder:

@@ -19,10 +19,11 @@ from recpipe.backend.build import build_backend
 from recpipe.config.compose import compose
 from recpipe.data.select import between
 from recpipe.distributed.ranks import Ranks
+from recpipe.pipeline.batch import InFlight
 from recpipe.pipeline.cores import Cores
 from recpipe.pipeline.parts import SAMPLES, find_out
 from recpipe.pipeline.placed import Parts, PlacedModel
-from recpipe.pipeline.step import StagedBatch, StepTimes, accumulate
+from recpipe.pipeline.step import StepTimes, accumulate
 from recpipe.plugin.errors import PluginError
 from recpipe.plugin.splitter import Split
 from recpipe.run import run
@@ -151,7 +152,7 @@ def test_it_is_found_by_some_samples_of_a_large_batch(monkeypatch) -> None:
 
 def gradients(model: PlacedModel, parts: Parts, bounds: tuple[int, ...]) -> list[torch.Tensor]:
     model.parts = parts
-    loss = accumulate(model, StagedBatch(BATCH, bounds=bounds), StepTimes())
+    loss = accumulate(model, InFlight(BATCH, bounds=bounds), StepTimes())
     (collection,) = model.embeddings.collections
     return [
         loss,
@@ -245,7 +246,7 @@ def test_some_runs_are_not_shared_out(threads, monkeypatch, why) -> None:
     if why == "no place":
         model.inputs.places = ((),)
     if why == "sharded":
-        monkeypatch.setattr(model.embeddings, "each", lambda capability: [capability])
+        monkeypatch.setattr(ResidentCollection, "sends", True)
     assert shared(model, **how.get(why, {})) is None
     model.embeddings.close()
 

@@ -22,7 +22,6 @@ from recpipe.plugin.batch import Batch
 from recpipe.plugin.errors import PluginError
 from recpipe.plugin.skipper import RowView, Skipper
 from recpipe.plugin.tables import TableOptimizer
-from recpipe.tables.tiers.batch import Tiers
 from tests.pipeline.samples import (
     SIZE,
     Listed,
@@ -242,9 +241,8 @@ def by_recpipe(
         Means(late), dataset.lists["train"][0], over, lambda name, w: TableOptimizer(optimizer, 0.1)
     )
     made.embeddings.collections[0].filter_updates(filter_of(SkipSmall(), 0))
-    driven = Tiers(made.inputs, made.embeddings.collections) if over else None
     dense = torch.optim.SGD(made.dense_parameters().values(), lr=0.1)
-    for staged in loader_over(dataset, made.inputs, driven, **parts):
+    for staged in loader_over(dataset, made.inputs, made.embeddings.groups, **parts):
         dense.zero_grad()
         accumulate(made, staged, StepTimes(), cores)
         dense.step()

@@ -12,8 +12,9 @@ from torch.nn.functional import binary_cross_entropy_with_logits
 
 from recpipe.data.select import select
 from recpipe.distributed.ranks import Ranks
+from recpipe.pipeline.batch import InFlight
 from recpipe.pipeline.share import cut
-from recpipe.pipeline.step import StagedBatch, StepTimes, _Step, accumulate
+from recpipe.pipeline.step import StepTimes, _Step, accumulate
 from recpipe.plugin.batch import Batch
 from recpipe.plugin.splitter import Split
 from tests.pipeline.samples import (
@@ -24,7 +25,6 @@ from tests.pipeline.samples import (
     model_over,
     parameters_after,
     random_batch,
-    staged_of,
 )
 from tests.tables.samples import dump, identical
 
@@ -111,7 +111,7 @@ def test_one_update_per_micro_batch_is_wrong(whole, tmp_path) -> None:
         low = 0
         for high in staged.bounds:
             part = select(staged.batch, np.arange(low, high))
-            accumulate(model, StagedBatch(part, total=staged.size), times)
+            accumulate(model, InFlight(part, total=staged.size), times)
             low = high
 
     splitter = AnySplit(1, False)
@@ -150,11 +150,11 @@ def test_a_loss_that_is_no_number_changes_nothing(tmp_path, policy, bounds) -> N
     before = dump(embeddings)
     batch = random_batch(np.random.default_rng(0), 32, True)
     batch.dense[3, 1] = float("nan")
-    loss = accumulate(model, staged_of(embeddings, batch, bounds), StepTimes())
+    loss = accumulate(model, InFlight(batch, bounds=bounds), StepTimes())
     assert torch.isnan(loss)
     assert identical(dump(embeddings), before)
     good = random_batch(np.random.default_rng(1), 32, True)
-    accumulate(model, staged_of(embeddings, good, bounds), StepTimes())
+    accumulate(model, InFlight(good, bounds=bounds), StepTimes())
     assert not identical(dump(embeddings), before), "the check must see an update"
 
 
@@ -185,5 +185,5 @@ def test_first_cold_is_the_start_of_a_micro_batch() -> None:
 def test_the_loss_of_no_samples_is_where_that_of_others_is() -> None:
     """Also without dense parameters: the ranks add their losses up, on the GPU or on the host alike."""
     rows: Any = SimpleNamespace(warm=torch.empty((0, 4), device="meta"))
-    step: Any = SimpleNamespace(lookups=SimpleNamespace(all=[rows]), dense=[])
+    step: Any = SimpleNamespace(batch=SimpleNamespace(rows=[rows]), dense=[])
     assert _Step._nothing_trained(step).device.type == "meta"

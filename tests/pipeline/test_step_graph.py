@@ -20,9 +20,10 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from recpipe.backend.build import CUDA_GRAPH, Settings, build_backend, convert_for_loop, is_repeatable
 from recpipe.errors import UserError
 from recpipe.pipeline import step_graph
+from recpipe.pipeline.batch import InFlight
 from recpipe.pipeline.cuda_graph import Spoilt
 from recpipe.pipeline.placed import PlacedModel
-from recpipe.pipeline.step import StagedBatch, StepTimes, accumulate
+from recpipe.pipeline.step import StepTimes, accumulate
 from recpipe.pipeline.step_graph import BEFORE, StepGraph
 from recpipe.plugin.calls import Origin, Owned
 from tests.fake_graph import FakeGraph
@@ -40,7 +41,7 @@ class Graphs:
     def __init__(self, make: Callable[[], Any] = FakeGraph) -> None:
         self.make, self.graph = make, None
 
-    def __call__(self, model: PlacedModel, staged: StagedBatch, times: StepTimes) -> None:
+    def __call__(self, model: PlacedModel, staged: InFlight, times: StepTimes) -> None:
         self.graph = self.graph or StepGraph(model, self.make)
         accumulate(model, staged, times, graph=self.graph)
 
@@ -141,7 +142,7 @@ def train(
         if between is not None:
             between(number, net)
         optimizer.zero_grad()
-        values.append(accumulate(model, StagedBatch(batch), StepTimes(), graph=graph))
+        values.append(accumulate(model, InFlight(batch), StepTimes(), graph=graph))
         optimizer.step()
     with torch.no_grad():
         values += [model(batches[0]), *net.state_dict().values()]
@@ -233,7 +234,7 @@ def test_it_knows_its_own_gradients() -> None:
         for parameter in model.dense:
             parameter.grad = None
         short = number == 6
-        accumulate(model, StagedBatch(clicks(number, 5 if short else SAMPLES)), StepTimes(), graph=graph)
+        accumulate(model, InFlight(clicks(number, 5 if short else SAMPLES)), StepTimes(), graph=graph)
         held.append(graph.holds_gradients())
     assert held == [*[False] * BEFORE, *[True] * (6 - BEFORE), False, True]
 

@@ -82,7 +82,7 @@ CAUGHT = [
     *cheats("other_model", MODEL, twin=True, dropout="loss of the first step"),
     Cheat("half_tables", CHEATING, MODEL, "it was not stored in float32"),
     *cheats("misplaced", SAMPLES, hit="in the slot of a row that this batch looks up"),
-    *cheats(  # as in tests/tables/test_checked
+    *cheats(  # as in tests/tables/test_decided
         "misplaced",
         SAMPLES,
         twin=True,

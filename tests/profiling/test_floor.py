@@ -20,7 +20,7 @@ from recpipe.profiling.workload import (
     embedding_work,
     optimizer_work,
 )
-from recpipe.tables.tiers.placement import table_bags
+from recpipe.tables.rows import table_bags
 
 GIGA = 1e9
 TABLES = TableSet.one_each(

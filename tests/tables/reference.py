@@ -174,16 +174,15 @@ def train_ahead(
 ) -> None:
     """As the loader does: the next batch is planned, and its rows are on their way, while one trains."""
     loss = loss_of(kind)
-    plan = collection.plan(stream[0])
+    rows = collection.input_dist(stream[0])
     for sparse, following in zip(stream, [*stream[1:], None], strict=True):
-        collection.advance(plan)
-        ahead = None if following is None else collection.plan(following)
+        collection.advance(rows)
+        ahead = None if following is None else collection.input_dist(following)
         if ahead is not None and collection.prefetches:
             collection.prefetch(ahead)
-        collection.arrive()
-        loss(collection.lookup_arrived(plan), sparse).backward()
+        loss(collection.look_up_now(rows), sparse).backward()
         if ahead is not None:
-            plan = ahead
+            rows = ahead
 
 
 def one_feature_at_a_time(stream: Sequence[KeyedJaggedTensor]) -> list[KeyedJaggedTensor]:

@@ -13,9 +13,9 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from recpipe.data.select import select
 from recpipe.distributed.ranks import Ranks
 from recpipe.plugin.policy import RowSpace
+from recpipe.tables.replicated import ReplicatedCollection
 from recpipe.tables.stores.holders import HoldersStore
 from recpipe.tables.stores.host import HostStore
-from recpipe.tables.tiers.shared_rows import ReplicatedCollection, share
 from recpipe.tables.tiers.tiered import TieredEmbeddingBagCollection
 from tests.ranks import joined
 from tests.tables.reference import Kind, batches, loss_of
@@ -68,11 +68,9 @@ def looked_up(
     """Rows of this trainer's ``samples`` of a batch."""
     if isinstance(collection, ReplicatedCollection):
         return collection.lookup(select(whole, samples))
-    plan = share(collection.plan(whole), samples, 0)
-    collection.advance(plan)
-    collection.arrive()
-    rows = collection.lookup_resident(plan)
-    return rows + collection.lookup_slab(plan) if len(plan.slab) else rows
+    rows = collection.input_dist(whole)
+    rows.arrange(samples, 0)
+    return collection.look_up_now(rows)
 
 
 def process(rank: int, world: int, folder: str, cases: Sequence[Case]) -> None:

@@ -15,9 +15,8 @@ from recpipe.plugin.policy import CachePolicy, Placement, RowSpace
 from recpipe.plugin.tables import SparseFeature, TableOptimizer, TableSet
 from recpipe.tables.resident import ResidentCollection
 from recpipe.tables.stores import ColdStore, make_store
-from recpipe.tables.tiers.placement import TierPlan
 from recpipe.tables.tiers.policies import POLICIES, HotSet
-from recpipe.tables.tiers.tiered import TieredEmbeddingBagCollection
+from recpipe.tables.tiers.tiered import TieredEmbeddingBagCollection, TieredRows
 
 CPU = torch.device("cpu")
 HERE = CPU
@@ -144,26 +143,25 @@ def train_ahead(
 ) -> list[torch.Tensor]:
     """Train as the loader does: batch b + 1 is planned (and fetched) before batch b is looked up."""
 
-    def planned(index: int) -> TierPlan | None:
+    def taken(index: int) -> TieredRows | None:
         if index == len(batches):
             return None
-        plan = collection.plan(batches[index])
+        rows = collection.input_dist(batches[index])
         if collection.prefetches:
-            collection.prefetch(plan)
-        return plan
+            collection.prefetch(rows)
+        return rows
 
     seen = []
-    plan = planned(0)
+    rows = taken(0)
     for index, gradient in enumerate(gradients(len(batches))):
-        assert plan is not None
-        collection.advance(plan)
-        following = planned(index + 1)
-        collection.arrive()
-        collection.lookup_arrived(plan).backward(gradient)
+        assert rows is not None
+        collection.advance(rows)
+        following = taken(index + 1)
+        collection.look_up_now(rows).backward(gradient)
         if eval_every and index % eval_every == 0:
             seen.append(pooled_now(collection, batches[0]))
         after(index)
-        plan = following
+        rows = following
     return seen
 
 

@@ -28,11 +28,11 @@ from recpipe.plugin.context import TableInfo
 from recpipe.plugin.planner import Planner
 from recpipe.plugin.skipper import Skipper
 from recpipe.plugin.tables import TableOptimizer
-from recpipe.tables.capabilities import SendsAhead
 from recpipe.tables.grouped import GroupedCollection
 from recpipe.tables.groups import ModelTables, collections_of, group_tables
 from recpipe.tables.resident import ResidentCollection
 from recpipe.tables.sharding.claims import ShardClaims
+from recpipe.tables.sharding.collection import ShardedCollection
 from recpipe.tables.sharding.env import join_group
 from recpipe.tables.sharding.planning import Sharding
 from recpipe.tables.sharding.tables import ShardedTables
@@ -165,8 +165,8 @@ def train(grouped: GroupedCollection, sparse: KeyedJaggedTensor, first: int, tot
 def send(grouped: GroupedCollection, sparse: KeyedJaggedTensor) -> list[Any]:
     """The batch's ids on their way, group by group; None where tables are whole."""
     each = zip(grouped.tables.groups, grouped.collections, strict=True)
-    ahead = [(c.offers(SendsAhead), in_order(sparse, g.tables.features)) for g, c in each]
-    return [collection and collection.start(own) for collection, own in ahead]
+    ids = [(collection, in_order(sparse, group.tables.features)) for group, collection in each]
+    return [c.start(own) if isinstance(c, ShardedCollection) else None for c, own in ids]
 
 
 def look_up(grouped: GroupedCollection, sparse: KeyedJaggedTensor, sent: list[Any]) -> list[torch.Tensor]:

@@ -12,7 +12,8 @@ from recpipe.common.files import hold
 from recpipe.common.saved import Damaged
 from recpipe.errors import StoreError, UserError
 from recpipe.plugin.collection import TableCollection
-from recpipe.tables.capabilities import Planned, SavesPlacement, SendsAhead
+from recpipe.tables.capabilities import SavesPlacement
+from recpipe.tables.group_rows import GroupTables
 from recpipe.tables.grouped import GroupedCollection
 from recpipe.tables.resident import ResidentCollection
 from recpipe.tables.stores.home import STATE, remove_crashed
@@ -111,14 +112,14 @@ def test_it_offers_what_all_of_its_collections_can_do_together(run_dir) -> None:
     tables = model_tables()
     tiered = built(tables, config(), run_dir)
     assert tiered.offers(SavesPlacement) is tiered
-    assert len(tiered.each(Planned)) == GROUPS
-    assert tiered.offers(Planned) is None, "each group is planned by itself"
-    assert tiered.offers(SendsAhead) is None
+    assert [tables.moves for tables in tiered.groups] == [True] * GROUPS
+    assert tiered.offers(GroupTables) is None, "each group is planned by itself"
+    assert not any(tables.sends for tables in tiered.groups)
     mixed = [ResidentCollection(tables.groups[0].tables, CPU), *tiered.collections[1:]]
     some = GroupedCollection(tables, mixed)
     assert some.offers(SavesPlacement) is some, "a checkpoint has the places of those whose rows move"
     assert set(some.placement_state()) == {str(n) for n in range(1, GROUPS)}
-    assert GroupedCollection(tables, mixed).each(Planned) == []
+    assert [tables.moves for tables in some.groups] == [False] + [True] * (GROUPS - 1)
     tiered.close()
 
 

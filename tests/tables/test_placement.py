@@ -18,9 +18,12 @@ from recpipe.errors import DataError
 from recpipe.plugin.bags import IndexBags, RowIds, Slots, distinct
 from recpipe.plugin.policy import CachePolicy, Placement, RowSpace
 from recpipe.plugin.tables import SparseFeature, TableOptimizer, TableSet
+from recpipe.tables.rows import checked_rows, table_bags
+from recpipe.tables.tiers.gpu_lookups import Finder, GpuBags, GpuLookups
 from recpipe.tables.tiers.lru import Lru
-from recpipe.tables.tiers.on_gpu import Finder, GpuBags
-from recpipe.tables.tiers.placement import TierPlan, TierPlanner, checked_rows, reorder, table_bags
+from recpipe.tables.tiers.parting import CpuLookups, parted
+from recpipe.tables.tiers.plan import TierPlan
+from recpipe.tables.tiers.planner import TierPlanner
 from recpipe.tables.tiers.policies import Lfu
 from recpipe.tables.tiers.transfer import Transfer
 from tests.tables.samples import MAKERS, table_set
@@ -150,11 +153,21 @@ class Places:
         assert np.array_equal(planner.row_of_slot, self.slots)
 
 
-def looked_up(plan: TierPlan, places: Places, order: np.ndarray | None = None) -> list[list[int]]:
-    """Rows of each bag as the plan finds them, sorted; bags in the batch's own order."""
-    size, first = plan.batch_size, plan.cold_first
+def lookups_of(plan: TierPlan, bags: IndexBags | GpuBags, pooled: bool = True) -> CpuLookups | GpuLookups:
+    """The lookups of ``bags``, once the rows of their plan have moved."""
+    if isinstance(bags, GpuBags):
+        return GpuLookups(bags, plan.where, pooled, bags.batch_size)
+    return parted(bags, plan.where, pooled)
+
+
+def looked_up(
+    lookups: CpuLookups | GpuLookups, places: Places, order: np.ndarray | None = None, first: int = 0
+) -> list[list[int]]:
+    """Rows of each bag as the lookups find them, sorted; bags in the batch's own order. ``first``: the first
+    sample in ``order`` that may need the slab."""
+    size = lookups.batch_size
     (indices, offsets), (slab_indices, slab_offsets) = (
-        (bags[0].numpy(), bags[1].numpy()) for bags in plan.lookups.tiers()
+        (bags[0].numpy(), bags[1].numpy()) for bags in lookups.tiers()
     )
     order = np.arange(size) if order is None else order
     found: list[list[int]] = [[] for _ in range(FEATURES * size)]
@@ -176,12 +189,7 @@ def expected(bags: IndexBags) -> list[list[int]]:
 
 def assert_same_plan(left: TierPlan, right: TierPlan) -> None:
     for field in fields(TierPlan):
-        if field.name != "lookups":
-            np.testing.assert_array_equal(getattr(left, field.name), getattr(right, field.name), field.name)
-    for one, other in zip(left.lookups.tiers(), right.lookups.tiers(), strict=True):
-        for mine, theirs in zip(one, other, strict=True):
-            np.testing.assert_array_equal(mine, theirs)
-    np.testing.assert_array_equal(left.needs_cold, right.needs_cold)
+        np.testing.assert_array_equal(getattr(left, field.name), getattr(right, field.name), field.name)
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -192,11 +200,11 @@ def test_every_row_is_in_exactly_one_place(kind: str, carry: bool, form: str) ->
     places = Places(planner.space.slots, planner.space.rows)
     for bags in batches():
         residents = set(places.slots[places.slots >= 0].tolist())
-        plan = planner.plan(given(bags, form))
+        plan = planner.plan(asked := given(bags, form))
         places.carry_out(plan, ahead=carry)
         planner.commit()
         places.check(planner)
-        assert looked_up(plan, places) == expected(bags)
+        assert looked_up(lookups_of(plan, asked), places) == expected(bags)
         assert len(plan.slab) <= len(np.unique(bags.indices))
         assert not set(plan.slab.tolist()) - set(bags.indices.tolist()), "the slab holds rows nobody looks up"
         if not carry:
@@ -281,14 +289,15 @@ def test_reordered_plan_looks_the_same_rows_up(kind: str, form: str) -> None:
     places = Places(planner.space.slots, planner.space.rows)
     shortened = 0
     for bags in batches():
-        plan = planner.plan(given(bags, form))
+        plan = planner.plan(asked := given(bags, form))
         places.carry_out(plan, ahead=True)
         planner.commit()
-        warm, cold = np.flatnonzero(~plan.needs_cold), np.flatnonzero(plan.needs_cold)
+        lookups = lookups_of(plan, asked)
+        warm, cold = np.flatnonzero(~lookups.needs_cold), np.flatnonzero(lookups.needs_cold)
         order = np.concatenate((rng.permutation(warm), rng.permutation(cold)))
-        plan = reorder(plan, order, len(warm))
-        assert looked_up(plan, places, order) == expected(bags)
-        assert len(plan.lookups.tiers()[1][1]) == FEATURES * len(cold) + 1
+        lookups = lookups.permuted(order, len(warm))
+        assert looked_up(lookups, places, order, len(warm)) == expected(bags)
+        assert len(lookups.tiers()[1][1]) == FEATURES * len(cold) + 1
         shortened += len(warm) > 0
     assert shortened > 0
 
@@ -297,11 +306,14 @@ def test_reordered_plan_looks_the_same_rows_up(kind: str, form: str) -> None:
 def test_needs_cold_marks_samples_with_slab_rows(form: str) -> None:
     planner = planner_of("hot", carry=True)
     for bags in batches():
-        plan = planner.plan(given(bags, form))
+        plan = planner.plan(asked := given(bags, form))
         planner.commit()
         slab = set(plan.slab.tolist())
         bag_needs = np.array([bool(slab & set(rows)) for rows in expected(bags)])
-        assert plan.needs_cold.tolist() == bag_needs.reshape(FEATURES, -1).any(axis=0).tolist()
+        assert (
+            lookups_of(plan, asked).needs_cold.tolist()
+            == bag_needs.reshape(FEATURES, -1).any(axis=0).tolist()
+        )
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -311,26 +323,23 @@ def test_hits_are_lookups_of_rows_that_were_resident_before_the_batch(kind: str,
     hits = looked_up = 0
     for bags in batches():
         before = set(planner.space.residents.rows.tolist())
-        plan = planner.plan(given(bags, form))
+        plan = planner.plan(asked := given(bags, form))
         planner.commit()
         assert plan.hits == sum(row in before for row in bags.indices.tolist())
         assert plan.looked_up == len(bags.indices)
-        slots, slab = (indices for indices, _, _ in plan.lookups.tiers())
-        assert (plan.lookups.slab_lookups, plan.lookups.distinct_slots) == (len(slab), len(slots.unique()))
+        lookups = lookups_of(plan, asked)
+        slots, slab = (indices for indices, _, _ in lookups.tiers())
+        assert (lookups.slab_lookups, lookups.distinct_slots) == (len(slab), len(slots.unique()))
         hits, looked_up = hits + plan.hits, looked_up + plan.looked_up
     assert (hits == 0) == (kind == "nocache")
     assert hits < looked_up
 
 
-@pytest.mark.parametrize("pooled", [True, False])
 @pytest.mark.parametrize("kind", sorted(KINDS))
-def test_several_threads_make_the_same_plans(
-    kind: str, pooled: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_several_threads_make_the_same_plans(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(loops, "LEAST", 5)
     plans, threads = [], Spread(3)
     for planner in (planner_of(kind, carry=True), planner_of(kind, carry=True, threads=threads)):
-        planner.pooled = pooled
         plans.append([])
         for bags in batches():
             bags.weights = np.arange(len(bags.indices), dtype=np.float32)
@@ -431,24 +440,25 @@ def test_lfu_counts_every_lookup_in_both_forms() -> None:
 
 @pytest.mark.parametrize("pooled", [True, False])
 def test_weights_go_with_their_lookups(pooled: bool) -> None:
-    pairs: list[list[TierPlan]] = []
+    pairs: list[list[CpuLookups | GpuLookups]] = []
+    slabs = 0
     for form in FORMS:
         planner = planner_of("hot", carry=True)
-        planner.pooled = pooled
         pairs.append([])
         for bags in batches():
             bags.weights = bags.indices.astype(np.float32)
-            plan = planner.plan(given(bags, form))
+            plan = planner.plan(asked := given(bags, form))
             planner.commit()
-            cold = plan.needs_cold
-            order = np.argsort(cold, kind="stable")
-            pairs[-1].append(reorder(plan, order, int((~cold).sum())))
-            slots, slab = plan.lookups.tiers()
+            slabs += len(plan.slab) > 0
+            lookups = lookups_of(plan, asked, pooled)
+            order = np.argsort(lookups.needs_cold, kind="stable")
+            pairs[-1].append(lookups.permuted(order, int((~lookups.needs_cold).sum())))
+            slots, slab = pairs[-1][-1].tiers()
             np.testing.assert_array_equal(planner.row_of_slot[slots[0]], slots[2])
             np.testing.assert_array_equal(plan.slab[slab[0]], slab[2])
-    assert any(len(plan.slab) for plan in pairs[0])
+    assert slabs
     for one, other in zip(*pairs, strict=True):
-        for mine, theirs in zip(one.lookups.tiers(), other.lookups.tiers(), strict=True):
+        for mine, theirs in zip(one.tiers(), other.tiers(), strict=True):
             np.testing.assert_array_equal(mine[1], theirs[1])
 
 

@@ -12,8 +12,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from recpipe.data.select import select
 from recpipe.tables.resident import ResidentCollection
-from recpipe.tables.tiers.placement import TierPlan, reorder
-from recpipe.tables.tiers.tiered import TieredEmbeddingBagCollection
+from recpipe.tables.tiers.tiered import TieredEmbeddingBagCollection, TieredRows
 from tests.tables.reference import (
     FEATURES,
     SEQUENCES,
@@ -69,31 +68,33 @@ def test_tiny_batches_and_batches_without_ids(policy: str, size: int, tmp_path: 
 # -- micro-batches ---------------------------------------------------------------------------
 
 
-def popular_first(plan: TierPlan) -> tuple[np.ndarray, int]:
+def popular_first(rows: TieredRows) -> tuple[np.ndarray, int]:
     """An order of samples in which those that need no cold row come first, and their number."""
-    cold = plan.needs_cold
+    cold = rows.needs_cold
     return np.concatenate((np.flatnonzero(~cold)[::-1], np.flatnonzero(cold))), int((~cold).sum())
 
 
 def train_reordered(
     collection: TieredEmbeddingBagCollection,
     stream: list[KeyedJaggedTensor],
-    check: Callable[[TierPlan, torch.Tensor, torch.Tensor, KeyedJaggedTensor], None],
+    check: Callable[[TieredRows, torch.Tensor, torch.Tensor, KeyedJaggedTensor], None],
     ordered: Callable[[KeyedJaggedTensor, np.ndarray], KeyedJaggedTensor] = select,
 ) -> int:
     """Train every batch popular samples first; how many of them had samples of both kinds."""
     parted = 0
     for sparse in stream:
-        plan = collection.plan(sparse)
-        order, cold_first = popular_first(plan)
+        rows = collection.input_dist(sparse)
+        order, cold_first = popular_first(rows)
         parted += 0 < cold_first < len(order)
-        reorder(plan, order, cold_first)
-        collection.advance(plan)
-        warm = collection.lookup_resident(plan) if not plan.fetches_residents else None
-        collection.arrive()
-        warm = collection.lookup_resident(plan) if warm is None else warm
-        cold = collection.lookup_slab(plan)
-        check(plan, warm.detach(), cold.detach(), select(sparse, order))
+        rows.arrange(order, cold_first)
+        collection.advance(rows)
+        warm = None if rows.plan.fetches_residents else collection.compute(rows, True, False)[0]
+        collection.wait()
+        warm = collection.compute(rows, True, False)[0] if warm is None else warm
+        cold = collection.compute(rows, False, True)[1]
+        assert warm is not None
+        cold = torch.zeros_like(warm) if cold is None else cold
+        check(rows, warm.detach(), cold.detach(), select(sparse, order))
         LOSS(warm + cold, ordered(sparse, order)).backward()
     return parted
 
@@ -105,11 +106,11 @@ def test_samples_in_another_order_are_trained_alike(policy: str, slots: int, tmp
     collection = tiers(tables, policy, tmp_path, slots=slots)
     same = ResidentCollection(tables, CPU)
 
-    def check(plan: TierPlan, warm: torch.Tensor, cold: torch.Tensor, sparse: KeyedJaggedTensor) -> None:
+    def check(rows: TieredRows, warm: torch.Tensor, cold: torch.Tensor, sparse: KeyedJaggedTensor) -> None:
         with torch.no_grad():
             torch.testing.assert_close(warm + cold, same.lookup(sparse), rtol=1e-5, atol=1e-6)
         samples = torch.arange(sparse.stride()).repeat(len(FEATURES)).repeat_interleave(sparse.lengths())
-        assert not cold[samples < plan.cold_first].any()
+        assert not cold[samples < rows.cold_first].any()
         assert (warm.any(1) & cold.any(1)).sum() == 0, "an id's row is in one tier"
         LOSS(same.lookup(sparse), sparse).backward()
 

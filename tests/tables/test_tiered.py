@@ -11,7 +11,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from recpipe.errors import DataError
 from recpipe.tables.resident import ResidentCollection
-from recpipe.tables.tiers import memory
+from recpipe.tables.tiers.layout import Section
 from tests.tables.samples import (
     DIM,
     FEATURES,
@@ -72,12 +72,12 @@ def test_equals_resident_tables(expected, tmp_path, policy, optimizer, multi, st
 
 
 def test_moving_weights_without_their_state_is_wrong(expected, tmp_path, monkeypatch) -> None:
-    put = memory.put
+    put = Section.put
 
-    def weights_only(tbe, slots, records) -> None:
-        put(tbe, slots, torch.cat((records[:, :DIM], torch.zeros_like(records[:, DIM:])), dim=1))
+    def weights_only(section, places, records) -> None:
+        put(section, places, torch.cat((records[:, :DIM], torch.zeros_like(records[:, DIM:])), dim=1))
 
-    monkeypatch.setattr(memory, "put", weights_only)
+    monkeypatch.setattr(Section, "put", weights_only)
     collection = tiers(table_set("adagrad"), "lru", tmp_path)
     train_ahead(collection, stream(BATCHES, True))
     weights = {t: records[:, :DIM] for t, records in dump(collection).items()}
@@ -203,4 +203,4 @@ def test_an_id_outside_of_its_table_is_an_error(bad: int, tmp_path: Path) -> Non
     ids[1] = bad
     sparse = KeyedJaggedTensor(names, ids, lengths=torch.ones(len(names), dtype=torch.int64))
     with pytest.raises(DataError, match=f"id {bad} of feature {names[1]} is not in its table"):
-        collection.plan(sparse)
+        collection.input_dist(sparse)

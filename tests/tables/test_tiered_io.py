@@ -10,8 +10,9 @@ import torch
 
 from recpipe.errors import StoreError
 from recpipe.tables.resident import ResidentCollection
+from recpipe.tables.rows import table_bags
 from recpipe.tables.stores import HostStore
-from recpipe.tables.tiers import memory
+from recpipe.tables.tiers import tiered
 from tests.tables.samples import (
     CPU,
     DIM,
@@ -60,7 +61,7 @@ def test_each_cold_row_moves_once_per_batch(tmp_path, policy, prefetch) -> None:
         assert len(np.unique(rows)) == len(rows), "a row moves twice"
     assert counted[0] == sum(map(len, spy.reads))
     assert collection.io.rows_written == sum(map(len, spy.writes)) >= counted[1]
-    distinct = [len(np.unique(collection.bags(batch).indices)) for batch in batches]
+    distinct = [len(np.unique(table_bags(collection.tables, batch).indices)) for batch in batches]
     if policy == "nocache" and not prefetch:
         assert [len(rows) for rows in spy.reads] == distinct == [len(rows) for rows in spy.writes]
     if policy in ("nocache", "lru", "lfu"):
@@ -94,7 +95,7 @@ def test_a_restored_placement_continues_alike(tmp_path, policy) -> None:
     train(second, batches[12:])
     assert identical(dump(first), dump(second))
     np.testing.assert_array_equal(second.planner.row_of_slot, first.planner.row_of_slot)
-    slab = len(np.unique(first.bags(batches[11]).indices))
+    slab = len(np.unique(table_bags(first.tables, batches[11]).indices))
     read = first.io.rows_read - before[0], second.io.rows_read - before[1]
     assert read[0] <= read[1] <= read[0] + slab, "only what the slab carried is fetched again"
     first.close()
@@ -131,13 +132,13 @@ def test_memory_is_what_was_allocated(tmp_path, policy, store) -> None:
     collection = tiers(tables, policy, tmp_path, store)
     train(collection, stream(6, True))
     slots = 0 if policy == "nocache" else SLOTS
-    weights, state = collection.memory.resident.weights, collection.memory.resident.state
+    weights, state = collection.layout.resident.weights, collection.layout.resident.state
     assert weights.shape == state.shape == (max(1, slots), DIM)
     assert collection.resident_bytes == slots * 4 * (DIM + DIM)
     planner = collection.planner
-    arrays = [planner.where, planner.row_of_slot, collection.memory.occupied.rows]
+    arrays = [planner.where, planner.row_of_slot, collection.occupied.rows]
     arrays += [a for a in vars(planner.policy).values() if isinstance(a, np.ndarray)]
-    slab = collection.memory.slab.weights, collection.memory.slab.state
+    slab = collection.layout.slab.weights, collection.layout.slab.state
     assert slab[0].shape[0] >= len(planner.slab_rows)
     held = sum(a.nbytes for a in arrays) + sum(t.nbytes for t in slab) + collection.store.overhead_bytes
     assert collection.overhead_bytes == held
@@ -155,7 +156,7 @@ class Slow(HostStore):
 
 @pytest.mark.parametrize("done", [True, False])
 def test_a_wait_counts_if_the_device_has_nothing_left_to_do(tmp_path, monkeypatch, done) -> None:
-    monkeypatch.setattr(memory, "given_so_far", lambda device: lambda: done)
+    monkeypatch.setattr(tiered, "given_so_far", lambda device: lambda: done)
     tables, batches = table_set(), stream(6, True)
     collection = tiers(tables, "lru", tmp_path, Slow(tables.layout, tables.fill))
     train(collection, batches)
@@ -215,7 +216,7 @@ def test_a_batch_that_is_not_trained_changes_nothing(tmp_path) -> None:
     train_ahead(collection, batches)
     before = dump(collection)
     for batch in stream(4, True, seed=8):
-        collection.advance(collection.plan(batch))
+        collection.advance(collection.input_dist(batch))
     assert identical(dump(collection), before)
     collection.close()
 
@@ -255,15 +256,14 @@ def test_frozen_rows_are_read_and_never_written(tmp_path, policy) -> None:
     collection = tiers(tables, policy, tmp_path, spy)
     whole = ResidentCollection(tables, CPU)
     batches = stream(20, True)
-    plan = collection.plan(batches[0])
+    rows = collection.input_dist(batches[0])
     for number, (batch, following) in enumerate(zip(batches, [*batches[1:], None], strict=True)):
-        collection.advance(plan)
-        ahead = None if following is None else collection.plan(following)
+        collection.advance(rows)
+        ahead = None if following is None else collection.input_dist(following)
         if ahead is not None:
             collection.prefetch(ahead)
-        collection.arrive()
-        assert torch.allclose(collection.lookup_arrived(plan), whole.lookup(batch), atol=1e-6)
-        plan = ahead or plan
+        assert torch.allclose(collection.look_up_now(rows), whole.lookup(batch), atol=1e-6)
+        rows = ahead or rows
         if number == 9:
             assert spy.writes == []
             for region in collection.regions():

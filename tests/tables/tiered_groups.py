@@ -34,8 +34,7 @@ from recpipe.tables.sharding.prepare import plan_shards
 from recpipe.tables.sharding.tables import ShardedTables
 from recpipe.tables.sharding.tiered import ShardTiers
 from recpipe.tables.stores.codecs import COLD
-from recpipe.tables.tiers.placement import TierPlan
-from recpipe.tables.tiers.tiered import TieredEmbeddingBagCollection
+from recpipe.tables.tiers.tiered import TieredEmbeddingBagCollection, TieredRows
 from tests.plugin.samples import ACME
 from tests.tables.grouped import built, config, contents
 from tests.tables.samples import CPU
@@ -178,16 +177,18 @@ def tiers_of(grouped: GroupedCollection) -> list[TieredEmbeddingBagCollection]:
     return [tiers for c in shards for tiers in c.tiers.each()]
 
 
-def watch_plans(grouped: GroupedCollection) -> list[TierPlan]:
-    """Every plan that is made from now on, in any of them."""
-    made: list[TierPlan] = []
+def watch_plans(grouped: GroupedCollection) -> list[TieredRows]:
+    """Every batch that is taken in from now on, in any of them."""
+    made: list[TieredRows] = []
     for tiers in tiers_of(grouped):
 
-        def plan(sparse: KeyedJaggedTensor, plans: Callable[[Any], TierPlan] = tiers.plan) -> TierPlan:
-            made.append(plans(sparse))
+        def input_dist(
+            sparse: KeyedJaggedTensor, takes: Callable[[Any], TieredRows] = tiers.input_dist
+        ) -> TieredRows:
+            made.append(takes(sparse))
             return made[-1]
 
-        tiers.plan = plan  # type: ignore[method-assign]
+        tiers.input_dist = input_dist  # type: ignore[assignment, method-assign]
     return made
 
 

@@ -23,6 +23,7 @@ from recpipe.perf import calibrate
 from recpipe.perf.bench import limits as bench_limits
 from recpipe.perf.kernels.models import Estimate
 from recpipe.perf.machine.profile import Host, MachineProfile, profile_path
+from recpipe.pipeline.batch import InFlight
 from recpipe.pipeline.cores import Cores
 from recpipe.pipeline.step import StepTimes, accumulate
 from recpipe.profiling import limits
@@ -33,7 +34,7 @@ from recpipe.run import run
 from recpipe.tasks import profile_predicted
 from recpipe.tasks.advise import model
 from recpipe.tasks.profile import achieved, middle_half, stale
-from tests.pipeline.samples import collection_of, model_over, random_batch, staged_of
+from tests.pipeline.samples import collection_of, model_over, random_batch
 from tests.tasks.test_advise import machine as slow_disk
 
 SMALL = (
@@ -196,7 +197,7 @@ def test_parts_are_told_on_every_core_and_only_while_asked(tmp_path: Path) -> No
     """Plain modules, samples shared by two cores: the training thread's own part, and its wait."""
     collection = collection_of("resident", "sgd", tmp_path)
     model = model_over(collection)
-    staged = staged_of(collection, random_batch(np.random.default_rng(3), 64, True))
+    staged = InFlight(random_batch(np.random.default_rng(3), 64, True))
     cores = Cores(2, lambda samples: 1.0)
     before = {id(module): module.__dict__.get("forward") for module in model.modules()}
 

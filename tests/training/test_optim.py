@@ -14,10 +14,10 @@ from torchrec.modules.embedding_modules import EmbeddingBagCollection
 from recpipe.config.compose import compose
 from recpipe.config.recipe import Recipe
 from recpipe.errors import UserError
-from recpipe.pipeline.step import StagedBatch, StepTimes, accumulate
+from recpipe.pipeline.batch import InFlight
+from recpipe.pipeline.step import StepTimes, accumulate
 from recpipe.plugin.tables import FROZEN, TableOptimizer
 from recpipe.tables.groups import collections_of, group_tables
-from recpipe.tables.tiers.batch import Tiers
 from recpipe.training.optim import OptimConfig, dense_optimizer, try_out
 from tests.model.in_parts import Mean
 from tests.pipeline.samples import Listed, placed
@@ -276,15 +276,10 @@ def test_each_table_trains_by_its_own(tmp_path, how, policy) -> None:
             over = partial(tiers, policy="lru", folder=tmp_path, slots=20)
         placed_model = placed(module, batches[0], over, config.of_table)
         assert len(placed_model.embeddings.collections) == (3 if equal else 1)
-        driven = Tiers(placed_model.inputs, placed_model.embeddings.collections) if over else None
         dense = torch.optim.SGD(placed_model.dense_parameters().values(), lr=0.1)
         for batch in batches:
-            plan = None
-            if driven is not None:
-                plan = driven.plan(batch, placed_model.inputs.each(batch))
-                driven.advance(plan)
             dense.zero_grad()
-            accumulate(placed_model, StagedBatch(batch, plan), StepTimes())
+            accumulate(placed_model, InFlight(batch), StepTimes())
             dense.step()
         state = module.state_dict()
         worst = max(float((state[name] - expected[name]).abs().max()) for name in expected)

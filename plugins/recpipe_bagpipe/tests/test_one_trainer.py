@@ -38,7 +38,7 @@ from recpipe.tables.stores.writes import Writes
 from recpipe.tables.tiers.policies import NoCache
 from recpipe.tables.tiers.tiered import TieredEmbeddingBagCollection
 from recpipe.training.optim import dense_optimizer
-from tests.placing import context_of, inputs_of, model_over, tiers_of
+from tests.placing import context_of, inputs_of, model_over
 
 BATCH, STEPS = 64, 40
 WRITE_ROWS = 500
@@ -95,9 +95,8 @@ class Run:
         sizes = ModelConfig("dlrm", 4, [8], [8], cross_layers=1, cross_rank=4)
         self.model = model_over(self.tiers, data.schema, sizes, seed=1)
         self.optimizer = dense_optimizer(DENSE[optimizer], self.model.dense_parameters().values())
-        self.loader = TrainLoader(
-            BatchSource(data, BATCH, self.assembly.feed), self.model.inputs, tiers_of(self.tiers), device
-        )
+        source, groups = BatchSource(data, BATCH, self.assembly.feed), self.model.embeddings.groups
+        self.loader = TrainLoader(source, self.model.inputs, groups, device)
 
     def train(self, steps: int, after: Callable[[int], None] = lambda number: None) -> Run:
         """``steps`` steps from the loader's first batch; ``after`` each with its number."""

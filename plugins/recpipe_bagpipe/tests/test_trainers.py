@@ -28,7 +28,7 @@ from recpipe_bagpipe.worker import Worker
 from recpipe.errors import UserError
 from recpipe.plugin.batch import Batch
 from recpipe.plugin.tables import to_numpy
-from recpipe.tables.tiers.placement import table_bags
+from recpipe.tables.rows import table_bags
 
 BATCHES = zipf_batches(26)
 WINDOWS = [(3, 1), (6, 2), (8, 3), (20, 6), (100, 25)]

@@ -21,7 +21,7 @@ from recpipe.data.config import SyntheticConfig
 from recpipe.data.make import open_dataset
 from recpipe.plugin.batch import Batch
 from recpipe.plugin.policy import NOTHING, RowSpace
-from recpipe.tables.tiers.placement import TierPlanner
+from recpipe.tables.tiers.planner import TierPlanner
 from tests.tables.test_placement import BASES, given
 from tests.tables.test_placement import batches as random_batches
 

@@ -29,7 +29,7 @@ from recpipe.tables.stores import make_store
 from recpipe.tables.tiers.policies import HotSet
 from recpipe.tables.tiers.tiered import TieredEmbeddingBagCollection
 from recpipe.training.optim import dense_optimizer
-from tests.placing import context_of, model_over, tiers_of
+from tests.placing import context_of, model_over
 
 SIZE = 256
 
@@ -83,7 +83,8 @@ class Run(Rig):
         dense = DENSE["sgd" if optimizer == "sgd" else "rowwise_adagrad"]
         self.optimizer = dense_optimizer(dense, self.model.dense_parameters().values())
         source = BatchSource(dataset, SIZE, self.assembly.feed)
-        self.loader = TrainLoader(source, self.model.inputs, tiers_of(self.embeddings), self.device)
+        groups = self.model.embeddings.groups
+        self.loader = TrainLoader(source, self.model.inputs, groups, self.device)
         self.times, self.micro, self.evicted = StepTimes(), [], 0
         self.seen: list[Batch] = []
         self.cold_rows: list[int] = []
@@ -100,8 +101,8 @@ class Run(Rig):
     def epoch(self) -> Run:
         callback = next((c.part for c in self.assembly.callbacks), None)
         for staged in self.staged(10_000):
-            assert staged.plan is not None
-            (plan,) = staged.plan.planned
+            (plan,) = [rows.plan for rows in staged.moving]
+            assert plan is not None
             self.seen.append(staged.batch)
             self.cold_rows.append(len(plan.slab) + int((plan.evicted >= 0).sum()))
             self.update(staged)

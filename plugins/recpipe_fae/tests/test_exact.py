@@ -13,8 +13,8 @@ from recpipe_fae.tests.rig import Run, pair
 from recpipe_hotline.tests.rig import difference
 
 from recpipe.data.dataset import Dataset
-from recpipe.tables.tiers.memory import TierMemory
-from recpipe.tables.tiers.placement import table_bags
+from recpipe.tables.rows import table_bags
+from recpipe.tables.tiers.layout import Layout
 
 
 @pytest.mark.parametrize(
@@ -39,14 +39,14 @@ def test_equals_one_table_fed_the_same_order_bitwise(
 def test_rows_that_move_without_their_state_are_noticed(
     synthetic: Dataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    read = TierMemory.slab_records
+    read = Layout.slab_records
 
-    def stateless(self: TierMemory) -> Any:
+    def stateless(self: Layout) -> Any:
         records = read(self).clone()
         records[:, self.tables.dim :] = 0
         return records
 
-    monkeypatch.setattr(TierMemory, "slab_records", stateless)
+    monkeypatch.setattr(Layout, "slab_records", stateless)
     fae, one = pair(synthetic, "rowwise_adagrad", tmp_path)
     assert difference(fae.parameters(), one.parameters()) > 0
 

@@ -19,10 +19,11 @@ from recpipe.data.schema import Schema
 from recpipe.distributed.ranks import Ranks
 from recpipe.model.config import ModelConfig
 from recpipe.pipeline import step
+from recpipe.pipeline.batch import InFlight
 from recpipe.pipeline.loader import TrainLoader
 from recpipe.pipeline.source import BatchSource
 from recpipe.pipeline.splitting import Splitting
-from recpipe.pipeline.step import StagedBatch, StepTimes
+from recpipe.pipeline.step import StepTimes
 from recpipe.plugin.api import Figure
 from recpipe.plugin.assembly import assemble, gather
 from recpipe.plugin.batch import Batch
@@ -34,7 +35,7 @@ from recpipe.tables.resident import ResidentCollection
 from recpipe.tables.stores import make_store
 from recpipe.tables.tiers.tiered import TieredEmbeddingBagCollection
 from recpipe.training.optim import dense_optimizer
-from tests.placing import context_of, model_over, tiers_of
+from tests.placing import context_of, model_over
 
 TOLERANCE = {"sgd": 1e-6, "rowwise_adagrad": 1e-5, "adagrad": 1e-5}
 DENSE = {"sgd": {"name": "SGD", "lr": 0.1}, "rowwise_adagrad": {"name": "Adagrad", "lr": 0.02}}
@@ -98,10 +99,10 @@ class Rig:
         self.loader = TrainLoader(
             BatchSource(dataset, setting.batch_size, self.assembly.feed),
             self.model.inputs,
-            tiers_of(self.embeddings),
+            self.model.embeddings.groups,
             self.device,
             splitting=Splitting.of(
-                self.assembly.splitter, "always", setting.batch_size, None, Ranks().channel()
+                self.assembly.splitter, "always", setting.batch_size, (), Ranks().channel()
             ),
         )
         self.times = StepTimes()
@@ -139,15 +140,15 @@ class Rig:
     def split_batches(self) -> int:
         return sum(len(bounds) > 1 for bounds in self.micro)
 
-    def staged(self, steps: int) -> Iterator[StagedBatch]:
+    def staged(self, steps: int) -> Iterator[InFlight]:
         """The first ``steps`` batches, each to be trained before the next one is asked for."""
         for _, staged in zip(range(steps), self.loader, strict=False):
             self.micro.append(staged.bounds)
-            if staged.plan is not None:
-                self.evicted += sum(int((plan.evicted >= 0).sum()) for plan in staged.plan.planned)
+            plans = [rows.plan for rows in staged.moving if rows.plan is not None]
+            self.evicted += sum(int((plan.evicted >= 0).sum()) for plan in plans)
             yield staged
 
-    def update(self, staged: StagedBatch) -> None:
+    def update(self, staged: InFlight) -> None:
         """One training step."""
         self.optimizer.zero_grad()
         step.accumulate(self.model, staged, self.times)

@@ -14,11 +14,13 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from recpipe.data.dataset import Dataset
 from recpipe.data.select import between
 from recpipe.pipeline import step
+from recpipe.pipeline.batch import InFlight
 from recpipe.pipeline.placed import PlacedModel
-from recpipe.pipeline.step import StagedBatch, StepTimes
+from recpipe.pipeline.step import StepTimes
 from recpipe.plugin.bags import IndexBags
 from recpipe.tables.front import handing_out
-from recpipe.tables.tiers.tiered import TieredEmbeddingBagCollection
+from recpipe.tables.tiers.parting import CpuLookups
+from recpipe.tables.tiers.tiered import TieredEmbeddingBagCollection, TieredRows
 
 STEPS = 60
 SETTINGS = [
@@ -120,22 +122,24 @@ class Pooled:
         return [self._rows]
 
 
-def update_each_micro_batch(model: PlacedModel, staged: StagedBatch, times: StepTimes) -> torch.Tensor:
+def update_each_micro_batch(model: PlacedModel, staged: InFlight, times: StepTimes) -> torch.Tensor:
     """The naive step: forward, backward and so a fused update for each micro-batch."""
-    assert staged.plan is not None
-    (plan,), (front,) = staged.plan.planned, model.bound
+    (rows,), (front,) = staged.moving, model.bound
     (tiers,) = model.embeddings.each(TieredEmbeddingBagCollection)
-    tiers.arrive()
-    found = plan.lookups
-    resident = IndexBags(found.indices, found.offsets, plan.batch_size)
+    tiers.wait()
+    assert isinstance(rows, TieredRows)
+    found = rows.lookups
+    assert isinstance(found, CpuLookups)
+    resident = IndexBags(found.indices, found.offsets, staged.size)
     low, total = 0, torch.zeros(())
     for high in staged.bounds:
         part = resident.permuted(torch.arange(low, high).numpy())
-        pooled = tiers.lookup_resident(
-            replace(plan, lookups=replace(found, indices=part.indices, offsets=part.offsets))
-        )
-        if high > plan.cold_first and len(plan.slab):
-            pooled = pooled + tiers.lookup_slab(plan)
+        own = replace(found, indices=part.indices, offsets=part.offsets)
+        pooled, _ = tiers.layout.look_up(own, False, True, False)
+        assert pooled is not None
+        if high > rows.cold_first:
+            slab = tiers.compute(rows, False, True)[1]
+            pooled = pooled if slab is None else pooled + slab
         with handing_out({front: Pooled(pooled)}):
             loss, _ = model.called(between(staged.batch, low, high))
         loss = loss * (high - low) / staged.size

@@ -14,10 +14,11 @@ import torch
 from recpipe_hotline.tests.rig import QUICK, Rig, Setting, difference, train
 
 from recpipe.data.dataset import Dataset
+from recpipe.pipeline.batch import InFlight
 from recpipe.plugin.store import ColdStore
-from recpipe.tables.lookups import BatchLookups
-from recpipe.tables.tiers.batch import BatchPlan
-from recpipe.tables.tiers.placement import TierPlan
+from recpipe.tables.group_rows import GroupRows
+from recpipe.tables.tiers.parting import CpuLookups
+from recpipe.tables.tiers.tiered import TieredRows
 
 STEPS = 40
 
@@ -31,31 +32,30 @@ def running(dataset: Dataset, setting: Setting, folder: Path) -> Iterator[Rig]:
         rig.close()
 
 
-def parted(plan: TierPlan) -> bool:
+def parted(rows: GroupRows) -> bool:
     """Whether the batch has a popular micro-batch that need not wait for anything."""
-    return 0 < plan.cold_first < plan.batch_size and not plan.fetches_residents
+    assert rows.plan is not None
+    return 0 < rows.cold_first < rows.ids.stride() and not rows.plan.fetches_residents
 
 
-def on_popular_backward(rig: Rig, then: Callable[[TierPlan], None]) -> None:
-    """Call ``then(plan)`` when the gradients of a popular micro-batch are complete."""
-    lookups, (front,) = rig.model.lookups, rig.model.bound
+def on_popular_backward(rig: Rig, then: Callable[[GroupRows], None]) -> None:
+    """Call ``then(rows)`` when the gradients of a popular micro-batch are complete."""
+    take = rig.model.take
 
-    def watched(batch: Any, plan: BatchPlan | None, *more: Any) -> BatchLookups:
-        found = lookups(batch, plan, *more)
-        (group,) = found.groups[front]
-        tiers, leaf = group.plan, group.leaf
-        assert tiers is not None
+    def watched(batch: InFlight) -> None:
+        take(batch)
+        (group,) = batch.moving
+        leaf = group.leaf
 
         def watched_leaf(low: int, high: int) -> torch.Tensor:
             rows = leaf(low, high)
-            if parted(tiers) and (low, high) == (0, tiers.cold_first):
-                rows.register_post_accumulate_grad_hook(lambda _: then(tiers))
+            if parted(group) and (low, high) == (0, group.cold_first):
+                rows.register_post_accumulate_grad_hook(lambda _: then(group))
             return rows
 
         group.leaf = watched_leaf  # type: ignore[method-assign]
-        return found
 
-    rig.model.lookups = watched  # type: ignore[method-assign]
+    rig.model.take = watched  # type: ignore[method-assign]
 
 
 @pytest.mark.parametrize("store", ["host", "ssd"])
@@ -70,17 +70,17 @@ def test_fetches_run_behind_popular_micro_batches(store: str, synthetic: Dataset
             early.append(not popular_done.wait(timeout=5))
             gather(rows, out)
 
-        def arming_advance(plan: TierPlan) -> None:
+        def arming_advance(rows: TieredRows) -> None:
             # The gate is shut before the fetch can start: without prefetch, ``advance`` starts it.
-            popular_done.clear() if parted(plan) else popular_done.set()
-            advance(plan)
+            popular_done.clear() if parted(rows) else popular_done.set()
+            advance(rows)
 
         rig.tiers.store.gather = gated_gather  # type: ignore[method-assign]
         rig.tiers.advance = arming_advance  # type: ignore[method-assign]
-        overlapped: list[TierPlan] = []
+        overlapped: list[GroupRows] = []
 
-        def open_gate(plan: TierPlan) -> None:
-            overlapped.append(plan)
+        def open_gate(rows: GroupRows) -> None:
+            overlapped.append(rows)
             popular_done.set()
 
         on_popular_backward(rig, open_gate)
@@ -93,30 +93,31 @@ def test_fetches_run_behind_popular_micro_batches(store: str, synthetic: Dataset
 def test_the_slab_is_read_after_the_popular_backward(synthetic: Dataset, tmp_path: Path) -> None:
     with running(synthetic, Setting(), tmp_path) as rig:
         events: list[str] = []
-        arrive, lookup = rig.tiers.arrive, rig.tiers.lookup_slab
+        wait, compute = rig.tiers.wait, rig.tiers.compute
 
-        def watched_arrive() -> None:
-            if rig.tiers.memory.arriving is not None:
+        def watched_wait() -> None:
+            if rig.tiers.arriving is not None:
                 events.append("wait")
-            arrive()
+            wait()
 
-        def watched_lookup(plan: TierPlan) -> torch.Tensor:
-            events.append("slab")
-            return lookup(plan)
+        def watched_compute(rows: TieredRows, warm: bool, cold: bool) -> Any:
+            if cold:
+                events.append("slab")
+            return compute(rows, warm, cold)
 
-        rig.tiers.arrive = watched_arrive  # type: ignore[method-assign]
-        rig.tiers.lookup_slab = watched_lookup  # type: ignore[method-assign]
-        on_popular_backward(rig, lambda plan: events.append("popular done"))
+        rig.tiers.wait = watched_wait  # type: ignore[method-assign]
+        rig.tiers.compute = watched_compute  # type: ignore[method-assign]
+        on_popular_backward(rig, lambda rows: events.append("popular done"))
         checked = 0
         for staged in rig.staged(STEPS):
             events.clear()
+            (rows,) = staged.moving
+            assert rows.plan is not None
             rig.update(staged)
-            assert staged.plan is not None
-            (plan,) = staged.plan.planned
-            if parted(plan):
+            if parted(rows):
                 assert events == ["popular done", "wait", "slab"]
                 checked += 1
-            elif len(plan.slab):
+            elif len(rows.plan.slab):
                 assert events[0] == "wait"
     assert checked > STEPS // 3
 
@@ -147,8 +148,7 @@ def test_a_cold_row_moves_at_most_once_each_way(prefetch: bool, synthetic: Datas
         ledger = Ledger(rig.tiers.store)
         needed = 0
         for staged in rig.staged(STEPS):
-            assert staged.plan is not None
-            needed += sum(len(plan.arrivals) for plan in staged.plan.planned)
+            needed += sum(len(rows.plan.arrivals) for rows in staged.moving if rows.plan is not None)
             rig.update(staged)
         with rig.tiers.quiesced():
             pass
@@ -180,16 +180,15 @@ def test_micro_batches_make_up_the_batch(synthetic: Dataset, tmp_path: Path) -> 
     """n_popular + n_others = N, and no popular sample has a bag in the slab."""
     with running(synthetic, Setting(), tmp_path) as rig:
         for staged in rig.staged(STEPS):
-            assert staged.plan is not None
-            (plan,) = staged.plan.planned
+            (rows,) = staged.moving
+            assert isinstance(rows, TieredRows)
+            lookups = rows.lookups
+            assert isinstance(lookups, CpuLookups)
             sizes = np.diff((0, *staged.bounds))
             assert sizes.sum() == staged.batch.size
             assert (sizes > 0).all()
-            assert len(plan.lookups.slab_offsets) - 1 == 26 * (staged.batch.size - plan.cold_first)
-            assert (
-                len(plan.lookups.indices) + len(plan.lookups.slab_indices)
-                == staged.batch.sparse.values().numel()
-            )
+            assert len(lookups.slab_offsets) - 1 == 26 * (staged.batch.size - rows.cold_first)
+            assert len(lookups.indices) + len(lookups.slab_indices) == staged.batch.sparse.values().numel()
             rig.update(staged)
 
 
@@ -207,11 +206,11 @@ def test_migration_moves_weights_and_state_bitwise(store: str, synthetic: Datase
         left: set[int] = set()
         back = 0
         for number, batch in zip(range(STEPS), rig.loader.source.dataset.batches("train", 64), strict=False):
-            plan = rig.tiers.plan(batch.sparse)
-            rig.tiers.advance(plan)
-            rig.tiers.arrive()
-            back += len(left & set(plan.placed.tolist()))
-            left |= set(plan.evicted[plan.evicted >= 0].tolist())
+            rows = rig.tiers.input_dist(batch.sparse)
+            rig.tiers.advance(rows)
+            rig.tiers.wait()
+            back += len(left & set(rows.plan.placed.tolist()))
+            left |= set(rows.plan.evicted[rows.plan.evicted >= 0].tolist())
             if number % 10 == 9:
                 assert difference(rig.parameters(), before) == 0.0
     assert back > 0, "no row has made the round trip"

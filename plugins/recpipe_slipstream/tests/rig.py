@@ -18,11 +18,12 @@ from recpipe.data.select import select
 from recpipe.distributed.ranks import Ranks
 from recpipe.model.config import ModelConfig
 from recpipe.pipeline import step
+from recpipe.pipeline.batch import InFlight
 from recpipe.pipeline.loader import TrainLoader
 from recpipe.pipeline.sample_filter import SampleFilter
 from recpipe.pipeline.source import BatchSource
 from recpipe.pipeline.splitting import Splitting
-from recpipe.pipeline.step import StagedBatch, StepTimes
+from recpipe.pipeline.step import StepTimes
 from recpipe.plugin.assembly import assemble, gather
 from recpipe.plugin.batch import Batch
 from recpipe.plugin.blamed import BlamedSkipper
@@ -36,7 +37,7 @@ from recpipe.tables.skipping import Skipping
 from recpipe.tables.stores import make_store
 from recpipe.tables.tiers.tiered import TieredEmbeddingBagCollection
 from recpipe.training.optim import dense_optimizer
-from tests.placing import context_of, model_over, tiers_of
+from tests.placing import context_of, model_over
 
 BATCH = 200
 DENSE = {"sgd": {"name": "SGD", "lr": 0.1}, "rowwise_adagrad": {"name": "Adagrad", "lr": 0.02}}
@@ -89,10 +90,10 @@ class Rig:
         self.loader = TrainLoader(
             BatchSource(dataset, BATCH, feed),
             inputs,
-            tiers_of(self.tiers),
+            self.model.embeddings.groups,
             device,
             sample_filter=SampleFilter.of(skipper, self.view),
-            splitting=Splitting.of(assembly.splitter, "always", BATCH, None, Ranks().channel()),
+            splitting=Splitting.of(assembly.splitter, "always", BATCH, (), Ranks().channel()),
         )
         parts = [owned.part for owned in assembly.callbacks]
         self.callback = next((part for part in parts if isinstance(part, StaleInputs)), None)
@@ -128,7 +129,7 @@ class Rig:
                 self.callback.after_batch()
             yield number
 
-    def _update(self, staged: StagedBatch) -> None:
+    def _update(self, staged: InFlight) -> None:
         self.optimizer.zero_grad()
         step.accumulate(self.model, staged, StepTimes())
         self.optimizer.step()

@@ -26,8 +26,9 @@ from recpipe.perf.bench.timing import Clock, clock
 from recpipe.perf.kernels.operators import Operator
 from recpipe.perf.kernels.optimizers import optimizer_sizes
 from recpipe.perf.step.python import python_calls
+from recpipe.pipeline.batch import InFlight
 from recpipe.pipeline.placed import PlacedModel, put_fronts
-from recpipe.pipeline.step import StagedBatch, StepTimes, accumulate
+from recpipe.pipeline.step import StepTimes, accumulate
 from recpipe.plugin.tables import TableOptimizer
 from recpipe.profiling.limits import Sample
 from recpipe.tables.front import handing_out
@@ -164,7 +165,7 @@ def _pipeline(count: int) -> Sample:
     called = Called(module, parse_loss("binary_cross_entropy"))
     grouped = GroupedCollection(tables, own)
     model = PlacedModel(called, put_fronts(module, tables, grouped), grouped, Inputs.of(tables, batch))
-    staged = StagedBatch(batch, ids=model.inputs.each(batch))
+    staged = InFlight(batch, ids=model.inputs.each(batch))
 
     def step() -> None:
         for parameter in model.dense:

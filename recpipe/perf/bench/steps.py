@@ -36,18 +36,19 @@ from recpipe.perf.step.capture import Captured, captured
 from recpipe.perf.step.reading import reading
 from recpipe.perf.step.step import Step
 from recpipe.perf.step.step_text import step_text
+from recpipe.pipeline.batch import InFlight
 from recpipe.pipeline.cores import Cores
 from recpipe.pipeline.loader import TrainLoader
 from recpipe.pipeline.placed import PlacedModel, put_fronts
 from recpipe.pipeline.source import BatchSource
-from recpipe.pipeline.step import StagedBatch, StepTimes, accumulate
+from recpipe.pipeline.step import StepTimes, accumulate
 from recpipe.plugin.tables import TableOptimizer
 from recpipe.profiling.limits import Sample
-from recpipe.tables.beside import Beside
 from recpipe.tables.grouped import GroupedCollection
 from recpipe.tables.groups import collections_of, group_tables
 from recpipe.tables.inputs import Inputs
 from recpipe.tables.resident import ResidentCollection
+from recpipe.tables.workers import TableWorkers
 
 DENSE = 9
 WARM = 4
@@ -135,7 +136,7 @@ class _Training:
         threads = torch.get_num_threads()
         self.backend = Backend("cpu" if probe.converted else "plain", self.model, {})
         if probe.converted and threads > 1:
-            self.backend.beside = Beside(threads - 1)
+            self.backend.beside = TableWorkers(threads - 1)
         if probe.shared:
             self.backend.cores = Cores(threads, lambda samples: 1.0)
         shares = self.backend.cores.shares(probe.batch) if self.backend.cores is not None else ()
@@ -157,7 +158,9 @@ class _Training:
     def train(self) -> None:
         """Train for ``STEPS`` steps or ``SECONDS`` after the first ones."""
         cpu = torch.device("cpu")
-        loader = TrainLoader(BatchSource(self.dataset, self.probe.batch), self.model.inputs, None, cpu)
+        loader = TrainLoader(
+            BatchSource(self.dataset, self.probe.batch), self.model.inputs, self.model.embeddings.groups, cpu
+        )
         watch = TimedSteps(WARM, SECONDS)
         trainer = L.Trainer(
             accelerator="cpu",
@@ -237,12 +240,12 @@ class _Module(L.LightningModule):
     def transfer_batch_to_device(self, batch: Any, device: torch.device, dataloader_idx: int) -> Any:
         return batch
 
-    def training_step(self, batch: StagedBatch, batch_idx: int) -> torch.Tensor:
+    def training_step(self, batch: InFlight, batch_idx: int) -> torch.Tensor:
         optimizer, beside = self.optimizers(), self.backend.beside
         assert not isinstance(optimizer, list)
         for parameter in self.model.dense:
             parameter.grad = None
-        loss = accumulate(self.model, batch, StepTimes(), self.backend.cores, beside=beside)
+        loss = accumulate(self.model, batch, StepTimes(), self.backend.cores, beside)
         if beside is None or not beside.busy:
             optimizer.step()
         else:

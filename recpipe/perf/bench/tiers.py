@@ -21,9 +21,8 @@ from recpipe.plugin.policy import RowSpace
 from recpipe.plugin.store import ColdStore, IoCounters, Records, Rows, StoreLayout
 from recpipe.plugin.tables import Table, TableOptimizer, TableSet
 from recpipe.profiling.limits import Sample
-from recpipe.tables.tiers.placement import TierPlan, reorder
 from recpipe.tables.tiers.policies import POLICIES
-from recpipe.tables.tiers.tiered import TieredEmbeddingBagCollection
+from recpipe.tables.tiers.tiered import TieredEmbeddingBagCollection, TieredRows
 
 ROWS = (60_000, 2_000_000)
 LOOKUPS = (2_000, 12_000, 50_000)
@@ -127,26 +126,26 @@ def _step(tier: TieredEmbeddingBagCollection, policy: str, sparse: KeyedJaggedTe
     """Take a batch through the four calls and an update."""
     _evict_caches()
     began = time.perf_counter()
-    plan = tier.plan(sparse)
+    rows = tier.input_dist(sparse)
     planned = time.perf_counter() - began
-    tier.prefetch(plan)
-    assert plan.fetched is not None, "just started"
-    plan.fetched.result()
-    slab_before = len(tier.memory.slab_rows)
+    tier.prefetch(rows)
+    assert rows.fetched is not None, "just started"
+    rows.fetched.result()
+    slab_before = len(tier.occupied.slab)
     _evict_caches()
     began = time.perf_counter()
-    tier.advance(plan)
+    tier.advance(rows)
     advanced = time.perf_counter() - began
     began = time.perf_counter()
-    tier.arrive()
+    tier.wait()
     arrived = time.perf_counter() - began
     tier.cold.flush()
-    sizes = _sizes(tier, plan, slab_before)
-    forward, update = _looked_up(tier, plan)
-    order = np.argsort(plan.needs_cold, kind="stable")
+    sizes = _sizes(tier, rows, slab_before)
+    forward, update = _looked_up(tier, rows)
+    order = np.argsort(rows.needs_cold, kind="stable")
     began = time.perf_counter()
-    reorder(plan, order, int(np.count_nonzero(~plan.needs_cold)))
-    plan.lookups.tiers()  # which a GPU makes
+    rows.arrange(order, int(np.count_nonzero(~rows.needs_cold)))
+    rows.lookups.tiers()  # which a GPU makes
     in_order(select(sparse, order), tier.tables.features)
     reordered = time.perf_counter() - began
     return [
@@ -159,13 +158,12 @@ def _step(tier: TieredEmbeddingBagCollection, policy: str, sparse: KeyedJaggedTe
     ]
 
 
-def _looked_up(tier: TieredEmbeddingBagCollection, plan: TierPlan) -> tuple[float, float]:
+def _looked_up(tier: TieredEmbeddingBagCollection, rows: TieredRows) -> tuple[float, float]:
     """Seconds to look up both tiers, and to update them."""
     _evict_caches()
     began = time.perf_counter()
-    both = tier.lookup_both(plan)
-    warm = tier.lookup_resident(plan) if both is None else both
-    cold = tier.lookup_slab(plan) if both is None and len(plan.slab) else None
+    warm, cold = tier.compute(rows, True, True)
+    assert warm is not None, "asked for"
     forward = time.perf_counter() - began
     gradient = torch.full_like(warm, 1e-3)
     _evict_caches()
@@ -176,18 +174,18 @@ def _looked_up(tier: TieredEmbeddingBagCollection, plan: TierPlan) -> tuple[floa
     return forward, time.perf_counter() - began
 
 
-def _sizes(tier: TieredEmbeddingBagCollection, plan: TierPlan, slab_before: int) -> dict[str, float | str]:
-    in_slab = plan.lookups.slab_lookups
+def _sizes(tier: TieredEmbeddingBagCollection, rows: TieredRows, slab_before: int) -> dict[str, float | str]:
+    plan, in_slab = rows.plan, rows.lookups.slab_lookups
     evicted = int(np.count_nonzero(plan.evicted >= 0))
     return {
         "lookups": float(plan.looked_up),
-        "bags": float(plan.batch_size * len(tier.tables.features)),
+        "bags": float(rows.ids.stride() * len(tier.tables.features)),
         "rows": float(tier.tables.layout.total_rows),
         "slots": float(tier.slots),
         "dim": float(tier.tables.dim),
         "width": float(tier.tables.layout.width),
         "hits": float(plan.looked_up - in_slab),
-        "hot": float(plan.lookups.distinct_slots),
+        "hot": float(rows.lookups.distinct_slots),
         "missed": float(len(plan.arrivals)),
         "leaving": float(slab_before + evicted),
         "arriving": float(len(plan.fetch)),

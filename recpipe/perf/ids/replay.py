@@ -16,7 +16,9 @@ from numpy.typing import NDArray
 from recpipe.plugin.bags import Bags, IndexBags, RowIds
 from recpipe.plugin.costs import Moved
 from recpipe.plugin.policy import CachePolicy, RowSpace
-from recpipe.tables.tiers.placement import TierPlan, TierPlanner
+from recpipe.tables.tiers.parting import parted
+from recpipe.tables.tiers.plan import TierPlan
+from recpipe.tables.tiers.planner import TierPlanner
 
 MOST = 1 << 24
 """Most lookups of a group that are kept: 64 MiB."""
@@ -124,10 +126,12 @@ def replay(groups: Sequence[Kept], make: Make, slots: Sequence[int], carry: bool
         needs = np.zeros(0, bool)
         for group, (kept, planner) in enumerate(zip(groups, planners, strict=True)):
             slab = len(planner.slab_rows)
-            plan = planner.plan(kept.bags(number))
+            bags = kept.bags(number)
+            plan = planner.plan(bags)
             planner.commit()
             moved[group, number] = list(_moved(plan, slab))
-            needs = plan.needs_cold if not len(needs) else needs | plan.needs_cold
+            cold_bags = parted(bags, plan.where, pooled=True).needs_cold
+            needs = cold_bags if not len(needs) else needs | cold_bags
         cold[number] = needs.mean() if len(needs) else 0.0
     return Replayed(moved, cold, filled)
 
@@ -141,5 +145,5 @@ def _moved(plan: TierPlan, slab: int) -> Iterator[float]:
     yield left - (int(np.count_nonzero(stay)) - from_slab)
     yield len(plan.placed)
     yield len(plan.slab)
-    yield plan.lookups.slab_lookups
+    yield int(np.count_nonzero(plan.where < 0))
     yield plan.looked_up - plan.hits

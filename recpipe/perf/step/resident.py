@@ -17,7 +17,7 @@ from recpipe.perf.kernels.optimizers import optimizer_sizes
 from recpipe.perf.step.amounts import Amounts, added, keeping, together
 from recpipe.perf.step.step import Step
 from recpipe.perf.step.walk import Task, walk
-from recpipe.tables.beside import WORTH
+from recpipe.tables.workers import WORTH
 
 MAIN, LOADER, TABLES = "main", "loader", "tables"
 Way = Mapping[str, Estimate]

@@ -16,13 +16,15 @@ from torchrec.modules.embedding_configs import EmbeddingBagConfig
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, KeyedTensor
 
 from recpipe import seams
+from recpipe.data.parts import require_ids
 from recpipe.errors import UserError
 from recpipe.plugin.collection import C, Rows, TableCollection, TierFigures
 from recpipe.plugin.skipper import RowFilter
 from recpipe.plugin.tables import Region, Values, row_chunks
 from recpipe.seams import module_name
-from recpipe.tables.capabilities import SavesPlacement, SendsAhead
+from recpipe.tables.capabilities import SavesPlacement
 from recpipe.tables.collection import TORCHREC_OPTIMIZERS
+from recpipe.tables.group_rows import GroupRows, GroupTables
 from recpipe.tables.sharding.env import ShardEnv
 from recpipe.tables.sharding.local import LocalShard
 from recpipe.tables.sharding.plan import Shard
@@ -31,11 +33,34 @@ from recpipe.tables.sharding.tiered import GroupTiers, ShardTiers
 from recpipe.tables.skipping import by_feature, filter_lookups
 
 
-class ShardedCollection(TableCollection, SendsAhead, SavesPlacement):
+class ShardedRows(GroupRows):
+    """A batch's rows in tables that are sharded: its ids are sent to the ranks that hold them."""
+
+    def __init__(self, tables: ShardedCollection, ids: KeyedJaggedTensor) -> None:
+        super().__init__(tables, ids)
+        self._start = tables.start
+        self.sent: Sent | None = None
+        """The ids on their way; None: the lookup sends them."""
+
+    def send(self) -> None:
+        self.sent = self._start(self.ids)
+
+    def send_ids(self) -> None:
+        if self.sent is not None:
+            self.sent.send_ids()
+
+    def fetch_rows(self) -> None:
+        if self.sent is not None:
+            self.sent.fetch_rows()
+
+
+class ShardedCollection(TableCollection, GroupTables, SavesPlacement):
     """Group ``number`` of the tables of ``env``, run by TorchRec's sharded module and its fused optimizer.
 
     ``tiers``: the tiers with its rows, if they are not all in memory.
     """
+
+    sends = True
 
     def __init__(self, env: ShardEnv, number: int, module: Any, tiers: ShardTiers | None = None) -> None:
         super().__init__()
@@ -78,6 +103,16 @@ class ShardedCollection(TableCollection, SendsAhead, SavesPlacement):
     def forward(self, sparse: KeyedJaggedTensor) -> Rows:
         """Look up this rank's share; rows by feature name."""
         return self.finish(self.start(sparse))
+
+    def input_dist(self, ids: KeyedJaggedTensor, found: Any = None) -> ShardedRows:
+        """Take in the ids of a batch; ``ShardedRows.send`` begins to send them."""
+        require_ids(ids, self._sizes)
+        return ShardedRows(self, ids)
+
+    def compute(self, rows: ShardedRows, warm: bool, cold: bool) -> tuple[torch.Tensor, None]:
+        """This rank's share: the other ranks' rows come back."""
+        sent = self.start(rows.ids) if rows.sent is None else rows.sent
+        return self.joined(self.finish(sent)), None
 
     def start(self, sparse: KeyedJaggedTensor) -> Sent:
         """Begin to send the ids of a batch that will be looked up later; all ranks do so together."""

@@ -36,10 +36,9 @@ from recpipe.tables.build import Place, no_row, opens_store, slab_rows, staging_
 from recpipe.tables.owners import NOCACHE, GroupOwner
 from recpipe.tables.sharding.local import TieredShard
 from recpipe.tables.stores.coded import local_store
-from recpipe.tables.tiers.placement import TierPlan
 from recpipe.tables.tiers.policies import POLICIES
 from recpipe.tables.tiers.saved_placement import RANKS, of_whole
-from recpipe.tables.tiers.tiered import TieredEmbeddingBagCollection
+from recpipe.tables.tiers.tiered import TieredEmbeddingBagCollection, TieredRows
 
 
 @dataclass(frozen=True)
@@ -142,8 +141,8 @@ class TieredLookup(nn.Module):
         )
         features = [part for part in parts for _ in range(part.features)]
         self._places = [[i for i, p in enumerate(features) if p.columns == width] for width in widths]
-        self._ahead: tuple[KeyedJaggedTensor, list[TierPlan]] | None = None
-        """Ids that are looked up next, and what is planned for them in each of the tiers."""
+        self._ahead: tuple[KeyedJaggedTensor, list[TieredRows]] | None = None
+        """Ids that are looked up next, and their rows in each of the tiers, which are planned."""
 
     def each(self) -> Iterator[tuple[list[LocalPart], TieredEmbeddingBagCollection]]:
         """The tiers and the parts whose rows they hold."""
@@ -165,8 +164,8 @@ class TieredLookup(nn.Module):
         each = [tiers for _, tiers in self.each()]
         # Not by ``training``: who restores modes after an evaluation does not know TorchRec's lookups.
         if torch.is_grad_enabled():
-            pairs = zip(each, self._plans(features), strict=True)
-            found = [tiers.lookup_planned(plan) for tiers, plan in pairs]
+            pairs = zip(each, self._taken(features), strict=True)
+            found = [tiers.look_up_now(rows) for tiers, rows in pairs]
         else:
             pairs_now = zip(each, self._named(features), strict=True)
             found = [tiers.read_now(named) for tiers, named in pairs_now]
@@ -188,22 +187,22 @@ class TieredLookup(nn.Module):
     def fetch_ahead(self, features: KeyedJaggedTensor) -> None:
         """Plan these ids, which are looked up next, and start to fetch their rows."""
         self._forget()
-        plans = self._plan(features)
-        for (_, tiers), plan in zip(self.each(), plans, strict=True):
-            tiers.prefetch(plan)
-        self._ahead = features, plans
+        taken = self._take(features)
+        for (_, tiers), rows in zip(self.each(), taken, strict=True):
+            tiers.prefetch(rows)
+        self._ahead = features, taken
 
-    def _plans(self, features: KeyedJaggedTensor) -> list[TierPlan]:
-        """Of these ids in each of the tiers: what was planned for them, or a new plan."""
+    def _taken(self, features: KeyedJaggedTensor) -> list[TieredRows]:
+        """The rows of these ids in each of the tiers: those planned ahead, or now."""
         if self._ahead is not None and _same_memory(self._ahead[0], features):
-            plans, self._ahead = self._ahead[1], None
-            return plans
+            taken, self._ahead = self._ahead[1], None
+            return taken
         self._forget()
-        return self._plan(features)
+        return self._take(features)
 
-    def _plan(self, features: KeyedJaggedTensor) -> list[TierPlan]:
+    def _take(self, features: KeyedJaggedTensor) -> list[TieredRows]:
         pairs = zip(self.each(), self._named(features), strict=True)
-        return [tiers.plan(named) for (_, tiers), named in pairs]
+        return [tiers.input_dist(named) for (_, tiers), named in pairs]
 
     def _forget(self) -> None:
         """Take back plans of ids that were not looked up: their epoch was left early."""

@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from recpipe.common.loops import compiled
 from recpipe.plugin.bags import RowIds, Slots
-from recpipe.tables.tiers.placement import TierPlan
+from recpipe.tables.tiers.plan import TierPlan
 
 Positions = NDArray[np.int64]
 

@@ -1,4 +1,5 @@
-"""Tracks which row is in which slot for the batch being trained, independent of plans for later batches."""
+"""Tracks which rows are in slots and slab for the batch being trained, independent of plans for later
+batches."""
 
 from __future__ import annotations
 
@@ -7,15 +8,17 @@ from numpy.typing import NDArray
 
 from recpipe.common.loops import compiled
 from recpipe.plugin.bags import RowIds, Slots
-from recpipe.tables.tiers.placement import TierPlan
+from recpipe.tables.tiers.plan import TierPlan
 
 
 class Occupied:
-    """The slots' contents for the batch being trained."""
+    """What slots and slab hold for the batch being trained."""
 
     def __init__(self, slots: int) -> None:
         self.rows = np.full(slots, -1, np.int64)
         """The row in each slot; -1: the slot is empty."""
+        self.slab: RowIds = np.empty(0, np.int64)
+        """The rows in the slab's first places, int64 [S]."""
         self.count = 0
         """How many slots are not empty."""
         self._batches = self._filled = 0
@@ -23,6 +26,7 @@ class Occupied:
 
     def carry_out(self, plan: TierPlan) -> None:
         """Apply a plan's moves."""
+        self.slab = plan.slab
         evicted = _moved(self.rows, plan.vacated, plan.slots, plan.placed)
         self._batches += 1
         self._evicts |= evicted > 0

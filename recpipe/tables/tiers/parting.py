@@ -5,7 +5,10 @@ What is here is done for each lookup: in few passes, and not at all for what mos
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -13,6 +16,7 @@ from numpy.typing import NDArray
 
 from recpipe.common.loops import compiled
 from recpipe.plugin.bags import IndexBags, Offsets, Slots, Weights, places_of
+from recpipe.tables.tiers.transfer import Sent
 
 Places = NDArray[np.int64]
 DeviceBags = tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]
@@ -20,9 +24,35 @@ DeviceBags = tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]
 [L]."""
 
 
+class Lookups(ABC):
+    """A batch's lookups in each tier."""
+
+    needs_cold: NDArray[np.bool_]
+    """For each sample, in the batch's own order, whether it looks up a row in the slab, bool [B]."""
+    slab_lookups: int
+    """How many lookups find their row in the slab."""
+    distinct_slots: int
+    """How many slots are looked up."""
+
+    @abstractmethod
+    def tiers(self, slab_first: int = 0) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+        """What the tables of the resident slots and of the slab look up. ``slab_first``: the slab's first
+        place in its table."""
+
+    def prepare(self, slab_first: int, at_once: bool, also: Sequence[NDArray[np.int64]] = ()) -> Sent | None:
+        """Begin to make what will be looked up, where that is made on a GPU. ``at_once``: in one table that
+        has both tiers; ``also``: arrays to send with it. What they are ready by is returned."""
+        return None
+
+    @property
+    def made(self) -> Sequence[torch.Tensor]:
+        """What was made, on other streams than that of training."""
+        return ()
+
+
 @dataclass(frozen=True)
-class Parted:
-    """A batch's lookups in each tier.
+class CpuLookups(Lookups):
+    """The lookups, each found by the CPU.
 
     Bags are feature-major as in a KJT: bag ``f * B + b``. The slab's are those of samples ``cold_first`` on.
     If rows are not pooled, every id is a bag of its own with its row in one of the two tiers; the slab's bags
@@ -37,7 +67,6 @@ class Parted:
     """Positions in the slab."""
     slab_offsets: Offsets
     needs_cold: NDArray[np.bool_]
-    """For each sample, in the batch's own order, whether it looks up a row in the slab."""
     weights: Weights | None
     """The weights of ``indices``, float32, if ids have weights."""
     slab_weights: Weights | None
@@ -46,13 +75,13 @@ class Parted:
     """Where each feature's and sample's ids begin, int64 [F * B + 1]; None for pooled rows."""
 
     @property
-    def slab_lookups(self) -> int:
-        """How many lookups find their row in the slab."""
+    def slab_lookups(self) -> int:  # type: ignore[override]
+        """As ``Lookups``."""
         return len(self.slab_indices)
 
     @property
-    def distinct_slots(self) -> int:
-        """How many slots are looked up."""
+    def distinct_slots(self) -> int:  # type: ignore[override]
+        """As ``Lookups``."""
         return len(np.unique(self.indices))
 
     def tiers(self, slab_first: int = 0) -> tuple[DeviceBags, DeviceBags]:
@@ -63,7 +92,7 @@ class Parted:
             _tensors(self.slab_indices, self.slab_offsets, self.slab_weights),
         )
 
-    def permuted(self, order: NDArray[np.int64], cold_first: int) -> Parted:
+    def permuted(self, order: NDArray[np.int64], cold_first: int) -> CpuLookups:
         """The lookups of the samples in ``order`` (int64 [n]), of which those before ``cold_first`` need no
         row of the slab."""
         size, samples, bags = self.batch_size, len(order), self.bags
@@ -77,7 +106,7 @@ class Parted:
             features = (len(slab_offsets) - 1) // max(1, samples)
             starts = slab_offsets[:-1].reshape(features, samples)[:, cold_first:].ravel()
             slab_offsets = np.append(starts, len(slab.indices))
-        return Parted(
+        return CpuLookups(
             samples,
             *(resident.indices, resident.offsets, slab.indices, slab_offsets, self.needs_cold),
             *(resident.weights, slab.weights, bags),
@@ -89,7 +118,7 @@ def _tensors(indices: Places, offsets: Offsets, weights: Weights | None) -> Devi
     return torch.from_numpy(indices), torch.from_numpy(offsets), own
 
 
-def parted(bags: IndexBags, where: Slots, pooled: bool) -> Parted:
+def parted(bags: IndexBags, where: Slots, pooled: bool) -> CpuLookups:
     """The lookups of ``bags``, whose rows are in slot ``where[i]`` or, below ``IN_STORE``, in the slab at
     ``-2 - where[i]`` (int32 [L])."""
     size, own = bags.batch_size, bags.offsets if pooled else np.arange(len(where) + 1)
@@ -97,7 +126,7 @@ def parted(bags: IndexBags, where: Slots, pooled: bool) -> Parted:
     cold, needs = _needing(where, bags.offsets, size)
     weights = bags.weights
     if not cold:
-        return Parted(
+        return CpuLookups(
             size,
             where.astype(np.int64),
             own,
@@ -108,7 +137,7 @@ def parted(bags: IndexBags, where: Slots, pooled: bool) -> Parted:
             None if weights is None else weights[:0],
             of_ids,
         )
-    return Parted(
+    return CpuLookups(
         size,
         *_parted(where, own, cold),
         needs,

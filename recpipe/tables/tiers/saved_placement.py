@@ -10,8 +10,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from recpipe.common.saved import entries, residents
-from recpipe.tables.tiers.checked import Decision, check_decision
-from recpipe.tables.tiers.placement import TierPlanner
+from recpipe.tables.tiers.decided import Decision, check_decision
+from recpipe.tables.tiers.planner import TierPlanner
 
 _STATE = {
     "policy": str,

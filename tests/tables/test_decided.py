@@ -11,7 +11,7 @@ from recpipe.plugin.bags import IndexBags, RowIds, Slots
 from recpipe.plugin.calls import Origin, Owned
 from recpipe.plugin.errors import PluginError
 from recpipe.plugin.policy import NOTHING, Cache, CachePolicy, Placement, RowSpace
-from recpipe.tables.tiers.placement import TierPlanner
+from recpipe.tables.tiers.planner import TierPlanner
 
 ACME = Origin("acme", "recpipe-acme", "2.3.0")
 

@@ -14,9 +14,9 @@ import torch
 
 from recpipe.common.device import using_threads
 from recpipe.data.dataset import Dataset
-from recpipe.tables import beside
-from recpipe.tables.beside import Beside
-from recpipe.tables.group_lookup import GroupLookup
+from recpipe.tables import workers as beside
+from recpipe.tables.group_rows import GroupRows
+from recpipe.tables.workers import TableWorkers
 from recpipe.training.module import RankingModule
 from tests.any_model.runs import train
 from tests.any_model.zoo import TECHNIQUES, Events, Trained, events, make
@@ -35,7 +35,7 @@ def always(monkeypatch) -> None:
 
 @pytest.fixture
 def threads(always):
-    made = Beside(1)
+    made = TableWorkers(1)
     yield made
     made.close()
 
@@ -55,14 +55,14 @@ def test_tables_beside_each_other_train_as_one_after_the_other(
     batches, monkeypatch, always, technique
 ) -> None:
     words, updated_in = TECHNIQUES[technique], set()
-    update = GroupLookup.backward
+    update = GroupRows.backward
 
     def watched(self, *args) -> None:
         updated_in.add(threading.current_thread().name)
         sleep(0.002)  # the dense optimizer is faster
         update(self, *args)
 
-    monkeypatch.setattr(GroupLookup, "backward", watched)
+    monkeypatch.setattr(GroupRows, "backward", watched)
     mine = two_towers(batches, *words)
     assert "recpipe-tables_0" in updated_in
     monkeypatch.setattr(RankingModule, "beside", None)
@@ -75,7 +75,7 @@ def test_tables_beside_each_other_train_as_one_after_the_other(
 def test_work_that_is_begun_and_left_is_seen(batches, monkeypatch, always) -> None:
     """The negative control: whoever forgets what no thread has taken up trains something else."""
     theirs, go = two_towers(batches), threading.Event()
-    update = GroupLookup.backward
+    update = GroupRows.backward
 
     def waits(self, *args) -> None:
         go.wait()
@@ -91,12 +91,12 @@ def test_work_that_is_begun_and_left_is_seen(batches, monkeypatch, always) -> No
                 end.result()
         go.clear()
 
-    monkeypatch.setattr(GroupLookup, "backward", waits)
+    monkeypatch.setattr(GroupRows, "backward", waits)
     monkeypatch.setattr(RankingModule, "_beside_tables", leaving(forgets))
     assert not same(two_towers(batches), theirs)
 
 
-def leaving(finish: Callable[[Beside], None]):
+def leaving(finish: Callable[[TableWorkers], None]):
     @contextmanager
     def beside_tables(self) -> Iterator[None]:
         yield
@@ -117,7 +117,7 @@ def test_what_no_thread_has_taken_up_is_done_by_whoever_waits(threads) -> None:
 
 
 def test_short_work_wakes_nobody() -> None:
-    threads, names = Beside(1), []
+    threads, names = TableWorkers(1), []
 
     def named() -> None:
         names.append(threading.current_thread().name)
@@ -166,14 +166,14 @@ class Looks(L.Callback):
 def test_a_callback_between_the_backward_pass_and_the_dense_step_finds_tables_updated(
     batches, monkeypatch, always
 ) -> None:
-    update = GroupLookup.backward
+    update = GroupRows.backward
 
     def counted(self, *args) -> None:
         sleep(0.005)
         update(self, *args)
         Looks.updated += 1
 
-    monkeypatch.setattr(GroupLookup, "backward", counted)
+    monkeypatch.setattr(GroupRows, "backward", counted)
     Looks.updated, Looks.seen = 0, []
     two_towers(batches, f"trainer.callbacks=[{{_target_: {__name__}.Looks}}]")
     groups = Looks.updated // len(Looks.seen)

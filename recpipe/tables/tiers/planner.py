@@ -6,21 +6,18 @@ weights. Runs ahead of training, one batch early, in the loader's thread.
 
 from __future__ import annotations
 
-from concurrent.futures import Future
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
-from recpipe.common.loops import ALONE, Spread, load_loops
-from recpipe.data.parts import in_order, unknown_id
-from recpipe.plugin.bags import IndexBags, Offsets, RowIds, Slots
+from recpipe.common.loops import load_loops
+from recpipe.plugin.bags import IndexBags, RowIds, Slots
 from recpipe.plugin.calls import Owned
 from recpipe.plugin.policy import IN_STORE, Cache, CachePolicy, Placement, asks_once
 from recpipe.tables.tiers import row_map
-from recpipe.tables.tiers.checked import CheckedPolicy, Decision
-from recpipe.tables.tiers.parting import Parted, parted
+from recpipe.tables.tiers.decided import CheckedPolicy, Decision
+from recpipe.tables.tiers.plan import TierPlan
 
 Numbers = TypeVar("Numbers", bound=np.integer[Any])
 
@@ -28,109 +25,7 @@ ONCE: Slots = np.empty(0, np.int32)
 """In place of how often each row is looked up, where it is there itself as often."""
 
 if TYPE_CHECKING:
-    from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
-
-    from recpipe.plugin.tables import TableSet
-    from recpipe.tables.tiers.moves import Moves
-    from recpipe.tables.tiers.on_gpu import GpuBags, GpuLookups
-    from recpipe.tables.tiers.shared_rows import SharedLookups
-    from recpipe.tables.tiers.transfer import Landed, Sent
-
-
-@dataclass
-class TierPlan:
-    """The moves of one batch between tiers, and the tier of each of its lookups."""
-
-    batch_size: int
-    # rows that move before the batch is looked up
-    slots: Slots
-    """Resident slots that get a new row, int32 [P]."""
-    placed: RowIds
-    """The rows that those slots get, int64 [P]."""
-    vacated: Slots
-    """Slots that lose their row: ``slots``, then those that are emptied, int32 [E]."""
-    evicted: RowIds
-    """The rows that were in them, -1 for an empty slot, int64 [E]."""
-    slab: RowIds
-    """Rows of slab positions 0 .. S - 1, int64 [S]."""
-    carried_from: NDArray[np.int64]
-    """For each row in ``arrivals``, its position in ``departures``, or -1 if the store has it."""
-    fetch: RowIds
-    """The arrivals that the store must deliver, int64 [N]."""
-    # lookups
-    lookups: Parted | GpuLookups
-    """Where each lookup's row is, once these have moved."""
-    looked_up: int
-    """Number of the whole batch's lookups."""
-    hits: int
-    """Those of them whose row was resident before any row moved for the batch."""
-    cold_first: int = 0
-    """The first sample, in the plan's order, that may need the slab."""
-    shared: SharedLookups | None = None
-    """This trainer's share of the lookups, if several train."""
-    fetched: Future[Landed] | None = None
-    """The fetch of ``fetch``'s rows, once it has been started."""
-    moves: tuple[Moves, Sent] | None = None
-    """Where its rows move, on the way to the device, if that was found out while the batch before trained."""
-    begun: bool = False
-    """Whether its batch's turn has come, so that it is not undone any more."""
-
-    @property
-    def needs_cold(self) -> NDArray[np.bool_]:
-        """For each sample, in the batch's own order, whether it looks up a row in the slab, bool [B]."""
-        return self.lookups.needs_cold
-
-    @property
-    def arrivals(self) -> RowIds:
-        """Rows that must be fetched or moved: first those for slots, then those for the slab."""
-        return np.concatenate((self.placed, self.slab))
-
-    @property
-    def fetches_residents(self) -> bool:
-        """Whether lookups of resident rows must also wait for the store, since a row that gets a slot comes
-        from there."""
-        return bool((self.carried_from[: len(self.placed)] < 0).any())
-
-
-def table_bags(tables: TableSet, sparse: KeyedJaggedTensor, spread: Spread = ALONE) -> IndexBags:
-    """The batch's lookups as rows of the set, with features in the tables' order, independent of that in
-    ``sparse``."""
-    sparse = in_order(sparse, tables.features)
-    values = sparse.values().cpu().numpy()
-    offsets = sparse.offsets().cpu().numpy().astype(np.int64, copy=False)
-    size = sparse.stride()
-    ends = offsets[np.arange(len(tables.features) + 1) * size]
-    weights = sparse.weights().detach().float().cpu().numpy() if tables.weighted else None
-    return IndexBags(checked_rows(tables, values, ends, spread), offsets, size, weights)
-
-
-def checked_rows(tables: TableSet, ids: RowIds, ends: Offsets, spread: Spread = ALONE) -> RowIds:
-    """The rows of ``ids`` (int32 or int64 [L]), of which those of feature f are ``ends[f]`` up to
-    ``ends[f + 1]``.
-
-    Raises ``DataError`` if an id is not in its table.
-    """
-    bases, counts = tables.layout.bases[tables.table_of], np.diff(ends)
-    sizes = np.diff(tables.layout.bases)[tables.table_of]
-    rows = np.empty(len(ids), np.int64)
-
-    def check(features: NDArray[np.int64]) -> None:
-        used = features[counts[features] > 0]
-        if not len(used):
-            return
-        # As an unsigned number, an id below 0 is above all others.
-        unsigned = ids.view(f"u{ids.itemsize}")
-        part = slice(ends[used[0]], ends[used[-1] + 1])
-        most = np.maximum.reduceat(unsigned[part], ends[used] - part.start)
-        for feature in used[most >= sizes[used].astype(np.uint64)]:
-            own = slice(ends[feature], ends[feature + 1])
-            at = int(np.argmax(unsigned[own] >= sizes[feature]))
-            raise unknown_id(ids[own][at], tables.features[feature], sizes[feature])
-        np.add(ids[part], np.repeat(bases[used], counts[used]), out=rows[part])
-
-    threads = min(len(spread.parts(len(ids))), len(counts))
-    spread.map(check, np.array_split(np.arange(len(counts)), threads))
-    return rows
+    from recpipe.tables.tiers.gpu_lookups import GpuBags
 
 
 class TierPlanner:
@@ -144,14 +39,11 @@ class TierPlanner:
         self,
         policy: CachePolicy,
         carry: bool,
-        pooled: bool = True,
         owner: Owned[Cache] | None = None,
     ) -> None:
         load_loops()
         self.policy = policy
         self.space = policy.space
-        self.pooled = pooled
-        """Whether rows are summed by bag."""
         self.carry = carry
         """Whether slab rows that the next batch needs again stay in the slab instead of passing through the
         store."""
@@ -204,12 +96,8 @@ class TierPlanner:
         )
         self.slab_rows = slab
         plan = TierPlan(
-            bags.batch_size,
-            *(slots, placed, _joined(slots, freed), evicted),
-            *(slab, carried_from, fetch),
-            parted(bags, found, self.pooled)
-            if isinstance(bags, IndexBags)
-            else bags.parted(found, self.pooled),
+            *(slots, placed, _joined(slots, freed), evicted, slab, carried_from, fetch),
+            found,
             len(bags),
             len(bags) - missed,
         )
@@ -269,13 +157,6 @@ class TierPlanner:
 def _repeated(hits: Slots, where: Slots, times: NDArray[np.int32] | None) -> Slots:
     """``hits``, those of ``where`` that are slots, each as often as ``times`` says."""
     return hits if times is None else np.repeat(hits, times[where >= 0])
-
-
-def reorder(plan: TierPlan, order: NDArray[np.int64], cold_first: int) -> TierPlan:
-    """``plan`` with the samples in ``order``; the slab's bags cover only samples from ``cold_first`` on."""
-    plan.batch_size, plan.cold_first = len(order), cold_first
-    plan.lookups = plan.lookups.permuted(order, cold_first)
-    return plan
 
 
 def _joined(*parts: NDArray[Numbers]) -> NDArray[Numbers]:

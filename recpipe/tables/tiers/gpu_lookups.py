@@ -21,8 +21,8 @@ from recpipe.common.device import Aside
 from recpipe.common.loops import compiled
 from recpipe.data.parts import in_order
 from recpipe.plugin.bags import RowIds, Slots
-from recpipe.tables.tiers.parting import DeviceBags
-from recpipe.tables.tiers.placement import table_bags
+from recpipe.tables.rows import table_bags
+from recpipe.tables.tiers.parting import DeviceBags, Lookups
 from recpipe.tables.tiers.transfer import Positions, Sent
 
 if TYPE_CHECKING:
@@ -139,11 +139,6 @@ class GpuBags:
     def __len__(self) -> int:
         return len(self.which)
 
-    def parted(self, where: Slots, pooled: bool) -> GpuLookups:
-        """The lookups if ``indices`` are in slot ``where[i]`` or, below ``IN_STORE``, in the slab at
-        ``-2 - where[i]`` (int32 [U])."""
-        return GpuLookups(self, where, pooled, self.batch_size)
-
 
 @dataclass
 class _Made:
@@ -157,8 +152,9 @@ class _Made:
 
 
 @dataclass
-class GpuLookups:
-    """As ``Parted``, on a GPU. What a TBE looks up is made by ``prepare``, or when it is first asked for.
+class GpuLookups(Lookups):
+    """The lookups, each found by a GPU. What a TBE looks up is made by ``prepare``, or when it is first asked
+    for.
 
     ``slab_first``: the slab's first place in its table, 0 unless the slots are in the same one.
     """
@@ -176,17 +172,17 @@ class GpuLookups:
     """What ``_found`` returns, until it is no longer needed."""
 
     @property
-    def slab_lookups(self) -> int:
+    def slab_lookups(self) -> int:  # type: ignore[override]
         """How many lookups find their row in the slab."""
         return int(self.given.times[self.where < 0].sum())
 
     @property
-    def distinct_slots(self) -> int:
+    def distinct_slots(self) -> int:  # type: ignore[override]
         """How many slots are looked up."""
         return int((self.where >= 0).sum())
 
     @cached_property
-    def needs_cold(self) -> NDArray[np.bool_]:
+    def needs_cold(self) -> NDArray[np.bool_]:  # type: ignore[override]
         """For each sample, in the batch's own order, whether it looks up a row in the slab, bool [B]."""
         if not self._any_cold:
             return np.zeros(self.given.batch_size, bool)
@@ -202,11 +198,11 @@ class GpuLookups:
         new._whole = self._whole
         return new
 
-    def prepare(self, slab_first: int, together: bool, also: Sequence[Positions] = ()) -> Sent:
-        """Begin to make what ``tiers`` returns, or ``both`` if ``together``; ``also``: arrays to send with
+    def prepare(self, slab_first: int, at_once: bool, also: Sequence[Positions] = ()) -> Sent:
+        """Begin to make what ``tiers`` returns, or ``both`` if ``at_once``; ``also``: arrays to send with
         it, which are on the device once that is made."""
         with self._aside.stream():
-            if together:
+            if at_once:
                 places, *others = self._transfer.positions_now(_in_one(self.where, slab_first), *also)
                 found = places.index_select(0, self.given.which)
                 bags: tuple[DeviceBags, ...] = ((found, self._own(self.given.offsets), self.given.weights),)
@@ -214,12 +210,12 @@ class GpuLookups:
                 others = self._transfer.positions_now(*also) if also else []
                 bags = self._parted(slab_first)
             sent = Sent(others, self._aside.mark())
-            self._made = _Made((slab_first, together), bags, sent)
+            self._made = _Made((slab_first, at_once), bags, sent)
         self._whole = None
         return sent
 
     def tiers(self, slab_first: int = 0) -> tuple[DeviceBags, DeviceBags]:
-        """The lookups in the resident slots and in the slab, as ``Parted.tiers``; the current stream waits
+        """The lookups in the resident slots and in the slab, as ``Lookups.tiers``; the current stream waits
         until they are there. Whoever calls this keeps them until the stream has passed their last use."""
         resident, slab = self._use((slab_first, False))
         return resident, slab
@@ -235,6 +231,12 @@ class GpuLookups:
         assert self._made is not None, "just made"
         self._made.sent.use(kept=True)
         return self._made.bags
+
+    @property
+    def made(self) -> list[torch.Tensor]:
+        """As ``Lookups``."""
+        bags = () if self._made is None else self._made.bags
+        return [part for each in bags for part in each if part is not None]
 
     @property
     def _transfer(self) -> Transfer:

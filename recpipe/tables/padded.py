@@ -1,4 +1,4 @@
-"""Room in front of pooled rows, so that an interaction writes the dense vector there and copies no rows.
+"""Padding in front of pooled rows, so that an interaction writes the dense vector there and copies no rows.
 
 A collection looks its features up into the columns from D on of a matrix [B, (1 + F) * D]. It hands out the
 matrix without its first D columns, as a tensor with a mark. Code that finds the mark may write into the D
@@ -10,22 +10,22 @@ from __future__ import annotations
 
 import torch
 
-_MARK = "_recpipe_room"
+_MARK = "_recpipe_padding"
 
 
-def with_room(wide: torch.Tensor, dim: int) -> torch.Tensor:
+def padded(wide: torch.Tensor, dim: int) -> torch.Tensor:
     """``wide`` [B, (1 + F) * dim] without its first ``dim`` columns, which are free: [B, F * dim] with the
     mark."""
     return marked(wide[:, dim:])
 
 
 def marked(rows: torch.Tensor) -> torch.Tensor:
-    """Mark ``rows``, a view of rows that have room in front."""
+    """Mark ``rows``, a view of rows with padding in front."""
     setattr(rows, _MARK, True)
     return rows
 
 
-def has_room(rows: torch.Tensor) -> bool:
+def is_padded(rows: torch.Tensor) -> bool:
     """Whether the columns in front of ``rows`` are free to be written."""
     return getattr(rows, _MARK, False)
 
@@ -35,7 +35,7 @@ def widened(rows: torch.Tensor, dim: int) -> torch.Tensor | None:
 
     None if the memory before each row does not hold so many numbers of its own. If rows have no mark, the
     view is only for reading. It serves gradients: that of marked rows has the same strides, and a table whose
-    first features are the room takes it without a copy.
+    first features are the padding takes it without a copy.
     """
     batch, width = rows.shape
     first = rows.storage_offset() - dim

@@ -25,7 +25,7 @@ WORTH = 2e-3
 Results do not depend on the choice."""
 
 
-class Beside:
+class TableWorkers:
     """``count`` threads for work on tables, each of which uses one core."""
 
     def __init__(self, count: int) -> None:

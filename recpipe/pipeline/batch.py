@@ -1,0 +1,215 @@
+"""A batch on its way: read, taken in by the tables, on the device, looked up, trained and updated.
+
+Its rows are looked up once. The model gets them part by part, as leaves of the graph: rows of some samples,
+detached from the tables. When all parts have been differentiated, one backward pass for each group and tier
+makes the fused update of the whole batch. An update for each part would be wrong for every optimizer with
+state.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+
+from recpipe.common.device import arrived
+from recpipe.common.timing import phase
+from recpipe.data.parts import batch_size, leaves, on_gpu
+from recpipe.tables.front import Front, same_ids
+from recpipe.tables.group_rows import GroupRows, Scale
+from recpipe.tables.inputs import GroupIds
+from recpipe.tables.workers import TableWorkers
+
+
+def nothing() -> None:
+    """What is done about the next batch where somebody else reads it."""
+
+
+@dataclass
+class InFlight:
+    """A batch from its reading to its update."""
+
+    batch: Any
+    """The samples; once it is staged, those that this rank trains, on the device and in the order of their
+    micro-batches."""
+    groups: Sequence[GroupRows | None] | None = None
+    """Its rows in each group of tables; None for a group whose ids the model makes. None altogether before it
+    is taken in and after its update."""
+    bounds: tuple[int, ...] = ()
+    """Where its micro-batches end; empty if nothing in the run cuts batches."""
+    cold_from: int = 0
+    """The first micro-batch that waits for cold rows."""
+    total: int = 0
+    """Number of samples of the whole batch, of which ``batch`` is this rank's share (0: ``batch`` is all of
+    it)."""
+    consumed: int = 0
+    """Number of samples read for it, of which plugins may have left some out (0: none were read for it)."""
+    skipped: int = 0
+    """How many of them a skipper has left out."""
+    alone: bool = True
+    """Whether no other rank trains a share of it."""
+    ids: GroupIds | None = None
+    """Its ids for each group; None: they have not been put in order yet."""
+    found: Sequence[Any] | None = None
+    """What ``GroupTables.find`` said of them, if it was asked ahead."""
+    read_next: Callable[[], object] = nothing
+    """Starts to read the next batch; further calls return the same one."""
+    next_is_slow: bool = False
+    """Whether reading the next batch takes longer than the tables' update, judged by earlier batches."""
+    upcoming: InFlight | None = None
+    """The next batch, whose ids are sent while this one trains; None at the epoch's end or without sending
+    ahead."""
+    size: int = 0
+    """Number of samples of ``batch`` (0: not counted yet)."""
+    copied: torch.cuda.Event | None = None
+    """The end of its copy to a GPU, on the loader's stream; None: there is nothing to wait for."""
+
+    fronts: Mapping[Front, list[GroupRows]] = field(default_factory=dict, init=False)
+    """Its rows by the front that hands them out."""
+    cold_is_here: bool = field(default=False, init=False)
+    attached: bool = field(default=False, init=False)
+    """Whether the model's backward pass goes on to the update of the tables; the rows are then handed out
+    once, for all samples."""
+
+    def __post_init__(self) -> None:
+        self.size = self.size or batch_size(self.batch)
+        self.total = self.total or self.size
+        self.consumed = self.consumed or self.total
+        self._looked_up: Future[None] = Future()
+
+    def arrive(self) -> None:
+        """Let this thread's stream wait until the batch is on the GPU; call it before anything uses the
+        batch."""
+        copied, self.copied = self.copied, None
+        if copied is not None:
+            # Jagged parts keep all their tensors, also offsets that were computed on the way.
+            arrived(copied, [part for part in leaves((self.batch, self.ids)) if on_gpu(part)])
+
+    # -- its rows' tiers ---------------------------------------------------------------------
+
+    @property
+    def rows(self) -> list[GroupRows]:
+        """Its rows in each group whose ids it has."""
+        return [rows for rows in self.groups or () if rows is not None]
+
+    @property
+    def moving(self) -> list[GroupRows]:
+        """Those in tables whose rows move between tiers."""
+        return [rows for rows in self.rows if rows.plan is not None]
+
+    def needs_cold(self) -> NDArray[np.bool_]:
+        """For each sample, in the batch's own order, whether it looks up a row that is not resident yet, bool
+        [B]. A GPU is waited for."""
+        needs = np.zeros(self.size, bool)
+        for rows in self.moving:
+            needs |= rows.needs_cold
+        return needs
+
+    # -- lookup ------------------------------------------------------------------------------
+
+    def look_up(
+        self, wait: bool, shared: bool = False, workers: TableWorkers | None = None, by_graph: bool = False
+    ) -> None:
+        """Look up the resident rows; with ``wait``, all rows, once they have arrived. ``shared``: parts will
+        be trained in several threads. ``workers``, if given, look groups up in parallel. ``by_graph``: leave
+        to a graph what it can look up itself; ``look_up_left`` must follow if it does not."""
+        try:
+            with phase("embedding forward"):
+                groups = self.rows
+                if wait or any(rows.plan is not None and rows.plan.fetches_residents for rows in groups):
+                    for rows in groups:
+                        rows.tables.wait()
+                if by_graph:
+                    for rows in groups:
+                        rows.leave_to_graph(wait)
+                here = [rows for rows in groups if rows.graph is None]
+                if workers is None or len(here) == 1:
+                    for rows in here:
+                        rows.look_up(True, wait)
+                else:
+                    workers.begin("look up", [partial(rows.look_up, True, wait) for rows in here])
+                    workers.finish()
+                self.cold_is_here = wait
+                if shared:
+                    self.share()
+        except BaseException as fault:
+            self._looked_up.set_exception(fault)
+            raise
+        self._looked_up.set_result(None)
+
+    def look_up_left(self) -> None:
+        """Look up what has been left to a graph, since none has trained the batch."""
+        with phase("embedding forward"):
+            for rows in self.rows:
+                if rows.graph is not None:
+                    rows.graph = None
+                    rows.look_up(True, True)
+
+    def wait_for_cold(self) -> None:
+        """Block until the slabs hold this batch's rows, and look them up."""
+        with phase("embedding forward"):
+            for rows in self.rows:
+                rows.tables.wait()
+            for rows in self.moving:
+                rows.look_up(False, True)
+            self.cold_is_here = True
+
+    def share(self) -> None:
+        """Prepare for parts trained in several threads; called once rows are looked up."""
+        for rows in self.rows:
+            rows.share()
+
+    def leaves(self, front: Front, low: int, high: int) -> list[torch.Tensor]:
+        """The rows of each group of ``front`` for samples [low, high). If another thread is looking them up,
+        waits for it."""
+        self._looked_up.result()
+        if self.attached:
+            return [rows.attached() for rows in self.fronts[front]]
+        return [rows.leaf(low, high) for rows in self.fronts[front]]
+
+    # -- update ------------------------------------------------------------------------------
+
+    def backward(self, scale: Scale = 1.0, workers: TableWorkers | None = None) -> None:
+        """Update the tables by the leaves' gradients times ``scale``. With ``workers``, begin the update
+        there."""
+        with phase("embedding backward and update"):
+            if workers is not None:
+                workers.begin("update", [partial(rows.backward, self.alone, scale) for rows in self.rows])
+                return
+            for rows in self.rows:
+                rows.backward(self.alone, scale)
+
+    def release(self) -> None:
+        """Let go of its rows and of their gradients. It may then be taken in once more."""
+        self.groups, self.fronts, self.cold_is_here = None, {}, False
+        self._looked_up = Future()
+
+
+class Handed:
+    """What a front hands out for some samples of a batch."""
+
+    def __init__(self, batch: InFlight, front: Front, ids: KeyedJaggedTensor, low: int, high: int) -> None:
+        self.batch, self.front, self.ids = batch, front, ids
+        self.low, self.high = low, high
+        self.leaves: list[torch.Tensor] | None = None
+
+    def holds(self, sparse: KeyedJaggedTensor) -> bool:
+        """Whether ``sparse`` has the ids of these samples."""
+        return same_ids(sparse, self.ids, self.front)
+
+    def each(self) -> list[tuple[GroupRows, torch.Tensor]]:
+        """The groups' rows with the leaves that were handed out; empty before that."""
+        return list(zip(self.batch.fronts[self.front], self.leaves or (), strict=False))
+
+    def rows(self) -> list[torch.Tensor]:
+        """The leaves; every call returns the same ones, so that their gradients add up."""
+        if self.leaves is None:
+            self.leaves = self.batch.leaves(self.front, self.low, self.high)
+        return self.leaves
