@@ -104,7 +104,10 @@ def _make_room(root: Path, own: Path, limit: Amount | None) -> None:
     what is there. A run that still reads what is removed has it open, and goes on."""
     others = [folder for folder in root.glob(f"data-{_KEY}") if folder != own]
     used = sorted(((folder / META).stat().st_mtime, folder) for folder in others if (folder / META).exists())
-    sizes = {folder: _size(folder) for _, folder in used}
+    sizes = {}
+    for _, folder in used:
+        with os.scandir(folder) as files:  # of 1,000 folders in less than half of the time that paths take
+            sizes[folder] = sum(file.stat().st_size for file in files)
     total = sum(sizes.values())
     if not total:
         return
@@ -118,13 +121,6 @@ def _make_room(root: Path, own: Path, limit: Amount | None) -> None:
             "removed prepared data that were used longest ago: %s, %s", folder, readable_bytes(sizes[folder])
         )
     log.info("prepared data of other files and settings in %s: %s", root, readable_bytes(total))
-
-
-def _size(folder: Path) -> int:
-    """Bytes of the files in ``folder``, as the directory tells them: of 1,000 folders in less than half of
-    the time that paths take."""
-    with os.scandir(folder) as files:
-        return sum(file.stat().st_size for file in files)
 
 
 def _fault(source: Source, target: Path) -> DataError | None:

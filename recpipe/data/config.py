@@ -166,19 +166,13 @@ def installed_source(name: str) -> tuple[Callable[[Any, int], object], type[Data
     """
     ep = entry("data", name, offered("data"))
     function = imported("data", ep)
-    kind = _annotation(function)
+    try:
+        kind: object = next(iter(get_type_hints(function).values()), None)
+    except (NameError, TypeError):  # a name that only type checkers import; no function
+        kind = None
     if not callable(function) or not (isinstance(kind, type) and issubclass(kind, DataConfig)):
         raise PluginLoadError(
             f"data source {origin_of(ep)}: '{ep.value}' must be a function (config: C, seed: int) -> "
             "Dataset, where C is a dataclass derived from recpipe.kit.DataConfig; correct it"
         )
     return blame(origin_of(ep), "data source", function), kind
-
-
-def _annotation(function: object) -> object:
-    """The type of the first parameter, or None if it cannot be told."""
-    try:
-        hints = get_type_hints(function)
-    except (NameError, TypeError):  # a name that only type checkers import; no function
-        return None
-    return next(iter(hints.values()), None)

@@ -1,4 +1,5 @@
-"""Input files: those that a ``data.path`` means, their text in blocks of whole lines, .npy arrays."""
+"""Input files: those that a ``data.path`` means, their text in blocks of whole lines, .npy arrays, and checks
+of their rows, which name the first bad one, or count and leave out bad rows."""
 
 from __future__ import annotations
 
@@ -31,7 +32,7 @@ def input_files(path: Any, suffixes: Sequence[str]) -> list[Path]:
         files = [base]
     else:
         found = [file for file in base.iterdir() if file.is_file() and file.name[0] not in "._"]
-        files = sorted((file for file in found if file.suffix in suffixes), key=_natural)
+        files = sorted((file for file in found if file.suffix in suffixes), key=_natural_key)
         if not files:
             kinds = " ".join(suffix or "(no suffix)" for suffix in suffixes)
             raise DataError(f"{base}: no data file in this directory; looked for {kinds}")
@@ -59,7 +60,7 @@ def map_npy(file: Path) -> NDArray[Any]:
         raise DataError(f"{file}: not a whole .npy file ({shown(error, 200)})") from error
 
 
-def _natural(file: Path) -> list[tuple[bool, int, str]]:
+def _natural_key(file: Path) -> list[tuple[bool, int, str]]:
     parts = re.split(r"(\d+)", file.name)
     return [(part.isdigit(), int(part) if part.isdigit() else 0, part) for part in parts]
 
@@ -91,15 +92,12 @@ def line_blocks(file: Path, block_bytes: int) -> Iterator[tuple[bytes, float]]:
                 else:
                     rest += data
     except OSError as error:
-        raise DataError(f"{file}: {_archive_fault(str(error))}") from error
+        why = f"cannot be read ({error}); fetch or pack the file again"
+        if "Truncated" in str(error):
+            why = "the archive is truncated; fetch or pack the file again (data.on_bad_row does not apply)"
+        raise DataError(f"{file}: {why}") from error
     if rest:
         yield rest, 1.0
-
-
-def _archive_fault(message: str) -> str:
-    if "Truncated" in message:
-        return "the archive is truncated; fetch or pack the file again (data.on_bad_row does not apply)"
-    return f"cannot be read ({message}); fetch or pack the file again"
 
 
 class RowChecks:

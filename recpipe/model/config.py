@@ -88,19 +88,13 @@ _OF_OTHERS = {f.name for f in fields(ModelKeys)} - {f.name for f in fields(Model
 """Keys that recpipe's own models lack."""
 
 
-def _others(group: str, name: object) -> bool:
-    """Whether ``model=name`` is not one of recpipe's own models, but an installed package's or a given
-    one."""
-    return name == CUSTOM or is_offered(group, name)
-
-
 def parse_model(values: object) -> ModelConfig | UserModel:
     """The ``model`` section, typed; ``UserError`` names the first wrong key. Nothing is imported."""
     section = dict(mapping(values, "model"))
-    target = section.pop(TARGET, None)
+    target, name = section.pop(TARGET, None), section.get("name")
     if target is not None:
         target = fitted(Annotated[str, AfterValidator(_importable)], target, f"model.{TARGET}")
-    elif section.get("name") in [*BUILT_IN] or not _others("model", section.get("name")):
+    elif name != CUSTOM and (name in [*BUILT_IN] or not is_offered("model", name)):
         if foreign := _OF_OTHERS & section.keys():
             raise UserError(
                 f"model.{min(foreign)} goes with a class of your own, model.{TARGET}=package.Class; "

@@ -46,17 +46,13 @@ def string_keys(values: pa.Array) -> tuple[UInt64, NDArray[np.bool_]]:
     keys, valid = np.empty(len(words), np.uint64), np.ones(len(words), bool)
     for index, word in enumerate(words):
         keys[index] = int.from_bytes(hashlib.blake2b(word, digest_size=8).digest(), "little")
-        valid[index] = not is_text or _is_utf8(word)
+        if is_text:
+            try:
+                word.decode()
+            except UnicodeDecodeError:
+                valid[index] = False
     where = np.asarray(encoded.indices)
     return keys[where], valid[where]
-
-
-def _is_utf8(data: bytes) -> bool:
-    try:
-        data.decode()
-    except UnicodeDecodeError:
-        return False
-    return True
 
 
 def signed_log(values: NDArray[np.float64]) -> Float32:
