@@ -105,7 +105,7 @@ class NumberedDataset(Dataset):
     def batches(
         self, split: SplitName, batch_size: int, first: int = 0, part: tuple[int, int] | None = None
     ) -> Iterator[Batch]:
-        """As ``Dataset.batches``; with ``part``, the samples of other parts are not read."""
+        """Batches from ``first`` on; with ``part``, the samples of other parts are not read."""
         start = 0 if split == "train" else self._eval_start
         end = start + self.size(split)
         for low in range(start + first * batch_size, end, batch_size):

@@ -15,7 +15,7 @@ from recpipe.errors import DataError
 
 
 class BeyondTable(DataError):
-    """Of prepared data whose ids are rows: they were prepared for larger tables."""
+    """Prepared data whose ids are rows were prepared for larger tables."""
 
 
 class IdMapper:

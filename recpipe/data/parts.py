@@ -184,7 +184,7 @@ def _stride(leaf: JaggedTensor | KeyedJaggedTensor) -> int:
 
 
 Asked = dict[Place, set[str]]
-"""What is read on a GPU of the ids at each place of a batch (see ``HostIds``)."""
+"""The names of the tensors that a GPU reads of the ids at each place of a batch (see ``HostIds``)."""
 
 
 def keeping_ids(value: Any, asked: Asked, place: Place = ()) -> Any:

@@ -75,7 +75,7 @@ class Meta:
         return [name for name in self.sparse if name not in self.multi_hot]
 
     def identity(self, schema: Schema, digest: str) -> str:
-        """What tells these data, as rows of tables, from others; it does not change with the format.
+        """The text that tells these data, as rows of tables, from others; it does not change with the format.
         ``digest``: of all arrays."""
         features = [{"name": feature.name, "rows": feature.rows} for feature in schema.sparse]
         content = {
@@ -157,7 +157,7 @@ def check_prepared(
 
 
 def _blocks(file: Path, digests: Sequence[int]) -> Iterator[tuple[Path, int, int, int]]:
-    """Of the header and each block: file, first byte, end, and CRC-32."""
+    """The header and the blocks of a file: file, first byte, end, and CRC-32 of each."""
     size = file.stat().st_size
     with file.open("rb") as stream:
         start = 10 + int.from_bytes(stream.read(10)[8:], "little")  # as version 1 of the format has it
@@ -270,7 +270,7 @@ class PreparedDataset(NumberedDataset):
             self.samples_between(0, 1)  # so that no batch waits for machine code
 
     def _digest(self, directory: Path) -> str:
-        """That of the arrays, read from the file that has it, or made."""
+        """The digest of the arrays, read from the file that has it, or made."""
         rows = [feature.rows for feature in self.schema.sparse]
         file = directory / f"digest-{_seal({'rows': rows})}.json"
         with contextlib.suppress(OSError, ValueError, KeyError, TypeError, AttributeError):

@@ -91,7 +91,7 @@ def _move(module: nn.Module, device: torch.device) -> None:
 
 
 def known_arguments(config: UserModel, schema: Schema, device: torch.device) -> dict[str, Callable[[], Any]]:
-    """What makes the arguments that recpipe passes to a constructor that has parameters of these names
+    """Makers of the arguments that recpipe passes to a constructor that has parameters of these names
     (``docs/guide/models.md``). The collections have a table for each sparse feature, on the meta device."""
 
     def dimension() -> int:

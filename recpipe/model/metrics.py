@@ -181,7 +181,8 @@ class BackgroundQuality:
         self._logits: list[torch.Tensor] = []
         self._labels: list[torch.Tensor] = []
         self.calibration: Calibration | None = None
-        """Of the latest evaluation whose quality was computed; None unless its labels are clicks."""
+        """The calibration at the latest evaluation whose quality was computed; None unless its labels are
+        clicks."""
 
     def add(self, logits: torch.Tensor, labels: torch.Tensor) -> None:
         """Keep float32 host copies of one batch's ``logits`` [B] and ``labels`` [B]."""

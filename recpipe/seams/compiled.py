@@ -29,8 +29,8 @@ with private_names():
     from recpipe.seams.engine import linear_pointwise
 
 _UNCHANGED = ("leaky_relu", [1.0], "")
-"""What oneDNN does to a linear layer's result: nothing, not even to NaN. "none" would say the same, but the
-compiler puts the ReLU that follows in its place, and oneDNN's turns NaN into 0."""
+"""The operation that oneDNN applies to a linear layer's result: none, not even to NaN. "none" would say the
+same, but the compiler puts the ReLU that follows in its place, and oneDNN's turns NaN into 0."""
 
 
 def any_batch_size() -> Any:

@@ -117,5 +117,5 @@ def watching_all_threads(every: bool) -> Any:
 
 
 def all_loaded() -> Any:
-    """What ``load_state_dict`` returns if no key was missing and none was unexpected."""
+    """The result of a ``load_state_dict`` in which no key was missing and none was unexpected."""
     return _IncompatibleKeys([], [])

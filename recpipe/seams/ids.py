@@ -15,7 +15,7 @@ Make = Callable[[Ids, Ids], Ids]
 for a GPU."""
 
 
-def _kept(name: str) -> Any:
+def _cached(name: str) -> Any:
     """One of the attributes in which ``KeyedJaggedTensor`` has its tensors."""
 
     def get(ids: HostIds) -> torch.Tensor | None:
@@ -37,10 +37,10 @@ class HostIds(KeyedJaggedTensor):  # type: ignore[misc]
     ids of each feature are computed in host memory, which does not wait for the GPU.
     """
 
-    _values = _kept("values")
-    _weights = _kept("weights")
-    _lengths = _kept("lengths")
-    _offsets = _kept("offsets")
+    _values = _cached("values")
+    _weights = _cached("weights")
+    _lengths = _cached("lengths")
+    _offsets = _cached("offsets")
 
     def __init__(
         self, ids: Callable[[], Ids], keys: list[str], stride: int, get: Callable[[str], torch.Tensor | None]
@@ -75,7 +75,7 @@ class HostIds(KeyedJaggedTensor):  # type: ignore[misc]
         return self._ids()
 
     def cut(self, make: Make, samples: int) -> Ids:
-        """Those of ``samples`` samples, as ``make`` cuts them, once something reads them."""
+        """The ids of some ``samples`` samples, which ``make`` cuts out once something reads them."""
         if self._gpu is None:
             return make(self.host, self.host)
         whole: list[Ids] = []
@@ -92,7 +92,7 @@ class HostIds(KeyedJaggedTensor):  # type: ignore[misc]
     # -- what KeyedJaggedTensor does ---------------------------------------------------------
 
     def to(self, device: torch.device, non_blocking: bool = False, dtype: torch.dtype | None = None) -> Ids:
-        """As any ids, and to a GPU only what was asked for so far."""
+        """The ids on ``device``; a GPU gets only those of their tensors that were asked for so far."""
         device = torch.device(device)
         if device.type != "cuda" or dtype is not None:
             return self.host.to(device, non_blocking, dtype)
@@ -115,7 +115,7 @@ class HostIds(KeyedJaggedTensor):  # type: ignore[misc]
         return made
 
     def pin_memory(self) -> Ids:
-        """Themselves: what will be copied is not known yet."""
+        """Return the ids themselves: what will be copied is not known yet."""
         return self
 
     def record_stream(self, stream: Any) -> None:

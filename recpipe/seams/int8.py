@@ -32,7 +32,7 @@ if not _has_kernel("onednn::qlinear_prepack", "Meta"):
 EIGHT_BITS, SEVEN_BITS = 255, 127
 """The largest code of an input; 7 bits are exact on CPUs without VNNI, too."""
 LARGEST = 127
-"""Of a weight's code; the smallest is -127, so that codes are symmetric."""
+"""The largest code of a weight; the smallest is -127, so that codes are symmetric."""
 
 
 def int8_linear(
@@ -63,7 +63,7 @@ def int8_linear(
 def int8_run(
     codes: torch.Tensor, scales: torch.Tensor, bias: torch.Tensor | None, scale: float, zero: int, most: int
 ) -> Callable[[torch.Tensor], torch.Tensor]:
-    """The same layer as compiled code runs it, on x float32 [B, I], with its weights packed."""
+    """The layer of ``int8_linear`` as compiled code runs it, on x float32 [B, I], with its weights packed."""
     packed, zeros = _prepack(codes, None), torch.zeros(len(scales), dtype=torch.int64)
 
     def layer(x: torch.Tensor) -> torch.Tensor:

@@ -54,7 +54,7 @@ class NbitLayout:
         return max((d for k, d in zip(self.kinds, self.dims, strict=True) if k == kind), default=0)
 
     def tensors(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """What the operator takes beside the rows: placements, types, and the columns at which results
+        """The operator's arguments beside the rows: placements, types, and the columns at which results
         begin."""
         starts = [0, *torch.tensor(self.dims).cumsum(0).tolist()]
         return (

@@ -140,7 +140,7 @@ Fetched = list[tuple[SplitTableBatchedEmbeddingBagsCodegen, list[torch.Tensor], 
 
 
 def taken(lookups: Iterable[FusedLookup]) -> Fetched:
-    """What a prefetch has just noted in ``lookups`` for a later lookup, which they then know nothing of.
+    """Take out of ``lookups`` the places that a prefetch has just noted in them for a later lookup.
 
     A TBE gives what was fetched first to the lookup that comes first, whatever ids this has. But an
     evaluation, or the first batch after an epoch that was left early, comes before the batch whose rows were
@@ -188,7 +188,8 @@ def unlocking(lookups: Iterable[FusedLookup]) -> Iterator[None]:
 
 
 def _unlock(tbe: SplitTableBatchedEmbeddingBagsCodegen, places: torch.Tensor) -> None:
-    """As a TBE's backward pass: each of ``places`` in its cache once, however often it is among them."""
+    """Unlock each of ``places`` in a TBE's cache once, however often it is among them, as its backward pass
+    does."""
     if len(places):
         torch.ops.fbgemm.lxu_cache_locking_counter_decrement(tbe.lxu_cache_locking_counter, places)
 
@@ -211,11 +212,6 @@ class LocalPart:
     """How many features look it up; they follow each other in the lookup's input."""
 
 
-def _local_part(table: Any) -> LocalPart:
-    row, column = table.local_metadata.shard_offsets
-    return LocalPart(table.name, row, column, table.local_rows, table.local_cols, table.num_features())
-
-
 class OwnLookup(nn.Module):
     """Takes the place of a lookup in a sharded module: TorchRec passes it ids and distributes the rows it
     returns."""
@@ -223,7 +219,11 @@ class OwnLookup(nn.Module):
     def __init__(self, config: Any) -> None:
         super().__init__()
         self.config = config
-        self.parts = [_local_part(t) for t in config.embedding_tables]
+        self.parts: list[LocalPart] = []
+        for table in config.embedding_tables:
+            row, column = table.local_metadata.shard_offsets
+            shape = table.local_rows, table.local_cols
+            self.parts.append(LocalPart(table.name, row, column, *shape, table.num_features()))
         self.look_up: Callable[[KeyedJaggedTensor], torch.Tensor] | None = None
         """Looks ids up, which count from each part's first row, with features in the order of ``parts``.
         Returns float32 [B, total columns], or one row for each id if rows are not pooled."""

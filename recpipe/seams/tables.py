@@ -72,7 +72,7 @@ def look_up_only(
     offsets: torch.Tensor,
     weights: torch.Tensor | None,
 ) -> torch.Tensor:
-    """What a TBE of sums on a CPU returns, float32 [B, F * D], by the kernel that it calls itself.
+    """Look up pooled sums, float32 [B, F * D], in a TBE on a CPU by the kernel that it calls itself.
 
     It prepares no backward pass, which takes longer than to look a few samples up. ``ids`` and ``offsets``
     are int64, ``weights`` float32.

@@ -108,7 +108,7 @@ class ParquetSource:
         return columns if checks.good.all() else columns.where(checks.good)
 
     def _ids(self, array: pa.Array, rows: int) -> tuple[Ids, NDArray[np.bool_], NDArray[np.bool_]]:
-        """Of an array of ids: their keys int64 [n], or int32 rows if they are not hashed; which of them are
+        """The keys int64 [n] of an array of ids, or int32 rows if they are not hashed; which of the ids are
         missing, and which are valid."""
         if not self._hash:
             values = _integers(array, missing=-1)
