@@ -221,8 +221,7 @@ def rows(result: Result) -> list[list[str]]:
 
 def write_html(path: Path, results: Sequence[Result], environment: dict[str, Any]) -> None:
     """The tables and a plot of each, in one file."""
-    from recpipe.report import html, plots
-    from recpipe.report.record import replace_file
+    from recpipe.report import html, page, plots
 
     sections = []
     for result in results:
@@ -236,15 +235,12 @@ def write_html(path: Path, results: Sequence[Result], environment: dict[str, Any
             f"! is growth of time above {result.limit} and above that of the model's operations, or growth "
             f"of memory above {LINEAR}; 1 is linear."
         )
-        table = {"heads": heads(result), "rows": rows(result), "note": note}
-        sections.append({"title": f"Against {label}", "plots": drawn, **table})
-    page = html.page("measured.html.j2").render(
-        title="Growth of time and memory",
-        lead=f"Others at {', '.join(f'{value:,} {name}' for name, value in asdict(Point()).items())}.",
-        sections=sections,
-        environment=environment,
-    )
-    replace_file(path, page)
+        table = page.Table([*map(page.Head, heads(result))], rows(result))
+        sections.append(page.Section(f"Against {label}", [drawn, table, page.Line(note, "soft")]))
+    sections.append(page.environment(environment))
+    title = "Growth of time and memory"
+    lead = f"Others at {', '.join(f'{value:,} {name}' for name, value in asdict(Point()).items())}."
+    html.write(page.Page(title, title, lead, sections), path)
 
 
 def main() -> None:

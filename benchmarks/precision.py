@@ -23,7 +23,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from recpipe.report.intervals import mean_interval
+from recpipe.report.exactness import mean_interval
 from recpipe.tasks.compare_run import interrupt_on_sigterm, launch
 
 BASE = "float32"

@@ -126,9 +126,9 @@ def train(context: TaskContext, watcher: Watcher | None = None) -> Outcome:
         content = report.to_dict()
         if tells:
             # Imported here, so that training does not wait for what only reports need.
-            from recpipe.report import terminal
+            from recpipe.report import run_table
 
-            terminal.print_result(content, directory)
+            run_table.print_result(content, directory)
         if cfg.task.export_parameters:
             export_parameters(Path(cfg.task.export_parameters), training.model, writes=run.leads)
         # With several ranks, all would have to take part in a prediction.
@@ -136,9 +136,9 @@ def train(context: TaskContext, watcher: Watcher | None = None) -> Outcome:
             open_tiers.close()
         if tells and given.files and cfg.task.page:
             log.info("writing the report")
-            from recpipe.report import html
+            from recpipe.report import run_page, terminal
 
-            if files.write("report.html", lambda page: html.write(content, page.parent)):
+            if files.write("report.html", lambda page: run_page.write(content, page.parent)):
                 terminal.print_place(directory / "report.html")
         if finished.stopped is not None:
             log.info(finished.stopped)

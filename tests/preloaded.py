@@ -13,7 +13,8 @@ calm_threads()  # before torch is imported, as the command line does
 import pytest  # noqa: E402
 
 import recpipe.report.html  # noqa: E402
-import recpipe.report.terminal  # noqa: E402
+import recpipe.report.run_page  # noqa: E402
+import recpipe.report.run_table  # noqa: E402
 import recpipe.run  # noqa: E402
 import recpipe.tasks.compare  # noqa: E402
 import recpipe.tasks.doctor  # noqa: E402
@@ -42,6 +43,6 @@ libraries()  # as they are before plugins are imported
 for plugin in installed().values():
     plugin.load()
 Recipe.of(compose(["optim=sgd", "tiers=ssd", "+plugin=hotline"]))  # Hydra looks for its plugins, once
-recpipe.report.html.page("report.html.j2")
+recpipe.report.html.template("page.html.j2")
 _commit()  # asks git, once
 keep_all()  # the processes need not look at all this, which would copy its pages

@@ -17,7 +17,7 @@ from recpipe.checkpoint import table_io as checkpoint
 from recpipe.common.files import ELSEWHERE
 from recpipe.config.compose import compose
 from recpipe.errors import UserError
-from recpipe.report import html, record
+from recpipe.report import html, record, run_page
 from recpipe.run import run
 from recpipe.setup import training
 from recpipe.setup.placing import Unplaced
@@ -281,7 +281,7 @@ def test_the_figures_are_safe_before_anything_else_can_fail(tmp_path, monkeypatc
         raise RuntimeError("broken")
 
     monkeypatch.setattr(
-        *{"export": (run_module, "export_parameters"), "page": (html, "write")}[broken], fault
+        *{"export": (run_module, "export_parameters"), "page": (run_page, "write")}[broken], fault
     )
     with pytest.raises(RuntimeError, match="broken"):
         trained(tmp_path, "trainer.max_steps=3", f"task.export_parameters={tmp_path}/parameters")

@@ -118,33 +118,19 @@ def _write(directory: Path, report: Mapping[str, Any], made: Quantized) -> None:
     # They are for the end of a run, and take a second to import.
     from recpipe.report import html, plots
     from recpipe.report.files import ReportFiles
-    from recpipe.report.record import replace_file
+    from recpipe.report.page import Head, Page, Section, Table, environment
 
-    sections = [
-        {
-            "title": section.title,
-            "heads": section.heads,
-            "rows": section.rows,
-            "note": "",
-            "plots": [
-                plots.curves(
-                    section.title,
-                    {name: _apart(points) for name, points in section.curves.items()},
-                    plots.Axis(section.axes[0], unit="bytes"),
-                    plots.Axis(section.axes[1]),
-                )
-            ]
-            if section.curves
-            else [],
-        }
-        for section in made.sections
-    ]
+    sections = []
+    for section in made.sections:
+        each = {name: _apart(points) for name, points in section.curves.items()}
+        axes = plots.Axis(section.axes[0], unit="bytes"), plots.Axis(section.axes[1])
+        drawn = [plots.curves(section.title, each, *axes)] if each else []
+        sections.append(Section(section.title, [drawn, Table([*map(Head, section.heads)], section.rows)]))
     files = ReportFiles(directory)
     files.write_json("report.json", report)
-    page = html.page("measured.html.j2").render(
-        title="Quantized model", lead=made.lead, sections=sections, environment=report["environment"]
-    )
-    files.write("report.html", lambda path: replace_file(path, page))
+    sections.append(environment(report["environment"]))
+    page = Page("Quantized model", "Quantized model", made.lead, sections)
+    files.write("report.html", lambda path: html.write(page, path))
 
     def draw(out: Console) -> None:
         width = max(len(word) for word, _ in made.lines)

@@ -29,7 +29,7 @@ from recpipe.errors import UserError
 from recpipe.model.metrics import Kind
 from recpipe.report import figures
 from recpipe.report.environment import environment
-from recpipe.report.quality import LABELS
+from recpipe.report.figures import LABELS
 
 log = logging.getLogger(__name__)
 SCHEMA = 1

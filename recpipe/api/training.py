@@ -61,7 +61,7 @@ class Run:
         self.close()
 
     def __repr__(self) -> str:
-        from recpipe.report.quality import labelled
+        from recpipe.report.figures import labelled
 
         label, value = labelled(self.report["quality"])[0]
         return f"<recpipe.Run: {self.report['data']['train_samples']:,} samples trained, {label} {value}>"

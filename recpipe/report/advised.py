@@ -186,7 +186,7 @@ def _range(values: Sequence[float]) -> str:
 
 def write(told: Mapping[str, Any], directory: Path) -> Path:
     """Write ``directory/advise.html`` and return its path."""
-    page = html.page("advise.html.j2").render(
+    page = html.template("advise.html.j2").render(
         told=told,
         opening=opening(told),
         columns=[name.replace("\n", " ") for name in _COLUMNS],

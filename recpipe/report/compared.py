@@ -8,10 +8,8 @@ from dataclasses import dataclass, field
 from statistics import fmean, median
 from typing import Any
 
-from recpipe.report.exactness import FACTOR, Apart, Difference
-from recpipe.report.intervals import mean_interval, median_interval, width
-from recpipe.report.merging import merged
-from recpipe.report.quality import LABELS, VERDICT
+from recpipe.report.exactness import FACTOR, Apart, Difference, mean_interval, median_interval, width
+from recpipe.report.figures import LABELS, VERDICT
 
 SPEEDS = {
     "all_steps": "samples_per_second",
@@ -308,3 +306,37 @@ def rounding(roundings: Mapping[int, RowResult], bases: Mapping[int, RowResult])
             }
         )
     return {**found[0], "by_seed": found} if found else None
+
+
+SHOWN = ("step", "steps", "samples", "seconds", "samples_per_second", "loss")
+"""What a comparison keeps of the ``series`` of report.json."""
+
+
+def merged(series: Mapping[str, Sequence[Any]], most: int) -> dict[str, list[Any]]:
+    """``SHOWN`` of ``series``, with neighbouring intervals made one, so that there are at most ``most``."""
+    if not series:
+        return {name: [] for name in SHOWN}
+    steps = series["steps"]
+    width = max(1, -(-len(steps) // most))
+    parts = [slice(start, min(start + width, len(steps))) for start in range(0, len(steps), width)]
+    ends = {name: [series[name][part][-1] for part in parts] for name in ("step", "samples", "seconds")}
+    return {
+        **ends,
+        "steps": [sum(steps[part]) for part in parts],
+        "samples_per_second": [
+            _mean_speed(series["samples_per_second"][part], steps[part]) for part in parts
+        ],
+        "loss": [_mean(series["loss"][part], steps[part]) for part in parts],
+    }
+
+
+def _mean(values: Sequence[float | None], steps: Sequence[int]) -> float | None:
+    known = [(value, count) for value, count in zip(values, steps, strict=True) if value is not None]
+    total = sum(count for _, count in known)
+    return sum(value * count for value, count in known) / total if total else None
+
+
+def _mean_speed(values: Sequence[float | None], steps: Sequence[int]) -> float | None:
+    """The speed of intervals together, whose steps have equally many samples."""
+    pace = _mean([1 / value if value else None for value in values], steps)
+    return 1 / pace if pace else None

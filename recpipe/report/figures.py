@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-
-from matplotlib.ticker import EngFormatter
+import math
+from collections.abc import Iterable, Mapping, Sequence
 
 from recpipe.common.machine import BUSY_OTHERS
 
+_PREFIXES = ("p", "n", "µ", "m", "", "k", "M", "G", "T", "P", "E")
+"""Decimal ones, of 1e-12 to 1e18."""
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 
 
@@ -18,7 +19,11 @@ def count(value: float | None) -> str:
 
 def short(value: float | None) -> str:
     """Three digits and a decimal prefix, 2.43M, for a narrow column; ``-`` for None."""
-    return "-" if value is None else EngFormatter(places=None, sep="")(float(f"{value:.3g}"))
+    if value is None:
+        return "-"
+    value = float(f"{value:.3g}")
+    power = 0 if value == 0 else max(-4, min(len(_PREFIXES) - 5, math.floor(math.log10(abs(value)) / 3)))
+    return f"{value / 1000.0**power:g}{_PREFIXES[power + 4]}"
 
 
 def size(value: float | None) -> str:
@@ -100,3 +105,56 @@ def disturbed(share: float | None, what: str) -> str:
     if share is None or share <= BUSY_OTHERS:
         return ""
     return f"other programs took {100 * share:.0f}% of this machine's processors during {what}"
+
+
+VERDICT = "verdict"
+"""The figure of a plugin that says in a sentence whether it paid in this run, and why."""
+
+
+ALTERED = "altered"
+"""The figure of a plugin that says which of the invariants that it declares to alter it altered in this run:
+their names with commas between, or ``nothing``."""
+
+
+CLICKS = ("auc", "logloss", "ne")
+
+
+LABELS = {
+    "auc": "AUC",
+    "logloss": "logloss",
+    "ne": "NE",
+    "loss": "loss",
+    "mse": "MSE",
+    "rmse": "RMSE",
+    "mae": "MAE",
+    "poisson_deviance": "Poisson deviance",
+}
+"""All figures of quality, by their names in report.json."""
+
+
+FIRST = ("auc", "rmse", "poisson_deviance")
+"""The main figures for each kind of prediction."""
+
+
+Figures = Mapping[str, float | None]
+
+
+def shown_figures(several: Iterable[Figures]) -> list[str]:
+    """The names of the figures to show for ``several`` runs: AUC, logloss and NE for a run with a logloss,
+    otherwise the loss and the other figures that it has. If no run has any, AUC, logloss and NE."""
+    found = {name for figures in several for name in _shown(figures)}
+    return [name for name in LABELS if name in found] or list(CLICKS)
+
+
+def _shown(figures: Figures) -> Sequence[str]:
+    there = [name for name in LABELS if not _absent(figures.get(name))]
+    return CLICKS if "logloss" in there else there
+
+
+def labelled(figures: Figures) -> list[tuple[str, float | None]]:
+    """The figures to show for one run, with their labels."""
+    return [(LABELS[name], figures.get(name)) for name in shown_figures([figures])]
+
+
+def _absent(value: float | None) -> bool:
+    return value is None or math.isnan(value)

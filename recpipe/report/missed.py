@@ -6,15 +6,9 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from rich import box
-from rich.console import Console
-from rich.table import Table
-
-from recpipe.common.console import show
-from recpipe.report import figures, html, plots
+from recpipe.report import figures, html, plots, terminal
+from recpipe.report.page import Cell, Head, Line, Page, Section, Table
 from recpipe.report.plots import Axis, Plot
-from recpipe.report.record import replace_file
-from recpipe.report.terminal import print_place
 
 SHOWN = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.25, 0.5, 1.0)
 """Shares of all rows that the table has, beside the recipe's own."""
@@ -26,37 +20,22 @@ _LITTLE = 0.05
 
 def show_table(told: Mapping[str, Any], page: Path) -> None:
     """Print the table, what it comes to, and where the page is."""
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    columns = (
-        "budget",
-        "memory",
-        *(f"{name}\nmisses" for name in NAMES.values()),
-        "lru\nreads",
-        "lfu\nreads",
-    )
-    for column in columns:
-        table.add_column(column, justify="right", no_wrap=True)
-    for own, cells in _rows(told):
-        table.add_row(*cells, style="bold" if own else None)
-
-    def draw(out: Console) -> None:
-        out.print(table)
-        for line in sentences(told):
-            out.print(line, markup=False, highlight=False)
-
-    show(draw)
-    print_place(page)
+    terminal.show_table(_table(told), sentences(told))
+    terminal.print_place(page)
 
 
-def _rows(told: Mapping[str, Any]) -> Iterator[tuple[bool, list[str]]]:
-    """The table's rows, and of each whether it is the recipe's own budget."""
-    own = told["budget"]["share"]
+def _table(told: Mapping[str, Any]) -> Table:
+    """Misses and reads by budget; the recipe's own is bold."""
+    misses = [Head(f"{name} misses", narrow=f"{name}\nmisses") for name in NAMES.values()]
+    reads = [Head(f"{name} reads", small="rows a batch", narrow=f"{name}\nreads") for name in ("lru", "lfu")]
+    own, rows = told["budget"]["share"], []
     for at, share in enumerate(told["shares"]):
         if share in SHOWN or share == own:
             cells = [f"{100 * share:.3g}%", figures.size(share * told["bytes"])]
             cells += [_percent(told[name]["missed"][at]) for name in NAMES]
             cells += [figures.count(told[name]["fetched"][at]) for name in ("lru", "lfu")]
-            yield share == own, cells
+            rows.append([Cell(cell, bold=share == own) for cell in cells])
+    return Table([Head("budget"), Head("memory"), *misses, *reads], rows, wide=True)
 
 
 def sentences(told: Mapping[str, Any]) -> list[str]:
@@ -96,10 +75,29 @@ def _percent(share: float | None) -> str:
 
 def write(told: Mapping[str, Any], directory: Path) -> Path:
     """Write ``directory/misses.html`` and return its path."""
-    page = html.page("misses.html.j2").render(
-        told=told, names=NAMES, rows=list(_rows(told)), sentences=sentences(told), plots=list(drawn(told))
+    lead = (
+        f"{figures.count(told['batches'])} batches of {figures.count(told['batch_size'])} samples from the "
+        "start of training; nothing was trained."
     )
-    return replace_file(directory / "misses.html", page)
+    note = (
+        "Bold: the recipe's own budget. The hot set has the rows most looked up in the first "
+        f"{figures.count(told['learnt_from'])} batches, and is judged by the others; lru and lfu begin "
+        "empty. Che's approximation knows how often rows are looked up but not in which order, and no row's "
+        "first lookup."
+    )
+    sections = [
+        Section("", sentences(told)),
+        Section("All tables", [_table(told), Line(note, "soft"), list(drawn(told))]),
+    ]
+    if told["windows"]:
+        heads = ("batches", "memory for their rows", "lookups of rows that none of them had")
+        rows = [
+            (figures.count(each["batches"]), figures.size(each["bytes"]), _percent(each["missed"]))
+            for each in told["windows"]
+        ]
+        sections.append(Section("Lookahead", [Table([Head(head) for head in heads], rows)]))
+    page = Page("recpipe: miss rates", "recpipe: what caches would miss", lead, sections)
+    return html.write(page, directory / "misses.html")
 
 
 def drawn(told: Mapping[str, Any]) -> Iterator[Plot]:
@@ -124,18 +122,11 @@ def drawn(told: Mapping[str, Any]) -> Iterator[Plot]:
         share = Axis("of the table's rows in memory", "share", log=True)
         yield plots.curves("lfu, the largest tables each alone", alone, share, misses)
     if len(told["windows"]) > 1:
-        ahead = [window["batches"] for window in told["windows"]]
-        found = {"": (ahead, [window["missed"] for window in told["windows"]])}
-        yield plots.curves(
-            "Lookups of rows that no batch in the window had",
-            found,
-            Axis("batches of lookahead", "count", log=True),
-            misses,
-        )
-        held = {"": (ahead, [window["bytes"] for window in told["windows"]])}
-        yield plots.curves(
-            "Memory for the rows of a window",
-            held,
-            Axis("batches of lookahead", "count", log=True),
-            Axis("distinct rows", "bytes", from_zero=True),
-        )
+        batches = [window["batches"] for window in told["windows"]]
+        ahead = Axis("batches of lookahead", "count", log=True)
+        for title, key, axis in (
+            ("Lookups of rows that no batch in the window had", "missed", misses),
+            ("Memory for the rows of a window", "bytes", Axis("distinct rows", "bytes", from_zero=True)),
+        ):
+            found = {"": (batches, [window[key] for window in told["windows"]])}
+            yield plots.curves(title, found, ahead, axis)

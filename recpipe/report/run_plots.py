@@ -1,4 +1,4 @@
-"""The plots of report.html that core makes, from the content of report.json."""
+"""The plots of a run's page that core makes, from the content of report.json."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from recpipe.report import figures, plots
+from recpipe.report.figures import FIRST, LABELS, Figures, shown_figures
 from recpipe.report.folding import LARGEST, Fold, folded
 from recpipe.report.plots import Axis, Plot, Values
-from recpipe.report.quality import FIRST, LABELS, shown_figures
 
 SAMPLES = Axis("samples trained")
 SECONDS = "since the process's start, evaluation apart"
@@ -151,3 +151,16 @@ def memory(report: Mapping[str, Any]) -> list[Plot]:
         parts = {name: [*values, 0.0] for name, values in parts.items()}
         parts["row maps, policy, slab, buffers"] = [*[0.0] * len(lines), overhead]
     return [plots.stacked("Memory by table and tier", names, parts, "", "bytes")] if parts else []
+
+
+def quality_bars(names: Sequence[str], several: Sequence[Figures]) -> list[Plot]:
+    """Plots of the main figures of quality of ``several`` runs with these ``names``, or of the loss; empty if
+    no run has them."""
+    found = shown_figures(several)
+    drawn = []
+    for key in [key for key in FIRST if key in found] or ["loss"]:
+        values = [figures.get(key) for figures in several]
+        if any(value is not None for value in values):
+            title = f"{LABELS[key]} on the held-out part"
+            drawn.append(plots.bars(title, names, values, LABELS[key], from_zero=False))
+    return drawn

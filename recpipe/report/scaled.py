@@ -128,7 +128,7 @@ def sentences(told: Mapping[str, Any]) -> list[str]:
 
 def write(told: Mapping[str, Any], directory: Path) -> Path:
     """Write ``directory/scale.html`` and return its path."""
-    page = html.page("scale.html.j2").render(
+    page = html.template("scale.html.j2").render(
         told=told,
         columns=COLUMNS,
         rows=list(rows(told)),

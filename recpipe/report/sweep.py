@@ -9,23 +9,22 @@ import json
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from itertools import repeat
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 import yaml
-from rich import box
 from rich.console import Console
-from rich.table import Table
-from rich.text import Text
 
 from recpipe.common.console import Output
 from recpipe.common.files import JOB_FILE
 from recpipe.errors import UserError
 from recpipe.report import figures, html, plots, terminal
+from recpipe.report.figures import CLICKS, LABELS, shown_figures
 from recpipe.report.files import ReportFiles
-from recpipe.report.quality import CLICKS, LABELS, shown_figures
-from recpipe.report.record import SCHEMA, replace_file
+from recpipe.report.page import Cell, Head, Line, Page, Section, Table
+from recpipe.report.record import SCHEMA
+from recpipe.report.run_plots import quality_bars
 
 REPORT, OVERRIDES = "report.json", Path(".hydra") / "overrides.yaml"
 
@@ -75,19 +74,20 @@ class Job:
 class Column:
     """One figure of every job."""
 
-    title: str
+    head: Head
     cell: Callable[[Job], str]
-    narrow: str = ""
-    """The title on several lines, for a terminal."""
 
 
 SPEED = (
-    Column("samples/s", lambda job: figures.count(job.samples_per_second), "samples\n/s"),
-    Column("step p50 (ms)", lambda job: figures.decimal(job.step_ms_p50, 2), "p50\nms"),
+    Column(Head("samples/s", narrow="samples\n/s"), lambda job: figures.count(job.samples_per_second)),
+    Column(Head("step p50 (ms)", narrow="p50\nms"), lambda job: figures.decimal(job.step_ms_p50, 2)),
 )
 COSTS = (
-    Column("bytes between ranks", lambda job: figures.size(job.bytes_between_ranks), "between\nranks"),
-    Column("peak RSS", lambda job: figures.size(job.peak_rss_bytes), "peak\nRSS"),
+    Column(
+        Head("bytes between ranks", narrow="between\nranks"),
+        lambda job: figures.size(job.bytes_between_ranks),
+    ),
+    Column(Head("peak RSS", narrow="peak\nRSS"), lambda job: figures.size(job.peak_rss_bytes)),
 )
 LEAST = 16
 """Characters that overrides have at least; rather than be cut, the columns beside them go on in another
@@ -117,7 +117,7 @@ def report(directory: Path, console: Console | None = None) -> list[Job]:
     out = console or Output()
     _print(every, jobs, out)
     page = directory / "sweep.html"
-    if files.write(page.name, lambda path: replace_file(path, _html(every, jobs))):
+    if files.write(page.name, lambda path: html.write(_page(every, jobs), path)):
         terminal.print_place(page, out)
     files.check()
     return jobs
@@ -236,7 +236,8 @@ def _quality(jobs: Sequence[Job]) -> list[Column]:
     """The columns of the figures that fit the jobs' predictions."""
 
     def column(name: str) -> Column:
-        return Column(LABELS[name], lambda job: figures.decimal(job.quality[name]), NARROW.get(name, ""))
+        head = Head(LABELS[name], narrow=NARROW.get(name, ""))
+        return Column(head, lambda job: figures.decimal(job.quality[name]))
 
     return [column(name) for name in shown_figures(job.quality for job in jobs)]
 
@@ -245,53 +246,68 @@ def _print(every: Sequence[str], jobs: Sequence[Job], console: Console) -> None:
     quality = _quality(jobs)
     several = len(quality) > MOST
     tables = [[*SPEED, *COSTS], quality] if several else [[*SPEED, *quality, *COSTS]]
-    room = console.width - _width(["job", *(f"{job.job}*" for job in jobs)]) - LEAST
-    room -= _width([job.state for job in jobs])
+    room = console.width - terminal.width([f"{job.job}*" for job in jobs] + ["job"]) - LEAST - 2
+    room -= terminal.width([job.state for job in jobs])
     for columns in tables:
         shown: list[Column] = []
-        for column in columns:
-            if shown and sum(map(_taken, [*shown, column], repeat(jobs))) > room:
-                console.print(_table(jobs, shown))
+        for column in [*columns, None]:
+            taken = [_taken(each, jobs) for each in (*shown, column) if each is not None]
+            if shown and (column is None or sum(taken) > room):
+                console.print(terminal.drawn(_table(jobs, shown), "tight"))
                 shown = []
-            shown.append(column)
-        console.print(_table(jobs, shown))
+            shown += [column] if column is not None else []
     lines = [f"every job: {' '.join(every)}"] if every else []
     lines += [f"* job {job.job} alters {', '.join(job.altered)}" for job in jobs if job.altered]
     lines += [f"job {job.job} {job.state}: {job.fault}" for job in jobs if job.fault]
-    for line in lines:
-        console.print(line, soft_wrap=True, markup=False, highlight=False)
+    terminal.print_lines(console, lines)
 
 
 def _taken(column: Column, jobs: Sequence[Job]) -> int:
     """Characters that a column takes beside others."""
-    return _width([*(column.narrow or column.title).split("\n"), *map(column.cell, jobs)])
+    return terminal.width([column.head.narrow or column.head.title, *map(column.cell, jobs)]) + 1
 
 
-def _width(texts: Sequence[str]) -> int:
-    """Characters of the longest of ``texts``, and of the space after it."""
-    return max(map(len, texts)) + 1
-
-
-def _table(jobs: Sequence[Job], columns: Sequence[Column]) -> Table:
-    # The table fits into eighty columns only without padding; the box leaves one space between columns.
-    table = Table(box=box.SIMPLE_HEAD, show_edge=False, padding=0)
-    table.add_column("job", overflow="fold")
-    table.add_column("overrides", overflow="fold")
-    for column in columns:
-        width = _taken(column, jobs) - 1
-        table.add_column(column.narrow or column.title, justify="right", no_wrap=True, min_width=width)
-    table.add_column("state", no_wrap=True, min_width=max(len(job.state) for job in jobs))
+def _table(jobs: Sequence[Job], columns: Sequence[Column], page: bool = False) -> Table:
+    heads = [
+        Head("job", number=False),
+        Head("overrides that differ" if page else "overrides", number=False),
+        *(column.head for column in columns),
+        Head("state", number=False, whole=True),
+    ]
+    rows: list[list[Cell | str]] = []
     for job in jobs:
-        name = job.job + ("*" if job.altered else "")
-        state = Text(job.state, style="" if job.state == "done" else "bold red")
-        cells = (column.cell(job) for column in columns)
-        table.add_row(Text(name), Text("\n".join(job.differs)), *cells, state)
-    return table
+        link = f"{quote(job.job)}/report.html" if job.state == "done" else None
+        name = Cell(f"{job.job}{'*' if job.altered else ''}", link=link)
+        cells = [column.cell(job) for column in columns]
+        state = Cell(job.state, bad=job.state != "done")
+        rows.append([name, (" " if page else "\n").join(job.differs), *cells, state])
+    return Table(heads, rows)
 
 
-def _html(every: Sequence[str], jobs: Sequence[Job]) -> str:
-    template, columns = html.page("sweep.html.j2"), [*SPEED, *_quality(jobs), *COSTS]
-    return template.render(every=every, jobs=jobs, columns=columns, plots=_plots(jobs))
+def _page(every: Sequence[str], jobs: Sequence[Job]) -> Page:
+    done = sum(job.state == "done" for job in jobs)
+    note = (
+        "Bytes between ranks are what rank 0 sent and received; speed counts the samples of all trainers; "
+        "peak RSS is rank 0's."
+    )
+    warnings = [
+        f"* job {job.job} alters {', '.join(job.altered)}: its figures need not equal those of a run without "
+        "plugins."
+        for job in jobs
+        if job.altered
+    ]
+    warnings += [f"job {job.job} {job.state}: {job.fault}" for job in jobs if job.fault]
+    table = _table(jobs, [*SPEED, *_quality(jobs), *COSTS], page=True)
+    drawn = _plots(jobs)
+    return Page(
+        "recpipe sweep",
+        f"recpipe: sweep of {len(jobs)} job{'s' if len(jobs) > 1 else ''}",
+        f"{done} done{' · every job: ' + ' '.join(every) if every else ''}",
+        [
+            Section("", [table, Line(note, "soft"), *(Line(warning, "warn") for warning in warnings)]),
+            *([Section("Plots", [drawn])] if drawn else []),
+        ],
+    )
 
 
 def _plots(jobs: Sequence[Job]) -> list[plots.Plot]:
@@ -303,7 +319,7 @@ def _plots(jobs: Sequence[Job]) -> list[plots.Plot]:
         plots.bars("Speed", names, [job.samples_per_second for job in done], "samples/s"),
         plots.bars("Step time, median", names, [job.step_ms_p50 for job in done], "ms"),
     ]
-    drawn += html.quality_bars(names, [job.quality for job in done])
+    drawn += quality_bars(names, [job.quality for job in done])
     if any(job.bytes_between_ranks for job in done):
         mib = [(job.bytes_between_ranks or 0) / 2**20 for job in done]
         drawn.append(plots.bars("Bytes between ranks", names, mib, "MiB sent and received by rank 0"))

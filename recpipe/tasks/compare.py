@@ -19,7 +19,7 @@ from recpipe.common.console import Output
 from recpipe.common.owned import scratch_directory
 from recpipe.config.task import CompareConfig
 from recpipe.errors import UserError
-from recpipe.report import compared, comparison, figures, html, terminal
+from recpipe.report import compared, comparison, figures, run_page, terminal
 from recpipe.report.compared import Rounds, RowResult
 from recpipe.report.environment import environment
 from recpipe.report.files import ReportFiles
@@ -115,7 +115,7 @@ def _installed() -> Collection[str]:
 
 def _write_page(page: Path) -> None:
     """Write the page of a run from the report.json beside it."""
-    html.write(json.loads(page.with_name("report.json").read_text(encoding="utf-8")), page.parent)
+    run_page.write(json.loads(page.with_name("report.json").read_text(encoding="utf-8")), page.parent)
 
 
 class _Bar(Progress):

@@ -13,7 +13,7 @@ from hydra.core.override_parser.types import Override
 
 from recpipe.errors import UserError, did_you_mean, shown
 from recpipe.report.compared import RowResult
-from recpipe.report.row_labels import parted
+from recpipe.report.remarks import parted
 
 POLICIES = ("resident", "nocache", "lru", "lfu")
 """The built-in cache policies that a row can name (``tiers.policy``)."""

@@ -19,7 +19,7 @@ from recpipe.distributed.ranks import Ranks
 from recpipe.plugin.collection import TierFigures
 from recpipe.plugin.context import Io, RunFigures
 from recpipe.report.environment import environment
-from recpipe.report.quality import ALTERED
+from recpipe.report.figures import ALTERED
 from recpipe.report.record import DataFigures, Memory, RankFigures, Resumed, RunReport, as_json
 from recpipe.seams import Collective
 from recpipe.setup.training import Finished, Training

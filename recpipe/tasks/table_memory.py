@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from recpipe.plugin.collection import TableCollection
-from recpipe.report.details import TableMemory
+from recpipe.report.record import TableMemory
 from recpipe.tables.capabilities import ShowsRows
 from recpipe.tables.grouped import GroupedCollection
 from recpipe.tables.groups import Group, ModelTables

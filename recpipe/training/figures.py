@@ -11,7 +11,7 @@ import torch
 from lightning.pytorch.trainer.states import TrainerFn
 
 from recpipe.errors import UserError
-from recpipe.report.quality import shown_figures
+from recpipe.report.figures import shown_figures
 from recpipe.training.module import LossTotal, RankingModule
 from recpipe.training.recorder import Recorder
 

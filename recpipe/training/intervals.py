@@ -9,8 +9,7 @@ from itertools import pairwise
 import torch
 
 from recpipe.plugin.collection import TableCollection, TierFigures
-from recpipe.report.details import Series
-from recpipe.report.record import rate
+from recpipe.report.record import Series, rate
 
 INTERVALS = 120
 """Most intervals of a run."""

@@ -17,7 +17,7 @@ from recpipe.common.timing import Mark, Spans, mark, settled
 from recpipe.model.metrics import Quality
 from recpipe.pipeline.batch import InFlight
 from recpipe.pipeline.loader import TrainLoader
-from recpipe.report.quality import labelled
+from recpipe.report.figures import labelled
 from recpipe.report.record import Point, Throughput, rate
 from recpipe.training.intervals import Intervals
 from recpipe.training.module import LossTotal, RankingModule

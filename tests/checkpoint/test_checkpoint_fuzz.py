@@ -37,8 +37,8 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """No waiting for disks, no report."""
     for module in (checkpoint, manifest):
         monkeypatch.setattr(module, "sync", lambda path: None)
-    monkeypatch.setattr("recpipe.report.html.write", lambda *_: None)
-    monkeypatch.setattr("recpipe.report.terminal.print_result", lambda *_: None)
+    monkeypatch.setattr("recpipe.report.run_page.write", lambda *_: None)
+    monkeypatch.setattr("recpipe.report.run_table.print_result", lambda *_: None)
 
 
 def one_line(fault: UserError) -> None:

@@ -18,7 +18,7 @@ from recpipe.common.files import LOCK, RunDir, TakeRunDir, hold, letting_go
 from recpipe.common.owned import MARKER, make_directory, remove_made, scratch_directory
 from recpipe.config.compose import compose, conf_dir
 from recpipe.errors import StoreError, ThroughHydra, UserError
-from recpipe.report import html
+from recpipe.report import run_page
 from recpipe.run import run
 from recpipe.tables.stores import SsdStore, StoreLayout
 from recpipe.tables.stores.home import STATE, remove_crashed
@@ -47,7 +47,7 @@ time.sleep(600)
 
 @pytest.fixture(autouse=True)
 def _no_page(monkeypatch) -> None:
-    monkeypatch.setattr(html, "write", lambda content, folder: None)
+    monkeypatch.setattr(run_page, "write", lambda content, folder: None)
 
 
 def trained(folder: Path, *overrides: str) -> dict:

@@ -20,7 +20,7 @@ from recpipe.checkpoint.table_io import checkpoints_in, newest
 from recpipe.common.owned import OWNER, Owner, Writer, holds_arrays, written_alone
 from recpipe.config.compose import compose
 from recpipe.errors import UserError
-from recpipe.report import html
+from recpipe.report import run_page
 from recpipe.run import run
 from recpipe.tasks.sweeps import places_apart
 from tests.processes import ROOT
@@ -51,7 +51,7 @@ with Writer(here, None, False).owning("key", Path(sys.argv[1]), holds_arrays):
 
 @pytest.fixture(autouse=True)
 def _no_page(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(html, "write", lambda content, folder: None)
+    monkeypatch.setattr(run_page, "write", lambda content, folder: None)
 
 
 def trained(folder: Path, *overrides: str) -> dict[str, Any]:

@@ -25,10 +25,10 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 import recpipe
 from recpipe.errors import UserError
 from recpipe.model.metrics import BackgroundQuality, judged
-from recpipe.report import html, sweep, terminal
+from recpipe.report import html, run_page, run_table, sweep
 from recpipe.report.compared import Rounds, RowResult, summarise
 from recpipe.report.comparison import print_result, write_html
-from recpipe.report.quality import CLICKS, labelled, shown_figures
+from recpipe.report.figures import CLICKS, labelled, shown_figures
 
 QUIET = ("trainer.progress=false",)
 OTHERS = {"mse", "rmse", "mae", "poisson_deviance"}
@@ -180,11 +180,11 @@ def test_what_a_run_leaves_shows_what_fits(tmp_path: Path) -> None:
     report, _ = trained(
         model, "model.loss=mean_squared_error", "model.labels=seconds", "trainer.logger=csv", output=tmp_path
     )
-    page = html.render(report)
+    page = html.render(run_page.page(report))
     assert "RMSE on the held-out part" in page
     assert "AUC" not in page.partition("<h2>Recipe")[0]
     console = Console(file=io.StringIO(), record=True, width=100)
-    terminal.print_result(report, tmp_path, console)
+    run_table.print_result(report, tmp_path, console)
     line = next(line for line in console.export_text().splitlines() if line.strip().startswith("quality"))
     assert line.split()[1::2] == ["loss", "MSE", "RMSE", "MAE"]
     logged = (tmp_path / "logs" / "metrics.csv").read_text().splitlines()[0].split(",")

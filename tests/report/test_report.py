@@ -6,6 +6,7 @@ import io
 import json
 import math
 import re
+from collections.abc import Mapping
 from dataclasses import asdict
 from importlib.metadata import version
 from pathlib import Path
@@ -20,10 +21,9 @@ from rich.console import Console
 from recpipe.access.skew import Skew, TableSkew, skew_of
 from recpipe.model.metrics import Calibration, Quality
 from recpipe.plugin.context import Io
-from recpipe.report import figures, folding, html, plots, run_plots, terminal
-from recpipe.report.details import Series, TableMemory
+from recpipe.report import figures, folding, html, plots, run_page, run_plots, run_table, terminal
+from recpipe.report.compared import merged
 from recpipe.report.environment import environment
-from recpipe.report.merging import merged
 from recpipe.report.record import (
     DataFigures,
     Memory,
@@ -31,6 +31,8 @@ from recpipe.report.record import (
     RankFigures,
     Resumed,
     RunReport,
+    Series,
+    TableMemory,
     Throughput,
     as_json,
     step_histogram,
@@ -156,9 +158,13 @@ def test_environment_names_versions_and_machine() -> None:
     assert json.dumps(found)
 
 
+def page_of(report: Mapping[str, Any]) -> str:
+    return html.render(run_page.page(report))
+
+
 def printed(report: RunReport, width: int = 80) -> str:
     console = Console(file=io.StringIO(), width=width)
-    terminal.print_result(report.to_dict(), Path("outputs/x"), console)
+    run_table.print_result(report.to_dict(), Path("outputs/x"), console)
     terminal.print_place(Path("outputs/x/report.html"), console)
     assert isinstance(console.file, io.StringIO)
     return console.file.getvalue()
@@ -197,20 +203,20 @@ def test_terminal_reports_buffered_io_and_survives_markup() -> None:
 def test_ranks_and_an_emulated_network_are_shown_where_there_are_any() -> None:
     emulate = {"latency_us": 100.0, "gbit_per_s": 10.0}
     ranks = RankFigures(3, (0, 1), (2,), emulate, messages=4321, bytes_sent=1 << 20, bytes_received=1 << 21)
-    text, page = printed(make_report(ranks=ranks), width=200), html.render(make_report(ranks=ranks).to_dict())
+    text, page = printed(make_report(ranks=ranks), width=200), page_of(make_report(ranks=ranks).to_dict())
     assert "2 training, 1 holding rows, of 3" in text
     assert "100 us a message, 10 Gbit/s" in text
     for part in ("Ranks", "4,321", "100.0 us a message, 10.0 Gbit/s"):
         assert part in page
     assert "ranks" not in printed(make_report(), width=200)
-    assert "Ranks" not in html.render(make_report().to_dict())
+    assert "Ranks" not in page_of(make_report().to_dict())
 
 
 def test_a_resumed_run_is_shown_with_the_whole_and_its_part() -> None:
     resumed = Resumed("outputs/a/checkpoints/step-00000500.ckpt", 500, None, 488, 988, 1_500_000)
     text, page = (
         printed(make_report(resumed=resumed), width=200),
-        html.render(make_report(resumed=resumed).to_dict()),
+        page_of(make_report(resumed=resumed).to_dict()),
     )
     assert "from outputs/a/checkpoints/step-00000500.ckpt" in text
     assert "before: 500 steps, samples unknown" in text
@@ -219,11 +225,11 @@ def test_a_resumed_run_is_shown_with_the_whole_and_its_part() -> None:
     assert max(map(len, printed(make_report(resumed=resumed)).splitlines())) <= 80
     for part in ("step-00000500.ckpt", "500 / -", "488 / 1,000,000", "988 / 1,500,000"):
         assert part in page
-    assert "resumed" not in printed(make_report()) + html.render(make_report().to_dict())
+    assert "resumed" not in printed(make_report()) + page_of(make_report().to_dict())
 
 
 def test_html_is_one_file_without_outside_resources(tmp_path: Path) -> None:
-    page = html.write(make_report().to_dict(), tmp_path).read_text()
+    page = run_page.write(make_report().to_dict(), tmp_path).read_text()
     assert not re.search(r"(src|href)\s*=\s*[\"'](?!#)", page)
     assert not re.search(r"url\((?!#|&quot;#)", page)
     assert "@import" not in page
@@ -232,7 +238,7 @@ def test_html_is_one_file_without_outside_resources(tmp_path: Path) -> None:
 
 
 def test_html_shows_curves_tables_and_recipe() -> None:
-    page = html.render(make_report().to_dict())
+    page = page_of(make_report().to_dict())
     assert page.count("<svg") == 6  # AUC and loss by samples and by time, step times, the plugin's list
     for part in ("0.7700", "popular share", "71.3%", "seed: 1", "slots.splitter", "AUC on the held-out part"):
         assert part in page
@@ -243,15 +249,15 @@ def test_html_shows_curves_tables_and_recipe() -> None:
 def test_the_title_is_the_model_the_data_and_plugins_and_the_command_stands_on_top() -> None:
     command = "python -m recpipe data=criteo 'data.path=a b.gz' +plugin=hotline"
     report = make_report(model="dlrm", recipe={"data": {"name": "criteo"}}, command=command)
-    page = html.render(report.to_dict())
+    page = page_of(report.to_dict())
     names = " + ".join(report.plugins)
     assert f"<title>dlrm on criteo with {names}: recpipe</title>" in page
     assert f"<h1>dlrm on criteo with {names}</h1>" in page
     assert page.index(command.replace("'", "&#39;")) < page.index('class="tiles"')
     given = make_report(model="Own", recipe={"data": {"name": "given"}}, plugins={}).to_dict()
-    assert "<h1>Own on batches given from Python</h1>" in html.render(given)
-    assert 'class="command"' not in html.render(given)
-    assert "What the recipe altered" not in html.render(given)
+    assert "<h1>Own on batches given from Python</h1>" in page_of(given)
+    assert 'class="command"' not in page_of(given)
+    assert "What the recipe altered" not in page_of(given)
 
 
 def test_one_evaluation_is_no_curve() -> None:
@@ -280,15 +286,15 @@ def test_axes_of_shares_end_at_0_and_1(log: bool, values: list[float], ends: tup
 def test_html_escapes_what_users_and_plugins_say() -> None:
     evil = "<script>alert(1)</script>"
     report = make_report(recipe={"x": evil}, plugins={evil: {"$x_share": evil, f"{evil} $\\frac": [1, 2]}})
-    page = html.render(report.to_dict())
+    page = page_of(report.to_dict())
     assert "<script" not in page
     assert "&lt;script" in page
 
 
 def test_a_run_with_nothing_to_show_still_has_a_report() -> None:
     report = make_report(**BARE)
-    assert "<svg" not in html.render(report.to_dict())
-    assert "plugin" not in html.render(report.to_dict())
+    assert "<svg" not in page_of(report.to_dict())
+    assert "plugin" not in page_of(report.to_dict())
     assert "AUC -" in printed(report)
 
 
@@ -328,7 +334,7 @@ def full_report(**changes: Any) -> RunReport:
 
 
 def test_html_draws_tiers_skew_memory_and_calibration_where_they_are_measured() -> None:
-    page = html.render(full_report().to_dict())
+    page = page_of(full_report().to_dict())
     assert page.count("<svg") == 6 + 6  # speed, hit rate, cold bytes, skew, memory, calibration
     for part in (
         "Hit rate: lookups",
@@ -344,7 +350,7 @@ def test_html_draws_tiers_skew_memory_and_calibration_where_they_are_measured() 
 
 def test_a_verdict_stands_above_its_plugins_figures() -> None:
     plugins = {"hotline": {"a": 1, "verdict": "fetches were hidden"}}
-    page = html.render(make_report(plugins=plugins).to_dict())
+    page = page_of(make_report(plugins=plugins).to_dict())
     assert page.index("fetches were hidden") < page.index(">a<")
     assert page.count("fetches were hidden") == 1
     assert ">verdict<" not in page

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from recpipe.report import plots
-from recpipe.report.row_labels import labels
+from recpipe.report.remarks import labels
 
 pytestmark = pytest.mark.usefixtures("real_plots")
 

@@ -29,7 +29,7 @@ from recpipe.common.validation import typed
 from recpipe.config.compose import compose as compose_recipe
 from recpipe.config.task import CompareConfig
 from recpipe.errors import UserError
-from recpipe.report.row_labels import labels
+from recpipe.report.remarks import labels
 from recpipe.run import run as run_recipe
 from recpipe.tasks import compare_run
 from recpipe.tasks.compare import compare
@@ -210,7 +210,7 @@ def test_each_row_links_to_the_report_of_its_first_counted_run(
         drawn.append(directory.name)
         (directory / "report.html").write_text("")
 
-    monkeypatch.setattr("recpipe.report.html.write", write)
+    monkeypatch.setattr("recpipe.report.run_page.write", write)
 
     content, _ = run(config("resident", "lru", "fae+slipstream"), tmp_path / "there", launch)  # type: ignore[arg-type]
     assert [row["run"] for row in content["rows"]] == [

@@ -29,7 +29,7 @@ from recpipe.pipeline.step import StepTimes, accumulate
 from recpipe.profiling import limits
 from recpipe.profiling.parts import tell_parts
 from recpipe.profiling.trace import OVERHEAD, STEP, ProfiledStep, mean_step, profiled_steps
-from recpipe.report import html, measured
+from recpipe.report import html, profiled, run_page
 from recpipe.run import run
 from recpipe.tasks import profile_predicted
 from recpipe.tasks.advise import model
@@ -114,9 +114,9 @@ def test_the_step_is_predicted_beside_the_measured_one(
     assert told["parts_ms"]["backward"] > 0
     assert sum(told["measured_parts_ms"].values()) == pytest.approx(found["step_ms"])
     assert {"main", "loader"} <= {task["place"] for task in told["timeline"]}
-    rows = measured.predicted_rows(found)
+    rows = profiled.predicted_parts(found).rows
     assert rows[-1][0] == "step"
-    assert f"{step_ms:.2f} ms a step" in measured.predicted(found)
+    assert f"{step_ms:.2f} ms a step" in profiled.predicted(found)
     page = (tmp_path / "report.html").read_text(encoding="utf-8")
     assert "Predicted against measured" in page
     assert "Predicted steps" in page
@@ -136,7 +136,7 @@ def test_limits_that_a_step_contradicts_are_measured_again(
     assert found["floor"]["ms"] < found["step_ms"]
     kept = MachineProfile.load(file).samples["limits"]
     assert all(new.seconds < 0.1 * old.seconds for new, old in zip(kept, slow, strict=True))
-    assert dict(measured.limits(found))["checked again"] == found["recheck"]
+    assert dict(profiled.limits(found))["checked again"] == found["recheck"]
 
 
 def test_a_floor_above_the_measured_time_is_said_to_be_stale() -> None:
@@ -156,8 +156,8 @@ def test_what_cannot_be_predicted_has_a_reason(tmp_path: Path, monkeypatch: pyte
     monkeypatch.setattr(profile_predicted, "own_profile", lambda host: None)
     found = run(compose([*SMALL]), tmp_path)["profile"]
     assert found["predicted"].keys() == {"reason"}
-    assert "recpipe perf calibrate" in measured.predicted(found)
-    assert measured.predicted_rows(found) == []
+    assert "recpipe perf calibrate" in profiled.predicted(found)
+    assert profiled.predicted_parts(found) is None
 
 
 USERS = {
@@ -189,7 +189,7 @@ def test_a_model_of_ones_own_has_phases_and_a_floor(tmp_path: Path, name: str, b
     assert work["MLP backward"]["flops"] > work["MLP forward"]["flops"] > 0
     assert (work["interaction forward"]["streamed_bytes"] > 0) == (name == "deepfm")
     assert found["floor"]["lookups"] > 0
-    shown = [row[0] for row in measured.rows(found)]
+    shown = [row[0] for row in profiled.phases(found).rows]
     assert ("interaction forward" in shown) == (name == "deepfm")
 
 
@@ -224,7 +224,7 @@ def test_parts_are_told_on_every_core_and_only_while_asked(tmp_path: Path) -> No
 def test_other_tasks_have_no_profile(tmp_path: Path) -> None:
     report = run(compose([*SMALL[3:], "trainer.max_steps=2", "trainer.logger=null"]), tmp_path)
     assert report["profile"] is None
-    assert "Where a step" not in html.render(report)
+    assert "Where a step" not in html.render(run_page.page(report))
 
 
 @pytest.mark.parametrize("wrong", ["task.steps=0", "task.warmup=-1", "task.steps=many", "resume=ckpt"])
@@ -347,7 +347,7 @@ def test_the_table_is_80_columns_wide_and_says_how_far_the_floor_is() -> None:
         "predicted": {"reason": "nobody knows"},
     }
     console = Console(file=io.StringIO(), width=80)
-    measured.print_profile(section, Path("outputs/x"), console)
+    profiled.print_profile(section, Path("outputs/x"), console)
     assert isinstance(console.file, io.StringIO)
     text = console.file.getvalue()
     assert max(map(len, text.splitlines())) <= 90

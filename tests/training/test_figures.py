@@ -20,7 +20,7 @@ from recpipe.checkpoint import table_io as checkpoint
 from recpipe.config.compose import compose
 from recpipe.distributed.ranks import Channel, Ranks
 from recpipe.errors import UserError
-from recpipe.report import html
+from recpipe.report import run_page
 from recpipe.run import run
 from recpipe.training import figures
 from recpipe.training.callbacks import make_callbacks
@@ -37,7 +37,7 @@ Reported = Callable[..., dict[str, Any]]
 @pytest.fixture
 def reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Reported:
     """``reported(*overrides)``: the report of a run in this process, in ``tmp_path``."""
-    monkeypatch.setattr(html, "write", lambda content, folder: None)
+    monkeypatch.setattr(run_page, "write", lambda content, folder: None)
     for module in (checkpoint, manifest):
         monkeypatch.setattr(module, "sync", lambda path: None)
 

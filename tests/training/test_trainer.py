@@ -17,7 +17,7 @@ from recpipe.checkpoint.table_io import newest
 from recpipe.common.validation import typed
 from recpipe.config.compose import compose
 from recpipe.errors import UserError
-from recpipe.report import html
+from recpipe.report import run_page
 from recpipe.run import run
 from recpipe.training.config import TrainerConfig
 from recpipe.training.module import RankingModule
@@ -56,7 +56,7 @@ Trained = Callable[..., Parameters]
 @pytest.fixture
 def trained(tmp_path, monkeypatch) -> Trained:
     """``trained(name, *overrides)``: run in this process, in a folder of that name; what it exports."""
-    monkeypatch.setattr(html, "write", lambda content, folder: None)
+    monkeypatch.setattr(run_page, "write", lambda content, folder: None)
     for module in (checkpoint, manifest):
         monkeypatch.setattr(module, "sync", lambda path: None)
 
