@@ -183,7 +183,7 @@ def _stride(leaf: JaggedTensor | KeyedJaggedTensor) -> int:
     return int(leaf.stride())
 
 
-Asked = dict[Place, set[str]]
+Asked: TypeAlias = dict[Place, set[str]]
 """The names of the tensors that a GPU reads of the ids at each place of a batch (see ``HostIds``)."""
 
 

@@ -12,7 +12,7 @@ import torch
 from torchrec.datasets.utils import Batch as TorchRecBatch
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
 
-from recpipe.data.parts import batch_size, tensors_of
+from recpipe.data.parts import Asked, batch_size, find_ids, ids_at, keeping_ids, tensors_of
 from recpipe.data.select import select
 from recpipe.errors import UserError
 from recpipe.plugin.batch import Batch, BatchShare
@@ -185,3 +185,15 @@ def test_tensors_have_the_names_by_which_a_user_finds_them() -> None:
     assert named["towers.candidate.weights"] is towers.candidate.weights()
     assert [name for name, _ in tensors_of(jagged(3), "history")] == ["history.values"]
     assert [name for name, _ in tensors_of(torch.rand(2))] == ["values"]
+
+
+def test_a_part_has_one_place_whoever_looks_for_it() -> None:
+    towers = Towers(keyed(1, 2, False), keyed(2, 2, True), {"click": torch.rand(SIZE)}, torch.tensor(0.5))
+    pair = Pair(towers, [torch.rand(SIZE)])
+    asked: Asked = {}
+    kept = keeping_ids(pair, asked)
+    assert [*asked] == [("towers", "query"), ("towers", "candidate")]
+    assert find_ids(pair, KEYS) == find_ids(kept, KEYS) == (("towers", "query"),)
+    assert find_ids(pair, ["a", "z"]) == ()
+    assert ids_at(pair, [("towers", "query")]) is towers.query
+    assert ids_at(kept, [("towers", "query")]).host is towers.query
