@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from recpipe.report.exactness import mean_interval
-from recpipe.tasks.compare_run import interrupt_on_sigterm, launch
+from recpipe.tasks.process import interrupt_on_sigterm, run_apart
 
 BASE = "float32"
 ROWS: dict[str, list[str]] = {
@@ -94,7 +94,7 @@ def train(folder: Path, words: list[str], ranks: int) -> dict[str, Any]:
     if done.exists() and json.loads(done.read_text()) == [*words, ranks]:
         report: dict[str, Any] = json.loads((folder / "report.json").read_text())
         return report
-    report = launch(words, folder, ranks)
+    report = run_apart(words, folder, ranks)
     done.write_text(json.dumps([*words, ranks]))
     return report
 

@@ -193,7 +193,7 @@ def _dispatch(argv: Sequence[str]) -> int:
         # handler.
         _run_hydra(argv)
         return 0
-    from recpipe.tasks.compare_run import interrupt_on_sigterm
+    from recpipe.tasks.process import interrupt_on_sigterm
 
     with interrupt_on_sigterm():
         _run_hydra(argv)

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from recpipe.tasks.compare_run import parameter_difference
+from recpipe.tasks.compare_judge import parameter_difference
 from tests.distributed.test_torchrun import start
 
 RECIPE = (

@@ -19,7 +19,7 @@ from recpipe.plugin.batch import Batch
 from recpipe.plugin.errors import PluginError
 from recpipe.plugin.load import installed
 from recpipe.run import run
-from recpipe.tasks.compare_run import parameter_difference
+from recpipe.tasks.compare_judge import parameter_difference
 
 PLACING = ("bagpipe", "fae", "het", "hotline", "neo", "slipstream")
 """Each decides where rows are, or which of them train."""

@@ -25,8 +25,7 @@ from recpipe.distributed.launch import Process
 from recpipe.errors import UserError
 from recpipe.report.environment import environment
 from recpipe.report.record import SCHEMA
-from recpipe.tasks.compare_run import interrupt_on_sigterm
-from recpipe.tasks.process import prepare_process
+from recpipe.tasks.process import interrupt_on_sigterm, prepare_process
 from recpipe_low_precision.checkpoint import require_free, take_place
 from recpipe_low_precision.manifest import is_quantized
 from recpipe_low_precision.model_quantizer import FinishedModel, ModelQuantizer, Quantized

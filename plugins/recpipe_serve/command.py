@@ -14,8 +14,7 @@ from recpipe.answers.words import of_plugins, the_plugin
 from recpipe.common.console import alone, heard
 from recpipe.common.process import quieted
 from recpipe.errors import UserError, shown
-from recpipe.tasks.compare_run import interrupt_on_sigterm
-from recpipe.tasks.process import prepare_process
+from recpipe.tasks.process import interrupt_on_sigterm, prepare_process
 from recpipe_serve.config import ServeConfig, serve_config
 from recpipe_serve.row_server import RowServer
 

@@ -23,8 +23,7 @@ from recpipe.data.dataset import Dataset
 from recpipe.data.given import Batches
 from recpipe.errors import UserError
 from recpipe.report.files import ReportFiles
-from recpipe.tasks.compare_run import interrupt_on_sigterm
-from recpipe.tasks.process import prepare_process
+from recpipe.tasks.process import interrupt_on_sigterm, prepare_process
 
 EVALUATION = "evaluation.json"
 

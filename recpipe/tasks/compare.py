@@ -27,9 +27,9 @@ from recpipe.report.remarks import faults
 from recpipe.setup.ctx import TaskContext
 from recpipe.setup.given import Outcome
 from recpipe.setup.prepare import find_device, refuse_ranks
-from recpipe.tasks import compare_run
 from recpipe.tasks.compare_judge import ROUNDING, Judge
 from recpipe.tasks.compare_rows import Row, at_equal_memory, carried_overrides, parse_rows, quoted
+from recpipe.tasks.process import OutOfTime, interrupt_on_sigterm, run_apart
 from recpipe.training.optim import try_out
 
 UNTIMED = ("trainer.checkpoint_every=null", "trainer.eval_every=1.0")
@@ -83,15 +83,15 @@ def compare(
     that could not be written. If a run of the first row fails or Ctrl-C comes, finished results are kept,
     with ``"partial": true`` in compare.json.
     """
-    launch = launch or partial(compare_run.launch, ranks=config.ranks)
+    launch = launch or partial(run_apart, ranks=config.ranks)
     rows = parse_rows(config.plugins, _installed() if installed is None else installed)
     carried = carried_overrides(overrides, rows)
     plan = _Comparison(rows, carried, config, out_dir.absolute(), launch, console or Output(), clock)
-    with compare_run.interrupt_on_sigterm():
+    with interrupt_on_sigterm():
         try:
             plan.check_rows()
             plan.run()
-        except compare_run.OutOfTime:
+        except OutOfTime:
             plan.out_of_time = True
         except (KeyboardInterrupt, UserError):
             plan.finish(partial=True)

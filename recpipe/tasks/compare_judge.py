@@ -16,7 +16,6 @@ from recpipe.errors import UserError
 from recpipe.model.metrics import Kind, judged
 from recpipe.report.compared import Judged, RowResult, altered_in
 from recpipe.report.exactness import Apart, Difference
-from recpipe.tasks.compare_run import differences
 
 PARAMETERS, PREDICTIONS = "parameters", "predictions"
 """The folders of a run's exports."""
@@ -25,6 +24,8 @@ ROUNDING = "rounding"
 SAME = 1e-6
 """The share by which a figure may differ from that of the predictions: it is computed in float64 of the
 same numbers, by other processors' threads."""
+_CHUNK_FLOATS = 1 << 22
+"""Numbers of each of two files that are compared at a time: 16 MiB."""
 
 
 @dataclass(frozen=True)
@@ -237,3 +238,54 @@ def _kind(told: Mapping[str, Any]) -> Kind | None:
     """The kind of predictions that have these figures; None if there are none that they follow from."""
     kinds: dict[str, Kind] = {"logloss": "clicks", "mse": "values", "poisson_deviance": "counts"}
     return next((kind for name, kind in kinds.items() if told.get(name) is not None), None)
+
+
+def parameter_difference(first: Path, other: Path) -> float:
+    """The largest of ``differences``."""
+    return differences(first, other).largest
+
+
+def differences(first: Path, other: Path) -> Difference:
+    """The difference of tables, optimizer state and dense parameters between two exports.
+
+    Reads ``*.npy`` as memory maps, some MiB at a time; ``dense.npz`` is small and read whole. Raises
+    UserError if the two do not have the same arrays.
+    """
+    names = _exported(first)
+    if names != _exported(other) or not names:
+        odd = sorted(names ^ _exported(other)) or "none at all"
+        raise UserError(f"the two runs hold different tables: {odd}")
+    found = _Found()
+    for name in sorted(names):
+        a, b = (np.load(directory / name, mmap_mode="r", allow_pickle=False) for directory in (first, other))
+        if isinstance(a, np.ndarray) and isinstance(b, np.ndarray):
+            found.add(name, a, b)
+            continue
+        with a, b:
+            if a.files != b.files:
+                raise UserError(f"the two runs' {name} hold different parameters")
+            for key in a.files:
+                found.add(key, a[key], b[key])
+    return Difference(found.largest, (found.squares / max(1, found.numbers)) ** 0.5)
+
+
+def _exported(directory: Path) -> set[str]:
+    return {path.name for path in directory.glob("*.np[yz]")}
+
+
+class _Found:
+    """The sums over two exports' differences so far; NaN stays NaN."""
+
+    def __init__(self) -> None:
+        self.largest = self.squares = 0.0
+        self.numbers = 0
+
+    def add(self, name: str, a: NDArray[Any], b: NDArray[Any]) -> None:
+        if a.shape != b.shape:
+            raise UserError(f"parameter '{name}' has shape {a.shape} in one run and {b.shape} in the other")
+        left, right = a.reshape(-1), b.reshape(-1)
+        for start in range(0, left.size, _CHUNK_FLOATS):
+            part = left[start : start + _CHUNK_FLOATS] - right[start : start + _CHUNK_FLOATS]
+            self.largest = float(np.maximum(self.largest, np.abs(part).max()))
+            self.squares += float(np.square(part, dtype=np.float64).sum())
+        self.numbers += left.size

@@ -8,6 +8,8 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from recpipe.access.sample import AccessSample
 from recpipe.access.skew import Skew, skew_of
 from recpipe.common.console import log
@@ -16,16 +18,17 @@ from recpipe.common.machine import peak_rss_bytes
 from recpipe.common.words import CUSTOM
 from recpipe.config.recipe import Recipe
 from recpipe.distributed.ranks import Ranks
-from recpipe.plugin.collection import TierFigures
+from recpipe.plugin.collection import TableCollection, TierFigures
 from recpipe.plugin.context import Io, RunFigures
 from recpipe.report.environment import environment
 from recpipe.report.figures import ALTERED
-from recpipe.report.record import DataFigures, Memory, RankFigures, Resumed, RunReport, as_json
+from recpipe.report.record import DataFigures, Memory, RankFigures, Resumed, RunReport, TableMemory, as_json
 from recpipe.seams import Collective
 from recpipe.setup.training import Finished, Training
+from recpipe.tables.capabilities import ShowsRows
 from recpipe.tables.grouped import GroupedCollection
-from recpipe.tables.groups import ModelTables
-from recpipe.tasks.table_memory import memory_of_tables
+from recpipe.tables.groups import Group, ModelTables
+from recpipe.tables.owners import RESIDENT
 from recpipe.training.module import RankingModule
 from recpipe.training.recorder import Recorder
 
@@ -190,3 +193,46 @@ def _io(tiers: TierFigures | None, store: str) -> Io:
         plan_seconds=times.plan,
         cold_start=tiers.cold_start,
     )
+
+
+def memory_of_tables(
+    described: Mapping[str, Any], tables: ModelTables, embeddings: GroupedCollection
+) -> list[TableMemory]:
+    """Rows and bytes of each table; ``described``: the content of assembly.json."""
+    shards = (described["shards"] or {}).get("tables", {})
+    found: list[TableMemory] = []
+    owners = described["tiers"]["groups"]
+    for group, told, collection in zip(tables.groups, owners, embeddings.collections, strict=True):
+        resident = _resident(group, told["cache"], collection)
+        for table in group.tables.tables:
+            weights = table.rows * group.tables.bytes_of_weights(group.tables.dim)
+            sharding = shards.get(table.name, {}).get("sharding")
+            cold = told["cold_bytes"]
+            tiered = cold is not None and sharding != "data_parallel"
+            here = resident.get(table.name) if tiered else table.rows
+            found.append(
+                TableMemory(
+                    name=table.name,
+                    rows=table.rows,
+                    dim=group.tables.dim,
+                    weight_bytes=weights,
+                    state_bytes=table.rows * group.tables.record_bytes - weights,
+                    resident_rows=here,
+                    resident_bytes=None if here is None else here * group.tables.record_bytes,
+                    cold_bytes=cold[table.name] if tiered else 0,
+                    sharding=sharding,
+                )
+            )
+    return found
+
+
+def _resident(group: Group, cache: str, collection: TableCollection) -> Mapping[str, int]:
+    """How many rows of each table are resident; empty if the collection does not show its rows."""
+    layout = group.tables.layout
+    if cache == RESIDENT:
+        return dict(zip(layout.tables, layout.rows, strict=True))
+    shows = collection.offers(ShowsRows)
+    if shows is None:
+        return {}
+    counts = np.diff(np.searchsorted(shows.resident_rows(), layout.bases))
+    return dict(zip(layout.tables, counts.tolist(), strict=True))

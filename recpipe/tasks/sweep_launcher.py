@@ -31,7 +31,7 @@ from recpipe.common.files import JOB_FILE
 from recpipe.config.launcher import NAME
 from recpipe.errors import UserError, shown
 from recpipe.tasks.compare_rows import chosen_config, quoted
-from recpipe.tasks.compare_run import TORCHRUN, end, interrupt_on_sigterm, interrupts_deferred, started
+from recpipe.tasks.process import TORCHRUN, end, interrupt_on_sigterm, interrupts_deferred, started
 from recpipe.tasks.sweeps import metrics_of, optimized, places_apart
 
 _OF_A_RANK = re.compile(

@@ -22,7 +22,7 @@ from recpipe.distributed import launch
 from recpipe.distributed.launch import Process, Topology
 from recpipe.errors import UserError
 from recpipe.run import run
-from recpipe.tasks.compare_run import parameter_difference
+from recpipe.tasks.compare_judge import parameter_difference
 from tests.processes import SECONDS, SOURCE, ranks, run_ranks
 
 Recipe = tuple[str, ...]

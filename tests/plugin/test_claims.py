@@ -13,7 +13,7 @@ from recpipe.config.compose import compose
 from recpipe.kit import Lfu, Lru
 from recpipe.plugin import Cache, CachePolicy, Context, Contribution, Figure, Plugin, RowSpace, RunFigures
 from recpipe.run import run
-from recpipe.tasks.compare_run import parameter_difference
+from recpipe.tasks.compare_judge import parameter_difference
 
 RECIPE = (
     "data.samples=6000",

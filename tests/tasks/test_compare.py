@@ -31,7 +31,7 @@ from recpipe.config.task import CompareConfig
 from recpipe.errors import UserError
 from recpipe.report.remarks import labels
 from recpipe.run import run as run_recipe
-from recpipe.tasks import compare_run
+from recpipe.tasks import compare_judge, process
 from recpipe.tasks.compare import compare
 from recpipe.tasks.compare_rows import carried_overrides, parse_rows, quoted
 from tests.processes import Cli
@@ -566,7 +566,7 @@ def test_many_small_differences_are_found_by_their_mean(tmp_path: Path) -> None:
     other += 1e-4
     rounded[0] = 1e-4
     folders = [export(tmp_path / n, t=t) for n, t in zip("abc", (one, other, rounded), strict=True)]
-    apart, rounding = (compare_run.differences(folders[0], folder) for folder in folders[1:])
+    apart, rounding = (compare_judge.differences(folders[0], folder) for folder in folders[1:])
     assert apart.largest == rounding.largest
     assert apart.rms == pytest.approx(1e-4, rel=1e-2)
     assert apart.within(rounding) is False
@@ -763,7 +763,7 @@ def timed(seconds: float, out: Path) -> tuple[dict[str, Any], str]:
     def take(task: str, name: str, call: int) -> None:
         now[0] += 0 if task == "plan" else min(seconds, runs.limits[-1])
         if seconds > runs.limits[-1]:
-            raise compare_run.OutOfTime
+            raise process.OutOfTime
 
     runs.fault = take
     cfg, console = config("resident", "lru", minutes=1, precision=0.01), Console(file=io.StringIO(), width=80)
@@ -815,8 +815,8 @@ def test_tables_are_shown_after_the_first_round_and_renewed(tmp_path: Path) -> N
 
 def test_a_run_is_ended_when_the_time_is_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     interpreter(tmp_path, monkeypatch, f'echo $$ > "{tmp_path}/pid"; exec sleep 60')
-    with pytest.raises(compare_run.OutOfTime):
-        compare_run.launch([], tmp_path / "run", seconds=0.5)
+    with pytest.raises(process.OutOfTime):
+        process.run_apart([], tmp_path / "run", seconds=0.5)
     with pytest.raises(ProcessLookupError):
         os.kill(int((tmp_path / "pid").read_text()), 0)
 
@@ -937,42 +937,42 @@ def export(directory: Path, **arrays: np.ndarray[Any, Any]) -> Path:
 def test_parameter_difference_finds_the_one_element_that_differs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(compare_run, "_CHUNK_FLOATS", 64)
+    monkeypatch.setattr(compare_judge, "_CHUNK_FLOATS", 64)
     table = np.random.default_rng(0).random((100, 7), np.float32)
     for row, column in ((0, 0), (9, 1), (99, 6)):
         other = table.copy()
         other[row, column] -= 0.25
         a = export(tmp_path / f"a{row}", t=table)
         b = export(tmp_path / f"b{row}", t=other)
-        assert compare_run.parameter_difference(a, b) == pytest.approx(0.25, rel=1e-6)
+        assert compare_judge.parameter_difference(a, b) == pytest.approx(0.25, rel=1e-6)
     same = export(tmp_path / "same", t=table)
-    assert compare_run.parameter_difference(a, same) == 0
+    assert compare_judge.parameter_difference(a, same) == 0
 
 
 def test_parameter_difference_sees_state_dense_and_nan(tmp_path: Path) -> None:
     a = export(tmp_path / "a", t=np.zeros(4, np.float32))
     dense = export(tmp_path / "dense", t=np.zeros(4, np.float32))
     np.savez(dense / "dense.npz", weight=np.full((2, 2), 2, np.float32))
-    assert compare_run.parameter_difference(a, dense) == 2
+    assert compare_judge.parameter_difference(a, dense) == 2
     broken = export(tmp_path / "nan", t=np.array([0, np.nan, 0, 0], np.float32))
-    assert np.isnan(compare_run.parameter_difference(a, broken))
+    assert np.isnan(compare_judge.parameter_difference(a, broken))
 
 
 def test_exports_of_different_tables_are_refused(tmp_path: Path) -> None:
     a = export(tmp_path / "a", t=np.zeros(4, np.float32))
     with pytest.raises(UserError, match=r"different tables: \['u.npy'\]"):
-        compare_run.parameter_difference(a, export(tmp_path / "b", t=np.zeros(4), u=np.zeros(4)))
+        compare_judge.parameter_difference(a, export(tmp_path / "b", t=np.zeros(4), u=np.zeros(4)))
     with pytest.raises(UserError, match=r"shape \(4,\) in one run and \(5,\)"):
-        compare_run.parameter_difference(a, export(tmp_path / "c", t=np.zeros(5, np.float32)))
+        compare_judge.parameter_difference(a, export(tmp_path / "c", t=np.zeros(5, np.float32)))
     with pytest.raises(UserError, match="none at all"):
-        compare_run.parameter_difference(tmp_path, tmp_path)
+        compare_judge.parameter_difference(tmp_path, tmp_path)
 
 
 def test_pickled_arrays_are_never_loaded(tmp_path: Path) -> None:
     a = export(tmp_path / "a", t=np.zeros(1, np.float32))
     b = export(tmp_path / "b", t=np.array([object()]))
     with pytest.raises(ValueError, match=r"allow_pickle=False|Python objects"):
-        compare_run.parameter_difference(a, b)
+        compare_judge.parameter_difference(a, b)
 
 
 # -- child processes ----------------------------------------------------------------------------
@@ -995,7 +995,7 @@ def test_launch_returns_the_report_and_drops_checkpoints(
         monkeypatch,
         f'echo "$@"; mkdir "{out}/checkpoints"; echo \'{{"a": 1}}\' > "{out}/report.json"',
     )
-    assert compare_run.launch(["seed=1", "data.path=a b;$(c)"], out) == {"a": 1}
+    assert process.run_apart(["seed=1", "data.path=a b;$(c)"], out) == {"a": 1}
     assert (out / "run.log").read_text() == "-m recpipe seed=1 data.path=a b;$(c)\n"
     assert not (out / "checkpoints").exists()
 
@@ -1016,7 +1016,7 @@ def test_launch_tells_why_a_run_failed(
 ) -> None:
     interpreter(tmp_path, monkeypatch, script)
     with pytest.raises(UserError, match=message):
-        compare_run.launch([], tmp_path / "run")
+        process.run_apart([], tmp_path / "run")
 
 
 @pytest.mark.parametrize("sent", [signal.SIGINT, signal.SIGTERM])
@@ -1037,8 +1037,8 @@ def test_an_interrupt_ends_the_run_in_flight(
 
     thread = threading.Thread(target=interrupt)
     thread.start()
-    with pytest.raises(KeyboardInterrupt), compare_run.interrupt_on_sigterm():
-        compare_run.launch([], tmp_path / "run")
+    with pytest.raises(KeyboardInterrupt), process.interrupt_on_sigterm():
+        process.run_apart([], tmp_path / "run")
     thread.join()
     signal.signal(signal.SIGINT, before)
     with pytest.raises(ProcessLookupError):
@@ -1060,8 +1060,8 @@ def test_an_interrupt_while_a_run_starts_ends_it_too(
 
     monkeypatch.setattr(subprocess, "Popen", interrupted)
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    with pytest.raises(KeyboardInterrupt), compare_run.interrupt_on_sigterm():
-        compare_run.launch([], tmp_path / "run")
+    with pytest.raises(KeyboardInterrupt), process.interrupt_on_sigterm():
+        process.run_apart([], tmp_path / "run")
     signal.signal(signal.SIGINT, before)
     assert started[0].poll() is not None
 
