@@ -29,6 +29,7 @@ from recpipe_neo.cost import CostModel
 from recpipe_neo.estimate import MeasuredEstimator, MeasuredStep, TableCosts
 from recpipe_neo.planner import PlanRecord, load_or_measure, make_planner
 from recpipe_neo.stats import FeatureStats, feature_stats
+from recpipe_perf_model import zipf
 from rich.console import Console
 from rich.table import Table
 from torch import nn
@@ -43,7 +44,6 @@ from torchrec.modules.embedding_configs import EmbeddingBagConfig
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from recpipe.kit import zipf
 from recpipe.plugin.batch import Batch
 from recpipe.tables.sharding.planning import TableSharder
 

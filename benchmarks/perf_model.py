@@ -33,6 +33,17 @@ import lightning as L  # noqa: E402
 import numpy as np  # noqa: E402
 import torch  # noqa: E402
 from any_model import Clicks  # noqa: E402
+from recpipe_perf_model.advise.model import Paper  # noqa: E402
+from recpipe_perf_model.bench.steps import TimedSteps  # noqa: E402
+from recpipe_perf_model.kernels.models import Errors  # noqa: E402
+from recpipe_perf_model.machine import Host, MachineProfile, profile_path  # noqa: E402
+from recpipe_perf_model.show import held_out  # noqa: E402
+from recpipe_perf_model.step.amounts import Amounts  # noqa: E402
+from recpipe_perf_model.step.factors import step_amounts  # noqa: E402
+from recpipe_perf_model.step.predict import predict_resident  # noqa: E402
+from recpipe_perf_model.step.reading import reading  # noqa: E402
+from recpipe_perf_model.step.step import Step  # noqa: E402
+from recpipe_perf_model.step.step_text import parse_step, step_text  # noqa: E402
 from torch import nn  # noqa: E402
 from torchrec.models.dlrm import DLRM, DLRM_DCN  # noqa: E402
 from torchrec.modules.embedding_configs import EmbeddingBagConfig  # noqa: E402
@@ -41,17 +52,6 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor  # noqa: E402
 
 import recpipe  # noqa: E402
 from recpipe.common.process import quiet_libraries  # noqa: E402
-from recpipe.perf.bench.steps import TimedSteps  # noqa: E402
-from recpipe.perf.kernels.models import Errors  # noqa: E402
-from recpipe.perf.machine.profile import Host, MachineProfile, profile_path  # noqa: E402
-from recpipe.perf.show import held_out  # noqa: E402
-from recpipe.perf.step.amounts import Amounts  # noqa: E402
-from recpipe.perf.step.factors import step_amounts  # noqa: E402
-from recpipe.perf.step.predict import predict_resident  # noqa: E402
-from recpipe.perf.step.reading import reading  # noqa: E402
-from recpipe.perf.step.step import Step  # noqa: E402
-from recpipe.perf.step.step_text import parse_step, step_text  # noqa: E402
-from recpipe.tasks.advise.model import Paper  # noqa: E402
 
 WARM = 6
 """Steps that do not count."""

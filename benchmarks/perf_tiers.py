@@ -23,29 +23,29 @@ from typing import Any
 import lightning as L
 import numpy as np
 import torch
+from recpipe_perf_model.advise.model import Paper
+from recpipe_perf_model.calibrate import calibrate
+from recpipe_perf_model.facts.collect import collect
+from recpipe_perf_model.facts.facts import Facts
+from recpipe_perf_model.kernels.moves import MoveTimes
+from recpipe_perf_model.machine import Host, MachineProfile, profile_path
+from recpipe_perf_model.statement import Statement
+from recpipe_perf_model.step.amounts import Amounts
+from recpipe_perf_model.step.factors import step_amounts
+from recpipe_perf_model.step.reading import reading
+from recpipe_perf_model.step.walk import Task
+from recpipe_perf_model.tiers.predict import TieredPrediction, predict_tiered, resident_steps
+from recpipe_perf_model.tiers.statements import RESIDENT, of_policy
+from recpipe_perf_model.tiers.tiered import LOOK_UP, UPDATE, Resident, ResidentStep
 
 import recpipe
 from recpipe.common.process import quieted
 from recpipe.config.compose import compose
 from recpipe.config.recipe import Recipe
 from recpipe.data.make import open_dataset
-from recpipe.perf.calibrate import calibrate
-from recpipe.perf.ids.collect import collect
-from recpipe.perf.ids.facts import Facts
-from recpipe.perf.kernels.moves import MoveTimes
-from recpipe.perf.machine.profile import Host, MachineProfile, profile_path
-from recpipe.perf.step.amounts import Amounts
-from recpipe.perf.step.factors import step_amounts
-from recpipe.perf.step.reading import reading
-from recpipe.perf.step.walk import Task
-from recpipe.perf.tiers.predict import TieredPrediction, predict_tiered, resident_steps
-from recpipe.perf.tiers.statements import RESIDENT, of_policy
-from recpipe.perf.tiers.tiered import LOOK_UP, UPDATE, Resident, ResidentStep
-from recpipe.plugin.costs import Statement
 from recpipe.plugin.load import activate
 from recpipe.setup.placing import Unplaced
 from recpipe.setup.prepare import choose_device
-from recpipe.tasks.advise.model import Paper
 
 COMMON = (
     "trainer.device=cpu", "trainer.logger=null", "trainer.checkpoint_every=null", "trainer.progress=false",

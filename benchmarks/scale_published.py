@@ -16,10 +16,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-
-from recpipe.perf.scale.machine import machine
-from recpipe.perf.scale.model import paper_model
-from recpipe.perf.scale.predict import Prediction, Setting
+from recpipe_perf_model.scale.machine import machine
+from recpipe_perf_model.scale.model import paper_model
+from recpipe_perf_model.scale.predict import Prediction, Setting
 
 GRAPH, EAGER, UNKNOWN, FEW = "MLPerf, HugeCTR", "eager frameworks", "shapes not published", "CPU hosts"
 REASONS = {

@@ -13,7 +13,11 @@ from typing import Any
 
 API = Path(__file__).resolve().parent / "api"
 PAGES = {"recpipe": "recpipe", "plugin": "recpipe.plugin", "kit": "recpipe.kit", "testing": "recpipe.testing"}
-PAGES |= {"serve": "recpipe_serve", "low_precision": "recpipe_low_precision"}
+PAGES |= {
+    "serve": "recpipe_serve",
+    "low_precision": "recpipe_low_precision",
+    "perf_model": "recpipe_perf_model",
+}
 BEGIN, END = "<!-- names: made by docs/names.py -->", "<!-- end of names -->"
 
 

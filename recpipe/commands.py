@@ -75,11 +75,6 @@ COMMANDS = {
         "[overwrite=true]",
         "what a server needs of it, compiled, in one directory",
     ),
-    "perf": Command(
-        "recpipe.perf.command:perf",
-        "calibrate [--quick] | show",
-        "what this machine can do, measured once for predictions; takes minutes, --quick one",
-    ),
     "plugins": Command(
         "recpipe.tasks.plugins:plugins",
         "[new kind name]",

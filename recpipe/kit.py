@@ -23,21 +23,6 @@ from recpipe.data.parts import batch_size, leaves, on_device, tensors_in
 from recpipe.data.schema import Schema
 from recpipe.data.select import join, select
 from recpipe.distributed.ranks import Channel, Ranks
-from recpipe.perf.bench.collectives import BYTES as COLLECTIVE_BYTES
-from recpipe.perf.bench.collectives import FAMILY as COLLECTIVE_FAMILY
-from recpipe.perf.bench.collectives import timed_collectives
-from recpipe.perf.bench.lookups import SHAPES as LOOKUP_SHAPES
-from recpipe.perf.bench.lookups import TABLES as LOOKUP_TABLES
-from recpipe.perf.bench.lookups import Clock, timed_lookups, zipf
-from recpipe.perf.bench.lookups import pools as id_pools
-from recpipe.perf.ids.facts import Facts
-from recpipe.perf.ids.group_facts import GroupFacts, Misses
-from recpipe.perf.ids.replay import Kept as KeptLookups
-from recpipe.perf.ids.replay import joined as joined_lookups
-from recpipe.perf.kernels.linear import fitted, nnls
-from recpipe.perf.kernels.lookup_work import LookupWork
-from recpipe.perf.machine.profile import Host, SharedProfile
-from recpipe.perf.tiers.ranks import busiest_part, share_of_distinct
 from recpipe.pipeline.placed import PlacedModel
 from recpipe.plugin.bags import Bags, IndexBags, distinct
 from recpipe.plugin.batch import Batch
@@ -68,10 +53,6 @@ from recpipe.tables.tiers.policies import (
 )
 
 __all__ = [
-    "COLLECTIVE_BYTES",
-    "COLLECTIVE_FAMILY",
-    "LOOKUP_SHAPES",
-    "LOOKUP_TABLES",
     "WIRE_PRECISIONS",
     "Amount",
     "Bags",
@@ -80,29 +61,22 @@ __all__ = [
     "BulkStore",
     "Channel",
     "ChosenRows",
-    "Clock",
     "ColdStore",
     "Damaged",
     "DataConfig",
     "Dataset",
-    "Facts",
     "Fp16Rows",
     "GivenBatches",
-    "GroupFacts",
     "HeldRows",
     "HoldersStore",
-    "Host",
     "HotSet",
     "IndexBags",
     "Int8Rows",
     "IoCounters",
-    "KeptLookups",
     "Lfu",
-    "LookupWork",
     "Lru",
     "Mark",
     "Meter",
-    "Misses",
     "NumberedDataset",
     "PlacedModel",
     "Prediction",
@@ -116,7 +90,6 @@ __all__ = [
     "Sample",
     "SamplesConfig",
     "Schema",
-    "SharedProfile",
     "SparseFeature",
     "SsdStore",
     "StoreLayout",
@@ -129,22 +102,17 @@ __all__ = [
     "Values",
     "add_lookups",
     "batch_size",
-    "busiest_part",
     "compiled",
     "distinct",
     "distinct_slots",
     "entries",
-    "fitted",
     "group_rows",
-    "id_pools",
     "join",
-    "joined_lookups",
     "leaves",
     "load_profile",
     "milliseconds",
     "module_name",
     "moved",
-    "nnls",
     "on_device",
     "open_dataset",
     "parse_json",
@@ -155,17 +123,13 @@ __all__ = [
     "residents",
     "row_bags",
     "select",
-    "share_of_distinct",
     "table_bases",
     "tensors_in",
-    "timed_collectives",
-    "timed_lookups",
     "top_rows",
     "typed_as",
     "updated",
     "wire_codecs",
     "within",
-    "zipf",
 ]
 
 

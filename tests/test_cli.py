@@ -47,7 +47,7 @@ from tests.report.test_report import make_report
         (["--config-dir", "no/such/folder"], "no/such/folder' not found"),
         (
             ["trian"],
-            "no command 'trian'. Commands: evaluate, predict, package, quantize, serve, perf, plugins, ",
+            "no command 'trian'. Commands: evaluate, predict, package, plugins, unshard, sweep-report, ",
         ),
         (["doctor", "now"], "recpipe doctor takes no arguments, not 'now'"),
     ],

@@ -15,13 +15,10 @@ PAGE = (ROOT / "docs" / "house.md").read_text(encoding="utf-8")
 ROOMS = re.findall(r"^\| `(\w+(?:\.py)?)` \| (.+) \|$", PAGE, re.MULTILINE)
 """The table's rows: a room or a loose file, and its sentence; from the first to the last."""
 ORDER = [name for name, _ in ROOMS]
-PERF = re.findall(r"^\| `perf/(\w+(?:\.py)?)` \| (.+) \|$", PAGE, re.MULTILINE)
-"""The same of the rooms within ``perf``."""
-ORDERS = {"recpipe": ORDER, "recpipe.perf": [name for name, _ in PERF]}
+MODEL = re.findall(r"^\| `recpipe_perf_model/(\w+(?:\.py)?)` \| (.+) \|$", PAGE, re.MULTILINE)
+"""The same of the performance model."""
+ORDERS = {"recpipe": ORDER, "recpipe_perf_model": [name for name, _ in MODEL]}
 """By package."""
-STILL_NAMED = {"plugin": {"data", "perf", "answers"}}
-"""Later rooms that a room still names, in annotations alone: of the kinds of plugins and the costs that are
-about to leave the contract for packages of their own."""
 
 
 def entered(name: str, package: str = "recpipe") -> str:
@@ -31,7 +28,7 @@ def entered(name: str, package: str = "recpipe") -> str:
 
 
 def folder(package: str) -> Path:
-    return ROOT / package.replace(".", "/")
+    return HOUSE if package == "recpipe" else ROOT / "plugins" / package
 
 
 def names_types_only(node: ast.AST) -> bool:
@@ -68,25 +65,18 @@ def entries(source: str, package: str = "recpipe", types: bool = True) -> set[st
 def too_late(source: str, own: str, package: str = "recpipe") -> set[str]:
     """Rooms of ``package`` that code in its room ``own`` enters and may not."""
     order = ORDERS[package]
-    named = STILL_NAMED.get(own, set()) - entries(source, package, types=False)
-    return {room for room in entries(source, package) - named if order.index(room) > order.index(own)}
+    return {room for room in entries(source, package) if order.index(room) > order.index(own)}
 
 
 @pytest.mark.parametrize("package", ORDERS)
 def test_every_room_and_loose_file_is_on_the_page_and_no_other(package: str) -> None:
     home = folder(package)
-    rooms = {path.name for path in home.iterdir() if path.is_dir() and any(path.glob("*.py"))}
+    rooms = {path.name for path in home.iterdir() if path.is_dir() and any(path.glob("*.py"))} - {"tests"}
     assert sorted(ORDERS[package]) == sorted(rooms | {path.name for path in home.glob("*.py")})
 
 
-@pytest.mark.parametrize("room", [name for name, _ in PERF if not name.endswith(".py")])
-def test_rooms_of_perf_say_what_the_page_says(room: str) -> None:
-    said = ast.get_docstring(ast.parse((HOUSE / "perf" / room / "__init__.py").read_text(encoding="utf-8")))
-    assert said == dict(PERF)[room]
-
-
 def test_each_has_one_sentence() -> None:
-    for name, sentence in (*ROOMS, *PERF):
+    for name, sentence in (*ROOMS, *MODEL):
         assert re.fullmatch(r"[^.]([^.]|\.(?! ))*\.", sentence), f"{name}: {sentence}"
 
 
@@ -129,10 +119,10 @@ def test_what_an_import_enters(line: str, room: str) -> None:
 def test_an_import_of_a_later_room_is_found() -> None:
     assert too_late("def later():\n    import recpipe.tasks.plan", "data") == {"tasks"}
     assert too_late("if TYPE_CHECKING:\n    import recpipe.tasks.plan", "data") == {"tasks"}
-    assert too_late("import recpipe.perf", "plugin") == {"perf"}
     assert not too_late("from recpipe.plugin.batch import Batch", "tasks")
-    assert too_late("from recpipe.perf.tiers.predict import Kind", "ids", "recpipe.perf") == {"tiers"}
-    assert not too_late("from recpipe.perf.step.walk import walk", "scale", "recpipe.perf")
+    package = "recpipe_perf_model"
+    assert too_late(f"from {package}.tiers.predict import Kind", "facts", package) == {"tiers"}
+    assert not too_late(f"from {package}.step.walk import walk", "scale", package)
 
 
 def test_core_imports_no_plugin() -> None:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from recpipe.kit import Facts, GroupFacts
-from recpipe.plugin import Moved, Phase, RowSpace, Statement, Work
+from recpipe_perf_model import Facts, GroupFacts, Moved, Phase, Statement, Work
+
+from recpipe.plugin import RowSpace
 from recpipe_bagpipe.pace import MOST
 from recpipe_bagpipe.replayed import Replayed
 from recpipe_bagpipe.window import FEW, ROW_BYTES

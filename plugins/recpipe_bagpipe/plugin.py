@@ -19,7 +19,6 @@ from recpipe.plugin import (
     PluginError,
     RowSpace,
     RunFigures,
-    Statement,
 )
 from recpipe_bagpipe.pace import Pace
 from recpipe_bagpipe.policy import Lookahead, NoBulk
@@ -27,7 +26,7 @@ from recpipe_bagpipe.replicas import Replicas, replicas
 from recpipe_bagpipe.verdict import verdict
 
 if TYPE_CHECKING:
-    from recpipe.kit import Facts
+    from recpipe_perf_model import Facts, Statement
 
 
 AUTO = "auto"
@@ -87,7 +86,7 @@ class BagPipe(Plugin):
         )
 
     def costs(self, facts: Facts) -> Statement:
-        """As ``costs.statement``."""
+        """State what the performance model needs for a prediction without a run."""
         from recpipe_bagpipe.costs import Shares, statement
 
         return statement(facts, None if self.auto else self.lookahead, Shares(1 - RESERVED - WRITES, WAITING))

@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from recpipe.kit import IndexBags, KeptLookups, distinct
+from recpipe_perf_model import KeptLookups
+
+from recpipe.kit import IndexBags, distinct
 from recpipe.plugin import CachePolicy, Placement, RowIds, RowSpace, Slots
 from recpipe_bagpipe.pace import Pace
 from recpipe_bagpipe.policy import Lookahead, NoBulk

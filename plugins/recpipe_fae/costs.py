@@ -8,9 +8,9 @@ from itertools import pairwise
 
 import numpy as np
 from numpy.typing import NDArray
+from recpipe_perf_model import Facts, KeptLookups, Moved, Phase, Statement, joined_lookups
 
-from recpipe.kit import Facts, KeptLookups, joined_lookups
-from recpipe.plugin import Moved, Phase, RowSpace, Statement
+from recpipe.plugin import RowSpace
 from recpipe_fae.classify import hot_samples, sample_of
 from recpipe_fae.estimate import Estimate, estimated, stretch
 from recpipe_fae.hotset import HotOnUse

@@ -5,19 +5,12 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from recpipe.plugin import (
-    Context,
-    Contribution,
-    Figure,
-    Invariant,
-    Plugin,
-    PluginError,
-    Statement,
-)
+from recpipe.plugin import Context, Contribution, Figure, Invariant, Plugin, PluginError
 from recpipe_fae.schedule import Scheduler
 
 if TYPE_CHECKING:
-    from recpipe.kit import Facts
+    from recpipe_perf_model import Facts, Statement
+
     from recpipe_fae.callback import ShuffleScheduler
     from recpipe_fae.prepare import Preparation
     from recpipe_fae.verdict import Steps
@@ -87,7 +80,7 @@ class FAE(Plugin):
         )
 
     def costs(self, facts: Facts) -> Statement:
-        """As ``costs.statement``."""
+        """State what the performance model needs for a prediction without a run."""
         from recpipe_fae.costs import statement
         from recpipe_fae.prepare import HotRule
 

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from recpipe.kit import Facts, GroupFacts, share_of_distinct
-from recpipe.plugin import Moved, Phase, Statement, Work
+from recpipe_perf_model import Facts, GroupFacts, Moved, Phase, Statement, Work, share_of_distinct
 
 LRU = "lru"
 HEAD = 16

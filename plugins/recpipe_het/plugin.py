@@ -8,17 +8,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from recpipe.kit import HeldRows, HoldersStore, Lfu, Lru, TableCollection, TierParts
-from recpipe.plugin import (
-    Cache,
-    CachePolicy,
-    Context,
-    Contribution,
-    Invariant,
-    Plugin,
-    PluginError,
-    RowSpace,
-    Statement,
-)
+from recpipe.plugin import Cache, CachePolicy, Context, Contribution, Invariant, Plugin, PluginError, RowSpace
 from recpipe_het.bounds import Bounds
 from recpipe_het.figures import Settings, figures
 from recpipe_het.lines import Lines
@@ -28,7 +18,7 @@ from recpipe_het.rounds import Rounds
 from recpipe_het.tables import HetTables
 
 if TYPE_CHECKING:
-    from recpipe.kit import Facts
+    from recpipe_perf_model import Facts, Statement
 
 
 CACHES: dict[str, type[CachePolicy]] = {"lru": Lru, "lfu": Lfu, "lfuopt": LfuOpt}
@@ -81,7 +71,7 @@ class HET(Plugin):
         )
 
     def costs(self, facts: Facts) -> Statement:
-        """As ``costs.statement``."""
+        """State what the performance model needs for a prediction without a run."""
         from recpipe_het.costs import statement
 
         return statement(facts, self.cache, self.settings.bound)

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from recpipe.kit import Facts
-from recpipe.plugin import Phase, Statement, Work, micro_batch_step
+from recpipe_perf_model import Facts, Phase, Statement, Work
+
+from recpipe.plugin import micro_batch_step
 from recpipe_hotline.policy import Learning, PopularRows
 
 

@@ -15,14 +15,13 @@ from recpipe.plugin import (
     PluginError,
     RowSpace,
     RunFigures,
-    Statement,
     micro_batch_step,
 )
 from recpipe_hotline.policy import Learning, PopularRows
 from recpipe_hotline.splitter import PopularFirst
 
 if TYPE_CHECKING:
-    from recpipe.kit import Facts
+    from recpipe_perf_model import Facts, Statement
 
 
 class Hotline(Plugin):
@@ -70,7 +69,7 @@ class Hotline(Plugin):
         )
 
     def costs(self, facts: Facts) -> Statement:
-        """As ``costs.statement``."""
+        """State what the performance model needs for a prediction without a run."""
         from recpipe_hotline.costs import statement
 
         return statement(facts, self.learning, self.min_micro_batch)

@@ -11,9 +11,9 @@ from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
+from recpipe_perf_model import LookupWork, fitted, nnls
 from torchrec.distributed.types import ShardingType
 
-from recpipe.kit import LookupWork, fitted, nnls
 from recpipe_neo.machine_profile import CollectiveSample, ExchangeSample, LookupSample, MachineProfile
 
 Vector = npt.NDArray[np.float64]

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from recpipe.kit import Facts, busiest_part
-from recpipe.plugin import Statement
+from recpipe_perf_model import Facts, Statement, busiest_part
 
 
 def statement(facts: Facts) -> Statement:

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
 import numpy as np
+from recpipe_perf_model import LookupWork
 from torchrec.distributed.planner.types import (
     ParameterConstraints,
     Perf,
@@ -17,7 +18,6 @@ from torchrec.distributed.planner.types import (
 )
 from torchrec.distributed.types import ShardingType
 
-from recpipe.kit import LookupWork
 from recpipe_neo.cost import DATA_PARALLEL, CostModel, Vector, owned, shared
 from recpipe_neo.partition import work
 from recpipe_neo.split import ROW_TYPES

@@ -12,8 +12,9 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 from fbgemm_gpu.split_embedding_configs import EmbOptimType
+from recpipe_perf_model import COLLECTIVE_FAMILY, Host
 
-from recpipe.kit import COLLECTIVE_FAMILY, Damaged, Host, Sample, entries, parse_json, processor, typed_as
+from recpipe.kit import Damaged, Sample, entries, parse_json, processor, typed_as
 from recpipe.plugin import UserError
 
 SCHEMA = 1

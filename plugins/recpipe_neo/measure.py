@@ -16,11 +16,11 @@ import numpy.typing as npt
 import torch
 import torch.distributed as dist
 from fbgemm_gpu.split_embedding_configs import EmbOptimType
+from recpipe_perf_model import COLLECTIVE_BYTES as BYTES
+from recpipe_perf_model import LOOKUP_SHAPES as SHAPES
+from recpipe_perf_model import LOOKUP_TABLES as TABLES
+from recpipe_perf_model import Clock, id_pools, timed_collectives, timed_lookups
 
-from recpipe.kit import COLLECTIVE_BYTES as BYTES
-from recpipe.kit import LOOKUP_SHAPES as SHAPES
-from recpipe.kit import LOOKUP_TABLES as TABLES
-from recpipe.kit import Clock, id_pools, timed_collectives, timed_lookups
 from recpipe_neo.machine_profile import CollectiveSample, LookupSample, Machine, MachineProfile
 from recpipe_neo.steps import measure_exchanges
 

@@ -15,23 +15,14 @@ from torchrec.distributed.planner.types import ParameterConstraints, Topology
 from torchrec.distributed.types import ShardingPlanner, ShardingType
 
 from recpipe.kit import WIRE_PRECISIONS, module_name
-from recpipe.plugin import (
-    Context,
-    Contribution,
-    Invariant,
-    Planner,
-    Plugin,
-    PluginError,
-    Statement,
-    TableInfo,
-)
+from recpipe.plugin import Context, Contribution, Invariant, Planner, Plugin, PluginError, TableInfo
 from recpipe_neo.planner import PLANNERS, PlanRecord, make_planner
 from recpipe_neo.precision import TABLE_PRECISIONS, LowPrecision, refuse_ignored
 from recpipe_neo.split import ROW_TYPES
 from recpipe_neo.stats import feature_stats
 
 if TYPE_CHECKING:
-    from recpipe.kit import Facts
+    from recpipe_perf_model import Facts, Statement
 
 
 SAMPLED_BATCHES = 4
@@ -98,7 +89,7 @@ class Neo(Plugin):
         return Limits(self.types, "int8" in self.wire, rounding, max(2, ranks))
 
     def costs(self, facts: Facts) -> Statement:
-        """As ``costs.statement``."""
+        """State what the performance model needs for a prediction without a run."""
         from recpipe_neo.costs import statement
 
         return statement(facts)

@@ -30,7 +30,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from recpipe_neo.machine_profile import ExchangeSample
 
 if TYPE_CHECKING:
-    from recpipe.kit import Clock
+    from recpipe_perf_model import Clock
 
 GENERATORS = {
     ShardingType.TABLE_WISE.value: table_wise(rank=0, compute_kernel="fused"),

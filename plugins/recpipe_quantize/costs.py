@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
-from recpipe.kit import Facts
-from recpipe.plugin import RecordLayout, RowCodec, Statement
+from recpipe_perf_model import Facts, Statement
+
+from recpipe.plugin import RecordLayout, RowCodec
 
 
 def statement(facts: Facts, cold: str, codecs: Mapping[str, Callable[[RecordLayout], RowCodec]]) -> Statement:

@@ -20,13 +20,12 @@ from recpipe.plugin import (
     Quantizer,
     RecordLayout,
     RowCodec,
-    Statement,
     TableInfo,
 )
 from recpipe_quantize.meter import Meter, Metered
 
 if TYPE_CHECKING:
-    from recpipe.kit import Facts
+    from recpipe_perf_model import Facts, Statement
 
 
 COLD: Mapping[str, Callable[[RecordLayout], RowCodec]] = {
@@ -81,7 +80,7 @@ class Quantize(Plugin):
         return ", ".join(sorted(i.name for i in self.alters)) if used else "nothing"
 
     def costs(self, facts: Facts) -> Statement:
-        """As ``costs.statement``."""
+        """State what the performance model needs for a prediction without a run."""
         from recpipe_quantize.costs import statement
 
         return statement(facts, self.cold, COLD)

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from recpipe.kit import Facts, HotSet, top_rows
-from recpipe.plugin import Phase, RowSpace, Statement, Work
+from recpipe_perf_model import Facts, Phase, Statement, Work
+
+from recpipe.kit import HotSet, top_rows
+from recpipe.plugin import RowSpace
 from recpipe_slipstream.verdict import LEAST
 
 SAMPLE = 0.05

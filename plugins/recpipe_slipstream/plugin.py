@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from recpipe.plugin import Context, Contribution, Figure, Invariant, Plugin, PluginError, Statement
+from recpipe.plugin import Context, Contribution, Figure, Invariant, Plugin, PluginError
 from recpipe_slipstream.callback import StaleInputs, batches_of
 from recpipe_slipstream.classifier import SIZES
 from recpipe_slipstream.hotset import HotTables
@@ -15,7 +15,7 @@ from recpipe_slipstream.threshold import SEARCHES
 from recpipe_slipstream.verdict import sentence
 
 if TYPE_CHECKING:
-    from recpipe.kit import Facts
+    from recpipe_perf_model import Facts, Statement
 
 
 class Slipstream(Plugin):
@@ -119,7 +119,7 @@ class Slipstream(Plugin):
         return ", ".join(sorted(i.name for i in self.alters)) if totals.dropped or frozen else "nothing"
 
     def costs(self, facts: Facts) -> Statement:
-        """As ``costs.statement``."""
+        """State what the performance model needs for a prediction without a run."""
         from recpipe_slipstream.costs import statement
 
         return statement(facts, self.drop)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
 from annotated_types import Interval
 from omegaconf import DictConfig
@@ -15,8 +15,6 @@ from omegaconf import DictConfig
 from recpipe.common.validation import FilePath, Text, chosen, fitted, mapping, no_value, typed, typed_part
 from recpipe.config.compose import active_plugins, plain_values
 from recpipe.config.task import (
-    AdviseConfig,
-    AdviseTask,
     CompareConfig,
     InstalledTask,
     MissesConfig,
@@ -29,21 +27,19 @@ from recpipe.distributed.launch import Topology
 from recpipe.errors import UserError
 from recpipe.model.config import ModelConfig, UserModel, parse_model
 from recpipe.model.loss import LOSSES
-from recpipe.perf.scale.config import ScaleConfig
 from recpipe.plugin.conf import TARGET
 from recpipe.plugin.offers import is_offered, offered
 from recpipe.tables.config import TierConfig
 from recpipe.training.config import TrainerConfig
 from recpipe.training.optim import OptimConfig
 
+T = TypeVar("T")
 TASKS: dict[str, type[TaskConfig]] = {
     "train": TaskConfig,
     "profile": ProfileConfig,
     "compare": TaskConfig,
     "plan": PlanConfig,
     "misses": MissesConfig,
-    "advise": AdviseTask,
-    "scale": TaskConfig,
 }
 """recpipe's own tasks by name."""
 Seed = Annotated[int, Interval(ge=0, le=2**32 - 1)]
@@ -71,10 +67,6 @@ class Recipe:
     task: TaskConfig
     compare: CompareConfig | None
     """Set only for task=compare."""
-    advise: AdviseConfig | None
-    """Set only for task=advise."""
-    scale: ScaleConfig | None
-    """Set only for task=scale."""
     compose: Compose
     seed: int
     resume: str | None
@@ -96,7 +88,7 @@ class Recipe:
             raise UserError(
                 f"task=profile starts anew and cannot go on from resume={section('resume')}; leave resume out"
             )
-        compares, advises = task.name == "compare", task.name == "advise"
+        compares = task.name == "compare"
         model = parse_model(_present(values, "model"))
         return cls(
             data=with_label_kind(parse_config(_present(values, "data")), model),
@@ -107,8 +99,6 @@ class Recipe:
             topology=typed(Topology, section("topology", {}), "topology"),
             task=task,
             compare=typed(CompareConfig, _present(values, "compare"), "compare") if compares else None,
-            advise=typed(AdviseConfig, _present(values, "advise"), "advise") if advises else None,
-            scale=typed(ScaleConfig, _present(values, "scale"), "scale") if task.name == "scale" else None,
             compose=typed(Compose, section("compose", {"prefer": {}}), "compose"),
             seed=fitted(Seed, _present(values, "seed"), "seed"),
             resume=fitted(FilePath | None, section("resume"), "resume"),
@@ -116,6 +106,11 @@ class Recipe:
             plugins=active_plugins(config),
             values=values,
         )
+
+    def section(self, kind: type[T], name: str) -> T:
+        """The section ``name``, typed for a package's task that has it; ``UserError`` names the first wrong
+        key."""
+        return typed(kind, _present(self.values, name), name)
 
 
 def with_label_kind(data: DataConfig, model: ModelConfig | UserModel) -> DataConfig:

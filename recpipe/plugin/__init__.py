@@ -11,7 +11,6 @@ if TYPE_CHECKING:
     from recpipe.plugin.api import API, Contribution, EpochOrder, Figure, Invariant, Link, Plugin
     from recpipe.plugin.bags import RowIds, Slots
     from recpipe.plugin.context import Context, GroupInfo, RunFigures, TableInfo
-    from recpipe.plugin.costs import Moved, Phase, Statement, Work
     from recpipe.plugin.errors import PluginError
     from recpipe.plugin.planner import Planner
     from recpipe.plugin.policy import NOTHING, Cache, CachePolicy, Placement, Residents, RowSpace
@@ -31,9 +30,7 @@ _HOME = {
     "GroupInfo": "recpipe.plugin.context",
     "Invariant": "recpipe.plugin.api",
     "Link": "recpipe.plugin.api",
-    "Moved": "recpipe.plugin.costs",
     "NOTHING": "recpipe.plugin.policy",
-    "Phase": "recpipe.plugin.costs",
     "Placement": "recpipe.plugin.policy",
     "Planner": "recpipe.plugin.planner",
     "Plugin": "recpipe.plugin.api",
@@ -49,10 +46,8 @@ _HOME = {
     "Slots": "recpipe.plugin.bags",
     "Split": "recpipe.plugin.splitter",
     "Splitter": "recpipe.plugin.splitter",
-    "Statement": "recpipe.plugin.costs",
     "TableInfo": "recpipe.plugin.context",
     "UserError": "recpipe.errors",
-    "Work": "recpipe.plugin.costs",
     "micro_batch_step": "recpipe.plugin.splitter",
 }
 """The module that defines each name. It is imported when the name is first used: some modules need numpy."""
@@ -70,8 +65,6 @@ __all__ = [
     "GroupInfo",
     "Invariant",
     "Link",
-    "Moved",
-    "Phase",
     "Placement",
     "Planner",
     "Plugin",
@@ -87,10 +80,8 @@ __all__ = [
     "Slots",
     "Split",
     "Splitter",
-    "Statement",
     "TableInfo",
     "UserError",
-    "Work",
     "micro_batch_step",
 ]
 

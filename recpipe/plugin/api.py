@@ -17,9 +17,7 @@ from recpipe.plugin.context import Context, RunFigures
 if TYPE_CHECKING:
     import lightning as L
 
-    from recpipe.perf.ids.facts import Facts
     from recpipe.plugin.batch import Batch
-    from recpipe.plugin.costs import Statement
     from recpipe.plugin.planner import Planner
     from recpipe.plugin.policy import Cache
     from recpipe.plugin.quantizer import Quantizer
@@ -149,11 +147,3 @@ class Plugin(ABC):
         or stores tables in fewer bits, the groups change: then every plugin is called once more with the new
         groups, and its first contribution is dropped.
         """
-
-    def costs(self, facts: Facts) -> Statement | None:
-        """What the plugin costs and saves where ``facts`` hold, for a prediction without a run; None: it
-        states nothing.
-
-        It must be cheap, and depend on ``facts`` and the knobs alone.
-        """
-        return None

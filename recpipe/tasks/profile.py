@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
+from functools import partial
 from itertools import product
 from statistics import fmean
 from typing import Any, TypeVar
@@ -16,15 +17,14 @@ from recpipe.common.machine import Load, disturbance, used_by_others
 from recpipe.common.timing import PHASES, watch
 from recpipe.config.task import ProfileConfig
 from recpipe.model.config import ModelConfig, UserModel
-from recpipe.perf.calibrate import contradicts, recheck
-from recpipe.perf.machine.profile import Host, own_profile, profile_path
 from recpipe.pipeline.batch import InFlight
 from recpipe.pipeline.placed import PlacedModel
-from recpipe.plugin.calls import blaming
+from recpipe.plugin.calls import Origin, blame
 from recpipe.plugin.offers import imported, offered, origin_of
 from recpipe.profiling.limits import Limits, measure
 from recpipe.profiling.parts import tell_parts
 from recpipe.profiling.roofline import floors_ms
+from recpipe.profiling.step_model import NoStepModel, StepModel
 from recpipe.profiling.trace import OVERHEAD, STEP, ProfiledStep, mean_step, profiled_steps, top_operators
 from recpipe.profiling.traced import Traced
 from recpipe.profiling.workload import (
@@ -75,16 +75,12 @@ class Profile:
         self.profiler.complete(report, training, files)
 
 
-def predicted(training: Training, steps: int, phases: Mapping[str, Any]) -> dict[str, Any]:
-    """What the installed performance model says of the later half of the first ``steps`` steps, beside the
-    measured ``phases``: a dict with ``step_ms``, or with the ``reason`` why there is none."""
+def step_model() -> tuple[StepModel, Origin]:
+    """The first installed model of steps, and whose it is."""
     for ep in offered("profile").values():
-        predict = imported("profile", ep)
-        assert callable(predict)
-        with blaming(origin_of(ep), "profile"):
-            found: dict[str, Any] = predict(training, steps, phases)
-        return found
-    return {"reason": "no installed package predicts steps; recpipe's own is the performance model"}
+        made: Any = imported("profile", ep)
+        return (made() if isinstance(made, type) else made), origin_of(ep)
+    return NoStepModel(), Origin("recpipe")
 
 
 class StepProfiler(L.Callback):
@@ -182,8 +178,11 @@ class StepProfiler(L.Callback):
         work, lookups = model_work(self.model, config, self.batches)
         work["dense optimizer"] = self.optimizer
         widest = max(group.tables.dim for group in self.model.embeddings.tables.groups)
+        row_bytes = FLOAT_BYTES * widest
+        model, origin = step_model()
+        ask = partial(blame, origin, "profile")
         before = Load.now()
-        limits = known_or_measured(FLOAT_BYTES * widest, self.device)
+        limits = ask(model.limits)(row_bytes, self.device) or measure(row_bytes, self.device)
         others = used_by_others(before)
         events = self.profiler.events()  # type: ignore[no-untyped-call]
         step = mean_step(middle_half(profiled_steps(events), key=lambda step: step.ms))
@@ -193,17 +192,19 @@ class StepProfiler(L.Callback):
             floor = floor_section(work, limits, config.precision, lookups)
             return {
                 **timing,
-                "predicted": predicted(training, timed.stop, timing["phases"]),
+                "predicted": ask(model.predict)(training, timed.stop, timing["phases"]),
                 "floor": floor | {"stale": stale(timing, floor["ms"], disturbance(others))},
                 "machine": asdict(limits),
             }
 
         found = told(limits)
         said = None
-        if self.device.type == "cpu" and doubtful(found, bool(disturbance(in_training))):
-            said = recheck(profile_path(Host.current()))
+        if self.device.type == "cpu":
+            said = ask(model.recheck)(found, bool(disturbance(in_training)))
+        if said is not None or (self.device.type == "cpu" and found["floor"]["ms"] > found["step_ms"]):
             before = Load.now()
-            limits = known_or_measured(FLOAT_BYTES * widest, self.device, trusted=said is None or said.fresh)
+            known = ask(model.limits)(row_bytes, self.device) if said is None or said.fresh else None
+            limits = known or measure(row_bytes, self.device)
             others = used_by_others(before)
             found = told(limits)
         report.profile = {
@@ -213,15 +214,6 @@ class StepProfiler(L.Callback):
             "operators": top_operators(self.profiler, self.config.steps),
             "trace": TRACE,
         }
-
-
-def doubtful(found: Mapping[str, Any], disturbed: bool) -> bool:
-    """Whether a measured step contradicts the machine's profile: its prediction by far, or the whole floor at
-    all. ``disturbed``: whether other programs slowed the step down."""
-    predicted, measured = found["predicted"].get("step_ms"), found["step_ms"]
-    return found["floor"]["ms"] > measured or (
-        predicted is not None and contradicts(predicted[0], measured, disturbed)
-    )
 
 
 def stale(timing: Mapping[str, Any], whole_ms: float, disturbed: str) -> str | None:
@@ -307,14 +299,3 @@ def floor_section(work: dict[str, Work], limits: Limits, precision: str, lookups
         **asdict(lookups),
         "work": {name: asdict(w) for name, w in work.items()},
     }
-
-
-def known_or_measured(row_bytes: int, device: torch.device, trusted: bool = True) -> Limits:
-    """The limits in this machine's profile, if ``recpipe perf calibrate`` has made one and it is ``trusted``,
-    or measured ones."""
-    host = Host.current(device)
-    profile = own_profile(host) if trusted and device.type == "cpu" else None
-    known = None
-    if profile is not None:
-        known = Limits.of(profile.samples.get("limits", ()), row_bytes, host.threads)
-    return known or measure(row_bytes, device)

@@ -20,7 +20,6 @@ from recpipe.plugin.errors import PluginError
 from recpipe.plugin.load import activate, installed
 from recpipe.tasks.plugins import SAMPLE, default_knobs, points
 from recpipe.testing.apart import RunError, once
-from recpipe.testing.costs import sample_facts, wrong_costs
 from recpipe.testing.purity import costs, deeds, outline
 from recpipe.testing.replay import reference
 from recpipe.testing.resume import resumed_faults
@@ -185,12 +184,6 @@ class PluginSuite:
             self._fail("contribute() took more than 1 MB: build later, when a part is first called")
         if cost.threads:
             self._fail("contribute() started a thread: start work when a part is first called")
-
-    def test_states_costs_that_add_up(self) -> None:
-        stated = self.make().costs(sample_facts())
-        if stated is not None and stated != self.make().costs(sample_facts()):
-            self._fail("costs() says something else when it is asked again")
-        self._none_of(wrong_costs(stated), "Correct costs(), or leave it out")
 
     @pytest.mark.parametrize("first", [True, False])
     def test_composes_or_conflicts_with_every_other(self, first: bool) -> None:

@@ -14,6 +14,7 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 from numpy.typing import NDArray
+from recpipe_perf_model.machine import Host, MachineProfile, SharedProfile, own_profile, profile_path
 from torch._inductor.runtime.cache_dir_utils import cache_dir as torch_cache_dir
 from torch._inductor.runtime.cache_dir_utils import default_cache_dir as default_torch_cache_dir
 
@@ -24,7 +25,6 @@ from recpipe.common.own_cache import own_compilers_caches, own_folder, require_o
 from recpipe.data.config import ParquetConfig
 from recpipe.data.make import open_dataset
 from recpipe.errors import UserError
-from recpipe.perf.machine.profile import Host, MachineProfile, SharedProfile, own_profile, profile_path
 from recpipe.seams.compiled import compile_program, trusted_caches
 
 STRANGER = 54321

@@ -5,7 +5,6 @@ from __future__ import annotations
 import gzip
 import io
 import json
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -19,10 +18,6 @@ from torch._C._profiler import _ExperimentalConfig
 from recpipe.common.timing import PHASES, PREFIX, watch
 from recpipe.config.compose import compose
 from recpipe.errors import UserError
-from recpipe.perf import calibrate
-from recpipe.perf.bench import limits as bench_limits
-from recpipe.perf.kernels.models import Estimate
-from recpipe.perf.machine.profile import Host, MachineProfile, profile_path
 from recpipe.pipeline.batch import InFlight
 from recpipe.pipeline.cores import Cores
 from recpipe.pipeline.step import StepTimes, accumulate
@@ -31,11 +26,8 @@ from recpipe.profiling.parts import tell_parts
 from recpipe.profiling.trace import OVERHEAD, STEP, ProfiledStep, mean_step, profiled_steps
 from recpipe.report import html, profiled, run_page
 from recpipe.run import run
-from recpipe.tasks import profile_predicted
-from recpipe.tasks.advise import model
 from recpipe.tasks.profile import achieved, middle_half, stale
 from tests.pipeline.samples import collection_of, model_over, random_batch
-from tests.tasks.test_advise import machine as slow_disk
 
 SMALL = (
     "task=profile",
@@ -93,52 +85,6 @@ def test_a_run_leaves_phases_floors_and_a_trace(tmp_path: Path, recipe: tuple[st
     assert page.count("embedding backward and update") >= 2
 
 
-@pytest.mark.parametrize(
-    ("recipe", "waits"),
-    [((), 0.0), (("tiers=ssd", "+plugin=hotline", "tiers.resident_bytes=5%"), 1.0)],
-    ids=["resident", "hotline"],
-)
-@pytest.mark.usefixtures("real_plots")
-def test_the_step_is_predicted_beside_the_measured_one(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, recipe: tuple[str, ...], waits: float
-) -> None:
-    """By a profile of a machine whose disk takes seconds. How long reading takes is given, not measured."""
-    monkeypatch.setattr(profile_predicted, "own_profile", lambda host: slow_disk(ssd=10.0))
-    monkeypatch.setattr(model, "reading", lambda *asked: Estimate(1e-4, 1e-4, 1e-4))
-    found = run(compose([*SMALL, *recipe]), tmp_path)["profile"]
-    told = found["predicted"]
-    step_ms, low, high = told["step_ms"]
-    assert low < step_ms < high
-    assert sum(told["parts_ms"].values()) == pytest.approx(step_ms, rel=1e-6)
-    assert told["parts_ms"]["input"] / step_ms == pytest.approx(waits, abs=0.1)
-    assert told["parts_ms"]["backward"] > 0
-    assert sum(told["measured_parts_ms"].values()) == pytest.approx(found["step_ms"])
-    assert {"main", "loader"} <= {task["place"] for task in told["timeline"]}
-    rows = profiled.predicted_parts(found).rows
-    assert rows[-1][0] == "step"
-    assert f"{step_ms:.2f} ms a step" in profiled.predicted(found)
-    page = (tmp_path / "report.html").read_text(encoding="utf-8")
-    assert "Predicted against measured" in page
-    assert "Predicted steps" in page
-
-
-def test_limits_that_a_step_contradicts_are_measured_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The profile in the cache is of a machine 10,000 times too slow, as a busy one may look."""
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setattr(calibrate, "FAMILIES", {"limits": bench_limits.measure})
-    file, cpu = profile_path(Host.current()), torch.device("cpu")
-    slow = tuple(replace(s, seconds=1e4 * s.seconds) for s in limits.measured((64, 256), cpu))
-    MachineProfile(Host.current(), "2026-01-01", True, {"limits": slow}).save(file)
-    found = run(compose([*SMALL]), tmp_path / "run")["profile"]
-    assert "the profile of 2026-01-01 was stale, its limits are others now" in found["recheck"]
-    assert found["floor"]["ms"] < found["step_ms"]
-    kept = MachineProfile.load(file).samples["limits"]
-    assert all(new.seconds < 0.1 * old.seconds for new, old in zip(kept, slow, strict=True))
-    assert dict(profiled.limits(found))["checked again"] == found["recheck"]
-
-
 def test_a_floor_above_the_measured_time_is_said_to_be_stale() -> None:
     phases = {"interaction": {"ms": 1.0, "floor_ms": 2.0}, "MLP": {"ms": 3.0, "floor_ms": 1.0}}
     timing = {"step_ms": 4.0, "phases": phases}
@@ -152,12 +98,16 @@ def test_a_floor_above_the_measured_time_is_said_to_be_stale() -> None:
     assert "floor of step is above" in (stale(timing, 5.0, "") or "")
 
 
-def test_what_cannot_be_predicted_has_a_reason(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(profile_predicted, "own_profile", lambda host: None)
+def test_without_a_model_of_steps_there_is_a_reason_and_the_machine_is_measured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RECPIPE_BLOCK", "perf_model")
     found = run(compose([*SMALL]), tmp_path)["profile"]
-    assert found["predicted"].keys() == {"reason"}
-    assert "recpipe perf calibrate" in profiled.predicted(found)
-    assert profiled.predicted_parts(found) is None
+    assert found["predicted"] == {
+        "reason": "no installed package predicts steps; recpipe's own is the performance model"
+    }
+    assert found["recheck"] is None
+    assert found["floor"]["ms"] > 0
 
 
 USERS = {

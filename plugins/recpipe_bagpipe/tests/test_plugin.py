@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from typing import ClassVar
 
+from recpipe_perf_model.testing import CostsSuite
+
 from recpipe.testing import PluginSuite, Trained
 
 
-class TestBagPipe(PluginSuite):
+class TestBagPipe(PluginSuite, CostsSuite):
     plugin = "bagpipe"
     ranks = 2
     replans = True

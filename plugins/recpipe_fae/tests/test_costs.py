@@ -6,9 +6,10 @@ import numpy as np
 import pytest
 from recpipe_fae.costs import separated, statement
 from recpipe_fae.prepare import HotRule
+from recpipe_perf_model import KeptLookups
+from recpipe_perf_model.testing import sample_facts
 
-from recpipe.kit import IndexBags, KeptLookups
-from recpipe.testing.costs import sample_facts
+from recpipe.kit import IndexBags
 
 SIZE, FEATURES, ROWS, BATCHES = 16, 3, 40, 12
 

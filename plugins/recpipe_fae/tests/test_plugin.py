@@ -6,13 +6,14 @@ from typing import Any, ClassVar
 
 import pytest
 from recpipe_fae.plugin import FAE
+from recpipe_perf_model.testing import CostsSuite
 
 from recpipe.config.compose import active_plugins, compose
 from recpipe.plugin.errors import PluginError
 from recpipe.testing import PluginSuite
 
 
-class TestFAE(PluginSuite):
+class TestFAE(PluginSuite, CostsSuite):
     plugin = "fae"
     pins = True
     knobs: ClassVar = {"phases": "always"}

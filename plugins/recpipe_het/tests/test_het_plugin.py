@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 from recpipe_het.plugin import HET
+from recpipe_perf_model.testing import CostsSuite
 
 from recpipe.plugin.errors import PluginError
 from recpipe.tasks.plugins import SAMPLE
@@ -23,7 +24,7 @@ KNOBS: dict[str, Any] = {
 }
 
 
-class TestHet(PluginSuite):
+class TestHet(PluginSuite, CostsSuite):
     plugin = "het"
 
     def test_ships_no_more_than_was_asked(self, trained: Trained) -> None:

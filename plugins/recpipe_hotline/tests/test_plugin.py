@@ -12,6 +12,7 @@ from recpipe_hotline.plugin import Hotline, figures
 from recpipe_hotline.splitter import PopularFirst
 from recpipe_hotline.tests.rig import ROOM, Setting, default_knobs, train
 from recpipe_hotline.tests.test_policy import batches, make, see
+from recpipe_perf_model.testing import CostsSuite
 
 from recpipe.data.dataset import Dataset
 from recpipe.plugin.context import Io, RunFigures
@@ -45,7 +46,7 @@ OF_CACHE = {
 }
 
 
-class TestHotline(PluginSuite):
+class TestHotline(PluginSuite, CostsSuite):
     plugin = "hotline"
 
     def test_really_trains_micro_batches(self, trained: Any) -> None:

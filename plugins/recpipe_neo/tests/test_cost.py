@@ -18,11 +18,12 @@ from recpipe_neo.cost import CostModel, owned, shared
 from recpipe_neo.machine_profile import LookupSample, MachineProfile, known_collectives
 from recpipe_neo.planner import saved_profile
 from recpipe_neo.stats import feature_stats
+from recpipe_perf_model import Host, LookupWork, SharedProfile, nnls
+from recpipe_perf_model import machine as perf
 
 from plugins.recpipe_neo.tests.rig import bags, forward_ms, machine, made_up, uniform_stats
 from recpipe.errors import UserError
-from recpipe.kit import Host, LookupWork, Sample, SharedProfile, nnls
-from recpipe.perf.machine import profile as perf
+from recpipe.kit import Sample
 
 
 def test_statistics_of_two_batches() -> None:

@@ -10,6 +10,7 @@ from typing import Any, ClassVar
 import pytest
 from recpipe_neo.plugin import Neo
 from recpipe_neo.tests.rig import measure_little
+from recpipe_perf_model.testing import CostsSuite
 
 from recpipe.config.compose import compose
 from recpipe.plugin.api import Invariant
@@ -43,7 +44,7 @@ def _few_measurements() -> Iterator[None]:
         yield
 
 
-class TestNeo(PluginSuite):
+class TestNeo(PluginSuite, CostsSuite):
     plugin = "neo"
     knobs: ClassVar = {"planner": "karmarkar_karp"}  # the default would measure this machine first
 

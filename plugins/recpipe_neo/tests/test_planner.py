@@ -14,6 +14,7 @@ from recpipe_neo import steps
 from recpipe_neo.estimate import MeasuredStep
 from recpipe_neo.machine_profile import MachineProfile, machines
 from recpipe_neo.planner import PLANNERS, MeasuredPlanner, PlanRecord, make_planner
+from recpipe_perf_model import SharedProfile
 from torchrec.distributed.model_parallel import DistributedModelParallel
 from torchrec.distributed.planner import ParameterConstraints
 from torchrec.distributed.sharding_plan import construct_module_sharding_plan, data_parallel, table_wise
@@ -31,7 +32,6 @@ from plugins.recpipe_neo.tests.rig import (
     uniform_stats,
 )
 from recpipe.errors import UserError
-from recpipe.kit import SharedProfile
 from recpipe.tables.sharding.planning import TableSharder
 from tests.processes import start_ranks
 from tests.ranks import joined

@@ -7,6 +7,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 import pytest
+from recpipe_perf_model.testing import CostsSuite
 from recpipe_quantize.meter import Metered
 from recpipe_quantize.plugin import Quantize
 from safetensors.numpy import load_file
@@ -42,7 +43,7 @@ def recipe(owner: str, *more: str) -> list[str]:
     return [*RECIPE, "data.samples=700", *quiet, *plugin, *mine, *more]
 
 
-class TestQuantize(PluginSuite):
+class TestQuantize(PluginSuite, CostsSuite):
     plugin = "quantize"
     beside: ClassVar = ("hotline",)  # the others' suites have it beside them
 

@@ -11,6 +11,7 @@ from typing import Any, ClassVar
 import numpy as np
 import pytest
 from recpipe_hotline.tests.rig import ROOM as FEW_LOOKUPS
+from recpipe_perf_model.testing import CostsSuite
 from recpipe_slipstream.callback import batches_of
 from recpipe_slipstream.plugin import Slipstream
 from recpipe_slipstream.tests.rig import defaults
@@ -47,7 +48,7 @@ FIGURES = {
 }
 
 
-class TestSlipstream(PluginSuite):
+class TestSlipstream(PluginSuite, CostsSuite):
     plugin = "slipstream"
     pins = True
     knobs: ClassVar = {"window": 0.1, "sample": 0.1, "skip": "always"}

@@ -1,0 +1,93 @@
+"""A performance model of training: a machine measured once, and the time of steps predicted from that.
+
+What other packages may use of it is below, imported when it is first used: what a plugin states of its costs,
+the statistics of the data that it states them by, the micro-benchmarks, and the fits.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from recpipe_perf_model.bench.collectives import BYTES as COLLECTIVE_BYTES
+    from recpipe_perf_model.bench.collectives import FAMILY as COLLECTIVE_FAMILY
+    from recpipe_perf_model.bench.collectives import timed_collectives
+    from recpipe_perf_model.bench.lookups import SHAPES as LOOKUP_SHAPES
+    from recpipe_perf_model.bench.lookups import TABLES as LOOKUP_TABLES
+    from recpipe_perf_model.bench.lookups import Clock, timed_lookups, zipf
+    from recpipe_perf_model.bench.lookups import pools as id_pools
+    from recpipe_perf_model.facts.facts import Facts
+    from recpipe_perf_model.facts.group_facts import GroupFacts, Misses
+    from recpipe_perf_model.facts.replay import Kept as KeptLookups
+    from recpipe_perf_model.facts.replay import joined as joined_lookups
+    from recpipe_perf_model.kernels.linear import fitted, nnls
+    from recpipe_perf_model.kernels.lookup_work import LookupWork
+    from recpipe_perf_model.machine import Host, SharedProfile
+    from recpipe_perf_model.statement import Moved, Phase, Statement, Work
+    from recpipe_perf_model.tiers.ranks import busiest_part, share_of_distinct
+
+_HOME = {
+    "COLLECTIVE_BYTES": "bench.collectives:BYTES",
+    "COLLECTIVE_FAMILY": "bench.collectives:FAMILY",
+    "timed_collectives": "bench.collectives:timed_collectives",
+    "LOOKUP_SHAPES": "bench.lookups:SHAPES",
+    "LOOKUP_TABLES": "bench.lookups:TABLES",
+    "Clock": "bench.lookups:Clock",
+    "timed_lookups": "bench.lookups:timed_lookups",
+    "zipf": "bench.lookups:zipf",
+    "id_pools": "bench.lookups:pools",
+    "Facts": "facts.facts:Facts",
+    "GroupFacts": "facts.group_facts:GroupFacts",
+    "Misses": "facts.group_facts:Misses",
+    "KeptLookups": "facts.replay:Kept",
+    "joined_lookups": "facts.replay:joined",
+    "fitted": "kernels.linear:fitted",
+    "nnls": "kernels.linear:nnls",
+    "LookupWork": "kernels.lookup_work:LookupWork",
+    "Host": "machine:Host",
+    "SharedProfile": "machine:SharedProfile",
+    "Moved": "statement:Moved",
+    "Phase": "statement:Phase",
+    "Statement": "statement:Statement",
+    "Work": "statement:Work",
+    "busiest_part": "tiers.ranks:busiest_part",
+    "share_of_distinct": "tiers.ranks:share_of_distinct",
+}
+"""Where each public name is: ``module:name`` in this package."""
+NAMES = {name: f"{__name__}:{name}" for name in _HOME}
+"""Names that ``recpipe.kit`` and ``recpipe.plugin`` had, where they are now."""
+
+__all__ = [
+    "COLLECTIVE_BYTES",
+    "COLLECTIVE_FAMILY",
+    "LOOKUP_SHAPES",
+    "LOOKUP_TABLES",
+    "Clock",
+    "Facts",
+    "GroupFacts",
+    "Host",
+    "KeptLookups",
+    "LookupWork",
+    "Misses",
+    "Moved",
+    "Phase",
+    "SharedProfile",
+    "Statement",
+    "Work",
+    "busiest_part",
+    "fitted",
+    "id_pools",
+    "joined_lookups",
+    "nnls",
+    "share_of_distinct",
+    "timed_collectives",
+    "timed_lookups",
+    "zipf",
+]
+
+
+def __getattr__(name: str) -> Any:
+    """Import a public name from the module that defines it."""
+    if name not in _HOME:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    module, _, attribute = _HOME[name].partition(":")
+    return getattr(import_module(f"{__name__}.{module}"), attribute)

@@ -1,0 +1,179 @@
+"""task=advise: which technique would pay on this data, model and machine, by how much, and why.
+
+Nothing is trained, unless ``advise.verify`` asks for it. A part of the data is read for the statistics of its
+ids; the model's operators are captured on its first batch; the machine's measurements give their times. Each
+recipe's step is then walked for each budget of memory (``recpipe.perf``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from recpipe.common.machine import disturbance
+from recpipe.common.meter import Meter
+from recpipe.config.recipe import Recipe
+from recpipe.data.dataset import Dataset
+from recpipe.distributed.launch import Process
+from recpipe.errors import UserError
+from recpipe.report.files import ReportFiles
+from recpipe.setup.ctx import TaskContext
+from recpipe.setup.given import Outcome
+from recpipe.setup.placing import Unplaced
+from recpipe.tasks import misses
+from recpipe_perf_model.advise import page as advised
+from recpipe_perf_model.advise.budget import Adviser
+from recpipe_perf_model.advise.candidates import carried
+from recpipe_perf_model.advise.config import AdviseConfig, AdviseTask
+from recpipe_perf_model.advise.facts import facts_of
+from recpipe_perf_model.advise.judged import Judged
+from recpipe_perf_model.advise.machine import machine_profile, words
+from recpipe_perf_model.advise.verify import verified
+from recpipe_perf_model.calibrate import CONTRADICTS, contradicts, recheck
+from recpipe_perf_model.facts.facts import Facts
+from recpipe_perf_model.machine import profile_path
+from recpipe_perf_model.step.capture import CannotTrace
+
+
+class Advise:
+    """Which technique would pay on this data, model and machine, predicted."""
+
+    def run(self, context: TaskContext) -> Outcome:
+        """Write advise.json and advise.html, and print one screen."""
+        config = context.recipe.section(AdviseConfig, "advise")
+        task = context.recipe.section(AdviseTask, "task")
+        run = context.joined
+        return Outcome(
+            advise(
+                run.recipe,
+                config,
+                task.batches,
+                run.dataset,
+                run.unplaced,
+                run.device,
+                context.directory,
+                context.command_line,
+            )
+        )
+
+
+def advise(
+    cfg: Recipe,
+    config: AdviseConfig,
+    batches: int,
+    dataset: Dataset,
+    unplaced: Unplaced,
+    device: torch.device,
+    run_dir: Path,
+    command_line: Sequence[str] | None,
+) -> dict[str, Any]:
+    """Advise from so many ``batches``; returns what advise.json has.
+
+    ``command_line``: the user's overrides, without which nothing can be verified.
+    """
+    _check(cfg, config, device, command_line)
+    profile = machine_profile(config.machine, device, config.ranks)
+    facts, ids = _facts(cfg, config, batches, dataset, unplaced)
+    steps = config.steps or ids["batches"]
+    told: dict[str, Any] = {
+        "schema": 1,
+        "ids": ids,
+        "machine": {"words": words(profile, device, config.machine), **asdict(profile.host)},
+        "ranks": {"count": config.ranks, "network": config.network and asdict(config.network)},
+        "all_in_memory": None,
+        "budgets": [],
+        "unsure": [],
+    }
+    short: list[dict[str, Judged]] = []
+    try:
+        with Adviser(cfg, config, facts, profile, dataset, unplaced, device) as adviser:
+            own = carried(command_line or ())
+            sizes = [adviser.bytes_of(amount) for amount in config.amounts()]
+            refused = {size: adviser.too_small(size) for size in sizes}
+            budgets = [adviser.budget(size, own) for size in sizes if refused[size] is None]
+            short = [adviser.short(budget, steps) for budget in budgets] if config.verify else []
+            told |= {
+                "all_in_memory": adviser.all_in_memory(),
+                "budgets": budgets,
+                "unsure": [*filter(None, refused.values()), *adviser.unsure()],
+            }
+    except CannotTrace as error:
+        told["unsure"] = [str(error)]
+    files = ReportFiles(run_dir)
+    files.write_json("advise.json", told)
+    for number, (budget, predicted) in enumerate(zip(told["budgets"], short, strict=False)):
+        folder = run_dir / f"verified-{number}"
+        budget["verified"] = verified(budget, predicted, config, steps, folder, command_line or ())
+        files.write_json("advise.json", told)
+    if config.machine is None and any(map(_contradicted, told["budgets"])):
+        found = recheck(profile_path(profile.host))
+        said = "" if found is None else f"; {found.words}"
+        told["unsure"] += [f"a measured step is {CONTRADICTS:g} times off what was predicted{said}"]
+        files.write_json("advise.json", told)
+    files.write("advise.html", lambda page: advised.write(told, page.parent))
+    advised.show_advice(told, run_dir / "advise.html")
+    files.check()
+    return told
+
+
+def _contradicted(budget: Mapping[str, Any]) -> bool:
+    """Whether the plain recipe's step, which was run, is not at all what was predicted."""
+    verified = budget.get("verified") or {}
+    step = verified.get("plain_step_ms") or {}
+    if step.get("measured") is None:
+        return False
+    return contradicts(step["predicted"], step["measured"], bool(disturbance(verified["others_cpu_share"])))
+
+
+def _check(
+    cfg: Recipe, config: AdviseConfig, device: torch.device, command_line: Sequence[str] | None
+) -> None:
+    """Refuse what cannot be advised on."""
+    if device.type != "cpu":
+        raise UserError(
+            "task=advise predicts training on a CPU, and no step on a GPU: add trainer.device=cpu; on a GPU "
+            "compare runs with task=compare, or predict it on paper with task=scale"
+        )
+    if cfg.plugins:
+        raise UserError(
+            f"task=advise judges every installed plugin by itself; leave +plugin={','.join(cfg.plugins)} out"
+        )
+    if Process.current().world > 1:
+        raise UserError(
+            "task=advise runs in one process: start it with python -m recpipe, and say advise.ranks="
+            f"{Process.current().world} for advice on a run of so many"
+        )
+    if config.ranks > cfg.data.batch_size:
+        raise UserError(
+            f"advise.ranks={config.ranks}: a batch of {cfg.data.batch_size} samples cannot be shared by so "
+            "many"
+        )
+    if config.verify and config.network is not None and config.ranks > 1:
+        raise UserError(
+            "advise.verify runs its ranks on this machine: leave advise.network out, or advise.verify"
+        )
+    if config.verify and command_line is None:
+        raise UserError(
+            "advise.verify starts runs from the command line's overrides: run python -m recpipe task=advise"
+        )
+
+
+def _facts(
+    cfg: Recipe, config: AdviseConfig, most: int, dataset: Dataset, unplaced: Unplaced
+) -> tuple[Facts, dict[str, Any]]:
+    """What predictions know of the data, and the miss rates to be shown, from one reading."""
+    whole = dataset.num_batches("train", cfg.data.batch_size)
+    batches = min(most, whole)
+    followed = misses.follow(cfg, dataset, unplaced.inputs, batches)
+    with Meter() as meter:
+
+        def tell(done: int) -> None:
+            if meter.due:
+                meter.show(done / batches, f"batch {done:,} of {batches:,}")
+
+        facts = facts_of(cfg, dataset, unplaced.inputs, batches, cfg.trainer.steps(whole), tell, followed)
+    return facts.at(trainers=config.ranks), misses.told(cfg, unplaced.inputs, followed)

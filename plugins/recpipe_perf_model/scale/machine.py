@@ -1,0 +1,217 @@
+"""A machine of hosts with GPUs, on paper: its constants, each with its source, from a yaml file.
+
+A constant is ``name: [value, source]``; the source is one of the file's ``sources``, or ``assumed``. Files
+for public machines lie in ``machines/``.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, replace
+from math import exp, log
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from recpipe.errors import UserError, did_you_mean, shown
+from recpipe_perf_model.scale.reading import Reader
+
+MACHINES = Path(__file__).parent / "machines"
+ASSUMED = "assumed"
+GIGA, MICRO = 1e9, 1e-6
+
+
+@dataclass(frozen=True)
+class Curve:
+    """The seconds of a message by its bytes, in three segments: constant for small ones, between measured
+    points in log space, and by a rate above the last."""
+
+    points: tuple[tuple[float, float], ...]
+    """Bytes and seconds, ascending."""
+    rate: float
+    """Bytes a second above the last point."""
+
+    def seconds(self, count: float) -> float:
+        """The time of ``count`` bytes; none for none."""
+        if count <= 0:
+            return 0.0
+        first, last = self.points[0], self.points[-1]
+        if count <= first[0]:
+            return first[1]
+        if count >= last[0]:
+            return last[1] + (count - last[0]) / self.rate
+        sizes, seconds = zip(*self.points, strict=True)
+        return exp(np.interp(log(count), [log(size) for size in sizes], [log(s) for s in seconds]))
+
+
+@dataclass(frozen=True)
+class Products:
+    """The share of a GPU's peak that matrix products of m x n results over k reach, by m * n and k."""
+
+    outputs: tuple[float, ...]
+    depths: tuple[float, ...]
+    shares: tuple[tuple[float, ...], ...]
+    """A row for each of ``outputs``."""
+
+    def share(self, outputs: float, depth: float) -> float:
+        """Between the table's points in log space; beyond them what the nearest has."""
+        at = np.interp(log(max(1.0, outputs)), [log(o) for o in self.outputs], range(len(self.outputs)))
+        low = min(int(at), len(self.outputs) - 2)
+        along = [log(d) for d in self.depths]
+        two = [np.interp(log(max(1.0, depth)), along, [log(s) for s in self.shares[low + k]]) for k in (0, 1)]
+        return exp(two[0] + (at - low) * (two[1] - two[0]))
+
+
+@dataclass(frozen=True)
+class Constants:
+    """A machine's constants. Rates are of one GPU and in one direction where nothing else is said."""
+
+    gpus_per_host: float
+    hbm_gb: float
+    hbm_gb_s: float
+    hbm_share: float
+    """Of ``hbm_gb_s``, what a kernel that is bound by memory reaches."""
+    tflops_fp32: float
+    tflops_tf32: float
+    tflops_half: float
+    """fp16 or bf16, without sparsity."""
+    link_gb_s: float
+    """Between the GPUs of a host."""
+    link_us: float
+    """Of a small message between them."""
+    nic_gb_s: float
+    """Between hosts, for each GPU."""
+    nic_share: float
+    nic_us: float
+    pcie_gb_s: float
+    pcie_share: float
+    dram_gb: float
+    """Of a host, as are the constants below."""
+    dram_gb_s: float
+    ssd_gb: float
+    ssd_reads_s: float
+    """Random reads of 4 KiB a second."""
+    kernel_us: float
+    """Of a GPU's kernel with next to no work."""
+    operator_us: float
+    """Of the host, to begin an operator of an eager step."""
+    reserved_share: float
+    """Of GPU memory that is kept free."""
+
+
+@dataclass(frozen=True)
+class Machine:
+    """A kind of host, and as many of them as are wanted."""
+
+    name: str
+    title: str
+    constants: Constants
+    sources: Mapping[str, str]
+    """The source of each constant, curve and table, in full."""
+    curves: Mapping[str, Curve]
+    """``alltoall`` within a host, by the bytes that a GPU sends to others; ``allreduce`` within a host, by
+    the bytes of its buffer; ``network``, by the bytes that a GPU sends to other hosts."""
+    products: Products
+
+    @property
+    def assumed(self) -> list[str]:
+        """The constants that have no source."""
+        return [name for name, source in self.sources.items() if source.startswith(ASSUMED)]
+
+    def changed(self, changes: Mapping[str, float]) -> Machine:
+        """The same machine with other constants; curves that were measured change in proportion."""
+        known = [field.name for field in fields(Constants)]
+        for name, value in changes.items():
+            if name not in known:
+                raise UserError(f"scale.change.{shown(name)}: no such constant.{did_you_mean(name, known)}")
+            if not value > 0:
+                raise UserError(f"scale.change.{name}={value}: must be above 0")
+        constants = replace(self.constants, **changes)
+        was, now = self.constants, constants
+        factors = {
+            "alltoall": (now.link_gb_s / was.link_gb_s, now.link_us / was.link_us),
+            "allreduce": (now.link_gb_s / was.link_gb_s, now.link_us / was.link_us),
+            "network": (
+                now.nic_gb_s * now.nic_share / (was.nic_gb_s * was.nic_share),
+                now.nic_us / was.nic_us,
+            ),
+        }
+        curves = {name: _scaled(curve, *factors[name]) for name, curve in self.curves.items()}
+        noted = {**self.sources, **dict.fromkeys(changes, "changed by scale.change")}
+        return replace(self, constants=constants, curves=curves, sources=noted)
+
+
+def _scaled(curve: Curve, faster: float, slower: float) -> Curve:
+    """``faster`` for what a point's bytes take, ``slower`` for the least time."""
+    least = curve.points[0][1]
+    points = tuple((size, least * slower + (seconds - least) / faster) for size, seconds in curve.points)
+    return Curve(points, curve.rate * faster)
+
+
+def machine(name: str) -> Machine:
+    """A machine that is shipped, by its name, or one from a yaml file of the same form."""
+    shipped = {path.stem: path for path in MACHINES.glob("*.yaml") if path.stem != "products"}
+    path = shipped.get(name) or Path(name).expanduser()
+    if name not in shipped and path.suffix not in (".yaml", ".yml"):
+        raise UserError(
+            f"scale.machine={shown(name)}: no such machine.{did_you_mean(name, shipped)} Shipped: "
+            f"{', '.join(sorted(shipped))}; or give a yaml file"
+        )
+    return parsed(Reader.of(path, "scale.machine"), path.stem)
+
+
+def parsed(reader: Reader, name: str) -> Machine:
+    """The machine that a file describes; ``UserError`` in one line names the file and the key."""
+    reader.only({"title", "sources", "constants", "curves", "products"})
+    cited = reader.mapping("sources")
+    values, sources = {}, {}
+    given = reader.part("constants")
+    known = [field.name for field in fields(Constants)]
+    given.only(set(known))
+    for key in known:
+        values[key], cite = given.cited(key)
+        sources[key] = _full(cited, cite, given, key)
+    constants = Constants(**values)
+    curves = {
+        "alltoall": Curve(((1.0, constants.link_us * MICRO),), constants.link_gb_s * GIGA),
+        # A ring moves the buffer twice.
+        "allreduce": Curve(((1.0, constants.link_us * MICRO),), constants.link_gb_s * GIGA / 2),
+        "network": Curve(((1.0, constants.nic_us * MICRO),), constants.nic_gb_s * constants.nic_share * GIGA),
+    }
+    measured = reader.part("curves", {})
+    measured.only(set(curves))
+    for key in measured.values:
+        curves[key] = _curve(measured.part(key), curves[key].rate if key == "network" else None)
+        sources[f"curve of {key}"] = _full(cited, measured.part(key).text("source"), measured, key)
+    table = reader.text("products")
+    sources["matrix products"] = _full(cited, f"products_{table}", reader, "products")
+    return Machine(name, reader.text("title"), constants, sources, curves, _products(table))
+
+
+def _full(cited: Mapping[str, Any], name: str, reader: Reader, key: str) -> str:
+    if name == ASSUMED:
+        return ASSUMED
+    if name not in cited:
+        raise reader.wrong(key, f"has the source '{shown(name)}', which is not among the file's sources")
+    return str(cited[name])
+
+
+def _curve(reader: Reader, rate: float | None) -> Curve:
+    """``points``: bytes and microseconds; the rate above the last is that between the last two, unless it is
+    ``rate``."""
+    reader.only({"points", "source"})
+    points = reader.pairs("points")
+    if len(points) < 2 or any(a[0] >= b[0] or a[1] > b[1] for a, b in itertools.pairwise(points)):
+        raise reader.wrong("points", "must be two or more [bytes, microseconds] that ascend")
+    seconds = tuple((size, micro * MICRO) for size, micro in points)
+    (before, early), (last, late) = seconds[-2:]
+    return Curve(seconds, rate or (last - before) / max(late - early, 1e-12))
+
+
+def _products(name: str) -> Products:
+    reader = Reader.of(MACHINES / "products.yaml", "products").part(name)
+    outputs = tuple(2.0**power for power in reader.numbers("outputs_log2"))
+    rows = tuple(tuple(map(float, row)) for row in reader.values["shares"])
+    return Products(outputs, tuple(reader.numbers("depths")), rows)

@@ -1,0 +1,300 @@
+"""Captures a model as it will run: its operators with their sizes, and what it looks up.
+
+One step is run with rows that are handed out without tiers, as in ``recpipe.profiling.traced``, of the
+model as the back end has converted it. Nothing is trained, and the model does not change.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import torch
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+
+from recpipe.common.device import using_threads
+from recpipe.data.parts import batch_size
+from recpipe.data.select import between
+from recpipe.errors import UserError, shown
+from recpipe.pipeline.parts import same_random_numbers
+from recpipe.pipeline.placed import PlacedModel
+from recpipe.plugin.bags import IndexBags
+from recpipe.profiling.handed import HandedRows
+from recpipe.tables.front import Front, handing_out
+from recpipe_perf_model.kernels.operators import Operator, Watch
+from recpipe_perf_model.step.python import calls_by_name
+
+
+class CannotTrace(UserError):
+    """A model's step cannot be run to be watched, so that its time cannot be predicted."""
+
+    @classmethod
+    def of(cls, model: object, fault: Exception) -> CannotTrace:
+        """That ``model`` has raised ``fault``, in one line."""
+        return cls(
+            f"{type(model).__name__} cannot be traced ({type(fault).__name__}: {shown(fault, 200)}); "
+            "its dense part is not predicted"
+        )
+
+
+STAGES = ("before rows", "forward", "backward to rows", "backward")
+"""The forward pass before the first rows are asked for and after it, and the backward pass until all
+gradients of rows are there and after it."""
+OPTIMIZER = 3
+"""Bytes that the dense optimizer touches beside each parameter's own: gradient and state."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """The dense part of one core's share of a batch."""
+
+    samples: int
+    threads: int
+    """The number of threads of its operators."""
+    operators: tuple[tuple[Operator, ...], ...]
+    """By stage."""
+    calls: tuple[int, int]
+    """Calls of Python functions in the forward and in the backward pass."""
+    recorded: int
+    """Operators of the forward pass that autograd records."""
+    nodes: int
+    """Nodes of the backward pass."""
+    functions: int
+    """Nodes among them that run Python."""
+
+    @property
+    def touched(self) -> float:
+        """Bytes that its operators touch, one after the other."""
+        return sum(float(each.at.get("footprint", 0.0)) for stage in self.operators for each in stage)
+
+    @property
+    def unknown(self) -> list[str]:
+        """Names of operators that are predicted as passes over as many bytes."""
+        found = {each.name for stage in self.operators for each in stage if not each.known}
+        return sorted(found)
+
+
+@dataclass(frozen=True)
+class TableLookups:
+    """What a batch looks up in one table."""
+
+    rows: int
+    bags: int
+    lookups: int
+    distinct: int
+
+
+@dataclass(frozen=True)
+class GroupLookups:
+    """What a batch looks up in one group of tables, which one TBE has."""
+
+    dim: int
+    optimizer: str
+    pooled: bool
+    tables: tuple[TableLookups, ...]
+    trained: bool = True
+    """False: its tables are frozen, and not updated."""
+
+    @property
+    def lookups(self) -> int:
+        """Ids in all tables."""
+        return sum(table.lookups for table in self.tables)
+
+    @property
+    def handed_out(self) -> int:
+        """Values of the rows that the model gets."""
+        rows = sum(table.bags for table in self.tables) if self.pooled else self.lookups
+        return rows * self.dim
+
+
+@dataclass(frozen=True)
+class Captured:
+    """A model's step for one batch."""
+
+    samples: int
+    whole: Part
+    """With all threads."""
+    shares: tuple[Part, ...]
+    """Each core's part, if cores can share the batch; empty otherwise."""
+    groups: tuple[GroupLookups, ...]
+    late: int
+    """Ids that the model makes itself and looks up at once."""
+    parameters: tuple[int, int]
+    """Dense parameters: how many, and their values."""
+
+
+def captured(model: PlacedModel, batch: Any, shares: Sequence[int] = ()) -> Captured:
+    """Capture a step of ``model`` with ``batch``, and of the cores' shares of it, which end at ``shares``.
+
+    ``CannotTrace`` in one line if the model cannot be run on the batch while its operators are watched.
+    """
+    threads, size = torch.get_num_threads(), batch_size(batch)
+    if not size:
+        raise UserError("a batch without samples cannot be captured: give data with at least one sample")
+    try:
+        whole = _Capture(model, batch, threads)
+        bounds = [0, *shares] if len(shares) > 1 else []
+        parts = [_Capture(model, between(batch, low, high), 1) for low, high in pairwise(bounds)]
+    except UserError:
+        raise
+    except Exception as fault:  # a user's model can raise anything
+        raise CannotTrace.of(model.module, fault) from fault
+    dense = model.trained()
+    return Captured(
+        size,
+        whole.part,
+        tuple(each.part for each in parts),
+        tuple(_group(model, batch, number) for number in range(len(model.embeddings.tables.groups))),
+        whole.late,
+        (len(dense), sum(parameter.numel() for parameter in dense)),
+    )
+
+
+def _group(model: PlacedModel, batch: Any, number: int) -> GroupLookups:
+    tables = model.embeddings.tables.groups[number].tables
+    trained = not tables.optimizer.frozen
+    if not model.inputs.bound(number):
+        return GroupLookups(tables.dim, tables.optimizer.name, tables.pooled, (), trained)
+    bags: IndexBags = model.inputs.bags(batch, number)
+    ends = bags.offsets[np.arange(len(tables.features) + 1) * bags.batch_size]
+    found = []
+    for table, rows in enumerate(tables.layout.rows):
+        features = np.flatnonzero(tables.table_of == table)
+        ids = np.concatenate([bags.indices[ends[f] : ends[f + 1]] for f in features])
+        size = bags.batch_size * len(features)
+        found.append(TableLookups(int(rows), size, len(ids), len(np.unique(ids))))
+    return GroupLookups(tables.dim, tables.optimizer.name, tables.pooled, tuple(found), trained)
+
+
+class _Stages(Watch):  # type: ignore[no-untyped-call]
+    """Collects operators by stage."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.begin()
+
+    def begin(self) -> None:
+        """Forget the operators, and not when memory was touched."""
+        self.stage, self.paused = 0, False
+        self.by_stage: list[list[Operator]] = [[] for _ in STAGES]
+
+    def note(self, operator: Operator) -> None:
+        if not self.paused:
+            self.by_stage[self.stage].append(operator)
+
+
+class _Capture:
+    """One run of a step's dense part under the watch of operators, and one that counts Python's calls."""
+
+    def __init__(self, model: PlacedModel, batch: Any, threads: int) -> None:
+        self.model, self.batch, self.watch = model.copied(), batch, _Stages()
+        self.late = 0
+        with using_threads(threads), same_random_numbers(), torch.enable_grad():
+            nodes, recorded = self._watched()
+            forward, backward = self._counted()
+        self.part = Part(
+            batch_size(batch),
+            threads,
+            tuple(map(tuple, self.watch.by_stage)),
+            (sum(forward.values()), sum(backward.values())),
+            recorded,
+            nodes,
+            backward["backward(ctx)"],
+        )
+
+    def _watched(self) -> tuple[int, int]:
+        """Run two steps, so that it is known for the second one when its memory was touched before; returns
+        the second one's nodes and recorded operators."""
+        with self.watch:
+            self._step()
+            for parameter in self.model.trained():
+                self.watch.touch([parameter], OPTIMIZER * parameter.numel() * parameter.element_size())
+            self.watch.begin()
+            return self._step()
+
+    def _step(self) -> tuple[int, int]:
+        watch, handed = self.watch, self._rows(self.watch)
+        with handing_out(handed):
+            loss, _ = self.model.called(self.batch)
+        leaves = [leaf for rows in handed.values() for leaf in rows.leaves]
+        watch.paused = True
+        nodes, waited = _nodes(loss), len(leaves)
+        first = torch.ones_like(loss)
+        recorded = sum(map(len, watch.by_stage[:2]))
+        watch.paused, watch.stage = False, 2 if leaves else 3
+
+        def arrived(gradient: torch.Tensor) -> None:
+            nonlocal waited
+            waited -= 1
+            watch.stage = 2 if waited else 3
+
+        hooks = [leaf.register_hook(arrived) for leaf in leaves]  # type: ignore[no-untyped-call]
+        wanted = [*leaves, *self.model.trained()]
+        torch.autograd.grad(loss, wanted, first, allow_unused=True)
+        for hook in hooks:
+            hook.remove()
+        self.late = sum(len(ids.values()) for rows in handed.values() for ids in rows.others)
+        return nodes, recorded
+
+    def _counted(self) -> tuple[Any, Any]:
+        handed = self._rows(None)
+        loss: list[torch.Tensor] = []
+
+        def forward() -> None:
+            with handing_out(handed):
+                loss.append(self.model.called(self.batch)[0])
+
+        before = calls_by_name(forward)
+        leaves = [leaf for rows in handed.values() for leaf in rows.leaves]
+        wanted = [*leaves, *self.model.trained()]
+        return before, calls_by_name(partial(torch.autograd.grad, loss[0], wanted, allow_unused=True))
+
+    def _rows(self, watch: _Stages | None) -> dict[Front, _Rows]:
+        return {front: _Rows(front, self.model, self.batch, watch) for front in self.model.fronts.values()}
+
+
+def _nodes(loss: torch.Tensor) -> int:
+    """Nodes of the graph behind ``loss``."""
+    seen: set[Any] = set()
+    left = [loss.grad_fn]
+    while left:
+        node = left.pop()
+        if node is not None and node not in seen:
+            seen.add(node)
+            left += [before for before, _ in node.next_functions]
+    return len(seen)
+
+
+class _Rows(HandedRows):
+    """Rows whose making is not watched; the same ones whenever the batch's own ids are asked for."""
+
+    def __init__(self, front: Front, model: PlacedModel, batch: Any, watch: _Stages | None) -> None:
+        super().__init__(front, model.ids_of(front, batch), roomy=True)
+        self._watch = watch
+        self._of_own: list[torch.Tensor] = []
+
+    def holds(self, sparse: KeyedJaggedTensor) -> bool:
+        """Note which ids are asked for."""
+        self._pause(True)
+        found = super().holds(sparse)
+        self._pause(False)
+        return found
+
+    def rows(self) -> list[torch.Tensor]:
+        """The rows of each group."""
+        self._pause(True)
+        is_own = not self.others or self.others[-1] is not self._asked
+        made = self._of_own if is_own and self._of_own else super().rows()
+        if is_own:
+            self._of_own = made
+        self._pause(False)
+        return made
+
+    def _pause(self, paused: bool) -> None:
+        if self._watch is not None:
+            self._watch.paused = paused
+            self._watch.stage = max(self._watch.stage, 1)

@@ -1,0 +1,131 @@
+"""Predicts the step of a run whose rows are in tiers, with any plugins, from their statements."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+
+from recpipe.distributed.ranks import Emulation
+from recpipe_perf_model.facts.facts import Facts
+from recpipe_perf_model.kernels.moves import Times
+from recpipe_perf_model.statement import Phase, Statement
+from recpipe_perf_model.step.amounts import Amounts
+from recpipe_perf_model.step.resident import resident_tasks
+from recpipe_perf_model.step.step import Step
+from recpipe_perf_model.step.walk import Task, Walked, walk
+from recpipe_perf_model.tiers.ranked import Ranked
+from recpipe_perf_model.tiers.ranks import Side
+from recpipe_perf_model.tiers.statements import choices
+from recpipe_perf_model.tiers.tiered import Resident, ResidentStep, Tiered
+
+
+@dataclass(frozen=True)
+class Kind:
+    """One kind of batches."""
+
+    phase: Phase
+    tasks: Sequence[Task]
+    walked: Walked
+
+
+@dataclass(frozen=True)
+class TieredPrediction:
+    """A run with tiers, in its steady state."""
+
+    statement: Statement
+    """What it does in the end: as stated, or instead, whichever is faster."""
+    kinds: Sequence[Kind]
+    step_seconds: float
+    """The mean over all kinds of batches."""
+    tried: Sequence[float]
+    """Seconds of a step of all that it may do, the statement itself first."""
+    samples: int
+    """Samples that a step reads."""
+    read: float
+    """Rows that a batch reads from the store."""
+    missed: float
+    """The share of lookups whose row is not resident when the batch comes."""
+    memory: Mapping[str, int]
+    """Bytes by tier: ``resident``, ``cold`` and ``beside`` (maps, batches and rows on their way)."""
+
+    @property
+    def samples_per_second(self) -> float:
+        """The speed of training: samples read, also those that are left out."""
+        return self.samples / self.step_seconds
+
+
+def resident_steps(step: Callable[[int], Step], amounts: Amounts) -> Resident:
+    """The resident step of any number of samples; ``step`` captures it, once for each number."""
+
+    @cache
+    def made(samples: int) -> ResidentStep:
+        captured = step(samples)
+        groups = captured.captured.groups
+        tasks, _ = resident_tasks(captured, amounts, in_one=True)
+        look_up, update = (
+            amounts.lookups(groups, kind).seconds for kind in ("lookup forward", "lookup update")
+        )
+        part = next(iter(captured.captured.shares), captured.captured.whole)
+        python = amounts.overhead("call", part.calls[0]).seconds + amounts.pipeline(captured.captured).seconds
+        busy = {task.name: task.busy for task in tasks}
+        share = min(1.0, python / max(1e-9, busy["look up"] + busy["forward"]))
+        values = float(captured.captured.parameters[1])
+        divided = resident_tasks(captured, amounts)[0]
+        return ResidentStep(tasks, look_up, update, share, values, divided)
+
+    return made
+
+
+def predict_tiered(
+    facts: Facts,
+    stated: Mapping[str, Statement],
+    base: Statement,
+    times: Times,
+    resident: Resident,
+    cores: float,
+    network: Emulation | None = None,
+) -> TieredPrediction:
+    """The fastest of what plugins do, by their statements, over ``base``, that of ``tiers.policy``.
+
+    With several trainers it is the step of one of them, which has ``cores`` cores, and ``resident`` is that
+    of any number of samples on one rank. ``network``: what it adds to a message between ranks, each of which
+    then has a machine of its own; None: they share one."""
+    side = Side(facts.trainers, cores, network or facts.emulation, network is not None)
+    found = [_predicted(facts, statement, times, resident, side) for statement in choices(stated, base)]
+    best = min(found, key=lambda prediction: prediction.step_seconds)
+    return replace(best, tried=[prediction.step_seconds for prediction in found])
+
+
+def _predicted(
+    facts: Facts, statement: Statement, times: Times, resident: Resident, side: Side
+) -> TieredPrediction:
+    kinds = []
+    for phase in statement.phases or (Phase(),):
+        if side.count > 1 or statement.inside:
+            delays = Emulation() if side.count > 1 else facts.emulation
+            alone = facts.at(trainers=1, emulation=delays)
+            tiered: Tiered = Ranked(alone, statement, phase, times, resident, side)
+        else:
+            tiered = Tiered(facts, statement, phase, times, resident)
+        tasks = tiered.tasks() if statement.phases else tiered.resident_tasks()
+        tasks = tiered.slowed(tasks) if isinstance(tiered, Ranked) else tasks
+        kinds.append(Kind(phase, tasks, walk(tasks, side.cores)))
+    mean = sum(kind.phase.share * kind.walked.step_seconds for kind in kinds)
+    read, gone = (
+        sum(kind.phase.share * getattr(moved, name) for kind in kinds for moved in kind.phase.moved)
+        for name in ("read", "missed")
+    )
+    missed = gone / max(1.0, sum(group.lookups for group in facts.groups))
+    memory = _memory(facts, statement)
+    return TieredPrediction(statement, kinds, mean, (), facts.batch_size, read, missed, memory)
+
+
+def _memory(facts: Facts, statement: Statement) -> dict[str, int]:
+    whole = sum(group.rows * group.record_bytes for group in facts.groups)
+    if not statement.phases:
+        return {"resident": whole, "cold": 0, "beside": statement.memory}
+    sizes = statement.cold_bytes or [4.0 * group.width for group in facts.groups]
+    cold = sum(int(group.rows * size) for group, size in zip(facts.groups, sizes, strict=True))
+    maps = sum(int(4 * group.rows + 8 * facts.share * group.rows) for group in facts.groups)
+    return {"resident": facts.budget, "cold": cold, "beside": maps + statement.memory}

@@ -1,1 +1,0 @@
-"""What a training step costs: a machine measured once, and the time of steps predicted from that."""

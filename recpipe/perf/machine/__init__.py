@@ -1,1 +1,0 @@
-"""What was measured on a machine: its profile in a file."""

@@ -1,1 +1,0 @@
-"""``task=advise``: the recipes for this data, model and machine, with their predicted speed and reasons."""
