@@ -109,7 +109,7 @@ class LowPrecisionBags(LowPrecisionTables):
 
     @classmethod
     def of(cls, collection: EmbeddingBagCollection, kinds: Mapping[str, RowType]) -> LowPrecisionBags:
-        """The same tables, with rows of these ``kinds``."""
+        """The tables of ``collection`` with rows of these ``kinds``."""
         return cls(collection.embedding_bag_configs(), kinds, collection.is_weighted())
 
     def forward(self, features: KeyedJaggedTensor) -> KeyedTensor:
@@ -142,11 +142,11 @@ class LowPrecisionRows(LowPrecisionTables):
 
     @classmethod
     def of(cls, collection: EmbeddingCollection, kinds: Mapping[str, RowType]) -> LowPrecisionRows:
-        """The same tables, with rows of these ``kinds``."""
+        """The tables of ``collection`` with rows of these ``kinds``."""
         return cls(collection.embedding_configs(), kinds, collection.need_indices())
 
     def need_indices(self) -> bool:
-        """As TorchRec's collection."""
+        """Whether rows come with their ids, as of TorchRec's collection."""
         return self._need_indices
 
     def forward(self, features: KeyedJaggedTensor) -> dict[str, JaggedTensor]:
@@ -229,7 +229,7 @@ class BagLookup(nn.Module):
         return self.places[begin : begin + self._ids_of[table]]
 
     def own(self, features: KeyedJaggedTensor) -> KeyedJaggedTensor:
-        """Its features among ``features``, in their order."""
+        """This lookup's features among ``features``, in the tables' order."""
         if features.variable_stride_per_key():
             raise UserError("rows in low precision are looked up for features of one batch size alone")
         keys = features.keys()
@@ -248,8 +248,8 @@ class BagLookup(nn.Module):
     def look_up(
         self, ids: torch.Tensor, offsets: torch.Tensor, weights: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """The same for ``ids`` and ``offsets`` [F * B + 1] of its features, in their order. Ids are not
-        checked."""
+        """Pooled rows, or a row for each id, for ``ids`` and ``offsets`` [F * B + 1] of its features in their
+        order. Ids are not checked."""
         offsets = offsets.to(ids.dtype)
         if self.prunes:
             ids = remapped_ids(ids, offsets, self.places, self.place_starts)

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import numpy as np
 from numpy.typing import NDArray
+
+from recpipe.answers.figures import Interval
 
 RESAMPLES = 1000
 GROUPS = 8192
@@ -13,15 +13,6 @@ GROUPS = 8192
 TAIL = 2.5
 """Percent of resamples beyond each end of an interval."""
 Floats = NDArray[np.float64]
-
-
-@dataclass(frozen=True)
-class Interval:
-    """A figure and its 95% interval."""
-
-    value: float
-    low: float
-    high: float
 
 
 class PairedBootstrap:

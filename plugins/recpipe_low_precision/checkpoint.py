@@ -179,7 +179,7 @@ def put_rows(module: nn.Module, directory: Path) -> None:
 
 
 def put_dense(module: nn.Module, directory: Path) -> QuantizedManifest:
-    """The same for its dense part alone; the collections stay."""
+    """Set the dense part of ``module`` alone, as ``put_rows`` does; its collections stay."""
     manifest = read_manifest(directory)
     verify(directory, manifest)
     try:

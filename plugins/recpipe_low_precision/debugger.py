@@ -26,8 +26,8 @@ LEAST_SNR = {"fp32": 100.0, "fp16": 50.0, "int8": 30.0, "int4": 12.0, "int2": 3.
 """Decibels below which a part is broken, by its type. Rows of normal weights have 74, 48, 24 and 10 in fp16,
 int8, int4 and int2."""
 LEAST_LAYER_SNR = {"fp32": 100.0, "bfloat16": 35.0, "int8": 20.0}
-"""The same of a linear layer's output. Normal inputs and weights have 51 in bfloat16, 38 in int8, 33 in int8
-with 7 bits."""
+"""Decibels below which a linear layer's output is broken. Normal inputs and weights have 51 in bfloat16, 38
+in int8, 33 in int8 with 7 bits."""
 EXACT = 999.0
 """Decibels of a part without error."""
 
@@ -49,7 +49,7 @@ class Compared:
     range_used: float | None = None
     """Share of codes between the smallest and the largest one in use; a table's is the mean over rows."""
     downstream: float | None = None
-    """Of a layer: relative error of its output when the whole model runs in low precision."""
+    """Relative error of a layer's output when the whole model runs in low precision."""
     layer: bool = False
     """Whether it is a layer."""
 
@@ -134,7 +134,7 @@ def _layers(slice_: Slice, low: Called) -> Iterator[Compared]:
 
 
 def _codes(x: torch.Tensor, layer: Layer) -> tuple[float, float]:
-    """Of a layer's inputs: the share that its range cannot reach, and the share of codes between the smallest
+    """The share of a layer's inputs that its range cannot reach, and the share of codes between the smallest
     and the largest one in use."""
     codes = x / layer.scale + layer.zero
     # Half a step beyond the ends is rounding; the slack is for float32's own.

@@ -73,7 +73,7 @@ def types_for(dense: str) -> list[str]:
 
 
 def largest_code(reduce_range: bool | None) -> int:
-    """Of a layer's inputs in int8; None: 7 bits where 8 bits are not exact on this CPU."""
+    """The largest code of a layer's input in int8; None: 7 bits where 8 are not exact on this CPU."""
     return SEVEN_BITS if (not int8_adds_up() if reduce_range is None else reduce_range) else EIGHT_BITS
 
 
@@ -162,7 +162,7 @@ SHRINKS = np.geomspace(1.0, 1e-3, 73)
 
 
 ROW_SHRINKS = np.linspace(1.0, 0.4, 25)
-"""The same for the weights of an output."""
+"""Shares of the largest weight of an output that are tried as the end of its range."""
 
 
 @dataclass

@@ -25,7 +25,7 @@ LARGEST_BYTES = 128 << 20
 """Most bytes of the float32 tables that are looked up at a time. They are larger than what a processor keeps
 of addresses and rows, and the ids, which say what it can keep, are the slice's own."""
 CLEAR = 0.75
-"""Of the rounds, those in which one must be faster than the other to be taken as faster."""
+"""The share of the rounds in which one must be faster than the other to be taken as faster."""
 Run = Callable[[], object]
 
 
@@ -62,7 +62,7 @@ def compare(slice_: Slice, assignment: Assignment) -> LookupSpeed:
 
 
 Rounds = Mapping[tuple[str, Choice], Sequence[float]]
-"""Of each table, kept by each choice: the seconds of each of several interleaved rounds."""
+"""The seconds of several interleaved rounds, by table and how it is kept."""
 
 
 def rounds_of(slice_: Slice, choices: Sequence[Choice], may: Callable[[str, Choice], bool]) -> Rounds:

@@ -40,7 +40,7 @@ class QuantizedTable:
     collection: str
     """The path of its collection in the model."""
     own: str
-    """Its name in the collection."""
+    """The table's name in the collection."""
 
     def __post_init__(self) -> None:
         if self.type not in ROW_TYPES or min(self.rows, self.dim) < 1 or (self.kept or 0) < 0:
@@ -66,7 +66,7 @@ class QuantizedManifest:
     step: int
     """How many steps the checkpoint that was quantized had been trained."""
     trained_on: dict[str, Any]
-    """Its recipe and the data's columns (``TrainedOn``)."""
+    """The recipe that trained it and the data's columns (``TrainedOn``)."""
     tables: dict[str, QuantizedTable]
     files: dict[str, tuple[int, str]]
     """Size and BLAKE2b digest of each file, by relative path."""

@@ -91,7 +91,7 @@ class QuantizedTrained(Trained):
 
 
 class QuantizedScoring:
-    """The same methods as ``Scoring``, for a model whose tables check ids themselves."""
+    """Scores batches as ``Scoring`` does, by a model whose tables check ids themselves."""
 
     def __init__(self, called: Called, dataset: Dataset, batch_size: int) -> None:
         self.called, self.dataset, self.batch_size = called, dataset, batch_size

@@ -95,7 +95,7 @@ class Pieces:
         self.most = most
         self.assignment: Assignment = {}
         self.number = 0
-        """Of the batch that is being evaluated."""
+        """The number of the batch that is being evaluated."""
         self.tables: Mapping[str, TableRows] = {}
         self._kept: OrderedDict[tuple[str, Choice, int], torch.Tensor] = OrderedDict()
         self._bytes = 0

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
 from recpipe.kit import readable_bytes
 from recpipe_low_precision.debugger import Compared
-from recpipe_low_precision.dense_report import dense_line, dense_sections
+from recpipe_low_precision.dense import MEASURED, Linear
 from recpipe_low_precision.judge import Evaluation
 from recpipe_low_precision.model_quantizer import Quantized, ReportSection
+from recpipe_low_precision.row_types import FLOAT, Choice
 from recpipe_low_precision.search import Found
-
-_PERCENT = 100
 
 
 def content(
@@ -25,16 +25,15 @@ def content(
     evaluations: Sequence[Evaluation],
     settings: Mapping[str, Any],
 ) -> dict[str, Any]:
-    """report.json's content. ``tables``: type, rows, dim and bytes of each; ``quality``: figures of the test
-    slice."""
+    """report.json's content but for the dense part. ``tables``: type, rows, dim and bytes of each;
+    ``quality``: figures of the test slice."""
     before = sum(table["float32_bytes"] for table in tables.values())
     after = sum(table["bytes"] for table in tables.values())
-    chosen = found.evaluation
     return {
         "settings": dict(settings),
         "bytes": {"float32": before, "quantized": after, "ratio": before / after},
         "tables": {name: dict(table) for name, table in tables.items()},
-        "calibration": None if chosen is None else _calibration(chosen),
+        "calibration": _calibration(found),
         "test": dict(quality),
         "lookups": lookups,
         "numerics": [{**asdict(part), "breaks": part.breaks} for part in numerics],
@@ -47,136 +46,125 @@ def content(
     }
 
 
-def _calibration(chosen: Evaluation) -> dict[str, Any]:
-    kept = {name: value for name, value in asdict(chosen).items() if name != "types"}
-    return {**kept, "upper": chosen.upper}
+def _calibration(found: Found) -> dict[str, Any] | None:
+    """What was measured of the accepted assignment on the calibration slice."""
+    if found.evaluation is None:
+        return None
+    own = asdict(found.evaluation)
+    del own["types"]
+    return {**own, "upper": found.evaluation.upper}
+
+
+def dense_content(layers: Mapping[str, Linear], found: Found, bound: float) -> dict[str, Any]:
+    """The part ``dense`` of report.json, of these ``layers`` and what was ``found`` for them. ``bound``: on
+    the error of each."""
+    told = {}
+    for name, linear in layers.items():
+        choice = found.assignment[name]
+        own = linear.low.layers.get("int8") if choice.kind == "int8" else None
+        told[linear.path] = {
+            "type": choice.kind,
+            "inputs": linear.low.in_features,
+            "outputs": linear.low.out_features,
+            "errors": linear.errors,
+            "range": None if own is None else [own.low, own.high],
+            "seconds": linear.seconds,
+            "why": "" if choice != FLOAT else _why_float32(linear, bound),
+        }
+    return {"layers": told, "calibration": _calibration(found), "ended": found.ended}
+
+
+def _why_float32(linear: Linear, bound: float) -> str:
+    """Why a layer stays in float32."""
+    reasons = []
+    for kind, error in linear.errors.items():
+        if error > bound:
+            reasons.append(f"{kind}: error {error:.1%}")
+        elif linear.slower(Choice(kind)):
+            reasons.append(f"{kind}: {linear.seconds[FLOAT.kind] / linear.seconds[kind]:.2f} of the speed")
+        else:
+            reasons.append(f"{kind}: the bound on NE")
+    return "; ".join(reasons)
 
 
 def written(report: Mapping[str, Any]) -> Quantized:
-    """The report for core to write."""
+    """The report for ``recpipe quantize`` to write."""
     size, test = report["bytes"], report["test"]
     lead = (
         f"Tables of {readable_bytes(size['float32'])} in {readable_bytes(size['quantized'])}, "
         f"{size['ratio']:.2f} times fewer bytes. On the test slice of {test['samples']:,} samples normalized "
-        f"entropy changes by {_share(test['ne_difference'])}."
+        f"entropy changes by {_difference(test['ne_difference'])}."
     )
-    heads = ("", "float32", "quantized", "difference", "95% interval")
-    sections = [
-        ReportSection("Quality on the test slice", heads, _quality(test)),
-        ReportSection(
-            "Bytes against normalized entropy",
-            ("the search", ""),
-            _search(report),
-            _points(report),
-            ("bytes of all tables", "NE, calibration slice"),
-        ),
-        ReportSection("Tables", _TABLES, _tables(report)),
-    ]
-    sections += dense_sections(report)
-    sections.append(ReportSection("Numerics, the worst first", _NUMERICS, _numerics(report)))
-    sections.insert(1, ReportSection("Lookups", ("", ""), _lookups(report["lookups"])))
-    return Quantized(report, lead, sections, _lines(report))
+    sections = [_quality(test), _lookups(report["lookups"]), _search(report), _tables(report)]
+    if report["dense"]["layers"]:
+        sections.append(_dense(report["dense"]["layers"]))
+    return Quantized(report, lead, [*sections, _numerics(report)], _lines(report))
 
 
-def _share(interval: Mapping[str, float]) -> str:
-    return (
-        f"{_PERCENT * interval['value']:+.4f}% ({_PERCENT * interval['low']:+.4f}% to "
-        f"{_PERCENT * interval['high']:+.4f}%)"
+def _difference(interval: Mapping[str, float]) -> str:
+    return f"{interval['value']:+.4%} ({interval['low']:+.4%} to {interval['high']:+.4%})"
+
+
+def _ratio(speed: Mapping[str, float]) -> str:
+    return f"{speed['ratio']:.2f} ({speed['least']:.2f} to {speed['most']:.2f})"
+
+
+def _quality(test: Mapping[str, Any]) -> ReportSection:
+    float32, quantized, ne, auc = (
+        test[name] for name in ("float32", "quantized", "ne_difference", "auc_difference")
     )
-
-
-def _quality(test: Mapping[str, Any]) -> list[tuple[str, ...]]:
-    ne, auc = test["ne_difference"], test["auc_difference"]
-    return [
+    rows = [
         (
             "normalized entropy",
-            f"{test['float32']['ne']:.5f}",
-            f"{test['quantized']['ne']:.5f}",
-            f"{_PERCENT * ne['value']:+.4f}%",
-            f"{_PERCENT * ne['low']:+.4f}% to {_PERCENT * ne['high']:+.4f}%",
+            f"{float32['ne']:.5f}",
+            f"{quantized['ne']:.5f}",
+            f"{ne['value']:+.4%}",
+            f"{ne['low']:+.4%} to {ne['high']:+.4%}",
         ),
         (
             "AUC",
-            f"{test['float32']['auc']:.5f}",
-            f"{test['quantized']['auc']:.5f}",
+            f"{float32['auc']:.5f}",
+            f"{quantized['auc']:.5f}",
             f"{auc['value']:+.5f}",
             f"{auc['low']:+.5f} to {auc['high']:+.5f}",
         ),
     ]
+    heads = ("", "float32", "quantized", "difference", "95% interval")
+    return ReportSection("Quality on the test slice", heads, rows)
 
 
-def _lookups(speed: Mapping[str, Any]) -> list[tuple[str, ...]]:
-    return [
+def _lookups(speed: Mapping[str, Any]) -> ReportSection:
+    rows = [
         ("float32 rows", f"{speed['float32']:,.0f} ids a second"),
         ("chosen types", f"{speed['low_precision']:,.0f} ids a second"),
-        ("ratio, median of rounds", f"{speed['ratio']:.2f} ({speed['least']:.2f} to {speed['most']:.2f})"),
+        ("ratio, median of rounds", _ratio(speed)),
     ]
+    return ReportSection("Lookups", ("", ""), rows)
 
 
-def _search(report: Mapping[str, Any]) -> list[tuple[str, ...]]:
+def _search(report: Mapping[str, Any]) -> ReportSection:
     search, calibration = report["search"], report["calibration"]
-    rows: list[tuple[str, ...]] = [
-        ("bound on the relative loss of NE", f"{_PERCENT * report['settings']['bound']:.4f}%"),
+    rows = [
+        ("bound on the relative loss of NE", f"{report['settings']['bound']:.4%}"),
         ("evaluations", f"{search['evaluations']:,}"),
         ("changes accepted", f"{search['accepted']:,}"),
         ("it ended because", search["ended"]),
     ]
     if calibration:
         found = {"value": calibration["difference"], "low": calibration["low"], "high": calibration["high"]}
-        rows.insert(1, ("on the calibration slice", _share(found)))
-    return rows
-
-
-def _points(report: Mapping[str, Any]) -> dict[str, list[tuple[float, float]]]:
-    names = {"sensitivity": "one table at a time", "search": "search"}
-    found: dict[str, list[tuple[float, float]]] = {}
-    for step, name in names.items():
-        points = sorted((size, ne) for size, ne, at in report["search"]["points"] if at == step)
+        rows.insert(1, ("on the calibration slice", _difference(found)))
+    curves: dict[str, list[tuple[float, float]]] = {}
+    for step, name in (("sensitivity", "one table at a time"), ("search", "search")):
+        points = sorted((size, ne) for size, ne, at in search["points"] if at == step)
         if points:
-            found[name] = points
-    return found
+            curves[name] = points
+    axes = ("bytes of all tables", "NE, calibration slice")
+    return ReportSection("Bytes against normalized entropy", ("the search", ""), rows, curves, axes)
 
 
-_NUMERICS = (
-    "table or layer",
-    "type",
-    "relative error",
-    "SNR (dB)",
-    "saturated",
-    "range used",
-    "in the whole",
-)
-
-
-def _numerics(report: Mapping[str, Any]) -> list[tuple[str, ...]]:
-    rows: list[tuple[str, ...]] = []
-    for part in report["numerics"]:
-        shares = [part["saturated"], part["range_used"], part["downstream"]]
-        said = ["-" if share is None else f"{_PERCENT * share:.2f}%" for share in shares]
-        broken = ", breaks" if part["breaks"] else ""
-        rows.append(
-            (part["name"], f"{part['kind']}{broken}", f"{part['error']:.2e}", f"{part['snr']:.1f}", *said)
-        )
-    return rows
-
-
-def _verdict(report: Mapping[str, Any]) -> str:
-    broken = [part for part in report["numerics"] if part["breaks"]]
-    if not broken:
-        return "no table and no layer has a larger error than its type explains"
-    first = broken[0]
-    more = f", and {len(broken) - 1} more (see report.html)" if len(broken) > 1 else ""
-    return (
-        f"{first['name']} breaks: {first['kind']} with a signal-to-noise ratio of {first['snr']:.1f} dB{more}"
-    )
-
-
-_TABLES = ("table", "type", "rows", "dim", "bytes", "times fewer", "lookups over float32")
-
-
-def _tables(report: Mapping[str, Any]) -> list[tuple[str, ...]]:
-    rows: list[tuple[str, ...]] = []
+def _tables(report: Mapping[str, Any]) -> ReportSection:
     speeds = report["lookups"]["tables"]
+    rows = []
     for name, table in sorted(report["tables"].items(), key=lambda item: -item[1]["float32_bytes"]):
         fewer = table["float32_bytes"] / table["bytes"] if table["bytes"] else 0.0
         rows.append(
@@ -187,29 +175,52 @@ def _tables(report: Mapping[str, Any]) -> list[tuple[str, ...]]:
                 str(table["dim"]),
                 readable_bytes(table["bytes"]),
                 f"{fewer:.2f}",
-                _speed(speeds[name]) if name in speeds else "-",
+                _ratio(speeds[name]) if name in speeds else "-",
             )
         )
-    return rows
+    heads = ("table", "type", "rows", "dim", "bytes", "times fewer", "lookups over float32")
+    return ReportSection("Tables", heads, rows)
 
 
-def _speed(speed: Mapping[str, float]) -> str:
-    return f"{speed['ratio']:.2f} ({speed['least']:.2f} to {speed['most']:.2f})"
+def _dense(layers: Mapping[str, Mapping[str, Any]]) -> ReportSection:
+    rows = []
+    for path, layer in layers.items():
+        kind, seconds = layer["type"], layer["seconds"]
+        low, high = layer["range"] or (None, None)
+        rows.append(
+            (
+                path,
+                kind,
+                str(layer["inputs"]),
+                str(layer["outputs"]),
+                "-" if kind == FLOAT.kind else f"{layer['errors'][kind]:.2%}",
+                "-" if low is None else f"{low:.3g} to {high:.3g}",
+                f"{seconds[FLOAT.kind] / seconds[kind]:.2f}" if seconds else "-",
+                layer["why"],
+            )
+        )
+    speed = f"times float32's speed, {MEASURED} samples"
+    heads = ("linear layer", "type", "inputs", "outputs", "error", "range of inputs", speed, "why float32")
+    return ReportSection("Dense part", heads, rows)
 
 
-def _slower(report: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """The tables whose lookups have become slower, if any have."""
-    slower = {name: own["ratio"] for name, own in report["lookups"]["tables"].items() if own["most"] < 1}
-    if not slower:
-        return []
-    least = min(slower, key=lambda name: slower[name])
-    remedy = (
-        ""
-        if report["settings"]["minimise"] == "time"
-        else "; plugins.low_precision.minimise=auto keeps faster types"
+def _numerics(report: Mapping[str, Any]) -> ReportSection:
+    rows = []
+    for part in report["numerics"]:
+        shares = [part["saturated"], part["range_used"], part["downstream"]]
+        said = ["-" if share is None else f"{share:.2%}" for share in shares]
+        kind = f"{part['kind']}{', breaks' if part['breaks'] else ''}"
+        rows.append((part["name"], kind, f"{part['error']:.2e}", f"{part['snr']:.1f}", *said))
+    heads = (
+        "table or layer",
+        "type",
+        "relative error",
+        "SNR (dB)",
+        "saturated",
+        "range used",
+        "in the whole",
     )
-    more = f", as are {len(slower) - 1} more" if len(slower) > 1 else ""
-    return [("slower", f"{least} is looked up {slower[least]:.2f} as fast as in float32{more}{remedy}")]
+    return ReportSection("Numerics, the worst first", heads, rows)
 
 
 def _lines(report: Mapping[str, Any]) -> list[tuple[str, str]]:
@@ -217,10 +228,10 @@ def _lines(report: Mapping[str, Any]) -> list[tuple[str, str]]:
     kinds: dict[str, list[Mapping[str, Any]]] = {}
     for table in report["tables"].values():
         kinds.setdefault(table["type"], []).append(table)
-    size, test = report["bytes"], report["test"]
+    size, test, speed, search = (report[name] for name in ("bytes", "test", "lookups", "search"))
     lines = [
         (
-            f"{kind}",
+            kind,
             f"{len(members)} tables, {sum(t['rows'] for t in members):,} rows, "
             f"{readable_bytes(sum(t['float32_bytes'] for t in members))} -> "
             f"{readable_bytes(sum(t['bytes'] for t in members))}",
@@ -235,21 +246,34 @@ def _lines(report: Mapping[str, Any]) -> list[tuple[str, str]]:
         ),
         (
             "quality",
-            f"NE {test['quantized']['ne']:.4f}, {_share(test['ne_difference'])} to float32   "
+            f"NE {test['quantized']['ne']:.4f}, {_difference(test['ne_difference'])} to float32   "
             f"AUC {test['quantized']['auc']:.4f}   on {test['samples']:,} samples of the test slice",
         ),
-    ]
-    speed = report["lookups"]
-    lines.append(
         (
             "lookups",
             f"{speed['low_precision']:,.0f} ids/s, {speed['ratio']:.2f} of float32 rows "
             f"({speed['least']:.2f} to {speed['most']:.2f})",
-        )
-    )
-    lines += _slower(report)
-    lines += dense_line(report)
-    lines.append(("numerics", _verdict(report)))
-    search = report["search"]
-    lines.append(("search", f"{search['evaluations']:,} evaluations; {search['ended']}"))
-    return lines
+        ),
+    ]
+    slower = {name: own["ratio"] for name, own in speed["tables"].items() if own["most"] < 1}
+    if slower:
+        least = min(slower, key=lambda name: slower[name])
+        by_time = report["settings"]["minimise"] == "time"
+        remedy = "" if by_time else "; plugins.low_precision.minimise=auto keeps faster types"
+        more = f", as are {len(slower) - 1} more" if len(slower) > 1 else ""
+        said = f"{least} is looked up {slower[least]:.2f} as fast as in float32{more}{remedy}"
+        lines.append(("slower", said))
+    layers = report["dense"]["layers"]
+    if layers:
+        counts = Counter(layer["type"] for layer in layers.values())
+        told = [f"{counts[kind]} in {kind}" for kind in ("int8", "bfloat16", FLOAT.kind) if counts[kind]]
+        lines.append(("dense", f"{len(layers)} linear layers: {', '.join(told)}"))
+    lines += [("", f"{path} stays in float32 ({own['why']})") for path, own in layers.items() if own["why"]]
+    broken = [part for part in report["numerics"] if part["breaks"]]
+    verdict = "no table and no layer has a larger error than its type explains"
+    if broken:
+        first, more = broken[0], f", and {len(broken) - 1} more (see report.html)" if len(broken) > 1 else ""
+        ratio = f"a signal-to-noise ratio of {first['snr']:.1f} dB"
+        verdict = f"{first['name']} breaks: {first['kind']} with {ratio}{more}"
+    lines.append(("numerics", verdict))
+    return [*lines, ("search", f"{search['evaluations']:,} evaluations; {search['ended']}")]

@@ -31,7 +31,7 @@ class Option:
 
 
 @dataclass(frozen=True)
-class Step:
+class Change:
     """A unit's change to a cheaper choice."""
 
     unit: int
@@ -147,16 +147,16 @@ class Search:
         return True
 
 
-def hull_steps(unit: int, now: Option, options: Sequence[Option]) -> list[Step]:
+def hull_steps(unit: int, now: Option, options: Sequence[Option]) -> list[Change]:
     """The steps from ``now`` along the lower convex hull of loss against cost, in order; their rates grow."""
-    steps: list[Step] = []
+    steps: list[Change] = []
     at = now
     while True:
         cheaper = [o for o in options if o.cost < at.cost]
         if not cheaper:
             return steps
         best = min(cheaper, key=lambda o: ((o.loss - at.loss) / (at.cost - o.cost), o.cost))
-        steps.append(Step(unit, best, (best.loss - at.loss) / (at.cost - best.cost)))
+        steps.append(Change(unit, best, (best.loss - at.loss) / (at.cost - best.cost)))
         at = best
 
 

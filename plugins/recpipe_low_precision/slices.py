@@ -76,7 +76,7 @@ class Slice:
             layer.kind = assignment.get(name, FLOAT).kind
 
     def evaluate_called(self, called: Called) -> Losses:
-        """The same of any model."""
+        """The scores and losses of the slice's samples by any model."""
         logits = []
         for number, batch in enumerate(self.batches):
             self.pieces.number = number

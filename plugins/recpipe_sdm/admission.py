@@ -12,7 +12,7 @@ from recpipe_sdm.index import RowIndex
 EVERY = 256
 """Batches from one change of the rows in DRAM to the next."""
 COUNTED = 4
-"""Of so many batches one is counted, as often: counting takes as long as looking rows up."""
+"""One of so many batches is counted, so many times: counting takes as long as looking rows up."""
 MOST = 4096
 """Rows that change places at a time."""
 HALVED = 64

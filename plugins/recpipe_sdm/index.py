@@ -13,7 +13,7 @@ Words = NDArray[np.int64]
 EMPTY = -2
 """The place of a row that has none."""
 PRUNED = -1
-"""That of a row that is neither in DRAM nor on the SSD, and adds nothing. FBGEMM's number for that."""
+"""The place of a pruned row, neither in DRAM nor on the SSD, which adds nothing; FBGEMM's number for it."""
 ROWS_OF_A_WORD = 32
 LOW = (1 << 32) - 1
 
@@ -57,7 +57,7 @@ class RowIndex:
         return found
 
     def without_slots(self, rows: RowIds) -> RowIds:
-        """Those of ``rows`` that have no slot and are not pruned; needs no lock where slots are changed."""
+        """The ``rows`` that have no slot and are not pruned; needs no lock where slots are changed."""
         nothing = np.full(1, -1), np.empty(1, np.int32)
         return rows[_find(self._words, self._slots, self._pruned, *nothing, self.rows, rows)[1]]
 

@@ -19,7 +19,7 @@ class Reads:
     rows_read: int = 0
     """Rows that were read because they were missed, or were about to be."""
     rows_ahead: int = 0
-    """Those of them that were read before their batch was scored."""
+    """Missed rows that were read before their batch was scored."""
     admitted: int = 0
     """Rows that were given a slot since the tiers were made."""
     replaced: int = 0

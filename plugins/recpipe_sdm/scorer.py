@@ -24,19 +24,19 @@ class TieredLookup(Lookup):
         super().__init__(found, names, tables)
         own = [table for _, table in found["parts"]]
         self.base = np.array([tables.bases.get(table, -1) for table in own])
-        """Of each part the number of its table's row 0; -1: its rows are in DRAM."""
+        """The number of row 0 of each part's table; -1: its rows are in DRAM."""
         dims = {tables.about[table]["dimension"] for table in own}
         self.width = dims.pop() if len(dims) == 1 and not self.sequence else None
-        """Of each part's sums; None: they differ, or rows are not pooled."""
+        """How many weights each part's sums have; None: they differ, or rows are not pooled."""
         mean = found["pooling"] == "mean"
         self.numbers = torch.tensor(
             [2 * list(tables.about).index(t) + mean if t in tables.bases else -1 for t in own]
         )
-        """Of each part: a number for its table and pooling, -1 for one in DRAM."""
+        """A number for each part's table and pooling, -1 for one in DRAM."""
 
     def numbered(self, ids: torch.Tensor, offsets: torch.Tensor, samples: int) -> tuple[RowIds, int]:
-        """Of each of these ids (arranged) its number over all tiers, or ``elsewhere`` of its row if its table
-        is in DRAM; and how many are on the SSD. ``samples``: offsets of each part."""
+        """The number of each of these ids (arranged) over all tiers, or ``elsewhere`` of its row if its
+        table is in DRAM; and how many are on the SSD. ``samples``: offsets of each part."""
         return numbered(self.rows_of(ids, offsets).numpy(), offsets.numpy(), samples, self.base)
 
 
@@ -78,7 +78,7 @@ class _Plan(NamedTuple):
 
 
 class TieredScorer(Scorer):
-    """As ``Scorer``, with the same bits, for a package whose tables are kept as ``how`` says.
+    """A ``Scorer``, with the same bits, of a package whose tables are kept as ``how`` says.
 
     One thread scores and calls ``ahead``. ``earlier``: another package's, whose rows
     become this one's while it scores; None: new tables are made.
@@ -89,7 +89,7 @@ class TieredScorer(Scorer):
     def __init__(self, directory: Path, how: Tiering, earlier: TieredScorer | None = None) -> None:
         self.how, self._earlier = how, earlier
         self._next: _Plan | None = None
-        """Of the batch that was read ahead."""
+        """What the batch that was read ahead looks up."""
         super().__init__(directory)
 
     def make_tables(self) -> TieredTables:

@@ -29,7 +29,7 @@ from recpipe_sdm.tiers import Tiers
 
 log = logging.getLogger("recpipe")
 STAGING_BYTES = 1 << 20
-"""Of a store's buffer for blocks on their way."""
+"""Bytes of a store's buffer for blocks on their way."""
 MOST_MISSED = 1 << 20
 """Rows that a batch can miss at most, where there are more on the SSD."""
 AT_A_TIME = 1024
@@ -52,7 +52,7 @@ class Tiering:
     counts: Counts = field(default_factory=dict)
     """Lookups of rows before."""
     pooled: Amount = NOTHING
-    """Of ``dram``, for sums of bags that come again."""
+    """Which part of ``dram`` is for sums of bags that come again."""
 
 
 @dataclass(frozen=True)
@@ -185,7 +185,7 @@ class _Part:
 
     @property
     def pruned(self) -> RowIds:
-        """Its rows that were pruned."""
+        """The table's rows that were pruned."""
         own = [
             np.flatnonzero(file.places < 0) + self.base[name]
             for name, file in self.files.items()
@@ -274,7 +274,7 @@ def _form(table: Mapping[str, Any] | None) -> Sequence[Any]:
 
 
 def _digest(file: RowFile) -> bytes:
-    """Of which rows were pruned."""
+    """Identifies which rows were pruned; empty if none was."""
     return b"" if file.places is None else hashlib.sha256(file.places.tobytes()).digest()
 
 

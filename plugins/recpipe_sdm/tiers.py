@@ -86,7 +86,7 @@ class Tiers:
         return not len(look.cold) or bool(look.places[look.cold].min() != EMPTY)
 
     def _cold(self, look: Look) -> Iterator[tuple[TieredRows, RowIds]]:
-        """Of each tier, its own numbers of those that have no slot."""
+        """For each tier the rows without a slot, by its own numbers."""
         rows = look.rows[look.cold]
         for tier, end in zip(self.tiers, self._ends, strict=True):
             own = rows if len(self.tiers) == 1 else rows[(rows >= tier.first) & (rows < end)]

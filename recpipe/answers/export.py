@@ -41,13 +41,13 @@ _SAMPLES = 3
 
 
 @dataclass(frozen=True)
-class Table:
+class ModelTable:
     """A table of the model."""
 
     collection: str
     """The path of its collection."""
     own: str
-    """Its name there."""
+    """The table's name in that collection."""
     dim: int
     ids: int
     """How many ids it has rows for."""
@@ -59,7 +59,7 @@ class DensePart:
 
     program: ExportedProgram
     lookups: tuple[Lookup, ...]
-    tables: Mapping[str, Table]
+    tables: Mapping[str, ModelTable]
     alike: Alike
 
 
@@ -119,7 +119,7 @@ def export_dense(called: Called, schema: Schema, lists: Sequence[str] | None = N
             raise UserError("the model looks nothing up")
         alike = counts_of(program, lookups)
     tables = {
-        names[path][config.name]: Table(path, config.name, config.embedding_dim, config.num_embeddings)
+        names[path][config.name]: ModelTable(path, config.name, config.embedding_dim, config.num_embeddings)
         for path, collection in found.items()
         for config in configs_of(collection)
     }

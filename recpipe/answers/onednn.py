@@ -26,7 +26,7 @@ FEWEST_WEIGHTS = 2**14
 """With fewer in all its linear layers, a model is not worth the compilation of another program."""
 ROUNDS = 5
 LEAST_SECONDS = 2e-3
-"""Of one timing in a round."""
+"""How long one timing in a round takes at least."""
 MOST_SECONDS = 1.0
 """After so many of one layer no further round begins."""
 
@@ -65,8 +65,8 @@ def with_onednn(programs: Sequence[Program], manifest: Mapping[str, Any]) -> lis
 
 
 def seconds_of_layers(module: fx.GraphModule, inputs: Sequence[Any]) -> list[tuple[float, float]]:
-    """Of each of the module's ``linear_layers`` the time of a call by ``addmm`` and by oneDNN, by one thread,
-    on what reaches it when the module is called with ``inputs``."""
+    """The times of a call by ``addmm`` and by oneDNN of each of the module's ``linear_layers``, by one
+    thread, on what reaches it when the module is called with ``inputs``."""
     probe = _Probe(module)
     with torch.inference_mode():
         probe.run(*inputs)

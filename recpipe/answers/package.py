@@ -24,7 +24,7 @@ from __future__ import annotations
 import logging
 import shutil
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -35,13 +35,12 @@ from torch import nn
 from recpipe.answers import score
 from recpipe.answers.manifest import is_package, write_manifest
 from recpipe.answers.onednn import with_onednn
-from recpipe.answers.parts import GOLDEN, Parts, of_checkpoint, of_package, write_golden
+from recpipe.answers.parts import GOLDEN, Parts, of_checkpoint, of_package
 from recpipe.answers.popularity import wanted
 from recpipe.answers.programs import (
     DENSE,
     VNNI,
     InstructionSet,
-    Program,
     chosen_programs,
     chosen_set,
     compiled_for,
@@ -58,6 +57,7 @@ from recpipe.common.console import alone, heard
 from recpipe.common.files import sync, unwritable
 from recpipe.common.owned import require_absent, written_alone
 from recpipe.common.process import quieted
+from recpipe.common.tensors import save_tensors
 from recpipe.common.words import readable_bytes
 from recpipe.errors import UserError, shown
 from recpipe.seams.compiled import compiler
@@ -140,7 +140,9 @@ def package(checkpoint: Path, directory: Path, model: nn.Module | None, options:
             "name yours in the environment variable CXX"
         )
     directory = directory.expanduser()
-    _check_target(directory)
+    free = not directory.exists() or (directory.is_dir() and not any(directory.iterdir()))
+    if not free and not is_package(directory):
+        raise UserError(f"{directory} exists and is no package: name another directory, or remove it")
     checkpoint = checkpoint.expanduser()
     replaces = options.overwrite or checkpoint.resolve() == directory.resolve()
     require_absent("", directory, replaces)
@@ -155,13 +157,6 @@ def package(checkpoint: Path, directory: Path, model: nn.Module | None, options:
         "wrote %s: %s, golden scores within %.1e of the model's", directory, readable_bytes(size), difference
     )
     return directory
-
-
-def _check_target(directory: Path) -> None:
-    if directory.exists() and not (
-        directory.is_dir() and (is_package(directory) or not any(directory.iterdir()))
-    ):
-        raise UserError(f"{directory} exists and is no package: name another directory, or remove it")
 
 
 def _write(folder: Path, parts: Parts, options: Options) -> float:
@@ -188,10 +183,19 @@ def _write(folder: Path, parts: Parts, options: Options) -> float:
         **parts.content,
         "compiled": compiled_for(chosen, flags),
         "programs": [program.about(first) for first, program in enumerate(used)],
-        "golden": _golden(parts),
+        "golden": {
+            "file": GOLDEN,
+            "samples": len(parts.programs[0].scores),
+            "tolerance": parts.programs[0].bound,
+            "threads": 1,
+            "programs": [
+                {"file": p.file, "golden": p.golden, "tolerance": p.bound, "low": p.low}
+                for p in parts.programs
+            ],
+        },
     }
     golden = {**parts.golden, **{program.golden: program.scores for program in (*parts.programs, *used)}}
-    write_golden(folder / GOLDEN, golden)
+    save_tensors(folder / GOLDEN, golden)
     write_manifest(folder, content)
     try:
         scorer = score.Scorer(folder, mapped=True)  # the tables may be larger than memory
@@ -201,9 +205,12 @@ def _write(folder: Path, parts: Parts, options: Options) -> float:
     golden |= zip((program.golden for program in used), scorer.golden_scores(), strict=True)
     content["golden"]["difference_to_model"] = scorer.difference
     content["programs"], content["measured"] = chosen_programs(used, scorer)
-    _drop_unused(folder, used, content["programs"])
+    needed = {about[key] for about in content["programs"] for key in ("file", "constants")}
+    for name in {name for program in used for name in (program.compiled, program.constants)} - needed:
+        if name is not None:
+            (folder / name).unlink()
     kept = {about["golden"] for about in (*content["programs"], *content["golden"]["programs"])}
-    write_golden(folder / GOLDEN, {name: golden[name] for name in (*parts.golden, *sorted(kept))})
+    save_tensors(folder / GOLDEN, {name: golden[name] for name in (*parts.golden, *sorted(kept))})
     use(scorer, content["programs"])
     if not options.reference:
         content.pop("reference", None)
@@ -211,27 +218,6 @@ def _write(folder: Path, parts: Parts, options: Options) -> float:
         content["reference"] = figures
     write_manifest(folder, content, options.key)
     return scorer.difference
-
-
-def _golden(parts: Parts) -> dict[str, Any]:
-    """What the manifest says of the golden batch."""
-    return {
-        "file": GOLDEN,
-        "samples": len(parts.programs[0].scores),
-        "tolerance": parts.programs[0].bound,
-        "threads": 1,
-        "programs": [
-            {"file": p.file, "golden": p.golden, "tolerance": p.bound, "low": p.low} for p in parts.programs
-        ],
-    }
-
-
-def _drop_unused(folder: Path, compiled: Sequence[Program], chosen: Sequence[Mapping[str, Any]]) -> None:
-    """Remove the files of ``compiled`` programs that those ``chosen`` do not need."""
-    kept = {about[key] for about in chosen for key in ("file", "constants")}
-    for name in {name for program in compiled for name in (program.compiled, program.constants)} - kept:
-        if name is not None:
-            (folder / name).unlink()
 
 
 @contextmanager

@@ -1,4 +1,7 @@
-"""What a package is written from: a checkpoint, or another package."""
+"""What a package is written from: a checkpoint, or another package.
+
+Its golden batch are made-up inputs whose scores show whether a machine computes as it should.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +28,6 @@ from recpipe.answers.programs import Program
 from recpipe.answers.reference import figures_of
 from recpipe.answers.stored import StoredModel
 from recpipe.answers.trained import Trained, scored
-from recpipe.common.tensors import save_tensors
 from recpipe.data.schema import Schema
 from recpipe.errors import UserError
 from recpipe.model.call import Called
@@ -34,6 +36,27 @@ from recpipe.plugin.batch import Batch
 log = logging.getLogger("recpipe")
 _MADE_ANEW = ("compiled", "programs", "measured", "golden", "files", "format", "schema")
 """Parts of a manifest that are of one compilation."""
+GOLDEN = "golden.safetensors"
+
+
+INPUTS = ("dense", "ids", "lengths")
+"""What there is beside scores."""
+
+
+SAMPLES = 64
+
+
+_ONE_HOT = 48
+"""So many samples have one id for each feature; the others have 0 to 3."""
+
+
+TOLERANCE = {"float32": 1e-4, "tf32": 1e-4, "bfloat16": 5e-2}
+"""Largest difference of a score on another machine, by ``model.precision``: relative to the largest score if
+that is above 1. A package is scored on CPUs, where tf32 is float32."""
+
+
+LOW_PRECISION = "bfloat16"
+"""The key for layers in low precision: an input that is rounded to another code is a step of 8 bits away."""
 
 
 @dataclass(frozen=True)
@@ -157,6 +180,10 @@ def _content(
     trained: Trained, stored: StoredModel, dense: DensePart, kinds: Mapping[str, str]
 ) -> dict[str, Any]:
     schema, source, called = trained.schema, trained.cfg.data.name, stored.called
+    sequences = {}
+    if any(lookup.sequence for lookup in dense.lookups):
+        aligned = [list(group) for group in dense.alike.aligned]
+        sequences = {"sequences": {"single": list(dense.alike.single), "aligned": aligned}}
     return {
         "versions": versions(),
         "step": trained.step,
@@ -175,41 +202,10 @@ def _content(
             name: {"rows": table.ids, "dimension": table.dim, "type": kinds[name], "file": _file(name)}
             for name, table in dense.tables.items()
         },
-        **_sequences(dense),
+        **sequences,
         "layers": stored.layers,
         "outputs": [{"name": name, "kind": task.kind} for name, task in called.tasks.items()],
     }
-
-
-def _sequences(dense: DensePart) -> dict[str, Any]:
-    """The numbers of ids that the dense part takes of features whose rows are not pooled."""
-    if not any(lookup.sequence for lookup in dense.lookups):
-        return {}
-    aligned = [list(group) for group in dense.alike.aligned]
-    return {"sequences": {"single": list(dense.alike.single), "aligned": aligned}}
-
-
-GOLDEN = "golden.safetensors"
-
-
-INPUTS = ("dense", "ids", "lengths")
-"""What there is beside scores."""
-
-
-SAMPLES = 64
-
-
-_ONE_HOT = 48
-"""So many samples have one id for each feature; the others have 0 to 3."""
-
-
-TOLERANCE = {"float32": 1e-4, "tf32": 1e-4, "bfloat16": 5e-2}
-"""Largest difference of a score on another machine, by ``model.precision``: relative to the largest score if
-that is above 1. A package is scored on CPUs, where tf32 is float32."""
-
-
-LOW_PRECISION = "bfloat16"
-"""The key for layers in low precision: an input that is rounded to another code is a step of 8 bits away."""
 
 
 def golden_inputs(schema: Schema, alike: Alike | None = None) -> dict[str, torch.Tensor]:
@@ -253,8 +249,3 @@ def as_batch(schema: Schema, inputs: dict[str, torch.Tensor]) -> Batch:
 def tolerance(scores: torch.Tensor, precision: str) -> float:
     """The largest difference that golden ``scores`` may have on another machine."""
     return TOLERANCE[precision] * max(1.0, float(scores.abs().max()))
-
-
-def write_golden(file: Path, golden: dict[str, torch.Tensor]) -> None:
-    """Write inputs and scores."""
-    save_tensors(file, golden)

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext, suppress
 from pathlib import Path
 from time import perf_counter
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import pyarrow as pa
@@ -50,26 +50,35 @@ def predict(trained: Trained, options: PredictOptions, run_dir: RunDir) -> NDArr
         raise UserError(
             "data.on_bad_row=skip: a row that is left out would have no score; correct the rows, and drop it"
         )
+    target = None if options.output is None else _target(options)
+    keys = None
+    if options.keys:
+        if not has_columns(config):
+            raise UserError(
+                f"keys={list(options.keys)}: data={config.name} has no columns to copy; leave keys out, and "
+                f"'{ROW}' numbers the rows from 0"
+            )
+        keys = read_columns(config, options.keys)
     try:
-        return _predict(trained, options, run_dir)
+        dataset = _opened(trained)
+        files = dataset.source.files if isinstance(dataset, StreamedDataset) else ()
+        if target is not None and target.exists() and any(map(target.samefile, files)):
+            raise UserError(f"output={target}: is a file of the input; choose another file")
+        with _scoring(trained, options, dataset, run_dir) as scoring:
+            for name in options.keys:
+                if name in scoring.tasks or options.keys.count(name) > 1:
+                    raise UserError(
+                        f"keys={list(options.keys)}: two columns of the output would be called "
+                        f"'{shown(name)}'; leave one of them out"
+                    )
+            blocks = _scored(scoring, dataset, options)
+            if target is None:
+                return np.concatenate(list(blocks))
+            started = perf_counter()
+            rows = write(target, options.overwrite, _tables(blocks, list(scoring.tasks), keys))
+            speed = rows / (perf_counter() - started)
     except BadRow as bad:
         raise DataError(f"{bad.fault}; correct it: every row gets a score") from bad
-
-
-def _predict(trained: Trained, options: PredictOptions, run_dir: RunDir) -> NDArray[np.float32] | Path:
-    target = None if options.output is None else _target(options)
-    keys = _keys(trained, options)
-    dataset = _opened(trained)
-    if target is not None and isinstance(dataset, StreamedDataset):
-        _require_other(target, dataset.source.files)
-    with _scoring(trained, options, dataset, run_dir) as scoring:
-        _refuse_names(options, scoring.tasks)
-        blocks = _scored(scoring, dataset, options)
-        if target is None:
-            return np.concatenate(list(blocks))
-        started = perf_counter()
-        rows = write(target, options.overwrite, _tables(blocks, list(scoring.tasks), keys))
-        speed = rows / (perf_counter() - started)
     log.info("wrote %s: %s rows (%s rows/s)", target, f"{rows:,}", f"{speed:,.0f}")
     return target
 
@@ -108,34 +117,6 @@ def _target(options: PredictOptions) -> Path:
     if not target.parent.is_dir():
         raise UserError(f"output={target}: there is no directory {target.parent}; make it first")
     return target
-
-
-def _require_other(target: Path, files: Sequence[Path]) -> None:
-    """``UserError`` if ``target`` is one of the input's ``files``."""
-    if any(target.exists() and target.samefile(file) for file in files):
-        raise UserError(f"output={target}: is a file of the input; choose another file")
-
-
-def _keys(trained: Trained, options: PredictOptions) -> Iterator[pa.Table] | None:
-    """Blocks of the key columns; None if none are asked for."""
-    if not options.keys:
-        return None
-    config = trained.cfg.data
-    if not has_columns(config):
-        raise UserError(
-            f"keys={list(options.keys)}: data={config.name} has no columns to copy; leave keys out, and "
-            f"'{ROW}' numbers the rows from 0"
-        )
-    return read_columns(config, options.keys)
-
-
-def _refuse_names(options: PredictOptions, tasks: Mapping[str, Called]) -> None:
-    double = [name for name in options.keys if name in tasks or options.keys.count(name) > 1]
-    if double:
-        raise UserError(
-            f"keys={list(options.keys)}: two columns of the output would be called '{shown(double[0])}'; "
-            "leave one of them out"
-        )
 
 
 def _scored(
@@ -236,7 +217,8 @@ def _stream(file: Path, suffix: str, tables: Iterator[pa.Table]) -> int:
     try:
         for table in _grouped(tables, kept):
             if writer is None:
-                writer = _writer(file, suffix, table.schema)
+                made = pq.ParquetWriter if suffix == ".parquet" else pa.csv.CSVWriter
+                writer = made(file, table.schema)
             writer.write_table(table)
             rows += len(table)
     finally:
@@ -255,7 +237,3 @@ def _grouped(tables: Iterator[pa.Table], kept: list[pa.Table]) -> Iterator[pa.Ta
             kept.clear()
     if kept:
         yield pa.concat_tables(kept)
-
-
-def _writer(file: Path, suffix: str, schema: pa.Schema) -> Any:
-    return pq.ParquetWriter(file, schema) if suffix == ".parquet" else pa.csv.CSVWriter(file, schema)

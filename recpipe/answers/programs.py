@@ -144,7 +144,7 @@ def _full(fault: BaseException | None) -> Path | None:
 def usable(
     programs: Sequence[Program], layers: Mapping[str, Mapping[str, Any]], dense: str, chosen: InstructionSet
 ) -> list[Program]:
-    """Those of ``programs`` that are compiled for the word ``dense``; ``layers`` is the manifest's.
+    """The ``programs`` that are compiled for the word ``dense``; ``layers`` is the manifest's.
 
     Layers with 8-bit inputs need VNNI: on a processor without, or for ``avx2``, float32 is left.
     """

@@ -20,7 +20,7 @@ MISSING = "missing"
 
 
 @dataclass(frozen=True)
-class Slice:
+class RowSlice:
     """The rows of one value or bucket, by their numbers among those scored."""
 
     name: str
@@ -48,25 +48,25 @@ class Slicer:
         codes = [self._codes.setdefault(word, len(self._codes)) for word in words]
         self._parts.append(np.array(codes, np.int32)[np.asarray(encoded.indices)])
 
-    def slices(self, top: int) -> Iterator[Slice]:
+    def slices(self, top: int) -> Iterator[RowSlice]:
         """The ``top`` most frequent values, then the rest as one; or as many buckets with about equally many
         rows."""
         values = np.concatenate(self._parts)
         return self._buckets(values, top) if self._numeric else self._frequent(values, top)
 
-    def _frequent(self, codes: NDArray[np.int32], top: int) -> Iterator[Slice]:
+    def _frequent(self, codes: NDArray[np.int32], top: int) -> Iterator[RowSlice]:
         counts = np.bincount(codes, minlength=len(self._codes))
         words = list(self._codes)
         order = np.argsort(-counts, kind="stable")
         order = order[counts[order] > 0]
         for code in order[:top].tolist():
             word = words[code]
-            yield Slice(MISSING if word is None else shown(word), np.flatnonzero(codes == code))
+            yield RowSlice(MISSING if word is None else shown(word), np.flatnonzero(codes == code))
         rest = order[top:]
         if len(rest):
-            yield Slice(f"{len(rest):,} other values", np.flatnonzero(np.isin(codes, rest)))
+            yield RowSlice(f"{len(rest):,} other values", np.flatnonzero(np.isin(codes, rest)))
 
-    def _buckets(self, values: NDArray[np.float32], top: int) -> Iterator[Slice]:
+    def _buckets(self, values: NDArray[np.float32], top: int) -> Iterator[RowSlice]:
         known = values[~np.isnan(values)]
         if len(known):
             edges = np.unique(np.quantile(known, np.linspace(0, 1, top + 1)[1:-1])).astype(np.float32)
@@ -77,10 +77,10 @@ class Slicer:
                 low, high = bounds[number], bounds[number + 1]
                 last = number == len(edges)
                 rows = np.flatnonzero((which == number) & ~np.isnan(values))
-                yield Slice(f"[{low:g}, {high:g}{']' if last else ')'}", rows)
+                yield RowSlice(f"[{low:g}, {high:g}{']' if last else ')'}", rows)
         missing = np.flatnonzero(np.isnan(values))
         if len(missing):
-            yield Slice(MISSING, missing)
+            yield RowSlice(MISSING, missing)
 
 
 def slicer_of_files(trained: Trained, column: str, first: int, rows: int, rejected: int) -> Slicer | None:

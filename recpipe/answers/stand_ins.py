@@ -81,8 +81,8 @@ class Given:
         self.samples = samples
         self.lookups: list[Lookup] = []
         self.inputs: list[torch.Tensor] = []
-        """Of a lookup that pools its rows float32 [B, W]; of one that does not its rows float32 [N, D], then
-        how many each sample has, int64 [B]."""
+        """A lookup that pools its rows adds float32 [B, W]; one that does not adds its rows float32 [N, D]
+        and then how many each sample has, int64 [B]."""
         self._lengths, self._given = lengths or {}, given
 
     def pooled(self, lookup: Lookup, width: int) -> torch.Tensor:

@@ -58,7 +58,8 @@ class FloatCheckpoint:
         self.files: TensorFiles = open_tables(directory / TABLES)
         suffix = weight_name("")
         names = sorted(name for name in self.files.pieces if name.endswith(suffix))
-        self.shapes = {name.removesuffix(suffix): _pair(self.files.shape(name)) for name in names}
+        sizes = {name.removesuffix(suffix): self.files.shape(name) for name in names}
+        self.shapes = {name: (size[0], size[1]) for name, size in sizes.items()}
         """Rows and dimension of each table."""
         module = make().module
         streamed: dict[str, Streamed] = {table: (shape, ()) for table, shape in self.shapes.items()}
@@ -127,10 +128,6 @@ def fill_dense(module: nn.Module, dense: Mapping[str, torch.Tensor]) -> None:
     with torch.no_grad():
         for name, value in dense.items():
             own[name].copy_(value)
-
-
-def _pair(shape: tuple[int, ...]) -> tuple[int, int]:
-    return shape[0], shape[1]
 
 
 _T = TypeVar("_T")

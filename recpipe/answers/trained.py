@@ -162,7 +162,7 @@ class Trained:
         return self.make_called()
 
     def source(self) -> FloatCheckpoint:
-        """Its rows in float32, block by block from the disk."""
+        """The checkpoint's rows in float32, block by block from the disk."""
         return FloatCheckpoint(self.directory, self.trainer, self.make_called)
 
     def stored(self) -> StoredModel:
@@ -189,7 +189,10 @@ class Trained:
             require_units(precision, device, cfg.model.emulate_bfloat16)
         with gpu_explained(), ExitStack() as stack:
             stack.enter_context(float32_products(device, precision))
-            unplaced = self._unplaced(cfg, dataset, device)
+            self._require_model()
+            with torch.random.fork_rng(devices=[]):
+                torch.manual_seed(cfg.seed)
+                unplaced = Unplaced.of(cfg, dataset, device, self.given_model)
             assembly, unplaced = assemble_plugins(cfg, dataset, unplaced, device, 1, ranks)
             owners = group_owners(cfg.tiers, assembly, unplaced.tables)
             _require_memory(unplaced.tables, owners, cfg.tiers.store, device)
@@ -210,12 +213,6 @@ class Trained:
             model.eval()
             self._equip(model, device)
             yield Scoring(model, dataset, cfg.data.batch_size, device)
-
-    def _unplaced(self, cfg: Recipe, dataset: Dataset, device: torch.device) -> Unplaced:
-        self._require_model()
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(cfg.seed)
-            return Unplaced.of(cfg, dataset, device, self.given_model)
 
     def _load(self, model: PlacedModel) -> None:
         """Fill the dense part, and put the tables' rows into the slots that they had in training if the tiers

@@ -13,7 +13,7 @@ import torch
 from recpipe_low_precision import lookups, search
 from recpipe_low_precision.manifest import read_manifest
 from recpipe_low_precision.opened import open_quantized
-from recpipe_low_precision.plugin import Work
+from recpipe_low_precision.quantization import Quantization
 
 import recpipe
 from recpipe import cli
@@ -147,11 +147,11 @@ def test_an_interrupt_keeps_the_evaluations(checkpoint: Path, tmp_path: Path, mo
 def test_what_was_judged_alone_gets_the_name(checkpoint: Path, tmp_path: Path, monkeypatch) -> None:
     seen = []
 
-    def watched(self: Work, *_: object) -> None:
+    def watched(self: Quantization, *_: object) -> None:
         seen.extend(path.name for path in tmp_path.iterdir() if path.is_dir())
         raise KeyboardInterrupt  # while it is judged
 
-    monkeypatch.setattr(Work, "_quality", watched)
+    monkeypatch.setattr(Quantization, "_quality", watched)
     with pytest.raises(KeyboardInterrupt):
         recpipe.quantize(checkpoint, None, WITH, knob("bound", 0.01), output=tmp_path, quiet=True)
     assert seen == ["quantized.unjudged"]
@@ -163,11 +163,11 @@ def test_a_package_of_what_a_kill_left_is_refused(
 ) -> None:
     left = tmp_path / "left"
 
-    def copied(self: Work, *_: object) -> None:
+    def copied(self: Quantization, *_: object) -> None:
         shutil.copytree(self.finished.quantized, left)
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(Work, "_quality", copied)
+    monkeypatch.setattr(Quantization, "_quality", copied)
     with pytest.raises(KeyboardInterrupt):
         recpipe.quantize(checkpoint, None, WITH, knob("dense", "float32"), output=tmp_path, quiet=True)
     with pytest.raises(UserError, match=f"{left} was written and not judged.*: make it anew"):
@@ -194,13 +194,13 @@ def test_what_would_fail_at_the_end_is_said_before_the_search(
         words.append(f"output={tmp_path / 'file' / 'q'}")
         said = rf"cannot write output={tmp_path / 'file' / 'q'}: Not a directory; choose another place"
     elif fault == "labels":
-        part = Work._part
+        part = Quantization._held_out
 
-        def equal(self: Work, low: int, high: int) -> Iterator[Batch]:
+        def equal(self: Quantization, low: int, high: int) -> Iterator[Batch]:
             for batch in part(self, low, high):
                 yield replace(batch, labels=batch.labels * (low == 0))  # the test slice has no click
 
-        monkeypatch.setattr(Work, "_part", equal)
+        monkeypatch.setattr(Quantization, "_held_out", equal)
         said = r"all labels of a slice are equal: raise data\.eval_fraction"
     else:
         blocks = FloatCheckpoint.blocks

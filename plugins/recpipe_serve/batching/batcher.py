@@ -13,16 +13,16 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
+from operator import is_
 from time import monotonic, perf_counter
 from typing import NamedTuple
 
 import numpy as np
 import torch
 
-from recpipe_serve.batching.forms import Asked, sides_of, together
+from recpipe_serve.batching.forms import Array, Asked, sides_of, together
 from recpipe_serve.batching.scorer import Side
 from recpipe_serve.errors import Refused
-from recpipe_serve.http.protocol import Array
 
 log = logging.getLogger("recpipe")
 SOON = 5e-3
@@ -164,7 +164,8 @@ class Batcher:
             asked = [one.asked for one in batch]
             samples = sum(one.samples for one in asked)
             self.saw(len(batch), samples)
-            if self._soon(samples) and self._at_hand(asked):
+            soon = self._each * samples <= SOON
+            if soon and self._at_hand(asked):
                 try:
                     self._answer(batch, self._scored(asked, False))
                 except Exception as fault:
@@ -261,13 +262,10 @@ class Batcher:
         return scores
 
     def _put_together(self, asked: list[Asked]) -> _Together:
-        if self._next is None or not _same(self._next.asked, asked):
+        made = self._next
+        if made is None or len(made.asked) != len(asked) or not all(map(is_, made.asked, asked)):
             return _Together(asked, *together(asked))
-        return self._next
-
-    def _soon(self, samples: int) -> bool:
-        """Whether a batch of so many is expected to be scored within ``SOON``."""
-        return self._each * samples <= SOON
+        return made
 
     def _at_hand(self, asked: list[Asked]) -> bool:
         """Whether all rows of these requests are in memory. One whose rows are not is for the thread, which
@@ -309,7 +307,3 @@ class Batcher:
                 break
             found.append(one.asked)
         return found
-
-
-def _same(one: Sequence[Asked], other: Sequence[Asked]) -> bool:
-    return len(one) == len(other) and all(a is b for a, b in zip(one, other, strict=True))

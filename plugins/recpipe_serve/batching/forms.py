@@ -5,16 +5,18 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from recpipe_serve.batching.scorer import Side
-from recpipe_serve.http.protocol import Array
+
+Array = NDArray[Any]
 
 
-class Bags(NamedTuple):
+class FeatureBags(NamedTuple):
     """What a request has of one feature."""
 
     ids: Array
@@ -23,12 +25,12 @@ class Bags(NamedTuple):
     """How many ids each sample has, or all of them."""
     samples: int
 
-    def of(self, samples: int) -> Bags:
+    def of(self, samples: int) -> FeatureBags:
         """One for each of ``samples``, if there is one for all."""
         if self.samples == samples:
             return self
         lengths = self.lengths if isinstance(self.lengths, int) else np.tile(self.lengths, samples)
-        return Bags(np.tile(self.ids, samples), lengths, samples)
+        return FeatureBags(np.tile(self.ids, samples), lengths, samples)
 
 
 class Form:
@@ -45,24 +47,21 @@ class Form:
         """Features of which the samples share one bag."""
         self.order = self.shared + tuple(f for f in every if f not in self.shared)
         """All features, as the ids are kept."""
-        ids = [_ids(n, own) for n, own in zip(bags, lengths, strict=True)]
+        ids = [
+            n * own if isinstance(own, int) else int(own.sum()) for n, own in zip(bags, lengths, strict=True)
+        ]
         self.counts = np.array([ids[f] for f in self.order])
         """How many ids the features have, in this order."""
         ends = np.cumsum(self.counts).tolist()
         self._slices = {f: slice(end - ids[f], end) for f, end in zip(self.order, ends, strict=True)}
         self.limits: Array | None = None
-        """Of each id, what it must be below, uint64: kept by whoever knows."""
+        """What each id must be below, uint64; set by ``Features``, which knows the tables."""
         self.single = all(isinstance(own, int) and own == 1 for own in lengths)
         """Whether there is one id in each bag."""
 
-    def of(self, ids: Array, feature: int) -> Bags:
+    def of(self, ids: Array, feature: int) -> FeatureBags:
         """What a request with these ``ids`` has of a feature."""
-        return Bags(ids[self._slices[feature]], self.lengths[feature], self.bags[feature])
-
-
-def _ids(bags: int, lengths: Array | int) -> int:
-    """How many ids bags of these lengths have, or of this one."""
-    return bags * lengths if isinstance(lengths, int) else int(lengths.sum())
+        return FeatureBags(ids[self._slices[feature]], self.lengths[feature], self.bags[feature])
 
 
 @dataclass(frozen=True)
@@ -80,7 +79,7 @@ class Asked:
         """N."""
         return self.form.samples
 
-    def bags(self, feature: int) -> Bags:
+    def bags(self, feature: int) -> FeatureBags:
         """What the request has of a feature: N bags, or one that all samples share."""
         return self.form.of(self.ids, feature)
 
@@ -115,7 +114,7 @@ def sides_of(asked: Sequence[Asked]) -> list[Side]:
 
 
 def _of_singles(asked: Sequence[Asked], shared: int) -> list[Side]:
-    """The same of requests with one id in each bag, of which the first ``shared`` features are shared."""
+    """``sides_of`` requests with one id in each bag, of which the first ``shared`` features are shared."""
     order, sides, single = asked[0].form.order, [], len(asked) == 1
     if shared:
         users = asked[0].ids[:shared] if single else np.stack([one.ids[:shared] for one in asked], axis=1)
@@ -135,17 +134,17 @@ def _of_singles(asked: Sequence[Asked], shared: int) -> list[Side]:
 def _places(asked: Sequence[Asked]) -> torch.Tensor:
     """The request of each sample."""
     if len(asked) == 1:
-        return _first(asked[0].samples)
+        return _zeros(asked[0].samples)
     return torch.from_numpy(np.repeat(np.arange(len(asked)), [one.samples for one in asked]))
 
 
 @lru_cache(64)
-def _first(samples: int) -> torch.Tensor:
+def _zeros(samples: int) -> torch.Tensor:
     return torch.zeros(samples, dtype=torch.int64)
 
 
 def _side(
-    features: Sequence[int], bags: Sequence[Bags], count: int, of_sample: torch.Tensor | None = None
+    features: Sequence[int], bags: Sequence[FeatureBags], count: int, of_sample: torch.Tensor | None = None
 ) -> Side:
     ids = np.concatenate([own.ids for own in bags])
     lengths = np.empty(len(features) * count, np.int64)

@@ -28,14 +28,14 @@ class Side:
     ids: torch.Tensor
     """int64, by feature and then by bag."""
     given_lengths: torch.Tensor | None
-    """Of each bag, int64 [features * bags]; None: each has one id."""
+    """How many ids each bag has, int64 [features * bags]; None: each has one."""
     bags: int
     of_sample: torch.Tensor | None = None
     """The bag of each sample, int64 [B]; None: each sample has its own."""
 
     @cached_property
     def lengths(self) -> torch.Tensor:
-        """Of each bag, int64 [features * bags]."""
+        """How many ids each bag has, int64 [features * bags]."""
         given = self.given_lengths
         return torch.ones(len(self.ids), dtype=torch.int64) if given is None else given
 

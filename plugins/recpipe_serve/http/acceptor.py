@@ -1,4 +1,4 @@
-"""Takes a worker's connections as far as its share goes, and makes room for new ones."""
+"""Accepts a worker's connections up to its share, and closes idle ones for new ones."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ class Shares:
                 stream.truncate(size)
                 buffer = mmap.mmap(stream.fileno(), size)
         self._all = np.frombuffer(buffer, np.float64).reshape(workers, 2)
-        """Of each worker: how many it has, and when it last said so."""
+        """float64 [workers, 2]: how many connections each worker has, and when it last said so."""
         self._mine, self._others = self._all[number], np.delete(np.arange(workers), number)
 
     def say(self, count: int, alive: bool = True) -> None:
@@ -96,7 +96,7 @@ class Acceptor:
         self.count = 0
         """Connections that were taken and are not gone."""
         self.open: dict[Connection, None] = {}
-        """Those that are not being closed, the oldest first."""
+        """Connections that are not being closed, the oldest first."""
         self._of: Counter[str] = Counter()
         self._socket: socket.socket | None = None
         self._tasks: set[asyncio.Task[Any]] = set()
@@ -104,7 +104,7 @@ class Acceptor:
     def listen(self, listening: socket.socket, make: Callable[[], asyncio.Protocol]) -> None:
         """Take connections in the running event loop, each with a protocol of its own."""
         self._loop, self._make, self._socket = asyncio.get_running_loop(), make, listening
-        self.most = room(self.bounds.connections)
+        self.most = connections_possible(self.bounds.connections)
         listening.setblocking(False)
         self._resume()
         self._beat()
@@ -117,7 +117,7 @@ class Acceptor:
             self.shares.say(self.count, alive=False)
 
     async def wait_closed(self) -> None:
-        """As an event loop's server has it: nothing is left to wait for."""
+        """uvicorn awaits its servers' end; nothing is left to wait for."""
 
     def _resume(self) -> None:
         if self._socket is not None:
@@ -207,7 +207,7 @@ class Acceptor:
         self._loop.call_later(BEAT, self._beat)
 
 
-def room(wanted: int) -> int:
+def connections_possible(wanted: int) -> int:
     """How many connections can be open at once, at most ``wanted``: the limit of open files is raised as far
     as this process may."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)

@@ -20,23 +20,22 @@ from starlette.types import ASGIApp, Receive
 from recpipe.common.versions import installed_version
 from recpipe.errors import StoreError, shown
 from recpipe_serve.batching.batcher import Batcher, Limits, Score
+from recpipe_serve.batching.forms import Array
 from recpipe_serve.errors import Refused, WrongIds
 from recpipe_serve.http.acceptor import Acceptor, Bounds
 from recpipe_serve.http.connections import Listener
 from recpipe_serve.http.features import Features
 from recpipe_serve.http.heads import Heads
 from recpipe_serve.http.metrics import Metrics
-from recpipe_serve.http.protocol import HEADER_LENGTH, Array, answer, chosen
-from recpipe_serve.http.protocol import Request as Asking
-from recpipe_serve.http.requests import Answer, error, header_fault, too_large
-from recpipe_serve.http.requests import Request as Inference
+from recpipe_serve.http.protocol import HEADER_LENGTH, InferenceRequest, answer, chosen
+from recpipe_serve.http.requests import Answer, IncomingRequest, error, header_fault, too_large
 from recpipe_serve.monitor.monitor import Monitor, Watch
 
 log = logging.getLogger("recpipe")
 VERSION = "1"
 _JSON = {"content-type": "application/json"}
 Headers = Mapping[bytes, bytes]
-"""Of a request, by name in small letters."""
+"""A request's headers by name in small letters."""
 
 
 class Server:
@@ -92,7 +91,7 @@ class Server:
                 Route(f"{path}/labels", self._labels, methods=["POST"]),
                 Route(f"{path}/monitor", self._monitor),
             ]
-        return Starlette(routes=routes, lifespan=self._lifespan)
+        return Starlette(routes=routes, lifespan=self._lifespan, exception_handlers={Refused: _refused})
 
     @property
     def addresses(self) -> list[str]:
@@ -115,27 +114,6 @@ class Server:
         text = await asyncio.to_thread(self.metrics.text)
         return Response(text, media_type="text/plain; version=0.0.4")
 
-    async def _monitor(self, request: Request) -> Response:
-        try:
-            self._known(request)
-        except Refused as refused:
-            return _error(refused)
-        self.batcher.tell()
-        compared = await asyncio.to_thread(self.monitor.compared)
-        return _json({"name": self.name, "step": self.manifest.get("step"), **compared.to_dict()})
-
-    async def _labels(self, request: Request) -> Response:
-        """Labels of requests that were answered before."""
-        try:
-            self._known(request)
-            headers = dict(request.scope["headers"])
-            return _json(await self.monitor.labelled(await self._body(headers, request.receive)))
-        except Refused as refused:
-            self.monitor.refused()
-            return _error(refused)
-        except ClientDisconnect:
-            return Response(status_code=499)
-
     async def _server(self, _: Request) -> Response:
         version = installed_version("recpipe") or ""
         return _json({"name": "recpipe", "version": version, "extensions": ["binary_tensor_data"]})
@@ -144,23 +122,8 @@ class Server:
         live = request.url.path.endswith("live") or self.batcher.alive
         return Response(status_code=200 if live else 503)
 
-    async def _model(self, request: Request) -> Response:
-        try:
-            self._known(request)
-        except Refused as refused:
-            return _error(refused)
-        outputs = [{"name": name, "datatype": "FP32", "shape": [-1]} for name in self.outputs]
-        about = {"name": self.name, "versions": [VERSION], "platform": "recpipe"}
-        return _json({**about, "inputs": self.features.described(), "outputs": outputs})
-
-    async def _model_ready(self, request: Request) -> Response:
-        try:
-            self._known(request)
-        except Refused as refused:
-            return _error(refused)
-        return Response(status_code=200 if self.batcher.alive else 503)
-
-    def _known(self, request: Request) -> None:
+    def _require_known(self, request: Request) -> None:
+        """``Refused`` for an address of another model, or version."""
         model, version = request.path_params["model"], request.path_params.get("version", VERSION)
         if model != self.name or version != VERSION:
             what = f"'{shown(model)}' of version {shown(version)}"
@@ -168,18 +131,46 @@ class Server:
                 404, "unknown_model", f"no model {what} here; there is '{self.name}' of version {VERSION}"
             )
 
+    async def _model(self, request: Request) -> Response:
+        self._require_known(request)
+        outputs = [{"name": name, "datatype": "FP32", "shape": [-1]} for name in self.outputs]
+        about = {"name": self.name, "versions": [VERSION], "platform": "recpipe"}
+        return _json({**about, "inputs": self.features.described(), "outputs": outputs})
+
+    async def _model_ready(self, request: Request) -> Response:
+        self._require_known(request)
+        return Response(status_code=200 if self.batcher.alive else 503)
+
+    async def _monitor(self, request: Request) -> Response:
+        self._require_known(request)
+        self.batcher.tell()
+        compared = await asyncio.to_thread(self.monitor.compared)
+        return _json({"name": self.name, "step": self.manifest.get("step"), **compared.to_dict()})
+
+    async def _labels(self, request: Request) -> Response:
+        """Labels of requests that were answered before."""
+        try:
+            self._require_known(request)
+            headers = dict(request.scope["headers"])
+            return _json(await self.monitor.labelled(await self._body(headers, request.receive)))
+        except Refused:
+            self.monitor.refused()
+            raise
+        except ClientDisconnect:
+            return Response(status_code=499)
+
     async def _unknown(self, request: Request) -> Response:
-        """A request for scores of another model, or version."""
+        """A request for scores of another model, or version; the others do not come here."""
         began = perf_counter()
         try:
-            self._known(request)
+            self._require_known(request)
         except Refused as refused:
             self.metrics.refused.labels(refused.reason).inc()
             self.metrics.answered(refused.status, perf_counter() - began, self.batcher.waiting)
-            return _error(refused)
+            raise
         raise AssertionError("the application answers it")
 
-    def infer(self, request: Inference) -> None:
+    def infer(self, request: IncomingRequest) -> None:
         """Score a request; whatever is wrong with it is an answer of one line."""
         try:
             if request.fault is not None:
@@ -195,7 +186,11 @@ class Server:
             self._send(request, self._fault(fault))
 
     def _answer(
-        self, request: Inference, asked: Asking, names: Sequence[str], scores: Array | Exception
+        self,
+        request: IncomingRequest,
+        asked: InferenceRequest,
+        names: Sequence[str],
+        scores: Array | Exception,
     ) -> None:
         """Answer a request whose ``scores`` float32 [N] or [N, T] have come, or why there are none."""
         if isinstance(scores, Exception):
@@ -228,7 +223,7 @@ class Server:
         self.metrics.refused.labels("fault").inc()
         return _refusal(Refused(500, "fault", "the server failed; its log says why"))
 
-    def _send(self, request: Inference, answered: Answer) -> None:
+    def _send(self, request: IncomingRequest, answered: Answer) -> None:
         seconds = perf_counter() - request.began
         if not self.metrics.several:
             request.respond(request, answered)
@@ -266,8 +261,9 @@ def _json(content: Mapping[str, Any], status: int = 200) -> Response:
     return Response(json.dumps(content), status, _JSON)
 
 
-def _error(refused: Refused) -> Response:
-    status, content, headers = _refusal(refused)
+async def _refused(_: Request, fault: Exception) -> Response:
+    assert isinstance(fault, Refused)
+    status, content, headers = _refusal(fault)
     return Response(content, status, headers)
 
 

@@ -21,7 +21,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from recpipe_serve.errors import Refused
 from recpipe_serve.http.acceptor import Acceptor
-from recpipe_serve.http.requests import Answer, Request, error, header_fault, response, too_large
+from recpipe_serve.http.requests import Answer, IncomingRequest, error, header_fault, response, too_large
 
 HEADER, BODY, IDLE, ANSWERED = "header_slow", "body_slow", "idle", "answered"
 """What a connection waits for, as the metrics name it where it has waited too long: the rest of a header, or
@@ -36,7 +36,11 @@ class Connection(HttpToolsProtocol):
     pipeline: deque[Any]
 
     def __init__(
-        self, acceptor: Acceptor, infer: Callable[[Request], None], addresses: frozenset[bytes], **given: Any
+        self,
+        acceptor: Acceptor,
+        infer: Callable[[IncomingRequest], None],
+        addresses: frozenset[bytes],
+        **given: Any,
     ) -> None:
         super().__init__(**given)
         self.acceptor, self.infer, self.addresses = acceptor, infer, addresses
@@ -70,7 +74,7 @@ class Connection(HttpToolsProtocol):
             return
         if self.why == HEADER:
             self.refuse(408, HEADER, f"the header did not come within {self.bounds.header_seconds:g} s")
-        elif self.why == BODY and isinstance(self.cycle, Request) and not self.cycle.begun:
+        elif self.why == BODY and isinstance(self.cycle, IncomingRequest) and not self.cycle.begun:
             self.acceptor.metrics.closed.labels(BODY).inc()
             self.cycle.keep_alive = False
             self.cycle.refuse(
@@ -108,7 +112,7 @@ class Connection(HttpToolsProtocol):
         self.acceptor.gone(self)
         lost = self.cycle
         super().connection_lost(exc)
-        if isinstance(lost, Request) and not lost.begun:
+        if isinstance(lost, IncomingRequest) and not lost.begun:
             lost.turn = True
             lost.refuse(Refused(499, "client_gone", "the client has gone"))
 
@@ -175,7 +179,7 @@ class Connection(HttpToolsProtocol):
             return
         before = self.cycle
         keep_alive = self.parser.get_http_version() != "1.0" and self.parser.should_keep_alive()
-        self.cycle = request = Request(
+        self.cycle = request = IncomingRequest(
             self.infer, self.respond, dict(self.headers), perf_counter(), keep_alive
         )
         request.fault = header_fault(request.headers, self.bounds.body_bytes)
@@ -193,7 +197,7 @@ class Connection(HttpToolsProtocol):
 
     def _start_asgi_task(self, cycle: Any, app: Any) -> None:
         """uvicorn's: it is this request's turn."""
-        if not isinstance(cycle, Request):
+        if not isinstance(cycle, IncomingRequest):
             super()._start_asgi_task(cycle, app)
             return
         cycle.turn = True
@@ -207,7 +211,7 @@ class Connection(HttpToolsProtocol):
         request = self.cycle
         if self._too_large:
             return
-        if not isinstance(request, Request):
+        if not isinstance(request, IncomingRequest):
             super().on_body(body)
         elif request.fault is None:
             request.size += len(body)
@@ -225,13 +229,13 @@ class Connection(HttpToolsProtocol):
             self._wait(IDLE, self.bounds.idle_seconds)
         else:
             self._wait(ANSWERED, inf)
-        if not isinstance(request, Request):
+        if not isinstance(request, IncomingRequest):
             super().on_message_complete()
             return
         request.whole = True
         request.go_on()
 
-    def respond(self, request: Request, answer: Answer) -> None:
+    def respond(self, request: IncomingRequest, answer: Answer) -> None:
         """Send the answer of a request; the next one on the connection has its turn then."""
         request.response_complete = True
         if self.transport.is_closing():
@@ -276,7 +280,7 @@ class Listener(uvicorn.Server):
         self,
         app: Any,
         acceptor: Acceptor,
-        infer: Callable[[Request], None],
+        infer: Callable[[IncomingRequest], None],
         addresses: Iterable[str],
         stop: float = 10.0,
     ) -> None:

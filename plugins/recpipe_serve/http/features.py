@@ -9,9 +9,8 @@ from typing import Any
 import numpy as np
 
 from recpipe.errors import did_you_mean, shown
-from recpipe_serve.batching.forms import Asked, Bags, Form
+from recpipe_serve.batching.forms import Array, Asked, FeatureBags, Form
 from recpipe_serve.errors import WrongIds, bad
-from recpipe_serve.http.protocol import Array
 
 DENSE = "dense"
 LENGTHS = ".lengths"
@@ -134,7 +133,7 @@ class Features:
         with np.errstate(over="ignore"):
             return found.astype(np.float32, copy=False)
 
-    def _bags(self, name: str, inputs: Mapping[str, Array]) -> Bags:
+    def _bags(self, name: str, inputs: Mapping[str, Array]) -> FeatureBags:
         """The ids of a feature; ``Refused`` if there are none, or of another shape or type."""
         ids = inputs.get(name)
         if ids is None:
@@ -146,9 +145,9 @@ class Features:
         if lengths is None:
             if ids.ndim not in (1, 2):
                 raise bad(f"input '{shown(name)}' is {list(ids.shape)}, not [N] or [N, K]")
-            return Bags(ids.reshape(-1), 1 if ids.ndim == 1 else ids.shape[1], len(ids))
+            return FeatureBags(ids.reshape(-1), 1 if ids.ndim == 1 else ids.shape[1], len(ids))
         if lengths.ndim != 1 or lengths.dtype.kind not in "iu" or ids.ndim != 1:
             raise bad(f"'{shown(name)}' and '{shown(name)}{LENGTHS}' are not vectors of whole numbers")
         if (lengths.size and int(lengths.min()) < 0) or int(lengths.sum(dtype=object)) != len(ids):
             raise bad(f"'{shown(name)}{LENGTHS}' does not add up to the {len(ids)} ids of '{shown(name)}'")
-        return Bags(ids, lengths.astype(np.int64, copy=False), len(lengths))
+        return FeatureBags(ids, lengths.astype(np.int64, copy=False), len(lengths))

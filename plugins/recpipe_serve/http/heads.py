@@ -10,9 +10,9 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from recpipe_serve.batching.forms import Asked, Form
+from recpipe_serve.batching.forms import Array, Asked, Form
 from recpipe_serve.http.features import DENSE, LENGTHS, Features
-from recpipe_serve.http.protocol import TYPES, Array, Request, json_length, parse
+from recpipe_serve.http.protocol import TYPES, InferenceRequest, json_length, parse
 
 MOST = 256
 """Texts that are kept; when there are more, all are forgotten."""
@@ -22,7 +22,7 @@ LONGEST = 16384
 
 @dataclass(frozen=True)
 class _Head:
-    request: Request
+    request: InferenceRequest
     """Without its inputs."""
     form: Form
     dense: tuple[int, tuple[int, ...]] | None
@@ -30,7 +30,7 @@ class _Head:
     ids: list[tuple[int, int]]
     """First bytes and numbers of ids that lie behind each other, in the form's order."""
     bytes: int
-    """Of the values in all."""
+    """How many bytes the values of all inputs have."""
 
 
 class Heads:
@@ -40,7 +40,7 @@ class Heads:
         self.features = features
         self._known: dict[bytes, _Head] = {}
 
-    def read(self, body: bytes, header: str | None) -> tuple[Request, Asked]:
+    def read(self, body: bytes, header: str | None) -> tuple[InferenceRequest, Asked]:
         """The request in ``body``, and its inputs, checked; ``header``: see ``parse``. ``Refused`` for what
         is wrong."""
         length = json_length(header, len(body))
@@ -62,7 +62,7 @@ class Heads:
             dense = np.frombuffer(body, TYPES["FP32"], shape[0] * shape[1], length + at).reshape(shape)
         return self.features.checked(dense, np.concatenate(ids), head.form)
 
-    def _keep(self, text: bytes, request: Request, form: Form) -> None:
+    def _keep(self, text: bytes, request: InferenceRequest, form: Form) -> None:
         """Keep what the JSON says if all values are in binary and as the model takes them."""
         names = list(self.features.rows)
         inputs, places = request.inputs, request.places

@@ -14,13 +14,12 @@ from math import prod
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from recpipe.errors import shown
+from recpipe_serve.batching.forms import Array
 from recpipe_serve.errors import bad
 
 HEADER_LENGTH = b"inference-header-content-length"
-Array = NDArray[Any]
 TYPES: dict[str, np.dtype[Any]] = {
     "FP32": np.dtype("<f4"),
     "FP64": np.dtype("<f8"),
@@ -35,7 +34,7 @@ LARGEST_SIZE = 2**31 - 1
 
 
 @dataclass(frozen=True)
-class Request:
+class InferenceRequest:
     """A request, parsed."""
 
     id: str | None
@@ -47,14 +46,18 @@ class Request:
     timeout: float | None
     """Seconds in which the client wants the answer."""
     places: dict[str, int]
-    """Of each input with binary values, their first byte after the JSON."""
+    """Where the values of each binary input begin, in bytes after the JSON."""
 
 
-def parse(body: bytes, header: str | None) -> Request:
+def parse(body: bytes, header: str | None) -> InferenceRequest:
     """The request in ``body``; ``header``: the value of ``Inference-Header-Content-Length``. ``Refused`` for
     anything that does not follow the protocol."""
     length = json_length(header, len(body))
-    asked = _json(body[:length])
+    try:
+        found = json.loads(body[:length])
+    except (ValueError, RecursionError) as fault:
+        raise bad(f"the request is no JSON ({shown(fault, 100)})") from fault
+    asked = _mapping(found, "the request")
     parameters = _mapping(asked.get("parameters", {}), "parameters")
     outputs = asked.get("outputs")
     named = None if outputs is None else _outputs(outputs, bool(parameters.get("binary_data_output")))
@@ -62,7 +65,7 @@ def parse(body: bytes, header: str | None) -> Request:
     if ident is not None and not isinstance(ident, str):
         raise bad("id is no text")
     inputs, places = _inputs(asked.get("inputs"), memoryview(body)[length:])
-    return Request(
+    return InferenceRequest(
         ident,
         inputs,
         named,
@@ -80,14 +83,6 @@ def json_length(header: str | None, size: int) -> int:
     if not (header.isascii() and header.isdecimal() and len(header) < 12) or int(header) > size:
         raise bad(f"Inference-Header-Content-Length is {shown(header)}, and the body has {size} bytes")
     return int(header)
-
-
-def _json(text: bytes) -> dict[str, Any]:
-    try:
-        found = json.loads(text)
-    except (ValueError, RecursionError) as fault:
-        raise bad(f"the request is no JSON ({shown(fault, 100)})") from fault
-    return _mapping(found, "the request")
 
 
 def _mapping(value: object, what: str) -> dict[str, Any]:
@@ -134,7 +129,14 @@ def _inputs(inputs: object, data: memoryview) -> tuple[dict[str, Array], dict[st
             raise bad("an input has no name")
         if name in found:
             raise bad(f"input '{shown(name)}' comes twice")
-        shape, kind = _shape(about.get("shape"), name), _kind(about.get("datatype"), name)
+        given: Any = about.get("shape")
+        word = about.get("datatype")
+        sized = isinstance(given, list) and len(given) <= 8 and all(type(n) is int and n >= 0 for n in given)
+        if not sized or prod(given) > LARGEST_SIZE:
+            raise bad(f"input '{shown(name)}' has the shape {shown(given)}")
+        if not isinstance(word, str) or word not in TYPES:
+            raise bad(f"input '{shown(name)}' is of type {shown(word)}, not one of {', '.join(TYPES)}")
+        shape, kind = tuple(given), TYPES[word]
         size = _mapping(about.get("parameters", {}), "an input's parameters").get("binary_data_size")
         if size is None:
             found[name] = _listed(about.get("data"), shape, kind, name)
@@ -149,19 +151,6 @@ def _inputs(inputs: object, data: memoryview) -> tuple[dict[str, Array], dict[st
     if start != len(data):
         raise bad(f"{len(data) - start} bytes at the body's end belong to no input")
     return found, places
-
-
-def _shape(value: Any, name: str) -> tuple[int, ...]:
-    sized = isinstance(value, list) and len(value) <= 8 and all(type(n) is int and n >= 0 for n in value)
-    if not sized or prod(value) > LARGEST_SIZE:
-        raise bad(f"input '{shown(name)}' has the shape {shown(value)}")
-    return tuple(value)
-
-
-def _kind(value: Any, name: str) -> np.dtype[Any]:
-    if not isinstance(value, str) or value not in TYPES:
-        raise bad(f"input '{shown(name)}' is of type {shown(value)}, not one of {', '.join(TYPES)}")
-    return TYPES[value]
 
 
 def _listed(data: object, shape: tuple[int, ...], kind: np.dtype[Any], name: str) -> Array:
@@ -180,18 +169,15 @@ def _listed(data: object, shape: tuple[int, ...], kind: np.dtype[Any], name: str
         raise bad(f"the data of input '{shown(name)}' is not made of {what}")
     if values.size != prod(shape):
         raise bad(f"input '{shown(name)}' of shape {list(shape)} has {values.size} values")
-    if kind.kind != "f" and values.size and not _fits(values, kind):
-        raise bad(f"a value of input '{shown(name)}' is too large for its type")
+    if kind.kind != "f" and values.size:
+        limits = np.iinfo(kind)
+        if int(values.min()) < limits.min or int(values.max()) > limits.max:
+            raise bad(f"a value of input '{shown(name)}' is too large for its type")
     return values.astype(kind).reshape(shape)
 
 
-def _fits(values: Array, kind: np.dtype[Any]) -> bool:
-    limits = np.iinfo(kind)
-    return int(values.min()) >= limits.min and int(values.max()) <= limits.max
-
-
 def answer(
-    request: Request, model: str, version: str, outputs: Mapping[str, Array]
+    request: InferenceRequest, model: str, version: str, outputs: Mapping[str, Array]
 ) -> tuple[bytes, dict[str, str]]:
     """The response's body and headers for ``outputs``, float32 by name."""
     described: list[tuple[str, tuple[int, ...], bool]] = []
@@ -205,19 +191,13 @@ def answer(
         else:
             listed.append(values.astype(float).tolist())
     if request.id is None and not listed:
-        text = _kept_head(model, version, tuple(described))
+        text = _usual_head(model, version, tuple(described), (), None)
     else:
         text = _head(model, version, described, listed, request.id)
     if not parts:
         return text, {"content-type": "application/json"}
     headers = {"content-type": "application/octet-stream", "Inference-Header-Content-Length": str(len(text))}
     return b"".join([text, *parts]), headers
-
-
-@lru_cache(1024)
-def _kept_head(model: str, version: str, outputs: Sequence[tuple[str, tuple[int, ...], bool]]) -> bytes:
-    """``_head`` of answers in binary without an id, which are mostly the same."""
-    return _head(model, version, outputs, [], None)
 
 
 def _head(
@@ -244,7 +224,11 @@ def _head(
     return json.dumps(head).encode()
 
 
-def chosen(request: Request, names: Sequence[str]) -> list[str]:
+_usual_head = lru_cache(1024)(_head)
+"""``_head`` for binary answers without an id, which are mostly the same and are kept."""
+
+
+def chosen(request: InferenceRequest, names: Sequence[str]) -> list[str]:
     """The outputs to compute; ``Refused`` for one that the model has not."""
     if request.outputs is None:
         return list(names)

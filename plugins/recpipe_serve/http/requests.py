@@ -23,17 +23,17 @@ class _Nobody:
 
 
 @dataclass(eq=False, slots=True)
-class Request:
+class IncomingRequest:
     """A request for scores, read piece by piece. uvicorn keeps it as its connection's "cycle", and sets or
     reads what is under the line."""
 
-    infer: Callable[[Request], None]
+    infer: Callable[[IncomingRequest], None]
     """Has it scored once it is whole, or answered with its ``fault``."""
-    respond: Callable[[Request, Answer], None]
+    respond: Callable[[IncomingRequest, Answer], None]
     """Sends its answer on its connection."""
     headers: dict[bytes, bytes]
     began: float
-    """When its header was whole."""
+    """When the request's header was whole, in seconds of ``perf_counter``."""
     keep_alive: bool
     parts: list[bytes] = field(default_factory=list)
     size: int = 0
@@ -60,7 +60,7 @@ class Request:
             self.infer(self)
 
     def refuse(self, fault: Refused) -> None:
-        """It is answered with ``fault``, and what else comes of it is thrown away."""
+        """Answer the request with ``fault``; what else comes of its body is thrown away."""
         self.fault = fault
         self.parts.clear()
         self.go_on()

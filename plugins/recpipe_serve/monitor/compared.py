@@ -21,7 +21,7 @@ ENOUGH = 1000
 HIGHER_IS_BETTER = ("auc",)
 NEITHER = (CALIBRATION,)
 _NOT_JUDGED = ("logloss",)
-"""It moves with the share of clicks; NE does not."""
+"""Figures that move with the share of clicks; NE does not."""
 
 
 @dataclass(frozen=True)
@@ -70,7 +70,7 @@ def compare(
             "refused_posts": int(posted[REFUSED]),
             "tasks": {
                 task: {
-                    name: {**value, "reference": _known(reference, task, name)}
+                    name: {**value, "reference": reference and reference["tasks"][task]["figures"].get(name)}
                     for name, value in quality["tasks"][task].items()
                 }
                 for task in outputs
@@ -102,7 +102,7 @@ def _of_scores(
     share = 1 / max(1, len(scores))
     found: dict[str, Any] = {
         "mean": {
-            "window": _mean(drift.predictions(kind, finite)),
+            "window": float(drift.predictions(kind, finite).mean()) if len(finite) else None,
             "since_start": _number(totals[-1] / max(1, totalled)),
             "reference": known and known["mean"]["prediction"],
         },
@@ -162,7 +162,13 @@ def _said(figures: Mapping[str, Any], reference: Any, bound: float) -> tuple[lis
         for task, own in figures["scores"].items():
             said, is_off = _of_drift(task, own, figures["samples"], bound)
             (off if is_off else notes).append(said)
-            off += _of_saturation(task, own, bound)
+            found = own.get("saturated") or {"window": 0.0, "reference": 0.0}
+            share, known = found["window"], found["reference"]
+            if share > known and _apart(share, known) > bound:
+                off.append(
+                    f"{share:.1%} of the scores of '{task}' are saturated (a probability within "
+                    f"{drift.SATURATED:g} of 0 or 1), in the reference {known:.1%}"
+                )
         for feature, own in figures["ids"].items():
             off += _of_feature(feature, own, bound)
     for feature, own in figures["ids"].items():
@@ -185,16 +191,6 @@ def _of_drift(
         known = f"PSI {_short(index)} ({counted}); above {bound:g} is taken as drift"
         return f"scores of '{task}' drifted: {known}; {means}", True
     return f"scores of '{task}' are as in the reference: PSI {_short(index)} ({counted}); {means}", False
-
-
-def _of_saturation(task: str, own: Mapping[str, Any], bound: float) -> list[str]:
-    found = own.get("saturated")
-    if found is None or not _more(found["window"], found["reference"], bound):
-        return []
-    return [
-        f"{found['window']:.1%} of the scores of '{task}' are saturated (a probability within "
-        f"{drift.SATURATED:g} of 0 or 1), in the reference {found['reference']:.1%}"
-    ]
 
 
 def _of_feature(feature: str, own: Mapping[str, Any], bound: float) -> list[str]:
@@ -223,7 +219,8 @@ def _of_quality(task: str, samples: int, own: Mapping[str, Any]) -> tuple[list[s
             continue
         above, below = found["low"] > known["high"], found["high"] < known["low"]
         is_off = below if name in HIGHER_IS_BETTER else above or (below and name in NEITHER)
-        line = f"{_label(name)} {_between(found)}, in the reference {_between(known)}"
+        title = name.upper() if name in ("ne", "auc", "mse", "rmse", "mae") else name
+        line = f"{title} {_between(found)}, in the reference {_between(known)}"
         (worse if is_off and samples >= ENOUGH else others).append(line)
     counted = f"of '{task}' over the last {samples:,} labelled samples"
     if worse:
@@ -231,21 +228,9 @@ def _of_quality(task: str, samples: int, own: Mapping[str, Any]) -> tuple[list[s
     return ([f"quality {counted}: {'; '.join(others)}"] if others else []), False
 
 
-def _known(reference: Any, task: str, name: str) -> Any:
-    return reference["tasks"][task]["figures"].get(name) if reference else None
-
-
 def _apart(found: float, known: float) -> float:
     """The stability index of two shares."""
     return drift.stability([found * ENOUGH, (1 - found) * ENOUGH], [known * ENOUGH, (1 - known) * ENOUGH])
-
-
-def _more(found: float, known: float, bound: float) -> bool:
-    return found > known and _apart(found, known) > bound
-
-
-def _label(name: str) -> str:
-    return name.upper() if name in ("ne", "auc", "mse", "rmse", "mae") else name
 
 
 def _between(interval: Mapping[str, float]) -> str:
@@ -258,10 +243,6 @@ def _short(value: float | None) -> str:
 
 def _over(part: float, whole: float) -> float:
     return part / whole if whole else math.nan
-
-
-def _mean(values: NDArray[Any]) -> float | None:
-    return float(values.mean()) if len(values) else None
 
 
 def _number(value: float) -> float | None:

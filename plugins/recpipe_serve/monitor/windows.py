@@ -58,7 +58,7 @@ class Sizes:
 
     @property
     def bytes(self) -> int:
-        """Of all arrays."""
+        """How many bytes all arrays have."""
         return sum(_bytes(*own) for own in self.layout().values())
 
 
@@ -73,7 +73,7 @@ class Kept:
     scores: Floats
     """float32 [N, T]."""
     record: NDArray[Any]
-    """Its entry in the table of requests, which another request may have taken meanwhile."""
+    """The request's entry in the table of requests, which another request may have taken meanwhile."""
     start: int
     """What makes it its own."""
 

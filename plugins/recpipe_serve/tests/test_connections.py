@@ -19,7 +19,7 @@ pytest.importorskip("prometheus_client", reason="recpipe[serve] is not installed
 
 from recpipe_serve.batching.batcher import Limits
 from recpipe_serve.http import acceptor as door_module
-from recpipe_serve.http.acceptor import Acceptor, Bounds, Shares, room
+from recpipe_serve.http.acceptor import Acceptor, Bounds, Shares, connections_possible
 from recpipe_serve.http.app import Server
 from recpipe_serve.tests.test_protocol import DENSE, A, B, body
 from recpipe_serve.tests.test_serving import INFER, MANIFEST, ask, score, served
@@ -258,12 +258,12 @@ def test_as_many_connections_as_files_can_be_open(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(resource, "getrlimit", lambda _: tuple(limits))
     monkeypatch.setattr(resource, "setrlimit", lambda _, new: limits.__setitem__(slice(None), new))
     monkeypatch.setattr(door_module.os, "listdir", lambda _: ["x"] * 10)
-    assert room(1024) == 1024
+    assert connections_possible(1024) == 1024
     limits[:] = 256, 4096
-    assert room(1024) == 1024
+    assert connections_possible(1024) == 1024
     assert limits[0] == 1024 + 64 + 10
     limits[:] = 256, 256
-    assert room(1024) == 256 - 64 - 10
+    assert connections_possible(1024) == 256 - 64 - 10
 
 
 @contextmanager

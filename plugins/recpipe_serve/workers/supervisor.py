@@ -47,13 +47,13 @@ class Slot:
     package: str | None = None
     """What it serves; None: it is loading."""
     ready: float | None = None
-    """When it was."""
+    """When it was ready to answer."""
     refused: str | None = None
     """Why it could not start."""
     deaths: int = 0
     """At once, in a row."""
     due: float = 0.0
-    """When it is started (again)."""
+    """When the worker is started, or started again."""
 
 
 class Supervisor:
@@ -86,8 +86,12 @@ class Supervisor:
             with self._hang_ups() as came:
                 self._selector.register(came, selectors.EVENT_READ)
                 while True:
-                    self._start_due()
-                    for key, _ in self._selector.select(self._pause()):
+                    for slot in self.slots:
+                        if slot.process is None and slot.due <= monotonic():
+                            self._start(slot)
+                    due = [slot.due for slot in self.slots if slot.process is None]
+                    pause = max(0.0, min(due) - monotonic()) if due else None
+                    for key, _ in self._selector.select(pause):
                         if key.data is None:
                             came.recv(LARGEST)
                             self._reload([slot for slot in self.slots if slot.package])
@@ -113,16 +117,6 @@ class Supervisor:
             signal.signal(signal.SIGHUP, before)
             came.close()
             send.close()
-
-    def _start_due(self) -> None:
-        for slot in self.slots:
-            if slot.process is None and slot.due <= monotonic():
-                self._start(slot)
-
-    def _pause(self) -> float | None:
-        """Seconds until a worker is to be started."""
-        due = [slot.due for slot in self.slots if slot.process is None]
-        return max(0.0, min(due) - monotonic()) if due else None
 
     def _start(self, slot: Slot) -> None:
         mine, its = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
