@@ -21,8 +21,8 @@ from recpipe.training.optim import OptimConfig
 from tests.any_model.by_hand import BATCHES, MORE, in_a_loop, reference
 from tests.any_model.runs import QUIET, all_on_two_ranks, furthest_left, left_by, train
 from tests.any_model.zoo import OVERRIDES, TECHNIQUES, Events, events, furthest, make
-from tests.fake_graph import FakeGraph
 from tests.pipeline.samples import placed
+from tests.pretend_gpu.graph import FakeGraph
 
 MODELS = ("two_tower_frozen", "din_frozen", "dlrm_part", "dlrm_frozen")
 TRAINED = {**MORE, "lfu_host": ("tiers.policy=lfu", "tiers.store=host")}

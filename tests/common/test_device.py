@@ -22,7 +22,7 @@ from recpipe.common.device import (
 from recpipe.common.timing import OPEN, Spans, mark, settled
 from recpipe.errors import UserError
 from recpipe.setup.prepare import choose_device
-from tests.fake_gpu import GPU, FakeGpu, gpu
+from tests.pretend_gpu.late import GPU, FakeGpu, gpu
 
 __all__ = ["gpu"]
 CPU = torch.device("cpu")

@@ -25,7 +25,7 @@ def load() -> None:
 
     FBGEMM itself may be what imports torch, so that its libraries are loaded here and not by an import.
     """
-    from tests.fake_graph import FakeCudaGraph
+    from tests.pretend_gpu.graph import FakeCudaGraph
 
     torch.cuda.CUDAGraph = FakeCudaGraph  # type: ignore[assignment, misc]
     if os.environ.get("EMULATED_GPU_KERNELS") == "none":

@@ -25,7 +25,6 @@ from recpipe.plugin.errors import PluginError
 from recpipe.plugin.splitter import Split, micro_batch_step
 from recpipe.tables.rows import table_bags
 from recpipe.tables.tiers.tiered import TieredEmbeddingBagCollection
-from tests.fake_gpu import GPU, FakeGpu, gpu
 from tests.pipeline.samples import (
     SIZE,
     Listed,
@@ -34,6 +33,7 @@ from tests.pipeline.samples import (
     loader_of,
     parameters_after,
 )
+from tests.pretend_gpu.late import GPU, FakeGpu, gpu
 from tests.tables.samples import FEATURES, identical
 
 __all__ = ["gpu"]

@@ -26,8 +26,8 @@ from recpipe.pipeline.placed import PlacedModel
 from recpipe.pipeline.step import StepTimes, accumulate
 from recpipe.pipeline.step_graph import BEFORE, StepGraph
 from recpipe.plugin.calls import Origin, Owned
-from tests.fake_graph import FakeGraph
 from tests.pipeline.samples import SIZE, Listed, parameters_after, placed
+from tests.pretend_gpu.graph import FakeGraph
 from tests.tables.samples import identical
 
 OPTIMIZERS = ("sgd", "rowwise_adagrad")

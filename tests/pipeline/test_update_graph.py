@@ -11,7 +11,7 @@ from torch.optim import SGD, Adagrad, Adam, Optimizer
 from torch.optim.lr_scheduler import StepLR
 
 from recpipe.pipeline.update_graph import record_steps
-from tests.fake_graph import FakeGraph
+from tests.pretend_gpu.graph import FakeGraph
 
 STEPS = 12
 KINDS: dict[str, Callable[[Any], Optimizer]] = {

@@ -14,8 +14,8 @@ import torch
 import torch.distributed
 
 from recpipe import seams
-from tests.fake_graph import FakeCudaGraph
 from tests.pretend_gpu import devices
+from tests.pretend_gpu.graph import FakeCudaGraph
 
 MEMORY = 80 << 30
 """Bytes of the pretended GPU."""

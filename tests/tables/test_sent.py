@@ -10,7 +10,7 @@ import torch
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from recpipe.tables.sharding.sent import RowCache, Sent
-from tests.fake_gpu import FakeGpu, Stream, gpu
+from tests.pretend_gpu.late import FakeGpu, Stream, gpu
 
 __all__ = ["gpu"]
 

@@ -14,7 +14,7 @@ from recpipe.common.loops import ALONE, Spread
 from recpipe.tables.tiers import transfer
 from recpipe.tables.tiers.gpu_lookups import Finder
 from recpipe.tables.tiers.transfer import Transfer
-from tests.fake_gpu import GPU, FakeGpu, gpu
+from tests.pretend_gpu.late import GPU, FakeGpu, gpu
 from tests.tables.samples import MAKERS, Collection, dump, identical, stream, table_set, tiers, train_ahead
 
 __all__ = ["gpu"]
