@@ -26,9 +26,9 @@ from torch import nn
 from torch.export import Dim
 
 from recpipe.common.timing import seconds_by_round
+from recpipe.private_api.compiled import any_batch_size, compile_program
+from recpipe.private_api.int8 import int8_adds_up
 from recpipe.report.environment import environment
-from recpipe.seams.compiled import any_batch_size, compile_program
-from recpipe.seams.int8 import int8_adds_up
 
 CALIBRATION = 4096
 Run = Callable[[torch.Tensor], torch.Tensor]

@@ -36,7 +36,7 @@ from recpipe_sdm.index import RowIndex
 from recpipe_sdm.rows import Shared, TieredRows
 from recpipe_sdm.tiers import Tiers
 
-from recpipe.seams import SUM, NbitLayout, look_up_nbit
+from recpipe.private_api import SUM, NbitLayout, look_up_nbit
 from recpipe.tables.stores import SsdStore, StoreLayout
 
 TOGETHER = 8

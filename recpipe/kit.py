@@ -31,8 +31,8 @@ from recpipe.plugin.offers import moved_name
 from recpipe.plugin.skipper import Mark, RowView, moved
 from recpipe.plugin.store import ColdStore, IoCounters, Records, StoreLayout
 from recpipe.plugin.tables import Region, SparseFeature, TableOptimizer, TableSet, Values
+from recpipe.private_api import module_name
 from recpipe.profiling.limits import Sample
-from recpipe.seams import module_name
 from recpipe.tables.collection import RowCollection
 from recpipe.tables.rowtable import RowBags, row_bags, updated
 from recpipe.tables.sharding.planning import Prediction

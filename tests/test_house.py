@@ -105,7 +105,7 @@ def test_imports_go_in_the_pages_order(package: str, room: str) -> None:
     ("line", "room"),
     [
         ("import recpipe.run", "run.py"),
-        ("from recpipe import seams", "seams"),
+        ("from recpipe import private_api", "private_api"),
         ("from recpipe import __version__", "__init__.py"),
         ("from recpipe.tables import build", "tables"),
         ("def f():\n    from recpipe.tasks.plan import plan", "tasks"),

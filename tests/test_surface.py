@@ -146,11 +146,11 @@ def test_public_modules_export_what_has_a_docstring(module: object) -> None:
 ROOMS = {
     "recpipe_low_precision": (
         *("answers", "backend", "checkpoint", "common", "data", "distributed", "model", "pipeline"),
-        *("report", "seams", "tasks", "commands", "errors"),
+        *("report", "private_api", "tasks", "commands", "errors"),
     ),
     "recpipe_perf_model": (
         *("access", "backend", "commands", "common", "config", "data", "distributed", "errors", "model"),
-        *("pipeline", "plugin", "profiling", "report", "seams", "setup", "tables", "tasks", "training"),
+        *("pipeline", "plugin", "profiling", "report", "private_api", "setup", "tables", "tasks", "training"),
     ),
     "recpipe_serve": ("answers", "common", "model", "tasks", "commands", "errors"),
 }
@@ -210,7 +210,9 @@ def private_names(file: Path) -> list[str]:
 
 ALONE = ROOT / "recpipe" / "answers" / "score.py"
 """Copied into every package, where recpipe is not installed."""
-CORE = [file for file in (ROOT / "recpipe").rglob("*.py") if file.parent.name != "seams" and file != ALONE]
+CORE = [
+    file for file in (ROOT / "recpipe").rglob("*.py") if file.parent.name != "private_api" and file != ALONE
+]
 
 
 @pytest.mark.parametrize("file", CORE, ids=lambda file: str(file.relative_to(ROOT)))
@@ -218,5 +220,5 @@ def test_private_names_of_others_are_in_seams_alone(file: Path) -> None:
     assert not private_names(file)
 
 
-def test_seams_would_be_found() -> None:
-    assert any("_C" in name for name in private_names(ROOT / "recpipe" / "seams" / "engine.py"))
+def test_private_names_would_be_found() -> None:
+    assert any("_C" in name for name in private_names(ROOT / "recpipe" / "private_api" / "engine.py"))

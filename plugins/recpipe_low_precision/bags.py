@@ -20,7 +20,7 @@ from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, Keyed
 
 from recpipe.data.parts import require_ids
 from recpipe.errors import UserError
-from recpipe.seams import MEAN, NONE, SUM, NbitLayout, look_up_nbit, remapped_ids
+from recpipe.private_api import MEAN, NONE, SUM, NbitLayout, look_up_nbit, remapped_ids
 from recpipe_low_precision.row_types import row_bytes
 
 ALIGNED = 128

@@ -15,8 +15,8 @@ from torch import nn
 from recpipe.answers.stored import replace_module
 from recpipe.common.timing import median_seconds
 from recpipe.plugin import UserError
-from recpipe.seams.int8 import EIGHT_BITS, SEVEN_BITS, int8_adds_up
-from recpipe.seams.int8 import LARGEST as LARGEST_WEIGHT_CODE
+from recpipe.private_api.int8 import EIGHT_BITS, SEVEN_BITS, int8_adds_up
+from recpipe.private_api.int8 import LARGEST as LARGEST_WEIGHT_CODE
 from recpipe_low_precision.layers import Layer, LowPrecisionLinear, bfloat16_has_units, is_linear
 from recpipe_low_precision.lookups import LEAST_SECONDS
 from recpipe_low_precision.row_types import FLOAT, Assignment, Choice

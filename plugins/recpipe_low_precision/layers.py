@@ -16,8 +16,8 @@ from torch import nn
 from recpipe.answers.stored import replace_module
 from recpipe.backend.matmul import has_bfloat16_units
 from recpipe.common.saved import Damaged
-from recpipe.seams import onednn_takes_bfloat16
-from recpipe.seams.int8 import EIGHT_BITS, LARGEST, SEVEN_BITS, int8_linear, int8_run
+from recpipe.private_api import onednn_takes_bfloat16
+from recpipe.private_api.int8 import EIGHT_BITS, LARGEST, SEVEN_BITS, int8_linear, int8_run
 
 FLOAT32 = "fp32"
 LAYER_TYPES = ("bfloat16", "int8")

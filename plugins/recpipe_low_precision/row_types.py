@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 
 from recpipe.errors import UserError
-from recpipe.seams import SCALE_BIAS_BYTES, fused_rows
+from recpipe.private_api import SCALE_BIAS_BYTES, fused_rows
 
 BITS = {"int8": 8, "int4": 4, "int2": 2}
 """Bits of a weight, for the types with a scale and a bias for each row."""

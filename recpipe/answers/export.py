@@ -34,7 +34,7 @@ from recpipe.data.schema import Schema
 from recpipe.errors import UserError, shown
 from recpipe.model.call import Called
 from recpipe.plugin.batch import Batch
-from recpipe.seams.compiled import any_batch_size
+from recpipe.private_api.compiled import any_batch_size
 
 _SAMPLES = 3
 """Samples of the batch that a model is traced with; the exported program takes any number."""

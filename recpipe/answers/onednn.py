@@ -19,7 +19,7 @@ from recpipe.answers.programs import PAYS, SAMPLES, Program, made_up_inputs
 from recpipe.backend.matmul import has_onednn
 from recpipe.common.machine import KEEPS_ALL, undisturbed
 from recpipe.common.timing import median_seconds
-from recpipe.seams.compiled import linear_layers, onednn_linear, use_onednn
+from recpipe.private_api.compiled import linear_layers, onednn_linear, use_onednn
 
 log = logging.getLogger("recpipe")
 FEWEST_WEIGHTS = 2**14

@@ -60,7 +60,7 @@ from recpipe.common.process import quieted
 from recpipe.common.tensors import save_tensors
 from recpipe.common.words import readable_bytes
 from recpipe.errors import UserError, shown
-from recpipe.seams.compiled import compiler
+from recpipe.private_api.compiled import compiler
 from recpipe.tasks.process import prepare_process
 
 log = logging.getLogger("recpipe")

@@ -18,7 +18,7 @@ from recpipe.common.tensors import Streamed
 from recpipe.errors import UserError
 from recpipe.model.dlrm import META, DlrmSizes, make_dlrm
 from recpipe.pipeline.placed import saved_values
-from recpipe.seams import module_name
+from recpipe.private_api import module_name
 
 
 def load_checkpoint(checkpoint: Path, model: nn.Module | None = None) -> nn.Module:

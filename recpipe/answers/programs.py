@@ -26,8 +26,8 @@ from recpipe.common.machine import undisturbed
 from recpipe.common.tensors import save_tensors
 from recpipe.common.timing import median_seconds
 from recpipe.errors import UserError, shown
-from recpipe.seams.compiled import compile_program
-from recpipe.seams.int8 import EIGHT_BITS, int8_adds_up
+from recpipe.private_api.compiled import compile_program
+from recpipe.private_api.int8 import EIGHT_BITS, int8_adds_up
 
 log = logging.getLogger("recpipe")
 DENSE = ("measured", "float32", "low")

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from recpipe import seams
+from recpipe import private_api
 from recpipe.backend.calibrate import calibrated
 from recpipe.backend.chain import Chooser, Converted, any_global_hook, is_hooked
 from recpipe.backend.choices import Choices, checked
@@ -256,7 +256,7 @@ class Settings:
 
 
 def _has_own_code(module: nn.Module) -> bool:
-    if not _is_theirs(type(module)) or seams.is_compiled(module):
+    if not _is_theirs(type(module)) or private_api.is_compiled(module):
         return True
     called = (value for value in vars(module).values() if callable(value))
     return not all(isinstance(value, Converted) or _is_theirs(value) for value in called)

@@ -17,7 +17,7 @@ from torch import nn
 from torchrec.models.dlrm import InteractionArch, SparseArch
 from torchrec.modules.crossnet import LowRankCrossNet
 
-from recpipe import seams
+from recpipe import private_api
 from recpipe.backend import choices as names
 from recpipe.backend.chain import CHAINS, Chain, is_plain, steps
 from recpipe.backend.choices import Choices, Notebook
@@ -137,7 +137,7 @@ def measure(part: str, samples: int, choices: Choices) -> str:
     if kind == "linear":
         inputs, outputs = map(int, numbers.split("-"))
         x, weight, bias = torch.randn(samples, inputs), torch.randn(outputs, inputs), torch.randn(outputs)
-        onednn = partial(seams.linear_pointwise, x, weight, bias, "none", [], "")
+        onednn = partial(private_api.linear_pointwise, x, weight, bias, "none", [], "")
         addmm, theirs = median_seconds(
             [lambda: torch.addmm(bias, x, weight.t()), onednn], ROUNDS, LEAST_SECONDS, most=MOST_SECONDS
         )

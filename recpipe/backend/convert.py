@@ -21,7 +21,7 @@ from torchrec.models.dlrm import DLRM, InteractionArch, SparseArch
 from torchrec.modules.crossnet import LowRankCrossNet
 from torchrec.modules.deepfm import DeepFM, FactorizationMachine
 
-from recpipe import seams
+from recpipe import private_api
 from recpipe.backend import choices as names
 from recpipe.backend.chain import (
     CHAINS,
@@ -100,7 +100,7 @@ def _runs() -> bool:
         not any_global_hook()
         and not torch.compiler.is_compiling()
         and not torch.jit.is_tracing()  # type: ignore[attr-defined, no-untyped-call]
-        and not seams.functorch_is_active()
+        and not private_api.functorch_is_active()
     )
 
 

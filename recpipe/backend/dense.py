@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from recpipe import seams
+from recpipe import private_api
 from recpipe.common.timing import phase
 from recpipe.tables.padded import widened
 
@@ -78,14 +78,14 @@ def _affine(
     """x W^T + b, then ReLU if asked for."""
     low = x.dtype == torch.bfloat16
     out: torch.Tensor
-    if not onednn or (low and not seams.onednn_takes_bfloat16()):
+    if not onednn or (low and not private_api.onednn_takes_bfloat16()):
         out = torch.mm(x, weight.t()) if bias is None else torch.addmm(bias, x, weight.t())
         return out.relu_() if relu else out
     # The operator that TorchInductor emits: it adds the bias as it writes, where ``addmm`` first copies it.
     # Its ReLU turns NaN into 0, which would hide it; its leaky ReLU does not. In bfloat16, where a pass over
     # the output is slow, a negligible slope is accepted for that.
     leaky = ("leaky_relu", [LEAK], "") if low and relu else ("none", [], "")
-    out = seams.linear_pointwise(x, weight, bias, *leaky)
+    out = private_api.linear_pointwise(x, weight, bias, *leaky)
     return out.relu_() if relu and not low else out
 
 
@@ -148,7 +148,7 @@ class _Chain(torch.autograd.Function):
         with phase("MLP backward"):
             weights, outputs = saved[1 + 2 * count : 1 + 3 * count], saved[1 + 3 * count :]
             wanted = ctx.needs_input_grad
-            kept = seams.graph_is_kept()
+            kept = private_api.graph_is_kept()
             grads: list[torch.Tensor | None] = []
             for layer in reversed(range(count)):
                 if ctx.relus[layer]:

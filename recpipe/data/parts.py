@@ -16,7 +16,7 @@ from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
 
 from recpipe.common.device import uses_gpu
 from recpipe.errors import DataError, UserError
-from recpipe.seams import HostIds
+from recpipe.private_api import HostIds
 
 Place = tuple[str | int, ...]
 """Attributes, keys and positions that lead from a batch to one of its parts."""

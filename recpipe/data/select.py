@@ -12,7 +12,7 @@ from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
 
 from recpipe.data.parts import batch_size, child, with_parts
 from recpipe.plugin.bags import places_of
-from recpipe.seams import HostIds
+from recpipe.private_api import HostIds
 
 T = TypeVar("T")
 Jagged: TypeAlias = JaggedTensor | KeyedJaggedTensor

@@ -196,6 +196,6 @@ def joined(topology: Topology, emulation: Emulation, device: torch.device) -> It
     yield Ranks(process.rank, process.world, trainers, holders, emulation, device)
     dist.barrier()
     dist.destroy_process_group()
-    from recpipe.seams import leave  # imported here: by now the run has imported TorchRec
+    from recpipe.private_api import leave  # imported here: by now the run has imported TorchRec
 
     leave()

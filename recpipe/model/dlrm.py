@@ -15,7 +15,7 @@ from recpipe.common.saved import Damaged
 from recpipe.data.dataset import Dataset
 from recpipe.data.schema import Schema
 from recpipe.model.config import ModelConfig, UserModel
-from recpipe.seams import module_name
+from recpipe.private_api import module_name
 
 CPU, META = torch.device("cpu"), torch.device("meta")
 

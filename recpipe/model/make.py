@@ -29,7 +29,7 @@ from recpipe.model.dlrm import CPU, META, DlrmSizes, make_dlrm
 from recpipe.model.loss import parse_loss
 from recpipe.plugin.conf import TARGET
 from recpipe.plugin.offers import entry, imported, offered
-from recpipe.seams import module_name
+from recpipe.private_api import module_name
 
 LONGEST = 300
 """Characters of a fault's text that a message echoes."""

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from recpipe import seams
+from recpipe import private_api
 from recpipe.common.saved import tensor
 from recpipe.common.timing import phase
 from recpipe.data.parts import on_device
@@ -71,7 +71,7 @@ def put_fronts(module: nn.Module, tables: ModelTables, embeddings: GroupedCollec
         assert front is not None, "collections_of finds no others"
         mine = [number for number, group in enumerate(tables.groups) if group.path == path]
         front.place([tables.groups[n] for n in mine], [embeddings.collections[n] for n in mine])
-        seams.share_hooks(collection, front)
+        private_api.share_hooks(collection, front)
         fronts[path] = front
         if not path:
             raise UserError("the model is a collection itself; give a module that holds it")

@@ -23,13 +23,13 @@ from typing import Any, NoReturn
 import torch
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
 
-from recpipe import seams
+from recpipe import private_api
 from recpipe.data.parts import attributes, leaves, with_parts
 from recpipe.errors import UserError
 from recpipe.pipeline.batch import InFlight
 from recpipe.pipeline.cuda_graph import REMEDY, Graph, Unrecorded, record
 from recpipe.pipeline.placed import PlacedModel
-from recpipe.seams import HostIds, TorchDispatchMode
+from recpipe.private_api import HostIds, TorchDispatchMode
 from recpipe.tables.front import Front
 from recpipe.tables.group_rows import GroupRows
 from recpipe.tables.padded import is_padded, marked, padded
@@ -133,7 +133,7 @@ class _Recorded:
             parameter.grad = None  # so that the gradient has memory of the graph, which does not add to it
 
         # torch.compile leaves a module as it is where operators are watched.
-        compiled = any(map(seams.is_compiled, model.module.modules()))
+        compiled = any(map(private_api.is_compiled, model.module.modules()))
 
         def both_passes() -> None:
             for rows in self._rows:
@@ -158,7 +158,7 @@ class _Recorded:
         given = [_given(rows) for rows in groups]
         memory = [*self._inputs, *(rows.memory for rows in self._rows)]
         with torch.no_grad():
-            seams.copy_each(memory, [*_tensors(batch.batch), *given])
+            private_api.copy_each(memory, [*_tensors(batch.batch), *given])
         self._graph.replay()
         for rows, own, memory_of in zip(groups, given, self._rows, strict=True):
             if rows.graph is None:

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch.optim import SGD, Adagrad, Optimizer
 
-from recpipe import seams
+from recpipe import private_api
 from recpipe.errors import shown
 from recpipe.pipeline.cuda_graph import Graph, Unrecorded, record
 
@@ -68,7 +68,7 @@ class _Recorded:
             self._by_python()
             return loss
         self._graph.replay()
-        seams.add_to_each([state["step"] for state in self._states() if "step" in state], 1)
+        private_api.add_to_each([state["step"] for state in self._states() if "step" in state], 1)
         return loss
 
     def _record(self, form: Hashable) -> None:
@@ -95,7 +95,7 @@ class _Recorded:
     def _form_now(self) -> Hashable:
         """What must be as it was for kernels to be the same; None if they may not be."""
         optimizer = self._optimizer
-        if self._refused or not self._in_place() or seams.steps_are_watched(optimizer):
+        if self._refused or not self._in_place() or private_api.steps_are_watched(optimizer):
             return None
         form: list[Hashable] = []
         for group in optimizer.param_groups:

@@ -14,7 +14,7 @@ from torchrec.modules.embedding_configs import EmbeddingBagConfig
 from torchrec.modules.embedding_modules import get_embedding_names_by_table
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, KeyedTensor
 
-from recpipe import seams
+from recpipe import private_api
 from recpipe.errors import UserError
 from recpipe.plugin.bags import IndexBags, RowIds, distinct
 from recpipe.plugin.store import ColdStore, IoCounters
@@ -141,7 +141,7 @@ class TableCollection(ABC, nn.Module):
         return 1
 
     @property
-    def collectives(self) -> Mapping[str, seams.Collective]:
+    def collectives(self) -> Mapping[str, private_api.Collective]:
         """TorchRec's collectives on this rank; empty if tables are not sharded."""
         return {}
 

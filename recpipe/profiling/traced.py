@@ -20,14 +20,14 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.utils.flop_counter import flop_registry
 
-from recpipe import seams
+from recpipe import private_api
 from recpipe.data.parts import tensors_of
 from recpipe.pipeline.parts import same_random_numbers
 from recpipe.pipeline.placed import PlacedModel
+from recpipe.private_api import TorchDispatchMode
 from recpipe.profiling.handed import HandedRows
 from recpipe.profiling.parts import part_name
 from recpipe.profiling.workload import Lookups, Work, count_lookups
-from recpipe.seams import TorchDispatchMode
 from recpipe.tables.front import handing_out
 from recpipe.tables.rows import table_bags
 
@@ -113,7 +113,7 @@ class _Trace(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return out
 
     def _where(self) -> tuple[str, str]:
-        number = seams.backward_number()
+        number = private_api.backward_number()
         if number is None:
             return self._inside[-1], "forward"
         return self._parts[bisect_right(self._numbers, number) - 1], "backward"
@@ -138,7 +138,7 @@ class _Trace(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _go_to(self, inside: list[str]) -> None:
         self._inside = inside
-        self._numbers.append(seams.forward_number())
+        self._numbers.append(private_api.forward_number())
         self._parts.append(inside[-1])
 
     def _save(self, tensor: torch.Tensor) -> torch.Tensor:

@@ -22,7 +22,7 @@ from torchrec.modules.embedding_configs import EmbeddingBagConfig, data_type_to_
 from torchrec.optim import RowWiseAdagrad
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
 
-from recpipe import seams
+from recpipe import private_api
 from recpipe.common.meter import counting
 from recpipe.errors import UserError
 from recpipe.plugin.bags import RowIds
@@ -126,7 +126,7 @@ def make_tbe(tables: TableSet, rows: int, device: torch.device) -> SplitTableBat
     if not tables.pooled:
         return fused_tbe(tables, [rows], [0], device, pooled=True)
     tbe = fused_tbe(tables, [rows], [0] * len(tables.features), device, pooled=True)
-    seams.update_by_table(tbe, rows, tables.table_of)
+    private_api.update_by_table(tbe, rows, tables.table_of)
     return tbe
 
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
-from recpipe import seams
+from recpipe import private_api
 from recpipe.common.meter import counting
 from recpipe.common.saved import Damaged, entries
 from recpipe.errors import UserError
@@ -95,7 +95,7 @@ class GroupedCollection(TableCollection, SavesPlacement, SavedByRanks):
         return max(collection.threads for collection in self.collections)
 
     @property
-    def collectives(self) -> Mapping[str, seams.Collective]:
+    def collectives(self) -> Mapping[str, private_api.Collective]:
         """TorchRec's collectives on this rank; they are counted per process."""
         return self.collections[0].collectives
 

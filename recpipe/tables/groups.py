@@ -24,7 +24,7 @@ from torchrec.modules.mc_embedding_modules import BaseManagedCollisionEmbeddingC
 from recpipe.errors import UserError
 from recpipe.plugin.context import TableInfo
 from recpipe.plugin.tables import FirstValues, SavedRows, Table, TableOptimizer, TableSet
-from recpipe.seams import module_name
+from recpipe.private_api import module_name
 from recpipe.tables.parameters import refuse_shared, table_weights
 
 OptimizerOf = Callable[[str, torch.Tensor], TableOptimizer]

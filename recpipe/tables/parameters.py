@@ -14,7 +14,7 @@ from torch import nn
 from torchrec.modules.embedding_configs import BaseEmbeddingConfig, DataType
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
 
-from recpipe import seams
+from recpipe import private_api
 from recpipe.errors import UserError
 
 
@@ -64,7 +64,7 @@ def table_weights(path: str, collection: nn.Module, config: BaseEmbeddingConfig)
                 f"{usual}, or keep this table outside of the collection"
             )
     for what, hooked in ((f"{where}.weight", weights), (where, table)):
-        if seams.has_hooks(hooked):
+        if private_api.has_hooks(hooked):
             raise UserError(
                 f"a hook is registered on {what}, and the rows of recpipe's tables are updated without a "
                 "gradient of the whole table, so that it would never be called: remove it, and change the "

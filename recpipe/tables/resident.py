@@ -13,7 +13,7 @@ from fbgemm_gpu.split_table_batched_embeddings_ops_training import SplitTableBat
 from torch import nn
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from recpipe import seams
+from recpipe import private_api
 from recpipe.common.device import keep_to_one_core
 from recpipe.data.parts import in_order
 from recpipe.plugin.bags import RowIds
@@ -51,7 +51,7 @@ class ResidentCollection(AllResident, GroupTables):
         ends = np.cumsum([0, *(len(table.features) for part in parts for table in part)])
         self._cuts = ends[cuts].tolist()
         self.tbes = nn.ModuleList(_tbe(tables, part, ahead, device) for part in parts)
-        views = [view for tbe in self.tbes for view in seams.tbe_views(tbe)][len(ahead) :]
+        views = [view for tbe in self.tbes for view in private_api.tbe_views(tbe)][len(ahead) :]
         self._storage = dict(zip(tables.layout.tables, views, strict=True))
         # One core for each thread: FBGEMM's update would otherwise enter a parallel region for every table.
         self._threads = ThreadPoolExecutor(groups, "recpipe-tbe", keep_to_one_core) if groups > 1 else None
@@ -103,7 +103,7 @@ class ResidentCollection(AllResident, GroupTables):
         tbe, inputs = self.tbes[0], (sparse.values().long(), offsets.long(), self._weights(sparse))
         if self._sums_on_cpu and not torch.is_grad_enabled():
             assert isinstance(tbe, SplitTableBatchedEmbeddingBagsCodegen)
-            return seams.look_up_only(tbe, *inputs)
+            return private_api.look_up_only(tbe, *inputs)
         rows: torch.Tensor = tbe(*inputs)
         return rows
 
@@ -166,7 +166,7 @@ class ResidentCollection(AllResident, GroupTables):
                 weights[local] = records[places, : self.tables.dim].to(weights.dtype)
                 state[local] = records[places, self.tables.dim :]
 
-    def _by_table(self, rows: RowIds) -> Iterator[tuple[seams.Views, torch.Tensor, torch.Tensor]]:
+    def _by_table(self, rows: RowIds) -> Iterator[tuple[private_api.Views, torch.Tensor, torch.Tensor]]:
         """For each table: its memory, the positions of its rows in ``rows``, and their numbers in the
         table."""
         layout = self.tables.layout

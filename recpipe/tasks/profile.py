@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 import lightning as L
 import torch
 
-from recpipe import seams
+from recpipe import private_api
 from recpipe.common.machine import Load, disturbance, used_by_others
 from recpipe.common.timing import PHASES, watch
 from recpipe.config.task import ProfileConfig
@@ -94,7 +94,7 @@ class StepProfiler(L.Callback):
         if device.type == "cuda":
             activities.append(torch.profiler.ProfilerActivity.CUDA)
         # Several cores may share a batch.
-        watched = seams.watching_all_threads(device.type == "cpu")
+        watched = private_api.watching_all_threads(device.type == "cpu")
         self.profiler = torch.profiler.profile(activities=activities, experimental_config=watched)
         self.batches: list[Any] = []
         """The first batches that this rank trained."""

@@ -20,10 +20,10 @@ from recpipe.config.recipe import Recipe
 from recpipe.distributed.ranks import Ranks
 from recpipe.plugin.collection import TableCollection, TierFigures
 from recpipe.plugin.context import Io, RunFigures
+from recpipe.private_api import Collective
 from recpipe.report.environment import environment
 from recpipe.report.figures import ALTERED
 from recpipe.report.record import DataFigures, Memory, RankFigures, Resumed, RunReport, TableMemory, as_json
-from recpipe.seams import Collective
 from recpipe.setup.training import Finished, Training
 from recpipe.tables.capabilities import ShowsRows
 from recpipe.tables.grouped import GroupedCollection

@@ -24,7 +24,7 @@ import numpy as np
 import torch
 from torch.multiprocessing import get_sharing_strategy
 
-from recpipe.seams import global_hooks
+from recpipe.private_api import global_hooks
 from recpipe.testing.replaced import Replaced
 
 PATIENCE = 2.0

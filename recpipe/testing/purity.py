@@ -62,7 +62,7 @@ class Cost:
 @contextmanager
 def costs() -> Iterator[Cost]:
     """Measure the body. Torch's allocations are counted as the sizes of the tensors that operators return."""
-    from recpipe.seams import TorchDispatchMode, tree_leaves
+    from recpipe.private_api import TorchDispatchMode, tree_leaves
 
     cost, threads = Cost(), threading.active_count()
 

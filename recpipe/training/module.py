@@ -13,7 +13,7 @@ import lightning as L
 import torch
 from torch import nn
 
-from recpipe import seams
+from recpipe import private_api
 from recpipe.backend.build import Backend
 from recpipe.common.device import using_threads
 from recpipe.common.timing import phase
@@ -272,7 +272,7 @@ class RankingModule(L.LightningModule):
     def load_state_dict(self, state_dict: Any, strict: bool = True, assign: bool = False) -> Any:
         """Load the dense part; ``UserError`` if it is another model's."""
         self.model.load_dense(state_dict)
-        return seams.all_loaded()
+        return private_api.all_loaded()
 
     def check_dense(self, saved: Mapping[str, torch.Tensor]) -> None:
         """``UserError`` unless ``saved`` fits this dense part, ``Damaged`` if values have another type."""

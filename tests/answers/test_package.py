@@ -42,7 +42,7 @@ from recpipe.answers.trained import scored
 from recpipe.cli import main
 from recpipe.common import machine
 from recpipe.errors import UserError
-from recpipe.seams.compiled import compiled_for, compiler, linear_layers
+from recpipe.private_api.compiled import compiled_for, compiler, linear_layers
 from recpipe.tasks.doctor import CPU_WHEELS
 from tests.processes import Child
 from tests.quantizing import as_judged

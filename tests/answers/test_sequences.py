@@ -21,7 +21,7 @@ from recpipe.answers.open import open_trained
 from recpipe.answers.parts import of_checkpoint
 from recpipe.answers.trained import scored
 from recpipe.plugin.batch import Batch
-from recpipe.seams.compiled import compiler
+from recpipe.private_api.compiled import compiler
 from tests.answers.attention import WORDS, histories
 
 needs_compiler = pytest.mark.skipif(compiler() is None, reason="packages are compiled: no C++ compiler here")

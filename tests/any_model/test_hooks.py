@@ -74,11 +74,11 @@ def test_called_in_each_step_and_its_change_counts(policy: str) -> None:
 
 
 def test_a_handle_removes_the_hook_of_the_front_too() -> None:
-    from recpipe import seams
+    from recpipe import private_api
 
     first, second, called = nn.Identity(), nn.Identity(), []
     handle = first.register_forward_hook(lambda *_: called.append(1))
-    seams.share_hooks(first, second)
+    private_api.share_hooks(first, second)
     second(torch.zeros(1))
     handle.remove()
     second(torch.zeros(1))

@@ -25,7 +25,7 @@ from recpipe.common.own_cache import own_compilers_caches, own_folder, require_o
 from recpipe.data.config import ParquetConfig
 from recpipe.data.make import open_dataset
 from recpipe.errors import UserError
-from recpipe.seams.compiled import compile_program, trusted_caches
+from recpipe.private_api.compiled import compile_program, trusted_caches
 
 STRANGER = 54321
 as_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a file away")

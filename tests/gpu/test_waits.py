@@ -21,8 +21,8 @@ import recpipe
 from recpipe.common.device import in_this_thread
 from recpipe.config.compose import compose
 from recpipe.data.dataset import Dataset
+from recpipe.private_api import HostIds
 from recpipe.run import run
-from recpipe.seams import HostIds
 from tests.any_model.runs import left_by
 from tests.any_model.test_loop import TECHNIQUES
 from tests.any_model.zoo import OPTIMIZERS, OVERRIDES, ROWS, Events, TwoTower, by_hand, events, furthest, make

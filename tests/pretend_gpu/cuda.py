@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import torch.distributed
 
-from recpipe import seams
+from recpipe import private_api
 from tests.pretend_gpu import devices
 from tests.pretend_gpu.graph import FakeCudaGraph
 
@@ -228,7 +228,7 @@ def _tables() -> None:
         SplitTableBatchedEmbeddingBagsCodegen.__init__,
         DenseTableBatchedEmbeddingBagsCodegen.__init__,
     )
-    by_table = seams.update_by_table
+    by_table = private_api.update_by_table
 
     def make_fused(self: Any, embedding_specs: Any, *arguments: Any, **named: Any) -> None:
         if embedding_specs[0][3] is ComputeDevice.CPU:
@@ -259,4 +259,4 @@ def _tables() -> None:
 
     SplitTableBatchedEmbeddingBagsCodegen.__init__ = make_fused  # type: ignore[method-assign]
     DenseTableBatchedEmbeddingBagsCodegen.__init__ = make_plain  # type: ignore[method-assign]
-    seams.update_by_table = for_the_cpus_kernel
+    private_api.update_by_table = for_the_cpus_kernel

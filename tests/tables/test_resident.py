@@ -10,7 +10,7 @@ import torch
 from torchrec.modules.embedding_configs import DataType
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from recpipe import seams
+from recpipe import private_api
 from recpipe.tables.build import tbe_count
 from recpipe.tables.config import TierConfig
 from recpipe.tables.resident import ResidentCollection
@@ -79,8 +79,8 @@ def test_rows_looked_up_without_gradients_have_the_same_bits(
 ) -> None:
     made = ResidentCollection(replace(table_set(optimizer), weighted=weighted, storage=storage), CPU)
     taken = []
-    short = seams.look_up_only
-    monkeypatch.setattr(seams, "look_up_only", lambda *given: taken.append(0) or short(*given))
+    short = private_api.look_up_only
+    monkeypatch.setattr(private_api, "look_up_only", lambda *given: taken.append(0) or short(*given))
     empty = KeyedJaggedTensor(
         NAMES, torch.empty(0, dtype=torch.int64), lengths=torch.empty(0, dtype=torch.int64)
     )

@@ -16,7 +16,7 @@ from torchrec.distributed.planner.types import ParameterConstraints
 from torchrec.distributed.types import CommOp, KeyValueParams
 from torchrec.modules.embedding_configs import DataType
 
-from recpipe import seams
+from recpipe import private_api
 from recpipe.common.machine import RESERVE
 from recpipe.distributed.ranks import Ranks
 from recpipe.errors import UserError
@@ -97,7 +97,7 @@ def test_a_gpus_cache_is_written_back_before_its_rows_are_read(
         )
     planner = Placed({"*": "table_wise"})
     tables = built(sharding(planner=planner))
-    tables.cache.lookups = seams.fused_lookups(tables.sharded) if caches else []
+    tables.cache.lookups = private_api.fused_lookups(tables.sharded) if caches else []
     works = {
         "read": lambda: tables.read(next(tables.regions())),
         "save": lambda: save_shards(tables, tmp_path),

@@ -22,8 +22,8 @@ from recpipe.plugin.calls import Origin
 from recpipe.plugin.context import TableInfo
 from recpipe.plugin.planner import Planner
 from recpipe.plugin.tables import weight_name
+from recpipe.private_api import module_name
 from recpipe.report.record import write_json
-from recpipe.seams import module_name
 from recpipe.tables.config import TierConfig
 from recpipe.tables.groups import ModelTables
 from recpipe.tables.owners import is_sharded

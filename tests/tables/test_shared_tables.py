@@ -10,7 +10,7 @@ import pytest
 import torch
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from recpipe import seams
+from recpipe import private_api
 from recpipe.tables.resident import ResidentCollection
 from tests.tables import samples
 from tests.tables.reference import (
@@ -147,7 +147,7 @@ def test_slots_are_updated_table_by_table(tmp_path: Path, monkeypatch: pytest.Mo
     by_table = tiers(table_set("rowwise_adagrad"), "lru", tmp_path)
     samples.train_ahead(by_table, stream(BATCHES, True))
     assert identical(dump(by_table), dump(whole))
-    monkeypatch.setattr(seams, "update_by_table", lambda *_: None)
+    monkeypatch.setattr(private_api, "update_by_table", lambda *_: None)
     shared = tiers(table_set("rowwise_adagrad"), "lru", tmp_path)
     samples.train_ahead(shared, stream(BATCHES, True))
     assert not identical(dump(shared), dump(whole))
@@ -157,12 +157,12 @@ def test_slots_are_updated_table_by_table(tmp_path: Path, monkeypatch: pytest.Mo
 def test_features_of_one_table_taken_for_tables_of_their_own_are_noticed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    right = seams.update_by_table
+    right = private_api.update_by_table
 
     def of_every_feature(tbe: object, rows: int, table_of: np.ndarray) -> None:
         right(tbe, rows, np.arange(len(table_of)))  # type: ignore[arg-type]
 
-    monkeypatch.setattr(seams, "update_by_table", of_every_feature)
+    monkeypatch.setattr(private_api, "update_by_table", of_every_feature)
     collection = tiers(SUMS.tables("rowwise_adagrad"), "lru", tmp_path)
     train_ahead(collection, SUMS, batches())
     assert difference(dump(collection), expected(SUMS, "rowwise_adagrad")) > 1e-3

@@ -11,7 +11,7 @@ from torch import nn
 from recpipe.common.validation import typed
 from recpipe.errors import UserError
 from recpipe.plugin.tables import FILL_ROWS, SparseFeature, TableOptimizer, TableSet, row_chunks
-from recpipe.seams import module_name
+from recpipe.private_api import module_name
 from recpipe.tables.resident import ResidentCollection
 from tests.tables.samples import CPU, table_set
 

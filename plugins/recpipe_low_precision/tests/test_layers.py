@@ -26,8 +26,8 @@ from recpipe.answers.programs import SETS, Program
 from recpipe.answers.stored import FloatCheckpoint
 from recpipe.answers.trained import scored
 from recpipe.errors import UserError
-from recpipe.seams.compiled import compiler
-from recpipe.seams.int8 import int8_adds_up
+from recpipe.private_api.compiled import compiler
+from recpipe.private_api.int8 import int8_adds_up
 from tests.quantizing import as_judged
 
 needs_compiler = pytest.mark.skipif(compiler() is None, reason="packages are compiled: no C++ compiler here")
@@ -35,7 +35,7 @@ BOTTOM, TOP = "dense_arch.model._mlp.0._linear", "over_arch.model.0._mlp.0._line
 SEVEN = Layer("int8", 0.05, 40, 127)
 ADDS_UP = """
 import torch
-from recpipe.seams.int8 import int8_adds_up, int8_run
+from recpipe.private_api.int8 import int8_adds_up, int8_run
 weight = torch.full((32, 256), 127, dtype=torch.int8)
 exact = int8_run(weight, torch.ones(32), None, 1.0, 0, 127)(torch.full((64, 256), 127.0))
 print(int8_adds_up(), bool((exact == 127 * 127 * 256).all()))

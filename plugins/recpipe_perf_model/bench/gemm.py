@@ -8,7 +8,7 @@ from functools import partial
 import numpy as np
 import torch
 
-from recpipe import seams
+from recpipe import private_api
 from recpipe.backend.matmul import has_bfloat16_units, has_onednn
 from recpipe.profiling.limits import Sample
 from recpipe_perf_model.bench.timing import Make, clock
@@ -78,8 +78,8 @@ def layer(samples: int, inputs: int, outputs: int, dtype: torch.dtype) -> list[M
         lambda: partial(torch.mm, gradient(), weight()),
         lambda: partial(torch.mm, gradient().t(), x()),
     ]
-    if has_onednn() and (dtype == torch.float32 or seams.onednn_takes_bfloat16()):
-        makes.append(lambda: partial(seams.linear_pointwise, x(), weight(), bias(), "none", [], ""))
+    if has_onednn() and (dtype == torch.float32 or private_api.onednn_takes_bfloat16()):
+        makes.append(lambda: partial(private_api.linear_pointwise, x(), weight(), bias(), "none", [], ""))
     return makes
 
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from recpipe.seams import TorchDispatchMode
+from recpipe.private_api import TorchDispatchMode
 
 GEMMS = ("addmm", "linear", "mm nn", "mm nt", "mm tn", "bmm nn", "bmm nt", "bmm tn")
 """Products of matrices; ``n`` and ``t`` say how each of the two lies in memory, by rows or by columns.

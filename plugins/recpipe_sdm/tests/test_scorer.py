@@ -41,7 +41,7 @@ from recpipe.common.words import Amount
 from recpipe.data.config import SyntheticConfig
 from recpipe.data.sources.synthetic import SyntheticDataset
 from recpipe.errors import UserError
-from recpipe.seams.compiled import compiler
+from recpipe.private_api.compiled import compiler
 from tests.processes import Child
 
 DATA = ("data.samples=4000", "data.batch_size=128", "data.tables={user: 3000, item: 500, city: 20}")

@@ -15,13 +15,13 @@ import torch
 from torchrec.modules.embedding_configs import EmbeddingBagConfig
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, KeyedTensor
 
-from recpipe import seams
+from recpipe import private_api
 from recpipe.data.parts import require_ids
 from recpipe.errors import UserError
 from recpipe.plugin.collection import C, Rows, TableCollection, TierFigures
 from recpipe.plugin.skipper import RowFilter
 from recpipe.plugin.tables import Region, Values, row_chunks
-from recpipe.seams import module_name
+from recpipe.private_api import module_name
 from recpipe.tables.capabilities import SavesPlacement
 from recpipe.tables.collection import TORCHREC_OPTIMIZERS
 from recpipe.tables.group_rows import GroupRows, GroupTables
@@ -70,7 +70,7 @@ class ShardedCollection(TableCollection, GroupTables, SavesPlacement):
         """The plan for each of its tables."""
         self.sharded = module
         """TorchRec's sharded module."""
-        self.cache = RowCache(seams.fused_lookups(module) if env.prefetches else [])
+        self.cache = RowCache(private_api.fused_lookups(module) if env.prefetches else [])
         if env.prefetches and tables.optimizer.frozen:
             raise UserError(
                 f"table '{tables.layout.tables[0]}' is frozen, and tiers.kernel=uvm_caching keeps rows that "
@@ -83,14 +83,14 @@ class ShardedCollection(TableCollection, GroupTables, SavesPlacement):
             n for n, t in self.shards.items() if n in env.sharding.tiered and not t.replicated
         )
         """Its tables whose rows are in tiers."""
-        lookups = seams.own_lookups_in(module)
+        lookups = private_api.own_lookups_in(module)
         assert tiers is not None or not lookups, "who shards tables to be tiered brings their tiers"
         self.tiers = GroupTiers(() if tiers is None else tiers.fill(number, tables, lookups))
         """Those tiers on this rank."""
         self._local = {t.name: self._shards_here(t.name) for t in tables.tables}
 
     @property
-    def collectives(self) -> Mapping[str, seams.Collective]:
+    def collectives(self) -> Mapping[str, private_api.Collective]:
         """TorchRec's collectives on this rank so far, by name; of all groups."""
         return self.env.collectives
 
@@ -148,7 +148,7 @@ class ShardedCollection(TableCollection, GroupTables, SavesPlacement):
     def _shards_here(self, table: str) -> Sequence[LocalShard]:
         if table in self.in_tiers:
             return self.tiers.shards(table)
-        found = seams.local_shards(self.sharded, table, self._under)
+        found = private_api.local_shards(self.sharded, table, self._under)
         if self._replicated is None or not self.shards[table].replicated:
             return found
         weight = self._weight(table)
@@ -174,7 +174,7 @@ class ShardedCollection(TableCollection, GroupTables, SavesPlacement):
         self.tiers.filter_updates(rows)
         layout = self.tables.layout
         base = dict(zip(map(module_name, layout.tables), layout.bases.tolist(), strict=False))
-        for lookup in seams.fused_lookups(self.sharded):
+        for lookup in private_api.fused_lookups(self.sharded):
             firsts = np.array([base[table] + row for table, row in lookup.features], np.int64)
             filter_lookups(lookup.tbe, rows, by_feature(firsts), len(firsts), self.tables.pooled)
 

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from recpipe import seams
+from recpipe import private_api
 from recpipe.distributed.ranks import Channel, Ranks, backends
 from recpipe.errors import DataError
 from recpipe.tables.sharding.plan import ShardPlan
@@ -23,7 +23,7 @@ class ShardEnv:
         self.sharding, self.plan, self.rank = sharding, plan, ranks.rank
         self.group = join_group(sharding.device, ranks)
         self.channel: Channel = ranks.channel()
-        self.collectives = seams.count_collectives()
+        self.collectives = private_api.count_collectives()
         """TorchRec's collectives on this rank so far, by name."""
         on_gpu = sharding.device.type == "cuda"
         self.stream = torch.cuda.Stream(sharding.device) if on_gpu else None  # type: ignore[no-untyped-call]

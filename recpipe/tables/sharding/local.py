@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from recpipe import seams
+from recpipe import private_api
 from recpipe.plugin.tables import Region, Values
-from recpipe.seams import LocalPart
+from recpipe.private_api import LocalPart
 from recpipe.tables.tiers.tiered import TieredEmbeddingBagCollection
 
 
@@ -27,5 +27,5 @@ class TieredShard:
         return Region(self._table, low, high, 0, self.shape[1])
 
 
-LocalShard = seams.LocalShard | TieredShard
+LocalShard = private_api.LocalShard | TieredShard
 """A shard on this rank: in memory, or in tiers."""

@@ -15,9 +15,9 @@ from torch import nn
 from torchrec.modules.embedding_configs import EmbeddingConfig
 from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
 
-from recpipe import seams
+from recpipe import private_api
 from recpipe.plugin.tables import TableOptimizer, TableSet
-from recpipe.seams import module_name
+from recpipe.private_api import module_name
 from recpipe.tables.groups import ModelTables
 
 
@@ -59,7 +59,7 @@ def group_module(tables: TableSet) -> nn.Module:
         ]
         made = EmbeddingCollection(tables=rows, device=nowhere)
     for weight in made.parameters():
-        seams.fuse(weight, fused(tables.optimizer))
+        private_api.fuse(weight, fused(tables.optimizer))
     return made
 
 

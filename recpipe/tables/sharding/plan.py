@@ -22,7 +22,7 @@ from torchrec.distributed.types import (
 from recpipe.common.saved import Damaged, entries, read_json, typed_as
 from recpipe.common.tensors import tiles
 from recpipe.errors import UserError
-from recpipe.seams import OWN_KERNEL, EnumerableShardingSpec, ShardMetadata, module_name
+from recpipe.private_api import OWN_KERNEL, EnumerableShardingSpec, ShardMetadata, module_name
 from recpipe.tables.groups import ModelTables
 from recpipe.tables.sharding.modules import module_paths
 

@@ -28,7 +28,7 @@ from torchrec.modules.embedding_modules import EmbeddingBagCollection, Embedding
 from recpipe.common.machine import plannable
 from recpipe.errors import UserError
 from recpipe.plugin.tables import TableSet
-from recpipe.seams import module_name
+from recpipe.private_api import module_name
 from recpipe.tables.collection import bounds_check
 from recpipe.tables.groups import ModelTables
 from recpipe.tables.sharding.claims import ShardClaims, codec_registry, refuse_limit

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from recpipe.seams import Fetched, FusedLookup, give_back, taken, unlock, unlocking
+from recpipe.private_api import Fetched, FusedLookup, give_back, taken, unlock, unlocking
 from recpipe.tables.sharding.env import ShardEnv
 from recpipe.tables.sharding.tiered import fetch_ahead
 

@@ -13,7 +13,7 @@ from torchrec.distributed.comm_ops import set_gradient_division
 from torchrec.distributed.model_parallel import DistributedModelParallel
 from torchrec.distributed.types import ShardingEnv
 
-from recpipe import seams
+from recpipe import private_api
 from recpipe.distributed.ranks import Channel, Ranks
 from recpipe.tables.sharding.env import ShardEnv
 from recpipe.tables.sharding.files import SavedShards
@@ -53,10 +53,10 @@ class ShardedTables:
             modules = self._sharded(model)
         self._gradients: Channel = ranks.channel()
         for module, group in zip(modules, sharding.tables.groups, strict=True):
-            for lookup in seams.replicated_lookups(module):
+            for lookup in private_api.replicated_lookups(module):
                 lookup.register_comm_hook(self._gradients, lambda channel, bucket: _summed(channel, bucket))
                 if not group.tables.pooled and not on_gpu:
-                    seams.look_up_each_id(lookup)
+                    private_api.look_up_each_id(lookup)
         self.collections = tuple(
             SavedShards(env, number, module, tiers, saved) for number, module in enumerate(modules)
         )
@@ -68,7 +68,7 @@ class ShardedTables:
         whole = skeleton(tables) if model is None else model
         local_world = sharding.topology().local_world_size
         limits = sharding.constraints()
-        with nullcontext() if model is None else groups_in(whole, tables), seams.own_lookups():
+        with nullcontext() if model is None else groups_in(whole, tables), private_api.own_lookups():
             # DistributedModelParallel must leave the dense part alone: recpipe sums its gradients in the
             # ranks' order.
             DistributedModelParallel(

@@ -31,7 +31,7 @@ from recpipe.plugin.quantizer import Coding
 from recpipe.plugin.skipper import RowFilter
 from recpipe.plugin.store import IoCounters
 from recpipe.plugin.tables import FirstValues, SavedRows, Table, TableSet, Values
-from recpipe.seams import LocalPart, OwnLookup, given_to_own, module_name
+from recpipe.private_api import LocalPart, OwnLookup, given_to_own, module_name
 from recpipe.tables.build import Place, no_row, opens_store, slab_rows, staging_bytes
 from recpipe.tables.owners import NOCACHE, GroupOwner
 from recpipe.tables.sharding.local import TieredShard

@@ -10,7 +10,7 @@ from collections.abc import Callable
 import torch
 from torch import nn
 
-from recpipe import seams
+from recpipe import private_api
 from recpipe.plugin.bags import RowIds
 from recpipe.plugin.skipper import RowFilter
 from recpipe.plugin.tables import TableSet
@@ -25,7 +25,7 @@ class FusedTable(nn.Module):
     def __init__(self, tables: TableSet, rows: int, device: torch.device) -> None:
         super().__init__()
         self.tbe = make_tbe(tables, rows, device)
-        self.weights, self.state = seams.tbe_views(self.tbe)[0]
+        self.weights, self.state = private_api.tbe_views(self.tbe)[0]
         """[rows, D], in their storage type, and optimizer state float32 [rows, S]: the TBE's memory."""
         self._features = len(tables.features) if tables.pooled else 1
 

@@ -28,7 +28,7 @@ from torchrec.distributed.embeddingbag import ShardedEmbeddingBagCollection
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from recpipe.common.versions import private
-from recpipe.seams.tables import module_name
+from recpipe.private_api.tables import module_name
 
 _FUSED = (BatchedFusedEmbedding, BatchedFusedEmbeddingBag)
 

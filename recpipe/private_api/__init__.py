@@ -15,8 +15,8 @@ with private_names():
     from torch.utils._python_dispatch import TorchDispatchMode
     from torch.utils._pytree import tree_leaves
 
-    from recpipe.seams.collectives import Collective, count_collectives, leave
-    from recpipe.seams.engine import (
+    from recpipe.private_api.collectives import Collective, count_collectives, leave
+    from recpipe.private_api.engine import (
         add_to_each,
         all_loaded,
         backward_number,
@@ -31,8 +31,8 @@ with private_names():
         steps_are_watched,
         watching_all_threads,
     )
-    from recpipe.seams.ids import HostIds
-    from recpipe.seams.nbit import (
+    from recpipe.private_api.ids import HostIds
+    from recpipe.private_api.nbit import (
         MEAN,
         NONE,
         SCALE_BIAS_BYTES,
@@ -42,7 +42,7 @@ with private_names():
         look_up_nbit,
         remapped_ids,
     )
-    from recpipe.seams.shards import (
+    from recpipe.private_api.shards import (
         OWN_KERNEL,
         Fetched,
         FusedLookup,
@@ -63,7 +63,7 @@ with private_names():
         unlock,
         unlocking,
     )
-    from recpipe.seams.tables import (
+    from recpipe.private_api.tables import (
         Views,
         has_hooks,
         look_up_only,

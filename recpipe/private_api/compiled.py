@@ -26,7 +26,7 @@ with private_names():
     from torch._inductor.cpu_vec_isa import pick_vec_isa
     from torch.fx.experimental import _config as export
 
-    from recpipe.seams.engine import linear_pointwise
+    from recpipe.private_api.engine import linear_pointwise
 
 _UNCHANGED = ("leaky_relu", [1.0], "")
 """The operation that oneDNN applies to a linear layer's result: none, not even to NaN. "none" would say the
