@@ -37,11 +37,9 @@ from recpipe.tables.collection import RowCollection
 from recpipe.tables.rowtable import RowBags, row_bags, updated
 from recpipe.tables.sharding.planning import Prediction
 from recpipe.tables.sharding.wire import WIRE_PRECISIONS, wire_codecs
-from recpipe.tables.stores.bulk import BulkStore
 from recpipe.tables.stores.codecs import Bf16Rows, Fp16Rows, Int8Rows
 from recpipe.tables.stores.holders import HeldRows, HoldersStore
 from recpipe.tables.stores.ssd import SsdStore
-from recpipe.tables.stores.writes import positions
 from recpipe.tables.tiers.lru import Lru
 from recpipe.tables.tiers.policies import (
     ChosenRows,
@@ -58,7 +56,6 @@ __all__ = [
     "Bags",
     "Batch",
     "Bf16Rows",
-    "BulkStore",
     "Channel",
     "ChosenRows",
     "ColdStore",
@@ -117,7 +114,6 @@ __all__ = [
     "open_dataset",
     "parse_json",
     "policy_bytes",
-    "positions",
     "processor",
     "readable_bytes",
     "residents",

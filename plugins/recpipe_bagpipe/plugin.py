@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from recpipe.kit import Batch, BulkStore, ColdStore, TableCollection, TierParts
+from recpipe.kit import Batch, ColdStore, TableCollection, TierParts
 from recpipe.plugin import (
     Cache,
     CachePolicy,
@@ -20,6 +20,7 @@ from recpipe.plugin import (
     RowSpace,
     RunFigures,
 )
+from recpipe_bagpipe.bulk import BulkStore
 from recpipe_bagpipe.pace import Pace
 from recpipe_bagpipe.policy import Lookahead, NoBulk
 from recpipe_bagpipe.replicas import Replicas, replicas

@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from recpipe.kit import Batch, distinct, distinct_slots, positions, within
+from recpipe.kit import Batch, distinct, distinct_slots, within
 from recpipe.plugin import NOTHING, CachePolicy, Placement, RowIds, RowSpace, Slots
 from recpipe_bagpipe.pace import Pace
 from recpipe_bagpipe.uses import (
@@ -25,6 +25,7 @@ from recpipe_bagpipe.uses import (
     touch_known,
 )
 from recpipe_bagpipe.window import Group, Rows, Steps, Window
+from recpipe_bagpipe.writes import positions
 
 
 class Bulk(Protocol):

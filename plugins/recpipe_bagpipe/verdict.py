@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from recpipe.kit import BulkStore, milliseconds
+from recpipe.kit import milliseconds
 from recpipe.plugin import RunFigures
+from recpipe_bagpipe.bulk import BulkStore
 from recpipe_bagpipe.policy import Lookahead
 
 CALM = 0.05

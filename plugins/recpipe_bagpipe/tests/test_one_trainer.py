@@ -14,7 +14,9 @@ import numpy as np
 import pytest
 import torch
 from numpy.typing import NDArray
+from recpipe_bagpipe.bulk import BulkStore
 from recpipe_bagpipe.plugin import BagPipe
+from recpipe_bagpipe.writes import Writes
 
 from recpipe.data.config import SyntheticConfig
 from recpipe.data.dataset import Dataset
@@ -33,8 +35,6 @@ from recpipe.plugin.load import activate
 from recpipe.plugin.policy import RowSpace
 from recpipe.plugin.tables import TableOptimizer, TableSet
 from recpipe.tables.stores import make_store
-from recpipe.tables.stores.bulk import BulkStore
-from recpipe.tables.stores.writes import Writes
 from recpipe.tables.tiers.policies import NoCache
 from recpipe.tables.tiers.tiered import TieredEmbeddingBagCollection
 from recpipe.training.optim import dense_optimizer

@@ -7,10 +7,10 @@ from typing import Any
 
 import numpy as np
 import pytest
+from recpipe_bagpipe.bulk import BulkStore
 
 from recpipe.plugin.quantizer import Coding, RecordLayout
 from recpipe.tables.stores import HostStore, StoreLayout, make_store
-from recpipe.tables.stores.bulk import BulkStore
 from recpipe.tables.stores.codecs import COLD
 from recpipe.tables.stores.coded import CodedStore, local_store
 

@@ -24,7 +24,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from recpipe.plugin.store import ColdStore, IoCounters, Records, Rows
-from recpipe.tables.stores.writes import PIECES, Found, Writes, positions
+from recpipe_bagpipe.writes import PIECES, Found, Writes, positions
 
 FULL = 0.75
 """The share of the waiting writes' room from which rows are written, where rows share blocks."""

@@ -9,9 +9,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 from numpy.typing import NDArray
+from recpipe_bagpipe.bulk import BulkStore
 
 from recpipe.plugin.store import ColdStore, Records, Rows, StoreLayout
-from recpipe.tables.stores.bulk import BulkStore
 from recpipe.tables.stores.host import HostStore
 from recpipe.tables.stores.ssd import SsdStore
 
