@@ -14,8 +14,8 @@ from recpipe.distributed.ranks import Channel
 from recpipe.pipeline.share import in_steps
 from recpipe.pipeline.trial import LEAST, WORTH, Trial
 from recpipe.plugin.batch import Batch
-from recpipe.plugin.calls import Owned
-from recpipe.plugin.splitter import Split, Splitter, micro_batch_step
+from recpipe.plugin.calls import Owned, blaming
+from recpipe.plugin.splitter import Split, Splitter, micro_batch_step, wrong_split
 from recpipe.tables.group_rows import GroupTables
 
 LOOKED = 8
@@ -64,7 +64,7 @@ class Splitting:
 
     def __init__(
         self,
-        splitter: Splitter,
+        splitter: Owned[Splitter],
         mode: str,
         step: int,
         waited: Callable[[], float] = lambda: 0.0,
@@ -72,7 +72,9 @@ class Splitting:
         load: Callable[[], Load | None] = lambda: None,
     ) -> None:
         self._splitter = splitter
-        self.mode = mode if splitter.optional or mode != "auto" else "always"
+        with blaming(splitter.origin, f"{splitter.label}.optional"):  # which may be a property
+            optional = splitter.part.optional
+        self.mode = mode if optional or mode != "auto" else "always"
         self._step = step
         self._waited = waited
         self._trial = Trial(agreed, load)
@@ -113,8 +115,8 @@ class Splitting:
         # Several ranks on a machine are other programs to each other.
         load = Load.now if trainers.size == 1 else lambda: None
         if isinstance(splitter.part, EqualParts):
-            return cls(splitter.part, "always", 1, waited, agreed, load)
-        return cls(splitter.part, mode, micro_batch_step(batch_size), waited, agreed, load)
+            return cls(splitter, "always", 1, waited, agreed, load)
+        return cls(splitter, mode, micro_batch_step(batch_size), waited, agreed, load)
 
     def begin_epoch(self, number: int) -> None:
         """The next batch has this ``number``, counted over all epochs."""
@@ -141,7 +143,12 @@ class Splitting:
     def cut(self, batch: Batch, needs_cold: NDArray[np.bool_]) -> Split | None:
         """How to cut the next batch, whose samples need cold rows or not, bool [B]; None: not at all."""
         number, self._next = self._next, self._next + 1
-        split = self._splitter.split(batch, needs_cold)
+
+        def wrong(made: Split) -> str | None:
+            said = wrong_split(made, len(needs_cold))
+            return f": split() returned {said}" if said else None
+
+        split = self._splitter.call(Splitter.split, batch, needs_cold, wrong=wrong)
         bounds = in_steps(split.bounds, self._step)
         whole = len(bounds) == 1
         self._early[number] = 0.0 if whole else bounds[0] / len(needs_cold)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -10,23 +10,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from recpipe.errors import UserError
 from recpipe.plugin.api import Contribution, Figure, Invariant, Plugin, Reporter, StepWrapper
-from recpipe.plugin.blamed import (
-    BlamedCache,
-    BlamedPlanner,
-    BlamedSkipper,
-    BlamedSplitter,
-    blame_skipper,
-)
-from recpipe.plugin.calls import (
-    Origin,
-    Owned,
-    blame,
-    blame_callback,
-    blame_order,
-    blame_step,
-    blame_stream,
-    blaming,
-)
+from recpipe.plugin.calls import Origin, Owned, blame, blaming
+from recpipe.plugin.chains import blame_callback, blame_order, blame_step, blame_stream
 from recpipe.plugin.compose import cache_claims, chain, check_preferences, slot
 from recpipe.plugin.context import Context, RunFigures, TableInfo
 from recpipe.plugin.errors import PluginError
@@ -35,7 +20,7 @@ from recpipe.plugin.planner import Planner
 from recpipe.plugin.policy import Cache
 from recpipe.plugin.quantizer import Quantizer
 from recpipe.plugin.quantizing import Quantizing, quantizing
-from recpipe.plugin.skipper import Skipper
+from recpipe.plugin.skipper import Skipper, overrides
 from recpipe.plugin.splitter import Splitter
 
 if TYPE_CHECKING:
@@ -56,7 +41,7 @@ class Assembly:
     """The invariants that each plugin declares to alter."""
     feed: Feed
     splitter: Owned[Splitter] | None
-    skipper: Owned[BlamedSkipper] | None
+    skipper: Owned[Skipper] | None
     planner: Owned[Planner] | None
     caches: Mapping[str, Owned[Cache]]
     """The cache of each table that a plugin has claimed."""
@@ -212,6 +197,8 @@ def assemble(
     skipper = slot("skipper", [(o, c.skipper) for o, c in parts], prefer.get("skipper", ""))
     planner = slot("planner", [(o, c.planner) for o, c in parts], prefer.get("planner", ""))
     altered_by = {origin.plugin: frozenset(plugin.alters) for origin, plugin, _ in active}
+    if skipper is not None:
+        _check_skipper(skipper, altered_by[skipper.origin.plugin])
     return Assembly(
         plugins=tuple(origin for origin, _ in parts),
         altered_by=altered_by,
@@ -221,10 +208,10 @@ def assemble(
             [_blamed(o, blame_stream) for o in chain("stream", [(o, c.stream) for o, c in parts])],
             [_blamed(o, blame) for o in chain("batch", [(o, c.batch) for o, c in parts])],
         ),
-        splitter=_blamed(splitter, BlamedSplitter) if splitter else None,
-        skipper=blame_skipper(skipper, altered_by[skipper.origin.plugin]) if skipper else None,
-        planner=_blamed(planner, BlamedPlanner) if planner else None,
-        caches=_blamed_caches(cache_claims(list(tables), parts)),
+        splitter=splitter,
+        skipper=skipper,
+        planner=planner,
+        caches=cache_claims(list(tables), parts),
         quantizing=quantizing(tables, parts),
         step=[_blamed(o, blame_step) for o in chain("step", [(o, c.step) for o, c in parts])],
         callbacks=[
@@ -240,10 +227,25 @@ def _blamed(owned: Owned[P], wrap: Callable[[Origin, str, P], P]) -> Owned[P]:
     return replace(owned, part=wrap(owned.origin, owned.label, owned.part))
 
 
-def _blamed_caches(merged: Mapping[str, Owned[Cache]]) -> dict[str, Owned[Cache]]:
-    """Wrap each cache once, so that its tables still share it."""
-    wrapped = {id(owner.part): _blamed(owner, BlamedCache) for owner in merged.values()}
-    return {table: wrapped[id(owner.part)] for table, owner in merged.items()}
+def _check_skipper(owned: Owned[Skipper], alters: Collection[Invariant]) -> None:
+    """``PluginError`` if a skipper overrides nothing, or if its plugin, which ``alters`` so much, does not
+    declare what it alters."""
+    keeps, updates = overrides(owned.part, Skipper.keep), overrides(owned.part, Skipper.update)
+    if not keeps and not updates:
+        raise PluginError(
+            f"{owned}, a skipper, overrides neither keep() nor update(), so that it would leave nothing out; "
+            "bring one of them, or leave Contribution.skipper out"
+        )
+    altered = {Invariant.EXACT_GRADIENT}
+    if keeps:
+        altered |= {Invariant.SAMPLE_SET, Invariant.BATCH_SIZE}
+    unsaid = sorted(invariant.name for invariant in altered.difference(alters))
+    if unsaid:
+        what = "samples out of batches" if keeps else "rows out of updates"
+        raise PluginError(
+            f"{owned}, leaves {what}, and the plugin's 'alters' lacks {' and '.join(unsaid)}; add "
+            f"{', '.join(f'Invariant.{invariant}' for invariant in unsaid)}"
+        )
 
 
 def gather(active: Sequence[tuple[Origin, Plugin]], context: Context) -> Active:

@@ -228,6 +228,11 @@ def asks_once(policy: type[CachePolicy]) -> bool:
     return False
 
 
+def no_policy(made: object) -> str | None:
+    """What is wrong with the result of ``Cache.policy``."""
+    return None if isinstance(made, CachePolicy) else f": policy() returned no CachePolicy: {made!r}"
+
+
 class Cache(ABC):
     """A plugin's claim on the cache of some tables; it makes a ``CachePolicy`` for each group of them.
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from recpipe.plugin.calls import Owned
 from recpipe.plugin.store import Fill, Records, StoreLayout
 
 if TYPE_CHECKING:
@@ -127,14 +128,23 @@ class Coding:
     """Packs a codec's bytes into records of float32 words, which any store moves unchanged. The last word is
     padded with zeros."""
 
-    def __init__(self, codec: RowCodec) -> None:
+    def __init__(self, codec: Owned[RowCodec]) -> None:
         self.codec = codec
-        self.width = -(-codec.bytes_per_record // WORD)
+        self.bytes_per_record = codec.part.bytes_per_record
+        self.width = -(-self.bytes_per_record // WORD)
         """The number of words in an encoded record."""
 
     def encoded(self, records: Records) -> Records:
         """``records``, float32 [n, record width], as words [n, ``width``]."""
-        made = self.codec.encode(np.ascontiguousarray(records))
+        shape = (len(records), self.bytes_per_record)
+
+        def wrong(made: object) -> str | None:
+            if isinstance(made, np.ndarray) and made.dtype == np.uint8 and made.shape == shape:
+                return None
+            what = f"{made.dtype} {made.shape}" if isinstance(made, np.ndarray) else type(made).__name__
+            return f": encode() must return uint8 {shape}, not {what}"
+
+        made = self.codec.call(RowCodec.encode, np.ascontiguousarray(records), wrong=wrong)
         if made.shape[1] < WORD * self.width:
             padded = np.zeros((len(made), WORD * self.width), np.uint8)
             padded[:, : made.shape[1]] = made
@@ -143,14 +153,25 @@ class Coding:
 
     def decode(self, words: Records, out: Records) -> None:
         """Decode words into ``out``."""
-        encoded = words.view(np.uint8)[:, : self.codec.bytes_per_record]
-        self.codec.decode(np.ascontiguousarray(encoded), out)
+        encoded = words.view(np.uint8)[:, : self.bytes_per_record]
+        self.codec.call(RowCodec.decode, np.ascontiguousarray(encoded), out)
 
     def rounded(self, records: Records) -> Records:
         """What is read of ``records`` after they have been written."""
         out = np.empty(records.shape, np.float32)
         self.decode(self.encoded(records), out)
         return out
+
+    def rounded_there(self, records: torch.Tensor) -> torch.Tensor | None:
+        """The same, computed where ``records`` are; None: the codec cannot."""
+
+        def wrong(made: object) -> str | None:
+            if made is None or (isinstance(made, type(records)) and _alike(made) == _alike(records)):
+                return None
+            what = _alike(made) if isinstance(made, type(records)) else type(made).__name__
+            return f": rounded() must return {_alike(records)}, not {what}"
+
+        return self.codec.call(RowCodec.rounded, records, wrong=wrong)
 
     def layout(self, layout: StoreLayout) -> StoreLayout:
         """The layout of the encoded records of ``layout``."""
@@ -159,3 +180,7 @@ class Coding:
     def fill(self, fill: Fill) -> Fill:
         """First records, encoded."""
         return lambda table, start, stop: self.encoded(fill(table, start, stop))
+
+
+def _alike(tensor: torch.Tensor) -> str:
+    return f"{tensor.dtype} {tuple(tensor.shape)} on {tensor.device}"

@@ -2,23 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any, TypeVar
 
-import numpy as np
-from numpy.typing import NDArray
-
 from recpipe.errors import did_you_mean
-from recpipe.plugin.calls import Origin, Owned, blamed, blaming
+from recpipe.plugin.calls import Owned, blamed
 from recpipe.plugin.compose import Plugins, keyed
 from recpipe.plugin.context import TableInfo
 from recpipe.plugin.errors import PluginConflict, PluginError
 from recpipe.plugin.quantizer import STORAGES, Direction, Quantizer, RecordLayout, RowCodec
 
 if TYPE_CHECKING:
-    import torch
     from torchrec.distributed.types import CommOp, QuantizedCommCodec
 
 V = TypeVar("V")
@@ -41,49 +37,6 @@ class Quantizing:
         """Which of ``METHODS`` answer for any table or collective in this run."""
         labels = {method: {owned.label for owned in getattr(self, method).values()} for method in METHODS}
         return [method for method, found in labels.items() if quantizer.label in found]
-
-
-class BlamedCodec(RowCodec):
-    """A codec whose faults, and wrong bytes, name the plugin."""
-
-    def __init__(self, origin: Origin, label: str, codec: RowCodec) -> None:
-        self.origin, self.label, self.codec = origin, label, codec
-        self.bytes_per_record = codec.bytes_per_record
-
-    def encode(self, records: NDArray[np.float32]) -> NDArray[np.uint8]:
-        """As ``RowCodec``; ``PluginError`` if the result has the wrong type or number of bytes."""
-        with blaming(self.origin, f"{self.label}.encode"):
-            made = self.codec.encode(records)
-        shape = (len(records), self.bytes_per_record)
-        if not isinstance(made, np.ndarray) or made.dtype != np.uint8 or made.shape != shape:
-            what = f"{made.dtype} {made.shape}" if isinstance(made, np.ndarray) else type(made).__name__
-            raise PluginError(
-                f"plugin {self.origin}, part {self.label}: encode() must return uint8 {shape}, not {what}"
-            )
-        return made
-
-    def decode(self, encoded: NDArray[np.uint8], out: NDArray[np.float32]) -> None:
-        """As ``RowCodec``."""
-        with blaming(self.origin, f"{self.label}.decode"):
-            self.codec.decode(encoded, out)
-
-    def rounded(self, records: torch.Tensor) -> torch.Tensor | None:
-        """As ``RowCodec``; ``PluginError`` if the result is not like ``records``."""
-        with blaming(self.origin, f"{self.label}.rounded"):
-            made = self.codec.rounded(records)
-        if made is None:
-            return None
-        if not isinstance(made, type(records)) or _alike(made) != _alike(records):
-            what = _alike(made) if isinstance(made, type(records)) else type(made).__name__
-            raise PluginError(
-                f"plugin {self.origin}, part {self.label}: rounded() must return {_alike(records)}, "
-                f"not {what}"
-            )
-        return made
-
-
-def _alike(tensor: torch.Tensor) -> str:
-    return f"{tensor.dtype} {tuple(tensor.shape)} on {tensor.device}"
 
 
 def quantizing(tables: Mapping[str, TableInfo], plugins: Plugins) -> Quantizing:
@@ -124,38 +77,35 @@ def _check(owned: Owned[Quantizer], tables: Mapping[str, TableInfo]) -> None:
         )
 
 
-def _asked(owned: Owned[Quantizer], method: str, ask: Callable[[], V]) -> V:
-    with blaming(owned.origin, f"{owned.label}.{method}"):
-        return ask()
-
-
 def _codecs(owned: Owned[Quantizer]) -> dict[tuple[CommOp, Direction], QuantizedCommCodec[Any]]:
-    made = _asked(owned, "codecs", owned.part.codecs)
+    made = owned.call(Quantizer.codecs)
     return {key: blamed(owned.origin, f"{owned.label}.codecs", codec) for key, codec in made.items()}
 
 
 def _cold(owned: Owned[Quantizer], layout: RecordLayout) -> RowCodec | None:
-    made = _asked(owned, "cold", lambda: owned.part.cold(layout))
-    if made is None:
+    def wrong(made: object) -> str | None:
+        if made is None:
+            return None
+        if not isinstance(made, RowCodec):
+            return f": cold() must return a RowCodec or None, not {type(made).__name__}"
+        size = getattr(made, "bytes_per_record", None)
+        if not isinstance(size, int) or size < 1:
+            return (
+                f": {type(made).__name__}.bytes_per_record must be a whole number of bytes, at least 1, not "
+                f"{size!r}"
+            )
         return None
-    if not isinstance(made, RowCodec):
-        raise PluginError(f"{owned}: cold() must return a RowCodec or None, not {type(made).__name__}")
-    size = getattr(made, "bytes_per_record", None)
-    if not isinstance(size, int) or size < 1:
-        raise PluginError(
-            f"{owned}: {type(made).__name__}.bytes_per_record must be a whole number of bytes, at "
-            f"least 1, not {size!r}"
-        )
-    return BlamedCodec(owned.origin, f"{owned.label}.cold", made)
+
+    return owned.call(Quantizer.cold, layout, wrong=wrong)
 
 
 def _storage(owned: Owned[Quantizer], table: TableInfo) -> str | None:
-    said = _asked(owned, "storage", lambda: owned.part.storage(table))
-    if said is not None and said not in STORAGES:
-        raise PluginError(
-            f"{owned}: storage() stores table '{table.name}' in {said!r}; choose one of {', '.join(STORAGES)}"
-        )
-    return said
+    def wrong(said: object) -> str | None:
+        if said is None or said in STORAGES:
+            return None
+        return f": storage() stores table '{table.name}' in {said!r}; choose one of {', '.join(STORAGES)}"
+
+    return owned.call(Quantizer.storage, table, wrong=wrong)
 
 
 def _claim(
@@ -169,4 +119,4 @@ def _claim(
             f"'{table}': one quantizer does that. Drop one, or narrow one to other tables, for example by "
             f"plugins.{owned.origin.plugin}.tables if it has that knob"
         )
-    merged[table] = Owned(owned.label, owned.origin, part)
+    merged[table] = Owned(owned.label, owned.origin, part, made_by=aspect)

@@ -4,8 +4,9 @@ they decide."""
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -71,9 +72,9 @@ class Skipper:
         return None
 
 
-def overridden(skipper: Skipper, method: str) -> bool:
-    """Whether the class of ``skipper`` overrides ``method``."""
-    return getattr(type(skipper), method) is not getattr(Skipper, method)
+def overrides(skipper: Skipper, method: Callable[..., Any]) -> bool:
+    """Whether the class of ``skipper`` overrides ``method`` of ``Skipper``."""
+    return getattr(type(skipper), method.__name__) is not method
 
 
 @dataclass(frozen=True)

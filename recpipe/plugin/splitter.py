@@ -39,7 +39,7 @@ def micro_batch_step(batch_size: int) -> int:
 
 
 def wrong_split(split: object, samples: int) -> str:
-    """What is wrong with ``split`` for a batch of so many ``samples``; empty if nothing is."""
+    """What is wrong with ``split`` as the result for a batch of so many ``samples``; empty if nothing is."""
     import numpy as np  # importing it takes longer than all that ``import recpipe`` needs
 
     if not isinstance(split, Split):

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from torchrec.modules.embedding_configs import DATA_TYPE_NUM_BITS, DataType, EmbeddingBagConfig
 
 from recpipe.common.validation import one_of
+from recpipe.plugin.calls import Owned
 from recpipe.plugin.quantizer import WORD, Coding, RowCodec
 from recpipe.plugin.store import Records, StoreLayout
 
@@ -115,7 +116,7 @@ class TableSet:
     empty: 0, 1, ..."""
     storage: DataType = DataType.FP32
     """The type of weights in device memory; optimizer state is float32."""
-    codec: RowCodec | None = None
+    codec: Owned[RowCodec] | None = None
     """The codec of records in the cold tier; None: float32."""
 
     @classmethod

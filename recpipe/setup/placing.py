@@ -20,8 +20,8 @@ from recpipe.distributed.ranks import Ranks
 from recpipe.model.call import Called
 from recpipe.model.make import make_called
 from recpipe.pipeline.placed import PlacedModel, put_fronts
-from recpipe.plugin.blamed import BlamedSkipper
 from recpipe.plugin.calls import Owned
+from recpipe.plugin.skipper import Skipper, overrides
 from recpipe.plugin.tables import SavedRows
 from recpipe.setup.weights import computed_weights
 from recpipe.tables.build import Place, build_tables, require_kernels
@@ -97,10 +97,10 @@ class Unplaced:
             return GroupedCollection(self.tables, sharded.collections)
         return build_tables(self.inputs, owners, place)
 
-    def over(self, embeddings: GroupedCollection, skipper: Owned[BlamedSkipper] | None = None) -> PlacedModel:
+    def over(self, embeddings: GroupedCollection, skipper: Owned[Skipper] | None = None) -> PlacedModel:
         """The model with its collections replaced by fronts over ``embeddings``, whose updates leave out the
         rows that ``skipper`` rejects."""
-        if skipper is not None and skipper.part.updates:
+        if skipper is not None and overrides(skipper.part, Skipper.update):
             skipping, bases = Skipping(skipper), self.tables.bases.tolist()
             for collection, base in zip(embeddings.collections, bases, strict=False):
                 collection.filter_updates(skipping.of_group(base))

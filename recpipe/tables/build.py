@@ -20,7 +20,7 @@ from recpipe.errors import UserError
 from recpipe.plugin.bags import IndexBags, RowIds
 from recpipe.plugin.collection import TableCollection, TierParts
 from recpipe.plugin.errors import PluginConflict
-from recpipe.plugin.policy import RowSpace
+from recpipe.plugin.policy import Cache, RowSpace, no_policy
 from recpipe.plugin.quantizer import Coding
 from recpipe.plugin.store import ColdStore, Fill, StoreLayout
 from recpipe.plugin.tables import TableSet
@@ -166,12 +166,13 @@ def _tiered(tier: _Tier, place: Place) -> TableCollection:
     cache = owner.cache if tier.bound else None
     if cache is not None:
         if ranks.trains:
-            store = cache.part.store(store)
-        own = cache.part.collection(
+            store = cache.make(Cache.store, store)
+        own = cache.make(
+            Cache.collection,
             TierParts(
                 *(tables, slots, store, place.device, prefetch, ranks, tier.lookups, tier.number),
                 _finds(tier, place),
-            )
+            ),
         )
         if own is not None:
             if tables.storage is not DataType.FP32:
@@ -184,7 +185,7 @@ def _tiered(tier: _Tier, place: Place) -> TableCollection:
     if not ranks.trains:
         assert isinstance(store, HoldersStore)
         return HeldRows(store)
-    policy = POLICIES[name](space) if cache is None else cache.part.policy(space)
+    policy = POLICIES[name](space) if cache is None else cache.call(Cache.policy, space, wrong=no_policy)
     return TieredEmbeddingBagCollection(
         tables, policy, store, place.device, prefetch, ranks, trainers, cache, slab_rows(tables, place)
     )

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from recpipe.common.console import log
@@ -17,6 +18,7 @@ from recpipe.plugin.calls import Owned
 from recpipe.plugin.context import GroupInfo
 from recpipe.plugin.errors import PluginConflict
 from recpipe.plugin.policy import Cache
+from recpipe.plugin.skipper import Skipper, overrides
 from recpipe.tables.config import HOLDERS, TierConfig
 from recpipe.tables.groups import ModelTables
 
@@ -57,10 +59,20 @@ def group_owners(config: TierConfig, assembly: Assembly, tables: ModelTables) ->
             share, slots = 0, 0
         elif cache is not None and not is_sharded(config, assembly):
             info = GroupInfo(group.tables.layout.tables, group.tables.record_bytes, slots)
-            slots -= -(-cache.part.beside(info) // info.record_bytes)
+            kept = cache.call(Cache.beside, info, wrong=partial(_over_budget, info))
+            slots -= -(-kept // info.record_bytes)
         owners.append(GroupOwner(name, slots, share, cache))
     _check_sharding(config, assembly, owners)
     return owners
+
+
+def _over_budget(group: GroupInfo, kept: int) -> str | None:
+    """What is wrong with the bytes that a cache keeps beside the group's slots."""
+    budget = group.slots * group.record_bytes
+    if 0 <= kept <= budget:
+        return None
+    tables = ", ".join(group.tables)
+    return f", keeps {kept:,} bytes beside the rows of {tables}, of a budget of {budget:,}"
 
 
 def warn_of_unused(overrides: Sequence[str], owners: Sequence[GroupOwner]) -> None:
@@ -125,7 +137,7 @@ def _check_sharding(config: TierConfig, assembly: Assembly, owners: Sequence[Gro
                 "shards' rows by tiers.policy=lru or lfu"
             )
     skipper = assembly.skipper
-    if skipper is not None and skipper.part.looks:
+    if skipper is not None and overrides(skipper.part, Skipper.begin):
         raise PluginConflict(
             f"{who} shards tables, but {skipper}, a skipper, looks at which rows are "
             "resident (it overrides begin()), and each rank knows that of its own shards alone. Drop one of "

@@ -11,6 +11,7 @@ from torchrec.modules.embedding_configs import DataType
 
 from recpipe.distributed.ranks import Ranks
 from recpipe.errors import UserError
+from recpipe.plugin.calls import Owned
 from recpipe.plugin.errors import PluginConflict
 from recpipe.plugin.quantizer import RecordLayout
 from recpipe.plugin.quantizing import Quantizing
@@ -35,10 +36,10 @@ def quantized(tables: ModelTables, quantizing: Quantizing) -> ModelTables:
 
     def of(group: Group) -> Group:
         own, first = group.tables, group.tables.layout.tables[0]
-        storage, cold = asked(first)[0], quantizing.cold.get(first)
-        codec = None if cold is None else cold.part
-        if codec is None and storage != "fp32":
-            codec = COLD[storage](RecordLayout(own.dim, own.layout.width))
+        stored, codec = quantizing.storage.get(first), quantizing.cold.get(first)
+        storage = "fp32" if stored is None else stored.part
+        if stored is not None and codec is None and storage != "fp32":
+            codec = Owned(stored.label, stored.origin, COLD[storage](RecordLayout(own.dim, own.layout.width)))
         return replace(group, tables=replace(own, storage=STORED[storage], codec=codec))
 
     return ModelTables(tuple(of(group) for group in tables.split(asked).groups))

@@ -20,10 +20,8 @@ from numpy.typing import NDArray
 from torch import nn
 
 from recpipe.plugin.bags import IndexBags, RowIds
-from recpipe.plugin.blamed import BlamedSkipper
 from recpipe.plugin.calls import Owned
-from recpipe.plugin.errors import PluginError
-from recpipe.plugin.skipper import RowFilter
+from recpipe.plugin.skipper import RowFilter, Skipper
 from recpipe.tables.rowtable import RowBags
 
 RowsOf = Callable[[NDArray[np.int64], NDArray[np.int64]], RowIds]
@@ -34,7 +32,7 @@ RowsOf = Callable[[NDArray[np.int64], NDArray[np.int64]], RowIds]
 class Skipping:
     """A skipper's ``update``, called by one thread at a time."""
 
-    def __init__(self, skipper: Owned[BlamedSkipper]) -> None:
+    def __init__(self, skipper: Owned[Skipper]) -> None:
         self._skipper = skipper
         self._one_at_a_time = threading.Lock()
 
@@ -45,17 +43,20 @@ class Skipping:
     def ask(self, rows: RowIds, gradients: torch.Tensor) -> torch.Tensor | None:
         """Which of ``rows``, numbered over all tables, to update; None: all. ``PluginError`` if the answer is
         wrong."""
-        with self._one_at_a_time, torch.no_grad():
-            said = self._skipper.part.update(rows, gradients.detach().clone())
-        if said is None:
-            return None
-        wanted = (torch.bool, (len(rows),))
-        if not isinstance(said, torch.Tensor) or (said.dtype, tuple(said.shape)) != wanted:
-            raise PluginError(
-                f"{self._skipper}: update() returned {answered(said)}; it must "
-                f"be a torch.Tensor of torch.bool [{len(rows)}], one for each row, or None"
+
+        def wrong(said: object) -> str | None:
+            wanted = (torch.bool, (len(rows),))
+            mask = isinstance(said, torch.Tensor) and (said.dtype, tuple(said.shape)) == wanted
+            if mask or said is None:
+                return None
+            return (
+                f": update() returned {answered(said)}; it must be a torch.Tensor of torch.bool "
+                f"[{len(rows)}], one for each row, or None"
             )
-        return None if bool(said.all()) else said.to(gradients.device)
+
+        with self._one_at_a_time, torch.no_grad():
+            said = self._skipper.call(Skipper.update, rows, gradients.detach().clone(), wrong=wrong)
+        return None if said is None or bool(said.all()) else said.to(gradients.device)
 
 
 class _OfGroup(RowFilter):

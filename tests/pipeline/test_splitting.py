@@ -11,8 +11,10 @@ import pytest
 
 from recpipe.pipeline.splitting import AHEAD, LOOKED, Splitting
 from recpipe.pipeline.trial import BLOCK, WATCHED
+from recpipe.plugin.calls import Owned
 from recpipe.plugin.splitter import Split, Splitter
 from tests.pipeline.samples import Listed, collection_of, loader_of
+from tests.plugin.samples import ACME
 
 SAMPLES = 32
 NEEDS_COLD = np.arange(SAMPLES) >= 20
@@ -58,7 +60,9 @@ class Clock:
 
 def clock(mode: str, waits: float = 0.0, cost: float = 0.0, early: int = 20) -> Clock:
     made: list[Clock] = []
-    splitting = Splitting(Early(early), mode, step=2, waited=lambda: made[0].waited if made else 0.0)
+    splitting = Splitting(
+        Owned.of(ACME, Early(early)), mode, step=2, waited=lambda: made[0].waited if made else 0.0
+    )
     made.append(Clock(splitting, waits, cost))
     return made[0]
 
@@ -152,13 +156,13 @@ def test_a_splitter_with_another_purpose_is_not_judged() -> None:
     class Memory(Early):
         optional = False
 
-    splitting = Splitting(Memory(), "auto", step=2)
+    splitting = Splitting(Owned.of(ACME, Memory()), "auto", step=2)
     splitting.begin_epoch(0)
     assert splitting.cut(None, NEEDS_COLD) is not None  # type: ignore[arg-type]
 
 
 def test_micro_batches_come_in_steps() -> None:
-    splitting = Splitting(Early(19), "always", step=8)
+    splitting = Splitting(Owned.of(ACME, Early(19)), "always", step=8)
     splitting.begin_epoch(0)
     split = splitting.cut(None, NEEDS_COLD)  # type: ignore[arg-type]
     assert split is not None
@@ -185,7 +189,7 @@ def test_no_batch_is_read_before_the_decision_that_holds_for_it(tmp_path: Path) 
     """Otherwise several trainers, which read at their own pace, could cut a batch in different ways."""
     dataset, embeddings = Listed(), collection_of("lru", "sgd", tmp_path)
     loader = loader_of(dataset, embeddings)
-    loader.splitting = noting = Noting(Early(4), "auto", step=2)
+    loader.splitting = noting = Noting(Owned.of(ACME, Early(4)), "auto", step=2)
     assert len(list(loader)) == noting.read == 10
     assert noting.most <= AHEAD
     embeddings.close()

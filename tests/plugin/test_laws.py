@@ -114,7 +114,7 @@ def test_a_fault_of_a_cache_names_the_plugin() -> None:
     owner = merged((ACME, cache("*"))).caches["user_id"]
     said = r"acme \(recpipe-acme 2.3.0\), part acme.Kept.policy, raised ZeroDivisionError"
     with pytest.raises(PluginError, match=said):
-        owner.part.policy(None)
+        owner.call(Cache.policy, None)
 
 
 @pytest.mark.parametrize("swap", [False, True])

@@ -15,7 +15,7 @@ from recpipe.plugin.assembly import assemble
 from recpipe.plugin.calls import Origin
 from recpipe.plugin.context import TableInfo
 from recpipe.plugin.errors import PluginConflict, PluginError
-from recpipe.plugin.quantizer import Quantizer, RecordLayout, RowCodec
+from recpipe.plugin.quantizer import Coding, Quantizer, RecordLayout, RowCodec
 from recpipe.plugin.quantizing import Quantizing
 from tests.plugin.samples import ACME, HOTLINE, TABLES, Good
 
@@ -131,16 +131,16 @@ def test_faults_name_the_plugin() -> None:
     acme = r"acme \(recpipe-acme 2.3.0\), part acme.Cold.cold"
     with pytest.raises(PluginError, match=f"{acme}, raised ZeroDivisionError"):
         merged((ACME, Cold(codec=fails)))
-    codec = merged((ACME, Cold())).cold["wide"].part
+    coding = Coding(merged((ACME, Cold())).cold["wide"])
     with pytest.raises(PluginError, match=f"{acme}.decode, raised ValueError: .*broadcast"):
-        codec.decode(np.zeros((1, 8), np.uint8), np.zeros((1, 9), np.float32))
+        coding.decode(np.zeros((1, 2), np.float32), np.zeros((1, 9), np.float32))
 
 
 def test_wrong_bytes_name_the_plugin() -> None:
-    codec = merged((ACME, Cold())).cold["wide"].part
+    coding = Coding(merged((ACME, Cold())).cold["wide"])
     said = r"plugin acme .*: encode\(\) must return uint8 \(2, 64\), not uint8 \(2, 68\)"
     with pytest.raises(PluginError, match=said):
-        codec.encode(np.zeros((2, 17), np.float32))
+        coding.encoded(np.zeros((2, 17), np.float32))
 
 
 def test_rounding_without_bytes_is_asked_of_the_codec_and_checked() -> None:
@@ -149,11 +149,13 @@ def test_rounding_without_bytes_is_asked_of_the_codec_and_checked() -> None:
             return records[:, :4] if len(records) > 1 else records + 1
 
     records = torch.zeros((1, 17))
-    assert merged((ACME, Cold())).cold["wide"].part.rounded(records) is None, "it only encodes"
-    codec = merged((ACME, Cold(codec=Rounds))).cold["wide"].part
-    assert torch.equal(codec.rounded(records), records + 1)
+    assert Coding(merged((ACME, Cold())).cold["wide"]).rounded_there(records) is None, "it only encodes"
+    coding = Coding(merged((ACME, Cold(codec=Rounds))).cold["wide"])
+    rounded = coding.rounded_there(records)
+    assert rounded is not None
+    assert torch.equal(rounded, records + 1)
     said = (
         r"plugin acme .*: rounded\(\) must return torch.float32 \(2, 17\) on cpu, not torch.float32 \(2, 4\)"
     )
     with pytest.raises(PluginError, match=said):
-        codec.rounded(torch.zeros((2, 17)))
+        coding.rounded_there(torch.zeros((2, 17)))

@@ -10,7 +10,6 @@ from numpy.typing import NDArray
 from torch import nn
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from recpipe.plugin.blamed import BlamedSkipper
 from recpipe.plugin.calls import Owned
 from recpipe.plugin.skipper import RowFilter, Skipper
 from recpipe.tables.skipping import Skipping
@@ -63,7 +62,7 @@ class Skips(Skipper):
 
 def filter_of(skipper: Skipper, base: int = BASE) -> RowFilter:
     """What core makes of a skipper for a group of tables."""
-    return Skipping(Owned("acme.skipper", ACME, BlamedSkipper(ACME, "acme.skipper", skipper))).of_group(base)
+    return Skipping(Owned("acme.skipper", ACME, skipper)).of_group(base)
 
 
 def trained_by_hand(

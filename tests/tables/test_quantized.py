@@ -15,6 +15,7 @@ from recpipe.distributed.ranks import Ranks
 from recpipe.errors import UserError
 from recpipe.plugin.api import Contribution
 from recpipe.plugin.assembly import Assembly, assemble
+from recpipe.plugin.calls import Owned
 from recpipe.plugin.errors import PluginConflict
 from recpipe.plugin.quantizer import Coding, Quantizer, RecordLayout, RowCodec
 from recpipe.plugin.tables import TableOptimizer, TableSet
@@ -50,7 +51,7 @@ TIERS = TierConfig("lru", "host", "25%", None, prefetch=True, sharded=False)
 
 
 def coding(optimizer: str, name: str = "int8") -> Coding:
-    return Coding(COLD[name](RecordLayout(DIM, table_set(optimizer).layout.width)))
+    return Coding(Owned.of(ACME, COLD[name](RecordLayout(DIM, table_set(optimizer).layout.width))))
 
 
 def coded_tiers(

@@ -26,12 +26,11 @@ from recpipe.pipeline.splitting import Splitting
 from recpipe.pipeline.step import StepTimes
 from recpipe.plugin.assembly import assemble, gather
 from recpipe.plugin.batch import Batch
-from recpipe.plugin.blamed import BlamedSkipper
 from recpipe.plugin.calls import Origin, Owned
 from recpipe.plugin.context import Context
 from recpipe.plugin.load import activate
 from recpipe.plugin.policy import CachePolicy, RowSpace
-from recpipe.plugin.skipper import RowView, Skipper
+from recpipe.plugin.skipper import RowView, Skipper, overrides
 from recpipe.plugin.tables import TableOptimizer, TableSet, to_numpy
 from recpipe.tables.skipping import Skipping
 from recpipe.tables.stores import make_store
@@ -84,7 +83,7 @@ class Rig:
         self.kept: list[Batch] = []
         feed = replace(assembly.feed, batch=[recorder(self.read), *assembly.feed.batch])
         skipper = watched(assembly.skipper, self.kept)
-        if assembly.skipper is not None and assembly.skipper.part.updates:
+        if assembly.skipper is not None and overrides(assembly.skipper.part, Skipper.update):
             self.tiers.filter_updates(Skipping(assembly.skipper).of_group(0))
         inputs, device = self.model.inputs, torch.device("cpu")
         self.loader = TrainLoader(
@@ -186,11 +185,10 @@ class Keeps(Skipper):
         return kept
 
 
-def watched(skipper: Owned[BlamedSkipper] | None, into: list[Batch]) -> Owned[BlamedSkipper]:
+def watched(skipper: Owned[Skipper] | None, into: list[Batch]) -> Owned[Skipper]:
     """``skipper``, or none, whose kept batches come ``into`` a list."""
-    origin = Origin("test")
     inner = None if skipper is None else skipper.part
-    return Owned("test.skipper", origin, BlamedSkipper(origin, "test.skipper", Keeps(inner, into)))
+    return Owned("test.skipper", Origin("test"), Keeps(inner, into))
 
 
 def defaults(plugin: str) -> dict[str, Any]:

@@ -17,11 +17,11 @@ from torchrec.distributed.types import CommOp, QuantizedCommCodec, QuantizedComm
 from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
 
 from recpipe.plugin.assembly import Assembly
-from recpipe.plugin.blamed import BlamedSkipper
 from recpipe.plugin.calls import Owned
 from recpipe.plugin.errors import PluginError
 from recpipe.plugin.planner import Planner
 from recpipe.plugin.quantizer import Direction
+from recpipe.plugin.skipper import Skipper
 from recpipe.tables.sharding.wire import POOLED, SEQUENCES
 
 Codecs = Mapping[tuple[CommOp, Direction], Owned[QuantizedCommCodec[Any]]]
@@ -43,7 +43,7 @@ class ShardClaims:
 
     planner: Owned[Planner] | None = None
     codecs: Codecs = field(default_factory=dict)
-    skipper: Owned[BlamedSkipper] | None = None
+    skipper: Owned[Skipper] | None = None
     """The skipper; if it decides about updates, it needs a whole row's gradient."""
 
     @classmethod

@@ -27,6 +27,8 @@ from torchrec.modules.embedding_modules import EmbeddingBagCollection, Embedding
 
 from recpipe.common.machine import plannable
 from recpipe.errors import UserError
+from recpipe.plugin.planner import Planner
+from recpipe.plugin.skipper import Skipper, overrides
 from recpipe.plugin.tables import TableSet
 from recpipe.private_api import module_name
 from recpipe.tables.collection import bounds_check
@@ -157,7 +159,7 @@ class Sharding:
         planner = self.claims.planner
         for name, info in infos.items() if planner is not None else ():
             assert planner is not None
-            limit = planner.part.constrain(info)
+            limit = planner.call(Planner.constrain, info)
             if limit is not None:
                 refuse_limit(name, planner, limit, self.device)
                 limits[name] = _merged(limits[name], limit)
@@ -191,7 +193,7 @@ class Sharding:
                 "row_wise or table_wise"
             )
         skipper = self.claims.skipper
-        if kind in COLUMN_SPLITTING and skipper is not None and skipper.part.updates:
+        if kind in COLUMN_SPLITTING and skipper and overrides(skipper.part, Skipper.update):
             return UserError(
                 f"table '{name}': {kind} cuts rows apart, and {skipper}, decides by a whole "
                 "row's gradient whether to update it: shard it row_wise or table_wise, or drop the plugin"
@@ -215,7 +217,7 @@ class Sharding:
         by_module = {module_name(name): limit for name, limit in limits.items()}
         seen = Prediction({})
         brought = self.claims.planner
-        planner = None if brought is None else brought.part.make(topology, by_module)
+        planner = None if brought is None else brought.make(Planner.make, topology, by_module)
         if planner is not None:
             told = getattr(planner, "prediction", None)
             seen = told if isinstance(told, Prediction) else seen

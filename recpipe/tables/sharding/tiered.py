@@ -26,7 +26,7 @@ from recpipe.common.tensors import packed, unpacked
 from recpipe.distributed.ranks import Channel
 from recpipe.plugin.bags import RowIds
 from recpipe.plugin.collection import TierFigures, TierTimes
-from recpipe.plugin.policy import RowSpace
+from recpipe.plugin.policy import Cache, RowSpace, no_policy
 from recpipe.plugin.quantizer import Coding
 from recpipe.plugin.skipper import RowFilter
 from recpipe.plugin.store import IoCounters
@@ -81,7 +81,7 @@ class ShardTiers:
         if cache is None:
             policy = POLICIES[owner.name](space)
         else:
-            store, policy = cache.part.store(store), cache.part.policy(space)
+            store, policy = cache.make(Cache.store, store), cache.call(Cache.policy, space, wrong=no_policy)
         return TieredEmbeddingBagCollection(
             local,
             policy,

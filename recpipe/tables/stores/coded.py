@@ -21,7 +21,7 @@ class CodedStore(FrontStore):
     def __init__(self, layout: StoreLayout, coding: Coding, inner: ColdStore) -> None:
         super().__init__(inner)
         self.layout, self.coding = layout, coding
-        self.rounded, self.rounded_there = coding.rounded, coding.codec.rounded
+        self.rounded, self.rounded_there = coding.rounded, coding.rounded_there
 
     def gather(self, rows: Rows, out: Records) -> None:
         """Decoded records."""

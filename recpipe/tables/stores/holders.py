@@ -53,7 +53,7 @@ class HoldersStore(ColdStore):
         self.direct = self.local.direct if self.local else None
         self._coding, self._width = coding, layout.width
         if coding is not None:
-            self.rounded, self.rounded_there = coding.rounded, coding.codec.rounded
+            self.rounded, self.rounded_there = coding.rounded, coding.rounded_there
             self._width = coding.width
         self._raw = self.local.inner if isinstance(self.local, CodedStore) else self.local
         """This rank's part in the form in which records are sent, float32 [n, ``_width``]."""

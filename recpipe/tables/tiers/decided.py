@@ -1,9 +1,8 @@
-"""Checks a policy's decisions when it makes them, so that the error for a wrong one names the policy's
-plugin."""
+"""A policy's decisions for a batch: what is wrong with them, and how they are saved."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,9 +12,7 @@ from numpy.typing import NDArray
 from recpipe.common.loops import compiled
 from recpipe.common.saved import Damaged, entries, within
 from recpipe.plugin.bags import RowIds, Slots
-from recpipe.plugin.calls import Owned, blaming
-from recpipe.plugin.errors import PluginError
-from recpipe.plugin.policy import NOTHING, Cache, CachePolicy, Placement
+from recpipe.plugin.policy import NOTHING, CachePolicy, Placement
 
 
 @dataclass(frozen=True)
@@ -81,65 +78,53 @@ MARK = np.iinfo(np.int32).min
 """The mark of a row that is in no tier."""
 
 
-class CheckedPolicy:
-    """Asks ``policy``, which the cache ``owner`` made, and refuses invalid placements.
+class PlacementCheck:
+    """Says what is wrong with the placements of a plugin's ``policy``, for ``Owned.call``.
 
     One pass over the rows that move and the slots that are looked up checks all, with marks in maps that
     exist anyway.
     """
 
-    def __init__(self, policy: CachePolicy, owner: Owned[Cache]) -> None:
-        self.policy, self.owner = policy, owner
+    def __init__(self, policy: CachePolicy) -> None:
+        self._kind = type(policy).__name__
         self._where = policy.space.residents._where
         self._marks = np.zeros(policy.space.slots, np.bool_)
         self._moved = NOTHING.slots
         """The slots of ``migrate``'s rows."""
 
-    def migrate(self, rows: RowIds) -> Placement:
-        """As ``CachePolicy``."""
-        placement = self._asked("migrate", lambda: self.policy.migrate(rows))
-        if placement is not NOTHING:
-            self._check("migrate", placement, NOTHING.slots, NOTHING.rows)
-        self._moved = placement.slots
-        return placement
+    def wrong(
+        self, method: Callable[..., Placement], told: Sequence[Any], placement: Placement
+    ) -> str | None:
+        """What is wrong with what ``method`` returned when it was ``told`` so; None: nothing."""
+        admits = method is CachePolicy.admit
+        hits, misses = told[:2] if admits else (NOTHING.slots, NOTHING.rows)
+        said = self._fault(placement, hits, misses, admits)
+        if said is not None:
+            return f": {self._kind}.{method.__name__}() placed {said}"
+        if not admits:
+            self._moved = placement.slots
+        return None
 
-    def admit(self, hits: Slots, misses: RowIds, looked_up: RowIds) -> Placement:
-        """As ``CachePolicy``."""
-        placement = self._asked("admit", lambda: self.policy.admit(hits, misses, looked_up))
-        if placement is not NOTHING:
-            self._check("admit", placement, hits, misses)
-        return placement
-
-    def _asked(self, call: str, ask: Callable[[], Placement]) -> Placement:
-        with blaming(self.owner.origin, f"{self.owner.label}.policy.{call}"):
-            return ask()
-
-    def _check(self, call: str, placement: Placement, hits: Slots, misses: RowIds) -> None:
+    def _fault(self, placement: Placement, hits: Slots, misses: RowIds, admits: bool) -> str | None:
+        if placement is NOTHING:
+            return None
         if not isinstance(placement, Placement):
-            raise self._wrong(call, f"a {type(placement).__name__}; a Placement is asked for")
+            return f"a {type(placement).__name__}; a Placement is asked for"
         slots, rows, freed = placement.slots, placement.rows, placement.freed
         if len(slots) != len(rows):
-            raise self._wrong(call, f"{len(rows)} rows in {len(slots)} slots")
+            return f"{len(rows)} rows in {len(slots)} slots"
         for numbers, what in ((slots, "slot"), (freed, "slot"), (rows, "row")):
-            self._check_type(call, numbers, what)
+            if not isinstance(numbers, np.ndarray) or numbers.ndim != 1:
+                return f"{what}s that are no array of one dimension"
+            if not np.issubdtype(numbers.dtype, np.integer):
+                return f"{what}s of type {numbers.dtype}"
         if not len(slots) + len(freed):
-            return
-        admits = call == "admit"
+            return None
         wrong, number = _fault(
             self._marks, self._where, slots, freed, rows, self._moved, hits, misses, admits
         )
-        if wrong:
-            most = len(self._where) if wrong == NO_ROW else len(self._marks)
-            raise self._wrong(call, FAULTS[wrong].format(number=number, most=most))
-
-    def _check_type(self, call: str, numbers: Slots | RowIds, what: str) -> None:
-        if not isinstance(numbers, np.ndarray) or numbers.ndim != 1:
-            raise self._wrong(call, f"{what}s that are no array of one dimension")
-        if not np.issubdtype(numbers.dtype, np.integer):
-            raise self._wrong(call, f"{what}s of type {numbers.dtype}")
-
-    def _wrong(self, call: str, what: str) -> PluginError:
-        return PluginError(f"{self.owner}: {type(self.policy).__name__}.{call}() placed {what}")
+        most = len(self._where) if wrong == NO_ROW else len(self._marks)
+        return FAULTS[wrong].format(number=number, most=most) if wrong else None
 
 
 NO_SLOT, NO_ROW, SLOT_TWICE, ROW_TWICE, MOVED, LOOKED_UP, NOT_MISSED, RESIDENT = range(1, 9)

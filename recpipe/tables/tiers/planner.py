@@ -6,6 +6,8 @@ weights. Runs ahead of training, one batch early, in the loader's thread.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
@@ -16,7 +18,7 @@ from recpipe.plugin.bags import IndexBags, RowIds, Slots
 from recpipe.plugin.calls import Owned
 from recpipe.plugin.policy import IN_STORE, Cache, CachePolicy, Placement, asks_once
 from recpipe.tables.tiers import row_map
-from recpipe.tables.tiers.decided import CheckedPolicy, Decision
+from recpipe.tables.tiers.decided import Decision, PlacementCheck
 from recpipe.tables.tiers.plan import TierPlan
 
 Numbers = TypeVar("Numbers", bound=np.integer[Any])
@@ -47,7 +49,11 @@ class TierPlanner:
         self.carry = carry
         """Whether slab rows that the next batch needs again stay in the slab instead of passing through the
         store."""
-        self.asked = policy if owner is None else CheckedPolicy(policy, owner)
+        self._owned: tuple[Owned[CachePolicy], PlacementCheck] | None = None
+        """The policy if it is a plugin's, and what checks its decisions; core's own are trusted."""
+        if owner is not None:
+            owned: Owned[CachePolicy] = Owned(owner.label, owner.origin, policy, made_by="policy")
+            self._owned = owned, PlacementCheck(policy)
         self.where = self.space.residents._where
         """For each row its slot, ``IN_STORE``, or its place in the slab: int32 [rows]."""
         self.row_of_slot = self.space.residents._row_of_slot
@@ -64,7 +70,7 @@ class TierPlanner:
             known = None
         before, rows = self.slab_rows, bags.indices
         told, times = self._told(bags)
-        moved = known.moved if known is not None else _typed(self.asked.migrate(told))
+        moved = known.moved if known is not None else _typed(self._ask(CachePolicy.migrate, told))
         each = ONCE if bags.times is None else bags.times
         # What a policy moves in for this batch was not resident.
         missed, found, missing, misses, hits, left, moved_from = row_map.migrate(
@@ -73,7 +79,8 @@ class TierPlanner:
         if known is not None:
             admitted = known.admitted
         else:
-            admitted = _typed(self.asked.admit(_repeated(hits, found, times), misses, told))
+            hits = _repeated(hits, found, times)
+            admitted = _typed(self._ask(CachePolicy.admit, hits, misses, told))
         # Copies: a policy may go on to use its arrays.
         slots = np.concatenate((moved.slots, admitted.slots))
         placed = np.concatenate((moved.rows, admitted.rows))
@@ -103,6 +110,15 @@ class TierPlanner:
         )
         self._pending = (plan, before, bags, known or Decision(moved, admitted, rows))
         return plan
+
+    def _ask(self, method: Callable[..., Placement], *told: Any) -> Placement:
+        """What the policy decides."""
+        if self._owned is None:
+            placement: Placement = getattr(self.policy, method.__name__)(*told)
+        else:
+            owned, check = self._owned
+            placement = owned.call(method, *told, wrong=partial(check.wrong, method, told))
+        return placement
 
     def commit(self) -> None:
         """Note that the last plan is being carried out, so that it cannot be undone any more."""

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from recpipe_bagpipe.bulk import BulkStore
 
+from recpipe.plugin.calls import Origin, Owned
 from recpipe.plugin.quantizer import Coding, RecordLayout
 from recpipe.tables.stores import HostStore, StoreLayout, make_store
 from recpipe.tables.stores.codecs import COLD
@@ -18,7 +19,7 @@ LAYOUT = StoreLayout(("a", "b"), (700, 41), 17)
 
 
 def coding(name: str = "int8") -> Coding:
-    return Coding(COLD[name](RecordLayout(16, 17)))
+    return Coding(Owned.of(Origin("acme"), COLD[name](RecordLayout(16, 17))))
 
 
 def store_of(kind: str, name: str, folder: Path, fill: Any) -> CodedStore:

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 from recpipe.errors import UserError
+from recpipe.plugin.calls import Origin, Owned
 from recpipe.plugin.quantizer import Coding, RowCodec
 from recpipe.tables.stores import HostStore, SsdStore, StoreLayout, make_store
 from recpipe.tables.stores.coded import local_store
@@ -48,7 +49,7 @@ def store(kind, layout, tmp_path, fill_for):
     if kind == "host":
         made = HostStore(layout, fill_for(layout))
     elif kind.startswith("coded"):
-        coding = Coding(Marked(layout.width))
+        coding = Coding(Owned.of(Origin("acme"), Marked(layout.width)))
         made = local_store(
             layout, fill_for(layout), coding, lambda *of: make_store(kind[6:], *of, directory=tmp_path)
         )
