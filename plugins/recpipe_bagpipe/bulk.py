@@ -23,8 +23,8 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from recpipe.plugin.store import ColdStore, IoCounters, Records, Rows
-from recpipe_bagpipe.writes import PIECES, Found, Writes, positions
+from recpipe.kit import ColdStore, IoCounters, Records
+from recpipe_bagpipe.writes import PIECES, Found, Rows, Writes, positions
 
 FULL = 0.75
 """The share of the waiting writes' room from which rows are written, where rows share blocks."""

@@ -5,10 +5,11 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from recpipe.plugin.store import Records, Rows
+from recpipe.kit import Records
 
 PIECES = 8
 """How many pieces of the room are written one after the other, each before reads that came meanwhile."""
+Rows = NDArray[np.int64]
 Found = NDArray[np.bool_]
 
 
