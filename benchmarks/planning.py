@@ -36,8 +36,8 @@ from recpipe.plugin.policy import CachePolicy, RowSpace
 from recpipe.plugin.tables import SparseFeature, TableOptimizer, TableSet
 from recpipe.tables.rows import table_bags
 from recpipe.tables.tiers.gpu_lookups import Finder, GpuBags
+from recpipe.tables.tiers.lookups import parted
 from recpipe.tables.tiers.lru import Lru
-from recpipe.tables.tiers.parting import parted
 from recpipe.tables.tiers.planner import TierPlanner
 from recpipe.tables.tiers.policies import Lfu
 from recpipe.tables.tiers.transfer import Transfer

@@ -71,6 +71,10 @@ class InFlight:
     copied: torch.cuda.Event | None = None
     """The end of its copy to a GPU, on the loader's stream; None: there is nothing to wait for."""
 
+    rows: list[GroupRows] = field(default_factory=list, init=False)
+    """Its rows in each group whose ids it has; empty before it is taken in and after its update."""
+    moving: list[GroupRows] = field(default_factory=list, init=False)
+    """Those of them in tables whose rows move between tiers."""
     fronts: Mapping[Front, list[GroupRows]] = field(default_factory=dict, init=False)
     """Its rows by the front that hands them out."""
     cold_is_here: bool = field(default=False, init=False)
@@ -83,6 +87,14 @@ class InFlight:
         self.total = self.total or self.size
         self.consumed = self.consumed or self.total
         self._looked_up: Future[None] = Future()
+        if self.groups is not None:
+            self.take_in(self.groups)
+
+    def take_in(self, groups: Sequence[GroupRows | None]) -> None:
+        """Have these rows, which each group of tables has made of its ids."""
+        self.groups = groups
+        self.rows = [rows for rows in groups if rows is not None]
+        self.moving = [rows for rows in self.rows if rows.plan is not None]
 
     def arrive(self) -> None:
         """Let this thread's stream wait until the batch is on the GPU; call it before anything uses the
@@ -93,16 +105,6 @@ class InFlight:
             arrived(copied, [part for part in leaves((self.batch, self.ids)) if on_gpu(part)])
 
     # -- its rows' tiers ---------------------------------------------------------------------
-
-    @property
-    def rows(self) -> list[GroupRows]:
-        """Its rows in each group whose ids it has."""
-        return [rows for rows in self.groups or () if rows is not None]
-
-    @property
-    def moving(self) -> list[GroupRows]:
-        """Those in tables whose rows move between tiers."""
-        return [rows for rows in self.rows if rows.plan is not None]
 
     def needs_cold(self) -> NDArray[np.bool_]:
         """For each sample, in the batch's own order, whether it looks up a row that is not resident yet, bool
@@ -122,14 +124,13 @@ class InFlight:
         to a graph what it can look up itself; ``look_up_left`` must follow if it does not."""
         try:
             with phase("embedding forward"):
-                groups = self.rows
-                if wait or any(rows.plan is not None and rows.plan.fetches_residents for rows in groups):
-                    for rows in groups:
+                if wait or any(rows.fetches_residents for rows in self.moving):
+                    for rows in self.moving:
                         rows.tables.wait()
                 if by_graph:
-                    for rows in groups:
+                    for rows in self.rows:
                         rows.leave_to_graph(wait)
-                here = [rows for rows in groups if rows.graph is None]
+                here = [rows for rows in self.rows if rows.graph is None]
                 if workers is None or len(here) == 1:
                     for rows in here:
                         rows.look_up(True, wait)
@@ -155,7 +156,7 @@ class InFlight:
     def wait_for_cold(self) -> None:
         """Block until the slabs hold this batch's rows, and look them up."""
         with phase("embedding forward"):
-            for rows in self.rows:
+            for rows in self.moving:
                 rows.tables.wait()
             for rows in self.moving:
                 rows.look_up(False, True)
@@ -188,6 +189,7 @@ class InFlight:
 
     def release(self) -> None:
         """Let go of its rows and of their gradients. It may then be taken in once more."""
+        self.take_in(())
         self.groups, self.fronts, self.cold_is_here = None, {}, False
         self._looked_up = Future()
 

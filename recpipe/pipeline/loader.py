@@ -230,10 +230,8 @@ class TrainLoader:
         with self._aside.stream():
             ids, found = batch.ids, batch.found or [None] * len(self.tables)
             assert ids is not None, "read with its ids"
-            batch.groups = [
-                None if own is None else tables.input_dist(own, first)
-                for tables, own, first in zip(self.tables, ids, found, strict=True)
-            ]
+            asked = zip(self.tables, ids, found, strict=True)
+            batch.take_in([None if own is None else t.input_dist(own, first) for t, own, first in asked])
             batch.found = None
             if self.accesses is not None:
                 self.accesses.add(ids)

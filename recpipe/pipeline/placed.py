@@ -227,10 +227,10 @@ class PlacedModel(nn.Module):
         if batch.groups is None:
             batch.ids = batch.ids or self.inputs.each(batch.batch)
             pairs = zip(self.embeddings.groups, batch.ids, strict=True)
-            batch.groups = [None if ids is None else tables.input_dist(ids) for tables, ids in pairs]
+            batch.take_in([None if ids is None else tables.input_dist(ids) for tables, ids in pairs])
             for rows in batch.rows:
                 rows.tables.advance(rows)
-        groups, made = batch.groups, dict[Front, list[GroupRows]]()
+        groups, made = batch.groups or (), dict[Front, list[GroupRows]]()
         for front in self.bound:
             made[front] = [rows for rows in (groups[n] for n in self._groups_of[front]) if rows is not None]
             for rows in made[front]:

@@ -195,7 +195,7 @@ def _finds(tier: _Tier, place: Place) -> Callable[[Any], RowIds] | None:
     """``TierParts.finds``."""
     if place.device.type != "cuda":
         return None
-    finder = Finder(tier.group.tables, Transfer(place.device), ALONE)
+    finder = Finder(tier.group.tables, Transfer.on(place.device), ALONE)
 
     def finds(batch: Any) -> RowIds:
         use_device(place.device)  # plugins read batches in threads of their own

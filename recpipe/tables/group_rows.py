@@ -188,6 +188,12 @@ class GroupRows:
         is waited for."""
         return np.zeros(self.ids.stride(), bool)
 
+    @property
+    def fetches_residents(self) -> bool:
+        """Whether the lookup of resident rows must also wait for the store, since a row that gets a slot
+        comes from there."""
+        return self.plan is not None and self.plan.fetches_residents
+
     def arrange(self, samples: NDArray[np.int64], cold_first: int) -> None:
         """Restrict the lookups to this trainer's ``samples`` (int64 [n]), in this order; those from
         ``cold_first`` on may need the slab. The batch's ids are exchanged by the caller."""

@@ -98,23 +98,17 @@ class ResidentCollection(AllResident, GroupTables):
     def _looked_up(self, sparse: KeyedJaggedTensor) -> torch.Tensor:
         sparse = in_order(sparse, self.tables.features)
         offsets = sparse.offsets()
-        if self._padded:
-            offsets = self._with_empty_bags(offsets, sparse.stride())
-        tbe, inputs = self.tbes[0], (sparse.values().long(), offsets.long(), self._weights(sparse))
+        if self._padded:  # preceded by the first table's empty bags; one-hot batches share the result
+            if self._offsets[0] is not offsets:
+                self._offsets = offsets, torch.cat((offsets.new_zeros(sparse.stride()), offsets))
+            offsets = self._offsets[1]
+        weights = sparse.weights().float() if self.tables.weighted else None
+        tbe, inputs = self.tbes[0], (sparse.values().long(), offsets.long(), weights)
         if self._sums_on_cpu and not torch.is_grad_enabled():
             assert isinstance(tbe, SplitTableBatchedEmbeddingBagsCodegen)
             return private_api.look_up_only(tbe, *inputs)
         rows: torch.Tensor = tbe(*inputs)
         return rows
-
-    def _weights(self, sparse: KeyedJaggedTensor) -> torch.Tensor | None:
-        return sparse.weights().float() if self.tables.weighted else None
-
-    def _with_empty_bags(self, offsets: torch.Tensor, batch: int) -> torch.Tensor:
-        """``offsets`` preceded by the first table's empty bags; one-hot batches share the result."""
-        if self._offsets[0] is not offsets:
-            self._offsets = offsets, torch.cat((offsets.new_zeros(batch), offsets))
-        return self._offsets[1]
 
     @property
     def joined_along(self) -> int:
@@ -132,7 +126,7 @@ class ResidentCollection(AllResident, GroupTables):
         first, last = (cut * batch for cut in self._cuts[group : group + 2])
         mine = offsets[first : last + 1]
         own = slice(int(mine[0]), int(mine[-1]))
-        weights = self._weights(sparse)
+        weights = sparse.weights().float() if self.tables.weighted else None
         rows: torch.Tensor = self.tbes[group](
             sparse.values()[own].long(), mine - mine[0], None if weights is None else weights[own]
         )

@@ -20,8 +20,8 @@ from recpipe.plugin.policy import CachePolicy, Placement, RowSpace
 from recpipe.plugin.tables import SparseFeature, TableOptimizer, TableSet
 from recpipe.tables.rows import checked_rows, table_bags
 from recpipe.tables.tiers.gpu_lookups import Finder, GpuBags, GpuLookups
+from recpipe.tables.tiers.lookups import CpuLookups, parted
 from recpipe.tables.tiers.lru import Lru
-from recpipe.tables.tiers.parting import CpuLookups, parted
 from recpipe.tables.tiers.plan import TierPlan
 from recpipe.tables.tiers.planner import TierPlanner
 from recpipe.tables.tiers.policies import Lfu

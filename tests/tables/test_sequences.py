@@ -12,7 +12,8 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from recpipe.data.select import select
 from recpipe.tables.resident import ResidentCollection
-from recpipe.tables.tiers.tiered import TieredEmbeddingBagCollection, TieredRows
+from recpipe.tables.tiers.engine import TieredRows
+from recpipe.tables.tiers.tiered import TieredEmbeddingBagCollection
 from tests.tables.reference import (
     FEATURES,
     SEQUENCES,

@@ -12,7 +12,7 @@ from recpipe.errors import StoreError
 from recpipe.tables.resident import ResidentCollection
 from recpipe.tables.rows import table_bags
 from recpipe.tables.stores import HostStore
-from recpipe.tables.tiers import tiered
+from recpipe.tables.tiers import engine
 from tests.tables.samples import (
     CPU,
     DIM,
@@ -156,7 +156,7 @@ class Slow(HostStore):
 
 @pytest.mark.parametrize("done", [True, False])
 def test_a_wait_counts_if_the_device_has_nothing_left_to_do(tmp_path, monkeypatch, done) -> None:
-    monkeypatch.setattr(tiered, "given_so_far", lambda device: lambda: done)
+    monkeypatch.setattr(engine, "given_so_far", lambda device: lambda: done)
     tables, batches = table_set(), stream(6, True)
     collection = tiers(tables, "lru", tmp_path, Slow(tables.layout, tables.fill))
     train(collection, batches)

@@ -19,8 +19,9 @@ from recpipe.pipeline.placed import PlacedModel
 from recpipe.pipeline.step import StepTimes
 from recpipe.plugin.bags import IndexBags
 from recpipe.tables.front import handing_out
-from recpipe.tables.tiers.parting import CpuLookups
-from recpipe.tables.tiers.tiered import TieredEmbeddingBagCollection, TieredRows
+from recpipe.tables.tiers.engine import TieredRows
+from recpipe.tables.tiers.lookups import CpuLookups
+from recpipe.tables.tiers.tiered import TieredEmbeddingBagCollection
 
 STEPS = 60
 SETTINGS = [

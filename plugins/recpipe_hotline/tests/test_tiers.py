@@ -17,8 +17,8 @@ from recpipe.data.dataset import Dataset
 from recpipe.pipeline.batch import InFlight
 from recpipe.plugin.store import ColdStore
 from recpipe.tables.group_rows import GroupRows
-from recpipe.tables.tiers.parting import CpuLookups
-from recpipe.tables.tiers.tiered import TieredRows
+from recpipe.tables.tiers.engine import TieredRows
+from recpipe.tables.tiers.lookups import CpuLookups
 
 STEPS = 40
 

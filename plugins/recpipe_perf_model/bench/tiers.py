@@ -19,8 +19,9 @@ from recpipe.plugin.policy import RowSpace
 from recpipe.plugin.store import ColdStore, IoCounters, Records, Rows, StoreLayout
 from recpipe.plugin.tables import Table, TableOptimizer, TableSet
 from recpipe.profiling.limits import Sample
+from recpipe.tables.tiers.engine import TieredRows
 from recpipe.tables.tiers.policies import POLICIES
-from recpipe.tables.tiers.tiered import TieredEmbeddingBagCollection, TieredRows
+from recpipe.tables.tiers.tiered import TieredEmbeddingBagCollection
 from recpipe_perf_model.bench.lookups import zipf
 from recpipe_perf_model.bench.passes import least
 

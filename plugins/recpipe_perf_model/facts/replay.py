@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from recpipe.plugin.bags import Bags, IndexBags, RowIds
 from recpipe.plugin.policy import CachePolicy, RowSpace
-from recpipe.tables.tiers.parting import parted
+from recpipe.tables.tiers.lookups import parted
 from recpipe.tables.tiers.plan import TierPlan
 from recpipe.tables.tiers.planner import TierPlanner
 from recpipe_perf_model.statement import Moved

@@ -36,9 +36,10 @@ from recpipe.tables.build import Place, no_row, opens_store, slab_rows, staging_
 from recpipe.tables.owners import NOCACHE, GroupOwner
 from recpipe.tables.sharding.local import TieredShard
 from recpipe.tables.stores.coded import local_store
+from recpipe.tables.tiers.engine import TieredRows
 from recpipe.tables.tiers.policies import POLICIES
 from recpipe.tables.tiers.saved_placement import RANKS, of_whole
-from recpipe.tables.tiers.tiered import TieredEmbeddingBagCollection, TieredRows
+from recpipe.tables.tiers.tiered import TieredEmbeddingBagCollection
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,7 @@ from recpipe.common.loops import compiled
 from recpipe.data.parts import in_order
 from recpipe.plugin.bags import RowIds, Slots
 from recpipe.tables.rows import table_bags
-from recpipe.tables.tiers.parting import DeviceBags, Lookups
+from recpipe.tables.tiers.lookups import DeviceBags, Lookups
 from recpipe.tables.tiers.transfer import Positions, Sent
 
 if TYPE_CHECKING:

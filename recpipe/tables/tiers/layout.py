@@ -15,9 +15,9 @@ from recpipe.plugin.bags import RowIds
 from recpipe.plugin.skipper import RowFilter
 from recpipe.plugin.tables import TableSet
 from recpipe.tables.group_rows import GraphLookup
+from recpipe.tables.tiers.lookups import Lookups
 from recpipe.tables.tiers.moves import Moves
 from recpipe.tables.tiers.occupied import Occupied
-from recpipe.tables.tiers.parting import Lookups
 from recpipe.tables.tiers.plan import TierPlan
 from recpipe.tables.tiers.slots import SlotTable
 from recpipe.tables.tiers.transfer import Sent, Transfer

@@ -12,9 +12,9 @@ from recpipe.plugin.tables import TableSet
 from recpipe.tables.group_rows import GraphLookup
 from recpipe.tables.tiers.gpu_lookups import GpuLookups
 from recpipe.tables.tiers.layout import Layout, Section
+from recpipe.tables.tiers.lookups import Lookups
 from recpipe.tables.tiers.moves import Moves
 from recpipe.tables.tiers.occupied import Occupied
-from recpipe.tables.tiers.parting import Lookups
 from recpipe.tables.tiers.slots import MakeSlots
 from recpipe.tables.tiers.transfer import Sent, Transfer
 from recpipe.tables.tiers.two_tables import TwoTables

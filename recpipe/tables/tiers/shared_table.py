@@ -19,7 +19,7 @@ from recpipe.plugin.bags import IndexBags, RowIds, distinct
 from recpipe.plugin.skipper import RowFilter
 from recpipe.plugin.tables import TableSet
 from recpipe.tables.rowtable import RowBags, updated
-from recpipe.tables.tiers.parting import CpuLookups, Lookups
+from recpipe.tables.tiers.lookups import CpuLookups, Lookups
 
 Touched = NDArray[np.int64]
 """The distinct slots that at least one trainer looks up in a batch, sorted, int64 [U]; the same on every

@@ -32,7 +32,7 @@ class StoreThread:
         self.times = times
         self.ranks = ranks
         self.counters = IoCounters()
-        self.transfer = Transfer(device)
+        self.transfer = Transfer.on(device)
         self._thread = threads_for(device, 1, "recpipe-io")
         self._writes: list[Future[None]] = []
 

@@ -56,31 +56,72 @@ class Sent:
 
 
 class Transfer:
-    """Moves records and indices for one device; from any thread."""
+    """Moves records and indices for one device; from any thread. Here that is the CPU, whose memory is the
+    host's, so that nothing is copied."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self.on_gpu = device.type == "cuda"
-        self._records, self._back, self._indices = Aside(device), Aside(device), Aside(device)
+
+    @classmethod
+    def on(cls, device: torch.device) -> Transfer:
+        """The transfer for ``device``."""
+        return GpuTransfer(device) if device.type == "cuda" else cls(device)
 
     def host_buffer(self, rows: int, width: int) -> torch.Tensor:
-        """Uninitialised float32 [rows, width] in host memory, page-locked for a GPU."""
-        return torch.empty((rows, width), dtype=torch.float32, pin_memory=self.on_gpu)
+        """Uninitialised float32 [rows, width] in host memory."""
+        return torch.empty((rows, width), dtype=torch.float32)
 
     def to_device(self, host: torch.Tensor) -> Landed:
         """Start the copy of ``host``; called from the I/O thread."""
-        if not self.on_gpu:
-            return Landed(host, None)
-        with self._records.stream():
-            records = host.to(self.device, non_blocking=True)
-        return Landed(records, self._records.mark())
+        return Landed(host, None)
 
     def to_host(self, records: torch.Tensor, used: Sequence[torch.Tensor] = ()) -> Callable[[], Records]:
         """What copies ``records``, which are not changed later, once they are made, and waits for the copy.
         The I/O thread calls it, which has less to do than this one. ``used``: tensors whose last use is on
         the current stream; they are kept until then."""
-        if not self.on_gpu:
-            return records.numpy
+        return records.numpy
+
+    def let_go(self, used: Sequence[torch.Tensor]) -> None:
+        """Drop tensors whose last use is on the current stream, and which were made on others."""
+
+    def to_host_now(self, values: torch.Tensor) -> NDArray[Any]:
+        """``values``, which are made on the current stream; waits for them."""
+        return values.numpy()
+
+    def send(self, *positions: Positions) -> Sent:
+        """Start to copy ``positions`` ([n] each) to the device, all in one copy; they arrive as int64. On a
+        CPU the tensors share the memory of arrays that are int64 already."""
+        return Sent(self.positions_now(*positions), None)
+
+    def positions_now(self, *positions: Positions) -> list[torch.Tensor]:
+        """As ``send``, on the current stream."""
+        return [torch.from_numpy(each.astype(np.int64, copy=False)) for each in positions]
+
+    def arrays_now(self, arrays: Sequence[NDArray[Any]], spread: Spread) -> list[torch.Tensor]:
+        """Copy ``arrays`` of any type to the device on the current stream, all in one copy. ``spread``:
+        threads that put them into the page-locked buffer."""
+        return [torch.from_numpy(array) for array in arrays]
+
+
+class GpuTransfer(Transfer):
+    """Through page-locked buffers, on streams of its own."""
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__(device)
+        self._records, self._back, self._indices = Aside(device), Aside(device), Aside(device)
+
+    def host_buffer(self, rows: int, width: int) -> torch.Tensor:
+        """Page-locked."""
+        return torch.empty((rows, width), dtype=torch.float32, pin_memory=True)
+
+    def to_device(self, host: torch.Tensor) -> Landed:
+        """On the stream of records."""
+        with self._records.stream():
+            records = host.to(self.device, non_blocking=True)
+        return Landed(records, self._records.mark())
+
+    def to_host(self, records: torch.Tensor, used: Sequence[torch.Tensor] = ()) -> Callable[[], Records]:
+        """On the stream of records that come back."""
         kept = list(used)
         made = torch.cuda.Event()  # type: ignore[no-untyped-call]
         made.record(current_stream())
@@ -100,14 +141,12 @@ class Transfer:
         return landed
 
     def let_go(self, used: Sequence[torch.Tensor]) -> None:
-        """Drop tensors whose last use is on the current stream, and which were made on others."""
-        for tensor in used if self.on_gpu else ():
+        """Tell torch's allocator which stream has used them."""
+        for tensor in used:
             tensor.record_stream(current_stream())
 
     def to_host_now(self, values: torch.Tensor) -> NDArray[Any]:
-        """``values``, which are made on the current stream; waits for them."""
-        if not self.on_gpu:
-            return values.numpy()
+        """Through a page-locked buffer."""
         host = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
         host.copy_(values, non_blocking=True)
         copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
@@ -116,16 +155,13 @@ class Transfer:
         return host.numpy()
 
     def send(self, *positions: Positions) -> Sent:
-        """Start to copy ``positions`` ([n] each) to the device, all in one copy; they arrive as int64. On a
-        CPU the tensors share the memory of arrays that are int64 already."""
+        """On the stream of indices."""
         with self._indices.stream():
             tensors = self.positions_now(*positions)
         return Sent(tensors, self._indices.mark())
 
     def positions_now(self, *positions: Positions) -> list[torch.Tensor]:
         """As ``send``, on the current stream."""
-        if not self.on_gpu:
-            return [torch.from_numpy(each.astype(np.int64, copy=False)) for each in positions]
         sizes = [len(each) for each in positions]
         host = torch.empty(sum(sizes), dtype=torch.int64, pin_memory=True)
         np.concatenate(positions, out=host.numpy())
@@ -133,10 +169,7 @@ class Transfer:
         return [there] if len(sizes) == 1 else list(there.split(sizes))  # type: ignore[no-untyped-call]
 
     def arrays_now(self, arrays: Sequence[NDArray[Any]], spread: Spread) -> list[torch.Tensor]:
-        """Copy ``arrays`` of any type to the device on the current stream, all in one copy. ``spread``:
-        threads that put them into the page-locked buffer."""
-        if not self.on_gpu:
-            return [torch.from_numpy(array) for array in arrays]
+        """Through one page-locked buffer."""
         if len(arrays) == 1:  # it needs no views, each of which would let go of Python's lock
             (array,) = arrays
             host = torch.empty(array.shape, dtype=torch.from_numpy(array[:0]).dtype, pin_memory=True)

@@ -1,4 +1,4 @@
-"""Finds a batch's lookups in the resident slots and in the slab, on a CPU; ``on_gpu`` does it on a GPU.
+"""A batch's lookups in the resident slots and in the slab; the CPU finds them here, a GPU in ``gpu_lookups``.
 
 What is here is done for each lookup: in few passes, and not at all for what most batches do not have.
 """
