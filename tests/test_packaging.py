@@ -213,4 +213,4 @@ def test_a_plugin_in_the_tree_is_registered() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     groups = project["entry-points"].values()
     registered = {re.split(r"[.:]", value)[0] for group in groups for value in group.values()}
-    assert registered == {folder.name for folder in (ROOT / "plugins").glob("recpipe_*")}
+    assert registered - {"recpipe"} == {folder.name for folder in (ROOT / "plugins").glob("recpipe_*")}

@@ -37,9 +37,9 @@ from recpipe.common.tensors import new_tensors, save_tensors
 from recpipe.errors import UserError
 from recpipe.pipeline.placed import saved_values
 from recpipe_low_precision.bags import LowPrecisionBags, LowPrecisionRows, RowType
+from recpipe_low_precision.format import DENSE, is_quantized
 from recpipe_low_precision.layers import Layer, put_layers
 from recpipe_low_precision.manifest import (
-    DENSE,
     FORMAT,
     LAYERS,
     SCHEMA,
@@ -47,7 +47,6 @@ from recpipe_low_precision.manifest import (
     QuantizedTable,
     damaged,
     dense_files,
-    is_quantized,
     read_manifest,
     table_file,
     told,

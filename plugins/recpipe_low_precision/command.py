@@ -27,7 +27,7 @@ from recpipe.report.environment import environment
 from recpipe.report.record import SCHEMA
 from recpipe.tasks.process import interrupt_on_sigterm, prepare_process
 from recpipe_low_precision.checkpoint import require_free, take_place
-from recpipe_low_precision.manifest import is_quantized
+from recpipe_low_precision.format import is_quantized
 from recpipe_low_precision.model_quantizer import FinishedModel, ModelQuantizer, Quantized
 from recpipe_low_precision.row_types import encode_rows
 

@@ -18,10 +18,10 @@ from recpipe.checkpoint.trained_on import TrainedOn
 from recpipe.common.files import sync
 from recpipe.common.saved import Damaged, read_json, typed_as
 from recpipe.errors import UserError
+from recpipe_low_precision.format import DENSE, MANIFEST
 from recpipe_low_precision.layers import Layer
 from recpipe_low_precision.row_types import ROW_TYPES, row_bytes
 
-MANIFEST, DENSE = "manifest.json", "dense.safetensors"
 DIGEST = "manifest.b2sum"
 LAYERS = "layers.safetensors"
 FORMAT = "recpipe quantized checkpoint"
@@ -76,12 +76,6 @@ class QuantizedManifest:
     """The linear layers that are not computed in float32, by their paths in the model."""
     judged: bool | None = None
     """Whether its quality was measured after it was written; None: earlier versions do not say."""
-
-
-def is_quantized(directory: Path) -> bool:
-    """Whether ``directory`` is a quantized checkpoint."""
-    a_package = (directory / "score.py").is_file()  # which has these files, too
-    return not a_package and all((directory / name).is_file() for name in (MANIFEST, DENSE))
 
 
 def dense_files(layers: Mapping[str, Layer]) -> list[str]:

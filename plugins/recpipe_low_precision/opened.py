@@ -30,7 +30,6 @@ from recpipe_low_precision.checkpoint import PLACES, ROWS, put_dense, put_rows
 from recpipe_low_precision.layers import in_float32
 from recpipe_low_precision.manifest import (
     QuantizedTable,
-    is_quantized,
     read_manifest,
     recipe_of,
     require_judged,
@@ -55,11 +54,6 @@ def open_quantized(directory: str | Path, model: nn.Module | None = None) -> nn.
 @dataclass
 class QuantizedTrained(Trained):
     """``Trained`` of a quantized checkpoint. Its model is in memory, whatever tiers the recipe has."""
-
-    @classmethod
-    def holds(cls, directory: Path) -> bool:
-        """Whether ``directory`` is a quantized checkpoint."""
-        return is_quantized(directory)
 
     @classmethod
     def read(cls, directory: Path) -> tuple[Path, dict[str, Any], TrainedOn]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Protocol, runtime_checkable
 
 from torch import nn
 
@@ -23,6 +24,18 @@ QUANTIZED = ("manifest.json", "dense.safetensors")
 """Files of a quantized checkpoint."""
 PLUGIN, PACKAGE = "low_precision", "recpipe_low_precision"
 """What opens it."""
+
+
+@runtime_checkable
+class CheckpointFormat(Protocol):
+    """A package's own format of checkpoints, by its entry point in the group ``recpipe.checkpoints``: an
+    object of this kind or its class, in a module that imports nothing slow."""
+
+    def holds(self, directory: Path) -> bool:
+        """Whether ``directory`` is of this format; asked of every checkpoint that is opened."""
+
+    def kind(self) -> type[Trained]:
+        """The class that opens such directories, which derives from ``Trained``."""
 
 
 def open_trained(
@@ -45,7 +58,7 @@ def open_trained(
     ``UserError`` if it is damaged, of an earlier version that does not carry its recipe, or if the overrides
     would change its model.
     """
-    kind = kind or format_of(Path(checkpoint).expanduser())
+    kind = kind or kind_of(Path(checkpoint).expanduser())
     directory, trainer, trained_on = kind.read(Path(checkpoint).expanduser())
     cfg = scoring_recipe(trained_on, [*overrides, "data=given"] if data is not None else overrides)
     if model is not None and not isinstance(cfg.model, UserModel):
@@ -54,20 +67,21 @@ def open_trained(
     return kind(directory, cfg, trained_on, trainer, model, dataset)
 
 
-def format_of(directory: Path) -> type[Trained]:
-    """What opens the checkpoint ``directory``: ``Trained``, or a class that a package offers by the entry
-    point group ``recpipe.checkpoints``. ``UserError`` for a quantized checkpoint without the package."""
+def kind_of(directory: Path) -> type[Trained]:
+    """What opens the checkpoint ``directory``: ``Trained``, or what the format of a package gives.
+    ``UserError`` for a quantized checkpoint without the package."""
     available = offered("checkpoint")
     for name in available:
         ep = entry("checkpoint", name, available)
-        kind = imported("checkpoint", ep)
-        if not (isinstance(kind, type) and issubclass(kind, Trained)):
+        made = imported("checkpoint", ep)
+        found = made() if isinstance(made, type) else made
+        if not isinstance(found, CheckpointFormat):
             raise PluginLoadError(
-                f"format of checkpoints {origin_of(ep)}: '{ep.value}' must be a class that derives from "
-                "recpipe.answers.trained.Trained; correct its entry point"
+                f"format of checkpoints {origin_of(ep)}: '{ep.value}' must have holds(directory) and kind(); "
+                "correct its entry point"
             )
-        if kind.holds(directory):
-            return kind
+        if found.holds(directory):
+            return found.kind()
     if not is_package(directory) and all((directory / name).is_file() for name in QUANTIZED):
         raise UserError(
             f"{directory} is a quantized checkpoint, which needs the package {PACKAGE}"

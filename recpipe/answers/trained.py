@@ -78,12 +78,6 @@ class Trained:
     given_dataset: Dataset | None
 
     @classmethod
-    def holds(cls, directory: Path) -> bool:
-        """Whether ``directory`` is of this format. Classes that packages offer (``recpipe.checkpoints``)
-        derive from this one and are asked before it."""
-        return True
-
-    @classmethod
     def read(cls, directory: Path) -> tuple[Path, dict[str, Any], TrainedOn]:
         """Check all files: the checkpoint, or the newest one in that folder or run's directory; the content
         of its trainer.pt, of other formats "global_step" at least; and what it was trained on."""

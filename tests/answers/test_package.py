@@ -24,7 +24,7 @@ import numpy as np
 import pytest
 import torch
 from recpipe_low_precision.checkpoint import write_quantized
-from recpipe_low_precision.manifest import is_quantized
+from recpipe_low_precision.format import is_quantized
 from recpipe_serve.batching.scorer import RequestScorer, Side
 from recpipe_serve.monitor.monitor import Monitor, Watch
 from recpipe_serve.tests.clients import Clients, children, damaged_requests, mapped_bytes
