@@ -15,7 +15,7 @@ from torch import nn
 from recpipe.backend.build import convert_for_loop
 from recpipe.backend.convert import revert
 from recpipe.common.device import begin_on, gpu_explained
-from recpipe.common.files import hold
+from recpipe.common.files import lock_run_dir
 from recpipe.common.own_cache import default_cache_dir
 from recpipe.config.recipe import Recipe
 from recpipe.data.given import GivenBatches
@@ -94,7 +94,7 @@ def place(
     begin_on(device)
     cfg = replace(cfg, tiers=cfg.tiers.on(device))
     with gpu_explained(), ExitStack() as stack:
-        run_dir = stack.enter_context(hold(directory))
+        run_dir = stack.enter_context(lock_run_dir(directory))
         unplaced = Unplaced.of(cfg, data, device, model)
         steps = cfg.trainer.steps(data.num_batches("train", data.batch_size))
         assembly, unplaced = assemble_plugins(cfg, data, unplaced, device, steps, ranks)

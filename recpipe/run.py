@@ -14,9 +14,9 @@ from typing import Any
 from omegaconf import DictConfig
 
 from recpipe.backend.matmul import float32_products
-from recpipe.common.console import heard, log
+from recpipe.common.console import capture_logs, log
 from recpipe.common.device import gpu_explained
-from recpipe.common.files import hold
+from recpipe.common.files import lock_run_dir
 from recpipe.common.process import quieted
 from recpipe.config.recipe import Recipe
 from recpipe.distributed.launch import Process, begin_run
@@ -59,9 +59,9 @@ def carry_out(
         # 1. The recipe's values, typed and checked; the directory, which is this run's alone.
         cfg = Recipe.of(composed)
         kept = stack.enter_context(ExitStack())
-        run_dir = kept.enter_context(hold(directory))
+        run_dir = kept.enter_context(lock_run_dir(directory))
         if command_line is None:
-            stack.enter_context(heard(run_dir.path if given.files else None, given.screen))
+            stack.enter_context(capture_logs(run_dir.path if given.files else None, given.screen))
         try:
             with ExitStack() as until_end:
                 context = TaskContext(cfg, run_dir, command_line, given, until_end, train)

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from recpipe.backend.allocator import bound_kernel_caches, tune_allocator
 from recpipe.commands import Command
-from recpipe.common.console import alone, heard
+from recpipe.common.console import alone, capture_logs
 from recpipe.common.process import calm_threads, quieted
 from recpipe.errors import UserError
 
@@ -42,7 +42,7 @@ def _calibrate(quick: bool) -> int:
     if Process.current().world > 1:
         raise UserError("recpipe perf calibrate starts its ranks itself: run it without torchrun")
     path = profile_path(Host.current())
-    with quieted(), alone(), heard(None):
+    with quieted(), alone(), capture_logs(None):
         profile = calibrate(path, quick)
     print(f"\n{measured(profile)}\n\nthis machine's profile: {path}")
     if profile.disturbed:

@@ -11,7 +11,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from recpipe.answers.words import of_plugins, the_plugin
-from recpipe.common.console import alone, heard
+from recpipe.common.console import alone, capture_logs
 from recpipe.common.process import quieted
 from recpipe.errors import UserError, shown
 from recpipe.tasks.process import interrupt_on_sigterm, prepare_process
@@ -33,7 +33,7 @@ def serve_command(words: Sequence[str]) -> int:
     config = serve_config(others)
     prepare_process()
     rows = the_plugin(mine, RowServer, "serve", "sdm") if mine else None
-    with quieted(), alone(), heard(None):
+    with quieted(), alone(), capture_logs(None):
         serve(Path(words[0]), config, rows)
     return 0
 

@@ -16,8 +16,8 @@ from recpipe.answers import evaluate as evaluation
 from recpipe.answers import predict as prediction
 from recpipe.answers.open import open_trained
 from recpipe.answers.words import EvaluateOptions, PredictOptions, parted
-from recpipe.common.console import alone, append_to_log, heard, log
-from recpipe.common.files import RunDir, hold
+from recpipe.common.console import alone, append_to_log, capture_logs, log
+from recpipe.common.files import RunDir, lock_run_dir
 from recpipe.common.process import quieted
 from recpipe.data.dataset import Dataset
 from recpipe.data.given import Batches
@@ -90,13 +90,13 @@ def predict_for(caller: Caller, checkpoint: Path, words: Sequence[str]) -> NDArr
 
 @contextmanager
 def answering(caller: Caller, directory: Path) -> Iterator[RunDir]:
-    """The run's directory, held and heard; an error is in its log, too."""
+    """The run's directory, locked, and its lines captured; an error is in its log, too."""
     path = (caller.directory or directory).expanduser().absolute()
     with (
         alone(),
         quieted(),
-        hold(path) as run_dir,
-        heard(run_dir.path if caller.files else None, caller.screen),
+        lock_run_dir(path) as run_dir,
+        capture_logs(run_dir.path if caller.files else None, caller.screen),
     ):
         try:
             log.info("this run's directory: %s", path)

@@ -53,7 +53,7 @@ from recpipe.answers.programs import (
 from recpipe.answers.reference import wanted_samples
 from recpipe.answers.signature import PrivateKey, private_key
 from recpipe.answers.words import asked_samples
-from recpipe.common.console import alone, heard
+from recpipe.common.console import alone, capture_logs
 from recpipe.common.files import sync, unwritable
 from recpipe.common.owned import require_absent, written_alone
 from recpipe.common.process import quieted
@@ -122,7 +122,7 @@ def package_for(
     checkpoint: Path, directory: Path, model: nn.Module | None, options: Options, screen: bool
 ) -> Path:
     """``package``, which says on the terminal what it does if ``screen``."""
-    with alone(), quieted(), heard(None, screen=screen):
+    with alone(), quieted(), capture_logs(None, screen=screen):
         return package(checkpoint, directory, model, options)
 
 

@@ -26,7 +26,7 @@ from recpipe.checkpoint.table_io import OWN, naming, newest, open_checkpoint
 from recpipe.checkpoint.trained_on import TrainedOn
 from recpipe.common import machine
 from recpipe.common.device import begin_on, gpu_explained
-from recpipe.common.files import RunDir, hold
+from recpipe.common.files import RunDir, lock_run_dir
 from recpipe.common.words import CUSTOM, readable_bytes
 from recpipe.config.recipe import Recipe
 from recpipe.data.dataset import Dataset, SplitName
@@ -195,7 +195,7 @@ class Trained:
             unplaced = unplaced.starting_with(rows_of_tables(files, shapes))
             if run_dir is None:
                 scratch = stack.enter_context(tempfile.TemporaryDirectory(prefix="recpipe-"))
-                run_dir = stack.enter_context(hold(Path(scratch)))
+                run_dir = stack.enter_context(lock_run_dir(Path(scratch)))
             embeddings = unplaced.build(
                 cfg, dataset, owners, device, run_dir, ranks, roomy=cfg.trainer.backend != "plain"
             )

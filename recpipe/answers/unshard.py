@@ -16,7 +16,7 @@ from recpipe.answers.plain import saved_dense
 from recpipe.checkpoint.manifest import TABLES
 from recpipe.checkpoint.table_files import saved_weights
 from recpipe.checkpoint.table_io import newest, open_checkpoint
-from recpipe.common.console import alone, heard
+from recpipe.common.console import alone, capture_logs
 from recpipe.common.files import sync
 from recpipe.common.meter import counting
 from recpipe.common.owned import require_absent, written_alone
@@ -34,7 +34,7 @@ def unshard_command(words: Sequence[str]) -> int:
         if key != "overwrite" or value.lower() not in ("true", "false"):
             raise UserError(f"recpipe unshard takes overwrite=true after the file, not '{shown(word)}'")
         overwrite = value.lower() == "true"
-    with quieted(), alone(), heard(None):
+    with quieted(), alone(), capture_logs(None):
         return unshard(Path(words[0]), Path(words[1]), overwrite)
 
 

@@ -114,7 +114,7 @@ silent: ContextVar[bool] = ContextVar("recpipe_silent", default=False)
 
 
 @contextmanager
-def heard(directory: Path | None, screen: bool = True) -> Iterator[None]:
+def capture_logs(directory: Path | None, screen: bool = True) -> Iterator[None]:
     """In the block, a run that Hydra did not start logs as others do: on the terminal if ``screen``, and into
     recpipe.log in ``directory`` if one is given.
 

@@ -15,6 +15,22 @@ import torch
 
 from recpipe.errors import UserError, shown
 
+_asides: WeakSet[Aside] = WeakSet()
+"""All there are in this process."""
+FULL = ("out of memory", "ALLOC_FAILED")
+"""Words of the errors of CUDA and cuBLAS if a GPU's memory is full."""
+_OR_CPU = "or set trainer.device=cpu"
+UNUSABLE = {
+    "busy or unavailable": "another process has it for itself (exclusive compute mode): wait, choose another "
+    f"by CUDA_VISIBLE_DEVICES, {_OR_CPU}",
+    "no kernel image is available": "torch or FBGEMM, as they are installed, have no kernels for a GPU of "
+    f"this age: install releases that have, {_OR_CPU}",
+    "driver on your system is too old": f"update the driver, {_OR_CPU}",
+    "driver version is insufficient": f"update the driver, {_OR_CPU}",
+    "Found no NVIDIA driver": "install one, or set trainer.device=cpu",
+}
+"""Remedies for a GPU that cannot be used, by words of the error."""
+
 
 def use_device(device: torch.device) -> None:
     """Make ``device`` the current GPU of this thread; nothing for a CPU.
@@ -134,10 +150,6 @@ class Aside:
         return tensor
 
 
-_asides: WeakSet[Aside] = WeakSet()
-"""All there are in this process."""
-
-
 def lone_stream(device: torch.device) -> torch.cuda.Stream:
     """A stream of a GPU that no ``Aside`` has: torch hands out the same 32 of a priority again and again."""
     taken = {aside._stream for aside in tuple(_asides)}
@@ -161,25 +173,6 @@ def arrived(event: torch.cuda.Event | None, parts: Iterable[Any]) -> None:
     stream.wait_event(event)
     for part in parts:
         part.record_stream(stream)
-
-
-FULL = ("out of memory", "ALLOC_FAILED")
-"""Words of the errors of CUDA and cuBLAS if a GPU's memory is full."""
-
-
-_OR_CPU = "or set trainer.device=cpu"
-
-
-UNUSABLE = {
-    "busy or unavailable": "another process has it for itself (exclusive compute mode): wait, choose another "
-    f"by CUDA_VISIBLE_DEVICES, {_OR_CPU}",
-    "no kernel image is available": "torch or FBGEMM, as they are installed, have no kernels for a GPU of "
-    f"this age: install releases that have, {_OR_CPU}",
-    "driver on your system is too old": f"update the driver, {_OR_CPU}",
-    "driver version is insufficient": f"update the driver, {_OR_CPU}",
-    "Found no NVIDIA driver": "install one, or set trainer.device=cpu",
-}
-"""Remedies for a GPU that cannot be used, by words of the error."""
 
 
 def begin_on(device: torch.device) -> None:

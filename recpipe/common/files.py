@@ -26,6 +26,17 @@ from recpipe.errors import ThroughHydra, UserError, shown
 
 NO_LOCKS = frozenset({errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL})
 """Error numbers of ``flock`` on a file system without locks."""
+log = logging.getLogger(__name__)
+JOB_FILE = "job.json"
+"""The file in the folder of a sweep's job that tells how it ended; ``exit_status`` null: it has not ended."""
+EXPORTS = ("task.export_parameters", "task.export_predictions")
+"""Keys of directories for numpy's files."""
+LOCK = "run.lock"
+FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
+"""Error numbers of a write when the disk or the quota is full."""
+ELSEWHERE = "choose another run directory, hydra.run.dir=DIRECTORY (from Python: output=DIRECTORY)"
+_taken_early: dict[Path, RunDir] = {}
+"""Directories taken before Hydra writes there, whose runs have not begun yet."""
 
 
 class Taken(Exception):
@@ -102,27 +113,6 @@ def sync(path: Path) -> None:
         os.close(descriptor)
 
 
-log = logging.getLogger(__name__)
-
-
-JOB_FILE = "job.json"
-"""The file in the folder of a sweep's job that tells how it ended; ``exit_status`` null: it has not ended."""
-
-
-EXPORTS = ("task.export_parameters", "task.export_predictions")
-"""Keys of directories for numpy's files."""
-
-
-LOCK = "run.lock"
-
-
-FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
-"""Error numbers of a write when the disk or the quota is full."""
-
-
-ELSEWHERE = "choose another run directory, hydra.run.dir=DIRECTORY (from Python: output=DIRECTORY)"
-
-
 class RunDir:
     """The directory ``path``, created if it is missing and held until ``close``.
 
@@ -180,12 +170,8 @@ def unwritable(what: str | Path, fault: OSError, remedy: str = ELSEWHERE) -> Use
     return UserError(f"cannot write {shown(what, 300)}: {fault.strerror}; {free}{remedy}")
 
 
-_taken_early: dict[Path, RunDir] = {}
-"""Directories taken before Hydra writes there, whose runs have not begun yet."""
-
-
 @contextmanager
-def hold(path: Path) -> Iterator[RunDir]:
+def lock_run_dir(path: Path) -> Iterator[RunDir]:
     """Hold the run directory ``path`` in the block."""
     run_dir = _taken_early.pop(path, None) or RunDir(path)
     try:
@@ -195,7 +181,7 @@ def hold(path: Path) -> Iterator[RunDir]:
 
 
 class TakeRunDir(Callback):
-    """Takes the run directory before Hydra writes its own files there; ``hold`` returns it later."""
+    """Takes the run directory before Hydra writes its own files there; ``lock_run_dir`` returns it later."""
 
     def on_run_start(self, config: DictConfig, **kwargs: Any) -> None:
         """Called by Hydra for a run that is not a job of a sweep."""

@@ -29,6 +29,12 @@ if TYPE_CHECKING:
 NUMBA = "NUMBA_CACHE_DIR"
 """numba's variable for the folder of what it compiles; not set: one beside recpipe's other caches."""
 F = TypeVar("F", bound=Callable[..., Any])
+T = TypeVar("T")
+LEAST = 1 << 16
+"""A part has at least so many elements; passing one to a thread takes as long as work on some thousands."""
+LEAST_COPIED = 1 << 19
+"""The same of what is only copied. Each thread asks for Python's lock several times, for which the training's
+thread then waits: that takes longer than to copy a part of a smaller array."""
 
 
 def compiled(loop: F) -> F:
@@ -152,18 +158,6 @@ def _kinds(hint: Any) -> list[Any]:
         return []
     _, dtype = get_args(hint)
     return [np.dtype(*get_args(dtype))]
-
-
-T = TypeVar("T")
-
-
-LEAST = 1 << 16
-"""A part has at least so many elements; passing one to a thread takes as long as work on some thousands."""
-
-
-LEAST_COPIED = 1 << 19
-"""The same of what is only copied. Each thread asks for Python's lock several times, for which the training's
-thread then waits: that takes longer than to copy a part of a smaller array."""
 
 
 class Spread:

@@ -21,6 +21,19 @@ CGROUPS = Path("/sys/fs/cgroup")
 MEMINFO = Path("/proc/meminfo")
 RESERVE = 0.1
 """The share of a GPU's memory that no table is planned for."""
+T = TypeVar("T")
+BUSY_OTHERS = 0.1
+"""Share of the machine from which on a measurement reports that other programs used it, and is not kept."""
+KEEPS_ALL = "RECPIPE_BUSY"
+"""The environment variable that, with the value ``keep``, lets measurements be kept on a machine that is
+never quiet."""
+TRIES = 3
+"""How often something is measured at most until two measurements agree."""
+_STAT = Path("/proc/stat")
+_IDLE = slice(3, 5)
+"""The columns ``idle`` and ``iowait``."""
+_GUESTS = slice(0, 8)
+"""The columns to add, without ``guest`` and ``guest_nice``, which ``user`` and ``nice`` include."""
 
 
 def there(device: torch.device) -> int:
@@ -83,33 +96,6 @@ def require(needs: Mapping[str, int], device: torch.device, remedy: str) -> None
         f"this run needs at least {readable_bytes(wanted)} {where} ({parts}), and {readable_bytes(free)} "
         f"are there: {remedy}"
     )
-
-
-T = TypeVar("T")
-
-
-BUSY_OTHERS = 0.1
-"""Share of the machine from which on a measurement reports that other programs used it, and is not kept."""
-
-
-KEEPS_ALL = "RECPIPE_BUSY"
-"""The environment variable that, with the value ``keep``, lets measurements be kept on a machine that is
-never quiet."""
-
-
-TRIES = 3
-"""How often something is measured at most until two measurements agree."""
-
-
-_STAT = Path("/proc/stat")
-
-
-_IDLE = slice(3, 5)
-"""The columns ``idle`` and ``iowait``."""
-
-
-_GUESTS = slice(0, 8)
-"""The columns to add, without ``guest`` and ``guest_nice``, which ``user`` and ``nice`` include."""
 
 
 @dataclass(frozen=True)

@@ -19,22 +19,16 @@ from recpipe.common.console import Output, log, on_terminal, silent
 
 LINE_SECONDS = 10.0
 """Seconds between the lines of a ``Meter``."""
-
-
 FIRST_SECONDS = 3.0
 """Seconds until its first line."""
-
-
 REDRAW_SECONDS = 0.2
 """Seconds between a ``Meter``'s redraws on a terminal; one costs as much as a small model's optimizer
 step."""
-
-
 _BAR_WIDTH = 20
-
-
 _WITH_BAR = 80
 """Columns that a terminal must have for a bar beside the text."""
+TICK_SECONDS = 0.2
+"""Seconds between two looks at whether something is to be shown."""
 
 
 class Meter:
@@ -151,10 +145,6 @@ class _Bars:
 
 
 _bars = _Bars()
-
-
-TICK_SECONDS = 0.2
-"""Seconds between two looks at whether something is to be shown."""
 
 
 @contextmanager

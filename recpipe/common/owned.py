@@ -27,6 +27,8 @@ from recpipe.common.saved import parse_json, typed_as
 from recpipe.errors import UserError, shown
 
 OWNER = ".owner.json"
+MARKER = ".made-by-recpipe"
+_TEXT = "recpipe made this directory and removes it.\n"
 
 
 @dataclass(frozen=True)
@@ -213,12 +215,6 @@ def _ticks(pid: int) -> int:
     except OSError:
         return 0
     return int(stat.rpartition(")")[2].split()[19])
-
-
-MARKER = ".made-by-recpipe"
-
-
-_TEXT = "recpipe made this directory and removes it.\n"
 
 
 def make_directory(path: Path) -> None:

@@ -30,6 +30,18 @@ FLOATS = ("F32", "F16", "BF16", "F64")
 INT64 = "I64"
 SHARDING = "DCP_SHARDING_INFO"
 """The metadata key under which ``torch.distributed.checkpoint`` writes each piece's place in its tensor."""
+Streamed = tuple[tuple[int, ...], Iterable[NDArray[np.float32]]]
+"""A float32 tensor: its shape, and its rows in blocks."""
+Put = Callable[[str, int, NDArray[Any]], None]
+"""Writes values of the named tensor, beginning at the value with this number, counted row by row."""
+FLUSH_BYTES = 256 << 20
+"""After so many bytes a durable file is flushed to disk, while the next ones are written."""
+_MEMORY = {"F32": "<f4", "I64": "<i8", "I32": "<i4", "U8": "u1"}
+"""The types that are written, by their names in the header, in memory."""
+_FLOAT32 = "F32"
+Part = tuple[int, int, int, int]
+"""First row, first column, rows, columns."""
+_ARRAY = "numpy"
 
 
 @dataclass(frozen=True)
@@ -160,25 +172,6 @@ def _whole_shape(pieces: list[Piece]) -> tuple[int, ...]:
     return tuple(max(axis) for axis in zip(*ends, strict=True))
 
 
-Streamed = tuple[tuple[int, ...], Iterable[NDArray[np.float32]]]
-"""A float32 tensor: its shape, and its rows in blocks."""
-
-
-Put = Callable[[str, int, NDArray[Any]], None]
-"""Writes values of the named tensor, beginning at the value with this number, counted row by row."""
-
-
-FLUSH_BYTES = 256 << 20
-"""After so many bytes a durable file is flushed to disk, while the next ones are written."""
-
-
-_MEMORY = {"F32": "<f4", "I64": "<i8", "I32": "<i4", "U8": "u1"}
-"""The types that are written, by their names in the header, in memory."""
-
-
-_FLOAT32 = "F32"
-
-
 def save_tensors(file: Path, tensors: Mapping[str, torch.Tensor]) -> None:
     """Write ``tensors``, which fit in memory twice; OSError if that fails.
 
@@ -244,10 +237,6 @@ def write_tensors(
                 number += block.size
 
 
-Part = tuple[int, int, int, int]
-"""First row, first column, rows, columns."""
-
-
 def tiles(parts: Iterable[Part], rows: int, columns: int) -> bool:
     """Whether each of ``rows`` x ``columns`` values is in exactly one of ``parts``."""
     area = 0
@@ -262,9 +251,6 @@ def tiles(parts: Iterable[Part], rows: int, columns: int) -> bool:
         reached.append(part)
         area += height * width
     return area == rows * columns
-
-
-_ARRAY = "numpy"
 
 
 def packed(value: Any) -> NDArray[np.uint8]:

@@ -24,6 +24,33 @@ LEAST_SECONDS = 5e-3
 """Of one timing, far above what reading the clock takes."""
 SHORTEST_CALL = 1e-6
 """Seconds; shorter calls are repeated as often as one of these."""
+Mark = float | torch.cuda.Event
+"""A point in the work of a thread: seconds of ``perf_counter``, or an event on the stream of a GPU."""
+OPEN = 512
+"""Spans of a GPU that are kept as events; of more, the earlier half is read, which has ended long since."""
+PREFIX = "recpipe: "
+"""Prefix of the ranges' names in a trace."""
+PHASES = (
+    "input",
+    "embedding forward",
+    "interaction forward",
+    "MLP forward",
+    "dense forward",
+    "dense backward",
+    "MLP backward",
+    "interaction backward",
+    "embedding backward and update",
+    "dense optimizer",
+)
+"""The phases in the order of a step. A phase inside another one does not count as part of it: "dense" is what
+a model does beside its layers and interactions. The rest of a step's time is overhead."""
+BACKWARD = {
+    "embedding forward": "embedding backward and update",
+    **{f"{part} forward": f"{part} backward" for part in ("interaction", "MLP", "dense")},
+}
+"""The phase that computes the gradients of another phase's results."""
+_OFF = nullcontext()
+_watched = False
 
 
 def median_seconds(
@@ -76,14 +103,6 @@ def _seconds(run: Run, count: int) -> float:
     return (perf_counter() - start) / count
 
 
-Mark = float | torch.cuda.Event
-"""A point in the work of a thread: seconds of ``perf_counter``, or an event on the stream of a GPU."""
-
-
-OPEN = 512
-"""Spans of a GPU that are kept as events; of more, the earlier half is read, which has ended long since."""
-
-
 def mark(device: torch.device) -> Mark:
     """The end of the work that this thread has asked ``device`` for so far; does not wait for it."""
     if device.type != "cuda":
@@ -93,7 +112,7 @@ def mark(device: torch.device) -> Mark:
     return event
 
 
-def settled(device: torch.device) -> float:
+def synchronized_time(device: torch.device) -> float:
     """``perf_counter()`` when a GPU has done all work that it was asked for; on a CPU, now."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
@@ -132,39 +151,6 @@ class Spans:
             end.synchronize()
             self._read.append(1e-3 * start.elapsed_time(end))
         del self._open[:count]
-
-
-PREFIX = "recpipe: "
-"""Prefix of the ranges' names in a trace."""
-
-
-PHASES = (
-    "input",
-    "embedding forward",
-    "interaction forward",
-    "MLP forward",
-    "dense forward",
-    "dense backward",
-    "MLP backward",
-    "interaction backward",
-    "embedding backward and update",
-    "dense optimizer",
-)
-"""The phases in the order of a step. A phase inside another one does not count as part of it: "dense" is what
-a model does beside its layers and interactions. The rest of a step's time is overhead."""
-
-
-BACKWARD = {
-    "embedding forward": "embedding backward and update",
-    **{f"{part} forward": f"{part} backward" for part in ("interaction", "MLP", "dense")},
-}
-"""The phase that computes the gradients of another phase's results."""
-
-
-_OFF = nullcontext()
-
-
-_watched = False
 
 
 def watch(on: bool) -> None:

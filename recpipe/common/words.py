@@ -25,9 +25,11 @@ _LIST = "advise.memory="
 _DIRECTORY = ("--config-dir", "-cd")
 _PATH = ("--config-path", "-cp")
 _NAME = ("--config-name", "-cn")
-
-
 _VALUED = (*_DIRECTORY, *_PATH, *_NAME, "--cfg", "-c", "--package", "-p", "--experimental-rerun")
+_UNITS = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "kib": 2**10, "mib": 2**20, "gib": 2**30}
+_MOST = 2.0**62
+"""A number of bytes that no machine has; larger ones would overflow."""
+T = TypeVar("T")
 
 
 def for_hydra(
@@ -133,13 +135,6 @@ def _absolute(path: str) -> str:
     return path if path.startswith("pkg://") else str(Path(path).expanduser().absolute())
 
 
-_UNITS = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "kib": 2**10, "mib": 2**20, "gib": 2**30}
-
-
-_MOST = 2.0**62
-"""A number of bytes that no machine has; larger ones would overflow."""
-
-
 @dataclass(frozen=True)
 class Amount:
     """So many bytes, or a share of a whole that is not known yet."""
@@ -176,9 +171,6 @@ def readable_bytes(count: float) -> str:
             return f"{count:.0f} {unit}" if unit == "B" else f"{count:.3g} {unit}"
         count /= 1024
     return f"{count:.3g} TiB"
-
-
-T = TypeVar("T")
 
 
 def make(kind: type[T], chosen: Mapping[str, Any], key: str) -> T:

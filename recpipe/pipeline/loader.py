@@ -21,7 +21,7 @@ import torch
 
 from recpipe.access.sample import AccessSample
 from recpipe.common.device import Aside, threads_for
-from recpipe.common.timing import phase, settled
+from recpipe.common.timing import phase, synchronized_time
 from recpipe.data.dataset import Dataset, SplitName
 from recpipe.data.parts import Asked, batch_size, keeping_ids, leaves, on_device, on_gpu
 from recpipe.data.select import between, select
@@ -300,7 +300,7 @@ class TrainLoader:
         while steps are compared, since it works later than it is asked to."""
         started = 0.0
         for batch in ready:
-            ended = settled(self.device) if splitting.compares else perf_counter()
+            ended = synchronized_time(self.device) if splitting.compares else perf_counter()
             if started:
                 splitting.trained(ended - started)
             started = perf_counter()

@@ -16,7 +16,7 @@ from recpipe.checkpoint.trained_on import TrainedOn
 from recpipe.common.files import EXPORTS
 from recpipe.common.own_cache import default_cache_dir
 from recpipe.common.owned import remove_arrays
-from recpipe.common.timing import settled
+from recpipe.common.timing import synchronized_time
 from recpipe.errors import UserError
 from recpipe.model.dlrm import sizes_of
 from recpipe.pipeline.loader import EvalLoader, TrainLoader
@@ -122,7 +122,7 @@ class Training:
             stopped = fit(trainer, module, loader, self.evaluation, recorder, self.built.resume, late)
         self.built.embeddings.write_back()
         checkpoint = saved_last(trainer) if recorder.steps else self.built.resume
-        return Finished(stopped, checkpoint, settled(run.device))
+        return Finished(stopped, checkpoint, synchronized_time(run.device))
 
     def _checkpoint_io(self) -> TableCheckpointIO:
         """Writes tables and trainer, and replaces what an earlier run left in the places of this one."""

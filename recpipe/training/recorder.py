@@ -13,7 +13,7 @@ import lightning as L
 
 from recpipe.common.console import log
 from recpipe.common.machine import Load, used_by_others
-from recpipe.common.timing import Mark, Spans, mark, settled
+from recpipe.common.timing import Mark, Spans, mark, synchronized_time
 from recpipe.model.metrics import Quality
 from recpipe.pipeline.batch import InFlight
 from recpipe.pipeline.loader import TrainLoader
@@ -94,7 +94,7 @@ class Recorder(L.Callback):
         assert isinstance(pl_module, RankingModule)
         ended = mark(self.loader.device)
         if not self.steps:
-            self.first_step_seconds = settled(self.loader.device) - self.started
+            self.first_step_seconds = synchronized_time(self.loader.device) - self.started
         self._spans.add(self._last, ended)
         self.step_samples.append(batch.consumed)
         self.skipped_samples += batch.skipped
@@ -122,7 +122,7 @@ class Recorder(L.Callback):
 
     def on_validation_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Start the clock of an evaluation."""
-        self._evaluating = settled(self.loader.device)
+        self._evaluating = synchronized_time(self.loader.device)
 
     def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Add a point to the learning curve and print its line."""
@@ -152,7 +152,7 @@ class Recorder(L.Callback):
             f"{_known(speed, ',.0f')} samples/s"
         )
         self._last = mark(self.loader.device)
-        self.evaluation_seconds += settled(self.loader.device) - self._evaluating
+        self.evaluation_seconds += synchronized_time(self.loader.device) - self._evaluating
 
     def throughput(self, written_back: float) -> Throughput:
         """Speeds and times of the steps; ``written_back``: the time of ``perf_counter`` when all rows were in

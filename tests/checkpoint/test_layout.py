@@ -19,7 +19,7 @@ from recpipe.checkpoint import manifest
 from recpipe.checkpoint import table_io as checkpoint
 from recpipe.checkpoint.table_files import save_tables
 from recpipe.checkpoint.table_io import TableCheckpointIO
-from recpipe.common.files import hold
+from recpipe.common.files import lock_run_dir
 from recpipe.common.tensors import new_tensors
 from recpipe.distributed.ranks import Ranks
 from recpipe.plugin.collection import TableCollection
@@ -89,7 +89,7 @@ def test_whole_tables_and_shards_read_what_the_other_saves(tmp_path, optimizer, 
 def test_tiers_of_whole_tables_and_of_shards_read_what_the_other_saves(tmp_path, back) -> None:
     whole = tiers(wide_tables("adagrad"), "nocache", tmp_path / "store")
     case = tiered_shards.Case("adagrad", {"*": "column_wise"})
-    with hold(tmp_path / "run") as run_dir, tiered_shards.tiered(case, Ranks(), run_dir) as shards:
+    with lock_run_dir(tmp_path / "run") as run_dir, tiered_shards.tiered(case, Ranks(), run_dir) as shards:
         assert alike(*moved(shards, whole, tmp_path) if back else moved(whole, shards, tmp_path))
 
 
@@ -163,7 +163,7 @@ def test_shards_in_tiers_are_read_once_to_be_saved(tmp_path, monkeypatch) -> Non
         TieredShard, "read", lambda s, low, high: asked.append(high - low) or read(s, low, high)
     )
     case = tiered_shards.Case("adagrad", {"*": "row_wise"})
-    with hold(tmp_path / "run") as run_dir, tiered_shards.tiered(case, Ranks(), run_dir) as shards:
+    with lock_run_dir(tmp_path / "run") as run_dir, tiered_shards.tiered(case, Ranks(), run_dir) as shards:
         shards.save_tables(tmp_path)
     assert sum(asked) == sum(ROWS.values())
 

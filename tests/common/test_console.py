@@ -18,7 +18,7 @@ import pytest
 from rich.console import Console
 
 from recpipe.common import meter as meters
-from recpipe.common.console import LogFile, Screen, append_to_log, heard, log, show
+from recpipe.common.console import LogFile, Screen, append_to_log, capture_logs, log, show
 from recpipe.common.meter import Meter
 from recpipe.common.process import quiet_libraries
 from recpipe.config.compose import compose
@@ -174,7 +174,7 @@ def test_terminals_of_all_kinds(tmp_path, terminal, monkeypatch, environment, ba
         monkeypatch.setenv(name, value)
 
     def act() -> None:
-        with heard(tmp_path), Meter() as meter:
+        with capture_logs(tmp_path), Meter() as meter:
             meter.show(0.5, f"first {'x' * 60}")
             log.info("a line between")
             print("and one by somebody else")
@@ -298,7 +298,7 @@ def test_a_reader_that_goes_away_does_not_end_the_run(tmp_path) -> None:
 def test_a_refused_log_costs_nothing_else(tmp_path, capsys, monkeypatch) -> None:
     monkeypatch.setattr(log, "propagate", False)  # a library that was imported first may print it once more
     (tmp_path / "file").write_text("not a folder")
-    with heard(tmp_path / "file"):
+    with capture_logs(tmp_path / "file"):
         log.warning("one")
         log.warning("two")
         append_to_log("three")
@@ -323,7 +323,7 @@ def test_a_full_disk_costs_the_log_alone(capsys) -> None:
 
 def test_a_table_is_in_the_log_without_its_colours(tmp_path, capsys) -> None:
     colours = Console(file=io.StringIO(), force_terminal=True, width=30)
-    with heard(tmp_path):
+    with capture_logs(tmp_path):
         show(lambda out: out.print("[bold]wide[/bold] " * 8), colours)
     assert "\x1b[1m" in colours.file.getvalue()  # type: ignore[attr-defined]
     text = (tmp_path / "recpipe.log").read_text()

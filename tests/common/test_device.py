@@ -19,7 +19,7 @@ from recpipe.common.device import (
     uses_gpu,
     using_threads,
 )
-from recpipe.common.timing import OPEN, Spans, mark, settled
+from recpipe.common.timing import OPEN, Spans, mark, synchronized_time
 from recpipe.errors import UserError
 from recpipe.setup.prepare import choose_device
 from tests.pretend_gpu.late import GPU, FakeGpu, gpu
@@ -159,7 +159,7 @@ def test_spans_of_a_gpu_are_read_late_and_add_up() -> None:
 
 def test_spans_of_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(timing, "perf_counter", lambda: 7.5)
-    assert (mark(CPU), settled(CPU)) == (7.5, 7.5)
+    assert (mark(CPU), synchronized_time(CPU)) == (7.5, 7.5)
     found = Spans()
     found.add(2.0, 7.5)
     assert list(found.each()) == [5.5]

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from omegaconf import OmegaConf
 
-from recpipe.common.files import LOCK, RunDir, TakeRunDir, hold, letting_go
+from recpipe.common.files import LOCK, RunDir, TakeRunDir, letting_go, lock_run_dir
 from recpipe.common.owned import MARKER, make_directory, remove_made, scratch_directory
 from recpipe.config.compose import compose, conf_dir
 from recpipe.errors import StoreError, ThroughHydra, UserError
@@ -198,16 +198,16 @@ def test_the_recipe_has_hydra_ask_first(tmp_path) -> None:
     assert recipe.hydra.callbacks.run_dir._target_ == "recpipe.common.files.TakeRunDir"
     with letting_go():
         TakeRunDir().on_run_start(OmegaConf.create({"hydra": {"run": {"dir": str(tmp_path)}}}))
-        with hold(tmp_path) as taken:
+        with lock_run_dir(tmp_path) as taken:
             assert names(taken.path) == {LOCK}
         TakeRunDir().on_run_start(OmegaConf.create({"hydra": {"run": {"dir": str(tmp_path)}}}))
     assert names(tmp_path) == set(), "a run that was refused before it began holds nothing either"
 
 
 def test_other_ranks_share_the_directory_of_rank_0(tmp_path, monkeypatch) -> None:
-    with hold(tmp_path):
+    with lock_run_dir(tmp_path):
         monkeypatch.setenv("RANK", "1")
-        with hold(tmp_path):
+        with lock_run_dir(tmp_path):
             pass
         assert (tmp_path / LOCK).exists()
 

@@ -219,14 +219,14 @@ def test_a_result_that_exists_is_not_replaced_and_one_writes_it(tmp_path: Path) 
 
 
 def test_other_ranks_leave_places_to_the_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from recpipe.common.files import hold
+    from recpipe.common.files import lock_run_dir
     from recpipe.config.recipe import Recipe
     from recpipe.distributed.launch import Process
     from recpipe.setup.prepare import owning_places
 
     place = tmp_path / "place"
     cfg = Recipe.of(compose([*SMALL, word("trainer.checkpoint_dir", place)]))
-    with hold(tmp_path / "run") as run_dir, owning_places(cfg, run_dir):
+    with lock_run_dir(tmp_path / "run") as run_dir, owning_places(cfg, run_dir):
         assert (place / OWNER).exists()
         first = Process.current()
         monkeypatch.setattr(Process, "current", lambda: replace(first, rank=1))

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from recpipe.common.files import hold
+from recpipe.common.files import lock_run_dir
 from recpipe.distributed.ranks import Emulation, Ranks
 from recpipe.errors import UserError
 from recpipe.plugin.api import Contribution
@@ -185,7 +185,10 @@ def test_a_budget_that_nothing_uses_is_said(
 def test_a_budget_of_no_row_is_refused(tmp_path: Path) -> None:
     config = replace(TIERS, policy="lru", resident_bytes=1)
     inputs = Inputs(TABLES, [[("sparse",)]])
-    with hold(tmp_path) as run_dir, pytest.raises(UserError, match="leaves not even one row, of 36 bytes"):
+    with (
+        lock_run_dir(tmp_path) as run_dir,
+        pytest.raises(UserError, match="leaves not even one row, of 36 bytes"),
+    ):
         build_tables(inputs, group_owners(config, NOTHING, TABLES), Place(config, CPU, run_dir, Ranks(), 32))
 
 

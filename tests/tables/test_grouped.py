@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from recpipe.common.files import hold
+from recpipe.common.files import lock_run_dir
 from recpipe.common.saved import Damaged
 from recpipe.errors import StoreError, UserError
 from recpipe.plugin.collection import TableCollection
@@ -28,7 +28,7 @@ DIRECTORIES = {f"tiers/group-{number}" for number in range(GROUPS)}
 
 @pytest.fixture
 def run_dir(tmp_path: Path):
-    with hold(tmp_path / "run") as held:
+    with lock_run_dir(tmp_path / "run") as held:
         yield held
 
 
@@ -141,7 +141,7 @@ def loaded(grouped: GroupedCollection, tables: dict[str, np.ndarray]) -> Grouped
 
 @pytest.mark.parametrize("policy", ["lru", "lfu"])
 def test_placement_is_saved_and_loaded_group_by_group(policy: str, tmp_path: Path) -> None:
-    with hold(tmp_path / "one") as one, hold(tmp_path / "two") as two:
+    with lock_run_dir(tmp_path / "one") as one, lock_run_dir(tmp_path / "two") as two:
         first = built(model_tables(), config(policy=policy), one)
         train(first, 5)
         state, saved = first.placement_state(), contents(first)
@@ -166,7 +166,7 @@ def _tiers(grouped: GroupedCollection) -> list[TieredEmbeddingBagCollection]:
 
 
 def test_placement_of_another_run_is_told_from_a_damaged_one(tmp_path: Path) -> None:
-    with hold(tmp_path / "one") as one, hold(tmp_path / "two") as two:
+    with lock_run_dir(tmp_path / "one") as one, lock_run_dir(tmp_path / "two") as two:
         first = built(model_tables(), config(), one)
         train(first, 3)
         state = first.placement_state()
@@ -233,7 +233,7 @@ def test_all_are_closed_whatever_one_of_them_raises() -> None:
 
 
 def test_each_group_has_its_own_ssd_store_which_goes_with_the_run(tmp_path: Path) -> None:
-    with hold(tmp_path) as held:
+    with lock_run_dir(tmp_path) as held:
         grouped = built(model_tables(), config("ssd"), held)
         assert stores(tmp_path) == DIRECTORIES
         names = [
@@ -247,7 +247,7 @@ def test_each_group_has_its_own_ssd_store_which_goes_with_the_run(tmp_path: Path
 
 def test_the_stores_go_after_an_error_too(tmp_path: Path) -> None:
     def fails() -> None:
-        with hold(tmp_path) as held:
+        with lock_run_dir(tmp_path) as held:
             train(built(model_tables(), config("ssd"), held), 2)
             assert stores(tmp_path) == DIRECTORIES
             raise ZeroDivisionError
@@ -258,7 +258,7 @@ def test_the_stores_go_after_an_error_too(tmp_path: Path) -> None:
 
 
 def test_a_named_place_keeps_the_stores_apart(tmp_path: Path) -> None:
-    with hold(tmp_path / "run") as held:
+    with lock_run_dir(tmp_path / "run") as held:
         grouped = built(model_tables(), config("ssd", dir=tmp_path / "mine"), held)
         train(grouped, 2)
         grouped.close()
@@ -272,9 +272,9 @@ def test_a_named_place_keeps_the_stores_apart(tmp_path: Path) -> None:
 WRITER = """
 import sys
 from pathlib import Path
-from recpipe.common.files import hold
+from recpipe.common.files import lock_run_dir
 from tests.tables.grouped import built, config, model_tables, train
-with hold(Path(sys.argv[1])) as held:
+with lock_run_dir(Path(sys.argv[1])) as held:
     grouped = built(model_tables(), config("ssd"), held)
     step = 0
     while True:
@@ -295,7 +295,7 @@ def test_stores_of_a_killed_run_are_found_in_use_then_left_and_removed(
         assert stores(run) == DIRECTORIES
         remove_crashed(run / "tiers")
         assert stores(run) == DIRECTORIES, "a live run uses them"
-        with pytest.raises(UserError, match="in use by another run"), hold(run):
+        with pytest.raises(UserError, match="in use by another run"), lock_run_dir(run):
             raise AssertionError("held by two")
     finally:
         process.kill()
@@ -317,7 +317,7 @@ def test_a_run_begins_anew_where_a_killed_one_left_its_stores(tmp_path: Path) ->
     process.until("ready\n")
     process.kill()
     tables = model_tables()
-    with hold(tmp_path / "run") as held:
+    with lock_run_dir(tmp_path / "run") as held:
         grouped = built(tables, config("ssd"), held)
         first = {t.name: g.tables.fill(t.name, 0, t.rows) for g in tables.groups for t in g.tables.tables}
         assert alike(contents(grouped), first)

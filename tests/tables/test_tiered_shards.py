@@ -12,7 +12,7 @@ import torch
 from torchrec.distributed.planner.types import ParameterConstraints
 
 from recpipe.checkpoint.table_files import check_tables, load_regions
-from recpipe.common.files import hold
+from recpipe.common.files import lock_run_dir
 from recpipe.common.saved import Damaged
 from recpipe.distributed.ranks import Ranks
 from recpipe.errors import UserError
@@ -105,7 +105,7 @@ def test_one_process_goes_on_from_shards_in_tiers(told, tmp_path, policy) -> Non
     tables = model_tables(WeightedModel())
     files = check_tables(saved, tables.shapes())
     assert files is not None
-    with hold(tmp_path) as run_dir:
+    with lock_run_dir(tmp_path) as run_dir:
         whole = built(tables, config(policy=policy), run_dir)
         if policy == "lru":
             state = torch.load(saved / "placement.pt", weights_only=False)
@@ -125,7 +125,10 @@ def test_fetching_ahead_changes_no_bit(tmp_path) -> None:
     case, ends = GroupCase({"*": "row_wise"}), []
     for prefetch in (True, False):
         made = replace(case, tiers=replace(TIERS, prefetch=prefetch))
-        with hold(tmp_path / str(prefetch)) as run_dir, tiered_groups(made, Ranks(), run_dir) as grouped:
+        with (
+            lock_run_dir(tmp_path / str(prefetch)) as run_dir,
+            tiered_groups(made, Ranks(), run_dir) as grouped,
+        ):
             train_all(grouped, made, Ranks(), 0, STEPS_OF_GROUPS)
             ends.append(grouped_contents(grouped))
             assert grouped.tier_figures().io.rows_written > 100  # type: ignore[union-attr]
@@ -138,7 +141,7 @@ def test_a_batch_that_was_fetched_ahead_need_not_be_looked_up(tmp_path) -> None:
     case, ends = GROUPS[0], []
     for policy in ("lru", "resident"):
         made = replace(case, tiers=replace(TIERS, policy=policy))
-        with hold(tmp_path / policy) as run_dir, tiered_groups(made, Ranks(), run_dir) as grouped:
+        with lock_run_dir(tmp_path / policy) as run_dir, tiered_groups(made, Ranks(), run_dir) as grouped:
             ahead = []
             for step in (1, 2, 3, 1):
                 sparse = weighted_ids(SIZE, step, one_each=True)
@@ -157,7 +160,7 @@ def test_a_batch_that_was_fetched_ahead_need_not_be_looked_up(tmp_path) -> None:
 
 def test_placement_of_whole_tables_is_of_no_use_to_shards(tmp_path) -> None:
     """What is neither is damaged."""
-    with hold(tmp_path / "one") as one, hold(tmp_path / "two") as two:
+    with lock_run_dir(tmp_path / "one") as one, lock_run_dir(tmp_path / "two") as two:
         whole = built(model_tables(WeightedModel()), config(), one)
         train_all(whole, GROUPS[0], Ranks(), 0, 2)
         state = whole.placement_state()
@@ -228,7 +231,7 @@ def test_a_plugins_policy_keeps_parts_of_several_widths(tmp_path) -> None:
     parts = assemble([(Origin("acme"), Places({}), brought)], info)
     case = Case("adagrad", {}, replace(TIERS, policy="resident"))
     whole = contents_of_whole(case)
-    with hold(tmp_path) as run_dir, tiered(case, Ranks(), run_dir, parts) as tables:
+    with lock_run_dir(tmp_path) as run_dir, tiered(case, Ranks(), run_dir, parts) as tables:
         assert {s.columns for t in tables.shards.values() for s in t.shards} == {64, 128}
         assert {type(tiers.planner.policy) for tiers in tables.tiers.each()} == {Fifo}
         for sparse in batches(STEPS):
@@ -273,7 +276,7 @@ NO_ROW = Case("sgd", {"*": "row_wise"}, replace(TIERS, resident_bytes=1))
 )
 def test_what_tiers_of_shards_cannot_do_is_refused(tmp_path, opened, case, words) -> None:
     with (
-        hold(tmp_path) as run_dir,
+        lock_run_dir(tmp_path) as run_dir,
         pytest.raises(UserError, match=words),
         opened(case, Ranks(), run_dir),
     ):

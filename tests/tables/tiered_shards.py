@@ -14,7 +14,7 @@ from typing import Any, Protocol
 import numpy as np
 import torch.distributed as dist
 
-from recpipe.common.files import RunDir, hold
+from recpipe.common.files import RunDir, lock_run_dir
 from recpipe.distributed.ranks import Ranks
 from recpipe.plugin.assembly import Assembly
 from recpipe.tables.build import Place
@@ -112,7 +112,7 @@ def process(rank: int, world: int, folder: str, cases: Sequence[Compared]) -> No
         ranks, told = ranks_of(rank, world), {}
         for number, case in enumerate(cases):
             here = Path(folder, f"{number}-{rank}")
-            with hold(here) as run_dir:
+            with lock_run_dir(here) as run_dir:
                 told[case.name] = case.compared(ranks, run_dir, Path(folder, f"saved-{number}"))
         if rank == 0:
             Path(folder, "told.json").write_text(json.dumps(told))

@@ -26,7 +26,7 @@ import uvloop
 
 from recpipe.answers import score
 from recpipe.answers.manifest import read_manifest
-from recpipe.common.console import alone, heard
+from recpipe.common.console import alone, capture_logs
 from recpipe.common.process import old_objects_kept, quieted
 from recpipe.errors import UserError
 from recpipe.tasks.process import prepare_process
@@ -232,7 +232,7 @@ def main() -> int:
 
 def _work(about: dict[str, Any], listening: socket.socket, channel: socket.socket) -> int:
     prepare_process()
-    with quieted(), alone(), heard(None), suppress(KeyboardInterrupt):
+    with quieted(), alone(), capture_logs(None), suppress(KeyboardInterrupt):
         try:
             config = ServeConfig(**about["config"])
             worker = Worker(
