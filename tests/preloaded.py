@@ -43,6 +43,6 @@ libraries()  # as they are before plugins are imported
 for plugin in installed().values():
     plugin.load()
 Recipe.of(compose(["optim=sgd", "tiers=ssd", "+plugin=hotline"]))  # Hydra looks for its plugins, once
-recpipe.report.html.template("page.html.j2")
+recpipe.report.html.template()
 _commit()  # asks git, once
 keep_all()  # the processes need not look at all this, which would copy its pages

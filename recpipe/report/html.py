@@ -18,19 +18,15 @@ def write(page: Page, path: Path) -> Path:
 
 def render(page: Page) -> str:
     """The page as text."""
-    return template("page.html.j2").render(page=page)
-
-
-def template(name: str) -> Template:
-    """A template of this package: autoescaped; undefined names are errors."""
-    return _templates().get_template(name)
+    return template().render(page=page)
 
 
 @cache
-def _templates() -> Environment:
+def template() -> Template:
+    """The one template of all pages: autoescaped; undefined names are errors."""
     jinja = Environment(
         loader=PackageLoader("recpipe.report"), autoescape=True, undefined=StrictUndefined, trim_blocks=True
     )
     for kind in (Cell, Table, Line, Folded):
         jinja.tests[kind.__name__.lower()] = lambda value, kind=kind: isinstance(value, kind)
-    return jinja
+    return jinja.get_template("page.html.j2")

@@ -6,17 +6,17 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from rich import box
+from markupsafe import Markup
 from rich.console import Console
-from rich.table import Table
 
 from recpipe.common.console import show
-from recpipe.report import figures, html, missed, plots
+from recpipe.report import figures, html, missed, plots, terminal
+from recpipe.report.page import Cell, Head, Line, Page, Part, Section, Table
 from recpipe.report.plots import Axis, Plot
-from recpipe.report.record import replace_file
-from recpipe.report.terminal import print_place
 
 _COLUMNS = ("recipe", "predicted\nspeed", "samples/s", "memory", "step\nms", "bound by")
+_WORDS = ("recipe", "bound by")
+"""Those of them that are no numbers."""
 _SHOWN_ROWS = 5
 """How many of a budget's fastest recipes the terminal shows, beside the plain one and those of ``ALWAYS``;
 the page has all."""
@@ -36,14 +36,14 @@ def show_advice(told: Mapping[str, Any], page: Path) -> None:
         for budget in told["budgets"]:
             out.print()
             out.print(budget_title(budget), markup=False, highlight=False, style="bold")
-            out.print(_table(budget))
+            out.print(terminal.drawn(_table(budget, _shown(budget)), "close"))
             for line in closing(budget):
                 out.print(line, markup=False, highlight=False, soft_wrap=line.startswith("  "))
         for line in told["unsure"]:
             out.print(f"Not sure: {line}", markup=False, highlight=False)
 
     show(draw)
-    print_place(page)
+    terminal.print_place(page)
 
 
 def opening(told: Mapping[str, Any]) -> list[str]:
@@ -96,15 +96,16 @@ def budget_title(budget: Mapping[str, Any]) -> str:
     return f"With {figures.size(budget['bytes'])} for rows ({share:.3g}% of all)"
 
 
-def _table(budget: Mapping[str, Any]) -> Table:
-    table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 1, 0, 0))
-    for index, name in enumerate(_COLUMNS):
-        right = 0 < index < len(_COLUMNS) - 1
-        table.add_column(name, justify="right" if right else "left", no_wrap=right, overflow="fold")
-    for row in _shown(budget):
-        style = "bold" if row["name"] == budget["recommended"] else None
-        table.add_row(*cells(row, budget), style=style)
-    return table
+def _table(budget: Mapping[str, Any], rows: Sequence[Mapping[str, Any]], because: bool = False) -> Table:
+    """Recipes with their predictions, the recommended one bold; ``because``: also why each is as it is."""
+    heads = [Head(name.replace("\n", " "), name not in _WORDS, narrow=name) for name in _COLUMNS]
+    shown: list[list[Cell | str]] = []
+    for row in rows:
+        shown.append([Cell(text, bold=row["name"] == budget["recommended"]) for text in cells(row, budget)])
+        if because:
+            altered = f" It alters: {'; '.join(row['alters'])}." if row["alters"] else ""
+            shown[-1].append(f"{row['because']}{altered}")
+    return Table([*heads, Head("why", number=False)] if because else heads, shown, wide=True)
 
 
 def _shown(budget: Mapping[str, Any]) -> list[Mapping[str, Any]]:
@@ -186,23 +187,21 @@ def _range(values: Sequence[float]) -> str:
 
 def write(told: Mapping[str, Any], directory: Path) -> Path:
     """Write ``directory/advise.html`` and return its path."""
-    page = html.template("advise.html.j2").render(
-        told=told,
-        opening=opening(told),
-        columns=[name.replace("\n", " ") for name in _COLUMNS],
-        budgets=[
-            {
-                "title": budget_title(budget),
-                "rows": [(row, cells(row, budget)) for row in budget["rows"]],
-                "recommended": budget["recommended"],
-                "lines": closing(budget),
-                "plots": list(_budget_plots(budget)),
-            }
-            for budget in told["budgets"]
-        ],
-        plots=list(missed.drawn(told["ids"])),
-    )
-    return replace_file(directory / "advise.html", page)
+    sections = [
+        Section("", [*opening(told), *(Line(f"Not sure: {line}", "warn") for line in told["unsure"])])
+    ]
+    for budget in told["budgets"]:
+        lines = [
+            Markup("<code>{}</code>").format(line.strip()) if line.startswith("  ") else line
+            for line in closing(budget)
+        ]
+        table = _table(budget, budget["rows"], because=True)
+        parts: list[Part] = [table, *lines, list(_budget_plots(budget))]
+        sections.append(Section(budget_title(budget), parts))
+    sections.append(Section("The ids", [list(missed.drawn(told["ids"]))]))
+    lead = "Predicted from the data's ids, the model's operators and measurements of the machine."
+    page = Page("recpipe: advice", "recpipe: what would pay", lead, sections)
+    return html.write(page, directory / "advise.html")
 
 
 def _budget_plots(budget: Mapping[str, Any]) -> Iterator[Plot]:

@@ -6,15 +6,12 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from rich import box
 from rich.console import Console
-from rich.table import Table
 
 from recpipe.common.console import show
-from recpipe.report import figures, html, plots
+from recpipe.report import figures, html, plots, terminal
+from recpipe.report.page import Head, Line, Page, Section, Table
 from recpipe.report.plots import Axis, Plot
-from recpipe.report.record import replace_file
-from recpipe.report.terminal import print_place
 
 COLUMNS = ("GPUs", "batch", "samples/s", "per GPU", "step", "bound by", "memory", "time")
 TABLES = 8
@@ -25,27 +22,32 @@ _MANY = 40
 
 def show_table(told: Mapping[str, Any], page: Path) -> None:
     """Print the table, that of the largest tables, what it comes to, and where the page is."""
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    for column in COLUMNS:
-        words = column == "bound by"
-        table.add_column(column, justify="left" if words else "right", no_wrap=not words)
-    for cells in rows(told):
-        table.add_row(*cells)
-    below = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    for column in ("table", "rows", "placed", "bytes", "messages", "traffic", "time"):
-        words = column in ("table", "placed")
-        below.add_column(column, justify="left" if words else "right", no_wrap=not words, overflow="fold")
-    for cells in table_rows(told, TABLES):
-        below.add_row(*cells)
 
     def draw(out: Console) -> None:
-        out.print(table)
-        out.print(below)
-        for line in sentences(told):
-            out.print(line, markup=False, highlight=False)
+        out.print(terminal.drawn(_predictions(told)))
+        out.print(terminal.drawn(_tables(told, TABLES)))
+        terminal.print_lines(out, sentences(told), folds=True)
 
     show(draw)
-    print_place(page)
+    terminal.print_place(page)
+
+
+def _predictions(told: Mapping[str, Any]) -> Table:
+    heads = [Head(name, number=name != "bound by") for name in COLUMNS]
+    return Table(heads, list(rows(told)), wide=True)
+
+
+def _tables(told: Mapping[str, Any], most: int) -> Table:
+    heads = [
+        Head("table", number=False),
+        Head("rows"),
+        Head("placed", number=False),
+        Head("bytes"),
+        Head("messages a step", narrow="messages"),
+        Head("memory traffic", narrow="traffic"),
+        Head("time of a part", narrow="time"),
+    ]
+    return Table(heads, list(table_rows(told, most)), wide=True)
 
 
 def rows(told: Mapping[str, Any]) -> Iterator[list[str]]:
@@ -128,15 +130,18 @@ def sentences(told: Mapping[str, Any]) -> list[str]:
 
 def write(told: Mapping[str, Any], directory: Path) -> Path:
     """Write ``directory/scale.html`` and return its path."""
-    page = html.template("scale.html.j2").render(
-        told=told,
-        columns=COLUMNS,
-        rows=list(rows(told)),
-        tables=list(table_rows(told, _MANY)),
-        sentences=sentences(told),
-        plots=list(_plots(told)),
-    )
-    return replace_file(directory / "scale.html", page)
+    note = "All parts together; those whose rows take longest. scale.json has all of them."
+    sources = [Head("constant", number=False), Head("source", number=False)]
+    sections = [
+        Section("", [_predictions(told), *sentences(told), list(_plots(told))]),
+        Section(
+            f"Tables on {told['predictions'][-1]['gpus']} GPUs", [_tables(told, _MANY), Line(note, "soft")]
+        ),
+        Section("Sources", [Table(sources, list(told["machine"]["sources"].items()))]),
+    ]
+    lead = f"{told['model']['title']} on {told['machine']['title']}. Predicted; nothing was trained."
+    heading = "recpipe: training on machines that are not here"
+    return html.write(Page("recpipe: scale on paper", heading, lead, sections), directory / "scale.html")
 
 
 def _plots(told: Mapping[str, Any]) -> Iterator[Plot]:
