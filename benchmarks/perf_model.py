@@ -41,9 +41,7 @@ from recpipe_perf_model.show import held_out  # noqa: E402
 from recpipe_perf_model.step.amounts import Amounts  # noqa: E402
 from recpipe_perf_model.step.factors import step_amounts  # noqa: E402
 from recpipe_perf_model.step.predict import predict_resident  # noqa: E402
-from recpipe_perf_model.step.reading import reading  # noqa: E402
-from recpipe_perf_model.step.step import Step  # noqa: E402
-from recpipe_perf_model.step.step_text import parse_step, step_text  # noqa: E402
+from recpipe_perf_model.step.step import Step, parse_step, reading, step_text  # noqa: E402
 from torch import nn  # noqa: E402
 from torchrec.models.dlrm import DLRM, DLRM_DCN  # noqa: E402
 from torchrec.modules.embedding_configs import EmbeddingBagConfig  # noqa: E402

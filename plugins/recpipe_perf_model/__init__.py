@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from recpipe_perf_model.facts.replay import Kept as KeptLookups
     from recpipe_perf_model.facts.replay import joined as joined_lookups
     from recpipe_perf_model.kernels.linear import fitted, nnls
-    from recpipe_perf_model.kernels.lookup_work import LookupWork
+    from recpipe_perf_model.kernels.moves import LookupWork
     from recpipe_perf_model.machine import Host, SharedProfile
     from recpipe_perf_model.statement import Moved, Phase, Statement, Work
     from recpipe_perf_model.tiers.ranks import busiest_part, share_of_distinct
@@ -42,7 +42,7 @@ _HOME = {
     "joined_lookups": "facts.replay:joined",
     "fitted": "kernels.linear:fitted",
     "nnls": "kernels.linear:nnls",
-    "LookupWork": "kernels.lookup_work:LookupWork",
+    "LookupWork": "kernels.moves:LookupWork",
     "Host": "machine:Host",
     "SharedProfile": "machine:SharedProfile",
     "Moved": "statement:Moved",

@@ -20,11 +20,11 @@ from recpipe.profiling.step_model import Recheck
 from recpipe.profiling.trace import OVERHEAD
 from recpipe.setup.training import Training
 from recpipe_perf_model.advise.candidates import Candidate
-from recpipe_perf_model.advise.facts import facts_of
 from recpipe_perf_model.advise.judged import Machine, by_beginning, judge, told_timeline
 from recpipe_perf_model.advise.machine import NEEDED
 from recpipe_perf_model.advise.model import Paper
 from recpipe_perf_model.calibrate import contradicts, recheck
+from recpipe_perf_model.facts.collect import facts_of
 from recpipe_perf_model.machine import Host, own_profile, profile_path
 from recpipe_perf_model.step.resident import MAIN
 from recpipe_perf_model.step.walk import SHOWN

@@ -29,11 +29,11 @@ from recpipe_perf_model.advise import page as advised
 from recpipe_perf_model.advise.budget import Adviser
 from recpipe_perf_model.advise.candidates import carried
 from recpipe_perf_model.advise.config import AdviseConfig, AdviseTask
-from recpipe_perf_model.advise.facts import facts_of
 from recpipe_perf_model.advise.judged import Judged
 from recpipe_perf_model.advise.machine import machine_profile, words
 from recpipe_perf_model.advise.verify import verified
 from recpipe_perf_model.calibrate import CONTRADICTS, contradicts, recheck
+from recpipe_perf_model.facts.collect import facts_of
 from recpipe_perf_model.facts.facts import Facts
 from recpipe_perf_model.machine import profile_path
 from recpipe_perf_model.step.capture import CannotTrace

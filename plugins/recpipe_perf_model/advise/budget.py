@@ -22,6 +22,7 @@ from recpipe_perf_model.advise.judged import (
     Judged,
     Machine,
     all_bounds,
+    another_rank,
     bound,
     bounds,
     judge,
@@ -30,7 +31,6 @@ from recpipe_perf_model.advise.judged import (
 )
 from recpipe_perf_model.advise.machine import DISK, faster
 from recpipe_perf_model.advise.model import Paper
-from recpipe_perf_model.advise.ranks import another_rank
 from recpipe_perf_model.facts.facts import Facts
 from recpipe_perf_model.machine import MachineProfile
 

@@ -23,8 +23,7 @@ from recpipe.tables.stand_in import FewRows, with_few_rows
 from recpipe.training.optim import dense_optimizer
 from recpipe_perf_model.kernels.models import Estimate
 from recpipe_perf_model.step.capture import CannotTrace, Captured, captured
-from recpipe_perf_model.step.reading import reading
-from recpipe_perf_model.step.step import Step
+from recpipe_perf_model.step.step import Step, reading
 
 
 @dataclass(eq=False)

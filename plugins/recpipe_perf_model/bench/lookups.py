@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -23,7 +23,6 @@ from recpipe.common.device import one_thread
 from recpipe.plugin.bags import RowIds
 from recpipe.plugin.tables import OPTIMIZERS
 from recpipe.profiling.limits import Sample
-from recpipe_perf_model.bench.passes import least
 
 TABLES = ((4, 100), (1, 5_000), (4, 5_000), (16, 20_000), (4, 100_000), (4, 300_000), (1, 1_000_000))
 """Numbers of equal tables in one TBE, and their rows: from sizes that fit any cache to sizes that mostly miss
@@ -180,3 +179,17 @@ def _timed(
     forward, backward = np.median(times[2:], axis=0)
     distinct = len(np.unique(pool[: bags * lookups]))
     return Timed(tables, rows, dim, bags, bags * lookups, distinct, forward, backward)
+
+
+PASSES = 3
+
+
+def least(once: Callable[[bool], Iterator[Sample]], quick: bool) -> Iterator[Sample]:
+    """The least time of each sample of ``once``, which gives the same ones in each pass; in the quick form
+    there is one pass."""
+    passes = [once(quick) for _ in range(1 if quick else PASSES)]
+    first = list(passes[0])
+    others = [list(each) for each in passes[1:]]
+    for number, sample in enumerate(first):
+        times = [sample.seconds, *(each[number].seconds for each in others)]
+        yield replace(sample, seconds=min(times))

@@ -33,9 +33,8 @@ from recpipe.tables.groups import collections_of, group_tables
 from recpipe.tables.inputs import Inputs
 from recpipe.tables.resident import ResidentCollection
 from recpipe_perf_model.bench.timing import Clock, clock
-from recpipe_perf_model.kernels.operators import Operator
-from recpipe_perf_model.kernels.optimizers import optimizer_sizes
-from recpipe_perf_model.step.python import python_calls
+from recpipe_perf_model.kernels.operators import Operator, optimizer_sizes
+from recpipe_perf_model.step.capture import calls_by_name
 
 CHAIN = 64
 """Operators, modules or functions in a row."""
@@ -127,7 +126,7 @@ def _python() -> Iterator[Sample]:
     modules = nn.Sequential(*(nn.Sequential(nn.Identity()) for _ in range(CHAIN)))
     run = partial(modules, x)
     (seconds,) = _times([run])
-    yield Sample("call", {}, seconds / max(1, python_calls(run)))
+    yield Sample("call", {}, seconds / max(1, calls_by_name(run).total()))
 
 
 @dataclass

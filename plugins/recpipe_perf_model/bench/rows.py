@@ -14,8 +14,7 @@ from recpipe.plugin.bags import IndexBags, RowIds
 from recpipe.plugin.tables import TableOptimizer
 from recpipe.profiling.limits import Sample
 from recpipe.tables.rowtable import RowBags, updated
-from recpipe_perf_model.bench.lookups import POOL, zipf
-from recpipe_perf_model.bench.passes import least
+from recpipe_perf_model.bench.lookups import POOL, least, zipf
 
 SHAPES = ((26, 64, 1), (26, 512, 1), (8, 2048, 1), (26, 1024, 1), (4, 512, 20))
 """Features, samples, and ids of a bag."""

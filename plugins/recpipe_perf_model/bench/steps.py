@@ -46,9 +46,7 @@ from recpipe.tables.inputs import Inputs
 from recpipe.tables.resident import ResidentCollection
 from recpipe.tables.workers import TableWorkers
 from recpipe_perf_model.step.capture import Captured, captured
-from recpipe_perf_model.step.reading import reading
-from recpipe_perf_model.step.step import Step
-from recpipe_perf_model.step.step_text import step_text
+from recpipe_perf_model.step.step import Step, reading, step_text
 
 DENSE = 9
 WARM = 4

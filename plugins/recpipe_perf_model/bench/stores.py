@@ -21,7 +21,7 @@ from recpipe.tables.stores.blocks import BLOCK_BYTES, BlockMap
 from recpipe.tables.stores.codecs import Bf16Rows, Fp16Rows, Int8Rows
 from recpipe.tables.stores.host import HostStore
 from recpipe.tables.stores.ssd import SsdStore
-from recpipe_perf_model.bench.passes import least
+from recpipe_perf_model.bench.lookups import least
 
 WIDTHS = (17, 65)
 """Values of a record: dimensions 16 and 64 under row-wise Adagrad."""

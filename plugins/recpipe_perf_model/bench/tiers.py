@@ -22,8 +22,7 @@ from recpipe.profiling.limits import Sample
 from recpipe.tables.tiers.engine import TieredRows
 from recpipe.tables.tiers.policies import POLICIES
 from recpipe.tables.tiers.tiered import TieredEmbeddingBagCollection
-from recpipe_perf_model.bench.lookups import zipf
-from recpipe_perf_model.bench.passes import least
+from recpipe_perf_model.bench.lookups import least, zipf
 
 ROWS = (60_000, 2_000_000)
 LOOKUPS = (2_000, 12_000, 50_000)

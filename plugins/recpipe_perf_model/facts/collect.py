@@ -11,6 +11,8 @@ import numpy as np
 from recpipe.access.curve import Curve
 from recpipe.access.followed import Followed
 from recpipe.access.misses import SHARES
+from recpipe.config.recipe import Recipe
+from recpipe.data.dataset import Dataset
 from recpipe.data.parts import leaves, tensors_in
 from recpipe.errors import UserError
 from recpipe.plugin.bags import IndexBags, RowIds
@@ -150,3 +152,29 @@ class _Counting:
             samples.append(before + bag % max(1, bags.batch_size))
             before += bags.batch_size
         return Stretch(len(self._kept), np.concatenate(samples), rows, ranks)
+
+
+def facts_of(
+    cfg: Recipe,
+    dataset: Dataset,
+    inputs: Inputs,
+    batches: int,
+    steps: int,
+    progress: Callable[[int], None] = lambda done: None,
+    followed: Sequence[Followed] | None = None,
+) -> Facts:
+    """Those of a run of so many ``steps`` with the recipe's store and pipeline, from the first ``batches`` of
+    the training data, which are read once; ``progress`` and ``followed``: as in ``collect``."""
+    size = cfg.data.batch_size
+    found = collect(
+        inputs,
+        lambda: dataset.batches("train", size),
+        size,
+        batches,
+        dataset.size("train"),
+        steps,
+        cfg.seed,
+        progress,
+        followed,
+    )
+    return found.at(store=cfg.tiers.store, prefetch=cfg.tiers.prefetch, emulation=cfg.tiers.emulate)

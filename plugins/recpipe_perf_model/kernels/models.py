@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from recpipe.errors import UserError
 from recpipe.profiling.limits import Sample
 from recpipe_perf_model.kernels.features import form
-from recpipe_perf_model.kernels.gaussian import Process
+from recpipe_perf_model.kernels.gaussian import GaussianProcess
 from recpipe_perf_model.kernels.linear import At, Features, Vector, fitted
 from recpipe_perf_model.kernels.operators import FREE, GEMMS
 from recpipe_perf_model.machine import MachineProfile
@@ -68,12 +68,12 @@ class KernelModel:
         self._least = float(seconds.min()) / 2
         left = np.log(seconds / np.maximum(amounts @ self._coefficients, self._least))
         self._mean = float(np.mean(left))
-        self._process: Process | None = None
+        self._process: GaussianProcess | None = None
         errors = left - self._mean
         if len(samples) >= FEWEST and np.ptp(left) > 0:
             self._process, kept = _fitted_process(np.array([place(sample.at) for sample in samples]), errors)
             groups = shapes(samples)[kept]
-            parameters = int(np.count_nonzero(self._coefficients)) + self._process.parameters
+            parameters = int(np.count_nonzero(self._coefficients))
             errors = self._process.left_out(groups % FOLDS) * _widened(len(np.unique(groups)), parameters)
         self._low, self._high = _four_fifths(errors)
 
@@ -86,14 +86,14 @@ class KernelModel:
         return Estimate(seconds, low, high)
 
 
-def _fitted_process(places: Vector, values: Vector) -> tuple[Process, NDArray[np.bool_]]:
+def _fitted_process(places: Vector, values: Vector) -> tuple[GaussianProcess, NDArray[np.bool_]]:
     """A process, and which samples it was fitted to: not to those that took far longer than others say, since
     something disturbed all of their passes."""
-    process = Process(places, values)
+    process = GaussianProcess(places, values)
     kept = process.left_out(np.arange(len(values))) < DISTURBED
     if kept.all() or np.count_nonzero(kept) < FEWEST:
         return process, np.ones(len(values), dtype=np.bool_)
-    return Process(places[kept], values[kept]), kept
+    return GaussianProcess(places[kept], values[kept]), kept
 
 
 def _widened(shapes: int, parameters: int) -> float:

@@ -18,7 +18,7 @@ from recpipe_perf_model.scale.own import own_model
 from recpipe_perf_model.scale.predict import Prediction, Setting
 
 CHECKED = (
-    "Checked against 30 published rates and 3 recalled ones (docs/guide/scale.md): off by a factor of 1.3 on "
+    "Checked against 30 published rates and 3 recalled ones (docs/guide/scale.md): off by a factor of 1.2 on "
     "average for MLPerf's submissions, which run CUDA graphs, and of 2.2 for eager frameworks, whose loaders "
     "and Python are not counted; most are too fast on paper. Not checked: rows in host memory and on disks, "
     "more than 128 GPUs."

@@ -12,10 +12,9 @@ import numpy as np
 
 from recpipe.profiling.limits import Limits
 from recpipe_perf_model.kernels.linear import At, Linear, Vector
-from recpipe_perf_model.kernels.lookup_work import LookupWork, lookup_features
 from recpipe_perf_model.kernels.models import NO_TIME, Estimate, KernelModels
-from recpipe_perf_model.kernels.operators import Operator
-from recpipe_perf_model.kernels.optimizers import optimizer_sizes
+from recpipe_perf_model.kernels.moves import LookupWork, lookup_features
+from recpipe_perf_model.kernels.operators import Operator, optimizer_sizes
 from recpipe_perf_model.machine import MachineProfile
 from recpipe_perf_model.step.capture import Captured, GroupLookups, Part
 

@@ -6,7 +6,9 @@ model as the back end has converted it. Nothing is trained, and the model does n
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import sys
+from collections import Counter
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
@@ -26,7 +28,6 @@ from recpipe.plugin.bags import IndexBags
 from recpipe.profiling.handed import HandedRows
 from recpipe.tables.front import Front, handing_out
 from recpipe_perf_model.kernels.operators import Operator, Watch
-from recpipe_perf_model.step.python import calls_by_name
 
 
 class CannotTrace(UserError):
@@ -298,3 +299,23 @@ class _Rows(HandedRows):
         if self._watch is not None:
             self._watch.paused = paused
             self._watch.stage = max(self._watch.stage, 1)
+
+
+def calls_by_name(run: Callable[[], object]) -> Counter[str]:
+    """Calls of Python functions in this thread while ``run`` runs, by name; a method whose first argument is
+    ``ctx`` is ``NAME(ctx)``."""
+    found: Counter[str] = Counter()
+
+    def note(frame: Any, event: str, argument: object) -> None:
+        if event == "call":
+            code = frame.f_code
+            on_ctx = code.co_argcount > 0 and code.co_varnames[0] == "ctx"
+            found[f"{code.co_name}(ctx)" if on_ctx else code.co_name] += 1
+
+    before = sys.getprofile()
+    sys.setprofile(note)
+    try:
+        run()
+    finally:
+        sys.setprofile(before)
+    return found

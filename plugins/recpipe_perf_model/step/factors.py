@@ -19,8 +19,7 @@ from recpipe_perf_model.kernels.linear import Vector
 from recpipe_perf_model.machine import MachineProfile
 from recpipe_perf_model.step.amounts import Amounts, Factors
 from recpipe_perf_model.step.resident import resident_tasks
-from recpipe_perf_model.step.step import Step
-from recpipe_perf_model.step.step_text import parse_step
+from recpipe_perf_model.step.step import Step, parse_step
 from recpipe_perf_model.step.walk import walk
 
 FAMILY = "steps"

@@ -14,7 +14,7 @@ from dataclasses import replace
 from recpipe.backend.sharing import MARGIN
 from recpipe.tables.workers import WORTH
 from recpipe_perf_model.kernels.models import NO_TIME, Estimate
-from recpipe_perf_model.kernels.optimizers import optimizer_sizes
+from recpipe_perf_model.kernels.operators import optimizer_sizes
 from recpipe_perf_model.step.amounts import Amounts, added, keeping, together
 from recpipe_perf_model.step.step import Step
 from recpipe_perf_model.step.walk import Task, walk

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 from recpipe_perf_model.bench.overheads import OPTIMIZERS
-from recpipe_perf_model.kernels.operators import GEMMS
-from recpipe_perf_model.kernels.optimizers import optimizer_sizes
+from recpipe_perf_model.kernels.operators import GEMMS, optimizer_sizes
 from recpipe_perf_model.machine import Host, MachineProfile
 
 from recpipe.profiling.limits import Sample

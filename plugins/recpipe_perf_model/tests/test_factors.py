@@ -14,8 +14,7 @@ from recpipe_perf_model.step.amounts import Amounts, Factors
 from recpipe_perf_model.step.capture import Part, captured
 from recpipe_perf_model.step.factors import FAMILY, fitted_factors, step_amounts, told
 from recpipe_perf_model.step.predict import predict_resident
-from recpipe_perf_model.step.step import Step
-from recpipe_perf_model.step.step_text import parse_step, step_text
+from recpipe_perf_model.step.step import Step, parse_step, step_text
 from recpipe_perf_model.tests.synthetic import profile
 from recpipe_perf_model.tests.test_capture import BATCH, SAMPLES, dlrm
 

@@ -1,10 +1,10 @@
-"""Gaussian processes: smooth functions come back, noise is told from them, twins are left out together."""
+"""A Gaussian process: smooth functions come back, noise is smoothed, twins are left out together."""
 
 from __future__ import annotations
 
 import numpy as np
 import pytest
-from recpipe_perf_model.kernels.gaussian import Process, _badness
+from recpipe_perf_model.kernels.gaussian import NOISE, GaussianProcess
 
 
 def places(count: int, seed: int = 0) -> np.ndarray:
@@ -17,33 +17,21 @@ def wave(at: np.ndarray) -> np.ndarray:
 
 def test_a_smooth_function_comes_back_and_far_away_nothing_is_known() -> None:
     known, asked = places(80), places(40, 1)
-    process = Process(known, wave(known))
+    process = GaussianProcess(known, wave(known))
     errors = [process.at(place)[0] - float(wave(place[None])[0]) for place in asked]
-    assert np.sqrt(np.mean(np.square(errors))) < 0.02
+    assert np.sqrt(np.mean(np.square(errors))) < 0.4 * NOISE
     value, deviation = process.at(np.array([1000.0, 1000.0]))
     assert value == pytest.approx(0.0, abs=1e-6)
     assert deviation > 3 * process.at(known[0])[1]
 
 
-def test_noise_is_told_from_the_function() -> None:
-    known = places(60)
-    noise = np.random.default_rng(2).standard_normal(len(known))
-    quiet, loud = (Process(known, wave(known) + size * noise) for size in (0.01, 0.2))
-    assert quiet.at(known[0])[1] < 0.1
-    assert loud.at(known[0])[1] == pytest.approx(0.2, rel=0.4)
-    assert np.std(loud.left_out(np.arange(len(known)))) == pytest.approx(1.0, rel=0.3)
-
-
-def test_slopes_are_those_of_the_likelihood() -> None:
-    known = places(20)
-    values = wave(known) + 0.05 * np.random.default_rng(3).standard_normal(20)
-    squares = ((known[:, None] - known[None]) ** 2).reshape(-1, 2)
-    at = np.log([1.5, 3.0, 0.4, 0.1])
-    _, slopes = _badness(at, squares, values)
-    for number, slope in enumerate(slopes):
-        step = 1e-5 * (np.arange(4) == number)
-        above, below = (_badness(at + sign * step, squares, values)[0] for sign in (1, -1))
-        assert slope == pytest.approx((above - below) / 2e-5, rel=1e-4)
+def test_noise_is_smoothed() -> None:
+    known = places(300)
+    noise = NOISE * np.random.default_rng(2).standard_normal(len(known))
+    process = GaussianProcess(known, wave(known) + noise)
+    errors = [process.at(place)[0] - float(wave(place[None])[0]) for place in places(40, 1)]
+    assert np.sqrt(np.mean(np.square(errors))) < 0.6 * NOISE
+    assert np.std(process.left_out(np.arange(len(known)))) == pytest.approx(1.0, rel=0.3)
 
 
 def test_leaving_out_is_what_a_process_without_the_group_predicts() -> None:
@@ -52,10 +40,8 @@ def test_leaving_out_is_what_a_process_without_the_group_predicts() -> None:
     values = wave(known) + 0.05 * np.random.default_rng(4).standard_normal(30)
     groups = np.arange(30)
     groups[1] = 0
-    process = Process(known, values)
-    others = Process.__new__(Process)
-    others.__dict__.update(process.__dict__)
-    others._keep(known[2:], values[2:])
+    process = GaussianProcess(known, values)
+    others = GaussianProcess(known[2:], values[2:])
     expected = [(values[i] - others.at(known[i])[0]) / others.at(known[i])[1] for i in (0, 1)]
     assert process.left_out(groups)[:2] == pytest.approx(expected, rel=1e-6)
     alone = process.left_out(np.arange(30))[:2]

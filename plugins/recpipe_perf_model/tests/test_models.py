@@ -9,7 +9,7 @@ from itertools import pairwise
 import numpy as np
 import pytest
 from recpipe_perf_model.kernels.models import Errors, Estimate, KernelModels
-from recpipe_perf_model.kernels.optimizers import optimizer_sizes
+from recpipe_perf_model.kernels.operators import optimizer_sizes
 from recpipe_perf_model.step.amounts import Amounts, Total
 from recpipe_perf_model.tests.synthetic import BYTES, CALL, FLOPS, OVERHEADS, passed, product, profile
 

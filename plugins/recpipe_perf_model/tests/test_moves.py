@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from recpipe_perf_model.bench import lookups, rows, stores, tiers
-from recpipe_perf_model.bench.passes import PASSES, least
+from recpipe_perf_model.bench.lookups import PASSES, least
 from recpipe_perf_model.kernels.moves import FEATURES, MoveTimes, fit
 from recpipe_perf_model.machine import Host, MachineProfile
 from recpipe_perf_model.tests.test_tiered import group
