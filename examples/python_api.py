@@ -9,7 +9,8 @@ import torch
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 import recpipe
-from recpipe.kit import Batch, GivenBatches, Schema, SparseFeature
+from recpipe.kit import GivenBatches, Schema, SparseFeature
+from recpipe.plugin import Batch
 
 SMALL = ["data.samples=20000", "data.table_scale=0.02", "data.batch_size=512", "trainer.eval_every=1.0"]
 

@@ -1,9 +1,11 @@
-"""Building blocks for plugins, public and versioned with ``recpipe.plugin.API``: batches, rows, stores,
+"""Building blocks for plugins, public and versioned with ``recpipe.plugin.API``: data, policies, stores,
 ranks.
 
 A plugin may import from core what is here, in ``recpipe.plugin`` (the contract) and in ``recpipe.testing``.
 """
 
+import warnings
+from importlib import import_module
 from typing import Any
 
 from recpipe.access.counts import group_rows, load_profile, table_bases
@@ -11,7 +13,7 @@ from recpipe.access.popularity import top_rows
 from recpipe.backend.choices import processor
 from recpipe.common.loops import compiled
 from recpipe.common.meter import Meter
-from recpipe.common.saved import Damaged, entries, parse_json, residents, typed_as, within
+from recpipe.common.saved import Damaged, entries, parse_json, typed_as, within
 from recpipe.common.timing import milliseconds
 from recpipe.common.words import Amount, readable_bytes
 from recpipe.config.recipe import Recipe
@@ -24,13 +26,8 @@ from recpipe.data.schema import Schema
 from recpipe.data.select import join, select
 from recpipe.distributed.ranks import Channel, Ranks
 from recpipe.pipeline.placed import PlacedModel
-from recpipe.plugin.bags import Bags, IndexBags, distinct
-from recpipe.plugin.batch import Batch
-from recpipe.plugin.collection import TableCollection, TierFigures, TierParts, TierTimes
 from recpipe.plugin.offers import moved_name
-from recpipe.plugin.skipper import Mark, RowView, moved
-from recpipe.plugin.store import ColdStore, IoCounters, Records, StoreLayout
-from recpipe.plugin.tables import Region, SparseFeature, TableOptimizer, TableSet, Values
+from recpipe.plugin.tables import SparseFeature
 from recpipe.private_api import module_name
 from recpipe.profiling.limits import Sample
 from recpipe.tables.collection import RowCollection
@@ -53,12 +50,9 @@ from recpipe.tables.tiers.policies import (
 __all__ = [
     "WIRE_PRECISIONS",
     "Amount",
-    "Bags",
-    "Batch",
     "Bf16Rows",
     "Channel",
     "ChosenRows",
-    "ColdStore",
     "Damaged",
     "DataConfig",
     "Dataset",
@@ -67,40 +61,25 @@ __all__ = [
     "HeldRows",
     "HoldersStore",
     "HotSet",
-    "IndexBags",
     "Int8Rows",
-    "IoCounters",
     "Lfu",
     "Lru",
-    "Mark",
     "Meter",
     "NumberedDataset",
     "PlacedModel",
     "Prediction",
     "Ranks",
     "Recipe",
-    "Records",
-    "Region",
     "RowBags",
     "RowCollection",
-    "RowView",
     "Sample",
     "SamplesConfig",
     "Schema",
     "SparseFeature",
     "SsdStore",
-    "StoreLayout",
-    "TableCollection",
-    "TableOptimizer",
-    "TableSet",
-    "TierFigures",
-    "TierParts",
-    "TierTimes",
-    "Values",
     "add_lookups",
     "batch_size",
     "compiled",
-    "distinct",
     "distinct_slots",
     "entries",
     "group_rows",
@@ -109,14 +88,12 @@ __all__ = [
     "load_profile",
     "milliseconds",
     "module_name",
-    "moved",
     "on_device",
     "open_dataset",
     "parse_json",
     "policy_bytes",
     "processor",
     "readable_bytes",
-    "residents",
     "row_bags",
     "select",
     "table_bases",
@@ -128,9 +105,20 @@ __all__ = [
     "within",
 ]
 
+_TO_THE_CONTRACT = (
+    *("Bags", "Batch", "ColdStore", "IndexBags", "IoCounters", "Mark", "Records", "Region", "RowView"),
+    *("StoreLayout", "TableCollection", "TableOptimizer", "TableSet", "TierFigures", "TierParts"),
+    *("TierTimes", "Values", "distinct", "moved"),
+)
+MOVED = {**dict.fromkeys(_TO_THE_CONTRACT, "recpipe.plugin"), "residents": "recpipe.common.saved"}
+"""Names that left this module for one of core's own; packages written for API 2 import on."""
+
 
 def __getattr__(name: str) -> Any:
-    """A name that left this module for the package that it belongs to."""
+    """A name that left this module, for the contract or for the package that it belongs to."""
+    if name in MOVED:
+        warnings.warn(f"recpipe.kit.{name} is {MOVED[name]}.{name} now", DeprecationWarning, stacklevel=2)
+        return getattr(import_module(MOVED[name]), name)
     if name.startswith("_"):
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return moved_name(__name__, name)

@@ -234,7 +234,7 @@ def test_what_cannot_be_trained_is_refused_in_a_line(made, tmp_path) -> None:
         with pytest.raises(UserError, match=message) as caught:
             recpipe.train(model, data, *words, **case, quiet=True)
         assert "\n" not in str(caught.value)
-    with pytest.raises(UserError, match="a batch is a Tensor, and a schema describes recpipe.kit.Batch"):
+    with pytest.raises(UserError, match="a batch is a Tensor, and a schema describes recpipe.plugin.Batch"):
         GivenBatches([torch.zeros(3)], schema=made.schema)
 
 

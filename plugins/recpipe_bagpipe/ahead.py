@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Generic, TypeVar
 
-from recpipe.kit import Batch
+from recpipe.plugin import Batch
 from recpipe_bagpipe.oracle import OraclePlan, Rows
 from recpipe_bagpipe.reading import ReadAhead
 from recpipe_bagpipe.waiting import Waiting

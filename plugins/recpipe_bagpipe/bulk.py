@@ -23,7 +23,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from recpipe.kit import ColdStore, IoCounters, Records
+from recpipe.plugin import ColdStore, IoCounters, Records
 from recpipe_bagpipe.writes import PIECES, Found, Rows, Writes, positions
 
 FULL = 0.75

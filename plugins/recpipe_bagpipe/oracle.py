@@ -18,8 +18,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from recpipe.kit import distinct
-from recpipe.plugin import UserError
+from recpipe.plugin import UserError, distinct
 
 Rows = NDArray[np.int64]
 Mask = NDArray[np.uint64]

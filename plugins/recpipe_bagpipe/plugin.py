@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from recpipe.kit import Batch, ColdStore, TableCollection, TierParts
 from recpipe.plugin import (
+    Batch,
     Cache,
     CachePolicy,
+    ColdStore,
     Context,
     Contribution,
     Figure,
@@ -19,6 +20,8 @@ from recpipe.plugin import (
     PluginError,
     RowSpace,
     RunFigures,
+    TableCollection,
+    TierParts,
 )
 from recpipe_bagpipe.bulk import BulkStore
 from recpipe_bagpipe.pace import Pace

@@ -8,8 +8,8 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from recpipe.kit import Batch, distinct, distinct_slots, within
-from recpipe.plugin import NOTHING, CachePolicy, Placement, RowIds, RowSpace, Slots
+from recpipe.kit import distinct_slots, within
+from recpipe.plugin import NOTHING, Batch, CachePolicy, Placement, RowIds, RowSpace, Slots, distinct
 from recpipe_bagpipe.pace import Pace
 from recpipe_bagpipe.uses import (
     DUE,

@@ -7,7 +7,7 @@ from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Iterator
 
-from recpipe.kit import Batch
+from recpipe.plugin import Batch
 from recpipe_bagpipe.waiting import Waiting
 
 

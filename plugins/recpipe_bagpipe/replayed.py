@@ -7,8 +7,7 @@ from typing import Any
 
 from recpipe_perf_model import KeptLookups
 
-from recpipe.kit import IndexBags, distinct
-from recpipe.plugin import CachePolicy, Placement, RowIds, RowSpace, Slots
+from recpipe.plugin import CachePolicy, IndexBags, Placement, RowIds, RowSpace, Slots, distinct
 from recpipe_bagpipe.pace import Pace
 from recpipe_bagpipe.policy import Lookahead, NoBulk
 

@@ -13,20 +13,8 @@ import numpy as np
 import torch
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from recpipe.kit import (
-    Batch,
-    Channel,
-    HoldersStore,
-    Region,
-    RowBags,
-    RowCollection,
-    TierFigures,
-    TierParts,
-    TierTimes,
-    Values,
-    row_bags,
-)
-from recpipe.plugin import UserError
+from recpipe.kit import Channel, HoldersStore, RowBags, RowCollection, row_bags
+from recpipe.plugin import Batch, Region, TierFigures, TierParts, TierTimes, UserError, Values
 from recpipe_bagpipe.ahead import Ahead, Lookups, slack
 from recpipe_bagpipe.oracle import OraclePlan, plan
 from recpipe_bagpipe.replica import Replica

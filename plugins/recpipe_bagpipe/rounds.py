@@ -10,7 +10,7 @@ from typing import Protocol
 import numpy as np
 import torch
 
-from recpipe.kit import IoCounters, Records, StoreLayout, TierTimes
+from recpipe.plugin import IoCounters, Records, StoreLayout, TierTimes
 from recpipe_bagpipe.steps import Rows
 from recpipe_bagpipe.worker import Worker
 

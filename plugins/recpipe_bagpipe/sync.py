@@ -10,7 +10,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from recpipe.kit import Channel, TableOptimizer, updated
+from recpipe.kit import Channel, updated
+from recpipe.plugin import TableOptimizer
 from recpipe_bagpipe.replica import Replica
 from recpipe_bagpipe.steps import HandoverPart, Step, Sync
 from recpipe_bagpipe.worker import Worker

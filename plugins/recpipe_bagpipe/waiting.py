@@ -8,7 +8,8 @@ import numpy as np
 import torch
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from recpipe.kit import Batch, leaves, tensors_in
+from recpipe.kit import leaves, tensors_in
+from recpipe.plugin import Batch
 
 LARGEST = np.iinfo(np.int32).max
 

@@ -16,7 +16,7 @@ from itertools import islice
 import numpy as np
 from numpy.typing import NDArray
 
-from recpipe.kit import Batch
+from recpipe.plugin import Batch
 from recpipe_bagpipe.reading import ReadAhead
 from recpipe_bagpipe.uses import UNKNOWN, Small, in_group, shared
 from recpipe_bagpipe.waiting import Waiting

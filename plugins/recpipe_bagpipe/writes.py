@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from recpipe.kit import Records
+from recpipe.plugin import Records
 
 PIECES = 8
 """How many pieces of the room are written one after the other, each before reads that came meanwhile."""

@@ -10,8 +10,8 @@ from hashlib import blake2b
 import numpy as np
 from numpy.typing import NDArray
 
-from recpipe.kit import Bags, Batch, batch_size, join, select, table_bases
-from recpipe.plugin import Context, RowIds
+from recpipe.kit import batch_size, join, select, table_bases
+from recpipe.plugin import Bags, Batch, Context, RowIds
 from recpipe_fae.schedule import Sizes
 
 

@@ -9,8 +9,7 @@ from itertools import islice
 import numpy as np
 from numpy.typing import NDArray
 
-from recpipe.kit import Bags
-from recpipe.plugin import Context, RowIds
+from recpipe.plugin import Bags, Context, RowIds
 from recpipe_fae.classify import hot_samples, residents, sample_of
 
 SHARE, LEAST, MOST = 0.05, 16, 64

@@ -11,8 +11,8 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
-from recpipe.kit import Batch, HotSet, group_rows, load_profile, table_bases, top_rows
-from recpipe.plugin import Cache, CachePolicy, Context, EpochOrder, RowIds, RowSpace
+from recpipe.kit import HotSet, group_rows, load_profile, table_bases, top_rows
+from recpipe.plugin import Batch, Cache, CachePolicy, Context, EpochOrder, RowIds, RowSpace
 from recpipe_fae.classify import Classes, class_batches, classify, remaining
 from recpipe_fae.estimate import Estimate, estimate
 from recpipe_fae.hotset import HotOnUse

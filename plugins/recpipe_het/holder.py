@@ -7,7 +7,8 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from recpipe.kit import ColdStore, Records, TableOptimizer, distinct, updated
+from recpipe.kit import updated
+from recpipe.plugin import ColdStore, Records, TableOptimizer, distinct
 from recpipe_het.bounds import Bounds
 from recpipe_het.messages import ABSENT, Check, Push, Reply, Rows, Sums
 from recpipe_het.missed import Missed

@@ -7,8 +7,8 @@ from abc import ABC, abstractmethod
 import numpy as np
 import torch
 
-from recpipe.kit import TableOptimizer, updated
-from recpipe.plugin import Slots
+from recpipe.kit import updated
+from recpipe.plugin import Slots, TableOptimizer
 from recpipe_het.messages import Floats, Push, Rows, Sums
 
 

@@ -7,8 +7,19 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from recpipe.kit import HeldRows, HoldersStore, Lfu, Lru, TableCollection, TierParts
-from recpipe.plugin import Cache, CachePolicy, Context, Contribution, Invariant, Plugin, PluginError, RowSpace
+from recpipe.kit import HeldRows, HoldersStore, Lfu, Lru
+from recpipe.plugin import (
+    Cache,
+    CachePolicy,
+    Context,
+    Contribution,
+    Invariant,
+    Plugin,
+    PluginError,
+    RowSpace,
+    TableCollection,
+    TierParts,
+)
 from recpipe_het.bounds import Bounds
 from recpipe_het.figures import Settings, figures
 from recpipe_het.lines import Lines

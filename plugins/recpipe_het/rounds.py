@@ -9,7 +9,8 @@ from functools import reduce
 import numpy as np
 from numpy.typing import NDArray
 
-from recpipe.kit import ColdStore, HoldersStore, Ranks, TableSet
+from recpipe.kit import HoldersStore, Ranks
+from recpipe.plugin import ColdStore, TableSet
 from recpipe_het.bounds import Bounds
 from recpipe_het.holder import Holder
 from recpipe_het.messages import NONE, Check, Floats, Push, Reply, Rows, Sums

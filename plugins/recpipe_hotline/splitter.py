@@ -5,8 +5,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from recpipe.kit import Batch
-from recpipe.plugin import Split, Splitter
+from recpipe.plugin import Batch, Split, Splitter
 
 
 class PopularFirst(Splitter):

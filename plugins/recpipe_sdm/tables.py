@@ -17,8 +17,8 @@ import torch
 from numpy.typing import NDArray
 from recpipe_serve import ALIGNMENT, Tables
 
-from recpipe.kit import Amount, SsdStore, StoreLayout
-from recpipe.plugin import RowIds, UserError
+from recpipe.kit import Amount, SsdStore
+from recpipe.plugin import RowIds, StoreLayout, UserError
 from recpipe_sdm.admission import FULL, Admission
 from recpipe_sdm.budget import Counts, Plan, Size, planned
 from recpipe_sdm.files import Bytes, RowFile

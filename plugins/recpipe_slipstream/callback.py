@@ -11,7 +11,8 @@ import lightning as L
 import numpy as np
 from numpy.typing import NDArray
 
-from recpipe.kit import Bags, Batch, Damaged, Mark, RowView, entries, within
+from recpipe.kit import Damaged, entries, within
+from recpipe.plugin import Bags, Batch, Mark, RowView
 from recpipe_slipstream.classifier import InputClassifier, Marks, Seen, classify
 from recpipe_slipstream.method import Method, Totals
 from recpipe_slipstream.snapshot import Changes, changes, count_touches

@@ -9,8 +9,8 @@ from time import perf_counter
 import numpy as np
 from numpy.typing import NDArray
 
-from recpipe.kit import Bags, Batch, batch_size
-from recpipe.plugin import RowIds
+from recpipe.kit import batch_size
+from recpipe.plugin import Bags, Batch, RowIds
 from recpipe_slipstream.threshold import samples_of
 
 COLD, HOT, STALE = 0, 1, 2

@@ -9,8 +9,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from recpipe.kit import Batch, RowView
-from recpipe.plugin import RowIds, Skipper
+from recpipe.plugin import Batch, RowIds, RowView, Skipper
 from recpipe_slipstream.callback import StaleInputs
 from recpipe_slipstream.classifier import STALE
 

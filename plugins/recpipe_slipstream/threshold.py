@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from recpipe.kit import Bags
+from recpipe.plugin import Bags
 from recpipe_slipstream.snapshot import Changes
 
 Scores = NDArray[np.float32]

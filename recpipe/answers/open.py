@@ -51,8 +51,8 @@ def open_trained(
         checkpoint: written by one process or by any number of ranks.
         overrides: words of the command line; they may change data, tiers, trainer and seed.
         model: the model, if training was given one in Python; its dense parameters are replaced.
-        data: a data set or ready-made batches, instead of the recipe's; batches of ``recpipe.kit.Batch`` have
-            the columns that were trained on.
+        data: a data set or ready-made batches, instead of the recipe's; batches of ``recpipe.plugin.Batch``
+            have the columns that were trained on.
         kind: its format; None: what it looks like.
 
     ``UserError`` if it is damaged, of an earlier version that does not carry its recipe, or if the overrides

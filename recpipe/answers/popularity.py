@@ -58,7 +58,7 @@ def lookups_in(
     added, read = 0, 0
     for batch in _batches(trained, samples):
         if not isinstance(batch, Batch):
-            raise UserError("lookups can be counted in recpipe.kit.Batch alone: leave out popularity=")
+            raise UserError("lookups can be counted in recpipe.plugin.Batch alone: leave out popularity=")
         for feature, table in parts:
             ids = batch.sparse[feature].values()
             added += len(ids)

@@ -37,8 +37,8 @@ class GivenBatches(Dataset):
 
     Every rank reads whole batches.
 
-    ``schema``: the columns if batches are ``recpipe.kit.Batch``; recpipe's own models need it. For batches of
-    a user's own type it is None, and the tables check the ids.
+    ``schema``: the columns if batches are ``recpipe.plugin.Batch``; recpipe's own models need it. For batches
+    of a user's own type it is None, and the tables check the ids.
     """
 
     gives_parts = False
@@ -125,7 +125,7 @@ class GivenBatches(Dataset):
             return batch
         if not isinstance(batch, Batch):
             raise UserError(
-                f"a batch is a {type(batch).__name__}, and a schema describes recpipe.kit.Batch alone: "
+                f"a batch is a {type(batch).__name__}, and a schema describes recpipe.plugin.Batch alone: "
                 "make it one, or leave the schema out"
             )
         names = [feature.name for feature in self.schema.sparse]

@@ -9,27 +9,37 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from recpipe.errors import UserError
     from recpipe.plugin.api import API, Contribution, EpochOrder, Figure, Invariant, Link, Plugin
-    from recpipe.plugin.bags import RowIds, Slots
+    from recpipe.plugin.bags import Bags, IndexBags, RowIds, Slots, distinct
+    from recpipe.plugin.batch import Batch
+    from recpipe.plugin.collection import TableCollection, TierFigures, TierParts, TierTimes
     from recpipe.plugin.context import Context, GroupInfo, RunFigures, TableInfo
     from recpipe.plugin.errors import PluginError
     from recpipe.plugin.planner import Planner
     from recpipe.plugin.policy import NOTHING, Cache, CachePolicy, Placement, Residents, RowSpace
     from recpipe.plugin.quantizer import Direction, Quantizer, RecordLayout, RowCodec
-    from recpipe.plugin.skipper import Skipper
+    from recpipe.plugin.skipper import Mark, RowView, Skipper, moved
     from recpipe.plugin.splitter import Split, Splitter, micro_batch_step
+    from recpipe.plugin.store import ColdStore, IoCounters, Records, StoreLayout
+    from recpipe.plugin.tables import Region, TableOptimizer, TableSet, Values
 
 _HOME = {
     "API": "recpipe.plugin.api",
+    "Bags": "recpipe.plugin.bags",
+    "Batch": "recpipe.plugin.batch",
     "Cache": "recpipe.plugin.policy",
     "CachePolicy": "recpipe.plugin.policy",
+    "ColdStore": "recpipe.plugin.store",
     "Context": "recpipe.plugin.context",
     "Contribution": "recpipe.plugin.api",
     "Direction": "recpipe.plugin.quantizer",
     "EpochOrder": "recpipe.plugin.api",
     "Figure": "recpipe.plugin.api",
     "GroupInfo": "recpipe.plugin.context",
+    "IndexBags": "recpipe.plugin.bags",
     "Invariant": "recpipe.plugin.api",
+    "IoCounters": "recpipe.plugin.store",
     "Link": "recpipe.plugin.api",
+    "Mark": "recpipe.plugin.skipper",
     "NOTHING": "recpipe.plugin.policy",
     "Placement": "recpipe.plugin.policy",
     "Planner": "recpipe.plugin.planner",
@@ -37,52 +47,84 @@ _HOME = {
     "PluginError": "recpipe.plugin.errors",
     "Quantizer": "recpipe.plugin.quantizer",
     "RecordLayout": "recpipe.plugin.quantizer",
+    "Records": "recpipe.plugin.store",
+    "Region": "recpipe.plugin.tables",
     "Residents": "recpipe.plugin.policy",
     "RowCodec": "recpipe.plugin.quantizer",
     "RowIds": "recpipe.plugin.bags",
     "RowSpace": "recpipe.plugin.policy",
+    "RowView": "recpipe.plugin.skipper",
     "RunFigures": "recpipe.plugin.context",
     "Skipper": "recpipe.plugin.skipper",
     "Slots": "recpipe.plugin.bags",
     "Split": "recpipe.plugin.splitter",
     "Splitter": "recpipe.plugin.splitter",
+    "StoreLayout": "recpipe.plugin.store",
+    "TableCollection": "recpipe.plugin.collection",
     "TableInfo": "recpipe.plugin.context",
+    "TableOptimizer": "recpipe.plugin.tables",
+    "TableSet": "recpipe.plugin.tables",
+    "TierFigures": "recpipe.plugin.collection",
+    "TierParts": "recpipe.plugin.collection",
+    "TierTimes": "recpipe.plugin.collection",
     "UserError": "recpipe.errors",
+    "Values": "recpipe.plugin.tables",
+    "distinct": "recpipe.plugin.bags",
     "micro_batch_step": "recpipe.plugin.splitter",
+    "moved": "recpipe.plugin.skipper",
 }
 """The module that defines each name. It is imported when the name is first used: some modules need numpy."""
 
 __all__ = [
     "API",
     "NOTHING",
+    "Bags",
+    "Batch",
     "Cache",
     "CachePolicy",
+    "ColdStore",
     "Context",
     "Contribution",
     "Direction",
     "EpochOrder",
     "Figure",
     "GroupInfo",
+    "IndexBags",
     "Invariant",
+    "IoCounters",
     "Link",
+    "Mark",
     "Placement",
     "Planner",
     "Plugin",
     "PluginError",
     "Quantizer",
     "RecordLayout",
+    "Records",
+    "Region",
     "Residents",
     "RowCodec",
     "RowIds",
     "RowSpace",
+    "RowView",
     "RunFigures",
     "Skipper",
     "Slots",
     "Split",
     "Splitter",
+    "StoreLayout",
+    "TableCollection",
     "TableInfo",
+    "TableOptimizer",
+    "TableSet",
+    "TierFigures",
+    "TierParts",
+    "TierTimes",
     "UserError",
+    "Values",
+    "distinct",
     "micro_batch_step",
+    "moved",
 ]
 
 

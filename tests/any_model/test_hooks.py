@@ -12,7 +12,8 @@ from torchrec.modules.embedding_modules import EmbeddingBagCollection
 from torchrec.sparse.jagged_tensor import KeyedTensor
 
 import recpipe
-from recpipe.kit import Batch, open_dataset
+from recpipe.kit import open_dataset
+from recpipe.plugin import Batch
 
 DATA = {"name": "synthetic", "samples": 640, "batch_size": 64, "tables": {"a": 30, "b": 8}}
 WORDS = ("data.samples=640", "data.batch_size=64", "data.tables={a: 30, b: 8}", "optim=sgd")

@@ -26,7 +26,7 @@ class Old(Good):
 
 
 class New(Good):
-    api = (2, 9)
+    api = (2, 10)
 
 
 class NeedsOldTorchRec(Good):
@@ -44,7 +44,7 @@ class BadRange(Good):
         (
             Old,
             PluginVersionError,
-            "plugin API 0.9; this recpipe speaks 2.8. Upgrade: pip install -U recpipe-acme",
+            "plugin API 0.9; this recpipe speaks 2.9. Upgrade: pip install -U recpipe-acme",
         ),
         (New, PluginVersionError, "pip install -U recpipe$"),
         (

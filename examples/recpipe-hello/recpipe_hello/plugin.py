@@ -11,7 +11,7 @@ from recpipe import Context, Contribution, Figure, Link, Plugin, RunFigures, Tab
 if TYPE_CHECKING:
     import torch
 
-    from recpipe.kit import Batch
+    from recpipe.plugin import Batch
 
 
 class Hello(Plugin):

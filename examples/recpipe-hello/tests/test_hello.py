@@ -6,7 +6,7 @@ from recpipe_hello.plugin import Hello, LookupCounter
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from recpipe import RunFigures, TableInfo, UserError
-from recpipe.kit import Batch
+from recpipe.plugin import Batch
 from recpipe.testing import PluginSuite
 
 

@@ -15,7 +15,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 import recpipe
 from recpipe import UserError
-from recpipe.kit import Batch
+from recpipe.plugin import Batch
 from recpipe.testing import PluginSuite, Trained
 
 ROWS, DIM, SIZE, LR, LEAST = {"user": 300, "item": 60}, 8, 64, 0.1, 1e-2

@@ -10,7 +10,8 @@ from torchrec.modules.embedding_configs import EmbeddingBagConfig, PoolingType
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
 from torchrec.modules.mlp import MLP
 
-from recpipe.kit import Batch, Schema
+from recpipe.kit import Schema
+from recpipe.plugin import Batch
 
 
 class TwoTower(nn.Module):

@@ -9,7 +9,7 @@ from recpipe_fae.prepare import HotRule
 from recpipe_perf_model import KeptLookups
 from recpipe_perf_model.testing import sample_facts
 
-from recpipe.kit import IndexBags
+from recpipe.plugin import IndexBags
 
 SIZE, FEATURES, ROWS, BATCHES = 16, 3, 40, 12
 

@@ -16,8 +16,8 @@ from recpipe_slipstream.threshold import (
     stale_share,
 )
 
-from recpipe.kit import Bags, Mark
-from recpipe.kit import moved as moved_between
+from recpipe.plugin import Bags, Mark
+from recpipe.plugin import moved as moved_between
 
 
 def bags_of(inputs: list[list[list[int]]]) -> Bags:

@@ -2,8 +2,8 @@
 
 import numpy as np
 
-from recpipe.kit import ColdStore, Lru
-from recpipe.plugin import Cache, CachePolicy, Context, Contribution, Plugin, RowSpace
+from recpipe.kit import Lru
+from recpipe.plugin import Cache, CachePolicy, ColdStore, Context, Contribution, Plugin, RowSpace
 
 
 class P(Plugin):

@@ -4,8 +4,7 @@ import lightning as L
 import torch
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from recpipe.kit import Batch
-from recpipe.plugin import Context, Contribution, Link, Plugin
+from recpipe.plugin import Batch, Context, Contribution, Link, Plugin
 
 
 class P(Plugin):

@@ -2,8 +2,7 @@
 
 import torch
 
-from recpipe.kit import Batch
-from recpipe.plugin import Context, Contribution, EpochOrder, Invariant, Link, Plugin
+from recpipe.plugin import Batch, Context, Contribution, EpochOrder, Invariant, Link, Plugin
 
 
 class P(Plugin):
