@@ -74,7 +74,7 @@ class InFlight:
     rows: list[GroupRows] = field(default_factory=list, init=False)
     """Its rows in each group whose ids it has; empty before it is taken in and after its update."""
     moving: list[GroupRows] = field(default_factory=list, init=False)
-    """Those of them in tables whose rows move between tiers."""
+    """Its rows in tables whose rows move between tiers."""
     fronts: Mapping[Front, list[GroupRows]] = field(default_factory=dict, init=False)
     """Its rows by the front that hands them out."""
     cold_is_here: bool = field(default=False, init=False)

@@ -42,7 +42,7 @@ class CudaGraph:
         self._stream = lone_stream(device)
 
     def record(self, work: Callable[[], None]) -> None:
-        """As ``Graph.record``."""
+        """Capture what ``work`` does on the GPU, which is not done now."""
         training = current_stream()
         self._stream.wait_stream(training)
         with _no_collection(), torch.cuda.stream(self._stream):
@@ -64,7 +64,7 @@ class CudaGraph:
             raise Spoilt(str(first or fault)) from (first or fault)
 
     def replay(self) -> None:
-        """As ``Graph.replay``."""
+        """Start the captured kernels on this thread's stream."""
         self._graph.replay()
 
 

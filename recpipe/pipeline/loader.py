@@ -65,7 +65,7 @@ class TrainLoader:
         self._bound = [each for number, each in enumerate(tables) if inputs.bound(number)]
         """Those whose ids the batches have."""
         self._tiers = [each for each in self._bound if each.moves]
-        """Those of them whose rows move between tiers."""
+        """The bound tables whose rows move between tiers."""
         self.device = device
         self.ranks = ranks or Ranks()
         self.sends_ahead = sends_ahead

@@ -101,8 +101,8 @@ class Splitting:
         tables: Sequence[GroupTables],
         trainers: Channel,
     ) -> Splitting | None:
-        """That of a run's plugins under ``trainer.split=mode``; None without a splitter. All ``trainers``
-        decide alike."""
+        """The splitting of a run's plugins under ``trainer.split=mode``; None without a splitter. All
+        ``trainers`` decide alike."""
         if splitter is None:
             return None
 

@@ -170,7 +170,7 @@ class _Recorded:
         return self._loss.clone()
 
     def holds_gradients(self) -> bool:
-        """As ``StepGraph.holds_gradients``."""
+        """Whether the dense parameters' gradients are those in this graph's memory."""
         pairs = zip(self._dense, self._gradients, strict=True)
         return all(parameter.grad is gradient for parameter, gradient in pairs)
 
@@ -301,7 +301,7 @@ def _read(*_: str) -> NoReturn:
 
 
 def _tensors(batch: Any) -> list[torch.Tensor]:
-    """Those of a batch, without its ids', in the order in which ``with_parts`` visits them."""
+    """The tensors of a batch, without its ids', in the order in which ``with_parts`` visits them."""
     return [leaf for leaf in leaves(batch) if isinstance(leaf, torch.Tensor)]
 
 

@@ -52,7 +52,7 @@ class _Recorded:
         wherever they are."""
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """As ``Optimizer.step``."""
+        """Make the optimizer's step, by the graph where it repeats the one before."""
         loss = None
         if closure is not None:
             with torch.enable_grad():

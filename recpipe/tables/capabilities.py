@@ -1,8 +1,7 @@
 """Optional capabilities of a collection of tables, beyond looking rows up.
 
 Each capability is a small interface. Core asks for one by ``TableCollection.offers`` and never checks a
-collection's class, so that a collection around another one (``WrappedCollection``) keeps the inner one's
-capabilities.
+collection's class, so that a collection around another one can keep the inner one's capabilities.
 """
 
 from __future__ import annotations

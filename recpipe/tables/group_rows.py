@@ -157,7 +157,7 @@ class GroupRows:
     def __init__(self, tables: GroupTables, ids: KeyedJaggedTensor) -> None:
         self.tables = tables
         self.ids = ids
-        """Those of the samples that this rank trains, in the order of training."""
+        """The ids of the samples that this rank trains, in the order of training."""
         self.pooled = tables.tables.pooled
         self.frozen = tables.tables.optimizer.frozen
         """Whether nothing is updated: its rows are handed out without a graph."""

@@ -208,7 +208,7 @@ class ShardedCollection(TableCollection, GroupTables, SavesPlacement):
         yield from row_chunks(self.tables)
 
     def regions_here(self) -> list[Region]:
-        """Those of which this rank has rows."""
+        """The regions of which this rank has rows."""
         return [region for region in self.regions() if self.pieces(region, self.env.rank)]
 
     def pieces(self, region: Region, rank: int) -> list[tuple[Shard, slice]]:
@@ -307,12 +307,14 @@ class ShardedCollection(TableCollection, GroupTables, SavesPlacement):
         return self.tiers.gathered(self.env.channel)
 
     def check_placement_state(self, state: Mapping[str, Any]) -> None:
-        """As ``SavesPlacement``; what is of other ranks or shards, or of whole tables, is not looked at."""
+        """``Damaged`` if this rank's part of ``state`` cannot be a result of ``placement_state``; what is of
+        other ranks or shards, or of whole tables, is not looked at."""
         for tiers, saved in self.tiers.own(self.env.channel, state):
             tiers.check_placement_state(saved)
 
     def load_placement_state(self, state: dict[str, Any] | None) -> bool:
-        """As ``SavesPlacement``; False for other ranks or shards, or whole tables, too."""
+        """Continue from ``state``; False if it is of another policy or budget, of other ranks or shards, or
+        of whole tables."""
         own = [] if state is None else self.tiers.own(self.env.channel, state)
         loaded = [tiers.load_placement_state(saved) for tiers, saved in own]
         return bool(loaded) and all(loaded)

@@ -324,5 +324,5 @@ class _OfShards(RowFilter):
         self._rows, self._bases, self._shift = rows, bases[1:-1], firsts - bases[:-1]
 
     def stay(self, rows: RowIds, gradients: torch.Tensor) -> torch.Tensor | None:
-        """As ``RowFilter``."""
+        """Ask the group's filter, with the numbers that the rows have there."""
         return self._rows.stay(rows + self._shift[np.searchsorted(self._bases, rows, "right")], gradients)

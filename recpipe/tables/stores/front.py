@@ -22,15 +22,15 @@ class FrontStore(ColdStore):
 
     @property
     def io(self) -> IoCounters:  # type: ignore[override]
-        """That of ``inner``."""
+        """The traffic of ``inner``."""
         return self.inner.io
 
     def staged(self, rows: Rows) -> NDArray[np.bool_]:
-        """As ``inner``."""
+        """Which of ``rows`` ``inner`` could write without reading what surrounds them first, bool [n]."""
         return self.inner.staged(rows)
 
     def flush(self) -> None:
-        """As ``inner``."""
+        """Let ``inner`` have all as durably as it can."""
         self.inner.flush()
 
     def close(self) -> None:
@@ -38,15 +38,15 @@ class FrontStore(ColdStore):
         self.inner.close()
 
     def background(self) -> IoCounters:
-        """As ``inner``."""
+        """What ``inner`` moved by itself between calls."""
         return self.inner.background()
 
     @property
     def cold_bytes(self) -> int:
-        """As ``inner``."""
+        """What ``inner`` takes."""
         return self.inner.cold_bytes
 
     @property
     def overhead_bytes(self) -> int:
-        """As ``inner``."""
+        """The memory that ``inner`` takes beside its rows."""
         return self.inner.overhead_bytes

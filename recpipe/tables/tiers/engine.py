@@ -153,12 +153,12 @@ class TierEngine(PlainAttributes, RowCollection, GroupTables):
 
     @property
     def finds_ahead(self) -> bool:  # type: ignore[override]
-        """As ``GroupTables``."""
+        """Whether a GPU finds the distinct rows of a batch."""
         return self._finder is not None
 
     @property
     def waited(self) -> float:
-        """As ``GroupTables``."""
+        """Seconds for which training has waited for rows so far."""
         return self.times.wait
 
     def find(self, ids: KeyedJaggedTensor) -> GpuBags | None:
@@ -198,7 +198,7 @@ class TierEngine(PlainAttributes, RowCollection, GroupTables):
             self.layout.prepare(rows.lookups, None)
 
     def begin(self, rows: TieredRows) -> None:
-        """As ``GroupTables``."""
+        """Note that the batch's turn has come, so that its plan is not undone any more."""
         with self._planning:
             self.planner.commit()
         rows.begun = True
@@ -284,7 +284,7 @@ class TierEngine(PlainAttributes, RowCollection, GroupTables):
     def compute(
         self, rows: TieredRows, warm: bool, cold: bool
     ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        """As ``GroupTables``."""
+        """Look up the resident rows (``warm``), the slab's (``cold``), or both, in the layout's own way."""
         in_slab = len(rows.plan.slab) > 0
         found, slab = self.layout.look_up(rows.lookups, in_slab, warm, cold)
         self._used += rows.lookups.made
@@ -298,7 +298,7 @@ class TierEngine(PlainAttributes, RowCollection, GroupTables):
         self._slab_written = self.frozen
 
     def graph_lookup(self, rows: TieredRows) -> GraphLookup | None:
-        """As ``GroupTables``."""
+        """The lookup of all rows for a graph of kernels, where the layout has one."""
         found = self.layout.graph_lookup(rows.lookups, rows.ids.stride())
         self._used += rows.lookups.made
         return found

@@ -234,7 +234,7 @@ class GpuLookups(Lookups):
 
     @property
     def made(self) -> list[torch.Tensor]:
-        """As ``Lookups``."""
+        """The tensors of what ``prepare`` has made."""
         bags = () if self._made is None else self._made.bags
         return [part for each in bags for part in each if part is not None]
 
@@ -336,7 +336,9 @@ def _before(marked: torch.Tensor) -> torch.Tensor:
 
 
 def _places(offsets: torch.Tensor, samples: torch.Tensor, lookups: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """As ``data.select.places_of``, of all samples of a batch with so many ``lookups``."""
+    """On a GPU, the positions of these samples' ids among a batch's ids, feature by feature, and the offsets
+    of their bags (``plugin.bags.places_of`` on a CPU). ``samples``: all of a batch with so many
+    ``lookups``."""
     bags = torch.stack((offsets[:-1], offsets.diff())).view(2, -1, len(samples))
     starts, lengths = bags.index_select(2, samples).flatten(1).unbind()
     new = _ends(lengths)

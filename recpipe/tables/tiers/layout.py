@@ -115,7 +115,8 @@ class Layout(ABC):
     def look_up(
         self, lookups: Lookups, in_slab: bool, warm: bool, cold: bool
     ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        """As ``GroupTables.compute``; ``in_slab``: whether any row is in the slab."""
+        """The rows of each tier that is asked for (``GroupTables.compute`` has the shapes); ``in_slab``:
+        whether any row is in the slab."""
         resident, slab = lookups.tiers(self.slab.first)
         return (
             self.resident.table(*resident) if warm else None,
@@ -123,7 +124,7 @@ class Layout(ABC):
         )
 
     def graph_lookup(self, lookups: Lookups, samples: int) -> GraphLookup | None:
-        """As ``GroupTables.graph_lookup``, of a batch of so many ``samples``."""
+        """The lookup of a batch of so many ``samples`` for a graph of kernels; None: it cannot be one."""
         return None
 
     # -- rows between two batches ------------------------------------------------------------

@@ -76,12 +76,12 @@ class CpuLookups(Lookups):
 
     @property
     def slab_lookups(self) -> int:  # type: ignore[override]
-        """As ``Lookups``."""
+        """How many lookups find their row in the slab."""
         return len(self.slab_indices)
 
     @property
     def distinct_slots(self) -> int:  # type: ignore[override]
-        """As ``Lookups``."""
+        """How many slots are looked up."""
         return len(np.unique(self.indices))
 
     def tiers(self, slab_first: int = 0) -> tuple[DeviceBags, DeviceBags]:

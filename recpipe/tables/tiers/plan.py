@@ -37,7 +37,7 @@ class TierPlan:
     looked_up: int
     """Number of the whole batch's lookups."""
     hits: int
-    """Those of them whose row was resident before any row moved for the batch."""
+    """The lookups whose row was resident before any row moved for the batch."""
 
     @property
     def arrivals(self) -> RowIds:

@@ -30,7 +30,7 @@ class FusedTable(nn.Module):
         self._features = len(tables.features) if tables.pooled else 1
 
     def forward(self, *bags: torch.Tensor | None) -> torch.Tensor:
-        """As the TBE: rows of indices, offsets and weights, pooled."""
+        """Rows of indices, offsets and weights, pooled by the TBE."""
         pooled: torch.Tensor = self.tbe(*bags)
         return pooled
 

@@ -94,7 +94,7 @@ class Transfer:
         return Sent(self.positions_now(*positions), None)
 
     def positions_now(self, *positions: Positions) -> list[torch.Tensor]:
-        """As ``send``, on the current stream."""
+        """A tensor for each of ``positions``, int64, copied on the current stream."""
         return [torch.from_numpy(each.astype(np.int64, copy=False)) for each in positions]
 
     def arrays_now(self, arrays: Sequence[NDArray[Any]], spread: Spread) -> list[torch.Tensor]:
@@ -161,7 +161,7 @@ class GpuTransfer(Transfer):
         return Sent(tensors, self._indices.mark())
 
     def positions_now(self, *positions: Positions) -> list[torch.Tensor]:
-        """As ``send``, on the current stream."""
+        """A tensor for each of ``positions``, int64, copied on the current stream."""
         sizes = [len(each) for each in positions]
         host = torch.empty(sum(sizes), dtype=torch.int64, pin_memory=True)
         np.concatenate(positions, out=host.numpy())
