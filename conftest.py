@@ -33,7 +33,7 @@ import torch  # noqa: E402
 from recpipe.common.process import keep_all  # noqa: E402
 from recpipe.data.dataset import Dataset  # noqa: E402
 from recpipe.data.make import open_dataset  # noqa: E402
-from recpipe.data.sources.criteo_text import SPARSE  # noqa: E402
+from recpipe.data.sources.criteo_columns import SPARSE  # noqa: E402
 from recpipe.plugin.offers import GROUPS  # noqa: E402
 from recpipe.report import plots  # noqa: E402
 from recpipe.testing import apart  # noqa: E402

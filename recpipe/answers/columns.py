@@ -10,7 +10,8 @@ import pyarrow.csv
 
 from recpipe.data.config import CriteoConfig, DataConfig, ParquetConfig
 from recpipe.data.files import input_files, line_blocks
-from recpipe.data.sources import criteo, criteo_text
+from recpipe.data.sources import criteo
+from recpipe.data.sources.criteo_columns import COLUMNS
 from recpipe.data.sources.npy import triples
 from recpipe.data.sources.parquet import SUFFIXES, file_schema, record_batches
 from recpipe.errors import DataError, UserError, nearest_or_all, shown
@@ -32,10 +33,8 @@ def read_columns(config: DataConfig, names: Sequence[str]) -> Iterator[pa.Table]
     if not has_columns(config) or not isinstance(config, CriteoConfig):
         raise UserError(f"data={config.name} has no files with named columns")
     for name in names:
-        if name not in criteo_text.COLUMNS:
-            raise DataError(
-                f"Criteo's files have no column '{shown(name)}'; {nearest_or_all(name, criteo_text.COLUMNS)}"
-            )
+        if name not in COLUMNS:
+            raise DataError(f"Criteo's files have no column '{shown(name)}'; {nearest_or_all(name, COLUMNS)}")
     return _of_criteo(input_files(config.path, criteo.SUFFIXES), list(names))
 
 
@@ -61,7 +60,7 @@ def _of_criteo(files: Sequence[Path], names: list[str]) -> Iterator[pa.Table]:
     for file in files:
         for text, _ in line_blocks(file, criteo.BLOCK_BYTES):
             fields = text.partition(b"\n")[0].count(b"\t") + 1
-            there = criteo_text.COLUMNS[len(criteo_text.COLUMNS) - fields :]
+            there = COLUMNS[len(COLUMNS) - fields :]
             if not set(names) <= set(there):
                 raise DataError(f"{file}: no column '{shown(names[0])}': its rows have no label")
             options = pa.csv.ConvertOptions(

@@ -11,7 +11,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from recpipe.config.compose import compose
-from recpipe.data.sources.criteo_text import SPARSE
+from recpipe.data.sources.criteo_columns import SPARSE
 from recpipe.errors import UserError
 from recpipe.run import run
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from recpipe.data.sources.criteo_text import SPARSE
+from recpipe.data.sources.criteo_columns import SPARSE
 
 ROWS = 5000
 

@@ -14,7 +14,7 @@ from typing import Any
 from recpipe.data.columns import Columns
 from recpipe.data.files import line_blocks
 from recpipe.data.schema import IdRule, Preparation, Schema
-from recpipe.data.sources.criteo_text import COLUMNS, DENSE, SPARSE
+from recpipe.data.sources.criteo_columns import COLUMNS, DENSE, SPARSE
 from recpipe.errors import BadRow, DataError, nearest_or_all
 from recpipe.plugin.tables import SparseFeature
 

@@ -12,12 +12,9 @@ import pyarrow.csv
 from numpy.typing import NDArray
 
 from recpipe.data.columns import Columns, Float32, bits_of
+from recpipe.data.sources.criteo_columns import COLUMNS, DENSE, SPARSE
 from recpipe.data.sources.transforms import UInt64, signed_log
 from recpipe.errors import shown
-
-DENSE = tuple(f"I{i}" for i in range(1, 14))
-SPARSE = tuple(f"C{i}" for i in range(1, 27))
-COLUMNS = ("label", *DENSE, *SPARSE)
 
 # There is only one way to match, so nothing backtracks.
 _NUMBER = rb"-?(?:\d+(?:\.\d*)?|\.\d+)(?:[eE][-+]?\d+)?"

@@ -16,7 +16,7 @@ from recpipe.data.columns import Columns
 from recpipe.data.files import RowChecks, check_readable, input_files, map_npy
 from recpipe.data.schema import IdRule, Preparation
 from recpipe.data.sources.criteo import criteo_schema
-from recpipe.data.sources.criteo_text import DENSE, SPARSE
+from recpipe.data.sources.criteo_columns import DENSE, SPARSE
 from recpipe.errors import DataError
 
 BLOCK_ROWS = 65536
