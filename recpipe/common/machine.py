@@ -10,12 +10,13 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Generic, TypeVar
-
-import torch
+from typing import TYPE_CHECKING, Generic, TypeVar
 
 from recpipe.common.words import readable_bytes
 from recpipe.errors import UserError
+
+if TYPE_CHECKING:  # commands that wait for no torch ask how busy the machine is
+    import torch
 
 CGROUPS = Path("/sys/fs/cgroup")
 MEMINFO = Path("/proc/meminfo")
@@ -44,8 +45,7 @@ def there(device: torch.device) -> int:
     """
     if device.type == "cuda":
         return _of_gpu(device)[0]
-    free, whole = _host()
-    return min(free, whole // int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+    return free_memory()
 
 
 def plannable(device: torch.device) -> int:
@@ -57,11 +57,14 @@ def plannable(device: torch.device) -> int:
 
 def free_memory() -> int:
     """Bytes of host memory that this process could allocate."""
-    return there(torch.device("cpu"))
+    free, whole = _host()
+    return min(free, whole // int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
 
 
 def _of_gpu(device: torch.device) -> tuple[int, int]:
     """Free and total memory; torch's allocator has kept some of the free memory for this process."""
+    import torch
+
     free, whole = torch.cuda.mem_get_info(device)
     kept = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
     return free + kept, whole
