@@ -24,20 +24,20 @@ class Replayed(CachePolicy):
         self._stream = self._policy.stream(source)
 
     def migrate(self, rows: RowIds) -> Placement:
-        """As ``Lookahead``, once it has seen the batch."""
+        """Let ``Lookahead`` see the batch, and move what it moves."""
         next(self._stream)
         return self._policy.migrate(rows)
 
     def admit(self, hits: Slots, misses: RowIds, looked_up: RowIds) -> Placement:
-        """As ``Lookahead``."""
+        """Give every miss a free slot, or that of the row which is worth least."""
         return self._policy.admit(hits, misses, looked_up)
 
     def state_dict(self) -> dict[str, Any]:
-        """As ``Lookahead``."""
+        """How often and when the row in each slot was looked up."""
         return self._policy.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """As ``Lookahead``."""
+        """Continue with the resident rows; batch numbers start again."""
         self._policy.load_state_dict(state)
 
 

@@ -115,11 +115,11 @@ class ShuffleScheduler(L.Callback):
         self.scheduler.stop()
 
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """As above."""
+        """Release a waiting loader, since no decision will come."""
         self.scheduler.stop()
 
     def teardown(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
-        """As above."""
+        """Release a waiting loader, since no decision will come."""
         self.scheduler.stop()
 
     def state_dict(self) -> dict[str, Any]:

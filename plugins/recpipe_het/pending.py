@@ -65,19 +65,19 @@ class SummedGradients(Pending):
         self.gradient = np.zeros((slots, dim), np.float32)
 
     def put(self, slots: Slots, records: Floats) -> None:
-        """As in ``Pending``."""
+        """Replace the base records of ``slots``; what waits there goes on waiting."""
         self.base[slots] = records
 
     def view(self, slots: Slots) -> Floats:
-        """As in ``Pending``."""
+        """What the holder would have if ``slots`` were pushed now and nobody else pushed, [n, width]."""
         return self.stepped(self.base[slots], self.gradient[slots])
 
     def add(self, slots: Slots, gradients: Floats) -> None:
-        """As in ``Pending``."""
+        """One more update of ``slots``, gradients float32 [n, D]."""
         self.gradient[slots] += gradients
 
     def take(self, slots: Slots, rows: Rows, updates: Rows) -> Push:
-        """As in ``Pending``."""
+        """Push what waits in ``slots``, which hold ``rows``; from now on it is part of their base records."""
         sums = Sums(rows, updates, self.gradient[slots])
         self.base[slots] = self.view(slots)
         self.gradient[slots] = 0
@@ -85,7 +85,7 @@ class SummedGradients(Pending):
 
     @property
     def overhead_bytes(self) -> int:
-        """As in ``Pending``."""
+        """Memory beyond the base records."""
         return self.gradient.nbytes
 
 
@@ -98,20 +98,20 @@ class OwnSteps(Pending):
         self.own = np.zeros((slots, width), np.float32)
 
     def put(self, slots: Slots, records: Floats) -> None:
-        """As in ``Pending``. Where nothing waits, ``own`` equals ``base`` before and after."""
+        """Replace the base records; where nothing waits, ``own`` equals ``base`` before and after."""
         self.own[slots] = records + (self.own[slots] - self.base[slots])
         self.base[slots] = records
 
     def view(self, slots: Slots) -> Floats:
-        """As in ``Pending``."""
+        """What the holder would have if ``slots`` were pushed now and nobody else pushed, [n, width]."""
         return self.own[slots]
 
     def add(self, slots: Slots, gradients: Floats) -> None:
-        """As in ``Pending``."""
+        """One more update of ``slots``, gradients float32 [n, D]."""
         self.own[slots] = self.stepped(self.own[slots], gradients)
 
     def take(self, slots: Slots, rows: Rows, updates: Rows) -> Push:
-        """As in ``Pending``. The holder adds the same floats to the same record, if nobody else pushed."""
+        """Push what waits. The holder adds the same floats to the same record, if nobody else pushed."""
         base = self.base[slots]
         change = self.own[slots] - base
         self.base[slots] = self.own[slots] = base + change
@@ -119,7 +119,7 @@ class OwnSteps(Pending):
 
     @property
     def overhead_bytes(self) -> int:
-        """As in ``Pending``."""
+        """Memory beyond the base records."""
         return self.own.nbytes
 
 

@@ -71,7 +71,7 @@ class Metered(RowCodec):
         self.bytes_per_record = codec.bytes_per_record
 
     def encode(self, records: NDArray[np.float32]) -> NDArray[np.uint8]:
-        """As ``codec``."""
+        """What ``codec`` encodes, sampled for the report."""
         encoded = self.codec.encode(records)
         self.meter.rounded_any |= len(records) > 0
         if len(records) and self.meter.wants():
@@ -82,10 +82,10 @@ class Metered(RowCodec):
         return encoded
 
     def decode(self, encoded: NDArray[np.uint8], out: NDArray[np.float32]) -> None:
-        """As ``codec``."""
+        """What ``codec`` decodes."""
         self.codec.decode(encoded, out)
 
     def rounded(self, records: torch.Tensor) -> torch.Tensor | None:
-        """As ``codec``; not sampled, since nothing is written back."""
+        """What ``codec`` rounds to; not sampled, since nothing is written back."""
         self.meter.rounded_any |= len(records) > 0
         return self.codec.rounded(records)

@@ -108,7 +108,7 @@ class Load:
     busy: float
     total: float
     own: float
-    """Those of children that it has waited for included."""
+    """With the seconds of children that it has waited for."""
 
     @classmethod
     def now(cls) -> Load | None:

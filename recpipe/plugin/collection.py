@@ -106,7 +106,7 @@ class TableCollection(ABC, nn.Module):
         """Replace the weights and optimizer state of ``region``."""
 
     def embedding_bag_configs(self) -> list[EmbeddingBagConfig]:
-        """As TorchRec's collection."""
+        """The configs of its tables, in their order."""
         raise NotImplementedError(f"{type(self).__name__} looks no rows up for a model")
 
     def lookup(self, sparse: KeyedJaggedTensor) -> torch.Tensor:

@@ -50,7 +50,7 @@ class IoCounters:
     rows_read: int = 0
     rows_written: int = 0
     rows_staged: int = 0
-    """Those of ``rows_written`` whose block was still staged in memory, so that the store need not read it
+    """Rows of ``rows_written`` whose block was still staged in memory, so that the store need not read it
     first."""
     bytes_read: int = 0
     bytes_written: int = 0

@@ -216,7 +216,7 @@ class Series:
     """Ids looked up in tables that are not all resident; empty if the plugin that holds those does not
     tell."""
     hits: list[int] = field(default_factory=list)
-    """Those of the ``lookups`` whose row was resident before any row moved for the batch."""
+    """Lookups whose row was resident before any row moved for the batch."""
     bytes_read: list[int] = field(default_factory=list)
     bytes_written: list[int] = field(default_factory=list)
 
@@ -271,7 +271,7 @@ class RunReport:
     skew: Skew | None = None
     """None if no batch has its ids, and in a profile."""
     altered_in_run: Sequence[str] = ()
-    """Those of ``altered`` that plugins say they really altered in this run, or do not speak of."""
+    """The invariants of ``altered`` that plugins say they really altered in this run, or do not speak of."""
     model: str = ""
     """The recipe's name of the model, or the class of one of the user's."""
     command: str | None = None

@@ -71,11 +71,11 @@ class RowCollection(TableCollection):
         raise UserError(f"{type(self).__name__} looks up no ids but the batch's own")
 
     def embedding_bag_configs(self) -> list[EmbeddingBagConfig]:
-        """As TorchRec's collection."""
+        """The configs of its tables, in their order."""
         return self.tables.configs()
 
     def is_weighted(self) -> bool:
-        """As TorchRec's collection."""
+        """Whether lookups have a weight for each id."""
         return self.tables.weighted
 
     def regions(self) -> Iterator[Region]:

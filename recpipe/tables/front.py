@@ -141,7 +141,7 @@ class Front(ABC, nn.Module):
         return self._collections
 
     def forward(self, features: KeyedJaggedTensor) -> Any:
-        """As TorchRec's collection."""
+        """What TorchRec's collection returns for these features."""
         given = self.whole if _current.rows is None else _current.rows.get(self)
         if given is not None and given.holds(features):
             rows = given.rows()
@@ -309,11 +309,11 @@ class BagFront(Front, EmbeddingBagCollectionInterface):  # type: ignore[misc]
         """Whether the model writes one more feature before the pooled rows (``recpipe.tables.padded``)."""
 
     def embedding_bag_configs(self) -> list[EmbeddingBagConfig]:
-        """As TorchRec's collection."""
+        """The configs of its tables, in their order."""
         return self.configs
 
     def is_weighted(self) -> bool:
-        """As TorchRec's collection."""
+        """Whether lookups have a weight for each id."""
         return self._weighted
 
     def place(self, groups: Sequence[Group], collections: Sequence[TableCollection]) -> None:
@@ -328,7 +328,7 @@ class BagFront(Front, EmbeddingBagCollectionInterface):  # type: ignore[misc]
         return self.wants_padding and len(self.groups) == 1 and not self._any_means and not self.sums
 
     def forward(self, features: KeyedJaggedTensor) -> KeyedTensor:
-        """As TorchRec's collection; ``UserError`` if it is weighted and the ids are not."""
+        """Pooled rows of each feature; ``UserError`` if the collection is weighted and the ids are not."""
         if self._weighted and features.weights_or_none() is None:
             raise UserError(
                 f"the model's collection '{self.path}' is weighted (is_weighted=True), and is called with "
@@ -385,19 +385,19 @@ class SequenceFront(Front, EmbeddingCollectionInterface):  # type: ignore[misc]
         self._need_indices: bool = replaced.need_indices()
 
     def embedding_configs(self) -> list[EmbeddingConfig]:
-        """As TorchRec's collection."""
+        """The configs of its tables, in their order."""
         return self.configs
 
     def need_indices(self) -> bool:
-        """As TorchRec's collection."""
+        """Whether the results have the ids beside the rows."""
         return self._need_indices
 
     def embedding_dim(self) -> int:
-        """As TorchRec's collection."""
+        """The number of columns, which all tables share."""
         return int(self.configs[0].embedding_dim)
 
     def embedding_names_by_table(self) -> list[list[str]]:
-        """As TorchRec's collection."""
+        """The names of each table's features, under which results are found."""
         names: list[list[str]] = get_embedding_names_by_table(self.configs)
         return names
 

@@ -42,7 +42,7 @@ class _Exported:
         return self.report.get("history") or ()
 
     def predictions(self, number: int) -> NDArray[np.float32]:
-        """Those of an evaluation and their labels, [2, N]; ``UserError`` if the run has left none."""
+        """An evaluation's predictions and their labels, [2, N]; ``UserError`` if the run has left none."""
         file = self.folder / PREDICTIONS / f"{number}.npy"
         try:
             found: NDArray[np.float32] = np.load(file, mmap_mode="r", allow_pickle=False)

@@ -95,7 +95,7 @@ class ShardedCollection(TableCollection, GroupTables, SavesPlacement):
         return self.env.collectives
 
     def embedding_bag_configs(self) -> list[EmbeddingBagConfig]:
-        """As TorchRec's collection."""
+        """The configs of its tables, in their order."""
         return self.tables.configs()
 
     # -- lookups -----------------------------------------------------------------------------

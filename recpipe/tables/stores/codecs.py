@@ -39,19 +39,21 @@ class WeightCodec(RowCodec):
         self.bytes_per_record = weight_bytes + 4 * (layout.width - layout.dim)
 
     def encode(self, records: Floats) -> Bytes:
-        """As ``RowCodec``."""
+        """Encode ``records`` float32 [n, width], on their way to the cold tier, as uint8 [n,
+        bytes_per_record]."""
         out = np.empty((len(records), self.bytes_per_record), np.uint8)
         self.encode_weights(records[:, : self.dim], out[:, : self.weight_bytes])
         out[:, self.weight_bytes :].view(np.float32)[...] = records[:, self.dim :]
         return out
 
     def decode(self, encoded: Bytes, out: Floats) -> None:
-        """As ``RowCodec``."""
+        """Decode uint8 [n, bytes_per_record] into ``out``, float32 [n, width]."""
         self.decode_weights(encoded[:, : self.weight_bytes], out[:, : self.dim])
         out[:, self.dim :] = encoded[:, self.weight_bytes :].view(np.float32)
 
     def rounded(self, records: torch.Tensor) -> torch.Tensor:
-        """As ``RowCodec``."""
+        """What ``decode`` makes of the bytes of ``records`` (float32 [n, width]), computed where they are,
+        bit by bit the same; None: only ``encode`` and ``decode`` can tell, in host memory."""
         return torch.cat((self.rounded_weights(records[:, : self.dim]), records[:, self.dim :]), dim=1)
 
     @abstractmethod
@@ -75,7 +77,7 @@ class Fp16Rows(WeightCodec):
         super().__init__(layout, 2 * layout.dim)
 
     def rounded_weights(self, weights: torch.Tensor) -> torch.Tensor:
-        """As ``WeightCodec``."""
+        """What is decoded of weights float32 [n, dim] after they have been encoded, the same bits."""
         return weights.half().float()
 
     def encode_weights(self, weights: Floats, out: Bytes) -> None:
@@ -94,7 +96,7 @@ class Bf16Rows(WeightCodec):
         super().__init__(layout, 2 * layout.dim)
 
     def rounded_weights(self, weights: torch.Tensor) -> torch.Tensor:
-        """As ``WeightCodec``."""
+        """What is decoded of weights float32 [n, dim] after they have been encoded, the same bits."""
         return weights.bfloat16().float()
 
     def encode_weights(self, weights: Floats, out: Bytes) -> None:
@@ -121,7 +123,7 @@ class Int8Rows(WeightCodec):
         super().__init__(layout, layout.dim + 8)
 
     def rounded_weights(self, weights: torch.Tensor) -> torch.Tensor:
-        """As ``WeightCodec``."""
+        """What is decoded of weights float32 [n, dim] after they have been encoded, the same bits."""
         scale, bias, steps = _scale_and_bias(weights.amin(1), weights.amax(1), torch)
         levels = _levels(weights, bias, steps).float()
         return levels.mul_(scale.unsqueeze(1)).add_(bias.unsqueeze(1))

@@ -21,12 +21,12 @@ class EmulatedStore(FrontStore):
         self.emulation = emulation
 
     def gather(self, rows: Rows, out: Records) -> None:
-        """As ``inner``, later."""
+        """Read the records of ``rows`` into ``out``, after the time that the emulated device takes."""
         self.inner.gather(rows, out)
         self.io.read_seconds += self._wait(out.nbytes)
 
     def scatter(self, rows: Rows, records: Records) -> None:
-        """As ``inner``, later."""
+        """Write the records of ``rows``, after the time that the emulated device takes."""
         self.inner.scatter(rows, records)
         self.io.write_seconds += self._wait(records.nbytes)
 

@@ -282,8 +282,8 @@ class GpuLookups(Lookups):
         return bags if self.pooled else torch.arange(len(self.given) + 1, device=bags.device)
 
     def _of_cold(self, offsets: torch.Tensor) -> torch.Tensor:
-        """Those of the slab's ``offsets`` that belong to samples from ``cold_first`` on, which have all of
-        its lookups."""
+        """The part of the slab's ``offsets`` that belongs to samples from ``cold_first`` on, which have all
+        of its lookups."""
         if not self.pooled or not self.cold_first:
             return offsets
         starts = offsets[:-1].view(-1, self.batch_size)[:, self.cold_first :].reshape(-1)

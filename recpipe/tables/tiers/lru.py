@@ -71,7 +71,8 @@ class Lru(CachePolicy):
         }
 
     def check_state(self, state: Mapping[str, Any]) -> None:
-        """As in ``CachePolicy``."""
+        """Raises ``Damaged`` if ``state`` cannot be a result of ``state_dict()``; called before anything is
+        loaded."""
         super().check_state(state)
         slots, steps = self.space.slots, np.iinfo(np.int32).max
         within(state, "stamp", -1, steps, size=slots)

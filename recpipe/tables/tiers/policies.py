@@ -40,7 +40,8 @@ class ChosenRows(CachePolicy):
         return {"target": self.target}
 
     def check_state(self, state: Mapping[str, Any]) -> None:
-        """As in ``CachePolicy``."""
+        """Raises ``Damaged`` if ``state`` cannot be a result of ``state_dict()``; called before anything is
+        loaded."""
         super().check_state(state)
         within(state, "target", 0, self.space.rows)
         if len(state["target"]) > self.space.slots or (np.diff(state["target"]) <= 0).any():
@@ -158,7 +159,8 @@ class Lfu(CachePolicy):
         }
 
     def check_state(self, state: Mapping[str, Any]) -> None:
-        """As in ``CachePolicy``."""
+        """Raises ``Damaged`` if ``state`` cannot be a result of ``state_dict()``; called before anything is
+        loaded."""
         super().check_state(state)
         within(state, "counts", 0, size=self.space.rows)
         within(state, "used", 0, self.space.slots + 1)
