@@ -18,7 +18,7 @@ from recpipe.backend import chain as chains
 from recpipe.backend import convert as back
 from recpipe.backend import crosses, dense
 from recpipe.backend.convert import convert, revert
-from recpipe.tables.padded import padded
+from recpipe.tables.padded import is_padded, padded
 from tests.backend.models import BATCH, DENSE, DIM, FEATURES, MODELS, Own, assert_close, batch, made, step
 
 
@@ -447,8 +447,8 @@ def test_the_room_in_front_of_rows_takes_the_dense_vector() -> None:
     theirs = torch.autograd.grad(expected, (dense_features, copied), gradient)
     assert torch.equal(found[0], theirs[0])
     assert torch.equal(found[1], theirs[1])
-    assert back.has_room(values)
-    assert not back.has_room(values * 1)
+    assert is_padded(values)
+    assert not is_padded(values * 1)
     wider = dense.widened(found[1].flatten(1), DIM)
     assert wider is not None
     assert wider.data_ptr() == found[1].data_ptr() - 4 * DIM, "a table takes it as it lies"

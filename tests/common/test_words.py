@@ -237,6 +237,9 @@ def test_a_packages_yaml_sets_its_own_section_alone(install, kind: str, yaml: st
         "good", yaml.replace("{kind}", kind).replace("{{", "{").replace("}}", "}"), "P = None\n", kind
     )
     file = f"{package}/conf/{kind}/good.yaml"
+    if kind == "task" and "leave it out" in message:  # a task may have a section of its own beside it
+        assert compose(["task=good"]).task.k == 1
+        return
     with pytest.raises(UserError) as refused:
         compose([f"{kind}=good"])
     assert message.format(file=file, kind=kind) in str(refused.value)

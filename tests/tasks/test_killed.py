@@ -16,7 +16,7 @@ from tests.processes import ROOT
 
 STARTS = """
 import subprocess, sys, time
-from recpipe.tasks.compare import started
+from recpipe.tasks.process import started
 run = started([sys.executable, "-c", "import time; time.sleep(600)"])
 print(run.pid, flush=True)
 time.sleep(600)

@@ -34,7 +34,7 @@ from recpipe.tables.sharding.tiered import ShardTiers
 Saved = dict[str, torch.Tensor | ShardedTensor]
 
 
-class SavedShards(ShardedCollection, SavedByRanks):
+class ShardedGroup(ShardedCollection, SavedByRanks):
     """A sharded group that its ranks save and load together.
 
     ``saved``: a checkpoint's tables, whose rows all tables start with; None: first values.

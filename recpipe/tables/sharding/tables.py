@@ -16,7 +16,7 @@ from torchrec.distributed.types import ShardingEnv
 from recpipe import private_api
 from recpipe.distributed.ranks import Channel, Ranks
 from recpipe.tables.sharding.env import ShardEnv
-from recpipe.tables.sharding.files import SavedShards
+from recpipe.tables.sharding.files import ShardedGroup
 from recpipe.tables.sharding.modules import groups_in, module_paths, skeleton
 from recpipe.tables.sharding.plan import ShardPlan
 from recpipe.tables.sharding.planning import Sharding
@@ -58,7 +58,7 @@ class ShardedTables:
                 if not group.tables.pooled and not on_gpu:
                     private_api.look_up_each_id(lookup)
         self.collections = tuple(
-            SavedShards(env, number, module, tiers, saved) for number, module in enumerate(modules)
+            ShardedGroup(env, number, module, tiers, saved) for number, module in enumerate(modules)
         )
         """The collection of each group."""
 
