@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from importlib import import_module
 from pathlib import Path
 
+from recpipe.common.lazy import imported_from
 from recpipe.common.process import importing
 from recpipe.errors import UserError, did_you_mean
 from recpipe.plugin.errors import PluginError, PluginLoadError
@@ -41,10 +41,9 @@ class Command:
         too_many = len(words) > least and not any(mark in self.arguments for mark in ("=", "--", "["))
         if too_many or len(words) < least or any(map(_is_option, words[:least])):
             raise UserError(f"say recpipe {name} {self.arguments}")
-        module, _, function = self.where.partition(":")
         try:
             with importing():
-                called: Callable[[Sequence[str]], int] = getattr(import_module(module), function)
+                called: Callable[[Sequence[str]], int] = imported_from(self.where)
         except OSError:  # a library that does not load
             from recpipe.tasks.doctor import check_versions
 

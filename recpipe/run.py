@@ -26,6 +26,7 @@ from recpipe.setup.built import built
 from recpipe.setup.ctx import TaskContext, Watcher
 from recpipe.setup.footprint import require_memory
 from recpipe.setup.given import NOTHING, Given, Outcome
+from recpipe.setup.planned import Planned
 from recpipe.setup.training import Training
 from recpipe.tasks.export import export_parameters
 from recpipe.tasks.summary import summarize
@@ -89,7 +90,7 @@ def train(context: TaskContext, watcher: Watcher | None = None) -> Outcome:
 
     # 3. The model, with tables still to be placed. 4. Plugins: each contributes its parts; conflicts are
     # refused here, before any memory is taken.
-    plan = run.planned(context.command_line)
+    plan = Planned.of(run, context.command_line)
     if run.leads:
         plan.write(files)
     require_memory(

@@ -1,10 +1,10 @@
 """Low precision for finished models: types of rows and layers, the quantized checkpoint, ``recpipe quantize``
 and its search."""
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from recpipe.commands import Command
+from recpipe.common.lazy import lazily
 from recpipe_low_precision.model_quantizer import FinishedModel, ModelQuantizer, Quantized, ReportSection
 
 if TYPE_CHECKING:
@@ -86,9 +86,4 @@ __all__ = [
     "write_quantized",
 ]
 
-
-def __getattr__(name: str) -> Any:
-    if name not in NAMES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    module, _, attribute = NAMES[name].partition(":")
-    return getattr(import_module(module), attribute)
+__getattr__ = lazily(__name__, NAMES)

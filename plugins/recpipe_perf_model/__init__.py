@@ -4,8 +4,9 @@ What other packages may use of it is below, imported when it is first used: what
 the statistics of the data that it states them by, the micro-benchmarks, and the fits.
 """
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from recpipe.common.lazy import lazily
 
 if TYPE_CHECKING:
     from recpipe_perf_model.bench.collectives import BYTES as COLLECTIVE_BYTES
@@ -84,10 +85,4 @@ __all__ = [
     "zipf",
 ]
 
-
-def __getattr__(name: str) -> Any:
-    """Import a public name from the module that defines it."""
-    if name not in _HOME:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    module, _, attribute = _HOME[name].partition(":")
-    return getattr(import_module(f"{__name__}.{module}"), attribute)
+__getattr__ = lazily(__name__, {name: f"{__name__}.{place}" for name, place in _HOME.items()})

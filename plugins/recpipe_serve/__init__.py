@@ -1,9 +1,9 @@
 """A package behind HTTP by the open inference protocol (KServe v2): ``recpipe serve``."""
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from recpipe.commands import Command
+from recpipe.common.lazy import lazily
 from recpipe_serve.row_server import RowServer
 
 if TYPE_CHECKING:
@@ -53,9 +53,4 @@ __all__ = [
     "tensors",
 ]
 
-
-def __getattr__(name: str) -> Any:
-    if name not in NAMES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    module, _, attribute = NAMES[name].partition(":")
-    return getattr(import_module(module), attribute)
+__getattr__ = lazily(__name__, NAMES)

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from recpipe.api.process import check_call, output_directory, prepare_process
+from recpipe.common.lazy import imported_from
 
 if TYPE_CHECKING:
     import numpy as np
@@ -156,8 +156,7 @@ def quantize(
     with _answering("quantize", checkpoint, data, overrides, model, output, quiet) as (caller, words):
         from recpipe.commands import command
 
-        module, _, function = command("quantize").python.partition(":")
-        found: dict[str, Any] = getattr(import_module(module), function)(caller, Path(checkpoint), words)
+        found: dict[str, Any] = imported_from(command("quantize").python)(caller, Path(checkpoint), words)
         return found
 
 

@@ -14,11 +14,11 @@ from torchrec.modules.embedding_configs import EmbeddingBagConfig
 from torchrec.modules.embedding_modules import get_embedding_names_by_table
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, KeyedTensor
 
-from recpipe import private_api
 from recpipe.errors import UserError
 from recpipe.plugin.bags import IndexBags, RowIds, distinct
 from recpipe.plugin.store import ColdStore, IoCounters
 from recpipe.plugin.tables import Region, TableSet, Values
+from recpipe.private_api import Collective
 
 if TYPE_CHECKING:
     from recpipe.distributed.ranks import Ranks
@@ -141,7 +141,7 @@ class TableCollection(ABC, nn.Module):
         return 1
 
     @property
-    def collectives(self) -> Mapping[str, private_api.Collective]:
+    def collectives(self) -> Mapping[str, Collective]:
         """TorchRec's collectives on this rank; empty if tables are not sharded."""
         return {}
 

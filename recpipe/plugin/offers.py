@@ -6,7 +6,6 @@ asked for by core, which imports no package by itself.
 
 from __future__ import annotations
 
-import importlib
 import importlib.metadata as metadata
 import os
 import re
@@ -14,6 +13,7 @@ import warnings
 from collections.abc import Mapping, Sequence
 from importlib.metadata import EntryPoint
 
+from recpipe.common.lazy import imported_from
 from recpipe.errors import UserError, did_you_mean, shown
 from recpipe.plugin.calls import Origin
 from recpipe.plugin.errors import PluginConflict, PluginLoadError, PluginNotFound
@@ -36,8 +36,8 @@ BESIDE: Mapping[str, str] = {
 """The entry point groups whose members no recipe chooses.
 
 A command is a ``recpipe.commands.Command``. A checkpoint opens directories of a package's own format for
-scoring. A profile is a prediction shown beside ``task=profile``. Names are a dict of public names that left
-``recpipe.kit`` or ``recpipe.plugin`` for the package, to ``module:name``.
+scoring. A profile knows this machine for ``task=profile`` (``StepModel``). Names are a dict of public names
+that left ``recpipe.kit`` or ``recpipe.plugin`` for the package, to ``module:name``.
 """
 WORDS: Mapping[str, str] = {
     PLUGIN: "plugin",
@@ -239,7 +239,8 @@ def moved_name(module: str, name: str) -> object:
     for ep in offered(NAMES).values():
         names = imported(NAMES, ep)
         if isinstance(names, Mapping) and name in names:
-            home, _, attribute = str(names[name]).partition(":")
-            warnings.warn(f"{module}.{name} is {home}.{attribute} now", DeprecationWarning, stacklevel=3)
-            return getattr(importlib.import_module(home), attribute)
+            where = str(names[name])
+            now = where.replace(":", ".")
+            warnings.warn(f"{module}.{name} is {now} now", DeprecationWarning, stacklevel=3)
+            return imported_from(where)
     raise AttributeError(f"module {module!r} has no attribute {name!r}")

@@ -30,7 +30,6 @@ from recpipe.setup.accumulating import accumulating
 from recpipe.setup.footprint import require_inputs
 from recpipe.setup.given import Given, Outcome
 from recpipe.setup.placing import Unplaced
-from recpipe.setup.planned import Planned
 from recpipe.setup.prepare import choose_device, owning_places, remove_left_stores
 from recpipe.training.optim import try_out
 from recpipe.training.signals import interruptible
@@ -65,24 +64,6 @@ class Joined:
         L.seed_everything(self.recipe.seed, verbose=False)
         require_inputs(self.recipe, self.dataset, self.ranks, self.device)
         return Unplaced.of(self.recipe, self.dataset, self.device, self.given.model)
-
-    def planned(self, command_line: Sequence[str] | None, world: int | None = None) -> Planned:
-        """The plugins' parts and the owner of every table's rows; conflicts are refused here.
-
-        ``command_line``: for a warning of keys that change nothing. ``world``: plan for so many ranks; None:
-        for those of the run.
-        """
-        return Planned.of(
-            self.recipe,
-            self.dataset,
-            self.unplaced,
-            self.device,
-            self.ranks,
-            steps=self.steps,
-            micro_batch=self.micro_batch,
-            command_line=command_line or (),
-            world=world or self.ranks.world,
-        )
 
 
 class Watcher(Protocol):

@@ -6,17 +6,15 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-import torch
-
 from recpipe.common.console import log
 from recpipe.config.recipe import Recipe
-from recpipe.data.dataset import Dataset
 from recpipe.distributed.ranks import Ranks
 from recpipe.plugin.api import Invariant
 from recpipe.plugin.assembly import Assembly
 from recpipe.plugin.tables import TableSet
 from recpipe.report.files import ReportFiles
 from recpipe.setup.accumulating import accumulating_in
+from recpipe.setup.ctx import Joined
 from recpipe.setup.placing import Unplaced
 from recpipe.setup.prepare import assemble_plugins
 from recpipe.tables.groups import ModelTables
@@ -45,43 +43,31 @@ class Planned:
     described: dict[str, Any]
 
     @classmethod
-    def of(
-        cls,
-        cfg: Recipe,
-        dataset: Dataset,
-        unplaced: Unplaced,
-        device: torch.device,
-        ranks: Ranks,
-        *,
-        steps: int,
-        micro_batch: int,
-        command_line: Sequence[str],
-        world: int,
-    ) -> Planned:
-        """Merge the plugins' parts and plan for ``world`` ranks; ``PluginError`` if they clash.
+    def of(cls, run: Joined, command_line: Sequence[str] | None = None, world: int | None = None) -> Planned:
+        """Merge the plugins' parts for ``run``; ``PluginError`` if they clash.
 
-        ``micro_batch``: samples in each of the batches that make a step. ``command_line``: for a warning of
-        keys that change nothing.
+        ``command_line``: for a warning of keys that change nothing. ``world``: plan for so many ranks; None:
+        for those of the run.
         """
+        cfg, device, ranks = run.recipe, run.device, run.ranks
         log.info("planning: plugins %s", ", ".join(cfg.plugins) or "none")
-        assembly, unplaced = assemble_plugins(cfg, dataset, unplaced, device, steps, ranks)
+        assembly, unplaced = assemble_plugins(cfg, run.dataset, run.unplaced, device, run.steps, ranks)
         if assembly.plugins:
             log.info("plugins' parts: %s", ", ".join(assembly.points()) or "none")
         check_callbacks(assembly.callbacks)
         batch_size = cfg.data.batch_size
-        if batch_size > micro_batch:
-            assembly = accumulating_in(assembly, micro_batch)
+        if batch_size > run.micro_batch:
+            assembly = accumulating_in(assembly, run.micro_batch)
         tables, tiers = unplaced.tables, cfg.tiers
         owners, sharded, shards = group_owners(tiers, assembly, tables), is_sharded(tiers, assembly), None
         if not sharded:
-            warn_of_unused(command_line, owners)
+            warn_of_unused(command_line or (), owners)
         check_quantized(assembly.quantizing, tables, owners, sharded, device, ranks)
         if sharded:
-            claims = ShardClaims.of(assembly)
+            claims, world = ShardClaims.of(assembly), world or ranks.world
             shards = plan_shards(tables, tiers, claims, device, batch_size, ranks, world, owners)
-        return cls(
-            assembly, unplaced, owners, shards, _described(cfg, ranks, assembly, tables, owners, shards)
-        )
+        described = _described(cfg, ranks, assembly, tables, owners, shards)
+        return cls(assembly, unplaced, owners, shards, described)
 
     def write(self, files: ReportFiles) -> None:
         """Write assembly.json and, if tables are sharded, plan.json; ``UserError`` if that fails."""

@@ -19,6 +19,7 @@ from recpipe.errors import UserError, printable
 from recpipe.report.files import ReportFiles
 from recpipe.setup.ctx import TaskContext
 from recpipe.setup.given import Outcome
+from recpipe.setup.planned import Planned
 from recpipe.tables.owners import RESIDENT
 from recpipe.tables.tiers.policies import BYTES_BESIDE
 
@@ -43,7 +44,7 @@ class Plan:
                 f"task.ranks={task.ranks}: planning takes time for each rank and table; {tables} tables are "
                 f"planned for at most {most} ranks"
             )
-        plan = run.planned(context.command_line, task.ranks)
+        plan = Planned.of(run, context.command_line, task.ranks)
         if run.leads:
             plan.write(ReportFiles(context.directory))
         print_plan(plan.described, context.directory)

@@ -152,14 +152,8 @@ def _scaled(curve: Curve, faster: float, slower: float) -> Curve:
 
 def machine(name: str) -> Machine:
     """A machine that is shipped, by its name, or one from a yaml file of the same form."""
-    shipped = {path.stem: path for path in MACHINES.glob("*.yaml") if path.stem != "products"}
-    path = shipped.get(name) or Path(name).expanduser()
-    if name not in shipped and path.suffix not in (".yaml", ".yml"):
-        raise UserError(
-            f"scale.machine={shown(name)}: no such machine.{did_you_mean(name, shipped)} Shipped: "
-            f"{', '.join(sorted(shipped))}; or give a yaml file"
-        )
-    return parsed(Reader.of(path, "scale.machine"), path.stem)
+    reader = Reader.named("scale.machine", name, MACHINES, ("products",))
+    return parsed(reader, Path(reader.where).stem)
 
 
 def parsed(reader: Reader, name: str) -> Machine:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import numpy as np
 
-from recpipe.errors import UserError, did_you_mean, shown
+from recpipe.errors import shown
 from recpipe_perf_model.scale.reading import Reader
 
 MODELS = Path(__file__).parent / "models"
@@ -135,14 +135,8 @@ class PaperModel:
 
 def paper_model(name: str) -> PaperModel:
     """A model that is shipped, by its name, or one from a yaml file."""
-    shipped = {path.stem: path for path in MODELS.glob("*.yaml")}
-    path = shipped.get(name) or Path(name).expanduser()
-    if name not in shipped and path.suffix not in (".yaml", ".yml"):
-        raise UserError(
-            f"scale.model={shown(name)}: no such model.{did_you_mean(name, shipped)} Shipped: "
-            f"{', '.join(sorted(shipped))}; or give a yaml file; null: the recipe's own model"
-        )
-    return parsed(Reader.of(path, "scale.model"), path.stem)
+    reader = Reader.named("scale.model", name, MODELS, also="; null: the recipe's own model")
+    return parsed(reader, Path(reader.where).stem)
 
 
 def parsed(reader: Reader, name: str) -> PaperModel:

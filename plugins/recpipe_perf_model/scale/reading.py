@@ -37,6 +37,23 @@ class Reader:
             raise UserError(f"{key}={path}: must hold keys and values")
         return cls(content, str(path))
 
+    @classmethod
+    def named(cls, key: str, name: str, folder: Path, apart: Collection[str] = (), also: str = "") -> Reader:
+        """The yaml file that the recipe's ``key=name`` names: one of ``folder``, by its name, or a path.
+
+        ``apart``: names of files in the folder that are none of them. ``also``: what else the key may be, for
+        the message.
+        """
+        shipped = {path.stem: path for path in folder.glob("*.yaml") if path.stem not in apart}
+        path = shipped.get(name) or Path(name).expanduser()
+        if name not in shipped and path.suffix not in (".yaml", ".yml"):
+            what, hint = key.rpartition(".")[2], did_you_mean(name, shipped)
+            raise UserError(
+                f"{key}={shown(name)}: no such {what}.{hint} Shipped: {', '.join(sorted(shipped))}; or give "
+                f"a yaml file{also}"
+            )
+        return cls.of(path, key)
+
     def wrong(self, key: str, why: str) -> UserError:
         """The error for ``key``."""
         return UserError(f"{self.where}: {key} {why}")
