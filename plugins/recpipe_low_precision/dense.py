@@ -155,8 +155,6 @@ def _seconds(low: LowPrecisionLinear, kinds: Sequence[str]) -> dict[str, float]:
 
 
 BINS = 4096
-
-
 SHRINKS = np.geomspace(1.0, 1e-3, 73)
 """Shares of the whole range that are tried, for each side of it."""
 

@@ -101,7 +101,5 @@ class Choice:
 
 
 FLOAT = Choice("fp32")
-
-
 Assignment = Mapping[str, Choice]
 """A choice for each table."""

@@ -37,15 +37,11 @@ log = logging.getLogger("recpipe")
 _MADE_ANEW = ("compiled", "programs", "measured", "golden", "files", "format", "schema")
 """Parts of a manifest that are of one compilation."""
 GOLDEN = "golden.safetensors"
-
-
 INPUTS = ("dense", "ids", "lengths")
 """What there is beside scores."""
 
 
 SAMPLES = 64
-
-
 _ONE_HOT = 48
 """So many samples have one id for each feature; the others have 0 to 3."""
 

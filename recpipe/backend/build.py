@@ -42,8 +42,6 @@ from recpipe.tables.front import BagFront
 from recpipe.tables.workers import TableWorkers
 
 log = logging.getLogger(__name__)
-
-
 CUDA_GRAPH = "cuda_graph"
 """The ``trainer.backend`` that trains whole batches by a graph of their kernels."""
 CUDA = "cuda"
@@ -223,8 +221,6 @@ def _alone(model: PlacedModel) -> bool:
 
 
 _LIBRARIES = {"torch", "torchrec", "recpipe"}
-
-
 _SETTINGS = (bool, int, float, str, type(None))
 
 

@@ -55,8 +55,6 @@ def cross_signature(width: int, rank: int, layers: int) -> str:
 
 
 SCHEMA = 2
-
-
 SAVE_SECONDS = 2.0
 """Answers are saved at least so often while others are measured."""
 

@@ -16,8 +16,6 @@ import torch
 from recpipe.errors import UserError
 
 Values = torch.Tensor | npt.NDArray[np.float32]
-
-
 Kind = Literal["clicks", "values", "counts"]
 """The kinds of predictions: the logit of a 0/1 label, a value, or the logarithm of a count's rate."""
 

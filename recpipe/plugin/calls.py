@@ -10,14 +10,11 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from inspect import isfunction
 from traceback import walk_tb
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from typing import Any, Generic, TypeVar
 from weakref import WeakKeyDictionary
 
 from recpipe.errors import Interruption, UserError, shown
 from recpipe.plugin.errors import PluginError, PluginFault
-
-if TYPE_CHECKING:
-    pass
 
 P = TypeVar("P")
 R = TypeVar("R")

@@ -51,8 +51,6 @@ WORDS: Mapping[str, str] = {
 }
 """The word for a member of each group in messages."""
 _ALL = {**GROUPS, **BESIDE}
-
-
 BLOCK = "RECPIPE_BLOCK"
 """The environment variable with the packages and names that are not there for recpipe."""
 

@@ -88,18 +88,12 @@ class Apart:
 
 
 LEVEL = 0.95
-
-
 RESAMPLES = 4000
-
-
 LEAST = 3
 """The least number of rounds or seeds for an interval."""
 
 
 Interval = tuple[float, float]
-
-
 _T = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.160, 2.145)
 """Student's t at 97.5% for 1 to 14 degrees of freedom."""
 

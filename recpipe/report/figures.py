@@ -117,8 +117,6 @@ their names with commas between, or ``nothing``."""
 
 
 CLICKS = ("auc", "logloss", "ne")
-
-
 LABELS = {
     "auc": "AUC",
     "logloss": "logloss",

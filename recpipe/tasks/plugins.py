@@ -28,8 +28,6 @@ from recpipe.plugin.offers import GROUPS, PLUGIN, WORDS, entry, imported, is_cor
 from recpipe.tasks.starter import MADE, write_starter
 
 _TABLES = {f"C{i}": TableInfo(f"C{i}", 1000, 16, state=4) for i in range(1, 27)}
-
-
 _INDENT = " " * 4
 
 

@@ -3,9 +3,5 @@
 from __future__ import annotations
 
 DENSE = tuple(f"I{i}" for i in range(1, 14))
-
-
 SPARSE = tuple(f"C{i}" for i in range(1, 27))
-
-
 COLUMNS = ("label", *DENSE, *SPARSE)
