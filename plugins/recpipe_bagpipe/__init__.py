@@ -2,6 +2,6 @@
 
 NAMES = {
     "BulkStore": "recpipe_bagpipe.bulk:BulkStore",
-    "positions": "recpipe_bagpipe.writes:positions",
+    "positions": "recpipe_bagpipe.bulk:positions",
 }
 """Names that ``recpipe.kit`` had before."""

@@ -24,12 +24,99 @@ import numpy as np
 from numpy.typing import NDArray
 
 from recpipe.plugin import ColdStore, IoCounters, Records
-from recpipe_bagpipe.writes import PIECES, Found, Rows, Writes, positions
 
 FULL = 0.75
 """The share of the waiting writes' room from which rows are written, where rows share blocks."""
 READ_ROWS = 4096
 """Rows of a group that are read by one call, so that their blocks are still staged for writes after it."""
+PIECES = 8
+"""How many pieces of the room are written one after the other, each before reads that came meanwhile."""
+
+
+Rows = NDArray[np.int64]
+
+
+Found = NDArray[np.bool_]
+
+
+def positions(rows: NDArray[np.integer], wanted: NDArray[np.integer]) -> tuple[NDArray[np.int64], Found]:
+    """For each of ``wanted``, its position in sorted ``rows`` (any, if it is not there) and whether it is
+    there."""
+    if not len(rows):
+        return np.zeros(len(wanted), np.int64), np.zeros(len(wanted), bool)
+    at = np.minimum(np.searchsorted(rows, wanted), len(rows) - 1)
+    return at, rows[at] == wanted
+
+
+class Writes:
+    """Rows that wait to be written, each with its newest record; at most ``capacity``."""
+
+    def __init__(self, capacity: int, width: int, full: float) -> None:
+        self.least = full * capacity
+        """From more rows than these on, some are written."""
+        self.rows: Rows = np.empty(0, np.int64)
+        """Sorted."""
+        self.records = np.empty((capacity, width), np.float32)
+        self._places = np.empty(0, np.int32)
+        """The place of each of ``rows`` in ``records``."""
+        self._free = np.arange(capacity, dtype=np.int32)
+        self._changed = np.zeros(capacity, bool)
+        """Of each place, whether its record is newer than what ``piece`` gave away."""
+
+    def find(self, wanted: Rows) -> tuple[NDArray[np.int32], Found]:
+        """Places in ``records`` of those of ``wanted`` that wait, and which these are."""
+        at, here = positions(self.rows, wanted)
+        return self._places[at[here]], here
+
+    def put(self, rows: Rows, records: Records) -> bool:
+        """Add distinct ``rows``, or replace their records; False if there is no room, and nothing is done."""
+        places, here = self.find(rows)
+        new = np.flatnonzero(~here)
+        if len(new) > len(self._free):
+            return False
+        self.records[places] = records[here]
+        self._changed[places] = True
+        new = new[np.argsort(rows[new])]
+        fresh, self._free = self._free[: len(new)], self._free[len(new) :]
+        self.records[fresh] = records[new]
+        self._changed[fresh] = True
+        at = np.searchsorted(self.rows, rows[new])
+        self.rows = np.insert(self.rows, at, rows[new])
+        self._places = np.insert(self._places, at, fresh)
+        return True
+
+    def piece(self, first: int) -> Rows:
+        """The next rows to write, from number ``first`` on, or else from the start."""
+        start = int(np.searchsorted(self.rows, first)) % max(1, len(self.rows))
+        return self.rows[start : start + max(1, len(self.records) // PIECES)]
+
+    def between(self, first: int, last: int) -> Rows:
+        """Those of numbers ``first`` to ``last``."""
+        return self.rows[np.searchsorted(self.rows, first) : np.searchsorted(self.rows, last, "right")]
+
+    def give(self, rows: Rows) -> Records:
+        """The records of waiting ``rows``, to be written; ``written`` follows."""
+        places, _ = self.find(rows)
+        self._changed[places] = False
+        return self.records[places]
+
+    def written(self, rows: Rows) -> None:
+        """Drop ``rows`` that were given and have been written, but for those that changed meanwhile."""
+        at, _ = positions(self.rows, rows)
+        at = at[~self._changed[self._places[at]]]
+        self._free = np.concatenate((self._free, self._places[at]))
+        self.rows, self._places = np.delete(self.rows, at), np.delete(self._places, at)
+
+    @property
+    def full(self) -> bool:
+        """Whether it is time to write some."""
+        return len(self.rows) > self.least
+
+    @property
+    def nbytes(self) -> int:
+        """Its memory."""
+        parts = (self.records, self.rows, self._places, self._free, self._changed)
+        return sum(part.nbytes for part in parts)
 
 
 @dataclass
@@ -39,11 +126,6 @@ class ReadGroup:
     rows: Rows
     records: Records | None = None
     done: Future[None] = field(default_factory=Future)
-
-    @property
-    def nbytes(self) -> int:
-        """Its memory."""
-        return self.rows.nbytes + (0 if self.records is None else self.records.nbytes)
 
 
 class BulkStore(ColdStore):
@@ -107,25 +189,22 @@ class BulkStore(ColdStore):
             self._groups.pop(number, None)
 
     def _read(self, group: ReadGroup) -> None:
-        with self._using:
-            self._read_group(group)
-
-    def _read_group(self, group: ReadGroup) -> None:
         try:
-            records = np.empty((len(group.rows), self.layout.width), np.float32)
-            with self._lock:
-                cold = np.flatnonzero(~self._take_waiting(group.rows, records))
-            before = replace(self.inner.io)
-            size = READ_ROWS if self.inner.shares_blocks else max(1, len(cold))
-            for part in np.split(cold, range(size, len(cold), size)):
-                self._read_part(group.rows, part, records)
-            self._background = self._background.plus(self.inner.io.plus(before, -1))
-            with self._lock:
-                # What was replaced meanwhile is among the waiting writes: this thread writes, and after a
-                # part it has taken over what it wrote.
-                self._take_waiting(group.rows, records)
-                group.records = records
-                self._count_memory()
+            with self._using:
+                records = np.empty((len(group.rows), self.layout.width), np.float32)
+                with self._lock:
+                    cold = np.flatnonzero(~self._take_waiting(group.rows, records))
+                before = replace(self.inner.io)
+                size = READ_ROWS if self.inner.shares_blocks else max(1, len(cold))
+                for part in np.split(cold, range(size, len(cold), size)):
+                    self._read_part(group.rows, part, records)
+                self._background = self._background.plus(self.inner.io.plus(before, -1))
+                with self._lock:
+                    # What was replaced meanwhile is among the waiting writes: this thread writes, and after
+                    # a part it has taken over what it wrote.
+                    self._take_waiting(group.rows, records)
+                    group.records = records
+                    self._count_memory()
             group.done.set_result(None)
         except BaseException as fault:
             group.done.set_exception(fault)
@@ -156,38 +235,24 @@ class BulkStore(ColdStore):
             with self._lock:
                 self._raise_faults()
                 left = np.flatnonzero(~self._take_waiting(rows, out))
-                group, left = self._take_ahead(rows, left, out)
-            if group is None:
+                coming = None
+                for group in self._groups.values():
+                    at, here = positions(group.rows, rows[left])
+                    if not here.any():
+                        continue
+                    if group.records is None:
+                        coming = group
+                        break
+                    out[left[here]] = group.records[at[here]]
+                    left = left[~here]
+            if coming is None:
                 break
             began = time.perf_counter()
-            group.done.exception()
+            coming.done.exception()
             self.waited += time.perf_counter() - began
-        if len(left):
-            self._gather_now(rows, left, out)
-
-    def _take_waiting(self, rows: Rows, out: Records) -> Found:
-        """Copy the records of ``rows`` that wait to be written into ``out``; returns which these are."""
-        places, here = self._waiting.find(rows)
-        out[here] = self._waiting.records[places]
-        return here
-
-    def _take_ahead(self, rows: Rows, left: Rows, out: Records) -> tuple[ReadGroup | None, Rows]:
-        """Copy the records that groups have of ``rows[left]`` into ``out``.
-
-        Returns a group that will bring some of them and has not arrived yet, or None, and what is left.
-        """
-        for group in self._groups.values():
-            at, here = positions(group.rows, rows[left])
-            if not here.any():
-                continue
-            if group.records is None:
-                return group, left
-            out[left[here]] = group.records[at[here]]
-            left = left[~here]
-        return None, left
-
-    def _gather_now(self, rows: Rows, left: NDArray[np.int64], out: Records) -> None:
-        """Read rows that were not announced from the store."""
+        if not len(left):
+            return
+        # Rows that were not announced come from the store.
         whole = len(left) == len(rows)
         records = out if whole else np.empty((len(left), self.layout.width), np.float32)
         with self._using:
@@ -199,6 +264,12 @@ class BulkStore(ColdStore):
         if not self.single:
             self.missed += len(left)
 
+    def _take_waiting(self, rows: Rows, out: Records) -> Found:
+        """Copy the records of ``rows`` that wait to be written into ``out``; returns which these are."""
+        places, here = self._waiting.find(rows)
+        out[here] = self._waiting.records[places]
+        return here
+
     # -- writing -----------------------------------------------------------------------------
 
     def scatter(self, rows: Rows, records: Records) -> None:
@@ -207,23 +278,19 @@ class BulkStore(ColdStore):
             self._raise_faults()
         if self.rounded is not None:  # rounded at once: what is read must not depend on when it is written
             records = self.rounded(records)
-        if self.single:
-            rows, records = self._scatter_now(rows, records)
+        if self.single:  # what waits already goes on waiting, and the rest is written now
+            with self._using:  # no group is being read, so all have arrived or will see what is written here
+                with self._lock:
+                    _, waits = self._waiting.find(rows)
+                before = replace(self.inner.io)
+                self.inner.scatter(rows[~waits], records[~waits])
+                self.io = self.io.plus(self.inner.io.plus(before, -1))
+                with self._lock:
+                    self._refresh_groups(rows[~waits], records[~waits])
+            rows, records = rows[waits], records[waits]
         size = len(self._waiting.records)
         for start in range(0, len(rows), size):
             self._keep(rows[start : start + size], records[start : start + size])
-
-    def _scatter_now(self, rows: Rows, records: Records) -> tuple[Rows, Records]:
-        """Write ``rows`` to the store, but for those that wait to be written, which are returned."""
-        with self._using:  # no group is being read, so all have arrived or will see what is written here
-            with self._lock:
-                _, waits = self._waiting.find(rows)
-            before = replace(self.inner.io)
-            self.inner.scatter(rows[~waits], records[~waits])
-            self.io = self.io.plus(self.inner.io.plus(before, -1))
-            with self._lock:
-                self._refresh_groups(rows[~waits], records[~waits])
-        return rows[waits], records[waits]
 
     def _keep(self, rows: Rows, records: Records) -> None:
         while True:
@@ -257,26 +324,23 @@ class BulkStore(ColdStore):
 
     def _write(self, done: Future[None]) -> None:
         """Write a piece; if there is more to write, queue it after reads that came meanwhile."""
-        with self._using:
-            self._write_piece(done)
-        if done.exception() is None and self._waiting.full:
-            self._write_more()
-
-    def _write_piece(self, done: Future[None]) -> None:
         try:
-            with self._lock:
-                rows = self._waiting.piece(self._next_row)
-                records = self._waiting.give(rows)
-            before = replace(self.inner.io)
-            self.inner.scatter(rows, records)
-            self._background = self._background.plus(self.inner.io.plus(before, -1))
-            with self._lock:
-                self._waiting.written(rows)
-                self._next_row = int(rows[-1]) + 1 if len(rows) else 0
+            with self._using:
+                with self._lock:
+                    rows = self._waiting.piece(self._next_row)
+                    records = self._waiting.give(rows)
+                before = replace(self.inner.io)
+                self.inner.scatter(rows, records)
+                self._background = self._background.plus(self.inner.io.plus(before, -1))
+                with self._lock:
+                    self._waiting.written(rows)
+                    self._next_row = int(rows[-1]) + 1 if len(rows) else 0
         except BaseException as fault:
             done.set_exception(fault)
             return
         done.set_result(None)
+        if self._waiting.full:
+            self._write_more()
 
     def _write_all(self) -> None:
         self._raise_faults()
@@ -312,8 +376,10 @@ class BulkStore(ColdStore):
             self.inner.close()
 
     def _count_memory(self) -> None:
-        held = sum(group.nbytes for group in self._groups.values())
-        self.peak_bytes = max(self.peak_bytes, held + self._waiting.nbytes)
+        held = self._waiting.nbytes
+        for group in self._groups.values():
+            held += group.rows.nbytes + (0 if group.records is None else group.records.nbytes)
+        self.peak_bytes = max(self.peak_bytes, held)
 
     @property
     def cold_bytes(self) -> int:

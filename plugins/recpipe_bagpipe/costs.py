@@ -2,47 +2,39 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterator
+from typing import Any
 
-from recpipe_perf_model import Facts, GroupFacts, Moved, Phase, Statement, Work
+from recpipe_perf_model import Facts, KeptLookups, Moved, Phase, Statement, Work
 
-from recpipe.plugin import RowSpace
-from recpipe_bagpipe.pace import MOST
-from recpipe_bagpipe.replayed import Replayed
-from recpipe_bagpipe.window import FEW, ROW_BYTES
-
-
-@dataclass(frozen=True)
-class Shares:
-    """Shares of the budget."""
-
-    slots: float
-    """What the slots have."""
-    waiting: float
-    """What batches and rows on their way may take."""
+from recpipe.plugin import IndexBags, Placement, RowIds, RowSpace, distinct
+from recpipe_bagpipe.pace import MOST, Pace
+from recpipe_bagpipe.policy import Lookahead, NoBulk
+from recpipe_bagpipe.window import ROW_BYTES
 
 
-def statement(facts: Facts, lookahead: int | None, shares: Shares) -> Statement:
-    """``lookahead``: the batches of two groups, or None where the run decides.
+def statement(facts: Facts, lookahead: int | None, *, slots: float, waiting: float) -> Statement:
+    """``lookahead``: the batches of two groups, or None where the run decides. ``slots`` and ``waiting``: the
+    shares of the budget that the slots have, and that batches and rows on their way may take.
 
     Rows that known batches need stay, then those looked up most often. Where too many lookups were read to
     try that on them, it is taken to miss what the better of lru and lfu misses. Reading ahead ends where a
     trial shows that batches are trained sooner without.
     """
-    share = facts.share * (shares.slots if facts.share < 1 else 1.0)
+    share = facts.share * (slots if facts.share < 1 else 1.0)
     both = zip(facts.cached("lru", share), facts.cached("lfu", share), strict=True)
     about = tuple(min(each, key=lambda m: m.read) for each in both)
-    size = window(facts, about, share, shares.waiting) if lookahead is None else max(1, lookahead // 2)
+    size = window(facts, about, share, waiting) if lookahead is None else max(1, lookahead // 2)
 
     def ahead(space: RowSpace) -> Replayed:
         kept = facts.groups[space.group].kept
         assert kept is not None, "replays have what was read"
         return Replayed(space, kept, size)
 
-    kept = all(group.kept is not None for group in facts.groups)
-    moved = (
-        facts.replayed(("bagpipe", size), ahead, "lfu", share).moved if kept else tuple(map(_placed, about))
-    )
+    if all(group.kept is not None for group in facts.groups):
+        moved = facts.replayed(("bagpipe", size), ahead, "lfu", share).moved
+    else:  # every row that is read gets a slot
+        moved = tuple(Moved(read=m.read, evicted=m.written, placed=m.read, missed=m.missed) for m in about)
     rows = sum(m.read for m in moved)
     alone = Statement(
         why=f"batches read their {rows:,.0f} cold rows themselves, as with lru",
@@ -50,7 +42,17 @@ def statement(facts: Facts, lookahead: int | None, shares: Shares) -> Statement:
     )
     if facts.trainers > 1 or not rows:
         return alone
-    works = tuple(_looked_into(number, group) for number, group in enumerate(facts.groups))
+    # A batch's rows are made distinct and put in order in the oracle's thread, which takes about as long as
+    # planning it without a cache.
+    works = tuple(
+        Work(
+            name=f"look ahead {number}",
+            place="oracle",
+            kind="plan nocache",
+            at={"lookups": group.lookups, "missed": group.distinct, "slots": 0.0, "rows": float(group.rows)},
+        )
+        for number, group in enumerate(facts.groups)
+    )
     if facts.store == "host" and not facts.emulation.active:
         return Statement(
             why=f"batches read their {rows:,.0f} cold rows from host memory; those needed soon stay",
@@ -68,22 +70,10 @@ def statement(facts: Facts, lookahead: int | None, shares: Shares) -> Statement:
         works=works,
         ahead=2 * size,
         together=float(size),
-        memory=max(0, memory - int((1 - shares.slots) * facts.budget)),
+        memory=max(0, memory - int((1 - slots) * facts.budget)),
         unsure="the window is as long as memory allows; where nothing is waited for it shrinks",
         instead=alone if lookahead is None else None,
     )
-
-
-def _looked_into(number: int, group: GroupFacts) -> Work:
-    """A batch's rows are made distinct and put in order in the oracle's thread, which takes about as long as
-    planning it without a cache."""
-    at = {"lookups": group.lookups, "missed": group.distinct, "slots": 0.0, "rows": float(group.rows)}
-    return Work(name=f"look ahead {number}", place="oracle", kind="plan nocache", at=at)
-
-
-def _placed(moved: Moved) -> Moved:
-    """Every row that is read gets a slot."""
-    return Moved(read=moved.read, evicted=moved.written, placed=moved.read, missed=moved.missed)
 
 
 def window(facts: Facts, moved: tuple[Moved, ...], share: float, waiting: float) -> int:
@@ -97,4 +87,25 @@ def window(facts: Facts, moved: tuple[Moved, ...], share: float, waiting: float)
         while fits < MOST and group.window(fits + 1) <= share * group.rows / 2:
             fits += 1
         sizes.append(fits)
-    return max(1, min(sizes)) if min(sizes) < FEW else min(sizes)
+    return max(1, min(sizes))
+
+
+class Replayed(Lookahead):
+    """The lookahead policy on ids that were read before, in groups of at most ``batches``, to see what it
+    moves; nothing is read for it."""
+
+    def __init__(self, space: RowSpace, kept: KeptLookups, batches: int) -> None:
+        pace = Pace(batches, memory=0, record_bytes=0, waited=lambda: 0.0)
+        super().__init__(space, _rows_of, NoBulk(), pace)
+        # The policy asks nothing of batches but their lookups, so that these stand for them.
+        source: Iterator[Any] = map(kept.bags, range(len(kept.batches)))
+        self._replay = self.stream(source)
+
+    def migrate(self, rows: RowIds) -> Placement:
+        """Let the policy read the batch, which it is told now."""
+        next(self._replay)
+        return super().migrate(rows)
+
+
+def _rows_of(bags: IndexBags) -> RowIds:
+    return distinct(bags.indices)

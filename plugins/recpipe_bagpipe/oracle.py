@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from itertools import count
 
 import numpy as np
 from numpy.typing import NDArray
@@ -105,9 +105,7 @@ def plan(
             f"bagpipe: lookahead={lookahead} must be at least {least}, for a cleanup every {cleanup} batches "
             f"with {trainers} trainers; raise plugins.bagpipe.lookahead or lower plugins.bagpipe.cleanup"
         )
-    oracle = _Oracle(stream, lookahead, cleanup, trainers, slots, increase, decrease)
-    while (made := oracle.next()) is not None:
-        yield made
+    yield from _Oracle(stream, lookahead, cleanup, trainers, slots, increase, decrease).plans()
 
 
 @dataclass
@@ -139,11 +137,10 @@ class _Oracle:
         self.window = lookahead
         """The current L."""
         self.lag = 1 if trainers > 1 else 0
-        self.number = 0
         self.round = 0
         """The last cleanup round."""
         self.coming: deque[_Known] = deque()
-        """Announced batches from ``number`` on."""
+        """Announced batches that are not planned yet."""
         self.waiting: _Known | None = None
         """A batch that has been read but does not fit yet."""
         self.past: deque[tuple[int, Rows]] = deque()
@@ -159,39 +156,43 @@ class _Oracle:
         self.held = np.zeros(0, kind)
         """For every row, the trainers that hold it."""
 
-    def next(self) -> OraclePlan | None:
-        """The plan of the next batch; None after the last one."""
-        x = self.number
-        # A window that the budget has shrunk is cleaned up more often in proportion.
-        due = x - self.round >= max(1, self.cleanup * self.window // self.lookahead) or x == 0
-        expired = self._expire(x) if due else None
-        self._announce(x)
-        if not self.coming:
-            if self.waiting is None:
-                return None
-            expired = self._make_room(x, expired)
-        batch = self.coming.popleft()
-        made = self._planned(x, batch, self._following(), expired)
-        self.past.append((x, batch.rows))
-        self.number += 1
-        return made
+    def plans(self) -> Iterator[OraclePlan]:
+        """One batch after the other."""
+        for x in count():
+            # A window that the budget has shrunk is cleaned up more often in proportion.
+            due = x - self.round >= max(1, self.cleanup * self.window // self.lookahead) or x == 0
+            expired = self._expire(x) if due else NONE
+            self._announce(x)
+            if not self.coming:
+                if self.waiting is None:
+                    return
+                # The batch itself does not fit: clean up at once.
+                expired = np.concatenate((expired, self._expire(x)))
+                if self.window > 1:
+                    self.window = max(1, self.window // self.decrease)
+                if not self._fits(self.waiting):
+                    largest = int((self.kept + self._new(self.waiting)).max())
+                    raise UserError(
+                        f"bagpipe: batch {x} needs {largest:,} resident rows, and tiers.resident_bytes holds "
+                        f"{self.slots:,}; raise it or lower data.batch_size"
+                    )
+                self._take(self.waiting, x)
+            batch = self.coming.popleft()
+            # The next batch, announced or not, decides which updates are critical.
+            if self.coming:
+                following = self.coming[0].rows
+            else:
+                self.waiting = self.waiting or self._read()
+                following = NONE if self.waiting is None else self.waiting.rows
+            yield self._planned(x, batch, following, np.sort(expired))
+            self.past.append((x, batch.rows))
 
     # -- the window --------------------------------------------------------------------------
-
-    def _following(self) -> Rows:
-        """The rows of the batch after the one being planned, announced or not; they decide which updates are
-        critical."""
-        if self.coming:
-            return self.coming[0].rows
-        if self.waiting is None:
-            self.waiting = self._read()
-        return NONE if self.waiting is None else self.waiting.rows
 
     def _announce(self, x: int) -> None:
         """Read on until the window is full, the stream ends, or the budget is used up."""
         while len(self.coming) <= self.window:
-            if self.waiting is None:
-                self.waiting = self._read()
+            self.waiting = self.waiting or self._read()
             if self.waiting is None:
                 return
             if not self._fits(self.waiting):
@@ -203,31 +204,26 @@ class _Oracle:
             self.window = min(self.lookahead, self.window + self.increase)
 
     def _read(self) -> _Known | None:
-        if self.ended:
-            return None
-        shares = next(self.stream, None)
+        """The next batch of the stream; None after the last one."""
+        shares = None if self.ended else next(self.stream, None)
         if shares is None:
             self.ended = True
             return None
         if self.trainers == 1:
             rows = distinct(shares[0])
-            batch = _Known(rows, np.ones(len(rows), np.uint64))
+            users = np.ones(len(rows), np.uint64)
         else:
             own = [distinct(share) for share in shares]
             rows = distinct(np.concatenate(own))
             users = np.zeros(len(rows), np.uint64)
             for trainer, mine in enumerate(own):
                 users[np.searchsorted(rows, mine)] |= np.uint64(1 << trainer)
-            batch = _Known(rows, users)
         if len(rows) and rows[-1] >= len(self.last):
-            self._grow(int(rows[-1]) + 1)
-        return batch
-
-    def _grow(self, rows: int) -> None:
-        more = max(rows, 2 * len(self.last)) - len(self.last)
-        self.last = np.concatenate((self.last, np.full(more, -1, np.int32)))
-        self.need = np.concatenate((self.need, np.zeros(more, self.need.dtype)))
-        self.held = np.concatenate((self.held, np.zeros(more, self.held.dtype)))
+            more = max(int(rows[-1]) + 1, 2 * len(self.last)) - len(self.last)
+            self.last = np.concatenate((self.last, np.full(more, -1, np.int32)))
+            self.need = np.concatenate((self.need, np.zeros(more, self.need.dtype)))
+            self.held = np.concatenate((self.held, np.zeros(more, self.held.dtype)))
+        return _Known(rows, users)
 
     def _new(self, batch: _Known) -> NDArray[np.int64]:
         """For each trainer, the rows of ``batch`` that it has not needed before."""
@@ -246,21 +242,6 @@ class _Oracle:
         self.coming.append(batch)
         self.waiting = None
 
-    def _make_room(self, x: int, expired: Rows | None) -> Rows:
-        """Clean up at once because batch ``x`` itself does not fit; raise an error if that does not help."""
-        assert self.waiting is not None
-        more = self._expire(x)
-        if self.window > 1:
-            self.window = max(1, self.window // self.decrease)
-        if not self._fits(self.waiting):
-            largest = int((self.kept + self._new(self.waiting)).max())
-            raise UserError(
-                f"bagpipe: batch {x} needs {largest:,} resident rows, and tiers.resident_bytes holds "
-                f"{self.slots:,}; raise it or lower data.batch_size"
-            )
-        self._take(self.waiting, x)
-        return more if expired is None else np.concatenate((expired, more))
-
     # -- a batch -----------------------------------------------------------------------------
 
     def _expire(self, x: int) -> Rows:
@@ -274,16 +255,11 @@ class _Oracle:
         expired = np.concatenate(gone)
         self.last[expired] = -1
         for trainer in range(self.trainers):
-            self.kept[trainer] -= np.count_nonzero(self.need[expired] & self._bit(trainer))
+            self.kept[trainer] -= np.count_nonzero(self.need[expired] & self.need.dtype.type(1 << trainer))
         self.need[expired] = 0
         return expired
 
-    def _bit(self, trainer: int) -> np.integer[Any]:
-        bit: np.integer[Any] = self.need.dtype.type(1 << trainer)
-        return bit
-
-    def _planned(self, x: int, batch: _Known, following: Rows, expired: Rows | None) -> OraclePlan:
-        gone = NONE if expired is None else np.sort(expired)
+    def _planned(self, x: int, batch: _Known, following: Rows, gone: Rows) -> OraclePlan:
         gone_holders = self.held[gone].astype(np.uint64)
         self.held[gone] = 0
         rows, users = batch.rows, batch.users

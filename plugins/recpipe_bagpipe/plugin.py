@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
+from recpipe.kit import HoldersStore, milliseconds
 from recpipe.plugin import (
     Batch,
     Cache,
@@ -22,12 +23,12 @@ from recpipe.plugin import (
     RunFigures,
     TableCollection,
     TierParts,
+    UserError,
 )
 from recpipe_bagpipe.bulk import BulkStore
 from recpipe_bagpipe.pace import Pace
 from recpipe_bagpipe.policy import Lookahead, NoBulk
-from recpipe_bagpipe.replicas import Replicas, replicas
-from recpipe_bagpipe.verdict import verdict
+from recpipe_bagpipe.replicas import Replicas
 
 if TYPE_CHECKING:
     from recpipe_perf_model import Facts, Statement
@@ -43,6 +44,8 @@ RESERVED = 0.1
 it a window has two or three batches, which does not pay."""
 LEAST_WRITES = 512
 """Rows that wait to be written at most, however small the budget is."""
+CALM = 0.05
+"""The share of the store's time that is as good as nothing where training waits for it."""
 
 
 class BagPipe(Plugin):
@@ -91,9 +94,10 @@ class BagPipe(Plugin):
 
     def costs(self, facts: Facts) -> Statement:
         """State what the performance model needs for a prediction without a run."""
-        from recpipe_bagpipe.costs import Shares, statement
+        from recpipe_bagpipe.costs import statement
 
-        return statement(facts, None if self.auto else self.lookahead, Shares(1 - RESERVED - WRITES, WAITING))
+        lookahead = None if self.auto else self.lookahead
+        return statement(facts, lookahead, slots=1 - RESERVED - WRITES, waiting=WAITING)
 
 
 class PlannedTables(Cache):
@@ -130,20 +134,33 @@ class PlannedTables(Cache):
         return store
 
     def collection(self, parts: TierParts) -> TableCollection | None:
-        """Replicas if several ranks train."""
+        """Replicas on each rank that trains, if these are several."""
         self._parts.append(parts)
         if self.trainers == 1:
             return None
-        made = replicas(
-            parts,
-            lookahead=self.knobs.lookahead,
-            cleanup=self.knobs.cleanup,
-            increase=self.knobs.increase,
-            decrease=self.knobs.decrease,
+        ranks = parts.ranks
+        channels = ranks.channel(ranks.trainers), ranks.channel(ranks.trainers)  # made on every rank
+        if not ranks.trains:
+            return None
+        if parts.device.type != "cpu":
+            raise UserError(
+                f"trainer.device={parts.device}: bagpipe over several trainers keeps its replicas in host "
+                "memory; use trainer.device=cpu"
+            )
+        assert isinstance(parts.store, HoldersStore), "several trainers share one store"
+        knobs = self.knobs
+        self.replicas.append(
+            Replicas(
+                parts,
+                parts.store,
+                channels,
+                lookahead=knobs.lookahead,
+                cleanup=knobs.cleanup,
+                increase=knobs.increase,
+                decrease=knobs.decrease,
+            )
         )
-        if made is not None:
-            self.replicas.append(made)
-        return made
+        return self.replicas[-1]
 
     def policy(self, space: RowSpace) -> CachePolicy:
         """The policy of a single trainer."""
@@ -166,7 +183,9 @@ class PlannedTables(Cache):
     def figures(self, run: RunFigures) -> dict[str, Figure]:
         """The rows that were moved, and how far ahead."""
         if self.replicas:
-            return _summed([tables.figures() for tables in self.replicas])
+            groups = [tables.figures() for tables in self.replicas]
+            total: dict[str, Figure] = {name: sum(group[name] for group in groups) for name in groups[0]}
+            return total | {"replicas": groups[0]["replicas"]}  # the same for all groups
         if not self.policies:
             return {"verdict": "nothing is read ahead: the model makes the ids of all its tables"}
         policies, bulks = self.policies, [s for s in self._stores if isinstance(s, BulkStore)]
@@ -174,7 +193,7 @@ class PlannedTables(Cache):
         cold = f"its window of {window:.0f} batches is longer than the run's {run.steps}"
         return {
             **({"cold_start": cold} if window >= run.steps else {}),
-            "verdict": verdict(run, policies, bulks, window),
+            "verdict": _verdict(run, policies, bulks, window),
             "rows_fetched": sum(b.announced_rows for b in bulks),
             "rows_expired": sum(p.evicted for p in policies),
             "rows_written": run.io.rows_written,
@@ -194,7 +213,30 @@ def _row_bytes(store: ColdStore) -> int:
     return 4 * store.layout.width + 17
 
 
-def _summed(groups: Sequence[Mapping[str, int]]) -> dict[str, Figure]:
-    """The sum over all groups of tables; their number of replicas is the same."""
-    total: dict[str, Figure] = {name: sum(group[name] for group in groups) for name in groups[0]}
-    return total | {"replicas": groups[0]["replicas"]}
+def _verdict(
+    run: RunFigures, policies: Sequence[Lookahead], bulks: Sequence[BulkStore], window: float
+) -> str:
+    """Whether looking ahead has paid: what was hidden, and what the window did, of so many batches on
+    average."""
+    reading = sum(b.background().read_seconds for b in bulks)
+    writing = sum(b.background().write_seconds for b in bulks)
+    waited = sum(b.waited for b in bulks)
+    rows, groups = sum(b.announced_rows for b in bulks), sum(b.announced for b in bulks)
+    if bulks and not rows:
+        return "no row had to be read ahead"
+    singles = min(policy.singles for policy in policies)
+    if all(policy.pace.off for policy in policies) and singles:
+        told = f"{singles} of {run.steps} batches read their rows themselves, as with lru"
+        pace = policies[0].pace
+        times = f"{milliseconds(pace.without)} ms without it, {milliseconds(pace.with_it)} with it"
+        return f"looking ahead is off: a batch took {times}; {told}"
+    if not bulks:
+        return f"rows are in host memory; which of them stay was decided {window:.0f} batches ahead"
+    shrunk = [policy.pace.calm_at for policy in policies if policy.pace.shrunk]
+    if shrunk and len(shrunk) == len(policies) and waited < CALM * (reading + writing):
+        size = max(policy.pace.wanted for policy in policies)
+        told = f"from group {shrunk[0]} on less was read ahead, at last {size} batches at a time"
+        return f"nothing was waited for: {told}"
+    hidden = 1 - min(1.0, waited / max(1e-9, reading + writing))
+    moved = f"{reading + writing:.1f} s of reading and writing in bulk"
+    return f"{hidden:.0%} of {moved} were hidden behind training; {rows / groups:,.0f} rows a read"

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
 from recpipe.kit import distinct_slots, within
 from recpipe.plugin import NOTHING, Batch, CachePolicy, Placement, RowIds, RowSpace, Slots, distinct
+from recpipe_bagpipe.bulk import BulkStore, positions
 from recpipe_bagpipe.pace import Pace
 from recpipe_bagpipe.uses import (
     DUE,
@@ -25,28 +26,11 @@ from recpipe_bagpipe.uses import (
     touch_known,
 )
 from recpipe_bagpipe.window import Group, Rows, Steps, Window
-from recpipe_bagpipe.writes import positions
-
-
-class Bulk(Protocol):
-    """What reads announced rows: ``BulkStore``, or ``NoBulk``."""
-
-    single: bool
-    """Whether nothing is announced."""
-    waited: float
-    """Seconds that training has waited for it."""
-
-    def announce(self, rows: RowIds) -> int:
-        """Read distinct ``rows`` in advance; the number that ``retire`` is to be called with."""
-        ...
-
-    def retire(self, number: int) -> None:
-        """Note that rows announced under this number are not needed any more."""
-        ...
 
 
 class NoBulk:
-    """Reads nothing in advance: rows are in memory anyway, or decisions alone are of interest."""
+    """Reads nothing in advance, in place of ``BulkStore``: rows are in memory anyway, or decisions alone are
+    of interest."""
 
     single = False
     waited = 0.0
@@ -69,7 +53,9 @@ class Lookahead(CachePolicy):
 
     each_once = True
 
-    def __init__(self, space: RowSpace, rows_of: Callable[[Any], Rows], bulk: Bulk, pace: Pace) -> None:
+    def __init__(
+        self, space: RowSpace, rows_of: Callable[[Any], Rows], bulk: BulkStore | NoBulk, pace: Pace
+    ) -> None:
         """``rows_of``: the distinct rows that a batch looks up, sorted."""
         super().__init__(space)
         self.rows_of, self.bulk, self.pace = rows_of, bulk, pace
@@ -79,10 +65,12 @@ class Lookahead(CachePolicy):
         """What is known of each slot's row, as ``uses`` says."""
         self.due.fill(UNKNOWN)
         self.often.fill(0)
-        self.used = self.evicted = self.window_sum = self.peak_bytes = 0
+        self.used = self.evicted = self.window_sum = 0
         self.singles = 0
         """Batches that read their rows themselves."""
         self.window_least = UNKNOWN
+        self._peak_bytes = 0
+        """The most that earlier streams' batches have taken."""
         self._window: Window | None = None
         self._running: Window | None = None
         self._first = 0
@@ -91,8 +79,10 @@ class Lookahead(CachePolicy):
         self._numbers: deque[tuple[int, int]] = deque()
         """Groups that ``bulk`` keeps: the batch after the last that each is for, and its number there."""
         self._current: tuple[Small, Steps] = NOTHING.rows, NOTHING.slots
+        """The rows that the current batch was announced with, and their next uses."""
         self._victims, self._listed = NOTHING.slots, NOTHING.rows
 
+    # Views of ``known``; attributes would count as memory of their own.
     @property
     def due(self) -> Steps:
         """For each slot, the next known batch that looks its row up, counted like ``step``."""
@@ -116,11 +106,41 @@ class Lookahead(CachePolicy):
         self._window = Window(source, self.rows_of, pace.batches, slots, lambda: pace.single)
         return self._window.batches()
 
-    def _begin(self, rows: RowIds) -> tuple[Small, Steps]:
-        """The rows that the next batch was announced with, and their next uses; it looks up ``rows``."""
+    def _go_on(self, number: int) -> None:
+        """Open groups up to the one after that of batch ``number``."""
+        window = self._running
+        assert window is not None, "batches come through the stream"
+        while self._open and self._open[0].end <= number:
+            group = self._open.popleft()
+            window.forget(group)
+            self.pace.note(len(group.sizes), group.single)
+        while len(self._open) < 2 and (coming := window.next()) is not None:
+            if self._open:
+                # What the group before looks up, too, has been seen to: its next uses are those in this one.
+                self._open[-1].link(coming)
+            if not coming.single:
+                rows, uses = coming.new
+                slots = self.space.residents.slot_of(rows)
+                cold = announced(self.known, slots, rows, uses, self._first, self.step)
+                if len(cold):
+                    self._numbers.append((coming.end, self.bulk.announce(cold)))
+                self.pace.announced(len(cold), len(coming.sizes))
+            self._open.append(coming)
+            self.bulk.single = any(known.single for known in self._open)
+
+    # -- the policy --------------------------------------------------------------------------
+
+    def migrate(self, rows: RowIds) -> Placement:
+        """Place nothing; only missed rows are placed, by ``admit``."""
         restarts = self._window is not self._running
         if restarts:
-            self._restart()
+            # A new stream; rows being read for the old one are not awaited any more.
+            self._peak_bytes = self.waiting_bytes
+            self._open.clear()
+            self._running, self._first = self._window, self.step
+            self.due.fill(UNKNOWN)
+            while self._numbers:
+                self.bulk.retire(self._numbers.popleft()[1])
         number = self.step - self._first
         self._go_on(number)
         if restarts and not np.array_equal(self._open[0].of(0)[0], distinct(rows)):
@@ -134,56 +154,7 @@ class Lookahead(CachePolicy):
         ahead = self._open[-1].end - number
         self.window_sum += ahead
         self.window_least = min(self.window_least, ahead)
-        return self._open[0].of(number)
-
-    def _restart(self) -> None:
-        """Begin a new stream; rows being read for the old one are not awaited any more."""
-        self._note_memory()
-        self._open.clear()
-        self._running, self._first = self._window, self.step
-        self.due.fill(UNKNOWN)
-        while self._numbers:
-            self.bulk.retire(self._numbers.popleft()[1])
-
-    def _go_on(self, number: int) -> None:
-        """Open groups up to the one after that of batch ``number``."""
-        window = self._running
-        assert window is not None, "batches come through the stream"
-        while self._open and self._open[0].end <= number:
-            group = self._open.popleft()
-            window.forget(group)
-            self.pace.note(len(group.sizes), group.single)
-        while len(self._open) < 2 and (coming := window.next()) is not None:
-            self._announce(coming)
-            self._open.append(coming)
-            self.bulk.single = any(known.single for known in self._open)
-        self._note_memory()
-
-    def _announce(self, group: Group) -> None:
-        """Note when residents are needed next, and read what ``group`` needs and is not there.
-
-        What the group before looks up, too, has been seen to: its next uses are those in that group.
-        """
-        if self._open:
-            self._open[-1].link(group)
-        if group.single:
-            return
-        rows, uses = group.new
-        slots = self.space.residents.slot_of(rows)
-        cold = announced(self.known, slots, rows, uses, self._first, self.step)
-        if len(cold):
-            self._numbers.append((group.end, self.bulk.announce(cold)))
-        self.pace.announced(len(cold), len(group.sizes))
-
-    def _note_memory(self) -> None:
-        if self._running is not None:
-            self.peak_bytes = max(self.peak_bytes, self._running.peak_bytes)
-
-    # -- the policy --------------------------------------------------------------------------
-
-    def migrate(self, rows: RowIds) -> Placement:
-        """Place nothing; only missed rows are placed, by ``admit``."""
-        self._current = self._begin(rows)
+        self._current = self._open[0].of(number)
         return NOTHING
 
     def admit(self, hits: Slots, misses: RowIds, looked_up: RowIds) -> Placement:
@@ -193,15 +164,15 @@ class Lookahead(CachePolicy):
         taken = np.concatenate((fresh, self._least(len(misses) - len(fresh))))
         self.used += len(fresh)
         self.evicted += len(taken) - len(fresh)
-        self._touch(taken, again[: len(taken)], came=True)
+        touch(self.known, taken, again[: len(taken)], self._first, self.step, True)
         self.step += 1
         return Placement(taken, misses[: len(taken)])
 
     def _looked_up(self, hits: Slots, misses: RowIds, looked_up: RowIds) -> Steps:
         """Note that the current batch looks up the resident rows in ``hits``; the next uses of ``misses``."""
         rows, next_use = self._current
+        now = self._first, self.step
         if self.times is not None:
-            now = self._first, self.step
             same, again = touch_known(self.known, rows, next_use, looked_up, misses, hits, *now)
             if same:
                 return again
@@ -215,16 +186,11 @@ class Lookahead(CachePolicy):
             rows = rows.astype(np.int64, copy=False)
             slots = self.space.residents.slot_of(rows)
             here = slots >= 0
-            self._touch(slots[here], next_use[here])
+            touch(self.known, slots[here], next_use[here], *now, False)
         at, known = positions(rows, misses)
         again = np.full(len(misses), UNKNOWN, np.int32)  # of a row that another plugin brought into the batch
         again[known] = next_use[at[known]]
         return again
-
-    def _touch(self, slots: Slots, next_use: Steps, came: bool = False) -> None:
-        """Note that the current batch looks up the rows in ``slots``, needed again at ``next_use``. ``came``:
-        they have just come into their slots."""
-        touch(self.known, slots, next_use, self._first, self.step, came)
 
     def _least(self, wanted: int) -> Slots:
         """Up to ``wanted`` slots that are worth least, none of them looked up in this batch."""
@@ -244,8 +210,7 @@ class Lookahead(CachePolicy):
     @property
     def waiting_bytes(self) -> int:
         """The most that batches read ahead have taken."""
-        self._note_memory()
-        return self.peak_bytes
+        return max(self._peak_bytes, 0 if self._running is None else self._running.peak_bytes)
 
     def state_dict(self) -> dict[str, Any]:
         """How often and when the row in each slot was looked up."""

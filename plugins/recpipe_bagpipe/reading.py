@@ -1,14 +1,60 @@
-"""What the oracles of one and of several trainers share: a thread that reads batches ahead of training."""
+"""What the oracles of one and of several trainers share: a thread that reads batches ahead of training, and
+the form in which these wait."""
 
 from __future__ import annotations
 
 import threading
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 
+import numpy as np
+import torch
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+
+from recpipe.kit import leaves, tensors_in
 from recpipe.plugin import Batch
-from recpipe_bagpipe.waiting import Waiting
+
+LARGEST = np.iinfo(np.int32).max
+
+
+@dataclass(frozen=True)
+class Waiting:
+    """A batch that waits to be trained."""
+
+    batch: Callable[[], Batch]
+    """Makes the batch, with the values and types that it had."""
+    nbytes: int
+
+
+def waiting(batch: Batch, small: bool = True) -> Waiting:
+    """``batch`` as it waits. If ``small``, half of the memory and less: ids of recpipe's own ``Batch`` are
+    kept in 32 bits, if they allow it, and lengths that are all 1 are not kept."""
+    if not small or type(batch) is not Batch:
+        return Waiting(lambda: batch, size_of(batch))
+    sparse = batch.sparse
+    ids, lengths = sparse.values(), sparse.lengths()
+    plain = sparse.weights_or_none() is None and not sparse.variable_stride_per_key()
+    fits = not len(ids) or 0 <= int(ids.min()) <= int(ids.max()) <= LARGEST
+    if not plain or ids.dtype != torch.int64 or not fits:
+        return Waiting(lambda: batch, size_of(batch))
+    keys, dense, labels, stride = sparse.keys(), batch.dense, batch.labels, sparse.stride()
+    narrow, kind, bags = ids.to(torch.int32), lengths.dtype, lengths.numel()
+    kept = None if bool((lengths == 1).all()) else lengths
+
+    def restore() -> Batch:
+        again = torch.ones(bags, dtype=kind) if kept is None else kept
+        jagged = KeyedJaggedTensor(keys, narrow.to(torch.int64), lengths=again, stride=stride)
+        return Batch(dense, jagged, labels)
+
+    held = [narrow, dense, labels, *([] if kept is None else [kept])]
+    return Waiting(restore, sum(part.nbytes for part in held))
+
+
+def size_of(batch: Batch) -> int:
+    """Bytes of a batch's tensors."""
+    return sum(part.nbytes for leaf in leaves(batch) for part in tensors_in(leaf))
 
 
 class ReadAhead(ABC):
@@ -33,8 +79,16 @@ class ReadAhead(ABC):
         thread = threading.Thread(target=self._run, name="recpipe-oracle", daemon=True)
         thread.start()
         try:
-            while (batch := self._next_batch()) is not None:
-                yield batch
+            while True:
+                with self._changed:
+                    self._changed.wait_for(lambda: self._batches or self._done)
+                    if not self._batches:
+                        self._check()
+                        return
+                    coming = self._batches.popleft()
+                    self._bytes -= coming.nbytes
+                    self._changed.notify_all()
+                yield coming.batch()
         finally:
             with self._changed:
                 self._stopped = True
@@ -57,26 +111,15 @@ class ReadAhead(ABC):
 
     def _waits(self, batch: Batch, small: bool = True) -> Waiting:
         """``batch`` in the form in which it waits, ``small`` or as it is."""
-        waiting = Waiting(batch, small)
+        made = waiting(batch, small)
         with self._changed:
-            self._take(waiting.nbytes)
-        return waiting
+            self._take(made.nbytes)
+        return made
 
     def _take(self, size: int) -> None:
         """Note that ``size`` more bytes wait."""
         self._bytes += size
         self.peak_bytes = max(self.peak_bytes, self._bytes)
-
-    def _next_batch(self) -> Batch | None:
-        with self._changed:
-            self._changed.wait_for(lambda: self._batches or self._done)
-            if not self._batches:
-                self._check()
-                return None
-            waiting = self._batches.popleft()
-            self._bytes -= waiting.nbytes
-            self._changed.notify_all()
-        return waiting.batch()
 
     def _check(self) -> None:
         """Raise the thread's error, if it had one."""

@@ -15,16 +15,67 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from recpipe.kit import Channel, HoldersStore, RowBags, RowCollection, row_bags
 from recpipe.plugin import Batch, Region, TierFigures, TierParts, TierTimes, UserError, Values
-from recpipe_bagpipe.ahead import Ahead, Lookups, slack
-from recpipe_bagpipe.oracle import OraclePlan, plan
-from recpipe_bagpipe.replica import Replica
-from recpipe_bagpipe.rounds import Rounds, RoundStore
-from recpipe_bagpipe.steps import Rows, Step, step_of
-from recpipe_bagpipe.sync import RowSync
+from recpipe_bagpipe.oracle import Rows, plan
+from recpipe_bagpipe.reading import ReadAhead, Waiting
+from recpipe_bagpipe.rounds import Rounds
+from recpipe_bagpipe.steps import Step, step_of
+from recpipe_bagpipe.sync import Replica, RowSync
 
-Oracle = Callable[[Iterator[Lookups]], Iterator[OraclePlan]]
-"""``oracle.plan`` with all arguments set but the stream."""
 NONE: Rows = np.empty(0, np.int64)
+Lookups = tuple[Rows, ...]
+"""For each trainer, the rows that its share of a batch looks up."""
+
+
+class Ahead(ReadAhead):
+    """One stream of batches: ``batches`` yields them to training, ``steps`` yields this trainer's part of
+    their plans, which ``plans`` makes in the thread that reads.
+
+    Different threads read the two.
+    """
+
+    def __init__(
+        self,
+        source: Iterator[Batch],
+        lookups: Callable[[Batch], Lookups],
+        plans: Callable[[Iterator[Lookups]], Iterator[Step]],
+        slack: int,
+    ) -> None:
+        """``slack``: how many planned batches may wait to be asked for before the oracle pauses."""
+        super().__init__(source)
+        self._lookups, self._plans, self._slack = lookups, plans, slack
+        self._unplanned: deque[Waiting] = deque()
+        self._steps: deque[Step] = deque()
+
+    def steps(self, accept: Callable[[Step], bool]) -> Iterator[Step]:
+        """The next steps, up to the first that is not accepted; waits for them."""
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._steps or self._done)
+                if not self._steps:
+                    self._check()
+                    return
+                if not accept(self._steps[0]):
+                    return
+                step = self._steps.popleft()
+                self._changed.notify_all()
+            yield step
+
+    def _read(self) -> None:
+        for step in self._plans(self._reading()):
+            with self._changed:
+                self._changed.wait_for(lambda: len(self._steps) < self._slack or self._stopped)
+                self._batches.append(self._unplanned.popleft())
+                self._steps.append(step)
+                self._changed.notify_all()
+            if self._stopped:
+                break
+
+    def _reading(self) -> Iterator[Lookups]:
+        for batch in self._source:
+            if self._stopped:
+                return
+            self._unplanned.append(self._waits(batch, small=False))
+            yield self._lookups(batch)
 
 
 @dataclass(frozen=True)
@@ -39,8 +90,8 @@ class _Fetching:
 class Replicas(RowCollection):
     """This trainer's replicas, driven by the oracle's plans of the stream that ``stream`` wraps.
 
-    ``cleanup`` is the oracle's interval, ``lookahead`` its window. ``early`` moves the prefetch gate by so
-    many batches; it is for tests, and any value but 0 is wrong.
+    ``lookahead``, ``cleanup``, ``increase`` and ``decrease`` are as ``oracle.plan`` takes them. ``early``
+    moves the prefetch gate by so many batches; it is for tests, and any value but 0 is wrong.
     """
 
     whole_updates = "several trainers update some rows of a batch while the next one trains"
@@ -48,12 +99,14 @@ class Replicas(RowCollection):
     def __init__(
         self,
         parts: TierParts,
-        store: RoundStore,
-        oracle: Oracle,
-        cleanup: int,
+        store: HoldersStore,
         channels: tuple[Channel, Channel],
+        *,
+        lookahead: int,
+        cleanup: int,
+        increase: int = 1,
+        decrease: int = 2,
         early: int = 0,
-        lookahead: int = 0,
     ) -> None:
         super().__init__(parts.tables)
         layout = parts.tables.layout
@@ -68,11 +121,12 @@ class Replicas(RowCollection):
         self.hits = 0
         """Those whose row some trainer held when the batch was planned, so that the batch fetches nothing for
         it; a copy that comes from the trainer that held it is a hit."""
-        self._ranks, self._batch_lookups = parts.ranks, parts.lookups
-        self._oracle, self._cleanup, self._early = oracle, cleanup, early
-        self._lookahead = lookahead
-        self._ahead: Ahead[Step] | None = None
-        self._running: Ahead[Step] | None = None
+        self._parts, self._ranks = parts, parts.ranks
+        self._lookahead, self._cleanup = lookahead, cleanup
+        self._increase, self._decrease = increase, decrease
+        self._early = early
+        self._ahead: Ahead | None = None
+        self._running: Ahead | None = None
         self._peak_bytes = 0
         self._next = 0
         self._peak_fetched = 0
@@ -84,21 +138,24 @@ class Replicas(RowCollection):
     def stream(self, source: Iterator[Batch], around: int = 0) -> Iterator[Batch]:
         """The batches of ``source`` (whole batches of all trainers), read and planned ahead; ``around`` other
         streams read from this one."""
-        trainer, trainers = self._ranks.trainer, len(self._ranks.trainers)
-        self._ahead = Ahead(
-            source,
-            self._lookups,
-            self._oracle,
-            lambda plan: step_of(plan, trainer, trainers),
-            slack(self._lookahead, self._cleanup, around),
-        )
+        # Each of the streams around reads a window ahead of training and lets some planned batches wait too.
+        slack = 2 * self._cleanup + around * (self._lookahead + 3 * self._cleanup + 2)
+        self._ahead = Ahead(source, self._lookups, self._plans, slack)
         return self._ahead.batches()
 
     def _lookups(self, batch: Batch) -> Lookups:
         """The rows that each trainer's share looks up."""
-        bags = self._batch_lookups(batch)
+        bags = self._parts.lookups(batch)
         shares = self._ranks.shares(0, bags.batch_size)
         return tuple(bags.permuted(np.arange(part.start, part.stop)).indices for part in shares)
+
+    def _plans(self, lookups: Iterator[Lookups]) -> Iterator[Step]:
+        """This trainer's part of the plan of each batch."""
+        trainer, trainers = self._ranks.trainer, len(self._ranks.trainers)
+        adapted = {"increase": self._increase, "decrease": self._decrease}
+        window = self._lookahead, self._cleanup
+        for made in plan(lookups, *window, trainers, self._parts.slots, **adapted):
+            yield step_of(made, trainer, trainers)
 
     # -- a batch -----------------------------------------------------------------------------
 
@@ -142,7 +199,7 @@ class Replicas(RowCollection):
         self.sync.hand_over(step.handover)
         return step
 
-    def _clean(self, ahead: Ahead[Step], number: int) -> None:
+    def _clean(self, ahead: Ahead, number: int) -> None:
         """The round before batch ``number``: write expired rows, and fetch rows of batches whose gate
         opens."""
         more = self._early
@@ -170,17 +227,10 @@ class Replicas(RowCollection):
             stop = start + len(step.fetch)
             self._opened.append(_Fetching(step, torch.from_numpy(into[start:stop]), landed))
             start = stop
-        self._count(opened, cleanup.rows)
-
-    def _count(self, opened: list[Step], expired: int) -> None:
-        self.rows_expired += expired
+        self.rows_expired += cleanup.rows
         self.rows_fetched += sum(step.fetched for step in opened)
         under_way = sum(fetching.records.nbytes for fetching in self._opened)
         self._peak_fetched = max(self._peak_fetched, under_way)
-
-    def _update(self, step: Step, bags: RowBags, pooled: torch.Tensor) -> None:
-        """The backward pass: one optimizer step from the gradients of all trainers."""
-        self.sync.update(step, bags.gradients(pooled.contiguous(), self.tables.dim))
 
     def _wait(self, action: Callable[[], None]) -> None:
         start = perf_counter()
@@ -203,8 +253,7 @@ class Replicas(RowCollection):
         self.replica.clear()
         self._opened.clear()
         self._next = 0
-        if self._running is not None:
-            self._peak_bytes = max(self._peak_bytes, self._running.peak_bytes)
+        self._peak_bytes = self._lookahead_bytes
         if self._ahead is self._running:
             self._ahead = None
         self._running = None
@@ -278,37 +327,6 @@ class _Lookup(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[None, None, None, None]:
         tables, step, bags = ctx.call
-        tables._update(step, bags, gradient)
+        # One optimizer step from the gradients of all trainers.
+        tables.sync.update(step, bags.gradients(gradient.contiguous(), tables.tables.dim))
         return None, None, None, None
-
-
-def replicas(
-    parts: TierParts, *, lookahead: int, cleanup: int, increase: int = 1, decrease: int = 2
-) -> Replicas | None:
-    """Make the collection of a rank that trains; None on a rank that only holds rows. Called on every rank.
-
-    ``lookahead`` and ``cleanup`` are in batches, as ``oracle.plan`` takes them.
-    """
-    ranks = parts.ranks
-    channels = ranks.channel(ranks.trainers), ranks.channel(ranks.trainers)
-    if not ranks.trains:
-        return None
-    if parts.device.type != "cpu":
-        raise UserError(
-            f"trainer.device={parts.device}: bagpipe over several trainers keeps its replicas in host "
-            "memory; use trainer.device=cpu"
-        )
-    assert isinstance(parts.store, HoldersStore), "several trainers share one store"
-
-    def oracle(stream: Iterator[Lookups]) -> Iterator[OraclePlan]:
-        return plan(
-            stream,
-            lookahead,
-            cleanup,
-            len(ranks.trainers),
-            parts.slots,
-            increase=increase,
-            decrease=decrease,
-        )
-
-    return Replicas(parts, parts.store, oracle, cleanup, channels, lookahead=lookahead)

@@ -2,45 +2,68 @@
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Callable
 from concurrent.futures import Future
-from dataclasses import fields, replace
+from dataclasses import replace
+from queue import SimpleQueue
 from time import perf_counter
-from typing import Protocol
 
 import numpy as np
 import torch
 
-from recpipe.plugin import IoCounters, Records, StoreLayout, TierTimes
-from recpipe_bagpipe.steps import Rows
-from recpipe_bagpipe.worker import Worker
+from recpipe.kit import HoldersStore
+from recpipe.plugin import IoCounters, Records, TierTimes
+from recpipe_bagpipe.oracle import Rows
 
 
-class RoundStore(Protocol):
-    """What ``HoldersStore`` offers: rounds that every trainer enters, writes of all before reads of all."""
+class Worker:
+    """One daemon thread and its queue.
 
-    layout: StoreLayout
-    io: IoCounters
-    direct: bool | None
+    A job may be a collective that a lost peer never enters. An executor's thread would then keep the process
+    from ending, and the other ranks from noticing. After a job that failed, later ones are not run but raise
+    the same error.
+    """
 
-    def exchange_rows(self, write: Rows, records: Records, read: Rows, out: Records) -> None:
-        """Write ``records`` of ``write``, then read ``read`` into ``out``."""
+    def __init__(self, name: str) -> None:
+        self._jobs: SimpleQueue[tuple[Callable[[], None], Future[None]] | None] = SimpleQueue()
+        self._fault: BaseException | None = None
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread.start()
+
+    def submit(self, job: Callable[[], None]) -> Future[None]:
+        """Queue ``job``; the result is None or its error."""
+        done: Future[None] = Future()
+        self._jobs.put((job, done))
+        return done
+
+    def check(self) -> None:
+        """Raise a job's error, if one failed."""
+        if self._fault is not None:
+            raise self._fault
 
     def close(self) -> None:
-        """End the rounds."""
+        """Let the thread end after its queue, without waiting for it."""
+        self._jobs.put(None)
 
-    @property
-    def cold_bytes(self) -> int:
-        """Bytes of the records."""
-
-    @property
-    def overhead_bytes(self) -> int:
-        """Bytes of memory beside the records."""
+    def _run(self) -> None:
+        while (queued := self._jobs.get()) is not None:
+            job, done = queued
+            try:
+                self.check()
+                job()
+            except BaseException as fault:
+                self._fault = fault
+                done.set_exception(fault)
+            else:
+                done.set_result(None)
 
 
 class Rounds:
-    """The store's rounds, one after the other, in the order in which the trainers ask for them."""
+    """The store's rounds, one after the other, in the order in which the trainers ask for them. Every trainer
+    enters each; what all of them write comes before what they read."""
 
-    def __init__(self, store: RoundStore, times: TierTimes) -> None:
+    def __init__(self, store: HoldersStore, times: TierTimes) -> None:
         self.store = store
         self.times = times
         self.counters = IoCounters()
@@ -54,9 +77,7 @@ class Rounds:
             began = perf_counter()
             before = replace(self.store.io)
             self.store.exchange_rows(write, records.numpy(), read, into)
-            for field in fields(IoCounters):
-                gained = getattr(self.store.io, field.name) - getattr(before, field.name)
-                setattr(self.counters, field.name, getattr(self.counters, field.name) + gained)
+            self.counters = self.counters.plus(self.store.io.plus(before, -1))
             if len(read):
                 self.times.fetch += perf_counter() - began
             else:

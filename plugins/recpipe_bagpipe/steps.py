@@ -11,11 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from recpipe_bagpipe.oracle import OraclePlan
-
-Rows = NDArray[np.int64]
-Mask = NDArray[np.uint64]
-"""A set of trainers for each row: bit t stands for trainer t."""
+from recpipe_bagpipe.oracle import Mask, OraclePlan, Rows
 
 
 @dataclass(frozen=True)
@@ -113,14 +109,20 @@ def step_of(plan: OraclePlan, trainer: int, trainers: int) -> Step:
     fetched[plan.fetch] = True
     alone = ~(plan.critical | plan.delayed)
     local = rows[alone & holds]
+    free = plan.expired[has(plan.expired_holders, trainer)]
+    moved = plan.handover
     return Step(
         number=plan.number,
         fetch_after=plan.fetch_after,
         mine=mine,
         fetch=rows[fetched & holds],
         fetched=_count(holders[fetched], trainers),
-        cleanup=_cleanup(plan, trainer),
-        handover=_handover(plan, trainer, trainers),
+        cleanup=Cleanup(plan.expired[plan.writer == trainer], free, len(plan.expired)),
+        handover=HandoverPart(
+            send=tuple(moved.rows[(moved.source == trainer) & has(moved.new, t)] for t in range(trainers)),
+            receive=tuple(moved.rows[(moved.source == t) & has(moved.new, trainer)] for t in range(trainers)),
+            copies=_count(moved.new, trainers),
+        ),
         local=local,
         local_at=np.searchsorted(mine, local),
         local_rows=int(alone.sum()),
@@ -136,15 +138,10 @@ def _count(mask: Mask, trainers: int) -> int:
     return sum(int(has(mask, trainer).sum()) for trainer in range(trainers))
 
 
-def _cleanup(plan: OraclePlan, trainer: int) -> Cleanup:
-    free = plan.expired[has(plan.expired_holders, trainer)]
-    return Cleanup(plan.expired[plan.writer == trainer], free, len(plan.expired))
-
-
 def _sync(plan: OraclePlan, chosen: NDArray[np.bool_], mine: Rows, trainer: int, trainers: int) -> Sync:
     rows, users, holders = plan.rows[chosen], plan.users[chosen], plan.holders[chosen]
     holds, uses = has(holders, trainer), has(users, trainer)
-    others = [t for t in range(trainers) if t != trainer]
+    assert trainers > 1 or not len(rows), "a single trainer adds up nothing"
     send = [
         np.searchsorted(mine, rows[uses & has(holders, t)]) if t != trainer else np.empty(0, np.int64)
         for t in range(trainers)
@@ -152,7 +149,6 @@ def _sync(plan: OraclePlan, chosen: NDArray[np.bool_], mine: Rows, trainer: int,
     copies = sum(
         int((has(users, a) & has(holders, b)).sum()) for a in range(trainers) for b in range(trainers)
     )
-    assert others or not len(rows), "a single trainer adds up nothing"
     return Sync(
         held=rows[holds],
         send=tuple(send),
@@ -160,13 +156,4 @@ def _sync(plan: OraclePlan, chosen: NDArray[np.bool_], mine: Rows, trainer: int,
         used=tuple(np.flatnonzero(has(users[holds], t)) for t in range(trainers)),
         rows=len(rows),
         copies=copies - _count(users, trainers),
-    )
-
-
-def _handover(plan: OraclePlan, trainer: int, trainers: int) -> HandoverPart:
-    moved = plan.handover
-    return HandoverPart(
-        send=tuple(moved.rows[(moved.source == trainer) & has(moved.new, t)] for t in range(trainers)),
-        receive=tuple(moved.rows[(moved.source == t) & has(moved.new, trainer)] for t in range(trainers)),
-        copies=_count(moved.new, trainers),
     )

@@ -17,14 +17,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from recpipe.plugin import Batch
-from recpipe_bagpipe.reading import ReadAhead
+from recpipe_bagpipe.reading import ReadAhead, Waiting
 from recpipe_bagpipe.uses import UNKNOWN, Small, in_group, shared
-from recpipe_bagpipe.waiting import Waiting
 
 Rows = NDArray[np.int64]
 Steps = NDArray[np.int32]
 NO_ROWS: Rows = np.empty(0, np.int64)
-NO_STEPS: Steps = np.empty(0, np.int32)
 ROW_BYTES = 12
 """What a group takes for each row that a batch looks up, about."""
 FEW = 2
@@ -44,20 +42,20 @@ class Group:
     next_use: Steps
     """For each of ``looked_up``, the next known batch that looks the row up."""
     rows: Small
-    """All rows of the group, sorted."""
-    first_use: Steps
-    """For each of ``rows``, the first batch of the group that looks it up."""
+    """All rows of the group, sorted; none if its batches were not looked into and read theirs themselves."""
     ends: Steps
     """For each of ``rows``, the position in ``looked_up`` of its last lookup."""
-    again: tuple[Rows, Steps] = (NO_ROWS, NO_STEPS)
+    again: tuple[Rows, Steps]
     """Positions in ``looked_up`` of the group before whose next use is in this one, and these uses."""
-    new: tuple[Rows, Steps] = (NO_ROWS, NO_STEPS)
+    new: tuple[Rows, Steps]
     """Those ``rows`` that the group before does not look up, and their first uses."""
 
-    @property
-    def end(self) -> int:
+    def __post_init__(self) -> None:
+        own = (self.looked_up, self.next_use, self.rows, self.ends, *self.again, *self.new)
+        self.nbytes = sum(part.nbytes for part in own)
+        self.end = self.first + len(self.sizes)
         """The number of the batch after the last."""
-        return self.first + len(self.sizes)
+        self.single = not len(self.rows)
 
     def of(self, number: int) -> tuple[Small, Steps]:
         """The rows of batch ``number`` and their next uses."""
@@ -65,36 +63,24 @@ class Group:
         part = slice(start, start + self.sizes[number - self.first])
         return self.looked_up[part], self.next_use[part]
 
-    def follow(self, before: Group) -> None:
-        """Find what the group ``before`` looks up, too. The thread that reads has the time."""
-        self.again, self.new = shared(before.rows, before.ends, self.rows, self.first_use)
-
     def link(self, later: Group) -> None:
         """Fill in the next uses that ``later`` tells, the group that follows this one."""
         places, steps = later.again
         self.next_use[places] = steps
 
-    @property
-    def single(self) -> bool:
-        """Whether nothing is known of its batches, which read their rows themselves."""
-        return not len(self.rows)
 
-    @property
-    def nbytes(self) -> int:
-        """Its memory."""
-        own = (self.looked_up, self.next_use, self.rows, self.first_use, self.ends)
-        return sum(part.nbytes for part in (*own, *self.again, *self.new))
-
-
-def group_of(first: int, batches: list[Rows]) -> Group:
-    """The group of ``batches``, each given by its distinct rows, of which the first has number ``first``."""
+def group_of(batches: list[Rows], before: Group | None) -> Group:
+    """The group of ``batches``, each given by its distinct rows, that follows ``before``."""
+    first = 0 if before is None else before.end
     sizes = [len(rows) for rows in batches]
     looked_up: Small = np.concatenate(batches)
     if len(looked_up) and looked_up.max() < UNKNOWN:
         looked_up = looked_up.astype(np.int32)
     order = np.argsort(looked_up, kind="stable")  # by row, then by batch; it merges the sorted batches
     next_use, rows, first_use, ends = in_group(looked_up, order, np.array(sizes, np.int64), first)
-    return Group(first, sizes, looked_up, next_use, rows, first_use, ends)
+    there = (NO_ROWS, NO_ROWS.astype(np.int32)) if before is None else (before.rows, before.ends)
+    again, new = shared(*there, rows, first_use)
+    return Group(first, sizes, looked_up, next_use, rows, ends, again, new)
 
 
 def _union(parts: list[Rows]) -> Rows:
@@ -151,12 +137,19 @@ class Window(ReadAhead):
 
     def _read(self) -> None:
         batches, rows = self._known(1)  # even where others are not: a resumed run is told by the first batch
-        first, wanted, before = 0, 2, group_of(0, [NO_ROWS])
+        group, wanted = None, 2
         while batches:
-            group = group_of(first, rows)
-            group.follow(before)
-            self._hand_over(group, batches)
-            before, first = group, first + len(batches)
+            group = group_of(rows, group)
+            with self._changed:
+                self._made += 1
+                self._batches.extend(batches)
+                self._groups.append(group)
+                self._take(group.nbytes)
+                self._changed.notify_all()
+                # Read on once this group was asked for, or if no batch waits to be trained.
+                self._changed.wait_for(
+                    lambda: self._made <= self._asked or not self._batches or self._stopped
+                )
             if self._single():
                 batches = [self._waits(batch, small=False) for batch in islice(self._unread(), FEW)]
                 rows = [NO_ROWS] * len(batches)
@@ -191,14 +184,3 @@ class Window(ReadAhead):
             if batch is None and (batch := next(self._source, None)) is None:
                 return
             yield batch
-
-    def _hand_over(self, group: Group, batches: list[Waiting]) -> None:
-        """Give ``group`` away and wait until the next one may be read: once this one was asked for, or if no
-        batch waits to be trained."""
-        with self._changed:
-            self._made += 1
-            self._batches.extend(batches)
-            self._groups.append(group)
-            self._take(group.nbytes)
-            self._changed.notify_all()
-            self._changed.wait_for(lambda: self._made <= self._asked or not self._batches or self._stopped)

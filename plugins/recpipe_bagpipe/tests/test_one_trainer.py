@@ -14,9 +14,8 @@ import numpy as np
 import pytest
 import torch
 from numpy.typing import NDArray
-from recpipe_bagpipe.bulk import BulkStore
+from recpipe_bagpipe.bulk import BulkStore, Writes
 from recpipe_bagpipe.plugin import BagPipe
-from recpipe_bagpipe.writes import Writes
 
 from recpipe.data.config import SyntheticConfig
 from recpipe.data.dataset import Dataset

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from recpipe_bagpipe.replicas import Replicas
+from recpipe_bagpipe.rounds import Worker
 from recpipe_bagpipe.steps import lowest
 from recpipe_bagpipe.tests.trainers import (
     FEATURES,
@@ -23,7 +24,6 @@ from recpipe_bagpipe.tests.trainers import (
     synchronous,
     zipf_batches,
 )
-from recpipe_bagpipe.worker import Worker
 
 from recpipe.errors import UserError
 from recpipe.plugin.batch import Batch

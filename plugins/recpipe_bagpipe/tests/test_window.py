@@ -13,9 +13,9 @@ import pytest
 import torch
 from recpipe_bagpipe.pace import FEW, HOLD, PATIENCE, SETTLING, WEIGHED, Pace
 from recpipe_bagpipe.policy import Lookahead, NoBulk
+from recpipe_bagpipe.reading import size_of, waiting
 from recpipe_bagpipe.uses import first_of, least
-from recpipe_bagpipe.waiting import Waiting, size_of
-from recpipe_bagpipe.window import UNKNOWN, Window, _union, group_of
+from recpipe_bagpipe.window import UNKNOWN, Group, Window, _union, group_of
 
 from recpipe.data.config import SyntheticConfig
 from recpipe.data.make import open_dataset
@@ -29,9 +29,10 @@ from tests.tables.test_placement import batches as random_batches
 def test_next_uses_are_those_of_the_stream() -> None:
     random = np.random.default_rng(0)
     batches = [np.unique(random.integers(0, 40, 12)) for _ in range(9)]
-    groups = [group_of(0, batches[:2]), group_of(2, batches[2:5]), group_of(5, batches[5:])]
+    groups: list[Group] = []
+    for part in (batches[:2], batches[2:5], batches[5:]):
+        groups.append(group_of(part, groups[-1] if groups else None))
     for before, later in pairwise(groups):
-        later.follow(before)
         before.link(later)
     ends = {0: 5, 2: 9, 5: 9}  # of the group after that which begins there
     for number, rows in enumerate(batches):
@@ -76,9 +77,9 @@ def test_a_waiting_batch_comes_back_as_it_was() -> None:
     for pooling in (1, 3):
         data = open_dataset(SyntheticConfig(samples=400, table_scale=0.01, pooling=pooling), seed=1)
         batch = next(iter(data.batches("train", 64)))
-        waiting = Waiting(batch)
-        assert waiting.nbytes < size_of(batch)
-        again = waiting.batch()
+        small = waiting(batch)
+        assert small.nbytes < size_of(batch)
+        again = small.batch()
         assert isinstance(again, Batch)
         for mine, its in ((batch.dense, again.dense), (batch.labels, again.labels)):
             assert torch.equal(mine, its)
@@ -221,8 +222,8 @@ def told(form: str, other: bool) -> dict[str, Any]:
     planner = TierPlanner(policy, carry=True)
     made = random_batches(20)
     source: Any = iter(made)
-    for waiting, bags in zip(policy.stream(source), made, strict=True):
-        assert len(waiting.indices) == len(bags)
+    for coming, bags in zip(policy.stream(source), made, strict=True):
+        assert len(coming.indices) == len(bags)
         mine = replace(bags, indices=np.where(bags.indices == 3, 39, bags.indices)) if other else bags
         planner.plan(given(mine, form))
         planner.commit()

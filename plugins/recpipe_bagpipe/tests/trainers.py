@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -12,9 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from recpipe_bagpipe.oracle import plan
 from recpipe_bagpipe.replicas import Replicas
-from recpipe_bagpipe.rounds import RoundStore
 from recpipe_bagpipe.steps import Step
 from torch.nn.functional import binary_cross_entropy_with_logits
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
@@ -154,14 +152,15 @@ class Trainer:
     """The loop of one trainer; ``sums`` adds up dense gradients."""
 
     def __init__(
-        self, plan: Plan, ranks: Ranks, store: RoundStore, channels: tuple[Channel, Channel, Channel]
+        self, plan: Plan, ranks: Ranks, store: Any, channels: tuple[Channel, Channel, Channel]
     ) -> None:
         self.plan, self.ranks, self.sums = plan, ranks, channels[2]
         inputs = inputs_of(plan.tables)
         parts = TierParts(
             plan.tables, plan.slots, store, CPU, True, ranks, lambda batch: inputs.bags(batch, 0)
-        )  # type: ignore[arg-type]
-        self.tables = Replicas(parts, store, self.oracle, plan.cleanup, channels[:2], early=plan.early)
+        )
+        window = {"lookahead": plan.lookahead, "cleanup": plan.cleanup}
+        self.tables = Replicas(parts, store, channels[:2], **window, early=plan.early)
         self.steps: list[Step] = []
         self.logits: list[NDArray[np.float32]] = []
         self.weights = first_weights(plan)
@@ -172,10 +171,6 @@ class Trainer:
             return self.steps[-1]
 
         self.tables._begin = recorded  # type: ignore[method-assign]
-
-    def oracle(self, stream: Iterator[Any]) -> Iterator[Any]:
-        plan_ = self.plan
-        return plan(stream, plan_.lookahead, plan_.cleanup, len(self.ranks.trainers), plan_.slots)
 
     def train(self, batches: Sequence[Batch] | None = None) -> None:
         """One epoch."""
