@@ -32,8 +32,7 @@ from recpipe.tables.owners import NOCACHE, RESIDENT, GroupOwner
 from recpipe.tables.replicated import ReplicatedCollection
 from recpipe.tables.resident import ResidentCollection
 from recpipe.tables.stores import SsdStore, make_store
-from recpipe.tables.stores.coded import MakeLocal, local_store
-from recpipe.tables.stores.emulated import EmulatedStore
+from recpipe.tables.stores.front import EmulatedStore, MakeLocal, local_store
 from recpipe.tables.stores.holders import HeldRows, HoldersStore
 from recpipe.tables.tiers.gpu_lookups import Finder
 from recpipe.tables.tiers.policies import POLICIES

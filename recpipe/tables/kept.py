@@ -13,7 +13,7 @@ from recpipe.tables.build import staging_bytes
 from recpipe.tables.config import HOLDERS, TierConfig
 from recpipe.tables.owners import RESIDENT, GroupOwner
 from recpipe.tables.sharding.plan import ShardPlan
-from recpipe.tables.stores import StoreLayout, StoreSize
+from recpipe.tables.stores import StoreLayout, store_size
 from recpipe.tables.stores.holders import part_layout
 from recpipe.tables.tiers.policies import BYTES_BESIDE
 
@@ -60,9 +60,10 @@ class GroupKept:
         buffers: list[int] = []
         for layout in _parts(tables, tiers, ranks, shards, {table.name for table in copied}):
             kind = tiers.holder_store if tiers.store == HOLDERS else tiers.store
-            size = StoreSize.of(kind, layout, staging_bytes(batch_size * len(tables.features)))
-            cold.update(dict(zip(layout.tables, size.cold_bytes, strict=True)))
-            buffers.append(size.buffer_bytes)
+            staging = staging_bytes(batch_size * len(tables.features))
+            cold_bytes, buffer_bytes = store_size(kind, layout, staging)
+            cold.update(dict(zip(layout.tables, cold_bytes, strict=True)))
+            buffers.append(buffer_bytes)
         if on_holders(tiers, ranks) and shards is None:
             cold = Counter({t.name: cold.total() * t.rows // whole for t in tables.tables})
         there = max(buffers, default=0) if shards is None else sum(buffers)

@@ -26,7 +26,7 @@ from recpipe.tables.quantized import check_quantized, quantized
 from recpipe.tables.resident import ResidentCollection
 from recpipe.tables.stores import ColdStore, Fill, StoreLayout, make_store
 from recpipe.tables.stores.codecs import COLD, Fp16Rows, Int8Rows
-from recpipe.tables.stores.coded import local_store
+from recpipe.tables.stores.front import local_store
 from recpipe.tables.tiers.store_thread import StoreThread
 from recpipe.tables.tiers.tiered import TieredEmbeddingBagCollection
 from tests.plugin.samples import ACME, Good

@@ -35,7 +35,7 @@ from recpipe.private_api import LocalPart, OwnLookup, given_to_own, module_name
 from recpipe.tables.build import Place, no_row, opens_store, slab_rows, staging_bytes
 from recpipe.tables.owners import NOCACHE, GroupOwner
 from recpipe.tables.sharding.local import TieredShard
-from recpipe.tables.stores.coded import local_store
+from recpipe.tables.stores.front import local_store
 from recpipe.tables.tiers.engine import TieredRows
 from recpipe.tables.tiers.policies import POLICIES
 from recpipe.tables.tiers.saved_placement import RANKS, of_whole

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
 
 from recpipe.errors import UserError
 from recpipe.plugin.store import ColdStore, Fill, IoCounters, Records, Rows, StoreLayout
-from recpipe.tables.stores.blocks import BlockMap
+from recpipe.tables.stores.blocks import BlockMap, Staging
 from recpipe.tables.stores.host import HostStore
 from recpipe.tables.stores.ssd import STAGING_BYTES, SsdStore
-from recpipe.tables.stores.staging import Staging
 
 KINDS = ("host", "ssd")
 __all__ = [
@@ -23,8 +21,8 @@ __all__ = [
     "Rows",
     "SsdStore",
     "StoreLayout",
-    "StoreSize",
     "make_store",
+    "store_size",
 ]
 
 
@@ -53,23 +51,10 @@ def make_store(
     raise UserError(f"tiers.store={kind}: no such store (there are: {', '.join(KINDS)})")
 
 
-@dataclass(frozen=True)
-class StoreSize:
-    """What a store takes, told before it is made."""
-
-    cold_bytes: tuple[int, ...]
-    """Of each table's records, as they lie: in an ``ssd`` store whole records with their checksums, in whole
-    blocks."""
-    buffer_bytes: int
-    """Host memory beside them."""
-
-    @classmethod
-    def of(cls, kind: str, layout: StoreLayout, staging_bytes: int = STAGING_BYTES) -> StoreSize:
-        """Of the store that ``make_store`` makes with the same arguments."""
-        if kind != "ssd":
-            return cls(tuple(4 * layout.width * rows for rows in layout.rows), 0)
-        blocks = BlockMap(layout)
-        capacity = blocks.staged(staging_bytes)
-        return cls(
-            tuple(blocks.file_bytes), Staging.nbytes(capacity, blocks.total_blocks, blocks.block_bytes)
-        )
+def store_size(kind: str, layout: StoreLayout, staging_bytes: int) -> tuple[list[int], int]:
+    """What the store that ``make_store`` makes will take: the bytes of each table's records as they lie (in
+    an ``ssd`` store whole records with their checksums, in whole blocks), and of host memory beside them."""
+    if kind != "ssd":
+        return [4 * layout.width * rows for rows in layout.rows], 0
+    blocks = BlockMap(layout)
+    return blocks.file_bytes, Staging.nbytes(blocks, staging_bytes)

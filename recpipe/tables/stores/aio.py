@@ -15,11 +15,10 @@ import os
 import platform
 import sys
 import time
-from collections.abc import Iterator
+from abc import ABC, abstractmethod
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -63,9 +62,6 @@ class Requests:
     positions: NDArray[np.int64]
     lengths: NDArray[np.int64]
 
-    def __len__(self) -> int:
-        return len(self.fds)
-
 
 class RequestError(Exception):
     """Request ``index`` failed with ``code`` (an errno; 0: the file ended, or took no more bytes)."""
@@ -76,8 +72,8 @@ class RequestError(Exception):
         self.code = code
 
 
-class BlockTransfer(Protocol):
-    """Moves a batch of requests; the interface of both engines. A batch is in flight at a time."""
+class BlockTransfer(ABC):
+    """Moves a batch of requests. A batch is in flight at a time."""
 
     engine: Engine
 
@@ -86,13 +82,18 @@ class BlockTransfer(Protocol):
 
         When this returns or raises, no request is in flight, so that the caller may use the buffer again.
         """
+        self.start(requests, buffer, write=write)
+        self.finish()
 
+    @abstractmethod
     def start(self, requests: Requests, buffer: NDArray[np.uint8], *, write: bool) -> None:
         """The first half of ``run``: begin, and return. If this raises, no request is in flight."""
 
+    @abstractmethod
     def finish(self) -> None:
         """The second half: wait for what ``start`` began."""
 
+    @abstractmethod
     def close(self) -> None:
         """Release the kernel's queue or the threads."""
 
@@ -110,10 +111,10 @@ def open_transfer(depth: int, *, direct: bool) -> BlockTransfer:
     return ThreadedIo()
 
 
-class NativeAio:
+class NativeAio(BlockTransfer):
     """A kernel AIO context of ``depth`` requests. OSError if ``io_setup`` is refused."""
 
-    engine: Engine = "aio"
+    engine = "aio"
 
     def __init__(self, depth: int) -> None:
         self._libc = ctypes.CDLL(None, use_errno=True)
@@ -123,7 +124,7 @@ class NativeAio:
         self._events = np.zeros(depth, IO_EVENT)
         self._wanted = ctypes.c_long(depth), ctypes.c_void_p(self._events.ctypes.data)
         self._make_room(depth)
-        self._set_pending(self._numbers[:0], self._all_pointers[:0])
+        self._pending = self._numbers[:0]
         self._open()
 
     def _make_room(self, count: int) -> None:
@@ -136,14 +137,9 @@ class NativeAio:
         self._context = ctypes.c_ulong(0)
         self._call(self._setup, ctypes.c_ulong(self._depth), ctypes.byref(self._context))
 
-    def run(self, requests: Requests, buffer: NDArray[np.uint8], *, write: bool) -> None:
-        """See ``BlockTransfer.run``."""
-        self.start(requests, buffer, write=write)
-        self.finish()
-
     def start(self, requests: Requests, buffer: NDArray[np.uint8], *, write: bool) -> None:
         """See ``BlockTransfer.start``. Requests beyond the depth begin in ``finish``."""
-        count = len(requests)
+        count = len(requests.fds)
         if count > len(self._room):
             self._make_room(count)
         blocks = self._room[:count]
@@ -153,68 +149,58 @@ class NativeAio:
         blocks["bytes"] = requests.lengths
         blocks["offset"] = requests.offsets
         self._blocks, self._results = blocks, np.zeros(count, np.int64)
-        self._set_pending(self._numbers[:count], self._all_pointers[:count])
-        with self._nothing_in_flight_after_a_fault():
-            self._submit_more()
+        self._pending, self._pointers = self._numbers[:count], self._all_pointers[:count]
+        self._submitted = self._done = 0
+        self._go_on(finish=False)
 
     def finish(self) -> None:
         """See ``BlockTransfer.finish``."""
-        with self._nothing_in_flight_after_a_fault():
-            while len(self._pending):
-                while self._done < len(self._pending):
-                    self._submit_more()
-                    self._done += self._reap(0)
-                    self._done += self._reap(min(self._depth // 4 or 1, self._submitted - self._done))
-                left = _remainders(self._blocks, self._pending, self._results)
-                self._set_pending(left, self._all_pointers[left])
+        self._go_on(finish=True)
 
-    def _set_pending(self, pending: NDArray[np.int64], pointers: NDArray[np.uint64]) -> None:
-        """Begin a pass over these requests: all, or those that were moved only in part."""
-        self._pending, self._pointers = pending, pointers
-        self._submitted = self._done = 0
-
-    @contextmanager
-    def _nothing_in_flight_after_a_fault(self) -> Iterator[None]:
-        """Also after Ctrl-C: the kernel owns the buffer until every request has completed."""
+    def _go_on(self, finish: bool) -> None:
+        """Submit as many requests as the depth allows; with ``finish``, until all bytes have been moved."""
         try:
-            yield
+            while len(self._pending):
+                self._submit_more()
+                if not finish:
+                    return
+                for at_least in (False, True):  # what has come already, then a part of what is in flight
+                    flying = self._submitted - self._done
+                    if flying:
+                        self._done += self._reap(min(self._depth // 4 or 1, flying) if at_least else 0)
+                if self._done == len(self._pending):
+                    # Another pass over what was moved only in part.
+                    self._pending = _remainders(self._blocks, self._pending, self._results)
+                    self._pointers = self._all_pointers[self._pending]
+                    self._submitted = self._done = 0
         except BaseException:
-            self.close()  # this waits for them
-            self._set_pending(self._numbers[:0], self._all_pointers[:0])
+            # Also after Ctrl-C: the kernel owns the buffer until every request has completed, and closing
+            # waits for them.
+            self.close()
+            self._pending = self._numbers[:0]
             self._open()
             raise
 
     def _submit_more(self) -> None:
-        flying = self._submitted - self._done
-        room = min(self._depth - flying, len(self._pending) - self._submitted)
-        if room:
-            self._submitted += self._try_submit(self._submitted, room, idle=not flying)
-
-    def _try_submit(self, first: int, count: int, *, idle: bool) -> int:
+        flying, first = self._submitted - self._done, self._submitted
+        room = min(self._depth - flying, len(self._pending) - first)
+        if not room:
+            return
         address = ctypes.c_void_p(self._pointers.ctypes.data + 8 * first)
         try:
-            return self._call(self._submit, self._context, ctypes.c_long(count), address)
+            self._submitted += self._call(self._submit, self._context, ctypes.c_long(room), address)
         except OSError as error:
-            if error.errno == errno.EINTR:
-                return 0
             if error.errno == errno.EAGAIN:  # the kernel has no free slots: collect what is in flight first
-                if idle:
+                if not flying:
                     time.sleep(0.001)
-                return 0
-            raise RequestError(int(self._pending[first]), error.errno or errno.EIO) from error
+            elif error.errno != errno.EINTR:
+                raise RequestError(int(self._pending[first]), error.errno or errno.EIO) from error
 
     def _reap(self, least: int) -> int:
         """Wait for at least ``least`` completions; returns how many came."""
-        if self._done == self._submitted:
-            return 0
         try:
             came = self._call(
-                self._getevents,
-                self._context,
-                ctypes.c_long(least),
-                *self._wanted,
-                None,
-                waits=least > 0,
+                *(self._getevents, self._context, ctypes.c_long(least), *self._wanted, None), waits=least > 0
             )
         except InterruptedError:
             return 0
@@ -259,24 +245,19 @@ def _remainders(
     return left
 
 
-class ThreadedIo:
+class ThreadedIo(BlockTransfer):
     """``preadv`` and ``pwritev`` in a few threads, each of which moves a part of the batch."""
 
-    engine: Engine = "threads"
+    engine = "threads"
 
     def __init__(self, threads: int = POOL_THREADS) -> None:
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="recpipe-store")
         self._threads = threads
         self._futures: list[Future[None]] = []
 
-    def run(self, requests: Requests, buffer: NDArray[np.uint8], *, write: bool) -> None:
-        """See ``BlockTransfer.run``."""
-        self.start(requests, buffer, write=write)
-        self.finish()
-
     def start(self, requests: Requests, buffer: NDArray[np.uint8], *, write: bool) -> None:
         """See ``BlockTransfer.start``."""
-        strips = np.array_split(np.arange(len(requests)), min(self._threads, max(1, len(requests))))
+        strips = np.array_split(np.arange(len(requests.fds)), min(self._threads, max(1, len(requests.fds))))
         self._futures = [self._pool.submit(_move, requests, strip, buffer.data, write) for strip in strips]
 
     def finish(self) -> None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -70,42 +70,37 @@ class WeightCodec(RowCodec):
         """Decode uint8 [n, weight_bytes] into float32 [n, dim]."""
 
 
-class Fp16Rows(WeightCodec):
+class _HalfRows(WeightCodec):
+    """Weights in a float type of 16 bits, rounded to the nearest."""
+
+    kind: ClassVar[torch.dtype]
+
+    def __init__(self, layout: RecordLayout) -> None:
+        super().__init__(layout, 2 * layout.dim)
+
+    def rounded_weights(self, weights: torch.Tensor) -> torch.Tensor:
+        """What is decoded of weights float32 [n, dim] after they have been encoded, the same bits."""
+        return weights.to(self.kind).float()
+
+    def encode_weights(self, weights: Floats, out: Bytes) -> None:
+        """Rounded to the nearest."""
+        torch.from_numpy(out.view(np.int16)).view(self.kind).copy_(torch.from_numpy(weights))
+
+    def decode_weights(self, encoded: Bytes, out: Floats) -> None:
+        """Without rounding."""
+        torch.from_numpy(out).copy_(torch.from_numpy(encoded.view(np.int16)).view(self.kind))
+
+
+class Fp16Rows(_HalfRows):
     """Weights as float16: relative error up to 2**-11, from 2**-14 to 65504; beyond, infinity."""
 
-    def __init__(self, layout: RecordLayout) -> None:
-        super().__init__(layout, 2 * layout.dim)
-
-    def rounded_weights(self, weights: torch.Tensor) -> torch.Tensor:
-        """What is decoded of weights float32 [n, dim] after they have been encoded, the same bits."""
-        return weights.half().float()
-
-    def encode_weights(self, weights: Floats, out: Bytes) -> None:
-        """Rounded to the nearest."""
-        torch.from_numpy(out.view(np.float16)).copy_(torch.from_numpy(weights))
-
-    def decode_weights(self, encoded: Bytes, out: Floats) -> None:
-        """Without rounding."""
-        torch.from_numpy(out).copy_(torch.from_numpy(encoded.view(np.float16)))
+    kind = torch.float16
 
 
-class Bf16Rows(WeightCodec):
+class Bf16Rows(_HalfRows):
     """Weights as bfloat16: relative error up to 2**-9, in the whole range of float32."""
 
-    def __init__(self, layout: RecordLayout) -> None:
-        super().__init__(layout, 2 * layout.dim)
-
-    def rounded_weights(self, weights: torch.Tensor) -> torch.Tensor:
-        """What is decoded of weights float32 [n, dim] after they have been encoded, the same bits."""
-        return weights.bfloat16().float()
-
-    def encode_weights(self, weights: Floats, out: Bytes) -> None:
-        """Rounded to the nearest."""
-        torch.from_numpy(out.view(np.int16)).view(torch.bfloat16).copy_(torch.from_numpy(weights))
-
-    def decode_weights(self, encoded: Bytes, out: Floats) -> None:
-        """Without rounding."""
-        torch.from_numpy(out).copy_(torch.from_numpy(encoded.view(np.int16)).view(torch.bfloat16))
+    kind = torch.bfloat16
 
 
 class Int8Rows(WeightCodec):

@@ -19,7 +19,7 @@ from recpipe.plugin.collection import TableCollection
 from recpipe.plugin.quantizer import Coding
 from recpipe.plugin.store import ColdStore, Fill, IoCounters, Records, Rows, StoreLayout
 from recpipe.plugin.tables import Region, Values
-from recpipe.tables.stores.coded import CodedStore, MakeLocal, local_store
+from recpipe.tables.stores.front import CodedStore, MakeLocal, local_store
 
 TABLE = "rows"
 """The name of the only table in a holder's part."""
@@ -101,7 +101,8 @@ class HoldersStore(ColdStore):
         """Take part in the trainers' rounds until they close the store."""
         while not self._round(_NONE, self._nothing, _NONE, self._nothing, stop=False):
             pass
-        self._close_local()
+        self._open = False
+        self.close()
 
     def _round(self, write: Rows, records: Records, read: Rows, out: Records, *, stop: bool) -> bool:
         """Run one round; returns whether a rank has closed the store in it."""
@@ -112,9 +113,25 @@ class HoldersStore(ColdStore):
         ]
         told = np.concatenate(self.channel.exchange(headers, [1] * self.channel.size))
         if told[:, 2].any():
-            self._move_writes(write, records, writes, told[:, 0])
+            packed = np.empty(len(write), self._written)
+            packed["row"], packed["record"] = self.local_rows(write), records
+            raw = packed.view(np.uint8).reshape(len(write), self._written.itemsize)
+            came = self.channel.exchange([raw[part] for part in writes], told[:, 0].tolist())
+            if self._raw is not None:
+                written = np.concatenate(came).reshape(-1).view(self._written)
+                if len(written):
+                    self._raw.scatter(written["row"].copy(), written["record"].copy())
         if told[:, 3].any():
-            self._move_reads(read, out, reads, told[:, 1])
+            numbers = self.local_rows(read)
+            wanted = self.channel.exchange([numbers[part] for part in reads], told[:, 1].tolist())
+            replies = [np.empty((len(ids), self._width), np.float32) for ids in wanted]
+            for ids, reply in zip(wanted, replies, strict=True):
+                if len(ids):
+                    assert self._raw is not None, "only holders are asked for rows"
+                    self._raw.gather(ids, reply)
+            found = self.channel.exchange(replies, [len(part) for part in reads])
+            for part, received in zip(reads, found, strict=True):
+                out[part] = received
         return bool(told[:, 4].any())
 
     def _by_owner(self, rows: Rows) -> list[NDArray[np.int64]]:
@@ -125,33 +142,6 @@ class HoldersStore(ColdStore):
             parts[rank] = np.flatnonzero(owners == index)
         return parts
 
-    def _move_writes(
-        self, rows: Rows, records: Records, parts: list[NDArray[np.int64]], sizes: NDArray[np.int64]
-    ) -> None:
-        packed = np.empty(len(rows), self._written)
-        packed["row"], packed["record"] = self.local_rows(rows), records
-        raw = packed.view(np.uint8).reshape(len(rows), self._written.itemsize)
-        came = self.channel.exchange([raw[part] for part in parts], sizes.tolist())
-        if self._raw is None:
-            return
-        written = np.concatenate(came).reshape(-1).view(self._written)
-        if len(written):
-            self._raw.scatter(written["row"].copy(), written["record"].copy())
-
-    def _move_reads(
-        self, rows: Rows, out: Records, parts: list[NDArray[np.int64]], sizes: NDArray[np.int64]
-    ) -> None:
-        numbers = self.local_rows(rows)
-        wanted = self.channel.exchange([numbers[part] for part in parts], sizes.tolist())
-        replies = [np.empty((len(ids), self._width), np.float32) for ids in wanted]
-        for ids, reply in zip(wanted, replies, strict=True):
-            if len(ids):
-                assert self._raw is not None, "only holders are asked for rows"
-                self._raw.gather(ids, reply)
-        came = self.channel.exchange(replies, [len(part) for part in parts])
-        for part, received in zip(parts, came, strict=True):
-            out[part] = received
-
     def flush(self) -> None:
         """Make this rank's part as durable as its store can."""
         if self.local is not None:
@@ -160,14 +150,9 @@ class HoldersStore(ColdStore):
     def close(self) -> None:
         """Tell the holders that the trainers are done, and release this rank's part. Calling it again does
         nothing."""
-        if not self._open:
-            return
-        self._open = False
-        self._round(_NONE, self._nothing, _NONE, self._nothing, stop=True)
-        self._close_local()
-
-    def _close_local(self) -> None:
-        self._open = False
+        if self._open:
+            self._open = False
+            self._round(_NONE, self._nothing, _NONE, self._nothing, stop=True)
         if self.local is not None:
             self.local.close()
 

@@ -1,10 +1,11 @@
-"""The directory of an SSD store: which process uses it, what is in it, and how its last user left it."""
+"""The directory of an ssd store: which process uses it, what is in it, and how its last user left it."""
 
 from __future__ import annotations
 
 import errno
 import json
 import logging
+import mmap
 import os
 import re
 from contextlib import closing, suppress
@@ -17,11 +18,12 @@ from recpipe.common.owned import make_directory, remove_made
 from recpipe.common.saved import parse_json, typed_as
 from recpipe.errors import StoreError
 from recpipe.plugin.store import StoreLayout
-from recpipe.tables.stores.faults import store_error
+from recpipe.tables.stores.blocks import BLOCK_BYTES
 
 log = logging.getLogger(__name__)
 STATE, LOCK = "store.json", "store.lock"
 ROW_FILE = re.compile(r"\d+-[\w.-]*\.rows")
+IN_MEMORY = {"tmpfs", "ramfs"}
 
 
 @dataclass
@@ -30,18 +32,12 @@ class StoreState:
 
     layout: StoreLayout
     files: list[str]
+    """``<index>-<table>.rows`` for each table; characters unfit for a file name are ``_``."""
     salt: int
     generation: int = 1
     state: Literal["open", "closed"] = "open"
     user: str = ""
     """The process that opened the store last, for messages."""
-
-
-def file_names(layout: StoreLayout) -> list[str]:
-    """``<index>-<table>.rows`` per table; characters unfit for a file name become ``_``."""
-    return [
-        f"{index}-{re.sub(r'[^A-Za-z0-9_.-]', '_', table)}.rows" for index, table in enumerate(layout.tables)
-    ]
 
 
 class StoreHome:
@@ -53,6 +49,8 @@ class StoreHome:
 
     def __init__(self, directory: str | os.PathLike[str], *, make: bool) -> None:
         self.path = Path(directory)
+        self.state: StoreState | None = None
+        """The store that ``remove`` removes, once ``begin`` has made it or its user has read it."""
         self._removed = False
         try:
             if make:
@@ -84,6 +82,31 @@ class StoreHome:
         """The content of ``store.json``; None if it does not exist; StoreError if it is invalid."""
         return _read_state(self.path, self.fd)
 
+    def begin(self, layout: StoreLayout) -> StoreState:
+        """Discard an earlier run's store, with a message if that run crashed, and make the state of a new
+        one, before its files, so that those left by a crash are known to be a store's. StoreError if there is
+        a file of such a name that no store has made, so that it is not overwritten."""
+        old = self.read_state()
+        if old is not None:
+            if old.state == "open":
+                log.warning(
+                    "%s holds the leftovers of a run that crashed (%s): discarded, and filled anew",
+                    self.path,
+                    old.user,
+                )
+            self._unlink(old)
+        names = [
+            f"{i}-{re.sub(r'[^A-Za-z0-9_.-]', '_', table)}.rows" for i, table in enumerate(layout.tables)
+        ]
+        for name in names:
+            with suppress(FileNotFoundError):
+                os.stat(name, dir_fd=self.fd, follow_symlinks=False)
+                raise store_error("make", self.path / name, errno.EEXIST)
+        salt = int.from_bytes(os.urandom(8), "little")
+        self.state = StoreState(layout, names, salt, generation=old.generation + 1 if old else 1)
+        self.write_state(self.state)
+        return self.state
+
     def write_state(self, state: StoreState) -> None:
         """Replace ``store.json`` atomically; an open state names this process."""
         if state.state == "open":
@@ -105,25 +128,75 @@ class StoreHome:
         except OSError as error:
             raise store_error("write", self.path / STATE, error.errno or errno.EIO) from error
 
-    def refuse_foreign(self, names: list[str]) -> None:
-        """StoreError if one of the files exists that no store has made, so that it is not overwritten."""
-        for name in names:
-            with suppress(FileNotFoundError):
-                os.stat(name, dir_fd=self.fd, follow_symlinks=False)
-                raise store_error("make", self.path / name, errno.EEXIST)
+    def make_files(self, names: list[str], sizes: list[int]) -> None:
+        """Create row files with all their blocks allocated; StoreError if the disk cannot hold them."""
+        space = os.fstatvfs(self.fd)
+        free = space.f_bavail * space.f_frsize
+        try:
+            if sum(sizes) > free:
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            for name, size in zip(names, sizes, strict=True):
+                fd = self.open_file(name, os.O_RDWR | os.O_CREAT | os.O_EXCL)
+                try:
+                    if size:
+                        os.posix_fallocate(fd, 0, size)
+                finally:
+                    os.close(fd)
+        except OSError as error:
+            doing = f"allocate {sum(sizes)} bytes ({free} are free) in"
+            raise store_error(doing, self.path, error.errno or errno.EIO) from error
 
-    def discard(self, state: StoreState) -> None:
-        """Remove the files of an earlier run's store, with a message if that run crashed."""
-        if state.state == "open":
+    def open_files(self, names: list[str], sizes: list[int]) -> tuple[list[int], bool]:
+        """Descriptors of row files, and whether they bypass the page cache (O_DIRECT).
+
+        If the file system refuses O_DIRECT or is itself in memory, the files are opened buffered, with a
+        warning. StoreError if a file is missing or has the wrong size.
+        """
+        first = next((name for name, size in zip(names, sizes, strict=True) if size), None)
+        why = self._why_not_direct(first)
+        if why:
             log.warning(
-                "%s holds the leftovers of a run that crashed (%s): discarded, and filled anew",
-                self.path,
-                state.user,
+                "%s: %s, so the ssd tier is not read past the page cache (io.direct=false)", self.path, why
             )
-        self._unlink(state)
+        fds: list[int] = []
+        try:
+            for name, size in zip(names, sizes, strict=True):
+                fds.append(self.open_file(name, os.O_RDWR | (0 if why else os.O_DIRECT)))
+                if os.fstat(fds[-1]).st_size != size:
+                    raise store_error("use", self.path / name, 0)
+        except BaseException:
+            for fd in fds:
+                os.close(fd)
+            raise
+        return fds, not why
 
-    def remove(self, state: StoreState | None) -> None:
-        """Remove the store of ``state``, and also the directory if a store made it and it is empty now.
+    def _why_not_direct(self, name: str | None) -> str:
+        """Why O_DIRECT is not available (the beginning of a sentence); empty if it is. It is tried on the
+        file ``name``, unless all are empty."""
+        if not hasattr(os, "O_DIRECT"):
+            return "this system has no O_DIRECT"
+        if (kind := _file_system(self.fd)) in IN_MEMORY:
+            return f"the file system ({kind}) is in memory"
+        if name is None:
+            return ""
+        try:
+            fd = os.open(name, os.O_RDONLY | os.O_DIRECT | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=self.fd)
+        except OSError as error:
+            if error.errno == errno.EINVAL:
+                return "the file system refuses O_DIRECT"
+            raise store_error("open", self.path / name, error.errno or errno.EIO) from error
+        try:
+            os.preadv(fd, [mmap.mmap(-1, BLOCK_BYTES)], 0)
+        except OSError as error:
+            if error.errno == errno.EINVAL:
+                return f"the device refuses O_DIRECT of {BLOCK_BYTES} bytes"
+            raise store_error("read", self.path / name, error.errno or errno.EIO) from error
+        finally:
+            os.close(fd)
+        return ""
+
+    def remove(self) -> None:
+        """Remove the store, and also the directory if a store made it and it is empty now.
 
         Other files stay. Calling it again does nothing. The lock is held until ``close``.
         """
@@ -131,8 +204,8 @@ class StoreHome:
             return
         self._removed = True
         try:
-            if state is not None:
-                self._unlink(state)
+            if self.state is not None:
+                self._unlink(self.state)
             self._lock.remove()
         except OSError as error:
             log.warning("cannot remove the ssd store in %s: %s", self.path, error.strerror)
@@ -160,34 +233,25 @@ def remove_crashed(top: Path) -> None:
     groups = [group for place in (*ranks, top) for group in sorted(place.glob("group-*"))]
     for directory in (*groups, *ranks, top):
         with suppress(StoreError):  # in use, or not a store's
-            if not _crashed(directory):
+            # Read first, since the lock would make a file: an open store is a live or a killed run's.
+            state = _read_state(directory)
+            if state is None or state.state != "open":
                 continue
             with closing(StoreHome(directory, make=False)) as home:
-                state = home.read_state()
-                if state is not None and state.state == "open":
-                    home.remove(state)
-                    found.append(state.user)
+                home.state = home.read_state()
+                if home.state is not None and home.state.state == "open":
+                    home.remove()
+                    found.append(home.state.user)
         remove_made(directory)
     if found:
         log.warning("%s: removed the ssd store that a killed run left (%s)", top, found[-1])
 
 
-def _crashed(directory: Path) -> bool:
-    """Whether ``directory`` has a store that was not closed, which belongs to a live or to a killed run."""
+def _read_state(path: Path, fd: int | None = None) -> StoreState | None:
+    """The state of the store in ``path``, of which ``fd`` may be a descriptor."""
     try:
-        fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
-    except OSError:
-        return False
-    try:
-        state = _read_state(directory, fd)
-    finally:
-        os.close(fd)
-    return state is not None and state.state == "open"
-
-
-def _read_state(path: Path, fd: int) -> StoreState | None:
-    try:
-        state = os.open(STATE, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=fd)
+        name = path / STATE if fd is None else STATE
+        state = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=fd)
     except FileNotFoundError:
         return None
     except OSError as error:
@@ -204,3 +268,48 @@ def _read_state(path: Path, fd: int) -> StoreState | None:
             f"ssd store: {path / STATE} is not a store's state ({error}): "
             "remove it or set tiers.dir= to another directory"
         ) from error
+
+
+def _file_system(fd: int) -> str:
+    """Type of the file system that ``fd`` is on, from ``/proc/self/mountinfo``; empty if unknown."""
+    device = os.fstat(fd).st_dev
+    number = f"{os.major(device)}:{os.minor(device)}"
+    try:
+        mounts = Path("/proc/self/mountinfo").read_text().splitlines()
+    except OSError:
+        return ""
+    for mount in mounts:
+        left, _, right = mount.partition(" - ")
+        if left.split()[2] == number:
+            return right.split()[0]
+    return ""
+
+
+ELSEWHERE = "set tiers.dir= to a directory on another disk"
+
+
+REMEDIES = {
+    0: "the file ends too early: it was cut or replaced; start again from a checkpoint (resume=)",
+    errno.ENOSPC: f"the disk is full: free space or {ELSEWHERE}",
+    errno.EDQUOT: f"the disk quota is used up: free space or {ELSEWHERE}",
+    errno.EFBIG: f"files may not be that large here: raise the limit (ulimit -f) or {ELSEWHERE}",
+    errno.EROFS: f"the file system is read-only: {ELSEWHERE}",
+    errno.EACCES: f"no permission: grant write permission or {ELSEWHERE}",
+    errno.EPERM: f"not permitted: grant write permission or {ELSEWHERE}",
+    errno.ENOTDIR: "a part of the path is not a directory: set tiers.dir= to a directory",
+    errno.EEXIST: "there is a file of that name that no store made: remove it or set tiers.dir= elsewhere",
+    errno.ENOENT: "there is no such file: set tiers.dir= to a directory that can be made or exists",
+    errno.ELOOP: "a store follows no symbolic link: remove it or set tiers.dir= elsewhere",
+    errno.EMFILE: "too many open files, one is needed per table: raise the limit (ulimit -n)",
+    errno.EIO: f"the device failed: check it (dmesg), {ELSEWHERE}, start again with resume=",
+}
+
+
+def store_error(doing: str, path: str | os.PathLike[str], code: int, remedy: str | None = None) -> StoreError:
+    """``cannot <doing> <path>: <reason and remedy>`` for an errno; 0: the file ended early. ``remedy``:
+    another one than training's."""
+    if remedy is not None:
+        reason = f"{os.strerror(code) if code else 'the file ends too early'}; {remedy}"
+    else:
+        reason = REMEDIES.get(code) or f"{os.strerror(code)}; {ELSEWHERE}"
+    return StoreError(f"ssd store: cannot {doing} {os.fspath(path)}: {reason}")

@@ -1,28 +1,39 @@
-"""The cold tier in DRAM: one array of records. Those for a GPU pass through the caller's page-locked
-buffer."""
+"""The cold tier in DRAM, and how any store is filled."""
 
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
 
+import numpy as np
 import torch
 
+from recpipe.common.meter import counting
 from recpipe.errors import StoreError
 from recpipe.plugin.store import ColdStore, Fill, IoCounters, Records, Rows, StoreLayout
-from recpipe.tables.stores.filling import filled_chunks
 
 
 class HostStore(ColdStore):
-    """Records in host memory, float32 [total_rows, width], moved by torch's parallel index kernels;
-    ``records`` is the array itself."""
+    """Records in host memory, float32 [total_rows, width], moved by torch's parallel index kernels straight
+    between ``records``, the array itself, and the caller's, which is page-locked where a GPU trains."""
 
     direct = None
     is_memory = True
+    cold_bytes = 0
+    """Bytes of the array."""
+    overhead_bytes = 0
 
     def __init__(self, layout: StoreLayout, fill: Fill) -> None:
         self.layout = layout
         self.io = IoCounters()
-        self.records = _allocate(layout)
+        self.cold_bytes = 4 * layout.total_rows * layout.width
+        try:
+            self.records = torch.empty((layout.total_rows, layout.width), dtype=torch.float32)
+        except (RuntimeError, MemoryError) as error:
+            raise StoreError(
+                f"tiers.store=host: the cold rows need {self.cold_bytes / 2**30:.2f} GiB of memory and it "
+                "cannot be had: use tiers.store=ssd"
+            ) from error
         for start, records in filled_chunks(layout, fill):
             self.records[start : start + len(records)] = torch.from_numpy(records)
 
@@ -49,25 +60,30 @@ class HostStore(ColdStore):
 
     def close(self) -> None:
         """Release the array."""
-        self.records = torch.empty((0, self.layout.width))
-
-    @property
-    def cold_bytes(self) -> int:
-        """Bytes of the array."""
-        return self.records.numel() * self.records.element_size()
-
-    @property
-    def overhead_bytes(self) -> int:
-        """Zero: gather and scatter copy directly between the array and the caller's."""
-        return 0
+        self.records, self.cold_bytes = torch.empty((0, self.layout.width)), 0
 
 
-def _allocate(layout: StoreLayout) -> torch.Tensor:
-    try:
-        return torch.empty((layout.total_rows, layout.width), dtype=torch.float32)
-    except (RuntimeError, MemoryError) as error:
-        need = 4 * layout.total_rows * layout.width
-        raise StoreError(
-            f"tiers.store=host: the cold rows need {need / 2**30:.2f} GiB of memory and it cannot be had: "
-            "use tiers.store=ssd"
-        ) from error
+CHUNK_BYTES = 16 << 20
+
+
+def filled_chunks(
+    layout: StoreLayout, fill: Fill, chunk_rows: int | None = None
+) -> Iterator[tuple[int, Records]]:
+    """Yield ``(start, records)`` of all rows in order, ``chunk_rows`` rows of one table at a time; ``start``
+    is the number of the first one over all tables.
+
+    ``records`` is float32 [n, width], contiguous; by default n is what fits ``CHUNK_BYTES``.
+    """
+    step = chunk_rows or max(1, CHUNK_BYTES // (4 * layout.width))
+    with counting("filling the cold tier's rows", layout.total_rows) as add:
+        for name, rows, base in zip(layout.tables, layout.rows, layout.bases.tolist(), strict=False):
+            for start in range(0, rows, step):
+                stop = min(rows, start + step)
+                records = np.ascontiguousarray(fill(name, start, stop), dtype=np.float32)
+                if records.shape != (stop - start, layout.width):
+                    raise ValueError(
+                        f"fill({name!r}, {start}, {stop}) gave shape {records.shape}, "
+                        f"not ({stop - start}, {layout.width})"
+                    )
+                yield base + start, records
+                add(stop - start)

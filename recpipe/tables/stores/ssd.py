@@ -12,14 +12,9 @@ from numpy.typing import NDArray
 from recpipe.errors import StoreError
 from recpipe.plugin.store import ColdStore, Fill, IoCounters, Records, Rows, StoreLayout
 from recpipe.tables.stores.aio import RequestError, Requests, open_transfer
-from recpipe.tables.stores.blocks import BlockMap, Places
-from recpipe.tables.stores.checksum import RowChecksum
-from recpipe.tables.stores.faults import store_error
-from recpipe.tables.stores.filling import filled_chunks
-from recpipe.tables.stores.home import StoreHome, StoreState, file_names
-from recpipe.tables.stores.reader import RowReader
-from recpipe.tables.stores.rowfiles import make_files, open_files
-from recpipe.tables.stores.staging import Staging
+from recpipe.tables.stores.blocks import BlockMap, Places, RowChecksum, Staging
+from recpipe.tables.stores.home import StoreHome, StoreState, store_error
+from recpipe.tables.stores.host import filled_chunks
 
 STAGING_BYTES = 32 << 20
 QUEUE_DEPTH = 128
@@ -40,6 +35,10 @@ class SsdStore(ColdStore):
     direct: bool
     remedy: str | None = None
     """What to do about rows that cannot be read or written; None: what a training run can do."""
+    cold_bytes = 0
+    """Bytes of the row files."""
+    overhead_bytes = 0
+    """DRAM of the staging area and its tables, and of readers."""
 
     def __init__(
         self, home: StoreHome, state: StoreState, staging_bytes: int, depth: int, scratch: bool = False
@@ -51,14 +50,15 @@ class SsdStore(ColdStore):
         self._home, self._state, self._scratch = home, state, scratch
         self._map = BlockMap(self.layout)
         self._checksum = RowChecksum(self.layout.width, state.salt)
-        fds, self.direct = open_files(home, state.files, self._map.file_bytes)
+        fds, self.direct = home.open_files(state.files, self._map.file_bytes)
         self._fds = np.array(fds, np.int64)
         self._transfer = open_transfer(depth, direct=self.direct)
         self.engine = self._transfer.engine
         self.shares_blocks = self._map.rows_per_block > 1
-        blocks = self._map.staged(staging_bytes), self._map.total_blocks, self._map.block_bytes
-        self._staging = Staging(*blocks, self._map.rows_per_block, self._map.record_words)
-        self._overhead_bytes = Staging.nbytes(*blocks)
+        self._staging = Staging(self._map, staging_bytes)
+        self._stream_rows = min(STREAM_BLOCKS, self._staging.capacity) * self._map.rows_per_block
+        self.cold_bytes = sum(self._map.file_bytes)
+        self.overhead_bytes = Staging.nbytes(self._map, staging_bytes)
         self._readers: list[RowReader] = []
 
     @classmethod
@@ -80,22 +80,17 @@ class SsdStore(ColdStore):
         be created or do not fit on the disk.
         """
         home = StoreHome(directory, make=True)
-        state = store = None
+        store = None
         try:
-            old = home.read_state()
-            if old:
-                home.discard(old)
-            salt = int.from_bytes(os.urandom(8), "little")
-            new = StoreState(layout, file_names(layout), salt, generation=old.generation + 1 if old else 1)
-            home.refuse_foreign(new.files)
-            state = new
-            # Written first, so that files left by a crash are known to be the store's.
-            home.write_state(state)
-            make_files(home, state.files, BlockMap(layout).file_bytes)
+            state = home.begin(layout)
+            home.make_files(state.files, BlockMap(layout).file_bytes)
             store = cls(home, state, staging_bytes, depth, scratch)
-            store._fill(fill)
+            for start, records in filled_chunks(layout, fill, store._stream_rows):
+                store.scatter(np.arange(start, start + len(records)), records)
+            store.forget_staged()
+            store.io = IoCounters()
         except BaseException:
-            home.remove(state)
+            home.remove()
             if store:
                 store._release()
             else:
@@ -119,7 +114,7 @@ class SsdStore(ColdStore):
         """
         home = StoreHome(directory, make=False)
         try:
-            state = home.read_state()
+            state = home.state = home.read_state()
             if state is None:
                 raise StoreError(f"ssd store: there is no store in {home.path}: set tiers.dir= to one")
             crashed = state.state == "open"
@@ -134,8 +129,8 @@ class SsdStore(ColdStore):
             home.close()
             raise
         try:
-            if crashed:
-                store._refuse_torn()
+            if crashed and len(torn := store.verify()):
+                raise store._torn_error(torn)
             state.state, state.generation = "open", state.generation + 1
             home.write_state(state)
         except BaseException:
@@ -149,23 +144,18 @@ class SsdStore(ColdStore):
         assert out.shape == (len(rows), self.layout.width), (out.shape, len(rows))
         places = self._map.places(rows)
         for piece in self._pieces(places):
-            self._gather_piece(rows, places, out, piece)
+            words, wrong = self._read(places, rows, piece)
+            if wrong.any():
+                raise self._torn_error(rows[piece][wrong])
+            out[piece] = words[:, :-1].view(np.float32)
         self.io.rows_read += len(rows)
         self.io.read_seconds += time.perf_counter() - began
 
     def reader(self, blocks: int = QUEUE_DEPTH) -> RowReader:
         """Reads rows while its caller does something else, ``blocks`` at a time; ``close`` closes it too."""
-        reader = RowReader(
-            self._map,
-            self._checksum,
-            self._fds,
-            open_transfer(blocks, direct=self.direct),
-            blocks,
-            lambda requests, error: self._move_error(requests, error, "read"),
-            self._torn_error,
-        )
+        reader = RowReader(self, blocks)
         self._readers.append(reader)
-        self._overhead_bytes += reader.nbytes
+        self.overhead_bytes += reader.nbytes
         return reader
 
     def scatter(self, rows: Rows, records: Records) -> None:
@@ -175,9 +165,21 @@ class SsdStore(ColdStore):
         """
         began = time.perf_counter()
         assert records.shape == (len(rows), self.layout.width), (records.shape, len(rows))
-        places = self._map.places(rows)
+        places, staging = self._map.places(rows), self._staging
         for piece in self._pieces(places):
-            self._scatter_piece(rows, places, records, piece)
+            part = np.ascontiguousarray(records[piece], np.float32).view(np.uint32)
+            words = np.empty((len(part), self._map.record_words), np.uint32)
+            words[:, :-1] = part
+            words[:, -1] = self._checksum(part, rows[piece])
+            blocks, which, counts = np.unique(places.blocks[piece], return_inverse=True, return_counts=True)
+            slots = staging.find(blocks)
+            staged, absent = slots >= 0, slots < 0
+            slots[absent] = staging.take(int(absent.sum()), keep=slots[staged])
+            partial = absent & (counts < self._map.rows_in(blocks))
+            self._move(blocks[partial], slots[partial], write=False)
+            staging.words[slots[which], places.lanes[piece]] = words
+            self._move(blocks, slots, write=True)
+            self.io.rows_staged += int(counts[staged].sum())
         self.io.rows_written += len(rows)
         self.io.write_seconds += time.perf_counter() - began
 
@@ -214,29 +216,30 @@ class SsdStore(ColdStore):
         finally:
             self._release()
 
+    def _release(self) -> None:
+        for reader in self._readers:
+            reader.close()
+        self._transfer.close()
+        for fd in self._fds.tolist():
+            os.close(fd)
+        self._fds = np.empty(0, np.int64)
+        del self._staging
+        self._home.close()
+
     def remove(self) -> None:
         """Delete the store's files; this process can use them until ``close``. Calling it again does
         nothing."""
-        self._home.remove(self._state)
+        self._home.remove()
 
     def verify(self) -> Rows:
         """Read every record of the store; returns the global numbers of rows whose checksum is wrong."""
-        torn = []
-        for start, stop in self._stretches():
-            rows = np.arange(start, stop)
-            words = self._read(self._map.places(rows))
-            torn.append(rows[self._bad(words, rows)])
-        return np.concatenate(torn) if torn else np.empty(0, np.int64)
-
-    @property
-    def cold_bytes(self) -> int:
-        """Bytes of the row files."""
-        return sum(self._map.file_bytes)
-
-    @property
-    def overhead_bytes(self) -> int:
-        """DRAM of the staging area and its tables, and of readers."""
-        return self._overhead_bytes
+        torn = [np.empty(0, np.int64)]
+        for base, end in pairwise(self.layout.bases.tolist()):
+            for start in range(base, end, self._stream_rows):
+                rows = np.arange(start, min(end, start + self._stream_rows))
+                _, wrong = self._read(self._map.places(rows), rows, slice(None))
+                torn.append(rows[wrong])
+        return np.concatenate(torn)
 
     def _pieces(self, places: Places) -> list[NDArray[np.int64] | slice]:
         """Cut a call into pieces that each touch no more blocks than the staging area holds."""
@@ -249,35 +252,12 @@ class SsdStore(ColdStore):
         cuts = np.searchsorted(rank, np.arange(capacity, int(rank[-1]) + 1, capacity))
         return list(np.split(order, cuts))
 
-    def _gather_piece(
-        self, rows: Rows, places: Places, out: Records, piece: NDArray[np.int64] | slice
-    ) -> None:
-        words = self._read(Places(places.blocks[piece], places.lanes[piece]))
-        bad = self._bad(words, rows[piece])
-        if bad.any():
-            raise self._torn_error(rows[piece][bad])
-        out[piece] = words[:, :-1].view(np.float32)
-
-    def _scatter_piece(
-        self, rows: Rows, places: Places, records: Records, piece: NDArray[np.int64] | slice
-    ) -> None:
-        part = np.ascontiguousarray(records[piece], np.float32).view(np.uint32)
-        words = np.empty((len(part), self._map.record_words), np.uint32)
-        words[:, :-1] = part
-        words[:, -1] = self._checksum(part, rows[piece])
-        blocks, which, counts = np.unique(places.blocks[piece], return_inverse=True, return_counts=True)
-        slots = self._staging.find(blocks)
-        staged, absent = slots >= 0, slots < 0
-        slots[absent] = self._staging.take(int(absent.sum()), keep=slots[staged])
-        partial = absent & (counts < self._map.rows_in(blocks))
-        self._move(blocks[partial], slots[partial], write=False)
-        self._staging.words[slots[which], places.lanes[piece]] = words
-        self._move(blocks, slots, write=True)
-        self.io.rows_staged += int(counts[staged].sum())
-
-    def _read(self, places: Places) -> NDArray[np.uint32]:
-        """Records with their checksum words, uint32 [n, width + 1], read from the disk."""
-        wanted, which = np.unique(places.blocks, return_inverse=True)
+    def _read(
+        self, places: Places, rows: Rows, piece: NDArray[np.int64] | slice
+    ) -> tuple[NDArray[np.uint32], NDArray[np.bool_]]:
+        """Read a piece of ``rows`` from the disk: their records with checksum words, uint32 [n, width + 1],
+        and whether each is torn, bool [n]."""
+        wanted, which = np.unique(places.blocks[piece], return_inverse=True)
         blocks = self._map.bridged(wanted)
         if len(blocks) > self._staging.capacity:
             blocks = wanted
@@ -286,8 +266,8 @@ class SsdStore(ColdStore):
         absent = slots < 0
         slots[absent] = self._staging.take(int(absent.sum()), keep=slots[~absent])
         self._move(blocks, slots, write=False)
-        words: NDArray[np.uint32] = self._staging.words[slots[which], places.lanes]
-        return words
+        words: NDArray[np.uint32] = self._staging.words[slots[which], places.lanes[piece]]
+        return words, self._checksum(words[:, :-1], rows[piece]) != words[:, -1]
 
     def _move(self, blocks: NDArray[np.int64], slots: NDArray[np.int64], *, write: bool) -> None:
         """Transfer blocks (ascending) between files and slots, which hold the blocks afterwards."""
@@ -313,46 +293,80 @@ class SsdStore(ColdStore):
         what = f"{verb} table {self.layout.tables[table]} rows {first} to {end - 1} in"
         return store_error(what, self.directory / self._state.files[table], error.code, self.remedy)
 
-    def _bad(self, words: NDArray[np.uint32], rows: Rows) -> NDArray[np.bool_]:
-        bad: NDArray[np.bool_] = self._checksum(words[:, :-1], rows) != words[:, -1]
-        return bad
-
     def _torn_error(self, torn: Rows) -> StoreError:
-        places = [self._map.table_and_row(int(row)) for row in torn[:5]]
-        rows = ", ".join(f"table {self.layout.tables[table]} row {row}" for table, row in places)
-        index = places[0][0]
+        bases = self._map.bases
+        tables = np.searchsorted(bases, torn, "right") - 1
+        named = zip(tables[:5].tolist(), (torn - bases[tables])[:5].tolist(), strict=True)
+        rows = ", ".join(f"table {self.layout.tables[table]} row {row}" for table, row in named)
         more = f" and {len(torn) - 5} more" if len(torn) > 5 else ""
         remedy = self.remedy or (
             "start again from a checkpoint (resume=), and check the disk if this comes again"
         )
-        return StoreError(
-            f"ssd store: {self.directory / self._state.files[index]}: torn or corrupt: {rows}{more}: {remedy}"
-        )
+        file = self.directory / self._state.files[tables[0]]
+        return StoreError(f"ssd store: {file}: torn or corrupt: {rows}{more}: {remedy}")
 
-    def _refuse_torn(self) -> None:
-        torn = self.verify()
-        if len(torn):
-            raise self._torn_error(torn)
 
-    def _stretches(self) -> list[tuple[int, int]]:
-        """Runs of consecutive global rows, each of at most ``STREAM_BLOCKS`` blocks of one table."""
-        step = min(STREAM_BLOCKS, self._staging.capacity) * self._map.rows_per_block
-        ends = pairwise(self.layout.bases.tolist())
-        return [(row, min(stop, row + step)) for start, stop in ends for row in range(start, stop, step)]
+class RowReader:
+    """Reads past the store's staging area; another thread may use the store meanwhile. Made by
+    ``SsdStore.reader``.
 
-    def _fill(self, fill: Fill) -> None:
-        step = min(STREAM_BLOCKS, self._staging.capacity) * self._map.rows_per_block
-        for start, records in filled_chunks(self.layout, fill, step):
-            self.scatter(np.arange(start, start + len(records)), records)
-        self.forget_staged()
-        self.io = IoCounters()
+    A row whose block is written meanwhile is the old one, the new one, or refused as torn: a caller who must
+    know asks the one who writes. Calls come one at a time: ``start``, then ``finish``.
+    """
 
-    def _release(self) -> None:
-        for reader in self._readers:
-            reader.close()
+    def __init__(self, store: SsdStore, capacity: int) -> None:
+        """``capacity``: blocks that are read at a time."""
+        self._store, self._map, self._fds = store, store._map, store._fds
+        self._transfer = open_transfer(capacity, direct=store.direct)
+        self._bytes, self._words = self._map.buffer(capacity)
+        self.nbytes = self._bytes.nbytes
+        """DRAM of its buffers."""
+        self._slots, size = np.arange(capacity), self._map.block_bytes
+        self._positions, self._lengths = self._slots * size, np.full(capacity, size)
+        self._rows: Rows = np.empty(0, np.int64)
+
+    def start(self, rows: Rows) -> None:
+        """Begin to read ``rows`` (distinct, ascending, int64 [n]), and return. ``StoreError`` if the disk
+        fails at once; then nothing is being read."""
+        self._rows, self._places = rows, self._map.places(rows)
+        self._begin(0)
+
+    def finish(self, out: Records) -> None:
+        """Wait for the records of these rows, float32 [n, width]. ``StoreError`` for a torn one, or if the
+        disk fails."""
+        start = 0
+        while start < len(self._rows):
+            if start:
+                self._begin(start)
+            try:
+                self._transfer.finish()
+            except RequestError as error:
+                raise self._store._move_error(self._requests, error, "read") from error
+            part = slice(start, self._end)
+            words = self._words[self._which, self._places.lanes[part]]
+            bad = self._store._checksum(words[:, :-1], self._rows[part]) != words[:, -1]
+            if bad.any():
+                raise self._store._torn_error(self._rows[part][bad])
+            out[part] = words[:, :-1].view(np.float32)
+            start = self._end
+
+    def _begin(self, start: int) -> None:
+        """Read the blocks of as many rows as there is room for, from the one numbered ``start`` on."""
+        blocks = self._places.blocks[start : start + len(self._words)]
+        self._end, self._which = start + len(blocks), self._slots[: len(blocks)]
+        again = blocks[1:] == blocks[:-1]
+        if again.any():  # several rows of one block
+            first = np.append(True, ~again)
+            self._which = first.cumsum() - 1
+            blocks = blocks[first]
+        count, tables = len(blocks), self._map.tables_of(blocks)
+        offsets = (blocks - self._map.first_blocks[tables]) * self._map.block_bytes
+        self._requests = Requests(self._fds[tables], offsets, self._positions[:count], self._lengths[:count])
+        try:
+            self._transfer.start(self._requests, self._bytes, write=False)
+        except RequestError as error:
+            raise self._store._move_error(self._requests, error, "read") from error
+
+    def close(self) -> None:
+        """Wait for what is being read."""
         self._transfer.close()
-        for fd in self._fds.tolist():
-            os.close(fd)
-        self._fds = np.empty(0, np.int64)
-        del self._staging
-        self._home.close()

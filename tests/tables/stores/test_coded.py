@@ -13,7 +13,7 @@ from recpipe.plugin.calls import Origin, Owned
 from recpipe.plugin.quantizer import Coding, RecordLayout
 from recpipe.tables.stores import HostStore, StoreLayout, make_store
 from recpipe.tables.stores.codecs import COLD
-from recpipe.tables.stores.coded import CodedStore, local_store
+from recpipe.tables.stores.front import CodedStore, local_store
 
 LAYOUT = StoreLayout(("a", "b"), (700, 41), 17)
 

@@ -9,7 +9,7 @@ import pytest
 
 from recpipe.distributed.ranks import Emulation
 from recpipe.tables.stores import HostStore, StoreLayout
-from recpipe.tables.stores.emulated import EmulatedStore
+from recpipe.tables.stores.front import EmulatedStore
 
 LAYOUT = StoreLayout(("a", "b"), (30, 12), 5)
 

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from recpipe.errors import StoreError
-from recpipe.tables.stores import SsdStore, StoreLayout, rowfiles
+from recpipe.tables.stores import SsdStore, StoreLayout, home
 from recpipe.tables.stores.aio import RequestError
 
 LAYOUT = StoreLayout(("a", "b"), (9000, 3000), 40)
@@ -66,7 +66,7 @@ def test_allocation_refused(tmp_path, create, monkeypatch, code):
         if len(sizes) == 2:
             raise OSError(code, os.strerror(code))
 
-    monkeypatch.setattr(rowfiles.os, "posix_fallocate", refuse_the_second)
+    monkeypatch.setattr(home.os, "posix_fallocate", refuse_the_second)
     with pytest.raises(StoreError, match=r"allocate 2048000 bytes \(\d+ are free\) in .*tiers\.dir="):
         create(tmp_path)
     assert no_rows_in(tmp_path)
@@ -182,7 +182,7 @@ def test_direct_io_refused(tmp_path, create, monkeypatch, caplog):
             raise OSError(errno.EINVAL, "Invalid argument")
         return whole(path, flags, *rest, **named)
 
-    monkeypatch.setattr(rowfiles.os, "open", refuse_direct)
+    monkeypatch.setattr(home.os, "open", refuse_direct)
     with caplog.at_level(logging.WARNING):
         store = create(tmp_path)
     assert store.direct is False

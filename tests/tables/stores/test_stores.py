@@ -7,7 +7,7 @@ from recpipe.errors import UserError
 from recpipe.plugin.calls import Origin, Owned
 from recpipe.plugin.quantizer import Coding, RowCodec
 from recpipe.tables.stores import HostStore, SsdStore, StoreLayout, make_store
-from recpipe.tables.stores.coded import local_store
+from recpipe.tables.stores.front import local_store
 
 LAYOUTS = {
     "one row per block": StoreLayout(("a", "b"), (9, 30), 600),
