@@ -18,7 +18,8 @@ from pathlib import Path
 import numpy as np
 from recpipe_perf_model.scale.machine import machine
 from recpipe_perf_model.scale.model import paper_model
-from recpipe_perf_model.scale.predict import Prediction, Setting
+from recpipe_perf_model.scale.placing import Training
+from recpipe_perf_model.scale.predict import Prediction, predict
 
 GRAPH, EAGER, UNKNOWN, FEW = "MLPerf, HugeCTR", "eager frameworks", "shapes not published", "CPU hosts"
 REASONS = {
@@ -55,18 +56,17 @@ class Published:
     def predicted(self) -> Prediction:
         """On paper."""
         graph = self.kind == GRAPH
-        setting = Setting(
+        training = Training(
             paper_model(self.model),
             machine(self.machine),
-            batch=self.batch,
-            precision=self.precision,
-            messages="fp16" if graph else self.messages,
-            gradients="fp16" if graph else "fp32",
+            self.gpus,
+            self.batch,
+            self.precision,
+            message_bytes=2 if graph or self.messages != "fp32" else 4,
+            gradient_bytes=2 if graph else 4,
             eager=not graph,
-            tiers=self.tiers,
         )
-        (found,) = setting.predict([self.gpus])
-        return found
+        return predict(training, self.tiers)
 
 
 def _mlperf(
@@ -180,7 +180,7 @@ def main() -> None:
     print("| published | model | GPUs | batch | samples/s published | predicted | error | bound by |")
     print("|---|---|--:|--:|--:|--:|--:|---|")
     for each, prediction in found:
-        rate, bound = prediction.samples_per_second, next(iter(prediction.step.bounds))
+        rate, bound = prediction.samples_per_second, next(iter(prediction.bounds))
         print(
             f"| {each.where} | {each.model} {each.precision} | {each.gpus} | {each.batch:,} | "
             f"{each.samples_per_second / 1e6:.2f}M | {rate / 1e6:.2f}M | "

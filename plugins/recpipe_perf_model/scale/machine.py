@@ -6,9 +6,9 @@ for public machines lie in ``machines/``.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
+from itertools import pairwise
 from math import exp, log
 from pathlib import Path
 from typing import Any
@@ -115,11 +115,6 @@ class Machine:
     the bytes of its buffer; ``network``, by the bytes that a GPU sends to other hosts."""
     products: Products
 
-    @property
-    def assumed(self) -> list[str]:
-        """The constants that have no source."""
-        return [name for name, source in self.sources.items() if source.startswith(ASSUMED)]
-
     def changed(self, changes: Mapping[str, float]) -> Machine:
         """The same machine with other constants; curves that were measured change in proportion."""
         known = [field.name for field in fields(Constants)]
@@ -128,84 +123,65 @@ class Machine:
                 raise UserError(f"scale.change.{shown(name)}: no such constant.{did_you_mean(name, known)}")
             if not value > 0:
                 raise UserError(f"scale.change.{name}={value}: must be above 0")
-        constants = replace(self.constants, **changes)
-        was, now = self.constants, constants
-        factors = {
-            "alltoall": (now.link_gb_s / was.link_gb_s, now.link_us / was.link_us),
-            "allreduce": (now.link_gb_s / was.link_gb_s, now.link_us / was.link_us),
-            "network": (
-                now.nic_gb_s * now.nic_share / (was.nic_gb_s * was.nic_share),
-                now.nic_us / was.nic_us,
-            ),
-        }
-        curves = {name: _scaled(curve, *factors[name]) for name, curve in self.curves.items()}
+        was, now = self.constants, replace(self.constants, **changes)
+        link = now.link_gb_s / was.link_gb_s, now.link_us / was.link_us
+        nic = now.nic_gb_s * now.nic_share / (was.nic_gb_s * was.nic_share), now.nic_us / was.nic_us
+        curves = {}
+        for name, curve in self.curves.items():
+            # What a point's bytes take becomes shorter, and the least time longer.
+            faster, slower = nic if name == "network" else link
+            least = curve.points[0][1]
+            points = tuple((size, least * slower + (took - least) / faster) for size, took in curve.points)
+            curves[name] = Curve(points, curve.rate * faster)
         noted = {**self.sources, **dict.fromkeys(changes, "changed by scale.change")}
-        return replace(self, constants=constants, curves=curves, sources=noted)
-
-
-def _scaled(curve: Curve, faster: float, slower: float) -> Curve:
-    """``faster`` for what a point's bytes take, ``slower`` for the least time."""
-    least = curve.points[0][1]
-    points = tuple((size, least * slower + (seconds - least) / faster) for size, seconds in curve.points)
-    return Curve(points, curve.rate * faster)
+        return replace(self, constants=now, curves=curves, sources=noted)
 
 
 def machine(name: str) -> Machine:
-    """A machine that is shipped, by its name, or one from a yaml file of the same form."""
+    """A machine that is shipped, by its name, or one from a yaml file of the same form; ``UserError`` in one
+    line names the file and the key."""
     reader = Reader.named("scale.machine", name, MACHINES, ("products",))
-    return parsed(reader, Path(reader.where).stem)
-
-
-def parsed(reader: Reader, name: str) -> Machine:
-    """The machine that a file describes; ``UserError`` in one line names the file and the key."""
     reader.only({"title", "sources", "constants", "curves", "products"})
-    cited = reader.mapping("sources")
-    values, sources = {}, {}
-    given = reader.part("constants")
-    known = [field.name for field in fields(Constants)]
+    cited = reader.part("sources").values
+    given, known = reader.part("constants"), [field.name for field in fields(Constants)]
     given.only(set(known))
+    values, sources = {}, {}
     for key in known:
-        values[key], cite = given.cited(key)
-        sources[key] = _full(cited, cite, given, key)
+        values[key], source = given.cited(key)
+        sources[key] = _in_full(cited, source, given, key)
     constants = Constants(**values)
+    link, nic = constants.link_gb_s * GIGA, constants.nic_gb_s * constants.nic_share * GIGA
     curves = {
-        "alltoall": Curve(((1.0, constants.link_us * MICRO),), constants.link_gb_s * GIGA),
-        # A ring moves the buffer twice.
-        "allreduce": Curve(((1.0, constants.link_us * MICRO),), constants.link_gb_s * GIGA / 2),
-        "network": Curve(((1.0, constants.nic_us * MICRO),), constants.nic_gb_s * constants.nic_share * GIGA),
+        "alltoall": Curve(((1.0, constants.link_us * MICRO),), link),
+        "allreduce": Curve(((1.0, constants.link_us * MICRO),), link / 2),  # a ring moves the buffer twice
+        "network": Curve(((1.0, constants.nic_us * MICRO),), nic),
     }
     measured = reader.part("curves", {})
     measured.only(set(curves))
     for key in measured.values:
-        curves[key] = _curve(measured.part(key), curves[key].rate if key == "network" else None)
-        sources[f"curve of {key}"] = _full(cited, measured.part(key).text("source"), measured, key)
+        curve = measured.part(key)
+        curve.only({"points", "source"})
+        points = curve.pairs("points")
+        if len(points) < 2 or any(a[0] >= b[0] or a[1] > b[1] for a, b in pairwise(points)):
+            raise curve.wrong("points", "must be two or more [bytes, microseconds] that ascend")
+        seconds = tuple((size, micro * MICRO) for size, micro in points)
+        (before, early), (last, late) = seconds[-2:]
+        rate = nic if key == "network" else (last - before) / max(late - early, 1e-12)
+        curves[key] = Curve(seconds, rate)
+        sources[f"curve of {key}"] = _in_full(cited, curve.text("source"), measured, key)
     table = reader.text("products")
-    sources["matrix products"] = _full(cited, f"products_{table}", reader, "products")
-    return Machine(name, reader.text("title"), constants, sources, curves, _products(table))
+    sources["matrix products"] = _in_full(cited, f"products_{table}", reader, "products")
+    shares = Reader.of(MACHINES / "products.yaml", "products").part(table)
+    products = Products(
+        tuple(2.0**power for power in shares.numbers("outputs_log2")),
+        tuple(shares.numbers("depths")),
+        tuple(tuple(map(float, row)) for row in shares.values["shares"]),
+    )
+    title = reader.text("title")
+    return Machine(Path(reader.where).stem, title, constants, sources, curves, products)
 
 
-def _full(cited: Mapping[str, Any], name: str, reader: Reader, key: str) -> str:
-    if name == ASSUMED:
-        return ASSUMED
-    if name not in cited:
-        raise reader.wrong(key, f"has the source '{shown(name)}', which is not among the file's sources")
-    return str(cited[name])
-
-
-def _curve(reader: Reader, rate: float | None) -> Curve:
-    """``points``: bytes and microseconds; the rate above the last is that between the last two, unless it is
-    ``rate``."""
-    reader.only({"points", "source"})
-    points = reader.pairs("points")
-    if len(points) < 2 or any(a[0] >= b[0] or a[1] > b[1] for a, b in itertools.pairwise(points)):
-        raise reader.wrong("points", "must be two or more [bytes, microseconds] that ascend")
-    seconds = tuple((size, micro * MICRO) for size, micro in points)
-    (before, early), (last, late) = seconds[-2:]
-    return Curve(seconds, rate or (last - before) / max(late - early, 1e-12))
-
-
-def _products(name: str) -> Products:
-    reader = Reader.of(MACHINES / "products.yaml", "products").part(name)
-    outputs = tuple(2.0**power for power in reader.numbers("outputs_log2"))
-    rows = tuple(tuple(map(float, row)) for row in reader.values["shares"])
-    return Products(outputs, tuple(reader.numbers("depths")), rows)
+def _in_full(cited: Mapping[str, Any], source: str, part: Reader, key: str) -> str:
+    if source != ASSUMED and source not in cited:
+        raise part.wrong(key, f"has the source '{shown(source)}', which is not among the file's sources")
+    return source if source == ASSUMED else str(cited[source])

@@ -1,18 +1,25 @@
-"""A model on paper: its tables, its dense part and what is published of its way to quality, from a yaml file.
+"""A model on paper: its tables, its dense part and what is published of its way to quality, from a yaml file
+or from the recipe's own model.
 
-Files for published models lie in ``models/``; their form is in docs/guide/scale.md.
+Files for published models lie in ``models/``; their form is in docs/guide/scale.md. Ids follow Zipf's law:
+row i is looked up in proportion to i^-skew; ``skew`` 0 is uniform.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import pairwise
-from math import ceil
+from math import ceil, log, pow
 from pathlib import Path
 
 import numpy as np
+from torch import nn
 
-from recpipe.errors import shown
+from recpipe.data.dataset import Dataset
+from recpipe.errors import UserError, shown
+from recpipe.model.config import ModelConfig, UserModel
+from recpipe.tables.inputs import Inputs
 from recpipe_perf_model.scale.reading import Reader
 
 MODELS = Path(__file__).parent / "models"
@@ -67,7 +74,7 @@ class Dense:
     """Values that the interaction reads and writes for a sample, products aside."""
     operators: int = 0
     """Eager operators that a cross network begins, forward and backward: 17 for each of its products, counted
-    as ``work.BASE_OPERATORS`` are."""
+    as ``predict.BASE_OPERATORS`` are."""
 
     @property
     def parameters(self) -> int:
@@ -116,11 +123,10 @@ class PaperModel:
     notes: tuple[str, ...] = ()
     """What is said of the file's figures, in sentences."""
 
-    def record_bytes(self, table: Table, columns: int | None = None) -> float:
+    def record_bytes(self, table: Table) -> float:
         """A row's values and its optimizer's state."""
-        width = table.dim if columns is None else columns
         whole = FLOAT if self.optimizer == "rowwise_adagrad" else 0
-        return width * (self.row_bytes + FLOAT * STATES[self.optimizer]) + whole
+        return table.dim * (self.row_bytes + FLOAT * STATES[self.optimizer]) + whole
 
     @property
     def bytes(self) -> float:
@@ -134,13 +140,9 @@ class PaperModel:
 
 
 def paper_model(name: str) -> PaperModel:
-    """A model that is shipped, by its name, or one from a yaml file."""
+    """A model that is shipped, by its name, or one from a yaml file; ``UserError`` in one line names the file
+    and the key."""
     reader = Reader.named("scale.model", name, MODELS, also="; null: the recipe's own model")
-    return parsed(reader, Path(reader.where).stem)
-
-
-def parsed(reader: Reader, name: str) -> PaperModel:
-    """The model that a file describes; ``UserError`` in one line names the file and the key."""
     reader.only({"title", "sources", "notes", "tables", "dense", "optimizer", "batch_size", "rows", "target"})
     optimizer = reader.text("optimizer", "rowwise_adagrad")
     if optimizer not in STATES:
@@ -150,22 +152,20 @@ def parsed(reader: Reader, name: str) -> PaperModel:
         tables += _tables(each, len(tables))
     if len({table.name for table in tables}) < len(tables):
         raise reader.wrong("tables", "has two tables of one name")
-    notes = reader.values.get("notes") or []
+    rows = reader.text("rows", "fp32")
+    if rows not in ("fp32", "fp16"):
+        raise reader.wrong("rows", f"must be fp32 or fp16, not {shown(rows)}")
     return PaperModel(
-        name,
+        Path(reader.where).stem,
         reader.text("title"),
         tuple(tables),
-        dense_part(reader.part("dense"), tables),
+        _dense(reader.part("dense"), [table.dim for table in tables]),
         optimizer,
         reader.whole("batch_size"),
-        {"fp32": 4, "fp16": 2}.get(reader.text("rows", "fp32")) or _unknown(reader, "rows", "fp32 or fp16"),
+        4 if rows == "fp32" else 2,
         _target(reader.part("target")) if "target" in reader.values else None,
-        tuple(str(note) for note in notes),
+        tuple(str(note) for note in reader.values.get("notes") or []),
     )
-
-
-def _unknown(reader: Reader, key: str, known: str) -> int:
-    raise reader.wrong(key, f"must be {known}, not {shown(reader.values[key])}")
 
 
 def _tables(reader: Reader, before: int) -> list[Table]:
@@ -175,14 +175,12 @@ def _tables(reader: Reader, before: int) -> list[Table]:
         raise reader.wrong("count", f"makes more than {MOST_TABLES:,} tables")
     name = reader.text("name", f"table{before}")
     shape = reader.whole("rows"), reader.whole("dim"), reader.number("pooling", 1.0), reader.number("skew", 0)
-    pooled = reader.get("pooled", True)
-    if not isinstance(pooled, bool):
-        raise reader.wrong("pooled", f"must be true or false, not {shown(pooled)}")
+    pooled = reader.get("pooled", bool, "be true or false, not", True)
     names = [name] if count == 1 else [f"{name}.{number}" for number in range(count)]
     return [Table(each, *shape, pooled) for each in names]
 
 
-def dense_part(reader: Reader, tables: list[Table]) -> Dense:
+def _dense(reader: Reader, dims: list[int]) -> Dense:
     """``inputs``, ``bottom``, ``interaction`` (dot, cat or cross with layers and rank) and ``top``; or
     ``flops`` of a sample's forward pass, and the ``width`` of square layers that have them."""
     reader.only({"inputs", "bottom", "top", "interaction", "layers", "rank", "flops", "width"})
@@ -197,7 +195,17 @@ def dense_part(reader: Reader, tables: list[Table]) -> Dense:
     if kind not in ("dot", "cat", "cross"):
         raise reader.wrong("interaction", f"must be dot, cat or cross, not {shown(kind)}")
     cross = reader.whole("layers", 3), reader.whole("rank", 512)
-    return dense_of([t.dim for t in tables], inputs, bottom, kind, cross, top)
+    return dense_of(dims, inputs, bottom, kind, cross, top)
+
+
+def _target(reader: Reader) -> Target:
+    reader.only({"quality", "epoch", "epochs", "evaluated", "evaluations"})
+    epoch = reader.number("epoch", least=1)
+    found = tuple((size, share * epoch) for size, share in reader.pairs("epochs"))
+    if any(a[0] >= b[0] for a, b in pairwise(found)):
+        raise reader.wrong("epochs", "must be [batch size, epochs] with ascending batch sizes")
+    every = reader.number("evaluations", 1.0) * epoch
+    return Target(reader.text("quality"), found, reader.number("evaluated", 0), every)
 
 
 def dense_of(
@@ -227,11 +235,113 @@ def _chain(sizes: list[int], ends: bool = False) -> tuple[Product, ...]:
     return tuple(Product(i, o, not (ends and n == len(steps) - 1)) for n, (i, o) in enumerate(steps))
 
 
-def _target(reader: Reader) -> Target:
-    reader.only({"quality", "epoch", "epochs", "evaluated", "evaluations"})
-    epoch = reader.number("epoch", least=1)
-    found = tuple((size, share * epoch) for size, share in reader.pairs("epochs"))
-    if any(a[0] >= b[0] for a, b in pairwise(found)):
-        raise reader.wrong("epochs", "must be [batch size, epochs] with ascending batch sizes")
-    every = reader.number("evaluations", 1.0) * epoch
-    return Target(reader.text("quality"), found, reader.number("evaluated", 0), every)
+BATCHES = 8
+"""Batches of the recipe's own data whose lookups are counted."""
+STEEPEST = 2.0
+"""The largest exponent of Zipf's law that is tried."""
+
+
+def own_model(
+    config: ModelConfig | UserModel, module: nn.Module, inputs: Inputs, dataset: Dataset, batch_size: int
+) -> PaperModel:
+    """What ``task=scale`` needs of the recipe's model. Poolings, and how skewed ids are, come from the first
+    ``BATCHES`` batches; of a user's model its linear layers count, once for each sample."""
+    optimizers = {group.tables.optimizer.name for group in inputs.tables.groups}
+    (optimizer, *others) = sorted(optimizers, key=lambda name: STATES.get(name, 1))[::-1]
+    tables = _looked_up(inputs, dataset, batch_size)
+    if not any(table.pooling for table in tables):
+        raise UserError(f"the first {BATCHES} batches look nothing up; nothing is known of the tables' work")
+    notes = [f"poolings and skews are those of the first {BATCHES} batches of {batch_size:,} samples"]
+    if others:
+        notes.append(f"all tables are counted with the state of {optimizer}")
+    if isinstance(config, ModelConfig):
+        features = len(dataset.known_schema().dense)
+        kind = "dot" if config.name == "dlrm" else "cross"
+        bottom = [*config.bottom, config.embedding_dim] if features else []
+        cross = config.cross_layers, config.cross_rank
+        dense = dense_of([t.dim for t in tables], features, bottom, kind, cross, [*config.top, 1])
+    else:
+        layers = [each for each in module.modules() if isinstance(each, nn.Linear)]
+        products = tuple(Product(each.in_features, each.out_features) for each in layers)
+        dense = Dense(layers[0].in_features if layers else 0, (), products)
+        notes.append(
+            f"of the model's own code its {len(layers)} linear layers are counted, once for each sample, and "
+            "nothing else"
+        )
+    name = config.name if isinstance(config, ModelConfig) else type(module).__name__
+    title = f"the recipe's own model, {name}"
+    return PaperModel(name, title, tables, dense, optimizer, batch_size, 4, None, tuple(notes))
+
+
+def _looked_up(inputs: Inputs, dataset: Dataset, size: int) -> tuple[Table, ...]:
+    """The recipe's tables with the poolings and skews of the first ``BATCHES`` batches."""
+    groups = inputs.tables.groups
+    # For each table how many batches, samples, lookups and distinct rows were counted.
+    counted = {name: np.zeros(4) for group in groups for name in group.tables.layout.tables}
+    for _, batch in zip(range(BATCHES), dataset.batches("train", size), strict=False):
+        for number, group in enumerate(groups):
+            bags, own = inputs.bags(batch, number), group.tables
+            ends = bags.offsets[np.arange(len(own.features) + 1) * bags.batch_size]
+            for at, name in enumerate(own.layout.tables):
+                features = np.flatnonzero(own.table_of == at)
+                found = [bags.indices[ends[feature] : ends[feature + 1]] for feature in features]
+                ids = np.concatenate(found) if found else np.empty(0, np.int64)
+                counted[name] += 1, bags.batch_size, len(ids), len(np.unique(ids))
+    made = []
+    for group in groups:
+        layout = group.tables.layout
+        for name, rows in zip(layout.tables, layout.rows, strict=True):
+            batches, samples, lookups, different = counted[name].tolist()
+            skew = skew_of(rows, lookups / max(1, batches), different / max(1, batches))
+            pooling = lookups / max(1, samples)
+            made.append(Table(name, rows, group.tables.dim, pooling, skew, group.tables.pooled))
+    return tuple(made)
+
+
+def skew_of(rows: float, lookups: float, different: float) -> float:
+    """The exponent of Zipf's law under which so many lookups have so many different rows; 0 if uniform ids
+    had no more."""
+    low, high = 0.0, STEEPEST
+    if lookups <= 1 or different >= distinct(rows, 0.0, lookups):
+        return 0.0
+    for _ in range(30):
+        middle = (low + high) / 2
+        low, high = (middle, high) if distinct(rows, middle, lookups) > different else (low, middle)
+    return round(low, 3)
+
+
+EXACT = 1024
+"""Rows that are summed one by one; those after them in steps of their logarithm."""
+
+
+def weight(rows: float, skew: float) -> float:
+    """The sum of i^-skew for i up to ``rows``, beyond ``EXACT`` by Euler's and Maclaurin's formula."""
+    few = np.arange(1, min(rows, EXACT) + 1, dtype=np.float64)
+    found = float((few**-skew).sum())
+    if rows <= EXACT:
+        return found
+    found += 0.5 * (pow(rows, -skew) - pow(EXACT, -skew))
+    if abs(skew - 1) < 1e-9:
+        return found + log(rows / EXACT)
+    return found + (pow(rows, 1 - skew) - pow(EXACT, 1 - skew)) / (1 - skew)
+
+
+def covered(rows: float, skew: float, share: float) -> float:
+    """The share of lookups that the most popular ``share`` of the rows get."""
+    kept = share * rows
+    return 1.0 if share >= 1 else (weight(kept, skew) if kept >= 1 else kept) / weight(rows, skew)
+
+
+@lru_cache(maxsize=65536)
+def distinct(rows: float, skew: float, lookups: float) -> float:
+    """How many different rows ``lookups`` lookups have, expected; for up to 10^12 rows and more."""
+    if lookups <= 1 or rows <= 1:
+        return min(rows, lookups)
+    whole = weight(rows, skew)
+    few = np.arange(1, min(rows, EXACT) + 1, dtype=np.float64)
+    found = float(-np.expm1(-lookups * few**-skew / whole).sum())
+    if rows > EXACT:
+        edges = np.geomspace(EXACT, rows, 601)
+        middle = np.sqrt(edges[1:] * edges[:-1])
+        found += float((np.diff(edges) * -np.expm1(-lookups * middle**-skew / whole)).sum())
+    return min(found, rows, lookups)

@@ -33,11 +33,33 @@ def show_table(told: Mapping[str, Any], page: Path) -> None:
 
 
 def _predictions(told: Mapping[str, Any]) -> Table:
-    heads = [Head(name, number=name != "bound by") for name in COLUMNS]
-    return Table(heads, list(rows(told)), wide=True)
+    rows = []
+    for each in told["predictions"]:
+        what, waited = next(iter(each["bounds"].items()))
+        whole = each["seconds"] if told["samples"] else each["seconds_to_quality"]
+        scale, unit = figures.time_unit(whole or 0.0)
+        rows.append(
+            [
+                figures.count(each["gpus"]),
+                figures.count(each["batch_size"]),
+                figures.short(each["samples_per_second"]),
+                f"{100 * each['efficiency']:.0f}%",
+                milliseconds(each["step_seconds"]),
+                f"{what} {100 * waited / each['step_seconds']:.0f}%",
+                figures.size(each["hbm_bytes"]),
+                "-" if whole is None else f"{whole / scale:.3g} {unit}",
+            ]
+        )
+    return Table([Head(name, number=name != "bound by") for name in COLUMNS], rows, wide=True)
+
+
+def milliseconds(seconds: float) -> str:
+    """Three digits; microseconds for what takes less than one of them."""
+    return f"{1000 * seconds:.3g} ms" if seconds >= 1e-6 else f"{1e6 * seconds:.2g} us"
 
 
 def _tables(told: Mapping[str, Any], most: int) -> Table:
+    """The tables whose rows take longest."""
     heads = [
         Head("table", number=False),
         Head("rows"),
@@ -47,56 +69,19 @@ def _tables(told: Mapping[str, Any], most: int) -> Table:
         Head("memory traffic", narrow="traffic"),
         Head("time of a part", narrow="time"),
     ]
-    return Table(heads, list(table_rows(told, most)), wide=True)
-
-
-def rows(told: Mapping[str, Any]) -> Iterator[list[str]]:
-    """The table's rows."""
-    for each in told["predictions"]:
-        yield [
-            figures.count(each["gpus"]),
-            figures.count(each["batch_size"]),
-            figures.short(each["samples_per_second"]),
-            f"{100 * each['efficiency']:.0f}%",
-            milliseconds(each["step_seconds"]),
-            bound(each),
-            figures.size(each["hbm_bytes"]),
-            duration(each["seconds"] if told["samples"] else each["seconds_to_quality"]),
-        ]
-
-
-def bound(each: Mapping[str, Any]) -> str:
-    """What most of a step's critical path is for."""
-    (what, seconds), *_ = each["bounds"].items()
-    return f"{what} {100 * seconds / each['step_seconds']:.0f}%"
-
-
-def milliseconds(seconds: float) -> str:
-    """Three digits; microseconds for what takes less than one of them."""
-    return f"{1000 * seconds:.3g} ms" if seconds >= 1e-6 else f"{1e6 * seconds:.2g} us"
-
-
-def duration(seconds: float | None) -> str:
-    """In its unit; ``-`` for None."""
-    if seconds is None:
-        return "-"
-    scale, unit = figures.time_unit(seconds)
-    return f"{seconds / scale:.3g} {unit}"
-
-
-def table_rows(told: Mapping[str, Any], most: int) -> Iterator[list[str]]:
-    """The tables whose rows take longest."""
-    for each in told["tables"][:most]:
-        where = "all" if each["gpus"] == "all" else f"{each['parts']}"
-        yield [
+    rows = [
+        [
             figures.shortened(each["name"]),
             figures.short(each["rows"]),
-            f"{each['kind']}, {where}",
+            f"{each['kind']}, {'all' if each['gpus'] == 'all' else each['parts']}",
             figures.size(each["bytes"]),
             figures.size(each["messages"]),
             figures.size(each["memory_traffic"]),
             milliseconds(each["seconds"]),
         ]
+        for each in told["tables"][:most]
+    ]
+    return Table(heads, rows, wide=True)
 
 
 def sentences(told: Mapping[str, Any]) -> list[str]:

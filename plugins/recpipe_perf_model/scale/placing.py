@@ -1,36 +1,167 @@
-"""A plan for tables that are not there, and which of a GPU's rows are in its memory, its host's and on disks.
+"""A plan for tables that are not there, what a step then asks of each GPU, and which of its rows are in its
+memory, its host's and on disks.
 
-Tables are placed whole on a GPU, in parts of rows, or on every GPU. Three plans are made: with whole tables,
-with all in parts within a host, and with all in parts on every GPU. Tables go, the most expensive first, to
-where least is asked; one that finds no room is cut finer. The plan with the least seconds for rows and its
-messages is kept. Planners in use (Neo: Mudigere et al., ISCA 2022; NVIDIA's in MLPerf v3.0) cut on
-until nothing is gained. On paper such a search finds plans that no published rate has: with it the errors of
-MLPerf's rates were 20%, without it they are 9% (geometric mean).
+A GPU takes ``batch / gpus`` samples. A table lies whole on one GPU, in parts of its rows on several, or on
+every GPU (data parallel). Who has a part looks its rows up for the whole batch, adds those of a sample, and
+sends each GPU the vectors of its samples. A table's row parts within one host add up their vectors there
+before they are sent to other hosts, as TorchRec's table_row_wise and HugeCTR's hierarchical plans do.
+
+Three plans are made: with whole tables, with all in parts within a host, and with all in parts on every GPU.
+Tables go, the most expensive first, to where least is asked; one that finds no room is cut finer. The plan
+with the least seconds for rows and its messages is kept. Planners in use (Neo: Mudigere et al., ISCA 2022;
+NVIDIA's in MLPerf v3.0) cut on until nothing is gained. On paper such a search finds plans that no published
+rate has: with it the errors of MLPerf's rates were 20%, without it they are 9% (geometric mean).
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from math import ceil, log2
 
 import numpy as np
 
 from recpipe.common.words import readable_bytes
 from recpipe.errors import UserError
-from recpipe_perf_model.scale.machine import GIGA
-from recpipe_perf_model.scale.model import FLOAT, Table
-from recpipe_perf_model.scale.work import (
-    REPLICATED,
-    ROWS,
-    WHOLE,
-    Load,
-    Training,
-    all_reduce,
-    all_to_all,
-    covered,
-    distinct,
-    part_load,
-)
+from recpipe_perf_model.scale.machine import GIGA, Machine
+from recpipe_perf_model.scale.model import FLOAT, ID, PaperModel, Table, covered, distinct
+
+SORT_BITS, PAIR = 8, 12
+"""Bits that one pass of a radix sort orders, and bytes of an id with its position: a table's update sorts
+its ids, to add up the gradients of a row."""
+WHOLE, ROWS, REPLICATED = "table_wise", "row_wise", "data_parallel"
+
+
+@dataclass(frozen=True)
+class Training:
+    """How a model is trained on a machine."""
+
+    model: PaperModel
+    machine: Machine
+    gpus: int
+    batch: int
+    """Samples of a step, of all GPUs together."""
+    precision: str = "bf16"
+    """Of the dense part's products: fp32, tf32, fp16 or bf16."""
+    message_bytes: int = 4
+    """Of a value that is sent between GPUs: rows and their gradients."""
+    gradient_bytes: int = 4
+    """Of a value of the dense part's gradients."""
+    eager: bool = True
+    """Whether the host begins every operator; otherwise CUDA graphs do, with activations in the products."""
+
+    @property
+    def host_gpus(self) -> int:
+        """GPUs of one host that take part."""
+        return min(self.gpus, int(self.machine.constants.gpus_per_host))
+
+    @property
+    def hosts(self) -> int:
+        """Hosts that take part."""
+        return ceil(self.gpus / self.host_gpus)
+
+    @property
+    def samples(self) -> float:
+        """Of a step, on one GPU."""
+        return self.batch / self.gpus
+
+    @property
+    def memory_rate(self) -> float:
+        """Bytes a second that a GPU's kernels reach."""
+        return self.machine.constants.hbm_gb_s * self.machine.constants.hbm_share * GIGA
+
+    @property
+    def value_bytes(self) -> int:
+        """Of an activation."""
+        return 2 if self.precision in ("fp16", "bf16") else 4
+
+    def peak(self) -> float:
+        """Operations a second of a GPU's products, at best."""
+        known = self.machine.constants
+        teras = {"fp32": known.tflops_fp32, "tf32": known.tflops_tf32}
+        return 1e12 * teras.get(self.precision, known.tflops_half)
+
+
+@dataclass(frozen=True)
+class Load:
+    """What a part of a table asks of the GPU that has it, in one step."""
+
+    memory: float = 0.0
+    """Bytes of rows with their state."""
+    record: float = 0.0
+    """Bytes of one of them."""
+    lookups: float = 0.0
+    distinct: float = 0.0
+    read: float = 0.0
+    """Bytes of memory that the lookups move."""
+    updated: float = 0.0
+    """Bytes of memory that the gradients and the update move."""
+    ids: float = 0.0
+    """Bytes of ids that come from other GPUs."""
+    near: float = 0.0
+    """Bytes of vectors to GPUs of its host, forward; backward as many come back."""
+    far: float = 0.0
+    """The same to other hosts."""
+    reduced: float = 0.0
+    """Bytes of the all-reduce of a data-parallel table's gradients."""
+
+
+def part_load(training: Training, table: Table, kind: str, parts: int) -> Load:
+    """What one of ``parts`` equal parts of a table asks for; for a table on every GPU, what each asks for."""
+    model, world, rows = training.model, training.gpus, float(table.rows)
+    record, row, pooling = model.record_bytes(table), table.dim * model.row_bytes, table.pooling
+    if kind == REPLICATED:
+        lookups, whole = training.samples * pooling, table.rows * table.dim * FLOAT
+        return Load(
+            memory=table.rows * record + whole,
+            record=record,
+            lookups=lookups,
+            distinct=distinct(rows, table.skew, lookups),
+            read=lookups * (row + ID) + training.samples * table.vectors * table.dim * training.value_bytes,
+            # Gradients are a dense tensor, and the optimizer goes over all rows.
+            updated=2 * (lookups * table.dim * FLOAT + whole + table.rows * record),
+            reduced=whole if world > 1 else 0.0,
+        )
+    share = 1 / parts
+    lookups, found = training.batch * pooling * share, distinct(rows, table.skew, training.batch * pooling)
+    vector = table.dim * training.message_bytes
+    passes = ceil(max(1.0, log2(max(2, table.rows))) / SORT_BITS)
+    sent = training.batch * table.vectors * vector
+    within = min(parts, training.host_gpus) if kind == ROWS and training.hosts > 1 else 1
+    spread = sent / within
+    return Load(
+        memory=table.rows * share * record,
+        record=record,
+        lookups=lookups,
+        distinct=found * share,
+        read=lookups * (row + ID) + sent,
+        updated=lookups * (vector + 2 * passes * PAIR) + found * share * 2 * record,
+        ids=lookups * ID * (world - 1) / world,
+        near=sent * (within - 1) / within + spread * (training.host_gpus - 1) / world,
+        far=spread * (world - training.host_gpus) / world,
+    )
+
+
+def all_to_all(training: Training, near: float, far: float) -> float:
+    """The seconds of an all-to-all in which the GPU that sends most sends ``near`` bytes within its host and
+    ``far`` to other hosts; both go at the same time."""
+    if training.gpus == 1:
+        return 0.0
+    curves = training.machine.curves
+    within = curves["alltoall"].seconds(near)
+    return max(within, curves["network"].seconds(far) if training.hosts > 1 else 0.0)
+
+
+def all_reduce(training: Training, count: float) -> float:
+    """The seconds to add up a buffer of ``count`` bytes of every GPU: within hosts, and for a share of it on
+    each GPU between hosts."""
+    if training.gpus == 1 or count <= 0:
+        return 0.0
+    curves, hosts, within = training.machine.curves, training.hosts, training.host_gpus
+    near = curves["allreduce"].seconds(count) if within > 1 else 0.0
+    far = 2 * count * (hosts - 1) / hosts / within
+    return near + (curves["network"].seconds(far) if hosts > 1 else 0.0)
+
 
 Cut = tuple[str, int]
 """How a table is placed, and in how many parts."""
@@ -139,7 +270,10 @@ def _placed(training: Training, room: Room, cuts: Mapping[str, Cut]) -> Plan | T
     busy, memory = np.zeros((hosts, within)), np.zeros((hosts, within))
     sums = {key: np.zeros((hosts, within)) for key in ("read", "updated", "ids", "near", "far")}
     loads = {t.name: part_load(training, t, *cuts[t.name]) for t in training.model.tables}
-    cost = {name: _cost(training, load) for name, load in loads.items()}
+    curves, cost = training.machine.curves, {}
+    for name, load in loads.items():  # messages at the rates of long ones
+        seconds = (load.read + load.updated) / training.memory_rate + 2 * load.near / curves["alltoall"].rate
+        cost[name] = seconds + (2 * load.far / curves["network"].rate if hosts > 1 else 0.0)
     found, reduced = [], 0.0
     for table in sorted(training.model.tables, key=lambda t: (cuts[t.name][0] != REPLICATED, -cost[t.name])):
         (kind, parts), load = cuts[table.name], loads[table.name]
@@ -165,13 +299,6 @@ def _placed(training: Training, room: Room, cuts: Mapping[str, Cut]) -> Plan | T
         found.append(Placed(table, kind, tuple(np.flatnonzero(taken).tolist()), load))
     most = {key: float(values.max()) for key, values in sums.items()}
     return Plan(tuple(found), **most, reduced=reduced, memory=tuple(memory.ravel().tolist()))
-
-
-def _cost(training: Training, load: Load) -> float:
-    """The seconds of a part on its GPU, messages at the rates of long ones."""
-    curves = training.machine.curves
-    seconds = (load.read + load.updated) / training.memory_rate + 2 * load.near / curves["alltoall"].rate
-    return seconds + (2 * load.far / curves["network"].rate if training.hosts > 1 else 0.0)
 
 
 def _too_large(training: Training, room: Room, table: Table | None = None) -> UserError:

@@ -8,126 +8,49 @@ rows are updated.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from recpipe.errors import UserError
-from recpipe_perf_model.scale.machine import GIGA, MICRO, Machine
-from recpipe_perf_model.scale.model import FLOAT, ID, PaperModel
-from recpipe_perf_model.scale.placing import Plan, Room, Tiered, make_plan, tiered
-from recpipe_perf_model.scale.work import (
-    BASE_OPERATORS,
+from recpipe_perf_model.scale.machine import GIGA, MICRO
+from recpipe_perf_model.scale.model import FLOAT, ID, Product
+from recpipe_perf_model.scale.placing import (
+    Plan,
+    Room,
+    Tiered,
     Training,
     all_reduce,
     all_to_all,
-    backward_seconds,
-    forward_seconds,
-    interaction_seconds,
+    make_plan,
+    tiered,
 )
 from recpipe_perf_model.step.walk import Task, Walked, walk
 
-PARTS = {
-    "copy": "input",
-    "ids": "id messages",
-    "lookup": "lookups",
-    "vectors": "row messages",
-    "bottom": "dense math",
-    "top": "dense math",
-    "top backward": "dense math",
-    "row gradients": "row messages",
-    "bottom backward": "dense math",
-    "all-reduce": "all-reduce",
-    "update": "row update",
-    "dense update": "dense math",
-    "fetch": "slower tiers",
-    "launch": "host",
+STEP = {
+    "copy": ("bus", "input", {"dense update": 2}),
+    "launch": ("host", "host", {"dense update": 2}),
+    "lookup": ("GPU", "lookups", {"ids": 1, "fetch": 1, "launch": 0}),
+    "vectors": ("network", "row messages", {"lookup": 0}),
+    "ids": ("network", "id messages", {"copy": 1}),
+    "fetch": ("tiers", "slower tiers", {"ids": 0}),
+    "bottom": ("GPU", "dense math", {}),
+    "top": ("GPU", "dense math", {"vectors": 0}),
+    "top backward": ("GPU", "dense math", {}),
+    "row gradients": ("network", "row messages", {"top backward": 0}),
+    "all-reduce": ("network", "all-reduce", {"top backward": 0}),
+    "bottom backward": ("GPU", "dense math", {}),
+    "update": ("GPU", "row update", {"row gradients": 0}),
+    "dense update": ("GPU", "dense math", {"all-reduce": 0}),
 }
-"""What each task is for."""
-
-
-@dataclass(frozen=True)
-class Step:
-    """A step's times."""
-
-    seconds: Mapping[str, float]
-    """By task, if nothing ran beside it."""
-    walked: Walked
-    forward: float
-    """Seconds of a step of an evaluation: lookups, vectors and the forward pass."""
-
-    @property
-    def bounds(self) -> dict[str, float]:
-        """Seconds of the step on its critical path by what they are for, the longest first."""
-        found: dict[str, float] = {}
-        for task, seconds in self.walked.critical.items():
-            found[PARTS[task]] = found.get(PARTS[task], 0.0) + seconds
-        return dict(sorted(found.items(), key=lambda each: -each[1]))
-
-
-def step_of(training: Training, plan: Plan, rows: Tiered) -> Step:
-    """Walk the step of ``plan`` with its rows in tiers as ``rows`` has them, for the GPU that waits most."""
-    seconds = task_seconds(training, plan, rows)
-    forward = sum(seconds[task] for task in ("lookup", "vectors", "top")) + seconds["fetch"]
-    return Step(seconds, walk(_tasks(seconds), 1), forward)
-
-
-def task_seconds(training: Training, plan: Plan, rows: Tiered) -> dict[str, float]:
-    """Each task's seconds."""
-    model, known = training.model, training.machine.constants
-    dense, b = model.dense, training.samples
-    least = known.kernel_us * MICRO
-    ids = ID * sum(t.pooling for t in model.tables)
-    input_bytes = b * (FLOAT * (dense.inputs + 1) + ids)
-    reduced = dense.parameters * training.gradient_bytes + plan.reduced
-    inner, inner_backward = interaction_seconds(training, dense)
-    near = plan.ids * (training.host_gpus - 1) / max(1, training.gpus - 1)
-    operators = BASE_OPERATORS + len(model.tables) + dense.operators
-    # The optimizer reads and writes weights and one state, and reads the gradient.
-    optimizer = dense.parameters * FLOAT * 5 / training.memory_rate
-    return {
-        "copy": input_bytes / (known.pcie_gb_s * known.pcie_share * GIGA),
-        "ids": all_to_all(training, near, plan.ids - near),
-        "lookup": plan.read / training.memory_rate + least,
-        "vectors": all_to_all(training, plan.near, plan.far),
-        "bottom": forward_seconds(training, dense.bottom),
-        "top": forward_seconds(training, dense.top) + inner,
-        "top backward": backward_seconds(training, dense.top, not dense.bottom) + inner_backward,
-        "row gradients": all_to_all(training, plan.near, plan.far),
-        "bottom backward": backward_seconds(training, dense.bottom, True),
-        "all-reduce": all_reduce(training, reduced),
-        "update": plan.updated / training.memory_rate + least,
-        "dense update": optimizer + least,
-        "fetch": rows.seconds,
-        "launch": operators * known.operator_us * MICRO if training.eager else 0.0,
-    }
-
-
-def _tasks(seconds: Mapping[str, float]) -> list[Task]:
-    """In the order in which each place runs them. "ids" and "fetch" of a step are for the next batch, "copy"
-    for that after it."""
-
-    def task(name: str, place: str, **after: int) -> Task:
-        waited = {key.replace("_", " "): ago for key, ago in after.items()}
-        return Task(name, place, waits=seconds[name], after=waited)
-
-    return [
-        task("copy", "bus", dense_update=2),
-        task("launch", "host", dense_update=2),
-        task("lookup", "GPU", ids=1, fetch=1, launch=0),
-        task("vectors", "network", lookup=0),
-        task("ids", "network", copy=1),
-        task("fetch", "tiers", ids=0),
-        task("bottom", "GPU"),
-        task("top", "GPU", vectors=0),
-        task("top backward", "GPU"),
-        task("row gradients", "network", top_backward=0),
-        Task("all-reduce", "network", waits=seconds["all-reduce"], after={"top backward": 0}),
-        task("bottom backward", "GPU"),
-        task("update", "GPU", row_gradients=0),
-        Task("dense update", "GPU", waits=seconds["dense update"], after={"all-reduce": 0}),
-    ]
-
-
+"""The tasks of a step in the order in which each place runs them: where, what for, and after which tasks of
+how many steps ago. "ids" and "fetch" of a step are for the next batch, "copy" for that after it."""
+COPIES = 4
+"""Times that eager code reads or writes the vectors of the tables before it can use them: TorchRec puts them
+in the tables' order after they have come, and models join them."""
+BASE_OPERATORS = 246
+"""Eager operators of one step of TorchRec 1.8's TrainPipelineSparseDist beside one for each table: counted by
+torch's profiler for a DLRM with 8 layers and the dot interaction."""
 WORKSPACE = 2
 """Copies of a batch's activations: with their gradients."""
 
@@ -141,36 +64,62 @@ class Prediction:
     plan: Plan
     rows: Tiered
     """Of the GPU whose rows take longest to fetch."""
-    step: Step
-
-    @property
-    def step_seconds(self) -> float:
-        """Of a step in the steady state."""
-        return self.step.walked.step_seconds
+    seconds: Mapping[str, float]
+    """By task of a step, if nothing ran beside it."""
+    walked: Walked
+    """The step, on the GPU that waits most."""
 
     @property
     def samples_per_second(self) -> float:
-        """Of all GPUs together."""
-        return self.training.batch / self.step_seconds
+        """Of all GPUs together, in the steady state."""
+        return self.training.batch / self.walked.step_seconds
+
+    @property
+    def bounds(self) -> dict[str, float]:
+        """Seconds of the step on its critical path by what they are for, the longest first."""
+        found: dict[str, float] = defaultdict(float)
+        for task, seconds in self.walked.critical.items():
+            found[STEP[task][1]] += seconds
+        return dict(sorted(found.items(), key=lambda each: -each[1]))
 
     @property
     def hbm_bytes(self) -> float:
         """Of the fullest GPU's memory: rows, dense part and activations."""
         return max(min(count, self.room.hbm) for count in self.plan.memory) + dense_bytes(self.training)
 
-    def seconds_for(self, samples: float) -> float:
-        """To train so many, without evaluations."""
-        return samples / self.samples_per_second
-
     def seconds_to_quality(self) -> float | None:
         """To the published quality, with evaluations; None: no figure for this batch size."""
-        target = self.training.model.target
-        needed = None if target is None else target.needed(self.training.batch)
+        target, batch = self.training.model.target, self.training.batch
+        needed = None if target is None else target.needed(batch)
         if target is None or needed is None:
             return None
-        evaluations = needed / target.evaluations
-        evaluation = target.evaluated / self.training.batch * self.step.forward
-        return self.seconds_for(needed) + evaluations * evaluation
+        # A step of an evaluation: lookups, vectors and the forward pass.
+        forward = sum(self.seconds[task] for task in ("lookup", "vectors", "top")) + self.seconds["fetch"]
+        evaluation = target.evaluated / batch * forward
+        return needed / self.samples_per_second + needed / target.evaluations * evaluation
+
+
+def predict(training: Training, slowest: str = "hbm") -> Prediction:
+    """Plan, place and walk one setting; rows may be in the tiers up to the ``slowest``. ``UserError`` if it
+    does not fit."""
+    within, gpus = int(training.machine.constants.gpus_per_host), training.gpus
+    if gpus > within and gpus % within:
+        raise UserError(
+            f"scale.gpus={gpus}: a host of {training.machine.name} has {within}; say at most {within}, or a "
+            "multiple of it"
+        )
+    if training.batch < gpus:
+        raise UserError(
+            f"a batch of {training.batch:,} samples cannot be shared by {gpus:,} GPUs; raise scale.batch_size"
+        )
+    room = room_of(training, slowest)
+    plan = make_plan(training, room)
+    full = sorted(range(gpus), key=lambda gpu: -plan.memory[gpu])
+    over = [gpu for gpu in full if plan.memory[gpu] > room.hbm] or full[:1]
+    rows = max((tiered(training, plan.parts(gpu), room) for gpu in over), key=lambda each: each.seconds)
+    seconds = task_seconds(training, plan, rows)
+    tasks = [Task(name, place, waits=seconds[name], after=after) for name, (place, _, after) in STEP.items()]
+    return Prediction(training, room, plan, rows, seconds, walk(tasks, 1))
 
 
 def dense_bytes(training: Training) -> float:
@@ -199,62 +148,71 @@ def room_of(training: Training, slowest: str) -> Room:
     return Room(hbm, dram, known.ssd_gb * GIGA / within if slowest == "ssd" else 0.0)
 
 
-def predict(training: Training, slowest: str = "hbm") -> Prediction:
-    """Plan, place and walk one setting; ``UserError`` if it does not fit."""
-    check(training)
-    room = room_of(training, slowest)
-    plan = make_plan(training, room)
-    full = sorted(range(training.gpus), key=lambda gpu: -plan.memory[gpu])
-    over = [gpu for gpu in full if plan.memory[gpu] > room.hbm] or full[:1]
-    rows = max((tiered(training, plan.parts(gpu), room) for gpu in over), key=lambda each: each.seconds)
-    return Prediction(training, room, plan, rows, step_of(training, plan, rows))
+def task_seconds(training: Training, plan: Plan, rows: Tiered) -> dict[str, float]:
+    """Each task's seconds."""
+    model, known = training.model, training.machine.constants
+    dense, b = model.dense, training.samples
+    least = known.kernel_us * MICRO
+    ids = ID * sum(t.pooling for t in model.tables)
+    input_bytes = b * (FLOAT * (dense.inputs + 1) + ids)
+    reduced = dense.parameters * training.gradient_bytes + plan.reduced
+    # The interaction beside its products with weights; its backward pass takes twice as long.
+    joined = sum(table.vectors * table.dim for table in model.tables)
+    values = b * (dense.interaction_values + (COPIES * joined if training.eager else 0))
+    inner = max(_pointwise(training, values), b * dense.interaction_flops / training.peak())
+    near = plan.ids * (training.host_gpus - 1) / max(1, training.gpus - 1)
+    operators = BASE_OPERATORS + len(model.tables) + dense.operators
+    # The optimizer reads and writes weights and one state, and reads the gradient.
+    optimizer = dense.parameters * FLOAT * 5 / training.memory_rate
+    return {
+        "copy": input_bytes / (known.pcie_gb_s * known.pcie_share * GIGA),
+        "ids": all_to_all(training, near, plan.ids - near),
+        "lookup": plan.read / training.memory_rate + least,
+        "vectors": all_to_all(training, plan.near, plan.far),
+        "bottom": forward_seconds(training, dense.bottom),
+        "top": forward_seconds(training, dense.top) + inner,
+        "top backward": backward_seconds(training, dense.top, not dense.bottom) + 2 * inner,
+        "row gradients": all_to_all(training, plan.near, plan.far),
+        "bottom backward": backward_seconds(training, dense.bottom, True),
+        "all-reduce": all_reduce(training, reduced),
+        "update": plan.updated / training.memory_rate + least,
+        "dense update": optimizer + least,
+        "fetch": rows.seconds,
+        "launch": operators * known.operator_us * MICRO if training.eager else 0.0,
+    }
 
 
-def check(training: Training) -> None:
-    """Refuse numbers that do not fit together."""
-    within = int(training.machine.constants.gpus_per_host)
-    if training.gpus > within and training.gpus % within:
-        raise UserError(
-            f"scale.gpus={training.gpus}: a host of {training.machine.name} has {within}; say at most "
-            f"{within}, or a multiple of it"
-        )
-    if training.batch < training.gpus:
-        raise UserError(
-            f"a batch of {training.batch:,} samples cannot be shared by {training.gpus:,} GPUs; raise "
-            "scale.batch_size"
-        )
+def product_seconds(training: Training, m: float, n: float, k: float) -> float:
+    """The time of a matrix product of m x n results over k."""
+    share = training.machine.products.share(m * n, k)
+    moved = training.value_bytes * (m * n + m * k + n * k)
+    busy = 2.0 * m * n * k / (training.peak() * share)
+    return max(busy, moved / training.memory_rate, training.machine.constants.kernel_us * MICRO)
 
 
-@dataclass(frozen=True)
-class Setting:
-    """How a model is trained, whatever the number of GPUs."""
+def _pointwise(training: Training, values: float) -> float:
+    """The time of a kernel that reads and writes ``values``."""
+    moved = values * training.value_bytes / training.memory_rate
+    return max(moved, training.machine.constants.kernel_us * MICRO) if values else 0.0
 
-    model: PaperModel
-    machine: Machine
-    batch: int | None = None
-    """Of all GPUs; None: ``gpu_batch`` or the model's own."""
-    gpu_batch: int | None = None
-    precision: str = "bf16"
-    messages: str = "fp32"
-    gradients: str = "fp32"
-    eager: bool = True
-    tiers: str = "hbm"
 
-    def training(self, gpus: int) -> Training:
-        """On so many GPUs."""
-        size = {"fp32": 4}
-        batch = self.batch or (self.gpu_batch * gpus if self.gpu_batch else self.model.batch_size)
-        return Training(
-            self.model,
-            self.machine,
-            gpus,
-            batch,
-            self.precision,
-            size.get(self.messages, 2),
-            size.get(self.gradients, 2),
-            self.eager,
-        )
+def forward_seconds(training: Training, layers: tuple[Product, ...]) -> float:
+    """The time of some layers' forward pass on one GPU."""
+    b = training.samples
+    products = sum(product_seconds(training, b, p.outputs, p.inputs) for p in layers)
+    outputs = [p.outputs for p in layers if p.activated and training.eager]
+    return products + sum(_pointwise(training, 2 * b * o) for o in outputs)
 
-    def predict(self, gpus: Sequence[int]) -> list[Prediction]:
-        """For each number of GPUs."""
-        return [predict(self.training(each), self.tiers) for each in gpus]
+
+def backward_seconds(training: Training, layers: tuple[Product, ...], first: bool) -> float:
+    """The time of some layers' backward pass: gradients of the weights and, unless it is the model's
+    ``first`` layer, of its input."""
+    b, total = training.samples, 0.0
+    for number, p in enumerate(layers):
+        total += product_seconds(training, p.inputs, p.outputs, b)
+        if not (first and number == 0):
+            total += product_seconds(training, b, p.inputs, p.outputs)
+        # An activation's gradient, and the sum over samples for the biases.
+        total += _pointwise(training, (3 if p.activated else 0) * b * p.outputs) if training.eager else 0.0
+        total += _pointwise(training, b * p.outputs) if training.eager else 0.0
+    return total

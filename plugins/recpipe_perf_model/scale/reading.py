@@ -18,7 +18,7 @@ MOST = 1e30
 
 @dataclass(frozen=True)
 class Reader:
-    """A mapping of a file, and where it is."""
+    """A mapping of a file, and where it is. A key without default must be there."""
 
     values: Mapping[str, Any]
     where: str
@@ -67,35 +67,27 @@ class Reader:
                     f"{', '.join(sorted(keys))}"
                 )
 
-    def get(self, key: str, default: Any = None) -> Any:
-        """The value as it is; without ``default`` the key must be there."""
+    def get(self, key: str, kind: type, must: str, default: Any = None) -> Any:
+        """The value of ``key``, of type ``kind``; ``must``: so in words, for the message."""
         value = self.values.get(key, default)
         if value is None:
             raise self.wrong(key, "is missing")
-        return value
-
-    def mapping(self, key: str) -> Mapping[str, Any]:
-        """A mapping."""
-        value = self.get(key)
-        if not isinstance(value, dict):
-            raise self.wrong(key, f"must map names to values, not be {shown(value)}")
+        if not isinstance(value, kind):
+            raise self.wrong(key, f"must {must} {shown(value)}")
         return value
 
     def part(self, key: str, default: Mapping[str, Any] | None = None) -> Reader:
         """The mapping below ``key``."""
-        values = default if default is not None and key not in self.values else self.mapping(key)
+        values = self.get(key, dict, "map names to values, not be", default)
         return Reader(values, f"{self.where}: {key}")
 
     def text(self, key: str, default: str | None = None) -> str:
         """A word or a sentence."""
-        value = self.get(key, default)
-        if not isinstance(value, str):
-            raise self.wrong(key, f"must be text, not {shown(value)}")
-        return value
+        return str(self.get(key, str, "be text, not", default))
 
     def number(self, key: str, default: float | None = None, least: float = 0.0) -> float:
         """A number of at least ``least``; ``1e12`` is one, too."""
-        return self._number(key, self.get(key, default), least)
+        return self._number(key, self.get(key, object, "", default), least)
 
     def _number(self, key: str, value: Any, least: float = 0.0) -> float:
         try:
@@ -115,28 +107,26 @@ class Reader:
 
     def numbers(self, key: str, default: Collection[float] | None = None) -> list[float]:
         """A list of numbers."""
-        value = self.get(key, default)
-        if not isinstance(value, list | tuple):
-            raise self.wrong(key, f"must be a list of numbers, not {shown(value)}")
-        return [self._number(key, each) for each in value]
+        values = self.get(key, list, "be a list of numbers, not", default)
+        return [self._number(key, each) for each in values]
 
     def pairs(self, key: str) -> list[tuple[float, float]]:
         """A list of pairs of numbers."""
-        value = self.get(key)
+        value = self.get(key, object, "")
         if not isinstance(value, list) or any(not isinstance(v, list) or len(v) != 2 for v in value):
             raise self.wrong(key, "must be a list of pairs of numbers")
         return [(self._number(key, a), self._number(key, b)) for a, b in value]
 
     def cited(self, key: str) -> tuple[float, str]:
         """A constant with its source: ``[value, source]``; an amount of memory may be 0."""
-        value = self.get(key)
+        value = self.get(key, object, "")
         if not isinstance(value, list) or len(value) != 2 or not isinstance(value[1], str):
             raise self.wrong(key, "must be [value, source]")
         return self._number(key, value[0], 0.0 if key.endswith("_gb") else 1e-30), value[1]
 
     def several(self, key: str) -> list[Reader]:
         """A list of mappings."""
-        value = self.get(key)
+        value = self.get(key, object, "")
         if not isinstance(value, list) or not value or any(not isinstance(v, dict) for v in value):
             raise self.wrong(key, "must be a list of mappings")
         return [Reader(each, f"{self.where}: {key}[{n}]") for n, each in enumerate(value)]

@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-from typing import Any
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Annotated, Any
 
+from annotated_types import Interval, MinLen
+
+from recpipe.common.validation import FilePath, Positive, one_of
 from recpipe.errors import UserError
 from recpipe.report.files import ReportFiles
 from recpipe.setup.ctx import TaskContext
 from recpipe.setup.given import Outcome
 from recpipe.setup.prepare import refuse_ranks
 from recpipe_perf_model.scale import page as scaled
-from recpipe_perf_model.scale.config import ScaleConfig
-from recpipe_perf_model.scale.machine import machine
-from recpipe_perf_model.scale.model import PaperModel, paper_model
-from recpipe_perf_model.scale.own import own_model
-from recpipe_perf_model.scale.predict import Prediction, Setting
+from recpipe_perf_model.scale.machine import ASSUMED, machine
+from recpipe_perf_model.scale.model import PaperModel, own_model, paper_model
+from recpipe_perf_model.scale.placing import Training
+from recpipe_perf_model.scale.predict import Prediction, predict
 
 CHECKED = (
     "Checked against 30 published rates and 3 recalled ones (docs/guide/scale.md): off by a factor of 1.2 on "
@@ -23,6 +26,32 @@ CHECKED = (
     "and Python are not counted; most are too fast on paper. Not checked: rows in host memory and on disks, "
     "more than 128 GPUs."
 )
+MOST_GPUS = 16_384
+Gpus = Annotated[int, Interval(ge=1, le=MOST_GPUS)]
+
+
+@dataclass(frozen=True)
+class ScaleConfig:
+    """``scale`` of conf/task/scale.yaml: a model, a machine and how the model is trained on it."""
+
+    model: FilePath | None = None
+    """A shipped model or a yaml file; None: the recipe's own."""
+    machine: FilePath = "h100_hgx"
+    gpus: Annotated[list[Gpus], MinLen(1)] = field(default_factory=lambda: [8, 16, 32, 64, 128])
+    batch_size: Positive | None = None
+    """Of all GPUs together."""
+    gpu_batch_size: Positive | None = None
+    """Of each GPU; at most one of the two."""
+    precision: Annotated[str, one_of("fp32", "tf32", "fp16", "bf16")] = "bf16"
+    messages: Annotated[str, one_of("fp32", "fp16", "bf16")] = "fp32"
+    gradients: Annotated[str, one_of("fp32", "fp16", "bf16")] = "fp32"
+    software: Annotated[str, one_of("eager", "graph")] = "eager"
+    tiers: Annotated[str, one_of("hbm", "dram", "ssd")] = "hbm"
+    """The slowest memory that may have rows."""
+    samples: Positive | None = None
+    """How many to train; None: those that reach the model's published quality."""
+    change: Mapping[str, float] = field(default_factory=dict)
+    """Constants of the machine to change."""
 
 
 class Scale:
@@ -37,48 +66,42 @@ class Scale:
             run = context.joined
             unplaced, size = run.unplaced, run.recipe.data.batch_size
             own = own_model(run.recipe.model, unplaced.called.module, unplaced.inputs, run.dataset, size)
-        return Outcome(tell_scale(config, context.directory, own))
-
-
-def tell_scale(config: ScaleConfig, run_dir: Path, own: PaperModel | None = None) -> dict[str, Any]:
-    """Write scale.json and scale.html, and print the table; returns what scale.json has."""
-    told = predicted(config, own)
-    files = ReportFiles(run_dir)
-    files.write_json("scale.json", told)
-    files.write("scale.html", lambda page: scaled.write(told, page.parent))
-    scaled.show_table(told, run_dir / "scale.html")
-    files.check()
-    return told
+        told = predicted(config, own)
+        files = ReportFiles(context.directory)
+        files.write_json("scale.json", told)
+        files.write("scale.html", lambda page: scaled.write(told, page.parent))
+        scaled.show_table(told, context.directory / "scale.html")
+        files.check()
+        return Outcome(told)
 
 
 def predicted(config: ScaleConfig, own: PaperModel | None = None) -> dict[str, Any]:
-    """What is predicted of ``config``'s model, or of the recipe's ``own``, for each number of GPUs."""
+    """What scale.json has: what is predicted of ``config``'s model, or of the recipe's ``own``, for each
+    number of GPUs."""
     if config.batch_size is not None and config.gpu_batch_size is not None:
         raise UserError("scale.batch_size is of all GPUs and scale.gpu_batch_size of each; give one of them")
     model = own if own is not None else paper_model(str(config.model))
     host = machine(config.machine).changed(config.change)
-    setting = Setting(
-        model,
-        host,
-        config.batch_size,
-        config.gpu_batch_size,
-        config.precision,
-        config.messages,
-        config.gradients,
-        config.software == "eager",
-        config.tiers,
-    )
     found: list[Prediction] = []
     refused: list[dict[str, Any]] = []
     for gpus in sorted(set(config.gpus)):
+        each = config.gpu_batch_size
+        training = Training(
+            model,
+            host,
+            gpus,
+            config.batch_size or (model.batch_size if each is None else each * gpus),
+            config.precision,
+            message_bytes=4 if config.messages == "fp32" else 2,
+            gradient_bytes=4 if config.gradients == "fp32" else 2,
+            eager=config.software == "eager",
+        )
         try:
-            found += setting.predict([gpus])
+            found.append(predict(training, config.tiers))
         except UserError as why:
             refused.append({"gpus": gpus, "why": str(why)})
     if not found:
         raise UserError(refused[-1]["why"])
-    samples = config.samples
-    first = found[0]
     return {
         "model": {
             "name": model.name,
@@ -97,11 +120,11 @@ def predicted(config: ScaleConfig, own: PaperModel | None = None) -> dict[str, A
         "precision": config.precision,
         "messages": config.messages,
         "tiers": config.tiers,
-        "samples": samples,
-        "predictions": [_told(each, first, samples) for each in found],
+        "samples": config.samples,
+        "predictions": [_told(each, found[0], config.samples) for each in found],
         "refused": refused,
         "tables": _tables(found[-1]),
-        "assumed": host.assumed,
+        "assumed": [name for name, source in host.sources.items() if source.startswith(ASSUMED)],
         "notes": list(model.notes),
         "checked": CHECKED,
     }
@@ -115,16 +138,16 @@ def _told(each: Prediction, first: Prediction, samples: int | None) -> dict[str,
         "batch_size": each.training.batch,
         "samples_per_second": rate,
         "efficiency": rate / each.training.gpus / alone,
-        "step_seconds": each.step_seconds,
-        "bounds": each.step.bounds,
-        "tasks": dict(each.step.seconds),
-        "busy": dict(each.step.walked.utilisation),
+        "step_seconds": each.walked.step_seconds,
+        "bounds": each.bounds,
+        "tasks": dict(each.seconds),
+        "busy": dict(each.walked.utilisation),
         "hbm_bytes": each.hbm_bytes,
-        "room": {"hbm": each.room.hbm, "dram": each.room.dram, "ssd": each.room.ssd},
+        "room": asdict(each.room),
         "rows": {"hbm": each.rows.hbm, "dram": each.rows.dram, "ssd": each.rows.ssd},
         "missed": each.rows.missed,
         "sent_bytes": {"ids": plan.ids, "near": plan.near, "far": plan.far},
-        "seconds": None if samples is None else each.seconds_for(samples),
+        "seconds": None if samples is None else samples / rate,
         "seconds_to_quality": each.seconds_to_quality(),
     }
 
