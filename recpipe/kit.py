@@ -31,9 +31,9 @@ from recpipe.plugin.tables import SparseFeature
 from recpipe.private_api import module_name
 from recpipe.profiling.limits import Sample
 from recpipe.tables.collection import RowCollection
-from recpipe.tables.rowtable import RowBags, row_bags, updated
+from recpipe.tables.rows import RowBags, row_bags, updated
+from recpipe.tables.sharding.claims import WIRE_PRECISIONS, wire_codecs
 from recpipe.tables.sharding.planning import Prediction
-from recpipe.tables.sharding.wire import WIRE_PRECISIONS, wire_codecs
 from recpipe.tables.stores.codecs import Bf16Rows, Fp16Rows, Int8Rows
 from recpipe.tables.stores.holders import HeldRows, HoldersStore
 from recpipe.tables.stores.ssd import SsdStore

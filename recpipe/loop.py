@@ -20,7 +20,7 @@ from recpipe.common.own_cache import default_cache_dir
 from recpipe.config.recipe import Recipe
 from recpipe.data.given import GivenBatches
 from recpipe.data.parts import on_device
-from recpipe.distributed.launch import Process
+from recpipe.distributed.launch import ProcessRank
 from recpipe.distributed.ranks import Ranks
 from recpipe.errors import UserError
 from recpipe.pipeline.in_loop import InLoop
@@ -88,7 +88,7 @@ def place(
     """``recpipe.place`` with composed overrides; ``outer`` removes ``directory``, which holds scratch
     files."""
     cfg = Recipe.of(composed)
-    if Process.current().world > 1:
+    if ProcessRank.current().world > 1:
         raise UserError("recpipe.place works in one process; several ranks train by recpipe.train")
     device, ranks = choose_device(cfg.trainer.device), Ranks()
     begin_on(device)

@@ -19,7 +19,7 @@ from recpipe.common.device import gpu_explained
 from recpipe.common.files import lock_run_dir
 from recpipe.common.process import quieted
 from recpipe.config.recipe import Recipe
-from recpipe.distributed.launch import Process, begin_run
+from recpipe.distributed.launch import ProcessRank, begin_run
 from recpipe.plugin.calls import threads_left
 from recpipe.report.files import ReportFiles
 from recpipe.setup.built import built
@@ -82,7 +82,7 @@ def train(context: TaskContext, watcher: Watcher | None = None) -> Outcome:
     steps."""
     cfg, given, directory = context.recipe, context.given, context.directory
     users = make_callbacks(cfg.trainer.callbacks, cfg.trainer.checkpoints(directory))
-    logger = make_logger(cfg.trainer.logger, directory) if Process.current().rank == 0 else None
+    logger = make_logger(cfg.trainer.logger, directory) if ProcessRank.current().rank == 0 else None
     files = ReportFiles(directory)
 
     # 2. The device, the processes that share the work (mostly one), and the data in time order.

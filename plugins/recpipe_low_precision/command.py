@@ -21,7 +21,7 @@ from recpipe.common.files import unwritable
 from recpipe.common.owned import require_absent, written_alone
 from recpipe.common.validation import FilePath
 from recpipe.data.given import GivenBatches
-from recpipe.distributed.launch import Process
+from recpipe.distributed.launch import ProcessRank
 from recpipe.errors import UserError
 from recpipe.report.environment import environment
 from recpipe.report.record import SCHEMA
@@ -56,7 +56,7 @@ def quantize(words: Sequence[str]) -> int:
 
 def quantize_for(caller: Caller, checkpoint: Path, words: Sequence[str]) -> dict[str, Any]:
     """Quantize ``checkpoint`` by the plugin that ``words`` name; returns the content of report.json."""
-    if Process.current().world > 1:
+    if ProcessRank.current().world > 1:
         raise UserError("a checkpoint is quantized by one process, sharded or not; start it without torchrun")
     options, overrides, directory = parted(words, QuantizeOptions, "quantize")
     mine, others = of_plugins(overrides)

@@ -34,7 +34,7 @@ def _calibrate(quick: bool) -> int:
     calm_threads()
     tune_allocator()
     bound_kernel_caches()
-    from recpipe.distributed.launch import Process
+    from recpipe.distributed.launch import ProcessRank as Process
     from recpipe_perf_model.calibrate import calibrate
     from recpipe_perf_model.machine import Host, profile_path
     from recpipe_perf_model.show import measured

@@ -33,7 +33,7 @@ from recpipe.data.dataset import Dataset, SplitName
 from recpipe.data.make import open_dataset
 from recpipe.data.parts import on_device
 from recpipe.data.schema import Preparation, Schema, require_alike
-from recpipe.distributed.launch import Process
+from recpipe.distributed.launch import ProcessRank
 from recpipe.distributed.ranks import Ranks
 from recpipe.errors import UserError
 from recpipe.model.call import Called
@@ -170,7 +170,7 @@ class Trained:
 
         ``run_dir``: where an ssd store is without ``tiers.dir``; None: in a temporary directory.
         """
-        if Process.current().world > 1:
+        if ProcessRank.current().world > 1:
             raise UserError(
                 "a checkpoint is scored by one process, sharded or not; start it without torchrun"
             )

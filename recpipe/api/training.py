@@ -35,7 +35,7 @@ class Run:
         """The content of report.json."""
         self.checkpoint = outcome.checkpoint
         """The checkpoint of the last step; None where none was asked for."""
-        from recpipe.distributed.launch import Process
+        from recpipe.distributed.launch import ProcessRank as Process
 
         self._predict = outcome.predict
         self._shared = Process.current().world > 1
@@ -222,7 +222,7 @@ def _carried_out(
 ) -> Outcome:
     from recpipe.common.console import alone
     from recpipe.common.own_cache import cached_in
-    from recpipe.distributed.launch import Process
+    from recpipe.distributed.launch import ProcessRank as Process
     from recpipe.run import carry_out
     from recpipe.setup.given import Given
 

@@ -100,7 +100,7 @@ class _Trial:
         groups, cpu = self.model.embeddings.tables.groups, torch.device("cpu")
         roomy = roomy_paths(self.model.module)
         made = zip(groups, with_few_rows(self.model.embeddings.tables), strict=True)
-        return [ResidentCollection(cut, cpu, room=group.path in roomy) for group, cut in made]
+        return [ResidentCollection(cut, cpu, padded=group.path in roomy) for group, cut in made]
 
     def faster(self, batch: Any) -> str:
         """``openmp``, or one of ``FIRST_SHARES``."""

@@ -34,7 +34,7 @@ SILENCE = timedelta(hours=1)
 
 
 @dataclass(frozen=True)
-class Process:
+class ProcessRank:
     """What torchrun told this process; the default is a single process."""
 
     rank: int
@@ -44,7 +44,7 @@ class Process:
     """How often torchrun has restarted the run."""
 
     @classmethod
-    def current(cls) -> Process:
+    def current(cls) -> ProcessRank:
         """Read from the environment that torchrun sets."""
         names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "TORCHELASTIC_RESTART_COUNT")
         defaults = (0, 1, 0, 0)
@@ -86,7 +86,7 @@ class Topology:
 @cache
 def _store() -> TCPStore:
     """The key-value store that torchrun's agent keeps for its processes; it survives restarts."""
-    process = Process.current()
+    process = ProcessRank.current()
     agent_hosts = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     return TCPStore(
         os.environ["MASTER_ADDR"],
@@ -111,7 +111,7 @@ def begin_run() -> None:
 def _run_store() -> Store:
     # Without the prefix a rank may read the gloo address of a group that has ended, from an earlier run
     # of its process, or of a process that is dead.
-    return PrefixStore(f"recpipe_attempt_{Process.current().attempt}_run_{_run}", _store())
+    return PrefixStore(f"recpipe_attempt_{ProcessRank.current().attempt}_run_{_run}", _store())
 
 
 def agreed_arguments(argv: Sequence[str]) -> list[str]:
@@ -127,7 +127,7 @@ def agreed_arguments(argv: Sequence[str]) -> list[str]:
         mine = datetime.now().strftime("outputs/%Y-%m-%d/%H-%M-%S")
         agreed = _store().compare_set("recpipe_run_dir", "", mine).decode()
         words.append(f"hydra.run.dir={agreed}")
-    if Process.current().rank:
+    if ProcessRank.current().rank:
         words.append("hydra.output_subdir=null")
         sys.stdout = Path(os.devnull).open("w")  # noqa: SIM115
     return words
@@ -142,10 +142,10 @@ def first_to_say(message: str) -> bool:
 
 def agreed_path(path: Path | None) -> Path | None:
     """Rank 0's ``path``, on every rank."""
-    if Process.current().world == 1:
+    if ProcessRank.current().world == 1:
         return path
     store = _run_store()
-    if Process.current().rank == 0:
+    if ProcessRank.current().rank == 0:
         store.set("resume", str(path or ""))
     chosen = store.get("resume").decode()
     return Path(chosen) if chosen else None
@@ -156,7 +156,7 @@ def require_same_data(fingerprint: str) -> None:
 
     With different files a rank would train shares of different batches, and might run out of them early.
     """
-    if Process.current().world == 1:
+    if ProcessRank.current().world == 1:
         return
     told = _run_store().compare_set("data", "", fingerprint).decode()
     if told != fingerprint:
@@ -172,7 +172,7 @@ def joined(topology: Topology, emulation: Emulation, device: torch.device) -> It
 
     After an error this process must end without waiting for the other ranks, so that they notice.
     """
-    process = Process.current()
+    process = ProcessRank.current()
     trainers, holders = topology.roles(process.world)
     if process.world == 1:
         yield Ranks(emulation=emulation)

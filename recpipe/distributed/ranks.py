@@ -20,6 +20,8 @@ Why ranks cannot wait for each other in a circle, though several threads use cha
 
 from __future__ import annotations
 
+import atexit
+import gc
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -272,3 +274,25 @@ class Channel:
         if self._emulation.active and sent + received:
             time.sleep(self._emulation.seconds(max(sent, received)))
         traffic.seconds += time.perf_counter() - start
+
+
+def join_group(device: torch.device, ranks: Ranks) -> dist.ProcessGroup:
+    """The run's process group for TorchRec's collectives alone, also if there is only one process."""
+    backend = "nccl" if device.type == "cuda" else "gloo"
+    if not dist.is_initialized():
+        store = dist.HashStore()  # type: ignore[attr-defined]
+        dist.init_process_group(backends(device), store=store, rank=0, world_size=1)
+        if device.type == "cuda":
+            atexit.register(_end_group)
+    if backend not in ranks.groups:
+        ranks.groups[backend] = dist.new_group(list(range(ranks.world)), backend=backend)
+    group: dist.ProcessGroup = ranks.groups[backend]
+    return group
+
+
+def _end_group() -> None:
+    """End a single process's group at its exit: a model that a caller keeps may use it until then, and NCCL
+    warns of a group that nobody has ended."""
+    gc.collect()  # sharded modules have reference cycles, and are not to outlive their group
+    if dist.is_initialized():
+        dist.destroy_process_group()

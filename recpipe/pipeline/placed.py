@@ -23,10 +23,9 @@ from recpipe.pipeline.batch import Handed, InFlight
 from recpipe.plugin.skipper import RowView
 from recpipe.tables.front import Front, HandedOut, front_of, handing_out, same_ids
 from recpipe.tables.group_rows import GroupRows
-from recpipe.tables.grouped import GroupedCollection
+from recpipe.tables.grouped import GroupedCollection, TablesView
 from recpipe.tables.groups import ModelTables, collections_of
 from recpipe.tables.inputs import Inputs
-from recpipe.tables.view import TablesView
 
 
 @dataclass(frozen=True)

@@ -19,51 +19,45 @@ Weights = NDArray[np.float32]
 
 @dataclass
 class Bags:
-    """A batch's lookups in all tables: bag i is ``rows[offsets[i] : offsets[i + 1]]``, feature-major."""
+    """A batch's lookups: bag i is ``rows[offsets[i] : offsets[i + 1]]``, feature-major.
 
-    rows: RowIds
-    """Rows numbered over all tables, in the order of ``Context.tables``: int64 [L]."""
-    offsets: Offsets
-    """int64 [F * B + 1]."""
-    batch_size: int
-
-    def permuted(self, order: NDArray[np.int64]) -> Bags:
-        """The bags of the samples in ``order`` (int64 [n]), in that order."""
-        places, offsets = places_of(self.offsets, self.batch_size, order)
-        return Bags(self.rows[places], offsets, len(order))
-
-
-@dataclass
-class IndexBags:
-    """A batch's lookups in one matrix of rows: bag i is ``indices[offsets[i] : offsets[i + 1]]``.
-
-    The matrix is that of one group of tables (``table_bags``), or of the slots or the slab of its tiers.
+    Rows are numbered over all tables, in the order of ``Context.tables``; within a group of tables where the
+    lookups are those of one group (``TierParts.lookups``).
     """
 
-    indices: NDArray[np.int64]
-    """Rows of the matrix, int64 [L]."""
+    rows: RowIds
+    """int64 [L]."""
     offsets: Offsets
-    """Feature-major, int64 [F * B + 1]."""
+    """int64 [F * B + 1]."""
     batch_size: int
     weights: Weights | None = None
     """Weights of the lookups, float32 [L]; None: each counts once."""
     times: ClassVar[None] = None
-    """How often each index is looked up, where a GPU has made the indices distinct; here each lookup is there
+    """How often each row is looked up, where a GPU has made the rows distinct; here each lookup is there
     itself."""
 
     def __len__(self) -> int:
-        return len(self.indices)
+        return len(self.rows)
 
-    def apart(self) -> IndexBags:
+    @property
+    def indices(self) -> RowIds:
+        """``rows``, by the name that lookups of one group had before API 2.9."""
+        return self.rows
+
+    def apart(self) -> Bags:
         """The same lookups, each as a bag of its own, with one feature."""
-        lookups = len(self.indices)
-        return IndexBags(self.indices, np.arange(lookups + 1), lookups)
+        lookups = len(self.rows)
+        return Bags(self.rows, np.arange(lookups + 1), lookups)
 
-    def permuted(self, order: NDArray[np.int64]) -> IndexBags:
+    def permuted(self, order: NDArray[np.int64]) -> Bags:
         """The bags of the samples in ``order`` (int64 [n]), in that order."""
         places, offsets = places_of(self.offsets, self.batch_size, order)
         weights = None if self.weights is None else self.weights[places]
-        return IndexBags(self.indices[places], offsets, len(order), weights)
+        return Bags(self.rows[places], offsets, len(order), weights)
+
+
+IndexBags = Bags
+"""The name of ``Bags`` before API 2.9, where lookups are those of one group of tables."""
 
 
 def places_of(

@@ -15,7 +15,7 @@ from torchrec.modules.embedding_modules import get_embedding_names_by_table
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, KeyedTensor
 
 from recpipe.errors import UserError
-from recpipe.plugin.bags import IndexBags, RowIds, distinct
+from recpipe.plugin.bags import Bags, RowIds, distinct
 from recpipe.plugin.store import ColdStore, IoCounters
 from recpipe.plugin.tables import Region, TableSet, Values
 from recpipe.private_api import Collective
@@ -186,7 +186,7 @@ class TierParts:
     """Whether to fetch what the next batch needs while this one trains."""
     ranks: Ranks
     """The ranks that train and that hold rows; a single process is a group of one."""
-    lookups: Callable[[Any], IndexBags]
+    lookups: Callable[[Any], Bags]
     """Returns a whole batch's lookups as rows of ``tables``; ``DataError`` if an id has no row."""
     group: int = 0
     """Number of the group of tables (``Context.groups``)."""
@@ -196,4 +196,4 @@ class TierParts:
     def distinct(self, batch: Any) -> RowIds:
         """The distinct rows of ``tables`` that a whole batch looks up, sorted, int64 [U]; ``DataError`` if an
         id has no row."""
-        return distinct(self.lookups(batch).indices) if self.finds is None else self.finds(batch)
+        return distinct(self.lookups(batch).rows) if self.finds is None else self.finds(batch)

@@ -7,6 +7,7 @@ importing this room says which, in one line; this is the place to mend.
 from recpipe.common.versions import private_names
 
 with private_names():
+    from torch._C._profiler import _ExperimentalConfig as ExperimentalConfig
     from torch.distributed._shard.metadata import ShardMetadata
     from torch.distributed._shard.sharded_tensor import init_from_local_shards
     from torch.distributed._shard.sharded_tensor.api import ShardedTensor
@@ -17,8 +18,8 @@ with private_names():
 
     from recpipe.private_api.collectives import Collective, count_collectives, leave
     from recpipe.private_api.engine import (
+        IncompatibleKeys,
         add_to_each,
-        all_loaded,
         backward_number,
         copy_each,
         forward_number,
@@ -29,7 +30,6 @@ with private_names():
         linear_pointwise,
         onednn_takes_bfloat16,
         steps_are_watched,
-        watching_all_threads,
     )
     from recpipe.private_api.ids import HostIds
     from recpipe.private_api.nbit import (
@@ -49,7 +49,6 @@ with private_names():
         LocalPart,
         LocalShard,
         OwnLookup,
-        equipped,
         fuse,
         fused_lookups,
         give_back,
@@ -72,64 +71,3 @@ with private_names():
         tbe_views,
         update_by_table,
     )
-
-__all__ = [
-    "MEAN",
-    "NONE",
-    "OWN_KERNEL",
-    "SCALE_BIAS_BYTES",
-    "SUM",
-    "Collective",
-    "EnumerableShardingSpec",
-    "Fetched",
-    "FusedLookup",
-    "HostIds",
-    "LocalPart",
-    "LocalShard",
-    "NbitLayout",
-    "OwnLookup",
-    "Shard",
-    "ShardMetadata",
-    "ShardedTensor",
-    "TorchDispatchMode",
-    "Views",
-    "add_to_each",
-    "all_loaded",
-    "backward_number",
-    "copy_each",
-    "count_collectives",
-    "equipped",
-    "forward_number",
-    "functorch_is_active",
-    "fuse",
-    "fused_lookups",
-    "fused_rows",
-    "give_back",
-    "given_to_own",
-    "global_hooks",
-    "graph_is_kept",
-    "has_hooks",
-    "init_from_local_shards",
-    "is_compiled",
-    "leave",
-    "linear_pointwise",
-    "local_shards",
-    "look_up_each_id",
-    "look_up_nbit",
-    "look_up_only",
-    "module_name",
-    "onednn_takes_bfloat16",
-    "own_lookups",
-    "own_lookups_in",
-    "remapped_ids",
-    "replicated_lookups",
-    "share_hooks",
-    "steps_are_watched",
-    "taken",
-    "tbe_views",
-    "tree_leaves",
-    "unlock",
-    "unlocking",
-    "update_by_table",
-    "watching_all_threads",
-]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
-from inspect import Signature, signature
+from inspect import signature
 from time import perf_counter
 from typing import Any
 
@@ -47,9 +47,7 @@ class _Timed(torch.distributed.Work):
         return getattr(self._work, name)
 
 
-@cache
-def _signature(name: str) -> Signature:
-    return signature(getattr(torch.distributed, name))
+_signature = cache(signature)
 
 
 class _Counting:
@@ -68,7 +66,7 @@ class _Counting:
             entry.calls += 1
             group = named.get("group")
             world = torch.distributed.get_world_size(group)
-            given = _signature(name).bind(*arguments, **named).arguments
+            given = _signature(found).bind(*arguments, **named).arguments
             sent, received = _PAYLOAD[name](world, torch.distributed.get_rank(group), given)
             entry.bytes_sent += sent
             entry.bytes_received += received

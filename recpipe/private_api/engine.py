@@ -8,7 +8,6 @@ from typing import Any
 import torch
 import torch.distributed
 from torch import nn
-from torch._C._profiler import _ExperimentalConfig
 from torch.nn.modules.module import (
     _global_backward_hooks,
     _global_backward_pre_hooks,
@@ -23,11 +22,15 @@ from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimize
 from recpipe.common.versions import private
 
 # Looked up here, so that importing this room fails if a release lacks one of them.
-_keeps_graph = torch._C._autograd._get_current_graph_task_keep_graph
-_transforms_are_active = torch._C._are_functorch_transforms_active
+graph_is_kept = torch._C._autograd._get_current_graph_task_keep_graph
+"""Whether the backward pass under way has ``retain_graph``: saved tensors must then stay as they are."""
+functorch_is_active = torch._C._are_functorch_transforms_active
+"""Whether a transform such as ``torch.func.grad`` runs what is called."""
+forward_number = torch._C._autograd._get_sequence_nr
+"""The number that the next operator of a forward pass will get; ``backward_number`` returns it later."""
+IncompatibleKeys = nn.modules.module._IncompatibleKeys
+"""What ``load_state_dict`` returns: missing keys, unexpected ones."""
 _current_node = torch._C._current_autograd_node
-_sequence_number = torch._C._autograd._get_sequence_nr
-_IncompatibleKeys = nn.modules.module._IncompatibleKeys
 _add_to_each = torch._foreach_add_
 _copy_each = torch._foreach_copy_
 _function_modes = torch._C._len_torch_function_stack
@@ -43,11 +46,6 @@ _HOOKS = (
     _global_optimizer_pre_hooks,
     _global_optimizer_post_hooks,
 )
-
-
-def graph_is_kept() -> bool:
-    """Whether the backward pass under way has ``retain_graph``: saved tensors must then stay as they are."""
-    return bool(_keeps_graph())
 
 
 def steps_are_watched(optimizer: torch.optim.Optimizer) -> bool:
@@ -73,11 +71,6 @@ def copy_each(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
         _copy_each(targets, sources)
 
 
-def functorch_is_active() -> bool:
-    """Whether a transform such as ``torch.func.grad`` runs what is called."""
-    return bool(_transforms_are_active())
-
-
 def is_compiled(module: nn.Module) -> bool:
     """Whether ``module`` has been compiled in place, by ``module.compile()``."""
     return module._compiled_call_impl is not None
@@ -87,11 +80,6 @@ def backward_number() -> int | None:
     """The forward pass's number of the operator that is being differentiated; None during a forward pass."""
     node = _current_node()
     return None if node is None else int(node._sequence_nr())
-
-
-def forward_number() -> int:
-    """The number that the next operator of a forward pass will get; ``backward_number`` returns it later."""
-    return int(_sequence_number())
 
 
 def linear_pointwise(*arguments: Any) -> torch.Tensor:
@@ -109,13 +97,3 @@ def onednn_takes_bfloat16() -> bool:
 def _onednn(name: str) -> Any:
     """An operator of oneDNN. It is looked up when it is used, since not every build of torch has it."""
     return private(torch.ops.mkldnn, name)
-
-
-def watching_all_threads(every: bool) -> Any:
-    """``experimental_config`` of torch's profiler: no public switch makes it watch all threads."""
-    return _ExperimentalConfig(profile_all_threads=every)
-
-
-def all_loaded() -> Any:
-    """The result of a ``load_state_dict`` in which no key was missing and none was unexpected."""
-    return _IncompatibleKeys([], [])

@@ -12,7 +12,13 @@ from recpipe.common.versions import private
 _ops = torch.ops.fbgemm
 _quantize = private(_ops, "FloatToFusedNBitRowwiseQuantizedSBHalf")
 _look_up = private(_ops, "int_nbit_split_embedding_codegen_lookup_function")
-_remapped = private(_ops, "pruned_array_lookup")
+remapped_ids = private(_ops, "pruned_array_lookup")
+"""``remapped_ids(ids, offsets, places, starts)``: the ids after each entry's table of places
+(``index_remapping``); -1 where the row was pruned.
+
+``places`` int32: the tables of all entries, ``starts`` int64 [F + 1]. An entry with an empty one keeps its
+ids.
+"""
 SCALE_BIAS_BYTES = 4
 """Bytes of a row's scale and bias, float16 each."""
 CODES = {"fp32": 0, "fp16": 1, "int8": 2, "int4": 3, "int2": 4}
@@ -105,16 +111,4 @@ def look_up_nbit(
         fp8_exponent_bits=-1,
         fp8_exponent_bias=-1,
     )
-    return found
-
-
-def remapped_ids(
-    ids: torch.Tensor, offsets: torch.Tensor, places: torch.Tensor, starts: torch.Tensor
-) -> torch.Tensor:
-    """The ``ids`` after each entry's table of places (``index_remapping``); -1 where the row was pruned.
-
-    ``places`` int32: the tables of all entries, ``starts`` int64 [F + 1]. An entry with an empty one keeps
-    its ids.
-    """
-    found: torch.Tensor = _remapped(ids, offsets, places, starts)
     return found

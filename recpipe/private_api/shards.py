@@ -5,7 +5,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from copy import copy
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -94,17 +93,6 @@ def fuse(weight: torch.nn.Parameter, fused: Mapping[str, Any]) -> None:
     for each table, which nothing would use.
     """
     weight._optimizer_kwargs = [dict(fused)]  # type: ignore[attr-defined]
-
-
-def equipped(sharder: Any, fused: Mapping[str, Any], codecs: Mapping[str, Any]) -> Any:
-    """A copy of an embedding ``sharder`` with ``fused`` parameters and ``codecs`` added where it sets
-    none."""
-    made = copy(sharder)
-    for name in ("_fused_params", "_qcomm_codecs_registry"):
-        private(made, name)
-    made._fused_params = {**fused, **(sharder.fused_params or {})}
-    made._qcomm_codecs_registry = {**codecs, **(sharder.qcomm_codecs_registry or {})}
-    return made
 
 
 def replicated_lookups(sharded: Any) -> list[DistributedDataParallel]:

@@ -22,7 +22,7 @@ from recpipe.common.process import run_start
 from recpipe.config.recipe import Recipe
 from recpipe.config.task import PlanConfig
 from recpipe.data.make import open_dataset
-from recpipe.distributed.launch import Process, joined, require_same_data
+from recpipe.distributed.launch import ProcessRank, joined, require_same_data
 from recpipe.distributed.ranks import Ranks
 from recpipe.report.files import ReportFiles
 from recpipe.report.record import RunReport
@@ -115,7 +115,7 @@ class TaskContext:
         enter = self.until_end.enter_context
         enter(float32_products(device, cfg.model.precision))
         enter(same_bits(cfg.trainer.deterministic, device))
-        if Process.current().rank == 0 and not isinstance(cfg.task, PlanConfig):
+        if ProcessRank.current().rank == 0 and not isinstance(cfg.task, PlanConfig):
             remove_left_stores(cfg.tiers, self.run_dir, cfg.resume)
         enter(owning_places(cfg, self.run_dir))
         enter(interruptible())

@@ -17,14 +17,13 @@ from recpipe.setup.accumulating import accumulating_in
 from recpipe.setup.ctx import Joined
 from recpipe.setup.placing import Unplaced
 from recpipe.setup.prepare import assemble_plugins
+from recpipe.tables.group_memory import group_memory
 from recpipe.tables.groups import ModelTables
-from recpipe.tables.kept import GroupKept
 from recpipe.tables.owners import RESIDENT, GroupOwner, group_owners, is_sharded, owner_names, warn_of_unused
 from recpipe.tables.quantized import check_quantized
 from recpipe.tables.sharding.claims import ShardClaims
 from recpipe.tables.sharding.plan import Shard, ShardPlan
-from recpipe.tables.sharding.planning import Sharding
-from recpipe.tables.sharding.prepare import plan_shards
+from recpipe.tables.sharding.planning import Sharding, plan_shards
 from recpipe.training.callbacks import check_callbacks
 
 
@@ -88,7 +87,7 @@ def _described(
     """The content of assembly.json: the plugins' parts with their owners and order, and the tiers' bytes."""
     tiers, plan = cfg.tiers, None if shards is None else shards[1]
     kept = [
-        GroupKept.of(group.tables, owner, tiers, ranks, plan, cfg.data.batch_size)
+        group_memory(group.tables, owner, tiers, ranks, plan, cfg.data.batch_size)
         for group, owner in zip(tables.groups, owners, strict=True)
     ]
     store = tiers.described_store(ranks) if shards is None else tiers.store

@@ -17,7 +17,7 @@ from recpipe.common.own_cache import default_cache_dir
 from recpipe.common.owned import Owner, Writer, holds_arrays
 from recpipe.config.recipe import Recipe
 from recpipe.data.dataset import Dataset
-from recpipe.distributed.launch import Process, agreed_path
+from recpipe.distributed.launch import ProcessRank, agreed_path
 from recpipe.distributed.ranks import Ranks
 from recpipe.errors import UserError
 from recpipe.plugin.assembly import Assembly, assemble, gather
@@ -34,13 +34,13 @@ from recpipe.training.config import TrainerConfig
 
 def refuse_ranks(task: str) -> None:
     """Refuse several ranks for a task that starts processes itself."""
-    if Process.current().world > 1:
+    if ProcessRank.current().world > 1:
         raise UserError(f"{task} runs in one process; start it without torchrun")
 
 
 def resume_from(resume: str | None, checkpoints: Path) -> Path | None:
     """The checkpoint to resume from. If torchrun has restarted the run, its own newest one, if any."""
-    own = Process.current().attempt > 0 and holds_checkpoint(checkpoints)
+    own = ProcessRank.current().attempt > 0 and holds_checkpoint(checkpoints)
     chosen = newest(checkpoints) if own else newest(Path(resume).expanduser()) if resume else None
     return agreed_path(chosen)
 
@@ -54,7 +54,7 @@ def owning_places(cfg: Recipe, run_dir: RunDir) -> Iterator[None]:
     results without ``overwrite=true``.
     """
     with ExitStack() as stack:
-        if Process.current().rank == 0 and cfg.task.name in ("train", "profile"):
+        if ProcessRank.current().rank == 0 and cfg.task.name in ("train", "profile"):
             trainer = cfg.trainer
             resume = newest(Path(cfg.resume).expanduser()) if cfg.resume else None
             own = run_dir.path.resolve()
@@ -117,7 +117,7 @@ def find_device(name: str) -> torch.device:
     there = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if kind == "cpu" or (kind == "auto" and not there):
         return torch.device("cpu")
-    process = Process.current()
+    process = ProcessRank.current()
     here = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     if here > 1 and index:
         raise UserError(

@@ -10,14 +10,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torchrec.modules.embedding_configs import DataType
-from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from recpipe.common.device import use_device
 from recpipe.common.files import RunDir
 from recpipe.common.loops import ALONE, Spread
 from recpipe.distributed.ranks import Ranks
 from recpipe.errors import UserError
-from recpipe.plugin.bags import IndexBags, RowIds
+from recpipe.plugin.bags import RowIds
 from recpipe.plugin.collection import TableCollection, TierParts
 from recpipe.plugin.errors import PluginConflict
 from recpipe.plugin.policy import Cache, RowSpace, no_policy
@@ -26,11 +25,10 @@ from recpipe.plugin.store import ColdStore, Fill, StoreLayout
 from recpipe.plugin.tables import TableSet
 from recpipe.tables.config import HOLDERS, TierConfig
 from recpipe.tables.grouped import GroupedCollection
-from recpipe.tables.groups import Group, ModelTables
+from recpipe.tables.groups import ModelTables
 from recpipe.tables.inputs import Inputs
 from recpipe.tables.owners import NOCACHE, RESIDENT, GroupOwner
-from recpipe.tables.replicated import ReplicatedCollection
-from recpipe.tables.resident import ResidentCollection
+from recpipe.tables.resident import ReplicatedCollection, ResidentCollection
 from recpipe.tables.stores import SsdStore, make_store
 from recpipe.tables.stores.front import EmulatedStore, MakeLocal, local_store
 from recpipe.tables.stores.holders import HeldRows, HoldersStore
@@ -45,6 +43,10 @@ if TYPE_CHECKING:
 MANY_IDS = 8.0
 """Ids per bag from which several TBEs are faster: on 2 cores 0.8 times as fast at 1, equal at 4, 1.4 times at
 20."""
+SLAB_BYTES = 512 << 20
+"""The most memory that a slab takes on a GPU before a batch needs more."""
+WIDEST = 2048
+"""The most values of a row that FBGEMM's kernels for a GPU take. Those for a CPU take any number."""
 
 
 @dataclass(frozen=True)
@@ -59,12 +61,8 @@ class Place:
     """Samples of a whole batch."""
     ids_per_bag: Callable[[], float] = lambda: 1.0
     """The data's mean pooling factor (ids per bag)."""
-    roomy: Collection[str] = ()
-    """Paths of collections whose pooled rows should have room in front (``recpipe.tables.padded``)."""
-
-
-WIDEST = 2048
-"""The most values of a row that FBGEMM's kernels for a GPU take. Those for a CPU take any number."""
+    padded: Collection[str] = ()
+    """Paths of collections whose pooled rows should have padding in front (``recpipe.tables.padded``)."""
 
 
 def require_kernels(
@@ -90,30 +88,22 @@ def require_kernels(
 def build_tables(inputs: Inputs, owners: Sequence[GroupOwner], place: Place) -> GroupedCollection:
     """Build a collection for each group of ``inputs``' tables, as its owner decides. ``ShardedTables`` makes
     the rows of sharded tables."""
-    ranks = place.ranks
+    ranks, made = place.ranks, list[TableCollection]()
     if len(ranks.trainers) < ranks.world and any(owner.name == RESIDENT for owner in owners):
         raise UserError(
             "topology.embedding_ranks names ranks that only hold rows, but tiers.policy=resident keeps "
             "all rows on every trainer; choose nocache, lru, lfu or a caching plugin"
         )
-    groups = inputs.tables.groups
-    made: list[TableCollection] = []
-    for number, (group, owner) in enumerate(zip(groups, owners, strict=True)):
-        if owner.name == RESIDENT:
-            made.append(_resident(group, place))
-            continue
-        ids, lookups = partial(inputs.ids, group=number), partial(inputs.bags, group=number)
-        tier = _Tier(number, group, owner, len(groups) > 1, ids, lookups, inputs.bound(number))
-        made.append(_tiered(tier, place))
+    for number, (group, owner) in enumerate(zip(inputs.tables.groups, owners, strict=True)):
+        if owner.name != RESIDENT:
+            made.append(_tiered(inputs, number, owner, place))
+        elif len(ranks.trainers) > 1:
+            made.append(ReplicatedCollection(group.tables, place.device, ranks.channel()))
+        else:
+            tbes = tbe_count(place.config, group.tables, place.ids_per_bag, place.device)
+            padded = group.path in place.padded
+            made.append(ResidentCollection(group.tables, place.device, tbes, padded))
     return GroupedCollection(inputs.tables, made)
-
-
-def _resident(group: Group, place: Place) -> TableCollection:
-    """A collection with all rows resident on every trainer."""
-    if len(place.ranks.trainers) > 1:
-        return ReplicatedCollection(group.tables, place.device, place.ranks.channel())
-    tbes = tbe_count(place.config, group.tables, place.ids_per_bag, place.device)
-    return ResidentCollection(group.tables, place.device, tbes, group.path in place.roomy)
 
 
 def tbe_count(
@@ -130,49 +120,24 @@ def tbe_count(
     return min(count, len(tables.tables))
 
 
-SLAB_BYTES = 512 << 20
-"""The most memory that a slab takes on a GPU before a batch needs more."""
-
-
-@dataclass(frozen=True)
-class _Tier:
-    """One group of tables to put in tiers."""
-
-    number: int
-    group: Group
-    owner: GroupOwner
-    several: bool
-    """Whether the model has more groups."""
-    ids: Callable[[Any], KeyedJaggedTensor | None]
-    """Returns a batch's ids of the group's features."""
-    lookups: Callable[[Any], IndexBags]
-    """Returns a batch's lookups as rows of the group."""
-    bound: bool
-    """Whether batches have its ids. Ids that the model makes cannot be planned for, so that their rows stay
-    in the store."""
-
-
-def _tiered(tier: _Tier, place: Place) -> TableCollection:
-    tables, owner, ranks = tier.group.tables, tier.owner, place.ranks
-    name = owner.name if tier.bound else NOCACHE
+def _tiered(inputs: Inputs, number: int, owner: GroupOwner, place: Place) -> TableCollection:
+    """A collection over tiers for the group with this ``number``, or what its plugin makes in its place."""
+    groups, ranks, prefetch = inputs.tables.groups, place.ranks, place.config.prefetch
+    tables, bound = groups[number].tables, inputs.bound(number)
+    # Ids that the model makes cannot be planned for, so that their rows stay in the store.
+    name, cache = (owner.name, owner.cache) if bound else (NOCACHE, None)
     slots = owner.slots if name != NOCACHE else 0
     if slots < 1 and name != NOCACHE:
-        raise no_row(tables, place, tier.several)
+        raise no_row(tables, place, len(groups) > 1)
     trainers = ranks.channel(ranks.trainers)
-    store = _store(tier, place)
-    space = RowSpace(tables.layout.bases, slots, tier.number, Spread.beside(place.device))
-    prefetch = place.config.prefetch
-    cache = owner.cache if tier.bound else None
+    store = _store(inputs.tables, number, place)
+    space = RowSpace(tables.layout.bases, slots, number, Spread.beside(place.device))
     if cache is not None:
         if ranks.trains:
             store = cache.make(Cache.store, store)
-        own = cache.make(
-            Cache.collection,
-            TierParts(
-                *(tables, slots, store, place.device, prefetch, ranks, tier.lookups, tier.number),
-                _finds(tier, place),
-            ),
-        )
+        lookups = partial(inputs.bags, group=number)
+        parts = (tables, slots, store, place.device, prefetch, ranks, lookups, number)
+        own = cache.make(Cache.collection, TierParts(*parts, _finds(inputs, number, place.device)))
         if own is not None:
             if tables.storage is not DataType.FP32:
                 raise PluginConflict(
@@ -190,15 +155,15 @@ def _tiered(tier: _Tier, place: Place) -> TableCollection:
     )
 
 
-def _finds(tier: _Tier, place: Place) -> Callable[[Any], RowIds] | None:
+def _finds(inputs: Inputs, number: int, device: torch.device) -> Callable[[Any], RowIds] | None:
     """``TierParts.finds``."""
-    if place.device.type != "cuda":
+    if device.type != "cuda":
         return None
-    finder = Finder(tier.group.tables, Transfer.on(place.device), ALONE)
+    finder = Finder(inputs.tables.groups[number].tables, Transfer.on(device), ALONE)
 
     def finds(batch: Any) -> RowIds:
-        use_device(place.device)  # plugins read batches in threads of their own
-        ids = tier.ids(batch)
+        use_device(device)  # plugins read batches in threads of their own
+        ids = inputs.ids(batch, number)
         assert ids is not None, "a plugin's cache has tables whose ids are in the batch"
         return finder.distinct(ids)
 
@@ -214,22 +179,21 @@ def no_row(tables: TableSet, place: Place, several: bool) -> UserError:
     )
 
 
-def _store(tier: _Tier, place: Place) -> ColdStore:
-    """Make the cold store. With several ranks it is spread over them, and each keeps its part in a store of
-    its own."""
-    tables, config, ranks = tier.group.tables, place.config, place.ranks
+def _store(tables: ModelTables, number: int, place: Place) -> ColdStore:
+    """Make a group's cold store. With several ranks it is spread over them, and each keeps its part in a
+    store of its own."""
+    group, config, ranks = tables.groups[number].tables, place.config, place.ranks
     kind = config.holder_store if config.store == HOLDERS else config.store
     top: Path = config.directory(place.run_dir.path)
     if ranks.world > 1:
         top /= f"rank-{ranks.rank}"
-    if tier.several:
-        top /= f"group-{tier.number}"
-
-    local = opens_store(place, kind, top, staging_bytes(place.batch_size * len(tables.features)))
-    coding = None if tables.codec is None else Coding(tables.codec)
+    if len(tables.groups) > 1:
+        top /= f"group-{number}"
+    local = opens_store(place, kind, top, staging_bytes(place.batch_size * len(group.features)))
+    coding = None if group.codec is None else Coding(group.codec)
     if config.store == HOLDERS or ranks.world > 1:
-        return HoldersStore(tables.layout, tables.fill, ranks, local, coding)
-    return local_store(tables.layout, tables.fill, coding, local)
+        return HoldersStore(group.layout, group.fill, ranks, local, coding)
+    return local_store(group.layout, group.fill, coding, local)
 
 
 def opens_store(place: Place, kind: str, directory: Path, staging: int) -> MakeLocal:
@@ -237,15 +201,9 @@ def opens_store(place: Place, kind: str, directory: Path, staging: int) -> MakeL
     removed at the end of the run."""
 
     def local(layout: StoreLayout, fill: Fill) -> ColdStore:
-        store = make_store(
-            kind,
-            layout,
-            fill,
-            directory=directory,
-            staging_bytes=staging,
-            scratch=not place.config.dir,
-        )
-        if isinstance(store, SsdStore) and not place.config.dir:
+        scratch = not place.config.dir
+        store = make_store(kind, layout, fill, directory=directory, staging_bytes=staging, scratch=scratch)
+        if isinstance(store, SsdStore) and scratch:
             place.run_dir.at_end(store.remove)  # needed after an error, when nobody closes it
         # With several ranks the messages between them are delayed.
         if place.config.emulate.active and place.ranks.world == 1:

@@ -9,15 +9,22 @@ from typing import Annotated
 
 import torch
 from pydantic import AfterValidator
+from torchrec.distributed.embedding_types import EmbeddingComputeKernel
 
 from recpipe.common.validation import FilePath, one_of
 from recpipe.common.words import Amount
 from recpipe.distributed.ranks import Emulation, Ranks
 from recpipe.tables.groups import ModelTables
-from recpipe.tables.sharding.planning import KERNELS
 from recpipe.tables.stores import KINDS
 from recpipe.tables.tiers.policies import POLICIES
 
+KERNELS = {
+    "fused": EmbeddingComputeKernel.FUSED.value,
+    "uvm": EmbeddingComputeKernel.FUSED_UVM.value,
+    "uvm_caching": EmbeddingComputeKernel.FUSED_UVM_CACHING.value,
+}
+"""``tiers.kernel``: rows in device memory, in host memory that a GPU reads directly, or in host memory behind
+a cache in device memory."""
 HOLDERS = "holders"
 """The ``tiers.store`` that partitions rows over the ranks that hold rows."""
 AUTO = "auto"
@@ -90,5 +97,5 @@ class TierConfig:
 
     def slots(self, tables: ModelTables) -> list[int]:
         """How many rows of each group its share of the budget holds."""
-        shares = zip(self.shares(tables), tables.groups, strict=True)
-        return [share // group.tables.record_bytes for share, group in shares]
+        sizes = [group.tables.record_bytes for group in tables.groups]
+        return [share // size for share, size in zip(self.shares(tables), sizes, strict=True)]

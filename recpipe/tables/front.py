@@ -32,11 +32,11 @@ from recpipe.data.parts import in_order, require_ids, weights_in_order, without_
 from recpipe.errors import DataError, UserError
 from recpipe.plugin.bags import RowIds
 from recpipe.plugin.collection import TableCollection
-from recpipe.plugin.tables import TableSet, row_chunks
+from recpipe.plugin.tables import row_chunks
 from recpipe.tables.collection import RowCollection
+from recpipe.tables.group_rows import GroupRows
 from recpipe.tables.groups import Group
-from recpipe.tables.rows import table_bags
-from recpipe.tables.rowtable import looked_up, pool, updated
+from recpipe.tables.rows import looked_up, pool, table_bags, updated
 
 
 class HandedOut(Protocol):
@@ -48,13 +48,6 @@ class HandedOut(Protocol):
     def rows(self) -> list[torch.Tensor]:
         """The rows of each group in the form of ``TableCollection.lookup``; the same tensors at every
         call."""
-
-
-class OwnRows(Protocol):
-    """The lookups of a batch's own ids in one group, after the backward pass."""
-
-    def gradient_of(self, tables: TableSet, rows: RowIds) -> torch.Tensor:
-        """The contribution of its lookups to the gradients of distinct ``rows`` (sorted), float32 [n, D]."""
 
 
 class _Current(threading.local):
@@ -114,13 +107,14 @@ class Front(ABC, nn.Module):
         """The whole batch's rows, which it hands out in every thread outside ``handing_out``."""
         self.late_calls = 0
         """How many times it was trained with ids that are not the batch's own."""
-        self._collections: tuple[TableCollection, ...] = ()
+        self.collections: tuple[TableCollection, ...] = ()
+        """The collection of each group."""
         self._late: list[_Late] = []
 
     def place(self, groups: Sequence[Group], collections: Sequence[TableCollection]) -> None:
         """Take rows from ``collections``, one for each of ``groups``; the front does not own them."""
         # Kept in tuples: a module in an attribute would make rows parameters of the model.
-        self.groups, self._collections = tuple(groups), tuple(collections)
+        self.groups, self.collections = tuple(groups), tuple(collections)
 
     def __getattr__(self, name: str) -> Any:
         if name == self.weights_under:
@@ -134,11 +128,6 @@ class Front(ABC, nn.Module):
     def padded(self) -> bool:
         """Whether its rows are looked up with padding in front (``recpipe.tables.padded``)."""
         return False
-
-    @property
-    def collections(self) -> tuple[TableCollection, ...]:
-        """The collection of each group."""
-        return self._collections
 
     def forward(self, features: KeyedJaggedTensor) -> Any:
         """What TorchRec's collection returns for these features."""
@@ -181,7 +170,7 @@ class Front(ABC, nn.Module):
         for number, (group, collection) in enumerate(zip(self.groups, self.collections, strict=True)):
             rows = _rows_of(collection, self.path)
             bags = table_bags(group.tables, features)
-            distinct, which = np.unique(bags.indices, return_inverse=True)
+            distinct, which = np.unique(bags.rows, return_inverse=True)
             records = rows.records_of(distinct)
             weights = records[:, : group.tables.dim].clone()
             if not group.tables.optimizer.frozen:
@@ -194,7 +183,7 @@ class Front(ABC, nn.Module):
         """Leaves of the graph made since the last update, for ids that are not the batch's own."""
         return [one.weights for one in self._late]
 
-    def update_late(self, own: Sequence[OwnRows]) -> None:
+    def update_late(self, own: Sequence[GroupRows]) -> None:
         """Update each row looked up since the last call by ids that are not the batch's own, once, by its
         summed gradient.
 
@@ -247,6 +236,7 @@ class Front(ABC, nn.Module):
         """Put every table's weights into its tiers; optimizer state is reset."""
         known = set()
         for group, collection in zip(self.groups, self.collections, strict=True):
+            state_width = group.tables.layout.width - group.tables.dim
             for table in group.tables.tables:
                 key = self._key(prefix, group, table.name)
                 known.add(key)
@@ -256,7 +246,10 @@ class Front(ABC, nn.Module):
                 elif tuple(weights.shape) != shape:
                     error_msgs.append(f"{key} is {tuple(weights.shape)}, and the table {shape}")
                 else:
-                    _write_weights(group, collection, table.name, weights)
+                    array = weights.detach().cpu().float().numpy()
+                    for region in (r for r in row_chunks(group.tables) if r.table == table.name):
+                        part = array[region.start : region.stop]
+                        collection.write(region, (part, np.zeros((len(part), state_width), np.float32)))
         unexpected_keys += [key for key in state_dict if key.startswith(prefix) and key not in known]
 
     def _key(self, prefix: str, group: Group, table: str) -> str:
@@ -276,15 +269,6 @@ def _rows_of(collection: TableCollection, path: str) -> RowCollection:
             "trainers cannot update such rows together: train in one process, or hand the batch's ids on"
         )
     return collection
-
-
-def _write_weights(group: Group, collection: TableCollection, table: str, weights: torch.Tensor) -> None:
-    array = weights.detach().cpu().float().numpy()
-    state_width = group.tables.layout.width - group.tables.dim
-    for region in row_chunks(group.tables):
-        if region.table == table:
-            part = array[region.start : region.stop]
-            collection.write(region, (part, np.zeros((len(part), state_width), np.float32)))
 
 
 class BagFront(Front, EmbeddingBagCollectionInterface):  # type: ignore[misc]
@@ -340,26 +324,21 @@ class BagFront(Front, EmbeddingBagCollectionInterface):  # type: ignore[misc]
         """Pooled rows by feature, each float32 [B, D of its table]."""
         by_feature: dict[int, torch.Tensor] = {}
         for group, found in zip(self.groups, rows, strict=True):
-            pooled = self._summed(group, found, features) if self.sums else found
-            values = self._meant(group, pooled, features)
+            pooled = found
+            if self.sums:  # ``found`` has a row for each id
+                names, at = group.tables.features, torch.arange(len(found), device=found.device)
+                ids = in_order(without_weights(features), names)
+                scale = weights_in_order(features, names).to(found.dtype)
+                pooled = pool(found, at, ids.offsets().long(), ids.stride(), scale)
+            values = self._meant(group, pooled, features) if self._any_means else pooled
             if len(rows) == 1:
                 return KeyedTensor(self.names, self.dims, values)
             by_feature |= dict(zip(group.places, torch.split(values, group.tables.dim, 1), strict=True))
         joined = torch.cat([by_feature[place] for place in range(len(self.names))], dim=1)
         return KeyedTensor(self.names, self.dims, joined)
 
-    def _summed(self, group: Group, rows: torch.Tensor, features: KeyedJaggedTensor) -> torch.Tensor:
-        """The sums by bag of ``rows`` (float32 [L, D], one for each id) times the ids' weights."""
-        names = group.tables.features
-        ids = in_order(without_weights(features), names)
-        at = torch.arange(len(rows), device=rows.device)
-        scale = weights_in_order(features, names).to(rows.dtype)
-        return pool(rows, at, ids.offsets().long(), ids.stride(), scale)
-
     def _meant(self, group: Group, pooled: torch.Tensor, features: KeyedJaggedTensor) -> torch.Tensor:
         """Divide the sums in ``pooled`` by the number of ids, for tables that want means."""
-        if not self._any_means:
-            return pooled
         means = self._means[list(group.places)]
         if not means.any():
             return pooled

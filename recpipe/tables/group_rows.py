@@ -29,7 +29,7 @@ from recpipe.plugin.bags import RowIds
 from recpipe.plugin.collection import TableCollection
 from recpipe.plugin.tables import TableSet
 from recpipe.tables.padded import padded, widened
-from recpipe.tables.rowtable import row_bags
+from recpipe.tables.rows import row_bags
 from recpipe.tables.tiers.plan import TierPlan
 
 Scale = float | torch.Tensor

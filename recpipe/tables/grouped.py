@@ -1,19 +1,25 @@
 """Treats the collections of all groups of a model's tables as one: for checkpoints, exports, figures and
-closing."""
+closing; and shows plugins which of their rows are resident, and their weights."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from functools import cached_property, reduce
+from itertools import chain
 from pathlib import Path
 from typing import Any, TypeVar, cast
+
+import numpy as np
 
 from recpipe import private_api
 from recpipe.common.meter import counting
 from recpipe.common.saved import Damaged, entries
 from recpipe.errors import UserError
+from recpipe.plugin.bags import RowIds
 from recpipe.plugin.collection import TableCollection, TierFigures
+from recpipe.plugin.skipper import Mark, RowView
 from recpipe.plugin.tables import Region, Values
-from recpipe.tables.capabilities import SavedByRanks, SavesPlacement
+from recpipe.tables.capabilities import SavedByRanks, SavesPlacement, ShowsRows
 from recpipe.tables.group_rows import ByLookup, GroupTables
 from recpipe.tables.groups import ModelTables
 
@@ -71,8 +77,7 @@ class GroupedCollection(TableCollection, SavesPlacement, SavedByRanks):
 
     def regions(self) -> Iterator[Region]:
         """The regions that this process owns, group by group."""
-        for collection in self.collections:
-            yield from collection.regions()
+        return chain.from_iterable(collection.regions() for collection in self.collections)
 
     def read(self, region: Region) -> Values:
         """Current weights and optimizer state of ``region``."""
@@ -102,11 +107,7 @@ class GroupedCollection(TableCollection, SavesPlacement, SavedByRanks):
     def tier_figures(self) -> TierFigures | None:
         """Sums over the groups."""
         figures = [f for f in (c.tier_figures() for c in self.collections) if f is not None]
-        total = figures[0] if figures else None
-        for other in figures[1:]:
-            assert total is not None
-            total = total.plus(other)
-        return total
+        return reduce(TierFigures.plus, figures) if figures else None
 
     # -- the end -----------------------------------------------------------------------------
 
@@ -173,3 +174,47 @@ class GroupedCollection(TableCollection, SavesPlacement, SavedByRanks):
         """Read this rank's part of every group."""
         for part in self.each(SavedByRanks):
             part.load_tables(directory)
+
+
+class TablesView(RowView):
+    """The rows of the model's ``tables``, as their ``collections`` show them to plugins."""
+
+    def __init__(self, tables: ModelTables, collections: Sequence[TableCollection]) -> None:
+        self._tables, self._collections, self._bases = tables, tuple(collections), tables.bases
+        self.rows = tables.total_rows
+        self.dim = max(group.tables.dim for group in tables.groups)
+
+    @cached_property
+    def _groups(self) -> list[ShowsRows]:
+        shown = []
+        for collection in self._collections:
+            found = collection.offers(ShowsRows)
+            if found is None:
+                raise UserError(
+                    f"a plugin asks which rows are resident, which {type(collection).__name__} does not show"
+                    ": drop that plugin, or what keeps these tables another way"
+                )
+            shown.append(found)
+        return shown
+
+    @property
+    def slots(self) -> int:
+        return sum(group.slots for group in self._groups)
+
+    @property
+    def resident_count(self) -> int:
+        return sum(group.resident_count for group in self._groups)
+
+    def resident(self) -> RowIds:
+        pairs = zip(self._groups, self._bases[:-1], strict=True)
+        return np.concatenate([group.resident_rows() + base for group, base in pairs])
+
+    def mark(self, rows: RowIds | None = None) -> Mark:
+        rows = self.resident() if rows is None else rows
+        weights = np.zeros((len(rows), self.dim), np.float32)
+        cuts = np.searchsorted(rows, self._bases)
+        for number, group in enumerate(self._groups):
+            mine = slice(int(cuts[number]), int(cuts[number + 1]))
+            found = group.resident_weights(rows[mine] - self._bases[number])
+            weights[mine, : self._tables.groups[number].tables.dim] = found.cpu().numpy()
+        return Mark(rows, weights)

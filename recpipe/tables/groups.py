@@ -79,14 +79,11 @@ class ModelTables:
 
     def starting_with(self, saved: Mapping[str, SavedRows]) -> ModelTables:
         """The same tables, those named in ``saved`` with these rows in place of first values."""
-
-        def of(group: Group) -> Group:
-            started = (
-                replace(table, saved=saved.get(table.name, table.saved)) for table in group.tables.tables
-            )
-            return replace(group, tables=replace(group.tables, tables=tuple(started)))
-
-        return ModelTables(tuple(map(of, self.groups)))
+        groups = []
+        for group in self.groups:
+            started = [replace(t, saved=saved.get(t.name, t.saved)) for t in group.tables.tables]
+            groups.append(replace(group, tables=replace(group.tables, tables=tuple(started))))
+        return ModelTables(tuple(groups))
 
     @property
     def tables(self) -> tuple[Table, ...]:
@@ -174,8 +171,10 @@ def group_tables(
     for path, module in collections.items():
         weights = {config.name: table_weights(path, module, config) for config in configs[path]}
         alike: dict[tuple[int, TableOptimizer], list[BaseEmbeddingConfig]] = {}
-        unique = {c.name: _unique(c, path, names) for c in configs[path]}
+        unique = {}
         for config in configs[path]:
+            name = _named(config)
+            unique[config.name] = name if names[name] == 1 else f"{path}.{name}"
             optimizer = optimizer_of(unique[config.name], weights[config.name])
             alike.setdefault((config.embedding_dim, optimizer), []).append(config)
         order = [id(config) for config in configs[path] for _ in config.feature_names]
@@ -189,17 +188,10 @@ def group_tables(
                 )
                 for c in members
             )
-            bags = isinstance(module, EmbeddingBagCollection) and path not in summed_by_front
-            weighted = isinstance(module, EmbeddingBagCollection) and module.is_weighted()
-            made = TableSet(
-                tables,
-                dim,
-                optimizer,
-                seed,
-                bags,
-                bags and weighted,
-                tuple(range(number, number + len(members))),
-            )
+            pooled = isinstance(module, EmbeddingBagCollection) and path not in summed_by_front
+            weighted = isinstance(module, EmbeddingBagCollection) and pooled and module.is_weighted()
+            numbers = tuple(range(number, number + len(members)))
+            made = TableSet(tables, dim, optimizer, seed, pooled, weighted, numbers)
             mine = {id(config) for config in members}
             places = tuple(place for place, owner in enumerate(order) if owner in mine)
             groups.append(Group(path, made, places, {unique[c.name]: c.name for c in members}))
@@ -207,23 +199,17 @@ def group_tables(
     return ModelTables(tuple(groups))
 
 
-def _named(config: BaseEmbeddingConfig) -> str:
-    """The table's name, or its feature's if the table's is the feature's made fit for a module."""
-    alone = config.feature_names[0] if len(config.feature_names) == 1 else ""
-    return alone if module_name(alone) == config.name else config.name
-
-
-def _unique(config: BaseEmbeddingConfig, path: str, names: Counter[str]) -> str:
-    """The table's name, preceded by its collection's path if another table has the same name."""
-    name = _named(config)
-    return name if names[name] == 1 else f"{path}.{name}"
-
-
 def _configs(module: nn.Module) -> Sequence[BaseEmbeddingConfig]:
     if isinstance(module, EmbeddingBagCollection):
         return list(module.embedding_bag_configs())
     assert isinstance(module, EmbeddingCollection)
     return list(module.embedding_configs())
+
+
+def _named(config: BaseEmbeddingConfig) -> str:
+    """The table's name, or its feature's if the table's is the feature's made fit for a module."""
+    alone = config.feature_names[0] if len(config.feature_names) == 1 else ""
+    return alone if module_name(alone) == config.name else config.name
 
 
 def _first_values(

@@ -8,7 +8,7 @@ import numpy as np
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from recpipe.data.parts import Place, batch_size, find_ids, ids_at, in_order, require_ids
-from recpipe.plugin.bags import Bags, IndexBags
+from recpipe.plugin.bags import Bags
 from recpipe.tables.groups import ModelTables
 from recpipe.tables.rows import table_bags
 
@@ -64,12 +64,12 @@ class Inputs:
         """Whether a batch has the ids of a group."""
         return bool(self.places[group])
 
-    def bags(self, batch: object, group: int) -> IndexBags:
+    def bags(self, batch: object, group: int) -> Bags:
         """A group's lookups as rows of its table set; empty if the model makes its ids."""
         ids = self.ids(batch, group)
         if ids is None:
             size = batch_size(batch)
-            return IndexBags(np.empty(0, np.int64), np.zeros(size + 1, np.int64), size)
+            return Bags(np.empty(0, np.int64), np.zeros(size + 1, np.int64), size)
         return table_bags(self.tables.groups[group].tables, ids)
 
     def require_ids(self, each: GroupIds) -> None:
@@ -82,9 +82,8 @@ class Inputs:
         """The lookups of all groups; ``DataError`` for an unknown id."""
         found = [self.bags(batch, group) for group in range(len(self.places))]
         if len(found) == 1:
-            (only,) = found
-            return Bags(only.indices, only.offsets, only.batch_size)
-        rows = [bags.indices + base for bags, base in zip(found, self.tables.bases[:-1], strict=True)]
+            return Bags(found[0].rows, found[0].offsets, found[0].batch_size)
+        rows = [bags.rows + base for bags, base in zip(found, self.tables.bases[:-1], strict=True)]
         counts = np.concatenate([np.diff(bags.offsets) for bags in found])
         offsets = np.concatenate((np.zeros(1, np.int64), np.cumsum(counts)))
         return Bags(np.concatenate(rows), offsets, found[0].batch_size)

@@ -47,7 +47,13 @@ def group_owners(config: TierConfig, assembly: Assembly, tables: ModelTables) ->
 
     ``UserError`` if plugins and the recipe's ``tiers`` contradict each other.
     """
-    _check_policy(config, assembly, tables)
+    if config.policy != RESIDENT and len(assembly.caches) == len(tables.tables):
+        owner = next(iter(assembly.caches.values()))
+        raise PluginConflict(
+            f"{owner}, decides which rows are resident, and so does "
+            f"tiers.policy={config.policy}; drop one: leave tiers.policy out, or the plugin "
+            f"'{owner.origin.plugin}'"
+        )
     shares = zip(tables.groups, config.shares(tables), config.slots(tables), strict=True)
     owners = []
     for group, share, slots in shares:
@@ -100,17 +106,6 @@ def _placing(assembly: Assembly) -> list[Owned[Any]]:
     """The plugins' parts that need TorchRec's sharded tables."""
     placed: list[Owned[Any] | None] = [assembly.planner, *assembly.quantizing.codecs.values()]
     return [owned for owned in placed if owned is not None]
-
-
-def _check_policy(config: TierConfig, assembly: Assembly, tables: ModelTables) -> None:
-    """Refuse a ``tiers.policy`` if plugins have claimed all tables."""
-    if config.policy != RESIDENT and len(assembly.caches) == len(tables.tables):
-        owner = next(iter(assembly.caches.values()))
-        raise PluginConflict(
-            f"{owner}, decides which rows are resident, and so does "
-            f"tiers.policy={config.policy}; drop one: leave tiers.policy out, or the plugin "
-            f"'{owner.origin.plugin}'"
-        )
 
 
 def _check_sharding(config: TierConfig, assembly: Assembly, owners: Sequence[GroupOwner]) -> None:

@@ -15,7 +15,7 @@ from recpipe.plugin.calls import Owned
 from recpipe.plugin.errors import PluginConflict
 from recpipe.plugin.quantizer import RecordLayout
 from recpipe.plugin.quantizing import Quantizing
-from recpipe.tables.groups import Group, ModelTables
+from recpipe.tables.groups import ModelTables
 from recpipe.tables.owners import RESIDENT, GroupOwner
 from recpipe.tables.stores.codecs import COLD
 
@@ -34,15 +34,15 @@ def quantized(tables: ModelTables, quantizing: Quantizing) -> ModelTables:
         storage, cold = quantizing.storage.get(table), quantizing.cold.get(table)
         return "fp32" if storage is None else storage.part, 0 if cold is None else id(cold.part)
 
-    def of(group: Group) -> Group:
+    groups = []
+    for group in tables.split(asked).groups:
         own, first = group.tables, group.tables.layout.tables[0]
         stored, codec = quantizing.storage.get(first), quantizing.cold.get(first)
         storage = "fp32" if stored is None else stored.part
         if stored is not None and codec is None and storage != "fp32":
             codec = Owned(stored.label, stored.origin, COLD[storage](RecordLayout(own.dim, own.layout.width)))
-        return replace(group, tables=replace(own, storage=STORED[storage], codec=codec))
-
-    return ModelTables(tuple(of(group) for group in tables.split(asked).groups))
+        groups.append(replace(group, tables=replace(own, storage=STORED[storage], codec=codec)))
+    return ModelTables(tuple(groups))
 
 
 def check_quantized(
@@ -55,7 +55,20 @@ def check_quantized(
 ) -> None:
     """``PluginConflict``, or ``UserError`` for the recipe's own, if a request cannot be carried out or would
     have no effect."""
-    _check_rounding(tables, device)
+    for group in tables.groups:
+        if not group.tables.optimizer.stochastic_rounding:
+            continue
+        which = f"optimizer of table '{group.tables.layout.tables[0]}': stochastic_rounding=true"
+        if device.type == "cpu":
+            raise UserError(
+                f"{which}, but FBGEMM's CPU kernels round to the nearest value; leave it false, or train on "
+                "a GPU"
+            )
+        if group.tables.storage is DataType.FP32:
+            raise UserError(
+                f"{which}, but its weights are stored in fp32 and not rounded; leave it false, or store "
+                "them in 16 bits (+plugin=quantize)"
+            )
     for table, stored in quantizing.storage.items():
         if stored.part != "fp32" and not sharded and len(ranks.trainers) > 1:
             raise PluginConflict(
@@ -71,21 +84,4 @@ def check_quantized(
                 f"plugin {origin} is to quantize cold rows, but all rows of its tables are resident in this "
                 "run: put them in tiers, for example by tiers.policy=lru or +plugin=[hotline,"
                 f"{origin.plugin}], or set its cold rows to fp32"
-            )
-
-
-def _check_rounding(tables: ModelTables, device: torch.device) -> None:
-    for group in tables.groups:
-        if not group.tables.optimizer.stochastic_rounding:
-            continue
-        which = f"optimizer of table '{group.tables.layout.tables[0]}': stochastic_rounding=true"
-        if device.type == "cpu":
-            raise UserError(
-                f"{which}, but FBGEMM's CPU kernels round to the nearest value; leave it false, or train on "
-                "a GPU"
-            )
-        if group.tables.storage is DataType.FP32:
-            raise UserError(
-                f"{which}, but its weights are stored in fp32 and not rounded; leave it false, or store "
-                "them in 16 bits (+plugin=quantize)"
             )

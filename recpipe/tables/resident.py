@@ -1,11 +1,12 @@
-"""All rows in device memory, in FBGEMM's TBEs, which are called directly."""
+"""All rows in device memory: in FBGEMM's TBEs, which are called directly, or as a replica on each of several
+trainers."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 import torch
@@ -16,14 +17,15 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from recpipe import private_api
 from recpipe.common.device import keep_to_one_core
 from recpipe.data.parts import in_order
-from recpipe.plugin.bags import RowIds
+from recpipe.distributed.ranks import Channel
+from recpipe.plugin.bags import RowIds, distinct
 from recpipe.plugin.skipper import RowFilter
-from recpipe.plugin.tables import Region, Table, TableSet, Values, to_numpy
+from recpipe.plugin.tables import Region, TableSet, Values, to_numpy
 from recpipe.tables.collection import AllResident, fused_tbe
 from recpipe.tables.group_rows import GroupRows, GroupTables
+from recpipe.tables.rows import row_bags
 from recpipe.tables.skipping import by_feature, filter_lookups
-
-T = TypeVar("T")
+from recpipe.tables.tiers.shared_table import SharedTable
 
 
 class ResidentCollection(AllResident, GroupTables):
@@ -32,25 +34,29 @@ class ResidentCollection(AllResident, GroupTables):
     FBGEMM's CPU kernels run in the thread that calls them. With ``groups`` above 1, neighbouring tables are
     put together into so many TBEs, each driven by its own thread. Joining their outputs costs a copy, so this
     pays only if bags hold many ids. On a GPU, ``groups`` above 1 is a ValueError: autograd has one thread for
-    a GPU, which would wait for itself. ``room``: whether pooled rows may be asked for with room in front. If
-    it is then not asked for, removing it costs a copy of the gradient.
+    a GPU, which would wait for itself. ``padded``: whether pooled rows may be asked for with padding in
+    front. If it is then not asked for, removing it costs a copy of the gradient.
     """
 
-    def __init__(self, tables: TableSet, device: torch.device, groups: int = 1, room: bool = True) -> None:
+    def __init__(self, tables: TableSet, device: torch.device, groups: int = 1, padded: bool = True) -> None:
         if groups > 1 and device.type != "cpu":
             raise ValueError(f"{groups} groups on {device}: only on a CPU can a lookup have several TBEs")
         super().__init__(tables)
         self.device = device
-        # The first table is never looked up: its empty bags are the room for the dense vector.
-        bare = tables.pooled and not tables.weighted
         self._sums_on_cpu = tables.pooled and device.type == "cpu"
-        self._padded = room and groups == 1 and device.type == "cpu" and bare
+        # The first table is never looked up: its empty bags are the padding, for the dense vector.
+        self._padded = padded and groups == 1 and self._sums_on_cpu and not tables.weighted
         ahead = [1] if self._padded else []
         cuts = [len(tables.tables) * group // groups for group in range(groups + 1)]
         parts = [tables.tables[a:b] for a, b in pairwise(cuts)]
         ends = np.cumsum([0, *(len(table.features) for part in parts for table in part)])
         self._cuts = ends[cuts].tolist()
-        self.tbes = nn.ModuleList(_tbe(tables, part, ahead, device) for part in parts)
+        self.tbes = nn.ModuleList()
+        for part in parts:
+            features = [i for i, table in enumerate(part, len(ahead)) for _ in table.features]
+            rows = [*ahead, *(table.rows for table in part)]
+            at = [*range(len(ahead)), *features]
+            self.tbes.append(fused_tbe(tables, rows, at, device, tables.pooled))
         views = [view for tbe in self.tbes for view in private_api.tbe_views(tbe)][len(ahead) :]
         self._storage = dict(zip(tables.layout.tables, views, strict=True))
         # One core for each thread: FBGEMM's update would otherwise enter a parallel region for every table.
@@ -76,15 +82,18 @@ class ResidentCollection(AllResident, GroupTables):
         if self._threads is None:
             return self._looked_up(sparse)
         sparse = in_order(sparse, self.tables.features)
-        rows: torch.Tensor = _Grouped.apply(self._anchor, self, sparse)  # type: ignore[no-untyped-call]
+        rows: torch.Tensor = _InThreads.apply(self._anchor, self, self._threads, sparse)  # type: ignore[no-untyped-call]
         return rows
 
     def compute(self, rows: GroupRows, warm: bool, cold: bool) -> tuple[torch.Tensor, None]:
         """All rows; with padding, which is the first table's, if the batch wants it."""
-        if self._padded and rows.wants_padding:
-            rows.padding = self.tables.dim
-            return self._looked_up(rows.ids), None
-        return self.lookup(rows.ids), None
+        if not self._padded:
+            return self.lookup(rows.ids), None
+        wide = self._looked_up(rows.ids)
+        if not rows.wants_padding:
+            return wide[:, self.tables.dim :], None
+        rows.padding = self.tables.dim
+        return wide, None
 
     def pooled_with_room(self, sparse: KeyedJaggedTensor) -> torch.Tensor | None:
         """The TBE's output without a copy; None with several TBEs or on a GPU."""
@@ -109,16 +118,6 @@ class ResidentCollection(AllResident, GroupTables):
             return private_api.look_up_only(tbe, *inputs)
         rows: torch.Tensor = tbe(*inputs)
         return rows
-
-    @property
-    def joined_along(self) -> int:
-        """The axis on which the groups' rows are concatenated."""
-        return 1 if self.tables.pooled else 0
-
-    def each_group(self, work: Callable[[int], T]) -> list[T]:
-        """Call ``work`` with every group's number, all in parallel."""
-        assert self._threads is not None
-        return list(self._threads.map(work, range(len(self.tbes))))
 
     def group_lookup(self, group: int, sparse: KeyedJaggedTensor) -> torch.Tensor:
         """Rows of one group's F features, pooled float32 [B, F * D], or one for each of L lookups, [L, D]."""
@@ -176,35 +175,83 @@ class ResidentCollection(AllResident, GroupTables):
             self._threads.shutdown()
 
 
-def _tbe(
-    tables: TableSet, part: Sequence[Table], ahead: list[int], device: torch.device
-) -> SplitTableBatchedEmbeddingBagsCodegen:
-    """The TBE of some of the tables, preceded by tables with ``ahead`` rows and one feature each."""
-    table_of = [i for i, table in enumerate(part, len(ahead)) for _ in table.features]
-    rows = [*ahead, *(table.rows for table in part)]
-    return fused_tbe(tables, rows, [*range(len(ahead)), *table_of], device, tables.pooled)
-
-
-class _Grouped(torch.autograd.Function):
+class _InThreads(torch.autograd.Function):
     """The groups' lookups and, in the backward pass, their updates. The anchor makes autograd call the
     latter."""
 
     @staticmethod
     def forward(
-        ctx: Any, anchor: torch.Tensor, collection: ResidentCollection, sparse: KeyedJaggedTensor
+        ctx: Any,
+        anchor: torch.Tensor,
+        collection: ResidentCollection,
+        threads: ThreadPoolExecutor,
+        sparse: KeyedJaggedTensor,
     ) -> torch.Tensor:
         def look_up(group: int) -> torch.Tensor:
             with torch.enable_grad():
                 return collection.group_lookup(group, sparse)
 
-        ctx.collection, ctx.parts = collection, collection.each_group(look_up)
-        return torch.cat([part.detach() for part in ctx.parts], dim=collection.joined_along)
+        ctx.threads, ctx.axis = threads, 1 if collection.tables.pooled else 0
+        ctx.parts = list(threads.map(look_up, range(len(collection.tbes))))
+        return torch.cat([part.detach() for part in ctx.parts], dim=ctx.axis)
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[None, None, None]:
-        axis = ctx.collection.joined_along
-        gradients = torch.split(gradient, [part.shape[axis] for part in ctx.parts], dim=axis)
-        ctx.collection.each_group(
-            lambda group: torch.autograd.backward(ctx.parts[group], gradients[group].contiguous())
-        )
-        return None, None, None
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[None, None, None, None]:
+        gradients = torch.split(gradient, [part.shape[ctx.axis] for part in ctx.parts], dim=ctx.axis)
+
+        def update(part: torch.Tensor, own: torch.Tensor) -> None:
+            torch.autograd.backward(part, own.contiguous())
+
+        list(ctx.threads.map(update, ctx.parts, gradients))
+        return None, None, None, None
+
+
+class ReplicatedCollection(AllResident, GroupTables):
+    """All rows on every trainer (``tiers.policy=resident`` with several trainers), as replicas with equal
+    bits."""
+
+    replicated = True
+
+    def __init__(self, tables: TableSet, device: torch.device, trainers: Channel) -> None:
+        super().__init__(tables)
+        self.trainers = trainers
+        self.table = SharedTable(tables, tables.layout.total_rows, device, trainers)
+        self.fill_first_values()
+
+    def filter_updates(self, rows: RowFilter) -> None:
+        """Leave rows out of the update, on every trainer."""
+        self.row_filter, self.table.stay = rows, rows.stay
+
+    def lookup(self, sparse: KeyedJaggedTensor) -> torch.Tensor:
+        """Rows of this trainer's samples. The trainers tell each other which rows they look up."""
+        bags = row_bags(self.tables, sparse)
+        if torch.is_grad_enabled() and not self.tables.optimizer.frozen:
+            touched = distinct(np.concatenate(self.trainers.gather(bags.distinct)))
+            rows: torch.Tensor = self.table(bags, touched)
+            return rows
+        return bags.pooled(self.table.weights, torch.from_numpy(bags.distinct))
+
+    def compute(self, rows: GroupRows, warm: bool, cold: bool) -> tuple[torch.Tensor, None]:
+        """All rows."""
+        return self.lookup(rows.ids), None
+
+    def records_of(self, rows: RowIds) -> torch.Tensor:
+        """A copy of the records of distinct ``rows``, float32 [n, width]."""
+        at = torch.from_numpy(rows)
+        return torch.cat((self.table.weights[at], self.table.state[at]), dim=1)
+
+    def replace_records(self, rows: RowIds, records: torch.Tensor) -> None:
+        """Replace the records of distinct ``rows`` by ``records`` on this trainer."""
+        at = torch.from_numpy(rows)
+        self.table.weights[at] = records[:, : self.tables.dim]
+        self.table.state[at] = records[:, self.tables.dim :]
+
+    def read(self, region: Region) -> Values:
+        """Current weights and optimizer state of ``region``."""
+        records = to_numpy(self.records_of(self.rows_of(region)))
+        return records[:, : self.tables.dim], records[:, self.tables.dim :]
+
+    def write(self, region: Region, values: Values) -> None:
+        """Replace the weights and optimizer state of ``region``."""
+        records = torch.from_numpy(np.concatenate(values, axis=1)).to(self.table.weights.device)
+        self.replace_records(self.rows_of(region), records)

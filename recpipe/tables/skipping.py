@@ -19,17 +19,17 @@ import torch
 from numpy.typing import NDArray
 from torch import nn
 
-from recpipe.plugin.bags import IndexBags, RowIds
+from recpipe.plugin.bags import Bags, RowIds
 from recpipe.plugin.calls import Owned
 from recpipe.plugin.skipper import RowFilter, Skipper
-from recpipe.tables.rowtable import RowBags
+from recpipe.tables.rows import RowBags
 
 RowsOf = Callable[[NDArray[np.int64], NDArray[np.int64]], RowIds]
 """Maps the indices that a TBE looks up (int64 [L], feature by feature) and their number per feature (int64
 [F]) to rows numbered in their group."""
 
 
-class Skipping:
+class Skipping(RowFilter):
     """A skipper's ``update``, called by one thread at a time."""
 
     def __init__(self, skipper: Owned[Skipper]) -> None:
@@ -38,11 +38,13 @@ class Skipping:
 
     def of_group(self, base: int) -> RowFilter:
         """The filter of the group of tables whose row 0 has the number ``base`` among all tables' rows."""
-        return _OfGroup(self, base)
+        return FilterWithin(self, np.array([0]), np.array([base]))
 
-    def ask(self, rows: RowIds, gradients: torch.Tensor) -> torch.Tensor | None:
+    def stay(self, rows: RowIds, gradients: torch.Tensor) -> torch.Tensor | None:
         """Which of ``rows``, numbered over all tables, to update; None: all. ``PluginError`` if the answer is
         wrong."""
+        if not len(rows):
+            return None
 
         def wrong(said: object) -> str | None:
             wanted = (torch.bool, (len(rows),))
@@ -59,14 +61,15 @@ class Skipping:
         return None if said is None or bool(said.all()) else said.to(gradients.device)
 
 
-class _OfGroup(RowFilter):
-    """Asks for the rows of one group of tables, whose row 0 is row ``base`` of all."""
+class FilterWithin(RowFilter):
+    """Asks the filter ``rows`` about rows that are numbered within some of its tables or shards: those of
+    part i begin at ``bases[i]`` here and at ``firsts[i]`` there."""
 
-    def __init__(self, skipping: Skipping, base: int) -> None:
-        self._skipping, self._base = skipping, base
+    def __init__(self, rows: RowFilter, bases: RowIds, firsts: RowIds) -> None:
+        self._rows, self._bases, self._shift = rows, bases[1:], firsts - bases
 
     def stay(self, rows: RowIds, gradients: torch.Tensor) -> torch.Tensor | None:
-        return self._skipping.ask(rows + self._base, gradients) if len(rows) else None
+        return self._rows.stay(rows + self._shift[np.searchsorted(self._bases, rows, "right")], gradients)
 
 
 def answered(said: object) -> str:
@@ -123,7 +126,12 @@ class _Filtered:
         weights: torch.Tensor | None,
     ) -> None:
         """Run the backward pass of these lookups' result ``found``."""
-        bags = self._by_row(indices, offsets, weights)
+        starts = offsets.cpu().numpy().astype(np.int64, copy=False)
+        size = (len(starts) - 1) // self.features
+        counts = np.diff(starts[np.arange(self.features + 1) * size])
+        rows = self.rows_of(indices.cpu().numpy().astype(np.int64, copy=False), counts)
+        lookups = Bags(rows, starts, size, None if weights is None else weights.float().cpu().numpy())
+        bags = RowBags.of(lookups if self.pooled else lookups.apart())
         dim = gradient.shape[1] // (self.features if self.pooled else 1)
         stay = self.rows.stay(bags.distinct, bags.gradients(gradient.contiguous(), dim))
         if stay is None:
@@ -136,15 +144,6 @@ class _Filtered:
         with torch.enable_grad():
             again = self.look_up(indices[kept], ends[offsets], None if weights is None else weights[kept])
         torch.autograd.backward(again, gradient if self.pooled else gradient[kept])
-
-    def _by_row(self, indices: torch.Tensor, offsets: torch.Tensor, weights: torch.Tensor | None) -> RowBags:
-        """The lookups by distinct row of the group."""
-        starts = offsets.cpu().numpy().astype(np.int64, copy=False)
-        size = (len(starts) - 1) // self.features
-        counts = np.diff(starts[np.arange(self.features + 1) * size])
-        rows = self.rows_of(indices.cpu().numpy().astype(np.int64, copy=False), counts)
-        found = IndexBags(rows, starts, size, None if weights is None else weights.float().cpu().numpy())
-        return RowBags.of(found if self.pooled else found.apart())
 
 
 class _Lookup(torch.autograd.Function):

@@ -23,7 +23,12 @@ def with_few_rows(tables: ModelTables) -> list[TableSet]:
     """Each group of ``tables`` with fewer rows, of ``BYTES`` at most together."""
     groups = tables.groups
     rows = max(1, BYTES // sum(len(g.tables.tables) * g.tables.record_bytes for g in groups))
-    return [_cut(group.tables, rows) for group in groups]
+    cut = []
+    for own in (group.tables for group in groups):
+        fewer = tuple(replace(table, rows=min(table.rows, rows), first=None) for table in own.tables)
+        slow = own.optimizer if own.optimizer.frozen else replace(own.optimizer, lr=LEARNING_RATE)
+        cut.append(replace(own, tables=fewer, optimizer=slow))
+    return cut
 
 
 class FewRows(ResidentCollection):
@@ -31,7 +36,7 @@ class FewRows(ResidentCollection):
     anew."""
 
     def __init__(self, tables: TableSet, room: bool) -> None:
-        super().__init__(tables, torch.device("cpu"), room=room)
+        super().__init__(tables, torch.device("cpu"), padded=room)
 
     def _looked_up(self, sparse: KeyedJaggedTensor) -> torch.Tensor:
         return super()._looked_up(within(in_order(sparse, self.tables.features), self.tables))
@@ -44,9 +49,3 @@ def within(ids: KeyedJaggedTensor, tables: TableSet) -> KeyedJaggedTensor:
     return KeyedJaggedTensor(
         ids.keys(), ids.values() % limits, ids.weights_or_none(), ids.lengths(), ids.offsets()
     )
-
-
-def _cut(tables: TableSet, most: int) -> TableSet:
-    cut = tuple(replace(table, rows=min(table.rows, most), first=None) for table in tables.tables)
-    slow = tables.optimizer if tables.optimizer.frozen else replace(tables.optimizer, lr=LEARNING_RATE)
-    return replace(tables, tables=cut, optimizer=slow)

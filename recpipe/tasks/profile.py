@@ -94,7 +94,7 @@ class StepProfiler(L.Callback):
         if device.type == "cuda":
             activities.append(torch.profiler.ProfilerActivity.CUDA)
         # Several cores may share a batch.
-        watched = private_api.watching_all_threads(device.type == "cpu")
+        watched = private_api.ExperimentalConfig(profile_all_threads=device.type == "cpu")
         self.profiler = torch.profiler.profile(activities=activities, experimental_config=watched)
         self.batches: list[Any] = []
         """The first batches that this rank trained."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from contextlib import nullcontext
 
-from recpipe.distributed.launch import Process
+from recpipe.distributed.launch import ProcessRank
 from recpipe.plugin.calls import Origin, blaming
 from recpipe.plugin.errors import PluginLoadError
 from recpipe.plugin.offers import entry, imported, offered, origin_of
@@ -44,7 +44,7 @@ def carry_out_task(context: TaskContext) -> Outcome:
         raise PluginLoadError(
             f"task {origin_of(ep)} returns a {type(report).__name__}, not the report as a dict"
         )
-    if Process.current().rank == 0:
+    if ProcessRank.current().rank == 0:
         files = ReportFiles(context.directory)
         files.write_json(f"{name}.json", report)
         files.check()

@@ -15,7 +15,7 @@ import lightning as L
 import numpy as np
 
 from recpipe.checkpoint.table_io import SUFFIX
-from recpipe.distributed.launch import Process
+from recpipe.distributed.launch import ProcessRank
 from recpipe.distributed.ranks import Channel
 from recpipe.errors import Interruption, UserError, shown
 from recpipe.training.evaluation import EvaluationStopped
@@ -40,7 +40,7 @@ def interruptible() -> Iterator[None]:
     another's message could not handle it. It also does nothing in other threads than the main one, which
     alone handles signals.
     """
-    if Process.current().world > 1 or not _hears_signals():
+    if ProcessRank.current().world > 1 or not _hears_signals():
         yield
         return
 

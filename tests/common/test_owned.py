@@ -221,7 +221,7 @@ def test_a_result_that_exists_is_not_replaced_and_one_writes_it(tmp_path: Path) 
 def test_other_ranks_leave_places_to_the_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from recpipe.common.files import lock_run_dir
     from recpipe.config.recipe import Recipe
-    from recpipe.distributed.launch import Process
+    from recpipe.distributed.launch import ProcessRank as Process
     from recpipe.setup.prepare import owning_places
 
     place = tmp_path / "place"

@@ -19,7 +19,7 @@ from recpipe.common.device import one_thread
 from recpipe.common.owned import OWNER
 from recpipe.config.compose import compose
 from recpipe.distributed import launch
-from recpipe.distributed.launch import Process, Topology
+from recpipe.distributed.launch import ProcessRank, Topology
 from recpipe.errors import UserError
 from recpipe.run import run
 from recpipe.tasks.compare_judge import parameter_difference
@@ -246,6 +246,6 @@ def test_ranks_with_other_data_are_refused(monkeypatch) -> None:
 
 def test_tasks_that_start_processes_refuse_torchrun(tmp_path, monkeypatch) -> None:
     monkeypatch.setenv("WORLD_SIZE", "2")
-    assert Process.current().world == 2
+    assert ProcessRank.current().world == 2
     with pytest.raises(UserError, match="task=compare runs in one process"):
         run(compose(["task=compare"]), tmp_path)

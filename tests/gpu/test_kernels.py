@@ -20,7 +20,7 @@ from recpipe.plugin.quantizer import Direction
 from recpipe.plugin.tables import SparseFeature, TableOptimizer, TableSet
 from recpipe.run import run
 from recpipe.tables.collection import fused_tbe
-from recpipe.tables.sharding.wire import wire_codecs
+from recpipe.tables.sharding.claims import wire_codecs
 from recpipe.tables.stores.codecs import WeightCodec
 from tests.gpu.conftest import WHERE, WORDS
 from tests.tables.samples import dump, identical, stream, table_set, tiers, train_ahead

@@ -13,7 +13,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from recpipe.data.select import select
 from recpipe.distributed.ranks import Ranks
 from recpipe.plugin.policy import RowSpace
-from recpipe.tables.replicated import ReplicatedCollection
+from recpipe.tables.resident import ReplicatedCollection
 from recpipe.tables.stores.holders import HoldersStore
 from recpipe.tables.stores.host import HostStore
 from recpipe.tables.tiers.tiered import TieredEmbeddingBagCollection

@@ -15,7 +15,7 @@ from torchrec.distributed.planner.types import ParameterConstraints
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from recpipe.checkpoint.table_files import check_tables, rows_of_tables
-from recpipe.distributed.ranks import Ranks
+from recpipe.distributed.ranks import Ranks, join_group
 from recpipe.plugin.api import Contribution, Plugin
 from recpipe.plugin.assembly import Assembly, assemble
 from recpipe.plugin.calls import Origin
@@ -27,7 +27,6 @@ from recpipe.tables.groups import ModelTables
 from recpipe.tables.resident import ResidentCollection
 from recpipe.tables.sharding.claims import ShardClaims
 from recpipe.tables.sharding.collection import ShardedCollection
-from recpipe.tables.sharding.env import join_group
 from recpipe.tables.sharding.plan import ShardPlan
 from recpipe.tables.sharding.planning import Sharding
 from recpipe.tables.sharding.tables import ShardedTables

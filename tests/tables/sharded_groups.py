@@ -21,7 +21,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from recpipe.data.parts import in_order
 from recpipe.data.select import between
-from recpipe.distributed.ranks import Ranks
+from recpipe.distributed.ranks import Ranks, join_group
 from recpipe.plugin.api import Contribution, Plugin
 from recpipe.plugin.assembly import Assembly, assemble
 from recpipe.plugin.context import TableInfo
@@ -33,7 +33,6 @@ from recpipe.tables.groups import ModelTables, collections_of, group_tables
 from recpipe.tables.resident import ResidentCollection
 from recpipe.tables.sharding.claims import ShardClaims
 from recpipe.tables.sharding.collection import ShardedCollection
-from recpipe.tables.sharding.env import join_group
 from recpipe.tables.sharding.planning import Sharding
 from recpipe.tables.sharding.tables import ShardedTables
 from tests.plugin.samples import ACME

@@ -27,8 +27,8 @@ from recpipe.tables.config import TierConfig
 from recpipe.tables.groups import ModelTables
 from recpipe.tables.inputs import Inputs
 from recpipe.tables.owners import GroupOwner, group_owners, warn_of_unused
+from recpipe.tables.sharding.claims import wire_codecs
 from recpipe.tables.sharding.plan import Shard, ShardPlan, TablePlan
-from recpipe.tables.sharding.wire import wire_codecs
 from recpipe.tables.tiers.lru import Lru
 from tests.pipeline.test_skipping import Odd
 from tests.plugin.samples import ACME, Good, merged

@@ -18,7 +18,7 @@ from torchrec.modules.embedding_configs import DataType
 
 from recpipe import private_api
 from recpipe.common.machine import RESERVE
-from recpipe.distributed.ranks import Ranks
+from recpipe.distributed.ranks import Ranks, join_group
 from recpipe.errors import UserError
 from recpipe.plugin.api import Contribution, Plugin
 from recpipe.plugin.assembly import assemble
@@ -31,7 +31,6 @@ from recpipe.plugin.tables import SparseFeature, TableOptimizer, TableSet
 from recpipe.tables.groups import ModelTables
 from recpipe.tables.sharding.claims import ShardClaims
 from recpipe.tables.sharding.collection import ShardedCollection
-from recpipe.tables.sharding.env import join_group
 from recpipe.tables.sharding.files import load_shards, save_shards
 from recpipe.tables.sharding.plan import Shard, ShardPlan, TablePlan
 from recpipe.tables.sharding.planning import Sharding

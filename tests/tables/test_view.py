@@ -8,10 +8,9 @@ import numpy as np
 import pytest
 
 from recpipe.errors import UserError
-from recpipe.tables.grouped import GroupedCollection
+from recpipe.tables.grouped import GroupedCollection, TablesView
 from recpipe.tables.groups import ModelTables
 from recpipe.tables.resident import ResidentCollection
-from recpipe.tables.view import TablesView
 from tests.tables.grouped import contents, model_tables, train
 from tests.tables.samples import CPU, SLOTS, dump, stream, table_set, tiers, train_ahead
 

@@ -18,7 +18,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from recpipe.common.files import RunDir
 from recpipe.data.parts import in_order
 from recpipe.data.select import between
-from recpipe.distributed.ranks import Ranks
+from recpipe.distributed.ranks import Ranks, join_group
 from recpipe.plugin.assembly import Assembly, assemble
 from recpipe.plugin.quantizer import Quantizer, RecordLayout, RowCodec
 from recpipe.tables.build import Place
@@ -29,8 +29,7 @@ from recpipe.tables.owners import group_owners
 from recpipe.tables.quantized import quantized
 from recpipe.tables.sharding.claims import ShardClaims
 from recpipe.tables.sharding.collection import ShardedCollection
-from recpipe.tables.sharding.env import join_group
-from recpipe.tables.sharding.prepare import plan_shards
+from recpipe.tables.sharding.planning import plan_shards
 from recpipe.tables.sharding.tables import ShardedTables
 from recpipe.tables.sharding.tiered import ShardTiers
 from recpipe.tables.stores.codecs import COLD

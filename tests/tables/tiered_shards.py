@@ -15,7 +15,7 @@ import numpy as np
 import torch.distributed as dist
 
 from recpipe.common.files import RunDir, lock_run_dir
-from recpipe.distributed.ranks import Ranks
+from recpipe.distributed.ranks import Ranks, join_group
 from recpipe.plugin.assembly import Assembly
 from recpipe.tables.build import Place
 from recpipe.tables.config import TierConfig
@@ -24,8 +24,7 @@ from recpipe.tables.owners import group_owners
 from recpipe.tables.resident import ResidentCollection
 from recpipe.tables.sharding.claims import ShardClaims
 from recpipe.tables.sharding.collection import ShardedCollection
-from recpipe.tables.sharding.env import join_group
-from recpipe.tables.sharding.prepare import plan_shards
+from recpipe.tables.sharding.planning import plan_shards
 from recpipe.tables.sharding.tables import ShardedTables
 from recpipe.tables.sharding.tiered import ShardTiers
 from tests.ranks import end_process, joined

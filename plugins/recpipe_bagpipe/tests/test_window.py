@@ -224,7 +224,7 @@ def told(form: str, other: bool) -> dict[str, Any]:
     source: Any = iter(made)
     for coming, bags in zip(policy.stream(source), made, strict=True):
         assert len(coming.indices) == len(bags)
-        mine = replace(bags, indices=np.where(bags.indices == 3, 39, bags.indices)) if other else bags
+        mine = replace(bags, rows=np.where(bags.rows == 3, 39, bags.rows)) if other else bags
         planner.plan(given(mine, form))
         planner.commit()
     slots = space.residents.slot_of(np.arange(space.rows))

@@ -23,8 +23,7 @@ from recpipe.plugin.batch import Batch
 from recpipe.plugin.collection import TierParts
 from recpipe.plugin.store import IoCounters
 from recpipe.plugin.tables import SparseFeature, TableOptimizer, TableSet
-from recpipe.tables.rows import table_bags
-from recpipe.tables.rowtable import RowBags, updated
+from recpipe.tables.rows import RowBags, table_bags, updated
 from recpipe.tables.stores.holders import HoldersStore
 from recpipe.tables.stores.host import HostStore
 from tests.placing import inputs_of

@@ -12,7 +12,7 @@ from recpipe_het.tests.rig import DIM, World, batch, schedule
 from recpipe.errors import UserError
 from recpipe.plugin.policy import CachePolicy
 from recpipe.plugin.tables import TableOptimizer
-from recpipe.tables.rowtable import updated
+from recpipe.tables.rows import updated
 from recpipe.tables.tiers.lru import Lru
 from recpipe.tables.tiers.policies import Lfu
 

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from recpipe_neo.precision import LowPrecision
 
+from recpipe.distributed.ranks import join_group
 from recpipe.plugin.api import Contribution
 from recpipe.plugin.assembly import assemble
 from recpipe.plugin.calls import Origin
@@ -18,7 +19,6 @@ from recpipe.plugin.context import TableInfo
 from recpipe.tables.groups import ModelTables
 from recpipe.tables.resident import ResidentCollection
 from recpipe.tables.sharding.claims import ShardClaims
-from recpipe.tables.sharding.env import join_group
 from recpipe.tables.sharding.planning import Sharding
 from recpipe.tables.sharding.tables import ShardedTables
 from tests.ranks import joined

@@ -18,7 +18,7 @@ from recpipe.common.machine import disturbance
 from recpipe.common.meter import Meter
 from recpipe.config.recipe import Recipe
 from recpipe.data.dataset import Dataset
-from recpipe.distributed.launch import Process
+from recpipe.distributed.launch import ProcessRank
 from recpipe.errors import UserError
 from recpipe.report.files import ReportFiles
 from recpipe.setup.ctx import TaskContext
@@ -142,10 +142,10 @@ def _check(
         raise UserError(
             f"task=advise judges every installed plugin by itself; leave +plugin={','.join(cfg.plugins)} out"
         )
-    if Process.current().world > 1:
+    if ProcessRank.current().world > 1:
         raise UserError(
             "task=advise runs in one process: start it with python -m recpipe, and say advise.ranks="
-            f"{Process.current().world} for advice on a run of so many"
+            f"{ProcessRank.current().world} for advice on a run of so many"
         )
     if config.ranks > cfg.data.batch_size:
         raise UserError(

@@ -160,7 +160,7 @@ def _pipeline(count: int) -> Sample:
     tables = group_tables(
         collections_of(module), lambda name, weights: TableOptimizer("rowwise_adagrad", 0.1), 0
     )
-    own = [ResidentCollection(group.tables, torch.device("cpu"), room=False) for group in tables.groups]
+    own = [ResidentCollection(group.tables, torch.device("cpu"), padded=False) for group in tables.groups]
     called = Called(module, parse_loss("binary_cross_entropy"))
     grouped = GroupedCollection(tables, own)
     model = PlacedModel(called, put_fronts(module, tables, grouped), grouped, Inputs.of(tables, batch))

@@ -1,5 +1,5 @@
 """Rows as plain arrays, which tables have that several trainers share: looked up, and updated, without
-FBGEMM's fused kernels (``recpipe.tables.rowtable``)."""
+FBGEMM's fused kernels (``recpipe.tables.rows``)."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from recpipe.common.device import one_thread
 from recpipe.plugin.bags import IndexBags, RowIds
 from recpipe.plugin.tables import TableOptimizer
 from recpipe.profiling.limits import Sample
-from recpipe.tables.rowtable import RowBags, updated
+from recpipe.tables.rows import RowBags, updated
 from recpipe_perf_model.bench.lookups import POOL, least, zipf
 
 SHAPES = ((26, 64, 1), (26, 512, 1), (8, 2048, 1), (26, 1024, 1), (4, 512, 20))

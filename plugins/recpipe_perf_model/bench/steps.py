@@ -261,7 +261,7 @@ def _placed(probe: Probe, batch: _Batch) -> PlacedModel:
     )
     roomy = roomy_paths(module) if probe.converted else set()
     own = [
-        ResidentCollection(group.tables, torch.device("cpu"), room=group.path in roomy)
+        ResidentCollection(group.tables, torch.device("cpu"), padded=group.path in roomy)
         for group in tables.groups
     ]
     called = Called(module, parse_loss("binary_cross_entropy"), low_precision=probe.low_precision)

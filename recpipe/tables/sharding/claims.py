@@ -1,17 +1,19 @@
-"""Checks what plugins ask of sharded tables: limits and codecs.
+"""What plugins ask of sharded tables: limits; and rows and gradients in fewer bits between ranks, by codecs
+of TorchRec's collectives.
 
 A request that TorchRec or FBGEMM would silently ignore is refused here, with the plugin's name.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Set
+from collections.abc import Iterable, Mapping, Set
 from dataclasses import dataclass, field
 from typing import Any, get_args
 
 import torch
 from torch import nn
 from torchrec.distributed.embedding_types import EmbeddingComputeKernel
+from torchrec.distributed.fbgemm_qcomm_codec import CommType, QCommsConfig, get_qcomm_codecs
 from torchrec.distributed.planner.types import ParameterConstraints
 from torchrec.distributed.types import CommOp, QuantizedCommCodec, QuantizedCommCodecs
 from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
@@ -22,8 +24,12 @@ from recpipe.plugin.errors import PluginError
 from recpipe.plugin.planner import Planner
 from recpipe.plugin.quantizer import Direction
 from recpipe.plugin.skipper import Skipper
-from recpipe.tables.sharding.wire import POOLED, SEQUENCES
 
+WIRE_PRECISIONS = ("fp32", "fp16", "bf16", "int8")
+POOLED = (CommOp.POOLED_EMBEDDINGS_ALL_TO_ALL, CommOp.POOLED_EMBEDDINGS_REDUCE_SCATTER)
+"""The collectives of pooled tables."""
+SEQUENCES = (CommOp.SEQUENCE_EMBEDDINGS_ALL_TO_ALL,)
+"""The collectives of tables that give one row for each id."""
 Codecs = Mapping[tuple[CommOp, Direction], Owned[QuantizedCommCodec[Any]]]
 """The codec for each collective and direction."""
 CPU_KERNELS = frozenset({EmbeddingComputeKernel.FUSED.value, EmbeddingComputeKernel.DENSE.value})
@@ -87,3 +93,31 @@ def codec_registry(codecs: Codecs, kinds: Set[type[nn.Module]]) -> dict[str, Qua
             )
         setattr(registry.setdefault(collective.name, QuantizedCommCodecs()), direction, owned.part)
     return registry
+
+
+def wire_codecs(
+    forward: str, backward: str, pooled: Iterable[bool] = (True,)
+) -> Mapping[tuple[CommOp, Direction], Any]:
+    """TorchRec's codecs for rows and for their gradients, each one of ``WIRE_PRECISIONS``; empty if both are
+    float32.
+
+    ``pooled``: for each table, whether its rows are summed by bag; this decides which collectives it uses.
+
+    A codec rounds each value once: the relative error is at most 2^-11 (fp16) or 2^-8 (bf16), and for int8
+    the error is half of 1/255 of the row's range. A reduce-scatter also adds in that precision, rank by rank.
+    TorchRec has no reduce-scatter for int8, so tables must not be split by rows then.
+    """
+    if (forward, backward) == ("fp32", "fp32"):
+        return {}
+    made: dict[tuple[CommOp, Direction], Any] = {}
+    kinds = set(pooled)
+    config = QCommsConfig(
+        forward_precision=CommType[forward.upper()], backward_precision=CommType[backward.upper()]
+    )
+    for collective in (*(POOLED if True in kinds else ()), *(SEQUENCES if False in kinds else ())):
+        if "int8" in (forward, backward) and collective is CommOp.POOLED_EMBEDDINGS_REDUCE_SCATTER:
+            continue
+        pair = get_qcomm_codecs(config)
+        made[collective, "forward"] = pair.forward
+        made[collective, "backward"] = pair.backward
+    return made

@@ -26,10 +26,9 @@ from recpipe.tables.capabilities import SavesPlacement
 from recpipe.tables.collection import TORCHREC_OPTIMIZERS
 from recpipe.tables.group_rows import GroupRows, GroupTables
 from recpipe.tables.sharding.env import ShardEnv
-from recpipe.tables.sharding.local import LocalShard
 from recpipe.tables.sharding.plan import Shard
 from recpipe.tables.sharding.sent import RowCache, Sent
-from recpipe.tables.sharding.tiered import GroupTiers, ShardTiers
+from recpipe.tables.sharding.tiered import GroupTiers, LocalShard, ShardTiers
 from recpipe.tables.skipping import by_feature, filter_lookups
 
 

@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import atexit
-import gc
-
 import torch
-import torch.distributed as dist
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from recpipe import private_api
-from recpipe.distributed.ranks import Channel, Ranks, backends
+from recpipe.distributed.ranks import Channel, Ranks, join_group
 from recpipe.errors import DataError
 from recpipe.tables.sharding.plan import ShardPlan
 from recpipe.tables.sharding.planning import Sharding
@@ -51,25 +47,3 @@ class ShardEnv:
         lengths = sparse.lengths().view(len(sparse.keys()), size)
         lengths = torch.nn.functional.pad(lengths, (0, full - size)).view(-1)
         return KeyedJaggedTensor(sparse.keys(), sparse.values(), weights, lengths=lengths)
-
-
-def join_group(device: torch.device, ranks: Ranks) -> dist.ProcessGroup:
-    """The run's process group for TorchRec's collectives alone, also if there is only one process."""
-    backend = "nccl" if device.type == "cuda" else "gloo"
-    if not dist.is_initialized():
-        store = dist.HashStore()  # type: ignore[attr-defined]
-        dist.init_process_group(backends(device), store=store, rank=0, world_size=1)
-        if device.type == "cuda":
-            atexit.register(_end_group)
-    if backend not in ranks.groups:
-        ranks.groups[backend] = dist.new_group(list(range(ranks.world)), backend=backend)
-    group: dist.ProcessGroup = ranks.groups[backend]
-    return group
-
-
-def _end_group() -> None:
-    """End a single process's group at its exit: a model that a caller keeps may use it until then, and NCCL
-    warns of a group that nobody has ended."""
-    gc.collect()  # sharded modules have reference cycles, and are not to outlive their group
-    if dist.is_initialized():
-        dist.destroy_process_group()

@@ -28,8 +28,7 @@ from recpipe.tables.capabilities import SavedByRanks
 from recpipe.tables.saved_parts import Part, save_parts, saved_rows
 from recpipe.tables.sharding.collection import ShardedCollection
 from recpipe.tables.sharding.env import ShardEnv
-from recpipe.tables.sharding.local import LocalShard
-from recpipe.tables.sharding.tiered import ShardTiers
+from recpipe.tables.sharding.tiered import LocalShard, ShardTiers
 
 Saved = dict[str, torch.Tensor | ShardedTensor]
 

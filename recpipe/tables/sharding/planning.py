@@ -8,9 +8,10 @@ with every optimizer; the tables' limits exclude the wrong ones.
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -26,16 +27,20 @@ from torchrec.modules.embedding_configs import DataType
 from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
 
 from recpipe.common.machine import plannable
+from recpipe.common.meter import counting
+from recpipe.distributed.ranks import Ranks, join_group
 from recpipe.errors import UserError
 from recpipe.plugin.planner import Planner
 from recpipe.plugin.skipper import Skipper, overrides
 from recpipe.plugin.tables import TableSet
 from recpipe.private_api import module_name
 from recpipe.tables.collection import bounds_check
+from recpipe.tables.config import KERNELS, TierConfig
 from recpipe.tables.groups import ModelTables
+from recpipe.tables.owners import RESIDENT, GroupOwner
 from recpipe.tables.sharding.claims import ShardClaims, codec_registry, refuse_limit
 from recpipe.tables.sharding.modules import fused, skeleton
-from recpipe.tables.sharding.plan import ShardPlan, TablePlan, from_torchrec
+from recpipe.tables.sharding.plan import ShardPlan, TablePlan, from_torchrec, load_plan
 
 COLUMN_SPLITTING = frozenset({"column_wise", "table_column_wise", "grid_shard"})
 """Sharding types that cut a table's rows into columns."""
@@ -47,13 +52,6 @@ MIN_COLUMNS = 128
 """TorchRec's own limit of a column-wise part's width; a grid with fewer parts than hosts makes it fail."""
 NO_OPTION = "No available sharding type and compute kernel"
 """The beginning of TorchRec's RuntimeError if a table's limits leave its planner no choice."""
-KERNELS = {
-    "fused": EmbeddingComputeKernel.FUSED.value,
-    "uvm": EmbeddingComputeKernel.FUSED_UVM.value,
-    "uvm_caching": EmbeddingComputeKernel.FUSED_UVM_CACHING.value,
-}
-"""``tiers.kernel``: rows in device memory, in host memory that a GPU reads directly, or in host memory behind
-a cache in device memory."""
 
 
 class TableSharder(EmbeddingBagCollectionSharder):  # type: ignore[misc]
@@ -322,3 +320,48 @@ def _merged(base: ParameterConstraints, limit: ParameterConstraints) -> Paramete
 def _reason(fault: Exception) -> str:
     lines = [line.strip() for line in str(fault).splitlines() if line.strip()]
     return " ".join(lines)[:400] + "; raise the number of ranks, or loosen the limits of the tables"
+
+
+@counting("planning the shards")
+def plan_shards(
+    tables: ModelTables,
+    config: TierConfig,
+    claims: ShardClaims,
+    device: torch.device,
+    batch_size: int,
+    ranks: Ranks,
+    world: int,
+    owners: Sequence[GroupOwner] = (),
+) -> tuple[Sharding, ShardPlan]:
+    """Plan the places of the tables' parts on ``world`` ranks, without allocating them.
+
+    All ranks call it. If ``world`` is not the number of running ranks, each plans alone. ``owners``: the
+    owner of each group's resident rows; empty: all rows are resident.
+    """
+    if len(ranks.trainers) < ranks.world or len(ranks.holders) < ranks.world:
+        raise UserError(
+            "sharded tables lie on every rank that trains: leave topology.embedding_ranks and trainers null"
+        )
+    if config.kernel != "fused" and device.type != "cuda":
+        raise UserError(
+            f"tiers.kernel={config.kernel} needs a GPU, and this run is on a CPU: leave tiers.kernel=fused; "
+            "tables larger than memory are what tiers.store=ssd with a caching policy is for"
+        )
+    tiered = [g for g, owner in zip(tables.groups, owners, strict=False) if owner.name != RESIDENT]
+    sharding = Sharding(
+        tables,
+        claims,
+        device,
+        world,
+        -(-batch_size // world),
+        config.split_rows,
+        config.kernel,
+        config.budget(tables) / tables.total_bytes,
+        frozenset(name for group in tiered for name in group.tables.layout.tables),
+    )
+    sharding.sharders()  # this refuses codecs that could not be carried out
+    if config.plan is not None:
+        plan = load_plan(Path(config.plan).expanduser())
+        sharding.check(plan)
+        return sharding, plan
+    return sharding, sharding.plan(join_group(device, ranks) if world == ranks.world else None)

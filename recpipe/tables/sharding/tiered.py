@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 from torch import nn
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
+from recpipe import private_api
 from recpipe.common.loops import Spread
 from recpipe.common.saved import entries
 from recpipe.common.tensors import packed, unpacked
@@ -30,11 +31,10 @@ from recpipe.plugin.policy import Cache, RowSpace, no_policy
 from recpipe.plugin.quantizer import Coding
 from recpipe.plugin.skipper import RowFilter
 from recpipe.plugin.store import IoCounters
-from recpipe.plugin.tables import FirstValues, SavedRows, Table, TableSet, Values
+from recpipe.plugin.tables import FirstValues, Region, SavedRows, Table, TableSet, Values
 from recpipe.private_api import LocalPart, OwnLookup, given_to_own, module_name
 from recpipe.tables.build import Place, no_row, opens_store, slab_rows, staging_bytes
 from recpipe.tables.owners import NOCACHE, GroupOwner
-from recpipe.tables.sharding.local import TieredShard
 from recpipe.tables.stores.front import local_store
 from recpipe.tables.tiers.engine import TieredRows
 from recpipe.tables.tiers.policies import POLICIES
@@ -326,3 +326,26 @@ class _OfShards(RowFilter):
     def stay(self, rows: RowIds, gradients: torch.Tensor) -> torch.Tensor | None:
         """Ask the group's filter, with the numbers that the rows have there."""
         return self._rows.stay(rows + self._shift[np.searchsorted(self._bases, rows, "right")], gradients)
+
+
+class TieredShard:
+    """A shard on this rank whose rows are in tiers, and therefore never in one piece of memory."""
+
+    def __init__(self, part: LocalPart, tiers: TieredEmbeddingBagCollection, index: int) -> None:
+        self.row, self.column, self.shape = part.row, part.column, (part.rows, part.columns)
+        self._tiers, self._table = tiers, tiers.tables.layout.tables[index]
+
+    def read(self, low: int, high: int) -> Values:
+        """Weights and optimizer state of its rows [low, high)."""
+        return self._tiers.read(self._region(low, high))
+
+    def write(self, low: int, high: int, values: Values) -> None:
+        """Replace weights and optimizer state of its rows [low, high)."""
+        self._tiers.write(self._region(low, high), values)
+
+    def _region(self, low: int, high: int) -> Region:
+        return Region(self._table, low, high, 0, self.shape[1])
+
+
+LocalShard = private_api.LocalShard | TieredShard
+"""A shard on this rank: in memory, or in tiers."""

@@ -18,7 +18,7 @@ from recpipe.distributed.ranks import Channel
 from recpipe.plugin.bags import IndexBags, RowIds, distinct
 from recpipe.plugin.skipper import RowFilter
 from recpipe.plugin.tables import TableSet
-from recpipe.tables.rowtable import RowBags, updated
+from recpipe.tables.rows import RowBags, updated
 from recpipe.tables.tiers.lookups import CpuLookups, Lookups
 
 Touched = NDArray[np.int64]

@@ -18,8 +18,7 @@ from recpipe.plugin.policy import IN_STORE
 from recpipe.plugin.store import IoCounters, Records
 from recpipe.plugin.tables import Region, Values
 from recpipe.tables.capabilities import SavesPlacement, ShowsRows
-from recpipe.tables.rows import table_bags
-from recpipe.tables.rowtable import looked_up
+from recpipe.tables.rows import looked_up, table_bags
 from recpipe.tables.tiers import saved_placement
 from recpipe.tables.tiers.engine import TieredRows, TierEngine
 from recpipe.tables.tiers.policies import policy_bytes

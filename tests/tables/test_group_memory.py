@@ -11,7 +11,7 @@ from recpipe.config.compose import compose
 from recpipe.distributed.ranks import Ranks
 from recpipe.run import run
 from recpipe.tables.config import TierConfig
-from recpipe.tables.kept import GroupKept
+from recpipe.tables.group_memory import group_memory
 from recpipe.tables.owners import GroupOwner
 from recpipe.tables.stores import make_store
 from recpipe.tables.tiers.policies import BYTES_BESIDE
@@ -37,7 +37,7 @@ def test_maps_policies_and_buffers_are_what_tiers_make(tmp_path: Path, policy: s
     slots = 0 if policy == "nocache" else SLOTS
     batch_size = 6000  # more than a staging area has at least
     owner = GroupOwner(policy, slots, slots * tables.record_bytes)
-    told = GroupKept.of(
+    told = group_memory(
         tables, owner, TierConfig(policy, store, "10%", None, True, False), Ranks(), None, batch_size
     )
     cold = make_store(
@@ -82,11 +82,11 @@ def test_each_holder_has_its_own_blocks() -> None:
     owner = GroupOwner("lru", SLOTS, SLOTS * tables.record_bytes)
     config = TierConfig("lru", "holders", "10%", None, True, False, holder_store="ssd")
     three = Ranks(rank=0, world=3, trainers=(0,), holders=(0, 1, 2))
-    told = GroupKept.of(tables, owner, config, three, None, 32)
+    told = group_memory(tables, owner, config, three, None, 32)
     assert told.cold_bytes is not None
     # 700 rows of 10 words (8, a state, a checksum), 102 to a block: 234, 233 and 233 rows of each holder.
     assert sum(told.cold_bytes.values()) == pytest.approx(3 * 3 * 4096, abs=2)
-    assert told.cold_bytes == GroupKept.of(tables, owner, config, replace(three, rank=2), None, 32).cold_bytes
+    assert told.cold_bytes == group_memory(tables, owner, config, replace(three, rank=2), None, 32).cold_bytes
 
 
 def test_the_plan_says_what_is_beside_the_tiers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
