@@ -25,7 +25,6 @@ from recpipe.distributed.ranks import Ranks
 from recpipe.plugin.collection import TableCollection
 from recpipe.plugin.tables import FILL_ROWS
 from recpipe.tables.resident import ResidentCollection
-from recpipe.tables.sharding.files import load_shards
 from recpipe.tables.sharding.tiered import TieredShard
 from tests.tables import tiered_shards
 from tests.tables.samples import CPU, table_set, tiers
@@ -99,17 +98,17 @@ def test_the_one_state_of_rows_that_are_cut(tmp_path, back) -> None:
     whole = ResidentCollection(wide_tables("rowwise_adagrad"), CPU)
     shards = build(Case("rowwise_adagrad", {"*": "column_wise"}), Ranks())
     if not back:
-        assert len(shards.local("b")) == 2
+        assert len(shards.local["b"]) == 2
         written, _ = moved(whole, shards, tmp_path)
         for name in ROWS:
-            for shard in shards.local(name):
+            for shard in shards.local[name]:
                 weights, state = shard.read(0, ROWS[name])
                 columns = slice(shard.column, shard.column + shard.shape[1])
                 np.testing.assert_array_equal(weights, written[name][0][:, columns])
                 np.testing.assert_array_equal(state, written[name][1])
         return
     filled(shards)
-    for number, shard in enumerate(shards.local("b")):
+    for number, shard in enumerate(shards.local["b"]):
         weights, state = shard.read(0, ROWS["b"])
         shard.write(0, ROWS["b"], (weights, state + np.float32(number)))
     io_of(shards).save_checkpoint({"global_step": 4}, tmp_path / "step-4.ckpt")
@@ -119,8 +118,8 @@ def test_the_one_state_of_rows_that_are_cut(tmp_path, back) -> None:
         np.testing.assert_array_equal(weights, expected[name][0])
         np.testing.assert_allclose(state, expected[name][1], rtol=1e-6)
     again = build(Case("rowwise_adagrad", {"*": "column_wise"}), Ranks())
-    load_shards(again, tmp_path / "step-4.ckpt" / "tables")
-    for shard, mine in zip(shards.local("b"), again.local("b"), strict=True):
+    again.load_tables(tmp_path / "step-4.ckpt" / "tables")
+    for shard, mine in zip(shards.local["b"], again.local["b"], strict=True):
         np.testing.assert_array_equal(mine.read(0, ROWS["b"])[1], shard.read(0, ROWS["b"])[1])
 
 

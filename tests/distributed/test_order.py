@@ -17,7 +17,6 @@ from recpipe.config.compose import compose
 from recpipe.distributed import ranks as module
 from recpipe.distributed.ranks import Channel, backends
 from recpipe.run import run
-from recpipe.tables.sharding import env as tables
 from tests.processes import start_ranks
 
 SMALL = (
@@ -132,11 +131,11 @@ def test_a_single_process_has_both_backends_too(
         "init_process_group": lambda backend, **_: made.append(backend),
         "new_group": lambda members, backend: made.append(backend),
     }.items():
-        monkeypatch.setattr(tables.dist, name, value)
-    monkeypatch.setattr(tables.atexit, "register", ends.append)
+        monkeypatch.setattr(module.dist, name, value)
+    monkeypatch.setattr(module.atexit, "register", ends.append)
     ranks = module.Ranks()
     for _ in ("planning", "training"):
-        tables.join_group(torch.device(device), ranks)
+        module.join_group(torch.device(device), ranks)
     assert made == [backend, "nccl" if device != "cpu" else "gloo"]
     assert len(ends) == (device != "cpu")
 

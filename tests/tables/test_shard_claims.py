@@ -31,7 +31,6 @@ from recpipe.plugin.tables import SparseFeature, TableOptimizer, TableSet
 from recpipe.tables.groups import ModelTables
 from recpipe.tables.sharding.claims import ShardClaims
 from recpipe.tables.sharding.collection import ShardedCollection
-from recpipe.tables.sharding.files import load_shards, save_shards
 from recpipe.tables.sharding.plan import Shard, ShardPlan, TablePlan
 from recpipe.tables.sharding.planning import Sharding
 from recpipe.tables.sharding.tables import ShardedTables
@@ -99,9 +98,9 @@ def test_a_gpus_cache_is_written_back_before_its_rows_are_read(
     tables.cache.lookups = private_api.fused_lookups(tables.sharded) if caches else []
     works = {
         "read": lambda: tables.read(next(tables.regions())),
-        "save": lambda: save_shards(tables, tmp_path),
+        "save": lambda: tables.save_tables(tmp_path),
         "write": lambda: tables.write(next(tables.regions()), tables.read(next(tables.regions()))),
-        "load": lambda: load_shards(tables, tmp_path),
+        "load": lambda: tables.load_tables(tmp_path),
     }
     for name, work in works.items():
         done.clear()
@@ -117,7 +116,7 @@ def test_tables_are_stored_in_their_type(optimizer: str) -> None:
     """Whatever the planner chooses, the optimizer's state stays float32."""
     tables = built(sharding(optimizer, storage=DataType.FP16))
     for feature in FEATURES:
-        for shard in tables.local(feature.name):
+        for shard in tables.local[feature.name]:
             assert shard.weights.dtype == torch.float16
             assert shard.state.dtype == torch.float32 or not shard.state.numel()
 

@@ -28,7 +28,6 @@ from recpipe.tables.config import TierConfig
 from recpipe.tables.groups import ModelTables
 from recpipe.tables.owners import is_sharded
 from recpipe.tables.sharding.claims import ShardClaims
-from recpipe.tables.sharding.files import load_shards, save_shards
 from recpipe.tables.sharding.plan import Shard, ShardPlan, TablePlan, load_plan
 from recpipe.tables.sharding.planning import Prediction, Sharding
 from tests.mutations import in_bytes, mutated
@@ -278,14 +277,14 @@ def test_one_rank_pads_nothing_and_reads_what_it_wrote() -> None:
 def test_all_shards_of_a_table_on_one_rank_are_saved(tmp_path, optimizer) -> None:
     case = Case(optimizer, {"*": "column_wise"})
     tables = build(case, Ranks())
-    assert len(tables.local("b")) == 2
+    assert len(tables.local["b"]) == 2
     rng = np.random.default_rng(0)
     written = {r: tuple(rng.random(v.shape, np.float32) for v in tables.read(r)) for r in tables.regions()}
     for region, values in written.items():
         tables.write(region, values)
-    save_shards(tables, tmp_path)
+    tables.save_tables(tmp_path)
     other = build(case, Ranks())
-    load_shards(other, tmp_path)
+    other.load_tables(tmp_path)
     files = TensorFiles.sharded(tmp_path)
     for region, (weights, state) in written.items():
         for read, expected in zip(other.read(region), (weights, state), strict=True):

@@ -233,7 +233,7 @@ def test_a_plugins_policy_keeps_parts_of_several_widths(tmp_path) -> None:
     whole = contents_of_whole(case)
     with lock_run_dir(tmp_path) as run_dir, tiered(case, Ranks(), run_dir, parts) as tables:
         assert {s.columns for t in tables.shards.values() for s in t.shards} == {64, 128}
-        assert {type(tiers.planner.policy) for tiers in tables.tiers.each()} == {Fifo}
+        assert {type(tiers.planner.policy) for tiers in tables.tiers} == {Fifo}
         for sparse in batches(STEPS):
             train(tables, sparse, 0, sparse.stride())
         before = tables.tier_figures()

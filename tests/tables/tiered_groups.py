@@ -174,7 +174,7 @@ def residents(grouped: GroupedCollection) -> list[np.ndarray]:
 def tiers_of(grouped: GroupedCollection) -> list[TieredEmbeddingBagCollection]:
     """Of all shards on this rank."""
     shards = [c for c in grouped.collections if isinstance(c, ShardedCollection)]
-    return [tiers for c in shards for tiers in c.tiers.each()]
+    return [tiers for c in shards for tiers in c.tiers]
 
 
 def watch_plans(grouped: GroupedCollection) -> list[TieredRows]:

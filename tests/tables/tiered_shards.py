@@ -125,7 +125,7 @@ def compared(case: Case, ranks: Ranks, run_dir: RunDir, saved: Path) -> dict[str
     for sparse in batches(STEPS):
         train(whole, sparse, 0, sparse.stride())
     with tiered(case, ranks, run_dir) as tables:
-        for tiers in tables.tiers.each() if case.loses and ranks.rank == 0 else ():
+        for tiers in tables.tiers if case.loses and ranks.rank == 0 else ():
             tiers.store.scatter = lambda rows, records: None  # type: ignore[method-assign]
         for number in range(STEPS // 2):
             step(tables, ranks, number)
@@ -138,7 +138,7 @@ def compared(case: Case, ranks: Ranks, run_dir: RunDir, saved: Path) -> dict[str
         for number in range(STEPS // 2, STEPS):
             step(tables, ranks, number)
         found, figures, kinds = contents(tables), tables.tier_figures(), tables.shards
-        residents = [tiers.planner.row_of_slot.copy() for tiers in tables.tiers.each()]
+        residents = [tiers.planner.row_of_slot.copy() for tiers in tables.tiers]
     expected = contents(whole)
     assert figures is not None
     case = replace(case, tiers=replace(case.tiers, store="host"))
@@ -150,7 +150,7 @@ def compared(case: Case, ranks: Ranks, run_dir: RunDir, saved: Path) -> dict[str
         for number in range(STEPS // 2, STEPS):
             step(tables, ranks, number)
         resumed = contents(tables)
-        again = [tiers.planner.row_of_slot for tiers in tables.tiers.each()]
+        again = [tiers.planner.row_of_slot for tiers in tables.tiers]
     same = all(np.array_equal(one, other) for one, other in zip(residents, again, strict=True))
     return {
         "kinds": {name: table.sharding for name, table in kinds.items()},

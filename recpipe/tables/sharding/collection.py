@@ -7,29 +7,36 @@ back (``finish``), and the backward pass sends gradients to those ranks and upda
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import replace
-from typing import Any
+from functools import reduce
+from typing import Any, cast
 
 import numpy as np
 import torch
+from torch import nn
 from torchrec.modules.embedding_configs import EmbeddingBagConfig
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, KeyedTensor
 
 from recpipe import private_api
+from recpipe.common.saved import entries
+from recpipe.common.tensors import packed, unpacked
 from recpipe.data.parts import require_ids
 from recpipe.errors import UserError
-from recpipe.plugin.collection import C, Rows, TableCollection, TierFigures
+from recpipe.plugin.collection import C, Rows, TableCollection, TierFigures, TierTimes
 from recpipe.plugin.skipper import RowFilter
+from recpipe.plugin.store import IoCounters
 from recpipe.plugin.tables import Region, Values, row_chunks
 from recpipe.private_api import module_name
 from recpipe.tables.capabilities import SavesPlacement
 from recpipe.tables.collection import TORCHREC_OPTIMIZERS
 from recpipe.tables.group_rows import GroupRows, GroupTables
-from recpipe.tables.sharding.env import ShardEnv
 from recpipe.tables.sharding.plan import Shard
-from recpipe.tables.sharding.sent import RowCache, Sent
-from recpipe.tables.sharding.tiered import GroupTiers, LocalShard, ShardTiers
+from recpipe.tables.sharding.sent import RowCache, Sent, ShardEnv
+from recpipe.tables.sharding.tiered import LocalShard, ShardTiers, TieredLookup
 from recpipe.tables.skipping import by_feature, filter_lookups
+from recpipe.tables.tiers.saved_placement import RANKS, of_whole
+from recpipe.tables.tiers.tiered import TieredEmbeddingBagCollection
 
 
 class ShardedRows(GroupRows):
@@ -76,17 +83,25 @@ class ShardedCollection(TableCollection, GroupTables, SavesPlacement):
                 "it fetches until their update, which never comes: use tiers.kernel=uvm, or train the table"
             )
         self._under = "embedding_bags" if tables.pooled else "embeddings"
-        self._replicated = self._dense_optimizer()
-        self._rows: RowFilter | None = None
+        weights = [self._weight(name) for name, table in self.shards.items() if table.replicated]
+        optimizer, self._replicated = tables.optimizer, None
+        if weights and not optimizer.frozen:
+            self._replicated = TORCHREC_OPTIMIZERS[optimizer.name](weights, **optimizer.knobs)
+        self._filter: RowFilter | None = None
         self.in_tiers = frozenset(
             n for n, t in self.shards.items() if n in env.sharding.tiered and not t.replicated
         )
         """Its tables whose rows are in tiers."""
         lookups = private_api.own_lookups_in(module)
         assert tiers is not None or not lookups, "who shards tables to be tiered brings their tiers"
-        self.tiers = GroupTiers(() if tiers is None else tiers.fill(number, tables, lookups))
-        """Those tiers on this rank."""
-        self._local = {t.name: self._shards_here(t.name) for t in tables.tables}
+        filled = nn.ModuleList([] if tiers is None else tiers.fill(number, tables, lookups))
+        self.tiered = cast("Sequence[TieredLookup]", filled)
+        """The lookups in tiers on this rank."""
+        self.tiers = [own for lookup in self.tiered for _, own in lookup.each]
+        """Those tiers."""
+        self._fetches = any(own.prefetches for own in self.tiers)
+        self.local = {table.name: self._shards_here(table.name) for table in tables.tables}
+        """Each table's shards on this rank; those in memory share it."""
 
     @property
     def collectives(self) -> Mapping[str, private_api.Collective]:
@@ -115,7 +130,7 @@ class ShardedCollection(TableCollection, GroupTables, SavesPlacement):
 
     def start(self, sparse: KeyedJaggedTensor) -> Sent:
         """Begin to send the ids of a batch that will be looked up later; all ranks do so together."""
-        return Sent(self.env, self.sharded, sparse, self.tables.weighted, self.tiers.prefetches, self.cache)
+        return Sent(self.env, self.sharded, sparse, self.tables.weighted, self._fetches, self.cache)
 
     def finish(self, sent: Sent) -> Rows:
         """The rows for the ids that ``start`` sent: pooled, float32 [B, F * D] in the order of the result's
@@ -135,28 +150,15 @@ class ShardedCollection(TableCollection, GroupTables, SavesPlacement):
         weight: torch.nn.Parameter = self.sharded.get_parameter(f"{self._under}.{module_name(table)}.weight")
         return weight
 
-    def _dense_optimizer(self) -> torch.optim.Optimizer | None:
-        """The optimizer of data-parallel tables, whose gradients are whole tables."""
-        weights = [self._weight(name) for name, table in self.shards.items() if table.replicated]
-        optimizer = self.tables.optimizer
-        if not weights or optimizer.frozen:
-            return None
-        made: torch.optim.Optimizer = TORCHREC_OPTIMIZERS[optimizer.name](weights, **optimizer.knobs)
-        return made
-
     def _shards_here(self, table: str) -> Sequence[LocalShard]:
         if table in self.in_tiers:
-            return self.tiers.shards(table)
+            return [shard for lookup in self.tiered for shard in lookup.shards(table)]
         found = private_api.local_shards(self.sharded, table, self._under)
         if self._replicated is None or not self.shards[table].replicated:
             return found
         weight = self._weight(table)
         state = self._replicated.state[weight].get("sum")
         return found if state is None else [replace(found[0], state=state.view(len(weight), -1))]
-
-    def local(self, table: str) -> Sequence[LocalShard]:
-        """The table's shards on this rank; those in memory share it."""
-        return self._local[table]
 
     def filter_updates(self, rows: RowFilter) -> None:
         """Leave rows out of updates. Each rank decides about its own rows; for data-parallel tables, all
@@ -169,34 +171,29 @@ class ShardedCollection(TableCollection, GroupTables, SavesPlacement):
                 "a plugin leaves rows out of updates, which looks them up once more, and "
                 "tiers.kernel=uvm_caching fetches them ahead for one lookup: use tiers.kernel=uvm, or drop it"
             )
-        self._rows = rows
-        self.tiers.filter_updates(rows)
+        self._filter = rows
+        for tiered in self.tiered:
+            tiered.filter_updates(rows)
         layout = self.tables.layout
         base = dict(zip(map(module_name, layout.tables), layout.bases.tolist(), strict=False))
         for lookup in private_api.fused_lookups(self.sharded):
             firsts = np.array([base[table] + row for table, row in lookup.features], np.int64)
             filter_lookups(lookup.tbe, rows, by_feature(firsts), len(firsts), self.tables.pooled)
 
-    def _leave_out(self, table: str, rows: RowFilter) -> None:
-        """Zero the gradients of rows to leave out. With every optimizer here, a zero gradient changes neither
-        weights nor state."""
-        gradient = self._weight(table).grad
-        if gradient is None:
-            return
-        layout = self.tables.layout
-        base = int(layout.bases[layout.tables.index(table)])
-        here = torch.nonzero(gradient.any(dim=1)).view(-1)
-        stay = rows.stay(here.cpu().numpy() + base, gradient[here])
-        if stay is not None:
-            gradient[here[~stay]] = 0.0
-
     def update(self) -> None:
         """Update the data-parallel tables, after the backward pass."""
         if self._replicated is None:
             return
-        for name, table in self.shards.items():
-            if self._rows is not None and table.replicated:
-                self._leave_out(name, self._rows)
+        layout = self.tables.layout
+        for name, base in zip(layout.tables, layout.bases.tolist(), strict=False):
+            gradient = self._weight(name).grad if self.shards[name].replicated else None
+            if self._filter is None or gradient is None:
+                continue
+            here = torch.nonzero(gradient.any(dim=1)).view(-1)
+            stay = self._filter.stay(here.cpu().numpy() + base, gradient[here])
+            if stay is not None:
+                # With every optimizer here, a zero gradient changes neither weights nor state.
+                gradient[here[~stay]] = 0.0
         self._replicated.step()
         self._replicated.zero_grad()
 
@@ -222,7 +219,7 @@ class ShardedCollection(TableCollection, GroupTables, SavesPlacement):
     def _part(self, table: str, shard: Shard, rows: slice) -> tuple[LocalShard, int, int]:
         """A shard on this rank, and the positions in it of ``rows`` (numbered in the table)."""
         local = next(
-            s for s in self._local[table] if (s.row, s.column) == (shard.row, shard.column) and s.shape[0]
+            s for s in self.local[table] if (s.row, s.column) == (shard.row, shard.column) and s.shape[0]
         )
         return local, rows.start - shard.row, rows.stop - shard.row
 
@@ -236,22 +233,19 @@ class ShardedCollection(TableCollection, GroupTables, SavesPlacement):
         self.empty_cache(forget=False)
         readers = (rank,) if replicated else tuple(range(self.env.plan.world))
         mine = []
-        for shard, rows in self.pieces(region, rank):
-            local, low, high = self._part(region.table, shard, rows)
+        for shard, part in self.pieces(region, rank):
+            local, low, high = self._part(region.table, shard, part)
             mine += [values.reshape(-1) for values in local.read(low, high)]
         flat = np.concatenate([*mine, np.empty(0, np.float32)])
         received = [flat] if replicated else self.env.channel.gather(flat)
-        return self._joined(region, dict(zip(readers, received, strict=True)))
-
-    def _joined(self, region: Region, received: dict[int, Any]) -> Values:
         width = self.tables.layout.width - self.tables.dim
         rows = region.stop - region.start
         weights = np.empty((rows, self.tables.dim), np.float32)
         state = np.zeros((rows, width), np.float32)
         row_wise = self.tables.optimizer.name == "rowwise_adagrad"
-        for rank, flat in received.items():
+        for reader, flat in zip(readers, received, strict=True):
             at = 0
-            for shard, part in self.pieces(region, rank):
+            for shard, part in self.pieces(region, reader):
                 count = part.stop - part.start
                 here = slice(part.start - region.start, part.stop - region.start)
                 columns = slice(shard.column, shard.column + shard.columns)
@@ -299,29 +293,62 @@ class ShardedCollection(TableCollection, GroupTables, SavesPlacement):
 
     def tier_figures(self) -> TierFigures | None:
         """The figures of this rank."""
-        return self.tiers.figures() if self.in_tiers else None
+        if not self.in_tiers:
+            return None
+        if not self.tiers:  # of its tables in tiers, this rank has no shards
+            return TierFigures(IoCounters(), TierTimes(), None, 0, 0, 0, False, 0, 0)
+        return reduce(TierFigures.plus, (tiers.tier_figures() for tiers in self.tiers))
 
     def placement_state(self) -> dict[str, Any]:
-        """The placements of all ranks' tiers, on rank 0; all ranks call it."""
-        return self.tiers.gathered(self.env.channel)
+        """The placements of all ranks' tiers, on rank 0, which saves them; all ranks call it."""
+        sent = packed({_shards_of(tiers): tiers.placement_state() for tiers in self.tiers})
+        channel = self.env.channel
+        received = channel.exchange([sent if member == 0 else sent[:0] for member in range(channel.size)])
+        if channel.index:
+            return {}
+        return {RANKS: {str(rank): unpacked(part) for rank, part in enumerate(received)}}
+
+    def _own_placements(
+        self, state: Mapping[str, Any]
+    ) -> list[tuple[TieredEmbeddingBagCollection, dict[str, Any]]]:
+        """This rank's tiers with what ``placement_state`` has of them; none where it is of other ranks or
+        shards, or of tables that were whole."""
+        if of_whole(state):
+            return []
+        ranks = entries({RANKS: dict[str, dict[str, Any]]}, state, "placement")[RANKS]
+        saved = ranks.get(str(self.env.channel.index), {})
+        mine = {_shards_of(tiers): tiers for tiers in self.tiers}
+        if len(ranks) != self.env.channel.size or saved.keys() != mine.keys():
+            return []
+        found = entries(dict.fromkeys(mine, dict[str, Any]), saved, "placement")
+        return [(tiers, found[shards]) for shards, tiers in mine.items()]
 
     def check_placement_state(self, state: Mapping[str, Any]) -> None:
         """``Damaged`` if this rank's part of ``state`` cannot be a result of ``placement_state``; what is of
         other ranks or shards, or of whole tables, is not looked at."""
-        for tiers, saved in self.tiers.own(self.env.channel, state):
+        for tiers, saved in self._own_placements(state):
             tiers.check_placement_state(saved)
 
     def load_placement_state(self, state: dict[str, Any] | None) -> bool:
         """Continue from ``state``; False if it is of another policy or budget, of other ranks or shards, or
         of whole tables."""
-        own = [] if state is None else self.tiers.own(self.env.channel, state)
+        own = [] if state is None else self._own_placements(state)
         loaded = [tiers.load_placement_state(saved) for tiers, saved in own]
         return bool(loaded) and all(loaded)
 
     def write_back(self) -> None:
         """Write the rows of its tiers back."""
-        self.tiers.write_back()
+        for tiers in self.tiers:
+            tiers.write_back()
 
     def close(self) -> None:
-        """Close the tiers."""
-        self.tiers.close()
+        """Close the tiers, all of them even if one raises."""
+        with ExitStack() as stack:
+            for tiers in self.tiers:
+                stack.callback(tiers.close)
+
+
+def _shards_of(tiers: TieredEmbeddingBagCollection) -> str:
+    """A description of the tables' parts that the tiers hold."""
+    tables = tiers.tables
+    return " ".join(f"{table.name}:{table.rows}x{tables.dim}" for table in tables.tables)

@@ -36,6 +36,7 @@ _KERNELS = (
     EmbeddingComputeKernel.FUSED_UVM_CACHING.value,
 )
 """TorchRec's sharding types whose tables recpipe can read and write."""
+_FROM_LIMITS = ("cache_params", "enforce_hbm", "stochastic_rounding", "bounds_check_mode", "output_dtype")
 _LARGEST = 2**60
 """Most values of a table: more than any machine has, but within the range of TorchRec's arithmetic."""
 
@@ -95,48 +96,31 @@ class ShardPlan:
     ) -> ShardingPlan:
         """TorchRec's plan for a model with the groups of ``tables`` at their paths; this rank's
         is on ``device``. TorchRec makes no memory for shards of the ``tiered`` tables."""
-        made = {}
         # Of several processes each has the GPU of its local rank, a single one perhaps another.
         places = [placement(device.type, rank, local_world) for rank in range(self.world)]
         if self.world == 1:
             places = [f"rank:0/{device}"]
-        for path, group in zip(module_paths(tables), tables.groups, strict=True):
-            names = group.tables.layout.tables
-            made[path] = EmbeddingModuleShardingPlan(self._module(names, places, limits, tiered))
-        return ShardingPlan(made)
-
-    def _module(
-        self,
-        names: Sequence[str],
-        places: Sequence[str],
-        limits: Mapping[str, ParameterConstraints],
-        tiered: Collection[str],
-    ) -> dict[str, ParameterSharding]:
         made = {}
-        for name in names:
-            table, spec = self.tables[name], None
-            if not table.replicated:
-                spec = EnumerableShardingSpec([_metadata(s, places) for s in table.shards])
-            limit = limits.get(name, ParameterConstraints())
-            made[module_name(name)] = ParameterSharding(
-                sharding_type=table.sharding,
-                compute_kernel=OWN_KERNEL if name in tiered and not table.replicated else table.kernel,
-                ranks=list(table.ranks),
-                sharding_spec=spec,
-                **{field: getattr(limit, field) for field in _FROM_LIMITS},
-            )
-        return made
-
-
-_FROM_LIMITS = ("cache_params", "enforce_hbm", "stochastic_rounding", "bounds_check_mode", "output_dtype")
-
-
-def _metadata(shard: Shard, places: Sequence[str]) -> ShardMetadata:
-    return ShardMetadata(
-        shard_offsets=[shard.row, shard.column],
-        shard_sizes=[shard.rows, shard.columns],
-        placement=places[shard.rank],
-    )
+        for path, group in zip(module_paths(tables), tables.groups, strict=True):
+            module = {}
+            for name in group.tables.layout.tables:
+                table, limit, spec = self.tables[name], limits.get(name, ParameterConstraints()), None
+                if not table.replicated:
+                    spec = EnumerableShardingSpec(
+                        [
+                            ShardMetadata([s.row, s.column], [s.rows, s.columns], places[s.rank])
+                            for s in table.shards
+                        ]
+                    )
+                module[module_name(name)] = ParameterSharding(
+                    sharding_type=table.sharding,
+                    compute_kernel=OWN_KERNEL if name in tiered and not table.replicated else table.kernel,
+                    ranks=list(table.ranks),
+                    sharding_spec=spec,
+                    **{field: getattr(limit, field) for field in _FROM_LIMITS},
+                )
+            made[path] = EmbeddingModuleShardingPlan(module)
+        return ShardingPlan(made)
 
 
 def from_torchrec(
@@ -197,21 +181,16 @@ def _check(name: str, table: TablePlan, world: int) -> None:
     counted = parts and min(p[3] for p in parts) > 0 and table.rows * table.dim < _LARGEST
     if not counted or not tiles(parts, table.rows, table.dim):
         raise Damaged(f"the shards of table '{name}' do not tile its {table.rows} x {table.dim} values")
-    if not _torchrecs(table, world):
-        raise Damaged(f"table '{name}' is not cut, or its ranks not listed, as {table.sharding} needs it")
-
-
-def _torchrecs(table: TablePlan, world: int) -> bool:
-    """Whether cuts and ranks follow TorchRec's rules, by which it computes a row's rank at run time."""
-    shards = table.shards
-    columns = shards[0].columns
-    hosts = [s.rank for s in shards if s.column == 0]  # the ranks that share the table's rows
+    # By these cuts and ranks TorchRec computes a row's rank at run time.
+    hosts = [s.rank for s in table.shards if s.column == 0]  # the ranks that share the table's rows
     sizes, offsets = calculate_shard_sizes_and_offsets(
-        torch.empty(table.rows, table.dim, device="meta"), len(hosts), len(hosts), table.sharding, columns
+        torch.empty(table.rows, table.dim, device="meta"),
+        len(hosts),
+        len(hosts),
+        table.sharding,
+        table.shards[0].columns,
     )
-    if [[s.rows, s.columns] for s in shards] != sizes or [[s.row, s.column] for s in shards] != offsets:
-        return False
-    ranks = tuple(s.rank for s in shards)
-    if table.sharding == ShardingType.ROW_WISE.value and ranks != tuple(range(world)):
-        return False
-    return ranks == table.ranks
+    found = ([[s.rows, s.columns] for s in table.shards], [[s.row, s.column] for s in table.shards])
+    in_order = table.sharding != ShardingType.ROW_WISE.value or ranks == list(range(world))
+    if found != (sizes, offsets) or not in_order or ranks != list(table.ranks):
+        raise Damaged(f"table '{name}' is not cut, or its ranks not listed, as {table.sharding} needs it")

@@ -50,6 +50,7 @@ SEQUENCE_TYPES = tuple(EmbeddingCollectionSharder().sharding_types("cpu"))
 """TorchRec's sharding types for tables whose rows are not pooled."""
 MIN_COLUMNS = 128
 """TorchRec's own limit of a column-wise part's width; a grid with fewer parts than hosts makes it fail."""
+NO_LIMIT = ParameterConstraints()
 NO_OPTION = "No available sharding type and compute kernel"
 """The beginning of TorchRec's RuntimeError if a table's limits leave its planner no choice."""
 
@@ -113,7 +114,7 @@ class Sharding:
         """
         most = max(self.tables.groups, key=lambda group: group.tables.total_bytes)
         common = fused(most.tables.optimizer)
-        if self._on_gpu:  # TorchRec's default would look up row 0 instead
+        if self.device.type == "cuda":  # TorchRec's default would look up row 0 instead
             common |= {"bounds_check_mode": bounds_check(self.device)}
         if self.kernel == "uvm_caching":
             common |= {"cache_load_factor": self.cached_share, "prefetch_pipeline": True}
@@ -129,7 +130,7 @@ class Sharding:
         """The ranks as TorchRec's planner sees them, with this machine's memory shared among its ranks."""
         local = min(int(os.environ.get("LOCAL_WORLD_SIZE", self.world)), self.world)
         memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // local
-        hbm = plannable(self.device) if self._on_gpu else None
+        hbm = plannable(self.device) if self.device.type == "cuda" else None
         # A planner counts rows in tiers as rows in memory, and would find no place for them.
         shapes = self.tables.shapes()
         tiered = sum(shapes[name][0] * self.group_of[name].record_bytes for name in self.tiered)
@@ -142,10 +143,6 @@ class Sharding:
             ddr_cap=memory,
         )
 
-    @property
-    def _on_gpu(self) -> bool:
-        return self.device.type == "cuda"
-
     def constraints(self) -> dict[str, ParameterConstraints]:
         """Limits by table: the recipe's kernel, the plugins' constraints, and only sharding types that work.
 
@@ -155,12 +152,13 @@ class Sharding:
         limits = {name: ParameterConstraints(compute_kernels=kernels) for name in self.group_of}
         infos = self.tables.infos()
         planner = self.claims.planner
-        for name, info in infos.items() if planner is not None else ():
-            assert planner is not None
-            limit = planner.call(Planner.constrain, info)
-            if limit is not None:
+        for name, info in infos.items():
+            limit = None if planner is None else planner.call(Planner.constrain, info)
+            if planner is not None and limit is not None:
                 refuse_limit(name, planner, limit, self.device)
-                limits[name] = _merged(limits[name], limit)
+                said = {f.name: getattr(limit, f.name) for f in fields(limit)}
+                set_by_it = {k: v for k, v in said.items() if v != getattr(NO_LIMIT, k)}
+                limits[name] = replace(limits[name], **set_by_it)
         for name, limit in limits.items():
             wanted = limit.sharding_types or PLANNED
             stored = self.group_of[name].storage
@@ -176,32 +174,34 @@ class Sharding:
         self, name: str, kind: str, limit: ParameterConstraints, stored: DataType
     ) -> UserError | None:
         """Why a table cannot be sharded in this way; None: it can."""
-        tables = self.group_of[name]
+        tables, cuts_rows = self.group_of[name], kind in COLUMN_SPLITTING
+        one_state = tables.optimizer.name == "rowwise_adagrad"
         if not tables.pooled and kind not in SEQUENCE_TYPES:
             return UserError(
                 f"table '{name}': TorchRec cannot shard an EmbeddingCollection {kind}; use one of "
                 f"{', '.join(SEQUENCE_TYPES)}"
             )
-        if kind in COLUMN_SPLITTING and self._one_state(tables) and not self.split_rows:
+        if cuts_rows and one_state and not self.split_rows:
             return _splits_rows(name, kind)
-        if kind in COLUMN_SPLITTING and name in self.tiered and (self._one_state(tables) or tables.codec):
+        if cuts_rows and name in self.tiered and (one_state or tables.codec):
             what = "a codec of whole records" if tables.codec else "one optimizer state for a whole row"
             return UserError(
                 f"table '{name}': {kind} cuts rows apart, and in tiers its rows have {what}: shard it "
                 "row_wise or table_wise"
             )
         skipper = self.claims.skipper
-        if kind in COLUMN_SPLITTING and skipper and overrides(skipper.part, Skipper.update):
+        if cuts_rows and skipper and overrides(skipper.part, Skipper.update):
             return UserError(
                 f"table '{name}': {kind} cuts rows apart, and {skipper}, decides by a whole "
                 "row's gradient whether to update it: shard it row_wise or table_wise, or drop the plugin"
             )
-        columns = limit.min_partition or MIN_COLUMNS
-        if kind == ShardingType.GRID_SHARD.value and tables.dim < columns * self._hosts:
-            return UserError(
-                f"table '{name}': grid_shard needs {columns} columns for each host, and its rows have "
-                f"{tables.dim}: use table_row_wise, or raise its dimension"
-            )
+        if kind == ShardingType.GRID_SHARD.value:
+            columns = limit.min_partition or MIN_COLUMNS
+            if tables.dim < columns * (self.world // self.topology().local_world_size):
+                return UserError(
+                    f"table '{name}': grid_shard needs {columns} columns for each host, and its rows have "
+                    f"{tables.dim}: use table_row_wise, or raise its dimension"
+                )
         if kind == ShardingType.DATA_PARALLEL.value and stored is not DataType.FP32:
             return UserError(
                 f"table '{name}': a data_parallel table of lower precision would keep its optimizer's state "
@@ -232,19 +232,14 @@ class Sharding:
         except (PlannerError, RuntimeError) as fault:
             if not isinstance(fault, PlannerError) and NO_OPTION not in str(fault):
                 raise
-            raise UserError(f"the planner found no way to place the tables: {_reason(fault)}") from fault
+            lines = [line.strip() for line in str(fault).splitlines() if line.strip()]
+            raise UserError(
+                f"the planner found no way to place the tables: {' '.join(lines)[:400]}; raise the number of "
+                "ranks, or loosen the limits of the tables"
+            ) from fault
         plan = from_torchrec(made, self.tables, seen.shard_ms, self.world)
         self.check(plan, limits)
         return plan
-
-    @property
-    def _hosts(self) -> int:
-        topology = self.topology()
-        return int(topology.world_size // topology.local_world_size)
-
-    def _one_state(self, tables: TableSet) -> bool:
-        """Whether a row has a single state value, so that its columns must not be cut."""
-        return tables.optimizer.name == "rowwise_adagrad"
 
     def splits_states(self, plan: ShardPlan) -> bool:
         """Whether some table's row-wise Adagrad would have several states for a row, which is a different
@@ -252,7 +247,8 @@ class Sharding:
         return any(self._splits_state(name, table) for name, table in plan.tables.items())
 
     def _splits_state(self, name: str, table: TablePlan) -> bool:
-        return self._one_state(self.group_of[name]) and any(s.columns < table.dim for s in table.shards)
+        one_state = self.group_of[name].optimizer.name == "rowwise_adagrad"
+        return one_state and any(shard.columns < table.dim for shard in table.shards)
 
     def check(self, plan: ShardPlan, limits: Mapping[str, ParameterConstraints] | None = None) -> None:
         """``UserError`` if this run cannot carry out the plan, or if the plan changes the optimizer
@@ -286,21 +282,16 @@ class Sharding:
                     f"table '{name}' is planned for the kernel {table.kernel}, but tiers.kernel and the "
                     f"plugins allow {' or '.join(kernels)} alone; plan anew, or set tiers.kernel as it was"
                 )
+        # TorchRec cuts all column-wise tables of an ``EmbeddingCollection`` alike.
         for group in self.tables.groups:
-            if not group.tables.pooled:
-                _check_widths({name: plan.tables[name] for name in group.tables.layout.tables})
-
-
-def _check_widths(tables: Mapping[str, TablePlan]) -> None:
-    """Refuse different column cuts: TorchRec cuts all column-wise tables of an ``EmbeddingCollection``
-    alike."""
-    cut = {n: t.shards[0].columns for n, t in tables.items() if t.sharding in COLUMN_SPLITTING}
-    if len(set(cut.values())) > 1:
-        raise UserError(
-            f"the tables {', '.join(cut)} of one EmbeddingCollection are cut into parts of "
-            f"{' and '.join(map(str, sorted(set(cut.values()))))} columns, and TorchRec cuts all of them "
-            "alike: give them one min_partition, or shard them row_wise or table_wise"
-        )
+            planned = {name: plan.tables[name] for name in group.tables.layout.tables}
+            cut = {n: t.shards[0].columns for n, t in planned.items() if t.sharding in COLUMN_SPLITTING}
+            if not group.tables.pooled and len(set(cut.values())) > 1:
+                raise UserError(
+                    f"the tables {', '.join(cut)} of one EmbeddingCollection are cut into parts of "
+                    f"{' and '.join(map(str, sorted(set(cut.values()))))} columns, and TorchRec cuts all of "
+                    "them alike: give them one min_partition, or shard them row_wise or table_wise"
+                )
 
 
 def _splits_rows(table: str, sharding: str) -> UserError:
@@ -309,17 +300,6 @@ def _splits_rows(table: str, sharding: str) -> UserError:
         "another algorithm; use optim=adagrad or sgd, shard it row_wise or table_wise, or accept it with "
         "tiers.split_rows=true"
     )
-
-
-def _merged(base: ParameterConstraints, limit: ParameterConstraints) -> ParameterConstraints:
-    default = ParameterConstraints()
-    said = {f.name: getattr(limit, f.name) for f in fields(limit)}
-    return replace(base, **{k: v for k, v in said.items() if v != getattr(default, k)})
-
-
-def _reason(fault: Exception) -> str:
-    lines = [line.strip() for line in str(fault).splitlines() if line.strip()]
-    return " ".join(lines)[:400] + "; raise the number of ranks, or loosen the limits of the tables"
 
 
 @counting("planning the shards")

@@ -1,4 +1,5 @@
-"""A batch's ids on their way to the ranks that hold their rows."""
+"""A batch's ids on their way to the ranks that hold their rows, and what the sharded groups of a run have in
+common for that."""
 
 from __future__ import annotations
 
@@ -9,9 +10,50 @@ from typing import Any
 import torch
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from recpipe.private_api import Fetched, FusedLookup, give_back, taken, unlock, unlocking
-from recpipe.tables.sharding.env import ShardEnv
-from recpipe.tables.sharding.tiered import fetch_ahead
+from recpipe import private_api
+from recpipe.distributed.ranks import Channel, Ranks, join_group
+from recpipe.errors import DataError
+from recpipe.private_api import Fetched, FusedLookup, give_back, given_to_own, taken, unlock, unlocking
+from recpipe.tables.sharding.plan import ShardPlan
+from recpipe.tables.sharding.planning import Sharding
+from recpipe.tables.sharding.tiered import TieredLookup
+
+
+class ShardEnv:
+    """The plan, and the ranks' group, channel and stream, by which every group's rows are exchanged."""
+
+    def __init__(self, sharding: Sharding, plan: ShardPlan, ranks: Ranks) -> None:
+        self.sharding, self.plan, self.rank = sharding, plan, ranks.rank
+        self.group = join_group(sharding.device, ranks)
+        self.channel: Channel = ranks.channel()
+        self.collectives = private_api.count_collectives()
+        """TorchRec's collectives on this rank so far, by name."""
+        on_gpu = sharding.device.type == "cuda"
+        self.stream = torch.cuda.Stream(sharding.device) if on_gpu else None  # type: ignore[no-untyped-call]
+        """The CUDA stream on which ids are sent, beside the training's kernels."""
+        self.prefetches = sharding.kernel == "uvm_caching"
+        """Whether rows are fetched into a GPU's cache before they are looked up."""
+
+    def given(self, sparse: KeyedJaggedTensor, weighted: bool) -> KeyedJaggedTensor:
+        """``sparse`` as the sharded modules take it: weights are dropped where they have no effect, and empty
+        samples are appended so that all ranks send shares of one size.
+
+        TorchRec's row-wise collectives need equal sizes under gloo. An empty sample's gradient is zero.
+        """
+        size, full = sparse.stride(), self.sharding.rank_batch
+        weights = sparse.weights() if weighted else None
+        if size == full or self.plan.world == 1:
+            if weighted or sparse.weights_or_none() is None:
+                return sparse
+            return KeyedJaggedTensor(sparse.keys(), sparse.values(), lengths=sparse.lengths())
+        if size > full:
+            raise DataError(
+                f"a share of {size} samples, but tables sharded over ranks were built for {full} "
+                "(data.batch_size over the ranks): no plugin may make batches larger"
+            )
+        lengths = sparse.lengths().view(len(sparse.keys()), size)
+        lengths = torch.nn.functional.pad(lengths, (0, full - size)).view(-1)
+        return KeyedJaggedTensor(sparse.keys(), sparse.values(), weights, lengths=lengths)
 
 
 class RowCache:
@@ -59,26 +101,21 @@ class Sent:
         """Wait for the numbers of ids, which were sent first, and send the ids themselves.
 
         With a GPU's cache (``tiers.kernel=uvm_caching``) it also fetches their rows into the cache, if they
-        will be trained.
+        will be trained. There they are locked until they have been.
         """
         if self._ids is not None:
             return
-        stream = self.env.stream
+        stream, cache = self.env.stream, self._cache
         training = None if stream is None else torch.cuda.current_stream(stream.device)
         with torch.cuda.stream(stream):
             self._ids = self._lengths.wait()
-            if self._cache.lookups and torch.is_grad_enabled():
+            if cache.lookups and torch.is_grad_enabled():
                 self._here = self._ids.wait()
-                self._fetch(training)
-
-    def _fetch(self, training: torch.cuda.Stream | None) -> None:
-        """Fetch the rows into the cache, where they are locked until they have been trained."""
-        left = self._cache.fetched
-        if left is not None:
-            unlock(left._fetched)
-        self._cache.fetched = self
-        self.module.prefetch(self._here, training, self.context)
-        self._fetched = taken(self._cache.lookups)
+                if cache.fetched is not None:
+                    unlock(cache.fetched._fetched)
+                cache.fetched = self
+                self.module.prefetch(self._here, training, self.context)
+                self._fetched = taken(cache.lookups)
 
     def fetch_rows(self) -> None:
         """Wait for what the other ranks sent here and start to fetch its rows, where they lie in tiers.
@@ -89,7 +126,9 @@ class Sent:
             self.send_ids()
             with torch.cuda.stream(self.env.stream):
                 self._here = self._ids.wait()
-                fetch_ahead(self.module, self._here)
+                for lookup, features in given_to_own(self.module, self._here):
+                    assert isinstance(lookup.look_up, TieredLookup)
+                    lookup.look_up.fetch_ahead(features)
 
     def looked_up(self) -> Any:
         """The rows for the ids, on their way to the ranks that asked for them; waits for the ids."""

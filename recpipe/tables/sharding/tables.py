@@ -15,11 +15,11 @@ from torchrec.distributed.types import ShardingEnv
 
 from recpipe import private_api
 from recpipe.distributed.ranks import Channel, Ranks
-from recpipe.tables.sharding.env import ShardEnv
 from recpipe.tables.sharding.files import ShardedGroup
 from recpipe.tables.sharding.modules import groups_in, module_paths, skeleton
 from recpipe.tables.sharding.plan import ShardPlan
 from recpipe.tables.sharding.planning import Sharding
+from recpipe.tables.sharding.sent import ShardEnv
 from recpipe.tables.sharding.tiered import ShardTiers
 
 
@@ -49,38 +49,33 @@ class ShardedTables:
         on_gpu = sharding.device.type == "cuda"
         set_gradient_division(False)
         # How many random numbers the shards' first values take depends on the plan; what follows must not.
+        tables = sharding.tables
         with torch.random.fork_rng(devices=[sharding.device] if on_gpu else []):
-            modules = self._sharded(model)
-        self._gradients: Channel = ranks.channel()
-        for module, group in zip(modules, sharding.tables.groups, strict=True):
+            whole = skeleton(tables) if model is None else model
+            local_world, limits = sharding.topology().local_world_size, sharding.constraints()
+            with nullcontext() if model is None else groups_in(whole, tables), private_api.own_lookups():
+                # DistributedModelParallel must leave the dense part alone: recpipe sums its gradients in the
+                # ranks' order.
+                DistributedModelParallel(
+                    whole,
+                    env=ShardingEnv.from_process_group(env.group),
+                    device=sharding.device,
+                    plan=plan.torchrec(sharding.device, local_world, limits, tables, sharding.tiered),
+                    sharders=sharding.sharders(),
+                    init_data_parallel=False,
+                    init_parameters=False,
+                )
+                modules = [whole.get_submodule(path) for path in module_paths(tables)]
+        gradients = ranks.channel()
+        for module, group in zip(modules, tables.groups, strict=True):
             for lookup in private_api.replicated_lookups(module):
-                lookup.register_comm_hook(self._gradients, lambda channel, bucket: _summed(channel, bucket))
+                lookup.register_comm_hook(gradients, lambda channel, bucket: _summed(channel, bucket))
                 if not group.tables.pooled and not on_gpu:
                     private_api.look_up_each_id(lookup)
         self.collections = tuple(
             ShardedGroup(env, number, module, tiers, saved) for number, module in enumerate(modules)
         )
         """The collection of each group."""
-
-    def _sharded(self, model: nn.Module | None) -> list[Any]:
-        """The sharded TorchRec module of each group."""
-        env, sharding, tables = self.env, self.env.sharding, self.env.sharding.tables
-        whole = skeleton(tables) if model is None else model
-        local_world = sharding.topology().local_world_size
-        limits = sharding.constraints()
-        with nullcontext() if model is None else groups_in(whole, tables), private_api.own_lookups():
-            # DistributedModelParallel must leave the dense part alone: recpipe sums its gradients in the
-            # ranks' order.
-            DistributedModelParallel(
-                whole,
-                env=ShardingEnv.from_process_group(env.group),
-                device=sharding.device,
-                plan=env.plan.torchrec(sharding.device, local_world, limits, tables, sharding.tiered),
-                sharders=sharding.sharders(),
-                init_data_parallel=False,
-                init_parameters=False,
-            )
-            return [whole.get_submodule(path) for path in module_paths(tables)]
 
 
 def _summed(gradients: Channel, bucket: Any) -> torch.futures.Future[torch.Tensor]:
