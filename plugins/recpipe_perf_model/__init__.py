@@ -9,27 +9,26 @@ from typing import TYPE_CHECKING
 from recpipe.common.lazy import lazily
 
 if TYPE_CHECKING:
-    from recpipe_perf_model.bench.collectives import BYTES as COLLECTIVE_BYTES
-    from recpipe_perf_model.bench.collectives import FAMILY as COLLECTIVE_FAMILY
-    from recpipe_perf_model.bench.collectives import timed_collectives
     from recpipe_perf_model.bench.lookups import SHAPES as LOOKUP_SHAPES
     from recpipe_perf_model.bench.lookups import TABLES as LOOKUP_TABLES
     from recpipe_perf_model.bench.lookups import Clock, timed_lookups, zipf
     from recpipe_perf_model.bench.lookups import pools as id_pools
+    from recpipe_perf_model.bench.ranks import BYTES as COLLECTIVE_BYTES
+    from recpipe_perf_model.bench.ranks import timed_collectives
     from recpipe_perf_model.facts.facts import Facts
     from recpipe_perf_model.facts.group_facts import GroupFacts, Misses
     from recpipe_perf_model.facts.replay import Kept as KeptLookups
     from recpipe_perf_model.facts.replay import joined as joined_lookups
     from recpipe_perf_model.kernels.linear import fitted, nnls
-    from recpipe_perf_model.kernels.moves import LookupWork
+    from recpipe_perf_model.kernels.moves import COLLECTIVE_FAMILY, LookupWork
     from recpipe_perf_model.machine import Host, SharedProfile
     from recpipe_perf_model.statement import Moved, Phase, Statement, Work
     from recpipe_perf_model.tiers.ranks import busiest_part, share_of_distinct
 
 _HOME = {
-    "COLLECTIVE_BYTES": "bench.collectives:BYTES",
-    "COLLECTIVE_FAMILY": "bench.collectives:FAMILY",
-    "timed_collectives": "bench.collectives:timed_collectives",
+    "COLLECTIVE_BYTES": "bench.ranks:BYTES",
+    "COLLECTIVE_FAMILY": "kernels.moves:COLLECTIVE_FAMILY",
+    "timed_collectives": "bench.ranks:timed_collectives",
     "LOOKUP_SHAPES": "bench.lookups:SHAPES",
     "LOOKUP_TABLES": "bench.lookups:TABLES",
     "Clock": "bench.lookups:Clock",

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import replace
 from datetime import UTC, datetime
+from functools import partial
 from math import log as log_of
 from pathlib import Path
 from statistics import median
@@ -14,42 +15,42 @@ import torch
 
 from recpipe.backend.matmul import float32_products
 from recpipe.common.console import log
-from recpipe.common.machine import TRIES, Taken, undisturbed
+from recpipe.common.machine import TRIES, undisturbed
 from recpipe.common.meter import Meter
 from recpipe.errors import UserError, nearest_or_all
-from recpipe.profiling.limits import Sample
+from recpipe.profiling.limits import Sample, measured
 from recpipe.profiling.step_model import Recheck
-from recpipe_perf_model.bench import (
-    collectives,
-    copies,
-    gemm,
-    limits,
-    lookups,
-    overheads,
-    pointwise,
-    rows,
-    steps,
-    stores,
-    tiers,
-)
-from recpipe_perf_model.bench import ranks as bench_ranks
+from recpipe_perf_model.bench.lookups import least, measure_lookups, measure_rows
+from recpipe_perf_model.bench.operators import measure_passes, measure_products
+from recpipe_perf_model.bench.overheads import measure_overheads
+from recpipe_perf_model.bench.ranks import measure_ranks
+from recpipe_perf_model.bench.steps import measure_steps
+from recpipe_perf_model.bench.tiers import measure_stores, measure_tiers
+from recpipe_perf_model.kernels.moves import COLLECTIVE_FAMILY
 from recpipe_perf_model.machine import Host, MachineProfile
 
 Measure = Callable[[bool], Iterator[Sample]]
 """Yields the samples of a family; in the quick form, fewer of them if it is given True."""
+ROW_BYTES = (16, 64, 256, 1024)
+"""Sizes of the rows that are gathered."""
+
+
+def limits(quick: bool) -> Iterator[Sample]:
+    """The CPU's limits: matrix products at their best, streaming, and random rows."""
+    yield from measured(ROW_BYTES[1:3] if quick else ROW_BYTES, torch.device("cpu"))
+
 
 FAMILIES: dict[str, Measure] = {
-    "limits": limits.measure,
-    "gemm": gemm.measure,
-    "pointwise": pointwise.measure,
-    "overheads": overheads.measure,
-    "lookups": lookups.measure,
-    "tiers": tiers.measure,
-    "stores": stores.measure,
-    "copies": copies.measure,
-    "steps": steps.measure,
-    "rows": rows.measure,
-    "collectives": bench_ranks.measure,
+    "limits": limits,
+    "gemm": measure_products,
+    "pointwise": measure_passes,
+    "overheads": measure_overheads,
+    "lookups": partial(least, measure_lookups),
+    "tiers": partial(least, measure_tiers),
+    "stores": partial(least, measure_stores),
+    "steps": measure_steps,
+    "rows": partial(least, measure_rows),
+    COLLECTIVE_FAMILY: measure_ranks,
 }
 """The one set of micro-benchmarks, in the order in which they run."""
 SECONDS = {
@@ -60,10 +61,9 @@ SECONDS = {
     "lookups": 10.0,
     "tiers": 15.0,
     "stores": 30.0,
-    "copies": 1.0,
     "steps": 25.0,
     "rows": 8.0,
-    "collectives": 12.0,
+    COLLECTIVE_FAMILY: 12.0,
 }
 """About how long a family takes in full, for the progress bar."""
 REPEATED = ("gemm", "pointwise")
@@ -115,7 +115,9 @@ def calibrate(
             taken = undisturbed(once, None if name in REPEATED else alike, tries)
             tries = 1 if taken.disturbed else TRIES
             done += expected[name]
-            profile = _with(profile, name, taken, quick)
+            disturbed = {**profile.disturbed, **({name: taken.disturbed} if taken.disturbed else {})}
+            samples = {**profile.samples, name: taken.value}
+            profile = replace(profile, quick=profile.quick or quick, samples=samples, disturbed=disturbed)
             profile.save(path)
             log.info("measured %s: %d samples", name, len(taken.value))
             if taken.disturbed:
@@ -123,27 +125,21 @@ def calibrate(
     return profile
 
 
-def _with(
-    profile: MachineProfile, name: str, taken: Taken[tuple[Sample, ...]], quick: bool
-) -> MachineProfile:
-    disturbed = {**profile.disturbed, **({name: taken.disturbed} if taken.disturbed else {})}
-    samples = {**profile.samples, name: taken.value}
-    return replace(profile, quick=profile.quick or quick, samples=samples, disturbed=disturbed)
-
-
 def alike(one: Sequence[Sample], other: Sequence[Sample]) -> bool:
     """Whether two measurements of a family agree, in what both have measured."""
-    rates = {_what(sample): _rate(sample) for sample in one}
-    apart = [abs(log_of(_rate(s) / rates[_what(s)])) for s in other if _what(s) in rates]
+    before, after = _rates(one), _rates(other)
+    apart = [abs(log_of(after[what] / rate)) for what, rate in before.items() if what in after]
     return not apart or median(apart) <= log_of(ALIKE)
 
 
-def _what(sample: Sample) -> tuple[object, ...]:
-    return sample.kind, *sorted((name, at) for name, at in sample.at.items() if name != "amount")
-
-
-def _rate(sample: Sample) -> float:
-    return float(sample.at.get("amount", 1.0)) / sample.seconds
+def _rates(samples: Sequence[Sample]) -> dict[tuple[object, ...], float]:
+    """Amounts per second, by what was run with which sizes."""
+    rates: dict[tuple[object, ...], float] = {}
+    for sample in samples:
+        sizes = dict(sample.at)
+        amount = float(sizes.pop("amount", 1.0))
+        rates[sample.kind, *sorted(sizes.items())] = amount / sample.seconds
+    return rates
 
 
 def contradicts(predicted: float, measured: float, disturbed: bool) -> bool:
@@ -182,17 +178,17 @@ def recheck(path: Path, families: dict[str, Measure] | None = None) -> Recheck |
 def with_ranks(path: Path, ranks: int, quick: bool) -> MachineProfile:
     """The profile at ``path`` with messages between so many processes, which are started for that, beside
     those of other numbers; it is saved. ``UserError`` if they cannot be measured."""
-    taken = undisturbed(lambda: tuple(bench_ranks.measure(quick, ranks)), alike)
+    taken = undisturbed(lambda: tuple(measure_ranks(quick, ranks)), alike)
     found = taken.value
     if not found:
         raise UserError(f"messages between {ranks} ranks cannot be measured here: the log says why")
     profile = _begun(path, quick, FAMILIES)
-    others = tuple(s for s in profile.samples.get(collectives.FAMILY, ()) if s.at["ranks"] != ranks)
-    samples = {**profile.samples, collectives.FAMILY: (*others, *found)}
+    others = tuple(s for s in profile.samples.get(COLLECTIVE_FAMILY, ()) if s.at["ranks"] != ranks)
+    samples = {**profile.samples, COLLECTIVE_FAMILY: (*others, *found)}
     profile = replace(profile, quick=profile.quick or quick, samples=samples)
     if taken.disturbed:
         log.warning("messages between %d ranks are not kept: %s", ranks, taken.disturbed)
-        return replace(profile, disturbed={**profile.disturbed, collectives.FAMILY: taken.disturbed})
+        return replace(profile, disturbed={**profile.disturbed, COLLECTIVE_FAMILY: taken.disturbed})
     profile.save(path)
     return profile
 

@@ -1,6 +1,6 @@
-"""Lookups of embedding rows and their fused updates: by rows, dimension, pooling, skew and cache residency.
+"""Lookups of embedding rows and their updates: by FBGEMM's fused kernels, and of rows as plain arrays.
 
-Neo's planner runs the same benchmark on all of its ranks at once.
+Neo's planner runs the benchmark of fused lookups on all of its ranks at once.
 """
 
 from __future__ import annotations
@@ -20,9 +20,10 @@ from fbgemm_gpu.split_table_batched_embeddings_ops_training import (
 from numpy.typing import NDArray
 
 from recpipe.common.device import one_thread
-from recpipe.plugin.bags import RowIds
-from recpipe.plugin.tables import OPTIMIZERS
+from recpipe.plugin.bags import IndexBags, RowIds
+from recpipe.plugin.tables import OPTIMIZERS, TableOptimizer
 from recpipe.profiling.limits import Sample
+from recpipe.tables.rows import RowBags, updated
 
 TABLES = ((4, 100), (1, 5_000), (4, 5_000), (16, 20_000), (4, 100_000), (4, 300_000), (1, 1_000_000))
 """Numbers of equal tables in one TBE, and their rows: from sizes that fit any cache to sizes that mostly miss
@@ -39,7 +40,13 @@ REPEATS = 5
 CACHE = 2**24
 """Bytes read before each timed part, so that it finds cold caches, as after the rest of a training step."""
 OPTIMIZER = "rowwise_adagrad"
-"""The optimizer of ``measure``: recpipe's default."""
+"""recpipe's default."""
+PASSES = 3
+ROW_SHAPES = ((26, 64, 1), (26, 512, 1), (8, 2048, 1), (26, 1024, 1), (4, 512, 20))
+"""Of plain rows: features, samples, and ids of a bag."""
+ROW_SPREADS = ((2_000, 0.0), (250_000, 1.05), (250_000, 0.0))
+"""Numbers of plain rows, and the skew with which they are looked up."""
+ROW_REPEATS = 6
 
 
 class Clock:
@@ -79,25 +86,25 @@ class Timed:
     """The same of the backward pass with its update."""
 
 
-def measure(quick: bool) -> Iterator[Sample]:
-    """The least of several passes over ``once``."""
-    yield from least(once, quick)
+def least(once: Callable[[bool], Iterator[Sample]], quick: bool) -> Iterator[Sample]:
+    """The least time of each sample of ``once`` over ``PASSES`` passes, which give the same samples; in the
+    quick form there is one pass."""
+    passes = [list(once(quick)) for _ in range(1 if quick else PASSES)]
+    for same in zip(*passes, strict=True):
+        yield replace(same[0], seconds=min(sample.seconds for sample in same))
 
 
-def once(quick: bool) -> Iterator[Sample]:
+def measure_lookups(quick: bool) -> Iterator[Sample]:
     """Samples ``lookup forward`` and ``lookup update``, in one process on the CPU."""
     clock = Clock(torch.device("cpu"))
     tables, dims, shapes = (TABLES[1:4:2], DIMS[:1], SHAPES[:3]) if quick else (TABLES, DIMS, SHAPES)
+    drawn = pools(np.random.default_rng(0), [rows for _, rows in tables])
     with one_thread():  # as in a run, where the other cores have work of their own
-        for timed in timed_lookups(clock, OPTIMIZERS[OPTIMIZER], _drawn(tables), tables, dims, shapes):
+        for timed in timed_lookups(clock, OPTIMIZERS[OPTIMIZER], drawn, tables, dims, shapes):
             names = ("tables", "rows", "dim", "bags", "lookups", "distinct")
             at = {name: float(getattr(timed, name)) for name in names} | {"optimizer": OPTIMIZER}
             yield Sample("lookup forward", at, float(timed.forward[0]) / 1e3)
             yield Sample("lookup update", at, float(timed.backward[0]) / 1e3)
-
-
-def _drawn(tables: tuple[tuple[int, int], ...]) -> dict[tuple[int, float], RowIds]:
-    return pools(np.random.default_rng(0), [rows for _, rows in tables])
 
 
 def pools(random: np.random.Generator, tables: list[int]) -> dict[tuple[int, float], RowIds]:
@@ -131,41 +138,34 @@ def timed_lookups(
 ) -> Iterator[Timed]:
     """Time forward, and backward with update, of TBEs over the grid. ``begin`` is called before each
     point."""
+    cuda = clock.device.type == "cuda"
+    place = EmbeddingLocation.DEVICE if cuda else EmbeddingLocation.HOST
+    kind = ComputeDevice.CUDA if cuda else ComputeDevice.CPU
     for count, rows in tables:
         for dim in dims:
-            tbe = _tbe(count, rows, dim, optimizer, clock.device)
+            tbe = SplitTableBatchedEmbeddingBagsCodegen(
+                [(rows, dim, place, kind)] * count,
+                optimizer=optimizer,
+                learning_rate=0.01,
+                device=clock.device,
+            )
+            # Pages that were never written share one page of zeros.
+            tbe.init_embedding_weights_uniform(-0.1, 0.1)
             # All ids of a small table recur in every batch, so that skew changes nothing.
             for skew in skews[: 1 if rows < shapes[0][0] else None]:
                 for bags, lookups in shapes:
                     begin()
-                    yield _timed(clock, tbe, pools[rows, skew], (count, rows, dim, bags, lookups))
-
-
-def _tbe(
-    tables: int, rows: int, dim: int, optimizer: EmbOptimType, device: torch.device
-) -> SplitTableBatchedEmbeddingBagsCodegen:
-    cuda = device.type == "cuda"
-    place = (
-        (EmbeddingLocation.DEVICE, ComputeDevice.CUDA)
-        if cuda
-        else (EmbeddingLocation.HOST, ComputeDevice.CPU)
-    )
-    tbe = SplitTableBatchedEmbeddingBagsCodegen(
-        [(rows, dim, *place)] * tables, optimizer=optimizer, learning_rate=0.01, device=device
-    )
-    tbe.init_embedding_weights_uniform(-0.1, 0.1)  # pages that were never written share one page of zeros
-    return tbe
+                    pool = pools[rows, skew]
+                    forward, backward = _timed(clock, tbe, pool, count * bags * lookups, lookups)
+                    distinct = len(np.unique(pool[: bags * lookups]))
+                    yield Timed(count, rows, dim, bags, bags * lookups, distinct, forward, backward)
 
 
 def _timed(
-    clock: Clock,
-    tbe: SplitTableBatchedEmbeddingBagsCodegen,
-    pool: RowIds,
-    shape: tuple[int, int, int, int, int],
-) -> Timed:
-    tables, rows, dim, bags, lookups = shape
-    size = tables * bags * lookups
-    offsets = torch.arange(0, size + 1, lookups, device=clock.device)
+    clock: Clock, tbe: SplitTableBatchedEmbeddingBagsCodegen, pool: RowIds, size: int, of_bag: int
+) -> NDArray[np.float64]:
+    """Median milliseconds of ``size`` lookups, ``of_bag`` in each bag, and of their backward pass: [2, 2]."""
+    offsets = torch.arange(0, size + 1, of_bag, device=clock.device)
     times = []
     for step in range(REPEATS):
         start = step * size % (len(pool) - size + 1)
@@ -176,20 +176,52 @@ def _timed(
         began = clock.start()
         pooled.backward(pooled.detach())
         times.append((forward, clock.read() - began))
-    forward, backward = np.median(times[2:], axis=0)
-    distinct = len(np.unique(pool[: bags * lookups]))
-    return Timed(tables, rows, dim, bags, bags * lookups, distinct, forward, backward)
+    return np.asarray(np.median(times[2:], axis=0))
 
 
-PASSES = 3
+def measure_rows(quick: bool) -> Iterator[Sample]:
+    """Samples ``rows look up`` (with finding each row's bags) and ``rows update`` (gradients of the distinct
+    rows, and their step of row-wise Adagrad), in one thread.
+
+    They are of rows as plain arrays, which tables have that several trainers share
+    (``recpipe.tables.rows``).
+    """
+    random = np.random.default_rng(0)
+    shapes, dims = (ROW_SHAPES[:2], DIMS[:1]) if quick else (ROW_SHAPES, DIMS)
+    with one_thread():
+        for rows, skew in ROW_SPREADS:
+            pool = zipf(random, rows, POOL, skew)
+            for dim in dims:
+                weights, state = torch.full((rows, dim), 0.01), torch.full((rows, 1), 0.01)
+                for features, samples, ids in shapes:
+                    size = features * samples * ids
+                    offsets = np.arange(0, size + 1, ids)
+                    *seconds, distinct = _timed_rows(pool, weights, state, samples, offsets)
+                    sizes = {"lookups": size, "bags": features * samples, "distinct": distinct, "dim": dim}
+                    at: dict[str, float | str] = {name: float(value) for name, value in sizes.items()}
+                    for kind, taken in zip(("rows look up", "rows update"), seconds, strict=True):
+                        yield Sample(kind, at, taken)
 
 
-def least(once: Callable[[bool], Iterator[Sample]], quick: bool) -> Iterator[Sample]:
-    """The least time of each sample of ``once``, which gives the same ones in each pass; in the quick form
-    there is one pass."""
-    passes = [once(quick) for _ in range(1 if quick else PASSES)]
-    first = list(passes[0])
-    others = [list(each) for each in passes[1:]]
-    for number, sample in enumerate(first):
-        times = [sample.seconds, *(each[number].seconds for each in others)]
-        yield replace(sample, seconds=min(times))
+def _timed_rows(
+    pool: RowIds, weights: torch.Tensor, state: torch.Tensor, samples: int, offsets: NDArray[np.int64]
+) -> tuple[float, float, int]:
+    """Median seconds of looking rows up and of updating them, and how many of the last batch are distinct."""
+    size, dim = int(offsets[-1]), weights.shape[1]
+    optimizer = TableOptimizer("rowwise_adagrad", 0.01)
+    times, distinct = [], 0
+    for step in range(ROW_REPEATS):
+        start = step * size % (len(pool) - size + 1)
+        began = time.perf_counter()
+        bags = RowBags.of(IndexBags(pool[start : start + size], offsets, samples))
+        at = torch.from_numpy(bags.distinct)
+        pooled = bags.pooled(weights, at)
+        looked_up = time.perf_counter()
+        gradients = bags.gradients(pooled, dim)
+        records = updated(optimizer, torch.cat((weights[at], state[at]), dim=1), gradients)
+        weights.index_copy_(0, at, records[:, :dim])
+        state.index_copy_(0, at, records[:, dim:])
+        times.append((looked_up - began, time.perf_counter() - looked_up))
+        distinct = len(at)
+    looking, updating = np.median(times[1:], axis=0)
+    return float(looking), float(updating), distinct

@@ -5,8 +5,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from dataclasses import dataclass
 from functools import partial
+from math import inf
 from statistics import median
 from time import perf_counter
 from typing import Any
@@ -20,19 +22,12 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from recpipe.common.device import keep_to_one_core, one_thread
 from recpipe.common.process import quieted
-from recpipe.model.call import Called
-from recpipe.model.loss import parse_loss
 from recpipe.pipeline.batch import InFlight
-from recpipe.pipeline.placed import PlacedModel, put_fronts
 from recpipe.pipeline.step import StepTimes, accumulate
-from recpipe.plugin.tables import TableOptimizer
 from recpipe.profiling.limits import Sample
 from recpipe.tables.front import handing_out
-from recpipe.tables.grouped import GroupedCollection
-from recpipe.tables.groups import collections_of, group_tables
-from recpipe.tables.inputs import Inputs
-from recpipe.tables.resident import ResidentCollection
-from recpipe_perf_model.bench.timing import Clock, clock
+from recpipe_perf_model.bench.steps import TimedSteps, fit, placed
+from recpipe_perf_model.bench.timing import Clock, Run
 from recpipe_perf_model.kernels.operators import Operator, optimizer_sizes
 from recpipe_perf_model.step.capture import calls_by_name
 
@@ -41,8 +36,6 @@ CHAIN = 64
 ROUNDS = 15
 STEPS = 400
 """Steps of an empty loop."""
-CALLBACKS = 5
-"""Callbacks of such a loop, as many as a run has."""
 FEATURES = (1, 26)
 """Features of the pipeline's step."""
 SHARED = 256
@@ -52,20 +45,35 @@ ALONE = 2e-3
 OPTIMIZERS = ("SGD", "Adagrad", "Adam")
 PARAMETERS = ((2, 64), (8, 4096), (14, 50_000), (14, 200_000), (30, 20_000), (6, 1_000_000))
 """Numbers of parameters and the values of each."""
-Run = Callable[[], object]
 
 
-def measure(quick: bool) -> Iterator[Sample]:
-    """All overheads, in one thread and with nothing else running, and optimizers as operators are timed."""
+def measure_overheads(quick: bool) -> Iterator[Sample]:
+    """All overheads, in one thread and with nothing else running, and optimizers as operators are timed.
+
+    ``call``: a call of a Python function, as modules make them. ``hand over``: giving another core's thread
+    some work, and waiting for it.
+    """
     with one_thread():
         yield from _autograd()
-        yield from _python()
+        modules = nn.Sequential(*(nn.Sequential(nn.Identity()) for _ in range(CHAIN)))
+        run = partial(modules, torch.ones(8))
+        (seconds,) = _times([run])
+        yield Sample("call", {}, seconds / max(1, calls_by_name(run).total()))
         yield from (_pipeline(count) for count in FEATURES)
-        yield _handing_over()
+        with ThreadPoolExecutor(1, "recpipe-bench", keep_to_one_core) as other:
+            (seconds,) = _times([lambda: other.submit(int).result()], 4 * ROUNDS)
+        yield Sample("hand over", {}, seconds)
     yield _waking()
     yield _loop(STEPS // 4 if quick else STEPS)
-    with clock() as timer:
-        yield from _optimizers(timer, PARAMETERS[::2] if quick else PARAMETERS)
+    with closing(Clock()) as clock:
+        yield from clock.timed(
+            (
+                Operator(f"optimizer {name}", optimizer_sizes(name, count, count * values), name),
+                partial(_optimizer, name, count, values),
+            )
+            for name in OPTIMIZERS
+            for count, values in (PARAMETERS[::2] if quick else PARAMETERS)
+        )
 
 
 def _times(runs: Sequence[Run], rounds: int = ROUNDS) -> list[float]:
@@ -120,15 +128,6 @@ class _Same(torch.autograd.Function):
         return gradient
 
 
-def _python() -> Iterator[Sample]:
-    """``call``: a call of a Python function, as modules make them."""
-    x = torch.ones(8)
-    modules = nn.Sequential(*(nn.Sequential(nn.Identity()) for _ in range(CHAIN)))
-    run = partial(modules, x)
-    (seconds,) = _times([run])
-    yield Sample("call", {}, seconds / max(1, calls_by_name(run).total()))
-
-
 @dataclass
 class _Batch:
     ids: KeyedJaggedTensor
@@ -156,14 +155,7 @@ def _pipeline(count: int) -> Sample:
     bags = size * count
     ids = KeyedJaggedTensor(names, torch.arange(bags) % size, lengths=torch.ones(bags, dtype=torch.long))
     batch = _Batch(ids, torch.zeros(size))
-    module = _Tiny(names)
-    tables = group_tables(
-        collections_of(module), lambda name, weights: TableOptimizer("rowwise_adagrad", 0.1), 0
-    )
-    own = [ResidentCollection(group.tables, torch.device("cpu"), padded=False) for group in tables.groups]
-    called = Called(module, parse_loss("binary_cross_entropy"))
-    grouped = GroupedCollection(tables, own)
-    model = PlacedModel(called, put_fronts(module, tables, grouped), grouped, Inputs.of(tables, batch))
+    model = placed(_Tiny(names), batch)
     staged = InFlight(batch, ids=model.inputs.each(batch))
 
     def step() -> None:
@@ -180,13 +172,6 @@ def _pipeline(count: int) -> Sample:
 
     whole, inside = _times([step, dense], 4 * ROUNDS)
     return Sample("step", {"elements": float(count)}, max(whole - inside, 1e-6))
-
-
-def _handing_over() -> Sample:
-    """``hand over``: giving another core's thread some work, and waiting for it."""
-    with ThreadPoolExecutor(1, "recpipe-bench", keep_to_one_core) as other:
-        (seconds,) = _times([lambda: other.submit(int).result()], 4 * ROUNDS)
-    return Sample("hand over", {}, seconds)
 
 
 def _waking() -> Sample:
@@ -206,59 +191,27 @@ def _waking() -> Sample:
 
 
 class _Empty(L.LightningModule):
-    """Trains nothing, and notes when its steps begin."""
+    """Trains nothing."""
 
     def __init__(self) -> None:
         super().__init__()
         self.automatic_optimization = False
         self.parameter = nn.Parameter(torch.zeros(1))
-        self.begun: list[float] = []
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.SGD([self.parameter], lr=0.0)
 
     def training_step(self, batch: object, batch_idx: int) -> None:
-        self.begun.append(perf_counter())
         optimizer = self.optimizers()
         assert not isinstance(optimizer, list)
         optimizer.step()
 
 
-class _Nothing(L.Callback):
-    def on_train_batch_end(self, *_: Any) -> None:
-        pass
-
-
 def _loop(steps: int) -> Sample:
     """``loop``: a step of Lightning's loop with callbacks, and an optimizer with one small parameter."""
-    module = _Empty()
     with quieted():
-        trainer = L.Trainer(
-            accelerator="cpu",
-            devices=1,
-            max_epochs=1,
-            logger=False,
-            callbacks=[_Nothing() for _ in range(CALLBACKS)],
-            enable_progress_bar=False,
-            enable_model_summary=False,
-            enable_checkpointing=False,
-            use_distributed_sampler=False,
-        )
-        trainer.fit(module, [0] * steps)
-    apart = [after - before for before, after in zip(module.begun, module.begun[1:], strict=False)]
-    return Sample("loop", {}, median(apart[steps // 10 :]))
-
-
-def _optimizers(timer: Clock, sizes: Sequence[tuple[int, int]]) -> Iterator[Sample]:
-    """Steps of dense optimizers, fused, by the number of parameters and their values."""
-    yield from timer.timed(
-        (
-            Operator(f"optimizer {name}", optimizer_sizes(name, count, count * values), name),
-            partial(_optimizer, name, count, values),
-        )
-        for name in OPTIMIZERS
-        for count, values in sizes
-    )
+        times = fit(_Empty(), [0] * steps, TimedSteps(0, inf))
+    return Sample("loop", {}, median(times[steps // 10 :]))
 
 
 def _optimizer(name: str, count: int, values: int) -> Run:

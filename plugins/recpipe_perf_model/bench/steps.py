@@ -8,9 +8,10 @@ Each sample has the captured step, from which ``recpipe_perf_model.step.factors`
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Container, Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import cycle
 from statistics import median
 from time import perf_counter
@@ -32,12 +33,11 @@ from recpipe.common.process import quieted
 from recpipe.data.given import GivenBatches
 from recpipe.model.call import Called
 from recpipe.model.loss import parse_loss
-from recpipe.pipeline.batch import InFlight
 from recpipe.pipeline.cores import Cores
 from recpipe.pipeline.loader import TrainLoader
 from recpipe.pipeline.placed import PlacedModel, put_fronts
 from recpipe.pipeline.source import BatchSource
-from recpipe.pipeline.step import StepTimes, accumulate
+from recpipe.plugin.batch import Batch
 from recpipe.plugin.tables import TableOptimizer
 from recpipe.profiling.limits import Sample
 from recpipe.tables.grouped import GroupedCollection
@@ -45,7 +45,8 @@ from recpipe.tables.groups import collections_of, group_tables
 from recpipe.tables.inputs import Inputs
 from recpipe.tables.resident import ResidentCollection
 from recpipe.tables.workers import TableWorkers
-from recpipe_perf_model.step.capture import Captured, captured
+from recpipe.training.module import RankingModule
+from recpipe_perf_model.step.capture import captured
 from recpipe_perf_model.step.step import Step, reading, step_text
 
 DENSE = 9
@@ -97,29 +98,23 @@ PROBES = (
 )
 
 
-@dataclass
-class _Batch:
-    dense_features: torch.Tensor
-    sparse_features: KeyedJaggedTensor
-    labels: torch.Tensor
-
-
-def measure(quick: bool) -> Iterator[Sample]:
-    """A sample ``probe`` for each probe that this machine can train: the median of all its steps."""
-    probes = [probe for probe in PROBES if _possible(probe)]
+def measure_steps(quick: bool) -> Iterator[Sample]:
+    """A sample ``probe`` for each probe that this machine can train: what was captured of it, and the median
+    of all its steps."""
     with ExitStack() as open_until_done, quieted():
-        trainings = [open_until_done.enter_context(_Training(probe)) for probe in probes]
+        trainings = []
+        for probe in PROBES:
+            # One core shares with no other, and bfloat16 needs units.
+            shares = torch.get_num_threads() > 1 or not probe.shared
+            if shares and (not probe.low_precision or has_bfloat16_units()):
+                trainings.append(_Training(probe))
+                open_until_done.callback(trainings[-1].backend.close)
         for _ in range(1 if quick else PASSES):
             for training in trainings:
                 training.train()
-        yield from (training.sample() for training in trainings)
-
-
-def _possible(probe: Probe) -> bool:
-    """Whether it can be trained here: one core shares with no other, and bfloat16 needs units."""
-    return (torch.get_num_threads() > 1 or not probe.shared) and (
-        not probe.low_precision or has_bfloat16_units()
-    )
+        for training in trainings:
+            sizes = {"batch": float(training.probe.batch), "shared": float(training.probe.shared)}
+            yield Sample("probe", {**sizes, "step": step_text(training.step)}, median(training.times))
 
 
 class _Training:
@@ -130,68 +125,35 @@ class _Training:
         self.times: list[float] = []
         batches = list(_batches(probe))
         self.dataset = GivenBatches(lambda epoch: cycle(batches), steps=WARM + STEPS)
-        self.model = _placed(probe, batches[0])
+        module = _module(probe)
+        roomy = roomy_paths(module) if probe.converted else set()
+        self.model = placed(module, batches[0], roomy, probe.low_precision)
         threads = torch.get_num_threads()
         self.backend = Backend("cpu" if probe.converted else "plain", self.model, {})
         if probe.converted and threads > 1:
             self.backend.beside = TableWorkers(threads - 1)
+        shares: Sequence[int] = ()
         if probe.shared:
             self.backend.cores = Cores(threads, lambda samples: 1.0)
-        shares = self.backend.cores.shares(probe.batch) if self.backend.cores is not None else ()
+            shares = self.backend.cores.shares(probe.batch)
         with using_threads(threads):
-            self.step = Step(
-                _needed(captured(self.model, batches[0], shares), probe.shared),
-                "Adagrad",
-                reading(self.dataset, probe.batch, self.model.inputs),
-                self.backend.beside is not None,
-                probe.shared,
-            )
-
-    def __enter__(self) -> _Training:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.backend.close()
+            found = captured(self.model, batches[0], shares)
+            # The operators of the way that is not trained are left out.
+            if probe.shared:
+                none = ((),) * len(found.whole.operators)
+                found = replace(found, whole=replace(found.whole, operators=none))
+            else:
+                found = replace(found, shares=())
+            read = reading(self.dataset, probe.batch, self.model.inputs)
+            self.step = Step(found, "Adagrad", read, self.backend.beside is not None, probe.shared)
 
     def train(self) -> None:
         """Train for ``STEPS`` steps or ``SECONDS`` after the first ones."""
-        cpu = torch.device("cpu")
-        loader = TrainLoader(
-            BatchSource(self.dataset, self.probe.batch), self.model.inputs, self.model.embeddings.groups, cpu
-        )
-        watch = TimedSteps(WARM, SECONDS)
-        trainer = L.Trainer(
-            accelerator="cpu",
-            devices=1,
-            max_epochs=1,
-            logger=False,
-            callbacks=[watch, *(_Nothing() for _ in range(CALLBACKS - 1))],
-            enable_progress_bar=False,
-            enable_model_summary=False,
-            enable_checkpointing=False,
-            use_distributed_sampler=False,
-        )
-        trainer.fit(_Module(self.model, self.backend), loader)
-        self.times += watch.times[WARM:]
-
-    def sample(self) -> Sample:
-        """What was captured, and the median of the steps."""
-        return Sample(
-            "probe",
-            {
-                "batch": float(self.probe.batch),
-                "shared": float(self.probe.shared),
-                "step": step_text(self.step),
-            },
-            median(self.times),
-        )
-
-
-def _needed(found: Captured, shared: bool) -> Captured:
-    """Without the operators of the way that is not trained."""
-    if not shared:
-        return replace(found, shares=())
-    return replace(found, whole=replace(found.whole, operators=((),) * len(found.whole.operators)))
+        source, cpu = BatchSource(self.dataset, self.probe.batch), torch.device("cpu")
+        loader = TrainLoader(source, self.model.inputs, self.model.embeddings.groups, cpu)
+        make_optimizer = partial(torch.optim.Adagrad, lr=0.01, fused=True)
+        module = RankingModule(self.model, make_optimizer, loader, backend=self.backend)
+        self.times += fit(module, loader, TimedSteps(WARM, SECONDS))[WARM:]
 
 
 class TimedSteps(L.Callback):
@@ -216,55 +178,33 @@ class TimedSteps(L.Callback):
             trainer.should_stop = True
 
 
-class _Nothing(L.Callback):
-    def on_train_batch_start(self, *_: Any) -> None:
-        pass
-
-    def on_train_batch_end(self, *_: Any) -> None:
-        pass
-
-
-class _Module(L.LightningModule):
-    """Trains as ``recpipe.training`` does, which is a later room."""
-
-    def __init__(self, model: PlacedModel, backend: Backend) -> None:
-        super().__init__()
-        self.automatic_optimization = False
-        self.model, self.backend = model, backend
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.Adagrad(self.model.dense, lr=0.01, fused=True)
-
-    def transfer_batch_to_device(self, batch: Any, device: torch.device, dataloader_idx: int) -> Any:
-        return batch
-
-    def training_step(self, batch: InFlight, batch_idx: int) -> torch.Tensor:
-        optimizer, beside = self.optimizers(), self.backend.beside
-        assert not isinstance(optimizer, list)
-        for parameter in self.model.dense:
-            parameter.grad = None
-        loss = accumulate(self.model, batch, StepTimes(), self.backend.cores, beside)
-        if beside is None or not beside.busy:
-            optimizer.step()
-        else:
-            with using_threads(max(1, torch.get_num_threads() - beside.busy)):
-                optimizer.step()
-            beside.finish()
-        self.model.embeddings.update()
-        return loss
+def fit(module: L.LightningModule, batches: Iterable[Any], watch: TimedSteps) -> list[float]:
+    """The seconds of the steps of an epoch of a bare trainer, with as many callbacks as a run has."""
+    L.Trainer(
+        accelerator="cpu",
+        devices=1,
+        max_epochs=1,
+        logger=False,
+        callbacks=[watch, *(L.Callback() for _ in range(CALLBACKS - 1))],
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        enable_checkpointing=False,
+        use_distributed_sampler=False,
+    ).fit(module, batches)
+    return watch.times
 
 
-def _placed(probe: Probe, batch: _Batch) -> PlacedModel:
-    module = _module(probe)
+def placed(
+    module: nn.Module, batch: object, roomy: Container[str] = (), low_precision: bool = False
+) -> PlacedModel:
+    """``module`` as it is trained, with resident rows; ``roomy``: paths of collections whose rows have room
+    for what an interaction adds."""
     tables = group_tables(
         collections_of(module), lambda name, weights: TableOptimizer("rowwise_adagrad", 0.05), 0
     )
-    roomy = roomy_paths(module) if probe.converted else set()
-    own = [
-        ResidentCollection(group.tables, torch.device("cpu"), padded=group.path in roomy)
-        for group in tables.groups
-    ]
-    called = Called(module, parse_loss("binary_cross_entropy"), low_precision=probe.low_precision)
+    cpu = torch.device("cpu")
+    own = [ResidentCollection(group.tables, cpu, padded=group.path in roomy) for group in tables.groups]
+    called = Called(module, parse_loss("binary_cross_entropy"), low_precision=low_precision)
     grouped = GroupedCollection(tables, own)
     return PlacedModel(called, put_fronts(module, tables, grouped), grouped, Inputs.of(tables, batch))
 
@@ -288,13 +228,13 @@ def _module(probe: Probe) -> nn.Module:
     return made
 
 
-def _batches(probe: Probe) -> Iterator[_Batch]:
+def _batches(probe: Probe) -> Iterator[Batch]:
     names = [f"f{number}" for number in range(probe.features)]
     bags = probe.features * probe.batch
     for seed in range(BATCHES):
         random = torch.Generator().manual_seed(seed)
         ids = (torch.rand(bags * probe.pooling, generator=random) ** probe.skew * probe.rows).long()
-        yield _Batch(
+        yield Batch(
             torch.randn(probe.batch, DENSE, generator=random),
             KeyedJaggedTensor(
                 names, ids.clamp(max=probe.rows - 1), lengths=torch.full((bags,), probe.pooling)

@@ -64,72 +64,70 @@ Wanted = tuple[Operator, Make, float]
 class Clock:
     """Times operators with ``threads`` threads, torch's own number, and on as many cores at the same time."""
 
-    def __init__(self, seed: int) -> None:
+    def __init__(self, seed: int = 0) -> None:
+        """``seed`` decides which numbers of bytes are touched between two calls."""
         self.threads = torch.get_num_threads()
+        self.modes = (self.threads, 1) if self.threads > 1 else (1,)
+        """Numbers of threads of an operator: all, and one on each core."""
         self._random = np.random.default_rng(seed)
         self._others = ThreadPoolExecutor(max(1, self.threads - 1), "recpipe-bench", keep_to_one_core)
         self._filler = torch.ones(int(max(SPREADS)) // 4)
         self._step = _small_step()
         self._longer: list[float] = []
+        """Logarithms of how many times as long an operator's first passes took as its fastest."""
 
     def close(self) -> None:
         """End the threads."""
         self._others.shutdown()
 
-    @property
-    def modes(self) -> tuple[int, ...]:
-        """Numbers of threads of an operator: all, and one on each core."""
-        return (self.threads, 1) if self.threads > 1 else (1,)
-
     def samples(self, makes: Iterable[Make]) -> Iterator[Sample]:
         """The times of what made calls run, in each of the modes. A call of several operators is left out."""
         made = iter(makes)
         while chunk := list(islice(made, CHUNK)):
-            wanted = [each for make in chunk for each in self._wanted(make)]
-            for (operator, _, _), seconds in zip(wanted, self._usual(wanted), strict=True):
-                yield Sample(operator.kind, operator.at, seconds)
-
-    def _usual(self, wanted: Sequence[Wanted]) -> list[float]:
-        """The seconds of the fastest pass of each, times how many times as long a pass takes: the geometric
-        mean over the passes that each operator timed so far had at least."""
-        least, _ = PASSES
-        passes = self._passes(wanted)
-        self._longer += [log(seconds / min(found)) for found in passes for seconds in found[:least]]
-        longer = exp(fmean(self._longer or [0.0]))
-        return [longer * min(found) for found in passes]
-
-    def _passes(self, wanted: Sequence[Wanted]) -> list[list[float]]:
-        """The seconds of the passes of each."""
-        least, most = PASSES
-        times: list[list[float]] = [[] for _ in wanted]
-        for number in range(most):
-            for each, found in zip(wanted, times, strict=True):
-                if number < least or not _agree(found):
-                    found.append(self._seconds(*each))
-        return times
-
-    def _wanted(self, make: Make) -> Iterator[Wanted]:
-        """What a made call runs in each of the modes, and the bytes that are touched between two calls."""
-        operators = list(watched(make()))
-        work = [each for each in operators if each.kind not in FREE] or operators[:1]
-        for threads in self.modes if len(work) == 1 else ():
-            spread = float(self._random.choice(SPREADS))
-            yield _among(work[0], threads, spread), make, spread
+            wanted: list[Wanted] = []
+            for make in chunk:
+                operators = watched(make())
+                work = [each for each in operators if each.kind not in FREE] or operators[:1]
+                for threads in self.modes if len(work) == 1 else ():
+                    spread = float(self._random.choice(SPREADS))
+                    wanted.append((_among(work[0], threads, spread), make, spread))
+            yield from self._timed(wanted)
 
     def timed(self, made: Iterable[tuple[Operator, Make]]) -> Iterator[Sample]:
         """The times of operators that are told, each of which a made call runs once a step."""
         far = SPREADS[-1]
-        wanted = [
-            (_among(operator, threads, far), make, far) for operator, make in made for threads in self.modes
-        ]
-        for (operator, _, _), seconds in zip(wanted, self._usual(wanted), strict=True):
-            yield Sample(operator.kind, operator.at, seconds)
+        yield from self._timed(
+            [(_among(operator, threads, far), make, far) for operator, make in made for threads in self.modes]
+        )
+
+    def _timed(self, wanted: Sequence[Wanted]) -> Iterator[Sample]:
+        """The fastest pass of each, times how many times as long a pass takes: the geometric mean over the
+        passes that each operator timed so far had at least."""
+        least, most = PASSES
+        passes: list[list[float]] = [[] for _ in wanted]
+        for number in range(most):
+            for each, times in zip(wanted, passes, strict=True):
+                fastest = sorted(times)[:2]
+                if number < least or fastest[1] > AGREE * fastest[0]:
+                    times.append(self._seconds(*each))
+        self._longer += [log(seconds / min(times)) for times in passes for seconds in times[:least]]
+        longer = exp(fmean(self._longer or [0.0]))
+        for (operator, _, _), times in zip(wanted, passes, strict=True):
+            yield Sample(operator.kind, operator.at, longer * min(times))
 
     def _seconds(self, operator: Operator, make: Make, spread: float) -> float:
+        """The median of a pass. In one thread, the other cores are busy with the same meanwhile."""
         if operator.at["threads"] != 1 or self.threads == 1:
             return self._alone(make(), spread)
         with one_thread():
-            return self._together(make, spread)
+            run = make()
+            run()
+            start = perf_counter()
+            run()
+            short = perf_counter() - start < SHORT
+            square = partial(torch.ones, BACKGROUND, BACKGROUND)
+            with self._busy((lambda: partial(torch.mm, square(), square())) if short else make):
+                return self._alone(run, spread)
 
     def _alone(self, run: Run, spread: float) -> float:
         least, most = ROUNDS
@@ -144,15 +142,6 @@ class Clock:
             times.append(perf_counter() - start)
         del kept
         return median(times)
-
-    def _together(self, make: Make, spread: float) -> float:
-        own = make()
-        own()
-        start = perf_counter()
-        own()
-        short = perf_counter() - start < SHORT
-        with self._busy(_products if short else make):
-            return self._alone(own, spread)
 
     @contextmanager
     def _busy(self, make: Make) -> Iterator[None]:
@@ -185,12 +174,6 @@ def _among(operator: Operator, threads: int, spread: float) -> Operator:
     return replace(operator, at=at)
 
 
-def _agree(times: Sequence[float]) -> bool:
-    """Whether the two fastest do."""
-    first, second = sorted(times)[:2]
-    return second <= AGREE * first
-
-
 def _small_step() -> Run:
     """Forward and backward passes of a small model."""
     model = nn.Sequential(nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 16), nn.Sigmoid(), nn.Linear(16, 1))
@@ -203,17 +186,3 @@ def _small_step() -> Run:
         torch.autograd.grad(loss, list(model.parameters()))
 
     return step
-
-
-def _products() -> Run:
-    return partial(torch.mm, torch.ones(BACKGROUND, BACKGROUND), torch.ones(BACKGROUND, BACKGROUND))
-
-
-@contextmanager
-def clock(seed: int = 0) -> Iterator[Clock]:
-    """A clock for the block; ``seed`` decides which numbers of bytes are drawn."""
-    made = Clock(seed)
-    try:
-        yield made
-    finally:
-        made.close()

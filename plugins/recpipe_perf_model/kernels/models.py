@@ -1,29 +1,46 @@
 """Kernel models: the time of any operator from a machine's samples, with an interval.
 
 For each kind of operator, number of threads and type of values there is one model: a non-negative linear one
-of the amounts of work (operations, bytes by where they lie in the caches, pieces of memory, a call), times a
-correction that is interpolated between the samples in the logarithms of the sizes. Far from all samples the
-linear model alone speaks.
+of the amounts of work (operations, bytes by where they lie in the caches, a call), times a correction that a
+Gaussian process interpolates between the samples. It knows where an operator lies among others, in units in
+which 2 is about as far as two operators are alike. Far from all samples the linear model alone speaks.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from recpipe.errors import UserError
 from recpipe.profiling.limits import Sample
-from recpipe_perf_model.kernels.features import form
-from recpipe_perf_model.kernels.gaussian import GaussianProcess
-from recpipe_perf_model.kernels.linear import At, Features, Vector, fitted
+from recpipe_perf_model.kernels.linear import At, Vector, fitted, hats
 from recpipe_perf_model.kernels.operators import FREE, GEMMS
 from recpipe_perf_model.machine import MachineProfile
 
+FAMILIES = ("gemm", "pointwise", "overheads")
+"""The families that ``KernelModels`` are made of."""
+CACHES = np.log2([2.0**18, 2.0**22, 2.0**26])
+"""Knots, in bytes touched between two uses of an operator's memory; they decide which cache still has it."""
+GRAIN = 32768
+"""Values from which on torch lets several threads share a pass."""
+TINY = 16.0**3
+"""Multiplications up to which torch multiplies by its own loops (``mkldnn_gemm_min_size``), since oneDNN's
+kernels take longer to be called."""
+WAY = 4096
+"""Bytes apart at which addresses share the lines of a cache of the first level."""
+BYTES = {"bfloat16": 2, "float16": 2, "float64": 8}
+"""Of a value; of other types, 4."""
+TURNED = 3600
+"""Values from which on torch turns a matrix block by block."""
+WHOLE = 12.0
+"""In place of the logarithm of the values of a piece, for memory without gaps."""
+LENGTH, FAR, NOISE = 3.0, 0.3, 0.08
+"""Of processes: the distance over which values stay alike, and the function's and the noise's standard
+deviations."""
 FEWEST = 4
 """Samples that a correction needs; with fewer, the linear model speaks alone."""
 DISTURBED = 5.0
@@ -36,6 +53,80 @@ LONG = 20e-6
 the call."""
 Key = tuple[str, float, str]
 """Kind, threads, type of values."""
+
+
+def product_form(at: At) -> tuple[Vector, Vector]:
+    """The amounts of work of a product of matrices, and its place: the logarithms of its sizes, whether rows
+    compete for the same lines of a cache, and how far away the memory is."""
+    b, m, n, k = (float(at.get(name, 1)) for name in "bmnk")
+    levels, tiny = _levels(at), b * m * n * k <= TINY
+    work = [*levels * (not tiny), float(tiny), b, b * m * n * k, *float(at.get("footprint", 0)) * levels]
+    row_bytes = [size * BYTES.get(str(at.get("dtype")), 4) for size in (n, k)]
+    same_lines = [2.0 * (size % WAY == 0) for size in row_bytes]
+    return np.array(work), np.array([*np.log2([b, m, n, k]), *same_lines, _depth(levels)])
+
+
+def pass_form(at: At, turns: bool) -> tuple[Vector, Vector]:
+    """The amounts of work of a pass over memory, for each of the threads that share it, and its place: the
+    logarithms of its sizes and of their ratios. ``turns``: it changes the order of values."""
+    elements, runs, levels = float(at.get("elements", 0)), float(at.get("runs", 0)), _levels(at)
+    threads = float(at.get("threads", 1)) if elements >= GRAIN else 1.0
+    amounts = np.array([*float(at.get("bytes", 0)) * levels, elements])
+    work = np.array([*levels, float(threads > 1), *amounts / threads])
+    sizes = {"bytes": 0.0, "footprint": 0.0, "elements": 0.0, "results": elements, "row": elements}
+    moved, footprint, values, results, row = np.log2(
+        [max(1.0, float(at.get(name, default))) for name, default in sizes.items()]
+    )
+    piece = np.log2(max(1.0, elements / runs)) if runs else WHOLE
+    place = [moved, 2 * (moved - footprint), 2 * (moved - values), results - values, row / 2, piece / 2]
+    return work, np.array([*place, _depth(levels), 4.0 * (turns and elements >= TURNED)])
+
+
+def _levels(at: At) -> Vector:
+    """Which caches, and memory, the operator's bytes come from, as weights with sum 1."""
+    return hats(float(at.get("reuse", 1.0)), CACHES)
+
+
+def _depth(levels: Vector) -> float:
+    """How far away the operator's memory is, so that neighbouring caches are 2 apart."""
+    return 2.0 * float(levels @ np.arange(len(CACHES)))
+
+
+class GaussianProcess:
+    """Values between samples, from how alike those are, with how unsure each one is.
+
+    Values are a smooth function of places plus noise (Rasmussen and Williams, Gaussian Processes for Machine
+    Learning, 2006, chapters 2 and 5.4): mean 0, Matern's covariance (5/2), and the same length in each
+    dimension, as places are scaled for it.
+    """
+
+    def __init__(self, places: Vector, values: Vector) -> None:
+        """``places``: [samples, dimensions]; ``values``: [samples]."""
+        self._places = places
+        self._inverse = np.linalg.inv(_covariance(places, places) + NOISE**2 * np.eye(len(values)))
+        self._weights = self._inverse @ values
+
+    def at(self, place: Vector) -> tuple[float, float]:
+        """The value at a place and the standard deviation of a sample there."""
+        near = _covariance(place[None], self._places)[0]
+        variance = FAR**2 + NOISE**2 - near @ self._inverse @ near
+        return float(near @ self._weights), float(np.sqrt(max(variance, NOISE**2)))
+
+    def left_out(self, groups: NDArray[np.int64]) -> Vector:
+        """The errors of predictions of each sample by the samples of other groups, in standard deviations."""
+        errors = np.zeros(len(groups))
+        for group in np.unique(groups):
+            own = np.flatnonzero(groups == group)
+            block = np.linalg.inv(self._inverse[np.ix_(own, own)])
+            errors[own] = (block @ self._weights[own]) / np.sqrt(np.diag(block))
+        return errors
+
+
+def _covariance(places: Vector, others: Vector) -> Vector:
+    """Between places [n, dimensions] and others [m, dimensions]: [n, m]."""
+    distance = np.sqrt(5 * ((places[:, None] - others[None]) ** 2).sum(axis=2)) / LENGTH
+    found: Vector = FAR**2 * (1 + distance + distance**2 / 3) * np.exp(-distance)
+    return found
 
 
 @dataclass(frozen=True)
@@ -58,47 +149,50 @@ NO_TIME = Estimate(0.0, 0.0, 0.0)
 
 
 class KernelModel:
-    """The time of one kind of operator."""
+    """The time of one kind of operator, with one number of threads and type of values."""
 
-    def __init__(self, samples: Sequence[Sample], features: Features, place: Features) -> None:
-        amounts = np.array([features(sample.at) for sample in samples])
+    def __init__(self, kind: str, samples: Sequence[Sample]) -> None:
+        self.kind = kind
+        forms = [self._form(sample.at) for sample in samples]
+        amounts, places = np.array([work for work, _ in forms]), np.array([place for _, place in forms])
         seconds = np.array([sample.seconds for sample in samples])
-        self._features, self._place = features, place
         self._coefficients = fitted(amounts, seconds)
         self._least = float(seconds.min()) / 2
         left = np.log(seconds / np.maximum(amounts @ self._coefficients, self._least))
         self._mean = float(np.mean(left))
-        self._process: GaussianProcess | None = None
         errors = left - self._mean
+        self._process: GaussianProcess | None = None
         if len(samples) >= FEWEST and np.ptp(left) > 0:
-            self._process, kept = _fitted_process(np.array([place(sample.at) for sample in samples]), errors)
+            self._process = GaussianProcess(places, errors)
+            # A sample that took far longer than others say was disturbed in all of its passes.
+            kept = self._process.left_out(np.arange(len(errors))) < DISTURBED
+            if kept.all() or np.count_nonzero(kept) < FEWEST:
+                kept[:] = True
+            else:
+                self._process = GaussianProcess(places[kept], errors[kept])
             groups = shapes(samples)[kept]
-            parameters = int(np.count_nonzero(self._coefficients))
-            errors = self._process.left_out(groups % FOLDS) * _widened(len(np.unique(groups)), parameters)
-        self._low, self._high = _four_fifths(errors)
+            # Errors of other shapes are larger than those among the shapes that the model was made with: its
+            # coefficients were fitted to them, and the scales of its places were chosen by such samples.
+            count = len(np.unique(groups))
+            free = count - int(np.count_nonzero(self._coefficients)) - places.shape[1]
+            errors = self._process.left_out(groups % FOLDS) * np.sqrt(count / max(free, count / 4))
+        # The range in which four fifths of further errors lie, at least from 0 to 0 (conformal prediction,
+        # Vovk et al.: of n errors and one more, each is as likely to be the largest).
+        last, more = max(1, len(errors) - 1), len(errors) + 1
+        self._low = min(0.0, float(np.quantile(errors, max(0.0, (0.1 * more - 1) / last))))
+        self._high = max(0.0, float(np.quantile(errors, min(1.0, (0.9 * more - 1) / last))))
+
+    def _form(self, at: At) -> tuple[Vector, Vector]:
+        return product_form(at) if self.kind in GEMMS else pass_form(at, self.kind == "transpose")
 
     def estimate(self, at: At) -> Estimate:
         """The time of work of these sizes."""
-        linear = max(float(self._features(at) @ self._coefficients), self._least)
-        shift, deviation = (0.0, 1.0) if self._process is None else self._process.at(self._place(at))
+        work, place = self._form(at)
+        linear = max(float(work @ self._coefficients), self._least)
+        shift, deviation = (0.0, 1.0) if self._process is None else self._process.at(place)
         seconds = linear * float(np.exp(self._mean + shift))
         low, high = (seconds * float(np.exp(deviation * each)) for each in (self._low, self._high))
         return Estimate(seconds, low, high)
-
-
-def _fitted_process(places: Vector, values: Vector) -> tuple[GaussianProcess, NDArray[np.bool_]]:
-    """A process, and which samples it was fitted to: not to those that took far longer than others say, since
-    something disturbed all of their passes."""
-    process = GaussianProcess(places, values)
-    kept = process.left_out(np.arange(len(values))) < DISTURBED
-    if kept.all() or np.count_nonzero(kept) < FEWEST:
-        return process, np.ones(len(values), dtype=np.bool_)
-    return GaussianProcess(places[kept], values[kept]), kept
-
-
-def _widened(shapes: int, parameters: int) -> float:
-    """By how much errors are larger than among the samples that so many parameters were fitted to."""
-    return float(np.sqrt(shapes / max(shapes - parameters, shapes / 4)))
 
 
 def shapes(samples: Sequence[Sample]) -> NDArray[np.int64]:
@@ -109,15 +203,6 @@ def shapes(samples: Sequence[Sample]) -> NDArray[np.int64]:
         shape = tuple(sample.at.get(name) for name in ("b", "m", "n", "k", "elements"))
         found.append(known.setdefault(shape, len(known)))
     return np.array(found, dtype=np.int64)
-
-
-def _four_fifths(errors: Vector) -> tuple[float, float]:
-    """The range, at least from 0 to 0, in which four fifths of further errors lie (conformal prediction, Vovk
-    et al.: of n errors and one more, each is as likely to be the largest)."""
-    count = len(errors)
-    low = np.quantile(errors, max(0.0, (0.1 * (count + 1) - 1) / max(1, count - 1)))
-    high = np.quantile(errors, min(1.0, (0.9 * (count + 1) - 1) / max(1, count - 1)))
-    return min(0.0, float(low)), max(0.0, float(high))
 
 
 @dataclass(frozen=True)
@@ -136,19 +221,8 @@ class Errors:
     def of(cls, predicted: Sequence[float], measured: Sequence[float], inside: float | None = None) -> Errors:
         """The errors of some predictions."""
         errors = np.abs(np.asarray(predicted) / np.asarray(measured) - 1)
-        return cls(
-            len(errors),
-            float(np.exp(np.mean(np.log(errors + FLOOR)))),
-            float(np.mean(errors)),
-            float(np.quantile(errors, 0.9)),
-            inside,
-        )
-
-    @classmethod
-    def of_ranges(cls, pairs: Sequence[tuple[Estimate, float]]) -> Errors:
-        """The errors of estimates, each with what was measured."""
-        inside = float(np.mean([guess.low <= seconds <= guess.high for guess, seconds in pairs]))
-        return cls.of([guess.seconds for guess, _ in pairs], [seconds for _, seconds in pairs], inside)
+        gmae = float(np.exp(np.mean(np.log(errors + FLOOR))))
+        return cls(len(errors), gmae, float(np.mean(errors)), float(np.quantile(errors, 0.9)), inside)
 
 
 class KernelModels:
@@ -159,7 +233,7 @@ class KernelModels:
         for sample in samples:
             by_key.setdefault(_key(sample.kind, sample.at), []).append(sample)
         self.samples: Mapping[Key, Sequence[Sample]] = by_key
-        self._model = cache(self._made)
+        self._model = cache(lambda key: KernelModel(key[0], by_key[key]))
 
     @classmethod
     def of(cls, profile: MachineProfile) -> KernelModels:
@@ -189,38 +263,35 @@ class KernelModels:
         """Whether there are samples of it."""
         return _key(kind, at) in self.samples
 
-    def _made(self, key: Key) -> KernelModel:
-        return KernelModel(self.samples[key], *form(key[0]))
-
     def held_out(self) -> dict[str, Errors]:
         """The errors, by kind and of all, of predictions by models that have not seen a fifth of the shapes,
         for each fifth. Kinds with few samples and operators that take no work are left out."""
         found: dict[str, list[tuple[Estimate, float]]] = {}
-        for key, samples in self.samples.items():
-            if len(samples) >= 2 * FOLDS and key[0] not in FREE:
-                found.setdefault(key[0], []).extend(_predicted_by_others(key[0], samples))
+        for (kind, _, _), samples in self.samples.items():
+            if len(samples) < 2 * FOLDS or kind in FREE:
+                continue
+            folds = shapes(samples) % FOLDS
+            for fold in range(FOLDS):
+                own, others = (
+                    [sample for sample, of in zip(samples, folds, strict=True) if bool(of == fold) is held]
+                    for held in (True, False)
+                )
+                if own and others:
+                    model = KernelModel(kind, others)
+                    found.setdefault(kind, []).extend((model.estimate(s.at), s.seconds) for s in own)
         every = [pair for pairs in found.values() for pair in pairs]
         long = [pair for pair in every if pair[1] >= LONG]
         named = dict(sorted(found.items())) | {"all": every, f"all from {1e6 * LONG:.0f} us": long}
-        return {kind: Errors.of_ranges(pairs) for kind, pairs in named.items() if pairs}
+        return {
+            kind: Errors.of(
+                [guess.seconds for guess, _ in pairs],
+                [seconds for _, seconds in pairs],
+                float(np.mean([guess.low <= seconds <= guess.high for guess, seconds in pairs])),
+            )
+            for kind, pairs in named.items()
+            if pairs
+        }
 
 
-def _predicted_by_others(kind: str, samples: Sequence[Sample]) -> Iterator[tuple[Estimate, float]]:
-    """The estimate for each sample by samples of other shapes, and its measured seconds."""
-    folds = shapes(samples) % FOLDS
-    for fold in range(FOLDS):
-        others = [sample for sample, own in zip(samples, folds, strict=True) if own != fold]
-        if not others or len(others) == len(samples):
-            continue
-        model = KernelModel(others, *form(kind))
-        for sample, own in zip(samples, folds, strict=True):
-            if own == fold:
-                yield model.estimate(sample.at), sample.seconds
-
-
-FAMILIES = ("gemm", "pointwise", "overheads")
-"""The families that ``KernelModels`` are made of."""
-
-
-def _key(kind: str, at: Mapping[str, Any]) -> Key:
+def _key(kind: str, at: At) -> Key:
     return kind, float(at.get("threads", 1)), str(at.get("dtype", "float32"))

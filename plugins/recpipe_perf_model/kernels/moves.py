@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import partial
 from itertools import groupby
+from math import prod
+from operator import attrgetter
 from typing import Protocol
 
 import numpy as np
 
 from recpipe.errors import UserError
-from recpipe.profiling.limits import Sample
 from recpipe_perf_model.kernels.linear import At, Features, Linear, Vector, hats
 from recpipe_perf_model.machine import MachineProfile
 
@@ -29,79 +29,34 @@ class Times(Protocol):
         """The time of a ``kind`` of work with these sizes; ``UserError`` if it was not measured."""
 
 
-def _of(names: Sequence[str], at: At) -> list[float]:
-    return [float(at[name]) for name in names]
+def _sums(*terms: str, call: bool = True) -> Features:
+    """Features that are products of sizes, each named by a term as ``rows width``; before them a 1 for the
+    call."""
+
+    def features(at: At) -> Vector:
+        own = [prod(float(at[name]) for name in term.split()) for term in terms]
+        return np.array([1.0, *own] if call else own)
+
+    return features
 
 
 def _plan(at: At) -> Vector:
-    lookups, missed, slots, rows = _of(("lookups", "missed", "slots", "rows"), at)
+    lookups, missed, slots, rows = (float(at[name]) for name in ("lookups", "missed", "slots", "rows"))
     cache = hats(4 * rows, MAPS)
     return np.array([1.0, lookups, missed, slots, *(lookups * cache), *(missed * cache)])
 
 
-def _rows(name: str, at: At) -> Vector:
-    rows, width = _of((name, "width"), at)
-    return np.array([1.0, rows, rows * width])
-
-
-def _arrive(at: At) -> Vector:
-    rows, width, slab = _of(("missed", "width", "slab"), at)
-    return np.array([1.0, rows, rows * width, slab, slab * width])
-
-
 def _slots(at: At) -> Vector:
-    bags, hits, hot, slab, slab_lookups, dim, slots = _of(
-        ("bags", "hits", "hot", "slab", "slab_lookups", "dim", "slots"), at
-    )
+    names = ("bags", "hits", "hot", "slab", "slab_lookups", "dim", "slots")
+    bags, hits, hot, slab, slab_lookups, dim, slots = (float(at[name]) for name in names)
     tbes, dims, cache = 1 + (slab > 0), np.array([1, dim]), hats(4 * slots * dim, SLOTS)
     parts = [tbes * bags * dims, (hits + slab_lookups) * dims, np.outer(hot * dims, cache).ravel()]
     return np.concatenate([[1.0, float(slab > 0)], *parts, slab * dims])
 
 
-def _reorder(at: At) -> Vector:
-    lookups, bags = _of(("lookups", "bags"), at)
-    return np.array([1.0, lookups, bags])
-
-
-def _host(at: At) -> Vector:
-    rows, width = _of(("rows", "width"), at)
-    return np.array([1.0, rows, rows * width])
-
-
-def _ssd(at: At) -> Vector:
-    rows, width, requests, blocks = _of(("rows", "width", "requests", "blocks"), at)
-    return np.array([1.0, rows, rows * width, requests, blocks])
-
-
-def _collective(at: At) -> Vector:
-    size, ranks = _of(("bytes", "ranks"), at)
-    return np.array([1.0, ranks, size, size * ranks])
-
-
-def _rows_of_bags(at: At) -> Vector:
-    lookups, bags, distinct, dim = _of(("lookups", "bags", "distinct", "dim"), at)
-    return np.array([1.0, lookups, distinct, lookups * dim, bags * dim, distinct * dim])
-
-
-def _sharded(at: At) -> Vector:
-    tables, dim, samples, lookups = _of(("tables", "dim", "samples", "lookups"), at)
-    return np.array([1.0, tables, lookups, samples * tables * dim])
-
-
-def _beside(at: At) -> Vector:
-    return np.array(_of(("seconds",), at))
-
-
-def _copy(at: At) -> Vector:
-    size, pinned = _of(("bytes", "pinned"), at)
-    return np.array([1.0, size, size * (1 - pinned)])
-
-
 FOOTPRINTS = np.log2([2.0**16, 2.0**20, 2.0**22, 2.0**24, 2.0**26])
 """Knots, in bytes of rows that a rank touches in a step; they decide whether its backward pass finds them in
 a cache."""
-
-
 REUSES = np.log2([2.0**16, 2.0**20, 2.0**23, 2.0**26, 2.0**29])
 """Knots, in bytes that a rank touches before it touches the same row again."""
 
@@ -147,25 +102,31 @@ def lookup_features(at: At) -> Vector:
     return np.concatenate([[1.0], tables * work.features(footprint)])
 
 
-_COPIES = ("read", "write")
 COLLECTIVES = ("all_to_all", "reduce_scatter", "all_gather", "all_reduce")
+COLLECTIVE_FAMILY = "collectives"
+"""The family of a machine's profile that samples of messages between ranks are in."""
+_HOST = _sums("rows", "rows width")
+_SSD = _sums("rows", "rows width", "requests", "blocks")
+_COLLECTIVE = _sums("ranks", "bytes", "bytes ranks")
+_ROWS = _sums("lookups", "distinct", "lookups dim", "bags dim", "distinct dim")
+_SHARDED = _sums("tables", "lookups", "samples tables dim")
+_BUSY = ("", " busy")
 FEATURES: Mapping[str, Features] = {
     "lookup forward": lookup_features,
     "lookup update": lookup_features,
     **{f"plan {policy}": _plan for policy in ("nocache", "lru", "lfu")},
-    "advance": partial(_rows, "leaving"),
-    "arrive": _arrive,
-    "reorder": _reorder,
+    "advance": _sums("leaving", "leaving width"),
+    "arrive": _sums("missed", "missed width", "slab", "slab width"),
+    "reorder": _sums("lookups", "bags"),
     "slots forward": _slots,
     "slots update": _slots,
-    **{f"host {what}{busy}": _host for what in _COPIES for busy in ("", " busy")},
-    **{f"ssd {what}{busy}": _ssd for what in (*_COPIES, "rewrite") for busy in ("", " busy")},
-    **{f"{what} {codec}": _host for what in ("encode", "decode") for codec in ("int8", "fp16", "bf16")},
-    **dict.fromkeys(("copy to device", "copy to host"), _copy),
-    **{f"{what}{busy}": _collective for what in COLLECTIVES for busy in ("", " busy")},
-    "side by side": _beside,
-    **{f"rows {what}": _rows_of_bags for what in ("look up", "update")},
-    **{f"sharded {what}": _sharded for what in ("ids", "forward", "backward")},
+    **{f"host {what}{busy}": _HOST for what in ("read", "write") for busy in _BUSY},
+    **{f"ssd {what}{busy}": _SSD for what in ("read", "write", "rewrite") for busy in _BUSY},
+    **{f"{what} {codec}": _HOST for what in ("encode", "decode") for codec in ("int8", "fp16", "bf16")},
+    **{f"{what}{busy}": _COLLECTIVE for what in COLLECTIVES for busy in _BUSY},
+    "side by side": _sums("seconds", call=False),
+    **{f"rows {what}": _ROWS for what in ("look up", "update")},
+    **{f"sharded {what}": _SHARDED for what in ("ids", "forward", "backward")},
 }
 """What the time of each kind depends on."""
 
@@ -180,16 +141,12 @@ class MoveTimes:
     def of(cls, profile: MachineProfile) -> MoveTimes:
         """Fit the kinds of ``FEATURES`` that ``profile`` has."""
         samples = [each for family in profile.samples.values() for each in family if each.kind in FEATURES]
-        samples.sort(key=lambda sample: sample.kind)
-        return cls({kind: fit(kind, list(same)) for kind, same in groupby(samples, lambda s: s.kind)})
+        kind_of = attrgetter("kind")
+        by_kind = groupby(sorted(samples, key=kind_of), kind_of)
+        return cls({kind: Linear.fit(list(same), FEATURES[kind]) for kind, same in by_kind})
 
     def seconds(self, kind: str, at: At) -> float:
         """The predicted time; ``UserError`` if the profile has no such kind."""
         if kind not in self.models:
             raise UserError(f"the machine's profile has no '{kind}': run recpipe perf calibrate")
         return self.models[kind].seconds(at)
-
-
-def fit(kind: str, samples: Sequence[Sample]) -> Linear:
-    """The model of one kind."""
-    return Linear.fit(samples, FEATURES[kind])

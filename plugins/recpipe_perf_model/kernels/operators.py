@@ -6,7 +6,7 @@ same by a kind and its sizes.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import log2, prod
 from typing import Any
@@ -20,6 +20,10 @@ GEMMS = ("addmm", "linear", "mm nn", "mm nt", "mm tn", "bmm nn", "bmm nt", "bmm 
 ``linear`` is oneDNN's own operator."""
 UNTOUCHED = float(2**28)
 """Bytes since memory was touched that was not touched before."""
+REST = 2.0**25
+"""Bytes that the rest of a step touches, at least."""
+STATE = {"SGD": 0, "Adagrad": 1, "RMSprop": 1}
+"""Values of an optimizer's state for each parameter's value; two for others."""
 FREE = ("view", "empty")
 """What touches no values: its time is that of a call."""
 _MATH = (
@@ -64,43 +68,36 @@ def described(func: Any, args: Sequence[Any], out: Any) -> Operator | None:
     plain = name.rstrip("_") if name != "copy_" and name not in _FILLS else name
     if plain in _NOTHING:
         return None
-    if func.is_view or plain in ("detach", "alias", "_unsafe_view", "lift_fresh"):
-        return Operator("view", {}, name)
     if plain in _ALLOCATES:
         return Operator("empty", {}, name)
+    tensors = [*_tensors(args), *_tensors([out])]
+    if func.is_view or plain in ("detach", "alias", "_unsafe_view", "lift_fresh") or not tensors:
+        return Operator("view", {}, name)
     if plain in ("mm", "addmm", "bmm", "baddbmm", "_linear_pointwise"):
         return _product(plain, args)
-    tensors = [*_tensors(args), *_tensors([out])]
-    if not tensors:
-        return Operator("view", {}, name)
-    return _pass(plain, args, out, tensors, name)
+    return _pass(plain, args, _tensors([out]), tensors, name)
 
 
 def _product(name: str, args: Sequence[Any]) -> Operator:
     if name == "_linear_pointwise":
-        x, weight = args[:2]
-        return Operator("linear", _sizes(x, 1, len(x), len(weight), x.shape[1]), name)
-    left, right = args[1:3] if name in ("addmm", "baddbmm") else args[:2]
-    (m, k), n = left.shape[-2:], right.shape[-1]
-    at = _sizes(left, left.shape[0] if left.ndim == 3 else 1, m, n, k)
-    if name == "addmm":
-        return Operator("addmm", at, name)
-    layout = _layout(left) + _layout(right)
-    kind = name if name == "mm" else "bmm"
-    return Operator(f"{kind} {'tn' if layout == 'tt' else layout}", at, name)
+        left, weight = args[:2]
+        kind, b, m, n, k = "linear", 1, len(left), len(weight), left.shape[1]
+    else:
+        left, right = args[1:3] if name in ("addmm", "baddbmm") else args[:2]
+        b, (m, k), n = left.shape[0] if left.ndim == 3 else 1, left.shape[-2:], right.shape[-1]
+        layout = "".join(
+            "t" if min(each.shape[-2:]) > 1 and each.stride(-1) != 1 and each.stride(-2) == 1 else "n"
+            for each in (left, right)
+        )
+        layout = "tn" if layout == "tt" else layout
+        kind = name if name == "addmm" else f"{name.removeprefix('badd')} {layout}"
+    sizes = {"b": float(b), "m": float(m), "n": float(n), "k": float(k)}
+    return Operator(kind, {**sizes, "dtype": _dtype(left)}, name)
 
 
-def _sizes(left: torch.Tensor, b: int, m: int, n: int, k: int) -> dict[str, float | str]:
-    return {"b": float(b), "m": float(m), "n": float(n), "k": float(k), "dtype": _dtype(left)}
-
-
-def _layout(matrix: torch.Tensor) -> str:
-    rows, columns = matrix.shape[-2:]
-    return "t" if rows > 1 and columns > 1 and matrix.stride(-1) != 1 and matrix.stride(-2) == 1 else "n"
-
-
-def _pass(name: str, args: Sequence[Any], out: Any, tensors: list[torch.Tensor], full: str) -> Operator:
-    outs = _tensors([out])
+def _pass(
+    name: str, args: Sequence[Any], outs: list[torch.Tensor], tensors: list[torch.Tensor], full: str
+) -> Operator:
     widest = max(tensors, key=lambda tensor: tensor.numel())
     results = sum(tensor.numel() for tensor in outs)
     moved = sum(map(_bytes, tensors))
@@ -108,7 +105,10 @@ def _pass(name: str, args: Sequence[Any], out: Any, tensors: list[torch.Tensor],
     kind, known, elements = "elementwise", True, widest.numel()
     if name in ("cat", "stack"):
         kind, elements = "cat", results
-        runs = _pieces(args, name)
+        # The pieces of memory that are copied, one after the other.
+        parts, dim = _tensors(args[:1]), args[1] if len(args) > 1 and isinstance(args[1], int) else 0
+        dim %= parts[0].ndim + (name == "stack") if parts else 1
+        runs = float(sum(part.numel() / max(1, prod(part.shape[dim:])) for part in parts))
     elif name in _FILLS or name in _SPREADS:
         kind, elements = "fill", results
         moved = sum(map(_bytes, outs))
@@ -116,8 +116,7 @@ def _pass(name: str, args: Sequence[Any], out: Any, tensors: list[torch.Tensor],
         kind, elements = f"take {name}", results
         moved = 2 * sum(map(_bytes, outs))
     elif name == "index_put":
-        kind = "put"
-        elements = args[2].numel()
+        kind, elements = "put", args[2].numel()
     elif name in _SUMS:
         kind = _sum_kind(args, widest)
     elif name in _BCE:
@@ -143,34 +142,22 @@ def _pass(name: str, args: Sequence[Any], out: Any, tensors: list[torch.Tensor],
 
 def _sum_kind(args: Sequence[Any], widest: torch.Tensor) -> str:
     """``sum 0`` over the first dimension, as for a bias; ``sum 1`` over the last; ``sum`` over all."""
-    dims = args[1] if len(args) > 1 and isinstance(args[1], list | tuple | int) else None
-    if dims is None or widest.ndim < 2:
-        return "sum"
+    dims = args[1] if len(args) > 1 and isinstance(args[1], list | tuple | int) else []
     dims = [dims] if isinstance(dims, int) else list(dims)
-    if not dims or len(dims) == widest.ndim:
+    if widest.ndim < 2 or not dims or len(dims) == widest.ndim:
         return "sum"
     return "sum 0" if 0 in dims or -widest.ndim in dims else "sum 1"
 
 
 def _turned(args: Sequence[Any], outs: Sequence[torch.Tensor]) -> bool:
-    """Whether a copy changes the order of the values."""
-    pairs = [tensor for tensor in _tensors(args) if tensor.numel() > 1] + list(outs)
-    inner = {_inner_dimension(tensor) for tensor in pairs if min(tensor.shape, default=1) > 1}
+    """Whether a copy changes the order of the values: its tensors differ in their innermost dimension."""
+    copied = [tensor for tensor in _tensors(args) if tensor.numel() > 1] + list(outs)
+    inner = {
+        min(range(tensor.ndim), key=lambda dim: (tensor.stride(dim) or 1 << 60, -dim))
+        for tensor in copied
+        if min(tensor.shape, default=1) > 1
+    }
     return len(inner) > 1
-
-
-def _inner_dimension(tensor: torch.Tensor) -> int:
-    return min(range(tensor.ndim), key=lambda dim: (tensor.stride(dim) or 1 << 60, -dim), default=0)
-
-
-def _pieces(args: Sequence[Any], name: str) -> float:
-    """How many pieces of memory a ``cat`` copies, one after the other."""
-    parts = _tensors(args[:1])
-    dim = args[1] if len(args) > 1 and isinstance(args[1], int) else 0
-    if not parts:
-        return 0
-    dim %= parts[0].ndim + (name == "stack")
-    return float(sum(tensor.numel() / max(1, prod(tensor.shape[dim:])) for tensor in parts))
 
 
 def _runs(tensor: torch.Tensor) -> float:
@@ -255,19 +242,12 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.found.append(operator)
 
 
-def watched(run: Any) -> Iterator[Operator]:
+def watched(run: Callable[[], object]) -> list[Operator]:
     """The operators of one call of ``run``."""
-    with Watch() as watch:
+    watch = Watch()
+    with watch:
         run()
-    yield from watch.found
-
-
-REST = 2.0**25
-"""Bytes that the rest of a step touches, at least."""
-
-
-STATE = {"SGD": 0, "Adagrad": 1, "RMSprop": 1}
-"""Values of state for each parameter's value; two for others."""
+    return watch.found
 
 
 def optimizer_sizes(name: str, parameters: int, values: int) -> dict[str, float | str]:

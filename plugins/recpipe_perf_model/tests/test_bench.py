@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import closing
 from functools import partial
 
 import numpy as np
 import pytest
 import torch
-from recpipe_perf_model.bench import gemm, overheads, pointwise, timing
-from recpipe_perf_model.bench.timing import Clock, Make, clock
+from recpipe_perf_model.bench import operators, overheads, timing
+from recpipe_perf_model.bench.timing import Clock, Make
 from recpipe_perf_model.kernels.operators import FREE, Operator, watched
 
 from recpipe.backend.matmul import has_onednn
@@ -23,7 +24,7 @@ def timer(monkeypatch: pytest.MonkeyPatch) -> Iterator[Clock]:
     monkeypatch.setattr(timing, "SPREADS", (0.0, 2.0**12))
     monkeypatch.setattr(timing, "ROUNDS", (1, 1))
     monkeypatch.setattr(timing, "PASSES", (2, 2))
-    with using_threads(2), clock(1) as made:
+    with using_threads(2), closing(Clock(1)) as made:
         yield made
 
 
@@ -31,33 +32,33 @@ def kinds(makes: list[Make]) -> list[str]:
     """The kind of each call's operator; a call of several is told by all of them."""
     found = []
     for make in makes:
-        operators = list(watched(make()))
-        work = [each.kind for each in operators if each.kind not in FREE] or [operators[0].kind]
+        ran = watched(make())
+        work = [each.kind for each in ran if each.kind not in FREE] or [ran[0].kind]
         found.append(" and ".join(work))
     return found
 
 
 def test_a_layer_and_an_interaction_have_the_products_of_a_step() -> None:
     own = ["addmm", "mm nn", "mm tn", *(["linear"] if has_onednn() else [])]
-    assert kinds(gemm.layer(16, 5, 7, FLOAT)) == own
-    assert kinds(gemm.interaction(4, 3, 8, FLOAT)) == ["bmm nt", "bmm nn", "bmm tn"]
+    assert kinds(operators.layer(16, 5, 7, FLOAT)) == own
+    assert kinds(operators.interaction(4, 3, 8, FLOAT)) == ["bmm nt", "bmm nn", "bmm tn"]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_each_pass_is_one_operator(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype) -> None:
-    monkeypatch.setattr(pointwise, "SAMPLES", (16, 17))
+    monkeypatch.setattr(operators, "SAMPLES", (16, 17))
     random = np.random.default_rng(0)
-    for makes in (pointwise.matrices, pointwise.joins):
+    for makes in (operators.matrices, operators.joins):
         for kind in kinds(makes(random, dtype)):
             assert " and " not in kind, kind
-    vectors = kinds(pointwise.vectors(random))
+    vectors = kinds(operators.vectors(random))
     assert vectors == ["loss", "math", "elementwise", "sum", "view", "empty"]
 
 
 def test_draws_are_the_same_each_time_and_bounded() -> None:
-    layers = gemm.draws(40, 1)
-    assert layers == gemm.draws(40, 1) != gemm.draws(40, 2)
-    assert all(2 * b * i * o <= gemm.MOST_FLOPS for b, i, o in layers)
+    layers = operators.draws(40, 1)
+    assert layers == operators.draws(40, 1) != operators.draws(40, 2)
+    assert all(2 * b * i * o <= operators.MOST_FLOPS for b, i, o in layers)
     assert min(b for b, _, _ in layers) < 64 < 2048 < max(b for b, _, _ in layers)
 
 
@@ -82,9 +83,10 @@ def test_passes_go_on_until_the_two_fastest_agree(timer: Clock, monkeypatch: pyt
         return next(left[operator.kind])
 
     monkeypatch.setattr(timer, "_seconds", seconds)
-    wanted = [(Operator(kind, {}, kind), partial(torch.ones, 1), 0.0) for kind in times]
+    monkeypatch.setattr(timer, "modes", (1,))
     longer = (1 * 2 * 6 * 5) ** 0.25  # the first two passes of both
-    assert timer._usual(wanted) == pytest.approx([longer, longer])
+    found = list(timer.timed((Operator(kind, {}, kind), partial(torch.ones, 1)) for kind in times))
+    assert [sample.seconds for sample in found] == pytest.approx([longer, longer])
     assert order == [*["view", "sum"] * 3, "sum", "sum", "sum"]
 
 
@@ -94,17 +96,23 @@ def test_a_call_of_several_operators_is_left_out(timer: Clock) -> None:
 
 
 def test_one_thread_has_one_mode() -> None:
-    with using_threads(1), clock() as timer:
+    with using_threads(1), closing(Clock()) as timer:
         assert timer.modes == (1,)
 
 
 def test_the_other_cores_end_also_after_a_fault(timer: Clock) -> None:
+    timer.modes = (1,)
+    calls = 0
+
     def fails() -> None:
-        raise RuntimeError("on purpose")
+        nonlocal calls
+        calls += 1
+        if calls > 2:  # it runs twice alone, to see how long it takes
+            raise RuntimeError("on purpose")
 
     with pytest.raises(RuntimeError, match="on purpose"):
-        timer._together(lambda: fails, 0.0)
-    assert [s.kind for s in timer.samples([lambda: torch.ones(4).sum])] == ["sum", "sum"]
+        list(timer.timed([(Operator("sum", {}, "sum"), lambda: fails)]))
+    assert [s.kind for s in timer.samples([lambda: torch.ones(4).sum])] == ["sum"]
 
 
 def test_overheads_are_all_there(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -115,7 +123,7 @@ def test_overheads_are_all_there(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(timing, "ROUNDS", (1, 1))
     monkeypatch.setattr(timing, "PASSES", (2, 2))
     with using_threads(2):
-        found = list(overheads.measure(quick=True))
+        found = list(overheads.measure_overheads(quick=True))
     optimizers = [f"optimizer {name}" for name in ("SGD", "Adagrad", "Adam") for _ in range(2)]
     alone = ["recorded", "node", "function", "call", "step", "step", "hand over", "wake", "loop"]
     assert [sample.kind for sample in found] == [*alone, *optimizers]

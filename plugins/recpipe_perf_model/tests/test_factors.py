@@ -141,7 +141,7 @@ def test_a_probe_is_trained_and_captured(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(bench, "PROBES", (tiny, shared, replace(tiny, converted=False, crosses=1)))
     monkeypatch.setattr(bench, "STEPS", 4)
     with using_threads(2):
-        found = list(bench.measure(quick=True))
+        found = list(bench.measure_steps(quick=True))
     assert [sample.kind for sample in found] == ["probe"] * 3
     assert all(sample.seconds > 0 for sample in found)
     one, two, three = (parse_step(str(sample.at["step"])) for sample in found)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from recpipe_perf_model.kernels.gaussian import NOISE, GaussianProcess
+from recpipe_perf_model.kernels.models import NOISE, GaussianProcess
 
 
 def places(count: int, seed: int = 0) -> np.ndarray:

@@ -7,20 +7,20 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from recpipe_perf_model.bench import lookups, rows, stores, tiers
-from recpipe_perf_model.bench.lookups import PASSES, least
-from recpipe_perf_model.kernels.moves import FEATURES, MoveTimes, fit
+from recpipe_perf_model.bench.lookups import PASSES, least, measure_lookups, measure_rows
+from recpipe_perf_model.bench.tiers import measure_stores, measure_tiers, sizes
+from recpipe_perf_model.kernels.linear import Linear
+from recpipe_perf_model.kernels.moves import FEATURES, MoveTimes
 from recpipe_perf_model.machine import Host, MachineProfile
 from recpipe_perf_model.tests.test_tiered import group
 from recpipe_perf_model.tiers.stored import touched
 
 from recpipe.errors import UserError
+from recpipe.plugin.store import StoreLayout
 from recpipe.profiling.limits import Sample
 
-NOT_HERE = {
-    kind for kind in FEATURES if kind.startswith(("all_", "reduce_", "sharded ", "side ", "copy to "))
-}
-"""Kinds that need several ranks, or a GPU."""
+NOT_HERE = {kind for kind in FEATURES if kind.startswith(("all_", "reduce_", "sharded ", "side "))}
+"""Kinds that need several ranks."""
 
 
 def profile(samples: list[Sample]) -> MachineProfile:
@@ -32,7 +32,8 @@ def measured(tmp_path_factory: pytest.TempPathFactory) -> list[Sample]:
     """The quick form of all families here; stores are made in the current directory."""
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(tmp_path_factory.mktemp("here"))
-        found = [*lookups.once(True), *tiers.once(True), *stores.once(True), *rows.once(True)]
+        families = (measure_lookups, measure_tiers, measure_stores, measure_rows)
+        found = [sample for measure in families for sample in measure(True)]
         assert not list(Path.cwd().iterdir()), "nothing is left"
     return found
 
@@ -52,9 +53,9 @@ def test_every_kind_is_measured_with_the_sizes_that_its_model_needs(measured: li
 def test_sizes_of_the_benchmark_are_those_that_are_predicted() -> None:
     """Of rows drawn from a whole table the benchmark counts what the prediction expects."""
     table = group(rows=100_000)
-    layout = stores.StoreLayout(("rows",), table.table_rows, 17)
+    layout = StoreLayout(("rows",), table.table_rows, 17)
     rows = np.random.default_rng(0).choice(100_000, 2_000, replace=False)
-    at, told = stores.sizes(layout, rows), touched(table, 17, 2_000, 0.0, bridged=True)
+    at, told = sizes(layout, rows), touched(table, 17, 2_000, 0.0, bridged=True)
     assert told.blocks == pytest.approx(at["blocks"], rel=0.1)
     assert told.requests == pytest.approx(at["requests"], rel=0.1)
 
@@ -72,12 +73,12 @@ def test_the_law_of_a_made_up_disk_is_found() -> None:
         blocks = requests * float(random.uniform(1, 4))
         at = {"rows": rows, "width": 17.0, "requests": requests, "blocks": blocks}
         samples.append(Sample("ssd read", at, law(requests, blocks)))
-    model = fit("ssd read", samples)
+    model = Linear.fit(samples, FEATURES["ssd read"])
     at = {"rows": 10_000.0, "width": 17.0, "requests": 9_000.0, "blocks": 12_000.0}
     assert model.seconds(at) == pytest.approx(law(9_000, 12_000), rel=0.02)
     assert model.spread < 0.01
     noisy = [Sample(s.kind, s.at, s.seconds * random.uniform(0.5, 2)) for s in samples]
-    assert fit("ssd read", noisy).spread > 0.2, "the spread tells noise"
+    assert Linear.fit(noisy, FEATURES["ssd read"]).spread > 0.2, "the spread tells noise"
 
 
 def test_the_least_of_several_passes_counts() -> None:

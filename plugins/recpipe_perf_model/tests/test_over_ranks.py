@@ -11,11 +11,11 @@ import pytest
 import torch.distributed as dist
 from recpipe_het.costs import statement as het
 from recpipe_neo.costs import statement as neo
-from recpipe_perf_model.bench import collectives, sharded, side
+from recpipe_perf_model.bench.ranks import measure_in
 from recpipe_perf_model.facts.facts import Facts
 from recpipe_perf_model.facts.group_facts import Stretch
 from recpipe_perf_model.kernels.linear import At
-from recpipe_perf_model.kernels.moves import FEATURES
+from recpipe_perf_model.kernels.moves import COLLECTIVES, FEATURES
 from recpipe_perf_model.machine import MachineProfile
 from recpipe_perf_model.statement import Moved, Phase, Statement
 from recpipe_perf_model.tests import synthetic
@@ -159,10 +159,10 @@ def _measures(rank: int, world: int, meeting: str) -> None:
     with joined(rank, world, meeting):
         group = dist.group.WORLD
         assert group is not None
-        found = [*collectives.measure(True), *side.measure(group, True), *sharded.measure(group, True)]
-        busy = {f"{name} busy" for name in collectives.NAMES}
-        kinds = {*collectives.NAMES, *busy, *sharded.KINDS, side.KIND}
-        assert {sample.kind for sample in found} == kinds
+        found = list(measure_in(group, True))
+        messages = {f"{name}{busy}" for name in COLLECTIVES for busy in ("", " busy")}
+        sharded = {"sharded ids", "sharded forward", "sharded backward"}
+        assert {sample.kind for sample in found} == messages | sharded | {"side by side"}
         for sample in found:
             assert sample.seconds > 0
             assert np.isfinite(FEATURES[sample.kind](sample.at)).all()

@@ -10,7 +10,6 @@ import torch
 from recpipe_perf_model import calibrate
 from recpipe_perf_model import profiled as model_profiled
 from recpipe_perf_model.advise import model
-from recpipe_perf_model.bench import limits as bench_limits
 from recpipe_perf_model.kernels.models import Estimate
 from recpipe_perf_model.machine import Host, MachineProfile, profile_path
 from recpipe_perf_model.tests.test_advise import machine as slow_disk
@@ -72,7 +71,7 @@ def test_limits_that_a_step_contradicts_are_measured_again(
 ) -> None:
     """The profile in the cache is of a machine 10,000 times too slow, as a busy one may look."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setattr(calibrate, "FAMILIES", {"limits": bench_limits.measure})
+    monkeypatch.setattr(calibrate, "FAMILIES", {"limits": calibrate.limits})
     file, cpu = profile_path(Host.current()), torch.device("cpu")
     slow = tuple(replace(s, seconds=1e4 * s.seconds) for s in limits.measured((64, 256), cpu))
     MachineProfile(Host.current(), "2026-01-01", True, {"limits": slow}).save(file)

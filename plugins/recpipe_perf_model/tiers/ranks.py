@@ -11,10 +11,9 @@ from numpy.typing import NDArray
 
 from recpipe.distributed.ranks import Emulation
 from recpipe.plugin.bags import RowIds
-from recpipe_perf_model.bench.collectives import FAMILY
 from recpipe_perf_model.facts.facts import Facts
 from recpipe_perf_model.facts.group_facts import GroupFacts
-from recpipe_perf_model.kernels.moves import Times
+from recpipe_perf_model.kernels.moves import COLLECTIVE_FAMILY, Times
 from recpipe_perf_model.machine import MachineProfile
 from recpipe_perf_model.tiers.stored import Spent
 
@@ -118,6 +117,6 @@ def busiest_part(facts: Facts) -> float:
 
 def measured_with(profile: MachineProfile, ranks: int) -> MachineProfile:
     """``profile`` with the messages between so many ranks alone, if there are any; else with all of them."""
-    samples = profile.samples.get(FAMILY, ())
+    samples = profile.samples.get(COLLECTIVE_FAMILY, ())
     own = tuple(sample for sample in samples if sample.at.get("ranks") == ranks)
-    return replace(profile, samples={**profile.samples, FAMILY: own or samples})
+    return replace(profile, samples={**profile.samples, COLLECTIVE_FAMILY: own or samples})
