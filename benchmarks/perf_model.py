@@ -40,8 +40,7 @@ from recpipe_perf_model.machine import Host, MachineProfile, profile_path  # noq
 from recpipe_perf_model.show import held_out  # noqa: E402
 from recpipe_perf_model.step.amounts import Amounts  # noqa: E402
 from recpipe_perf_model.step.factors import step_amounts  # noqa: E402
-from recpipe_perf_model.step.predict import predict_resident  # noqa: E402
-from recpipe_perf_model.step.step import Step, parse_step, reading, step_text  # noqa: E402
+from recpipe_perf_model.step.step import Step, parse_step, predict_resident, reading, step_text  # noqa: E402
 from torch import nn  # noqa: E402
 from torchrec.models.dlrm import DLRM, DLRM_DCN  # noqa: E402
 from torchrec.modules.embedding_configs import EmbeddingBagConfig  # noqa: E402
@@ -258,8 +257,8 @@ def line(case: Case, runs: list[Ran], amounts: Amounts, tasks: bool) -> tuple[fl
         f"{case.name:64}{case.batch:6} {case.backend + shared:12}{1e3 * predicted:9.2f}{1e3 * measured:9.2f}"
         f"{predicted / measured - 1:+8.1%}  {least:.2f}..{most:.2f}"
     )
-    for name, estimate in found[0].tasks.items() if tasks else ():
-        print(f"    {name:30}{1e3 * estimate.seconds:8.3f} ms")
+    for name, seconds in found[0].tasks.items() if tasks else ():
+        print(f"    {name:30}{1e3 * seconds:8.3f} ms")
     return predicted, measured, low <= measured <= high
 
 

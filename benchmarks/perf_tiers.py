@@ -254,8 +254,7 @@ def statistics(setting: Setting) -> tuple[Facts, float]:
         unplaced = Unplaced.of(cfg, dataset, choose_device("cpu"), None)
         size = cfg.data.batch_size
         batches = min(BATCHES, dataset.num_batches("train", size))
-        train, samples = partial(dataset.batches, "train", size), dataset.size("train")
-        facts = collect(unplaced.inputs, train, size, batches, samples, batches, cfg.seed)
+        facts = collect(cfg, dataset, unplaced.inputs, batches, batches)
         seconds = []
         began = perf_counter()
         for _, batch in zip(range(20), dataset.batches("train", size), strict=False):

@@ -15,15 +15,14 @@ if TYPE_CHECKING:
     from recpipe_perf_model.bench.lookups import pools as id_pools
     from recpipe_perf_model.bench.ranks import BYTES as COLLECTIVE_BYTES
     from recpipe_perf_model.bench.ranks import timed_collectives
-    from recpipe_perf_model.facts.facts import Facts
-    from recpipe_perf_model.facts.group_facts import GroupFacts, Misses
+    from recpipe_perf_model.facts.facts import Facts, GroupFacts, Misses
     from recpipe_perf_model.facts.replay import Kept as KeptLookups
     from recpipe_perf_model.facts.replay import joined as joined_lookups
     from recpipe_perf_model.kernels.linear import fitted, nnls
     from recpipe_perf_model.kernels.moves import COLLECTIVE_FAMILY, LookupWork
     from recpipe_perf_model.machine import Host, SharedProfile
     from recpipe_perf_model.statement import Moved, Phase, Statement, Work
-    from recpipe_perf_model.tiers.ranks import busiest_part, share_of_distinct
+    from recpipe_perf_model.tiers.ranked import busiest_part, share_of_distinct
 
 _HOME = {
     "COLLECTIVE_BYTES": "bench.ranks:BYTES",
@@ -36,8 +35,8 @@ _HOME = {
     "zipf": "bench.lookups:zipf",
     "id_pools": "bench.lookups:pools",
     "Facts": "facts.facts:Facts",
-    "GroupFacts": "facts.group_facts:GroupFacts",
-    "Misses": "facts.group_facts:Misses",
+    "GroupFacts": "facts.facts:GroupFacts",
+    "Misses": "facts.facts:Misses",
     "KeptLookups": "facts.replay:Kept",
     "joined_lookups": "facts.replay:joined",
     "fitted": "kernels.linear:fitted",
@@ -49,8 +48,8 @@ _HOME = {
     "Phase": "statement:Phase",
     "Statement": "statement:Statement",
     "Work": "statement:Work",
-    "busiest_part": "tiers.ranks:busiest_part",
-    "share_of_distinct": "tiers.ranks:share_of_distinct",
+    "busiest_part": "tiers.ranked:busiest_part",
+    "share_of_distinct": "tiers.ranked:share_of_distinct",
 }
 """Where each public name is: ``module:name`` in this package."""
 NAMES = {name: f"{__name__}:{name}" for name in _HOME}

@@ -24,9 +24,9 @@ from recpipe_perf_model.advise.judged import Machine, by_beginning, judge, told_
 from recpipe_perf_model.advise.machine import NEEDED
 from recpipe_perf_model.advise.model import Paper
 from recpipe_perf_model.calibrate import contradicts, recheck
-from recpipe_perf_model.facts.collect import facts_of
+from recpipe_perf_model.facts.collect import collect
 from recpipe_perf_model.machine import Host, own_profile, profile_path
-from recpipe_perf_model.step.resident import MAIN
+from recpipe_perf_model.step.step import MAIN
 from recpipe_perf_model.step.walk import SHOWN
 from recpipe_perf_model.tiers.predict import Kind
 from recpipe_perf_model.tiers.statements import costs_of, of_policy
@@ -98,7 +98,7 @@ def _predicted(
     size = cfg.data.batch_size
     batches = min(steps, dataset.num_batches("train", size))
     tables = model.inputs.tables
-    facts = facts_of(cfg, dataset, model.inputs, batches, steps)
+    facts = collect(cfg, dataset, model.inputs, batches, steps)
     facts = facts.at(share=cfg.tiers.budget(tables) / tables.total_bytes)
     active = activate(cfg.plugins)
     plugins = {origin.plugin: plugin for origin, plugin in active}

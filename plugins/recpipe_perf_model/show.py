@@ -40,7 +40,7 @@ def measured(profile: MachineProfile) -> str:
             f"{limits.gather_bytes_per_s_one_thread / GIGA:.2f}",
             "",
         ]
-    if FAMILY in profile.samples and set(FAMILIES) <= profile.samples.keys():
+    if {FAMILY, "lookups", *FAMILIES} <= profile.samples.keys():
         lines += [told(fitted_factors(profile, Amounts(profile))), ""]
     for name, samples in profile.samples.items():
         why = f", disturbed: {profile.disturbed[name]}" if name in profile.disturbed else ""

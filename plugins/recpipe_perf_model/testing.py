@@ -12,8 +12,7 @@ from recpipe.access.misses import SHARES, MissRates, RowSample
 from recpipe.plugin.api import Plugin
 from recpipe.plugin.bags import IndexBags
 from recpipe.plugin.calls import Origin
-from recpipe_perf_model.facts.facts import Facts
-from recpipe_perf_model.facts.group_facts import GroupFacts, Stretch
+from recpipe_perf_model.facts.facts import Facts, GroupFacts, Stretch
 from recpipe_perf_model.facts.replay import Kept
 from recpipe_perf_model.kernels.moves import FEATURES
 from recpipe_perf_model.statement import Phase, Statement

@@ -33,7 +33,7 @@ from recpipe_perf_model.advise.judged import Judged
 from recpipe_perf_model.advise.machine import machine_profile, words
 from recpipe_perf_model.advise.verify import verified
 from recpipe_perf_model.calibrate import CONTRADICTS, contradicts, recheck
-from recpipe_perf_model.facts.collect import facts_of
+from recpipe_perf_model.facts.collect import collect
 from recpipe_perf_model.facts.facts import Facts
 from recpipe_perf_model.machine import profile_path
 from recpipe_perf_model.step.capture import CannotTrace
@@ -175,5 +175,5 @@ def _facts(
             if meter.due:
                 meter.show(done / batches, f"batch {done:,} of {batches:,}")
 
-        facts = facts_of(cfg, dataset, unplaced.inputs, batches, cfg.trainer.steps(whole), tell, followed)
+        facts = collect(cfg, dataset, unplaced.inputs, batches, cfg.trainer.steps(whole), tell, followed)
     return facts.at(trainers=config.ranks), misses.told(cfg, unplaced.inputs, followed)

@@ -19,9 +19,9 @@ from recpipe_perf_model.kernels.moves import MoveTimes
 from recpipe_perf_model.machine import MachineProfile
 from recpipe_perf_model.step.amounts import Amounts, Factors
 from recpipe_perf_model.step.factors import step_amounts
-from recpipe_perf_model.step.predict import Prediction, predict_resident
+from recpipe_perf_model.step.step import Prediction, predict_resident
 from recpipe_perf_model.tiers.predict import Kind, TieredPrediction, predict_tiered, resident_steps
-from recpipe_perf_model.tiers.ranks import measured_with
+from recpipe_perf_model.tiers.ranked import measured_with
 from recpipe_perf_model.tiers.tiered import Resident
 
 
@@ -49,7 +49,7 @@ class Machine:
     def of_rank(self, paper: Paper, threads: int) -> Resident:
         """The same of any number of samples on one of several ranks with so many threads."""
         if (paper, threads) not in self._ranked:
-            amounts = self.amounts.with_threads(threads)
+            amounts = self.amounts.corrected(self.amounts.factors, threads)
             self._ranked[paper, threads] = resident_steps(
                 lambda samples: paper.of_rank(samples, threads), amounts
             )

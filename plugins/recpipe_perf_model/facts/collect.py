@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from copy import deepcopy
-from typing import Any
+from functools import partial
 
 import numpy as np
 
@@ -17,26 +17,25 @@ from recpipe.data.parts import leaves, tensors_in
 from recpipe.errors import UserError
 from recpipe.plugin.bags import IndexBags, RowIds
 from recpipe.tables.inputs import Inputs
-from recpipe_perf_model.facts.facts import Facts
-from recpipe_perf_model.facts.group_facts import NEVER, GroupFacts, Stretch
-from recpipe_perf_model.facts.replay import MOST, Kept, shortened
+from recpipe_perf_model.facts.facts import NEVER, Facts, GroupFacts, Stretch
+from recpipe_perf_model.facts.replay import MOST, Kept
 
 STRETCH = 24
 """How many consecutive batches' ids are kept in ``GroupFacts.stretch``."""
 
 
 def collect(
+    cfg: Recipe,
+    dataset: Dataset,
     inputs: Inputs,
-    read: Callable[[], Iterable[Any]],
-    batch_size: int,
     batches: int,
-    epoch_samples: int,
     steps: int,
-    seed: int = 0,
     progress: Callable[[int], None] = lambda done: None,
     followed: Sequence[Followed] | None = None,
 ) -> Facts:
-    """Read ``batches`` batches and count what they look up; ``read`` begins anew with each call.
+    """The facts of a run of so many ``steps`` with the recipe's store and pipeline, from the first
+    ``batches`` of the training data, which are read once.
+
     ``followed``: for each group what follows the same batches, if their miss rates are wanted beside.
 
     Caches are judged by the second half, when those that start empty have filled. ``UserError`` if there are
@@ -46,31 +45,31 @@ def collect(
         raise UserError(
             f"{batches} batches are too few to learn from: lower data.batch_size, or give more data"
         )
-
+    read = partial(dataset.batches, "train", cfg.data.batch_size)
     if followed is None:
         followed = [Followed.of(number, inputs, read, batches) for number in range(len(inputs.tables.groups))]
     groups = [_Counting(each, batches) for each in followed]
     size = 0
     for done, batch in zip(range(batches), read(), strict=False):
-        size = size or _bytes(batch)
+        if not size:
+            tensors = [tensor for leaf in leaves(batch) for tensor in tensors_in(leaf)]
+            size = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
         for number, own in enumerate(groups):
             own.add(inputs.bags(batch, number))
         progress(done + 1)
     if not any(group.rates.lru.lookups for group in groups):
         raise UserError("the batches that were read look nothing up: there is nothing to keep in tiers")
     return Facts(
-        batch_size=batch_size,
-        epoch_samples=epoch_samples,
+        batch_size=cfg.data.batch_size,
+        epoch_samples=dataset.size("train"),
         steps=steps,
         groups=tuple(group.facts() for group in groups),
         batch_bytes=size,
-        seed=seed,
+        store=cfg.tiers.store,
+        prefetch=cfg.tiers.prefetch,
+        emulation=cfg.tiers.emulate,
+        seed=cfg.seed,
     )
-
-
-def _bytes(batch: Any) -> int:
-    tensors = [tensor for leaf in leaves(batch) for tensor in tensors_in(leaf)]
-    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
 
 class _Counting:
@@ -100,8 +99,11 @@ class _Counting:
             self._kept.append(bags)
         self._lookups += len(bags.indices)
         if self._lookups <= MOST:
-            last = self._read[-1] if self._read else None
-            self._read.append(shortened(bags, last, self.group.tables.layout.total_rows))
+            # Numbers of 32 bits where these do, and offsets that are those of the batch before once.
+            small = np.int32 if self.group.tables.layout.total_rows <= np.iinfo(np.int32).max else np.int64
+            same = self._read and np.array_equal(self._read[-1].offsets, bags.offsets)
+            offsets = self._read[-1].offsets if same else bags.offsets
+            self._read.append(IndexBags(bags.indices.astype(small), offsets, bags.batch_size))
         else:
             self._read = []
         self.followed.add(bags)
@@ -152,29 +154,3 @@ class _Counting:
             samples.append(before + bag % max(1, bags.batch_size))
             before += bags.batch_size
         return Stretch(len(self._kept), np.concatenate(samples), rows, ranks)
-
-
-def facts_of(
-    cfg: Recipe,
-    dataset: Dataset,
-    inputs: Inputs,
-    batches: int,
-    steps: int,
-    progress: Callable[[int], None] = lambda done: None,
-    followed: Sequence[Followed] | None = None,
-) -> Facts:
-    """Those of a run of so many ``steps`` with the recipe's store and pipeline, from the first ``batches`` of
-    the training data, which are read once; ``progress`` and ``followed``: as in ``collect``."""
-    size = cfg.data.batch_size
-    found = collect(
-        inputs,
-        lambda: dataset.batches("train", size),
-        size,
-        batches,
-        dataset.size("train"),
-        steps,
-        cfg.seed,
-        progress,
-        followed,
-    )
-    return found.at(store=cfg.tiers.store, prefetch=cfg.tiers.prefetch, emulation=cfg.tiers.emulate)

@@ -7,8 +7,8 @@ what was read, however large tables are. Policies cannot tell: numbers keep thei
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Callable, Sequence
+from dataclasses import astuple, dataclass, fields
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,7 +16,6 @@ from numpy.typing import NDArray
 from recpipe.plugin.bags import Bags, IndexBags, RowIds
 from recpipe.plugin.policy import CachePolicy, RowSpace
 from recpipe.tables.tiers.lookups import parted
-from recpipe.tables.tiers.plan import TierPlan
 from recpipe.tables.tiers.planner import TierPlanner
 from recpipe_perf_model.statement import Moved
 
@@ -82,15 +81,6 @@ def joined(groups: Sequence[Kept], number: int) -> Bags:
     )
 
 
-def shortened(bags: IndexBags, before: IndexBags | None, rows: int) -> IndexBags:
-    """``bags`` in the form in which they are kept: with numbers of 32 bits where ``rows`` allow it, and with
-    the offsets of the batch ``before`` where these are the same."""
-    small = np.int32 if rows <= np.iinfo(np.int32).max else np.int64
-    same = before is not None and np.array_equal(before.offsets, bags.offsets)
-    offsets = before.offsets if before is not None and same else bags.offsets
-    return IndexBags(bags.indices.astype(small), offsets, bags.batch_size)
-
-
 @dataclass(frozen=True, eq=False)
 class Replayed:
     """What moved for each of N batches, from empty caches on."""
@@ -125,25 +115,24 @@ def replay(groups: Sequence[Kept], make: Make, slots: Sequence[int], carry: bool
             filled = np.array([bool((space.residents.row_of_slot >= 0).all()) for space in spaces])
         needs = np.zeros(0, bool)
         for group, (kept, planner) in enumerate(zip(groups, planners, strict=True)):
-            slab = len(planner.slab_rows)
-            bags = kept.bags(number)
+            bags, slab = kept.bags(number), len(planner.slab_rows)
             plan = planner.plan(bags)
             planner.commit()
-            moved[group, number] = list(_moved(plan, slab))
+            stay = plan.carried_from >= 0
+            stays, from_slab = (
+                int(np.count_nonzero(some)) for some in (stay, stay & (plan.carried_from < slab))
+            )
+            rows = Moved(
+                read=len(stay) - stays,
+                returned=slab - from_slab,
+                evicted=int(np.count_nonzero(plan.evicted >= 0)) - (stays - from_slab),
+                placed=len(plan.placed),
+                slab=len(plan.slab),
+                slab_lookups=int(np.count_nonzero(plan.where < 0)),
+                missed=plan.looked_up - plan.hits,
+            )
+            moved[group, number] = astuple(rows)
             cold_bags = parted(bags, plan.where, pooled=True).needs_cold
             needs = cold_bags if not len(needs) else needs | cold_bags
         cold[number] = needs.mean() if len(needs) else 0.0
     return Replayed(moved, cold, filled)
-
-
-def _moved(plan: TierPlan, slab: int) -> Iterator[float]:
-    """The fields of ``Moved``, in order; the batch before had ``slab`` rows in the slab."""
-    stay, left = plan.carried_from >= 0, int(np.count_nonzero(plan.evicted >= 0))
-    from_slab = int(np.count_nonzero(stay & (plan.carried_from < slab)))
-    yield len(stay) - int(np.count_nonzero(stay))
-    yield slab - from_slab
-    yield left - (int(np.count_nonzero(stay)) - from_slab)
-    yield len(plan.placed)
-    yield len(plan.slab)
-    yield int(np.count_nonzero(plan.where < 0))
-    yield plan.looked_up - plan.hits

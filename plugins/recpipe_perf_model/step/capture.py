@@ -137,38 +137,48 @@ def captured(model: PlacedModel, batch: Any, shares: Sequence[int] = ()) -> Capt
     if not size:
         raise UserError("a batch without samples cannot be captured: give data with at least one sample")
     try:
-        whole = _Capture(model, batch, threads)
+        whole, late = _part(model, batch, threads)
         bounds = [0, *shares] if len(shares) > 1 else []
-        parts = [_Capture(model, between(batch, low, high), 1) for low, high in pairwise(bounds)]
+        parts = [_part(model, between(batch, low, high), 1)[0] for low, high in pairwise(bounds)]
     except UserError:
         raise
     except Exception as fault:  # a user's model can raise anything
         raise CannotTrace.of(model.module, fault) from fault
     dense = model.trained()
-    return Captured(
-        size,
-        whole.part,
-        tuple(each.part for each in parts),
-        tuple(_group(model, batch, number) for number in range(len(model.embeddings.tables.groups))),
-        whole.late,
-        (len(dense), sum(parameter.numel() for parameter in dense)),
-    )
+    groups = tuple(_group(model, batch, number) for number in range(len(model.embeddings.tables.groups)))
+    parameters = len(dense), sum(parameter.numel() for parameter in dense)
+    return Captured(size, whole, tuple(parts), groups, late, parameters)
 
 
 def _group(model: PlacedModel, batch: Any, number: int) -> GroupLookups:
-    tables = model.embeddings.tables.groups[number].tables
-    trained = not tables.optimizer.frozen
-    if not model.inputs.bound(number):
-        return GroupLookups(tables.dim, tables.optimizer.name, tables.pooled, (), trained)
-    bags: IndexBags = model.inputs.bags(batch, number)
-    ends = bags.offsets[np.arange(len(tables.features) + 1) * bags.batch_size]
-    found = []
-    for table, rows in enumerate(tables.layout.rows):
-        features = np.flatnonzero(tables.table_of == table)
-        ids = np.concatenate([bags.indices[ends[f] : ends[f + 1]] for f in features])
-        size = bags.batch_size * len(features)
-        found.append(TableLookups(int(rows), size, len(ids), len(np.unique(ids))))
-    return GroupLookups(tables.dim, tables.optimizer.name, tables.pooled, tuple(found), trained)
+    tables, found = model.embeddings.tables.groups[number].tables, []
+    if model.inputs.bound(number):
+        bags: IndexBags = model.inputs.bags(batch, number)
+        ends = bags.offsets[np.arange(len(tables.features) + 1) * bags.batch_size]
+        for table, rows in enumerate(tables.layout.rows):
+            features = np.flatnonzero(tables.table_of == table)
+            ids = np.concatenate([bags.indices[ends[f] : ends[f + 1]] for f in features])
+            size = bags.batch_size * len(features)
+            found.append(TableLookups(int(rows), size, len(ids), len(np.unique(ids))))
+    optimizer = tables.optimizer
+    return GroupLookups(tables.dim, optimizer.name, tables.pooled, tuple(found), not optimizer.frozen)
+
+
+def _part(model: PlacedModel, batch: Any, threads: int) -> tuple[Part, int]:
+    """The dense part of a step with so many threads, and how many ids the model makes itself."""
+    model, watch = model.copied(), _Stages()
+    with using_threads(threads), same_random_numbers(), torch.enable_grad():
+        with watch:
+            # The second of two steps is kept: of it is known when its memory was touched before.
+            _watched(model, batch, watch)
+            for parameter in model.trained():
+                watch.touch([parameter], OPTIMIZER * parameter.numel() * parameter.element_size())
+            watch.begin()
+            nodes, recorded, late = _watched(model, batch, watch)
+        forward, backward = _python_calls(model, batch)
+    calls = sum(forward.values()), sum(backward.values())
+    stages = tuple(map(tuple, watch.by_stage))
+    return Part(batch_size(batch), threads, stages, calls, recorded, nodes, backward["backward(ctx)"]), late
 
 
 class _Stages(Watch):  # type: ignore[no-untyped-call]
@@ -188,74 +198,42 @@ class _Stages(Watch):  # type: ignore[no-untyped-call]
             self.by_stage[self.stage].append(operator)
 
 
-class _Capture:
-    """One run of a step's dense part under the watch of operators, and one that counts Python's calls."""
+def _watched(model: PlacedModel, batch: Any, watch: _Stages) -> tuple[int, int, int]:
+    """Run a step under the watch; returns its nodes, recorded operators and ids that the model makes."""
+    handed = {front: _Rows(front, model, batch, watch) for front in model.fronts.values()}
+    with handing_out(handed):
+        loss, _ = model.called(batch)
+    leaves = [leaf for rows in handed.values() for leaf in rows.leaves]
+    watch.paused = True
+    nodes, waited = _nodes(loss), len(leaves)
+    first = torch.ones_like(loss)
+    recorded = sum(map(len, watch.by_stage[:2]))
+    watch.paused, watch.stage = False, 2 if leaves else 3
 
-    def __init__(self, model: PlacedModel, batch: Any, threads: int) -> None:
-        self.model, self.batch, self.watch = model.copied(), batch, _Stages()
-        self.late = 0
-        with using_threads(threads), same_random_numbers(), torch.enable_grad():
-            nodes, recorded = self._watched()
-            forward, backward = self._counted()
-        self.part = Part(
-            batch_size(batch),
-            threads,
-            tuple(map(tuple, self.watch.by_stage)),
-            (sum(forward.values()), sum(backward.values())),
-            recorded,
-            nodes,
-            backward["backward(ctx)"],
-        )
+    def arrived(gradient: torch.Tensor) -> None:
+        nonlocal waited
+        waited -= 1
+        watch.stage = 2 if waited else 3
 
-    def _watched(self) -> tuple[int, int]:
-        """Run two steps, so that it is known for the second one when its memory was touched before; returns
-        the second one's nodes and recorded operators."""
-        with self.watch:
-            self._step()
-            for parameter in self.model.trained():
-                self.watch.touch([parameter], OPTIMIZER * parameter.numel() * parameter.element_size())
-            self.watch.begin()
-            return self._step()
+    hooks = [leaf.register_hook(arrived) for leaf in leaves]  # type: ignore[no-untyped-call]
+    torch.autograd.grad(loss, [*leaves, *model.trained()], first, allow_unused=True)
+    for hook in hooks:
+        hook.remove()
+    return nodes, recorded, sum(len(ids.values()) for rows in handed.values() for ids in rows.others)
 
-    def _step(self) -> tuple[int, int]:
-        watch, handed = self.watch, self._rows(self.watch)
+
+def _python_calls(model: PlacedModel, batch: Any) -> tuple[Counter[str], Counter[str]]:
+    """Calls of Python functions, by name, in the forward and in the backward pass of a step."""
+    handed = {front: _Rows(front, model, batch, None) for front in model.fronts.values()}
+    loss: list[torch.Tensor] = []
+
+    def forward() -> None:
         with handing_out(handed):
-            loss, _ = self.model.called(self.batch)
-        leaves = [leaf for rows in handed.values() for leaf in rows.leaves]
-        watch.paused = True
-        nodes, waited = _nodes(loss), len(leaves)
-        first = torch.ones_like(loss)
-        recorded = sum(map(len, watch.by_stage[:2]))
-        watch.paused, watch.stage = False, 2 if leaves else 3
+            loss.append(model.called(batch)[0])
 
-        def arrived(gradient: torch.Tensor) -> None:
-            nonlocal waited
-            waited -= 1
-            watch.stage = 2 if waited else 3
-
-        hooks = [leaf.register_hook(arrived) for leaf in leaves]  # type: ignore[no-untyped-call]
-        wanted = [*leaves, *self.model.trained()]
-        torch.autograd.grad(loss, wanted, first, allow_unused=True)
-        for hook in hooks:
-            hook.remove()
-        self.late = sum(len(ids.values()) for rows in handed.values() for ids in rows.others)
-        return nodes, recorded
-
-    def _counted(self) -> tuple[Any, Any]:
-        handed = self._rows(None)
-        loss: list[torch.Tensor] = []
-
-        def forward() -> None:
-            with handing_out(handed):
-                loss.append(self.model.called(self.batch)[0])
-
-        before = calls_by_name(forward)
-        leaves = [leaf for rows in handed.values() for leaf in rows.leaves]
-        wanted = [*leaves, *self.model.trained()]
-        return before, calls_by_name(partial(torch.autograd.grad, loss[0], wanted, allow_unused=True))
-
-    def _rows(self, watch: _Stages | None) -> dict[Front, _Rows]:
-        return {front: _Rows(front, self.model, self.batch, watch) for front in self.model.fronts.values()}
+    before = calls_by_name(forward)
+    wanted = [*(leaf for rows in handed.values() for leaf in rows.leaves), *model.trained()]
+    return before, calls_by_name(partial(torch.autograd.grad, loss[0], wanted, allow_unused=True))
 
 
 def _nodes(loss: torch.Tensor) -> int:

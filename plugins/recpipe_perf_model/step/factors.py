@@ -9,7 +9,7 @@ own (``HELD``). What is left in a probe that the factors have not seen is the er
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import astuple, dataclass, replace
+from dataclasses import replace
 from math import hypot
 
 import numpy as np
@@ -18,12 +18,12 @@ from recpipe.errors import UserError, shown
 from recpipe_perf_model.kernels.linear import Vector
 from recpipe_perf_model.machine import MachineProfile
 from recpipe_perf_model.step.amounts import Amounts, Factors
-from recpipe_perf_model.step.resident import resident_tasks
-from recpipe_perf_model.step.step import Step, parse_step
+from recpipe_perf_model.step.step import Step, parse_step, resident_tasks
 from recpipe_perf_model.step.walk import walk
 
 FAMILY = "steps"
 NAMES = ("python", "kernels", "shared", "tables")
+"""The factors, in the order of ``Factors``'s fields."""
 HELD = np.array([0.7, 0.1, 0.7, 0.1])
 """How far the logarithm of each of these factors is likely to be from 0, as a standard deviation. Operators
 and lookups are timed as a step runs them, so that little is left. Python in a step finds colder caches than
@@ -41,17 +41,6 @@ WALKED = 12
 """Steps of a probe that are walked."""
 
 
-@dataclass(frozen=True)
-class Fit:
-    """The factors of a machine and how they were found."""
-
-    factors: Factors
-    measured: tuple[float, ...]
-    """Seconds of the probes' steps."""
-    predicted: tuple[float, ...]
-    """The same, each predicted by factors that have not seen the probe."""
-
-
 def step_amounts(profile: MachineProfile) -> Amounts:
     """The times of what steps are made of on a machine, with its factors; ``UserError`` if steps were never
     measured there."""
@@ -61,10 +50,10 @@ def step_amounts(profile: MachineProfile) -> Amounts:
             "only what is missing"
         )
     amounts = Amounts(profile)
-    return amounts.corrected(fitted_factors(profile, amounts).factors)
+    return amounts.corrected(fitted_factors(profile, amounts))
 
 
-def fitted_factors(profile: MachineProfile, amounts: Amounts) -> Fit:
+def fitted_factors(profile: MachineProfile, amounts: Amounts) -> Factors:
     """Fit the factors to the probes of ``profile``, if there are some; ``amounts``: the machine's, without
     factors."""
     samples = profile.samples[FAMILY]
@@ -76,46 +65,32 @@ def fitted_factors(profile: MachineProfile, amounts: Amounts) -> Fit:
             "and recpipe perf calibrate makes a new one"
         ) from fault
     if not steps:
-        return Fit(Factors(), (), ())
-    measured = np.array([sample.seconds for sample in samples])
+        return Factors()
+    measured = np.log([sample.seconds for sample in samples])
     shift = np.zeros(len(NAMES))
     for _ in range(ROUNDS):
         base = _logarithms(steps, amounts, shift)
         nudged = [_logarithms(steps, amounts, shift + NUDGE * along) for along in np.eye(len(NAMES))]
         slopes = (np.array(nudged) - base).T / NUDGE
-        shift, without = _solved(slopes, np.log(measured) - base + slopes @ shift)
-    error = hypot(max(LEAST_ERROR, float(np.sqrt(np.mean(without**2)))), DRIFT)
-    factors = replace(_factors(shift), error=error)
-    return Fit(factors, tuple(measured.tolist()), tuple((measured * np.exp(-without)).tolist()))
-
-
-def _solved(slopes: Vector, wanted: Vector) -> tuple[Vector, Vector]:
-    """The logarithms of the factors [4] that come nearest to ``wanted`` [n], and what is left of each of
-    ``wanted`` if it is left out."""
-    precision = slopes.T @ slopes / NOISE**2 + np.diag(HELD**-2.0)
-    solution = np.linalg.solve(precision, slopes.T / NOISE**2)
-    shift = solution @ wanted
-    seen = np.einsum("np,pn->n", slopes, solution)
-    return shift, (wanted - slopes @ shift) / (1 - seen)
-
-
-def _factors(shift: Vector) -> Factors:
-    return Factors(**dict(zip(NAMES, np.exp(shift).tolist(), strict=True)))
+        wanted = measured - base + slopes @ shift
+        # The factors that come nearest to what is wanted of each probe, and what is left of a probe that is
+        # left out.
+        precision = slopes.T @ slopes / NOISE**2 + np.diag(HELD**-2.0)
+        solution = np.linalg.solve(precision, slopes.T / NOISE**2)
+        shift = solution @ wanted
+        left = (wanted - slopes @ shift) / (1 - np.einsum("np,pn->n", slopes, solution))
+    error = hypot(max(LEAST_ERROR, float(np.sqrt(np.mean(left**2)))), DRIFT)
+    return replace(Factors(*np.exp(shift).tolist()), error=error)
 
 
 def _logarithms(steps: Sequence[Step], amounts: Amounts, shift: Vector) -> Vector:
-    """The logarithms of predicted seconds [n]."""
-    corrected = amounts.corrected(_factors(shift))
-    return np.log([_seconds(step, corrected) for step in steps])
+    """The logarithms of predicted seconds [n], with factors whose logarithms are ``shift`` [4]."""
+    corrected = amounts.corrected(Factors(*np.exp(shift).tolist()))
+    walks = (walk(resident_tasks(step, corrected), amounts.threads, WALKED) for step in steps)
+    return np.log([walked.step_seconds for walked in walks])
 
 
-def _seconds(step: Step, amounts: Amounts) -> float:
-    return walk(resident_tasks(step, amounts)[0], amounts.threads, WALKED).step_seconds
-
-
-def told(fit: Fit) -> str:
+def told(factors: Factors) -> str:
     """The factors in a line, with the error that is left."""
-    values = ", ".join(
-        f"{name} {value:.2f}" for name, value in zip(NAMES, astuple(fit.factors), strict=False)
-    )
-    return f"steps over micro-benchmarks    {values}; an error of {fit.factors.error:.0%} is left"
+    values = ", ".join(f"{name} {getattr(factors, name):.2f}" for name in NAMES)
+    return f"steps over micro-benchmarks    {values}; an error of {factors.error:.0%} is left"

@@ -1,20 +1,33 @@
-"""A recipe's step, as far as it is known before it runs, and how long its reading takes."""
+"""A recipe's step with all rows in device memory, as far as it is known before it runs: how long its reading
+takes, its tasks, and its prediction.
+
+The tasks follow ``recpipe.pipeline.step``: rows are looked up, the dense part runs forward and back with all
+threads or on each core, tables are updated in one thread (beside the dense optimizer, if the back end has
+threads for that), and the next batch is read meanwhile.
+"""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
+from math import exp
 from statistics import fmean
 from time import perf_counter
 
 import numpy as np
 
+from recpipe.backend.sharing import MARGIN
 from recpipe.common.device import one_thread
 from recpipe.common.saved import parse_json, typed_as
 from recpipe.data.dataset import Dataset
 from recpipe.tables.inputs import Inputs
+from recpipe.tables.workers import WORTH
 from recpipe_perf_model.kernels.models import NO_TIME, Estimate
+from recpipe_perf_model.kernels.operators import Operator, optimizer_sizes
+from recpipe_perf_model.step.amounts import Amounts
 from recpipe_perf_model.step.capture import Captured
+from recpipe_perf_model.step.walk import Task, Walked, walk
 
 BATCHES, SECONDS = 65, 1.0
 """Most batches that are read, and most seconds for them; the first does not count, since it opens files. Some
@@ -68,3 +81,203 @@ def reading(dataset: Dataset, size: int, inputs: Inputs) -> Estimate:
     mean = fmean(counted)
     error = float(np.std(counted)) / len(counted) ** 0.5
     return Estimate(mean, max(0.0, mean - error), mean + error)
+
+
+MAIN, LOADER, TABLES = "main", "loader", "tables"
+FAR = 2.0**24
+"""Bytes touched between two uses of a gradient or a parameter: most of a step's."""
+
+
+def resident_tasks(step: Step, amounts: Amounts, in_one: bool = False) -> list[Task]:
+    """The step's tasks.
+
+    ``in_one``: all groups of tables are looked up by one task and updated by one, also where threads would
+    divide them.
+    """
+    if step.shared is not None:
+        return _tasks(step, amounts, step.shared, in_one)
+    plain = _tasks(step, amounts, False, in_one)
+    if not step.captured.shares:
+        return plain
+    shared = _tasks(step, amounts, True, in_one)
+    first, second = (walk(tasks, amounts.threads).step_seconds for tasks in (plain, shared))
+    return shared if second * MARGIN < first else plain
+
+
+def _tasks(step: Step, amounts: Amounts, shared: bool, in_one: bool) -> list[Task]:
+    captured, threads = step.captured, amounts.threads
+    amounts = amounts.among((captured.shares[0] if shared else captured.whole).touched)
+    own, others = _of_groups(step, amounts, "lookup forward", in_one)
+    own += amounts.pipeline(captured)
+    if shared:
+        own += amounts.overhead("hand over", len(captured.shares) - 1)
+    after = {"read": 1, "loop": 1}
+    looked_up = [Task("look up", MAIN, own, after=after)]
+    for number, busy in enumerate(others):
+        looked_up.append(
+            Task(_numbered("look up beside", number), _numbered(TABLES, number), busy, after=after)
+        )
+    arrived = {task.name: 0 for task in looked_up}
+    if shared:
+        return [*looked_up, *_shared(step, amounts, arrived), *_ending(step, amounts, in_one, shared)]
+    before, forward, to_rows, rest = amounts.stages(captured.whole)
+    wake = amounts.overhead("wake") if threads > 1 else 0.0
+    return [
+        *looked_up,
+        Task("forward", MAIN, before + forward + wake, after=arrived, cores=threads),
+        Task("backward", MAIN, to_rows + rest, cores=threads),
+        *_ending(step, amounts, in_one, shared),
+    ]
+
+
+def _shared(step: Step, amounts: Amounts, looked_up: Mapping[str, int]) -> list[Task]:
+    """The dense part where cores share the batch; main is one of them. Each copies its gradients of rows to
+    those of the whole batch; the others' gradients of parameters are added up."""
+    captured, found = step.captured, []
+    handed_out = sum(group.handed_out for group in captured.groups)
+    for number, part in enumerate(captured.shares):
+        before, forward, to_rows, rest = amounts.stages(part)
+        copied = part.samples / captured.samples * handed_out
+        to_rows += amounts.operator(_pass("copy_", copied, 8.0, 2.0 * part.samples, 16.0 * copied), 1)
+        if number == 0:
+            found.append(Task("forward", MAIN, before + forward, after=looked_up))
+            found.append(Task("backward to rows", MAIN, to_rows))
+            found.append(Task("backward", MAIN, rest))
+            continue
+        place, name = f"core {number}", f"of core {number}"
+        found.append(Task(f"forward before rows {name}", place, before, after={"read": 1, "loop": 1}))
+        found.append(Task(f"forward {name}", place, forward, after=looked_up))
+        found.append(Task(f"backward to rows {name}", place, to_rows))
+        found.append(Task(f"backward {name}", place, rest))
+    count, values = captured.parameters
+    others = range(1, len(captured.shares))
+    each = amounts.operator(_pass("add", values / max(1, count), 12.0, 0.0, FAR), 1)
+    ends = {f"backward of core {number}": 0 for number in others}
+    adding = Task("add up gradients", "core 1", count * len(others) * each, after={**ends, "backward": 0})
+    return [*found, adding]
+
+
+def _pass(name: str, values: float, each: float, runs: float, reuse: float) -> Operator:
+    """An operator that moves ``each`` bytes for each of so many float32 values."""
+    at = {
+        "bytes": each * values,
+        "footprint": each * values,
+        "elements": values,
+        "runs": runs,
+        "reuse": reuse,
+    }
+    return Operator("elementwise", {**at, "dtype": "float32"}, name)
+
+
+def _ending(step: Step, amounts: Amounts, in_one: bool, shared: bool) -> list[Task]:
+    """What follows the backward pass: tables' update, optimizer, Lightning's loop; and the next batch's
+    reading."""
+    threads, rest = amounts.threads, range(1, len(step.captured.shares) if shared else 1)
+    # Tables are updated once all cores have the gradients of rows.
+    arrived = {"backward": 0, **{f"backward to rows of core {number}": 0 for number in rest}}
+    summed = {"add up gradients": 0} if shared else {}
+    sizes = optimizer_sizes(step.optimizer, *step.captured.parameters)
+    optimizer = amounts.optimizer(step.optimizer, sizes, threads)
+    update, others = _of_groups(step, amounts, "lookup update", in_one, max(optimizer, 1e-9))
+    used = max(1, threads - len(others))
+    if others:
+        optimizer = amounts.optimizer(step.optimizer, sizes, used if used == threads else 1)
+    if used > 1:
+        optimizer += amounts.overhead("wake")
+    dense = Task("dense optimizer", MAIN, optimizer, after={**arrived, **summed}, cores=used)
+    found = [Task("table update", MAIN, update, after=arrived), dense]
+    if others:
+        found = [
+            Task(_numbered("table update", number), _numbered(TABLES, number), busy, after=arrived)
+            for number, busy in enumerate(others)
+        ]
+        found.append(dense)
+        if update:
+            found.append(Task("table update of the last groups", MAIN, update))
+    loop = Task("loop", MAIN, amounts.overhead("loop"), after={task.name: 0 for task in found})
+    begins = "forward" if step.reading.seconds > update + sum(others) + optimizer else "backward"
+    return [*found, loop, Task("read", LOADER, step.reading.seconds, after={begins: 0})]
+
+
+def _of_groups(
+    step: Step, amounts: Amounts, kind: str, in_one: bool, ahead: float = 0.0
+) -> tuple[float, list[float]]:
+    """The lookups or updates of this thread, and of each of those beside it that has some."""
+    each = [amounts.lookups([group], kind) for group in step.captured.groups]
+    whole = sum(each)
+    if not step.beside or amounts.threads < 2 or whole < WORTH:
+        return whole, []
+    if len(each) < 2 or in_one:
+        return (0.0, [whole]) if ahead else (whole, [])
+    *others, own = divided(each, amounts.threads, ahead)
+    return sum(each[n] for n in own), [sum(each[n] for n in some) for some in others if some]
+
+
+def divided(seconds: Sequence[float], threads: int, ahead: float = 0.0) -> list[list[int]]:
+    """Which of several works, in their order, each thread takes: the others from the first on, and this one,
+    the last of the result, from the last on once it has worked for ``ahead`` seconds."""
+    taken: list[list[int]] = [[] for _ in range(threads)]
+    free = [0.0] * (threads - 1) + [ahead]
+    left = list(range(len(seconds)))
+    while left:
+        thread = free.index(min(free))
+        work = left.pop(-1 if thread == threads - 1 else 0)
+        taken[thread].append(work)
+        free[thread] += seconds[work]
+    return taken
+
+
+def _numbered(name: str, number: int) -> str:
+    return f"{name} {number}" if number else name
+
+
+FOUR_FIFTHS = 1.48
+"""Standard deviations within which four fifths of measurements lie, if five residuals tell the deviation
+(Student's t): the nine probes but for four factors."""
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """A step as it is expected to run."""
+
+    step: Estimate
+    """Seconds of a step."""
+    samples: int
+    """Samples of a batch."""
+    walked: Walked
+    tasks: Mapping[str, float]
+    """By name, each task's seconds on a core of its own."""
+    shared: bool
+    """Whether cores share the batch."""
+    notes: tuple[str, ...] = ()
+    """What the prediction is not sure about, in sentences."""
+
+    @property
+    def samples_per_second(self) -> float:
+        """The speed of training."""
+        return self.samples / self.step.seconds
+
+
+def predict_resident(step: Step, amounts: Amounts) -> Prediction:
+    """The plain step, all rows in device memory; its range is that of probes which the factors have not
+    seen."""
+    tasks = resident_tasks(step, amounts)
+    walked = walk(tasks, amounts.threads)
+    seconds, error = walked.step_seconds, exp(FOUR_FIFTHS * amounts.factors.error)
+    captured, notes = step.captured, []
+    if captured.whole.unknown:
+        names = ", ".join(captured.whole.unknown)
+        notes.append(f"operators without a model of their own count as passes over their bytes: {names}")
+    if captured.late:
+        notes.append(f"{captured.late:,} ids that the model makes itself are not in the time of lookups")
+    unused = sum(table.lookups == 0 for group in captured.groups for table in group.tables)
+    if unused:
+        notes.append(f"{unused} tables are not looked up in the batch that was captured")
+    return Prediction(
+        Estimate(seconds, seconds / error, seconds * error),
+        captured.samples,
+        walked,
+        {task.name: task.busy for task in tasks},
+        any(task.name == "add up gradients" for task in tasks),
+        tuple(notes),
+    )

@@ -26,6 +26,8 @@ STEPS = 48
 end those that are ahead have nothing left to do."""
 SHOWN = 3
 """Steps of the timeline."""
+Key = tuple[int, str]
+"""A step, and the name of a task of it."""
 LEAST = 1e-12
 """Seconds below which a task is over: what additions round is far less."""
 
@@ -78,86 +80,105 @@ class _Running:
     step: int
     task: Task
     start: float
-    because: tuple[int, str] | None
-    """The task, with its step, that this one waited for."""
-    busy: float = field(init=False)
-    waits: float = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.busy, self.waits = self.task.busy, self.task.waits
+    because: Key | None
+    """The task that this one waited for."""
+    busy: float
+    waits: float
 
 
 def walk(tasks: Sequence[Task], cores: float, steps: int = STEPS) -> Walked:
-    """Walk ``steps`` steps of ``tasks`` on a machine with ``cores`` cores.
+    """Walk ``steps`` steps of ``tasks`` on a machine with ``cores`` cores, from event to event.
 
     ``UserError`` if tasks wait for each other in a circle or for one that is not there.
     """
-    return _Walk(tasks, cores, steps).run()
+    names = [task.name for task in tasks]
+    unknown = {name for task in tasks for name in task.after} - set(names)
+    if unknown or len(set(names)) < len(tasks):
+        raise UserError(f"a step's tasks wait for {sorted(unknown)}, or two have the same name")
+    walked = _Walk(tasks, cores, steps)
+    walked.begin_ready()
+    while walked.running:
+        walked.go_on()
+        walked.begin_ready()
+    if len(walked.ended) < steps * len(tasks):
+        left = [name for name in names if (steps - 1, name) not in walked.ended]
+        raise UserError(f"a step's tasks wait for each other in a circle: {left}")
+    # Steps `first` to `last` count, between the ends of the one before and of the last.
+    first, last = steps // 3, 2 * steps // 3
+    ends = [max(walked.ended[step, name] for name in names) for step in range(steps)]
+    since, until, counted = ends[first - 1], ends[last], last - first + 1
+    whole = max(until - since, LEAST)
+    inside: dict[str, float] = defaultdict(float)
+    for span in walked.spans:
+        inside[span.task.place] += max(0.0, min(span.end, until) - max(span.start, since))
+    moments, used = zip(*walked.core_seconds, strict=True)
+    begun, done = (float(np.interp(moment, moments, used)) for moment in (since, until))
+    # From the end of step `last` back along what each task waited for.
+    critical: dict[str, float] = defaultdict(float)
+    at: Key | None = max(((last, name) for name in names), key=lambda each: walked.ended[each])
+    while at is not None and walked.ended[at] > since:
+        before = walked.because[at]
+        start = walked.ended[before] if before is not None else 0.0
+        critical[at[1]] += min(walked.ended[at], until) - max(start, since)
+        at = before
+    return Walked(
+        whole / counted,
+        {name: seconds / counted for name, seconds in critical.items()},
+        {place: seconds / whole for place, seconds in inside.items()},
+        (done - begun) / whole,
+        [span for span in walked.spans if last - SHOWN < span.step <= last],
+    )
 
 
 class _Walk:
+    """Where a walk has arrived."""
+
     def __init__(self, tasks: Sequence[Task], cores: float, steps: int) -> None:
-        self.tasks, self.cores, self.steps = tasks, cores, steps
-        self.names = [task.name for task in tasks]
-        unknown = {name for task in tasks for name in task.after} - set(self.names)
-        if unknown or len(set(self.names)) < len(tasks):
-            raise UserError(f"a step's tasks wait for {sorted(unknown)}, or two have the same name")
+        self.cores = cores
         self.queues: dict[str, list[tuple[int, Task]]] = defaultdict(list)
         for step in range(steps):
             for task in tasks:
                 self.queues[task.place].append((step, task))
         self.next = dict.fromkeys(self.queues, 0)
-        self.last: dict[str, tuple[int, str] | None] = dict.fromkeys(self.queues)
-        self.ended: dict[tuple[int, str], float] = {}
-        self.because: dict[tuple[int, str], tuple[int, str] | None] = {}
-        self.spans: list[Span] = []
+        self.last: dict[str, Key | None] = dict.fromkeys(self.queues)
         self.running: dict[str, _Running] = {}
+        self.ended: dict[Key, float] = {}
+        self.because: dict[Key, Key | None] = {}
+        self.spans: list[Span] = []
         self.now = 0.0
         self.core_seconds = [(0.0, 0.0)]
         """Moments, and how many core seconds were used until then."""
 
-    def run(self) -> Walked:
-        """Go from event to event until all steps are done."""
-        self._begin_ready()
-        while self.running:
-            self._go_on()
-            self._begin_ready()
-        if len(self.ended) < self.steps * len(self.tasks):
-            left = [name for name in self.names if (self.steps - 1, name) not in self.ended]
-            raise UserError(f"a step's tasks wait for each other in a circle: {left}")
-        return self._result()
-
-    def _begin_ready(self) -> None:
+    def begin_ready(self) -> None:
         """Begin all tasks that wait for nothing; those that take no time end at once and may free others."""
         ended = -1
         while ended < len(self.ended):
             ended = len(self.ended)
-            for place in self.queues:
-                self._begin_next(place)
+            for place, queue in self.queues.items():
+                while place not in self.running and self.next[place] < len(queue):
+                    step, task = queue[self.next[place]]
+                    waited = [(step - ago, name) for name, ago in task.after.items() if ago <= step]
+                    if any(each not in self.ended for each in waited):
+                        break
+                    before = self.last[place]
+                    waited += [before] if before is not None else []
+                    because = max(waited, key=lambda each: self.ended[each], default=None)
+                    self.next[place] += 1
+                    self.running[place] = _Running(step, task, self.now, because, task.busy, task.waits)
+                    if task.busy + task.waits <= LEAST:
+                        self._end(place)
 
-    def _begin_next(self, place: str) -> None:
-        queue = self.queues[place]
-        while place not in self.running and self.next[place] < len(queue):
-            step, task = queue[self.next[place]]
-            waited = [(step - ago, name) for name, ago in task.after.items() if ago <= step]
-            if any(each not in self.ended for each in waited):
-                return
-            before = self.last[place]
-            waited += [before] if before is not None else []
-            because = max(waited, key=lambda each: self.ended[each], default=None)
-            self.next[place] += 1
-            self.running[place] = _Running(step, task, self.now, because)
-            if task.busy + task.waits <= LEAST:
-                self._end(place)
-
-    def _go_on(self) -> None:
+    def go_on(self) -> None:
         """To the next moment at which a task has been busy, or has waited, for long enough."""
         busy = [each for each in self.running.values() if each.busy > 0]
-        asked = sum(each.task.cores for each in busy)
-        rate = self._rate(asked, max((each.task.cores for each in busy), default=1))
+        asked, rate = sum(each.task.cores for each in busy), 1.0
+        if asked > self.cores:
+            # Threads that have nothing to do with each other take turns. A task on several cores waits for
+            # the slowest of its threads, which shares its core with another one.
+            alone = max(each.task.cores for each in busy) == 1
+            rate = self.cores / asked if alone else 1 / -(-asked // self.cores)
         ends = [each.busy / rate for each in busy]
-        ends += [each.waits for each in self.running.values() if each.busy <= 0]
-        passed = min(ends)
+        passed = min(ends + [each.waits for each in self.running.values() if each.busy <= 0])
         self.now += passed
         self.core_seconds.append((self.now, self.core_seconds[-1][1] + passed * rate * asked))
         for place, each in list(self.running.items()):
@@ -170,53 +191,8 @@ class _Walk:
             if each.busy <= 0 and each.waits <= LEAST:
                 self._end(place)
 
-    def _rate(self, asked: int, widest: int) -> float:
-        """How fast busy tasks go on that ask for so many cores, of which one task asks for ``widest``.
-
-        Threads that have nothing to do with each other take turns. A task on several cores waits for the
-        slowest of its threads, which shares its core with another one.
-        """
-        if asked <= self.cores:
-            return 1.0
-        return self.cores / asked if widest == 1 else 1 / -(-asked // self.cores)
-
     def _end(self, place: str) -> None:
         done = self.running.pop(place)
         key = (done.step, done.task.name)
         self.ended[key], self.because[key], self.last[place] = self.now, done.because, key
         self.spans.append(Span(done.step, done.task, done.start, self.now))
-
-    def _result(self) -> Walked:
-        """Of the steps ``first`` to ``last``, between the ends of the one before and of the last."""
-        first, last = self.steps // 3, 2 * self.steps // 3
-        ends = [max(self.ended[step, name] for name in self.names) for step in range(self.steps)]
-        since, until, counted = ends[first - 1], ends[last], last - first + 1
-        whole = max(until - since, LEAST)
-        inside: dict[str, float] = defaultdict(float)
-        for span in self.spans:
-            inside[span.task.place] += max(0.0, min(span.end, until) - max(span.start, since))
-        critical = self._critical(since, until, last)
-        return Walked(
-            whole / counted,
-            {name: seconds / counted for name, seconds in critical.items()},
-            {place: seconds / whole for place, seconds in inside.items()},
-            (self._core_seconds_at(until) - self._core_seconds_at(since)) / whole,
-            [span for span in self.spans if last - SHOWN < span.step <= last],
-        )
-
-    def _core_seconds_at(self, moment: float) -> float:
-        moments, amounts = zip(*self.core_seconds, strict=True)
-        return float(np.interp(moment, moments, amounts))
-
-    def _critical(self, since: float, until: float, last: int) -> dict[str, float]:
-        """Seconds between both moments on the path back from the end of step ``last``, by task."""
-        at: tuple[int, str] | None = max(
-            ((last, name) for name in self.names), key=lambda each: self.ended[each]
-        )
-        found: dict[str, float] = defaultdict(float)
-        while at is not None and self.ended[at] > since:
-            before = self.because[at]
-            begun = self.ended[before] if before is not None else 0.0
-            found[at[1]] += min(self.ended[at], until) - max(begun, since)
-            at = before
-        return dict(found)

@@ -13,7 +13,7 @@ from recpipe_perf_model.kernels.linear import Linear
 from recpipe_perf_model.kernels.moves import FEATURES, MoveTimes
 from recpipe_perf_model.machine import Host, MachineProfile
 from recpipe_perf_model.tests.test_tiered import group
-from recpipe_perf_model.tiers.stored import touched
+from recpipe_perf_model.tiers.tiered import touched
 
 from recpipe.errors import UserError
 from recpipe.plugin.store import StoreLayout
@@ -55,9 +55,9 @@ def test_sizes_of_the_benchmark_are_those_that_are_predicted() -> None:
     table = group(rows=100_000)
     layout = StoreLayout(("rows",), table.table_rows, 17)
     rows = np.random.default_rng(0).choice(100_000, 2_000, replace=False)
-    at, told = sizes(layout, rows), touched(table, 17, 2_000, 0.0, bridged=True)
-    assert told.blocks == pytest.approx(at["blocks"], rel=0.1)
-    assert told.requests == pytest.approx(at["requests"], rel=0.1)
+    at, (blocks, requests) = sizes(layout, rows), touched(table, 17, 2_000, 0.0, bridged=True)
+    assert blocks == pytest.approx(at["blocks"], rel=0.1)
+    assert requests == pytest.approx(at["requests"], rel=0.1)
 
 
 def test_the_law_of_a_made_up_disk_is_found() -> None:

@@ -12,8 +12,7 @@ import torch.distributed as dist
 from recpipe_het.costs import statement as het
 from recpipe_neo.costs import statement as neo
 from recpipe_perf_model.bench.ranks import measure_in
-from recpipe_perf_model.facts.facts import Facts
-from recpipe_perf_model.facts.group_facts import Stretch
+from recpipe_perf_model.facts.facts import Facts, Stretch
 from recpipe_perf_model.kernels.linear import At
 from recpipe_perf_model.kernels.moves import COLLECTIVES, FEATURES
 from recpipe_perf_model.machine import MachineProfile
@@ -22,7 +21,7 @@ from recpipe_perf_model.tests import synthetic
 from recpipe_perf_model.tests.test_tiered import DENSE, MS, SAMPLES, group, resident
 from recpipe_perf_model.tests.test_tiered import facts as of_one
 from recpipe_perf_model.tiers.predict import TieredPrediction, predict_tiered
-from recpipe_perf_model.tiers.ranks import busiest_part, measured_with, share_of_distinct
+from recpipe_perf_model.tiers.ranked import busiest_part, measured_with, share_of_distinct
 from recpipe_perf_model.tiers.statements import RESIDENT, of_policy, over_ranks
 
 from recpipe.distributed.ranks import Emulation

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -34,10 +33,8 @@ def facts() -> Facts:
     cfg = Recipe.of(compose(RECIPE))
     dataset = open_dataset(cfg.data, cfg.seed, None)
     unplaced = Unplaced.of(cfg, dataset, choose_device("cpu"), None)
-    size = cfg.data.batch_size
-    batches = dataset.num_batches("train", size)
-    read = partial(dataset.batches, "train", size)
-    found = collect(unplaced.inputs, read, size, batches, dataset.size("train"), batches, cfg.seed)
+    batches = dataset.num_batches("train", cfg.data.batch_size)
+    found = collect(cfg, dataset, unplaced.inputs, batches, batches)
     return found.from_empty(batches)
 
 

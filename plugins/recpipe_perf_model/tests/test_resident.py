@@ -7,15 +7,15 @@ from typing import Any
 
 import numpy as np
 import pytest
-from recpipe_perf_model.kernels.models import NO_TIME, Estimate
-from recpipe_perf_model.step.amounts import Amounts, Factors, Stages
+from recpipe_perf_model.kernels.models import Estimate
+from recpipe_perf_model.step.amounts import Amounts, Factors
 from recpipe_perf_model.step.capture import Captured, GroupLookups, Part, TableLookups, captured
-from recpipe_perf_model.step.predict import predict_resident
-from recpipe_perf_model.step.resident import divided, resident_tasks
-from recpipe_perf_model.step.step import Step
+from recpipe_perf_model.step.step import Step, divided, predict_resident, resident_tasks
 from recpipe_perf_model.step.walk import walk
 from recpipe_perf_model.tests.synthetic import profile
 from recpipe_perf_model.tests.test_capture import BATCH, SAMPLES, dlrm
+
+from recpipe.errors import UserError
 
 MS = 1e-3
 
@@ -50,27 +50,25 @@ class Fixed(Amounts):
     def among(self, touched: float) -> Fixed:
         return self
 
-    def overhead(self, kind: str, times: float = 1.0) -> Estimate:
-        return exactly(self.times.get(kind, 0.0) * times)
+    def overhead(self, kind: str, times: float = 1.0) -> float:
+        return MS * self.times.get(kind, 0.0) * times
 
-    def pipeline(self, captured: Any) -> Estimate:
+    def pipeline(self, captured: Any) -> float:
         return self.overhead("step")
 
-    def operator(self, operator: Any, threads: float) -> Estimate:
-        return NO_TIME
+    def operator(self, operator: Any, threads: float) -> float:
+        return 0.0
 
-    def stages(self, part: Part) -> Stages:
-        quarter = exactly(
-            self.times["dense"] / 4 * (1 if part.samples == 128 else self.times.get("each", 0.5))
-        )
-        return Stages(quarter, quarter, quarter, quarter)
+    def stages(self, part: Part) -> list[float]:
+        each = 1 if part.samples == 128 else self.times.get("each", 0.5)
+        return [MS * self.times["dense"] / 4 * each] * 4
 
-    def lookups(self, groups: Any, kind: str) -> Estimate:
-        whole = exactly(self.times["look" if kind == "lookup forward" else "update"])
-        return whole.times(len(groups) / self.groups)
+    def lookups(self, groups: Any, kind: str) -> float:
+        whole = MS * self.times["look" if kind == "lookup forward" else "update"]
+        return whole * len(groups) / self.groups
 
-    def optimizer(self, name: str, sizes: Any, threads: float) -> Estimate:
-        return exactly(self.times["optimizer"])
+    def optimizer(self, name: str, sizes: Any, threads: float) -> float:
+        return MS * self.times["optimizer"]
 
 
 def milliseconds(step: Step, amounts: Amounts) -> float:
@@ -105,7 +103,7 @@ def test_groups_of_tables_are_divided_among_threads() -> None:
     found = predict_resident(step, machine)
     assert found.step.seconds / MS == pytest.approx(2 + 4 + 1 + 4 + 0.5)
     assert {"look up beside", "table update of the last groups"} <= found.tasks.keys()
-    apart = walk(resident_tasks(step, machine, in_one=True)[0], 2).step_seconds
+    apart = walk(resident_tasks(step, machine, in_one=True), 2).step_seconds
     assert apart / MS == pytest.approx(4 + 4 + 8 + 0.5)
     # Without threads beside, and for work that is too short for them, nothing is divided.
     assert milliseconds(Step(two), machine) == pytest.approx(4 + 4 + 8 + 1 + 0.5)
@@ -171,7 +169,11 @@ def test_lookups_of_a_table_that_is_never_looked_up_cost_a_call_at_most() -> Non
     amounts = Amounts(profile())
     none = GroupLookups(16, "sgd", True, (TableLookups(100, 0, 0, 0),))
     some = replace(none, tables=(TableLookups(100, 512, 512, 99),))
-    times = [amounts.lookups([group], "lookup forward").seconds for group in (none, some)]
+    times = [amounts.lookups([group], "lookup forward") for group in (none, some)]
     assert 0 <= times[0] < times[1]
     assert np.isfinite(times).all()
-    assert amounts.lookups([], "lookup update") == NO_TIME
+    assert amounts.lookups([], "lookup update") == 0
+    bare = profile()
+    unmeasured = Amounts(replace(bare, samples={**bare.samples, "lookups": ()}))
+    with pytest.raises(UserError, match="no samples of lookups: run recpipe perf calibrate"):
+        unmeasured.lookups([some], "lookup forward")

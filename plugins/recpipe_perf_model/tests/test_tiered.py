@@ -8,15 +8,13 @@ from itertools import pairwise
 
 import numpy as np
 import pytest
-from recpipe_perf_model.facts.facts import Facts
-from recpipe_perf_model.facts.group_facts import GroupFacts, Stretch
+from recpipe_perf_model.facts.facts import Facts, GroupFacts, Stretch
 from recpipe_perf_model.kernels.linear import At
 from recpipe_perf_model.statement import Moved, Phase, Statement, Work
 from recpipe_perf_model.step.walk import Task
 from recpipe_perf_model.tiers.predict import TieredPrediction, predict_tiered
 from recpipe_perf_model.tiers.statements import RESIDENT, choices, merged, of_policy
-from recpipe_perf_model.tiers.stored import Store, cold_rows, touched
-from recpipe_perf_model.tiers.tiered import LOOK_UP, UPDATE, ResidentStep
+from recpipe_perf_model.tiers.tiered import LOOK_UP, UPDATE, ResidentStep, Store, cold_rows, touched
 
 from recpipe.access.curve import Curve
 from recpipe.access.misses import SHARES
@@ -265,8 +263,7 @@ def test_blocks_and_requests_are_those_of_random_rows(rows: int, wanted: int) ->
         requests = [1 + int((np.diff(each) != 1).sum()) for each in (bridged, own)]
         found.append((len(bridged), requests[0], len(own), requests[1]))
     read, write = (touched(one, 17, wanted, 0.0, bridged=bridged) for bridged in (True, False))
-    told = (read.blocks, read.requests, write.blocks, write.requests)
-    for mine, real in zip(told, np.mean(found, axis=0), strict=True):
+    for mine, real in zip((*read, *write), np.mean(found, axis=0), strict=True):
         assert mine == pytest.approx(real, rel=0.1, abs=4)
 
 
@@ -280,12 +277,12 @@ def test_cold_rows_are_spread_as_lookups_are_until_a_table_is_full() -> None:
 
 def test_blocks_stay_staged_if_the_area_holds_two_batches() -> None:
     """1,000 rows of a large table touch about 1,000 blocks; the area has at least 2,048."""
-    many = Store(facts(store="ssd"), group(rows=10**7), Machine())
-    assert many.staged(900.0, 900.0, 0.0) == 1.0
-    assert many.staged(1_900.0, 1_900.0, 0.0) == 0.0, "each batch pushes the last one's out"
-    assert 0 < many.staged(1_200.0, 300.0, 0.0) < 1
+    many = Store(facts(store="ssd", share=0.0), group(rows=10**7), Machine())
+    assert many.staged(900.0, 900.0) == 1.0
+    assert many.staged(1_900.0, 1_900.0) == 0.0, "each batch pushes the last one's out"
+    assert 0 < many.staged(1_200.0, 300.0) < 1
     machine = Machine({"ssd write": 1e-6, "ssd rewrite": 3e-6})
-    half = Store(facts(store="ssd"), group(), machine).write(1000.0, 0.0, staged=0.5)
+    half = Store(facts(store="ssd", share=0.0), group(), machine).write(1000.0, staged=0.5)
     assert half.busy + half.waits == pytest.approx(2 * MS)
 
 
@@ -307,5 +304,5 @@ def test_coded_rows_are_smaller_and_take_time_to_code() -> None:
     machine = Machine({"decode int8": 1e-6})
     plain, coded = Store(facts(), group(), machine), Store(facts(), group(), machine, 20.0, "int8")
     assert (plain.width, coded.width) == (17, 5)
-    assert plain.read(1000.0, 0.1).busy == 0
-    assert coded.read(1000.0, 0.1).busy == pytest.approx(1 * MS)
+    assert plain.request("read", 1000.0).busy == 0
+    assert coded.request("read", 1000.0).busy == pytest.approx(1 * MS)

@@ -11,11 +11,9 @@ from recpipe_perf_model.facts.facts import Facts
 from recpipe_perf_model.kernels.moves import Times
 from recpipe_perf_model.statement import Phase, Statement
 from recpipe_perf_model.step.amounts import Amounts
-from recpipe_perf_model.step.resident import resident_tasks
-from recpipe_perf_model.step.step import Step
+from recpipe_perf_model.step.step import Step, resident_tasks
 from recpipe_perf_model.step.walk import Task, Walked, walk
-from recpipe_perf_model.tiers.ranked import Ranked
-from recpipe_perf_model.tiers.ranks import Side
+from recpipe_perf_model.tiers.ranked import Ranked, Side
 from recpipe_perf_model.tiers.statements import choices
 from recpipe_perf_model.tiers.tiered import Resident, ResidentStep, Tiered
 
@@ -60,19 +58,20 @@ def resident_steps(step: Callable[[int], Step], amounts: Amounts) -> Resident:
 
     @cache
     def made(samples: int) -> ResidentStep:
-        captured = step(samples)
-        groups = captured.captured.groups
-        tasks, _ = resident_tasks(captured, amounts, in_one=True)
-        look_up, update = (
-            amounts.lookups(groups, kind).seconds for kind in ("lookup forward", "lookup update")
-        )
-        part = next(iter(captured.captured.shares), captured.captured.whole)
-        python = amounts.overhead("call", part.calls[0]).seconds + amounts.pipeline(captured.captured).seconds
+        known = step(samples)
+        captured = known.captured
+        tasks = resident_tasks(known, amounts, in_one=True)
+        part = next(iter(captured.shares), captured.whole)
+        python = amounts.overhead("call", part.calls[0]) + amounts.pipeline(captured)
         busy = {task.name: task.busy for task in tasks}
-        share = min(1.0, python / max(1e-9, busy["look up"] + busy["forward"]))
-        values = float(captured.captured.parameters[1])
-        divided = resident_tasks(captured, amounts)[0]
-        return ResidentStep(tasks, look_up, update, share, values, divided)
+        return ResidentStep(
+            tasks,
+            amounts.lookups(captured.groups, "lookup forward"),
+            amounts.lookups(captured.groups, "lookup update"),
+            min(1.0, python / max(1e-9, busy["look up"] + busy["forward"])),
+            float(captured.parameters[1]),
+            resident_tasks(known, amounts),
+        )
 
     return made
 
@@ -117,15 +116,11 @@ def _predicted(
         for name in ("read", "missed")
     )
     missed = gone / max(1.0, sum(group.lookups for group in facts.groups))
-    memory = _memory(facts, statement)
-    return TieredPrediction(statement, kinds, mean, (), facts.batch_size, read, missed, memory)
-
-
-def _memory(facts: Facts, statement: Statement) -> dict[str, int]:
     whole = sum(group.rows * group.record_bytes for group in facts.groups)
-    if not statement.phases:
-        return {"resident": whole, "cold": 0, "beside": statement.memory}
-    sizes = statement.cold_bytes or [4.0 * group.width for group in facts.groups]
-    cold = sum(int(group.rows * size) for group, size in zip(facts.groups, sizes, strict=True))
-    maps = sum(int(4 * group.rows + 8 * facts.share * group.rows) for group in facts.groups)
-    return {"resident": facts.budget, "cold": cold, "beside": maps + statement.memory}
+    memory = {"resident": whole, "cold": 0, "beside": statement.memory}
+    if statement.phases:
+        sizes = statement.cold_bytes or [4.0 * group.width for group in facts.groups]
+        cold = sum(int(group.rows * size) for group, size in zip(facts.groups, sizes, strict=True))
+        maps = sum(int(4 * group.rows + 8 * facts.share * group.rows) for group in facts.groups)
+        memory = {"resident": facts.budget, "cold": cold, "beside": maps + statement.memory}
+    return TieredPrediction(statement, kinds, mean, (), facts.batch_size, read, missed, memory)

@@ -8,23 +8,74 @@ plugin's tables plan, fetch and update rows themselves, in the lookup (``inside`
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 
-from recpipe_perf_model.facts.group_facts import GroupFacts
-from recpipe_perf_model.kernels.moves import COLLECTIVES
+import numpy as np
+from numpy.typing import NDArray
+
+from recpipe.distributed.ranks import Emulation
+from recpipe.plugin.bags import RowIds
+from recpipe_perf_model.facts.facts import Facts, GroupFacts
+from recpipe_perf_model.kernels.moves import COLLECTIVE_FAMILY, COLLECTIVES, Times
+from recpipe_perf_model.machine import MachineProfile
 from recpipe_perf_model.statement import Moved, Work
 from recpipe_perf_model.step.walk import Task
-from recpipe_perf_model.tiers.ranks import ID, Messages, Side, added, share_of_distinct
-from recpipe_perf_model.tiers.stored import Spent
-from recpipe_perf_model.tiers.tiered import LOOK_UP, UPDATE, ResidentStep, Tiered
+from recpipe_perf_model.tiers.tiered import LOOK_UP, UPDATE, ResidentStep, Spent, Tiered, added
 
-FLOAT = 4
-"""Bytes of a value."""
+ID, FLOAT = 8, 4
+"""Bytes of an id and of a value."""
 OPTIMIZER, IDS = "dense optimizer", "exchange ids"
 SENT = ("tell ", "add up ", "exchange ", "send ")
 """How the names of tasks begin that are messages."""
 INPUT_EXCHANGES = 3
 """All-to-alls of a batch's ids: sizes, lengths, ids."""
+SEEN = 4
+"""Batches in which distinct rows of a trainer's share are counted."""
+
+
+@dataclass(frozen=True)
+class Side:
+    """Ranks side by side."""
+
+    count: int
+    cores: float
+    """Cores that each of them has."""
+    network: Emulation = field(default_factory=Emulation)
+    """What a message between two of them takes beyond this machine's own work for it."""
+    apart: bool = False
+    """Whether each has a machine of its own; else they share a disk."""
+
+
+@dataclass(frozen=True)
+class Messages:
+    """The times of messages between all ranks; sizes are bytes that each rank gives."""
+
+    times: Times
+    side: Side
+
+    def exchange(self, kind: str, size: float, sent: float | None = None) -> Spent:
+        """One of the collectives, of parts for each rank; ``sent``: bytes that leave the rank, if these are
+        not all of the parts for others."""
+        count = self.side.count
+        if count == 1:
+            return Spent()
+        at = {"bytes": size, "ranks": float(count)}
+        elapsed = self.times.seconds(kind, at)
+        busy = min(elapsed, self.times.seconds(f"{kind} busy", at))
+        return Spent(
+            busy, elapsed - busy + self.beyond(1, size * (count - 1) / count if sent is None else sent)
+        )
+
+    def ordered_sum(self, size: float) -> Spent:
+        """``Channel.ordered_sum``: parts are sent to the rank that adds them up, and sums to all."""
+        part = size / self.side.count
+        gathered = self.exchange("all_gather", part, part * (self.side.count - 1))
+        return self.exchange("all_to_all", size) + gathered
+
+    def beyond(self, times: float, size: float) -> float:
+        """Seconds that a network adds to so many messages of ``size`` bytes together."""
+        network = self.side.network
+        return network.seconds(int(size)) + (times - 1) * network.seconds(0)
 
 
 @dataclass(frozen=True)
@@ -48,41 +99,69 @@ class Ranked(Tiered):
         """The step's tasks, in the order in which each place has them."""
         if self.statement.inside:
             return self._inside()
-        if self.statement.spread < 1:
-            return self._exchanged(self._of_shards().tasks())
-        return super().tasks()
+        if self.statement.spread >= 1:
+            return super().tasks()
+        # The tiers of a rank's own shards, which serve all samples.
+        part, groups = self.statement.spread, []
+        for group in self.facts.groups:
+            features = max(1, round(part * group.features))
+            cut = replace(group, lookups=part * group.lookups, distinct=part * group.distinct)
+            groups.append(replace(cut, features=features))
+        moved = tuple(
+            Moved(**{each.name: part * getattr(rows, each.name) for each in fields(rows)})
+            for rows in self.phase.moved
+        )
+        shards = replace(
+            self,
+            facts=replace(self.facts, groups=tuple(groups)),
+            phase=replace(self.phase, moved=moved),
+            statement=replace(self.statement, spread=1.0),
+            shards=True,
+        )
+        return self._exchanged(shards.tasks())
 
     def resident_tasks(self) -> list[Task]:
         """The same if all rows are in memory: replicas, or shards."""
-        step, whole = self.resident(self._mine), self.resident(self.facts.batch_size)
-        spread = self.statement.spread
+        whole, spread = self.resident(self.facts.batch_size), self.statement.spread
         if spread < 1:
-            times = spread * whole.look_up, spread * whole.update
-            return self._exchanged(self._summed(self._own(step, *times), rows=False))
-        own = [self._row_sizes(group) for group in self.facts.groups]
-        look_up, update = (
-            sum(self.times.seconds(kind, at) for at in own) for kind in ("rows look up", "rows update")
-        )
-        told = added(self._messages.gathered(ID * float(at["distinct"])) for at in own)
-        tasks = self._summed(self._own(step, look_up, update), rows=True)
-        return [Task("tell rows", "main", told.busy, told.waits, {"read": 1}), *tasks]
+            own = self._own(spread * whole.look_up, spread * whole.update)
+            return self._exchanged(self._summed(own, rows=False))
+        # Each tells the others its rows: how many, then which.
+        messages, count = self._messages, self.side.count
+        told = Spent()
+        for group in self.facts.groups:
+            size = ID * float(self._row_sizes(group)["distinct"])
+            told = told + messages.exchange("all_to_all", ID * count)
+            told = told + messages.exchange("all_to_all", size * count)
+        tasks = self._summed(self._own(*self._plain_rows), rows=True)
+        return [told.task("tell rows", "main", {"read": 1}), *tasks]
 
     # -- parts -------------------------------------------------------------------------------
-
-    @property
-    def _mine(self) -> int:
-        return -(-max(1, round(self.statement.kept * self.facts.batch_size)) // self.side.count)
 
     @property
     def _messages(self) -> Messages:
         return Messages(self.times, self.side)
 
-    def _own(self, step: ResidentStep, look_up: float, update: float) -> list[Task]:
+    @property
+    def _mine(self) -> ResidentStep:
+        return self.resident(-(-self._samples // self.side.count))
+
+    def _own(self, look_up: float, update: float) -> list[Task]:
         """The resident step's tasks with other times of tables, and its share of the reading."""
+        step = self._mine
         known = {LOOK_UP: look_up - step.look_up, UPDATE: update - step.update}
         parts = [replace(task, busy=max(0.0, task.busy + known.get(task.name, 0.0))) for task in step.tasks]
         each = self.side.count
         return [replace(t, busy=t.busy / each) if t.place == "loader" else t for t in parts]
+
+    @property
+    def _plain_rows(self) -> tuple[float, float]:
+        """Seconds to look up and to update rows that are kept as plain arrays."""
+        own = [self._row_sizes(group) for group in self.facts.groups]
+        look_up, update = (
+            sum(self.times.seconds(f"rows {do}", at) for at in own) for do in ("look up", "update")
+        )
+        return look_up, update
 
     def _row_sizes(self, group: GroupFacts) -> dict[str, float | str]:
         """What a trainer's share of a batch looks up."""
@@ -95,15 +174,15 @@ class Ranked(Tiered):
     def _summed(self, tasks: Sequence[Task], rows: bool) -> list[Task]:
         """``tasks`` with the sums over ranks: of the gradients of ``rows`` that any of them looks up, and of
         the dense part's."""
-        found = []
+        found, messages = [], self._messages
         for task in tasks:
             if task.name == UPDATE and rows:
                 sizes = [FLOAT * group.dim * group.distinct for group in self.facts.changed]
-                spent = added(self._messages.ordered_sum(size) for size in sizes)
-                found.append(Task("add up row gradients", "main", spent.busy, spent.waits, task.after))
+                spent = added(messages.ordered_sum(size) for size in sizes)
+                found.append(spent.task("add up row gradients", "main", task.after))
             if task.name == OPTIMIZER:
-                spent = self._messages.ordered_sum(FLOAT * self.resident(self._mine).values)
-                found.append(Task("add up dense gradients", "main", spent.busy, spent.waits, task.after))
+                spent = messages.ordered_sum(FLOAT * self._mine.values)
+                found.append(spent.task("add up dense gradients", "main", task.after))
             found.append(task)
         return found
 
@@ -127,78 +206,64 @@ class Ranked(Tiered):
         return super()._sum(kind)
 
     @property
-    def _read(self) -> Spent:
-        """Every trainer asks each holder for rows of its part, which serves one trainer after the other."""
-        asked = 1 if self.shards else self.side.count
-        spent = added(store.read(moved.read / asked, self.facts.share) for store, moved in self._stores)
-        sent = [moved.read * (ID + FLOAT * group.width) for group, moved in self._groups]
-        return self._of_disk(spent.times(asked)) + self._round(sent)
-
-    @property
-    def _written(self) -> Spent:
-        found = []
-        for store, moved in self._stores:
-            if store.group.frozen:
-                continue
-            staged = max(store.always_staged, store.staged(moved.read, moved.returned, self.facts.share))
-            found.append(store.write(moved.returned / self._parts, self.facts.share, staged))
-            found.append(store.write(moved.evicted / self._parts, self.facts.share, store.always_staged))
-        sent = [moved.written * (ID + FLOAT * group.width) / self._parts for group, moved in self._changed]
-        return self._of_disk(added(found)) + self._round(sent)
-
-    def _loader(self) -> list[Task]:
-        """The ids of shards are planned once they have arrived."""
-        tasks = super()._loader()
-        if not self.shards:
-            return tasks
-        return [replace(task, after={IDS: 1}) if task.name == "plan" else task for task in tasks]
-
-    @property
     def _reads(self) -> list[Task]:
         """A rank reads its own samples, unless tiers plan the whole batch."""
         each = self.side.count if self.shards else 1
         return [replace(task, busy=task.busy / each) for task in super()._reads]
 
     @property
-    def _parts(self) -> int:
-        """Over how many holders the store's rows are spread."""
+    def _read(self) -> Spent:
+        """Every trainer asks each holder for rows of its part, which serves one trainer after the other."""
+        asked = 1 if self.shards else self.side.count
+        spent = added(store.request("read", moved.read / asked) for store, moved in self._stores)
+        sent = [moved.read * (ID + FLOAT * group.width) for group, moved in self._groups]
+        return self._of_holders(spent.times(asked), sent)
+
+    @property
+    def _written(self) -> Spent:
+        found, parts = [], self._holders
+        for store, moved in self._stores:
+            if store.group.frozen:
+                continue
+            always = store.always_staged
+            staged = max(always, store.staged(moved.read, moved.returned))
+            found.append(store.write(moved.returned / parts, staged))
+            found.append(store.write(moved.evicted / parts, always))
+        sent = [moved.written * (ID + FLOAT * group.width) / parts for group, moved in self._changed]
+        return self._of_holders(added(found), sent)
+
+    @property
+    def _holders(self) -> int:
+        """Over how many ranks the store's rows are spread."""
         return 1 if self.shards or self.statement.inside else self.side.count
 
-    def _of_disk(self, spent: Spent) -> Spent:
-        return Spent(spent.busy, spent.waits * self.side.together)
-
-    def _round(self, sizes: Sequence[float]) -> Spent:
-        """A round with the holders: how many, which rows, and their records."""
-        if self._parts == 1:
-            return Spent()
-        sent = self._messages
-        return added(sent.all_to_all(ID * 5 * self.side.count) + sent.all_to_all(size) for size in sizes)
+    def _of_holders(self, spent: Spent, sizes: Sequence[float]) -> Spent:
+        """``spent`` at a disk that ranks may share, with a round of messages: how many rows, which, and their
+        records."""
+        spent = Spent(spent.busy, spent.waits * (1 if self.side.apart else self.side.count))
+        messages, asks = self._messages, ID * 5 * self.side.count
+        if self._holders > 1:
+            kind = "all_to_all"
+            spent += added(messages.exchange(kind, asks) + messages.exchange(kind, size) for size in sizes)
+        return spent
 
     # -- shards ----------------------------------------------------------------------------------
 
-    def _of_shards(self) -> Ranked:
-        """The tiers of a rank's own shards, which serve all samples."""
-        part = self.statement.spread
-        groups = tuple(_cut(group, part) for group in self.facts.groups)
-        phase = replace(self.phase, moved=tuple(_scaled(moved, part) for moved in self.phase.moved))
-        statement = replace(self.statement, spread=1.0)
-        facts = replace(self.facts, groups=groups)
-        return replace(self, facts=facts, phase=phase, statement=statement, shards=True)
-
     def _exchanged(self, tasks: Sequence[Task]) -> list[Task]:
-        """``tasks`` with TorchRec's exchanges: pooled rows, the next batch's ids, and rows' gradients."""
+        """``tasks`` with TorchRec's exchanges: pooled rows, the next batch's ids, which are planned once they
+        have arrived, and rows' gradients."""
         ids, forward, backward = (self._exchange(what) for what in ("ids", "forward", "backward"))
         found = []
         for task in tasks:
             if task.name == UPDATE:
-                found.append(Task("exchange row gradients", "main", *backward, task.after))
-            found.append(task)
+                found.append(backward.task("exchange row gradients", "main", task.after))
+            found.append(replace(task, after={IDS: 1}) if task.name == "plan" else task)
             if task.name == LOOK_UP:
-                found += [Task("exchange rows", "main", *forward), Task(IDS, "main", *ids)]
+                found += [forward.task("exchange rows", "main", {}), ids.task(IDS, "main", {})]
         return found
 
-    def _exchange(self, what: str) -> tuple[float, float]:
-        """Seconds that main is busy with an exchange, and waits for the network."""
+    def _exchange(self, what: str) -> Spent:
+        """An exchange, in which main waits for the network."""
         busy = waits = 0.0
         for group in self.facts.groups:
             count, tables = self.side.count, len(group.table_rows)
@@ -208,46 +273,62 @@ class Ranked(Tiered):
             size = ID * group.lookups if what == "ids" else FLOAT * group.dim * bags
             sent = size / count * (count - 1) / count
             waits += self._messages.beyond(INPUT_EXCHANGES if what == "ids" else 1, sent)
-        return busy, waits
+        return Spent(busy, waits)
 
     # -- a plugin's own tables -------------------------------------------------------------------
 
     def _inside(self) -> list[Task]:
         """Rows are planned, fetched and written in the lookup, by the training thread."""
-        count, size = self.side.count, self.facts.batch_size
-        share = [share_of_distinct(group, count, size) for group in self.facts.groups]
-        groups = tuple(
-            replace(group, lookups=group.lookups / count, distinct=part * group.distinct)
-            for group, part in zip(self.facts.groups, share, strict=True)
-        )
-        mine = replace(self, facts=replace(self.facts, groups=groups, batch_size=-(-size // count)))
-        plan = sum(mine._plan(*each) for each in mine._groups)
-        moved = mine._read + mine._written
-        step = self.resident(self._mine)
-        look_up, update = (
-            sum(self.times.seconds(kind, self._row_sizes(group)) for group in self.facts.groups)
-            for kind in ("rows look up", "rows update")
-        )
+        count, size, groups = self.side.count, self.facts.batch_size, []
+        for group in self.facts.groups:
+            distinct = share_of_distinct(group, count, size) * group.distinct
+            groups.append(replace(group, lookups=group.lookups / count, distinct=distinct))
+        mine = replace(self, facts=replace(self.facts, groups=tuple(groups), batch_size=-(-size // count)))
+        plan = Task("plan", "main", mine._sum(f"plan {self.statement.plans}"), after={"read": 1})
         works = [mine._work(work) for work in self.statement.works]
-        begin = [
-            Task("plan", "main", plan, after={"read": 1}),
-            *works,
-            Task("fetch", "main", moved.busy, moved.waits),
-        ]
-        return [*begin, *self._summed(self._own(step, look_up, update), rows=False)]
+        fetch = (mine._read + mine._written).task("fetch", "main", {})
+        return [plan, *works, fetch, *self._summed(self._own(*self._plain_rows), rows=False)]
 
     def _work(self, work: Work) -> Task:
         if work.kind in COLLECTIVES and self.side.count > 1:
             spent = self._messages.exchange(work.kind, float(work.at["bytes"])).times(work.times)
-            return Task(work.name, work.place, spent.busy, spent.waits)
+            return spent.task(work.name, work.place, {})
         return super()._work(work)
 
 
-def _cut(group: GroupFacts, part: float) -> GroupFacts:
-    """The lookups of ``group`` that a rank serves, if it has such a part of them."""
-    features = max(1, round(part * group.features))
-    return replace(group, lookups=part * group.lookups, distinct=part * group.distinct, features=features)
+def share_of_distinct(group: GroupFacts, trainers: int, batch_size: int, above: float = 0.0) -> float:
+    """How many of a batch's distinct rows a trainer's share of its samples has, on average, as a share of
+    them; ``above``: of the rows beyond the most popular ones, which are such a share of all."""
+    stretch, size = group.stretch, max(1, batch_size)
+    wanted = (stretch.samples < SEEN * size) & (stretch.ranks >= above)
+    rows, samples = stretch.rows[wanted], stretch.samples[wanted]
+    part = samples % size * trainers // size
+    whole = _distinct(rows, samples // size)
+    return _distinct(rows, samples // size * trainers + part) / trainers / whole if whole else 1 / trainers
 
 
-def _scaled(moved: Moved, part: float) -> Moved:
-    return Moved(**{field.name: part * getattr(moved, field.name) for field in fields(moved)})
+def _distinct(rows: RowIds, among: NDArray[np.int64]) -> int:
+    """How many different pairs there are."""
+    return len(np.unique(among * (int(rows.max(initial=0)) + 1) + rows))
+
+
+def busiest_part(facts: Facts) -> float:
+    """The share of the lookups that the busiest rank has if tables are given, the largest first, to the rank
+    that has least, and those with more than a rank's mean are cut into equal parts before. A group's lookups
+    are taken as spread evenly over its tables."""
+    ranks = facts.trainers
+    work = [(group.lookups * group.dim / len(group.table_rows), group) for group in facts.groups]
+    whole = [load for load, group in work for _ in group.table_rows]
+    parts = [ranks if load * ranks > sum(whole) else 1 for load in whole]
+    loads = [0.0] * ranks
+    cut = (load / count for load, count in zip(whole, parts, strict=True) for _ in range(count))
+    for load in sorted(cut, reverse=True):
+        loads[loads.index(min(loads))] += load
+    return max(loads) / max(sum(loads), 1e-12)
+
+
+def measured_with(profile: MachineProfile, ranks: int) -> MachineProfile:
+    """``profile`` with the messages between so many ranks alone, if there are any; else with all of them."""
+    samples = profile.samples.get(COLLECTIVE_FAMILY, ())
+    own = tuple(sample for sample in samples if sample.at.get("ranks") == ranks)
+    return replace(profile, samples={**profile.samples, COLLECTIVE_FAMILY: own or samples})

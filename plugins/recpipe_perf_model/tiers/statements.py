@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from itertools import product
 from typing import Protocol, runtime_checkable
@@ -51,43 +51,37 @@ def merged(stated: Mapping[str, Statement], base: Statement) -> Statement:
     order = sorted(stated, key=lambda name: (not stated[name].phases, stated[name].yields))
     found = base
     for name in reversed(order):  # the one that owns the cache comes last, and wins
-        found = _over(found, stated[name])
+        own = stated[name]
+        found = replace(
+            found,
+            phases=own.phases or found.phases,
+            plans=own.plans if own.phases else found.plans,
+            early=own.early or found.early,
+            kept=own.kept * found.kept,
+            ahead=own.ahead if own.ahead != 1 else found.ahead,
+            together=max(own.together, found.together),
+            cold_bytes=own.cold_bytes or found.cold_bytes,
+            codec=own.codec or found.codec,
+            works=(*found.works, *own.works),
+            spread=min(own.spread, found.spread),
+            inside=own.inside or found.inside,
+            memory=own.memory + found.memory,
+        )
     why = "; ".join(stated[name].why for name in order)
     unsure = "; ".join(stated[name].unsure for name in order if stated[name].unsure)
     return replace(found, why=why, unsure=unsure, instead=None)
 
 
-def _over(under: Statement, statement: Statement) -> Statement:
-    own = statement.phases
-    return replace(
-        under,
-        phases=own or under.phases,
-        plans=statement.plans if own else under.plans,
-        early=statement.early or under.early,
-        kept=statement.kept * under.kept,
-        ahead=statement.ahead if statement.ahead != 1 else under.ahead,
-        together=max(statement.together, under.together),
-        cold_bytes=statement.cold_bytes or under.cold_bytes,
-        codec=statement.codec or under.codec,
-        works=(*under.works, *statement.works),
-        spread=min(statement.spread, under.spread),
-        inside=statement.inside or under.inside,
-        memory=statement.memory + under.memory,
-    )
-
-
 def choices(stated: Mapping[str, Statement], base: Statement) -> list[Statement]:
     """What a run with several plugins may turn out to do, where each does as it states or, once it has
     measured that this is faster, something else instead; the first one is as all of them state."""
-    chains = [list(_chain(statement)) for statement in stated.values()]
+    chains = []
+    for at in stated.values():
+        chain = [at]
+        while chain[-1].instead is not None:
+            chain.append(chain[-1].instead)
+        chains.append(chain)
     return [merged(dict(zip(stated, each, strict=True)), base) for each in product(*chains)]
-
-
-def _chain(statement: Statement) -> Iterator[Statement]:
-    at: Statement | None = statement
-    while at is not None:
-        yield at
-        at = at.instead
 
 
 @runtime_checkable
