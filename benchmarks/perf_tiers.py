@@ -27,7 +27,7 @@ from recpipe_perf_model.advise.model import Paper
 from recpipe_perf_model.calibrate import calibrate
 from recpipe_perf_model.facts.collect import collect
 from recpipe_perf_model.facts.facts import Facts
-from recpipe_perf_model.kernels.moves import MoveTimes
+from recpipe_perf_model.kernels.linear import MoveTimes
 from recpipe_perf_model.machine import Host, MachineProfile, profile_path
 from recpipe_perf_model.statement import Statement
 from recpipe_perf_model.step.amounts import Amounts

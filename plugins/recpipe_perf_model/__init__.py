@@ -18,15 +18,14 @@ if TYPE_CHECKING:
     from recpipe_perf_model.facts.facts import Facts, GroupFacts, Misses
     from recpipe_perf_model.facts.replay import Kept as KeptLookups
     from recpipe_perf_model.facts.replay import joined as joined_lookups
-    from recpipe_perf_model.kernels.linear import fitted, nnls
-    from recpipe_perf_model.kernels.moves import COLLECTIVE_FAMILY, LookupWork
+    from recpipe_perf_model.kernels.linear import COLLECTIVE_FAMILY, LookupWork, fitted, nnls
     from recpipe_perf_model.machine import Host, SharedProfile
     from recpipe_perf_model.statement import Moved, Phase, Statement, Work
     from recpipe_perf_model.tiers.ranked import busiest_part, share_of_distinct
 
 _HOME = {
     "COLLECTIVE_BYTES": "bench.ranks:BYTES",
-    "COLLECTIVE_FAMILY": "kernels.moves:COLLECTIVE_FAMILY",
+    "COLLECTIVE_FAMILY": "kernels.linear:COLLECTIVE_FAMILY",
     "timed_collectives": "bench.ranks:timed_collectives",
     "LOOKUP_SHAPES": "bench.lookups:SHAPES",
     "LOOKUP_TABLES": "bench.lookups:TABLES",
@@ -41,7 +40,7 @@ _HOME = {
     "joined_lookups": "facts.replay:joined",
     "fitted": "kernels.linear:fitted",
     "nnls": "kernels.linear:nnls",
-    "LookupWork": "kernels.moves:LookupWork",
+    "LookupWork": "kernels.linear:LookupWork",
     "Host": "machine:Host",
     "SharedProfile": "machine:SharedProfile",
     "Moved": "statement:Moved",

@@ -26,7 +26,7 @@ from recpipe_perf_model.bench.overheads import measure_overheads
 from recpipe_perf_model.bench.ranks import measure_ranks
 from recpipe_perf_model.bench.steps import measure_steps
 from recpipe_perf_model.bench.tiers import measure_stores, measure_tiers
-from recpipe_perf_model.kernels.moves import COLLECTIVE_FAMILY
+from recpipe_perf_model.kernels.linear import COLLECTIVE_FAMILY
 from recpipe_perf_model.machine import Host, MachineProfile
 
 Measure = Callable[[bool], Iterator[Sample]]
@@ -200,7 +200,7 @@ def _begun(path: Path, quick: bool, families: Collection[str]) -> MachineProfile
     fresh = MachineProfile(host, datetime.now(UTC).isoformat(timespec="seconds"), False)
     if not path.exists():
         return fresh
-    found = MachineProfile.of_host(host, path)
+    found = MachineProfile.load(path, host)
     if not found.quick or quick:
         return found
     others = {name: samples for name, samples in found.samples.items() if name not in families}

@@ -82,23 +82,16 @@ class MachineProfile:
     """The families that something disturbed while they were measured, and what. They serve this process and
     are not written to the file."""
 
-    def text(self) -> str:
-        """The profile as JSON, a sample a line."""
-        head = {"schema": SCHEMA, "host": asdict(self.host), "made": self.made, "quick": self.quick}
-        families = []
-        for name, samples in self.samples.items():
-            if name in self.disturbed:
-                continue
-            lines = ",\n   ".join(json.dumps(asdict(sample)) for sample in samples)
-            families.append(f"  {json.dumps(name)}: [\n   {lines}\n  ]")
-        body = ",\n".join(families)
-        return f'{json.dumps(head, indent=1)[:-2]},\n "samples": {{\n{body}\n }}\n}}\n'
-
     @classmethod
-    def parse(cls, text: str | bytes, source: object) -> MachineProfile:
-        """Parse JSON from the file ``source``; raises ``UserError`` in one line if it is not a profile."""
+    def load(cls, path: Path, host: Host | None = None) -> MachineProfile:
+        """Read a profile; ``UserError`` in one line if the file is missing, damaged, or of another machine
+        than ``host``."""
         try:
-            found = parse_json(text)
+            content = path.read_bytes()
+        except OSError as fault:
+            raise UserError(f"cannot read the machine profile {path}: {fault.strerror}") from fault
+        try:
+            found = parse_json(content)
             schema = entries({"schema": int}, found)["schema"]
             if schema != SCHEMA:
                 raise Damaged(f"schema {schema}, not {SCHEMA}")
@@ -109,37 +102,30 @@ class MachineProfile:
                     raise Damaged(f"samples.{name} has {bad.seconds} seconds for {bad.kind}")
         except ValueError as fault:
             raise UserError(
-                f"{source}: no machine profile ({fault}); delete it, and 'recpipe perf calibrate' makes a "
-                "new one"
+                f"{path}: no machine profile ({fault}); delete it, and 'recpipe perf calibrate' makes a new "
+                "one"
             ) from fault
-        return profile
-
-    @classmethod
-    def load(cls, path: Path) -> MachineProfile:
-        """Read a profile; ``UserError`` if the file is missing or damaged."""
-        try:
-            content = path.read_bytes()
-        except OSError as fault:
-            raise UserError(f"cannot read the machine profile {path}: {fault.strerror}") from fault
-        return cls.parse(content, path)
-
-    @classmethod
-    def of_host(cls, host: Host, path: Path) -> MachineProfile:
-        """``load``, with ``UserError`` also for the profile of another host."""
-        found = cls.load(path)
-        differences = host.differs(found.host)
+        differences = [] if host is None else host.differs(profile.host)
         if differences:
             raise UserError(
                 f"{path} is the profile of another machine ({'; '.join(differences)}): delete it, and "
                 "'recpipe perf calibrate' makes one of this machine"
             )
-        return found
+        return profile
 
     def save(self, path: Path) -> None:
-        """Write it atomically; ``UserError`` if that fails."""
+        """Write it atomically as JSON, a sample a line; ``UserError`` if that fails."""
+        head = {"schema": SCHEMA, "host": asdict(self.host), "made": self.made, "quick": self.quick}
+        families = []
+        for name, samples in self.samples.items():
+            if name not in self.disturbed:
+                lines = ",\n   ".join(json.dumps(asdict(sample)) for sample in samples)
+                families.append(f"  {json.dumps(name)}: [\n   {lines}\n  ]")
+        body = ",\n".join(families)
+        text = f'{json.dumps(head, indent=1)[:-2]},\n "samples": {{\n{body}\n }}\n}}\n'
         try:
             own_folder(path.parent)
-            write_own(path, self.text())
+            write_own(path, text)
         except OSError as fault:
             raise UserError(f"cannot write the machine profile {path}: {fault.strerror}") from fault
 
@@ -218,6 +204,4 @@ def own_profile(host: Host) -> MachineProfile | None:
     """The profile that ``recpipe perf calibrate`` has made for ``host``; None if there is none. ``UserError``
     for one of another machine in its place."""
     path = profile_path(host)
-    if not path.exists():
-        return None
-    return MachineProfile.of_host(host, path)
+    return MachineProfile.load(path, host) if path.exists() else None

@@ -14,7 +14,7 @@ from recpipe.plugin.bags import IndexBags
 from recpipe.plugin.calls import Origin
 from recpipe_perf_model.facts.facts import Facts, GroupFacts, Stretch
 from recpipe_perf_model.facts.replay import Kept
-from recpipe_perf_model.kernels.moves import FEATURES
+from recpipe_perf_model.kernels.linear import FEATURES
 from recpipe_perf_model.statement import Phase, Statement
 from recpipe_perf_model.tiers.statements import StatesCosts, costs_of
 

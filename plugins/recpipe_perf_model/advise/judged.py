@@ -15,7 +15,7 @@ from recpipe.errors import UserError
 from recpipe_perf_model.advise.candidates import Candidate, candidates
 from recpipe_perf_model.advise.model import Paper
 from recpipe_perf_model.facts.facts import Facts
-from recpipe_perf_model.kernels.moves import MoveTimes
+from recpipe_perf_model.kernels.linear import MoveTimes
 from recpipe_perf_model.machine import MachineProfile
 from recpipe_perf_model.step.amounts import Amounts, Factors
 from recpipe_perf_model.step.factors import step_amounts

@@ -71,7 +71,7 @@ class Clock:
 
 
 @dataclass(frozen=True)
-class Timed:
+class TimedLookups:
     """One TBE's lookups: ``tables`` equal tables; bags, lookups and distinct rows are of each table."""
 
     tables: int
@@ -135,7 +135,7 @@ def timed_lookups(
     shapes: tuple[tuple[int, int], ...] = SHAPES,
     begin: Callable[[], object] = lambda: None,
     skews: tuple[float, ...] = SKEWS,
-) -> Iterator[Timed]:
+) -> Iterator[TimedLookups]:
     """Time forward, and backward with update, of TBEs over the grid. ``begin`` is called before each
     point."""
     cuda = clock.device.type == "cuda"
@@ -158,7 +158,7 @@ def timed_lookups(
                     pool = pools[rows, skew]
                     forward, backward = _timed(clock, tbe, pool, count * bags * lookups, lookups)
                     distinct = len(np.unique(pool[: bags * lookups]))
-                    yield Timed(count, rows, dim, bags, bags * lookups, distinct, forward, backward)
+                    yield TimedLookups(count, rows, dim, bags, bags * lookups, distinct, forward, backward)
 
 
 def _timed(

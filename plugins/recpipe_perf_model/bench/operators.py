@@ -14,7 +14,7 @@ from torch.nn.functional import binary_cross_entropy_with_logits
 from recpipe import private_api
 from recpipe.backend.matmul import has_bfloat16_units, has_onednn
 from recpipe.profiling.limits import Sample
-from recpipe_perf_model.bench.timing import Clock, Make
+from recpipe_perf_model.bench.timing import Make, OperatorClock
 
 SAMPLES = (16, 8192)
 """The smallest and the largest batch or share of one."""
@@ -54,7 +54,7 @@ def measure_products(quick: bool) -> Iterator[Sample]:
         dim = int(random.choice(DIMS))
         if samples * features * dim <= MOST:
             pairs.append((max(16, samples), features, dim))
-    with closing(Clock()) as clock, torch.no_grad():
+    with closing(OperatorClock()) as clock, torch.no_grad():
         for dtype in _dtypes():
             yield from clock.samples(make for size in layers for make in layer(*size, dtype))
             yield from clock.samples(make for size in pairs for make in interaction(*size, dtype))
@@ -109,7 +109,7 @@ def interaction(samples: int, features: int, dim: int, dtype: torch.dtype) -> li
 def measure_passes(quick: bool) -> Iterator[Sample]:
     """Elementwise operators, copies, joins, gathers of columns, sums and losses, each at drawn sizes."""
     share = 3 if quick else 1
-    with closing(Clock()) as clock, torch.no_grad():
+    with closing(OperatorClock()) as clock, torch.no_grad():
         for dtype in _dtypes():
             random = np.random.default_rng(3)
             for draw, count in ((matrices, DRAWS), (joins, JOINS)):

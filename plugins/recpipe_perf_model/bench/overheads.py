@@ -6,7 +6,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
-from dataclasses import dataclass
 from functools import partial
 from math import inf
 from statistics import median
@@ -24,10 +23,11 @@ from recpipe.common.device import keep_to_one_core, one_thread
 from recpipe.common.process import quieted
 from recpipe.pipeline.batch import InFlight
 from recpipe.pipeline.step import StepTimes, accumulate
+from recpipe.plugin.batch import Batch
 from recpipe.profiling.limits import Sample
 from recpipe.tables.front import handing_out
 from recpipe_perf_model.bench.steps import TimedSteps, fit, placed
-from recpipe_perf_model.bench.timing import Clock, Run
+from recpipe_perf_model.bench.timing import OperatorClock, Run
 from recpipe_perf_model.kernels.operators import Operator, optimizer_sizes
 from recpipe_perf_model.step.capture import calls_by_name
 
@@ -65,7 +65,7 @@ def measure_overheads(quick: bool) -> Iterator[Sample]:
         yield Sample("hand over", {}, seconds)
     yield _waking()
     yield _loop(STEPS // 4 if quick else STEPS)
-    with closing(Clock()) as clock:
+    with closing(OperatorClock()) as clock:
         yield from clock.timed(
             (
                 Operator(f"optimizer {name}", optimizer_sizes(name, count, count * values), name),
@@ -128,12 +128,6 @@ class _Same(torch.autograd.Function):
         return gradient
 
 
-@dataclass
-class _Batch:
-    ids: KeyedJaggedTensor
-    labels: torch.Tensor
-
-
 class _Tiny(nn.Module):
     def __init__(self, names: Sequence[str]) -> None:
         super().__init__()
@@ -144,8 +138,8 @@ class _Tiny(nn.Module):
         self.rows = EmbeddingBagCollection(configs)
         self.layer = nn.Linear(4 * len(names), 1)
 
-    def forward(self, ids: KeyedJaggedTensor) -> torch.Tensor:
-        out: torch.Tensor = self.layer(self.rows(ids).values())
+    def forward(self, sparse: KeyedJaggedTensor) -> torch.Tensor:
+        out: torch.Tensor = self.layer(self.rows(sparse).values())
         return out
 
 
@@ -154,7 +148,7 @@ def _pipeline(count: int) -> Sample:
     size, names = 16, [f"f{number}" for number in range(count)]
     bags = size * count
     ids = KeyedJaggedTensor(names, torch.arange(bags) % size, lengths=torch.ones(bags, dtype=torch.long))
-    batch = _Batch(ids, torch.zeros(size))
+    batch = Batch(torch.zeros(size, 0), ids, torch.zeros(size))
     model = placed(_Tiny(names), batch)
     staged = InFlight(batch, ids=model.inputs.each(batch))
 

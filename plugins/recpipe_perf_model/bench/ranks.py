@@ -17,6 +17,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -35,7 +36,7 @@ from recpipe.plugin.bags import RowIds
 from recpipe.plugin.tables import OPTIMIZERS
 from recpipe.profiling.limits import Sample
 from recpipe_perf_model.bench.lookups import OPTIMIZER, Clock, timed_lookups
-from recpipe_perf_model.kernels.moves import COLLECTIVES
+from recpipe_perf_model.kernels.linear import COLLECTIVES
 
 RANKS = 2
 LIMIT = 120.0
@@ -117,7 +118,7 @@ def _collectives(group: dist.ProcessGroup, quick: bool) -> Iterator[Sample]:
 
 
 @dataclass(frozen=True)
-class Timed:
+class TimedCollective:
     """One collective over all ranks, each with ``bytes`` of input: elapsed and busy milliseconds, medians."""
 
     collective: str
@@ -127,7 +128,7 @@ class Timed:
 
 def timed_collectives(
     group: dist.ProcessGroup, clock: Clock, sizes: tuple[int, ...] = BYTES
-) -> Iterator[Timed]:
+) -> Iterator[TimedCollective]:
     """Time each collective at several sizes. Every rank of ``group`` must call this."""
     world = group.size()
     for name in COLLECTIVES:
@@ -150,7 +151,7 @@ def timed_collectives(
                     case "all_reduce":
                         dist.all_reduce(given, group=group)
                 times.append(clock.read() - before)
-            yield Timed(name, count * 4, np.median(times[3:], axis=0))
+            yield TimedCollective(name, count * 4, np.median(times[3:], axis=0))
 
 
 def _side_by_side(group: dist.ProcessGroup, quick: bool) -> Iterator[Sample]:
@@ -163,34 +164,35 @@ def _side_by_side(group: dist.ProcessGroup, quick: bool) -> Iterator[Sample]:
     # About 0.2 ms of what a step does: a layer, a pass, random rows.
     rows, ids = torch.full((2**18, 32), 0.01), torch.randint(0, 2**18, (2_000,))
     values, weights = torch.full((256, 256), 0.01), torch.full((256, 256), 0.01)
-    rounds = ROUNDS // 3 if quick else ROUNDS
 
-    def mean_seconds(times: int, meet: Callable[[], object]) -> float:
-        found = []
-        for _ in range(rounds):
-            meet()
-            began = time.perf_counter()
-            for _ in range(times):
-                rows[ids].sum()
-                torch.relu(values @ weights).sum()
-            meet()
-            found.append(time.perf_counter() - began)
-        return float(np.mean(sorted(found)[: max(1, int((1 - LEFT_OUT) * rounds))]))
+    def work() -> object:
+        return rows[ids].sum(), torch.relu(values @ weights).sum()
 
-    def meet() -> None:
-        dist.barrier(group)
-
-    meeting = mean_seconds(0, meet)
+    rounds, meet = ROUNDS // 3 if quick else ROUNDS, partial(dist.barrier, group)
+    meeting = _mean_seconds(work, 0, rounds, meet)
     for times in TIMES:
         meet()
-        alone = mean_seconds(times, lambda: None) if group.rank() == 0 else 0.0
+        alone = _mean_seconds(work, times, rounds, lambda: None) if group.rank() == 0 else 0.0
         meet()
-        together = mean_seconds(times, meet)
+        together = _mean_seconds(work, times, rounds, meet)
         told = torch.tensor([alone, together - meeting], dtype=torch.float64)
         dist.broadcast(told, 0, group=group)
         seconds, elapsed = told.tolist()
         at: dict[str, float | str] = {"seconds": seconds, "ranks": float(group.size())}
         yield Sample("side by side", at, max(seconds, elapsed))
+
+
+def _mean_seconds(work: Callable[[], object], times: int, rounds: int, meet: Callable[[], object]) -> float:
+    """From one meeting to the next, between which ``work`` runs so many times."""
+    found = []
+    for _ in range(rounds):
+        meet()
+        began = time.perf_counter()
+        for _ in range(times):
+            work()
+        meet()
+        found.append(time.perf_counter() - began)
+    return float(np.mean(sorted(found)[: max(1, int((1 - LEFT_OUT) * rounds))]))
 
 
 def _sharded(group: dist.ProcessGroup, quick: bool) -> Iterator[Sample]:
@@ -213,7 +215,7 @@ def _sharded(group: dist.ProcessGroup, quick: bool) -> Iterator[Sample]:
             ((-(-tables // world), ROWS),),
             (dim,),
             ((samples * world, ids),),
-            lambda: dist.barrier(group),
+            partial(dist.barrier, group),
             (0.0,),
         )
         more = torch.from_numpy(times - [0.0, alone.forward[0], alone.backward[0]])

@@ -126,8 +126,8 @@ class _Training:
         batches = list(_batches(probe))
         self.dataset = GivenBatches(lambda epoch: cycle(batches), steps=WARM + STEPS)
         module = _module(probe)
-        roomy = roomy_paths(module) if probe.converted else set()
-        self.model = placed(module, batches[0], roomy, probe.low_precision)
+        padded = roomy_paths(module) if probe.converted else set()
+        self.model = placed(module, batches[0], padded, probe.low_precision)
         threads = torch.get_num_threads()
         self.backend = Backend("cpu" if probe.converted else "plain", self.model, {})
         if probe.converted and threads > 1:
@@ -195,15 +195,15 @@ def fit(module: L.LightningModule, batches: Iterable[Any], watch: TimedSteps) ->
 
 
 def placed(
-    module: nn.Module, batch: object, roomy: Container[str] = (), low_precision: bool = False
+    module: nn.Module, batch: object, padded: Container[str] = (), low_precision: bool = False
 ) -> PlacedModel:
-    """``module`` as it is trained, with resident rows; ``roomy``: paths of collections whose rows have room
+    """``module`` as it is trained, with resident rows; ``padded``: paths of collections whose rows have room
     for what an interaction adds."""
     tables = group_tables(
         collections_of(module), lambda name, weights: TableOptimizer("rowwise_adagrad", 0.05), 0
     )
     cpu = torch.device("cpu")
-    own = [ResidentCollection(group.tables, cpu, padded=group.path in roomy) for group in tables.groups]
+    own = [ResidentCollection(group.tables, cpu, padded=group.path in padded) for group in tables.groups]
     called = Called(module, parse_loss("binary_cross_entropy"), low_precision=low_precision)
     grouped = GroupedCollection(tables, own)
     return PlacedModel(called, put_fronts(module, tables, grouped), grouped, Inputs.of(tables, batch))

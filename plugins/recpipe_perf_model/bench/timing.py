@@ -61,7 +61,7 @@ Wanted = tuple[Operator, Make, float]
 """An operator, what makes its call, and the bytes that are touched between two calls."""
 
 
-class Clock:
+class OperatorClock:
     """Times operators with ``threads`` threads, torch's own number, and on as many cores at the same time."""
 
     def __init__(self, seed: int = 0) -> None:

@@ -212,30 +212,26 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         operator = described(func, args, out)
         if operator is not None:
             if operator.kind not in FREE:
-                reuse = self._reuse([*_tensors(args), *_tensors([out])])
+                reuse = self.touch([*_tensors(args), *_tensors([out])])
                 operator = replace(operator, at={**operator.at, **reuse})
             self.note(operator)
         return out
 
-    def _reuse(self, tensors: Sequence[torch.Tensor]) -> dict[str, float]:
-        """The footprint of a call with these tensors, and the bytes touched since they were touched last."""
+    def touch(self, tensors: Sequence[torch.Tensor], others: float = 0.0) -> dict[str, float]:
+        """Note that ``tensors`` are touched, and so many bytes of other memory before: the ``footprint``, and
+        ``reuse``, the bytes touched since they were touched last."""
+        self._touched += others
         sizes: dict[int, int] = {}
         for tensor in tensors:
             address = tensor.untyped_storage().data_ptr()
             sizes[address] = max(sizes.get(address, 0), _bytes(tensor))
-        whole = sum(sizes.values())
-        apart = 0.0
+        whole, apart = sum(sizes.values()), 0.0
         for address, size in sizes.items():
             since = self._touched - self._last.get(address, -UNTOUCHED)
             apart += size * log2(max(since, 1.0))
+        self._last.update(dict.fromkeys(sizes, self._touched))
         self._touched += whole
-        self._last.update(dict.fromkeys(sizes, self._touched - whole))
         return {"footprint": float(whole), "reuse": 2 ** (apart / whole) if whole else 1.0}
-
-    def touch(self, tensors: Sequence[torch.Tensor], others: float = 0.0) -> None:
-        """Note that something else touches ``tensors``, and so many bytes of other memory before."""
-        self._touched += others
-        self._reuse(tensors)
 
     def note(self, operator: Operator) -> None:
         """Keep one more operator."""

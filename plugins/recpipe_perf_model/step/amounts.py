@@ -10,9 +10,8 @@ from typing import Any
 import numpy as np
 
 from recpipe.errors import UserError
-from recpipe_perf_model.kernels.linear import At, Linear, Vector
+from recpipe_perf_model.kernels.linear import At, Linear, LookupWork, Vector, lookup_features
 from recpipe_perf_model.kernels.models import KernelModels
-from recpipe_perf_model.kernels.moves import LookupWork, lookup_features
 from recpipe_perf_model.kernels.operators import Operator, optimizer_sizes
 from recpipe_perf_model.machine import MachineProfile
 from recpipe_perf_model.step.capture import Captured, GroupLookups, Part

@@ -16,7 +16,7 @@ from recpipe_perf_model.advise import page as advised
 from recpipe_perf_model.advise.advise import _check
 from recpipe_perf_model.advise.config import AdviseConfig
 from recpipe_perf_model.advise.machine import faster
-from recpipe_perf_model.kernels.moves import FEATURES
+from recpipe_perf_model.kernels.linear import FEATURES
 from recpipe_perf_model.machine import Host, MachineProfile
 from recpipe_perf_model.step.capture import CannotTrace
 from recpipe_perf_model.tests import synthetic

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from recpipe_perf_model.bench import operators, overheads, timing
-from recpipe_perf_model.bench.timing import Clock, Make
+from recpipe_perf_model.bench.timing import Make, OperatorClock
 from recpipe_perf_model.kernels.operators import FREE, Operator, watched
 
 from recpipe.backend.matmul import has_onednn
@@ -20,11 +20,11 @@ FLOAT = torch.float32
 
 
 @pytest.fixture
-def timer(monkeypatch: pytest.MonkeyPatch) -> Iterator[Clock]:
+def timer(monkeypatch: pytest.MonkeyPatch) -> Iterator[OperatorClock]:
     monkeypatch.setattr(timing, "SPREADS", (0.0, 2.0**12))
     monkeypatch.setattr(timing, "ROUNDS", (1, 1))
     monkeypatch.setattr(timing, "PASSES", (2, 2))
-    with using_threads(2), closing(Clock(1)) as made:
+    with using_threads(2), closing(OperatorClock(1)) as made:
         yield made
 
 
@@ -62,7 +62,7 @@ def test_draws_are_the_same_each_time_and_bounded() -> None:
     assert min(b for b, _, _ in layers) < 64 < 2048 < max(b for b, _, _ in layers)
 
 
-def test_samples_say_threads_and_how_far_memory_is(timer: Clock) -> None:
+def test_samples_say_threads_and_how_far_memory_is(timer: OperatorClock) -> None:
     found = list(timer.samples([lambda: torch.ones(32, 64).sum, lambda: torch.ones(8).view(2, 4).t]))
     assert [(sample.kind, sample.at["threads"]) for sample in found] == [
         ("sum", 2.0), ("sum", 1.0), ("view", 2.0), ("view", 1.0),
@@ -72,7 +72,9 @@ def test_samples_say_threads_and_how_far_memory_is(timer: Clock) -> None:
     assert all(sample.seconds > 0 for sample in found)
 
 
-def test_passes_go_on_until_the_two_fastest_agree(timer: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_passes_go_on_until_the_two_fastest_agree(
+    timer: OperatorClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The first operator's second pass is disturbed; the second's passes never agree."""
     monkeypatch.setattr(timing, "PASSES", (2, 6))
     times = {"view": [1.0, 2.0, 1.04], "sum": [6.0, 5.0, 4.0, 3.0, 2.0, 1.0]}
@@ -90,17 +92,17 @@ def test_passes_go_on_until_the_two_fastest_agree(timer: Clock, monkeypatch: pyt
     assert order == [*["view", "sum"] * 3, "sum", "sum", "sum"]
 
 
-def test_a_call_of_several_operators_is_left_out(timer: Clock) -> None:
+def test_a_call_of_several_operators_is_left_out(timer: OperatorClock) -> None:
     x = torch.ones(4)
     assert not list(timer.samples([lambda: lambda: (x + x) * x]))
 
 
 def test_one_thread_has_one_mode() -> None:
-    with using_threads(1), closing(Clock()) as timer:
+    with using_threads(1), closing(OperatorClock()) as timer:
         assert timer.modes == (1,)
 
 
-def test_the_other_cores_end_also_after_a_fault(timer: Clock) -> None:
+def test_the_other_cores_end_also_after_a_fault(timer: OperatorClock) -> None:
     timer.modes = (1,)
     calls = 0
 

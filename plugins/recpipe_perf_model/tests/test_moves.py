@@ -9,8 +9,7 @@ import numpy as np
 import pytest
 from recpipe_perf_model.bench.lookups import PASSES, least, measure_lookups, measure_rows
 from recpipe_perf_model.bench.tiers import measure_stores, measure_tiers, sizes
-from recpipe_perf_model.kernels.linear import Linear
-from recpipe_perf_model.kernels.moves import FEATURES, MoveTimes
+from recpipe_perf_model.kernels.linear import FEATURES, Linear, MoveTimes
 from recpipe_perf_model.machine import Host, MachineProfile
 from recpipe_perf_model.tests.test_tiered import group
 from recpipe_perf_model.tiers.tiered import touched

@@ -13,8 +13,7 @@ from recpipe_het.costs import statement as het
 from recpipe_neo.costs import statement as neo
 from recpipe_perf_model.bench.ranks import measure_in
 from recpipe_perf_model.facts.facts import Facts, Stretch
-from recpipe_perf_model.kernels.linear import At
-from recpipe_perf_model.kernels.moves import COLLECTIVES, FEATURES
+from recpipe_perf_model.kernels.linear import COLLECTIVES, FEATURES, At
 from recpipe_perf_model.machine import MachineProfile
 from recpipe_perf_model.statement import Moved, Phase, Statement
 from recpipe_perf_model.tests import synthetic

@@ -62,7 +62,8 @@ def test_a_profile_comes_back_as_it_was(tmp_path: Path) -> None:
 )
 def test_a_damaged_profile_is_refused_in_one_line(tmp_path: Path, change, says: str) -> None:  # type: ignore[no-untyped-def]
     file = tmp_path / "machine.json"
-    file.write_text(change(PROFILE.text()))
+    PROFILE.save(file)
+    file.write_text(change(file.read_text()))
     with pytest.raises(UserError) as refused:
         MachineProfile.load(file)
     told = str(refused.value)

@@ -8,7 +8,7 @@ from functools import cache
 
 from recpipe.distributed.ranks import Emulation
 from recpipe_perf_model.facts.facts import Facts
-from recpipe_perf_model.kernels.moves import Times
+from recpipe_perf_model.kernels.linear import Times
 from recpipe_perf_model.statement import Phase, Statement
 from recpipe_perf_model.step.amounts import Amounts
 from recpipe_perf_model.step.step import Step, resident_tasks

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from recpipe.distributed.ranks import Emulation
 from recpipe.plugin.bags import RowIds
 from recpipe_perf_model.facts.facts import Facts, GroupFacts
-from recpipe_perf_model.kernels.moves import COLLECTIVE_FAMILY, COLLECTIVES, Times
+from recpipe_perf_model.kernels.linear import COLLECTIVE_FAMILY, COLLECTIVES, Times
 from recpipe_perf_model.machine import MachineProfile
 from recpipe_perf_model.statement import Moved, Work
 from recpipe_perf_model.step.walk import Task

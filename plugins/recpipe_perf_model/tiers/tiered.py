@@ -22,7 +22,7 @@ from recpipe.plugin.store import StoreLayout
 from recpipe.tables.build import staging_bytes
 from recpipe.tables.stores.blocks import BLOCK_BYTES, BlockMap
 from recpipe_perf_model.facts.facts import Facts, GroupFacts
-from recpipe_perf_model.kernels.moves import Times
+from recpipe_perf_model.kernels.linear import Times
 from recpipe_perf_model.statement import Moved, Phase, Statement, Work
 from recpipe_perf_model.step.walk import Task
 
