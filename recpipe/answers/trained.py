@@ -43,7 +43,7 @@ from recpipe.pipeline.loader import EvalLoader
 from recpipe.pipeline.placed import PlacedModel
 from recpipe.setup.placing import Unplaced
 from recpipe.setup.prepare import assemble_plugins, choose_device
-from recpipe.tables.capabilities import SavesPlacement
+from recpipe.tables.collection import SavesPlacement
 from recpipe.tables.front import handing_out
 from recpipe.tables.groups import ModelTables, collections_of
 from recpipe.tables.owners import RESIDENT, GroupOwner, group_owners

@@ -28,8 +28,7 @@ from recpipe.pipeline.parts import same_random_numbers
 from recpipe.pipeline.placed import PlacedModel
 from recpipe.pipeline.step import StepTimes, accumulate
 from recpipe.tables.inputs import GroupIds, count_ids
-from recpipe.tables.resident import ResidentCollection
-from recpipe.tables.stand_in import with_few_rows, within
+from recpipe.tables.resident import ResidentCollection, with_few_rows, within
 
 MARGIN = 1.1
 """Cores share a batch if that is so many times faster. A run also reads and plans, which competes for Python

@@ -41,7 +41,7 @@ from recpipe.common.tensors import TensorFiles
 from recpipe.errors import CheckpointError, UserError
 from recpipe.plugin.collection import TableCollection
 from recpipe.plugin.tables import SavedRows
-from recpipe.tables.capabilities import SavedByRanks, SavesPlacement
+from recpipe.tables.collection import SavedByRanks, SavesPlacement
 
 SUFFIX = ".ckpt"
 PARTIAL = ".partial"

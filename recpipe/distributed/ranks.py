@@ -180,17 +180,12 @@ class Channel:
         group: Any,
         emulation: Emulation,
     ) -> None:
-        self.members = members
+        self.members, self.size = members, len(members)
         self.index = members.index(rank) if rank in members else -1
         """This rank's position among the members."""
         self.traffic = Traffic()
         self._group = group
         self._emulation = emulation
-
-    @property
-    def size(self) -> int:
-        """How many members there are."""
-        return len(self.members)
 
     def exchange(self, parts: Sequence[Array], sizes: Sequence[int] | None = None) -> list[Array]:
         """All to all: ``parts[i]`` goes to member i; returns what each member sent here, in their order.

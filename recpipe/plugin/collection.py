@@ -127,7 +127,7 @@ class TableCollection(ABC, nn.Module):
         return torch.cat([by_name[name] for name in names], dim=1)
 
     def offers(self, capability: type[C]) -> C | None:
-        """This collection as one with ``capability`` (see ``recpipe.tables.capabilities``), or None."""
+        """This collection as one with ``capability`` (see ``recpipe.tables.collection``), or None."""
         return self if isinstance(self, capability) else None
 
     def pooled_with_room(self, sparse: KeyedJaggedTensor) -> torch.Tensor | None:

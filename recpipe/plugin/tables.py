@@ -147,6 +147,11 @@ class TableSet:
         return np.repeat(np.arange(len(self.tables)), [len(table.features) for table in self.tables])
 
     @cached_property
+    def rows_of_features(self) -> NDArray[np.uint64]:
+        """The number of rows of each feature's table, uint64 [F]."""
+        return np.array([table.rows for table in self.tables], np.uint64)[self.table_of]
+
+    @cached_property
     def layout(self) -> StoreLayout:
         """Row numbers of the set and the record's width (weights, then optimizer state)."""
         width = self.dim + self.optimizer.state_width(self.dim)

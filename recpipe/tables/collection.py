@@ -1,9 +1,15 @@
-"""The interface of every collection of tables, whatever tier its rows are in."""
+"""What collections of tables offer beyond looking rows up, and the FBGEMM tables that they are made of.
+
+Each capability is a small interface. Core asks for one by ``TableCollection.offers`` and never checks a
+collection's class, so that a collection around another one can keep the inner one's capabilities.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -27,8 +33,7 @@ from recpipe.common.meter import counting
 from recpipe.errors import UserError
 from recpipe.plugin.bags import RowIds
 from recpipe.plugin.collection import TableCollection
-from recpipe.plugin.tables import Region, TableSet, row_chunks
-from recpipe.tables.capabilities import ShowsRows
+from recpipe.plugin.tables import Region, TableSet, Values, row_chunks, to_numpy
 
 if TYPE_CHECKING:
     from recpipe.plugin.skipper import RowFilter
@@ -38,6 +43,55 @@ TORCHREC_OPTIMIZERS = {
     "adagrad": torch.optim.Adagrad,
     "rowwise_adagrad": RowWiseAdagrad,
 }
+
+
+class SavesPlacement(ABC):
+    """A collection that saves which rows are resident in a checkpoint, from which a resumed run goes on."""
+
+    @abstractmethod
+    def placement_state(self) -> dict[str, Any]:
+        """Which rows are resident and the policy's state, as tensors, arrays and plain values."""
+
+    @abstractmethod
+    def check_placement_state(self, state: Mapping[str, Any]) -> None:
+        """``Damaged`` if ``state`` cannot be a result of ``placement_state``."""
+
+    @abstractmethod
+    def load_placement_state(self, state: dict[str, Any] | None) -> bool:
+        """Continue from ``state``, before the tables are loaded. False if it is from another policy or
+        budget."""
+
+
+class SavedByRanks(ABC):
+    """A collection of which every rank writes and reads its own part of a checkpoint's tables."""
+
+    @abstractmethod
+    def save_tables(self, directory: Path) -> None:
+        """Write this rank's part into ``directory``, which rank 0 creates; all ranks call it."""
+
+    @abstractmethod
+    def load_tables(self, directory: Path) -> None:
+        """Read this rank's part of tables that were saved by any number of ranks."""
+
+
+class ShowsRows(ABC):
+    """A collection that shows, between two batches, which rows are resident and what their weights are."""
+
+    slots: int
+    """How many rows can be resident."""
+
+    @property
+    @abstractmethod
+    def resident_count(self) -> int:
+        """How many rows are resident."""
+
+    @abstractmethod
+    def resident_rows(self) -> RowIds:
+        """The resident rows, sorted, int64 [n]."""
+
+    @abstractmethod
+    def resident_weights(self, rows: RowIds) -> torch.Tensor:
+        """A copy of the weights of distinct resident ``rows`` after the last batch, float32 [n, D]."""
 
 
 class RowCollection(TableCollection):
@@ -70,8 +124,14 @@ class RowCollection(TableCollection):
         """Replace the records of distinct ``rows`` by ``records`` (float32 [n, width])."""
         raise UserError(f"{type(self).__name__} looks up no ids but the batch's own")
 
+    def read(self, region: Region) -> Values:
+        records = to_numpy(self.records_of(self.rows_of(region)))
+        return records[:, : self.tables.dim], records[:, self.tables.dim :]
+
+    def write(self, region: Region, values: Values) -> None:
+        self.replace_records(self.rows_of(region), torch.from_numpy(np.concatenate(values, axis=1)))
+
     def embedding_bag_configs(self) -> list[EmbeddingBagConfig]:
-        """The configs of its tables, in their order."""
         return self.tables.configs()
 
     def is_weighted(self) -> bool:
@@ -106,15 +166,12 @@ class AllResident(RowCollection, ShowsRows):
 
     @property
     def resident_count(self) -> int:
-        """All rows."""
         return self.slots
 
     def resident_rows(self) -> RowIds:
-        """All rows."""
         return np.arange(self.slots)
 
     def resident_weights(self, rows: RowIds) -> torch.Tensor:
-        """Weights of distinct ``rows``."""
         return self.records_of(rows)[:, : self.tables.dim]
 
 

@@ -110,6 +110,7 @@ class Front(ABC, nn.Module):
         self.collections: tuple[TableCollection, ...] = ()
         """The collection of each group."""
         self._late: list[_Late] = []
+        self._weighted = False
 
     def place(self, groups: Sequence[Group], collections: Sequence[TableCollection]) -> None:
         """Take rows from ``collections``, one for each of ``groups``; the front does not own them."""
@@ -130,7 +131,13 @@ class Front(ABC, nn.Module):
         return False
 
     def forward(self, features: KeyedJaggedTensor) -> Any:
-        """What TorchRec's collection returns for these features."""
+        """What TorchRec's collection returns for these features; ``UserError`` if it is weighted and they are
+        not."""
+        if self._weighted and features.weights_or_none() is None:
+            raise UserError(
+                f"the model's collection '{self.path}' is weighted (is_weighted=True), and is called with "
+                "ids that have no weights: give the KeyedJaggedTensor weights, or leave is_weighted out"
+            )
         given = self.whole if _current.rows is None else _current.rows.get(self)
         if given is not None and given.holds(features):
             rows = given.rows()
@@ -144,9 +151,9 @@ class Front(ABC, nn.Module):
     def _require_ids(self, features: KeyedJaggedTensor) -> None:
         """``DataError`` for an id that is not in its table: nobody has checked those that the model makes."""
         for group in self.groups:
-            sizes = np.array(group.tables.layout.rows)[group.tables.table_of]
             try:
-                require_ids(in_order(without_weights(features), group.tables.features), sizes)
+                ids = in_order(without_weights(features), group.tables.features)
+                require_ids(ids, group.tables.rows_of_features)
             except DataError as fault:
                 raise DataError(f"the model calls its collection '{self.path}': {fault}") from fault
 
@@ -279,7 +286,7 @@ class BagFront(Front, EmbeddingBagCollectionInterface):  # type: ignore[misc]
 
     def __init__(self, path: str, replaced: EmbeddingBagCollectionInterface) -> None:
         super().__init__(path, replaced.embedding_bag_configs())
-        self._weighted: bool = replaced.is_weighted()
+        self._weighted = replaced.is_weighted()
         self.dims = [table.embedding_dim for table in self.configs for _ in table.feature_names]
         means = [table.pooling == PoolingType.MEAN for table in self.configs for _ in table.feature_names]
         self._means, self._any_means = np.array(means), any(means)
@@ -293,11 +300,9 @@ class BagFront(Front, EmbeddingBagCollectionInterface):  # type: ignore[misc]
         """Whether the model writes one more feature before the pooled rows (``recpipe.tables.padded``)."""
 
     def embedding_bag_configs(self) -> list[EmbeddingBagConfig]:
-        """The configs of its tables, in their order."""
         return self.configs
 
     def is_weighted(self) -> bool:
-        """Whether lookups have a weight for each id."""
         return self._weighted
 
     def place(self, groups: Sequence[Group], collections: Sequence[TableCollection]) -> None:
@@ -310,15 +315,6 @@ class BagFront(Front, EmbeddingBagCollectionInterface):  # type: ignore[misc]
         """Whether its rows are looked up with padding in front. That costs nothing where its pooled rows are
         the sums of a single group."""
         return self.wants_padding and len(self.groups) == 1 and not self._any_means and not self.sums
-
-    def forward(self, features: KeyedJaggedTensor) -> KeyedTensor:
-        """Pooled rows of each feature; ``UserError`` if the collection is weighted and the ids are not."""
-        if self._weighted and features.weights_or_none() is None:
-            raise UserError(
-                f"the model's collection '{self.path}' is weighted (is_weighted=True), and is called with "
-                "ids that have no weights: give the KeyedJaggedTensor weights, or leave is_weighted out"
-            )
-        return super().forward(features)
 
     def shaped(self, rows: Sequence[torch.Tensor], features: KeyedJaggedTensor) -> KeyedTensor:
         """Pooled rows by feature, each float32 [B, D of its table]."""
@@ -364,11 +360,9 @@ class SequenceFront(Front, EmbeddingCollectionInterface):  # type: ignore[misc]
         self._need_indices: bool = replaced.need_indices()
 
     def embedding_configs(self) -> list[EmbeddingConfig]:
-        """The configs of its tables, in their order."""
         return self.configs
 
     def need_indices(self) -> bool:
-        """Whether the results have the ids beside the rows."""
         return self._need_indices
 
     def embedding_dim(self) -> int:

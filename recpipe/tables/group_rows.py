@@ -15,7 +15,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any, ClassVar
 
 import numpy as np
@@ -59,11 +58,6 @@ class GroupTables:
         """Seconds for which training has waited for rows so far."""
         return 0.0
 
-    @cached_property
-    def _sizes(self) -> NDArray[np.uint64]:
-        """The number of rows of each feature's table."""
-        return np.array(self.tables.layout.rows, np.uint64)[self.tables.table_of]
-
     def find(self, ids: KeyedJaggedTensor) -> Any:
         """What ``input_dist`` needs of a batch's ids and no other batch has a part in; None: it does it all.
         ``DataError`` if an id has no row. From any thread."""
@@ -72,7 +66,7 @@ class GroupTables:
     def input_dist(self, ids: KeyedJaggedTensor, found: Any = None) -> GroupRows:
         """Take in the ids of a whole batch, features in the tables' order; ``DataError`` if an id has no row.
         ``found``: the result of ``find`` for them. Batches follow one another."""
-        require_ids(ids, self._sizes)
+        require_ids(ids, self.tables.rows_of_features)
         return GroupRows(self, ids)
 
     def prefetch(self, rows: Any) -> None:
@@ -114,7 +108,6 @@ class ByLookup(GroupTables):
         self.collection, self.tables = collection, tables
 
     def compute(self, rows: GroupRows, warm: bool, cold: bool) -> tuple[torch.Tensor, None]:
-        """By ``TableCollection.lookup``."""
         wide = self.collection.pooled_with_room(rows.ids) if rows.wants_padding else None
         if wide is None:
             return self.collection.lookup(rows.ids), None
@@ -301,7 +294,8 @@ class GroupRows:
         """
         if self.frozen or self.updated or self._gradients:  # by a graph, or by the model's backward pass
             return
-        self.tables.wait()
+        if self.plan is not None:
+            self.tables.wait()
         gradient = self._gradient()
         gradient = gradient if isinstance(scale, float) and scale == 1 else gradient * scale
         self._gradients = [gradient]

@@ -4,7 +4,7 @@ closing; and shows plugins which of their rows are resident, and their weights."
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from functools import cached_property, reduce
+from functools import cached_property
 from itertools import chain
 from pathlib import Path
 from typing import Any, TypeVar, cast
@@ -19,7 +19,7 @@ from recpipe.plugin.bags import RowIds
 from recpipe.plugin.collection import TableCollection, TierFigures
 from recpipe.plugin.skipper import Mark, RowView
 from recpipe.plugin.tables import Region, Values
-from recpipe.tables.capabilities import SavedByRanks, SavesPlacement, ShowsRows
+from recpipe.tables.collection import SavedByRanks, SavesPlacement, ShowsRows
 from recpipe.tables.group_rows import ByLookup, GroupTables
 from recpipe.tables.groups import ModelTables
 
@@ -67,7 +67,6 @@ class GroupedCollection(TableCollection, SavesPlacement, SavedByRanks):
         return self if isinstance(self, capability) and self.each(capability) else None
 
     def train(self, mode: bool = True) -> GroupedCollection:
-        """Switch lookups between training and evaluation."""
         for collection in self.collections:
             collection.train(mode)
         super().train(mode)
@@ -76,19 +75,15 @@ class GroupedCollection(TableCollection, SavesPlacement, SavedByRanks):
     # -- rows --------------------------------------------------------------------------------
 
     def regions(self) -> Iterator[Region]:
-        """The regions that this process owns, group by group."""
         return chain.from_iterable(collection.regions() for collection in self.collections)
 
     def read(self, region: Region) -> Values:
-        """Current weights and optimizer state of ``region``."""
         return self._holder[region.table].read(region)
 
     def write(self, region: Region, values: Values) -> None:
-        """Replace the weights and optimizer state of ``region``."""
         self._holder[region.table].write(region, values)
 
     def update(self) -> None:
-        """The step of tables that their backward pass does not update; called after it."""
         for collection in self.collections:
             collection.update()
 
@@ -105,14 +100,16 @@ class GroupedCollection(TableCollection, SavesPlacement, SavedByRanks):
         return self.collections[0].collectives
 
     def tier_figures(self) -> TierFigures | None:
-        """Sums over the groups."""
-        figures = [f for f in (c.tier_figures() for c in self.collections) if f is not None]
-        return reduce(TierFigures.plus, figures) if figures else None
+        total = None
+        for collection in self.collections:
+            own = collection.tier_figures()
+            if own is not None:
+                total = own if total is None else total.plus(own)
+        return total
 
     # -- the end -----------------------------------------------------------------------------
 
     def serve(self) -> None:
-        """On a rank that holds rows and does not train: answer the trainers until they are done."""
         if len(self.collections) > 1:
             raise UserError(
                 f"the model's tables are in {len(self.collections)} groups, and a rank that only holds rows "
@@ -122,7 +119,6 @@ class GroupedCollection(TableCollection, SavesPlacement, SavedByRanks):
 
     @counting("writing rows back")
     def write_back(self) -> None:
-        """Write all groups' rows back."""
         for collection in self.collections:
             collection.write_back()
 
@@ -150,7 +146,6 @@ class GroupedCollection(TableCollection, SavesPlacement, SavedByRanks):
         return {number: part.placement_state() for number, part in self._placed().items()}
 
     def check_placement_state(self, state: Mapping[str, Any]) -> None:
-        """``Damaged`` if ``state`` cannot be a result of ``placement_state``."""
         parts = self._placed()
         if len(state) != len(parts):
             raise Damaged(f"placement is of {len(state)} groups of tables, and there are {len(parts)}")
@@ -166,12 +161,10 @@ class GroupedCollection(TableCollection, SavesPlacement, SavedByRanks):
     # -- SavedByRanks, of several groups ------------------------------------------------------
 
     def save_tables(self, directory: Path) -> None:
-        """Write this rank's part of every group."""
         for part in self.each(SavedByRanks):
             part.save_tables(directory)
 
     def load_tables(self, directory: Path) -> None:
-        """Read this rank's part of every group."""
         for part in self.each(SavedByRanks):
             part.load_tables(directory)
 

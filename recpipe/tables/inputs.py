@@ -18,7 +18,10 @@ GroupIds = tuple[KeyedJaggedTensor | None, ...]
 
 def count_ids(each: GroupIds) -> int:
     """How many ids a batch has to look up."""
-    return sum(ids.values().numel() for ids in each if ids is not None)
+    count = 0
+    for ids in each:
+        count += 0 if ids is None else ids.values().numel()
+    return count
 
 
 class Inputs:
@@ -29,9 +32,6 @@ class Inputs:
 
     def __init__(self, tables: ModelTables, places: Sequence[Sequence[Place]]) -> None:
         self.tables, self.places = tables, tuple(places)
-        self._rows = [
-            np.array(group.tables.layout.rows, np.uint64)[group.tables.table_of] for group in tables.groups
-        ]
 
     @classmethod
     def of(cls, tables: ModelTables, batch: object, made: Collection[str] = ()) -> Inputs:
@@ -53,12 +53,15 @@ class Inputs:
 
     def ids(self, batch: object, group: int) -> KeyedJaggedTensor | None:
         """The ids of a group's features, in order; None if the model makes them."""
-        found = self.among(batch, group)
-        return None if found is None else in_order(found, self.tables.groups[group].tables.features)
+        places = self.places[group]
+        return in_order(ids_at(batch, places), self.tables.groups[group].tables.features) if places else None
 
     def each(self, batch: object) -> GroupIds:
         """``ids`` of all groups."""
-        return tuple(self.ids(batch, group) for group in range(len(self.places)))
+        found: list[KeyedJaggedTensor | None] = []
+        for group, places in zip(self.tables.groups, self.places, strict=True):
+            found.append(in_order(ids_at(batch, places), group.tables.features) if places else None)
+        return tuple(found)
 
     def bound(self, group: int) -> bool:
         """Whether a batch has the ids of a group."""
@@ -74,9 +77,9 @@ class Inputs:
 
     def require_ids(self, each: GroupIds) -> None:
         """``DataError`` if an id is not in its table."""
-        for rows, ids in zip(self._rows, each, strict=True):
+        for group, ids in zip(self.tables.groups, each, strict=True):
             if ids is not None:
-                require_ids(ids, rows)
+                require_ids(ids, group.tables.rows_of_features)
 
     def lookups(self, batch: object) -> Bags:
         """The lookups of all groups; ``DataError`` for an unknown id."""

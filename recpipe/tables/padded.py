@@ -16,7 +16,9 @@ _MARK = "_recpipe_padding"
 def padded(wide: torch.Tensor, dim: int) -> torch.Tensor:
     """``wide`` [B, (1 + F) * dim] without its first ``dim`` columns, which are free: [B, F * dim] with the
     mark."""
-    return marked(wide[:, dim:])
+    rows = wide[:, dim:]
+    setattr(rows, _MARK, True)
+    return rows
 
 
 def marked(rows: torch.Tensor) -> torch.Tensor:

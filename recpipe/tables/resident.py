@@ -1,10 +1,11 @@
 """All rows in device memory: in FBGEMM's TBEs, which are called directly, or as a replica on each of several
-trainers."""
+trainers; and tables with few of their rows, for what asks a model about its steps without training it."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
@@ -23,9 +24,15 @@ from recpipe.plugin.skipper import RowFilter
 from recpipe.plugin.tables import Region, TableSet, Values, to_numpy
 from recpipe.tables.collection import AllResident, fused_tbe
 from recpipe.tables.group_rows import GroupRows, GroupTables
+from recpipe.tables.groups import ModelTables
 from recpipe.tables.rows import row_bags
-from recpipe.tables.skipping import by_feature, filter_lookups
+from recpipe.tables.skipping import FilteredLookups, by_feature
 from recpipe.tables.tiers.shared_table import SharedTable
+
+FEW_BYTES = 64 << 20
+"""The size of all tables ``with_few_rows`` together: more than a cache holds, but quickly made."""
+ALMOST_NO_RATE = 1e-12
+"""Almost no learning, so that the loss stays finite after any number of steps."""
 
 
 class ResidentCollection(AllResident, GroupTables):
@@ -66,17 +73,15 @@ class ResidentCollection(AllResident, GroupTables):
         self.fill_first_values()
 
     def filter_updates(self, rows: RowFilter) -> None:
-        """Leave rows out of the TBEs' updates."""
         self.row_filter = rows
         bases = self.tables.layout.bases[self.tables.table_of]
         for tbe, (first, last) in zip(self.tbes, pairwise(self._cuts), strict=True):
             own = bases[first:last]
             if self._padded:
                 own = np.append(0, own)  # without the table that is never looked up
-            filter_lookups(tbe, rows, by_feature(own), len(own), self.tables.pooled)
+            tbe.forward = FilteredLookups(tbe, rows, by_feature(own), len(own), self.tables.pooled)
 
     def lookup(self, sparse: KeyedJaggedTensor) -> torch.Tensor:
-        """Pooled rows float32 [B, F * D], or rows float32 [L, D]."""
         if self._padded:
             return self._looked_up(sparse)[:, self.tables.dim :]
         if self._threads is None:
@@ -101,7 +106,6 @@ class ResidentCollection(AllResident, GroupTables):
 
     @property
     def threads(self) -> int:
-        """One thread for each group."""
         return len(self.tbes)
 
     def _looked_up(self, sparse: KeyedJaggedTensor) -> torch.Tensor:
@@ -132,13 +136,11 @@ class ResidentCollection(AllResident, GroupTables):
         return rows
 
     def read(self, region: Region) -> Values:
-        """Current weights and optimizer state of ``region``."""
         weights, state = self._storage[region.table]
         rows = slice(region.start, region.stop)
         return to_numpy(weights[rows]), to_numpy(state[rows])
 
     def write(self, region: Region, values: Values) -> None:
-        """Replace the weights and optimizer state of ``region``."""
         weights, state = self._storage[region.table]
         rows = slice(region.start, region.stop)
         with torch.no_grad():
@@ -146,14 +148,12 @@ class ResidentCollection(AllResident, GroupTables):
             state[rows] = torch.from_numpy(values[1]).to(weights.device)
 
     def records_of(self, rows: RowIds) -> torch.Tensor:
-        """A copy of the records of distinct ``rows``, float32 [n, width]."""
         records = torch.empty((len(rows), self.tables.layout.width), device=self.device)
         for (weights, state), places, local in self._by_table(rows):
             records[places] = torch.cat((weights[local], state[local]), dim=1)
         return records
 
     def replace_records(self, rows: RowIds, records: torch.Tensor) -> None:
-        """Replace the records of distinct ``rows`` by ``records``."""
         with torch.no_grad():
             for (weights, state), places, local in self._by_table(rows):
                 weights[local] = records[places, : self.tables.dim].to(weights.dtype)
@@ -170,7 +170,6 @@ class ResidentCollection(AllResident, GroupTables):
             yield self._storage[layout.tables[index]], torch.from_numpy(places).to(self.device), local
 
     def close(self) -> None:
-        """End the groups' threads."""
         if self._threads is not None:
             self._threads.shutdown()
 
@@ -219,7 +218,6 @@ class ReplicatedCollection(AllResident, GroupTables):
         self.fill_first_values()
 
     def filter_updates(self, rows: RowFilter) -> None:
-        """Leave rows out of the update, on every trainer."""
         self.row_filter, self.table.stay = rows, rows.stay
 
     def lookup(self, sparse: KeyedJaggedTensor) -> torch.Tensor:
@@ -232,26 +230,46 @@ class ReplicatedCollection(AllResident, GroupTables):
         return bags.pooled(self.table.weights, torch.from_numpy(bags.distinct))
 
     def compute(self, rows: GroupRows, warm: bool, cold: bool) -> tuple[torch.Tensor, None]:
-        """All rows."""
         return self.lookup(rows.ids), None
 
     def records_of(self, rows: RowIds) -> torch.Tensor:
-        """A copy of the records of distinct ``rows``, float32 [n, width]."""
         at = torch.from_numpy(rows)
         return torch.cat((self.table.weights[at], self.table.state[at]), dim=1)
 
     def replace_records(self, rows: RowIds, records: torch.Tensor) -> None:
         """Replace the records of distinct ``rows`` by ``records`` on this trainer."""
-        at = torch.from_numpy(rows)
+        at, records = torch.from_numpy(rows), records.to(self.table.weights.device)
         self.table.weights[at] = records[:, : self.tables.dim]
         self.table.state[at] = records[:, self.tables.dim :]
 
-    def read(self, region: Region) -> Values:
-        """Current weights and optimizer state of ``region``."""
-        records = to_numpy(self.records_of(self.rows_of(region)))
-        return records[:, : self.tables.dim], records[:, self.tables.dim :]
 
-    def write(self, region: Region, values: Values) -> None:
-        """Replace the weights and optimizer state of ``region``."""
-        records = torch.from_numpy(np.concatenate(values, axis=1)).to(self.table.weights.device)
-        self.replace_records(self.rows_of(region), records)
+def with_few_rows(tables: ModelTables) -> list[TableSet]:
+    """Each group of ``tables`` with fewer rows, of ``FEW_BYTES`` at most together."""
+    groups = tables.groups
+    rows = max(1, FEW_BYTES // sum(len(g.tables.tables) * g.tables.record_bytes for g in groups))
+    cut = []
+    for own in (group.tables for group in groups):
+        fewer = tuple(replace(table, rows=min(table.rows, rows), first=None) for table in own.tables)
+        slow = own.optimizer if own.optimizer.frozen else replace(own.optimizer, lr=ALMOST_NO_RATE)
+        cut.append(replace(own, tables=fewer, optimizer=slow))
+    return cut
+
+
+class FewRows(ResidentCollection):
+    """One of ``with_few_rows`` on the CPU that takes any ids of the whole tables: those beyond its rows begin
+    anew."""
+
+    def __init__(self, tables: TableSet, room: bool) -> None:
+        super().__init__(tables, torch.device("cpu"), padded=room)
+
+    def _looked_up(self, sparse: KeyedJaggedTensor) -> torch.Tensor:
+        return super()._looked_up(within(in_order(sparse, self.tables.features), self.tables))
+
+
+def within(ids: KeyedJaggedTensor, tables: TableSet) -> KeyedJaggedTensor:
+    """``ids`` (of the tables' features, in their order), each within the rows of its table."""
+    rows = torch.tensor([tables.tables[table].rows for table in tables.table_of])
+    limits = rows.repeat_interleave(torch.tensor(ids.length_per_key()))
+    return KeyedJaggedTensor(
+        ids.keys(), ids.values() % limits, ids.weights_or_none(), ids.lengths(), ids.offsets()
+    )

@@ -84,16 +84,11 @@ def by_feature(bases: RowIds) -> RowsOf:
     return lambda indices, counts: indices + np.repeat(bases, counts)
 
 
-def filter_lookups(tbe: nn.Module, rows: RowFilter, rows_of: RowsOf, features: int, pooled: bool) -> None:
-    """Make ``tbe``, with so many ``features``, update only the rows that ``rows`` keeps.
+class FilteredLookups:
+    """The ``forward`` of a TBE of so many ``features`` that updates only the rows that ``rows`` keeps.
 
     ``pooled``: whether it returns sums by bag, float32 [B, F * D], or a row for each id, [L, D].
     """
-    tbe.forward = _Filtered(tbe, rows, rows_of, features, pooled)
-
-
-class _Filtered:
-    """Replaces a TBE's ``forward``."""
 
     def __init__(self, tbe: nn.Module, rows: RowFilter, rows_of: RowsOf, features: int, pooled: bool) -> None:
         self._forward = WeakMethod(tbe.forward)  # otherwise the TBE would reference itself and never be freed
@@ -111,39 +106,11 @@ class _Filtered:
     def look_up(
         self, indices: torch.Tensor, offsets: torch.Tensor, weights: torch.Tensor | None
     ) -> torch.Tensor:
-        """Look up as the TBE itself does."""
+        """The result of the TBE's own ``forward``."""
         forward = self._forward()
         assert forward is not None, "the TBE is being called"
         found: torch.Tensor = forward(indices, offsets, weights)
         return found
-
-    def update(
-        self,
-        found: torch.Tensor,
-        gradient: torch.Tensor,
-        indices: torch.Tensor,
-        offsets: torch.Tensor,
-        weights: torch.Tensor | None,
-    ) -> None:
-        """Run the backward pass of these lookups' result ``found``."""
-        starts = offsets.cpu().numpy().astype(np.int64, copy=False)
-        size = (len(starts) - 1) // self.features
-        counts = np.diff(starts[np.arange(self.features + 1) * size])
-        rows = self.rows_of(indices.cpu().numpy().astype(np.int64, copy=False), counts)
-        lookups = Bags(rows, starts, size, None if weights is None else weights.float().cpu().numpy())
-        bags = RowBags.of(lookups if self.pooled else lookups.apart())
-        dim = gradient.shape[1] // (self.features if self.pooled else 1)
-        stay = self.rows.stay(bags.distinct, bags.gradients(gradient.contiguous(), dim))
-        if stay is None:
-            torch.autograd.backward(found, gradient)
-            return
-        kept = stay[bags.which.to(stay.device)]
-        if not kept.any():
-            return
-        ends = torch.cat((kept.new_zeros(1, dtype=offsets.dtype), kept.cumsum(0, dtype=offsets.dtype)))
-        with torch.enable_grad():
-            again = self.look_up(indices[kept], ends[offsets], None if weights is None else weights[kept])
-        torch.autograd.backward(again, gradient if self.pooled else gradient[kept])
 
 
 class _Lookup(torch.autograd.Function):
@@ -153,7 +120,7 @@ class _Lookup(torch.autograd.Function):
     def forward(
         ctx: Any,
         anchor: torch.Tensor,
-        tbe: _Filtered,
+        tbe: FilteredLookups,
         indices: torch.Tensor,
         offsets: torch.Tensor,
         weights: torch.Tensor | None,
@@ -165,6 +132,23 @@ class _Lookup(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[None, ...]:
-        tbe, found, *lookups = ctx.call
-        tbe.update(found, gradient, *lookups)
+        tbe, found, indices, offsets, weights = ctx.call
+        starts = offsets.cpu().numpy().astype(np.int64, copy=False)
+        size = (len(starts) - 1) // tbe.features
+        counts = np.diff(starts[np.arange(tbe.features + 1) * size])
+        rows = tbe.rows_of(indices.cpu().numpy().astype(np.int64, copy=False), counts)
+        lookups = Bags(rows, starts, size, None if weights is None else weights.float().cpu().numpy())
+        bags = RowBags.of(lookups if tbe.pooled else lookups.apart())
+        dim = gradient.shape[1] // (tbe.features if tbe.pooled else 1)
+        stay = tbe.rows.stay(bags.distinct, bags.gradients(gradient.contiguous(), dim))
+        if stay is None:
+            torch.autograd.backward(found, gradient)
+            return None, None, None, None, None
+        kept = stay[bags.which.to(stay.device)]
+        if kept.any():
+            ends = torch.cat((kept.new_zeros(1, dtype=offsets.dtype), kept.cumsum(0, dtype=offsets.dtype)))
+            own = None if weights is None else weights[kept]
+            with torch.enable_grad():
+                again = tbe.look_up(indices[kept], ends[offsets], own)
+            torch.autograd.backward(again, gradient if tbe.pooled else gradient[kept])
         return None, None, None, None, None

@@ -31,6 +31,8 @@ class TableWorkers:
     def __init__(self, count: int) -> None:
         self.count = count
         self._threads = ThreadPoolExecutor(count, "recpipe-tables", keep_to_one_core)
+        self.busy = 0
+        """How many cores the unfinished work may use."""
         self._begun: list[tuple[Work, Future[None]]] = []
         self._seconds: dict[str, list[float]] = {}
         """Seconds that the latest works of each kind took."""
@@ -45,22 +47,19 @@ class TableWorkers:
         """
         before, now = sum(self._seconds.get(kind, ())), list[float]()
         self._seconds[kind] = now
-        timed = [partial(_timed, work, now) for work in works]
         if before < WORTH or watched():
-            for work in timed:
-                work()
-        else:
-            self._begun = [(work, self._threads.submit(work)) for work in timed]
-
-    @property
-    def busy(self) -> int:
-        """How many cores the unfinished work may use."""
-        return min(self.count, len(self._begun))
+            for work in works:
+                _timed(work, now)
+            return
+        for work in works:
+            timed = partial(_timed, work, now)
+            self._begun.append((timed, self._threads.submit(timed)))
+        self.busy = min(self.count, len(works))
 
     def finish(self) -> None:
         """Wait for the work that was begun. Work that no thread has started yet runs here. Raises the work's
         faults."""
-        begun, self._begun = self._begun, []
+        begun, self._begun, self.busy = self._begun, [], 0
         for work, end in reversed(begun):
             if end.cancel():
                 work()

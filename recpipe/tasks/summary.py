@@ -25,7 +25,7 @@ from recpipe.report.environment import environment
 from recpipe.report.figures import ALTERED
 from recpipe.report.record import DataFigures, Memory, RankFigures, Resumed, RunReport, TableMemory, as_json
 from recpipe.setup.training import Finished, Training
-from recpipe.tables.capabilities import ShowsRows
+from recpipe.tables.collection import ShowsRows
 from recpipe.tables.grouped import GroupedCollection
 from recpipe.tables.groups import Group, ModelTables
 from recpipe.tables.owners import RESIDENT

@@ -27,7 +27,7 @@ from recpipe.pipeline.step import StepTimes, accumulate
 from recpipe.pipeline.step_graph import BEFORE, StepGraph
 from recpipe.pipeline.sync import add_up
 from recpipe.pipeline.update_graph import record_steps
-from recpipe.tables.capabilities import SavesPlacement
+from recpipe.tables.collection import SavesPlacement
 from recpipe.tables.workers import TableWorkers
 from recpipe.training.callbacks import overrides
 from recpipe.training.divergence import first_bad_tensor

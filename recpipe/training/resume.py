@@ -20,7 +20,7 @@ from recpipe.backend.build import Backend
 from recpipe.checkpoint.table_io import SUFFIX
 from recpipe.common.saved import Damaged, entries, like, within
 from recpipe.errors import UserError
-from recpipe.tables.capabilities import SavesPlacement
+from recpipe.tables.collection import SavesPlacement
 from recpipe.training.generators import check_random_state
 from recpipe.training.module import RankingModule
 

@@ -12,7 +12,7 @@ from recpipe.common.files import lock_run_dir
 from recpipe.common.saved import Damaged
 from recpipe.errors import StoreError, UserError
 from recpipe.plugin.collection import TableCollection
-from recpipe.tables.capabilities import SavesPlacement
+from recpipe.tables.collection import SavesPlacement
 from recpipe.tables.group_rows import GroupTables
 from recpipe.tables.grouped import GroupedCollection
 from recpipe.tables.resident import ResidentCollection

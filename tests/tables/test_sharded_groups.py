@@ -13,7 +13,7 @@ from recpipe.checkpoint.table_files import check_tables, load_regions
 from recpipe.errors import UserError
 from recpipe.plugin.tables import Table, TableSet
 from recpipe.report.record import write_json
-from recpipe.tables.capabilities import SavedByRanks
+from recpipe.tables.collection import SavedByRanks
 from recpipe.tables.grouped import GroupedCollection
 from recpipe.tables.groups import ModelTables
 from recpipe.tables.resident import ResidentCollection

@@ -19,7 +19,7 @@ from recpipe.errors import UserError
 from recpipe.pipeline.placed import PlacedModel
 from recpipe.setup.placing import Unplaced
 from recpipe.tables.grouped import GroupedCollection
-from recpipe.tables.stand_in import FewRows, with_few_rows
+from recpipe.tables.resident import FewRows, with_few_rows
 from recpipe.training.optim import dense_optimizer
 from recpipe_perf_model.kernels.models import Estimate
 from recpipe_perf_model.step.capture import CannotTrace, Captured, captured

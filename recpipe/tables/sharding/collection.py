@@ -28,13 +28,12 @@ from recpipe.plugin.skipper import RowFilter
 from recpipe.plugin.store import IoCounters
 from recpipe.plugin.tables import Region, Values, row_chunks
 from recpipe.private_api import module_name
-from recpipe.tables.capabilities import SavesPlacement
-from recpipe.tables.collection import TORCHREC_OPTIMIZERS
+from recpipe.tables.collection import TORCHREC_OPTIMIZERS, SavesPlacement
 from recpipe.tables.group_rows import GroupRows, GroupTables
 from recpipe.tables.sharding.plan import Shard
 from recpipe.tables.sharding.sent import RowCache, Sent, ShardEnv
 from recpipe.tables.sharding.tiered import LocalShard, ShardTiers, TieredLookup
-from recpipe.tables.skipping import by_feature, filter_lookups
+from recpipe.tables.skipping import FilteredLookups, by_feature
 from recpipe.tables.tiers.saved_placement import RANKS, of_whole
 from recpipe.tables.tiers.tiered import TieredEmbeddingBagCollection
 
@@ -109,7 +108,6 @@ class ShardedCollection(TableCollection, GroupTables, SavesPlacement):
         return self.env.collectives
 
     def embedding_bag_configs(self) -> list[EmbeddingBagConfig]:
-        """The configs of its tables, in their order."""
         return self.tables.configs()
 
     # -- lookups -----------------------------------------------------------------------------
@@ -120,7 +118,7 @@ class ShardedCollection(TableCollection, GroupTables, SavesPlacement):
 
     def input_dist(self, ids: KeyedJaggedTensor, found: Any = None) -> ShardedRows:
         """Take in the ids of a batch; ``ShardedRows.send`` begins to send them."""
-        require_ids(ids, self._sizes)
+        require_ids(ids, self.tables.rows_of_features)
         return ShardedRows(self, ids)
 
     def compute(self, rows: ShardedRows, warm: bool, cold: bool) -> tuple[torch.Tensor, None]:
@@ -178,10 +176,10 @@ class ShardedCollection(TableCollection, GroupTables, SavesPlacement):
         base = dict(zip(map(module_name, layout.tables), layout.bases.tolist(), strict=False))
         for lookup in private_api.fused_lookups(self.sharded):
             firsts = np.array([base[table] + row for table, row in lookup.features], np.int64)
-            filter_lookups(lookup.tbe, rows, by_feature(firsts), len(firsts), self.tables.pooled)
+            rows_of, pooled = by_feature(firsts), self.tables.pooled
+            lookup.tbe.forward = FilteredLookups(lookup.tbe, rows, rows_of, len(firsts), pooled)
 
     def update(self) -> None:
-        """Update the data-parallel tables, after the backward pass."""
         if self._replicated is None:
             return
         layout = self.tables.layout
@@ -292,7 +290,6 @@ class ShardedCollection(TableCollection, GroupTables, SavesPlacement):
         return None if capability is SavesPlacement and resident else super().offers(capability)
 
     def tier_figures(self) -> TierFigures | None:
-        """The figures of this rank."""
         if not self.in_tiers:
             return None
         if not self.tiers:  # of its tables in tiers, this rank has no shards
@@ -337,7 +334,6 @@ class ShardedCollection(TableCollection, GroupTables, SavesPlacement):
         return bool(loaded) and all(loaded)
 
     def write_back(self) -> None:
-        """Write the rows of its tiers back."""
         for tiers in self.tiers:
             tiers.write_back()
 

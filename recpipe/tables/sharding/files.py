@@ -24,7 +24,7 @@ from recpipe.common.tensors import TensorFiles
 from recpipe.plugin.tables import FILL_ROWS, Values, rows_in, state_name, weight_name
 from recpipe.private_api import LocalShard as MemoryShard
 from recpipe.private_api import Shard, ShardedTensor, ShardMetadata, init_from_local_shards
-from recpipe.tables.capabilities import SavedByRanks
+from recpipe.tables.collection import SavedByRanks
 from recpipe.tables.saved_parts import Part, save_parts, saved_rows
 from recpipe.tables.sharding.collection import ShardedCollection
 from recpipe.tables.sharding.sent import ShardEnv

@@ -47,16 +47,8 @@ def group_module(tables: TableSet) -> nn.Module:
     if tables.pooled:
         made = EmbeddingBagCollection(tables=configs, is_weighted=tables.weighted, device=nowhere)
     else:
-        rows = [
-            EmbeddingConfig(
-                name=c.name,
-                embedding_dim=c.embedding_dim,
-                num_embeddings=c.num_embeddings,
-                feature_names=c.feature_names,
-                data_type=c.data_type,
-            )
-            for c in configs
-        ]
+        named = ("name", "embedding_dim", "num_embeddings", "feature_names", "data_type")
+        rows = [EmbeddingConfig(**{name: getattr(config, name) for name in named}) for config in configs]
         made = EmbeddingCollection(tables=rows, device=nowhere)
     for weight in made.parameters():
         private_api.fuse(weight, fused(tables.optimizer))
@@ -87,11 +79,11 @@ def groups_in(model: nn.Module, tables: ModelTables) -> Iterator[None]:
     try:
         for path, holder in _holders(tables).items():
             before[path] = model.get_submodule(path)
-            _put(model, path, holder)
+            model.set_submodule(path, holder)
         yield
     finally:
         for path, collection in before.items():
-            _put(model, path, collection)
+            model.set_submodule(path, collection)
 
 
 def _holders(tables: ModelTables) -> dict[str, nn.Module]:
@@ -101,8 +93,3 @@ def _holders(tables: ModelTables) -> dict[str, nn.Module]:
         holder = found.setdefault(group.path, nn.Module())
         setattr(holder, str(number), group_module(group.tables))
     return found
-
-
-def _put(model: nn.Module, path: str, module: nn.Module) -> None:
-    above, _, name = path.rpartition(".")
-    setattr(model.get_submodule(above), name, module)

@@ -197,7 +197,6 @@ class TieredLookup(nn.Module):
         ]
 
     def filter_updates(self, rows: RowFilter) -> None:
-        """Leave rows, numbered in the group, out of updates."""
         layout = self.group.layout
         base = dict(zip(map(module_name, layout.tables), layout.bases.tolist(), strict=False))
         for parts, tiers in self.each:

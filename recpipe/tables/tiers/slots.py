@@ -15,7 +15,7 @@ from recpipe.plugin.bags import RowIds
 from recpipe.plugin.skipper import RowFilter
 from recpipe.plugin.tables import TableSet
 from recpipe.tables.collection import make_tbe
-from recpipe.tables.skipping import filter_lookups
+from recpipe.tables.skipping import FilteredLookups
 from recpipe.tables.tiers.shared_table import SharedTable
 
 
@@ -36,7 +36,9 @@ class FusedTable(nn.Module):
 
     def filter_updates(self, rows: RowFilter, rows_in: Callable[[RowIds], RowIds]) -> None:
         """From now on update only the rows that ``rows`` keeps; ``rows_in`` tells which rows are in slots."""
-        filter_lookups(self.tbe, rows, lambda slots, _: rows_in(slots), self._features, pooled=True)
+        self.tbe.forward = FilteredLookups(
+            self.tbe, rows, lambda slots, _: rows_in(slots), self._features, pooled=True
+        )
 
 
 SlotTable = FusedTable | SharedTable

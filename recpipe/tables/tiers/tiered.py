@@ -16,8 +16,7 @@ from recpipe.plugin.bags import RowIds
 from recpipe.plugin.collection import TierFigures
 from recpipe.plugin.policy import IN_STORE
 from recpipe.plugin.store import IoCounters, Records
-from recpipe.plugin.tables import Region, Values
-from recpipe.tables.capabilities import SavesPlacement, ShowsRows
+from recpipe.tables.collection import SavesPlacement, ShowsRows
 from recpipe.tables.rows import looked_up, table_bags
 from recpipe.tables.tiers import saved_placement
 from recpipe.tables.tiers.engine import TieredRows, TierEngine
@@ -122,16 +121,6 @@ class TieredEmbeddingBagCollection(TierEngine, SavesPlacement, ShowsRows):
         self.cold.write_now(rows[cold], records[cold])
         if len(self._ahead):
             self._rewritten.append(np.intersect1d(rows[cold], self._ahead))
-
-    def read(self, region: Region) -> Values:
-        """Current weights and optimizer state of ``region``."""
-        records = self.records_of(self.rows_of(region)).cpu().numpy()
-        return records[:, : self.tables.dim], records[:, self.tables.dim :]
-
-    def write(self, region: Region, values: Values) -> None:
-        """Replace weights and optimizer state of ``region``."""
-        with self.quiesced():
-            self.write_rows(self.rows_of(region), np.concatenate(values, axis=1))
 
     def placement_state(self) -> dict[str, Any]:
         """The resident rows, the policy's state and its decision for the next batch, so that a resumed run
