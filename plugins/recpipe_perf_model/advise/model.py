@@ -21,9 +21,8 @@ from recpipe.setup.placing import Unplaced
 from recpipe.tables.grouped import GroupedCollection
 from recpipe.tables.resident import FewRows, with_few_rows
 from recpipe.training.optim import dense_optimizer
-from recpipe_perf_model.kernels.models import Estimate
 from recpipe_perf_model.step.capture import CannotTrace, Captured, captured
-from recpipe_perf_model.step.step import Step, reading
+from recpipe_perf_model.step.step import Estimate, Step, reading
 
 
 @dataclass(eq=False)

@@ -1,4 +1,4 @@
-"""Kernel models: the time of any operator from a machine's samples, with an interval.
+"""Kernel models: the time of any operator from a machine's samples.
 
 For each kind of operator, number of threads and type of values there is one model: a non-negative linear one
 of the amounts of work (operations, bytes by where they lie in the caches, a call), times a correction that a
@@ -25,6 +25,8 @@ FAMILIES = ("gemm", "pointwise", "overheads")
 """The families that ``KernelModels`` are made of."""
 CACHES = np.log2([2.0**18, 2.0**22, 2.0**26])
 """Knots, in bytes touched between two uses of an operator's memory; they decide which cache still has it."""
+DEPTHS = 2.0 * np.arange(3)
+"""How far away the operator's memory is by these knots: neighbouring caches are 2 apart."""
 GRAIN = 32768
 """Values from which on torch lets several threads share a pass."""
 TINY = 16.0**3
@@ -63,7 +65,7 @@ def product_form(at: At) -> tuple[Vector, Vector]:
     work = [*levels * (not tiny), float(tiny), b, b * m * n * k, *float(at.get("footprint", 0)) * levels]
     row_bytes = [size * BYTES.get(str(at.get("dtype")), 4) for size in (n, k)]
     same_lines = [2.0 * (size % WAY == 0) for size in row_bytes]
-    return np.array(work), np.array([*np.log2([b, m, n, k]), *same_lines, _depth(levels)])
+    return np.array(work), np.array([*np.log2([b, m, n, k]), *same_lines, levels @ DEPTHS])
 
 
 def pass_form(at: At, turns: bool) -> tuple[Vector, Vector]:
@@ -79,7 +81,7 @@ def pass_form(at: At, turns: bool) -> tuple[Vector, Vector]:
     )
     piece = np.log2(max(1.0, elements / runs)) if runs else WHOLE
     place = [moved, 2 * (moved - footprint), 2 * (moved - values), results - values, row / 2, piece / 2]
-    return work, np.array([*place, _depth(levels), 4.0 * (turns and elements >= TURNED)])
+    return work, np.array([*place, levels @ DEPTHS, 4.0 * (turns and elements >= TURNED)])
 
 
 def _levels(at: At) -> Vector:
@@ -87,39 +89,29 @@ def _levels(at: At) -> Vector:
     return hats(float(at.get("reuse", 1.0)), CACHES)
 
 
-def _depth(levels: Vector) -> float:
-    """How far away the operator's memory is, so that neighbouring caches are 2 apart."""
-    return 2.0 * float(levels @ np.arange(len(CACHES)))
-
-
 class GaussianProcess:
-    """Values between samples, from how alike those are, with how unsure each one is.
+    """Values between samples, from how alike those are.
 
     Values are a smooth function of places plus noise (Rasmussen and Williams, Gaussian Processes for Machine
     Learning, 2006, chapters 2 and 5.4): mean 0, Matern's covariance (5/2), and the same length in each
-    dimension, as places are scaled for it.
+    dimension, as places are scaled for it. A sample that is far above what the others say was disturbed, and
+    is left out.
     """
 
     def __init__(self, places: Vector, values: Vector) -> None:
         """``places``: [samples, dimensions]; ``values``: [samples]."""
-        self._places = places
-        self._inverse = np.linalg.inv(_covariance(places, places) + NOISE**2 * np.eye(len(values)))
-        self._weights = self._inverse @ values
+        for _ in range(2):
+            inverse = np.linalg.inv(_covariance(places, places) + NOISE**2 * np.eye(len(values)))
+            self._places, self._weights = places, inverse @ values
+            # The error of what the others predict of each sample, in standard deviations.
+            kept = self._weights / np.sqrt(np.diag(inverse)) < DISTURBED
+            if kept.all() or np.count_nonzero(kept) < FEWEST:
+                break
+            places, values = places[kept], values[kept]
 
-    def at(self, place: Vector) -> tuple[float, float]:
-        """The value at a place and the standard deviation of a sample there."""
-        near = _covariance(place[None], self._places)[0]
-        variance = FAR**2 + NOISE**2 - near @ self._inverse @ near
-        return float(near @ self._weights), float(np.sqrt(max(variance, NOISE**2)))
-
-    def left_out(self, groups: NDArray[np.int64]) -> Vector:
-        """The errors of predictions of each sample by the samples of other groups, in standard deviations."""
-        errors = np.zeros(len(groups))
-        for group in np.unique(groups):
-            own = np.flatnonzero(groups == group)
-            block = np.linalg.inv(self._inverse[np.ix_(own, own)])
-            errors[own] = (block @ self._weights[own]) / np.sqrt(np.diag(block))
-        return errors
+    def at(self, place: Vector) -> float:
+        """The value at a place."""
+        return float(_covariance(place[None], self._places)[0] @ self._weights)
 
 
 def _covariance(places: Vector, others: Vector) -> Vector:
@@ -127,25 +119,6 @@ def _covariance(places: Vector, others: Vector) -> Vector:
     distance = np.sqrt(5 * ((places[:, None] - others[None]) ** 2).sum(axis=2)) / LENGTH
     found: Vector = FAR**2 * (1 + distance + distance**2 / 3) * np.exp(-distance)
     return found
-
-
-@dataclass(frozen=True)
-class Estimate:
-    """A predicted time and the range in which four fifths of measurements lay."""
-
-    seconds: float
-    low: float
-    high: float
-
-    def __add__(self, other: Estimate) -> Estimate:
-        return Estimate(self.seconds + other.seconds, self.low + other.low, self.high + other.high)
-
-    def times(self, count: float) -> Estimate:
-        """So many in a row."""
-        return Estimate(count * self.seconds, count * self.low, count * self.high)
-
-
-NO_TIME = Estimate(0.0, 0.0, 0.0)
 
 
 class KernelModel:
@@ -160,39 +133,17 @@ class KernelModel:
         self._least = float(seconds.min()) / 2
         left = np.log(seconds / np.maximum(amounts @ self._coefficients, self._least))
         self._mean = float(np.mean(left))
-        errors = left - self._mean
-        self._process: GaussianProcess | None = None
-        if len(samples) >= FEWEST and np.ptp(left) > 0:
-            self._process = GaussianProcess(places, errors)
-            # A sample that took far longer than others say was disturbed in all of its passes.
-            kept = self._process.left_out(np.arange(len(errors))) < DISTURBED
-            if kept.all() or np.count_nonzero(kept) < FEWEST:
-                kept[:] = True
-            else:
-                self._process = GaussianProcess(places[kept], errors[kept])
-            groups = shapes(samples)[kept]
-            # Errors of other shapes are larger than those among the shapes that the model was made with: its
-            # coefficients were fitted to them, and the scales of its places were chosen by such samples.
-            count = len(np.unique(groups))
-            free = count - int(np.count_nonzero(self._coefficients)) - places.shape[1]
-            errors = self._process.left_out(groups % FOLDS) * np.sqrt(count / max(free, count / 4))
-        # The range in which four fifths of further errors lie, at least from 0 to 0 (conformal prediction,
-        # Vovk et al.: of n errors and one more, each is as likely to be the largest).
-        last, more = max(1, len(errors) - 1), len(errors) + 1
-        self._low = min(0.0, float(np.quantile(errors, max(0.0, (0.1 * more - 1) / last))))
-        self._high = max(0.0, float(np.quantile(errors, min(1.0, (0.9 * more - 1) / last))))
+        self._process = GaussianProcess(places, left - self._mean) if len(samples) >= FEWEST else None
 
     def _form(self, at: At) -> tuple[Vector, Vector]:
         return product_form(at) if self.kind in GEMMS else pass_form(at, self.kind == "transpose")
 
-    def estimate(self, at: At) -> Estimate:
+    def seconds(self, at: At) -> float:
         """The time of work of these sizes."""
         work, place = self._form(at)
         linear = max(float(work @ self._coefficients), self._least)
-        shift, deviation = (0.0, 1.0) if self._process is None else self._process.at(place)
-        seconds = linear * float(np.exp(self._mean + shift))
-        low, high = (seconds * float(np.exp(deviation * each)) for each in (self._low, self._high))
-        return Estimate(seconds, low, high)
+        shift = 0.0 if self._process is None else self._process.at(place)
+        return linear * float(np.exp(self._mean + shift))
 
 
 def shapes(samples: Sequence[Sample]) -> NDArray[np.int64]:
@@ -214,15 +165,13 @@ class Errors:
     """The geometric mean of the absolute errors."""
     mape: float
     p90: float
-    inside: float | None = None
-    """The share of measurements inside their predicted ranges."""
 
     @classmethod
-    def of(cls, predicted: Sequence[float], measured: Sequence[float], inside: float | None = None) -> Errors:
+    def of(cls, predicted: Sequence[float], measured: Sequence[float]) -> Errors:
         """The errors of some predictions."""
         errors = np.abs(np.asarray(predicted) / np.asarray(measured) - 1)
         gmae = float(np.exp(np.mean(np.log(errors + FLOOR))))
-        return cls(len(errors), gmae, float(np.mean(errors)), float(np.quantile(errors, 0.9)), inside)
+        return cls(len(errors), gmae, float(np.mean(errors)), float(np.quantile(errors, 0.9)))
 
 
 class KernelModels:
@@ -245,7 +194,7 @@ class KernelModels:
             )
         return cls(sample for name in FAMILIES for sample in profile.samples[name])
 
-    def seconds(self, kind: str, at: At) -> Estimate:
+    def seconds(self, kind: str, at: At) -> float:
         """The time of an operator with ``at["threads"]`` threads.
 
         Of kinds that were not measured with this type of values, float32 is taken; of products in another
@@ -256,7 +205,7 @@ class KernelModels:
         for tried in ((kind, dtype), (kind, "float32"), (nearest, dtype), (nearest, "float32")):
             key = tried[0], threads, tried[1]
             if key in self.samples:
-                return self._model(key).estimate(at)
+                return self._model(key).seconds(at)
         raise UserError(f"the machine profile has no samples of '{kind}' with {threads:.0f} threads")
 
     def knows(self, kind: str, at: At) -> bool:
@@ -266,7 +215,7 @@ class KernelModels:
     def held_out(self) -> dict[str, Errors]:
         """The errors, by kind and of all, of predictions by models that have not seen a fifth of the shapes,
         for each fifth. Kinds with few samples and operators that take no work are left out."""
-        found: dict[str, list[tuple[Estimate, float]]] = {}
+        found: dict[str, list[tuple[float, float]]] = {}
         for (kind, _, _), samples in self.samples.items():
             if len(samples) < 2 * FOLDS or kind in FREE:
                 continue
@@ -278,19 +227,11 @@ class KernelModels:
                 )
                 if own and others:
                     model = KernelModel(kind, others)
-                    found.setdefault(kind, []).extend((model.estimate(s.at), s.seconds) for s in own)
+                    found.setdefault(kind, []).extend((model.seconds(s.at), s.seconds) for s in own)
         every = [pair for pairs in found.values() for pair in pairs]
         long = [pair for pair in every if pair[1] >= LONG]
         named = dict(sorted(found.items())) | {"all": every, f"all from {1e6 * LONG:.0f} us": long}
-        return {
-            kind: Errors.of(
-                [guess.seconds for guess, _ in pairs],
-                [seconds for _, seconds in pairs],
-                float(np.mean([guess.low <= seconds <= guess.high for guess, seconds in pairs])),
-            )
-            for kind, pairs in named.items()
-            if pairs
-        }
+        return {kind: Errors.of(*zip(*pairs, strict=True)) for kind, pairs in named.items() if pairs}
 
 
 def _key(kind: str, at: At) -> Key:

@@ -132,5 +132,5 @@ class Amounts:
         """The micro-benchmarks' seconds, asked once for the same sizes."""
         key = kind, tuple(at.items())
         if key not in self._known:
-            self._known[key] = self.kernels.seconds(kind, at).seconds
+            self._known[key] = self.kernels.seconds(kind, at)
         return self._known[key]

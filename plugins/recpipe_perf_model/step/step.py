@@ -23,7 +23,6 @@ from recpipe.common.saved import parse_json, typed_as
 from recpipe.data.dataset import Dataset
 from recpipe.tables.inputs import Inputs
 from recpipe.tables.workers import WORTH
-from recpipe_perf_model.kernels.models import NO_TIME, Estimate
 from recpipe_perf_model.kernels.operators import Operator, optimizer_sizes
 from recpipe_perf_model.step.amounts import Amounts
 from recpipe_perf_model.step.capture import Captured
@@ -34,6 +33,18 @@ BATCHES, SECONDS = 65, 1.0
 sources read a block of several batches at a time, so that it takes many to know what one costs on average."""
 LEAST = 7
 """Batches that are read however long they take."""
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """A predicted time and the range in which four fifths of measurements lie."""
+
+    seconds: float
+    low: float
+    high: float
+
+
+NO_TIME = Estimate(0.0, 0.0, 0.0)
 
 
 @dataclass(frozen=True)

@@ -8,9 +8,9 @@ from itertools import pairwise
 
 import numpy as np
 import pytest
-from recpipe_perf_model.kernels.models import Errors, Estimate, KernelModels
+from recpipe_perf_model.kernels.models import Errors, KernelModels
 from recpipe_perf_model.kernels.operators import optimizer_sizes
-from recpipe_perf_model.step.amounts import Amounts, Total
+from recpipe_perf_model.step.amounts import Amounts
 from recpipe_perf_model.tests.synthetic import BYTES, CALL, FLOPS, OVERHEADS, passed, product, profile
 
 from recpipe.errors import UserError
@@ -23,34 +23,20 @@ MODELS = KernelModels.of(profile())
 def test_products_of_other_sizes_take_what_the_law_says(threads: float) -> None:
     for m, n, k in ((100, 200, 300), (1024, 512, 256), (2048, 1000, 1000), (64, 1, 512)):
         expected = product("addmm", m, n, k, threads)
-        assert MODELS.seconds("addmm", expected.at).seconds == pytest.approx(expected.seconds, rel=0.12)
+        assert MODELS.seconds("addmm", expected.at) == pytest.approx(expected.seconds, rel=0.12)
 
 
 def test_passes_take_what_the_law_says() -> None:
     for elements in (1000.0, 50_000.0, 3e6):
         expected = passed("cat", elements, 1.0)
-        assert MODELS.seconds("cat", expected.at).seconds == pytest.approx(expected.seconds, rel=0.12)
+        assert MODELS.seconds("cat", expected.at) == pytest.approx(expected.seconds, rel=0.12)
 
 
 def test_larger_products_take_longer_also_beyond_all_samples() -> None:
-    times = [
-        MODELS.seconds("mm nn", product("mm nn", m, 512, 512, 1.0).at).seconds for m in 2 ** np.arange(5, 20)
-    ]
+    times = [MODELS.seconds("mm nn", product("mm nn", m, 512, 512, 1.0).at) for m in 2 ** np.arange(5, 20)]
     assert all(after > before for before, after in pairwise(times))
     largest = 2.0 * 2**19 * 512 * 512 / FLOPS
     assert times[-1] == pytest.approx(CALL + largest, rel=0.3)
-
-
-def test_the_range_has_the_time_in_it_and_noise_widens_it() -> None:
-    at = product("linear", 300, 300, 300, 1.0).at
-    sure = MODELS.seconds("linear", at)
-    assert 0 < sure.low <= sure.seconds <= sure.high
-    random = np.random.default_rng(1)
-    noisy = KernelModels(
-        replace(s, seconds=s.seconds * float(np.exp(0.3 * random.standard_normal())))
-        for s in profile().samples["gemm"]
-    ).seconds("linear", at)
-    assert noisy.high / noisy.low > 1.2 * sure.high / sure.low
 
 
 def test_of_other_types_and_kinds_the_nearest_is_taken() -> None:
@@ -76,8 +62,6 @@ def test_held_out_errors_are_small_on_a_law_and_large_on_noise() -> None:
     found = MODELS.held_out()
     assert found["addmm"].count == 48
     assert all(errors.gmae < 0.06 for errors in found.values()), found
-    assert found["all"].inside is not None
-    assert found["all"].inside > 0.75
     random = np.random.default_rng(2)
     wild = [
         Sample("mm nn", product("mm nn", *sizes, 1.0).at, float(random.uniform(1e-5, 1e-2)))
@@ -103,10 +87,10 @@ def test_a_disturbed_sample_does_not_alter_its_neighbours() -> None:
     samples = [passed("cat", float(size), 1.0) for size in 2 ** random.uniform(10, 20, 60) // 1]
     at = samples[7].at
     disturbed = [replace(s, seconds=s.seconds * (30 if n == 7 else 1)) for n, s in enumerate(samples)]
-    usual, found = (KernelModels(each).seconds("cat", at).seconds for each in (samples, disturbed))
+    usual, found = (KernelModels(each).seconds("cat", at) for each in (samples, disturbed))
     assert found == pytest.approx(usual, rel=0.1)
     others = [replace(s, seconds=s.seconds / (30 if n == 7 else 1)) for n, s in enumerate(samples)]
-    assert KernelModels(others).seconds("cat", at).seconds < 0.9 * usual
+    assert KernelModels(others).seconds("cat", at) < 0.9 * usual
 
 
 def test_errors_by_hand() -> None:
@@ -117,23 +101,12 @@ def test_errors_by_hand() -> None:
     assert errors.p90 == pytest.approx(0.4 + 0.8 * 0.6)
 
 
-def test_errors_of_one_kind_add_up_and_those_of_two_partly_cancel() -> None:
-    one, two = Total(), Total()
-    for number in range(4):
-        one.add("mm", Estimate(1.0, 0.7, 1.3))
-        two.add(f"kind {number}", Estimate(1.0, 0.7, 1.3))
-    assert one.estimate.seconds == two.estimate.seconds == 4.0
-    assert one.estimate.high == pytest.approx(4.0 + 1.2)
-    assert two.estimate.high == pytest.approx(4.0 + 0.6)
-    assert two.estimate.low == pytest.approx(4.0 - 0.6)
-
-
 def test_overheads_and_optimizers() -> None:
     amounts = Amounts(profile())
     for kind, seconds in OVERHEADS.items():
-        assert amounts.overhead(kind).seconds == pytest.approx(seconds)
-    assert amounts.kernels.seconds("step", {"elements": 11.0}).seconds == pytest.approx(2.1e-4, rel=0.05)
+        assert amounts.overhead(kind) == pytest.approx(seconds)
+    assert amounts.kernels.seconds("step", {"elements": 11.0}) == pytest.approx(2.1e-4, rel=0.05)
     at = optimizer_sizes("Adam", 10, 100_000)
     adam = amounts.optimizer("Adam", at, 1)
     assert amounts.optimizer("LBFGS", at, 1) == adam
-    assert adam.seconds == pytest.approx(CALL + float(at["bytes"]) / BYTES, rel=0.5)
+    assert adam == pytest.approx(CALL + float(at["bytes"]) / BYTES, rel=0.5)

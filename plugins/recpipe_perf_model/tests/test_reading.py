@@ -7,9 +7,8 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from recpipe_perf_model.kernels.models import NO_TIME
 from recpipe_perf_model.step import step as module
-from recpipe_perf_model.step.step import BATCHES, LEAST, reading
+from recpipe_perf_model.step.step import BATCHES, LEAST, NO_TIME, reading
 
 INPUTS: Any = SimpleNamespace(each=lambda batch: batch, require_ids=lambda ids: None)
 

@@ -7,10 +7,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from recpipe_perf_model.kernels.models import Estimate
 from recpipe_perf_model.step.amounts import Amounts, Factors
 from recpipe_perf_model.step.capture import Captured, GroupLookups, Part, TableLookups, captured
-from recpipe_perf_model.step.step import Step, divided, predict_resident, resident_tasks
+from recpipe_perf_model.step.step import Estimate, Step, divided, predict_resident, resident_tasks
 from recpipe_perf_model.step.walk import walk
 from recpipe_perf_model.tests.synthetic import profile
 from recpipe_perf_model.tests.test_capture import BATCH, SAMPLES, dlrm
