@@ -37,9 +37,8 @@ from recpipe.plugin.tables import SparseFeature, TableOptimizer, TableSet
 from recpipe.tables.rows import table_bags
 from recpipe.tables.tiers.gpu_lookups import Finder, GpuBags
 from recpipe.tables.tiers.lookups import parted
-from recpipe.tables.tiers.lru import Lru
 from recpipe.tables.tiers.planner import TierPlanner
-from recpipe.tables.tiers.policies import Lfu
+from recpipe.tables.tiers.policies import Lfu, Lru
 from recpipe.tables.tiers.transfer import Transfer
 
 LEARNING = Learning(learn_batches=20, growth=2.0, relearn_every=2000, sample=1.0, decay=2)
@@ -86,7 +85,7 @@ def compare(size: Size, runs: int) -> None:
     finder = Finder(tables, Transfer(torch.device("cpu")), ALONE)
     ids = [batch.sparse_features for batch in batches(size)]
     distinct = [finder.bags(each) for each in ids]
-    rows = median(len(bags.indices) for bags in distinct)
+    rows = median(len(bags.rows) for bags in distinct)
     print(f"batches of {size.batch:,}: {len(distinct[0]):,} lookups of {rows:,.0f} distinct rows")
     forms: dict[str, list[Given]] = {
         "every lookup": [lambda each=each: table_bags(tables, each) for each in ids],  # type: ignore[misc]

@@ -37,11 +37,11 @@ from recpipe.tables.sharding.planning import Prediction
 from recpipe.tables.stores.codecs import Bf16Rows, Fp16Rows, Int8Rows
 from recpipe.tables.stores.holders import HeldRows, HoldersStore
 from recpipe.tables.stores.ssd import SsdStore
-from recpipe.tables.tiers.lru import Lru
 from recpipe.tables.tiers.policies import (
     ChosenRows,
     HotSet,
     Lfu,
+    Lru,
     add_lookups,
     distinct_slots,
     policy_bytes,

@@ -19,7 +19,7 @@ from recpipe.config.compose import compose
 from recpipe.errors import UserError
 from recpipe.pipeline import step_graph, update_graph
 from recpipe.run import run
-from recpipe.tables.tiers.slots import FusedTable
+from recpipe.tables.tiers.layout import FusedTable
 from tests.gpu.conftest import WORDS
 from tests.gpu.test_runs import SMALL
 from tests.pipeline.test_step_graph import BEFORE, Net, clicks

@@ -15,9 +15,8 @@ from recpipe.plugin.policy import CachePolicy, Placement, RowSpace
 from recpipe.plugin.tables import SparseFeature, TableOptimizer, TableSet
 from recpipe.tables.resident import ResidentCollection
 from recpipe.tables.stores import ColdStore, make_store
-from recpipe.tables.tiers.engine import TieredRows
 from recpipe.tables.tiers.policies import POLICIES, HotSet
-from recpipe.tables.tiers.tiered import TieredEmbeddingBagCollection
+from recpipe.tables.tiers.tiered import TieredEmbeddingBagCollection, TieredRows
 
 CPU = torch.device("cpu")
 HERE = CPU

@@ -29,7 +29,7 @@ from recpipe.tables.inputs import Inputs
 from recpipe.tables.owners import GroupOwner, group_owners, warn_of_unused
 from recpipe.tables.sharding.claims import wire_codecs
 from recpipe.tables.sharding.plan import Shard, ShardPlan, TablePlan
-from recpipe.tables.tiers.lru import Lru
+from recpipe.tables.tiers.policies import Lru
 from tests.pipeline.test_skipping import Odd
 from tests.plugin.samples import ACME, Good, merged
 from tests.tables.samples import CPU, DIM, FEATURES, table_set

@@ -46,8 +46,10 @@ def test_maps_policies_and_buffers_are_what_tiers_make(tmp_path: Path, policy: s
     made = tiers(tables, policy, tmp_path, cold, slots=slots)
     assert told.cold_bytes is not None
     assert sum(told.cold_bytes.values()) == made.store.cold_bytes
-    assert told.map_bytes + told.buffer_bytes == made.overhead_bytes - made.layout.slab_bytes
-    assert told.resident_bytes == made.resident_bytes
+    figures, slab = made.tier_figures(), made.layout.slab
+    slab_bytes = slab.weights.nbytes + slab.state.nbytes
+    assert told.map_bytes + told.buffer_bytes == figures.overhead_bytes - slab_bytes
+    assert told.resident_bytes == figures.resident_bytes
     made.close()
 
 

@@ -11,8 +11,7 @@ import numpy as np
 import pytest
 
 from recpipe.plugin.policy import CachePolicy, Placement, Residents, RowSpace
-from recpipe.tables.tiers.lru import Lru
-from recpipe.tables.tiers.policies import HotSet, Lfu, NoCache, add_lookups, distinct_slots
+from recpipe.tables.tiers.policies import HotSet, Lfu, Lru, NoCache, add_lookups, distinct_slots
 from tests.tables.samples import MAKERS
 
 BASES = np.array([0, 40, 400])

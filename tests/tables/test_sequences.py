@@ -12,8 +12,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from recpipe.data.select import select
 from recpipe.tables.resident import ResidentCollection
-from recpipe.tables.tiers.engine import TieredRows
-from recpipe.tables.tiers.tiered import TieredEmbeddingBagCollection
+from recpipe.tables.tiers.tiered import TieredEmbeddingBagCollection, TieredRows
 from tests.tables.reference import (
     FEATURES,
     SEQUENCES,

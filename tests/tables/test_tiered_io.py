@@ -12,7 +12,7 @@ from recpipe.errors import StoreError
 from recpipe.tables.resident import ResidentCollection
 from recpipe.tables.rows import table_bags
 from recpipe.tables.stores import HostStore
-from recpipe.tables.tiers import engine
+from recpipe.tables.tiers import tiered
 from tests.tables.samples import (
     CPU,
     DIM,
@@ -134,14 +134,15 @@ def test_memory_is_what_was_allocated(tmp_path, policy, store) -> None:
     slots = 0 if policy == "nocache" else SLOTS
     weights, state = collection.layout.resident.weights, collection.layout.resident.state
     assert weights.shape == state.shape == (max(1, slots), DIM)
-    assert collection.resident_bytes == slots * 4 * (DIM + DIM)
+    figures = collection.tier_figures()
+    assert figures.resident_bytes == slots * 4 * (DIM + DIM)
     planner = collection.planner
     arrays = [planner.where, planner.row_of_slot, collection.occupied.rows]
     arrays += [a for a in vars(planner.policy).values() if isinstance(a, np.ndarray)]
     slab = collection.layout.slab.weights, collection.layout.slab.state
     assert slab[0].shape[0] >= len(planner.slab_rows)
     held = sum(a.nbytes for a in arrays) + sum(t.nbytes for t in slab) + collection.store.overhead_bytes
-    assert collection.overhead_bytes == held
+    assert figures.overhead_bytes == held
     assert held > 4 * tables.layout.total_rows
     collection.close()
 
@@ -156,7 +157,7 @@ class Slow(HostStore):
 
 @pytest.mark.parametrize("done", [True, False])
 def test_a_wait_counts_if_the_device_has_nothing_left_to_do(tmp_path, monkeypatch, done) -> None:
-    monkeypatch.setattr(engine, "given_so_far", lambda device: lambda: done)
+    monkeypatch.setattr(tiered, "given_so_far", lambda device: lambda: done)
     tables, batches = table_set(), stream(6, True)
     collection = tiers(tables, "lru", tmp_path, Slow(tables.layout, tables.fill))
     train(collection, batches)

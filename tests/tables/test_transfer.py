@@ -13,7 +13,7 @@ import torch
 from recpipe.common.loops import ALONE, Spread
 from recpipe.tables.tiers import transfer
 from recpipe.tables.tiers.gpu_lookups import Finder
-from recpipe.tables.tiers.transfer import Transfer
+from recpipe.tables.tiers.transfer import Sent, Transfer
 from tests.pretend_gpu.late import GPU, FakeGpu, gpu
 from tests.tables.samples import MAKERS, Collection, dump, identical, stream, table_set, tiers, train_ahead
 
@@ -88,6 +88,7 @@ def on_fake_gpu(collection: Collection) -> Collection:
     """The collection, which moves its rows as it would with a GPU; the rows themselves stay here."""
     collection.cold.transfer = Transfer.on(GPU)
     collection._finder = Finder(collection.tables, collection.cold.transfer, ALONE)
+    collection.finds_ahead = True
     return collection
 
 
@@ -104,12 +105,17 @@ def test_tiers_wait_for_every_copy(gpu: FakeGpu, tmp_path: Path, policy: str, pr
     assert identical(*found)
 
 
-@pytest.mark.parametrize("forgotten", ["Landed", "Sent"])
+@pytest.mark.parametrize("forgotten", ["records", "positions"])
 def test_a_forgotten_wait_shows(
     gpu: FakeGpu, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, forgotten: str
 ) -> None:
-    kind = getattr(transfer, forgotten)
-    monkeypatch.setattr(kind, "use", lambda own, **_: own.records if forgotten == "Landed" else own.tensors)
+    use = Sent.use
+
+    def forgetful(sent: Sent, kept: bool = False) -> list[torch.Tensor]:
+        kind = "records" if sent.tensors[0].dim() == 2 else "positions"
+        return sent.tensors if kind == forgotten else use(sent, kept)
+
+    monkeypatch.setattr(Sent, "use", forgetful)
     expected = tiers(table_set(), "lru", tmp_path / "cpu")
     wrong = on_fake_gpu(tiers(table_set(), "lru", tmp_path / "gpu"))
     train_ahead(expected, stream(6, multi=False), 0)

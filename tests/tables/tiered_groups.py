@@ -33,8 +33,7 @@ from recpipe.tables.sharding.planning import plan_shards
 from recpipe.tables.sharding.tables import ShardedTables
 from recpipe.tables.sharding.tiered import ShardTiers
 from recpipe.tables.stores.codecs import COLD
-from recpipe.tables.tiers.engine import TieredRows
-from recpipe.tables.tiers.tiered import TieredEmbeddingBagCollection
+from recpipe.tables.tiers.tiered import TieredEmbeddingBagCollection, TieredRows
 from tests.plugin.samples import ACME
 from tests.tables.grouped import built, config, contents
 from tests.tables.samples import CPU

@@ -14,7 +14,7 @@ from recpipe.plugin.policy import CachePolicy, RowSpace
 from recpipe.plugin.store import StoreLayout
 from recpipe.plugin.tables import TableOptimizer
 from recpipe.tables.stores import make_store
-from recpipe.tables.tiers.lru import Lru
+from recpipe.tables.tiers.policies import Lru
 
 DIM = 4
 

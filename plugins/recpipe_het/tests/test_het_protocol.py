@@ -13,8 +13,7 @@ from recpipe.errors import UserError
 from recpipe.plugin.policy import CachePolicy
 from recpipe.plugin.tables import TableOptimizer
 from recpipe.tables.rows import updated
-from recpipe.tables.tiers.lru import Lru
-from recpipe.tables.tiers.policies import Lfu
+from recpipe.tables.tiers.policies import Lfu, Lru
 
 POLICIES = [Lru, Lfu, LfuOpt]
 

@@ -17,11 +17,9 @@ from recpipe.pipeline import step
 from recpipe.pipeline.batch import InFlight
 from recpipe.pipeline.placed import PlacedModel
 from recpipe.pipeline.step import StepTimes
-from recpipe.plugin.bags import IndexBags
 from recpipe.tables.front import handing_out
-from recpipe.tables.tiers.engine import TieredRows
 from recpipe.tables.tiers.lookups import CpuLookups
-from recpipe.tables.tiers.tiered import TieredEmbeddingBagCollection
+from recpipe.tables.tiers.tiered import TieredEmbeddingBagCollection, TieredRows
 
 STEPS = 60
 SETTINGS = [
@@ -131,11 +129,9 @@ def update_each_micro_batch(model: PlacedModel, staged: InFlight, times: StepTim
     assert isinstance(rows, TieredRows)
     found = rows.lookups
     assert isinstance(found, CpuLookups)
-    resident = IndexBags(found.indices, found.offsets, staged.size)
     low, total = 0, torch.zeros(())
     for high in staged.bounds:
-        part = resident.permuted(torch.arange(low, high).numpy())
-        own = replace(found, indices=part.indices, offsets=part.offsets)
+        own = replace(found, resident=found.resident.permuted(torch.arange(low, high).numpy()))
         pooled, _ = tiers.layout.look_up(own, False, True, False)
         assert pooled is not None
         if high > rows.cold_first:

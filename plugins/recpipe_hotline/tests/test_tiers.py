@@ -17,8 +17,8 @@ from recpipe.data.dataset import Dataset
 from recpipe.pipeline.batch import InFlight
 from recpipe.plugin.store import ColdStore
 from recpipe.tables.group_rows import GroupRows
-from recpipe.tables.tiers.engine import TieredRows
 from recpipe.tables.tiers.lookups import CpuLookups
+from recpipe.tables.tiers.tiered import TieredRows
 
 STEPS = 40
 
@@ -187,8 +187,8 @@ def test_micro_batches_make_up_the_batch(synthetic: Dataset, tmp_path: Path) -> 
             sizes = np.diff((0, *staged.bounds))
             assert sizes.sum() == staged.batch.size
             assert (sizes > 0).all()
-            assert len(lookups.slab_offsets) - 1 == 26 * (staged.batch.size - rows.cold_first)
-            assert len(lookups.indices) + len(lookups.slab_indices) == staged.batch.sparse.values().numel()
+            assert len(lookups.slab.offsets) - 1 == 26 * (staged.batch.size - rows.cold_first)
+            assert len(lookups.resident) + len(lookups.slab) == staged.batch.sparse.values().numel()
             rig.update(staged)
 
 

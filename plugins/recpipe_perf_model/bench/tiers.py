@@ -145,7 +145,8 @@ def _timed_step(
     tier.wait()
     times["arrive"] = time.perf_counter() - began
     tier.cold.flush()
-    plan, in_slab = rows.plan, rows.lookups.slab_lookups
+    plan = rows.plan
+    in_slab = int(np.count_nonzero(plan.where < 0))
     sizes: Sizes = {
         "lookups": float(plan.looked_up),
         "bags": float(rows.ids.stride() * len(tier.tables.features)),
@@ -154,7 +155,7 @@ def _timed_step(
         "dim": float(tier.tables.dim),
         "width": float(tier.tables.layout.width),
         "hits": float(plan.looked_up - in_slab),
-        "hot": float(rows.lookups.distinct_slots),
+        "hot": float(len(np.unique(plan.where[plan.where >= 0]))),
         "missed": float(len(plan.arrivals)),
         "leaving": float(slab_before + np.count_nonzero(plan.evicted >= 0)),
         "arriving": float(len(plan.fetch)),

@@ -34,7 +34,7 @@ from recpipe.tables.sharding.plan import Shard
 from recpipe.tables.sharding.sent import RowCache, Sent, ShardEnv
 from recpipe.tables.sharding.tiered import LocalShard, ShardTiers, TieredLookup
 from recpipe.tables.skipping import FilteredLookups, by_feature
-from recpipe.tables.tiers.saved_placement import RANKS, of_whole
+from recpipe.tables.tiers.planner import RANKS, of_whole
 from recpipe.tables.tiers.tiered import TieredEmbeddingBagCollection
 
 

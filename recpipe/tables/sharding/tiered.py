@@ -28,9 +28,8 @@ from recpipe.tables.build import Place, no_row, opens_store, slab_rows, staging_
 from recpipe.tables.owners import NOCACHE, GroupOwner
 from recpipe.tables.skipping import FilterWithin
 from recpipe.tables.stores.front import local_store
-from recpipe.tables.tiers.engine import TieredRows
 from recpipe.tables.tiers.policies import POLICIES
-from recpipe.tables.tiers.tiered import TieredEmbeddingBagCollection
+from recpipe.tables.tiers.tiered import TieredEmbeddingBagCollection, TieredRows
 
 
 @dataclass(frozen=True)

@@ -57,4 +57,4 @@ def store_size(kind: str, layout: StoreLayout, staging_bytes: int) -> tuple[list
     if kind != "ssd":
         return [4 * layout.width * rows for rows in layout.rows], 0
     blocks = BlockMap(layout)
-    return blocks.file_bytes, Staging.nbytes(blocks, staging_bytes)
+    return blocks.file_bytes, Staging.size(blocks, staging_bytes)[1]

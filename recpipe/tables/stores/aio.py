@@ -154,7 +154,6 @@ class NativeAio(BlockTransfer):
         self._go_on(finish=False)
 
     def finish(self) -> None:
-        """See ``BlockTransfer.finish``."""
         self._go_on(finish=True)
 
     def _go_on(self, finish: bool) -> None:
@@ -164,10 +163,11 @@ class NativeAio(BlockTransfer):
                 self._submit_more()
                 if not finish:
                     return
-                for at_least in (False, True):  # what has come already, then a part of what is in flight
+                for at_least in (0, self._depth // 4 or 1):  # what has come already, then what is to come
                     flying = self._submitted - self._done
-                    if flying:
-                        self._done += self._reap(min(self._depth // 4 or 1, flying) if at_least else 0)
+                    if not flying:
+                        break
+                    self._done += self._reap(min(at_least, flying))
                 if self._done == len(self._pending):
                     # Another pass over what was moved only in part.
                     self._pending = _remainders(self._blocks, self._pending, self._results)
@@ -256,12 +256,10 @@ class ThreadedIo(BlockTransfer):
         self._futures: list[Future[None]] = []
 
     def start(self, requests: Requests, buffer: NDArray[np.uint8], *, write: bool) -> None:
-        """See ``BlockTransfer.start``."""
         strips = np.array_split(np.arange(len(requests.fds)), min(self._threads, max(1, len(requests.fds))))
         self._futures = [self._pool.submit(_move, requests, strip, buffer.data, write) for strip in strips]
 
     def finish(self) -> None:
-        """See ``BlockTransfer.finish``."""
         futures, self._futures = self._futures, []
         try:
             errors = [error for future in futures if (error := future.exception())]

@@ -131,21 +131,17 @@ class Staging:
     ``BlockMap.buffer``)."""
 
     def __init__(self, blocks: BlockMap, staging_bytes: int) -> None:
-        self.capacity = self.capacity_of(blocks, staging_bytes)
+        self.capacity, self.nbytes = self.size(blocks, staging_bytes)
         self.bytes, self.words = blocks.buffer(self.capacity)
         self._slot_of = np.full(blocks.total_blocks, -1, np.int32)
         self._block_of = np.full(self.capacity, -1, np.int64)
         self._next = 0
 
     @staticmethod
-    def capacity_of(blocks: BlockMap, staging_bytes: int) -> int:
-        """How many blocks an area of so many bytes has."""
-        return max(1, min(staging_bytes // blocks.block_bytes, blocks.total_blocks))
-
-    @staticmethod
-    def nbytes(blocks: BlockMap, staging_bytes: int) -> int:
-        """DRAM of the buffers and of the tables used to find them."""
-        return Staging.capacity_of(blocks, staging_bytes) * (blocks.block_bytes + 8) + 4 * blocks.total_blocks
+    def size(blocks: BlockMap, staging_bytes: int) -> tuple[int, int]:
+        """How many buffers there are, and the DRAM that they and the tables used to find them take."""
+        capacity = max(1, min(staging_bytes // blocks.block_bytes, blocks.total_blocks))
+        return capacity, capacity * (blocks.block_bytes + 8) + 4 * blocks.total_blocks
 
     def find(self, blocks: Blocks) -> Slots:
         """The slot of each block, or -1 if it is not staged."""

@@ -39,21 +39,16 @@ class WeightCodec(RowCodec):
         self.bytes_per_record = weight_bytes + 4 * (layout.width - layout.dim)
 
     def encode(self, records: Floats) -> Bytes:
-        """Encode ``records`` float32 [n, width], on their way to the cold tier, as uint8 [n,
-        bytes_per_record]."""
         out = np.empty((len(records), self.bytes_per_record), np.uint8)
         self.encode_weights(records[:, : self.dim], out[:, : self.weight_bytes])
         out[:, self.weight_bytes :].view(np.float32)[...] = records[:, self.dim :]
         return out
 
     def decode(self, encoded: Bytes, out: Floats) -> None:
-        """Decode uint8 [n, bytes_per_record] into ``out``, float32 [n, width]."""
         self.decode_weights(encoded[:, : self.weight_bytes], out[:, : self.dim])
         out[:, self.dim :] = encoded[:, self.weight_bytes :].view(np.float32)
 
     def rounded(self, records: torch.Tensor) -> torch.Tensor:
-        """What ``decode`` makes of the bytes of ``records`` (float32 [n, width]), computed where they are,
-        bit by bit the same; None: only ``encode`` and ``decode`` can tell, in host memory."""
         return torch.cat((self.rounded_weights(records[:, : self.dim]), records[:, self.dim :]), dim=1)
 
     @abstractmethod
@@ -79,15 +74,12 @@ class _HalfRows(WeightCodec):
         super().__init__(layout, 2 * layout.dim)
 
     def rounded_weights(self, weights: torch.Tensor) -> torch.Tensor:
-        """What is decoded of weights float32 [n, dim] after they have been encoded, the same bits."""
         return weights.to(self.kind).float()
 
     def encode_weights(self, weights: Floats, out: Bytes) -> None:
-        """Rounded to the nearest."""
         torch.from_numpy(out.view(np.int16)).view(self.kind).copy_(torch.from_numpy(weights))
 
     def decode_weights(self, encoded: Bytes, out: Floats) -> None:
-        """Without rounding."""
         torch.from_numpy(out).copy_(torch.from_numpy(encoded.view(np.int16)).view(self.kind))
 
 
@@ -118,13 +110,11 @@ class Int8Rows(WeightCodec):
         super().__init__(layout, layout.dim + 8)
 
     def rounded_weights(self, weights: torch.Tensor) -> torch.Tensor:
-        """What is decoded of weights float32 [n, dim] after they have been encoded, the same bits."""
         scale, bias, steps = _scale_and_bias(weights.amin(1), weights.amax(1), torch)
         levels = _levels(weights, bias, steps).float()
         return levels.mul_(scale.unsqueeze(1)).add_(bias.unsqueeze(1))
 
     def encode_weights(self, weights: Floats, out: Bytes) -> None:
-        """Rounded to the nearest."""
         values = torch.from_numpy(weights)
         columns = values.t().contiguous() if self.dim < NARROW else values.t()
         scale, bias, steps = _scale_and_bias(columns.amin(0).numpy(), columns.amax(0).numpy(), np)
@@ -133,7 +123,6 @@ class Int8Rows(WeightCodec):
         out[:, self.dim :].view(np.float32)[...] = np.stack((scale, bias), axis=1)
 
     def decode_weights(self, encoded: Bytes, out: Floats) -> None:
-        """Without rounding."""
         scale, bias = torch.from_numpy(encoded[:, self.dim :].view(np.float32).copy()).unbind(1)
         values = torch.from_numpy(out).copy_(torch.from_numpy(encoded[:, : self.dim]))
         values.mul_(scale.unsqueeze(1)).add_(bias.unsqueeze(1))

@@ -19,19 +19,17 @@ MakeLocal = Callable[[StoreLayout, Fill], ColdStore]
 class FrontStore(ColdStore):
     """Changes the records or the time of ``gather`` and ``scatter``, and passes all else on to ``inner``.
 
-    ``inner`` is owned: ``close`` closes it.
+    ``inner`` is owned: ``close`` closes it. Traffic and bytes are those of ``inner``.
     """
+
+    cold_bytes = overhead_bytes = 0
 
     def __init__(self, inner: ColdStore) -> None:
         self.inner = inner
         self.layout, self.direct = inner.layout, inner.direct
         self.rounded, self.rounded_there = inner.rounded, inner.rounded_there
-        self.shares_blocks = inner.shares_blocks
-
-    @property
-    def io(self) -> IoCounters:  # type: ignore[override]
-        """The traffic of ``inner``."""
-        return self.inner.io
+        self.shares_blocks, self.io = inner.shares_blocks, inner.io
+        self.cold_bytes, self.overhead_bytes = inner.cold_bytes, inner.overhead_bytes
 
     def staged(self, rows: Rows) -> NDArray[np.bool_]:
         """Which of ``rows`` ``inner`` could write without reading what surrounds them first, bool [n]."""
@@ -48,16 +46,6 @@ class FrontStore(ColdStore):
     def background(self) -> IoCounters:
         """What ``inner`` moved by itself between calls."""
         return self.inner.background()
-
-    @property
-    def cold_bytes(self) -> int:
-        """What ``inner`` takes."""
-        return self.inner.cold_bytes
-
-    @property
-    def overhead_bytes(self) -> int:
-        """The memory that ``inner`` takes beside its rows."""
-        return self.inner.overhead_bytes
 
 
 class CodedStore(FrontStore):

@@ -32,6 +32,8 @@ class HoldersStore(ColdStore):
     """
 
     direct: bool | None
+    cold_bytes = overhead_bytes = 0
+    """Of this rank's part."""
 
     def __init__(
         self,
@@ -50,6 +52,7 @@ class HoldersStore(ColdStore):
         if ranks.holds:
             here = part_layout(layout, ranks)
             self.local = local_store(here, part_fill(layout, fill, ranks), coding, make_local)
+            self.cold_bytes, self.overhead_bytes = self.local.cold_bytes, self.local.overhead_bytes
         self.direct = self.local.direct if self.local else None
         self._coding, self._width = coding, layout.width
         if coding is not None:
@@ -155,16 +158,6 @@ class HoldersStore(ColdStore):
             self._round(_NONE, self._nothing, _NONE, self._nothing, stop=True)
         if self.local is not None:
             self.local.close()
-
-    @property
-    def cold_bytes(self) -> int:
-        """Bytes of this rank's part."""
-        return self.local.cold_bytes if self.local else 0
-
-    @property
-    def overhead_bytes(self) -> int:
-        """What this rank's part needs beyond its records."""
-        return self.local.overhead_bytes if self.local else 0
 
 
 class HeldRows(TableCollection):

@@ -78,15 +78,11 @@ class StoreHome:
         except OSError as error:
             raise store_error("open", self.path / name, error.errno or errno.EIO) from error
 
-    def read_state(self) -> StoreState | None:
-        """The content of ``store.json``; None if it does not exist; StoreError if it is invalid."""
-        return _read_state(self.path, self.fd)
-
     def begin(self, layout: StoreLayout) -> StoreState:
         """Discard an earlier run's store, with a message if that run crashed, and make the state of a new
         one, before its files, so that those left by a crash are known to be a store's. StoreError if there is
         a file of such a name that no store has made, so that it is not overwritten."""
-        old = self.read_state()
+        old = read_state(self.path, self.fd)
         if old is not None:
             if old.state == "open":
                 log.warning(
@@ -234,11 +230,11 @@ def remove_crashed(top: Path) -> None:
     for directory in (*groups, *ranks, top):
         with suppress(StoreError):  # in use, or not a store's
             # Read first, since the lock would make a file: an open store is a live or a killed run's.
-            state = _read_state(directory)
+            state = read_state(directory)
             if state is None or state.state != "open":
                 continue
             with closing(StoreHome(directory, make=False)) as home:
-                home.state = home.read_state()
+                home.state = read_state(directory, home.fd)
                 if home.state is not None and home.state.state == "open":
                     home.remove()
                     found.append(home.state.user)
@@ -247,8 +243,9 @@ def remove_crashed(top: Path) -> None:
         log.warning("%s: removed the ssd store that a killed run left (%s)", top, found[-1])
 
 
-def _read_state(path: Path, fd: int | None = None) -> StoreState | None:
-    """The state of the store in ``path``, of which ``fd`` may be a descriptor."""
+def read_state(path: Path, fd: int | None = None) -> StoreState | None:
+    """The content of ``store.json`` in a directory, of which ``fd`` may be a descriptor; None if it does not
+    exist; StoreError if it is invalid."""
     try:
         name = path / STATE if fd is None else STATE
         state = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=fd)

@@ -60,7 +60,7 @@ class HostStore(ColdStore):
 
     def close(self) -> None:
         """Release the array."""
-        self.records, self.cold_bytes = torch.empty((0, self.layout.width)), 0
+        self.records = torch.empty((0, self.layout.width))
 
 
 CHUNK_BYTES = 16 << 20

@@ -13,7 +13,7 @@ from recpipe.errors import StoreError
 from recpipe.plugin.store import ColdStore, Fill, IoCounters, Records, Rows, StoreLayout
 from recpipe.tables.stores.aio import RequestError, Requests, open_transfer
 from recpipe.tables.stores.blocks import BlockMap, Places, RowChecksum, Staging
-from recpipe.tables.stores.home import StoreHome, StoreState, store_error
+from recpipe.tables.stores.home import StoreHome, StoreState, read_state, store_error
 from recpipe.tables.stores.host import filled_chunks
 
 STAGING_BYTES = 32 << 20
@@ -58,7 +58,7 @@ class SsdStore(ColdStore):
         self._staging = Staging(self._map, staging_bytes)
         self._stream_rows = min(STREAM_BLOCKS, self._staging.capacity) * self._map.rows_per_block
         self.cold_bytes = sum(self._map.file_bytes)
-        self.overhead_bytes = Staging.nbytes(self._map, staging_bytes)
+        self.overhead_bytes = self._staging.nbytes
         self._readers: list[RowReader] = []
 
     @classmethod
@@ -114,7 +114,7 @@ class SsdStore(ColdStore):
         """
         home = StoreHome(directory, make=False)
         try:
-            state = home.state = home.read_state()
+            state = home.state = read_state(home.path, home.fd)
             if state is None:
                 raise StoreError(f"ssd store: there is no store in {home.path}: set tiers.dir= to one")
             crashed = state.state == "open"

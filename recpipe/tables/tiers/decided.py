@@ -92,24 +92,22 @@ class PlacementCheck:
         self._moved = NOTHING.slots
         """The slots of ``migrate``'s rows."""
 
-    def wrong(
-        self, method: Callable[..., Placement], told: Sequence[Any], placement: Placement
-    ) -> str | None:
+    def wrong(self, method: Callable[..., Placement], told: Sequence[Any], made: object) -> str | None:
         """What is wrong with what ``method`` returned when it was ``told`` so; None: nothing."""
         admits = method is CachePolicy.admit
         hits, misses = told[:2] if admits else (NOTHING.slots, NOTHING.rows)
-        said = self._fault(placement, hits, misses, admits)
+        said = None
+        if not isinstance(made, Placement):
+            said = f"a {type(made).__name__}; a Placement is asked for"
+        elif made is not NOTHING:
+            said = self._misplaced(made, hits, misses, admits)
         if said is not None:
             return f": {self._kind}.{method.__name__}() placed {said}"
-        if not admits:
-            self._moved = placement.slots
+        if isinstance(made, Placement) and not admits:
+            self._moved = made.slots
         return None
 
-    def _fault(self, placement: Placement, hits: Slots, misses: RowIds, admits: bool) -> str | None:
-        if placement is NOTHING:
-            return None
-        if not isinstance(placement, Placement):
-            return f"a {type(placement).__name__}; a Placement is asked for"
+    def _misplaced(self, placement: Placement, hits: Slots, misses: RowIds, admits: bool) -> str | None:
         slots, rows, freed = placement.slots, placement.rows, placement.freed
         if len(slots) != len(rows):
             return f"{len(rows)} rows in {len(slots)} slots"

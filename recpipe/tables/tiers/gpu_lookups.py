@@ -81,7 +81,9 @@ class Finder:
         1], the lookups' weights, if ids have any, and whether each bag is known to have one id."""
         sparse = in_order(sparse, self.tables.features)
         weights = sparse.weights() if self.tables.weighted else None
-        one_each = _one_each(sparse)
+        lengths = sparse.lengths()
+        one_each = not lengths.is_cuda and len(lengths) == len(sparse.values()) > 0
+        one_each = one_each and bool(_all_one(lengths.numpy()))
         if one_each:  # no lengths have to go there
             (bases, sizes), bags = self._of_bags, sparse.values().view(-1, sparse.stride())
             ids, *given = self._there(bags, weights)
@@ -90,7 +92,7 @@ class Finder:
                 self._each = offsets = torch.arange(ids.numel() + 1, device=ids.device)
         else:
             bases, sizes = self._of_features
-            lengths, ids, *given = self._there(sparse.lengths(), sparse.values(), weights)
+            lengths, ids, *given = self._there(lengths, sparse.values(), weights)
             offsets = _ends(lengths)
             counts = offsets[:: sparse.stride()].diff()
             features = torch.repeat_interleave(counts, output_size=len(ids))
@@ -121,7 +123,7 @@ class Finder:
 class GpuBags:
     """A batch's lookups, of which the host knows the distinct rows; the rest is on the GPU."""
 
-    indices: RowIds
+    rows: RowIds
     """Distinct rows, sorted, int64 [U]."""
     times: NDArray[np.int32]
     """How often each is looked up, int32 [U]."""
@@ -141,17 +143,6 @@ class GpuBags:
 
 
 @dataclass
-class _Made:
-    """What TBEs look up, on its way."""
-
-    kind: tuple[int, bool]
-    """The arguments of ``prepare``."""
-    bags: tuple[DeviceBags, ...]
-    sent: Sent
-    """What is ready when they are."""
-
-
-@dataclass
 class GpuLookups(Lookups):
     """The lookups, each found by a GPU. What a TBE looks up is made by ``prepare``, or when it is first asked
     for.
@@ -167,29 +158,20 @@ class GpuLookups(Lookups):
     order: NDArray[np.int64] | None = None
     """The samples, int64 [n]; None: in the batch's own order."""
     cold_first: int = 0
-    _made: _Made | None = field(default=None, init=False)
+    _prepared: tuple[tuple[int, bool], tuple[DeviceBags, ...], Sent] | None = field(default=None, init=False)
+    """The arguments of ``prepare``, what it made for the tables, and what that is ready by."""
     _whole: torch.Tensor | None = field(default=None, init=False)
     """What ``_found`` returns, until it is no longer needed."""
-
-    @property
-    def slab_lookups(self) -> int:  # type: ignore[override]
-        """How many lookups find their row in the slab."""
-        return int(self.given.times[self.where < 0].sum())
-
-    @property
-    def distinct_slots(self) -> int:  # type: ignore[override]
-        """How many slots are looked up."""
-        return int((self.where >= 0).sum())
 
     @cached_property
     def needs_cold(self) -> NDArray[np.bool_]:  # type: ignore[override]
         """For each sample, in the batch's own order, whether it looks up a row in the slab, bool [B]."""
-        if not self._any_cold:
-            return np.zeros(self.given.batch_size, bool)
-        with self._aside.stream():
-            cold = _before(self._found() < 0)[self.given.offsets].diff() > 0
-            needs = cold.view(-1, self.given.batch_size).any(0)
-            return self._transfer.to_host_now(needs)
+        size, finder = self.given.batch_size, self.given.finder
+        if not (self.where < 0).any():
+            return np.zeros(size, bool)
+        with finder.after.stream():
+            cold = _ends((self._found() < 0).long())[self.given.offsets].diff() > 0
+            return finder.transfer.to_host_now(cold.view(-1, size).any(0))
 
     def permuted(self, order: NDArray[np.int64], cold_first: int) -> GpuLookups:
         """The lookups of all samples in ``order`` (int64 [B]), of which those before ``cold_first`` need no
@@ -199,98 +181,67 @@ class GpuLookups(Lookups):
         return new
 
     def prepare(self, slab_first: int, at_once: bool, also: Sequence[Positions] = ()) -> Sent:
-        """Begin to make what ``tiers`` returns, or ``both`` if ``at_once``; ``also``: arrays to send with
-        it, which are on the device once that is made."""
-        with self._aside.stream():
+        """Begin to make what ``tiers`` returns with these arguments; ``also``: arrays to send with it, which
+        are on the device once that is made."""
+        given, transfer, aside = self.given, self.given.finder.transfer, self.given.finder.after
+        with aside.stream():
             if at_once:
-                places, *others = self._transfer.positions_now(_in_one(self.where, slab_first), *also)
-                found = places.index_select(0, self.given.which)
-                bags: tuple[DeviceBags, ...] = ((found, self._own(self.given.offsets), self.given.weights),)
+                places, *others = transfer.positions_now(_in_one(self.where, slab_first), *also)
+                found = places.index_select(0, given.which)
+                bags: tuple[DeviceBags, ...] = ((found, self._own(given.offsets), given.weights),)
             else:
-                others = self._transfer.positions_now(*also) if also else []
+                others = transfer.positions_now(*also) if also else []
                 bags = self._parted(slab_first)
-            sent = Sent(others, self._aside.mark())
-            self._made = _Made((slab_first, at_once), bags, sent)
-        self._whole = None
+            sent = Sent(others, aside.mark())
+        self._prepared, self._whole = ((slab_first, at_once), bags, sent), None
+        self.made = [part for each in bags for part in each if part is not None]
         return sent
 
-    def tiers(self, slab_first: int = 0) -> tuple[DeviceBags, DeviceBags]:
-        """The lookups in the resident slots and in the slab, as ``Lookups.tiers``; the current stream waits
-        until they are there. Whoever calls this keeps them until the stream has passed their last use."""
-        resident, slab = self._use((slab_first, False))
-        return resident, slab
-
-    def both(self, slab_first: int) -> DeviceBags:
-        """All lookups, in the one table that has slots and slab; otherwise as ``tiers``."""
-        (bags,) = self._use((slab_first, True))
+    def tiers(self, slab_first: int = 0, at_once: bool = False) -> tuple[DeviceBags, ...]:
+        """The lookups in the resident slots and in the slab, as ``Lookups.tiers``; ``at_once``: in the one
+        table that has both. The current stream waits until they are there. Whoever calls this keeps them
+        until the stream has passed their last use."""
+        if self._prepared is None or self._prepared[0] != (slab_first, at_once):
+            self.prepare(slab_first, at_once)
+        assert self._prepared is not None, "just made"
+        _, bags, sent = self._prepared
+        sent.use(kept=True)
         return bags
-
-    def _use(self, kind: tuple[int, bool]) -> tuple[DeviceBags, ...]:
-        if self._made is None or self._made.kind != kind:
-            self.prepare(*kind)
-        assert self._made is not None, "just made"
-        self._made.sent.use(kept=True)
-        return self._made.bags
-
-    @property
-    def made(self) -> list[torch.Tensor]:
-        """The tensors of what ``prepare`` has made."""
-        bags = () if self._made is None else self._made.bags
-        return [part for each in bags for part in each if part is not None]
-
-    @property
-    def _transfer(self) -> Transfer:
-        return self.given.finder.transfer
-
-    @property
-    def _aside(self) -> Aside:
-        return self.given.finder.after
-
-    @property
-    def _any_cold(self) -> bool:
-        return bool((self.where < 0).any())
 
     def _found(self) -> torch.Tensor:
         """Where each lookup's row is, int64 [L], in the batch's own order."""
         if self._whole is None:
-            self._whole = self._sent(self.where).index_select(0, self.given.which)
+            (where,) = self.given.finder.transfer.positions_now(self.where)
+            self._whole = where.index_select(0, self.given.which)
         return self._whole
 
     def _parted(self, slab_first: int) -> tuple[DeviceBags, DeviceBags]:
         found, weights, bags = self._found(), self.given.weights, self.given.offsets
         if self.order is not None:
-            places, bags = _places(bags, self._sent(self.order), len(found))
+            (order,) = self.given.finder.transfer.positions_now(self.order)
+            places, bags = _places(bags, order, len(found))
             found = found.index_select(0, places)
             weights = None if weights is None else weights.index_select(0, places)
         own = self._own(bags)
-        if not self._any_cold:
-            none = None if weights is None else weights[:0]
-            return (found, own, weights), (found[:0], self._of_cold(torch.zeros_like(own)), none)
-        warm = found >= 0
-        slab_offsets = _before(~warm)[own]
-        hot, cold = warm.nonzero().squeeze(1), (~warm).nonzero().squeeze(1)
-        of_slots, of_slab = (
-            None if weights is None else weights.index_select(0, part) for part in (hot, cold)
-        )
-        return (
-            (found.index_select(0, hot), own - slab_offsets, of_slots),
-            (slab_first - 2 - found.index_select(0, cold), self._of_cold(slab_offsets), of_slab),
-        )
+        of_slots, of_slab = weights, None if weights is None else weights[:0]
+        if (self.where < 0).any():
+            warm = found >= 0
+            slab_offsets = _ends((~warm).long())[own]
+            offsets = own - slab_offsets
+            hot, cold = warm.nonzero().squeeze(1), (~warm).nonzero().squeeze(1)
+            slots, slab = found.index_select(0, hot), slab_first - 2 - found.index_select(0, cold)
+            if weights is not None:
+                of_slots, of_slab = weights.index_select(0, hot), weights.index_select(0, cold)
+        else:
+            slots, offsets, slab, slab_offsets = found, own, found[:0], torch.zeros_like(own)
+        if self.pooled and self.cold_first:  # samples from there on have all of the slab's lookups
+            starts = slab_offsets[:-1].view(-1, self.batch_size)[:, self.cold_first :].reshape(-1)
+            slab_offsets = torch.cat((starts, slab_offsets[-1:]))
+        return (slots, offsets, of_slots), (slab, slab_offsets, of_slab)
 
     def _own(self, bags: torch.Tensor) -> torch.Tensor:
         """The offsets of a TBE's bags, if those of samples are ``bags``: each id is one without pooling."""
         return bags if self.pooled else torch.arange(len(self.given) + 1, device=bags.device)
-
-    def _of_cold(self, offsets: torch.Tensor) -> torch.Tensor:
-        """The part of the slab's ``offsets`` that belongs to samples from ``cold_first`` on, which have all
-        of its lookups."""
-        if not self.pooled or not self.cold_first:
-            return offsets
-        starts = offsets[:-1].view(-1, self.batch_size)[:, self.cold_first :].reshape(-1)
-        return torch.cat((starts, offsets[-1:]))
-
-    def _sent(self, positions: NDArray[np.integer[Any]]) -> torch.Tensor:
-        return self._transfer.positions_now(positions)[0]
 
 
 @compiled
@@ -302,19 +253,6 @@ def _in_one(where: Slots, slab_first: int) -> NDArray[np.int64]:
     return places
 
 
-def _as(kind: torch.dtype, values: torch.Tensor) -> torch.Tensor:
-    """``values`` of this type; a call of torch that changes nothing would let go of Python's lock, too."""
-    return values if values.dtype == kind else values.to(kind)
-
-
-def _one_each(sparse: KeyedJaggedTensor) -> bool:
-    """Whether it is known in host memory that each sample has one id for each feature."""
-    lengths = sparse.lengths()
-    if lengths.is_cuda or len(lengths) != len(sparse.values()):
-        return False
-    return bool(len(lengths)) and _all_one(lengths.numpy())
-
-
 @compiled
 def _all_one(lengths: NDArray[np.int64] | NDArray[np.int32]) -> bool:
     ones = 0
@@ -323,16 +261,16 @@ def _all_one(lengths: NDArray[np.int64] | NDArray[np.int32]) -> bool:
     return ones == len(lengths)
 
 
+def _as(kind: torch.dtype, values: torch.Tensor) -> torch.Tensor:
+    """``values`` of this type; a call of torch that changes nothing would let go of Python's lock, too."""
+    return values if values.dtype == kind else values.to(kind)
+
+
 def _ends(lengths: torch.Tensor) -> torch.Tensor:
     """Offsets of bags of these ``lengths``, int64 [n + 1]."""
     offsets = torch.zeros(len(lengths) + 1, dtype=torch.int64, device=lengths.device)
     torch.cumsum(lengths, 0, out=offsets[1:])
     return offsets
-
-
-def _before(marked: torch.Tensor) -> torch.Tensor:
-    """How many are ``marked`` before each place, and in all: int64 [n + 1]."""
-    return _ends(marked.long())
 
 
 def _places(offsets: torch.Tensor, samples: torch.Tensor, lookups: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -15,7 +15,7 @@ import torch
 from numpy.typing import NDArray
 
 from recpipe.common.loops import compiled
-from recpipe.plugin.bags import IndexBags, Offsets, Slots, Weights, places_of
+from recpipe.plugin.bags import Bags, Offsets, Slots, places_of
 from recpipe.tables.tiers.transfer import Sent
 
 Places = NDArray[np.int64]
@@ -29,13 +29,11 @@ class Lookups(ABC):
 
     needs_cold: NDArray[np.bool_]
     """For each sample, in the batch's own order, whether it looks up a row in the slab, bool [B]."""
-    slab_lookups: int
-    """How many lookups find their row in the slab."""
-    distinct_slots: int
-    """How many slots are looked up."""
+    made: Sequence[torch.Tensor] = ()
+    """What was made for the tables, on other streams than that of training."""
 
     @abstractmethod
-    def tiers(self, slab_first: int = 0) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+    def tiers(self, slab_first: int = 0) -> tuple[Any, ...]:
         """What the tables of the resident slots and of the slab look up. ``slab_first``: the slab's first
         place in its table."""
 
@@ -43,11 +41,6 @@ class Lookups(ABC):
         """Begin to make what will be looked up, where that is made on a GPU. ``at_once``: in one table that
         has both tiers; ``also``: arrays to send with it. What they are ready by is returned."""
         return None
-
-    @property
-    def made(self) -> Sequence[torch.Tensor]:
-        """What was made, on other streams than that of training."""
-        return ()
 
 
 @dataclass(frozen=True)
@@ -60,90 +53,60 @@ class CpuLookups(Lookups):
     """
 
     batch_size: int
-    indices: NDArray[np.int64]
-    """Resident slots."""
-    offsets: Offsets
-    slab_indices: NDArray[np.int64]
-    """Positions in the slab."""
-    slab_offsets: Offsets
+    resident: Bags
+    """Lookups of resident slots."""
+    slab: Bags
+    """Lookups of positions in the slab."""
     needs_cold: NDArray[np.bool_]
-    weights: Weights | None
-    """The weights of ``indices``, float32, if ids have weights."""
-    slab_weights: Weights | None
-    """The weights of ``slab_indices``, float32, if ids have weights."""
     bags: Offsets | None
     """Where each feature's and sample's ids begin, int64 [F * B + 1]; None for pooled rows."""
-
-    @property
-    def slab_lookups(self) -> int:  # type: ignore[override]
-        """How many lookups find their row in the slab."""
-        return len(self.slab_indices)
-
-    @property
-    def distinct_slots(self) -> int:  # type: ignore[override]
-        """How many slots are looked up."""
-        return len(np.unique(self.indices))
 
     def tiers(self, slab_first: int = 0) -> tuple[DeviceBags, DeviceBags]:
         """The lookups in the resident slots and in the slab, in the arrays' memory."""
         assert slab_first == 0, "on a CPU each has a table"
-        return (
-            _tensors(self.indices, self.offsets, self.weights),
-            _tensors(self.slab_indices, self.slab_offsets, self.slab_weights),
-        )
+        return _tensors(self.resident), _tensors(self.slab)
 
     def permuted(self, order: NDArray[np.int64], cold_first: int) -> CpuLookups:
         """The lookups of the samples in ``order`` (int64 [n]), of which those before ``cold_first`` need no
         row of the slab."""
-        size, samples, bags = self.batch_size, len(order), self.bags
+        samples, bags = len(order), self.bags
         if bags is not None:  # of each id
-            size = int(bags[-1])
             order, bags = places_of(bags, self.batch_size, order)
-        resident = IndexBags(self.indices, self.offsets, size, self.weights).permuted(order)
-        slab = IndexBags(self.slab_indices, self.slab_offsets, size, self.slab_weights).permuted(order)
-        slab_offsets = slab.offsets
+        resident, slab = self.resident.permuted(order), self.slab.permuted(order)
         if bags is None:
-            features = (len(slab_offsets) - 1) // max(1, samples)
-            starts = slab_offsets[:-1].reshape(features, samples)[:, cold_first:].ravel()
-            slab_offsets = np.append(starts, len(slab.indices))
-        return CpuLookups(
-            samples,
-            *(resident.indices, resident.offsets, slab.indices, slab_offsets, self.needs_cold),
-            *(resident.weights, slab.weights, bags),
-        )
+            features = (len(slab.offsets) - 1) // max(1, samples)
+            starts = slab.offsets[:-1].reshape(features, samples)[:, cold_first:].ravel()
+            offsets = np.append(starts, len(slab.rows))
+            slab = Bags(slab.rows, offsets, samples - cold_first, slab.weights)
+        return CpuLookups(samples, resident, slab, self.needs_cold, bags)
 
 
-def _tensors(indices: Places, offsets: Offsets, weights: Weights | None) -> DeviceBags:
-    own = None if weights is None else torch.from_numpy(weights)
-    return torch.from_numpy(indices), torch.from_numpy(offsets), own
+def _tensors(bags: Bags) -> DeviceBags:
+    weights = None if bags.weights is None else torch.from_numpy(bags.weights)
+    return torch.from_numpy(bags.rows), torch.from_numpy(bags.offsets), weights
 
 
-def parted(bags: IndexBags, where: Slots, pooled: bool) -> CpuLookups:
+def parted(bags: Bags, where: Slots, pooled: bool) -> CpuLookups:
     """The lookups of ``bags``, whose rows are in slot ``where[i]`` or, below ``IN_STORE``, in the slab at
     ``-2 - where[i]`` (int32 [L])."""
-    size, own = bags.batch_size, bags.offsets if pooled else np.arange(len(where) + 1)
-    of_ids = None if pooled else bags.offsets
+    size, weights = bags.batch_size, bags.weights
     cold, needs = _needing(where, bags.offsets, size)
-    weights = bags.weights
-    if not cold:
-        return CpuLookups(
-            size,
-            where.astype(np.int64),
-            own,
-            np.empty(0, np.int64),
-            np.zeros(len(own), np.int64),
-            needs,
-            weights,
-            None if weights is None else weights[:0],
-            of_ids,
-        )
+    # Without pooling, each id is a bag.
+    own, count = (bags.offsets, size) if pooled else (np.arange(len(where) + 1), len(where))
+    if cold:
+        slots, offsets, slab, slab_offsets = _parted(where, own, cold)
+    else:
+        slots, offsets = where.astype(np.int64), own
+        slab, slab_offsets = np.empty(0, np.int64), np.zeros(len(own), np.int64)
+    of_slots, of_slab = weights, None if weights is None else weights[:0]
+    if cold and weights is not None:
+        of_slots, of_slab = weights.compress(where >= 0), weights.compress(where < 0)
     return CpuLookups(
         size,
-        *_parted(where, own, cold),
+        Bags(slots, offsets, count, of_slots),
+        Bags(slab, slab_offsets, count, of_slab),
         needs,
-        None if weights is None else weights.compress(where >= 0),
-        None if weights is None else weights.compress(where < 0),
-        of_ids,
+        None if pooled else bags.offsets,
     )
 
 

@@ -1,4 +1,4 @@
-"""The built-in cache policies: none, a fixed hot set, and with ``lru`` the strong baselines LRU and LFU."""
+"""The built-in cache policies: none, a fixed hot set, and the strong baselines LRU and LFU."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ from recpipe.common.loops import ALONE, Spread, compiled
 from recpipe.common.saved import Damaged, within
 from recpipe.plugin.bags import RowIds, Slots
 from recpipe.plugin.policy import NOTHING, CachePolicy, Placement, RowSpace
-from recpipe.tables.tiers.lru import Lru
 
 
 class NoCache(CachePolicy):
@@ -40,8 +39,6 @@ class ChosenRows(CachePolicy):
         return {"target": self.target}
 
     def check_state(self, state: Mapping[str, Any]) -> None:
-        """Raises ``Damaged`` if ``state`` cannot be a result of ``state_dict()``; called before anything is
-        loaded."""
         super().check_state(state)
         within(state, "target", 0, self.space.rows)
         if len(state["target"]) > self.space.slots or (np.diff(state["target"]) <= 0).any():
@@ -76,24 +73,84 @@ class HotSet(ChosenRows):
         if self._settled:
             return NOTHING
         if not len(self._moves.rows):
-            self._moves = self._missing()
-            self._settled = not len(self._moves.rows)
+            # Rows that are not resident get first empty slots, then those of rows outside of the target.
+            held = self.space.residents.row_of_slot
+            incoming = self.target[self.space.residents.slot_of(self.target) < 0]
+            leaving = np.flatnonzero((held >= 0) & ~np.isin(held, self.target))
+            slots = np.concatenate((np.flatnonzero(held < 0), leaving))[: len(incoming)]
+            self._moves = Placement(slots.astype(np.int32), incoming)
+            self._settled = not len(incoming)
         moves, chunk = self._moves, self.chunk
         self._moves = Placement(moves.slots[chunk:], moves.rows[chunk:])
         return Placement(moves.slots[:chunk], moves.rows[:chunk])
 
-    def _missing(self) -> Placement:
-        """The target's rows that are not resident, and slots for them: first empty ones, then those of other
-        rows."""
-        held = self.space.residents.row_of_slot
-        incoming = self.target[self.space.residents.slot_of(self.target) < 0]
-        leaving = np.flatnonzero((held >= 0) & ~np.isin(held, self.target))
-        slots = np.concatenate((np.flatnonzero(held < 0), leaving))[: len(incoming)]
-        return Placement(slots.astype(np.int32), incoming)
-
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue with that set."""
         self.retarget(state["target"])
+
+
+class Lru(CachePolicy):
+    """Least recently used, in units of batches; every missed row is admitted as long as there are slots.
+
+    ``stamp`` has the last batch that looked up each slot. ``ring`` has slots in the order of those lookups;
+    an entry is out of date once its slot has a newer stamp.
+    """
+
+    each_once = True
+
+    def __init__(self, space: RowSpace) -> None:
+        super().__init__(space)
+        self.stamp = np.full(space.slots, -1, np.int32)
+        self.ring_slot = np.zeros(2 * space.slots, np.int32)
+        self.ring_stamp = np.zeros(2 * space.slots, np.int32)
+        self.head = self.tail = self.used = self.step = 0
+
+    def admit(self, hits: Slots, misses: RowIds, looked_up: RowIds) -> Placement:
+        """Put the misses where the oldest rows are."""
+        room = min(len(hits), self.space.slots) + len(misses)
+        if self.tail + room > len(self.ring_slot):
+            # Outdated entries are dropped; at most one entry per slot remains.
+            self.tail = _compact(self.stamp, self.ring_slot, self.ring_stamp, self.head, self.tail)
+            self.head, size = 0, self.tail + room
+            if size > len(self.ring_slot):
+                self.ring_slot = np.resize(self.ring_slot, size)
+                self.ring_stamp = np.resize(self.ring_stamp, size)
+        self.step += 1
+        slots, self.head, self.tail, self.used = _admit(
+            *(self.stamp, self.ring_slot, self.ring_stamp, self.head, self.tail, self.used, self.step),
+            *(hits, len(misses)),
+        )
+        return Placement(slots, misses[: len(slots)])
+
+    def state_dict(self) -> dict[str, Any]:
+        """Stamps and the live part of the ring."""
+        part = slice(self.head, self.tail)
+        live = self.stamp[self.ring_slot[part]] == self.ring_stamp[part]
+        return {
+            "stamp": self.stamp,
+            "ring_slot": self.ring_slot[part][live],
+            "ring_stamp": self.ring_stamp[part][live],
+            "used": self.used,
+            "step": self.step,
+        }
+
+    def check_state(self, state: Mapping[str, Any]) -> None:
+        super().check_state(state)
+        slots, steps = self.space.slots, np.iinfo(np.int32).max
+        within(state, "stamp", -1, steps, size=slots)
+        within(state, "ring_slot", 0, slots)
+        within(state, "ring_stamp", -1, steps, size=len(state["ring_slot"]))
+        within(state, "used", 0, slots + 1)
+        within(state, "step", 0, steps)
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue from those stamps."""
+        self.stamp = state["stamp"]
+        self.head, self.tail = 0, len(state["ring_slot"])
+        size = max(len(self.ring_slot), self.tail)
+        self.ring_slot, self.ring_stamp = np.zeros(size, np.int32), np.zeros(size, np.int32)
+        self.ring_slot[: self.tail], self.ring_stamp[: self.tail] = state["ring_slot"], state["ring_stamp"]
+        self.used, self.step = int(state["used"]), int(state["step"])
 
 
 class Lfu(CachePolicy):
@@ -129,8 +186,13 @@ class Lfu(CachePolicy):
         """Up to ``wanted`` slots in the order of their counts, none of them looked up in this batch."""
         if wanted == 0 or self.used == 0:
             return NOTHING.slots
-        if self.next + wanted > len(self.candidates):
-            self._refresh(max(4 * wanted, self.used // 8))
+        if self.next + wanted > len(self.candidates):  # list the least used slots anew, least used first
+            counts = self.counts[self.space.residents.row_of_slot[: self.used]]
+            size = min(max(4 * wanted, self.used // 8), self.used)
+            least = np.argpartition(counts, size - 1)[:size]
+            least = least[np.lexsort((least, counts[least]))]
+            self.candidates, self.candidate_counts = least.astype(np.int32), counts[least]
+            self.next = 0
         window = slice(self.next, self.next + wanted)
         slots = self.candidates[window]
         self.next += len(slots)
@@ -138,15 +200,6 @@ class Lfu(CachePolicy):
         # Slots hit in this batch have a higher count than when they were listed.
         usable: Slots = slots[(current == self.candidate_counts[window]) & ~np.isin(slots, hits)]
         return usable
-
-    def _refresh(self, size: int) -> None:
-        """List the ``size`` least used slots, least used first."""
-        counts = self.counts[self.space.residents.row_of_slot[: self.used]]
-        size = min(size, self.used)
-        least = np.argpartition(counts, size - 1)[:size]
-        least = least[np.lexsort((least, counts[least]))]
-        self.candidates, self.candidate_counts = least.astype(np.int32), counts[least]
-        self.next = 0
 
     def state_dict(self) -> dict[str, Any]:
         """Counts and the list of victims."""
@@ -159,8 +212,6 @@ class Lfu(CachePolicy):
         }
 
     def check_state(self, state: Mapping[str, Any]) -> None:
-        """Raises ``Damaged`` if ``state`` cannot be a result of ``state_dict()``; called before anything is
-        loaded."""
         super().check_state(state)
         within(state, "counts", 0, size=self.space.rows)
         within(state, "used", 0, self.space.slots + 1)
@@ -177,26 +228,17 @@ class Lfu(CachePolicy):
 
 def add_lookups(counts: NDArray[np.int32], rows: RowIds, times: NDArray[np.int32] | None) -> None:
     """Count in ``counts`` (by row) how often a batch looks up ``rows``, as ``CachePolicy.times`` says."""
-    if times is None:
-        _count(counts, rows)
-    else:
-        _count_times(counts, rows, times)
+    _count(counts, rows, NOTHING.slots if times is None else times)
 
 
 @compiled
-def _count(counts: NDArray[np.int32], rows: RowIds) -> None:
-    for row in rows:
-        if not 0 <= row < len(counts):
-            raise IndexError("a row that is in no table")
-        counts[row] += 1
-
-
-@compiled
-def _count_times(counts: NDArray[np.int32], rows: RowIds, times: NDArray[np.int32]) -> None:
+def _count(counts: NDArray[np.int32], rows: RowIds, times: NDArray[np.int32]) -> None:
+    """``times``: how often each is looked up; empty: once."""
+    each = len(times) > 0
     for i in range(len(rows)):
         if not 0 <= rows[i] < len(counts):
             raise IndexError("a row that is in no table")
-        counts[rows[i]] += times[i]
+        counts[rows[i]] += times[i] if each else 1
 
 
 def distinct_slots(slots: Slots, count: int, spread: Spread = ALONE) -> Slots:
@@ -212,6 +254,85 @@ def _see(seen: NDArray[np.bool_], slots: Slots) -> None:
         if not 0 <= slot < len(seen):
             raise IndexError("a slot that does not exist")
         seen[slot] = True
+
+
+@compiled
+def _admit(
+    stamp: Slots,
+    ring_slot: Slots,
+    ring_stamp: Slots,
+    head: int,
+    tail: int,
+    used: int,
+    step: int,
+    hits: Slots,
+    misses: int,
+) -> tuple[Slots, int, int, int]:
+    """Slots for so many ``misses``, or as many as there are: unused ones, then those looked up longest ago.
+    They and the ``hits`` are stamped with ``step`` and appended. Returns the slots, the ring's new start and
+    end, and how many slots are used."""
+    looked_up = _distinct(stamp, step, hits)
+    slots = np.empty(misses, np.int32)
+    count = 0
+    while count < misses and used < len(stamp):
+        slots[count] = used
+        count += 1
+        used += 1
+    while count < misses and head < tail:
+        slot = ring_slot[head]
+        if stamp[slot] == ring_stamp[head]:
+            slots[count] = slot
+            count += 1
+        head += 1
+    slots = slots[:count]
+    for slot in looked_up:
+        ring_slot[tail], ring_stamp[tail] = slot, step
+        tail += 1
+    for slot in slots:
+        stamp[slot] = step
+        ring_slot[tail], ring_stamp[tail] = slot, step
+        tail += 1
+    return slots, head, tail, used
+
+
+def _distinct(stamp: Slots, step: int, hits: Slots) -> Slots:
+    """The distinct slots among ``hits``, in the order of their numbers; they are stamped with ``step``."""
+    slots = np.empty(min(len(hits), len(stamp)), np.int32)
+    count = 0
+    for slot in hits:
+        if stamp[slot] != step:
+            stamp[slot] = step
+            slots[count] = slot
+            count += 1
+    # Sorted by the lower half of the bits, then by the upper one: no pass over all slots, nor comparisons.
+    bits = 1
+    while (1 << 2 * bits) < len(stamp):
+        bits += 1
+    low = (1 << bits) - 1
+    target = np.empty(count, np.int32)
+    for shift in (0, bits):
+        ends = np.zeros(low + 2, np.int64)
+        for i in range(count):
+            ends[(slots[i] >> shift & low) + 1] += 1
+        for part in range(low + 1):
+            ends[part + 1] += ends[part]
+        for i in range(count):
+            part = slots[i] >> shift & low
+            target[ends[part]] = slots[i]
+            ends[part] += 1
+        slots, target = target, slots
+    return slots[:count]
+
+
+@compiled
+def _compact(stamp: Slots, ring_slot: Slots, ring_stamp: Slots, head: int, tail: int) -> int:
+    """Move the entries that are not out of date to the ring's start; returns their number."""
+    count = 0
+    for i in range(head, tail):
+        if stamp[ring_slot[i]] == ring_stamp[i]:
+            ring_slot[count], ring_stamp[count] = ring_slot[i], ring_stamp[i]
+            count += 1
+    return count
 
 
 def policy_bytes(policy: CachePolicy) -> int:

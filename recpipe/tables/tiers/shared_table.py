@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from torch import nn
 
 from recpipe.distributed.ranks import Channel
-from recpipe.plugin.bags import IndexBags, RowIds, distinct
+from recpipe.plugin.bags import RowIds, distinct
 from recpipe.plugin.skipper import RowFilter
 from recpipe.plugin.tables import TableSet
 from recpipe.tables.rows import RowBags, updated
@@ -40,15 +40,9 @@ class SharedLookups(Lookups):
     ) -> None:
         own = whole.permuted(samples, cold_first)
         self.needs_cold = whole.needs_cold
-        self.slab_lookups, self.distinct_slots = own.slab_lookups, own.distinct_slots
-        size, cold = len(samples), len(samples) - cold_first
-        if own.bags is not None:  # a bag for each id
-            size = cold = int(own.bags[-1])
-        resident = IndexBags(own.indices, own.offsets, size, own.weights)
-        slab = IndexBags(own.slab_indices, own.slab_offsets, cold, own.slab_weights)
         self._tiers = (
-            (RowBags.of(resident), distinct(whole.indices)),
-            (RowBags.of(slab), np.arange(slab_rows)),
+            (RowBags.of(own.resident), distinct(whole.resident.rows)),
+            (RowBags.of(own.slab), np.arange(slab_rows)),
         )
 
     def tiers(self, slab_first: int = 0) -> tuple[tuple[RowBags, Touched], tuple[RowBags, Touched]]:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from contextlib import contextmanager
 from dataclasses import replace
 from time import perf_counter
+from typing import Literal, TypeVar
 
 import numpy as np
 import torch
@@ -16,7 +16,9 @@ from recpipe.distributed.ranks import Ranks
 from recpipe.plugin.bags import RowIds
 from recpipe.plugin.collection import TierTimes
 from recpipe.plugin.store import ColdStore, IoCounters, Records
-from recpipe.tables.tiers.transfer import Landed, Transfer
+from recpipe.tables.tiers.transfer import Sent, Transfer
+
+T = TypeVar("T")
 
 
 class StoreThread:
@@ -28,17 +30,15 @@ class StoreThread:
     """
 
     def __init__(self, store: ColdStore, device: torch.device, times: TierTimes, ranks: Ranks) -> None:
-        self.store = store
-        self.times = times
-        self.ranks = ranks
+        self.store, self.times, self.ranks = store, times, ranks
         self.counters = IoCounters()
         self.transfer = Transfer.on(device)
         self._thread = threads_for(device, 1, "recpipe-io")
         self._writes: list[Future[None]] = []
 
-    def fetch(self, rows: RowIds) -> Future[Landed]:
-        """Queue a fetch of ``rows`` for training."""
-        return self._thread.submit(self._counted_fetch, rows)
+    def fetch(self, rows: RowIds) -> Future[Sent]:
+        """Queue a fetch of ``rows`` for training: their records, float32 [n, width]."""
+        return self._thread.submit(self._counted, "fetch", lambda: self._fetch(rows))
 
     def write(self, rows: RowIds, records: torch.Tensor, used: Sequence[torch.Tensor] = ()) -> None:
         """Queue a write of ``records`` (float32 [n, width] on the device, not changed later).
@@ -46,23 +46,24 @@ class StoreThread:
         ``used``: tensors made on other streams, whose last use is on the current one. Their memory is not
         given to others before.
         """
-        mine = self._share(len(rows))
-        if len(rows):
-            to_host = self.transfer.to_host(records[mine], used)
-            self._writes.append(self._thread.submit(self._counted_write, rows[mine], to_host))
-        else:
+        if not len(rows):
             self.transfer.let_go(used)
+            return
+        mine = self._share(len(rows))
+        to_host = self.transfer.to_host(records[mine], used)
+        work = self._thread.submit(self._counted, "write", lambda: self.store.scatter(rows[mine], to_host()))
+        self._writes.append(work)
 
     def check_writes(self) -> None:
         """Raise the error of a finished write; wait if more than two writes are in progress."""
-        waiting = self._writes[:-2] + [w for w in self._writes[-2:] if w.done()]
-        for write in waiting:
-            write.result()
-            self._writes.remove(write)
+        for write in self._writes[:]:
+            if len(self._writes) > 2 or write.done():
+                write.result()
+                self._writes.remove(write)
 
     def fetch_now(self, rows: RowIds) -> torch.Tensor:
         """Records of ``rows``, float32 [n, width] on the device."""
-        return self._thread.submit(self._fetch, rows).result().use()
+        return self._thread.submit(self._fetch, rows).result().use()[0]
 
     def write_now(self, rows: RowIds, records: Records) -> None:
         """Replace the records of ``rows``."""
@@ -80,10 +81,6 @@ class StoreThread:
                 return there
         return torch.from_numpy(self.store.rounded(records.cpu().numpy())).to(records.device)
 
-    def _share(self, rows: int) -> slice:
-        """Selects those of ``rows`` that this trainer writes."""
-        return self.ranks.shares(0, rows)[self.ranks.trainer]
-
     def flush(self) -> None:
         """Wait for all that is queued, and for the store to have it as durably as it can."""
         while self._writes:
@@ -99,27 +96,21 @@ class StoreThread:
             self._thread.shutdown(wait=True)
             self.store.close()
 
-    def _fetch(self, rows: RowIds) -> Landed:
+    def _share(self, rows: int) -> slice:
+        """Selects those of ``rows`` that this trainer writes."""
+        if len(self.ranks.trainers) == 1:
+            return slice(0, rows)
+        return self.ranks.shares(0, rows)[self.ranks.trainer]
+
+    def _fetch(self, rows: RowIds) -> Sent:
         host = self.transfer.host_buffer(len(rows), self.store.layout.width)
         self.store.gather(rows, host.numpy())
         return self.transfer.to_device(host)
 
-    def _counted_fetch(self, rows: RowIds) -> Landed:
-        start = perf_counter()
-        with self._counting():
-            landed = self._fetch(rows)
-        self.times.fetch += perf_counter() - start
-        return landed
-
-    def _counted_write(self, rows: RowIds, landed: Callable[[], Records]) -> None:
-        start = perf_counter()
-        with self._counting():
-            self.store.scatter(rows, landed())
-        self.times.write += perf_counter() - start
-
-    @contextmanager
-    def _counting(self) -> Iterator[None]:
-        """Add the store's traffic in the block to ``counters``."""
-        before = replace(self.store.io)
-        yield
+    def _counted(self, kind: Literal["fetch", "write"], work: Callable[[], T]) -> T:
+        """Do ``work`` for training: its traffic and seconds count."""
+        start, before = perf_counter(), replace(self.store.io)
+        done = work()
         self.counters = self.counters.plus(self.store.io.plus(before, -1))
+        setattr(self.times, kind, getattr(self.times, kind) + perf_counter() - start)
+        return done

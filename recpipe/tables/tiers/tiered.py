@@ -1,29 +1,98 @@
-"""``TieredEmbeddingBagCollection``: tables larger than device memory, exact under every cache policy.
+"""``TieredEmbeddingBagCollection``: tables larger than device memory, exact under every cache policy: each
+update is the one that a single big table would make.
 
-Sum pooling is linear: pooled(all ids) = pooled(resident ids) + pooled(slab ids).
+Sum pooling is linear: pooled(all ids) = pooled(resident ids) + pooled(slab ids). A row is in one of three
+places: a **resident** slot (a TBE of ``slots`` rows), the **slab** (rows that one batch alone needs) or the
+**cold store**. It moves with its optimizer state. A batch passes through the calls of ``GroupTables`` in
+their order. The rules that keep every bit:
+
+    a fetch sees every write that was queued before it (``store_thread``)
+    rows that stay on the device between two batches do not pass through the store (``TierPlan.carried_from``)
+    a store that rounds rounds these, too (``StoreThread.as_stored``)
+    rows that are replaced while a fetch of them is under way are fetched anew (``wait``)
+    between two batches, plans are undone and the slab is written back (``quiesced``)
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import threading
+from collections.abc import Iterator, Mapping
+from concurrent.futures import Future
+from contextlib import contextmanager
+from functools import partial
+from time import perf_counter
 from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from recpipe.plugin.bags import RowIds
-from recpipe.plugin.collection import TierFigures
-from recpipe.plugin.policy import IN_STORE
-from recpipe.plugin.store import IoCounters, Records
-from recpipe.tables.collection import SavesPlacement, ShowsRows
+from recpipe.common.device import given_so_far
+from recpipe.common.plain_attributes import PlainAttributes
+from recpipe.distributed.ranks import Channel, Ranks
+from recpipe.plugin.bags import Bags, RowIds
+from recpipe.plugin.calls import Owned
+from recpipe.plugin.collection import TierFigures, TierTimes
+from recpipe.plugin.policy import IN_STORE, Cache, CachePolicy
+from recpipe.plugin.skipper import RowFilter
+from recpipe.plugin.store import ColdStore, IoCounters, Records
+from recpipe.plugin.tables import TableSet
+from recpipe.tables.collection import RowCollection, SavesPlacement, ShowsRows
+from recpipe.tables.group_rows import GraphLookup, GroupRows, GroupTables
 from recpipe.tables.rows import looked_up, table_bags
-from recpipe.tables.tiers import saved_placement
-from recpipe.tables.tiers.engine import TieredRows, TierEngine
+from recpipe.tables.tiers.gpu_lookups import Finder, GpuBags, GpuLookups
+from recpipe.tables.tiers.layout import FusedTable, Layout, MakeTable, OneTable, Section, TwoTables
+from recpipe.tables.tiers.lookups import CpuLookups, Lookups, parted
+from recpipe.tables.tiers.plan import Moves, Occupied, TierPlan
+from recpipe.tables.tiers.planner import TierPlanner
 from recpipe.tables.tiers.policies import policy_bytes
+from recpipe.tables.tiers.shared_table import SharedLookups, SharedTable
+from recpipe.tables.tiers.store_thread import StoreThread
+from recpipe.tables.tiers.transfer import Sent
 
 
-class TieredEmbeddingBagCollection(TierEngine, SavesPlacement, ShowsRows):
+class TieredRows(GroupRows):
+    """A batch's rows in tiers."""
+
+    plan: TierPlan
+
+    def __init__(
+        self,
+        tables: TieredEmbeddingBagCollection,
+        ids: KeyedJaggedTensor,
+        plan: TierPlan,
+        lookups: Lookups,
+    ) -> None:
+        super().__init__(tables, ids)
+        self.plan, self.lookups, self._shared = plan, lookups, tables.replicated
+        self.begun = False
+        """Whether the batch's turn has come, so that its plan is not undone any more."""
+        self.moves: Moves | None = None
+        """Where its rows move, once that has been found out."""
+        self.places: Sent | None = None
+        """The positions of ``moves``, on the way to the device."""
+        self.fetched: Future[Sent] | None = None
+        """The fetch of ``plan.fetch``'s rows, once it has been started."""
+        self.arriving: tuple[torch.Tensor, torch.Tensor] | None = None
+        """Until the rows are in their places: the places of the fetched rows and then of those that stay on
+        the device, and the records of these."""
+
+    @property
+    def needs_cold(self) -> NDArray[np.bool_]:
+        return self.lookups.needs_cold
+
+    def arrange(self, samples: NDArray[np.int64], cold_first: int) -> None:
+        self.cold_first = cold_first
+        if self._shared:
+            assert isinstance(self.lookups, CpuLookups), "several trainers plan on the CPU"
+            self.lookups = SharedLookups(self.lookups, samples, cold_first, len(self.plan.slab))
+        else:
+            assert isinstance(self.lookups, CpuLookups | GpuLookups), "arranged once"
+            self.lookups = self.lookups.permuted(samples, cold_first)
+
+
+class TieredEmbeddingBagCollection(PlainAttributes, RowCollection, GroupTables, SavesPlacement, ShowsRows):
     """TorchRec's ``EmbeddingBagCollection`` interface (KJT in, KeyedTensor out) over tiers.
 
     Args:
@@ -38,6 +107,206 @@ class TieredEmbeddingBagCollection(TierEngine, SavesPlacement, ShowsRows):
         owner: the plugin's part that made ``policy``, for messages.
         slab_rows: for how many rows the slab has room at first; a batch that needs more makes it larger.
     """
+
+    moves = True
+
+    def __init__(
+        self,
+        tables: TableSet,
+        policy: CachePolicy,
+        store: ColdStore,
+        device: torch.device,
+        prefetch: bool,
+        ranks: Ranks | None = None,
+        trainers: Channel | None = None,
+        owner: Owned[Cache] | None = None,
+        slab_rows: int = 1,
+    ) -> None:
+        super().__init__(tables)
+        self.store, self.device, self.prefetches = store, device, prefetch
+        self.frozen = tables.optimizer.frozen
+        """Whether the store always has every row as it is, so that none is written back."""
+        self._spread = policy.space.spread
+        self.planner = TierPlanner(policy, prefetch, owner)
+        self.times = TierTimes()
+        ranks = ranks or Ranks()
+        self.replicated = trainers is not None and len(ranks.trainers) > 1
+        self.cold = StoreThread(store, device, self.times, ranks)
+        on_gpu = device.type == "cuda" and not self.replicated
+        self._finder: Finder | None = None
+        if on_gpu:  # it finds the distinct rows of a batch
+            self._finder, self.finds_ahead = Finder(tables, self.cold.transfer, self._spread), True
+        self._planning = threading.RLock()
+        self.slots = policy.space.slots
+        self.occupied = Occupied(self.slots)
+        make: MakeTable = partial(FusedTable, tables, device=device)
+        if self.replicated and trainers is not None:
+            make = partial(SharedTable, tables, device=device, channel=trainers)
+        parts, slots = (tables, self.occupied, self.cold.transfer, make), max(1, self.slots)
+        self.layout: Layout
+        if on_gpu:
+            self.layout = OneTable(*parts, slots, slab_rows)
+        else:
+            self.layout = TwoTables(*parts, Section.of(make(slots)), slab_rows)
+        self.arriving: TieredRows | None = None
+        """The batch that has advanced, until its rows are in their places."""
+        self._slab_written = True
+        """Whether the store has the slab's rows as they are."""
+        self._ahead: RowIds = np.empty(0, np.int64)
+        """The rows of the latest fetch."""
+        self._used: list[torch.Tensor] = []
+        """What the latest batch's moves and lookups have come in from other streams. It is kept until the
+        batch after it begins, since to hand each tensor over to the training's stream would take longer."""
+        self._rewritten: list[RowIds] = []
+        """Rows that were replaced in the store since a batch's rows last arrived."""
+        self._looked_up = self._hits = 0
+
+    # -- a batch -----------------------------------------------------------------------------
+
+    @property
+    def waited(self) -> float:
+        return self.times.wait
+
+    def find(self, ids: KeyedJaggedTensor) -> GpuBags | None:
+        return None if self._finder is None else self._finder.bags(ids)
+
+    def input_dist(self, ids: KeyedJaggedTensor, found: Bags | GpuBags | None = None) -> TieredRows:
+        """Decide where the batch's lookups go and which rows move; ``advance`` must follow."""
+        with self._planning:
+            start = perf_counter()
+            if found is None and self.finds_ahead:
+                found = self.find(ids)
+            bags = table_bags(self.tables, ids, self._spread) if found is None else found
+            plan, pooled = self.planner.plan(bags), self.tables.pooled
+            if isinstance(bags, GpuBags):
+                lookups: Lookups = GpuLookups(bags, plan.where, pooled, bags.batch_size)
+            else:
+                lookups = parted(bags, plan.where, pooled)
+            self.times.plan += perf_counter() - start
+        return TieredRows(self, ids, plan, lookups)
+
+    def forget(self) -> None:
+        """Undo a plan whose batch will not be trained because the epoch was left early."""
+        with self._planning:
+            self.planner.undo()
+
+    def prefetch(self, rows: TieredRows) -> None:
+        """Start to fetch the batch's rows, and to make what will be looked up on a GPU.
+
+        Called for a batch while the one before it trains, this finds out how its rows will move, too.
+        """
+        self._ahead = rows.plan.fetch
+        rows.fetched = self.cold.fetch(self._ahead)
+        if rows.moves is None:
+            rows.moves = self.layout.moves(rows.plan, slab_written=False)
+            rows.places = self.layout.prepare(rows.lookups, rows.moves)
+        else:
+            self.layout.prepare(rows.lookups, None)
+
+    def begin(self, rows: TieredRows) -> None:
+        """Note that the batch's turn has come, so that its plan is not undone any more."""
+        with self._planning:
+            self.planner.commit()
+        rows.begun = True
+
+    def advance(self, rows: TieredRows) -> None:
+        """After the last batch's update and its ``wait``: send departing rows away, and put carried ones that
+        get a slot there, which may be looked up before ``wait``; start the fetch if it is not started.
+
+        Where both tiers are looked up at once, slab rows among them, that is after ``wait``, which then puts
+        all of them in their places together.
+        """
+        self.wait()  # a batch that was skipped still has its rows
+        start, plan, layout = perf_counter(), rows.plan, self.layout
+        self.cold.check_writes()
+        if not rows.begun:
+            self.begin(rows)
+        written = self._slab_written
+        moves, sent = rows.moves, rows.places
+        here = layout.slab.first, layout.together
+        fits = moves is not None and (moves.slab_first, moves.together) == here
+        if moves is None or sent is None or not fits or (written and not self.frozen):
+            # Found out ahead, they are those after a batch that trains its slab, in the same layout.
+            moves = layout.moves(plan, written)
+            sent = self.cold.transfer.send(*moves.positions)
+        *places, targets = sent.use(kept=True)
+        leaving, carried = layout.depart(moves, *places)
+        self.cold.write(moves.written, leaving, self._used)
+        self._used = [targets]
+        carried = carried if self.frozen else self.cold.as_stored(carried)
+        rows.moves = moves
+        if rows.fetched is None:
+            self.prefetch(rows)
+        grown = layout.reserved(len(plan.slab))
+        if grown is not layout:
+            self.layout, moves = grown, grown.moves(plan, written)
+            rows.moves = moves
+            targets = self._index(moves.targets)
+        self.occupied.carry_out(plan)
+        self._slab_written = True
+        if moves.promoted and not (grown.looks_up_at_once(rows.lookups) and len(plan.slab)):
+            fetched, promoted, others = targets.tensor_split((moves.fetched, moves.fetched + moves.promoted))
+            grown.resident.put(promoted, carried[: moves.promoted])
+            targets, carried = torch.cat((fetched, others)), carried[moves.promoted :]
+        rows.arriving, self.arriving = (targets, carried), rows
+        self._looked_up += plan.looked_up
+        self._hits += plan.hits
+        self.times.advance += perf_counter() - start
+
+    def wait(self) -> None:
+        """Wait for the batch's rows, if they have not arrived, and put them into their slots and the slab."""
+        rows, self.arriving = self.arriving, None
+        if rows is None:
+            return
+        assert rows.arriving is not None, "it has advanced"
+        assert rows.moves is not None, "it has advanced"
+        assert rows.fetched is not None, "advance has started the fetch"
+        (targets, carried), rows.arriving = rows.arriving, None
+        moves, rows.moves = rows.moves, None
+        fetching, rows.fetched = rows.fetched, None
+        if fetching.done():
+            sent = fetching.result()
+        else:
+            # The wait counts if the device has nothing left to do by its end: a GPU that is still training
+            # the batch before has lost no time.
+            has_done, start = given_so_far(self.device), perf_counter()
+            sent = fetching.result()
+            if has_done():
+                self.times.wait += perf_counter() - start
+        (fetched,) = sent.use(kept=True)
+        rewritten, self._rewritten = self._rewritten, []
+        if rewritten:  # rows that have been replaced since they were fetched
+            stale = np.flatnonzero(np.isin(rows.plan.fetch, np.concatenate(rewritten)))
+            if len(stale):
+                fetched[self._index(stale)] = self.cold.fetch_now(rows.plan.fetch[stale])
+        self._used.append(fetched)
+        self.layout.put(moves, targets, fetched, carried)
+        self._slab_written = self.frozen
+
+    def compute(
+        self, rows: TieredRows, warm: bool, cold: bool
+    ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        """Look up the resident rows (``warm``), the slab's (``cold``), or both, in the layout's own way."""
+        in_slab = len(rows.plan.slab) > 0
+        found, slab = self.layout.look_up(rows.lookups, in_slab, warm, cold)
+        self._used += rows.lookups.made
+        changing = found if slab is None else slab
+        if cold and in_slab and changing is not None and changing.requires_grad:
+            changing.register_hook(self._slab_changes)  # type: ignore[no-untyped-call]
+        return found, slab
+
+    def _slab_changes(self, _gradient: torch.Tensor) -> None:
+        """Note that the slab will change, so that an earlier write-back of it is not the last one."""
+        self._slab_written = self.frozen
+
+    def graph_lookup(self, rows: TieredRows) -> GraphLookup | None:
+        found = self.layout.graph_lookup(rows.lookups, rows.ids.stride())
+        self._used += rows.lookups.made
+        return found
+
+    def filter_updates(self, rows: RowFilter) -> None:
+        self.row_filter = rows
+        self.layout.filter_updates(rows)
 
     # -- a lookup without the pipeline -------------------------------------------------------
 
@@ -61,34 +330,48 @@ class TieredEmbeddingBagCollection(TierEngine, SavesPlacement, ShowsRows):
     def read_now(self, sparse: KeyedJaggedTensor) -> torch.Tensor:
         """The current rows in the form of ``lookup``, without gradient, for evaluation."""
         bags = table_bags(self.tables, sparse, self._spread)
-        distinct, which = np.unique(bags.indices, return_inverse=True)
+        distinct, which = np.unique(bags.rows, return_inverse=True)
         weights = self.records_of(distinct)[:, : self.tables.dim]
         return looked_up(self.tables, weights, which, bags)
 
     # -- rows as they are between two batches ------------------------------------------------
 
+    @contextmanager
+    def quiesced(self) -> Iterator[None]:
+        """In the block, every row is in its slot or in the store, as the last trained batch left it."""
+        with self._planning:
+            planned = self.planner.undo()
+            self.wait()
+            if not self._slab_written:
+                self.cold.write(self.occupied.slab, self.layout.slab_records())
+                self._slab_written = True
+            try:
+                yield
+            finally:
+                if planned is not None:
+                    self.planner.plan(planned)
+
     @property
     def resident_count(self) -> int:
-        """How many rows are in slots."""
         return self.occupied.count
 
     def resident_rows(self) -> RowIds:
-        """Rows that are in slots after the last trained batch, sorted, int64 [n]."""
-        return self.occupied.resident()
+        return np.sort(self.occupied.rows[self.occupied.rows >= 0])
 
     def resident_weights(self, rows: RowIds) -> torch.Tensor:
-        """A copy of the weights of distinct resident ``rows``, float32 [n, D]."""
         self.wait()  # a batch that was skipped still has its rows
-        slots = self._index(self.occupied.slots_of(rows))
-        return self.layout.resident.take(slots)[:, : self.tables.dim]
+        held = self.occupied.rows
+        used = np.flatnonzero(held >= 0)
+        used = used[np.argsort(held[used])]
+        slots = used[np.searchsorted(held[used], rows)]
+        assert np.array_equal(held[slots], rows), "the rows are resident"
+        return self.layout.resident.take(self._index(slots))[:, : self.tables.dim]
 
     def records_of(self, rows: RowIds) -> torch.Tensor:
-        """Records of distinct ``rows`` as the last trained batch left them, float32 [n, width]."""
         with self.quiesced():
             return self.read_rows(rows)
 
     def replace_records(self, rows: RowIds, records: torch.Tensor) -> None:
-        """Replace the records of distinct ``rows`` by ``records`` (float32 [n, width])."""
         with self.quiesced():
             self.write_rows(rows, records.cpu().numpy())
 
@@ -123,14 +406,11 @@ class TieredEmbeddingBagCollection(TierEngine, SavesPlacement, ShowsRows):
             self._rewritten.append(np.intersect1d(rows[cold], self._ahead))
 
     def placement_state(self) -> dict[str, Any]:
-        """The resident rows, the policy's state and its decision for the next batch, so that a resumed run
-        makes the same decisions."""
         with self.quiesced():
-            return saved_placement.placement_state(self.planner)
+            return self.planner.state()
 
     def check_placement_state(self, state: Mapping[str, Any]) -> None:
-        """``Damaged`` if ``state`` cannot be a result of ``placement_state``."""
-        saved_placement.check_placement(self.planner, state)
+        self.planner.check_state(state)
 
     def load_placement_state(self, state: dict[str, Any] | None) -> bool:
         """Assign the saved resident rows to their slots; rows that were resident before are forgotten.
@@ -141,33 +421,27 @@ class TieredEmbeddingBagCollection(TierEngine, SavesPlacement, ShowsRows):
         False if the checkpoint is from a run with another policy or budget. Training then continues exactly,
         but no row is resident at first.
         """
-        planner = self.planner
-        if state is None or not saved_placement.same_place(planner, state):
+        if state is None or not self.planner.has_made(state):
             return False
-        with self.quiesced():
-            self._fill_slots(state["row_of_slot"])
-            saved_placement.restore(planner, state)
-            if self.store.rounded is not None and not self.tables.optimizer.frozen:
-                self._restore_bits()
-        return True
-
-    def _fill_slots(self, row_of_slot: RowIds) -> None:
-        """Put these rows of the store into the slots (int64 [slots], -1 for an empty one)."""
+        row_of_slot = state["row_of_slot"]
         used = np.flatnonzero(row_of_slot >= 0)
-        for part in np.array_split(used, max(1, len(used) // 65_536)):
-            self.layout.resident.put(self._index(part), self.cold.fetch_now(row_of_slot[part]))
-        self.occupied.restore(row_of_slot)
-
-    def _restore_bits(self) -> None:
-        """Replace resident rows by what was saved of them (inside ``quiesced``)."""
-        saved = {table.name for table in self.tables.tables if table.saved is not None}
-        resident = self.resident_rows()
-        for region in self.regions():
-            here = self.rows_of(region)
-            rows = resident[slice(*np.searchsorted(resident, (here[0], here[-1] + 1)))]
-            if region.table in saved and len(rows):
-                records = self.tables.fill(region.table, region.start, region.stop)
-                self.write_rows(rows, records[rows - here[0]])
+        with self.quiesced():
+            for part in np.array_split(used, max(1, len(used) // 65_536)):
+                self.layout.resident.put(self._index(part), self.cold.fetch_now(row_of_slot[part]))
+            self.occupied.restore(row_of_slot)
+            self.planner.load_state(state)
+            if self.store.rounded is None or self.frozen:
+                return True
+            # The store rounds: resident rows are replaced by what was saved of them.
+            resident = self.resident_rows()
+            saved = {table.name for table in self.tables.tables if table.saved is not None}
+            for region in self.regions():
+                here = self.rows_of(region)
+                rows = resident[slice(*np.searchsorted(resident, (here[0], here[-1] + 1)))]
+                if region.table in saved and len(rows):
+                    records = self.tables.fill(region.table, region.start, region.stop)
+                    self.write_rows(rows, records[rows - here[0]])
+        return True
 
     # -- the rest ----------------------------------------------------------------------------
 
@@ -176,31 +450,18 @@ class TieredEmbeddingBagCollection(TierEngine, SavesPlacement, ShowsRows):
         """What training moved, without evaluation and checkpoints (``store.io`` has everything)."""
         return self.cold.counters.plus(self.store.background())
 
-    @property
-    def resident_bytes(self) -> int:
-        """Device memory of resident rows and their optimizer state."""
-        return self.planner.space.slots * self.tables.record_bytes
-
-    @property
-    def overhead_bytes(self) -> int:
-        """Memory beyond the resident rows: row maps, the policy's tables, the slab, the store's buffers."""
-        return (
-            self.planner.overhead_bytes
-            + self.occupied.rows.nbytes
-            + policy_bytes(self.planner.policy)
-            + self.layout.slab_bytes
-            + self.store.overhead_bytes
-        )
-
     def tier_figures(self) -> TierFigures:
-        """Traffic, times and memory."""
+        space, slab = self.planner.space, self.layout.slab
+        # Beyond the resident rows: row maps, the policy's tables, the slab, the store's buffers.
+        beside = space.residents.nbytes + self.occupied.rows.nbytes + policy_bytes(self.planner.policy)
+        beside += 4 * (slab.weights.numel() + slab.state.numel()) + self.store.overhead_bytes
         return TierFigures(
             self.io,
             self.times,
             self.store.direct,
-            self.resident_bytes,
+            space.slots * self.tables.record_bytes,
             self.store.cold_bytes,
-            self.overhead_bytes,
+            beside,
             self.occupied.cold_start,
             self._looked_up,
             self._hits,
@@ -221,3 +482,7 @@ class TieredEmbeddingBagCollection(TierEngine, SavesPlacement, ShowsRows):
             self._used = []
             self._spread.close()
             self.cold.close()
+
+    def _index(self, positions: NDArray[np.integer[Any]]) -> torch.Tensor:
+        """Positions as torch needs them: int64 on the device."""
+        return self.cold.transfer.send(positions).use()[0]

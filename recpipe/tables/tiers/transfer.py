@@ -27,31 +27,18 @@ ALIGNED = 16
 
 
 @dataclass
-class Landed:
-    """Records on the device, and what to wait for before they are read."""
-
-    records: torch.Tensor
-    ready: torch.cuda.Event | None
-
-    def use(self, kept: bool = False) -> torch.Tensor:
-        """The records, float32 [n, width]; the current stream waits until they have arrived. ``kept``: the
-        caller keeps them until the stream has passed their last use."""
-        arrived(self.ready, () if kept else (self.records,))
-        return self.records
-
-
-@dataclass
 class Sent:
-    """Arrays on their way to the device in one copy."""
+    """Tensors on their way to the device in one copy."""
 
     tensors: list[torch.Tensor]
     ready: torch.cuda.Event | None
 
     def use(self, kept: bool = False) -> list[torch.Tensor]:
-        """A tensor for each array; the current stream waits, the first time, until they have arrived.
-        ``kept``: the caller keeps one of them until the stream has passed their last use."""
-        ready, self.ready = self.ready, None
-        arrived(ready, () if kept else self.tensors[:1])  # the others lie in the same memory
+        """The tensors; the current stream waits, the first time, until they have arrived. ``kept``: the
+        caller keeps one of them until the stream has passed their last use."""
+        if self.ready is not None:
+            ready, self.ready = self.ready, None
+            arrived(ready, () if kept else self.tensors[:1])  # the others lie in the same memory
         return self.tensors
 
 
@@ -71,9 +58,9 @@ class Transfer:
         """Uninitialised float32 [rows, width] in host memory."""
         return torch.empty((rows, width), dtype=torch.float32)
 
-    def to_device(self, host: torch.Tensor) -> Landed:
-        """Start the copy of ``host``; called from the I/O thread."""
-        return Landed(host, None)
+    def to_device(self, host: torch.Tensor) -> Sent:
+        """Start the copy of records; called from the I/O thread."""
+        return Sent([host], None)
 
     def to_host(self, records: torch.Tensor, used: Sequence[torch.Tensor] = ()) -> Callable[[], Records]:
         """What copies ``records``, which are not changed later, once they are made, and waits for the copy.
@@ -114,11 +101,11 @@ class GpuTransfer(Transfer):
         """Page-locked."""
         return torch.empty((rows, width), dtype=torch.float32, pin_memory=True)
 
-    def to_device(self, host: torch.Tensor) -> Landed:
+    def to_device(self, host: torch.Tensor) -> Sent:
         """On the stream of records."""
         with self._records.stream():
             records = host.to(self.device, non_blocking=True)
-        return Landed(records, self._records.mark())
+        return Sent([records], self._records.mark())
 
     def to_host(self, records: torch.Tensor, used: Sequence[torch.Tensor] = ()) -> Callable[[], Records]:
         """On the stream of records that come back."""
