@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import torch
 from omegaconf import DictConfig
 from torch import nn
 
@@ -20,20 +21,21 @@ from recpipe.common.own_cache import default_cache_dir
 from recpipe.config.recipe import Recipe
 from recpipe.data.given import GivenBatches
 from recpipe.data.parts import on_device
+from recpipe.data.select import join
 from recpipe.distributed.launch import ProcessRank
 from recpipe.distributed.ranks import Ranks
 from recpipe.errors import UserError
-from recpipe.pipeline.in_loop import InLoop
+from recpipe.pipeline.batch import InFlight
 from recpipe.pipeline.loader import TrainLoader
 from recpipe.pipeline.parts import find_out
 from recpipe.pipeline.placed import PlacedModel
-from recpipe.pipeline.sample_filter import SampleFilter
-from recpipe.pipeline.source import BatchSource
+from recpipe.pipeline.source import BatchSource, SampleFilter
 from recpipe.pipeline.splitting import Splitting
 from recpipe.plugin.assembly import Assembly
 from recpipe.plugin.errors import PluginError
 from recpipe.setup.placing import Unplaced
 from recpipe.setup.prepare import assemble_plugins, choose_device
+from recpipe.tables.front import handing_out
 from recpipe.tables.owners import group_owners, is_sharded
 from recpipe.tables.quantized import check_quantized
 
@@ -41,23 +43,89 @@ from recpipe.tables.quantized import check_quantized
 class PlacedLoader:
     """Yields a loader's batches once their rows are in device memory. Iterate it once for each epoch.
 
-    Each batch must have been trained (forward, backward, step) before the next one is asked for.
+    Each batch must have been trained (forward, backward, step) before the next one is asked for. During a
+    batch the fronts hand out rows that are in the graph, so that the user's backward pass also updates the
+    tables. If a plugin cuts the batch, the module's ``forward`` trains the micro-batches one after the other,
+    and the loss that it returns carries their gradients.
     """
 
-    def __init__(self, loader: TrainLoader, in_loop: InLoop) -> None:
-        self._loader, self._in_loop = loader, in_loop
+    def __init__(self, loader: TrainLoader, model: PlacedModel) -> None:
+        self._loader, self._model = loader, model
+        self._batch: InFlight | None = None
+        """The batch that is being trained."""
+        self._forward = model.module.forward
+        model.module.forward = self._called
+
+    def undo(self) -> None:
+        """Restore the module's own ``forward``."""
+        del self._model.module.forward
 
     def __len__(self) -> int:
         return len(self._loader)
 
     def __iter__(self) -> Iterator[Any]:
+        model = self._model
         for batch in self._loader:
-            self._in_loop.begin(batch)
+            self._batch = batch
+            model.take(batch)
+            cut = len(batch.bounds) > 1
+            batch.attached = not cut
+            batch.look_up(wait=bool(batch.moving) and not (cut and batch.cold_from))
+            if not cut:
+                for front, handed in model.part(batch, 0, batch.size)[0].items():
+                    front.whole = handed
             batch.read_next()
             try:
                 yield batch.batch
             finally:
-                self._in_loop.end()
+                model.update_late(batch)
+                model.embeddings.update()
+                batch.release()
+                self._batch = None
+                for front in model.fronts.values():
+                    front.whole = None
+
+    def _called(self, *arguments: Any, **named: Any) -> Any:
+        batch = self._batch
+        if (
+            batch is None
+            or len(batch.bounds) < 2
+            or not torch.is_grad_enabled()
+            or named
+            or len(arguments) != 1
+            or arguments[0] is not batch.batch
+        ):
+            return self._forward(*arguments, **named)
+        return self._in_parts(batch)
+
+    def _in_parts(self, batch: InFlight) -> Any:
+        """Run the micro-batches' forward and backward passes; returns the loss, and the outputs joined and
+        detached."""
+        model, dense = self._model, self._model.trained()
+        total = [torch.zeros_like(p) for p in dense]
+        losses, outputs, low = [], [], 0
+        for number, high in enumerate(batch.bounds):
+            if batch.moving and not batch.cold_is_here and number >= batch.cold_from:
+                batch.wait_for_cold()
+            parts, samples = model.part(batch, low, high)
+            with handing_out(parts):
+                loss, output = self._forward(samples)
+            share = 1.0 if model.parts.sums else (high - low) / batch.size
+            leaves = [leaf for part in parts.values() for leaf in part.leaves or () if leaf.requires_grad]
+            leaves += [leaf for leaf in model.late_leaves() if leaf.grad is None]
+            found = torch.autograd.grad(loss * share, [*leaves, *dense], allow_unused=True)
+            for leaf, gradient in zip(leaves, found, strict=False):
+                leaf.grad = gradient
+            for sum_, gradient in zip(total, found[len(leaves) :], strict=True):
+                if gradient is not None:
+                    sum_ += gradient
+            losses.append((loss * share).detach())
+            outputs.append(_detached(output))
+            low = high
+        anchor = _Deferred.apply(  # type: ignore[no-untyped-call]
+            torch.stack(losses).sum(), batch, model.late_leaves(), total, *dense
+        )
+        return anchor, join(outputs)
 
 
 class Placed:
@@ -121,10 +189,10 @@ def place(
         loader = TrainLoader(
             source, inputs, embeddings.groups, device, ranks, sample_filter=filtered, splitting=splitting
         )
-        in_loop = InLoop(placed)
-        stack.callback(in_loop.undo)
+        placed_loader = PlacedLoader(loader, placed)
+        stack.callback(placed_loader.undo)
         outer.callback(stack.pop_all().close)
-        return Placed(placed, PlacedLoader(loader, in_loop), outer.pop_all())
+        return Placed(placed, placed_loader, outer.pop_all())
 
 
 def _refuse_what_needs_a_run(cfg: Recipe, assembly: Assembly) -> None:
@@ -144,3 +212,37 @@ def _refuse_what_needs_a_run(cfg: Recipe, assembly: Assembly) -> None:
             f"{', '.join(sorted(names))} takes part in Lightning's loop or in the step itself, which "
             "are yours here: train by recpipe.train, or drop it"
         )
+
+
+def _detached(output: Any) -> Any:
+    if isinstance(output, torch.Tensor):
+        return output.detach()
+    if isinstance(output, dict):
+        return {name: _detached(part) for name, part in output.items()}
+    return type(output)(map(_detached, output)) if isinstance(output, list | tuple) else output
+
+
+class _Deferred(torch.autograd.Function):
+    """A loss whose gradients are already computed: its backward pass assigns them and updates the tables."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        loss: torch.Tensor,
+        batch: InFlight,
+        late: list[torch.Tensor],
+        total: list[torch.Tensor],
+        *dense: torch.Tensor,
+    ) -> torch.Tensor:
+        ctx.batch, ctx.late, ctx.total = batch, late, total
+        return loss.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[Any, ...]:
+        # A GPU is not waited for, and multiplies.
+        scale = gradient if gradient.is_cuda else float(gradient)
+        ctx.batch.backward(scale)
+        for leaf in ctx.late:
+            if leaf.grad is not None:
+                leaf.grad *= scale
+        return None, None, None, None, *(total * scale for total in ctx.total)

@@ -32,8 +32,8 @@ from recpipe.tasks.export import export_parameters
 from recpipe.tasks.summary import summarize
 from recpipe.tasks.task import carry_out_task
 from recpipe.training.callbacks import make_callbacks
-from recpipe.training.loggers import make_logger
 from recpipe.training.signals import exits_told
+from recpipe.training.trainer import make_logger
 
 
 def run(composed: DictConfig, directory: Path, command_line: Sequence[str] | None = None) -> dict[str, Any]:

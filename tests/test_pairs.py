@@ -89,9 +89,9 @@ def trained(monkeypatch) -> list[Batch]:
     batches: list[Batch] = []
     arrange = TrainLoader._arrange
 
-    def watched(self: TrainLoader, batch: InFlight) -> None:
+    def watched(self: TrainLoader, batch: InFlight) -> Batch:
         batches.append(batch.batch)
-        arrange(self, batch)
+        return arrange(self, batch)
 
     monkeypatch.setattr(TrainLoader, "_arrange", watched)
     return batches

@@ -17,10 +17,11 @@ from typing import Any
 import numpy as np
 import torch
 from torch import nn
+from torch.nn.modules import module as torch_module
 
 from recpipe import private_api
 from recpipe.backend.calibrate import calibrated
-from recpipe.backend.chain import Chooser, Converted, any_global_hook, is_hooked
+from recpipe.backend.chain import Chooser, Converted, is_hooked
 from recpipe.backend.choices import Choices, checked
 from recpipe.backend.convert import convert, convert_on_gpu, revert, roomy_paths
 from recpipe.backend.sharing import measured_sharing
@@ -28,11 +29,11 @@ from recpipe.common.saved import entries
 from recpipe.data.parts import on_device
 from recpipe.distributed.ranks import Channel
 from recpipe.errors import UserError
-from recpipe.pipeline.cores import Cores
 from recpipe.pipeline.cuda_graph import CudaGraph
 from recpipe.pipeline.parts import find_out
 from recpipe.pipeline.placed import PlacedModel
 from recpipe.pipeline.splitting import EqualParts
+from recpipe.pipeline.step import Cores
 from recpipe.pipeline.step_graph import StepGraph
 from recpipe.plugin.api import StepWrapper
 from recpipe.plugin.calls import Owned
@@ -245,7 +246,7 @@ class Settings:
 
     def __call__(self) -> Hashable:
         """Their values now; None while hooks, which must be called, are registered."""
-        hooked = any_global_hook() or any(map(is_hooked, self._modules))
+        hooked = torch_module._has_any_global_hook() or any(map(is_hooked, self._modules))
         if hooked or any(p._backward_hooks or p._post_accumulate_grad_hooks for p in self._parameters):
             return None
         return tuple(attributes.get(name) for attributes, name in self._places)

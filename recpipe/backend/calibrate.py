@@ -18,7 +18,6 @@ from torchrec.models.dlrm import InteractionArch, SparseArch
 from torchrec.modules.crossnet import LowRankCrossNet
 
 from recpipe import private_api
-from recpipe.backend import choices as names
 from recpipe.backend.chain import CHAINS, Chain, is_plain, steps
 from recpipe.backend.choices import Choices, Notebook
 from recpipe.backend.convert import convert
@@ -114,19 +113,17 @@ def parts(model: nn.Module) -> set[str]:
     inside: set[nn.Module] = set()
     for module in model.modules():
         if is_plain(module, InteractionArch):
-            found |= {names.dot_signature(module.F, dim) for dim in dims}  # type: ignore[arg-type]
+            found |= {f"dot {module.F}x{dim}" for dim in dims}
         elif is_plain(module, LowRankCrossNet):
             rank, width = module.V_kernels[0].shape  # type: ignore[index]
-            found.add(names.cross_signature(width, rank, len(module.V_kernels)))  # type: ignore[arg-type]
+            found.add(f"cross {width}-{rank} x{len(module.V_kernels)}")  # type: ignore[arg-type]
         elif any(is_plain(module, kind) for kind in CHAINS):
             for layers in (step for step in steps(module) if isinstance(step, Chain)):
                 linear = [layer.linear for layer in layers]
                 if not inside.issuperset(linear):
                     inside.update(linear)
                     found.add(layers.signature)
-                    found |= {
-                        names.linear_signature(layer.in_features, layer.out_features) for layer in linear
-                    }
+                    found |= {f"linear {layer.in_features}-{layer.out_features}" for layer in linear}
     return found
 
 

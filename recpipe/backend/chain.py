@@ -9,10 +9,9 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.modules import module as torch_module
 from torchrec.modules.mlp import MLP, Perceptron
 
-from recpipe.backend.choices import FIRST_SHARES, chain_signature, linear_signature
+from recpipe.backend.choices import FIRST_SHARES
 from recpipe.backend.dense import Layer
 
 
@@ -27,7 +26,7 @@ class Chain(list[Layer]):
             parts.append(
                 f"{linear.out_features}{'' if linear.bias is not None else 'x'}{'r' if relu else ''}"
             )
-        return chain_signature("-".join(parts))
+        return f"chain {'-'.join(parts)}"
 
 
 Step = Chain | nn.Module
@@ -67,11 +66,6 @@ def hooks_of(module: nn.Module) -> tuple[dict[int, Any], ...]:
 def is_hooked(module: nn.Module) -> bool:
     """Whether a hook wants to see what goes into or out of ``module``."""
     return any(hooks_of(module))
-
-
-def any_global_hook() -> bool:
-    """Whether a hook of all modules is registered."""
-    return bool(torch_module._has_any_global_hook())  # type: ignore[no-untyped-call]
 
 
 def steps(module: nn.Module) -> list[Step]:
@@ -184,8 +178,8 @@ class Chooser:
         whole chain is faster as torch has it."""
         key = layers.signature, torch.get_num_threads(), samples
         if key not in self._onednn:
-            sizes = [(layer.linear.in_features, layer.linear.out_features) for layer in layers]
-            ways = [self._faster(linear_signature(*size), samples) == "onednn" for size in sizes]
+            sizes = [f"{layer.linear.in_features}-{layer.linear.out_features}" for layer in layers]
+            ways = [self._faster(f"linear {size}", samples) == "onednn" for size in sizes]
             self._onednn[key] = ways if self.pays(layers.signature, samples) else None
         return self._onednn[key]
 
@@ -200,11 +194,7 @@ class Chooser:
     def _faster(self, signature: str, samples: int) -> str | None:
         key = signature, torch.get_num_threads(), samples
         if key not in self._known:
-            self._known[key] = self._nearest(*key)
+            measured = self.choices.get(signature, {}).get(str(key[1]), {})
+            nearest = min(measured, key=lambda size: (abs(log(int(size) / samples)), int(size)), default=None)
+            self._known[key] = None if nearest is None else measured[nearest]
         return self._known[key]
-
-    def _nearest(self, signature: str, threads: int, samples: int) -> str | None:
-        measured = self.choices.get(signature, {}).get(str(threads), {})
-        if not measured:
-            return None
-        return measured[min(measured, key=lambda size: (abs(log(int(size) / samples)), int(size)))]

@@ -25,6 +25,9 @@ from recpipe.errors import UserError
 Choices = dict[str, dict[str, dict[str, str]]]
 """Measured choices: for a kernel's signature, threads and samples, the faster of two ways.
 
+Signatures are ``linear IN-OUT``; ``chain 13-512r-16`` (see ``chain.Chain``); ``dot FxD`` for TorchRec's
+``InteractionArch`` of F features beside the dense vector; ``cross N-RANK xLAYERS`` for its
+``LowRankCrossNet``; and ``model HASH`` (see ``sharing``).
 {"linear 512-256": {"2": {"64": "addmm", "2048": "onednn"}}}: keys are strings, as in JSON.
 """
 FIRST_SHARES = {"cores 1.0": 1.0, "cores 0.9": 0.9, "cores 0.8": 0.8}
@@ -32,26 +35,6 @@ FIRST_SHARES = {"cores 1.0": 1.0, "cores 0.9": 0.9, "cores 0.8": 0.8}
 ANSWERS = ("addmm", "onednn", "plain", "cpu", "openmp", *FIRST_SHARES)
 """For a linear layer, ``addmm`` or ``onednn``; for a part of a model, ``plain`` (unchanged) or ``cpu``; for a
 whole model, ``openmp`` (threads share its operators) or a fraction (cores share its samples)."""
-
-
-def linear_signature(inputs: int, outputs: int) -> str:
-    """The signature of a linear layer."""
-    return f"linear {inputs}-{outputs}"
-
-
-def chain_signature(sizes: str) -> str:
-    """The signature of a chain with these sizes, as ``recpipe.backend.chain.signature`` writes them."""
-    return f"chain {sizes}"
-
-
-def dot_signature(features: int, dim: int) -> str:
-    """The signature of TorchRec's ``InteractionArch`` of so many features beside the dense vector."""
-    return f"dot {features}x{dim}"
-
-
-def cross_signature(width: int, rank: int, layers: int) -> str:
-    """The signature of TorchRec's ``LowRankCrossNet``."""
-    return f"cross {width}-{rank} x{layers}"
 
 
 SCHEMA = 2

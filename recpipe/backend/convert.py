@@ -16,20 +16,19 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.modules import module as torch_module
 from torchrec.models.deepfm import FMInteractionArch
 from torchrec.models.dlrm import DLRM, InteractionArch, SparseArch
 from torchrec.modules.crossnet import LowRankCrossNet
 from torchrec.modules.deepfm import DeepFM, FactorizationMachine
 
 from recpipe import private_api
-from recpipe.backend import choices as names
 from recpipe.backend.chain import (
     CHAINS,
     Chain,
     Chooser,
     Converted,
     KnownSteps,
-    any_global_hook,
     is_converted,
     is_hooked,
     is_plain,
@@ -97,7 +96,7 @@ def precision(device: str = "cpu") -> torch.dtype | None:
 def _runs() -> bool:
     """Whether modules are called normally, and not being traced."""
     return (
-        not any_global_hook()
+        not torch_module._has_any_global_hook()  # type: ignore[no-untyped-call]
         and not torch.compiler.is_compiling()
         and not torch.jit.is_tracing()  # type: ignore[attr-defined, no-untyped-call]
         and not private_api.functorch_is_active()
@@ -159,7 +158,7 @@ def _interaction(module: Any, chooser: Chooser | None, dense_features: Any, spar
         and _fits(dense, 2, dtype, device=device)
         and _fits(sparse, 3, device=device)
         and sparse.shape == (len(dense), module.F, dense.shape[1])
-        and (chooser is None or chooser.pays(names.dot_signature(*sparse.shape[1:]), len(dense)))
+        and (chooser is None or chooser.pays(f"dot {sparse.shape[1]}x{sparse.shape[2]}", len(dense)))
     ):
         return interact(dense, sparse, is_padded(sparse))
     return type(module).forward(module, dense, sparse)
@@ -173,9 +172,7 @@ def _cross_net(module: Any, chooser: Chooser, input: Any) -> Any:
         and precision() is torch.float32
         and _fits(input)
         and all(_fits(p, p.ndim) for p in parameters)
-        and chooser.pays(
-            names.cross_signature(input.shape[1], module._low_rank, module._num_layers), len(input)
-        )
+        and chooser.pays(f"cross {input.shape[1]}-{module._low_rank} x{module._num_layers}", len(input))
     ):
         return cross(input, module)
     return type(module).forward(module, input)

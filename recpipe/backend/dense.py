@@ -205,23 +205,18 @@ class _Interaction(torch.autograd.Function):
 
 def _interacted(bottom: torch.Tensor, pooled: torch.Tensor, room: bool) -> tuple[torch.Tensor, torch.Tensor]:
     """What ``interact`` returns, and the features float32 [B, 1 + F, D] that it was made of."""
-    features = _joined(bottom, pooled, room)
+    batch, dim = bottom.shape
+    if room:  # the rows' own memory takes the dense vector
+        wide = widened(pooled.view(batch, -1), dim) if pooled.ndim == 3 else pooled
+        assert wide is not None, "rows that are marked lie so"
+        features = wide.view(batch, -1, dim)
+        features[:, 0] = bottom
+    else:
+        features = torch.cat((bottom.float(), pooled.reshape(batch, -1)), dim=1).view(batch, -1, dim)
     low = features.to(bottom.dtype)
     products = torch.bmm(low, low.transpose(1, 2)).flatten(1)
     triangle = _triangle(features.shape[1], features.device)
     return torch.cat((bottom, _columns(products, triangle)), dim=1), features
-
-
-def _joined(bottom: torch.Tensor, pooled: torch.Tensor, room: bool) -> torch.Tensor:
-    """The dense vector and the pooled rows, float32 [B, 1 + F, D]; in ``pooled``'s memory if it has room."""
-    batch, dim = bottom.shape
-    if not room:
-        return torch.cat((bottom.float(), pooled.reshape(batch, -1)), dim=1).view(batch, -1, dim)
-    wide = widened(pooled.view(batch, -1), dim) if pooled.ndim == 3 else pooled
-    assert wide is not None, "rows that are marked lie so"
-    features = wide.view(batch, -1, dim)
-    features[:, 0] = bottom
-    return features
 
 
 def _columns(values: torch.Tensor, columns: torch.Tensor) -> torch.Tensor:

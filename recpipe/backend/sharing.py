@@ -23,10 +23,9 @@ from recpipe.common.timing import median_seconds
 from recpipe.data.parts import batch_size
 from recpipe.data.select import between
 from recpipe.pipeline.batch import InFlight
-from recpipe.pipeline.cores import Cores
 from recpipe.pipeline.parts import same_random_numbers
 from recpipe.pipeline.placed import PlacedModel
-from recpipe.pipeline.step import StepTimes, accumulate
+from recpipe.pipeline.step import Cores, StepTimes, accumulate
 from recpipe.tables.inputs import GroupIds, count_ids
 from recpipe.tables.resident import ResidentCollection, with_few_rows, within
 
@@ -127,8 +126,9 @@ class _Trial:
         for parameter in dense:
             parameter.grad = None
         pairs = zip(self.tables, ids, strict=True)
-        rows = [None if own is None else tables.input_dist(own) for tables, own in pairs]
-        accumulate(model, InFlight(batch, rows), StepTimes(), cores)
+        taken = InFlight(batch)
+        taken.take_in([None if own is None else tables.input_dist(own) for tables, own in pairs])
+        accumulate(model, taken, StepTimes(), cores)
 
     def _ids(self, batch: Any) -> GroupIds:
         """Ids within the rows of the temporary tables."""

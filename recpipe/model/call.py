@@ -49,7 +49,9 @@ class Called:
         """Key, attribute or position of the prediction in the output; None: recpipe finds it."""
         self.low_precision = low_precision
         """Whether matrix products are computed in bfloat16."""
-        self._parameters = _named_parameters(module)
+        parameters = _named_parameters(module)
+        self._parameters = [*parameters]
+        self._required = [name for name, p in parameters.items() if p.default is p.empty]
 
     @classmethod
     def of(cls, module: nn.Module, config: UserModel) -> Called:
@@ -97,7 +99,11 @@ class Called:
     def output(self, batch: Any) -> tuple[torch.Tensor | None, Any]:
         """What the module returns: its own loss, if it gives one, and its output. No labels are needed."""
         arguments = self._arguments(batch)
-        with self._precision():
+        precision: AbstractContextManager[None] = nullcontext()
+        if self.low_precision or any(map(torch.is_autocast_enabled, ("cpu", "cuda"))):
+            device = next((p.device.type for p in self.module.parameters() if not p.is_meta), "cpu")
+            precision = torch.autocast(device, torch.bfloat16, enabled=self.low_precision)
+        with precision:
             returned = self.module(batch) if arguments is None else self.module(**arguments)
         if isinstance(returned, list | tuple) and len(returned) == 2 and _is_scalar(returned[0]):
             return returned[0], returned[1]
@@ -143,27 +149,20 @@ class Called:
             name = f"{name}.{self.key or next(iter(self.loss))}"
         return vector(self._labels(batch, name)).float()
 
-    def _precision(self) -> AbstractContextManager[None]:
-        if not self.low_precision and not any(map(torch.is_autocast_enabled, ("cpu", "cuda"))):
-            return nullcontext()
-        device = next((p.device.type for p in self.module.parameters() if not p.is_meta), "cpu")
-        return torch.autocast(device, torch.bfloat16, enabled=self.low_precision)
-
     def _arguments(self, batch: Any) -> dict[str, Any] | None:
         """Parts of the batch by the names of ``forward``'s parameters; None: ``forward`` takes the batch
         itself."""
-        required = [name for name, p in self._parameters.items() if p.default is p.empty]
-        absent = [name for name in required if not _has(batch, name)]
-        if len(required) <= 1 and len(absent) == len(required):
-            first = next(iter(self._parameters), None)
-            if required or first is None or not _has(batch, first):
-                return None
+        found = {name: _part(batch, name) for name in self._parameters}
+        absent = [name for name in self._required if found[name] is _ABSENT]
+        takes_batch = absent or not found or found[self._parameters[0]] is _ABSENT
+        if takes_batch and len(self._required) <= 1 and len(absent) == len(self._required):
+            return None
         if absent:
             raise UserError(
                 f"{type(self.module).__name__}.forward takes '{absent[0]}', which the batch "
                 f"({type(batch).__name__}) does not have; {nearest_or_all(absent[0], _names(batch))}"
             )
-        return {name: _part(batch, name) for name in self._parameters if _has(batch, name)}
+        return {name: part for name, part in found.items() if part is not _ABSENT}
 
     def _loss(self, output: Any, batch: Any) -> torch.Tensor:
         """The loss of the output, or the sum of the losses of all labels."""
@@ -187,12 +186,13 @@ class Called:
     def _labels(self, batch: Any, path: str) -> torch.Tensor:
         found, at = batch, "the batch"
         for name in path.split("."):
-            if not _has(found, name):
+            part = _part(found, name)
+            if part is _ABSENT:
                 raise UserError(
                     f"model.labels={path}: {at} ({type(found).__name__}) has no '{name}'; "
                     f"{nearest_or_all(name, _names(found))}"
                 )
-            found, at = _part(found, name), f"{at}'s {name}"
+            found, at = part, f"{at}'s {name}"
         if not isinstance(found, torch.Tensor):
             raise UserError(f"model.labels={path}: {at} is a {type(found).__name__}, not a tensor")
         return found
@@ -246,28 +246,30 @@ def _named_parameters(module: nn.Module) -> dict[str, Parameter]:
         module = inner
 
 
-def _has(value: Any, name: str) -> bool:
-    if isinstance(value, Mapping):
-        return name in value
-    return hasattr(value, name) and not callable(getattr(value, name))
+_ABSENT = object()
 
 
 def _part(value: Any, name: str) -> Any:
-    return value[name] if isinstance(value, Mapping) else getattr(value, name)
+    """The entry or attribute of that name; ``_ABSENT`` if there is none, or a method."""
+    if isinstance(value, Mapping):
+        return value.get(name, _ABSENT)
+    found = getattr(value, name, _ABSENT)
+    return _ABSENT if callable(found) else found
 
 
 def _names(value: Any) -> list[str]:
     """The names of the parts of ``value``."""
     if isinstance(value, Mapping):
         return [*map(str, value)]
-    return [name for name in dir(value) if not name.startswith("_") and _has(value, name)]
+    return [n for n in dir(value) if not n.startswith("_") and _part(value, n) is not _ABSENT]
 
 
 def _keyed(output: Any, key: str) -> Any:
     if isinstance(output, list | tuple) and key.isdecimal() and int(key) < len(output):
         return output[int(key)]
-    if _has(output, key):
-        return _part(output, key)
+    found = _part(output, key)
+    if found is not _ABSENT:
+        return found
     names = [*map(str, range(len(output)))] if isinstance(output, list | tuple) else _names(output)
     raise UserError(
         f"model.prediction={shown(key)}: the model's output has no such part; {nearest_or_all(key, names)}"

@@ -39,9 +39,6 @@ class InFlight:
     batch: Any
     """The samples; once it is staged, those that this rank trains, on the device and in the order of their
     micro-batches."""
-    groups: Sequence[GroupRows | None] | None = None
-    """Its rows in each group of tables; None for a group whose ids the model makes. None altogether before it
-    is taken in and after its update."""
     bounds: tuple[int, ...] = ()
     """Where its micro-batches end; empty if nothing in the run cuts batches."""
     cold_from: int = 0
@@ -71,8 +68,11 @@ class InFlight:
     copied: torch.cuda.Event | None = None
     """The end of its copy to a GPU, on the loader's stream; None: there is nothing to wait for."""
 
+    groups: Sequence[GroupRows | None] | None = field(default=None, init=False)
+    """Its rows in each group of tables; None for a group whose ids the model makes. None altogether before it
+    is taken in and after its update."""
     rows: list[GroupRows] = field(default_factory=list, init=False)
-    """Its rows in each group whose ids it has; empty before it is taken in and after its update."""
+    """Those of the groups whose ids it has."""
     moving: list[GroupRows] = field(default_factory=list, init=False)
     """Its rows in tables whose rows move between tiers."""
     fronts: Mapping[Front, list[GroupRows]] = field(default_factory=dict, init=False)
@@ -86,9 +86,8 @@ class InFlight:
         self.size = self.size or batch_size(self.batch)
         self.total = self.total or self.size
         self.consumed = self.consumed or self.total
-        self._looked_up: Future[None] = Future()
-        if self.groups is not None:
-            self.take_in(self.groups)
+        self.looked_up: Future[None] = Future()
+        """Done once its rows may be handed out, also to parts in other threads."""
 
     def take_in(self, groups: Sequence[GroupRows | None]) -> None:
         """Have these rows, which each group of tables has made of its ids."""
@@ -104,8 +103,6 @@ class InFlight:
             # Jagged parts keep all their tensors, also offsets that were computed on the way.
             arrived(copied, [part for part in leaves((self.batch, self.ids)) if on_gpu(part)])
 
-    # -- its rows' tiers ---------------------------------------------------------------------
-
     def needs_cold(self) -> NDArray[np.bool_]:
         """For each sample, in the batch's own order, whether it looks up a row that is not resident yet, bool
         [B]. A GPU is waited for."""
@@ -113,8 +110,6 @@ class InFlight:
         for rows in self.moving:
             needs |= rows.needs_cold
         return needs
-
-    # -- lookup ------------------------------------------------------------------------------
 
     def look_up(
         self, wait: bool, shared: bool = False, workers: TableWorkers | None = None, by_graph: bool = False
@@ -139,11 +134,12 @@ class InFlight:
                     workers.finish()
                 self.cold_is_here = wait
                 if shared:
-                    self.share()
+                    for rows in self.rows:
+                        rows.share()
         except BaseException as fault:
-            self._looked_up.set_exception(fault)
+            self.looked_up.set_exception(fault)
             raise
-        self._looked_up.set_result(None)
+        self.looked_up.set_result(None)
 
     def look_up_left(self) -> None:
         """Look up what has been left to a graph, since none has trained the batch."""
@@ -162,21 +158,6 @@ class InFlight:
                 rows.look_up(False, True)
             self.cold_is_here = True
 
-    def share(self) -> None:
-        """Prepare for parts trained in several threads; called once rows are looked up."""
-        for rows in self.rows:
-            rows.share()
-
-    def leaves(self, front: Front, low: int, high: int) -> list[torch.Tensor]:
-        """The rows of each group of ``front`` for samples [low, high). If another thread is looking them up,
-        waits for it."""
-        self._looked_up.result()
-        if self.attached:
-            return [rows.attached() for rows in self.fronts[front]]
-        return [rows.leaf(low, high) for rows in self.fronts[front]]
-
-    # -- update ------------------------------------------------------------------------------
-
     def backward(self, scale: Scale = 1.0, workers: TableWorkers | None = None) -> None:
         """Update the tables by the leaves' gradients times ``scale``. With ``workers``, begin the update
         there."""
@@ -189,9 +170,8 @@ class InFlight:
 
     def release(self) -> None:
         """Let go of its rows and of their gradients. It may then be taken in once more."""
-        self.take_in(())
-        self.groups, self.fronts, self.cold_is_here = None, {}, False
-        self._looked_up = Future()
+        self.groups, self.rows, self.moving, self.fronts = None, [], [], {}
+        self.cold_is_here, self.looked_up = False, Future()
 
 
 class Handed:
@@ -201,17 +181,20 @@ class Handed:
         self.batch, self.front, self.ids = batch, front, ids
         self.low, self.high = low, high
         self.leaves: list[torch.Tensor] | None = None
+        """The rows of each group; None: the model has not asked for them yet."""
 
     def holds(self, sparse: KeyedJaggedTensor) -> bool:
         """Whether ``sparse`` has the ids of these samples."""
         return same_ids(sparse, self.ids, self.front)
 
-    def each(self) -> list[tuple[GroupRows, torch.Tensor]]:
-        """The groups' rows with the leaves that were handed out; empty before that."""
-        return list(zip(self.batch.fronts[self.front], self.leaves or (), strict=False))
-
     def rows(self) -> list[torch.Tensor]:
-        """The leaves; every call returns the same ones, so that their gradients add up."""
+        """The leaves; every call returns the same ones, so that their gradients add up. If another thread is
+        looking the rows up, waits for it."""
         if self.leaves is None:
-            self.leaves = self.batch.leaves(self.front, self.low, self.high)
+            batch = self.batch
+            batch.looked_up.result()
+            groups = batch.fronts[self.front]
+            self.leaves = [
+                rows.attached() if batch.attached else rows.leaf(self.low, self.high) for rows in groups
+            ]
         return self.leaves

@@ -8,7 +8,7 @@ reads batch b + 2 and waits for that. No batch is dropped at the epoch's end.
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import cache, partial
 from threading import Event
@@ -28,10 +28,8 @@ from recpipe.data.select import between, select
 from recpipe.distributed.ranks import Ranks
 from recpipe.errors import DataError
 from recpipe.pipeline.batch import InFlight
-from recpipe.pipeline.sample_filter import SampleFilter
-from recpipe.pipeline.share import cut
-from recpipe.pipeline.source import BatchSource
-from recpipe.pipeline.splitting import Splitting
+from recpipe.pipeline.source import BatchSource, SampleFilter
+from recpipe.pipeline.splitting import Splitting, share_of
 from recpipe.plugin.batch import Batch, BatchShare
 from recpipe.plugin.splitter import Split
 from recpipe.tables.group_rows import GroupTables
@@ -105,13 +103,6 @@ class TrainLoader:
         if epoch is not None:
             epoch.close()
 
-    @property
-    def _part(self) -> tuple[int, int] | None:
-        """This rank's part of every batch, if nothing in the run needs whole batches."""
-        skips = self.sample_filter is not None and self.sample_filter.looks_at_batches
-        unseen = not skips and self.splitting is None and not self._tiers
-        return self.ranks.part if unseen and self.source.gives_parts else None
-
     def __iter__(self) -> Iterator[InFlight]:
         epoch = self._batches()
         self._epoch = ref(epoch)
@@ -125,7 +116,11 @@ class TrainLoader:
         if self.splitting is not None:
             self.splitting.begin_epoch(self.handed_out)
         try:
-            with self.source.epoch(first, self._part) as batches, self._reads(batches) as reads:
+            # A rank reads its part of every batch alone if nothing in the run needs whole ones.
+            skips = self.sample_filter is not None and self.sample_filter.looks_at_batches
+            unseen = not skips and self.splitting is None and not self._tiers
+            part = self.ranks.part if unseen and self.source.gives_parts else None
+            with self.source.epoch(first, part) as batches, self._reads(batches) as reads:
                 with threads_for(self.device, 1, "recpipe-loader") as worker:
                     ready = (self._linked if self.sends_ahead else self._planned)(worker, reads)
                     for batch in ready if self.splitting is None else self._timed(ready, self.splitting):
@@ -161,11 +156,17 @@ class TrainLoader:
         Python slow each other down. If training had to wait for more than one batch in ``SLOW``, it is read
         already during the backward pass.
         """
-        upcoming, yielded, waits = cache(partial(worker.submit, self._stage, reads)), 0, 0
-        batch = _waited(upcoming())
-        while batch is not None:
+        stage = partial(worker.submit, self._stage, reads)
+        upcoming, yielded, waits = cache(stage), 0, 0
+        while True:
+            asked = perf_counter()
+            with phase("input"):
+                batch = upcoming().result()
+            if batch is None:
+                return
+            waits += bool(yielded) and perf_counter() - asked > WAITED
             moved = Event()
-            upcoming = cache(partial(worker.submit, self._stage, reads, moved))
+            upcoming = cache(partial(stage, moved))
             if self._tiers:
                 for rows in batch.moving:
                     rows.tables.begin(rows)
@@ -178,9 +179,7 @@ class TrainLoader:
             else:
                 batch.read_next, batch.next_is_slow = upcoming, waits * SLOW > yielded
             yield batch
-            asked = perf_counter()
-            batch = _waited(upcoming())
-            yielded, waits = yielded + 1, waits + (perf_counter() - asked > WAITED)
+            yielded += 1
 
     def _linked(self, worker: ThreadPoolExecutor, reads: Iterator[InFlight]) -> Iterator[InFlight]:
         """Yield each batch with the next one; the one after that is read while this batch trains.
@@ -190,7 +189,8 @@ class TrainLoader:
         batch = self._stage(reads)
         pending = worker.submit(self._stage, reads)
         while batch is not None:
-            batch.upcoming = _waited(pending)
+            with phase("input"):
+                batch.upcoming = pending.result()
             pending = worker.submit(self._stage, reads)
             yield batch
             batch = batch.upcoming
@@ -201,25 +201,27 @@ class TrainLoader:
         if batch is None:
             return None
         # What a source has made on the GPU itself must be done before it is used here.
-        with self._aside.stream(after=any(map(on_gpu, leaves(batch)))):
+        made_there = self.device.type == "cuda" and any(map(on_gpu, leaves(batch)))
+        with self._aside.stream(after=made_there):
             if isinstance(batch, BatchShare):
                 return InFlight(batch, total=batch.total, alone=False, ids=self.inputs.each(batch))
-            return self._whole(batch)
-
-    def _whole(self, batch: Any) -> InFlight:
-        """A whole batch, without the samples that plugins leave out."""
-        consumed = batch_size(batch)
-        batch = self.source.transform(batch)
-        size, skipped = batch_size(batch) if self.source.feed.batch else consumed, 0
-        if not size:
-            raise DataError("a plugin's batch transform returned a batch without samples; it must leave one")
-        if self.sample_filter is not None:
-            batch, skipped = self.sample_filter.kept(batch, size)
-            size -= skipped
-        ids = self.inputs.each(batch)
-        pairs = zip(self.tables, ids, strict=True)
-        found = [None if own is None else tables.find(own) for tables, own in pairs]
-        return InFlight(batch, consumed=consumed, skipped=skipped, ids=ids, found=found, size=size)
+            size = consumed = batch_size(batch)
+            if self.source.feed.batch:
+                batch = self.source.transform(batch)
+                size = batch_size(batch)
+            if not size:
+                raise DataError(
+                    "a plugin's batch transform returned a batch without samples; it must leave one"
+                )
+            skipped = 0
+            if self.sample_filter is not None:
+                batch, skipped = self.sample_filter.kept(batch, size)
+            ids = self.inputs.each(batch)
+            pairs = zip(self.tables, ids, strict=True)
+            found = [None if own is None else tables.find(own) for tables, own in pairs]
+            return InFlight(
+                batch, consumed=consumed, skipped=skipped, ids=ids, found=found, size=size - skipped
+            )
 
     def _stage(self, reads: Iterator[InFlight], moved: Event | None = None) -> InFlight | None:
         """The next batch, ready to train; None at the epoch's end. Runs in the worker thread, and on a GPU on
@@ -235,10 +237,19 @@ class TrainLoader:
             batch.found = None
             if self.accesses is not None:
                 self.accesses.add(ids)
-            if batch.alone:
-                self._arrange(batch)
+            # Moved to the device here because the training thread has more to do. Where rows are looked up by
+            # slots, ids stay in host memory unless the model itself reads them.
+            whole = batch.batch
+            mine = looked_up = self._arrange(batch) if batch.alone else whole
+            if self._asked is None:
+                batch.batch = looked_up = on_device(mine, self.device)
             else:
-                self._move(batch, batch.batch)
+                batch.batch = on_device(keeping_ids(mine, self._asked), self.device)
+            if looked_up is not whole:
+                batch.ids = self.inputs.each(looked_up)
+                for group, own in zip(batch.groups or (), batch.ids, strict=True):
+                    if group is not None and own is not None:
+                        group.ids = own
             fetching = [rows for rows in batch.moving if rows.tables.prefetches]
             if fetching and moved is not None:
                 moved.wait()
@@ -247,53 +258,31 @@ class TrainLoader:
             batch.copied = self._aside.mark()
         return batch
 
-    def _arrange(self, batch: InFlight) -> None:
+    def _arrange(self, batch: InFlight) -> Any:
         """Cut a whole batch into micro-batches, if there is a splitter, and into this rank's share of them;
-        move that to the device."""
+        returns its samples, in the order of training."""
         alone, splitting, size = len(self.ranks.trainers) == 1, self.splitting, batch.size
         if splitting is None and alone:
-            self._move(batch, batch.batch)
-            return
+            return batch.batch
         needs_cold, split = np.zeros(size, bool), None
-        if not (alone and batch.moving and splitting is not None and self._passes_by(splitting)):
+        # A look at the samples waits for a GPU: it is left out where the batch is trained whole anyway.
+        passes_by = alone and splitting is not None and self.device.type != "cpu" and not splitting.looks()
+        if splitting is not None and passes_by and batch.moving:
+            splitting.pass_by()
+        else:
             needs_cold = batch.needs_cold()
             split = None if splitting is None else splitting.cut(batch.batch, needs_cold)
         if split is None and alone:  # there is nothing to put in order
             any_cold = any(rows.plan is not None and len(rows.plan.slab) for rows in batch.rows)
             batch.bounds, batch.cold_from = (size,), 0 if any_cold else 1
-            self._move(batch, batch.batch)
-            return
+            return batch.batch
         split = split or Split(np.arange(size), (size,))
-        mine = cut(split.order, split.bounds, needs_cold, self.ranks)
+        samples, bounds, batch.cold_from = share_of(split, needs_cold, self.ranks)
         for rows in batch.moving:
-            rows.arrange(mine.samples, mine.cold_first)
-        batch.bounds = () if splitting is None else mine.bounds
-        batch.cold_from, batch.size, batch.alone = mine.cold_from, len(mine.samples), alone
-        self._move(batch, select(batch.batch, mine.samples))
-
-    def _move(self, batch: InFlight, mine: Any) -> None:
-        """Move ``mine``, this rank's samples of ``batch``, to the device; its rows get these samples' ids.
-        This is done here because the training thread has more to do.
-
-        Where rows are looked up by slots, ids stay in host memory unless the model itself reads them.
-        """
-        whole = batch.batch
-        if self._asked is None:
-            batch.batch = looked_up = on_device(mine, self.device)
-        else:
-            batch.batch, looked_up = on_device(keeping_ids(mine, self._asked), self.device), mine
-        if looked_up is not whole:
-            batch.ids = self.inputs.each(looked_up)
-            for rows, ids in zip(batch.groups or (), batch.ids, strict=True):
-                if rows is not None and ids is not None:
-                    rows.ids = ids
-
-    def _passes_by(self, splitting: Splitting) -> bool:
-        """Whether the next batch is trained whole without a look at its samples, which waits for a GPU."""
-        if self.device.type == "cpu" or splitting.looks():
-            return False
-        splitting.pass_by()
-        return True
+            rows.arrange(samples, (0, *bounds)[batch.cold_from])
+        batch.bounds = () if splitting is None else bounds
+        batch.size, batch.alone = len(samples), alone
+        return select(batch.batch, samples)
 
     def _timed(self, ready: Iterator[InFlight], splitting: Splitting) -> Iterator[InFlight]:
         """``ready``, telling ``splitting`` how long each batch took until the next one. A GPU is waited for
@@ -313,11 +302,6 @@ def _ahead(worker: ThreadPoolExecutor, items: Iterator[InFlight]) -> Iterator[In
     while (item := pending.result()) is not None:
         pending = worker.submit(next, items, None)
         yield item
-
-
-def _waited(pending: Future[InFlight | None]) -> InFlight | None:
-    with phase("input"):
-        return pending.result()
 
 
 class EvalLoader:

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 from numpy.typing import NDArray
 
 from recpipe.common.machine import Load
 from recpipe.common.timing import milliseconds
-from recpipe.distributed.ranks import Channel
-from recpipe.pipeline.share import in_steps
+from recpipe.distributed.ranks import Channel, Ranks
 from recpipe.pipeline.trial import LEAST, WORTH, Trial
 from recpipe.plugin.batch import Batch
 from recpipe.plugin.calls import Owned, blaming
@@ -196,3 +196,26 @@ class Splitting:
                 f"{waits:.1%} of the time"
             )
         return f"splitting off: training waited {waits:.1%} of its time, but in few of its batches"
+
+
+def share_of(
+    split: Split, needs_cold: NDArray[np.bool_], ranks: Ranks
+) -> tuple[NDArray[np.int64], tuple[int, ...], int]:
+    """This rank's share of every micro-batch of ``split``, so that all trainers go through them together.
+
+    Returns positions in the batch (int64 [n], may be empty), where the micro-batches end in these (some may
+    be empty), and the number of the first micro-batch in which a sample of any trainer needs cold rows.
+    ``needs_cold`` [B] is in the batch's own order.
+    """
+    parts = [slice(low, high) for low, high in pairwise((0, *split.bounds))]
+    own = [ranks.shares(part.start, part.stop)[ranks.trainer] for part in parts]
+    cold = [bool(needs_cold[split.order[part]].any()) for part in parts]
+    samples = np.concatenate([split.order[part] for part in own])
+    ends = np.cumsum([part.stop - part.start for part in own]).tolist()
+    return samples, tuple(ends), cold.index(True) if any(cold) else len(cold)
+
+
+def in_steps(bounds: tuple[int, ...], step: int) -> tuple[int, ...]:
+    """``bounds`` of micro-batches, all but the last rounded down to multiples of ``step``; none is empty."""
+    inner = {bound // step * step for bound in bounds[:-1]} - {0, bounds[-1]}
+    return (*sorted(inner), bounds[-1])

@@ -1,47 +1,84 @@
-"""One training step up to the dense optimizer's update, with any tiers, micro-batches and cores."""
+"""One training step up to the dense optimizer's update, with any tiers, micro-batches and cores.
+
+Cores that share a batch each take their own samples through the whole dense part. With OpenMP, cores share
+every operator: they meet at the end of each, fetch what the others have just computed from their caches, and
+wait while one looks up rows, updates tables or runs Python. Here they meet only twice::
+
+    this core     look up | forward, and all the way back | update the tables
+    other cores   forward ........ | and all the way back ..................
+
+when the rows are looked up, and when the gradients of all rows are computed. Sums over the batch are made in
+another order, which is always the same for a given number of cores.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from concurrent.futures import Future
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
 from functools import partial
+from itertools import pairwise
 
 import torch
+from torch import nn
 
-from recpipe.common.device import in_this_thread
-from recpipe.common.timing import Mark, Spans, mark, phase, watched
+from recpipe.common.device import in_this_thread, keep_to_one_core, one_thread
+from recpipe.common.timing import Spans, mark, phase, watched
+from recpipe.distributed.ranks import Channel
 from recpipe.errors import UserError
 from recpipe.pipeline.batch import Handed, InFlight, nothing
-from recpipe.pipeline.cores import Cores
 from recpipe.pipeline.placed import PlacedModel
 from recpipe.pipeline.step_graph import StepGraph
 from recpipe.tables.front import Front
 from recpipe.tables.group_rows import GroupRows
 from recpipe.tables.workers import TableWorkers
 
+FirstShare = Callable[[int], float | None]
+"""For a number of samples, the first core's fraction of an equal share; None: cores do not share the
+batch."""
+ROWS = 16
+"""Shares are multiples of this, the number of rows that oneDNN's kernels process at a time."""
 
+
+@dataclass
 class StepTimes:
-    """Seconds in micro-batches before and after the wait for cold rows. On a GPU it is the time of its
-    kernels, and reading it waits for them."""
+    """The time in micro-batches before and after the wait for cold rows. On a GPU it is that of its kernels,
+    and reading it waits for them."""
 
-    def __init__(self, device: torch.device | None = None) -> None:
-        self.device = device or torch.device("cpu")
-        self.before, self.after = Spans(), Spans()
+    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+    before_cold: Spans = field(default_factory=Spans)
+    after_cold: Spans = field(default_factory=Spans)
 
-    @property
-    def before_cold(self) -> float:
-        """Seconds before the wait."""
-        return self.before.total()
 
-    @property
-    def after_cold(self) -> float:
-        """Seconds after it."""
-        return self.after.total()
+class Cores:
+    """``count`` cores, of which one is the calling thread's."""
 
-    def now(self) -> Mark:
-        """The point that training has reached."""
-        return mark(self.device)
+    def __init__(self, count: int, first_share: FirstShare) -> None:
+        self.count, self._first_share = count, first_share
+        self.others = ThreadPoolExecutor(count - 1, "recpipe-samples", keep_to_one_core)
+        """A thread for each of the other cores."""
+        self._shares: dict[int, list[int]] = {}
+
+    def close(self) -> None:
+        """End the other cores' threads."""
+        self.others.shutdown()
+
+    def shares(self, samples: int) -> list[int]:
+        """The ends of the cores' shares of ``samples``; one share if sharing is not faster.
+
+        The first share is the calling thread's, which alone works on the tables.
+        """
+        known = self._shares.get(samples)
+        if known is not None:
+            return known
+        first, ends = self._first_share(samples), list[int]()
+        if first is not None:
+            own = int(samples * first / self.count) // ROWS * ROWS
+            each = -(-(samples - own) // (self.count - 1) // ROWS) * ROWS
+            ends = [own + each * number for number in range(self.count - 1)]
+        self._shares[samples] = found = [*(end for end in ends if 0 < end < samples), samples]
+        return found
 
 
 def accumulate(
@@ -88,45 +125,44 @@ class _Step:
         batch.attached = whole and times.device.type == "cuda" and not watched()
         self.graph = graph if whole and batch.size and not watched() else None
         self._late_calls = model.late_calls
-        self._shared: list[tuple[list[_CorePart], list[Future[None]]]] = []
-        """The cores' parts, and the results of the other cores' parts."""
+        self._parts: list[_CorePart] = []
+        """The cores' parts of all micro-batches, in the order of the samples."""
 
     def run(self) -> torch.Tensor:
-        batch = self.batch
+        model, batch, times = self.model, self.batch, self.times
         timed = bool(batch.bounds)  # whether there are micro-batches
-        started = self.times.now() if timed else 0.0
+        started = mark(times.device) if timed else 0.0
         low, losses = 0, []
         for number, high in enumerate(batch.bounds or (batch.size,)):
-            waits = self.looked_up and not batch.cold_is_here and number >= batch.cold_from
-            if waits and batch.moving:
-                self.times.before.add(started, self.times.now())
+            if self.looked_up and batch.moving and not batch.cold_is_here and number >= batch.cold_from:
+                times.before_cold.add(started, mark(times.device))
                 batch.wait_for_cold()
-                started = self.times.now()
-            losses.append(self._micro_batch(low, high))
+                started = mark(times.device)
+            shares = () if self.cores is None else self.cores.shares(high - low)
+            losses.append(self._on_cores(low, shares) if len(shares) > 1 else self._micro_batch(low, high))
             low = high
         loss = losses[0] if len(losses) == 1 else torch.stack(losses).sum()
         # Not checked on a GPU, which would have to wait, or with several ranks, which must all do the same.
         trained = loss.device.type != "cpu" or not batch.alone or math.isfinite(loss.item())
-        reduced = self._reduce_dense()
+        reduced: Future[None] | None = None
+        if self.cores is not None and self._parts:
+            reduced = self.cores.others.submit(self._reduce_dense)
         # The tables' update leaves cores free for the reader; operators that use all cores would wait for it.
         batch.read_next()
         batch.read_next = nothing  # it references all later batches
         if trained:
-            self._update_tables()
+            late = model.late_calls != self._late_calls
+            batch.backward(workers=None if late else self.workers)
+            if late:
+                model.update_late(batch)
         if reduced is not None:
             with phase("dense backward"):
                 reduced.result()
-            self._shared.clear()  # its parts reference this step
+            self._parts.clear()  # they reference this step
         if timed:
-            spans = self.times.after if batch.cold_is_here else self.times.before
-            spans.add(started, self.times.now())
+            spans = times.after_cold if batch.cold_is_here else times.before_cold
+            spans.add(started, mark(times.device))
         return loss
-
-    def _update_tables(self) -> None:
-        late = self.model.late_calls != self._late_calls
-        self.batch.backward(workers=None if late else self.workers)
-        if late:
-            self.model.update_late(self.batch)
 
     # -- rows --------------------------------------------------------------------------------
 
@@ -158,50 +194,47 @@ class _Step:
 
     def _micro_batch(self, low: int, high: int) -> torch.Tensor:
         """Train samples [low, high); returns their contribution to the batch's mean loss, detached."""
-        if self.cores is not None:
-            shares = self.cores.shares(high - low)
-            if len(shares) > 1:
-                return self._on_cores(self.cores, low, [low + end for end in shares])
+        batch = self.batch
         if not self.looked_up:
             self._look_up()
         if low == high:
+            # The tables are updated all the same, since other ranks wait for the messages. Its loss is where
+            # theirs are: tensors on a CPU and on a GPU are sent by different backends.
             self._overlap_next_batch()
-            return self._nothing_trained()
+            there = [*(rows.warm for rows in batch.rows), *self.dense]
+            return torch.zeros((), device=there[0].device if there else None)
         if self.graph is not None:
-            loss = self.graph.train(self.batch)
-            if loss is not None:
+            trained = self.graph.train(batch)
+            if trained is not None:
                 self._overlap_next_batch()
-                return loss
-            self.batch.look_up_left()
-        loss, _ = self._forward(low, high)
+                return trained
+            batch.look_up_left()
+        loss, _ = self.forward(low, high)
         self._overlap_next_batch()
         with phase("dense backward"), in_this_thread():
             torch.autograd.backward(loss)
         return loss.detach()
 
-    def _nothing_trained(self) -> torch.Tensor:
-        """A step without samples. It still updates the tables, since other ranks wait for the messages."""
-        # That of its rows, as the other ranks' loss: tensors on a CPU and on a GPU go by different backends.
-        there = [*(rows.warm for rows in self.batch.rows), *self.dense]
-        return torch.zeros((), device=there[0].device if there else None)
-
-    def _forward(self, low: int, high: int) -> tuple[torch.Tensor, Mapping[Front, Handed]]:
+    def forward(self, low: int, high: int) -> tuple[torch.Tensor, Mapping[Front, Handed]]:
         """The contribution of samples [low, high) to the batch's mean loss, and what they were handed."""
         handed, samples = self.model.part(self.batch, low, high)
         return self.model.train_part(handed, samples, (high - low) / self.batch.total), handed
 
-    def _on_cores(self, cores: Cores, low: int, bounds: list[int]) -> torch.Tensor:
-        """Train the cores' shares, which end at ``bounds``; the first one in this thread.
+    def _on_cores(self, low: int, shares: Sequence[int]) -> torch.Tensor:
+        """Train the samples from ``low`` on in the cores' ``shares``; the first one in this thread.
 
         On return the gradients of all rows are complete; those of the dense parameters are after
         ``_reduce_dense``.
         """
-        starts = [low, *bounds[:-1]]
-        parts = [_CorePart(self, *part) for part in zip(starts, bounds, strict=True)]
-        with cores.shared():
+        assert self.cores is not None, "they share the samples"
+        parts = [_CorePart(self, low + start, low + end) for start, end in pairwise((0, *shares))]
+        self._parts += parts
+        with one_thread():
             if self.looked_up:
-                self.batch.share()
-            self._shared.append((parts, [cores.submit(part.train) for part in parts[1:]]))
+                for rows in self.batch.rows:
+                    rows.share()
+            for part in parts[1:]:
+                part.end = self.cores.others.submit(part.train)
             if not self.looked_up:
                 self._look_up(shared=True)
             self._overlap_next_batch()
@@ -215,25 +248,16 @@ class _Step:
             )
         return loss
 
-    def _reduce_dense(self) -> Future[None] | None:
-        """Let another core add up the dense gradients, always in the order of the samples."""
-        if self.cores is None or not self._shared:
-            return None
-
-        def add_up() -> None:
-            for parts, ends in self._shared:
-                for end in ends:
-                    end.result()
-                for part in parts:
-                    self._add(part.gradients)
-
-        return self.cores.submit(add_up)
-
-    def _add(self, gradients: list[torch.Tensor | None]) -> None:
-        for parameter, gradient in zip(self.dense, gradients, strict=True):
-            if gradient is not None:
-                # Not in place: autograd may return one tensor for two parameters, or an expanded one.
-                parameter.grad = gradient if parameter.grad is None else parameter.grad + gradient
+    def _reduce_dense(self) -> None:
+        """Add up the parts' dense gradients, always in the order of the samples; in another core's thread."""
+        for part in self._parts:
+            if part.end is not None:
+                part.end.result()
+        for part in self._parts:
+            for parameter, gradient in zip(self.dense, part.gradients, strict=True):
+                if gradient is not None:
+                    # Not in place: autograd may return one tensor for two parameters, or an expanded one.
+                    parameter.grad = gradient if parameter.grad is None else parameter.grad + gradient
 
 
 class _CorePart:
@@ -241,6 +265,8 @@ class _CorePart:
 
     def __init__(self, step: _Step, low: int, high: int) -> None:
         self.step, self.low, self.high = step, low, high
+        self.end: Future[None] | None = None
+        """The end of its training in another core's thread; None: it is this thread's."""
         self.rows_done: Future[torch.Tensor] = Future()
         """The contribution to the loss, set when the gradients of all its rows are computed."""
         self.gradients: list[torch.Tensor | None] = []
@@ -248,37 +274,55 @@ class _CorePart:
 
     def train(self) -> None:
         """Run the forward and the backward pass."""
+        step = self.step
         try:
-            self._train()
+            loss, handed = step.forward(self.low, self.high)
+            pairs = [
+                (rows, leaf)
+                for front, part in handed.items()
+                for rows, leaf in zip(step.batch.fronts[front], part.leaves or (), strict=False)
+                if leaf.requires_grad
+            ]
+            leaves, waited = [leaf for _, leaf in pairs], len(pairs)
+
+            def arrived(rows: GroupRows, leaf: torch.Tensor, gradient: torch.Tensor) -> None:
+                nonlocal waited
+                rows.keep(self.low, self.high, leaf, gradient)
+                waited -= 1
+                if not waited:
+                    self.rows_done.set_result(loss.detach())
+
+            hooks = [
+                leaf.register_hook(partial(arrived, rows, leaf))  # type: ignore[no-untyped-call]
+                for rows, leaf in pairs
+            ]
+            try:
+                with phase("dense backward"):
+                    found = torch.autograd.grad(loss, [*leaves, *step.dense], allow_unused=True)
+            finally:
+                for hook in hooks:  # they and their leaves reference each other
+                    hook.remove()
+            self.gradients = list(found[len(leaves) :])
+            if not self.rows_done.done():
+                self.rows_done.set_result(loss.detach())
         except BaseException as fault:
             if not self.rows_done.done():
                 self.rows_done.set_exception(fault)
             raise
 
-    def _train(self) -> None:
-        loss, handed = self.step._forward(self.low, self.high)
-        every = [pair for part in handed.values() for pair in part.each()]
-        pairs = [(rows, leaf) for rows, leaf in every if leaf.requires_grad]
-        leaves = [leaf for _, leaf in pairs]
-        waited = len(leaves)
 
-        def arrived(rows: GroupRows, leaf: torch.Tensor, gradient: torch.Tensor) -> None:
-            nonlocal waited
-            rows.keep(self.low, self.high, leaf, gradient)
-            waited -= 1
-            if not waited:
-                self.rows_done.set_result(loss.detach())
+def add_up(
+    trainers: Channel, parameters: Iterable[nn.Parameter], loss: torch.Tensor, stop: bool
+) -> tuple[torch.Tensor, bool]:
+    """Replace every gradient by the sum over ``trainers``, in their order: the same bits on each.
 
-        hooks = [
-            leaf.register_hook(partial(arrived, rows, leaf))  # type: ignore[no-untyped-call]
-            for rows, leaf in pairs
-        ]
-        try:
-            with phase("dense backward"):
-                found = torch.autograd.grad(loss, [*leaves, *self.step.dense], allow_unused=True)
-        finally:
-            for hook in hooks:  # they and their leaves reference each other
-                hook.remove()
-        self.gradients = list(found[len(leaves) :])
-        if not self.rows_done.done():
-            self.rows_done.set_result(loss.detach())
+    Returns the sum of ``loss`` and whether any trainer was asked to stop.
+    """
+    trained = list(parameters)
+    gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in trained]
+    told = torch.tensor([float(loss), float(stop)], dtype=loss.dtype, device=loss.device)
+    total = trainers.ordered_sum(torch.cat([g.reshape(-1) for g in gradients] + [told]))
+    sizes = [g.numel() for g in gradients]
+    for parameter, part in zip(trained, torch.split(total[:-2], sizes), strict=True):
+        parameter.grad = part.view_as(parameter)
+    return total[-2], bool(total[-1] > 0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -21,16 +22,13 @@ from recpipe.errors import UserError
 from recpipe.model.dlrm import sizes_of
 from recpipe.pipeline.loader import EvalLoader, TrainLoader
 from recpipe.pipeline.placed import PlacedModel
-from recpipe.pipeline.sample_filter import SampleFilter
-from recpipe.pipeline.source import BatchSource
+from recpipe.pipeline.source import BatchSource, SampleFilter
 from recpipe.pipeline.splitting import Splitting
 from recpipe.setup.built import Built
 from recpipe.setup.ctx import Joined, Watcher
 from recpipe.setup.planned import Planned
-from recpipe.training.figures import FigureLogger
-from recpipe.training.intervals import Intervals
+from recpipe.training.callbacks import Nudge
 from recpipe.training.module import RankingModule
-from recpipe.training.nudge import Nudge
 from recpipe.training.optim import dense_optimizer
 from recpipe.training.recorder import Recorder
 from recpipe.training.resume import check_resumable
@@ -83,11 +81,16 @@ class Training:
         )
         make_optimizer = partial(dense_optimizer, cfg.optim.dense)
         self.module = RankingModule(
-            self.model, make_optimizer, loader, trainers, backend, assembly.around_step
+            self.model,
+            make_optimizer,
+            loader,
+            trainers,
+            backend,
+            assembly.around_step if assembly.step else nullcontext,
         )
         if run.leads and cfg.task.export_predictions is not None:
             self.module.evaluation.quality.folder = Path(cfg.task.export_predictions)
-        self.recorder = Recorder(loader, run.started, Intervals(embeddings))
+        self.recorder = Recorder(loader, run.started, embeddings)
 
     def fit(self, logger: Logger | None, users: list[L.Callback], late: list[UserError]) -> Finished:
         """Train, evaluate at the end, and write all rows back.
@@ -100,7 +103,6 @@ class Training:
         callbacks = [
             recorder,
             *([self.watcher.callback(self)] if self.watcher is not None and run.leads else ()),
-            FigureLogger(recorder),
             *(owned.part for owned in self.plan.assembly.callbacks),
             *users,
             *([Nudge(self.built.embeddings, module.dense)] if cfg.task.nudge else ()),

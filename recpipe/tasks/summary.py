@@ -43,14 +43,14 @@ def summarize(training: Training, finished: Finished, command_line: Sequence[str
     tiers = embeddings.tier_figures()
     io = _io(tiers, str(described["tiers"]["store"]))
     splitting = module.loader.splitting
-    graph_steps = None if module.graph is None else module.graph.trained
+    graph = module.backend.graph
     figures = RunFigures(
         steps=recorder.steps,
         samples=recorder.samples,
         lookups=module.loader.lookups,
         io=io,
-        before_cold_seconds=module.step_times.before_cold,
-        after_cold_seconds=module.step_times.after_cold,
+        before_cold_seconds=module.step_times.before_cold.total(),
+        after_cold_seconds=module.step_times.after_cold.total(),
         split_batches=0 if splitting is None else splitting.batches,
         splitting="" if splitting is None else splitting.verdict(),
     )
@@ -72,7 +72,9 @@ def summarize(training: Training, finished: Finished, command_line: Sequence[str
             module.model.late_calls,
             recorder.skipped_samples,
         ),
-        throughput=replace(recorder.throughput(finished.written_back), graph_steps=graph_steps),
+        throughput=replace(
+            recorder.throughput(finished.written_back), graph_steps=None if graph is None else graph.trained
+        ),
         quality=recorder.quality,
         memory=replace(
             _memory(

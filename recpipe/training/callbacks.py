@@ -8,6 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import lightning as L
+import numpy as np
+import torch
 from hydra.utils import get_class
 from lightning.pytorch import callbacks as lightnings
 from lightning.pytorch.callbacks import ModelCheckpoint
@@ -15,6 +17,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from recpipe.common.words import make
 from recpipe.errors import UserError
 from recpipe.plugin.calls import Owned
+from recpipe.plugin.collection import TableCollection
 from recpipe.plugin.errors import PluginError
 
 _AVERAGED = (
@@ -100,3 +103,23 @@ def _allow(kind: type, where: str, error: type[UserError] = UserError) -> None:
     for name, why in REFUSED.items():
         if issubclass(kind, getattr(lightnings, name, ())):  # EMAWeightAveraging is new in Lightning 2.6
             raise error(f"{where}: {kind.__name__} cannot be used: {why}")
+
+
+class Nudge(L.Callback):
+    """Flips the last bit of every weight of the tables and the dense part before the first step.
+
+    This moves each weight up or down to a neighbouring float32, depending on its bits. It happens after a
+    checkpoint or pretrained weights have been loaded; optimizer state does not change.
+    """
+
+    def __init__(self, embeddings: TableCollection, dense: Iterable[torch.Tensor]) -> None:
+        self.embeddings, self.dense = embeddings, list(dense)
+
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """All ranks call it, each for the regions that it owns."""
+        for parameter in self.dense:
+            parameter.detach().view(torch.int32).bitwise_xor_(1)
+        for region in self.embeddings.regions():
+            weights, state = self.embeddings.read(region)
+            moved = (np.ascontiguousarray(weights).view(np.int32) ^ 1).view(np.float32)
+            self.embeddings.write(region, (moved, state))

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -17,20 +17,18 @@ from recpipe import private_api
 from recpipe.backend.build import Backend
 from recpipe.common.device import using_threads
 from recpipe.common.timing import phase
+from recpipe.data.parts import batch_size, tensors_of
 from recpipe.distributed.ranks import Channel, Ranks
 from recpipe.errors import UserError
 from recpipe.pipeline.batch import InFlight
-from recpipe.pipeline.cores import Cores
+from recpipe.pipeline.cuda_graph import record_steps
 from recpipe.pipeline.loader import TrainLoader
 from recpipe.pipeline.placed import PlacedModel, saved_buffers
-from recpipe.pipeline.step import StepTimes, accumulate
-from recpipe.pipeline.step_graph import BEFORE, StepGraph
-from recpipe.pipeline.sync import add_up
-from recpipe.pipeline.update_graph import record_steps
+from recpipe.pipeline.step import StepTimes, accumulate, add_up
+from recpipe.pipeline.step_graph import BEFORE
 from recpipe.tables.collection import SavesPlacement
-from recpipe.tables.workers import TableWorkers
+from recpipe.tables.front import handing_out
 from recpipe.training.callbacks import overrides
-from recpipe.training.divergence import first_bad_tensor
 from recpipe.training.evaluation import Evaluation, Stop
 from recpipe.training.generators import random_state, set_random_state
 
@@ -96,16 +94,20 @@ class RankingModule(L.LightningModule):
         self.around_step = around_step
         """Makes the context of each batch's step."""
         self.trainers = trainers or Ranks().channel()
+        self._several = self.trainers.size > 1
         self.stop = Stop()
         self.dense = model.dense
         self.evaluation = Evaluation(model, self.trainers, self.stop)
         self.step_times = StepTimes(loader.device)
-        self.backend = backend
+        self.backend = backend or Backend("plain", model, {})
         self.totals = Totals()
         self.looks_each_step = loader.device.type == "cpu"
         """Whether each step's loss is checked before its update. On a GPU, which each check waits for, the
         sum of the losses is, after every ``LOOK_EVERY`` steps and before anything is made of the model."""
         self._random_state: dict[str, Any] | None = None
+        """The checkpoint's, until the first step."""
+        self._hooks: dict[str, list[Callable[..., object]]] = {}
+        """Those of callbacks that Lightning calls only where it makes the step itself."""
         self._gradients_are_seen = True
         """Whether a callback is called between the backward pass and the dense optimizer's step."""
 
@@ -119,9 +121,16 @@ class RankingModule(L.LightningModule):
 
     # -- training ----------------------------------------------------------------------------
 
-    def on_fit_start(self) -> None:
+    def on_train_start(self) -> None:
         """Find out what does not change between steps."""
-        self._gradients_are_seen = any(map(_sees_gradients, self.trainer.callbacks))  # type: ignore[attr-defined]
+        callbacks: list[L.Callback] = self.trainer.callbacks  # type: ignore[attr-defined]
+        self._hooks = {
+            name: [getattr(callback, name) for callback in callbacks if overrides(callback, name)]
+            for name in ("on_before_zero_grad", "on_after_backward", "on_before_optimizer_step")
+        }
+        self._gradients_are_seen = any(
+            self._hooks[name] for name in ("on_after_backward", "on_before_optimizer_step")
+        )
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         """The dense optimizer; ``UserError`` if everything is frozen."""
@@ -132,38 +141,49 @@ class RankingModule(L.LightningModule):
                 "trained, or evaluate the model (recpipe.evaluate)"
             )
         optimizer = self.make_optimizer(self.dense)
-        if self.graph is not None:
-            record_steps(optimizer, self.graph.make, self.graph.holds_gradients)
+        graph = self.backend.graph
+        if graph is not None:
+            record_steps(optimizer, graph.make, graph.holds_gradients)
         return optimizer
 
     def transfer_batch_to_device(self, batch: Any, device: torch.device, dataloader_idx: int) -> Any:
         """Do nothing: the pipeline has put the batch on the device."""
         return batch
 
-    def on_train_batch_start(self, batch: InFlight, batch_idx: int) -> None:
-        """Restore the checkpoint's random state, independent of what start-up has drawn."""
-        if self._random_state is not None:
-            set_random_state(self._random_state)
-            self._random_state = None
-
     def training_step(self, batch: InFlight, batch_idx: int) -> torch.Tensor:
         """Update all parameters once; raises ``UserError`` if the loss is not finite.
 
         On a GPU it is raised up to ``LOOK_EVERY`` steps later.
         """
+        if self._random_state is not None:  # restored here, independent of what start-up has drawn
+            set_random_state(self._random_state)
+            self._random_state = None
         optimizer = self.optimizers()
         assert not isinstance(optimizer, list)
-        self._call_hook("on_before_zero_grad", getattr(optimizer, "optimizer", optimizer))
+        for hook in self._hooks["on_before_zero_grad"]:
+            hook(self.trainer, self, getattr(optimizer, "optimizer", optimizer))
         for parameter in self.dense:
             parameter.grad = None
+        backend, workers = self.backend, self.backend.beside
         with self.around_step(batch.batch):
-            loss = accumulate(self.model, batch, self.step_times, self.cores, self.beside, self.graph)
-            loss, self.stop.agreed = add_up(self.trainers, self.dense, loss, self.stop.asked)
+            loss = accumulate(self.model, batch, self.step_times, backend.cores, workers, backend.graph)
+            self.stop.agreed = self.stop.asked
+            if self._several:
+                loss, self.stop.agreed = add_up(self.trainers, self.dense, loss, self.stop.asked)
             if self.looks_each_step and not math.isfinite(loss.item()):
                 raise UserError(self._diverged(batch.batch))
-            with phase("dense optimizer"), self._beside_tables():
-                self._call_hook("on_after_backward")
-                optimizer.step()
+            with phase("dense optimizer"):
+                if workers is not None and self._gradients_are_seen:  # and maybe the tables
+                    workers.finish()
+                busy = 0 if workers is None else workers.busy
+                try:
+                    with using_threads(max(1, torch.get_num_threads() - busy)) if busy else nullcontext():
+                        for hook in self._hooks["on_after_backward"]:
+                            hook(self.trainer, self)
+                        optimizer.step()
+                finally:
+                    if workers is not None:
+                        workers.finish()
             with phase("embedding backward and update"):
                 self.model.embeddings.update()
         totals = self.totals
@@ -189,7 +209,7 @@ class RankingModule(L.LightningModule):
     def on_train_end(self) -> None:
         """Check the last steps' losses, and say so if a graph was asked for and never used."""
         self._look()
-        if self.graph is not None and not self.graph.trained:
+        if self.backend.graph is not None and not self.backend.graph.trained:
             log.warning(
                 "trainer.backend=cuda_graph trained no batch: at least %d whole batches in a row must have "
                 "parts of the same sizes and otherwise equal values, and no hooks",
@@ -200,45 +220,10 @@ class RankingModule(L.LightningModule):
         """Tell the loader that the epoch has ended: Lightning does not ask for a batch after the last one."""
         self.loader.end_epoch()
 
-    def _call_hook(self, name: str, *given: Any) -> None:
-        """Call a hook of callbacks that Lightning calls only where it makes the step itself."""
-        for callback in self.trainer.callbacks:  # type: ignore[attr-defined]
-            getattr(callback, name)(self.trainer, self, *given)
-
-    @contextmanager
-    def _beside_tables(self) -> Iterator[None]:
-        """When the block ends, the tables' update is complete."""
-        if self.beside is None or not self.beside.busy:
-            yield
-            return
-        try:
-            if self._gradients_are_seen:  # and maybe the tables
-                self.beside.finish()
-            with using_threads(max(1, torch.get_num_threads() - self.beside.busy)):
-                yield
-        finally:
-            self.beside.finish()
-
     def close(self) -> None:
         """End the loader's threads, those of the cores that share a batch, and those for tables."""
         self.loader.close()
-        if self.backend is not None:
-            self.backend.close()
-
-    @property
-    def cores(self) -> Cores | None:
-        """The cores that share a batch."""
-        return None if self.backend is None else self.backend.cores
-
-    @property
-    def beside(self) -> TableWorkers | None:
-        """Threads for work on tables."""
-        return None if self.backend is None else self.backend.beside
-
-    @property
-    def graph(self) -> StepGraph | None:
-        """What trains the dense part of whole batches."""
-        return None if self.backend is None else self.backend.graph
+        self.backend.close()
 
     def _diverged(self, batch: Any) -> str:
         step = self.global_step + 1 if self.looks_each_step else self.global_step
@@ -274,10 +259,6 @@ class RankingModule(L.LightningModule):
         self.model.load_dense(state_dict)
         return private_api.IncompatibleKeys([], [])
 
-    def check_dense(self, saved: Mapping[str, torch.Tensor]) -> None:
-        """``UserError`` unless ``saved`` fits this dense part, ``Damaged`` if values have another type."""
-        self.model.check_dense(saved)
-
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Add what Lightning does not know: data position, random state, which rows are resident.
 
@@ -291,15 +272,12 @@ class RankingModule(L.LightningModule):
             "seconds": self.totals.seconds,
             "made_with": self.made_with(),
             "order": self.order(),
-            "dense_defaults": self._fresh_optimizer().defaults,
+            "dense_defaults": self.make_optimizer(self.dense).defaults,
             "random": random_state(),
             "fingerprint": self.loader.source.dataset.fingerprint,
             "placement": None if placed is None else placed.placement_state(),
-            "backend": None if self.backend is None else self.backend.state(),
+            "backend": self.backend.state(),
         }
-
-    def _fresh_optimizer(self) -> torch.optim.Optimizer:
-        return self.make_optimizer(self.dense)
 
     def order(self) -> str | None:
         """The plugin that orders the samples; data positions are only valid for one order."""
@@ -308,7 +286,7 @@ class RankingModule(L.LightningModule):
 
     def made_with(self) -> dict[str, Any]:
         """Values on which the meaning of the data position and of the dense optimizer's state depends."""
-        name = type(self._fresh_optimizer()).__name__
+        name = type(self.make_optimizer(self.dense)).__name__
         return {"data.batch_size": self.loader.source.batch_size, "optim.dense.name": name}
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
@@ -318,7 +296,7 @@ class RankingModule(L.LightningModule):
         """
         saved = checkpoint["recpipe"]
         # torch would take the learning rate from the checkpoint even if the recipe has a new one.
-        defaults = self._fresh_optimizer().defaults
+        defaults = self.make_optimizer(self.dense).defaults
         theirs = saved["dense_defaults"]
         changed = {k: value for k, value in defaults.items() if k not in theirs or theirs[k] != value}
         for group in checkpoint["optimizer_states"][0]["param_groups"]:
@@ -328,10 +306,24 @@ class RankingModule(L.LightningModule):
         self.totals.samples = saved.get("samples")  # older checkpoints lack it
         self.totals.seconds = saved.get("seconds", math.nan)  # likewise
         self._random_state = saved["random"]
-        if self.backend is not None and saved.get("backend") is not None:  # older checkpoints lack it
+        if saved.get("backend") is not None:  # older checkpoints lack it
             self.backend.restore(saved["backend"])
 
 
-def _sees_gradients(callback: L.Callback) -> bool:
-    """Whether a callback is called between the backward pass and the dense optimizer's step."""
-    return any(overrides(callback, hook) for hook in ("on_after_backward", "on_before_optimizer_step"))
+def first_bad_tensor(model: PlacedModel, batch: Any) -> str:
+    """The name of the first tensor with a value that is not finite: of ``batch``, of the dense part, of the
+    rows, of the model's outputs. All ranks look together if rows are shared."""
+    named = [(f"the batch's {name}", tensor) for name, tensor in tensors_of(batch)]
+    named += [(f"parameter {name}", p) for name, p in model.dense_parameters().items()]
+    with torch.no_grad():
+        was_training = model.training
+        model.eval()
+        rows = model.look_up(batch)
+        named += [("the rows of its ids", found) for front in rows.values() for found in front.rows()]
+        if batch_size(batch):
+            with handing_out(rows):
+                output = model.called(batch)[1]
+            named += [(f"the model's {name}", tensor) for name, tensor in tensors_of(output, "output")]
+        model.train(was_training)
+    bad = (name for name, tensor in named if not torch.isfinite(tensor).all())
+    return next(bad, "the loss (all inputs are finite)")

@@ -47,7 +47,7 @@ def check_resumable(module: RankingModule, checkpoint: dict[str, Any]) -> None:
     )
     within(saved, "global_step", 0)
     _check_own(module, saved["recpipe"])
-    module.check_dense(saved["state_dict"])
+    module.model.check_dense(saved["state_dict"])
     _check_loops(module, saved["pytorch-lightning_version"], saved["loops"])
     defaults = saved["recpipe"]["dense_defaults"]
     _check_optimizer(module, defaults, saved["optimizer_states"][0])

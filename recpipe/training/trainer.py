@@ -2,32 +2,37 @@
 
 from __future__ import annotations
 
+import json
+import os
 import signal
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import lightning as L
+import numpy as np
+import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.fabric.utilities.spike import TrainingSpikeException
 from lightning.pytorch.callbacks import Checkpoint, EarlyStopping, ModelCheckpoint, ModelSummary
-from lightning.pytorch.loggers import Logger
+from lightning.pytorch.loggers import CSVLogger, Logger, MLFlowLogger, TensorBoardLogger, WandbLogger
 from lightning.pytorch.plugins.io import CheckpointIO
+from lightning.pytorch.strategies import SingleDeviceStrategy
 
 from recpipe.common.console import log
+from recpipe.common.files import unwritable
 from recpipe.common.process import old_objects_kept
+from recpipe.common.words import make
 from recpipe.distributed.ranks import Channel
 from recpipe.errors import CheckpointError, UserError
 from recpipe.pipeline.loader import EvalLoader, TrainLoader
 from recpipe.training.config import TrainerConfig
 from recpipe.training.evaluation import EvaluationStopped
-from recpipe.training.figures import LOG_EVERY
-from recpipe.training.loggers import CsvLogger
 from recpipe.training.module import RankingModule
 from recpipe.training.progress import Extent, Progress
-from recpipe.training.recorder import Recorder
+from recpipe.training.recorder import LOG_EVERY, Recorder
 from recpipe.training.signals import StopOnSignal
-from recpipe.training.strategy import AgreeingStrategy
 
 
 def make_trainer(
@@ -164,3 +169,82 @@ def _say_why_early(callbacks: Sequence[L.Callback], step: int) -> None:
     for callback in callbacks:
         if isinstance(callback, EarlyStopping) and callback.stopping_reason_message:
             log.info(f"stopped early after step {step}: {callback.stopping_reason_message}")
+
+
+class AgreeingStrategy(SingleDeviceStrategy):
+    """Trains on one device. The module exchanges gradients with the other ranks, this class exchanges
+    decisions.
+
+    EarlyStopping, ModelCheckpoint and Timer ask their trainer's strategy before they act.
+    """
+
+    def __init__(self, device: torch.device, trainers: Channel) -> None:
+        super().__init__(device)
+        self.trainers = trainers
+
+    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
+        """Whether all trainers, or any of them, decided so; all of them call it."""
+        told = np.concatenate(self.trainers.gather(np.array([decision])))
+        return bool(told.all() if all else told.any())
+
+    def broadcast(self, obj: Any, src: int = 0) -> Any:
+        """Trainer ``src``'s ``obj``, which must be possible in JSON; all trainers call it."""
+        if self.trainers.size == 1:
+            return obj
+        own = np.frombuffer(json.dumps(obj).encode(), np.uint8)
+        return json.loads(self.trainers.gather(own)[src].tobytes())
+
+    def teardown(self) -> None:
+        """End training, and leave model and optimizer state where they are.
+
+        Lightning moves them to the CPU; the trained model is still evaluated and asked for scores, and its
+        tables stay on the GPU.
+        """
+        self.precision_plugin.teardown()
+        assert self.accelerator is not None
+        self.accelerator.teardown()
+        self.checkpoint_io.teardown()
+
+
+class CsvLogger(CSVLogger):
+    """Lightning's CSV logger, for a disk that may be full: it keeps the ``fault``, and training goes on."""
+
+    fault: UserError | None = None
+
+    def save(self) -> None:
+        """Write new figures."""
+        try:
+            super().save()
+        except OSError as fault:
+            self.fault = unwritable(self.log_dir, fault)
+
+
+def make_logger(chosen: str | Mapping[str, Any] | None, run_dir: Path) -> Logger | None:
+    """Make the logger with that name, or the one that ``_target_`` names; None for no logger.
+
+    Raises ``UserError`` if its package is not installed.
+    """
+    if chosen is None:
+        return None
+    if isinstance(chosen, Mapping):
+        return make(Logger, chosen, "trainer.logger")
+    try:
+        return _named(chosen, run_dir)
+    except ModuleNotFoundError as fault:
+        raise UserError(
+            f"trainer.logger={chosen} needs the package {chosen}: pip install {chosen}, "
+            "or pass trainer.logger=csv"
+        ) from fault
+
+
+def _named(name: str, run_dir: Path) -> Logger:
+    if name == "wandb":
+        return WandbLogger(project=os.environ.get("WANDB_PROJECT", "recpipe"), save_dir=run_dir)
+    if name == "mlflow":
+        if elsewhere := os.environ.get("MLFLOW_TRACKING_URI"):
+            return MLFlowLogger("recpipe", tracking_uri=elsewhere)
+        # mlflow 3 no longer writes into plain folders.
+        database, artifacts = f"sqlite:///{run_dir.absolute() / 'mlflow.db'}", run_dir.absolute() / "mlruns"
+        return MLFlowLogger("recpipe", tracking_uri=database, artifact_location=artifacts.as_uri())
+    files = TensorBoardLogger if name == "tensorboard" else CsvLogger
+    return files(str(run_dir), name="", version="logs")

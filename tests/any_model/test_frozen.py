@@ -12,8 +12,7 @@ import recpipe
 from recpipe.data.dataset import Dataset
 from recpipe.errors import UserError
 from recpipe.pipeline.batch import InFlight
-from recpipe.pipeline.cores import Cores
-from recpipe.pipeline.step import StepTimes, accumulate
+from recpipe.pipeline.step import Cores, StepTimes, accumulate
 from recpipe.pipeline.step_graph import BEFORE, StepGraph
 from recpipe.plugin.tables import TableOptimizer
 from recpipe.tables.front import Front

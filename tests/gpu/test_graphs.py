@@ -17,7 +17,8 @@ import recpipe
 from recpipe.backend import convert
 from recpipe.config.compose import compose
 from recpipe.errors import UserError
-from recpipe.pipeline import step_graph, update_graph
+from recpipe.pipeline import cuda_graph as update_graph
+from recpipe.pipeline import step_graph
 from recpipe.run import run
 from recpipe.tables.tiers.layout import FusedTable
 from tests.gpu.conftest import WORDS

@@ -19,8 +19,7 @@ from recpipe.model.dlrm import DlrmSizes, make_dlrm
 from recpipe.model.loss import parse_loss
 from recpipe.pipeline.loader import EvalLoader, TrainLoader
 from recpipe.pipeline.placed import PlacedModel, put_fronts
-from recpipe.pipeline.sample_filter import SampleFilter
-from recpipe.pipeline.source import BatchSource
+from recpipe.pipeline.source import BatchSource, SampleFilter
 from recpipe.pipeline.splitting import Splitting
 from recpipe.pipeline.step import StepTimes, accumulate
 from recpipe.plugin.api import Contribution

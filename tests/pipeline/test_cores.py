@@ -16,8 +16,7 @@ import torch
 
 from recpipe.pipeline import step as step_module
 from recpipe.pipeline.batch import InFlight
-from recpipe.pipeline.cores import ROWS, Cores
-from recpipe.pipeline.step import StepTimes, accumulate
+from recpipe.pipeline.step import ROWS, Cores, StepTimes, accumulate
 from recpipe.tables.group_rows import GroupRows
 from tests.pipeline.samples import (
     SIZE,
@@ -77,15 +76,15 @@ def test_cores_equal_one(cores, tmp_path, policy, optimizer, parts) -> None:
 def test_without_the_others_gradients_it_is_not_equal(cores, tmp_path, monkeypatch, splitter) -> None:
     """The check above must see a part that is left out, of the dense gradients or of the tables'."""
     one = parameters_after("resident", "sgd", tmp_path, Listed())
-    add, gradient = step_module._Step._add, GroupRows._gradient
+    train, gradient = step_module._CorePart.train, GroupRows._gradient
 
-    def only_mine(self, gradients) -> None:
-        mine = any(parts[0].gradients is gradients for parts, _ in self._shared)
-        if mine:
-            add(self, gradients)
+    def only_mine(self) -> None:
+        train(self)
+        if threading.current_thread() is not threading.main_thread():
+            self.gradients = [None] * len(self.gradients)
 
     with monkeypatch.context() as patch:
-        patch.setattr(step_module._Step, "_add", only_mine)
+        patch.setattr(step_module._CorePart, "train", only_mine)
         others = trained(cores, "resident", "sgd", tmp_path, splitter=splitter)
         assert furthest(one, others) > 1e-4
 
@@ -207,7 +206,7 @@ def test_a_fault_on_one_core_is_raised_and_leaves_no_one_waiting(
         if where == "look up":
             patch.setattr(embeddings, "lookup", failing)
         elif where == "adding up":
-            patch.setattr(step_module._Step, "_add", failing)
+            patch.setattr(step_module._Step, "_reduce_dense", failing)
         with pytest.raises(RuntimeError, match=where):
             accumulate(model, staged, StepTimes(), cores)
     assert torch.get_num_threads() == threads

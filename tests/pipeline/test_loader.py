@@ -18,7 +18,7 @@ from recpipe.common.device import Aside
 from recpipe.data.select import select
 from recpipe.errors import DataError
 from recpipe.pipeline.batch import InFlight
-from recpipe.pipeline.share import in_steps
+from recpipe.pipeline.splitting import in_steps
 from recpipe.plugin.api import Link
 from recpipe.plugin.bags import IndexBags
 from recpipe.plugin.errors import PluginError

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from recpipe.data.select import select
-from recpipe.pipeline import order_check
+from recpipe.pipeline import source as order_check
 from recpipe.pipeline.loader import TrainLoader
 from recpipe.pipeline.source import BatchSource
 from recpipe.plugin.api import Contribution, EpochOrder, Invariant

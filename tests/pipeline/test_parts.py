@@ -20,10 +20,9 @@ from recpipe.config.compose import compose
 from recpipe.data.select import between
 from recpipe.distributed.ranks import Ranks
 from recpipe.pipeline.batch import InFlight
-from recpipe.pipeline.cores import Cores
 from recpipe.pipeline.parts import SAMPLES, find_out
 from recpipe.pipeline.placed import Parts, PlacedModel
-from recpipe.pipeline.step import StepTimes, accumulate
+from recpipe.pipeline.step import Cores, StepTimes, accumulate
 from recpipe.plugin.errors import PluginError
 from recpipe.plugin.splitter import Split
 from recpipe.run import run

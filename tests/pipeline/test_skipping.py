@@ -14,9 +14,8 @@ from torchrec.modules.embedding_modules import EmbeddingBagCollection
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from recpipe.data.select import select
-from recpipe.pipeline.cores import Cores
 from recpipe.pipeline.loader import TrainLoader
-from recpipe.pipeline.step import StepTimes, accumulate
+from recpipe.pipeline.step import Cores, StepTimes, accumulate
 from recpipe.plugin.api import Link
 from recpipe.plugin.batch import Batch
 from recpipe.plugin.errors import PluginError

@@ -13,7 +13,7 @@ from torch.nn.functional import binary_cross_entropy_with_logits
 from recpipe.data.select import select
 from recpipe.distributed.ranks import Ranks
 from recpipe.pipeline.batch import InFlight
-from recpipe.pipeline.share import cut
+from recpipe.pipeline.splitting import share_of
 from recpipe.pipeline.step import StepTimes, _Step, accumulate
 from recpipe.plugin.batch import Batch
 from recpipe.plugin.splitter import Split
@@ -163,8 +163,8 @@ def test_times_are_split_where_cold_rows_are_waited_for(tmp_path) -> None:
     model, times = model_over(embeddings), StepTimes()
     for staged in loader_of(Listed(), embeddings, splitter=AnySplit(3, True)):
         accumulate(model, staged, times)
-    assert times.before_cold > 0
-    assert times.after_cold > 0
+    assert times.before_cold.total() > 0
+    assert times.after_cold.total() > 0
     embeddings.close()
 
 
@@ -175,7 +175,8 @@ def test_first_cold_is_the_start_of_a_micro_batch() -> None:
         needs_cold = rng.random(size) < rng.choice([0.0, 0.1, 0.7])
         inner = rng.choice(np.arange(1, size), rng.integers(0, size), replace=False) if size > 1 else []
         bounds = (*sorted(int(b) for b in inner), size)
-        first = cut(np.arange(size), bounds, needs_cold, Ranks()).cold_first
+        _, ends, cold_from = share_of(Split(np.arange(size), bounds), needs_cold, Ranks())
+        first = (0, *ends)[cold_from]
         assert first in (0, *bounds)
         assert not needs_cold[:first].any()
         following = next((b for b in bounds if b > first), size)
@@ -185,5 +186,7 @@ def test_first_cold_is_the_start_of_a_micro_batch() -> None:
 def test_the_loss_of_no_samples_is_where_that_of_others_is() -> None:
     """Also without dense parameters: the ranks add their losses up, on the GPU or on the host alike."""
     rows: Any = SimpleNamespace(warm=torch.empty((0, 4), device="meta"))
-    step: Any = SimpleNamespace(batch=SimpleNamespace(rows=[rows]), dense=[])
-    assert _Step._nothing_trained(step).device.type == "meta"
+    step: Any = SimpleNamespace(
+        batch=SimpleNamespace(rows=[rows]), dense=[], looked_up=True, _overlap_next_batch=lambda: None
+    )
+    assert _Step._micro_batch(step, 0, 0).device.type == "meta"

@@ -10,7 +10,7 @@ import torch
 from torch.optim import SGD, Adagrad, Adam, Optimizer
 from torch.optim.lr_scheduler import StepLR
 
-from recpipe.pipeline.update_graph import record_steps
+from recpipe.pipeline.cuda_graph import record_steps
 from tests.pretend_gpu.graph import FakeGraph
 
 STEPS = 12

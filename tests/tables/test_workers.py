@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from time import sleep
 from typing import ClassVar
 
@@ -17,7 +15,6 @@ from recpipe.data.dataset import Dataset
 from recpipe.tables import workers as beside
 from recpipe.tables.group_rows import GroupRows
 from recpipe.tables.workers import TableWorkers
-from recpipe.training.module import RankingModule
 from tests.any_model.runs import train
 from tests.any_model.zoo import TECHNIQUES, Events, Trained, events, make
 
@@ -65,7 +62,7 @@ def test_tables_beside_each_other_train_as_one_after_the_other(
     monkeypatch.setattr(GroupRows, "backward", watched)
     mine = two_towers(batches, *words)
     assert "recpipe-tables_0" in updated_in
-    monkeypatch.setattr(RankingModule, "beside", None)
+    monkeypatch.setattr("recpipe.backend.build.TableWorkers", lambda count: None)
     updated_in.clear()
     theirs = two_towers(batches, *words)
     assert updated_in == {"MainThread"}
@@ -91,18 +88,18 @@ def test_work_that_is_begun_and_left_is_seen(batches, monkeypatch, always) -> No
                 end.result()
         go.clear()
 
+    begin, finish, latest = TableWorkers.begin, TableWorkers.finish, [""]
+
+    def noted(self, kind, works) -> None:
+        latest[0] = kind
+        begin(self, kind, works)
+
     monkeypatch.setattr(GroupRows, "backward", waits)
-    monkeypatch.setattr(RankingModule, "_beside_tables", leaving(forgets))
+    monkeypatch.setattr(TableWorkers, "begin", noted)
+    monkeypatch.setattr(
+        TableWorkers, "finish", lambda self: (forgets if latest[0] == "update" else finish)(self)
+    )
     assert not same(two_towers(batches), theirs)
-
-
-def leaving(finish: Callable[[TableWorkers], None]):
-    @contextmanager
-    def beside_tables(self) -> Iterator[None]:
-        yield
-        finish(self.beside)
-
-    return beside_tables
 
 
 def test_what_no_thread_has_taken_up_is_done_by_whoever_waits(threads) -> None:

@@ -19,8 +19,7 @@ from recpipe.common.timing import PHASES, PREFIX, watch
 from recpipe.config.compose import compose
 from recpipe.errors import UserError
 from recpipe.pipeline.batch import InFlight
-from recpipe.pipeline.cores import Cores
-from recpipe.pipeline.step import StepTimes, accumulate
+from recpipe.pipeline.step import Cores, StepTimes, accumulate
 from recpipe.profiling import limits
 from recpipe.profiling.parts import tell_parts
 from recpipe.profiling.trace import OVERHEAD, STEP, ProfiledStep, mean_step, profiled_steps

@@ -22,10 +22,9 @@ from recpipe.distributed.ranks import Channel, Ranks
 from recpipe.errors import UserError
 from recpipe.report import run_page
 from recpipe.run import run
-from recpipe.training import figures
+from recpipe.training import recorder as figures
 from recpipe.training.callbacks import make_callbacks
-from recpipe.training.loggers import make_logger
-from recpipe.training.strategy import AgreeingStrategy
+from recpipe.training.trainer import AgreeingStrategy, make_logger
 from tests.tables.samples import CPU
 from tests.training.test_trainer import EPOCH, SMALL
 
@@ -158,7 +157,7 @@ def test_mlflow_writes_into_the_runs_directory_or_to_the_users_server(tmp_path, 
     def logger(name: str, **arguments: str) -> None:
         made.append(arguments)
 
-    monkeypatch.setattr("recpipe.training.loggers.MLFlowLogger", logger)
+    monkeypatch.setattr("recpipe.training.trainer.MLFlowLogger", logger)
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
     make_logger("mlflow", tmp_path)
     database, artifacts = f"sqlite:///{tmp_path}/mlflow.db", f"file://{tmp_path}/mlruns"

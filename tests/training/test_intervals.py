@@ -7,7 +7,7 @@ import torch
 
 from recpipe.plugin.collection import TierFigures, TierTimes
 from recpipe.plugin.store import IoCounters
-from recpipe.training.intervals import INTERVALS, Intervals
+from recpipe.training.recorder import INTERVALS, Intervals
 
 
 class Counting:

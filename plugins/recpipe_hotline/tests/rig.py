@@ -186,8 +186,8 @@ class Rig:
                 wait_seconds=times.wait,
                 fetch_seconds=times.fetch,
             ),
-            before_cold_seconds=self.times.before_cold,
-            after_cold_seconds=self.times.after_cold,
+            before_cold_seconds=self.times.before_cold.total(),
+            after_cold_seconds=self.times.after_cold.total(),
             split_batches=self.split_batches,
         )
         return self.assembly.figures(run)[0]["hotline"]

@@ -33,10 +33,10 @@ from recpipe.common.process import quieted
 from recpipe.data.given import GivenBatches
 from recpipe.model.call import Called
 from recpipe.model.loss import parse_loss
-from recpipe.pipeline.cores import Cores
 from recpipe.pipeline.loader import TrainLoader
 from recpipe.pipeline.placed import PlacedModel, put_fronts
 from recpipe.pipeline.source import BatchSource
+from recpipe.pipeline.step import Cores
 from recpipe.plugin.batch import Batch
 from recpipe.plugin.tables import TableOptimizer
 from recpipe.profiling.limits import Sample

@@ -20,8 +20,7 @@ from recpipe.model.config import ModelConfig
 from recpipe.pipeline import step
 from recpipe.pipeline.batch import InFlight
 from recpipe.pipeline.loader import TrainLoader
-from recpipe.pipeline.sample_filter import SampleFilter
-from recpipe.pipeline.source import BatchSource
+from recpipe.pipeline.source import BatchSource, SampleFilter
 from recpipe.pipeline.splitting import Splitting
 from recpipe.pipeline.step import StepTimes
 from recpipe.plugin.assembly import assemble, gather
