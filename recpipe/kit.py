@@ -8,8 +8,7 @@ import warnings
 from importlib import import_module
 from typing import Any
 
-from recpipe.access.counts import group_rows, load_profile, table_bases
-from recpipe.access.popularity import top_rows
+from recpipe.access.counts import group_rows, load_profile, table_bases, top_rows
 from recpipe.backend.choices import processor
 from recpipe.common.loops import compiled
 from recpipe.common.meter import Meter

@@ -18,8 +18,7 @@ from recpipe.common.console import log
 from recpipe.common.machine import TRIES, undisturbed
 from recpipe.common.meter import Meter
 from recpipe.errors import UserError, nearest_or_all
-from recpipe.profiling.limits import Sample, measured
-from recpipe.profiling.step_model import Recheck
+from recpipe.profiling.limits import Recheck, Sample, measured
 from recpipe_perf_model.bench.lookups import least, measure_lookups, measure_rows
 from recpipe_perf_model.bench.operators import measure_passes, measure_products
 from recpipe_perf_model.bench.overheads import measure_overheads

@@ -15,8 +15,7 @@ from recpipe.data.dataset import Dataset
 from recpipe.errors import UserError
 from recpipe.pipeline.placed import PlacedModel
 from recpipe.plugin.load import activate
-from recpipe.profiling.limits import Limits
-from recpipe.profiling.step_model import Recheck
+from recpipe.profiling.limits import Limits, Recheck
 from recpipe.profiling.trace import OVERHEAD
 from recpipe.setup.training import Training
 from recpipe_perf_model.advise.candidates import Candidate
@@ -52,7 +51,7 @@ Phases = Mapping[str, Mapping[str, float | None]]
 
 
 class StepModel:
-    """What the performance model adds to ``task=profile``: a ``recpipe.profiling.step_model.StepModel``."""
+    """What the performance model adds to ``task=profile``: a ``recpipe.profiling.limits.StepModel``."""
 
     def limits(self, row_bytes: int, device: torch.device) -> Limits | None:
         """Those in this machine's profile, if ``recpipe perf calibrate`` has made one."""

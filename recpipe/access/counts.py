@@ -10,6 +10,7 @@ import hashlib
 import json
 import math
 import os
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +19,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from recpipe.common.loops import ALONE, Spread, compiled
 from recpipe.common.own_cache import CACHE_HOME, own_folder, require_own
 from recpipe.data.dataset import chosen_batches
 from recpipe.errors import UserError
@@ -62,7 +64,14 @@ def load_profile(ctx: Context, sample: float = SAMPLE) -> Profile:
 
     Raises ``UserError`` if the file is damaged or for other data, and if the folder cannot be used.
     """
-    meta = _meta(ctx, sample)
+    meta = {
+        "version": VERSION,
+        "data": ctx.data_fingerprint,
+        "tables": [[table.name, table.rows] for table in ctx.tables.values()],
+        "sample": sample,
+        "seed": ctx.seed,
+        "batch_size": ctx.batch_size,
+    }
     if ctx.cache_dir is None:
         return Profile(*_count(ctx, sample), reused=False)
     key = hashlib.sha256(json.dumps(meta, sort_keys=True).encode()).hexdigest()[:24]
@@ -74,17 +83,6 @@ def load_profile(ctx: Context, sample: float = SAMPLE) -> Profile:
     rows, counts = _count(ctx, sample)
     _write(path, meta, rows, counts)
     return Profile(rows, counts, reused=False)
-
-
-def _meta(ctx: Context, sample: float) -> dict[str, Any]:
-    return {
-        "version": VERSION,
-        "data": ctx.data_fingerprint,
-        "tables": [[table.name, table.rows] for table in ctx.tables.values()],
-        "sample": sample,
-        "seed": ctx.seed,
-        "batch_size": ctx.batch_size,
-    }
 
 
 def _count(ctx: Context, sample: float) -> tuple[RowIds, NDArray[np.int32]]:
@@ -140,14 +138,115 @@ def _read(path: Path, meta: dict[str, Any]) -> Profile | None:
     if found != meta:
         raise UserError(f"the popularity profile {path} is of other data or tables; delete it")
     total = sum(rows_of for _, rows_of in meta["tables"])
-    if not _sound(rows, counts, total):
+    typed = (rows.dtype, counts.dtype, rows.ndim) == (np.int64, np.int32, 1) and rows.shape == counts.shape
+    inside = typed and (not len(rows) or bool(rows[0] >= 0 and rows[-1] < total))
+    if not inside or not bool((np.diff(rows) > 0).all()) or not bool((counts > 0).all()):
         raise UserError(f"the popularity profile {path} is damaged; delete it, it is made anew")
     return Profile(rows, counts, reused=True)
 
 
-def _sound(rows: NDArray[Any], counts: NDArray[Any], total: int) -> bool:
-    """Whether the arrays have the form that ``Profile`` describes, with all rows below ``total``."""
-    if rows.dtype != np.int64 or counts.dtype != np.int32 or rows.ndim != 1 or rows.shape != counts.shape:
-        return False
-    inside = not len(rows) or bool(rows[0] >= 0 and rows[-1] < total)
-    return inside and bool((np.diff(rows) > 0).all()) and bool((counts > 0).all())
+CAP = 1 << 16
+"""Counts from this one on are put in order; of lower ones it is enough to know how many are equal."""
+
+
+Counts = NDArray[np.int32]
+
+
+def top_rows(counts: Counts, size: int, resident: RowIds | None = None, spread: Spread = ALONE) -> RowIds:
+    """The ``size`` rows with the highest counts above 0, as global row numbers, int64, sorted.
+
+    Of rows with equal counts, those that are already ``resident`` (distinct rows; below 0: none) come first
+    (moving a row for nothing costs two transfers), then lower row numbers. ``spread``: threads that share the
+    work.
+    """
+    if size == 0:
+        return np.empty(0, np.int64)
+    parts = spread.parts(len(counts))
+    counted = spread.map(lambda part: _counted(counts[part], part.start), parts)
+    rows, own_counts, numbers = zip(*counted, strict=True)
+    if sum(map(len, rows)) <= size:
+        return np.concatenate(rows)
+    least, tied = _least(np.sum(numbers, axis=0), size, own_counts)
+    marks = np.zeros(len(counts), bool)
+    if resident is not None:
+        mine = [resident[part] for part in spread.parts(len(resident))]
+        spread.map(lambda some: _mark(marks, counts, least, some), mine)
+    found = spread.map(lambda of, own: _tally(of, own, least, marks), rows, own_counts)
+    others, works = max(0, tied - sum(marked for _, _, marked in found)), []
+    for above, without, with_mark in found:
+        taken = min(others, without), min(tied - others, with_mark)
+        works.append((*taken, above + sum(taken)))
+        others, tied = others - taken[0], tied - sum(taken)
+    chosen = spread.map(lambda of, own, work: _chosen(of, own, least, marks, *work), rows, own_counts, works)
+    return np.concatenate(chosen)
+
+
+@compiled
+def _counted(counts: Counts, first: int) -> tuple[RowIds, Counts, NDArray[np.int64]]:
+    """The rows, from row ``first`` on, with ``counts`` above 0, and their counts; how many have each count
+    below ``CAP``, and how many a higher one. Most rows of large tables have none, so that what follows is
+    short."""
+    rows, own = np.empty(len(counts), np.int64), np.empty(len(counts), np.int32)
+    numbers = np.zeros(CAP + 1, np.int64)
+    found = 0
+    for row in range(len(counts)):
+        if counts[row]:
+            rows[found], own[found] = first + row, counts[row]
+            numbers[min(counts[row], CAP)] += 1
+            found += 1
+    return rows[:found].copy(), own[:found].copy(), numbers
+
+
+def _least(numbers: NDArray[np.int64], size: int, counts: Sequence[Counts]) -> tuple[int, int]:
+    """The least of the ``size`` highest of more ``counts``, and how many of these are equal to it.
+    ``numbers``: how many are equal to each below ``CAP``, and how many are higher."""
+    at_least = np.append(np.cumsum(numbers[:0:-1])[::-1], 0)  # from 1 on
+    least = int(np.flatnonzero(at_least >= size)[-1]) + 1
+    if least < CAP:
+        return least, size - int(at_least[least])
+    high = np.sort(np.concatenate([part[part >= CAP] for part in counts]))
+    least = int(high[len(high) - size])
+    return least, size - int(np.count_nonzero(high > least))
+
+
+@compiled
+def _mark(marks: NDArray[np.bool_], counts: Counts, least: int, resident: RowIds) -> None:
+    """Mark those ``resident`` rows whose count is ``least``."""
+    for row in resident:
+        if row >= 0 and counts[row] == least:
+            marks[row] = True
+
+
+@compiled
+def _tally(rows: RowIds, counts: Counts, least: int, marks: NDArray[np.bool_]) -> tuple[int, int, int]:
+    """How many ``rows`` have ``counts`` above ``least``; how many have as many and no mark, and how many a
+    mark."""
+    above = unmarked = marked = 0
+    for i in range(len(rows)):
+        tied = counts[i] == least
+        above += counts[i] > least
+        marked += tied & marks[rows[i]]
+        unmarked += tied & (not marks[rows[i]])
+    return above, unmarked, marked
+
+
+@compiled
+def _chosen(
+    rows: RowIds, counts: Counts, least: int, marks: NDArray[np.bool_], others: int, marked: int, most: int
+) -> RowIds:
+    """The ``most`` of ``rows`` with ``counts`` above ``least`` and the first of those with as many,
+    ``marked`` of those that have a mark and ``others``."""
+    found = np.empty(most, np.int64)
+    left = np.array((others, marked))
+    count = 0
+    for i in range(len(rows)):
+        if counts[i] < least:
+            continue
+        if counts[i] == least:
+            mark = int(marks[rows[i]])
+            left[mark] -= 1
+            if left[mark] < 0:
+                continue
+        found[count] = rows[i]
+        count += 1
+    return found

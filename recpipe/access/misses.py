@@ -14,14 +14,16 @@ rows, which a sample would miss or weigh too much, are followed each for itself.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, fields
 from itertools import islice
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from recpipe.access.curve import Curve, Figures
-from recpipe.plugin.bags import RowIds
+from recpipe.plugin.bags import IndexBags, RowIds
+from recpipe.tables.groups import Group
+from recpipe.tables.inputs import Inputs
 
 TRACKED = 1 << 22
 """Most rows that a sample has: 32 MiB for their last batch and count."""
@@ -257,3 +259,115 @@ def _sum(one: Figures, other: Figures) -> Figures:
     found[: len(one)] += one
     found[: len(other)] += other
     return found
+
+
+Figures = NDArray[np.float64]
+
+
+@dataclass
+class Curve:
+    """A policy's hits for each of G numbers of slots, in the batches that it is judged by."""
+
+    hits: Figures
+    """Lookups of resident rows [G]."""
+    hit_rows: Figures
+    """Resident rows among each batch's distinct ones, added up [G]."""
+    carried: Figures
+    """Rows that are not resident and that the batch before looked up too, added up [G]."""
+    batches: int = 0
+    lookups: float = 0.0
+    rows: float = 0.0
+    """The batches' distinct rows, added up."""
+
+    @classmethod
+    def empty(cls, points: int) -> Curve:
+        """No batch yet."""
+        return cls(np.zeros(points), np.zeros(points), np.zeros(points))
+
+    def saw(self, lookups: Figures, rows: Figures) -> None:
+        """Count a batch: for each of its distinct rows its lookups, and how many rows it stands for [U]."""
+        self.batches += 1
+        self.lookups += float(lookups.sum())
+        self.rows += float(rows.sum())
+
+    def hit(self, lookups: Figures, rows: Figures, again: Figures, resident: Figures) -> None:
+        """Count a batch's hits: of classes of equal rows, with their ``lookups`` [K], numbers of distinct
+        ``rows`` [K] and of those among them that the batch before had (``again`` [K]), the share
+        ``resident`` [K, G] is resident."""
+        self.hits += lookups @ resident
+        self.hit_rows += rows @ resident
+        self.carried += again.sum() - again @ resident
+
+    def since(self, earlier: Curve) -> Curve:
+        """The same of the batches after ``earlier``, a copy made then."""
+        return Curve(*(getattr(self, f.name) - getattr(earlier, f.name) for f in fields(self)))
+
+    def at(self, points: NDArray[np.int64]) -> Curve:
+        """The same at some of its numbers of slots."""
+        hits, rows, carried = self.hits[points], self.hit_rows[points], self.carried[points]
+        return Curve(hits, rows, carried, self.batches, self.lookups, self.rows)
+
+    def blended(self, other: Curve, share: float) -> Curve:
+        """The average batch of both, of which a ``share`` is of ``other``'s."""
+        pairs = ((getattr(self, f.name), getattr(other, f.name)) for f in fields(self))
+        own, others = self.batches or 1, other.batches or 1
+        return Curve(*((1 - share) * one / own + share * two / others for one, two in pairs))
+
+    def fetched(self) -> Figures:
+        """Rows that a batch has to fetch, on average [G]."""
+        return (self.rows - self.hit_rows) / max(1, self.batches)
+
+
+class Followed:
+    """A group of tables as they share one cache, and its largest tables each alone."""
+
+    def __init__(
+        self, group: Group, shares: Sequence[float], together: MissRates, alone: dict[int, MissRates]
+    ) -> None:
+        self.group, self.shares = group, shares
+        """``shares``: of rows that have a slot, ascending, all of ``misses.SHARES`` among them."""
+        self.together, self.alone = together, alone
+        """``alone``: by the table's number in the group."""
+        self._seen = np.zeros(len(group.tables.layout.tables), bool)
+        """For each table, whether a batch has looked it up."""
+
+    @classmethod
+    def of(
+        cls,
+        number: int,
+        inputs: Inputs,
+        read: Callable[[], Iterable[Any]],
+        batches: int,
+        shares: Sequence[float] = SHARES,
+        largest: int = 0,
+    ) -> Followed:
+        """Follow group ``number`` over so many ``batches``, and its so many ``largest`` tables each alone;
+        ``read`` begins anew with each call."""
+        group = inputs.tables.groups[number]
+        layout = group.tables.layout
+        popular = most_popular(
+            layout.total_rows, lambda: (inputs.bags(batch, number).indices for batch in read())
+        )
+
+        def rates(first: int, rows: int) -> MissRates:
+            own = popular[(popular >= first) & (popular < first + rows)] - first
+            return MissRates(RowSample(rows, own), [share * rows for share in shares], batches // 2)
+
+        ordered = sorted(range(len(layout.rows)), key=lambda table: -layout.rows[table])[:largest]
+        alone = {table: rates(int(layout.bases[table]), layout.rows[table]) for table in sorted(ordered)}
+        return cls(group, shares, rates(0, layout.total_rows), alone)
+
+    def add(self, bags: IndexBags) -> None:
+        """Note a batch's lookups."""
+        self.together.add(bags.indices)
+        tables = self.group.tables
+        ends = bags.offsets[np.arange(len(tables.features) + 1) * bags.batch_size]
+        self._seen[tables.table_of[np.flatnonzero(np.diff(ends))]] = True
+        for table, rates in self.alone.items():
+            features = np.flatnonzero(tables.table_of == table)
+            found = [bags.indices[ends[feature] : ends[feature + 1]] for feature in features]
+            rates.add(np.concatenate(found) - tables.layout.bases[table])
+
+    def never(self) -> list[str]:
+        """Names of the tables that no batch has looked up."""
+        return [self.group.tables.layout.tables[table] for table in np.flatnonzero(~self._seen)]

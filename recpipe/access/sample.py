@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,8 +16,7 @@ BATCHES = 1 << 10
 """Most batches to keep: each takes some hundred bytes beside its lookups, more than a small one's lookups."""
 
 
-@dataclass(frozen=True)
-class _Kept:
+class _Kept(NamedTuple):
     """A batch's ids in one group: ``ids`` [L], feature by feature, of which each has so many (int64 [F])."""
 
     ids: NDArray[np.int32]
@@ -49,6 +48,7 @@ class AccessSample:
         if number % self.stride:
             return
         batch: list[_Kept | None] = []
+        looked_up = 0
         for group, ids in zip(self.tables.groups, each, strict=True):
             if ids is None or ids.values().is_cuda:
                 batch.append(None)
@@ -56,12 +56,13 @@ class AccessSample:
             ends = np.arange(len(group.tables.features) + 1) * ids.stride()
             counts = np.diff(ids.offsets().numpy()[ends]).astype(np.int64)
             batch.append(_Kept(ids.values().numpy().astype(np.int32), counts))
+            looked_up += ids.values().numel()
         self._kept.append(batch)
-        self.lookups += _lookups(batch)
+        self.lookups += looked_up
         while len(self._kept) > 1 and (self.lookups > self.most or len(self._kept) > BATCHES):
             self._kept = self._kept[::2]
             self.stride *= 2
-            self.lookups = sum(map(_lookups, self._kept))
+            self.lookups = sum(len(kept.ids) for batch in self._kept for kept in batch if kept is not None)
 
     def counts(self) -> dict[str, NDArray[np.int64]]:
         """For each table whose ids were kept: how often each of its rows that occur was looked up, in no
@@ -78,7 +79,3 @@ class AccessSample:
                 name = group.tables.layout.tables[table]
                 found[name] = np.unique(np.concatenate(pieces), return_counts=True)[1]
         return found
-
-
-def _lookups(batch: list[_Kept | None]) -> int:
-    return sum(len(kept.ids) for kept in batch if kept is not None)

@@ -45,8 +45,12 @@ def tune_allocator() -> None:
     for name, (number, value) in _SETTINGS.items():
         if library.mallopt(number, value):
             _applied.append(f"{name}={value}")
+    try:
+        on_advice = "[never]" not in Path("/sys/kernel/mm/transparent_hugepage/enabled").read_text()
+    except OSError:
+        on_advice = False
     # A parent process of recpipe may have set it.
-    if _on_advice() and os.environ.setdefault(_HUGE_PAGES, "1") == "1":
+    if on_advice and os.environ.setdefault(_HUGE_PAGES, "1") == "1":
         _applied.append(f"{_HUGE_PAGES}=1")
 
 
@@ -56,14 +60,6 @@ def bound_kernel_caches() -> None:
     """
     for name in _KERNEL_CACHES:
         os.environ.setdefault(name, _KERNELS)
-
-
-def _on_advice() -> bool:
-    """Whether the kernel gives huge pages on request."""
-    try:
-        return "[never]" not in Path("/sys/kernel/mm/transparent_hugepage/enabled").read_text()
-    except OSError:
-        return False
 
 
 def allocator_settings() -> list[str]:

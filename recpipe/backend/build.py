@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from types import BuiltinFunctionType
@@ -138,9 +138,13 @@ def build_backend(
         log.info("trainer.backend=cuda_graph may be faster: it starts all kernels of a step at once")
     if device.type == "cuda" and kind in ("auto", "cpu"):
         kind = CUDA
-    threads, several = torch.get_num_threads(), trainers.size > 1
+    threads, several, groups = torch.get_num_threads(), trainers.size > 1, model.embeddings.groups
     on_cpu = kind in ("auto", "cpu")
-    shares = on_cpu and threads > 1 and not several and _alone(model)
+    # Nothing else may use cores or ranks in a step: neither threads for lookups, nor sharded tables, nor ids
+    # that the model makes.
+    alone = model.embeddings.threads == 1 and not all(tables.sends for tables in groups)
+    alone = alone and len(model.bound) == len(model.fronts)
+    shares = on_cpu and threads > 1 and not several and alone
     if splitter or several or shares:
         # Sharded tables are built for a rank's share of a batch.
         model.parts = find_out(model, on_device(batch, device), -(-batch_size // trainers.size))
@@ -161,7 +165,12 @@ def build_backend(
     choices: Choices = {}
     if on_cpu:
         counts = {threads, 1 if cores > 1 else threads}
-        choices = _of_first(trainers, partial(calibrated, model.module, batch_size, counts, cache_dir))
+        # The first trainer's, on all of them: those that share the machine's cores must not measure at the
+        # same time, and the saved choices must be those of the run.
+        leads = trainers.index == 0
+        own = calibrated(model.module, batch_size, counts, cache_dir) if leads else {}
+        first, *_ = trainers.gather(np.frombuffer(json.dumps(own).encode(), np.uint8))
+        choices = checked(json.loads(first.tobytes()))
     backend = Backend(kind, model, choices)
     if kind == CUDA_GRAPH:
         settings = Settings(model) if is_repeatable(model.module) else tuple
@@ -205,22 +214,6 @@ def _no_graph(
     return None
 
 
-def _of_first(trainers: Channel, measure: Callable[[], Choices]) -> Choices:
-    """The first trainer's choices, on all trainers: those that share the machine's cores must not measure at
-    the same time, and the saved choices must be those of the run."""
-    own = json.dumps(measure() if trainers.index == 0 else {}).encode()
-    first, *_ = trainers.gather(np.frombuffer(own, np.uint8))
-    return checked(json.loads(first.tobytes()))
-
-
-def _alone(model: PlacedModel) -> bool:
-    """Whether nothing else uses cores or ranks in a step: neither threads for lookups, nor sharded tables,
-    nor ids that the model makes."""
-    bound = len(model.bound) == len(model.fronts)
-    sharded = all(tables.sends for tables in model.embeddings.groups)
-    return bound and model.embeddings.threads == 1 and not sharded
-
-
 _LIBRARIES = {"torch", "torchrec", "recpipe"}
 _SETTINGS = (bool, int, float, str, type(None))
 
@@ -228,7 +221,12 @@ _SETTINGS = (bool, int, float, str, type(None))
 def is_repeatable(module: nn.Module) -> bool:
     """Whether all Python that ``module`` runs is the libraries', as far as it shows. torch.compile may have
     graphs of its own, so a module that it has compiled is not."""
-    return not any(map(_has_own_code, module.modules()))
+    for member in module.modules():
+        called = (value for value in vars(member).values() if callable(value))
+        own_code = not all(isinstance(value, Converted) or _is_theirs(value) for value in called)
+        if own_code or not _is_theirs(type(member)) or private_api.is_compiled(member):
+            return False
+    return True
 
 
 class Settings:
@@ -246,17 +244,11 @@ class Settings:
 
     def __call__(self) -> Hashable:
         """Their values now; None while hooks, which must be called, are registered."""
-        hooked = torch_module._has_any_global_hook() or any(map(is_hooked, self._modules))
+        hooked = torch_module._has_any_global_hook()  # type: ignore[no-untyped-call]
+        hooked = hooked or any(map(is_hooked, self._modules))
         if hooked or any(p._backward_hooks or p._post_accumulate_grad_hooks for p in self._parameters):
             return None
         return tuple(attributes.get(name) for attributes, name in self._places)
-
-
-def _has_own_code(module: nn.Module) -> bool:
-    if not _is_theirs(type(module)) or private_api.is_compiled(module):
-        return True
-    called = (value for value in vars(module).values() if callable(value))
-    return not all(isinstance(value, Converted) or _is_theirs(value) for value in called)
 
 
 def _is_theirs(code: Any) -> bool:

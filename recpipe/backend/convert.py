@@ -33,8 +33,7 @@ from recpipe.backend.chain import (
     is_hooked,
     is_plain,
 )
-from recpipe.backend.crosses import cross, factorize
-from recpipe.backend.dense import chain, interact
+from recpipe.backend.dense import chain, cross, factorize, interact
 from recpipe.tables.padded import is_padded, marked
 
 _PLAIN_TENSORS = (torch.Tensor, nn.Parameter)
@@ -182,7 +181,8 @@ def _factorization_machine(module: Any, chooser: Chooser, embeddings: Any) -> An
     """The ``forward`` of ``FactorizationMachine``, which joins a list of tensors; often there is only one."""
     fits = precision() is torch.float32 and all(type(x) in _PLAIN_TENSORS for x in embeddings)
     if fits and _runs():
-        flat = _flat(embeddings)
+        parts = [x.flatten(1) for x in embeddings]
+        flat = parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
         if _fits(flat):
             return factorize(flat)
         embeddings = [flat]
@@ -194,11 +194,6 @@ def _deep_fm(module: Any, chooser: Chooser, embeddings: Any) -> Any:
     if _runs() and len(embeddings) == 1 and _fits(embeddings[0]):
         return module.dense_module(embeddings[0])
     return type(module).forward(module, embeddings)
-
-
-def _flat(tensors: Any) -> torch.Tensor:
-    flat = [x.flatten(1) for x in tensors]
-    return flat[0] if len(flat) == 1 else torch.cat(flat, dim=1)
 
 
 def _fm_interaction(module: Any, chooser: Chooser, dense_features: Any, sparse_features: Any) -> Any:

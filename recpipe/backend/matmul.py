@@ -26,41 +26,23 @@ def float32_products(device: torch.device, precision: str = "float32") -> Iterat
     all the same. A precision that the user has set is not changed otherwise, and neither are products on a
     GPU.
     """
-    if device.type == "cuda" and precision == TF32:
-        with _set("high"):
-            yield
-    elif device.type == "cpu":
-        with _vector_units():
-            yield
-    else:
-        yield
-
-
-@contextmanager
-def _vector_units() -> Iterator[None]:
-    """In the block, oneDNN multiplies float32 matrices on CPUs that Intel did not make.
-
-    On those, MKL takes its AVX2 path, at half the speed of AVX-512. On Intel's CPUs it is up to a third
-    faster than oneDNN at a few hundred samples. torch passes float32 products to oneDNN under the precision
-    "medium", which also permits bfloat16, and oneDNN may use that if the CPU has units for it. So one product
-    is computed and compared; if it was rounded, MKL stays.
-    """
     before = torch.get_float32_matmul_precision()
-    if before != "highest" or not has_onednn() or made_by_intel():
+    chosen = None
+    if device.type == "cuda" and precision == TF32:
+        chosen = "high"
+    elif device.type == "cpu" and before == "highest" and has_onednn() and not made_by_intel():
+        # MKL takes its AVX2 path on CPUs that Intel did not make, at half the speed of AVX-512; on Intel's it
+        # is up to a third faster than oneDNN at a few hundred samples. torch passes float32 products to
+        # oneDNN under "medium", which also permits bfloat16, and oneDNN may use that if the CPU has units for
+        # it. So one product is computed and compared; if it was rounded, MKL stays.
+        chosen = "medium"
+    if chosen is None:
         yield
         return
-    with _set("medium"):
-        if _error("medium") > TOLERANCE:
-            torch.set_float32_matmul_precision(before)
-        yield
-
-
-@contextmanager
-def _set(precision: str) -> Iterator[None]:
-    """In the block, torch's precision of float32 products is ``precision``."""
-    before = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision(precision)
+    torch.set_float32_matmul_precision(chosen)
     try:
+        if device.type == "cpu" and _error(chosen) > TOLERANCE:
+            torch.set_float32_matmul_precision(before)
         yield
     finally:
         torch.set_float32_matmul_precision(before)

@@ -104,7 +104,10 @@ class _Trial:
         """``openmp``, or one of ``FIRST_SHARES``."""
         count = torch.get_num_threads()
         shared = {name: Cores(count, partial(_always, first)) for name, first in FIRST_SHARES.items()}
-        dense, ids, copied = self.model.dense, self._ids(batch), self.model.copied()
+        each = zip(self.model.inputs.each(batch), self.tables, strict=True)
+        # Within the rows of the temporary tables.
+        ids = tuple(None if ids is None else within(ids, own.tables) for ids, own in each)
+        dense, copied = self.model.dense, self.model.copied()
         runs = [partial(self._step, copied, ids, batch, dense, c) for c in (None, *shared.values())]
         try:
             with same_random_numbers():
@@ -129,11 +132,6 @@ class _Trial:
         taken = InFlight(batch)
         taken.take_in([None if own is None else tables.input_dist(own) for tables, own in pairs])
         accumulate(model, taken, StepTimes(), cores)
-
-    def _ids(self, batch: Any) -> GroupIds:
-        """Ids within the rows of the temporary tables."""
-        each = zip(self.model.inputs.each(batch), self.tables, strict=True)
-        return tuple(None if ids is None else within(ids, own.tables) for ids, own in each)
 
 
 def _always(first: float, samples: int) -> float:

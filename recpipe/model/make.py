@@ -158,7 +158,15 @@ def _complete(
         ) from fault
     takes = {name: p for name, p in parameters.items() if p.kind in _BY_NAME}
     for name in _OWN_KEYS.keys() & takes.keys():
-        _refuse_shared(config, name, takes[name])
+        named = name == "name" and config.target is None  # it has chosen an installed package's model
+        set_ = getattr(config, name) != _OWN_KEYS[name] and not named
+        if set_ or takes[name].default is Parameter.empty:  # the parameter would not get its value
+            raise UserError(
+                f"model.{name}: recpipe reads this key itself, and {config.said} has a parameter of that "
+                "name, which does not get it. Name a function that makes the model instead: with another "
+                f"name for the parameter (def make(its_{name}): return Model({name}=its_{name})), or "
+                f"without it, so that model.{name} is recpipe's alone"
+            )
     takes_any = any(p.kind is Parameter.VAR_KEYWORD for p in parameters.values())
     unknown = [] if takes_any else [key for key in config.arguments if key not in takes]
     if unknown:
@@ -182,20 +190,6 @@ def _complete(
             if name in added and takes[name].default is not Parameter.empty:
                 del added[name]
     return {name: make() for name, make in added.items()}
-
-
-def _refuse_shared(config: UserModel, name: str, parameter: Parameter) -> None:
-    """``UserError`` if a parameter has the name of one of recpipe's own keys and needs a value, or one is set
-    that may be meant for it: the parameter would not get it."""
-    named = name == "name" and config.target is None  # ``name`` has chosen an installed package's model
-    set_ = getattr(config, name) != _OWN_KEYS[name] and not named
-    if set_ or parameter.default is Parameter.empty:
-        raise UserError(
-            f"model.{name}: recpipe reads this key itself, and {config.said} has a parameter of that name, "
-            f"which does not get it. Name a function that makes the model instead: with another name for the "
-            f"parameter (def make(its_{name}): return Model({name}=its_{name})), or without it, so that "
-            f"model.{name} is recpipe's alone"
-        )
 
 
 def locate(path: str, key: str) -> Any:

@@ -87,20 +87,18 @@ def logloss(labels: Values, logits: Values) -> float:
     return float(torch.nn.functional.binary_cross_entropy_with_logits(logit.double(), label.double()))
 
 
-def normalized_entropy(labels: Values, logits: Values) -> float:
-    """Logloss divided by that of always predicting the mean label (He et al., ADKDD 2014).
-
-    Below 1 is learning. NaN when the labels hold only one class: the divisor is then 0.
-    """
-    label, _ = _vectors(labels, logits)
-    return _normalized(logloss(labels, logits), label)
-
-
 def quality(labels: Values, logits: Values) -> Quality:
-    """AUC, logloss and NE of ``logits`` [N] for 0/1 ``labels`` [N]."""
+    """AUC, logloss and normalized entropy of ``logits`` [N] for 0/1 ``labels`` [N].
+
+    The latter is the logloss divided by that of always predicting the mean label (He et al., ADKDD 2014):
+    below 1 is learning, NaN with labels of one class, where the divisor is 0.
+    """
     label, logit = _vectors(labels, logits)
     loss = logloss(label, logit)
-    return Quality(auc(label, logit), loss, _normalized(loss, label))
+    ne, rate = math.nan, float(label.double().mean()) if label.numel() else 0.0
+    if 0.0 < rate < 1.0:
+        ne = loss / -(rate * math.log(rate) + (1.0 - rate) * math.log(1.0 - rate))
+    return Quality(auc(label, logit), loss, ne)
 
 
 def judged(kind: Kind, labels: Values, predictions: Values) -> Quality:
@@ -145,15 +143,6 @@ def calibration(labels: Values, logits: Values) -> Calibration | None:
     return Calibration(predicted.tolist(), clicked.tolist(), samples[used].tolist())
 
 
-def _normalized(loss: float, label: torch.Tensor) -> float:
-    if label.numel() == 0:
-        return math.nan
-    rate = float(label.double().mean())
-    if not 0.0 < rate < 1.0:
-        return math.nan
-    return loss / -(rate * math.log(rate) + (1.0 - rate) * math.log(1.0 - rate))
-
-
 def _vectors(labels: Values, scores: Values) -> tuple[torch.Tensor, torch.Tensor]:
     label = torch.as_tensor(labels).detach().reshape(-1)
     score = torch.as_tensor(scores).detach().reshape(-1)
@@ -184,8 +173,8 @@ class BackgroundQuality:
 
     def add(self, logits: torch.Tensor, labels: torch.Tensor) -> None:
         """Keep float32 host copies of one batch's ``logits`` [B] and ``labels`` [B]."""
-        self._logits.append(_host_copy(logits))
-        self._labels.append(_host_copy(labels))
+        for kept, values in ((self._logits, logits), (self._labels, labels)):
+            kept.append(values.detach().reshape(-1).to("cpu", torch.float32, copy=True))
 
     def add_loss(self, total: float, samples: float) -> None:
         """Add one batch's loss, weighted by its ``samples``."""
@@ -234,7 +223,3 @@ class BackgroundQuality:
             promised.set_result(replace(found, loss=loss))
         except BaseException as fault:
             promised.set_exception(fault)
-
-
-def _host_copy(values: torch.Tensor) -> torch.Tensor:
-    return values.detach().reshape(-1).to("cpu", torch.float32, copy=True)

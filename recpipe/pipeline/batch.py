@@ -119,13 +119,14 @@ class InFlight:
         to a graph what it can look up itself; ``look_up_left`` must follow if it does not."""
         try:
             with phase("embedding forward"):
-                if wait or any(rows.fetches_residents for rows in self.moving):
+                if wait or (self.moving and any(rows.fetches_residents for rows in self.moving)):
                     for rows in self.moving:
                         rows.tables.wait()
+                here = self.rows
                 if by_graph:
                     for rows in self.rows:
                         rows.leave_to_graph(wait)
-                here = [rows for rows in self.rows if rows.graph is None]
+                    here = [rows for rows in self.rows if rows.graph is None]
                 if workers is None or len(here) == 1:
                     for rows in here:
                         rows.look_up(True, wait)
@@ -183,13 +184,11 @@ class Handed:
         self.leaves: list[torch.Tensor] | None = None
         """The rows of each group; None: the model has not asked for them yet."""
 
-    def holds(self, sparse: KeyedJaggedTensor) -> bool:
-        """Whether ``sparse`` has the ids of these samples."""
-        return same_ids(sparse, self.ids, self.front)
-
-    def rows(self) -> list[torch.Tensor]:
-        """The leaves; every call returns the same ones, so that their gradients add up. If another thread is
-        looking the rows up, waits for it."""
+    def rows(self, sparse: KeyedJaggedTensor) -> list[torch.Tensor] | None:
+        """The leaves, the same at every call, so that their gradients add up; None if ``sparse`` has other
+        ids than these samples. If another thread is looking the rows up, waits for it."""
+        if not same_ids(sparse, self.ids, self.front):
+            return None
         if self.leaves is None:
             batch = self.batch
             batch.looked_up.result()

@@ -1,11 +1,16 @@
-"""CUDA graphs: kernels that are recorded once, and started at once from then on."""
+"""CUDA graphs: kernels that are recorded once, and started at once from then on.
+
+Python starts the few kernels of the dense optimizer's step by itself in about a millisecond. They are the
+same in each step where parameters, gradients and the optimizer's state stay in the same memory, as they do
+behind a ``StepGraph``, and where nothing that Python computes for the kernels depends on the number of the
+step. Gradients of other batches may be in the same memory twice by chance, which is not worth a recording.
+"""
 
 from __future__ import annotations
 
 import gc
 import logging
-from collections.abc import Callable, Hashable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Hashable
 from types import MethodType
 from typing import Any, Protocol
 
@@ -16,6 +21,7 @@ from recpipe import private_api
 from recpipe.common.device import current_stream, lone_stream
 from recpipe.errors import UserError, shown
 
+log = logging.getLogger(__name__)
 REMEDY = "set trainer.backend=auto"
 
 
@@ -47,25 +53,28 @@ class CudaGraph:
 
     def record(self, work: Callable[[], None]) -> None:
         """Capture what ``work`` does on the GPU, which is not done now."""
-        training = current_stream()
+        training, was_collecting = current_stream(), gc.isenabled()
         self._stream.wait_stream(training)
-        with _no_collection(), torch.cuda.stream(self._stream):
-            # Other threads may allocate memory and wait for their streams meanwhile.
-            self._graph.capture_begin(capture_error_mode="thread_local")
-            try:
-                work()
-            except BaseException as fault:
-                self._end(fault)
-                raise
-            self._end()
-        training.wait_stream(self._stream)
-
-    def _end(self, first: BaseException | None = None) -> None:
-        """End the recording, which ``first`` has interrupted: it says more than CUDA does then."""
+        gc.disable()  # freeing another graph would end the recording
         try:
-            self._graph.capture_end()
-        except RuntimeError as fault:
-            raise Spoilt(str(first or fault)) from (first or fault)
+            with torch.cuda.stream(self._stream):
+                # Other threads may allocate memory and wait for their streams meanwhile.
+                self._graph.capture_begin(capture_error_mode="thread_local")
+                interrupted: BaseException | None = None
+                try:
+                    work()
+                except BaseException as fault:
+                    interrupted = fault
+                    raise
+                finally:
+                    try:
+                        self._graph.capture_end()
+                    except RuntimeError as fault:  # what has interrupted it says more than CUDA does then
+                        raise Spoilt(str(interrupted or fault)) from (interrupted or fault)
+        finally:
+            if was_collecting:
+                gc.enable()
+        training.wait_stream(self._stream)
 
     def replay(self) -> None:
         """Start the captured kernels on this thread's stream."""
@@ -86,21 +95,6 @@ def record(graph: Graph, work: Callable[[], None], what: str) -> None:
         raise Unrecorded(said) from fault
 
 
-@contextmanager
-def _no_collection() -> Iterator[None]:
-    """No garbage is collected in the block: freeing another graph would end the recording."""
-    was_on = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_on:
-            gc.enable()
-
-
-log = logging.getLogger(__name__)
-
-
 def record_steps(optimizer: Optimizer, make: Callable[[], Graph], in_place: Callable[[], bool]) -> None:
     """Let a graph of ``make`` make the steps of ``optimizer`` wherever they repeat the one before: those of
     SGD, and of Adagrad without ``lr_decay``. Others, whose kernels get the number of the step from Python,
@@ -109,13 +103,13 @@ def record_steps(optimizer: Optimizer, make: Callable[[], Graph], in_place: Call
     ``in_place``: whether the gradients of the batch at hand are in memory that is theirs in every step.
     """
     if type(optimizer) in (SGD, Adagrad):
-        recorded = _Recorded(optimizer, make, in_place)
+        recorded = _RecordedSteps(optimizer, make, in_place)
         # A method of it, since torch's schedulers bind it anew.
         step = MethodType(lambda _, closure=None: recorded.step(closure), optimizer)
         optimizer.step = step  # type: ignore[method-assign]
 
 
-class _Recorded:
+class _RecordedSteps:
     def __init__(self, optimizer: Optimizer, make: Callable[[], Graph], in_place: Callable[[], bool]) -> None:
         self._optimizer, self._make, self._in_place = optimizer, make, in_place
         self._by_python = optimizer.step
@@ -146,13 +140,15 @@ class _Recorded:
             self._by_python()
             return loss
         self._graph.replay()
-        private_api.add_to_each([state["step"] for state in self._states() if "step" in state], 1)
+        private_api.add_to_each(
+            [state["step"] for state in self._optimizer.state.values() if "step" in state], 1
+        )
         return loss
 
     def _record(self, form: Hashable) -> None:
         """Record a graph; none if there cannot be one."""
         self._graph, self._form = None, form  # its memory is free for the next one
-        steps = [(state, state["step"]) for state in self._states() if "step" in state]
+        steps = [(state, state["step"]) for state in self._optimizer.state.values() if "step" in state]
         self._counted = [number.clone() for _, number in steps]
         graph = self._make()
         try:
@@ -166,9 +162,6 @@ class _Recorded:
         finally:
             for state, number in steps:
                 state["step"] = number
-
-    def _states(self) -> Iterator[dict[str, Any]]:
-        yield from self._optimizer.state.values()
 
     def _form_now(self) -> Hashable:
         """What must be as it was for kernels to be the same; None if they may not be."""

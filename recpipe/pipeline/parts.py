@@ -16,11 +16,13 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from recpipe.common.device import uses_gpu
 from recpipe.common.meter import counting
-from recpipe.data.parts import batch_size
+from recpipe.data.parts import batch_size, in_order, without_weights
 from recpipe.data.select import between
 from recpipe.errors import UserError
 from recpipe.pipeline.placed import Parts, PlacedModel
 from recpipe.tables.front import Front, handing_out, same_ids
+from recpipe.tables.groups import Group
+from recpipe.tables.padded import padded
 
 SAMPLES = 64
 """Most samples that are tried."""
@@ -83,12 +85,8 @@ class _Watch:
         assert ids is not None, "the front is bound"
         self.front, self.ids, self.others = front, ids, False
 
-    def holds(self, sparse: KeyedJaggedTensor) -> bool:
+    def rows(self, sparse: KeyedJaggedTensor) -> None:
         self.others |= not same_ids(sparse, self.ids, self.front)
-        return False
-
-    def rows(self) -> list[torch.Tensor]:
-        raise AssertionError("it holds no rows")
 
 
 def _first_that_differs(one: nn.Module, other: nn.Module) -> str | None:
@@ -149,3 +147,47 @@ def _random_states() -> list[torch.Tensor]:
     """The states of torch's generators: the CPU's and, once CUDA is in use, every GPU's."""
     of_gpus = torch.cuda.get_rng_state_all() if uses_gpu() else []
     return [torch.get_rng_state(), *of_gpus]
+
+
+ROW_VALUE = 0.01
+"""The value of all rows that are handed out: no tier is used, and no other rank is asked."""
+
+
+class HandedRows:
+    """Hands out rows of the right shape for any ids that a front is called with, as leaves of the graph.
+
+    ``own``: the batch's ids for it, if the batch has them. ``roomy``: with room in front where the front
+    gives it in a run.
+    """
+
+    def __init__(self, front: Front, own: KeyedJaggedTensor | None, roomy: bool = False) -> None:
+        self.front, self.own = front, own
+        self.others: list[KeyedJaggedTensor] = []
+        """Ids that are not the batch's own."""
+        self.leaves: list[torch.Tensor] = []
+        self._of_own: list[torch.Tensor] = []
+        self._room = roomy and front.padded
+
+    def rows(self, sparse: KeyedJaggedTensor) -> list[torch.Tensor]:
+        """The rows of each group, float32: pooled ones [B, F * dim] of F features, others [ids, dim]. The
+        same ones whenever the batch's own ids are asked for; others are noted."""
+        is_own = self.own is not None and same_ids(sparse, self.own, self.front)
+        if is_own and self._of_own:
+            return self._of_own
+        made = [self._leaf(group, sparse) for group in self.front.groups]
+        self.leaves += [leaf for leaf in made if leaf.requires_grad]
+        if is_own:
+            self._of_own = made
+        else:
+            self.others.append(sparse)
+        return made
+
+    def _leaf(self, group: Group, asked: KeyedJaggedTensor) -> torch.Tensor:
+        ids, tables = in_order(without_weights(asked), group.tables.features), group.tables
+        trained = not tables.optimizer.frozen
+        shape = (ids.stride(), len(tables.features) * tables.dim)
+        shape = shape if tables.pooled else (ids.values().numel(), tables.dim)
+        if self._room and tables.pooled:
+            wide = torch.full((shape[0], tables.dim + shape[1]), ROW_VALUE, device=ids.device())
+            return padded(wide, tables.dim).requires_grad_(trained)
+        return torch.full(shape, ROW_VALUE, device=ids.device(), requires_grad=trained)

@@ -6,6 +6,7 @@ import copy
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -48,13 +49,9 @@ class LookedUp:
     ids: KeyedJaggedTensor
     found: list[torch.Tensor]
 
-    def holds(self, sparse: KeyedJaggedTensor) -> bool:
-        """Whether ``sparse`` has the ids of the batch."""
-        return same_ids(sparse, self.ids, self.front)
-
-    def rows(self) -> list[torch.Tensor]:
-        """The rows of each group."""
-        return self.found
+    def rows(self, sparse: KeyedJaggedTensor) -> list[torch.Tensor] | None:
+        """The rows of each group; None if ``sparse`` has other ids than the batch."""
+        return self.found if same_ids(sparse, self.ids, self.front) else None
 
 
 def put_fronts(module: nn.Module, tables: ModelTables, embeddings: GroupedCollection) -> dict[str, Front]:
@@ -116,6 +113,9 @@ def saved_buffers(module: nn.Module) -> dict[str, torch.Tensor]:
 def saved_values(module: nn.Module) -> dict[str, torch.Tensor]:
     """Parameters and saved buffers by name, sharing the module's memory, without a graph."""
     return {name: p.detach() for name, p in module.named_parameters()} | saved_buffers(module)
+
+
+_late_calls = attrgetter("late_calls")
 
 
 class PlacedModel(nn.Module):
@@ -231,7 +231,7 @@ class PlacedModel(nn.Module):
                 rows.tables.advance(rows)
         groups, made = batch.groups or (), dict[Front, list[GroupRows]]()
         for front in self.bound:
-            made[front] = [rows for rows in (groups[n] for n in self._groups_of[front]) if rows is not None]
+            made[front] = [own for n in self._groups_of[front] if (own := groups[n]) is not None]
             for rows in made[front]:
                 rows.wants_padding = front.padded
         batch.fronts = made
@@ -280,4 +280,4 @@ class PlacedModel(nn.Module):
     @property
     def late_calls(self) -> int:
         """How many times fronts were trained with ids that are not the batch's own."""
-        return sum(front.late_calls for front in self.fronts.values())
+        return sum(map(_late_calls, self.fronts.values()))

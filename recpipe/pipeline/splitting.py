@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from itertools import pairwise
 
 import numpy as np
@@ -39,19 +38,6 @@ class EqualParts(Splitter):
         return Split(np.arange(samples), (*range(self.size, samples, self.size), samples))
 
 
-@dataclass(frozen=True)
-class _Since:
-    """Whether batches are cut: ``on`` from batch ``number``, ``before`` until then."""
-
-    number: int
-    on: bool
-    before: bool
-
-    def at(self, number: int) -> bool:
-        """Whether batch ``number`` may be cut."""
-        return self.on if number >= self.number else self.before
-
-
 class Splitting:
     """Asks ``splitter`` for each batch. Its answer is used under ``mode`` always, not under never, and under
     auto while that pays.
@@ -78,8 +64,9 @@ class Splitting:
         self._step = step
         self._waited = waited
         self._trial = Trial(agreed, load)
-        self._since = _Since(0, self.mode == "always", self.mode == "always")
-        """Replaced as a whole, since the loader's thread reads it."""
+        self._since = 0, self.mode == "always", self.mode == "always"
+        """The number of a batch, and whether batches from it on, and those before it, are cut. Replaced as a
+        whole, since the loader's thread reads it."""
         self._next = self._trained = 0
         self._early: dict[int, float | None] = {}
         """For each batch that was read and not trained: the share of its samples that would be in the first
@@ -133,7 +120,11 @@ class Splitting:
         """Whether it wants to know which samples of the next batch need cold rows. Where it is not to be cut
         and training does not wait for rows, that is wanted for figures alone; ``pass_by`` is called then."""
         may_pay = self.mode == "auto" and (self._trial.compares or self._waits_now)
-        return self._since.at(self._next) or may_pay or self._next % LOOKED == 0
+        return self._cuts(self._next) or may_pay or self._next % LOOKED == 0
+
+    def _cuts(self, number: int) -> bool:
+        since, on, before = self._since
+        return on if number >= since else before
 
     def pass_by(self) -> None:
         """The next batch is not looked at, nor cut."""
@@ -152,7 +143,7 @@ class Splitting:
         bounds = in_steps(split.bounds, self._step)
         whole = len(bounds) == 1
         self._early[number] = 0.0 if whole else bounds[0] / len(needs_cold)
-        if whole or not self._since.at(number):
+        if whole or not self._cuts(number):
             return None
         self.batches += 1
         return Split(split.order, bounds)
@@ -171,8 +162,8 @@ class Splitting:
         self._seconds += seconds
         self._waits += waited
         self._trial.step(seconds, waited if early is None else min(waited, early * seconds))
-        if self._trial.on != self._since.on:
-            self._since = _Since(number + AHEAD, self._trial.on, self._since.on)
+        if self._trial.on != self._since[1]:
+            self._since = number + AHEAD, self._trial.on, self._since[1]
 
     def verdict(self) -> str:
         """Whether cutting batches paid, and why, in one sentence."""

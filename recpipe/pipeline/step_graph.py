@@ -103,17 +103,18 @@ class StepGraph:
             return recorded
 
     def _form(self, batch: InFlight, settings: Hashable) -> Hashable:
-        """What must be the same of two batches, and of the model, for one graph to train both."""
-        return _form(batch.batch), tuple(rows.form for rows in batch.rows), self._state(), settings
+        """What must be the same of two batches, and of the model, for one graph to train both: it fixes
+        these."""
+        parameters = tuple((p.data_ptr(), p.requires_grad) for p in self.model.dense)
+        modes = tuple(module.training for module in self._modules)
+        return _form(batch.batch), tuple(rows.form for rows in batch.rows), parameters, modes, settings
 
     def holds_gradients(self) -> bool:
         """Whether the dense parameters' gradients are those in the graph's memory."""
-        return self._recorded is not None and self._recorded.holds_gradients()
-
-    def _state(self) -> Hashable:
-        """What may change of the model between two steps and is fixed in a graph."""
-        parameters = tuple((p.data_ptr(), p.requires_grad) for p in self.model.dense)
-        return parameters, tuple(module.training for module in self._modules)
+        if self._recorded is None:
+            return False
+        pairs = zip(self.model.dense, self._recorded.gradients, strict=True)
+        return all(parameter.grad is gradient for parameter, gradient in pairs)
 
 
 class _Recorded:
@@ -150,29 +151,28 @@ class _Recorded:
                 rows.update()
 
         record(graph, both_passes, "the model's forward or backward pass")
-        self._gradients = [parameter.grad for parameter in self._dense]
+        self.gradients = [parameter.grad for parameter in self._dense]
 
     def train(self, batch: InFlight) -> torch.Tensor:
         """Replay it for ``batch``; returns its mean loss."""
         groups = [rows for groups in batch.fronts.values() for rows in groups]
-        given = [_given(rows) for rows in groups]
+        # Of each lookup the rows as a leaf or, if the graph makes it, their places.
+        given = [
+            rows.leaf(0, rows.ids.stride()) if rows.graph is None else rows.graph.indices for rows in groups
+        ]
+        inputs = [leaf for leaf in leaves(batch.batch) if isinstance(leaf, torch.Tensor)]
         memory = [*self._inputs, *(rows.memory for rows in self._rows)]
         with torch.no_grad():
-            private_api.copy_each(memory, [*_tensors(batch.batch), *given])
+            private_api.copy_each(memory, [*inputs, *given])
         self._graph.replay()
         for rows, own, memory_of in zip(groups, given, self._rows, strict=True):
             if rows.graph is None:
                 own.grad = memory_of.gradient
             else:
                 rows.updated = True
-        for parameter, gradient in zip(self._dense, self._gradients, strict=True):
+        for parameter, gradient in zip(self._dense, self.gradients, strict=True):
             parameter.grad = gradient
         return self._loss.clone()
-
-    def holds_gradients(self) -> bool:
-        """Whether the dense parameters' gradients are those in this graph's memory."""
-        pairs = zip(self._dense, self._gradients, strict=True)
-        return all(parameter.grad is gradient for parameter, gradient in pairs)
 
     def _copied(self, value: Any) -> Any:
         """``value``, a batch or a part of one, with tensors of its own and with ids that cannot be read."""
@@ -182,13 +182,6 @@ class _Recorded:
         if isinstance(value, KeyedJaggedTensor):
             return HostIds.unread(value, _read)
         return with_parts(value, lambda part, _: self._copied(part))
-
-
-def _given(rows: GroupRows) -> torch.Tensor:
-    """What a graph needs of a batch's lookup: its rows as a leaf or, if it looks them up, their places."""
-    if rows.graph is not None:
-        return rows.graph.indices
-    return rows.leaf(0, rows.ids.stride())
 
 
 class _Rows:
@@ -283,13 +276,10 @@ class _Handed:
     def __init__(self, ids: KeyedJaggedTensor | None, rows: list[torch.Tensor]) -> None:
         self._ids, self._rows = ids, rows
 
-    def holds(self, sparse: KeyedJaggedTensor) -> bool:
-        """Whether ``sparse`` is the batch's own object; others would have to be compared by reading them."""
-        return sparse is self._ids or _read()
-
-    def rows(self) -> list[torch.Tensor]:
-        """The same at every call."""
-        return self._rows
+    def rows(self, sparse: KeyedJaggedTensor) -> list[torch.Tensor]:
+        """The same at every call, for the batch's own object; others would have to be compared by reading
+        them."""
+        return self._rows if sparse is self._ids else _read()
 
 
 def _read(*_: str) -> NoReturn:
@@ -298,11 +288,6 @@ def _read(*_: str) -> NoReturn:
         "the model reads ids, or puts them together itself; a CUDA graph, which repeats the kernels of one "
         "batch, can only be handed the rows of a batch's own ids"
     )
-
-
-def _tensors(batch: Any) -> list[torch.Tensor]:
-    """The tensors of a batch, without its ids', in the order in which ``with_parts`` visits them."""
-    return [leaf for leaf in leaves(batch) if isinstance(leaf, torch.Tensor)]
 
 
 def _form(value: Any) -> Hashable:

@@ -96,18 +96,15 @@ class Trial:
         if self._left:
             return
         if self._phase is Phase.WATCH:
-            self._watched()
+            self.watched += 1
+            usually = sorted(zip(self._saved, self._block, strict=True))[:-RARE]
+            saved, total = (sum(each) for each in zip(*usually, strict=True))
+            self.could_save = self._agreed(saved / max(total, 1e-9))
+            self._begin(Phase.TRIAL if self.could_save >= LEAST else Phase.WATCH)
         elif self._phase is Phase.TRIAL:
             self._tried()
         else:
             self._begin(Phase.TRIAL if self.on else Phase.WATCH)
-
-    def _watched(self) -> None:
-        self.watched += 1
-        usually = sorted(zip(self._saved, self._block, strict=True))[:-RARE]
-        saved, seconds = (sum(each) for each in zip(*usually, strict=True))
-        self.could_save = self._agreed(saved / max(seconds, 1e-9))
-        self._begin(Phase.TRIAL if self.could_save >= LEAST else Phase.WATCH)
 
     def _begin(self, phase: Phase) -> None:
         self._phase = phase
@@ -123,24 +120,17 @@ class Trial:
         self._times[self.on] += usual(self._block[SETTLING:])
         self._block, self._saved, self._left = [], [], BLOCK
         self._blocks += 1
-        if self._blocks % 2 == 0 and self._judged():
-            now = self._load()
-            self.disturbed = disturbance(None if now is None else now.others_since(self._began))
-            self._begin(Phase.HOLD)
-            self._hold *= 1 if self.disturbed else 2
-        else:
-            self.on = not self.on
-
-    def _judged(self) -> bool:
-        """Whether the pairs of blocks so far decide; then ``on`` is the decision."""
-        self.with_it, self.without = (self._agreed(fmean(self._times[on])) for on in (True, False))
-        ratio, pairs = self.with_it / max(self.without, 1e-9), self._blocks // 2
-        clear = ratio > COSTLY if pairs == 1 else abs(ratio - 1) > CLEAR
-        if not clear and pairs < PAIRS:
-            return False
-        self.on = ratio <= WORTH
-        self.decided = self.steps
-        return True
+        pairs, odd = divmod(self._blocks, 2)
+        if not odd:
+            self.with_it, self.without = (self._agreed(fmean(self._times[on])) for on in (True, False))
+            ratio = self.with_it / max(self.without, 1e-9)
+            if (ratio > COSTLY if pairs == 1 else abs(ratio - 1) > CLEAR) or pairs >= PAIRS:
+                self.on, self.decided, now = ratio <= WORTH, self.steps, self._load()
+                self.disturbed = disturbance(None if now is None else now.others_since(self._began))
+                self._begin(Phase.HOLD)
+                self._hold *= 1 if self.disturbed else 2
+                return
+        self.on = not self.on
 
 
 def usual(seconds: Sequence[float]) -> list[float]:

@@ -1,4 +1,9 @@
-"""This machine's limits for matrix products, streaming and random rows, each measured in about a second.
+"""This machine's limits for matrix products, streaming and random rows, each measured in about a second, and
+the least time of each phase: its work divided by these limits.
+
+The roofline model (Williams, Waterman, Patterson: "Roofline: an insightful visual performance model for
+multicore architectures", CACM 52(4), 2009): at best, arithmetic and memory traffic overlap, so a phase takes
+at least the longer of the two. Phases follow one another, so the step's floor is their sum.
 
 The best of several repetitions is reported, since other programs can only make a measurement slower. Torch's
 own operators are measured, with the process's threads and matmul setting, so that the limits are those of the
@@ -10,12 +15,15 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
-from time import perf_counter
+from typing import Any
 
 import numpy as np
 import torch
 
+from recpipe.backend.matmul import TF32
 from recpipe.common.device import one_thread
+from recpipe.common.timing import synchronized_time
+from recpipe.profiling.workload import Work
 
 BUFFER_BYTES = 2**28
 """The size of each of two buffers: 256 MiB, more than the last-level cache of most machines."""
@@ -161,18 +169,50 @@ def best_seconds(run: Callable[[], object], device: torch.device) -> float:
     """The fastest of at least ``REPEATS`` runs; more if they take less than ``LEAST_SECONDS``."""
     times: list[float] = []
     while len(times) < REPEATS or sum(times) < LEAST_SECONDS:
-        times.append(_seconds(run, device))
+        started = synchronized_time(device)
+        run()
+        times.append(synchronized_time(device) - started)
     return min(times)
 
 
-def _seconds(run: Callable[[], object], device: torch.device) -> float:
-    _settle(device)
-    started = perf_counter()
-    run()
-    _settle(device)
-    return perf_counter() - started
+def floors_ms(workload: Mapping[str, Work], machine: Limits, precision: str) -> dict[str, float]:
+    """Each phase's least milliseconds: the longer of the time at the peak of matrix products under
+    ``model.precision=precision`` and that at the bandwidths of streaming and of random rows."""
+    # The rate of float32 is measured under the run's own setting, which is what tf32 is.
+    flops_per_s = machine.gemm_flops_per_s["float32" if precision == TF32 else precision]
+    found = {}
+    for name, work in workload.items():
+        streamed = work.streamed_bytes / machine.stream_bytes_per_s
+        moved = streamed + work.gathered_bytes / machine.gather_bytes_per_s
+        found[name] = max(1e3 * work.flops / flops_per_s, 1e3 * moved)
+    return found
 
 
-def _settle(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+@dataclass(frozen=True)
+class Recheck:
+    """What measuring a machine again has found."""
+
+    words: str
+    fresh: bool
+    """Whether what is known of the machine is right now."""
+
+
+class StepModel:
+    """What the entry point ``recpipe.profiles`` names, or a class of it that takes no arguments, can do. This
+    one, used where there is none, knows no machine."""
+
+    def limits(self, row_bytes: int, device: torch.device) -> Limits | None:
+        """The limits for rows of ``row_bytes`` that were measured on this machine before; None: none were."""
+        return None
+
+    def predict(self, training: Any, steps: int, phases: Mapping[str, Any]) -> dict[str, Any]:
+        """What is predicted of the later half of the first ``steps`` steps of ``training`` (a
+        ``setup.training.Training``), beside the measured ``phases``: ``step_ms`` and more; or only
+        ``reason``, why nothing is."""
+        return {"reason": "no installed package predicts steps; recpipe's own is the performance model"}
+
+    def recheck(self, profile: Mapping[str, Any], disturbed: bool) -> Recheck | None:
+        """Measure the machine again if a measured ``profile``, as in report.json, contradicts what is known
+        of it; None: it does not, or nothing is known. ``disturbed``: whether other programs slowed the run
+        down."""
+        return None

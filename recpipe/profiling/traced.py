@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -19,16 +19,21 @@ from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.utils.flop_counter import flop_registry
+from torchrec.models.deepfm import FMInteractionArch
+from torchrec.models.dlrm import InteractionArch, InteractionDCNArch, InteractionProjectionArch
+from torchrec.modules.crossnet import CrossNet, LowRankCrossNet, LowRankMixtureCrossNet, VectorCrossNet
+from torchrec.modules.deepfm import FactorizationMachine
+from torchrec.modules.mlp import MLP, Perceptron
 
 from recpipe import private_api
+from recpipe.backend.chain import Converted, steps
+from recpipe.common.timing import phase
 from recpipe.data.parts import tensors_of
-from recpipe.pipeline.parts import same_random_numbers
+from recpipe.pipeline.parts import HandedRows, same_random_numbers
 from recpipe.pipeline.placed import PlacedModel
 from recpipe.private_api import TorchDispatchMode
-from recpipe.profiling.handed import HandedRows
-from recpipe.profiling.parts import part_name
 from recpipe.profiling.workload import Lookups, Work, count_lookups
-from recpipe.tables.front import handing_out
+from recpipe.tables.front import Front, handing_out
 from recpipe.tables.rows import table_bags
 
 PARTS = ("interaction", "MLP", "dense")
@@ -158,3 +163,71 @@ def _storage(tensor: torch.Tensor) -> int:
 def _bytes(tensor: torch.Tensor) -> int:
     """The bytes of a tensor, without those that an expanded tensor repeats."""
     return min(tensor.numel() * tensor.element_size(), tensor.untyped_storage().nbytes())
+
+
+LAYERS = (nn.Linear, Perceptron, MLP)
+
+
+INTERACTIONS = (
+    InteractionArch,
+    InteractionDCNArch,
+    InteractionProjectionArch,
+    CrossNet,
+    LowRankCrossNet,
+    LowRankMixtureCrossNet,
+    VectorCrossNet,
+    FactorizationMachine,
+    FMInteractionArch,
+)
+"""TorchRec's modules that combine features."""
+
+
+def part_name(module: nn.Module) -> str | None:
+    """``embedding``, ``interaction`` or ``MLP``; None for any other module, whose own work counts as
+    ``dense``."""
+    if isinstance(module, Front):
+        return "embedding"
+    if isinstance(module, INTERACTIONS):
+        return "interaction"
+    return "MLP" if isinstance(module, LAYERS) or _is_mlp(module) else None
+
+
+def _is_mlp(module: nn.Module) -> bool:
+    """Whether ``module`` is a ``Sequential`` of linear layers and modules without parameters."""
+    if not isinstance(module, nn.Sequential):
+        return False
+    found = steps(module)
+    others = [step for step in found if isinstance(step, nn.Module)]
+    return len(others) < len(found) and not any(True for other in others for _ in other.parameters())
+
+
+class _Told(Converted):
+    """Replaces a module's ``forward`` while phases are recorded; a module converted by the back end stays
+    so."""
+
+
+def tell_parts(model: nn.Module) -> Callable[[], None]:
+    """Record the forward pass of each part of ``model`` as a phase from now on; returns a function that ends
+    it.
+
+    No module may be running when it is called.
+    """
+    before: dict[nn.Module, Any] = {}
+    for module in model.modules():
+        part = part_name(module)
+        if part is not None:
+            before[module] = module.__dict__.get("forward")
+            module.forward = _Told(_in_phase, f"{part} forward", module.forward)
+
+    def end() -> None:
+        for module, forward in before.items():
+            del module.forward
+            if forward is not None:
+                module.forward = forward
+
+    return end
+
+
+def _in_phase(name: str, forward: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
+    with phase(name):
+        return forward(*arguments, **named)

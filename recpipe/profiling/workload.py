@@ -89,7 +89,7 @@ def dense_work(
         sparse_features + 1,
     )
     inputs, runs = (dense_features, samples) if dense_features else (1, 1.0)
-    bottom = _layers([inputs, *model.bottom, dim])
+    bottom = list(pairwise([inputs, *model.bottom, dim]))
     if model.name == "dlrm":
         pairs = vectors * (vectors - 1) // 2
         products, saved = pairs * dim, vectors * dim
@@ -99,7 +99,7 @@ def dense_work(
         products = model.cross_layers * 2 * vectors * dim * model.cross_rank
         saved = vectors * dim * model.cross_layers
         interaction_parameters, top_input = products, vectors * dim
-    top = _layers([top_input, *model.top, 1])
+    top = list(pairwise([top_input, *model.top, 1]))
     weights = FLOAT_BYTES * sum(i * o for i, o in [*bottom, *top])
     flops = 2 * sum(n * i * o for n, layers in ((runs, bottom), (samples, top)) for i, o in layers)
     values = runs * (inputs + sum(o for _, o in bottom)) + samples * (sum(o for _, o in top) + top_input)
@@ -128,7 +128,3 @@ def optimizer_work(optimizer: torch.optim.Optimizer) -> Work:
 
 def _bytes(tensors: Iterable[torch.Tensor]) -> int:
     return sum(t.numel() * t.element_size() for t in tensors)
-
-
-def _layers(sizes: Sequence[int]) -> list[tuple[int, int]]:
-    return list(pairwise(sizes))

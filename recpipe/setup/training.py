@@ -32,7 +32,7 @@ from recpipe.training.module import RankingModule
 from recpipe.training.optim import dense_optimizer
 from recpipe.training.recorder import Recorder
 from recpipe.training.resume import check_resumable
-from recpipe.training.trainer import fit, make_trainer, saved_last
+from recpipe.training.trainer import fit, make_trainer
 
 
 @dataclass(frozen=True)
@@ -121,9 +121,9 @@ class Training:
         if logger is not None:
             logger.log_hyperparams(cfg.values)
         with run.ranks.closing(module.close):
-            stopped = fit(trainer, module, loader, self.evaluation, recorder, self.built.resume, late)
+            stopped, saved = fit(trainer, module, loader, self.evaluation, recorder, self.built.resume, late)
         self.built.embeddings.write_back()
-        checkpoint = saved_last(trainer) if recorder.steps else self.built.resume
+        checkpoint = saved if recorder.steps else self.built.resume
         return Finished(stopped, checkpoint, synchronized_time(run.device))
 
     def _checkpoint_io(self) -> TableCheckpointIO:

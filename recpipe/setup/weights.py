@@ -15,10 +15,9 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from recpipe.data.parts import batch_size, find_ids, ids_at, on_device
 from recpipe.data.select import between
 from recpipe.model.call import Called
-from recpipe.pipeline.parts import same_random_numbers
+from recpipe.pipeline.parts import HandedRows, same_random_numbers
 from recpipe.pipeline.placed import copied_call
 from recpipe.plugin.tables import FROZEN
-from recpipe.profiling.handed import HandedRows
 from recpipe.tables.front import Front, front_of, handing_out, same_ids
 from recpipe.tables.groups import collections_of, group_tables
 

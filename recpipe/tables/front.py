@@ -42,12 +42,9 @@ from recpipe.tables.rows import looked_up, pool, table_bags, updated
 class HandedOut(Protocol):
     """A front's rows for the samples being trained."""
 
-    def holds(self, sparse: KeyedJaggedTensor) -> bool:
-        """Whether ``sparse`` has these samples' ids."""
-
-    def rows(self) -> list[torch.Tensor]:
-        """The rows of each group in the form of ``TableCollection.lookup``; the same tensors at every
-        call."""
+    def rows(self, sparse: KeyedJaggedTensor) -> list[torch.Tensor] | None:
+        """The rows of each group for the ids of these samples, in the form of ``TableCollection.lookup``; the
+        same tensors at every call. None if ``sparse`` has other ids."""
 
 
 class _Current(threading.local):
@@ -139,11 +136,10 @@ class Front(ABC, nn.Module):
                 "ids that have no weights: give the KeyedJaggedTensor weights, or leave is_weighted out"
             )
         given = self.whole if _current.rows is None else _current.rows.get(self)
-        if given is not None and given.holds(features):
-            rows = given.rows()
-        elif self.training and torch.is_grad_enabled():
+        rows = None if given is None else given.rows(features)
+        if rows is None and self.training and torch.is_grad_enabled():
             rows = self._looked_up_late(features)
-        else:
+        elif rows is None:
             self._require_ids(features)
             rows = self.look_up(features)
         return self.shaped(rows, features)

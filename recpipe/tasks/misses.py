@@ -8,9 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from recpipe.access.curve import Curve
-from recpipe.access.followed import Followed
-from recpipe.access.misses import POLICIES, SHARES, MissRates
+from recpipe.access.misses import POLICIES, SHARES, Curve, Followed, MissRates
 from recpipe.common.console import log
 from recpipe.common.meter import Meter
 from recpipe.config.recipe import Recipe

@@ -21,12 +21,9 @@ from recpipe.pipeline.batch import InFlight
 from recpipe.pipeline.placed import PlacedModel
 from recpipe.plugin.calls import Origin, blame
 from recpipe.plugin.offers import imported, offered, origin_of
-from recpipe.profiling.limits import Limits, measure
-from recpipe.profiling.parts import tell_parts
-from recpipe.profiling.roofline import floors_ms
-from recpipe.profiling.step_model import NoStepModel, StepModel
+from recpipe.profiling.limits import Limits, StepModel, floors_ms, measure
 from recpipe.profiling.trace import OVERHEAD, STEP, ProfiledStep, mean_step, profiled_steps, top_operators
-from recpipe.profiling.traced import Traced
+from recpipe.profiling.traced import Traced, tell_parts
 from recpipe.profiling.workload import (
     FLOAT_BYTES,
     Lookups,
@@ -80,7 +77,7 @@ def step_model() -> tuple[StepModel, Origin]:
     for ep in offered("profile").values():
         made: Any = imported("profile", ep)
         return (made() if isinstance(made, type) else made), origin_of(ep)
-    return NoStepModel(), Origin("recpipe")
+    return StepModel(), Origin("recpipe")
 
 
 class StepProfiler(L.Callback):

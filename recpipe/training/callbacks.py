@@ -61,29 +61,22 @@ def make_callbacks(chosen: Sequence[Mapping[str, Any]], checkpoints: Path) -> li
     for index, wanted in enumerate(chosen):
         key = f"trainer.callbacks[{index}]"
         # Before it is made: its arguments may be ones that no recipe can have, as whole numbers as keys.
-        if (kind := _class_of(wanted)) is not None:
-            _allow(kind, key)
+        kind: type = object
+        with suppress(Exception):  # ``make`` says what is wrong with the name
+            kind = get_class(str(wanted.get("_target_")))
+        _allow(kind, key)
         callback = make(L.Callback, wanted, key)
-        _allow(type(callback), key)
-        _check_hooks(callback, key)
+        _check(callback, key)
         if isinstance(callback, ModelCheckpoint) and callback.dirpath is None:
             callback.dirpath = str(checkpoints.absolute())
         made.append(callback)
     return made
 
 
-def _class_of(wanted: Mapping[str, Any]) -> type | None:
-    """The class that ``_target_`` names; None where it names something else, or nothing."""
-    with suppress(Exception):  # ``make`` says what is wrong
-        return get_class(str(wanted.get("_target_")))
-    return None
-
-
 def check_callbacks(brought: Iterable[Owned[L.Callback]]) -> None:
     """``PluginError`` if a plugin has brought a callback that is in ``REFUSED``."""
     for owned in brought:
-        _allow(type(owned.part), str(owned), PluginError)
-        _check_hooks(owned.part, str(owned), PluginError)
+        _check(owned.part, str(owned), PluginError)
 
 
 def overrides(callback: L.Callback, hook: str) -> bool:
@@ -91,7 +84,8 @@ def overrides(callback: L.Callback, hook: str) -> bool:
     return getattr(getattr(callback, hook), "__func__", None) is not getattr(L.Callback, hook)
 
 
-def _check_hooks(callback: L.Callback, where: str, error: type[UserError] = UserError) -> None:
+def _check(callback: L.Callback, where: str, error: type[UserError] = UserError) -> None:
+    _allow(type(callback), where, error)
     if overrides(callback, NO_HOOK):
         raise error(
             f"{where}: {NO_HOOK}() of {type(callback).__name__} would never be called: the passes of a step "

@@ -4,7 +4,7 @@ figures."""
 from __future__ import annotations
 
 import math
-from concurrent.futures import Future, wait
+from concurrent.futures import wait
 from dataclasses import astuple, dataclass, fields
 from typing import Any
 
@@ -60,54 +60,44 @@ class Evaluation:
 
         Raises ``EvaluationStopped`` if any trainer was asked to stop.
         """
-        losses, logits, labels = self._gathered(*self._judged(batch))
-        self._stop_if_agreed()
+        losses, logits, labels = self._judged(batch)
+        if self.stop.agreed:
+            raise EvaluationStopped
         weights = losses[:, 1].sum() if self.model.parts.sums else losses[:, 1]
         self.quality.add_loss(float((losses[:, 0] * weights).sum()), float(losses[:, 1].sum()))
         self.quality.add(logits, labels)
-        # Raised here and not when the epoch ends: Lightning repeats an evaluation that stopped in a step.
-        if last:
-            self.figures = self._awaited(self.quality.submit())
-
-    def _awaited(self, promised: Future[Quality]) -> Quality:
-        """The first trainer's figures, on all trainers, since callbacks that monitor them must decide
-        alike."""
+        if not last:
+            return
+        # Made here and not when the epoch ends: Lightning repeats an evaluation that stopped in a step.
+        promised = self.quality.submit()
         while not (promised.done() or self.stop.asked):
             wait([promised], timeout=0.1)
         figures = astuple(promised.result()) if promised.done() else (math.nan,) * len(fields(Quality))
+        # The first trainer's figures, on all of them, since callbacks that monitor them must decide alike.
         told = self.trainers.gather(np.array([[*figures, self.stop.asked]], np.float64))
         self.stop.agreed = any(bool(part[0, -1]) for part in told)
-        self._stop_if_agreed()
-        return Quality(*told[0][0, :-1].tolist())
-
-    def _stop_if_agreed(self) -> None:
         if self.stop.agreed:
             raise EvaluationStopped
+        self.figures = Quality(*told[0][0, :-1].tolist())
 
-    def _judged(self, batch: Any) -> tuple[float, int, torch.Tensor, torch.Tensor]:
-        """The loss, the number of samples, and the predictions and labels that are scored, [B] or [0]."""
-        samples, none = batch_size(batch), torch.empty(0)
+    def _judged(self, batch: Any) -> tuple[npt.NDArray[np.float64], torch.Tensor, torch.Tensor]:
+        """Each trainer's loss and samples, [trainers, 2], and all predictions and labels that are scored, [B]
+        or [0]. The message that gathers them tells which trainers were asked to stop."""
+        samples, loss = batch_size(batch), 0.0
+        logits = labels = torch.empty(0)
         # Other ranks take part in the lookups, even if this share has no samples.
         rows = self.model.look_up(batch) if self.trainers.size > 1 else {}
-        if not samples:
-            return 0.0, 0, none, none
-        with handing_out(rows):
-            loss, scored = self.model.called.judge(batch)
-        logits, labels = (none, none) if scored is None else scored
-        return float(loss), samples, logits, labels
-
-    def _gathered(
-        self, loss: float, samples: int, logits: torch.Tensor, labels: torch.Tensor
-    ) -> tuple[npt.NDArray[np.float64], torch.Tensor, torch.Tensor]:
-        """Each trainer's loss and samples, [trainers, 2], and all scored predictions and labels. The same
-        message tells which trainers were asked to stop."""
+        if samples:
+            with handing_out(rows):
+                own, scored = self.model.called.judge(batch)
+            loss, (logits, labels) = float(own), scored or (logits, labels)
         if self.trainers.size == 1:
             self.stop.agreed = self.stop.asked
             return np.array([[loss, samples]]), logits, labels
         head = torch.tensor([[self.stop.asked, 0.0], [loss, samples]])
-        own = torch.cat([head, torch.stack([logits.reshape(-1), labels.reshape(-1)], dim=1).cpu().float()])
-        parts = self.trainers.gather(own.numpy())
+        mine = torch.cat([head, torch.stack([logits.reshape(-1), labels.reshape(-1)], dim=1).cpu().float()])
+        parts = self.trainers.gather(mine.numpy())
         self.stop.agreed = any(bool(part[0, 0]) for part in parts)
         losses = np.array([part[1] for part in parts], np.float64)
-        scored = torch.from_numpy(np.concatenate([part[2:] for part in parts]))
-        return losses, scored[:, 0], scored[:, 1]
+        all_scored = torch.from_numpy(np.concatenate([part[2:] for part in parts]))
+        return losses, all_scored[:, 0], all_scored[:, 1]

@@ -319,7 +319,7 @@ def first_bad_tensor(model: PlacedModel, batch: Any) -> str:
         was_training = model.training
         model.eval()
         rows = model.look_up(batch)
-        named += [("the rows of its ids", found) for front in rows.values() for found in front.rows()]
+        named += [("the rows of its ids", found) for handed in rows.values() for found in handed.found]
         if batch_size(batch):
             with handing_out(rows):
                 output = model.called(batch)[1]

@@ -124,7 +124,8 @@ def _check_optimizer(
     """Check the dense optimizer's state against that of the recipe's optimizer after a step."""
     where = "optimizer_states[0]"
     found = entries({"state": dict[int, dict[str, Any]], "param_groups": tuple[dict[str, Any]]}, saved, where)
-    optimizer = _scratch_optimizer(module)
+    # The recipe's optimizer over temporary parameters.
+    optimizer = module.make_optimizer([nn.Parameter(torch.zeros_like(p)) for p in module.dense])
     group = found["param_groups"][0]
     defaults = optimizer.defaults
     entries({"params": list[int], **dict.fromkeys(defaults, Plain)}, group, f"{where}.param_groups[0]")
@@ -135,7 +136,9 @@ def _check_optimizer(
     if group["params"] != list(range(len(module.dense))):
         raise Damaged(f"{where}.param_groups[0].params are not the model's {len(module.dense)} parameters")
     first = optimizer.state_dict()["state"]
-    _step(optimizer)
+    for parameter in (parameter for group in optimizer.param_groups for parameter in group["params"]):
+        parameter.grad = torch.zeros_like(parameter)
+    optimizer.step()  # in which some optimizers create their state
     later = optimizer.state_dict()["state"]
     for index in (*first, *found["state"]):
         place = f"{where}.state[{index}]"
@@ -152,19 +155,6 @@ def _check_kind(mine: Plain, theirs: Plain, where: str) -> None:
         raise Damaged(f"{where} is {theirs!r}, not like {mine!r}")
     if isinstance(mine, tuple | list) and isinstance(theirs, tuple | list) and len(mine) != len(theirs):
         raise Damaged(f"{where} has {len(theirs)} values, not {len(mine)}")
-
-
-def _scratch_optimizer(module: RankingModule) -> torch.optim.Optimizer:
-    """The recipe's optimizer over temporary parameters."""
-    return module.make_optimizer([nn.Parameter(torch.zeros_like(p)) for p in module.dense])
-
-
-def _step(optimizer: torch.optim.Optimizer) -> None:
-    """Make a step with zero gradients; some optimizers create their state only in a step."""
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            parameter.grad = torch.zeros_like(parameter)
-    optimizer.step()
 
 
 def _check_callbacks(callbacks: Iterable[Any], states: Mapping[str, dict[str, Any]]) -> None:

@@ -40,7 +40,8 @@ def interruptible() -> Iterator[None]:
     another's message could not handle it. It also does nothing in other threads than the main one, which
     alone handles signals.
     """
-    if ProcessRank.current().world > 1 or not _hears_signals():
+    in_main = threading.current_thread() is threading.main_thread()
+    if ProcessRank.current().world > 1 or not in_main:
         yield
         return
 
@@ -80,10 +81,6 @@ def _put_back(handlers: Mapping[Any, Any]) -> None:
             signal.signal(number, handler)
 
 
-def _hears_signals() -> bool:
-    return threading.current_thread() is threading.main_thread()
-
-
 class StopOnSignal(L.Callback):
     """On SIGTERM or Ctrl-C: finishes the step or the evaluation's batch, saves a checkpoint, and ends the
     run.
@@ -112,7 +109,7 @@ class StopOnSignal(L.Callback):
     def _take_over(self, module: L.LightningModule) -> None:
         assert isinstance(module, RankingModule)
         self._module = module
-        if not self._before and _hears_signals():
+        if not self._before and threading.current_thread() is threading.main_thread():
             for number in NUMBERS:
                 self._before[number] = signal.signal(number, self._receive)
 
@@ -129,7 +126,7 @@ class StopOnSignal(L.Callback):
         """Save and stop after this step if a signal has come; save after the last step."""
         assert isinstance(pl_module, RankingModule)
         if pl_module.stop.agreed:
-            self._hear_of_it()
+            self.received = self.received or signal.SIGTERM  # another rank may have got the signal
             trainer.should_stop = True
             trainer.limit_val_batches = 0
         if trainer.should_stop or trainer.global_step >= self.last_step:
@@ -145,9 +142,9 @@ class StopOnSignal(L.Callback):
     ) -> None:
         """Save if an evaluation was stopped; a resumed run repeats it."""
         if isinstance(exception, EvaluationStopped):
-            self._hear_of_it()
+            self.received = self.received or signal.SIGTERM
             self._save(trainer)
-        self._give_back()
+        self.teardown(trainer, pl_module, "")
 
     def on_save_checkpoint(
         self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]
@@ -175,16 +172,13 @@ class StopOnSignal(L.Callback):
 
     def teardown(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         """Restore the signal handlers."""
-        self._give_back()
+        _put_back(self._before)
+        self._before.clear()
 
     def agree(self, trainers: Channel) -> None:
         """After training, tell all trainers about a signal that came to any of them."""
         told = np.concatenate(trainers.gather(np.array([self.received or 0])))
         self.received = int(told.max()) or None
-
-    def _hear_of_it(self) -> None:
-        if self.received is None:
-            self.received = signal.SIGTERM  # another rank got the signal
 
     def _save(self, trainer: L.Trainer) -> None:
         if self.directory is None or self.saved is not None:
@@ -193,7 +187,3 @@ class StopOnSignal(L.Callback):
         self.saved = self.directory / f"step-{step:08d}{SUFFIX}"
         if step % self.every:  # otherwise the regular one is
             trainer.save_checkpoint(self.saved)
-
-    def _give_back(self) -> None:
-        _put_back(self._before)
-        self._before.clear()

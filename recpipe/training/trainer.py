@@ -1,4 +1,4 @@
-"""Makes Lightning's Trainer for a recipe and runs the training."""
+"""Makes Lightning's Trainer for a recipe, with its strategy and logger, and runs the training."""
 
 from __future__ import annotations
 
@@ -107,8 +107,9 @@ def fit(
     recorder: Recorder,
     resume: Path | None,
     late: list[UserError],
-) -> str | None:
-    """Train, and evaluate at the end; returns a message if a signal stopped it.
+) -> tuple[str | None, Path | None]:
+    """Train, and evaluate at the end; returns a message if a signal stopped it, and the last checkpoint (None
+    if checkpoints are off).
 
     There is no evaluation if ``make_trainer`` was told so. Errors of writing after the last step go into
     ``late``, so that the figures are not lost.
@@ -116,7 +117,7 @@ def fit(
     if resume is not None:
         log.info("resuming from %s", resume)
     callbacks: list[L.Callback] = trainer.callbacks  # type: ignore[attr-defined]
-    stop = _stop(trainer)
+    stop = next(callback for callback in callbacks if isinstance(callback, StopOnSignal))
     try:
         with suppress(EvaluationStopped), old_objects_kept():
             trainer.fit(module, loader, evaluation, ckpt_path=resume)
@@ -144,31 +145,19 @@ def fit(
         stop.agree(module.trainers)
     late += [logger.fault for logger in trainer.loggers if isinstance(logger, CsvLogger) and logger.fault]
     if stop.received is None:
-        if trainer.should_stop:
-            _say_why_early(callbacks, trainer.global_step)
-        return None
+        for callback in callbacks if trainer.should_stop else ():
+            if isinstance(callback, EarlyStopping) and callback.stopping_reason_message:
+                log.info(
+                    f"stopped early after step {trainer.global_step}: {callback.stopping_reason_message}"
+                )
+        return None, stop.saved
     where = (
         f"; go on with resume={stop.saved}"
         if stop.saved
         else " (no checkpoint: trainer.checkpoint_every=null)"
     )
-    return f"stopped by {signal.Signals(stop.received).name} after step {trainer.global_step}{where}"
-
-
-def saved_last(trainer: L.Trainer) -> Path | None:
-    """The checkpoint of the last step that ``fit`` has trained; None if checkpoints are off."""
-    return _stop(trainer).saved
-
-
-def _stop(trainer: L.Trainer) -> StopOnSignal:
-    callbacks: list[L.Callback] = trainer.callbacks  # type: ignore[attr-defined]
-    return next(c for c in callbacks if isinstance(c, StopOnSignal))
-
-
-def _say_why_early(callbacks: Sequence[L.Callback], step: int) -> None:
-    for callback in callbacks:
-        if isinstance(callback, EarlyStopping) and callback.stopping_reason_message:
-            log.info(f"stopped early after step {step}: {callback.stopping_reason_message}")
+    told = f"stopped by {signal.Signals(stop.received).name} after step {trainer.global_step}{where}"
+    return told, stop.saved
 
 
 class AgreeingStrategy(SingleDeviceStrategy):
@@ -229,22 +218,19 @@ def make_logger(chosen: str | Mapping[str, Any] | None, run_dir: Path) -> Logger
     if isinstance(chosen, Mapping):
         return make(Logger, chosen, "trainer.logger")
     try:
-        return _named(chosen, run_dir)
+        if chosen == "wandb":
+            return WandbLogger(project=os.environ.get("WANDB_PROJECT", "recpipe"), save_dir=run_dir)
+        if chosen == "mlflow":
+            if elsewhere := os.environ.get("MLFLOW_TRACKING_URI"):
+                return MLFlowLogger("recpipe", tracking_uri=elsewhere)
+            # mlflow 3 no longer writes into plain folders.
+            here = run_dir.absolute()
+            database, artifacts = f"sqlite:///{here / 'mlflow.db'}", here / "mlruns"
+            return MLFlowLogger("recpipe", tracking_uri=database, artifact_location=artifacts.as_uri())
+        files = TensorBoardLogger if chosen == "tensorboard" else CsvLogger
+        return files(str(run_dir), name="", version="logs")
     except ModuleNotFoundError as fault:
         raise UserError(
             f"trainer.logger={chosen} needs the package {chosen}: pip install {chosen}, "
             "or pass trainer.logger=csv"
         ) from fault
-
-
-def _named(name: str, run_dir: Path) -> Logger:
-    if name == "wandb":
-        return WandbLogger(project=os.environ.get("WANDB_PROJECT", "recpipe"), save_dir=run_dir)
-    if name == "mlflow":
-        if elsewhere := os.environ.get("MLFLOW_TRACKING_URI"):
-            return MLFlowLogger("recpipe", tracking_uri=elsewhere)
-        # mlflow 3 no longer writes into plain folders.
-        database, artifacts = f"sqlite:///{run_dir.absolute() / 'mlflow.db'}", run_dir.absolute() / "mlruns"
-        return MLFlowLogger("recpipe", tracking_uri=database, artifact_location=artifacts.as_uri())
-    files = TensorBoardLogger if name == "tensorboard" else CsvLogger
-    return files(str(run_dir), name="", version="logs")

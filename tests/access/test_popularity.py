@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from recpipe.access.popularity import CAP, Counts, top_rows
+from recpipe.access.counts import CAP, Counts, top_rows
 from recpipe.common import loops
 from recpipe.common.loops import ALONE, Spread
 from recpipe.plugin.bags import RowIds

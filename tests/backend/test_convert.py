@@ -16,7 +16,8 @@ from torchrec.sparse.jagged_tensor import KeyedTensor
 
 from recpipe.backend import chain as chains
 from recpipe.backend import convert as back
-from recpipe.backend import crosses, dense
+from recpipe.backend import dense
+from recpipe.backend import dense as crosses
 from recpipe.backend.convert import convert, revert
 from recpipe.tables.padded import is_padded, padded
 from tests.backend.models import BATCH, DENSE, DIM, FEATURES, MODELS, Own, assert_close, batch, made, step

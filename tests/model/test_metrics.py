@@ -16,7 +16,6 @@ from recpipe.model.metrics import (
     auc,
     calibration,
     logloss,
-    normalized_entropy,
     quality,
 )
 
@@ -84,15 +83,13 @@ def test_logloss_and_ne_equal_torchrec() -> None:
     clicks = labels.double().sum()
     ne = compute_ne(bits, weights.double().sum(), clicks, len(labels) - clicks, 1e-12)
     assert logloss(labels, logits) == pytest.approx(float(bits) * math.log(2) / len(labels), rel=1e-9)
-    assert normalized_entropy(labels, logits) == pytest.approx(float(ne), rel=1e-9)
+    assert quality(labels, logits).ne == pytest.approx(float(ne), rel=1e-9)
 
 
 def test_the_mean_label_has_normalized_entropy_one() -> None:
     labels, _ = sample()
     rate = labels.double().mean()
-    assert normalized_entropy(labels, torch.full_like(labels, float(torch.logit(rate)))) == pytest.approx(
-        1, abs=1e-6
-    )
+    assert quality(labels, torch.full_like(labels, float(torch.logit(rate)))).ne == pytest.approx(1, abs=1e-6)
 
 
 def test_background_quality_equals_foreground_and_copies_what_it_keeps() -> None:

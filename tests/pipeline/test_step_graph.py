@@ -71,11 +71,11 @@ def test_what_is_not_replayed_is_missing(tmp_path) -> None:
 def test_a_batch_that_is_not_copied_is_not_trained(tmp_path, monkeypatch) -> None:
     first: list[list[torch.Tensor]] = []
 
-    def tensors(batch: Any) -> list[torch.Tensor]:
+    def leaves(batch: Any) -> list[torch.Tensor]:
         first.append([batch.dense, batch.labels])
         return first[0]
 
-    monkeypatch.setattr(step_graph, "_tensors", tensors)
+    monkeypatch.setattr(step_graph, "leaves", leaves)
     with_it = parameters_after("lru", "sgd", tmp_path / "with", Listed(), Graphs())
     assert not identical(with_it, parameters_after("lru", "sgd", tmp_path / "without", Listed()))
 

@@ -21,8 +21,8 @@ from recpipe.errors import UserError
 from recpipe.pipeline.batch import InFlight
 from recpipe.pipeline.step import Cores, StepTimes, accumulate
 from recpipe.profiling import limits
-from recpipe.profiling.parts import tell_parts
 from recpipe.profiling.trace import OVERHEAD, STEP, ProfiledStep, mean_step, profiled_steps
+from recpipe.profiling.traced import tell_parts
 from recpipe.report import html, profiled, run_page
 from recpipe.run import run
 from recpipe.tasks.profile import achieved, middle_half, stale

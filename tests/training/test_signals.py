@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import math
 import os
 import signal
 import threading
 from collections.abc import Callable
-from dataclasses import astuple
+from dataclasses import fields, replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -152,27 +153,37 @@ class Pair:
         return [part, self.others.pop(0).astype(part.dtype)]
 
 
+BATCH = [torch.ones(1)]
+QUIET = np.array([[0, 0], [1.5, 2], [0.5, 1], [-2, 0]])
+"""Of the other trainer: not asked to stop, a loss of two samples, and their predictions and labels."""
+
+
 def evaluation_over(trainers: Any) -> Evaluation:
-    model: Any = SimpleNamespace(called=SimpleNamespace(kind="clicks"))
+    """Of a model with a loss of 2, which predicts 7 for a label of 1."""
+    scored = torch.tensor([7.0]), torch.tensor([1.0])
+    called = SimpleNamespace(kind="clicks", judge=lambda batch: (torch.tensor(2.0), scored))
+    model: Any = SimpleNamespace(called=called, look_up=lambda batch: {}, parts=SimpleNamespace(sums=False))
     return Evaluation(model, trainers, Stop())
 
 
 def test_a_signal_to_any_trainer_stops_the_evaluation_of_all() -> None:
-    quiet = np.array([[0, 0], [1.5, 2], [0.5, 1], [-2, 0]])
-    asked = np.array([[1, 0], [0.5, 1], [3, 1]])
-    evaluation = evaluation_over(Pair(quiet, asked))
-    losses, logits, labels = evaluation._gathered(2.0, 1, torch.tensor([7.0]), torch.tensor([1.0]))
-    assert losses.tolist() == [[2, 1], [1.5, 2]]
-    assert (logits.tolist(), labels.tolist()) == ([7, 0.5, -2], [1, 1, 0])
+    evaluation = evaluation_over(Pair(QUIET, np.array([[1, 0], [0.5, 1], [3, 1]])))
+    evaluation.add(BATCH, last=False)
     assert not evaluation.stop.agreed
-    evaluation._gathered(2.0, 1, torch.tensor([7.0]), torch.tensor([1.0]))
+    kept = evaluation.quality.submit().result()
+    assert kept.loss == (2 + 2 * 1.5) / 3
+    assert str(replace(kept, loss=math.nan)) == str(
+        metrics.quality(torch.tensor([1.0, 1, 0]), torch.tensor([7, 0.5, -2]))
+    )
+    with pytest.raises(EvaluationStopped):
+        evaluation.add(BATCH, last=False)
     assert evaluation.stop.agreed
 
 
 def test_all_trainers_have_the_first_ones_figures() -> None:
-    promised = metrics.BackgroundQuality().submit()
-    figures = [0.1] * len(astuple(promised.result()))
-    evaluation = evaluation_over(Pair(np.array([[*figures, 0]]), np.array([[*figures, 1]])))
-    assert str(evaluation._awaited(promised)) == str(promised.result())
+    theirs = [0.1] * len(fields(metrics.Quality))
+    evaluation = evaluation_over(Pair(QUIET, np.array([[*theirs, 0]]), QUIET, np.array([[*theirs, 1]])))
+    evaluation.add(BATCH, last=True)
+    assert evaluation.result().loss == (2 + 2 * 1.5) / 3
     with pytest.raises(EvaluationStopped):
-        evaluation._awaited(promised)
+        evaluation.add(BATCH, last=True)

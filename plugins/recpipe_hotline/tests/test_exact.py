@@ -114,10 +114,7 @@ class Pooled:
     def __init__(self, rows: torch.Tensor) -> None:
         self._rows = rows
 
-    def holds(self, sparse: KeyedJaggedTensor) -> bool:
-        return True
-
-    def rows(self) -> list[torch.Tensor]:
+    def rows(self, sparse: KeyedJaggedTensor) -> list[torch.Tensor]:
         return [self._rows]
 
 

@@ -8,9 +8,7 @@ from functools import partial
 
 import numpy as np
 
-from recpipe.access.curve import Curve
-from recpipe.access.followed import Followed
-from recpipe.access.misses import SHARES
+from recpipe.access.misses import SHARES, Curve, Followed
 from recpipe.config.recipe import Recipe
 from recpipe.data.dataset import Dataset
 from recpipe.data.parts import leaves, tensors_in

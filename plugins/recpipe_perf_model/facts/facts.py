@@ -14,8 +14,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from recpipe.access.curve import Curve
-from recpipe.access.misses import SHARES
+from recpipe.access.misses import SHARES, Curve
 from recpipe.distributed.ranks import Emulation
 from recpipe.plugin.bags import RowIds
 from recpipe.tables.tiers.policies import POLICIES

@@ -22,10 +22,9 @@ from recpipe.common.device import using_threads
 from recpipe.data.parts import batch_size
 from recpipe.data.select import between
 from recpipe.errors import UserError, shown
-from recpipe.pipeline.parts import same_random_numbers
+from recpipe.pipeline.parts import HandedRows, same_random_numbers
 from recpipe.pipeline.placed import PlacedModel
 from recpipe.plugin.bags import IndexBags
-from recpipe.profiling.handed import HandedRows
 from recpipe.tables.front import Front, handing_out
 from recpipe_perf_model.kernels.operators import Operator, Watch
 
@@ -249,27 +248,16 @@ def _nodes(loss: torch.Tensor) -> int:
 
 
 class _Rows(HandedRows):
-    """Rows whose making is not watched; the same ones whenever the batch's own ids are asked for."""
+    """Rows whose making is not watched."""
 
     def __init__(self, front: Front, model: PlacedModel, batch: Any, watch: _Stages | None) -> None:
         super().__init__(front, model.ids_of(front, batch), roomy=True)
         self._watch = watch
-        self._of_own: list[torch.Tensor] = []
 
-    def holds(self, sparse: KeyedJaggedTensor) -> bool:
-        """Note which ids are asked for."""
-        self._pause(True)
-        found = super().holds(sparse)
-        self._pause(False)
-        return found
-
-    def rows(self) -> list[torch.Tensor]:
+    def rows(self, sparse: KeyedJaggedTensor) -> list[torch.Tensor]:
         """The rows of each group."""
         self._pause(True)
-        is_own = not self.others or self.others[-1] is not self._asked
-        made = self._of_own if is_own and self._of_own else super().rows()
-        if is_own:
-            self._of_own = made
+        made = super().rows(sparse)
         self._pause(False)
         return made
 

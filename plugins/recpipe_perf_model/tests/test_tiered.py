@@ -16,8 +16,7 @@ from recpipe_perf_model.tiers.predict import TieredPrediction, predict_tiered
 from recpipe_perf_model.tiers.statements import RESIDENT, choices, merged, of_policy
 from recpipe_perf_model.tiers.tiered import LOOK_UP, UPDATE, ResidentStep, Store, cold_rows, touched
 
-from recpipe.access.curve import Curve
-from recpipe.access.misses import SHARES
+from recpipe.access.misses import SHARES, Curve
 from recpipe.distributed.ranks import Emulation
 from recpipe.plugin.store import StoreLayout
 from recpipe.tables.stores.blocks import BlockMap
