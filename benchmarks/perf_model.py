@@ -33,7 +33,7 @@ import lightning as L  # noqa: E402
 import numpy as np  # noqa: E402
 import torch  # noqa: E402
 from any_model import Clicks  # noqa: E402
-from recpipe_perf_model.advise.model import Paper  # noqa: E402
+from recpipe_perf_model.advise.judged import Paper  # noqa: E402
 from recpipe_perf_model.bench.steps import TimedSteps  # noqa: E402
 from recpipe_perf_model.kernels.models import Errors  # noqa: E402
 from recpipe_perf_model.machine import Host, MachineProfile, profile_path  # noqa: E402
@@ -252,7 +252,7 @@ def line(case: Case, runs: list[Ran], amounts: Amounts, tasks: bool) -> tuple[fl
     )
     measured = median(each.measured for each in runs)
     least, most = (1e3 * pick(each.measured for each in runs) for pick in (min, max))
-    shared = " shared" if median(each.shared for each in found) > 0.5 else ""
+    shared = " shared" if median("add up gradients" in each.tasks for each in found) > 0.5 else ""
     print(
         f"{case.name:64}{case.batch:6} {case.backend + shared:12}{1e3 * predicted:9.2f}{1e3 * measured:9.2f}"
         f"{predicted / measured - 1:+8.1%}  {least:.2f}..{most:.2f}"

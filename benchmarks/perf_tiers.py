@@ -23,7 +23,7 @@ from typing import Any
 import lightning as L
 import numpy as np
 import torch
-from recpipe_perf_model.advise.model import Paper
+from recpipe_perf_model.advise.judged import Paper
 from recpipe_perf_model.calibrate import calibrate
 from recpipe_perf_model.facts.collect import collect
 from recpipe_perf_model.facts.facts import Facts

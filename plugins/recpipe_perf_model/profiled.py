@@ -19,9 +19,15 @@ from recpipe.profiling.limits import Limits, Recheck
 from recpipe.profiling.trace import OVERHEAD
 from recpipe.setup.training import Training
 from recpipe_perf_model.advise.candidates import Candidate
-from recpipe_perf_model.advise.judged import Machine, by_beginning, judge, told_timeline
-from recpipe_perf_model.advise.machine import NEEDED
-from recpipe_perf_model.advise.model import Paper
+from recpipe_perf_model.advise.judged import (
+    NEEDED,
+    Judged,
+    Machine,
+    Paper,
+    by_beginning,
+    judge,
+    told_timeline,
+)
 from recpipe_perf_model.calibrate import contradicts, recheck
 from recpipe_perf_model.facts.collect import collect
 from recpipe_perf_model.machine import Host, own_profile, profile_path
@@ -68,15 +74,25 @@ class StepModel:
         those of the measured ``phases``, the share of a step in which each thread works or waits, and a
         timeline; or only ``reason``, why there is none.
         """
-        run, backend = training.run, training.module.backend
+        run = training.run
         try:
-            if run.ranks.world > 1 or run.device.type != "cpu" or backend is None:
+            if run.ranks.world > 1 or run.device.type != "cpu" or training.module.backend is None:
                 raise UserError("steps are predicted for one process on a CPU")
-            return _predicted(run.recipe, run.dataset, training.model, backend, steps) | {
-                "measured_parts_ms": _measured(phases)
-            }
+            found = _judged(run.recipe, run.dataset, training.model, training.module.backend, steps)
         except UserError as error:
             return {"reason": str(error)}
+        measured: dict[str, float] = defaultdict(float)
+        for name, figures in phases.items():
+            part = name if name in PARTS else FORWARD if name in BACKWARD else BACK
+            measured[part] += figures["ms"] or 0.0
+        return {
+            "step_ms": [1e3 * seconds for seconds in found.seconds],
+            "parts_ms": _by_part(found.prediction.kinds),
+            "utilisation": dict(found.main.walked.utilisation),
+            "memory": dict(found.prediction.memory),
+            "timeline": told_timeline(found.main),
+            "measured_parts_ms": {part: measured[part] for part in PARTS},
+        }
 
     def recheck(self, profile: Mapping[str, Any], disturbed: bool) -> Recheck | None:
         """Measure this machine's limits again if the measured step contradicts its profile: the prediction by
@@ -88,9 +104,8 @@ class StepModel:
         return recheck(profile_path(Host.current()))
 
 
-def _predicted(
-    cfg: Recipe, dataset: Dataset, model: PlacedModel, backend: Backend, steps: int
-) -> dict[str, Any]:
+def _judged(cfg: Recipe, dataset: Dataset, model: PlacedModel, backend: Backend, steps: int) -> Judged:
+    """The prediction for a run with its own policy and plugins; ``UserError`` says why there is none."""
     profile = own_profile(Host.current())
     if profile is None or any(name not in profile.samples for name in NEEDED):
         raise UserError("this machine was not measured for it: run recpipe perf calibrate once")
@@ -109,14 +124,7 @@ def _predicted(
     candidate = Candidate(cfg.tiers.policy, of_policy(cfg.tiers.policy, facts), plugins, stated)
     batch = next(iter(dataset.batches("train", size)))
     paper = Paper.over(cfg, dataset, model, backend, batch)
-    found = judge(candidate, facts, Machine(profile), paper)
-    return {
-        "step_ms": [1e3 * seconds for seconds in found.seconds],
-        "parts_ms": _by_part(found.prediction.kinds),
-        "utilisation": dict(found.main.walked.utilisation),
-        "memory": dict(found.prediction.memory),
-        "timeline": told_timeline(found.main),
-    }
+    return judge(candidate, facts, Machine(profile), paper)
 
 
 def _by_part(kinds: Sequence[Kind]) -> dict[str, float]:
@@ -132,16 +140,3 @@ def _by_part(kinds: Sequence[Kind]) -> dict[str, float]:
                 found[INPUT] -= milliseconds
                 found[part] += milliseconds
     return {part: max(0.0, found[part]) for part in PARTS}
-
-
-def _measured(phases: Phases) -> dict[str, float]:
-    found: dict[str, float] = defaultdict(float)
-    for name, figures in phases.items():
-        found[_part_of_phase(name)] += figures["ms"] or 0.0
-    return {part: found[part] for part in PARTS}
-
-
-def _part_of_phase(name: str) -> str:
-    if name in PARTS:
-        return name
-    return FORWARD if name in BACKWARD else BACK

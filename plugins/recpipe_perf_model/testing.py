@@ -15,7 +15,7 @@ from recpipe.plugin.calls import Origin
 from recpipe_perf_model.facts.facts import Facts, GroupFacts, Stretch
 from recpipe_perf_model.facts.replay import Kept
 from recpipe_perf_model.kernels.linear import FEATURES
-from recpipe_perf_model.statement import Phase, Statement
+from recpipe_perf_model.statement import Statement
 from recpipe_perf_model.tiers.statements import StatesCosts, costs_of
 
 ROWS, LOOKUPS, BATCHES, SAMPLES = 20_000, 1_024, 24, 256
@@ -67,19 +67,21 @@ def _group(seed: int, dim: int) -> GroupFacts:
 
 def wrong_costs(stated: Statement | None) -> Iterator[str]:
     """What no statement can say; nothing for None."""
-    at = stated
-    while at is not None:
-        yield from _wrong(at, len(sample_facts().groups))
-        at = at.instead
-
-
-def _wrong(stated: Statement, groups: int) -> Iterator[str]:
+    if stated is None:
+        return
+    groups = len(sample_facts().groups)
     if not stated.why:
         yield "its statement has no reason"
     if stated.phases and abs(sum(phase.share for phase in stated.phases) - 1) > 1e-6:
         yield "the shares of its statement's phases do not add up to 1"
     for phase in stated.phases:
-        yield from _wrong_phase(phase, groups)
+        if len(phase.moved) != groups:
+            yield "a phase of its statement has not one Moved for each group"
+        for moved in phase.moved:
+            if min(vars(moved).values()) < 0:
+                yield f"its statement moves less than no rows: {moved}"
+            if moved.placed + moved.slab < moved.read - 1e-6:
+                yield f"its statement reads rows that go nowhere: {moved}"
     if not 0 <= stated.early < 1 or not 0 < stated.kept <= 1 or not 0 < stated.spread <= 1:
         yield "its statement has a share that is not between 0 and 1"
     if stated.ahead < 0 or stated.together < 1 or stated.memory < 0:
@@ -89,16 +91,7 @@ def _wrong(stated: Statement, groups: int) -> Iterator[str]:
     for work in stated.works:
         if work.kind not in FEATURES or work.times <= 0:
             yield f"its statement adds work of kind '{work.kind}', which no benchmark measures"
-
-
-def _wrong_phase(phase: Phase, groups: int) -> Iterator[str]:
-    if len(phase.moved) != groups:
-        yield "a phase of its statement has not one Moved for each group"
-    for moved in phase.moved:
-        if min(vars(moved).values()) < 0:
-            yield f"its statement moves less than no rows: {moved}"
-        if moved.placed + moved.slab < moved.read - 1e-6:
-            yield f"its statement reads rows that go nowhere: {moved}"
+    yield from wrong_costs(stated.instead)
 
 
 class CostsSuite:

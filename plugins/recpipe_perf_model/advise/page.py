@@ -47,37 +47,16 @@ def show_advice(told: Mapping[str, Any], page: Path) -> None:
 
 
 def opening(told: Mapping[str, Any]) -> list[str]:
-    """The data, the ids' skew and repetition, and how fast this machine can train."""
-    ids = told["ids"]
+    """The data, how skewed and how repetitive its ids are, and how fast this machine can train."""
+    ids, ranks, speed = told["ids"], told["ranks"], told["all_in_memory"]
+    at = min(range(len(ids["shares"])), key=lambda n: abs(ids["shares"][n] - _POPULAR))
     found = [
         f"{ids['batches']:,} batches of {ids['batch_size']:,} samples were read: each looks up "
         f"{figures.short(ids['lookups'] / ids['batches'])} ids, {figures.short(ids['distinct'])} distinct "
         f"rows of {figures.short(ids['rows'])} ({figures.size(ids['bytes'])}).",
-        *id_sentences(ids),
-        f"Machine: {told['machine']['words']}.",
-    ]
-    ranks = told["ranks"]
-    if ranks["count"] > 1:
-        where = "share this machine" if ranks["network"] is None else "are on a machine like it each"
-        found.append(f"All speeds are of {ranks['count']} ranks that {where}; memory is that of each.")
-    speed = told["all_in_memory"]
-    if speed is not None:
-        found.append(
-            f"With all rows in memory it can train {_range(speed['samples_per_second'])} samples/s; a step "
-            f"takes {1e3 * speed['step_seconds'][0]:.3g} ms: {speed['bound_by']}."
-        )
-    return found
-
-
-def id_sentences(ids: Mapping[str, Any]) -> list[str]:
-    """How skewed and how repetitive the ids are; ``ids``: what ``task=misses`` tells."""
-    found = []
-    at = min(range(len(ids["shares"])), key=lambda n: abs(ids["shares"][n] - _POPULAR))
-    taken = 1 - ids["hot"]["missed"][at]
-    found.append(
         f"Skew: the most popular {100 * ids['shares'][at]:.3g}% of the rows, learnt from the first half, get "
-        f"{100 * taken:.1f}% of the second half's lookups."
-    )
+        f"{100 * (1 - ids['hot']['missed'][at]):.1f}% of the second half's lookups.",
+    ]
     near = [window for window in ids["windows"] if window["batches"] <= _NEAR]
     if near:
         found.append(
@@ -87,6 +66,16 @@ def id_sentences(ids: Mapping[str, Any]) -> list[str]:
     if ids["never"]:
         names = ", ".join(ids["never"][:4]) + (" ..." if len(ids["never"]) > 4 else "")
         found.append(f"{len(ids['never'])} tables were never looked up: {names}.")
+    found.append(f"Machine: {told['machine']['words']}.")
+    if ranks["count"] > 1:
+        where = "share this machine" if ranks["network"] is None else "are on a machine like it each"
+        found.append(f"All speeds are of {ranks['count']} ranks that {where}; memory is that of each.")
+    if speed is not None:
+        middle, low, high = map(figures.short, speed["samples_per_second"])
+        found.append(
+            f"With all rows in memory it can train {middle} ({low}..{high}) samples/s; a step takes "
+            f"{1e3 * speed['step_seconds'][0]:.3g} ms: {speed['bound_by']}."
+        )
     return found
 
 
@@ -101,7 +90,18 @@ def _table(budget: Mapping[str, Any], rows: Sequence[Mapping[str, Any]], because
     heads = [Head(name.replace("\n", " "), name not in _WORDS, narrow=name) for name in _COLUMNS]
     shown: list[list[Cell | str]] = []
     for row in rows:
-        shown.append([Cell(text, bold=row["name"] == budget["recommended"]) for text in cells(row, budget)])
+        ratio, low, high = row["ratio"]
+        digits = 2 if ratio < 9.995 else 1  # three, so that a row fits on 80 columns
+        plain = " (plain)" if row["name"] == budget["plain"] else ""
+        texts = [
+            f"{row['name']}{plain}{' *' if row['alters'] else ''}",
+            f"{ratio:.{digits}f} ({low:.1f}..{high:.1f})",
+            figures.short(row["samples_per_second"][0]),
+            figures.size(row["memory_bytes"]),
+            f"{1e3 * row['step_seconds'][0]:.3g}",
+            row["bound_by"],
+        ]
+        shown.append([Cell(text, bold=row["name"] == budget["recommended"]) for text in texts])
         if because:
             altered = f" It alters: {'; '.join(row['alters'])}." if row["alters"] else ""
             shown[-1].append(f"{row['because']}{altered}")
@@ -111,25 +111,6 @@ def _table(budget: Mapping[str, Any], rows: Sequence[Mapping[str, Any]], because
 def _shown(budget: Mapping[str, Any]) -> list[Mapping[str, Any]]:
     always = {budget["plain"], budget["recommended"], *ALWAYS}
     return [row for n, row in enumerate(budget["rows"]) if n < _SHOWN_ROWS or row["name"] in always]
-
-
-def cells(row: Mapping[str, Any], budget: Mapping[str, Any]) -> list[str]:
-    """A row of the table of recipes."""
-    name = row["name"] + (" (plain)" if row["name"] == budget["plain"] else "")
-    name += " *" if row["alters"] else ""
-    return [
-        name,
-        f"{_three(row['ratio'][0])} ({row['ratio'][1]:.1f}..{row['ratio'][2]:.1f})",
-        figures.short(row["samples_per_second"][0]),
-        figures.size(row["memory_bytes"]),
-        f"{1e3 * row['step_seconds'][0]:.3g}",
-        row["bound_by"],
-    ]
-
-
-def _three(ratio: float) -> str:
-    """Three digits, so that a row fits on 80 columns."""
-    return f"{ratio:.2f}" if ratio < 9.995 else f"{ratio:.1f}"
 
 
 def closing(budget: Mapping[str, Any]) -> list[str]:
@@ -153,36 +134,24 @@ def closing(budget: Mapping[str, Any]) -> list[str]:
             by_reason.setdefault(why, []).append(name)
         told = "; ".join(f"{', '.join(names)} ({why})" for why, names in by_reason.items())
         found.append(f"Not predicted: {told}.")
-    found += verified_sentences(budget["verified"])
-    return found
-
-
-def verified_sentences(verified: Mapping[str, Any] | None) -> list[str]:
-    """Predicted and measured speeds of what was run."""
-    if verified is None:
-        return []
-    found = ["Verified, as many times as fast as the plain recipe (predicted, measured, error):"]
-    for row in verified["rows"]:
-        if row["measured"] is None:
-            found.append(f"  {row['name']}: {row['failed']}")
-        else:
+    verified = budget["verified"]
+    if verified is not None:
+        found.append("Verified, as many times as fast as the plain recipe (predicted, measured, error):")
+        for row in verified["rows"]:
+            if row["measured"] is None:
+                found.append(f"  {row['name']}: {row['failed']}")
+                continue
+            between = f" ({row['interval'][0]:.2f}..{row['interval'][1]:.2f})" if row["interval"] else ""
             found.append(
-                f"  {row['name']}: {row['predicted']:.2f}, {row['measured']:.2f} "
-                f"({row['interval'][0]:.2f}..{row['interval'][1]:.2f}), {100 * row['error']:+.0f}%"
-                if row["interval"]
-                else f"  {row['name']}: {row['predicted']:.2f}, {row['measured']:.2f}, "
+                f"  {row['name']}: {row['predicted']:.2f}, {row['measured']:.2f}{between}, "
                 f"{100 * row['error']:+.0f}%"
             )
-    step = verified["plain_step_ms"]
-    found.append(
-        f"  The plain recipe's step: {step['predicted']:.3g} ms predicted, {step['measured']:.3g} measured."
-    )
+        step = verified["plain_step_ms"]
+        found.append(
+            f"  The plain recipe's step: {step['predicted']:.3g} ms predicted, {step['measured']:.3g} "
+            "measured."
+        )
     return found
-
-
-def _range(values: Sequence[float]) -> str:
-    middle, low, high = values
-    return f"{figures.short(middle)} ({figures.short(low)}..{figures.short(high)})"
 
 
 def write(told: Mapping[str, Any], directory: Path) -> Path:

@@ -17,7 +17,6 @@ from time import perf_counter
 
 import numpy as np
 
-from recpipe.backend.sharing import MARGIN
 from recpipe.common.device import one_thread
 from recpipe.common.saved import parse_json, typed_as
 from recpipe.data.dataset import Dataset
@@ -59,9 +58,8 @@ class Step:
     beside: bool = False
     """Whether tables are updated beside the dense optimizer (``trainer.backend`` other than plain, with
     several threads)."""
-    shared: bool | None = None
-    """Whether cores share the batch; None: where that is predicted to be so much faster that a run would
-    choose it."""
+    shared: bool = False
+    """Whether cores share the batch."""
 
 
 def step_text(step: Step) -> str:
@@ -105,22 +103,11 @@ def resident_tasks(step: Step, amounts: Amounts, in_one: bool = False) -> list[T
     ``in_one``: all groups of tables are looked up by one task and updated by one, also where threads would
     divide them.
     """
-    if step.shared is not None:
-        return _tasks(step, amounts, step.shared, in_one)
-    plain = _tasks(step, amounts, False, in_one)
-    if not step.captured.shares:
-        return plain
-    shared = _tasks(step, amounts, True, in_one)
-    first, second = (walk(tasks, amounts.threads).step_seconds for tasks in (plain, shared))
-    return shared if second * MARGIN < first else plain
-
-
-def _tasks(step: Step, amounts: Amounts, shared: bool, in_one: bool) -> list[Task]:
     captured, threads = step.captured, amounts.threads
-    amounts = amounts.among((captured.shares[0] if shared else captured.whole).touched)
+    amounts = amounts.among((captured.shares[0] if step.shared else captured.whole).touched)
     own, others = _of_groups(step, amounts, "lookup forward", in_one)
     own += amounts.pipeline(captured)
-    if shared:
+    if step.shared:
         own += amounts.overhead("hand over", len(captured.shares) - 1)
     after = {"read": 1, "loop": 1}
     looked_up = [Task("look up", MAIN, own, after=after)]
@@ -129,15 +116,15 @@ def _tasks(step: Step, amounts: Amounts, shared: bool, in_one: bool) -> list[Tas
             Task(_numbered("look up beside", number), _numbered(TABLES, number), busy, after=after)
         )
     arrived = {task.name: 0 for task in looked_up}
-    if shared:
-        return [*looked_up, *_shared(step, amounts, arrived), *_ending(step, amounts, in_one, shared)]
+    if step.shared:
+        return [*looked_up, *_shared(step, amounts, arrived), *_ending(step, amounts, in_one)]
     before, forward, to_rows, rest = amounts.stages(captured.whole)
     wake = amounts.overhead("wake") if threads > 1 else 0.0
     return [
         *looked_up,
         Task("forward", MAIN, before + forward + wake, after=arrived, cores=threads),
         Task("backward", MAIN, to_rows + rest, cores=threads),
-        *_ending(step, amounts, in_one, shared),
+        *_ending(step, amounts, in_one),
     ]
 
 
@@ -180,13 +167,13 @@ def _pass(name: str, values: float, each: float, runs: float, reuse: float) -> O
     return Operator("elementwise", {**at, "dtype": "float32"}, name)
 
 
-def _ending(step: Step, amounts: Amounts, in_one: bool, shared: bool) -> list[Task]:
+def _ending(step: Step, amounts: Amounts, in_one: bool) -> list[Task]:
     """What follows the backward pass: tables' update, optimizer, Lightning's loop; and the next batch's
     reading."""
-    threads, rest = amounts.threads, range(1, len(step.captured.shares) if shared else 1)
+    threads, rest = amounts.threads, range(1, len(step.captured.shares) if step.shared else 1)
     # Tables are updated once all cores have the gradients of rows.
     arrived = {"backward": 0, **{f"backward to rows of core {number}": 0 for number in rest}}
-    summed = {"add up gradients": 0} if shared else {}
+    summed = {"add up gradients": 0} if step.shared else {}
     sizes = optimizer_sizes(step.optimizer, *step.captured.parameters)
     optimizer = amounts.optimizer(step.optimizer, sizes, threads)
     update, others = _of_groups(step, amounts, "lookup update", in_one, max(optimizer, 1e-9))
@@ -253,20 +240,11 @@ class Prediction:
 
     step: Estimate
     """Seconds of a step."""
-    samples: int
-    """Samples of a batch."""
     walked: Walked
     tasks: Mapping[str, float]
     """By name, each task's seconds on a core of its own."""
-    shared: bool
-    """Whether cores share the batch."""
     notes: tuple[str, ...] = ()
     """What the prediction is not sure about, in sentences."""
-
-    @property
-    def samples_per_second(self) -> float:
-        """The speed of training."""
-        return self.samples / self.step.seconds
 
 
 def predict_resident(step: Step, amounts: Amounts) -> Prediction:
@@ -284,11 +262,5 @@ def predict_resident(step: Step, amounts: Amounts) -> Prediction:
     unused = sum(table.lookups == 0 for group in captured.groups for table in group.tables)
     if unused:
         notes.append(f"{unused} tables are not looked up in the batch that was captured")
-    return Prediction(
-        Estimate(seconds, seconds / error, seconds * error),
-        captured.samples,
-        walked,
-        {task.name: task.busy for task in tasks},
-        any(task.name == "add up gradients" for task in tasks),
-        tuple(notes),
-    )
+    whole = Estimate(seconds, seconds / error, seconds * error)
+    return Prediction(whole, walked, {task.name: task.busy for task in tasks}, tuple(notes))

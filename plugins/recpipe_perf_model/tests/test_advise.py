@@ -14,8 +14,8 @@ import pytest
 import torch
 from recpipe_perf_model.advise import page as advised
 from recpipe_perf_model.advise.advise import _check
-from recpipe_perf_model.advise.config import AdviseConfig
-from recpipe_perf_model.advise.machine import faster
+from recpipe_perf_model.advise.budget import AdviseConfig
+from recpipe_perf_model.advise.judged import faster
 from recpipe_perf_model.kernels.linear import FEATURES
 from recpipe_perf_model.machine import Host, MachineProfile
 from recpipe_perf_model.step.capture import CannotTrace
@@ -240,7 +240,7 @@ def test_a_model_that_cannot_be_traced_still_gets_the_rest(
     def refuses(*_: Any) -> None:
         raise CannotTrace("Tower cannot be traced (RuntimeError: no); its dense part is not predicted")
 
-    monkeypatch.setattr("recpipe_perf_model.advise.model.captured", refuses)
+    monkeypatch.setattr("recpipe_perf_model.advise.judged.captured", refuses)
     found = advice(tmp_path)
     assert found["unsure"] == ["Tower cannot be traced (RuntimeError: no); its dense part is not predicted"]
     assert found["budgets"] == []
@@ -254,7 +254,7 @@ def test_a_model_that_raises_in_the_back_ends_trial_still_gets_the_rest(
     def fails(*_: Any) -> None:
         raise ValueError("this model always fails")
 
-    monkeypatch.setattr("recpipe_perf_model.advise.model.build_backend", fails)
+    monkeypatch.setattr("recpipe_perf_model.advise.judged.build_backend", fails)
     found = advice(tmp_path)
     assert "cannot be traced (ValueError: this model always fails)" in found["unsure"][0]
     assert found["ids"]["batches"] == 40

@@ -9,7 +9,7 @@ import pytest
 import torch
 from recpipe_perf_model import calibrate
 from recpipe_perf_model import profiled as model_profiled
-from recpipe_perf_model.advise import model
+from recpipe_perf_model.advise import judged as model
 from recpipe_perf_model.machine import Host, MachineProfile, profile_path
 from recpipe_perf_model.step.step import Estimate
 from recpipe_perf_model.tests.test_advise import machine as slow_disk

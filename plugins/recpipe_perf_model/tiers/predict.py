@@ -13,7 +13,7 @@ from recpipe_perf_model.statement import Phase, Statement
 from recpipe_perf_model.step.amounts import Amounts
 from recpipe_perf_model.step.step import Step, resident_tasks
 from recpipe_perf_model.step.walk import Task, Walked, walk
-from recpipe_perf_model.tiers.ranked import Ranked, Side
+from recpipe_perf_model.tiers.ranked import Ranked
 from recpipe_perf_model.tiers.statements import choices
 from recpipe_perf_model.tiers.tiered import Resident, ResidentStep, Tiered
 
@@ -38,19 +38,12 @@ class TieredPrediction:
     """The mean over all kinds of batches."""
     tried: Sequence[float]
     """Seconds of a step of all that it may do, the statement itself first."""
-    samples: int
-    """Samples that a step reads."""
     read: float
     """Rows that a batch reads from the store."""
     missed: float
     """The share of lookups whose row is not resident when the batch comes."""
     memory: Mapping[str, int]
     """Bytes by tier: ``resident``, ``cold`` and ``beside`` (maps, batches and rows on their way)."""
-
-    @property
-    def samples_per_second(self) -> float:
-        """The speed of training: samples read, also those that are left out."""
-        return self.samples / self.step_seconds
 
 
 def resident_steps(step: Callable[[int], Step], amounts: Amounts) -> Resident:
@@ -90,26 +83,31 @@ def predict_tiered(
     With several trainers it is the step of one of them, which has ``cores`` cores, and ``resident`` is that
     of any number of samples on one rank. ``network``: what it adds to a message between ranks, each of which
     then has a machine of its own; None: they share one."""
-    side = Side(facts.trainers, cores, network or facts.emulation, network is not None)
-    found = [_predicted(facts, statement, times, resident, side) for statement in choices(stated, base)]
+    found = [_predicted(facts, each, times, resident, cores, network) for each in choices(stated, base)]
     best = min(found, key=lambda prediction: prediction.step_seconds)
     return replace(best, tried=[prediction.step_seconds for prediction in found])
 
 
 def _predicted(
-    facts: Facts, statement: Statement, times: Times, resident: Resident, side: Side
+    facts: Facts,
+    statement: Statement,
+    times: Times,
+    resident: Resident,
+    cores: float,
+    network: Emulation | None,
 ) -> TieredPrediction:
-    kinds = []
+    kinds, count = [], facts.trainers
     for phase in statement.phases or (Phase(),):
-        if side.count > 1 or statement.inside:
-            delays = Emulation() if side.count > 1 else facts.emulation
-            alone = facts.at(trainers=1, emulation=delays)
-            tiered: Tiered = Ranked(alone, statement, phase, times, resident, side)
+        if count > 1 or statement.inside:
+            # With several ranks the emulated network is between them, and not before the store.
+            alone = facts.at(trainers=1, emulation=Emulation() if count > 1 else facts.emulation)
+            between, apart = network or facts.emulation, network is not None
+            ranked = Ranked(alone, statement, phase, times, resident, count, between, apart)
+            tasks = ranked.slowed(ranked.tasks() if statement.phases else ranked.resident_tasks())
         else:
             tiered = Tiered(facts, statement, phase, times, resident)
-        tasks = tiered.tasks() if statement.phases else tiered.resident_tasks()
-        tasks = tiered.slowed(tasks) if isinstance(tiered, Ranked) else tasks
-        kinds.append(Kind(phase, tasks, walk(tasks, side.cores)))
+            tasks = tiered.tasks() if statement.phases else tiered.resident_tasks()
+        kinds.append(Kind(phase, tasks, walk(tasks, cores)))
     mean = sum(kind.phase.share * kind.walked.step_seconds for kind in kinds)
     read, gone = (
         sum(kind.phase.share * getattr(moved, name) for kind in kinds for moved in kind.phase.moved)
@@ -123,4 +121,4 @@ def _predicted(
         cold = sum(int(group.rows * size) for group, size in zip(facts.groups, sizes, strict=True))
         maps = sum(int(4 * group.rows + 8 * facts.share * group.rows) for group in facts.groups)
         memory = {"resident": facts.budget, "cold": cold, "beside": maps + statement.memory}
-    return TieredPrediction(statement, kinds, mean, (), facts.batch_size, read, missed, memory)
+    return TieredPrediction(statement, kinds, mean, (), read, missed, memory)

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from recpipe.distributed.ranks import Emulation
 from recpipe.plugin.bags import RowIds
 from recpipe_perf_model.facts.facts import Facts, GroupFacts
-from recpipe_perf_model.kernels.linear import COLLECTIVE_FAMILY, COLLECTIVES, Times
+from recpipe_perf_model.kernels.linear import COLLECTIVE_FAMILY, COLLECTIVES
 from recpipe_perf_model.machine import MachineProfile
 from recpipe_perf_model.statement import Moved, Work
 from recpipe_perf_model.step.walk import Task
@@ -34,63 +34,23 @@ SEEN = 4
 
 
 @dataclass(frozen=True)
-class Side:
-    """Ranks side by side."""
-
-    count: int
-    cores: float
-    """Cores that each of them has."""
-    network: Emulation = field(default_factory=Emulation)
-    """What a message between two of them takes beyond this machine's own work for it."""
-    apart: bool = False
-    """Whether each has a machine of its own; else they share a disk."""
-
-
-@dataclass(frozen=True)
-class Messages:
-    """The times of messages between all ranks; sizes are bytes that each rank gives."""
-
-    times: Times
-    side: Side
-
-    def exchange(self, kind: str, size: float, sent: float | None = None) -> Spent:
-        """One of the collectives, of parts for each rank; ``sent``: bytes that leave the rank, if these are
-        not all of the parts for others."""
-        count = self.side.count
-        if count == 1:
-            return Spent()
-        at = {"bytes": size, "ranks": float(count)}
-        elapsed = self.times.seconds(kind, at)
-        busy = min(elapsed, self.times.seconds(f"{kind} busy", at))
-        return Spent(
-            busy, elapsed - busy + self.beyond(1, size * (count - 1) / count if sent is None else sent)
-        )
-
-    def ordered_sum(self, size: float) -> Spent:
-        """``Channel.ordered_sum``: parts are sent to the rank that adds them up, and sums to all."""
-        part = size / self.side.count
-        gathered = self.exchange("all_gather", part, part * (self.side.count - 1))
-        return self.exchange("all_to_all", size) + gathered
-
-    def beyond(self, times: float, size: float) -> float:
-        """Seconds that a network adds to so many messages of ``size`` bytes together."""
-        network = self.side.network
-        return network.seconds(int(size)) + (times - 1) * network.seconds(0)
-
-
-@dataclass(frozen=True)
 class Ranked(Tiered):
     """One rank's step. ``resident``: the tasks of the step with all rows resident of so many samples, on one
     rank; its reading is that of a whole batch."""
 
-    side: Side
+    count: int
+    """How many ranks there are."""
+    network: Emulation = field(default_factory=Emulation)
+    """What a message between two of them takes beyond this machine's own work for it."""
+    apart: bool = False
+    """Whether each has a machine of its own; else they share a disk."""
     shards: bool = False
     """Whether ``facts`` and ``phase`` are those of the rank's own shards."""
 
     def slowed(self, tasks: Sequence[Task]) -> list[Task]:
         """``tasks`` with the work of ranks that share a machine as slow as it is beside that of the others,
         until the slowest is there. Messages were measured so."""
-        if self.side.count == 1 or self.side.apart:
+        if self.count == 1 or self.apart:
             return list(tasks)
         factor = max(1.0, self.times.seconds("side by side", {"seconds": 1.0}))
         return [t if t.name.startswith(SENT) else replace(t, busy=factor * t.busy) for t in tasks]
@@ -127,31 +87,25 @@ class Ranked(Tiered):
             own = self._own(spread * whole.look_up, spread * whole.update)
             return self._exchanged(self._summed(own, rows=False))
         # Each tells the others its rows: how many, then which.
-        messages, count = self._messages, self.side.count
-        told = Spent()
-        for group in self.facts.groups:
-            size = ID * float(self._row_sizes(group)["distinct"])
-            told = told + messages.exchange("all_to_all", ID * count)
-            told = told + messages.exchange("all_to_all", size * count)
+        rows = [float(self._row_sizes(group)["distinct"]) for group in self.facts.groups]
+        told = added(
+            self._exchange("all_to_all", ID * size * self.count) for each in rows for size in (1, each)
+        )
         tasks = self._summed(self._own(*self._plain_rows), rows=True)
         return [told.task("tell rows", "main", {"read": 1}), *tasks]
 
     # -- parts -------------------------------------------------------------------------------
 
     @property
-    def _messages(self) -> Messages:
-        return Messages(self.times, self.side)
-
-    @property
     def _mine(self) -> ResidentStep:
-        return self.resident(-(-self._samples // self.side.count))
+        return self.resident(-(-self._samples // self.count))
 
     def _own(self, look_up: float, update: float) -> list[Task]:
         """The resident step's tasks with other times of tables, and its share of the reading."""
         step = self._mine
         known = {LOOK_UP: look_up - step.look_up, UPDATE: update - step.update}
         parts = [replace(task, busy=max(0.0, task.busy + known.get(task.name, 0.0))) for task in step.tasks]
-        each = self.side.count
+        each = self.count
         return [replace(t, busy=t.busy / each) if t.place == "loader" else t for t in parts]
 
     @property
@@ -165,7 +119,7 @@ class Ranked(Tiered):
 
     def _row_sizes(self, group: GroupFacts) -> dict[str, float | str]:
         """What a trainer's share of a batch looks up."""
-        count = self.side.count
+        count = self.count
         distinct = group.distinct * share_of_distinct(group, count, self.facts.batch_size)
         bags = self.facts.bags(group)
         sizes = {"lookups": group.lookups / count, "bags": bags / count, "distinct": distinct}
@@ -174,28 +128,51 @@ class Ranked(Tiered):
     def _summed(self, tasks: Sequence[Task], rows: bool) -> list[Task]:
         """``tasks`` with the sums over ranks: of the gradients of ``rows`` that any of them looks up, and of
         the dense part's."""
-        found, messages = [], self._messages
+        found = []
         for task in tasks:
             if task.name == UPDATE and rows:
                 sizes = [FLOAT * group.dim * group.distinct for group in self.facts.changed]
-                spent = added(messages.ordered_sum(size) for size in sizes)
+                spent = added(self._ordered_sum(size) for size in sizes)
                 found.append(spent.task("add up row gradients", "main", task.after))
             if task.name == OPTIMIZER:
-                spent = messages.ordered_sum(FLOAT * self._mine.values)
+                spent = self._ordered_sum(FLOAT * self._mine.values)
                 found.append(spent.task("add up dense gradients", "main", task.after))
             found.append(task)
         return found
 
+    # -- messages between all ranks; sizes are bytes that each rank gives -------------------------
+
+    def _exchange(self, kind: str, size: float, sent: float | None = None) -> Spent:
+        """One of the collectives, of parts for each rank; ``sent``: bytes that leave the rank, if these are
+        not all of the parts for others."""
+        if self.count == 1:
+            return Spent()
+        at = {"bytes": size, "ranks": float(self.count)}
+        elapsed = self.times.seconds(kind, at)
+        busy = min(elapsed, self.times.seconds(f"{kind} busy", at))
+        sent = size * (self.count - 1) / self.count if sent is None else sent
+        return Spent(busy, elapsed - busy + self._beyond(1, sent))
+
+    def _ordered_sum(self, size: float) -> Spent:
+        """``Channel.ordered_sum``: parts are sent to the rank that adds them up, and sums to all."""
+        part = size / self.count
+        gathered = self._exchange("all_gather", part, part * (self.count - 1))
+        return self._exchange("all_to_all", size) + gathered
+
+    def _beyond(self, times: float, size: float) -> float:
+        """Seconds that the network adds to so many messages of ``size`` bytes together."""
+        return self.network.seconds(int(size)) + (times - 1) * self.network.seconds(0)
+
     # -- replicas of resident rows and of the slab ----------------------------------------------
 
     def _trained(self, samples: int) -> list[Task]:
-        tasks = super()._trained(-(-samples // self.side.count))
+        tasks = super()._trained(-(-samples // self.count))
         return self._summed(tasks, rows=not self.shards)
 
     def _sizes(self, group: GroupFacts, moved: Moved) -> dict[str, float | str]:
         """Of shards, a rank has its part of the rows and of the slots."""
         sizes = super()._sizes(group, moved)
-        parts = self.side.count if self.shards else 1
+        parts = self.count if self.shards else 1
         return {**sizes, **{name: float(sizes[name]) / parts for name in ("rows", "slots")}}
 
     def _sum(self, kind: str) -> float:
@@ -208,13 +185,13 @@ class Ranked(Tiered):
     @property
     def _reads(self) -> list[Task]:
         """A rank reads its own samples, unless tiers plan the whole batch."""
-        each = self.side.count if self.shards else 1
+        each = self.count if self.shards else 1
         return [replace(task, busy=task.busy / each) for task in super()._reads]
 
     @property
     def _read(self) -> Spent:
         """Every trainer asks each holder for rows of its part, which serves one trainer after the other."""
-        asked = 1 if self.shards else self.side.count
+        asked = 1 if self.shards else self.count
         spent = added(store.request("read", moved.read / asked) for store, moved in self._stores)
         sent = [moved.read * (ID + FLOAT * group.width) for group, moved in self._groups]
         return self._of_holders(spent.times(asked), sent)
@@ -235,16 +212,15 @@ class Ranked(Tiered):
     @property
     def _holders(self) -> int:
         """Over how many ranks the store's rows are spread."""
-        return 1 if self.shards or self.statement.inside else self.side.count
+        return 1 if self.shards or self.statement.inside else self.count
 
     def _of_holders(self, spent: Spent, sizes: Sequence[float]) -> Spent:
         """``spent`` at a disk that ranks may share, with a round of messages: how many rows, which, and their
         records."""
-        spent = Spent(spent.busy, spent.waits * (1 if self.side.apart else self.side.count))
-        messages, asks = self._messages, ID * 5 * self.side.count
+        spent = Spent(spent.busy, spent.waits * (1 if self.apart else self.count))
         if self._holders > 1:
-            kind = "all_to_all"
-            spent += added(messages.exchange(kind, asks) + messages.exchange(kind, size) for size in sizes)
+            asks = ID * 5 * self.count
+            spent += added(self._exchange("all_to_all", each) for size in sizes for each in (asks, size))
         return spent
 
     # -- shards ----------------------------------------------------------------------------------
@@ -252,7 +228,7 @@ class Ranked(Tiered):
     def _exchanged(self, tasks: Sequence[Task]) -> list[Task]:
         """``tasks`` with TorchRec's exchanges: pooled rows, the next batch's ids, which are planned once they
         have arrived, and rows' gradients."""
-        ids, forward, backward = (self._exchange(what) for what in ("ids", "forward", "backward"))
+        ids, forward, backward = (self._sharded(what) for what in ("ids", "forward", "backward"))
         found = []
         for task in tasks:
             if task.name == UPDATE:
@@ -262,24 +238,24 @@ class Ranked(Tiered):
                 found += [forward.task("exchange rows", "main", {}), ids.task(IDS, "main", {})]
         return found
 
-    def _exchange(self, what: str) -> Spent:
+    def _sharded(self, what: str) -> Spent:
         """An exchange, in which main waits for the network."""
         busy = waits = 0.0
         for group in self.facts.groups:
-            count, tables = self.side.count, len(group.table_rows)
+            count, tables = self.count, len(group.table_rows)
             bags = self.facts.bags(group)
             at = {"tables": float(tables), "dim": float(group.dim), "lookups": group.lookups / count}
             busy += self.times.seconds(f"sharded {what}", {**at, "samples": bags / tables / count})
             size = ID * group.lookups if what == "ids" else FLOAT * group.dim * bags
             sent = size / count * (count - 1) / count
-            waits += self._messages.beyond(INPUT_EXCHANGES if what == "ids" else 1, sent)
+            waits += self._beyond(INPUT_EXCHANGES if what == "ids" else 1, sent)
         return Spent(busy, waits)
 
     # -- a plugin's own tables -------------------------------------------------------------------
 
     def _inside(self) -> list[Task]:
         """Rows are planned, fetched and written in the lookup, by the training thread."""
-        count, size, groups = self.side.count, self.facts.batch_size, []
+        count, size, groups = self.count, self.facts.batch_size, []
         for group in self.facts.groups:
             distinct = share_of_distinct(group, count, size) * group.distinct
             groups.append(replace(group, lookups=group.lookups / count, distinct=distinct))
@@ -290,8 +266,8 @@ class Ranked(Tiered):
         return [plan, *works, fetch, *self._summed(self._own(*self._plain_rows), rows=False)]
 
     def _work(self, work: Work) -> Task:
-        if work.kind in COLLECTIVES and self.side.count > 1:
-            spent = self._messages.exchange(work.kind, float(work.at["bytes"])).times(work.times)
+        if work.kind in COLLECTIVES and self.count > 1:
+            spent = self._exchange(work.kind, float(work.at["bytes"])).times(work.times)
             return spent.task(work.name, work.place, {})
         return super()._work(work)
 
