@@ -6,6 +6,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, fields
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 import torch
@@ -92,6 +93,10 @@ class TableCollection(ABC, nn.Module):
 
     whole_updates = "it does not override filter_updates()"
     """Why its updates cannot leave rows out, if they cannot."""
+    threads: int = 1
+    """How many threads a lookup runs in."""
+    collectives: Mapping[str, Collective] = MappingProxyType({})
+    """TorchRec's collectives on this rank; empty if tables are not sharded."""
 
     @abstractmethod
     def regions(self) -> Iterator[Region]:
@@ -134,16 +139,6 @@ class TableCollection(ABC, nn.Module):
         """Pooled rows with room for one more feature in front: float32 [B, (1 + F) * D], of which the first D
         columns are zero. None if that would take a copy."""
         return None
-
-    @property
-    def threads(self) -> int:
-        """How many threads a lookup runs in."""
-        return 1
-
-    @property
-    def collectives(self) -> Mapping[str, Collective]:
-        """TorchRec's collectives on this rank; empty if tables are not sharded."""
-        return {}
 
     def update(self) -> None:
         """Update the tables that the backward pass has not updated; called after it."""

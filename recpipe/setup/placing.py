@@ -31,7 +31,7 @@ from recpipe.tables.inputs import Inputs
 from recpipe.tables.owners import GroupOwner
 from recpipe.tables.sharding.plan import ShardPlan
 from recpipe.tables.sharding.planning import Sharding
-from recpipe.tables.sharding.tables import ShardedTables
+from recpipe.tables.sharding.tables import shard_tables
 from recpipe.tables.sharding.tiered import ShardTiers
 from recpipe.tables.skipping import Skipping
 
@@ -93,8 +93,8 @@ class Unplaced:
         place = Place(cfg.tiers, device, run_dir, ranks, size, ids_per_bag, paths)
         if shards is not None:
             sharding = replace(shards[0], tables=self.tables)
-            sharded = ShardedTables(sharding, shards[1], ranks, module, ShardTiers(owners, place), saved)
-            return GroupedCollection(self.tables, sharded.collections)
+            sharded = shard_tables(sharding, shards[1], ranks, module, ShardTiers(owners, place), saved)
+            return GroupedCollection(self.tables, sharded)
         return build_tables(self.inputs, owners, place)
 
     def over(self, embeddings: GroupedCollection, skipper: Owned[Skipper] | None = None) -> PlacedModel:

@@ -86,7 +86,7 @@ def require_kernels(
 
 
 def build_tables(inputs: Inputs, owners: Sequence[GroupOwner], place: Place) -> GroupedCollection:
-    """Build a collection for each group of ``inputs``' tables, as its owner decides. ``ShardedTables`` makes
+    """Build a collection for each group of ``inputs``' tables, as its owner decides. ``shard_tables`` makes
     the rows of sharded tables."""
     ranks, made = place.ranks, list[TableCollection]()
     if len(ranks.trainers) < ranks.world and any(owner.name == RESIDENT for owner in owners):

@@ -11,7 +11,6 @@ from typing import Any, TypeVar, cast
 
 import numpy as np
 
-from recpipe import private_api
 from recpipe.common.meter import counting
 from recpipe.common.saved import Damaged, entries
 from recpipe.errors import UserError
@@ -39,6 +38,8 @@ class GroupedCollection(TableCollection, SavesPlacement, SavedByRanks):
             for group, collection in zip(tables.groups, collections, strict=True)
         )
         """Each group as the pipeline drives it."""
+        self.threads = max(collection.threads for collection in collections)
+        self.collectives = collections[0].collectives  # counted per process
         self._holder = {
             name: collection
             for group, collection in zip(tables.groups, collections, strict=True)
@@ -88,16 +89,6 @@ class GroupedCollection(TableCollection, SavesPlacement, SavedByRanks):
             collection.update()
 
     # -- figures -----------------------------------------------------------------------------
-
-    @property
-    def threads(self) -> int:
-        """How many threads a lookup runs in, at most."""
-        return max(collection.threads for collection in self.collections)
-
-    @property
-    def collectives(self) -> Mapping[str, private_api.Collective]:
-        """TorchRec's collectives on this rank; they are counted per process."""
-        return self.collections[0].collectives
 
     def tier_figures(self) -> TierFigures | None:
         total = None

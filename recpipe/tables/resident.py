@@ -67,6 +67,7 @@ class ResidentCollection(AllResident, GroupTables):
         views = [view for tbe in self.tbes for view in private_api.tbe_views(tbe)][len(ahead) :]
         self._storage = dict(zip(tables.layout.tables, views, strict=True))
         # One core for each thread: FBGEMM's update would otherwise enter a parallel region for every table.
+        self.threads = groups
         self._threads = ThreadPoolExecutor(groups, "recpipe-tbe", keep_to_one_core) if groups > 1 else None
         self._offsets = torch.empty(0), torch.empty(0)
         self._anchor = torch.zeros(0, device=device, requires_grad=True)
@@ -99,14 +100,6 @@ class ResidentCollection(AllResident, GroupTables):
             return wide[:, self.tables.dim :], None
         rows.padding = self.tables.dim
         return wide, None
-
-    def pooled_with_room(self, sparse: KeyedJaggedTensor) -> torch.Tensor | None:
-        """The TBE's output without a copy; None with several TBEs or on a GPU."""
-        return self._looked_up(sparse) if self._padded else None
-
-    @property
-    def threads(self) -> int:
-        return len(self.tbes)
 
     def _looked_up(self, sparse: KeyedJaggedTensor) -> torch.Tensor:
         sparse = in_order(sparse, self.tables.features)

@@ -29,7 +29,7 @@ from recpipe.tables.sharding.claims import ShardClaims
 from recpipe.tables.sharding.collection import ShardedCollection
 from recpipe.tables.sharding.plan import ShardPlan
 from recpipe.tables.sharding.planning import Sharding
-from recpipe.tables.sharding.tables import ShardedTables
+from recpipe.tables.sharding.tables import shard_tables
 from tests.ranks import end_process, joined
 from tests.tables.samples import CPU
 
@@ -156,7 +156,7 @@ def planned(case: Case, ranks: Ranks) -> tuple[Sharding, ShardPlan]:
 
 
 def build(case: Case, ranks: Ranks) -> ShardedCollection:
-    (tables,) = ShardedTables(*planned(case, ranks), ranks).collections
+    (tables,) = shard_tables(*planned(case, ranks), ranks)
     return tables
 
 

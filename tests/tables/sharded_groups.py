@@ -34,7 +34,7 @@ from recpipe.tables.resident import ResidentCollection
 from recpipe.tables.sharding.claims import ShardClaims
 from recpipe.tables.sharding.collection import ShardedCollection
 from recpipe.tables.sharding.planning import Sharding
-from recpipe.tables.sharding.tables import ShardedTables
+from recpipe.tables.sharding.tables import shard_tables
 from tests.plugin.samples import ACME
 from tests.ranks import end_process, joined
 from tests.tables.grouped import META, ROWWISE, SGD, Model, contents, ids
@@ -141,8 +141,8 @@ def sharded(
 ) -> GroupedCollection:
     """The tables of ``model``, planned and sharded over ``ranks``, of the rows in ``saved``."""
     made = sharding(started(model_tables(model), saved), types, ranks.world)
-    whole = ShardedTables(made, made.plan(join_group(CPU, ranks)), ranks, model, saved=saved)
-    return GroupedCollection(made.tables, whole.collections)
+    whole = shard_tables(made, made.plan(join_group(CPU, ranks)), ranks, model, saved=saved)
+    return GroupedCollection(made.tables, whole)
 
 
 def weighted_ids(size: int, seed: int, one_each: bool = False) -> KeyedJaggedTensor:

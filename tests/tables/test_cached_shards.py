@@ -24,7 +24,7 @@ from recpipe.run import run
 from recpipe.setup import planned
 from recpipe.tables.sharding import sent
 from recpipe.tables.sharding.collection import ShardedCollection
-from recpipe.tables.sharding.tables import ShardedTables
+from recpipe.tables.sharding.tables import shard_tables
 from tests.tables import sharded
 
 WORDS = (
@@ -214,7 +214,7 @@ def test_the_control_an_evaluation_that_does_not_lock_takes_their_places(
 @pytest.fixture
 def tables(cache: Cache) -> ShardedCollection:
     planned = sharded.planned(sharded.Case("sgd", {"*": "table_wise"}), Ranks())
-    (collection,) = ShardedTables(*behind_a_cache(*planned), Ranks()).collections
+    (collection,) = shard_tables(*behind_a_cache(*planned), Ranks())
     return collection
 
 

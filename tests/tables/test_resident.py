@@ -55,14 +55,25 @@ def test_a_table_that_is_not_updated_is_noticed() -> None:
     several.close()
 
 
-def test_room_is_empty_and_in_front() -> None:
+def test_padding_is_empty_and_in_front() -> None:
     made = trained(1)
-    roomy = made.pooled_with_room(ids(7))
-    assert roomy is not None
-    assert roomy.shape == (BATCH, (1 + len(FEATURES)) * made.tables.dim)
-    assert not roomy[:, : made.tables.dim].any()
-    assert torch.equal(roomy[:, made.tables.dim :], made(ids(7)).values())
-    assert ResidentCollection(table_set(), CPU, 2).pooled_with_room(ids(7)) is None
+    rows = made.input_dist(ids(7))
+    rows.wants_padding = True
+    wide, _ = made.compute(rows, True, True)
+    assert rows.padding == made.tables.dim
+    assert wide.shape == (BATCH, (1 + len(FEATURES)) * made.tables.dim)
+    assert not wide[:, : made.tables.dim].any()
+    assert torch.equal(wide[:, made.tables.dim :], made(ids(7)).values())
+
+
+def test_several_tbes_have_no_padding() -> None:
+    made = ResidentCollection(table_set(), CPU, 2)
+    rows = made.input_dist(ids(7))
+    rows.wants_padding = True
+    found, _ = made.compute(rows, True, True)
+    assert rows.padding == 0
+    assert found.shape == (BATCH, len(FEATURES) * made.tables.dim)
+    made.close()
 
 
 def test_features_in_another_order_find_their_tables() -> None:

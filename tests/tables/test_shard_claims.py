@@ -33,7 +33,7 @@ from recpipe.tables.sharding.claims import ShardClaims
 from recpipe.tables.sharding.collection import ShardedCollection
 from recpipe.tables.sharding.plan import Shard, ShardPlan, TablePlan
 from recpipe.tables.sharding.planning import Sharding
-from recpipe.tables.sharding.tables import ShardedTables
+from recpipe.tables.sharding.tables import shard_tables
 from tests.tables.samples import CPU
 from tests.tables.sharded import DIM, FEATURES, SIZE, Placed, table_set
 
@@ -79,7 +79,7 @@ def sharding(
 
 
 def built(made: Sharding) -> ShardedCollection:
-    (tables,) = ShardedTables(made, made.plan(join_group(CPU, Ranks())), Ranks()).collections
+    (tables,) = shard_tables(made, made.plan(join_group(CPU, Ranks())), Ranks())
     return tables
 
 

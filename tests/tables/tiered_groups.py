@@ -30,7 +30,7 @@ from recpipe.tables.quantized import quantized
 from recpipe.tables.sharding.claims import ShardClaims
 from recpipe.tables.sharding.collection import ShardedCollection
 from recpipe.tables.sharding.planning import plan_shards
-from recpipe.tables.sharding.tables import ShardedTables
+from recpipe.tables.sharding.tables import shard_tables
 from recpipe.tables.sharding.tiered import ShardTiers
 from recpipe.tables.stores.codecs import COLD
 from recpipe.tables.tiers.tiered import TieredEmbeddingBagCollection, TieredRows
@@ -117,8 +117,8 @@ def tiered(
     join_group(CPU, ranks)
     made, plan = plan_shards(tables, case.tiers, ShardClaims.of(parts), CPU, SIZE, ranks, ranks.world, owners)
     place = Place(case.tiers, CPU, run_dir, ranks, SIZE)
-    whole = ShardedTables(made, plan, ranks, model, ShardTiers(owners, place), saved)
-    with closing(GroupedCollection(tables, whole.collections)) as grouped:
+    whole = shard_tables(made, plan, ranks, model, ShardTiers(owners, place), saved)
+    with closing(GroupedCollection(tables, whole)) as grouped:
         yield grouped
 
 

@@ -25,7 +25,7 @@ from recpipe.tables.resident import ResidentCollection
 from recpipe.tables.sharding.claims import ShardClaims
 from recpipe.tables.sharding.collection import ShardedCollection
 from recpipe.tables.sharding.planning import plan_shards
-from recpipe.tables.sharding.tables import ShardedTables
+from recpipe.tables.sharding.tables import shard_tables
 from recpipe.tables.sharding.tiered import ShardTiers
 from tests.ranks import end_process, joined
 from tests.tables.samples import CPU
@@ -89,7 +89,7 @@ def tiered(
     made, plan = plan_shards(tables, case.tiers, ShardClaims.of(parts), CPU, SIZE, ranks, ranks.world, owners)
     place = Place(case.tiers, CPU, run_dir, ranks, SIZE)
     tiers = ShardTiers(owners, place)
-    (collection,) = ShardedTables(made, plan, ranks, tiers=tiers, saved=saved).collections
+    (collection,) = shard_tables(made, plan, ranks, tiers=tiers, saved=saved)
     with closing(collection):
         yield collection
 

@@ -20,7 +20,7 @@ from recpipe.tables.groups import ModelTables
 from recpipe.tables.resident import ResidentCollection
 from recpipe.tables.sharding.claims import ShardClaims
 from recpipe.tables.sharding.planning import Sharding
-from recpipe.tables.sharding.tables import ShardedTables
+from recpipe.tables.sharding.tables import shard_tables
 from tests.ranks import joined
 from tests.tables.samples import CPU
 from tests.tables.sharded import (
@@ -72,7 +72,7 @@ def process(rank: int, world: int, folder: str, cases: list[tuple[str, str, str]
             size = -(-SIZE // world)
             sharding = Sharding(ModelTables.single(tables), parts, CPU, world, size, False, "fused", 1.0)
             plan = sharding.plan(join_group(CPU, ranks))
-            (sharded,) = ShardedTables(sharding, plan, ranks).collections
+            (sharded,) = shard_tables(sharding, plan, ranks)
             whole = ResidentCollection(tables, CPU)
             share = part(sparse, mine.start, mine.stop)
             with torch.no_grad():

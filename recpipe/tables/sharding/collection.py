@@ -69,7 +69,7 @@ class ShardedCollection(TableCollection, GroupTables, SavesPlacement):
 
     def __init__(self, env: ShardEnv, number: int, module: Any, tiers: ShardTiers | None = None) -> None:
         super().__init__()
-        self.env, self.number = env, number
+        self.env, self.number, self.collectives = env, number, env.collectives
         self.tables = tables = env.sharding.tables.groups[number].tables
         self.shards = {name: env.plan.tables[name] for name in tables.layout.tables}
         """The plan for each of its tables."""
@@ -101,11 +101,6 @@ class ShardedCollection(TableCollection, GroupTables, SavesPlacement):
         self._fetches = any(own.prefetches for own in self.tiers)
         self.local = {table.name: self._shards_here(table.name) for table in tables.tables}
         """Each table's shards on this rank; those in memory share it."""
-
-    @property
-    def collectives(self) -> Mapping[str, private_api.Collective]:
-        """TorchRec's collectives on this rank so far, by name; of all groups."""
-        return self.env.collectives
 
     def embedding_bag_configs(self) -> list[EmbeddingBagConfig]:
         return self.tables.configs()
