@@ -20,8 +20,8 @@ from recpipe.errors import UserError
 from recpipe.plugin.api import EpochOrder
 from recpipe.plugin.batch import Batch
 from recpipe.plugin.calls import Owned
+from recpipe.plugin.compose import Feed
 from recpipe.plugin.errors import PluginError
-from recpipe.plugin.feed import Feed
 from recpipe.plugin.skipper import RowView, Skipper, overrides
 from recpipe.tables.skipping import answered
 

@@ -8,18 +8,24 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from recpipe.errors import UserError
+from recpipe.errors import UserError, did_you_mean
 from recpipe.plugin.api import Contribution, Figure, Invariant, Plugin, Reporter, StepWrapper
-from recpipe.plugin.calls import Origin, Owned, blame, blaming
-from recpipe.plugin.chains import blame_callback, blame_order, blame_step, blame_stream
-from recpipe.plugin.compose import cache_claims, chain, check_preferences, slot
+from recpipe.plugin.calls import (
+    Origin,
+    Owned,
+    blame,
+    blame_callback,
+    blame_order,
+    blame_step,
+    blame_stream,
+    blaming,
+)
+from recpipe.plugin.compose import METHODS, SLOTS, Feed, Quantizing, cache_claims, chain, quantizing, slot
 from recpipe.plugin.context import Context, RunFigures, TableInfo
-from recpipe.plugin.errors import PluginError
-from recpipe.plugin.feed import Feed
+from recpipe.plugin.errors import PluginConflict, PluginError
 from recpipe.plugin.planner import Planner
 from recpipe.plugin.policy import Cache
 from recpipe.plugin.quantizer import Quantizer
-from recpipe.plugin.quantizing import Quantizing, quantizing
 from recpipe.plugin.skipper import Skipper, overrides
 from recpipe.plugin.splitter import Splitter
 
@@ -30,6 +36,8 @@ if TYPE_CHECKING:
 
 P = TypeVar("P")
 Active = Sequence[tuple[Origin, Plugin, Contribution]]
+KINDS = {"planner": Planner, "splitter": Splitter, "skipper": Skipper, "quantizer": Quantizer}
+"""The class of the part that fills each slot; ``cache`` takes a list of ``Cache``."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,8 +90,14 @@ class Assembly:
             origin = reporter.origin
             mine = merged[origin.plugin]
             try:
+                slots = self.slots().items()
+                fills = frozenset(name for name, own in slots if own and own.origin.plugin == origin.plugin)
+                told = replace(run, fills=fills)
+                if "splitter" not in fills:  # what another plugin's splitter has done is not told
+                    told = replace(told, before_cold_seconds=0.0, after_cold_seconds=0.0)
+                    told = replace(told, split_batches=0, splitting="")
                 with blaming(origin, reporter.label):
-                    answered = reporter.part(self._told(run, origin.plugin))
+                    answered = reporter.part(told)
                     found = {str(key): plain(value) for key, value in answered.items()}
                 if twice := mine.keys() & found.keys():
                     raise PluginError(
@@ -94,15 +108,6 @@ class Assembly:
                 faults[origin.plugin] = "; ".join(filter(None, (faults.get(origin.plugin), str(fault))))
         return merged, faults
 
-    def _told(self, run: RunFigures, plugin: str) -> RunFigures:
-        """``run`` as ``plugin`` is told of it: without what another plugin's splitter has done."""
-        filled = {slot: owned.origin.plugin for slot, owned in self.slots().items() if owned}
-        fills = frozenset(slot for slot, owner in filled.items() if owner == plugin)
-        run = replace(run, fills=fills)
-        if "splitter" in fills:
-            return run
-        return replace(run, before_cold_seconds=0.0, after_cold_seconds=0.0, split_batches=0, splitting="")
-
     def slots(self) -> dict[str, Owned[Any] | None]:
         """What fills each slot of ``Contribution``."""
         return {
@@ -112,25 +117,15 @@ class Assembly:
             "planner": self.planner,
         }
 
-    def claims(self) -> dict[str, Mapping[str, Owned[Any]]]:
-        """What is decided for each table, by whom; and, under ``codecs``, for each collective."""
-        codecs = {
-            f"{getattr(op, 'name', op)}.{way}": owned for (op, way), owned in self.quantizing.codecs.items()
-        }
-        return {
-            "cache": self.caches,
-            "cold": self.quantizing.cold,
-            "storage": self.quantizing.storage,
-            "codecs": codecs,
-        }
-
     def points(self) -> list[str]:
         """The extension points in use, in the order in which data flows, each with its parts:
         ``cache (acme.TinyLfu)``. A quantizer is followed by what it decides."""
         slots, made = self.slots(), self.quantizing
-        quantizers = [
-            f"{owned.label}: {', '.join(made.decided_by(owned)) or 'nothing'}" for owned in made.brought
-        ]
+        deciding = {method: {owned.label for owned in getattr(made, method).values()} for method in METHODS}
+        quantizers = []
+        for owned in made.brought:
+            decided = [method for method, labels in deciding.items() if owned.label in labels]
+            quantizers.append(f"{owned.label}: {', '.join(decided) or 'nothing'}")
         parts: dict[str, Iterable[Owned[Any] | None]] = {
             "order": [slots["order"]],
             "stream": self.feed.stream,
@@ -150,7 +145,14 @@ class Assembly:
 
     def to_dict(self) -> dict[str, Any]:
         """Owners and order, as assembly.json holds them; ``parts`` names the part that each owner brings."""
-        slots, claims = self.slots(), self.claims()
+        slots, made = self.slots(), self.quantizing
+        codecs = {f"{getattr(op, 'name', op)}.{way}": owned for (op, way), owned in made.codecs.items()}
+        claims: dict[str, Mapping[str, Owned[Any]]] = {
+            "cache": self.caches,
+            "cold": made.cold,
+            "storage": made.storage,
+            "codecs": codecs,
+        }
         tables: dict[str, dict[str, str]] = {}
         parts: dict[str, Any] = {slot: owned.label for slot, owned in slots.items() if owned}
         for aspect, claimed in claims.items():
@@ -170,7 +172,7 @@ class Assembly:
             "stream": [link.label for link in self.feed.stream],
             "batch": [link.label for link in self.feed.batch],
             "tables": tables,
-            "codecs": {key: owned.origin.plugin for key, owned in claims["codecs"].items()},
+            "codecs": {key: owned.origin.plugin for key, owned in codecs.items()},
             "step": [link.label for link in self.step],
             "callbacks": [owned.label for owned in self.callbacks],
             "report": [owned.label for owned in self.reporters],
@@ -190,7 +192,10 @@ def assemble(
     ``PluginOrderError``.
     """
     prefer = dict(prefer or {})
-    check_preferences(prefer)
+    for name in prefer:
+        if name not in SLOTS:
+            hint = did_you_mean(name, SLOTS)
+            raise PluginConflict(f"compose.prefer.{name}: no such slot.{hint} Slots: {', '.join(SLOTS)}")
     parts = [(origin, contribution) for origin, _, contribution in active]
     splitter = slot("splitter", [(o, c.splitter) for o, c in parts], prefer.get("splitter", ""))
     order = slot("order", [(o, c.order) for o, c in parts], prefer.get("order", ""))
@@ -256,22 +261,13 @@ def gather(active: Sequence[tuple[Origin, Plugin]], context: Context) -> Active:
             contribution = plugin.contribute(context)
         if not isinstance(contribution, Contribution):
             raise PluginError(f"plugin {origin}: contribute() returned {contribution!r}, not a Contribution")
-        _check_kinds(origin, contribution)
+        parts = [(name, getattr(contribution, name), kind) for name, kind in KINDS.items()]
+        parts += [("cache", each, Cache) for each in contribution.cache]
+        for name, part, kind in parts:
+            if part is not None and not isinstance(part, kind):
+                raise PluginError(
+                    f"plugin {origin}: Contribution.{name} is {part!r}, which is no "
+                    f"recpipe.plugin.{kind.__name__}: derive it from that class"
+                )
         gathered.append((origin, plugin, contribution))
     return gathered
-
-
-KINDS = {"planner": Planner, "splitter": Splitter, "skipper": Skipper, "quantizer": Quantizer}
-"""The class of the part that fills each slot; ``cache`` takes a list of ``Cache``."""
-
-
-def _check_kinds(origin: Origin, contribution: Contribution) -> None:
-    """``PluginError`` if a part is not an instance of its class."""
-    parts = [(name, getattr(contribution, name), kind) for name, kind in KINDS.items()]
-    parts += [("cache", each, Cache) for each in contribution.cache]
-    for name, part, kind in parts:
-        if part is not None and not isinstance(part, kind):
-            raise PluginError(
-                f"plugin {origin}: Contribution.{name} is {part!r}, which is no "
-                f"recpipe.plugin.{kind.__name__}: derive it from that class"
-            )

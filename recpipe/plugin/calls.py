@@ -6,15 +6,22 @@ from __future__ import annotations
 import signal
 import sys
 import threading
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from inspect import isfunction
 from traceback import walk_tb
-from typing import Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 from weakref import WeakKeyDictionary
 
 from recpipe.errors import Interruption, UserError, shown
+from recpipe.plugin.api import EpochOrder, StepWrapper, StreamWrapper
 from recpipe.plugin.errors import PluginError, PluginFault
+
+if TYPE_CHECKING:
+    import lightning as L
+
+    from recpipe.plugin.batch import Batch
 
 P = TypeVar("P")
 R = TypeVar("R")
@@ -69,22 +76,33 @@ class blaming:
         if threading.active_count() > self.threads:
             for thread in threading.enumerate()[self.threads :]:
                 _started.setdefault(thread, f"plugin {self.origin}, part {self.part}")
-        if fault is None or isinstance(fault, Interruption | PluginFault) or _is_signal(fault):
+        if fault is None or isinstance(fault, Interruption | PluginFault):
+            return
+        # Ctrl-C: in a run of one process a handler raises ``Interruption`` instead.
+        if (
+            isinstance(fault, KeyboardInterrupt)
+            and threading.current_thread() is threading.main_thread()
+            and signal.getsignal(signal.SIGINT) is signal.default_int_handler
+        ):
             return
         if any(fault is other for other in self.elsewhere):
             return
         where = _deepest_of_plugin(fault)
         if isinstance(fault, UserError):
-            own = where is not None and where[0] is _frames(fault)[-1][0]
-            if own and self.origin.plugin not in str(fault):
+            raised = [frame for frame, _ in walk_tb(fault.__traceback__)][-1]
+            if where is not None and where[0] is raised and self.origin.plugin not in str(fault):
                 first, *more = fault.args or (type(fault).__name__,)
                 fault.args = (f"plugin {self.origin}, part {self.part}: {first}", *more)
             return
         if _package(type(fault).__module__) == "recpipe":
             return
         at = "" if where is None else f" ({where[0].f_code.co_filename}, line {where[1]})"
+        try:
+            said = f": {shown(str(fault), LONGEST_FAULT)}" if str(fault) else ""
+        except Exception:  # of an exception class of the plugin's own
+            said = ""
         raise PluginFault(
-            f"plugin {self.origin}, part {self.part}, raised {type(fault).__name__}{_said(fault)}{at}; "
+            f"plugin {self.origin}, part {self.part}, raised {type(fault).__name__}{said}{at}; "
             "HYDRA_FULL_ERROR=1 shows the traceback"
         ) from fault
 
@@ -140,24 +158,11 @@ class Owned(Generic[P]):
         return blamed(self.origin, f"{self.label}.{method.__name__}", made)
 
 
-def _is_signal(fault: BaseException) -> bool:
-    """Whether ``fault`` may be Ctrl-C: in a run of one process a handler raises ``Interruption`` instead."""
-    return (
-        isinstance(fault, KeyboardInterrupt)
-        and threading.current_thread() is threading.main_thread()
-        and signal.getsignal(signal.SIGINT) is signal.default_int_handler
-    )
-
-
-def _frames(fault: BaseException) -> list[tuple[Any, int]]:
-    """The frames and lines that ``fault`` passed, the deepest last."""
-    return list(walk_tb(fault.__traceback__))
-
-
 def _deepest_of_plugin(fault: BaseException) -> tuple[Any, int] | None:
     """The deepest frame of ``fault`` that is a plugin's own code, and its line; that of its cause if it
     passed none, as a generator's own error does."""
-    own = [found for found in _frames(fault) if _package(found[0].f_globals.get("__name__")) not in _OTHERS]
+    frames = walk_tb(fault.__traceback__)
+    own = [found for found in frames if _package(found[0].f_globals.get("__name__")) not in _OTHERS]
     if own or fault.__cause__ is None:
         return own[-1] if own else None
     return _deepest_of_plugin(fault.__cause__)
@@ -165,14 +170,6 @@ def _deepest_of_plugin(fault: BaseException) -> tuple[Any, int] | None:
 
 def _package(module: object) -> str:
     return str(module).partition(".")[0]
-
-
-def _said(fault: BaseException) -> str:
-    try:
-        said = str(fault)
-    except Exception:  # an exception class of the plugin's own
-        return ""
-    return f": {shown(said, LONGEST_FAULT)}" if said else ""
 
 
 def threads_left() -> list[str]:
@@ -217,3 +214,106 @@ def with_methods(made: P, methods: Mapping[str, Any]) -> P:
     same = {"__module__": kind.__module__, "__qualname__": kind.__qualname__, "__doc__": kind.__doc__}
     made.__class__ = type(kind.__name__, (kind,), {**same, "__slots__": (), **methods})
     return made
+
+
+_DONE: Any = object()
+
+
+def blame_callback(may_stop: bool, origin: Origin, part: str, callback: L.Callback) -> L.Callback:
+    """``callback`` with hooks whose faults name the plugin. Unless it ``may_stop`` training, as one that
+    declares SAMPLE_SET does, it is a fault if a hook makes Lightning stop."""
+    import lightning as L  # with torch, which is imported where there are callbacks
+
+    blamed(origin, part, callback, L.Callback)
+    if may_stop:
+        return callback
+
+    def watched(hook: Callable[..., R], name: str) -> Callable[..., R]:
+        def call(self: L.Callback, *args: Any, **named: Any) -> R:
+            trainer = next((a for a in (*args, *named.values()) if isinstance(a, L.Trainer)), None)
+            stopped = trainer is not None and trainer.should_stop
+            result = hook(self, *args, **named)
+            if trainer is not None and trainer.should_stop and not stopped:
+                raise PluginError(
+                    f"plugin {origin}, part {part}.{name}, ended training after step {trainer.global_step} "
+                    "(trainer.should_stop): a plugin that does declares Invariant.SAMPLE_SET in alters"
+                )
+            return result
+
+        return call
+
+    hooks = {n: fn for n, fn in vars(type(callback)).items() if isfunction(fn) and hasattr(L.Callback, n)}
+    return with_methods(callback, {name: watched(fn, name) for name, fn in hooks.items()})
+
+
+def drawn(
+    origin: Origin, part: str, make: Callable[[], Iterator[R]], elsewhere: Collection[BaseException] = ()
+) -> Iterator[R]:
+    """What the iterator that ``make`` returns yields; a generator that is closed early closes it."""
+    with blaming(origin, part, elsewhere):
+        items = iter(make())
+    try:
+        while True:
+            with blaming(origin, part, elsewhere):
+                item = next(items, _DONE)
+            if item is _DONE:
+                return
+            yield item
+    finally:
+        close = getattr(items, "close", None)
+        if close is not None:
+            with blaming(origin, part, elsewhere):
+                close()
+
+
+def blame_order(origin: Origin, part: str, order: EpochOrder) -> EpochOrder:
+    """``order``, the object, with faults that name the plugin."""
+    kind = type(order)
+
+    def batches(self: EpochOrder, first: int) -> Iterator[Batch]:
+        return drawn(origin, f"{part}.batches", lambda: kind.batches(self, first))
+
+    asked = {
+        name: blame(origin, f"{part}.{name}", getattr(kind, name)) for name in ("__len__", "is_datas_own")
+    }
+    return with_methods(order, {**asked, "batches": batches})
+
+
+def blame_stream(origin: Origin, part: str, wrap: StreamWrapper) -> StreamWrapper:
+    """``wrap`` with faults that name the plugin, except those that come from its source."""
+
+    def call(source: Iterator[Batch]) -> Iterator[Batch]:
+        upstream: list[BaseException] = []
+
+        def watched() -> Iterator[Batch]:
+            try:
+                yield from source
+            except BaseException as fault:
+                upstream.append(fault)
+                raise
+
+        return drawn(origin, part, lambda: wrap(watched()), upstream)
+
+    return call
+
+
+def blame_step(origin: Origin, part: str, wrap: StepWrapper) -> StepWrapper:
+    """``wrap`` with faults that name the plugin, except those of the step inside, which it cannot keep to
+    itself."""
+
+    @contextmanager
+    def call(batch: Batch) -> Iterator[None]:
+        with blaming(origin, part):
+            manager: AbstractContextManager[None] = wrap(batch)
+            manager.__enter__()
+        try:
+            yield
+        except BaseException as fault:
+            with blaming(origin, part, elsewhere=(fault,)):
+                manager.__exit__(type(fault), fault, fault.__traceback__)
+            raise
+        else:
+            with blaming(origin, part):
+                manager.__exit__(None, None, None)
+
+    return call

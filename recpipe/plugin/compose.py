@@ -2,24 +2,60 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from graphlib import CycleError, TopologicalSorter
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from recpipe.errors import did_you_mean
-from recpipe.plugin.api import Contribution, Link
-from recpipe.plugin.calls import Origin, Owned
-from recpipe.plugin.errors import PluginConflict, PluginOrderError
+from recpipe.plugin.api import BatchTransform, Contribution, EpochOrder, Link, StreamWrapper
+from recpipe.plugin.calls import Origin, Owned, blamed
+from recpipe.plugin.context import TableInfo
+from recpipe.plugin.errors import PluginConflict, PluginError, PluginOrderError
 from recpipe.plugin.policy import Cache
+from recpipe.plugin.quantizer import STORAGES, Direction, Quantizer, RecordLayout, RowCodec
+
+if TYPE_CHECKING:
+    from torchrec.distributed.types import CommOp, QuantizedCommCodec
 
 P = TypeVar("P")
-K = TypeVar("K")
 Plugins = Sequence[tuple[Origin, Contribution]]
 
 SLOTS = ("order", "splitter", "skipper", "planner")
 """Fields of ``Contribution`` that only one plugin can fill; ``compose.prefer.<slot>=<plugin>`` chooses."""
+METHODS = ("cold", "storage", "codecs")
+"""What a quantizer may override."""
+
+
+@dataclass(frozen=True)
+class Feed:
+    """What plugins do with training batches between the data and the loader."""
+
+    order: Owned[EpochOrder] | None = None
+    """The plugin's order of an epoch's samples; None: the data's own."""
+    leaving_out: Collection[str] = ()
+    """The plugins that declare that they change which samples an epoch trains (SAMPLE_SET)."""
+    stream: Sequence[Owned[StreamWrapper]] = ()
+    batch: Sequence[Owned[BatchTransform]] = ()
+
+    @property
+    def is_data_itself(self) -> bool:
+        """Whether batches reach the loader unchanged."""
+        return self.order is None and not self.stream and not self.batch
+
+
+@dataclass(frozen=True)
+class Quantizing:
+    """What the plugins' quantizers ask for. Tables and collectives that are missing have no owner."""
+
+    cold: Mapping[str, Owned[RowCodec]]
+    """The codec of each table. Tables with one owner and one record layout share a codec."""
+    storage: Mapping[str, Owned[str]]
+    """The storage type of each table that has an owner; it may be float32."""
+    codecs: Mapping[tuple[CommOp, Direction], Owned[QuantizedCommCodec[Any]]]
+    brought: Sequence[Owned[Quantizer]] = ()
+    """All quantizers, also those that decide nothing."""
 
 
 def slot(name: str, wishes: Iterable[tuple[Origin, P | None]], prefer: str = "") -> Owned[P] | None:
@@ -40,55 +76,30 @@ def slot(name: str, wishes: Iterable[tuple[Origin, P | None]], prefer: str = "")
     return Owned.of(*found[0]) if found else None
 
 
-def keyed(name: str, wishes: Iterable[tuple[Owned[Any], Mapping[K, P]]]) -> dict[K, Owned[P]]:
-    """What parts bring for each key (a module type, a collective): one owner per key."""
-    merged: dict[K, Owned[P]] = {}
-    for owner, parts in wishes:
-        for key, part in parts.items():
-            if key in merged:
-                shown = key.__name__ if isinstance(key, type) else key
-                raise PluginConflict(
-                    f"{merged[key].origin} and {owner.origin} both bring the {name} of {shown}. Drop one"
-                )
-            merged[key] = replace(owner, part=part)
-    return merged
-
-
 def cache_claims(tables: Sequence[str], plugins: Plugins) -> dict[str, Owned[Cache]]:
     """The owner of each table's cache. A fallback claim gets the tables that no other plugin has claimed."""
     merged: dict[str, Owned[Cache]] = {}
     for fallback in (False, True):
         taken = frozenset(merged) if fallback else frozenset()
-        for origin, contribution in plugins:
-            for claim in contribution.cache:
-                if claim.fallback == fallback:
-                    _claim_cache(merged, taken, tables, origin, claim)
+        claims = [(origin, claim) for origin, c in plugins for claim in c.cache if claim.fallback == fallback]
+        for origin, claim in claims:
+            hits = [table for table in tables if fnmatchcase(table, claim.tables)]
+            if not hits:
+                raise PluginConflict(
+                    f"{origin} claims tables '{claim.tables}', but the model has: {', '.join(tables)}. "
+                    f"Name some of these, for example plugins.{origin.plugin}.tables='*'"
+                )
+            for table in hits:
+                if table in taken:
+                    continue
+                if table in merged:
+                    raise PluginConflict(
+                        f"{merged[table].origin} and {origin} both claim the cache of table '{table}': each "
+                        "decides which rows are resident. Drop one of the two, or narrow one to other tables "
+                        "if it has a knob for that"
+                    )
+                merged[table] = Owned.of(origin, claim)
     return {table: merged[table] for table in tables if table in merged}
-
-
-def _claim_cache(
-    merged: dict[str, Owned[Cache]],
-    taken: frozenset[str],
-    tables: Sequence[str],
-    origin: Origin,
-    claim: Cache,
-) -> None:
-    hits = [table for table in tables if fnmatchcase(table, claim.tables)]
-    if not hits:
-        raise PluginConflict(
-            f"{origin} claims tables '{claim.tables}', but the model has: {', '.join(tables)}. "
-            f"Name some of these, for example plugins.{origin.plugin}.tables='*'"
-        )
-    for table in hits:
-        if table in taken:
-            continue
-        if table in merged:
-            raise PluginConflict(
-                f"{merged[table].origin} and {origin} both claim the cache of table '{table}': each decides "
-                "which rows are resident. Drop one of the two, or narrow one to other tables if it has "
-                "a knob for that"
-            )
-        merged[table] = Owned.of(origin, claim)
 
 
 def chain(name: str, wishes: Iterable[tuple[Origin, Sequence[Link[P]]]]) -> list[Owned[P]]:
@@ -101,20 +112,15 @@ def chain(name: str, wishes: Iterable[tuple[Origin, Sequence[Link[P]]]]) -> list
                 raise PluginConflict(f"{origin} adds '{label}' to {name} twice; give each link a name")
             parts[label] = (Owned(label, origin, link.part), link)
     order = list(parts)
-    graph: dict[str, set[str]] = {label: set() for label in order}
+    before: dict[str, set[str]] = {label: set() for label in order}
     for label, (_, link) in parts.items():
         for other in order:
             names = {other, other.partition(".")[0]} - {label}
             if other != label and names & set(link.after):
-                graph[label].add(other)
+                before[label].add(other)
             if other != label and names & set(link.before):
-                graph[other].add(label)
-    return [parts[label][0] for label in _sorted(name, graph, order)]
-
-
-def _sorted(name: str, graph: Mapping[str, set[str]], order: Sequence[str]) -> list[str]:
-    """Topological order of ``graph`` (label -> its predecessors); ties are in the order of ``order``."""
-    sorter = TopologicalSorter(graph)
+                before[other].add(label)
+    sorter = TopologicalSorter(before)
     try:
         sorter.prepare()
     except CycleError as fault:
@@ -128,12 +134,79 @@ def _sorted(name: str, graph: Mapping[str, set[str]], order: Sequence[str]) -> l
         done.append(ready.pop(0))
         sorter.done(done[-1])
         ready += sorter.get_ready()
-    return done
+    return [parts[label][0] for label in done]
 
 
-def check_preferences(prefer: Mapping[str, str]) -> None:
-    """Refuse ``compose.prefer`` of something that is not a slot."""
-    for name in prefer:
-        if name not in SLOTS:
-            hint = did_you_mean(name, SLOTS)
-            raise PluginConflict(f"compose.prefer.{name}: no such slot.{hint} Slots: {', '.join(SLOTS)}")
+def quantizing(tables: Mapping[str, TableInfo], plugins: Plugins) -> Quantizing:
+    """Merge the quantizers of ``plugins`` over ``tables``, by name.
+
+    ``PluginConflict`` if two want the same aspect, ``PluginError`` if a quantizer returns something invalid.
+    """
+    brought = [Owned.of(origin, c.quantizer) for origin, c in plugins if c.quantizer is not None]
+    cold: dict[str, Owned[RowCodec]] = {}
+    storage: dict[str, Owned[str]] = {}
+    codecs: dict[tuple[CommOp, Direction], Owned[QuantizedCommCodec[Any]]] = {}
+    for owned in brought:
+        origin, quantizer = owned.origin, owned.part
+        if all(getattr(type(quantizer), method) is getattr(Quantizer, method) for method in METHODS):
+            raise PluginError(
+                f"{owned}, a quantizer, overrides none of {', '.join(f'{method}()' for method in METHODS)}; "
+                "bring one of them, or leave the quantizer out"
+            )
+        own = [table for name, table in tables.items() if fnmatchcase(name, quantizer.tables)]
+        if not own:
+            raise PluginConflict(
+                f"{origin} quantizes tables '{quantizer.tables}', but the model has: {', '.join(tables)}."
+                f"{did_you_mean(quantizer.tables, tables)} Name some of these, for example "
+                f"plugins.{origin.plugin}.tables='*'"
+            )
+        made: dict[RecordLayout, RowCodec | None] = {}
+        for table in own:
+            layout = RecordLayout(table.dim, table.dim + table.state)
+            if layout not in made:
+                made[layout] = owned.call(Quantizer.cold, layout, wrong=_wrong_codec)
+            said = owned.call(Quantizer.storage, table)
+            if said is not None and said not in STORAGES:
+                raise PluginError(
+                    f"{owned}: storage() stores table '{table.name}' in {said!r}; choose one of "
+                    f"{', '.join(STORAGES)}"
+                )
+            _claim(cold, "cold", table.name, owned, made[layout])
+            _claim(storage, "storage", table.name, owned, said)
+    for owned in brought:
+        for key, codec in owned.call(Quantizer.codecs).items():
+            if key in codecs:
+                raise PluginConflict(
+                    f"{codecs[key].origin} and {owned.origin} both bring the codec of {key}. Drop one"
+                )
+            part = blamed(owned.origin, f"{owned.label}.codecs", codec)
+            codecs[key] = Owned(owned.label, owned.origin, part)
+    return Quantizing(cold, storage, codecs, brought)
+
+
+def _wrong_codec(made: object) -> str | None:
+    """What is wrong with the result of ``Quantizer.cold``."""
+    if made is None:
+        return None
+    if not isinstance(made, RowCodec):
+        return f": cold() must return a RowCodec or None, not {type(made).__name__}"
+    size = getattr(made, "bytes_per_record", None)
+    if isinstance(size, int) and size >= 1:
+        return None
+    return (
+        f": {type(made).__name__}.bytes_per_record must be a whole number of bytes, at least 1, not {size!r}"
+    )
+
+
+def _claim(
+    merged: dict[str, Owned[P]], aspect: str, table: str, owned: Owned[Quantizer], part: P | None
+) -> None:
+    if part is None:
+        return
+    if table in merged:
+        raise PluginConflict(
+            f"{merged[table].origin} and {owned.origin} both want to decide the {aspect} of table "
+            f"'{table}': one quantizer does that. Drop one, or narrow one to other tables, for example by "
+            f"plugins.{owned.origin.plugin}.tables if it has that knob"
+        )
+    merged[table] = Owned(owned.label, owned.origin, part, made_by=aspect)

@@ -98,13 +98,11 @@ class PluginSource(FileConfigSource):
         return SCHEME
 
     def is_config(self, config_path: str) -> bool:
-        return self._may_speak_for(config_path.removesuffix(".yaml")) and super().is_config(config_path)
-
-    def _may_speak_for(self, config: str) -> bool:
+        config = config_path.removesuffix(".yaml")
         kind, _, name = config.partition("/")
-        if kind not in GROUPS or config in self._own:
-            return True
-        return kind != PLUGIN and name not in offered(kind)
+        if kind in GROUPS and config not in self._own and (kind == PLUGIN or name in offered(kind)):
+            return False  # another package's
+        return super().is_config(config_path)
 
     @property
     def _own(self) -> list[str]:
@@ -120,23 +118,25 @@ class PluginSource(FileConfigSource):
             knobs_in(folder, name)
         elif kind in GROUPS:
             _refuse_foreign(folder, kind, name)
-        loaded = super().load_config(config_path)
-        _refuse_targets(loaded, folder / f"{config}.yaml")
+        loaded, file = super().load_config(config_path), folder / f"{config}.yaml"
+        if _mentions_target(OmegaConf.to_container(loaded.config, resolve=False)):
+            raise PluginError(
+                f"{file} has a {TARGET}, which a package's yaml may not: classes are chosen on the command "
+                "line and in your own yaml. Ask the package's author for an entry point instead"
+            )
         if kind != PLUGIN and config in self._own:
-            _name_it(loaded, kind, name, folder / f"{config}.yaml")
+            # The section's name, by which the entry point is found.
+            package = loaded.header["package"]
+            owns_section = kind == TASK and package == GLOBAL
+            if package not in (None, kind) and not owns_section:
+                raise PluginError(f"{file} has a line '# @package {package}'; leave it out")
+            assert isinstance(loaded.config, DictConfig)
+            section = loaded.config.setdefault(kind, {}) if owns_section else loaded.config
+            if section.setdefault("name", name) != name:
+                raise PluginError(
+                    f"{file} names another {WORDS[kind]} than its entry point, {name}; leave name out"
+                )
         return loaded
-
-
-def _name_it(loaded: ConfigResult, kind: str, name: str, file: Path) -> None:
-    """Set the section's ``name``, by which the entry point is found."""
-    package = loaded.header["package"]
-    owns_section = kind == TASK and package == GLOBAL
-    if package not in (None, kind) and not owns_section:
-        raise PluginError(f"{file} has a line '# @package {package}'; leave it out")
-    assert isinstance(loaded.config, DictConfig)
-    section = loaded.config.setdefault(kind, {}) if owns_section else loaded.config
-    if section.setdefault("name", name) != name:
-        raise PluginError(f"{file} names another {WORDS[kind]} than its entry point, {name}; leave name out")
 
 
 def _refuse_foreign(folder: Path, kind: str, name: str) -> None:
@@ -150,15 +150,6 @@ def _refuse_foreign(folder: Path, kind: str, name: str) -> None:
     if foreign or not isinstance(node.get(kind), dict):
         what = f"sets {_listed(foreign)}, but" if foreign else "must map keys to values, and"
         raise PluginError(f"{who} {what} may set the section {kind} alone. {remedy}")
-
-
-def _refuse_targets(loaded: ConfigResult, file: Path) -> None:
-    """``PluginError`` if a package's yaml would have objects of its choice made."""
-    if _mentions_target(OmegaConf.to_container(loaded.config, resolve=False)):
-        raise PluginError(
-            f"{file} has a {TARGET}, which a package's yaml may not: classes are chosen on the command line "
-            "and in your own yaml. Ask the package's author for an entry point instead"
-        )
 
 
 def _mentions_target(node: Any) -> bool:
@@ -176,21 +167,23 @@ def knobs_in(folder: Path, name: str) -> dict[str, Any]:
     Raises ``PluginError``, naming file and keys, if it sets anything else, and ``YAMLError``.
     """
     who = f"plugin '{name}': {folder / PLUGIN / f'{name}.yaml'}"
-    node, defaults = _read(folder, PLUGIN, name, who, _remedy(name))
+    remedy = (
+        f"Ask the plugin's author for a yaml whose first line is '# @package plugins.{name}' and that holds "
+        "knobs only"
+    )
+    node, defaults = _read(folder, PLUGIN, name, who, remedy)
     foreign = [*defaults, *_outside(node, (), ("plugins", name))]
     if foreign:
         raise PluginError(
             f"{who} sets {_listed(foreign)}, but may set plugins.{name} alone: a plugin must "
-            f"not change the rest of a run unseen. {_remedy(name)}. Whoever wants such values sets them on "
+            f"not change the rest of a run unseen. {remedy}. Whoever wants such values sets them on "
             "the command line or in an experiment's yaml"
         )
     if name not in node.get("plugins", {}):
-        raise PluginError(
-            f"{who} sets nothing under plugins.{name}, so no plugin would be active. {_remedy(name)}"
-        )
+        raise PluginError(f"{who} sets nothing under plugins.{name}, so no plugin would be active. {remedy}")
     own = node["plugins"][name]
     if not isinstance(own, dict | None):
-        raise PluginError(f"{who} must map knobs to values. {_remedy(name)}")
+        raise PluginError(f"{who} must map knobs to values. {remedy}")
     return {str(knob): value for knob, value in (own or {}).items()}
 
 
@@ -226,10 +219,3 @@ def _outside(node: Any, at: tuple[str, ...], own: tuple[str, ...]) -> Iterator[s
             yield from _outside(value, (*at, str(key)), own)
     else:
         yield ".".join(at)
-
-
-def _remedy(name: str) -> str:
-    return (
-        f"Ask the plugin's author for a yaml whose first line is '# @package plugins.{name}' and that holds "
-        "knobs only"
-    )

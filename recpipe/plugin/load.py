@@ -3,21 +3,24 @@
 from __future__ import annotations
 
 import importlib.metadata as metadata
+import inspect
 from collections.abc import Mapping
 from importlib.metadata import EntryPoint
-from typing import Any
+from typing import Any, get_type_hints
 
 from packaging.specifiers import InvalidSpecifier, SpecifierSet
 
+from recpipe.common.validation import fitted
+from recpipe.errors import UserError, did_you_mean
 from recpipe.plugin.api import API, Invariant, Plugin
 from recpipe.plugin.calls import Origin, blaming
 from recpipe.plugin.errors import (
     PluginConflict,
+    PluginError,
     PluginFault,
     PluginLoadError,
     PluginVersionError,
 )
-from recpipe.plugin.knobs import check_knobs
 from recpipe.plugin.offers import PLUGIN, entry, imported, offered, origin_of
 
 
@@ -38,11 +41,6 @@ def load(name: str, available: Mapping[str, EntryPoint] | None = None) -> tuple[
         raise PluginLoadError(
             f"plugin {origin}: '{ep.value}' is not a subclass of recpipe.Plugin; correct its entry point"
         )
-    _check_versions(cls, origin)
-    return cls, origin
-
-
-def _check_versions(cls: type[Plugin], origin: Origin) -> None:
     major, minor = cls.api
     if major != API[0] or minor > API[1]:
         upgrade = "recpipe" if (major, minor) > API else origin.distribution
@@ -50,19 +48,19 @@ def _check_versions(cls: type[Plugin], origin: Origin) -> None:
             f"plugin {origin} is written for plugin API {major}.{minor}; this recpipe speaks "
             f"{API[0]}.{API[1]}. Upgrade: pip install -U {upgrade}"
         )
-    if not cls.torchrec:
-        return
-    try:
-        wanted = SpecifierSet(cls.torchrec)
-    except InvalidSpecifier:
-        raise PluginLoadError(
-            f"plugin {origin}: torchrec = '{cls.torchrec}' is not a version range such as '>=1.6,<1.9'"
-        ) from None
-    have = metadata.version("torchrec")
-    if not wanted.contains(have, prereleases=True):
-        raise PluginVersionError(
-            f"plugin {origin} needs torchrec {wanted}, but {have} is installed: see recpipe doctor"
-        )
+    if cls.torchrec:
+        try:
+            wanted = SpecifierSet(cls.torchrec)
+        except InvalidSpecifier:
+            raise PluginLoadError(
+                f"plugin {origin}: torchrec = '{cls.torchrec}' is not a version range such as '>=1.6,<1.9'"
+            ) from None
+        have = metadata.version("torchrec")
+        if not wanted.contains(have, prereleases=True):
+            raise PluginVersionError(
+                f"plugin {origin} needs torchrec {wanted}, but {have} is installed: see recpipe doctor"
+            )
+    return cls, origin
 
 
 def check_together(active: Mapping[str, Plugin]) -> None:
@@ -115,3 +113,32 @@ def activate(plugins: Mapping[str, Mapping[str, Any]]) -> list[tuple[Origin, Plu
     made = [(origin, _construct(cls, origin, knobs)) for cls, origin, knobs in loaded]
     check_together({origin.plugin: plugin for origin, plugin in made})
     return made
+
+
+def check_knobs(cls: type[Plugin], origin: Origin, knobs: Mapping[str, Any]) -> None:
+    """Refuse unknown, missing and mistyped knobs; the message has the key, the value and what would be
+    right."""
+    takes = {
+        name: p
+        for name, p in inspect.signature(cls).parameters.items()
+        if p.kind in (p.KEYWORD_ONLY, p.POSITIONAL_OR_KEYWORD)
+    }
+    try:
+        hints = get_type_hints(cls.__init__, include_extras=True)
+    except NameError:  # an annotation names what only type checkers import: types are not checked
+        hints = {}
+    for name, value in knobs.items():
+        key = f"plugins.{origin.plugin}.{name}"
+        if name not in takes:
+            hint = did_you_mean(str(name), takes)
+            raise PluginError(f"{key}: no such knob.{hint} {origin.plugin} has: {', '.join(takes) or 'none'}")
+        if name in hints:
+            try:
+                fitted(hints[name], value, key)
+            except UserError as fault:
+                raise PluginError(str(fault)) from None
+    for name, p in takes.items():
+        if p.default is p.empty and name not in knobs:
+            raise PluginError(
+                f"plugins.{origin.plugin}.{name} has no value: set it on the command line or in the yaml"
+            )

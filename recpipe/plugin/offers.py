@@ -74,18 +74,16 @@ def offered(kind: str) -> Offers:
     and what is blocked is left out."""
     found, away = Offers(), blocked()
     installed = sorted(metadata.entry_points(group=_ALL[kind]), key=lambda ep: ep.name)
-    for ep in [*installed, *(_in_modules() if kind == PLUGIN else ())]:
+    if kind == PLUGIN:
+        pairs = (word.partition("=") for word in os.environ.get(MODULES, "").split())
+        installed += [EntryPoint(name, value, GROUPS[PLUGIN]) for name, _, value in pairs]
+    for ep in installed:
         if ep.name in away or _normal(origin_of(ep).distribution) in away:
             continue
         if ep.name in found and found[ep.name].value != ep.value:
             found.clashing[ep.name] = ep
         found.setdefault(ep.name, ep)
     return found
-
-
-def _in_modules() -> list[EntryPoint]:
-    pairs = (word.partition("=") for word in os.environ.get(MODULES, "").split())
-    return [EntryPoint(name, value, GROUPS[PLUGIN]) for name, _, value in pairs]
 
 
 def with_modules(words: Sequence[str]) -> list[str]:
@@ -180,8 +178,14 @@ def entry(kind: str, name: str, available: Mapping[str, EntryPoint]) -> EntryPoi
     ``PluginConflict`` if two packages use it."""
     if name not in available:
         known, hint = ", ".join(sorted(available)) or "none", did_you_mean(name, available)
+        outdated = ""  # so is a checkout that has been updated since it was installed
+        if not any(is_core(ep) for ep in metadata.entry_points(group=GROUPS["task"])):
+            outdated = (
+                ". recpipe's own tasks are not found either: its installation is older than its files, run "
+                "recpipe doctor"
+            )
         raise PluginNotFound(
-            f"no {WORDS[kind]} '{name}'{blocked_words(name)}.{hint} Installed: {known}{_outdated()}"
+            f"no {WORDS[kind]} '{name}'{blocked_words(name)}.{hint} Installed: {known}{outdated}"
         )
     if isinstance(available, Offers) and name in available.clashing:
         both = origin_of(available[name]), origin_of(available.clashing[name])
@@ -191,17 +195,6 @@ def entry(kind: str, name: str, available: Mapping[str, EntryPoint]) -> EntryPoi
             f"{both[1].distribution}. Leave one out: '+block=[{other}]', or pip uninstall {other}"
         )
     return available[name]
-
-
-def _outdated() -> str:
-    """For a message about what is missing: that core's own tasks are, too, as in a checkout that has been
-    updated since it was installed."""
-    if any(is_core(ep) for ep in metadata.entry_points(group=GROUPS["task"])):
-        return ""
-    return (
-        ". recpipe's own tasks are not found either: its installation is older than its files, run recpipe "
-        "doctor"
-    )
 
 
 def blocked_words(name: str) -> str:

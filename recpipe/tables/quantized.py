@@ -12,9 +12,9 @@ from torchrec.modules.embedding_configs import DataType
 from recpipe.distributed.ranks import Ranks
 from recpipe.errors import UserError
 from recpipe.plugin.calls import Owned
+from recpipe.plugin.compose import Quantizing
 from recpipe.plugin.errors import PluginConflict
 from recpipe.plugin.quantizer import RecordLayout
-from recpipe.plugin.quantizing import Quantizing
 from recpipe.tables.groups import ModelTables
 from recpipe.tables.owners import RESIDENT, GroupOwner
 from recpipe.tables.stores.codecs import COLD

@@ -13,10 +13,10 @@ import torch
 from recpipe.plugin.api import Contribution
 from recpipe.plugin.assembly import assemble
 from recpipe.plugin.calls import Origin
+from recpipe.plugin.compose import Quantizing
 from recpipe.plugin.context import TableInfo
 from recpipe.plugin.errors import PluginConflict, PluginError
 from recpipe.plugin.quantizer import Coding, Quantizer, RecordLayout, RowCodec
-from recpipe.plugin.quantizing import Quantizing
 from tests.plugin.samples import ACME, HOTLINE, TABLES, Good
 
 INFOS = {name: replace(table, state=1) for name, table in TABLES.items()} | {"wide": TableInfo("wide", 9, 16)}
