@@ -3,15 +3,97 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 import torch
 
 from recpipe.kit import updated
 from recpipe.plugin import ColdStore, Records, TableOptimizer, distinct
-from recpipe_het.bounds import Bounds
-from recpipe_het.messages import ABSENT, Check, Push, Reply, Rows, Sums
-from recpipe_het.missed import Missed
+from recpipe_het.messages import ABSENT, NONE, Check, Push, Reply, Rows
+
+
+@dataclass(frozen=True)
+class Bounds:
+    """Rows from ``bases[t]`` to ``bases[t + 1]`` (int64 [T + 1]) may lack up to ``updates[t]`` updates (int64
+    [T])."""
+
+    bases: Rows
+    updates: Rows
+
+    def of(self, rows: Rows) -> Rows:
+        """The bound of each row, int64 [n]."""
+        if self.same:
+            return np.full(len(rows), self.updates[0])
+        return self.updates[np.searchsorted(self.bases, rows, side="right") - 1]
+
+    @cached_property
+    def same(self) -> bool:
+        """Whether all tables have one bound, so that rows need not be searched."""
+        return bool((self.updates == self.updates[0]).all())
+
+    def part(self, index: int, holders: int) -> Bounds:
+        """The same bounds for rows numbered within the part of holder ``index``, which has every
+        ``holders``-th row."""
+        return Bounds(-((index - self.bases) // holders), self.updates)
+
+
+@dataclass
+class MissedTotals:
+    """Over all reads of training batches; a batch reads each of its distinct rows once."""
+
+    reads: int = 0
+    missing: int = 0
+    """Reads that missed at least one update."""
+    updates: int = 0
+    """Sum of the updates that they missed."""
+    largest: int = 0
+
+    def plus(self, other: MissedTotals) -> MissedTotals:
+        """Totals of both together."""
+        return MissedTotals(
+            self.reads + other.reads,
+            self.missing + other.missing,
+            self.updates + other.updates,
+            max(self.largest, other.largest),
+        )
+
+
+class Missed:
+    """What reads of a holder's rows miss: the updates that other trainers have made and not pushed, and those
+    that were pushed and that the reader's line lacks.
+
+    The holder knows a trainer's updates without being told their rows: they are of the rows that it read
+    last. A trainer only says how many updates it has made of that batch. ``waiting`` (int32 [trainers, rows])
+    has each trainer's updates of each row that it has not pushed.
+    """
+
+    def __init__(self, trainers: int, rows: int) -> None:
+        self.waiting = np.zeros((trainers, rows), np.int32)
+        self.totals = MissedTotals()
+        self._read: list[Rows] = [NONE] * trainers
+
+    def made(self, trainer: int, updates: int) -> None:
+        """The trainer has made ``updates`` of each row that it read last."""
+        if updates:
+            self.waiting[trainer, self._read[trainer]] += updates
+
+    def pushed(self, trainer: int, rows: Rows, updates: Rows) -> None:
+        """The trainer has pushed so many ``updates`` of each of ``rows``."""
+        self.waiting[trainer, rows] -= updates.astype(np.int32)
+
+    def read(self, trainer: int, rows: Rows, behind: Rows) -> None:
+        """The trainer reads distinct ``rows`` in a training batch; its records lack the last ``behind``
+        (int64 [n]) of the updates that the holder has applied."""
+        self._read[trainer] = rows
+        waiting = self.waiting[:, rows]
+        missed = behind + waiting.sum(axis=0) - waiting[trainer]
+        totals = self.totals
+        totals.reads += len(rows)
+        totals.missing += int(np.count_nonzero(missed))
+        totals.updates += int(missed.sum())
+        totals.largest = max(totals.largest, int(missed.max(initial=0)))
 
 
 class Holder:
@@ -42,7 +124,15 @@ class Holder:
         if not len(rows):
             return
         records = self.read(rows)
-        self._step(rows, records, [push.gradients for _, push in pushes if len(push.gradients.rows)])
+        parts = [push.gradients for _, push in pushes if len(push.gradients.rows)]
+        if parts:
+            touched = distinct(np.concatenate([part.rows for part in parts]))
+            total = np.zeros((len(touched), self.dim), np.float32)
+            for part in parts:
+                total[np.searchsorted(touched, part.rows)] += part.values
+            at = np.searchsorted(rows, touched)
+            stepped = updated(self.optimizer, torch.from_numpy(records[at]), torch.from_numpy(total))
+            records[at] = stepped.numpy()
         for trainer, push in pushes:
             records[np.searchsorted(rows, push.steps.rows)] += push.steps.values
             pushed, updates = push.rows, push.updates
@@ -51,18 +141,6 @@ class Holder:
             if self.missed is not None:
                 self.missed.pushed(trainer, pushed, updates)
         self.store.scatter(rows, records)
-
-    def _step(self, rows: Rows, records: Records, parts: Sequence[Sums]) -> None:
-        """Make one step of those of ``rows`` that have gradients; ``records`` are theirs."""
-        if not parts:
-            return
-        touched = distinct(np.concatenate([part.rows for part in parts]))
-        total = np.zeros((len(touched), self.dim), np.float32)
-        for part in parts:
-            total[np.searchsorted(touched, part.rows)] += part.values
-        at = np.searchsorted(rows, touched)
-        stepped = updated(self.optimizer, torch.from_numpy(records[at]), torch.from_numpy(total))
-        records[at] = stepped.numpy()
 
     def pull(self, trainer: int, check: Check) -> Reply:
         """The rows of ``check`` that its trainer lacks, or whose copy there is older than the bound

@@ -2,15 +2,116 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable
 
 import numpy as np
+import torch
 
-from recpipe.plugin import CachePolicy, Slots
-from recpipe_het.bounds import Bounds
+from recpipe.kit import updated
+from recpipe.plugin import CachePolicy, Slots, TableOptimizer
+from recpipe_het.holder import Bounds
 from recpipe_het.messages import ABSENT, NONE, Check, Floats, Push, Reply, Rows, Sums
-from recpipe_het.pending import Pending
+
+
+class Pending(ABC):
+    """Records and waiting updates by slot. ``base`` (float32 [slots, width]) is what the holder sent, with
+    what was pushed since; rows that are not cached have no slot."""
+
+    def __init__(self, slots: int, optimizer: TableOptimizer, dim: int, width: int) -> None:
+        self.optimizer, self.dim, self.width = optimizer, dim, width
+        self.base = np.zeros((slots, width), np.float32)
+
+    def stepped(self, records: Floats, gradients: Floats) -> Floats:
+        """``records`` [n, width] after one optimizer step with ``gradients`` [n, D]."""
+        after: Floats = updated(
+            self.optimizer, torch.from_numpy(records), torch.from_numpy(gradients)
+        ).numpy()
+        return after
+
+    @abstractmethod
+    def put(self, slots: Slots, records: Floats) -> None:
+        """Replace the base records of ``slots``; what waits there goes on waiting."""
+
+    @abstractmethod
+    def view(self, slots: Slots) -> Floats:
+        """What the holder would have if ``slots`` were pushed now and nobody else pushed, [n, width]."""
+
+    @abstractmethod
+    def add(self, slots: Slots, gradients: Floats) -> None:
+        """One more update of ``slots``, gradients float32 [n, D]."""
+
+    @abstractmethod
+    def take(self, slots: Slots, rows: Rows, updates: Rows) -> Push:
+        """Push what waits in ``slots``, which hold ``rows``; from now on it is part of their base records."""
+
+    @property
+    @abstractmethod
+    def overhead_bytes(self) -> int:
+        """Memory beyond the base records."""
+
+
+class SummedGradients(Pending):
+    """Gradients are added up, and the holder makes one step with their sum."""
+
+    def __init__(self, slots: int, optimizer: TableOptimizer, dim: int, width: int) -> None:
+        super().__init__(slots, optimizer, dim, width)
+        self.gradient = np.zeros((slots, dim), np.float32)
+
+    def put(self, slots: Slots, records: Floats) -> None:
+        self.base[slots] = records
+
+    def view(self, slots: Slots) -> Floats:
+        return self.stepped(self.base[slots], self.gradient[slots])
+
+    def add(self, slots: Slots, gradients: Floats) -> None:
+        self.gradient[slots] += gradients
+
+    def take(self, slots: Slots, rows: Rows, updates: Rows) -> Push:
+        sums = Sums(rows, updates, self.gradient[slots])
+        self.base[slots] = self.view(slots)
+        self.gradient[slots] = 0
+        return Push(sums, Sums.none(self.width))
+
+    @property
+    def overhead_bytes(self) -> int:
+        return self.gradient.nbytes
+
+
+class OwnSteps(Pending):
+    """The trainer makes an optimizer step for each of its updates, on its own copy of the record, and pushes
+    what they changed. ``own`` is that copy."""
+
+    def __init__(self, slots: int, optimizer: TableOptimizer, dim: int, width: int) -> None:
+        super().__init__(slots, optimizer, dim, width)
+        self.own = np.zeros((slots, width), np.float32)
+
+    def put(self, slots: Slots, records: Floats) -> None:
+        # Where nothing waits, ``own`` equals ``base`` before and after.
+        self.own[slots] = records + (self.own[slots] - self.base[slots])
+        self.base[slots] = records
+
+    def view(self, slots: Slots) -> Floats:
+        return self.own[slots]
+
+    def add(self, slots: Slots, gradients: Floats) -> None:
+        self.own[slots] = self.stepped(self.own[slots], gradients)
+
+    def take(self, slots: Slots, rows: Rows, updates: Rows) -> Push:
+        # The holder adds the same floats to the same record, if nobody else pushed.
+        base = self.base[slots]
+        change = self.own[slots] - base
+        self.base[slots] = self.own[slots] = base + change
+        return Push(Sums.none(self.dim), Sums(rows, updates, change))
+
+    @property
+    def overhead_bytes(self) -> int:
+        return self.own.nbytes
+
+
+UPDATES: dict[str, type[Pending]] = {"each": OwnSteps, "summed": SummedGradients}
+"""The values of ``plugins.het.updates``."""
 
 
 class Lines:
@@ -67,8 +168,9 @@ class Lines:
             cached = slots >= 0
             self.pushed["bound"] += int(cached.sum())
             self.pushed["no_line"] += int((~cached).sum())
-            self.pending.step(slots[cached], sums.values[cached])
-            self.version[slots[cached]] += sums.updates[cached]
+            own, kept = slots[cached], self.pending  # nothing waits there
+            kept.put(own, kept.stepped(kept.base[own], sums.values[cached]))
+            self.version[own] += sums.updates[cached]
         slots, bounds = self._slots[self._waits], self._bounds[self._waits]
         over = self._take(slots[self.updates[slots] > bounds], "bound")
         return Push(sums, Sums.none(self.pending.width)).plus(over)
@@ -82,7 +184,7 @@ class Lines:
         """The waiting updates of ``slots``, which from now on are part of their base records."""
         slots = slots[self.updates[slots] > 0]
         if not len(slots):
-            return self.pending.nothing()
+            return Push(Sums.none(self.pending.dim), Sums.none(self.pending.width))
         updates = self.updates[slots]
         push = self.pending.take(slots, self.residents.row_of_slot[slots], updates)
         self.version[slots] += updates

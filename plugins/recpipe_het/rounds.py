@@ -11,10 +11,8 @@ from numpy.typing import NDArray
 
 from recpipe.kit import HoldersStore, Ranks
 from recpipe.plugin import ColdStore, TableSet
-from recpipe_het.bounds import Bounds
-from recpipe_het.holder import Holder
+from recpipe_het.holder import Bounds, Holder, Missed, MissedTotals
 from recpipe_het.messages import NONE, Check, Floats, Push, Reply, Rows, Sums
-from recpipe_het.missed import Missed, MissedTotals
 
 Items = NDArray[np.void]
 
@@ -93,24 +91,10 @@ class Rounds:
 
     def run(self, push: Push | None = None, check: Check | None = None, write: Write | None = None) -> Reply:
         """Run one round. Writes and pushes of all ranks are applied before checks are answered."""
-        if self.channel.size == 1:
-            return self._alone(push, check, write)
-        training = check is not None and check.training
-        reply, _ = self._round(self._packed(push, check, write), training=training)
-        return reply
-
-    def serve(self) -> None:
-        """Take part in the trainers' rounds until they stop."""
-        while not self._round(self._packed())[1]:
-            pass
-
-    def stop(self) -> None:
-        """Tell the ranks that only hold rows that no round follows."""
         if self.channel.size > 1:
-            self._round(self._packed(), stop=True)
-
-    def _alone(self, push: Push | None, check: Check | None, write: Write | None) -> Reply:
-        """A round of one process: nothing is sent."""
+            training = check is not None and check.training
+            return self._round(self._packed(push, check, write), training=training)[0]
+        # In one process nothing is sent.
         holder = self.holder
         assert holder is not None, "one process holds all rows"
         self.totals = Totals(self._made, holder.applied, holder.largest_staleness)
@@ -122,6 +106,16 @@ class Rounds:
             return Reply(NONE, NONE, np.empty((0, self.width), np.float32))
         return holder.pull(0, check)
 
+    def serve(self) -> None:
+        """Take part in the trainers' rounds until they stop."""
+        while not self._round(self._packed())[1]:
+            pass
+
+    def stop(self) -> None:
+        """Tell the ranks that only hold rows that no round follows."""
+        if self.channel.size > 1:
+            self._round(self._packed(), stop=True)
+
     def _packed(
         self, push: Push | None = None, check: Check | None = None, write: Write | None = None
     ) -> list[Items]:
@@ -129,13 +123,15 @@ class Rounds:
         written = np.empty(0 if write is None else len(write.rows), self._write)
         if write is not None:
             written["row"], written["record"] = write.rows, write.records
-        pushed = [
-            _packed_sums(sums, kind)
-            for sums, kind in (
-                (None if push is None else push.gradients, self._gradients),
-                (None if push is None else push.steps, self._steps),
-            )
-        ]
+        pushed = []
+        for sums, kind in (
+            (None if push is None else push.gradients, self._gradients),
+            (None if push is None else push.steps, self._steps),
+        ):
+            items = np.empty(0 if sums is None else len(sums.rows), kind)
+            if sums is not None:
+                items["row"], items["updates"], items["values"] = sums.rows, sums.updates, sums.values
+            pushed.append(items)
         checked = np.empty(0 if check is None else len(check.rows), self._check)
         if check is not None:
             checked["row"], checked["version"] = check.rows, check.versions
@@ -152,20 +148,17 @@ class Rounds:
             for part in writes:
                 if len(part):
                     self.holder.store.scatter(part["row"].copy(), part["record"].copy())
-            self._apply(self.holder, told, gradients, steps)
-        return self._answer(told, checks, parts[3]), told.stop
-
-    def _apply(self, holder: Holder, told: Told, gradients: list[Items], steps: list[Items]) -> None:
-        """Apply what all trainers push."""
-        if holder.missed is not None:
+            pushes = []
             for trainer, rank in enumerate(self.ranks.trainers):
-                holder.missed.made(trainer, int(told.made[rank]))
-        holder.push(
-            [
-                (trainer, Push(_unpacked_sums(gradients[rank]), _unpacked_sums(steps[rank])))
-                for trainer, rank in enumerate(self.ranks.trainers)
-            ]
-        )
+                if self.holder.missed is not None:
+                    self.holder.missed.made(trainer, int(told.made[rank]))
+                summed, stepped = (
+                    Sums(part["row"].copy(), part["updates"].copy(), part["values"].copy())
+                    for part in (gradients[rank], steps[rank])
+                )
+                pushes.append((trainer, Push(summed, stepped)))
+            self.holder.push(pushes)
+        return self._answer(told, checks, parts[3]), told.stop
 
     def _tell(self, parts: list[list[Rows]], items: list[Items], training: bool, stop: bool) -> Told:
         """Exchange the sizes of what follows, and what is known of this rank's updates and reads."""
@@ -233,17 +226,6 @@ class Rounds:
         at = np.concatenate([part[reply["at"]] for part, reply in zip(asked, came, strict=True)])
         whole = np.concatenate(came)
         return Reply(at, whole["version"].copy(), whole["record"].copy())
-
-
-def _packed_sums(sums: Sums | None, kind: np.dtype[np.void]) -> Items:
-    packed = np.empty(0 if sums is None else len(sums.rows), kind)
-    if sums is not None:
-        packed["row"], packed["updates"], packed["values"] = sums.rows, sums.updates, sums.values
-    return packed
-
-
-def _unpacked_sums(items: Items) -> Sums:
-    return Sums(items["row"].copy(), items["updates"].copy(), items["values"].copy())
 
 
 def _raw(items: Items) -> NDArray[np.uint8]:

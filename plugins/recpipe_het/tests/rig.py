@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import numpy as np
-from recpipe_het.bounds import Bounds
-from recpipe_het.holder import Holder
-from recpipe_het.lines import Lines
+from recpipe_het.holder import Bounds, Holder, Missed, MissedTotals
+from recpipe_het.lines import UPDATES, Lines, Pending
 from recpipe_het.messages import Check, Floats, Push, Rows
-from recpipe_het.missed import Missed, MissedTotals
-from recpipe_het.pending import UPDATES, Pending
 
 from recpipe.plugin.policy import CachePolicy, RowSpace
 from recpipe.plugin.store import StoreLayout
