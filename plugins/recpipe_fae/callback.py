@@ -14,9 +14,9 @@ import torch
 
 from recpipe.kit import PlacedModel, batch_size, entries, on_device
 from recpipe.plugin import Context, PluginError
+from recpipe_fae.estimate import COLD, HOT, KEPT, MIXED, expected
 from recpipe_fae.prepare import Preparation
 from recpipe_fae.schedule import Scheduler
-from recpipe_fae.verdict import COLD, HOT, KEPT, MIXED, expected
 
 _ORDER = {
     "rate": float,
@@ -68,12 +68,17 @@ class ShuffleScheduler(L.Callback):
         ends = list(accumulate(map(len, segments)))
         number = next((n for n, end in enumerate(ends) if scheduler.trained < end), len(ends))
         plain = scheduler.plain_from is not None
-        self._time(MIXED if plain else HOT if segments[number].hot else COLD)
+        now = perf_counter()
+        if self._since is not None:
+            self.steps[MIXED if plain else HOT if segments[number].hot else COLD].append(now - self._since)
+        self._since = now
         scheduler.trained += 1
         epoch_ends = scheduler.trained == sizes.all
         if not plain and scheduler.trained == ends[number]:
             if not scheduler.judged and (number == 1 or epoch_ends):
-                self._judge(agreed)
+                found = expected(self.steps, self.prepared.estimate)
+                # Without a measurement, in an epoch of a few batches, phases go on.
+                scheduler.judge(found is None or agreed(float(found.gain)) >= 1)
             if scheduler.plain_from is None:
                 tails = (sizes.cold_tail > 0) + (sizes.hot_tail > 0)
                 if scheduler.adapts and not (complete and number >= len(segments) - tails):
@@ -84,17 +89,6 @@ class ShuffleScheduler(L.Callback):
         if epoch_ends:
             scheduler.end_epoch()
             self._since = None
-
-    def _time(self, kind: int) -> None:
-        now = perf_counter()
-        if self._since is not None:
-            self.steps[kind].append(now - self._since)
-        self._since = now
-
-    def _judge(self, agreed: Callable[[float], float]) -> None:
-        found = expected(self.steps, self.prepared.estimate)
-        # Without a measurement, in an epoch of a few batches, phases go on.
-        self.scheduler.judge(found is None or agreed(float(found.gain)) >= 1)
 
     def slice_loss(self, model: PlacedModel) -> float:
         """The model's mean loss of the slice."""
@@ -110,16 +104,15 @@ class ShuffleScheduler(L.Callback):
         model.train(training)
         return total / seen
 
+    # However training ends, a waiting loader is released, since no decision will come.
+
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
-        """Release a waiting loader, since no decision will come."""
         self.scheduler.stop()
 
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Release a waiting loader, since no decision will come."""
         self.scheduler.stop()
 
     def teardown(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
-        """Release a waiting loader, since no decision will come."""
         self.scheduler.stop()
 
     def state_dict(self) -> dict[str, Any]:

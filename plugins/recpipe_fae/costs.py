@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import pairwise
 
 import numpy as np
@@ -13,32 +13,21 @@ from recpipe_perf_model import Facts, KeptLookups, Moved, Phase, Statement, join
 from recpipe.plugin import RowSpace
 from recpipe_fae.classify import hot_samples, sample_of
 from recpipe_fae.estimate import Estimate, estimated, stretch
-from recpipe_fae.hotset import HotOnUse
-from recpipe_fae.prepare import HotRule, choose
+from recpipe_fae.prepare import HotOnUse, choose
 
 
-@dataclass(frozen=True)
-class Separated:
-    """Mini-batches of cold samples alone, in all that was read."""
-
-    hot: float
-    """The share of samples that are hot."""
-    moved: tuple[Moved, ...]
-    """What a cold mini-batch moves, for each group."""
-
-
-def statement(facts: Facts, phases: str, rule: HotRule) -> Statement:
+def statement(facts: Facts, phases: str, sample: float, threshold: float | None) -> Statement:
     """A fixed hot set, of rows in a sample of the epoch; mini-batches are separated (``phases`` as in the
     yaml) where the plugin's own estimate says that it can pay, and where a trial confirms it. If lookups were
     too many to be kept, mini-batches are taken not to be separated."""
-    counts = facts.counted(rule.sample)
+    counts = facts.counted(sample)
 
     def on_use(space: RowSpace) -> HotOnUse:
         assert counts is not None, "replays have what was read"
-        return HotOnUse(space, choose(counts[space.group], space.bases, rule.threshold, space.slots))
+        return HotOnUse(space, choose(counts[space.group], space.bases, threshold, space.slots))
 
-    share = facts.share if counts else min(facts.share, facts.seen(rule.sample))
-    mixed = facts.replayed(("fae", rule), on_use, "hot", share).moved
+    share = facts.share if counts else min(facts.share, facts.seen(sample))
+    mixed = facts.replayed(("fae", sample, threshold), on_use, "hot", share).moved
     rows = sum(m.read for m in mixed)
     cache = Statement(
         why=f"the rows looked up most often stay resident; {rows:,.0f} others are read for a batch",
@@ -49,37 +38,30 @@ def statement(facts: Facts, phases: str, rule: HotRule) -> Statement:
     if phases == "never" or counts is None:
         return cache
     slots = [int(facts.share * group.rows) for group in facts.groups]
-    resident = [
-        _mask(choose(each, kept.bases, rule.threshold, own), kept.rows)
-        for each, kept, own in zip(counts, facts.kept, slots, strict=True)
-    ]
+    resident = [np.zeros(kept.rows, bool) for kept in facts.kept]
+    for hot, each, kept, own in zip(resident, counts, facts.kept, slots, strict=True):
+        hot[choose(each, kept.bases, threshold, own)] = True
     expected = _estimate(facts, np.concatenate(resident))
     if phases == "auto" and not expected.can_pay:
         told = (
             f"{expected.hot_input_share:.1%} of the samples are hot, so that mini-batches are not separated"
         )
         return replace(cache, why=f"{cache.why}; only {told}")
-    found = separated(facts.kept, resident, facts.batch_size, facts.prefetch)
-    cold_rows = sum(m.read for m in found.moved)
+    hot_share, cold = separated(facts.kept, resident, facts.batch_size, facts.prefetch)
+    cold_rows = sum(m.read for m in cold)
     return Statement(
         why=(
-            f"{found.hot:.0%} of the samples need hot rows alone: their mini-batches fetch nothing, the "
+            f"{hot_share:.0%} of the samples need hot rows alone: their mini-batches fetch nothing, the "
             f"others fetch {cold_rows:,.0f} rows each instead of {rows:,.0f} for every mixed one"
         ),
         phases=(
-            Phase(share=found.hot, moved=tuple(Moved() for _ in facts.groups)),
-            Phase(share=1 - found.hot, moved=found.moved),
+            Phase(share=hot_share, moved=tuple(Moved() for _ in facts.groups)),
+            Phase(share=1 - hot_share, moved=cold),
         ),
         plans="nocache",
         unsure="the time to find the hot rows and to classify all samples before training is not counted",
         instead=cache if phases == "auto" else None,
     )
-
-
-def _mask(rows: NDArray[np.int64], size: int) -> NDArray[np.bool_]:
-    found = np.zeros(size, bool)
-    found[rows] = True
-    return found
 
 
 def _estimate(facts: Facts, resident: NDArray[np.bool_]) -> Estimate:
@@ -93,10 +75,13 @@ def _estimate(facts: Facts, resident: NDArray[np.bool_]) -> Estimate:
 
 def separated(
     kept: Sequence[KeptLookups], resident: Sequence[NDArray[np.bool_]], size: int, carries: bool
-) -> Separated:
-    """Cut the cold samples of all that was read into mini-batches of ``size`` of their own, and count the
-    rows of each; ``resident``: for each group whether a row is hot. With ``carries``, rows that the
-    mini-batch before had are not read again."""
+) -> tuple[float, tuple[Moved, ...]]:
+    """Cut the cold samples of all that was read into mini-batches of ``size`` of their own: the share of
+    samples that are hot, and what a cold mini-batch moves, for each group.
+
+    ``resident``: for each group whether a row is hot. With ``carries``, rows that the mini-batch before had
+    are not read again.
+    """
     everywhere = np.concatenate(resident)
     first = np.cumsum([0, *(each.rows for each in kept)])
     samples = cold = 0
@@ -115,18 +100,14 @@ def separated(
     moved = []
     for low, high in pairwise(first.tolist()):
         own = (looked_up >= low) & (looked_up < high)
-        moved.append(_of_group(of_batch[own], looked_up[own], batches, carries))
-    return Separated(1 - cold / max(1, samples), tuple(moved))
-
-
-def _of_group(
-    of_batch: NDArray[np.int64], looked_up: NDArray[np.int64], batches: float, carries: bool
-) -> Moved:
-    """What moves for an average mini-batch, of cold lookups with their mini-batches [L]."""
-    apart = 2 + int(of_batch.max(initial=0))
-    pairs = np.unique(looked_up * apart + of_batch)  # by row, then by mini-batch; those of two rows are apart
-    again = np.diff(pairs) == 1
-    rows = len(pairs) / batches
-    read = rows - (np.count_nonzero(again) / batches if carries else 0.0)
-    lookups = len(looked_up) / batches
-    return Moved(read=read, returned=read, slab=rows, slab_lookups=lookups, missed=lookups)
+        of_own, own_rows = of_batch[own], looked_up[own]
+        apart = 2 + int(of_own.max(initial=0))
+        pairs = np.unique(
+            own_rows * apart + of_own
+        )  # by row, then by mini-batch; those of two rows are apart
+        again = np.diff(pairs) == 1
+        rows_each = len(pairs) / batches
+        read = rows_each - (np.count_nonzero(again) / batches if carries else 0.0)
+        lookups = len(own_rows) / batches
+        moved.append(Moved(read=read, returned=read, slab=rows_each, slab_lookups=lookups, missed=lookups))
+    return 1 - cold / max(1, samples), tuple(moved)

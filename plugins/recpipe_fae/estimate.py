@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import islice
+from statistics import median
 
 import numpy as np
 from numpy.typing import NDArray
 
+from recpipe.kit import milliseconds
 from recpipe.plugin import Bags, Context, RowIds
 from recpipe_fae.classify import hot_samples, residents, sample_of
 
@@ -68,17 +70,91 @@ def estimated(stretch: Iterable[Bags], resident: NDArray[np.bool_], batch_size: 
         mixed += len(np.unique(cold_rows))
         samples, hot = samples + len(is_hot), hot + int(is_hot.sum())
         lookups, hits = lookups + len(found), hits + int(found.sum())
-    separated = _fetched(np.concatenate(ordinals), np.concatenate(rows), samples - hot, batch_size)
+    separated, cold = 0.0, samples - hot
+    if cold:
+        # Distinct rows of each mini-batch of cold samples, summed. A short last one counts like the others,
+        # since the epoch would fill it.
+        whole = cold // batch_size * batch_size or cold
+        of_sample = np.concatenate(ordinals)
+        inside = of_sample < whole
+        pairs = np.stack((of_sample[inside] // batch_size, np.concatenate(rows)[inside]))
+        separated = len(np.unique(pairs, axis=1).T) * cold / whole
     share = min(1.0, separated / mixed) if mixed else 1.0
     return Estimate(hot / max(1, samples), hits / max(1, lookups), share)
 
 
-def _fetched(ordinals: NDArray[np.int64], rows: RowIds, samples: int, size: int) -> float:
-    """Distinct rows of each mini-batch of ``size`` cold samples, summed. A short last one counts like the
-    others, since the epoch would fill it."""
-    if not samples:
-        return 0.0
-    whole = samples // size * size or samples
-    inside = ordinals < whole
-    pairs = np.stack((ordinals[inside] // size, rows[inside]))
-    return len(np.unique(pairs, axis=1).T) * samples / whole
+COLD, HOT, MIXED = range(3)
+"""Kinds of mini-batches."""
+
+
+KEPT = 512
+"""How many of a kind's newest steps are kept."""
+
+
+Steps = tuple[Sequence[float], ...]
+"""Seconds of steps, by kind."""
+
+
+@dataclass(frozen=True)
+class Expected:
+    """What a batch of the data's order would take, and what its samples take in separate mini-batches."""
+
+    mixed: float
+    separate: float
+
+    @property
+    def gain(self) -> float:
+        """The speedup by separating."""
+        return self.mixed / self.separate
+
+
+def typical(steps: Sequence[float]) -> float | None:
+    """The median of the later half, when rows that move in at first have done so; None without steps."""
+    late = list(steps)[len(steps) // 2 :]
+    return median(late) if late else None
+
+
+def expected(steps: Steps, estimate: Estimate) -> Expected | None:
+    """From the steps of both kinds; None if one of them was not measured.
+
+    A hot step is training alone. Where a cold step is not longer, its fetches were hidden. Where it is, it
+    takes as long as its fetches; a mixed batch has fewer cold samples but would fetch some rows more often,
+    as the estimate says, and cannot be faster than a hot one.
+    """
+    cold, hot = typical(steps[COLD]), typical(steps[HOT])
+    if cold is None or hot is None:
+        return None
+    share = estimate.hot_input_share
+    mixed = max(hot, (1 - share) * cold / estimate.fetch_share)
+    return Expected(mixed, share * hot + (1 - share) * cold)
+
+
+def sentence(phases: str, separates: bool, stopped: bool, steps: Steps, estimate: Estimate) -> str:
+    """Whether separating paid, and why. ``stopped``: a trial ended it."""
+    hot = f"{100 * estimate.hot_input_share:.1f}% of the inputs are hot"
+    if phases == "never":
+        return f"mini-batches were not separated, as asked for; the hot rows are a plain cache, and {hot}"
+    if not separates:
+        if estimate.hot_access_share == 1:
+            why = "no cold row is fetched"
+        else:
+            why = (
+                f"cold mini-batches would fetch {100 * estimate.fetch_share:.0f}% of the rows that mixed "
+                f"ones fetch, so it could gain {100 * (estimate.bound - 1):.0f}% at most"
+            )
+        return f"mini-batches were not separated, and samples not classified: {hot}, and {why}"
+    found = expected(steps, estimate)
+    if found is None:
+        return f"mini-batches were separated, without steps of both kinds to judge it by; {hot}"
+    cold, alone = typical(steps[COLD]), typical(steps[HOT])
+    assert cold is not None
+    assert alone is not None
+    times = f"a cold step took {milliseconds(cold)} ms, a hot one {milliseconds(alone)}"
+    mixed = milliseconds(found.mixed)
+    means = f"{milliseconds(found.separate)} ms on average, where mixed ones would take {mixed}"
+    if stopped:
+        real = typical(steps[MIXED])
+        then = "" if real is None else f", and took {milliseconds(real)}"
+        return f"separating ended after a trial: {times}, {means}{then}; {hot}"
+    paid = "paid" if found.gain >= 1 else "did not pay"
+    return f"separating {paid}: {times}, {means} by estimate; {hot}"

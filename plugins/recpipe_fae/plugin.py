@@ -12,8 +12,8 @@ if TYPE_CHECKING:
     from recpipe_perf_model import Facts, Statement
 
     from recpipe_fae.callback import ShuffleScheduler
+    from recpipe_fae.estimate import Steps
     from recpipe_fae.prepare import Preparation
-    from recpipe_fae.verdict import Steps
 
 
 class FAE(Plugin):
@@ -63,11 +63,16 @@ class FAE(Plugin):
     def contribute(self, ctx: Context) -> Contribution:
         """The order of the epoch, the cache of all tables, the scheduler's callback, and the report."""
         from recpipe_fae.callback import ShuffleScheduler
-        from recpipe_fae.prepare import HotAndCold, HotRule, HotTables, Preparation
+        from recpipe_fae.prepare import HotAndCold, HotTables, Preparation
 
         scheduler = Scheduler(self.rate, self.schedule, self.phases == "auto")
-        rule = HotRule(self.sample, self.threshold)
-        prepared = Preparation(ctx, rule, self.phases, self.loss_samples)
+        prepared = Preparation(
+            ctx,
+            sample=self.sample,
+            threshold=self.threshold,
+            phases=self.phases,
+            loss_samples=self.loss_samples,
+        )
         tables = [HotTables(prepared, scheduler)]
         if self.phases == "never":
             return Contribution(cache=tables, report=[lambda run: figures(prepared, scheduler, None)])
@@ -82,9 +87,8 @@ class FAE(Plugin):
     def costs(self, facts: Facts) -> Statement:
         """State what the performance model needs for a prediction without a run."""
         from recpipe_fae.costs import statement
-        from recpipe_fae.prepare import HotRule
 
-        return statement(facts, self.phases, HotRule(self.sample, self.threshold))
+        return statement(facts, self.phases, self.sample, self.threshold)
 
 
 def figures(
@@ -95,7 +99,7 @@ def figures(
     ``orders``: whether its order is the run's. Shares are of all inputs if these were classified, else of the
     estimate's stretch.
     """
-    from recpipe_fae.verdict import sentence
+    from recpipe_fae.estimate import sentence
 
     estimate, separates = prepared.estimate, prepared.separates and orders
     if separates:

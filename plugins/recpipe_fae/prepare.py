@@ -5,34 +5,28 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from recpipe.kit import HotSet, group_rows, load_profile, table_bases, top_rows
-from recpipe.plugin import Batch, Cache, CachePolicy, Context, EpochOrder, RowIds, RowSpace
+from recpipe.kit import ChosenRows, HotSet, group_rows, load_profile, table_bases, top_rows
+from recpipe.plugin import Batch, Cache, CachePolicy, Context, EpochOrder, Placement, RowIds, RowSpace, Slots
 from recpipe_fae.classify import Classes, class_batches, classify, remaining
 from recpipe_fae.estimate import Estimate, estimate
-from recpipe_fae.hotset import HotOnUse
 from recpipe_fae.schedule import Scheduler, Sizes
 
 CHUNK = 65_536
 """How many rows enter the hot set per batch, unless the first cold segment is too short for that."""
 
 
-@dataclass(frozen=True)
-class HotRule:
-    """``threshold`` None: the top K rows over all tables. Otherwise it is the least share of its table's
-    lookups that makes a row hot."""
-
-    sample: float
-    threshold: float | None
-
-
 def choose(counts: NDArray[np.int32], bases: RowIds, threshold: float | None, slots: int) -> RowIds:
-    """The hot rows, sorted; ties go to lower global numbers, and rows never sampled are not hot."""
+    """The hot rows, sorted; ties go to lower global numbers, and rows never sampled are not hot.
+
+    ``threshold`` None: the top K rows over all tables. Otherwise it is the least share of its table's lookups
+    that makes a row hot.
+    """
     if threshold is not None:
         per_table = np.add.reduceat(np.append(counts.astype(np.int64), 0), bases[:-1])
         counts = np.where(counts >= threshold * np.repeat(per_table, np.diff(bases)), counts, 0)
@@ -42,8 +36,18 @@ def choose(counts: NDArray[np.int32], bases: RowIds, threshold: float | None, sl
 class Preparation:
     """The profile, the hot rows and, if mini-batches are separated, the classes of one run."""
 
-    def __init__(self, ctx: Context, rule: HotRule, phases: str, loss_samples: int | None) -> None:
-        self.ctx, self.rule, self.phases = ctx, rule, phases
+    def __init__(
+        self,
+        ctx: Context,
+        *,
+        sample: float,
+        threshold: float | None,
+        phases: str,
+        loss_samples: int | None,
+    ) -> None:
+        """``sample``: the share of the epoch whose lookups are counted; ``threshold``: see ``choose``."""
+        self.ctx, self.phases = ctx, phases
+        self.sample, self.threshold = sample, threshold
         batches = max(1, -(-ctx.epoch_samples // ctx.batch_size))
         slices = max(1, min(-(-(loss_samples or 0) // ctx.batch_size), batches // 10))
         self.slice_from = None if loss_samples is None else batches - slices
@@ -56,14 +60,14 @@ class Preparation:
         """The hot rows, for each group at most as many as it has slots."""
         start = time.perf_counter()
         bases = table_bases(self.ctx)
-        profile = load_profile(self.ctx, self.rule.sample)
+        profile = load_profile(self.ctx, self.sample)
         self.reused = profile.reused
         counts = profile.dense(int(bases[-1]))
         chosen, first = [], 0
         for number, group in enumerate(self.ctx.groups):
             rows, last = group_rows(self.ctx, number), first + len(group.tables)
             own = bases[first : last + 1] - rows.start
-            chosen.append(rows.start + choose(counts[rows], own, self.rule.threshold, group.slots))
+            chosen.append(rows.start + choose(counts[rows], own, self.threshold, group.slots))
             first = last
         self.profile_seconds = time.perf_counter() - start
         return np.concatenate(chosen)
@@ -157,3 +161,36 @@ class HotAndCold(EpochOrder):
             position += len(segment)
         if position < len(self) and not self.scheduler.stopped:
             yield from remaining(ctx, classes, done, len(self) - position, max(0, first - position))
+
+
+class HotOnUse(ChosenRows):
+    """A fixed set of rows that stay resident once a batch has used them, so that none is fetched in advance
+    or for nothing."""
+
+    each_once = True
+
+    def __init__(self, space: RowSpace, rows: RowIds) -> None:
+        super().__init__(space)
+        self.target = np.sort(rows)
+        self._free: Slots | None = None
+        """Slots without a row of the set, in order; None: not looked up yet."""
+
+    def admit(self, hits: Slots, misses: RowIds, looked_up: RowIds) -> Placement:
+        """Place those of ``misses`` that are in the set."""
+        if self._free is None:
+            held = self.space.residents.row_of_slot
+            self._free = np.flatnonzero(~np.isin(held, self.target)).astype(np.int32)
+        place = np.searchsorted(self.target, misses)
+        inside = place < len(self.target)
+        inside[inside] = self.target[place[inside]] == misses[inside]
+        rows = misses[inside]
+        # A run resumed with another set has other rows in some slots, and this batch may use them.
+        usable = ~np.isin(self._free, hits) if len(rows) else np.zeros(len(self._free), bool)
+        chosen = np.flatnonzero(usable)[: len(rows)]
+        slots = self._free[chosen]
+        self._free = np.delete(self._free, chosen)
+        return Placement(slots, rows[: len(slots)])
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue with that set."""
+        self.target, self._free = state["target"], None

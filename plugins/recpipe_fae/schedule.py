@@ -100,19 +100,16 @@ class Scheduler:
         self.plain_from: int | None = None
         """From which batch of the epoch on samples train in the data's order; None: mini-batches are
         separated."""
-        self._stopped = False
+        self.stopped = False
+        """Whether no decision will come any more."""
         self._changed = threading.Condition()
-
-    def _rates(self, sizes: Sizes) -> list[float]:
-        """The decided rates; a run's first epoch begins with the trial's."""
-        if self.rates is None:
-            first = min(self.rate, sizes.trial_rate) if self.tries else self.rate
-            self.rates = [first] if self.adapts else [first] * 2 if self.tries else []
-        return self.rates
 
     def plan(self, sizes: Sizes) -> tuple[list[Segment], bool]:
         """The epoch's segments as far as they are decided, and whether these are all of them."""
-        return plan(self._rates(sizes), sizes, None if self.adapts else self.start)
+        if self.rates is None:  # a run's first epoch begins with the trial's
+            first = min(self.rate, sizes.trial_rate) if self.tries else self.rate
+            self.rates = [first] if self.adapts else [first] * 2 if self.tries else []
+        return plan(self.rates, sizes, None if self.adapts else self.start)
 
     def observe(self, loss: float) -> float:
         """Update the rate after a swap: halve it if ``loss`` rose, double it after four falls in a row."""
@@ -167,32 +164,27 @@ class Scheduler:
             return (complete or len(segments) > number) and (self.judged or number < 2)
 
         with self._changed:
-            if not known() and self.trained < start - 1 and not self._stopped:
+            if not known() and self.trained < start - 1 and not self.stopped:
                 raise PluginError(
                     f"plugins.fae decides after training batch {start}, but another plugin's stream asks for "
                     f"the next one after {self.trained}; set plugins.fae.schedule=false and "
                     "plugins.fae.phases=always, or drop that plugin"
                 )
-            self._changed.wait_for(lambda: self._stopped or known())
-            if self._stopped or plain():
+            self._changed.wait_for(lambda: self.stopped or known())
+            if self.stopped or plain():
                 return None
             return self.plan(sizes)[0][number]
-
-    @property
-    def stopped(self) -> bool:
-        """Whether no decision will come any more."""
-        return self._stopped
 
     def stop(self) -> None:
         """Release a waiting loader, since no decision will come."""
         with self._changed:
-            self._stopped = True
+            self.stopped = True
             self._changed.notify_all()
 
     def go(self) -> None:
         """Note that training starts, so that decisions will come."""
         with self._changed:
-            self._stopped = False
+            self.stopped = False
 
     def state_dict(self) -> dict[str, Any]:
         """Everything that later decisions depend on."""

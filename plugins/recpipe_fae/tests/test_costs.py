@@ -5,7 +5,6 @@ from __future__ import annotations
 import numpy as np
 import pytest
 from recpipe_fae.costs import separated, statement
-from recpipe_fae.prepare import HotRule
 from recpipe_perf_model import KeptLookups
 from recpipe_perf_model.testing import sample_facts
 
@@ -29,10 +28,10 @@ def kept(batches: list[np.ndarray]) -> KeptLookups:
 @pytest.mark.parametrize("carries", [True, False])
 def test_cold_mini_batches_are_counted(carries: bool) -> None:
     batches, hot = lookups(), np.arange(ROWS) < 12
-    found = separated([kept(batches)], [hot], SIZE, carries)
+    share, (moved,) = separated([kept(batches)], [hot], SIZE, carries)
     samples = np.concatenate(batches)
     cold = samples[~hot[samples].all(axis=1)]
-    assert found.hot == pytest.approx(1 - len(cold) / len(samples))
+    assert share == pytest.approx(1 - len(cold) / len(samples))
     read = rows = missed = 0
     before: set[int] = set()
     for first in range(0, len(cold), SIZE):
@@ -42,18 +41,17 @@ def test_cold_mini_batches_are_counted(carries: bool) -> None:
         read += len(own - before) if carries else len(own)
         missed += int((~hot[looked_up]).sum())
         before = own
-    (moved,) = found.moved
     mini = len(cold) / SIZE
     assert (moved.read, moved.slab, moved.missed) == pytest.approx((read / mini, rows / mini, missed / mini))
     assert moved.returned == moved.read
 
 
 def test_mini_batches_are_separated_where_the_runs_estimate_says_so() -> None:
-    facts, rule = sample_facts(), HotRule(0.5, None)
-    asked, auto = (statement(facts, phases, rule) for phases in ("always", "auto"))
+    facts, rule = sample_facts(), (0.5, None)
+    asked, auto = (statement(facts, phases, *rule) for phases in ("always", "auto"))
     assert len(asked.phases) == 2
     assert asked.instead is None
     assert len(auto.phases) == 1, "hardly a sample is hot, and little would be gained"
     assert "not separated" in auto.why
-    never = statement(facts, "never", rule)
+    never = statement(facts, "never", *rule)
     assert never.phases == auto.phases

@@ -8,12 +8,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-from recpipe_fae.estimate import Estimate, estimate
-from recpipe_fae.hotset import HotOnUse
+from recpipe_fae.estimate import Estimate, estimate, expected, sentence
+from recpipe_fae.prepare import HotOnUse
 from recpipe_fae.tests.rig import Run
 from recpipe_fae.tests.test_classify import context
 from recpipe_fae.tests.test_resume import RECIPE
-from recpipe_fae.verdict import expected, sentence
 from recpipe_hotline.tests.rig import Random, difference
 
 from recpipe.data.dataset import Dataset
