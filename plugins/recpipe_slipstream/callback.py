@@ -13,11 +13,9 @@ from numpy.typing import NDArray
 
 from recpipe.kit import Damaged, entries, within
 from recpipe.plugin import Bags, Batch, Mark, RowView
-from recpipe_slipstream.classifier import InputClassifier, Marks, Seen, classify
-from recpipe_slipstream.method import Method, Totals
-from recpipe_slipstream.snapshot import Changes, changes, count_touches
-from recpipe_slipstream.threshold import SEARCHES, input_scores, stale_share
-from recpipe_slipstream.verdict import LEAST, SHORTER, TRIAL, Steps
+from recpipe_slipstream.classifier import InputClassifier, Marks, classify
+from recpipe_slipstream.threshold import SEARCHES, changes, count_touches, input_scores, stale_share
+from recpipe_slipstream.verdict import LEAST, SHORTER, TRIAL, Method, Steps, Totals
 
 FILLED = 0.01
 """Hot rows have settled if a batch adds less than this share to them, or if no slot is empty."""
@@ -92,27 +90,6 @@ class StaleInputs(L.Callback):
         seen = self.classifier.trained(self.done)
         marked = self.classifier.in_force(self.done) is not None
         self.steps.end(marked)
-        self._count(seen, marked)
-        if self.before is not None:
-            count_touches(self.touches, self.before.rows, seen.rows)
-        self.done += 1
-        self._try(agreed)
-        self._advance(view)
-
-    def _try(self, agreed: Callable[[float], float]) -> None:
-        """Stop if steps under marks have not become shorter."""
-        if not self.method.tries or self.totals.marked_batches != TRIAL:
-            return
-        times = self.steps.medians
-        if times is None:
-            return
-        before, after = times
-        if agreed(after / before) >= SHORTER:
-            # Batch ``done`` may have been classified already.
-            self.classifier.stopped_at = self.done + 1
-            self.next_window = None
-
-    def _count(self, seen: Seen, marked: bool) -> None:
         totals = self.totals
         totals.samples += seen.samples
         totals.hot += seen.hot
@@ -122,6 +99,15 @@ class StaleInputs(L.Callback):
         totals.classified += seen.samples * marked
         totals.marked_batches += marked
         totals.classify_seconds += seen.seconds
+        if self.before is not None:
+            count_touches(self.touches, self.before.rows, seen.rows)
+        self.done += 1
+        times = self.steps.medians if self.method.tries and totals.marked_batches == TRIAL else None
+        if times is not None and agreed(times[1] / times[0]) >= SHORTER:
+            # Steps under marks have not become shorter. Batch ``done`` may have been classified already.
+            self.classifier.stopped_at = self.done + 1
+            self.next_window = None
+        self._advance(view)
 
     # -- blocks ------------------------------------------------------------------------------
 
@@ -134,7 +120,10 @@ class StaleInputs(L.Callback):
             first = self.done + 1
             if self.next_window is None or first + 1 < self.next_window:
                 return
-            if self._settled(view) and first >= self.next_window:
+            # A window before hot rows have settled in their slots would see few of them.
+            resident = self._resident
+            settled = resident > 0 and (resident == view.slots or self._gained < FILLED * resident)
+            if settled and first >= self.next_window:
                 if self.method.tries and not self._offers(view):
                     self.next_window = self._next(first)
                 else:
@@ -164,12 +153,6 @@ class StaleInputs(L.Callback):
         self.totals.refused = "" if enough else "hot"
         return enough
 
-    def _settled(self, view: RowView) -> bool:
-        """Whether hot rows have settled in their slots; a window before that would see few of them."""
-        resident = self._resident
-        full = resident == view.slots
-        return resident > 0 and (full or self._gained < FILLED * resident)
-
     def _mark(self, view: RowView, window: tuple[int, int]) -> None:
         """End the window: take the second snapshot, find the threshold, mark rows."""
         assert self.before is not None
@@ -182,7 +165,12 @@ class StaleInputs(L.Callback):
             self.next_window = self.done
             return
         start = perf_counter()
-        totals, (scores, inputs) = self.totals, self._sampled_scores(moved, window[1])
+        totals, inputs = self.totals, 0
+        of_batches = [np.empty(0, np.float32)]
+        for bags in self._sampled(window[1]):
+            of_batches.append(input_scores(moved, bags, self.method.stale_lookups))
+            inputs += bags.batch_size
+        scores = np.concatenate(of_batches)
         totals.threshold = SEARCHES[self.method.search](scores, self.method.drop)
         totals.sampled_inputs = len(scores)
         totals.sampled_share = stale_share(scores, totals.threshold)
@@ -198,14 +186,6 @@ class StaleInputs(L.Callback):
         seconds = perf_counter() - start
         totals.search_seconds += seconds
         totals.snapshot_seconds -= seconds
-
-    def _sampled_scores(self, moved: Changes, end: int) -> tuple[NDArray[np.float32], int]:
-        """Scores of the hot inputs in the sample, and how many inputs it has in all."""
-        scores, inputs = [np.empty(0, np.float32)], 0
-        for bags in self._sampled(end):
-            scores.append(input_scores(moved, bags, self.method.stale_lookups))
-            inputs += bags.batch_size
-        return np.concatenate(scores), inputs
 
     def _sampled(self, end: int) -> Iterator[Bags]:
         """Batches chosen at random from the rest of the epoch after batch ``end``."""

@@ -1,18 +1,35 @@
-"""Slipstream as a plugin: a skipper, a callback that tells it what is stale, figures."""
+"""Slipstream as a plugin: a skipper, a callback that tells it what is stale, a hot set, figures."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from time import perf_counter
 from typing import TYPE_CHECKING
 
-from recpipe.plugin import Context, Contribution, Figure, Invariant, Plugin, PluginError
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from recpipe.kit import HotSet, group_rows, load_profile, table_bases, top_rows
+from recpipe.plugin import (
+    Batch,
+    Cache,
+    CachePolicy,
+    Context,
+    Contribution,
+    Figure,
+    Invariant,
+    Plugin,
+    PluginError,
+    RowIds,
+    RowSpace,
+    RowView,
+    Skipper,
+)
 from recpipe_slipstream.callback import StaleInputs, batches_of
-from recpipe_slipstream.classifier import SIZES
-from recpipe_slipstream.hotset import HotTables
-from recpipe_slipstream.method import Method, Totals
-from recpipe_slipstream.skipper import Frozen, Stale
+from recpipe_slipstream.classifier import SIZES, STALE
 from recpipe_slipstream.threshold import SEARCHES
-from recpipe_slipstream.verdict import sentence
+from recpipe_slipstream.verdict import Method, Totals, sentence
 
 if TYPE_CHECKING:
     from recpipe_perf_model import Facts, Statement
@@ -158,3 +175,46 @@ def figures(callback: StaleInputs | None, altered: str = "nothing") -> dict[str,
         "classify_seconds": totals.classify_seconds,
         "freeze_seconds": totals.freeze_seconds,
     }
+
+
+class HotTables(Cache):
+    """Keeps the rows with the most lookups in a sample of the epoch resident, as many as fit; they never
+    change."""
+
+    fallback = True
+
+    def __init__(self, context: Context) -> None:
+        self.context = context
+
+    def policy(self, space: RowSpace) -> CachePolicy:
+        """A fixed hot set for ``space``, from the shared popularity profile."""
+        counts = load_profile(self.context).dense(int(table_bases(self.context)[-1]))
+        mine = counts[group_rows(self.context, space.group)]
+        return HotSet(space, top_rows(mine, space.slots))
+
+
+class Stale(Skipper):
+    """Leaves out the inputs that ``inputs`` classifies as stale."""
+
+    def __init__(self, inputs: StaleInputs) -> None:
+        self.inputs = inputs
+
+    def begin(self, view: RowView) -> None:
+        """Start, before the first batch is read."""
+        self.inputs.start(view)
+
+    def keep(self, batch: Batch, number: int) -> NDArray[np.bool_] | None:
+        """Which inputs are not stale."""
+        return self.inputs.classifier.keep(batch, number)
+
+
+class Frozen(Stale):
+    """The strict variant: a stale row keeps every bit while its mark is in force."""
+
+    def update(self, rows: RowIds, gradients: torch.Tensor) -> torch.Tensor | None:
+        """Which rows are not stale."""
+        start = perf_counter()
+        marks = self.inputs.classifier.in_force(self.inputs.done)
+        stay = None if marks is None else torch.from_numpy(marks.codes[rows] != STALE)
+        self.inputs.totals.freeze_seconds += perf_counter() - start
+        return stay

@@ -1,4 +1,5 @@
-"""Whether leaving inputs out pays: what can be had, what steps take, and the report's sentence on it."""
+"""The knobs of a run, what it counts, and whether leaving inputs out pays: what can be had, what steps take,
+and the report's sentence on it."""
 
 from __future__ import annotations
 
@@ -9,7 +10,6 @@ from time import perf_counter
 
 from recpipe.kit import milliseconds
 from recpipe_slipstream.classifier import SIZES
-from recpipe_slipstream.method import Totals
 
 LEAST = 1 / SIZES
 """If less than this share of all inputs could be left out, no batch would get smaller by a step."""
@@ -19,6 +19,55 @@ ENOUGH = 4
 """Fewer steps tell nothing."""
 SHORTER = 0.99
 """Steps must take less than this share of what they took before, else leaving inputs out ends."""
+
+
+@dataclass(frozen=True)
+class Method:
+    """The plugin's knobs, with shares converted to batches; see its yaml."""
+
+    drop: float
+    window: int
+    start: int
+    sampled_batches: int
+    epoch_batches: int
+    stale_lookups: int | None
+    min_touches: int
+    snapshot_every: int | None
+    search: str
+    control: str | None
+    step: int
+    """A batch keeps a multiple of so many inputs."""
+    tries: bool
+    """Whether to stop where nothing is to be had."""
+
+
+@dataclass
+class Totals:
+    """Sums over the batches trained so far, also before a resume; seconds are host time."""
+
+    samples: int = 0
+    hot: int = 0
+    dropped: int = 0
+    marked_hot: int = 0
+    """How many hot inputs the marks in force have classified."""
+    marked_dropped: int = 0
+    """How many of them were left out."""
+    classified: int = 0
+    """How many inputs were classified, hot ones or not."""
+    marked_batches: int = 0
+    """How many batches were trained under marks."""
+    offered_share: float = 0.0
+    """Share of hot inputs among those sampled last."""
+    refused: str = ""
+    """Why nothing was marked: too few inputs are ``hot``, or too few of these are ``stale``."""
+    snapshots: int = 0
+    threshold: float = 0.0
+    sampled_inputs: int = 0
+    sampled_share: float = 0.0
+    snapshot_seconds: float = 0.0
+    search_seconds: float = 0.0
+    classify_seconds: float = 0.0
+    freeze_seconds: float = 0.0
 
 
 @dataclass

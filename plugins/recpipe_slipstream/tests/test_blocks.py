@@ -6,10 +6,12 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 from recpipe_slipstream.classifier import Marks, classify
-from recpipe_slipstream.snapshot import Changes, changes, count_touches
 from recpipe_slipstream.threshold import (
     BAND,
+    Changes,
     bisected_threshold,
+    changes,
+    count_touches,
     input_scores,
     quantile_threshold,
     samples_of,

@@ -8,9 +8,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from recpipe_slipstream.method import Totals
 from recpipe_slipstream.tests.rig import QUICK, Rig, Setting
-from recpipe_slipstream.verdict import TRIAL, Steps, sentence
+from recpipe_slipstream.verdict import TRIAL, Steps, Totals, sentence
 
 from recpipe.data.dataset import Dataset
 
