@@ -25,8 +25,7 @@ import numpy.typing as npt
 import torch
 import torch.distributed as dist
 from fbgemm_gpu.split_embedding_configs import EmbOptimType
-from recpipe_neo.cost import CostModel
-from recpipe_neo.estimate import MeasuredEstimator, MeasuredStep, TableCosts
+from recpipe_neo.estimate import CostModel, MeasuredEstimator, MeasuredStep, TableCosts
 from recpipe_neo.planner import PlanRecord, load_or_measure, make_planner
 from recpipe_neo.stats import FeatureStats, feature_stats
 from recpipe_perf_model import zipf

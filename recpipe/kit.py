@@ -9,10 +9,9 @@ from importlib import import_module
 from typing import Any
 
 from recpipe.access.counts import group_rows, load_profile, table_bases, top_rows
-from recpipe.backend.choices import processor
 from recpipe.common.loops import compiled
 from recpipe.common.meter import Meter
-from recpipe.common.saved import Damaged, entries, parse_json, typed_as, within
+from recpipe.common.saved import Damaged, entries, within
 from recpipe.common.timing import milliseconds
 from recpipe.common.words import Amount, readable_bytes
 from recpipe.config.recipe import Recipe
@@ -28,10 +27,9 @@ from recpipe.pipeline.placed import PlacedModel
 from recpipe.plugin.offers import moved_name
 from recpipe.plugin.tables import SparseFeature
 from recpipe.private_api import module_name
-from recpipe.profiling.limits import Sample
 from recpipe.tables.collection import RowCollection
 from recpipe.tables.rows import RowBags, row_bags, updated
-from recpipe.tables.sharding.claims import WIRE_PRECISIONS, wire_codecs
+from recpipe.tables.sharding.claims import wire_codecs
 from recpipe.tables.sharding.planning import Prediction
 from recpipe.tables.stores.codecs import Bf16Rows, Fp16Rows, Int8Rows
 from recpipe.tables.stores.holders import HeldRows, HoldersStore
@@ -47,7 +45,6 @@ from recpipe.tables.tiers.policies import (
 )
 
 __all__ = [
-    "WIRE_PRECISIONS",
     "Amount",
     "Bf16Rows",
     "Channel",
@@ -71,7 +68,6 @@ __all__ = [
     "Recipe",
     "RowBags",
     "RowCollection",
-    "Sample",
     "SamplesConfig",
     "Schema",
     "SparseFeature",
@@ -89,16 +85,13 @@ __all__ = [
     "module_name",
     "on_device",
     "open_dataset",
-    "parse_json",
     "policy_bytes",
-    "processor",
     "readable_bytes",
     "row_bags",
     "select",
     "table_bases",
     "tensors_in",
     "top_rows",
-    "typed_as",
     "updated",
     "wire_codecs",
     "within",
@@ -109,7 +102,13 @@ _TO_THE_CONTRACT = (
     *("StoreLayout", "TableCollection", "TableOptimizer", "TableSet", "TierFigures", "TierParts"),
     *("TierTimes", "Values", "distinct", "moved"),
 )
-MOVED = {**dict.fromkeys(_TO_THE_CONTRACT, "recpipe.plugin"), "residents": "recpipe.common.saved"}
+MOVED = {
+    **dict.fromkeys(_TO_THE_CONTRACT, "recpipe.plugin"),
+    **dict.fromkeys(("parse_json", "residents", "typed_as"), "recpipe.common.saved"),
+    "Sample": "recpipe.profiling.limits",
+    "WIRE_PRECISIONS": "recpipe.tables.sharding.claims",
+    "processor": "recpipe.backend.choices",
+}
 """Names that left this module for one of core's own; packages written for API 2 import on."""
 
 

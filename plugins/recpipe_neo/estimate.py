@@ -1,4 +1,10 @@
-"""Measured costs for TorchRec's planner: the time of a shard, and of a step with a whole plan."""
+"""Measured costs for TorchRec's planner: the time of any lookup and exchange, of a shard, and of a step with
+a whole plan.
+
+Times are predicted from a machine's measurements by non-negative linear models of the work. Coefficients are
+fitted to relative errors, so that a short lookup matters as much as a long one. They are times per unit of
+work and never negative, which keeps predictions plausible outside of the measured grid.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +12,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
 import numpy as np
-from recpipe_perf_model import LookupWork
+import numpy.typing as npt
+from recpipe_perf_model import LookupWork, fitted, nnls
 from torchrec.distributed.planner.types import (
     ParameterConstraints,
     Perf,
@@ -18,7 +25,7 @@ from torchrec.distributed.planner.types import (
 )
 from torchrec.distributed.types import ShardingType
 
-from recpipe_neo.cost import DATA_PARALLEL, CostModel, Vector, owned, shared
+from recpipe_neo.machine_profile import ExchangeSample, MachineProfile
 from recpipe_neo.partition import work
 from recpipe_neo.split import ROW_TYPES
 from recpipe_neo.stats import FeatureStats
@@ -32,6 +39,125 @@ SEQUENCES_AS = ShardingType.TABLE_WISE.value
 """Likewise for rows that are not pooled: the rank that has them sends them back, and no type sums them."""
 INPUT_EXCHANGES = 3
 """The number of all-to-alls of an input dist: sizes, lengths, ids."""
+Vector = npt.NDArray[np.float64]
+DATA_PARALLEL = ShardingType.DATA_PARALLEL.value
+CUT_BY_ROWS = (ShardingType.ROW_WISE.value, ShardingType.TABLE_ROW_WISE.value)
+"""Measured types whose shards are cut by rows."""
+
+
+def exchanged(
+    tables: float = 0,
+    ids_sent: float = 0,
+    ids_received: float = 0,
+    floats_sent: float = 0,
+    floats_received: float = 0,
+    parameters: float = 0,
+) -> Vector:
+    """What a rank sends, receives and rearranges for a table in a step, float64 [6].
+
+    ``tables``: keys of the sharded batch; a table cut by columns counts once for each part. ``parameters``:
+    values of a replicated table, whose gradients are summed over the ranks and whose rows are all updated.
+    """
+    return np.array([tables, ids_sent, ids_received, floats_sent, floats_received, parameters])
+
+
+def shared(kind: str, dim: float, parts: float, rows: float, samples: float, lookups: float) -> Vector:
+    """What every rank does for a table of ``kind``, wherever its shards are, as ``exchanged``. Samples and
+    lookups are those of one rank."""
+    if kind == DATA_PARALLEL:
+        return exchanged(1, lookups, floats_sent=samples * dim, parameters=rows * dim)
+    return exchanged(parts, lookups * parts, floats_received=samples * dim)
+
+
+def owned(dim: float, bags: float, lookups: float) -> Vector:
+    """What the rank of a shard does in addition. Bags are those of all ranks; lookups are those in the
+    shard."""
+    return exchanged(ids_received=lookups, floats_sent=bags * dim)
+
+
+class CostModel:
+    """Predicts milliseconds of lookups and exchanges; fitted to a profile."""
+
+    def __init__(self, profile: MachineProfile) -> None:
+        self.machine = profile.machine
+        features = []
+        for s in profile.lookups:
+            work = LookupWork(s.rows, s.dim, s.bags, s.lookups, s.distinct)
+            # A 1 for the call, then the features of all tables.
+            features.append([1.0, *(s.tables * work.features(s.tables * work.bytes))])
+        self._forward = fitted(np.array(features), [sample.forward for sample in profile.lookups])
+        self._backward = fitted(np.array(features), [sample.backward for sample in profile.lookups])
+        self._exchange = {
+            kind: self._fit_exchange([s for s in profile.exchanges if s.sharding_type == kind])
+            for kind in dict.fromkeys(sample.sharding_type for sample in profile.exchanges)
+        }
+        self._idle: dict[str, Vector] = {}
+        """For each collective, the elapsed time in which a rank is not busy, as (ms, ms per byte)."""
+        for name in dict.fromkeys(sample.collective for sample in profile.collectives):
+            group = [sample for sample in profile.collectives if sample.collective == name]
+            sizes = np.array([(1 / s.elapsed, s.bytes / s.elapsed) for s in group])
+            self._idle[name] = nnls(sizes, np.array([1 - s.busy / s.elapsed for s in group]))
+
+    def lookup(self, work: LookupWork, footprint: float) -> tuple[float, float]:
+        """Milliseconds of forward, and of backward with update; the TBE's fixed costs are in ``fixed``."""
+        features = work.features(footprint)
+        return float(features @ self._forward[1:]), float(features @ self._backward[1:])
+
+    def exchange(self, kind: str, work: Vector) -> Vector:
+        """Busy milliseconds in input dist, forward and backward, float64 [3], without ``fixed``."""
+        times: Vector = self._exchange[kind][:, 1:] @ work
+        return times
+
+    def fixed(self, kind: str) -> Vector:
+        """Busy milliseconds in input dist, forward and backward of every step with a table of ``kind``."""
+        forward, backward = self._forward[0], self._backward[0]
+        lookups = np.array([0.0, forward, 0.0 if kind == DATA_PARALLEL else backward])
+        times: Vector = self._exchange[kind][:, 0] + lookups
+        return times
+
+    def idle(self, name: str, size: float) -> float:
+        """Milliseconds that a rank waits in a collective of ``size`` bytes on each."""
+        return float(self._idle[name] @ (1.0, size))
+
+    def _fit_exchange(self, samples: Sequence[ExchangeSample]) -> Vector:
+        """Coefficients [3, 1 + features] for the time of each phase that is left after the lookups' own
+        time."""
+        kind, world, work = samples[0].sharding_type, self.machine.world, []
+        for s in samples:
+            one = shared(kind, s.dim, s.columns, s.rows, s.samples, s.lookups)
+            if kind != DATA_PARALLEL:
+                rows_cut = kind != ShardingType.TABLE_WISE.value and s.columns == 1
+                bags = s.samples * world if s.owns or rows_cut else 0
+                one = one + owned(s.dim, bags, s.lookups * world * s.columns if s.owns else 0)
+            work.append([1.0, *(s.tables * one)])
+        lookups = np.array([self._lookups(sample) for sample in samples])
+        rows = []
+        for phase, name in enumerate(("input", "forward", "backward")):
+            total = np.array([getattr(sample, name) for sample in samples])
+            # Ids are exchanged only in the input dist, pooled rows and gradients only in the other phases; a
+            # replicated table's backward pass, which is not a TBE's, also depends on its ids.
+            use = np.array([True, True, True, True, *[phase > 0] * 2, phase == 2])
+            if phase == 2 or (phase == 1 and kind != DATA_PARALLEL):
+                use[2:4] = kind == DATA_PARALLEL
+            rows.append(nnls(np.array(work) * use / total[:, None], (total - lookups[:, phase]) / total))
+        return np.array(rows)
+
+    def _lookups(self, sample: ExchangeSample) -> Vector:
+        """Predicted ms of a sample's lookups in input dist, forward and backward."""
+        local = sample.sharding_type == DATA_PARALLEL
+        ranks = 1 if local else self.machine.world
+        if not sample.owns and not local and sample.sharding_type not in CUT_BY_ROWS:
+            return np.zeros(3)
+        rows = sample.rows / self.machine.world  # only those that are looked up
+        lookups = sample.lookups * ranks if sample.owns or local else 0.0
+        distinct = rows * -np.expm1(-lookups / rows)
+        work = LookupWork(
+            sample.rows, sample.dim / sample.columns, sample.samples * ranks, lookups, max(distinct, 1e-9)
+        )
+        parts = sample.tables * sample.columns
+        times = parts * np.array(self.lookup(work, parts * work.bytes))
+        forward, backward = times + np.array([self._forward[0], self._backward[0]])
+        return np.array([0.0, forward, 0.0 if local else backward])
 
 
 class TableCosts:
@@ -192,11 +318,11 @@ class MeasuredStep(PerfModel):  # type: ignore[misc]
         waiting = np.zeros(3)
         for kind, options in self._exchanges(plan):
             waiting += self.costs.idle(kind, options)
-        spans = (ranks[:, 1], ranks[:, 0] + ranks[:, 2])
-        return float(sum(map(self._span, spans)) + waiting.sum())
-
-    def _span(self, busy: Vector) -> float:
-        if self.costs.cuda:
-            return float(busy.max())
-        hosts = busy.reshape(-1, self.costs.local_world)
-        return float(max(busy.max(), (hosts.sum(axis=1) / self.costs.model.machine.cores).max()))
+        step = 0.0
+        for busy in (ranks[:, 1], ranks[:, 0] + ranks[:, 2]):
+            longest = busy.max()
+            if not self.costs.cuda:
+                hosts = busy.reshape(-1, self.costs.local_world).sum(axis=1)
+                longest = max(longest, (hosts / self.costs.model.machine.cores).max())
+            step += float(longest)
+        return float(step + waiting.sum())

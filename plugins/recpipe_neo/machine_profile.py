@@ -2,22 +2,17 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, fields, replace
-from importlib.metadata import version
+from dataclasses import dataclass, fields, replace
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from fbgemm_gpu.split_embedding_configs import EmbOptimType
-from recpipe_perf_model import COLLECTIVE_FAMILY, Host
+from recpipe_perf_model import COLLECTIVE_FAMILY, Host, Sample
 
-from recpipe.kit import Damaged, Sample, entries, parse_json, processor, typed_as
-from recpipe.plugin import UserError
-
-SCHEMA = 1
+from recpipe.kit import Damaged
 
 
 @dataclass(frozen=True)
@@ -86,15 +81,11 @@ Measured = TypeVar("Measured", LookupSample, CollectiveSample, ExchangeSample)
 
 @dataclass(frozen=True)
 class Machine:
-    """The machine and versions that measurements are valid for; others measure again."""
+    """The ranks that measurements are valid for; others measure again."""
 
-    processor: str
     cores: int
     threads: int
     """The number of torch's threads on each rank."""
-    torch_version: str
-    fbgemm_version: str
-    torchrec_version: str
     world: int
     local_world: int
     backend: str
@@ -102,15 +93,11 @@ class Machine:
 
     @classmethod
     def current(cls, group: dist.ProcessGroup, device: torch.device, optimizer: EmbOptimType) -> Machine:
-        """This process's machine."""
+        """This process's ranks."""
         world = group.size()
         return cls(
-            processor=torch.cuda.get_device_name(device) if device.type == "cuda" else processor(),
-            cores=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
+            cores=Host.current(device).cores,
             threads=torch.get_num_threads(),
-            torch_version=torch.__version__,
-            fbgemm_version=version("fbgemm-gpu"),
-            torchrec_version=version("torchrec"),
             world=world,
             local_world=int(os.environ.get("LOCAL_WORLD_SIZE", world)),
             backend=dist.get_backend(group),
@@ -140,39 +127,10 @@ class MachineProfile:
         first = passes[0]
         return cls(
             first.machine,
-            [
-                _least(group, "forward", "backward")
-                for group in zip(*(p.lookups for p in passes), strict=True)
-            ],
-            [
-                _least(group, "elapsed", "busy")
-                for group in zip(*(p.collectives for p in passes), strict=True)
-            ],
-            [
-                _least(group, "input", "forward", "backward")
-                for group in zip(*(p.exchanges for p in passes), strict=True)
-            ],
+            _least([p.lookups for p in passes], "forward", "backward"),
+            _least([p.collectives for p in passes], "elapsed", "busy"),
+            _least([p.exchanges for p in passes], "input", "forward", "backward"),
         )
-
-    def text(self) -> str:
-        """The profile as JSON."""
-        return json.dumps({"schema": SCHEMA, **asdict(self)}, indent=1)
-
-    @classmethod
-    def parse(cls, text: str, source: str) -> MachineProfile:
-        """Parse JSON from ``source``; raises ``UserError`` if it is not a profile."""
-        try:
-            found = parse_json(text)
-            schema = entries({"schema": int}, found)["schema"]
-            if schema != SCHEMA:
-                raise Damaged(f"schema {schema}, not {SCHEMA}")
-            profile = typed_as(cls, {k: v for k, v in found.items() if k != "schema"})
-            profile.check()
-        except ValueError as fault:
-            raise UserError(
-                f"{source}: no machine profile ({fault}); delete it, and it is measured again"
-            ) from fault
-        return profile
 
     def check(self) -> None:
         """``Damaged`` if a benchmark is missing or a figure is impossible."""
@@ -229,12 +187,8 @@ def machines(host: Host, families: Mapping[str, Sequence[Sample]]) -> list[Machi
         at = sample.at
         found.append(
             Machine(
-                host.processor if host.device == "cpu" else host.device,
                 host.cores,
                 int(at["threads"]),
-                host.torch_version,
-                host.fbgemm_version,
-                host.torchrec_version,
                 int(at["ranks"]),
                 int(at["local"]),
                 str(at["backend"]),
@@ -281,9 +235,13 @@ def _typed(kind: type[Any], sizes: Mapping[str, float | str]) -> dict[str, Any]:
     return {name: made[known.get(name, "str")](value) for name, value in sizes.items()}
 
 
-def _least(samples: Sequence[Measured], *times: str) -> Measured:
-    """The least of each time that is above zero: a virtual machine's processor clock can stand still."""
-    found: dict[str, Any] = {}
-    for name in times:
-        found[name] = min((t for s in samples if (t := getattr(s, name)) > 0), default=CLOCK_MS)
-    return replace(samples[0], **found)
+def _least(passes: Sequence[Sequence[Measured]], *times: str) -> list[Measured]:
+    """Each sample with the least of its times in all passes that is above zero: a virtual machine's processor
+    clock can stand still."""
+    made = []
+    for samples in zip(*passes, strict=True):
+        found: dict[str, Any] = {}
+        for name in times:
+            found[name] = min((t for s in samples if (t := getattr(s, name)) > 0), default=CLOCK_MS)
+        made.append(replace(samples[0], **found))
+    return made

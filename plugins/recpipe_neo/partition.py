@@ -4,7 +4,7 @@ Karmarkar-Karp heuristics), within each rank's memory."""
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import cast
 
 from torchrec.distributed.planner.partitioners import GreedyPerfPartitioner
@@ -20,21 +20,6 @@ from torchrec.distributed.planner.types import (
     Storage,
     Topology,
 )
-
-
-def greedy(costs: Sequence[float], k: int, loads: Sequence[float] | None = None) -> list[int]:
-    """The part, 0 .. k - 1, of each cost. The largest cost comes first; each goes to the part with the least
-    load.
-
-    Longest processing time first (Graham, 1969). ``loads``: the loads of the k parts before.
-    """
-    heap = [(load, part) for part, load in enumerate(loads or [0.0] * k)]
-    heapq.heapify(heap)
-    parts = [0] * len(costs)
-    for item in _descending(costs):
-        load, parts[item] = heap[0]
-        heapq.heapreplace(heap, (load + costs[item], parts[item]))
-    return parts
 
 
 def karmarkar_karp(costs: Sequence[float], k: int, loads: Sequence[float] | None = None) -> list[int]:
@@ -75,10 +60,6 @@ def _solution(number: int, parts: list[_Part]) -> tuple[float, int, list[_Part]]
     return parts[0][0] - parts[-1][0], number, parts
 
 
-def _descending(costs: Sequence[float]) -> list[int]:
-    return sorted(range(len(costs)), key=lambda item: -costs[item])
-
-
 def work(perf: Perf) -> float:
     """A shard's whole cost. TorchRec's total leaves out the input dist, which its pipelines can hide."""
     return float(perf.total + perf.input_dist_comms)
@@ -114,12 +95,16 @@ class GreedyPartitioner(Partitioner):  # type: ignore[misc]
 
     def partition(self, proposal: list[ShardingOption], storage_constraint: Topology) -> list[ShardingOption]:
         """``proposal`` with every shard's ``rank`` set; ``storage_constraint`` does not change."""
-        fixed = [option for option in proposal if not _placed_freely(option)]
-        shards = [shard for option in proposal if _placed_freely(option) for shard in option.shards]
+        free = [o.partition_by == PartitionByType.DEVICE.value and o.dependency is None for o in proposal]
+        fixed = [option for option, freely in zip(proposal, free, strict=True) if not freely]
+        shards = [s for option, freely in zip(proposal, free, strict=True) if freely for s in option.shards]
         if fixed:
             GreedyPerfPartitioner().partition(fixed, storage_constraint)
         loads = rank_loads(fixed, storage_constraint.world_size)
-        room = _room([device.storage for device in storage_constraint.devices], fixed)
+        room = [device.storage for device in storage_constraint.devices]
+        for shard in (shard for option in fixed for shard in option.shards):
+            rank = cast(int, shard.rank)
+            room[rank] = room[rank] - cast(Storage, shard.storage)
         for shard, rank in zip(shards, self._places(shards, loads, room), strict=True):
             shard.rank = rank
         return proposal
@@ -134,13 +119,23 @@ class KarmarkarKarpPartitioner(GreedyPartitioner):
     def _places(self, shards: Sequence[Shard], loads: Sequence[float], room: Sequence[Storage]) -> list[int]:
         costs = [work(cast(Perf, shard.perf)) for shard in shards]
         parts = karmarkar_karp(costs, len(loads), loads)
-        if not _fits(shards, parts, room):
+        left = list(room)
+        for shard, part in zip(shards, parts, strict=True):
+            left[part] = left[part] - cast(Storage, shard.storage)
+        if not all(Storage(0, 0, 0).fits_in(storage) for storage in left):
             return _greedy_within(shards, loads, room)
         try:
             other = _greedy_within(shards, loads, room)
         except PlannerError:
             return parts
-        return min(parts, other, key=lambda places: _largest(costs, places, loads))
+
+        def largest(places: Sequence[int]) -> float:
+            sums = list(loads)
+            for cost, part in zip(costs, places, strict=True):
+                sums[part] += cost
+            return max(sums)
+
+        return min(parts, other, key=largest)
 
 
 class BestPartitioner(Partitioner):  # type: ignore[misc]
@@ -172,50 +167,26 @@ class BestPartitioner(Partitioner):  # type: ignore[misc]
         return proposal
 
 
-def _placed_freely(option: ShardingOption) -> bool:
-    return option.partition_by == PartitionByType.DEVICE.value and option.dependency is None
-
-
-def _room(capacity: list[Storage], placed: Sequence[ShardingOption]) -> list[Storage]:
-    """The free memory of each rank."""
-    for option in placed:
-        for shard in option.shards:
-            rank = cast(int, shard.rank)
-            capacity[rank] = capacity[rank] - cast(Storage, shard.storage)
-    return capacity
-
-
-def _largest(costs: Sequence[float], parts: Sequence[int], loads: Sequence[float]) -> float:
-    sums = list(loads)
-    for cost, part in zip(costs, parts, strict=True):
-        sums[part] += cost
-    return max(sums)
-
-
-def _fits(shards: Sequence[Shard], parts: Sequence[int], room: Sequence[Storage]) -> bool:
-    left = list(room)
-    for shard, part in zip(shards, parts, strict=True):
-        left[part] = left[part] - cast(Storage, shard.storage)
-    return all(Storage(0, 0, 0).fits_in(storage) for storage in left)
-
-
 def _greedy_within(shards: Sequence[Shard], loads: Sequence[float], room: Sequence[Storage]) -> list[int]:
     """Greedy placement by cost; if a large table then finds no room, by size, as in TorchRec."""
     try:
-        return _first_fit(shards, loads, room, lambda shard: work(cast(Perf, shard.perf)))
+        return _first_fit(shards, loads, room, [work(cast(Perf, shard.perf)) for shard in shards])
     except PlannerError:
-        return _first_fit(shards, loads, room, lambda shard: _bytes(cast(Storage, shard.storage)))
+        sizes = [cast(Storage, shard.storage) for shard in shards]
+        return _first_fit(shards, loads, room, [size.hbm + size.ddr + size.ssd for size in sizes])
 
 
 def _first_fit(
     shards: Sequence[Shard],
     loads: Sequence[float],
     room: Sequence[Storage],
-    weight: Callable[[Shard], float],
+    weights: Sequence[float],
 ) -> list[int]:
+    """The rank of each shard: those that weigh most come first, and each goes to the least loaded rank that
+    has room for it (longest processing time first, Graham, 1969)."""
     load, left = list(loads), list(room)
     parts = [0] * len(shards)
-    for item in _descending([weight(shard) for shard in shards]):
+    for item in sorted(range(len(shards)), key=lambda item: -weights[item]):
         storage = cast(Storage, shards[item].storage)
         ranks = [rank for rank in range(len(load)) if storage.fits_in(left[rank])]
         if not ranks:
@@ -229,7 +200,3 @@ def _first_fit(
         load[rank] += work(cast(Perf, shards[item].perf))
         left[rank] = left[rank] - storage
     return parts
-
-
-def _bytes(storage: Storage) -> int:
-    return int(storage.hbm + storage.ddr + storage.ssd)

@@ -7,7 +7,7 @@ import logging
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -23,8 +23,7 @@ from torchrec.distributed.types import ModuleSharder, ShardingPlan, ShardingPlan
 
 from recpipe.kit import Prediction, module_name
 from recpipe.plugin import UserError
-from recpipe_neo.cost import CostModel
-from recpipe_neo.estimate import MeasuredEstimator, MeasuredStep, TableCosts
+from recpipe_neo.estimate import CostModel, MeasuredEstimator, MeasuredStep, TableCosts
 from recpipe_neo.machine_profile import Machine, MachineProfile, known_collectives, machines
 from recpipe_neo.measure import measure
 from recpipe_neo.partition import (
@@ -42,6 +41,7 @@ logger = logging.getLogger("recpipe")
 PLANNERS = ("torchrec", "greedy", "karmarkar_karp", "measured")
 Constraints = dict[str, ParameterConstraints]
 Sharders = list[ModuleSharder[nn.Module]]
+T = TypeVar("T")
 
 
 class PlanRecord(Prediction):
@@ -220,15 +220,15 @@ def load_or_measure(
     machine, first = Machine.current(group, device, optimizer), group.rank() == 0
     known = SharedProfile.of(folder, Host.current(device)) if first else None
     found = MachineProfile.of(known.profile.samples, machine) if known is not None else None
-    text = _from_first("" if found is None else found.text(), group, device)
-    if text:
-        return MachineProfile.parse(text, str(folder))
+    found = _from_first(found, group, device)
+    if found is not None:
+        return found
     began = time.process_time()
     if first:
         logger.info("neo: measuring this machine's embedding operations; this takes 10 s to a minute, once")
     samples = {} if known is None else known.profile.samples
     collectives = known_collectives(samples, machine.world, machine.threads)
-    there = bool(_from_first("x" * len(collectives), group, device))
+    there = _from_first(bool(collectives), group, device)
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):  # the run's are its own
         profile = measure(group, device, optimizer, there)
     own = torch.tensor([time.process_time() - began], dtype=torch.float64, device=device)
@@ -241,18 +241,14 @@ def load_or_measure(
             logger.warning("neo: measured; used now and not kept: %s", why)
         else:
             logger.info("neo: measured; kept in %s", known.file)
-    return MachineProfile.parse(_from_first(profile.text() if first else "", group, device), str(folder))
+    return _from_first(profile, group, device)
 
 
-def _from_first(text: str, group: dist.ProcessGroup, device: torch.device) -> str:
-    """Rank 0's text."""
-    size = torch.tensor([len(text.encode())], device=device)
-    dist.broadcast(size, group_src=0, group=group)
-    letters = torch.zeros(int(size), dtype=torch.uint8, device=device)
-    if group.rank() == 0:
-        letters.copy_(torch.frombuffer(bytearray(text.encode() or b"0"), dtype=torch.uint8)[: int(size)])
-    dist.broadcast(letters, group_src=0, group=group)
-    return bytes(letters.tolist()).decode()
+def _from_first(value: T, group: dist.ProcessGroup, device: torch.device) -> T:
+    """Rank 0's value."""
+    box = [value]
+    dist.broadcast_object_list(box, group=group, device=device, group_src=0)
+    return box[0]
 
 
 def _with_pooling(

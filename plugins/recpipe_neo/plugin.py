@@ -4,7 +4,7 @@ sent."""
 from __future__ import annotations
 
 import difflib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from itertools import islice
@@ -12,12 +12,21 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from torchrec.distributed.planner.types import ParameterConstraints, Topology
-from torchrec.distributed.types import ShardingPlanner, ShardingType
+from torchrec.distributed.types import CommOp, ShardingPlanner, ShardingType
 
-from recpipe.kit import WIRE_PRECISIONS, module_name
-from recpipe.plugin import Context, Contribution, Invariant, Planner, Plugin, PluginError, TableInfo
+from recpipe.kit import module_name, wire_codecs
+from recpipe.plugin import (
+    Context,
+    Contribution,
+    Direction,
+    Invariant,
+    Planner,
+    Plugin,
+    PluginError,
+    Quantizer,
+    TableInfo,
+)
 from recpipe_neo.planner import PLANNERS, PlanRecord, make_planner
-from recpipe_neo.precision import TABLE_PRECISIONS, LowPrecision, refuse_ignored
 from recpipe_neo.split import ROW_TYPES
 from recpipe_neo.stats import feature_stats
 
@@ -28,6 +37,10 @@ if TYPE_CHECKING:
 SAMPLED_BATCHES = 4
 """How many batches the planners sample to learn what is looked up."""
 SHARDING_TYPES = tuple(t.value for t in ShardingType)
+WIRE_PRECISIONS = ("fp32", "fp16", "bf16", "int8")
+"""What ``wire_codecs`` takes."""
+TABLE_PRECISIONS = ("fp32", "fp16")
+"""FBGEMM trains no rows of bfloat16, neither on a CPU nor on a GPU."""
 
 
 class Neo(Plugin):
@@ -68,7 +81,11 @@ class Neo(Plugin):
                 raise PluginError(
                     f"plugins.neo.sharding: no table is called '{pattern}'; there are {', '.join(ctx.tables)}"
                 )
-        refuse_ignored(ctx.device, self.stochastic_rounding)
+        if self.stochastic_rounding and not ctx.device.startswith("cuda"):
+            raise PluginError(
+                "plugins.neo.stochastic_rounding=true: FBGEMM rounds at random on GPUs alone and ignores the "
+                "wish on a CPU; set it to false"
+            )
         cache = Path(self.profile_dir).expanduser() if self.profile_dir else ctx.cache_dir
         pooled = [table.pooled for table in ctx.tables.values()]
         return Contribution(
@@ -89,10 +106,22 @@ class Neo(Plugin):
         return Limits(self.types, "int8" in self.wire, rounding, max(2, ranks))
 
     def costs(self, facts: Facts) -> Statement:
-        """State what the performance model needs for a prediction without a run."""
-        from recpipe_neo.costs import statement
+        """State what the performance model needs for a prediction without a run: as if tables were given, the
+        largest first, to the rank that has least to look up, and those that are too large for one were cut by
+        rows."""
+        from recpipe_perf_model import Statement, busiest_part
 
-        return statement(facts)
+        ranks = facts.trainers
+        if ranks == 1:
+            return Statement(why="one rank has all tables: there is nothing to place")
+        spread = busiest_part(facts)
+        return Statement(
+            why=(
+                f"the busiest of {ranks} ranks has {spread:.0%} of the lookups; ids and rows go between ranks"
+            ),
+            spread=spread,
+            unsure="its planner goes by the times of tables, and may cut more of them",
+        )
 
 
 @dataclass(frozen=True)
@@ -171,3 +200,22 @@ def _sharding_types(
             _one_of(f"sharding.{pattern}", each, SHARDING_TYPES)
         found[str(pattern)] = chosen
     return found
+
+
+class LowPrecision(Quantizer):
+    """Stores all tables in one type, and sends rows and gradients in others.
+
+    ``wire``: the precisions of rows and of their gradients; ``pooled``: for each table, whether its rows are
+    summed by bag.
+    """
+
+    def __init__(self, table: str, wire: tuple[str, str], pooled: Iterable[bool] = (True,)) -> None:
+        self.table, self.wire, self.pooled = table, wire, tuple(pooled)
+
+    def storage(self, table: TableInfo) -> str | None:
+        """None for float32, so that other plugins may decide."""
+        return None if self.table == "fp32" else self.table
+
+    def codecs(self) -> Mapping[tuple[CommOp, Direction], Any]:
+        """TorchRec's."""
+        return wire_codecs(*self.wire, self.pooled)

@@ -59,12 +59,14 @@ class SplitProposer(Proposer):  # type: ignore[misc]
         tables: Tables = {}
         for option in search_space:
             tables.setdefault(option.fqn, []).append(option)
-        whole = {name: self._cheapest(_of(options, _WHOLE) or options) for name, options in tables.items()}
+        whole = {
+            name: min(_of(options, _WHOLE) or options, key=self.cost) for name, options in tables.items()
+        }
         ways = (SPLITS, *((kind,) for kind in SPLITS))
         plans = [whole, *(self.split(whole, tables, kinds) for kinds in ways)]
         if self.thorough:
             plans += [self.cut(whole, tables, kinds, n) for kinds in ways for n in range(1, MOST_CUT + 1)]
-            plans.append({name: self._cheapest(options) for name, options in tables.items()})
+            plans.append({name: min(options, key=self.cost) for name, options in tables.items()})
         plans += [self.replicate(plan, tables) for plan in plans]
         seen = {tuple(map(id, plan.values())): list(plan.values()) for plan in plans}
         self.proposals = list(seen.values())
@@ -108,19 +110,16 @@ class SplitProposer(Proposer):  # type: ignore[misc]
     def replicate(self, plan: Plan, tables: Tables) -> Plan:
         """``plan`` with data parallelism for tables whose all-reduce costs less than their option."""
         copies = {name: _of(tables[name], (ShardingType.DATA_PARALLEL.value,)) for name in plan}
-        return {name: self._cheapest([option, *copies[name]]) for name, option in plan.items()}
+        return {name: min([option, *copies[name]], key=self.cost) for name, option in plan.items()}
 
     def _cut(
         self, option: ShardingOption, options: Sequence[ShardingOption], kinds: Sequence[str]
     ) -> ShardingOption:
         parts = [other for other in _of(options, kinds) if other.num_shards > 1]
-        return self._cheapest(parts) if parts and option.sharding_type in _WHOLE else option
+        return min(parts, key=self.cost) if parts and option.sharding_type in _WHOLE else option
 
     def _costliest(self, plan: Plan) -> list[str]:
         return sorted(plan, key=lambda name: -self.cost(plan[name]))
-
-    def _cheapest(self, options: Sequence[ShardingOption]) -> ShardingOption:
-        return min(options, key=self.cost)
 
 
 def _of(options: Sequence[ShardingOption], kinds: Sequence[str]) -> list[ShardingOption]:

@@ -62,28 +62,22 @@ def feature_stats(batches: Iterable[object]) -> dict[str, FeatureStats]:
         size = batch_size(batch)
         if size:
             sizes.append(size)
-            for name, bags in _features(batch).items():
+            features: dict[str, JaggedTensor] = {}
+            for part in leaves(batch):
+                if isinstance(part, KeyedJaggedTensor):
+                    features = part.to_dict() | features
+            for name, bags in features.items():
                 half = int(bags.lengths()[: size // 2].sum())
                 ids = bags.values().cpu().numpy().astype(np.int64)
                 rows, counts = np.unique(ids, return_counts=True)
                 seen.setdefault(name, []).append((rows, counts, len(np.unique(ids[:half]))))
     if not sizes:
         raise UserError("no batch to take statistics of: the training data is empty")
-    return {name: _stats(found, sizes) for name, found in seen.items()}
-
-
-def _features(batch: object) -> dict[str, JaggedTensor]:
-    found: dict[str, JaggedTensor] = {}
-    for part in leaves(batch):
-        if isinstance(part, KeyedJaggedTensor):
-            found = part.to_dict() | found
-    return found
-
-
-def _stats(found: list[tuple[Rows, Rows, int]], sizes: list[int]) -> FeatureStats:
-    rows = np.concatenate([entry[0] for entry in found])
-    counts = np.concatenate([entry[1] for entry in found])
-    order = np.argsort(rows, kind="stable")
-    whole, half = len(rows), sum(entry[2] for entry in found)
-    growth = float(np.clip(np.log2(whole / half), 0, 1)) if half else 1.0
-    return FeatureStats(rows[order], counts[order], len(found), float(np.mean(sizes)), growth)
+    made = {}
+    for name, found in seen.items():
+        rows, counts = (np.concatenate(parts) for parts in list(zip(*found, strict=True))[:2])
+        order = np.argsort(rows, kind="stable")
+        whole, in_half = len(rows), sum(entry[2] for entry in found)
+        growth = float(np.clip(np.log2(whole / in_half), 0, 1)) if in_half else 1.0
+        made[name] = FeatureStats(rows[order], counts[order], len(found), float(np.mean(sizes)), growth)
+    return made

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from recpipe_perf_model.facts.replay import Kept as KeptLookups
     from recpipe_perf_model.facts.replay import joined as joined_lookups
     from recpipe_perf_model.kernels.linear import COLLECTIVE_FAMILY, LookupWork, fitted, nnls
-    from recpipe_perf_model.machine import Host, SharedProfile
+    from recpipe_perf_model.machine import Host, Sample, SharedProfile
     from recpipe_perf_model.statement import Moved, Phase, Statement, Work
     from recpipe_perf_model.tiers.ranked import busiest_part, share_of_distinct
 
@@ -42,6 +42,7 @@ _HOME = {
     "nnls": "kernels.linear:nnls",
     "LookupWork": "kernels.linear:LookupWork",
     "Host": "machine:Host",
+    "Sample": "machine:Sample",
     "SharedProfile": "machine:SharedProfile",
     "Moved": "statement:Moved",
     "Phase": "statement:Phase",
@@ -68,6 +69,7 @@ __all__ = [
     "Misses",
     "Moved",
     "Phase",
+    "Sample",
     "SharedProfile",
     "Statement",
     "Work",

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from recpipe_neo.precision import LowPrecision
+from recpipe_neo.plugin import LowPrecision
 
 from recpipe.distributed.ranks import join_group
 from recpipe.plugin.api import Contribution

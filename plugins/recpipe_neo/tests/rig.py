@@ -130,7 +130,7 @@ def measure_little(patch: pytest.MonkeyPatch) -> None:
 
 def machine(world: int) -> Machine:
     """A made-up one."""
-    return Machine("test", 64, 1, "2", "1", "1", world, world, "gloo", "exact_sgd")
+    return Machine(64, 1, world, world, "gloo", "exact_sgd")
 
 
 def uniform_stats(rows: int, pooling: int, samples: int, seed: int = 0) -> FeatureStats:

@@ -7,8 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from recpipe_neo.cost import CostModel
-from recpipe_neo.estimate import MeasuredStep, TableCosts
+from recpipe_neo.estimate import CostModel, MeasuredStep, TableCosts
 from recpipe_neo.planner import PLANNERS, MeasuredPlanner, PlanRecord, make_planner
 from recpipe_neo.stats import feature_stats
 from recpipe_neo.tests.rig import machine, made_up, topology

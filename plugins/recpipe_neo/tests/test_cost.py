@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import json
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,16 +13,15 @@ import torch
 from fbgemm_gpu.split_embedding_configs import EmbOptimType
 from numpy.typing import NDArray
 from recpipe_neo import measure, steps
-from recpipe_neo.cost import CostModel, owned, shared
-from recpipe_neo.machine_profile import LookupSample, MachineProfile, known_collectives
+from recpipe_neo.estimate import CostModel, owned, shared
+from recpipe_neo.machine_profile import LOOKUPS, STEPS, LookupSample, MachineProfile, known_collectives
 from recpipe_neo.planner import saved_profile
 from recpipe_neo.stats import feature_stats
-from recpipe_perf_model import Host, LookupWork, SharedProfile, nnls
+from recpipe_perf_model import Host, LookupWork, Sample, SharedProfile, nnls
 from recpipe_perf_model import machine as perf
 
 from plugins.recpipe_neo.tests.rig import bags, forward_ms, machine, made_up, uniform_stats
 from recpipe.errors import UserError
-from recpipe.kit import Sample
 
 
 def test_statistics_of_two_batches() -> None:
@@ -106,22 +104,21 @@ def test_more_work_never_costs_less() -> None:
     assert min(times[0]) >= 0
 
 
-def test_a_profile_is_told_other_ranks_as_json() -> None:
+def test_a_profile_that_lacks_a_benchmark_or_has_an_impossible_figure_is_none() -> None:
     profile = made_up(machine(2))
-    text = profile.text()
-    assert MachineProfile.parse(text, "x.json") == profile
-    lacking = json.dumps(json.loads(text) | {"collectives": []})
-    swaps = (
-        ("busy", "bossy"),
-        ('"rows": 100,', '"rows": "100",'),
-        ('"rows": 100,', '"rows": 0,'),
-        ("row_wise", "x"),
-    )
-    changed = [text.replace(a, b) for a, b in swaps]
-    for broken in ("", "{}", "[]", '{"schema": 0}', '{"schema": "1"}', "[" * 100_000, lacking, *changed):
-        assert broken != text
-        with pytest.raises(UserError, match=r"x\.json: no machine profile .* delete it"):
-            MachineProfile.parse(broken, "x.json")
+    families = profile.families()
+    assert MachineProfile.of(families, profile.machine) is not None
+
+    def changed(family: str, **at: float | str) -> dict[str, list[Sample]]:
+        return {**families, family: [replace(s, at=s.at | at) for s in families[family]]}
+
+    broken = [
+        {name: samples for name, samples in families.items() if name != lacking} for lacking in families
+    ]
+    broken += [changed(LOOKUPS, rows=0.0), changed(LOOKUPS, dim=-1.0), changed(LOOKUPS, more=1.0)]
+    broken += [changed(STEPS, sharding_type="x"), changed(STEPS, columns=0.0)]
+    for found in broken:
+        assert MachineProfile.of(found, profile.machine) is None
 
 
 def test_what_was_measured_on_a_busy_machine_does_not_join(

@@ -11,7 +11,6 @@ from recpipe_neo.partition import (
     GreedyPartitioner,
     KarmarkarKarpPartitioner,
     LargestLoad,
-    greedy,
     karmarkar_karp,
     rank_loads,
 )
@@ -25,6 +24,14 @@ PARTITIONERS = [GreedyPartitioner, KarmarkarKarpPartitioner]
 
 def largest(costs: list[float], parts: list[int], k: int, loads: list[float] | None = None) -> float:
     return float(np.max(np.bincount(parts, costs, k) + (loads or [0.0] * k)))
+
+
+def greedy(costs: list[float], k: int, loads: list[float] | None = None) -> list[int]:
+    """Where ``GreedyPartitioner`` places table-wise tables beside a row-wise one with ``loads``."""
+    before = [option("before", "row_wise", loads)] if loads else []
+    tables = [option(f"t{i}", "table_wise", [cost]) for i, cost in enumerate(costs)]
+    plan = GreedyPartitioner().partition([*before, *tables], topology(k))
+    return [table.shards[0].rank for table in plan[len(before) :]]
 
 
 def suite() -> list[tuple[list[float], int]]:

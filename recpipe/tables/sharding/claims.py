@@ -98,8 +98,8 @@ def codec_registry(codecs: Codecs, kinds: Set[type[nn.Module]]) -> dict[str, Qua
 def wire_codecs(
     forward: str, backward: str, pooled: Iterable[bool] = (True,)
 ) -> Mapping[tuple[CommOp, Direction], Any]:
-    """TorchRec's codecs for rows and for their gradients, each one of ``WIRE_PRECISIONS``; empty if both are
-    float32.
+    """TorchRec's codecs for rows and for their gradients, each one of fp32, fp16, bf16 and int8; empty if
+    both are float32.
 
     ``pooled``: for each table, whether its rows are summed by bag; this decides which collectives it uses.
 
