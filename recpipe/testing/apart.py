@@ -8,6 +8,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 import pickle
+import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,11 +27,12 @@ from torch.multiprocessing import (  # type: ignore[attr-defined]
 
 import recpipe.testing.varied as varied
 from recpipe.data.dataset import Dataset
+from recpipe.data.given import GivenBatches
 from recpipe.data.select import join
 from recpipe.errors import UserError
 from recpipe.plugin.errors import PluginFault
-from recpipe.testing.others import Others
-from recpipe.testing.process import Process, adopt_orphans
+from recpipe.testing.judgements import same_samples
+from recpipe.testing.process import Others, Process, adopt_orphans
 from recpipe.testing.runs import LFU, SuiteRecipe, Trained, read_back, train_composed, watched
 from recpipe.testing.watch import Record, Step, Watch
 
@@ -105,29 +107,19 @@ def once(recipe: SuiteRecipe, folders: pytest.TempPathFactory, *more: str, world
     """
     key = (recipe, world, " ".join(more))
     if key not in _runs:
-        try:
-            _runs[key] = _under_lfu(recipe, folders, more, world)
-        except RunError as fault:
-            _runs[key] = fault
+        # LFU is refused where a plugin owns the cache of all tables, or shards them.
+        for plan in dict.fromkeys([_plans.get(recipe, LFU if recipe.plugin else ()), ()]):
+            try:
+                _runs[key] = train_apart(recipe, folders.mktemp("run"), *plan, *more, world=world)
+                _plans[recipe] = plan
+                break
+            except RunError as fault:
+                _runs[key] = fault
+                if not (plan and fault.refused):
+                    break
     found = _runs[key]
     if isinstance(found, RunError):
         raise found
-    return found
-
-
-def _under_lfu(
-    recipe: SuiteRecipe, folders: pytest.TempPathFactory, more: Sequence[str], world: int
-) -> Trained:
-    plan = _plans.get(recipe, LFU if recipe.plugin else ())
-    try:
-        found = train_apart(recipe, folders.mktemp("run"), *plan, *more, world=world)
-    except RunError as fault:
-        if not (plan and fault.refused):
-            raise
-        # A plugin owns the cache of all tables, or shards them.
-        plan = ()
-        found = train_apart(recipe, folders.mktemp("run"), *more, world=world)
-    _plans[recipe] = plan
     return found
 
 
@@ -145,27 +137,24 @@ def environment_of(world: int, port: int) -> dict[str, str]:
 
 def together(records: Sequence[Record]) -> Record:
     """The run of all ranks: each step with the shares of all. Every rank knows the whole batch's loss."""
-    steps = [_together(parts) for parts in zip(*(record.steps for record in records), strict=True)]
+    steps = []
+    for first, *others in zip(*(record.steps for record in records), strict=True):
+        parts = [first, *others]
+        whole = Step(
+            first.epoch,
+            join([part.batch for part in parts]),
+            np.concatenate([part.content for part in parts]),
+            np.concatenate([part.outside for part in parts]),
+            first.bounds,
+            first.moves,
+            first.loss,
+            first.random,
+        )
+        steps.append(whole if others else first)
     changed: dict[str, int] = {}
     for rank, record in enumerate(records):
         changed |= {f"{what} on rank {rank}" if rank else what: n for what, n in record.changed.items()}
     return Record(steps, records[0].whole, records[0].first, changed)
-
-
-def _together(parts: Sequence[Step]) -> Step:
-    first = parts[0]
-    if len(parts) == 1:
-        return first
-    return Step(
-        first.epoch,
-        join([part.batch for part in parts]),
-        np.concatenate([part.content for part in parts]),
-        np.concatenate([part.outside for part in parts]),
-        first.bounds,
-        first.moves,
-        first.loss,
-        first.random,
-    )
 
 
 def _file(folder: Path, rank: int, kind: str) -> Path:
@@ -182,19 +171,16 @@ def _train(rank: int, environment: Mapping[str, str], world: int, job: _Job) -> 
         ended = _ended(job)
     except BaseException as fault:
         said = "; ".join([f"{type(fault).__name__}: {fault}", *getattr(fault, "__notes__", ())])
-        _file(job.folder, rank, "fault").write_bytes(pickle.dumps((said, _is_refusal(fault))))
+        # Whether the recipe was refused before anything was trained, and no plugin's part has failed.
+        began = Watch.latest is not None and bool(Watch.latest.steps)
+        refused = isinstance(fault, UserError) and not isinstance(fault, PluginFault) and not began
+        _file(job.folder, rank, "fault").write_bytes(pickle.dumps((said, refused)))
         if isinstance(fault, SystemExit):  # of a plugin; a process that ends so would seem to have trained
             raise RuntimeError(said) from fault
         raise
     _file(job.folder, rank, "pickle").write_bytes(pickle.dumps(ended))
     if any("leaves" in what for what in ended[1]):  # an orderly end would wait for them
         os._exit(0)
-
-
-def _is_refusal(fault: BaseException) -> bool:
-    """Whether the recipe was refused before anything was trained, and no plugin's part has failed."""
-    began = Watch.latest is not None and bool(Watch.latest.steps)
-    return isinstance(fault, UserError) and not isinstance(fault, PluginFault) and not began
 
 
 def _ended(job: _Job) -> tuple[Record, list[str]]:
@@ -211,3 +197,38 @@ def _ended(job: _Job) -> tuple[Record, list[str]]:
     if OmegaConf.to_container(job.composed) != recipe:
         left.append("changes the recipe's values")
     return record, left
+
+
+_ONCE = (
+    "data=given",
+    "trainer.max_epochs=1",
+    "trainer.max_steps=null",
+    "trainer.eval_every=1.0",
+    "trainer.checkpoint_every=null",
+)
+
+
+_REPLACED = ("data", "trainer.max_", "trainer.eval_every", "trainer.checkpoint_every")
+
+
+_replays: dict[tuple[int, bool], tuple[Trained, Trained]] = {}
+"""Replays by the id of the replayed run. The run is kept, so that no other object gets its id."""
+
+
+def reference(mine: Trained, baseline: Trained, recipe: SuiteRecipe, first_alone: bool = False) -> Trained:
+    """``baseline`` if it trained the same samples in each step (with ``first_alone``, in the first step).
+    Otherwise a run of ``recipe``, which has no plugin, on the batches of ``mine``."""
+    count = 1 if first_alone else None
+    if same_samples(mine, baseline, count):
+        return baseline
+    key = (id(mine), first_alone)
+    if key not in _replays:
+        dataset, size = recipe.dataset(), int(recipe.composed().data.batch_size)
+        held_out = list(dataset.batches("eval", size))
+        trained = [step.batch for step in mine.record.steps[:count]]
+        batches = GivenBatches(trained, held_out, schema=dataset.schema)
+        kept = [word for word in recipe.words if not word.lstrip("+").startswith(_REPLACED)]
+        again = SuiteRecipe((*kept, *_ONCE, f"data.batch_size={size}"))
+        with tempfile.TemporaryDirectory(prefix="recpipe-") as folder:
+            _replays[key] = mine, train_apart(again, Path(folder), dataset=batches)
+    return _replays[key][1]

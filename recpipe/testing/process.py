@@ -22,9 +22,14 @@ from typing import Any
 
 import numpy as np
 import torch
+from omegaconf import DictConfig
 from torch.multiprocessing import get_sharing_strategy
 
+from recpipe.config.compose import active_plugins
+from recpipe.plugin.api import Plugin
+from recpipe.plugin.load import instantiate
 from recpipe.private_api import global_hooks
+from recpipe.tasks.plugins import SAMPLE
 from recpipe.testing.replaced import Replaced
 
 PATIENCE = 2.0
@@ -118,62 +123,53 @@ SEED = "PL_GLOBAL_SEED"
 
 def settings() -> dict[str, object]:
     """All that is set for the whole process or its main thread, by name."""
-    return {
-        **{f"the environment variable {name}": value for name, value in os.environ.items() if name != SEED},
-        **{f"Python's {name}": value for name, value in _of_python().items()},
-        **{f"numpy's {name}": value for name, value in _of_numpy().items()},
-        **{f"torch's {name}": value for name, value in _of_torch().items()},
-    }
-
-
-def _of_python() -> dict[str, object]:
-    return {
-        "folder": str(Path.cwd()),
-        "search path": tuple(sys.path),
-        "importers": (*map(_named, sys.meta_path), *map(_named, sys.path_hooks)),
-        "arguments": tuple(sys.argv),
-        "recursion limit": sys.getrecursionlimit(),
-        "switch interval": sys.getswitchinterval(),
-        "garbage collector": (gc.isenabled(), gc.get_threshold(), gc.get_debug(), len(gc.callbacks)),
-        **{f"handler of {s.name}": _named(signal.getsignal(s)) for s in signal.Signals},
-        "alarm": signal.getitimer(signal.ITIMER_REAL)[1],
-        "tracing": (*map(_named, (sys.gettrace(), sys.getprofile())),),
-        "filters of warnings": tuple(map(str, warnings.filters)),
-        "scratch folder": tempfile.tempdir,
-        "socket timeout": socket.getdefaulttimeout(),
-        "priority": os.nice(0),
-        "cores": sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else None,
-    }
-
-
-def _of_numpy() -> dict[str, object]:
-    printing = np.get_printoptions()
-    return {"treatment of errors": tuple(np.geterr().items()), "way of printing": repr(printing)}
-
-
-def _of_torch() -> dict[str, object]:
     matmul, cudnn = torch.backends.cuda.matmul, torch.backends.cudnn
-    return {
-        "number of threads": torch.get_num_threads(),
-        "default type": torch.get_default_dtype(),
-        "default device": torch.get_default_device(),
-        "gradient mode": (torch.is_grad_enabled(), torch.is_inference_mode_enabled()),
-        "detection of anomalies": torch.is_anomaly_enabled(),
-        "deterministic mode": torch.get_deterministic_debug_mode(),
-        "precision of matrix products": torch.get_float32_matmul_precision(),
-        "TF32 flags": (matmul.allow_tf32, cudnn.allow_tf32),
-        "reduced precision": (
-            matmul.allow_fp16_reduced_precision_reduction,
-            matmul.allow_bf16_reduced_precision_reduction,
-        ),
-        "cuDNN flags": (cudnn.enabled, cudnn.benchmark, cudnn.deterministic),
-        "oneDNN flags": (torch.backends.mkldnn.enabled, torch.backends.mkldnn.deterministic),
-        "autocast": (torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu")),
-        "treatment of tiny numbers": float(torch.tensor(1e-40) * 1) == 0,
-        "sharing of tensors": get_sharing_strategy(),  # type: ignore[no-untyped-call]
-        "warnings": torch.is_warn_always_enabled(),
-        "hooks for all modules and optimizers": global_hooks(),
+    set_by: dict[str, dict[str, object]] = {
+        "the environment variable": {name: value for name, value in os.environ.items() if name != SEED},
+        "Python's": {
+            "folder": str(Path.cwd()),
+            "search path": tuple(sys.path),
+            "importers": (*map(_named, sys.meta_path), *map(_named, sys.path_hooks)),
+            "arguments": tuple(sys.argv),
+            "recursion limit": sys.getrecursionlimit(),
+            "switch interval": sys.getswitchinterval(),
+            "garbage collector": (gc.isenabled(), gc.get_threshold(), gc.get_debug(), len(gc.callbacks)),
+            **{f"handler of {s.name}": _named(signal.getsignal(s)) for s in signal.Signals},
+            "alarm": signal.getitimer(signal.ITIMER_REAL)[1],
+            "tracing": (*map(_named, (sys.gettrace(), sys.getprofile())),),
+            "filters of warnings": tuple(map(str, warnings.filters)),
+            "scratch folder": tempfile.tempdir,
+            "socket timeout": socket.getdefaulttimeout(),
+            "priority": os.nice(0),
+            "cores": sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else None,
+        },
+        "numpy's": {
+            "treatment of errors": tuple(np.geterr().items()),
+            "way of printing": repr(np.get_printoptions()),
+        },
+        "torch's": {
+            "number of threads": torch.get_num_threads(),
+            "default type": torch.get_default_dtype(),
+            "default device": torch.get_default_device(),
+            "gradient mode": (torch.is_grad_enabled(), torch.is_inference_mode_enabled()),
+            "detection of anomalies": torch.is_anomaly_enabled(),
+            "deterministic mode": torch.get_deterministic_debug_mode(),
+            "precision of matrix products": torch.get_float32_matmul_precision(),
+            "TF32 flags": (matmul.allow_tf32, cudnn.allow_tf32),
+            "reduced precision": (
+                matmul.allow_fp16_reduced_precision_reduction,
+                matmul.allow_bf16_reduced_precision_reduction,
+            ),
+            "cuDNN flags": (cudnn.enabled, cudnn.benchmark, cudnn.deterministic),
+            "oneDNN flags": (torch.backends.mkldnn.enabled, torch.backends.mkldnn.deterministic),
+            "autocast": (torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu")),
+            "treatment of tiny numbers": float(torch.tensor(1e-40) * 1) == 0,
+            "sharing of tensors": get_sharing_strategy(),  # type: ignore[no-untyped-call]
+            "warnings": torch.is_warn_always_enabled(),
+            "hooks for all modules and optimizers": global_hooks(),
+        },
     }
+    return {f"{owner} {name}": value for owner, own in set_by.items() for name, value in own.items()}
 
 
 def _children() -> Iterator[int]:
@@ -222,3 +218,50 @@ def _named(function: object) -> str:
 def _short(value: Any) -> str:
     text = str(value)
     return text if len(text) <= 60 else f"{text[:50]}... ({_hashed(text.encode())})"
+
+
+_PLAIN = (bool, int, float, str, bytes, type(None))
+
+
+class Others:
+    """The plugin ``beside`` of a recipe, as it is alone: made before any other plugin is imported."""
+
+    def __init__(self, composed: DictConfig, beside: str) -> None:
+        self.name = beside
+        if not beside:
+            return
+        alone = instantiate(beside, active_plugins(composed)[beside])
+        self.cls = type(alone)
+        self.code = Replaced({self.cls.__module__.partition(".")[0]})
+        made = values(vars(alone))
+        alone.contribute(SAMPLE)
+        own = values(vars(alone))
+        self.values = {name: value for name, value in made.items() if own.get(name) == value}
+
+    def changed(self) -> Iterator[str]:
+        """Attributes of the plugin's objects in this process that are not what its knobs say."""
+        if not self.name:
+            return
+        for plugin in gc.get_objects():
+            if isinstance(plugin, Plugin) and type(plugin) is self.cls:
+                now = values(vars(plugin))
+                for name, value in self.values.items():
+                    if now.get(name) != value:
+                        yield f"changes {name} of plugin '{self.name}' from {value} to {now.get(name)}"
+
+    def left(self) -> Iterator[str]:
+        """What is replaced of the plugin's code."""
+        if self.name:
+            yield from (f"replaces {name} of plugin '{self.name}'" for name in self.code.all())
+
+
+def values(content: Any) -> Any:
+    """``content`` without what is no plain value: numbers and texts, and mappings and sequences of these."""
+    if isinstance(content, _PLAIN):
+        return content
+    if isinstance(content, dict):
+        return {str(key): values(value) for key, value in content.items()}
+    if isinstance(content, list | tuple | set | frozenset):
+        found = [values(value) for value in content]
+        return sorted(found, key=repr) if isinstance(content, set | frozenset) else found
+    return type(content).__name__

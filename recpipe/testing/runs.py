@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import copy
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -181,8 +182,11 @@ def train_composed(
 ) -> Trained:
     """Run what ``watched`` gave in this process; ``dataset`` and ``model`` are for ``data=given`` and
     ``model=custom``."""
+    from recpipe.run import carry_out
+    from recpipe.setup.given import Given
+
     Watch.latest = None
-    _carry_out(composed, folder, dataset, model)
+    carry_out(composed, folder, Given(dataset=dataset, model=model, screen=False, files=False))
     record = Watch.latest or Record()
     return read_back(folder, record)
 
@@ -190,26 +194,20 @@ def train_composed(
 def read_back(folder: Path, record: Record, left: Sequence[str] = ()) -> Trained:
     """Read what a run has left in ``folder``."""
     report = json.loads((folder / "report.json").read_text(encoding="utf-8"))
-    return Trained(report, dict(_arrays(folder / "parameters")), record, folder, tuple(left))
-
-
-def _arrays(folder: Path) -> Iterator[tuple[str, NDArray[Any]]]:
-    for file in sorted(folder.iterdir()):
+    arrays: dict[str, NDArray[Any]] = {}
+    for file in sorted((folder / "parameters").iterdir()):
         content = np.load(file, allow_pickle=False)
         if file.suffix == ".npz":
-            yield from ((f"{file.stem}/{key}", content[key]) for key in content.files)
+            arrays |= {f"{file.stem}/{key}": content[key] for key in content.files}
         else:
-            yield file.stem, content
+            arrays[file.stem] = content
+    return Trained(report, arrays, record, folder, tuple(left))
 
 
-_epochs: dict[SuiteRecipe, Epoch] = {}
-
-
+@cache
 def epoch_of(recipe: SuiteRecipe) -> Epoch:
     """The epoch of a recipe's data."""
-    if recipe not in _epochs:
-        _epochs[recipe] = Epoch.of(recipe.dataset(), int(recipe.composed().data.batch_size))
-    return _epochs[recipe]
+    return Epoch.of(recipe.dataset(), int(recipe.composed().data.batch_size))
 
 
 _knobs: dict[SuiteRecipe, dict[str, dict[str, Any]]] = {}
@@ -220,12 +218,3 @@ def knobs_of(recipe: SuiteRecipe) -> dict[str, dict[str, Any]]:
     if recipe not in _knobs:
         _knobs[recipe] = active_plugins(recipe.composed())
     return copy.deepcopy(_knobs[recipe])
-
-
-def _carry_out(
-    composed: DictConfig, folder: Path, dataset: Dataset | None = None, model: nn.Module | None = None
-) -> None:
-    from recpipe.run import carry_out
-    from recpipe.setup.given import Given
-
-    carry_out(composed, folder, Given(dataset=dataset, model=model, screen=False, files=False))

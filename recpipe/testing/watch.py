@@ -13,8 +13,7 @@ from recpipe.data.content import UInt64, sample_hashes
 from recpipe.data.select import select
 from recpipe.pipeline.batch import InFlight
 from recpipe.plugin.tables import to_numpy
-from recpipe.testing.others import Others
-from recpipe.testing.process import Process, draw, random_state
+from recpipe.testing.process import Others, Process, draw, random_state
 
 Moves = dict[str, NDArray[Any]]
 """Which rows a batch moves in one group of tables: ``slots`` that get the rows ``placed``, slots ``vacated``

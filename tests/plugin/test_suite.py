@@ -16,7 +16,7 @@ from recpipe.plugin.splitter import Split, Splitter
 from recpipe.tasks.plugins import listed
 from recpipe.testing import PluginSuite, Trained
 from recpipe.testing import suite as checks
-from recpipe.testing.technique import idle
+from recpipe.testing.judgements import idle
 from recpipe.testing.watch import Record
 from tests.plugin.samples import Good
 
