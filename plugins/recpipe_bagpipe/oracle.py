@@ -54,8 +54,6 @@ class OraclePlan:
     fetch_after: int
     """The fetch is allowed once the cleanup round before batch ``fetch_after`` has been made: the gate."""
     handover: HandoverPlan
-    ttl: Rows
-    """The last batch in the window that looks the row up; at least ``number``."""
     critical: NDArray[np.bool_]
     """Whether several trainers hold the row and the next batch looks it up too; then its update must reach
     all holders before that."""
@@ -67,8 +65,6 @@ class OraclePlan:
     expired_holders: Mask
     writer: Rows
     """The one trainer that writes each expired row to the store."""
-    window: int
-    """The effective lookahead L: how many batches ahead are known, unless the stream ends."""
 
 
 def plan(
@@ -287,13 +283,11 @@ class _Oracle:
                 _nth_holder(before[moved], np.zeros(len(moved), np.int64), self.trainers),
                 holders[moved] & ~before[moved],
             ),
-            ttl=self.last[rows].astype(np.int64),
             critical=shared & again,
             delayed=shared & ~again,
             expired=gone,
             expired_holders=gone_holders,
             writer=_nth_holder(gone_holders, gone, self.trainers),
-            window=self.window,
         )
 
 

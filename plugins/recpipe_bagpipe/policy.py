@@ -217,8 +217,6 @@ class Lookahead(CachePolicy):
         return {"often": self.often.copy(), "age": np.minimum(self.last - self.step, -1)}
 
     def check_state(self, state: Mapping[str, Any]) -> None:
-        """Raises ``Damaged`` if ``state`` cannot be a result of ``state_dict()``; called before anything is
-        loaded."""
         super().check_state(state)
         within(state, "often", 0, size=self.space.slots)
         within(state, "age", np.iinfo(np.int32).min, 0, size=self.space.slots)

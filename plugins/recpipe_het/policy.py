@@ -96,8 +96,6 @@ class LfuOpt(CachePolicy):
         return {"uses": self.uses, "stamp": self.stamp, "step": self.step}
 
     def check_state(self, state: Mapping[str, Any]) -> None:
-        """Raises ``Damaged`` if ``state`` cannot be a result of ``state_dict()``; called before anything is
-        loaded."""
         super().check_state(state)
         slots = self.space.slots
         within(state, "uses", 0, PERMANENT_USES + 1, size=slots)

@@ -120,8 +120,6 @@ class PopularRows(CachePolicy):
         return {name: getattr(self, name) for name in _STATE}
 
     def check_state(self, state: Mapping[str, Any]) -> None:
-        """Raises ``Damaged`` if ``state`` cannot be a result of ``state_dict()``; called before anything is
-        loaded."""
         super().check_state(state)
         slots, rows = self.space.slots, self.space.rows
         within(state, "counts", 0, size=rows)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from recpipe.common.lazy import lazily
 
 if TYPE_CHECKING:
+    from recpipe.profiling.limits import Sample
     from recpipe_perf_model.bench.lookups import SHAPES as LOOKUP_SHAPES
     from recpipe_perf_model.bench.lookups import TABLES as LOOKUP_TABLES
     from recpipe_perf_model.bench.lookups import Clock, timed_lookups, zipf
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
     from recpipe_perf_model.facts.replay import Kept as KeptLookups
     from recpipe_perf_model.facts.replay import joined as joined_lookups
     from recpipe_perf_model.kernels.linear import COLLECTIVE_FAMILY, LookupWork, fitted, nnls
-    from recpipe_perf_model.machine import Host, Sample, SharedProfile
+    from recpipe_perf_model.machine import Host, SharedProfile
     from recpipe_perf_model.statement import Moved, Phase, Statement, Work
     from recpipe_perf_model.tiers.ranked import busiest_part, share_of_distinct
 

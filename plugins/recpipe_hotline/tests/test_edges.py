@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from recpipe_hotline.splitter import PopularFirst
+from recpipe_hotline.plugin import PopularFirst
 from recpipe_hotline.tests.rig import (
     QUICK,
     TOLERANCE,

@@ -8,8 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from recpipe_hotline.plugin import Hotline, figures
-from recpipe_hotline.splitter import PopularFirst
+from recpipe_hotline.plugin import Hotline, PopularFirst, figures
 from recpipe_hotline.tests.rig import ROOM, Setting, default_knobs, train
 from recpipe_hotline.tests.test_policy import batches, make, see
 from recpipe_perf_model.testing import CostsSuite
