@@ -42,8 +42,8 @@ from serving_load import Load, closed_loop, run
 
 import recpipe
 from recpipe.answers.manifest import write_manifest
-from recpipe.answers.open import open_trained
 from recpipe.answers.score import Scorer
+from recpipe.answers.trained import open_trained
 from recpipe.tables.stores import SsdStore, StoreLayout
 
 USERS, USER_ROWS, ITEM_ROWS, CANDIDATES = 8, 125_000, 10_000, 64

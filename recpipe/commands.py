@@ -80,7 +80,7 @@ COMMANDS = {
         "what is installed and which extension points each uses; new: writes a package to begin with",
     ),
     "unshard": Command(
-        "recpipe.answers.unshard:unshard_command",
+        "recpipe.answers.plain:unshard_command",
         "CHECKPOINT FILE.safetensors [overwrite=true]",
         "its tables and dense parameters in one file",
     ),

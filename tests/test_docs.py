@@ -20,8 +20,10 @@ import recpipe
 import recpipe.kit
 import recpipe.plugin
 import recpipe.testing
+from recpipe.answers.evaluate import EvaluateOptions
 from recpipe.answers.package import WORDS as PACKAGE_WORDS
-from recpipe.answers.words import EvaluateOptions, PredictOptions, of_plugins, parted
+from recpipe.answers.predict import PredictOptions
+from recpipe.answers.words import of_plugins, parted
 from recpipe.config.compose import compose, conf_dir
 from recpipe.data.config import CONFIGS
 from recpipe.plugin.api import Contribution, Invariant

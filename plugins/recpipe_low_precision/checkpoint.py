@@ -28,8 +28,8 @@ from safetensors.torch import load_file
 from torch import nn
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
 
-from recpipe.answers.stand_ins import Collection, configs_of
-from recpipe.answers.stored import FloatCheckpoint, fill_dense, replace_module
+from recpipe.answers.plain import fill_dense
+from recpipe.answers.stored import Collection, FloatCheckpoint, configs_of, replace_module
 from recpipe.checkpoint.trained_on import TrainedOn
 from recpipe.common.files import sync, unwritable
 from recpipe.common.saved import Damaged

@@ -13,8 +13,8 @@ import torch
 from rich.console import Console
 
 from recpipe.answers.command import TERMINAL, Caller, answering
-from recpipe.answers.open import open_trained
 from recpipe.answers.stored import FloatCheckpoint
+from recpipe.answers.trained import open_trained
 from recpipe.answers.words import of_plugins, parted, the_plugin
 from recpipe.common.console import log, show
 from recpipe.common.files import unwritable

@@ -17,9 +17,8 @@ from safetensors import safe_open
 from torch import nn
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
 
-from recpipe.answers.open import open_trained
 from recpipe.answers.stored import FewTableRows, StoredModel, StoredTable, gather
-from recpipe.answers.trained import Scored, Trained, scored
+from recpipe.answers.trained import Scored, Trained, open_trained, scored
 from recpipe.checkpoint.trained_on import TrainedOn
 from recpipe.common.files import RunDir
 from recpipe.data.dataset import Dataset, SplitName

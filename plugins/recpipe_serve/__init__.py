@@ -7,7 +7,7 @@ from recpipe.common.lazy import lazily
 from recpipe_serve.row_server import RowServer
 
 if TYPE_CHECKING:
-    from recpipe.answers.popularity import read_lookups
+    from recpipe.answers.reference import read_lookups
     from recpipe.answers.score import ALIGNMENT, Lookup, PackageError, Scorer, Tables, offsets_of, tensors
     from recpipe.answers.score import Call as LookupCall
     from recpipe.common.device import keep_to_one_core, one_thread
@@ -29,7 +29,7 @@ NAMES = {
     "keep_to_one_core": "recpipe.common.device:keep_to_one_core",
     "offsets_of": "recpipe.answers.score:offsets_of",
     "one_thread": "recpipe.common.device:one_thread",
-    "read_lookups": "recpipe.answers.popularity:read_lookups",
+    "read_lookups": "recpipe.answers.reference:read_lookups",
     "tensors": "recpipe.answers.score:tensors",
 }
 """What this package offers to plugins that keep a served package's rows, once in ``recpipe.kit`` and

@@ -75,25 +75,3 @@ def _of_criteo(files: Sequence[Path], names: list[str]) -> Iterator[pa.Table]:
                 pa.csv.ParseOptions(delimiter="\t", quote_char=False, ignore_empty_lines=False),
                 options,
             )
-
-
-class Taker:
-    """Takes the next n rows of blocks of rows."""
-
-    def __init__(self, blocks: Iterator[pa.Table]) -> None:
-        self._blocks = blocks
-        self._rest: pa.Table | None = None
-
-    def take(self, rows: int) -> pa.Table:
-        """The next ``rows`` rows; fewer at the end."""
-        parts, missing = [], rows
-        while missing > 0:
-            if self._rest is None or not len(self._rest):
-                self._rest = next(self._blocks, None)
-                if self._rest is None:
-                    break
-            part = self._rest.slice(0, missing)
-            self._rest = self._rest.slice(len(part))
-            parts.append(part)
-            missing -= len(part)
-        return pa.concat_tables(parts) if parts else pa.table({})

@@ -14,8 +14,10 @@ from torch import nn
 
 from recpipe.answers import evaluate as evaluation
 from recpipe.answers import predict as prediction
-from recpipe.answers.open import open_trained
-from recpipe.answers.words import EvaluateOptions, PredictOptions, parted
+from recpipe.answers.evaluate import EvaluateOptions
+from recpipe.answers.predict import PredictOptions
+from recpipe.answers.trained import open_trained
+from recpipe.answers.words import parted
 from recpipe.common.console import alone, append_to_log, capture_logs, log
 from recpipe.common.files import RunDir, lock_run_dir
 from recpipe.common.process import quieted
@@ -71,9 +73,7 @@ def evaluate_for(caller: Caller, checkpoint: Path, words: Sequence[str]) -> dict
             files = ReportFiles(run_dir.path)
             files.write_json(EVALUATION, content)
             files.check()
-        from recpipe.answers.evaluate import print_evaluation
-
-        print_evaluation(content)
+        evaluation.print_evaluation(content)
     return content
 
 

@@ -4,27 +4,32 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from time import perf_counter
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
 import torch
+from numpy.typing import NDArray
 from rich import box
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from recpipe.answers.columns import has_columns, read_columns
 from recpipe.answers.figures import CALIBRATION, judge
-from recpipe.answers.slices import Slicer, add_of_batch, slicer_of_files
 from recpipe.answers.trained import Scoring, Trained
-from recpipe.answers.words import EvaluateOptions
 from recpipe.common.console import show
 from recpipe.common.files import RunDir
 from recpipe.common.meter import Meter
+from recpipe.common.validation import Positive, one_of
+from recpipe.common.validation import Text as Word
 from recpipe.data.config import SamplesConfig
 from recpipe.data.dataset import SplitName
-from recpipe.errors import UserError
+from recpipe.data.schema import Schema
+from recpipe.errors import DataError, UserError, nearest_or_all, shown
 from recpipe.model.metrics import Kind
 from recpipe.report import figures
 from recpipe.report.environment import environment
@@ -32,6 +37,21 @@ from recpipe.report.figures import LABELS
 
 log = logging.getLogger(__name__)
 SCHEMA = 1
+NAMES = {**LABELS, CALIBRATION: "calibration"}
+MISSING = "missing"
+"""The slice of rows without a value."""
+
+
+@dataclass(frozen=True)
+class EvaluateOptions:
+    """The options of ``recpipe evaluate``."""
+
+    split: Annotated[str, one_of("all", "eval")] = "all"
+    """``all``: every row of the data; ``eval``: its later part, ``data.eval_fraction`` of it."""
+    by: Word | None = None
+    """A column by whose values the rows are told apart as well."""
+    by_top: Positive = 10
+    """Values with a line of their own, the most frequent ones; or, of a dense column, buckets."""
 
 
 def evaluate(trained: Trained, options: EvaluateOptions, run_dir: RunDir) -> dict[str, Any]:
@@ -129,9 +149,6 @@ def _collect(
     return torch.cat(scores), torch.cat(labels), loss / done
 
 
-NAMES = {**LABELS, CALIBRATION: "calibration"}
-
-
 def print_evaluation(content: Mapping[str, Any], console: Console | None = None) -> None:
     """Print the content of evaluation.json."""
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_header=False)
@@ -184,15 +201,128 @@ def _sliced(by: Mapping[str, Any], task: str, several: bool) -> Table:
         own = part["tasks"][task]
         counts = [figures.short(own["samples"])]
         counts += [] if first["positives"] is None else [figures.short(own["positives"])]
-        cells = [_short(own["figures"].get(name)) for name in names]
+        cells = []
+        for name in names:
+            found = own["figures"].get(name)
+            text = "-" if found is None else figures.decimal(found["value"])
+            if found is not None and found["low"] is not None and found["high"] is not None:
+                text = f"{text}±{(found['high'] - found['low']) / 2:.3f}"
+            cells.append(text)
         table.add_row(Text(part["value"]), *counts, *cells)
     return table
 
 
-def _short(found: Mapping[str, float | None] | None) -> str:
-    if found is None:
-        return "-"
-    text = figures.decimal(found["value"])
-    if found["low"] is None or found["high"] is None:
-        return text
-    return f"{text}±{(found['high'] - found['low']) / 2:.3f}"
+@dataclass(frozen=True)
+class RowSlice:
+    """The rows of one value or bucket, by their numbers among those scored."""
+
+    name: str
+    rows: NDArray[np.int64]
+
+
+class Slicer:
+    """Collects a column's values: 4 bytes a row, and its distinct values."""
+
+    def __init__(self, column: str) -> None:
+        self.column = column
+        self._codes: dict[Any, int] = {}
+        self._parts: list[NDArray[Any]] = []
+        self._numeric: bool | None = None
+
+    def add(self, values: pa.Array, numeric: bool) -> None:
+        """The next rows' values; ``numeric``: to be put into buckets."""
+        self._numeric = numeric
+        if numeric:
+            filled = pc.fill_null(values.cast(pa.float64(), safe=False), np.nan)
+            self._parts.append(np.asarray(filled.to_numpy(zero_copy_only=False), np.float32))
+            return
+        encoded = pc.dictionary_encode(values, null_encoding="encode")
+        words = encoded.dictionary.to_pylist()
+        codes = [self._codes.setdefault(word, len(self._codes)) for word in words]
+        self._parts.append(np.array(codes, np.int32)[np.asarray(encoded.indices)])
+
+    def slices(self, top: int) -> Iterator[RowSlice]:
+        """The ``top`` most frequent values, then the rest as one; or as many buckets with about equally many
+        rows."""
+        values = np.concatenate(self._parts)
+        return self._buckets(values, top) if self._numeric else self._frequent(values, top)
+
+    def _frequent(self, codes: NDArray[np.int32], top: int) -> Iterator[RowSlice]:
+        counts = np.bincount(codes, minlength=len(self._codes))
+        words = list(self._codes)
+        order = np.argsort(-counts, kind="stable")
+        order = order[counts[order] > 0]
+        for code in order[:top].tolist():
+            word = words[code]
+            yield RowSlice(MISSING if word is None else shown(word), np.flatnonzero(codes == code))
+        rest = order[top:]
+        if len(rest):
+            yield RowSlice(f"{len(rest):,} other values", np.flatnonzero(np.isin(codes, rest)))
+
+    def _buckets(self, values: NDArray[np.float32], top: int) -> Iterator[RowSlice]:
+        known = values[~np.isnan(values)]
+        if len(known):
+            edges = np.unique(np.quantile(known, np.linspace(0, 1, top + 1)[1:-1])).astype(np.float32)
+            edges = edges[edges > known.min()]
+            which = np.searchsorted(edges, values, side="right")
+            bounds = [float(known.min()), *edges.tolist(), float(known.max())]
+            for number in range(len(edges) + 1):
+                low, high = bounds[number], bounds[number + 1]
+                last = number == len(edges)
+                rows = np.flatnonzero((which == number) & ~np.isnan(values))
+                yield RowSlice(f"[{low:g}, {high:g}{']' if last else ')'}", rows)
+        missing = np.flatnonzero(np.isnan(values))
+        if len(missing):
+            yield RowSlice(MISSING, missing)
+
+
+def slicer_of_files(trained: Trained, column: str, first: int, rows: int, rejected: int) -> Slicer | None:
+    """The slicer with rows [``first``, ``first + rows``) of ``column`` as the files have it; None if the
+    data has no such files, whose batches then have the values. ``rejected``: rows that were left out."""
+    config = trained.cfg.data
+    if not has_columns(config):
+        return None
+    if rejected:
+        raise UserError(
+            f"by={column}: {rejected:,} bad rows were left out of the data, so that the column cannot be "
+            "matched; correct the file, and drop data.on_bad_row=skip"
+        )
+    columns = trained.trained_on.columns
+    dense = columns is not None and column in columns.dense
+    slicer, at = Slicer(column), 0
+    for block in read_columns(config, [column]):
+        low, high = max(first - at, 0), min(first + rows - at, len(block))
+        at += len(block)
+        if low < high:
+            values = block.column(0).slice(low, high - low).combine_chunks()
+            values = values.chunk(0) if isinstance(values, pa.ChunkedArray) else values
+            kind = values.type
+            if pa.types.is_nested(kind):
+                raise DataError(
+                    f"by={shown(column)}: the column holds {kind}, not one value a row; choose another"
+                )
+            if pa.types.is_dictionary(kind):
+                values = values.dictionary_decode()
+            if dense and pa.types.is_string(kind):  # Criteo's text
+                values = values.cast(pa.float64())
+            slicer.add(values, dense or pa.types.is_floating(kind))
+    return slicer
+
+
+def add_of_batch(slicer: Slicer, batch: Any, schema: Schema | None) -> None:
+    """Add a batch's own values of the column: rows of a table, or dense values as the model sees them."""
+    name = slicer.column
+    if schema is None:
+        raise DataError(
+            f"by={shown(name)}: the batches are of a type of the caller's own, whose columns are not known"
+        )
+    dense, sparse = schema.dense, [feature.name for feature in schema.sparse]
+    if name in dense:
+        slicer.add(pa.array(batch.dense[:, dense.index(name)].cpu().numpy()), True)
+    elif name in sparse:
+        ids = batch.sparse[name]
+        if not bool((ids.lengths() == 1).all()):
+            raise DataError(f"by={shown(name)}: the column holds lists, not one value a row; choose another")
+        slicer.add(pa.array(ids.values().cpu().numpy()), False)
+    else:
+        raise DataError(f"by={shown(name)}: no such column; {nearest_or_all(name, [*dense, *sparse])}")

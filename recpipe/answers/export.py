@@ -4,40 +4,49 @@ The exported program takes dense features float32 [B, D] and what each lookup fi
 [B, W], or, where rows are not pooled, the rows of a feature float32 [N, D] and how many each sample has,
 int64 [B]. It returns scores float32 [B], or [B, T] of T tasks. B and each N are dynamic. The lookups stay
 outside, so that tables can be kept in any type and at any place, and a server can look rows up once for many
-candidates.
+candidates: while the model is traced, stand-ins take the place of its collections.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import torch
 from torch import nn
 from torch.export import Dim, ExportedProgram
-
-from recpipe.answers.stand_ins import (
-    Collection,
-    Features,
-    Given,
-    Lookup,
-    ReadsIds,
-    StandIn,
-    configs_of,
-    stand_in,
+from torchrec.modules.embedding_configs import PoolingType
+from torchrec.modules.embedding_modules import (
+    EmbeddingBagCollection,
+    EmbeddingCollection,
+    get_embedding_names_by_table,
 )
-from recpipe.answers.stored import joined
+from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedTensor
+
+from recpipe.answers.stored import Collection, configs_of, joined
 from recpipe.data.schema import Schema
 from recpipe.errors import UserError, shown
 from recpipe.model.call import Called
 from recpipe.plugin.batch import Batch
 from recpipe.private_api.compiled import any_batch_size
 
+ROW_FOR_EACH_ID = "none"
+"""The pooling of a lookup whose rows are not pooled."""
 _SAMPLES = 3
 """Samples of the batch that a model is traced with; the exported program takes any number."""
+
+
+@dataclass(frozen=True)
+class Lookup:
+    """One call of a collection: the rows that it pools, side by side in the order of ``parts``; or the rows
+    of one feature, one for each id."""
+
+    pooling: str
+    """``sum``, ``mean``, or ``none``: a row for each id."""
+    parts: tuple[tuple[str, str], ...]
+    """Feature and table, one pair for each pooled row of a sample; one pair if rows are not pooled."""
 
 
 @dataclass(frozen=True)
@@ -54,6 +63,16 @@ class ModelTable:
 
 
 @dataclass(frozen=True)
+class Alike:
+    """Features whose numbers of ids depend on each other."""
+
+    single: tuple[str, ...] = ()
+    """Which have exactly one id for each sample."""
+    aligned: tuple[tuple[str, ...], ...] = ()
+    """Groups of features; those of a group have as many ids as each other for each sample."""
+
+
+@dataclass(frozen=True)
 class DensePart:
     """What ``export_dense`` finds in a model."""
 
@@ -63,10 +82,106 @@ class DensePart:
     alike: Alike
 
 
-def constants_of(program: ExportedProgram) -> dict[str, torch.Tensor]:
-    """Parameters and buffers of a program by name, contiguous and detached."""
-    found = {**program.state_dict, **program.constants}
-    return {k: v.detach().contiguous() for k, v in found.items() if isinstance(v, torch.Tensor)}
+def export_dense(called: Called, schema: Schema, lists: Sequence[str] | None = None) -> DensePart:
+    """Export the dense part of ``called``, whose batches have the columns of ``schema``.
+
+    ``lists``: features that may have any number of ids; the others have one for each sample. None: not known.
+    The model itself is not changed, and its tables are not read. Raises ``UserError`` with the
+    reason if the model cannot be exported.
+    """
+    model, name = called.module, type(called.module).__name__
+    found = {path: m for path, m in model.named_modules() if isinstance(m, Collection)}
+    if not found:
+        raise UserError(
+            "the model has no EmbeddingBagCollection or EmbeddingCollection of TorchRec's, so there is "
+            "nothing to look up"
+        )
+    every = [config.name for collection in found.values() for config in configs_of(collection)]
+    names: dict[str, dict[str, str]] = {path: {} for path in found}
+    tables: dict[str, ModelTable] = {}
+    for path, collection in found.items():
+        for config in configs_of(collection):
+            # With the collection's path where another one has a table of that name.
+            unique = config.name if every.count(config.name) == 1 else f"{path}.{config.name}"
+            names[path][config.name] = unique
+            tables[unique] = ModelTable(path, config.name, config.embedding_dim, config.num_embeddings)
+    stand_ins: dict[str, StandIn] = {
+        path: (PooledStandIn if isinstance(collection, EmbeddingBagCollection) else SequenceStandIn)(
+            path, collection, names[path]
+        )
+        for path, collection in found.items()
+    }
+    if "" in found:
+        raise UserError("the model is a collection itself; a package needs a model that makes scores of rows")
+    # A copy with other collections, whose parameters are shared.
+    memo: dict[int, Any] = {id(t): t for t in (*model.parameters(), *model.buffers())}
+    memo |= {id(collection): stand_ins[path] for path, collection in found.items()}
+    try:
+        twin = copy.deepcopy(model, memo)
+    except Exception as fault:
+        raise UserError(f"{name} cannot be copied ({_reason(fault)})") from fault
+    features = [feature.name for feature in schema.sparse]
+    own = Called(twin, called.loss, called.labels, called.key, called.low_precision)
+    traced = _Traced(own, list(stand_ins.values()), features).eval()
+    try:
+        with torch.no_grad():
+            program, lookups = _exported(traced, len(schema.dense), features, lists)
+            if not lookups:
+                raise UserError("the model looks nothing up")
+            return DensePart(program, lookups, tables, counts_of(program, lookups))
+    except UserError as error:
+        raise UserError(f"{name} cannot be packaged: {error}") from error
+    except ReadsIds as read:
+        raise UserError(
+            f"{name} cannot be packaged: it reads the ids themselves (KeyedJaggedTensor.{read}), and a "
+            "package gives the model rows alone; hand the ids to TorchRec's collections only"
+        ) from read
+    except Exception as fault:
+        raise UserError(
+            f"{name} cannot be packaged: torch.export cannot trace it ({_reason(fault)})"
+        ) from fault
+
+
+def _reason(fault: BaseException) -> str:
+    """The first line that says something."""
+    lines = [line.strip() for line in str(fault).splitlines() if line.strip()]
+    return f"{type(fault).__name__}: {shown(lines[0] if lines else '', 200)}"
+
+
+def _exported(
+    traced: _Traced, width: int, features: Sequence[str], lists: Sequence[str] | None
+) -> tuple[ExportedProgram, tuple[Lookup, ...]]:
+    """The program and its lookups. A model that fails with any number of ids for a feature may need as many
+    for several of them, or one for each sample, which is tried next."""
+    dense, single = torch.zeros(_SAMPLES, width), torch.ones(_SAMPLES, dtype=torch.int64)
+    ones = dict.fromkeys(features, single)
+    several = features if lists is None else [name for name in features if name in lists]
+    differ, same = (
+        ones | {name: single + torch.tensor([1, 0, 3 + apart * i]) for i, name in enumerate(several)}
+        for apart in (1, 0)
+    )
+    first: Exception | None = None
+    for lengths in (differ, same, ones):
+        noting = Given(_SAMPLES, lengths)
+        try:
+            traced.run(dense, noting)
+            size = {0: Dim.AUTO}
+            with any_batch_size():
+                program = torch.export.export(
+                    traced,
+                    (dense, noting.inputs),
+                    dynamic_shapes=(size, [size for _ in noting.inputs]),
+                    strict=False,
+                )
+            return program, tuple(noting.lookups)
+        except (UserError, ReadsIds):
+            raise
+        except Exception as fault:
+            first = first or fault
+        if not any(lookup.pooling == ROW_FOR_EACH_ID for lookup in noting.lookups):
+            break
+    assert first is not None
+    raise first
 
 
 class _Traced(nn.Module):
@@ -92,147 +207,149 @@ class _Traced(nn.Module):
         return self.run(dense, Given(dense.shape[0], given=found))
 
 
-def export_dense(called: Called, schema: Schema, lists: Sequence[str] | None = None) -> DensePart:
-    """Export the dense part of ``called``, whose batches have the columns of ``schema``.
-
-    ``lists``: features that may have any number of ids; the others have one for each sample. None: not known.
-    The model itself is not changed, and its tables are not read. Raises ``UserError`` with the
-    reason if the model cannot be exported.
-    """
-    model = called.module
-    found = {name: m for name, m in model.named_modules() if isinstance(m, Collection)}
-    if not found:
-        raise UserError(
-            "the model has no EmbeddingBagCollection or EmbeddingCollection of TorchRec's, so there is "
-            "nothing to look up"
-        )
-    names = _table_names(found)
-    stand_ins = {path: stand_in(path, collection, names[path]) for path, collection in found.items()}
-    twin = Called(
-        _without(model, found, stand_ins), called.loss, called.labels, called.key, called.low_precision
-    )
-    features = [feature.name for feature in schema.sparse]
-    traced = _Traced(twin, list(stand_ins.values()), features).eval()
-    with torch.no_grad(), _told(model):
-        program, lookups = _exported(traced, len(schema.dense), features, lists)
-        if not lookups:
-            raise UserError("the model looks nothing up")
-        alike = counts_of(program, lookups)
-    tables = {
-        names[path][config.name]: ModelTable(path, config.name, config.embedding_dim, config.num_embeddings)
-        for path, collection in found.items()
-        for config in configs_of(collection)
-    }
-    return DensePart(program, lookups, tables, alike)
+class ReadsIds(AttributeError):
+    """The model does more with the ids than look them up."""
 
 
-def _exported(
-    traced: _Traced, width: int, features: Sequence[str], lists: Sequence[str] | None
-) -> tuple[ExportedProgram, tuple[Lookup, ...]]:
-    """The program and its lookups. A model that fails with any number of ids for a feature may need as many
-    for several of them, or one for each sample, which is tried next."""
-    fault: Exception | None = None
-    dense = torch.zeros(_SAMPLES, width)
-    for lengths in _numbers_of_ids(features, lists):
-        noting = Given(_SAMPLES, lengths)
-        try:
-            traced.run(dense, noting)
-            size = {0: Dim.AUTO}
-            with any_batch_size():
-                program = torch.export.export(
-                    traced,
-                    (dense, noting.inputs),
-                    dynamic_shapes=(size, [size for _ in noting.inputs]),
-                    strict=False,
-                )
-            return program, tuple(noting.lookups)
-        except (UserError, ReadsIds):
-            raise
-        except Exception as found:
-            fault = fault or found
-        if not any(lookup.sequence for lookup in noting.lookups):
-            break
-    assert fault is not None
-    raise fault
+class Features:
+    """Stands for the batch's ``KeyedJaggedTensor`` while a model is traced: the ids are not there, so it can
+    only be handed to a collection."""
+
+    def __init__(self, keys: list[str], samples: int) -> None:
+        self._keys, self._samples = keys, samples
+
+    def keys(self) -> list[str]:
+        return self._keys
+
+    def stride(self) -> int:
+        return self._samples
+
+    def __getattr__(self, name: str) -> Any:
+        raise AttributeError(name) if name.startswith("__") else ReadsIds(name)
+
+    def __getitem__(self, key: str) -> Any:
+        raise ReadsIds(f"[{key!r}]")
 
 
-def _numbers_of_ids(
-    features: Sequence[str], lists: Sequence[str] | None
-) -> Iterator[dict[str, torch.Tensor]]:
-    """How many ids each sample of the example has, by feature: numbers that differ, the same, one."""
-    single = torch.ones(_SAMPLES, dtype=torch.int64)
-    several = features if lists is None else [name for name in features if name in lists]
-    ones = dict.fromkeys(features, single)
-    for apart in (1, 0):
-        yield ones | {name: single + torch.tensor([1, 0, 3 + apart * i]) for i, name in enumerate(several)}
-    yield ones
+class Given:
+    """What the lookups of one forward pass find, in their order. Without ``given`` it notes which lookups
+    are made, and what they would be given for ``lengths`` ids of each sample, by feature: zeros."""
+
+    def __init__(
+        self,
+        samples: int,
+        lengths: Mapping[str, torch.Tensor] | None = None,
+        given: Sequence[torch.Tensor] | None = None,
+    ) -> None:
+        self.samples = samples
+        self.lookups: list[Lookup] = []
+        self.inputs: list[torch.Tensor] = []
+        """A lookup that pools its rows adds float32 [B, W]; one that does not adds its rows float32 [N, D]
+        and then how many each sample has, int64 [B]."""
+        self._lengths, self._given = lengths or {}, given
+
+    def pooled(self, lookup: Lookup, width: int) -> torch.Tensor:
+        """float32 [B, width]."""
+        self.lookups.append(lookup)
+        return self._next(lambda: torch.zeros(self.samples, width))
+
+    def sequence(self, lookup: Lookup, width: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Rows float32 [N, width], and how many of them each sample has, int64 [B]."""
+        self.lookups.append(lookup)
+        ((feature, _),) = lookup.parts
+        rows = self._next(lambda: torch.zeros(int(self._lengths[feature].sum()), width))
+        return rows, self._next(lambda: self._lengths[feature].clone())
+
+    def _next(self, zeros: Callable[[], torch.Tensor]) -> torch.Tensor:
+        found = zeros() if self._given is None else self._given[len(self.inputs)]
+        self.inputs.append(found)
+        return found
 
 
-def _table_names(found: Mapping[str, Collection]) -> dict[str, dict[str, str]]:
-    """Each collection's tables under names that are unique in the model: with the collection's path where
-    another one has a table of that name."""
-    every = [config.name for collection in found.values() for config in configs_of(collection)]
-    return {
-        path: {
-            config.name: config.name if every.count(config.name) == 1 else f"{path}.{config.name}"
+class StandIn(nn.Module):
+    """Takes the place of the ``collection`` at ``path``. ``names``: the package's names of its tables."""
+
+    given: Given
+
+    def __init__(self, path: str, collection: Collection, names: Mapping[str, str]) -> None:
+        super().__init__()
+        self.path = path
+        configs = configs_of(collection)
+        self.keys = [name for own in get_embedding_names_by_table(configs) for name in own]
+        self.dims = [config.embedding_dim for config in configs for _ in config.feature_names]
+        self.parts = [(name, names[config.name]) for config in configs for name in config.feature_names]
+
+    def require(self, features: Features) -> None:
+        """``UserError`` unless ``features`` are the batch's and have those that are looked up."""
+        if not isinstance(features, Features):
+            raise UserError(
+                f"the collection '{self.path}' looks up ids that the model computes; a package looks up "
+                "those of the batch alone"
+            )
+        present = features.keys()
+        absent = next((name for name, _ in self.parts if name not in present), None)
+        if absent is not None:
+            raise UserError(f"the collection '{self.path}' looks up '{shown(absent)}', which the data lack")
+
+
+class PooledStandIn(StandIn):
+    """Takes the place of an ``EmbeddingBagCollection``: its pooled rows are inputs of what is traced."""
+
+    def __init__(self, path: str, collection: EmbeddingBagCollection, names: Mapping[str, str]) -> None:
+        super().__init__(path, collection, names)
+        if collection.is_weighted():
+            raise UserError(f"the collection '{path}' takes a weight for each id, which no package can")
+        self.poolings = [
+            "mean" if config.pooling is PoolingType.MEAN else "sum"
             for config in configs_of(collection)
-        }
-        for path, collection in found.items()
-    }
+            for _ in config.feature_names
+        ]
+
+    def forward(self, features: Features) -> KeyedTensor:
+        """Rows for all keys, from one lookup for each kind of pooling."""
+        self.require(features)
+        columns: dict[int, torch.Tensor] = {}
+        for pooling in dict.fromkeys(self.poolings):
+            own = [i for i, found in enumerate(self.poolings) if found == pooling]
+            lookup = Lookup(pooling, tuple(self.parts[i] for i in own))
+            rows = self.given.pooled(lookup, sum(self.dims[i] for i in own))
+            columns |= dict(zip(own, torch.split(rows, [self.dims[i] for i in own], dim=1), strict=True))
+        if len(set(self.poolings)) == 1:
+            values = rows
+        else:
+            values = torch.cat([columns[i] for i in range(len(self.dims))], dim=1)
+        return KeyedTensor(keys=self.keys, length_per_key=self.dims, values=values)
 
 
-def _without(model: nn.Module, found: Mapping[str, Collection], instead: Mapping[str, StandIn]) -> nn.Module:
-    """A copy of ``model`` with other collections; parameters are shared, not copied."""
-    if "" in found:
-        raise UserError("the model is a collection itself; a package needs a model that makes scores of rows")
-    memo: dict[int, Any] = {id(t): t for t in (*model.parameters(), *model.buffers())}
-    memo |= {id(collection): instead[path] for path, collection in found.items()}
-    try:
-        return copy.deepcopy(model, memo)
-    except Exception as fault:
-        raise UserError(f"{type(model).__name__} cannot be copied ({_reason(fault)})") from fault
+class SequenceStandIn(StandIn):
+    """Takes the place of an ``EmbeddingCollection``: rows and the number of ids of each sample are inputs."""
+
+    def __init__(self, path: str, collection: EmbeddingCollection, names: Mapping[str, str]) -> None:
+        super().__init__(path, collection, names)
+        if collection.need_indices():
+            raise UserError(
+                f"the collection '{path}' gives ids beside rows (need_indices), which no package can"
+            )
+
+    def forward(self, features: Features) -> dict[str, JaggedTensor]:
+        """Rows of each key, from one lookup for each."""
+        self.require(features)
+        found = {}
+        for key, dim, part in zip(self.keys, self.dims, self.parts, strict=True):
+            rows, lengths = self.given.sequence(Lookup(ROW_FOR_EACH_ID, (part,)), dim)
+            found[key] = JaggedTensor(values=rows, lengths=lengths)
+        return found
 
 
-@contextmanager
-def _told(model: nn.Module) -> Iterator[None]:
-    """Turns what tracing raises into one line."""
-    name = type(model).__name__
-    try:
-        yield
-    except UserError as error:
-        raise UserError(f"{name} cannot be packaged: {error}") from error
-    except ReadsIds as read:
-        raise UserError(
-            f"{name} cannot be packaged: it reads the ids themselves (KeyedJaggedTensor.{read}), and a "
-            "package gives the model rows alone; hand the ids to TorchRec's collections only"
-        ) from read
-    except Exception as fault:
-        raise UserError(
-            f"{name} cannot be packaged: torch.export cannot trace it ({_reason(fault)})"
-        ) from fault
-
-
-def _reason(fault: BaseException) -> str:
-    """The first line that says something."""
-    lines = [line.strip() for line in str(fault).splitlines() if line.strip()]
-    return f"{type(fault).__name__}: {shown(lines[0] if lines else '', 200)}"
+def constants_of(program: ExportedProgram) -> dict[str, torch.Tensor]:
+    """Parameters and buffers of a program by name, contiguous and detached."""
+    found = {**program.state_dict, **program.constants}
+    return {k: v.detach().contiguous() for k, v in found.items() if isinstance(v, torch.Tensor)}
 
 
 _Member: TypeAlias = tuple[str, str]
 """``feature`` or ``size``, and its name."""
-
-
 _OF_SAMPLES = ("samples", "")
-
-
-@dataclass(frozen=True)
-class Alike:
-    """Features whose numbers of ids depend on each other."""
-
-    single: tuple[str, ...] = ()
-    """Which have exactly one id for each sample."""
-    aligned: tuple[tuple[str, ...], ...] = ()
-    """Groups of features; those of a group have as many ids as each other for each sample."""
 
 
 def counts_of(program: ExportedProgram, lookups: Sequence[Lookup]) -> Alike:
@@ -245,7 +362,7 @@ def counts_of(program: ExportedProgram, lookups: Sequence[Lookup]) -> Alike:
     inputs = iter(sizes[1:])
     for lookup in lookups:
         size = next(inputs)
-        if lookup.sequence:
+        if lookup.pooling == ROW_FOR_EACH_ID:
             ((feature, _),) = lookup.parts
             every.append({("feature", feature), _free(program, size, f"rows of '{shown(feature)}'")})
             every.append({_OF_SAMPLES, _free(program, next(inputs), "samples")})

@@ -1,9 +1,10 @@
-"""Figures of quality with 95% intervals, from all predictions and labels of an evaluation."""
+"""Figures of quality with 95% intervals, from all predictions and labels of an evaluation, and how the scores
+and ids of two sets of samples differ: histograms, population stability, saturation."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from functools import lru_cache
 from typing import Any
@@ -22,6 +23,13 @@ CHUNK = 1 << 20
 """Rows of which sums are taken at a time."""
 _Z95 = 1.959964
 CALIBRATION = "calibration"
+BINS = 20
+"""Bins of a reference histogram, with about equally many samples each."""
+SATURATED = 1e-4
+"""A probability nearer than this to 0 or 1 is saturated."""
+_SATURATED_LOGIT = float(np.log((1 - SATURATED) / SATURATED))
+_SMALLEST = 0.5
+"""Added to every bin's count, so that an empty bin gives a finite figure."""
 
 
 @dataclass(frozen=True)
@@ -61,22 +69,22 @@ def judge(kind: Kind, labels: torch.Tensor, predictions: torch.Tensor, quick: bo
     If ``quick``, they are by the jackknife over the same groups (Efron and Stein, Annals of Statistics 1981).
     """
     clicks = kind == "clicks" and bool(((labels == 0) | (labels == 1)).all())
-    found = {
-        name: value for name, value in asdict(judged(kind, labels, predictions)).items() if name != "loss"
-    }
+    found = asdict(judged(kind, labels, predictions))
     sums = _group_sums(kind, labels, predictions)
-    wanted = ("auc", "logloss", "ne") if clicks else tuple(n for n, v in found.items() if not math.isnan(v))
+    if len(sums) == 1:
+        others = sums[:0]
+    else:
+        others = sums.sum(axis=0) - sums if quick else _draws(len(sums), REPLICATES) @ sums
+    wanted = [name for name, value in found.items() if name != "loss" and not math.isnan(value)]
     figures: dict[str, Interval] = {}
-    interval = _jackknifed if quick else _bootstrapped
-    others = _left_out(sums) if quick else _resampled(sums)
-    for name in wanted:
+    for name in ("auc", "logloss", "ne") if clicks else wanted:
         if name == "auc":
             figures[name] = _delong(found[name], labels, predictions)
         else:
-            figures[name] = interval(found[name], others, _OF_SUMS.get(name))
-    total = sums.sum(axis=0, keepdims=True)
+            figures[name] = _interval(found[name], others, _OF_SUMS.get(name), quick)
     if clicks or kind != "clicks":
-        figures[CALIBRATION] = interval(float(_calibration(total)[0]), others, _calibration)
+        total = float(_calibration(sums.sum(axis=0, keepdims=True))[0])
+        figures[CALIBRATION] = _interval(total, others, _calibration, quick)
     positives = int((labels == 1).sum()) if clicks else None
     return Judged(labels.numel(), positives, figures)
 
@@ -94,9 +102,8 @@ def _group_sums(kind: Kind, labels: torch.Tensor, predictions: torch.Tensor) -> 
         loss = torch.nn.functional.binary_cross_entropy_with_logits(raw, label, reduction="none")
         apart = value - label
         which = (np.arange(low, low + len(label))) % groups
-        for column, part in enumerate(
-            (torch.ones_like(label), label, value, loss, apart.square(), apart.abs())
-        ):
+        parts = (torch.ones_like(label), label, value, loss, apart.square(), apart.abs())
+        for column, part in enumerate(parts):
             sums[:, column] += np.bincount(which, weights=part.numpy(), minlength=groups)
     return sums
 
@@ -122,46 +129,30 @@ _OF_SUMS: dict[str, Callable[[Float64], Float64]] = {
 }
 
 
-def _resampled(sums: Float64) -> Float64:
-    """The sums of ``REPLICATES`` samples of the groups, with replacement; none of a single group."""
-    return _draws(len(sums), REPLICATES) @ sums if len(sums) > 1 else sums[:0]
-
-
 @lru_cache(maxsize=1)
 def _draws(groups: int, replicates: int) -> Float64:
-    """How often each of ``groups`` is in each sample: float64 [replicates, groups]. They are the same for the
-    slices of an evaluation."""
+    """How often each of ``groups`` is in each of so many samples with replacement: float64
+    [replicates, groups]. They are the same for the slices of an evaluation."""
     drawn = np.random.default_rng(0).multinomial(groups, np.full(groups, 1 / groups), replicates)
     return drawn.astype(np.float64)
 
 
-def _bootstrapped(value: float, resampled: Float64, figure: Callable[[Float64], Float64] | None) -> Interval:
-    """``value`` with the percentiles of ``figure`` over ``resampled`` groups."""
+def _interval(
+    value: float, others: Float64, figure: Callable[[Float64], Float64] | None, quick: bool
+) -> Interval:
+    """``value`` with the percentiles of ``figure`` over ``others``, resampled groups, or, if ``quick``, with
+    twice its spread as each of the groups is left out."""
     if figure is None or math.isnan(value):
         return Interval(value)
-    found = figure(resampled)
+    found = figure(others)
     found = found[np.isfinite(found)]
-    if not len(found):
+    if len(found) < (2 if quick else 1):
         return Interval(value)
+    if quick:
+        spread = _Z95 * math.sqrt((len(found) - 1) * float(found.var()))
+        return Interval(value, value - spread, value + spread)
     low, high = np.percentile(found, [2.5, 97.5])
     return Interval(value, float(low), float(high))
-
-
-def _left_out(sums: Float64) -> Float64:
-    """The sums without each of the groups; none of a single group."""
-    return sums.sum(axis=0) - sums if len(sums) > 1 else sums[:0]
-
-
-def _jackknifed(value: float, left: Float64, figure: Callable[[Float64], Float64] | None) -> Interval:
-    """``value`` and twice the spread of ``figure`` as each of the groups is ``left`` out."""
-    if figure is None or math.isnan(value):
-        return Interval(value)
-    found = figure(left)
-    found = found[np.isfinite(found)]
-    if len(found) < 2:
-        return Interval(value)
-    spread = _Z95 * math.sqrt((len(found) - 1) * float(found.var()))
-    return Interval(value, value - spread, value + spread)
 
 
 def _delong(value: float, labels: torch.Tensor, scores: torch.Tensor) -> Interval:
@@ -180,3 +171,59 @@ def _delong(value: float, labels: torch.Tensor, scores: torch.Tensor) -> Interva
         return Interval(value)
     spread = _Z95 * math.sqrt(sum(float(share.var()) / len(share) for share in shares))
     return Interval(value, max(0.0, value - spread), min(1.0, value + spread))
+
+
+def predictions(kind: Kind, scores: NDArray[np.float32]) -> Float64:
+    """What raw ``scores`` mean: the probability of logits, the rate of its logarithm, or the value itself."""
+    raw = scores.astype(np.float64)
+    with np.errstate(over="ignore"):
+        if kind == "clicks":
+            return 1 / (1 + np.exp(-raw))
+        return np.exp(raw) if kind == "counts" else raw
+
+
+def edges(scores: NDArray[np.float32]) -> list[float]:
+    """The inner edges of ``BINS`` bins with about equally many of the finite ``scores`` [N] each; fewer where
+    scores are equal."""
+    finite = scores[np.isfinite(scores)]
+    if not len(finite):
+        return []
+    inner = np.quantile(finite, np.arange(1, BINS) / BINS, method="higher")
+    return [float(edge) for edge in np.unique(inner)]
+
+
+def histogram(scores: NDArray[np.float32], inner: Sequence[float]) -> NDArray[np.int64]:
+    """How many ``scores`` [N] are in each of the ``len(inner) + 1`` bins; scores that are no number are left
+    out."""
+    there = scores[~np.isnan(scores)]
+    bins = np.searchsorted(np.asarray(inner, np.float32), there, side="right")
+    return np.bincount(bins, minlength=len(inner) + 1)
+
+
+def stability(counts: Sequence[float] | NDArray[np.int64], reference: Sequence[float]) -> float:
+    """The population stability index of two histograms over the same bins: the sum over bins of
+    (p - q) * log(p / q), for shares p and q. 0 if they are alike; NaN without samples.
+
+    Two samples of N and M of one distribution give about (bins - 1) * (1 / N + 1 / M).
+    """
+    found, known = np.asarray(counts, np.float64), np.asarray(reference, np.float64)
+    if not found.sum() or not known.sum():
+        return float("nan")
+    p, q = ((part + _SMALLEST) / (part.sum() + _SMALLEST * len(part)) for part in (found, known))
+    return float(((p - q) * np.log(p / q)).sum())
+
+
+def saturated(scores: NDArray[np.float32]) -> int:
+    """How many of the logits ``scores`` give a probability within ``SATURATED`` of 0 or 1."""
+    return int((np.abs(scores) > _SATURATED_LOGIT).sum())
+
+
+def first_rows(ids: NDArray[np.int64], weights: NDArray[np.int64] | int, each: NDArray[np.int64]) -> Float64:
+    """For each feature, how many of its ids are 0, the row of missing values; float64 [F].
+
+    ``ids``: by feature, ``each`` [F] of them; ``weights``: how many times each id counts.
+    """
+    running = np.concatenate([[0], np.cumsum((ids == 0) * weights)])
+    ends = np.cumsum(each)
+    found: Float64 = (running[ends] - running[ends - each]).astype(np.float64)
+    return found

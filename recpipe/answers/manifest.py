@@ -1,4 +1,9 @@
-"""A package's manifest.json and the digests of its files."""
+"""A package's manifest.json, the digests of its files, and its signature: ``recpipe package ... sign=KEY``,
+``recpipe serve ... trust=PUBKEY``.
+
+The signature is of manifest.json, which has the digest of every file. Keys are PEM files of Ed25519, as
+``openssl genpkey -algorithm ed25519`` writes them.
+"""
 
 from __future__ import annotations
 
@@ -7,8 +12,9 @@ import json
 import platform
 from collections.abc import Mapping
 from importlib.metadata import version
+from importlib.util import find_spec
 from pathlib import Path
-from typing import Annotated, Any, Literal, NotRequired
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NotRequired, TypeAlias
 
 import torch
 from annotated_types import Interval
@@ -16,14 +22,19 @@ from pydantic import with_config
 from typing_extensions import TypedDict
 
 from recpipe.answers.score import DIGEST, MANIFEST, SCHEMA, SIGNATURE, TYPES, PackageError, sealed
-from recpipe.answers.signature import PrivateKey, require_signed, signed
 from recpipe.common.files import sync
 from recpipe.common.validation import STRICT, Count, Positive, fitted, one_of
 from recpipe.common.versions import FBGEMM, installed_version
 from recpipe.errors import UserError, shown
 from recpipe.model.metrics import Kind
 
+if TYPE_CHECKING:
+    from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+
 FORMAT = "recpipe package"
+PrivateKey: TypeAlias = "Ed25519PrivateKey"
+LARGEST_KEY = 1 << 16
+"""Bytes of a key's file that are read."""
 
 
 def read_manifest(directory: Path, trust: Path | None = None) -> dict[str, Any]:
@@ -44,16 +55,11 @@ def read_manifest(directory: Path, trust: Path | None = None) -> dict[str, Any]:
     content: Content = fitted(Content, manifest, str(file))
     features = [feature["name"] for feature in content["sparse"]]
     outputs = [output["name"] for output in content["outputs"]]
-    reference = content.get("reference")
+    tables, reference = content["tables"], content.get("reference")
     unknown = [
         *(name for name in (*features, *outputs) if (features + outputs).count(name) > 1),
         *(name for lookup in content["lookups"] for name, _ in lookup["parts"] if name not in features),
-        *(
-            name
-            for lookup in content["lookups"]
-            for _, name in lookup["parts"]
-            if name not in content["tables"]
-        ),
+        *(name for lookup in content["lookups"] for _, name in lookup["parts"] if name not in tables),
         *(name for name in outputs if reference and name not in reference["tasks"]),
         *(name for name in features if reference and name not in reference["features"]),
     ]
@@ -88,18 +94,19 @@ def write_manifest(
     for name in (MANIFEST, DIGEST, SIGNATURE):
         (directory / name).unlink(missing_ok=True)
     files = sorted(file for file in directory.rglob("*") if file.is_file())
-    digests = {str(file.relative_to(directory)): sha256(file) for file in files}
+    digests = {}
+    for file in files:
+        with file.open("rb") as stream:
+            digests[str(file.relative_to(directory))] = hashlib.file_digest(stream, "sha256").hexdigest()
     manifest = {"format": FORMAT, "schema": SCHEMA, **content, "files": digests}
     text = json.dumps(manifest, indent=1, ensure_ascii=False, allow_nan=False).encode()
     (directory / MANIFEST).write_bytes(text)
     # As sha256sum writes and checks it.
     (directory / DIGEST).write_text(f"{hashlib.sha256(text).hexdigest()}  {MANIFEST}\n")
     if key is not None:
-        (directory / SIGNATURE).write_bytes(signed(key, text))
-    for file in [
-        *files,
-        *(directory / name for name in (MANIFEST, DIGEST, SIGNATURE) if key or name != SIGNATURE),
-    ]:
+        (directory / SIGNATURE).write_bytes(key.sign(text))
+        files.append(directory / SIGNATURE)
+    for file in (*files, directory / MANIFEST, directory / DIGEST):
         file.chmod(0o644)  # the server may be another user
         sync(file)
     for folder in {file.parent for file in files} | {directory}:
@@ -107,15 +114,64 @@ def write_manifest(
     return manifest
 
 
-def sha256(file: Path) -> str:
-    """The file's digest in hexadecimal digits."""
-    with file.open("rb") as stream:
-        return hashlib.file_digest(stream, "sha256").hexdigest()
-
-
 def is_package(directory: Path) -> bool:
     """Whether ``directory`` looks like a package, whole or not."""
     return (directory / MANIFEST).is_file() and (directory / DIGEST).is_file()
+
+
+def private_key(file: Path) -> PrivateKey:
+    """The key that ``sign=`` names; ``UserError`` if it is none."""
+    key: PrivateKey = _loaded_key("sign", file)
+    return key
+
+
+def require_signed(directory: Path, trust: Path) -> None:
+    """``UserError`` unless the manifest of the package ``directory`` is signed by the owner of the public key
+    in the file ``trust``."""
+    key, file = _loaded_key("trust", trust), directory / SIGNATURE
+    if file.is_symlink() or not file.is_file():
+        raise UserError(f"{file} is missing, and trust={trust} asks for a signature: package with sign=KEY")
+    from cryptography.exceptions import InvalidSignature
+
+    try:
+        key.verify(file.read_bytes()[:LARGEST_KEY], (directory / MANIFEST).read_bytes())
+    except InvalidSignature:
+        raise UserError(
+            f"{file} is no signature of {MANIFEST} by the key that belongs to trust={trust}: the package is "
+            "somebody else's, or was altered"
+        ) from None
+
+
+def _loaded_key(word: str, file: Path) -> Any:
+    """The private key that ``sign=`` names, or the public one of ``trust=``; ``UserError`` if it is none."""
+    if find_spec("cryptography") is None:
+        raise UserError(f"{word}= needs cryptography, not installed here: pip install 'recpipe[sign]'")
+    from cryptography.exceptions import UnsupportedAlgorithm
+    from cryptography.hazmat.primitives import serialization
+    from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
+
+    try:
+        with file.expanduser().open("rb") as stream:
+            pem = stream.read(LARGEST_KEY)
+    except OSError as fault:
+        raise UserError(f"{word}={file}: cannot be read ({fault.strerror})") from fault
+    private = word == "sign"
+    key: object = None
+    cause: Exception | None = None
+    try:
+        if private:
+            key = serialization.load_pem_private_key(pem, None)
+        else:
+            key = serialization.load_pem_public_key(pem)
+    except (ValueError, TypeError, UnsupportedAlgorithm) as fault:
+        cause = fault
+    if not isinstance(key, Ed25519PrivateKey if private else Ed25519PublicKey):
+        kind, how = ("private", "without a password") if private else ("public", "of 'openssl pkey -pubout'")
+        raise UserError(
+            f"{word}={file}: no {kind} Ed25519 key in PEM format, {how}; make one with 'openssl genpkey "
+            "-algorithm ed25519'"
+        ) from cause
+    return key
 
 
 Tolerance = Annotated[float, Interval(ge=0)]

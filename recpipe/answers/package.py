@@ -33,10 +33,8 @@ from typing import Any
 from torch import nn
 
 from recpipe.answers import score
-from recpipe.answers.manifest import is_package, write_manifest
-from recpipe.answers.onednn import with_onednn
+from recpipe.answers.manifest import PrivateKey, is_package, private_key, write_manifest
 from recpipe.answers.parts import GOLDEN, Parts, of_checkpoint, of_package
-from recpipe.answers.popularity import wanted
 from recpipe.answers.programs import (
     DENSE,
     VNNI,
@@ -48,11 +46,8 @@ from recpipe.answers.programs import (
     needs_vnni,
     save_constants,
     usable,
-    use,
+    with_onednn,
 )
-from recpipe.answers.reference import wanted_samples
-from recpipe.answers.signature import PrivateKey, private_key
-from recpipe.answers.words import asked_samples
 from recpipe.common.console import alone, capture_logs
 from recpipe.common.files import sync, unwritable
 from recpipe.common.owned import require_absent, written_alone
@@ -64,7 +59,8 @@ from recpipe.private_api.compiled import compiler
 from recpipe.tasks.process import prepare_process
 
 log = logging.getLogger("recpipe")
-SCORE = "score.py"
+MOST_SAMPLES = 200_000
+"""Held-out samples that are scored for the reference figures unless the user says how many."""
 WORDS = ("instruction_set", "dense", "reference", "popularity", "sign", "overwrite")
 
 
@@ -98,11 +94,33 @@ class Options:
         if dense not in DENSE:
             raise UserError(f"dense={shown(dense)}: choose one of {', '.join(DENSE)}")
         key = None if sign is None else private_key(Path(sign))
-        replaces = asked_samples(overwrite)
+        replaces, held_out, counted = map(_asked, (overwrite, reference, popularity))
         if not isinstance(replaces, bool):
             raise UserError(f"overwrite={shown(overwrite)}: say true or false")
-        samples, counted = wanted_samples(reference), wanted(popularity)
-        return cls(chosen_set(instruction_set), dense, samples, counted, key, replaces)
+        if held_out is None:
+            raise UserError(
+                f"reference={shown(reference)}: say true, false, or how many held-out samples to score"
+            )
+        if not counted and counted is not False:
+            raise UserError(
+                f"popularity={shown(popularity)}: give true, or how many training samples to read"
+            )
+        return cls(
+            chosen_set(instruction_set),
+            dense,
+            MOST_SAMPLES if held_out is True else int(held_out),
+            {True: 0, False: None}[counted] if isinstance(counted, bool) else counted,
+            key,
+            replaces,
+        )
+
+
+def _asked(word: str | bool | int) -> bool | int | None:
+    """What ``word`` says: true, false, or a number of samples, of at most 15 digits; None: none of these."""
+    text = str(word)
+    if text.lower() in ("true", "false"):
+        return text.lower() == "true"
+    return int(text) if text.isascii() and text.isdecimal() and len(text) < 16 else None
 
 
 def package_command(words: Sequence[str]) -> int:
@@ -121,18 +139,13 @@ def package_command(words: Sequence[str]) -> int:
 def package_for(
     checkpoint: Path, directory: Path, model: nn.Module | None, options: Options, screen: bool
 ) -> Path:
-    """``package``, which says on the terminal what it does if ``screen``."""
-    with alone(), quieted(), capture_logs(None, screen=screen):
-        return package(checkpoint, directory, model, options)
-
-
-def package(checkpoint: Path, directory: Path, model: nn.Module | None, options: Options) -> Path:
     """Write the package ``directory`` of ``checkpoint``, or of the newest one in that folder; returns it.
 
     ``checkpoint`` may be a package too, whose dense part is then compiled anew. ``model``: the module, if
-    training was given one in Python. A package in ``directory`` is replaced if ``options`` say so.
-    ``UserError`` if they do not, if another process writes there, if there is no C++ compiler, if the model
-    cannot be packaged, and if the package does not score as the model does.
+    training was given one in Python. A package in ``directory`` is replaced if ``options`` say so. What it
+    does is said on the terminal if ``screen``. ``UserError`` if there is a package already, if another
+    process writes there, if there is no C++ compiler, if the model cannot be packaged, and if the package
+    does not score as the model does.
     """
     if compiler() is None:
         raise UserError(
@@ -148,14 +161,13 @@ def package(checkpoint: Path, directory: Path, model: nn.Module | None, options:
     require_absent("", directory, replaces)
     if options.popularity is not None and is_package(checkpoint):
         raise UserError(f"{checkpoint} is a package, without training data: leave out popularity=")
-    with written_alone("", directory, replaces, ("package", str(checkpoint))):
-        parts = of_package(checkpoint) if is_package(checkpoint) else of_checkpoint(checkpoint, model)
-        with _beside(directory) as partial:
-            difference = _write(partial, parts, options)
-    size = sum(file.stat().st_size for file in directory.rglob("*") if file.is_file())
-    log.info(
-        "wrote %s: %s, golden scores within %.1e of the model's", directory, readable_bytes(size), difference
-    )
+    with alone(), quieted(), capture_logs(None, screen=screen):
+        with written_alone("", directory, replaces, ("package", str(checkpoint))):
+            parts = of_package(checkpoint) if is_package(checkpoint) else of_checkpoint(checkpoint, model)
+            with _beside(directory) as partial:
+                difference = _write(partial, parts, options)
+        size = readable_bytes(sum(file.stat().st_size for file in directory.rglob("*") if file.is_file()))
+        log.info("wrote %s: %s, golden scores within %.1e of the model's", directory, size, difference)
     return directory
 
 
@@ -170,7 +182,7 @@ def _write(folder: Path, parts: Parts, options: Options) -> float:
     parts.write_tables(folder)
     if options.popularity is not None:
         parts.content["popularity"] = parts.popularity(folder, options.popularity)
-    shutil.copyfile(Path(score.__file__), folder / SCORE)
+    shutil.copyfile(Path(score.__file__), folder / "score.py")
     for program in parts.programs:
         program.save(folder)
     log.info("compiling for %s, which takes some seconds", chosen.name)
@@ -211,7 +223,11 @@ def _write(folder: Path, parts: Parts, options: Options) -> float:
             (folder / name).unlink()
     kept = {about["golden"] for about in (*content["programs"], *content["golden"]["programs"])}
     save_tensors(folder / GOLDEN, {name: golden[name] for name in (*parts.golden, *sorted(kept))})
-    use(scorer, content["programs"])
+    # The scorer goes on as one of the package with these programs does.
+    made = {own.about["file"]: own for own in scorer.programs}
+    scorer.programs = [made[about["file"]] for about in content["programs"]]
+    for own, about in zip(scorer.programs, content["programs"], strict=True):
+        own.about, own.first = about, about["from"]
     if not options.reference:
         content.pop("reference", None)
     elif (figures := parts.reference(scorer, options.reference)) is not None:

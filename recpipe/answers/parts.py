@@ -1,34 +1,35 @@
 """What a package is written from: a checkpoint, or another package.
 
-Its golden batch are made-up inputs whose scores show whether a machine computes as it should.
+Its golden batch are made-up inputs whose scores show whether a machine computes as it should. Its manifest
+says how raw values become a model's inputs, so that a server in another language does the same: the functions
+that training uses are in ``recpipe.data.sources``; here they are put into words and figures.
 """
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
+import numpy as np
 import torch
 from torch import nn
-from torch.export import ExportedProgram
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from recpipe.answers import score
-from recpipe.answers.export import Alike, DensePart, export_dense
-from recpipe.answers.inputs import dense_rule, id_hash, id_rule
+from recpipe.answers.export import ROW_FOR_EACH_ID, Alike, DensePart, export_dense
 from recpipe.answers.manifest import read_manifest, versions
-from recpipe.answers.open import open_trained
-from recpipe.answers.popularity import write_popularity
 from recpipe.answers.programs import Program
-from recpipe.answers.reference import figures_of
+from recpipe.answers.reference import FILE, figures_of, lookups_in, write_lookups
 from recpipe.answers.stored import StoredModel
-from recpipe.answers.trained import Trained, scored
-from recpipe.data.schema import Schema
+from recpipe.answers.trained import Trained, open_trained, scored
+from recpipe.data.schema import Preparation, Schema
+from recpipe.data.sources.transforms import hash_rows
 from recpipe.errors import UserError
 from recpipe.model.call import Called
 from recpipe.plugin.batch import Batch
@@ -39,20 +40,44 @@ _MADE_ANEW = ("compiled", "programs", "measured", "golden", "files", "format", "
 GOLDEN = "golden.safetensors"
 INPUTS = ("dense", "ids", "lengths")
 """What there is beside scores."""
-
-
 SAMPLES = 64
 _ONE_HOT = 48
 """So many samples have one id for each feature; the others have 0 to 3."""
-
-
 TOLERANCE = {"float32": 1e-4, "tf32": 1e-4, "bfloat16": 5e-2}
 """Largest difference of a score on another machine, by ``model.precision``: relative to the largest score if
 that is above 1. A package is scored on CPUs, where tf32 is float32."""
-
-
 LOW_PRECISION = "bfloat16"
 """The key for layers in low precision: an input that is rounded to another code is a step of 8 bits away."""
+HASH_VECTORS = (0, 1, 2, 0x68FD1E64, 0xFFFFFFFF, 2**63, 2**64 - 1)
+"""Keys of which the manifest gives the rows; the fourth is a value of Criteo's, read as hexadecimal."""
+_HASH_ROWS = (2, 1000, 2**31 - 1)
+ID_HASH = {
+    "name": "splitmix64, the finalizer",
+    "row": "1 + mix64(key) % (rows - 1)",
+    "mix64": [
+        "x = key ^ (key >> 30)",
+        "x = x * 0xBF58476D1CE4E5B9",
+        "x = x ^ (x >> 27)",
+        "x = x * 0x94D049BB133111EB",
+        "x = x ^ (x >> 31)",
+    ],
+    "arithmetic": "unsigned 64-bit integers, products modulo 2**64, % of unsigned integers",
+    "missing": 0,
+}
+"""The hash of ids into rows, as ``recpipe.data.sources.transforms`` computes it."""
+KEYS = {
+    "hexadecimal": "up to 16 hexadecimal digits, upper or lower case, read as an unsigned number",
+    "integer": "a signed 64-bit integer, reinterpreted as unsigned",
+    "text": "the first 8 bytes of BLAKE2b with digest_size=8 of the UTF-8 bytes, as a little-endian number",
+}
+"""How a raw value becomes the 64-bit key that is hashed."""
+_TEXTS = ("", "a", "München")
+SIGNED_LOG = {
+    "name": "signed_log",
+    "formula": "sign(x) * log(1 + |x|), computed in float64 and rounded to float32",
+    "missing": 0.0,
+}
+UNCHANGED = {"name": "unchanged", "formula": "x, rounded to float32", "missing": 0.0}
 
 
 @dataclass(frozen=True)
@@ -77,14 +102,15 @@ def of_checkpoint(checkpoint: Path, model: nn.Module | None) -> Parts:
     trained = open_trained(checkpoint, model=model)
     schema, source = trained.schema, trained.stored()
     called = source.called
-    module = called.module
-    log.info("exporting %s", type(module).__name__)
-    lists = None if trained.preparation is None else trained.preparation.lists
+    log.info("exporting %s", type(called.module).__name__)
+    preparation = trained.trained_on.preparation
+    lists = None if preparation is None else preparation.lists
     with source.in_float32():
         dense = export_dense(called, schema, lists)
     low = export_dense(called, schema, lists).program if source.layers else None
     # From here on the model has the golden batch's rows, and no others.
-    source.hold(golden_ids(schema, golden_inputs(schema, dense.alike)))
+    golden = as_batch(schema, golden_inputs(schema, dense.alike)).sparse.to_dict()
+    source.hold({name: own.values() for name, own in golden.items()})
     with source.in_float32():
         inputs, scores = made_up(called, schema, dense.alike)
     bound = tolerance(scores, trained.cfg.model.precision)
@@ -93,26 +119,27 @@ def of_checkpoint(checkpoint: Path, model: nn.Module | None) -> Parts:
         (found,) = scored(called, [as_batch(schema, inputs)], labelled=False)
         bound = tolerance(found.scores, LOW_PRECISION)
         programs.append(Program(low, found.scores, bound, low=True))
-    tables = {name: source.tables[table.collection, table.own] for name, table in dense.tables.items()}
-    pairs = [pair for lookup in dense.lookups for pair in lookup.parts]
-    ids = {name: table.ids for name, table in dense.tables.items()}
+    content = _content(trained, source, dense)
 
     def write_tables(folder: Path) -> None:
-        for name, table in tables.items():
-            table.write(folder / _file(name))
+        for name, table in dense.tables.items():
+            source.tables[table.collection, table.own].write(folder / content["tables"][name]["file"])
+
+    def popularity(folder: Path, samples: int) -> dict[str, Any]:
+        pairs = [pair for lookup in dense.lookups for pair in lookup.parts]
+        ids = {name: table.ids for name, table in dense.tables.items()}
+        lookups, read = lookups_in(trained, ids, pairs, samples)
+        write_lookups(folder / FILE, lookups)
+        return {"file": FILE, "samples": read}
 
     return Parts(
         programs,
-        _content(trained, source, dense, {name: table.kind for name, table in tables.items()}),
+        content,
         write_tables,
         inputs,
         lambda scorer, samples: figures_of(trained, called.tasks, scorer, samples),
-        lambda folder, samples: write_popularity(trained, ids, pairs, folder, samples),
+        popularity,
     )
-
-
-def _file(table: str) -> str:
-    return f"tables/{quote(table, safe='')}.safetensors"
 
 
 def made_up(
@@ -143,50 +170,39 @@ def of_package(directory: Path) -> Parts:
             raise score.PackageError(f"{directory / GOLDEN} lacks scores: package the checkpoint anew")
     except score.PackageError as fault:
         raise UserError(str(fault)) from fault
-    names = [table["file"] for table in content["tables"].values()]
-    if "popularity" in content:
-        names.append(content["popularity"]["file"])
-    kept = {k: v for k, v in content.items() if k not in _MADE_ANEW}
-    programs = [
-        Program(
-            _loaded(directory / found["file"]),
-            golden[found["golden"]],
-            found["tolerance"],
-            found["low"],
-        )
-        for found in content["golden"]["programs"]
-    ]
+    programs = []
+    for found in content["golden"]["programs"]:
+        try:
+            exported = torch.export.load(directory / found["file"])
+        except Exception as fault:
+            reason = (str(fault).splitlines() or [""])[0]
+            raise UserError(f"{directory / found['file']}: this torch cannot read it ({reason})") from fault
+        programs.append(Program(exported, golden[found["golden"]], found["tolerance"], found["low"]))
 
     def copy_tables(folder: Path) -> None:
+        names = [table["file"] for table in content["tables"].values()]
+        if "popularity" in content:
+            names.append(content["popularity"]["file"])
         for name in names:
             shutil.copyfile(directory / name, folder / name)
 
+    kept = {key: value for key, value in content.items() if key not in _MADE_ANEW}
     return Parts(programs, kept, copy_tables, {name: golden[name] for name in INPUTS})
 
 
-def _loaded(file: Path) -> ExportedProgram:
-    try:
-        return torch.export.load(file)
-    except Exception as fault:
-        reason = (str(fault).splitlines() or [""])[0]
-        raise UserError(f"{file}: this torch cannot read it ({reason})") from fault
-
-
-def _content(
-    trained: Trained, stored: StoredModel, dense: DensePart, kinds: Mapping[str, str]
-) -> dict[str, Any]:
-    schema, source, called = trained.schema, trained.cfg.data.name, stored.called
+def _content(trained: Trained, stored: StoredModel, dense: DensePart) -> dict[str, Any]:
+    schema, source, preparation = trained.schema, trained.cfg.data.name, trained.trained_on.preparation
     sequences = {}
-    if any(lookup.sequence for lookup in dense.lookups):
+    if any(lookup.pooling == ROW_FOR_EACH_ID for lookup in dense.lookups):
         aligned = [list(group) for group in dense.alike.aligned]
         sequences = {"sequences": {"single": list(dense.alike.single), "aligned": aligned}}
     return {
         "versions": versions(),
         "step": trained.step,
-        "model": type(called.module).__name__,
-        "dense": {"names": list(schema.dense), "transform": dense_rule(trained.preparation)},
+        "model": type(stored.called.module).__name__,
+        "dense": {"names": list(schema.dense), "transform": dense_rule(preparation)},
         "sparse": [
-            {"name": f.name, "rows": f.rows, "ids": id_rule(trained.preparation, f.name, source)}
+            {"name": f.name, "rows": f.rows, "ids": id_rule(preparation, f.name, source)}
             for f in schema.sparse
         ],
         "id_hash": id_hash(),
@@ -195,12 +211,17 @@ def _content(
             for lookup in dense.lookups
         ],
         "tables": {
-            name: {"rows": table.ids, "dimension": table.dim, "type": kinds[name], "file": _file(name)}
+            name: {
+                "rows": table.ids,
+                "dimension": table.dim,
+                "type": stored.tables[table.collection, table.own].kind,
+                "file": f"tables/{quote(name, safe='')}.safetensors",
+            }
             for name, table in dense.tables.items()
         },
         **sequences,
         "layers": stored.layers,
-        "outputs": [{"name": name, "kind": task.kind} for name, task in called.tasks.items()],
+        "outputs": [{"name": name, "kind": task.kind} for name, task in stored.called.tasks.items()],
     }
 
 
@@ -229,12 +250,6 @@ def golden_inputs(schema: Schema, alike: Alike | None = None) -> dict[str, torch
     return {"dense": dense, "ids": torch.cat(ids), "lengths": lengths.reshape(-1)}
 
 
-def golden_ids(schema: Schema, inputs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """The ids of each feature, by sample."""
-    sparse = as_batch(schema, inputs).sparse.to_dict()
-    return {name: own.values() for name, own in sparse.items()}
-
-
 def as_batch(schema: Schema, inputs: dict[str, torch.Tensor]) -> Batch:
     """The inputs as a batch; its labels are 0."""
     keys = [feature.name for feature in schema.sparse]
@@ -245,3 +260,33 @@ def as_batch(schema: Schema, inputs: dict[str, torch.Tensor]) -> Batch:
 def tolerance(scores: torch.Tensor, precision: str) -> float:
     """The largest difference that golden ``scores`` may have on another machine."""
     return TOLERANCE[precision] * max(1.0, float(scores.abs().max()))
+
+
+def id_hash() -> dict[str, Any]:
+    """The hash in words, with test vectors: rows by key and number of rows, and keys by text."""
+    rows = [
+        {"key": f"{key:#018x}", "rows": count, "row": int(hash_rows(np.array([key], np.uint64), count)[0])}
+        for key in HASH_VECTORS
+        for count in _HASH_ROWS
+    ]
+    digests = [hashlib.blake2b(text.encode(), digest_size=8).digest() for text in _TEXTS]
+    texts = [
+        {"text": text, "key": f"{int.from_bytes(digest, 'little'):#018x}"}
+        for text, digest in zip(_TEXTS, digests, strict=True)
+    ]
+    return {**ID_HASH, "keys": KEYS, "vectors": rows, "text_vectors": texts}
+
+
+def dense_rule(preparation: Preparation | None) -> dict[str, Any]:
+    """What training's source of data did to dense values; without ``preparation`` they come as they are."""
+    return SIGNED_LOG if preparation is not None and preparation.dense == "signed_log" else UNCHANGED
+
+
+def id_rule(preparation: Preparation | None, feature: str, source: str | None) -> dict[str, Any]:
+    """What training's ``source`` of data did to the ids of ``feature``."""
+    if preparation is None or preparation.ids == "unchanged":
+        return {"name": "unchanged", "row": "the id itself, in [0, rows)"}
+    if preparation.ids == "modulo":
+        return {"name": "modulo", "row": "id % rows"}
+    key = "text" if feature in preparation.text else "hexadecimal" if source == "criteo" else "integer"
+    return {"name": "hashed", "key": key, "missing": 0}

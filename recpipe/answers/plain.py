@@ -1,23 +1,33 @@
-"""``recpipe.load``: makes a checkpoint into a model of torch and TorchRec modules, with all tables in
-memory."""
+"""A checkpoint without recpipe: ``recpipe.load`` makes it into a model of torch and TorchRec modules, and
+``recpipe unshard CHECKPOINT FILE`` into one safetensors file, which ``model.pretrained=FILE`` starts a run
+from."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import tempfile
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import nn
 
 from recpipe.checkpoint.manifest import TABLES
 from recpipe.checkpoint.table_files import saved_weights
 from recpipe.checkpoint.table_io import MODEL, naming, newest, open_checkpoint
+from recpipe.common.console import alone, capture_logs
+from recpipe.common.files import sync
+from recpipe.common.meter import counting
+from recpipe.common.owned import require_absent, written_alone
+from recpipe.common.process import quieted
 from recpipe.common.saved import entries, tensor, typed_as
-from recpipe.common.tensors import Streamed
-from recpipe.errors import UserError
+from recpipe.common.tensors import INT64, Streamed, write_tensors
+from recpipe.errors import UserError, shown
 from recpipe.model.dlrm import META, DlrmSizes, make_dlrm
 from recpipe.pipeline.placed import saved_values
+from recpipe.plugin.tables import to_numpy
 from recpipe.private_api import module_name
 
 
@@ -48,7 +58,8 @@ def load_checkpoint(checkpoint: Path, model: nn.Module | None = None) -> nn.Modu
     names = parameters_of_tables(make_dlrm(sizes, META), dense, tables, directory)
     cpu = torch.device("cpu")
     made: nn.Module = make_dlrm(sizes, cpu, tables=cpu)
-    _fill(made, dense, tables, names)
+    fill_dense(made, dense)
+    _fill_tables(made, tables, names)
     return made.eval()
 
 
@@ -56,7 +67,27 @@ def fill(model: nn.Module, directory: Path, trainer: Mapping[str, Any]) -> None:
     """Replace the parameters and saved buffers of ``model`` by those of the open checkpoint ``directory``;
     ``UserError``, before any is changed, if the two do not fit."""
     dense, tables = saved_dense(directory, trainer), saved_weights(directory / TABLES)
-    _fill(model, dense, tables, parameters_of_tables(model, dense, tables, directory))
+    names = parameters_of_tables(model, dense, tables, directory)
+    fill_dense(model, dense)
+    _fill_tables(model, tables, names)
+
+
+def fill_dense(module: nn.Module, dense: Mapping[str, torch.Tensor]) -> None:
+    """Set the parameters and buffers of ``module`` that ``dense`` names."""
+    own = saved_values(module)
+    with torch.no_grad():
+        for name, value in dense.items():
+            own[name].copy_(value)
+
+
+def _fill_tables(model: nn.Module, tables: Mapping[str, Streamed], names: Mapping[str, str]) -> None:
+    own = saved_values(model)
+    with torch.no_grad():
+        for table, (_, blocks) in tables.items():
+            start, target = 0, own[names[table]]
+            for block in blocks:
+                target[start : start + len(block)] = torch.from_numpy(block)
+                start += len(block)
 
 
 def parameters_of_tables(
@@ -80,35 +111,15 @@ def parameters_of_tables(
     return names
 
 
-def _fill(
-    model: nn.Module,
-    dense: Mapping[str, torch.Tensor],
-    tables: Mapping[str, Streamed],
-    names: Mapping[str, str],
-) -> None:
-    own = saved_values(model)
-    with torch.no_grad():
-        for name, value in dense.items():
-            own[name].copy_(value)
-        for table, (_, blocks) in tables.items():
-            start, target = 0, own[names[table]]
-            for block in blocks:
-                target[start : start + len(block)] = torch.from_numpy(block)
-                start += len(block)
-
-
-_KINDS = ("embedding_bags", "embeddings")
-"""The names of the modules of tables in TorchRec's collections."""
-
-
 def _table_parameter(table: str, parameters: Mapping[str, torch.Tensor], directory: Path) -> str:
     """The one parameter of an embedding collection for ``table``. If several collections have a table of that
     name, ``table`` begins with the collection's path."""
+    kinds = ("embedding_bags", "embeddings")  # the modules of tables in TorchRec's collections
     path, _, own = table.rpartition(".")
-    names = [f"{kind}.{module_name(table)}.weight" for kind in _KINDS]
-    found = [name for name in parameters if name.endswith(tuple(names))]
+    names = tuple(f"{kind}.{module_name(table)}.weight" for kind in kinds)
+    found = [name for name in parameters if name.endswith(names)]
     if not found:
-        names = [f"{path}.{kind}.{own}.weight" for kind in _KINDS]
+        names = tuple(f"{path}.{kind}.{own}.weight" for kind in kinds)
         found = [name for name in parameters if name in names]
     if len(found) != 1:
         raise UserError(
@@ -127,3 +138,57 @@ def saved_dense(directory: Path, trainer: Mapping[str, Any]) -> dict[str, torch.
         for name, value in dense.items():
             tensor(value, value.dtype, tuple(value.shape), name)
     return dense
+
+
+def unshard_command(words: Sequence[str]) -> int:
+    """``recpipe unshard CHECKPOINT FILE [overwrite=true]``."""
+    overwrite = False
+    for word in words[2:]:
+        key, _, value = word.partition("=")
+        if key != "overwrite" or value.lower() not in ("true", "false"):
+            raise UserError(f"recpipe unshard takes overwrite=true after the file, not '{shown(word)}'")
+        overwrite = value.lower() == "true"
+    with quieted(), alone(), capture_logs(None):
+        return unshard(Path(words[0]), Path(words[1]), overwrite)
+
+
+def unshard(checkpoint: Path, target: Path, overwrite: bool = False) -> int:
+    """Write ``<table>`` (float32 [rows, D]) for each table, and every dense parameter (float32) and saved
+    buffer (float32, whole numbers as int64) under its name.
+
+    ``checkpoint`` is a checkpoint, or a folder whose newest one is taken. Tables may be larger than memory.
+    ``UserError`` if ``target`` exists, unless ``overwrite``.
+    """
+    require_absent("", target, overwrite)
+    directory = newest(checkpoint.expanduser())
+    dense = saved_dense(directory, open_checkpoint(directory))
+    tensors: dict[str, Streamed] = {}
+    for name, value in dense.items():
+        whole = value.long().numpy() if not value.is_floating_point() else to_numpy(value)
+        tensors[name] = (value.shape, [whole])
+    types = {name: INT64 for name, value in dense.items() if not value.is_floating_point()}
+    tables = saved_weights(directory / TABLES)
+    clash = min(tables.keys() & tensors.keys(), default=None)
+    if clash is not None:
+        raise UserError(f"table '{clash}' has the name of a dense parameter; rename the table")
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        owned = written_alone("", target, overwrite, ("unshard", str(directory)))
+        with owned, tempfile.TemporaryDirectory(dir=target.parent, prefix=".unshard-") as folder:
+            partial = Path(folder, "file")
+            with counting("writing rows", sum(shape[0] for shape, _ in tables.values())) as add:
+                tensors |= {n: (shape, _told(blocks, add)) for n, (shape, blocks) in tables.items()}
+                write_tensors(partial, tensors, types)
+                sync(partial)
+            partial.replace(target)
+    except OSError as fault:
+        raise UserError(f"cannot write {target}: {fault.strerror}; choose another file") from fault
+    print(f"wrote {target}: {len(tensors)} tensors of {directory}")
+    return 0
+
+
+def _told(blocks: Iterable[NDArray[np.float32]], add: Callable[[int], None]) -> Iterator[NDArray[np.float32]]:
+    """The ``blocks`` of rows; ``add`` is told how many have been written."""
+    for block in blocks:
+        yield block
+        add(len(block))

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext, suppress
+from dataclasses import dataclass
 from pathlib import Path
 from time import perf_counter
-from typing import TYPE_CHECKING
+from typing import Annotated, Any
 
 import numpy as np
 import pyarrow as pa
@@ -16,20 +17,20 @@ import pyarrow.parquet as pq
 import torch
 from numpy.typing import NDArray
 
-from recpipe.answers.columns import Taker, has_columns, read_columns
-from recpipe.answers.trained import Scoring, Trained
-from recpipe.answers.words import PredictOptions
+from recpipe.answers import score
+from recpipe.answers.columns import has_columns, read_columns
+from recpipe.answers.manifest import read_manifest
+from recpipe.answers.trained import Scored, Scoring, Trained
 from recpipe.common.files import FULL, RunDir, sync
 from recpipe.common.meter import Meter
 from recpipe.common.owned import require_absent, written_alone
+from recpipe.common.validation import FilePath, Text, one_of
 from recpipe.data.config import FileConfig
 from recpipe.data.dataset import Dataset
 from recpipe.data.make import StreamedDataset, open_source
+from recpipe.data.parts import on_device
 from recpipe.errors import BadRow, DataError, UserError, shown
-from recpipe.model.call import Called
-
-if TYPE_CHECKING:  # it loads torch's compiler
-    from recpipe.answers.packaged import PackagedScoring
+from recpipe.plugin.batch import Batch
 
 log = logging.getLogger(__name__)
 ROW = "row"
@@ -37,6 +38,22 @@ ROW = "row"
 GROUP_ROWS = 131_072
 """Rows that are collected before they are written, at least."""
 SUFFIXES = (".parquet", ".csv")
+
+
+@dataclass(frozen=True)
+class PredictOptions:
+    """The options of ``recpipe predict``."""
+
+    output: FilePath | None = None
+    """The file of scores, .parquet or .csv; from Python, None returns the scores."""
+    keys: tuple[Text, ...] = ()
+    """Columns of the input to copy; none: ``row``, the number of the row from 0."""
+    scores: Annotated[str, one_of("probability", "raw")] = "probability"
+    """For clicks the probability, for counts the rate; ``raw``: what the model gives, such as logits."""
+    overwrite: bool = False
+    """Whether an ``output`` that exists is replaced."""
+    package: FilePath | None = None
+    """The checkpoint's package, whose compiled code then scores, so that a server gives the same bits."""
 
 
 def predict(trained: Trained, options: PredictOptions, run_dir: RunDir) -> NDArray[np.float32] | Path:
@@ -60,11 +77,22 @@ def predict(trained: Trained, options: PredictOptions, run_dir: RunDir) -> NDArr
             )
         keys = read_columns(config, options.keys)
     try:
-        dataset = _opened(trained)
-        files = dataset.source.files if isinstance(dataset, StreamedDataset) else ()
-        if target is not None and target.exists() and any(map(target.samefile, files)):
-            raise UserError(f"output={target}: is a file of the input; choose another file")
-        with _scoring(trained, options, dataset, run_dir) as scoring:
+        if isinstance(config, FileConfig):  # read once, without labels
+            source = open_source(config, labelled=False)
+            dataset: Dataset = StreamedDataset(source)
+            files = source.files
+            trained.require_columns(dataset)
+            if next(dataset.batches("train", 1), None) is None:
+                raise UserError(f"{files[0]}: there are no rows to score")
+            if target is not None and target.exists() and any(map(target.samefile, files)):
+                raise UserError(f"output={target}: is a file of the input; choose another file")
+        else:
+            dataset = trained.dataset
+        if options.package is None:
+            opened: AbstractContextManager[Scoring | PackagedScoring] = trained.scoring(dataset, run_dir)
+        else:
+            opened = nullcontext(PackagedScoring(trained, Path(options.package).expanduser()))
+        with opened as scoring:
             for name in options.keys:
                 if name in scoring.tasks or options.keys.count(name) > 1:
                     raise UserError(
@@ -81,29 +109,6 @@ def predict(trained: Trained, options: PredictOptions, run_dir: RunDir) -> NDArr
         raise DataError(f"{bad.fault}; correct it: every row gets a score") from bad
     log.info("wrote %s: %s rows (%s rows/s)", target, f"{rows:,}", f"{speed:,.0f}")
     return target
-
-
-def _scoring(
-    trained: Trained, options: PredictOptions, dataset: Dataset, run_dir: RunDir
-) -> AbstractContextManager[Scoring | PackagedScoring]:
-    """The model in the recipe's tiers, or its package."""
-    if options.package is None:
-        return trained.scoring(dataset, run_dir)
-    from recpipe.answers.packaged import PackagedScoring
-
-    return nullcontext(PackagedScoring(trained, Path(options.package).expanduser()))
-
-
-def _opened(trained: Trained) -> Dataset:
-    """The data: files read once, without labels; other sources as training opens them."""
-    config = trained.cfg.data
-    if not isinstance(config, FileConfig):
-        return trained.dataset
-    dataset = StreamedDataset(open_source(config, labelled=False))
-    trained.require_columns(dataset)
-    if next(dataset.batches("train", 1), None) is None:
-        raise UserError(f"{dataset.source.files[0]}: there are no rows to score")
-    return dataset
 
 
 def _target(options: PredictOptions) -> Path:
@@ -123,7 +128,14 @@ def _scored(
     scoring: Scoring | PackagedScoring, dataset: Dataset, options: PredictOptions
 ) -> Iterator[NDArray[np.float32]]:
     """Scores float32 [B] or [B, T] of all rows."""
-    convert = [_conversion(task, options.scores) for task in scoring.tasks.values()]
+    convert: list[Callable[[torch.Tensor], torch.Tensor] | None] = [
+        None
+        if options.scores == "raw" or task.kind == "values"
+        else torch.sigmoid
+        if task.kind == "clicks"
+        else torch.exp
+        for task in scoring.tasks.values()
+    ]
     streamed = dataset if isinstance(dataset, StreamedDataset) else None
     total, rows, started = sum(dataset.size(s) for s in ("train", "eval")), 0, perf_counter()
     splits = (scoring.checked(dataset.batches(s, scoring.batch_size)) for s in ("train", "eval"))
@@ -132,9 +144,16 @@ def _scored(
         for scored in scoring.scores(batches, labelled=False):
             raw = scored.scores
             parts = [raw] if len(convert) == 1 else raw.unbind(1)
-            ready = [way(part).numpy() for way, part in zip(convert, parts, strict=True)]
+            ready = [(way(part) if way else part).numpy() for way, part in zip(convert, parts, strict=True)]
             made = ready[0] if len(ready) == 1 else np.stack(ready, axis=1)
-            _require_finite(made, rows)
+            finite = np.isfinite(made)
+            if not finite.all():
+                bad = int(np.argmin(finite.reshape(len(made), -1).all(1)))
+                found = np.atleast_1d(made[bad]).tolist()
+                raise UserError(
+                    f"the score of row {rows + bad} (from 0) is {found}, not a number: the model or its "
+                    "checkpoint has values that are not finite"
+                )
             rows += len(made)
             if meter.due:
                 share = streamed.share if streamed is not None else rows / max(1, total)
@@ -144,41 +163,24 @@ def _scored(
             yield made
 
 
-def _conversion(task: Called, scores: str) -> Callable[[torch.Tensor], torch.Tensor]:
-    if scores == "raw" or task.kind == "values":
-        return lambda raw: raw
-    return torch.sigmoid if task.kind == "clicks" else torch.exp
-
-
-def _require_finite(scores: NDArray[np.float32], first: int) -> None:
-    """``UserError`` unless ``scores`` [B] or [B, T], of rows from ``first`` on, are finite."""
-    finite = np.isfinite(scores)
-    if not finite.all():
-        bad = int(np.argmin(finite.reshape(len(scores), -1).all(1)))
-        found = np.atleast_1d(scores[bad]).tolist()
-        raise UserError(
-            f"the score of row {first + bad} (from 0) is {found}, not a number: the model or its checkpoint "
-            "has values that are not finite"
-        )
-
-
 def _tables(
     blocks: Iterator[NDArray[np.float32]], tasks: list[str], keys: Iterator[pa.Table] | None
 ) -> Iterator[pa.Table]:
     """Scores with the key columns, or the row's number, in front."""
-    taker, row = None if keys is None else Taker(keys), 0
+    row = 0
+    rest: pa.Table | None = None  # key columns of the next rows
     for block in blocks:
-        columns = [pa.array(column) for column in block.reshape(len(block), -1).T]
-        scores = pa.table(dict(zip(tasks, columns, strict=True)))
-        if taker is None:
+        if keys is None:
             own = pa.table({ROW: pa.array(np.arange(row, row + len(block)))})
         else:
-            own = taker.take(len(block))
-            if len(own) != len(block):
-                raise UserError("the input's files have changed while they were read; start again")
+            while rest is None or len(rest) < len(block):
+                if (more := next(keys, None)) is None:
+                    raise UserError("the input's files have changed while they were read; start again")
+                rest = more if rest is None else pa.concat_tables([rest, more])
+            own, rest = rest.slice(0, len(block)), rest.slice(len(block))
         row += len(block)
-        for name, column in zip(scores.column_names, scores.columns, strict=True):
-            own = own.append_column(name, column)
+        for name, column in zip(tasks, block.reshape(len(block), -1).T, strict=True):
+            own = own.append_column(name, pa.array(column))
         yield own
 
 
@@ -191,7 +193,19 @@ def write(target: Path, overwrite: bool, tables: Iterator[pa.Table]) -> int:
     partial = target.with_name(f".{target.name}.partial")
     with written_alone("output", target, overwrite):
         try:
-            rows = _stream(partial, target.suffix, tables)
+            rows, writer = 0, None
+            try:
+                for table in _grouped(tables):
+                    if writer is None:
+                        made = pq.ParquetWriter if target.suffix == ".parquet" else pa.csv.CSVWriter
+                        writer = made(partial, table.schema)
+                    writer.write_table(table)
+                    rows += len(table)
+            finally:
+                if writer is not None:
+                    writer.close()
+            if writer is None:
+                raise UserError("the data has no rows")
             sync(partial)
             require_absent("output", target, overwrite)
             partial.replace(target)
@@ -211,25 +225,9 @@ def write(target: Path, overwrite: bool, tables: Iterator[pa.Table]) -> int:
     return rows
 
 
-def _stream(file: Path, suffix: str, tables: Iterator[pa.Table]) -> int:
-    """Write ``tables`` in groups of at least ``GROUP_ROWS`` rows."""
-    rows, kept, writer = 0, list[pa.Table](), None
-    try:
-        for table in _grouped(tables, kept):
-            if writer is None:
-                made = pq.ParquetWriter if suffix == ".parquet" else pa.csv.CSVWriter
-                writer = made(file, table.schema)
-            writer.write_table(table)
-            rows += len(table)
-    finally:
-        if writer is not None:
-            writer.close()
-    if writer is None:
-        raise UserError("the data has no rows")
-    return rows
-
-
-def _grouped(tables: Iterator[pa.Table], kept: list[pa.Table]) -> Iterator[pa.Table]:
+def _grouped(tables: Iterator[pa.Table]) -> Iterator[pa.Table]:
+    """``tables`` in groups of at least ``GROUP_ROWS`` rows."""
+    kept: list[pa.Table] = []
     for table in tables:
         kept.append(table)
         if sum(map(len, kept)) >= GROUP_ROWS:
@@ -237,3 +235,49 @@ def _grouped(tables: Iterator[pa.Table], kept: list[pa.Table]) -> Iterator[pa.Ta
             kept.clear()
     if kept:
         yield pa.concat_tables(kept)
+
+
+class PackagedScoring:
+    """Scores the batches of a checkpoint's data as its package in ``directory`` does: the same code, and so
+    the same bits, as a server that loads it.
+
+    Takes the place of ``recpipe.answers.trained.Scoring`` where no labels are asked for. ``UserError`` if
+    the package cannot be used, or is of another model.
+    """
+
+    def __init__(self, trained: Trained, directory: Path) -> None:
+        read_manifest(directory)
+        try:
+            self._scorer = score.Scorer(directory)
+        except score.PackageError as fault:
+            raise UserError(str(fault)) from fault
+        schema, manifest = trained.schema, self._scorer.manifest
+        sparse = [(feature["name"], feature["rows"]) for feature in manifest["sparse"]]
+        for what, ours, theirs in (
+            ("dense columns", [*schema.dense], manifest["dense"]["names"]),
+            ("tables", [(f.name, f.rows) for f in schema.sparse], sparse),
+            ("step", trained.step, manifest["step"]),
+        ):
+            if ours != theirs:
+                raise UserError(
+                    f"package={directory} is of another checkpoint than {trained.directory}: its {what} "
+                    "differ"
+                )
+        self.batch_size = trained.cfg.data.batch_size
+        self.tasks = trained.make_called().tasks
+        """How the model is called for each of its outputs, by name."""
+
+    def checked(self, batches: Iterable[Any]) -> Iterator[Any]:
+        """The batches in host memory: ids are checked when they are scored."""
+        return (on_device(batch, torch.device("cpu")) for batch in batches)
+
+    def scores(self, batches: Iterable[Batch], labelled: bool = False) -> Iterator[Scored]:
+        """Score ``batches``; ``DataError`` for an id that is not in its table."""
+        assert not labelled, "a package takes no labels"
+        for batch in batches:
+            ids, lengths = batch.sparse.values(), batch.sparse.lengths()
+            try:
+                found = self._scorer(batch.dense, ids.to(torch.int64), lengths.to(torch.int64))
+            except ValueError as fault:
+                raise DataError(str(fault)) from fault
+            yield Scored(found, None, None)

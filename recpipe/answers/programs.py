@@ -9,24 +9,25 @@ import logging
 import os
 import platform
 import tempfile
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import fx
 from torch.export import ExportedProgram
 
 from recpipe.answers import score
-from recpipe.answers.export import constants_of
-from recpipe.answers.stand_ins import ROW_FOR_EACH_ID
+from recpipe.answers.export import ROW_FOR_EACH_ID, constants_of
 from recpipe.backend.choices import processor
-from recpipe.common.machine import undisturbed
+from recpipe.backend.matmul import has_onednn
+from recpipe.common.machine import KEEPS_ALL, undisturbed
 from recpipe.common.tensors import save_tensors
 from recpipe.common.timing import median_seconds
 from recpipe.errors import UserError, shown
-from recpipe.private_api.compiled import compile_program
+from recpipe.private_api.compiled import compile_program, linear_layers, onednn_linear, use_onednn
 from recpipe.private_api.int8 import EIGHT_BITS, int8_adds_up
 
 log = logging.getLogger("recpipe")
@@ -38,9 +39,73 @@ PAYS = 1.05
 """Another program is used where it is so many times as fast."""
 VNNI = "-mavx512vnni"
 """The compiler's option for the instructions that add up products of 8-bit codes."""
+FEWEST_WEIGHTS = 2**14
+"""With fewer in all its linear layers, a model is not worth the compilation of another program."""
+ROUNDS = 5
+LEAST_SECONDS = 2e-3
+"""How long one timing in a round takes at least."""
+MOST_SECONDS = 1.0
+"""After so many of one layer no further round begins."""
+_V3 = (
+    *("cx16", "lahf_lm", "popcnt", "pni", "sse4_1", "sse4_2", "ssse3", "avx", "avx2"),
+    *("bmi1", "bmi2", "f16c", "fma", "abm", "movbe", "xsave"),
+)
+"""x86-64-v3, by the names in /proc/cpuinfo."""
+_V4 = (*_V3, "avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl")
 
 
 @dataclass(frozen=True)
+class InstructionSet:
+    """What the compiler may use."""
+
+    name: str
+    march: str | None
+    """The compiler's target; None: this machine."""
+    width: int
+    """Bits of a vector register."""
+    flags: tuple[str, ...]
+    """What a processor must have, by the names in /proc/cpuinfo."""
+
+
+SETS = {
+    "avx512": InstructionSet("avx512", "x86-64-v4", 512, _V4),
+    "avx2": InstructionSet("avx2", "x86-64-v3", 256, _V3),
+}
+
+
+def chosen_set(name: str | None) -> InstructionSet:
+    """The set of that name, or the widest that torch uses on this machine. ``UserError`` for one that is
+    unknown or that this machine lacks: a package is tried where it is made."""
+    here = torch.backends.cpu.get_cpu_capability()
+    if platform.machine() not in ("x86_64", "AMD64"):
+        if name is not None:
+            raise UserError(f"instruction_set={shown(name)}: can be chosen on x86-64 alone; leave it out")
+        return InstructionSet(here.lower(), None, 0, ())
+    known = [key for key in SETS if key == "avx2" or here.startswith("AVX512")]
+    if here not in ("AVX2", "AVX512"):
+        raise UserError(f"a package needs a processor with AVX2, and torch uses {here} here")
+    if name is None:
+        return SETS[known[0]]
+    if name not in known:
+        raise UserError(f"instruction_set={shown(name)}: choose one of {', '.join(known)} on this machine")
+    return SETS[name]
+
+
+def compiled_for(chosen: InstructionSet, options: Sequence[str]) -> dict[str, Any]:
+    """What the dense part was compiled for, with options of the compiler such as -mavx512vnni, and where."""
+    flags = set(chosen.flags)
+    for option in options:
+        name = option.removeprefix("-m").replace("-", "_")
+        flags.add("avx512_" + name[6:] if name[6:] in ("vnni", "bf16", "vbmi2") else name)
+    return {
+        "machine": platform.machine(),
+        "instruction_set": chosen.name,
+        "cpu_flags": sorted(flags),
+        "made_on": {"processor": processor(), "torch_uses": torch.backends.cpu.get_cpu_capability()},
+    }
+
+
+@dataclass
 class Program:
     """The dense part in one precision, by one kind of kernels. ``scores``: the golden batch's, by the model
     that is packaged; ``bound``: how far the program's may be off."""
@@ -52,35 +117,16 @@ class Program:
     onednn: bool = False
     """Whether oneDNN computes linear layers in float32. It is made of the program that it does not."""
 
-    @property
-    def name(self) -> str:
-        """What is put to the names of its files."""
-        return "_low" if self.low else "_onednn" if self.onednn else ""
-
-    @property
-    def title(self) -> str:
-        """What it is called on the terminal."""
-        return "low precision" if self.low else "float32 by oneDNN" if self.onednn else "float32"
-
-    @property
-    def file(self) -> str:
+    def __post_init__(self) -> None:
+        suffix = "_low" if self.low else "_onednn" if self.onednn else ""
+        self.file = f"program{suffix}.pt2"
         """The file of ``exported``."""
-        return f"program{self.name}.pt2"
-
-    @property
-    def golden(self) -> str:
+        self.compiled = f"dense{suffix}.pt2"
+        self.golden = f"scores{suffix}"
         """The name of its golden scores."""
-        return f"scores{self.name}"
-
-    @property
-    def compiled(self) -> str:
-        """The compiled file."""
-        return f"dense{self.name}.pt2"
-
-    @property
-    def constants(self) -> str | None:
+        self.constants = None if self.low else "dense.safetensors"
         """The file of its parameters, the same for all in float32; None: they are in the compiled one."""
-        return None if self.low else "dense.safetensors"
+        self.title = "low precision" if self.low else "float32 by oneDNN" if self.onednn else "float32"
 
     def about(self, first: int) -> dict[str, Any]:
         """What the manifest says of it; it is used from ``first`` samples on."""
@@ -168,6 +214,65 @@ def needs_vnni(layers: Mapping[str, Mapping[str, Any]]) -> bool:
     return any(layer["type"] == "int8" and layer["most"] == EIGHT_BITS for layer in layers.values())
 
 
+def with_onednn(programs: Sequence[Program], manifest: Mapping[str, Any]) -> list[Program]:
+    """``programs``, and behind the one in float32 the same with those linear layers by oneDNN that are faster
+    so at the largest of ``SAMPLES``, if that makes all layers together ``PAYS`` times as fast.
+
+    From how many samples on a package uses it, if at all, is measured later, with the whole program.
+    """
+    found, base = list(programs), next((program for program in programs if not program.low), None)
+    if base is None or not has_onednn():
+        return found
+    weights = [layer.args[1] for layer in linear_layers(base.exported.graph)]
+    if sum(weight.meta["val"].numel() for weight in weights if isinstance(weight, fx.Node)) < FEWEST_WEIGHTS:
+        return found
+    plain = base.exported.run_decompositions({})  # which has no layers under autocast any more
+    module, inputs = plain.module(), made_up_inputs(manifest, SAMPLES[-1])
+    taken = undisturbed(partial(seconds_of_layers, module, inputs), None)
+    if taken.disturbed:
+        log.warning(
+            "linear layers are multiplied by addmm alone: whether oneDNN is faster could not be measured, "
+            "since %s; package it on a quiet machine, or set %s=keep",
+            taken.disturbed,
+            KEEPS_ALL,
+        )
+        return found
+    faster = {place for place, (addmm, onednn) in enumerate(taken.value) if onednn < addmm}
+    gain = sum(addmm for addmm, _ in taken.value) / sum(min(both) for both in taken.value)
+    if gain >= PAYS:
+        use_onednn(plain, faster)
+        own = replace(base, exported=plain, scores=base.scores.clone(), onednn=True)
+        found.insert(found.index(base) + 1, own)
+    return found
+
+
+def seconds_of_layers(module: fx.GraphModule, inputs: Sequence[Any]) -> list[tuple[float, float]]:
+    """The times of a call by ``addmm`` and by oneDNN of each of the module's ``linear_layers``, by one
+    thread, on what reaches it when the module is called with ``inputs``."""
+    probe = _Probe(module)
+    with torch.inference_mode():
+        probe.run(*inputs)
+    return probe.seconds
+
+
+class _Probe(fx.Interpreter):
+    """Runs a module and times its linear layers by the way."""
+
+    def __init__(self, module: fx.GraphModule) -> None:
+        super().__init__(module)
+        self.layers = linear_layers(module.graph)
+        self.seconds: list[tuple[float, float]] = []
+
+    def run_node(self, node: fx.Node) -> Any:
+        """What the node returns."""
+        if node in self.layers:
+            arguments, _ = self.fetch_args_kwargs_from_env(node)
+            runs = [partial(way, *arguments) for way in (torch.ops.aten.linear.default, onednn_linear)]
+            addmm, onednn = median_seconds(runs, ROUNDS, LEAST_SECONDS, threads=1, most=MOST_SECONDS)
+            self.seconds.append((addmm, onednn))
+        return super().run_node(node)
+
+
 def chosen_programs(
     programs: Sequence[Program], scorer: score.Scorer
 ) -> tuple[list[dict[str, Any]], dict[str, Any] | None]:
@@ -193,14 +298,6 @@ def chosen_programs(
         "disturbed": taken.disturbed or None,
     }
     return [programs[number].about(first) for number, first in serving(seconds)], measured
-
-
-def use(scorer: score.Scorer, chosen: Sequence[dict[str, Any]]) -> None:
-    """Let ``scorer`` use its programs as a scorer of the ``chosen`` ones, of the manifest, does."""
-    made = {program.about["file"]: program for program in scorer.programs}
-    scorer.programs = [made[about["file"]] for about in chosen]
-    for program, about in zip(scorer.programs, chosen, strict=True):
-        program.about, program.first = about, about["from"]
 
 
 def serving(seconds: Sequence[Sequence[float]]) -> list[tuple[int, int]]:
@@ -241,69 +338,3 @@ def made_up_inputs(manifest: Mapping[str, Any], samples: int) -> tuple[torch.Ten
         if lookup["pooling"] == ROW_FOR_EACH_ID:
             found.append(torch.ones(samples, dtype=torch.int64))
     return dense, found
-
-
-_V3 = (
-    *("cx16", "lahf_lm", "popcnt", "pni", "sse4_1", "sse4_2", "ssse3", "avx", "avx2"),
-    *("bmi1", "bmi2", "f16c", "fma", "abm", "movbe", "xsave"),
-)
-"""x86-64-v3, by the names in /proc/cpuinfo."""
-
-
-_V4 = (*_V3, "avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl")
-
-
-@dataclass(frozen=True)
-class InstructionSet:
-    """What the compiler may use."""
-
-    name: str
-    march: str | None
-    """The compiler's target; None: this machine."""
-    width: int
-    """Bits of a vector register."""
-    flags: tuple[str, ...]
-    """What a processor must have, by the names in /proc/cpuinfo."""
-
-
-SETS = {
-    "avx512": InstructionSet("avx512", "x86-64-v4", 512, _V4),
-    "avx2": InstructionSet("avx2", "x86-64-v3", 256, _V3),
-}
-
-
-def chosen_set(name: str | None) -> InstructionSet:
-    """The set of that name, or the widest that torch uses on this machine. ``UserError`` for one that is
-    unknown or that this machine lacks: a package is tried where it is made."""
-    here = torch.backends.cpu.get_cpu_capability()
-    if platform.machine() not in ("x86_64", "AMD64"):
-        if name is not None:
-            raise UserError(f"instruction_set={shown(name)}: can be chosen on x86-64 alone; leave it out")
-        return InstructionSet(here.lower(), None, 0, ())
-    known = [key for key in SETS if key == "avx2" or here.startswith("AVX512")]
-    if here not in ("AVX2", "AVX512"):
-        raise UserError(f"a package needs a processor with AVX2, and torch uses {here} here")
-    if name is None:
-        return SETS[known[0]]
-    if name not in known:
-        raise UserError(f"instruction_set={shown(name)}: choose one of {', '.join(known)} on this machine")
-    return SETS[name]
-
-
-def needed_flags(chosen: InstructionSet, options: Iterable[str]) -> list[str]:
-    """The processor's flags for ``chosen`` and for the compiler's ``options`` such as -mavx512vnni."""
-    extra = []
-    for option in options:
-        name = option.removeprefix("-m").replace("-", "_")
-        extra.append("avx512_" + name[6:] if name[6:] in ("vnni", "bf16", "vbmi2") else name)
-    return sorted({*chosen.flags, *extra})
-
-
-def compiled_for(chosen: InstructionSet, options: Sequence[str]) -> dict[str, Any]:
-    """What the dense part was compiled for, and where."""
-    return {
-        "machine": platform.machine(),
-        "instruction_set": chosen.name,
-        "cpu_flags": needed_flags(chosen, options),
-        "made_on": {"processor": processor(), "torch_uses": torch.backends.cpu.get_cpu_capability()},
-    }

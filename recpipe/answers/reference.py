@@ -1,38 +1,38 @@
-"""The reference figures of a package: what its scores, ids and quality are on the checkpoint's held-out data.
-
-They stand in the manifest. A server compares what it sees with them.
-"""
+"""What a package says of the checkpoint's own data: the reference figures, which are its scores, ids and
+quality on held-out samples, that a server compares what it sees with; and, for servers that cannot keep all
+rows in memory, how often training's samples look up each row."""
 
 from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from functools import partial
+from math import ceil
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
+from safetensors.torch import load_file
 
-from recpipe.answers import drift
-from recpipe.answers.figures import judge
+from recpipe.answers import figures
 from recpipe.answers.score import Scorer
 from recpipe.answers.trained import Trained
-from recpipe.answers.words import asked_samples
-from recpipe.data.dataset import Dataset
-from recpipe.errors import UserError, shown
+from recpipe.common.meter import Meter
+from recpipe.common.tensors import save_tensors
+from recpipe.data.dataset import chosen_batches
+from recpipe.errors import UserError
 from recpipe.model.call import Called
+from recpipe.plugin.batch import Batch
 
 log = logging.getLogger("recpipe")
-MOST_SAMPLES = 200_000
-"""Held-out samples that are scored unless the user says how many."""
-
-
-def wanted_samples(word: str | bool | int) -> int:
-    """How many samples ``reference=WORD`` asks for: true, false, or their number; 0: none."""
-    asked = asked_samples(word)
-    if asked is None:
-        raise UserError(f"reference={shown(word)}: say true, false, or how many held-out samples to score")
-    return MOST_SAMPLES if asked is True else int(asked)
+FILE = "popularity.safetensors"
+_LARGEST = np.iinfo(np.uint32).max
+_ROWS, _COUNTS = ".rows", ".counts"
+Lookups = tuple[NDArray[np.int64], NDArray[np.int64]]
+"""Rows that were looked up (distinct, ascending, int64 [n]), and how often (int64 [n])."""
 
 
 def figures_of(
@@ -51,7 +51,37 @@ def figures_of(
         if not size:
             raise UserError("the checkpoint's data hold nothing out (data.eval_fraction=0)")
         log.info("scoring %s held-out samples for the reference figures", f"{min(most, size):,}")
-        return _figures(trained, dataset, tasks, scorer, most)
+        sparse = trained.schema.sparse
+        ids, first = np.zeros(len(sparse)), np.zeros(len(sparse))
+        found: list[torch.Tensor] = []
+        known: list[torch.Tensor] = []
+        samples = 0
+        for batch in dataset.batches("eval", trained.cfg.data.batch_size):
+            values, lengths = batch.sparse.values().long(), batch.sparse.lengths().long()
+            found.append(scorer(batch.dense, values, lengths).reshape(len(batch.dense), -1))
+            known.append(torch.stack([task.labels_of(batch) for task in tasks.values()], dim=1).float())
+            each = lengths.view(len(sparse), -1).sum(1).numpy()
+            ids += each
+            first += figures.first_rows(values.numpy(), 1, each)
+            samples += len(batch.dense)
+            if samples >= most:
+                break
+        scores, labels = torch.cat(found), torch.cat(known)
+        return {
+            "samples": samples,
+            "data": {"name": trained.cfg.data.name, "fingerprint": dataset.fingerprint},
+            "tasks": {
+                name: _of_task(task, scores[:, n].contiguous(), labels[:, n].contiguous())
+                for n, (name, task) in enumerate(tasks.items())
+            },
+            "features": {
+                feature.name: {
+                    "ids_per_sample": float(ids[n] / samples),
+                    "row_0": float(first[n] / ids[n]) if ids[n] else None,
+                }
+                for n, feature in enumerate(sparse)
+            },
+        }
     except (UserError, OSError, ValueError) as fault:
         log.warning(
             "the package has no reference figures, which a server would compare its scores with: %s",
@@ -60,59 +90,69 @@ def figures_of(
         return None
 
 
-def _figures(
-    trained: Trained, dataset: Dataset, tasks: Mapping[str, Called], scorer: Scorer, most: int
-) -> dict[str, Any]:
-    features = len(trained.schema.sparse)
-    ids, first = np.zeros(features), np.zeros(features)
-    scores: list[torch.Tensor] = []
-    labels: list[torch.Tensor] = []
-    samples = 0
-    for batch in dataset.batches("eval", trained.cfg.data.batch_size):
-        values, lengths = batch.sparse.values().long(), batch.sparse.lengths().long()
-        found = scorer(batch.dense, values, lengths).reshape(len(batch.dense), -1)
-        each = lengths.view(features, -1).sum(1).numpy()
-        ids += each
-        first += drift.first_rows(values.numpy(), 1, each)
-        scores.append(found)
-        labels.append(torch.stack([task.labels_of(batch) for task in tasks.values()], dim=1).float())
-        samples += len(found)
-        if samples >= most:
-            break
-    all_scores, all_labels = torch.cat(scores), torch.cat(labels)
-    return {
-        "samples": samples,
-        "data": {"name": trained.cfg.data.name, "fingerprint": dataset.fingerprint},
-        "tasks": {
-            name: _of_task(task, all_scores[:, n].contiguous(), all_labels[:, n].contiguous())
-            for n, (name, task) in enumerate(tasks.items())
-        },
-        "features": {
-            feature.name: {
-                "ids_per_sample": float(ids[n] / samples),
-                "row_0": float(first[n] / ids[n]) if ids[n] else None,
-            }
-            for n, feature in enumerate(trained.schema.sparse)
-        },
-    }
-
-
 def _of_task(task: Called, scores: torch.Tensor, labels: torch.Tensor) -> dict[str, Any]:
     raw = scores.numpy()
-    inner = drift.edges(raw)
-    finite = raw[np.isfinite(raw)]
-    judged = judge(task.kind, labels, scores)
+    inner, finite = figures.edges(raw), raw[np.isfinite(raw)]
     means = {
-        "prediction": float(drift.predictions(task.kind, raw).mean()),
+        "prediction": float(figures.predictions(task.kind, raw).mean()),
         "label": float(labels.double().mean()),
     }
     return {
         "kind": task.kind,
         "edges": inner,
-        "counts": drift.histogram(raw, inner).tolist(),
+        "counts": figures.histogram(raw, inner).tolist(),
         "lowest": float(finite.min()) if len(finite) else None,
         "highest": float(finite.max()) if len(finite) else None,
         "mean": {name: mean if math.isfinite(mean) else None for name, mean in means.items()},
-        "saturated": drift.saturated(raw) / len(raw) if task.kind == "clicks" else None,
-        "figures": judged.to_dict()["figures"],
+        "saturated": figures.saturated(raw) / len(raw) if task.kind == "clicks" else None,
+        "figures": figures.judge(task.kind, labels, scores).to_dict()["figures"],
     }
+
+
+def lookups_in(
+    trained: Trained, tables: Mapping[str, int], parts: Sequence[tuple[str, str]], samples: int
+) -> tuple[dict[str, Lookups], int]:
+    """For each table how often ``samples`` training samples (0: all), batches chosen at random, look up its
+    rows; and how many samples were read. ``tables``: how many ids each has. ``parts``: the features and
+    tables that the model looks up, a pair for each lookup."""
+    dataset, size = trained.dataset, trained.cfg.data.batch_size
+    total = dataset.num_batches("train", size)
+    wanted = min(total, ceil(samples / size)) if samples else total
+    batches = chosen_batches(partial(dataset.batches, "train", size), total, wanted, trained.cfg.seed)
+    counts = {table: np.zeros(ids, np.uint32) for table, ids in tables.items()}
+    added, read = 0, 0
+    with Meter() as meter:
+        for number, batch in enumerate(batches, 1):
+            if not isinstance(batch, Batch):
+                raise UserError("lookups can be counted in recpipe.plugin.Batch alone: leave out popularity=")
+            for feature, table in parts:
+                ids = batch.sparse[feature].values()
+                added += len(ids)
+                if added > _LARGEST and counts[table].dtype == np.uint32:  # one row's count might be
+                    counts = {name: own.astype(np.int64) for name, own in counts.items()}
+                seen, times = torch.unique(ids, return_counts=True)
+                counts[table][seen.cpu().numpy()] += times.cpu().numpy().astype(counts[table].dtype)
+            read += batch.size
+            if meter.due:
+                meter.show(number / wanted, f"counting lookups: batch {number:,} of {wanted:,}")
+    found = {}
+    for table, own in counts.items():
+        rows = np.flatnonzero(own)
+        found[table] = rows, own[rows].astype(np.int64)
+    return found, read
+
+
+def write_lookups(file: Path, lookups: Mapping[str, Lookups]) -> None:
+    """Write them, two int64 tensors for each table."""
+    found = {name + _ROWS: torch.from_numpy(rows) for name, (rows, _) in lookups.items()}
+    found |= {name + _COUNTS: torch.from_numpy(counts) for name, (_, counts) in lookups.items()}
+    save_tensors(file, found)
+
+
+def read_lookups(package: Path) -> dict[str, Lookups]:
+    """The lookups in the whole package ``package``, by table; none if it was made without."""
+    if not (package / FILE).is_file():
+        return {}
+    found = load_file(package / FILE)
+    names = [name.removesuffix(_ROWS) for name in found if name.endswith(_ROWS)]
+    return {name: (found[name + _ROWS].numpy(), found[name + _COUNTS].numpy()) for name in names}

@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 import numpy as np
 import torch
@@ -17,18 +17,17 @@ from torch import nn
 from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from recpipe.answers.plain import parameters_of_tables, saved_dense
-from recpipe.answers.stand_ins import configs_of
+from recpipe.answers.plain import fill_dense, parameters_of_tables, saved_dense
 from recpipe.checkpoint.manifest import TABLES
 from recpipe.checkpoint.table_files import open_tables
 from recpipe.common.tensors import Streamed, TensorFiles, new_tensors
 from recpipe.errors import UserError, shown
 from recpipe.model.call import Called
-from recpipe.pipeline.placed import saved_values
 from recpipe.plugin.tables import FILL_ROWS, weight_name
 
 _Value = TypeVar("_Value", bound=np.generic)
-COLLECTIONS = (EmbeddingBagCollection, EmbeddingCollection)
+_T = TypeVar("_T")
+Collection: TypeAlias = EmbeddingBagCollection | EmbeddingCollection
 
 
 @dataclass(frozen=True)
@@ -37,12 +36,6 @@ class Place:
 
     collection: str
     own: str
-
-    @classmethod
-    def of(cls, parameter: str) -> Place:
-        """From the name of its parameter."""
-        path, own, _ = parameter.rsplit(".", 2)
-        return cls(path.rpartition(".")[0], own)
 
 
 class FloatCheckpoint:
@@ -64,7 +57,10 @@ class FloatCheckpoint:
         module = make().module
         streamed: dict[str, Streamed] = {table: (shape, ()) for table, shape in self.shapes.items()}
         parameters = parameters_of_tables(module, self.dense, streamed, directory)
-        self.places = {table: Place.of(name) for table, name in parameters.items()}
+        self.places: dict[str, Place] = {}
+        for table, name in parameters.items():
+            path, own, _ = name.rsplit(".", 2)
+            self.places[table] = Place(path.rpartition(".")[0], own)
         bags = {path for path, m in module.named_modules() if isinstance(m, EmbeddingBagCollection)}
         self.pooled = [table for table, place in self.places.items() if place.collection in bags]
         """The tables whose rows are pooled; others give a row for each id."""
@@ -78,7 +74,7 @@ class FloatCheckpoint:
         """A copy of the model in eval mode with its dense part. Its collections are those of ``make``, which
         are not filled: replace them."""
         made = copy.copy(self._make())
-        shared = {id(found): found for found in made.module.modules() if isinstance(found, COLLECTIONS)}
+        shared = {id(found): found for found in made.module.modules() if isinstance(found, Collection)}
         made.module = copy.deepcopy(made.module, shared)
         fill_dense(made.module, self.dense)
         made.module.eval()
@@ -95,6 +91,10 @@ class FloatCheckpoint:
         name, found = weight_name(table), np.empty((len(ids), self.shapes[table][1]), np.float32)
         gather(ids, found, lambda low, high: self.files.rows(name, low, high))
         return torch.from_numpy(found)
+
+    def bytes_at(self, table: str, ids: NDArray[np.int64]) -> tuple[torch.Tensor, torch.Tensor]:
+        """``rows_at`` for a ``StoredTable``."""
+        return torch.ones(len(ids), dtype=torch.bool), self.rows_at(table, ids).view(torch.uint8)
 
     def write(self, table: str, file: Path) -> None:
         """Write ``table`` as a package's file, block by block: "rows" uint8 [rows, 4 * D].
@@ -122,15 +122,11 @@ def gather(
         into[start:end] = read(low, int(own[-1]) + 1)[own - low]
 
 
-def fill_dense(module: nn.Module, dense: Mapping[str, torch.Tensor]) -> None:
-    """Set the parameters and buffers of ``module`` that ``dense`` names."""
-    own = saved_values(module)
-    with torch.no_grad():
-        for name, value in dense.items():
-            own[name].copy_(value)
-
-
-_T = TypeVar("_T")
+def configs_of(collection: Collection) -> list[Any]:
+    """The configurations of its tables."""
+    if isinstance(collection, EmbeddingBagCollection):
+        return list(collection.embedding_bag_configs())
+    return list(collection.embedding_configs())
 
 
 def joined(sets: Iterable[set[_T]]) -> list[set[_T]]:
@@ -187,13 +183,9 @@ class StoredModel:
     @classmethod
     def of(cls, source: FloatCheckpoint) -> StoredModel:
         """The model of a float checkpoint."""
-
-        def rows(table: str, ids: NDArray[np.int64]) -> tuple[torch.Tensor, torch.Tensor]:
-            return torch.ones(len(ids), dtype=torch.bool), source.rows_at(table, ids).view(torch.uint8)
-
         tables = {
             (place.collection, place.own): StoredTable(
-                "fp32", partial(source.write, table), partial(rows, table)
+                "fp32", partial(source.write, table), partial(source.bytes_at, table)
             )
             for table, place in source.places.items()
         }

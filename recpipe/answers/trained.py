@@ -1,4 +1,5 @@
-"""A checkpoint opened for answers: its recipe, its columns, its model, and the scores of batches."""
+"""``open_trained``: opens a checkpoint, quantized or not, for answers: its recipe, its columns, its model,
+and the scores of batches."""
 
 from __future__ import annotations
 
@@ -9,7 +10,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import torch
 from torch import nn
@@ -17,6 +18,7 @@ from torch import nn
 from recpipe.answers.manifest import is_package
 from recpipe.answers.plain import fill
 from recpipe.answers.stored import FloatCheckpoint, StoredModel
+from recpipe.answers.words import scoring_recipe
 from recpipe.backend.build import Backend
 from recpipe.backend.convert import convert_on_gpu, revert
 from recpipe.backend.matmul import TF32, float32_products, require_units
@@ -30,9 +32,10 @@ from recpipe.common.files import RunDir, lock_run_dir
 from recpipe.common.words import CUSTOM, readable_bytes
 from recpipe.config.recipe import Recipe
 from recpipe.data.dataset import Dataset, SplitName
+from recpipe.data.given import Batches, GivenBatches
 from recpipe.data.make import open_dataset
 from recpipe.data.parts import on_device
-from recpipe.data.schema import Preparation, Schema, require_alike
+from recpipe.data.schema import Schema, require_alike
 from recpipe.distributed.launch import ProcessRank
 from recpipe.distributed.ranks import Ranks
 from recpipe.errors import UserError
@@ -41,6 +44,9 @@ from recpipe.model.config import UserModel
 from recpipe.model.make import make_called
 from recpipe.pipeline.loader import EvalLoader
 from recpipe.pipeline.placed import PlacedModel
+from recpipe.plugin.batch import Batch
+from recpipe.plugin.errors import PluginLoadError
+from recpipe.plugin.offers import blocked_words, entry, imported, offered, origin_of
 from recpipe.setup.placing import Unplaced
 from recpipe.setup.prepare import assemble_plugins, choose_device
 from recpipe.tables.collection import SavesPlacement
@@ -49,6 +55,79 @@ from recpipe.tables.groups import ModelTables, collections_of
 from recpipe.tables.owners import RESIDENT, GroupOwner, group_owners
 
 log = logging.getLogger(__name__)
+QUANTIZED = ("manifest.json", "dense.safetensors")
+"""Files of a quantized checkpoint."""
+PLUGIN, PACKAGE = "low_precision", "recpipe_low_precision"
+"""What opens it."""
+
+
+@runtime_checkable
+class CheckpointFormat(Protocol):
+    """A package's own format of checkpoints, by its entry point in the group ``recpipe.checkpoints``: an
+    object of this kind or its class, in a module that imports nothing slow."""
+
+    def holds(self, directory: Path) -> bool:
+        """Whether ``directory`` is of this format; asked of every checkpoint that is opened."""
+
+    def kind(self) -> type[Trained]:
+        """The class that opens such directories, which derives from ``Trained``."""
+
+
+def open_trained(
+    checkpoint: str | Path,
+    overrides: Sequence[str] = (),
+    model: nn.Module | None = None,
+    data: Dataset | Batches | None = None,
+    kind: type[Trained] | None = None,
+) -> Trained:
+    """Open ``checkpoint``, or the newest one in that folder or run's directory, and check all its files.
+
+    Args:
+        checkpoint: written by one process or by any number of ranks.
+        overrides: words of the command line; they may change data, tiers, trainer and seed.
+        model: the model, if training was given one in Python; its dense parameters are replaced.
+        data: a data set or ready-made batches, instead of the recipe's; batches of ``recpipe.plugin.Batch``
+            have the columns that were trained on.
+        kind: its format; None: what it looks like.
+
+    ``UserError`` if it is damaged, of an earlier version that does not carry its recipe, or if the overrides
+    would change its model.
+    """
+    path = Path(checkpoint).expanduser()
+    kind = kind or kind_of(path)
+    directory, trainer, trained_on = kind.read(path)
+    cfg = scoring_recipe(trained_on, [*overrides, "data=given"] if data is not None else overrides)
+    if model is not None and not isinstance(cfg.model, UserModel):
+        raise UserError(f"{directory} has a model of recpipe's own, model={cfg.model.name}: leave model out")
+    if data is not None and not isinstance(data, Dataset):
+        batches, columns = data, trained_on.columns
+        data = GivenBatches(batches)
+        if columns is not None and isinstance(next(data.batches("train", 1)), Batch):
+            data = GivenBatches(batches, schema=columns.schema)
+    return kind(directory, cfg, trained_on, trainer, model, data)
+
+
+def kind_of(directory: Path) -> type[Trained]:
+    """What opens the checkpoint ``directory``: ``Trained``, or what the format of a package gives.
+    ``UserError`` for a quantized checkpoint without the package."""
+    available = offered("checkpoint")
+    for name in available:
+        ep = entry("checkpoint", name, available)
+        made = imported("checkpoint", ep)
+        found = made() if isinstance(made, type) else made
+        if not isinstance(found, CheckpointFormat):
+            raise PluginLoadError(
+                f"format of checkpoints {origin_of(ep)}: '{ep.value}' must have holds(directory) and kind(); "
+                "correct its entry point"
+            )
+        if found.holds(directory):
+            return found.kind()
+    if not is_package(directory) and all((directory / name).is_file() for name in QUANTIZED):
+        raise UserError(
+            f"{directory} is a quantized checkpoint, which needs the package {PACKAGE}"
+            f"{blocked_words(PLUGIN) or ', not installed here'}"
+        )
+    return Trained
 
 
 class Scored(NamedTuple):
@@ -98,11 +177,6 @@ class Trained:
         return self.trained_on.columns.schema
 
     @property
-    def preparation(self) -> Preparation | None:
-        """How ids and dense values were prepared; None: not known."""
-        return self.trained_on.preparation
-
-    @property
     def step(self) -> int:
         """How many steps had been trained."""
         return int(self.trainer["global_step"])
@@ -118,16 +192,15 @@ class Trained:
     def require_columns(self, dataset: Dataset) -> None:
         """``DataError`` unless ``dataset`` has the columns, and their preparation, that were trained on."""
         if self.trained_on.columns is not None and dataset.schema is not None:
-            require_alike(self.schema, dataset.schema, self.preparation, dataset.preparation)
+            require_alike(self.schema, dataset.schema, self.trained_on.preparation, dataset.preparation)
 
-    def make_called(self, device: torch.device | None = None, dataset: Dataset | None = None) -> Called:
-        """A new module of the trained model's class, not filled, ready to be called. A given module is taken
-        itself."""
+    def make_called(self) -> Called:
+        """A new module of the trained model's class, not filled, ready to be called, on the CPU. A given
+        module is taken itself."""
         self._require_model()
-        device = device or torch.device("cpu")
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(self.cfg.seed)
-            return make_called(self.cfg.model, dataset or _Columns(self.schema), device, self.given_model)
+            return make_called(self.cfg.model, _Columns(self.schema), torch.device("cpu"), self.given_model)
 
     def _require_model(self) -> None:
         """``UserError`` if the recipe cannot make the model, and none was given."""
@@ -140,20 +213,23 @@ class Trained:
             )
 
     @cached_property
+    def called(self) -> Called:
+        """How training calls ``model``; its ``tasks`` are its outputs."""
+        return self.make_called()
+
+    @cached_property
     def model(self) -> nn.Module:
         """The trained model as a plain module of torch and TorchRec in eval mode, with all tables in memory.
 
         ``called`` calls it. In ``scoring`` another one is used, whose tables may be larger than memory.
         """
-        module = self.called.module
-        _at_home(module)
-        fill(module, self.directory, self.trainer)
-        return module.eval()
-
-    @cached_property
-    def called(self) -> Called:
-        """How training calls ``model``; its ``tasks`` are its outputs."""
-        return self.make_called()
+        for member in self.called.module.modules():
+            for name, parameter in member._parameters.items():
+                if parameter is not None and parameter.is_meta:
+                    made = torch.empty(parameter.shape, dtype=parameter.dtype)
+                    member._parameters[name] = nn.Parameter(made, requires_grad=parameter.requires_grad)
+        fill(self.called.module, self.directory, self.trainer)
+        return self.called.module.eval()
 
     def source(self) -> FloatCheckpoint:
         """The checkpoint's rows in float32, block by block from the disk."""
@@ -203,34 +279,28 @@ class Trained:
             collections = collections_of(unplaced.called.module)
             model = unplaced.over(embeddings)
             stack.callback(_as_given, model, collections)
-            self._load(model)
-            model.eval()
-            self._equip(model, device)
+            self._restore(model, device)
             yield Scoring(model, dataset, cfg.data.batch_size, device)
 
-    def _load(self, model: PlacedModel) -> None:
-        """Fill the dense part, and put the tables' rows into the slots that they had in training if the tiers
-        are the same."""
+    def _restore(self, model: PlacedModel, device: torch.device) -> None:
+        """Fill the dense part of ``model``, put the tables' rows into the slots that they had in training if
+        the tiers are the same, and use the kernels that training measured, so that scores are rounded as in
+        its evaluation."""
+        own, backend = self.trainer.get(OWN, {}), self.cfg.trainer.backend
         with naming(self.directory):
             model.load_dense(self.trainer["state_dict"])
-            placed = model.embeddings.offers(SavesPlacement)
-            placement = self.trainer.get(OWN, {}).get("placement")
+            placed, placement = model.embeddings.offers(SavesPlacement), own.get("placement")
             if placed is not None and placement is not None:
                 placed.check_placement_state(placement)
                 placed.load_placement_state(placement)
-
-    def _equip(self, model: PlacedModel, device: torch.device) -> None:
-        """Use the kernels that training measured, so that scores are rounded as in its evaluation."""
+        model.eval()
         if device.type == "cuda":
-            if self.cfg.trainer.backend != "plain":
+            if backend != "plain":
                 convert_on_gpu(model.module)
-            return
-        saved = self.trainer.get(OWN, {}).get("backend")
-        if saved is None:
-            return
-        with naming(self.directory):
-            Backend.check(saved)
-        Backend(self.cfg.trainer.backend, model, {}).restore(saved)
+        elif (saved := own.get("backend")) is not None:
+            with naming(self.directory):
+                Backend.check(saved)
+            Backend(backend, model, {}).restore(saved)
 
 
 class Scoring:
@@ -271,22 +341,19 @@ def scored(called: Called, batches: Iterable[Any], labelled: bool = True) -> Ite
 
     Batches whose ids are not in their tables must have been refused before.
     """
-    tasks = called.tasks
+    tasks = called.tasks.values()
     for batch in batches:
         with torch.no_grad():
+            labels = loss = None
             if labelled:
-                loss, output = called(batch)
-                labels = _joined([task.labels_of(batch) for task in tasks.values()])
-                yield Scored(_predictions(tasks, output), labels, float(loss))
+                mean, output = called(batch)
+                labels, loss = _side_by_side([task.labels_of(batch) for task in tasks]), float(mean)
             else:
-                yield Scored(_predictions(tasks, called.output(batch)[1]), None, None)
+                _, output = called.output(batch)
+            yield Scored(_side_by_side([task.prediction(output) for task in tasks]), labels, loss)
 
 
-def _predictions(tasks: Mapping[str, Called], output: Any) -> torch.Tensor:
-    return _joined([task.prediction(output) for task in tasks.values()])
-
-
-def _joined(parts: Sequence[torch.Tensor]) -> torch.Tensor:
+def _side_by_side(parts: Sequence[torch.Tensor]) -> torch.Tensor:
     """[B], or [B, T] of several tasks, in host memory."""
     return (parts[0] if len(parts) == 1 else torch.stack(list(parts), dim=1)).cpu()
 
@@ -317,15 +384,6 @@ def _as_given(model: PlacedModel, collections: Mapping[str, nn.Module]) -> None:
                     setattr(parent, name, collections[path])
 
 
-def _at_home(module: nn.Module) -> None:
-    """Give parameters on the meta device memory."""
-    for member in module.modules():
-        for name, parameter in member._parameters.items():
-            if parameter is not None and parameter.is_meta:
-                made = torch.empty(parameter.shape, dtype=parameter.dtype)
-                member._parameters[name] = nn.Parameter(made, requires_grad=parameter.requires_grad)
-
-
 def _require_memory(
     tables: ModelTables, owners: Sequence[GroupOwner], store: str, device: torch.device
 ) -> None:
@@ -335,5 +393,4 @@ def _require_memory(
     everything_resident = all(owner.name == RESIDENT for owner in owners)
     if store == "host" and not everything_resident and device.type == "cpu":
         needs["host store"] = tables.total_bytes
-    remedy = "keep rows on the disk: tiers.store=ssd tiers.resident_bytes=10%"
-    machine.require(needs, device, remedy)
+    machine.require(needs, device, "keep rows on the disk: tiers.store=ssd tiers.resident_bytes=10%")

@@ -1,60 +1,48 @@
-"""The words of commands on checkpoints: the command's own options, the run's directory, and the rest, which
-are overrides of the recipe."""
+"""The words of commands on checkpoints: the command's own options, the run's directory, and overrides of the
+recipe by which the checkpoint is scored."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Mapping, Sequence
+from copy import deepcopy
+from dataclasses import fields
 from datetime import datetime
 from pathlib import Path
-from typing import Annotated, Any, TypeVar, get_type_hints
+from typing import Any, TypeVar, get_type_hints
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
+from omegaconf import OmegaConf
 
-from recpipe.answers.recipe import FREE
-from recpipe.common.validation import FilePath, Positive, Text, fitted, one_of
-from recpipe.config.compose import active_plugins, check_overrides, compose, readable_errors
+from recpipe.checkpoint.trained_on import TrainedOn
+from recpipe.common.validation import fitted
+from recpipe.config.compose import active_plugins, check_overrides, compose, plain_values, readable_errors
+from recpipe.config.recipe import Recipe
 from recpipe.errors import UserError, did_you_mean, shown
 from recpipe.plugin.calls import blamed
 from recpipe.plugin.load import activate
 
-_OF_PLUGINS = ("plugin", "plugins")
 T = TypeVar("T")
 RUN_DIR = "hydra.run.dir"
-
-
-@dataclass(frozen=True)
-class EvaluateOptions:
-    """The options of ``recpipe evaluate``."""
-
-    split: Annotated[str, one_of("all", "eval")] = "all"
-    """``all``: every row of the data; ``eval``: its later part, ``data.eval_fraction`` of it."""
-    by: Text | None = None
-    """A column by whose values the rows are told apart as well."""
-    by_top: Positive = 10
-    """Values with a line of their own, the most frequent ones; or, of a dense column, buckets."""
-
-
-@dataclass(frozen=True)
-class PredictOptions:
-    """The options of ``recpipe predict``."""
-
-    output: FilePath | None = None
-    """The file of scores, .parquet or .csv; from Python, None returns the scores."""
-    keys: tuple[Text, ...] = ()
-    """Columns of the input to copy; none: ``row``, the number of the row from 0."""
-    scores: Annotated[str, one_of("probability", "raw")] = "probability"
-    """For clicks the probability, for counts the rate; ``raw``: what the model gives, such as logits."""
-    overwrite: bool = False
-    """Whether an ``output`` that exists is replaced."""
-    package: FilePath | None = None
-    """The checkpoint's package, whose compiled code then scores, so that a server gives the same bits."""
+FREE = ("data", "tiers", "trainer", "seed")
+"""Sections of the recipe that may differ from training."""
+OF_OUTPUT = ("model.prediction", "model.labels")
+"""Keys of the model that say where its output and labels are, and may differ as well."""
+ONE_PROCESS = {
+    "sharded": False,
+    "plan": None,
+    "kernel": "fused",
+    "split_rows": False,
+    "dir": None,
+    "emulate": {"latency_us": 0, "gbit_per_s": None},
+}
+"""What is left of the training run's tiers when one process scores: no shards, no store of that run."""
 
 
 def parted(words: Sequence[str], kind: type[T], command: str) -> tuple[T, list[str], Path]:
     """Options of ``kind``, overrides of the recipe, and the run's directory: ``hydra.run.dir``, or
     outputs/DATE/TIME as for training. ``UserError`` for a word that is none of these."""
     own = {f.name for f in fields(kind)}  # type: ignore[arg-type]
+    hints = get_type_hints(kind, include_extras=True)
     options: dict[str, Any] = {}
     rest: list[str] = []
     directory = Path("outputs") / datetime.now().strftime("%Y-%m-%d/%H-%M-%S")
@@ -77,27 +65,18 @@ def parted(words: Sequence[str], kind: type[T], command: str) -> tuple[T, list[s
             directory = Path(str(value))
         else:
             options[key] = [value] if key == "keys" and not isinstance(value, list) else value
-    hints = get_type_hints(kind, include_extras=True)
     made = {key: fitted(hints[key], value, key) for key, value in options.items()}
     return kind(**made), rest, directory
 
 
-def asked_samples(word: str | bool | int) -> bool | int | None:
-    """What ``word`` says: true, false, or a number of samples, of at most 15 digits; None: none of these."""
-    text = str(word)
-    if text.lower() in ("true", "false"):
-        return text.lower() == "true"
-    return int(text) if text.isascii() and text.isdecimal() and len(text) < 16 else None
-
-
 def of_plugins(words: Sequence[str]) -> tuple[list[str], list[str]]:
     """The words that choose plugins and set their knobs, and the others."""
-    mine = [word for word in words if _section(word) in _OF_PLUGINS]
-    return mine, [word for word in words if _section(word) not in _OF_PLUGINS]
-
-
-def _section(word: str) -> str:
-    return word.lstrip("+~").partition("=")[0].partition(".")[0]
+    mine: list[str] = []
+    others: list[str] = []
+    for word in words:
+        section = word.lstrip("+~").partition("=")[0].partition(".")[0]
+        (mine if section in ("plugin", "plugins") else others).append(word)
+    return mine, others
 
 
 def the_plugin(words: Sequence[str], kind: type[T], command: str, example: str) -> T:
@@ -112,3 +91,85 @@ def the_plugin(words: Sequence[str], kind: type[T], command: str, example: str) 
     origin, plugin = found[0]
     assert isinstance(plugin, kind)
     return blamed(origin, command, plugin)
+
+
+def scoring_recipe(trained: TrainedOn, words: Sequence[str]) -> Recipe:
+    """The recipe of ``trained`` with the user's overrides ``words``, without plugins.
+
+    A source of the same name keeps what training's recipe says of its columns; of another source, columns,
+    tables and preparation are set as they were in training, as far as it has keys for them. ``UserError`` for
+    a word that would change the model or its tables.
+    """
+    check_overrides(words)
+    chosen = [word.lstrip("+").partition("=")[0].partition("@")[0] for word in words]
+    for word, key in zip(words, chosen, strict=True):
+        if key.partition(".")[0] not in FREE and key not in OF_OUTPUT:
+            raise UserError(
+                f"{shown(word, 100)}: the checkpoint decides model, tables and optimizer; what may be set is "
+                f"{', '.join(FREE)} and {', '.join(OF_OUTPUT)}"
+            )
+    saved = deepcopy(trained.values)
+    source = str(saved["data"]["name"])
+    defaults = [] if "data" in chosen else [f"data={source}"]
+    free = [word for word, key in zip(words, chosen, strict=True) if not key.startswith("model")]
+    fresh = plain_values(compose([*defaults, *free]))
+    values = fresh | {name: saved[name] for name in ("model", "optim")}
+    if "seed" not in chosen:
+        values["seed"] = saved["seed"]
+    for word, key in zip(words, chosen, strict=True):
+        if key in OF_OUTPUT:
+            value = OverridesParser.create().parse_override(word).value()
+            values["model"][key.partition(".")[2]] = value
+
+    same = fresh["data"]["name"] == source
+    base = saved["data"] if same else fresh["data"] | _columns_as_trained(fresh["data"], trained)
+    values["data"] = _laid_over(base, fresh, chosen, "data")
+    tiers = fresh["tiers"] if "tiers" in chosen else {**fresh["tiers"], **saved["tiers"], **ONE_PROCESS}
+    tiers = values["tiers"] = _laid_over(tiers, fresh, chosen, "tiers")
+    if tiers["store"] in ("holders", "sharded"):
+        tiers["store"] = tiers.get("holder_store", "host")
+    # A user who names a cold store or a budget wants one, where training kept all rows resident.
+    asked = {"tiers", "tiers.store", "tiers.resident_bytes"} & set(chosen)
+    if asked and tiers["policy"] == "resident" and "tiers.policy" not in chosen:
+        tiers["policy"] = "lru"
+    backend = {"backend": saved["trainer"]["backend"]}
+    values["trainer"] = _laid_over(fresh["trainer"] | backend, fresh, chosen, "trainer")
+    return Recipe.of(OmegaConf.create({**values, "plugins": {}}))
+
+
+def _laid_over(
+    base: Mapping[str, Any], fresh: Mapping[str, Any], chosen: Sequence[str], section: str
+) -> dict[str, Any]:
+    """``base`` with the keys of ``section`` that the user has ``chosen``, which ``fresh`` has."""
+    made = deepcopy(dict(base))
+    for key in chosen:
+        path = key.split(".")
+        if path[0] != section or len(path) == 1:
+            continue
+        into, source = made, fresh[section]
+        for name in path[1:-1]:
+            source = source[name]
+            if not isinstance(into.get(name), dict):
+                into[name] = {}
+            into = into[name]
+        new, old = source[path[-1]], into.get(path[-1])
+        into[path[-1]] = old | new if isinstance(new, dict) and isinstance(old, dict) else new
+    return made
+
+
+def _columns_as_trained(section: Mapping[str, Any], trained: TrainedOn) -> dict[str, Any]:
+    """The keys of another source's ``section`` that describe columns, as they were in training."""
+    if trained.columns is None:
+        return {}
+    known: dict[str, Any] = {
+        "label": trained.values["data"].get("label") or "label",
+        "dense": list(trained.columns.dense),
+        "sparse": [name for name, _ in trained.columns.sparse],
+        "tables": dict(trained.columns.sparse),
+        "table_scale": 1.0,
+    }
+    if trained.preparation is not None:
+        hashed = "hashed" if section["name"] == "parquet" else "modulo"
+        known["hash_ids"] = trained.preparation.ids == hashed
+        known["dense_transform"] = "log" if trained.preparation.dense == "signed_log" else "none"
+    return {key: value for key, value in known.items() if key in section}

@@ -16,12 +16,11 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from recpipe.answers import score
-from recpipe.answers.manifest import DIGEST, MANIFEST, read_manifest, write_manifest
+from recpipe.answers.manifest import DIGEST, MANIFEST, private_key, read_manifest, write_manifest
 from recpipe.answers.package import Options
 from recpipe.answers.parts import golden_inputs, of_package
 from recpipe.answers.programs import chosen_set, compiled_for
 from recpipe.answers.score import SIGNATURE, PackageError
-from recpipe.answers.signature import private_key
 from recpipe.errors import UserError
 
 pytest.importorskip("uvicorn", reason="recpipe[serve] is not installed")

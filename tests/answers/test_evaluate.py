@@ -18,8 +18,8 @@ from torchrec.modules.embedding_modules import EmbeddingBagCollection
 
 import recpipe
 from recpipe import cli
-from recpipe.answers.open import open_trained
-from recpipe.answers.slices import Slicer, add_of_batch
+from recpipe.answers.evaluate import Slicer, add_of_batch
+from recpipe.answers.trained import open_trained
 from recpipe.checkpoint.manifest import TRAINER, seal
 from recpipe.checkpoint.table_io import RECIPE, newest
 from recpipe.checkpoint.trainer_file import load_trainer, save_trainer

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from recpipe.answers.open import open_trained
+from recpipe.answers.trained import open_trained
 from recpipe.plugin.errors import PluginLoadError
 from tests.answers.answers import Answers
 

@@ -32,13 +32,12 @@ from safetensors.torch import load_file, save_file
 from torch._inductor import cpp_builder
 
 import recpipe
-from recpipe.answers import onednn, programs, score
 from recpipe.answers import package as packaging
+from recpipe.answers import programs, score
 from recpipe.answers.manifest import DIGEST, MANIFEST
-from recpipe.answers.open import open_trained
 from recpipe.answers.parts import of_checkpoint, of_package
-from recpipe.answers.reference import MOST_SAMPLES, figures_of, wanted_samples
-from recpipe.answers.trained import scored
+from recpipe.answers.reference import figures_of
+from recpipe.answers.trained import open_trained, scored
 from recpipe.cli import main
 from recpipe.common import machine
 from recpipe.errors import UserError
@@ -277,12 +276,12 @@ def test_reference_figures_are_not_made_without_data_or_if_they_are_not_wanted(
     assert figures_of(gone, trained.called.tasks, scorer, 100) is None
     assert "the package has no reference figures" in caplog.text
     assert str(tmp_path / "gone.parquet") in caplog.text
-    assert [wanted_samples(word) for word in (True, "true", False, "False", 7, "900")] == [
-        *(MOST_SAMPLES, MOST_SAMPLES, 0, 0, 7, 900)
-    ]
+    most = packaging.MOST_SAMPLES
+    for word, samples in ((True, most), ("true", most), (False, 0), ("False", 0), (7, 7), ("900", 900)):
+        assert packaging.Options.of(reference=word).reference == samples
     for word in ("yes", "-1", "1e3", ""):
         with pytest.raises(UserError, match="say true, false, or how many"):
-            wanted_samples(word)
+            packaging.Options.of(reference=word)
 
 
 @needs_compiler
@@ -631,8 +630,8 @@ FASTER = (True, True, False, True)
 def two_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     """Figures of a machine on which oneDNN is the faster library from 64 samples on."""
     layers = [(1.0, 0.5 if faster else 2.0) for faster in FASTER]
-    monkeypatch.setattr(onednn, "FEWEST_WEIGHTS", 1)
-    monkeypatch.setattr(onednn, "seconds_of_layers", lambda module, inputs: layers)
+    monkeypatch.setattr(programs, "FEWEST_WEIGHTS", 1)
+    monkeypatch.setattr(programs, "seconds_of_layers", lambda module, inputs: layers)
     monkeypatch.setattr(programs, "_seconds", lambda scorer, samples: [1.0, 3.0 if samples == 1 else 0.5])
 
 
@@ -684,21 +683,21 @@ def test_which_layers_are_by_onednn_is_measured_on_a_quiet_machine(
     (base,) = parts.programs
     monkeypatch.delenv(machine.KEEPS_ALL, raising=False)
     monkeypatch.setattr(machine, "used_by_others", lambda since: 0.0)
-    same, other = onednn.with_onednn(parts.programs, parts.content)
+    same, other = programs.with_onednn(parts.programs, parts.content)
     assert same is base
     assert len(linear_layers(base.exported.graph)) == len(FASTER)
     assert len(linear_layers(other.exported.graph)) == FASTER.count(False)
     made = [value for name, value in other.exported.state_dict.items() if name in base.exported.state_dict]
     assert {t.data_ptr() for t in made} == {t.data_ptr() for t in base.exported.state_dict.values()}
     monkeypatch.setattr(machine, "used_by_others", lambda since: 0.5)
-    assert onednn.with_onednn(parts.programs, parts.content) == [base]
+    assert programs.with_onednn(parts.programs, parts.content) == [base]
     assert "other programs took 50% of this machine's processors; package it on a quiet" in caplog.text
     monkeypatch.setattr(machine, "used_by_others", lambda since: 0.0)
-    monkeypatch.setattr(onednn, "seconds_of_layers", lambda module, inputs: [(1.0, 0.96)] * 4)
-    assert onednn.with_onednn(parts.programs, parts.content) == [base]
-    monkeypatch.setattr(onednn, "FEWEST_WEIGHTS", 10**6)
-    monkeypatch.delattr(onednn, "seconds_of_layers")
-    assert onednn.with_onednn(parts.programs, parts.content) == [base]
+    monkeypatch.setattr(programs, "seconds_of_layers", lambda module, inputs: [(1.0, 0.96)] * 4)
+    assert programs.with_onednn(parts.programs, parts.content) == [base]
+    monkeypatch.setattr(programs, "FEWEST_WEIGHTS", 10**6)
+    monkeypatch.delattr(programs, "seconds_of_layers")
+    assert programs.with_onednn(parts.programs, parts.content) == [base]
 
 
 def test_every_layer_is_timed_on_what_reaches_it(packed: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -710,9 +709,9 @@ def test_every_layer_is_timed_on_what_reaches_it(packed: Path, monkeypatch: pyte
         seen.append(tuple(addmm.shape))
         return [1.0, float(len(seen))]
 
-    monkeypatch.setattr(onednn, "median_seconds", median_seconds)
+    monkeypatch.setattr(programs, "median_seconds", median_seconds)
     inputs = programs.made_up_inputs(parts.content, 2048)
-    found = onednn.seconds_of_layers(parts.programs[0].exported.module(), inputs)
+    found = programs.seconds_of_layers(parts.programs[0].exported.module(), inputs)
     assert seen == [(2048, 16), (2048, 16), (2048, 16), (2048, 1)]
     assert found == [(1.0, 1.0), (1.0, 2.0), (1.0, 3.0), (1.0, 4.0)]
 

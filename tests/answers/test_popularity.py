@@ -7,9 +7,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from recpipe.answers import popularity
-from recpipe.answers.open import open_trained
-from recpipe.answers.popularity import FILE, lookups_in, read_lookups, wanted, write_lookups
+from recpipe.answers import reference
+from recpipe.answers.package import Options
+from recpipe.answers.reference import FILE, lookups_in, read_lookups, write_lookups
+from recpipe.answers.trained import open_trained
 from recpipe.errors import UserError
 from tests.answers.answers import Answers
 
@@ -44,7 +45,7 @@ def test_counts_that_may_not_fit_are_kept_in_a_wider_type(
 ) -> None:
     trained = open_trained(answers.folder)
     narrow, read = lookups_in(trained, TABLES, PARTS, 0)
-    monkeypatch.setattr(popularity, "_LARGEST", 500)  # reached in the first batches
+    monkeypatch.setattr(reference, "_LARGEST", 500)  # reached in the first batches
     wide, again = lookups_in(trained, TABLES, PARTS, 0)
     assert read == again
     for table in TABLES:
@@ -54,12 +55,9 @@ def test_counts_that_may_not_fit_are_kept_in_a_wider_type(
 
 
 def test_what_can_be_asked_for() -> None:
-    assert [wanted(text) for text in (False, "false", "False", True, "true", 5000, "5000")] == [None] * 3 + [
-        0,
-        0,
-        5000,
-        5000,
-    ]
+    none, some = dict.fromkeys((False, "false", "False")), {5000: 5000, "5000": 5000}
+    for word, samples in {**none, **some, True: 0, "true": 0}.items():
+        assert Options.of(popularity=word).popularity == samples
     for text in ("yes", "-1", "0", "1.5", "9" * 5000):
         with pytest.raises(UserError, match="popularity=.*: give true, or how many training samples to read"):
-            wanted(text)
+            Options.of(popularity=text)

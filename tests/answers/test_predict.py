@@ -19,7 +19,7 @@ import torch
 import recpipe
 from recpipe import cli
 from recpipe.answers import predict as prediction
-from recpipe.answers.open import open_trained
+from recpipe.answers.trained import open_trained
 from recpipe.errors import DataError, UserError
 from recpipe.tables import front, inputs
 from tests.answers.answers import PLAIN, SMALL, Answers, clicks, put
@@ -208,9 +208,9 @@ def test_memory_does_not_grow_with_the_rows(
     most = 0
     grouped = prediction._grouped
 
-    def watched(tables, kept):
+    def watched(tables):
         nonlocal most
-        for table in grouped(tables, kept):
+        for table in grouped(tables):
             most = max(most, len(table))
             yield table
 
@@ -228,8 +228,8 @@ def test_a_kill_leaves_no_file_of_that_name_and_the_next_run_is_whole(
 import os, signal, sys
 from recpipe.answers import predict
 stream = predict._grouped
-def killed(tables, kept):
-    for number, table in enumerate(stream(tables, kept)):
+def killed(tables):
+    for number, table in enumerate(stream(tables)):
         yield table
         if number == 3:
             os.kill(os.getpid(), signal.SIGKILL)

@@ -17,9 +17,8 @@ from recpipe_serve.http.features import Features
 
 import recpipe
 from recpipe.answers import score
-from recpipe.answers.open import open_trained
 from recpipe.answers.parts import of_checkpoint
-from recpipe.answers.trained import scored
+from recpipe.answers.trained import open_trained, scored
 from recpipe.plugin.batch import Batch
 from recpipe.private_api.compiled import compiler
 from tests.answers.attention import WORDS, histories

@@ -19,9 +19,9 @@ from torchrec.modules.embedding_configs import EmbeddingBagConfig
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 import recpipe
-from recpipe.answers.open import open_trained
 from recpipe.answers.parts import of_checkpoint
 from recpipe.answers.stored import FewRows
+from recpipe.answers.trained import open_trained
 from recpipe.errors import UserError
 from recpipe.plugin.batch import Batch
 from tests.processes import ROOT
@@ -42,7 +42,7 @@ CHILD = """
 import sys
 from pathlib import Path
 from recpipe.answers.parts import of_checkpoint
-from recpipe.answers.open import open_trained
+from recpipe.answers.trained import open_trained
 
 def peak():
     lines = Path("/proc/self/status").read_text().splitlines()

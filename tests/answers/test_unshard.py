@@ -13,7 +13,7 @@ import pytest
 import torch
 from safetensors.numpy import load_file, save_file
 
-from recpipe.answers.unshard import unshard, unshard_command
+from recpipe.answers.plain import unshard, unshard_command
 from recpipe.common import meter
 from recpipe.common.tensors import TensorFiles
 from recpipe.config.compose import compose

@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 import recpipe
-from recpipe.answers.unshard import unshard
+from recpipe.answers.plain import unshard
 from recpipe.common.tensors import TensorFiles
 from recpipe.data.dataset import Dataset
 from recpipe.errors import UserError

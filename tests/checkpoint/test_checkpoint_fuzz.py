@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from recpipe.answers.unshard import unshard
+from recpipe.answers.plain import unshard
 from recpipe.checkpoint import manifest
 from recpipe.checkpoint import table_io as checkpoint
 from recpipe.checkpoint.table_io import TableCheckpointIO

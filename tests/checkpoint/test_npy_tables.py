@@ -11,7 +11,7 @@ import pytest
 from safetensors.numpy import load_file
 
 import recpipe
-from recpipe.answers.unshard import unshard
+from recpipe.answers.plain import unshard
 from recpipe.checkpoint import manifest
 from recpipe.checkpoint import table_io as checkpoint
 from recpipe.checkpoint.table_files import check_tables

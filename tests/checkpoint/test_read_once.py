@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from safetensors.numpy import load_file, save_file
 
 import recpipe
-from recpipe.answers.unshard import unshard
+from recpipe.answers.plain import unshard
 from recpipe.checkpoint.table_files import open_tables
 from recpipe.common.tensors import TensorFiles
 from recpipe.config.compose import compose

@@ -20,7 +20,7 @@ from torchrec.modules.mc_modules import (
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 import recpipe
-from recpipe.answers.unshard import unshard
+from recpipe.answers.plain import unshard
 from recpipe.data.make import open_dataset
 from recpipe.plugin.errors import PluginError
 

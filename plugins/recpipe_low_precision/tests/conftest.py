@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 from recpipe_low_precision.slices import Slice, between_samples
 
-from recpipe.answers.open import open_trained
 from recpipe.answers.stored import FloatCheckpoint
+from recpipe.answers.trained import open_trained
 from tests.quantizing import small_checkpoint
 
 

@@ -19,7 +19,7 @@ from recpipe_low_precision.row_types import FLOAT, Choice
 from recpipe_low_precision.slices import LAYER
 
 import recpipe
-from recpipe.answers.open import open_trained
+from recpipe.answers.trained import open_trained
 from recpipe.errors import UserError
 from recpipe.plugin.errors import PluginError
 

@@ -21,10 +21,9 @@ from torch import nn
 
 import recpipe
 from recpipe.answers import programs, score
-from recpipe.answers.open import open_trained
 from recpipe.answers.programs import SETS, Program
 from recpipe.answers.stored import FloatCheckpoint
-from recpipe.answers.trained import scored
+from recpipe.answers.trained import open_trained, scored
 from recpipe.errors import UserError
 from recpipe.private_api.compiled import compiler
 from recpipe.private_api.int8 import int8_adds_up

@@ -18,8 +18,8 @@ from recpipe_low_precision.opened import open_quantized
 from recpipe_low_precision.row_types import decode_rows, encode_rows
 
 import recpipe
-from recpipe.answers.open import open_trained
 from recpipe.answers.stored import FloatCheckpoint
+from recpipe.answers.trained import open_trained
 from recpipe.cli import main
 from recpipe.data.make import open_dataset
 from recpipe.errors import UserError

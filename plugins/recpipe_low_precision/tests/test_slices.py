@@ -13,7 +13,7 @@ from recpipe_low_precision.row_types import FLOAT, Choice
 from recpipe_low_precision.slices import used_rows
 
 import recpipe
-from recpipe.answers.open import open_trained
+from recpipe.answers.trained import open_trained
 from recpipe.model.metrics import quality
 
 KINDS = {"a": "int8", "b": "int4", "c": "fp16", "d": "int2"}

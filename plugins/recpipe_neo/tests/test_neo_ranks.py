@@ -10,7 +10,7 @@ import pytest
 from recpipe_het.tests.conftest import criteo  # noqa: F401
 from safetensors.numpy import load_file
 
-from recpipe.answers.unshard import unshard
+from recpipe.answers.plain import unshard
 from tests.distributed.test_torchrun import SMALL, alone, difference, together
 from tests.processes import run_ranks
 

@@ -34,9 +34,9 @@ from safetensors.torch import load_file, save_file
 
 import recpipe
 from recpipe.answers.manifest import write_manifest
-from recpipe.answers.open import open_trained
-from recpipe.answers.popularity import read_lookups
+from recpipe.answers.reference import read_lookups
 from recpipe.answers.score import Scorer
+from recpipe.answers.trained import open_trained
 from recpipe.common.words import Amount
 from recpipe.data.config import SyntheticConfig
 from recpipe.data.sources.synthetic import SyntheticDataset

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from recpipe.answers import drift
+from recpipe.answers import figures as drift
 from recpipe.answers.figures import CALIBRATION, judge
 from recpipe.model.metrics import Kind
 from recpipe_serve.monitor.windows import AGAIN, JOINED, REFUSED, SCORED, TOTALLED, UNKNOWN, Windows

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from recpipe.answers import drift
+from recpipe.answers import figures as drift
 from recpipe.errors import shown
 from recpipe_serve.batching.scorer import Side
 from recpipe_serve.errors import bad

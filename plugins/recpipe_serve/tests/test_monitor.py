@@ -17,7 +17,7 @@ from recpipe_serve.errors import Refused
 from recpipe_serve.monitor.monitor import Monitor, Watch
 from recpipe_serve.monitor.windows import SCORED, Sizes, Windows
 
-from recpipe.answers import drift
+from recpipe.answers import figures as drift
 from recpipe.answers.figures import judge
 from recpipe.errors import UserError
 
