@@ -63,20 +63,17 @@ class Scorer:
             self.lookups = [self.lookup(found) for found in self.manifest["lookups"]]
             # It warns of another instruction set, which check_processor has judged.
             logging.getLogger("torch.export.pt2_archive._package").setLevel(logging.ERROR)
-            self.programs = self.make_programs()
+            # Programs with the same file of constants have these once.
+            programs = self.manifest["programs"]
+            files = {program["constants"] for program in programs} - {None}
+            found = {file: tensors(self.directory / file) for file in files}
+            constants = {file: {name: v.clone() for name, v in own.items()} for file, own in found.items()}
+            self.programs = [Program(self.directory, p, constants.get(p["constants"])) for p in programs]
             self.difference = self.check_golden()
 
     def make_tables(self) -> "Tables":
         """All tables, in memory."""
         return Tables(self.directory, self.manifest["tables"], self.mapped)
-
-    def make_programs(self) -> "list[Program]":
-        """All programs; those with the same file of constants have these once."""
-        every = self.manifest["programs"]
-        files = {about["constants"] for about in every} - {None}
-        found = {file: tensors(self.directory / file) for file in files}
-        constants = {file: {name: v.clone() for name, v in own.items()} for file, own in found.items()}
-        return [Program(self.directory, about, constants.get(about["constants"])) for about in every]
 
     def lookup(self, found: "dict[str, Any]", features: "list[str] | None" = None) -> "Lookup":
         """A lookup by its description in the manifest, whose ids are those of these ``features``; None: of
@@ -110,7 +107,8 @@ class Scorer:
         return next(program for program in reversed(self.programs) if program.first <= samples)
 
     def check(self, dense: torch.Tensor, ids: torch.Tensor, lengths: torch.Tensor, samples: int) -> None:
-        """``ValueError`` unless the inputs fit the manifest and each other."""
+        """``ValueError`` unless the inputs fit the manifest and each other, and features have the numbers of
+        ids that the dense part takes: it does not check them."""
         width, features = len(self.manifest["dense"]["names"]), len(self.rows)
         if dense.dtype != torch.float32 or dense.shape != (samples, width):
             raise ValueError(f"dense is {dense.dtype} {list(dense.shape)}, not float32 [B, {width}]")
@@ -120,26 +118,25 @@ class Scorer:
             raise ValueError(f"lengths is {list(lengths.shape)}, not [{features} features * {samples}]")
         if bool((lengths < 0).any()) or int(lengths.sum()) != len(ids):
             raise ValueError(f"lengths add up to {int(lengths.sum())}, and there are {len(ids)} ids")
-        limit = self.rows.repeat_interleave(lengths.view(features, samples).sum(1))
+        lengths = lengths.view(features, samples)
+        limit = self.rows.repeat_interleave(lengths.sum(1))
         wrong = ((ids < 0) | (ids >= limit)).nonzero()
         if len(wrong):
             place = int(wrong[0])
-            feature = int((lengths.view(features, samples).sum(1).cumsum(0) <= place).sum())
+            feature = int((lengths.sum(1).cumsum(0) <= place).sum())
             name = self.manifest["sparse"][feature]["name"]
             raise ValueError(f"id {int(ids[place])} of '{name}' is not in [0, {int(limit[place])})")
-        if "sequences" in self.manifest:
-            self.check_numbers(lengths.view(features, samples))
-
-    def check_numbers(self, lengths: torch.Tensor) -> None:
-        """``ValueError`` unless features have the numbers of ids that the dense part takes: it does not check
-        them."""
-        names = [feature["name"] for feature in self.manifest["sparse"]]
+        if "sequences" not in self.manifest:
+            return
+        own = {
+            about["name"]: numbers for about, numbers in zip(self.manifest["sparse"], lengths, strict=True)
+        }
         for name in self.manifest["sequences"]["single"]:
-            if bool((lengths[names.index(name)] != 1).any()):
+            if bool((own[name] != 1).any()):
                 raise ValueError(f"'{name}' has not one id for each sample, as the model needs")
         for first, *others in self.manifest["sequences"]["aligned"]:
             for name in others:
-                if not lengths[names.index(name)].equal(lengths[names.index(first)]):
+                if not own[name].equal(own[first]):
                     raise ValueError(f"'{name}' has not as many ids as '{first}' for each sample")
 
     def golden_scores(self) -> "list[torch.Tensor]":
@@ -503,19 +500,15 @@ def member(directory: Path, manifest: dict[str, Any], name: str) -> Path:
 
 def check_processor(compiled: dict[str, Any]) -> None:
     """``PackageError`` if this processor lacks instructions that the compiled code uses."""
-    lacking = sorted(set(compiled["cpu_flags"]) - processor_flags())
+    lines = Path("/proc/cpuinfo").read_text().splitlines()
+    flags = next((line.partition(":")[2].split() for line in lines if line.startswith("flags")), [])
+    lacking = sorted(set(compiled["cpu_flags"]) - set(flags))
     if platform.machine() != compiled["machine"] or lacking:
         what = f"{platform.machine()}, without {', '.join(lacking) or 'its instructions'}"
         raise PackageError(
             f"the package was compiled for {compiled['machine']} with {compiled['instruction_set']}, and "
             f"this machine is {what}: compile it here with 'recpipe package PACKAGE NEW_PACKAGE'"
         )
-
-
-def processor_flags() -> "set[str]":
-    """The instruction sets that this processor has, by Linux' names."""
-    lines = Path("/proc/cpuinfo").read_text().splitlines()
-    return next((set(line.partition(":")[2].split()) for line in lines if line.startswith("flags")), set())
 
 
 def tensors(file: Path) -> "dict[str, torch.Tensor]":

@@ -153,7 +153,7 @@ class StoredTable:
 
     kind: str
     """The type of its rows, a key of ``recpipe.answers.score.TYPES``."""
-    write: Callable[[Path], None]
+    write: Callable[[Path], object]
     """Writes the table as a package's file, piece by piece."""
     rows: Callable[[NDArray[np.int64]], tuple[torch.Tensor, torch.Tensor]]
     """For n ids, which ascend: which of them were not pruned, bool [n], and the rows of those, uint8 [k,

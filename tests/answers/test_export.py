@@ -73,7 +73,7 @@ def with_rows(found, model: Called, schema: Schema, inputs: dict[str, torch.Tens
     batch = as_batch(schema, inputs).sparse.to_dict()
     given = []
     for lookup in found.lookups:
-        if lookup.sequence:
+        if lookup.pooling == "none":
             ((feature, table),) = lookup.parts
             rows = weights(table)[batch[feature].values()]
             given += [rows, batch[feature].lengths()]
