@@ -149,7 +149,7 @@ def _collect(
     return torch.cat(scores), torch.cat(labels), loss / done
 
 
-def print_evaluation(content: Mapping[str, Any], console: Console | None = None) -> None:
+def print_evaluation(content: Mapping[str, Any]) -> None:
     """Print the content of evaluation.json."""
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_header=False)
     table.add_column(style="bold", no_wrap=True)
@@ -163,7 +163,7 @@ def print_evaluation(content: Mapping[str, Any], console: Console | None = None)
             for task in content["tasks"]:
                 out.print(_sliced(content["by"], task, len(content["tasks"]) > 1))
 
-    show(draw, console)
+    show(draw)
 
 
 def _rows(content: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
@@ -244,10 +244,10 @@ class Slicer:
     def slices(self, top: int) -> Iterator[RowSlice]:
         """The ``top`` most frequent values, then the rest as one; or as many buckets with about equally many
         rows."""
-        values = np.concatenate(self._parts)
-        return self._buckets(values, top) if self._numeric else self._frequent(values, top)
-
-    def _frequent(self, codes: NDArray[np.int32], top: int) -> Iterator[RowSlice]:
+        codes = np.concatenate(self._parts)
+        if self._numeric:
+            yield from _buckets(codes, top)
+            return
         counts = np.bincount(codes, minlength=len(self._codes))
         words = list(self._codes)
         order = np.argsort(-counts, kind="stable")
@@ -259,21 +259,22 @@ class Slicer:
         if len(rest):
             yield RowSlice(f"{len(rest):,} other values", np.flatnonzero(np.isin(codes, rest)))
 
-    def _buckets(self, values: NDArray[np.float32], top: int) -> Iterator[RowSlice]:
-        known = values[~np.isnan(values)]
-        if len(known):
-            edges = np.unique(np.quantile(known, np.linspace(0, 1, top + 1)[1:-1])).astype(np.float32)
-            edges = edges[edges > known.min()]
-            which = np.searchsorted(edges, values, side="right")
-            bounds = [float(known.min()), *edges.tolist(), float(known.max())]
-            for number in range(len(edges) + 1):
-                low, high = bounds[number], bounds[number + 1]
-                last = number == len(edges)
-                rows = np.flatnonzero((which == number) & ~np.isnan(values))
-                yield RowSlice(f"[{low:g}, {high:g}{']' if last else ')'}", rows)
-        missing = np.flatnonzero(np.isnan(values))
-        if len(missing):
-            yield RowSlice(MISSING, missing)
+
+def _buckets(values: NDArray[np.float32], top: int) -> Iterator[RowSlice]:
+    known = values[~np.isnan(values)]
+    if len(known):
+        edges = np.unique(np.quantile(known, np.linspace(0, 1, top + 1)[1:-1])).astype(np.float32)
+        edges = edges[edges > known.min()]
+        which = np.searchsorted(edges, values, side="right")
+        bounds = [float(known.min()), *edges.tolist(), float(known.max())]
+        for number in range(len(edges) + 1):
+            low, high = bounds[number], bounds[number + 1]
+            last = number == len(edges)
+            rows = np.flatnonzero((which == number) & ~np.isnan(values))
+            yield RowSlice(f"[{low:g}, {high:g}{']' if last else ')'}", rows)
+    missing = np.flatnonzero(np.isnan(values))
+    if len(missing):
+        yield RowSlice(MISSING, missing)
 
 
 def slicer_of_files(trained: Trained, column: str, first: int, rows: int, rejected: int) -> Slicer | None:

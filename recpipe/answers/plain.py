@@ -95,7 +95,21 @@ def parameters_of_tables(
 ) -> dict[str, str]:
     """The name of each table's parameter; ``UserError`` if ``model`` has other tables than the checkpoint."""
     own = saved_values(model)
-    names = {table: _table_parameter(table, own, directory) for table in tables}
+    kinds = ("embedding_bags", "embeddings")  # the modules of tables in TorchRec's collections
+    names: dict[str, str] = {}
+    for table in tables:
+        ends = tuple(f"{kind}.{module_name(table)}.weight" for kind in kinds)
+        found = [name for name in own if name.endswith(ends)]
+        if not found:  # several collections have a table of that name, which follows its collection's path
+            path, _, name = table.rpartition(".")
+            found = [key for kind in kinds if (key := f"{path}.{kind}.{name}.weight") in own]
+        if len(found) != 1:
+            raise UserError(
+                f"{directory} is of another model: {len(found) or 'none'} of the model's embedding "
+                f"collections {'have' if len(found) > 1 else 'has'} a table '{table}'; pass the model that "
+                "was trained"
+            )
+        names[table] = found[0]
     left, extra = own.keys() - names.values() - dense.keys(), dense.keys() - own.keys()
     if left or extra:
         name, what = (min(left), "the checkpoint lacks") if left else (min(extra), "the model has no")
@@ -109,24 +123,6 @@ def parameters_of_tables(
                 "here; pass the model that was trained"
             )
     return names
-
-
-def _table_parameter(table: str, parameters: Mapping[str, torch.Tensor], directory: Path) -> str:
-    """The one parameter of an embedding collection for ``table``. If several collections have a table of that
-    name, ``table`` begins with the collection's path."""
-    kinds = ("embedding_bags", "embeddings")  # the modules of tables in TorchRec's collections
-    path, _, own = table.rpartition(".")
-    names = tuple(f"{kind}.{module_name(table)}.weight" for kind in kinds)
-    found = [name for name in parameters if name.endswith(names)]
-    if not found:
-        names = tuple(f"{path}.{kind}.{own}.weight" for kind in kinds)
-        found = [name for name in parameters if name in names]
-    if len(found) != 1:
-        raise UserError(
-            f"{directory} is of another model: {len(found) or 'none'} of the model's embedding collections "
-            f"{'have' if len(found) > 1 else 'has'} a table '{table}'; pass the model that was trained"
-        )
-    return found[0]
 
 
 def saved_dense(directory: Path, trainer: Mapping[str, Any]) -> dict[str, torch.Tensor]:

@@ -6,9 +6,10 @@ import logging
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from time import perf_counter
-from typing import Annotated, Any
+from typing import Annotated
 
 import numpy as np
 import pyarrow as pa
@@ -20,7 +21,7 @@ from numpy.typing import NDArray
 from recpipe.answers import score
 from recpipe.answers.columns import has_columns, read_columns
 from recpipe.answers.manifest import read_manifest
-from recpipe.answers.trained import Scored, Scoring, Trained
+from recpipe.answers.trained import HostScoring, Scored, Scoring, Trained
 from recpipe.common.files import FULL, RunDir, sync
 from recpipe.common.meter import Meter
 from recpipe.common.owned import require_absent, written_alone
@@ -28,7 +29,6 @@ from recpipe.common.validation import FilePath, Text, one_of
 from recpipe.data.config import FileConfig
 from recpipe.data.dataset import Dataset
 from recpipe.data.make import StreamedDataset, open_source
-from recpipe.data.parts import on_device
 from recpipe.errors import BadRow, DataError, UserError, shown
 from recpipe.plugin.batch import Batch
 
@@ -89,9 +89,10 @@ def predict(trained: Trained, options: PredictOptions, run_dir: RunDir) -> NDArr
         else:
             dataset = trained.dataset
         if options.package is None:
-            opened: AbstractContextManager[Scoring | PackagedScoring] = trained.scoring(dataset, run_dir)
+            opened: AbstractContextManager[Scoring | HostScoring] = trained.scoring(dataset, run_dir)
         else:
-            opened = nullcontext(PackagedScoring(trained, Path(options.package).expanduser()))
+            package = Path(options.package).expanduser()
+            opened = nullcontext(packaged_scoring(trained, dataset, package))
         with opened as scoring:
             for name in options.keys:
                 if name in scoring.tasks or options.keys.count(name) > 1:
@@ -125,7 +126,7 @@ def _target(options: PredictOptions) -> Path:
 
 
 def _scored(
-    scoring: Scoring | PackagedScoring, dataset: Dataset, options: PredictOptions
+    scoring: Scoring | HostScoring, dataset: Dataset, options: PredictOptions
 ) -> Iterator[NDArray[np.float32]]:
     """Scores float32 [B] or [B, T] of all rows."""
     convert: list[Callable[[torch.Tensor], torch.Tensor] | None] = [
@@ -237,47 +238,39 @@ def _grouped(tables: Iterator[pa.Table]) -> Iterator[pa.Table]:
         yield pa.concat_tables(kept)
 
 
-class PackagedScoring:
-    """Scores the batches of a checkpoint's data as its package in ``directory`` does: the same code, and so
-    the same bits, as a server that loads it.
+def packaged_scoring(trained: Trained, dataset: Dataset, directory: Path) -> HostScoring:
+    """Scores the batches of ``dataset`` as the package of ``trained`` in ``directory`` does: the same code,
+    and so the same bits, as a server that loads it. It takes no labels.
 
-    Takes the place of ``recpipe.answers.trained.Scoring`` where no labels are asked for. ``UserError`` if
-    the package cannot be used, or is of another model.
+    ``UserError`` if the package cannot be used, or is of another model.
     """
+    read_manifest(directory)
+    try:
+        scorer = score.Scorer(directory)
+    except score.PackageError as fault:
+        raise UserError(str(fault)) from fault
+    schema, manifest = trained.schema, scorer.manifest
+    sparse = [(feature["name"], feature["rows"]) for feature in manifest["sparse"]]
+    for what, ours, theirs in (
+        ("dense columns", [*schema.dense], manifest["dense"]["names"]),
+        ("tables", [(f.name, f.rows) for f in schema.sparse], sparse),
+        ("step", trained.step, manifest["step"]),
+    ):
+        if ours != theirs:
+            raise UserError(
+                f"package={directory} is of another checkpoint than {trained.directory}: its {what} differ"
+            )
+    tasks, size = trained.make_called().tasks, trained.cfg.data.batch_size
+    return HostScoring(tasks, dataset, size, partial(_scored_by_package, scorer))
 
-    def __init__(self, trained: Trained, directory: Path) -> None:
-        read_manifest(directory)
+
+def _scored_by_package(scorer: score.Scorer, batches: Iterable[Batch], labelled: bool) -> Iterator[Scored]:
+    """``DataError`` for an id that is not in its table."""
+    assert not labelled, "a package takes no labels"
+    for batch in batches:
+        ids, lengths = batch.sparse.values(), batch.sparse.lengths()
         try:
-            self._scorer = score.Scorer(directory)
-        except score.PackageError as fault:
-            raise UserError(str(fault)) from fault
-        schema, manifest = trained.schema, self._scorer.manifest
-        sparse = [(feature["name"], feature["rows"]) for feature in manifest["sparse"]]
-        for what, ours, theirs in (
-            ("dense columns", [*schema.dense], manifest["dense"]["names"]),
-            ("tables", [(f.name, f.rows) for f in schema.sparse], sparse),
-            ("step", trained.step, manifest["step"]),
-        ):
-            if ours != theirs:
-                raise UserError(
-                    f"package={directory} is of another checkpoint than {trained.directory}: its {what} "
-                    "differ"
-                )
-        self.batch_size = trained.cfg.data.batch_size
-        self.tasks = trained.make_called().tasks
-        """How the model is called for each of its outputs, by name."""
-
-    def checked(self, batches: Iterable[Any]) -> Iterator[Any]:
-        """The batches in host memory: ids are checked when they are scored."""
-        return (on_device(batch, torch.device("cpu")) for batch in batches)
-
-    def scores(self, batches: Iterable[Batch], labelled: bool = False) -> Iterator[Scored]:
-        """Score ``batches``; ``DataError`` for an id that is not in its table."""
-        assert not labelled, "a package takes no labels"
-        for batch in batches:
-            ids, lengths = batch.sparse.values(), batch.sparse.lengths()
-            try:
-                found = self._scorer(batch.dense, ids.to(torch.int64), lengths.to(torch.int64))
-            except ValueError as fault:
-                raise DataError(str(fault)) from fault
-            yield Scored(found, None, None)
+            found = scorer(batch.dense, ids.to(torch.int64), lengths.to(torch.int64))
+        except ValueError as fault:
+            raise DataError(str(fault)) from fault
+        yield Scored(found, None, None)

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import logging
 import tempfile
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -334,6 +334,28 @@ class Scoring:
             with handing_out(self.model.look_up(batch)):
                 (one,) = scored(self.model.called, [batch], labelled)
             yield one
+
+
+class HostScoring:
+    """Scores the batches of ``dataset`` in host memory as ``Scoring`` does, by ``scores``, which checks ids
+    itself and takes batches and whether they are ``labelled``: a model in low precision, or a package."""
+
+    def __init__(
+        self,
+        tasks: Mapping[str, Called],
+        dataset: Dataset,
+        batch_size: int,
+        scores: Callable[..., Iterator[Scored]],
+    ) -> None:
+        self.tasks, self.dataset, self.batch_size, self.scores = tasks, dataset, batch_size, scores
+
+    def batches(self, split: SplitName) -> Iterator[Any]:
+        """The batches of a split of the data."""
+        return self.checked(self.dataset.batches(split, self.batch_size))
+
+    def checked(self, batches: Iterable[Any]) -> Iterator[Any]:
+        """Other batches, in host memory; ids are checked when they are scored."""
+        return (on_device(batch, torch.device("cpu")) for batch in batches)
 
 
 def scored(called: Called, batches: Iterable[Any], labelled: bool = True) -> Iterator[Scored]:
