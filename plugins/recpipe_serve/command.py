@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import logging
 import socket
+import tempfile
 from collections.abc import Sequence
 from contextlib import closing, nullcontext, suppress
 from importlib.util import find_spec
@@ -58,9 +59,10 @@ def serve(directory: Path, config: ServeConfig, rows: RowServer | None = None) -
 
         with interrupt_on_sigterm():
             if config.workers > 1:
-                from recpipe_serve.workers.supervisor import supervise
+                from recpipe_serve.workers.supervisor import Supervisor
 
-                supervise(directory, config, name, listening, started)
+                with tempfile.TemporaryDirectory(prefix="recpipe-serve-") as folder:
+                    Supervisor(directory, config, name, listening, Path(folder), started).run()
             else:
                 from recpipe_serve.workers.worker import BACKLOG, Worker
 

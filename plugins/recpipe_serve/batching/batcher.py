@@ -87,8 +87,10 @@ class Batcher:
     scored: Callable[[Sequence[Side], Array], None] | None = None
     """Called with the ids and scores of some batches, some time after their requests have been answered
     (``tell``)."""
-    _queue: deque[_Waiting] = field(default_factory=deque)
-    _open: bool = False
+    queue: deque[_Waiting] = field(default_factory=deque)
+    """Requests that wait."""
+    alive: bool = False
+    """Whether requests are taken."""
     _due: bool = False
     """Whether ``_turn`` will be called at once."""
     _busy: bool = False
@@ -109,17 +111,7 @@ class Batcher:
         """Begin to score, in the running event loop."""
         self._loop = asyncio.get_running_loop()
         self._thread = ThreadPoolExecutor(1, "scores")
-        self._open = True
-
-    @property
-    def waiting(self) -> int:
-        """Requests that wait."""
-        return len(self._queue)
-
-    @property
-    def alive(self) -> bool:
-        """Whether requests are taken."""
-        return self._open
+        self.alive = True
 
     def put(
         self, asked: Asked, done: Callable[[Array | Exception], None], timeout: float | None = None
@@ -127,13 +119,13 @@ class Batcher:
         """Have a request scored. ``done`` is called in the event loop with its scores, float32 [N] or [N, T],
         or with why there are none: ``Refused`` if the deadline passes while it waits. ``Refused`` if the
         queue is full."""
-        if not self._open:
+        if not self.alive:
             raise Refused(503, "stopping", "the server is stopping")
-        if len(self._queue) >= self.limits.queue:
+        if len(self.queue) >= self.limits.queue:
             raise Refused(503, "queue_full", f"{self.limits.queue} requests wait already; try again later")
         now = monotonic()
         patience = self.limits.deadline if timeout is None else min(timeout, self.limits.deadline)
-        self._queue.append(_Waiting(asked, done, now, now + patience))
+        self.queue.append(_Waiting(asked, done, now, now + patience))
         idle, self._ended = now - self._ended > IDLE, now
         if idle and not self._due and not self._busy:
             self._turn()
@@ -142,8 +134,8 @@ class Batcher:
 
     async def close(self) -> None:
         """Score what waits, then stop."""
-        self._open = False
-        while self._queue or self._busy:
+        self.alive = False
+        while self.queue or self._busy:
             self._wake()
             await asyncio.sleep(1e-3)
         self.tell()
@@ -159,10 +151,20 @@ class Batcher:
         self._due = False
         if self._busy or not self._full():
             return
-        batch = self._take()
+        # The next batch, without requests whose deadline has passed.
+        batch: list[_Waiting] = []
+        samples, now = 0, monotonic()
+        while self.queue:
+            one = self.queue[0]
+            if now > one.until:
+                self.queue.popleft().done(Refused(504, "deadline", "the deadline passed in the queue"))
+            elif batch and (one.alone or batch[0].alone or samples + one.asked.samples > self.limits.batch):
+                break
+            else:
+                batch.append(self.queue.popleft())
+                samples += one.asked.samples
         if batch:
             asked = [one.asked for one in batch]
-            samples = sum(one.samples for one in asked)
             self.saw(len(batch), samples)
             soon = self._each * samples <= SOON
             if soon and self._at_hand(asked):
@@ -174,7 +176,7 @@ class Batcher:
                 self._busy = True
                 scored = self._loop.run_in_executor(self._thread, self._scored, asked, True)
                 scored.add_done_callback(partial(self._scored_there, batch))
-        if self._queue:
+        if self.queue:
             self._wake()
 
     def _scored_there(self, batch: list[_Waiting], scored: asyncio.Future[Array]) -> None:
@@ -185,7 +187,7 @@ class Batcher:
             self._answer(batch, scored.result())
         elif isinstance(fault, Exception):
             self._failed(batch, fault)
-        if self._queue:
+        if self.queue:
             self._wake()
 
     def _answer(self, batch: list[_Waiting], scores: Array) -> None:
@@ -193,17 +195,14 @@ class Batcher:
         for one in batch:
             start, end = end, end + one.asked.samples
             one.done(scores[start:end])
-            if self.scored is not None:
-                self._note(one.asked, scores[start:end])
-
-    def _note(self, asked: Asked, scores: Array) -> None:
-        """Keep a request and its scores for ``tell``."""
-        if not self._unseen:
-            self._loop.call_later(LATER, self.tell)
-        elif self._unseen_samples < UNSEEN <= self._unseen_samples + len(scores):
-            self._loop.call_soon(self.tell)  # after the answers
-        self._unseen.append((asked, scores))
-        self._unseen_samples += len(scores)
+            if self.scored is None:
+                continue
+            if not self._unseen:
+                self._loop.call_later(LATER, self.tell)
+            elif self._unseen_samples < UNSEEN <= self._unseen_samples + end - start:
+                self._loop.call_soon(self.tell)  # after the answers
+            self._unseen.append((one.asked, scores[start:end]))
+            self._unseen_samples += end - start
 
     def tell(self) -> None:
         """Tell ``scored`` of all requests that it has not been told of."""
@@ -219,35 +218,20 @@ class Batcher:
             return
         for one in reversed(batch):
             one.alone, one.until = True, float("inf")
-            self._queue.appendleft(one)
+            self.queue.appendleft(one)
 
     def _full(self) -> bool:
         """Whether the next batch is full, or has waited long enough; else it is looked at again in time."""
         if self._filling is not None:
             self._filling.cancel()
             self._filling = None
-        if not self._queue or not self.limits.wait or not self._open:
-            return bool(self._queue)
-        left = self._queue[0].since + self.limits.wait - monotonic()
-        if left <= 0 or sum(one.asked.samples for one in self._queue) >= self.limits.batch:
+        if not self.queue or not self.limits.wait or not self.alive:
+            return bool(self.queue)
+        left = self.queue[0].since + self.limits.wait - monotonic()
+        if left <= 0 or sum(one.asked.samples for one in self.queue) >= self.limits.batch:
             return True
         self._filling = self._loop.call_later(left, self._wake)
         return False
-
-    def _take(self) -> list[_Waiting]:
-        """The next batch, without requests whose deadline has passed."""
-        batch: list[_Waiting] = []
-        samples, now = 0, monotonic()
-        while self._queue:
-            one = self._queue[0]
-            if now > one.until:
-                self._queue.popleft().done(Refused(504, "deadline", "the deadline passed in the queue"))
-            elif batch and (one.alone or batch[0].alone or samples + one.asked.samples > self.limits.batch):
-                break
-            else:
-                batch.append(self._queue.popleft())
-                samples += one.asked.samples
-        return batch
 
     def _scored(self, asked: list[Asked], ahead: bool) -> Array:
         """Score these requests. ``ahead``: have the rows of those that wait read meanwhile, if the scorer
@@ -288,22 +272,16 @@ class Batcher:
         """Have the rows read of the requests that wait for the next batch, in the thread that scores. They
         are put together once: mostly it is they who are scored next."""
         try:
-            asked = self._waiting()
+            asked: list[Asked] = []
+            samples, now = 0, monotonic()
+            for one in self.queue.copy():  # another thread's, who goes on meanwhile
+                if now <= one.until:
+                    samples += one.asked.samples
+                    if asked and samples > self.limits.batch:
+                        break
+                    asked.append(one.asked)
             if asked and self._ahead is not None:
                 self._next = _Together(asked, *together(asked))
                 self._ahead(self._next.sides)
         except Exception:
             log.exception("rows could not be read ahead")
-
-    def _waiting(self) -> list[Asked]:
-        """The requests of the next batch, as far as they have come."""
-        found: list[Asked] = []
-        samples, now = 0, monotonic()
-        for one in self._queue.copy():  # another thread's, who goes on meanwhile
-            if now > one.until:
-                continue
-            samples += one.asked.samples
-            if found and samples > self.limits.batch:
-                break
-            found.append(one.asked)
-        return found

@@ -25,13 +25,6 @@ class FeatureBags(NamedTuple):
     """How many ids each sample has, or all of them."""
     samples: int
 
-    def of(self, samples: int) -> FeatureBags:
-        """One for each of ``samples``, if there is one for all."""
-        if self.samples == samples:
-            return self
-        lengths = self.lengths if isinstance(self.lengths, int) else np.tile(self.lengths, samples)
-        return FeatureBags(np.tile(self.ids, samples), lengths, samples)
-
 
 class Form:
     """The samples of a request, and how many ids of which feature each of them has.
@@ -53,15 +46,12 @@ class Form:
         self.counts = np.array([ids[f] for f in self.order])
         """How many ids the features have, in this order."""
         ends = np.cumsum(self.counts).tolist()
-        self._slices = {f: slice(end - ids[f], end) for f, end in zip(self.order, ends, strict=True)}
+        self.slices = {f: slice(end - ids[f], end) for f, end in zip(self.order, ends, strict=True)}
+        """Where the ids of each feature are."""
         self.limits: Array | None = None
         """What each id must be below, uint64; set by ``Features``, which knows the tables."""
         self.single = all(isinstance(own, int) and own == 1 for own in lengths)
         """Whether there is one id in each bag."""
-
-    def of(self, ids: Array, feature: int) -> FeatureBags:
-        """What a request with these ``ids`` has of a feature."""
-        return FeatureBags(ids[self._slices[feature]], self.lengths[feature], self.bags[feature])
 
 
 @dataclass(frozen=True)
@@ -79,9 +69,16 @@ class Asked:
         """N."""
         return self.form.samples
 
-    def bags(self, feature: int) -> FeatureBags:
-        """What the request has of a feature: N bags, or one that all samples share."""
-        return self.form.of(self.ids, feature)
+    def bags(self, feature: int, of_each: bool = False) -> FeatureBags:
+        """What the request has of a feature: N bags, or one that all samples share, which is repeated if bags
+        ``of_each`` sample are asked for."""
+        form = self.form
+        ids, lengths, bags = self.ids[form.slices[feature]], form.lengths[feature], form.bags[feature]
+        if of_each and bags != form.samples:
+            if not isinstance(lengths, int):
+                lengths = np.tile(lengths, form.samples)
+            return FeatureBags(np.tile(ids, form.samples), lengths, form.samples)
+        return FeatureBags(ids, lengths, bags)
 
 
 def together(asked: Sequence[Asked]) -> tuple[torch.Tensor, list[Side]]:
@@ -109,7 +106,7 @@ def sides_of(asked: Sequence[Asked]) -> list[Side]:
         )
     if own:
         samples = sum(one.samples for one in asked)
-        sides.append(_side(own, [one.bags(f).of(one.samples) for f in own for one in asked], samples))
+        sides.append(_side(own, [one.bags(f, True) for f in own for one in asked], samples))
     return sides
 
 
@@ -118,16 +115,14 @@ def _of_singles(asked: Sequence[Asked], shared: int) -> list[Side]:
     order, sides, single = asked[0].form.order, [], len(asked) == 1
     if shared:
         users = asked[0].ids[:shared] if single else np.stack([one.ids[:shared] for one in asked], axis=1)
-        sides.append(
-            Side(order[:shared], torch.from_numpy(users.reshape(-1)), None, len(asked), _places(asked))
-        )
+        ids = torch.from_numpy(users.reshape(-1))
+        sides.append(Side(order[:shared], ids, None, len(asked), _places(asked)))
     if shared < len(order):
-        ids, samples = asked[0].ids[shared:], asked[0].samples
+        own, samples = asked[0].ids[shared:], asked[0].samples
         if not single:
-            blocks = [one.ids[shared:].reshape(-1, one.samples) for one in asked]
-            ids = np.concatenate(blocks, axis=1)
-            samples = ids.shape[1]
-        sides.append(Side(order[shared:], torch.from_numpy(ids.reshape(-1)), None, samples))
+            own = np.concatenate([one.ids[shared:].reshape(-1, one.samples) for one in asked], axis=1)
+            samples = own.shape[1]
+        sides.append(Side(order[shared:], torch.from_numpy(own.reshape(-1)), None, samples))
     return sides
 
 

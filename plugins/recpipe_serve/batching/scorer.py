@@ -39,14 +39,10 @@ class Side:
         given = self.given_lengths
         return torch.ones(len(self.ids), dtype=torch.int64) if given is None else given
 
-    @property
+    @cached_property
     def offsets(self) -> torch.Tensor:
         """Where each bag begins, and where the last one ends: int64 [features * bags + 1]."""
-        return numbers(self.ids.shape[0] + 1) if self.given_lengths is None else self._summed
-
-    @cached_property
-    def _summed(self) -> torch.Tensor:
-        return offsets_of(self.lengths)
+        return numbers(len(self.ids) + 1) if self.given_lengths is None else offsets_of(self.given_lengths)
 
 
 @dataclass(frozen=True)
@@ -99,7 +95,7 @@ class RequestScorer:
         self.ahead = None if self._reads is None else self._ahead
         self._says = scorer if isinstance(scorer, SaysWhatIsAtHand) else None
         self._takes_where = self._reads is None or self._says is not None
-        self._parts: dict[tuple[int, ...], list[_Part | None]] = {}
+        self._parts: dict[tuple[int, ...], list[tuple[int, _Part]]] = {}
         self._runs: dict[tuple[tuple[int, ...], ...], list[tuple[int, int, int]]] = {}
         self._singles: dict[tuple[tuple[int, ...], ...], list[_Singles]] = {}
         self._next: _Calls | None = None
@@ -137,21 +133,20 @@ class RequestScorer:
                 lengths = part.lookup.lengths(call.offsets, call.samples)
                 inputs[number] += _repeated(rows, lengths, side.of_sample)
             else:
-                pieces[number].append((part, _wide(rows, side, samples)))
+                if side.of_sample is not None:  # from the sums of each bag to those of each sample
+                    rows = rows.expand(samples, -1) if side.bags == 1 else rows[side.of_sample]
+                pieces[number].append((part, rows))
         for own, beside in zip(inputs, pieces, strict=True):
-            if beside:
-                own.append(self._joined(beside))
+            if len(beside) == 1:
+                own.append(beside[0][1])
+            elif beside:
+                # Columns that follow each other in a part are taken at once.
+                key = tuple(part.columns for part, _ in beside)
+                if key not in self._runs:
+                    self._runs[key] = _columns([part for part, _ in beside])
+                columns = [beside[n][1].narrow(1, start, width) for n, start, width in self._runs[key]]
+                own.append(torch.cat(columns, dim=1))
         return [one for own in inputs for one in own]
-
-    def _joined(self, beside: Sequence[tuple[_Part, torch.Tensor]]) -> torch.Tensor:
-        """Parts of one lookup as the whole lookup gives them: columns that follow each other in a part are
-        taken at once."""
-        if len(beside) == 1:
-            return beside[0][1]
-        key = tuple(part.columns for part, _ in beside)
-        if key not in self._runs:
-            self._runs[key] = _columns([part for part, _ in beside])
-        return torch.cat([beside[n][1].narrow(1, start, width) for n, start, width in self._runs[key]], dim=1)
 
     def _ahead(self, sides: Sequence[Side]) -> None:
         assert self._reads is not None
@@ -175,27 +170,26 @@ class RequestScorer:
         calls: list[Call] = []
         found = []
         for side in sides:
-            for number, part in enumerate(self._of(side.features)):
-                if part is not None:
-                    calls.append(Call(part.lookup, side.ids, side.offsets, side.bags))
-                    found.append((number, part, side))
+            if side.features not in self._parts:
+                self._parts[side.features] = self._parts_of(side.features)
+            for number, part in self._parts[side.features]:
+                calls.append(Call(part.lookup, side.ids, side.offsets, side.bags))
+                found.append((number, part, side))
         return _Calls(sides, calls, found)
 
-    def _of(self, features: tuple[int, ...]) -> list[_Part | None]:
-        """For each lookup of the model, its part over these features; None if it has none of them."""
-        if features not in self._parts:
-            manifest = self.scorer.manifest
-            names = [manifest["sparse"][place]["name"] for place in features]
-            self._parts[features] = [self._part(found, names) for found in manifest["lookups"]]
-        return self._parts[features]
-
-    def _part(self, found: dict[str, list[list[str]]], names: list[str]) -> _Part | None:
-        columns = tuple(i for i, (feature, _) in enumerate(found["parts"]) if feature in names)
-        if not columns:
-            return None
-        own = [found["parts"][i] for i in columns]
-        dims = [self.scorer.manifest["tables"][table]["dimension"] for _, table in own]
-        return _Part(self.scorer.lookup({**found, "parts": own}, names), columns, dims)
+    def _parts_of(self, features: tuple[int, ...]) -> list[tuple[int, _Part]]:
+        """The model's lookups that have some of these features: their numbers, and the parts over them."""
+        manifest = self.scorer.manifest
+        names = [manifest["sparse"][place]["name"] for place in features]
+        parts = []
+        for number, found in enumerate(manifest["lookups"]):
+            columns = tuple(i for i, (feature, _) in enumerate(found["parts"]) if feature in names)
+            if columns:
+                own = [found["parts"][i] for i in columns]
+                dims = [manifest["tables"][table]["dimension"] for _, table in own]
+                lookup = self.scorer.lookup({**found, "parts": own}, names)
+                parts.append((number, _Part(lookup, columns, dims)))
+        return parts
 
 
 class _Singles:
@@ -238,13 +232,6 @@ class _Singles:
             np.add(starts[first:last, None], own, out=where[first:last])
             first = last
         return torch.from_numpy(starts), torch.from_numpy(where.reshape(-1))
-
-
-def _wide(rows: torch.Tensor, side: Side, samples: int) -> torch.Tensor:
-    """The sums of each sample, from those of each bag."""
-    if side.of_sample is None:
-        return rows
-    return rows.expand(samples, -1) if side.bags == 1 else rows[side.of_sample]
 
 
 def _columns(parts: Sequence[_Part]) -> list[tuple[int, int, int]]:

@@ -11,12 +11,13 @@ import socket
 from collections import Counter
 from collections.abc import Callable, Iterable
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 from time import monotonic
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+
+from recpipe_serve.config import ServeConfig
 
 if TYPE_CHECKING:
     from recpipe_serve.http.connections import Connection
@@ -31,30 +32,6 @@ PAUSE = 2e-3
 """Seconds that a worker with more than its share leaves a connection to the others."""
 SPARE_FILES = 64
 """Files that a worker may open beside its connections."""
-
-
-@dataclass(frozen=True)
-class Bounds:
-    """What requests and connections may take."""
-
-    body_bytes: int = 16 * 2**20
-    """Bytes of a request's body."""
-    body_seconds: float = 10.0
-    """Seconds in which it must have come."""
-    samples: int = 4096
-    """Samples of a request."""
-    header_bytes: int = 65536
-    """Bytes of a request's line and headers."""
-    header_fields: int = 100
-    """Headers of a request."""
-    header_seconds: float = 10.0
-    """Seconds in which they must have come."""
-    idle_seconds: float = 75.0
-    """Seconds that a connection may wait for its next request, and that an answer may wait to be read."""
-    connections: int = 1024
-    """Most connections of a worker."""
-    address_connections: int = 512
-    """Most of them from one address."""
 
 
 class Shares:
@@ -91,7 +68,7 @@ class Acceptor:
     for the new one: of the address that has the most, the one that has waited longest.
     """
 
-    def __init__(self, bounds: Bounds, metrics: Metrics, shares: Shares | None = None) -> None:
+    def __init__(self, bounds: ServeConfig, metrics: Metrics, shares: Shares | None = None) -> None:
         self.bounds, self.metrics, self.shares = bounds, metrics, shares or Shares()
         self.count = 0
         """Connections that were taken and are not gone."""
@@ -156,7 +133,7 @@ class Acceptor:
             await self._loop.connect_accepted_socket(self._make, taken)
         except OSError:
             taken.close()
-            self._gone()
+            self.gone()
 
     def came(self, connection: Connection) -> None:
         """A connection is there."""
@@ -187,12 +164,10 @@ class Acceptor:
             if not self._of[connection.address]:
                 del self._of[connection.address]
 
-    def gone(self, connection: Connection) -> None:
-        """A connection is closed."""
-        self.leaves(connection)
-        self._gone()
-
-    def _gone(self) -> None:
+    def gone(self, connection: Connection | None = None) -> None:
+        """A connection is closed; None: one that was taken and did not come."""
+        if connection is not None:
+            self.leaves(connection)
         self.count -= 1
         self.shares.say(self.count, alive=self._socket is not None)
 

@@ -15,27 +15,32 @@ from starlette.applications import Starlette
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.routing import Route
-from starlette.types import ASGIApp, Receive
+from starlette.types import ASGIApp
 
 from recpipe.common.versions import installed_version
 from recpipe.errors import StoreError, shown
 from recpipe_serve.batching.batcher import Batcher, Limits, Score
 from recpipe_serve.batching.forms import Array
-from recpipe_serve.errors import Refused, WrongIds
-from recpipe_serve.http.acceptor import Acceptor, Bounds
-from recpipe_serve.http.connections import Listener
-from recpipe_serve.http.features import Features
-from recpipe_serve.http.heads import Heads
+from recpipe_serve.config import ServeConfig
+from recpipe_serve.errors import Refused, WrongIds, bad
+from recpipe_serve.http.acceptor import Acceptor
+from recpipe_serve.http.connections import (
+    Answer,
+    IncomingRequest,
+    Listener,
+    error,
+    header_fault,
+    too_large,
+)
+from recpipe_serve.http.features import Features, Heads
 from recpipe_serve.http.metrics import Metrics
-from recpipe_serve.http.protocol import HEADER_LENGTH, InferenceRequest, answer, chosen
-from recpipe_serve.http.requests import Answer, IncomingRequest, error, header_fault, too_large
+from recpipe_serve.http.protocol import HEADER_LENGTH, InferenceRequest, answer
 from recpipe_serve.monitor.monitor import Monitor, Watch
+from recpipe_serve.monitor.windows import REFUSED
 
 log = logging.getLogger("recpipe")
 VERSION = "1"
 _JSON = {"content-type": "application/json"}
-Headers = Mapping[bytes, bytes]
-"""A request's headers by name in small letters."""
 
 
 class Server:
@@ -43,7 +48,7 @@ class Server:
 
     ``score`` and ``manifest``: a ``RequestScorer`` and its package's. ``name``: of the model in addresses.
     ``several``: whether it is one of several processes, whose metrics are shown together. ``watch``: how the
-    model is watched.
+    model is watched. ``bounds``: of requests and connections.
     """
 
     def __init__(
@@ -52,7 +57,7 @@ class Server:
         manifest: Mapping[str, Any],
         name: str,
         limits: Limits,
-        bounds: Bounds,
+        bounds: ServeConfig,
         several: bool = False,
         watch: Watch | None = None,
     ) -> None:
@@ -60,6 +65,9 @@ class Server:
         self.outputs = [output["name"] for output in manifest["outputs"]]
         self.features = Features(manifest, bounds.samples)
         self.heads = Heads(self.features)
+        own = f"/v2/models/{name}"
+        self.addresses = [f"{own}/infer", f"{own}/versions/{VERSION}/infer"]
+        """The paths to which requests for scores are posted."""
         self.batcher = Batcher(score, limits)
         self.metrics = Metrics(name, lambda: self.monitor.compared(), several)
         self.batcher.saw = self.metrics.saw
@@ -92,12 +100,6 @@ class Server:
                 Route(f"{path}/monitor", self._monitor),
             ]
         return Starlette(routes=routes, lifespan=self._lifespan, exception_handlers={Refused: _refused})
-
-    @property
-    def addresses(self) -> list[str]:
-        """The paths to which requests for scores are posted."""
-        own = f"/v2/models/{self.name}"
-        return [f"{own}/infer", f"{own}/versions/{VERSION}/infer"]
 
     def listener(self, acceptor: Acceptor, stop: float = 10.0) -> Listener:
         """What serves it on the connections of ``acceptor``; ``stop``: seconds for the last requests."""
@@ -149,12 +151,28 @@ class Server:
 
     async def _labels(self, request: Request) -> Response:
         """Labels of requests that were answered before."""
+        most, seconds = self.bounds.body_bytes, self.bounds.body_seconds
         try:
             self._require_known(request)
-            headers = dict(request.scope["headers"])
-            return _json(await self.monitor.labelled(await self._body(headers, request.receive)))
+            if (fault := header_fault(dict(request.scope["headers"]), most)) is not None:
+                raise fault
+            body = bytearray()
+            try:
+                async with asyncio.timeout(seconds):
+                    more = True
+                    while more:
+                        message = await request.receive()
+                        if message["type"] == "http.disconnect":
+                            raise ClientDisconnect
+                        body += message.get("body", b"")
+                        more = message.get("more_body", False)
+                        if len(body) > most:
+                            raise too_large(most)
+            except TimeoutError:
+                raise Refused(408, "slow", f"the body did not come within {seconds:g} s") from None
+            return _json(await self.monitor.labelled(bytes(body)))
         except Refused:
-            self.monitor.refused()
+            self.monitor.mine.posted[REFUSED] += 1
             raise
         except ClientDisconnect:
             return Response(status_code=499)
@@ -166,7 +184,7 @@ class Server:
             self._require_known(request)
         except Refused as refused:
             self.metrics.refused.labels(refused.reason).inc()
-            self.metrics.answered(refused.status, perf_counter() - began, self.batcher.waiting)
+            self.metrics.answered(refused.status, perf_counter() - began, len(self.batcher.queue))
             raise
         raise AssertionError("the application answers it")
 
@@ -179,7 +197,10 @@ class Server:
             asked, inputs = self.heads.read(
                 request.body, None if length is None else length.decode("latin-1")
             )
-            names = chosen(asked, self.outputs)
+            names = self.outputs if asked.outputs is None else list(asked.outputs)
+            unknown = next((name for name in names if name not in self.outputs), None)
+            if unknown is not None:
+                raise bad(f"the model has no output '{shown(unknown)}'; it has {', '.join(self.outputs)}")
             request.parts.clear()
             self.batcher.put(inputs, partial(self._answer, request, asked, names), asked.timeout)
         except Exception as fault:
@@ -212,7 +233,7 @@ class Server:
         if isinstance(fault, Refused):
             self.metrics.refused.labels(fault.reason).inc()
             if isinstance(fault, WrongIds):
-                self.monitor.wrong_ids(fault.counts)
+                self.monitor.mine.wrong += fault.counts
             return _refusal(fault)
         if isinstance(fault, StoreError):
             log.error("a request failed: %s", fault)
@@ -227,34 +248,9 @@ class Server:
         seconds = perf_counter() - request.began
         if not self.metrics.several:
             request.respond(request, answered)
-        self.metrics.answered(answered[0], seconds, self.batcher.waiting)
+        self.metrics.answered(answered[0], seconds, len(self.batcher.queue))
         if self.metrics.several:  # a worker that is killed then has counted it
             request.respond(request, answered)
-
-    async def _body(self, headers: Headers, receive: Receive) -> bytes:
-        """A request's body; ``Refused`` if it is too large, compressed, or comes too slowly."""
-        most = self.bounds.body_bytes
-        if (fault := header_fault(headers, most)) is not None:
-            raise fault
-        parts: list[bytes] = []
-        size = 0
-        try:
-            async with asyncio.timeout(self.bounds.body_seconds):
-                more = True
-                while more:
-                    message = await receive()
-                    if message["type"] == "http.disconnect":
-                        raise ClientDisconnect
-                    part, more = message.get("body", b""), message.get("more_body", False)
-                    size += len(part)
-                    if size > most:
-                        raise too_large(most)
-                    parts.append(part)
-        except TimeoutError:
-            raise Refused(
-                408, "slow", f"the body did not come within {self.bounds.body_seconds:g} s"
-            ) from None
-        return parts[0] if len(parts) == 1 else b"".join(parts)
 
 
 def _json(content: Mapping[str, Any], status: int = 200) -> Response:

@@ -7,25 +7,114 @@ good part of their time beside the model.
 
 from __future__ import annotations
 
+import json
 import socket
 import sys
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from functools import partial
 from math import inf
 from time import perf_counter
 from typing import Any, cast
 from urllib.parse import unquote_to_bytes
 
 import uvicorn
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
-from recpipe_serve.errors import Refused
+from recpipe.errors import shown
+from recpipe_serve.errors import Refused, bad
 from recpipe_serve.http.acceptor import Acceptor
-from recpipe_serve.http.requests import Answer, IncomingRequest, error, header_fault, response, too_large
 
 HEADER, BODY, IDLE, ANSWERED = "header_slow", "body_slow", "idle", "answered"
 """What a connection waits for, as the metrics name it where it has waited too long: the rest of a header, or
 of a body; its next request; or, without a limit, an answer by the model."""
+Answer = tuple[int, bytes, Mapping[str, str]]
+"""Status, body, and headers without the body's length."""
+
+
+class _Nobody:
+    """Stands for the event of a request that nobody waits for."""
+
+    def set(self) -> None:
+        """Nobody hears it."""
+
+
+@dataclass(eq=False, slots=True)
+class IncomingRequest:
+    """A request for scores, read piece by piece. uvicorn keeps it as its connection's "cycle", and sets or
+    reads what is under the line."""
+
+    infer: Callable[[IncomingRequest], None]
+    """Has it scored once it is whole, or answered with its ``fault``."""
+    respond: Callable[[IncomingRequest, Answer], None]
+    """Sends its answer on its connection."""
+    headers: dict[bytes, bytes]
+    began: float
+    """When the request's header was whole, in seconds of ``perf_counter``."""
+    keep_alive: bool
+    parts: list[bytes] = field(default_factory=list)
+    size: int = 0
+    whole: bool = False
+    fault: Refused | None = None
+    """Why it is not scored."""
+    turn: bool = False
+    """Whether those before it on the connection are answered."""
+    begun: bool = False
+    # ---
+    response_complete: bool = False
+    disconnected: bool = False
+    message_event: _Nobody = field(default_factory=_Nobody)
+
+    @property
+    def body(self) -> bytes:
+        """All of it."""
+        return self.parts[0] if len(self.parts) == 1 else b"".join(self.parts)
+
+    def go_on(self) -> None:
+        """Have it scored, or refused, once it is its turn and enough of it is there."""
+        if self.turn and not self.begun and (self.whole or self.fault is not None):
+            self.begun = True
+            self.infer(self)
+
+    def refuse(self, fault: Refused) -> None:
+        """Answer the request with ``fault``; what else comes of its body is thrown away."""
+        self.fault = fault
+        self.parts.clear()
+        self.go_on()
+
+
+def response(answer: Answer, keep_alive: bool, default: Iterable[tuple[bytes, bytes]] = ()) -> bytes:
+    """The bytes of an answer, with the server's ``default`` headers."""
+    status, content, headers = answer
+    parts = [STATUS_LINE[status]]
+    for name, value in default:
+        parts += [name, b": ", value, b"\r\n"]
+    told = "".join([f"{name}: {value}\r\n" for name, value in headers.items()])
+    end = "" if keep_alive else "connection: close\r\n"
+    parts += [f"{told}content-length: {len(content)}\r\n{end}\r\n".encode(), content]
+    return b"".join(parts)
+
+
+def error(message: str) -> bytes:
+    """The body of an answer that is one line."""
+    return json.dumps({"error": message}).encode()
+
+
+def header_fault(headers: Mapping[bytes, bytes], most: int) -> Refused | None:
+    """Why a request is refused by its header: a compressed body, or one of more than ``most`` bytes."""
+    encoding, length = headers.get(b"content-encoding", b"identity"), headers.get(b"content-length", b"0")
+    if encoding != b"identity":
+        told = shown(encoding.decode("latin-1"))
+        return Refused(415, "encoding", f"Content-Encoding {told} is not taken; send it as it is")
+    if not length.isdigit():
+        return bad("Content-Length is no number")
+    return too_large(most) if len(length) > 18 or int(length) > most else None
+
+
+def too_large(most: int) -> Refused:
+    """A body of more bytes than are taken."""
+    return Refused(413, "too_large", f"the body is larger than {most} bytes")
 
 
 class Connection(HttpToolsProtocol):
@@ -169,7 +258,9 @@ class Connection(HttpToolsProtocol):
         if self._too_large:
             return
         self._wait(BODY, self.bounds.body_seconds)
-        if self.parser.get_method() != b"POST" or not self._for_scores():
+        path = self.url.partition(b"?")[0]
+        for_scores = path in self.addresses or (b"%" in path and unquote_to_bytes(path) in self.addresses)
+        if self.parser.get_method() != b"POST" or not for_scores:
             # uvicorn's scope of a request for the application; others need none.
             url, headers, waits = self.url, self.headers, self.expect_100_continue
             super().on_message_begin()
@@ -188,12 +279,6 @@ class Connection(HttpToolsProtocol):
         else:
             self.flow.pause_reading()
             self.pipeline.appendleft((request, None))
-
-    def _for_scores(self) -> bool:
-        if self.url in self.addresses:
-            return True
-        path = self.url.partition(b"?")[0]
-        return path in self.addresses or (b"%" in path and unquote_to_bytes(path) in self.addresses)
 
     def _start_asgi_task(self, cycle: Any, app: Any) -> None:
         """uvicorn's: it is this request's turn."""
@@ -306,11 +391,8 @@ class Listener(uvicorn.Server):
         if self.lifespan.should_exit:
             sys.exit(3)
         self.servers = [cast(Any, self.acceptor)]
-        self.acceptor.listen(listening, self._connection)
-        self.started = True
-
-    def _connection(self) -> Connection:
-        return Connection(
+        make = partial(
+            Connection,
             self.acceptor,
             self.infer,
             self.addresses,
@@ -318,3 +400,5 @@ class Listener(uvicorn.Server):
             server_state=self.server_state,
             app_state=self.lifespan.state,
         )
+        self.acceptor.listen(listening, make)
+        self.started = True

@@ -1,8 +1,14 @@
-"""From a request's tensors to a model's inputs, checked."""
+"""From a request's tensors to a model's inputs, checked.
+
+A client mostly sends the same JSON, which is then read once: the tensors' places in the body, the form and
+the outputs asked for are kept, and only values are read and checked anew. A request with an id has a JSON of
+its own.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
 
@@ -11,15 +17,19 @@ import numpy as np
 from recpipe.errors import did_you_mean, shown
 from recpipe_serve.batching.forms import Array, Asked, FeatureBags, Form
 from recpipe_serve.errors import WrongIds, bad
+from recpipe_serve.http.protocol import TYPES, InferenceRequest, json_length, parse
 
 DENSE = "dense"
 LENGTHS = ".lengths"
 """After a feature's name: how many ids each sample has."""
-
 MOST_IDS = 1024
 """Most ids of a request, for each sample that one may have."""
 FORMS = 1024
 """Forms of requests that are kept."""
+MOST = 256
+"""Texts of JSON that are kept; when there are more, all are forgotten."""
+LONGEST = 16384
+"""Bytes of a text that is kept."""
 
 
 class Features:
@@ -56,7 +66,15 @@ class Features:
             unknown = next(name for name in inputs if name not in self._known)
             raise bad(f"the model has no input '{shown(unknown)}'.{did_you_mean(unknown, self._known)}")
         bags = [self._bags(name, inputs) for name in self.rows]
-        dense = self._dense(inputs)
+        dense: Array = np.empty((1, 0), np.float32)
+        if self.dense:
+            wanted, found = f"FP32 [N, {len(self.dense)}]", inputs.get(DENSE)
+            if found is None:
+                raise bad(f"input '{DENSE}' is missing: {wanted}")
+            if found.ndim != 2 or found.shape[1] != len(self.dense) or found.dtype.kind != "f":
+                raise bad(f"input '{DENSE}' is {found.dtype} {list(found.shape)}, not {wanted}")
+            with np.errstate(over="ignore"):
+                dense = found.astype(np.float32, copy=False)
         of_each, lengths = tuple(own.samples for own in bags), tuple(own.lengths for own in bags)
         known = all(isinstance(own, int) for own in lengths)
         form = (self._kept if known else self._form)(len(dense), of_each, lengths)
@@ -70,7 +88,10 @@ class Features:
             form.limits = np.repeat(self._limits[list(form.order)], form.counts)
         wrong = ids.view(np.uint64) >= form.limits
         if wrong.any():
-            raise self._wrong(ids, wrong, form)
+            features, first = np.repeat(form.order, form.counts), int(wrong.argmax())
+            name = list(self.rows)[features[first]]
+            counts = np.bincount(features[wrong], minlength=len(self.rows))
+            raise WrongIds(f"id {ids[first]} of '{shown(name)}' is not in [0, {self.rows[name]})", counts)
         finite = np.isfinite(dense)
         if not finite.all():
             sample, place = np.argwhere(~finite)[0]
@@ -97,11 +118,6 @@ class Features:
         total = sum(int(n) * (samples // bags[f]) for f, n in zip(form.order, form.counts, strict=True))
         if total > self.most_samples * MOST_IDS:
             raise bad(f"the request has {total} ids, and {self.most_samples * MOST_IDS} is the most")
-        self._require_numbers(lengths)
-        return form
-
-    def _require_numbers(self, lengths: Sequence[Array | int]) -> None:
-        """``Refused`` for another number of ids than the model needs of a feature."""
         names = list(self.rows)
         for place in self._single:
             if np.any(np.asarray(lengths[place]) != 1):
@@ -111,27 +127,7 @@ class Features:
                 if np.any(np.asarray(lengths[first]) != np.asarray(lengths[other])):
                     mine, theirs = shown(names[other]), shown(names[first])
                     raise bad(f"'{mine}' has not as many ids as '{theirs}' for each sample")
-
-    def _wrong(self, ids: Array, wrong: Array, form: Form) -> WrongIds:
-        """Names the first of the ids that are not in their table."""
-        features = np.repeat(form.order, form.counts)
-        place = int(wrong.argmax())
-        name = list(self.rows)[features[place]]
-        counts = np.bincount(features[wrong], minlength=len(self.rows))
-        return WrongIds(f"id {ids[place]} of '{shown(name)}' is not in [0, {self.rows[name]})", counts)
-
-    def _dense(self, inputs: Mapping[str, Array]) -> Array:
-        if not self.dense:
-            return np.empty((1, 0), np.float32)
-        found = inputs.get(DENSE)
-        if found is None:
-            raise bad(f"input '{DENSE}' is missing: FP32 [N, {len(self.dense)}]")
-        if found.ndim != 2 or found.shape[1] != len(self.dense) or found.dtype.kind != "f":
-            raise bad(
-                f"input '{DENSE}' is {found.dtype} {list(found.shape)}, not FP32 [N, {len(self.dense)}]"
-            )
-        with np.errstate(over="ignore"):
-            return found.astype(np.float32, copy=False)
+        return form
 
     def _bags(self, name: str, inputs: Mapping[str, Array]) -> FeatureBags:
         """The ids of a feature; ``Refused`` if there are none, or of another shape or type."""
@@ -151,3 +147,65 @@ class Features:
         if (lengths.size and int(lengths.min()) < 0) or int(lengths.sum(dtype=object)) != len(ids):
             raise bad(f"'{shown(name)}{LENGTHS}' does not add up to the {len(ids)} ids of '{shown(name)}'")
         return FeatureBags(ids, lengths.astype(np.int64, copy=False), len(lengths))
+
+
+@dataclass(frozen=True)
+class _Head:
+    request: InferenceRequest
+    """Without its inputs."""
+    form: Form
+    dense: tuple[int, tuple[int, ...]] | None
+    """The first byte after the JSON, and the shape."""
+    ids: list[tuple[int, int]]
+    """First bytes and numbers of ids that lie behind each other, in the form's order."""
+    bytes: int
+    """How many bytes the values of all inputs have."""
+
+
+class Heads:
+    """Reads requests for a model that takes ``features``, and keeps what their JSON says."""
+
+    def __init__(self, features: Features) -> None:
+        self.features = features
+        self._known: dict[bytes, _Head] = {}
+
+    def read(self, body: bytes, header: str | None) -> tuple[InferenceRequest, Asked]:
+        """The request in ``body``, and its inputs, checked; ``header``: see ``parse``. ``Refused`` for what
+        is wrong."""
+        length = json_length(header, len(body))
+        text = body[:length]
+        head = self._known.get(text)
+        if head is not None and len(body) - length == head.bytes:
+            ids = [np.frombuffer(body, TYPES["INT64"], count, length + at) for at, count in head.ids]
+            dense: Array = np.empty((1, 0), np.float32)
+            if head.dense is not None:
+                at, shape = head.dense
+                dense = np.frombuffer(body, TYPES["FP32"], shape[0] * shape[1], length + at).reshape(shape)
+            return head.request, self.features.checked(dense, np.concatenate(ids), head.form)
+        request = parse(body, header)
+        asked = self.features.asked(request.inputs)
+        if request.id is None and len(text) <= LONGEST:
+            self._keep(text, request, asked.form)
+        return request, asked
+
+    def _keep(self, text: bytes, request: InferenceRequest, form: Form) -> None:
+        """Keep what the JSON says if all values are in binary and as the model takes them."""
+        names = list(self.features.rows)
+        inputs, places = request.inputs, request.places
+        exact = [inputs[name].dtype == TYPES["INT64"] for name in names]
+        if self.features.dense:
+            exact.append(inputs[DENSE].dtype == TYPES["FP32"])
+        if len(places) < len(inputs) or not all(exact) or any(name + LENGTHS in inputs for name in names):
+            return
+        runs: list[tuple[int, int]] = []
+        for feature in form.order:
+            at, count = places[names[feature]], inputs[names[feature]].size
+            if runs and runs[-1][0] + 8 * runs[-1][1] == at:
+                runs[-1] = (runs[-1][0], runs[-1][1] + count)
+            else:
+                runs.append((at, count))
+        dense = (places[DENSE], inputs[DENSE].shape) if self.features.dense else None
+        if len(self._known) >= MOST:
+            self._known.clear()
+        size = sum(values.nbytes for values in inputs.values())
+        self._known[text] = _Head(replace(request, inputs={}), form, dense, runs, size)

@@ -1,16 +1,17 @@
-"""What a server counts, for Prometheus."""
+"""What a server counts, and what its monitor says, for Prometheus."""
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Metric, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.multiprocess import MultiProcessCollector
+from prometheus_client.registry import Collector
 
 from recpipe_serve.monitor.compared import Compared
-from recpipe_serve.monitor.gauges import Gauges
 
 DIRECTORY = "PROMETHEUS_MULTIPROC_DIR"
 """The environment variable that prometheus_client reads when it is imported: where processes that are one
@@ -132,3 +133,75 @@ class Metrics:
             return generate_latest(self._registry) + generate_latest(own)
         MultiProcessCollector(own)  # type: ignore[no-untyped-call]
         return generate_latest(own)
+
+
+class Gauges(Collector):
+    """Collects what the monitor says whenever the metrics are read; ``compared`` gives that."""
+
+    def __init__(self, compared: Callable[[], Compared]) -> None:
+        self._compared = compared
+
+    def describe(self) -> list[Metric]:
+        """Nothing, so that registering computes no figures."""
+        return []
+
+    def collect(self) -> Iterator[Metric]:
+        """All figures that are defined."""
+        compared = self._compared()
+        figures = compared.figures
+        scores, ids, labels = figures["scores"], figures["ids"], figures["labels"]
+        yield GaugeMetricFamily("recpipe_monitor_off", "Findings of the monitor", value=len(compared.off))
+        yield _gauge("samples", "Samples that are compared", (), {(): figures["samples"]})
+        for name, says in (
+            ("drift", "Population stability index of scores against the reference"),
+            ("mean", "Mean prediction"),
+            ("saturated", "Share of probabilities next to 0 or 1"),
+        ):
+            yield _gauge(name, says, ("task",), {(task,): own.get(name, {}) for task, own in scores.items()})
+        for name, says in (
+            ("outside", "Share of scores outside of the reference's"),
+            ("not_finite", "Share of scores that are no finite numbers"),
+        ):
+            gauge = GaugeMetricFamily(f"recpipe_monitor_{name}", says, labels=("task",))
+            for task, own in scores.items():
+                if name in own:
+                    gauge.add_metric((task,), own[name])
+            yield gauge
+        for name, key, says in (
+            ("row_0", "row_0", "Share of ids that are row 0, which stands for a missing value"),
+            ("ids_per_sample", "per_sample", "Ids for each sample"),
+        ):
+            yield _gauge(name, says, ("feature",), {(feature,): own[key] for feature, own in ids.items()})
+        wrong = CounterMetricFamily(
+            "recpipe_monitor_ids_out_of_range", "Ids that were refused", labels=("feature",)
+        )
+        for feature, own in ids.items():
+            wrong.add_metric((feature,), own["out_of_range"])
+        yield wrong
+        posted = CounterMetricFamily(
+            "recpipe_monitor_labels", "Requests whose labels came, by what was done", labels=("result",)
+        )
+        for result, number in labels["requests"].items():
+            posted.add_metric((result,), number)
+        yield posted
+        refused, says = labels["refused_posts"], "Bodies of labels that were refused"
+        yield CounterMetricFamily("recpipe_monitor_refused_posts", says, value=refused)
+        quality: dict[tuple[str, ...], dict[str, float | None]] = {
+            (task, figure): {"window": found["value"], "reference": (found["reference"] or {}).get("value")}
+            for task, own in labels["tasks"].items()
+            for figure, found in own.items()
+        }
+        yield _gauge("quality", "Quality over the latest labelled samples", ("task", "figure"), quality)
+
+
+def _gauge(
+    name: str, says: str, labels: tuple[str, ...], found: Mapping[tuple[str, ...], Mapping[str, float | None]]
+) -> GaugeMetricFamily:
+    """A gauge with the values that are defined of the window, since the start, and of the reference."""
+    gauge = GaugeMetricFamily(f"recpipe_monitor_{name}", says, labels=(*labels, "of"))
+    for own, values in found.items():
+        for of in ("window", "since_start", "reference"):
+            value = values.get(of)
+            if value is not None:
+                gauge.add_metric((*own, of), value)
+    return gauge

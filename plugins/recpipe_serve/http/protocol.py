@@ -65,14 +65,13 @@ def parse(body: bytes, header: str | None) -> InferenceRequest:
     if ident is not None and not isinstance(ident, str):
         raise bad("id is no text")
     inputs, places = _inputs(asked.get("inputs"), memoryview(body)[length:])
-    return InferenceRequest(
-        ident,
-        inputs,
-        named,
-        parameters.get("binary_data_output") is True,
-        _timeout(parameters.get("timeout")),
-        places,
-    )
+    timeout = parameters.get("timeout")
+    if timeout is not None:
+        if type(timeout) is not int or timeout < 0:
+            raise bad("parameters.timeout is no number of microseconds")
+        timeout = min(timeout, 10**12) / 1e6
+    binary = parameters.get("binary_data_output") is True
+    return InferenceRequest(ident, inputs, named, binary, timeout, places)
 
 
 def json_length(header: str | None, size: int) -> int:
@@ -89,15 +88,6 @@ def _mapping(value: object, what: str) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise bad(f"{what} is no JSON object")
     return value
-
-
-def _timeout(value: object) -> float | None:
-    """Seconds, from the protocol's microseconds."""
-    if value is None:
-        return None
-    if type(value) is not int or value < 0:
-        raise bad("parameters.timeout is no number of microseconds")
-    return min(value, 10**12) / 1e6
 
 
 def _outputs(outputs: object, binary: bool) -> dict[str, bool]:
@@ -226,13 +216,3 @@ def _head(
 
 _usual_head = lru_cache(1024)(_head)
 """``_head`` for binary answers without an id, which are mostly the same and are kept."""
-
-
-def chosen(request: InferenceRequest, names: Sequence[str]) -> list[str]:
-    """The outputs to compute; ``Refused`` for one that the model has not."""
-    if request.outputs is None:
-        return list(names)
-    unknown = next((name for name in request.outputs if name not in names), None)
-    if unknown is not None:
-        raise bad(f"the model has no output '{shown(unknown)}'; it has {', '.join(names)}")
-    return list(request.outputs)

@@ -133,9 +133,9 @@ def _of_ids(manifest: Mapping[str, Any], windows: Sequence[Windows], reference: 
     for n, name in enumerate(features):
         known = reference["features"][name] if reference else {"row_0": None, "ids_per_sample": None}
         found[name] = {
-            "row_0": {"window": _number(_over(first[n], each[n])), "reference": known["row_0"]},
+            "row_0": {"window": float(first[n] / each[n]) if each[n] else None, "reference": known["row_0"]},
             "per_sample": {
-                "window": _number(_over(each[n], samples)),
+                "window": float(each[n] / samples) if samples else None,
                 "reference": known["ids_per_sample"],
             },
             "out_of_range": int(wrong[n]),
@@ -147,7 +147,7 @@ def _said(figures: Mapping[str, Any], reference: Any, bound: float) -> tuple[lis
     """What is off, and what else there is to say."""
     off: list[str] = []
     notes: list[str] = []
-    samples, enough = figures["samples"]["window"], figures["samples"]["window"] >= ENOUGH
+    samples = figures["samples"]["window"]
     for task, own in figures["scores"].items():
         if own["not_finite"]:
             off.append(f"{own['not_finite']:.2%} of the scores of '{task}' are no finite numbers")
@@ -156,12 +156,22 @@ def _said(figures: Mapping[str, Any], reference: Any, bound: float) -> tuple[lis
             "the package has no reference figures, so that nothing is compared: package the checkpoint where "
             "its data are"
         )
-    elif not enough:
+    elif samples < ENOUGH:
         notes.append(f"{samples:,} samples so far: from {ENOUGH:,} on they are compared with the reference")
     else:
         for task, own in figures["scores"].items():
-            said, is_off = _of_drift(task, own, figures["samples"], bound)
-            (off if is_off else notes).append(said)
+            index, mean = own["drift"]["window"], own["mean"]
+            known_samples = figures["samples"]["reference"]
+            counted = f"PSI {_short(index)} (reference {known_samples:,} samples, window {samples:,})"
+            means = (
+                f"their mean prediction is {_short(mean['window'])}, in the reference "
+                f"{_short(mean['reference'])}"
+            )
+            if index is None or index > bound:
+                limit = f"above {bound:g} is taken as drift"
+                off.append(f"scores of '{task}' drifted: {counted}; {limit}; {means}")
+            else:
+                notes.append(f"scores of '{task}' are as in the reference: {counted}; {means}")
             found = own.get("saturated") or {"window": 0.0, "reference": 0.0}
             share, known = found["window"], found["reference"]
             if share > known and _apart(share, known) > bound:
@@ -170,7 +180,15 @@ def _said(figures: Mapping[str, Any], reference: Any, bound: float) -> tuple[lis
                     f"{drift.SATURATED:g} of 0 or 1), in the reference {known:.1%}"
                 )
         for feature, own in figures["ids"].items():
-            off += _of_feature(feature, own, bound)
+            row, count = own["row_0"], own["per_sample"]
+            if None not in row.values() and _apart(row["window"], row["reference"]) > bound:
+                off.append(
+                    f"{row['window']:.1%} of the ids of '{feature}' are row 0, which stands for a missing "
+                    f"value; in the reference {row['reference']:.1%}"
+                )
+            each, usual = count["window"], count["reference"]
+            if each is not None and not usual / 2 <= each <= usual * 2:
+                off.append(f"'{feature}' has {each:.2f} ids for each sample, in the reference {usual:.2f}")
     for feature, own in figures["ids"].items():
         if own["out_of_range"]:
             notes.append(f"{own['out_of_range']:,} ids of '{feature}' were out of range, and refused")
@@ -178,35 +196,6 @@ def _said(figures: Mapping[str, Any], reference: Any, bound: float) -> tuple[lis
         lines, is_off = _of_quality(task, figures["labels"]["samples"][task], own)
         (off if is_off else notes).extend(lines)
     return off, notes
-
-
-def _of_drift(
-    task: str, own: Mapping[str, Any], samples: Mapping[str, int], bound: float
-) -> tuple[str, bool]:
-    index, mean = own["drift"]["window"], own["mean"]
-    is_off = index is None or index > bound
-    means = f"their mean prediction is {_short(mean['window'])}, in the reference {_short(mean['reference'])}"
-    counted = f"reference {samples['reference']:,} samples, window {samples['window']:,}"
-    if is_off:
-        known = f"PSI {_short(index)} ({counted}); above {bound:g} is taken as drift"
-        return f"scores of '{task}' drifted: {known}; {means}", True
-    return f"scores of '{task}' are as in the reference: PSI {_short(index)} ({counted}); {means}", False
-
-
-def _of_feature(feature: str, own: Mapping[str, Any], bound: float) -> list[str]:
-    said = []
-    row, count = own["row_0"], own["per_sample"]
-    if None not in (row["window"], row["reference"]) and _apart(row["window"], row["reference"]) > bound:
-        said.append(
-            f"{row['window']:.1%} of the ids of '{feature}' are row 0, which stands for a missing value; "
-            f"in the reference {row['reference']:.1%}"
-        )
-    known = count["reference"]
-    if count["window"] is not None and not known / 2 <= count["window"] <= known * 2:
-        said.append(
-            f"'{feature}' has {count['window']:.2f} ids for each sample, in the reference {known:.2f}"
-        )
-    return said
 
 
 def _of_quality(task: str, samples: int, own: Mapping[str, Any]) -> tuple[list[str], bool]:
@@ -220,7 +209,10 @@ def _of_quality(task: str, samples: int, own: Mapping[str, Any]) -> tuple[list[s
         above, below = found["low"] > known["high"], found["high"] < known["low"]
         is_off = below if name in HIGHER_IS_BETTER else above or (below and name in NEITHER)
         title = name.upper() if name in ("ne", "auc", "mse", "rmse", "mae") else name
-        line = f"{title} {_between(found)}, in the reference {_between(known)}"
+        mine, theirs = (
+            f"{_short(one['value'])} [{_short(one['low'])}, {_short(one['high'])}]" for one in (found, known)
+        )
+        line = f"{title} {mine}, in the reference {theirs}"
         (worse if is_off and samples >= ENOUGH else others).append(line)
     counted = f"of '{task}' over the last {samples:,} labelled samples"
     if worse:
@@ -233,16 +225,8 @@ def _apart(found: float, known: float) -> float:
     return drift.stability([found * ENOUGH, (1 - found) * ENOUGH], [known * ENOUGH, (1 - known) * ENOUGH])
 
 
-def _between(interval: Mapping[str, float]) -> str:
-    return f"{_short(interval['value'])} [{_short(interval['low'])}, {_short(interval['high'])}]"
-
-
 def _short(value: float | None) -> str:
     return "not defined" if value is None else f"{value:.3g}" if abs(value) < 1e4 else f"{value:.2e}"
-
-
-def _over(part: float, whole: float) -> float:
-    return part / whole if whole else math.nan
 
 
 def _number(value: float) -> float | None:

@@ -1,5 +1,5 @@
-"""Watches a served model: its scores, its ids, and its quality as labels arrive, against the package's
-reference figures."""
+"""Watches a served model: its scores, its ids, and its quality as labels arrive, which clients send later,
+against the package's reference figures."""
 
 from __future__ import annotations
 
@@ -17,25 +17,32 @@ from numpy.typing import NDArray
 
 from recpipe.answers import figures as drift
 from recpipe.errors import shown
+from recpipe.model.metrics import Kind
 from recpipe_serve.batching.scorer import Side
 from recpipe_serve.errors import bad
-from recpipe_serve.monitor import labels as later
 from recpipe_serve.monitor.compared import Compared, compare, judged_labels
 from recpipe_serve.monitor.windows import (
     AGAIN,
     JOINED,
     LABELLED,
-    REFUSED,
     SCORED,
     TOTALLED,
     UNKNOWN,
     Kept,
     Sizes,
     Windows,
+    put,
 )
 
 AT_ONCE = 64
 """Requests whose labels are joined before others have their turn."""
+MOST = 10_000
+"""Most requests whose labels one body has."""
+_ALLOWED = {
+    "clicks": "0, 1 or null (not known)",
+    "counts": "a number of at least 0, or null (not known)",
+    "values": "a number, or null (not known)",
+}
 
 
 @dataclass(frozen=True)
@@ -69,6 +76,7 @@ class Monitor:
         self._others: dict[Path, Windows] = {}
         self._lock, self._totalling = Lock(), Lock()
         self._judged: tuple[int, dict[str, Any]] | None = None
+        """How many labels had come, and the figures of them."""
 
     def close(self) -> None:
         """Leave nothing behind for others."""
@@ -110,33 +118,34 @@ class Monitor:
         """Keep the scores [N, T] of the request ``ident`` for its labels."""
         self.mine.keep(ident, scores)
 
-    def wrong_ids(self, counts: NDArray[np.int64]) -> None:
-        """Count ids out of range, ``counts`` [F] of each feature."""
-        self.mine.wrong += counts
-
-    def refused(self) -> None:
-        """Count a body of labels that could not be used."""
-        self.mine.posted[REFUSED] += 1
-
     async def labelled(self, body: bytes) -> dict[str, int]:
         """Join the labels in ``body`` with the scores that are kept, all of them or none. How many requests
         were ``joined``, ``unknown`` (never seen here, or no longer kept), or joined ``again``, which changes
         nothing; and the number of ``samples`` joined. ``Refused`` for a body that cannot be used."""
-        found: list[tuple[Kept, later.Labels]] = []
+        try:
+            content = json.loads(body)
+        except (ValueError, RecursionError) as fault:
+            raise bad(f"the body is no JSON ({shown(fault, 100)})") from fault
+        entries = content.get("labels") if isinstance(content, dict) else None
+        if not isinstance(entries, list):
+            raise bad('the body is not {"labels": [{"id": "REQUEST", "label": [0, 1]}]}')
+        if len(entries) > MOST:
+            raise bad(f"the body has labels of {len(entries)} requests, and {MOST} is the most")
+        found: list[tuple[Kept, NDArray[np.float32]]] = []
         counts = dict.fromkeys(("joined", "unknown", "again", "samples"), 0)
         windows = self._windows()
-        for number, entry in enumerate(later.listed(body)):
+        for number, entry in enumerate(entries):
             if number % AT_ONCE == AT_ONCE - 1:
                 await asyncio.sleep(0)
-            labels = later.read(entry, self.tasks)
-            kept = next(filter(None, (own.find(labels.id) for own in windows)), None)
+            ident, labels = read_labels(entry, self.tasks)
+            kept = next(filter(None, (own.find(ident) for own in windows)), None)
             if kept is None:
                 counts["unknown"] += 1
                 continue
-            if len(kept.scores) != len(labels.values):
+            if len(kept.scores) != len(labels):
                 raise bad(
-                    f"request '{shown(labels.id)}' has {len(kept.scores)} samples, and "
-                    f"{len(labels.values)} labels came for it"
+                    f"request '{shown(ident)}' has {len(kept.scores)} samples, and "
+                    f"{len(labels)} labels came for it"
                 )
             found.append((kept, labels))
         for kept, labels in found:
@@ -144,8 +153,9 @@ class Monitor:
                 counts["again"] += 1
                 continue
             counts["joined"] += 1
-            counts["samples"] += len(labels.values)
-            self.mine.add_pairs(kept.scores, labels.values)
+            counts["samples"] += len(labels)
+            pairs = np.stack([kept.scores, labels], axis=1)
+            self.mine.heads[LABELLED] = put(self.mine.pairs, int(self.mine.heads[LABELLED]), pairs)
         for place, name in ((JOINED, "joined"), (UNKNOWN, "unknown"), (AGAIN, "again")):
             self.mine.posted[place] += counts[name]
         return counts
@@ -156,20 +166,19 @@ class Monitor:
         with self._lock:
             windows = self._windows()
             self._total()
-            return compare(self.manifest, self.watch.drift, windows, self._quality(windows))
-
-    def _quality(self, windows: Sequence[Windows]) -> dict[str, Any]:
-        """The figures of the labels that have come, computed anew if there are new ones."""
-        labelled = sum(int(own.heads[LABELLED]) for own in windows)
-        if self._judged is None or self._judged[0] != labelled:
-            pairs = [own.latest(LABELLED) for own in windows]
-            self._judged = labelled, judged_labels(self.tasks, pairs)
-        return self._judged[1]
+            labelled = sum(int(own.heads[LABELLED]) for own in windows)
+            if self._judged is None or self._judged[0] != labelled:
+                pairs = [own.latest(LABELLED) for own in windows]
+                self._judged = labelled, judged_labels(self.tasks, pairs)
+            return compare(self.manifest, self.watch.drift, windows, self._judged[1])
 
     def _total(self) -> None:
         """Bring this worker's totals up to date."""
         with self._totalling:
-            scores = self.mine.not_totalled()
+            heads = self.mine.heads
+            first, end = int(heads[TOTALLED]), int(heads[SCORED])
+            heads[TOTALLED] = end
+            scores = self.mine.scores[np.arange(first, end) % len(self.mine.scores)]
             for n, (task, kind) in enumerate(self.tasks.items()):
                 own, total = scores[:, n], self.mine.totals[n]
                 inner = self._reference["tasks"][task]["edges"] if self._reference else []
@@ -183,3 +192,45 @@ class Monitor:
                 if file != self._file and file not in self._others:
                     self._others[file] = Windows(self.mine.sizes, file)
         return [self.mine, *self._others.values()]
+
+
+def read_labels(entry: object, tasks: Mapping[str, Kind]) -> tuple[str, NDArray[np.float32]]:
+    """The id of the request of one entry, and its labels [N, T], NaN where not known; ``Refused`` names the
+    request and what is wrong with its labels."""
+    if not isinstance(entry, dict):
+        raise bad("an entry of labels is no JSON object")
+    ident, given = entry.get("id"), entry.get("label")
+    if not isinstance(ident, str):
+        raise bad("an entry of labels has no id, or one that is no text")
+    if isinstance(given, dict):
+        if given.keys() != tasks.keys():
+            raise bad(
+                f"label of request '{shown(ident)}' is not given for {', '.join(tasks)}, and those alone"
+            )
+        lists = [given[task] for task in tasks]
+    elif len(tasks) == 1:
+        lists = [given]
+    else:
+        raise bad(f"label of request '{shown(ident)}' is no object with lists for {', '.join(tasks)}")
+    columns: list[NDArray[np.float32]] = []
+    for values, kind in zip(lists, tasks.values(), strict=True):
+        if not isinstance(values, list):
+            raise bad(f"label of request '{shown(ident)}' is no list of a label for each sample")
+        known = [value for value in values if value is not None]
+        if not _all_fit(known, kind):
+            wrong = next(value for value in known if not _all_fit([value], kind))
+            raise bad(f"label of request '{shown(ident)}' has {shown(wrong)}, not {_ALLOWED[kind]}")
+        columns.append(np.array(values, np.float64).astype(np.float32))  # null becomes NaN
+    if len({len(column) for column in columns}) > 1:
+        raise bad(f"label of request '{shown(ident)}' has lists of different lengths")
+    return ident, np.stack(columns, axis=1)
+
+
+def _all_fit(values: Sequence[Any], kind: Kind) -> bool:
+    if not set(map(type, values)) <= {int, float}:
+        return False
+    if kind == "clicks":
+        return set(values) <= {0, 1}
+    most = float(np.finfo(np.float32).max)
+    low = 0.0 if kind == "counts" else -most
+    return all(low <= value <= most for value in values)

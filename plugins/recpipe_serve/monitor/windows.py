@@ -56,11 +56,6 @@ class Sizes:
             "posted": ((4,), np.int64),  # requests joined, unknown, and joined before; posts refused
         }
 
-    @property
-    def bytes(self) -> int:
-        """How many bytes all arrays have."""
-        return sum(_bytes(*own) for own in self.layout().values())
-
 
 SCORED, KEPT, LABELLED, TOTALLED = range(4)
 JOINED, UNKNOWN, AGAIN, REFUSED = range(4)
@@ -93,17 +88,18 @@ class Windows:
 
     def __init__(self, sizes: Sizes, file: Path | None = None) -> None:
         self.sizes = sizes
+        self.bytes = size = sum(_bytes(*own) for own in sizes.layout().values())
         if file is None:
-            buffer = mmap.mmap(-1, sizes.bytes)
+            buffer = mmap.mmap(-1, size)
         else:
             try:
                 with file.open("a+b") as stream:
                     # On a full disk, writing to the mapped file would end the process.
-                    os.posix_fallocate(stream.fileno(), 0, sizes.bytes)
-                    buffer = mmap.mmap(stream.fileno(), sizes.bytes)
+                    os.posix_fallocate(stream.fileno(), 0, size)
+                    buffer = mmap.mmap(stream.fileno(), size)
             except OSError as fault:
                 raise UserError(
-                    f"the monitor cannot write {sizes.bytes:,} bytes to {file}: {fault.strerror}; free "
+                    f"the monitor cannot write {size:,} bytes to {file}: {fault.strerror}; free "
                     "space, set TMPDIR to another directory, or choose a smaller kept="
                 ) from fault
         found: dict[str, NDArray[Any]] = {}
@@ -153,21 +149,10 @@ class Windows:
                 return Kept(self._kept[rows], place[way : way + 1], start)
         return None
 
-    def add_pairs(self, scores: Floats, labels: Floats) -> None:
-        """Put scores and labels float32 [N, T] into the window of quality."""
-        pairs = np.stack([scores, labels], axis=1)
-        self.heads[LABELLED] = put(self.pairs, int(self.heads[LABELLED]), pairs)
-
     def latest(self, what: int) -> Floats:
         """The window of scores [N, T] (``SCORED``) or pairs [N, 2, T] (``LABELLED``), in no order."""
         ring = self.scores if what == SCORED else self.pairs
         return ring[: min(int(self.heads[what]), len(ring))].copy()
-
-    def not_totalled(self) -> Floats:
-        """Scores [N, T] that are not in the totals yet, of which they count as a part from now on."""
-        first, end = int(self.heads[TOTALLED]), int(self.heads[SCORED])
-        self.heads[TOTALLED] = end
-        return self.scores[np.arange(first, end) % len(self.scores)]
 
 
 def put(ring: NDArray[Any], head: int, rows: NDArray[Any]) -> int:

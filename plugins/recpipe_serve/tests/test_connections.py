@@ -18,8 +18,9 @@ pytest.importorskip("uvicorn", reason="recpipe[serve] is not installed")
 pytest.importorskip("prometheus_client", reason="recpipe[serve] is not installed")
 
 from recpipe_serve.batching.batcher import Limits
+from recpipe_serve.config import ServeConfig
 from recpipe_serve.http import acceptor as door_module
-from recpipe_serve.http.acceptor import Acceptor, Bounds, Shares, connections_possible
+from recpipe_serve.http.acceptor import Acceptor, Shares, connections_possible
 from recpipe_serve.http.app import Server
 from recpipe_serve.tests.test_protocol import DENSE, A, B, body
 from recpipe_serve.tests.test_serving import INFER, MANIFEST, ask, score, served
@@ -272,7 +273,7 @@ def workers(count: int, folder: Path) -> Iterator[tuple[int, list[Acceptor]]]:
     listening = socket.create_server(("127.0.0.1", 0), backlog=128)
     runners, threads = [], []
     for number in range(count):
-        server = Server(score, MANIFEST, "m", Limits(), Bounds())
+        server = Server(score, MANIFEST, "m", Limits(), ServeConfig())
         acceptor = Acceptor(server.bounds, server.metrics, Shares(count, number, folder / "connections"))
         runners.append(server.listener(acceptor, stop=1))
         threads.append(threading.Thread(target=runners[-1].run, args=([listening.dup()],)))

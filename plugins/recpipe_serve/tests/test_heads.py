@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 from recpipe_serve.errors import Refused
-from recpipe_serve.http import heads
-from recpipe_serve.http.heads import MOST, Heads
+from recpipe_serve.http import features
+from recpipe_serve.http.features import MOST, Heads
 from recpipe_serve.http.protocol import parse
 from recpipe_serve.tests.test_protocol import DENSE, FEATURES, A, B, body, tensor
 
@@ -38,7 +38,7 @@ class Parsed:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.count = 0
-        monkeypatch.setattr(heads, "parse", self)
+        monkeypatch.setattr(features, "parse", self)
 
     def __call__(self, *asked: Any) -> Any:
         self.count += 1

@@ -199,7 +199,7 @@ def test_labels_that_are_not_known_are_left_out() -> None:
 
 def test_late_and_unknown_requests_are_counted_and_what_is_kept_is_bounded() -> None:
     windows = Windows(Sizes(tasks=1, features=2, window=1000, kept=1000, bins=20))
-    size = windows.sizes.bytes
+    size = windows.bytes
     for number in range(5000):
         windows.keep(f"r{number}", np.full((4, 1), number, np.float32))
     assert sum(own.nbytes for own in vars(windows).values() if isinstance(own, np.ndarray)) <= size
@@ -279,7 +279,7 @@ def test_workers_see_what_the_others_saw_and_one_that_comes_back_goes_on(tmp_pat
     first.keep("r", logits[:2000, None])
     assert post(second, {"id": "r", "label": clicks[:2000].tolist()})["joined"] == 2000 // 2000
     assert post(first, {"id": "r", "label": clicks[:2000].tolist()})["again"] == 1
-    second.wrong_ids(np.array([0, 2]))
+    second.mine.wrong += np.array([0, 2])
     again = Monitor(manifest(), Watch(folder=tmp_path))
     for monitor in (first, second, again):
         figures = monitor.compared().figures

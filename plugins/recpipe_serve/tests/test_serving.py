@@ -18,6 +18,7 @@ import torch
 from recpipe_serve.batching.batcher import Batcher, Limits
 from recpipe_serve.batching.forms import Asked, Form
 from recpipe_serve.batching.scorer import Side
+from recpipe_serve.config import ServeConfig
 from recpipe_serve.errors import Refused
 from recpipe_serve.tests.clients import damaged_requests
 from recpipe_serve.tests.test_protocol import DENSE, A, B, body, tensor
@@ -25,7 +26,7 @@ from recpipe_serve.tests.test_protocol import DENSE, A, B, body, tensor
 pytest.importorskip("uvicorn", reason="recpipe[serve] is not installed")
 pytest.importorskip("prometheus_client", reason="recpipe[serve] is not installed")
 
-from recpipe_serve.http.acceptor import Acceptor, Bounds
+from recpipe_serve.http.acceptor import Acceptor
 from recpipe_serve.http.app import Server
 
 MANIFEST: dict[str, Any] = {
@@ -49,7 +50,7 @@ def score(dense: torch.Tensor, sides: Sequence[Side]) -> torch.Tensor:
 @contextmanager
 def served(score: Any = score, limits: Limits | None = None, **bounds: Any) -> Iterator[tuple[int, Any]]:
     """A server on a free port, and its object."""
-    server = Server(score, MANIFEST, "m", limits or Limits(), Bounds(**bounds))
+    server = Server(score, MANIFEST, "m", limits or Limits(), ServeConfig(**bounds))
     listening = socket.create_server(("127.0.0.1", 0))
     runner = server.listener(Acceptor(server.bounds, server.metrics), stop=5)
     thread = threading.Thread(target=runner.run, args=([listening],))

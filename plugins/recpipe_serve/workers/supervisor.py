@@ -12,7 +12,6 @@ import selectors
 import signal
 import socket
 import subprocess
-import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -139,28 +138,31 @@ class Supervisor:
         except ConnectionError:
             message = ""
         what, _, about = message.partition(" ")
+        package, _, difference = about.partition(" ")
         if not message:
             self._died(slot)
         elif what == "refused" and slot.package is None:
             slot.refused = about
+        elif what == "refused":
+            log.warning("%s; the package before is still served", about)
+            self._to_load = []
         elif what == "ready":
-            slot.ready = monotonic()
-            slot.package, _, difference = about.partition(" ")
-            self._came(slot, difference)
+            slot.ready, slot.package = monotonic(), package
+            if not self._answering and all(other.package for other in self.slots):
+                self._answering = True
+                self.started(difference)
+            elif self._answering:
+                log.info("worker %d answers again", slot.number)
+            others = [other for other in self.slots if other.package not in (None, package)]
+            if others and self._answering:
+                log.info("worker %d found another package; the others load it, too", slot.number)
+                self._reload(others)
         else:
-            self._reloaded(slot, what, about)
-
-    def _came(self, slot: Slot, difference: str) -> None:
-        """A worker answers."""
-        if not self._answering and all(other.package for other in self.slots):
-            self._answering = True
-            self.started(difference)
-        elif self._answering:
-            log.info("worker %d answers again", slot.number)
-        others = [other for other in self.slots if other.package not in (None, slot.package)]
-        if others and self._answering:
-            log.info("worker %d found another package; the others load it, too", slot.number)
-            self._reload(others)
+            slot.package = package
+            self._to_load = [other for other in self._to_load if other is not slot]
+            self._load_next()
+            if not self._to_load:
+                log.info("now serving package %s; golden scores differ by %s", package, difference)
 
     def _reload(self, slots: list[Slot]) -> None:
         """Let these workers load the package anew, one after the other."""
@@ -177,21 +179,6 @@ class Supervisor:
                     slot.channel.send(b"reload")
                     return
             self._to_load.pop(0)
-
-    def _need_not_load(self, slot: Slot) -> None:
-        """The worker has loaded the package, or died: it finds the package anew when it starts."""
-        self._to_load = [other for other in self._to_load if other is not slot]
-
-    def _reloaded(self, slot: Slot, what: str, about: str) -> None:
-        self._need_not_load(slot)
-        if what == "refused":
-            log.warning("%s; the package before is still served", about)
-            self._to_load = []
-            return
-        slot.package, _, difference = about.partition(" ")
-        self._load_next()
-        if not self._to_load:
-            log.info("now serving package %s; golden scores differ by %s", slot.package, difference)
 
     def _died(self, slot: Slot) -> None:
         assert slot.process is not None
@@ -219,7 +206,7 @@ class Supervisor:
             log.warning("worker %d %s; it is started again", slot.number, how)
         slot.due = monotonic() + pause
         loading = self._to_load[:1] == [slot]
-        self._need_not_load(slot)
+        self._to_load = [other for other in self._to_load if other is not slot]
         if loading:
             self._load_next()
 
@@ -241,15 +228,3 @@ class Supervisor:
                 process.kill()
         for process in processes:
             process.wait()
-
-
-def supervise(
-    directory: Path,
-    config: ServeConfig,
-    name: str,
-    listening: socket.socket,
-    started: Callable[[str], None],
-) -> None:
-    """Serve by ``config.workers`` workers until KeyboardInterrupt; see ``Supervisor``."""
-    with tempfile.TemporaryDirectory(prefix="recpipe-serve-") as folder:
-        Supervisor(directory, config, name, listening, Path(folder), started).run()

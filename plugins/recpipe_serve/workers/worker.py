@@ -17,7 +17,7 @@ import signal
 import socket
 import sys
 from contextlib import suppress
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +33,7 @@ from recpipe.tasks.process import prepare_process
 from recpipe_serve.batching.batcher import Limits
 from recpipe_serve.batching.scorer import RequestScorer
 from recpipe_serve.config import ServeConfig
-from recpipe_serve.http.acceptor import Acceptor, Bounds, Shares
+from recpipe_serve.http.acceptor import Acceptor, Shares
 from recpipe_serve.http.app import Server
 from recpipe_serve.http.metrics import DIRECTORY
 from recpipe_serve.monitor.monitor import Watch
@@ -104,16 +104,15 @@ class Worker:
         self.directory, self.config, self.rows, self.several = directory, config, rows, several
         self.loaded = load(directory, rows, several, config.trust)
         limits = Limits(config.batch, config.wait_ms / 1e3, config.queue, config.deadline_ms / 1e3)
-        bounds = Bounds(**{each.name: getattr(config, each.name) for each in fields(Bounds)})
         scorer = self.loaded.scorer
         folder = Path(os.environ[DIRECTORY]) if several else None
         watch = Watch(config.window, config.kept, config.drift, folder, number)
-        self.server = Server(RequestScorer(scorer), scorer.manifest, name, limits, bounds, several, watch)
+        self.server = Server(RequestScorer(scorer), scorer.manifest, name, limits, config, several, watch)
         self.server.metrics.serves(self.loaded.package)
         if rows is not None:
             self.server.metrics.show(rows.counted)
         file = folder and folder / CONNECTIONS
-        self.acceptor = Acceptor(bounds, self.server.metrics, Shares(config.workers, number, file))
+        self.acceptor = Acceptor(config, self.server.metrics, Shares(config.workers, number, file))
         self.runner = self.server.listener(self.acceptor, config.stop_seconds)
         self._reloading = asyncio.Lock()
         self._tasks: set[asyncio.Task[None]] = set()
@@ -222,24 +221,18 @@ def main() -> int:
     """A worker; 2 if it cannot use the package, which the supervisor is told."""
     about: dict[str, Any] = json.loads(sys.argv[1])
     listening, channel = (socket.socket(fileno=number) for number in about["sockets"])
+    directory, config = Path(about["directory"]), ServeConfig(**about["config"])
     supervisor = os.getppid()
     try:
-        return _work(about, listening, channel)
+        prepare_process()
+        with quieted(), alone(), capture_logs(None), suppress(KeyboardInterrupt):
+            try:
+                worker = Worker(directory, config, about["name"], several=True, number=about["number"])
+            except UserError as fault:
+                _say(channel, "refused", str(fault))
+                return 2
+            worker.run(listening, channel)
+        return 0
     finally:
         if os.getppid() != supervisor:  # it was killed, and cannot remove the folder of the figures itself
             shutil.rmtree(os.environ[DIRECTORY], ignore_errors=True)
-
-
-def _work(about: dict[str, Any], listening: socket.socket, channel: socket.socket) -> int:
-    prepare_process()
-    with quieted(), alone(), capture_logs(None), suppress(KeyboardInterrupt):
-        try:
-            config = ServeConfig(**about["config"])
-            worker = Worker(
-                Path(about["directory"]), config, about["name"], several=True, number=about["number"]
-            )
-        except UserError as fault:
-            _say(channel, "refused", str(fault))
-            return 2
-        worker.run(listening, channel)
-    return 0
