@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
-from recpipe_low_precision.manifest import read_manifest, write_manifest
+from recpipe_low_precision.checkpoint import read_manifest, write_manifest
 
 import recpipe
 

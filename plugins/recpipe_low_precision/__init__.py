@@ -58,7 +58,7 @@ NAMES = {
     "row_bytes": "recpipe_low_precision.row_types:row_bytes",
     "row_scales": "recpipe_low_precision.row_types:row_scales",
     "seconds_by_round": "recpipe.common.timing:seconds_by_round",
-    "table_bytes": "recpipe_low_precision.manifest:table_bytes",
+    "table_bytes": "recpipe_low_precision.checkpoint:table_bytes",
     "write_quantized": "recpipe_low_precision.checkpoint:write_quantized",
 }
 """What this package offers to plugins, most of which was in ``recpipe.kit`` and ``recpipe.plugin`` once.

@@ -191,7 +191,12 @@ class BagLookup(nn.Module):
         self.layout = NbitLayout(
             tuple(self.kinds[c.name].kind for c in per), tuple(c.embedding_dim for c in per)
         )
-        self._shapes = {c.name: self._shape(c) for c in configs}
+        self._shapes: dict[str, tuple[int, int]] = {}
+        """By table the rows that are kept, and the bytes of each."""
+        for c in configs:
+            kind = self.kinds[c.name]
+            rows = c.num_embeddings if kind.kept is None else kind.kept
+            self._shapes[c.name] = rows, row_bytes(kind.kind, c.embedding_dim)
         sizes = [-(-rows * width // ALIGNED) * ALIGNED for rows, width in self._shapes.values()]
         ends = list(accumulate(sizes, initial=0))
         self._begins = dict(zip(self._shapes, ends, strict=False))
@@ -209,12 +214,6 @@ class BagLookup(nn.Module):
         self.register_buffer("starts", torch.tensor([self._begins[c.name] for c in per]))
         self.register_buffer("places", torch.empty(sum(pruned), dtype=torch.int32))
         self.register_buffer("place_starts", torch.tensor(list(accumulate(of_features, initial=0))))
-
-    def _shape(self, config: Any) -> tuple[int, int]:
-        """Rows kept, and bytes of each."""
-        kept = self.kinds[config.name].kept
-        width = row_bytes(self.kinds[config.name].kind, config.embedding_dim)
-        return config.num_embeddings if kept is None else kept, width
 
     def rows_of(self, table: str) -> torch.Tensor:
         """The rows of ``table``, uint8 [kept, row_bytes]."""
@@ -235,7 +234,10 @@ class BagLookup(nn.Module):
         keys = features.keys()
         if keys == self.features:
             return features
-        return features.permute([_position(keys, name) for name in self.features])
+        absent = next((name for name in self.features if name not in keys), None)
+        if absent is not None:
+            raise UserError(f"the batch has no feature '{absent}', which the model looks up")
+        return features.permute([keys.index(name) for name in self.features])
 
     def forward(self, features: KeyedJaggedTensor, weighted: bool) -> torch.Tensor:
         """Pooled rows float32 [B, sum of dimensions] of its features among ``features``, or a row for each id
@@ -255,12 +257,6 @@ class BagLookup(nn.Module):
             ids = remapped_ids(ids, offsets, self.places, self.place_starts)
         tensors = (self.placements, self.types, self.columns)
         return look_up_nbit(self.layout, tensors, self.rows, self.starts, ids, offsets, self.way, weights)
-
-
-def _position(keys: Sequence[str], name: str) -> int:
-    if name not in keys:
-        raise UserError(f"the batch has no feature '{name}', which the model looks up")
-    return keys.index(name)
 
 
 def _pooling(config: EmbeddingBagConfig, is_weighted: bool) -> int:

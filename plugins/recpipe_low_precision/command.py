@@ -13,7 +13,6 @@ import torch
 from rich.console import Console
 
 from recpipe.answers.command import TERMINAL, Caller, answering
-from recpipe.answers.stored import FloatCheckpoint
 from recpipe.answers.trained import open_trained
 from recpipe.answers.words import of_plugins, parted, the_plugin
 from recpipe.common.console import log, show
@@ -73,7 +72,14 @@ def quantize_for(caller: Caller, checkpoint: Path, words: Sequence[str]) -> dict
         if isinstance(dataset, GivenBatches):
             dataset.device = torch.device("cpu")  # where a quantizer's model is
         source = trained.source()
-        _require_finite(source)
+        for name, value in source.dense.items():
+            if value.is_floating_point() and not bool(value.isfinite().all()):
+                raise UserError(
+                    f"{source.directory}: '{name}' has a weight that is not finite: train it again"
+                )
+        for table in source.shapes:
+            for start, values in source.blocks(table):
+                encode_rows(values, FLOAT32, table, start)  # which names the first weight that is not finite
         alone = written_alone("output", target, replaces, ("quantize", str(trained.directory)))
         with alone, _beside(target.absolute()) as draft:
             size = trained.cfg.data.batch_size
@@ -102,16 +108,6 @@ def _beside(target: Path) -> Iterator[Path]:
         shutil.rmtree(draft, ignore_errors=True)
 
 
-def _require_finite(source: FloatCheckpoint) -> None:
-    """``UserError`` for the first weight that is not finite, which no type can hold."""
-    for name, value in source.dense.items():
-        if value.is_floating_point() and not bool(value.isfinite().all()):
-            raise UserError(f"{source.directory}: '{name}' has a weight that is not finite: train it again")
-    for table in source.shapes:
-        for start, values in source.blocks(table):
-            encode_rows(values, FLOAT32, table, start)
-
-
 def _write(directory: Path, report: Mapping[str, Any], made: Quantized) -> None:
     """report.json, report.html and the lines on the terminal."""
     # They are for the end of a run, and take a second to import.
@@ -121,7 +117,9 @@ def _write(directory: Path, report: Mapping[str, Any], made: Quantized) -> None:
 
     sections = []
     for section in made.sections:
-        each = {name: _apart(points) for name, points in section.curves.items()}
+        each = {
+            name: ([x for x, _ in points], [y for _, y in points]) for name, points in section.curves.items()
+        }
         axes = plots.Axis(section.axes[0], unit="bytes"), plots.Axis(section.axes[1])
         drawn = [plots.curves(section.title, each, *axes)] if each else []
         sections.append(Section(section.title, [drawn, Table([*map(Head, section.heads)], section.rows)]))
@@ -139,7 +137,3 @@ def _write(directory: Path, report: Mapping[str, Any], made: Quantized) -> None:
     show(draw)
     log.info("report: %s", directory / "report.html")
     files.check()
-
-
-def _apart(points: Sequence[tuple[float, float]]) -> tuple[list[float], list[float]]:
-    return [x for x, _ in points], [y for _, y in points]

@@ -17,10 +17,9 @@ from torch import nn
 from recpipe.answers.stored import FewRows
 from recpipe.model.call import Called
 from recpipe_low_precision.bags import LowPrecisionTables
-from recpipe_low_precision.layers import Layer, LowPrecisionLinear
-from recpipe_low_precision.replay import Stub, TableRows
+from recpipe_low_precision.layers import LowPrecisionLinear
 from recpipe_low_precision.row_types import BITS, FLOAT, decode_rows, row_scales
-from recpipe_low_precision.slices import Slice
+from recpipe_low_precision.slices import Slice, Stub
 
 LEAST_SNR = {"fp32": 100.0, "fp16": 50.0, "int8": 30.0, "int4": 12.0, "int2": 3.0}
 """Decibels below which a part is broken, by its type. Rows of normal weights have 74, 48, 24 and 10 in fp16,
@@ -74,33 +73,35 @@ def compare(slice_: Slice, low: Called) -> list[Compared]:
 
 
 def _tables(slice_: Slice, module: nn.Module) -> Iterator[Compared]:
-    for table, place in slice_.source.places.items():
-        if len(slice_.tables[table].rows):
-            yield _table(slice_.tables[table], module.get_submodule(place.collection), place.own)
+    for name, place in slice_.source.places.items():
+        table, bags = slice_.tables[name], module.get_submodule(place.collection)
+        ids, values = torch.from_numpy(table.distinct), table.rows
+        if not len(values):
+            continue
+        if isinstance(bags, FewRows):
+            ids, bags = bags.numbers(table.config.feature_names[0], ids), bags.inner
+        assert isinstance(bags, LowPrecisionTables)
+        kind, places = bags.kind_of(place.own).kind, bags.places_of(place.own)
+        if len(places):
+            there = places[ids] >= 0
+            values, ids = values[there], places[ids[there]].long()
+        rows = bags.rows_of(place.own)[ids]
+        error, snr = _apart(values, decode_rows(rows, kind, values.shape[1]))
+        if kind not in BITS:
+            yield Compared(name, kind, error, snr)
+            continue
+        scale, bias = (part[:, None] for part in row_scales(rows))
+        most = 2 ** BITS[kind] - 1
+        codes = (values - bias) / scale
+        in_use = codes.round().clamp(0, most)
+        used = ((in_use.amax(1) - in_use.amin(1)) / most).mean() if len(values) else torch.zeros(())
+        yield Compared(name, kind, error, snr, _saturated(codes, most), float(used))
 
 
-def _table(table: TableRows, bags: nn.Module, own: str) -> Compared:
-    ids, values = torch.from_numpy(table.distinct), table.rows
-    if isinstance(bags, FewRows):
-        ids, bags = bags.numbers(table.config.feature_names[0], ids), bags.inner
-    assert isinstance(bags, LowPrecisionTables)
-    kind = bags.kind_of(own).kind
-    places = bags.places_of(own)
-    if len(places):
-        there = places[ids] >= 0
-        values, ids = values[there], places[ids[there]].long()
-    rows = bags.rows_of(own)[ids]
-    error, snr = _apart(values, decode_rows(rows, kind, values.shape[1]))
-    if kind not in BITS:
-        return Compared(table.table, kind, error, snr)
-    scale, bias = (part[:, None] for part in row_scales(rows))
-    most = 2 ** BITS[kind] - 1
-    codes = (values - bias) / scale
+def _saturated(codes: torch.Tensor, most: int) -> float:
+    """The share of values beyond the codes 0 to ``most``, which are not rounded yet."""
     # Half a step beyond the ends is rounding; the slack is for float32's own.
-    saturated = ((codes < -0.5001) | (codes > most + 0.5001)).float().mean()
-    in_use = codes.round().clamp(0, most)
-    used = ((in_use.amax(1) - in_use.amin(1)) / most).mean() if len(values) else torch.zeros(())
-    return Compared(table.table, kind, error, snr, float(saturated), float(used))
+    return float(((codes < -0.5001) | (codes > most + 0.5001)).float().mean())
 
 
 def _apart(values: torch.Tensor, found: torch.Tensor) -> tuple[float, float]:
@@ -128,19 +129,13 @@ def _layers(slice_: Slice, low: Called) -> Iterator[Compared]:
         kind = module.kind if isinstance(module, LowPrecisionLinear) else FLOAT.kind
         cut, used = None, None
         if isinstance(module, LowPrecisionLinear) and kind == "int8":
-            cut, used = _codes(given[0], module.layers["int8"])
+            own = module.layers["int8"]
+            codes = given[0] / own.scale + own.zero
+            in_use = codes.round().clamp(0, own.most)
+            cut = _saturated(codes, own.most)
+            used = float((in_use.max() - in_use.min()) / own.most)
         whole = _apart(outputs[name], low_outputs[name])[0]
         yield Compared(name, kind, *_apart(outputs[name], made), cut, used, whole, layer=True)
-
-
-def _codes(x: torch.Tensor, layer: Layer) -> tuple[float, float]:
-    """The share of a layer's inputs that its range cannot reach, and the share of codes between the smallest
-    and the largest one in use."""
-    codes = x / layer.scale + layer.zero
-    # Half a step beyond the ends is rounding; the slack is for float32's own.
-    cut = ((codes < -0.5001) | (codes > layer.most + 0.5001)).float().mean()
-    in_use = codes.round().clamp(0, layer.most)
-    return float(cut), float((in_use.max() - in_use.min()) / layer.most)
 
 
 def _seen(called: Called, batch: Any) -> tuple[dict[str, tuple[Any, ...]], dict[str, torch.Tensor]]:

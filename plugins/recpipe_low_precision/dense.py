@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -29,6 +29,11 @@ MEASURED = 256
 """The batch size at which layers are timed."""
 PAYS = 1.1
 """A type is taken for a layer if it is so many times as fast as float32, where times decide."""
+BINS = 4096
+SHRINKS = np.geomspace(1.0, 1e-3, 73)
+"""Shares of the whole range that are tried, for each side of it."""
+ROW_SHRINKS = np.linspace(1.0, 0.4, 25)
+"""Shares of the largest weight of an output that are tried as the end of its range."""
 
 
 @dataclass(frozen=True)
@@ -50,10 +55,6 @@ class Linear:
     def fits(self, choice: Choice, bound: float) -> bool:
         """Whether its error is within ``bound``, and it is faster where times decide."""
         return self.errors[choice.kind] <= bound and not self.slower(choice)
-
-    def kept(self, kind: str) -> tuple[Layer, torch.Tensor | None]:
-        """How it is computed as ``kind``, with its weights' scales in int8."""
-        return self.low.layers[kind], self.low.scales if kind == "int8" else None
 
     def slower(self, choice: Choice) -> bool:
         """Whether it is not faster than float32, where times decide."""
@@ -106,7 +107,14 @@ def calibrate(slice_: Slice, tables: Assignment, kinds: Sequence[str], most: int
         scales = weight_scales(linear.weight.detach())
         low = LowPrecisionLinear(linear, [layers[kind] for kind in kinds], scales)
         replace_module(module, path, low)
-        found[f"{LAYER}{path}"] = Linear(path, low, _errors(low, first, kinds))
+        errors = {}
+        with torch.no_grad():
+            low.kind = FLOAT.kind
+            exact = low(first).double()
+            for kind in kinds:
+                low.kind = kind
+                errors[kind] = float((low(first).double() - exact).norm() / exact.norm().clamp_min(1e-30))
+        found[f"{LAYER}{path}"] = Linear(path, low, errors)
         slice_.layers[f"{LAYER}{path}"] = low
     slice_.assign(tables)
     return found
@@ -126,41 +134,16 @@ def _watch(slice_: Slice, linears: Mapping[str, nn.Module], see: Callable[[str, 
             handle.remove()
 
 
-def _errors(low: LowPrecisionLinear, x: torch.Tensor, kinds: Iterable[str]) -> dict[str, float]:
-    found = {}
-    with torch.no_grad():
-        low.kind = FLOAT.kind
-        exact = low(x).double()
-        for kind in kinds:
-            low.kind = kind
-            found[kind] = float((low(x).double() - exact).norm() / exact.norm().clamp_min(1e-30))
-        low.kind = FLOAT.kind
-    return found
-
-
 def measure(layers: Mapping[str, Linear], kinds: Sequence[str]) -> None:
     """Time each layer in each type, by one thread."""
-    for linear in layers.values():
-        linear.seconds.update(_seconds(linear.low, kinds))
-
-
-def _seconds(low: LowPrecisionLinear, kinds: Sequence[str]) -> dict[str, float]:
-    draw = torch.Generator().manual_seed(0)
-    x = torch.randn(MEASURED, low.in_features, generator=draw)
     names = [FLOAT.kind, *kinds]
-    with torch.no_grad():
-        runs = [partial(low.runs(kind), x) for kind in names]
-        times = median_seconds(runs, least=LEAST_SECONDS, threads=1)
-    return dict(zip(names, times, strict=True))
-
-
-BINS = 4096
-SHRINKS = np.geomspace(1.0, 1e-3, 73)
-"""Shares of the whole range that are tried, for each side of it."""
-
-
-ROW_SHRINKS = np.linspace(1.0, 0.4, 25)
-"""Shares of the largest weight of an output that are tried as the end of its range."""
+    for linear in layers.values():
+        draw = torch.Generator().manual_seed(0)
+        x = torch.randn(MEASURED, linear.low.in_features, generator=draw)
+        with torch.no_grad():
+            runs = [partial(linear.low.runs(kind), x) for kind in names]
+            times = median_seconds(runs, least=LEAST_SECONDS, threads=1)
+        linear.seconds.update(zip(names, times, strict=True))
 
 
 @dataclass

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from statistics import median
 from typing import Any
 
@@ -12,9 +13,8 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from recpipe.common.timing import seconds_by_round
 from recpipe_low_precision.bags import RowType
-from recpipe_low_precision.replay import Stub
 from recpipe_low_precision.row_types import FLOAT, Assignment, Choice
-from recpipe_low_precision.slices import Slice
+from recpipe_low_precision.slices import Slice, Stub
 
 LEAST_SECONDS = 0.02
 """The least time of one timing, for which the slice is looked up several times."""
@@ -56,7 +56,7 @@ def compare(slice_: Slice, assignment: Assignment) -> LookupSpeed:
     ]
     ids = sum(int(asked.values().numel()) for stub in slice_.stubs for asked in stub.asked)
     with torch.no_grad():
-        before, after = seconds_by_round([_in_turn(way) for way in ways], least=LEAST_SECONDS)
+        before, after = seconds_by_round([partial(_all_of, way) for way in ways], least=LEAST_SECONDS)
     ratios = [float32 / low for float32, low in zip(before, after, strict=True)]
     return LookupSpeed(ids / median(before), ids / median(after), median(ratios), min(ratios), max(ratios))
 
@@ -156,9 +156,6 @@ def _lookups(
     return run
 
 
-def _in_turn(runs: Sequence[Run]) -> Run:
-    def run() -> None:
-        for part in runs:
-            part()
-
-    return run
+def _all_of(runs: Sequence[Run]) -> None:
+    for run in runs:
+        run()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import asdict, dataclass
 from functools import cached_property, partial
@@ -18,25 +18,26 @@ from torch import nn
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
 
 from recpipe.answers.stored import FewTableRows, StoredModel, StoredTable, gather
-from recpipe.answers.trained import Scored, Trained, open_trained, scored
+from recpipe.answers.trained import HostScoring, Trained, open_trained, scored
 from recpipe.checkpoint.trained_on import TrainedOn
 from recpipe.common.files import RunDir
-from recpipe.data.dataset import Dataset, SplitName
-from recpipe.data.parts import on_device
+from recpipe.common.saved import typed_as
+from recpipe.data.dataset import Dataset
+from recpipe.errors import UserError
 from recpipe.model.call import Called
 from recpipe_low_precision.bags import LowPrecisionBags, LowPrecisionRows, LowPrecisionTables, RowType
-from recpipe_low_precision.checkpoint import PLACES, ROWS, put_dense, put_rows
-from recpipe_low_precision.layers import in_float32
-from recpipe_low_precision.manifest import (
+from recpipe_low_precision.checkpoint import (
+    PLACES,
+    ROWS,
     QuantizedTable,
+    damaged,
+    put_dense,
+    put_rows,
     read_manifest,
-    recipe_of,
-    require_judged,
     table_file,
 )
+from recpipe_low_precision.layers import in_float32
 from recpipe_low_precision.row_types import row_bytes
-
-_HOST = torch.device("cpu")
 
 
 def open_quantized(directory: str | Path, model: nn.Module | None = None) -> nn.Module:
@@ -58,7 +59,11 @@ class QuantizedTrained(Trained):
     def read(cls, directory: Path) -> tuple[Path, dict[str, Any], TrainedOn]:
         """What it keeps of trainer.pt, and what its model was trained on."""
         manifest = read_manifest(directory)
-        return directory, {"global_step": manifest.step}, recipe_of(manifest, directory)
+        try:
+            trained_on = typed_as(TrainedOn, manifest.trained_on, "trained_on")
+        except ValueError as fault:
+            raise damaged(directory, fault) from fault
+        return directory, {"global_step": manifest.step}, trained_on
 
     @cached_property
     def called(self) -> Called:
@@ -75,32 +80,17 @@ class QuantizedTrained(Trained):
     @contextmanager
     def scoring(self, dataset: Dataset | None = None, run_dir: RunDir | None = None) -> Iterator[Any]:
         """In the block, ``model`` for batches of ``dataset`` (None: ``self.dataset``)."""
-        yield QuantizedScoring(self.called, dataset or self.dataset, self.cfg.data.batch_size)
+        scores = partial(scored, self.called)
+        yield HostScoring(self.called.tasks, dataset or self.dataset, self.cfg.data.batch_size, scores)
 
     def stored(self) -> StoredModel:
         """The model for a package; ``UserError`` if its quality was not judged."""
-        require_judged(self.directory)
+        if read_manifest(self.directory).judged is False:
+            raise UserError(
+                f"{self.directory} was written and not judged, as by a command that was killed: make it anew "
+                "with 'recpipe quantize'"
+            )
         return QuantizedModel(self.make_called(), self.directory)
-
-
-class QuantizedScoring:
-    """Scores batches as ``Scoring`` does, by a model whose tables check ids themselves."""
-
-    def __init__(self, called: Called, dataset: Dataset, batch_size: int) -> None:
-        self.called, self.dataset, self.batch_size = called, dataset, batch_size
-        self.tasks = called.tasks
-
-    def batches(self, split: SplitName) -> Iterator[Any]:
-        """The batches of a split of the data, in host memory, where the model is."""
-        return self.checked(self.dataset.batches(split, self.batch_size))
-
-    def checked(self, batches: Iterable[Any]) -> Iterator[Any]:
-        """Other batches, in host memory; ids are checked when they are scored."""
-        return (on_device(batch, _HOST) for batch in batches)
-
-    def scores(self, batches: Iterable[Any], labelled: bool = True) -> Iterator[Scored]:
-        """Score ``batches``; ``DataError`` for an id that is not in its table."""
-        return scored(self.called, batches, labelled)
 
 
 class QuantizedModel(StoredModel):
@@ -167,8 +157,4 @@ def _stored(file: Path, table: QuantizedTable) -> StoredTable:
         gather(places, found, partial(read, ROWS))
         return there, torch.from_numpy(found)
 
-    return StoredTable(table.type, lambda to: _copy(file, to), rows)
-
-
-def _copy(file: Path, to: Path) -> None:
-    shutil.copyfile(file, to)
+    return StoredTable(table.type, partial(shutil.copyfile, file), rows)

@@ -62,6 +62,15 @@ def dense_content(layers: Mapping[str, Linear], found: Found, bound: float) -> d
     for name, linear in layers.items():
         choice = found.assignment[name]
         own = linear.low.layers.get("int8") if choice.kind == "int8" else None
+        reasons = []
+        for kind, error in linear.errors.items() if choice == FLOAT else ():
+            if error > bound:
+                reasons.append(f"{kind}: error {error:.1%}")
+            elif linear.slower(Choice(kind)):
+                speed = linear.seconds[FLOAT.kind] / linear.seconds[kind]
+                reasons.append(f"{kind}: {speed:.2f} of the speed")
+            else:
+                reasons.append(f"{kind}: the bound on NE")
         told[linear.path] = {
             "type": choice.kind,
             "inputs": linear.low.in_features,
@@ -69,22 +78,9 @@ def dense_content(layers: Mapping[str, Linear], found: Found, bound: float) -> d
             "errors": linear.errors,
             "range": None if own is None else [own.low, own.high],
             "seconds": linear.seconds,
-            "why": "" if choice != FLOAT else _why_float32(linear, bound),
+            "why": "; ".join(reasons),
         }
     return {"layers": told, "calibration": _calibration(found), "ended": found.ended}
-
-
-def _why_float32(linear: Linear, bound: float) -> str:
-    """Why a layer stays in float32."""
-    reasons = []
-    for kind, error in linear.errors.items():
-        if error > bound:
-            reasons.append(f"{kind}: error {error:.1%}")
-        elif linear.slower(Choice(kind)):
-            reasons.append(f"{kind}: {linear.seconds[FLOAT.kind] / linear.seconds[kind]:.2f} of the speed")
-        else:
-            reasons.append(f"{kind}: the bound on NE")
-    return "; ".join(reasons)
 
 
 def written(report: Mapping[str, Any]) -> Quantized:
@@ -95,7 +91,14 @@ def written(report: Mapping[str, Any]) -> Quantized:
         f"{size['ratio']:.2f} times fewer bytes. On the test slice of {test['samples']:,} samples normalized "
         f"entropy changes by {_difference(test['ne_difference'])}."
     )
-    sections = [_quality(test), _lookups(report["lookups"]), _search(report), _tables(report)]
+    speed = report["lookups"]
+    speeds = [
+        ("float32 rows", f"{speed['float32']:,.0f} ids a second"),
+        ("chosen types", f"{speed['low_precision']:,.0f} ids a second"),
+        ("ratio, median of rounds", _ratio(speed)),
+    ]
+    lookups = ReportSection("Lookups", ("", ""), speeds)
+    sections = [_quality(test), lookups, _search(report), _tables(report)]
     if report["dense"]["layers"]:
         sections.append(_dense(report["dense"]["layers"]))
     return Quantized(report, lead, [*sections, _numerics(report)], _lines(report))
@@ -110,36 +113,13 @@ def _ratio(speed: Mapping[str, float]) -> str:
 
 
 def _quality(test: Mapping[str, Any]) -> ReportSection:
-    float32, quantized, ne, auc = (
-        test[name] for name in ("float32", "quantized", "ne_difference", "auc_difference")
-    )
-    rows = [
-        (
-            "normalized entropy",
-            f"{float32['ne']:.5f}",
-            f"{quantized['ne']:.5f}",
-            f"{ne['value']:+.4%}",
-            f"{ne['low']:+.4%} to {ne['high']:+.4%}",
-        ),
-        (
-            "AUC",
-            f"{float32['auc']:.5f}",
-            f"{quantized['auc']:.5f}",
-            f"{auc['value']:+.5f}",
-            f"{auc['low']:+.5f} to {auc['high']:+.5f}",
-        ),
-    ]
+    rows = []
+    for name, title, form in (("ne", "normalized entropy", "+.4%"), ("auc", "AUC", "+.5f")):
+        each = [f"{test[model][name]:.5f}" for model in ("float32", "quantized")]
+        value, low, high = (format(test[f"{name}_difference"][end], form) for end in ("value", "low", "high"))
+        rows.append((title, *each, value, f"{low} to {high}"))
     heads = ("", "float32", "quantized", "difference", "95% interval")
     return ReportSection("Quality on the test slice", heads, rows)
-
-
-def _lookups(speed: Mapping[str, Any]) -> ReportSection:
-    rows = [
-        ("float32 rows", f"{speed['float32']:,.0f} ids a second"),
-        ("chosen types", f"{speed['low_precision']:,.0f} ids a second"),
-        ("ratio, median of rounds", _ratio(speed)),
-    ]
-    return ReportSection("Lookups", ("", ""), rows)
 
 
 def _search(report: Mapping[str, Any]) -> ReportSection:

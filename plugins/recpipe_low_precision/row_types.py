@@ -93,12 +93,6 @@ class Choice:
     def __str__(self) -> str:
         return f"{self.kind} pruned" if self.pruned else self.kind
 
-    @classmethod
-    def parsed(cls, text: str) -> Choice:
-        """The reverse of ``str``."""
-        kind, _, pruned = text.partition(" ")
-        return cls(kind, bool(pruned))
-
 
 FLOAT = Choice("fp32")
 Assignment = Mapping[str, Choice]

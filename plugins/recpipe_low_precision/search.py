@@ -62,11 +62,11 @@ class Search:
     def __init__(
         self,
         judge: Judge,
+        meter: Meter | None,
         choices: Sequence[Choice],
         cost: Cost,
         may: Callable[[str, Choice], bool],
         bound: float,
-        meter: Meter | None = None,
         names: Sequence[str] | None = None,
         base: Assignment | None = None,
     ) -> None:
@@ -78,11 +78,15 @@ class Search:
         self.floor = 0.0
         """The loss of ``base``."""
         tables = sorted(judge.slice.tables if names is None else names, key=lambda t: -cost(t, FLOAT))
-        self.units = _units(tables, judge.budget // 2 // max(1, len(choices)))
+        # Single tables, the largest first, and the small ones together where they would be too many.
+        alone = max(1, judge.budget // 2 // max(1, len(choices)))
+        if len(tables) > alone:
+            self.units = [*([table] for table in tables[: alone - 1]), tables[alone - 1 :]]
+        else:
+            self.units = [[table] for table in tables]
         # The steps of a search are fewer than the sensitivities; many of the latter are asked for again.
         judge.expected = min(judge.budget, len(judge.done) + 2 * len(self.units) * max(1, len(choices)))
         self.found = Found(dict.fromkeys(tables, FLOAT), None, [])
-        self.sensitivities: dict[tuple[int, Choice], Evaluation] = {}
 
     def run(self) -> Found:
         """Search until no step is left or the budget is spent. ``found`` is up to date if it is
@@ -104,7 +108,6 @@ class Search:
             if not all(self.may(table, choice) for table in tables):
                 continue
             found = self._evaluate(dict.fromkeys(tables, choice), "sensitivity")
-            self.sensitivities[unit, choice] = found
             if found.upper <= self.bound:
                 cost = sum(self.cost(table, choice) for table in tables)
                 made.append(Option(choice, cost, found.upper))
@@ -158,12 +161,3 @@ def hull_steps(unit: int, now: Option, options: Sequence[Option]) -> list[Change
         best = min(cheaper, key=lambda o: ((o.loss - at.loss) / (at.cost - o.cost), o.cost))
         steps.append(Change(unit, best, (best.loss - at.loss) / (at.cost - best.cost)))
         at = best
-
-
-def _units(tables: Sequence[str], most: int) -> list[list[str]]:
-    """``tables``, the largest first, as at most ``most`` units: single ones, and the small ones together."""
-    most = max(1, most)
-    if len(tables) <= most:
-        return [[table] for table in tables]
-    alone = [[table] for table in tables[: most - 1]]
-    return [*alone, list(tables[most - 1 :])]

@@ -10,10 +10,9 @@ import numpy as np
 import pytest
 import torch
 from recpipe_low_precision import debugger, dense
-from recpipe_low_precision.checkpoint import put_rows, write_quantized
+from recpipe_low_precision.checkpoint import put_rows, read_manifest, write_quantized
 from recpipe_low_precision.dense import Inputs, calibrate, weight_scales
 from recpipe_low_precision.layers import Layer
-from recpipe_low_precision.manifest import read_manifest
 from recpipe_low_precision.opened import open_quantized
 from recpipe_low_precision.row_types import FLOAT, Choice
 from recpipe_low_precision.slices import LAYER

@@ -13,9 +13,8 @@ from typing import Any
 
 import pytest
 import torch
-from recpipe_low_precision.checkpoint import write_quantized
+from recpipe_low_precision.checkpoint import read_manifest, seal, write_quantized
 from recpipe_low_precision.layers import Layer, LowPrecisionLinear, in_float32, low_layers, weight_codes
-from recpipe_low_precision.manifest import read_manifest, seal
 from recpipe_low_precision.opened import open_quantized
 from torch import nn
 

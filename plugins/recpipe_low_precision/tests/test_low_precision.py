@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 import torch
 from recpipe_low_precision import lookups, search
-from recpipe_low_precision.manifest import read_manifest
+from recpipe_low_precision.checkpoint import read_manifest
 from recpipe_low_precision.opened import open_quantized
-from recpipe_low_precision.quantization import Quantization
+from recpipe_low_precision.plugin import Quantization
 
 import recpipe
 from recpipe import cli

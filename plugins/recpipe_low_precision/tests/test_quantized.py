@@ -11,9 +11,8 @@ import numpy as np
 import pytest
 import torch
 from recpipe_low_precision import checkpoint as quantized
-from recpipe_low_precision.checkpoint import write_quantized
+from recpipe_low_precision.checkpoint import DIGEST, read_manifest, seal, write_quantized
 from recpipe_low_precision.format import MANIFEST
-from recpipe_low_precision.manifest import DIGEST, read_manifest, seal
 from recpipe_low_precision.opened import open_quantized
 from recpipe_low_precision.row_types import decode_rows, encode_rows
 

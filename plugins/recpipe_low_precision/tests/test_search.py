@@ -48,7 +48,7 @@ def kinds(found: Mapping[str, Choice]) -> dict[str, str]:
 
 
 def search(judge: Known, bound: float) -> Search:
-    return Search(judge, CHOICES, cost, lambda table, choice: True, bound)  # type: ignore[arg-type]
+    return Search(judge, None, CHOICES, cost, lambda table, choice: True, bound)  # type: ignore[arg-type]
 
 
 HARMLESS = {"fp16": 0.0, "int8": 0.0, "int4": 1e-6, "int2": 2e-6}
