@@ -75,7 +75,16 @@ class Admission:
         counts = self.counts(entering)
         order = np.argsort(-counts, kind="stable")[: min(MOST, slots)]
         entering, counts = entering[order], counts[order]
-        leaving, least = self._least(index, start, stop, len(entering))
+        # As many rows with slots that are looked up least, least first, and their counts.
+        most, leaving, least = len(entering), np.empty(0, np.int64), np.empty(0, np.int32)
+        for low in range(start, stop if most else start, AT_A_TIME):
+            some = index.slotted(low, min(low + AT_A_TIME, stop))
+            leaving, least = np.concatenate((leaving, some)), np.concatenate((least, self.counts(some)))
+            if len(leaving) > most:
+                chosen = np.argpartition(least, most - 1)[:most]
+                leaving, least = leaving[chosen], least[chosen]
+        order = np.lexsort((leaving, least))
+        leaving, least = leaving[order], least[order]
         gains = counts[: len(leaving)] > least
         count = len(gains) if gains.all() else int(np.argmin(gains))
         return entering[:count], leaving[:count]
@@ -84,18 +93,6 @@ class Admission:
         """How often rows were looked up, or a little more: int32 [n]."""
         found: NDArray[np.int32] = _counts(self._counters, rows)
         return found
-
-    def _least(self, index: RowIndex, start: int, stop: int, most: int) -> tuple[RowIds, NDArray[np.int32]]:
-        """The ``most`` rows with slots that are looked up least, least first, and their counts."""
-        rows, counts = np.empty(0, np.int64), np.empty(0, np.int32)
-        for low in range(start, stop if most else start, AT_A_TIME):
-            some = index.slotted(low, min(low + AT_A_TIME, stop))
-            rows, counts = np.concatenate((rows, some)), np.concatenate((counts, self.counts(some)))
-            if len(rows) > most:
-                least = np.argpartition(counts, most - 1)[:most]
-                rows, counts = rows[least], counts[least]
-        order = np.lexsort((rows, counts))
-        return rows[order], counts[order]
 
     @property
     def nbytes(self) -> int:

@@ -91,8 +91,17 @@ def planned(sizes: Mapping[str, Size], counts: Counts, budget: int, adapts: bool
             if size.nbytes <= beside.of_rows([size]) + len(hot[name]) * (size.row_bytes + beside.of_slot)
         ]
         if not better:
-            return Plan(whole, hot, _hits(whole, hot, counts))
+            break
         whole += better
+    total = found = 0
+    for name, own in counts.items():
+        number = int(own.counts.sum())
+        total += number
+        if name in whole:
+            found += number
+        elif name in hot:
+            found += int(own.counts[np.isin(own.rows, hot[name], assume_unique=True)].sum())
+    return Plan(whole, hot, found / total if total else None)
 
 
 def hot_rows(
@@ -115,9 +124,14 @@ def hot_rows(
     widths = {name: size.row_bytes + beside.of_slot for name, size in sizes.items()}
     chosen, left = _counted(sizes, widths, counts, left)
     for name in sorted(sizes, key=lambda name: sizes[name].nbytes):
-        more = _others(sizes[name], chosen[name], left // widths[name])
-        left -= len(more) * widths[name]
-        chosen[name] = np.sort(np.concatenate((chosen[name], more)))
+        size, own, most = sizes[name], chosen[name], left // widths[name]
+        if most > 0:
+            near = most + len(own)
+            ids = np.arange(min(size.rows, near)) if size.kept is None else size.kept[:near]
+            more = ids[~np.isin(ids, own, assume_unique=True)][:most]
+            left -= len(more) * widths[name]
+            own = np.concatenate((own, more))
+        chosen[name] = np.sort(own)
     return chosen
 
 
@@ -126,7 +140,12 @@ def _counted(
 ) -> tuple[dict[str, RowIds], int]:
     """Of the rows that were looked up, those with the most lookups a byte in ``left`` bytes, where a row of a
     table takes ``each``; and what is left then."""
-    known = {name: _with_rows(counts[name], size.kept) for name, size in sizes.items() if name in counts}
+    known: dict[str, Lookups] = {}
+    for name, size in sizes.items():
+        if name in counts:
+            rows, times = counts[name]
+            has = slice(None) if size.kept is None else np.isin(rows, size.kept, assume_unique=True)
+            known[name] = Lookups(rows[has], times[has])
     if not known:
         return {name: np.empty(0, np.int64) for name in sizes}, left
     lengths = [len(own.rows) for own in known.values()]
@@ -141,31 +160,3 @@ def _counted(
     found = {name: own.rows[part] for (name, own), part in zip(known.items(), parts, strict=True)}
     left -= int(used[len(fits) - 1]) if len(fits) else 0
     return {name: found.get(name, np.empty(0, np.int64)) for name in sizes}, left
-
-
-def _with_rows(lookups: Lookups, kept: RowIds | None) -> Lookups:
-    if kept is None:
-        return lookups
-    has = np.isin(lookups.rows, kept, assume_unique=True)
-    return Lookups(lookups.rows[has], lookups.counts[has])
-
-
-def _others(size: Size, chosen: RowIds, most: int) -> RowIds:
-    """The first ``most`` rows that are not ``chosen``."""
-    if most <= 0:
-        return np.empty(0, np.int64)
-    near = most + len(chosen)
-    ids = np.arange(min(size.rows, near)) if size.kept is None else size.kept[:near]
-    return ids[~np.isin(ids, chosen, assume_unique=True)][:most]
-
-
-def _hits(whole: list[str], hot: Mapping[str, RowIds], counts: Counts) -> float | None:
-    total = sum(int(own.counts.sum()) for own in counts.values())
-    if not total:
-        return None
-    found = sum(int(own.counts.sum()) for name, own in counts.items() if name in whole)
-    for name, rows in hot.items():
-        if name in counts:
-            own = counts[name]
-            found += int(own.counts[np.isin(own.rows, rows, assume_unique=True)].sum())
-    return found / total

@@ -51,10 +51,22 @@ class SDM(Plugin, RowServer):
         try:
             if self.made is None:
                 self.made = TieredScorer(package, self._tiering(package))
-            else:
-                self.made = self._updated(self.made, package)
+                return self.made
+            before = self.counted()
+            try:
+                self.made = TieredScorer(package, self.made.how, self.made)
+            except Exception:
+                if self.counted()["sdm_rows_replaced"] != before["sdm_rows_replaced"]:
+                    log.error(
+                        "some rows that are served are those of %s now: start the server again", package
+                    )
+                raise
         except PackageError as fault:
             raise PluginError(str(fault)) from fault
+        replaced, written = (
+            self.counted()[key] - before[key] for key in ("sdm_rows_replaced", "sdm_bytes_written")
+        )
+        log.info("%s rows replaced, %s written to the SSD", f"{replaced:,.0f}", readable_bytes(written))
         return self.made
 
     def _tiering(self, package: Path) -> Tiering:
@@ -74,20 +86,6 @@ class SDM(Plugin, RowServer):
             )
         adapts = self.admission == "lfu"
         return Tiering(Path(self._scratch.name), self.dram, self.tables, adapts, counts, self.pooled)
-
-    def _updated(self, earlier: TieredScorer, package: Path) -> TieredScorer:
-        before = self.counted()
-        try:
-            made = TieredScorer(package, earlier.how, earlier)
-        except Exception:
-            if self.counted()["sdm_rows_replaced"] != before["sdm_rows_replaced"]:
-                log.error("some rows that are served are those of %s now: start the server again", package)
-            raise
-        replaced, written = (
-            self.counted()[key] - before[key] for key in ("sdm_rows_replaced", "sdm_bytes_written")
-        )
-        log.info("%s rows replaced, %s written to the SSD", f"{replaced:,.0f}", readable_bytes(written))
-        return made
 
     def counted(self) -> Mapping[str, float]:
         """Lookups, misses, rows that were read and changed, bytes written to the SSD, and memory."""

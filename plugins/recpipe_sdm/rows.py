@@ -28,8 +28,6 @@ from recpipe.kit import SsdStore
 from recpipe.plugin import RowIds, UserError
 from recpipe_sdm.admission import Admission
 from recpipe_sdm.index import EMPTY, RowIndex
-from recpipe_sdm.looks import Reads
-from recpipe_sdm.ring import Ring
 
 AT_A_TIME = 256
 """Rows that are replaced before others may use the disk."""
@@ -39,6 +37,27 @@ PAUSE = 1e-3
 """Seconds in which they may."""
 READ_AT_ONCE = 256
 """Blocks that are read at a time for batches."""
+MARGIN = 4
+"""Places for each row that one batch looks up here: rows are read ahead while others are looked up."""
+
+
+@dataclass
+class Reads:
+    """What was looked up and moved since the tiers were made."""
+
+    batches: int = 0
+    lookups: int = 0
+    missed: int = 0
+    """Lookups whose row was not in DRAM when their batch was first looked at: it had no slot, and no earlier
+    batch had read it a moment ago."""
+    rows_read: int = 0
+    """Rows that were read because they were missed, or were about to be."""
+    rows_ahead: int = 0
+    """Missed rows that were read before their batch was scored."""
+    admitted: int = 0
+    """Rows that were given a slot since the tiers were made."""
+    replaced: int = 0
+    """Rows that an update has changed."""
 
 
 @dataclass
@@ -52,6 +71,49 @@ class Shared:
     using: threading.Lock = field(default_factory=threading.Lock)
     """Held while a place or the index is used. A server's threads take turns in Python: loops and numpy's
     operators on short arrays leave it to nobody, and torch's do."""
+
+
+class Ring:
+    """Hands out places ``first``, ``first + 1``, ... of at most ``most``, as few as do.
+
+    It is a room for what was read a moment ago: each place is used again once all others have been. What was
+    read for a request that is never scored goes like everything else.
+    """
+
+    def __init__(self, first: int, most: int) -> None:
+        self.first, self.most = first, most
+        self.size = 0
+        """Places that are in use, or were."""
+        self._rows: RowIds = np.empty(0, np.int64)
+        self._next = 0
+
+    def take(self, rows: RowIds, index: RowIndex) -> int:
+        """The first of the places for ``rows`` (distinct), one after the other; ``index`` no longer names
+        those that are in them. The caller names ``rows`` once they are there."""
+        count = len(rows)
+        if self._next + count > self.size:
+            self._next = 0
+        start = self._next
+        old = self._rows[start : start + count]  # 0 where there was none yet: row 0 is not there, then
+        here = np.arange(self.first + start, self.first + start + count)
+        index.forget(old[index.held(old) == here])
+        self._rows[start : start + count] = rows
+        self._next = start + count
+        return self.first + start
+
+    def grow(self, rows: int) -> None:
+        """Have places for a batch that looks up so many rows here, at least two for each: then reading those
+        that it lacks, again and again, ends, since what is read last stays."""
+        assert 2 * rows <= self.most, (rows, self.most)
+        size = min(MARGIN * rows, self.most)
+        if size > self.size:
+            self._rows = np.concatenate((self._rows, np.zeros(size - self.size, np.int64)))
+            self.size = size
+
+    @property
+    def nbytes(self) -> int:
+        """Memory beside the places themselves."""
+        return self._rows.nbytes
 
 
 class _Flight(NamedTuple):
@@ -218,25 +280,22 @@ class TieredRows:
             self.store.gather(rows, old)
             differ = (old.view(np.int32) != words.view(np.int32)).any(axis=1)
             rows, words = rows[differ], words[differ]
-            if len(rows):
-                self._write(rows, words)
-        return len(rows)
-
-    def _write(self, rows: RowIds, words: NDArray[np.float32]) -> None:
-        """Replace these rows, with ``disk`` held."""
-        using = self.shared.using
-        with using:
-            self.changes += 1
-        try:
-            self.store.scatter(rows, words)
-            with using:
-                places = self.shared.index.find(rows + self.first)[0]
-                here = np.flatnonzero(places >= 0)
-                self._words[places[here]] = words[here]
-                self.shared.reads.replaced += len(rows)
-        finally:
+            if not len(rows):
+                return 0
+            using = self.shared.using
             with using:
                 self.changes += 1
+            try:
+                self.store.scatter(rows, words)
+                with using:
+                    places = self.shared.index.find(rows + self.first)[0]
+                    here = np.flatnonzero(places >= 0)
+                    self._words[places[here]] = words[here]
+                    self.shared.reads.replaced += len(rows)
+            finally:
+                with using:
+                    self.changes += 1
+        return len(rows)
 
     @property
     def dram_bytes(self) -> int:

@@ -10,11 +10,11 @@ import numpy as np
 import torch
 from recpipe_serve import Lookup, LookupCall, Scorer, offsets_of
 
-from recpipe.plugin import RowIds, UserError
+from recpipe.plugin import UserError
 from recpipe_sdm.index import numbered
-from recpipe_sdm.looks import Look
 from recpipe_sdm.pooled import Bags
 from recpipe_sdm.tables import TieredTables, Tiering, tiered_tables
+from recpipe_sdm.tiers import Look
 
 
 class TieredLookup(Lookup):
@@ -34,11 +34,6 @@ class TieredLookup(Lookup):
         )
         """A number for each part's table and pooling, -1 for one in DRAM."""
 
-    def numbered(self, ids: torch.Tensor, offsets: torch.Tensor, samples: int) -> tuple[RowIds, int]:
-        """The number of each of these ids (arranged) over all tiers, or ``elsewhere`` of its row if its
-        table is in DRAM; and how many are on the SSD. ``samples``: offsets of each part."""
-        return numbered(self.rows_of(ids, offsets).numpy(), offsets.numpy(), samples, self.base)
-
 
 class _Asked(NamedTuple):
     """What one lookup asks for: so many ids, and ``offsets`` of its bags, or ``where`` (see
@@ -48,14 +43,6 @@ class _Asked(NamedTuple):
     ids: int
     offsets: torch.Tensor
     where: torch.Tensor | None
-
-    def pooled(self, places: RowIds) -> torch.Tensor:
-        """The lookup's result, where its ids have these places."""
-        if self.where is None:
-            return self.lookup.pooled(torch.from_numpy(places), self.offsets)
-        # For small arrays numpy keeps Python's lock, which torch's operators leave to a server's other thread
-        # for a while.
-        return self.lookup.pooled(torch.from_numpy(places[self.where.numpy()]))
 
 
 class _Kept(NamedTuple):
@@ -129,8 +116,14 @@ class TieredScorer(Scorer):
         with self.tables.tiers.found(plan.look) as places:
             results, start = [], 0
             for one in plan.asked:
-                results.append(one.pooled(places[start : start + one.ids]))
+                own = places[start : start + one.ids]
                 start += one.ids
+                if one.where is None:
+                    results.append(one.lookup.pooled(torch.from_numpy(own), one.offsets))
+                else:
+                    # For small arrays numpy keeps Python's lock, which torch's operators leave to a server's
+                    # other thread for a while.
+                    results.append(one.lookup.pooled(torch.from_numpy(own[one.where.numpy()])))
             if plan.kept is not None:
                 for one, known, result in zip(plan.asked, plan.kept, results, strict=True):
                     if known is not None:
@@ -162,7 +155,10 @@ class TieredScorer(Scorer):
                     others[known.bags.at[known.hit]] = False
                     ids = ids[others.repeat_interleave(lengths)]
                     offsets = offsets_of(lengths * others)
-            own, on_ssd = lookup.numbered(ids, offsets, samples if where is None else 1)
+            # The number of each of these ids over all tiers, or ``elsewhere`` of its row if it is in DRAM.
+            places = lookup.rows_of(ids, offsets).numpy()
+            bags = samples if where is None else 1
+            own, on_ssd = numbered(places, offsets.numpy(), bags, lookup.base)
             rows.append(own)
             lookups += on_ssd
             asked.append(_Asked(lookup, len(own), offsets, where))

@@ -16,12 +16,12 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from recpipe_serve import ALIGNMENT, Tables
+from safetensors import safe_open
 
 from recpipe.kit import Amount, SsdStore
 from recpipe.plugin import RowIds, StoreLayout, UserError
 from recpipe_sdm.admission import FULL, Admission
-from recpipe_sdm.budget import Counts, Plan, Size, planned
-from recpipe_sdm.files import Bytes, RowFile
+from recpipe_sdm.budget import Counts, Size, planned
 from recpipe_sdm.index import RowIndex
 from recpipe_sdm.pooled import PooledBags
 from recpipe_sdm.rows import PAUSE, Shared, TieredRows
@@ -35,6 +35,8 @@ MOST_MISSED = 1 << 20
 AT_A_TIME = 1024
 """Rows that are compared and replaced at a time while others are looked up."""
 NOTHING = Amount(0, False)
+ROWS, PLACES = "rows", "places"
+Bytes = NDArray[np.uint8]
 
 
 @dataclass(frozen=True)
@@ -53,6 +55,43 @@ class Tiering:
     """Lookups of rows before."""
     pooled: Amount = NOTHING
     """Which part of ``dram`` is for sums of bags that come again."""
+
+
+class RowFile:
+    """A table's ``file`` in a package, with a row for each of so many ``ids``, read in parts: it may be
+    larger than memory. Where rows were pruned, an id that has none has a row of zeros here."""
+
+    def __init__(self, file: Path, ids: int) -> None:
+        self.file, self.ids = file, ids
+        with safe_open(file, framework="np") as opened:
+            self.row_bytes: int = opened.get_slice(ROWS).get_shape()[1]
+            pruned = PLACES in opened.keys()  # noqa: SIM118
+            self.places: NDArray[np.int32] | None = opened.get_tensor(PLACES) if pruned else None
+            """For each id its row among those kept, or -1; None: each has its own."""
+
+    def size(self) -> Size:
+        """What it takes in DRAM."""
+        kept = None if self.places is None else np.flatnonzero(self.places >= 0)
+        return Size(self.ids, self.row_bytes, kept)
+
+    def rows(self, start: int, stop: int) -> Bytes:
+        """The rows of ids ``start`` to ``stop`` (excluded), uint8 [n, row_bytes]."""
+        if self.places is None:
+            return self.stored(start, stop)
+        at = self.places[start:stop]
+        live = at >= 0
+        found = np.zeros((len(at), self.row_bytes), np.uint8)
+        if live.any():
+            low, high = int(at[live].min()), int(at[live].max()) + 1
+            found[live] = self.stored(low, high)[at[live] - low]
+        return found
+
+    def stored(self, start: int, stop: int) -> Bytes:
+        """Rows of the file, uint8 [n, row_bytes]."""
+        # Opened anew for these rows: what has been read stays in memory until the file is closed.
+        with safe_open(self.file, framework="np") as opened:
+            found: Bytes = opened.get_slice(ROWS)[start:stop]
+        return found
 
 
 @dataclass(frozen=True)
@@ -90,7 +129,7 @@ class TieredTables(Tables):
             if file.places is not None
         }
         self.pruned = {name: _digest(file) for name, file in files.items()}
-        self.whole_bytes = sum(_size(file).nbytes for file in self.whole.values())
+        self.whole_bytes = sum(file.size().nbytes for file in self.whole.values())
 
     @property
     def version(self) -> int:
@@ -103,7 +142,11 @@ class TieredTables(Tables):
         replaced."""
         files = {name: RowFile(directory / table["file"], table["rows"]) for name, table in about.items()}
         for name in {**about, **self.about}:
-            if _form(about.get(name)) != _form(self.about.get(name)):
+            mine, theirs = (
+                [one[name][key] for key in ("rows", "dimension", "type")] if name in one else []
+                for one in (self.about, about)
+            )
+            if mine != theirs:
                 raise UserError(
                     f"{directory}: table '{name}' is not as in the package that is served; restart the server"
                 )
@@ -112,35 +155,29 @@ class TieredTables(Tables):
                     f"{directory}: other rows of table '{name}' are pruned than in the package that is "
                     "served; restart the server"
                 )
-        changed = sum(self._become(name, file) for name, file in files.items())
+        on_ssd, before = 0, self.replaced
+        for name, file in files.items():
+            group = next((group for group in self.groups if name in group.base), None)
+            if group is not None:
+                for start in range(0, file.ids, AT_A_TIME):
+                    values = file.rows(start, min(start + AT_A_TIME, file.ids))
+                    rows = group.base[name] + np.arange(start, start + len(values))
+                    on_ssd += group.tier.replace(rows, values)
+                    time.sleep(PAUSE)
+                continue
+            own = _view(self.rows, self.starts[name], file)
+            for start in range(0, len(own), AT_A_TIME):
+                values = file.stored(start, min(start + AT_A_TIME, len(own)))
+                part = own[start : start + len(values)]
+                differ = (part != values).any(axis=1)
+                with self.tiers.shared.using:
+                    part[differ] = values[differ]
+                self.replaced += int(differ.sum())
         self.about = about
-        return changed
-
-    def _become(self, name: str, file: RowFile) -> int:
-        changed, group = 0, next((group for group in self.groups if name in group.base), None)
-        if group is None:
-            return self._replace_whole(name, file)
-        for start in range(0, file.ids, AT_A_TIME):
-            values = file.rows(start, min(start + AT_A_TIME, file.ids))
-            rows = group.base[name] + np.arange(start, start + len(values))
-            changed += group.tier.replace(rows, values)
-            time.sleep(PAUSE)
-        return changed
-
-    def _replace_whole(self, name: str, file: RowFile) -> int:
-        changed, own = 0, _view(self.rows, self.starts[name], file)
-        for start in range(0, len(own), AT_A_TIME):
-            values = file.stored(start, min(start + AT_A_TIME, len(own)))
-            part = own[start : start + len(values)]
-            differ = (part != values).any(axis=1)
-            with self.tiers.shared.using:
-                part[differ] = values[differ]
-            changed += int(differ.sum())
-        self.replaced += changed
-        return changed
+        return on_ssd + self.replaced - before
 
 
-@dataclass(frozen=True)
+@dataclass
 class _Part:
     """Tables whose rows have ``width`` bytes, and the rows of each that are in DRAM at first."""
 
@@ -148,56 +185,38 @@ class _Part:
     files: Mapping[str, RowFile]
     hot: Mapping[str, RowIds]
 
-    @property
-    def layout(self) -> StoreLayout:
-        return StoreLayout(tuple(self.files), tuple(f.ids for f in self.files.values()), self.width // 4)
-
-    @property
-    def slots(self) -> int:
-        return sum(map(len, self.hot.values()))
-
-    @property
-    def room(self) -> int:
-        return min(MOST_MISSED, self.layout.total_rows - self.slots)
-
-    @property
-    def places(self) -> int:
-        return self.slots + 2 * self.room
+    def __post_init__(self) -> None:
+        ids = tuple(file.ids for file in self.files.values())
+        self.layout = StoreLayout(tuple(self.files), ids, self.width // 4)
+        self.base = dict(zip(self.layout.tables, self.layout.bases.tolist(), strict=False))
+        self.slots = sum(map(len, self.hot.values()))
+        self.room = min(MOST_MISSED, self.layout.total_rows - self.slots)
+        self.places = self.slots + 2 * self.room
 
     def group(self, how: Tiering, buffer: torch.Tensor, shared: Shared, first: int) -> Group:
         """Put the rows on the SSD, and the first ones into ``buffer``. ``first``: the number of its row 0
         over all tiers."""
-        layout = self.layout
 
         def fill(table: str, start: int, stop: int) -> NDArray[np.float32]:
             words: NDArray[np.float32] = self.files[table].rows(start, stop).view(np.float32)
             return words
 
         place = how.directory / f"rows-of-{self.width}-bytes"
-        store = SsdStore.create(layout, fill, place, staging_bytes=STAGING_BYTES, scratch=True)
+        store = SsdStore.create(self.layout, fill, place, staging_bytes=STAGING_BYTES, scratch=True)
         store.remedy = "start the server again, which copies the package's rows anew, and check the disk"
         hot = np.concatenate([rows + self.base[name] for name, rows in self.hot.items()])
         return Group(self.base, TieredRows(shared, store, hot, self.room, buffer, first))
 
-    @property
-    def base(self) -> dict[str, int]:
-        return dict(zip(self.layout.tables, self.layout.bases.tolist(), strict=False))
-
-    @property
-    def pruned(self) -> RowIds:
-        """The table's rows that were pruned."""
-        own = [
-            np.flatnonzero(file.places < 0) + self.base[name]
-            for name, file in self.files.items()
-            if file.places is not None
-        ]
-        return np.concatenate([np.empty(0, np.int64), *own])
-
 
 def _shared(how: Tiering, parts: Sequence[_Part], first: Sequence[int]) -> Shared:
     """The index of all parts' rows, whose numbers begin at ``first``, and the counts of lookups before."""
-    pruned = np.concatenate([part.pruned + start for part, start in zip(parts, first, strict=False)])
-    index = RowIndex(first[-1], pruned, how.adapts)
+    pruned = [
+        np.flatnonzero(file.places < 0) + part.base[name] + start
+        for part, start in zip(parts, first, strict=False)
+        for name, file in part.files.items()
+        if file.places is not None
+    ]
+    index = RowIndex(first[-1], np.concatenate([np.empty(0, np.int64), *pruned]), how.adapts)
     if not how.adapts:
         return Shared(index)
     admission = Admission(sum(part.slots for part in parts))
@@ -219,17 +238,23 @@ def _shared(how: Tiering, parts: Sequence[_Part], first: Sequence[int]) -> Share
 def tiered_tables(directory: Path, about: dict[str, Any], how: Tiering) -> TieredTables:
     """Put the package's tables into DRAM and onto the SSD. ``UserError`` if they do not fit."""
     files = {name: RowFile(directory / table["file"], table["rows"]) for name, table in about.items()}
-    may = {n: _size(f) for n, f in files.items() if fnmatchcase(n, how.tables) and f.row_bytes % 4 == 0}
+    may = {n: f.size() for n, f in files.items() if fnmatchcase(n, how.tables) and f.row_bytes % 4 == 0}
     if not may:
         raise UserError(
             f"plugins.sdm.tables={how.tables}: no table can be on the SSD; tables: {', '.join(files)}"
         )
-    others = sum(_size(file).nbytes for name, file in files.items() if name not in may)
+    others = sum(file.size().nbytes for name, file in files.items() if name not in may)
     float32 = sum(4 * table["rows"] * table["dimension"] for table in about.values())
     width = max(about[name]["dimension"] for name in may)
     bags = PooledBags(how.pooled.of(float32), width)
     plan = planned(may, how.counts, how.dram.of(float32) - others - bags.nbytes, how.adapts)
-    _tell(plan, may, files)
+    log.info(
+        "%d tables are in DRAM, %d on the SSD with %s of %s rows in DRAM%s",
+        *(len(files) - len(plan.hot), len(plan.hot)),
+        f"{sum(map(len, plan.hot.values())):,}",
+        f"{sum(files[name].ids for name in plan.hot):,}",
+        "" if plan.hits is None else f"; {plan.hits:.1%} of training's lookups find theirs in DRAM",
+    )
     whole = [name for name in files if name not in plan.hot]
     parts = [
         _Part(width, {n: files[n] for n in own}, {n: plan.hot[n] for n in own})
@@ -255,10 +280,6 @@ def tiered_tables(directory: Path, about: dict[str, Any], how: Tiering) -> Tiere
     return TieredTables(about, buffer, starts, files, groups, tiers, bags if bags.size else None)
 
 
-def _size(file: RowFile) -> Size:
-    return Size(file.ids, file.row_bytes, file.kept)
-
-
 def _stored(file: RowFile) -> int:
     return file.ids if file.places is None else int((file.places >= 0).sum())
 
@@ -269,21 +290,6 @@ def _view(buffer: torch.Tensor, start: int, file: RowFile) -> Bytes:
     return own
 
 
-def _form(table: Mapping[str, Any] | None) -> Sequence[Any]:
-    return () if table is None else [table[key] for key in ("rows", "dimension", "type")]
-
-
 def _digest(file: RowFile) -> bytes:
     """Identifies which rows were pruned; empty if none was."""
     return b"" if file.places is None else hashlib.sha256(file.places.tobytes()).digest()
-
-
-def _tell(plan: Plan, sizes: Mapping[str, Size], files: Mapping[str, RowFile]) -> None:
-    """Say what is where."""
-    rows = sum(files[name].ids for name in plan.hot)
-    in_dram = sum(map(len, plan.hot.values()))
-    expected = "" if plan.hits is None else f"; {plan.hits:.1%} of training's lookups find theirs in DRAM"
-    log.info(
-        "%d tables are in DRAM, %d on the SSD with %s of %s rows in DRAM%s",
-        *(len(files) - len(plan.hot), len(plan.hot), f"{in_dram:,}", f"{rows:,}", expected),
-    )

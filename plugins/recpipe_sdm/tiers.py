@@ -5,14 +5,28 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from itertools import accumulate
 
 from recpipe_serve import keep_to_one_core, one_thread
 
 from recpipe.plugin import RowIds
 from recpipe_sdm.index import EMPTY
-from recpipe_sdm.looks import Look
 from recpipe_sdm.rows import Shared, TieredRows
+
+
+@dataclass
+class Look:
+    """What a batch looks up, and what the index said: ``rows`` int64 [N] with repeats, their ``places`` int64
+    [N], and where among them those are that have no slot, ``cold``. ``version``: the index's; ``missed``: how
+    many were not in DRAM at first; ``lookups``: how many are the tiers' own, others being ``elsewhere``."""
+
+    rows: RowIds
+    places: RowIds
+    cold: RowIds
+    version: int
+    missed: int
+    lookups: int
 
 
 class Tiers:
@@ -60,7 +74,14 @@ class Tiers:
             for tier in self.tiers:
                 tier.land()
         with self.shared.using:
-            self._note(look)
+            reads, admission = self.shared.reads, self.shared.admission
+            reads.batches += 1
+            reads.lookups += look.lookups
+            reads.missed += look.missed
+            if admission is not None:
+                admission.note(look.rows, look.rows[look.cold] if len(look.cold) else look.cold)
+                if admission.due and not self._closed and (self.change is None or self.change.done()):
+                    self.change = self._thread.submit(self._exchange, admission.begin())
             if self.settled(look):
                 yield look.places
                 return
@@ -92,18 +113,6 @@ class Tiers:
             own = rows if len(self.tiers) == 1 else rows[(rows >= tier.first) & (rows < end)]
             if len(own):
                 yield tier, own - tier.first
-
-    def _note(self, look: Look) -> None:
-        """Count what a batch looks up, with ``using`` held."""
-        reads, admission = self.shared.reads, self.shared.admission
-        reads.batches += 1
-        reads.lookups += look.lookups
-        reads.missed += look.missed
-        if admission is None:
-            return
-        admission.note(look.rows, look.rows[look.cold] if len(look.cold) else look.cold)
-        if admission.due and not self._closed and (self.change is None or self.change.done()):
-            self.change = self._thread.submit(self._exchange, admission.begin())
 
     def _exchange(self, missed: RowIds) -> None:
         for tier in self.tiers:
