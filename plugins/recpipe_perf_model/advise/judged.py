@@ -42,6 +42,13 @@ from recpipe_perf_model.tiers.predict import Kind, TieredPrediction, predict_tie
 from recpipe_perf_model.tiers.ranked import measured_with
 from recpipe_perf_model.tiers.tiered import Resident
 
+NEEDED = ("limits", "gemm", "pointwise", "overheads", "lookups", "tiers", "stores", "steps")
+"""Families of measurements that predictions for a CPU are made of."""
+BESIDE = ("rows", "collectives")
+"""Those that only predictions for several ranks, and of tables with rows as plain arrays, are made of."""
+DISK = "disk"
+"""The what-if for waiting for an ssd store; what the processor does for it stays as it is."""
+
 
 @dataclass(eq=False)
 class Paper:
@@ -118,10 +125,6 @@ class Paper:
         return replace(
             step, captured=replace(step.captured, whole=whole, shares=()), beside=False, shared=False
         )
-
-    def close(self) -> None:
-        """End the back end's threads."""
-        self.backend.close()
 
 
 class Machine:
@@ -259,18 +262,6 @@ def told_timeline(kind: Kind) -> list[dict[str, Any]]:
     ]
 
 
-NEEDED = ("limits", "gemm", "pointwise", "overheads", "lookups", "tiers", "stores", "steps")
-"""Families of measurements that predictions for a CPU are made of."""
-
-
-BESIDE = ("rows", "collectives")
-"""Those that only predictions for several ranks, and of tables with rows as plain arrays, are made of."""
-
-
-DISK = "disk"
-"""The what-if for waiting for an ssd store; what the processor does for it stays as it is."""
-
-
 def machine_profile(given: str | None, device: torch.device, ranks: int = 1) -> MachineProfile:
     """The profile in the file ``given``, of any machine; or this machine's, measured in the quick form if it
     is not known. A family that it lacks, or messages between so many ``ranks``, are measured, too."""
@@ -324,17 +315,12 @@ def faster(profile: MachineProfile, what: str, times: float) -> MachineProfile:
     if what not in known:
         raise UserError(f"advise.what_if: {what} is nothing that is measured. {nearest_or_all(what, known)}")
 
-    def is_meant(family: str, kind: str) -> bool:
-        disk = what == DISK and kind.startswith("ssd ") and not kind.endswith(" busy")
-        return disk or what in (family, kind)
-
-    return replace(
-        profile,
-        samples={
-            family: tuple(
-                replace(sample, seconds=sample.seconds / times) if is_meant(family, sample.kind) else sample
-                for sample in samples
-            )
-            for family, samples in profile.samples.items()
-        },
-    )
+    disk = {kind for kind in kinds if kind.startswith("ssd ") and not kind.endswith(" busy")}
+    meant = disk if what == DISK else {what}
+    found = {}
+    for family, samples in profile.samples.items():
+        found[family] = tuple(
+            replace(each, seconds=each.seconds / times) if meant & {family, each.kind} else each
+            for each in samples
+        )
+    return replace(profile, samples=found)

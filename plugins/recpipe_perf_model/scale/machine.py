@@ -171,7 +171,7 @@ def machine(name: str) -> Machine:
         sources[f"curve of {key}"] = _in_full(cited, curve.text("source"), measured, key)
     table = reader.text("products")
     sources["matrix products"] = _in_full(cited, f"products_{table}", reader, "products")
-    shares = Reader.of(MACHINES / "products.yaml", "products").part(table)
+    shares = Reader.named("products", "products", MACHINES).part(table)
     products = Products(
         tuple(2.0**power for power in shares.numbers("outputs_log2")),
         tuple(shares.numbers("depths")),

@@ -81,11 +81,6 @@ class Dense:
         """Weights and biases."""
         return sum((each.inputs + 1) * each.outputs for each in (*self.bottom, *self.top))
 
-    @property
-    def flops(self) -> float:
-        """Operations of a sample's forward pass."""
-        return self.interaction_flops + 2.0 * sum(p.inputs * p.outputs for p in (*self.bottom, *self.top))
-
 
 @dataclass(frozen=True)
 class Target:

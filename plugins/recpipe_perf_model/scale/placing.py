@@ -244,12 +244,11 @@ def make_plan(training: Training, room: Room) -> Plan:
             plans.append(placed)
     if not plans:
         raise _too_large(training, room, misfit)
-
-    def seconds(plan: Plan) -> float:
-        full = int(np.argmax(plan.memory))
-        return plan.row_seconds(training) + tiered(training, plan.parts(full), room).seconds
-
-    return min(plans, key=seconds)
+    seconds = []
+    for plan in plans:
+        full = plan.parts(int(np.argmax(plan.memory)))
+        seconds.append(plan.row_seconds(training) + tiered(training, full, room).seconds)
+    return plans[int(np.argmin(seconds))]
 
 
 def _finer(training: Training, table: Table, kind: str, parts: int) -> Cut | None:

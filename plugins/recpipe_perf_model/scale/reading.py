@@ -24,20 +24,6 @@ class Reader:
     where: str
 
     @classmethod
-    def of(cls, path: Path, key: str) -> Reader:
-        """Read ``path``, which the recipe's ``key`` names."""
-        try:
-            content = yaml.safe_load(path.read_text(encoding="utf-8"))
-        except OSError as fault:
-            raise UserError(f"{key}={path}: cannot be read: {fault.strerror}") from fault
-        except (yaml.YAMLError, UnicodeDecodeError, RecursionError) as fault:
-            what = " ".join(str(fault).split())[:200]
-            raise UserError(f"{key}={path}: is no yaml: {what}") from fault
-        if not isinstance(content, dict):
-            raise UserError(f"{key}={path}: must hold keys and values")
-        return cls(content, str(path))
-
-    @classmethod
     def named(cls, key: str, name: str, folder: Path, apart: Collection[str] = (), also: str = "") -> Reader:
         """The yaml file that the recipe's ``key=name`` names: one of ``folder``, by its name, or a path.
 
@@ -52,7 +38,16 @@ class Reader:
                 f"{key}={shown(name)}: no such {what}.{hint} Shipped: {', '.join(sorted(shipped))}; or give "
                 f"a yaml file{also}"
             )
-        return cls.of(path, key)
+        try:
+            content = yaml.safe_load(path.read_text(encoding="utf-8"))
+        except OSError as fault:
+            raise UserError(f"{key}={path}: cannot be read: {fault.strerror}") from fault
+        except (yaml.YAMLError, UnicodeDecodeError, RecursionError) as fault:
+            what = " ".join(str(fault).split())[:200]
+            raise UserError(f"{key}={path}: is no yaml: {what}") from fault
+        if not isinstance(content, dict):
+            raise UserError(f"{key}={path}: must hold keys and values")
+        return cls(content, str(path))
 
     def wrong(self, key: str, why: str) -> UserError:
         """The error for ``key``."""

@@ -102,6 +102,8 @@ def predicted(config: ScaleConfig, own: PaperModel | None = None) -> dict[str, A
             refused.append({"gpus": gpus, "why": str(why)})
     if not found:
         raise UserError(refused[-1]["why"])
+    dense = model.dense
+    products = sum(layer.inputs * layer.outputs for layer in (*dense.bottom, *dense.top))
     return {
         "model": {
             "name": model.name,
@@ -111,7 +113,7 @@ def predicted(config: ScaleConfig, own: PaperModel | None = None) -> dict[str, A
             "parameters": model.parameters,
             "bytes": model.bytes,
             "lookups": sum(table.pooling for table in model.tables),
-            "flops": model.dense.flops,
+            "flops": dense.interaction_flops + 2.0 * products,
             "optimizer": model.optimizer,
             "quality": model.target.quality if model.target is not None else None,
         },
