@@ -181,10 +181,8 @@ def with_ranks(path: Path, ranks: int, quick: bool) -> MachineProfile:
     found = taken.value
     if not found:
         raise UserError(f"messages between {ranks} ranks cannot be measured here: the log says why")
-    profile = _begun(path, quick, FAMILIES)
-    others = tuple(s for s in profile.samples.get(COLLECTIVE_FAMILY, ()) if s.at["ranks"] != ranks)
-    samples = {**profile.samples, COLLECTIVE_FAMILY: (*others, *found)}
-    profile = replace(profile, quick=profile.quick or quick, samples=samples)
+    profile = _begun(path, quick, FAMILIES).joined({COLLECTIVE_FAMILY: found}, {"ranks": float(ranks)})
+    profile = replace(profile, quick=profile.quick or quick)
     if taken.disturbed:
         log.warning("messages between %d ranks are not kept: %s", ranks, taken.disturbed)
         return replace(profile, disturbed={**profile.disturbed, COLLECTIVE_FAMILY: taken.disturbed})

@@ -113,6 +113,22 @@ class MachineProfile:
             )
         return profile
 
+    def joined(
+        self, families: Mapping[str, Sequence[Sample]], at: Mapping[str, float | str]
+    ) -> MachineProfile:
+        """With ``families`` in place of samples of the same kinds that were measured ``at`` the same."""
+        samples = dict(self.samples)
+        for name, new in families.items():
+            kinds = {sample.kind for sample in new}
+            others = [
+                sample
+                for sample in samples.get(name, ())
+                if sample.kind not in kinds
+                or any(sample.at.get(key, value) != value for key, value in at.items())
+            ]
+            samples[name] = (*others, *new)
+        return replace(self, samples=samples)
+
     def save(self, path: Path) -> None:
         """Write it atomically as JSON, a sample a line; ``UserError`` if that fails."""
         head = {"schema": SCHEMA, "host": asdict(self.host), "made": self.made, "quick": self.quick}
@@ -173,9 +189,8 @@ class SharedProfile:
         at: Mapping[str, float | str],
         own_seconds: float | None = None,
     ) -> str:
-        """Save it with ``families``, in place of samples of the same kinds that were measured ``at`` the
-        same, unless other programs have used the machine since it was read; returns what disturbed it then,
-        else an empty text.
+        """Save it ``MachineProfile.joined`` by ``families``, unless other programs have used the machine
+        since it was read; returns what disturbed it then, else an empty text.
 
         ``own_seconds``: the processor seconds that the ranks which measured have taken since; None: those of
         this process.
@@ -186,17 +201,7 @@ class SharedProfile:
         why = disturbance(None if now is None else now.others_since(self.began))
         if why:
             return why
-        samples = dict(self.profile.samples)
-        for name, new in families.items():
-            kinds = {sample.kind for sample in new}
-            others = [
-                sample
-                for sample in samples.get(name, ())
-                if sample.kind not in kinds
-                or any(sample.at.get(key, value) != value for key, value in at.items())
-            ]
-            samples[name] = (*others, *new)
-        replace(self.profile, samples=samples).save(self.file)
+        self.profile.joined(families, at).save(self.file)
         return ""
 
 

@@ -132,6 +132,7 @@ class OperatorClock:
     def _alone(self, run: Run, spread: float) -> float:
         least, most = ROUNDS
         pieces = torch.split(self._filler[: int(spread) // 4], PIECE) if spread else ()
+        # A result lives until the next one is there, as in a step.
         kept, times, begun = run(), list[float](), perf_counter()
         while len(times) < least or (perf_counter() - begun < LEAST_SECONDS and len(times) < most):
             for piece in pieces:
