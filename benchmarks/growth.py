@@ -228,8 +228,11 @@ def write_html(path: Path, results: Sequence[Result], environment: dict[str, Any
         label, unit = NAMES[result.axis], "us a step" if result.axis == "batch" else "us a sample"
         mib = [value / 2**20 for value in result.memory]
         drawn = [
-            plots.lines("Time", result.values, {"time": result.microseconds}, label, unit, from_zero=True),
-            plots.lines("Memory", result.values, {"memory": mib}, label, "MiB", from_zero=True),
+            plots.curves(title, {"": (result.values, values)}, plots.Axis(label), axis)
+            for title, values, axis in (
+                ("Time", result.microseconds, plots.Axis(unit, from_zero=True)),
+                ("Memory", mib, plots.Axis("MiB", from_zero=True)),
+            )
         ]
         note = (
             f"! is growth of time above {result.limit} and above that of the model's operations, or growth "

@@ -23,7 +23,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from recpipe.report.exactness import mean_interval
+from recpipe.report.compared import mean_interval
 from recpipe.tasks.process import interrupt_on_sigterm, run_apart
 
 BASE = "float32"

@@ -73,17 +73,29 @@ def program() -> None:
 
 def main() -> None:
     """The command line; exits 0, 2 for a user's error, 130 for Ctrl-C, 1 for a fault of the program."""
-    _find_modules_here()
-    if _several():
-        _end_at_once(sys.argv[1:])
+    # ``python -m recpipe`` puts the current directory's modules first. For the script they come after all
+    # others; ``python -P`` and ``PYTHONSAFEPATH`` leave them out.
+    here = str(Path.cwd())
+    if not (sys.flags.safe_path or here in sys.path or "" in sys.path):
+        sys.path.append(here)
     status = 1
+    if _several():
+        # After an error it must not wait for threads that wait for its peers.
+        try:
+            status = _guarded(sys.argv[1:])
+        except SystemExit as stop:
+            status = stop.code if isinstance(stop.code, int) else 1
+        except BaseException:
+            traceback.print_exc()
+        _leave(status)
     try:
         status = _guarded(sys.argv[1:])
     except SystemExit as stop:
         status = stop.code if isinstance(stop.code, int) else int(stop.code is not None)
         raise
     finally:
-        _end_without(_left_running(), status)
+        if _left_running():
+            threading.Thread(target=_end_in_time, args=(status,), name="recpipe-end", daemon=True).start()
     sys.exit(status)
 
 
@@ -93,50 +105,21 @@ def _left_running() -> list[threading.Thread]:
     return [thread for thread in others if not thread.daemon and thread.is_alive()]
 
 
-def _end_without(threads: list[threading.Thread], status: int) -> None:
-    """Let the process, which is about to end, not wait for ``threads`` that do not end soon."""
-    if not threads:
-        return
-
-    def end() -> None:
-        deadline = time.monotonic() + PATIENCE
-        while left := _left_running():
-            if time.monotonic() >= deadline:
-                names = ", ".join(repr(thread.name) for thread in left)
-                print(f"ended with threads still running: {names}", file=sys.stderr)
-                atexit._run_exitfuncs()
-                _leave(status)
-            time.sleep(0.05)
-
-    threading.Thread(target=end, name="recpipe-end", daemon=True).start()
-
-
-def _find_modules_here() -> None:
-    """Make the current directory's modules importable for the script ``recpipe`` too, after all others.
-
-    ``python -m recpipe`` puts them first. ``python -P`` and ``PYTHONSAFEPATH`` leave them out.
-    """
-    here = str(Path.cwd())
-    if not (sys.flags.safe_path or here in sys.path or "" in sys.path):
-        sys.path.append(here)
+def _end_in_time(status: int) -> None:
+    """End the process, which waits for its threads, if they do not end soon."""
+    deadline = time.monotonic() + PATIENCE
+    while left := _left_running():
+        if time.monotonic() >= deadline:
+            names = ", ".join(repr(thread.name) for thread in left)
+            print(f"ended with threads still running: {names}", file=sys.stderr)
+            atexit._run_exitfuncs()
+            _leave(status)
+        time.sleep(0.05)
 
 
 def _several() -> bool:
     """Whether torchrun started more than this process."""
     return int(os.environ.get("WORLD_SIZE", "1")) > 1
-
-
-def _end_at_once(argv: Sequence[str]) -> NoReturn:
-    """``main`` in one of several processes; after an error it must not wait for threads that wait for its
-    peers."""
-    try:
-        status = _guarded(argv)
-    except SystemExit as stop:
-        status = stop.code if isinstance(stop.code, int) else 1
-    except BaseException:
-        traceback.print_exc()
-        status = 1
-    _leave(status)
 
 
 def _leave(status: int) -> NoReturn:
@@ -150,26 +133,20 @@ def _guarded(argv: Sequence[str]) -> int:
     full_error = os.environ.get(FULL_ERROR)
     try:
         return _dispatch(argv)
-    except ThroughHydra as stop:
-        return _say(stop.error, full_error)
-    except UserError as error:
-        return _say(error, full_error)
+    except (ThroughHydra, UserError) as stop:
+        error = stop.error if isinstance(stop, ThroughHydra) else stop
+        if full_error:  # with its traceback
+            raise error from error.__cause__
+        if _several():
+            from recpipe.distributed.launch import first_to_say
+
+            if not first_to_say(str(error)):
+                return 2
+        print(f"error: {error}", file=sys.stderr)
+        return 2
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return INTERRUPTED
-
-
-def _say(error: UserError, full_error: str | None) -> int:
-    """Print ``error`` in one line, or with its traceback under HYDRA_FULL_ERROR=1."""
-    if full_error:
-        raise error
-    if _several():
-        from recpipe.distributed.launch import first_to_say
-
-        if not first_to_say(str(error)):
-            return 2
-    print(f"error: {error}", file=sys.stderr)
-    return 2
 
 
 def _dispatch(argv: Sequence[str]) -> int:
@@ -179,7 +156,13 @@ def _dispatch(argv: Sequence[str]) -> int:
         argv = without_blocks(argv)
     first = argv[0] if argv else ""
     if first in ("-h", "--help", "help"):
-        print(HELP.replace("{commands}", listed()) + _choices())
+        from recpipe.config.compose import choices
+
+        print(HELP.replace("{commands}", listed()), end="")
+        groups = {f"{'+' if g == 'plugin' else ''}{g}=": sorted(options) for g, options in choices().items()}
+        width = max(map(len, groups))
+        for group, options in groups.items():
+            print(f"  {group:<{width}}  {', '.join(options)}")
         return 0
     if "--version" in argv:  # Hydra would say its own
         print(versions())
@@ -198,15 +181,6 @@ def _dispatch(argv: Sequence[str]) -> int:
     with interrupt_on_sigterm():
         _run_hydra(argv)
     return 0
-
-
-def _choices() -> str:
-    """Config groups and their options, one line each."""
-    from recpipe.config.compose import choices
-
-    groups = {f"{'+' if g == 'plugin' else ''}{g}=": sorted(options) for g, options in choices().items()}
-    width = max(map(len, groups))
-    return "\n".join(f"  {group:<{width}}  {', '.join(options)}" for group, options in groups.items())
 
 
 def _run_hydra(argv: Sequence[str]) -> None:
@@ -316,19 +290,13 @@ def _run_hydra(argv: Sequence[str]) -> None:
 @contextmanager
 def _environment(full_error: str | None) -> Iterator[None]:
     """HYDRA_FULL_ERROR set to ``full_error``; a job and its child processes see the user's own setting."""
-    before = os.environ.get(FULL_ERROR)
-    _set(full_error)
+    before = os.environ.pop(FULL_ERROR, None)
+    os.environ.update({} if full_error is None else {FULL_ERROR: full_error})
     try:
         yield
     finally:
-        _set(before)
-
-
-def _set(value: str | None) -> None:
-    if value is None:
         os.environ.pop(FULL_ERROR, None)
-    else:
-        os.environ[FULL_ERROR] = value
+        os.environ.update({} if before is None else {FULL_ERROR: before})
 
 
 @contextmanager

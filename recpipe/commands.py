@@ -10,8 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from recpipe.common.lazy import imported_from
-from recpipe.common.process import importing
+from recpipe.common.process import imported_from, importing
 from recpipe.errors import UserError, did_you_mean
 from recpipe.plugin.errors import PluginError, PluginLoadError
 from recpipe.plugin.offers import entry, imported, offered, origin_of
@@ -38,8 +37,10 @@ class Command:
         least = sum(word[0].isupper() for word in self.arguments.split())
         if words and not self.arguments:
             raise UserError(f"recpipe {name} takes no arguments, not '{words[0]}'")
+        # A word that should be a file or a folder and looks like an option or an override.
+        option = any(w.startswith("-") or ("=" in w and not Path(w).exists()) for w in words[:least])
         too_many = len(words) > least and not any(mark in self.arguments for mark in ("=", "--", "["))
-        if too_many or len(words) < least or any(map(_is_option, words[:least])):
+        if too_many or len(words) < least or option:
             raise UserError(f"say recpipe {name} {self.arguments}")
         try:
             with importing():
@@ -50,11 +51,6 @@ class Command:
             check_versions()  # says why
             raise
         return called(words)
-
-
-def _is_option(word: str) -> bool:
-    """Whether ``word``, which should be a file or a folder, looks like an option or an override."""
-    return word.startswith("-") or ("=" in word and not Path(word).exists())
 
 
 COMMANDS = {

@@ -23,9 +23,8 @@ from recpipe.distributed.launch import ProcessRank, begin_run
 from recpipe.plugin.calls import threads_left
 from recpipe.report.files import ReportFiles
 from recpipe.setup.built import built
-from recpipe.setup.ctx import TaskContext, Watcher
+from recpipe.setup.ctx import NOTHING, Given, Outcome, TaskContext, Watcher
 from recpipe.setup.footprint import require_memory
-from recpipe.setup.given import NOTHING, Given, Outcome
 from recpipe.setup.planned import Planned
 from recpipe.setup.training import Training
 from recpipe.tasks.export import export_parameters

@@ -8,12 +8,13 @@ import pytest
 from markupsafe import Markup
 
 from recpipe.report import plots
+from recpipe.report.page import Plot
 
-DRAWN = {name: getattr(plots, name) for name in ("curves", "lines", "histogram", "bars", "stacked")}
+DRAWN = {name: getattr(plots, name) for name in ("curves", "histogram", "bars", "stacked")}
 
 
-def blank(title: str, *_: Any, **__: Any) -> plots.Plot:
-    return plots.Plot(title, Markup("<svg></svg>"))
+def blank(title: str, *_: Any, **__: Any) -> Plot:
+    return Plot(title, Markup("<svg></svg>"))
 
 
 def leave_blank(patch: pytest.MonkeyPatch) -> None:

@@ -33,8 +33,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 import recpipe
 from recpipe.checkpoint.manifest import TRAINER, seal
-from recpipe.checkpoint.table_io import MODEL
-from recpipe.checkpoint.trainer_file import load_trainer, save_trainer
+from recpipe.checkpoint.table_io import MODEL, load_trainer, save_trainer
 from recpipe.config.compose import compose
 from recpipe.data.dataset import Dataset
 from recpipe.data.given import GivenBatches

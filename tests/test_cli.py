@@ -17,6 +17,7 @@ from omegaconf import DictConfig
 
 from recpipe import cli as command_line
 from recpipe.errors import UserError
+from recpipe.report.record import write_json
 from tests.processes import Cli
 from tests.report.test_report import make_report
 
@@ -162,7 +163,7 @@ def reported(*failing: BaseException) -> Callable[[DictConfig], None]:
     def run(recipe: DictConfig, *_) -> None:
         if 2 <= recipe.seed < 2 + len(failing):
             raise failing[recipe.seed - 2]
-        make_report().write(run_dir())
+        write_json(run_dir() / "report.json", make_report().to_dict())
 
     return run
 

@@ -32,7 +32,7 @@ from recpipe.plugin.load import installed
 from recpipe.report.record import DataFigures, Memory, Point, RankFigures, Resumed, RunReport, Throughput
 from recpipe.tables.tiers.policies import POLICIES
 from recpipe.tasks import sweep_launcher
-from recpipe.tasks.starter import starter
+from recpipe.tasks.plugins import starter
 from tests.pages import write_site
 from tests.processes import Child
 

@@ -20,8 +20,7 @@ import pytest
 
 from recpipe.config.compose import compose
 from recpipe.plugin.offers import GROUPS, PLUGIN, imported, offered, origin_of
-from recpipe.tasks.plugins import describe_part, listed
-from recpipe.tasks.starter import MADE, write_starter
+from recpipe.tasks.plugins import MADE, describe_part, listed, write_starter
 from tests.pages import importable
 
 ROOT = Path(__file__).resolve().parent.parent

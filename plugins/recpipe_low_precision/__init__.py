@@ -4,7 +4,7 @@ and its search."""
 from typing import TYPE_CHECKING
 
 from recpipe.commands import Command
-from recpipe.common.lazy import lazily
+from recpipe.common.process import lazily
 from recpipe_low_precision.model_quantizer import FinishedModel, ModelQuantizer, Quantized, ReportSection
 
 if TYPE_CHECKING:

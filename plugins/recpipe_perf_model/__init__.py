@@ -6,7 +6,7 @@ the statistics of the data that it states them by, the micro-benchmarks, and the
 
 from typing import TYPE_CHECKING
 
-from recpipe.common.lazy import lazily
+from recpipe.common.process import lazily
 
 if TYPE_CHECKING:
     from recpipe.profiling.limits import Sample

@@ -3,7 +3,7 @@
 from typing import TYPE_CHECKING
 
 from recpipe.commands import Command
-from recpipe.common.lazy import lazily
+from recpipe.common.process import lazily
 from recpipe_serve.row_server import RowServer
 
 if TYPE_CHECKING:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from recpipe.api.process import check_call, output_directory, prepare_process
-from recpipe.common.lazy import imported_from
+from recpipe.common.process import imported_from
 
 if TYPE_CHECKING:
     import numpy as np
@@ -80,7 +80,7 @@ def predict(
     """
     with _answering("predict", checkpoint, data, overrides, model, None, quiet) as (caller, words):
         from recpipe.answers.command import predict_for
-        from recpipe.tasks.compare_rows import quoted
+        from recpipe.common.words import quoted
 
         if output is not None:
             words = [*words, quoted("output", Path(output).expanduser().absolute())]
@@ -177,7 +177,7 @@ def _answering(
     from recpipe.answers.command import Caller
     from recpipe.common.console import alone
     from recpipe.common.own_cache import cached_in
-    from recpipe.tasks.compare_rows import quoted
+    from recpipe.common.words import quoted
 
     words = list(overrides)
     if isinstance(data, str | Path):

@@ -15,14 +15,12 @@ from recpipe.errors import UserError
 
 if TYPE_CHECKING:
     import torch
-    from omegaconf import DictConfig
     from torch import nn
 
-    from recpipe.config.recipe import Recipe
     from recpipe.data.dataset import Dataset
     from recpipe.data.given import Batches
     from recpipe.loop import Placed
-    from recpipe.setup.given import Outcome
+    from recpipe.setup.ctx import Outcome
 
 
 class Run:
@@ -103,26 +101,70 @@ def train(
     """
     prepare_process()
     check_call("recpipe.train(model, data, *overrides)", model=model, files=[data], words=overrides)
+    from recpipe.common.console import alone
+    from recpipe.common.own_cache import cached_in
     from recpipe.config.compose import compose, readable_errors
     from recpipe.config.recipe import Recipe
+    from recpipe.data.dataset import Dataset
     from recpipe.data.given import GivenBatches
+    from recpipe.distributed.launch import ProcessRank as Process
+    from recpipe.run import carry_out
+    from recpipe.setup.ctx import Given
 
-    with readable_errors(overrides):
-        words = _words(data, held_out, overrides, output)
+    with readable_errors(overrides), ExitStack() as stack:
+        batches = None if data is None or isinstance(data, str | Path | Dataset) else data
+        words = _words(data, batches, held_out, overrides)
+        if output is None:
+            words = [*WITHOUT_FILES, *words]
         if model is not None:
             words.append("model=custom")
         composed = compose([*words, *overrides])
         cfg = Recipe.of(composed)
-        _check(cfg, output)
-        dataset = _given_data(data, held_out, cfg.trainer.max_steps)
+        if cfg.task.name != "train":
+            raise UserError(
+                f"task={cfg.task.name}: recpipe.train trains; run python -m recpipe task={cfg.task.name}"
+            )
+        every = cfg.trainer.checkpoint_every
+        if output is None and every is not None and cfg.trainer.checkpoint_dir is None:
+            raise UserError(
+                f"trainer.checkpoint_every={every}: checkpoints need a place, output=DIRECTORY or "
+                "trainer.checkpoint_dir=DIRECTORY"
+            )
+        dataset = data if isinstance(data, Dataset) else None
+        if batches is not None:
+            # Batches without a length make an epoch of max_steps.
+            dataset = GivenBatches(batches, () if held_out is None else held_out, steps=cfg.trainer.max_steps)
         if isinstance(dataset, GivenBatches):
             composed.data.batch_size = dataset.batch_size
-        with ExitStack() as stack:
-            folder = stack.enter_context(output_directory(output))
-            outcome = _carried_out(composed, folder, model, dataset, output is not None, quiet)
-            stack.callback(outcome.kept.close)
-            outcome.kept = stack.pop_all()
+        folder = stack.enter_context(output_directory(output))
+        screen = not quiet and Process.current().rank == 0
+        given = Given(model, dataset, screen, output is not None, keeps=True)
+        with alone(), cached_in(None if output is not None else folder / "cache"):
+            try:
+                outcome = carry_out(composed, folder, given)
+            except SystemExit as stop:  # after a second signal
+                raise KeyboardInterrupt from stop
+        stack.callback(outcome.kept.close)
+        outcome.kept = stack.pop_all()
     return Run(outcome)
+
+
+def _words(
+    data: Any, batches: Batches | None, held_out: Batches | None, overrides: Sequence[str]
+) -> list[str]:
+    """Overrides that choose ``data``, of which ``batches`` are ready-made ones."""
+    if held_out is not None and batches is None:
+        raise UserError("held_out goes with data that are batches; else data.eval_fraction holds a part out")
+    if data is None:
+        return []
+    if isinstance(data, str | Path):
+        from recpipe.common.words import quoted
+
+        return ["data=parquet", quoted("data.path", Path(data).expanduser().absolute())]
+    sized = next((word for word in overrides if word.lstrip("+").startswith("data.batch_size=")), None)
+    if sized is not None and batches is not None:
+        raise UserError(f"{sized}: the batches handed over are made already; leave it out")
+    return ["data=given"]
 
 
 def place(model: nn.Module, loader: Batches, *overrides: str) -> Placed:
@@ -162,74 +204,3 @@ def place(model: nn.Module, loader: Batches, *overrides: str) -> Placed:
         scratch = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="recpipe-")))
         with cached_in(scratch / "cache"):
             return placed_in(composed, scratch, model, data, stack)
-
-
-def _words(
-    data: Any, held_out: Batches | None, overrides: Sequence[str], output: str | Path | None
-) -> list[str]:
-    """Overrides to put before the caller's own."""
-    from recpipe.tasks.compare_rows import quoted
-
-    words = [] if output is not None else list(WITHOUT_FILES)
-    if held_out is not None and not _are_batches(data):
-        raise UserError("held_out goes with data that are batches; else data.eval_fraction holds a part out")
-    if data is None:
-        return words
-    if isinstance(data, str | Path):
-        return [*words, "data=parquet", quoted("data.path", Path(data).expanduser().absolute())]
-    sized = next((word for word in overrides if word.lstrip("+").startswith("data.batch_size=")), None)
-    if sized is not None and _are_batches(data):
-        raise UserError(f"{sized}: the batches handed over are made already; leave it out")
-    return [*words, "data=given"]
-
-
-def _are_batches(data: Any) -> bool:
-    from recpipe.data.dataset import Dataset
-
-    return data is not None and not isinstance(data, str | Path | Dataset)
-
-
-def _given_data(data: Any, held_out: Batches | None, steps: int | None) -> Dataset | None:
-    """The data set made of the caller's ``data``, or None. Batches without a length make an epoch of
-    ``steps``."""
-    from recpipe.data.dataset import Dataset
-    from recpipe.data.given import GivenBatches
-
-    if _are_batches(data):
-        data = GivenBatches(data, () if held_out is None else held_out, steps=steps)
-    return data if isinstance(data, Dataset) else None
-
-
-def _check(cfg: Recipe, output: str | Path | None) -> None:
-    if cfg.task.name != "train":
-        raise UserError(
-            f"task={cfg.task.name}: recpipe.train trains; run python -m recpipe task={cfg.task.name}"
-        )
-    if output is None and cfg.trainer.checkpoint_every is not None and cfg.trainer.checkpoint_dir is None:
-        raise UserError(
-            f"trainer.checkpoint_every={cfg.trainer.checkpoint_every}: checkpoints need a place, "
-            "output=DIRECTORY or trainer.checkpoint_dir=DIRECTORY"
-        )
-
-
-def _carried_out(
-    composed: DictConfig,
-    folder: Path,
-    model: nn.Module | None,
-    dataset: Dataset | None,
-    files: bool,
-    quiet: bool,
-) -> Outcome:
-    from recpipe.common.console import alone
-    from recpipe.common.own_cache import cached_in
-    from recpipe.distributed.launch import ProcessRank as Process
-    from recpipe.run import carry_out
-    from recpipe.setup.given import Given
-
-    screen = not quiet and Process.current().rank == 0
-    given = Given(model, dataset, screen, files, keeps=True)
-    with alone(), cached_in(None if files else folder / "cache"):
-        try:
-            return carry_out(composed, folder, given)
-        except SystemExit as stop:  # after a second signal
-            raise KeyboardInterrupt from stop

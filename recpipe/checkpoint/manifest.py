@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -47,7 +47,12 @@ def read_manifest(directory: Path) -> Manifest:
                 f"that wrote it, or resume from another checkpoint in {directory.parent}"
             )
         manifest = typed_as(Manifest, content)
-        _check_names(manifest)
+        strange = next((name for name in manifest.files if not _NAME.fullmatch(name)), None)
+        if strange is not None:
+            raise Damaged(f"a checkpoint has no file {strange[:80]!r}")
+        for wanted in (TRAINER, f"{TABLES}/"):
+            if not any(name.startswith(wanted) for name in manifest.files):
+                raise Damaged(f"it lists no {wanted}")
     except (OSError, ValueError) as fault:
         raise UserError(
             f"{file} is damaged ({fault}): remove {directory.name}, or resume from another checkpoint in "
@@ -56,21 +61,22 @@ def read_manifest(directory: Path) -> Manifest:
     return manifest
 
 
-def _check_names(manifest: Manifest) -> None:
-    strange = next((name for name in manifest.files if not _NAME.fullmatch(name)), None)
-    if strange is not None:
-        raise Damaged(f"a checkpoint has no file {strange[:80]!r}")
-    for wanted in (TRAINER, f"{TABLES}/"):
-        if not any(name.startswith(wanted) for name in manifest.files):
-            raise Damaged(f"it lists no {wanted}")
-
-
 def verify(directory: Path) -> Manifest:
     """Compare all files with the manifest; ``UserError`` names the first that differs or is not in it."""
     manifest = read_manifest(directory)
     remedy = f"resume from an older checkpoint in {directory.parent}"
     try:
-        found = set(_regular_files(directory))
+        found = set()
+        places = [directory / TRAINER, directory / TABLES]
+        if places[1].is_dir() and not places[1].is_symlink():
+            places[1:] = sorted(places[1].iterdir())
+        for place in places:
+            if place.is_symlink() or (place.exists() and not place.is_file()):
+                raise UserError(
+                    f"{place} is a link or no file at all, and is not followed: put the file itself there"
+                )
+            if place.exists():
+                found.add(str(place.relative_to(directory)))
         whole = sum(size for size, _ in manifest.files.values())
         with counting("checking the checkpoint's bytes", whole) as add:
             for name, (size, digest) in manifest.files.items():
@@ -83,20 +89,6 @@ def verify(directory: Path) -> Manifest:
     if extra is not None:
         raise UserError(f"{directory / extra} is not in {MANIFEST}: remove it, or {remedy}")
     return manifest
-
-
-def _regular_files(directory: Path) -> Iterator[str]:
-    """Relative paths of ``trainer.pt`` and of the tables' files; ``UserError`` on anything else there."""
-    places = [directory / TRAINER, directory / TABLES]
-    if places[1].is_dir() and not places[1].is_symlink():
-        places[1:] = sorted(places[1].iterdir())
-    for place in places:
-        if place.is_symlink() or (place.exists() and not place.is_file()):
-            raise UserError(
-                f"{place} is a link or no file at all, and is not followed: put the file itself there"
-            )
-        if place.exists():
-            yield str(place.relative_to(directory))
 
 
 def seal(directory: Path, step: int) -> None:

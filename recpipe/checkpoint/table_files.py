@@ -2,22 +2,24 @@
 
 They are safetensors files in the layout of ``torch.distributed.checkpoint``: one for each table if one
 process writes them (here), or one or several for each rank if tables are sharded
-(``recpipe.tables.sharding.files``). Tables may be larger than memory.
+(``recpipe.tables.sharding.files``). Tables may be larger than memory. Those of earlier versions,
+``<table>.weight.npy`` and ``<table>.state.npy``, are read as matrices in one piece.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
-from urllib.parse import quote
+from urllib.parse import quote, unquote
 
 import numpy as np
 from numpy.typing import NDArray
 
-from recpipe.checkpoint.npy_tables import holds_npy, npy_tables
 from recpipe.common.meter import counting
-from recpipe.common.tensors import Streamed, TensorFiles
+from recpipe.common.saved import Damaged
+from recpipe.common.tensors import Piece, Streamed, TensorFiles, no_table_file
 from recpipe.errors import UserError
 from recpipe.plugin.collection import TableCollection
 from recpipe.plugin.tables import FILL_ROWS, SavedRows, rows_in, state_name, weight_name
@@ -27,6 +29,7 @@ Shapes = dict[str, tuple[int, int, int]]
 """For each table: rows, dimension, width of the optimizer state."""
 
 _REMEDY = "use the checkpoint's recipe"
+_WEIGHT, _STATE = weight_name(""), state_name("")
 
 
 def save_tables(directory: Path, storage: TableCollection, shapes: Shapes) -> None:
@@ -52,7 +55,7 @@ def open_tables(directory: Path) -> TensorFiles:
     """Open the tables of a checkpoint of any version and number of ranks; ``UserError`` if they are not
     complete."""
     files = npy_tables(directory) if holds_npy(directory) else TensorFiles.sharded(directory)
-    weight, state = weight_name(""), state_name("")
+    weight, state = _WEIGHT, _STATE
     for name, pieces in files.pieces.items():
         if not name.endswith((weight, state)):
             raise UserError(f"{pieces[0].file}: '{name}' is of no table: use another checkpoint")
@@ -121,3 +124,67 @@ def _blocks(files: TensorFiles, name: str) -> Iterator[NDArray[np.float32]]:
     """All rows, some at a time."""
     rows = files.shape(name)[0]
     return (files.rows(name, start, min(start + FILL_ROWS, rows)) for start in range(0, rows, FILL_ROWS))
+
+
+def holds_npy(directory: Path) -> bool:
+    """Whether ``directory`` has .npy files; ``UserError`` if it has both kinds."""
+    found = any(directory.glob("*.npy"))
+    if found and any(directory.glob("*.safetensors")):
+        raise UserError(
+            f"{directory} holds .npy and .safetensors files, and a checkpoint has one kind: use another"
+        )
+    return found
+
+
+def npy_tables(directory: Path) -> TensorFiles:
+    """The matrices under their names in safetensors files; a state without columns is left out.
+
+    ``UserError`` for any other file, and if a table lacks one of its two files.
+    """
+    pieces = [_opened(file) for file in sorted(directory.glob("*.npy"))]
+    weights, states = (
+        {p.name.removesuffix(end) for p in pieces if p.name.endswith(end)} for end in (_WEIGHT, _STATE)
+    )
+    alone = min(weights ^ states, default=None)
+    if alone is not None:
+        raise UserError(
+            f"{directory}: table '{alone}' lacks its weights or its state: use another checkpoint"
+        )
+    return TensorFiles.matrices(directory, (p for p in pieces if p.shape[1] or p.name.endswith(_WEIGHT)))
+
+
+@dataclass(frozen=True)
+class _Array(Piece):
+    """A .npy file with a float32 matrix."""
+
+    start: int
+    """The offset of its values, in bytes."""
+
+    def rows(self, low: int, high: int) -> NDArray[np.float32]:
+        """Its rows [low, high)."""
+        columns = self.shape[1]
+        values = np.fromfile(self.file, "<f4", (high - low) * columns, offset=self.start + 4 * low * columns)
+        return values.reshape(high - low, columns)
+
+
+def _opened(file: Path) -> _Array:
+    """Open a .npy file. Only float32 matrices as numpy writes them are accepted, since other types, orders of
+    axes or of bytes would scramble a table. Nothing is unpickled."""
+    try:
+        with file.open("rb") as stream:
+            if np.lib.format.read_magic(stream) != (1, 0):
+                raise Damaged("not a .npy file of version 1.0")
+            try:
+                shape, fortran, dtype = np.lib.format.read_array_header_1_0(stream)
+            except Exception as fault:  # numpy parses it as Python source, which can raise any error
+                raise Damaged("its header makes no sense") from fault
+            start = stream.tell()
+        if fortran or dtype != np.dtype("<f4") or len(shape) != 2 or min(shape) < 0:
+            order = "Fortran" if fortran else "C"
+            raise Damaged(f"{dtype.str} {shape} in {order} order, not <f4 with 2 axes in C order")
+        size = file.stat().st_size
+        if size != start + 4 * shape[0] * shape[1]:
+            raise Damaged(f"{size} bytes do not hold {shape}")
+        return _Array(file, unquote(file.name.removesuffix(".npy")), (0, 0), shape, start)
+    except (OSError, ValueError) as fault:
+        raise no_table_file(file, fault) from fault

@@ -21,23 +21,23 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from lightning.pytorch.plugins.io import CheckpointIO
 
 from recpipe.checkpoint.manifest import MANIFEST, TABLES, TRAINER, read_manifest, seal, verify
-from recpipe.checkpoint.npy_tables import holds_npy
 from recpipe.checkpoint.table_files import (
     Shapes,
     check_tables,
+    holds_npy,
     load_regions,
     read_along,
     rows_of_tables,
     save_tables,
 )
-from recpipe.checkpoint.trainer_file import load_trainer, save_trainer
 from recpipe.common.files import sync
 from recpipe.common.meter import counting
-from recpipe.common.saved import Damaged
-from recpipe.common.tensors import TensorFiles
+from recpipe.common.saved import Damaged, entries
+from recpipe.common.tensors import TensorFiles, plain, restored
 from recpipe.errors import CheckpointError, UserError
 from recpipe.plugin.collection import TableCollection
 from recpipe.plugin.tables import SavedRows
@@ -121,7 +121,14 @@ class TableCheckpointIO(CheckpointIO):
                 shutil.rmtree(partial, ignore_errors=True)
                 (partial / TABLES).mkdir(parents=True)
                 save_trainer({**checkpoint, MODEL: self.model, RECIPE: self.recipe}, partial / TRAINER)
-            self._save_tables(partial / TABLES)
+            # Sharded tables are written by their ranks, others by the rank that writes.
+            ranks = self.storage.offers(SavedByRanks)
+            if ranks is not None:
+                ranks.save_tables(partial / TABLES)
+            elif self.writes:
+                save_tables(partial / TABLES, self.storage, self.shapes)
+            else:
+                read_along(self.storage)
             if not self.writes:
                 return
             seal(partial, int(checkpoint["global_step"]))
@@ -138,16 +145,6 @@ class TableCheckpointIO(CheckpointIO):
         _discard(final)
         partial.rename(final)
         sync(final.parent)
-
-    def _save_tables(self, directory: Path) -> None:
-        """Write the tables: sharded tables by their ranks, others by the rank that writes."""
-        ranks = self.storage.offers(SavedByRanks)
-        if ranks is not None:
-            ranks.save_tables(directory)
-        elif self.writes:
-            save_tables(directory, self.storage, self.shapes)
-        else:
-            read_along(self.storage)
 
     @counting("loading the checkpoint")
     def load_checkpoint(
@@ -170,16 +167,14 @@ class TableCheckpointIO(CheckpointIO):
         placed = self.storage.offers(SavesPlacement)
         if placed is not None:
             placed.load_placement_state(opened.trainer.get(OWN, {}).get("placement"))
-        if made_with is None:
-            self._load_tables(opened)
-        return opened.trainer
-
-    def _load_tables(self, opened: OpenCheckpoint) -> None:
-        ranks = self.storage.offers(SavedByRanks)
-        if ranks is None or opened.shards is None:
+        if made_with is not None:
+            return opened.trainer
+        ranks, shards = self.storage.offers(SavedByRanks), opened.shards
+        if ranks is None or shards is None:
             load_regions(opened.files, self.storage, self.shapes)
         else:
-            ranks.load_tables(opened.shards)
+            ranks.load_tables(shards)
+        return opened.trainer
 
     def remove_checkpoint(self, path: Any) -> None:
         """Delete a checkpoint that newer ones replace."""
@@ -242,3 +237,33 @@ def _discard(directory: Path) -> None:
     """Remove a checkpoint, its manifest first, so that the rest after a kill does not look complete."""
     (directory / MANIFEST).unlink(missing_ok=True)
     shutil.rmtree(directory, ignore_errors=True)
+
+
+def save_trainer(content: dict[str, Any], file: Path) -> None:
+    """``torch.save``, which raises the OSError of a file that cannot be written."""
+    with file.open("wb") as stream:
+        try:
+            torch.save(plain(content), stream)
+        except RuntimeError as fault:
+            # torch then raises another error about its half-written archive, which hides the reason.
+            if isinstance(fault.__context__, OSError):
+                raise fault.__context__ from None
+            raise
+
+
+def load_trainer(file: Path) -> dict[str, Any]:
+    """Read what ``save_trainer`` wrote; ``Damaged`` if it is not such a file."""
+    try:
+        loaded = torch.load(file, map_location="cpu", weights_only=True)
+    except OSError:
+        raise
+    # The errors that bytes other than a pickle can raise, by pickle's documentation.
+    except Exception as fault:
+        reason = str(fault).strip().partition("\n")[0][:200]
+        raise Damaged(f"it cannot be read ({type(fault).__name__}: {reason})") from fault
+    entries({"global_step": int}, loaded)
+    try:
+        found: dict[str, Any] = restored(loaded)
+    except RecursionError:
+        raise Damaged("nested too deeply") from None
+    return found

@@ -125,10 +125,8 @@ class RunDir:
         """Places outside with another run's results, which this run replaces, by their keys."""
         self._end = ExitStack()
         self._due = False
-        if os.environ.get("RANK", "0") == "0":
-            self._hold()
-
-    def _hold(self) -> None:
+        if os.environ.get("RANK", "0") != "0":
+            return
         try:
             self.path.mkdir(parents=True, exist_ok=True)
             lock = LockFile(self.path / LOCK)

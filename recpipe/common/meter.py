@@ -43,7 +43,7 @@ class Meter:
         self._first = first
         self._began = self._shown = perf_counter()
         self._pause = min(FIRST_SECONDS, LINE_SECONDS)
-        self._task = _bars.add() if on_terminal() and not silent.get() else None
+        self._task = _new_line() if on_terminal() and not silent.get() else None
         self.inner = 0
         """How many meters are open that were opened inside this one's work."""
         self._outer = _working.meters
@@ -68,13 +68,17 @@ class Meter:
             text += f"  {timedelta(seconds=round(left))} left"
         if self._task is None:
             log.info(text)
-        else:
-            _bars.draw(self._task, share, text)
+        elif _lines is not None:
+            _lines.update(self._task, completed=share, description=text, visible=True, refresh=True)
 
     def close(self) -> None:
         """Remove the bar. Calling it again does nothing."""
-        if self._task is not None:
-            _bars.remove(self._task)
+        global _lines
+        if self._task is not None and _lines is not None:
+            _lines.remove_task(self._task)
+            if not _lines.task_ids:
+                _lines.stop()
+                _lines = None
         self._task = None
         for outer in self._outer:
             outer.inner -= 1
@@ -98,53 +102,27 @@ class _Working(threading.local):
 _working = _Working()
 
 
-@contextmanager
-def inside(meter: Meter) -> Iterator[None]:
-    """In the block, this thread is in the work of ``meter``."""
-    _working.meters = (*_working.meters, meter)
-    try:
-        yield
-    finally:
-        _working.meters = tuple(other for other in _working.meters if other is not meter)
+_lines: Progress | None = None
+"""The lines at the bottom of the terminal that are redrawn, one for each open ``Meter``."""
 
 
-class _Bars:
-    """The lines at the bottom of the terminal that are redrawn, one for each open ``Meter``."""
-
-    def __init__(self) -> None:
-        self._progress: Progress | None = None
-
-    def add(self) -> TaskID:
-        if self._progress is None:
-            console = Output()
-            bar = [BarColumn(_BAR_WIDTH)] if console.width >= _WITH_BAR else []
-            text = TextColumn(
-                "{task.description}", markup=False, table_column=Column(no_wrap=True, overflow="ellipsis")
-            )
-            self._progress = Progress(
-                *bar,
-                text,
-                console=console,
-                auto_refresh=False,
-                transient=True,
-                redirect_stderr=sys.stderr.isatty(),
-            )
-            self._progress.start()
-        return self._progress.add_task("", total=1.0, visible=False)
-
-    def draw(self, task: TaskID, share: float, text: str) -> None:
-        assert self._progress is not None
-        self._progress.update(task, completed=share, description=text, visible=True, refresh=True)
-
-    def remove(self, task: TaskID) -> None:
-        assert self._progress is not None
-        self._progress.remove_task(task)
-        if not self._progress.task_ids:
-            self._progress.stop()
-            self._progress = None
-
-
-_bars = _Bars()
+def _new_line() -> TaskID:
+    global _lines
+    if _lines is None:
+        console = Output()
+        text = TextColumn(
+            "{task.description}", markup=False, table_column=Column(no_wrap=True, overflow="ellipsis")
+        )
+        _lines = Progress(
+            *([BarColumn(_BAR_WIDTH)] if console.width >= _WITH_BAR else []),
+            text,
+            console=console,
+            auto_refresh=False,
+            transient=True,
+            redirect_stderr=sys.stderr.isatty(),
+        )
+        _lines.start()
+    return _lines.add_task("", total=1.0, visible=False)
 
 
 @contextmanager
@@ -157,7 +135,8 @@ def counting(doing: str, whole: int = 0) -> Iterator[Callable[[int], None]]:
     what is theirs in its place. As a decorator it is for each call of a function.
     """
     work = _Work(doing, whole)
-    with work.meter, inside(work.meter):
+    with work.meter as meter:
+        _working.meters = (*_working.meters, meter)
         ended = Event()
 
         def watch() -> None:
@@ -171,6 +150,7 @@ def counting(doing: str, whole: int = 0) -> Iterator[Callable[[int], None]]:
         finally:
             ended.set()
             watcher.join()
+            _working.meters = tuple(other for other in _working.meters if other is not meter)
 
 
 class _Work:

@@ -146,27 +146,23 @@ def _way(path: Path) -> Iterator[Path]:
 
 
 def _check(place: Path, found: os.stat_result, setting: str, sticky: bool) -> None:
+    """``UserError`` if others own ``place`` or can write it. ``sticky``: a folder in which nobody can remove
+    or rename what is another's is right."""
+    mode = found.st_mode
+    by_others = mode & stat.S_IWOTH or (mode & stat.S_IWGRP and not _alone_in(found.st_gid))
+    kept_safe = sticky and stat.S_ISDIR(mode) and mode & stat.S_ISVTX
     if found.st_uid not in (os.geteuid(), 0):
         fault = f"belongs to {_user(found.st_uid)}, not to {_user(os.geteuid())}"
         remedy = "remove it"
-    elif stat.S_ISLNK(found.st_mode) or not _others_write(found, sticky):
+    elif stat.S_ISLNK(mode) or kept_safe or not by_others:
         return
     else:
-        fault = (
-            f"belongs to {_user(found.st_uid)}, and others can write it (mode {found.st_mode & 0o7777:04o})"
-        )
+        fault = f"belongs to {_user(found.st_uid)}, and others can write it (mode {mode & 0o7777:04o})"
         remedy = "remove it, or chmod go-w it if you trust what is in it"
     raise UserError(
         f"{shown(place, 300)} {fault}: runs load what is compiled, measured or prepared there, so you alone "
         f"may write it; {remedy}, or set {setting} to a folder of yours"
     )
-
-
-def _others_write(found: os.stat_result, sticky: bool) -> bool:
-    if sticky and stat.S_ISDIR(found.st_mode) and found.st_mode & stat.S_ISVTX:
-        return False
-    by_group = found.st_mode & stat.S_IWGRP and not _alone_in(found.st_gid)
-    return bool(by_group or found.st_mode & stat.S_IWOTH)
 
 
 def _alone_in(gid: int) -> bool:

@@ -83,7 +83,9 @@ class Writer:
         if before is not None and before.run == self.owner.run:
             return True
         kept = str(place.absolute()) if before is None else before.checkpoints
-        return kept is not None and self.resume is not None and _within(self.resume, Path(kept))
+        if kept is None or self.resume is None:
+            return False
+        return self.resume.resolve().is_relative_to(Path(kept).resolve())
 
     @contextmanager
     def owning(self, key: str, place: Path, holds: Callable[[Path], bool]) -> Iterator[bool]:
@@ -96,7 +98,12 @@ class Writer:
         made = not place.exists()
 
         def check(before: Owner | None) -> None:
-            self._check(key, place, holds(place), before)
+            if holds(place) and not self.overwrite and not self.goes_on(before, place):
+                whose = f"another run ({before})" if before else "another run, which does not say which"
+                raise UserError(
+                    f"{_said(key, place)} has results of {whose}: choose another directory, or pass "
+                    "overwrite=true to replace them"
+                )
 
         with _locked(key, place, place / OWNER, self.owner, check) as before:
             yield holds(place) and not self.goes_on(before, place)
@@ -105,14 +112,6 @@ class Writer:
         if made:
             with suppress(OSError):  # it has results, or other files
                 place.rmdir()
-
-    def _check(self, key: str, place: Path, filled: bool, before: Owner | None) -> None:
-        if filled and not self.overwrite and not self.goes_on(before, place):
-            whose = f"another run ({before})" if before else "another run, which does not say which"
-            raise UserError(
-                f"{_said(key, place)} has results of {whose}: choose another directory, or pass "
-                "overwrite=true to replace them"
-            )
 
 
 @contextmanager
@@ -202,10 +201,6 @@ def remove_arrays(directory: Path) -> None:
     """Remove what ``holds_arrays`` finds."""
     for file in directory.glob("*.np[yz]"):
         file.unlink(missing_ok=True)
-
-
-def _within(path: Path, folder: Path) -> bool:
-    return path.resolve().is_relative_to(folder.resolve())
 
 
 def _ticks(pid: int) -> int:

@@ -8,10 +8,12 @@ import logging
 import os
 import sys
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
+from importlib import import_module
 from threading import Lock
 from time import perf_counter
+from typing import Any
 
 
 class Shared:
@@ -203,3 +205,20 @@ def calm_threads() -> None:
     """
     if "OMP_WAIT_POLICY" not in os.environ:
         os.environ.setdefault("GOMP_SPINCOUNT", "10000")
+
+
+def imported_from(where: str) -> Any:
+    """The object that ``where``, a ``module:name``, names; its module is imported now."""
+    module, _, name = where.partition(":")
+    return getattr(import_module(module), name)
+
+
+def lazily(module: str, places: Mapping[str, str]) -> Callable[[str], Any]:
+    """A ``__getattr__`` for ``module``, whose public names are objects at ``places``."""
+
+    def get(name: str) -> Any:
+        if name not in places:
+            raise AttributeError(f"module {module!r} has no attribute {name!r}")
+        return imported_from(places[name])
+
+    return get

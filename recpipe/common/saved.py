@@ -39,14 +39,14 @@ def read_json(file: Path) -> Any:
 
 def parse_json(text: str | bytes) -> Any:
     """The value of a JSON text; ``ValueError`` if it is not JSON, is nested too deeply or has NaN."""
+
+    def refuse(name: str) -> None:
+        raise Damaged(f"{name} is no number")
+
     try:
-        return json.loads(text, parse_constant=_no_number)
+        return json.loads(text, parse_constant=refuse)
     except RecursionError:
         raise Damaged("nested too deeply") from None
-
-
-def _no_number(name: str) -> None:
-    raise Damaged(f"{name} is no number")
 
 
 def typed_as(kind: type[T], value: object, where: str = "") -> T:
@@ -73,7 +73,12 @@ def _typed(hint: Any, value: Any, where: str) -> Any:
     if hint is Any:
         return value
     if is_dataclass(hint) and isinstance(hint, type):
-        return _record(hint, _mapping(value, where), where)
+        found, (hints, required) = _mapping(value, where), _fields(hint)
+        unknown = next((key for key in found if key not in hints), None)
+        if unknown is not None:
+            raise Damaged(f"{where or 'it'} has {_short(unknown)}, which is unknown")
+        names = {key: each for key, each in hints.items() if key in found or key in required}
+        return hint(**entries(names, found, where))
     if origin in (Union, types.UnionType):
         return _any_of(args, value, where)
     if origin is tuple or origin is list:
@@ -131,15 +136,6 @@ def _sequence(kind: type, args: tuple[Any, ...], value: object, where: str) -> A
     if len(hints) != len(value):
         raise Damaged(f"{where} has {len(value)} values, not {len(hints)}")
     return kind(_typed(h, v, f"{where}[{i}]") for i, (h, v) in enumerate(zip(hints, value, strict=True)))
-
-
-def _record(cls: Any, found: Mapping[str, Any], where: str) -> Any:
-    hints, required = _fields(cls)
-    unknown = next((key for key in found if key not in hints), None)
-    if unknown is not None:
-        raise Damaged(f"{where or 'it'} has {_short(unknown)}, which is unknown")
-    names = {key: hint for key, hint in hints.items() if key in found or key in required}
-    return cls(**entries(names, found, where))
 
 
 @cache

@@ -20,6 +20,7 @@ import torch
 from numpy.typing import NDArray
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
+from torch import nn
 
 from recpipe.common.saved import Damaged, parse_json, typed_as
 from recpipe.errors import UserError
@@ -75,7 +76,10 @@ class TensorFiles:
         self.pieces: dict[str, list[Piece]] = {}
         for piece in pieces:
             self.pieces.setdefault(piece.name, []).append(piece)
-        self._shapes = {name: _whole_shape(found) for name, found in self.pieces.items()}
+        self._shapes: dict[str, tuple[int, ...]] = {}
+        for name, parts in self.pieces.items():
+            ends = (tuple(p + n for p, n in zip(part.place, part.shape, strict=True)) for part in parts)
+            self._shapes[name] = tuple(max(axis) for axis in zip(*ends, strict=True))
 
     @classmethod
     def sharded(cls, directory: Path) -> TensorFiles:
@@ -84,8 +88,16 @@ class TensorFiles:
         Raises ``UserError`` if a file is not safetensors, for other types, and if pieces are missing or
         overlap.
         """
-        files = sorted(directory.glob("*.safetensors"))
-        return cls.matrices(directory, (piece for file in files for piece in _matrices_in(file)))
+        pieces: list[Piece] = []
+        for file in sorted(directory.glob("*.safetensors")):
+            try:
+                for piece in _opened(file, FLOAT32):
+                    if len(piece.shape) != 2:
+                        raise Damaged(f"'{piece.name}' is {piece.shape}, not a matrix")
+                    pieces.append(piece)
+            except (OSError, SafetensorError, ValueError) as fault:
+                raise no_table_file(file, fault) from fault
+        return cls.matrices(directory, pieces)
 
     @classmethod
     def matrices(cls, directory: Path, pieces: Iterable[Piece]) -> TensorFiles:
@@ -131,16 +143,6 @@ class TensorFiles:
         return out
 
 
-def _matrices_in(file: Path) -> Iterator[Piece]:
-    try:
-        for piece in _opened(file, FLOAT32):
-            if len(piece.shape) != 2:
-                raise Damaged(f"'{piece.name}' is {piece.shape}, not a matrix")
-            yield piece
-    except (OSError, SafetensorError, ValueError) as fault:
-        raise no_table_file(file, fault) from fault
-
-
 def no_table_file(file: Path, fault: Exception) -> UserError:
     """The error for a checkpoint's file that has no table, or not a whole one."""
     return UserError(f"{file} is no table file of a checkpoint ({fault}): resume from another checkpoint")
@@ -150,26 +152,16 @@ def _opened(file: Path, types: tuple[str, ...]) -> Iterator[Piece]:
     """A file's tensors and their places; the library has checked that they lie within the file."""
     with safe_open(file, framework="pt") as opened:
         told = (opened.metadata() or {}).get(SHARDING)
-        places = _places(told) if told else {}
+        places = typed_as(dict[str, _Place], parse_json(told), SHARDING) if told else {}
         for name in opened.keys():  # noqa: SIM118
             tensor = opened.get_slice(name)
             shape = tuple(tensor.get_shape())
             if tensor.get_dtype() not in types:
                 raise Damaged(f"'{name}' is {tensor.get_dtype()}, not {' or '.join(types)}")
-            place = places.get(name, (0,) * len(shape))
+            place = places[name].saved_offsets if name in places else (0,) * len(shape)
             if len(place) != len(shape):
                 raise Damaged(f"'{name}' is {shape} at {place}")
             yield Piece(file, name, place, shape)
-
-
-def _places(text: str) -> dict[str, tuple[int, ...]]:
-    found = typed_as(dict[str, _Place], parse_json(text), SHARDING)
-    return {name: place.saved_offsets for name, place in found.items()}
-
-
-def _whole_shape(pieces: list[Piece]) -> tuple[int, ...]:
-    ends = (tuple(p + n for p, n in zip(piece.place, piece.shape, strict=True)) for piece in pieces)
-    return tuple(max(axis) for axis in zip(*ends, strict=True))
 
 
 def save_tensors(file: Path, tensors: Mapping[str, torch.Tensor]) -> None:
@@ -282,15 +274,25 @@ def restored(value: Any) -> Any:
     """The inverse of ``plain`` for arrays; ``Damaged`` if a tagged value is not an array."""
     if isinstance(value, dict):
         if value.keys() == {_ARRAY}:
-            return _array(value[_ARRAY])
+            try:
+                return value[_ARRAY].numpy()
+            except (AttributeError, TypeError, RuntimeError) as fault:
+                raise Damaged(f"an array in it is none: {str(fault)[:100]}") from fault
         return {k: restored(v) for k, v in value.items()}
     if isinstance(value, list | tuple):
         return type(value)(restored(v) for v in value)
     return value
 
 
-def _array(value: Any) -> Any:
-    try:
-        return value.numpy()
-    except (AttributeError, TypeError, RuntimeError) as fault:
-        raise Damaged(f"an array in it is none: {str(fault)[:100]}") from fault
+class PlainAttributes(nn.Module):
+    """A module whose attributes that are neither tensors nor modules are set as those of any object.
+
+    ``nn.Module`` looks at each value whether it is a parameter, a buffer or a module, which takes longer than
+    all else that is done with a number. It comes first among the base classes.
+    """
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in self.__dict__ and not isinstance(value, torch.Tensor | nn.Module):
+            object.__setattr__(self, name, value)
+        else:
+            super().__setattr__(name, value)

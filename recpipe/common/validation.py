@@ -177,7 +177,7 @@ def _told(fault: ValidationError, hint: Any, value: object, key: str) -> str:
 
 def _phrase(errors: Sequence[ErrorDetails], optional: bool, value: object) -> str:
     """What is wrong, to follow ``key=value``."""
-    unfit = [error for error in errors if not _wants_type(error)]
+    unfit = [e for e in errors if not (e["type"].endswith("_type") or e["type"] == "int_from_float")]
     if unfit:
         own = [str(error["ctx"]["error"]) for error in unfit if error["type"] == "value_error"]
         said = [re.sub(r"^\w+ should", "must", error["msg"]) for error in unfit]
@@ -185,10 +185,6 @@ def _phrase(errors: Sequence[ErrorDetails], optional: bool, value: object) -> st
     kinds = [error["type"].removesuffix("_type") for error in errors] + ["null"] * optional
     wanted = " or ".join(dict.fromkeys(_NAMES.get(kind, kind) for kind in kinds))
     return f"must be {wanted}, not {'null' if value is None else type(value).__name__}"
-
-
-def _wants_type(error: ErrorDetails) -> bool:
-    return error["type"].endswith("_type") or error["type"] == "int_from_float"
 
 
 def _place(value: object, location: Sequence[int | str]) -> list[int | str]:

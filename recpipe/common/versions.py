@@ -51,8 +51,12 @@ def private_names() -> Iterator[None]:
             _explain(f"{fault.name}.{found[1]}", fault)
         raise
     except AttributeError as fault:
-        for owner in _names_of(fault.obj):
-            _explain(f"{owner}.{fault.name}", fault)
+        owner = fault.obj
+        if hasattr(owner, "__name__") and not isinstance(owner, type):  # a module
+            _explain(f"{owner.__name__}.{fault.name}", fault)
+        else:
+            for base in (owner if isinstance(owner, type) else type(owner)).__mro__:
+                _explain(f"{base.__module__}.{base.__qualname__}.{fault.name}", fault)
         raise
 
 
@@ -60,16 +64,6 @@ def private(owner: Any, name: str) -> Any:
     """The private attribute ``name`` of ``owner``; ``UserError`` if the installed release lacks it."""
     with private_names():
         return getattr(owner, name)
-
-
-def _names_of(owner: Any) -> Iterator[str]:
-    """The dotted names of a module, or of a class or an object's class and its base classes."""
-    if hasattr(owner, "__name__") and not isinstance(owner, type):
-        yield owner.__name__
-        return
-    kind = owner if isinstance(owner, type) else type(owner)
-    for base in kind.__mro__:
-        yield f"{base.__module__}.{base.__qualname__}"
 
 
 def _explain(missing: str, fault: Exception) -> None:

@@ -45,7 +45,11 @@ def for_hydra(
     key is let through, and the typed recipe refuses unknown ones later. Applying the function twice changes
     nothing more. Raises ``UserError`` if the words ask for a class and also for a model that has one.
     """
-    words = _anchored([_listed(word) for word in words])
+    words = _anchored(words)
+    for number, word in enumerate(words):
+        value = word.removeprefix(_LIST)
+        if word != value and not value.startswith("["):
+            words[number] = f"{_LIST}[{value}]"
     for section, listed in FREE.items():
         words = opened(words, section, listed)
     if not any(word.lstrip("+").startswith("model.") for word in words):
@@ -85,12 +89,6 @@ def options_first(words: Sequence[str]) -> list[str]:
     return [*options, *overrides]
 
 
-def _listed(word: str) -> str:
-    """``advise.memory=a,b`` with brackets around its value."""
-    value = word.removeprefix(_LIST)
-    return f"{_LIST}[{value}]" if word.startswith(_LIST) and not value.startswith("[") else word
-
-
 def opened(words: Sequence[str], section: str, listed: Collection[str] = ()) -> list[str]:
     """Replace ``SECTION.KEY`` by ``++SECTION.KEY`` in ``words``, so that Hydra accepts a key that no yaml
     has; likewise ``SECTION={KEY: VALUE}``. The keys that are ``listed`` in each yaml stay."""
@@ -123,16 +121,12 @@ def _anchored(words: Sequence[str]) -> list[str]:
     made: list[str] = []
     for word in words:
         name, equals, value = word.partition("=")
-        if name in _PATH and equals:
-            word = f"{name}={_absolute(value)}"
-        elif made and made[-1] in _PATH:
-            word = _absolute(word)
+        joined = equals and name in _PATH
+        if joined or (made and made[-1] in _PATH):
+            start, path = (f"{name}=", value) if joined else ("", word)
+            word = word if path.startswith("pkg://") else f"{start}{Path(path).expanduser().absolute()}"
         made.append(word)
     return made
-
-
-def _absolute(path: str) -> str:
-    return path if path.startswith("pkg://") else str(Path(path).expanduser().absolute())
 
 
 @dataclass(frozen=True)
@@ -222,3 +216,11 @@ def _reason(fault: BaseException) -> str:
     while fault.__cause__ is not None:
         fault = fault.__cause__
     return " ".join(str(fault).split()) or type(fault).__name__
+
+
+def quoted(key: str, path: Path) -> str:
+    """``key='path'`` in Hydra's grammar, for a path with any characters."""
+    # In quotes a backslash counts only before a quote (the closing one too), and ${ starts an interpolation.
+    text = re.sub(r"(\\*)('|$)", lambda match: match[1] * 2 + ("\\'" if match[2] else ""), str(path))
+    text = text.replace("${", "\\${")
+    return f"{key}='{text}'"

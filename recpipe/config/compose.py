@@ -28,8 +28,7 @@ from yaml import YAMLError
 from recpipe.common.validation import nearest_key, no_value
 from recpipe.common.words import CUSTOM, for_hydra, named, opened
 from recpipe.config import launcher
-from recpipe.config.unreadable import unreadable
-from recpipe.errors import UserError, did_you_mean, shown
+from recpipe.errors import LONGEST, UserError, did_you_mean, shown
 from recpipe.plugin.conf import TARGET, PluginSearchPath, PluginSource, package_confs
 from recpipe.plugin.load import installed
 from recpipe.plugin.offers import (
@@ -52,6 +51,10 @@ DEEPEST = 20
 LONGEST_LINE = 1000
 """Most characters of a message of Hydra, which echoes whole values."""
 _composing = RLock()
+_KEY = re.compile(r"[+~]*\w[\w./$@:-]*", re.ASCII)
+_PAIRS = {"]": "[", "}": "{", ")": "("}
+_QUOTED = """text that is no plain name is quoted: 'data.dense=["price (EUR)"]'"""
+"""The usual remedy; the outer quotes are for the shell."""
 
 
 def conf_dir() -> Path:
@@ -112,32 +115,24 @@ def hydra_words(words: Sequence[str]) -> list[str]:
 
 
 def _composed(overrides: Sequence[str]) -> DictConfig:
-    """Like ``hydra.compose``, without the singleton that ``hydra.initialize`` makes."""
-    setup_globals()  # resolvers, such as ${now:}
-    with _hydra_version():
-        loader = ConfigLoaderImpl(create_config_search_path(str(conf_dir())))
-        recipe = loader.load_configuration(CONFIG_NAME, list(overrides), RunMode.RUN, from_shell=False)
-    with open_dict(recipe):
-        del recipe["hydra"]
-    return recipe
+    """Like ``hydra.compose``, without the singleton that ``hydra.initialize`` makes.
 
-
-@contextmanager
-def _hydra_version() -> Iterator[None]:
-    """In the block, Hydra behaves as recpipe's yaml expects; a surrounding program may have chosen an older
-    version.
-
-    What ``@hydra.main`` has stored about that program, such as its name, is put aside and restored at the
-    end.
+    Hydra meanwhile behaves as recpipe's yaml expects; a surrounding program may have chosen an older version.
+    What ``@hydra.main`` has stored about that program, such as its name, is put aside.
     """
+    setup_globals()  # resolvers, such as ${now:}
     base, job = VersionBase.instance(), JobRuntime.instance()
     with _composing:
         before = base.version_base, job.conf
         base.version_base, job.conf = _get_version(HYDRA), OmegaConf.create({"name": "recpipe"})
         try:
-            yield
+            loader = ConfigLoaderImpl(create_config_search_path(str(conf_dir())))
+            recipe = loader.load_configuration(CONFIG_NAME, list(overrides), RunMode.RUN, from_shell=False)
         finally:
             base.version_base, job.conf = before
+    with open_dict(recipe):
+        del recipe["hydra"]
+    return recipe
 
 
 def check_overrides(words: Sequence[str]) -> None:
@@ -201,15 +196,10 @@ def active_plugins(recipe: DictConfig) -> dict[str, dict[str, Any]]:
         )
     plain = OmegaConf.to_container(node or OmegaConf.create({}), resolve=True, throw_on_missing=True)
     assert isinstance(plain, dict)
-    return {str(name): _knobs(str(name), knobs) for name, knobs in plain.items()}
-
-
-def _knobs(name: str, knobs: Any) -> dict[str, Any]:
-    if knobs is None:
-        return {}
-    if not isinstance(knobs, dict):
-        raise UserError(f"plugins.{shown(name)}={shown(knobs)}: must map the plugin's knobs to values")
-    return {str(k): v for k, v in knobs.items()}
+    for name, knobs in plain.items():
+        if not isinstance(knobs, dict | None):
+            raise UserError(f"plugins.{shown(name)}={shown(knobs)}: must map the plugin's knobs to values")
+    return {str(name): {str(k): v for k, v in (knobs or {}).items()} for name, knobs in plain.items()}
 
 
 def plain_values(config: DictConfig) -> dict[str, Any]:
@@ -365,3 +355,38 @@ def _one_line(fault: BaseException) -> str:
         if line and not line.startswith(("full_key:", "object_type=", "reference_type="))
     )
     return shown(kept, LONGEST_LINE)
+
+
+def unreadable(word: str, said: str) -> str:
+    """The message about the override ``word``, for which the parser has ``said`` something."""
+    key, _, value = word.partition("=")
+    if not _KEY.fullmatch(key):
+        why = f"'{shown(key)}' is no key. Write key=value"
+    elif refused := re.search(r"while evaluating '(.*)': (?!Unknown function)(.*)", said):
+        why = f"{shown(refused.group(1))}: {shown(refused.group(2), 100)}"
+    elif unpaired := _unpaired(value):
+        why = f"{unpaired}. Pair it; {_QUOTED}"
+    else:
+        why = f"'{shown(value)}' is no number, plain name, list or mapping. "
+        if set("[]{}'\"\\") & set(value) or len(value) > LONGEST:  # it cannot be quoted as it is
+            why += f"{_QUOTED[0].upper()}{_QUOTED[1:]}"
+        else:
+            why += f"If it is text, quote it: '{key}=\"{shown(value)}\"'"
+    return f"cannot read the override '{shown(word)}': {why}"
+
+
+def _unpaired(value: str) -> str:
+    """The bracket or quote that has no other half, as the beginning of a sentence; empty if there is none."""
+    opened: list[str] = []
+    quote = ""
+    for before, mark in zip(f" {value}", value, strict=False):
+        if quote:
+            quote = "" if mark == quote and before != "\\" else quote
+        elif mark in "'\"":
+            quote = mark
+        elif mark in _PAIRS.values():
+            opened.append(mark)
+        elif mark in _PAIRS and (not opened or opened.pop() != _PAIRS[mark]):
+            return f"its {mark} closes nothing"
+    unclosed = quote or (opened[-1] if opened else "")
+    return f"its {unclosed} is not closed" if unclosed else ""

@@ -13,7 +13,7 @@ import warnings
 from collections.abc import Mapping, Sequence
 from importlib.metadata import EntryPoint
 
-from recpipe.common.lazy import imported_from
+from recpipe.common.process import imported_from
 from recpipe.errors import UserError, did_you_mean, shown
 from recpipe.plugin.calls import Origin
 from recpipe.plugin.errors import PluginConflict, PluginLoadError, PluginNotFound

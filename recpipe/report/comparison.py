@@ -12,21 +12,16 @@ from rich.console import Console, RenderableType
 
 from recpipe.report import figures, html, plots, terminal
 from recpipe.report.figures import FIRST, LABELS, shown_figures
-from recpipe.report.page import Cell, Folded, Head, Line, Page, Section, Table, environment, pairs
-from recpipe.report.plots import Axis, Plot, Values
-from recpipe.report.record import as_json, write_json
+from recpipe.report.page import Cell, Folded, Head, Line, Page, Plot, Section, Table, environment, pairs
+from recpipe.report.plots import Axis, Values
 from recpipe.report.remarks import faults, how_far, labelled, notes
 from recpipe.report.run_plots import SAMPLES, SECONDS, column, quality_bars
 
 LONGEST = 60
 """Characters of a name in a legend, which is then as wide as the plot."""
+STOPPED = "Stopped early: these are the rounds finished so far."
 Row = Mapping[str, Any]
 """A row of compare.json."""
-
-
-def write_result(content: Mapping[str, Any], path: Path) -> Path:
-    """Write ``path``, compare.json, atomically."""
-    return write_json(path, as_json(content))
 
 
 def print_result(content: Mapping[str, Any], console: Console) -> None:
@@ -139,7 +134,9 @@ def write_html(content: Mapping[str, Any], path: Path) -> Path:
 
 def _page(content: Mapping[str, Any], directory: Path) -> Page:
     rows, machine = content["rows"], content["environment"]
-    links, lines = [_link(row, directory) for row in rows], [label.line for label in labelled(rows)]
+    lines = [label.line for label in labelled(rows)]
+    own = [f"{row['run']}/report.html" if row["run"] else "" for row in rows]
+    links = [quote(page) if page and (directory / page).is_file() else None for page in own]
 
     def linked(table: Table, wide: bool = False) -> Table:
         named = [
@@ -155,12 +152,7 @@ def _page(content: Mapping[str, Any], directory: Path) -> Page:
     )
     remarks = [Line(note, "warn" if note[0] in "*!~" else "soft") for note in notes(content)]
     sections = [
-        Section(
-            "",
-            [Line("Stopped early: these are the rounds finished so far.", "warn")]
-            if content["partial"]
-            else [],
-        ),
+        Section("", [Line(STOPPED, "warn")] if content["partial"] else []),
         Section("Speed and traffic", [linked(_wide_speed_table(rows), wide=True), Line(ratio, "soft")]),
         Section("Quality and parameters", [linked(_quality_table(rows, wide=True)), *remarks]),
     ]
@@ -186,12 +178,6 @@ def _page(content: Mapping[str, Any], directory: Path) -> Page:
     )
     heading = names if len(rows) < 5 and len(names) < 60 else f"{len(rows)} recipes compared"
     return Page("recpipe comparison", f"recpipe: {heading}", lead, sections)
-
-
-def _link(row: Row, directory: Path) -> str | None:
-    """The row's own report, relative to ``directory``; None if there is none."""
-    place = f"{row['run']}/report.html"
-    return quote(place) if row["run"] and (directory / place).is_file() else None
 
 
 def _plots(rows: Sequence[Row]) -> list[Plot]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import platform
 import subprocess
+from contextlib import suppress
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -33,6 +34,8 @@ def environment() -> dict[str, Any]:
     on the CPU. ``ram_bytes``: the machine's memory. ``commit`` (with ``-dirty`` if files differ): only in a
     checkout.
     """
+    # The driver may know of more GPUs, which it is too old for.
+    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     return {
         "cpu": processor(),
         "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
@@ -40,7 +43,7 @@ def environment() -> dict[str, Any]:
         "allocator": allocator_settings(),
         "float32_matmul": float32_matmul(),
         "ram_bytes": os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"),
-        "gpu": _gpus(),
+        "gpu": [torch.cuda.get_device_name(number) for number in range(gpus)],
         "cuda": torch.version.cuda,
         "os": platform.platform(),
         "python": platform.python_version(),
@@ -49,39 +52,31 @@ def environment() -> dict[str, Any]:
     }
 
 
-def _gpus() -> list[str]:
-    """Names of the GPUs that torch can use; the driver may know of more, which it is too old for."""
-    if not torch.cuda.is_available():
-        return []
-    return [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
-
-
 @cache
 def _version(packages: tuple[str, ...]) -> str | None:
     for package in packages:
-        try:
+        with suppress(PackageNotFoundError):
             return version(package)
-        except PackageNotFoundError:
-            continue
     return None
 
 
 @cache
 def _commit() -> str | None:
-    """The checkout's commit, if this file is tracked there (not in a venv inside another's checkout).
-
-    It is read once, since a process runs what it has imported.
-    """
+    """The checkout's commit, read once, since a process runs what it has imported."""
     here = Path(__file__)
-    tracked = _git("ls-files", "--error-unmatch", here.name, cwd=here.parent)
-    return (
-        None if tracked is None else _git("describe", "--always", "--dirty", "--abbrev=40", cwd=here.parent)
-    )
-
-
-def _git(*arguments: str, cwd: Path) -> str | None:
-    try:
-        done = subprocess.run(["git", *arguments], cwd=cwd, capture_output=True, text=True, timeout=10)
-    except (OSError, subprocess.TimeoutExpired):
-        return None
-    return done.stdout.strip() if done.returncode == 0 else None
+    found = None
+    # Only where this file is tracked: not in a venv inside another's checkout.
+    for words in (
+        ["ls-files", "--error-unmatch", here.name],
+        ["describe", "--always", "--dirty", "--abbrev=40"],
+    ):
+        try:
+            done = subprocess.run(
+                ["git", *words], cwd=here.parent, capture_output=True, text=True, timeout=10
+            )
+        except (OSError, subprocess.TimeoutExpired):
+            return None
+        if done.returncode:
+            return None
+        found = done.stdout.strip()
+    return found

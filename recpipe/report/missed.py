@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from recpipe.report import figures, html, plots, terminal
-from recpipe.report.page import Cell, Head, Line, Page, Section, Table
-from recpipe.report.plots import Axis, Plot
+from recpipe.report.page import Cell, Head, Line, Page, Plot, Section, Table
+from recpipe.report.plots import Axis
 
 SHOWN = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.25, 0.5, 1.0)
 """Shares of all rows that the table has, beside the recipe's own."""

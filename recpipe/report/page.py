@@ -10,8 +10,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from markupsafe import Markup
+
 from recpipe.report import figures
-from recpipe.report.plots import Plot
 
 
 @dataclass(frozen=True)
@@ -81,6 +82,14 @@ class Folded:
 
     title: str
     content: Table | str
+
+
+@dataclass(frozen=True)
+class Plot:
+    """A finished plot: a caption and an ``<svg>`` element that loads nothing."""
+
+    title: str
+    svg: Markup
 
 
 Part = Table | Line | Folded | str | Sequence[Plot]

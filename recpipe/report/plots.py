@@ -24,6 +24,7 @@ from matplotlib.ticker import (
 )
 
 from recpipe.report import figures
+from recpipe.report.page import Plot
 
 # matplotlib writes colours into the SVG. This one is not used elsewhere; it becomes the page's text colour.
 _INK = "#010203"
@@ -51,6 +52,8 @@ _STYLE: dict[Any, Any] = {
 }
 _INCHES = 5.2
 """Width of a plot; text of 10 points is still readable where a phone shows it in 8 cm."""
+NAMED = 12
+"""Tasks of a timeline that have a colour of their own."""
 NAME_WIDTH = 28
 """Characters of a line of a name beside a bar."""
 _PITCH, _LINE, _THICKNESS = 0.38, 0.17, 0.24
@@ -59,14 +62,6 @@ Values = Sequence[float | None]
 Unit = Literal["number", "count", "bytes", "seconds", "share"]
 """What an axis shows: counts have whole ticks, bytes and seconds the unit that fits the largest, shares are
 in percent."""
-
-
-@dataclass(frozen=True)
-class Plot:
-    """A finished plot: a caption and an ``<svg>`` element that loads nothing."""
-
-    title: str
-    svg: Markup
 
 
 @dataclass(frozen=True)
@@ -79,6 +74,7 @@ class Axis:
     from_zero: bool = False
 
 
+@rc_context(_STYLE)
 def curves(
     title: str, series: Mapping[str, tuple[Values, Values]], x: Axis, y: Axis, diagonal: str = ""
 ) -> Plot:
@@ -86,51 +82,33 @@ def curves(
 
     ``diagonal``: the name of the line where both are equal; '' draws none.
     """
-    with rc_context(_STYLE):
-        names = list(series) + ([diagonal] if diagonal else [])
-        columns, lines_of_names = _legend_size(names)
-        figure, axes = _canvas("", "", height=3.0 + 0.2 * (lines_of_names if len(names) > 1 else 0))
-        scales = [_scale(axis, [part[i] for part in series.values()]) for i, axis in enumerate((x, y))]
-        for number, (name, parts) in enumerate(series.items()):
-            across, up = (
-                [value / scale for value in _floats(part)]
-                for part, (scale, _) in zip(parts, scales, strict=True)
-            )
-            axes.plot(
-                across,
-                up,
-                color=COLOURS[number % len(COLOURS)],
-                linestyle=_DASHES[number // len(COLOURS) % len(_DASHES)],
-                linewidth=1.4,
-                marker="o" if len(up) <= 24 else "",
-                markersize=3.5 if len(up) > 1 else 6,
-                label=name,
-                # Lines at 0% and 100% lie on the axis; half of them would be cut off.
-                clip_on="share" not in (x.unit, y.unit),
-            )
-        if diagonal:
-            low, high = (end(axes.get_xlim()[i], axes.get_ylim()[i]) for i, end in ((0, min), (1, max)))
-            axes.plot([low, high], [low, high], color=_INK, linewidth=0.8, linestyle="--", label=diagonal)
-        _dress(axes, "x", x, scales[0][1])
-        _dress(axes, "y", y, scales[1][1])
-        if len(names) > 1:
-            _legend(figure, columns)
-        return _finish(title, figure)
+    names = list(series) + ([diagonal] if diagonal else [])
+    names = names if len(names) > 1 else []
+    figure, axes = _canvas(3.0, names)
+    scales = [_scale(axis, [part[i] for part in series.values()]) for i, axis in enumerate((x, y))]
+    for number, (name, parts) in enumerate(series.items()):
+        across, up = (_lengths(part, scale) for part, (scale, _) in zip(parts, scales, strict=True))
+        axes.plot(
+            across,
+            up,
+            color=COLOURS[number % len(COLOURS)],
+            linestyle=_DASHES[number // len(COLOURS) % len(_DASHES)],
+            linewidth=1.4,
+            marker="o" if len(up) <= 24 else "",
+            markersize=3.5 if len(up) > 1 else 6,
+            label=name,
+            # Lines at 0% and 100% lie on the axis; half of them would be cut off.
+            clip_on="share" not in (x.unit, y.unit),
+        )
+    if diagonal:
+        low, high = (end(axes.get_xlim()[i], axes.get_ylim()[i]) for i, end in ((0, min), (1, max)))
+        axes.plot([low, high], [low, high], color=_INK, linewidth=0.8, linestyle="--", label=diagonal)
+    _dress(axes, "x", x, scales[0][1])
+    _dress(axes, "y", y, scales[1][1])
+    return _finish(title, figure, names)
 
 
-def lines(
-    title: str,
-    x: Values,
-    series: Mapping[str, Values],
-    x_label: str,
-    y_label: str = "",
-    from_zero: bool = False,
-) -> Plot:
-    """One curve per entry of ``series`` over the same ``x``; None leaves a gap."""
-    each = {name: (x, values) for name, values in series.items()}
-    return curves(title, each, Axis(x_label), Axis(y_label, from_zero=from_zero))
-
-
+@rc_context(_STYLE)
 def histogram(
     title: str,
     edges: Sequence[float],
@@ -140,18 +118,19 @@ def histogram(
 ) -> Plot:
     """Bars of ``counts`` [n] between ``edges`` [n + 1], on a log axis, with lines at the values of
     ``marks``."""
-    with rc_context(_STYLE):
-        figure, axes = _canvas(x_label, "steps")
-        widths = [right - left for left, right in pairwise(edges)]
-        axes.bar(edges[:-1], counts, width=widths, align="edge", color=COLOURS[0], linewidth=0)
-        axes.set_xscale("log")
-        _log_ticks(axes.xaxis, edges[0], edges[-1])
-        for number, (name, value) in enumerate(marks.items()):
-            axes.axvline(value, color=COLOURS[number + 1], linewidth=1.2, label=f"{name} {value:.3g}")
-        _legend(figure, 3)
-        return _finish(title, figure)
+    figure, axes = _canvas(3.0)
+    _dress(axes, "x", Axis(x_label))
+    _dress(axes, "y", Axis("steps"))
+    widths = [right - left for left, right in pairwise(edges)]
+    axes.bar(edges[:-1], counts, width=widths, align="edge", color=COLOURS[0], linewidth=0)
+    axes.set_xscale("log")
+    _log_ticks(axes.xaxis, edges[0], edges[-1])
+    for number, (name, value) in enumerate(marks.items()):
+        axes.axvline(value, color=COLOURS[number + 1], linewidth=1.2, label=f"{name} {value:.3g}")
+    return _finish(title, figure, list(marks))
 
 
+@rc_context(_STYLE)
 def bars(
     title: str,
     names: Sequence[str],
@@ -166,28 +145,25 @@ def bars(
 
     ``spread``: the lowest and highest value of each name, drawn as a whisker; None draws none.
     """
-    with rc_context(_STYLE):
-        pitch = _pitch(names)
-        figure, axes = _canvas("", "", height=0.9 + pitch * len(names))
-        rows = list(range(len(names)))
-        scale, suffix = _scale(Axis(x_label, unit), [values])
-        lengths = [value / scale for value in _floats(values)]
-        if from_zero:
-            axes.barh(rows, lengths, color=_cycle(len(names)), height=_THICKNESS / pitch)
-        else:
-            axes.scatter(lengths, rows, color=_cycle(len(names)), s=48, zorder=3)
-            # Values that differ by rounding alone must not look different.
-            low, high = axes.get_xlim()
-            margin = max(0.0, 1e-3 - (high - low)) / 2
-            axes.set_xlim(low - margin, high + margin)
-        if spread is not None:
-            for row, (low, high) in zip(rows, spread, strict=True):
-                axes.plot([low, high], [row, row], color=_INK, linewidth=1.6, marker="|", markersize=8)
-        _name_rows(axes, names)
-        _dress(axes, "x", Axis(x_label), suffix)
-        return _finish(title, figure)
+    figure, axes, thickness = _rows(names)
+    rows = list(range(len(names)))
+    scale, suffix = _scale(Axis(x_label, unit), [values])
+    lengths, colours = _lengths(values, scale), _cycle(len(names))
+    if from_zero:
+        axes.barh(rows, lengths, color=colours, height=thickness)
+    else:
+        axes.scatter(lengths, rows, color=colours, s=48, zorder=3)
+        # Values that differ by rounding alone must not look different.
+        low, high = axes.get_xlim()
+        margin = max(0.0, 1e-3 - (high - low)) / 2
+        axes.set_xlim(low - margin, high + margin)
+    for row, (low, high) in enumerate(spread or ()):
+        axes.plot([low, high], [row, row], color=_INK, linewidth=1.6, marker="|", markersize=8)
+    _dress(axes, "x", Axis(x_label), suffix)
+    return _finish(title, figure)
 
 
+@rc_context(_STYLE)
 def stacked(
     title: str,
     names: Sequence[str],
@@ -196,66 +172,66 @@ def stacked(
     unit: Unit = "number",
 ) -> Plot:
     """Horizontal bars, first name on top, each the sum of its ``parts`` (by part: a value for each name)."""
-    with rc_context(_STYLE):
-        columns, lines_of_names = _legend_size(list(parts))
-        pitch = _pitch(names)
-        figure, axes = _canvas("", "", height=0.9 + pitch * len(names) + 0.2 * lines_of_names)
-        sums = [sum(each) for each in zip(*parts.values(), strict=True)]
-        scale, suffix = _scale(Axis(x_label, unit), [sums])
+    figure, axes, thickness = _rows(names, list(parts))
+    scale, suffix = _scale(Axis(x_label, unit), [[sum(each) for each in zip(*parts.values(), strict=True)]])
+    left = [0.0] * len(names)
+    for colour, (part, values) in zip(_cycle(len(parts)), parts.items(), strict=True):
+        lengths = _lengths(values, scale)
         rows = list(range(len(names)))
-        left = [0.0] * len(names)
-        for colour, (part, values) in zip(_cycle(len(parts)), parts.items(), strict=True):
-            lengths = [value / scale for value in values]
-            axes.barh(
-                rows, lengths, left=left, color=colour, height=_THICKNESS / pitch, label=part, linewidth=0
-            )
-            left = [before + value for before, value in zip(left, lengths, strict=True)]
-        _name_rows(axes, names)
-        _dress(axes, "x", Axis(x_label), suffix)
-        _legend(figure, columns)
-        return _finish(title, figure)
+        axes.barh(rows, lengths, left=left, color=colour, height=thickness, label=part, linewidth=0)
+        left = [before + value for before, value in zip(left, lengths, strict=True)]
+    _dress(axes, "x", Axis(x_label), suffix)
+    return _finish(title, figure, list(parts))
 
 
-def spans(title: str, timeline: Sequence[Mapping[str, Any]], most: int = 12) -> Plot:
+@rc_context(_STYLE)
+def spans(title: str, timeline: Sequence[Mapping[str, Any]]) -> Plot:
     """A timeline of tasks, each with its ``place``, ``name``, and ``start`` and ``end`` in seconds: a row for
-    each place, and in it a bar for each task. The legend has the ``most`` names that take longest; others
-    share a colour."""
-    with rc_context(_STYLE):
-        parts = [(task["place"], task["name"], task["start"], task["end"]) for task in timeline]
-        places = sorted({place for place, *_ in parts})
-        takes: dict[str, float] = {}
-        for _, name, start, end in parts:
-            takes[name] = takes.get(name, 0.0) + end - start
-        named = sorted(takes, key=lambda name: -takes[name])[:most]
-        colours = dict(zip(named, _cycle(len(named)), strict=True))
-        columns, lines_of_names = _legend_size(named)
-        figure, axes = _canvas("", "", height=0.9 + _PITCH * len(places) + 0.2 * lines_of_names)
-        first = min((start for _, _, start, _ in parts), default=0.0)
-        scale, unit = figures.time_unit(max((end - first for *_, end in parts), default=0.0))
-        for name in (*named, ""):
-            mine = [part for part in parts if part[1] == name or not (name or part[1] in colours)]
-            axes.barh(
-                [places.index(place) for place, *_ in mine],
-                [(end - start) / scale for _, _, start, end in mine],
-                left=[(start - first) / scale for _, _, start, _ in mine],
-                color=colours.get(name, _INK),
-                height=_THICKNESS / _PITCH,
-                label=name or None,
-                linewidth=0,
-            )
-        _name_rows(axes, places)
-        _dress(axes, "x", Axis("time"), unit)
-        _legend(figure, columns)
-        return _finish(title, figure)
+    each place, and in it a bar for each task. The legend has the ``NAMED`` names that take longest;
+    others share a colour."""
+    parts = [(task["place"], task["name"], task["start"], task["end"]) for task in timeline]
+    places = sorted({place for place, *_ in parts})
+    takes: dict[str, float] = {}
+    for _, name, start, end in parts:
+        takes[name] = takes.get(name, 0.0) + end - start
+    named = sorted(takes, key=lambda name: -takes[name])[:NAMED]
+    colours = dict(zip(named, _cycle(len(named)), strict=True))
+    figure, axes, thickness = _rows(places, named)
+    first = min((start for _, _, start, _ in parts), default=0.0)
+    scale, unit = figures.time_unit(max((end - first for *_, end in parts), default=0.0))
+    for name in (*named, ""):
+        mine = [part for part in parts if part[1] == name or not (name or part[1] in colours)]
+        axes.barh(
+            [places.index(place) for place, *_ in mine],
+            [(end - start) / scale for _, _, start, end in mine],
+            left=[(start - first) / scale for _, _, start, _ in mine],
+            color=colours.get(name, _INK),
+            height=thickness,
+            label=name or None,
+            linewidth=0,
+        )
+    _dress(axes, "x", Axis("time"), unit)
+    return _finish(title, figure, named)
 
 
-def _canvas(x_label: str, y_label: str, height: float = 3.0) -> tuple[Figure, Axes]:
-    figure = Figure(figsize=(_INCHES, height), layout="constrained")
+def _canvas(height: float, legend: Sequence[str] = ()) -> tuple[Figure, Axes]:
+    figure = Figure(figsize=(_INCHES, height + 0.2 * _legend_size(legend)[1]), layout="constrained")
     axes = figure.subplots()
     axes.set_axisbelow(True)
-    _dress(axes, "x", Axis(x_label))
-    _dress(axes, "y", Axis(y_label))
     return figure, axes
+
+
+def _rows(names: Sequence[str], legend: Sequence[str] = ()) -> tuple[Figure, Axes, float]:
+    """A canvas with ``names`` at its rows, the first on top; long lines are cut in the middle. And the
+    thickness of a row's bar."""
+    # Names of several lines do not touch.
+    pitch = _PITCH + _LINE * max((name.count("\n") for name in names), default=0)
+    figure, axes = _canvas(0.9 + pitch * len(names), legend)
+    axes.grid(axis="y", visible=False)
+    shown = ["\n".join(figures.shortened(line, NAME_WIDTH) for line in name.split("\n")) for name in names]
+    axes.set_yticks(range(len(names)), shown)
+    axes.set_ylim(len(names) - 0.4, -0.6)
+    return figure, axes, _THICKNESS / pitch
 
 
 def seconds_axis(label: str, values: Sequence[Values]) -> Axis:
@@ -320,24 +296,6 @@ def _tick(value: float, _position: int) -> str:
     return EngFormatter(sep="")(value) if abs(value) >= 1000 else f"{value:g}"
 
 
-def _name_rows(axes: Axes, names: Sequence[str]) -> None:
-    """Names at horizontal bars, the first on top; lines that are long are cut in the middle."""
-    axes.grid(axis="y", visible=False)
-    shown = ["\n".join(figures.shortened(line, NAME_WIDTH) for line in name.split("\n")) for name in names]
-    axes.set_yticks(range(len(names)), shown)
-    axes.set_ylim(len(names) - 0.4, -0.6)
-
-
-def _pitch(names: Sequence[str]) -> float:
-    """Inches from bar to bar, so that names of several lines do not touch."""
-    return _PITCH + _LINE * max((name.count("\n") for name in names), default=0)
-
-
-def _legend(figure: Figure, columns: int) -> None:
-    """The curves' names, below the plot."""
-    figure.legend(loc="outside lower center", ncols=columns, frameon=False, fontsize=8.5, columnspacing=1.2)
-
-
 def _legend_size(names: Sequence[str]) -> tuple[int, int]:
     """Columns of a legend that is not wider than the plot, and its lines."""
     longest = max((len(name) for name in names), default=1)
@@ -345,7 +303,16 @@ def _legend_size(names: Sequence[str]) -> tuple[int, int]:
     return columns, -(-len(names) // columns)
 
 
-def _finish(title: str, figure: Figure) -> Plot:
+def _finish(title: str, figure: Figure, legend: Sequence[str] = ()) -> Plot:
+    """The drawing as a plot, with the names of ``legend`` below it."""
+    if legend:
+        figure.legend(
+            loc="outside lower center",
+            ncols=_legend_size(legend)[0],
+            frameon=False,
+            fontsize=8.5,
+            columnspacing=1.2,
+        )
     buffer = io.StringIO()
     figure.savefig(buffer, format="svg", transparent=True, metadata={"Date": None})
     svg = buffer.getvalue()
@@ -360,8 +327,8 @@ def _finish(title: str, figure: Figure) -> Plot:
     return Plot(title, Markup(svg))
 
 
-def _floats(values: Values) -> list[float]:
-    return [float("nan") if value is None else float(value) for value in values]
+def _lengths(values: Values, scale: float) -> list[float]:
+    return [math.nan if value is None else value / scale for value in values]
 
 
 def _cycle(count: int) -> list[str]:

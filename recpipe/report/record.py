@@ -285,10 +285,6 @@ class RunReport:
         """The report in plain JSON values."""
         return {"schema": SCHEMA, **as_json(asdict(self))}
 
-    def write(self, directory: Path) -> Path:
-        """Write ``directory/report.json`` (atomically) and return its path."""
-        return write_json(directory / "report.json", self.to_dict())
-
 
 def step_times(seconds: Sequence[float]) -> StepMilliseconds:
     """p50, p90 and p99 in milliseconds, interpolated linearly between the nearest steps."""

@@ -9,45 +9,41 @@ from textwrap import wrap
 from typing import Any
 
 from recpipe.report import figures
-from recpipe.report.exactness import FACTOR
+from recpipe.report.compared import FACTOR
 from recpipe.report.figures import shown_figures
 
 
 def labelled(rows: Sequence[Mapping[str, Any]]) -> list[Label]:
     """Labels of all rows of compare.json, marked with ``~`` if no cache was full, ``*`` if the row alters
     what is trained, and ``!`` if it has a fault."""
-    return labels([row["name"] for row in rows], [_marks(row) for row in rows])
-
-
-def _marks(row: Mapping[str, Any]) -> str:
-    cold = "~" if row["cold_start"] else ""
-    return cold + ("*" if row["altered_in_run"] else "") + ("!" if _faults(row) else "")
+    marks = [
+        "~" * bool(row["cold_start"]) + "*" * bool(row["altered_in_run"]) + "!" * bool(_faults(row))
+        for row in rows
+    ]
+    return labels([row["name"] for row in rows], marks)
 
 
 def notes(content: Mapping[str, Any]) -> list[str]:
     """Lines under the tables of compare.json's ``content``: the meaning of columns and marks, how certain the
     figures are, and the effect of rounding. What is true of several rows is one line."""
     rows = content["rows"]
-    names = [label.line for label in labelled(rows)]
-    cold = _together((name, row["cold_start"]) for name, row in zip(names, rows, strict=True))
+    named = [(label.line, row) for label, row in zip(labelled(rows), rows, strict=True)]
+    cold = _together((name, row["cold_start"]) for name, row in named)
     found = [f"~ {name}: cold start only, {why}; a longer run shows more" for name, why in cold]
-    altered = _together(
-        (name, ", ".join(row["altered_in_run"])) for name, row in zip(names, rows, strict=True)
-    )
-    found += [
-        f"* {name}: alters {what}, so that parameters need not equal other rows'" for name, what in altered
-    ]
-    unused = _together((name, _unused(row)) for name, row in zip(names, rows, strict=True))
-    found += [f"{name}: altered no {what} in these runs, and is judged as exact" for name, what in unused]
+    for name, what in _together((name, ", ".join(row["altered_in_run"])) for name, row in named):
+        found.append(f"* {name}: alters {what}, so that parameters need not equal other rows'")
+    judged = [(name, row) for name, row in named if row["judged"] and not row["altered_in_run"]]
+    for name, what in _together((name, " nor ".join(row["altered"])) for name, row in judged):
+        found.append(f"{name}: altered no {what} in these runs, and is judged as exact")
     found += [f"! {fault}" for fault in faults(content)]
-    verdicts = _together(
-        (name, text) for name, row in zip(names, rows, strict=True) for text in row["verdicts"].values()
-    )
+    verdicts = _together((name, text) for name, row in named for text in row["verdicts"].values())
     found += [f"{name}: {verdict}" for name, verdict in verdicts]
-    found += _emulated(rows)
+    emulated = dict.fromkeys(figures.emulated(row["emulate"]) for row in rows if row["emulate"])
+    found += [f"tiers.emulate: the cold tier is slowed by {delays}" for delays in emulated]
     found += [how_measured(content), *_seeds(content)]
-    if warning := _disturbed(rows):
-        found.append(warning)
+    shares = [row["others_cpu_share"] for row in rows if row["others_cpu_share"] is not None]
+    if warning := figures.disturbed(max(shares, default=None), "a run"):
+        found.append(f"{warning}: trust the ratios' intervals more than the speeds")
     if content["rounding"] is not None:
         found.append(_rounding(content))
     return found
@@ -60,11 +56,6 @@ def _together(named: Iterable[tuple[str, str | None]]) -> list[tuple[str, str]]:
         if text:
             found.setdefault(text, []).append(name)
     return [("; ".join(dict.fromkeys(names)), text) for text, names in found.items()]
-
-
-def _unused(row: Mapping[str, Any]) -> str | None:
-    """What its plugins declare to alter, if none of its runs altered anything and it was judged."""
-    return " nor ".join(row["altered"]) if row["judged"] and not row["altered_in_run"] else None
 
 
 def how_far(content: Mapping[str, Any]) -> str:
@@ -92,16 +83,6 @@ def how_measured(content: Mapping[str, Any]) -> str:
     return f"{text}; {100 * wanted:g}% precision of the ratios {reached}"
 
 
-def _emulated(rows: Sequence[Mapping[str, Any]]) -> list[str]:
-    """The delays of ``tiers.emulate``, each once."""
-    emulations = [row["emulate"] for row in rows if row["emulate"]]
-    return [
-        f"tiers.emulate: the cold tier is slowed by {figures.emulated(emulation)}"
-        for number, emulation in enumerate(emulations)
-        if emulation not in emulations[:number]
-    ]
-
-
 def _seeds(content: Mapping[str, Any]) -> list[str]:
     """Quality over several seeds, with its interval."""
     if content["seeds"] < 2:
@@ -118,12 +99,6 @@ def _seeds(content: Mapping[str, Any]) -> list[str]:
         if parts:
             found.append(f"{label.line}: {'; '.join(parts)}, differences and their 95% intervals")
     return found
-
-
-def _disturbed(rows: Sequence[Mapping[str, Any]]) -> str:
-    shares = [row["others_cpu_share"] for row in rows if row["others_cpu_share"] is not None]
-    warning = figures.disturbed(max(shares, default=None), "a run")
-    return f"{warning}: trust the ratios' intervals more than the speeds" if warning else ""
 
 
 def _rounding(content: Mapping[str, Any]) -> str:
@@ -166,23 +141,21 @@ def _not_exact(row: Mapping[str, Any]) -> str | None:
         return None
     where = f" in round {wrong['round']}" if wrong["round"] > 1 else ""
     where += f" (seed {wrong['seed']})" if wrong["seed"] else ""
-    if "parameters" in wrong["faults"]:
-        return f"its parameters differ by {_both(wrong, '')}{where}{_explained(wrong, 'parameter')}"
-    if "predictions" in wrong["faults"]:
-        return (
-            f"its held-out predictions differ by {_both(wrong, '', 'prediction')}{where}"
-            f"{_explained(wrong, 'prediction')}, and its parameters do not: what was evaluated is not the "
-            "model"
-        )
+    for what in ("parameter", "prediction"):
+        if f"{what}s" in wrong["faults"]:
+            kind = "parameters" if what == "parameter" else "held-out predictions"
+            text = (
+                f"its {kind} differ by {_both(wrong, '', what)}{where}, where rounding explains "
+                f"{_both(wrong, 'allowed_', what)}"
+            )
+            if what == "parameter":
+                return text
+            return f"{text}, and its parameters do not: what was evaluated is not the model"
     loss, allowed = (figures.scientific(wrong[f"{kind}heldout_loss_difference"]) for kind in ("", "allowed_"))
     return (
         f"its held-out loss differs by {loss}{where}, where rounding explains {allowed}, and its parameters "
         "and predictions do not"
     )
-
-
-def _explained(wrong: Mapping[str, Any], what: str) -> str:
-    return f", where rounding explains {_both(wrong, 'allowed_', what)}"
 
 
 def _both(figures_of: Mapping[str, Any], kind: str, what: str = "parameter") -> str:
@@ -221,7 +194,13 @@ def labels(names: Sequence[str], marks: Sequence[str] = ()) -> list[Label]:
     A plugin's own knob loses ``plugins.NAME.``. Any other key keeps its last part, or as many of its last
     parts as tell it from the other rows' keys.
     """
-    split = [_split(name) for name in names]
+    split: list[tuple[str, list[tuple[str, str]]]] = []
+    for name in names:
+        recipe, settings = parted(name)
+        # lru@bagpipe is lru with the memory of the row bagpipe.
+        knob = f"plugins.{recipe.rpartition('@')[2]}."
+        parts = [setting.partition("=") for setting in settings]
+        split.append((recipe, [(key.lstrip("+").removeprefix(knob), value) for key, _, value in parts]))
     keys = {key for _, settings in split for key, _ in settings}
     return [
         Label(recipe, tuple(f"{_short(key, keys)}={value}" for key, value in settings), mark)
@@ -234,15 +213,6 @@ def parted(name: str) -> tuple[str, list[str]]:
     that values may have others: ``hotline:tiers.dir=s3://rows:seed=2`` has two settings."""
     recipe, colon, rest = name.partition(":")
     return recipe, re.split(r":(?=[+~]*[A-Za-z_][\w./@-]*=)", rest) if colon else []
-
-
-def _split(name: str) -> tuple[str, list[tuple[str, str]]]:
-    """The recipe, and keys and values of its settings."""
-    recipe, settings = parted(name)
-    # lru@bagpipe is lru with the memory of the row bagpipe.
-    knob = f"plugins.{recipe.rpartition('@')[2]}."
-    pairs = [setting.partition("=") for setting in settings]
-    return recipe, [(key.lstrip("+").removeprefix(knob), value) for key, _, value in pairs]
 
 
 def _short(key: str, keys: Collection[str]) -> str:

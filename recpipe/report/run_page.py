@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -9,13 +10,24 @@ from typing import Any
 from omegaconf import OmegaConf
 
 from recpipe.common.meter import counting
-from recpipe.report import figures, folding, html, plots, profiled
+from recpipe.report import figures, html, plots, profiled
 from recpipe.report.figures import VERDICT, labelled
-from recpipe.report.folding import LARGEST, folded
-from recpipe.report.page import Folded, Head, Line, Page, Part, Section, Table, environment, pairs
-from recpipe.report.plots import Plot
-from recpipe.report.run_plots import calibration, cold_tier, learning, memory, skew, speed
+from recpipe.report.page import Folded, Head, Line, Page, Part, Plot, Section, Table, environment, pairs
+from recpipe.report.plots import Axis
+from recpipe.report.run_plots import (
+    LARGEST,
+    calibration,
+    cold_tier,
+    folded,
+    learning,
+    memory,
+    skew,
+    span,
+    speed,
+)
 
+SEVERAL = 4
+"""Fewer keys with the same value than this have a row each."""
 _TILES = {"AUC": "AUC, held out", "logloss": "logloss (nats)", "NE": "normalized entropy"}
 """Longer labels for figures of quality."""
 
@@ -29,8 +41,12 @@ def write(report: Mapping[str, Any], directory: Path) -> Path:
 def page(report: Mapping[str, Any]) -> Page:
     """The page of ``report``, which is what ``RunReport.to_dict`` gives."""
     data, machine = report["data"], report["environment"]
+    source = report["recipe"].get("data", {}).get("name", "")
+    source = "batches given from Python" if source == "given" else source or "data"
+    plugins = " + ".join(report["plugins"])
+    title = f"{report['model'] or 'A model'} on {source}{f' with {plugins}' if plugins else ''}"
     resumed = " in this part of a resumed run" if report["resumed"] else ""
-    title, profile = _title(report), "A profile: " if report["task"] == "profile" else ""
+    profile = "A profile: " if report["task"] == "profile" else ""
     return Page(
         f"{title}: recpipe",
         title,
@@ -41,14 +57,6 @@ def page(report: Mapping[str, Any]) -> Page:
         report["command"],
         list(_tiles(report)),
     )
-
-
-def _title(report: Mapping[str, Any]) -> str:
-    """The run's model, data and plugins."""
-    data = report["recipe"].get("data", {}).get("name", "")
-    data = "batches given from Python" if data == "given" else data or "data"
-    plugins = " + ".join(report["plugins"])
-    return f"{report['model'] or 'A model'} on {data}{f' with {plugins}' if plugins else ''}"
 
 
 def _tiles(report: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
@@ -71,7 +79,11 @@ def _sections(report: Mapping[str, Any]) -> Iterator[Section]:
     """All sections; those that this run has nothing for are empty."""
     yield Section("", [Line(warning, "warn") for warning in _warnings(report)])
     if report["plugins"]:
-        yield Section("What the recipe altered", [_altered(report["altered"])])
+        altered: Part = "Nothing: every plugin here reproduces the run without it."
+        if names := ", ".join(report["altered"]):
+            text = f"This run alters: {names}. Its figures need not equal those of a run without plugins."
+            altered = Line(text, "warn")
+        yield Section("What the recipe altered", [altered])
     if report.get("profile"):
         yield from profiled.sections(report["profile"])
     yield Section("Learning", [learning(report) + calibration(report)])
@@ -80,77 +92,80 @@ def _sections(report: Mapping[str, Any]) -> Iterator[Section]:
         yield Section(name, _plugin(values))
     yield Section("Memory and the cold tier", _tiers(report))
     if tables := report["memory"]["tables"]:
-        yield Section("Memory by table", [folding.summary(tables), _tables(tables), memory(report)])
+        rows = [table["rows"] for table in tables]
+        noun = "table" if len(rows) == 1 else "tables"
+        summary = f"{len(rows)} {noun}, {span(rows)} rows, {figures.count(sum(rows))} in all"
+        yield Section("Memory by table", [summary, _tables(tables), memory(report)])
     if report["ranks"]["world"] > 1:
         yield Section("Ranks", _ranks(report["ranks"]))
     if shards := report["assembly"].get("shards"):
         yield Section("Sharding plan", [_shards(shards)])
-    if report["resumed"]:
-        yield Section("A resumed run", _resumed(report))
-    data = report["data"]
-    rows = {
+    data, resumed = report["data"], report["resumed"]
+    if resumed:
+        counts = (
+            ("before it", resumed["step"], resumed["samples"]),
+            ("this part", resumed["steps"], data["train_samples"]),
+            ("whole run", resumed["total_steps"], resumed["total_samples"]),
+        )
+        told = [(f"{of}, steps / samples", f"{figures.count(a)} / {figures.count(b)}") for of, a, b in counts]
+        note = "Speed, memory, traffic and plugins' figures are those of this part."
+        yield Section("A resumed run", [note, pairs([("went on from", resumed["checkpoint"]), *told])])
+    samples = {
         "samples trained": "train_samples",
         "samples held out": "eval_samples",
         "ids looked up": "lookups",
         "input rows left out as bad": "rejected_rows",
         "samples of a short last batch left out": "dropped_samples",
     }
-    yield Section("Data", [pairs([(name, figures.count(data[key])) for name, key in rows.items()])])
+    yield Section("Data", [pairs([(name, figures.count(data[key])) for name, key in samples.items()])])
     assembly = _assembly(report["assembly"])
     yield Section("Assembly: who owns what", [pairs(assembly)] if assembly else [])
     yield environment(report["environment"])
     yield Section("", [Folded("Recipe", OmegaConf.to_yaml(OmegaConf.create(dict(report["recipe"]))))])
 
 
-def _warnings(report: Mapping[str, Any]) -> list[str]:
+def _warnings(report: Mapping[str, Any]) -> Iterator[str]:
     profile = report.get("profile") or {}
-    disturbed = (
-        figures.disturbed(report["throughput"]["others_cpu_share"], "training"),
-        figures.disturbed(profile.get("others_cpu_share"), "the measurement of its limits"),
-    )
-    found = [
-        f"{warning[0].upper()}{warning[1:]}: speeds and floors are those of a shared machine."
-        for warning in disturbed
-        if warning
-    ]
+    for share, what in (
+        (report["throughput"]["others_cpu_share"], "training"),
+        (profile.get("others_cpu_share"), "the measurement of its limits"),
+    ):
+        if warning := figures.disturbed(share, what):
+            yield f"{warning[0].upper()}{warning[1:]}: speeds and floors are those of a shared machine."
     if report["io"]["cold_start"]:
-        found.append("Cold start only: the cache was never full in this run.")
-    return found + [f"Figures are missing: {fault}" for fault in (report.get("unreported") or {}).values()]
-
-
-def _altered(names: Sequence[str]) -> Part:
-    if not names:
-        return "Nothing: every plugin here reproduces the run without it."
-    text = "Its figures need not equal those of a run without plugins."
-    return Line(f"This run alters: {', '.join(names)}. {text}", "warn")
+        yield "Cold start only: the cache was never full in this run."
+    for fault in (report.get("unreported") or {}).values():
+        yield f"Figures are missing: {fault}"
 
 
 def _plugin(values: Mapping[str, Any]) -> list[Part]:
-    """A plugin's verdict, its scalars as table rows and its lists as curves."""
-    drawn = {n: v for n, v in values.items() if n != VERDICT and isinstance(v, list) and _drawable(v)}
-    told = {n: v for n, v in values.items() if n != VERDICT and n not in drawn}
-    texts = {name: value for name, value in told.items() if isinstance(value, list | dict)}
-    rows = [(figures.label(n), figures.figure(n, v)) for n, v in told.items() if n not in texts]
-    rows += [(figures.label(n), figures.figure(n, v)) for n, v in texts.items()]
+    """A plugin's verdict, its scalars as table rows and its lists of numbers or of pairs as curves."""
+    drawn: list[Plot] = []
+    rows: list[tuple[str, str]] = []
+    texts: list[tuple[str, str]] = []
+    for name, value in values.items():
+        label = figures.label(name)
+        if name == VERDICT:
+            continue
+        points = value if isinstance(value, list) else []
+        if points and not any(isinstance(point, list) for point in points):
+            points = [[index, point] for index, point in enumerate(points)]
+        if points and all(_is_point(point) for point in points):
+            curve = {label: ([x for x, _ in points], [y for _, y in points])}
+            drawn.append(plots.curves(label, curve, Axis(), Axis()))
+        else:
+            (texts if isinstance(value, list | dict) else rows).append((label, figures.figure(name, value)))
     parts: list[Part] = [Line(values[VERDICT], "bold")] if values.get(VERDICT) else []
-    parts += [pairs(rows)] if rows else []
-    return [*parts, [_curve(name, value) for name, value in drawn.items()]]
+    parts += [pairs([*rows, *texts])] if rows or texts else []
+    return [*parts, drawn]
 
 
-def _drawable(values: list[Any]) -> bool:
-    def number(value: Any) -> bool:
-        return value is None or (isinstance(value, int | float) and not isinstance(value, bool))
-
-    def pair(value: Any) -> bool:
-        return isinstance(value, list) and len(value) == 2 and all(map(number, value))
-
-    return bool(values) and (all(map(number, values)) or all(map(pair, values)))
-
-
-def _curve(name: str, values: list[Any]) -> Plot:
-    both = values if isinstance(values[0], list) else [[index, value] for index, value in enumerate(values)]
-    title = figures.label(name)
-    return plots.lines(title, [x for x, _ in both], {title: [y for _, y in both]}, "")
+def _is_point(value: Any) -> bool:
+    return (
+        isinstance(value, list)
+        and len(value) == 2
+        and all(n is None or (isinstance(n, int | float) and not isinstance(n, bool)) for n in value)
+    )
 
 
 def _tiers(report: Mapping[str, Any]) -> list[Part]:
@@ -186,20 +201,18 @@ def _tiers(report: Mapping[str, Any]) -> list[Part]:
 def _tables(tables: Sequence[Mapping[str, Any]]) -> Table:
     """The largest tables, and the others together."""
     lines = folded(tables, LARGEST)
-    sharded = any(line.sharding for line in lines)
+    sharded = any(line["sharding"] for line in lines)
     heads = [Head("table", number=False)]
     heads += map(Head, ("rows", "dim", "weights", "optimizer state", "resident rows", "resident", "cold"))
     rows = [
         [
-            line.name,
-            line.rows,
-            line.dim,
-            figures.size(line.weight_bytes),
-            figures.size(line.state_bytes),
-            figures.count(line.resident_rows),
-            figures.size(line.resident_bytes),
-            figures.size(line.cold_bytes),
-            *([line.sharding] if sharded else []),
+            *(line[key] for key in ("name", "rows", "dim")),
+            figures.size(line["weight_bytes"]),
+            figures.size(line["state_bytes"]),
+            figures.count(line["resident_rows"]),
+            figures.size(line["resident_bytes"]),
+            figures.size(line["cold_bytes"]),
+            *([line["sharding"]] if sharded else []),
         ]
         for line in lines
     ]
@@ -241,30 +254,23 @@ def _ranks(ranks: Mapping[str, Any]) -> list[Part]:
 
 
 def _shards(plan: Mapping[str, Any]) -> Table:
+    """The tables of a sharding plan, those with the same sharding, kernel and ranks in one row, and what they
+    come to on each rank."""
     heads = [Head(title, number=False) for title in ("tables", "sharding", "kernel", "ranks")]
-    lines = [
-        (*(row[key] for key in ("names", "sharding", "kernel", "ranks")), row)
-        for row in folding.shards(plan["tables"])
-    ]
-    lines += [(f"rank {number}", "", "", "", rank) for number, rank in enumerate(plan["ranks"])]
-    rows = [
-        (*texts, figures.size(of["bytes"]), figures.decimal(of["predicted_ms"], 3)) for *texts, of in lines
-    ]
+    alike: dict[tuple[str, str, str], dict[str, Mapping[str, Any]]] = {}
+    for name, table in plan["tables"].items():
+        ranks = ", ".join(map(str, table["ranks"]))
+        alike.setdefault((table["sharding"], table["kernel"], ranks), {})[name] = table
+    rows = []
+    for kind, tables in alike.items():
+        times = [table["predicted_ms"] for table in tables.values()]
+        size = figures.size(sum(table["bytes"] for table in tables.values()))
+        predicted = None if None in times else sum(times)
+        rows.append((_named(list(tables)), *kind, size, figures.decimal(predicted, 3)))
+    for number, rank in enumerate(plan["ranks"]):
+        size, predicted = figures.size(rank["bytes"]), rank["predicted_ms"]
+        rows.append((f"rank {number}", "", "", "", size, figures.decimal(predicted, 3)))
     return Table([*heads, Head("bytes"), Head("predicted ms")], rows)
-
-
-def _resumed(report: Mapping[str, Any]) -> list[Part]:
-    resumed = report["resumed"]
-    counts = (
-        ("before it", resumed["step"], resumed["samples"]),
-        ("this part", resumed["steps"], report["data"]["train_samples"]),
-        ("whole run", resumed["total_steps"], resumed["total_samples"]),
-    )
-    rows = [(f"{of}, steps / samples", f"{figures.count(a)} / {figures.count(b)}") for of, a, b in counts]
-    return [
-        "Speed, memory, traffic and plugins' figures are those of this part.",
-        pairs([("went on from", resumed["checkpoint"]), *rows]),
-    ]
 
 
 def _assembly(described: Mapping[str, Any]) -> list[tuple[str, str]]:
@@ -274,6 +280,47 @@ def _assembly(described: Mapping[str, Any]) -> list[tuple[str, str]]:
     slots = {slot: part for slot, part in parts.items() if isinstance(part, str)}
     claims = {claim: decided for claim, decided in parts.items() if claim not in slots}
     told = {**described, **slots, "codecs": claims.pop("codecs", {}), "tables": claims}
-    rows = folding.flat({key: value for key, value in told.items() if key not in ("shards", "parts")})
+    rows = flat({key: value for key, value in told.items() if key not in ("shards", "parts")})
     empty = ", ".join(name for name, value in rows if value == "-")
     return [row for row in rows if row[1] != "-"] + ([("nobody's", empty)] if empty else [])
+
+
+def flat(tree: Any, prefix: str = "") -> list[tuple[str, str]]:
+    """A nested mapping as rows of dotted key and value. Of ``SEVERAL`` or more keys with the same value, or
+    of one number each, there is one row."""
+    if isinstance(tree, Mapping) and tree:
+        return _mapping(tree, prefix)
+    if isinstance(tree, list) and any(isinstance(item, Mapping | list) for item in tree):
+        return [row for index, item in enumerate(tree) for row in flat(item, f"{prefix}[{index}]")]
+    if isinstance(tree, list):
+        return [(prefix, _named([str(item) for item in tree]) or "-")]
+    return [(prefix, "-" if tree in (None, {}, "") else str(tree))] if prefix else []
+
+
+def _mapping(tree: Mapping[str, Any], prefix: str) -> list[tuple[str, str]]:
+    start = f"{prefix}." if prefix else ""
+    numbers = [v for v in tree.values() if isinstance(v, int | float) and not isinstance(v, bool)]
+    if len(tree) > LARGEST and len(numbers) == len(tree):
+        ends = (figures.figure(prefix, end) for end in (min(numbers), max(numbers)))
+        return [(prefix or "all", f"{len(tree)}: {' to '.join(ends)}")]
+    alike: dict[str, list[str]] = {}
+    for key, value in tree.items():
+        alike.setdefault(json.dumps(value, sort_keys=True, default=str), []).append(str(key))
+    rows = []
+    done: set[str] = set()
+    for key, value in tree.items():
+        keys = alike[json.dumps(value, sort_keys=True, default=str)]
+        # Short values such as null are equal by chance; parts with keys of their own are of one kind.
+        if len(keys) < SEVERAL or not isinstance(value, Mapping) or not value:
+            rows += flat(value, f"{start}{key}")
+        elif str(key) not in done:
+            done.update(keys)
+            rows += flat(value, f"{start}({_named(keys)})")
+    return rows
+
+
+def _named(names: Sequence[str]) -> str:
+    """The names, or of more than ``LARGEST`` their number, the first two and the last."""
+    if len(names) <= LARGEST:
+        return ", ".join(names)
+    return f"{len(names)}: {names[0]}, {names[1]} … {names[-1]}"

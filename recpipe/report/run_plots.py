@@ -7,11 +7,13 @@ from typing import Any
 
 from recpipe.report import figures, plots
 from recpipe.report.figures import FIRST, LABELS, Figures, shown_figures
-from recpipe.report.folding import LARGEST, Fold, folded
-from recpipe.report.plots import Axis, Plot, Values
+from recpipe.report.page import Plot
+from recpipe.report.plots import Axis, Values
 
 SAMPLES = Axis("samples trained")
 SECONDS = "since the process's start, evaluation apart"
+LARGEST = 8
+"""How many tables have a line of their own in a report."""
 
 
 def learning(report: Mapping[str, Any]) -> list[Plot]:
@@ -22,40 +24,34 @@ def learning(report: Mapping[str, Any]) -> list[Plot]:
         return []
     names = shown_figures(history)
     first = next((name for name in FIRST if name in names), "")
+    over: list[tuple[str, Values, Axis]] = [("samples", column(history, "samples"), SAMPLES)]
+    seconds = column(history, "seconds")
+    if any(value is not None for value in seconds):  # unknown after a checkpoint of an older version
+        over.append(("wall time", seconds, plots.seconds_axis(SECONDS, [seconds])))
     drawn = []
     if first and len(history) > 1:
         title = f"{LABELS[first]} on the held-out part"
         drawn += [
             plots.curves(f"{title}, by {how}", {LABELS[first]: (x, column(history, first))}, axis, Axis())
-            for how, x, axis in _over(history)
+            for how, x, axis in over
         ]
     held_out, unit = ("logloss", "nats") if "logloss" in names else ("eval_loss", "")
     training = report["series"]
-    for how, x, axis in _over(history):
+    for how, x, axis in over:
         each = {
             f"evaluation {'logloss' if unit else 'loss'}": (x, column(history, held_out)),
             "training loss": (training["samples" if axis is SAMPLES else "seconds"], training["loss"]),
         }
         each = {name: curve for name, curve in each.items() if len(curve[0]) > 1}
-        if not each:
-            continue
-        losses = plots.loss_axis(unit, [values for _, values in each.values()])
-        drawn.append(plots.curves(f"Loss, by {how}", each, axis, losses))
+        if each:
+            losses = plots.loss_axis(unit, [values for _, values in each.values()])
+            drawn.append(plots.curves(f"Loss, by {how}", each, axis, losses))
     return drawn
 
 
 def column(history: Sequence[Mapping[str, Any]], name: str) -> list[float | None]:
     """One figure of every point of a learning curve."""
     return [point.get(name) for point in history]
-
-
-def _over(history: Sequence[Mapping[str, Any]]) -> list[tuple[str, Values, Axis]]:
-    """Two x axes. There is no time in a run resumed from an older checkpoint."""
-    seconds = column(history, "seconds")
-    found: list[tuple[str, Values, Axis]] = [("samples", column(history, "samples"), SAMPLES)]
-    if any(value is not None for value in seconds):
-        found.append(("wall time", seconds, plots.seconds_axis(SECONDS, [seconds])))
-    return found
 
 
 def calibration(report: Mapping[str, Any]) -> list[Plot]:
@@ -135,18 +131,41 @@ def skew(report: Mapping[str, Any]) -> list[Plot]:
     return [plots.curves(title, each, rows, Axis("lookups", "share", from_zero=True))]
 
 
+def folded(tables: Sequence[Mapping[str, Any]], largest: int) -> list[dict[str, Any]]:
+    """The ``largest`` of ``memory.tables`` by bytes, largest first, and the others in one line if they are
+    several; rows and dims are texts. What is not known of one table is None for all that share its line."""
+    ordered = sorted(tables, key=lambda table: -(table["weight_bytes"] + table["state_bytes"]))
+    if len(ordered) <= largest + 1:
+        largest = len(ordered)
+    parts = [(str(table["name"]), [table]) for table in ordered[:largest]]
+    if rest := ordered[largest:]:
+        parts.append((f"{len(rest)} smaller tables", rest))
+    lines = []
+    for name, together in parts:
+        line: dict[str, Any] = {"name": name}
+        for key in ("weight_bytes", "state_bytes", "resident_rows", "resident_bytes", "cold_bytes"):
+            values = [table[key] for table in together]
+            line[key] = None if None in values else sum(values)
+        for key in ("rows", "dim"):
+            line[key] = span([table[key] for table in together])
+        line["sharding"] = ", ".join(dict.fromkeys(each["sharding"] for each in together if each["sharding"]))
+        lines.append(line)
+    return lines
+
+
+def span(values: Sequence[float]) -> str:
+    """``3 to 200,000``, or the one value."""
+    low, high = figures.count(min(values)), figures.count(max(values))
+    return low if low == high else f"{low} to {high}"
+
+
 def memory(report: Mapping[str, Any]) -> list[Plot]:
     """Bytes of the largest tables, by tier."""
-    lines: list[Fold] = folded(report["memory"]["tables"], LARGEST)
-    if not lines:
-        return []
-    parts: dict[str, list[float]] = {
-        "resident": [line.resident_bytes or 0 for line in lines],
-        "cold": [line.cold_bytes for line in lines],
-    }
-    parts = {name: values for name, values in parts.items() if any(values)}
-    names = [line.name for line in lines]
-    if overhead := report["memory"]["tier_overhead_bytes"]:
+    lines = folded(report["memory"]["tables"], LARGEST)
+    tiers = {tier: [line[f"{tier}_bytes"] or 0 for line in lines] for tier in ("resident", "cold")}
+    parts: dict[str, list[float]] = {tier: values for tier, values in tiers.items() if any(values)}
+    names = [line["name"] for line in lines]
+    if lines and (overhead := report["memory"]["tier_overhead_bytes"]):
         names.append("beside them")
         parts = {name: [*values, 0.0] for name, values in parts.items()}
         parts["row maps, policy, slab, buffers"] = [*[0.0] * len(lines), overhead]

@@ -6,25 +6,22 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from rich import box
 from rich.console import Console
-from rich.table import Table
-from rich.text import Text
 
 from recpipe.common.console import show
-from recpipe.report import figures, profiled
+from recpipe.report import figures, profiled, terminal
 from recpipe.report.figures import VERDICT, labelled
+from recpipe.report.page import pairs
 
 _MAX_PLUGIN_ROWS = 12
 
 
 def print_result(report: Mapping[str, Any], directory: Path, console: Console | None = None) -> None:
     """Print the result of a run; ``report`` is the content of report.json, which is in ``directory``."""
-    table = Table(box=box.SIMPLE_HEAD, show_header=False, pad_edge=False, expand=False)
-    table.add_column(style="bold", no_wrap=True)
-    table.add_column(overflow="fold")
-    for name, value in _rows(report):
-        table.add_row(name, Text(value))
+    rows = [*_training(report), *_rows_kept(report), *_plugins(report["plugins"])]
+    if report["altered"]:
+        rows.append(("alters", f"{', '.join(report['altered'])} (need not equal the run without plugins)"))
+    table = terminal.drawn(pairs(rows))
 
     def draw(out: Console) -> None:
         out.print(table)
@@ -34,51 +31,31 @@ def print_result(report: Mapping[str, Any], directory: Path, console: Console | 
     show(draw, console)
 
 
-def _rows(report: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    yield "data", _data(report["data"])
-    if resumed := report.get("resumed"):
-        yield from _resumed(resumed, report["data"])
+def _training(report: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """Samples, quality and speed."""
+    data, resumed = report["data"], report.get("resumed")
+    train, held_out, rejected, dropped = (
+        figures.count(data[key])
+        for key in ("train_samples", "eval_samples", "rejected_rows", "dropped_samples")
+    )
+    text = f"{train} samples trained, {held_out} held out"
+    text += f", {rejected} bad rows left out" if data["rejected_rows"] else ""
+    text += f", {dropped} of a short last batch dropped" if data["dropped_samples"] else ""
+    yield "data", text
+    if resumed:
+        yield "resumed", f"from {resumed['checkpoint']}"
+        for part, steps, samples in (
+            ("before", resumed["step"], resumed["samples"]),
+            ("this part", resumed["steps"], data["train_samples"]),
+            ("whole run", resumed["total_steps"], resumed["total_samples"]),
+        ):
+            known = "samples unknown" if samples is None else f"{figures.count(samples)} samples"
+            yield "", f"{part}: {figures.count(steps)} steps, {known}"
     if not report.get("profile"):
-        yield "quality", _quality(report["quality"])
-    yield from _speed(report["throughput"])
-    yield "memory", _memory(report["memory"])
-    if report["io"]["store"]:
-        yield "cold tier", _io(report["io"])
-        if report["ranks"]["emulate"] and report["ranks"]["world"] == 1:
-            yield "", f"slowed by tiers.emulate: {figures.emulated(report['ranks']['emulate'])} in addition"
-    if report["ranks"]["world"] > 1:
-        yield "ranks", _ranks(report["ranks"])
-    yield from _plugins(report["plugins"])
-    if report["altered"]:
-        yield "alters", ", ".join(report["altered"]) + " (need not equal the run without plugins)"
-
-
-def _data(data: Mapping[str, Any]) -> str:
-    train, held_out, rejected = (data[key] for key in ("train_samples", "eval_samples", "rejected_rows"))
-    text = f"{figures.count(train)} samples trained, {figures.count(held_out)} held out"
-    text += f", {figures.count(rejected)} bad rows left out" if rejected else ""
-    dropped = data["dropped_samples"]
-    return text + (f", {figures.count(dropped)} of a short last batch dropped" if dropped else "")
-
-
-def _resumed(resumed: Mapping[str, Any], data: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    def extent(steps: str, samples: int | None) -> str:
-        known = "samples unknown" if samples is None else f"{figures.count(samples)} samples"
-        return f"{figures.count(resumed[steps])} steps, {known}"
-
-    yield "resumed", f"from {resumed['checkpoint']}"
-    yield "", f"before: {extent('step', resumed['samples'])}"
-    yield "", f"this part: {extent('steps', data['train_samples'])}"
-    yield "", f"whole run: {extent('total_steps', resumed['total_samples'])}"
-
-
-def _quality(quality: Mapping[str, Any]) -> str:
-    return "   ".join(f"{label} {figures.decimal(value)}" for label, value in labelled(quality))
-
-
-def _speed(throughput: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    step = throughput["step_ms"]
-    p50, p90, p99 = (figures.decimal(step[name], 2) for name in ("p50", "p90", "p99"))
+        values = labelled(report["quality"])
+        yield "quality", "   ".join(f"{label} {figures.decimal(value)}" for label, value in values)
+    throughput = report["throughput"]
+    p50, p90, p99 = (figures.decimal(throughput["step_ms"][name], 2) for name in ("p50", "p90", "p99"))
     all_steps, steady, end_to_end = (
         figures.count(throughput[f"{kind}samples_per_second"]) for kind in ("", "steady_", "end_to_end_")
     )
@@ -92,30 +69,32 @@ def _speed(throughput: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
         yield "", f"{warning}: alone it is faster"
 
 
-def _memory(memory: Mapping[str, Any]) -> str:
-    peak, resident, cold = (
-        figures.size(memory[f"{name}_bytes"]) for name in ("peak_rss", "resident", "cold")
+def _rows_kept(report: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """Memory, the cold tier and ranks."""
+    memory, io, ranks = report["memory"], report["io"], report["ranks"]
+    peak, resident, cold, overhead = (
+        figures.size(memory[f"{name}_bytes"]) for name in ("peak_rss", "resident", "cold", "tier_overhead")
     )
-    overhead = figures.size(memory["tier_overhead_bytes"])
     beside = f" + {overhead} beside it" if memory["tier_overhead_bytes"] else ""
     on_gpu = memory.get("peak_gpu_bytes")
     gpu = "" if on_gpu is None else f"   peak of the GPU {figures.size(on_gpu)}"
-    return f"peak RSS {peak}{gpu}   resident tier {resident}{beside}   cold tier {cold}"
-
-
-def _io(io: Mapping[str, Any]) -> str:
-    mode = {True: " (O_DIRECT)", False: " (buffered: no O_DIRECT here)"}.get(io["direct"], "")
-    read = f"read {figures.count(io['rows_read'])} rows, {figures.size(io['bytes_read'])}"
-    written = f"wrote {figures.count(io['rows_written'])} rows, {figures.size(io['bytes_written'])}"
-    cold = "; cold start only: the cache was never full" if io["cold_start"] else ""
-    return f"{io['store']}{mode}: {read}; {written}; waited {figures.decimal(io['wait_seconds'], 2)} s{cold}"
-
-
-def _ranks(ranks: Mapping[str, Any]) -> str:
-    roles = f"{len(ranks['trainers'])} training, {len(ranks['holders'])} holding rows, of {ranks['world']}"
-    sent, received = figures.size(ranks["bytes_sent"]), figures.size(ranks["bytes_received"])
-    text = f"{roles}; rank 0: {figures.count(ranks['messages'])} messages, sent {sent}, received {received}"
-    return text + (f"; emulated network: {figures.emulated(ranks['emulate'])}" if ranks["emulate"] else "")
+    yield "memory", f"peak RSS {peak}{gpu}   resident tier {resident}{beside}   cold tier {cold}"
+    emulated = figures.emulated(ranks["emulate"]) if ranks["emulate"] else ""
+    if io["store"]:
+        mode = {True: " (O_DIRECT)", False: " (buffered: no O_DIRECT here)"}.get(io["direct"], "")
+        read = f"read {figures.count(io['rows_read'])} rows, {figures.size(io['bytes_read'])}"
+        written = f"wrote {figures.count(io['rows_written'])} rows, {figures.size(io['bytes_written'])}"
+        cold = "; cold start only: the cache was never full" if io["cold_start"] else ""
+        waited = f"waited {figures.decimal(io['wait_seconds'], 2)} s"
+        yield "cold tier", f"{io['store']}{mode}: {read}; {written}; {waited}{cold}"
+        if emulated and ranks["world"] == 1:
+            yield "", f"slowed by tiers.emulate: {emulated} in addition"
+    if ranks["world"] > 1:
+        train, hold = len(ranks["trainers"]), len(ranks["holders"])
+        sent, received = figures.size(ranks["bytes_sent"]), figures.size(ranks["bytes_received"])
+        text = f"{train} training, {hold} holding rows, of {ranks['world']}; rank 0: "
+        text += f"{figures.count(ranks['messages'])} messages, sent {sent}, received {received}"
+        yield "ranks", text + (f"; emulated network: {emulated}" if emulated else "")
 
 
 def _plugins(plugins: Mapping[str, Mapping[str, Any]]) -> Iterator[tuple[str, str]]:

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -58,11 +59,6 @@ class Job:
     """Bytes sent and received by rank 0; None for a run of one process."""
     peak_rss_bytes: int | None = None
     altered: list[str] = field(default_factory=list)
-
-    @property
-    def label(self) -> str:
-        """A label that distinguishes it from other jobs."""
-        return f"{self.job}{'*' if self.altered else ''} {' '.join(self.differs)}".strip()
 
     @property
     def quality(self) -> dict[str, float | None]:
@@ -125,13 +121,22 @@ def report(directory: Path, console: Console | None = None) -> list[Job]:
 
 def read(directory: Path) -> list[Job]:
     """The jobs of the sweep in ``directory``, in the order of their numbers."""
+
+    def is_job(folder: Path) -> bool:
+        return any((folder / name).exists() for name in (REPORT, JOB_FILE, OVERRIDES))
+
     if not directory.is_dir():
         raise UserError(f"no folder {directory}: name that of a sweep, multirun/DATE/TIME")
-    if _is_job(directory):
+    if is_job(directory):
         raise UserError(
             f"{directory} is one run's folder: name that of a sweep, which holds its jobs' folders"
         )
-    folders = [folder.relative_to(directory) for folder in _folders(directory)]
+    folders = []
+    # At any depth (hydra.sweep.subdir may have slashes), but not inside a job's.
+    for place, inner, _ in os.walk(directory):
+        found = [name for name in inner if is_job(Path(place) / name)]
+        folders += [(Path(place) / name).relative_to(directory) for name in found]
+        inner[:] = [name for name in inner if name not in found]
     if not folders:
         raise UserError(f"no job's folder in {directory}: name that of a sweep, multirun/DATE/TIME")
     folders.sort(key=lambda folder: (int(folder.name) if folder.name.isdecimal() else 0, str(folder)))
@@ -148,24 +153,18 @@ def _common(jobs: Sequence[Job]) -> list[str]:
     return [word for word in known[0] if all(word in words for words in known)] if len(known) > 1 else []
 
 
-def _is_job(folder: Path) -> bool:
-    return any((folder / name).exists() for name in (REPORT, JOB_FILE, OVERRIDES))
-
-
-def _folders(directory: Path) -> Iterator[Path]:
-    """Jobs' folders at any depth (hydra.sweep.subdir may have slashes), not those inside a job's."""
-    for place, inner, _ in os.walk(directory):
-        found = [name for name in inner if _is_job(Path(place) / name)]
-        yield from (Path(place) / name for name in found)
-        inner[:] = [name for name in inner if name not in found]
-
-
 def _job(directory: Path, folder: Path) -> Job:
+    """What a job's folder says of it; a file that is damaged says nothing."""
     job = Job(str(folder))
-    known = _known(directory / folder / JOB_FILE)
+    known, overrides = {}, None
+    with suppress(OSError, ValueError):
+        known = json.loads((directory / folder / JOB_FILE).read_bytes())
+    with suppress(OSError, ValueError, yaml.YAMLError):
+        overrides = yaml.safe_load((directory / folder / OVERRIDES).read_bytes())
+    known = known if isinstance(known, dict) else {}
     status = known.get("exit_status")
     job.exit_status = status if isinstance(status, int) else None
-    job.overrides = _overrides(directory / folder / OVERRIDES) or _words(known.get("overrides"))
+    job.overrides = _words(overrides) or _words(known.get("overrides"))
     path = directory / folder / REPORT
     if known.get("stopped"):
         job.state = "stopped"
@@ -179,22 +178,6 @@ def _job(directory: Path, folder: Path) -> Job:
         except (OSError, ValueError) as fault:
             job.state, job.fault = "damaged", f"cannot read {path}: {fault}"
     return job
-
-
-def _known(file: Path) -> Mapping[str, Any]:
-    """The content of the launcher's own file; empty if it is damaged."""
-    try:
-        content = json.loads(file.read_bytes())
-    except (OSError, ValueError):
-        return {}
-    return content if isinstance(content, dict) else {}
-
-
-def _overrides(file: Path) -> list[str]:
-    try:
-        return _words(yaml.safe_load(file.read_bytes()))
-    except (OSError, ValueError, yaml.YAMLError):
-        return []
 
 
 def _words(value: object) -> list[str]:
@@ -234,12 +217,13 @@ def _number(content: Mapping[str, Any], *keys: str) -> float | None:
 
 def _quality(jobs: Sequence[Job]) -> list[Column]:
     """The columns of the figures that fit the jobs' predictions."""
-
-    def column(name: str) -> Column:
-        head = Head(LABELS[name], narrow=NARROW.get(name, ""))
-        return Column(head, lambda job: figures.decimal(job.quality[name]))
-
-    return [column(name) for name in shown_figures(job.quality for job in jobs)]
+    return [
+        Column(
+            Head(LABELS[name], narrow=NARROW.get(name, "")),
+            lambda job, name=name: figures.decimal(job.quality[name]),  # type: ignore[misc]
+        )
+        for name in shown_figures(job.quality for job in jobs)
+    ]
 
 
 def _print(every: Sequence[str], jobs: Sequence[Job], console: Console) -> None:
@@ -250,21 +234,20 @@ def _print(every: Sequence[str], jobs: Sequence[Job], console: Console) -> None:
     room -= terminal.width([job.state for job in jobs])
     for columns in tables:
         shown: list[Column] = []
-        for column in [*columns, None]:
-            taken = [_taken(each, jobs) for each in (*shown, column) if each is not None]
-            if shown and (column is None or sum(taken) > room):
+        left = room
+        for column in columns:
+            head = column.head.narrow or column.head.title
+            takes = terminal.width([head, *map(column.cell, jobs)]) + 1
+            if shown and takes > left:
                 console.print(terminal.drawn(_table(jobs, shown), "tight"))
-                shown = []
-            shown += [column] if column is not None else []
+                shown, left = [], room
+            shown.append(column)
+            left -= takes
+        console.print(terminal.drawn(_table(jobs, shown), "tight"))
     lines = [f"every job: {' '.join(every)}"] if every else []
     lines += [f"* job {job.job} alters {', '.join(job.altered)}" for job in jobs if job.altered]
     lines += [f"job {job.job} {job.state}: {job.fault}" for job in jobs if job.fault]
     terminal.print_lines(console, lines)
-
-
-def _taken(column: Column, jobs: Sequence[Job]) -> int:
-    """Characters that a column takes beside others."""
-    return terminal.width([column.head.narrow or column.head.title, *map(column.cell, jobs)]) + 1
 
 
 def _table(jobs: Sequence[Job], columns: Sequence[Column], page: bool = False) -> Table:
@@ -285,7 +268,7 @@ def _table(jobs: Sequence[Job], columns: Sequence[Column], page: bool = False) -
 
 
 def _page(every: Sequence[str], jobs: Sequence[Job]) -> Page:
-    done = sum(job.state == "done" for job in jobs)
+    done = [job for job in jobs if job.state == "done"]
     note = (
         "Bytes between ranks are what rank 0 sent and received; speed counts the samples of all trainers; "
         "peak RSS is rank 0's."
@@ -298,29 +281,22 @@ def _page(every: Sequence[str], jobs: Sequence[Job]) -> Page:
     ]
     warnings += [f"job {job.job} {job.state}: {job.fault}" for job in jobs if job.fault]
     table = _table(jobs, [*SPEED, *_quality(jobs), *COSTS], page=True)
-    drawn = _plots(jobs)
+    sections = [Section("", [table, Line(note, "soft"), *(Line(warning, "warn") for warning in warnings)])]
+    if done:
+        labels = [f"{job.job}{'*' * bool(job.altered)} {' '.join(job.differs)}".strip() for job in done]
+        names = [label if len(label) <= 40 else f"{label[:38]}..." for label in labels]
+        drawn = [
+            plots.bars("Speed", names, [job.samples_per_second for job in done], "samples/s"),
+            plots.bars("Step time, median", names, [job.step_ms_p50 for job in done], "ms"),
+            *quality_bars(names, [job.quality for job in done]),
+        ]
+        if any(job.bytes_between_ranks for job in done):
+            mib = [(job.bytes_between_ranks or 0) / 2**20 for job in done]
+            drawn.append(plots.bars("Bytes between ranks", names, mib, "MiB sent and received by rank 0"))
+        sections.append(Section("Plots", [drawn]))
     return Page(
         "recpipe sweep",
         f"recpipe: sweep of {len(jobs)} job{'s' if len(jobs) > 1 else ''}",
-        f"{done} done{' · every job: ' + ' '.join(every) if every else ''}",
-        [
-            Section("", [table, Line(note, "soft"), *(Line(warning, "warn") for warning in warnings)]),
-            *([Section("Plots", [drawn])] if drawn else []),
-        ],
+        f"{len(done)} done{' · every job: ' + ' '.join(every) if every else ''}",
+        sections,
     )
-
-
-def _plots(jobs: Sequence[Job]) -> list[plots.Plot]:
-    done = [job for job in jobs if job.state == "done"]
-    if not done:
-        return []
-    names = [job.label if len(job.label) <= 40 else f"{job.label[:38]}..." for job in done]
-    drawn = [
-        plots.bars("Speed", names, [job.samples_per_second for job in done], "samples/s"),
-        plots.bars("Step time, median", names, [job.step_ms_p50 for job in done], "ms"),
-    ]
-    drawn += quality_bars(names, [job.quality for job in done])
-    if any(job.bytes_between_ranks for job in done):
-        mib = [(job.bytes_between_ranks or 0) / 2**20 for job in done]
-        drawn.append(plots.bars("Bytes between ranks", names, mib, "MiB sent and received by rank 0"))
-    return drawn

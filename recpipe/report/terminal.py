@@ -12,10 +12,11 @@ from rich.table import Table as Drawn
 from rich.text import Text
 
 from recpipe.common.console import show
-from recpipe.report.page import Cell, Table
+from recpipe.report.page import Table
 
 LAYOUTS: Mapping[str, Any] = {
     "free": {"pad_edge": False},
+    "wide": {"pad_edge": False, "padding": (0, 2, 0, 0)},
     "close": {"show_edge": False, "pad_edge": False, "padding": (0, 1, 0, 0)},
     "tight": {"show_edge": False, "padding": 0},  # the box leaves one space between columns
 }
@@ -25,31 +26,36 @@ LAYOUTS: Mapping[str, Any] = {
 def drawn(table: Table, layout: str = "free") -> Drawn:
     """``table`` for rich, in one of ``LAYOUTS``.
 
-    Texts may be folded into several lines, but not numbers, which would be misread; in the tight layout they
-    are not cut either.
+    Texts may be folded into several lines, but not numbers, which would be misread, nor names of pairs; in
+    the tight layout numbers are not cut either.
     """
-    made = Drawn(box=box.SIMPLE_HEAD, **LAYOUTS[layout])
+    made = Drawn(box=box.SIMPLE_HEAD, show_header=bool(table.heads), **LAYOUTS[layout])
+    if not table.heads:
+        made.add_column(style="bold", no_wrap=True)
+        made.add_column(overflow="fold")
     for index, head in enumerate(table.heads):
         whole = head.number or head.whole
-        texts = [row[index][0].text for row in table.cells]
+        column = [row[index][0].text for row in table.cells]
         made.add_column(
             head.narrow or head.title,
             justify="right" if head.number else "left",
             overflow="fold",
             no_wrap=whole,
-            min_width=width([head.narrow or head.title, *texts]) if whole and layout == "tight" else None,
+            min_width=width([head.narrow or head.title, *column]) if whole and layout == "tight" else None,
         )
     for number, row in enumerate(table.cells, 1):
         last = table.sums and number == len(table.rows)
         if last:
             made.add_section()
-        made.add_row(*(_text(cell) for cell, _ in row), style="bold" if last else None)
+        texts = [
+            Text(
+                "\n".join([cell.text, *(f" {line}" for line in cell.small)]),
+                "bold red" if cell.bad else "bold" if cell.bold else "",
+            )
+            for cell, _ in row
+        ]
+        made.add_row(*texts, style="bold" if last else None)
     return made
-
-
-def _text(cell: Cell) -> Text:
-    style = "bold red" if cell.bad else "bold" if cell.bold else ""
-    return Text("\n".join([cell.text, *(f" {line}" for line in cell.small)]), style)
 
 
 def width(texts: Iterable[str]) -> int:

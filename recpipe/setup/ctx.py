@@ -1,17 +1,18 @@
-"""What a task is given: the recipe and the run's directory at once, and the run itself when it asks for
-it."""
+"""What a caller in Python hands to a run, and what a task is given: the recipe and the run's directory at
+once, and the run itself when it asks for it."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Protocol
 
 import lightning as L
 import torch
+from torch import nn
 
 from recpipe.backend.matmul import float32_products, require_units
 from recpipe.common.console import log
@@ -21,18 +22,53 @@ from recpipe.common.machine import reset_peak_rss
 from recpipe.common.process import run_start
 from recpipe.config.recipe import Recipe
 from recpipe.config.task import PlanConfig
+from recpipe.data.dataset import Dataset
+from recpipe.data.given import GivenBatches
 from recpipe.data.make import open_dataset
 from recpipe.distributed.launch import ProcessRank, joined, require_same_data
 from recpipe.distributed.ranks import Ranks
+from recpipe.errors import UserError
 from recpipe.report.files import ReportFiles
 from recpipe.report.record import RunReport
-from recpipe.setup.accumulating import accumulating
 from recpipe.setup.footprint import require_inputs
-from recpipe.setup.given import Given, Outcome
 from recpipe.setup.placing import Unplaced
 from recpipe.setup.prepare import choose_device, owning_places, remove_left_stores
 from recpipe.training.optim import try_out
 from recpipe.training.signals import interruptible
+
+
+@dataclass(frozen=True)
+class Given:
+    """What a caller in Python passes to a run. For what is None, the recipe counts."""
+
+    model: nn.Module | None = None
+    dataset: Dataset | None = None
+    screen: bool = True
+    """Whether lines, bars and tables are shown on the terminal."""
+    files: bool = True
+    """Whether to write recpipe.log and report.html, for a user who looks into the run directory."""
+    evaluates: bool = True
+    """Whether to evaluate on the held-out part."""
+    keeps: bool = False
+    """Whether the caller will use the model; it then ends the run by closing ``Outcome.kept``."""
+
+
+NOTHING = Given()
+
+
+@dataclass
+class Outcome:
+    """The result of a run: its ``report`` (the content of report.json, plan or comparison) and, after
+    training, the model."""
+
+    report: dict[str, Any]
+    model: nn.Module | None = None
+    predict: Callable[[Any], torch.Tensor] | None = None
+    """Predicts a batch with the model; None if there is no model."""
+    checkpoint: Path | None = None
+    """The newest checkpoint, which has the same values as ``model``; None if none was written."""
+    kept: ExitStack = field(default_factory=ExitStack)
+    """Closes the tiers and releases the run directory; empty if the run has done so."""
 
 
 class Joined:
@@ -54,8 +90,17 @@ class Joined:
         self.dataset = open_dataset(recipe.data, recipe.seed, given.dataset)
         require_same_data(self.dataset.fingerprint)
         log.info(f"{self.dataset.size('train'):,} samples to train, {self.dataset.size('eval'):,} held out")
-        self.micro_batch = recipe.data.batch_size
-        self.recipe = accumulating(recipe, self.dataset)
+        self.micro_batch, count = recipe.data.batch_size, recipe.trainer.accumulate_grad_batches
+        if count > 1:
+            # A step's batches are read as one and trained as its micro-batches. Dense gradients add up; rows
+            # are looked up once, and what several micro-batches send to a row makes its one update.
+            if isinstance(self.dataset, GivenBatches):
+                raise UserError(
+                    f"trainer.accumulate_grad_batches={count}: the batches handed over are made already and "
+                    "trained one by one; hand over batches of a whole step, or a recpipe.kit.Dataset"
+                )
+            recipe = replace(recipe, data=replace(recipe.data, batch_size=count * self.micro_batch))
+        self.recipe = recipe
         self.steps = recipe.trainer.steps(self.dataset.num_batches("train", self.recipe.data.batch_size))
 
     @cached_property

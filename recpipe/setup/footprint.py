@@ -64,16 +64,13 @@ def require_memory(
         on_device["dense part"] = sum(p.nbytes for p in module.parameters() if not p.is_meta)  # gradients
         on_device["batches"] = batch_bytes(cfg, dataset, len(ranks.trainers))
     cpu = torch.device("cpu")
-    pools = (
-        [(cpu, _sum(on_device, on_host))] if device.type == "cpu" else [(device, on_device), (cpu, on_host)]
-    )
+    pools = [(device, on_device), (cpu, on_host)]
+    if device.type == "cpu":
+        both = {**on_device, **on_host}
+        pools = [(cpu, {what: on_device.get(what, 0) + on_host.get(what, 0) for what in both})]
     for where, needs in pools:
         if needs:
             machine.require(needs, where, REMEDIES[max(needs, key=lambda what: needs[what])])
-
-
-def _sum(one: Mapping[str, int], other: Mapping[str, int]) -> dict[str, int]:
-    return {what: one.get(what, 0) + other.get(what, 0) for what in {**one, **other}}
 
 
 def _tables(

@@ -9,11 +9,13 @@ from typing import Any
 from recpipe.common.console import log
 from recpipe.config.recipe import Recipe
 from recpipe.distributed.ranks import Ranks
+from recpipe.errors import UserError
+from recpipe.pipeline.splitting import EqualParts
 from recpipe.plugin.api import Invariant
 from recpipe.plugin.assembly import Assembly
+from recpipe.plugin.calls import Origin, Owned
 from recpipe.plugin.tables import TableSet
 from recpipe.report.files import ReportFiles
-from recpipe.setup.accumulating import accumulating_in
 from recpipe.setup.ctx import Joined
 from recpipe.setup.placing import Unplaced
 from recpipe.setup.prepare import assemble_plugins
@@ -22,7 +24,7 @@ from recpipe.tables.groups import ModelTables
 from recpipe.tables.owners import RESIDENT, GroupOwner, group_owners, is_sharded, owner_names, warn_of_unused
 from recpipe.tables.quantized import check_quantized
 from recpipe.tables.sharding.claims import ShardClaims
-from recpipe.tables.sharding.plan import Shard, ShardPlan
+from recpipe.tables.sharding.plan import ShardPlan
 from recpipe.tables.sharding.planning import Sharding, plan_shards
 from recpipe.training.callbacks import check_callbacks
 
@@ -56,7 +58,13 @@ class Planned:
         check_callbacks(assembly.callbacks)
         batch_size = cfg.data.batch_size
         if batch_size > run.micro_batch:
-            assembly = accumulating_in(assembly, run.micro_batch)
+            key = "trainer.accumulate_grad_batches"
+            if assembly.splitter is not None:
+                raise UserError(
+                    f"{key}: {assembly.splitter}, cuts batches by itself, and only one can: leave one of "
+                    "them out, or set a larger data.batch_size"
+                )
+            assembly = replace(assembly, splitter=Owned(key, Origin(key), EqualParts(run.micro_batch)))
         tables, tiers = unplaced.tables, cfg.tiers
         owners, sharded, shards = group_owners(tiers, assembly, tables), is_sharded(tiers, assembly), None
         if not sharded:
@@ -138,12 +146,6 @@ def _described(
     }
 
 
-def _shard_bytes(shard: Shard, tables: TableSet) -> int:
-    """Bytes of a shard's weights and optimizer state on its rank."""
-    state = 4 * tables.optimizer.state_width(shard.columns)
-    return shard.rows * (tables.bytes_of_weights(shard.columns) + state)
-
-
 def _described_shards(
     plan: ShardPlan, groups: Mapping[str, TableSet], tiered: Collection[str] = ()
 ) -> dict[str, Any]:
@@ -157,8 +159,11 @@ def _described_shards(
     ranks = [{"bytes": 0, "tiered_bytes": 0, "predicted_ms": 0.0} for _ in range(plan.world)]
     known = all(s.predicted_ms is not None for t in plan.tables.values() for s in t.shards)
     for name, table in plan.tables.items():
-        sizes = [_shard_bytes(s, groups[name]) for s in table.shards]
-        for shard, size in zip(table.shards, sizes, strict=True):
+        group, sizes = groups[name], []
+        for shard in table.shards:
+            state = 4 * group.optimizer.state_width(shard.columns)
+            size = shard.rows * (group.bytes_of_weights(shard.columns) + state)
+            sizes.append(size)
             ranks[shard.rank]["bytes"] += size
             ranks[shard.rank]["tiered_bytes"] += size if name in tiered and not table.replicated else 0
             ranks[shard.rank]["predicted_ms"] += shard.predicted_ms or 0.0

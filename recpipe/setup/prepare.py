@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
@@ -29,7 +29,6 @@ from recpipe.tables.groups import ModelTables
 from recpipe.tables.inputs import Inputs
 from recpipe.tables.quantized import quantized
 from recpipe.tables.stores.home import remove_crashed
-from recpipe.training.config import TrainerConfig
 
 
 def refuse_ranks(task: str) -> None:
@@ -60,7 +59,18 @@ def owning_places(cfg: Recipe, run_dir: RunDir) -> Iterator[None]:
             own = run_dir.path.resolve()
             here = Owner.here(str(own), trainer.checkpoints(run_dir.path), cfg.values)
             writer, owned = Writer(here, resume, cfg.overwrite), set[Path]()
-            for key, place, holds in _places(cfg, trainer):
+            places: list[tuple[str, Path, Callable[[Path], bool]]] = []
+            if trainer.checkpoint_dir and (trainer.checkpoint_every is not None or trainer.callbacks):
+                directory = Path(trainer.checkpoint_dir).expanduser()
+                places.append(("trainer.checkpoint_dir", directory, holds_checkpoint))
+            for number, callback in enumerate(trainer.callbacks):
+                if callback.get("dirpath"):
+                    key = f"trainer.callbacks[{number}].dirpath"
+                    places.append((key, Path(str(callback["dirpath"])), holds_checkpoint))
+            for key in EXPORTS:
+                if named := getattr(cfg.task, key.rpartition(".")[2]):
+                    places.append((key, Path(named), holds_arrays))
+            for key, place, holds in places:
                 real = place.resolve()
                 if real.is_relative_to(own) or real in owned:
                     continue
@@ -68,20 +78,6 @@ def owning_places(cfg: Recipe, run_dir: RunDir) -> Iterator[None]:
                 if stack.enter_context(writer.owning(key, place, holds)):
                     run_dir.replaces[key] = place
         yield
-
-
-def _places(cfg: Recipe, trainer: TrainerConfig) -> Iterator[tuple[str, Path, Callable[[Path], bool]]]:
-    """The directories that the recipe names for results: the key, and whether a directory has some."""
-    if trainer.checkpoint_dir and (trainer.checkpoint_every is not None or trainer.callbacks):
-        yield "trainer.checkpoint_dir", Path(trainer.checkpoint_dir).expanduser(), holds_checkpoint
-    for number, callback in enumerate(trainer.callbacks):
-        if callback.get("dirpath"):
-            key = f"trainer.callbacks[{number}].dirpath"
-            yield key, Path(str(callback["dirpath"])), holds_checkpoint
-    for key in EXPORTS:
-        name = key.rpartition(".")[2]
-        if getattr(cfg.task, name):
-            yield key, Path(getattr(cfg.task, name)), holds_arrays
 
 
 def remove_left_stores(tiers: TierConfig, run_dir: RunDir, resume: str | None) -> None:
@@ -160,14 +156,13 @@ def assemble_plugins(
         return assembly, quantized(split, assembly.quantizing)
 
     assembly, tables = merged(unplaced)
-    if _told(tables) != _told(unplaced.tables):
+    before, after = (
+        [(group.tables.layout.tables, group.tables.record_bytes) for group in each.groups]
+        for each in (unplaced.tables, tables)
+    )
+    if before != after:
         assembly, tables = merged(unplaced.grouped(tables))
     return assembly, unplaced if tables == unplaced.tables else unplaced.grouped(tables)
-
-
-def _told(tables: ModelTables) -> list[tuple[Sequence[str], int]]:
-    """What plugins are told about each group: its tables, and the bytes of a row."""
-    return [(group.tables.layout.tables, group.tables.record_bytes) for group in tables.groups]
 
 
 def context_of(

@@ -12,13 +12,12 @@ from pathlib import Path
 from typing import Any
 
 from omegaconf import DictConfig, open_dict
-from rich import box
 from rich.console import Console
-from rich.table import Table
 
 from recpipe.common.console import alone, log, show
-from recpipe.report import figures
-from recpipe.setup.given import Given, Outcome
+from recpipe.report import figures, terminal
+from recpipe.report.page import Head, Table
+from recpipe.setup.ctx import Given, Outcome
 
 EMBEDDED = "synthetic"
 """The data of a first look, for which ``task.beside=auto`` compares."""
@@ -85,22 +84,20 @@ def show_beside(composed: DictConfig, report: Mapping[str, Any], directory: Path
 
 def print_beside(rows: Sequence[Mapping[str, Any]], steps: int, console: Console) -> None:
     """The rows as a table, the technique last, and why it is faster or slower than the best of the others."""
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 2, 0, 0))
-    for index, column in enumerate(
-        (f"first {steps} steps", "samples/s", "ratio", "cold rows moved", "bytes", "waited")
-    ):
-        table.add_column(column, justify="right" if index else "left", no_wrap=True)
-    for row in rows:
-        io = row["io"]
-        table.add_row(
+    heads = [Head(f"first {steps} steps", number=False, whole=True)]
+    heads += map(Head, ("samples/s", "ratio", "cold rows moved", "bytes", "waited"))
+    cells = [
+        (
             row["name"],
             figures.count(row["samples_per_second"]),
             figures.decimal(row["samples_per_second"] / rows[0]["samples_per_second"], 2),
-            figures.count(io["rows_read"] + io["rows_written"]),
+            figures.count(row["io"]["rows_read"] + row["io"]["rows_written"]),
             figures.size(_bytes(row)),
-            f"{io['wait_seconds']:.2f} s",
+            f"{row['io']['wait_seconds']:.2f} s",
         )
-    console.print(table)
+        for row in rows
+    ]
+    console.print(terminal.drawn(Table(heads, cells), "wide"))
     console.print(reason(rows), markup=False, highlight=False)
 
 
@@ -108,18 +105,16 @@ def reason(rows: Sequence[Mapping[str, Any]]) -> str:
     """What the technique, the last row, gained or lost over the first row and over the best of the others."""
     *others, technique = rows
     best = max(others, key=lambda row: float(row["samples_per_second"]))
-    parts = [_over(technique, other) for other in ([others[0], best] if best is not others[0] else [best])]
+    parts = []
+    for other in [others[0], best] if best is not others[0] else [best]:
+        ratio = technique["samples_per_second"] / other["samples_per_second"]
+        moved, theirs = (figures.size(_bytes(row)) for row in (technique, other))
+        waited, their_wait = (row["io"]["wait_seconds"] for row in (technique, other))
+        parts.append(
+            f"{ratio:.2f} times as fast as {other['name']}: it moves {moved} and not {theirs}, and waits "
+            f"{waited:.2f} s and not {their_wait:.2f} s for cold rows"
+        )
     return f"{technique['name']} is {'; '.join(parts)}. One run of each; task=compare repeats and checks them"
-
-
-def _over(mine: Mapping[str, Any], other: Mapping[str, Any]) -> str:
-    ratio = mine["samples_per_second"] / other["samples_per_second"]
-    moved, theirs = figures.size(_bytes(mine)), figures.size(_bytes(other))
-    waited, their_wait = (row["io"]["wait_seconds"] for row in (mine, other))
-    return (
-        f"{ratio:.2f} times as fast as {other['name']}: it moves {moved} and not {theirs}, and waits "
-        f"{waited:.2f} s and not {their_wait:.2f} s for cold rows"
-    )
 
 
 def _bytes(row: Mapping[str, Any]) -> int:

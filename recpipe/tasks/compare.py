@@ -17,18 +17,20 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from recpipe.backend.matmul import float32_products
 from recpipe.common.console import Output
 from recpipe.common.owned import scratch_directory
+from recpipe.common.words import quoted
 from recpipe.config.task import CompareConfig
 from recpipe.errors import UserError
+from recpipe.plugin import load
 from recpipe.report import compared, comparison, figures, run_page, terminal
 from recpipe.report.compared import Rounds, RowResult
 from recpipe.report.environment import environment
 from recpipe.report.files import ReportFiles
+from recpipe.report.record import as_json
 from recpipe.report.remarks import faults
-from recpipe.setup.ctx import TaskContext
-from recpipe.setup.given import Outcome
+from recpipe.setup.ctx import Outcome, TaskContext
 from recpipe.setup.prepare import find_device, refuse_ranks
 from recpipe.tasks.compare_judge import ROUNDING, Judge
-from recpipe.tasks.compare_rows import Row, at_equal_memory, carried_overrides, parse_rows, quoted
+from recpipe.tasks.compare_rows import Row, at_equal_memory, carried_overrides, parse_rows
 from recpipe.tasks.process import OutOfTime, interrupt_on_sigterm, run_apart
 from recpipe.training.optim import try_out
 
@@ -84,7 +86,7 @@ def compare(
     with ``"partial": true`` in compare.json.
     """
     launch = launch or partial(run_apart, ranks=config.ranks)
-    rows = parse_rows(config.plugins, _installed() if installed is None else installed)
+    rows = parse_rows(config.plugins, load.installed() if installed is None else installed)
     carried = carried_overrides(overrides, rows)
     plan = _Comparison(rows, carried, config, out_dir.absolute(), launch, console or Output(), clock)
     with interrupt_on_sigterm():
@@ -105,12 +107,6 @@ def compare(
         )
     plan.files.check()
     return content
-
-
-def _installed() -> Collection[str]:
-    from recpipe.plugin.load import installed
-
-    return installed()
 
 
 def _write_page(page: Path) -> None:
@@ -172,22 +168,34 @@ class _Comparison:
         """
         lasted = 0.0
         with self.progress:
-            while self._wanted:
+            while self._wanted():
                 began = self.clock()
                 if began + lasted > self.ends:
                     self.out_of_time = True
                     return
-                self._run_round()
+                self._run_rows()
+                if self.finished == 0 and self.config.equal_memory:
+                    self._add_rows()
+                if self.judge.needs_rounding(self.finished, self.seed):
+                    self.progress.update(self.bar, description="one rounding")
+                    self._run_nudged()
+                self.judge.end_round()
+                self.finished += 1
                 lasted = self.clock() - began
-                if self._wanted:
+                if self._wanted():
                     self._show_so_far()
             self.progress.tables = ()
 
-    @property
     def _wanted(self) -> bool:
         """Whether another round is to be run, if there is time."""
         config = self.config
-        return self.counted < config.least_rounds or (self.counted < config.most_rounds and not self._precise)
+        if self.counted >= config.least_rounds:
+            return self.counted < config.most_rounds and not self._precise()
+        return True
+
+    def _precise(self) -> bool:
+        wanted = self.config.precision
+        return wanted is None or compared.precise(self.results, wanted, self.rounds.counted)
 
     @property
     def rounds(self) -> Rounds:
@@ -203,22 +211,6 @@ class _Comparison:
     def seed(self) -> int:
         """The number of this round's seed."""
         return self.finished % self.config.seeds
-
-    @property
-    def _precise(self) -> bool:
-        wanted = self.config.precision
-        return wanted is None or compared.precise(self.results, wanted, self.rounds.counted)
-
-    def _run_round(self) -> None:
-        """Run all rows once, and judge them."""
-        self._run_rows()
-        if self.finished == 0:
-            self._add_rows()
-        if self.judge.needs_rounding(self.finished, self.seed):
-            self.progress.update(self.bar, description="one rounding")
-            self._run_nudged()
-        self.judge.end_round()
-        self.finished += 1
 
     def _run_rows(self, first: int = 0) -> None:
         """This round's runs of the rows from number ``first`` on."""
@@ -238,8 +230,6 @@ class _Comparison:
 
     def _add_rows(self) -> None:
         """Add policies with the memory of techniques that take more, as rows with the same number of runs."""
-        if not self.config.equal_memory:
-            return
         present = len(self.rows)
         added = at_equal_memory(self.rows, self.results)
         for match in added:
@@ -336,7 +326,7 @@ class _Comparison:
             "minutes": self.config.minutes,
             "out_of_time": self.out_of_time,
             "precision": self.config.precision,
-            "precise": self._precise,
+            "precise": self._precise(),
             "seeds": self.config.seeds,
             "overrides": self.carried,
             "partial": partial,
@@ -349,18 +339,14 @@ class _Comparison:
         if any(result.report for result in self.results):
             self._save(content)
             comparison.print_result(content, self.console)
-            self._write_pages()
+            # Runs leave out their own pages: the plots of every round would take longer than some runs.
+            for result in self.results:
+                if result.run and (self.out_dir / result.run / "report.json").is_file():
+                    self.files.write(f"{result.run}/report.html", _write_page)
             page = self.out_dir / "compare.html"
             if self.files.write(page.name, lambda path: comparison.write_html(content, path)):
                 terminal.print_place(page, self.console)
         return content
 
-    def _write_pages(self) -> None:
-        """Write report.html of the runs that compare.html links to. They do not write it themselves: plots of
-        every run of every round would take longer than some runs."""
-        for result in self.results:
-            if result.run and (self.out_dir / result.run / "report.json").is_file():
-                self.files.write(f"{result.run}/report.html", _write_page)
-
     def _save(self, content: Mapping[str, Any]) -> None:
-        self.files.write("compare.json", lambda path: comparison.write_result(content, path))
+        self.files.write_json("compare.json", as_json(content))

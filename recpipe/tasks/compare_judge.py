@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -14,8 +14,7 @@ from numpy.typing import NDArray
 
 from recpipe.errors import UserError
 from recpipe.model.metrics import Kind, judged
-from recpipe.report.compared import Judged, RowResult, altered_in
-from recpipe.report.exactness import Apart, Difference
+from recpipe.report.compared import Apart, Difference, Judged, RowResult, altered_in
 
 PARAMETERS, PREDICTIONS = "parameters", "predictions"
 """The folders of a run's exports."""
@@ -147,48 +146,33 @@ def _apart(base: _Exported, run: _Exported) -> Apart:
     mine, theirs = run.evaluations, base.evaluations
     if len(mine) != len(theirs):
         raise UserError(f"it was evaluated {len(mine)} times, and the base row {len(theirs)} times")
-    if not mine:
-        return Apart(parameters)
-    found, losses = [], []
+    # Of all evaluations the largest differences; one that is no number is larger than all.
+    scored, scores, losses = False, Difference(), []
     for number, points in enumerate(zip(theirs, mine, strict=True)):
-        scores = [each.predictions(number)[0] for each in (base, run)]
-        if scores[0].shape != scores[1].shape:
-            sizes = " and ".join(f"{len(each):,}" for each in scores)
+        first, other = (each.predictions(number)[0] for each in (base, run))
+        if first.shape != other.shape:
+            sizes = f"{len(first):,} and {len(other):,}"
             raise UserError(f"evaluation {number + 1} has {sizes} predictions in the base row and in it")
-        found.append(_difference(*scores))
-        losses.append(_loss_difference(*(point.get("eval_loss") for point in points)))
-    largest = Difference(*(max(values) for values in zip(*map(_ordered, found), strict=True)))
-    loss = max(losses, key=lambda each: math.inf if math.isnan(each.largest) else each.largest)
-    return Apart(parameters, largest if any(_scored(run)) else None, loss)
+        if first.size:
+            scored = True
+            apart = np.asarray(other, np.float64) - first
+            scores = Difference(
+                _larger(scores.largest, float(np.abs(apart).max())),
+                _larger(scores.rms, float(np.sqrt(np.square(apart).mean()))),
+                _larger(scores.size, float(np.abs(first).max())),
+            )
+        was, is_now = (point.get("eval_loss") for point in points)
+        if was is None or is_now is None:  # a loss that is no number
+            losses.append(Difference() if was is is_now else Difference(math.inf, math.inf))
+        else:
+            losses.append(Difference(abs(is_now - was), abs(is_now - was), 1 + abs(was)))
+    loss = max(losses, key=lambda each: _larger(each.largest, 0.0), default=Difference())
+    return Apart(parameters, scores if scored else None, loss)
 
 
-def _ordered(difference: Difference) -> tuple[float, float, float]:
-    """Its numbers, NaN as infinity, which is larger than all others."""
-    largest, rms, size = (
-        math.inf if math.isnan(value) else value
-        for value in (difference.largest, difference.rms, difference.size)
-    )
-    return largest, rms, size
-
-
-def _scored(run: _Exported) -> list[bool]:
-    """Whether each evaluation has predictions."""
-    return [run.predictions(number).size > 0 for number in range(len(run.evaluations))]
-
-
-def _difference(base: NDArray[np.float32], other: NDArray[np.float32]) -> Difference:
-    if not base.size:
-        return Difference()
-    apart = np.asarray(other, np.float64) - base
-    size = max(1.0, float(np.abs(base).max()))
-    return Difference(float(np.abs(apart).max()), float(np.sqrt(np.square(apart).mean())), size)
-
-
-def _loss_difference(base: float | None, other: float | None) -> Difference:
-    """Of two evaluations' losses; None is a loss that is no number."""
-    if base is None or other is None:
-        return Difference() if base is other else Difference(math.inf, math.inf)
-    return Difference(abs(other - base), abs(other - base), 1 + abs(base))
+def _larger(value: float, other: float) -> float:
+    """The larger of two values; not-a-number counts as infinity."""
+    return max(math.inf if math.isnan(each) else each for each in (value, other))
 
 
 def _evaluation_fault(run: _Exported, first: _Exported) -> str | None:
@@ -221,8 +205,9 @@ def _wrong_figure(
     told: Mapping[str, Any], scores: NDArray[np.float32], labels: NDArray[np.float32]
 ) -> str | None:
     """A figure in ``told`` that is not that of these ``scores`` [N] for these ``labels`` [N]; None: none."""
-    kind = _kind(told)
-    if kind is None or not scores.size:
+    kinds: dict[str, Kind] = {"logloss": "clicks", "mse": "values", "poisson_deviance": "counts"}
+    kind = next((kind for name, kind in kinds.items() if told.get(name) is not None), None)
+    if kind is None or not scores.size:  # there are no predictions that its figures follow from
         return None
     for name, value in asdict(judged(kind, np.array(labels), np.array(scores))).items():
         mine = told.get(name)
@@ -232,12 +217,6 @@ def _wrong_figure(
         if mine is None or not known or abs(mine - value) > SAME * max(1.0, abs(value)):
             return f"its {name} of {mine} is not that of its held-out predictions, {value}"
     return None
-
-
-def _kind(told: Mapping[str, Any]) -> Kind | None:
-    """The kind of predictions that have these figures; None if there are none that they follow from."""
-    kinds: dict[str, Kind] = {"logloss": "clicks", "mse": "values", "poisson_deviance": "counts"}
-    return next((kind for name, kind in kinds.items() if told.get(name) is not None), None)
 
 
 def parameter_difference(first: Path, other: Path) -> float:
@@ -251,41 +230,34 @@ def differences(first: Path, other: Path) -> Difference:
     Reads ``*.npy`` as memory maps, some MiB at a time; ``dense.npz`` is small and read whole. Raises
     UserError if the two do not have the same arrays.
     """
-    names = _exported(first)
-    if names != _exported(other) or not names:
-        odd = sorted(names ^ _exported(other)) or "none at all"
-        raise UserError(f"the two runs hold different tables: {odd}")
-    found = _Found()
-    for name in sorted(names):
-        a, b = (np.load(directory / name, mmap_mode="r", allow_pickle=False) for directory in (first, other))
-        if isinstance(a, np.ndarray) and isinstance(b, np.ndarray):
-            found.add(name, a, b)
-            continue
-        with a, b:
-            if a.files != b.files:
-                raise UserError(f"the two runs' {name} hold different parameters")
-            for key in a.files:
-                found.add(key, a[key], b[key])
-    return Difference(found.largest, (found.squares / max(1, found.numbers)) ** 0.5)
-
-
-def _exported(directory: Path) -> set[str]:
-    return {path.name for path in directory.glob("*.np[yz]")}
-
-
-class _Found:
-    """The sums over two exports' differences so far; NaN stays NaN."""
-
-    def __init__(self) -> None:
-        self.largest = self.squares = 0.0
-        self.numbers = 0
-
-    def add(self, name: str, a: NDArray[Any], b: NDArray[Any]) -> None:
+    names, others = ({path.name for path in directory.glob("*.np[yz]")} for directory in (first, other))
+    if names != others or not names:
+        raise UserError(f"the two runs hold different tables: {sorted(names ^ others) or 'none at all'}")
+    largest = squares = 0.0
+    numbers = 0
+    for name, a, b in _both_arrays(sorted(names), first, other):
         if a.shape != b.shape:
             raise UserError(f"parameter '{name}' has shape {a.shape} in one run and {b.shape} in the other")
         left, right = a.reshape(-1), b.reshape(-1)
         for start in range(0, left.size, _CHUNK_FLOATS):
             part = left[start : start + _CHUNK_FLOATS] - right[start : start + _CHUNK_FLOATS]
-            self.largest = float(np.maximum(self.largest, np.abs(part).max()))
-            self.squares += float(np.square(part, dtype=np.float64).sum())
-        self.numbers += left.size
+            largest = float(np.maximum(largest, np.abs(part).max()))  # NaN stays NaN
+            squares += float(np.square(part, dtype=np.float64).sum())
+        numbers += left.size
+    return Difference(largest, (squares / max(1, numbers)) ** 0.5)
+
+
+def _both_arrays(
+    names: Sequence[str], first: Path, other: Path
+) -> Iterator[tuple[str, NDArray[Any], NDArray[Any]]]:
+    """Each array of the two exports' files, by its name."""
+    for name in names:
+        a, b = (np.load(directory / name, mmap_mode="r", allow_pickle=False) for directory in (first, other))
+        if isinstance(a, np.ndarray) and isinstance(b, np.ndarray):
+            yield name, a, b
+            continue
+        with a, b:
+            if a.files != b.files:
+                raise UserError(f"the two runs' {name} hold different parameters")
+            for key in a.files:
+                yield key, a[key], b[key]

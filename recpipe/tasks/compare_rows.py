@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.core.override_parser.types import Override
 
 from recpipe.errors import UserError, did_you_mean, shown
 from recpipe.report.compared import RowResult
@@ -52,32 +49,27 @@ def parse_rows(names: Sequence[str], installed: Collection[str]) -> list[Row]:
     Raises UserError for a name that is neither a policy nor in ``installed``, for two policies in a row, and
     for what is no setting.
     """
-    return [_parse_row(name, installed) for name in names]
-
-
-def _parse_row(name: str, installed: Collection[str]) -> Row:
-    recipe, settings = parted(name)
-    parts = recipe.split("+")
-    for part in parts:
-        if part not in POLICIES and part not in installed:
-            known = [*POLICIES, *sorted(set(installed))]
-            where = "" if part == name else f" in row '{shown(name)}'"
-            hint = did_you_mean(part, known)
+    rows = []
+    for name in names:
+        recipe, settings = parted(name)
+        parts = recipe.split("+")
+        for part in parts:
+            if part not in POLICIES and part not in installed:
+                known = [*POLICIES, *sorted(set(installed))]
+                where = "" if part == name else f" in row '{shown(name)}'"
+                hint = did_you_mean(part, known)
+                raise UserError(
+                    f"compare.plugins: unknown '{shown(part)}'{where}.{hint} Known: {', '.join(known)}"
+                )
+        policies = [part for part in parts if part in POLICIES]
+        if len(policies) > 1:
             raise UserError(
-                f"compare.plugins: unknown '{shown(part)}'{where}.{hint} Known: {', '.join(known)}"
+                f"compare.plugins: row '{name}' names {len(policies)} policies; a table has one, keep one"
             )
-    policies = [part for part in parts if part in POLICIES]
-    if len(policies) > 1:
-        raise UserError(
-            f"compare.plugins: row '{name}' names {len(policies)} policies; a table has one, keep one"
-        )
-    plugins = tuple(part for part in parts if part not in POLICIES)
-    return Row(
-        name,
-        policies[0] if policies else None,
-        plugins,
-        settings=tuple(_setting(text, name, plugins) for text in settings),
-    )
+        plugins = tuple(part for part in parts if part not in POLICIES)
+        own = tuple(_setting(text, name, plugins) for text in settings)
+        rows.append(Row(name, policies[0] if policies else None, plugins, settings=own))
+    return rows
 
 
 def _setting(text: str, row: str, plugins: tuple[str, ...]) -> str:
@@ -172,36 +164,26 @@ def carried_overrides(overrides: Sequence[str], rows: Sequence[Row]) -> dict[str
     """
     carried: dict[str, list[str]] = {row.name: [] for row in rows}
     for text in overrides:
-        if text.startswith("--"):
-            plugin, kept = None, text
-        else:
+        plugin, kept = None, text
+        if not text.startswith("--"):
             override = OverridesParser.create().parse_override(text)
-            if override.key_or_group.partition(".")[0] in ("task", "compare", "advise"):
+            section, _, knob = override.key_or_group.partition(".")
+            if section in ("task", "compare", "advise"):
                 continue
-            plugin, kept = _plugin_of(override, text, rows)
+            if override.key_or_group == "plugin":
+                raise UserError(
+                    f"task=compare takes its plugins from compare.plugins; leave '{text}' out and name them "
+                    "there"
+                )
+            if section == "plugins" and knob:
+                plugin = knob.partition(".")[0]
+                if not any(plugin in row.plugins for row in rows):
+                    raise UserError(
+                        f"'{text}' sets a knob of plugin '{plugin}', which no row of compare.plugins names"
+                    )
+                if override.is_add() and not override.is_force_add():
+                    kept = text.removeprefix("+")
         for row in {row.name: row for row in rows}.values():
             if plugin is None or plugin in row.plugins:
                 carried[row.name].append(kept)
     return carried
-
-
-def _plugin_of(override: Override, text: str, rows: Sequence[Row]) -> tuple[str | None, str]:
-    key = override.key_or_group
-    if key == "plugin":
-        raise UserError(
-            f"task=compare takes its plugins from compare.plugins; leave '{text}' out and name them there"
-        )
-    if not key.startswith("plugins."):
-        return None, text
-    plugin = key.split(".")[1]
-    if not any(plugin in row.plugins for row in rows):
-        raise UserError(f"'{text}' sets a knob of plugin '{plugin}', which no row of compare.plugins names")
-    return plugin, text.removeprefix("+") if override.is_add() and not override.is_force_add() else text
-
-
-def quoted(key: str, path: Path) -> str:
-    """``key='path'`` in Hydra's grammar, for a path with any characters."""
-    # In quotes a backslash counts only before a quote (the closing one too), and ${ starts an interpolation.
-    text = re.sub(r"(\\*)('|$)", lambda match: match[1] * 2 + ("\\'" if match[2] else ""), str(path))
-    text = text.replace("${", "\\${")
-    return f"{key}='{text}'"

@@ -110,22 +110,20 @@ def check_triple(version: Versions, cuda: bool) -> list[Finding]:
 def check_fbgemm(version: Versions, owners: list[str], cuda: bool) -> list[Finding]:
     """Check that there is one build of FBGEMM, of torch's kind. ``owners``: the distributions that wrote
     ``fbgemm_gpu/``."""
-    reinstall = f"{sys.executable} -m pip uninstall -y fbgemm-gpu fbgemm-gpu-cpu && {install(cuda)}"
+    if not owners and not any(version(name) for name in FBGEMM):
+        return []
+    text = ""
     if len(owners) > 1:
         text = f"{' and '.join(owners)} both wrote fbgemm_gpu/: one overwrote the other"
-        return [Finding("fbgemm", text, reinstall)]
-    if not owners and any(version(name) for name in FBGEMM):
-        return [
-            Finding(
-                "fbgemm", "fbgemm is listed as installed, but no distribution holds fbgemm_gpu/", reinstall
-            )
-        ]
-    if owners == ["fbgemm-gpu"] and not cuda:
-        return [Finding("fbgemm", "fbgemm-gpu is the CUDA build, but torch is a CPU build", reinstall)]
-    if owners == ["fbgemm-gpu-cpu"] and cuda:
-        return [Finding("fbgemm", "fbgemm-gpu-cpu is the CPU build, but torch is a CUDA build", reinstall)]
-    if not owners:
-        return []
+    elif not owners:
+        text = "fbgemm is listed as installed, but no distribution holds fbgemm_gpu/"
+    elif owners == ["fbgemm-gpu"] and not cuda:
+        text = "fbgemm-gpu is the CUDA build, but torch is a CPU build"
+    elif owners == ["fbgemm-gpu-cpu"] and cuda:
+        text = "fbgemm-gpu-cpu is the CPU build, but torch is a CUDA build"
+    if text:
+        remedy = f"{sys.executable} -m pip uninstall -y fbgemm-gpu fbgemm-gpu-cpu && {install(cuda)}"
+        return [Finding("fbgemm", text, remedy)]
     kind = "of the same kind"
     if torch_is_cuda() and not cuda:
         kind = "a CUDA build, which runs on this machine's CPU"
@@ -149,13 +147,9 @@ def fbgemm_owners() -> list[str]:
 def torch_is_cuda() -> bool:
     """Whether the installed torch is a CUDA build, without importing it."""
     version = installed_version("torch") or ""
-    if "+" in version:
+    if "+" in version or not version:
         return "+cu" in version
-    return (
-        any(r.startswith(("nvidia-", "cuda-")) for r in metadata.requires("torch") or [])
-        if version
-        else False
-    )
+    return any(needed.startswith(("nvidia-", "cuda-")) for needed in metadata.requires("torch") or [])
 
 
 def is_for_gpu() -> bool:
@@ -257,36 +251,25 @@ def findings() -> list[Finding]:
         *check_triple(installed_version, cuda),
         *check_fbgemm(installed_version, fbgemm_owners(), cuda),
         *check_others(installed_version),
-        *_check_plugins(),
+        _check_plugins(),
     ]
-    complete = all(installed_version(name) for name in ("torch", "torchrec"))
-    if not complete:
+    if not all(installed_version(name) for name in ("torch", "torchrec")):
         return found
     loads = check_loads(cuda)
     return [*found, loads, *([check_gpu()] if cuda and loads.ok else ())]
 
 
-def _check_plugins() -> list[Finding]:
+def _check_plugins() -> Finding:
     """Check that recpipe is installed: pip makes the entry points by which the plugins in the tree are
     found."""
-    if installed_version("recpipe") is None:
-        return [
-            Finding(
-                "recpipe",
-                "recpipe runs from its folder without being installed: its plugins are not found",
-                f"{sys.executable} -m pip install -e .",
-            )
-        ]
-    missing = missing_entry_points(CHECKOUT / "pyproject.toml")
-    if missing:
-        return [
-            Finding(
-                "recpipe",
-                f"recpipe's installation is older than its files: it lacks {', '.join(missing)}",
-                f"cd {CHECKOUT} && {sys.executable} -m pip install -e .",
-            )
-        ]
-    return [Finding("recpipe", f"recpipe {installed_version('recpipe')}")]
+    version, command = installed_version("recpipe"), f"{sys.executable} -m pip install -e ."
+    if version is None:
+        text = "recpipe runs from its folder without being installed: its plugins are not found"
+        return Finding("recpipe", text, command)
+    if missing := missing_entry_points(CHECKOUT / "pyproject.toml"):
+        text = f"recpipe's installation is older than its files: it lacks {', '.join(missing)}"
+        return Finding("recpipe", text, f"cd {CHECKOUT} && {command}")
+    return Finding("recpipe", f"recpipe {version}")
 
 
 def missing_entry_points(project: Path) -> list[str]:

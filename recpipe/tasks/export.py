@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from itertools import groupby
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 from urllib.parse import quote
 
 import numpy as np
@@ -14,7 +13,6 @@ from recpipe.checkpoint.table_files import read_along
 from recpipe.common.meter import counting
 from recpipe.errors import UserError
 from recpipe.pipeline.placed import PlacedModel
-from recpipe.plugin.collection import TableCollection
 from recpipe.plugin.tables import rows_in, to_numpy
 
 
@@ -27,37 +25,26 @@ def export_parameters(directory: Path, model: PlacedModel, writes: bool = True) 
         read_along(model.embeddings)
         return
     dense: dict[str, Any] = {n: to_numpy(p) for n, p in model.dense_parameters().items()}
+    storage, shapes = model.embeddings, model.embeddings.tables.shapes()
     try:
         directory.mkdir(parents=True, exist_ok=True)
         np.savez(directory / "dense.npz", **dense)
-        _export_tables(directory, model.embeddings, model.embeddings.tables.shapes())
+        with counting("exporting rows", rows_in(storage.regions())) as add:
+            for table, regions in groupby(storage.regions(), lambda region: region.table):
+                rows, dim, width = shapes[table]
+                name = quote(table, safe="")
+                with (
+                    (directory / f"{name}.npy").open("wb") as weights,
+                    (directory / f"{name}.state.npy").open("wb") as states,
+                ):
+                    for file, columns in ((weights, dim), (states, width)):
+                        header = {"descr": "<f4", "fortran_order": False, "shape": (rows, columns)}
+                        np.lib.format.write_array_header_1_0(file, header)
+                    for values in map(storage.read, regions):  # each region is read once
+                        for file, part in zip((weights, states), values, strict=True):
+                            file.write(np.ascontiguousarray(part, "<f4").data)
+                        add(len(values[0]))
     except OSError as fault:
         raise UserError(
             f"cannot write task.export_parameters={directory}: {fault.strerror}; choose another directory"
         ) from fault
-
-
-def _export_tables(
-    directory: Path, storage: TableCollection, shapes: Mapping[str, tuple[int, int, int]]
-) -> None:
-    """Region by region, of which each is read once."""
-    with counting("exporting rows", rows_in(storage.regions())) as add:
-        for table, regions in groupby(storage.regions(), lambda region: region.table):
-            rows, dim, width = shapes[table]
-            name = quote(table, safe="")
-            with (
-                (directory / f"{name}.npy").open("wb") as weights,
-                (directory / f"{name}.state.npy").open("wb") as states,
-            ):
-                _begin(weights, (rows, dim))
-                _begin(states, (rows, width))
-                for values in map(storage.read, regions):
-                    for file, part in zip((weights, states), values, strict=True):
-                        file.write(np.ascontiguousarray(part, "<f4").data)
-                    add(len(values[0]))
-
-
-def _begin(file: BinaryIO, shape: tuple[int, int]) -> None:
-    """The header of a .npy file."""
-    header = {"descr": "<f4", "fortran_order": False, "shape": shape}
-    np.lib.format.write_array_header_1_0(file, header)

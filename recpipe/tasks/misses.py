@@ -17,8 +17,7 @@ from recpipe.data.dataset import Dataset
 from recpipe.errors import UserError
 from recpipe.report import missed
 from recpipe.report.files import ReportFiles
-from recpipe.setup.ctx import TaskContext
-from recpipe.setup.given import Outcome
+from recpipe.setup.ctx import Outcome, TaskContext
 from recpipe.tables.inputs import Inputs
 
 LARGEST = 8

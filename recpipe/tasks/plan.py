@@ -7,18 +7,16 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from rich import box
 from rich.console import Console
-from rich.markup import escape
-from rich.table import Table
 
 from recpipe.common.console import show
 from recpipe.common.words import readable_bytes
 from recpipe.config.task import PlanConfig
 from recpipe.errors import UserError, printable
+from recpipe.report import figures, terminal
 from recpipe.report.files import ReportFiles
-from recpipe.setup.ctx import TaskContext
-from recpipe.setup.given import Outcome
+from recpipe.report.page import Head, Table, pairs
+from recpipe.setup.ctx import Outcome, TaskContext
 from recpipe.setup.planned import Planned
 from recpipe.tables.owners import RESIDENT
 from recpipe.tables.tiers.policies import BYTES_BESIDE
@@ -53,80 +51,69 @@ class Plan:
 
 def print_plan(plan: Mapping[str, Any], run_dir: Path) -> None:
     """Print the content of assembly.json as a table; ``run_dir`` has plan.json."""
-    tiers = plan["tiers"]
-    table = Table(box=box.SIMPLE_HEAD, show_header=False, pad_edge=False)
-    table.add_column(style="bold", no_wrap=True)
-    table.add_column(overflow="fold")
-    for plugin in plan["plugins"]:
-        table.add_row("plugin", f"{plugin['name']} ({plugin['distribution']} {plugin['version']})")
-    for part in ("stream", "batch", "step", "callbacks", "report"):
-        table.add_row(part, " -> ".join(plan[part]) or "-")
-    for part in ("order", "splitter", "skipper", "planner"):
-        table.add_row(part, plan["parts"].get(part, "-"))
-    table.add_row("resident rows", f"decided by {plan['cache']}")
+    tiers, shards = plan["tiers"], plan["shards"]
+    rows = [("plugin", f"{p['name']} ({p['distribution']} {p['version']})") for p in plan["plugins"]]
+    rows += [
+        (part, " -> ".join(plan[part]) or "-") for part in ("stream", "batch", "step", "callbacks", "report")
+    ]
+    rows += [(part, plan["parts"].get(part, "-")) for part in ("order", "splitter", "skipper", "planner")]
+    rows.append(("resident rows", f"decided by {plan['cache']}"))
     for claim in ("cache", "cold", "storage", "codecs"):
         for part, decided in plan["parts"].get(claim, {}).items():
-            table.add_row(claim, f"{part} of {escape(printable(', '.join(decided)))}")
-    table.add_row("alters", ", ".join(plan["altered"]) or "nothing: equals the run without plugins")
+            rows.append((claim, f"{part} of {printable(', '.join(decided))}"))
+    rows.append(("alters", ", ".join(plan["altered"]) or "nothing: equals the run without plugins"))
     count = len(plan["ranks"]["trainers"])
     trainers = "1 rank" if count == 1 else f"each of {count} ranks"
-    if plan["shards"] is not None:
-        trainers = f"{plan['shards']['world']} ranks together"
+    if shards is not None:
+        trainers = f"{shards['world']} ranks together"
     sizes = sorted({group["record_bytes"] for group in tiers["groups"]})
-    rows = f"{tiers['resident_rows']:,} of {tiers['rows']:,} rows of {' or '.join(map(str, sizes))} bytes"
-    table.add_row("resident tier", f"{readable_bytes(tiers['resident_bytes'])} on {trainers} ({rows})")
-    cold = "-"
+    kept = f"{tiers['resident_rows']:,} of {tiers['rows']:,} rows of {' or '.join(map(str, sizes))} bytes"
+    rows.append(("resident tier", f"{readable_bytes(tiers['resident_bytes'])} on {trainers} ({kept})"))
     if tiers["store"]:
         sizes = sorted({g["cold_record_bytes"] for g in tiers["groups"] if g["cold_record_bytes"]})
-        rows = f"{tiers['cold_rows']:,} rows of {' or '.join(map(str, sizes))} bytes"
-        cold = f"{readable_bytes(tiers['cold_bytes'])} ({tiers['store']}, {rows})"
-    table.add_row("cold tier", cold)
-    if tiers["store"]:
+        cold = f"{tiers['cold_rows']:,} rows of {' or '.join(map(str, sizes))} bytes"
+        rows.append(("cold tier", f"{readable_bytes(tiers['cold_bytes'])} ({tiers['store']}, {cold})"))
         size, each = readable_bytes(tiers["beside_bytes"]), tiers["beside_bytes"] / tiers["cold_rows"]
         others = sorted({g["cache"] for g in tiers["groups"]} - {RESIDENT, *BYTES_BESIDE})
         own = f", and what {', '.join(others)} keeps" if others else ""
         line = f"{size} of host memory on {trainers} (row maps, policy, buffers: {each:.3g} bytes a row){own}"
-        table.add_row("beside the tiers", line)
+        rows.append(("beside the tiers", line))
+    else:
+        rows.append(("cold tier", "-"))
 
     def draw(out: Console) -> None:
-        out.print(table)
-        if plan["shards"] is not None:
-            print_shards(plan["shards"], out)
+        out.print(terminal.drawn(pairs(rows)))
+        if shards is not None:
+            for table in shard_tables(shards):
+                out.print(terminal.drawn(table))
             file = run_dir / "plan.json"
-            line = f"plan: {file} (train by it: tiers.plan={file})"
-            out.print(line, soft_wrap=True, markup=False, highlight=False)
+            terminal.print_lines(out, [f"plan: {file} (train by it: tiers.plan={file})"])
 
     show(draw)
 
 
-def print_shards(shards: Mapping[str, Any], console: Console) -> None:
-    """Print the shards of assembly.json as two tables."""
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    for title in ("table", "sharding", "kernel", "ranks", "bytes", "predicted ms"):
-        table.add_column(title, justify="right" if title in ("bytes", "predicted ms") else "left")
-    for name, row in shards["tables"].items():
-        where = ", ".join(map(str, row["ranks"]))
-        table.add_row(
-            escape(printable(name)),
+def shard_tables(shards: Mapping[str, Any]) -> tuple[Table, Table]:
+    """The shards of assembly.json, by table and by rank."""
+    texts = [Head(title, number=False) for title in ("table", "sharding", "kernel", "ranks")]
+    tables = [
+        (
+            printable(name),
             row["sharding"],
             row["kernel"],
-            where,
+            ", ".join(map(str, row["ranks"])),
             readable_bytes(row["bytes"]),
-            _ms(row["predicted_ms"]),
+            figures.decimal(row["predicted_ms"], 3),
         )
-    sums = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    for title in ("rank", "bytes", "of them in tiers", "predicted ms"):
-        sums.add_column(title, justify="right")
-    for rank, row in enumerate(shards["ranks"]):
-        sums.add_row(
+        for name, row in shards["tables"].items()
+    ]
+    ranks = [
+        (
             str(rank),
             readable_bytes(row["bytes"]),
             readable_bytes(row["tiered_bytes"]),
-            _ms(row["predicted_ms"]),
+            figures.decimal(row["predicted_ms"], 3),
         )
-    console.print(table)
-    console.print(sums)
-
-
-def _ms(value: float | None) -> str:
-    return "-" if value is None else f"{value:.3f}"
+        for rank, row in enumerate(shards["ranks"])
+    ]
+    sums = [Head(title) for title in ("rank", "bytes", "of them in tiers", "predicted ms")]
+    return Table([*texts, Head("bytes"), Head("predicted ms")], tables), Table(sums, ranks)

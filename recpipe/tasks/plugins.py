@@ -1,22 +1,23 @@
 """``recpipe plugins``: lists what packages offer, the extension points that each plugin uses, and what it
-alters."""
+alters. ``recpipe plugins new KIND NAME`` writes a whole package, made of the example of the kind's page."""
 
 from __future__ import annotations
 
 import dataclasses
 import inspect
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.metadata import EntryPoint
+from pathlib import Path
 from textwrap import fill
 from typing import Never
 
-from rich.console import Console
 from rich.markup import escape
 
 from recpipe.common.console import Output
 from recpipe.config.compose import conf_dir
-from recpipe.errors import UserError
+from recpipe.errors import UserError, nearest_or_all, shown
 from recpipe.plugin.api import Contribution, Plugin
 from recpipe.plugin.assembly import assemble, gather
 from recpipe.plugin.calls import Origin
@@ -24,11 +25,60 @@ from recpipe.plugin.conf import knobs_in, package_conf
 from recpipe.plugin.context import Context, GroupInfo, TableInfo
 from recpipe.plugin.errors import PluginError
 from recpipe.plugin.load import installed, instantiate
-from recpipe.plugin.offers import GROUPS, PLUGIN, WORDS, entry, imported, is_core, offered, origin_of
-from recpipe.tasks.starter import MADE, write_starter
+from recpipe.plugin.offers import (
+    GROUPS,
+    PLUGIN,
+    WORDS,
+    entry,
+    imported,
+    is_core,
+    is_offered,
+    offered,
+    origin_of,
+)
 
 _TABLES = {f"C{i}": TableInfo(f"C{i}", 1000, 16, state=4) for i in range(1, 27)}
 _INDENT = " " * 4
+TEMPLATES = Path(__file__).parent / "starters"
+HERE = "@NAME@"
+"""What stands for the package's name in a template."""
+MADE = {
+    "planner": "Spread",
+    "cache": "TinyLfu",
+    "splitter": "Warm",
+    "skipper": "SkipSmall",
+    "quantizer": "HalfCold",
+    "model": "FactorizationMachine",
+    "data": "open_clicks",
+    "task": "skew",
+}
+"""What the entry point of each kind names in the package."""
+PROJECT = """\
+[build-system]
+requires = ["hatchling>=1.26"]
+build-backend = "hatchling.build"
+
+[project]
+name = "recpipe-@NAME@"
+version = "0.1.0"
+dependencies = ["recpipe>=0.1,<1"]
+
+[project.entry-points."{group}"]
+@NAME@ = "recpipe_@NAME@:{made}"
+"""
+README = """\
+# recpipe-@NAME@
+
+A {kind} for recpipe. It begins as the example of recpipe's page about this kind
+(docs/plugins/{kind}.md), which explains it; change it to what you need.
+
+```sh
+pip install -e .
+recpipe plugins
+python -m recpipe {word}
+python -m pytest tests
+```
+"""
 
 
 def _no_batch(batch: object) -> Never:
@@ -62,11 +112,12 @@ class Listed:
 
 def points(contribution: Contribution) -> tuple[str, ...]:
     """Names of the extension points that ``contribution`` uses, in data-flow order."""
-    return tuple(f.name for f in dataclasses.fields(contribution) if _used(getattr(contribution, f.name)))
-
-
-def _used(part: object) -> bool:
-    return bool(part) if isinstance(part, (int, list, tuple, dict)) else part is not None
+    parts = {field.name: getattr(contribution, field.name) for field in dataclasses.fields(contribution)}
+    return tuple(
+        name
+        for name, part in parts.items()
+        if (bool(part) if isinstance(part, (int, list, tuple, dict)) else part is not None)
+    )
 
 
 def default_knobs(ep: EntryPoint) -> dict[str, object]:
@@ -86,22 +137,18 @@ def listed(ep: EntryPoint) -> Listed:
     origin = origin_of(ep)
     try:
         plugin: Plugin = instantiate(ep.name, default_knobs(ep))
-        uses = _uses(origin, plugin)
+        # A plugin for finished models names the command that uses it, and contributes nothing to a run.
+        command = getattr(plugin, "recpipe_command", None)
+        if command is not None:
+            uses: Sequence[str] = [f"recpipe {command}"]
+        else:
+            ((_, _, contribution),) = gather([(origin, plugin)], SAMPLE)
+            uses = assemble([(origin, plugin, contribution)], SAMPLE.tables).points()
     except Exception as fault:
         return Listed(origin, fault=f"{type(fault).__name__}: {fault}".splitlines()[0])
     doc = (inspect.getdoc(type(plugin)) or "").splitlines()
     alters = tuple(sorted(i.name for i in plugin.alters))
-    return Listed(origin, doc[0] if doc else "", uses, alters)
-
-
-def _uses(origin: Origin, plugin: Plugin) -> tuple[str, ...]:
-    """The extension points of a plugin, or the command that uses it, which a plugin for finished models names
-    as its ``recpipe_command``."""
-    command = getattr(plugin, "recpipe_command", None)
-    if command is not None:
-        return (f"recpipe {command}",)
-    ((_, _, contribution),) = gather([(origin, plugin)], SAMPLE)
-    return tuple(assemble([(origin, plugin, contribution)], SAMPLE.tables).points())
+    return Listed(origin, doc[0] if doc else "", tuple(uses), alters)
 
 
 def describe_part(kind: str, ep: EntryPoint) -> Listed:
@@ -120,19 +167,17 @@ def describe_part(kind: str, ep: EntryPoint) -> Listed:
 
 
 def plugins(words: Sequence[str]) -> int:
-    """``recpipe plugins``: print what is installed, or write a new package (``new KIND NAME``)."""
-    if not words:
-        return print_plugins()
-    if len(words) != 3 or words[0] != "new":
-        raise UserError(f"say recpipe plugins, or recpipe plugins new KIND NAME; kinds: {', '.join(MADE)}")
-    folder = write_starter(words[1], words[2])
-    print(f"{folder} is a whole package: pip install -e {folder}; python -m pytest {folder}/tests")
-    return 0
-
-
-def print_plugins() -> int:
-    """Print what is installed; returns 0 even if a plugin is broken, which its row says."""
-    rows = [listed(ep) for ep in installed().values()]
+    """``recpipe plugins``: print what is installed, or write a new package (``new KIND NAME``). Returns 0
+    even if a plugin is broken, which its row says."""
+    if words:
+        if len(words) != 3 or words[0] != "new":
+            raise UserError(
+                f"say recpipe plugins, or recpipe plugins new KIND NAME; kinds: {', '.join(MADE)}"
+            )
+        folder = write_starter(words[1], words[2])
+        print(f"{folder} is a whole package: pip install -e {folder}; python -m pytest {folder}/tests")
+        return 0
+    rows = {ep.name: listed(ep) for ep in installed().values()}
     parts = {
         f"{kind}={ep.name}": describe_part(kind, ep)
         for kind in GROUPS
@@ -144,13 +189,16 @@ def print_plugins() -> int:
         print("no plugins are installed; recpipe's own appear after: pip install -e .")
         return 0
     console = Output()
-    for row in rows:
-        facts = f"extension points: {', '.join(row.uses)}", f"alters: {', '.join(row.alters) or 'nothing'}"
-        _print(console, row.origin.plugin, row, *facts)
-    for word, row in parts.items():
-        _print(console, word, row)
-    named = {**{row.origin.plugin: row for row in rows}, **parts}
-    for name, row in named.items():
+    for name, row in (rows | parts).items():
+        console.print(f"[bold]{escape(name)}[/]  {row.origin.distribution} {row.origin.version}")
+        lines = ["BROKEN, see below"] if row.fault else [row.doc]
+        if name in rows and not row.fault:
+            lines.append(f"extension points: {', '.join(row.uses)}")
+            lines.append(f"alters: {', '.join(row.alters) or 'nothing'}")
+        for line in lines:
+            text = fill(line, console.width, initial_indent=_INDENT, subsequent_indent=_INDENT)
+            console.print(text, markup=False, highlight=False)
+    for name, row in (rows | parts).items():
         if row.fault:
             print(f"broken: {name}: {row.fault}")
     print(
@@ -160,9 +208,41 @@ def print_plugins() -> int:
     return 0
 
 
-def _print(console: Console, word: str, row: Listed, *more: str) -> None:
-    """One entry: the name or the word that chooses it, its package, what it does, and ``more``."""
-    console.print(f"[bold]{escape(word)}[/]  {row.origin.distribution} {row.origin.version}")
-    for line in ["BROKEN, see below"] if row.fault else [row.doc, *more]:
-        text = fill(line, console.width, initial_indent=_INDENT, subsequent_indent=_INDENT)
-        console.print(text, markup=False, highlight=False)
+def starter(kind: str, name: str) -> dict[str, str]:
+    """The files of a package that offers a ``kind`` called ``name``, by their path in it.
+
+    ``UserError`` for another kind or a name that no package can have.
+    """
+    if kind not in MADE:
+        raise UserError(f"no kind '{shown(kind)}': {nearest_or_all(kind, MADE)}")
+    if not re.fullmatch(r"[a-z][a-z0-9_]{0,39}", name):
+        raise UserError(f"'{shown(name)}' is no name: a lower-case letter, then such letters, digits and _")
+    group = kind if kind in GROUPS else PLUGIN
+
+    def read(template: str) -> str:
+        return (TEMPLATES / f"{template}.txt").read_text(encoding="utf-8")
+
+    word = f"+plugin={name}" if group == PLUGIN else f"{group}={name}"
+    files = {
+        "pyproject.toml": PROJECT.format(group=GROUPS[group], made=MADE[kind]),
+        "README.md": README.format(kind=kind, word=word),
+        f"recpipe_{name}/__init__.py": read(f"{kind}.py"),
+        f"recpipe_{name}/conf/{group}/{name}.yaml": read(f"{kind}.yaml"),
+        f"tests/test_{name}.py": read(f"{group}.test"),
+    }
+    return {file: text.replace(HERE, name) for file, text in files.items()}
+
+
+def write_starter(kind: str, name: str) -> Path:
+    """Write the package into the folder ``recpipe-NAME`` here; ``UserError`` if it or the name is taken."""
+    files, folder = starter(kind, name), Path(f"recpipe-{name}")
+    group = kind if kind in GROUPS else PLUGIN
+    if is_offered(group, name):
+        raise UserError(f"something installed offers a {group} named '{name}' already: choose another name")
+    if folder.exists():
+        raise UserError(f"{folder} is there already: choose another name, or move it away")
+    for file, text in files.items():
+        path = folder / file
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text, encoding="utf-8")
+    return folder

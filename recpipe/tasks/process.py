@@ -70,19 +70,15 @@ def end(run: subprocess.Popen[bytes]) -> None:
     try:
         run.wait(timeout=_GRACE_SECONDS)
     except (subprocess.TimeoutExpired, KeyboardInterrupt):
-        for group in (*_ranks(run.pid), run.pid):
+        groups = [run.pid]
+        # torchrun's children lead process groups of their own; without /proc they are not found.
+        with suppress(OSError):  # a process that has just ended
+            for file in Path(f"/proc/{run.pid}/task").glob("*/children"):
+                groups += [pid for pid in map(int, file.read_text().split()) if os.getpgid(pid) == pid]
+        for group in reversed(groups):
             with suppress(ProcessLookupError):
                 os.killpg(group, signal.SIGKILL)
         run.wait()
-
-
-def _ranks(torchrun: int) -> list[int]:
-    """The process's children, each the leader of its own process group; empty if there is no /proc."""
-    found: list[int] = []
-    with suppress(OSError):  # a process that has just ended
-        for file in Path(f"/proc/{torchrun}/task").glob("*/children"):
-            found += [pid for pid in map(int, file.read_text().split()) if os.getpgid(pid) == pid]
-    return found
 
 
 @contextmanager
@@ -154,17 +150,13 @@ def run_apart(
     if not earlier:
         shutil.rmtree(checkpoints, ignore_errors=True)
     if status != 0:
-        raise UserError(_failure(status, log))
+        lines = log.read_text(encoding="utf-8", errors="replace").splitlines()
+        errors = [line for line in lines if line.startswith("error: ")]
+        if errors:
+            raise UserError(errors[-1].removeprefix("error: "))
+        how = f"was killed by signal {-status}" if status < 0 else f"failed with status {status}"
+        last = next((line.strip() for line in reversed(lines) if line.strip()), "no output")
+        raise UserError(f"the run {how} ({last[:200]}); its output is in {log}")
     report = directory / "report.json"
     content: dict[str, Any] = json.loads(report.read_text(encoding="utf-8")) if report.exists() else {}
     return content
-
-
-def _failure(status: int, log: Path) -> str:
-    lines = log.read_text(encoding="utf-8", errors="replace").splitlines()
-    errors = [line for line in lines if line.startswith("error: ")]
-    if errors:
-        return errors[-1].removeprefix("error: ")
-    how = f"was killed by signal {-status}" if status < 0 else f"failed with status {status}"
-    last = next((line.strip() for line in reversed(lines) if line.strip()), "no output")
-    return f"the run {how} ({last[:200]}); its output is in {log}"

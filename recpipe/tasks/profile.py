@@ -35,8 +35,7 @@ from recpipe.profiling.workload import (
 )
 from recpipe.report.files import ReportFiles
 from recpipe.report.record import RunReport, Throughput
-from recpipe.setup.ctx import TaskContext
-from recpipe.setup.given import Outcome
+from recpipe.setup.ctx import Outcome, TaskContext
 from recpipe.setup.training import Training
 from recpipe.training.recorder import Recorder
 
@@ -44,10 +43,6 @@ T = TypeVar("T")
 TRACE = "trace.json.gz"
 COUNTED_BATCHES = 8
 """How many batches, the first ones of a run, have their lookups counted."""
-
-
-def _nothing() -> None:
-    pass
 
 
 class Profile:
@@ -99,7 +94,7 @@ class StepProfiler(L.Callback):
         """The work of the dense optimizer per step."""
         self.finished = False
         self._watching = False
-        self._untell: Callable[[], None] = _nothing
+        self._untell: Callable[[], None] | None = None
         self._step: Any = None
 
     def on_train_epoch_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
@@ -123,7 +118,10 @@ class StepProfiler(L.Callback):
         if done == self.config.warmup + self.config.steps:
             self.profiler.start()
             self._watching = True
-            self._watch()
+            watch(True)
+            # On a GPU a part's kernels run later than its operators, and passes are not divided into parts.
+            if self.device.type == "cpu":
+                self._untell = tell_parts(self.model.module)
         elif done == self.config.warmup + 2 * self.config.steps:
             self.optimizer = optimizer_work(trainer.optimizers[0])
             self._stop()
@@ -144,17 +142,11 @@ class StepProfiler(L.Callback):
             self._step.__exit__(None, None, None)
             self._step = None
 
-    def _watch(self) -> None:
-        """Record phases from now on. On a GPU, where a part's kernels run later than its operators, forward
-        and backward passes are not divided into parts."""
-        watch(True)
-        if self.device.type == "cpu":
-            self._untell = tell_parts(self.model.module)
-
     def _stop(self) -> None:
         self._end_step()
         if self._watching:
-            self._untell()
+            if self._untell is not None:
+                self._untell()
             watch(False)
             self.profiler.stop()
             self._watching = False
@@ -186,7 +178,13 @@ class StepProfiler(L.Callback):
 
         def told(limits: Limits) -> dict[str, Any]:
             timing = achieved(seconds, step, floors_ms(work, limits, config.precision))
-            floor = floor_section(work, limits, config.precision, lookups)
+            floor = {
+                "ms": sum(floors_ms(work, limits, config.precision).values()),
+                "precision": config.precision,
+                "flops": sum(each.flops for each in work.values()),
+                **asdict(lookups),
+                "work": {name: asdict(each) for name, each in work.items()},
+            }
             return {
                 **timing,
                 "predicted": ask(model.predict)(training, timed.stop, timing["phases"]),
@@ -285,14 +283,3 @@ def middle_half(steps: Sequence[T], key: Callable[[T], float]) -> list[T]:
     ordered = sorted(steps, key=key)
     cut = len(ordered) // 4
     return ordered[cut : len(ordered) - cut]
-
-
-def floor_section(work: dict[str, Work], limits: Limits, precision: str, lookups: Lookups) -> dict[str, Any]:
-    """The inputs of the floor, for a batch."""
-    return {
-        "ms": sum(floors_ms(work, limits, precision).values()),
-        "precision": precision,
-        "flops": sum(w.flops for w in work.values()),
-        **asdict(lookups),
-        "work": {name: asdict(w) for name, w in work.items()},
-    }

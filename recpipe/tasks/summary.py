@@ -5,20 +5,17 @@ from __future__ import annotations
 import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from recpipe.access.sample import AccessSample
-from recpipe.access.skew import Skew, skew_of
+from recpipe.access.skew import skew_of
 from recpipe.common.console import log
 from recpipe.common.device import peak_gpu_bytes
 from recpipe.common.machine import peak_rss_bytes
 from recpipe.common.words import CUSTOM
-from recpipe.config.recipe import Recipe
 from recpipe.distributed.ranks import Ranks
-from recpipe.plugin.collection import TableCollection, TierFigures
+from recpipe.plugin.collection import TierFigures
 from recpipe.plugin.context import Io, RunFigures
 from recpipe.private_api import Collective
 from recpipe.report.environment import environment
@@ -27,10 +24,8 @@ from recpipe.report.record import DataFigures, Memory, RankFigures, Resumed, Run
 from recpipe.setup.training import Finished, Training
 from recpipe.tables.collection import ShowsRows
 from recpipe.tables.grouped import GroupedCollection
-from recpipe.tables.groups import Group, ModelTables
+from recpipe.tables.groups import ModelTables
 from recpipe.tables.owners import RESIDENT
-from recpipe.training.module import RankingModule
-from recpipe.training.recorder import Recorder
 
 
 def summarize(training: Training, finished: Finished, command_line: Sequence[str] | None) -> RunReport:
@@ -39,15 +34,15 @@ def summarize(training: Training, finished: Finished, command_line: Sequence[str
     run, plan, module, recorder = training.run, training.plan, training.module, training.recorder
     cfg, dataset, ranks, described = run.recipe, run.dataset, run.ranks, plan.described
     tables, embeddings = plan.unplaced.tables, training.built.embeddings
+    loader, checkpoint, total = module.loader, training.built.resume, module.totals.samples
     training_peak = peak_rss_bytes()
     tiers = embeddings.tier_figures()
     io = _io(tiers, str(described["tiers"]["store"]))
-    splitting = module.loader.splitting
-    graph = module.backend.graph
+    splitting, accesses = loader.splitting, loader.accesses
     figures = RunFigures(
         steps=recorder.steps,
         samples=recorder.samples,
-        lookups=module.loader.lookups,
+        lookups=loader.lookups,
         io=io,
         before_cold_seconds=module.step_times.before_cold.total(),
         after_cold_seconds=module.step_times.after_cold.total(),
@@ -57,6 +52,29 @@ def summarize(training: Training, finished: Finished, command_line: Sequence[str
     plugins, unreported = plan.assembly.figures(figures, as_json)
     for line in unreported.values():
         log.warning("%s. The report is without its figures", line)
+    command = None
+    if command_line is not None:
+        start = "python" if ranks.world == 1 else f"torchrun --nproc-per-node={ranks.world}"
+        command = f"{start} -m recpipe {shlex.join(command_line)}".rstrip()
+    skew = None
+    if accesses is not None:
+        rows = {table.name: table.rows for table in tables.tables}
+        skew = skew_of(accesses.counts(), rows, accesses.lookups, accesses.batches)
+    resumed = None
+    if checkpoint is not None:
+        resumed = Resumed(
+            checkpoint=str(checkpoint),
+            step=module.global_step - recorder.steps,
+            samples=None if total is None else total - recorder.samples,
+            steps=recorder.steps,
+            total_steps=module.global_step,
+            total_samples=total,
+        )
+    # Rows of this rank that no tier holds, and those that one holds in memory.
+    resident = tables.total_bytes if tiers is None else 0
+    if described["shards"] is not None:
+        mine = described["shards"]["ranks"][ranks.rank]
+        resident = mine["bytes"] - mine["tiered_bytes"]
     return RunReport(
         task=cfg.task.name,
         recipe=cfg.values,
@@ -66,46 +84,39 @@ def summarize(training: Training, finished: Finished, command_line: Sequence[str
         data=DataFigures(
             recorder.samples,
             dataset.size("eval"),
-            module.loader.lookups,
+            loader.lookups,
             dataset.rejected_rows,
             dataset.dropped_samples,
             module.model.late_calls,
             recorder.skipped_samples,
         ),
         throughput=replace(
-            recorder.throughput(finished.written_back), graph_steps=None if graph is None else graph.trained
+            recorder.throughput(finished.written_back),
+            graph_steps=None if module.backend.graph is None else module.backend.graph.trained,
         ),
         quality=recorder.quality,
-        memory=replace(
-            _memory(
-                described, ranks, tables, embeddings, tiers, max(training.built.preparing, training_peak)
-            ),
-            training_peak_rss_bytes=training_peak,
-            peak_gpu_bytes=peak_gpu_bytes(module.loader.device),
+        memory=Memory(
+            max(training.built.preparing, training_peak),
+            resident if tiers is None else resident + tiers.resident_bytes,
+            0 if tiers is None else tiers.cold_bytes,
+            0 if tiers is None else tiers.overhead_bytes,
+            memory_of_tables(described, tables, embeddings),
+            training_peak,
+            peak_gpu_bytes(loader.device),
         ),
         io=io,
         plugins=plugins,
         environment=environment(),
         history=recorder.history,
         ranks=_ranks(ranks, embeddings.collectives),
-        resumed=_resumed(training.built.resume, module, recorder),
+        resumed=resumed,
         series=recorder.intervals.series(recorder.step_seconds),
         calibration=module.evaluation.quality.calibration,
-        skew=_skew(module.loader.accesses, tables),
-        model=_model_name(cfg, module),
-        command=None if command_line is None else _command(command_line, ranks),
+        skew=skew,
+        model=type(module.model.module).__name__ if cfg.model.name == CUSTOM else cfg.model.name,
+        command=command,
         unreported=unreported,
     )
-
-
-def _model_name(cfg: Recipe, module: RankingModule) -> str:
-    named = cfg.model.name
-    return type(module.model.module).__name__ if named == CUSTOM else named
-
-
-def _command(words: Sequence[str], ranks: Ranks) -> str:
-    start = "python" if ranks.world == 1 else f"torchrun --nproc-per-node={ranks.world}"
-    return f"{start} -m recpipe {shlex.join(words)}".rstrip()
 
 
 def altered_in_run(
@@ -118,27 +129,6 @@ def altered_in_run(
         told = figures.get(plugin, {}).get(ALTERED)
         found |= {name for name in names if not isinstance(told, str) or name in told.split(", ")}
     return sorted(found)
-
-
-def _skew(accesses: AccessSample | None, tables: ModelTables) -> Skew | None:
-    if accesses is None:
-        return None
-    rows = {table.name: table.rows for table in tables.tables}
-    return skew_of(accesses.counts(), rows, accesses.lookups, accesses.batches)
-
-
-def _resumed(checkpoint: Path | None, module: RankingModule, recorder: Recorder) -> Resumed | None:
-    if checkpoint is None:
-        return None
-    steps, total = recorder.steps, module.totals.samples
-    return Resumed(
-        checkpoint=str(checkpoint),
-        step=module.global_step - steps,
-        samples=None if total is None else total - recorder.samples,
-        steps=steps,
-        total_steps=module.global_step,
-        total_samples=total,
-    )
 
 
 def _ranks(ranks: Ranks, collectives: Mapping[str, Collective]) -> RankFigures:
@@ -155,26 +145,6 @@ def _ranks(ranks: Ranks, collectives: Mapping[str, Collective]) -> RankFigures:
         message_seconds=traffic.seconds + sum(c.wait_seconds for c in collectives.values()),
         collectives={name: asdict(c) for name, c in collectives.items()},
     )
-
-
-def _memory(
-    described: Mapping[str, Any],
-    ranks: Ranks,
-    tables: ModelTables,
-    embeddings: GroupedCollection,
-    tiers: TierFigures | None,
-    peak: int,
-) -> Memory:
-    each = memory_of_tables(described, tables, embeddings)
-    resident = tables.total_bytes if tiers is None else 0
-    if described["shards"] is not None:
-        mine = described["shards"]["ranks"][ranks.rank]
-        resident = mine["bytes"] - mine["tiered_bytes"]
-    if tiers is None:
-        return Memory(peak, resident, 0, 0, each)
-    resident += tiers.resident_bytes
-    moved = tiers.cold_bytes, tiers.overhead_bytes
-    return Memory(peak, resident, *moved, each)
 
 
 def _io(tiers: TierFigures | None, store: str) -> Io:
@@ -205,7 +175,13 @@ def memory_of_tables(
     found: list[TableMemory] = []
     owners = described["tiers"]["groups"]
     for group, told, collection in zip(tables.groups, owners, embeddings.collections, strict=True):
-        resident = _resident(group, told["cache"], collection)
+        layout, shows = group.tables.layout, collection.offers(ShowsRows)
+        resident: dict[str, int] = {}  # of a collection that shows its rows
+        if told["cache"] == RESIDENT:
+            resident = dict(zip(layout.tables, layout.rows, strict=True))
+        elif shows is not None:
+            counts = np.diff(np.searchsorted(shows.resident_rows(), layout.bases))
+            resident = dict(zip(layout.tables, counts.tolist(), strict=True))
         for table in group.tables.tables:
             weights = table.rows * group.tables.bytes_of_weights(group.tables.dim)
             sharding = shards.get(table.name, {}).get("sharding")
@@ -226,15 +202,3 @@ def memory_of_tables(
                 )
             )
     return found
-
-
-def _resident(group: Group, cache: str, collection: TableCollection) -> Mapping[str, int]:
-    """How many rows of each table are resident; empty if the collection does not show its rows."""
-    layout = group.tables.layout
-    if cache == RESIDENT:
-        return dict(zip(layout.tables, layout.rows, strict=True))
-    shows = collection.offers(ShowsRows)
-    if shows is None:
-        return {}
-    counts = np.diff(np.searchsorted(shows.resident_rows(), layout.bases))
-    return dict(zip(layout.tables, counts.tolist(), strict=True))

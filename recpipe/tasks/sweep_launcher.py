@@ -28,9 +28,10 @@ from hydra.types import HydraContext, TaskFunction
 from omegaconf import DictConfig, OmegaConf, open_dict
 
 from recpipe.common.files import JOB_FILE
+from recpipe.common.words import quoted
 from recpipe.config.launcher import NAME
 from recpipe.errors import UserError, shown
-from recpipe.tasks.compare_rows import chosen_config, quoted
+from recpipe.tasks.compare_rows import chosen_config
 from recpipe.tasks.process import TORCHRUN, end, interrupt_on_sigterm, interrupts_deferred, started
 from recpipe.tasks.sweeps import metrics_of, optimized, places_apart
 
@@ -68,13 +69,17 @@ class TorchrunLauncher(Launcher):
         """
         setup_globals()
         configure_log(self.config.hydra.hydra_logging, self.config.hydra.verbose)
+        environment = {key: text for key, text in self.environment.items() if not _OF_A_RANK.fullmatch(key)}
+        if self.ranks > 1:
+            # torchrun would set it itself, with a warning in every job.
+            environment.setdefault("OMP_NUM_THREADS", "1")
         jobs: list[_Job] = []
         total = initial_job_idx + len(job_overrides)
         with interrupt_on_sigterm():
             for number, overrides in enumerate(job_overrides, initial_job_idx):
                 log.info("job %d/%d: %s", number + 1, total, " ".join(filter_overrides(overrides)))
                 jobs.append(self._job(number, list(overrides)))
-                jobs[-1].run(self._environment())
+                jobs[-1].run(environment)
                 if jobs[-1].status and self.stop_on_failure:
                     break
         return _results(jobs, len(job_overrides))
@@ -92,13 +97,6 @@ class TorchrunLauncher(Launcher):
         own = [quoted(key, Path(place)) for key, place in shared if "[" not in key]
         command += ["-m", "recpipe", *words, *own, quoted("hydra.run.dir", folder.absolute())]
         return _Job(number, overrides, config, folder, command, metrics)
-
-    def _environment(self) -> dict[str, str]:
-        kept = {name: value for name, value in self.environment.items() if not _OF_A_RANK.fullmatch(name)}
-        if self.ranks > 1:
-            # torchrun would set it itself, with a warning in every job.
-            kept.setdefault("OMP_NUM_THREADS", "1")
-        return kept
 
 
 @dataclass
@@ -147,48 +145,41 @@ class _Job:
         }
         (self.folder / JOB_FILE).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
 
-    def value(self) -> float | list[float] | None:
-        """What the sweeper gets, of the job's report.json; ``UserError`` where there is no such figure."""
-        if not self.metrics:
-            return None
-        try:
-            report = json.loads((self.folder / "report.json").read_text(encoding="utf-8"))
-        except (OSError, ValueError) as fault:
-            raise UserError(f"report.json cannot be read: {shown(fault, 200)}") from fault
-        return optimized(self.metrics, report)
-
-    def failure(self) -> str:
-        """One line with the folder, the command and how it ended."""
-        assert self.status is not None
-        how = f"killed by signal {-self.status}" if self.status < 0 else f"exit status {self.status}"
-        return f"{self.folder}: {' '.join(filter_overrides(self.overrides))} ({how})"
+    def result(self, error: UserError) -> JobReturn:
+        """What Hydra's sweeper gets: the figures that it asks for, of the job's report.json, or ``error`` if
+        the job failed."""
+        value: Any = error
+        if not self.status:
+            try:
+                value = None
+                if self.metrics:
+                    report = json.loads((self.folder / "report.json").read_text(encoding="utf-8"))
+                    value = optimized(self.metrics, report)
+            except UserError as fault:
+                value = UserError(f"{self.folder}: {fault}")
+            except (OSError, ValueError) as fault:
+                value = UserError(f"{self.folder}: report.json cannot be read: {shown(fault, 200)}")
+        return JobReturn(
+            overrides=self.overrides,
+            cfg=OmegaConf.masked_copy(self.config, [str(key) for key in self.config if key != "hydra"]),
+            hydra_cfg=OmegaConf.masked_copy(self.config, "hydra"),
+            working_dir=str(Path.cwd()),
+            task_name=JobRuntime.instance().get("name"),
+            status=JobStatus.FAILED if isinstance(value, UserError) else JobStatus.COMPLETED,
+            _return_value=value,
+        )
 
 
 def _results(jobs: Sequence[_Job], asked: int) -> list[JobReturn]:
     """The jobs' results for Hydra's sweeper. All failed jobs have the same error, which names them all."""
-    failed = [job for job in jobs if job.status]
+    lines = []
+    for job in jobs:
+        if job.status:
+            how = f"killed by signal {-job.status}" if job.status < 0 else f"exit status {job.status}"
+            lines.append(f"  {job.folder}: {' '.join(filter_overrides(job.overrides))} ({how})")
     left = f"; {asked - len(jobs)} not started (stop_on_failure)" if len(jobs) < asked else ""
-    lines = [f"{len(failed)} of {asked} jobs failed{left}:", *(f"  {job.failure()}" for job in failed)]
-    error = UserError(*lines)
-    return [_result(job, error if job.status else None) for job in jobs]
-
-
-def _result(job: _Job, error: UserError | None) -> JobReturn:
-    value: Any = error
-    if error is None:
-        try:
-            value = job.value()
-        except UserError as fault:
-            value = UserError(f"{job.folder}: {fault}")
-    return JobReturn(
-        overrides=job.overrides,
-        cfg=OmegaConf.masked_copy(job.config, [str(key) for key in job.config if key != "hydra"]),
-        hydra_cfg=OmegaConf.masked_copy(job.config, "hydra"),
-        working_dir=str(Path.cwd()),
-        task_name=JobRuntime.instance().get("name"),
-        status=JobStatus.FAILED if isinstance(value, UserError) else JobStatus.COMPLETED,
-        _return_value=value,
-    )
+    error = UserError(f"{len(lines)} of {asked} jobs failed{left}:", *lines)
+    return [job.result(error) for job in jobs]
 
 
 def refuse_without_sweep() -> None:

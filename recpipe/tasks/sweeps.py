@@ -89,6 +89,14 @@ def table_at_end() -> Iterator[None]:
     Raises ``UserError`` with a line for each job that ``noted`` has seen fail, and for what an installed
     sweeper raises itself.
     """
+
+    def show() -> None:
+        if SweepFolder.path is not None:
+            # Imported here: it imports torch, for which a starting sweep need not wait.
+            from recpipe.report.sweep import report
+
+            report(SweepFolder.path)
+
     SweepFolder.path, SweepFolder.sweeper = None, BASIC
     _failed.clear()
     try:
@@ -97,7 +105,7 @@ def table_at_end() -> Iterator[None]:
         raise
     except BaseException as error:
         with suppress(UserError):  # the first error is reported instead
-            _print_table()
+            show()
         if isinstance(error, JobFailed):
             raise UserError(f"{len(_failed)} of the sweep's jobs failed:", *_failed) from error
         told = (UserError, HydraException, OmegaConfBaseException)
@@ -105,15 +113,7 @@ def table_at_end() -> Iterator[None]:
             why = shown(error, 300) or type(error).__name__
             raise UserError(f"hydra/sweeper={SweepFolder.sweeper}: {why}") from error
         raise
-    _print_table()
-
-
-def _print_table() -> None:
-    if SweepFolder.path is not None:
-        # Imported here: it imports torch, for which a starting sweep need not wait.
-        from recpipe.report.sweep import report
-
-        report(SweepFolder.path)
+    show()
 
 
 def metrics_of(recipe: DictConfig, hydra: Any) -> list[str]:
@@ -176,31 +176,28 @@ def noted() -> Iterator[None]:
 
     Raises ``JobFailed`` instead of a ``UserError``. It does nothing for a run that is not a job of a sweep.
     """
-    if HydraConfig.get().mode != RunMode.MULTIRUN:
+    config = HydraConfig.get()
+    if config.mode != RunMode.MULTIRUN:
         yield
         return
-    _job_file().unlink(missing_ok=True)  # left by an earlier sweep into the same folder
+    file = Path(config.runtime.output_dir) / JOB_FILE
+    file.unlink(missing_ok=True)  # left by an earlier sweep into the same folder
     try:
         yield
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         append_to_log(f"error: {error}")
-        _note(2, str(error))
+        _note(config, file, 2, str(error))
         raise JobFailed(str(error)) from error
     except KeyboardInterrupt:
-        _note(130, "interrupted")
+        _note(config, file, 130, "interrupted")
         raise
     except Exception as fault:
-        _note(1, f"{type(fault).__name__}: {fault}")
+        _note(config, file, 1, f"{type(fault).__name__}: {fault}")
         raise
 
 
-def _job_file() -> Path:
-    return Path(HydraConfig.get().runtime.output_dir) / JOB_FILE
-
-
-def _note(status: int, fault: str) -> None:
-    config, file = HydraConfig.get(), _job_file()
+def _note(config: Any, file: Path, status: int, fault: str) -> None:
     overrides = [str(word) for word in config.overrides.task]
     _failed.append(f"  {file.parent}: {' '.join(overrides)} ({fault})")
     content = {

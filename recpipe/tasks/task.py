@@ -10,8 +10,7 @@ from recpipe.plugin.calls import Origin, blaming
 from recpipe.plugin.errors import PluginLoadError
 from recpipe.plugin.offers import entry, imported, offered, origin_of
 from recpipe.report.files import ReportFiles
-from recpipe.setup.ctx import TaskContext
-from recpipe.setup.given import Outcome
+from recpipe.setup.ctx import Outcome, TaskContext
 
 
 def carry_out_task(context: TaskContext) -> Outcome:

@@ -183,7 +183,7 @@ def train_composed(
     """Run what ``watched`` gave in this process; ``dataset`` and ``model`` are for ``data=given`` and
     ``model=custom``."""
     from recpipe.run import carry_out
-    from recpipe.setup.given import Given
+    from recpipe.setup.ctx import Given
 
     Watch.latest = None
     carry_out(composed, folder, Given(dataset=dataset, model=model, screen=False, files=False))

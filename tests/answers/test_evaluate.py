@@ -21,8 +21,7 @@ from recpipe import cli
 from recpipe.answers.evaluate import Slicer, add_of_batch
 from recpipe.answers.trained import open_trained
 from recpipe.checkpoint.manifest import TRAINER, seal
-from recpipe.checkpoint.table_io import RECIPE, newest
-from recpipe.checkpoint.trainer_file import load_trainer, save_trainer
+from recpipe.checkpoint.table_io import RECIPE, load_trainer, newest, save_trainer
 from recpipe.data.dataset import SplitName
 from recpipe.data.make import open_dataset
 from recpipe.errors import DataError, UserError

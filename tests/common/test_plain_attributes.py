@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from recpipe.common.plain_attributes import PlainAttributes
+from recpipe.common.tensors import PlainAttributes
 
 
 class Counts(PlainAttributes):

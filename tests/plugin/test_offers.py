@@ -18,7 +18,7 @@ from recpipe.plugin.load import activate
 from recpipe.plugin.offers import entry, offered
 from recpipe.run import run
 from recpipe.tasks import plugins as listing
-from recpipe.tasks.starter import MADE, write_starter
+from recpipe.tasks.plugins import MADE, write_starter
 
 SOURCE = '''
 from dataclasses import dataclass
@@ -167,7 +167,7 @@ def test_they_are_listed(
     install("count", "{}\n", TASK, "task")
     install("broken", "{}\n", None, "model")
     install("synthetic", "{}\n", SOURCE, "data")
-    listing.print_plugins()
+    listing.plugins([])
     said = capsys.readouterr().out
     assert "data=logs" in said
     assert "Made-up clicks." in said
@@ -178,7 +178,7 @@ def test_they_are_listed(
 
 def test_eighty_columns_are_enough(capsys: pytest.CaptureFixture[str], monkeypatch) -> None:
     monkeypatch.setenv("COLUMNS", "80")
-    listing.print_plugins()
+    listing.plugins([])
     lines = capsys.readouterr().out.splitlines()
     assert "    alters: BATCH_SIZE, EXACT_GRADIENT, SAMPLE_SET" in lines, "words stay whole"
     at = next(number for number, line in enumerate(lines) if line.startswith("hotline  "))
@@ -204,7 +204,7 @@ def test_two_packages_with_different_models_of_one_name(install, capsys, monkeyp
     with pytest.raises(PluginConflict, match="two installed packages provide a model named 'aa': "):
         compose(["model=aa"])
     assert compose(["model=dlrm"]).model.name == "dlrm", "a clash disturbs nobody who does not use the name"
-    listing.print_plugins()
+    listing.plugins([])
     assert "broken: model=aa: two installed packages provide" in capsys.readouterr().out
     with pytest.raises(UserError, match="nothing installed has that name. Did you mean 'bb-pkg'"):
         compose(["+block=[bb_pgk]"])
@@ -213,7 +213,7 @@ def test_two_packages_with_different_models_of_one_name(install, capsys, monkeyp
 
 def test_a_package_that_exits_when_it_is_imported_stops_nobody(install, capsys) -> None:
     install("exiter", code="import sys; sys.exit('bye')\n")
-    listing.print_plugins()
+    listing.plugins([])
     assert "broken: exiter: " in (said := capsys.readouterr().out)
     assert "SystemExit: bye" in said
     with pytest.raises(UserError, match="plugin exiter .* cannot be imported from .*: SystemExit: bye"):

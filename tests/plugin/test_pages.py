@@ -18,7 +18,7 @@ from recpipe.config.recipe import Recipe
 from recpipe.data.make import open_dataset
 from recpipe.errors import UserError
 from recpipe.run import run
-from recpipe.tasks.starter import starter
+from recpipe.tasks.plugins import starter
 from recpipe.testing import PluginSuite
 from tests.pages import DOCS, files_of, installed_from
 

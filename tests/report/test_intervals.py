@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from recpipe.report.exactness import mean_interval, median_interval, width
+from recpipe.report.compared import mean_interval, median_interval, width
 
 
 def test_few_values_have_none() -> None:

@@ -21,7 +21,7 @@ from rich.console import Console
 from recpipe.access.skew import Skew, TableSkew, skew_of
 from recpipe.model.metrics import Calibration, Quality
 from recpipe.plugin.context import Io
-from recpipe.report import figures, folding, html, plots, run_page, run_plots, run_table, terminal
+from recpipe.report import figures, html, plots, run_page, run_plots, run_table, terminal
 from recpipe.report.compared import merged
 from recpipe.report.environment import environment
 from recpipe.report.record import (
@@ -89,7 +89,7 @@ SCHEMA = {
 
 
 def test_report_json_has_every_public_key(tmp_path: Path) -> None:
-    path = make_report().write(tmp_path / "new")
+    path = write_json(tmp_path / "new" / "report.json", make_report().to_dict())
     content = json.loads(path.read_text())
     assert path == tmp_path / "new" / "report.json"
     assert content["schema"] == SCHEMA["schema"]
@@ -108,7 +108,7 @@ def test_not_a_number_and_infinity_become_null(tmp_path: Path) -> None:
     report = make_report(
         quality=Quality(math.nan, math.inf, -math.inf), plugins={"p": {"x": [1.0, math.nan]}}
     )
-    text = report.write(tmp_path).read_text()
+    text = write_json(tmp_path / "report.json", report.to_dict()).read_text()
     content = json.loads(text, parse_constant=lambda name: pytest.fail(f"{name} is not strict JSON"))
     assert content["quality"] == dict.fromkeys(SCHEMA["quality"])
     assert content["plugins"]["p"]["x"] == [1.0, None]
@@ -363,13 +363,13 @@ def test_tables_of_a_kind_are_one_line() -> None:
         "bytes": {f"C{n}": 1024 * (n + 1) for n in range(26)},
         "other": {"a": None, "b": None, "c": None, "d": None},
     }
-    rows = dict(folding.flat(tree))
+    rows = dict(run_page.flat(tree))
     assert rows["tables.(26: C0, C1 … C25).cache"] == "hotline"
     assert rows["bytes"] == "26: 1 KiB to 26 KiB"
     assert rows["other.a"] == rows["other.d"] == "-", "only parts of one kind are folded"
     assert len(rows) == 1 + 2 + 1 + 4
     tree["tables"]["C3"] = {"cache": "fae", "init": None}
-    rows = dict(folding.flat(tree))
+    rows = dict(run_page.flat(tree))
     assert rows["tables.C3.cache"] == "fae"
     assert rows["tables.(25: C0, C1 … C25).cache"] == "hotline"
 
@@ -377,12 +377,12 @@ def test_tables_of_a_kind_are_one_line() -> None:
 def test_folded_tables_keep_their_sums() -> None:
     tables = [as_json(asdict(table(f"C{n}", n))) for n in range(1, 27)]
     for largest, lines in ((8, 9), (25, 26), (30, 26)):
-        found = folding.folded(tables, largest)
+        found = run_plots.folded(tables, largest)
         assert len(found) == lines
-        assert sum(line.weight_bytes for line in found) == 64 * 351
-        assert sum(line.resident_rows or 0 for line in found) == 260
-    assert folding.folded([*tables, as_json(asdict(table("x", 1, None)))], 8)[-1].resident_rows is None
-    assert folding.folded([], 8) == []
+        assert sum(line["weight_bytes"] for line in found) == 64 * 351
+        assert sum(line["resident_rows"] or 0 for line in found) == 260
+    assert run_plots.folded([*tables, as_json(asdict(table("x", 1, None)))], 8)[-1]["resident_rows"] is None
+    assert run_plots.folded([], 8) == []
 
 
 def test_merged_intervals_keep_steps_ends_and_the_mean_speed() -> None:

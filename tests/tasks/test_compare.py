@@ -26,6 +26,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from rich.console import Console
 
 from recpipe.common.validation import typed
+from recpipe.common.words import quoted
 from recpipe.config.compose import compose as compose_recipe
 from recpipe.config.task import CompareConfig
 from recpipe.errors import UserError
@@ -33,7 +34,7 @@ from recpipe.report.remarks import labels
 from recpipe.run import run as run_recipe
 from recpipe.tasks import compare_judge, process
 from recpipe.tasks.compare import compare
-from recpipe.tasks.compare_rows import carried_overrides, parse_rows, quoted
+from recpipe.tasks.compare_rows import carried_overrides, parse_rows
 from tests.processes import Cli
 
 ROOT = Path(__file__).parents[2]

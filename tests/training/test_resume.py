@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 
-from recpipe.checkpoint.trainer_file import load_trainer
+from recpipe.checkpoint.table_io import load_trainer
 from recpipe.common.saved import Damaged
 from recpipe.config.compose import compose
 from recpipe.errors import UserError

@@ -25,8 +25,7 @@ from recpipe.data.dataset import Dataset
 from recpipe.distributed.launch import ProcessRank
 from recpipe.errors import UserError
 from recpipe.report.files import ReportFiles
-from recpipe.setup.ctx import TaskContext
-from recpipe.setup.given import Outcome
+from recpipe.setup.ctx import Outcome, TaskContext
 from recpipe.setup.placing import Unplaced
 from recpipe.tasks import misses
 from recpipe.tasks.compare import compare

@@ -11,8 +11,8 @@ from rich.console import Console
 
 from recpipe.common.console import show
 from recpipe.report import figures, html, missed, plots, terminal
-from recpipe.report.page import Cell, Head, Line, Page, Part, Section, Table
-from recpipe.report.plots import Axis, Plot
+from recpipe.report.page import Cell, Head, Line, Page, Part, Plot, Section, Table
+from recpipe.report.plots import Axis
 
 _COLUMNS = ("recipe", "predicted\nspeed", "samples/s", "memory", "step\nms", "bound by")
 _WORDS = ("recipe", "bound by")

@@ -10,8 +10,8 @@ from rich.console import Console
 
 from recpipe.common.console import show
 from recpipe.report import figures, html, plots, terminal
-from recpipe.report.page import Head, Line, Page, Section, Table
-from recpipe.report.plots import Axis, Plot
+from recpipe.report.page import Head, Line, Page, Plot, Section, Table
+from recpipe.report.plots import Axis
 
 COLUMNS = ("GPUs", "batch", "samples/s", "per GPU", "step", "bound by", "memory", "time")
 TABLES = 8

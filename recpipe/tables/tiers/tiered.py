@@ -29,7 +29,7 @@ from numpy.typing import NDArray
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from recpipe.common.device import given_so_far
-from recpipe.common.plain_attributes import PlainAttributes
+from recpipe.common.tensors import PlainAttributes
 from recpipe.distributed.ranks import Channel, Ranks
 from recpipe.plugin.bags import Bags, RowIds
 from recpipe.plugin.calls import Owned
