@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 
-from recpipe.plugin.bags import IndexBags
+from recpipe.plugin.bags import Bags
 
 sys.path.insert(0, str(Path(__file__).with_name("on_gpu")))
 
@@ -56,7 +56,7 @@ POLICIES: dict[str, Callable[[RowSpace], CachePolicy]] = {
     "hotline": lambda space: PopularRows(space, LEARNING),
     "bagpipe": lookahead,
 }
-Given = Callable[[], IndexBags | GpuBags]
+Given = Callable[[], Bags | GpuBags]
 
 
 def run(tables: TableSet, policy: str, given: list[Given], distinct: list[GpuBags]) -> float:
@@ -72,7 +72,7 @@ def run(tables: TableSet, policy: str, given: list[Given], distinct: list[GpuBag
         own = bags()
         plan = planner.plan(own)
         planner.commit()
-        if isinstance(own, IndexBags):
+        if isinstance(own, Bags):
             parted(own, plan.where, pooled=True)
         times.append(1e3 * (perf_counter() - start))
     return median(times[len(times) // 2 :])

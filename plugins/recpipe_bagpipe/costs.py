@@ -7,7 +7,7 @@ from typing import Any
 
 from recpipe_perf_model import Facts, KeptLookups, Moved, Phase, Statement, Work
 
-from recpipe.plugin import IndexBags, Placement, RowIds, RowSpace, distinct
+from recpipe.plugin import Bags, Placement, RowIds, RowSpace, distinct
 from recpipe_bagpipe.pace import MOST, Pace
 from recpipe_bagpipe.policy import Lookahead, NoBulk
 from recpipe_bagpipe.window import ROW_BYTES
@@ -107,5 +107,5 @@ class Replayed(Lookahead):
         return super().migrate(rows)
 
 
-def _rows_of(bags: IndexBags) -> RowIds:
+def _rows_of(bags: Bags) -> RowIds:
     return distinct(bags.indices)

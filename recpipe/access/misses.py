@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from recpipe.plugin.bags import IndexBags, RowIds
+from recpipe.plugin.bags import Bags, RowIds
 from recpipe.tables.groups import Group
 from recpipe.tables.inputs import Inputs
 
@@ -357,7 +357,7 @@ class Followed:
         alone = {table: rates(int(layout.bases[table]), layout.rows[table]) for table in sorted(ordered)}
         return cls(group, shares, rates(0, layout.total_rows), alone)
 
-    def add(self, bags: IndexBags) -> None:
+    def add(self, bags: Bags) -> None:
         """Note a batch's lookups."""
         self.together.add(bags.indices)
         tables = self.group.tables

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from recpipe.model.config import ModelConfig
-from recpipe.plugin.bags import IndexBags
+from recpipe.plugin.bags import Bags
 from recpipe.plugin.tables import TableSet
 
 FLOAT_BYTES = 4
@@ -47,7 +47,7 @@ class Lookups:
         return Lookups(self.samples, self.lookups + other.lookups, self.distinct_rows + other.distinct_rows)
 
 
-def count_lookups(batches: Sequence[IndexBags]) -> Lookups:
+def count_lookups(batches: Sequence[Bags]) -> Lookups:
     """Count real batches' lookups in one group of tables."""
     count = len(batches)
     return Lookups(

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from recpipe.access.misses import POLICIES, MissRates, RowSample
-from recpipe.plugin.bags import IndexBags, RowIds
+from recpipe.plugin.bags import Bags, RowIds
 from recpipe.plugin.policy import RowSpace
 from recpipe.tables.tiers.planner import TierPlanner
 from recpipe.tables.tiers.policies import POLICIES as BUILT_IN
@@ -56,7 +56,7 @@ def measured(policy: str, slots: int, stream: Sequence[RowIds], carry: bool = Fa
     planner = TierPlanner(BUILT_IN[policy](RowSpace(np.array([0, ROWS]), slots)), carry=carry)
     misses = reads = lookups = 0
     for rows in stream:
-        plan = planner.plan(IndexBags(rows, np.arange(len(rows) + 1), len(rows)))
+        plan = planner.plan(Bags(rows, np.arange(len(rows) + 1), len(rows)))
         planner.commit()
         misses += plan.looked_up - plan.hits
         lookups += plan.looked_up

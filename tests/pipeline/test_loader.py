@@ -20,7 +20,7 @@ from recpipe.errors import DataError
 from recpipe.pipeline.batch import InFlight
 from recpipe.pipeline.splitting import in_steps
 from recpipe.plugin.api import Link
-from recpipe.plugin.bags import IndexBags
+from recpipe.plugin.bags import Bags
 from recpipe.plugin.errors import PluginError
 from recpipe.plugin.splitter import Split, micro_batch_step
 from recpipe.tables.rows import table_bags
@@ -334,7 +334,7 @@ def test_batches_are_read_further_ahead_where_a_gpu_finds_their_rows(
     plain = parameters_after("lru", "sgd", tmp_path / "plain", Listed(), **parts)
     threads: list[str] = []
 
-    def find(tiers: TieredEmbeddingBagCollection, sparse: KeyedJaggedTensor) -> IndexBags:
+    def find(tiers: TieredEmbeddingBagCollection, sparse: KeyedJaggedTensor) -> Bags:
         threads.append(threading.current_thread().name)
         return table_bags(tiers.tables, sparse)
 
@@ -349,7 +349,7 @@ def test_batches_are_read_further_ahead_where_a_gpu_finds_their_rows(
 def test_a_fault_in_a_batch_that_was_read_ahead_comes_in_its_turn(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def find(tiers: TieredEmbeddingBagCollection, sparse: KeyedJaggedTensor) -> IndexBags:
+    def find(tiers: TieredEmbeddingBagCollection, sparse: KeyedJaggedTensor) -> Bags:
         if sparse.stride() != SIZE:  # the last batch
             raise DataError("unknown")
         return table_bags(tiers.tables, sparse)

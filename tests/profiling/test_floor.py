@@ -7,7 +7,7 @@ import torch
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from recpipe.model.config import ModelConfig
-from recpipe.plugin.bags import IndexBags
+from recpipe.plugin.bags import Bags
 from recpipe.plugin.tables import SparseFeature, TableOptimizer, TableSet
 from recpipe.profiling import limits
 from recpipe.profiling.limits import Limits, floors_ms, measure
@@ -74,7 +74,7 @@ def test_cross_layers_are_counted() -> None:
 def test_lookups_and_distinct_rows_of_real_batches() -> None:
     """Equal ids of two features are two rows, since each has its own table."""
 
-    def batch(ids: list[int], lengths: list[int]) -> IndexBags:
+    def batch(ids: list[int], lengths: list[int]) -> Bags:
         lookups = KeyedJaggedTensor(["a", "b"], torch.tensor(ids), lengths=torch.tensor(lengths))
         return table_bags(TABLES, lookups)
 

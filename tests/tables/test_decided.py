@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from recpipe.plugin.bags import IndexBags, RowIds, Slots
+from recpipe.plugin.bags import Bags, RowIds, Slots
 from recpipe.plugin.calls import Origin, Owned
 from recpipe.plugin.errors import PluginError
 from recpipe.plugin.policy import NOTHING, Cache, CachePolicy, Placement, RowSpace
@@ -42,8 +42,8 @@ class Tables(Cache):
         raise NotImplementedError
 
 
-def bags(*rows: int) -> IndexBags:
-    return IndexBags(np.array(rows), np.arange(len(rows) + 1), len(rows))
+def bags(*rows: int) -> Bags:
+    return Bags(np.array(rows), np.arange(len(rows) + 1), len(rows))
 
 
 def placed(slots: list[int], rows: list[int], freed: list[int] | None = None) -> Placement:

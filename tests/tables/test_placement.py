@@ -15,7 +15,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from recpipe.common import loops
 from recpipe.common.loops import ALONE, Spread
 from recpipe.errors import DataError
-from recpipe.plugin.bags import IndexBags, RowIds, Slots, distinct
+from recpipe.plugin.bags import Bags, RowIds, Slots, distinct
 from recpipe.plugin.policy import CachePolicy, Placement, RowSpace
 from recpipe.plugin.tables import SparseFeature, TableOptimizer, TableSet
 from recpipe.tables.rows import checked_rows, table_bags
@@ -65,16 +65,16 @@ def planner_of(kind: str, carry: bool, slots: int = 50, threads: Spread = ALONE)
     return TierPlanner(KINDS[kind](space), carry)
 
 
-def random_bags(rng: np.random.Generator, size: int, longest: int = 4) -> IndexBags:
+def random_bags(rng: np.random.Generator, size: int, longest: int = 4) -> Bags:
     """Bags of 0 to ``longest`` skewed rows, with repeats within a bag."""
     lengths = rng.integers(0, longest + 1, FEATURES * size)
     offsets = np.concatenate(([0], np.cumsum(lengths)))
     feature = np.repeat(np.arange(FEATURES), lengths.reshape(FEATURES, size).sum(axis=1))
     rows = (rng.random(offsets[-1]) ** 3 * np.diff(BASES)[feature]).astype(np.int64) + BASES[feature]
-    return IndexBags(rows, offsets, size)
+    return Bags(rows, offsets, size)
 
 
-def batches(count: int = 40, seed: int = 2) -> list[IndexBags]:
+def batches(count: int = 40, seed: int = 2) -> list[Bags]:
     rng = np.random.default_rng(seed)
     return [
         random_bags(rng, int(rng.choice([1, 2, 17, 40])), int(rng.choice([0, 1, 4]))) for _ in range(count)
@@ -91,7 +91,7 @@ FORMS = ("each", "distinct")
 """Planning is told every lookup, or, as on a GPU, the distinct rows."""
 
 
-def given(bags: IndexBags, form: str) -> IndexBags | GpuBags:
+def given(bags: Bags, form: str) -> Bags | GpuBags:
     """``bags`` in this form."""
     if form == "each":
         return bags
@@ -152,7 +152,7 @@ class Places:
         assert np.array_equal(planner.row_of_slot, self.slots)
 
 
-def lookups_of(plan: TierPlan, bags: IndexBags | GpuBags, pooled: bool = True) -> CpuLookups | GpuLookups:
+def lookups_of(plan: TierPlan, bags: Bags | GpuBags, pooled: bool = True) -> CpuLookups | GpuLookups:
     """The lookups of ``bags``, once the rows of their plan have moved."""
     if isinstance(bags, GpuBags):
         return GpuLookups(bags, plan.where, pooled, bags.batch_size)
@@ -182,7 +182,7 @@ def looked_up(
     return found
 
 
-def expected(bags: IndexBags) -> list[list[int]]:
+def expected(bags: Bags) -> list[list[int]]:
     return [sorted(bags.indices[a:b].tolist()) for a, b in zip(bags.offsets, bags.offsets[1:], strict=False)]
 
 
@@ -267,7 +267,7 @@ def test_permuted_bags(size: int, one_hot: bool) -> None:
     for _ in range(10):
         bags = random_bags(rng, size)
         if one_hot:
-            bags = IndexBags(np.arange(FEATURES * size), np.arange(FEATURES * size + 1), size)
+            bags = Bags(np.arange(FEATURES * size), np.arange(FEATURES * size + 1), size)
         order = rng.permutation(size)
         moved = bags.permuted(order)
         slow = [

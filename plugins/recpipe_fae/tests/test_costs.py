@@ -8,7 +8,7 @@ from recpipe_fae.costs import separated, statement
 from recpipe_perf_model import KeptLookups
 from recpipe_perf_model.testing import sample_facts
 
-from recpipe.plugin import IndexBags
+from recpipe.plugin import Bags
 
 SIZE, FEATURES, ROWS, BATCHES = 16, 3, 40, 12
 
@@ -21,7 +21,7 @@ def lookups() -> list[np.ndarray]:
 
 def kept(batches: list[np.ndarray]) -> KeptLookups:
     offsets = np.arange(SIZE * FEATURES + 1)
-    bags = [IndexBags(each.T.ravel(), offsets, SIZE) for each in batches]
+    bags = [Bags(each.T.ravel(), offsets, SIZE) for each in batches]
     return KeptLookups(bags, np.array([0, ROWS]))
 
 
