@@ -5,7 +5,7 @@
 Each WHEEL (fbgemm-gpu's, torch's, NCCL's) is rewritten in place; 90 stands for compute capability 9.0 (H100,
 H200). Libraries with CUDA kernels have them for several architectures in fat binaries, in the sections of
 ``SECTIONS``: a header with the size of what follows, then an entry for each architecture. The chosen entries
-move to the front, the size says that nothing else is there, and the rest becomes zeros, which the wheel
+move to the proxy, the size says that nothing else is there, and the rest becomes zeros, which the wheel
 compresses. A fat binary without the architecture, of kernels that it has no use for, stays as it is.
 """
 

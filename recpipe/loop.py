@@ -35,8 +35,8 @@ from recpipe.plugin.assembly import Assembly
 from recpipe.plugin.errors import PluginError
 from recpipe.setup.placing import Unplaced
 from recpipe.setup.prepare import assemble_plugins, choose_device
-from recpipe.tables.front import handing_out
 from recpipe.tables.owners import group_owners, is_sharded
+from recpipe.tables.proxy import handing_out
 from recpipe.tables.quantized import check_quantized
 
 
@@ -44,7 +44,7 @@ class PlacedLoader:
     """Yields a loader's batches once their rows are in device memory. Iterate it once for each epoch.
 
     Each batch must have been trained (forward, backward, step) before the next one is asked for. During a
-    batch the fronts hand out rows that are in the graph, so that the user's backward pass also updates the
+    batch the proxies hand out rows that are in the graph, so that the user's backward pass also updates the
     tables. If a plugin cuts the batch, the module's ``forward`` trains the micro-batches one after the other,
     and the loss that it returns carries their gradients.
     """
@@ -72,8 +72,8 @@ class PlacedLoader:
             batch.attached = not cut
             batch.look_up(wait=bool(batch.moving) and not (cut and batch.cold_from))
             if not cut:
-                for front, handed in model.part(batch, 0, batch.size)[0].items():
-                    front.whole = handed
+                for proxy, handed in model.part(batch, 0, batch.size)[0].items():
+                    proxy.whole = handed
             batch.read_next()
             try:
                 yield batch.batch
@@ -82,8 +82,8 @@ class PlacedLoader:
                 model.embeddings.update()
                 batch.release()
                 self._batch = None
-                for front in model.fronts.values():
-                    front.whole = None
+                for proxy in model.proxies.values():
+                    proxy.whole = None
 
     def _called(self, *arguments: Any, **named: Any) -> Any:
         batch = self._batch

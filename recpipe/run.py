@@ -103,7 +103,7 @@ def train(context: TaskContext, watcher: Watcher | None = None) -> Outcome:
     )
 
     with ExitStack() as open_tiers:
-        # 5. Tables in their tiers, with first values or the rows of a checkpoint; fronts replace the model's
+        # 5. Tables in their tiers, with first values or the rows of a checkpoint; proxies replace the model's
         # collections. A rank that only holds rows serves them here, until the run is over.
         placed = open_tiers.enter_context(built(run, plan))
         if placed.model is None:

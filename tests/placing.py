@@ -12,7 +12,7 @@ from recpipe.model.call import Called
 from recpipe.model.config import ModelConfig
 from recpipe.model.dlrm import DlrmSizes, make_dlrm
 from recpipe.model.loss import parse_loss
-from recpipe.pipeline.placed import PlacedModel, put_fronts
+from recpipe.pipeline.placed import PlacedModel, put_proxies
 from recpipe.plugin.context import Context, GroupInfo, TableInfo
 from recpipe.plugin.tables import TableSet
 from recpipe.tables.collection import RowCollection
@@ -38,7 +38,7 @@ def model_over(
     called = Called(module, parse_loss("binary_cross_entropy"), low_precision=config.precision == "bfloat16")
     inputs = inputs_of(embeddings.tables)
     grouped = GroupedCollection(inputs.tables, [embeddings])
-    return PlacedModel(called, put_fronts(module, inputs.tables, grouped), grouped, inputs)
+    return PlacedModel(called, put_proxies(module, inputs.tables, grouped), grouped, inputs)
 
 
 def context_of(tables: TableSet, slots: int, dataset: Dataset, **more: Any) -> Context:

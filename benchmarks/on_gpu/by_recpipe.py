@@ -18,7 +18,7 @@ import torch
 from work import EPSILON, LEARNING_RATE, Size, batches, device_bytes, make_model, tbes
 
 import recpipe
-from recpipe.tables.front import Front
+from recpipe.tables.proxy import CollectionProxy
 from recpipe.tables.tiers.tiered import TieredEmbeddingBagCollection
 
 COMMON = (
@@ -86,9 +86,9 @@ def train(size: Size, device: torch.device, policy: str, share: float = 1.0, *mo
 
 def _collections(model: torch.nn.Module) -> Iterator[Any]:
     """What holds the rows of each group of tables."""
-    for front in model.modules():
-        if isinstance(front, Front):
-            yield from front.collections
+    for proxy in model.modules():
+        if isinstance(proxy, CollectionProxy):
+            yield from proxy.collections
 
 
 def _device_rows(collection: Any) -> int:

@@ -162,13 +162,14 @@ def recpipe_model(setting: Setting, precision: str, batch: int) -> Callable[[Bat
     from recpipe.model.config import ModelConfig
     from recpipe.model.dlrm import DlrmSizes, make_dlrm
     from recpipe.model.loss import parse_loss
-    from recpipe.pipeline.placed import PlacedModel, put_fronts
+    from recpipe.pipeline.placed import PlacedModel
+    from recpipe.pipeline.placed import put_proxies as put_proxies
     from recpipe.plugin.batch import Batch as OurBatch
     from recpipe.plugin.tables import SparseFeature, TableOptimizer
-    from recpipe.tables.front import handing_out
     from recpipe.tables.grouped import GroupedCollection
     from recpipe.tables.groups import collections_of, group_tables
     from recpipe.tables.inputs import Inputs
+    from recpipe.tables.proxy import handing_out
     from recpipe.tables.resident import ResidentCollection
 
     cpu = torch.device("cpu")
@@ -180,8 +181,8 @@ def recpipe_model(setting: Setting, precision: str, batch: int) -> Callable[[Bat
     tables = group_tables(collections_of(module), lambda name, weights: optimizer, seed=1)
     embeddings = GroupedCollection(tables, [ResidentCollection(g.tables, cpu) for g in tables.groups])
     called = Called(module, parse_loss("binary_cross_entropy"), low_precision=precision == "bfloat16")
-    fronts = put_fronts(module, tables, embeddings)
-    model = PlacedModel(called, fronts, embeddings, Inputs(tables, [[("sparse",)]])).eval()
+    proxies = put_proxies(module, tables, embeddings)
+    model = PlacedModel(called, proxies, embeddings, Inputs(tables, [[("sparse",)]])).eval()
     folder = default_cache_dir() / "backend"
     Backend("auto", model, calibrated(module, batch, {torch.get_num_threads()}, folder))
     keyed = keyed_by(batch)

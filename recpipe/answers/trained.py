@@ -50,9 +50,9 @@ from recpipe.plugin.offers import blocked_words, entry, imported, offered, origi
 from recpipe.setup.placing import Unplaced
 from recpipe.setup.prepare import assemble_plugins, choose_device
 from recpipe.tables.collection import SavesPlacement
-from recpipe.tables.front import handing_out
 from recpipe.tables.groups import ModelTables, collections_of
 from recpipe.tables.owners import RESIDENT, GroupOwner, group_owners
+from recpipe.tables.proxy import handing_out
 
 log = logging.getLogger(__name__)
 QUANTIZED = ("manifest.json", "dense.safetensors")
@@ -399,10 +399,10 @@ class _Columns(Dataset):
 def _as_given(model: PlacedModel, collections: Mapping[str, nn.Module]) -> None:
     """Give the module its own collections and layers back, for a caller who has handed it over."""
     revert(model.module)
-    for path, front in model.fronts.items():
+    for path, proxy in model.proxies.items():
         for parent in model.module.modules():
             for name, child in parent.named_children():
-                if child is front:
+                if child is proxy:
                     setattr(parent, name, collections[path])
 
 

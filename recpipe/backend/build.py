@@ -39,7 +39,7 @@ from recpipe.plugin.api import StepWrapper
 from recpipe.plugin.calls import Owned
 from recpipe.plugin.errors import PluginError
 from recpipe.plugin.splitter import Splitter
-from recpipe.tables.front import BagFront
+from recpipe.tables.proxy import BagProxy
 from recpipe.tables.workers import TableWorkers
 
 log = logging.getLogger(__name__)
@@ -81,9 +81,9 @@ class Backend:
             convert_on_gpu(module)
         else:
             convert(module, choices, measured_only=self.kind == "auto")
-        for front in map(module.get_submodule, roomy_paths(module)):
-            if isinstance(front, BagFront):
-                front.wants_padding = True
+        for proxy in map(module.get_submodule, roomy_paths(module)):
+            if isinstance(proxy, BagProxy):
+                proxy.wants_padding = True
 
     def _made(self, count: int) -> Cores | None:
         first_share = partial(Chooser(self.choices, True).first_share, self._name)
@@ -143,7 +143,7 @@ def build_backend(
     # Nothing else may use cores or ranks in a step: neither threads for lookups, nor sharded tables, nor ids
     # that the model makes.
     alone = model.embeddings.threads == 1 and not all(tables.sends for tables in groups)
-    alone = alone and len(model.bound) == len(model.fronts)
+    alone = alone and len(model.bound) == len(model.proxies)
     shares = on_cpu and threads > 1 and not several and alone
     if splitter or several or shares:
         # Sharded tables are built for a rank's share of a batch.
@@ -207,7 +207,7 @@ def _no_graph(
         return f"needs a GPU, and this run is on the {device.type}"
     if trainers.size > 1:
         return f"trains in one process, and this run has {trainers.size}"
-    if len(model.bound) < len(model.fronts):
+    if len(model.bound) < len(model.proxies):
         return "can only be handed the rows of a batch's own ids, and the model makes ids itself"
     if wrappers:
         return f"does not do again what {wrappers[0]}, puts around each step"

@@ -22,9 +22,9 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from recpipe.common.device import arrived
 from recpipe.common.timing import phase
 from recpipe.data.parts import batch_size, leaves, on_gpu
-from recpipe.tables.front import Front, same_ids
 from recpipe.tables.group_rows import GroupRows, Scale
 from recpipe.tables.inputs import GroupIds
+from recpipe.tables.proxy import CollectionProxy, same_ids
 from recpipe.tables.workers import TableWorkers
 
 
@@ -75,8 +75,8 @@ class InFlight:
     """Those of the groups whose ids it has."""
     moving: list[GroupRows] = field(default_factory=list, init=False)
     """Its rows in tables whose rows move between tiers."""
-    fronts: Mapping[Front, list[GroupRows]] = field(default_factory=dict, init=False)
-    """Its rows by the front that hands them out."""
+    proxies: Mapping[CollectionProxy, list[GroupRows]] = field(default_factory=dict, init=False)
+    """Its rows by the proxy that hands them out."""
     cold_is_here: bool = field(default=False, init=False)
     attached: bool = field(default=False, init=False)
     """Whether the model's backward pass goes on to the update of the tables; the rows are then handed out
@@ -171,15 +171,17 @@ class InFlight:
 
     def release(self) -> None:
         """Let go of its rows and of their gradients. It may then be taken in once more."""
-        self.groups, self.rows, self.moving, self.fronts = None, [], [], {}
+        self.groups, self.rows, self.moving, self.proxies = None, [], [], {}
         self.cold_is_here, self.looked_up = False, Future()
 
 
 class Handed:
-    """What a front hands out for some samples of a batch."""
+    """What a proxy hands out for some samples of a batch."""
 
-    def __init__(self, batch: InFlight, front: Front, ids: KeyedJaggedTensor, low: int, high: int) -> None:
-        self.batch, self.front, self.ids = batch, front, ids
+    def __init__(
+        self, batch: InFlight, proxy: CollectionProxy, ids: KeyedJaggedTensor, low: int, high: int
+    ) -> None:
+        self.batch, self.proxy, self.ids = batch, proxy, ids
         self.low, self.high = low, high
         self.leaves: list[torch.Tensor] | None = None
         """The rows of each group; None: the model has not asked for them yet."""
@@ -187,12 +189,12 @@ class Handed:
     def rows(self, sparse: KeyedJaggedTensor) -> list[torch.Tensor] | None:
         """The leaves, the same at every call, so that their gradients add up; None if ``sparse`` has other
         ids than these samples. If another thread is looking the rows up, waits for it."""
-        if not same_ids(sparse, self.ids, self.front):
+        if not same_ids(sparse, self.ids, self.proxy):
             return None
         if self.leaves is None:
             batch = self.batch
             batch.looked_up.result()
-            groups = batch.fronts[self.front]
+            groups = batch.proxies[self.proxy]
             self.leaves = [
                 rows.attached() if batch.attached else rows.leaf(self.low, self.high) for rows in groups
             ]

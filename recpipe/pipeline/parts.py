@@ -20,9 +20,9 @@ from recpipe.data.parts import batch_size, in_order, without_weights
 from recpipe.data.select import between
 from recpipe.errors import UserError
 from recpipe.pipeline.placed import Parts, PlacedModel
-from recpipe.tables.front import Front, handing_out, same_ids
 from recpipe.tables.groups import Group
 from recpipe.tables.padded import padded
+from recpipe.tables.proxy import CollectionProxy, handing_out, same_ids
 
 SAMPLES = 64
 """Most samples that are tried."""
@@ -42,7 +42,7 @@ def find_out(model: PlacedModel, batch: Any, most: int = SAMPLES) -> Parts:
         return Parts(refused="the first batch has a single sample, on which it cannot be found out")
     tried = between(batch, 0, count)
     halves = between(tried, 0, count // 2), between(tried, count // 2, count)
-    watches = {front: _Watch(front, model.ids_of(front, tried)) for front in model.bound}
+    watches = {proxy: _Watch(proxy, model.ids_of(proxy, tried)) for proxy in model.bound}
     with same_random_numbers(), torch.no_grad():
         before = _random_states()
         try:
@@ -79,14 +79,14 @@ def find_out(model: PlacedModel, batch: Any, most: int = SAMPLES) -> Parts:
 
 
 class _Watch:
-    """Watches the ids that a front is called with, and hands out no rows."""
+    """Watches the ids that a proxy is called with, and hands out no rows."""
 
-    def __init__(self, front: Front, ids: KeyedJaggedTensor | None) -> None:
-        assert ids is not None, "the front is bound"
-        self.front, self.ids, self.others = front, ids, False
+    def __init__(self, proxy: CollectionProxy, ids: KeyedJaggedTensor | None) -> None:
+        assert ids is not None, "the proxy is bound"
+        self.proxy, self.ids, self.others = proxy, ids, False
 
     def rows(self, sparse: KeyedJaggedTensor) -> None:
-        self.others |= not same_ids(sparse, self.ids, self.front)
+        self.others |= not same_ids(sparse, self.ids, self.proxy)
 
 
 def _first_that_differs(one: nn.Module, other: nn.Module) -> str | None:
@@ -154,27 +154,27 @@ ROW_VALUE = 0.01
 
 
 class HandedRows:
-    """Hands out rows of the right shape for any ids that a front is called with, as leaves of the graph.
+    """Hands out rows of the right shape for any ids that a proxy is called with, as leaves of the graph.
 
-    ``own``: the batch's ids for it, if the batch has them. ``roomy``: with room in front where the front
+    ``own``: the batch's ids for it, if the batch has them. ``roomy``: with room in front where the proxy
     gives it in a run.
     """
 
-    def __init__(self, front: Front, own: KeyedJaggedTensor | None, roomy: bool = False) -> None:
-        self.front, self.own = front, own
+    def __init__(self, proxy: CollectionProxy, own: KeyedJaggedTensor | None, roomy: bool = False) -> None:
+        self.proxy, self.own = proxy, own
         self.others: list[KeyedJaggedTensor] = []
         """Ids that are not the batch's own."""
         self.leaves: list[torch.Tensor] = []
         self._of_own: list[torch.Tensor] = []
-        self._room = roomy and front.padded
+        self._room = roomy and proxy.padded
 
     def rows(self, sparse: KeyedJaggedTensor) -> list[torch.Tensor]:
         """The rows of each group, float32: pooled ones [B, F * dim] of F features, others [ids, dim]. The
         same ones whenever the batch's own ids are asked for; others are noted."""
-        is_own = self.own is not None and same_ids(sparse, self.own, self.front)
+        is_own = self.own is not None and same_ids(sparse, self.own, self.proxy)
         if is_own and self._of_own:
             return self._of_own
-        made = [self._leaf(group, sparse) for group in self.front.groups]
+        made = [self._leaf(group, sparse) for group in self.proxy.groups]
         self.leaves += [leaf for leaf in made if leaf.requires_grad]
         if is_own:
             self._of_own = made

@@ -1,4 +1,4 @@
-"""A model whose collections recpipe has replaced: the user's module, its fronts, and their tables."""
+"""A model whose collections recpipe has replaced: the user's module, its proxies, and their tables."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ from recpipe.errors import UserError, shown
 from recpipe.model.call import Called
 from recpipe.pipeline.batch import Handed, InFlight
 from recpipe.plugin.skipper import RowView
-from recpipe.tables.front import Front, HandedOut, front_of, handing_out, same_ids
 from recpipe.tables.group_rows import GroupRows
 from recpipe.tables.grouped import GroupedCollection, TablesView
 from recpipe.tables.groups import ModelTables, collections_of
 from recpipe.tables.inputs import Inputs
+from recpipe.tables.proxy import CollectionProxy, HandedOut, handing_out, proxy_of, same_ids
 
 
 @dataclass(frozen=True)
@@ -43,39 +43,41 @@ class Parts:
 
 @dataclass(frozen=True)
 class LookedUp:
-    """A front's rows for a whole batch, to hand out without training."""
+    """A proxy's rows for a whole batch, to hand out without training."""
 
-    front: Front
+    proxy: CollectionProxy
     ids: KeyedJaggedTensor
     found: list[torch.Tensor]
 
     def rows(self, sparse: KeyedJaggedTensor) -> list[torch.Tensor] | None:
         """The rows of each group; None if ``sparse`` has other ids than the batch."""
-        return self.found if same_ids(sparse, self.ids, self.front) else None
+        return self.found if same_ids(sparse, self.ids, self.proxy) else None
 
 
-def put_fronts(module: nn.Module, tables: ModelTables, embeddings: GroupedCollection) -> dict[str, Front]:
-    """Replace every collection in ``module`` by a front over its groups' ``embeddings``; returns the fronts
+def put_proxies(
+    module: nn.Module, tables: ModelTables, embeddings: GroupedCollection
+) -> dict[str, CollectionProxy]:
+    """Replace every collection in ``module`` by a proxy over its groups' ``embeddings``; returns the proxies
     by path.
 
     A collection that is used in several places is replaced in all of them. Hooks that are registered on it
-    become the front's.
+    become the proxy's.
     """
-    fronts: dict[str, Front] = {}
+    proxies: dict[str, CollectionProxy] = {}
     for path, collection in collections_of(module).items():
-        front = front_of(path, collection)
-        assert front is not None, "collections_of finds no others"
+        proxy = proxy_of(path, collection)
+        assert proxy is not None, "collections_of finds no others"
         mine = [number for number, group in enumerate(tables.groups) if group.path == path]
-        front.place([tables.groups[n] for n in mine], [embeddings.collections[n] for n in mine])
-        private_api.share_hooks(collection, front)
-        fronts[path] = front
+        proxy.place([tables.groups[n] for n in mine], [embeddings.collections[n] for n in mine])
+        private_api.share_hooks(collection, proxy)
+        proxies[path] = proxy
         if not path:
             raise UserError("the model is a collection itself; give a module that holds it")
         for parent in module.modules():
             for name, child in parent.named_children():
                 if child is collection:
-                    setattr(parent, name, front)
-    return fronts
+                    setattr(parent, name, proxy)
+    return proxies
 
 
 def copied_call(called: Called, parts: Mapping[nn.Module, nn.Module]) -> Called:
@@ -121,22 +123,26 @@ _late_calls = attrgetter("late_calls")
 class PlacedModel(nn.Module):
     """The model that training and evaluation call. Its parameters are those of the dense part.
 
-    ``fronts``: the result of ``put_fronts`` for the module that ``called`` calls.
+    ``proxies``: the result of ``put_proxies`` for the module that ``called`` calls.
     """
 
     def __init__(
-        self, called: Called, fronts: Mapping[str, Front], embeddings: GroupedCollection, inputs: Inputs
+        self,
+        called: Called,
+        proxies: Mapping[str, CollectionProxy],
+        embeddings: GroupedCollection,
+        inputs: Inputs,
     ) -> None:
         super().__init__()
         self.called = called
         self.module = called.module
-        self.fronts, self.inputs = dict(fronts), inputs
+        self.proxies, self.inputs = dict(proxies), inputs
         self.embeddings = embeddings
         self.parts = Parts()
         """How the losses of parts of a batch are combined."""
         self._groups_of = {
-            front: [n for n, group in enumerate(embeddings.tables.groups) if group.path == path]
-            for path, front in self.fronts.items()
+            proxy: [n for n, group in enumerate(embeddings.tables.groups) if group.path == path]
+            for path, proxy in self.proxies.items()
         }
 
     def copied(self) -> PlacedModel:
@@ -145,8 +151,8 @@ class PlacedModel(nn.Module):
 
         Raises ``UserError`` if the module has an attribute that cannot be copied.
         """
-        called = copied_call(self.called, {front: front for front in self.fronts.values()})
-        made = PlacedModel(called, self.fronts, self.embeddings, self.inputs)
+        called = copied_call(self.called, {proxy: proxy for proxy in self.proxies.values()})
+        made = PlacedModel(called, self.proxies, self.embeddings, self.inputs)
         made.parts = self.parts
         return made
 
@@ -211,17 +217,17 @@ class PlacedModel(nn.Module):
 
     # -- the batch's own ids -----------------------------------------------------------------
 
-    def ids_of(self, front: Front, batch: Any) -> KeyedJaggedTensor | None:
-        """The object in ``batch`` that has the ids for ``front``, among others and in any order."""
-        return self.inputs.among(batch, self._groups_of[front][0])
+    def ids_of(self, proxy: CollectionProxy, batch: Any) -> KeyedJaggedTensor | None:
+        """The object in ``batch`` that has the ids for ``proxy``, among others and in any order."""
+        return self.inputs.among(batch, self._groups_of[proxy][0])
 
     @cached_property
-    def bound(self) -> list[Front]:
-        """The fronts whose ids the batch has; the model makes the ids of the others."""
+    def bound(self) -> list[CollectionProxy]:
+        """The proxies whose ids the batch has; the model makes the ids of the others."""
         return [f for f, groups in self._groups_of.items() if self.inputs.bound(groups[0])]
 
     def take(self, batch: InFlight) -> None:
-        """Let ``batch`` have the rows that the fronts hand out. The tables take it in if the loader has
+        """Let ``batch`` have the rows that the proxies hand out. The tables take it in if the loader has
         not."""
         if batch.groups is None:
             batch.ids = batch.ids or self.inputs.each(batch.batch)
@@ -229,55 +235,55 @@ class PlacedModel(nn.Module):
             batch.take_in([None if ids is None else tables.input_dist(ids) for tables, ids in pairs])
             for rows in batch.rows:
                 rows.tables.advance(rows)
-        groups, made = batch.groups or (), dict[Front, list[GroupRows]]()
-        for front in self.bound:
-            made[front] = [own for n in self._groups_of[front] if (own := groups[n]) is not None]
-            for rows in made[front]:
-                rows.wants_padding = front.padded
-        batch.fronts = made
+        groups, made = batch.groups or (), dict[CollectionProxy, list[GroupRows]]()
+        for proxy in self.bound:
+            made[proxy] = [own for n in self._groups_of[proxy] if (own := groups[n]) is not None]
+            for rows in made[proxy]:
+                rows.wants_padding = proxy.padded
+        batch.proxies = made
 
-    def part(self, batch: InFlight, low: int, high: int) -> tuple[dict[Front, Handed], Any]:
-        """What fronts hand out for samples [low, high) of ``batch``, and these samples."""
-        samples, handed = between(batch.batch, low, high), dict[Front, Handed]()
-        for front in batch.fronts:
-            ids = self.ids_of(front, samples)
-            assert ids is not None, "the front is bound"
-            handed[front] = Handed(batch, front, ids, low, high)
+    def part(self, batch: InFlight, low: int, high: int) -> tuple[dict[CollectionProxy, Handed], Any]:
+        """What proxies hand out for samples [low, high) of ``batch``, and these samples."""
+        samples, handed = between(batch.batch, low, high), dict[CollectionProxy, Handed]()
+        for proxy in batch.proxies:
+            ids = self.ids_of(proxy, samples)
+            assert ids is not None, "the proxy is bound"
+            handed[proxy] = Handed(batch, proxy, ids, low, high)
         return handed, samples
 
-    def train_part(self, rows: Mapping[Front, HandedOut], batch: Any, share: float) -> torch.Tensor:
+    def train_part(self, rows: Mapping[CollectionProxy, HandedOut], batch: Any, share: float) -> torch.Tensor:
         """The contribution of ``batch``, a fraction ``share`` of a whole one, to the whole one's loss, with
         ``rows``."""
         with handing_out(rows), phase("dense forward"):
             loss, _ = self.called(batch)
         return loss if share == 1 or self.parts.sums else loss * share
 
-    def look_up(self, batch: Any) -> dict[Front, LookedUp]:
+    def look_up(self, batch: Any) -> dict[CollectionProxy, LookedUp]:
         """Look up all rows of ``batch`` without the model and without training. If rows are shared, all ranks
         take part.
 
-        Fronts are looked up in a fixed order, not as the model calls them, because a rank without samples
+        Proxies are looked up in a fixed order, not as the model calls them, because a rank without samples
         does not call the model.
         """
         found = {}
-        for front in self.bound:
-            ids = self.ids_of(front, batch)
-            assert ids is not None, "the front is bound"
-            found[front] = LookedUp(front, ids, front.look_up(ids))
+        for proxy in self.bound:
+            ids = self.ids_of(proxy, batch)
+            assert ids is not None, "the proxy is bound"
+            found[proxy] = LookedUp(proxy, ids, proxy.look_up(ids))
         return found
 
     def late_leaves(self) -> list[torch.Tensor]:
         """Leaves of the graph that this step has made for ids that the model makes."""
-        return [leaf for front in self.fronts.values() for leaf in front.late_leaves()]
+        return [leaf for proxy in self.proxies.values() for leaf in proxy.late_leaves()]
 
     def update_late(self, batch: InFlight) -> None:
         """Update the rows that the model looked up by ids that it makes, after the backward pass of the rows
         of the ids of ``batch``."""
         with phase("embedding backward and update"):
-            for front in self.fronts.values():
-                front.update_late(batch.fronts.get(front, ()))
+            for proxy in self.proxies.values():
+                proxy.update_late(batch.proxies.get(proxy, ()))
 
     @property
     def late_calls(self) -> int:
-        """How many times fronts were trained with ids that are not the batch's own."""
-        return sum(map(_late_calls, self.fronts.values()))
+        """How many times proxies were trained with ids that are not the batch's own."""
+        return sum(map(_late_calls, self.proxies.values()))

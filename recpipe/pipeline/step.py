@@ -30,8 +30,8 @@ from recpipe.errors import UserError
 from recpipe.pipeline.batch import Handed, InFlight, nothing
 from recpipe.pipeline.placed import PlacedModel
 from recpipe.pipeline.step_graph import StepGraph
-from recpipe.tables.front import Front
 from recpipe.tables.group_rows import GroupRows
+from recpipe.tables.proxy import CollectionProxy
 from recpipe.tables.workers import TableWorkers
 
 FirstShare = Callable[[int], float | None]
@@ -215,7 +215,7 @@ class _Step:
             torch.autograd.backward(loss)
         return loss.detach()
 
-    def forward(self, low: int, high: int) -> tuple[torch.Tensor, Mapping[Front, Handed]]:
+    def forward(self, low: int, high: int) -> tuple[torch.Tensor, Mapping[CollectionProxy, Handed]]:
         """The contribution of samples [low, high) to the batch's mean loss, and what they were handed."""
         handed, samples = self.model.part(self.batch, low, high)
         return self.model.train_part(handed, samples, (high - low) / self.batch.total), handed
@@ -279,8 +279,8 @@ class _CorePart:
             loss, handed = step.forward(self.low, self.high)
             pairs = [
                 (rows, leaf)
-                for front, part in handed.items()
-                for rows, leaf in zip(step.batch.fronts[front], part.leaves or (), strict=False)
+                for proxy, part in handed.items()
+                for rows, leaf in zip(step.batch.proxies[proxy], part.leaves or (), strict=False)
                 if leaf.requires_grad
             ]
             leaves, waited = [leaf for _, leaf in pairs], len(pairs)

@@ -30,9 +30,9 @@ from recpipe.pipeline.batch import InFlight
 from recpipe.pipeline.cuda_graph import REMEDY, Graph, Unrecorded, record
 from recpipe.pipeline.placed import PlacedModel
 from recpipe.private_api import HostIds, TorchDispatchMode
-from recpipe.tables.front import Front
 from recpipe.tables.group_rows import GroupRows
 from recpipe.tables.padded import is_padded, marked, padded
+from recpipe.tables.proxy import CollectionProxy
 
 log = logging.getLogger(__name__)
 BEFORE = 3
@@ -126,10 +126,10 @@ class _Recorded:
         self._inputs: list[torch.Tensor] = []
         self._rows: list[_Rows] = []
         self._loss = torch.zeros(())
-        own, rows_of = self._copied(batch.batch), dict[Front, list[_Rows]]()
-        for front, groups in batch.fronts.items():
-            rows_of[front] = [_Rows(rows) for rows in groups]
-            self._rows += rows_of[front]
+        own, rows_of = self._copied(batch.batch), dict[CollectionProxy, list[_Rows]]()
+        for proxy, groups in batch.proxies.items():
+            rows_of[proxy] = [_Rows(rows) for rows in groups]
+            self._rows += rows_of[proxy]
         for parameter in self._dense:
             parameter.grad = None  # so that the gradient has memory of the graph, which does not add to it
 
@@ -141,8 +141,8 @@ class _Recorded:
                 rows.look_up()
             with nullcontext() if compiled else _NoWaits():  # type: ignore[no-untyped-call]
                 handed = {
-                    front: _Handed(model.ids_of(front, own), [each.in_graph() for each in rows])
-                    for front, rows in rows_of.items()
+                    proxy: _Handed(model.ids_of(proxy, own), [each.in_graph() for each in rows])
+                    for proxy, rows in rows_of.items()
                 }
                 loss = model.train_part(handed, own, 1.0)
                 torch.autograd.backward(loss)
@@ -155,7 +155,7 @@ class _Recorded:
 
     def train(self, batch: InFlight) -> torch.Tensor:
         """Replay it for ``batch``; returns its mean loss."""
-        groups = [rows for groups in batch.fronts.values() for rows in groups]
+        groups = [rows for groups in batch.proxies.values() for rows in groups]
         # Of each lookup the rows as a leaf or, if the graph makes it, their places.
         given = [
             rows.leaf(0, rows.ids.stride()) if rows.graph is None else rows.graph.indices for rows in groups
@@ -271,7 +271,7 @@ def _waits(operator: Any, args: Sequence[Any], named: Mapping[str, Any]) -> bool
 
 
 class _Handed:
-    """A front's rows while a graph is recorded."""
+    """A proxy's rows while a graph is recorded."""
 
     def __init__(self, ids: KeyedJaggedTensor | None, rows: list[torch.Tensor]) -> None:
         self._ids, self._rows = ids, rows

@@ -33,7 +33,7 @@ from recpipe.pipeline.parts import HandedRows, same_random_numbers
 from recpipe.pipeline.placed import PlacedModel
 from recpipe.private_api import TorchDispatchMode
 from recpipe.profiling.workload import Lookups, Work, count_lookups
-from recpipe.tables.front import Front, handing_out
+from recpipe.tables.proxy import CollectionProxy, handing_out
 from recpipe.tables.rows import table_bags
 
 PARTS = ("interaction", "MLP", "dense")
@@ -45,7 +45,7 @@ class Traced:
     def __init__(self, model: PlacedModel, batch: Any) -> None:
         model = model.copied()
         self._trace = _Trace(model.module)
-        handed = {front: HandedRows(front, model.ids_of(front, batch)) for front in model.fronts.values()}
+        handed = {proxy: HandedRows(proxy, model.ids_of(proxy, batch)) for proxy in model.proxies.values()}
         with same_random_numbers(), torch.enable_grad(), self._trace.watching():
             with handing_out(handed):
                 loss, _ = model.called(batch)
@@ -54,8 +54,8 @@ class Traced:
         numbers = {id(group): n for n, group in enumerate(model.embeddings.tables.groups)}
         self.late = defaultdict[int, list[Lookups]](list)
         """For each group, its lookups by ids that are not the batch's own."""
-        for front, rows in handed.items():
-            for group in front.groups:
+        for proxy, rows in handed.items():
+            for group in proxy.groups:
                 counted = [count_lookups([table_bags(group.tables, ids)]) for ids in rows.others]
                 self.late[numbers[id(group)]] += counted
 
@@ -185,7 +185,7 @@ INTERACTIONS = (
 def part_name(module: nn.Module) -> str | None:
     """``embedding``, ``interaction`` or ``MLP``; None for any other module, whose own work counts as
     ``dense``."""
-    if isinstance(module, Front):
+    if isinstance(module, CollectionProxy):
         return "embedding"
     if isinstance(module, INTERACTIONS):
         return "interaction"

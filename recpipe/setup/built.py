@@ -45,7 +45,7 @@ class Built:
 
 @contextmanager
 def built(run: Joined, plan: Planned) -> Iterator[Built]:
-    """Make the tables as ``plan`` says and put fronts in the model; the tables are closed at the end.
+    """Make the tables as ``plan`` says and put proxies in the model; the tables are closed at the end.
 
     A rank that only holds rows serves them until the run is over, and then has no model.
     """

@@ -25,16 +25,19 @@ from recpipe.distributed.ranks import Ranks
 from recpipe.model.call import Called
 from recpipe.model.make import make_called
 from recpipe.pipeline.parts import HandedRows, same_random_numbers
-from recpipe.pipeline.placed import PlacedModel, copied_call, put_fronts
+from recpipe.pipeline.placed import PlacedModel, copied_call
+from recpipe.pipeline.placed import put_proxies as put_proxies
 from recpipe.plugin.calls import Owned
 from recpipe.plugin.skipper import Skipper, overrides
 from recpipe.plugin.tables import FROZEN, SavedRows
 from recpipe.tables.build import Place, build_tables, require_kernels
-from recpipe.tables.front import Front, front_of, handing_out, same_ids
 from recpipe.tables.grouped import GroupedCollection
 from recpipe.tables.groups import ModelTables, collections_of, group_tables, with_managed_ids
 from recpipe.tables.inputs import Inputs
 from recpipe.tables.owners import GroupOwner
+from recpipe.tables.proxy import CollectionProxy as CollectionProxy
+from recpipe.tables.proxy import handing_out, same_ids
+from recpipe.tables.proxy import proxy_of as proxy_of
 from recpipe.tables.sharding.plan import ShardPlan
 from recpipe.tables.sharding.planning import Sharding
 from recpipe.tables.sharding.tables import shard_tables
@@ -108,14 +111,14 @@ class Unplaced:
         return build_tables(self.inputs, owners, place)
 
     def over(self, embeddings: GroupedCollection, skipper: Owned[Skipper] | None = None) -> PlacedModel:
-        """The model with its collections replaced by fronts over ``embeddings``, whose updates leave out the
+        """The model with its collections replaced by proxies over ``embeddings``, whose updates leave out the
         rows that ``skipper`` rejects."""
         if skipper is not None and overrides(skipper.part, Skipper.update):
             skipping, bases = Skipping(skipper), self.tables.bases.tolist()
             for collection, base in zip(embeddings.collections, bases, strict=False):
                 collection.filter_updates(skipping.of_group(base))
-        fronts = put_fronts(self.called.module, self.tables, embeddings)
-        return PlacedModel(self.called, fronts, embeddings, self.inputs)
+        proxies = put_proxies(self.called.module, self.tables, embeddings)
+        return PlacedModel(self.called, proxies, embeddings, self.inputs)
 
 
 def computed_weights(called: Called, batch: object, device: torch.device) -> frozenset[str]:
@@ -152,15 +155,15 @@ def _with_others(
     with these ids and other weights, or weights that require a gradient."""
     collections = collections_of(called.module)
     tables = group_tables(collections, lambda *_: FROZEN, 0, bare)
-    fronts: dict[str, Front] = {}
+    proxies: dict[str, CollectionProxy] = {}
     for path, collection in collections.items():
-        front = front_of(path, collection)
-        assert front is not None, "collections_of finds no others"
-        front.place([group for group in tables.groups if group.path == path], ())
-        fronts[path] = front
-    handed = {front: HandedRows(front, own.get(path)) for path, front in fronts.items()}
+        proxy = proxy_of(path, collection)
+        assert proxy is not None, "collections_of finds no others"
+        proxy.place([group for group in tables.groups if group.path == path], ())
+        proxies[path] = proxy
+    handed = {proxy: HandedRows(proxy, own.get(path)) for path, proxy in proxies.items()}
     try:
-        trial = copied_call(called, {collections[path]: front for path, front in fronts.items()})
+        trial = copied_call(called, {collections[path]: proxy for path, proxy in proxies.items()})
         with same_random_numbers(), torch.enable_grad(), handing_out(handed):
             trial(batch)
     except Exception as fault:  # a user's model can raise anything, and will again where it is trained
@@ -169,5 +172,7 @@ def _with_others(
     return frozenset(
         path
         for path, ids in own.items()
-        if any(same_ids(other, ids, fronts[path], by_weights=False) for other in handed[fronts[path]].others)
+        if any(
+            same_ids(other, ids, proxies[path], by_weights=False) for other in handed[proxies[path]].others
+        )
     )

@@ -31,7 +31,7 @@ class GroupedCollection(TableCollection, SavesPlacement, SavedByRanks):
     def __init__(self, tables: ModelTables, collections: Sequence[TableCollection]) -> None:
         super().__init__()
         self.tables = tables
-        # Kept in a tuple: fronts use the same collections, and no module may own their memory.
+        # Kept in a tuple: proxies use the same collections, and no module may own their memory.
         self.collections = tuple(collections)
         self.groups: tuple[GroupTables, ...] = tuple(
             collection.offers(GroupTables) or ByLookup(collection, group.tables)

@@ -3,7 +3,7 @@
 Rows of a group have records of the same width, so that they share slots, slab and store. Rows of all tables
 are numbered group by group and, within a group, table by table.
 
-A front replaces a collection, and its tables' rows are no parameters any more. What a user has set on these
+A proxy replaces a collection, and its tables' rows are no parameters any more. What a user has set on these
 is taken over by each table's optimizer (``requires_grad``, attached optimizers) and by its rows (first
 values), or refused with the parameter's name, since it would be lost.
 """
@@ -161,12 +161,12 @@ def group_tables(
     collections: Mapping[str, nn.Module],
     optimizer_of: OptimizerOf,
     seed: int,
-    summed_by_front: Container[str] = (),
+    summed_by_proxy: Container[str] = (),
 ) -> ModelTables:
     """The tables of ``collections`` (by path) in groups, in the order of the collections and their tables.
 
-    ``summed_by_front``: paths of weighted collections whose ids get their weights in the model, so that their
-    groups hand out a row for each id (``BagFront.sums``).
+    ``summed_by_proxy``: paths of weighted collections whose ids get their weights in the model, so that their
+    groups hand out a row for each id (``BagProxy.sums``).
     """
     configs = {path: _configs(module) for path, module in collections.items()}
     names = Counter(_named(config) for listed in configs.values() for config in listed)
@@ -192,7 +192,7 @@ def group_tables(
                 )
                 for c in members
             )
-            pooled = isinstance(module, EmbeddingBagCollection) and path not in summed_by_front
+            pooled = isinstance(module, EmbeddingBagCollection) and path not in summed_by_proxy
             weighted = isinstance(module, EmbeddingBagCollection) and pooled and module.is_weighted()
             numbers = tuple(range(number, number + len(members)))
             made = TableSet(tables, dim, optimizer, seed, pooled, weighted, numbers)
@@ -260,7 +260,7 @@ def table_weights(path: str, collection: nn.Module, config: BaseEmbeddingConfig)
     """The weights of a table of ``collection`` (at ``path`` in the model), float32 [rows, D], which may be on
     the meta device.
 
-    ``UserError`` if something is set on them, or on the table's module, that rows in a front's tables would
+    ``UserError`` if something is set on them, or on the table's module, that rows in a proxy's tables would
     not have.
     """
     bags = isinstance(collection, EmbeddingBagCollection)

@@ -27,7 +27,7 @@ def count_ids(each: GroupIds) -> int:
 class Inputs:
     """Finds the lookups of batches of one type in a model's tables, without the model.
 
-    ``places``: where a batch has the ids of each group's front; missing if the model makes these ids itself.
+    ``places``: where a batch has the ids of each group's proxy; missing if the model makes these ids itself.
     """
 
     def __init__(self, tables: ModelTables, places: Sequence[Sequence[Place]]) -> None:

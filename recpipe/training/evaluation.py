@@ -17,7 +17,7 @@ from recpipe.distributed.ranks import Channel
 from recpipe.errors import Interruption, UserError
 from recpipe.model.metrics import BackgroundQuality, Quality
 from recpipe.pipeline.placed import PlacedModel
-from recpipe.tables.front import handing_out
+from recpipe.tables.proxy import handing_out
 
 
 class EvaluationStopped(Interruption):

@@ -27,7 +27,7 @@ from recpipe.pipeline.placed import PlacedModel, saved_buffers
 from recpipe.pipeline.step import StepTimes, accumulate, add_up
 from recpipe.pipeline.step_graph import BEFORE
 from recpipe.tables.collection import SavesPlacement
-from recpipe.tables.front import handing_out
+from recpipe.tables.proxy import handing_out
 from recpipe.training.callbacks import overrides
 from recpipe.training.evaluation import Evaluation, Stop
 from recpipe.training.generators import random_state, set_random_state

@@ -21,7 +21,7 @@ from recpipe import cli
 from recpipe.answers import predict as prediction
 from recpipe.answers.trained import open_trained
 from recpipe.errors import DataError, UserError
-from recpipe.tables import front, inputs
+from recpipe.tables import inputs, proxy
 from tests.answers.answers import PLAIN, SMALL, Answers, clicks, put
 from tests.data.conftest import TABLES, make_row
 from tests.processes import Child
@@ -80,7 +80,7 @@ def test_the_first_score_that_is_no_number_is_named(tasks: int, told: str) -> No
 
 def test_each_id_is_checked_once(answers: Answers, monkeypatch: pytest.MonkeyPatch) -> None:
     expected, checked = recpipe.predict(answers.folder, answers.file, quiet=True), []
-    for module in (inputs, front):
+    for module in (inputs, proxy):
         own = module.require_ids
         monkeypatch.setattr(module, "require_ids", lambda *given, own=own: checked.append(own) or own(*given))
     found = recpipe.predict(answers.folder, answers.file, "data.batch_size=1000", quiet=True)

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 import recpipe
-from recpipe.tables.front import Front
+from recpipe.tables.proxy import CollectionProxy
 from tests.any_model import weighing  # noqa: F401, whose models ``make`` then knows in other processes
 from tests.any_model.zoo import OVERRIDES, Events, Trained, is_table, make
 from tests.processes import start_ranks
@@ -24,10 +24,10 @@ QUIET = ("trainer.progress=false", "tiers.resident_bytes=20%")
 def left_by(model: nn.Module, losses: Sequence[float] = ()) -> Trained:
     """Parameters by ``state_dict``, states out of the tiers."""
     states: dict[str, torch.Tensor] = {}
-    for path, front in model.named_modules():
-        if not isinstance(front, Front):
+    for path, proxy in model.named_modules():
+        if not isinstance(proxy, CollectionProxy):
             continue
-        for group, collection in zip(front.groups, front.collections, strict=True):
+        for group, collection in zip(proxy.groups, proxy.collections, strict=True):
             for table in group.tables.tables:
                 own = group.own_names[table.name]
                 chunks = [
@@ -35,7 +35,7 @@ def left_by(model: nn.Module, losses: Sequence[float] = ()) -> Trained:
                     for r in collection.regions()
                     if r.table == table.name
                 ]
-                states[f"{path}.{front.weights_under}.{own}.weight"] = torch.cat(chunks)
+                states[f"{path}.{proxy.weights_under}.{own}.weight"] = torch.cat(chunks)
     return Trained(dict(model.state_dict()), states, list(losses))
 
 

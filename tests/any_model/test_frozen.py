@@ -15,7 +15,7 @@ from recpipe.pipeline.batch import InFlight
 from recpipe.pipeline.step import Cores, StepTimes, accumulate
 from recpipe.pipeline.step_graph import BEFORE, StepGraph
 from recpipe.plugin.tables import TableOptimizer
-from recpipe.tables.front import Front
+from recpipe.tables.proxy import CollectionProxy
 from recpipe.training.optim import OptimConfig
 from tests.any_model.by_hand import BATCHES, MORE, in_a_loop, reference
 from tests.any_model.runs import QUIET, all_on_two_ranks, furthest_left, left_by, train
@@ -50,10 +50,10 @@ def test_the_frozen_tables_rows_are_never_written_back(batches) -> None:
     """Of tiers on ssd, and their records are the weights alone."""
     words = (*QUIET, *OVERRIDES["rowwise_adagrad"], *TECHNIQUES["lru_ssd"])
     with recpipe.train(make("two_tower_frozen"), batches, *words, quiet=True) as run:
-        fronts = [module for module in run.model.modules() if isinstance(module, Front)]
+        proxies = [module for module in run.model.modules() if isinstance(module, CollectionProxy)]
         written = {}
-        for front in fronts:
-            for group, collection in zip(front.groups, front.collections, strict=True):
+        for proxy in proxies:
+            for group, collection in zip(proxy.groups, proxy.collections, strict=True):
                 figures = collection.tier_figures()
                 assert figures is not None
                 key = (group.tables.layout.tables, group.tables.layout.width - group.tables.dim)

@@ -74,7 +74,7 @@ def test_called_in_each_step_and_its_change_counts(policy: str) -> None:
         torch.testing.assert_close(state[name], value, atol=1e-6, rtol=1e-5)
 
 
-def test_a_handle_removes_the_hook_of_the_front_too() -> None:
+def test_a_handle_removes_the_hook_of_the_proxy_too() -> None:
     from recpipe import private_api
 
     first, second, called = nn.Identity(), nn.Identity(), []

@@ -14,7 +14,7 @@ from recpipe.errors import UserError
 from recpipe.pipeline.batch import InFlight
 from recpipe.pipeline.step import StepTimes, accumulate
 from recpipe.plugin.tables import TableOptimizer
-from recpipe.tables.front import BagFront
+from recpipe.tables.proxy import BagProxy
 from tests.any_model.by_hand import BATCHES, MORE, given, in_a_loop, reference
 from tests.any_model.runs import QUIET, all_on_two_ranks, furthest_left, left_by, train
 from tests.any_model.weighing import WEIGHING, HandedOn, Scaled, Weighing, with_own_weights
@@ -79,17 +79,17 @@ def test_what_was_trained_scores_as_the_plain_model(batches, tmp_path) -> None:
             torch.testing.assert_close(model(batches[0])[1], scores)
 
 
-def front_of_user(model: Weighing) -> BagFront:
-    (front,) = (m for path, m in model.named_modules() if isinstance(m, BagFront) and path.startswith("user"))
-    return front
+def proxy_of_user(model: Weighing) -> BagProxy:
+    (proxy,) = (m for path, m in model.named_modules() if isinstance(m, BagProxy) and path.startswith("user"))
+    return proxy
 
 
 def test_rows_are_summed_where_they_are_if_the_batch_has_the_weights(batches) -> None:
-    """And by the front alone if the model computes them, also from those of the batch."""
+    """And by the proxy alone if the model computes them, also from those of the batch."""
     words = (*QUIET, *OVERRIDES["rowwise_adagrad"])
     for made, sums in ((HandedOn(), False), (Scaled(), True)):
         with recpipe.train(made, with_own_weights(batches), *words, quiet=True) as run:
-            assert front_of_user(run.model).sums == sums
+            assert proxy_of_user(run.model).sums == sums
             assert run.report["data"]["unplanned_calls"] == 0
 
 
@@ -114,10 +114,10 @@ def test_unknown_weights_get_their_gradient_too(batches) -> None:
 
 def test_weights_without_their_gradient_are_found(batches, monkeypatch) -> None:
     """The negative control."""
-    from recpipe.tables import front
+    from recpipe.tables import proxy
 
-    whole = front.weights_in_order
-    monkeypatch.setattr(front, "weights_in_order", lambda *given: whole(*given).detach())
+    whole = proxy.weights_in_order
+    monkeypatch.setattr(proxy, "weights_in_order", lambda *given: whole(*given).detach())
     mine = train(make("positions"), batches, "rowwise_adagrad")
     assert furthest(mine, reference("positions", batches)) > 1e-3
 

@@ -428,7 +428,7 @@ def test_autocast_to_float16_goes_the_modules_own_way(calls) -> None:
 # -- parts alone -------------------------------------------------------------------------------
 
 
-def test_the_room_in_front_of_rows_takes_the_dense_vector() -> None:
+def test_the_room_in_proxy_of_rows_takes_the_dense_vector() -> None:
     """Marked rows are not copied, the room alone is written, and gradients are those of a copy."""
     features = len(FEATURES)
     arch = InteractionArch(features)
@@ -456,7 +456,7 @@ def test_the_room_in_front_of_rows_takes_the_dense_vector() -> None:
     assert dense.widened(copied.detach().flatten(1), DIM) is None
 
 
-def test_unmarked_rows_keep_what_lies_in_front_of_them() -> None:
+def test_unmarked_rows_keep_what_lies_in_proxy_of_them() -> None:
     arch = InteractionArch(2)
     convert(arch)
     wide = torch.randn(6, 3 * DIM)

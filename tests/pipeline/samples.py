@@ -18,7 +18,7 @@ from recpipe.model.config import ModelConfig
 from recpipe.model.dlrm import DlrmSizes, make_dlrm
 from recpipe.model.loss import parse_loss
 from recpipe.pipeline.loader import EvalLoader, TrainLoader
-from recpipe.pipeline.placed import PlacedModel, put_fronts
+from recpipe.pipeline.placed import PlacedModel, put_proxies
 from recpipe.pipeline.source import BatchSource, SampleFilter
 from recpipe.pipeline.splitting import Splitting
 from recpipe.pipeline.step import StepTimes, accumulate
@@ -86,7 +86,7 @@ def model_over(embeddings: RowCollection, config: ModelConfig | str = "dlrm", se
     called = Called(module, parse_loss("binary_cross_entropy"), low_precision=config.precision == "bfloat16")
     tables = ModelTables.single(embeddings.tables, "sparse_arch.embedding_bag_collection")
     grouped = GroupedCollection(tables, [embeddings])
-    return PlacedModel(called, put_fronts(module, tables, grouped), grouped, Inputs(tables, [[("sparse",)]]))
+    return PlacedModel(called, put_proxies(module, tables, grouped), grouped, Inputs(tables, [[("sparse",)]]))
 
 
 def placed(
@@ -98,7 +98,7 @@ def placed(
     tables = group_tables(collections_of(module), optimizer_of, 0)
     grouped = GroupedCollection(tables, [over(group.tables) for group in tables.groups])
     called = Called(module, parse_loss("binary_cross_entropy"))
-    return PlacedModel(called, put_fronts(module, tables, grouped), grouped, Inputs.of(tables, batch))
+    return PlacedModel(called, put_proxies(module, tables, grouped), grouped, Inputs.of(tables, batch))
 
 
 def inputs_of(dataset: Dataset, embeddings: RowCollection | None = None) -> Inputs:

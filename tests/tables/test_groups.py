@@ -15,7 +15,7 @@ from torchrec.modules.embedding_modules import EmbeddingBagCollection
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from recpipe.errors import UserError
-from recpipe.pipeline.placed import put_fronts
+from recpipe.pipeline.placed import put_proxies
 from recpipe.plugin.tables import FILL_ROWS, Table, TableOptimizer, TableSet
 from recpipe.tables.grouped import GroupedCollection
 from recpipe.tables.groups import ModelTables, collections_of, group_tables
@@ -217,18 +217,18 @@ def test_a_table_may_have_the_name_of_its_feature_though_no_module_can() -> None
     assert [t.name for t in kept.tables] == ["user%2Eid"]
 
 
-# -- fronts over groups ----------------------------------------------------------------------
+# -- proxies over groups ----------------------------------------------------------------------
 
 
-def test_fronts_give_what_the_collections_gave() -> None:
+def test_proxies_give_what_the_collections_gave() -> None:
     """Of every group, in the collection's own order, also where means and dimensions differ."""
     torch.manual_seed(5)
     model = Model(CPU)
     plain, sparse = copy.deepcopy(model), ids(16, seed=2)
     tables = model_tables(model)
     grouped = GroupedCollection(tables, [ResidentCollection(g.tables, CPU) for g in tables.groups])
-    fronts = put_fronts(model, tables, grouped)
-    assert model.item["bags"] is fronts["item.bags"]
+    proxies = put_proxies(model, tables, grouped)
+    assert model.item["bags"] is proxies["item.bags"]
     with torch.no_grad():
         for mine, theirs in ((model.user, plain.user), (model.item["bags"], plain.item["bags"])):
             found, expected = mine(sparse), theirs(sparse)
@@ -258,7 +258,7 @@ def test_a_feature_that_two_tables_look_up() -> None:
     plain = copy.deepcopy(model)
     groups = group_tables(collections_of(model), optimizer_of, 1)
     grouped = GroupedCollection(groups, [ResidentCollection(g.tables, CPU) for g in groups.groups])
-    put_fronts(model, groups, grouped)
+    put_proxies(model, groups, grouped)
     lengths = torch.tensor([2, 0, 1, 3, 1, 1])
     sparse = KeyedJaggedTensor(["g", "f"], torch.randint(0, 30, (8,)), lengths=lengths)
     with torch.no_grad():

@@ -13,8 +13,8 @@ from torchrec.modules.embedding_modules import EmbeddingBagCollection, Embedding
 
 from recpipe.errors import UserError
 from recpipe.plugin.tables import TableOptimizer
-from recpipe.tables.front import front_of
 from recpipe.tables.groups import ModelTables, collections_of, group_tables
+from recpipe.tables.proxy import proxy_of
 from recpipe.training.optim import OptimConfig
 
 ADAGRAD = TableOptimizer("adagrad", 0.1)
@@ -130,9 +130,9 @@ def test_an_attached_rate_of_0_freezes_and_a_recipe_unfreezes_no_parameter() -> 
 
 def test_weights_that_a_model_reads_are_named() -> None:
     """As for a penalty on them: they are no parameters any more."""
-    front = front_of("bags", Net().bags)
-    assert not hasattr(front, "embedding_bags")
+    proxy = proxy_of("bags", Net().bags)
+    assert not hasattr(proxy, "embedding_bags")
     with pytest.raises(UserError, match="'bags.embedding_bags' is read.*use what the collection returns"):
-        _ = front.embedding_bags["t"].weight
+        _ = proxy.embedding_bags["t"].weight
     with pytest.raises(AttributeError, match="no attribute 'other'"):
-        _ = front.other
+        _ = proxy.other

@@ -17,7 +17,7 @@ from recpipe.pipeline import step
 from recpipe.pipeline.batch import InFlight
 from recpipe.pipeline.placed import PlacedModel
 from recpipe.pipeline.step import StepTimes
-from recpipe.tables.front import handing_out
+from recpipe.tables.proxy import handing_out
 from recpipe.tables.tiers.lookups import CpuLookups
 from recpipe.tables.tiers.tiered import TieredEmbeddingBagCollection, TieredRows
 
@@ -120,7 +120,7 @@ class Pooled:
 
 def update_each_micro_batch(model: PlacedModel, staged: InFlight, times: StepTimes) -> torch.Tensor:
     """The naive step: forward, backward and so a fused update for each micro-batch."""
-    (rows,), (front,) = staged.moving, model.bound
+    (rows,), (proxy,) = staged.moving, model.bound
     (tiers,) = model.embeddings.each(TieredEmbeddingBagCollection)
     tiers.wait()
     assert isinstance(rows, TieredRows)
@@ -134,7 +134,7 @@ def update_each_micro_batch(model: PlacedModel, staged: InFlight, times: StepTim
         if high > rows.cold_first:
             slab = tiers.compute(rows, False, True)[1]
             pooled = pooled if slab is None else pooled + slab
-        with handing_out({front: Pooled(pooled)}):
+        with handing_out({proxy: Pooled(pooled)}):
             loss, _ = model.called(between(staged.batch, low, high))
         loss = loss * (high - low) / staged.size
         loss.backward()

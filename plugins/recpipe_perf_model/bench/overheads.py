@@ -25,7 +25,7 @@ from recpipe.pipeline.batch import InFlight
 from recpipe.pipeline.step import StepTimes, accumulate
 from recpipe.plugin.batch import Batch
 from recpipe.profiling.limits import Sample
-from recpipe.tables.front import handing_out
+from recpipe.tables.proxy import handing_out
 from recpipe_perf_model.bench.steps import TimedSteps, fit, placed
 from recpipe_perf_model.bench.timing import OperatorClock, Run
 from recpipe_perf_model.kernels.operators import Operator, optimizer_sizes

@@ -34,7 +34,7 @@ from recpipe.data.given import GivenBatches
 from recpipe.model.call import Called
 from recpipe.model.loss import parse_loss
 from recpipe.pipeline.loader import TrainLoader
-from recpipe.pipeline.placed import PlacedModel, put_fronts
+from recpipe.pipeline.placed import PlacedModel, put_proxies
 from recpipe.pipeline.source import BatchSource
 from recpipe.pipeline.step import Cores
 from recpipe.plugin.batch import Batch
@@ -206,7 +206,7 @@ def placed(
     own = [ResidentCollection(group.tables, cpu, padded=group.path in padded) for group in tables.groups]
     called = Called(module, parse_loss("binary_cross_entropy"), low_precision=low_precision)
     grouped = GroupedCollection(tables, own)
-    return PlacedModel(called, put_fronts(module, tables, grouped), grouped, Inputs.of(tables, batch))
+    return PlacedModel(called, put_proxies(module, tables, grouped), grouped, Inputs.of(tables, batch))
 
 
 def _module(probe: Probe) -> nn.Module:

@@ -25,7 +25,7 @@ from recpipe.errors import UserError, shown
 from recpipe.pipeline.parts import HandedRows, same_random_numbers
 from recpipe.pipeline.placed import PlacedModel
 from recpipe.plugin.bags import IndexBags
-from recpipe.tables.front import Front, handing_out
+from recpipe.tables.proxy import CollectionProxy, handing_out
 from recpipe_perf_model.kernels.operators import Operator, Watch
 
 
@@ -199,7 +199,7 @@ class _Stages(Watch):  # type: ignore[no-untyped-call]
 
 def _watched(model: PlacedModel, batch: Any, watch: _Stages) -> tuple[int, int, int]:
     """Run a step under the watch; returns its nodes, recorded operators and ids that the model makes."""
-    handed = {front: _Rows(front, model, batch, watch) for front in model.fronts.values()}
+    handed = {proxy: _Rows(proxy, model, batch, watch) for proxy in model.proxies.values()}
     with handing_out(handed):
         loss, _ = model.called(batch)
     leaves = [leaf for rows in handed.values() for leaf in rows.leaves]
@@ -223,7 +223,7 @@ def _watched(model: PlacedModel, batch: Any, watch: _Stages) -> tuple[int, int, 
 
 def _python_calls(model: PlacedModel, batch: Any) -> tuple[Counter[str], Counter[str]]:
     """Calls of Python functions, by name, in the forward and in the backward pass of a step."""
-    handed = {front: _Rows(front, model, batch, None) for front in model.fronts.values()}
+    handed = {proxy: _Rows(proxy, model, batch, None) for proxy in model.proxies.values()}
     loss: list[torch.Tensor] = []
 
     def forward() -> None:
@@ -250,8 +250,8 @@ def _nodes(loss: torch.Tensor) -> int:
 class _Rows(HandedRows):
     """Rows whose making is not watched."""
 
-    def __init__(self, front: Front, model: PlacedModel, batch: Any, watch: _Stages | None) -> None:
-        super().__init__(front, model.ids_of(front, batch), roomy=True)
+    def __init__(self, proxy: CollectionProxy, model: PlacedModel, batch: Any, watch: _Stages | None) -> None:
+        super().__init__(proxy, model.ids_of(proxy, batch), roomy=True)
         self._watch = watch
 
     def rows(self, sparse: KeyedJaggedTensor) -> list[torch.Tensor]:

@@ -1,7 +1,7 @@
-"""Fronts replace TorchRec's collections in a model, with the same interface and names.
+"""Proxies replace TorchRec's collections in a model, with the same interface and names.
 
-A front owns no rows. Its tables are in groups (see ``groups``), and each group's collection keeps the rows in
-its tiers. While a batch is trained, its rows are looked up once. A front called with the batch's own ids
+A proxy owns no rows. Its tables are in groups (see ``groups``), and each group's collection keeps the rows in
+its tiers. While a batch is trained, its rows are looked up once. A proxy called with the batch's own ids
 hands out these rows, for the samples being trained. Called with other ids, such as ids that the model has
 computed, it looks them up at once, and their update follows at the end of the step.
 """
@@ -40,7 +40,7 @@ from recpipe.tables.rows import looked_up, pool, table_bags, updated
 
 
 class HandedOut(Protocol):
-    """A front's rows for the samples being trained."""
+    """A proxy's rows for the samples being trained."""
 
     def rows(self, sparse: KeyedJaggedTensor) -> list[torch.Tensor] | None:
         """The rows of each group for the ids of these samples, in the form of ``TableCollection.lookup``; the
@@ -48,17 +48,17 @@ class HandedOut(Protocol):
 
 
 class _Current(threading.local):
-    rows: Mapping[Front, HandedOut] | None = None
+    rows: Mapping[CollectionProxy, HandedOut] | None = None
 
 
 _current = _Current()
-"""What the fronts hand out in this thread. It is per thread because parts of a batch may train in
+"""What the proxies hand out in this thread. It is per thread because parts of a batch may train in
 parallel."""
 
 
 @contextmanager
-def handing_out(rows: Mapping[Front, HandedOut]) -> Iterator[None]:
-    """In the block, the fronts hand out ``rows`` in this thread."""
+def handing_out(rows: Mapping[CollectionProxy, HandedOut]) -> Iterator[None]:
+    """In the block, the proxies hand out ``rows`` in this thread."""
     before, _current.rows = _current.rows, rows
     try:
         yield
@@ -79,12 +79,12 @@ class _Late:
 
 
 class RowsElsewhere(UserError, AttributeError):
-    """A model reads the weights of a front's tables, which are no parameters. It is an ``AttributeError``,
+    """A model reads the weights of a proxy's tables, which are no parameters. It is an ``AttributeError``,
     too, so that ``hasattr`` says no."""
 
 
-class Front(ABC, nn.Module):
-    """The base class of both kinds of fronts; ``path`` is the front's place in the model.
+class CollectionProxy(ABC, nn.Module):
+    """The base class of both kinds of proxies; ``path`` is the proxy's place in the model.
 
     Rows are not parameters of any module, so the model's parameters are those of its dense part.
     ``state_dict`` has the rows under the names that the collection gave them.
@@ -110,7 +110,7 @@ class Front(ABC, nn.Module):
         self._weighted = False
 
     def place(self, groups: Sequence[Group], collections: Sequence[TableCollection]) -> None:
-        """Take rows from ``collections``, one for each of ``groups``; the front does not own them."""
+        """Take rows from ``collections``, one for each of ``groups``; the proxy does not own them."""
         # Kept in tuples: a module in an attribute would make rows parameters of the model.
         self.groups, self.collections = tuple(groups), tuple(collections)
 
@@ -190,7 +190,7 @@ class Front(ABC, nn.Module):
         """Update each row looked up since the last call by ids that are not the batch's own, once, by its
         summed gradient.
 
-        ``own``: each group's lookups by the batch's own ids; empty if the batch has no ids for this front. If
+        ``own``: each group's lookups by the batch's own ids; empty if the batch has no ids for this proxy. If
         a row is in both, this update replaces the one that the backward pass has made: it starts from the
         record before the step.
         """
@@ -274,7 +274,7 @@ def _rows_of(collection: TableCollection, path: str) -> RowCollection:
     return collection
 
 
-class BagFront(Front, EmbeddingBagCollectionInterface):  # type: ignore[misc]
+class BagProxy(CollectionProxy, EmbeddingBagCollectionInterface):  # type: ignore[misc]
     """Replaces an ``EmbeddingBagCollection``. Groups give sums; a mean is the sum divided by the number of
     ids. Where the model computes the ids' weights, groups give a row for each id, which are summed here."""
 
@@ -302,7 +302,7 @@ class BagFront(Front, EmbeddingBagCollectionInterface):  # type: ignore[misc]
         return self._weighted
 
     def place(self, groups: Sequence[Group], collections: Sequence[TableCollection]) -> None:
-        """Take rows from ``collections``, one for each of ``groups``; the front does not own them."""
+        """Take rows from ``collections``, one for each of ``groups``; the proxy does not own them."""
         super().place(groups, collections)
         self.sums = any(not group.tables.pooled for group in groups)
 
@@ -346,7 +346,7 @@ class BagFront(Front, EmbeddingBagCollectionInterface):  # type: ignore[misc]
         return meant.view(size, -1)
 
 
-class SequenceFront(Front, EmbeddingCollectionInterface):  # type: ignore[misc]
+class SequenceProxy(CollectionProxy, EmbeddingCollectionInterface):  # type: ignore[misc]
     """Replaces an ``EmbeddingCollection``, which gives a row for each id."""
 
     weights_under = "embeddings"
@@ -389,30 +389,30 @@ class SequenceFront(Front, EmbeddingCollectionInterface):  # type: ignore[misc]
         return {self.names[place]: found[place] for place in range(len(self.names))}
 
 
-def front_of(path: str, collection: nn.Module) -> Front | None:
-    """The front that can replace ``collection``; None if that is not one of TorchRec's collections."""
+def proxy_of(path: str, collection: nn.Module) -> CollectionProxy | None:
+    """The proxy that can replace ``collection``; None if that is not one of TorchRec's collections."""
     if isinstance(collection, EmbeddingBagCollection):
-        return BagFront(path, collection)
+        return BagProxy(path, collection)
     if isinstance(collection, EmbeddingCollection):
-        return SequenceFront(path, collection)
+        return SequenceProxy(path, collection)
     return None
 
 
 def same_ids(
-    sparse: KeyedJaggedTensor, own: KeyedJaggedTensor, front: Front, by_weights: bool = True
+    sparse: KeyedJaggedTensor, own: KeyedJaggedTensor, proxy: CollectionProxy, by_weights: bool = True
 ) -> bool:
-    """Whether ``front`` would look up the same rows with either of the two and, if it hands out sums by the
+    """Whether ``proxy`` would look up the same rows with either of the two and, if it hands out sums by the
     batch's weights and ``by_weights``, make the same sums."""
     if sparse is own:
         return True
-    if not set(front.features) <= set(sparse.keys()):
+    if not set(proxy.features) <= set(sparse.keys()):
         return False
-    by_weights &= isinstance(front, BagFront) and front.is_weighted() and not front.sums
+    by_weights &= isinstance(proxy, BagProxy) and proxy.is_weighted() and not proxy.sums
     if not by_weights:
         own, sparse = without_weights(own), without_weights(sparse)
     elif any(w is None or w.requires_grad for w in (own.weights_or_none(), sparse.weights_or_none())):
         return False
-    mine, theirs = (in_order(ids, front.features) for ids in (own, sparse))
+    mine, theirs = (in_order(ids, proxy.features) for ids in (own, sparse))
     if by_weights and not torch.equal(mine.weights(), theirs.weights()):
         return False
     pairs = ((mine.lengths(), theirs.lengths()), (mine.values(), theirs.values()))
