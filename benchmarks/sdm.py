@@ -36,8 +36,9 @@ from recpipe_sdm.index import RowIndex
 from recpipe_sdm.rows import Shared, TieredRows
 from recpipe_sdm.tiers import Tiers
 
+from recpipe.plugin.store import StoreLayout
 from recpipe.private_api import SUM, NbitLayout, look_up_nbit
-from recpipe.tables.stores import SsdStore, StoreLayout
+from recpipe.tables.stores.ssd import SsdStore
 
 TOGETHER = 8
 """Requests scored together."""

@@ -44,7 +44,8 @@ import recpipe
 from recpipe.answers.manifest import write_manifest
 from recpipe.answers.score import Scorer
 from recpipe.answers.trained import open_trained
-from recpipe.tables.stores import SsdStore, StoreLayout
+from recpipe.plugin.store import StoreLayout
+from recpipe.tables.stores.ssd import SsdStore
 
 USERS, USER_ROWS, ITEM_ROWS, CANDIDATES = 8, 125_000, 10_000, 64
 SAMPLES, ZIPF = 20_000, 1.05

@@ -23,7 +23,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from recpipe.errors import UserError
-from recpipe.tables.stores import Fill, SsdStore, StoreLayout
+from recpipe.plugin.store import Fill, StoreLayout
+from recpipe.tables.stores.ssd import SsdStore
 
 BLOCK = 4096
 Sample = dict[str, float]

@@ -29,9 +29,10 @@ from recpipe.tables.groups import ModelTables
 from recpipe.tables.inputs import Inputs
 from recpipe.tables.owners import NOCACHE, RESIDENT, GroupOwner
 from recpipe.tables.resident import ReplicatedCollection, ResidentCollection
-from recpipe.tables.stores import SsdStore, make_store
+from recpipe.tables.stores import make_store
 from recpipe.tables.stores.front import EmulatedStore, MakeLocal, local_store
 from recpipe.tables.stores.holders import HeldRows, HoldersStore
+from recpipe.tables.stores.ssd import SsdStore
 from recpipe.tables.tiers.gpu_lookups import Finder
 from recpipe.tables.tiers.policies import POLICIES
 from recpipe.tables.tiers.tiered import TieredEmbeddingBagCollection

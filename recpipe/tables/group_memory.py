@@ -8,12 +8,13 @@ from dataclasses import dataclass, replace
 
 from recpipe.distributed.ranks import Ranks
 from recpipe.plugin.quantizer import WORD
+from recpipe.plugin.store import StoreLayout
 from recpipe.plugin.tables import TableSet
 from recpipe.tables.build import staging_bytes
 from recpipe.tables.config import HOLDERS, TierConfig
 from recpipe.tables.owners import RESIDENT, GroupOwner
 from recpipe.tables.sharding.plan import ShardPlan
-from recpipe.tables.stores import StoreLayout, store_size
+from recpipe.tables.stores import store_size
 from recpipe.tables.stores.holders import part_layout
 from recpipe.tables.tiers.policies import BYTES_BESIDE
 

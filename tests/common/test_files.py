@@ -18,10 +18,11 @@ from recpipe.common.files import LOCK, RunDir, TakeRunDir, letting_go, lock_run_
 from recpipe.common.owned import MARKER, make_directory, remove_made, scratch_directory
 from recpipe.config.compose import compose, conf_dir
 from recpipe.errors import StoreError, ThroughHydra, UserError
+from recpipe.plugin.store import StoreLayout
 from recpipe.report import run_page
 from recpipe.run import run
-from recpipe.tables.stores import SsdStore, StoreLayout
 from recpipe.tables.stores.home import STATE, remove_crashed
+from recpipe.tables.stores.ssd import SsdStore
 
 SMALL = (
     "data.samples=500",

@@ -12,9 +12,10 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from recpipe.plugin.bags import RowIds
 from recpipe.plugin.policy import CachePolicy, Placement, RowSpace
+from recpipe.plugin.store import ColdStore
 from recpipe.plugin.tables import SparseFeature, TableOptimizer, TableSet
 from recpipe.tables.resident import ResidentCollection
-from recpipe.tables.stores import ColdStore, make_store
+from recpipe.tables.stores import make_store
 from recpipe.tables.tiers.policies import POLICIES, HotSet
 from recpipe.tables.tiers.tiered import TieredEmbeddingBagCollection, TieredRows
 

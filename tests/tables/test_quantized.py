@@ -18,13 +18,14 @@ from recpipe.plugin.assembly import Assembly, assemble
 from recpipe.plugin.calls import Owned
 from recpipe.plugin.errors import PluginConflict
 from recpipe.plugin.quantizer import Coding, Quantizer, RecordLayout, RowCodec
+from recpipe.plugin.store import ColdStore, Fill, StoreLayout
 from recpipe.plugin.tables import TableOptimizer, TableSet
 from recpipe.tables.config import TierConfig
 from recpipe.tables.groups import ModelTables
 from recpipe.tables.owners import group_owners
 from recpipe.tables.quantized import check_quantized, quantized
 from recpipe.tables.resident import ResidentCollection
-from recpipe.tables.stores import ColdStore, Fill, StoreLayout, make_store
+from recpipe.tables.stores import make_store
 from recpipe.tables.stores.codecs import COLD, Fp16Rows, Int8Rows
 from recpipe.tables.stores.front import local_store
 from recpipe.tables.tiers.store_thread import StoreThread

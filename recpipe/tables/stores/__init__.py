@@ -5,25 +5,12 @@ from __future__ import annotations
 import os
 
 from recpipe.errors import UserError
-from recpipe.plugin.store import ColdStore, Fill, IoCounters, Records, Rows, StoreLayout
+from recpipe.plugin.store import ColdStore, Fill, StoreLayout
 from recpipe.tables.stores.blocks import BlockMap, Staging
 from recpipe.tables.stores.host import HostStore
 from recpipe.tables.stores.ssd import STAGING_BYTES, SsdStore
 
 KINDS = ("host", "ssd")
-__all__ = [
-    "KINDS",
-    "ColdStore",
-    "Fill",
-    "HostStore",
-    "IoCounters",
-    "Records",
-    "Rows",
-    "SsdStore",
-    "StoreLayout",
-    "make_store",
-    "store_size",
-]
 
 
 def make_store(

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from recpipe.distributed.ranks import Emulation
 from recpipe.plugin.quantizer import Coding
-from recpipe.plugin.store import ColdStore, Fill, IoCounters, Records, Rows, StoreLayout
+from recpipe.plugin.store import ColdStore, Fill, Records, Rows, StoreLayout
 
 MakeLocal = Callable[[StoreLayout, Fill], ColdStore]
 """Makes this process's own store of records."""
@@ -42,10 +42,6 @@ class FrontStore(ColdStore):
     def close(self) -> None:
         """Close ``inner``."""
         self.inner.close()
-
-    def background(self) -> IoCounters:
-        """What ``inner`` moved by itself between calls."""
-        return self.inner.background()
 
 
 class CodedStore(FrontStore):

@@ -4,7 +4,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from recpipe.tables.stores import SsdStore, StoreLayout
+from recpipe.plugin.store import StoreLayout
+from recpipe.tables.stores.ssd import SsdStore
 
 
 def first_records(layout: StoreLayout) -> np.ndarray:

@@ -11,9 +11,11 @@ from recpipe_bagpipe.bulk import BulkStore
 
 from recpipe.plugin.calls import Origin, Owned
 from recpipe.plugin.quantizer import Coding, RecordLayout
-from recpipe.tables.stores import HostStore, StoreLayout, make_store
+from recpipe.plugin.store import StoreLayout
+from recpipe.tables.stores import make_store
 from recpipe.tables.stores.codecs import COLD
 from recpipe.tables.stores.front import CodedStore, local_store
+from recpipe.tables.stores.host import HostStore
 
 LAYOUT = StoreLayout(("a", "b"), (700, 41), 17)
 

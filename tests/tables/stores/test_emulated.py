@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 
 from recpipe.distributed.ranks import Emulation
-from recpipe.tables.stores import HostStore, StoreLayout
+from recpipe.plugin.store import StoreLayout
 from recpipe.tables.stores.front import EmulatedStore
+from recpipe.tables.stores.host import HostStore
 
 LAYOUT = StoreLayout(("a", "b"), (30, 12), 5)
 

@@ -9,13 +9,14 @@ import numpy as np
 import pytest
 
 from recpipe.errors import StoreError
-from recpipe.tables.stores import SsdStore
+from recpipe.tables.stores.ssd import SsdStore
 from tests.processes import Child
 
 ROWS, WIDTH = 5000, 40
 WRITER = f"""
 import sys, numpy as np
-from recpipe.tables.stores import SsdStore, StoreLayout
+from recpipe.plugin.store import StoreLayout
+from recpipe.tables.stores.ssd import SsdStore
 layout = StoreLayout(("a", "b"), (4000, 1000), {WIDTH})
 zeros = lambda table, start, stop: np.zeros((stop - start, {WIDTH}), np.float32)
 store = SsdStore.create(layout, zeros, sys.argv[1], staging_bytes=1 << 20)

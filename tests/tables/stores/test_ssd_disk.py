@@ -11,8 +11,10 @@ import numpy as np
 import pytest
 
 from recpipe.errors import StoreError
-from recpipe.tables.stores import SsdStore, StoreLayout, home
+from recpipe.plugin.store import StoreLayout
+from recpipe.tables.stores import home
 from recpipe.tables.stores.aio import RequestError
+from recpipe.tables.stores.ssd import SsdStore
 
 LAYOUT = StoreLayout(("a", "b"), (9000, 3000), 40)
 

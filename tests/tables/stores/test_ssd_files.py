@@ -4,8 +4,9 @@ import numpy as np
 import pytest
 
 from recpipe.errors import StoreError
-from recpipe.tables.stores import SsdStore, StoreLayout
+from recpipe.plugin.store import StoreLayout
 from recpipe.tables.stores.blocks import BlockMap
+from recpipe.tables.stores.ssd import SsdStore
 
 
 def read_all(store):

@@ -6,8 +6,11 @@ import pytest
 from recpipe.errors import UserError
 from recpipe.plugin.calls import Origin, Owned
 from recpipe.plugin.quantizer import Coding, RowCodec
-from recpipe.tables.stores import HostStore, SsdStore, StoreLayout, make_store
+from recpipe.plugin.store import StoreLayout
+from recpipe.tables.stores import make_store
 from recpipe.tables.stores.front import local_store
+from recpipe.tables.stores.host import HostStore
+from recpipe.tables.stores.ssd import SsdStore
 
 LAYOUTS = {
     "one row per block": StoreLayout(("a", "b"), (9, 30), 600),
