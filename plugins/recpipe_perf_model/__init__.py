@@ -10,49 +10,34 @@ from recpipe.common.process import lazily
 
 if TYPE_CHECKING:
     from recpipe.profiling.limits import Sample
-    from recpipe_perf_model.bench.lookups import SHAPES as LOOKUP_SHAPES
-    from recpipe_perf_model.bench.lookups import TABLES as LOOKUP_TABLES
-    from recpipe_perf_model.bench.lookups import Clock, timed_lookups, zipf
-    from recpipe_perf_model.bench.lookups import pools as id_pools
-    from recpipe_perf_model.bench.ranks import BYTES as COLLECTIVE_BYTES
-    from recpipe_perf_model.bench.ranks import timed_collectives
+    from recpipe_perf_model.bench.lookups import (
+        LOOKUP_SHAPES,
+        LOOKUP_TABLES,
+        Clock,
+        id_pools,
+        timed_lookups,
+        zipf,
+    )
+    from recpipe_perf_model.bench.ranks import COLLECTIVE_BYTES, timed_collectives
     from recpipe_perf_model.facts.facts import Facts, GroupFacts, Misses
-    from recpipe_perf_model.facts.replay import Kept as KeptLookups
-    from recpipe_perf_model.facts.replay import joined as joined_lookups
+    from recpipe_perf_model.facts.replay import KeptLookups, joined_lookups
     from recpipe_perf_model.kernels.linear import COLLECTIVE_FAMILY, LookupWork, fitted, nnls
     from recpipe_perf_model.machine import Host, SharedProfile
     from recpipe_perf_model.statement import Moved, Phase, Statement, Work
     from recpipe_perf_model.tiers.ranked import busiest_part, share_of_distinct
 
-_HOME = {
-    "COLLECTIVE_BYTES": "bench.ranks:BYTES",
-    "COLLECTIVE_FAMILY": "kernels.linear:COLLECTIVE_FAMILY",
-    "timed_collectives": "bench.ranks:timed_collectives",
-    "LOOKUP_SHAPES": "bench.lookups:SHAPES",
-    "LOOKUP_TABLES": "bench.lookups:TABLES",
-    "Clock": "bench.lookups:Clock",
-    "timed_lookups": "bench.lookups:timed_lookups",
-    "zipf": "bench.lookups:zipf",
-    "id_pools": "bench.lookups:pools",
-    "Facts": "facts.facts:Facts",
-    "GroupFacts": "facts.facts:GroupFacts",
-    "Misses": "facts.facts:Misses",
-    "KeptLookups": "facts.replay:Kept",
-    "joined_lookups": "facts.replay:joined",
-    "fitted": "kernels.linear:fitted",
-    "nnls": "kernels.linear:nnls",
-    "LookupWork": "kernels.linear:LookupWork",
-    "Host": "machine:Host",
-    "Sample": "machine:Sample",
-    "SharedProfile": "machine:SharedProfile",
-    "Moved": "statement:Moved",
-    "Phase": "statement:Phase",
-    "Statement": "statement:Statement",
-    "Work": "statement:Work",
-    "busiest_part": "tiers.ranked:busiest_part",
-    "share_of_distinct": "tiers.ranked:share_of_distinct",
+_MODULES = {
+    "bench.lookups": ("LOOKUP_SHAPES", "LOOKUP_TABLES", "Clock", "id_pools", "timed_lookups", "zipf"),
+    "bench.ranks": ("COLLECTIVE_BYTES", "timed_collectives"),
+    "facts.facts": ("Facts", "GroupFacts", "Misses"),
+    "facts.replay": ("KeptLookups", "joined_lookups"),
+    "kernels.linear": ("COLLECTIVE_FAMILY", "LookupWork", "fitted", "nnls"),
+    "machine": ("Host", "Sample", "SharedProfile"),
+    "statement": ("Moved", "Phase", "Statement", "Work"),
+    "tiers.ranked": ("busiest_part", "share_of_distinct"),
 }
-"""Where each public name is: ``module:name`` in this package."""
+"""The modules of this package that define the public names."""
+_HOME = {name: f"{__name__}.{module}:{name}" for module, names in _MODULES.items() for name in names}
 NAMES = {name: f"{__name__}:{name}" for name in _HOME}
 """Names that ``recpipe.kit`` and ``recpipe.plugin`` had, where they are now."""
 
@@ -85,4 +70,4 @@ __all__ = [
     "zipf",
 ]
 
-__getattr__ = lazily(__name__, {name: f"{__name__}.{place}" for name, place in _HOME.items()})
+__getattr__ = lazily(__name__, _HOME)

@@ -13,7 +13,7 @@ from recpipe.plugin.api import Plugin
 from recpipe.plugin.bags import IndexBags
 from recpipe.plugin.calls import Origin
 from recpipe_perf_model.facts.facts import Facts, GroupFacts, Stretch
-from recpipe_perf_model.facts.replay import Kept
+from recpipe_perf_model.facts.replay import KeptLookups
 from recpipe_perf_model.kernels.linear import FEATURES
 from recpipe_perf_model.statement import Statement
 from recpipe_perf_model.tiers.statements import StatesCosts, costs_of
@@ -58,7 +58,7 @@ def _group(seed: int, dim: int) -> GroupFacts:
         curves={"lru": rates.lru, "lfu": rates.lfu, "hot": rates.hot},
         windows=rates.windows()[0],
         stretch=Stretch(BATCHES // 2, places, late, (late / ROWS).astype(np.float32)),
-        kept=Kept.of(
+        kept=KeptLookups.of(
             [IndexBags(rows, np.arange(LOOKUPS + 1), SAMPLES) for rows in drawn],
             np.array([0, ROWS // 2, ROWS]),
         ),

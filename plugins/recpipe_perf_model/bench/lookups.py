@@ -25,13 +25,13 @@ from recpipe.plugin.tables import OPTIMIZERS, TableOptimizer
 from recpipe.profiling.limits import Sample
 from recpipe.tables.rows import RowBags, updated
 
-TABLES = ((4, 100), (1, 5_000), (4, 5_000), (16, 20_000), (4, 100_000), (4, 300_000), (1, 1_000_000))
+LOOKUP_TABLES = ((4, 100), (1, 5_000), (4, 5_000), (16, 20_000), (4, 100_000), (4, 300_000), (1, 1_000_000))
 """Numbers of equal tables in one TBE, and their rows: from sizes that fit any cache to sizes that mostly miss
 all."""
 DIMS = (16, 64)
 SKEWS = (0.0, 1.05)
 """Exponents of the ids' Zipf distribution."""
-SHAPES = ((512, 1), (4096, 1), (2048, 10), (512, 50), (4096, 10))
+LOOKUP_SHAPES = ((512, 1), (4096, 1), (2048, 10), (512, 50), (4096, 10))
 """Numbers of bags of each table, and of lookups of each bag."""
 POOL = 2**20
 """How many ids are drawn for a table size and skew. Batches are sections of them, so that rows recur
@@ -97,8 +97,10 @@ def least(once: Callable[[bool], Iterator[Sample]], quick: bool) -> Iterator[Sam
 def measure_lookups(quick: bool) -> Iterator[Sample]:
     """Samples ``lookup forward`` and ``lookup update``, in one process on the CPU."""
     clock = Clock(torch.device("cpu"))
-    tables, dims, shapes = (TABLES[1:4:2], DIMS[:1], SHAPES[:3]) if quick else (TABLES, DIMS, SHAPES)
-    drawn = pools(np.random.default_rng(0), [rows for _, rows in tables])
+    tables, dims, shapes = (
+        (LOOKUP_TABLES[1:4:2], DIMS[:1], LOOKUP_SHAPES[:3]) if quick else (LOOKUP_TABLES, DIMS, LOOKUP_SHAPES)
+    )
+    drawn = id_pools(np.random.default_rng(0), [rows for _, rows in tables])
     with one_thread():  # as in a run, where the other cores have work of their own
         for timed in timed_lookups(clock, OPTIMIZERS[OPTIMIZER], drawn, tables, dims, shapes):
             names = ("tables", "rows", "dim", "bags", "lookups", "distinct")
@@ -107,7 +109,7 @@ def measure_lookups(quick: bool) -> Iterator[Sample]:
             yield Sample("lookup update", at, float(timed.backward[0]) / 1e3)
 
 
-def pools(random: np.random.Generator, tables: list[int]) -> dict[tuple[int, float], RowIds]:
+def id_pools(random: np.random.Generator, tables: list[int]) -> dict[tuple[int, float], RowIds]:
     """Ids to look up, by a table's rows and skew."""
     return {(rows, skew): zipf(random, rows, POOL, skew) for rows in tables for skew in SKEWS}
 
@@ -130,9 +132,9 @@ def timed_lookups(
     clock: Clock,
     optimizer: EmbOptimType,
     pools: Mapping[tuple[int, float], RowIds],
-    tables: tuple[tuple[int, int], ...] = TABLES,
+    tables: tuple[tuple[int, int], ...] = LOOKUP_TABLES,
     dims: tuple[int, ...] = DIMS,
-    shapes: tuple[tuple[int, int], ...] = SHAPES,
+    shapes: tuple[tuple[int, int], ...] = LOOKUP_SHAPES,
     begin: Callable[[], object] = lambda: None,
     skews: tuple[float, ...] = SKEWS,
 ) -> Iterator[TimedLookups]:

@@ -41,7 +41,7 @@ from recpipe_perf_model.kernels.linear import COLLECTIVES
 RANKS = 2
 LIMIT = 120.0
 """Seconds after which the processes are ended; they take a tenth of that."""
-BYTES = (2**12, 2**16, 2**19, 2**22, 2**24)
+COLLECTIVE_BYTES = (2**12, 2**16, 2**19, 2**22, 2**24)
 """Of collectives: what each rank gives."""
 LEAST = 1e-6
 """Seconds that a collective is taken for that no clock could measure."""
@@ -107,7 +107,9 @@ def measure_in(group: dist.ProcessGroup, quick: bool) -> Iterator[Sample]:
 def _collectives(group: dist.ProcessGroup, quick: bool) -> Iterator[Sample]:
     """A sample for each collective and size, with the number of ranks, and one of the processor's time in it
     (``... busy``): means over the ranks."""
-    for timed in timed_collectives(group, Clock(torch.device("cpu")), BYTES[::2] if quick else BYTES):
+    for timed in timed_collectives(
+        group, Clock(torch.device("cpu")), COLLECTIVE_BYTES[::2] if quick else COLLECTIVE_BYTES
+    ):
         at: dict[str, float | str] = {"bytes": float(timed.bytes), "ranks": float(group.size())}
         at["threads"] = float(torch.get_num_threads())
         times = torch.tensor(timed.times)
@@ -127,7 +129,7 @@ class TimedCollective:
 
 
 def timed_collectives(
-    group: dist.ProcessGroup, clock: Clock, sizes: tuple[int, ...] = BYTES
+    group: dist.ProcessGroup, clock: Clock, sizes: tuple[int, ...] = COLLECTIVE_BYTES
 ) -> Iterator[TimedCollective]:
     """Time each collective at several sizes. Every rank of ``group`` must call this."""
     world = group.size()

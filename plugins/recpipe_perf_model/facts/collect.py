@@ -16,7 +16,7 @@ from recpipe.errors import UserError
 from recpipe.plugin.bags import IndexBags, RowIds
 from recpipe.tables.inputs import Inputs
 from recpipe_perf_model.facts.facts import NEVER, Facts, GroupFacts, Stretch
-from recpipe_perf_model.facts.replay import MOST, Kept
+from recpipe_perf_model.facts.replay import MOST, KeptLookups
 
 STRETCH = 24
 """How many consecutive batches' ids are kept in ``GroupFacts.stretch``."""
@@ -130,7 +130,7 @@ class _Counting:
             windows=rates.windows()[0],
             stretch=self._stretch(),
             first={name: curve.at(points) for name, curve in self._filled.items()},
-            kept=Kept.of(self._read, tables.layout.bases) if self._read else None,
+            kept=KeptLookups.of(self._read, tables.layout.bases) if self._read else None,
             frozen=tables.optimizer.frozen,
         )
 

@@ -18,7 +18,7 @@ from recpipe.access.misses import SHARES, Curve
 from recpipe.distributed.ranks import Emulation
 from recpipe.plugin.bags import RowIds
 from recpipe.tables.tiers.policies import POLICIES
-from recpipe_perf_model.facts.replay import Kept, Make, Replayed, replay
+from recpipe_perf_model.facts.replay import KeptLookups, Make, Replayed, replay
 from recpipe_perf_model.statement import Moved
 
 NEVER = np.float32(np.inf)
@@ -74,7 +74,7 @@ class GroupFacts:
     stretch: Stretch
     first: Mapping[str, Curve] = field(default_factory=dict)
     """What lru and lfu hit in as many batches before those of ``curves``, when they began empty."""
-    kept: Kept | None = None
+    kept: KeptLookups | None = None
     """All lookups that were read; None if they were more than are kept."""
     frozen: bool = False
     """Whether its rows never change: they are read, and neither updated nor written back."""
@@ -225,7 +225,7 @@ class Facts:
         return replace(self, steps=steps, groups=groups, late=False)
 
     @property
-    def kept(self) -> Sequence[Kept]:
+    def kept(self) -> Sequence[KeptLookups]:
         """Each group's lookups in the batches that were read; none if they were too many to be kept."""
         found = [group.kept for group in self.groups if group.kept is not None and group.kept.batches]
         return found if len(found) == len(self.groups) else ()

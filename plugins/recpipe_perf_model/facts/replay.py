@@ -25,11 +25,12 @@ MAPPED = 1 << 22
 """Tables with at most so many rows keep their rows' numbers."""
 _FIELDS = tuple(field.name for field in fields(Moved))
 Make = Callable[[RowSpace], CachePolicy]
-"""Makes a group's policy; ``space.group`` is the group's number, and rows are numbered as in ``Kept``."""
+"""Makes a group's policy; ``space.group`` is the group's number, and rows are numbered as in
+``KeptLookups``."""
 
 
 @dataclass(frozen=True, eq=False)
-class Kept:
+class KeptLookups:
     """The lookups of one group of tables in all batches that were read."""
 
     batches: Sequence[IndexBags]
@@ -38,7 +39,7 @@ class Kept:
     """The number of each table's first row, and of the row after the last: int64 [T + 1]."""
 
     @classmethod
-    def of(cls, batches: Sequence[IndexBags], bases: RowIds) -> Kept:
+    def of(cls, batches: Sequence[IndexBags], bases: RowIds) -> KeptLookups:
         """Number the rows of ``batches`` anew; ``bases`` [T + 1] are the tables' in the numbers that they
         have."""
         if bases[-1] <= MAPPED:
@@ -68,7 +69,7 @@ class Kept:
         return found
 
 
-def joined(groups: Sequence[Kept], number: int) -> Bags:
+def joined_lookups(groups: Sequence[KeptLookups], number: int) -> Bags:
     """The lookups of a batch in all groups; the rows of one group are numbered after those of the groups
     before it."""
     found = [kept.bags(number) for kept in groups]
@@ -100,7 +101,7 @@ class Replayed:
         return moved, 1 - float(np.average(self.cold, weights=weights))
 
 
-def replay(groups: Sequence[Kept], make: Make, slots: Sequence[int], carry: bool) -> Replayed:
+def replay(groups: Sequence[KeptLookups], make: Make, slots: Sequence[int], carry: bool) -> Replayed:
     """Run a policy for each group with so many ``slots``; ``carry`` as in ``TierPlanner``."""
     spaces = [
         RowSpace(kept.bases, min(own, kept.rows), number)

@@ -10,7 +10,7 @@ import pytest
 from recpipe_perf_model.facts import replay as replaying
 from recpipe_perf_model.facts.collect import collect
 from recpipe_perf_model.facts.facts import Facts
-from recpipe_perf_model.facts.replay import Kept, joined
+from recpipe_perf_model.facts.replay import KeptLookups, joined_lookups
 from recpipe_perf_model.statement import Moved, Statement
 from recpipe_perf_model.tiers.statements import of_policy
 
@@ -100,7 +100,7 @@ def test_rows_numbered_anew_move_alike(facts: Facts, monkeypatch: pytest.MonkeyP
         for bags in group.kept.batches
     ]
     monkeypatch.setattr(replaying, "MAPPED", 0)
-    anew = Kept.of(wide, 3 * group.kept.bases)
+    anew = KeptLookups.of(wide, 3 * group.kept.bases)
     assert anew.rows < group.kept.rows
     slots = group.kept.rows // 10
     for policy in ("lru", "lfu"):
@@ -129,8 +129,8 @@ def test_a_longer_run_is_as_the_later_half_of_what_was_read(facts: Facts) -> Non
 
 
 def test_groups_are_joined_in_one_numbering() -> None:
-    one = Kept([replaying.IndexBags(np.array([1, 0]), np.array([0, 1, 2]), 2)], np.array([0, 5]))
-    two = Kept([replaying.IndexBags(np.array([3, 3, 2]), np.array([0, 2, 3]), 2)], np.array([0, 4]))
-    both = joined([one, two], 0)
+    one = KeptLookups([replaying.IndexBags(np.array([1, 0]), np.array([0, 1, 2]), 2)], np.array([0, 5]))
+    two = KeptLookups([replaying.IndexBags(np.array([3, 3, 2]), np.array([0, 2, 3]), 2)], np.array([0, 4]))
+    both = joined_lookups([one, two], 0)
     assert both.rows.tolist() == [1, 0, 8, 8, 7]
     assert both.offsets.tolist() == [0, 1, 2, 4, 5]
