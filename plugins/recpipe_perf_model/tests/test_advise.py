@@ -13,13 +13,15 @@ import numpy as np
 import pytest
 import torch
 from recpipe_perf_model.advise import page as advised
-from recpipe_perf_model.advise.advise import _check
+from recpipe_perf_model.advise.advise import _check, verified
 from recpipe_perf_model.advise.budget import AdviseConfig
-from recpipe_perf_model.advise.judged import faster
+from recpipe_perf_model.advise.judged import Judged, faster
 from recpipe_perf_model.kernels.linear import FEATURES
 from recpipe_perf_model.machine import Host, MachineProfile
 from recpipe_perf_model.step.capture import CannotTrace
 from recpipe_perf_model.tests import synthetic
+from recpipe_perf_model.tiers.predict import TieredPrediction
+from recpipe_perf_model.tiers.statements import RESIDENT
 
 from recpipe.config.compose import compose
 from recpipe.config.recipe import Recipe
@@ -270,6 +272,45 @@ def test_hardly_any_distinct_ids_are_no_trouble(tmp_path: Path) -> None:
     found = advice(tmp_path, "data.tables={a: 2, b: 2}", "data.table_scale=1.0", "advise.memory=100%")
     assert found["ids"]["distinct"] <= 4
     assert found["budgets"][0]["recommended"] == "resident"
+
+
+def test_what_is_verified_stands_beside_its_prediction(
+    told: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a comparison one of whose rows failed the others are told."""
+    budget = told["budgets"][0]
+    spelled = {each["name"]: each["row"] for each in budget["rows"]}
+    plain, best = budget["plain"], next(name for name in spelled if name != budget["plain"])
+    rows = [
+        {"name": spelled[name], "ratio": ratio, "ratio_interval": None, "failed": None,
+         "samples_per_second": {"median": speed}, "others_cpu_share": 0.0}
+        for name, ratio, speed in ((plain, 1.0, 1000.0), (best, 2.0, None))
+    ]  # fmt: skip
+    asked: list[Any] = []
+
+    def compared(*arguments: Any) -> None:
+        asked.extend(arguments)
+        (tmp_path / "compare.json").write_text(json.dumps({"partial": False, "rows": rows}))
+        raise UserError("1 of 2 rows failed")
+
+    monkeypatch.setattr("recpipe_perf_model.advise.advise.compare", compared)
+    seconds = {plain: 0.3, best: 0.1}
+    predicted = {
+        name: Judged(TieredPrediction(RESIDENT, (), each, (), 0.0, 0.0, {}), 0.1, 0.1)
+        for name, each in seconds.items()
+    }
+    config = AdviseConfig(memory=["5%"], verify=1)
+    found = verified(budget, predicted, config, 7, tmp_path, ["data=criteo"])
+    assert asked[0].plugins == [spelled[plain], spelled[best]]
+    own = [f"tiers.resident_bytes={budget['bytes']}", "trainer.max_steps=7", "trainer.max_epochs=1000"]
+    assert asked[2] == ["data=criteo", *own]
+    measured = budget["batch_size"] / 1000 * 1e3
+    assert found["plain_step_ms"] == {"predicted": pytest.approx(300), "measured": pytest.approx(measured)}
+    (row,) = found["rows"]
+    assert (row["name"], row["measured"], row["step_ms"]["measured"]) == (best, 2.0, None)
+    assert (row["predicted"], row["error"]) == (pytest.approx(3), pytest.approx(0.5))
+    lines = advised.closing({**budget, "verified": found})
+    assert f"  {best}: 3.00, 2.00, +50%" in lines
 
 
 def test_faster_parts_change_only_themselves() -> None:

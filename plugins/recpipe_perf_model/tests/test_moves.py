@@ -11,8 +11,8 @@ from recpipe_perf_model.bench.lookups import PASSES, least, measure_lookups, mea
 from recpipe_perf_model.bench.tiers import measure_stores, measure_tiers, sizes
 from recpipe_perf_model.kernels.linear import FEATURES, Linear, MoveTimes
 from recpipe_perf_model.machine import Host, MachineProfile
-from recpipe_perf_model.tests.test_tiered import group
-from recpipe_perf_model.tiers.tiered import touched
+from recpipe_perf_model.tests.test_tiered import facts, group
+from recpipe_perf_model.tiers.tiered import Store
 
 from recpipe.errors import UserError
 from recpipe.plugin.store import StoreLayout
@@ -54,7 +54,8 @@ def test_sizes_of_the_benchmark_are_those_that_are_predicted() -> None:
     table = group(rows=100_000)
     layout = StoreLayout(("rows",), table.table_rows, 17)
     rows = np.random.default_rng(0).choice(100_000, 2_000, replace=False)
-    at, (blocks, requests) = sizes(layout, rows), touched(table, 17, 2_000, 0.0, bridged=True)
+    store = Store(facts(share=0.0), table, MoveTimes({}))
+    at, (blocks, requests) = sizes(layout, rows), store.touched(2_000, bridged=True)
     assert blocks == pytest.approx(at["blocks"], rel=0.1)
     assert requests == pytest.approx(at["requests"], rel=0.1)
 

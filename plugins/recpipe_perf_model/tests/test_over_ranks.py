@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch.distributed as dist
 from recpipe_het.costs import statement as het
-from recpipe_neo.costs import statement as neo
 from recpipe_perf_model.bench.ranks import measure_in
 from recpipe_perf_model.facts.facts import Facts, Stretch
 from recpipe_perf_model.kernels.linear import COLLECTIVES, FEATURES, At
@@ -23,7 +23,9 @@ from recpipe_perf_model.tiers.predict import TieredPrediction, predict_tiered
 from recpipe_perf_model.tiers.ranked import busiest_part, measured_with, share_of_distinct
 from recpipe_perf_model.tiers.statements import RESIDENT, of_policy, over_ranks
 
+from recpipe.config.compose import active_plugins, compose
 from recpipe.distributed.ranks import Emulation
+from recpipe.plugin.load import instantiate
 from recpipe.profiling.limits import Sample
 from tests.processes import start_ranks
 from tests.ranks import joined
@@ -123,8 +125,9 @@ def test_the_busiest_rank_has_the_largest_tables() -> None:
     cut = facts(groups=(replace(group(), lookups=3000.0), group()))
     assert busiest_part(cut) == pytest.approx(2.5 / 4)
     assert busiest_part(facts()) == pytest.approx(1 / 2), "a table alone is cut, too"
-    assert neo(cut).spread == pytest.approx(2.5 / 4)
-    assert neo(of_one()).spread == 1.0
+    neo: Any = instantiate("neo", active_plugins(compose(["+plugin=neo"]))["neo"])
+    assert neo.costs(cut).spread == pytest.approx(2.5 / 4)
+    assert neo.costs(of_one()).spread == 1.0
 
 
 def test_het_pushes_what_waits_too_long_and_what_leaves() -> None:

@@ -14,7 +14,7 @@ from recpipe_perf_model.statement import Moved, Phase, Statement, Work
 from recpipe_perf_model.step.walk import Task
 from recpipe_perf_model.tiers.predict import TieredPrediction, predict_tiered
 from recpipe_perf_model.tiers.statements import RESIDENT, choices, merged, of_policy
-from recpipe_perf_model.tiers.tiered import LOOK_UP, UPDATE, ResidentStep, Store, cold_rows, touched
+from recpipe_perf_model.tiers.tiered import LOOK_UP, UPDATE, ResidentStep, Store, cold_rows
 
 from recpipe.access.misses import SHARES, Curve
 from recpipe.distributed.ranks import Emulation
@@ -260,7 +260,8 @@ def test_blocks_and_requests_are_those_of_random_rows(rows: int, wanted: int) ->
         bridged = blocks.bridged(own)
         requests = [1 + int((np.diff(each) != 1).sum()) for each in (bridged, own)]
         found.append((len(bridged), requests[0], len(own), requests[1]))
-    read, write = (touched(one, 17, wanted, 0.0, bridged=bridged) for bridged in (True, False))
+    store = Store(facts(share=0.0), one, Machine())
+    read, write = (store.touched(wanted, bridged) for bridged in (True, False))
     for mine, real in zip((*read, *write), np.mean(found, axis=0), strict=True):
         assert mine == pytest.approx(real, rel=0.1, abs=4)
 
