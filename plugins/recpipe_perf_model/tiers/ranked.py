@@ -91,8 +91,8 @@ class Ranked(Tiered):
         told = added(
             self._exchange("all_to_all", ID * size * self.count) for each in rows for size in (1, each)
         )
-        tasks = self._summed(self._own(*self._plain_rows), rows=True)
-        return [told.task("tell rows", "main", {"read": 1}), *tasks]
+        own = self._own(self._sum("slots forward"), self._sum("slots update"))
+        return [told.task("tell rows", "main", {"read": 1}), *self._summed(own, rows=True)]
 
     # -- parts -------------------------------------------------------------------------------
 
@@ -107,15 +107,6 @@ class Ranked(Tiered):
         parts = [replace(task, busy=max(0.0, task.busy + known.get(task.name, 0.0))) for task in step.tasks]
         each = self.count
         return [replace(t, busy=t.busy / each) if t.place == "loader" else t for t in parts]
-
-    @property
-    def _plain_rows(self) -> tuple[float, float]:
-        """Seconds to look up and to update rows that are kept as plain arrays."""
-        own = [self._row_sizes(group) for group in self.facts.groups]
-        look_up, update = (
-            sum(self.times.seconds(f"rows {do}", at) for at in own) for do in ("look up", "update")
-        )
-        return look_up, update
 
     def _row_sizes(self, group: GroupFacts) -> dict[str, float | str]:
         """What a trainer's share of a batch looks up."""
@@ -176,6 +167,7 @@ class Ranked(Tiered):
         return {**sizes, **{name: float(sizes[name]) / parts for name in ("rows", "slots")}}
 
     def _sum(self, kind: str) -> float:
+        """Replicas look up and update a share of the batch in plain arrays."""
         if kind.startswith("slots ") and not self.shards:
             rows = {"slots forward": "rows look up", "slots update": "rows update"}[kind]
             worked = self.facts.changed if kind == "slots update" else self.facts.groups
@@ -263,7 +255,8 @@ class Ranked(Tiered):
         plan = Task("plan", "main", mine._sum(f"plan {self.statement.plans}"), after={"read": 1})
         works = [mine._work(work) for work in self.statement.works]
         fetch = (mine._read + mine._written).task("fetch", "main", {})
-        return [plan, *works, fetch, *self._summed(self._own(*self._plain_rows), rows=False)]
+        own = self._own(self._sum("slots forward"), self._sum("slots update"))
+        return [plan, *works, fetch, *self._summed(own, rows=False)]
 
     def _work(self, work: Work) -> Task:
         if work.kind in COLLECTIVES and self.count > 1:

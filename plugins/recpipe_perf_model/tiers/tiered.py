@@ -61,28 +61,6 @@ def added(spent: Iterable[Spent]) -> Spent:
     return sum(spent, start=Spent())
 
 
-def touched(group: GroupFacts, width: int, rows: float, share: float, bridged: bool) -> tuple[float, float]:
-    """The blocks of ``BLOCK_BYTES`` and the requests with which an ssd store moves so many distinct rows
-    outside of the most popular ``share``, on average, if they are anywhere in their tables.
-
-    ``width``: float32 words of a record. ``bridged``: to read them, with blocks that alone lie between two
-    others.
-    """
-    blocks = requests = 0.0
-    for size, wanted in zip(group.table_rows, cold_rows(group, rows, share), strict=True):
-        layout = BlockMap(StoreLayout(("",), (size,), width))
-        each, count = layout.rows_per_block, layout.total_blocks
-        # A block is left alone if none of its rows is wanted.
-        dense = 1 - (1 - min(1.0, wanted / size)) ** each
-        alone = dense**2 * (1 - dense) if bridged else 0.0
-        found = count * (dense + alone)
-        begins = count * dense * (1 - dense) ** (2 if bridged else 1)
-        per = layout.block_bytes / BLOCK_BYTES
-        blocks += per * found
-        requests += max(begins, min(1.0, wanted))
-    return blocks, requests
-
-
 def cold_rows(group: GroupFacts, rows: float, share: float) -> list[float]:
     """How many of so many distinct cold ``rows`` are in each table, as in batches' lookups of rows outside of
     the most popular ``share``."""
@@ -121,6 +99,23 @@ class Store:
         """float32 words of a record in the store."""
         return int(-(-self.cold_bytes // WORD)) if self.cold_bytes else self.group.width
 
+    def touched(self, rows: float, bridged: bool) -> tuple[float, float]:
+        """The blocks of ``BLOCK_BYTES`` and the requests with which an ssd store moves so many distinct rows
+        that have no slot, on average, if they are anywhere in their tables. ``bridged``: to read them, with
+        blocks that alone lie between two others."""
+        blocks = requests = 0.0
+        cold = cold_rows(self.group, rows, self.facts.share)
+        for size, wanted in zip(self.group.table_rows, cold, strict=True):
+            layout = BlockMap(StoreLayout(("",), (size,), self.width))
+            each, count = layout.rows_per_block, layout.total_blocks
+            # A block is left alone if none of its rows is wanted.
+            dense = 1 - (1 - min(1.0, wanted / size)) ** each
+            alone = dense**2 * (1 - dense) if bridged else 0.0
+            begins = count * dense * (1 - dense) ** (2 if bridged else 1)
+            blocks += layout.block_bytes / BLOCK_BYTES * (count * (dense + alone))
+            requests += max(begins, min(1.0, wanted))
+        return blocks, requests
+
     def request(self, what: str, rows: float) -> Spent:
         """Read, write or rewrite so many distinct rows."""
         if rows < 0.5:
@@ -129,7 +124,7 @@ class Store:
         at: dict[str, float | str] = {"rows": rows, "width": float(self.width)}
         if kind == "ssd":
             bridged = what == "read"
-            at["blocks"], at["requests"] = touched(self.group, self.width, rows, facts.share, bridged)
+            at["blocks"], at["requests"] = self.touched(rows, bridged)
         elapsed = self.times.seconds(f"{kind} {what}", at)
         busy = min(elapsed, self.times.seconds(f"{kind} {what} busy", at))
         link = facts.emulation.seconds(int(WORD * self.width * rows))
@@ -159,9 +154,7 @@ class Store:
         """The share of so many rows ``written`` whose blocks are in an ssd store's staging area when they are
         written, one batch after they were read: between the two, the next batch's blocks have come, and those
         of rows written before that were not there."""
-        share = self.facts.share
-        reads, _ = touched(self.group, self.width, read, share, bridged=True)
-        writes, _ = touched(self.group, self.width, written, share, bridged=False)
+        (reads, _), (writes, _) = self.touched(read, bridged=True), self.touched(written, bridged=False)
         found = 1.0
         for _ in range(50):
             found = min(1.0, max(0.0, (self._room - reads - (1 - found) * writes) / max(1.0, reads)))
