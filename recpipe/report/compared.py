@@ -49,17 +49,22 @@ _T = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.2
 
 @dataclass(frozen=True)
 class Run:
-    """The figures of one run of a row."""
+    """One run of a row, and its ``report``."""
 
     round: int
     """The number of its round, from 0 on, warm-up included."""
     seed: int
     """The number of its seed, from 0 on."""
-    speeds: Mapping[str, float | None]
-    """By the names of ``SPEEDS``, in samples per second."""
-    quality: Mapping[str, Any]
-    others: float | None = None
-    """The share of the processors that other programs used."""
+    counts: bool
+    """Whether it is none of the warm-up."""
+    report: Mapping[str, Any]
+    directory: str | None = None
+    """Relative to the comparison's."""
+
+    def speed(self, kind: str) -> float | None:
+        """One of its ``SPEEDS``, in samples per second."""
+        speed: float | None = self.report["throughput"].get(SPEEDS[kind])
+        return speed
 
 
 @dataclass(frozen=True)
@@ -73,51 +78,39 @@ class Judged:
 
 @dataclass
 class RowResult:
-    """One row so far: the report of its first run, and figures of each run."""
+    """One row so far: its runs, and how they were judged."""
 
     name: str
-    report: Mapping[str, Any] = field(default_factory=dict)
     runs: list[Run] = field(default_factory=list)
     judged: list[Judged] = field(default_factory=list)
-    altered_in_run: set[str] = field(default_factory=set)
-    """The invariants that its plugins really altered in any of its runs."""
     not_comparable: str | None = None
     """Why an exact row cannot be compared with the base row."""
     evaluation_fault: str | None = None
     """What is wrong with its evaluation, whether the row is exact or not."""
     failed: str | None = None
     """The error of the run after which the row was left out."""
-    shown: Mapping[str, Any] = field(default_factory=dict)
-    """The report of the first counted run (of the first run, while none is counted), for curves."""
-    run: str | None = None
-    """The directory of that run, relative to the comparison's."""
-    _shown_counts: bool = False
 
-    def add(
-        self, report: Mapping[str, Any], seed: int, number: int, counted: bool, run: str | None = None
-    ) -> None:
-        """Add the figures of a run in round ``number``, which is in the directory ``run``."""
-        if not self.report:
-            self.report = report
-        if not self.shown or (counted and not self._shown_counts):
-            self.shown, self.run, self._shown_counts = report, run, counted
-        self.altered_in_run |= set(altered_in(report))
-        throughput = report["throughput"]
-        speeds = {kind: throughput.get(key) for kind, key in SPEEDS.items()}
-        others = throughput.get("others_cpu_share")
-        self.runs.append(Run(number, seed, speeds, report.get("quality", {}), others))
+    @property
+    def report(self) -> Mapping[str, Any]:
+        """The report of its first run; empty before it."""
+        return self.runs[0].report if self.runs else {}
+
+    @property
+    def shown(self) -> Run | None:
+        """The first counted run, for curves; the first run while none is counted."""
+        return next((run for run in self.runs if run.counts), self.runs[0] if self.runs else None)
 
     def ratios(self, first: RowResult, rounds: range, kind: str = HEADLINE) -> list[float]:
         """The ratio of this row's speed to that of ``first`` in each of ``rounds``."""
-        theirs = {run.round: run.speeds[kind] for run in first.runs}
-        pairs = [(run.speeds[kind], theirs.get(run.round)) for run in self.runs if run.round in rounds]
+        theirs = {run.round: run.speed(kind) for run in first.runs}
+        pairs = [(run.speed(kind), theirs.get(run.round)) for run in self.runs if run.round in rounds]
         return [mine / other for mine, other in pairs if mine is not None and other]
 
     def of_seeds(self, finished: int) -> dict[int, Mapping[str, Any]]:
         """The quality of the first run with each seed, of the ``finished`` rounds; while there is none, of
         those that were begun."""
         runs = [run for run in self.runs if run.round < finished] or self.runs
-        return {run.seed: run.quality for run in reversed(runs)}
+        return {run.seed: run.report.get("quality", {}) for run in reversed(runs)}
 
     @property
     def memory_bytes(self) -> int | None:
@@ -190,7 +183,10 @@ def _row(
                 "faults": each.apart.faults(rounding),
             }
         )
-    others = [run.others for run in result.runs if run.round in rounds.timed and run.others is not None]
+    timed = [run.report["throughput"] for run in result.runs if run.round in rounds.timed]
+    others = [each["others_cpu_share"] for each in timed if each.get("others_cpu_share") is not None]
+    altered = {name for run in result.runs for name in altered_in(run.report)}
+    shown = result.shown
     return {
         "name": result.name,
         **_speed(result, first, rounds.timed, HEADLINE),
@@ -198,7 +194,7 @@ def _row(
         **_quality(result, first, rounds.finished),
         "seeds": len(result.of_seeds(rounds.finished)),
         **{name: _largest([each[name] for each in judged]) for name in DIFFERENCES},
-        "exact_as_declared": _as_declared(result, [each["faults"] for each in judged]),
+        "exact_as_declared": _as_declared(result, bool(altered), [each["faults"] for each in judged]),
         "judged": judged,
         "not_comparable": result.not_comparable,
         "evaluation_fault": result.evaluation_fault,
@@ -215,12 +211,12 @@ def _row(
         "emulate": report.get("ranks", {}).get("emulate"),
         "others_cpu_share": max(others, default=None),
         "altered": list(report.get("altered", ())),
-        "altered_in_run": sorted(result.altered_in_run),
+        "altered_in_run": sorted(altered),
         "train_samples": report.get("data", {}).get("train_samples"),
-        "rounds": [run.speeds[HEADLINE] for run in result.runs if run.round in rounds.counted],
-        "run": result.run,
-        "history": list(result.shown.get("history", ())),
-        "series": merged(result.shown.get("series", {}), CURVE),
+        "rounds": [run.speed(HEADLINE) for run in result.runs if run.round in rounds.counted],
+        "run": shown and shown.directory,
+        "history": list(shown.report.get("history", ())) if shown else [],
+        "series": merged(shown.report.get("series", {}) if shown else {}, CURVE),
     }
 
 
@@ -230,7 +226,7 @@ def _speed(result: RowResult, first: RowResult, rounds: range, kind: str) -> dic
         return {"median": middle, "min": min(values, default=None), "max": max(values, default=None)}
 
     ratios = result.ratios(first, rounds, kind)
-    speeds = [run.speeds[kind] for run in result.runs if run.round in rounds]
+    speeds = [run.speed(kind) for run in result.runs if run.round in rounds]
     return {
         "samples_per_second": spread([speed for speed in speeds if speed is not None]),
         "ratio": median(ratios) if ratios else None,
@@ -253,9 +249,9 @@ def _largest(values: Sequence[float | None]) -> float | None:
     return next((value for value in known if math.isnan(value)), max(known, default=None))
 
 
-def _as_declared(result: RowResult, faults: Sequence[list[str] | None]) -> bool | None:
+def _as_declared(result: RowResult, altered: bool, faults: Sequence[list[str] | None]) -> bool | None:
     """Whether the row is exact; ``faults``: those of each judged run, None where it could not be judged."""
-    if result.altered_in_run and not faults:
+    if altered and not faults:
         return None
     if result.not_comparable is not None or result.evaluation_fault is not None or any(faults):
         return False

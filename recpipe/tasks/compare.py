@@ -22,7 +22,7 @@ from recpipe.config.task import CompareConfig
 from recpipe.errors import UserError
 from recpipe.plugin import load
 from recpipe.report import compared, comparison, figures, run_page, terminal
-from recpipe.report.compared import Rounds, RowResult
+from recpipe.report.compared import Rounds, RowResult, Run
 from recpipe.report.environment import environment
 from recpipe.report.files import ReportFiles
 from recpipe.report.record import as_json
@@ -99,7 +99,7 @@ def compare(
             plan.finish(partial=True)
             raise
         content = plan.finish(partial=plan.counted < config.least_rounds)
-    if plan.out_of_time and not any(result.report for result in plan.results):
+    if plan.out_of_time and not any(result.runs for result in plan.results):
         raise UserError(f"compare.minutes={config.minutes:g} ended before any run had; give more")
     if wrong := faults(content):
         plan.files.late.append(
@@ -255,7 +255,7 @@ class _Comparison:
             result.failed = str(error)
             return f"{error}; left out from here on"
         counted = number >= self.config.warmup
-        result.add(report, self.seed, number, counted, run=f"{RUNS}/{name}")
+        result.runs.append(Run(number, self.seed, counted, report, f"{RUNS}/{name}"))
         self.judge.add(index, result, report, number, self.seed)
         self._save(self.content(partial=True))
         return f"{result.name}: {figures.count(report['throughput']['samples_per_second'])} samples/s"
@@ -336,13 +336,14 @@ class _Comparison:
         """Write and print the results so far; delete what runs have exported."""
         self.judge.close()
         content = self.content(partial)
-        if any(result.report for result in self.results):
+        if any(result.runs for result in self.results):
             self._save(content)
             comparison.print_result(content, self.console)
             # Runs leave out their own pages: the plots of every round would take longer than some runs.
             for result in self.results:
-                if result.run and (self.out_dir / result.run / "report.json").is_file():
-                    self.files.write(f"{result.run}/report.html", _write_page)
+                directory = result.shown and result.shown.directory
+                if directory and (self.out_dir / directory / "report.json").is_file():
+                    self.files.write(f"{directory}/report.html", _write_page)
             page = self.out_dir / "compare.html"
             if self.files.write(page.name, lambda path: comparison.write_html(content, path)):
                 terminal.print_place(page, self.console)

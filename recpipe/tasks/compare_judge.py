@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from recpipe.errors import UserError
 from recpipe.model.metrics import Kind, judged
-from recpipe.report.compared import Apart, Difference, Judged, RowResult, altered_in
+from recpipe.report.compared import Apart, Difference, Judged, RowResult, Run, altered_in
 
 PARAMETERS, PREDICTIONS = "parameters", "predictions"
 """The folders of a run's exports."""
@@ -109,7 +109,7 @@ class Judge:
         rounded = RowResult(base.result.name)
         run = _Exported(rounded, self.folder / ROUNDING, report)
         rounded.judged.append(Judged(number, seed, _apart(base, run)))
-        rounded.add(report, seed, number, counted=False)
+        rounded.runs.append(Run(number, seed, False, report))
         self.roundings[seed], self.bases[seed] = rounded, base.result
 
     def end_round(self) -> None:

@@ -26,7 +26,7 @@ import recpipe
 from recpipe.errors import UserError
 from recpipe.model.metrics import BackgroundQuality, judged
 from recpipe.report import html, run_page, run_table, sweep
-from recpipe.report.compared import Rounds, RowResult, summarise
+from recpipe.report.compared import Rounds, RowResult, Run, summarise
 from recpipe.report.comparison import print_result, write_html
 from recpipe.report.figures import CLICKS, labelled, shown_figures
 
@@ -201,7 +201,7 @@ def test_a_comparison_of_such_runs(tmp_path: Path) -> None:
     report, _ = trained(Visitor(), "model.loss=poisson", "model.labels=pages")
     results = [RowResult("one"), RowResult("two")]
     for result in results:
-        result.add(report, seed=1, number=0, counted=True)
+        result.runs.append(Run(round=0, seed=1, counts=True, report=report))
     rows = summarise(results, Rounds(warmup=0, finished=1), {})
     assert rows[1]["poisson_deviance_difference"] == 0
     content = {"rows": rows, "partial": False, "rounding": None, "environment": report["environment"]}
