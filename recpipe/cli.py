@@ -248,13 +248,13 @@ def _run_hydra(argv: Sequence[str]) -> None:
 
                 check_versions()
                 from recpipe.run import run
-                from recpipe.tasks.compare_rows import command_line_overrides
+                from recpipe.tasks.compare_rows import chosen_config
 
             directory = Path(hydra.runtime.output_dir)
             if hydra.mode is RunMode.MULTIRUN:
                 for key, place in places_apart(recipe, SweepFolder.words, str(hydra.sweep.subdir)):
                     OmegaConf.update(recipe, key, place)
-            report = run(recipe, directory, command_line_overrides(hydra))
+            report = run(recipe, directory, [*chosen_config(hydra), *hydra.overrides.task])
             if report and recipe.task.name == "train" and not sweeps:
                 from recpipe.run import carry_out
                 from recpipe.tasks.beside import show_beside

@@ -14,6 +14,7 @@ from typing import Any
 from omegaconf import DictConfig
 
 from recpipe.backend.matmul import float32_products
+from recpipe.checkpoint.table_files import export_parameters
 from recpipe.common.console import capture_logs, log
 from recpipe.common.device import gpu_explained
 from recpipe.common.files import lock_run_dir
@@ -27,7 +28,6 @@ from recpipe.setup.ctx import NOTHING, Given, Outcome, TaskContext, Watcher
 from recpipe.setup.footprint import require_memory
 from recpipe.setup.planned import Planned
 from recpipe.setup.training import Training
-from recpipe.tasks.export import export_parameters
 from recpipe.tasks.summary import summarize
 from recpipe.tasks.task import carry_out_task
 from recpipe.training.callbacks import make_callbacks

@@ -1,7 +1,7 @@
-"""Tables as files of a checkpoint: saved, opened and checked, loaded.
+"""Tables as files: a checkpoint's, saved, opened and checked, loaded; and exports as plain numpy files.
 
-They are safetensors files in the layout of ``torch.distributed.checkpoint``: one for each table if one
-process writes them (here), or one or several for each rank if tables are sharded
+Those of a checkpoint are safetensors files in the layout of ``torch.distributed.checkpoint``: one for each
+table if one process writes them (here), or one or several for each rank if tables are sharded
 (``recpipe.tables.sharding.files``). Tables may be larger than memory. Those of earlier versions,
 ``<table>.weight.npy`` and ``<table>.state.npy``, are read as matrices in one piece.
 """
@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
+from typing import Any
 from urllib.parse import quote, unquote
 
 import numpy as np
@@ -21,8 +22,9 @@ from recpipe.common.meter import counting
 from recpipe.common.saved import Damaged
 from recpipe.common.tensors import Piece, Streamed, TensorFiles, no_table_file
 from recpipe.errors import UserError
+from recpipe.pipeline.placed import PlacedModel
 from recpipe.plugin.collection import TableCollection
-from recpipe.plugin.tables import FILL_ROWS, SavedRows, rows_in, state_name, weight_name
+from recpipe.plugin.tables import FILL_ROWS, SavedRows, rows_in, state_name, to_numpy, weight_name
 from recpipe.tables.saved_parts import Part, save_parts, saved_rows
 
 Shapes = dict[str, tuple[int, int, int]]
@@ -188,3 +190,37 @@ def _opened(file: Path) -> _Array:
         return _Array(file, unquote(file.name.removesuffix(".npy")), (0, 0), shape, start)
     except (OSError, ValueError) as fault:
         raise no_table_file(file, fault) from fault
+
+
+def export_parameters(directory: Path, model: PlacedModel, writes: bool = True) -> None:
+    """Write ``<table>.npy`` float32 [rows, D], ``<table>.state.npy`` float32 [rows, S] and ``dense.npz``.
+
+    Every trainer calls it; only the one with ``writes`` writes the files.
+    """
+    if not writes:
+        read_along(model.embeddings)
+        return
+    dense: dict[str, Any] = {n: to_numpy(p) for n, p in model.dense_parameters().items()}
+    storage, shapes = model.embeddings, model.embeddings.tables.shapes()
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        np.savez(directory / "dense.npz", **dense)
+        with counting("exporting rows", rows_in(storage.regions())) as add:
+            for table, regions in groupby(storage.regions(), lambda region: region.table):
+                rows, dim, width = shapes[table]
+                name = quote(table, safe="")
+                with (
+                    (directory / f"{name}.npy").open("wb") as weights,
+                    (directory / f"{name}.state.npy").open("wb") as states,
+                ):
+                    for file, columns in ((weights, dim), (states, width)):
+                        header = {"descr": "<f4", "fortran_order": False, "shape": (rows, columns)}
+                        np.lib.format.write_array_header_1_0(file, header)
+                    for values in map(storage.read, regions):  # each region is read once
+                        for file, part in zip((weights, states), values, strict=True):
+                            file.write(np.ascontiguousarray(part, "<f4").data)
+                        add(len(values[0]))
+    except OSError as fault:
+        raise UserError(
+            f"cannot write task.export_parameters={directory}: {fault.strerror}; choose another directory"
+        ) from fault

@@ -120,7 +120,7 @@ def at_equal_memory(rows: Sequence[Row], results: Sequence[RowResult]) -> list[E
     as the first run of each has measured them.
     """
     found: list[EqualMemory] = []
-    ran = [(row, result) for row, result in zip(rows, results, strict=True) if result.report]
+    ran = [(row, result) for row, result in zip(rows, results, strict=True) if result.runs]
     measured = [(row, result.report["memory"], result.memory_bytes) for row, result in ran]
     for policy, memory, taken in measured:
         if policy.policy not in CACHES or policy.plugins or policy.settings:
@@ -135,12 +135,6 @@ def at_equal_memory(rows: Sequence[Row], results: Sequence[RowResult]) -> list[E
                 row = Row(f"{policy.name}@{technique.name}", policy.policy, (), budget)
                 found.append(EqualMemory(row, policy, taken, memory["resident_bytes"], more))
     return found
-
-
-def command_line_overrides(hydra: Any) -> list[str]:
-    """The overrides of the run with this ``hydra`` section, and the config directory and name if the user
-    chose them."""
-    return chosen_config(hydra) + list(hydra.overrides.task)
 
 
 def chosen_config(hydra: Any) -> list[str]:
