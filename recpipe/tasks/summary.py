@@ -70,11 +70,6 @@ def summarize(training: Training, finished: Finished, command_line: Sequence[str
             total_steps=module.global_step,
             total_samples=total,
         )
-    # Rows of this rank that no tier holds, and those that one holds in memory.
-    resident = tables.total_bytes if tiers is None else 0
-    if described["shards"] is not None:
-        mine = described["shards"]["ranks"][ranks.rank]
-        resident = mine["bytes"] - mine["tiered_bytes"]
     return RunReport(
         task=cfg.task.name,
         recipe=cfg.values,
@@ -95,15 +90,7 @@ def summarize(training: Training, finished: Finished, command_line: Sequence[str
             graph_steps=None if module.backend.graph is None else module.backend.graph.trained,
         ),
         quality=recorder.quality,
-        memory=Memory(
-            max(training.built.preparing, training_peak),
-            resident if tiers is None else resident + tiers.resident_bytes,
-            0 if tiers is None else tiers.cold_bytes,
-            0 if tiers is None else tiers.overhead_bytes,
-            memory_of_tables(described, tables, embeddings),
-            training_peak,
-            peak_gpu_bytes(loader.device),
-        ),
+        memory=_memory(training, tiers, training_peak),
         io=io,
         plugins=plugins,
         environment=environment(),
@@ -144,6 +131,25 @@ def _ranks(ranks: Ranks, collectives: Mapping[str, Collective]) -> RankFigures:
         bytes_received=traffic.bytes_received + sum(c.bytes_received for c in collectives.values()),
         message_seconds=traffic.seconds + sum(c.wait_seconds for c in collectives.values()),
         collectives={name: asdict(c) for name, c in collectives.items()},
+    )
+
+
+def _memory(training: Training, tiers: TierFigures | None, training_peak: int) -> Memory:
+    plan, ranks, built = training.plan, training.run.ranks, training.built
+    tables, described = plan.unplaced.tables, plan.described
+    # Rows of this rank that no tier holds, and those that one holds in memory.
+    resident = tables.total_bytes if tiers is None else 0
+    if described["shards"] is not None:
+        mine = described["shards"]["ranks"][ranks.rank]
+        resident = mine["bytes"] - mine["tiered_bytes"]
+    return Memory(
+        max(built.preparing, training_peak),
+        resident if tiers is None else resident + tiers.resident_bytes,
+        0 if tiers is None else tiers.cold_bytes,
+        0 if tiers is None else tiers.overhead_bytes,
+        memory_of_tables(described, tables, built.embeddings),
+        training_peak,
+        peak_gpu_bytes(training.module.loader.device),
     )
 
 
