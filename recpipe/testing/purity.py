@@ -86,7 +86,9 @@ def costs() -> Iterator[Cost]:
 def deeds() -> Iterator[list[str]]:
     """List what the body does, in this thread, to the machine and to this process: files written, environment
     variables set, programs started, connections opened, random numbers drawn, functions replaced."""
-    _Hook.install()
+    if not _Hook.installed:
+        sys.addaudithook(_Hook.heard)
+        _Hook.installed = True
     found: list[str] = []
     before, code = _state(), Replaced()
     _Hook.active = (threading.get_ident(), found)
@@ -103,12 +105,6 @@ class _Hook:
 
     installed = False
     active: tuple[int, list[str]] | None = None
-
-    @classmethod
-    def install(cls) -> None:
-        if not cls.installed:
-            sys.addaudithook(cls.heard)
-            cls.installed = True
 
     @classmethod
     def heard(cls, event: str, arguments: tuple[Any, ...]) -> None:

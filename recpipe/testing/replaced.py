@@ -96,9 +96,16 @@ def _changes(name: str, space: Any, content: Mapping[str, Any]) -> Iterator[str]
     now = vars(space)
     for key, value in content.items():
         other = now.get(key)
-        if other is value or _is_wrapped_at_home(name, value, other):
+        if other is value:
             continue
-        if _acts(value) or (_is_constant(key, value) and other != value):
+        # A library may put a wrapper of its own around its function, as torch does with the ``step`` of an
+        # optimizer's class when it is first made.
+        home = getattr(other, "__globals__", {}).get("__name__", "")
+        if getattr(other, "__wrapped__", None) is value and _top(home) == _top(name):
+            continue
+        # Numbers in small letters count something, in torch and elsewhere.
+        constant = isinstance(value, _PLAIN) or (isinstance(value, int) and key.isupper())
+        if _acts(value) or (constant and other != value):
             yield f"{name}.{key} ({_described(other)})"
     if isinstance(space, type) and len(now) > len(content):
         inherited = set(chain.from_iterable(vars(base) for base in space.__mro__[1:]))
@@ -109,18 +116,6 @@ def _changes(name: str, space: Any, content: Mapping[str, Any]) -> Iterator[str]
 
 def _acts(value: object) -> bool:
     return callable(value) or isinstance(value, staticmethod | classmethod | property)
-
-
-def _is_wrapped_at_home(name: str, value: object, other: object) -> bool:
-    """Whether a library has put a wrapper of its own around its function, as torch does with the ``step`` of
-    an optimizer's class when it is first made."""
-    home = getattr(other, "__globals__", {}).get("__name__", "")
-    return getattr(other, "__wrapped__", None) is value and _top(home) == _top(name)
-
-
-def _is_constant(name: str, value: object) -> bool:
-    """Numbers in small letters count something, in torch and elsewhere."""
-    return isinstance(value, _PLAIN) or (isinstance(value, int) and name.isupper())
 
 
 def _described(value: Any) -> str:

@@ -18,6 +18,7 @@ from torch import nn
 import recpipe.testing.varied as varied
 from recpipe.config.compose import active_plugins, compose
 from recpipe.config.recipe import Recipe
+from recpipe.data.content import sample_hashes
 from recpipe.data.dataset import Dataset
 from recpipe.data.make import open_dataset
 from recpipe.testing.samples import Epoch
@@ -109,18 +110,14 @@ class Trained:
         return {int(path.stem.removeprefix("step-")): path for path in found}
 
 
-def words_of(overrides: Sequence[str]) -> tuple[str, ...]:
-    """The suite's words and the author's ``overrides``, which win if both set a key."""
-    return _joined(RECIPE, overrides)
-
-
 def varied_words_of(overrides: Sequence[str], *more: str) -> tuple[str, ...]:
     """The same of the second run, of which the author's overrides do not choose data, model and length."""
     own = [word for word in overrides if not word.lstrip("+").startswith(_OF_THE_FIRST)]
-    return (*_joined(VARIED, own), *more)
+    return (*words_of(own, VARIED), *more)
 
 
-def _joined(words: Sequence[str], overrides: Sequence[str]) -> tuple[str, ...]:
+def words_of(overrides: Sequence[str], words: Sequence[str] = RECIPE) -> tuple[str, ...]:
+    """The suite's ``words`` and the author's ``overrides``, which win if both set a key."""
     theirs = {word.partition("=")[0].lstrip("+") for word in overrides}
     own = (word for word in words if word.partition("=")[0].lstrip("+") not in theirs)
     return (*own, *overrides)
@@ -207,7 +204,12 @@ def read_back(folder: Path, record: Record, left: Sequence[str] = ()) -> Trained
 @cache
 def epoch_of(recipe: SuiteRecipe) -> Epoch:
     """The epoch of a recipe's data."""
-    return Epoch.of(recipe.dataset(), int(recipe.composed().data.batch_size))
+    dataset, size = recipe.dataset(), int(recipe.composed().data.batch_size)
+    batches = list(dataset.batches("train", size))
+    content = [sample_hashes(batch) for batch in batches]
+    outside = [sample_hashes(batch, ids=False) for batch in batches]
+    ends = np.cumsum([len(part) for part in content])
+    return Epoch(dataset, size, np.concatenate(content), np.concatenate(outside), ends)
 
 
 _knobs: dict[SuiteRecipe, dict[str, dict[str, Any]]] = {}

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from recpipe.data.content import UInt64, sample_hashes
+from recpipe.data.content import UInt64
 from recpipe.data.dataset import Dataset
 from recpipe.plugin.api import Invariant
 from recpipe.testing.watch import Record, Step
@@ -27,33 +27,33 @@ class Epoch:
     outside: UInt64 = field(repr=False)
     ends: NDArray[np.int64] = field(repr=False)
 
-    @classmethod
-    def of(cls, dataset: Dataset, size: int) -> Epoch:
-        """The epoch of ``dataset`` in batches of ``size`` samples."""
-        batches = list(dataset.batches("train", size))
-        content = [sample_hashes(batch) for batch in batches]
-        outside = [sample_hashes(batch, ids=False) for batch in batches]
-        ends = np.cumsum([len(part) for part in content])
-        return cls(dataset, size, np.concatenate(content), np.concatenate(outside), ends)
-
 
 def faults(record: Record, epoch: Epoch, alters: Collection[Invariant]) -> Iterator[tuple[Invariant, str]]:
     """Which of SAMPLE_SET, SAMPLE_ORDER, BATCH_SIZE and ID_SPACE the run broke though its plugin does not
     declare so in ``alters``, each with what happened, as far as it can be told."""
     if Invariant.ID_SPACE not in alters:
-        changed = _first_changed_ids(record, epoch)
-        if changed is not None:
-            yield Invariant.ID_SPACE, f"step {changed} trains samples with other ids than the data has"
-            return
+        for number, step in enumerate(record.steps, 1):
+            strange = places(step.content, epoch.content) == LATE
+            if (places(step.outside[strange], epoch.outside) != LATE).any():
+                yield Invariant.ID_SPACE, f"step {number} trains samples with other ids than the data has"
+                return
     if Invariant.SAMPLE_SET not in alters:
-        found = list(_not_the_set(record, epoch, alters))
-        if found:
-            yield Invariant.SAMPLE_SET, found[0]
+        said = next(_not_the_set(record, epoch, alters), None)
+        if said is not None:
+            yield Invariant.SAMPLE_SET, said
             return
     if Invariant.SAMPLE_ORDER not in alters:
-        for step in _out_of_order(record, epoch, alters):
-            yield Invariant.SAMPLE_ORDER, f"step {step} trains samples that belong in another step"
-            break
+        # A step with a sample that belongs before one of an earlier step. The order within a batch does not
+        # matter.
+        last: dict[int, int] = {}
+        for number, step in enumerate(record.steps, 1):
+            found = step_places(step, epoch, alters)
+            found = found[found != LATE]
+            if len(found):
+                if found.min() < last.get(step.epoch, 0):
+                    yield Invariant.SAMPLE_ORDER, f"step {number} trains samples that belong in another step"
+                    break
+                last[step.epoch] = int(found.max()) + (Invariant.SAMPLE_SET not in alters)
     if Invariant.BATCH_SIZE not in alters:
         yield from ((Invariant.BATCH_SIZE, fault) for fault in _other_sizes(record, epoch, alters))
 
@@ -71,14 +71,6 @@ def step_places(step: Step, epoch: Epoch, alters: Collection[Invariant]) -> NDAr
     if Invariant.ID_SPACE in alters:
         return places(step.outside, epoch.outside)
     return places(step.content, epoch.content)
-
-
-def _first_changed_ids(record: Record, epoch: Epoch) -> int | None:
-    for number, step in enumerate(record.steps, 1):
-        strange = places(step.content, epoch.content) == LATE
-        if (places(step.outside[strange], epoch.outside) != LATE).any():
-            return number
-    return None
 
 
 def _not_the_set(record: Record, epoch: Epoch, alters: Collection[Invariant]) -> Iterator[str]:
@@ -99,19 +91,6 @@ def _not_the_set(record: Record, epoch: Epoch, alters: Collection[Invariant]) ->
             missing = missing[: 0 if Invariant.SAMPLE_ORDER in alters else found.max() + 1]
         if missing.any():
             yield f"epoch {number} leaves out {int(missing.sum()):,} of {len(known):,} samples"
-
-
-def _out_of_order(record: Record, epoch: Epoch, alters: Collection[Invariant]) -> Iterator[int]:
-    """Steps with a sample that belongs before one of an earlier step. The order within a batch does not
-    matter."""
-    last: dict[int, int] = {}
-    for number, step in enumerate(record.steps, 1):
-        found = step_places(step, epoch, alters)
-        found = found[found != LATE]
-        if len(found):
-            if found.min() < last.get(step.epoch, 0):
-                yield number
-            last[step.epoch] = int(found.max()) + (Invariant.SAMPLE_SET not in alters)
 
 
 def _other_sizes(record: Record, epoch: Epoch, alters: Collection[Invariant]) -> Iterator[str]:
