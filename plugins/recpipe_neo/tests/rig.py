@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from recpipe_neo import measure, steps
+from recpipe_neo import measure
 from recpipe_neo.machine_profile import (
     CollectiveSample,
     ExchangeSample,
@@ -122,10 +122,10 @@ def forward_ms(work: LookupSample) -> float:
 def measure_little(patch: pytest.MonkeyPatch) -> None:
     """Let the planner measure this machine in seconds instead of half a minute."""
     patch.setattr(measure, "PASSES", 1)
-    patch.setattr(measure, "TABLES", ((1, 1000), (4, 5000)))
-    patch.setattr(measure, "SHAPES", ((64, 1), (512, 5)))
-    patch.setattr(measure, "BYTES", (2**12, 2**18))
-    patch.setattr(steps, "SHAPES", steps.SHAPES[:3])
+    patch.setattr(measure, "LOOKUP_TABLES", ((1, 1000), (4, 5000)))
+    patch.setattr(measure, "LOOKUP_SHAPES", ((64, 1), (512, 5)))
+    patch.setattr(measure, "COLLECTIVE_BYTES", (2**12, 2**18))
+    patch.setattr(measure, "SHAPES", measure.SHAPES[:3])
 
 
 def machine(world: int) -> Machine:

@@ -12,7 +12,7 @@ import pytest
 import torch
 from fbgemm_gpu.split_embedding_configs import EmbOptimType
 from numpy.typing import NDArray
-from recpipe_neo import measure, steps
+from recpipe_neo import measure
 from recpipe_neo.estimate import CostModel, owned, shared
 from recpipe_neo.machine_profile import LOOKUPS, STEPS, LookupSample, MachineProfile, known_collectives
 from recpipe_neo.planner import saved_profile
@@ -156,7 +156,7 @@ def test_slow_ranks_measure_in_one_pass(monkeypatch: pytest.MonkeyPatch) -> None
         assert (len(passes), found.lookups) == (count, profile.lookups)
 
 
-@pytest.mark.parametrize(("each", "shapes"), [(0.01, len(steps.SHAPES)), (1.0, steps.NEEDED)])
+@pytest.mark.parametrize(("each", "shapes"), [(0.01, len(measure.SHAPES)), (1.0, measure.NEEDED)])
 def test_slow_ranks_measure_fewer_shapes_of_steps(
     each: float, shapes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -168,17 +168,17 @@ def test_slow_ranks_measure_fewer_shapes_of_steps(
         repeated.append(repeats)
         return np.ones(3)
 
-    monkeypatch.setattr(steps, "_step", step)
-    monkeypatch.setattr(steps, "perf_counter", lambda: now[0])
-    monkeypatch.setattr(steps.dist, "all_reduce", lambda *_, **__: None)
+    monkeypatch.setattr(measure, "_step", step)
+    monkeypatch.setattr(measure, "perf_counter", lambda: now[0])
+    monkeypatch.setattr(measure.dist, "all_reduce", lambda *_, **__: None)
     group = SimpleNamespace(rank=lambda: 0, size=lambda: 1)
     cpu = SimpleNamespace(device=torch.device("cpu"))
-    found = list(steps.measure_exchanges(group, cpu, EmbOptimType.EXACT_SGD))  # type: ignore[arg-type]
+    found = list(measure.measure_exchanges(group, cpu, EmbOptimType.EXACT_SGD))  # type: ignore[arg-type]
     kinds = {sample.sharding_type for sample in found}
-    assert kinds == set(steps.GENERATORS)
+    assert kinds == set(measure.GENERATORS)
     assert len(found) == shapes * len(kinds)
-    assert set(repeated[-3:]) == {steps.REPEATS if each < 1 else steps.FEWER}
-    needed = np.array(steps.SHAPES[: steps.NEEDED])
+    assert set(repeated[-3:]) == {measure.REPEATS if each < 1 else measure.FEWER}
+    needed = np.array(measure.SHAPES[: measure.NEEDED])
     assert all(len(set(column)) > 1 for column in needed.T), "a fit needs shapes that differ in everything"
 
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from fbgemm_gpu.split_embedding_configs import EmbOptimType
-from recpipe_neo import steps
+from recpipe_neo import measure
 from recpipe_neo.estimate import MeasuredStep
 from recpipe_neo.machine_profile import MachineProfile, machines
 from recpipe_neo.planner import PLANNERS, MeasuredPlanner, PlanRecord, make_planner
@@ -240,6 +240,6 @@ def test_a_single_process_measures_on_the_gpu_that_it_was_told() -> None:
         for name, kind in made.items()
     }
     for plan in plans.values():
-        steps._put_on(plan, torch.device("cuda", 3))
+        measure._put_on(plan, torch.device("cuda", 3))
     assert [str(s.placement) for s in plans["a"].sharding_spec.shards] == ["rank:0/cuda:3"]
     assert plans["b"].sharding_spec is None
