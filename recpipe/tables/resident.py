@@ -27,7 +27,7 @@ from recpipe.tables.group_rows import GroupRows, GroupTables
 from recpipe.tables.groups import ModelTables
 from recpipe.tables.rows import row_bags
 from recpipe.tables.skipping import FilteredLookups, by_feature
-from recpipe.tables.tiers.shared_table import SharedTable
+from recpipe.tables.tiers.layout import SharedTable
 
 FEW_BYTES = 64 << 20
 """The size of all tables ``with_few_rows`` together: more than a cache holds, but quickly made."""

@@ -60,7 +60,7 @@ def measured(policy: str, slots: int, stream: Sequence[RowIds], carry: bool = Fa
         planner.commit()
         misses += plan.looked_up - plan.hits
         lookups += plan.looked_up
-        reads += len(plan.fetch if carry else plan.arrivals)
+        reads += len(plan.fetch if carry else plan.carried_from)
     return misses / lookups, reads / len(stream)
 
 

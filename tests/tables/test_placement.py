@@ -119,11 +119,12 @@ class Places:
         assert np.array_equal(self.slots[plan.slots], evicted)
         departures = np.concatenate((self.slab, evicted))
         carried = plan.carried_from[plan.carried_from >= 0]
+        arrivals = np.concatenate((plan.placed, plan.slab))
         arriving = (
             np.where(plan.carried_from >= 0, departures[plan.carried_from], -1) if len(departures) else -1
         )
         assert np.array_equal(
-            arriving[plan.carried_from >= 0] if len(carried) else [], plan.arrivals[plan.carried_from >= 0]
+            arriving[plan.carried_from >= 0] if len(carried) else [], arrivals[plan.carried_from >= 0]
         )
         assert len(np.unique(carried)) == len(carried)
         if ahead:
@@ -133,7 +134,7 @@ class Places:
         assert not self.store[written].any()
         self.store[written] = True
         assert self.store[plan.fetch].all()
-        assert len(np.unique(plan.arrivals)) == len(plan.arrivals), "a row arrives twice"
+        assert len(np.unique(arrivals)) == len(arrivals), "a row arrives twice"
         self.store[plan.fetch] = False
         self.slots[plan.slots] = plan.placed
         self.slab = plan.slab

@@ -148,7 +148,7 @@ def test_a_cold_row_moves_at_most_once_each_way(prefetch: bool, synthetic: Datas
         ledger = Ledger(rig.tiers.store)
         needed = 0
         for staged in rig.staged(STEPS):
-            needed += sum(len(rows.plan.arrivals) for rows in staged.moving if rows.plan is not None)
+            needed += sum(len(rows.plan.carried_from) for rows in staged.moving if rows.plan is not None)
             rig.update(staged)
         with rig.tiers.quiesced():
             pass

@@ -156,7 +156,7 @@ def _timed_step(
         "width": float(tier.tables.layout.width),
         "hits": float(plan.looked_up - in_slab),
         "hot": float(len(np.unique(plan.where[plan.where >= 0]))),
-        "missed": float(len(plan.arrivals)),
+        "missed": float(len(plan.carried_from)),
         "leaving": float(slab_before + np.count_nonzero(plan.evicted >= 0)),
         "arriving": float(len(plan.fetch)),
         "slab": float(len(plan.slab)),

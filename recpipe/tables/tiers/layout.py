@@ -11,23 +11,24 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
 from torch import nn
 
 from recpipe import private_api
+from recpipe.distributed.ranks import Channel
 from recpipe.plugin.bags import RowIds
 from recpipe.plugin.skipper import RowFilter
 from recpipe.plugin.tables import TableSet
 from recpipe.tables.collection import make_tbe
 from recpipe.tables.group_rows import GraphLookup
+from recpipe.tables.rows import RowBags, updated
 from recpipe.tables.skipping import FilteredLookups
 from recpipe.tables.tiers.gpu_lookups import GpuLookups
-from recpipe.tables.tiers.lookups import Lookups
+from recpipe.tables.tiers.lookups import Lookups, Touched
 from recpipe.tables.tiers.plan import Moves, Occupied, TierPlan, moves_of
-from recpipe.tables.tiers.shared_table import SharedTable
 from recpipe.tables.tiers.transfer import Sent, Transfer
 
 
@@ -52,6 +53,69 @@ class FusedTable(nn.Module):
         self.tbe.forward = FilteredLookups(
             self.tbe, rows, lambda slots, _: rows_in(slots), self._features, pooled=True
         )
+
+
+class SharedTable(nn.Module):
+    """``rows`` slots of which every trainer holds a replica, with weights float32 [rows, D] and optimizer
+    state [rows, S]. It replaces a fused TBE: the backward pass makes the update.
+
+    Each trainer looks up and differentiates its own samples. A row's gradients are added over the trainers in
+    order, and all trainers apply the same update to the same bits, so that replicas never differ.
+    """
+
+    def __init__(self, tables: TableSet, rows: int, device: torch.device, channel: Channel) -> None:
+        super().__init__()
+        self.optimizer = tables.optimizer
+        self.channel = channel
+        self.weights = torch.zeros((rows, tables.dim), device=device)
+        self.state = torch.zeros((rows, tables.layout.width - tables.dim), device=device)
+        self.stay: Callable[[Touched, torch.Tensor], torch.Tensor | None] | None = None
+        """Returns which of the touched slots to update from gradients float32 [U, D], as bool [U]; None:
+        all."""
+        self._anchor = torch.zeros(0, device=device, requires_grad=True)
+
+    def forward(self, bags: RowBags, touched: Touched) -> torch.Tensor:
+        """Pooled rows of this trainer's samples, float32 [B, F * D].
+
+        ``bags`` are its lookups by slot. ``touched`` are the distinct slots that any trainer looks up in this
+        batch, sorted, int64 [U], the same on every trainer.
+        """
+        pooled: torch.Tensor = _Lookup.apply(self._anchor, self, bags, touched)  # type: ignore[no-untyped-call]
+        return pooled
+
+    def filter_updates(self, rows: RowFilter, rows_in: Callable[[RowIds], RowIds]) -> None:
+        """From now on update only the rows that ``rows`` keeps; ``rows_in`` tells which rows are in slots."""
+        self.stay = lambda slots, gradients: rows.stay(rows_in(slots), gradients)
+
+
+class _Lookup(torch.autograd.Function):
+    """Pooling whose backward pass updates the table. The anchor makes autograd call it."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, anchor: torch.Tensor, table: SharedTable, bags: RowBags, touched: Touched
+    ) -> torch.Tensor:
+        ctx.call = (table, bags, touched)
+        return bags.pooled(table.weights, torch.from_numpy(bags.distinct))
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[None, None, None, None]:
+        """One optimizer step for the touched slots, from the gradients of this and the other trainers."""
+        table, bags, touched = ctx.call
+        dim = table.weights.shape[1]
+        mine = bags.gradients(gradient, dim)
+        partial = mine.new_zeros((len(touched), dim))
+        partial[torch.from_numpy(np.searchsorted(touched, bags.distinct))] = mine
+        total = table.channel.ordered_sum(partial.view(-1)).view(len(touched), dim)
+        stay = None if table.stay is None else table.stay(touched, total)
+        if stay is not None:
+            touched, total = touched[stay.cpu().numpy()], total[stay]
+        slots = torch.from_numpy(touched).to(table.weights.device)
+        records = torch.cat((table.weights[slots], table.state[slots]), dim=1)
+        records = updated(table.optimizer, records, total)
+        table.weights.index_copy_(0, slots, records[:, :dim])
+        table.state.index_copy_(0, slots, records[:, dim:])
+        return None, None, None, None
 
 
 MakeTable = Callable[[int], FusedTable | SharedTable]

@@ -15,13 +15,17 @@ import torch
 from numpy.typing import NDArray
 
 from recpipe.common.loops import compiled
-from recpipe.plugin.bags import Bags, Offsets, Slots, places_of
+from recpipe.plugin.bags import Bags, Offsets, Slots, distinct, places_of
+from recpipe.tables.rows import RowBags
 from recpipe.tables.tiers.transfer import Sent
 
 Places = NDArray[np.int64]
 DeviceBags = tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]
 """What a TBE looks up: indices int64 [L], offsets int64 [F * B + 1] and, if ids have weights, these, float32
 [L]."""
+Touched = NDArray[np.int64]
+"""The distinct slots that at least one trainer looks up in a batch, sorted, int64 [U]; the same on every
+trainer."""
 
 
 class Lookups(ABC):
@@ -140,3 +144,25 @@ def _parted(where: Slots, bags: Offsets, cold: int) -> tuple[Places, Offsets, Pl
                 in_slab += 1
         offsets[bag + 1], slab_offsets[bag + 1] = in_slots, in_slab
     return slots, offsets, slab, slab_offsets
+
+
+class SharedLookups(Lookups):
+    """One trainer's lookups of a batch in each tier, by slot, and the slots that any trainer touches.
+
+    ``whole``: all trainers' lookups, of which ``samples`` (int64 [n], in this order) are this trainer's;
+    those from ``cold_first`` on may need the slab, which has ``slab_rows``.
+    """
+
+    def __init__(
+        self, whole: CpuLookups, samples: NDArray[np.int64], cold_first: int, slab_rows: int
+    ) -> None:
+        own = whole.permuted(samples, cold_first)
+        self.needs_cold = whole.needs_cold
+        self._tiers = (
+            (RowBags.of(own.resident), distinct(whole.resident.rows)),
+            (RowBags.of(own.slab), np.arange(slab_rows)),
+        )
+
+    def tiers(self, slab_first: int = 0) -> tuple[tuple[RowBags, Touched], tuple[RowBags, Touched]]:
+        """The lookups in each tier's ``SharedTable``."""
+        return self._tiers

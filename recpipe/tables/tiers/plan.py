@@ -30,10 +30,10 @@ class TierPlan:
     slab: RowIds
     """Rows of slab positions 0 .. S - 1, int64 [S]."""
     carried_from: Positions
-    """For each row in ``arrivals``, its position in the departures (the slab's rows of the batch before, then
-    ``evicted``), or -1 if the store has it."""
+    """For each row that arrives (``placed``, then ``slab``), its position among those that depart (the slab's
+    of the batch before, then ``evicted``), or -1 if the store has it."""
     fetch: RowIds
-    """The arrivals that the store must deliver, int64 [N]."""
+    """The rows that the store must deliver, int64 [N]."""
     # lookups
     where: Slots
     """Where each row that is looked up is, once these have moved: its slot or, below ``IN_STORE``, ``-2``
@@ -42,11 +42,6 @@ class TierPlan:
     """Number of the whole batch's lookups."""
     hits: int
     """The lookups whose row was resident before any row moved for the batch."""
-
-    @property
-    def arrivals(self) -> RowIds:
-        """Rows that must be fetched or moved: first those for slots, then those for the slab."""
-        return np.concatenate((self.placed, self.slab))
 
     @property
     def fetches_residents(self) -> bool:

@@ -172,34 +172,29 @@ class Lfu(CachePolicy):
     def admit(self, hits: Slots, misses: RowIds, looked_up: RowIds) -> Placement:
         """Pair the most frequent misses with the least frequent residents."""
         add_lookups(self.counts, looked_up, self.times)
+        row_of_slot = self.space.residents.row_of_slot
         wanted = misses[np.argsort(-self.counts[misses], kind="stable")]
         fresh = np.arange(self.used, min(self.space.slots, self.used + len(wanted)), dtype=np.int32)
-        rest = wanted[len(fresh) :]
-        victims = self._rarest(len(rest), hits)
+        rest, victims = wanted[len(fresh) :], NOTHING.slots
+        if len(rest) and self.used:
+            if self.next + len(rest) > len(self.candidates):  # list the least used slots, least used first
+                counts = self.counts[row_of_slot[: self.used]]
+                size = min(max(4 * len(rest), self.used // 8), self.used)
+                least = np.argpartition(counts, size - 1)[:size]
+                least = least[np.lexsort((least, counts[least]))]
+                self.candidates, self.candidate_counts = least.astype(np.int32), counts[least]
+                self.next = 0
+            window = slice(self.next, self.next + len(rest))
+            victims = self.candidates[window]
+            self.next += len(victims)
+            # Slots hit in this batch have a higher count than when they were listed.
+            same = self.counts[row_of_slot[victims]] == self.candidate_counts[window]
+            victims = victims[same & ~np.isin(victims, hits)]
         self.used += len(fresh)
-        better = self.counts[rest[: len(victims)]] > self.counts[self.space.residents.row_of_slot[victims]]
+        better = self.counts[rest[: len(victims)]] > self.counts[row_of_slot[victims]]
         victims = victims[: int(better.argmin()) if not better.all() else len(better)]
         slots = np.concatenate((fresh, victims))
         return Placement(slots, wanted[: len(slots)])
-
-    def _rarest(self, wanted: int, hits: Slots) -> Slots:
-        """Up to ``wanted`` slots in the order of their counts, none of them looked up in this batch."""
-        if wanted == 0 or self.used == 0:
-            return NOTHING.slots
-        if self.next + wanted > len(self.candidates):  # list the least used slots anew, least used first
-            counts = self.counts[self.space.residents.row_of_slot[: self.used]]
-            size = min(max(4 * wanted, self.used // 8), self.used)
-            least = np.argpartition(counts, size - 1)[:size]
-            least = least[np.lexsort((least, counts[least]))]
-            self.candidates, self.candidate_counts = least.astype(np.int32), counts[least]
-            self.next = 0
-        window = slice(self.next, self.next + wanted)
-        slots = self.candidates[window]
-        self.next += len(slots)
-        current = self.counts[self.space.residents.row_of_slot[slots]]
-        # Slots hit in this batch have a higher count than when they were listed.
-        usable: Slots = slots[(current == self.candidate_counts[window]) & ~np.isin(slots, hits)]
-        return usable
 
     def state_dict(self) -> dict[str, Any]:
         """Counts and the list of victims."""

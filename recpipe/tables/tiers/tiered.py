@@ -42,12 +42,19 @@ from recpipe.tables.collection import RowCollection, SavesPlacement, ShowsRows
 from recpipe.tables.group_rows import GraphLookup, GroupRows, GroupTables
 from recpipe.tables.rows import looked_up, table_bags
 from recpipe.tables.tiers.gpu_lookups import Finder, GpuBags, GpuLookups
-from recpipe.tables.tiers.layout import FusedTable, Layout, MakeTable, OneTable, Section, TwoTables
-from recpipe.tables.tiers.lookups import CpuLookups, Lookups, parted
+from recpipe.tables.tiers.layout import (
+    FusedTable,
+    Layout,
+    MakeTable,
+    OneTable,
+    Section,
+    SharedTable,
+    TwoTables,
+)
+from recpipe.tables.tiers.lookups import CpuLookups, Lookups, SharedLookups, parted
 from recpipe.tables.tiers.plan import Moves, Occupied, TierPlan
 from recpipe.tables.tiers.planner import TierPlanner
 from recpipe.tables.tiers.policies import policy_bytes
-from recpipe.tables.tiers.shared_table import SharedLookups, SharedTable
 from recpipe.tables.tiers.store_thread import StoreThread
 from recpipe.tables.tiers.transfer import Sent
 
