@@ -17,7 +17,7 @@ from torch import nn
 
 from recpipe.answers.manifest import is_package
 from recpipe.answers.plain import fill
-from recpipe.answers.stored import FloatCheckpoint, StoredModel
+from recpipe.answers.stored import FloatCheckpoint, StoredModel, replace_module
 from recpipe.answers.words import scoring_recipe
 from recpipe.backend.build import Backend
 from recpipe.backend.convert import convert_on_gpu, revert
@@ -50,8 +50,8 @@ from recpipe.plugin.offers import blocked_words, entry, imported, offered, origi
 from recpipe.setup.placing import Unplaced
 from recpipe.setup.prepare import assemble_plugins, choose_device
 from recpipe.tables.collection import SavesPlacement
-from recpipe.tables.groups import ModelTables, collections_of
-from recpipe.tables.owners import RESIDENT, GroupOwner, group_owners
+from recpipe.tables.groups import collections_of
+from recpipe.tables.owners import RESIDENT, group_owners
 from recpipe.tables.proxy import handing_out
 
 log = logging.getLogger(__name__)
@@ -265,8 +265,13 @@ class Trained:
                 unplaced = Unplaced.of(cfg, dataset, device, self.given_model)
             assembly, unplaced = assemble_plugins(cfg, dataset, unplaced, device, 1, ranks)
             owners = group_owners(cfg.tiers, assembly, unplaced.tables)
-            _require_memory(unplaced.tables, owners, cfg.tiers.store, device)
-            shapes = unplaced.tables.shapes()
+            tables, everything = unplaced.tables, all(owner.name == RESIDENT for owner in owners)
+            log.info("loading %d tables: %s", len(tables.tables), readable_bytes(tables.total_bytes))
+            needs = {"tables": sum(owner.resident_bytes for owner in owners)}
+            if cfg.tiers.store == "host" and not everything and device.type == "cpu":
+                needs["host store"] = tables.total_bytes
+            machine.require(needs, device, "keep rows on the disk: tiers.store=ssd tiers.resident_bytes=10%")
+            shapes = tables.shapes()
             files = check_tables(self.directory / TABLES, shapes, scoring=True)
             unplaced = unplaced.starting_with(rows_of_tables(files, shapes))
             if run_dir is None:
@@ -399,20 +404,5 @@ class _Columns(Dataset):
 def _as_given(model: PlacedModel, collections: Mapping[str, nn.Module]) -> None:
     """Give the module its own collections and layers back, for a caller who has handed it over."""
     revert(model.module)
-    for path, proxy in model.proxies.items():
-        for parent in model.module.modules():
-            for name, child in parent.named_children():
-                if child is proxy:
-                    setattr(parent, name, collections[path])
-
-
-def _require_memory(
-    tables: ModelTables, owners: Sequence[GroupOwner], store: str, device: torch.device
-) -> None:
-    """``UserError`` unless the rows fit that are resident, and those in a store in host memory."""
-    log.info("loading %d tables: %s", len(tables.tables), readable_bytes(tables.total_bytes))
-    needs = {"tables": sum(owner.resident_bytes for owner in owners)}
-    everything_resident = all(owner.name == RESIDENT for owner in owners)
-    if store == "host" and not everything_resident and device.type == "cpu":
-        needs["host store"] = tables.total_bytes
-    machine.require(needs, device, "keep rows on the disk: tiers.store=ssd tiers.resident_bytes=10%")
+    for path in model.proxies:
+        replace_module(model.module, path, collections[path])
