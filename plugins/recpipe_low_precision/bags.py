@@ -97,7 +97,16 @@ class LowPrecisionBags(LowPrecisionTables):
         self.is_weighted = is_weighted
         names = get_embedding_names_by_table(self.configs)
         self.keys, self.dims = bag_keys(self.configs)
-        pooled = {c.name: _pooling(c, is_weighted) for c in self.configs}
+        ways = {PoolingType.SUM: SUM} if is_weighted else {PoolingType.SUM: SUM, PoolingType.MEAN: MEAN}
+        pooled: dict[str, int] = {}
+        for c in self.configs:
+            if c.pooling not in ways:
+                weighted = "weighted " if is_weighted else ""
+                raise UserError(
+                    f"table '{c.name}' has {weighted}pooling {c.pooling.value}; in low precision rows are "
+                    "summed (with weights or without) or averaged without weights: keep the model in float32"
+                )
+            pooled[c.name] = ways[c.pooling]
         self.parts = nn.ModuleList()
         order: list[str] = []
         for way in sorted(set(pooled.values())):
@@ -257,15 +266,3 @@ class BagLookup(nn.Module):
             ids = remapped_ids(ids, offsets, self.places, self.place_starts)
         tensors = (self.placements, self.types, self.columns)
         return look_up_nbit(self.layout, tensors, self.rows, self.starts, ids, offsets, self.way, weights)
-
-
-def _pooling(config: EmbeddingBagConfig, is_weighted: bool) -> int:
-    if config.pooling == PoolingType.SUM:
-        return SUM
-    if config.pooling == PoolingType.MEAN and not is_weighted:
-        return MEAN
-    weighted = "weighted " if is_weighted else ""
-    raise UserError(
-        f"table '{config.name}' has {weighted}pooling {config.pooling.value}; in low precision rows are "
-        "summed (with weights or without) or averaged without weights: keep the model in float32"
-    )

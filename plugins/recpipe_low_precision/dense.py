@@ -181,19 +181,14 @@ class Inputs:
                 if not scale > 0:
                     continue
                 zero = int(np.clip(np.rint(-low / scale), 0, most))
-                error = _error(self.counts, centres, -zero * scale, (most - zero) * scale, scale)
+                # What is cut off, and a twelfth of a step's square for all others.
+                least, largest = -zero * scale, (most - zero) * scale
+                first, last = np.searchsorted(centres, (least, largest))
+                below, above = centres[:first] - least, centres[last:] - largest
+                cut = self.counts[:first] @ (below * below) + self.counts[last:] @ (above * above)
+                error = float(cut + self.counts[first:last].sum() * scale * scale / 12)
                 best = min(best, (error, scale, zero))
         return best[1], best[2]
-
-
-def _error(
-    counts: NDArray[np.float64], centres: NDArray[np.float64], low: float, high: float, scale: float
-) -> float:
-    """Sum of squared errors: what is cut off, and a twelfth of a step's square for all others."""
-    first, last = np.searchsorted(centres, (low, high))
-    below, above = centres[:first] - low, centres[last:] - high
-    cut = counts[:first] @ (below * below) + counts[last:] @ (above * above)
-    return float(cut + counts[first:last].sum() * scale * scale / 12)
 
 
 def weight_scales(weight: torch.Tensor) -> torch.Tensor:

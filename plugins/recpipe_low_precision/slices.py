@@ -4,7 +4,6 @@ looked up once for each choice of a table, then handed out again."""
 from __future__ import annotations
 
 import math
-from abc import abstractmethod
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -18,7 +17,6 @@ from torch import nn
 from torchrec.modules.embedding_modules import (
     EmbeddingBagCollection,
     EmbeddingCollection,
-    get_embedding_names_by_table,
 )
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, KeyedTensor
 
@@ -263,7 +261,8 @@ class Pieces:
 class Stub(nn.Module):
     """Stands where a collection with the tables ``configs`` was, at ``path``. At first it notes the ids that
     it is asked for; once the rows are gathered it hands out what they give. ``tables``: the checkpoint's name
-    of each table. ``weighted``: whether ids have weights."""
+    of each table. ``pooled``: whether it was an ``EmbeddingBagCollection``; ``weighted``: whether ids have
+    weights."""
 
     def __init__(
         self,
@@ -271,24 +270,38 @@ class Stub(nn.Module):
         configs: Sequence[Any],
         tables: Mapping[str, str],
         pieces: Pieces,
-        weighted: bool = False,
+        pooled: bool,
+        weighted: bool,
     ) -> None:
         super().__init__()
-        self.path, self.configs, self.pieces, self.weighted = path, list(configs), pieces, weighted
+        self.path, self.configs, self.pieces = path, list(configs), pieces
+        self.pooled, self.weighted = pooled, weighted
         self.tables = {config.name: tables[config.name] for config in configs}
         self.asked: list[KeyedJaggedTensor] = []
         """What each batch looks up, the features in the configs' order."""
         self._learning = True
         self._batch: list[KeyedJaggedTensor] = []
 
-    @abstractmethod
     def low_precision(self, configs: Sequence[Any], kinds: Mapping[str, RowType]) -> LowPrecisionTables:
         """A collection of its kind with some of its tables, rows of these ``kinds``."""
+        if self.pooled:
+            return LowPrecisionBags(configs, kinds, self.weighted)
+        return LowPrecisionRows(configs, kinds)
 
-    @abstractmethod
     def shaped(self, features: KeyedJaggedTensor, found: Sequence[torch.Tensor] | None) -> Any:
         """What the collection would return for its ``features``, from what was ``found`` in each table; None:
         of zeros."""
+        keys, dims = bag_keys(self.configs)
+        if self.pooled:
+            values = (
+                torch.zeros(features.stride(), sum(dims)) if found is None else torch.cat([*found], dim=1)
+            )
+            return KeyedTensor(keys=keys, length_per_key=dims, values=values)
+        sizes = features.length_per_key()
+        rows = torch.zeros(sum(sizes), dims[0]) if found is None else torch.cat([*found])
+        lengths = features.lengths().view(len(keys), -1)
+        parts = zip(keys, torch.split(rows, sizes), lengths, strict=True)
+        return {key: JaggedTensor(values=own, lengths=counts) for key, own, counts in parts}
 
     def end_batch(self) -> None:
         """A batch has been seen; ``UserError`` unless the collection was called once for it."""
@@ -332,41 +345,6 @@ class Stub(nn.Module):
         return self.shaped(features, [self.pieces.of(table) for table in self.tables.values()])
 
 
-class BagStub(Stub):
-    """Stands for an ``EmbeddingBagCollection``."""
-
-    def low_precision(self, configs: Sequence[Any], kinds: Mapping[str, RowType]) -> LowPrecisionTables:
-        """See ``Stub``."""
-        return LowPrecisionBags(configs, kinds, self.weighted)
-
-    def shaped(self, features: KeyedJaggedTensor, found: Sequence[torch.Tensor] | None) -> KeyedTensor:
-        """Pooled rows of all keys."""
-        keys, dims = bag_keys(self.configs)
-        values = torch.zeros(features.stride(), sum(dims)) if found is None else torch.cat([*found], dim=1)
-        return KeyedTensor(keys=keys, length_per_key=dims, values=values)
-
-
-class SequenceStub(Stub):
-    """Stands for an ``EmbeddingCollection``."""
-
-    def low_precision(self, configs: Sequence[Any], kinds: Mapping[str, RowType]) -> LowPrecisionTables:
-        """See ``Stub``."""
-        return LowPrecisionRows(configs, kinds)
-
-    def shaped(
-        self, features: KeyedJaggedTensor, found: Sequence[torch.Tensor] | None
-    ) -> dict[str, JaggedTensor]:
-        """A row for each id, by key."""
-        keys = [key for own in get_embedding_names_by_table(self.configs) for key in own]
-        sizes = features.length_per_key()
-        rows = (
-            torch.zeros(sum(sizes), self.configs[0].embedding_dim) if found is None else torch.cat([*found])
-        )
-        lengths = features.lengths().view(len(keys), -1)
-        parts = zip(keys, torch.split(rows, sizes), lengths, strict=True)
-        return {key: JaggedTensor(values=own, lengths=counts) for key, own, counts in parts}
-
-
 def put_stubs(called: Called, source: FloatCheckpoint, pieces: Pieces) -> list[Stub]:
     """Replace every collection of the model by a stub; ``UserError`` for one whose tables cannot be
     quantized."""
@@ -377,9 +355,9 @@ def put_stubs(called: Called, source: FloatCheckpoint, pieces: Pieces) -> list[S
         own = {name: table for (at, name), table in names.items() if at == path}
         if isinstance(collection, EmbeddingBagCollection):
             configs, weighted = collection.embedding_bag_configs(), collection.is_weighted()
-            stubs.append(BagStub(path, configs, own, pieces, weighted))
+            stubs.append(Stub(path, configs, own, pieces, True, weighted))
         elif isinstance(collection, EmbeddingCollection) and not collection.need_indices():
-            stubs.append(SequenceStub(path, collection.embedding_configs(), own, pieces))
+            stubs.append(Stub(path, collection.embedding_configs(), own, pieces, False, False))
         else:
             raise UserError(
                 f"'{path}' is a {type(collection).__name__}, and only the tables of an "
