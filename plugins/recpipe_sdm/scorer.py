@@ -148,8 +148,12 @@ class TieredScorer(Scorer):
             if where is None:
                 ids, offsets = lookup.arranged(ids, offsets, samples)
             if kept is not None:
-                kept.append(self._known(lookup, ids, offsets) if where is None else None)
-                if (known := kept[-1]) is not None:
+                kept.append(None)
+                if self.tables.bags is not None and lookup.width is not None and where is None:
+                    each = (len(offsets) - 1) // len(lookup.numbers)
+                    bags = self.tables.bags.bags(lookup.numbers.repeat_interleave(each), ids, offsets)
+                    with self.tables.tiers.shared.using:
+                        known = kept[-1] = _Kept(bags, *self.tables.bags.sums(bags, self.tables.version))
                     lengths = offsets.diff()
                     others = torch.ones(len(lengths), dtype=torch.bool)
                     others[known.bags.at[known.hit]] = False
@@ -157,21 +161,13 @@ class TieredScorer(Scorer):
                     offsets = offsets_of(lengths * others)
             # The number of each of these ids over all tiers, or ``elsewhere`` of its row if it is in DRAM.
             places = lookup.rows_of(ids, offsets).numpy()
-            bags = samples if where is None else 1
-            own, on_ssd = numbered(places, offsets.numpy(), bags, lookup.base)
+            each = samples if where is None else 1
+            own, on_ssd = numbered(places, offsets.numpy(), each, lookup.base)
             rows.append(own)
             lookups += on_ssd
             asked.append(_Asked(lookup, len(own), offsets, where))
         look = self.tables.tiers.look(rows[0] if len(rows) == 1 else np.concatenate(rows), lookups)
         return _Plan(calls, asked, look, kept, version)
-
-    def _known(self, lookup: TieredLookup, ids: torch.Tensor, offsets: torch.Tensor) -> _Kept | None:
-        if self.tables.bags is None or lookup.width is None:
-            return None
-        tables = lookup.numbers.repeat_interleave((len(offsets) - 1) // len(lookup.numbers))
-        bags = self.tables.bags.bags(tables, ids, offsets)
-        with self.tables.tiers.shared.using:
-            return _Kept(bags, *self.tables.bags.sums(bags, self.tables.version))
 
     def _keep(self, lookup: TieredLookup, known: _Kept, result: torch.Tensor) -> None:
         """Put the sums that were kept into ``result``, and keep the others."""
