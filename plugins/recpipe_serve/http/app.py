@@ -32,7 +32,7 @@ from recpipe_serve.http.connections import (
     header_fault,
     too_large,
 )
-from recpipe_serve.http.features import Features, Heads
+from recpipe_serve.http.features import DENSE, Features, Heads
 from recpipe_serve.http.metrics import Metrics
 from recpipe_serve.http.protocol import HEADER_LENGTH, InferenceRequest, answer
 from recpipe_serve.monitor.monitor import Monitor, Watch
@@ -135,9 +135,12 @@ class Server:
 
     async def _model(self, request: Request) -> Response:
         self._require_known(request)
+        inputs = [{"name": name, "datatype": "INT64", "shape": [-1]} for name in self.features.rows]
+        if width := len(self.features.dense):
+            inputs.insert(0, {"name": DENSE, "datatype": "FP32", "shape": [-1, width]})
         outputs = [{"name": name, "datatype": "FP32", "shape": [-1]} for name in self.outputs]
         about = {"name": self.name, "versions": [VERSION], "platform": "recpipe"}
-        return _json({**about, "inputs": self.features.described(), "outputs": outputs})
+        return _json({**about, "inputs": inputs, "outputs": outputs})
 
     async def _model_ready(self, request: Request) -> Response:
         self._require_known(request)

@@ -54,12 +54,6 @@ class Features:
             self._known.add(DENSE)
         self._kept = lru_cache(FORMS)(self._form)
 
-    def described(self) -> list[dict[str, Any]]:
-        """The inputs in the protocol's words."""
-        sparse = [{"name": name, "datatype": "INT64", "shape": [-1]} for name in self.rows]
-        dense = {"name": DENSE, "datatype": "FP32", "shape": [-1, len(self.dense)]}
-        return [dense, *sparse] if self.dense else sparse
-
     def asked(self, inputs: Mapping[str, Array]) -> Asked:
         """``inputs`` checked; ``Refused`` names the one that is missing or wrong."""
         if not inputs.keys() <= self._known:
