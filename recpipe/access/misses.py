@@ -22,9 +22,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from recpipe.plugin.bags import Bags, RowIds
-from recpipe.tables.groups import Group
 from recpipe.tables.inputs import Inputs
 
+Figures = NDArray[np.float64]
 TRACKED = 1 << 22
 """Most rows that a sample has: 32 MiB for their last batch and count."""
 POPULAR = 1 << 12
@@ -39,6 +39,67 @@ TIES = 8
 """Of rows with the same count, if it is below this, LFU keeps those that had it first."""
 POLICIES = ("lru", "lfu", "hot")
 """The attributes of ``MissRates`` that are curves."""
+
+
+@dataclass
+class Curve:
+    """A policy's hits for each of G numbers of slots, in the batches that it is judged by."""
+
+    hits: Figures
+    """Lookups of resident rows [G]."""
+    hit_rows: Figures
+    """Resident rows among each batch's distinct ones, added up [G]."""
+    carried: Figures
+    """Rows that are not resident and that the batch before looked up too, added up [G]."""
+    batches: int = 0
+    lookups: float = 0.0
+    rows: float = 0.0
+    """The batches' distinct rows, added up."""
+
+    @classmethod
+    def empty(cls, points: int) -> Curve:
+        """No batch yet."""
+        return cls(np.zeros(points), np.zeros(points), np.zeros(points))
+
+    def count(
+        self,
+        batch: tuple[Figures, Figures],
+        lookups: Figures,
+        rows: Figures,
+        again: Figures,
+        resident: Figures,
+    ) -> None:
+        """Count a ``batch``: for each of its distinct rows its lookups, and how many rows it stands for [U].
+
+        Of its hits are told: of classes of equal rows, with their ``lookups`` [K], numbers of distinct
+        ``rows`` [K] and of those among them that the batch before had (``again`` [K]), the share
+        ``resident`` [K, G] is resident.
+        """
+        self.batches += 1
+        self.lookups += float(batch[0].sum())
+        self.rows += float(batch[1].sum())
+        self.hits += lookups @ resident
+        self.hit_rows += rows @ resident
+        self.carried += again.sum() - again @ resident
+
+    def since(self, earlier: Curve) -> Curve:
+        """The same of the batches after ``earlier``, a copy made then."""
+        return Curve(*(getattr(self, f.name) - getattr(earlier, f.name) for f in fields(self)))
+
+    def at(self, points: NDArray[np.int64]) -> Curve:
+        """The same at some of its numbers of slots."""
+        hits, rows, carried = self.hits[points], self.hit_rows[points], self.carried[points]
+        return Curve(hits, rows, carried, self.batches, self.lookups, self.rows)
+
+    def blended(self, other: Curve, share: float) -> Curve:
+        """The average batch of both, of which a ``share`` is of ``other``'s."""
+        pairs = ((getattr(self, f.name), getattr(other, f.name)) for f in fields(self))
+        own, others = self.batches or 1, other.batches or 1
+        return Curve(*((1 - share) * one / own + share * two / others for one, two in pairs))
+
+    def fetched(self) -> Figures:
+        """Rows that a batch has to fetch, on average [G]."""
+        return (self.rows - self.hit_rows) / max(1, self.batches)
 
 
 def most_popular(rows: int, read: Callable[[], Iterable[RowIds]]) -> RowIds:
@@ -135,15 +196,13 @@ class MissRates:
         rows_of = _totals(last[again], weights[again], batches)
         just = np.zeros(batches)
         just[-1:] = rows_of[-1:]
-        self.lru.saw(lookups, weights)
         held = _share_with_slot(_above(self._left), self._left, self.slots)
-        self.lru.hit(lookups_of, rows_of, just, held)
+        self.lru.count((lookups, weights), lookups_of, rows_of, just, held)
         self._near = _sum(self._near, lookups_of[::-1])
         self._window_rows = _sum(self._window_rows, np.cumsum(self._left[::-1]))
 
     def _by_count(self, followed: RowIds, lookups: Figures, weights: Figures) -> None:
         """LFU: before a row come those with a higher count, then those that have had the same one longer."""
-        self.lfu.saw(lookups, weights)
         known = np.flatnonzero(self._count[followed])
         count = self._count[followed[known]].clip(max=MOST_COUNT).astype(np.int64)
         # The batch that looked a row up last is the one that gave it its count.
@@ -158,7 +217,8 @@ class MissRates:
         before[few] += np.cumsum(self._left_with, axis=1)[at] - held[few]
         amounts = (lookups, weights, weights * self._just(followed))
         looked_up, rows, again = (_totals(which, each[known], len(classes)) for each in amounts)
-        self.lfu.hit(looked_up, rows, again, _share_with_slot(before, held, self.slots))
+        resident = _share_with_slot(before, held, self.slots)
+        self.lfu.count((lookups, weights), looked_up, rows, again, resident)
 
     def _by_learnt(
         self,
@@ -170,12 +230,11 @@ class MissRates:
     ) -> None:
         """A hot set: before a row come those that had a higher count when it was learnt. No row without a
         count is resident; its class is the first."""
-        self.hot.saw(lookups, weights)
         counts, which = np.unique(count.clip(max=MOST_COUNT), return_inverse=True)
         looked_up, rows, repeated = (_totals(which, each, len(counts)) for each in (lookups, weights, again))
         resident = _share_with_slot(_above(with_count)[counts], with_count[counts], self.slots)
         resident[counts == 0] = 0.0
-        self.hot.hit(looked_up, rows, repeated, resident)
+        self.hot.count((lookups, weights), looked_up, rows, repeated, resident)
 
     def _just(self, followed: RowIds) -> NDArray[np.bool_]:
         """Which rows the last batch looked up."""
@@ -261,90 +320,22 @@ def _sum(one: Figures, other: Figures) -> Figures:
     return found
 
 
-Figures = NDArray[np.float64]
-
-
-@dataclass
-class Curve:
-    """A policy's hits for each of G numbers of slots, in the batches that it is judged by."""
-
-    hits: Figures
-    """Lookups of resident rows [G]."""
-    hit_rows: Figures
-    """Resident rows among each batch's distinct ones, added up [G]."""
-    carried: Figures
-    """Rows that are not resident and that the batch before looked up too, added up [G]."""
-    batches: int = 0
-    lookups: float = 0.0
-    rows: float = 0.0
-    """The batches' distinct rows, added up."""
-
-    @classmethod
-    def empty(cls, points: int) -> Curve:
-        """No batch yet."""
-        return cls(np.zeros(points), np.zeros(points), np.zeros(points))
-
-    def saw(self, lookups: Figures, rows: Figures) -> None:
-        """Count a batch: for each of its distinct rows its lookups, and how many rows it stands for [U]."""
-        self.batches += 1
-        self.lookups += float(lookups.sum())
-        self.rows += float(rows.sum())
-
-    def hit(self, lookups: Figures, rows: Figures, again: Figures, resident: Figures) -> None:
-        """Count a batch's hits: of classes of equal rows, with their ``lookups`` [K], numbers of distinct
-        ``rows`` [K] and of those among them that the batch before had (``again`` [K]), the share
-        ``resident`` [K, G] is resident."""
-        self.hits += lookups @ resident
-        self.hit_rows += rows @ resident
-        self.carried += again.sum() - again @ resident
-
-    def since(self, earlier: Curve) -> Curve:
-        """The same of the batches after ``earlier``, a copy made then."""
-        return Curve(*(getattr(self, f.name) - getattr(earlier, f.name) for f in fields(self)))
-
-    def at(self, points: NDArray[np.int64]) -> Curve:
-        """The same at some of its numbers of slots."""
-        hits, rows, carried = self.hits[points], self.hit_rows[points], self.carried[points]
-        return Curve(hits, rows, carried, self.batches, self.lookups, self.rows)
-
-    def blended(self, other: Curve, share: float) -> Curve:
-        """The average batch of both, of which a ``share`` is of ``other``'s."""
-        pairs = ((getattr(self, f.name), getattr(other, f.name)) for f in fields(self))
-        own, others = self.batches or 1, other.batches or 1
-        return Curve(*((1 - share) * one / own + share * two / others for one, two in pairs))
-
-    def fetched(self) -> Figures:
-        """Rows that a batch has to fetch, on average [G]."""
-        return (self.rows - self.hit_rows) / max(1, self.batches)
-
-
 class Followed:
-    """A group of tables as they share one cache, and its largest tables each alone."""
+    """Group ``number`` of tables as they share one cache, over so many ``batches``, and its so many
+    ``largest`` tables each alone; ``read`` begins anew with each call."""
 
     def __init__(
-        self, group: Group, shares: Sequence[float], together: MissRates, alone: dict[int, MissRates]
-    ) -> None:
-        self.group, self.shares = group, shares
-        """``shares``: of rows that have a slot, ascending, all of ``misses.SHARES`` among them."""
-        self.together, self.alone = together, alone
-        """``alone``: by the table's number in the group."""
-        self._seen = np.zeros(len(group.tables.layout.tables), bool)
-        """For each table, whether a batch has looked it up."""
-
-    @classmethod
-    def of(
-        cls,
+        self,
         number: int,
         inputs: Inputs,
         read: Callable[[], Iterable[Any]],
         batches: int,
         shares: Sequence[float] = SHARES,
         largest: int = 0,
-    ) -> Followed:
-        """Follow group ``number`` over so many ``batches``, and its so many ``largest`` tables each alone;
-        ``read`` begins anew with each call."""
-        group = inputs.tables.groups[number]
-        layout = group.tables.layout
+    ) -> None:
+        self.group, self.shares = inputs.tables.groups[number], shares
+        """``shares``: of rows that have a slot, ascending, all of ``SHARES`` among them."""
+        layout = self.group.tables.layout
         popular = most_popular(
             layout.total_rows, lambda: (inputs.bags(batch, number).indices for batch in read())
         )
@@ -353,9 +344,12 @@ class Followed:
             own = popular[(popular >= first) & (popular < first + rows)] - first
             return MissRates(RowSample(rows, own), [share * rows for share in shares], batches // 2)
 
+        self.together = rates(0, layout.total_rows)
         ordered = sorted(range(len(layout.rows)), key=lambda table: -layout.rows[table])[:largest]
-        alone = {table: rates(int(layout.bases[table]), layout.rows[table]) for table in sorted(ordered)}
-        return cls(group, shares, rates(0, layout.total_rows), alone)
+        self.alone = {table: rates(int(layout.bases[table]), layout.rows[table]) for table in sorted(ordered)}
+        """By the table's number in the group."""
+        self._seen = np.zeros(len(layout.tables), bool)
+        """For each table, whether a batch has looked it up."""
 
     def add(self, bags: Bags) -> None:
         """Note a batch's lookups."""

@@ -113,51 +113,39 @@ def _as_they_are(members: list[nn.Module]) -> list[object]:
     return found
 
 
-def _add(module: nn.Module, found: list[Step]) -> None:
+def _add(module: Any, found: list[Step]) -> None:
+    """Append what ``module`` does, in chains as long as possible."""
+    layer = None
     if is_plain(module, nn.Linear):
-        _extend(found, Layer(module, False))  # type: ignore[arg-type]
+        layer = Layer(module, False)
     elif is_plain(module, Perceptron):
-        _add_perceptron(module, found)
-    elif is_plain(module, MLP):
-        _add_member(module._mlp, found)  # type: ignore[arg-type]
+        linear, activation = module._linear, module._activation_fn
+        relu, hooked = activation in _RELUS, is_hooked(linear)
+        known = relu
+        if isinstance(activation, nn.Module):
+            relu, hooked = is_plain(activation, nn.ReLU), hooked or is_hooked(activation)
+            known = relu or is_plain(activation, nn.Identity)
+        if known and not hooked and is_plain(linear, nn.Linear):
+            layer = Layer(linear, relu)
+        else:
+            found.append(module)
     else:
-        for child in module._modules.values():
-            if child is not None:
-                _add_member(child, found)
-
-
-def _add_member(module: nn.Module, found: list[Step]) -> None:
-    if is_hooked(module):
-        found.append(module)
-    elif is_plain(module, nn.ReLU) and found and isinstance(found[-1], Chain):
-        found[-1][-1] = found[-1][-1]._replace(relu=True)
-    elif isinstance(module, CHAINS) and any(is_plain(module, kind) for kind in CHAINS):
-        _add(module, found)
-    elif not is_plain(module, nn.Identity):
-        found.append(module)
-
-
-def _add_perceptron(module: Any, found: list[Step]) -> None:
-    linear, activation = module._linear, module._activation_fn
-    alone = is_hooked(linear) or not is_plain(linear, nn.Linear)
-    if isinstance(activation, nn.Module):
-        alone = alone or is_hooked(activation)
-        relu = is_plain(activation, nn.ReLU)
-        alone = alone or not (relu or is_plain(activation, nn.Identity))
-    else:
-        relu = activation in _RELUS
-        alone = alone or not relu
-    if alone:
-        found.append(module)
-    else:
-        _extend(found, Layer(linear, relu))
-
-
-def _extend(found: list[Step], layer: Layer) -> None:
-    if found and isinstance(found[-1], Chain):
+        members = [module._mlp] if is_plain(module, MLP) else module._modules.values()
+        for member in members:
+            if member is None:
+                continue
+            if is_hooked(member):
+                found.append(member)
+            elif is_plain(member, nn.ReLU) and found and isinstance(found[-1], Chain):
+                found[-1][-1] = found[-1][-1]._replace(relu=True)
+            elif any(is_plain(member, kind) for kind in CHAINS):
+                _add(member, found)
+            elif not is_plain(member, nn.Identity):
+                found.append(member)
+    if layer is not None:
+        if not found or not isinstance(found[-1], Chain):
+            found.append(Chain())
         found[-1].append(layer)
-    else:
-        found.append(Chain([layer]))
 
 
 class Chooser:

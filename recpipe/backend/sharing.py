@@ -7,13 +7,14 @@ is trained, fetched or moved.
 from __future__ import annotations
 
 import hashlib
-from functools import cached_property, partial
+from collections.abc import Callable, Sequence
+from functools import cache, partial
 from pathlib import Path
 from time import perf_counter
 from typing import Any
 
 import torch
-from torch import nn
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from recpipe.backend.calibrate import sizes
 from recpipe.backend.choices import FIRST_SHARES, Choices, Notebook
@@ -26,7 +27,7 @@ from recpipe.pipeline.batch import InFlight
 from recpipe.pipeline.parts import same_random_numbers
 from recpipe.pipeline.placed import PlacedModel
 from recpipe.pipeline.step import Cores, StepTimes, accumulate
-from recpipe.tables.inputs import GroupIds, count_ids
+from recpipe.tables.inputs import count_ids
 from recpipe.tables.resident import ResidentCollection, with_few_rows, within
 
 MARGIN = 1.1
@@ -52,7 +53,7 @@ def measured_sharing(model: PlacedModel, batch: Any, size: int, folder: Path) ->
     there, as in ``calibrated``.
     """
     threads, notebook = torch.get_num_threads(), Notebook(folder)
-    name, trial = signature(model, batch), _Trial(model)
+    name, tables = signature(model, batch), cache(partial(_few_rows, model))
     chosen = dict.fromkeys(map(str, sizes(size)), "openmp")
     spent = last = 0.0
     with Meter() as meter:
@@ -64,7 +65,7 @@ def measured_sharing(model: PlacedModel, batch: Any, size: int, folder: Path) ->
                 continue
             if meter.due:
                 meter.show(min(1.0, spent / BUDGET_SECONDS), "measuring whether cores share a batch")
-            once, begun = partial(trial.faster, between(batch, 0, samples)), perf_counter()
+            once, begun = partial(_faster, model, tables, between(batch, 0, samples)), perf_counter()
             chosen[str(samples)] = notebook.answer(name, threads, samples, once)
             last = perf_counter() - begun
             spent += last
@@ -86,52 +87,51 @@ def signature(model: PlacedModel, batch: Any) -> str:
     return f"model {hashlib.sha256(described.encode()).hexdigest()[:16]}"
 
 
-class _Trial:
-    """Steps of ``model`` with temporary tables in place of its own."""
+def _few_rows(model: PlacedModel) -> list[ResidentCollection]:
+    """The replacement of each group's collection: the same tables with fewer rows."""
+    groups, cpu = model.embeddings.tables.groups, torch.device("cpu")
+    roomy = roomy_paths(model.module)
+    made = zip(groups, with_few_rows(model.embeddings.tables), strict=True)
+    return [ResidentCollection(cut, cpu, padded=group.path in roomy) for group, cut in made]
 
-    def __init__(self, model: PlacedModel) -> None:
-        self.model = model
 
-    @cached_property
-    def tables(self) -> list[ResidentCollection]:
-        """The replacement of each group's collection: the same tables with fewer rows."""
-        groups, cpu = self.model.embeddings.tables.groups, torch.device("cpu")
-        roomy = roomy_paths(self.model.module)
-        made = zip(groups, with_few_rows(self.model.embeddings.tables), strict=True)
-        return [ResidentCollection(cut, cpu, padded=group.path in roomy) for group, cut in made]
+def _faster(model: PlacedModel, tables: Callable[[], list[ResidentCollection]], batch: Any) -> str:
+    """``openmp``, or one of ``FIRST_SHARES``: steps of ``batch`` with temporary ``tables`` in place of the
+    model's own."""
+    count, dense, copied = torch.get_num_threads(), model.dense, model.copied()
+    each = zip(tables(), model.inputs.each(batch), strict=True)
+    # Ids within the rows of the temporary tables.
+    looked_up = [(own, None if ids is None else within(ids, own.tables)) for own, ids in each]
 
-    def faster(self, batch: Any) -> str:
-        """``openmp``, or one of ``FIRST_SHARES``."""
-        count = torch.get_num_threads()
-        shared = {name: Cores(count, partial(_always, first)) for name, first in FIRST_SHARES.items()}
-        each = zip(self.model.inputs.each(batch), self.tables, strict=True)
-        # Within the rows of the temporary tables.
-        ids = tuple(None if ids is None else within(ids, own.tables) for ids, own in each)
-        dense, copied = self.model.dense, self.model.copied()
-        runs = [partial(self._step, copied, ids, batch, dense, c) for c in (None, *shared.values())]
-        try:
-            with same_random_numbers():
-                openmp, *times = median_seconds(runs, ROUNDS, most=MOST_SECONDS)
-        finally:
-            for cores in shared.values():
-                cores.close()
-            for parameter in dense:
-                parameter.grad = None
-        name, best = "openmp", openmp
-        for other, time in zip(shared, times, strict=True):
-            if time * (MARGIN if name == "openmp" else NOISE) < best:
-                name, best = other, time
-        return name
-
-    def _step(
-        self, model: PlacedModel, ids: GroupIds, batch: Any, dense: list[nn.Parameter], cores: Cores | None
-    ) -> None:
+    shared = {name: Cores(count, partial(_always, first)) for name, first in FIRST_SHARES.items()}
+    try:
+        with same_random_numbers():
+            ways = (None, *shared.values())
+            runs = [partial(_train, copied, batch, looked_up, cores) for cores in ways]
+            openmp, *times = median_seconds(runs, ROUNDS, most=MOST_SECONDS)
+    finally:
+        for cores in shared.values():
+            cores.close()
         for parameter in dense:
             parameter.grad = None
-        pairs = zip(self.tables, ids, strict=True)
-        taken = InFlight(batch)
-        taken.take_in([None if own is None else tables.input_dist(own) for tables, own in pairs])
-        accumulate(model, taken, StepTimes(), cores)
+    name, best = "openmp", openmp
+    for other, time in zip(shared, times, strict=True):
+        if time * (MARGIN if name == "openmp" else NOISE) < best:
+            name, best = other, time
+    return name
+
+
+def _train(
+    model: PlacedModel,
+    batch: Any,
+    looked_up: Sequence[tuple[ResidentCollection, KeyedJaggedTensor | None]],
+    cores: Cores | None,
+) -> None:
+    for parameter in model.dense:
+        parameter.grad = None
+    taken = InFlight(batch)
+    taken.take_in([None if ids is None else own.input_dist(ids) for own, ids in looked_up])
+    accumulate(model, taken, StepTimes(), cores)
 
 
 def _always(first: float, samples: int) -> float:

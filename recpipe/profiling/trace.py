@@ -17,6 +17,8 @@ MICROSECONDS = 1e3
 """Microseconds in a millisecond."""
 _GRADIENT = "autograd::engine::evaluate_function: "
 """Prefix of the names of events in which autograd runs one operation's backward."""
+OPERATORS = 10
+"""How many operators are listed."""
 OVERHEAD = "overhead"
 """The name of the time that a step takes beyond its phases."""
 
@@ -97,7 +99,7 @@ def mean_step(steps: Sequence[ProfiledStep]) -> ProfiledStep:
     return ProfiledStep(total, {**phases, OVERHEAD: total - sum(phases.values())})
 
 
-def top_operators(profiler: torch.profiler.profile, steps: int, count: int = 10) -> list[dict[str, Any]]:
+def top_operators(profiler: torch.profiler.profile, steps: int) -> list[dict[str, Any]]:
     """The operators with the longest self time: ``name``, and ``ms`` and ``calls`` per step.
 
     On a GPU the time is the device's. Ranges of recpipe are not counted as operators.
@@ -111,5 +113,5 @@ def top_operators(profiler: torch.profiler.profile, steps: int, count: int = 10)
     averages.sort(key=own_us, reverse=True)
     return [
         {"name": a.key, "ms": own_us(a) / MICROSECONDS / steps, "calls": a.count / steps}
-        for a in averages[:count]
+        for a in averages[:OPERATORS]
     ]

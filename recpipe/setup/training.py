@@ -121,7 +121,7 @@ class Training:
         if logger is not None:
             logger.log_hyperparams(cfg.values)
         with run.ranks.closing(module.close):
-            stopped, saved = fit(trainer, module, loader, self.evaluation, recorder, self.built.resume, late)
+            stopped, saved = fit(trainer, module, self.evaluation, recorder, self.built.resume, late)
         self.built.embeddings.write_back()
         checkpoint = saved if recorder.steps else self.built.resume
         return Finished(stopped, checkpoint, synchronized_time(run.device))

@@ -73,9 +73,7 @@ def follow(cfg: Recipe, dataset: Dataset, inputs: Inputs, batches: int) -> list[
     def read() -> Iterator[Any]:
         return dataset.batches("train", size)
 
-    return [
-        Followed.of(number, inputs, read, batches, shares, LARGEST) for number in range(len(tables.groups))
-    ]
+    return [Followed(number, inputs, read, batches, shares, LARGEST) for number in range(len(tables.groups))]
 
 
 def told(cfg: Recipe, inputs: Inputs, groups: Sequence[Followed]) -> dict[str, Any]:

@@ -102,7 +102,6 @@ def _checkpointing(config: TrainerConfig, steps: int, directory: Path) -> list[L
 def fit(
     trainer: L.Trainer,
     module: RankingModule,
-    loader: TrainLoader,
     evaluation: EvalLoader,
     recorder: Recorder,
     resume: Path | None,
@@ -120,7 +119,7 @@ def fit(
     stop = next(callback for callback in callbacks if isinstance(callback, StopOnSignal))
     try:
         with suppress(EvaluationStopped), old_objects_kept():
-            trainer.fit(module, loader, evaluation, ckpt_path=resume)
+            trainer.fit(module, module.loader, evaluation, ckpt_path=resume)
     except (MisconfigurationException, ModuleNotFoundError, TrainingSpikeException) as fault:
         # What a callback misses (a logger, a package) or has found; an import that fails has a name.
         if isinstance(fault, ModuleNotFoundError) and fault.name is not None:

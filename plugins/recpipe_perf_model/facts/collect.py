@@ -45,7 +45,7 @@ def collect(
         )
     read = partial(dataset.batches, "train", cfg.data.batch_size)
     if followed is None:
-        followed = [Followed.of(number, inputs, read, batches) for number in range(len(inputs.tables.groups))]
+        followed = [Followed(number, inputs, read, batches) for number in range(len(inputs.tables.groups))]
     groups = [_Counting(each, batches) for each in followed]
     size = 0
     for done, batch in zip(range(batches), read(), strict=False):
