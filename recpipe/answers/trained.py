@@ -278,7 +278,7 @@ class Trained:
                 scratch = stack.enter_context(tempfile.TemporaryDirectory(prefix="recpipe-"))
                 run_dir = stack.enter_context(lock_run_dir(Path(scratch)))
             embeddings = unplaced.build(
-                cfg, dataset, owners, device, run_dir, ranks, roomy=cfg.trainer.backend != "plain"
+                cfg, dataset, owners, device, run_dir, ranks, padded=cfg.trainer.backend != "plain"
             )
             stack.enter_context(ranks.closing(embeddings.close))
             collections = collections_of(unplaced.called.module)

@@ -1,4 +1,4 @@
-"""Makes a placed model fast on this machine: converted parts, on a CPU also room for its interaction and
+"""Makes a placed model fast on this machine: converted parts, on a CPU also padding for its interaction and
 cores, on a GPU also a graph of its kernels.
 
 Tiers and plugins do not change it. A checkpoint has it, so that a resumed run rounds as before.
@@ -23,7 +23,7 @@ from recpipe import private_api
 from recpipe.backend.calibrate import calibrated
 from recpipe.backend.chain import Chooser, Converted, is_hooked
 from recpipe.backend.choices import Choices, checked
-from recpipe.backend.convert import convert, convert_on_gpu, revert, roomy_paths
+from recpipe.backend.convert import convert, convert_on_gpu, padded_paths, revert
 from recpipe.backend.sharing import measured_sharing
 from recpipe.common.saved import entries
 from recpipe.data.parts import on_device
@@ -81,7 +81,7 @@ class Backend:
             convert_on_gpu(module)
         else:
             convert(module, choices, measured_only=self.kind == "auto")
-        for proxy in map(module.get_submodule, roomy_paths(module)):
+        for proxy in map(module.get_submodule, padded_paths(module)):
             if isinstance(proxy, BagProxy):
                 proxy.wants_padding = True
 
@@ -186,7 +186,7 @@ def convert_for_loop(
     kind: str, model: PlacedModel, batch_size: int, device: torch.device, cache_dir: Path
 ) -> None:
     """Convert ``model`` for a user's own loop. Cores do not share its batches, and its pooled rows are in the
-    loop's graph, without room. ``UserError`` for a back end that trains whole batches itself."""
+    loop's graph, without padding. ``UserError`` for a back end that trains whole batches itself."""
     if kind == CUDA_GRAPH:
         raise UserError(
             "trainer.backend=cuda_graph records the passes of recpipe's own training step, and your own loop "

@@ -143,9 +143,11 @@ def _add(module: Any, found: list[Step]) -> None:
             elif not is_plain(member, nn.Identity):
                 found.append(member)
     if layer is not None:
-        if not found or not isinstance(found[-1], Chain):
-            found.append(Chain())
-        found[-1].append(layer)
+        last = found[-1] if found else None
+        if isinstance(last, Chain):
+            last.append(layer)
+        else:
+            found.append(Chain([layer]))
 
 
 class Chooser:

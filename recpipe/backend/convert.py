@@ -79,8 +79,9 @@ def revert(model: nn.Module) -> None:
             del module.forward
 
 
-def roomy_paths(model: nn.Module) -> set[str]:
-    """Paths of the collections whose rows need room in front, for the interaction of a DLRM in ``model``."""
+def padded_paths(model: nn.Module) -> set[str]:
+    """Paths of the collections whose rows need padding in front, for the interaction of a DLRM in
+    ``model``."""
     found = (path for path, module in model.named_modules() if type(module) is DLRM)
     return {f"{path}.{_COLLECTION}" if path else _COLLECTION for path in found}
 
@@ -217,7 +218,7 @@ def _sparse(module: Any, chooser: Chooser | None, features: Any) -> Any:
     """The ``forward`` of DLRM's ``SparseArch``. Pooled rows that are already in its order are not split and
     joined again.
 
-    If they have room in front, it is passed on to the interaction.
+    If they have padding in front, it is passed on to the interaction.
     """
     if not _runs():
         return type(module).forward(module, features)

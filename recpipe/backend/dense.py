@@ -57,18 +57,18 @@ def chain(
     return out
 
 
-def interact(bottom: torch.Tensor, pooled: torch.Tensor, room: bool) -> torch.Tensor:
+def interact(bottom: torch.Tensor, pooled: torch.Tensor, padding: bool) -> torch.Tensor:
     """Dot products of all pairs of features (Naumov et al., 2019), ordered as TorchRec does.
 
-    ``bottom`` is the dense vector [B, D]; ``pooled`` float32 [B, F * D] or [B, F, D]. With ``room``, the
+    ``bottom`` is the dense vector [B, D]; ``pooled`` float32 [B, F * D] or [B, F, D]. With ``padding``, the
     dense vector is written in front of the rows: ``pooled`` is then [B, (1 + F) * D], or a [B, F, D] for
     which ``padded.is_padded``. Returns [B, D + F (F + 1) / 2] of bottom's type: the dense vector, followed by
     the products.
     """
     if not torch.is_grad_enabled():
         with phase("interaction forward"):
-            return _interacted(bottom, pooled, room)[0]
-    out: torch.Tensor = _Interaction.apply(bottom, pooled, room)  # type: ignore[no-untyped-call]
+            return _interacted(bottom, pooled, padding)[0]
+    out: torch.Tensor = _Interaction.apply(bottom, pooled, padding)  # type: ignore[no-untyped-call]
     return out
 
 
@@ -168,12 +168,12 @@ class _Chain(torch.autograd.Function):
 
 class _Interaction(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, bottom: torch.Tensor, pooled: torch.Tensor, room: bool) -> torch.Tensor:
+    def forward(ctx: Any, bottom: torch.Tensor, pooled: torch.Tensor, padding: bool) -> torch.Tensor:
         with phase("interaction forward"):
-            out, features = _interacted(bottom, pooled.detach(), room)
+            out, features = _interacted(bottom, pooled.detach(), padding)
             ctx.save_for_backward(bottom, pooled, features)
-            # As [B, F, D], pooled has the room before it; as [B, (1 + F) * D], inside.
-            ctx.inside = room and pooled.ndim == 2
+            # As [B, F, D], pooled has the padding before it; as [B, (1 + F) * D], inside.
+            ctx.inside = padding and pooled.ndim == 2
             return out
 
     @staticmethod
@@ -194,15 +194,17 @@ class _Interaction(torch.autograd.Function):
             both.diagonal(dim1=1, dim2=2).zero_()
             found = torch.bmm(both, features)
             to_bottom = gradient[:, :dim] + found[:, 0].to(gradient.dtype)
-            # The gradient has the strides of the room, so that nothing is copied: see room.widened.
+            # The gradient has the strides of the padding, so that nothing is copied: see padded.widened.
             flat = found if ctx.inside else found[:, 1:]
             return to_bottom, flat if pooled.ndim == 3 else flat.reshape(batch, -1), None
 
 
-def _interacted(bottom: torch.Tensor, pooled: torch.Tensor, room: bool) -> tuple[torch.Tensor, torch.Tensor]:
+def _interacted(
+    bottom: torch.Tensor, pooled: torch.Tensor, padding: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
     """What ``interact`` returns, and the features float32 [B, 1 + F, D] that it was made of."""
     batch, dim = bottom.shape
-    if room:  # the rows' own memory takes the dense vector
+    if padding:  # the rows' own memory takes the dense vector
         wide = widened(pooled.view(batch, -1), dim) if pooled.ndim == 3 else pooled
         assert wide is not None, "rows that are marked lie so"
         features = wide.view(batch, -1, dim)

@@ -18,7 +18,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from recpipe.backend.calibrate import sizes
 from recpipe.backend.choices import FIRST_SHARES, Choices, Notebook
-from recpipe.backend.convert import roomy_paths
+from recpipe.backend.convert import padded_paths
 from recpipe.common.meter import Meter
 from recpipe.common.timing import median_seconds
 from recpipe.data.parts import batch_size
@@ -90,9 +90,9 @@ def signature(model: PlacedModel, batch: Any) -> str:
 def _few_rows(model: PlacedModel) -> list[ResidentCollection]:
     """The replacement of each group's collection: the same tables with fewer rows."""
     groups, cpu = model.embeddings.tables.groups, torch.device("cpu")
-    roomy = roomy_paths(model.module)
+    wide = padded_paths(model.module)
     made = zip(groups, with_few_rows(model.embeddings.tables), strict=True)
-    return [ResidentCollection(cut, cpu, padded=group.path in roomy) for group, cut in made]
+    return [ResidentCollection(cut, cpu, padded=group.path in wide) for group, cut in made]
 
 
 def _faster(model: PlacedModel, tables: Callable[[], list[ResidentCollection]], batch: Any) -> str:

@@ -156,17 +156,17 @@ ROW_VALUE = 0.01
 class HandedRows:
     """Hands out rows of the right shape for any ids that a proxy is called with, as leaves of the graph.
 
-    ``own``: the batch's ids for it, if the batch has them. ``roomy``: with room in front where the proxy
+    ``own``: the batch's ids for it, if the batch has them. ``padding``: with padding in front where the proxy
     gives it in a run.
     """
 
-    def __init__(self, proxy: CollectionProxy, own: KeyedJaggedTensor | None, roomy: bool = False) -> None:
+    def __init__(self, proxy: CollectionProxy, own: KeyedJaggedTensor | None, padding: bool = False) -> None:
         self.proxy, self.own = proxy, own
         self.others: list[KeyedJaggedTensor] = []
         """Ids that are not the batch's own."""
         self.leaves: list[torch.Tensor] = []
         self._of_own: list[torch.Tensor] = []
-        self._room = roomy and proxy.padded
+        self._padding = padding and proxy.padded
 
     def rows(self, sparse: KeyedJaggedTensor) -> list[torch.Tensor]:
         """The rows of each group, float32: pooled ones [B, F * dim] of F features, others [ids, dim]. The
@@ -187,7 +187,7 @@ class HandedRows:
         trained = not tables.optimizer.frozen
         shape = (ids.stride(), len(tables.features) * tables.dim)
         shape = shape if tables.pooled else (ids.values().numel(), tables.dim)
-        if self._room and tables.pooled:
+        if self._padding and tables.pooled:
             wide = torch.full((shape[0], tables.dim + shape[1]), ROW_VALUE, device=ids.device())
             return padded(wide, tables.dim).requires_grad_(trained)
         return torch.full(shape, ROW_VALUE, device=ids.device(), requires_grad=trained)

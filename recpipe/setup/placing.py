@@ -14,7 +14,7 @@ from torch import nn
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from recpipe.backend.convert import roomy_paths
+from recpipe.backend.convert import padded_paths
 from recpipe.common.files import RunDir
 from recpipe.common.meter import counting
 from recpipe.config.recipe import Recipe
@@ -90,18 +90,18 @@ class Unplaced:
         run_dir: RunDir,
         ranks: Ranks,
         shards: tuple[Sharding, ShardPlan] | None = None,
-        roomy: bool = False,
+        padded: bool = False,
         saved: Path | None = None,
     ) -> GroupedCollection:
         """Make the tables' rows as their ``owners`` decide, in ``shards`` or whole; ``UserError`` if the
         device has no kernels for one.
 
-        ``roomy``: with room in front of pooled rows, if the CPU back end's parts of the model use it.
+        ``padded``: with padding in front of pooled rows, if the CPU back end's parts of the model use it.
         ``saved``: the files that all tables start with, for shards that can be read from them at once.
         """
         require_kernels(self.tables, device, ranks, None if shards is None else shards[1])
         module, size = self.called.module, cfg.data.batch_size
-        paths = roomy_paths(module) if roomy else ()
+        paths = padded_paths(module) if padded else ()
         ids_per_bag = partial(dataset.ids_per_bag, size)
         place = Place(cfg.tiers, device, run_dir, ranks, size, ids_per_bag, paths)
         if shards is not None:

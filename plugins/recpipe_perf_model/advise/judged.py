@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from recpipe.backend.build import Backend, build_backend
-from recpipe.backend.convert import roomy_paths
+from recpipe.backend.convert import padded_paths
 from recpipe.common.console import log
 from recpipe.common.own_cache import default_cache_dir
 from recpipe.config.recipe import Recipe
@@ -66,10 +66,10 @@ class Paper:
     def of(cls, cfg: Recipe, dataset: Dataset, unplaced: Unplaced, device: torch.device) -> Paper:
         """``CannotTrace`` if the model cannot be traced. The back end's own measurements are made if they are
         not known."""
-        roomy = roomy_paths(unplaced.called.module) if cfg.trainer.backend != "plain" else set()
+        wide = padded_paths(unplaced.called.module) if cfg.trainer.backend != "plain" else set()
         tables = unplaced.tables
         groups = zip(tables.groups, with_few_rows(tables), strict=True)
-        few = GroupedCollection(tables, [FewRows(cut, group.path in roomy) for group, cut in groups])
+        few = GroupedCollection(tables, [FewRows(cut, group.path in wide) for group, cut in groups])
         model = unplaced.over(few)
         ranks = Ranks()
         try:

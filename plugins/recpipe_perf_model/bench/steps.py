@@ -26,7 +26,7 @@ from torchrec.modules.embedding_modules import EmbeddingBagCollection
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from recpipe.backend.build import Backend
-from recpipe.backend.convert import roomy_paths
+from recpipe.backend.convert import padded_paths
 from recpipe.backend.matmul import has_bfloat16_units
 from recpipe.common.device import using_threads
 from recpipe.common.process import quieted
@@ -126,7 +126,7 @@ class _Training:
         batches = list(_batches(probe))
         self.dataset = GivenBatches(lambda epoch: cycle(batches), steps=WARM + STEPS)
         module = _module(probe)
-        padded = roomy_paths(module) if probe.converted else set()
+        padded = padded_paths(module) if probe.converted else set()
         self.model = placed(module, batches[0], padded, probe.low_precision)
         threads = torch.get_num_threads()
         self.backend = Backend("cpu" if probe.converted else "plain", self.model, {})

@@ -251,7 +251,7 @@ class _Rows(HandedRows):
     """Rows whose making is not watched."""
 
     def __init__(self, proxy: CollectionProxy, model: PlacedModel, batch: Any, watch: _Stages | None) -> None:
-        super().__init__(proxy, model.ids_of(proxy, batch), roomy=True)
+        super().__init__(proxy, model.ids_of(proxy, batch), padding=True)
         self._watch = watch
 
     def rows(self, sparse: KeyedJaggedTensor) -> list[torch.Tensor]:
