@@ -39,32 +39,25 @@ from recpipe.tables.rows import table_bags
 PARTS = ("interaction", "MLP", "dense")
 
 
-class Traced:
-    """Runs one step of ``model`` with ``batch``; nothing is trained, and the model does not change."""
-
-    def __init__(self, model: PlacedModel, batch: Any) -> None:
-        model = model.copied()
-        self._trace = _Trace(model.module)
-        handed = {proxy: HandedRows(proxy, model.ids_of(proxy, batch)) for proxy in model.proxies.values()}
-        with same_random_numbers(), torch.enable_grad(), self._trace.watching():
-            with handing_out(handed):
-                loss, _ = model.called(batch)
-            leaves = [leaf for rows in handed.values() for leaf in rows.leaves]
-            torch.autograd.grad(loss, [*leaves, *model.trained()], allow_unused=True)
-        numbers = {id(group): n for n, group in enumerate(model.embeddings.tables.groups)}
-        self.late = defaultdict[int, list[Lookups]](list)
-        """For each group, its lookups by ids that are not the batch's own."""
-        for proxy, rows in handed.items():
-            for group in proxy.groups:
-                counted = [count_lookups([table_bags(group.tables, ids)]) for ids in rows.others]
-                self.late[numbers[id(group)]] += counted
-
-    def work(self) -> dict[str, Work]:
-        """The work of the phases of ``PARTS``."""
-        return {f"{part} {way}": self._trace.work(part, way) for way in _WAYS for part in PARTS}
-
-
-_WAYS = ("forward", "backward")
+def traced(model: PlacedModel, batch: Any) -> tuple[dict[str, Work], dict[int, list[Lookups]]]:
+    """The work of the phases of ``PARTS`` in one step of ``model`` with ``batch``; and for each group, its
+    lookups by ids that are not the batch's own. Nothing is trained, and the model does not change."""
+    model = model.copied()
+    trace = _Trace(model.module)
+    handed = {proxy: HandedRows(proxy, model.ids_of(proxy, batch)) for proxy in model.proxies.values()}
+    with same_random_numbers(), torch.enable_grad(), trace.watching():
+        with handing_out(handed):
+            loss, _ = model.called(batch)
+        leaves = [leaf for rows in handed.values() for leaf in rows.leaves]
+        torch.autograd.grad(loss, [*leaves, *model.trained()], allow_unused=True)
+    numbers = {id(group): n for n, group in enumerate(model.embeddings.tables.groups)}
+    late = defaultdict[int, list[Lookups]](list)
+    for proxy, rows in handed.items():
+        for group in proxy.groups:
+            counted = [count_lookups([table_bags(group.tables, ids)]) for ids in rows.others]
+            late[numbers[id(group)]] += counted
+    ways = ("forward", "backward")
+    return {f"{part} {way}": trace.work(part, way) for way in ways for part in PARTS}, late
 
 
 class _Trace(TorchDispatchMode):  # type: ignore[no-untyped-call]

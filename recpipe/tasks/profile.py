@@ -23,7 +23,7 @@ from recpipe.plugin.calls import Origin, blame
 from recpipe.plugin.offers import imported, offered, origin_of
 from recpipe.profiling.limits import Limits, StepModel, floors_ms, measure
 from recpipe.profiling.trace import OVERHEAD, STEP, ProfiledStep, mean_step, profiled_steps, top_operators
-from recpipe.profiling.traced import Traced, tell_parts
+from recpipe.profiling.traced import tell_parts, traced
 from recpipe.profiling.workload import (
     FLOAT_BYTES,
     Lookups,
@@ -244,9 +244,8 @@ def model_work(
         features = sum(len(group.features) for group in tables)
         dense = dense_work(config, batches[0].dense.shape[1], features, lookups[0].samples)
     else:
-        traced = Traced(model, batches[0])
-        dense = traced.work()
-        lookups = [sum(traced.late[n], own) for n, own in enumerate(lookups)]
+        dense, late = traced(model, batches[0])
+        lookups = [sum(late[n], own) for n, own in enumerate(lookups)]
     work = embedding_work(list(zip(tables, lookups, strict=True))) | dense
     return work, sum(lookups[1:], lookups[0])
 

@@ -204,7 +204,7 @@ def test_a_fault_on_one_core_is_raised_and_leaves_no_one_waiting(
 
     with monkeypatch.context() as patch, model.module.dense_arch.register_forward_hook(hook):
         if where == "look up":
-            patch.setattr(embeddings, "lookup", failing)
+            patch.setattr(embeddings, "compute", failing)
         elif where == "adding up":
             patch.setattr(step_module._Step, "_reduce_dense", failing)
         with pytest.raises(RuntimeError, match=where):

@@ -13,7 +13,7 @@ from torchrec.modules.embedding_modules import EmbeddingBagCollection, Embedding
 from recpipe.backend.convert import convert
 from recpipe.model.config import ModelConfig, UserModel
 from recpipe.pipeline.placed import PlacedModel
-from recpipe.profiling.traced import Traced
+from recpipe.profiling.traced import traced
 from recpipe.profiling.workload import Lookups, Work, dense_work
 from recpipe.tasks.profile import model_work
 from tests.model import in_parts
@@ -50,7 +50,7 @@ def test_torchrecs_models_do_what_their_sizes_say(name: str, converted: bool) ->
     if converted:
         convert(module)
     model = placed(module, BATCH)
-    found = Traced(model, BATCH).work()
+    found, _ = traced(model, BATCH)
     by_size = dense_work(
         ModelConfig(name, DIM, [5], [6], cross_layers=2, cross_rank=4), 3, len(FEATURES), SAMPLES
     )
@@ -74,7 +74,7 @@ def test_torchrecs_models_do_what_their_sizes_say(name: str, converted: bool) ->
 
 def test_what_is_no_layer_is_the_dense_part() -> None:
     """A product of two towers' vectors for all pairs of samples, and a layer."""
-    found = Traced(model_of("InBatch"), BATCH).work()
+    found, _ = traced(model_of("InBatch"), BATCH)
     assert found["MLP forward"].flops == 2 * (2 * SAMPLES * WIDTH) / 2
     assert found["MLP backward"].flops == 0  # the loss has no gradient for the layer but zeros of its weight
     assert found["dense forward"].flops == 2 * SAMPLES * SAMPLES * DIM
@@ -127,7 +127,7 @@ def test_nothing_is_left_behind(kind: str) -> None:
     tables = [dump(collection) for collection in model.embeddings.collections]
     before = {name: value.clone() for name, value in model.module.state_dict().items()}
     random = torch.get_rng_state()
-    Traced(model, BATCH)
+    traced(model, BATCH)
     assert torch.equal(random, torch.get_rng_state())
     assert all(p.grad is None for p in model.parameters())
     assert all(torch.equal(value, before[name]) for name, value in model.module.state_dict().items())
