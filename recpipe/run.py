@@ -24,7 +24,7 @@ from recpipe.distributed.launch import ProcessRank, begin_run
 from recpipe.plugin.calls import threads_left
 from recpipe.report.files import ReportFiles
 from recpipe.setup.built import built
-from recpipe.setup.ctx import NOTHING, Given, Outcome, TaskContext, Watcher
+from recpipe.setup.ctx import NOTHING, RunInputs, RunResult, TaskContext, Watcher
 from recpipe.setup.footprint import require_memory
 from recpipe.setup.planned import Planned
 from recpipe.setup.training import Training
@@ -47,9 +47,9 @@ def run(composed: DictConfig, directory: Path, command_line: Sequence[str] | Non
 def carry_out(
     composed: DictConfig,
     directory: Path,
-    given: Given = NOTHING,
+    given: RunInputs = NOTHING,
     command_line: Sequence[str] | None = None,
-) -> Outcome:
+) -> RunResult:
     """``run`` for a caller in Python, who may bring a model and data and keep the trained model open."""
     with ExitStack() as stack:
         stack.enter_context(quieted())
@@ -76,7 +76,7 @@ def carry_out(
     return outcome
 
 
-def train(context: TaskContext, watcher: Watcher | None = None) -> Outcome:
+def train(context: TaskContext, watcher: Watcher | None = None) -> RunResult:
     """This rank's part of a training run; reports are rank 0's. ``watcher``: a task that looks at its
     steps."""
     cfg, given, directory = context.recipe, context.given, context.directory
@@ -107,7 +107,7 @@ def train(context: TaskContext, watcher: Watcher | None = None) -> Outcome:
         # collections. A rank that only holds rows serves them here, until the run is over.
         placed = open_tiers.enter_context(built(run, plan))
         if placed.model is None:
-            return Outcome({})
+            return RunResult({})
 
         # 6. The pipeline in front of Lightning: read, transform, split, plan and fetch ahead.
         training = Training(run, plan, placed, watcher)
@@ -148,6 +148,6 @@ def train(context: TaskContext, watcher: Watcher | None = None) -> Outcome:
         model = training.model.eval()
         # Rounded as the run's own scores are.
         scores = float32_products(run.device, cfg.model.precision)(model.predict)
-        return Outcome(
+        return RunResult(
             content, plan.unplaced.called.module, scores, finished.checkpoint, open_tiers.pop_all()
         )

@@ -20,13 +20,13 @@ if TYPE_CHECKING:
     from recpipe.data.dataset import Dataset
     from recpipe.data.given import Batches
     from recpipe.loop import Placed
-    from recpipe.setup.ctx import Outcome
+    from recpipe.setup.ctx import RunResult
 
 
 class Run:
     """A finished training run. Its tables stay open for ``predict`` until ``close`` or garbage collection."""
 
-    def __init__(self, outcome: Outcome) -> None:
+    def __init__(self, outcome: RunResult) -> None:
         self.model = outcome.model
         """The trained model, over its tiers, in eval mode."""
         self.report = outcome.report
@@ -109,7 +109,7 @@ def train(
     from recpipe.data.given import GivenBatches
     from recpipe.distributed.launch import ProcessRank as Process
     from recpipe.run import carry_out
-    from recpipe.setup.ctx import Given
+    from recpipe.setup.ctx import RunInputs
 
     with readable_errors(overrides), ExitStack() as stack:
         batches = None if data is None or isinstance(data, str | Path | Dataset) else data
@@ -138,7 +138,7 @@ def train(
             composed.data.batch_size = dataset.batch_size
         folder = stack.enter_context(output_directory(output))
         screen = not quiet and Process.current().rank == 0
-        given = Given(model, dataset, screen, output is not None, keeps=True)
+        given = RunInputs(model, dataset, screen, output is not None, keeps=True)
         with alone(), cached_in(None if output is not None else folder / "cache"):
             try:
                 outcome = carry_out(composed, folder, given)

@@ -38,7 +38,7 @@ from recpipe.training.signals import interruptible
 
 
 @dataclass(frozen=True)
-class Given:
+class RunInputs:
     """What a caller in Python passes to a run. For what is None, the recipe counts."""
 
     model: nn.Module | None = None
@@ -50,14 +50,14 @@ class Given:
     evaluates: bool = True
     """Whether to evaluate on the held-out part."""
     keeps: bool = False
-    """Whether the caller will use the model; it then ends the run by closing ``Outcome.kept``."""
+    """Whether the caller will use the model; it then ends the run by closing ``RunResult.kept``."""
 
 
-NOTHING = Given()
+NOTHING = RunInputs()
 
 
 @dataclass
-class Outcome:
+class RunResult:
     """The result of a run: its ``report`` (the content of report.json, plan or comparison) and, after
     training, the model."""
 
@@ -80,7 +80,7 @@ class Joined:
     """
 
     def __init__(
-        self, recipe: Recipe, ranks: Ranks, device: torch.device, run_dir: RunDir, given: Given
+        self, recipe: Recipe, ranks: Ranks, device: torch.device, run_dir: RunDir, given: RunInputs
     ) -> None:
         self.started = run_start()
         reset_peak_rss()  # of an earlier run in this process
@@ -124,7 +124,7 @@ class Watcher(Protocol):
 class Train(Protocol):
     """``recpipe.run.train``."""
 
-    def __call__(self, context: TaskContext, watcher: Watcher | None = None) -> Outcome:
+    def __call__(self, context: TaskContext, watcher: Watcher | None = None) -> RunResult:
         """Train the context's run and return its report and model."""
 
 
@@ -140,7 +140,7 @@ class TaskContext:
     recipe: Recipe
     run_dir: RunDir
     command_line: Sequence[str] | None
-    given: Given
+    given: RunInputs
     until_end: ExitStack
     trainer: Train
 
@@ -167,7 +167,7 @@ class TaskContext:
         ranks = enter(joined(cfg.topology, cfg.tiers.emulate, device))
         return Joined(cfg, ranks, device, self.run_dir, self.given)
 
-    def train(self, watcher: Watcher | None = None) -> Outcome:
+    def train(self, watcher: Watcher | None = None) -> RunResult:
         """Train the run, watched by ``watcher``."""
         return self.trainer(self, watcher)
 
@@ -176,5 +176,5 @@ class Task(Protocol):
     """What ``task=NAME`` chooses: an object, or a class without arguments, named by the entry point
     ``recpipe.tasks``."""
 
-    def run(self, context: TaskContext) -> Outcome | Mapping[str, Any]:
+    def run(self, context: TaskContext) -> RunResult | Mapping[str, Any]:
         """Carry it out. A mapping is the report, which is also written to NAME.json."""

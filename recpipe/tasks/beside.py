@@ -17,11 +17,11 @@ from rich.console import Console
 from recpipe.common.console import alone, log, show
 from recpipe.report import figures, terminal
 from recpipe.report.page import Head, Table
-from recpipe.setup.ctx import Given, Outcome
+from recpipe.setup.ctx import RunInputs, RunResult
 
 EMBEDDED = "synthetic"
 """The data of a first look, for which ``task.beside=auto`` compares."""
-Train = Callable[[DictConfig, Path, Given], Outcome]
+Train = Callable[[DictConfig, Path, RunInputs], RunResult]
 """Carries out a recipe in a folder: ``recpipe.run.carry_out``."""
 PLAIN = ("nocache", "lru")
 """The policies that ``auto`` compares with."""
@@ -59,7 +59,7 @@ def beside(
                 recipe.plugins = {}
                 recipe.tiers.policy = name
         with alone(), tempfile.TemporaryDirectory(prefix="beside-", dir=directory) as folder:
-            given = Given(screen=False, files=False, evaluates=False)
+            given = RunInputs(screen=False, files=False, evaluates=False)
             report = train(recipe, Path(folder), given).report
         rows.append(
             {

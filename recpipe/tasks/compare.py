@@ -27,7 +27,7 @@ from recpipe.report.environment import environment
 from recpipe.report.files import ReportFiles
 from recpipe.report.record import as_json
 from recpipe.report.remarks import faults
-from recpipe.setup.ctx import Outcome, TaskContext
+from recpipe.setup.ctx import RunResult, TaskContext
 from recpipe.setup.prepare import find_device, refuse_ranks
 from recpipe.tasks.compare_judge import ROUNDING, Judge
 from recpipe.tasks.compare_rows import Row, at_equal_memory, carried_overrides, parse_rows
@@ -48,7 +48,7 @@ class Compare:
     """The same work under several plugins, in processes of their own. This one does not use the GPU, whose
     memory is theirs."""
 
-    def run(self, context: TaskContext) -> Outcome:
+    def run(self, context: TaskContext) -> RunResult:
         """Run ``recipe.compare`` with the command line's overrides; ``UserError`` if there is none."""
         cfg = context.recipe
         refuse_ranks("task=compare")
@@ -61,7 +61,7 @@ class Compare:
         device = find_device(cfg.trainer.device)
         try_out(cfg.optim.dense, torch.device("cpu"))
         with float32_products(device):
-            return Outcome(compare(cfg.compare, context.directory, context.command_line))
+            return RunResult(compare(cfg.compare, context.directory, context.command_line))
 
 
 def compare(

@@ -17,7 +17,7 @@ from recpipe.data.dataset import Dataset
 from recpipe.errors import UserError
 from recpipe.report import missed
 from recpipe.report.files import ReportFiles
-from recpipe.setup.ctx import Outcome, TaskContext
+from recpipe.setup.ctx import RunResult, TaskContext
 from recpipe.tables.inputs import Inputs
 
 LARGEST = 8
@@ -27,7 +27,7 @@ LARGEST = 8
 class Misses:
     """What caches of every size and policy would miss in the first batches of the training."""
 
-    def run(self, context: TaskContext) -> Outcome:
+    def run(self, context: TaskContext) -> RunResult:
         """Write misses.json and misses.html, and print the table."""
         run, task = context.joined, context.recipe.task
         assert isinstance(task, MissesConfig)
@@ -37,7 +37,7 @@ class Misses:
         files.write("misses.html", lambda page: missed.write(told, page.parent))
         missed.show_table(told, context.directory / "misses.html")
         files.check()
-        return Outcome(told)
+        return RunResult(told)
 
 
 def measured(cfg: Recipe, task: MissesConfig, dataset: Dataset, inputs: Inputs) -> dict[str, Any]:

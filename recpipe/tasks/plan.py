@@ -16,7 +16,7 @@ from recpipe.errors import UserError, printable
 from recpipe.report import figures, terminal
 from recpipe.report.files import ReportFiles
 from recpipe.report.page import Head, Table, pairs
-from recpipe.setup.ctx import Outcome, TaskContext
+from recpipe.setup.ctx import RunResult, TaskContext
 from recpipe.setup.planned import Planned
 from recpipe.tables.owners import RESIDENT
 from recpipe.tables.tiers.policies import BYTES_BESIDE
@@ -31,7 +31,7 @@ rank and table, measured with 26 tables and 256 ranks."""
 class Plan:
     """Where a run's rows would be and who decides it, for the running ranks or for ``task.ranks``."""
 
-    def run(self, context: TaskContext) -> Outcome:
+    def run(self, context: TaskContext) -> RunResult:
         """Write assembly.json and plan.json, and print both as tables; ``UserError`` for too many ranks."""
         task, run = context.recipe.task, context.joined
         assert isinstance(task, PlanConfig)
@@ -46,7 +46,7 @@ class Plan:
         if run.leads:
             plan.write(ReportFiles(context.directory))
         print_plan(plan.described, context.directory)
-        return Outcome(plan.described)
+        return RunResult(plan.described)
 
 
 def print_plan(plan: Mapping[str, Any], run_dir: Path) -> None:

@@ -35,7 +35,7 @@ from recpipe.profiling.workload import (
 )
 from recpipe.report.files import ReportFiles
 from recpipe.report.record import RunReport, Throughput
-from recpipe.setup.ctx import Outcome, TaskContext
+from recpipe.setup.ctx import RunResult, TaskContext
 from recpipe.setup.training import Training
 from recpipe.training.recorder import Recorder
 
@@ -48,7 +48,7 @@ COUNTED_BATCHES = 8
 class Profile:
     """Where a step's time goes, against what the machine could do."""
 
-    def run(self, context: TaskContext) -> Outcome:
+    def run(self, context: TaskContext) -> RunResult:
         """Train for so many steps as are profiled, without anything else."""
         cfg = context.recipe
         assert isinstance(cfg.task, ProfileConfig)

@@ -10,10 +10,10 @@ from recpipe.plugin.calls import Origin, blaming
 from recpipe.plugin.errors import PluginLoadError
 from recpipe.plugin.offers import entry, imported, offered, origin_of
 from recpipe.report.files import ReportFiles
-from recpipe.setup.ctx import Outcome, TaskContext
+from recpipe.setup.ctx import RunResult, TaskContext
 
 
-def carry_out_task(context: TaskContext) -> Outcome:
+def carry_out_task(context: TaskContext) -> RunResult:
     """Carry out the task ``context.recipe.task.name``; a report that it returns is written to ``NAME.json``.
 
     The entry point names a ``setup.ctx.Task``, or a class of one without arguments, or a function ``(recipe:
@@ -37,7 +37,7 @@ def carry_out_task(context: TaskContext) -> Outcome:
                 f"task {origin_of(ep)}: '{ep.value}' must have run(context) -> dict, or be a function "
                 "(recipe: Recipe, run_dir: Path) -> dict; correct its entry point"
             )
-    if isinstance(report, Outcome):
+    if isinstance(report, RunResult):
         return report
     if not isinstance(report, Mapping):
         raise PluginLoadError(
@@ -47,4 +47,4 @@ def carry_out_task(context: TaskContext) -> Outcome:
         files = ReportFiles(context.directory)
         files.write_json(f"{name}.json", report)
         files.check()
-    return Outcome(dict(report))
+    return RunResult(dict(report))

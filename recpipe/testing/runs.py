@@ -180,10 +180,11 @@ def train_composed(
     """Run what ``watched`` gave in this process; ``dataset`` and ``model`` are for ``data=given`` and
     ``model=custom``."""
     from recpipe.run import carry_out
-    from recpipe.setup.ctx import Given
+    from recpipe.setup.ctx import RunInputs
 
     Watch.latest = None
-    carry_out(composed, folder, Given(dataset=dataset, model=model, screen=False, files=False))
+    inputs = RunInputs(dataset=dataset, model=model, screen=False, files=False)
+    carry_out(composed, folder, inputs)
     record = Watch.latest or Record()
     return read_back(folder, record)
 

@@ -25,7 +25,7 @@ from recpipe.data.dataset import Dataset
 from recpipe.distributed.launch import ProcessRank
 from recpipe.errors import UserError
 from recpipe.report.files import ReportFiles
-from recpipe.setup.ctx import Outcome, TaskContext
+from recpipe.setup.ctx import RunResult, TaskContext
 from recpipe.setup.placing import Unplaced
 from recpipe.tasks import misses
 from recpipe.tasks.compare import compare
@@ -45,7 +45,7 @@ OWN = ("task", "advise", "compare")
 class Advise:
     """Which technique would pay on this data, model and machine, predicted."""
 
-    def run(self, context: TaskContext) -> Outcome:
+    def run(self, context: TaskContext) -> RunResult:
         """Write advise.json and advise.html, and print one screen."""
         config = context.recipe.section(AdviseConfig, "advise")
         batches = context.recipe.section(AdviseTask, "task").batches
@@ -94,7 +94,7 @@ class Advise:
         files.write("advise.html", lambda page: advised.write(told, page.parent))
         advised.show_advice(told, context.directory / "advise.html")
         files.check()
-        return Outcome(told)
+        return RunResult(told)
 
 
 def _contradicted(budget: Mapping[str, Any]) -> bool:

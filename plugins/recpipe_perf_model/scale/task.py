@@ -11,7 +11,7 @@ from annotated_types import Interval, MinLen
 from recpipe.common.validation import FilePath, Positive, one_of
 from recpipe.errors import UserError
 from recpipe.report.files import ReportFiles
-from recpipe.setup.ctx import Outcome, TaskContext
+from recpipe.setup.ctx import RunResult, TaskContext
 from recpipe.setup.prepare import refuse_ranks
 from recpipe_perf_model.scale import page as scaled
 from recpipe_perf_model.scale.machine import ASSUMED, machine
@@ -56,7 +56,7 @@ class ScaleConfig:
 class Scale:
     """Throughput and time to quality on machines that are not here."""
 
-    def run(self, context: TaskContext) -> Outcome:
+    def run(self, context: TaskContext) -> RunResult:
         """Write scale.json and scale.html, and print the table; of the recipe's own model unless
         ``scale.model`` names one."""
         refuse_ranks("task=scale")
@@ -71,7 +71,7 @@ class Scale:
         files.write("scale.html", lambda page: scaled.write(told, page.parent))
         scaled.show_table(told, context.directory / "scale.html")
         files.check()
-        return Outcome(told)
+        return RunResult(told)
 
 
 def predicted(config: ScaleConfig, own: PaperModel | None = None) -> dict[str, Any]:
