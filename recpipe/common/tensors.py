@@ -20,7 +20,6 @@ import torch
 from numpy.typing import NDArray
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
-from torch import nn
 
 from recpipe.common.saved import Damaged, parse_json, typed_as
 from recpipe.errors import UserError
@@ -282,17 +281,3 @@ def restored(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return type(value)(restored(v) for v in value)
     return value
-
-
-class PlainAttributes(nn.Module):
-    """A module whose attributes that are neither tensors nor modules are set as those of any object.
-
-    ``nn.Module`` looks at each value whether it is a parameter, a buffer or a module, which takes longer than
-    all else that is done with a number. It comes first among the base classes.
-    """
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        if name in self.__dict__ and not isinstance(value, torch.Tensor | nn.Module):
-            object.__setattr__(self, name, value)
-        else:
-            super().__setattr__(name, value)

@@ -96,7 +96,7 @@ def test_the_slab_is_read_after_the_popular_backward(synthetic: Dataset, tmp_pat
         wait, compute = rig.tiers.wait, rig.tiers.compute
 
         def watched_wait() -> None:
-            if rig.tiers.arriving is not None:
+            if rig.tiers.now.arriving is not None:
                 events.append("wait")
             wait()
 

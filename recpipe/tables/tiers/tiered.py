@@ -19,6 +19,7 @@ import threading
 from collections.abc import Iterator, Mapping
 from concurrent.futures import Future
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from functools import partial
 from time import perf_counter
 from typing import Any
@@ -29,7 +30,6 @@ from numpy.typing import NDArray
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from recpipe.common.device import given_so_far
-from recpipe.common.tensors import PlainAttributes
 from recpipe.distributed.ranks import Channel, Ranks
 from recpipe.plugin.bags import Bags, RowIds
 from recpipe.plugin.calls import Owned
@@ -99,7 +99,27 @@ class TieredRows(GroupRows):
             self.lookups = self.lookups.permuted(samples, cold_first)
 
 
-class TieredEmbeddingBagCollection(PlainAttributes, RowCollection, GroupTables, SavesPlacement, ShowsRows):
+@dataclass
+class Now:
+    """What changes from batch to batch. These are no attributes of the collection, since ``nn.Module`` looks
+    at each value that it is given, which takes longer than all else that is done with a number."""
+
+    arriving: TieredRows | None = None
+    """The batch that has advanced, until its rows are in their places."""
+    slab_written: bool = True
+    """Whether the store has the slab's rows as they are."""
+    ahead: RowIds = field(default_factory=lambda: np.empty(0, np.int64))
+    """The rows of the latest fetch."""
+    used: list[torch.Tensor] = field(default_factory=list)
+    """What the latest batch's moves and lookups have come in from other streams. It is kept until the batch
+    after it begins, since to hand each tensor over to the training's stream would take longer."""
+    rewritten: list[RowIds] = field(default_factory=list)
+    """Rows that were replaced in the store since a batch's rows last arrived."""
+    looked_up: int = 0
+    hits: int = 0
+
+
+class TieredEmbeddingBagCollection(RowCollection, GroupTables, SavesPlacement, ShowsRows):
     """TorchRec's ``EmbeddingBagCollection`` interface (KJT in, KeyedTensor out) over tiers.
 
     Args:
@@ -155,18 +175,7 @@ class TieredEmbeddingBagCollection(PlainAttributes, RowCollection, GroupTables, 
             self.layout = OneTable(*parts, slots, slab_rows)
         else:
             self.layout = TwoTables(*parts, Section.of(make(slots)), slab_rows)
-        self.arriving: TieredRows | None = None
-        """The batch that has advanced, until its rows are in their places."""
-        self._slab_written = True
-        """Whether the store has the slab's rows as they are."""
-        self._ahead: RowIds = np.empty(0, np.int64)
-        """The rows of the latest fetch."""
-        self._used: list[torch.Tensor] = []
-        """What the latest batch's moves and lookups have come in from other streams. It is kept until the
-        batch after it begins, since to hand each tensor over to the training's stream would take longer."""
-        self._rewritten: list[RowIds] = []
-        """Rows that were replaced in the store since a batch's rows last arrived."""
-        self._looked_up = self._hits = 0
+        self.now = Now()
 
     # -- a batch -----------------------------------------------------------------------------
 
@@ -202,8 +211,8 @@ class TieredEmbeddingBagCollection(PlainAttributes, RowCollection, GroupTables, 
 
         Called for a batch while the one before it trains, this finds out how its rows will move, too.
         """
-        self._ahead = rows.plan.fetch
-        rows.fetched = self.cold.fetch(self._ahead)
+        self.now.ahead = rows.plan.fetch
+        rows.fetched = self.cold.fetch(self.now.ahead)
         if rows.moves is None:
             rows.moves = self.layout.moves(rows.plan, slab_written=False)
             rows.places = self.layout.prepare(rows.lookups, rows.moves)
@@ -228,7 +237,7 @@ class TieredEmbeddingBagCollection(PlainAttributes, RowCollection, GroupTables, 
         self.cold.check_writes()
         if not rows.begun:
             self.begin(rows)
-        written = self._slab_written
+        written = self.now.slab_written
         moves, sent = rows.moves, rows.places
         here = layout.slab.first, layout.together
         fits = moves is not None and (moves.slab_first, moves.together) == here
@@ -238,8 +247,8 @@ class TieredEmbeddingBagCollection(PlainAttributes, RowCollection, GroupTables, 
             sent = self.cold.transfer.send(*moves.positions)
         *places, targets = sent.use(kept=True)
         leaving, carried = layout.depart(moves, *places)
-        self.cold.write(moves.written, leaving, self._used)
-        self._used = [targets]
+        self.cold.write(moves.written, leaving, self.now.used)
+        self.now.used = [targets]
         carried = carried if self.frozen else self.cold.as_stored(carried)
         rows.moves = moves
         if rows.fetched is None:
@@ -250,19 +259,19 @@ class TieredEmbeddingBagCollection(PlainAttributes, RowCollection, GroupTables, 
             rows.moves = moves
             targets = self._index(moves.targets)
         self.occupied.carry_out(plan)
-        self._slab_written = True
+        self.now.slab_written = True
         if moves.promoted and not (grown.looks_up_at_once(rows.lookups) and len(plan.slab)):
             fetched, promoted, others = targets.tensor_split((moves.fetched, moves.fetched + moves.promoted))
             grown.resident.put(promoted, carried[: moves.promoted])
             targets, carried = torch.cat((fetched, others)), carried[moves.promoted :]
-        rows.arriving, self.arriving = (targets, carried), rows
-        self._looked_up += plan.looked_up
-        self._hits += plan.hits
+        rows.arriving, self.now.arriving = (targets, carried), rows
+        self.now.looked_up += plan.looked_up
+        self.now.hits += plan.hits
         self.times.advance += perf_counter() - start
 
     def wait(self) -> None:
         """Wait for the batch's rows, if they have not arrived, and put them into their slots and the slab."""
-        rows, self.arriving = self.arriving, None
+        rows, self.now.arriving = self.now.arriving, None
         if rows is None:
             return
         assert rows.arriving is not None, "it has advanced"
@@ -281,14 +290,14 @@ class TieredEmbeddingBagCollection(PlainAttributes, RowCollection, GroupTables, 
             if has_done():
                 self.times.wait += perf_counter() - start
         (fetched,) = sent.use(kept=True)
-        rewritten, self._rewritten = self._rewritten, []
+        rewritten, self.now.rewritten = self.now.rewritten, []
         if rewritten:  # rows that have been replaced since they were fetched
             stale = np.flatnonzero(np.isin(rows.plan.fetch, np.concatenate(rewritten)))
             if len(stale):
                 fetched[self._index(stale)] = self.cold.fetch_now(rows.plan.fetch[stale])
-        self._used.append(fetched)
+        self.now.used.append(fetched)
         self.layout.put(moves, targets, fetched, carried)
-        self._slab_written = self.frozen
+        self.now.slab_written = self.frozen
 
     def compute(
         self, rows: TieredRows, warm: bool, cold: bool
@@ -296,7 +305,7 @@ class TieredEmbeddingBagCollection(PlainAttributes, RowCollection, GroupTables, 
         """Look up the resident rows (``warm``), the slab's (``cold``), or both, in the layout's own way."""
         in_slab = len(rows.plan.slab) > 0
         found, slab = self.layout.look_up(rows.lookups, in_slab, warm, cold)
-        self._used += rows.lookups.made
+        self.now.used += rows.lookups.made
         changing = found if slab is None else slab
         if cold and in_slab and changing is not None and changing.requires_grad:
             changing.register_hook(self._slab_changes)  # type: ignore[no-untyped-call]
@@ -304,11 +313,11 @@ class TieredEmbeddingBagCollection(PlainAttributes, RowCollection, GroupTables, 
 
     def _slab_changes(self, _gradient: torch.Tensor) -> None:
         """Note that the slab will change, so that an earlier write-back of it is not the last one."""
-        self._slab_written = self.frozen
+        self.now.slab_written = self.frozen
 
     def graph_lookup(self, rows: TieredRows) -> GraphLookup | None:
         found = self.layout.graph_lookup(rows.lookups, rows.ids.stride())
-        self._used += rows.lookups.made
+        self.now.used += rows.lookups.made
         return found
 
     def filter_updates(self, rows: RowFilter) -> None:
@@ -349,9 +358,9 @@ class TieredEmbeddingBagCollection(PlainAttributes, RowCollection, GroupTables, 
         with self._planning:
             planned = self.planner.undo()
             self.wait()
-            if not self._slab_written:
+            if not self.now.slab_written:
                 self.cold.write(self.occupied.slab, self.layout.slab_records())
-                self._slab_written = True
+                self.now.slab_written = True
             try:
                 yield
             finally:
@@ -409,8 +418,8 @@ class TieredEmbeddingBagCollection(PlainAttributes, RowCollection, GroupTables, 
         positions = torch.from_numpy(-2 - where[held].astype(np.int64)).to(self.device)
         self.layout.slab.put(positions, torch.from_numpy(records[held]).to(self.device))
         self.cold.write_now(rows[cold], records[cold])
-        if len(self._ahead):
-            self._rewritten.append(np.intersect1d(rows[cold], self._ahead))
+        if len(self.now.ahead):
+            self.now.rewritten.append(np.intersect1d(rows[cold], self.now.ahead))
 
     def placement_state(self) -> dict[str, Any]:
         with self.quiesced():
@@ -470,8 +479,8 @@ class TieredEmbeddingBagCollection(PlainAttributes, RowCollection, GroupTables, 
             self.store.cold_bytes,
             beside,
             self.occupied.cold_start,
-            self._looked_up,
-            self._hits,
+            self.now.looked_up,
+            self.now.hits,
         )
 
     def write_back(self) -> None:
@@ -485,8 +494,8 @@ class TieredEmbeddingBagCollection(PlainAttributes, RowCollection, GroupTables, 
             with self.quiesced():
                 pass  # it has written the slab back
         finally:
-            self.cold.transfer.let_go(self._used)
-            self._used = []
+            self.cold.transfer.let_go(self.now.used)
+            self.now.used = []
             self._spread.close()
             self.cold.close()
 
