@@ -77,8 +77,7 @@ def train_by_hand(directory: Path, out: Path, size: str) -> None:
 
     from recpipe.plugin.tables import SparseFeature, TableOptimizer, TableSet
     from recpipe.tables.groups import ModelTables
-    from recpipe.tables.sharding.modules import module_paths
-    from recpipe.tables.sharding.plan import from_torchrec
+    from recpipe.tables.sharding.plan import from_torchrec, module_paths
 
     dist.init_process_group("gloo")
     rank, world = dist.get_rank(), dist.get_world_size()

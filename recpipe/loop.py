@@ -35,9 +35,8 @@ from recpipe.plugin.assembly import Assembly
 from recpipe.plugin.errors import PluginError
 from recpipe.setup.placing import Unplaced
 from recpipe.setup.prepare import assemble_plugins, choose_device
-from recpipe.tables.owners import group_owners, is_sharded
+from recpipe.tables.owners import check_quantized, group_owners, is_sharded
 from recpipe.tables.proxy import handing_out
-from recpipe.tables.quantized import check_quantized
 
 
 class PlacedLoader:

@@ -2,7 +2,7 @@
 
 Those of a checkpoint are safetensors files in the layout of ``torch.distributed.checkpoint``: one for each
 table if one process writes them (here), or one or several for each rank if tables are sharded
-(``recpipe.tables.sharding.files``). Tables may be larger than memory. Those of earlier versions,
+(``recpipe.tables.sharding.tables``). Tables may be larger than memory. Those of earlier versions,
 ``<table>.weight.npy`` and ``<table>.state.npy``, are read as matrices in one piece.
 """
 

@@ -21,8 +21,15 @@ from recpipe.setup.placing import Unplaced
 from recpipe.setup.prepare import assemble_plugins
 from recpipe.tables.group_memory import group_memory
 from recpipe.tables.groups import ModelTables
-from recpipe.tables.owners import RESIDENT, GroupOwner, group_owners, is_sharded, owner_names, warn_of_unused
-from recpipe.tables.quantized import check_quantized
+from recpipe.tables.owners import (
+    RESIDENT,
+    GroupOwner,
+    check_quantized,
+    group_owners,
+    is_sharded,
+    owner_names,
+    warn_of_unused,
+)
 from recpipe.tables.sharding.claims import ShardClaims
 from recpipe.tables.sharding.plan import ShardPlan
 from recpipe.tables.sharding.planning import Sharding, plan_shards

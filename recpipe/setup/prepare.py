@@ -27,7 +27,7 @@ from recpipe.setup.placing import Unplaced
 from recpipe.tables.config import SCRATCH, TierConfig
 from recpipe.tables.groups import ModelTables
 from recpipe.tables.inputs import Inputs
-from recpipe.tables.quantized import quantized
+from recpipe.tables.owners import quantized
 from recpipe.tables.stores.home import remove_crashed
 
 

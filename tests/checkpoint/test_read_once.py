@@ -19,7 +19,7 @@ from recpipe.common.tensors import TensorFiles
 from recpipe.config.compose import compose
 from recpipe.plugin.tables import TableSet
 from recpipe.run import run
-from recpipe.tables.sharding import files as shard_files
+from recpipe.tables.sharding import tables as shard_files
 from recpipe.tables.stores.aio import Requests
 from recpipe.tables.stores.ssd import SsdStore
 from tests.resuming import before_training, going_on, saved

@@ -22,8 +22,7 @@ from recpipe.plugin.store import ColdStore, Fill, StoreLayout
 from recpipe.plugin.tables import TableOptimizer, TableSet
 from recpipe.tables.config import TierConfig
 from recpipe.tables.groups import ModelTables
-from recpipe.tables.owners import group_owners
-from recpipe.tables.quantized import check_quantized, quantized
+from recpipe.tables.owners import check_quantized, group_owners, quantized
 from recpipe.tables.resident import ResidentCollection
 from recpipe.tables.stores import make_store
 from recpipe.tables.stores.codecs import COLD, Fp16Rows, Int8Rows

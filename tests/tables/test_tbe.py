@@ -12,7 +12,7 @@ from fbgemm_gpu.split_table_batched_embeddings_ops_common import BoundsCheckMode
 from recpipe.tables import collection
 from recpipe.tables.build import slab_rows
 from recpipe.tables.collection import fused_tbe
-from recpipe.tables.sharding.modules import fused
+from recpipe.tables.sharding.plan import fused
 from tests.tables.samples import CPU, FEATURES, table_set
 
 GPU = torch.device("cuda", 0)

@@ -25,8 +25,7 @@ from recpipe.tables.build import Place
 from recpipe.tables.config import TierConfig
 from recpipe.tables.grouped import GroupedCollection
 from recpipe.tables.groups import ModelTables
-from recpipe.tables.owners import group_owners
-from recpipe.tables.quantized import quantized
+from recpipe.tables.owners import group_owners, quantized
 from recpipe.tables.sharding.claims import ShardClaims
 from recpipe.tables.sharding.collection import ShardedCollection
 from recpipe.tables.sharding.planning import plan_shards

@@ -1,14 +1,20 @@
 """A sharding plan in plain values, which can be printed, saved as JSON, loaded, and converted to TorchRec's
-type."""
+type; and the modules that ``DistributedModelParallel`` shards by it in place.
+
+TorchRec shards collections of one dimension, so that each collection of the model is replaced by a module
+with one collection for each of its groups.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 from torchrec.distributed.embedding_types import EmbeddingComputeKernel
 from torchrec.distributed.planner.types import ParameterConstraints
 from torchrec.distributed.sharding_plan import calculate_shard_sizes_and_offsets, placement
@@ -18,13 +24,16 @@ from torchrec.distributed.types import (
     ShardingPlan,
     ShardingType,
 )
+from torchrec.modules.embedding_configs import EmbeddingConfig
+from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
 
+from recpipe import private_api
 from recpipe.common.saved import Damaged, entries, read_json, typed_as
 from recpipe.common.tensors import tiles
 from recpipe.errors import UserError
+from recpipe.plugin.tables import TableOptimizer
 from recpipe.private_api import OWN_KERNEL, EnumerableShardingSpec, ShardMetadata, module_name
 from recpipe.tables.groups import ModelTables
-from recpipe.tables.sharding.modules import module_paths
 
 SCHEMA = 1
 _SHARDINGS = {kind.value for kind in ShardingType}
@@ -194,3 +203,70 @@ def _check(name: str, table: TablePlan, world: int) -> None:
     in_order = table.sharding != ShardingType.ROW_WISE.value or ranks == list(range(world))
     if found != (sizes, offsets) or not in_order or ranks != list(table.ranks):
         raise Damaged(f"table '{name}' is not cut, or its ranks not listed, as {table.sharding} needs it")
+
+
+def fused(optimizer: TableOptimizer) -> dict[str, object]:
+    """FBGEMM's arguments for an optimizer fused into the backward pass."""
+    return {
+        "optimizer": optimizer.kind,
+        "learning_rate": optimizer.lr,
+        "eps": optimizer.eps,
+        "stochastic_rounding": optimizer.stochastic_rounding,
+    }
+
+
+def module_paths(tables: ModelTables) -> list[str]:
+    """The path of each group's module in a model, inside ``groups_in``."""
+    return [f"{g.path}.{n}" if g.path else str(n) for n, g in enumerate(tables.groups)]
+
+
+def skeleton(tables: ModelTables) -> nn.Module:
+    """A model with only the groups' modules at their paths, which is all that a planner needs."""
+    model = nn.Module()
+    for path, holder in _holders(tables).items():
+        if not path:
+            return holder
+        *above, name = path.split(".")
+        parent = model
+        for step in above:
+            if step not in parent._modules:
+                setattr(parent, step, nn.Module())
+            parent = parent.get_submodule(step)
+        setattr(parent, name, holder)
+    return model
+
+
+@contextmanager
+def groups_in(model: nn.Module, tables: ModelTables) -> Iterator[None]:
+    """In the block, the groups' modules replace the collections of ``model``; afterwards these are put
+    back."""
+    before: dict[str, nn.Module] = {}
+    try:
+        for path, holder in _holders(tables).items():
+            before[path] = model.get_submodule(path)
+            model.set_submodule(path, holder)
+        yield
+    finally:
+        for path, collection in before.items():
+            model.set_submodule(path, collection)
+
+
+def _holders(tables: ModelTables) -> dict[str, nn.Module]:
+    """A module for each collection, by path, that holds a collection for each of its groups: of its tables on
+    the meta device, under their ``module_name``, each with its optimizer. Bags are summed; means are computed
+    from the sums later."""
+    found: dict[str, nn.Module] = {}
+    for number, group in enumerate(tables.groups):
+        own, nowhere = group.tables, torch.device("meta")
+        configs = [replace(config, name=module_name(config.name)) for config in own.configs()]
+        made: nn.Module
+        if own.pooled:
+            made = EmbeddingBagCollection(tables=configs, is_weighted=own.weighted, device=nowhere)
+        else:
+            named = ("name", "embedding_dim", "num_embeddings", "feature_names", "data_type")
+            rows = [EmbeddingConfig(**{name: getattr(config, name) for name in named}) for config in configs]
+            made = EmbeddingCollection(tables=rows, device=nowhere)
+        for weight in made.parameters():
+            private_api.fuse(weight, fused(own.optimizer))
+        setattr(found.setdefault(group.path, nn.Module()), str(number), made)
+    return found

@@ -39,8 +39,7 @@ from recpipe.tables.config import KERNELS, TierConfig
 from recpipe.tables.groups import ModelTables
 from recpipe.tables.owners import RESIDENT, GroupOwner
 from recpipe.tables.sharding.claims import ShardClaims, codec_registry, refuse_limit
-from recpipe.tables.sharding.modules import fused, skeleton
-from recpipe.tables.sharding.plan import ShardPlan, TablePlan, from_torchrec, load_plan
+from recpipe.tables.sharding.plan import ShardPlan, TablePlan, from_torchrec, fused, load_plan, skeleton
 
 COLUMN_SPLITTING = frozenset({"column_wise", "table_column_wise", "grid_shard"})
 """Sharding types that cut a table's rows into columns."""
