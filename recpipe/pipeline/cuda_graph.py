@@ -60,21 +60,23 @@ class CudaGraph:
             with torch.cuda.stream(self._stream):
                 # Other threads may allocate memory and wait for their streams meanwhile.
                 self._graph.capture_begin(capture_error_mode="thread_local")
-                interrupted: BaseException | None = None
                 try:
                     work()
                 except BaseException as fault:
-                    interrupted = fault
+                    self._end(fault)
                     raise
-                finally:
-                    try:
-                        self._graph.capture_end()
-                    except RuntimeError as fault:  # what has interrupted it says more than CUDA does then
-                        raise Spoilt(str(interrupted or fault)) from (interrupted or fault)
+                self._end()
         finally:
             if was_collecting:
                 gc.enable()
         training.wait_stream(self._stream)
+
+    def _end(self, first: BaseException | None = None) -> None:
+        """End the recording, which ``first`` has interrupted: it says more than CUDA does then."""
+        try:
+            self._graph.capture_end()
+        except RuntimeError as fault:
+            raise Spoilt(str(first or fault)) from (first or fault)
 
     def replay(self) -> None:
         """Start the captured kernels on this thread's stream."""

@@ -17,7 +17,6 @@ from torchrec.sparse.jagged_tensor import KeyedTensor
 from recpipe.backend import chain as chains
 from recpipe.backend import convert as back
 from recpipe.backend import dense
-from recpipe.backend import dense as crosses
 from recpipe.backend.convert import convert, revert
 from recpipe.tables.padded import is_padded, padded
 from tests.backend.models import BATCH, DENSE, DIM, FEATURES, MODELS, Own, assert_close, batch, made, step
@@ -504,7 +503,7 @@ def test_factorization_machine_and_cross_net_of_many_samples() -> None:
         expected = module(x)
         convert(module)
         torch.testing.assert_close(module(x), expected, rtol=1e-4, atol=1e-4)
-    assert crosses.factorize(torch.ones(2, 3)).tolist() == [[3.0], [3.0]]
+    assert dense.factorize(torch.ones(2, 3)).tolist() == [[3.0], [3.0]]
 
 
 def test_modules_swapped_after_the_conversion_count() -> None:

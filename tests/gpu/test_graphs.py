@@ -17,8 +17,7 @@ import recpipe
 from recpipe.backend import convert
 from recpipe.config.compose import compose
 from recpipe.errors import UserError
-from recpipe.pipeline import cuda_graph as update_graph
-from recpipe.pipeline import step_graph
+from recpipe.pipeline import cuda_graph, step_graph
 from recpipe.run import run
 from recpipe.tables.tiers.layout import FusedTable
 from tests.gpu.conftest import WORDS
@@ -91,13 +90,13 @@ def test_an_optimizers_steps_leave_the_same_bits(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     recorded: list[object] = []
-    record = update_graph._Recorded._record
+    record = cuda_graph._RecordedSteps._record
 
-    def noted(steps: update_graph._Recorded, form: object) -> None:
+    def noted(steps: cuda_graph._RecordedSteps, form: object) -> None:
         record(steps, form)
         recorded.append(form)
 
-    monkeypatch.setattr(update_graph._Recorded, "_record", noted)
+    monkeypatch.setattr(cuda_graph._RecordedSteps, "_record", noted)
     words, times = OPTIMIZERS[name]
     same_bits(tmp_path, "tiers.policy=resident", *words)
     assert len(recorded) == times

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from recpipe.data.select import select
-from recpipe.pipeline import source as order_check
+from recpipe.pipeline import source
 from recpipe.pipeline.loader import TrainLoader
 from recpipe.pipeline.source import BatchSource
 from recpipe.plugin.api import Contribution, EpochOrder, Invariant
@@ -110,7 +110,7 @@ def test_an_epoch_that_ends_early_is_not_judged() -> None:
 
 
 def test_the_data_is_read_once_for_all_epochs(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(order_check, "_contents", {})
+    monkeypatch.setattr(source, "_contents", {})
     dataset, reads = Listed(count=COUNT), []
     batches = dataset.batches
 

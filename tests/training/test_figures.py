@@ -22,7 +22,7 @@ from recpipe.distributed.ranks import Channel, Ranks
 from recpipe.errors import UserError
 from recpipe.report import run_page
 from recpipe.run import run
-from recpipe.training import recorder as figures
+from recpipe.training import recorder
 from recpipe.training.callbacks import make_callbacks
 from recpipe.training.trainer import AgreeingStrategy, make_logger
 from tests.tables.samples import CPU
@@ -74,7 +74,7 @@ def callback(name: str, **arguments: Any) -> str:
 
 
 def test_figures_stand_under_the_step_that_they_are_of(reported, tmp_path, monkeypatch) -> None:
-    monkeypatch.setattr(figures, "LOG_EVERY", 10)
+    monkeypatch.setattr(recorder, "LOG_EVERY", 10)
     report = reported("trainer.logger=csv", "trainer.max_steps=23", callback(f"{__name__}.Losses"))
     rows = metrics(tmp_path / "logs")
     history = {point["step"]: point for point in report["history"]}
