@@ -44,8 +44,8 @@ from recpipe.config.compose import compose
 from recpipe.config.recipe import Recipe
 from recpipe.data.make import open_dataset
 from recpipe.plugin.load import activate
+from recpipe.setup.ctx import choose_device
 from recpipe.setup.placing import Unplaced
-from recpipe.setup.prepare import choose_device
 
 COMMON = (
     "trainer.device=cpu", "trainer.logger=null", "trainer.checkpoint_every=null", "trainer.progress=false",

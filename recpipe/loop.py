@@ -33,8 +33,9 @@ from recpipe.pipeline.source import BatchSource, SampleFilter
 from recpipe.pipeline.splitting import Splitting
 from recpipe.plugin.assembly import Assembly
 from recpipe.plugin.errors import PluginError
+from recpipe.setup.ctx import choose_device
 from recpipe.setup.placing import Unplaced
-from recpipe.setup.prepare import assemble_plugins, choose_device
+from recpipe.setup.planned import assemble_plugins
 from recpipe.tables.owners import check_quantized, group_owners, is_sharded
 from recpipe.tables.proxy import handing_out
 

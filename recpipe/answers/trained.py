@@ -47,8 +47,9 @@ from recpipe.pipeline.placed import PlacedModel
 from recpipe.plugin.batch import Batch
 from recpipe.plugin.errors import PluginLoadError
 from recpipe.plugin.offers import blocked_words, entry, imported, offered, origin_of
+from recpipe.setup.ctx import choose_device
 from recpipe.setup.placing import Unplaced
-from recpipe.setup.prepare import assemble_plugins, choose_device
+from recpipe.setup.planned import assemble_plugins
 from recpipe.tables.collection import SavesPlacement
 from recpipe.tables.groups import collections_of
 from recpipe.tables.owners import RESIDENT, group_owners

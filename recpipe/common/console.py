@@ -175,11 +175,6 @@ def append_to_log(text: str) -> None:
             handler.handle(record)
 
 
-def on_terminal() -> bool:
-    """Whether output can be redrawn, unlike in files, pipes and notebooks, and with TERM=dumb."""
-    return sys.stdout.isatty() and not Output().is_dumb_terminal
-
-
 class Stdout(TextIOWrapper):
     """Standard output of the command line: a character that the terminal's encoding lacks is escaped, and the
     program goes on, after a line, if nothing can be written."""

@@ -15,7 +15,7 @@ from types import TracebackType
 from rich.progress import BarColumn, Progress, TaskID, TextColumn
 from rich.table import Column
 
-from recpipe.common.console import Output, log, on_terminal, silent
+from recpipe.common.console import Output, log, silent
 
 LINE_SECONDS = 10.0
 """Seconds between the lines of a ``Meter``."""
@@ -43,7 +43,9 @@ class Meter:
         self._first = first
         self._began = self._shown = perf_counter()
         self._pause = min(FIRST_SECONDS, LINE_SECONDS)
-        self._task = _new_line() if on_terminal() and not silent.get() else None
+        # Not in files, pipes and notebooks, nor with TERM=dumb: nothing can be redrawn there.
+        redraws = sys.stdout.isatty() and not Output().is_dumb_terminal
+        self._task = _new_line() if redraws and not silent.get() else None
         self.inner = 0
         """How many meters are open that were opened inside this one's work."""
         self._outer = _working.meters

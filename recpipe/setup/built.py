@@ -12,17 +12,17 @@ import numpy as np
 import torch
 from torch import nn
 
-from recpipe.checkpoint.table_io import OpenCheckpoint
+from recpipe.checkpoint.table_io import OpenCheckpoint, holds_checkpoint, newest
 from recpipe.common.console import log
 from recpipe.common.machine import peak_rss_bytes, reset_peak_rss
 from recpipe.common.tensors import FLOATS, INT64, TensorFiles
 from recpipe.common.words import readable_bytes
+from recpipe.distributed.launch import ProcessRank, agreed_path
 from recpipe.errors import UserError
 from recpipe.pipeline.placed import PlacedModel, saved_values
 from recpipe.plugin.tables import SavedRows, weight_name
 from recpipe.setup.ctx import Joined
 from recpipe.setup.planned import Planned
-from recpipe.setup.prepare import resume_from
 from recpipe.tables.grouped import GroupedCollection
 from recpipe.tables.groups import ModelTables
 
@@ -58,7 +58,11 @@ def built(run: Joined, plan: Planned) -> Iterator[Built]:
         file = Path(cfg.model.pretrained).expanduser()
         pretrained = Pretrained.of(file, unplaced.called.module, tables)
         unplaced = unplaced.starting_with(pretrained.rows)
-    resume = resume_from(cfg.resume, cfg.trainer.checkpoints(run.run_dir.path))
+    own = cfg.trainer.checkpoints(run.run_dir.path)
+    named = Path(cfg.resume).expanduser() if cfg.resume else None
+    if ProcessRank.current().attempt > 0 and holds_checkpoint(own):  # torchrun has restarted the run
+        named = own
+    resume = agreed_path(newest(named) if named else None)
     if resume is not None:
         opened = OpenCheckpoint.of(resume, tables.shapes())
         unplaced = unplaced.starting_with(opened.rows)

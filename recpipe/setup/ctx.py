@@ -1,10 +1,11 @@
 """What a caller in Python hands to a run, and what a task is given: the recipe and the run's directory at
-once, and the run itself when it asks for it."""
+once, and the run itself, with its device and the places that it writes, when it asks for it."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -15,10 +16,12 @@ import torch
 from torch import nn
 
 from recpipe.backend.matmul import float32_products, require_units
+from recpipe.checkpoint.table_io import holds_checkpoint, newest
 from recpipe.common.console import log
-from recpipe.common.device import begin_on, same_bits
-from recpipe.common.files import RunDir
+from recpipe.common.device import begin_on, gpu_explained, same_bits, use_device, why_no_gpu
+from recpipe.common.files import EXPORTS, RunDir
 from recpipe.common.machine import reset_peak_rss
+from recpipe.common.owned import Owner, Writer, holds_arrays
 from recpipe.common.process import run_start
 from recpipe.config.recipe import Recipe
 from recpipe.config.task import PlanConfig
@@ -32,7 +35,8 @@ from recpipe.report.files import ReportFiles
 from recpipe.report.record import RunReport
 from recpipe.setup.footprint import require_inputs
 from recpipe.setup.placing import Unplaced
-from recpipe.setup.prepare import choose_device, owning_places, remove_left_stores
+from recpipe.tables.config import SCRATCH, TierConfig
+from recpipe.tables.stores.home import remove_crashed
 from recpipe.training.optim import try_out
 from recpipe.training.signals import interruptible
 
@@ -178,3 +182,101 @@ class Task(Protocol):
 
     def run(self, context: TaskContext) -> RunResult | Mapping[str, Any]:
         """Carry it out. A mapping is the report, which is also written to NAME.json."""
+
+
+def refuse_ranks(task: str) -> None:
+    """Refuse several ranks for a task that starts processes itself."""
+    if ProcessRank.current().world > 1:
+        raise UserError(f"{task} runs in one process; start it without torchrun")
+
+
+@contextmanager
+def owning_places(cfg: Recipe, run_dir: RunDir) -> Iterator[None]:
+    """In the block, the places outside of the run's directory that the recipe names for results are this
+    run's alone. Those with another run's results, which it replaces, are then in ``run_dir.replaces``.
+
+    Rank 0 owns them for all ranks. ``UserError`` for one that another process owns, or that has another run's
+    results without ``overwrite=true``.
+    """
+    with ExitStack() as stack:
+        if ProcessRank.current().rank == 0 and cfg.task.name in ("train", "profile"):
+            trainer = cfg.trainer
+            resume = newest(Path(cfg.resume).expanduser()) if cfg.resume else None
+            own = run_dir.path.resolve()
+            here = Owner.here(str(own), trainer.checkpoints(run_dir.path), cfg.values)
+            writer, owned = Writer(here, resume, cfg.overwrite), set[Path]()
+            places: list[tuple[str, Path, Callable[[Path], bool]]] = []
+            if trainer.checkpoint_dir and (trainer.checkpoint_every is not None or trainer.callbacks):
+                directory = Path(trainer.checkpoint_dir).expanduser()
+                places.append(("trainer.checkpoint_dir", directory, holds_checkpoint))
+            for number, callback in enumerate(trainer.callbacks):
+                if callback.get("dirpath"):
+                    key = f"trainer.callbacks[{number}].dirpath"
+                    places.append((key, Path(str(callback["dirpath"])), holds_checkpoint))
+            for key in EXPORTS:
+                if named := getattr(cfg.task, key.rpartition(".")[2]):
+                    places.append((key, Path(named), holds_arrays))
+            for key, place, holds in places:
+                real = place.resolve()
+                if real.is_relative_to(own) or real in owned:
+                    continue
+                owned.add(real)
+                if stack.enter_context(writer.owning(key, place, holds)):
+                    run_dir.replaces[key] = place
+        yield
+
+
+def remove_left_stores(tiers: TierConfig, run_dir: RunDir, resume: str | None) -> None:
+    """Remove the ssd stores of killed runs from this run's directory, ``tiers.dir`` and the resumed run's
+    directory.
+
+    Rank 0 calls it, before any rank makes its store.
+    """
+    places = {run_dir.path / SCRATCH, tiers.directory(run_dir.path)}
+    if resume:
+        checkpoints = newest(Path(resume).expanduser()).parent
+        places.add(checkpoints.parent / SCRATCH)
+    for place in sorted(places):
+        remove_crashed(place)
+
+
+def choose_device(name: str) -> torch.device:
+    """The device of ``trainer.device``, which becomes the current GPU of this thread.
+
+    ``auto`` takes a GPU if there is one. Each of several processes on this machine takes the GPU of its local
+    rank. ``UserError`` if torch does not see that GPU, or if a name would give one GPU to several processes,
+    which NCCL refuses.
+    """
+    device = find_device(name)
+    with gpu_explained():
+        use_device(device)
+    return device
+
+
+def find_device(name: str) -> torch.device:
+    """The same device, not used yet: this process takes no memory of a GPU."""
+    kind, _, index = name.partition(":")
+    there = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if kind == "cpu" or (kind == "auto" and not there):
+        return torch.device("cpu")
+    process = ProcessRank.current()
+    here = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    if here > 1 and index:
+        raise UserError(
+            f"trainer.device={name}: {here} processes on this machine cannot share one GPU; use "
+            "trainer.device=cuda, which gives each its own, or cpu"
+        )
+    if here > there > 0:
+        raise UserError(
+            f"trainer.device={name}: torchrun started {here} processes on this machine, and torch sees "
+            f"{there} CUDA devices; use --nproc-per-node={there}, or trainer.device=cpu"
+        )
+    number = int(index or (process.local_rank if here > 1 else 0))
+    if not there:
+        raise UserError(f"trainer.device={name}: torch sees no GPU ({why_no_gpu()}); use trainer.device=cpu")
+    if number >= there:
+        raise UserError(
+            f"trainer.device={name}: torch sees {there} GPU{'s' if there > 1 else ''}, numbered from 0; use "
+            f"trainer.device=cuda:{there - 1} or cpu"
+        )
+    return torch.device("cuda", number)

@@ -4,23 +4,31 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 from typing import Any
 
+import torch
+
 from recpipe.common.console import log
+from recpipe.common.meter import counting
+from recpipe.common.own_cache import default_cache_dir
 from recpipe.config.recipe import Recipe
+from recpipe.data.dataset import Dataset
 from recpipe.distributed.ranks import Ranks
 from recpipe.errors import UserError
 from recpipe.pipeline.splitting import EqualParts
 from recpipe.plugin.api import Invariant
-from recpipe.plugin.assembly import Assembly
+from recpipe.plugin.assembly import Assembly, assemble, gather
 from recpipe.plugin.calls import Origin, Owned
+from recpipe.plugin.context import Context, GroupInfo
+from recpipe.plugin.load import activate
 from recpipe.plugin.tables import TableSet
 from recpipe.report.files import ReportFiles
 from recpipe.setup.ctx import Joined
 from recpipe.setup.placing import Unplaced
-from recpipe.setup.prepare import assemble_plugins
 from recpipe.tables.group_memory import group_memory
 from recpipe.tables.groups import ModelTables
+from recpipe.tables.inputs import Inputs
 from recpipe.tables.owners import (
     RESIDENT,
     GroupOwner,
@@ -28,6 +36,7 @@ from recpipe.tables.owners import (
     group_owners,
     is_sharded,
     owner_names,
+    quantized,
     warn_of_unused,
 )
 from recpipe.tables.sharding.claims import ShardClaims
@@ -186,3 +195,58 @@ def _described_shards(
         "tables": by_table,
         "ranks": ranks if known else [{**r, "predicted_ms": None} for r in ranks],
     }
+
+
+@counting("planning")
+def assemble_plugins(
+    cfg: Recipe, dataset: Dataset, unplaced: Unplaced, device: torch.device, steps: int, ranks: Ranks
+) -> tuple[Assembly, Unplaced]:
+    """Load the recipe's plugins and merge their contributions; raises ``PluginError`` if they clash.
+
+    If tables of a group have caches with different owners, or are stored differently, the group is split. If
+    that changes what plugins were told, they are asked again.
+    """
+    active = activate(cfg.plugins)
+    prefer = {slot: name for slot, name in cfg.compose.prefer.items() if name}
+
+    def merged(given: Unplaced) -> tuple[Assembly, ModelTables]:
+        context = context_of(cfg, dataset, given.inputs, device, steps, ranks)
+        assembly = assemble(gather(active, context), context.tables, prefer=prefer)
+        caches = assembly.caches
+        split = given.tables.split(lambda table: id(caches[table].part) if table in caches else 0)
+        return assembly, quantized(split, assembly.quantizing)
+
+    assembly, tables = merged(unplaced)
+    before, after = (
+        [(group.tables.layout.tables, group.tables.record_bytes) for group in each.groups]
+        for each in (unplaced.tables, tables)
+    )
+    if before != after:
+        assembly, tables = merged(unplaced.grouped(tables))
+    return assembly, unplaced if tables == unplaced.tables else unplaced.grouped(tables)
+
+
+def context_of(
+    cfg: Recipe, dataset: Dataset, inputs: Inputs, device: torch.device, steps: int, ranks: Ranks
+) -> Context:
+    """What plugins are told about a run."""
+    tables, tiers = inputs.tables, cfg.tiers
+    return Context(
+        tables=tables.infos(),
+        device=str(device),
+        batch_size=cfg.data.batch_size,
+        resident_bytes=tiers.budget(tables),
+        groups=[
+            GroupInfo(group.tables.layout.tables, group.tables.record_bytes, slots)
+            for group, slots in zip(tables.groups, tiers.slots(tables), strict=True)
+        ],
+        lookups=inputs.lookups,
+        seed=cfg.seed,
+        data_fingerprint=dataset.fingerprint,
+        steps=steps,
+        trainers=len(ranks.trainers),
+        cache_dir=Path(getattr(cfg.data, "cache_dir", None) or default_cache_dir()).expanduser(),
+        epoch_samples=dataset.size("train"),
+        held_out=lambda first: dataset.batches("eval", cfg.data.batch_size, first),
+        batches=lambda first: dataset.batches("train", cfg.data.batch_size, first),
+    )

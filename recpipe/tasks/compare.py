@@ -27,8 +27,7 @@ from recpipe.report.environment import environment
 from recpipe.report.files import ReportFiles
 from recpipe.report.record import as_json
 from recpipe.report.remarks import faults
-from recpipe.setup.ctx import RunResult, TaskContext
-from recpipe.setup.prepare import find_device, refuse_ranks
+from recpipe.setup.ctx import RunResult, TaskContext, find_device, refuse_ranks
 from recpipe.tasks.compare_judge import ROUNDING, Judge
 from recpipe.tasks.compare_rows import Row, at_equal_memory, carried_overrides, parse_rows
 from recpipe.tasks.process import OutOfTime, interrupt_on_sigterm, run_apart

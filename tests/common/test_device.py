@@ -21,7 +21,7 @@ from recpipe.common.device import (
 )
 from recpipe.common.timing import OPEN, Spans, mark, synchronized_time
 from recpipe.errors import UserError
-from recpipe.setup.prepare import choose_device
+from recpipe.setup.ctx import choose_device
 from tests.pretend_gpu.late import GPU, FakeGpu, gpu
 
 __all__ = ["gpu"]

@@ -222,7 +222,7 @@ def test_other_ranks_leave_places_to_the_first(tmp_path: Path, monkeypatch: pyte
     from recpipe.common.files import lock_run_dir
     from recpipe.config.recipe import Recipe
     from recpipe.distributed.launch import ProcessRank as Process
-    from recpipe.setup.prepare import owning_places
+    from recpipe.setup.ctx import owning_places
 
     place = tmp_path / "place"
     cfg = Recipe.of(compose([*SMALL, word("trainer.checkpoint_dir", place)]))

@@ -11,8 +11,7 @@ from annotated_types import Interval, MinLen
 from recpipe.common.validation import FilePath, Positive, one_of
 from recpipe.errors import UserError
 from recpipe.report.files import ReportFiles
-from recpipe.setup.ctx import RunResult, TaskContext
-from recpipe.setup.prepare import refuse_ranks
+from recpipe.setup.ctx import RunResult, TaskContext, refuse_ranks
 from recpipe_perf_model.scale import page as scaled
 from recpipe_perf_model.scale.machine import ASSUMED, machine
 from recpipe_perf_model.scale.model import PaperModel, own_model, paper_model

@@ -19,8 +19,8 @@ from recpipe.config.recipe import Recipe
 from recpipe.data.make import open_dataset
 from recpipe.plugin.load import activate
 from recpipe.run import run
+from recpipe.setup.ctx import choose_device
 from recpipe.setup.placing import Unplaced
-from recpipe.setup.prepare import choose_device
 from recpipe.tables.tiers.policies import POLICIES
 from tests.one_epoch import RECIPE
 
