@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from recpipe_serve.http.metrics import DIRECTORY
@@ -54,9 +55,11 @@ def test_workers_of_a_killed_supervisor_remove_its_folder(
     (folder / "counter_1.db").touch()
     monkeypatch.setenv(DIRECTORY, str(folder))
     sockets = [os.dup(file.fileno()) for file in worker.socket.socketpair()]
-    monkeypatch.setattr(sys, "argv", ["worker", worker.json.dumps({"sockets": sockets})])
+    about = {"sockets": sockets, "directory": ".", "config": {}, "name": "", "number": 0}
+    monkeypatch.setattr(sys, "argv", ["worker", worker.json.dumps(about)])
     parents = iter([100, 1 if killed else 100])
     monkeypatch.setattr(os, "getppid", lambda: next(parents))
-    monkeypatch.setattr(worker, "_work", lambda about, listening, channel: 0)
+    monkeypatch.setattr(worker, "prepare_process", lambda: None)
+    monkeypatch.setattr(worker, "Worker", lambda *_, **__: SimpleNamespace(run=lambda *_: None))
     assert worker.main() == 0
     assert folder.exists() is not killed
