@@ -1,4 +1,5 @@
-"""What separating hot and cold mini-batches can gain at most, estimated on a stretch of the epoch."""
+"""Whether separating hot and cold mini-batches pays: what it can gain at most, estimated on a stretch of the
+epoch before training; what measured steps say; and the report's sentence on it."""
 
 from __future__ import annotations
 
