@@ -11,6 +11,7 @@ from recpipe.testing import PluginSuite, Trained
 
 class TestBagPipe(PluginSuite, CostsSuite):
     plugin = "bagpipe"
+    beside: ClassVar = ("quantize",)  # the other pairs: slipstream's suite, tests/test_pairs.py
     ranks = 2
     replans = True
     knobs: ClassVar = {"lookahead": 16}  # auto goes by the clock

@@ -15,6 +15,7 @@ from recpipe.testing import PluginSuite
 
 class TestFAE(PluginSuite, CostsSuite):
     plugin = "fae"
+    beside: ClassVar = ("quantize",)  # the other pairs: slipstream's suite, tests/test_pairs.py
     pins = True
     knobs: ClassVar = {"phases": "always"}
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
@@ -26,6 +26,7 @@ KNOBS: dict[str, Any] = {
 
 class TestHet(PluginSuite, CostsSuite):
     plugin = "het"
+    beside: ClassVar = ("quantize",)  # the other pairs: slipstream's suite, tests/test_pairs.py
 
     def test_ships_no_more_than_was_asked(self, trained: Trained) -> None:
         shown = trained.report["plugins"]["het"]

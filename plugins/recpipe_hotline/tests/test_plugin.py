@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
@@ -47,6 +47,7 @@ OF_CACHE = {
 
 class TestHotline(PluginSuite, CostsSuite):
     plugin = "hotline"
+    beside: ClassVar = ("quantize",)  # the other pairs: slipstream's suite, tests/test_pairs.py
 
     def test_really_trains_micro_batches(self, trained: Any) -> None:
         """Else the other tests would compare a run with itself."""

@@ -46,6 +46,7 @@ def _few_measurements() -> Iterator[None]:
 
 class TestNeo(PluginSuite, CostsSuite):
     plugin = "neo"
+    beside: ClassVar = ("quantize",)  # the other pairs: slipstream's suite, tests/test_pairs.py
     knobs: ClassVar = {"planner": "karmarkar_karp"}  # the default would measure this machine first
 
     def test_tables_are_sharded_and_nothing_is_altered(self, trained: Trained) -> None:
