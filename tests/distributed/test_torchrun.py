@@ -23,7 +23,7 @@ from recpipe.distributed.launch import ProcessRank, Topology
 from recpipe.errors import UserError
 from recpipe.run import run
 from recpipe.tasks.compare_judge import parameter_difference
-from tests.processes import SECONDS, SOURCE, ranks, run_ranks
+from tests.processes import SOURCE, ranks, run_ranks
 
 Recipe = tuple[str, ...]
 SMALL = (
@@ -160,18 +160,18 @@ def test_the_ranks_of_a_run_own_a_place_together(tmp_path) -> None:
     with ranks(tmp_path / "first", 2, *SMALL, *kept, "trainer.max_epochs=5000") as children:
         children[0].until("step ")
         assert json.loads((place / OWNER).read_text())["pid"] == children[0].pid
-        beside = start(tmp_path / "beside", 2, *kept, "trainer.max_steps=2")
-        out, err = beside.communicate(timeout=SECONDS)
-        assert beside.returncode != 0
-        assert "report:" not in out
+        # Without torchrun nobody tells the second rank that the first has ended.
+        with ranks(tmp_path / "beside", 2, *SMALL, *kept, "trainer.max_steps=2") as (other, _):
+            beside = other.ended()
+        assert beside.returncode == 2
+        assert "report:" not in beside.stdout
         line = f"error: trainer.checkpoint_dir={place} is being written by process {children[0].pid} on "
-        assert err.count(line) == 1, err
+        assert beside.stderr.count(line) == 1, beside.stderr
         children[1].send(signal.SIGTERM)
         ended = [child.ended() for child in children]
     assert [rank.returncode for rank in ended] == [130, 130]
     left = checkpoints_in(place)
     assert left
-    # Without torchrun nobody tells the second rank that the first has ended.
     with ranks(tmp_path / "after", 2, *SMALL, *kept, "trainer.max_steps=2") as (first, _):
         after = first.ended()
     assert after.returncode == 2

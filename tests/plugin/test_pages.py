@@ -7,7 +7,7 @@ import sqlite3
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
@@ -103,6 +103,7 @@ class TestTinyLfu(PluginSuite):
     """The policy has a state: it is stopped and resumed besides."""
 
     plugin = "tinylfu"
+    beside: ClassVar = ("hotline",)
 
 
 @page("planner")
