@@ -6,6 +6,7 @@ import gc
 import importlib.metadata
 import logging
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -20,6 +21,8 @@ from tests.hidden_gpus import hide_gpus
 gc.disable()  # until all is imported and collected
 calm_threads()  # before torch is imported, as the command line does
 hide_gpus(sys.argv)
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # of a shell's background job, which has no Ctrl-C
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 # Every index into a table is checked: FBGEMM raises an error instead of reading foreign memory (0: FATAL).
 os.environ.setdefault("FBGEMM_TBE_BOUNDS_CHECK_MODE", "0")
 # What is compiled once stays for later runs of the tests, whose other caches are new each time.

@@ -9,10 +9,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from itertools import combinations
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from recpipe.config.compose import compose
+from recpipe.data.dataset import NumberedDataset, SplitName
 from recpipe.pipeline.batch import InFlight
 from recpipe.pipeline.loader import TrainLoader
 from recpipe.pipeline.source import BatchSource
@@ -106,10 +108,12 @@ def test_together_they_train_as_plain_tables_would(tmp_path, monkeypatch, traine
     assert samples < report["data"]["train_samples"], "slipstream leaves some out, or the test shows nothing"
     assert set(report["altered"]) >= {"EXACT_GRADIENT"}
 
-    def again(self: BatchSource, first: int, part: object) -> Iterator[Batch]:
-        return iter(batches[first:])
+    read = NumberedDataset.batches
 
-    monkeypatch.setattr(BatchSource, "_batches", again)
+    def again(self: NumberedDataset, split: SplitName, *more: int, **part: Any) -> Iterator[Batch]:
+        return iter(batches) if split == "train" else read(self, split, *more, **part)
+
+    monkeypatch.setattr(NumberedDataset, "batches", again)
     monkeypatch.setattr(BatchSource, "__len__", lambda self: len(batches))
     export = f"task.export_parameters={tmp_path / 'plain' / 'parameters'}"
     run(compose([*RECIPE, "tiers.policy=nocache", export]), tmp_path)

@@ -757,6 +757,7 @@ def replaced(directory: Path, other: Path) -> None:
     shutil.rmtree(directory.with_name("old"))
 
 
+@pytest.mark.soak
 @needs_compiler
 def test_workers_answer_while_one_is_killed_and_while_a_new_package_comes(
     packed: Path, copied: Path, tmp_path: Path

@@ -66,6 +66,7 @@ def trained(folder: Path, tables: str, *words: str) -> Path:
     return folder / "checkpoints"
 
 
+@pytest.mark.soak
 def test_a_table_is_written_in_less_memory_than_it_takes(tmp_path: Path) -> None:
     """Beside it, as a control, what loading the model takes."""
     small = trained(tmp_path / "small", "{a: 300, b: 40}")

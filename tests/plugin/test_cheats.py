@@ -57,7 +57,7 @@ def cheats(plugin: str, test: str, twin: bool = False, **words: str) -> list[Che
 
 CAUGHT = [
     Cheat("late_drop", CHEATING, UPDATES, "EXACT_GRADIENT"),
-    Cheat("large_tables", CHEATING, UPDATES, "steps d is up to"),
+    Cheat("large_tables", CHEATING, UPDATES, "steps d is up to", twin=True),
     Cheat("zeroed", CHEATING, SAMPLES, "samples that the data module does not yield"),
     Cheat("forgetful", CHEATING, RESUMED, "moves other rows between the tiers"),
     *(
@@ -95,11 +95,16 @@ CAUGHT = [
     *cheats("wrong_split", SAMPLES, twin=True, short="must grow and end with"),
     *cheats("wrong_split", TECHNIQUE, whole="its splitter cut none of 64 batches"),
     Cheat("wrong_split", {"how": "by rank"}, RANKS, "more often than once"),
-    Cheat("stream_cheats", {"how": "drops_the_last"}, SAMPLES, "got 8,000 samples and passed 7,936 on"),
     Cheat("stream_cheats", {"how": "swaps_neighbours"}, SAMPLES, "SAMPLE_ORDER"),
-    Cheat("stream_cheats", {"how": "joins_two"}, SAMPLES, "sees 512 samples, and data.batch_size is 256"),
     Cheat("stream_cheats", {"how": "folds_ids"}, SAMPLES, "ID_SPACE"),
-    Cheat("stream_cheats", {"how": "flips_a_label"}, SAMPLES, "1 samples that the data module", twin=True),
+    *(
+        Cheat("stream_cheats", {"how": how}, SAMPLES, words, twin=True)
+        for how, words in {
+            "flips_a_label": "1 samples that the data module",
+            "drops_the_last": "got 8,000 samples and passed 7,936 on",
+            "joins_two": "sees 512 samples, and data.batch_size is 256",
+        }.items()
+    ),
     *cheats("gradients", UPDATES, from_step_45_on="EXACT_GRADIENT"),
     *cheats(
         "gradients",
@@ -110,15 +115,16 @@ CAUGHT = [
         after_a_checkpoint="EXACT_GRADIENT",
     ),
     *cheats("gradients", OTHER_TABLES, unless_sgd="more than 1e-05 apart"),
-    *cheats("gradients", RANKS, with_momentum="on 2 ranks after 64 steps", on_rank_1="on 2 ranks"),
-    *cheats("gradients", RANKS, twin=True, on_two_ranks="on 2 ranks"),
+    *cheats("gradients", RANKS, with_momentum="on 2 ranks after 64 steps"),
+    *cheats("gradients", RANKS, twin=True, on_two_ranks="on 2 ranks", on_rank_1="on 2 ranks"),
     *cheats("gradients", RESUMED, resumed_in_a_new_process="has another loss"),
     *cheats("gradients", BESIDE, beside_another="beside plugin 'bystander' after 64 steps"),
-    *cheats("tables", OTHER_TABLES, folds_ids_above_100000="ID_SPACE", means="after 64 steps goods is"),
+    *cheats("tables", OTHER_TABLES, means="after 64 steps goods is"),
     *cheats(
         "tables",
         OTHER_TABLES,
         twin=True,
+        folds_ids_above_100000="ID_SPACE",
         ignores_weights="ID_SPACE",
         weighted="EXACT_GRADIENT",
         rows="after 64 steps words is",

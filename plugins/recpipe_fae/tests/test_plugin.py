@@ -15,9 +15,13 @@ from recpipe.testing import PluginSuite
 
 class TestFAE(PluginSuite, CostsSuite):
     plugin = "fae"
-    beside: ClassVar = ("quantize",)  # the other pairs: slipstream's suite, tests/test_pairs.py
+    beside: ClassVar = ("quantize",)  # tests/test_pairs.py has the other pairs
     pins = True
     knobs: ClassVar = {"phases": "always"}
+
+    @pytest.mark.soak  # test_trainers.py trains on two
+    def test_trains_alike_on_several_ranks(self, tmp_path_factory: pytest.TempPathFactory) -> None:
+        super().test_trains_alike_on_several_ranks(tmp_path_factory)
 
 
 @pytest.mark.parametrize(

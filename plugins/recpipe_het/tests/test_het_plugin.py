@@ -26,7 +26,11 @@ KNOBS: dict[str, Any] = {
 
 class TestHet(PluginSuite, CostsSuite):
     plugin = "het"
-    beside: ClassVar = ("quantize",)  # the other pairs: slipstream's suite, tests/test_pairs.py
+    beside: ClassVar = ("quantize",)  # tests/test_pairs.py has the other pairs
+
+    @pytest.mark.soak  # test_het_ranks.py trains on two
+    def test_trains_alike_on_several_ranks(self, tmp_path_factory: pytest.TempPathFactory) -> None:
+        super().test_trains_alike_on_several_ranks(tmp_path_factory)
 
     def test_ships_no_more_than_was_asked(self, trained: Trained) -> None:
         shown = trained.report["plugins"]["het"]

@@ -47,7 +47,7 @@ OF_CACHE = {
 
 class TestHotline(PluginSuite, CostsSuite):
     plugin = "hotline"
-    beside: ClassVar = ("quantize",)  # the other pairs: slipstream's suite, tests/test_pairs.py
+    beside: ClassVar = ("quantize",)  # tests/test_pairs.py has the other pairs
 
     def test_really_trains_micro_batches(self, trained: Any) -> None:
         """Else the other tests would compare a run with itself."""

@@ -40,6 +40,7 @@ def quantized(checkpoint: Path | str | None, output: Path) -> dict[str, Any]:
     return recpipe.quantize(checkpoint, None, "+plugin=low_precision", *mine, output=output, quiet=True)
 
 
+@pytest.mark.soak
 def test_memory_does_not_grow_with_the_tables(checkpoint: Path, tmp_path: Path) -> None:
     """And the measure sees it where it does: in a model that is loaded."""
     quantized(checkpoint, tmp_path / "small")  # imports, threads and buffers are there from now on

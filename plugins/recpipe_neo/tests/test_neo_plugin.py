@@ -46,8 +46,12 @@ def _few_measurements() -> Iterator[None]:
 
 class TestNeo(PluginSuite, CostsSuite):
     plugin = "neo"
-    beside: ClassVar = ("quantize",)  # the other pairs: slipstream's suite, tests/test_pairs.py
+    beside: ClassVar = ("quantize",)  # tests/test_pairs.py has the other pairs
     knobs: ClassVar = {"planner": "karmarkar_karp"}  # the default would measure this machine first
+
+    @pytest.mark.soak  # test_neo_ranks.py trains on two
+    def test_trains_alike_on_several_ranks(self, tmp_path_factory: pytest.TempPathFactory) -> None:
+        super().test_trains_alike_on_several_ranks(tmp_path_factory)
 
     def test_tables_are_sharded_and_nothing_is_altered(self, trained: Trained) -> None:
         assert trained.report["assembly"]["sharded"]

@@ -50,6 +50,7 @@ FIGURES = {
 
 class TestSlipstream(PluginSuite, CostsSuite):
     plugin = "slipstream"
+    beside: ClassVar = ("quantize",)  # tests/test_pairs.py has the other pairs
     pins = True
     knobs: ClassVar = {"window": 0.1, "sample": 0.1, "skip": "always"}
     # Enough hot inputs, and enough batches to find them in.
@@ -58,6 +59,10 @@ class TestSlipstream(PluginSuite, CostsSuite):
         "data.tables={a: 50, b: 500, c: 2000}",
         "trainer.max_steps=40",
     )
+
+    @pytest.mark.soak  # test_ranks.py trains on two
+    def test_trains_alike_on_several_ranks(self, tmp_path_factory: pytest.TempPathFactory) -> None:
+        super().test_trains_alike_on_several_ranks(tmp_path_factory)
 
     def test_really_drops_inputs(self, trained: Trained) -> None:
         shown = trained.report["plugins"]["slipstream"]
