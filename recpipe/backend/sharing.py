@@ -28,6 +28,7 @@ from recpipe.pipeline.parts import same_random_numbers
 from recpipe.pipeline.placed import PlacedModel
 from recpipe.pipeline.step import Cores, StepTimes, accumulate
 from recpipe.tables.inputs import count_ids
+from recpipe.tables.proxy import CollectionProxy
 from recpipe.tables.resident import ResidentCollection, with_few_rows, within
 
 MARGIN = 1.1
@@ -75,9 +76,13 @@ def measured_sharing(model: PlacedModel, batch: Any, size: int, folder: Path) ->
 
 def signature(model: PlacedModel, batch: Any) -> str:
     """A name for models that take equally long: with the same modules and sizes and the same number of
-    ids."""
+    ids. What stands in place of the tables' modules is told by the groups, whatever recpipe calls it."""
     ids = count_ids(model.inputs.each(batch)) // max(1, batch_size(batch))
-    modules = [(path, type(module).__qualname__) for path, module in model.module.named_modules()]
+    modules = [
+        (path, type(module).__qualname__)
+        for path, module in model.module.named_modules()
+        if not isinstance(module, CollectionProxy)
+    ]
     shapes = [(name, tuple(p.shape)) for name, p in model.dense_parameters().items()]
     groups = [
         (g.tables.dim, g.tables.optimizer.name, len(g.tables.features), g.tables.pooled, g.tables.weighted)
