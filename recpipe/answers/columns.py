@@ -8,19 +8,19 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.csv
 
-from recpipe.data.config import CriteoConfig, DataConfig, ParquetConfig
+from recpipe.data.config import CriteoConfig, DataConfig, FilesConfig
 from recpipe.data.files import input_files, line_blocks
+from recpipe.data.records import InputFile, files_of, require_columns
 from recpipe.data.sources import criteo
 from recpipe.data.sources.criteo_columns import COLUMNS
 from recpipe.data.sources.npy import triples
-from recpipe.data.sources.parquet import SUFFIXES, file_schema, record_batches
 from recpipe.errors import DataError, UserError, nearest_or_all, shown
 
 
 def has_columns(config: DataConfig) -> bool:
-    """Whether the data has files whose columns can be read by name: parquet, or Criteo's text."""
+    """Whether the data has files whose columns can be read by name, or Criteo's text."""
     text = isinstance(config, CriteoConfig) and config.name == "criteo" and not triples(config.path)
-    return isinstance(config, ParquetConfig) or text
+    return isinstance(config, FilesConfig) or text
 
 
 def read_columns(config: DataConfig, names: Sequence[str]) -> Iterator[pa.Table]:
@@ -28,8 +28,8 @@ def read_columns(config: DataConfig, names: Sequence[str]) -> Iterator[pa.Table]
 
     Criteo's fields are text. ``DataError`` for a column that a file does not have, and for lists.
     """
-    if isinstance(config, ParquetConfig):
-        return _of_parquet(input_files(config.path, SUFFIXES), list(names))
+    if isinstance(config, FilesConfig):
+        return _of_files(files_of(config), list(names))
     if not has_columns(config) or not isinstance(config, CriteoConfig):
         raise UserError(f"data={config.name} has no files with named columns")
     for name in names:
@@ -38,22 +38,20 @@ def read_columns(config: DataConfig, names: Sequence[str]) -> Iterator[pa.Table]
     return _of_criteo(input_files(config.path, criteo.SUFFIXES), list(names))
 
 
-def _of_parquet(files: Sequence[Path], names: list[str]) -> Iterator[pa.Table]:
-    first = file_schema(files[0])
+def _of_files(files: Sequence[InputFile], names: list[str]) -> Iterator[pa.Table]:
+    first = files[0].columns
     for file in files:
-        schema = file_schema(file)
+        require_columns(file, names)
         for name in names:
-            if schema.names.count(name) != 1:
-                hint = nearest_or_all(name, schema.names)
-                raise DataError(f"{file}: no column '{shown(name)}'; {hint}")
-            if schema.field(name).type != first.field(name).type:
+            kind, other = file.columns.field(name).type, first.field(name).type
+            if kind != other:
                 raise DataError(
-                    f"{file}, column {shown(name)}: holds {schema.field(name).type} here and "
-                    f"{first.field(name).type} in {files[0]}; write both files alike"
+                    f"{file}, column {shown(name)}: holds {kind} here and {other} in {files[0]}; write both "
+                    "files alike"
                 )
     for file in files:
-        for _, batch, _ in record_batches(file, names):
-            yield pa.Table.from_batches([batch]).select(names)
+        for block in file.blocks(names):
+            yield pa.Table.from_batches([block.rows])
 
 
 def _of_criteo(files: Sequence[Path], names: list[str]) -> Iterator[pa.Table]:

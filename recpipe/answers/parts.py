@@ -28,7 +28,8 @@ from recpipe.answers.programs import Program
 from recpipe.answers.reference import FILE, figures_of, lookups_in, write_lookups
 from recpipe.answers.stored import StoredModel
 from recpipe.answers.trained import Trained, open_trained, scored
-from recpipe.data.schema import Preparation, Schema
+from recpipe.data.preparation import Preparation
+from recpipe.data.schema import Schema
 from recpipe.data.sources.transforms import hash_rows
 from recpipe.errors import UserError
 from recpipe.model.call import Called

@@ -35,7 +35,8 @@ from recpipe.data.dataset import Dataset, SplitName
 from recpipe.data.given import Batches, GivenBatches
 from recpipe.data.make import open_dataset
 from recpipe.data.parts import on_device
-from recpipe.data.schema import Schema, require_alike
+from recpipe.data.preparation import require_alike
+from recpipe.data.schema import Schema
 from recpipe.distributed.launch import ProcessRank
 from recpipe.distributed.ranks import Ranks
 from recpipe.errors import UserError

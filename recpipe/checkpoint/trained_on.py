@@ -13,7 +13,8 @@ from typing import Any
 from recpipe.checkpoint.table_io import RECIPE, naming
 from recpipe.common.saved import Damaged, typed_as
 from recpipe.data.dataset import Dataset
-from recpipe.data.schema import Preparation, Schema
+from recpipe.data.preparation import Preparation
+from recpipe.data.schema import Schema
 from recpipe.errors import DataError, UserError
 from recpipe.plugin.tables import SparseFeature
 

@@ -22,7 +22,7 @@ from recpipe.config.task import (
     ProfileConfig,
     TaskConfig,
 )
-from recpipe.data.config import DataConfig, ParquetConfig, parse_config
+from recpipe.data.config import DataConfig, FilesConfig, parse_config
 from recpipe.distributed.launch import Topology
 from recpipe.errors import UserError
 from recpipe.model.config import ModelConfig, UserModel, parse_model
@@ -118,7 +118,7 @@ def with_label_kind(data: DataConfig, model: ModelConfig | UserModel) -> DataCon
 
     ``UserError`` for labels that recpipe's own models cannot learn.
     """
-    if not isinstance(data, ParquetConfig):
+    if not isinstance(data, FilesConfig):
         return data
     if isinstance(model, ModelConfig) and data.label_kind not in (None, "clicks"):
         raise UserError(

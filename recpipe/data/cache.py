@@ -9,7 +9,7 @@ import logging
 import os
 import shutil
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Protocol
@@ -18,8 +18,9 @@ from recpipe.common.meter import Meter
 from recpipe.common.own_cache import CACHE_HOME, default_cache_dir, own_folder, private_files, require_own
 from recpipe.common.words import Amount, readable_bytes
 from recpipe.data.columns import Columns
+from recpipe.data.preparation import Preparation
 from recpipe.data.prepared import FORMAT_VERSION, META, check_prepared
-from recpipe.data.schema import IdRule, Preparation, Schema
+from recpipe.data.schema import IdRule, Schema
 from recpipe.data.writer import PreparedWriter
 from recpipe.errors import DataError
 
@@ -32,16 +33,18 @@ class Source(Protocol):
     """Files of one format, read once from beginning to end.
 
     ``blocks`` yields cleaned samples, each time with the share of the input read so far, in [0, 1];
-    ``rejected_rows`` is final when ``blocks`` ends. ``kept`` says what the ids of these are, and so what an
+    ``rejected_rows`` is final when ``blocks`` ends. ``kept`` says what the ids of each sparse feature are, and so what an
     ``IdMapper`` makes rows of. ``recipe`` holds all settings that they depend on: the rows of tables only
     where rows of the files are left out for ids beyond them.
     """
 
     schema: Schema
     preparation: Preparation
-    kept: IdRule
+    kept: Sequence[IdRule]
     recipe: dict[str, Any]
     rejected_rows: int
+    missing: Mapping[str, int]
+    """How many samples have no value of each feature; empty if they are not counted."""
 
     @property
     def files(self) -> Sequence[Path]:
@@ -147,7 +150,7 @@ def _write(source: Source, target: Path) -> None:
                 writer.append(columns)
                 if meter.due:
                     meter.show(share, f"preparing data  {writer.rows:,} rows  {share:.0%}")
-            meta = writer.finish(source.rejected_rows)
+            meta = writer.finish(source.rejected_rows, source.missing)
         if meta.samples == 0:
             raise DataError(f"{source.files[0]}: no usable rows ({meta.rejected_rows} rejected)")
         temporary.chmod(0o700)

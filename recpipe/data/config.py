@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Annotated, Any, get_type_hints
 
 from annotated_types import Gt, Interval, MinLen
@@ -11,14 +12,13 @@ from omegaconf import DictConfig, OmegaConf
 
 from recpipe.common.validation import Count, FilePath, Positive, Text, chosen, mapping, one_of, typed
 from recpipe.common.words import Amount
+from recpipe.data.features import Features, Rows, parse_features, read_features, short_form
+from recpipe.data.files import TextRules
 from recpipe.data.schema import LABEL_KINDS
 from recpipe.errors import UserError, shown
 from recpipe.plugin.calls import blame
 from recpipe.plugin.errors import PluginLoadError
 from recpipe.plugin.offers import entry, imported, is_offered, offered, origin_of
-
-Rows = Annotated[int, Interval(ge=2, le=2**31 - 1)]
-"""Number of rows of a table; row 0 is for missing ids."""
 
 
 @dataclasses.dataclass
@@ -100,11 +100,23 @@ class NpyConfig(CriteoConfig):
 
 
 @dataclasses.dataclass
-class ParquetConfig(FileConfig):
-    """Parquet of any schema. ``table_rows``: rows of every table that ``tables`` does not list.
-    ``label_kind``: None until the model's loss is known; then clicks, unless it is of another kind."""
+class FilesConfig(FileConfig):
+    """Files of any schema. ``features``: a yaml file of the features, or its content; the other keys of
+    columns are a short form of it.
 
-    name: str = "parquet"
+    ``format`` null: by the files' names. ``separator``, ``header``, ``columns``, ``quote`` and ``encoding``
+    are of text with separators (``TextRules``). ``table_rows``: rows of every table that ``tables`` does not
+    list. ``label_kind``: None until the model's loss is known; then clicks, unless it is of another kind.
+    """
+
+    name: str = "files"
+    format: Annotated[str, one_of("parquet", "csv", "json", "arrow")] | None = None
+    separator: Annotated[str, MinLen(1)] | None = None
+    header: bool | None = None
+    columns: list[Text] = dataclasses.field(default_factory=list)
+    quote: str | None = '"'
+    encoding: str = "utf-8"
+    features: FilePath | dict[str, Any] | None = None
     label: Text | None = None
     label_kind: Annotated[str, one_of(*LABEL_KINDS)] | None = None
     dense: list[Text] = dataclasses.field(default_factory=list)
@@ -116,6 +128,12 @@ class ParquetConfig(FileConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if self.features is not None:
+            if self.label or self.dense or self.sparse:
+                raise UserError(
+                    "data.features says all columns: leave data.label, data.dense and data.sparse out"
+                )
+            return
         if not self.label:
             raise UserError("data.label is not set: name the column of labels, as in data.label=click")
         if not self.sparse:
@@ -127,6 +145,36 @@ class ParquetConfig(FileConfig):
             if named.count(column) > 1:
                 where = "data.label, data.dense and data.sparse"
                 raise UserError(f"column '{shown(column)}' is named twice in {where}")
+
+    def described(self) -> Features:
+        """Its features, with the rows of their tables as far as the recipe states them; ``UserError`` where
+        they cannot be used."""
+        if self.features is None:
+            found = short_form(
+                str(self.label),
+                self.dense,
+                self.sparse,
+                hash_ids=self.hash_ids,
+                log=self.dense_transform == "log",
+            )
+        elif isinstance(self.features, str):
+            found = read_features(Path(self.features).expanduser())
+        else:
+            found = parse_features(self.features)
+        kinds = [dataclasses.replace(label, kind=label.kind or self.label_kind) for label in found.labels]
+        return dataclasses.replace(found, labels=tuple(kinds)).with_rows(self.tables or {}, self.table_rows)
+
+    def rules(self) -> TextRules:
+        """How its text is written."""
+        return TextRules(self.separator, self.header, tuple(self.columns), self.quote or None, self.encoding)
+
+
+@dataclasses.dataclass
+class ParquetConfig(FilesConfig):
+    """Parquet of any schema."""
+
+    name: str = "parquet"
+    format: Annotated[str, one_of("parquet", "csv", "json", "arrow")] | None = "parquet"
 
 
 @dataclasses.dataclass
@@ -140,6 +188,7 @@ CONFIGS: dict[str, type[DataConfig]] = {
     "synthetic": SyntheticConfig,
     "criteo": CriteoConfig,
     "npy": NpyConfig,
+    "files": FilesConfig,
     "parquet": ParquetConfig,
     "given": GivenConfig,
 }

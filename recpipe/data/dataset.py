@@ -10,7 +10,8 @@ from typing import Literal, TypeVar
 
 import numpy as np
 
-from recpipe.data.schema import Preparation, Schema
+from recpipe.data.preparation import Preparation
+from recpipe.data.schema import Schema
 from recpipe.distributed.ranks import part_of
 from recpipe.errors import DataError, UserError
 from recpipe.plugin.batch import Batch, BatchShare

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,19 @@ import numpy as np
 from numpy.typing import NDArray
 
 from recpipe.errors import BadRow, DataError, shown
+
+
+@dataclass(frozen=True)
+class TextRules:
+    """How text with separators is written: ``separator`` and whether there is a ``header`` are found in the
+    file where they are None, and told. ``columns``: the names where there is no header."""
+
+    separator: str | None = None
+    header: bool | None = None
+    columns: tuple[str, ...] = ()
+    quote: str | None = '"'
+    encoding: str = "utf-8"
+
 
 CODECS = {".gz": "gzip", ".zst": "zstd"}
 
@@ -32,7 +46,7 @@ def input_files(path: Any, suffixes: Sequence[str]) -> list[Path]:
         files = [base]
     else:
         found = [file for file in base.iterdir() if file.is_file() and file.name[0] not in "._"]
-        files = sorted((file for file in found if file.suffix in suffixes), key=_natural_key)
+        files = sorted((file for file in found if file.suffix in suffixes), key=natural_key)
         if not files:
             kinds = " ".join(suffix or "(no suffix)" for suffix in suffixes)
             raise DataError(f"{base}: no data file in this directory; looked for {kinds}")
@@ -60,7 +74,8 @@ def map_npy(file: Path) -> NDArray[Any]:
         raise DataError(f"{file}: not a whole .npy file ({shown(error, 200)})") from error
 
 
-def _natural_key(file: Path) -> list[tuple[bool, int, str]]:
+def natural_key(file: Path) -> list[tuple[bool, int, str]]:
+    """Sorts names by the numbers in them: day_2 before day_10."""
     parts = re.split(r"(\d+)", file.name)
     return [(part.isdigit(), int(part) if part.isdigit() else 0, part) for part in parts]
 

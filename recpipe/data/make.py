@@ -16,9 +16,9 @@ from recpipe.data.config import (
     CriteoConfig,
     DataConfig,
     FileConfig,
+    FilesConfig,
     GivenConfig,
     NpyConfig,
-    ParquetConfig,
     SamplesConfig,
     SyntheticConfig,
     installed_source,
@@ -103,10 +103,10 @@ def open_source(config: FileConfig, labelled: bool = True) -> Source:
     """The files of a ``data`` node, to be read from beginning to end. Not ``labelled``: labels need not be
     there and are 0; .npy triples have them in any case."""
     skip = config.on_bad_row == "skip"
-    if isinstance(config, ParquetConfig):
-        from recpipe.data.sources.parquet import ParquetSource  # with pyarrow, which the others do without
+    if isinstance(config, FilesConfig):
+        from recpipe.data.sources.files import FilesSource  # with pyarrow, which the others do without
 
-        return ParquetSource(config, skip, labelled)
+        return FilesSource(config, labelled)
     assert isinstance(config, CriteoConfig)
     found = triples(config.path)
     if found or isinstance(config, NpyConfig):

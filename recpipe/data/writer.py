@@ -6,7 +6,7 @@ import hashlib
 import io
 import os
 import zlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -128,7 +128,8 @@ class _BitStream:
 
 class PreparedWriter:
     """Appends columns to a prepared data set in ``directory``; memory use does not grow with what is written.
-    ``text``: features whose ids take 8 bytes. ``kept``: what the ids are, a rule of ``IdMapper``.
+    ``text``: features whose ids take 8 bytes. ``kept``: what the ids of each sparse feature are, a rule of
+    ``IdMapper``; of all features ``unchanged`` if there are none.
 
     The directory is complete only after ``finish``: write under a temporary name and rename (see
     ``cache.prepare``).
@@ -140,10 +141,10 @@ class PreparedWriter:
         schema: Schema,
         multi_hot: Sequence[str] = (),
         text: Sequence[str] = (),
-        kept: IdRule = "unchanged",
+        kept: Sequence[IdRule] = (),
     ) -> None:
         self.directory, self.schema, self.multi_hot = directory, schema, tuple(multi_hot)
-        self.text, self.kept = tuple(text), kept
+        self.text, self.kept = tuple(text), tuple(kept)
         directory.mkdir(parents=True)
         one_hot = [feature.name for feature in schema.sparse if feature.name not in self.multi_hot]
         self._of_text = np.array([name in self.text for name in one_hot], bool)
@@ -198,8 +199,9 @@ class PreparedWriter:
             self._values[name].append(own.values)
             self._missing[name].append(own.missing, len(own.values))
 
-    def finish(self, rejected_rows: int) -> Meta:
-        """Flush all to disk and write ``meta.json``, last of all."""
+    def finish(self, rejected_rows: int, missing: Mapping[str, int] | None = None) -> Meta:
+        """Flush all to disk and write ``meta.json``, last of all. ``missing``: how many samples have no value
+        of each feature."""
         streams = {stream.path.name: stream for stream in self._streams()}
         digests = {name: stream.close() for name, stream in streams.items()}
         meta = Meta(
@@ -207,9 +209,10 @@ class PreparedWriter:
             tuple(feature.name for feature in self.schema.sparse),
             self.multi_hot,
             self.text,
-            self.kept,
+            self.kept or ("unchanged",) * len(self.schema.sparse),
             self._label.rows,
             rejected_rows,
+            dict(missing or {}),
             {name: stream.dtype.str for name, stream in streams.items()},
             digests,
             {name: stream.blocks for name, stream in streams.items()},

@@ -10,7 +10,7 @@ import pyarrow as pa
 import pytest
 
 from recpipe.answers.parts import dense_rule, id_hash, id_rule
-from recpipe.data.schema import Preparation
+from recpipe.data.preparation import Preparation
 from recpipe.data.sources.transforms import hash_rows, signed_log, string_keys
 from tests.processes import ROOT
 

@@ -13,7 +13,8 @@ from typing import Any
 
 from recpipe.data.columns import Columns
 from recpipe.data.files import line_blocks
-from recpipe.data.schema import IdRule, Preparation, Schema
+from recpipe.data.preparation import Preparation
+from recpipe.data.schema import IdRule, Schema
 from recpipe.data.sources.criteo_columns import COLUMNS, DENSE, SPARSE
 from recpipe.errors import BadRow, DataError, nearest_or_all
 from recpipe.plugin.tables import SparseFeature
@@ -44,7 +45,8 @@ class CriteoSource:
         self.schema = criteo_schema(tables)
         self.multi_hot: tuple[str, ...] = ()
         self.preparation = Preparation("hashed", "signed_log")
-        self.kept: IdRule = "hashed"
+        self.kept: tuple[IdRule, ...] = ("hashed",) * len(SPARSE)
+        self.missing: dict[str, int] = {}
         self.recipe: dict[str, Any] = {"source": "criteo", "skip": skip_bad_rows}
         self.rejected_rows = 0
         self._skip, self._labelled = skip_bad_rows, labelled

@@ -14,7 +14,8 @@ from numpy.typing import NDArray
 
 from recpipe.data.columns import Columns
 from recpipe.data.files import RowChecks, check_readable, input_files, map_npy
-from recpipe.data.schema import IdRule, Preparation
+from recpipe.data.preparation import Preparation
+from recpipe.data.schema import IdRule
 from recpipe.data.sources.criteo import criteo_schema
 from recpipe.data.sources.criteo_columns import DENSE, SPARSE
 from recpipe.errors import DataError
@@ -85,9 +86,11 @@ class NpySource:
         self.preparation = Preparation("modulo" if hash_ids else "unchanged", "unchanged")
         # Of signed and unsigned ids together, neither type holds all.
         alike = len({map_npy(triple.sparse).dtype.kind for triple in found}) == 1
-        self.kept: IdRule = "modulo" if hash_ids and alike else "unchanged"
+        self._modulo = hash_ids and alike
+        self.kept: tuple[IdRule, ...] = ("modulo" if self._modulo else "unchanged",) * len(self.schema.sparse)
+        self.missing: dict[str, int] = {}
         self.recipe: dict[str, Any] = {"source": "npy", "hash_ids": hash_ids, "skip": skip_bad_rows}
-        if self.kept == "unchanged" and (hash_ids or skip_bad_rows):  # without, no bad row is left out
+        if not self._modulo and (hash_ids or skip_bad_rows):  # without, no bad row is left out
             self.recipe["tables"] = dict(tables)
         self.rejected_rows = 0
         self._triples, self._hash, self._skip = list(found), hash_ids, skip_bad_rows
@@ -107,7 +110,7 @@ class NpySource:
     ) -> Columns:
         # Both must have the same signedness: numpy would turn uint64 and int64 together into float64.
         ids = sparse.astype(np.int64 if sparse.dtype.kind == "i" else np.uint64)
-        if self._hash and self.kept == "unchanged":
+        if self._hash and not self._modulo:
             ids %= self._rows.astype(ids.dtype)
         labels = labels.reshape(-1)
         checks = {file: RowChecks(file, low + 1, len(dense)) for file in triple}
@@ -117,7 +120,7 @@ class NpySource:
         for column, name in enumerate(DENSE):
             values = dense[:, column]
             stored[:, column] = checks[triple.dense].require_finite(values, name, values.__getitem__)
-        for column, rows in enumerate(self._rows.tolist() if self.kept == "unchanged" else ()):
+        for column, rows in enumerate(() if self._modulo else self._rows.tolist()):
             values, name = ids[:, column], SPARSE[column]
             remedy = f"is not in [0, {rows}): raise data.tables.{name} or pass data.hash_ids=true"
             valid = (values >= 0) & (values < rows)
@@ -126,7 +129,7 @@ class NpySource:
             check.finish(self._skip)
         good = np.logical_and.reduce([check.good for check in checks.values()])
         self.rejected_rows += int(len(good) - good.sum())
-        kept = ids[good] if self.kept == "modulo" else ids[good].astype(np.int32)
+        kept = ids[good] if self._modulo else ids[good].astype(np.int32)
         return Columns(labels[good].astype(np.float32), stored[good], kept)
 
 

@@ -13,7 +13,8 @@ from recpipe.common import machine
 from recpipe.data.columns import BatchMaker, Columns, Float32, MultiHot, concatenate, offsets_of
 from recpipe.data.config import SyntheticConfig
 from recpipe.data.dataset import NumberedDataset
-from recpipe.data.schema import Preparation, Schema
+from recpipe.data.preparation import Preparation
+from recpipe.data.schema import Schema
 from recpipe.data.sources.transforms import mix64
 from recpipe.errors import UserError, shown
 from recpipe.plugin.batch import Batch

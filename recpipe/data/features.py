@@ -1,0 +1,211 @@
+"""The features and labels of files: in which column each one is, how its values are read, and its table.
+
+``data.features`` has them in yaml, a mapping for each; ``data.label``, ``data.dense``, ``data.sparse`` and
+the keys beside them are a short form of the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
+from pathlib import Path
+from typing import Annotated, Any
+
+import yaml
+from annotated_types import Interval, MinLen
+
+from recpipe.common.validation import Positive, Text, mapping, one_of, typed
+from recpipe.data.schema import LABEL_KINDS, Schema
+from recpipe.errors import DataError, UserError, nearest_or_all, shown
+from recpipe.plugin.tables import SparseFeature
+
+Rows = Annotated[int, Interval(ge=2, le=2**31 - 1)]
+"""Number of rows of a table; row 0 is for missing ids."""
+NO_VALUE = ("",)
+"""Text that is no value, beside null and NaN."""
+KINDS = ("dense", "id", "multi_hot", "sequence")
+SCALES = ("none", "log", "log1p")
+IDS = ("hash", "modulo", "rows")
+OF_KIND = {
+    "dense": ("scale", "default"),
+    "id": ("ids", "rows", "table"),
+    "multi_hot": ("separator", "padding", "ids", "rows", "table"),
+    "sequence": ("separator", "padding", "max_length", "keep", "ids", "rows", "table"),
+}
+"""The keys that a kind has beside those of every feature."""
+
+
+@dataclass(frozen=True)
+class Feature:
+    """One feature, as ``data.features`` describes it.
+
+    - ``column``: where it is; None: in the column of its name.
+    - ``type``: what the values of text are, in CSV for example; ``auto``: whole numbers where all of the
+      first block are written as these are, else text.
+    - ``missing``: further values that are none, as text. Null, NaN and empty text always are.
+    - ``dense``: ``scale`` is ``log`` (sign(x) * log1p(\\|x\\|)), ``log1p`` (of x >= 0) or ``none``;
+      ``default`` stands for missing values, after scaling.
+    - ids: ``hash`` (1 + hash % (rows - 1), missing row 0), ``modulo`` (id % rows), or ``rows``: they are the
+      rows of the table. Features with the same ``table`` share it; its name is the feature's otherwise.
+    - ``multi_hot`` and ``sequence``: lists, or text with a ``separator``. Values of ``padding`` only fill
+      lists up and are left out. A sequence has at most ``max_length`` ids, its ``last`` or ``first``.
+    """
+
+    name: Text
+    kind: Annotated[str, one_of(*KINDS)] = "id"
+    column: Text | None = None
+    type: Annotated[str, one_of("auto", "integer", "text")] = "auto"
+    missing: tuple[Text, ...] = ()
+    scale: Annotated[str, one_of(*SCALES)] = "none"
+    default: float = 0.0
+    ids: Annotated[str, one_of(*IDS)] = "hash"
+    rows: Rows | None = None
+    table: Text | None = None
+    separator: Annotated[str, MinLen(1)] | None = None
+    padding: tuple[Text, ...] = ()
+    max_length: Positive | None = None
+    keep: Annotated[str, one_of("first", "last")] = "last"
+
+    def __post_init__(self) -> None:
+        own = {"name", "kind", "column", "type", "missing", *OF_KIND[self.kind]}
+        for key in fields(self):
+            if key.name not in own and getattr(self, key.name) != key.default:
+                raise UserError(
+                    f"data.features, {shown(self.name)}: a feature of kind {self.kind} has no '{key.name}'; "
+                    f"it has {', '.join(OF_KIND[self.kind])}"
+                )
+
+    @property
+    def source(self) -> str:
+        """The name of its column."""
+        return self.name if self.column is None else self.column
+
+    @property
+    def is_bag(self) -> bool:
+        """Whether a sample has any number of its ids."""
+        return self.kind in ("multi_hot", "sequence")
+
+
+@dataclass(frozen=True)
+class Label:
+    """What a model learns: ``kind`` is one of ``LABEL_KINDS``; None: what the model's loss takes."""
+
+    name: Text
+    column: Text | None = None
+    kind: Annotated[str, one_of(*LABEL_KINDS)] | None = None
+
+    @property
+    def source(self) -> str:
+        """The name of its column."""
+        return self.name if self.column is None else self.column
+
+
+@dataclass(frozen=True)
+class Features:
+    """All features in the order in which batches hold them: dense ones, and those with ids."""
+
+    labels: tuple[Label, ...]
+    dense: tuple[Feature, ...] = ()
+    sparse: tuple[Feature, ...] = ()
+    unread: tuple[str, ...] = field(default=(), compare=False)
+    """Columns that are left out on purpose."""
+
+    def __post_init__(self) -> None:
+        names = [each.name for each in (*self.labels, *self.dense, *self.sparse)]
+        for name in names:
+            if names.count(name) > 1:
+                raise UserError(
+                    f"data.features: '{shown(name)}' is named twice; names are of one feature each"
+                )
+        tables: dict[str, Feature] = {}
+        for feature in self.sparse:
+            table = feature.table or feature.name
+            other = tables.setdefault(table, feature)
+            if (other.rows, other.ids) != (feature.rows, feature.ids):
+                raise UserError(
+                    f"data.features: {shown(other.name)} and {shown(feature.name)} share table "
+                    f"'{shown(table)}' and state different rows or ids for it; state the same for both"
+                )
+
+    @property
+    def columns(self) -> list[str]:
+        """The columns that are read, each once."""
+        return list(dict.fromkeys(each.source for each in (*self.labels, *self.dense, *self.sparse)))
+
+    def schema(self) -> Schema:
+        """The columns of batches; ``DataError`` for a table without rows."""
+        found = []
+        for feature in self.sparse:
+            if feature.rows is None:
+                dotted = "'data.tables={" + feature.name + ": 100000}'"
+                override = dotted if "." in feature.name else f"+data.tables.{shown(feature.name)}=100000"
+                raise DataError(
+                    f"data.tables lacks column '{shown(feature.name)}': state its rows, as in {override}, "
+                    "or one size for all with data.table_rows=N"
+                )
+            found.append(SparseFeature(feature.name, feature.rows))
+        return Schema(tuple(feature.name for feature in self.dense), tuple(found))
+
+    def with_rows(self, tables: Mapping[str, int], rows: int | None) -> Features:
+        """The same, with the rows that ``data.tables`` and ``data.table_rows`` state; ``DataError`` for a
+        table of no feature."""
+        names = [feature.table or feature.name for feature in self.sparse]
+        for name in tables:
+            if name not in names:
+                hint = nearest_or_all(name, names)
+                raise DataError(f"data.tables.{name}: no such column in data.sparse; {hint}")
+        stated = [
+            replace(feature, rows=tables.get(name, feature.rows or rows))
+            for feature, name in zip(self.sparse, names, strict=True)
+        ]
+        return replace(self, sparse=tuple(stated))
+
+
+def short_form(
+    label: str, dense: Iterable[str], sparse: Iterable[str], *, hash_ids: bool, log: bool
+) -> Features:
+    """What the keys ``data.label``, ``data.dense``, ``data.sparse``, ``data.hash_ids`` and
+    ``data.dense_transform`` say."""
+    scale, ids = "log" if log else "none", "hash" if hash_ids else "rows"
+    return Features(
+        (Label(label),),
+        tuple(Feature(name, "dense", scale=scale) for name in dense),
+        tuple(Feature(name, ids=ids) for name in sparse),
+    )
+
+
+def parse_features(values: object, where: str = "data.features") -> Features:
+    """The features of a mapping ``{labels: [...], features: [...]}`` as yaml has it; ``UserError`` names
+    what is wrong."""
+    section = mapping(values, where)
+    for key in section:
+        if key not in ("labels", "features", "unread"):
+            raise UserError(f"{where}: no key '{shown(key)}'; it has labels, features and unread")
+    listed = [typed(Feature, each, f"{where}.features[{n}]") for n, each in enumerate(section["features"])]
+    labels = [_label(each, f"{where}.labels[{n}]") for n, each in enumerate(section["labels"])]
+    return Features(
+        tuple(labels),
+        tuple(feature for feature in listed if feature.kind == "dense"),
+        tuple(feature for feature in listed if feature.kind != "dense"),
+        tuple(map(str, section.get("unread", ()))),
+    )
+
+
+def _label(value: object, where: str) -> Label:
+    return Label(value) if isinstance(value, str) else typed(Label, value, where)
+
+
+def read_features(file: Path) -> Features:
+    """The features of a yaml file; ``UserError`` for one that cannot be used."""
+    try:
+        values: Any = yaml.safe_load(file.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError) as fault:
+        raise UserError(f"data.features={file}: cannot be read ({fault})") from fault
+    except yaml.YAMLError as fault:
+        raise UserError(f"data.features={file}: is not yaml ({shown(fault, 200)})") from fault
+    return parse_features(values, str(file))
+
+
+def with_type(features: Sequence[Feature], name: str, kind: str) -> tuple[Feature, ...]:
+    """``features``, of which the one of this name is of text of this type."""
+    return tuple(replace(f, type=kind) if f.name == name else f for f in features)

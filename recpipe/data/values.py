@@ -1,0 +1,287 @@
+"""What the values of a column say, before anything is learned from them: the keys of ids, and numbers.
+
+The same functions read the columns of files and the values of a request, whatever Arrow type they have: a
+whole number is one id whether a file has it as int8, as a double without a fraction or as a decimal. Missing
+is null, NaN, empty text, and what the feature's ``missing`` lists. A value that is none of what a feature can
+be makes its row bad; a type that cannot be is refused as a whole, with what would help.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+from numpy.typing import NDArray
+
+from recpipe.data.columns import Int64, offsets_of
+from recpipe.data.features import NO_VALUE, Feature
+from recpipe.data.sources.transforms import string_keys
+from recpipe.errors import DataError, shown
+
+Bools = NDArray[np.bool_]
+WHOLE = r"^(0|-?[1-9][0-9]{0,17})$"
+"""Whole numbers as ``type: integer`` takes them: in one way each, and within int64."""
+NUMBER = r"^[+-]?([0-9]+(\.[0-9]*)?|\.[0-9]+)([eE][+-]?[0-9]+)?$"
+EXACT = {pa.float16(): 2**11, pa.float32(): 2**24, pa.float64(): 2**53}
+"""Up to here every whole number is itself in floating point."""
+WHOLE_REMEDY = "is not a whole number that its type holds exactly, as an id must be: make it text or int64"
+
+
+@dataclass
+class Ids:
+    """Keys int64 [n] (unsigned ones from 2**63 on wrap, so that they stay distinct), which of them are
+    ``missing`` and which are ``valid``, bool [n], and the remedy for one that is not."""
+
+    keys: Int64
+    missing: Bools
+    valid: Bools
+    remedy: str = WHOLE_REMEDY
+
+
+@dataclass
+class Bags:
+    """The ids of n samples: those of sample i are ``ids[offsets[i]:offsets[i + 1]]``. ``empty`` bool [n]: the
+    list is missing or has none."""
+
+    ids: Ids
+    offsets: Int64
+    empty: Bools
+
+    def valid(self) -> Bools:
+        """Whether all ids of a sample are valid, bool [n]."""
+        if self.ids.valid.all():
+            return np.ones(len(self.empty), bool)
+        owners = np.searchsorted(self.offsets, np.flatnonzero(~self.ids.valid), "right") - 1
+        return np.bincount(owners, minlength=len(self.empty)) == 0
+
+
+@dataclass
+class Numbers:
+    """Values float64 [n], 0 where they are ``missing`` or not ``valid``, bool [n]."""
+
+    values: NDArray[np.float64]
+    missing: Bools
+    valid: Bools
+
+
+def plain(array: pa.Array) -> pa.Array:
+    """``array`` without dictionaries, views and run-length codes, which say the same in fewer bytes."""
+    kind = array.type
+    if pa.types.is_dictionary(kind):  # whose dictionary could hold nulls and repeats
+        return plain(array.dictionary_decode())
+    if pa.types.is_run_end_encoded(kind):
+        return plain(pc.run_end_decode(array))
+    if kind in (pa.string_view(), pa.binary_view()):
+        return array.cast(pa.large_string() if kind == pa.string_view() else pa.large_binary())
+    if isinstance(array, pa.ExtensionArray):
+        return plain(array.storage)
+    return array
+
+
+def read_ids(array: pa.Array, feature: Feature) -> Ids:
+    """The ids of an array [n], one each. ``TypeError`` for a type that ``refusal`` refuses."""
+    array = plain(array)
+    kind, size = array.type, len(array)
+    if pa.types.is_null(kind):
+        return Ids(np.zeros(size, np.int64), np.ones(size, bool), np.ones(size, bool))
+    if is_text(kind):
+        return _ids_of_text(array, feature)
+    missing = np.asarray(array.is_null())
+    if pa.types.is_floating(kind):
+        floats = pc.fill_null(array, np.nan).to_numpy(zero_copy_only=False).astype(np.float64)
+        missing = np.isnan(floats)
+        valid = missing | ((floats == np.floor(floats)) & (np.abs(floats) <= EXACT[kind]))
+        keys = np.where(valid & ~missing, floats, 0).astype(np.int64)
+    elif pa.types.is_decimal(kind):
+        keys, valid = _whole_decimals(array)
+    elif pa.types.is_integer(kind) or pa.types.is_boolean(kind):
+        whole = pc.fill_null(array.cast(pa.int64(), safe=False), 0)
+        keys, valid = np.asarray(whole.to_numpy(zero_copy_only=False), np.int64), np.ones(size, bool)
+    else:
+        raise TypeError(kind)
+    for value in feature.missing:
+        if (number := _number(value)) is not None:
+            missing = missing | (keys == int(number))
+    return Ids(keys, missing, valid)
+
+
+def _ids_of_text(array: pa.Array, feature: Feature) -> Ids:
+    absent = pc.is_in(array, value_set=pa.array([*NO_VALUE, *feature.missing], array.type), skip_nulls=False)
+    missing = np.asarray(pc.or_(absent, array.is_null()))
+    keys, valid = np.zeros(len(array), np.int64), np.ones(len(array), bool)
+    present = array.filter(pa.array(~missing))
+    if feature.type != "integer":
+        found, valid[~missing] = string_keys(present)
+        keys[~missing] = found.view(np.int64)
+        return Ids(keys, missing, valid, "is not UTF-8, which text must be: write it as text, or as binary")
+    whole = np.asarray(pc.match_substring_regex(present, WHOLE))
+    valid[~missing] = whole
+    keys[~missing & valid] = np.asarray(present.filter(pa.array(whole)).cast(pa.int64()))
+    remedy = "is not a whole number as type: integer takes it; type: text takes any value as it is"
+    return Ids(keys, missing, valid, remedy)
+
+
+def _whole_decimals(array: pa.Array) -> tuple[Int64, Bools]:
+    """Decimals as whole numbers, and which of them are whole and within int64."""
+    low, high = -(2**63), 2**63 - 1
+    floor = pc.floor(array)
+    whole = pc.and_(pc.equal(array, floor), pc.and_(pc.greater_equal(floor, low), pc.less_equal(floor, high)))
+    valid = np.asarray(pc.fill_null(whole, True))
+    keys = np.zeros(len(array), np.int64)
+    good = valid & ~np.asarray(array.is_null())
+    keys[good] = np.asarray(floor.filter(pa.array(good)).cast(pa.int64()))
+    return keys, valid
+
+
+def read_bags(array: pa.Array, feature: Feature) -> Bags:
+    """The ids of an array [n] of lists, or of text in which ``separator`` stands between ids."""
+    array = plain(array)
+    if pa.types.is_null(array.type):
+        array = array.cast(pa.list_(pa.int64()))
+    elif is_text(array.type):
+        array = pc.split_pattern(_emptied(array, feature), pattern=feature.separator)
+    lengths = pc.fill_null(pc.list_value_length(array), 0).to_numpy(zero_copy_only=False).astype(np.int64)
+    ids = read_ids(array.flatten(), feature)
+    if feature.padding:
+        filled = _is_one_of(plain(array.flatten()), ids, feature.padding)
+        ids = Ids(ids.keys[~filled], ids.missing[~filled], ids.valid[~filled], ids.remedy)
+        ends = np.concatenate(([0], np.cumsum(filled)))[offsets_of(lengths)]
+        lengths = lengths - np.diff(ends)
+    if feature.max_length is not None and len(lengths) and lengths.max() > feature.max_length:
+        offsets, cut = offsets_of(lengths), np.minimum(lengths, feature.max_length)
+        starts = offsets[1:] - cut if feature.keep == "last" else offsets[:-1]
+        kept = np.repeat(starts - offsets_of(cut)[:-1], cut) + np.arange(cut.sum())
+        ids, lengths = Ids(ids.keys[kept], ids.missing[kept], ids.valid[kept], ids.remedy), cut
+    return Bags(ids, offsets_of(lengths), lengths == 0)
+
+
+def _emptied(array: pa.Array, feature: Feature) -> pa.Array:
+    """Text of lists with null for what is no value, so that ``""`` has no id instead of an empty one."""
+    none = pc.is_in(array, value_set=pa.array([*NO_VALUE, *feature.missing], array.type))
+    return pc.if_else(none, pa.scalar(None, array.type), array)
+
+
+def _is_one_of(array: pa.Array, ids: Ids, words: tuple[str, ...]) -> Bools:
+    """Where the values of ``array``, whose ``ids`` these are, are one of ``words``."""
+    if is_text(array.type):
+        return np.asarray(pc.fill_null(pc.is_in(array, value_set=pa.array(words, array.type)), False))
+    numbers = [int(number) for word in words if (number := _number(word)) is not None]
+    return np.isin(ids.keys, numbers) & ~ids.missing & ids.valid
+
+
+def read_numbers(array: pa.Array, feature: Feature | None = None) -> Numbers:
+    """The numbers of an array [n]; text must be a decimal number. ``TypeError`` for other types."""
+    array = plain(array)
+    kind, size, declared = array.type, len(array), () if feature is None else feature.missing
+    valid = np.ones(size, bool)
+    if pa.types.is_null(kind):
+        return Numbers(np.zeros(size), np.ones(size, bool), valid)
+    if is_text(kind):
+        absent = pc.is_in(array, value_set=pa.array([*NO_VALUE, *declared], kind), skip_nulls=False)
+        missing = np.asarray(pc.or_(absent, array.is_null()))
+        present = array.filter(pa.array(~missing))
+        good = np.asarray(pc.match_substring_regex(present, NUMBER))
+        valid[~missing] = good
+        values = np.zeros(size)
+        values[~missing & valid] = np.asarray(present.filter(pa.array(good)).cast(pa.float64()))
+        return Numbers(values, missing, valid)
+    if not (is_number(kind) or pa.types.is_boolean(kind)):
+        raise TypeError(kind)
+    values = pc.fill_null(array.cast(pa.float64(), safe=False), np.nan).to_numpy(zero_copy_only=False)
+    missing = np.isnan(values)
+    for word in declared:
+        if (number := _number(word)) is not None:
+            missing = missing | (values == number)
+    return Numbers(np.where(missing, 0.0, values), missing, valid)
+
+
+def whole_text(array: pa.Array, feature: Feature) -> bool:
+    """Whether all values of an array of text are written as whole numbers, and there are some."""
+    array = plain(array)
+    if feature.is_bag:
+        array = pc.split_pattern(_emptied(array, feature), pattern=feature.separator).flatten()
+    none = pa.array([*NO_VALUE, *feature.missing, *feature.padding], array.type)
+    present = array.filter(pc.and_not(array.is_valid(), pc.is_in(array, value_set=none)))
+    return bool(len(present)) and bool(pc.all(pc.match_substring_regex(present, WHOLE)).as_py())
+
+
+def refusal(kind: pa.DataType, feature: Feature) -> str | None:
+    """Why a column of type ``kind`` cannot be ``feature``, and what would help; None: it can."""
+    kind = plain_type(kind)
+    if pa.types.is_null(kind):
+        return None
+    lists = is_list(kind)
+    element = plain_type(kind.value_type) if lists else kind
+    if feature.kind == "dense":
+        if lists:
+            return "a dense feature is one number; name its elements as columns of their own"
+        fits = is_number(kind) or pa.types.is_boolean(kind) or is_text(kind)
+        return None if fits else f"a label or dense column must be numeric or bool{_cast(kind)}"
+    if lists and not feature.is_bag:
+        return "several ids a sample are of kind: multi_hot or sequence"
+    if not lists and feature.is_bag and not is_text(kind):
+        return f"a {feature.kind} column has lists, or text with a separator; kind: id is one id"
+    if not lists and feature.is_bag and feature.separator is None:
+        return "state what stands between its ids, separator: '|' for example"
+    if is_text(element) and feature.ids != "hash" and feature.type != "integer":
+        return "which needs data.hash_ids=true"
+    if is_text(element) or is_number(element) or pa.types.is_boolean(element) or pa.types.is_null(element):
+        return None
+    return f"sparse ids are integers, strings or lists of them{_cast(element)}"
+
+
+def _cast(kind: pa.DataType) -> str:
+    if pa.types.is_timestamp(kind) or pa.types.is_date(kind) or pa.types.is_time(kind):
+        return "; cast it to int64, or to text"
+    return ""
+
+
+def plain_type(kind: pa.DataType) -> pa.DataType:
+    """The type that ``plain`` arrays of type ``kind`` have."""
+    if pa.types.is_dictionary(kind) or pa.types.is_run_end_encoded(kind):
+        return plain_type(kind.value_type)
+    return plain_type(kind.storage_type) if isinstance(kind, pa.BaseExtensionType) else kind
+
+
+def is_text(kind: pa.DataType) -> bool:
+    """Whether a plain type is of strings or bytes."""
+    text = (pa.types.is_string, pa.types.is_large_string, pa.types.is_binary, pa.types.is_large_binary)
+    return any(test(kind) for test in text) or kind in (pa.string_view(), pa.binary_view())
+
+
+def is_list(kind: pa.DataType) -> bool:
+    """Whether a type is of lists."""
+    return bool(pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind))
+
+
+def is_number(kind: pa.DataType) -> bool:
+    """Whether a plain type is of numbers."""
+    return bool(pa.types.is_integer(kind) or pa.types.is_floating(kind) or pa.types.is_decimal(kind))
+
+
+def alike(one: pa.DataType, other: pa.DataType) -> bool:
+    """Whether two types of a column say the same: ids of text have other keys than numbers, and lists are
+    not single values. A column of nulls has no type of its own."""
+    one, other = plain_type(one), plain_type(other)
+    if pa.types.is_null(one) or pa.types.is_null(other):
+        return True
+    if is_list(one) != is_list(other):
+        return False
+    if is_list(one):
+        return alike(one.value_type, other.value_type)
+    return is_text(one) == is_text(other)
+
+
+def _number(word: str) -> float | None:
+    try:
+        return float(word)
+    except ValueError:
+        return None
+
+
+def require_type(file: str, name: str, kind: pa.DataType, feature: Feature) -> None:
+    """``DataError`` for a column whose type cannot be ``feature``."""
+    if reason := refusal(kind, feature):
+        raise DataError(f"{file}, column {shown(name)}: holds {kind}; {reason}")
