@@ -226,7 +226,7 @@ def refusal(kind: pa.DataType, feature: Feature) -> str | None:
     if not lists and feature.is_bag and feature.separator is None:
         return "state what stands between its ids, separator: '|' for example"
     if is_text(element) and feature.ids != "hash" and feature.type != "integer":
-        return "which needs data.hash_ids=true"
+        return "text needs data.hash_ids=true"
     if is_text(element) or is_number(element) or pa.types.is_boolean(element) or pa.types.is_null(element):
         return None
     return f"sparse ids are integers, strings or lists of them{_cast(element)}"

@@ -15,7 +15,7 @@ from recpipe.data import cache, writer
 from recpipe.data import prepared as data_prepared
 from recpipe.data.columns import Columns, bits_of, concatenate
 from recpipe.data.config import CriteoConfig, FileConfig, NpyConfig, ParquetConfig
-from recpipe.data.id_mapper import IdMapper, hash_into
+from recpipe.data.id_mapper import IdMapper, rows_into
 from recpipe.data.make import StreamedDataset, open_dataset, open_source
 from recpipe.data.prepared import Meta, PreparedDataset, check_prepared
 from recpipe.data.schema import Schema
@@ -39,11 +39,12 @@ def test_keys_become_the_rows_of_the_hash(dtype: type, features: int) -> None:
     missing = draw.random(keys.shape) < 0.2
     expected = np.stack([hash_rows(keys[:, i].astype(np.uint64), rows[i]) for i in range(features)])
     out = np.empty((features, 50), np.int64)
-    hash_into(out.reshape(-1), keys.reshape(-1), np.empty(0, np.uint8), rows)
+    rules = np.zeros(features, np.int64)
+    rows_into(out.reshape(-1), keys.reshape(-1), np.empty(0, np.uint8), rows, rules, False)
     assert np.array_equal(out, expected)
     bits = bits_of(missing)
     assert bits is not None
-    hash_into(out.reshape(-1), keys.reshape(-1), bits.reshape(-1), rows)
+    rows_into(out.reshape(-1), keys.reshape(-1), bits.reshape(-1), rows, rules, False)
     assert np.array_equal(out, np.where(missing.T, 0, expected))
 
 
@@ -186,17 +187,17 @@ def test_ids_take_four_bytes_until_one_does_not_fit(
         return Columns(np.zeros(len(ids), np.float32), empty, made, {}, bits_of(made == 5))
 
     parts = [columns(ids) for ids in (list(range(10, 30)), list(range(30)), *more, list(range(20)))]
-    with writer.PreparedWriter(tmp_path / "data", schema, kept="hashed") as out:
+    with writer.PreparedWriter(tmp_path / "data", schema, kept=("hashed",) * 2) as out:
         for part in parts:
             out.append(part)
         meta = out.finish(0)
     assert meta.types["ids.npy"] == f"<{kind}"
     assert Meta.read(tmp_path / "data") == meta
-    check_prepared(tmp_path / "data", schema, (), (), "hashed")
+    check_prepared(tmp_path / "data", schema, (), (), ("hashed",) * 2)
     (batch,) = PreparedDataset(tmp_path / "data", 0.0, schema).batches("train", 1000)
     whole = concatenate(parts)
     expected = hash_rows(whole.ids[:, 0].astype(np.int64).view(np.uint64), 1000)
     expected[whole.ids[:, 0] == 5] = 0
     assert np.array_equal(batch.sparse["b"].values().numpy(), expected)
-    assert np.array_equal(IdMapper(schema, (), "hashed")(whole).ids[:, 1], expected)
+    assert np.array_equal(IdMapper(schema, (), ("hashed",) * 2)(whole).ids[:, 1], expected)
     assert not list(tmp_path.glob("*/*.narrow"))

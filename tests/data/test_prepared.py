@@ -137,7 +137,7 @@ def test_second_run_prepares_nothing(rows, criteo, tmp_path, monkeypatch):
         ("meta.json", lambda whole: b"{}"),
         ("meta.json", lambda whole: b"\xff" + whole),
         ("meta.json", lambda whole: whole.replace(b"C7", b"C8", 1)),
-        ("meta.json", lambda whole: whole.replace(b'"format": 3', b'"format": 1')),
+        ("meta.json", lambda whole: whole.replace(b'"format": 4', b'"format": 1')),
         ("meta.json", lambda whole: whole.replace(b'"rejected_rows": 0', b'"rejected_rows": 1')),
         ("ids.npy", lambda whole: whole[:-4] + b"\1" + whole[-3:]),
     ],
