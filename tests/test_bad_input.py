@@ -228,7 +228,7 @@ def parquet(folder: Path, **columns: list[Any]) -> None:
         ({"user": [1, 2, -3, 4]}, ("row 3", "user", "-3", "[0, 10)", "data.hash_ids=true")),
         ({"user": [1, 10, 3, 4]}, ("row 2", "user", "10", "[0, 10)", "raise data.tables.user")),
         ({"click": [0, 1, 2, 1]}, ("row 3", "click", "2")),
-        ({"price": ["a", "b", "c", "d"]}, ("price", "numeric")),
+        ({"price": ["a", "b", "c", "d"]}, ("row 1", "price", "a is not a number")),
         ({"price": [1.0, float("inf"), 3.0, 4.0]}, ("row 2", "price", "inf")),
     ],
     ids=["negative id", "id out of range", "label 2", "dense words", "dense infinite"],

@@ -9,7 +9,7 @@ import logging
 import os
 import shutil
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Protocol
@@ -33,17 +33,17 @@ class Source(Protocol):
     """Files of one format, read once from beginning to end.
 
     ``blocks`` yields cleaned samples, each time with the share of the input read so far, in [0, 1];
-    ``rejected_rows`` is final when ``blocks`` ends. ``kept`` says what the ids of each sparse feature are, and so what an
-    ``IdMapper`` makes rows of. ``recipe`` holds all settings that they depend on: the rows of tables only
-    where rows of the files are left out for ids beyond them.
+    ``rejected_rows`` is final when ``blocks`` ends. ``kept`` says what the ids of each sparse feature are,
+    and so what an ``IdMapper`` makes rows of. ``recipe`` holds all settings that they depend on: the rows of
+    tables only where rows of the files are left out for ids beyond them.
     """
 
     schema: Schema
     preparation: Preparation
-    kept: Sequence[IdRule]
+    kept: tuple[IdRule, ...]
     recipe: dict[str, Any]
     rejected_rows: int
-    missing: Mapping[str, int]
+    missing: dict[str, int]
     """How many samples have no value of each feature; empty if they are not counted."""
 
     @property

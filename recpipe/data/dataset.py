@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import hashlib
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import islice
+from types import MappingProxyType
 from typing import Literal, TypeVar
 
 import numpy as np
@@ -36,6 +37,8 @@ class Dataset(ABC):
     """The columns; None if they are not known, as for batches of a user's own type."""
     fingerprint: str
     rejected_rows: int = 0
+    missing: Mapping[str, int] = MappingProxyType({})
+    """How many samples have no value of each feature, where that is known and there are some."""
     dropped_samples: int = 0
     """How many training samples ``data.last_batch=drop`` leaves out of every epoch."""
     gives_parts: bool = True

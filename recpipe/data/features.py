@@ -111,7 +111,7 @@ class Features:
     """Columns that are left out on purpose."""
 
     def __post_init__(self) -> None:
-        names = [each.name for each in (*self.labels, *self.dense, *self.sparse)]
+        names = [label.name for label in self.labels] + [f.name for f in (*self.dense, *self.sparse)]
         for name in names:
             if names.count(name) > 1:
                 raise UserError(
@@ -130,7 +130,8 @@ class Features:
     @property
     def columns(self) -> list[str]:
         """The columns that are read, each once."""
-        return list(dict.fromkeys(each.source for each in (*self.labels, *self.dense, *self.sparse)))
+        of_labels = [label.source for label in self.labels]
+        return list(dict.fromkeys(of_labels + [feature.source for feature in (*self.dense, *self.sparse)]))
 
     def schema(self) -> Schema:
         """The columns of batches; ``DataError`` for a table without rows."""

@@ -50,8 +50,8 @@ READERS = 8
 @dataclass(frozen=True)
 class Meta:
     """The content of ``meta.json``: columns by name, those with bags (``multi_hot``) and with text, how the
-    ids of each sparse feature are kept, how many samples have no value of each feature, and for each file its type, the digest of its values, and the CRC-32 of its header and of each
-    block of what follows."""
+    ids of each sparse feature are kept, how many samples have no value of each feature, and for each file its
+    type, the digest of its values, and the CRC-32 of its header and of each block of what follows."""
 
     dense: tuple[str, ...]
     sparse: tuple[str, ...]
@@ -265,7 +265,7 @@ class PreparedDataset(NumberedDataset):
         meta = Meta.read(directory)
         super().__init__(meta.samples, eval_fraction)
         self.schema, self.rejected_rows = schema, meta.rejected_rows
-        self.missing = meta.missing
+        self.missing = {name: count for name, count in meta.missing.items() if count}
         self._mapped = _Mapped(directory, meta)
         self._to_rows = IdMapper(schema, meta.multi_hot, cast(tuple[IdRule, ...], meta.kept))
         self._make = BatchMaker(schema, meta.multi_hot)

@@ -126,12 +126,11 @@ def _separator_hint(file: InputFile, names: Sequence[str]) -> str:
     mark = max(counts, key=lambda m: counts[m])
     if not counts[mark]:
         return ""
-    return f"its header is one column with {counts[mark]} times '{shown(mark)}': pass data.separator='{shown(mark)}'"
+    shows = shown(mark)
+    return f"its header is one column with {counts[mark]} times '{shows}': pass data.separator='{shows}'"
 
 
-def input_files(
-    path: Any, kind: Format | None = None, rules: TextRules = PLAIN
-) -> tuple[InputFile, ...]:
+def input_files(path: Any, kind: Format | None = None, rules: TextRules = PLAIN) -> tuple[InputFile, ...]:
     """The files that ``path`` means, in time order: a file, a folder, a pattern such as ``day_*.csv``, or a
     list of these, which keeps its order.
 
@@ -357,10 +356,11 @@ class _Csv:
                     f"{file}: data.columns names {len(rules.columns)} columns and the first row has "
                     f"{len(first)}, split by '{shown(separator)}'"
                 )
-            header = first == list(rules.columns) if rules.header is None else rules.header
-            return separator, header, list(rules.columns)
-        header = rules.header
-        if header is None:
+            named = first == list(rules.columns) if rules.header is None else rules.header
+            return separator, named, list(rules.columns)
+        if rules.header is not None:
+            header = rules.header
+        else:
             header = not any(re.fullmatch(r"\s*[-+.\d][-+.\deE]*\s*", cell) for cell in first)
             if not header:
                 log.info("%s: no header, for its first row has numbers: columns are c0, c1 ...", file)
@@ -373,14 +373,14 @@ class _Csv:
     @staticmethod
     def blocks(file: InputFile, columns: Sequence[str]) -> Iterator[Block]:
         separator, header, names = _Csv.layout(file)
-        quote = file.rules.quote
+        quote = (file.rules.quote or "").encode()
         convert = pa.csv.ConvertOptions(
             column_types=dict.fromkeys(names, pa.string()),
             include_columns=list(columns),
             strings_can_be_null=False,
         )
         row = 0
-        for text, share in text_blocks(file, quote.encode() if quote else None):
+        for text, share in text_blocks(file, quote or None):
             bad: list[pa.csv.InvalidRow] = []
 
             def note(found: pa.csv.InvalidRow, into: list[pa.csv.InvalidRow] = bad) -> str:
@@ -389,8 +389,8 @@ class _Csv:
 
             parse = pa.csv.ParseOptions(
                 delimiter=separator,
-                quote_char=quote or False,
-                newlines_in_values=bool(quote) and quote.encode() in text,
+                quote_char=file.rules.quote or False,
+                newlines_in_values=bool(quote) and quote in text,
                 invalid_row_handler=note,
             )
             # Two parts of a block are parsed at the same time.
@@ -400,7 +400,7 @@ class _Csv:
             try:
                 table = pa.csv.read_csv(pa.BufferReader(text), read, parse, convert)
             except READ_FAULTS as error:
-                raise _text_fault(file, text, row, bad, error) from error
+                raise _text_fault(file, text, row - int(header and not row), bad, error) from error
             for batch in table.combine_chunks().to_batches():
                 yield Block(row + 1, batch, share)
                 row += len(batch)
@@ -409,6 +409,7 @@ class _Csv:
 def _text_fault(
     file: InputFile, text: bytes, row: int, bad: Sequence[pa.csv.InvalidRow], error: BaseException
 ) -> DataError:
+    """What is wrong in text, before which there are ``row`` rows (-1: its first line has names)."""
     if bad:
         at = text.find(bad[0].text.encode())
         line = row + text.count(b"\n", 0, max(0, at)) + 1
@@ -417,14 +418,15 @@ def _text_fault(
             f"('{shown(bad[0].text)}'); quote what holds the separator, or correct data.separator"
         )
     if "UTF8" in str(error) or "UTF-8" in str(error):
-        for number, line in enumerate(text.split(b"\n"), row + 1):
+        for number, content in enumerate(text.split(b"\n"), row + 1):
             try:
-                line.decode()
+                content.decode()
             except UnicodeDecodeError:
                 return DataError(
-                    f"{file}, row {number}: '{shown(line)}' is not UTF-8; pass data.encoding=latin-1, for example"
+                    f"{file}, row {number}: '{shown(content)}' is not UTF-8; "
+                    "pass data.encoding=latin-1, for example"
                 )
-    return DataError(f"{file}: cannot be read after row {row} ({shown(error, 200)})")
+    return DataError(f"{file}: cannot be read after row {max(0, row)} ({shown(error, 200)})")
 
 
 def _cells(line: str, separator: str, quote: str | None) -> list[str]:
@@ -478,8 +480,8 @@ class _Json:
                 table = pa.json.read_json(pa.BufferReader(text), read, parse)
             except READ_FAULTS as error:
                 raise DataError(
-                    f"{file}: cannot be read after row {row} ({shown(error, 200)}); a value has the type that "
-                    "its column has in the first rows"
+                    f"{file}: cannot be read after row {row} ({shown(error, 200)}); a value has the type "
+                    "that its column has in the first rows"
                 ) from error
             for batch in table.combine_chunks().to_batches():
                 yield Block(row + 1, batch.select(list(columns)), share)

@@ -54,7 +54,7 @@ class Bags:
         if self.ids.valid.all():
             return np.ones(len(self.empty), bool)
         owners = np.searchsorted(self.offsets, np.flatnonzero(~self.ids.valid), "right") - 1
-        return np.bincount(owners, minlength=len(self.empty)) == 0
+        return np.asarray(np.bincount(owners, minlength=len(self.empty)) == 0)
 
 
 @dataclass

@@ -38,6 +38,8 @@ class DataFigures:
     rows are looked up at once."""
     skipped_samples: int = 0
     """How many of the samples a plugin's skipper left out of their batches."""
+    missing: dict[str, int] = field(default_factory=dict)
+    """How many samples of the files have no value of each feature, held-out ones included."""
 
 
 @dataclass

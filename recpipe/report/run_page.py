@@ -117,7 +117,9 @@ def _sections(report: Mapping[str, Any]) -> Iterator[Section]:
         "input rows left out as bad": "rejected_rows",
         "samples of a short last batch left out": "dropped_samples",
     }
-    yield Section("Data", [pairs([(name, figures.count(data[key])) for name, key in samples.items()])])
+    told = [(name, figures.count(data[key])) for name, key in samples.items()]
+    told += [(f"without a value of {name}", figures.count(n)) for name, n in data.get("missing", {}).items()]
+    yield Section("Data", [pairs(told)])
     assembly = _assembly(report["assembly"])
     yield Section("Assembly: who owns what", [pairs(assembly)] if assembly else [])
     yield environment(report["environment"])

@@ -84,6 +84,7 @@ def summarize(training: Training, finished: Finished, command_line: Sequence[str
             dataset.dropped_samples,
             module.model.late_calls,
             recorder.skipped_samples,
+            dict(dataset.missing),
         ),
         throughput=replace(
             recorder.throughput(finished.written_back),

@@ -292,9 +292,9 @@ def test_a_column_of_another_kind_is_refused(answers: Answers, tmp_path: Path) -
 def test_bad_rows_name_file_row_column_and_value(answers: Answers, tmp_path: Path) -> None:
     table = clicks(50, 4)
     prices = table.column("price").to_numpy().copy()
-    prices[31] = np.nan
-    file = put(table.set_column(2, "price", pa.array(prices)), tmp_path / "nan.parquet")
-    with pytest.raises(DataError, match=r"nan\.parquet, row 32, column price: nan is not a finite number"):
+    prices[31] = np.inf
+    file = put(table.set_column(2, "price", pa.array(prices)), tmp_path / "inf.parquet")
+    with pytest.raises(DataError, match=r"inf\.parquet, row 32, column price: inf is not a finite"):
         recpipe.evaluate(answers.folder, file, quiet=True)
     with pytest.raises(DataError, match=r"no column 'click'"):
         recpipe.evaluate(

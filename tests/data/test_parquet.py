@@ -11,9 +11,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from recpipe.data import records as module
 from recpipe.data.config import ParquetConfig
 from recpipe.data.make import open_dataset
-from recpipe.data import records as module
 from recpipe.errors import DataError, UserError
 
 from .conftest import MASK, mix

@@ -45,7 +45,7 @@ class CriteoSource:
         self.schema = criteo_schema(tables)
         self.multi_hot: tuple[str, ...] = ()
         self.preparation = Preparation("hashed", "signed_log")
-        self.kept: tuple[IdRule, ...] = ("hashed",) * len(SPARSE)
+        self.kept: tuple[IdRule, ...] = tuple("hashed" for _ in SPARSE)
         self.missing: dict[str, int] = {}
         self.recipe: dict[str, Any] = {"source": "criteo", "skip": skip_bad_rows}
         self.rejected_rows = 0

@@ -52,7 +52,7 @@ class FilesSource:
         self.preparation = Preparation.of(self.features)
         self.kept: tuple[IdRule, ...] = tuple(_KEPT[f.ids] for f in self.features.sparse)
         self.rejected_rows = 0
-        self.missing = {f.name: 0 for f in (*self.features.dense, *self.features.sparse)}
+        self.missing: dict[str, int] = {f.name: 0 for f in (*self.features.dense, *self.features.sparse)}
         """How many samples have no value of each feature, so far."""
         described = replace(
             self.features, sparse=tuple(replace(f, rows=None, table=None) for f in self.features.sparse)
