@@ -38,7 +38,7 @@ from recpipe.backend.choices import Host  # noqa: E402
 from recpipe.backend.convert import convert  # noqa: E402
 from recpipe.backend.matmul import float32_products  # noqa: E402
 from recpipe.common.timing import median_seconds  # noqa: E402
-from recpipe.tables.padded import padded  # noqa: E402
+from recpipe.tables.padded import marked  # noqa: E402
 
 FEATURES, DENSE = 26, 13
 BOTTOM, TOP = (512, 256, 64), (512, 256)
@@ -86,7 +86,7 @@ class Step:
         self.parameters = list(self.model.parameters())
 
     def __call__(self) -> None:
-        rows = padded(self.wide, self.room) if self.room else self.wide.detach()
+        rows = marked(self.wide[:, self.room :]) if self.room else self.wide.detach()
         rows.requires_grad_()
         out = self.model(self.dense, rows)
         loss = nn.functional.binary_cross_entropy_with_logits(out, self.labels)

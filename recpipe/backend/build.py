@@ -83,7 +83,7 @@ class Backend:
             convert(module, choices, measured_only=self.kind == "auto")
         for proxy in map(module.get_submodule, padded_paths(module)):
             if isinstance(proxy, BagProxy):
-                proxy.wants_padding = True
+                proxy.padded = proxy.takes_padding
 
     def _made(self, count: int) -> Cores | None:
         first_share = partial(Chooser(self.choices, True).first_share, self._name)

@@ -86,21 +86,19 @@ def padded_paths(model: nn.Module) -> set[str]:
     return {f"{path}.{_COLLECTION}" if path else _COLLECTION for path in found}
 
 
-def precision(device: str = "cpu") -> torch.dtype | None:
-    """The type of matrix products here: float32, or bfloat16 under autocast; None: any other."""
+def _computes(device: str = "cpu") -> torch.dtype | None:
+    """The type of matrix products here: float32, or bfloat16 under autocast. None: any other, or modules are
+    not called normally, but traced or watched."""
+    if (
+        torch_module._has_any_global_hook()  # type: ignore[no-untyped-call]
+        or torch.compiler.is_compiling()
+        or torch.jit.is_tracing()  # type: ignore[attr-defined, no-untyped-call]
+        or private_api.functorch_is_active()
+    ):
+        return None
     if not torch.is_autocast_enabled(device):
         return torch.float32
     return torch.bfloat16 if torch.get_autocast_dtype(device) == torch.bfloat16 else None
-
-
-def _runs() -> bool:
-    """Whether modules are called normally, and not being traced."""
-    return (
-        not torch_module._has_any_global_hook()  # type: ignore[no-untyped-call]
-        and not torch.compiler.is_compiling()
-        and not torch.jit.is_tracing()  # type: ignore[attr-defined, no-untyped-call]
-        and not private_api.functorch_is_active()
-    )
 
 
 def _fits(x: Any, ndim: int = 2, *types: torch.dtype, device: str = "cpu") -> bool:
@@ -116,8 +114,8 @@ def _fits(x: Any, ndim: int = 2, *types: torch.dtype, device: str = "cpu") -> bo
 
 def _chains(module: nn.Module, chooser: Chooser, steps: KnownSteps, input: Any) -> Any:
     """The ``forward`` of a linear layer, a ``Perceptron``, an ``MLP`` or a ``Sequential``."""
-    dtype = precision()
-    found = steps() if dtype is not None and _runs() else []
+    dtype = _computes()
+    found = [] if dtype is None else steps()
     if dtype is None or not found:
         return type(module).forward(module, input)
     x = input
@@ -151,10 +149,9 @@ def _fits_chain(layers: Chain, x: Any, dtype: torch.dtype) -> bool:
 def _interaction(module: Any, chooser: Chooser | None, dense_features: Any, sparse_features: Any) -> Any:
     """The ``forward`` of ``InteractionArch``; without a ``chooser`` on a GPU."""
     dense, sparse, device = dense_features, sparse_features, "cuda" if chooser is None else "cpu"
-    dtype = precision(device)
+    dtype = _computes(device)
     if (
-        _runs()
-        and dtype is not None
+        dtype is not None
         and _fits(dense, 2, dtype, device=device)
         and _fits(sparse, 3, device=device)
         and sparse.shape == (len(dense), module.F, dense.shape[1])
@@ -168,8 +165,7 @@ def _cross_net(module: Any, chooser: Chooser, input: Any) -> Any:
     """The ``forward`` of ``LowRankCrossNet``."""
     parameters = [*module.W_kernels, *module.V_kernels, *module.bias]
     if (
-        _runs()
-        and precision() is torch.float32
+        _computes() is torch.float32
         and _fits(input)
         and all(_fits(p, p.ndim) for p in parameters)
         and chooser.pays(f"cross {input.shape[1]}-{module._low_rank} x{module._num_layers}", len(input))
@@ -180,8 +176,7 @@ def _cross_net(module: Any, chooser: Chooser, input: Any) -> Any:
 
 def _factorization_machine(module: Any, chooser: Chooser, embeddings: Any) -> Any:
     """The ``forward`` of ``FactorizationMachine``, which joins a list of tensors; often there is only one."""
-    fits = precision() is torch.float32 and all(type(x) in _PLAIN_TENSORS for x in embeddings)
-    if fits and _runs():
+    if _computes() is torch.float32 and all(type(x) in _PLAIN_TENSORS for x in embeddings):
         parts = [x.flatten(1) for x in embeddings]
         flat = parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
         if _fits(flat):
@@ -192,7 +187,7 @@ def _factorization_machine(module: Any, chooser: Chooser, embeddings: Any) -> An
 
 def _deep_fm(module: Any, chooser: Chooser, embeddings: Any) -> Any:
     """The ``forward`` of ``DeepFM``; a single tensor is not joined, which would copy it."""
-    if _runs() and len(embeddings) == 1 and _fits(embeddings[0]):
+    if _computes() is not None and len(embeddings) == 1 and _fits(embeddings[0]):
         return module.dense_module(embeddings[0])
     return type(module).forward(module, embeddings)
 
@@ -202,7 +197,7 @@ def _fm_interaction(module: Any, chooser: Chooser, dense_features: Any, sparse_f
     before."""
     members = module.deep_fm, module.fm
     if (
-        _runs()
+        _computes() is not None
         and _fits(dense_features)
         and module.sparse_feature_names
         and sparse_features.keys() == module.sparse_feature_names
@@ -220,7 +215,7 @@ def _sparse(module: Any, chooser: Chooser | None, features: Any) -> Any:
 
     If they have padding in front, it is passed on to the interaction.
     """
-    if not _runs():
+    if _computes("cpu" if chooser is not None else "cuda") is None:
         return type(module).forward(module, features)
     pooled = module.embedding_bag_collection(features)
     if list(pooled.keys()) != module.sparse_feature_names:

@@ -48,8 +48,11 @@ def chain(
     x [B, in_features of the first] -> ``dtype`` [B, out_features of the last]. Matrices are multiplied in
     ``dtype``; weights and their gradients are float32.
     """
-    parameters = [p for layer in layers for p in (layer.linear.weight, layer.linear.bias)]
-    relus = [layer.relu for layer in layers]
+    parameters: list[torch.Tensor | None] = []
+    relus: list[bool] = []
+    for linear, relu in layers:
+        parameters += (linear.weight, linear.bias)
+        relus.append(relu)
     if not torch.is_grad_enabled():
         with phase("MLP forward"):
             return _outputs(x, relus, onednn, dtype, parameters)[0][-1]
@@ -72,23 +75,6 @@ def interact(bottom: torch.Tensor, pooled: torch.Tensor, padding: bool) -> torch
     return out
 
 
-def _affine(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, relu: bool, onednn: bool
-) -> torch.Tensor:
-    """x W^T + b, then ReLU if asked for."""
-    low = x.dtype == torch.bfloat16
-    out: torch.Tensor
-    if not onednn or (low and not private_api.onednn_takes_bfloat16()):
-        out = torch.mm(x, weight.t()) if bias is None else torch.addmm(bias, x, weight.t())
-        return out.relu_() if relu else out
-    # The operator that TorchInductor emits: it adds the bias as it writes, where ``addmm`` first copies it.
-    # Its ReLU turns NaN into 0, which would hide it; its leaky ReLU does not. In bfloat16, where a pass over
-    # the output is slow, a negligible slope is accepted for that.
-    leaky = ("leaky_relu", [LEAK], "") if low and relu else ("none", [], "")
-    out = private_api.linear_pointwise(x, weight, bias, *leaky)
-    return out.relu_() if relu and not low else out
-
-
 def _weight_gradient(gradient: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
     """gradient^T x, float32 [out, in]."""
     by_mkl = torch.get_float32_matmul_precision() == "highest"
@@ -107,13 +93,23 @@ def _outputs(
     parameters: Sequence[torch.Tensor | None],
 ) -> tuple[list[torch.Tensor], Sequence[torch.Tensor | None]]:
     """x and each layer's output in ``dtype``, and the ``parameters`` in it, a weight and a bias a layer."""
+    low = dtype == torch.bfloat16
     if dtype != torch.float32:
         x, parameters = x.to(dtype), [None if p is None else p.to(dtype) for p in parameters]
     outputs = [x]
-    for layer, kind in enumerate(zip(relus, onednn, strict=True)):
-        weight, bias = parameters[2 * layer : 2 * layer + 2]
+    for relu, own, weight, bias in zip(relus, onednn, parameters[0::2], parameters[1::2], strict=True):
         assert weight is not None
-        outputs.append(_affine(outputs[-1], weight, bias, *kind))
+        if own and (not low or private_api.onednn_takes_bfloat16()):
+            # The operator that TorchInductor emits: it adds the bias as it writes, where ``addmm`` first
+            # copies it. Its ReLU turns NaN into 0, which would hide it; its leaky ReLU does not. In bfloat16,
+            # where a pass over the output is slow, a negligible slope is accepted for that.
+            leaky = ("leaky_relu", [LEAK], "") if low and relu else ("none", [], "")
+            x = private_api.linear_pointwise(x, weight, bias, *leaky)
+            x = x.relu_() if relu and not low else x
+        else:
+            x = torch.mm(x, weight.t()) if bias is None else torch.addmm(bias, x, weight.t())
+            x = x.relu_() if relu else x
+        outputs.append(x)
     return outputs, parameters
 
 

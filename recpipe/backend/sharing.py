@@ -14,7 +14,6 @@ from time import perf_counter
 from typing import Any
 
 import torch
-from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from recpipe.backend.calibrate import sizes
 from recpipe.backend.choices import FIRST_SHARES, Choices, Notebook
@@ -27,7 +26,7 @@ from recpipe.pipeline.batch import InFlight
 from recpipe.pipeline.parts import same_random_numbers
 from recpipe.pipeline.placed import PlacedModel
 from recpipe.pipeline.step import Cores, StepTimes, accumulate
-from recpipe.tables.inputs import count_ids
+from recpipe.tables.inputs import GroupIds
 from recpipe.tables.proxy import CollectionProxy
 from recpipe.tables.resident import ResidentCollection, with_few_rows, within
 
@@ -77,7 +76,8 @@ def measured_sharing(model: PlacedModel, batch: Any, size: int, folder: Path) ->
 def signature(model: PlacedModel, batch: Any) -> str:
     """A name for models that take equally long: with the same modules and sizes and the same number of
     ids. What stands in place of the tables' modules is told by the groups, whatever recpipe calls it."""
-    ids = count_ids(model.inputs.each(batch)) // max(1, batch_size(batch))
+    each = model.inputs.each(batch)
+    ids = sum(own.values().numel() for own in each if own is not None) // max(1, batch_size(batch))
     modules = [
         (path, type(module).__qualname__)
         for path, module in model.module.named_modules()
@@ -104,15 +104,17 @@ def _faster(model: PlacedModel, tables: Callable[[], list[ResidentCollection]], 
     """``openmp``, or one of ``FIRST_SHARES``: steps of ``batch`` with temporary ``tables`` in place of the
     model's own."""
     count, dense, copied = torch.get_num_threads(), model.dense, model.copied()
-    each = zip(tables(), model.inputs.each(batch), strict=True)
+    few, given = tables(), model.inputs.each(batch)
     # Ids within the rows of the temporary tables.
-    looked_up = [(own, None if ids is None else within(ids, own.tables)) for own, ids in each]
+    ids = tuple(
+        None if own is None else within(own, each.tables) for each, own in zip(few, given, strict=True)
+    )
 
     shared = {name: Cores(count, partial(_always, first)) for name, first in FIRST_SHARES.items()}
     try:
         with same_random_numbers():
             ways = (None, *shared.values())
-            runs = [partial(_train, copied, batch, looked_up, cores) for cores in ways]
+            runs = [partial(_train, copied, batch, few, ids, cores) for cores in ways]
             openmp, *times = median_seconds(runs, ROUNDS, most=MOST_SECONDS)
     finally:
         for cores in shared.values():
@@ -129,13 +131,14 @@ def _faster(model: PlacedModel, tables: Callable[[], list[ResidentCollection]], 
 def _train(
     model: PlacedModel,
     batch: Any,
-    looked_up: Sequence[tuple[ResidentCollection, KeyedJaggedTensor | None]],
+    tables: Sequence[ResidentCollection],
+    ids: GroupIds,
     cores: Cores | None,
 ) -> None:
     for parameter in model.dense:
         parameter.grad = None
-    taken = InFlight(batch)
-    taken.take_in([None if ids is None else own.input_dist(ids) for own, ids in looked_up])
+    taken = InFlight(batch, ids=ids)
+    taken.take_in(tables)
     accumulate(model, taken, StepTimes(), cores)
 
 

@@ -49,9 +49,8 @@ class Called:
         """Key, attribute or position of the prediction in the output; None: recpipe finds it."""
         self.low_precision = low_precision
         """Whether matrix products are computed in bfloat16."""
-        parameters = _named_parameters(module)
-        self._parameters = [*parameters]
-        self._required = [name for name, p in parameters.items() if p.default is p.empty]
+        self._parameters = {name: p.default is p.empty for name, p in _named_parameters(module).items()}
+        """Of each parameter of ``forward``, whether it must be given."""
 
     @classmethod
     def of(cls, module: nn.Module, config: UserModel) -> Called:
@@ -65,9 +64,24 @@ class Called:
         Raises ``UserError`` if batch, module, output and labels do not fit together.
         """
         own, output = self.output(batch)
-        if own is None:
-            return self._loss(output, batch), output
-        return (torch.nan_to_num(own) if _is_empty(batch) else own), output
+        if own is not None:
+            return (torch.nan_to_num(own) if _is_empty(batch) else own), output
+        if isinstance(self.loss, Loss):
+            labels = self._labels(batch, self.labels)
+            return self.loss(self._predicted(output), labels), output
+        if not isinstance(output, Mapping):
+            raise UserError(
+                f"model.loss has one for each of {', '.join(self.loss)}, so the model must return a mapping "
+                f"of these names, not a {type(output).__name__}"
+            )
+        total: list[torch.Tensor] = []
+        for name, loss in self.loss.items():
+            if name not in output:
+                raise UserError(
+                    f"model.loss.{name}: the model returns no '{name}'; {nearest_or_all(name, output)}"
+                )
+            total.append(loss(output[name], self._labels(batch, f"{self.labels}.{name}")))
+        return torch.stack(total).sum(), output
 
     def judge(self, batch: Any) -> tuple[torch.Tensor, tuple[torch.Tensor, torch.Tensor] | None]:
         """The loss, and the prediction and its labels for the quality figures, float32 [B] each.
@@ -75,8 +89,7 @@ class Called:
         The latter are None if there is not one predicted value and label for each sample and the recipe does
         not say which they are.
         """
-        own, output = self.output(batch)
-        loss = self._loss(output, batch) if own is None else own
+        loss, output = self(batch)
         try:
             prediction, labels = self.prediction(output), self.labels_of(batch)
         except UserError:
@@ -98,13 +111,29 @@ class Called:
 
     def output(self, batch: Any) -> tuple[torch.Tensor | None, Any]:
         """What the module returns: its own loss, if it gives one, and its output. No labels are needed."""
-        arguments = self._arguments(batch)
+        # Parts of the batch by the names of ``forward``'s parameters, unless it takes the batch itself.
+        arguments: dict[str, Any] = {}
+        absent, required = list[str](), 0
+        for name, must in self._parameters.items():
+            part = _part(batch, name)
+            if part is not _ABSENT:
+                arguments[name] = part
+            elif must:
+                absent.append(name)
+            required += must
+        first = next(iter(self._parameters), None)
+        takes_batch = (absent or first not in arguments) and required <= 1 and len(absent) == required
+        if absent and not takes_batch:
+            raise UserError(
+                f"{type(self.module).__name__}.forward takes '{absent[0]}', which the batch "
+                f"({type(batch).__name__}) does not have; {nearest_or_all(absent[0], _names(batch))}"
+            )
         precision: AbstractContextManager[None] = nullcontext()
         if self.low_precision or any(map(torch.is_autocast_enabled, ("cpu", "cuda"))):
             device = next((p.device.type for p in self.module.parameters() if not p.is_meta), "cpu")
             precision = torch.autocast(device, torch.bfloat16, enabled=self.low_precision)
         with precision:
-            returned = self.module(batch) if arguments is None else self.module(**arguments)
+            returned = self.module(batch) if takes_batch else self.module(**arguments)
         if isinstance(returned, list | tuple) and len(returned) == 2 and _is_scalar(returned[0]):
             return returned[0], returned[1]
         if _is_scalar(returned):
@@ -130,7 +159,7 @@ class Called:
         """
         found = self._predicted(output).detach()
         loss = self._predicted_loss()
-        found = vector(found if loss is None else loss.logits(found))
+        found = vector(found if loss is None or loss.logits is None else loss.logits(found))
         if found.dim() != 1:
             raise UserError(f"the model's prediction is {list(found.shape)}, not [B] or [B, 1]; {_REMEDY}")
         return found.float()
@@ -148,40 +177,6 @@ class Called:
         if isinstance(self.loss, Mapping):
             name = f"{name}.{self.key or next(iter(self.loss))}"
         return vector(self._labels(batch, name)).float()
-
-    def _arguments(self, batch: Any) -> dict[str, Any] | None:
-        """Parts of the batch by the names of ``forward``'s parameters; None: ``forward`` takes the batch
-        itself."""
-        found = {name: _part(batch, name) for name in self._parameters}
-        absent = [name for name in self._required if found[name] is _ABSENT]
-        takes_batch = absent or not found or found[self._parameters[0]] is _ABSENT
-        if takes_batch and len(self._required) <= 1 and len(absent) == len(self._required):
-            return None
-        if absent:
-            raise UserError(
-                f"{type(self.module).__name__}.forward takes '{absent[0]}', which the batch "
-                f"({type(batch).__name__}) does not have; {nearest_or_all(absent[0], _names(batch))}"
-            )
-        return {name: part for name, part in found.items() if part is not _ABSENT}
-
-    def _loss(self, output: Any, batch: Any) -> torch.Tensor:
-        """The loss of the output, or the sum of the losses of all labels."""
-        if not isinstance(self.loss, Mapping):
-            labels = self._labels(batch, self.labels)
-            return self.loss(self._predicted(output), labels)
-        if not isinstance(output, Mapping):
-            raise UserError(
-                f"model.loss has one for each of {', '.join(self.loss)}, so the model must return a mapping "
-                f"of these names, not a {type(output).__name__}"
-            )
-        total: list[torch.Tensor] = []
-        for name, loss in self.loss.items():
-            if name not in output:
-                raise UserError(
-                    f"model.loss.{name}: the model returns no '{name}'; {nearest_or_all(name, output)}"
-                )
-            total.append(loss(output[name], self._labels(batch, f"{self.labels}.{name}")))
-        return torch.stack(total).sum()
 
     def _labels(self, batch: Any, path: str) -> torch.Tensor:
         found, at = batch, "the batch"

@@ -22,21 +22,6 @@ Function = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 VALUES = "for values there are model.loss=mean_squared_error, mean_absolute_error, huber and poisson"
 
 
-def _require_rates(labels: torch.Tensor, name: str) -> None:
-    """Check labels on a CPU; looking at a GPU's would wait for it. NumPy looks, which no trace of torch's
-    operators sees."""
-    if labels.device.type == "cpu" and labels.numel() and not labels.requires_grad:
-        values = labels.numpy()
-        if values.min() < 0 or values.max() > 1:
-            raise UserError(f"model.loss={name}: a label is not within [0, 1]; {VALUES}")
-
-
-def _click_loss(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-    """The loss of logits. ``UserError`` for labels beyond 0 and 1, with which it would fall without end."""
-    _require_rates(labels, "binary_cross_entropy")
-    return F.binary_cross_entropy_with_logits(logits, labels)
-
-
 def _class_loss(scores: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
     """The loss of ``scores`` [B, classes]. ``UserError`` for a label that is none of the classes."""
     try:
@@ -58,7 +43,6 @@ def _probability_loss(prediction: torch.Tensor, labels: torch.Tensor) -> torch.T
         )
     if not bool(prediction.isfinite().all()):
         return prediction.sum()
-    _require_rates(labels, "binary_cross_entropy_of_probabilities")
     return F.binary_cross_entropy(prediction, labels)
 
 
@@ -70,8 +54,10 @@ class Loss:
     function: Function
     shapes: Literal["same", "classes", "any"] = "same"
     """``classes``: labels are class numbers [B], predictions [B, classes]; ``any``: the function checks."""
-    logits: Callable[[torch.Tensor], torch.Tensor] = lambda prediction: prediction
-    """Converts a prediction."""
+    logits: Callable[[torch.Tensor], torch.Tensor] | None = None
+    """Converts a prediction; None: it is one."""
+    rates: bool = False
+    """Whether labels must be within [0, 1], beyond which the loss would fall without end."""
     kind: Kind = "clicks"
     """The kind of prediction, which decides the figures of quality; ``clicks``: only if labels are 0/1."""
 
@@ -101,6 +87,12 @@ class Loss:
         values = values.float()
         if not wanted.shape[0]:
             return values.sum() * 0.0
+        if self.rates and wanted.numel() and wanted.device.type == "cpu" and not wanted.requires_grad:
+            # On a CPU alone: looking at a GPU's would wait for it. NumPy looks, which no trace of torch's
+            # operators sees.
+            given = wanted.numpy()
+            if given.min() < 0 or given.max() > 1:
+                raise UserError(f"model.loss={self.name}: a label is not within [0, 1]; {VALUES}")
         loss = self.function(values, wanted)
         if not isinstance(loss, torch.Tensor) or loss.dim():
             what = list(loss.shape) if isinstance(loss, torch.Tensor) else type(loss).__name__
@@ -122,11 +114,12 @@ def _two_class_logit(scores: torch.Tensor) -> torch.Tensor:
 LOSSES: dict[str, Loss] = {
     loss.name: loss
     for loss in (
-        Loss("binary_cross_entropy", _click_loss),
+        Loss("binary_cross_entropy", F.binary_cross_entropy_with_logits, rates=True),
         Loss(
             "binary_cross_entropy_of_probabilities",
             _probability_loss,
             logits=lambda prediction: torch.logit(prediction.float(), eps=torch.finfo(torch.float32).eps),
+            rates=True,
         ),
         Loss("cross_entropy", _class_loss, "classes", logits=_two_class_logit),
         Loss("mean_squared_error", F.mse_loss, kind="values"),

@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import repeat
 from typing import Any
 
 import numpy as np
@@ -22,7 +23,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from recpipe.common.device import arrived
 from recpipe.common.timing import phase
 from recpipe.data.parts import batch_size, leaves, on_gpu
-from recpipe.tables.group_rows import GroupRows, Scale
+from recpipe.tables.group_rows import GroupRows, GroupTables, Scale
 from recpipe.tables.inputs import GroupIds
 from recpipe.tables.proxy import CollectionProxy, same_ids
 from recpipe.tables.workers import TableWorkers
@@ -68,7 +69,7 @@ class InFlight:
     copied: torch.cuda.Event | None = None
     """The end of its copy to a GPU, on the loader's stream; None: there is nothing to wait for."""
 
-    groups: Sequence[GroupRows | None] | None = field(default=None, init=False)
+    groups: list[GroupRows | None] | None = field(default=None, init=False)
     """Its rows in each group of tables; None for a group whose ids the model makes. None altogether before it
     is taken in and after its update."""
     rows: list[GroupRows] = field(default_factory=list, init=False)
@@ -89,11 +90,18 @@ class InFlight:
         self.looked_up: Future[None] = Future()
         """Done once its rows may be handed out, also to parts in other threads."""
 
-    def take_in(self, groups: Sequence[GroupRows | None]) -> None:
-        """Have these rows, which each group of tables has made of its ids."""
-        self.groups = groups
-        self.rows = [rows for rows in groups if rows is not None]
-        self.moving = [rows for rows in self.rows if rows.plan is not None]
+    def take_in(self, tables: Sequence[GroupTables]) -> None:
+        """Let the ``tables`` of each group take its ids in; ``DataError`` if an id has no row."""
+        assert self.ids is not None, "they have been put in order"
+        self.groups, self.rows, self.moving = [], [], []
+        found, self.found = self.found or repeat(None), None
+        for own, ids, ahead in zip(tables, self.ids, found, strict=False):
+            rows = None if ids is None else own.input_dist(ids, ahead)
+            self.groups.append(rows)
+            if rows is not None:
+                self.rows.append(rows)
+                if rows.plan is not None:
+                    self.moving.append(rows)
 
     def arrive(self) -> None:
         """Let this thread's stream wait until the batch is on the GPU; call it before anything uses the
@@ -175,27 +183,27 @@ class InFlight:
         self.cold_is_here, self.looked_up = False, Future()
 
 
+@dataclass(eq=False)
 class Handed:
-    """What a proxy hands out for some samples of a batch."""
+    """What a proxy hands out for samples [low, high) of a batch, whose ids are ``ids``."""
 
-    def __init__(
-        self, batch: InFlight, proxy: CollectionProxy, ids: KeyedJaggedTensor, low: int, high: int
-    ) -> None:
-        self.batch, self.proxy, self.ids = batch, proxy, ids
-        self.low, self.high = low, high
-        self.leaves: list[torch.Tensor] | None = None
-        """The rows of each group; None: the model has not asked for them yet."""
+    batch: InFlight
+    proxy: CollectionProxy
+    ids: KeyedJaggedTensor
+    low: int
+    high: int
+    leaves: list[torch.Tensor] | None = None
+    """The rows of each group; None: the model has not asked for them yet."""
 
     def rows(self, sparse: KeyedJaggedTensor) -> list[torch.Tensor] | None:
         """The leaves, the same at every call, so that their gradients add up; None if ``sparse`` has other
         ids than these samples. If another thread is looking the rows up, waits for it."""
-        if not same_ids(sparse, self.ids, self.proxy):
+        if sparse is not self.ids and not same_ids(sparse, self.ids, self.proxy):
             return None
         if self.leaves is None:
             batch = self.batch
             batch.looked_up.result()
-            groups = batch.proxies[self.proxy]
-            self.leaves = [
-                rows.attached() if batch.attached else rows.leaf(self.low, self.high) for rows in groups
-            ]
+            self.leaves = []
+            for rows in batch.proxies[self.proxy]:
+                self.leaves.append(rows.attached() if batch.attached else rows.leaf(self.low, self.high))
         return self.leaves

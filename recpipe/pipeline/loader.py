@@ -33,7 +33,7 @@ from recpipe.pipeline.splitting import Splitting, share_of
 from recpipe.plugin.batch import Batch, BatchShare
 from recpipe.plugin.splitter import Split
 from recpipe.tables.group_rows import GroupTables
-from recpipe.tables.inputs import Inputs, count_ids
+from recpipe.tables.inputs import Inputs
 
 WAITED = 1e-3
 """A batch counts as waited for if training waited so many seconds for it."""
@@ -64,12 +64,14 @@ class TrainLoader:
         """Those whose ids the batches have."""
         self._tiers = [each for each in self._bound if each.moves]
         """The bound tables whose rows move between tiers."""
+        self._finds_ahead = any(each.finds_ahead for each in self._tiers)
         self.device = device
         self.ranks = ranks or Ranks()
         self.sends_ahead = sends_ahead
         """Whether each batch is to send the ids of the next one over the ranks (sharded tables)."""
         self.sample_filter = sample_filter
         self.splitting = splitting
+        self._alone = len(self.ranks.trainers) == 1
         self.accesses = accesses
         """Keeps some batches' ids."""
         self._aside = Aside(device)
@@ -124,8 +126,8 @@ class TrainLoader:
                 with threads_for(self.device, 1, "recpipe-loader") as worker:
                     ready = (self._linked if self.sends_ahead else self._planned)(worker, reads)
                     for batch in ready if self.splitting is None else self._timed(ready, self.splitting):
-                        assert batch.ids is not None, "staged with its ids"
-                        self.lookups += count_ids(batch.ids)
+                        for rows in batch.rows:
+                            self.lookups += rows.ids.values().numel()
                         self.handed_out += 1
                         self.left -= 1
                         batch.arrive()
@@ -142,7 +144,7 @@ class TrainLoader:
         reads = iter(partial(self._read, batches), None)
         feed = self.source.feed
         seen = self.sample_filter is not None or feed.order is not None or bool(feed.batch)
-        if seen or not any(tables.finds_ahead for tables in self._tiers):
+        if seen or not self._finds_ahead:
             yield reads
             return
         with threads_for(self.device, 1, "recpipe-reader") as reader:
@@ -217,8 +219,10 @@ class TrainLoader:
             if self.sample_filter is not None:
                 batch, skipped = self.sample_filter.kept(batch, size)
             ids = self.inputs.each(batch)
-            pairs = zip(self.tables, ids, strict=True)
-            found = [None if own is None else tables.find(own) for tables, own in pairs]
+            found = None
+            if self._finds_ahead:
+                pairs = zip(self.tables, ids, strict=True)
+                found = [None if own is None else tables.find(own) for tables, own in pairs]
             return InFlight(
                 batch, consumed=consumed, skipped=skipped, ids=ids, found=found, size=size - skipped
             )
@@ -230,17 +234,13 @@ class TrainLoader:
         if batch is None:
             return None
         with self._aside.stream():
-            ids, found = batch.ids, batch.found or [None] * len(self.tables)
-            assert ids is not None, "read with its ids"
-            asked = zip(self.tables, ids, found, strict=True)
-            batch.take_in([None if own is None else t.input_dist(own, first) for t, own, first in asked])
-            batch.found = None
-            if self.accesses is not None:
-                self.accesses.add(ids)
+            batch.take_in(self.tables)
+            if self.accesses is not None and batch.ids is not None:
+                self.accesses.add(batch.ids)
             # Moved to the device here because the training thread has more to do. Where rows are looked up by
             # slots, ids stay in host memory unless the model itself reads them.
-            whole = batch.batch
-            mine = looked_up = self._arrange(batch) if batch.alone else whole
+            whole, cuts = batch.batch, self.splitting is not None or not self._alone
+            mine = looked_up = self._arrange(batch) if cuts and batch.alone else whole
             if self._asked is None:
                 batch.batch = looked_up = on_device(mine, self.device)
             else:
@@ -261,9 +261,7 @@ class TrainLoader:
     def _arrange(self, batch: InFlight) -> Any:
         """Cut a whole batch into micro-batches, if there is a splitter, and into this rank's share of them;
         returns its samples, in the order of training."""
-        alone, splitting, size = len(self.ranks.trainers) == 1, self.splitting, batch.size
-        if splitting is None and alone:
-            return batch.batch
+        alone, splitting, size = self._alone, self.splitting, batch.size
         needs_cold, split = np.zeros(size, bool), None
         # A look at the samples waits for a GPU: it is left out where the batch is trained whole anyway.
         passes_by = alone and splitting is not None and self.device.type != "cpu" and not splitting.looks()

@@ -21,7 +21,7 @@ from recpipe.data.select import between
 from recpipe.errors import UserError
 from recpipe.pipeline.placed import Parts, PlacedModel
 from recpipe.tables.groups import Group
-from recpipe.tables.padded import padded
+from recpipe.tables.padded import marked
 from recpipe.tables.proxy import CollectionProxy, handing_out, same_ids
 
 SAMPLES = 64
@@ -189,5 +189,5 @@ class HandedRows:
         shape = shape if tables.pooled else (ids.values().numel(), tables.dim)
         if self._padding and tables.pooled:
             wide = torch.full((shape[0], tables.dim + shape[1]), ROW_VALUE, device=ids.device())
-            return padded(wide, tables.dim).requires_grad_(trained)
+            return marked(wide[:, tables.dim :]).requires_grad_(trained)
         return torch.full(shape, ROW_VALUE, device=ids.device(), requires_grad=trained)

@@ -16,7 +16,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from recpipe import private_api
 from recpipe.common.saved import tensor
 from recpipe.common.timing import phase
-from recpipe.data.parts import on_device
+from recpipe.data.parts import ids_at, on_device
 from recpipe.data.select import between
 from recpipe.errors import UserError, shown
 from recpipe.model.call import Called
@@ -219,7 +219,8 @@ class PlacedModel(nn.Module):
 
     def ids_of(self, proxy: CollectionProxy, batch: Any) -> KeyedJaggedTensor | None:
         """The object in ``batch`` that has the ids for ``proxy``, among others and in any order."""
-        return self.inputs.among(batch, self._groups_of[proxy][0])
+        places = self.inputs.places[self._groups_of[proxy][0]]
+        return ids_at(batch, places) if places else None
 
     @cached_property
     def bound(self) -> list[CollectionProxy]:
@@ -231,15 +232,17 @@ class PlacedModel(nn.Module):
         not."""
         if batch.groups is None:
             batch.ids = batch.ids or self.inputs.each(batch.batch)
-            pairs = zip(self.embeddings.groups, batch.ids, strict=True)
-            batch.take_in([None if ids is None else tables.input_dist(ids) for tables, ids in pairs])
+            batch.take_in(self.embeddings.groups)
             for rows in batch.rows:
                 rows.tables.advance(rows)
         groups, made = batch.groups or (), dict[CollectionProxy, list[GroupRows]]()
         for proxy in self.bound:
-            made[proxy] = [own for n in self._groups_of[proxy] if (own := groups[n]) is not None]
-            for rows in made[proxy]:
-                rows.wants_padding = proxy.padded
+            made[proxy] = []
+            for number in self._groups_of[proxy]:
+                own = groups[number]
+                assert own is not None, "the proxy is bound"
+                own.wants_padding = proxy.padded
+                made[proxy].append(own)
         batch.proxies = made
 
     def part(self, batch: InFlight, low: int, high: int) -> tuple[dict[CollectionProxy, Handed], Any]:

@@ -14,7 +14,7 @@ another order, which is always the same for a given number of cores.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
@@ -27,11 +27,10 @@ from recpipe.common.device import in_this_thread, keep_to_one_core, one_thread
 from recpipe.common.timing import Spans, mark, phase, watched
 from recpipe.distributed.ranks import Channel
 from recpipe.errors import UserError
-from recpipe.pipeline.batch import Handed, InFlight, nothing
+from recpipe.pipeline.batch import InFlight, nothing
 from recpipe.pipeline.placed import PlacedModel
 from recpipe.pipeline.step_graph import StepGraph
 from recpipe.tables.group_rows import GroupRows
-from recpipe.tables.proxy import CollectionProxy
 from recpipe.tables.workers import TableWorkers
 
 FirstShare = Callable[[int], float | None]
@@ -106,30 +105,30 @@ def accumulate(
         batch.release()
 
 
+@dataclass(eq=False)
 class _Step:
-    def __init__(
-        self,
-        model: PlacedModel,
-        batch: InFlight,
-        times: StepTimes,
-        cores: Cores | None,
-        workers: TableWorkers | None,
-        graph: StepGraph | None,
-    ) -> None:
-        self.model, self.batch, self.times = model, batch, times
-        self.cores, self.workers = cores, workers
-        self.dense = [p for p in model.dense if p.requires_grad]
-        self.looked_up = False
-        # On a GPU one backward pass starts sooner than two. A trace tells both passes apart.
-        whole = len(batch.bounds) < 2 and batch.alone and cores is None and workers is None
-        batch.attached = whole and times.device.type == "cuda" and not watched()
-        self.graph = graph if whole and batch.size and not watched() else None
-        self._late_calls = model.late_calls
-        self._parts: list[_CorePart] = []
-        """The cores' parts of all micro-batches, in the order of the samples."""
+    model: PlacedModel
+    batch: InFlight
+    times: StepTimes
+    cores: Cores | None
+    workers: TableWorkers | None
+    graph: StepGraph | None
+    looked_up: bool = False
+    late_calls: int = 0
+    """Those of the model before this step."""
+    dense: list[nn.Parameter] = field(default_factory=list)
+    """The dense parameters that cores train."""
+    parts: list[_CorePart] = field(default_factory=list)
+    """The cores' parts of all micro-batches, in the order of the samples."""
 
     def run(self) -> torch.Tensor:
         model, batch, times = self.model, self.batch, self.times
+        # On a GPU one backward pass starts sooner than two. A trace tells both passes apart.
+        whole = len(batch.bounds) < 2 and batch.alone and self.cores is None and self.workers is None
+        batch.attached = whole and times.device.type == "cuda" and not watched()
+        if not whole or not batch.size or watched():
+            self.graph = None
+        self.late_calls = model.late_calls
         timed = bool(batch.bounds)  # whether there are micro-batches
         started = mark(times.device) if timed else 0.0
         low, losses = 0, []
@@ -145,20 +144,20 @@ class _Step:
         # Not checked on a GPU, which would have to wait, or with several ranks, which must all do the same.
         trained = loss.device.type != "cpu" or not batch.alone or math.isfinite(loss.item())
         reduced: Future[None] | None = None
-        if self.cores is not None and self._parts:
+        if self.cores is not None and self.parts:
             reduced = self.cores.others.submit(self._reduce_dense)
         # The tables' update leaves cores free for the reader; operators that use all cores would wait for it.
         batch.read_next()
         batch.read_next = nothing  # it references all later batches
         if trained:
-            late = model.late_calls != self._late_calls
+            late = model.late_calls != self.late_calls
             batch.backward(workers=None if late else self.workers)
             if late:
                 model.update_late(batch)
         if reduced is not None:
             with phase("dense backward"):
                 reduced.result()
-            self._parts.clear()  # they reference this step
+            self.parts.clear()  # they reference this step
         if timed:
             spans = times.after_cold if batch.cold_is_here else times.before_cold
             spans.add(started, mark(times.device))
@@ -201,7 +200,7 @@ class _Step:
             # The tables are updated all the same, since other ranks wait for the messages. Its loss is where
             # theirs are: tensors on a CPU and on a GPU are sent by different backends.
             self._overlap_next_batch()
-            there = [*(rows.warm for rows in batch.rows), *self.dense]
+            there = [*(rows.warm for rows in batch.rows), *self.model.dense]
             return torch.zeros((), device=there[0].device if there else None)
         if self.graph is not None:
             trained = self.graph.train(batch)
@@ -209,16 +208,12 @@ class _Step:
                 self._overlap_next_batch()
                 return trained
             batch.look_up_left()
-        loss, _ = self.forward(low, high)
+        handed, samples = self.model.part(batch, low, high)
+        loss = self.model.train_part(handed, samples, (high - low) / batch.total)
         self._overlap_next_batch()
         with phase("dense backward"), in_this_thread():
             torch.autograd.backward(loss)
         return loss.detach()
-
-    def forward(self, low: int, high: int) -> tuple[torch.Tensor, Mapping[CollectionProxy, Handed]]:
-        """The contribution of samples [low, high) to the batch's mean loss, and what they were handed."""
-        handed, samples = self.model.part(self.batch, low, high)
-        return self.model.train_part(handed, samples, (high - low) / self.batch.total), handed
 
     def _on_cores(self, low: int, shares: Sequence[int]) -> torch.Tensor:
         """Train the samples from ``low`` on in the cores' ``shares``; the first one in this thread.
@@ -227,8 +222,9 @@ class _Step:
         ``_reduce_dense``.
         """
         assert self.cores is not None, "they share the samples"
+        self.dense = [p for p in self.model.dense if p.requires_grad]
         parts = [_CorePart(self, low + start, low + end) for start, end in pairwise((0, *shares))]
-        self._parts += parts
+        self.parts += parts
         with one_thread():
             if self.looked_up:
                 for rows in self.batch.rows:
@@ -241,7 +237,7 @@ class _Step:
             parts[0].train()
             with phase("dense backward"):
                 loss = torch.stack([part.rows_done.result() for part in parts]).sum()
-        if self.model.late_calls != self._late_calls:
+        if self.model.late_calls != self.late_calls:
             raise UserError(
                 "the model looks rows up by ids of its own making, but did not for the first samples; cores "
                 "that share a batch cannot train such rows: set trainer.backend=plain"
@@ -250,33 +246,36 @@ class _Step:
 
     def _reduce_dense(self) -> None:
         """Add up the parts' dense gradients, always in the order of the samples; in another core's thread."""
-        for part in self._parts:
+        for part in self.parts:
             if part.end is not None:
                 part.end.result()
-        for part in self._parts:
+        for part in self.parts:
             for parameter, gradient in zip(self.dense, part.gradients, strict=True):
                 if gradient is not None:
                     # Not in place: autograd may return one tensor for two parameters, or an expanded one.
                     parameter.grad = gradient if parameter.grad is None else parameter.grad + gradient
 
 
+@dataclass(eq=False)
 class _CorePart:
-    """One core's samples and their results."""
+    """One core's samples [low, high) and their results."""
 
-    def __init__(self, step: _Step, low: int, high: int) -> None:
-        self.step, self.low, self.high = step, low, high
-        self.end: Future[None] | None = None
-        """The end of its training in another core's thread; None: it is this thread's."""
-        self.rows_done: Future[torch.Tensor] = Future()
-        """The contribution to the loss, set when the gradients of all its rows are computed."""
-        self.gradients: list[torch.Tensor | None] = []
-        """The gradients of the dense parameters."""
+    step: _Step
+    low: int
+    high: int
+    end: Future[None] | None = None
+    """The end of its training in another core's thread; None: it is this thread's."""
+    rows_done: Future[torch.Tensor] = field(default_factory=Future)
+    """The contribution to the loss, set when the gradients of all its rows are computed."""
+    gradients: list[torch.Tensor | None] = field(default_factory=list)
+    """The gradients of the dense parameters."""
 
     def train(self) -> None:
         """Run the forward and the backward pass."""
         step = self.step
         try:
-            loss, handed = step.forward(self.low, self.high)
+            handed, samples = step.model.part(step.batch, self.low, self.high)
+            loss = step.model.train_part(handed, samples, (self.high - self.low) / step.batch.total)
             pairs = [
                 (rows, leaf)
                 for proxy, part in handed.items()

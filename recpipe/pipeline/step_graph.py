@@ -31,7 +31,7 @@ from recpipe.pipeline.cuda_graph import REMEDY, Graph, Unrecorded, record
 from recpipe.pipeline.placed import PlacedModel
 from recpipe.private_api import HostIds, TorchDispatchMode
 from recpipe.tables.group_rows import GroupRows
-from recpipe.tables.padded import is_padded, marked, padded
+from recpipe.tables.padded import is_padded, marked
 from recpipe.tables.proxy import CollectionProxy
 
 log = logging.getLogger(__name__)
@@ -199,7 +199,7 @@ class _Rows:
         else:
             (batch, width), kind, device = self._lookup.shape, torch.float32, self._lookup.indices.device
         wide = torch.empty((batch, padding + width), dtype=kind, device=device)
-        self.values = padded(wide, padding) if padding else wide
+        self.values = marked(wide[:, padding:]) if padding else wide
         self.memory = self.values if self._lookup is None else self._lookup.indices.clone()
         """What each batch is copied into: the rows or, if the graph looks them up, their places."""
         self.gradient: torch.Tensor | None = None

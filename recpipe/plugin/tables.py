@@ -47,7 +47,7 @@ class TableOptimizer:
     stochastic_rounding: bool = False
     """Whether a GPU's update rounds weights of 16 bits up or down at random; False: to the nearest value."""
 
-    @property
+    @cached_property
     def frozen(self) -> bool:
         """Whether the tables are looked up and never change: no backward pass reaches them, they have no
         optimizer state, and their rows are not written back."""

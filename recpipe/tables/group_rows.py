@@ -14,7 +14,9 @@ batch in them. A batch passes through these calls, in this order:
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable
+from contextlib import nullcontext
 from dataclasses import dataclass
+from operator import itemgetter
 from typing import Any, ClassVar
 
 import numpy as np
@@ -22,12 +24,12 @@ import torch
 from numpy.typing import NDArray
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from recpipe.common.device import in_this_thread, one_thread
+from recpipe.common.device import in_this_thread, using_threads
 from recpipe.data.parts import require_ids
 from recpipe.plugin.bags import RowIds
 from recpipe.plugin.collection import TableCollection
 from recpipe.plugin.tables import TableSet
-from recpipe.tables.padded import padded, widened
+from recpipe.tables.padded import marked, widened
 from recpipe.tables.rows import row_bags
 from recpipe.tables.tiers.plan import TierPlan
 
@@ -246,7 +248,7 @@ class GroupRows:
         if self.padding:
             # Parts write in front of rows at the same time; ``.data`` keeps torch from treating this as a
             # change of each other's rows.
-            leaf = padded(self.warm.data[low:high], self.padding).requires_grad_(not self.frozen)
+            leaf = marked(self.warm.data[low:high, self.padding :]).requires_grad_(not self.frozen)
             if self._gradient_buffer is None and not self.frozen:
                 # Taken in a hook: ``leaf.grad`` is a copy without padding.
                 leaf.register_hook(self._padded_gradients.append)  # type: ignore[no-untyped-call]
@@ -299,7 +301,8 @@ class GroupRows:
         gradient = self._gradient()
         gradient = gradient if isinstance(scale, float) and scale == 1 else gradient * scale
         self._gradients = [gradient]
-        with one_thread(wanted=alone and self.warm.device.type == "cpu"), in_this_thread():
+        serial = using_threads(1) if alone and self.warm.device.type == "cpu" else nullcontext()
+        with serial, in_this_thread():
             torch.autograd.backward(self.warm, gradient)
             if self.cold is not None:
                 first = self.cold_first if self.pooled else 0
@@ -324,7 +327,7 @@ class GroupRows:
                 if (low, high) not in self._placed:
                     self._gradient_buffer[low:high, self.padding :] = 0.0 if leaf.grad is None else leaf.grad
             return self._gradient_buffer
-        given = sorted(self._given, key=lambda part: part[:2])
+        given = sorted(self._given, key=itemgetter(0, 1))
         whole = len(given) == 1 and given[0][:2] == (0, self.ids.stride())
         if self.padding:
             if whole and self._padded_gradients:

@@ -38,6 +38,8 @@ class GroupedCollection(TableCollection, SavesPlacement, SavedByRanks):
             for group, collection in zip(tables.groups, collections, strict=True)
         )
         """Each group as the pipeline drives it."""
+        self._updated = [c for c in collections if type(c).update is not TableCollection.update]
+        """Those that have something to do after a backward pass."""
         self.threads = max(collection.threads for collection in collections)
         self.collectives = collections[0].collectives  # counted per process
         self._holder = {
@@ -85,7 +87,7 @@ class GroupedCollection(TableCollection, SavesPlacement, SavedByRanks):
         self._holder[region.table].write(region, values)
 
     def update(self) -> None:
-        for collection in self.collections:
+        for collection in self._updated:
             collection.update()
 
     # -- figures -----------------------------------------------------------------------------

@@ -16,14 +16,6 @@ GroupIds = tuple[KeyedJaggedTensor | None, ...]
 """A batch's ids for each group, with the group's features in order; None if the model makes the ids."""
 
 
-def count_ids(each: GroupIds) -> int:
-    """How many ids a batch has to look up."""
-    count = 0
-    for ids in each:
-        count += 0 if ids is None else ids.values().numel()
-    return count
-
-
 class Inputs:
     """Finds the lookups of batches of one type in a model's tables, without the model.
 
@@ -44,12 +36,6 @@ class Inputs:
             path: [] if path in made else find_ids(batch, features) for path, features in by_path.items()
         }
         return cls(tables, [found[group.path] for group in tables.groups])
-
-    def among(self, batch: object, group: int) -> KeyedJaggedTensor | None:
-        """The object that has, among others, a group's ids; it is the batch's own if a single one has
-        them."""
-        places = self.places[group]
-        return ids_at(batch, places) if places else None
 
     def ids(self, batch: object, group: int) -> KeyedJaggedTensor | None:
         """The ids of a group's features, in order; None if the model makes them."""

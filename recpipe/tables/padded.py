@@ -13,16 +13,9 @@ import torch
 _MARK = "_recpipe_padding"
 
 
-def padded(wide: torch.Tensor, dim: int) -> torch.Tensor:
-    """``wide`` [B, (1 + F) * dim] without its first ``dim`` columns, which are free: [B, F * dim] with the
-    mark."""
-    rows = wide[:, dim:]
-    setattr(rows, _MARK, True)
-    return rows
-
-
 def marked(rows: torch.Tensor) -> torch.Tensor:
-    """Mark ``rows``, a view of rows with padding in front."""
+    """Mark ``rows``, a view of rows with padding in front, such as ``wide[:, dim:]`` of a matrix [B, (1 + F)
+    * dim] whose first ``dim`` columns are free."""
     setattr(rows, _MARK, True)
     return rows
 

@@ -102,6 +102,8 @@ class CollectionProxy(ABC, nn.Module):
         self.groups: tuple[Group, ...] = ()
         self.whole: HandedOut | None = None
         """The whole batch's rows, which it hands out in every thread outside ``handing_out``."""
+        self.padded = False
+        """Whether its rows are looked up with padding in front (``recpipe.tables.padded``)."""
         self.late_calls = 0
         """How many times it was trained with ids that are not the batch's own."""
         self.collections: tuple[TableCollection, ...] = ()
@@ -121,11 +123,6 @@ class CollectionProxy(ABC, nn.Module):
                 "tables: use what the collection returns (state_dict() has copies of all weights)"
             )
         return super().__getattr__(name)
-
-    @property
-    def padded(self) -> bool:
-        """Whether its rows are looked up with padding in front (``recpipe.tables.padded``)."""
-        return False
 
     def forward(self, features: KeyedJaggedTensor) -> Any:
         """What TorchRec's collection returns for these features; ``UserError`` if it is weighted and they are
@@ -292,8 +289,8 @@ class BagProxy(CollectionProxy, EmbeddingBagCollectionInterface):  # type: ignor
         self.sums = False
         """Whether its groups give a row for each id, so that batches are planned by ids alone: rows are
         summed here, with the weights that the ids have when it is called, and these get their gradient."""
-        self.wants_padding = False
-        """Whether the model writes one more feature before the pooled rows (``recpipe.tables.padded``)."""
+        self.takes_padding = False
+        """Whether padding in front costs nothing: its pooled rows are the sums of a single group."""
 
     def embedding_bag_configs(self) -> list[EmbeddingBagConfig]:
         return self.configs
@@ -305,12 +302,7 @@ class BagProxy(CollectionProxy, EmbeddingBagCollectionInterface):  # type: ignor
         """Take rows from ``collections``, one for each of ``groups``; the proxy does not own them."""
         super().place(groups, collections)
         self.sums = any(not group.tables.pooled for group in groups)
-
-    @property
-    def padded(self) -> bool:
-        """Whether its rows are looked up with padding in front. That costs nothing where its pooled rows are
-        the sums of a single group."""
-        return self.wants_padding and len(self.groups) == 1 and not self._any_means and not self.sums
+        self.takes_padding = len(groups) == 1 and not self._any_means and not self.sums
 
     def shaped(self, rows: Sequence[torch.Tensor], features: KeyedJaggedTensor) -> KeyedTensor:
         """Pooled rows by feature, each float32 [B, D of its table]."""

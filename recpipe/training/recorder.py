@@ -108,7 +108,7 @@ class Recorder(L.Callback):
         """Time the step from the end of the one before, so that waiting for data counts. Log every
         ``LOG_EVERY`` steps, counted from the run's beginning, also if it was resumed."""
         assert isinstance(pl_module, RankingModule)
-        device, ended = self.loader.device, mark(self.loader.device)
+        totals, device, ended = pl_module.totals, self.loader.device, mark(self.loader.device)
         if not self.step_samples:
             self.first_step_seconds = synchronized_time(device) - self.started
         self._spans.add(self._last, ended)
@@ -117,25 +117,18 @@ class Recorder(L.Callback):
         self.skipped_samples += batch.skipped
         now = ended if isinstance(ended, float) else perf_counter()
         # From the process's start, without evaluations, and with the parts before.
-        pl_module.totals.seconds = self._before + now - self.started - self.evaluation_seconds
+        totals.seconds = self._before + now - self.started - self.evaluation_seconds
         self._last = ended
-        if self.intervals.due():
-            self._note(trainer, pl_module)
+        samples = self.samples if totals.samples is None else totals.samples
+        if self.intervals.add(trainer.global_step, samples, totals.seconds, self.samples, totals.loss):
             self._last = mark(device)
         if trainer.global_step % LOG_EVERY == 0:
             self._log(trainer, pl_module, {})
 
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Close the last interval, and log the figures of the steps since the last time."""
-        assert isinstance(pl_module, RankingModule)
-        if not self.intervals.complete:
-            self._note(trainer, pl_module)
+        self.intervals.end()
         self._log(trainer, pl_module, {})
-
-    def _note(self, trainer: L.Trainer, module: RankingModule) -> None:
-        totals, step = module.totals, trainer.global_step
-        samples = self.samples if totals.samples is None else totals.samples
-        self.intervals.note(step, samples, totals.seconds, self.samples, totals.loss)
 
     def on_validation_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Start the clock of an evaluation."""
@@ -259,26 +252,31 @@ class Intervals:
         self.tables = tables
         self.every = 1
         self._sums: list[_Sum] = []
-        self._steps = self._noted = 0
+        self._steps = 0
+        self._latest: tuple[int, int, float, int, torch.Tensor] = 0, 0, 0.0, 0, torch.zeros(())
 
     def begin(self, step: int, samples: int, seconds: float, loss: torch.Tensor) -> None:
         """Start before the first step of this part."""
         self._steps, self._sums = 0, []
-        self.note(step, samples, seconds, 0, loss)
+        self._latest = step, samples, seconds, 0, loss
+        self._note()
 
-    def due(self) -> bool:
-        """Count a step; whether its sums are to be noted."""
+    def add(self, step: int, samples: int, seconds: float, trained: int, loss: torch.Tensor) -> bool:
+        """Count a step, after which the sums are these (see ``_Sum``); whether they were noted."""
         self._steps += 1
-        return self._steps % self.every == 0
+        self._latest = step, samples, seconds, trained, loss
+        due = self._steps % self.every == 0
+        if due:
+            self._note()
+        return due
 
-    @property
-    def complete(self) -> bool:
-        """Whether the sums after the last step are noted."""
-        return self._noted == self._steps
+    def end(self) -> None:
+        """Note the sums after the last step, unless they are."""
+        if self._sums[-1].done != self._steps:
+            self._note()
 
-    def note(self, step: int, samples: int, seconds: float, trained: int, loss: torch.Tensor) -> None:
-        """Note the sums after this step."""
-        self._noted = self._steps
+    def _note(self) -> None:
+        step, samples, seconds, trained, loss = self._latest
         moved = found = None
         tiers = self.tables.tier_figures()
         if tiers is not None:  # as they are now: they go on counting
@@ -288,7 +286,7 @@ class Intervals:
         self._sums.append(_Sum(step, samples, seconds, trained, self._steps, loss, moved, found))
         if len(self._sums) > INTERVALS + 1 and self._steps % self.every == 0:
             self._sums = self._sums[::2]  # without the latest
-            self.every, self._noted = 2 * self.every, -1
+            self.every *= 2
 
     def series(self, step_seconds: Sequence[float]) -> Series:
         """The differences between neighbouring sums; ``step_seconds``: of each step of this part."""

@@ -18,7 +18,7 @@ from recpipe.backend import chain as chains
 from recpipe.backend import convert as back
 from recpipe.backend import dense
 from recpipe.backend.convert import convert, revert
-from recpipe.tables.padded import is_padded, padded
+from recpipe.tables.padded import is_padded, marked
 from tests.backend.models import BATCH, DENSE, DIM, FEATURES, MODELS, Own, assert_close, batch, made, step
 
 
@@ -435,7 +435,7 @@ def test_the_room_in_proxy_of_rows_takes_the_dense_vector() -> None:
     dense_features = torch.randn(BATCH, DIM, requires_grad=True)
     wide = torch.randn(BATCH, (1 + features) * DIM)
     before = wide.clone()
-    values = padded(wide, DIM)
+    values = marked(wide[:, DIM:])
     rows = back.marked(values.unflatten(1, (features, DIM)).requires_grad_())
     copied = before[:, DIM:].clone().view(BATCH, features, DIM).requires_grad_()
     out, expected = arch(dense_features, rows), arch(dense_features, copied)
@@ -475,7 +475,7 @@ def test_the_room_goes_from_a_collection_to_the_interaction(monkeypatch) -> None
     def roomy(features):
         keyed = own(features)
         wide = torch.cat((torch.zeros(BATCH, DIM), keyed.values()), dim=1)
-        keyed._values = padded(wide, DIM)
+        keyed._values = marked(wide[:, DIM:])
         rooms.append(wide)
         return keyed
 

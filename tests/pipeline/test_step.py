@@ -187,6 +187,9 @@ def test_the_loss_of_no_samples_is_where_that_of_others_is() -> None:
     """Also without dense parameters: the ranks add their losses up, on the GPU or on the host alike."""
     rows: Any = SimpleNamespace(warm=torch.empty((0, 4), device="meta"))
     step: Any = SimpleNamespace(
-        batch=SimpleNamespace(rows=[rows]), dense=[], looked_up=True, _overlap_next_batch=lambda: None
+        batch=SimpleNamespace(rows=[rows]),
+        model=SimpleNamespace(dense=[]),
+        looked_up=True,
+        _overlap_next_batch=lambda: None,
     )
     assert _Step._micro_batch(step, 0, 0).device.type == "meta"

@@ -31,10 +31,8 @@ def test_intervals_are_few_and_add_up(steps: int) -> None:
     for step in range(1, steps + 1):
         tables.figures.io.rows_read += 1
         tables.figures.io.bytes_read += 64
-        if intervals.due():
-            note(intervals, step)
-    if not intervals.complete:
-        note(intervals, steps)
+        add(intervals, step)
+    intervals.end()
     series = intervals.series([0.5] * steps)
     assert min(steps, INTERVALS // 2) <= len(series.step) <= INTERVALS + 1
     assert tables.asked < 10 * INTERVALS
@@ -48,9 +46,9 @@ def test_intervals_are_few_and_add_up(steps: int) -> None:
     assert series.samples_per_second == pytest.approx([20.0] * len(series.step))
 
 
-def note(intervals: Intervals, step: int) -> None:
+def add(intervals: Intervals, step: int) -> None:
     loss = torch.tensor(0.5 * step)
-    intervals.note(step + 7, 10 * step + 70, 2.0 + step, 10 * step, loss)
+    intervals.add(step + 7, 10 * step + 70, 2.0 + step, 10 * step, loss)
 
 
 def test_all_rows_resident_have_no_tiers_in_their_series() -> None:
@@ -60,8 +58,7 @@ def test_all_rows_resident_have_no_tiers_in_their_series() -> None:
 
     intervals = Intervals(Resident())  # type: ignore[arg-type]
     intervals.begin(0, 0, 0.0, torch.tensor(0.0))
-    assert intervals.due()
-    note(intervals, 1)
+    add(intervals, 1)
     series = intervals.series([0.5])
     assert series.lookups == series.bytes_read == []
     assert len(series.loss) == 1
