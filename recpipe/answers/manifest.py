@@ -297,3 +297,4 @@ class Content(TypedDict):
     sequences: NotRequired[_Sequences]
     reference: NotRequired[_Reference | None]
     popularity: NotRequired[_Popularity]
+    encoding: NotRequired[str]

@@ -13,6 +13,7 @@
       tables/*.safetensors    "rows" uint8 [rows, bytes of a row]
       golden.safetensors      a batch and its scores
       popularity.safetensors  if asked for: how often training looked up each row
+      encoding.json           of data=files: the features, by which a server makes inputs of raw values
       score.py                loads and scores the package with torch and fbgemm_gpu alone
       manifest.sig            if asked for: the signature of manifest.json, Ed25519
 
@@ -33,6 +34,7 @@ from typing import Any
 from torch import nn
 
 from recpipe.answers import score
+from recpipe.answers.encoded import write_encoding
 from recpipe.answers.manifest import PrivateKey, is_package, private_key, write_manifest
 from recpipe.answers.parts import GOLDEN, Parts, of_checkpoint, of_package
 from recpipe.answers.programs import (
@@ -182,6 +184,7 @@ def _write(folder: Path, parts: Parts, options: Options) -> float:
     parts.write_tables(folder)
     if options.popularity is not None:
         parts.content["popularity"] = parts.popularity(folder, options.popularity)
+    parts.content.update(write_encoding(folder, parts.preparation))
     shutil.copyfile(Path(score.__file__), folder / "score.py")
     for program in parts.programs:
         program.save(folder)

@@ -22,6 +22,7 @@ from torch import nn
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from recpipe.answers import score
+from recpipe.answers.encoded import read_encoding
 from recpipe.answers.export import ROW_FOR_EACH_ID, Alike, DensePart, export_dense
 from recpipe.answers.manifest import read_manifest, versions
 from recpipe.answers.programs import Program
@@ -96,6 +97,8 @@ class Parts:
     """Figures of the package's scores of so many held-out samples, for ``recpipe serve``'s monitor."""
     popularity: Callable[[Path, int], dict[str, Any]] = lambda folder, samples: {}
     """Counts lookups in so many training samples (0: all) and writes their file; what the manifest says."""
+    preparation: Preparation | None = None
+    """How raw values become inputs, where that is known."""
 
 
 def of_checkpoint(checkpoint: Path, model: nn.Module | None) -> Parts:
@@ -140,6 +143,7 @@ def of_checkpoint(checkpoint: Path, model: nn.Module | None) -> Parts:
         inputs,
         lambda scorer, samples: figures_of(trained, called.tasks, scorer, samples),
         popularity,
+        preparation,
     )
 
 
@@ -165,6 +169,7 @@ def of_package(directory: Path) -> Parts:
     try:
         content = read_manifest(directory)
         score.verified(directory)
+        preparation = read_encoding(directory, content)
         golden = {name: value.clone() for name, value in score.tensors(directory / GOLDEN).items()}
         needed = {*INPUTS, *(program["golden"] for program in content["golden"]["programs"])}
         if not needed <= golden.keys():
@@ -188,7 +193,8 @@ def of_package(directory: Path) -> Parts:
             shutil.copyfile(directory / name, folder / name)
 
     kept = {key: value for key, value in content.items() if key not in _MADE_ANEW}
-    return Parts(programs, kept, copy_tables, {name: golden[name] for name in INPUTS})
+    inputs = {name: golden[name] for name in INPUTS}
+    return Parts(programs, kept, copy_tables, inputs, preparation=preparation)
 
 
 def _content(trained: Trained, stored: StoredModel, dense: DensePart) -> dict[str, Any]:

@@ -116,9 +116,10 @@ def line_blocks(file: Path, block_bytes: int) -> Iterator[tuple[bytes, float]]:
 
 
 class RowChecks:
-    """Checks of one block of n rows whose first one is row ``first_row`` (from 1) of ``file``."""
+    """Checks of one block of n rows whose first one is row ``first_row`` (from 1) of ``file``, or of what
+    else has rows."""
 
-    def __init__(self, file: Path, first_row: int, size: int) -> None:
+    def __init__(self, file: Path | str, first_row: int, size: int) -> None:
         self.file, self.first_row = file, first_row
         self.good: NDArray[np.bool_] = np.ones(size, bool)
         self._worst: tuple[int, str] | None = None

@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
 
+from recpipe.common.saved import entries
 from recpipe.data.features import Features
 from recpipe.data.schema import DenseRule, IdRule, Schema
 from recpipe.errors import DataError, shown
+
+if TYPE_CHECKING:
+    from recpipe.data.encoding import Encoding
 
 _RULES = {"hashed": "hashed", "modulo": "taken modulo the rows", "signed_log": "logarithms"}
 _AS_THEY_ARE = "taken as they are"
@@ -38,6 +44,22 @@ class Preparation:
             tuple(feature.name for feature in features.sparse if feature.is_bag),
             features,
         )
+
+    @cached_property
+    def encoding(self) -> Encoding | None:
+        """What makes samples of raw values; None: of these data that is not known."""
+        from recpipe.data.encoding import Encoding  # with pyarrow, which most answers do without
+
+        return None if self.features is None else Encoding(self.features)
+
+    def to_dict(self) -> dict[str, Any] | None:
+        """What ``read`` takes, in plain values; None if values are not known to be encoded by features."""
+        return None if self.features is None else {"features": asdict(self.features)}
+
+    @classmethod
+    def read(cls, saved: object) -> Preparation:
+        """The inverse of ``to_dict``; ``Damaged`` if it is not as it was written."""
+        return cls.of(entries({"features": Features}, saved)["features"])
 
 
 def require_alike(

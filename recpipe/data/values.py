@@ -49,11 +49,11 @@ class Bags:
     offsets: Int64
     empty: Bools
 
-    def valid(self) -> Bools:
-        """Whether all ids of a sample are valid, bool [n]."""
-        if self.ids.valid.all():
+    def all_of(self, valid: Bools) -> Bools:
+        """Whether all ids of a sample are ``valid``, bool [ids]; bool [n]."""
+        if valid.all():
             return np.ones(len(self.empty), bool)
-        owners = np.searchsorted(self.offsets, np.flatnonzero(~self.ids.valid), "right") - 1
+        owners = np.searchsorted(self.offsets, np.flatnonzero(~valid), "right") - 1
         return np.asarray(np.bincount(owners, minlength=len(self.empty)) == 0)
 
 

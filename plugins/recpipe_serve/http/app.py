@@ -18,6 +18,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp
 
 from recpipe.common.versions import installed_version
+from recpipe.data.preparation import Preparation
 from recpipe.errors import StoreError, shown
 from recpipe_serve.batching.batcher import Batcher, Limits, Score
 from recpipe_serve.batching.forms import Array
@@ -32,9 +33,10 @@ from recpipe_serve.http.connections import (
     header_fault,
     too_large,
 )
-from recpipe_serve.http.features import DENSE, Features, Heads
+from recpipe_serve.http.features import Features, Heads
 from recpipe_serve.http.metrics import Metrics
 from recpipe_serve.http.protocol import HEADER_LENGTH, InferenceRequest, answer
+from recpipe_serve.http.raw import DENSE
 from recpipe_serve.monitor.monitor import Monitor, Watch
 from recpipe_serve.monitor.windows import REFUSED
 
@@ -48,7 +50,8 @@ class Server:
 
     ``score`` and ``manifest``: a ``RequestScorer`` and its package's. ``name``: of the model in addresses.
     ``several``: whether it is one of several processes, whose metrics are shown together. ``watch``: how the
-    model is watched. ``bounds``: of requests and connections.
+    model is watched. ``bounds``: of requests and connections. ``preparation``: by which raw values are
+    encoded; None: they are refused.
     """
 
     def __init__(
@@ -60,11 +63,12 @@ class Server:
         bounds: ServeConfig,
         several: bool = False,
         watch: Watch | None = None,
+        preparation: Preparation | None = None,
     ) -> None:
         self.manifest, self.name, self.bounds = manifest, name, bounds
         self.outputs = [output["name"] for output in manifest["outputs"]]
         self.features = Features(manifest, bounds.samples)
-        self.heads = Heads(self.features)
+        self.heads = Heads(self.features, preparation)
         own = f"/v2/models/{name}"
         self.addresses = [f"{own}/infer", f"{own}/versions/{VERSION}/infer"]
         """The paths to which requests for scores are posted."""
@@ -75,9 +79,17 @@ class Server:
         self.monitor = Monitor(manifest, self.watch)
         self.batcher.scored = self.monitor.saw
 
-    def use(self, score: Score, manifest: Mapping[str, Any], package: str) -> None:
-        """Score by ``score`` of another package with this ``manifest`` from the next batch on. It takes and
-        gives what the one before did; the metrics call it ``package``. It is watched anew."""
+    def use(
+        self,
+        score: Score,
+        manifest: Mapping[str, Any],
+        package: str,
+        preparation: Preparation | None = None,
+    ) -> None:
+        """Score by ``score`` of another package with this ``manifest`` from the next batch on, and encode raw
+        values by its ``preparation``. It takes and gives what the one before did; the metrics call it
+        ``package``. It is watched anew."""
+        self.heads.use(preparation)
         if manifest != self.manifest:
             self.batcher.tell()
             monitor = Monitor(manifest, self.watch)

@@ -14,14 +14,13 @@ from typing import Any
 
 import numpy as np
 
+from recpipe.data.preparation import Preparation
 from recpipe.errors import did_you_mean, shown
 from recpipe_serve.batching.forms import Array, Asked, FeatureBags, Form
 from recpipe_serve.errors import WrongIds, bad
 from recpipe_serve.http.protocol import TYPES, InferenceRequest, json_length, parse
+from recpipe_serve.http.raw import DENSE, LENGTHS, RawValues
 
-DENSE = "dense"
-LENGTHS = ".lengths"
-"""After a feature's name: how many ids each sample has."""
 MOST_IDS = 1024
 """Most ids of a request, for each sample that one may have."""
 FORMS = 1024
@@ -159,9 +158,14 @@ class _Head:
 class Heads:
     """Reads requests for a model that takes ``features``, and keeps what their JSON says."""
 
-    def __init__(self, features: Features) -> None:
+    def __init__(self, features: Features, preparation: Preparation | None = None) -> None:
         self.features = features
         self._known: dict[bytes, _Head] = {}
+        self.use(preparation)
+
+    def use(self, preparation: Preparation | None) -> None:
+        """Encode raw values by this ``preparation`` from now on; None: refuse them."""
+        self._raw = None if preparation is None else RawValues(preparation)
 
     def read(self, body: bytes, header: str | None) -> tuple[InferenceRequest, Asked]:
         """The request in ``body``, and its inputs, checked; ``header``: see ``parse``. ``Refused`` for what
@@ -177,10 +181,19 @@ class Heads:
                 dense = np.frombuffer(body, TYPES["FP32"], shape[0] * shape[1], length + at).reshape(shape)
             return head.request, self.features.checked(dense, np.concatenate(ids), head.form)
         request = parse(body, header)
+        if request.rows:
+            return request, self.features.asked(self._inputs(request.rows))
         asked = self.features.asked(request.inputs)
         if request.id is None and len(text) <= LONGEST:
             self._keep(text, request, asked.form)
         return request, asked
+
+    def _inputs(self, rows: list[dict[str, Any]]) -> dict[str, Array]:
+        if self._raw is None:
+            raise bad("the package does not say how raw values are encoded: send inputs, encoded")
+        if len(rows) > self.features.most_samples:
+            raise bad(f"the request has {len(rows)} samples, and {self.features.most_samples} is the most")
+        return self._raw.inputs(rows)
 
     def _keep(self, text: bytes, request: InferenceRequest, form: Form) -> None:
         """Keep what the JSON says if all values are in binary and as the model takes them."""

@@ -39,6 +39,9 @@ class InferenceRequest:
 
     id: str | None
     inputs: dict[str, Array]
+    """Encoded values, by the names of tensors; none where there are ``rows``."""
+    rows: list[dict[str, Any]]
+    """Raw values, by the names of columns."""
     outputs: dict[str, bool] | None
     """The outputs asked for, and whether their values are sent in binary; None: all."""
     binary: bool
@@ -64,14 +67,16 @@ def parse(body: bytes, header: str | None) -> InferenceRequest:
     ident = asked.get("id")
     if ident is not None and not isinstance(ident, str):
         raise bad("id is no text")
-    inputs, places = _inputs(asked.get("inputs"), memoryview(body)[length:])
+    data = memoryview(body)[length:]
+    rows = _rows(asked, data) if "rows" in asked else []
+    inputs, places = ({}, {}) if rows else _inputs(asked.get("inputs"), data)
     timeout = parameters.get("timeout")
     if timeout is not None:
         if type(timeout) is not int or timeout < 0:
             raise bad("parameters.timeout is no number of microseconds")
         timeout = min(timeout, 10**12) / 1e6
     binary = parameters.get("binary_data_output") is True
-    return InferenceRequest(ident, inputs, named, binary, timeout, places)
+    return InferenceRequest(ident, inputs, rows, named, binary, timeout, places)
 
 
 def json_length(header: str | None, size: int) -> int:
@@ -103,6 +108,20 @@ def _outputs(outputs: object, binary: bool) -> dict[str, bool]:
             raise bad("outputs are numbers: classification is not supported")
         found[about["name"]] = bool(parameters.get("binary_data", binary))
     return found
+
+
+def _rows(asked: Mapping[str, Any], data: memoryview) -> list[dict[str, Any]]:
+    """The raw values of each sample: its own row, and what is ``shared`` by all."""
+    rows, shared = asked["rows"], _mapping(asked.get("shared", {}), "shared")
+    if "inputs" in asked or data:
+        raise bad("a request has inputs, which are encoded, or rows, which are raw, and not both")
+    if not isinstance(rows, list) or not rows:
+        raise bad("rows is no list of samples")
+    made = [{**shared, **_mapping(row, "a row")} for row in rows]
+    twice = next((name for row in rows for name in row if name in shared), None)
+    if twice is not None:
+        raise bad(f"'{shown(twice)}' is shared, and in a row as well")
+    return made
 
 
 def _inputs(inputs: object, data: memoryview) -> tuple[dict[str, Array], dict[str, int]]:

@@ -25,9 +25,11 @@ import torch
 import uvloop
 
 from recpipe.answers import score
+from recpipe.answers.encoded import read_encoding
 from recpipe.answers.manifest import read_manifest
 from recpipe.common.console import alone, capture_logs
 from recpipe.common.process import old_objects_kept, quieted
+from recpipe.data.preparation import Preparation
 from recpipe.errors import UserError
 from recpipe.tasks.process import prepare_process
 from recpipe_serve.batching.batcher import Limits
@@ -57,6 +59,8 @@ class Loaded:
 
     scorer: score.Scorer
     package: str
+    preparation: Preparation | None
+    """How raw values are encoded, if it says that."""
 
 
 def load(
@@ -74,9 +78,10 @@ def load(
         try:
             read_manifest(directory, None if trust is None else Path(trust))
             scorer = score.Scorer(directory, mapped) if rows is None else rows.scorer(directory)
+            preparation = read_encoding(directory, scorer.manifest)
             digest = (directory / score.DIGEST).read_text()
             if os.path.samestat(before, directory.stat()):
-                return Loaded(scorer, digest[:12])
+                return Loaded(scorer, digest[:12], preparation)
         except (score.PackageError, UserError, OSError) as fault:
             with suppress(OSError):
                 if not os.path.samestat(before, directory.stat()):
@@ -107,7 +112,10 @@ class Worker:
         scorer = self.loaded.scorer
         folder = Path(os.environ[DIRECTORY]) if several else None
         watch = Watch(config.window, config.kept, config.drift, folder, number)
-        self.server = Server(RequestScorer(scorer), scorer.manifest, name, limits, config, several, watch)
+        preparation = self.loaded.preparation
+        self.server = Server(
+            RequestScorer(scorer), scorer.manifest, name, limits, config, several, watch, preparation
+        )
         self.server.metrics.serves(self.loaded.package)
         if rows is not None:
             self.server.metrics.show(rows.counted)
@@ -160,7 +168,9 @@ class Worker:
         async with self._reloading:
             try:
                 loaded = await asyncio.to_thread(self._anew)
-                self.server.use(RequestScorer(loaded.scorer), loaded.scorer.manifest, loaded.package)
+                self.server.use(
+                    RequestScorer(loaded.scorer), loaded.scorer.manifest, loaded.package, loaded.preparation
+                )
             except Exception as fault:
                 if not isinstance(fault, UserError):
                     log.exception("loading the package anew failed")

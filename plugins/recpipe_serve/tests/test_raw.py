@@ -1,0 +1,200 @@
+"""Raw values in a request: they become the ids and numbers of training, and get its scores."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from recpipe_serve.batching.forms import together
+from recpipe_serve.batching.scorer import RequestScorer
+from recpipe_serve.errors import Refused
+from recpipe_serve.http.features import Features, Heads
+
+import recpipe
+from recpipe.answers import score
+from recpipe.answers.encoded import FILE, KEY, read_encoding, write_encoding
+from recpipe.answers.predict import PredictOptions, predict
+from recpipe.answers.trained import Trained, open_trained
+from recpipe.common.files import lock_run_dir
+from recpipe.data.config import FileConfig
+from recpipe.data.make import StreamedDataset, open_source
+from recpipe.data.preparation import Preparation
+from recpipe.plugin.batch import Batch
+
+CITIES = ["Zürich", "Köln", "", "New York, NY", "007"]
+FEATURES: list[dict[str, Any]] = [
+    {"name": "city", "rows": 40},
+    {"name": "user", "rows": 50},
+    {"name": "tags", "kind": "multi_hot", "separator": "|", "rows": 20},
+    {"name": "seen", "kind": "sequence", "padding": ["0"], "max_length": 3, "rows": 30},
+    {"name": "price", "kind": "dense", "scale": "log1p", "default": -1.0, "missing": ["-1"]},
+    {"name": "age", "kind": "dense"},
+]
+
+
+def rows(size: int) -> pa.Table:
+    """``size`` rows with missing values in every column but the label."""
+    rng = np.random.default_rng(1)
+
+    def some(values: list[Any], every: int) -> list[Any]:
+        return [None if n % every == 3 else value for n, value in enumerate(values)]
+
+    lists = [rng.integers(0, 9, 5).tolist() for _ in range(size)]
+    return pa.table(
+        {
+            "click": rng.integers(0, 2, size),
+            "city": [CITIES[n] for n in rng.integers(0, 5, size)],
+            "user": some(rng.integers(1, 90, size).tolist(), 11),
+            "tags": ["|".join(f"t{n}" for n in rng.integers(0, 9, rng.integers(0, 4))) for _ in range(size)],
+            "seen": pa.array(some(lists, 9), pa.list_(pa.int64(), 5)),
+            "price": some(rng.choice([-1.0, 0.5, 7.25, 1e6], size).tolist(), 7),
+            "age": pa.array(some(rng.integers(0, 99, size).tolist(), 5), pa.int32()),
+        }
+    )
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run on raw files."""
+    folder = tmp_path_factory.mktemp("raw")
+    pq.write_table(rows(300), folder / "rows.parquet")
+    (folder / "features.yaml").write_text(json.dumps({"labels": ["click"], "features": FEATURES}))
+    words = ["data=files", f"data.path={folder}/rows.parquet", f"data.features={folder}/features.yaml"]
+    words += [f"data.cache_dir={folder}/cache", "data.batch_size=64", "data.eval_fraction=0.1"]
+    words += ["model.embedding_dim=4", "model.bottom=[8]", "model.top=[8]", "trainer.logger=null"]
+    recpipe.train(None, None, *words, "trainer.checkpoint_every=4", output=folder / "run", quiet=True).close()
+    return folder
+
+
+@pytest.fixture(scope="module")
+def trained(run: Path) -> Trained:
+    return open_trained(run / "run" / "checkpoints")
+
+
+def body(table: pa.Table, **more: Any) -> bytes:
+    return json.dumps({"rows": table.drop(["click"]).to_pylist(), **more}).encode()
+
+
+def manifest_of(trained: Trained) -> dict[str, Any]:
+    sparse = [{"name": f.name, "rows": f.rows} for f in trained.schema.sparse]
+    return {"dense": {"names": list(trained.schema.dense)}, "sparse": sparse}
+
+
+@pytest.fixture(scope="module")
+def heads(trained: Trained, tmp_path_factory: pytest.TempPathFactory) -> Heads:
+    """What reads requests for a package of the run, by the file that the package has."""
+    folder, preparation = tmp_path_factory.mktemp("package"), trained.trained_on.preparation
+    manifest = manifest_of(trained) | write_encoding(folder, preparation) | {"files": {FILE: ""}}
+    return Heads(Features(manifest, 4096), read_encoding(folder, manifest))
+
+
+def same(heads: Heads, batch: Batch, asked: bytes) -> None:
+    """The request's inputs are those of the batch, bit by bit."""
+    _, found = heads.read(asked, None)
+    np.testing.assert_array_equal(found.dense.view(np.int32), batch.dense.numpy().view(np.int32))
+    for place, name in enumerate(batch.sparse.keys()):
+        bags, own = found.bags(place, of_each=True), batch.sparse[name]
+        assert bags.ids.tolist() == own.values().tolist(), name
+        lengths = np.broadcast_to(bags.lengths, bags.samples).tolist()
+        assert lengths == own.lengths().tolist(), name
+
+
+def test_raw_values_become_the_ids_and_numbers_of_training(trained: Trained, heads: Heads) -> None:
+    table, at = rows(300), 0
+    for split in ("train", "eval"):
+        for batch in trained.dataset.batches(split, 100):
+            same(heads, batch, body(table.slice(at, len(batch.labels))))
+            at += len(batch.labels)
+    assert at == 300
+    config = trained.cfg.data
+    assert isinstance(config, FileConfig)
+    for number, batch in enumerate(
+        StreamedDataset(open_source(config, labelled=False)).batches("train", 100)
+    ):
+        same(heads, batch, body(table.slice(100 * number, 100)))
+
+
+def test_a_value_that_is_shared_stands_in_every_row(trained: Trained, heads: Heads) -> None:
+    table = rows(300).slice(20, 4)
+    named = [row | {"city": "Köln"} for row in table.drop(["click"]).to_pylist()]
+    own = [{name: value for name, value in row.items() if name != "city"} for row in named]
+    _, each = heads.read(json.dumps({"rows": named}).encode(), None)
+    _, shared = heads.read(json.dumps({"rows": own, "shared": {"city": "Köln"}}).encode(), None)
+    assert shared.ids.tolist() == each.ids.tolist()
+
+
+WRONG: list[tuple[dict[str, Any], str]] = [
+    ({"city": 7}, "column city: holds int64, and held text in training"),
+    ({"user": "7"}, "column user: holds string, and held numbers in training"),
+    ({"price": "cheap"}, "the request, row 1, column price: cheap is not a number"),
+    ({"price": -3}, "row 1, column price: -3.* has no log1p"),
+    ({"user": 1.5}, "column user: 1.5 is not a whole number"),
+    ({"seen": 4}, "column seen: holds int64; a sequence column has lists"),
+    ({"seen": [1, "a"]}, "column seen: its values are not all text"),
+    ({"user": {"id": 4}}, "column user: holds struct"),
+    ({"usr": 4}, "no feature has a column 'usr'; did you mean user"),
+]
+
+
+@pytest.mark.parametrize(("change", "fault"), WRONG)
+def test_what_is_wrong_with_raw_values_is_one_line(heads: Heads, change: dict[str, Any], fault: str) -> None:
+    (row,) = rows(300).slice(0, 1).drop(["click"]).to_pylist()
+    with pytest.raises(Refused, match=fault) as refused:
+        heads.read(json.dumps({"rows": [row | change]}).encode(), None)
+    assert refused.value.status == 400
+    assert "\n" not in str(refused.value)
+
+
+def test_raw_and_encoded_values_are_told_apart(heads: Heads, trained: Trained) -> None:
+    whole = rows(300).slice(0, 2)
+    lacking = body(whole.drop(["city"]))
+    both = body(whole, inputs=[{"name": "city", "datatype": "INT64", "shape": [1], "data": [3]}])
+    for asked, fault in (
+        (lacking, "the request: no column 'city'"),
+        (both, "inputs, which are encoded, or rows, which are raw, and not both"),
+        (json.dumps({"rows": []}).encode(), "rows is no list of samples"),
+        (json.dumps({"rows": [4]}).encode(), "a row is no JSON object"),
+        (body(whole, shared={"city": "a"}), "'city' is shared, and in a row as well"),
+    ):
+        with pytest.raises(Refused, match=fault):
+            heads.read(asked, None)
+    without = Heads(Features(manifest_of(trained), 4096))
+    with pytest.raises(Refused, match="does not say how raw values are encoded"):
+        without.read(body(whole), None)
+
+
+def test_an_encoding_that_is_not_as_it_was_written_is_refused(trained: Trained, tmp_path: Path) -> None:
+    manifest = manifest_of(trained) | {"files": {FILE: ""}}
+    manifest |= write_encoding(tmp_path, trained.trained_on.preparation)
+    assert manifest[KEY] == FILE
+    whole = json.loads((tmp_path / FILE).read_text())
+    whole["features"]["sparse"][0]["rows"] = 41
+    for text in ("", "[]", '{"features": {"labels": 3}}', json.dumps(whole)):
+        (tmp_path / FILE).write_text(text)
+        with pytest.raises(score.PackageError, match="package the checkpoint anew"):
+            read_encoding(tmp_path, manifest)
+    assert write_encoding(tmp_path, Preparation("hashed", "signed_log")) == {}
+
+
+@pytest.mark.soak
+def test_a_server_scores_raw_values_as_predict_does(run: Path, trained: Trained, tmp_path: Path) -> None:
+    package = recpipe.package(run / "run" / "checkpoints", tmp_path / "m.recpipe", quiet=True)
+    scorer = score.Scorer(package)
+    heads = Heads(Features(scorer.manifest, 4096), read_encoding(package, scorer.manifest))
+    _, asked = heads.read(body(rows(300)), None)
+    served = RequestScorer(scorer)(*together([asked])).numpy()
+    options = PredictOptions(scores="raw", package=str(package))
+    with lock_run_dir(tmp_path) as folder:
+        told = predict(trained, options, folder)
+        model = predict(trained, PredictOptions(scores="raw"), folder)
+    assert isinstance(told, np.ndarray)
+    assert isinstance(model, np.ndarray)
+    np.testing.assert_allclose(told, model, rtol=1e-5, atol=1e-6)
+    assert served.reshape(-1).tolist() == told.reshape(-1).tolist()
+    assert recpipe.package(package, tmp_path / "again.recpipe", quiet=True)
+    assert (tmp_path / "again.recpipe" / FILE).read_bytes() == (package / FILE).read_bytes()
