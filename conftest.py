@@ -28,6 +28,8 @@ os.environ.setdefault("FBGEMM_TBE_BOUNDS_CHECK_MODE", "0")
 # What is compiled once stays for later runs of the tests, whose other caches are new each time.
 for variable, folder in (("NUMBA_CACHE_DIR", "numba"), ("TORCHINDUCTOR_CACHE_DIR", "inductor")):
     os.environ.setdefault(variable, str(Path(__file__).parent / ".pytest_cache" / folder))
+# torch believes the processor, and does not compile a program for each of its instruction sets to see.
+os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")
 # Several tests run at once, each of which the others disturb; what one has measured serves all.
 os.environ.setdefault("RECPIPE_BUSY", "keep")
 
@@ -126,6 +128,17 @@ def _made_loops(tmp_path_factory: pytest.TempPathFactory) -> None:
     if worker is not None:
         processes = int(os.environ["PYTEST_XDIST_WORKER_COUNT"])
         make_loops(int(worker.removeprefix("gw")), processes, tmp_path_factory.getbasetemp().parent)
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _shared_programs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """See ``tests.compiling``."""
+    from tests import compiling  # brings torch's compiler, which pytest's first process need not import
+
+    folder = tmp_path_factory.getbasetemp()
+    with pytest.MonkeyPatch.context() as patch:
+        compiling.share(patch, folder.parent if "PYTEST_XDIST_WORKER" in os.environ else folder)
+        yield
 
 
 @pytest.fixture(autouse=True, scope="session")

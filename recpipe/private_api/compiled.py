@@ -62,6 +62,9 @@ def compile_program(
         options = {"freezing": True}
     if march is not None:
         options["cpp.simdlen"] = width
+    if hasattr(inductor.aot_inductor, "precompile_headers"):
+        # They take longer than all the rest, are used by one or two files, and stay behind: 300 MB in /tmp.
+        options["aot_inductor.precompile_headers"] = False
     content = io.BytesIO()
     with torch.no_grad(), compiled_for(march), trusted_caches():
         # Into memory: torch ends the process where it cannot write to a file.

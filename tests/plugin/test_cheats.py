@@ -115,7 +115,7 @@ CAUGHT = [
         after_a_checkpoint="EXACT_GRADIENT",
     ),
     *cheats("gradients", OTHER_TABLES, unless_sgd="more than 1e-05 apart"),
-    *cheats("gradients", RANKS, with_momentum="on 2 ranks after 64 steps"),
+    *cheats("gradients", RANKS, with_momentum="on 2 ranks after 32 steps"),
     *cheats("gradients", RANKS, twin=True, on_two_ranks="on 2 ranks", on_rank_1="on 2 ranks"),
     *cheats("gradients", RESUMED, resumed_in_a_new_process="has another loss"),
     *cheats("gradients", BESIDE, beside_another="beside plugin 'bystander' after 64 steps"),

@@ -47,6 +47,10 @@ class TestQuantize(PluginSuite, CostsSuite):
     plugin = "quantize"
     beside: ClassVar = ("hotline",)  # the others' suites have it beside them
 
+    @pytest.mark.soak  # test_quantize_ranks.py trains on two
+    def test_trains_alike_on_several_ranks(self, tmp_path_factory: pytest.TempPathFactory) -> None:
+        super().test_trains_alike_on_several_ranks(tmp_path_factory)
+
     def test_rows_are_rounded_and_told_of(self, trained: Trained, baseline: Trained) -> None:
         shown = trained.report["plugins"]["quantize"]
         assert shown["cold_bytes"] == trained.report["memory"]["cold_bytes"]

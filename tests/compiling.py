@@ -1,0 +1,53 @@
+"""Programs of packages: compiled once for all of pytest's processes, for a compilation takes 8 s of a core.
+
+Two models have the same program if they differ in their weights alone, which are kept in a file of their own.
+But for those that the compiler puts into the program: numbers, as the bias of one output, and the weights of
+layers in low precision.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from torch.export import ExportedProgram
+from torch.utils import _pytree as pytree
+
+from recpipe.answers import programs
+from recpipe.private_api.compiled import compile_program
+
+
+def share(patch: pytest.MonkeyPatch, folder: Path) -> None:
+    """Until ``patch`` ends, what has been compiled is in ``folder``."""
+
+    def compiled(
+        program: ExportedProgram, march: str | None, width: int, frozen: bool = False
+    ) -> tuple[memoryview, list[str]]:
+        name = f"program-{_named(program, march, width, frozen)}"
+        with (folder / f"{name}.lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)  # until the file is closed
+            content, flags = folder / f"{name}.pt2", folder / f"{name}.json"
+            if not flags.exists():
+                made, own = compile_program(program, march, width, frozen)
+                content.write_bytes(made)
+                flags.write_text(json.dumps(own))
+            return memoryview(content.read_bytes()), json.loads(flags.read_text())
+
+    patch.setattr(programs, "compile_program", compiled)
+
+
+def _named(program: ExportedProgram, march: str | None, width: int, frozen: bool) -> str:
+    """A hash of all that what is compiled depends on."""
+    examples = [tuple(value.shape) for value in pytree.tree_leaves(program.example_inputs)]
+    found = hashlib.sha256(repr((str(program), examples, march, width, frozen)).encode())
+    for name, value in sorted({**program.constants, **program.state_dict}.items()):
+        assert isinstance(value, torch.Tensor), name
+        if name in program.state_dict and value.numel() > 1 and not frozen:
+            continue
+        found.update(f"{name} {value.dtype} {tuple(value.shape)}".encode())
+        found.update(value.detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
+    return found.hexdigest()
