@@ -42,7 +42,8 @@ recpipe trains TorchRec models; published systems techniques are plugins, each o
   python -m recpipe -m +plugin=a,b           one run for each (Hydra multirun); each with 2 processes:
                                              add hydra/launcher=torchrun hydra.launcher.nproc_per_node=2
   python -m recpipe data=criteo data.path=FILE_OR_DIR
-  python -m recpipe data=parquet data.path=... data.label=... 'data.dense=[...]' 'data.sparse=[...]'
+  python -m recpipe data=files data.path=... data.label=... data.features=auto
+                                             your own CSV, parquet, JSON lines, Arrow: columns are looked at
   python -m recpipe model._target_=my_pkg.Tower model.hidden=64
                                              a model of your own, with its constructor's arguments
 {commands}

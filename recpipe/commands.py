@@ -54,6 +54,11 @@ class Command:
 
 
 COMMANDS = {
+    "schema": Command(
+        "recpipe.tasks.schema:schema",
+        "FILES [label=COLUMN] [output=features.yaml] [sample=ROWS] [overwrite=true]",
+        "what unknown files hold, and a proposal of their features with a reason for each",
+    ),
     "evaluate": Command(
         "recpipe.answers.command:evaluate",
         "CHECKPOINT [data=...] [data.path=...] [split=eval] [by=COLUMN]",

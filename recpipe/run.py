@@ -25,6 +25,7 @@ from recpipe.plugin.calls import threads_left
 from recpipe.report.files import ReportFiles
 from recpipe.setup.built import built
 from recpipe.setup.ctx import NOTHING, RunInputs, RunResult, TaskContext, Watcher
+from recpipe.setup.described import with_features
 from recpipe.setup.footprint import require_memory
 from recpipe.setup.planned import Planned
 from recpipe.setup.training import Training
@@ -63,6 +64,8 @@ def carry_out(
         if command_line is None:
             stack.enter_context(capture_logs(run_dir.path if given.files else None, given.screen))
         try:
+            # What the columns of its files are, if they are still to be chosen.
+            cfg = with_features(cfg, directory if given.files else None)
             with ExitStack() as until_end:
                 context = TaskContext(cfg, run_dir, command_line, given, until_end, train)
                 outcome = train(context) if cfg.task.name == "train" else carry_out_task(context)

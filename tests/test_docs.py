@@ -33,6 +33,7 @@ from recpipe.report.record import DataFigures, Memory, Point, RankFigures, Resum
 from recpipe.tables.tiers.policies import POLICIES
 from recpipe.tasks import sweep_launcher
 from recpipe.tasks.plugins import starter
+from recpipe.tasks.schema import of_command
 from tests.pages import write_site
 from tests.processes import Child
 
@@ -232,6 +233,9 @@ def test_commands_compose(arguments: list[str]) -> None:
         return
     if arguments[0] == "package":
         assert {word.partition("=")[0] for word in arguments[3:]} <= {*PACKAGE_WORDS}
+        return
+    if arguments[0] == "schema":
+        of_command(arguments[1:])
         return
     words = {"sweep-report": 2, "unshard": 3}
     if arguments[0] in words:

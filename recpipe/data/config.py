@@ -20,6 +20,9 @@ from recpipe.plugin.calls import blame
 from recpipe.plugin.errors import PluginLoadError
 from recpipe.plugin.offers import entry, imported, is_offered, offered, origin_of
 
+AUTO = "auto"
+"""``data.features`` that are to be proposed from the files."""
+
 
 @dataclasses.dataclass
 class DataConfig:
@@ -101,8 +104,8 @@ class NpyConfig(CriteoConfig):
 
 @dataclasses.dataclass
 class FilesConfig(FileConfig):
-    """Files of any schema. ``features``: a yaml file of the features, or its content; the other keys of
-    columns are a short form of it.
+    """Files of any schema. ``features``: a yaml file of the features, or its content, or ``auto``, for which
+    ``label`` may be stated (``recpipe.data.proposal``); the other keys of columns are a short form of it.
 
     ``format`` null: by the files' names. ``separator``, ``header``, ``columns``, ``quote`` and ``encoding``
     are of text with separators (``TextRules``). ``table_rows``: rows of every table that ``tables`` does not
@@ -128,6 +131,12 @@ class FilesConfig(FileConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if self.features == AUTO:
+            if self.dense or self.sparse:
+                raise UserError(
+                    "data.features=auto chooses the columns: leave data.dense and data.sparse out"
+                )
+            return
         if self.features is not None:
             if self.label or self.dense or self.sparse:
                 raise UserError(
@@ -156,6 +165,11 @@ class FilesConfig(FileConfig):
                 self.sparse,
                 hash_ids=self.hash_ids,
                 log=self.dense_transform == "log",
+            )
+        elif self.features == AUTO:
+            raise UserError(
+                "data.features=auto is for training, and chooses before it starts: here, name a file of "
+                "features, which recpipe schema FILES writes"
             )
         elif isinstance(self.features, str):
             found = read_features(Path(self.features).expanduser())

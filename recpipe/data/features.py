@@ -196,15 +196,19 @@ def _label(value: object, where: str) -> Label:
     return Label(value) if isinstance(value, str) else typed(Label, value, where)
 
 
-def read_features(file: Path) -> Features:
-    """The features of a yaml file; ``UserError`` for one that cannot be used."""
+def read_content(file: Path) -> Any:
+    """What a yaml file of features says, plain values; ``UserError`` for one that is not yaml."""
     try:
-        values: Any = yaml.safe_load(file.read_text(encoding="utf-8"))
+        return yaml.safe_load(file.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError) as fault:
         raise UserError(f"data.features={file}: cannot be read ({fault})") from fault
     except yaml.YAMLError as fault:
         raise UserError(f"data.features={file}: is not yaml ({shown(fault, 200)})") from fault
-    return parse_features(values, str(file))
+
+
+def read_features(file: Path) -> Features:
+    """The features of a yaml file; ``UserError`` for one that cannot be used."""
+    return parse_features(read_content(file), str(file))
 
 
 def with_type(features: Sequence[Feature], name: str, kind: str) -> tuple[Feature, ...]:

@@ -88,18 +88,22 @@ class InputFile:
             own = own.append(pa.field(name, pa.string()))
         return own
 
-    def blocks(self, columns: Sequence[str]) -> Iterator[Block]:
-        """Its rows with these ``columns``; ``DataError`` where it is damaged."""
+    def blocks(self, columns: Sequence[str], start: int = 0) -> Iterator[Block]:
+        """Its rows with these ``columns``; ``DataError`` where it is damaged.
+
+        ``start``: the byte of plain text (CSV, JSON) after which whole lines are read; rows are then counted
+        from there.
+        """
         require_columns(self, columns)
-        own = [name for name in columns if name not in self.partition]
-        for first, rows, share in _READERS[self.format].blocks(self, own):
-            arrays = [
-                pa.repeat(pa.scalar(self.partition[name]), len(rows))
-                if name in self.partition
-                else rows[name]
-                for name in columns
-            ]
-            yield Block(first, pa.record_batch(arrays, list(columns)), share)
+        reader, own = _READERS[self.format], [name for name in columns if name not in self.partition]
+        for first, rows, share in reader.blocks(self, own, start) if start else reader.blocks(self, own):
+            yield Block(first, self.with_partition(rows, columns), share)
+
+    def with_partition(self, rows: pa.RecordBatch, columns: Sequence[str]) -> pa.RecordBatch:
+        """``rows`` of the file itself with those of ``columns`` that its folders' names are."""
+        folders = {name: pa.repeat(pa.scalar(value), len(rows)) for name, value in self.partition.items()}
+        arrays = [folders[name] if name in folders else rows[name] for name in columns]
+        return pa.record_batch(arrays, list(columns))
 
 
 def files_of(config: FilesConfig) -> tuple[InputFile, ...]:
@@ -282,9 +286,10 @@ class _Arrow:
                 row += len(part)
 
 
-def text_blocks(file: InputFile, quote: bytes | None = None) -> Iterator[tuple[bytes, float]]:
+def text_blocks(file: InputFile, quote: bytes | None = None, start: int = 0) -> Iterator[tuple[bytes, float]]:
     """Blocks of whole records of a plain or packed text file in UTF-8, with the share read so far. With a
-    ``quote``, a line's end between two of them is within a record."""
+    ``quote``, a line's end between two of them is within a record. ``start``: the byte of a plain file after
+    whose line they begin."""
     total, rest = max(1, file.path.stat().st_size), b""
     codec = file.rules.encoding.lower().replace("_", "-")
     decode = codec not in ("utf-8", "utf8", "ascii")
@@ -293,11 +298,14 @@ def text_blocks(file: InputFile, quote: bytes | None = None) -> Iterator[tuple[b
             packed = PACKED.get(file.path.suffix)
             stream = pa.CompressedInputStream(raw, packed) if packed else raw
             first = True
+            if start:
+                stream.seek(start)
             while data := stream.read(BLOCK_BYTES):
                 if decode:
                     data = _decoded(file, data, codec)
                 if first:
-                    data, first = data.removeprefix(b"\xef\xbb\xbf"), False
+                    data = data[data.find(b"\n") + 1 :] if start else data.removeprefix(b"\xef\xbb\xbf")
+                    first = False
                 data = rest + data
                 end = _last_end(data, quote)
                 if not end and len(data) > 2 * BLOCK_BYTES:
@@ -371,8 +379,9 @@ class _Csv:
         return pa.schema([pa.field(name, pa.string()) for name in _Csv.layout(file)[2]])
 
     @staticmethod
-    def blocks(file: InputFile, columns: Sequence[str]) -> Iterator[Block]:
+    def blocks(file: InputFile, columns: Sequence[str], start: int = 0) -> Iterator[Block]:
         separator, header, names = _Csv.layout(file)
+        header = header and not start
         quote = (file.rules.quote or "").encode()
         convert = pa.csv.ConvertOptions(
             column_types=dict.fromkeys(names, pa.string()),
@@ -380,7 +389,7 @@ class _Csv:
             strings_can_be_null=False,
         )
         row = 0
-        for text, share in text_blocks(file, quote or None):
+        for text, share in text_blocks(file, quote or None, start):
             bad: list[pa.csv.InvalidRow] = []
 
             def note(found: pa.csv.InvalidRow, into: list[pa.csv.InvalidRow] = bad) -> str:
@@ -470,11 +479,11 @@ class _Json:
             raise DataError(f"{file}: not JSON, an object a line ({shown(error, 200)})") from error
 
     @staticmethod
-    def blocks(file: InputFile, columns: Sequence[str]) -> Iterator[Block]:
+    def blocks(file: InputFile, columns: Sequence[str], start: int = 0) -> Iterator[Block]:
         known, row = file.columns, 0
         wanted = pa.schema([known.field(name) for name in columns])
         parse = pa.json.ParseOptions(explicit_schema=wanted, unexpected_field_behavior="ignore")
-        for text, share in text_blocks(file):
+        for text, share in text_blocks(file, start=start):
             read = pa.json.ReadOptions(block_size=len(text) + 1)
             try:
                 table = pa.json.read_json(pa.BufferReader(text), read, parse)

@@ -1,0 +1,405 @@
+"""What each column of a sample becomes: a label, a feature of some kind, or nothing; and why."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from math import ceil, exp, log10
+from typing import Any, Literal
+
+import numpy as np
+import pyarrow.compute as pc
+from numpy.typing import NDArray
+
+from recpipe.data.proposal.column import Column
+from recpipe.data.proposal.leaks import alone, leak
+from recpipe.data.proposal.names import LABELS, PEOPLE_AND_THINGS, TIMES, kind_by_name, words_of
+from recpipe.errors import DataError, UserError, nearest_or_all, shown
+
+FEW = 10
+"""Whole numbers with so few values are kinds of something."""
+EPOCHS = ((9e8, 2.2e9, "seconds"), (9e11, 2.2e12, "milliseconds"), (9e14, 2.2e15, "microseconds"))
+"""The years 1998 to 2039 since 1970."""
+LISTS = ("multi_hot", "sequence")
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What a column becomes: its ``entry`` of ``data.features``, and the ``reason``, a line. ``suspicions``:
+    what the user should look at. ``alone``: its AUC by itself."""
+
+    column: Column
+    role: Literal["label", "feature", "unread"]
+    entry: Mapping[str, Any]
+    reason: str
+    suspicions: tuple[str, ...] = ()
+    alone: float | None = None
+
+
+@dataclass(frozen=True)
+class _Read:
+    """How a feature is read: the keys beside its name, and why."""
+
+    keys: Mapping[str, Any]
+    reason: str
+    suspicions: tuple[str, ...] = field(default=())
+
+
+@dataclass(frozen=True)
+class _Unread:
+    """Why a column is left out; ``told`` among the suspicions where it is more than uninteresting."""
+
+    reason: str
+    told: bool = False
+
+
+def choose(columns: Sequence[Column], labels: Sequence[str], whole: bool) -> list[Choice]:
+    """A choice for each column, in their order. ``labels``: the columns that are labels. ``whole``: whether
+    the sample is all rows."""
+    by_name = {column.name: column for column in columns}
+    known = {name: label_values(by_name[name]) for name in labels}
+    made = []
+    for column in columns:
+        if column.name in known:
+            made.append(_label(column, known[column.name]))
+            continue
+        alone_ = _alone(column, known)
+        read = _left_out(column, known, alone_, whole) or _read(column)
+        entry = {"name": column.name, **(read.keys if isinstance(read, _Read) else {})}
+        if isinstance(read, _Read):
+            made.append(Choice(column, "feature", entry, read.reason, read.suspicions, alone_))
+        else:
+            told = (read.reason,) if read.told else ()
+            made.append(Choice(column, "unread", entry, read.reason, told, alone_))
+    return _sharing(made)
+
+
+def found_labels(columns: Sequence[Column], named: Sequence[str]) -> tuple[list[str], str]:
+    """The labels that the user ``named``, else the likeliest column by its name, and a line that says which
+    was found; none where no name fits. ``UserError`` for a name that no column has."""
+    names = [column.name for column in columns]
+    for name in named:
+        if name not in names:
+            raise UserError(f"label={shown(name)}: no such column; {nearest_or_all(name, names)}")
+    if named:
+        return list(dict.fromkeys(named)), ""
+    fitting = [column for column in columns if column.content in ("bool", "whole", "number")]
+    ranked = sorted(
+        (column for column in fitting if column.name.lower() in LABELS),
+        key=lambda column: LABELS.index(column.name.lower()),
+    )
+    if not ranked:
+        return [], ""
+    others = "".join(f", and {shown(column.name)} could be one" for column in ranked[1:3])
+    return [ranked[0].name], (
+        f"the label is {shown(ranked[0].name)}, found by its name{others}; label=COLUMN says otherwise"
+    )
+
+
+def label_values(column: Column) -> NDArray[np.float64]:
+    """A label's values, float64 [n], NaN where it is missing; ``DataError`` for one that is no number."""
+    if column.content not in ("bool", "whole", "number"):
+        first = column.present[0].as_py() if len(column.present) else "nothing"
+        raise DataError(
+            f"label={shown(column.name)}: holds {column.type}, '{shown(first)}' for example; a label is "
+            "numbers or bool: write 0 and 1 into a column of its own"
+        )
+    return column.numbers
+
+
+def _label(column: Column, values: NDArray[np.float64]) -> Choice:
+    given = values[~np.isnan(values)]
+    distinct = np.unique(given)
+    entry: dict[str, Any] = {"name": column.name}
+    suspicions = []
+    if len(distinct) < 2:
+        suspicions.append(f"is {distinct[0]:g} in every row of the sample: there is nothing to learn")
+    if np.isin(distinct, (0, 1)).all():
+        reason = f"0 and 1; {_percent(given.mean())} are 1"
+    else:
+        entry["kind"] = "values"
+        reason = f"numbers from {distinct[0]:g} to {distinct[-1]:g}, {given.mean():.3g} on average"
+        suspicions.append(
+            "this label has other values than 0 and 1, which recpipe's own models learn; a model of your own "
+            "with model.loss=mean_squared_error takes these"
+        )
+    if len(given) < len(values):
+        reason += f"; missing in {_percent(1 - len(given) / len(values))}"
+        suspicions.append(
+            f"the label is missing in {len(values) - len(given):,} rows, which are bad rows: "
+            "data.on_bad_row=skip leaves them out"
+        )
+    return Choice(column, "label", entry, reason, tuple(suspicions))
+
+
+def _alone(column: Column, labels: Mapping[str, NDArray[np.float64]]) -> float | None:
+    """The highest AUC by itself of any of the labels."""
+    if column.content in ("nothing", "other", "vector") or column.counted.distinct < 2:
+        return None
+    found = []
+    for label in labels.values():
+        known = ~np.isnan(label)
+        if known.all() and len(np.unique(label)) > 1:
+            found.append(alone(column, label > (label.min() + label.max()) / 2))
+    return max((each for each in found if each is not None), default=None)
+
+
+def _left_out(
+    column: Column, labels: Mapping[str, NDArray[np.float64]], alone_: float | None, whole: bool
+) -> _Unread | None:
+    """Why a column should not be a feature; None: it may be one."""
+    name, content = shown(column.name), column.content
+    if content == "nothing":
+        return _Unread("has no value in any row of the sample")
+    if content == "vector":
+        return _Unread("a vector of numbers: name its elements as columns of their own")
+    if content == "other":
+        return _Unread(_other(column))
+    for label, values in labels.items():
+        if why := leak(column, shown(label), values, alone_):
+            return _Unread(f"suspected leak: {why}", told=True)
+    if column.name.lower() in LABELS and labels and column.counted.distinct == 2:
+        return _Unread(f"by its name a label itself, known only afterwards: label={name} learns it", True)
+    if column.counted.distinct == 1 and not column.missing.any() and column.lists is None:
+        return _Unread(f"is {shown(column.present[0].as_py())} in every row of the sample")
+    if content == "time" or _is_epoch(column):
+        return _Unread("a time: as a number or an id, later rows would have none that was trained")
+    if content == "date":
+        return _Unread(
+            f"dates as {shown(column.present[0].as_py())}, whose day and month could be swapped: write "
+            "2026-03-01",
+            told=True,
+        )
+    if column.brackets:
+        return _Unread("text of lists in brackets: write it as a list, or with a separator", told=True)
+    if column.weighted:
+        return _Unread("pairs of an id and a weight: write the ids alone, or as a list", told=True)
+    return _row_id(column, whole)
+
+
+def _other(column: Column) -> str:
+    kind = str(column.type)
+    if "binary" in kind:
+        return "bytes that are no text in UTF-8: write it as text"
+    return f"holds {shown(kind)}: name its parts as columns of their own"
+
+
+def _is_epoch(column: Column) -> bool:
+    if column.content != "whole":
+        return False
+    values = column.numbers[~np.isnan(column.numbers)]
+    if not TIMES.intersection(words_of(column.name)) and (np.diff(values) < 0).any():
+        return False
+    return any(low < values.min() and values.max() < high for low, high, _ in EPOCHS)
+
+
+def _row_id(column: Column, whole: bool) -> _Unread | None:
+    """A column with a value of its own in (nearly) each row."""
+    if column.content not in ("whole", "text") or column.lists is not None:
+        return None
+    counted = column.counted
+    if counted.total < 50 or counted.distinct < 0.99 * counted.total or _kind(column)[0] == "dense":
+        return None
+    rising = False
+    if column.content == "whole":
+        values = column.numbers[~np.isnan(column.numbers)]
+        rising = bool((np.diff(values) > 0).all())
+    if not whole and not rising and PEOPLE_AND_THINGS.intersection(words_of(column.name)):
+        return None
+    what = "a number that rises from row to row" if rising else "a value of its own in every row"
+    return _Unread(f"{what}: a row's id, from which nothing is learned", told=True)
+
+
+def _kind(column: Column) -> tuple[Literal["dense", "id"], str]:
+    """Whether whole numbers are ids or numbers, and why."""
+    if column.content != "whole":
+        return ("id", "text") if column.content == "text" else ("dense", "numbers")
+    if (named := kind_by_name(column.name)) is not None:
+        return named, "an id by its name" if named == "id" else "a number by its name"
+    values = column.numbers[~np.isnan(column.numbers)]
+    if column.counted.distinct <= FEW:
+        return "id", f"whole numbers with {column.counted.distinct} values"
+    if values.min() < 0:
+        return "dense", "whole numbers, some below 0"
+    if _falls(values):
+        return "dense", "whole numbers, large ones rare, as of counts (kind: id if they are ids)"
+    return "id", "whole numbers all over their range, as of ids (kind: dense if they are amounts)"
+
+
+def _falls(values: NDArray[np.float64]) -> bool:
+    """Whether large numbers are rare and far apart, as of counts. Ids are all over their range, whichever of
+    them are frequent."""
+    distinct, counts = np.unique(values, return_counts=True)
+    first, second = counts[: len(counts) // 2].sum(), counts[len(counts) // 2 :].sum()
+    middle = float(np.median(distinct)) / float(distinct[-1])
+    frequent = distinct[np.argmax(counts)] <= 2 and first > 10 * second
+    return bool(middle < 0.1 or (frequent and middle < 0.45))
+
+
+def _read(column: Column) -> _Read:
+    """How a column that is a feature is read."""
+    if column.lists is not None:
+        return _as_lists(column)
+    if column.content == "bool":
+        return _Read({"kind": "dense"}, f"true in {_percent(np.nanmean(column.numbers))}")
+    kind, why = _kind(column)
+    return _as_id(column, why) if kind == "id" else _as_number(column, why)
+
+
+def _as_number(column: Column, why: str) -> _Read:
+    """Scaled so that most values are of the order of 1."""
+    values = column.numbers[~np.isnan(column.numbers)]
+    low, high = float(values.min()), float(values.max())
+    keys: dict[str, Any] = {"kind": "dense"}
+    reason = f"{why}, from {low:g} to {high:g}"
+    if high > 10 and low >= 0:
+        keys["scale"] = "log1p"
+        reason += "; log1p keeps large ones in bounds"
+    elif max(abs(low), abs(high)) > 10:
+        keys["scale"] = "log"
+        reason += "; log keeps large ones in bounds, and the sign"
+    suspicions = _perhaps_missing(column.missing_numbers)
+    if column.missing_words:  # which would be bad rows
+        keys["missing"] = sorted(column.missing_words)
+        suspicions.append(f"has {_listed(column.missing_words)} between its numbers: taken as missing")
+    return _Read(keys, reason + _gaps(column), tuple(suspicions))
+
+
+def _as_id(column: Column, why: str) -> _Read:
+    keys: dict[str, Any] = {"kind": "id"}
+    suspicions = []
+    if column.is_text:
+        keys["type"] = "integer" if column.content == "whole" else "text"
+    if column.leading_zeros:
+        why = "text, for some numbers have zeros in front"
+        suspicions.append("has numbers with zeros in front (007), which are kept as text: 7 is another id")
+    suspicions += _perhaps_missing(column.missing_numbers)
+    if column.content == "whole" and column.missing_words:
+        keys["missing"] = sorted(column.missing_words)
+        suspicions.append(f"has {_listed(column.missing_words)} between its numbers: taken as missing")
+    else:
+        suspicions += _perhaps_missing(column.missing_words)
+    rows, room = _rows(column)
+    keys["rows"] = rows
+    if column.counted.once > 0.5 and column.counted.total > 100:
+        suspicions.append(
+            f"{_percent(column.counted.once)} of its values occur once in the sample: little is learned of "
+            "these"
+        )
+    return _Read(keys, f"{why}; {room}{_gaps(column)}", tuple(suspicions))
+
+
+def _as_lists(column: Column) -> _Read:
+    kind = "sequence" if column.ordered or column.padding is not None else "multi_hot"
+    keys: dict[str, Any] = {"kind": kind}
+    suspicions = []
+    longest = int(column.lengths.max(initial=0))
+    typical = float(np.median(column.lengths[~column.missing])) if (~column.missing).any() else 0.0
+    reason = f"lists of up to {longest}, mostly about {typical:g}"
+    if column.separator is not None:
+        mark = column.separator
+        keys |= {"separator": mark, "type": "integer" if column.whole_elements else "text"}
+        shows = repr(mark)[1:-1]
+        example = shown(next((str(v) for v in column.present.to_pylist() if mark in str(v)), ""))
+        suspicions.append(
+            f"is read as lists, split at '{shows}' ('{example}'); kind: id keeps each text whole"
+        )
+        reason = f"text of {reason}"
+    if column.padding is not None:
+        keys["padding"] = [column.padding]
+        suspicions.append(
+            f"is filled up with '{column.padding}' to one length: these are left out as padding"
+        )
+        reason += f", filled up with '{column.padding}'"
+    if kind == "sequence":
+        keys["max_length"] = max(1, int(np.quantile(column.lengths, 0.99)))
+        reason += f"; {keys['max_length']} hold 99% of them"
+    keys["rows"], room = _rows(column)
+    return _Read(keys, f"{reason}; {room}{_gaps(column)}", tuple(suspicions))
+
+
+def _rows(column: Column) -> tuple[int, str]:
+    """The rows of an id's table, and what these are for."""
+    seen = column.counted.distinct
+    ids = max(1, column.counted.estimated(column.scale))
+    rows = _round_up(max(1000, 10 * ids) if ids <= 10_000 else 4 * ids if ids <= 1_000_000 else 2 * ids)
+    rows = min(rows, 2**31 - 1)
+    sharing = 1 - exp(-(ids - 1) / (rows - 1))
+    about = f"{seen:,} ids" if ids == seen else f"about {_round_up(ids):,} ids ({seen:,} in the sample)"
+    return rows, f"{about}, of which {_percent(sharing)} share a row by hash"
+
+
+def _round_up(number: float) -> int:
+    """To two digits."""
+    step = 10 ** max(0, int(log10(max(1, number))) - 1)
+    return int(ceil(number / step) * step)
+
+
+def _sharing(choices: Sequence[Choice]) -> list[Choice]:
+    """Lists whose ids are those of another column share its table."""
+    ids = {c.column.name: c for c in choices if c.role == "feature" and c.entry["kind"] == "id"}
+    made = {c.column.name: c for c in choices}
+    for choice in choices:
+        if choice.role != "feature" or choice.entry["kind"] not in LISTS:
+            continue
+        alike = {name: _overlap(choice.column, other.column) for name, other in ids.items()}
+        name = max(alike, key=lambda n: alike[n], default=None)
+        if name is None or alike[name] < 0.5:
+            continue
+        rows = max(choice.entry["rows"], made[name].entry["rows"])
+        made[name] = replace(made[name], entry={**made[name].entry, "rows": rows})
+        made[choice.column.name] = replace(
+            choice,
+            entry={**choice.entry, "table": name, "rows": rows},
+            reason=f"{choice.reason}; shares the table of {shown(name)}, whose ids these are",
+        )
+    for choice in [*made.values()]:  # tables that several share have one size
+        table = choice.entry.get("table")
+        if table is not None:
+            made[choice.column.name] = replace(
+                choice, entry={**choice.entry, "rows": made[table].entry["rows"]}
+            )
+    return list(made.values())
+
+
+def _overlap(lists: Column, ids: Column) -> float:
+    """Ids in both, as a share of those in either."""
+    assert lists.lists is not None
+    elements = lists.lists[0].filter(~lists.filled & (lists.codes >= 0))
+    if is_text_column(lists) != ids.is_text:
+        return 0.0
+    ours = pc.unique(elements.cast(ids.type, safe=False))
+    theirs = pc.unique(ids.present)
+    if min(len(ours), len(theirs)) < 20:
+        return 0.0
+    common = int(pc.sum(pc.is_in(ours, value_set=theirs)).as_py() or 0)
+    return common / (len(ours) + len(theirs) - common)
+
+
+def is_text_column(lists: Column) -> bool:
+    """Whether the elements of its lists are text."""
+    assert lists.lists is not None
+    return "string" in str(lists.lists[0].type)
+
+
+def _perhaps_missing(found: Mapping[str, int]) -> list[str]:
+    if not found:
+        return []
+    words = ", ".join(f'"{word}"' for word in found)
+    return [
+        f"has {_listed(found)}: if that means missing, add missing: [{words}]; it is a value as it stands"
+    ]
+
+
+def _listed(words: Mapping[str, int]) -> str:
+    return ", ".join(f"'{shown(word)}' in {count:,} rows" for word, count in [*words.items()][:3])
+
+
+def _gaps(column: Column) -> str:
+    share = float(column.missing.mean())
+    return f"; missing in {_percent(share)}" if share else ""
+
+
+def _percent(share: float | np.floating[Any]) -> str:
+    """To two digits."""
+    return f"{100 * share:.2g}%" if share < 0.995 else f"{100 * share:.4g}%"

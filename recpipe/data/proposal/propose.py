@@ -1,0 +1,113 @@
+"""A schema for files that nobody has described: proposed from a sample, with a reason for each line."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from recpipe.data.config import FilesConfig
+from recpipe.data.features import Features, parse_features
+from recpipe.data.proposal.choose import Choice, choose, found_labels
+from recpipe.data.proposal.column import Column
+from recpipe.data.proposal.sample import Sample, take_sample
+from recpipe.data.records import files_of
+from recpipe.errors import DataError, UserError, printable, shown
+
+ROWS = 100_000
+"""Rows of a sample."""
+
+
+@dataclass(frozen=True)
+class Proposal:
+    """What is proposed for files of which ``sample`` was read. ``found``: a line if the label was found by
+    its name; without any label, there is nothing to train."""
+
+    sample: Sample
+    choices: Sequence[Choice]
+    found: str = ""
+
+    @property
+    def suspicions(self) -> list[str]:
+        """What the user should look at, a line each."""
+        alike: dict[str, list[str]] = {}
+        for choice in self.choices:
+            for word in choice.suspicions:
+                alike.setdefault(word, []).append(shown(choice.column.name))
+        noted = [f"{', '.join(names)}: {word}" for word, names in alike.items()]
+        lacking = [
+            f"{shown(name)}: left out, for {file} has no such column"
+            for name, file in self.sample.lacking.items()
+        ]
+        return noted + lacking
+
+    def content(self) -> dict[str, Any]:
+        """What ``data.features`` takes: plain values."""
+        labels, features = ([dict(c.entry) for c in self._of(role)] for role in ("label", "feature"))
+        unread = [choice.column.name for choice in self._of("unread")]
+        return {"labels": labels, "features": features, "unread": [*unread, *self.sample.lacking]}
+
+    def _of(self, role: str) -> list[Choice]:
+        return [choice for choice in self.choices if choice.role == role]
+
+    def features(self) -> Features:
+        """The same, typed; ``UserError`` where there is nothing to learn, or nothing to learn it from."""
+        if not self._of("label"):
+            names = ", ".join(shown(choice.column.name) for choice in self.choices[:20])
+            raise UserError(f"no column has a name of a label ({names}): say which, label=COLUMN")
+        features = parse_features(self.content())
+        if not features.sparse:
+            raise DataError(
+                "no column is a feature with ids, and a model needs one: write data.features by hand"
+            )
+        return features
+
+    def to_yaml(self, told: Sequence[str] = ()) -> str:
+        """The content as yaml, with the reason beside each line; the lines ``told`` come first."""
+        lines = [f"# {printable(line)}" for line in told]
+        for key, role in (("labels", "label"), ("features", "feature")):
+            entries = [(_flow(dict(choice.entry)), choice) for choice in self._of(role)]
+            width = min(100, max((len(text) for text, _ in entries), default=0))
+            lines.append(f"{key}:" if entries else f"{key}: []")
+            for text, choice in entries:
+                lines.append(f"  - {text:<{width}}  # {printable(choice.reason)}")
+                if role == "feature":
+                    lines += [f"    # {printable(word)}" for word in choice.suspicions]
+        unread = [(choice.column.name, choice.reason) for choice in self._of("unread")]
+        unread += [(name, f"{file} has no such column") for name, file in self.sample.lacking.items()]
+        lines += ["unread:  # columns that are left out"] if unread else []
+        lines += [f"  - {_flow(name)}  # {printable(reason)}" for name, reason in unread]
+        return "\n".join(lines) + "\n"
+
+    def write(self, output: Path, told: Sequence[str] = ()) -> None:
+        """Write the yaml; ``UserError`` where that cannot be."""
+        try:
+            output.write_text(self.to_yaml([f"Proposed from {self.sample.says}.", *told]), encoding="utf-8")
+        except OSError as fault:
+            raise UserError(f"{output}: cannot be written ({fault.strerror})") from fault
+
+
+def propose(config: FilesConfig, labels: Sequence[str], rows: int = ROWS) -> Proposal:
+    """A proposal for the files of ``config``, whose own features do not count, from about ``rows`` rows.
+
+    ``labels``: names of columns; none: found by name. ``DataError`` for files that cannot be read.
+    """
+    sample = take_sample(files_of(config), rows)
+    scale = sample.total / sample.rows.num_rows
+    columns = [Column(name, sample.rows[name].combine_chunks(), scale) for name in sample.rows.column_names]
+    for name in labels:
+        if name in sample.lacking:
+            raise DataError(f"label={shown(name)}: {sample.lacking[name]} has no such column")
+    named, found = found_labels(columns, labels)
+    return Proposal(sample, choose(columns, named, sample.whole), found)
+
+
+def _flow(value: Any) -> str:
+    """A value on one line of yaml."""
+    text: str = yaml.safe_dump(
+        value, default_flow_style=True, sort_keys=False, allow_unicode=True, width=1 << 20
+    )
+    return text.removesuffix("...\n").strip()

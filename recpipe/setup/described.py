@@ -1,0 +1,79 @@
+"""The features of a run's files, stated in its recipe before anything starts: chosen for
+``data.features=auto``, read from the yaml file that it names otherwise. Checkpoints and reports then say how
+the files were read."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from recpipe.checkpoint.manifest import TRAINER
+from recpipe.checkpoint.table_io import load_trainer, naming, newest
+from recpipe.checkpoint.trained_on import TrainedOn
+from recpipe.common.console import log
+from recpipe.config.recipe import Recipe
+from recpipe.data.config import AUTO, FilesConfig
+from recpipe.data.features import parse_features, read_content
+from recpipe.distributed.launch import ProcessRank
+from recpipe.errors import UserError
+
+FILE = "features.yaml"
+"""In the run's directory: what was chosen."""
+
+
+def with_features(recipe: Recipe, directory: Path | None) -> Recipe:
+    """``recipe`` with the content of its features in the place of ``auto`` or a file's name. What was chosen
+    is shown, and written into ``directory`` if there is one."""
+    data = recipe.data
+    if not isinstance(data, FilesConfig) or not isinstance(data.features, str):
+        return recipe
+    if data.features != AUTO:
+        content = _of_file(Path(data.features).expanduser())
+    elif recipe.resume is not None:
+        content = _as_trained(Path(recipe.resume).expanduser())
+    else:
+        content = _chosen(data, directory)
+    section = {**recipe.values["data"], "features": content, "label": None}
+    return replace(
+        recipe,
+        data=replace(data, features=content, label=None),
+        values={**recipe.values, "data": section},
+    )
+
+
+def _of_file(file: Path) -> Any:
+    content = read_content(file)
+    parse_features(content, str(file))  # while the file's name can still be told
+    return json.loads(json.dumps(content, default=str))
+
+
+def _as_trained(resume: Path) -> Any:
+    """The features of the run that is resumed, whatever the files would propose today."""
+    directory = newest(resume)
+    with naming(directory):
+        trainer = load_trainer(directory / TRAINER)
+    content = TrainedOn.read(trainer, directory).values["data"].get("features")
+    if not isinstance(content, dict):
+        raise UserError(
+            f"data.features=auto: the run of resume={directory} had other keys for its columns; state these"
+        )
+    return content
+
+
+def _chosen(data: FilesConfig, directory: Path | None) -> dict[str, Any]:
+    # Only here, since other runs need neither pyarrow nor the terminal's tables before they train.
+    from recpipe.data.proposal.propose import propose
+    from recpipe.report.proposed import show_proposal
+
+    log.info("choosing features: %s", data.path)
+    labels = [data.label] if isinstance(data.label, str) else list(data.label or [])
+    proposal = propose(data, labels)
+    if ProcessRank.current().rank == 0:
+        show_proposal(proposal)
+    proposal.features()
+    if ProcessRank.current().rank == 0 and directory is not None:
+        proposal.write(directory / FILE)
+        log.info("these features are in %s; state them in the next run, data.features=", directory / FILE)
+    return proposal.content()
