@@ -38,7 +38,7 @@ from recpipe.backend.choices import Host  # noqa: E402
 from recpipe.backend.convert import convert  # noqa: E402
 from recpipe.backend.matmul import float32_products  # noqa: E402
 from recpipe.common.timing import median_seconds  # noqa: E402
-from recpipe.tables.padded import marked  # noqa: E402
+from recpipe.tables.group_rows import marked  # noqa: E402
 
 FEATURES, DENSE = 26, 13
 BOTTOM, TOP = (512, 256, 64), (512, 256)

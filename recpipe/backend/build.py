@@ -29,6 +29,7 @@ from recpipe.common.saved import entries
 from recpipe.data.parts import on_device
 from recpipe.distributed.ranks import Channel
 from recpipe.errors import UserError
+from recpipe.pipeline.batch import TableWorkers
 from recpipe.pipeline.cuda_graph import CudaGraph
 from recpipe.pipeline.parts import find_out
 from recpipe.pipeline.placed import PlacedModel
@@ -40,7 +41,6 @@ from recpipe.plugin.calls import Owned
 from recpipe.plugin.errors import PluginError
 from recpipe.plugin.splitter import Splitter
 from recpipe.tables.proxy import BagProxy
-from recpipe.tables.workers import TableWorkers
 
 log = logging.getLogger(__name__)
 CUDA_GRAPH = "cuda_graph"

@@ -34,7 +34,7 @@ from recpipe.backend.chain import (
     is_plain,
 )
 from recpipe.backend.dense import chain, cross, factorize, interact
-from recpipe.tables.padded import is_padded, marked
+from recpipe.tables.group_rows import is_padded, marked
 
 _PLAIN_TENSORS = (torch.Tensor, nn.Parameter)
 _COLLECTION = "sparse_arch.embedding_bag_collection"

@@ -17,7 +17,7 @@ from torch import nn
 
 from recpipe import private_api
 from recpipe.common.timing import phase
-from recpipe.tables.padded import widened
+from recpipe.tables.group_rows import widened
 
 LEAK = 1e-30
 """The slope below 0 of the leaky ReLU that is used in bfloat16."""
@@ -65,7 +65,7 @@ def interact(bottom: torch.Tensor, pooled: torch.Tensor, padding: bool) -> torch
 
     ``bottom`` is the dense vector [B, D]; ``pooled`` float32 [B, F * D] or [B, F, D]. With ``padding``, the
     dense vector is written in front of the rows: ``pooled`` is then [B, (1 + F) * D], or a [B, F, D] for
-    which ``padded.is_padded``. Returns [B, D + F (F + 1) / 2] of bottom's type: the dense vector, followed by
+    which ``is_padded``. Returns [B, D + F (F + 1) / 2] of bottom's type: the dense vector, followed by
     the products.
     """
     if not torch.is_grad_enabled():
@@ -190,7 +190,7 @@ class _Interaction(torch.autograd.Function):
             both.diagonal(dim1=1, dim2=2).zero_()
             found = torch.bmm(both, features)
             to_bottom = gradient[:, :dim] + found[:, 0].to(gradient.dtype)
-            # The gradient has the strides of the padding, so that nothing is copied: see padded.widened.
+            # The gradient has the strides of the padding, so that nothing is copied: see ``widened``.
             flat = found if ctx.inside else found[:, 1:]
             return to_bottom, flat if pooled.ndim == 3 else flat.reshape(batch, -1), None
 

@@ -4,15 +4,23 @@ Its rows are looked up once. The model gets them part by part, as leaves of the 
 detached from the tables. When all parts have been differentiated, one backward pass for each group and tier
 makes the fused update of the whole batch. An update for each part would be wrong for every optimizer with
 state.
+
+FBGEMM's CPU kernels use only the core that calls them, so that other cores idle while tables are looked up
+and updated. Groups of tables need not wait for each other, and the dense optimizer need not wait for the
+tables' update: ``TableWorkers`` run them in threads::
+
+    this core     look up | ...dense part... | dense optimizer | update
+    other cores   look up |                  | update          | update
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import repeat
+from time import perf_counter
 from typing import Any
 
 import numpy as np
@@ -20,13 +28,18 @@ import torch
 from numpy.typing import NDArray
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from recpipe.common.device import arrived
-from recpipe.common.timing import phase
+from recpipe.common.device import arrived, keep_to_one_core, one_thread
+from recpipe.common.timing import phase, watched
 from recpipe.data.parts import batch_size, leaves, on_gpu
 from recpipe.tables.group_rows import GroupRows, GroupTables, Scale
 from recpipe.tables.inputs import GroupIds
 from recpipe.tables.proxy import CollectionProxy, same_ids
-from recpipe.tables.workers import TableWorkers
+
+Work = Callable[[], None]
+"""Work on tables that no other work touches at the same time."""
+WORTH = 2e-3
+"""Work that takes fewer seconds runs in the calling thread, since waking a thread costs a tenth of this.
+Results do not depend on the choice."""
 
 
 def nothing() -> None:
@@ -127,7 +140,10 @@ class InFlight:
         to a graph what it can look up itself; ``look_up_left`` must follow if it does not."""
         try:
             with phase("embedding forward"):
-                if wait or (self.moving and any(rows.fetches_residents for rows in self.moving)):
+                waits = wait
+                for rows in self.moving:
+                    waits = waits or (rows.plan is not None and rows.plan.fetches_residents)
+                if waits:
                     for rows in self.moving:
                         rows.tables.wait()
                 here = self.rows
@@ -207,3 +223,56 @@ class Handed:
             for rows in batch.proxies[self.proxy]:
                 self.leaves.append(rows.attached() if batch.attached else rows.leaf(self.low, self.high))
         return self.leaves
+
+
+class TableWorkers:
+    """``count`` threads for work on tables, each of which uses one core."""
+
+    def __init__(self, count: int) -> None:
+        self.count = count
+        self._threads = ThreadPoolExecutor(count, "recpipe-tables", keep_to_one_core)
+        self.busy = 0
+        """How many cores the unfinished work may use."""
+        self._begun: list[tuple[Work, Future[None]]] = []
+        self._seconds: dict[str, list[float]] = {}
+        """Seconds that the latest works of each kind took."""
+        with one_thread():  # setting torch's number of threads also applies to all future threads
+            self._threads.submit(int).result()
+
+    def begin(self, kind: str, works: Sequence[Work]) -> None:
+        """Begin ``works``, in any order. Call ``finish`` before anything else uses their tables.
+
+        They run here and now if works of this ``kind`` were short the last time, or under torch's profiler,
+        which does not see other threads.
+        """
+        before, now = sum(self._seconds.get(kind, ())), list[float]()
+        self._seconds[kind] = now
+        if before < WORTH or watched():
+            for work in works:
+                _timed(work, now)
+            return
+        for work in works:
+            timed = partial(_timed, work, now)
+            self._begun.append((timed, self._threads.submit(timed)))
+        self.busy = min(self.count, len(works))
+
+    def finish(self) -> None:
+        """Wait for the work that was begun. Work that no thread has started yet runs here. Raises the work's
+        faults."""
+        begun, self._begun, self.busy = self._begun, [], 0
+        for work, end in reversed(begun):
+            if end.cancel():
+                work()
+        for _, end in begun:
+            if not end.cancelled():
+                end.result()
+
+    def close(self) -> None:
+        """End the threads."""
+        self._threads.shutdown()
+
+
+def _timed(work: Work, seconds: list[float]) -> None:
+    started = perf_counter()
+    work()
+    seconds.append(perf_counter() - started)

@@ -271,8 +271,10 @@ class TrainLoader:
             needs_cold = batch.needs_cold()
             split = None if splitting is None else splitting.cut(batch.batch, needs_cold)
         if split is None and alone:  # there is nothing to put in order
-            any_cold = any(rows.plan is not None and len(rows.plan.slab) for rows in batch.rows)
-            batch.bounds, batch.cold_from = (size,), 0 if any_cold else 1
+            batch.bounds, batch.cold_from = (size,), 1
+            for rows in batch.moving:
+                if rows.plan is not None and len(rows.plan.slab):
+                    batch.cold_from = 0
             return batch.batch
         split = split or Split(np.arange(size), (size,))
         samples, bounds, batch.cold_from = share_of(split, needs_cold, self.ranks)
@@ -287,7 +289,7 @@ class TrainLoader:
         while steps are compared, since it works later than it is asked to."""
         started = 0.0
         for batch in ready:
-            ended = synchronized_time(self.device) if splitting.compares else perf_counter()
+            ended = synchronized_time(self.device) if splitting.trial.compares else perf_counter()
             if started:
                 splitting.trained(ended - started)
             started = perf_counter()

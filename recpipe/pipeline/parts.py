@@ -20,8 +20,8 @@ from recpipe.data.parts import batch_size, in_order, without_weights
 from recpipe.data.select import between
 from recpipe.errors import UserError
 from recpipe.pipeline.placed import Parts, PlacedModel
+from recpipe.tables.group_rows import marked
 from recpipe.tables.groups import Group
-from recpipe.tables.padded import marked
 from recpipe.tables.proxy import CollectionProxy, handing_out, same_ids
 
 SAMPLES = 64

@@ -27,11 +27,10 @@ from recpipe.common.device import in_this_thread, keep_to_one_core, one_thread
 from recpipe.common.timing import Spans, mark, phase, watched
 from recpipe.distributed.ranks import Channel
 from recpipe.errors import UserError
-from recpipe.pipeline.batch import InFlight, nothing
+from recpipe.pipeline.batch import InFlight, TableWorkers, nothing
 from recpipe.pipeline.placed import PlacedModel
 from recpipe.pipeline.step_graph import StepGraph
 from recpipe.tables.group_rows import GroupRows
-from recpipe.tables.workers import TableWorkers
 
 FirstShare = Callable[[int], float | None]
 """For a number of samples, the first core's fraction of an equal share; None: cores do not share the

@@ -30,8 +30,7 @@ from recpipe.pipeline.batch import InFlight
 from recpipe.pipeline.cuda_graph import REMEDY, Graph, Unrecorded, record
 from recpipe.pipeline.placed import PlacedModel
 from recpipe.private_api import HostIds, TorchDispatchMode
-from recpipe.tables.group_rows import GroupRows
-from recpipe.tables.padded import is_padded, marked
+from recpipe.tables.group_rows import GroupRows, is_padded, marked
 from recpipe.tables.proxy import CollectionProxy
 
 log = logging.getLogger(__name__)

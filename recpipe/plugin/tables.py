@@ -157,7 +157,7 @@ class TableSet:
         width = self.dim + self.optimizer.state_width(self.dim)
         return StoreLayout(tuple(t.name for t in self.tables), tuple(t.rows for t in self.tables), width)
 
-    @property
+    @cached_property
     def record_bytes(self) -> int:
         """Bytes of one row's weights and optimizer state in device memory."""
         return self.bytes_of_weights(self.dim) + WORD * (self.layout.width - self.dim)

@@ -63,7 +63,7 @@ class Place:
     ids_per_bag: Callable[[], float] = lambda: 1.0
     """The data's mean pooling factor (ids per bag)."""
     padded: Collection[str] = ()
-    """Paths of collections whose pooled rows should have padding in front (``recpipe.tables.padded``)."""
+    """Paths of collections whose pooled rows should have padding in front (``recpipe.tables.group_rows``)."""
 
 
 def require_kernels(
@@ -160,7 +160,7 @@ def _finds(inputs: Inputs, number: int, device: torch.device) -> Callable[[Any],
     """``TierParts.finds``."""
     if device.type != "cuda":
         return None
-    finder = Finder(inputs.tables.groups[number].tables, Transfer.on(device), ALONE)
+    finder = Finder(inputs.tables.groups[number].tables, Transfer(device), ALONE)
 
     def finds(batch: Any) -> RowIds:
         use_device(device)  # plugins read batches in threads of their own

@@ -40,6 +40,7 @@ class GroupedCollection(TableCollection, SavesPlacement, SavedByRanks):
         """Each group as the pipeline drives it."""
         self._updated = [c for c in collections if type(c).update is not TableCollection.update]
         """Those that have something to do after a backward pass."""
+        self._tiered = [c for c in collections if type(c).tier_figures is not TableCollection.tier_figures]
         self.threads = max(collection.threads for collection in collections)
         self.collectives = collections[0].collectives  # counted per process
         self._holder = {
@@ -94,7 +95,7 @@ class GroupedCollection(TableCollection, SavesPlacement, SavedByRanks):
 
     def tier_figures(self) -> TierFigures | None:
         total = None
-        for collection in self.collections:
+        for collection in self._tiered:
             own = collection.tier_figures()
             if own is not None:
                 total = own if total is None else total.plus(own)

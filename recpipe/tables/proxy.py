@@ -103,7 +103,7 @@ class CollectionProxy(ABC, nn.Module):
         self.whole: HandedOut | None = None
         """The whole batch's rows, which it hands out in every thread outside ``handing_out``."""
         self.padded = False
-        """Whether its rows are looked up with padding in front (``recpipe.tables.padded``)."""
+        """Whether its rows are looked up with padding in front (``recpipe.tables.group_rows``)."""
         self.late_calls = 0
         """How many times it was trained with ids that are not the batch's own."""
         self.collections: tuple[TableCollection, ...] = ()

@@ -18,7 +18,7 @@ from recpipe.backend import chain as chains
 from recpipe.backend import convert as back
 from recpipe.backend import dense
 from recpipe.backend.convert import convert, revert
-from recpipe.tables.padded import is_padded, marked
+from recpipe.tables.group_rows import is_padded, marked
 from tests.backend.models import BATCH, DENSE, DIM, FEATURES, MODELS, Own, assert_close, batch, made, step
 
 

@@ -9,8 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from recpipe.pipeline.splitting import AHEAD, LOOKED, Splitting
-from recpipe.pipeline.trial import BLOCK, WATCHED
+from recpipe.pipeline.splitting import AHEAD, BLOCK, LOOKED, WATCHED, Splitting
 from recpipe.plugin.calls import Owned
 from recpipe.plugin.splitter import Split, Splitter
 from tests.pipeline.samples import Listed, collection_of, loader_of
@@ -137,7 +136,7 @@ def test_a_short_run_says_so() -> None:
 def test_a_run_that_ends_while_it_is_compared_says_so() -> None:
     timed = clock("auto", waits=0.5)
     timed.epoch(WATCHED + BLOCK)
-    assert timed.splitting.compares
+    assert timed.splitting.trial.compares
     assert f"the run ended after {WATCHED + BLOCK} batches" in timed.splitting.verdict()
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from recpipe.common.machine import Load
-from recpipe.pipeline.trial import BLOCK, HOLD, PAIRS, RARE, WATCHED, Trial
+from recpipe.pipeline.splitting import BLOCK, HOLD, PAIRS, RARE, WATCHED, Trial
 
 
 def run(trial: Trial, steps: int, with_it: float, without: float, saving: float) -> list[bool]:

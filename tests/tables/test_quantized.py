@@ -27,8 +27,8 @@ from recpipe.tables.resident import ResidentCollection
 from recpipe.tables.stores import make_store
 from recpipe.tables.stores.codecs import COLD, Fp16Rows, Int8Rows
 from recpipe.tables.stores.front import local_store
-from recpipe.tables.tiers.store_thread import StoreThread
 from recpipe.tables.tiers.tiered import TieredEmbeddingBagCollection
+from recpipe.tables.tiers.transfer import StoreThread
 from tests.plugin.samples import ACME, Good
 from tests.tables.samples import (
     CPU,

@@ -34,16 +34,16 @@ POSITIONS = (np.arange(7, dtype=np.int64), np.empty(0, np.int64), np.array([-4, 
 def test_arrays_of_any_type_in_one_copy(gpu: FakeGpu, threads: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(transfer, "LEAST_COPIED", 2)
     with closing(Spread(threads)) as several:
-        sent = Transfer.on(GPU).arrays_now(ARRAYS, several)
+        sent = Transfer(GPU).arrays_now(ARRAYS, several)
     assert gpu.copies == 1
     for found, array in zip(sent, ARRAYS, strict=True):
         assert found.numpy().dtype == array.dtype
         np.testing.assert_array_equal(found.numpy(), array)
-    assert Transfer.on(GPU).arrays_now([], ALONE) == []
+    assert Transfer(GPU).arrays_now([], ALONE) == []
 
 
 def test_positions_in_one_copy(gpu: FakeGpu) -> None:
-    sent = Transfer.on(GPU).send(*POSITIONS)
+    sent = Transfer(GPU).send(*POSITIONS)
     assert gpu.copies == 1
     assert not np.array_equal(sent.tensors[0].numpy(), POSITIONS[0]), "the control: not waited for"
     for _ in range(2):
@@ -62,7 +62,7 @@ def test_on_a_cpu_nothing_is_copied() -> None:
 
 
 def test_records_go_to_the_host_as_they_were(gpu: FakeGpu) -> None:
-    moves = Transfer.on(GPU)
+    moves = Transfer(GPU)
     records = torch.arange(6.0).view(3, 2)
     landed = moves.to_host(records)
     assert gpu.copies == 0, "begun by the thread that waits for it"
@@ -71,7 +71,7 @@ def test_records_go_to_the_host_as_they_were(gpu: FakeGpu) -> None:
 
 
 def test_what_was_used_is_kept_until_the_copy_is_done(gpu: FakeGpu) -> None:
-    moves, used = Transfer.on(GPU), torch.zeros(3)
+    moves, used = Transfer(GPU), torch.zeros(3)
     seen = weakref.ref(used)
     landed = moves.to_host(torch.arange(6.0).view(3, 2), [used])
     del used
@@ -86,7 +86,7 @@ def test_what_was_used_is_kept_until_the_copy_is_done(gpu: FakeGpu) -> None:
 
 def on_fake_gpu(collection: Collection) -> Collection:
     """The collection, which moves its rows as it would with a GPU; the rows themselves stay here."""
-    collection.cold.transfer = Transfer.on(GPU)
+    collection.cold.transfer = Transfer(GPU)
     collection._finder = Finder(collection.tables, collection.cold.transfer, ALONE)
     collection.finds_ahead = True
     return collection

@@ -33,6 +33,7 @@ from recpipe.common.process import quieted
 from recpipe.data.given import GivenBatches
 from recpipe.model.call import Called
 from recpipe.model.loss import parse_loss
+from recpipe.pipeline.batch import TableWorkers
 from recpipe.pipeline.loader import TrainLoader
 from recpipe.pipeline.placed import PlacedModel, put_proxies
 from recpipe.pipeline.source import BatchSource
@@ -44,7 +45,6 @@ from recpipe.tables.grouped import GroupedCollection
 from recpipe.tables.groups import collections_of, group_tables
 from recpipe.tables.inputs import Inputs
 from recpipe.tables.resident import ResidentCollection
-from recpipe.tables.workers import TableWorkers
 from recpipe.training.module import RankingModule
 from recpipe_perf_model.step.capture import captured
 from recpipe_perf_model.step.step import Step, reading, step_text

@@ -20,8 +20,8 @@ import numpy as np
 from recpipe.common.device import one_thread
 from recpipe.common.saved import parse_json, typed_as
 from recpipe.data.dataset import Dataset
+from recpipe.pipeline.batch import WORTH
 from recpipe.tables.inputs import Inputs
-from recpipe.tables.workers import WORTH
 from recpipe_perf_model.kernels.operators import Operator, optimizer_sizes
 from recpipe_perf_model.step.amounts import Amounts
 from recpipe_perf_model.step.capture import Captured

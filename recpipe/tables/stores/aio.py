@@ -167,7 +167,16 @@ class NativeAio(BlockTransfer):
                     flying = self._submitted - self._done
                     if not flying:
                         break
-                    self._done += self._reap(min(at_least, flying))
+                    least = ctypes.c_long(min(at_least, flying))
+                    try:
+                        came = self._call(
+                            *(self._getevents, self._context, least, *self._wanted, None), waits=at_least > 0
+                        )
+                    except InterruptedError:
+                        continue
+                    events = self._events[:came]
+                    self._results[events["data"].astype(np.int64)] = events["result"]
+                    self._done += came
                 if self._done == len(self._pending):
                     # Another pass over what was moved only in part.
                     self._pending = _remainders(self._blocks, self._pending, self._results)
@@ -195,18 +204,6 @@ class NativeAio(BlockTransfer):
                     time.sleep(0.001)
             elif error.errno != errno.EINTR:
                 raise RequestError(int(self._pending[first]), error.errno or errno.EIO) from error
-
-    def _reap(self, least: int) -> int:
-        """Wait for at least ``least`` completions; returns how many came."""
-        try:
-            came = self._call(
-                *(self._getevents, self._context, ctypes.c_long(least), *self._wanted, None), waits=least > 0
-            )
-        except InterruptedError:
-            return 0
-        events = self._events[:came]
-        self._results[events["data"].astype(np.int64)] = events["result"]
-        return came
 
     def _call(self, number: int, *arguments: object, waits: bool = True) -> int:
         # What does not wait keeps Python's lock: in a server, others would have it for a while.

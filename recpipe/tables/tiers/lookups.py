@@ -68,7 +68,11 @@ class CpuLookups(Lookups):
     def tiers(self, slab_first: int = 0) -> tuple[DeviceBags, DeviceBags]:
         """The lookups in the resident slots and in the slab, in the arrays' memory."""
         assert slab_first == 0, "on a CPU each has a table"
-        return _tensors(self.resident), _tensors(self.slab)
+        found: list[DeviceBags] = []
+        for bags in (self.resident, self.slab):
+            weights = None if bags.weights is None else torch.from_numpy(bags.weights)
+            found.append((torch.from_numpy(bags.rows), torch.from_numpy(bags.offsets), weights))
+        return found[0], found[1]
 
     def permuted(self, order: NDArray[np.int64], cold_first: int) -> CpuLookups:
         """The lookups of the samples in ``order`` (int64 [n]), of which those before ``cold_first`` need no
@@ -83,11 +87,6 @@ class CpuLookups(Lookups):
             offsets = np.append(starts, len(slab.rows))
             slab = Bags(slab.rows, offsets, samples - cold_first, slab.weights)
         return CpuLookups(samples, resident, slab, self.needs_cold, bags)
-
-
-def _tensors(bags: Bags) -> DeviceBags:
-    weights = None if bags.weights is None else torch.from_numpy(bags.weights)
-    return torch.from_numpy(bags.rows), torch.from_numpy(bags.offsets), weights
 
 
 def parted(bags: Bags, where: Slots, pooled: bool) -> CpuLookups:

@@ -55,8 +55,7 @@ from recpipe.tables.tiers.lookups import CpuLookups, Lookups, SharedLookups, par
 from recpipe.tables.tiers.plan import Moves, Occupied, TierPlan
 from recpipe.tables.tiers.planner import TierPlanner
 from recpipe.tables.tiers.policies import policy_bytes
-from recpipe.tables.tiers.store_thread import StoreThread
-from recpipe.tables.tiers.transfer import Sent
+from recpipe.tables.tiers.transfer import Sent, StoreThread
 
 
 class TieredRows(GroupRows):

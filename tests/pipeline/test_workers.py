@@ -12,9 +12,9 @@ import torch
 
 from recpipe.common.device import using_threads
 from recpipe.data.dataset import Dataset
-from recpipe.tables import workers as beside
+from recpipe.pipeline import batch as beside
+from recpipe.pipeline.batch import TableWorkers
 from recpipe.tables.group_rows import GroupRows
-from recpipe.tables.workers import TableWorkers
 from tests.any_model.runs import train
 from tests.any_model.zoo import TECHNIQUES, Events, Trained, events, make
 
