@@ -35,9 +35,10 @@ def read_encoding(directory: Path, manifest: Mapping[str, Any]) -> Preparation |
     file = score.member(directory, dict(manifest), manifest[KEY])
     try:
         found = Preparation.read(read_json(file))
-        if found.features is None:
-            raise ValueError("no features")
-        schema = found.features.schema()
+        if found.features is None or (found.learned is None and found.features.is_learned):
+            raise ValueError("it lacks what was learned")
+        sizes = found.learned and found.learned.sizes
+        schema = found.features.schema(sizes or {})
     except (OSError, ValueError, UserError) as fault:
         raise score.PackageError(f"{file} cannot be used ({fault}): package the checkpoint anew") from fault
     told = [(feature["name"], feature["rows"]) for feature in manifest["sparse"]]

@@ -79,6 +79,8 @@ SIGNED_LOG = {
     "formula": "sign(x) * log(1 + |x|), computed in float64 and rounded to float32",
     "missing": 0.0,
 }
+_ROWS = {"name": "unchanged", "row": "the id itself, in [0, rows)"}
+OF_EACH = {"name": "of each feature", "formula": "its scale, as encoding.json has it"}
 UNCHANGED = {"name": "unchanged", "formula": "x, rounded to float32", "missing": 0.0}
 
 
@@ -286,14 +288,28 @@ def id_hash() -> dict[str, Any]:
 
 def dense_rule(preparation: Preparation | None) -> dict[str, Any]:
     """What training's source of data did to dense values; without ``preparation`` they come as they are."""
+    features = None if preparation is None else preparation.features
+    if features is not None and features.dense:
+        found = {(feature.scale, feature.default) for feature in features.dense}
+        if found not in ({("log", 0.0)}, {("none", 0.0)}):
+            return {**OF_EACH, "missing": {feature.name: feature.default for feature in features.dense}}
     return SIGNED_LOG if preparation is not None and preparation.dense == "signed_log" else UNCHANGED
 
 
 def id_rule(preparation: Preparation | None, feature: str, source: str | None) -> dict[str, Any]:
     """What training's ``source`` of data did to the ids of ``feature``."""
-    if preparation is None or preparation.ids == "unchanged":
-        return {"name": "unchanged", "row": "the id itself, in [0, rows)"}
-    if preparation.ids == "modulo":
+    if preparation is None:
+        return _ROWS
+    rule, key = str(preparation.ids), "text" if feature in preparation.text else "integer"
+    if preparation.features is not None:
+        own = next(f for f in preparation.features.sparse if f.name == feature)
+        rule = "buckets" if own.in_buckets else own.ids
+    elif source == "criteo" and key == "integer":
+        key = "hexadecimal"
+    if rule in ("vocabulary", "buckets"):
+        return {"name": rule, "key": key, "missing": 0, "table": "encoding.json has it"}
+    if rule in ("rows", "unchanged"):
+        return _ROWS
+    if rule == "modulo":
         return {"name": "modulo", "row": "id % rows"}
-    key = "text" if feature in preparation.text else "hexadecimal" if source == "criteo" else "integer"
     return {"name": "hashed", "key": key, "missing": 0}

@@ -78,7 +78,7 @@ def predict(trained: Trained, options: PredictOptions, run_dir: RunDir) -> NDArr
         keys = read_columns(config, options.keys)
     try:
         if isinstance(config, FileConfig):  # read once, without labels
-            source = open_source(config, labelled=False)
+            source = open_source(config, labelled=False, trained_by=trained.trained_on.preparation)
             dataset: Dataset = StreamedDataset(source)
             files = source.files
             trained.require_columns(dataset)
@@ -108,6 +108,8 @@ def predict(trained: Trained, options: PredictOptions, run_dir: RunDir) -> NDArr
             speed = rows / (perf_counter() - started)
     except BadRow as bad:
         raise DataError(f"{bad.fault}; correct it: every row gets a score") from bad
+    for name, count in dataset.unseen.items():
+        log.info("column %s: %s ids are not in the vocabulary that training learned", name, f"{count:,}")
     log.info("wrote %s: %s rows (%s rows/s)", target, f"{rows:,}", f"{speed:,.0f}")
     return target
 

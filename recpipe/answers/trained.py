@@ -187,7 +187,8 @@ class Trained:
     def dataset(self) -> Dataset:
         """The data of the recipe, prepared if that is not done yet; ``DataError`` if its columns differ from
         those trained on."""
-        dataset = open_dataset(self.cfg.data, self.cfg.seed, self.given_dataset)
+        trained_by = self.trained_on.preparation
+        dataset = open_dataset(self.cfg.data, self.cfg.seed, self.given_dataset, trained_by)
         self.require_columns(dataset)
         return dataset
 

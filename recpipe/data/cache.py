@@ -12,17 +12,24 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+
+import numpy as np
 
 from recpipe.common.meter import Meter
 from recpipe.common.own_cache import CACHE_HOME, default_cache_dir, own_folder, private_files, require_own
+from recpipe.common.saved import Damaged
 from recpipe.common.words import Amount, readable_bytes
 from recpipe.data.columns import Columns
+from recpipe.data.learned import STEP, Between, Learned
 from recpipe.data.preparation import Preparation
-from recpipe.data.prepared import FORMAT_VERSION, META, check_prepared
+from recpipe.data.prepared import FORMAT_VERSION, META, Mapped, Meta, check_prepared
 from recpipe.data.schema import IdRule, Schema
 from recpipe.data.writer import PreparedWriter
 from recpipe.errors import DataError
+
+if TYPE_CHECKING:
+    from recpipe.data.encoding import Encoding
 
 log = logging.getLogger(__name__)
 _KEY = "[0-9a-f]" * 24
@@ -38,13 +45,19 @@ class Source(Protocol):
     tables only where rows of the files are left out for ids beyond them.
     """
 
-    schema: Schema
-    preparation: Preparation
     kept: tuple[IdRule, ...]
     recipe: dict[str, Any]
     rejected_rows: int
     missing: dict[str, int]
     """How many samples have no value of each feature; empty if they are not counted."""
+
+    @property
+    def schema(self) -> Schema:
+        """The columns of batches."""
+
+    @property
+    def preparation(self) -> Preparation:
+        """How values of files become what batches have."""
 
     @property
     def files(self) -> Sequence[Path]:
@@ -56,6 +69,25 @@ class Source(Protocol):
 
     def blocks(self) -> Iterator[tuple[Columns, float]]:
         """Samples in time order, in blocks of bounded size."""
+
+
+@runtime_checkable
+class Learns(Source, Protocol):
+    """A source whose samples depend on what is learned from the training part of them. Until ``encoding`` is
+    complete, ``blocks`` gives samples as they were read, with ``wide`` ids of 8 bytes and float64 numbers."""
+
+    encoding: Encoding
+    unseen: dict[str, int]
+    """How many ids the vocabularies lack, by feature."""
+
+    def learn(self, between: Between, samples: int) -> None:
+        """Learn from the training part of ``samples`` samples that ``blocks`` gave."""
+
+    def use(self, learned: Learned) -> None:
+        """Encode with what was ``learned`` before."""
+
+    def finished(self, columns: Columns) -> Columns:
+        """Samples of ``blocks`` that came before all was learned."""
 
 
 def cache_key(source: Source) -> str:
@@ -82,6 +114,7 @@ def prepare(source: Source, cache_dir: Path | None = None, limit: Amount | None 
     require_own(target, setting)
     if target.exists() and _fault(source, target) is None:
         os.utime(target / META)
+        _use_learned(source, target)
         return own_folder(target, setting)
     try:
         with private_files():
@@ -94,6 +127,7 @@ def prepare(source: Source, cache_dir: Path | None = None, limit: Amount | None 
             if not target.exists():
                 _write(source, target)
                 _make_room(root, target, limit)
+            _use_learned(source, target)
     except OSError as error:
         raise DataError(
             f"cannot write prepared data to {root} ({error.strerror or error}): "
@@ -129,7 +163,8 @@ def _make_room(root: Path, own: Path, limit: Amount | None) -> None:
 def _fault(source: Source, target: Path) -> DataError | None:
     """What is wrong with the prepared data in ``target``."""
     try:
-        check_prepared(target, source.schema, source.multi_hot, source.preparation.text, source.kept)
+        check_prepared(target, source.schema, source.multi_hot, _wide(source), source.kept)
+        _use_learned(source, target)
     except DataError as fault:
         return fault
     return None
@@ -143,14 +178,18 @@ def _write(source: Source, target: Path) -> None:
     log.info("preparing %s%s, %s, for this and later runs", source.files[0], others, size)
     started = time.perf_counter()
     try:
-        text = source.preparation.text
-        opened = PreparedWriter(temporary, source.schema, source.multi_hot, text, source.kept)
+        opened = PreparedWriter(temporary, source.schema, source.multi_hot, _wide(source), source.kept)
+        blocks, unseen, learned = source.blocks(), {}, None
+        if isinstance(source, Learns) and not source.encoding.is_complete:
+            blocks = _after_learning(source, temporary / "read")
         with opened as writer, Meter() as meter:
-            for columns, share in source.blocks():
+            for columns, share in blocks:
                 writer.append(columns)
                 if meter.due:
                     meter.show(share, f"preparing data  {writer.rows:,} rows  {share:.0%}")
-            meta = writer.finish(source.rejected_rows, source.missing)
+            if isinstance(source, Learns) and source.encoding.learned is not None:
+                unseen, learned = source.unseen, source.encoding.learned.to_dict()
+            meta = writer.finish(source.rejected_rows, source.missing, unseen, learned)
         if meta.samples == 0:
             raise DataError(f"{source.files[0]}: no usable rows ({meta.rejected_rows} rejected)")
         temporary.chmod(0o700)
@@ -166,6 +205,43 @@ def _write(source: Source, target: Path) -> None:
     log.info(
         "prepared %s samples in %.1f s (%s rows/s)%s", f"{meta.samples:,}", seconds, f"{rate:,.0f}", rejected
     )
+
+
+def _after_learning(source: Learns, folder: Path) -> Iterator[tuple[Columns, float]]:
+    """The samples of ``source``, which are read into ``folder`` first, so that the files are read once."""
+    read = PreparedWriter(
+        folder, source.schema, source.multi_hot, source.encoding.wide, source.kept, np.float64
+    )
+    with read as writer, Meter() as meter:
+        for columns, share in source.blocks():
+            writer.append(columns)
+            if meter.due:
+                meter.show(share / 2, f"reading data  {writer.rows:,} rows  {share:.0%}")
+        meta = writer.finish(source.rejected_rows)
+    if meta.samples:
+        mapped, began = Mapped(folder, meta), time.perf_counter()
+        source.learn(mapped.between, meta.samples)
+        log.info("learned what features need of the training part in %.1f s", time.perf_counter() - began)
+        for low in range(0, meta.samples, STEP):
+            high = min(low + STEP, meta.samples)
+            yield source.finished(mapped.between(low, high)), 0.5 + high / meta.samples / 2
+    shutil.rmtree(folder)
+
+
+def _wide(source: Source) -> tuple[str, ...]:
+    """The features whose ids take 8 bytes when they are prepared: keys of text."""
+    names = [feature.name for feature in source.schema.sparse]
+    hashed = [name for name, rule in zip(names, source.kept, strict=True) if rule == "hashed"]
+    return tuple(name for name in source.preparation.text if name in hashed)
+
+
+def _use_learned(source: Source, target: Path) -> None:
+    """Let ``source`` encode with what was learned when ``target`` was prepared."""
+    if isinstance(source, Learns) and not source.encoding.is_complete:
+        try:
+            source.use(Learned.read(Meta.read(target).learned, source.encoding.features))
+        except Damaged as fault:
+            raise DataError(f"{target}: not prepared with these features ({fault}); delete it") from fault
 
 
 @contextmanager

@@ -39,6 +39,8 @@ class Dataset(ABC):
     rejected_rows: int = 0
     missing: Mapping[str, int] = MappingProxyType({})
     """How many samples have no value of each feature, where that is known and there are some."""
+    unseen: Mapping[str, int] = MappingProxyType({})
+    """How many ids of each feature its vocabulary lacks, where it has one and there are some."""
     dropped_samples: int = 0
     """How many training samples ``data.last_batch=drop`` leaves out of every epoch."""
     gives_parts: bool = True

@@ -24,13 +24,13 @@ Rows = Annotated[int, Interval(ge=2, le=2**31 - 1)]
 NO_VALUE = ("",)
 """Text that is no value, beside null and NaN."""
 KINDS = ("dense", "id", "multi_hot", "sequence")
-SCALES = ("none", "log", "log1p")
-IDS = ("hash", "modulo", "rows")
+SCALES = ("none", "log", "log1p", "standard")
+IDS = ("hash", "modulo", "rows", "vocabulary")
 OF_KIND = {
-    "dense": ("scale", "default"),
-    "id": ("ids", "rows", "table"),
-    "multi_hot": ("separator", "padding", "ids", "rows", "table"),
-    "sequence": ("separator", "padding", "max_length", "keep", "ids", "rows", "table"),
+    "dense": ("scale", "default", "edges", "buckets", "table"),
+    "id": ("ids", "min_count", "rows", "table"),
+    "multi_hot": ("separator", "padding", "ids", "min_count", "rows", "table"),
+    "sequence": ("separator", "padding", "max_length", "keep", "ids", "min_count", "rows", "table"),
 }
 """The keys that a kind has beside those of every feature."""
 
@@ -43,10 +43,14 @@ class Feature:
     - ``type``: what the values of text are, in CSV for example; ``auto``: whole numbers where all of the
       first block are written as these are, else text.
     - ``missing``: further values that are none, as text. Null, NaN and empty text always are.
-    - ``dense``: ``scale`` is ``log`` (sign(x) * log1p(\\|x\\|)), ``log1p`` (of x >= 0) or ``none``;
-      ``default`` stands for missing values, after scaling.
-    - ids: ``hash`` (1 + hash % (rows - 1), missing row 0), ``modulo`` (id % rows), or ``rows``: they are the
-      rows of the table. Features with the same ``table`` share it; its name is the feature's otherwise.
+    - ``dense``: ``scale`` is ``log`` (sign(x) * log1p(\\|x\\|)), ``log1p`` (of x >= 0), ``standard`` (minus
+      the mean, by the standard deviation, both of the training part) or ``none``; ``default`` stands for
+      missing values, after scaling. With ``edges`` e1 < e2 ..., or ``buckets``, the number of quantiles of
+      the training part, it becomes an id: row 1 below e1, 2 from e1 on and so forth, 0 for missing.
+    - ids: ``hash`` (1 + hash % (rows - 1), missing row 0), ``modulo`` (id % rows), ``rows``: they are the
+      rows of the table; or ``vocabulary``: each id that comes ``min_count`` times in the training part has a
+      row of its own from 2 on, and row 1 is for all others. Features with the same ``table`` share it; its
+      name is the feature's otherwise.
     - ``multi_hot`` and ``sequence``: lists, or text with a ``separator``. Values of ``padding`` only fill
       lists up and are left out. A sequence has at most ``max_length`` ids, its ``last`` or ``first``.
     """
@@ -58,7 +62,10 @@ class Feature:
     missing: tuple[Text, ...] = ()
     scale: Annotated[str, one_of(*SCALES)] = "none"
     default: float = 0.0
+    edges: tuple[float, ...] = ()
+    buckets: Annotated[int, Interval(ge=2, le=2**16)] | None = None
     ids: Annotated[str, one_of(*IDS)] = "hash"
+    min_count: Positive = 1
     rows: Rows | None = None
     table: Text | None = None
     separator: Annotated[str, MinLen(1)] | None = None
@@ -74,11 +81,41 @@ class Feature:
                     f"data.features, {shown(self.name)}: a feature of kind {self.kind} has no '{key.name}'; "
                     f"it has {', '.join(OF_KIND[self.kind])}"
                 )
+        self._require_sense()
+
+    def _require_sense(self) -> None:
+        """``UserError`` for keys that do not go together."""
+        unused = {
+            "min_count": self.min_count > 1 and self.ids != "vocabulary" and "is of ids: vocabulary",
+            "edges": list(self.edges) != sorted(set(self.edges)) and "are not each above the one before",
+            "buckets": self.edges and self.buckets and "are edges as well; state one of them",
+            "scale": self.in_buckets and self.scale != "none" and "is of numbers, not of buckets",
+            "default": self.in_buckets and self.default != 0 and "is of numbers, not of buckets",
+            "table": self.kind == "dense" and not self.in_buckets and self.table and "is of buckets",
+        }
+        for key, fault in unused.items():
+            if fault:
+                raise UserError(f"data.features, {shown(self.name)}: {key} {fault}")
 
     @property
     def source(self) -> str:
         """The name of its column."""
         return self.name if self.column is None else self.column
+
+    @property
+    def in_buckets(self) -> bool:
+        """Whether it is a number that becomes the id of a bucket."""
+        return bool(self.edges) or self.buckets is not None
+
+    @property
+    def is_number(self) -> bool:
+        """Whether the model sees it among its dense inputs."""
+        return self.kind == "dense" and not self.in_buckets
+
+    @property
+    def own_rows(self) -> int | None:
+        """The rows of its table where its own keys say them."""
+        return (self.buckets or len(self.edges) + 1) + 1 if self.in_buckets else None
 
     @property
     def is_bag(self) -> bool:
@@ -121,10 +158,12 @@ class Features:
         for feature in self.sparse:
             table = feature.table or feature.name
             other = tables.setdefault(table, feature)
-            if (other.rows, other.ids) != (feature.rows, feature.ids):
+            theirs = (other.rows, other.own_rows, other.ids, other.min_count)
+            if theirs != (feature.rows, feature.own_rows, feature.ids, feature.min_count):
                 raise UserError(
                     f"data.features: {shown(other.name)} and {shown(feature.name)} share table "
-                    f"'{shown(table)}' and state different rows or ids for it; state the same for both"
+                    f"'{shown(table)}' and state different rows, ids or min_count for it; state the same for "
+                    "both"
                 )
 
     @property
@@ -133,18 +172,26 @@ class Features:
         of_labels = [label.source for label in self.labels]
         return list(dict.fromkeys(of_labels + [feature.source for feature in (*self.dense, *self.sparse)]))
 
-    def schema(self) -> Schema:
-        """The columns of batches; ``DataError`` for a table without rows."""
+    @property
+    def is_learned(self) -> bool:
+        """Whether some of it is learned from the training part of the data."""
+        learned = [f.scale == "standard" for f in self.dense]
+        return any(learned + [f.buckets is not None or f.ids == "vocabulary" for f in self.sparse])
+
+    def schema(self, learned: Mapping[str, int]) -> Schema:
+        """The columns of batches; ``learned``: rows of tables with a vocabulary, of which those without rows
+        have as many. ``DataError`` for another table without rows."""
         found = []
         for feature in self.sparse:
-            if feature.rows is None:
+            rows = feature.own_rows or feature.rows or learned.get(feature.table or feature.name)
+            if rows is None:
                 dotted = "'data.tables={" + feature.name + ": 100000}'"
                 override = dotted if "." in feature.name else f"+data.tables.{shown(feature.name)}=100000"
                 raise DataError(
                     f"data.tables lacks column '{shown(feature.name)}': state its rows, as in {override}, "
                     "or one size for all with data.table_rows=N"
                 )
-            found.append(SparseFeature(feature.name, feature.rows))
+            found.append(SparseFeature(feature.name, rows))
         return Schema(tuple(feature.name for feature in self.dense), tuple(found))
 
     def with_rows(self, tables: Mapping[str, int], rows: int | None) -> Features:
@@ -155,8 +202,10 @@ class Features:
             if name not in names:
                 hint = nearest_or_all(name, names)
                 raise DataError(f"data.tables.{name}: no such column in data.sparse; {hint}")
+            if own := self.sparse[names.index(name)].own_rows:
+                raise DataError(f"data.tables.{name}: its buckets make a table of {own} rows; leave it out")
         stated = [
-            replace(feature, rows=tables.get(name, feature.rows or rows))
+            feature if feature.own_rows else replace(feature, rows=tables.get(name, feature.rows or rows))
             for feature, name in zip(self.sparse, names, strict=True)
         ]
         return replace(self, sparse=tuple(stated))
@@ -186,8 +235,8 @@ def parse_features(values: object, where: str = "data.features") -> Features:
     labels = [_label(each, f"{where}.labels[{n}]") for n, each in enumerate(section["labels"])]
     return Features(
         tuple(labels),
-        tuple(feature for feature in listed if feature.kind == "dense"),
-        tuple(feature for feature in listed if feature.kind != "dense"),
+        tuple(feature for feature in listed if feature.is_number),
+        tuple(feature for feature in listed if not feature.is_number),
         tuple(map(str, section.get("unread", ()))),
     )
 

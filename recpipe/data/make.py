@@ -9,7 +9,7 @@ from typing import Any, get_type_hints
 
 from omegaconf import DictConfig
 
-from recpipe.data.cache import Source, prepare
+from recpipe.data.cache import Learns, Source, prepare
 from recpipe.data.columns import BatchMaker, Columns, concatenate
 from recpipe.data.config import (
     CONFIGS,
@@ -27,25 +27,30 @@ from recpipe.data.config import (
 from recpipe.data.dataset import Dataset, NumberedDataset, SplitName
 from recpipe.data.files import input_files
 from recpipe.data.id_mapper import BeyondTable, IdMapper
+from recpipe.data.preparation import Preparation
 from recpipe.data.prepared import PreparedDataset
 from recpipe.data.sources import criteo
 from recpipe.data.sources.criteo import CriteoSource
 from recpipe.data.sources.npy import NpySource, triples
 from recpipe.data.sources.synthetic import SyntheticDataset
-from recpipe.errors import UserError
+from recpipe.errors import DataError, UserError
 from recpipe.plugin.batch import Batch
 
 log = logging.getLogger(__name__)
 
 
 def open_dataset(
-    cfg: DictConfig | Mapping[str, Any] | DataConfig, seed: int, given: Dataset | None = None
+    cfg: DictConfig | Mapping[str, Any] | DataConfig,
+    seed: int,
+    given: Dataset | None = None,
+    trained_by: Preparation | None = None,
 ) -> Dataset:
     """Open the data set of a ``data`` node. Files are prepared into the cache unless that has been done
     already.
 
     ``seed`` matters only for generated data. ``given`` is the data set that a caller brings for
-    ``data=given``. ``UserError`` for a recipe or a file that cannot be used.
+    ``data=given``. ``trained_by``: how the data of a trained model were prepared, of which what was learned
+    is used instead of learning anew. ``UserError`` for a recipe or a file that cannot be used.
     """
     config = parse_config(cfg)
     if isinstance(config, GivenConfig):
@@ -56,7 +61,7 @@ def open_dataset(
             )
         given.read_ahead = config.read_ahead
         return given
-    dataset = _open(config, seed)
+    dataset = _open(config, seed, trained_by)
     dataset.read_ahead = config.read_ahead
     if isinstance(config, SamplesConfig) and config.last_batch == "drop":
         if not isinstance(dataset, NumberedDataset):
@@ -65,7 +70,7 @@ def open_dataset(
     return dataset
 
 
-def _open(config: DataConfig, seed: int) -> Dataset:
+def _open(config: DataConfig, seed: int, trained_by: Preparation | None) -> Dataset:
     if config.name not in CONFIGS:
         return _installed(config, seed)
     if isinstance(config, SyntheticConfig):
@@ -74,7 +79,7 @@ def _open(config: DataConfig, seed: int) -> Dataset:
     assert isinstance(config, FileConfig)
     log.info("reading data: %s", config.path)
     cache_dir = Path(config.cache_dir).expanduser() if config.cache_dir else None
-    source = open_source(config)
+    source = open_source(config, trained_by=trained_by)
     directory = prepare(source, cache_dir, config.cache_limit)
     try:
         dataset = PreparedDataset(directory, config.eval_fraction, source.schema)
@@ -99,14 +104,14 @@ def _installed(config: DataConfig, seed: int) -> Dataset:
     return dataset
 
 
-def open_source(config: FileConfig, labelled: bool = True) -> Source:
+def open_source(config: FileConfig, labelled: bool = True, trained_by: Preparation | None = None) -> Source:
     """The files of a ``data`` node, to be read from beginning to end. Not ``labelled``: labels need not be
-    there and are 0; .npy triples have them in any case."""
+    there and are 0; .npy triples have them in any case. ``trained_by``: as of ``open_dataset``."""
     skip = config.on_bad_row == "skip"
     if isinstance(config, FilesConfig):
         from recpipe.data.sources.files import FilesSource  # with pyarrow, which the others do without
 
-        return FilesSource(config, labelled)
+        return FilesSource(config, labelled, trained_by)
     assert isinstance(config, CriteoConfig)
     found = triples(config.path)
     if found or isinstance(config, NpyConfig):
@@ -121,12 +126,23 @@ class StreamedDataset(Dataset):
     """
 
     def __init__(self, source: Source) -> None:
+        """``DataError`` if samples depend on what is learned from a training part, and nothing was."""
+        if isinstance(source, Learns) and not source.encoding.is_complete:
+            raise DataError(
+                "data.features has a vocabulary, standard numbers or buckets, which training learns, and the "
+                "checkpoint does not say what it learned"
+            )
         self.source = source
         self.schema, self.preparation = source.schema, source.preparation
         self.fingerprint = ""
         self.share = 0.0
         self._make = BatchMaker(source.schema, source.multi_hot)
         self._to_rows = IdMapper(source.schema, source.multi_hot, source.kept)
+
+    @property
+    def unseen(self) -> dict[str, int]:  # type: ignore[override]
+        """Of what was read so far."""
+        return {name: n for name, n in getattr(self.source, "unseen", {}).items() if n}
 
     def size(self, split: SplitName) -> int:
         """0: not known."""

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from recpipe.common.saved import entries
 from recpipe.data.features import Features
+from recpipe.data.learned import Learned
 from recpipe.data.schema import DenseRule, IdRule, Schema
 from recpipe.errors import DataError, shown
 
@@ -17,6 +18,8 @@ if TYPE_CHECKING:
 
 _RULES = {"hashed": "hashed", "modulo": "taken modulo the rows", "signed_log": "logarithms"}
 _AS_THEY_ARE = "taken as they are"
+_OF_FILES = ("column", "type", "missing", "separator", "padding", "rows", "table", "min_count")
+"""Keys of a feature that do not say what its values become, or are compared otherwise."""
 
 
 @dataclass(frozen=True)
@@ -31,35 +34,48 @@ class Preparation:
     """Sparse columns with a list of ids for each sample."""
     features: Features | None = None
     """How each feature was read, where that is known; ``ids`` and ``dense`` are those of the first one."""
+    learned: Learned | None = None
+    """What preparation learned for them."""
 
     @classmethod
-    def of(cls, features: Features) -> Preparation:
+    def of(cls, features: Features, learned: Learned | None = None) -> Preparation:
         """Of features whose types of text are settled."""
-        ids: dict[str, IdRule] = {"hash": "hashed", "modulo": "modulo", "rows": "unchanged"}
+        ids: dict[str, IdRule] = {"hash": "hashed", "modulo": "modulo"}
         logs = any(feature.scale == "log" for feature in features.dense)
         return cls(
-            ids[features.sparse[0].ids] if features.sparse else "hashed",
+            ids.get(features.sparse[0].ids, "unchanged") if features.sparse else "hashed",
             "signed_log" if logs else "unchanged",
             tuple(feature.name for feature in features.sparse if feature.type == "text"),
             tuple(feature.name for feature in features.sparse if feature.is_bag),
             features,
+            learned,
         )
+
+    @property
+    def types(self) -> dict[str, str]:
+        """What text of each sparse feature is, where that is known."""
+        return {} if self.features is None else {f.name: f.type for f in self.features.sparse}
 
     @cached_property
     def encoding(self) -> Encoding | None:
         """What makes samples of raw values; None: of these data that is not known."""
         from recpipe.data.encoding import Encoding  # with pyarrow, which most answers do without
 
-        return None if self.features is None else Encoding(self.features)
+        return None if self.features is None else Encoding(self.features, self.learned)
 
     def to_dict(self) -> dict[str, Any] | None:
         """What ``read`` takes, in plain values; None if values are not known to be encoded by features."""
-        return None if self.features is None else {"features": asdict(self.features)}
+        if self.features is None:
+            return None
+        learned = None if self.learned is None else self.learned.to_dict()
+        return {"features": asdict(self.features), "learned": learned}
 
     @classmethod
     def read(cls, saved: object) -> Preparation:
         """The inverse of ``to_dict``; ``Damaged`` if it is not as it was written."""
-        return cls.of(entries({"features": Features}, saved)["features"])
+        found = entries({"features": Features, "learned": Any}, saved)
+        features, learned = found["features"], found["learned"]
+        return cls.of(features, None if learned is None else Learned.read(learned, features))
 
 
 def require_alike(
@@ -90,6 +106,22 @@ def require_alike(
     if found_by.ids == "hashed":
         _require_content("text", "numbers", trained_by.text, found_by.text)
     _require_content("lists", "single ids", trained_by.lists, found_by.lists)
+    if trained_by.features is not None and found_by.features is not None:
+        require_features(trained_by.features, found_by.features)
+
+
+def require_features(trained: Features, found: Features) -> None:
+    """``DataError`` unless values become the same. Where and how files have them may differ."""
+    _require_names("dense", [f.name for f in trained.dense], [f.name for f in found.dense])
+    _require_names("sparse", [f.name for f in trained.sparse], [f.name for f in found.sparse])
+    for one, other in zip((*trained.dense, *trained.sparse), (*found.dense, *found.sparse), strict=True):
+        then, now = asdict(one), asdict(other)
+        for key in then:
+            if key not in _OF_FILES and then[key] != now[key]:
+                raise DataError(
+                    f"data.features, {shown(one.name)}: {key} was {shown(then[key])} in training and is "
+                    f"{shown(now[key])} here: the model would see other values; leave it as in training"
+                )
 
 
 def _require_names(kind: str, trained: Sequence[str], found: Sequence[str]) -> None:

@@ -17,7 +17,7 @@ import os
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, cast
@@ -64,6 +64,10 @@ class Meta:
     types: Mapping[str, str]
     digests: Mapping[str, str]
     blocks: Mapping[str, Sequence[int]]
+    unseen: Mapping[str, int] = field(default_factory=dict)
+    """How many ids the vocabulary of each feature lacks."""
+    learned: Mapping[str, Any] | None = None
+    """What was learned from the training part (``Learned.to_dict``)."""
 
     def to_json(self) -> str:
         """The text of ``meta.json``, whose last entry is a digest of the others."""
@@ -110,6 +114,8 @@ class Meta:
                     types={str(name): str(kind) for name, kind in values["types"].items()},
                     digests={str(name): str(digest) for name, digest in values["digests"].items()},
                     blocks={str(name): list(map(int, own)) for name, own in values["blocks"].items()},
+                    unseen={str(name): int(count) for name, count in values.get("unseen", {}).items()},
+                    learned=values.get("learned"),
                 )
         except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise DataError(
@@ -149,7 +155,7 @@ def check_prepared(
         tuple(kept) or ("unchanged",) * len(schema.sparse)
     ):
         raise DataError(f"{directory}: meta.json is of other features")
-    _Mapped(directory, meta)
+    Mapped(directory, meta)
     blocks = [block for name, digests in meta.blocks.items() for block in _blocks(directory / name, digests)]
     # A few at a time, so that little is in memory, and a damaged block ends it soon.
     with ThreadPoolExecutor(min(READERS, len(os.sched_getaffinity(0)))) as pool, Meter() as meter:
@@ -183,7 +189,7 @@ def _check_block(block: tuple[Path, int, int, int]) -> None:
         )
 
 
-class _Mapped:
+class Mapped:
     """The files of prepared data in memory, read when they are looked at; ``DataError`` if they are not what
     meta.json says."""
 
@@ -266,7 +272,8 @@ class PreparedDataset(NumberedDataset):
         super().__init__(meta.samples, eval_fraction)
         self.schema, self.rejected_rows = schema, meta.rejected_rows
         self.missing = {name: count for name, count in meta.missing.items() if count}
-        self._mapped = _Mapped(directory, meta)
+        self.unseen = {name: count for name, count in meta.unseen.items() if count}
+        self._mapped = Mapped(directory, meta)
         self._to_rows = IdMapper(schema, meta.multi_hot, cast(tuple[IdRule, ...], meta.kept))
         self._make = BatchMaker(schema, meta.multi_hot)
         identity = f"{meta.identity(schema, self._digest(directory))} {eval_fraction!r}"

@@ -225,7 +225,7 @@ def refusal(kind: pa.DataType, feature: Feature) -> str | None:
         return f"a {feature.kind} column has lists, or text with a separator; kind: id is one id"
     if not lists and feature.is_bag and feature.separator is None:
         return "state what stands between its ids, separator: '|' for example"
-    if is_text(element) and feature.ids != "hash" and feature.type != "integer":
+    if is_text(element) and feature.ids in ("modulo", "rows") and feature.type != "integer":
         return "text needs data.hash_ids=true"
     if is_text(element) or is_number(element) or pa.types.is_boolean(element) or pa.types.is_null(element):
         return None

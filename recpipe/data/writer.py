@@ -128,8 +128,9 @@ class _BitStream:
 
 class PreparedWriter:
     """Appends columns to a prepared data set in ``directory``; memory use does not grow with what is written.
+
     ``text``: features whose ids take 8 bytes. ``kept``: what the ids of each sparse feature are, a rule of
-    ``IdMapper``; of all features ``unchanged`` if there are none.
+    ``IdMapper``; of all features ``unchanged`` if there are none. ``dense``: the type of numbers.
 
     The directory is complete only after ``finish``: write under a temporary name and rename (see
     ``cache.prepare``).
@@ -142,6 +143,7 @@ class PreparedWriter:
         multi_hot: Sequence[str] = (),
         text: Sequence[str] = (),
         kept: Sequence[IdRule] = (),
+        dense: DTypeLike = np.float32,
     ) -> None:
         self.directory, self.schema, self.multi_hot = directory, schema, tuple(multi_hot)
         self.text, self.kept = tuple(text), tuple(kept)
@@ -149,7 +151,7 @@ class PreparedWriter:
         one_hot = [feature.name for feature in schema.sparse if feature.name not in self.multi_hot]
         self._of_text = np.array([name in self.text for name in one_hot], bool)
         self._label = _NpyStream(directory / "label.npy", np.float32)
-        self._dense = _NpyStream(directory / "dense.npy", np.float32, (len(schema.dense),))
+        self._dense = _NpyStream(directory / "dense.npy", dense, (len(schema.dense),))
         self._ids = _IdStream(directory / IDS, (int((~self._of_text).sum()),))
         words = int(self._of_text.sum())
         self._words = _IdStream(directory / WORDS, (words,), wide=True) if words else None
@@ -199,9 +201,15 @@ class PreparedWriter:
             self._values[name].append(own.values)
             self._missing[name].append(own.missing, len(own.values))
 
-    def finish(self, rejected_rows: int, missing: Mapping[str, int] | None = None) -> Meta:
+    def finish(
+        self,
+        rejected_rows: int,
+        missing: Mapping[str, int] | None = None,
+        unseen: Mapping[str, int] | None = None,
+        learned: Mapping[str, Any] | None = None,
+    ) -> Meta:
         """Flush all to disk and write ``meta.json``, last of all. ``missing``: how many samples have no value
-        of each feature."""
+        of each feature; ``unseen`` and ``learned``: as in ``Meta``."""
         streams = {stream.path.name: stream for stream in self._streams()}
         digests = {name: stream.close() for name, stream in streams.items()}
         meta = Meta(
@@ -216,6 +224,8 @@ class PreparedWriter:
             {name: stream.dtype.str for name, stream in streams.items()},
             digests,
             {name: stream.blocks for name, stream in streams.items()},
+            dict(unseen or {}),
+            learned,
         )
         with (self.directory / META).open("w") as file:
             file.write(meta.to_json())

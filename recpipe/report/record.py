@@ -40,6 +40,8 @@ class DataFigures:
     """How many of the samples a plugin's skipper left out of their batches."""
     missing: dict[str, int] = field(default_factory=dict)
     """How many samples of the files have no value of each feature, held-out ones included."""
+    unseen: dict[str, int] = field(default_factory=dict)
+    """How many ids of each feature its vocabulary lacks, held-out samples included."""
 
 
 @dataclass

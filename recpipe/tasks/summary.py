@@ -85,6 +85,7 @@ def summarize(training: Training, finished: Finished, command_line: Sequence[str
             module.model.late_calls,
             recorder.skipped_samples,
             dict(dataset.missing),
+            dict(dataset.unseen),
         ),
         throughput=replace(
             recorder.throughput(finished.written_back),

@@ -9,13 +9,13 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
 from operator import is_
 from time import monotonic, perf_counter
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -141,6 +141,15 @@ class Batcher:
         self.tell()
         self._thread.shutdown()
 
+    def encode_anew(self, encoded: Callable[[Sequence[Mapping[str, Any]]], Asked]) -> None:
+        """Have the waiting requests that came raw ``encoded`` again, for what scores them from now on."""
+        for one in [one for one in self.queue if one.asked.rows]:
+            try:
+                one.asked = encoded(one.asked.rows)
+            except Refused as fault:
+                self.queue.remove(one)
+                one.done(fault)
+
     def _wake(self) -> None:
         """Take the next batch once the requests that have come by now are read."""
         if not self._due and not self._busy:
@@ -169,12 +178,12 @@ class Batcher:
             soon = self._each * samples <= SOON
             if soon and self._at_hand(asked):
                 try:
-                    self._answer(batch, self._scored(asked, False))
+                    self._answer(batch, self._scored(self.score, asked, False))
                 except Exception as fault:
                     self._failed(batch, fault)
             else:
                 self._busy = True
-                scored = self._loop.run_in_executor(self._thread, self._scored, asked, True)
+                scored = self._loop.run_in_executor(self._thread, self._scored, self.score, asked, True)
                 scored.add_done_callback(partial(self._scored_there, batch))
         if self.queue:
             self._wake()
@@ -233,14 +242,14 @@ class Batcher:
         self._filling = self._loop.call_later(left, self._wake)
         return False
 
-    def _scored(self, asked: list[Asked], ahead: bool) -> Array:
-        """Score these requests. ``ahead``: have the rows of those that wait read meanwhile, if the scorer
-        can. Where rows have been at hand, they mostly are the next time, too, and more requests come before
-        that."""
+    def _scored(self, score: Score, asked: list[Asked], ahead: bool) -> Array:
+        """Score these requests by ``score``. ``ahead``: have the rows of those that wait read meanwhile, if
+        the scorer can. Where rows have been at hand, they mostly are the next time, too, and more requests
+        come before that."""
         found, self._next = self._put_together(asked), None
         began = perf_counter()
         between = (self._read_ahead,) if ahead and self._ahead is not None else ()
-        scores = self.score(found.dense, found.sides, *between).numpy()
+        scores = score(found.dense, found.sides, *between).numpy()
         each = (perf_counter() - began) / len(scores)
         self._each = each if each < self._each else self._each + (each - self._each) / 8
         return scores

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -63,6 +63,8 @@ class Asked:
     ids: Array
     """int64, as the form says."""
     form: Form
+    rows: Sequence[Mapping[str, Any]] = field(default=(), repr=False)
+    """The raw values that these are of, if they came so."""
 
     @property
     def samples(self) -> int:

@@ -68,6 +68,7 @@ class Server:
         self.manifest, self.name, self.bounds = manifest, name, bounds
         self.outputs = [output["name"] for output in manifest["outputs"]]
         self.features = Features(manifest, bounds.samples)
+        self.preparation = preparation
         self.heads = Heads(self.features, preparation)
         own = f"/v2/models/{name}"
         self.addresses = [f"{own}/infer", f"{own}/versions/{VERSION}/infer"]
@@ -89,7 +90,10 @@ class Server:
         """Score by ``score`` of another package with this ``manifest`` from the next batch on, and encode raw
         values by its ``preparation``. It takes and gives what the one before did; the metrics call it
         ``package``. It is watched anew."""
-        self.heads.use(preparation)
+        if preparation != self.preparation:
+            self.preparation = preparation
+            self.heads.use(preparation)
+            self.batcher.encode_anew(self.heads.encoded)
         if manifest != self.manifest:
             self.batcher.tell()
             monitor = Monitor(manifest, self.watch)

@@ -182,18 +182,19 @@ class Heads:
             return head.request, self.features.checked(dense, np.concatenate(ids), head.form)
         request = parse(body, header)
         if request.rows:
-            return request, self.features.asked(self._inputs(request.rows))
+            return request, self.encoded(request.rows)
         asked = self.features.asked(request.inputs)
         if request.id is None and len(text) <= LONGEST:
             self._keep(text, request, asked.form)
         return request, asked
 
-    def _inputs(self, rows: list[dict[str, Any]]) -> dict[str, Array]:
+    def encoded(self, rows: Sequence[Mapping[str, Any]]) -> Asked:
+        """The inputs of raw values, checked. ``Refused`` for what is wrong."""
         if self._raw is None:
             raise bad("the package does not say how raw values are encoded: send inputs, encoded")
         if len(rows) > self.features.most_samples:
             raise bad(f"the request has {len(rows)} samples, and {self.features.most_samples} is the most")
-        return self._raw.inputs(rows)
+        return replace(self.features.asked(self._raw.inputs(rows)), rows=rows)
 
     def _keep(self, text: bytes, request: InferenceRequest, form: Form) -> None:
         """Keep what the JSON says if all values are in binary and as the model takes them."""

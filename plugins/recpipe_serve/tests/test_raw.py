@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +12,11 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+import torch
+from recpipe_serve.batching.batcher import Limits
 from recpipe_serve.batching.forms import together
 from recpipe_serve.batching.scorer import RequestScorer
+from recpipe_serve.config import ServeConfig
 from recpipe_serve.errors import Refused
 from recpipe_serve.http.features import Features, Heads
 
@@ -26,6 +31,11 @@ from recpipe.data.make import StreamedDataset, open_source
 from recpipe.data.preparation import Preparation
 from recpipe.plugin.batch import Batch
 
+pytest.importorskip("uvicorn", reason="recpipe[serve] is not installed")
+pytest.importorskip("prometheus_client", reason="recpipe[serve] is not installed")
+
+from recpipe_serve.http.app import Server
+
 CITIES = ["Zürich", "Köln", "", "New York, NY", "007"]
 FEATURES: list[dict[str, Any]] = [
     {"name": "city", "rows": 40},
@@ -33,7 +43,11 @@ FEATURES: list[dict[str, Any]] = [
     {"name": "tags", "kind": "multi_hot", "separator": "|", "rows": 20},
     {"name": "seen", "kind": "sequence", "padding": ["0"], "max_length": 3, "rows": 30},
     {"name": "price", "kind": "dense", "scale": "log1p", "default": -1.0, "missing": ["-1"]},
-    {"name": "age", "kind": "dense"},
+    {"name": "age", "kind": "dense", "scale": "standard", "default": 0.5},
+    {"name": "known", "column": "city", "ids": "vocabulary", "min_count": 2},
+    {"name": "recent", "kind": "sequence", "column": "seen", "ids": "vocabulary", "table": "items"},
+    {"name": "years", "kind": "dense", "column": "age", "buckets": 4},
+    {"name": "cost", "kind": "dense", "column": "price", "edges": [0.5, 10], "missing": ["-1"]},
 ]
 
 
@@ -113,9 +127,8 @@ def test_raw_values_become_the_ids_and_numbers_of_training(trained: Trained, hea
     assert at == 300
     config = trained.cfg.data
     assert isinstance(config, FileConfig)
-    for number, batch in enumerate(
-        StreamedDataset(open_source(config, labelled=False)).batches("train", 100)
-    ):
+    source = open_source(config, labelled=False, trained_by=trained.trained_on.preparation)
+    for number, batch in enumerate(StreamedDataset(source).batches("train", 100)):
         same(heads, batch, body(table.slice(100 * number, 100)))
 
 
@@ -179,6 +192,33 @@ def test_an_encoding_that_is_not_as_it_was_written_is_refused(trained: Trained, 
         with pytest.raises(score.PackageError, match="package the checkpoint anew"):
             read_encoding(tmp_path, manifest)
     assert write_encoding(tmp_path, Preparation("hashed", "signed_log")) == {}
+
+
+def test_what_waits_is_encoded_anew_for_another_package(trained: Trained) -> None:
+    first = trained.trained_on.preparation
+    assert first is not None
+    assert first.learned is not None
+    other = replace(first, learned=replace(first.learned, scales={"age": (0.0, 2.0)}))
+    manifest = manifest_of(trained) | {"outputs": [{"name": "score", "kind": "clicks"}]}
+    found: list[Any] = []
+
+    def score(dense: torch.Tensor, sides: object, between: object = None) -> torch.Tensor:
+        return dense[:, 1]
+
+    async def change() -> None:
+        server = Server(score, manifest, "m", Limits(), ServeConfig(), preparation=first)
+        server.batcher.start()
+        (row,) = rows(300).slice(0, 1).drop(["click"]).to_pylist()
+        for age in (50, 60):
+            _, asked = server.heads.read(json.dumps({"rows": [row | {"age": age}]}).encode(), None)
+            server.batcher.put(asked, lambda scores: found.append(scores.tolist()))
+        server.use(score, manifest, "another", other)
+        await server.batcher.close()
+        server.monitor.close()
+
+    asyncio.run(change())
+    mean, deviation = first.learned.scales["age"]
+    assert found == [[pytest.approx((50 - mean) / deviation)], [30.0]]
 
 
 @pytest.mark.soak

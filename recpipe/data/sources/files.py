@@ -13,11 +13,14 @@ import pyarrow as pa
 
 from recpipe.data.columns import Columns
 from recpipe.data.config import FilesConfig
+from recpipe.data.dataset import train_size
 from recpipe.data.encoding import Encoding, element_of
 from recpipe.data.features import Feature, Features
 from recpipe.data.files import RowChecks
-from recpipe.data.preparation import Preparation
+from recpipe.data.learned import Between, Learned, learn
+from recpipe.data.preparation import Preparation, require_features
 from recpipe.data.records import InputFile, files_of, require_columns
+from recpipe.data.schema import Schema
 from recpipe.data.values import (
     alike,
     is_list,
@@ -34,19 +37,22 @@ class FilesSource:
     """Files to prepare, read in record batches; their features, types settled by the first rows of each
     column where the recipe leaves them open."""
 
-    def __init__(self, config: FilesConfig, labelled: bool = True) -> None:
+    def __init__(
+        self, config: FilesConfig, labelled: bool = True, trained_by: Preparation | None = None
+    ) -> None:
         self._inputs = files_of(config)
         self._labelled, self._skip = labelled, config.on_bad_row == "skip"
         self._types = self._require_columns(config.described())
+        self._trained = {} if trained_by is None else trained_by.types
         features = self._settled(config.described())
-        self.encoding = Encoding(features)
-        self.schema, self.multi_hot, self.kept = (
-            self.encoding.schema,
-            self.encoding.multi_hot,
-            self.encoding.kept,
-        )
-        self.preparation = Preparation.of(features)
+        if trained_by is not None and trained_by.features is not None and features.is_learned:
+            require_features(trained_by.features, features)
+        self.encoding = Encoding(features, None if trained_by is None else trained_by.learned)
+        self.multi_hot, self.kept = self.encoding.multi_hot, self.encoding.kept
+        self._eval_fraction = config.eval_fraction
         self.rejected_rows = 0
+        self.unseen: dict[str, int] = {}
+        """How many ids the vocabularies lack, by feature."""
         self.missing: dict[str, int] = {f.name: 0 for f in (*features.dense, *features.sparse)}
         """How many samples have no value of each feature, so far."""
         described = replace(
@@ -59,6 +65,10 @@ class FilesSource:
             "rules": asdict(config.rules()),
             "format": config.format,
         }
+        if not self.encoding.is_complete:
+            self.recipe["learned"] = config.eval_fraction  # and so from these samples
+        elif features.is_learned and self.encoding.learned is not None:
+            self.recipe["learned"] = self.encoding.learned.to_dict()
         if self._skip:  # which rows are left out depends on them
             self.recipe["rows"] = [f.rows for f in features.sparse if f.ids == "rows"]
 
@@ -73,12 +83,40 @@ class FilesSource:
         for index, file in enumerate(self._inputs):
             for block in file.blocks(self._read(self.encoding.features)):
                 checks = RowChecks(file.path, block.first_row, len(block.rows))
-                columns, missing = self.encoding.columns(block.rows, checks, self._labelled)
+                columns, missing = self.encoding.read(block.rows, checks, self._labelled)
                 for name, absent in missing.items():
                     self.missing[name] += absent
                 self.rejected_rows += checks.finish(self._skip)
                 good = columns if checks.good.all() else columns.where(checks.good)
+                if self.encoding.is_complete:
+                    good = self.finished(good)
                 yield good, (index + block.share) / count
+
+    def finished(self, columns: Columns) -> Columns:
+        """Samples of ``blocks`` that came before all was learned."""
+        made = self.encoding.finish(columns)
+        for name, unseen in self.encoding.unseen(made).items():
+            self.unseen[name] = self.unseen.get(name, 0) + unseen
+        return made
+
+    def learn(self, between: Between, samples: int) -> None:
+        """Learn from the training part of ``samples`` samples that ``blocks`` gave."""
+        train = train_size(samples, self._eval_fraction)
+        self.use(learn(self.encoding.features, between, train))
+
+    def use(self, learned: Learned) -> None:
+        """Encode with what was ``learned`` from now on."""
+        self.encoding = Encoding(self.encoding.features, learned)
+
+    @property
+    def schema(self) -> Schema:
+        """The columns of batches."""
+        return self.encoding.schema
+
+    @property
+    def preparation(self) -> Preparation:
+        """How values become what batches have."""
+        return Preparation.of(self.encoding.features, self.encoding.learned)
 
     def _read(self, features: Features) -> list[str]:
         skipped = () if self._labelled else {label.source for label in features.labels}
@@ -108,7 +146,9 @@ class FilesSource:
             if feature.kind == "id" and is_list(kind):
                 feature = replace(feature, kind="multi_hot")
             held = element_of(kind)
-            if feature.type == "auto" and held == "text":
+            if feature.in_buckets:
+                pass
+            elif feature.type == "auto" and held == "text":
                 feature = replace(feature, type=self._type_of_text(feature))
             elif held == "numbers":  # a type is of text
                 feature = replace(feature, type="auto")
@@ -121,7 +161,10 @@ class FilesSource:
         return found
 
     def _type_of_text(self, feature: Feature) -> str:
-        """What text of ids is: in files where all is text, whole numbers if the first rows are written so."""
+        """What text of ids is: what it was in training, and else, in files where all is text, whole numbers
+        if the first rows are written so."""
+        if then := self._trained.get(feature.name):
+            return "text" if then == "text" else "integer"
         file = self._inputs[0]
         if feature.is_bag and feature.separator is None:
             return "text"
