@@ -6,8 +6,8 @@ import re
 from typing import Literal
 
 _LABELS = """
-label click clicked is_click is_clicked target y is_attributed conversion converted is_conversion buy is_buy
-purchase purchased is_purchase install installed like liked is_like rating stars
+label click clicked is_click is_clicked target y is_attributed conversion converted is_conversion buy bought
+is_buy purchase purchased is_purchase install installed like liked is_like rating stars
 """
 _IDS = """
 id ids no nr code key user uid item iid ip app device os channel category cat cate brand ad adgroup campaign
