@@ -19,6 +19,9 @@ from recpipe.tables.stores.host import filled_chunks
 STAGING_BYTES = 32 << 20
 QUEUE_DEPTH = 128
 STREAM_BLOCKS = 1024
+LONG_RUNS = 4
+"""From so many blocks a run on, adjacent blocks are read into adjacent buffers, by one request a run, even if
+some are staged elsewhere. With shorter runs that would save less than it costs in staged blocks."""
 
 
 class SsdStore(ColdStore):
@@ -264,6 +267,10 @@ class SsdStore(ColdStore):
         which = np.searchsorted(blocks, wanted)[which]
         slots = self._staging.find(blocks)
         absent = slots < 0
+        if len(blocks) >= LONG_RUNS * (1 + np.count_nonzero(np.diff(blocks) > 1)):
+            # Staged ones move to slots beside the others', since each would end a request.
+            self._staging.forget(slots[~absent])
+            absent[:] = True
         slots[absent] = self._staging.take(int(absent.sum()), keep=slots[~absent])
         self._move(blocks, slots, write=False)
         words: NDArray[np.uint32] = self._staging.words[slots[which], places.lanes[piece]]

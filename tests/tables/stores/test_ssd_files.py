@@ -116,6 +116,31 @@ def test_a_block_alone_between_two_wanted_ones_is_read_with_them() -> None:
         assert blocks.bridged(np.array(wanted, np.int64)).tolist() == expected
 
 
+def test_one_request_reads_a_run_of_blocks_of_which_some_are_staged(
+    tmp_path, fill_for, start_of, monkeypatch
+):
+    layout = StoreLayout(("a", "b", "c"), (30 * 24, 3 * 24, 60 * 24), 40)  # 24 rows a block
+    rows = np.arange(33 * 24)
+    records = start_of(layout)[rows]
+    store = SsdStore.create(layout, fill_for(layout), tmp_path)
+    made, run = [], store._transfer.run
+
+    def counted(requests, buffer, *, write):
+        made.append((write, len(requests.fds)))
+        run(requests, buffer, write=write)
+
+    monkeypatch.setattr(store._transfer, "run", counted)
+    some, out = rows[: 30 * 24 : 3 * 24], np.empty_like(records)
+    store.gather(some, out[: len(some)])
+    store.gather(rows, out)
+    assert np.array_equal(out, records)
+    store.scatter(rows, -records)
+    assert made == [(False, 10), (False, 2), (True, 2)], "a request for each file"
+    assert store.io.rows_staged == len(rows)
+    assert np.array_equal(read_all(store)[rows], -records)
+    store.close()
+
+
 def test_a_block_written_whole_is_not_read(small):
     store, records = small
     store.scatter(np.arange(24), records[:24])
