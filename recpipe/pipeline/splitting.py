@@ -123,7 +123,10 @@ class Splitting:
             return max(float(each[0]) for each in trainers.gather(np.array([value])))
 
         def waited() -> float:
-            return sum(each.waited for each in tables)
+            seconds = 0.0
+            for each in tables:
+                seconds += each.times.wait
+            return seconds
 
         # Several ranks on a machine are other programs to each other.
         load = Load.now if trainers.size == 1 else lambda: None

@@ -30,8 +30,8 @@ from recpipe.tables.inputs import Inputs
 from recpipe.tables.owners import NOCACHE, RESIDENT, GroupOwner
 from recpipe.tables.resident import ReplicatedCollection, ResidentCollection
 from recpipe.tables.stores import make_store
-from recpipe.tables.stores.front import EmulatedStore, MakeLocal, local_store
 from recpipe.tables.stores.holders import HeldRows, HoldersStore
+from recpipe.tables.stores.local import EmulatedStore, MakeLocal, local_store
 from recpipe.tables.stores.ssd import SsdStore
 from recpipe.tables.tiers.gpu_lookups import Finder
 from recpipe.tables.tiers.policies import POLICIES

@@ -27,7 +27,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from recpipe.common.device import in_this_thread, using_threads
 from recpipe.data.parts import require_ids
 from recpipe.plugin.bags import RowIds
-from recpipe.plugin.collection import TableCollection
+from recpipe.plugin.collection import TableCollection, TierTimes
 from recpipe.plugin.tables import TableSet
 from recpipe.tables.rows import row_bags
 from recpipe.tables.tiers.plan import TierPlan
@@ -45,6 +45,8 @@ class GroupTables:
     """
 
     tables: TableSet
+    times = TierTimes()
+    """Seconds so far; none where no row moves."""
     moves: ClassVar[bool] = False
     """Whether rows move between tiers, as decided for each batch before it is trained."""
     sends: ClassVar[bool] = False
@@ -53,11 +55,6 @@ class GroupTables:
     """Whether ``find`` has work to do."""
     prefetches = False
     """Whether to fetch a batch's rows while the batch before it trains."""
-
-    @property
-    def waited(self) -> float:
-        """Seconds for which training has waited for rows so far."""
-        return 0.0
 
     def find(self, ids: KeyedJaggedTensor) -> Any:
         """What ``input_dist`` needs of a batch's ids and no other batch has a part in; None: it does it all.

@@ -15,7 +15,7 @@ from recpipe.distributed.ranks import Ranks
 from recpipe.plugin.policy import RowSpace
 from recpipe.tables.resident import ReplicatedCollection
 from recpipe.tables.stores.holders import HoldersStore
-from recpipe.tables.stores.host import HostStore
+from recpipe.tables.stores.local import HostStore
 from recpipe.tables.tiers.tiered import TieredEmbeddingBagCollection
 from tests.ranks import joined
 from tests.tables.reference import Kind, batches, loss_of

@@ -21,7 +21,7 @@ from recpipe.tables.grouped import GroupedCollection
 from recpipe.tables.groups import ModelTables, collections_of, group_tables
 from recpipe.tables.inputs import Inputs
 from recpipe.tables.resident import ResidentCollection
-from recpipe.tables.stores.host import HostStore
+from recpipe.tables.stores.local import HostStore
 from tests.tables.grouped import META, ROWS, ROWWISE, SGD, Model, ids, model_tables, optimizer_of
 from tests.tables.samples import CPU, dump
 

@@ -26,7 +26,7 @@ from recpipe.tables.owners import check_quantized, group_owners, quantized
 from recpipe.tables.resident import ResidentCollection
 from recpipe.tables.stores import make_store
 from recpipe.tables.stores.codecs import COLD, Fp16Rows, Int8Rows
-from recpipe.tables.stores.front import local_store
+from recpipe.tables.stores.local import local_store
 from recpipe.tables.tiers.tiered import TieredEmbeddingBagCollection
 from recpipe.tables.tiers.transfer import StoreThread
 from tests.plugin.samples import ACME, Good

@@ -11,7 +11,7 @@ import torch
 from recpipe.errors import StoreError
 from recpipe.tables.resident import ResidentCollection
 from recpipe.tables.rows import table_bags
-from recpipe.tables.stores.host import HostStore
+from recpipe.tables.stores.local import HostStore
 from recpipe.tables.tiers import tiered
 from tests.tables.samples import (
     CPU,

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from recpipe_bagpipe.bulk import BulkStore
 
 from recpipe.plugin.store import ColdStore, Records, Rows, StoreLayout
-from recpipe.tables.stores.host import HostStore
+from recpipe.tables.stores.local import HostStore
 from recpipe.tables.stores.ssd import SsdStore
 
 LAYOUT = StoreLayout(("a", "b"), (300, 200), 6)

@@ -25,7 +25,7 @@ from recpipe.plugin.store import IoCounters
 from recpipe.plugin.tables import SparseFeature, TableOptimizer, TableSet
 from recpipe.tables.rows import RowBags, table_bags, updated
 from recpipe.tables.stores.holders import HoldersStore
-from recpipe.tables.stores.host import HostStore
+from recpipe.tables.stores.local import HostStore
 from tests.placing import inputs_of
 from tests.ranks import joined
 

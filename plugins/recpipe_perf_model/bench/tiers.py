@@ -29,7 +29,7 @@ from recpipe.plugin.tables import Table, TableOptimizer, TableSet
 from recpipe.profiling.limits import Sample
 from recpipe.tables.stores.blocks import BLOCK_BYTES, BlockMap
 from recpipe.tables.stores.codecs import Bf16Rows, Fp16Rows, Int8Rows
-from recpipe.tables.stores.host import HostStore
+from recpipe.tables.stores.local import HostStore
 from recpipe.tables.stores.ssd import SsdStore
 from recpipe.tables.tiers.policies import POLICIES
 from recpipe.tables.tiers.tiered import TieredEmbeddingBagCollection

@@ -27,7 +27,7 @@ from recpipe.private_api import LocalPart, OwnLookup, module_name
 from recpipe.tables.build import Place, no_row, opens_store, slab_rows, staging_bytes
 from recpipe.tables.owners import NOCACHE, GroupOwner
 from recpipe.tables.skipping import FilterWithin
-from recpipe.tables.stores.front import local_store
+from recpipe.tables.stores.local import local_store
 from recpipe.tables.tiers.policies import POLICIES
 from recpipe.tables.tiers.tiered import TieredEmbeddingBagCollection, TieredRows
 

@@ -7,7 +7,7 @@ import os
 from recpipe.errors import UserError
 from recpipe.plugin.store import ColdStore, Fill, StoreLayout
 from recpipe.tables.stores.blocks import BlockMap, Staging
-from recpipe.tables.stores.host import HostStore
+from recpipe.tables.stores.local import HostStore
 from recpipe.tables.stores.ssd import STAGING_BYTES, SsdStore
 
 KINDS = ("host", "ssd")

@@ -19,7 +19,7 @@ from recpipe.plugin.collection import TableCollection
 from recpipe.plugin.quantizer import Coding
 from recpipe.plugin.store import ColdStore, Fill, IoCounters, Records, Rows, StoreLayout
 from recpipe.plugin.tables import Region, Values
-from recpipe.tables.stores.front import CodedStore, MakeLocal, local_store
+from recpipe.tables.stores.local import CodedStore, MakeLocal, local_store
 
 TABLE = "rows"
 """The name of the only table in a holder's part."""

@@ -14,7 +14,7 @@ from recpipe.plugin.store import ColdStore, Fill, IoCounters, Records, Rows, Sto
 from recpipe.tables.stores.aio import RequestError, Requests, open_transfer
 from recpipe.tables.stores.blocks import BlockMap, Places, RowChecksum, Staging
 from recpipe.tables.stores.home import StoreHome, StoreState, read_state, store_error
-from recpipe.tables.stores.host import filled_chunks
+from recpipe.tables.stores.local import filled_chunks
 
 STAGING_BYTES = 32 << 20
 QUEUE_DEPTH = 128

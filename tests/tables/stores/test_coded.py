@@ -14,8 +14,7 @@ from recpipe.plugin.quantizer import Coding, RecordLayout
 from recpipe.plugin.store import StoreLayout
 from recpipe.tables.stores import make_store
 from recpipe.tables.stores.codecs import COLD
-from recpipe.tables.stores.front import CodedStore, local_store
-from recpipe.tables.stores.host import HostStore
+from recpipe.tables.stores.local import CodedStore, HostStore, local_store
 
 LAYOUT = StoreLayout(("a", "b"), (700, 41), 17)
 

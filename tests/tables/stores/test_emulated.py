@@ -9,8 +9,7 @@ import pytest
 
 from recpipe.distributed.ranks import Emulation
 from recpipe.plugin.store import StoreLayout
-from recpipe.tables.stores.front import EmulatedStore
-from recpipe.tables.stores.host import HostStore
+from recpipe.tables.stores.local import EmulatedStore, HostStore
 
 LAYOUT = StoreLayout(("a", "b"), (30, 12), 5)
 

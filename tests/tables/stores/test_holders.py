@@ -10,7 +10,7 @@ import pytest
 from recpipe.distributed.ranks import Ranks
 from recpipe.plugin.store import Records, StoreLayout
 from recpipe.tables.stores.holders import HoldersStore, part_fill, part_layout
-from recpipe.tables.stores.host import HostStore
+from recpipe.tables.stores.local import HostStore
 from tests.processes import start_ranks
 from tests.ranks import joined
 

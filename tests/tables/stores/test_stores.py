@@ -8,8 +8,7 @@ from recpipe.plugin.calls import Origin, Owned
 from recpipe.plugin.quantizer import Coding, RowCodec
 from recpipe.plugin.store import StoreLayout
 from recpipe.tables.stores import make_store
-from recpipe.tables.stores.front import local_store
-from recpipe.tables.stores.host import HostStore
+from recpipe.tables.stores.local import HostStore, local_store
 from recpipe.tables.stores.ssd import SsdStore
 
 LAYOUTS = {
