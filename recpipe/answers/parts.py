@@ -290,9 +290,9 @@ def dense_rule(preparation: Preparation | None) -> dict[str, Any]:
     """What training's source of data did to dense values; without ``preparation`` they come as they are."""
     features = None if preparation is None else preparation.features
     if features is not None and features.dense:
-        found = {(feature.scale, feature.default) for feature in features.dense}
+        found = {(feature.scale, feature.number) for feature in features.dense}
         if found not in ({("log", 0.0)}, {("none", 0.0)}):
-            return {**OF_EACH, "missing": {feature.name: feature.default for feature in features.dense}}
+            return {**OF_EACH, "missing": {feature.name: feature.number for feature in features.dense}}
     return SIGNED_LOG if preparation is not None and preparation.dense == "signed_log" else UNCHANGED
 
 
@@ -303,11 +303,11 @@ def id_rule(preparation: Preparation | None, feature: str, source: str | None) -
     rule, key = str(preparation.ids), "text" if feature in preparation.text else "integer"
     if preparation.features is not None:
         own = next(f for f in preparation.features.sparse if f.name == feature)
-        rule = "buckets" if own.in_buckets else own.ids
+        rule = "encoding" if own.own_rows or own.of or own.default is not None else own.ids
     elif source == "criteo" and key == "integer":
         key = "hexadecimal"
-    if rule in ("vocabulary", "buckets"):
-        return {"name": rule, "key": key, "missing": 0, "table": "encoding.json has it"}
+    if rule in ("vocabulary", "encoding"):
+        return {"name": rule, "missing": 0, "row": "as encoding.json has it; a server takes raw values"}
     if rule in ("rows", "unchanged"):
         return _ROWS
     if rule == "modulo":

@@ -229,10 +229,11 @@ def _after_learning(source: Learns, folder: Path) -> Iterator[tuple[Columns, flo
 
 
 def _wide(source: Source) -> tuple[str, ...]:
-    """The features whose ids take 8 bytes when they are prepared: keys of text."""
+    """The features whose ids take 8 bytes when they are prepared: keys of text, and of crosses."""
     names = [feature.name for feature in source.schema.sparse]
     hashed = [name for name, rule in zip(names, source.kept, strict=True) if rule == "hashed"]
-    return tuple(name for name in source.preparation.text if name in hashed)
+    wide = source.encoding.wide if isinstance(source, Learns) else source.preparation.text
+    return tuple(name for name in wide if name in hashed)
 
 
 def _use_learned(source: Source, target: Path) -> None:

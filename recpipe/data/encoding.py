@@ -7,7 +7,8 @@ learned from these.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import NamedTuple
 
@@ -30,19 +31,24 @@ from recpipe.data.learned import (
     vocabulary_tables,
 )
 from recpipe.data.schema import LABEL_KINDS, IdRule, LabelKind, Schema
-from recpipe.data.sources.transforms import signed_log
+from recpipe.data.sources.transforms import mix64, signed_log
+from recpipe.data.timestamps import MICROSECONDS_OF_A_DAY, read_times, stated_time
 from recpipe.data.values import (
+    Ids,
+    Numbers,
     is_list,
     is_text,
     plain_type,
     read_bags,
     read_ids,
     read_numbers,
+    read_vectors,
     require_type,
 )
 from recpipe.errors import DataError, nearest_or_all, shown
 
 Bools = NDArray[np.bool_]
+Numeric = NDArray[np.floating]
 KEPT: dict[str, IdRule] = {
     "hash": "hashed",
     "modulo": "modulo",
@@ -60,11 +66,12 @@ class Encoded(NamedTuple):
 
 
 class _Sparse(NamedTuple):
-    """The ids of one feature of n samples: ``bags``, or keys int64 [n] of one each; and which samples have
-    none, bool [n]."""
+    """The ids of one feature of n samples: ``bags``, or keys int64 [n] of one each, and which of these are
+    ``missing``; and how many samples are ``empty``, without a value."""
 
     missing: Bools
     keys: Int64
+    empty: int
     bags: MultiHot | None = None
 
 
@@ -107,13 +114,13 @@ class Encoding:
     def kept(self) -> tuple[IdRule, ...]:
         """What the ids of each sparse feature are in ``columns``."""
         return tuple(
-            "unchanged" if feature.in_buckets else KEPT[feature.ids] for feature in self.features.sparse
+            "unchanged" if feature.own_rows else KEPT[feature.ids] for feature in self.features.sparse
         )
 
     @cached_property
     def wide(self) -> tuple[str, ...]:
         """The features whose ids take 8 bytes as they are ``read``."""
-        return tuple(f.name for f in self.features.sparse if f.type == "text" or f.in_buckets)
+        return tuple(f.name for f in self.features.sparse if f.type == "text" or f.buckets or f.of)
 
     @cached_property
     def to_rows(self) -> IdMapper:
@@ -136,13 +143,16 @@ class Encoding:
         if labelled:
             (label,) = self.features.labels
             labels = _labels(checks, label.source, rows[label.source], LABEL_KINDS[label.kind or "clicks"])
-        exact = any(feature.scale == "standard" for feature in self.features.dense)
-        dense = np.empty((len(rows), len(self.features.dense)), np.float64 if exact else np.float32)
-        for index, feature in enumerate(self.features.dense):
-            dense[:, index], absent = _dense(checks, feature, rows[feature.source])
+        exact = any(feature.is_exact for feature in self.features.dense)
+        dense = np.empty((len(rows), len(self.schema.dense)), np.float64 if exact else np.float32)
+        place = 0
+        for feature in self.features.dense:
+            wide = slice(place, place := place + len(feature.names))
+            dense[:, wide], absent = _DENSE[feature.kind](checks, feature, rows[feature.source])
             missing[feature.name] = int(absent.sum())
-        found = {f.name: _sparse(checks, f, rows[f.source]) for f in self.features.sparse}
-        missing |= {name: int(own.missing.sum()) for name, own in found.items()}
+        read = {f.name: _sparse(checks, f, rows[f.source]) for f in self.features.sparse if not f.of}
+        found = {f.name: _crossed(f, read) if f.of else read[f.name] for f in self.features.sparse}
+        missing |= {name: own.empty for name, own in found.items()}
         bags = {name: own.bags for name, own in found.items() if own.bags is not None}
         single = [own for own in found.values() if own.bags is None]
         ids, bits = np.empty((len(rows), 0), np.int64), None
@@ -156,34 +166,30 @@ class Encoding:
         vocabulary or buckets."""
         learned = self.learned or Learned()
         dense = columns.dense
-        for place, feature in enumerate(self.features.dense):
-            if feature.scale == "standard":
-                mean, deviation = learned.scales[feature.name]
-                values = columns.dense[:, place]
-                scaled = np.where(np.isnan(values), feature.default, (values - mean) / deviation)
+        inputs = [(feature, name) for feature in self.features.dense for name in feature.names]
+        for place, (feature, name) in enumerate(inputs):
+            if feature.is_exact:
                 dense = dense.copy() if dense is columns.dense else dense
-                dense[:, place] = scaled
-        ids, bags, place = columns.ids, dict(columns.bags), 0
+                dense[:, place] = _finished(feature, name, columns.dense[:, place], learned)
+        ids, bags = columns.ids, dict(columns.bags)
+        single = [feature.name for feature in self.features.sparse if not feature.is_bag]
         for feature in self.features.sparse:
-            rows = partial(self._rows, feature, learned)
-            if feature.is_bag:
-                if feature.ids == "vocabulary":
-                    bag = columns.bags[feature.name].trimmed()
-                    bags[feature.name] = MultiHot(rows(bag.values, bag.missing, 0), bag.offsets)
-                continue
-            if feature.in_buckets or feature.ids == "vocabulary":
-                ids = ids.copy() if ids is columns.ids else ids
-                ids[:, place] = rows(columns.ids[:, place], columns.missing, place)
-            place += 1
+            if feature.is_bag and feature.ids == "vocabulary":
+                bag = columns.bags[feature.name].trimmed()
+                bags[feature.name] = MultiHot(
+                    self._rows(feature, learned, bag.values, bag.missing, 0), bag.offsets
+                )
+            elif feature.buckets or feature.ids == "vocabulary":
+                ids, place = ids.copy() if ids is columns.ids else ids, single.index(feature.name)
+                ids[:, place] = self._rows(feature, learned, columns.ids[:, place], columns.missing, place)
         return Columns(columns.labels, dense.astype(np.float32, copy=False), ids, bags, columns.missing)
 
     def _rows(
         self, feature: Feature, learned: Learned, keys: NDArray[np.integer], bits: Bits | None, place: int
     ) -> Int64:
         """The rows of ``keys`` [n]; those whose bit is set at ``place`` have row 0."""
-        if feature.in_buckets:
-            edges = feature.edges or learned.edges[feature.name]
-            rows = 1 + np.searchsorted(np.array(edges, np.float64), bits_as_numbers(keys), side="right")
+        if feature.buckets:
+            rows = _bucket_rows(learned.edges[feature.name], bits_as_numbers(keys))
         else:
             rows = self._vocabularies[feature.table or feature.name].rows(keys)
         return np.where(bit_at(bits, place, len(keys)), 0, rows)
@@ -193,7 +199,7 @@ class Encoding:
         single = [feature.name for feature in self.features.sparse if not feature.is_bag]
         counts = {}
         for feature in self.features.sparse:
-            if feature.ids == "vocabulary" and not feature.in_buckets:
+            if feature.ids == "vocabulary":
                 bag = columns.bags.get(feature.name)
                 ids = columns.ids[:, single.index(feature.name)] if bag is None else bag.trimmed().values
                 counts[feature.name] = int((ids == UNSEEN).sum())
@@ -202,7 +208,7 @@ class Encoding:
     def require_types(self, where: str, found: pa.Schema) -> None:
         """``DataError`` unless ``found`` has the columns of the features, and no others, with types that say
         what they said in training: text and numbers have other keys."""
-        features = (*self.features.dense, *self.features.sparse)
+        features = [f for f in (*self.features.dense, *self.features.sparse) if not f.of]
         wanted = [feature.source for feature in features]
         for name in found.names:
             if name not in wanted:
@@ -213,11 +219,12 @@ class Encoding:
             if name not in found.names:
                 raise DataError(f"{where}: no column '{shown(name)}'; null stands for a missing value")
             kind = found.field(name).type
-            require_type(where, name, kind, feature)
+            if feature.kind != "timestamp" or element_of(kind) != "text":
+                require_type(where, name, kind, feature)
             then = content(feature)
             if (
                 feature in self.features.sparse
-                and not feature.in_buckets
+                and feature.own_rows is None
                 and then
                 and element_of(kind) not in (then, None)
             ):
@@ -254,31 +261,102 @@ def element_of(kind: pa.DataType) -> str | None:
     return None if pa.types.is_null(element) else "text" if is_text(element) else "numbers"
 
 
-def _dense(checks: RowChecks, feature: Feature, array: pa.Array) -> tuple[NDArray[np.floating], Bools]:
-    """Values [n], scaled, the default where they are missing; and where that is, bool [n]."""
-    found, show = read_numbers(array, feature), partial(_value, array)
-    checks.require(found.valid, feature.source, show, "is not a number")
+def _dense(checks: RowChecks, feature: Feature, array: pa.Array) -> tuple[Numeric, Bools]:
+    """Values [n, 1] or [n, size], scaled, the default where they are missing; and which samples have none,
+    bool [n]."""
+    show = partial(_value, array)
+    if feature.kind == "vector":
+        found = read_vectors(array, feature)
+        checks.require(found.valid, feature.source, show, f"is not a list of {feature.size} numbers")
+    else:
+        one = read_numbers(array, feature)
+        checks.require(one.valid, feature.source, show, "is not a number")
+        found = Numbers(one.values[:, None], one.missing[:, None], one.valid)
     values = found.values
-    if feature.scale == "standard":
-        checks.require_finite(values, feature.source, show)
-        return np.where(found.missing, np.nan, values), found.missing
     if feature.scale == "log":
         values = signed_log(values).astype(np.float64)
     elif feature.scale == "log1p":
-        checks.require(values > -1, feature.source, show, "has no log1p: it must be above -1")
+        fault = "has no log1p: it must be above -1"
+        checks.require(np.all(values > -1, axis=1), feature.source, show, fault)
         values = np.log1p(np.maximum(values, -1 + 2**-53))
-    scaled = checks.require_finite(values, feature.source, show)
-    return np.where(found.missing, np.float32(feature.default), scaled), found.missing
+    stored = [checks.require_finite(column, feature.source, show) for column in values.T]
+    none: Bools = np.all(found.missing, axis=1)
+    if feature.scale == "standard":
+        return np.where(found.missing, np.nan, values), none
+    return np.where(found.missing, np.float32(feature.number), np.stack(stored, 1)), none
+
+
+def _finished(feature: Feature, name: str, values: Numeric, learned: Learned) -> Numeric:
+    """The dense input ``name`` of exact ``values`` [n]; those that are NaN have the default."""
+    if feature.scale == "standard":
+        mean, deviation = learned.scales[name]
+        scaled = (values - mean) / deviation
+    else:
+        stated = stated_time(feature)
+        now = learned.times[name] if stated is None else stated
+        scaled = signed_log((now - values).astype(np.float64) / MICROSECONDS_OF_A_DAY)
+    return np.where(np.isnan(values), feature.number, scaled)
+
+
+def _ages(checks: RowChecks, feature: Feature, array: pa.Array) -> tuple[Numeric, Bools]:
+    """Microseconds since 1970 float64 [n, 1], NaN where they are missing; and where that is."""
+    times = read_times(array, feature)
+    checks.require(times.valid, feature.source, partial(_value, array), _no_time(feature))
+    return np.where(times.missing, np.nan, times.micros)[:, None], times.missing
+
+
+def _no_time(feature: Feature) -> str:
+    written = f" as format: '{feature.format}' has it" if feature.format else ""
+    return f"is not a time{written}, in the years 1 to 9999"
+
+
+_DENSE = {"dense": _dense, "vector": _dense, "timestamp": _ages}
+
+
+def _bucket_rows(edges: Sequence[float], values: NDArray[np.float64]) -> Int64:
+    return 1 + np.searchsorted(np.array(edges, np.float64), values, side="right").astype(np.int64)
+
+
+def _crossed(feature: Feature, read: Mapping[str, _Sparse]) -> _Sparse:
+    """The keys of ids together: one after the other they are mixed in, so that their order matters."""
+    first, *others = (read[name] for name in feature.of)
+    keys, missing = first.keys.view(np.uint64), first.missing
+    for other in others:
+        keys = mix64(mix64(keys + np.uint64(0x9E3779B97F4A7C15)) ^ other.keys.view(np.uint64))
+        missing = missing | other.missing
+    return _Sparse(missing, keys.view(np.int64), int(missing.sum()))
 
 
 def _sparse(checks: RowChecks, feature: Feature, array: pa.Array) -> _Sparse:
     if feature.in_buckets:
-        number, show = read_numbers(array, feature), partial(_value, array)
-        checks.require(number.valid, feature.source, show, "is not a number")
-        checks.require(np.isfinite(number.values), feature.source, show, "is not a finite number")
-        return _Sparse(number.missing, numbers_as_bits(number.values))
+        return _bucket(checks, feature, array)
+    return _calendar(checks, feature, array) if feature.kind == "timestamp" else _ids(checks, feature, array)
+
+
+def _bucket(checks: RowChecks, feature: Feature, array: pa.Array) -> _Sparse:
+    found, show = read_numbers(array, feature), partial(_value, array)
+    checks.require(found.valid, feature.source, show, "is not a number")
+    checks.require(np.isfinite(found.values), feature.source, show, "is not a finite number")
+    if feature.buckets:
+        keys = numbers_as_bits(found.values)
+    else:
+        keys = np.where(found.missing, 0, _bucket_rows(feature.edges, found.values))
+    return _Sparse(found.missing, keys, int(found.missing.sum()))
+
+
+def _calendar(checks: RowChecks, feature: Feature, array: pa.Array) -> _Sparse:
+    times = read_times(array, feature)
+    checks.require(times.valid, feature.source, partial(_value, array), _no_time(feature))
+    rows = np.where(times.missing, 0, 1 + times.parts(feature))
+    return _Sparse(times.missing, rows, int(times.missing.sum()))
+
+
+def _ids(checks: RowChecks, feature: Feature, array: pa.Array) -> _Sparse:
     found = read_bags(array, feature) if feature.is_bag else None
     ids = read_ids(array, feature) if found is None else found.ids
+    empty = ids.missing if found is None else found.empty
+    if feature.default is not None:
+        ids = _with_default(ids, feature)
 
     def require(valid: Bools, remedy: str) -> None:
         """Of each id."""
@@ -295,9 +373,25 @@ def _sparse(checks: RowChecks, feature: Feature, array: pa.Array) -> _Sparse:
         )
         require((ids.keys >= 0) & (ids.keys < feature.rows) & ~ids.missing, remedy)
     if found is None:
-        return _Sparse(ids.missing, ids.keys)
+        return _Sparse(ids.missing, ids.keys, int(empty.sum()))
     bags = MultiHot(ids.keys, found.offsets, bits_of(ids.missing[:, None]))
-    return _Sparse(found.empty, ids.keys, bags)
+    return _Sparse(ids.missing, ids.keys, int(empty.sum()), bags)
+
+
+def _with_default(ids: Ids, feature: Feature) -> Ids:
+    """The id that the default is stands where there is none."""
+    default = feature.default
+    whole = isinstance(default, float) and default.is_integer()
+    text = str(int(default)) if whole and isinstance(default, float) else str(default)
+    kind = replace(feature, type="text" if feature.type == "text" else "integer")
+    own = read_ids(pa.array([text]), kind)
+    if not own.valid.all() or own.missing.any():
+        raise DataError(
+            f"data.features, {shown(feature.name)}: default {shown(text)} is no id as its column has them"
+        )
+    return Ids(
+        np.where(ids.missing, own.keys[0], ids.keys), np.zeros_like(ids.missing), ids.valid, ids.remedy
+    )
 
 
 def _labels(checks: RowChecks, name: str, array: pa.Array, kind: LabelKind) -> Float32:

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
+from datetime import datetime
 from pathlib import Path
 from typing import Annotated, Any
+from zoneinfo import ZoneInfo
 
 import yaml
 from annotated_types import Interval, MinLen
@@ -23,16 +25,24 @@ Rows = Annotated[int, Interval(ge=2, le=2**31 - 1)]
 """Number of rows of a table; row 0 is for missing ids."""
 NO_VALUE = ("",)
 """Text that is no value, beside null and NaN."""
-KINDS = ("dense", "id", "multi_hot", "sequence")
+KINDS = ("dense", "vector", "timestamp", "id", "multi_hot", "sequence", "cross")
 SCALES = ("none", "log", "log1p", "standard")
 IDS = ("hash", "modulo", "rows", "vocabulary")
 OF_KIND = {
     "dense": ("scale", "default", "edges", "buckets", "table"),
-    "id": ("ids", "min_count", "rows", "table"),
+    "vector": ("size", "separator", "scale", "default"),
+    "timestamp": ("as", "unit", "format", "zone", "now", "default", "table"),
+    "id": ("ids", "min_count", "rows", "table", "default"),
+    "cross": ("of", "ids", "min_count", "rows", "table"),
     "multi_hot": ("separator", "padding", "ids", "min_count", "rows", "table"),
     "sequence": ("separator", "padding", "max_length", "keep", "ids", "min_count", "rows", "table"),
 }
 """The keys that a kind has beside those of every feature."""
+PARTS = {"age": None, "hour": 25, "weekday": 8}
+"""What a time becomes, and the rows of its table: one for missing times, then hours and weekdays, from Monday
+on."""
+UNITS = {"s": 1e6, "ms": 1e3, "us": 1.0, "ns": 1e-3}
+"""Microseconds of each unit of numbers that are times."""
 
 
 @dataclass(frozen=True)
@@ -51,6 +61,14 @@ class Feature:
       rows of the table; or ``vocabulary``: each id that comes ``min_count`` times in the training part has a
       row of its own from 2 on, and row 1 is for all others. Features with the same ``table`` share it; its
       name is the feature's otherwise.
+    - ``vector``: a list of ``size`` numbers (or text of them with a ``separator``), which become as many
+      dense inputs, ``name_0`` and so forth.
+    - ``timestamp``: ``as`` is which of ``name_age``, ``name_hour`` and ``name_weekday`` it becomes. Times
+      without a zone are in ``zone``, as are hours and weekdays; numbers are times since 1970 in ``unit``;
+      text is in ``format``, as Python's strptime has it, or ``iso``. The age is
+      sign(d) * log1p(\\|d\\|) of the days d until ``now``; None: until the latest time of the training part.
+    - ``cross``: the id of the ids of two or more features together, missing if one is.
+    - ``default`` of an ``id``: the id that stands for a missing one.
     - ``multi_hot`` and ``sequence``: lists, or text with a ``separator``. Values of ``padding`` only fill
       lists up and are left out. A sequence has at most ``max_length`` ids, its ``last`` or ``first``.
     """
@@ -61,7 +79,14 @@ class Feature:
     type: Annotated[str, one_of("auto", "integer", "text")] = "auto"
     missing: tuple[Text, ...] = ()
     scale: Annotated[str, one_of(*SCALES)] = "none"
-    default: float = 0.0
+    default: float | Text | None = None
+    size: Annotated[int, Interval(ge=1, le=2**16)] | None = None
+    parts: tuple[Annotated[str, one_of(*PARTS)], ...] = ()
+    unit: Annotated[str, one_of(*UNITS)] | None = None
+    format: Text | None = None
+    zone: Text = "UTC"
+    now: Text | None = None
+    of: tuple[Text, ...] = ()
     edges: tuple[float, ...] = ()
     buckets: Annotated[int, Interval(ge=2, le=2**16)] | None = None
     ids: Annotated[str, one_of(*IDS)] = "hash"
@@ -76,9 +101,10 @@ class Feature:
     def __post_init__(self) -> None:
         own = {"name", "kind", "column", "type", "missing", *OF_KIND[self.kind]}
         for key in fields(self):
-            if key.name not in own and getattr(self, key.name) != key.default:
+            word = "as" if key.name == "parts" else key.name
+            if word not in own and getattr(self, key.name) != key.default:
                 raise UserError(
-                    f"data.features, {shown(self.name)}: a feature of kind {self.kind} has no '{key.name}'; "
+                    f"data.features, {shown(self.name)}: a feature of kind {self.kind} has no '{word}'; "
                     f"it has {', '.join(OF_KIND[self.kind])}"
                 )
         self._require_sense()
@@ -90,8 +116,17 @@ class Feature:
             "edges": list(self.edges) != sorted(set(self.edges)) and "are not each above the one before",
             "buckets": self.edges and self.buckets and "are edges as well; state one of them",
             "scale": self.in_buckets and self.scale != "none" and "is of numbers, not of buckets",
-            "default": self.in_buckets and self.default != 0 and "is of numbers, not of buckets",
-            "table": self.kind == "dense" and not self.in_buckets and self.table and "is of buckets",
+            "default": self._wrong_default,
+            "table": self.is_number and self.table and "is of ids, not of numbers",
+            "ids": self.kind == "cross"
+            and self.ids in ("modulo", "rows")
+            and "of a cross are hash or vocabulary",
+            "of": self.kind == "cross" and len(self.of) < 2 and "names less than two features",
+            "column": self.kind == "cross"
+            and self.column is not None
+            and "is of one feature, not of a cross",
+            "now": self._wrong_now,
+            "zone": self._wrong_zone,
         }
         for key, fault in unused.items():
             if fault:
@@ -103,6 +138,40 @@ class Feature:
         return self.name if self.column is None else self.column
 
     @property
+    def _wrong_default(self) -> str | None:
+        if self.default is None:
+            return None
+        if self.in_buckets or self.parts in (("hour",), ("weekday",)):
+            return "is of numbers and ids; a missing value has a row of its own here"
+        return "is text, and numbers have none" if self.is_number and isinstance(self.default, str) else None
+
+    @property
+    def _wrong_now(self) -> str | None:
+        try:
+            _ = self.now and datetime.fromisoformat(self.now)
+        except ValueError:
+            return f"is {shown(self.now)}, not a time as in 2026-03-01 or 2026-03-01T12:00:00+01:00"
+        return None
+
+    @property
+    def _wrong_zone(self) -> str | None:
+        try:
+            ZoneInfo(self.zone)
+        except (OSError, ValueError, KeyError):
+            return f"is {shown(self.zone)}, which is no zone, as Europe/Berlin is"
+        return None
+
+    @property
+    def number(self) -> float:
+        """What stands for a missing number."""
+        return float(self.default or 0.0)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The names of its dense inputs."""
+        return (self.name,) if self.size is None else tuple(f"{self.name}_{n}" for n in range(self.size))
+
+    @property
     def in_buckets(self) -> bool:
         """Whether it is a number that becomes the id of a bucket."""
         return bool(self.edges) or self.buckets is not None
@@ -110,11 +179,22 @@ class Feature:
     @property
     def is_number(self) -> bool:
         """Whether the model sees it among its dense inputs."""
-        return self.kind == "dense" and not self.in_buckets
+        return (
+            self.kind == "vector"
+            or (self.kind == "dense" and not self.in_buckets)
+            or (self.kind == "timestamp" and self.parts == ("age",))
+        )
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether it is kept as float64 until what it needs is learned."""
+        return self.scale == "standard" or (self.kind == "timestamp" and self.is_number)
 
     @property
     def own_rows(self) -> int | None:
         """The rows of its table where its own keys say them."""
+        if self.kind == "timestamp" and self.parts:
+            return PARTS[self.parts[0]]
         return (self.buckets or len(self.edges) + 1) + 1 if self.in_buckets else None
 
     @property
@@ -148,14 +228,22 @@ class Features:
     """Columns that are left out on purpose."""
 
     def __post_init__(self) -> None:
-        names = [label.name for label in self.labels] + [f.name for f in (*self.dense, *self.sparse)]
+        names = [label.name for label in self.labels] + [name for f in self.dense for name in f.names]
+        names += [feature.name for feature in self.sparse]
         for name in names:
             if names.count(name) > 1:
                 raise UserError(
                     f"data.features: '{shown(name)}' is named twice; names are of one feature each"
                 )
+        crossed = [f.name for f in self.sparse if f.kind in ("id", "timestamp") or f.edges]
         tables: dict[str, Feature] = {}
         for feature in self.sparse:
+            for name in feature.of:
+                if name not in crossed:
+                    raise UserError(
+                        f"data.features, {shown(feature.name)}: of names '{shown(name)}', no feature "
+                        f"of kind id, or with edges, or part of a time; {nearest_or_all(name, crossed)}"
+                    )
             table = feature.table or feature.name
             other = tables.setdefault(table, feature)
             theirs = (other.rows, other.own_rows, other.ids, other.min_count)
@@ -170,12 +258,13 @@ class Features:
     def columns(self) -> list[str]:
         """The columns that are read, each once."""
         of_labels = [label.source for label in self.labels]
-        return list(dict.fromkeys(of_labels + [feature.source for feature in (*self.dense, *self.sparse)]))
+        features = [feature for feature in (*self.dense, *self.sparse) if feature.kind != "cross"]
+        return list(dict.fromkeys(of_labels + [feature.source for feature in features]))
 
     @property
     def is_learned(self) -> bool:
         """Whether some of it is learned from the training part of the data."""
-        learned = [f.scale == "standard" for f in self.dense]
+        learned = [f.scale == "standard" or (f.is_exact and f.now is None) for f in self.dense]
         return any(learned + [f.buckets is not None or f.ids == "vocabulary" for f in self.sparse])
 
     def schema(self, learned: Mapping[str, int]) -> Schema:
@@ -192,7 +281,7 @@ class Features:
                     "or one size for all with data.table_rows=N"
                 )
             found.append(SparseFeature(feature.name, rows))
-        return Schema(tuple(feature.name for feature in self.dense), tuple(found))
+        return Schema(tuple(name for feature in self.dense for name in feature.names), tuple(found))
 
     def with_rows(self, tables: Mapping[str, int], rows: int | None) -> Features:
         """The same, with the rows that ``data.tables`` and ``data.table_rows`` state; ``DataError`` for a
@@ -231,7 +320,11 @@ def parse_features(values: object, where: str = "data.features") -> Features:
     for key in section:
         if key not in ("labels", "features", "unread"):
             raise UserError(f"{where}: no key '{shown(key)}'; it has labels, features and unread")
-    listed = [typed(Feature, each, f"{where}.features[{n}]") for n, each in enumerate(section["features"])]
+    listed = [
+        feature
+        for n, each in enumerate(section["features"])
+        for feature in _features_of(each, f"{where}.features[{n}]")
+    ]
     labels = [_label(each, f"{where}.labels[{n}]") for n, each in enumerate(section["labels"])]
     return Features(
         tuple(labels),
@@ -239,6 +332,28 @@ def parse_features(values: object, where: str = "data.features") -> Features:
         tuple(feature for feature in listed if not feature.is_number),
         tuple(map(str, section.get("unread", ()))),
     )
+
+
+def _features_of(value: object, where: str) -> list[Feature]:
+    """What one entry describes: of a timestamp each of its parts."""
+    entry = {"parts" if key == "as" else key: own for key, own in mapping(value, where).items()}
+    feature = typed(Feature, entry, where)
+    if feature.kind != "timestamp":
+        return [feature]
+    parts = feature.parts or tuple(PARTS)
+    default = {part: feature.default if part == "age" else None for part in parts}
+    return [
+        replace(
+            feature,
+            name=f"{feature.name}_{part}",
+            column=feature.source,
+            parts=(part,),
+            default=default[part],
+            now=feature.now if part == "age" else None,
+            table=None if part == "age" else feature.table,
+        )
+        for part in parts
+    ]
 
 
 def _label(value: object, where: str) -> Label:

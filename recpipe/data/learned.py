@@ -42,6 +42,8 @@ class Learned:
     vocabularies: dict[str, str] = field(default_factory=dict)
     scales: dict[str, tuple[float, float]] = field(default_factory=dict)
     edges: dict[str, tuple[float, ...]] = field(default_factory=dict)
+    times: dict[str, float] = field(default_factory=dict)
+    """The latest time of each age, in microseconds since 1970."""
 
     def keys(self, table: str) -> Int64:
         """The vocabulary of a table, int64 [ids]; ``Damaged`` if it is not as it was written."""
@@ -67,8 +69,9 @@ class Learned:
         found = typed_as(cls, saved, "learned")
         wanted = cls(
             dict.fromkeys(vocabulary_tables(features), ""),
-            {feature.name: (0.0, 1.0) for feature in features.dense if feature.scale == "standard"},
+            {name: (0.0, 1.0) for f in features.dense if f.scale == "standard" for name in f.names},
             {feature.name: () for feature in features.sparse if feature.buckets},
+            {f.name: 0.0 for f in features.dense if f.kind == "timestamp" and f.now is None},
         )
         for name, own in asdict(wanted).items():
             if own.keys() != getattr(found, name).keys():
@@ -100,7 +103,9 @@ def learn(features: Features, between: Between, samples: int) -> Learned:
         if feature.buckets is not None:
             place = single.index(feature.name)
             edges[feature.name] = _quantiles(feature.buckets, _numbers(place, between, samples), samples)
-    return Learned(vocabularies, _scales(features, between, samples), edges)
+    return Learned(
+        vocabularies, _scales(features, between, samples), edges, _latest(features, between, samples)
+    )
 
 
 def _blocks(between: Between, samples: int) -> Iterator[tuple[int, Columns]]:
@@ -201,8 +206,8 @@ def require_room(table: str, feature: Feature, ids: int) -> None:
 def _scales(features: Features, between: Between, samples: int) -> dict[str, tuple[float, float]]:
     """Mean and standard deviation of the values that are there, float64, in one pass: sums about the mean of
     each block of ``STEP`` samples are joined as in Chan, Golub and LeVeque (1979)."""
-    places = {f.name: n for f, n in zip(features.dense, range(len(features.dense)), strict=True)}
-    wanted = [feature.name for feature in features.dense if feature.scale == "standard"]
+    places = dense_places(features)
+    wanted = [name for f in features.dense if f.scale == "standard" for name in f.names]
     found = dict.fromkeys(wanted, (0, 0.0, 0.0))
     if wanted:
         for _, columns in _blocks(between, samples):
@@ -219,6 +224,26 @@ def _scales(features: Features, between: Between, samples: int) -> dict[str, tup
         deviation = math.sqrt(squares / count) if count else 0.0
         scales[name] = mean, deviation or 1.0
     return scales
+
+
+def _latest(features: Features, between: Between, samples: int) -> dict[str, float]:
+    """The latest time of the ages without ``now``; 0 without any."""
+    places = dense_places(features)
+    found = {f.name: 0.0 for f in features.dense if f.kind == "timestamp" and f.now is None}
+    if found:
+        low = dict.fromkeys(found, -math.inf)
+        for _, columns in _blocks(between, samples):
+            for name in low:
+                there = columns.dense[:, places[name]]
+                low[name] = max(low[name], float(np.max(there, initial=-math.inf, where=~np.isnan(there))))
+        found = {name: time if time > -math.inf else 0.0 for name, time in low.items()}
+    return found
+
+
+def dense_places(features: Features) -> dict[str, int]:
+    """The column of each dense input."""
+    names = [name for feature in features.dense for name in feature.names]
+    return {name: place for place, name in enumerate(names)}
 
 
 def _joined(one: tuple[int, float, float], other: tuple[int, float, float]) -> tuple[int, float, float]:

@@ -18,7 +18,18 @@ if TYPE_CHECKING:
 
 _RULES = {"hashed": "hashed", "modulo": "taken modulo the rows", "signed_log": "logarithms"}
 _AS_THEY_ARE = "taken as they are"
-_OF_FILES = ("column", "type", "missing", "separator", "padding", "rows", "table", "min_count")
+_OF_FILES = (
+    "column",
+    "type",
+    "missing",
+    "separator",
+    "padding",
+    "unit",
+    "format",
+    "rows",
+    "table",
+    "min_count",
+)
 """Keys of a feature that do not say what its values become, or are compared otherwise."""
 
 

@@ -197,6 +197,30 @@ def read_numbers(array: pa.Array, feature: Feature | None = None) -> Numbers:
     return Numbers(np.where(missing, 0.0, values), missing, valid)
 
 
+def read_vectors(array: pa.Array, feature: Feature) -> Numbers:
+    """The ``feature.size`` numbers of each of an array [n] of lists, or of text of them: values [n, size].
+    Missing is each number by itself, and all of a list that is null; lists of other lengths are not valid.
+    """
+    assert feature.size is not None
+    array = plain(array)
+    size = len(array)
+    if pa.types.is_null(array.type):
+        return Numbers(
+            np.zeros((size, feature.size)), np.ones((size, feature.size), bool), np.ones(size, bool)
+        )
+    if is_text(array.type):
+        array = pc.split_pattern(_emptied(array, feature), pattern=feature.separator)
+    lengths = pc.fill_null(pc.list_value_length(array), -1).to_numpy(zero_copy_only=False)
+    absent, whole = np.asarray(array.is_null()), lengths == feature.size
+    found = read_numbers(array.filter(pa.array(whole & ~absent)).flatten(), feature)
+    values, missing = np.zeros((size, feature.size)), np.ones((size, feature.size), bool)
+    valid = whole | absent
+    there = whole & ~absent
+    values[there], missing[there] = (own.reshape(-1, feature.size) for own in (found.values, found.missing))
+    valid[there] = found.valid.reshape(-1, feature.size).all(1)
+    return Numbers(values, missing, valid)
+
+
 def whole_text(array: pa.Array, feature: Feature) -> bool:
     """Whether all values of an array of text are written as whole numbers, and there are some."""
     array = plain(array)
@@ -214,9 +238,15 @@ def refusal(kind: pa.DataType, feature: Feature) -> str | None:
         return None
     lists = is_list(kind)
     element = plain_type(kind.value_type) if lists else kind
+    if feature.kind == "timestamp":
+        return _no_time(kind, feature)
+    if feature.kind == "vector":
+        if not lists and not (is_text(kind) and feature.separator is not None):
+            return "a vector is a list of numbers, or text of them with a separator"
+        return None if is_number(element) or is_text(element) or pa.types.is_null(element) else "not numbers"
     if feature.kind == "dense":
         if lists:
-            return "a dense feature is one number; name its elements as columns of their own"
+            return "a dense feature is one number; a list of them is of kind: vector"
         fits = is_number(kind) or pa.types.is_boolean(kind) or is_text(kind)
         return None if fits else f"a label or dense column must be numeric or bool{_cast(kind)}"
     if lists and not feature.is_bag:
@@ -232,9 +262,21 @@ def refusal(kind: pa.DataType, feature: Feature) -> str | None:
     return f"sparse ids are integers, strings or lists of them{_cast(element)}"
 
 
+def _no_time(kind: pa.DataType, feature: Feature) -> str | None:
+    if pa.types.is_timestamp(kind) or pa.types.is_date(kind):
+        return None
+    if is_text(kind):
+        return (
+            None if feature.format else "state how times are written, format: iso or '%d.%m.%Y' for example"
+        )
+    if pa.types.is_integer(kind) or pa.types.is_floating(kind):
+        return None if feature.unit else "state of which unit the numbers are, unit: s, ms, us or ns"
+    return "a timestamp is a date, a timestamp, a number or text"
+
+
 def _cast(kind: pa.DataType) -> str:
     if pa.types.is_timestamp(kind) or pa.types.is_date(kind) or pa.types.is_time(kind):
-        return "; cast it to int64, or to text"
+        return "; it is of kind: timestamp, or cast it to int64, or to text"
     return ""
 
 

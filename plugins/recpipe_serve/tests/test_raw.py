@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from dataclasses import replace
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +48,11 @@ FEATURES: list[dict[str, Any]] = [
     {"name": "known", "column": "city", "ids": "vocabulary", "min_count": 2},
     {"name": "recent", "kind": "sequence", "column": "seen", "ids": "vocabulary", "table": "items"},
     {"name": "years", "kind": "dense", "column": "age", "buckets": 4},
+    {"name": "both", "kind": "cross", "of": ["city", "user", "at_hour"], "rows": 99},
+    {"name": "shape", "kind": "vector", "default": 2.0},
+    {"name": "at", "kind": "timestamp", "zone": "Europe/Berlin"},
+    {"name": "day", "kind": "timestamp", "as": ["weekday"]},
+    {"name": "usual", "column": "city", "default": "Köln", "rows": 9},
     {"name": "cost", "kind": "dense", "column": "price", "edges": [0.5, 10], "missing": ["-1"]},
 ]
 
@@ -58,6 +64,7 @@ def rows(size: int) -> pa.Table:
     def some(values: list[Any], every: int) -> list[Any]:
         return [None if n % every == 3 else value for n, value in enumerate(values)]
 
+    times = [datetime(2024, 3, 30, tzinfo=UTC) + timedelta(minutes=37 * n) for n in range(size)]
     lists = [rng.integers(0, 9, 5).tolist() for _ in range(size)]
     return pa.table(
         {
@@ -67,6 +74,9 @@ def rows(size: int) -> pa.Table:
             "tags": ["|".join(f"t{n}" for n in rng.integers(0, 9, rng.integers(0, 4))) for _ in range(size)],
             "seen": pa.array(some(lists, 9), pa.list_(pa.int64(), 5)),
             "price": some(rng.choice([-1.0, 0.5, 7.25, 1e6], size).tolist(), 7),
+            "shape": pa.array(some(rng.normal(size=(size, 2)).tolist(), 8), pa.list_(pa.float64(), 2)),
+            "at": pa.array(some(times, 6), pa.timestamp("ms", "UTC")),
+            "day": pa.array(some([time.date() for time in times], 5)),
             "age": pa.array(some(rng.integers(0, 99, size).tolist(), 5), pa.int32()),
         }
     )
@@ -90,8 +100,13 @@ def trained(run: Path) -> Trained:
     return open_trained(run / "run" / "checkpoints")
 
 
+def written(request: dict[str, Any]) -> bytes:
+    """As JSON; times as ISO 8601 has them."""
+    return json.dumps(request, default=lambda time: time.isoformat()).encode()
+
+
 def body(table: pa.Table, **more: Any) -> bytes:
-    return json.dumps({"rows": table.drop(["click"]).to_pylist(), **more}).encode()
+    return written({"rows": table.drop(["click"]).to_pylist(), **more})
 
 
 def manifest_of(trained: Trained) -> dict[str, Any]:
@@ -136,8 +151,8 @@ def test_a_value_that_is_shared_stands_in_every_row(trained: Trained, heads: Hea
     table = rows(300).slice(20, 4)
     named = [row | {"city": "Köln"} for row in table.drop(["click"]).to_pylist()]
     own = [{name: value for name, value in row.items() if name != "city"} for row in named]
-    _, each = heads.read(json.dumps({"rows": named}).encode(), None)
-    _, shared = heads.read(json.dumps({"rows": own, "shared": {"city": "Köln"}}).encode(), None)
+    _, each = heads.read(written({"rows": named}), None)
+    _, shared = heads.read(written({"rows": own, "shared": {"city": "Köln"}}), None)
     assert shared.ids.tolist() == each.ids.tolist()
 
 
@@ -150,6 +165,9 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"seen": 4}, "column seen: holds int64; a sequence column has lists"),
     ({"seen": [1, "a"]}, "column seen: its values are not all text"),
     ({"user": {"id": 4}}, "column user: holds struct"),
+    ({"at": "30.03.2024"}, "row 1, column at: 30.03.2024 is not a time"),
+    ({"at": 17}, "column at: holds int64; state of which unit the numbers are"),
+    ({"shape": [1.0]}, r"column shape: \[1.0\] is not a list of 2 numbers"),
     ({"usr": 4}, "no feature has a column 'usr'; did you mean user"),
 ]
 
@@ -158,7 +176,7 @@ WRONG: list[tuple[dict[str, Any], str]] = [
 def test_what_is_wrong_with_raw_values_is_one_line(heads: Heads, change: dict[str, Any], fault: str) -> None:
     (row,) = rows(300).slice(0, 1).drop(["click"]).to_pylist()
     with pytest.raises(Refused, match=fault) as refused:
-        heads.read(json.dumps({"rows": [row | change]}).encode(), None)
+        heads.read(written({"rows": [row | change]}), None)
     assert refused.value.status == 400
     assert "\n" not in str(refused.value)
 
@@ -210,7 +228,7 @@ def test_what_waits_is_encoded_anew_for_another_package(trained: Trained) -> Non
         server.batcher.start()
         (row,) = rows(300).slice(0, 1).drop(["click"]).to_pylist()
         for age in (50, 60):
-            _, asked = server.heads.read(json.dumps({"rows": [row | {"age": age}]}).encode(), None)
+            _, asked = server.heads.read(written({"rows": [row | {"age": age}]}), None)
             server.batcher.put(asked, lambda scores: found.append(scores.tolist()))
         server.use(score, manifest, "another", other)
         await server.batcher.close()

@@ -142,23 +142,43 @@ class FilesSource:
         """``features`` whose kinds and types of text are those of their columns where they were left open."""
         settled = []
         for feature in features.sparse:
+            if feature.of:
+                settled.append(feature)
+                continue
             kind = plain_type(self._types[feature.source][0])
             if feature.kind == "id" and is_list(kind):
                 feature = replace(feature, kind="multi_hot")
             held = element_of(kind)
-            if feature.in_buckets:
+            if feature.own_rows is not None:
                 pass
             elif feature.type == "auto" and held == "text":
                 feature = replace(feature, type=self._type_of_text(feature))
             elif held == "numbers":  # a type is of text
                 feature = replace(feature, type="auto")
             settled.append(feature)
-        found = replace(features, sparse=tuple(settled))
+        found = replace(features, dense=tuple(map(self._sized, features.dense)), sparse=tuple(settled))
         labels = [Feature(label.name, "dense", label.column) for label in features.labels] * self._labelled
-        for feature in (*labels, *found.dense, *found.sparse):
+        for feature in (*labels, *found.dense, *(f for f in found.sparse if not f.of)):
             kind, file = self._types[feature.source]
             require_type(str(file), feature.source, kind, feature)
         return found
+
+    def _sized(self, feature: Feature) -> Feature:
+        """A vector with as many numbers as its column's type says."""
+        if feature.kind != "vector":
+            return feature
+        kind, file = self._types[feature.source]
+        own = plain_type(kind).list_size if pa.types.is_fixed_size_list(plain_type(kind)) else None
+        if feature.size is None and own is None:
+            raise DataError(
+                f"{file}, column {shown(feature.source)}: holds {kind}; state how many numbers a vector has, "
+                "size: 16 for example"
+            )
+        if feature.size is not None and own not in (None, feature.size):
+            raise DataError(
+                f"{file}, column {shown(feature.source)}: holds vectors of {own}, not of size: {feature.size}"
+            )
+        return replace(feature, size=feature.size or own)
 
     def _type_of_text(self, feature: Feature) -> str:
         """What text of ids is: what it was in training, and else, in files where all is text, whole numbers
