@@ -39,8 +39,7 @@ from recpipe_perf_model.kernels.models import Errors  # noqa: E402
 from recpipe_perf_model.machine import Host, MachineProfile, profile_path  # noqa: E402
 from recpipe_perf_model.show import held_out  # noqa: E402
 from recpipe_perf_model.step.amounts import Amounts  # noqa: E402
-from recpipe_perf_model.step.factors import step_amounts  # noqa: E402
-from recpipe_perf_model.step.step import Step, parse_step, predict_resident, reading, step_text  # noqa: E402
+from recpipe_perf_model.step.step import Step, parse_step, predict_resident, reading, step_amounts, step_text  # noqa: E402
 from torch import nn  # noqa: E402
 from torchrec.models.dlrm import DLRM, DLRM_DCN  # noqa: E402
 from torchrec.modules.embedding_configs import EmbeddingBagConfig  # noqa: E402

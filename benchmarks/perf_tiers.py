@@ -31,11 +31,15 @@ from recpipe_perf_model.kernels.linear import MoveTimes
 from recpipe_perf_model.machine import Host, MachineProfile, profile_path
 from recpipe_perf_model.statement import Statement
 from recpipe_perf_model.step.amounts import Amounts
-from recpipe_perf_model.step.factors import step_amounts
-from recpipe_perf_model.step.step import reading
+from recpipe_perf_model.step.step import reading, step_amounts
 from recpipe_perf_model.step.walk import Task
-from recpipe_perf_model.tiers.predict import TieredPrediction, predict_tiered, resident_steps
-from recpipe_perf_model.tiers.statements import RESIDENT, of_policy
+from recpipe_perf_model.tiers.predict import (
+    RESIDENT,
+    TieredPrediction,
+    of_policy,
+    predict_tiered,
+    resident_steps,
+)
 from recpipe_perf_model.tiers.tiered import LOOK_UP, UPDATE, Resident, ResidentStep
 
 import recpipe

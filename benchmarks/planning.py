@@ -26,8 +26,8 @@ from recpipe.plugin.bags import Bags
 
 sys.path.insert(0, str(Path(__file__).with_name("on_gpu")))
 
-from recpipe_bagpipe.pace import Pace
 from recpipe_bagpipe.policy import Lookahead, NoBulk
+from recpipe_bagpipe.window import Pace
 from recpipe_hotline.policy import Learning, PopularRows
 from work import Size, batches
 

@@ -8,9 +8,8 @@ from typing import Any
 from recpipe_perf_model import Facts, KeptLookups, Moved, Phase, Statement, Work
 
 from recpipe.plugin import Bags, Placement, RowIds, RowSpace, distinct
-from recpipe_bagpipe.pace import MOST, Pace
 from recpipe_bagpipe.policy import Lookahead, NoBulk
-from recpipe_bagpipe.window import ROW_BYTES
+from recpipe_bagpipe.window import MOST, ROW_BYTES, Pace
 
 
 def statement(facts: Facts, lookahead: int | None, *, slots: float, waiting: float) -> Statement:

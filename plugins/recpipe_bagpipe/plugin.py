@@ -26,9 +26,9 @@ from recpipe.plugin import (
     UserError,
 )
 from recpipe_bagpipe.bulk import BulkStore
-from recpipe_bagpipe.pace import Pace
 from recpipe_bagpipe.policy import Lookahead, NoBulk
 from recpipe_bagpipe.replicas import Replicas
+from recpipe_bagpipe.window import Pace
 
 if TYPE_CHECKING:
     from recpipe_perf_model import Facts, Statement

@@ -11,7 +11,6 @@ import numpy as np
 from recpipe.kit import distinct_slots, within
 from recpipe.plugin import NOTHING, Batch, CachePolicy, Placement, RowIds, RowSpace, Slots, distinct
 from recpipe_bagpipe.bulk import BulkStore, positions
-from recpipe_bagpipe.pace import Pace
 from recpipe_bagpipe.uses import (
     DUE,
     LAST,
@@ -25,7 +24,7 @@ from recpipe_bagpipe.uses import (
     touch,
     touch_known,
 )
-from recpipe_bagpipe.window import Group, Rows, Steps, Window
+from recpipe_bagpipe.window import Group, Pace, Rows, Steps, Window
 
 
 class NoBulk:

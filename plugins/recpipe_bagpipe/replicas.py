@@ -17,9 +17,8 @@ from recpipe.kit import Channel, HoldersStore, RowBags, RowCollection, row_bags
 from recpipe.plugin import Batch, Region, TierFigures, TierParts, TierTimes, UserError, Values
 from recpipe_bagpipe.oracle import Rows, plan
 from recpipe_bagpipe.reading import ReadAhead, Waiting
-from recpipe_bagpipe.rounds import Rounds
 from recpipe_bagpipe.steps import Step, step_of
-from recpipe_bagpipe.sync import Replica, RowSync
+from recpipe_bagpipe.sync import Replica, Rounds, RowSync
 
 NONE: Rows = np.empty(0, np.int64)
 Lookups = tuple[Rows, ...]

@@ -12,7 +12,7 @@ from recpipe_perf_model import Facts, KeptLookups, Moved, Phase, Statement, join
 
 from recpipe.plugin import RowSpace
 from recpipe_fae.classify import hot_samples, sample_of
-from recpipe_fae.estimate import Estimate, estimated, stretch
+from recpipe_fae.estimate import estimated, stretch
 from recpipe_fae.prepare import HotOnUse, choose
 
 
@@ -41,7 +41,14 @@ def statement(facts: Facts, phases: str, sample: float, threshold: float | None)
     resident = [np.zeros(kept.rows, bool) for kept in facts.kept]
     for hot, each, kept, own in zip(resident, counts, facts.kept, slots, strict=True):
         hot[choose(each, kept.bases, threshold, own)] = True
-    expected = _estimate(facts, np.concatenate(resident))
+    # The run's own stretch where it was read; else one as long, of the last batches.
+    epoch, known = -(-facts.epoch_samples // facts.batch_size), len(facts.kept[0].batches)
+    first, length = stretch(epoch, facts.seed)
+    first = min(first, max(0, known - length))
+    batches = range(first, min(known, first + length))
+    expected = estimated(
+        (joined_lookups(facts.kept, n) for n in batches), np.concatenate(resident), facts.batch_size
+    )
     if phases == "auto" and not expected.can_pay:
         told = (
             f"{expected.hot_input_share:.1%} of the samples are hot, so that mini-batches are not separated"
@@ -62,15 +69,6 @@ def statement(facts: Facts, phases: str, sample: float, threshold: float | None)
         unsure="the time to find the hot rows and to classify all samples before training is not counted",
         instead=cache if phases == "auto" else None,
     )
-
-
-def _estimate(facts: Facts, resident: NDArray[np.bool_]) -> Estimate:
-    """The run's own, where its stretch was read; else of one as long, of the last batches."""
-    epoch, known = -(-facts.epoch_samples // facts.batch_size), len(facts.kept[0].batches)
-    first, length = stretch(epoch, facts.seed)
-    first = min(first, max(0, known - length))
-    batches = range(first, min(known, first + length))
-    return estimated((joined_lookups(facts.kept, n) for n in batches), resident, facts.batch_size)
 
 
 def separated(

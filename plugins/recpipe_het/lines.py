@@ -11,8 +11,7 @@ import torch
 
 from recpipe.kit import updated
 from recpipe.plugin import CachePolicy, Slots, TableOptimizer
-from recpipe_het.holder import Bounds
-from recpipe_het.messages import ABSENT, NONE, Check, Floats, Push, Reply, Rows, Sums
+from recpipe_het.holder import ABSENT, NONE, Bounds, Check, Floats, Push, Reply, Rows, Sums
 
 
 class Pending(ABC):

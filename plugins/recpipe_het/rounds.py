@@ -11,8 +11,19 @@ from numpy.typing import NDArray
 
 from recpipe.kit import HoldersStore, Ranks
 from recpipe.plugin import ColdStore, TableSet
-from recpipe_het.holder import Bounds, Holder, Missed, MissedTotals
-from recpipe_het.messages import NONE, Check, Floats, Push, Reply, Rows, Sums
+from recpipe_het.holder import (
+    NONE,
+    Bounds,
+    Check,
+    Floats,
+    Holder,
+    Missed,
+    MissedTotals,
+    Push,
+    Reply,
+    Rows,
+    Sums,
+)
 
 Items = NDArray[np.void]
 

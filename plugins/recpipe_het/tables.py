@@ -12,8 +12,8 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from recpipe.kit import HoldersStore, RowBags, RowCollection, policy_bytes, row_bags
 from recpipe.plugin import IoCounters, Records, Region, TierFigures, TierParts, TierTimes, Values
+from recpipe_het.holder import ABSENT, Check, Floats, Push, Reply, Rows
 from recpipe_het.lines import Lines
-from recpipe_het.messages import ABSENT, Check, Floats, Push, Reply, Rows
 from recpipe_het.rounds import Rounds, Totals, Write
 
 

@@ -61,7 +61,19 @@ class PopularRows(CachePolicy):
         if self.batch % every == 0:
             add_lookups(self.counts, rows, self.times)
         self.batch += 1
-        return self._promote()
+        # Rows of the last slab get slots: any row an empty one, then popular ones those of unpopular rows.
+        empty = np.arange(self.used, min(self.space.slots, self.used + len(self.slab)), dtype=np.int32)
+        rest = self.slab[len(empty) :]
+        chosen = _marked(self.popular, rest, len(self.unpopular) - self.replaced)
+        victims = self.unpopular[self.replaced : self.replaced + len(chosen)]
+        slots, rows = victims, chosen
+        if len(empty):
+            slots = np.concatenate((empty, victims))
+            rows = np.concatenate((self.slab[: len(empty)], chosen))
+        self.used += len(empty)
+        self.replaced += len(chosen)
+        self.replaced_rows += len(chosen)
+        return Placement(slots, rows)
 
     def _learn(self) -> None:
         """Find the popular rows. While slots are empty there is nothing to choose."""
@@ -86,22 +98,6 @@ class PopularRows(CachePolicy):
 
     def _fade(self, part: slice) -> None:
         self.counts[part] //= self.learning.decay
-
-    def _promote(self) -> Placement:
-        """Give slots to rows of the last slab: empty slots to any row, then slots of unpopular rows to
-        popular ones."""
-        empty = np.arange(self.used, min(self.space.slots, self.used + len(self.slab)), dtype=np.int32)
-        rest = self.slab[len(empty) :]
-        chosen = _marked(self.popular, rest, len(self.unpopular) - self.replaced)
-        victims = self.unpopular[self.replaced : self.replaced + len(chosen)]
-        slots, rows = victims, chosen
-        if len(empty):
-            slots = np.concatenate((empty, victims))
-            rows = np.concatenate((self.slab[: len(empty)], chosen))
-        self.used += len(empty)
-        self.replaced += len(chosen)
-        self.replaced_rows += len(chosen)
-        return Placement(slots, rows)
 
     def admit(self, hits: Slots, misses: RowIds, looked_up: RowIds) -> Placement:
         """All misses pass through the slab; the next batch's ``migrate`` may promote them."""

@@ -20,9 +20,7 @@ def is_quantized(directory: Path) -> bool:
 class QuantizedFormat:
     """The format of quantized checkpoints, for ``open_trained``."""
 
-    def holds(self, directory: Path) -> bool:
-        """Whether ``directory`` is a quantized checkpoint."""
-        return is_quantized(directory)
+    holds = staticmethod(is_quantized)
 
     def kind(self) -> type[Trained]:
         """What opens it."""

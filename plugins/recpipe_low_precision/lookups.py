@@ -56,7 +56,9 @@ def compare(slice_: Slice, assignment: Assignment) -> LookupSpeed:
     ]
     ids = sum(int(asked.values().numel()) for stub in slice_.stubs for asked in stub.asked)
     with torch.no_grad():
-        before, after = seconds_by_round([partial(_all_of, way) for way in ways], least=LEAST_SECONDS)
+        before, after = seconds_by_round(
+            [partial(lambda runs: [run() for run in runs], way) for way in ways], least=LEAST_SECONDS
+        )
     ratios = [float32 / low for float32, low in zip(before, after, strict=True)]
     return LookupSpeed(ids / median(before), ids / median(after), median(ratios), min(ratios), max(ratios))
 
@@ -154,8 +156,3 @@ def _lookups(
             tables(features)
 
     return run
-
-
-def _all_of(runs: Sequence[Run]) -> None:
-    for run in runs:
-        run()

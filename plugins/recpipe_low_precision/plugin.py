@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from functools import partial
 from statistics import median
@@ -24,11 +24,10 @@ from recpipe_low_precision import lookups, report
 from recpipe_low_precision.checkpoint import table_bytes, write_quantized
 from recpipe_low_precision.debugger import compare
 from recpipe_low_precision.dense import TYPES, Linear, calibrate, largest_code, measure, types_for
-from recpipe_low_precision.judge import Judge, PairedBootstrap
 from recpipe_low_precision.model_quantizer import FinishedModel, ModelQuantizer, Quantized
 from recpipe_low_precision.opened import put_rows_of
 from recpipe_low_precision.row_types import FLOAT, ROW_TYPES, Assignment, Choice, fits
-from recpipe_low_precision.search import Cost, Found, Search
+from recpipe_low_precision.search import Cost, Found, Judge, PairedBootstrap, Search
 from recpipe_low_precision.slices import Slice, asked_in, between_samples, check_slice, used_rows
 
 log = logging.getLogger("recpipe")
@@ -124,11 +123,11 @@ class Quantization:
             self._work(),
             knobs.evaluations,
         )
-        tables = self._searched(judge, self.choices, *self._aim(calibration), knobs.bound)
+        tables = Search(judge, self.choices, *self._aim(calibration), knobs.bound).run()
         layers = self._layers(calibration, tables.assignment)
         dense = Found({}, None, [])
         if layers:
-            dense = self._searched(
+            dense = Search(
                 judge,
                 [Choice(kind) for kind in self.layer_types],
                 lambda name, choice: layers[name].cost(choice),
@@ -136,7 +135,7 @@ class Quantization:
                 knobs.model_bound,
                 list(layers),
                 tables.assignment,
-            )
+            ).run()
         log.info("writing it")
         write_quantized(
             finished.quantized,
@@ -195,29 +194,6 @@ class Quantization:
             "most": self.most,
         }
         return hashlib.blake2b(json.dumps(told).encode(), digest_size=16).hexdigest()
-
-    def _searched(
-        self,
-        judge: Judge,
-        choices: Sequence[Choice],
-        cost: Cost,
-        may: Callable[[str, Choice], bool],
-        bound: float,
-        names: Sequence[str] | None = None,
-        base: Assignment | None = None,
-    ) -> Found:
-        """What a ``Search`` finds; if it is interrupted, how it goes on is said."""
-        with Meter() as meter:
-            try:
-                return Search(judge, meter, choices, cost, may, bound, names, base).run()
-            except KeyboardInterrupt:
-                log.info(
-                    "interrupted after %d evaluations, which are kept: the same command with hydra.run.dir=%s"
-                    " goes on from there",
-                    len(judge.done),
-                    judge.journal.parent,
-                )
-                raise
 
     def _aim(self, calibration: Slice) -> tuple[Cost, Callable[[str, Choice], bool]]:
         """What the search makes small, and which choices a table may have."""

@@ -10,10 +10,9 @@ from typing import Any
 from recpipe.kit import readable_bytes
 from recpipe_low_precision.debugger import Compared
 from recpipe_low_precision.dense import MEASURED, Linear
-from recpipe_low_precision.judge import Evaluation
 from recpipe_low_precision.model_quantizer import Quantized, ReportSection
 from recpipe_low_precision.row_types import FLOAT, Choice
-from recpipe_low_precision.search import Found
+from recpipe_low_precision.search import Evaluation, Found
 
 
 def content(

@@ -26,8 +26,7 @@ from torchrec.distributed.planner.types import (
 from torchrec.distributed.types import ShardingType
 
 from recpipe_neo.machine_profile import ExchangeSample, MachineProfile
-from recpipe_neo.partition import work
-from recpipe_neo.split import ROW_TYPES
+from recpipe_neo.partition import ROW_TYPES, work
 from recpipe_neo.stats import FeatureStats
 
 MEASURED_AS = {

@@ -31,9 +31,9 @@ from recpipe_neo.partition import (
     GreedyPartitioner,
     KarmarkarKarpPartitioner,
     LargestLoad,
+    SplitProposer,
     work,
 )
-from recpipe_neo.split import SplitProposer
 from recpipe_neo.stats import FeatureStats
 
 logger = logging.getLogger("recpipe")

@@ -26,8 +26,8 @@ from recpipe.plugin import (
     Quantizer,
     TableInfo,
 )
+from recpipe_neo.partition import ROW_TYPES
 from recpipe_neo.planner import PLANNERS, PlanRecord, make_planner
-from recpipe_neo.split import ROW_TYPES
 from recpipe_neo.stats import feature_stats
 
 if TYPE_CHECKING:
@@ -64,7 +64,14 @@ class Neo(Plugin):
         _one_of("backward_precision", backward_precision, WIRE_PRECISIONS)
         _one_of("table_precision", table_precision, TABLE_PRECISIONS)
         self.planner, self.profile_dir = planner, profile_dir
-        self.types = _sharding_types(sharding)
+        found = {}
+        by_table = sharding if isinstance(sharding, Mapping) else {"*": sharding} if sharding else {}
+        for pattern, types in by_table.items():
+            chosen = (types,) if isinstance(types, str) else tuple(types)
+            for each in chosen:
+                _one_of(f"sharding.{pattern}", each, SHARDING_TYPES)
+            found[str(pattern)] = chosen
+        self.types = found
         self.wire = (forward_precision, backward_precision)
         self.table_precision, self.stochastic_rounding = table_precision, stochastic_rounding
         altered = set()
@@ -187,19 +194,6 @@ def _one_of(knob: str, value: Any, choices: tuple[str, ...]) -> None:
         near = difflib.get_close_matches(str(value), choices, n=1)
         hint = f"did you mean {near[0]}?" if near else f"choose one of {', '.join(choices)}"
         raise PluginError(f"plugins.neo.{knob}={value} is unknown; {hint}")
-
-
-def _sharding_types(
-    sharding: Mapping[str, Any] | list[str] | str | None,
-) -> dict[str, tuple[str, ...]]:
-    found = {}
-    by_table = sharding if isinstance(sharding, Mapping) else {"*": sharding} if sharding else {}
-    for pattern, types in by_table.items():
-        chosen = (types,) if isinstance(types, str) else tuple(types)
-        for each in chosen:
-            _one_of(f"sharding.{pattern}", each, SHARDING_TYPES)
-        found[str(pattern)] = chosen
-    return found
 
 
 class LowPrecision(Quantizer):

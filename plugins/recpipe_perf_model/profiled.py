@@ -33,8 +33,7 @@ from recpipe_perf_model.facts.collect import collect
 from recpipe_perf_model.machine import Host, own_profile, profile_path
 from recpipe_perf_model.step.step import MAIN
 from recpipe_perf_model.step.walk import SHOWN
-from recpipe_perf_model.tiers.predict import Kind
-from recpipe_perf_model.tiers.statements import costs_of, of_policy
+from recpipe_perf_model.tiers.predict import Kind, costs_of, of_policy
 
 LOOK_UP, UPDATE, OPTIMIZER = "embedding forward", "embedding backward and update", "dense optimizer"
 FORWARD, BACK, INPUT = "forward", "backward", "input"

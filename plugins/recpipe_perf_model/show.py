@@ -6,7 +6,7 @@ from recpipe.profiling.limits import Limits
 from recpipe_perf_model.kernels.models import FAMILIES, KernelModels
 from recpipe_perf_model.machine import MachineProfile
 from recpipe_perf_model.step.amounts import Amounts
-from recpipe_perf_model.step.factors import FAMILY, fitted_factors, told
+from recpipe_perf_model.step.step import FAMILY, fitted_factors, told
 
 GIGA = 1e9
 

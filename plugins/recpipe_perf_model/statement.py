@@ -1,6 +1,6 @@
 """What a plugin's technique costs and saves: a ``Statement`` about the average batch.
 
-A plugin with a method ``costs`` (``tiers.statements.StatesCosts``) states what changes beside a run without
+A plugin with a method ``costs`` (``tiers.predict.StatesCosts``) states what changes beside a run without
 it: which rows move, what is done ahead or left out, and what work is added. It measures nothing and knows no
 machine. The performance model times each amount by what it has measured on the machine, and walks the tasks
 of a step with the overlap that the pipeline has.

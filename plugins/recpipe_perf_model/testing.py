@@ -16,7 +16,7 @@ from recpipe_perf_model.facts.facts import Facts, GroupFacts, Stretch
 from recpipe_perf_model.facts.replay import KeptLookups
 from recpipe_perf_model.kernels.linear import FEATURES
 from recpipe_perf_model.statement import Statement
-from recpipe_perf_model.tiers.statements import StatesCosts, costs_of
+from recpipe_perf_model.tiers.predict import StatesCosts, costs_of
 
 ROWS, LOOKUPS, BATCHES, SAMPLES = 20_000, 1_024, 24, 256
 

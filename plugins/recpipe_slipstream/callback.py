@@ -13,8 +13,16 @@ from numpy.typing import NDArray
 
 from recpipe.kit import Damaged, entries, within
 from recpipe.plugin import Bags, Batch, Mark, RowView
-from recpipe_slipstream.classifier import InputClassifier, Marks, classify
-from recpipe_slipstream.threshold import SEARCHES, changes, count_touches, input_scores, stale_share
+from recpipe_slipstream.classifier import (
+    SEARCHES,
+    InputClassifier,
+    Marks,
+    changes,
+    classify,
+    count_touches,
+    input_scores,
+    stale_share,
+)
 from recpipe_slipstream.verdict import LEAST, SHORTER, TRIAL, Method, Steps, Totals
 
 FILLED = 0.01

@@ -27,8 +27,7 @@ from recpipe.plugin import (
     Skipper,
 )
 from recpipe_slipstream.callback import StaleInputs, batches_of
-from recpipe_slipstream.classifier import SIZES, STALE
-from recpipe_slipstream.threshold import SEARCHES
+from recpipe_slipstream.classifier import SEARCHES, SIZES, STALE
 from recpipe_slipstream.verdict import Method, Totals, sentence
 
 if TYPE_CHECKING:

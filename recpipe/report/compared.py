@@ -47,7 +47,7 @@ _T = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.2
 """Student's t at 97.5% for 1 to 14 degrees of freedom."""
 
 
-@dataclass(frozen=True)
+@dataclass
 class Run:
     """One run of a row, and its ``report``."""
 
@@ -60,20 +60,13 @@ class Run:
     report: Mapping[str, Any]
     directory: str | None = None
     """Relative to the comparison's."""
+    apart: Apart | None = None
+    """How far it is from the base row's run of the same round, if it must equal that."""
 
     def speed(self, kind: str) -> float | None:
         """One of its ``SPEEDS``, in samples per second."""
         speed: float | None = self.report["throughput"].get(SPEEDS[kind])
         return speed
-
-
-@dataclass(frozen=True)
-class Judged:
-    """A run that must equal the base row's run of the same ``round``, and how far ``apart`` it is."""
-
-    round: int
-    seed: int
-    apart: Apart
 
 
 @dataclass
@@ -82,7 +75,6 @@ class RowResult:
 
     name: str
     runs: list[Run] = field(default_factory=list)
-    judged: list[Judged] = field(default_factory=list)
     not_comparable: str | None = None
     """Why an exact row cannot be compared with the base row."""
     evaluation_fault: str | None = None
@@ -170,17 +162,19 @@ def _row(
 ) -> dict[str, Any]:
     report = result.report
     judged: list[dict[str, Any]] = []
-    for each in result.judged:
-        rounded = roundings.get(each.seed)
-        rounding = rounded.judged[0].apart if rounded else None
+    for run in result.runs:
+        if run.apart is None:
+            continue
+        rounded = roundings.get(run.seed)
+        rounding = rounded.runs[0].apart if rounded else None
         allowed = _allowed(rounding) if rounding else {}
         judged.append(
             {
-                "round": each.round - rounds.warmup + 1,  # 0 or below in the warm-up
-                "seed": each.seed,
-                **_differences(each.apart),
+                "round": run.round - rounds.warmup + 1,  # 0 or below in the warm-up
+                "seed": run.seed,
+                **_differences(run.apart),
                 **{f"allowed_{key}": value for key, value in allowed.items()},
-                "faults": each.apart.faults(rounding),
+                "faults": run.apart.faults(rounding),
             }
         )
     timed = [run.report["throughput"] for run in result.runs if run.round in rounds.timed]
@@ -303,7 +297,8 @@ def rounding(roundings: Mapping[int, RowResult], bases: Mapping[int, RowResult])
     """
     found = []
     for seed, rounded in sorted(roundings.items()):
-        apart = rounded.judged[0].apart
+        apart = rounded.runs[0].apart
+        assert apart is not None, "it was run to be compared"
         quality = _quality(rounded, bases[seed], 0)
         found.append(
             {

@@ -49,9 +49,8 @@ def so_far(content: Mapping[str, Any]) -> list[RenderableType]:
 
 def _named(rows: Sequence[Row], heads: Sequence[Head], cells: Callable[[Row], Sequence[Cell | str]]) -> Table:
     """A table with a line for each row: its name, with a setting in each further line, and its ``cells``."""
-    first = Head("recipe", number=False)
-    names = (Cell(label.lines[0], label.lines[1:]) for label in labelled(rows))
-    return Table([first, *heads], [[name, *cells(row)] for name, row in zip(names, rows, strict=True)])
+    lines = [[Cell(label.lines[0], label.lines[1:]), *cells(row)] for label, row in labelled(rows)]
+    return Table([Head("recipe", number=False), *heads], lines)
 
 
 def _speed_table(rows: Sequence[Row]) -> Table:
@@ -134,7 +133,7 @@ def write_html(content: Mapping[str, Any], path: Path) -> Path:
 
 def _page(content: Mapping[str, Any], directory: Path) -> Page:
     rows, machine = content["rows"], content["environment"]
-    lines = [label.line for label in labelled(rows)]
+    lines = [label.line for label, _ in labelled(rows)]
     own = [f"{row['run']}/report.html" if row["run"] else "" for row in rows]
     links = [quote(page) if page and (directory / page).is_file() else None for page in own]
 
@@ -182,8 +181,8 @@ def _page(content: Mapping[str, Any], directory: Path) -> Page:
 
 def _plots(rows: Sequence[Row]) -> list[Plot]:
     """Speed, cold traffic, memory and quality of the rows that have been run."""
-    each = zip(labelled(rows), legend(rows), rows, strict=True)
-    found = [(label.wrapped(plots.NAME_WIDTH), key, row) for label, key, row in each if row["rounds"]]
+    each = zip(labelled(rows), legend(rows), strict=True)
+    found = [(label.wrapped(plots.NAME_WIDTH), key, row) for (label, row), key in each if row["rounds"]]
     if not found:
         return []
     names, keys, done = zip(*found, strict=True)
@@ -212,7 +211,7 @@ def _plots(rows: Sequence[Row]) -> list[Plot]:
 
 def legend(rows: Sequence[Row]) -> list[str]:
     """Names for curves, which differ even if two rows have the same recipe."""
-    lines = (figures.shortened(label.line, LONGEST) for label in labelled(rows))
+    lines = (figures.shortened(label.line, LONGEST) for label, _ in labelled(rows))
     return [f"{number}. {line}" for number, line in enumerate(lines, 1)]
 
 

@@ -13,21 +13,21 @@ from recpipe.report.compared import FACTOR
 from recpipe.report.figures import shown_figures
 
 
-def labelled(rows: Sequence[Mapping[str, Any]]) -> list[Label]:
-    """Labels of all rows of compare.json, marked with ``~`` if no cache was full, ``*`` if the row alters
-    what is trained, and ``!`` if it has a fault."""
+def labelled(rows: Sequence[Mapping[str, Any]]) -> list[tuple[Label, Mapping[str, Any]]]:
+    """All rows of compare.json with their labels, marked with ``~`` if no cache was full, ``*`` if the row
+    alters what is trained, and ``!`` if it has a fault."""
     marks = [
         "~" * bool(row["cold_start"]) + "*" * bool(row["altered_in_run"]) + "!" * bool(_faults(row))
         for row in rows
     ]
-    return labels([row["name"] for row in rows], marks)
+    return list(zip(labels([row["name"] for row in rows], marks), rows, strict=True))
 
 
 def notes(content: Mapping[str, Any]) -> list[str]:
     """Lines under the tables of compare.json's ``content``: the meaning of columns and marks, how certain the
     figures are, and the effect of rounding. What is true of several rows is one line."""
     rows = content["rows"]
-    named = [(label.line, row) for label, row in zip(labelled(rows), rows, strict=True)]
+    named = [(label.line, row) for label, row in labelled(rows)]
     cold = _together((name, row["cold_start"]) for name, row in named)
     found = [f"~ {name}: cold start only, {why}; a longer run shows more" for name, why in cold]
     for name, what in _together((name, ", ".join(row["altered_in_run"])) for name, row in named):
@@ -71,7 +71,7 @@ def how_far(content: Mapping[str, Any]) -> str:
 
 def how_measured(content: Mapping[str, Any]) -> str:
     """The kind of speed, and the number of rounds."""
-    first = labelled(content["rows"])[0].line
+    first = labelled(content["rows"])[0][0].line
     text = (
         f"{how_far(content)}; speed, ratio (to {first}, in the same round) and its "
         "interval over all steps; steady: without the first steps; start to end: from process start to rows "
@@ -88,8 +88,7 @@ def _seeds(content: Mapping[str, Any]) -> list[str]:
     if content["seeds"] < 2:
         return []
     found = [f"quality: means over {content['seeds']} seeds"]
-    named = zip(labelled(content["rows"]), content["rows"], strict=True)
-    for label, row in list(named)[1:]:
+    for label, row in labelled(content["rows"])[1:]:
         parts = [
             f"{key} {figures.signed(row[f'{key}_difference'])} "
             f"({', '.join(figures.signed(end) for end in row[f'{key}_difference_interval'])})"
@@ -103,8 +102,8 @@ def _seeds(content: Mapping[str, Any]) -> list[str]:
 
 def _rounding(content: Mapping[str, Any]) -> str:
     rounding = content["rounding"]
-    names, rows = shown_figures(content["rows"]), content["rows"]
-    lines = {row["name"]: label.line for row, label in zip(rows, labelled(rows), strict=True)}
+    names = shown_figures(content["rows"])
+    lines = {row["name"]: label.line for label, row in labelled(content["rows"])}
     quality = (f"{key} {figures.signed(rounding[f'{key}_difference'], 6)}" for key in names)
     return (
         f"one rounding of every first weight moves the parameters of {lines[rounding['name']]} by "

@@ -173,7 +173,23 @@ def _job(directory: Path, folder: Path) -> Job:
         job.state, job.fault = "failed", str(known.get("fault") or f"exit status {job.exit_status}")
     elif path.exists():
         try:
-            _fill(job, json.loads(path.read_bytes()))
+            content = json.loads(path.read_bytes())
+            if not isinstance(content, dict) or content.get("schema") != SCHEMA:
+                raise ValueError(f"no report of schema {SCHEMA}")
+            read = {
+                "samples_per_second": _number(content, "throughput", "samples_per_second"),
+                "step_ms_p50": _number(content, "throughput", "step_ms", "p50"),
+                "peak_rss_bytes": _number(content, "memory", "peak_rss_bytes"),
+            }
+            for name in LABELS:
+                if name in CLICKS or name in content["quality"]:  # earlier versions know only clicks
+                    read[name] = _number(content, "quality", name)
+            if (_number(content, "ranks", "world") or 1) > 1:
+                sent, received = (_number(content, "ranks", f"bytes_{way}") for way in ("sent", "received"))
+                read["bytes_between_ranks"] = (sent or 0) + (received or 0)
+            for name, value in read.items():
+                setattr(job, name, value)
+            job.altered = _words(content.get("altered"))
             job.state = "done"
         except (OSError, ValueError) as fault:
             job.state, job.fault = "damaged", f"cannot read {path}: {fault}"
@@ -182,26 +198,6 @@ def _job(directory: Path, folder: Path) -> Job:
 
 def _words(value: object) -> list[str]:
     return [str(word) for word in value] if isinstance(value, list) else []
-
-
-def _fill(job: Job, content: object) -> None:
-    """Take the figures from a report; raises ValueError if it is not a report."""
-    if not isinstance(content, dict) or content.get("schema") != SCHEMA:
-        raise ValueError(f"no report of schema {SCHEMA}")
-    read = {
-        "samples_per_second": _number(content, "throughput", "samples_per_second"),
-        "step_ms_p50": _number(content, "throughput", "step_ms", "p50"),
-        "peak_rss_bytes": _number(content, "memory", "peak_rss_bytes"),
-    }
-    for name in LABELS:
-        if name in CLICKS or name in content["quality"]:  # earlier versions know only clicks
-            read[name] = _number(content, "quality", name)
-    if (_number(content, "ranks", "world") or 1) > 1:
-        sent, received = (_number(content, "ranks", f"bytes_{way}") for way in ("sent", "received"))
-        read["bytes_between_ranks"] = (sent or 0) + (received or 0)
-    for name, value in read.items():
-        setattr(job, name, value)
-    job.altered = _words(content.get("altered"))
 
 
 def _number(content: Mapping[str, Any], *keys: str) -> float | None:

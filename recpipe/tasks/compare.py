@@ -22,7 +22,7 @@ from recpipe.config.task import CompareConfig
 from recpipe.errors import UserError
 from recpipe.plugin import load
 from recpipe.report import compared, comparison, figures, run_page, terminal
-from recpipe.report.compared import Rounds, RowResult, Run
+from recpipe.report.compared import Rounds, Run
 from recpipe.report.environment import environment
 from recpipe.report.files import ReportFiles
 from recpipe.report.record import as_json
@@ -98,7 +98,7 @@ def compare(
             plan.finish(partial=True)
             raise
         content = plan.finish(partial=plan.counted < config.least_rounds)
-    if plan.out_of_time and not any(result.runs for result in plan.results):
+    if plan.out_of_time and not any(row.result.runs for row in rows):
         raise UserError(f"compare.minutes={config.minutes:g} ended before any run had; give more")
     if wrong := faults(content):
         plan.files.late.append(
@@ -147,7 +147,6 @@ class _Comparison:
         self.bar = self.progress.add_task("comparing", total=None)
         self.finished = 0
         """Rounds, warm-up included, in which every row has run."""
-        self.results = [RowResult(row.name) for row in rows]
         self.judge = Judge(scratch_directory(out_dir, "parameters"))
         self.files = ReportFiles(out_dir)
         self.environment = environment()
@@ -194,7 +193,9 @@ class _Comparison:
 
     def _precise(self) -> bool:
         wanted = self.config.precision
-        return wanted is None or compared.precise(self.results, wanted, self.rounds.counted)
+        return wanted is None or compared.precise(
+            [row.result for row in self.rows], wanted, self.rounds.counted
+        )
 
     @property
     def rounds(self) -> Rounds:
@@ -220,7 +221,7 @@ class _Comparison:
             row = self.rows[index]
             total = rounds * len(self.rows)
             self.progress.update(self.bar, description=f"{label}: {row.name}", total=total)
-            if self.results[index].failed is None:
+            if row.result.failed is None:
                 self._tell(label, self._run_row(index))
             self.progress.advance(self.bar)
 
@@ -230,21 +231,20 @@ class _Comparison:
     def _add_rows(self) -> None:
         """Add policies with the memory of techniques that take more, as rows with the same number of runs."""
         present = len(self.rows)
-        added = at_equal_memory(self.rows, self.results)
+        added = at_equal_memory(self.rows)
         for match in added:
             self.rows.append(match.row)
-            self.results.append(RowResult(match.row.name))
             self.carried[match.row.name] = self.carried[match.policy.name]
         self._run_rows(present)
         for index, match in enumerate(added, present):
-            better = None if self.results[index].failed else match.corrected(self.results[index])
+            better = None if match.row.result.failed else match.corrected()
             if better is not None:
-                self.rows[index], self.results[index] = better.row, RowResult(better.row.name)
+                self.rows[index] = better
                 self._tell("budget", self._run_row(index))
 
     def _run_row(self, index: int) -> str:
         """Run a row once; returns a message about it."""
-        result, number = self.results[index], self.finished
+        result, number = self.rows[index].result, self.finished
         name = f"round-{number}-{index}-{self.rows[index].name}"
         try:
             report = self._launch(index, "train", name, self._exports(index))
@@ -255,7 +255,7 @@ class _Comparison:
             return f"{error}; left out from here on"
         counted = number >= self.config.warmup
         result.runs.append(Run(number, self.seed, counted, report, f"{RUNS}/{name}"))
-        self.judge.add(index, result, report, number, self.seed)
+        self.judge.add(index, result)
         self._save(self.content(partial=True))
         return f"{result.name}: {figures.count(report['throughput']['samples_per_second'])} samples/s"
 
@@ -297,7 +297,7 @@ class _Comparison:
             f"task={task}",
             *(["task.page=false", "task.beside=null"] if task == "train" else []),
             *row.overrides(),
-            *([f"seed={self.results[0].report['recipe']['seed'] + self.seed}"] if self.seed else []),
+            *([f"seed={self.rows[0].result.report['recipe']['seed'] + self.seed}"] if self.seed else []),
             quoted("hydra.run.dir", directory),
             *extra,
         ]
@@ -316,7 +316,7 @@ class _Comparison:
         """compare.json's content from what is finished so far."""
         return {
             "schema": 1,
-            "rows": compared.summarise(self.results, self.rounds, self.judge.roundings),
+            "rows": compared.summarise([row.result for row in self.rows], self.rounds, self.judge.roundings),
             "rounding": compared.rounding(self.judge.roundings, self.judge.bases),
             "environment": self.environment,
             "repetitions": self.config.repetitions,
@@ -335,12 +335,12 @@ class _Comparison:
         """Write and print the results so far; delete what runs have exported."""
         self.judge.close()
         content = self.content(partial)
-        if any(result.runs for result in self.results):
+        if any(row.result.runs for row in self.rows):
             self._save(content)
             comparison.print_result(content, self.console)
             # Runs leave out their own pages: the plots of every round would take longer than some runs.
-            for result in self.results:
-                directory = result.shown and result.shown.directory
+            for shown in (row.result.shown for row in self.rows):
+                directory = shown and shown.directory
                 if directory and (self.out_dir / directory / "report.json").is_file():
                     self.files.write(f"{directory}/report.html", _write_page)
             page = self.out_dir / "compare.html"

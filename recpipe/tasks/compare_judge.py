@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from recpipe.errors import UserError
 from recpipe.model.metrics import Kind, judged
-from recpipe.report.compared import Apart, Difference, Judged, RowResult, Run, altered_in
+from recpipe.report.compared import Apart, Difference, RowResult, Run, altered_in
 
 PARAMETERS, PREDICTIONS = "parameters", "predictions"
 """The folders of a run's exports."""
@@ -29,16 +29,16 @@ _CHUNK_FLOATS = 1 << 22
 
 @dataclass(frozen=True)
 class _Exported:
-    """What a run has left to be judged by."""
+    """What a run of a row has left to be judged by."""
 
     result: RowResult
+    run: Run
     folder: Path
-    report: Mapping[str, Any]
 
     @property
     def evaluations(self) -> Sequence[Mapping[str, Any]]:
         """The evaluations' points of the learning curve."""
-        return self.report.get("history") or ()
+        return self.run.report.get("history") or ()
 
     def predictions(self, number: int) -> NDArray[np.float32]:
         """An evaluation's predictions and their labels, [2, N]; ``UserError`` if the run has left none."""
@@ -74,9 +74,10 @@ class Judge:
         shutil.rmtree(self.folder / str(index), ignore_errors=True)
         return self.folder / str(index) / PARAMETERS, self.folder / str(index) / PREDICTIONS
 
-    def add(self, index: int, result: RowResult, report: Mapping[str, Any], number: int, seed: int) -> None:
-        """Judge the run of row ``index`` in round ``number``, which has left ``report``."""
-        run = self._runs[index] = _Exported(result, self.folder / str(index), report)
+    def add(self, index: int, result: RowResult) -> None:
+        """Judge the latest run of row ``index``."""
+        run = self._runs[index] = _Exported(result, result.runs[-1], self.folder / str(index))
+        report = run.run.report
         first = self._runs[min(self._runs)]
         if result.evaluation_fault is None:
             result.evaluation_fault = _evaluation_fault(run, first)
@@ -84,7 +85,7 @@ class Judge:
             self._waiting.append(index)
             if self.base is None and not report.get("altered"):
                 self.base = index
-        self._compare(number, seed)
+        self._compare()
         if index not in (self.base, *self._waiting):
             self._delete(index)
 
@@ -94,22 +95,21 @@ class Judge:
         shown beside rows that alter something, too."""
         if self.base is None and self._waiting:
             self.base = self._waiting[0]
-        self._compare(number, seed)
+        self._compare()
         if self.base is None or seed in self.roundings:
             return False
-        results = [run.result for run in self._runs.values()]
-        found = [[each for each in result.judged if each.round == number] for result in results]
-        differs = any(not each.apart.equal for judged in found for each in judged)
-        return differs or (number == 0 and not all(found))
+        found = [each.run.apart for each in self._runs.values()]
+        return any(apart is not None and not apart.equal for apart in found) or (
+            number == 0 and None in found
+        )
 
     def add_rounding(self, report: Mapping[str, Any], number: int, seed: int) -> None:
         """The nudged run of the base row has left ``report``."""
         assert self.base is not None
         base = self._runs[self.base]
-        rounded = RowResult(base.result.name)
-        run = _Exported(rounded, self.folder / ROUNDING, report)
-        rounded.judged.append(Judged(number, seed, _apart(base, run)))
-        rounded.runs.append(Run(number, seed, False, report))
+        run = Run(number, seed, False, report)
+        rounded = RowResult(base.result.name, [run])
+        run.apart = _apart(base, _Exported(rounded, run, self.folder / ROUNDING))
         self.roundings[seed], self.bases[seed] = rounded, base.result
 
     def end_round(self) -> None:
@@ -122,17 +122,17 @@ class Judge:
         """Delete the folder."""
         shutil.rmtree(self.folder, ignore_errors=True)
 
-    def _compare(self, number: int, seed: int) -> None:
+    def _compare(self) -> None:
         """Compare the runs that wait for the base row's with that, if it is there."""
         if self.base is None:
             return
         waiting, self._waiting = self._waiting, []
         for index in waiting:
-            run = self._runs[index]
+            mine = self._runs[index]
             try:
-                run.result.judged.append(Judged(number, seed, _apart(self._runs[self.base], run)))
+                mine.run.apart = _apart(self._runs[self.base], mine)
             except UserError as error:
-                run.result.not_comparable = run.result.not_comparable or str(error)
+                mine.result.not_comparable = mine.result.not_comparable or str(error)
             if index != self.base:
                 self._delete(index)
 
@@ -195,7 +195,7 @@ def _evaluation_fault(run: _Exported, first: _Exported) -> str | None:
                 return f"evaluation {number + 1}: {found}" if len(run.evaluations) > 1 else found
         if run.evaluations:
             scores, labels = run.predictions(len(run.evaluations) - 1)
-            return _wrong_figure(run.report.get("quality", {}), scores, labels)
+            return _wrong_figure(run.run.report.get("quality", {}), scores, labels)
     except UserError as error:
         return str(error)
     return None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
@@ -20,9 +20,9 @@ ALIKE = 1.05
 """Memories that differ by less are equal."""
 
 
-@dataclass(frozen=True)
+@dataclass
 class Row:
-    """One recipe of the comparison: at most one built-in policy and any number of plugins."""
+    """One recipe of the comparison: at most one built-in policy and any number of plugins; and its runs."""
 
     name: str
     policy: str | None
@@ -31,6 +31,10 @@ class Row:
     """Its budget, where it is not that of the other rows."""
     settings: tuple[str, ...] = ()
     """Overrides of this row alone."""
+    result: RowResult = field(init=False, compare=False)
+
+    def __post_init__(self) -> None:
+        self.result = RowResult(self.name)
 
     def overrides(self) -> list[str]:
         """The overrides that this row adds to the user's own."""
@@ -100,28 +104,29 @@ class EqualMemory:
     target: int
     """What the technique takes."""
 
-    def corrected(self, result: RowResult) -> EqualMemory | None:
-        """The same with a better budget, if a run at this one missed the target; None if it did not.
+    def corrected(self) -> Row | None:
+        """The row with a better budget, if its run at this one missed the target; None if it did not.
 
         What a policy keeps beside its rows grows with their number, by how much two runs tell.
         """
-        more, gained = self.row.resident_bytes, (result.memory_bytes or 0) - self.taken
+        more, gained = self.row.resident_bytes, (self.row.result.memory_bytes or 0) - self.taken
         assert more is not None
         if gained <= 0 or abs(self.taken + gained - self.target) <= (ALIKE - 1) * self.target:
             return None
         budget = self.budget + (more - self.budget) * (self.target - self.taken) // gained
-        return replace(self, row=replace(self.row, resident_bytes=budget))
+        return replace(self.row, resident_bytes=budget)
 
 
-def at_equal_memory(rows: Sequence[Row], results: Sequence[RowResult]) -> list[EqualMemory]:
+def at_equal_memory(rows: Sequence[Row]) -> list[EqualMemory]:
     """Cache policies among ``rows``, each once more for every technique that takes more memory than it.
 
     The budget is larger by what the technique takes more: resident rows, buffers, replicas and maps together,
     as the first run of each has measured them.
     """
     found: list[EqualMemory] = []
-    ran = [(row, result) for row, result in zip(rows, results, strict=True) if result.runs]
-    measured = [(row, result.report["memory"], result.memory_bytes) for row, result in ran]
+    measured = [
+        (row, row.result.report["memory"], row.result.memory_bytes) for row in rows if row.result.runs
+    ]
     for policy, memory, taken in measured:
         if policy.policy not in CACHES or policy.plugins or policy.settings:
             continue

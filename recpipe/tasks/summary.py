@@ -14,10 +14,8 @@ from recpipe.common.console import log
 from recpipe.common.device import peak_gpu_bytes
 from recpipe.common.machine import peak_rss_bytes
 from recpipe.common.words import CUSTOM
-from recpipe.distributed.ranks import Ranks
 from recpipe.plugin.collection import TierFigures
 from recpipe.plugin.context import Io, RunFigures
-from recpipe.private_api import Collective
 from recpipe.report.environment import environment
 from recpipe.report.figures import ALTERED
 from recpipe.report.record import DataFigures, Memory, RankFigures, Resumed, RunReport, TableMemory, as_json
@@ -70,6 +68,8 @@ def summarize(training: Training, finished: Finished, command_line: Sequence[str
             total_steps=module.global_step,
             total_samples=total,
         )
+    traffic, emulation = ranks.traffic(), ranks.emulation
+    collectives = embeddings.collectives.values()
     return RunReport(
         task=cfg.task.name,
         recipe=cfg.values,
@@ -97,7 +97,17 @@ def summarize(training: Training, finished: Finished, command_line: Sequence[str
         plugins=plugins,
         environment=environment(),
         history=recorder.history,
-        ranks=_ranks(ranks, embeddings.collectives),
+        ranks=RankFigures(
+            world=ranks.world,
+            trainers=ranks.trainers,
+            holders=ranks.holders,
+            emulate=asdict(emulation) if emulation.active else None,
+            messages=traffic.messages + sum(c.calls for c in collectives),
+            bytes_sent=traffic.bytes_sent + sum(c.bytes_sent for c in collectives),
+            bytes_received=traffic.bytes_received + sum(c.bytes_received for c in collectives),
+            message_seconds=traffic.seconds + sum(c.wait_seconds for c in collectives),
+            collectives={name: asdict(c) for name, c in embeddings.collectives.items()},
+        ),
         resumed=resumed,
         series=recorder.intervals.series(recorder.step_seconds),
         calibration=module.evaluation.quality.calibration,
@@ -118,22 +128,6 @@ def altered_in_run(
         told = figures.get(plugin, {}).get(ALTERED)
         found |= {name for name in names if not isinstance(told, str) or name in told.split(", ")}
     return sorted(found)
-
-
-def _ranks(ranks: Ranks, collectives: Mapping[str, Collective]) -> RankFigures:
-    traffic, emulation = ranks.traffic(), ranks.emulation
-    sent = sum(c.bytes_sent for c in collectives.values())
-    return RankFigures(
-        world=ranks.world,
-        trainers=ranks.trainers,
-        holders=ranks.holders,
-        emulate=asdict(emulation) if emulation.active else None,
-        messages=traffic.messages + sum(c.calls for c in collectives.values()),
-        bytes_sent=traffic.bytes_sent + sent,
-        bytes_received=traffic.bytes_received + sum(c.bytes_received for c in collectives.values()),
-        message_seconds=traffic.seconds + sum(c.wait_seconds for c in collectives.values()),
-        collectives={name: asdict(c) for name, c in collectives.items()},
-    )
 
 
 def _memory(training: Training, tiers: TierFigures | None, training_peak: int) -> Memory:

@@ -82,7 +82,16 @@ class TorchrunLauncher(Launcher):
                 jobs[-1].run(environment)
                 if jobs[-1].status and self.stop_on_failure:
                     break
-        return _results(jobs, len(job_overrides))
+        # All failed jobs have the same error, which names them all.
+        asked = len(job_overrides)
+        lines = []
+        for job in jobs:
+            if job.status:
+                how = f"killed by signal {-job.status}" if job.status < 0 else f"exit status {job.status}"
+                lines.append(f"  {job.folder}: {' '.join(filter_overrides(job.overrides))} ({how})")
+        left = f"; {asked - len(jobs)} not started (stop_on_failure)" if len(jobs) < asked else ""
+        error = UserError(f"{len(lines)} of {asked} jobs failed{left}:", *lines)
+        return [job.result(error) for job in jobs]
 
     def _job(self, number: int, overrides: list[str]) -> _Job:
         config = self.hydra_context.config_loader.load_sweep_config(self.config, overrides)
@@ -168,18 +177,6 @@ class _Job:
             status=JobStatus.FAILED if isinstance(value, UserError) else JobStatus.COMPLETED,
             _return_value=value,
         )
-
-
-def _results(jobs: Sequence[_Job], asked: int) -> list[JobReturn]:
-    """The jobs' results for Hydra's sweeper. All failed jobs have the same error, which names them all."""
-    lines = []
-    for job in jobs:
-        if job.status:
-            how = f"killed by signal {-job.status}" if job.status < 0 else f"exit status {job.status}"
-            lines.append(f"  {job.folder}: {' '.join(filter_overrides(job.overrides))} ({how})")
-    left = f"; {asked - len(jobs)} not started (stop_on_failure)" if len(jobs) < asked else ""
-    error = UserError(f"{len(lines)} of {asked} jobs failed{left}:", *lines)
-    return [job.result(error) for job in jobs]
 
 
 def refuse_without_sweep() -> None:

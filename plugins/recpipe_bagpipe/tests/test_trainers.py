@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 import torch
 from recpipe_bagpipe.replicas import Replicas
-from recpipe_bagpipe.rounds import Worker
 from recpipe_bagpipe.steps import lowest
+from recpipe_bagpipe.sync import Worker
 from recpipe_bagpipe.tests.trainers import (
     FEATURES,
     Bits,

@@ -11,11 +11,22 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from recpipe_bagpipe.pace import FEW, HOLD, PATIENCE, SETTLING, WEIGHED, Pace
 from recpipe_bagpipe.policy import Lookahead, NoBulk
 from recpipe_bagpipe.reading import size_of, waiting
 from recpipe_bagpipe.uses import first_of, least
-from recpipe_bagpipe.window import UNKNOWN, Group, Window, _union, group_of
+from recpipe_bagpipe.window import (
+    FEW,
+    HOLD,
+    PATIENCE,
+    SETTLING,
+    UNKNOWN,
+    WEIGHED,
+    Group,
+    Pace,
+    Window,
+    _union,
+    group_of,
+)
 
 from recpipe.data.config import SyntheticConfig
 from recpipe.data.make import open_dataset

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import numpy as np
-from recpipe_het.holder import Bounds, Holder, Missed, MissedTotals
+from recpipe_het.holder import Bounds, Check, Floats, Holder, Missed, MissedTotals, Push, Rows
 from recpipe_het.lines import UPDATES, Lines, Pending
-from recpipe_het.messages import Check, Floats, Push, Rows
 
 from recpipe.plugin.policy import CachePolicy, RowSpace
 from recpipe.plugin.store import StoreLayout

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from recpipe_low_precision.judge import GROUPS, PairedBootstrap
+from recpipe_low_precision.search import GROUPS, PairedBootstrap
 
 from recpipe.model.metrics import auc
 

@@ -7,6 +7,7 @@ import shutil
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -130,16 +131,24 @@ def test_a_table_that_has_become_slower_is_named(
     assert {speed["ratio"] for speed in report["lookups"]["tables"].values()} == {0.8}
 
 
-def test_an_interrupt_keeps_the_evaluations(checkpoint: Path, tmp_path: Path, monkeypatch) -> None:
-    real = search.Search._accept
+def test_an_interrupt_keeps_the_evaluations(
+    checkpoint: Path, tmp_path: Path, monkeypatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    real = search.Judge.evaluate
 
-    def interrupted(self: search.Search, tried: object) -> bool:
-        real(self, tried)  # type: ignore[arg-type]
-        raise KeyboardInterrupt
+    def interrupted(self: search.Judge, assignment: Any, step: str, meter: Any = None) -> search.Evaluation:
+        found = real(self, assignment, step, meter)
+        if step == "search":
+            raise KeyboardInterrupt
+        return found
 
-    monkeypatch.setattr(search.Search, "_accept", interrupted)
+    monkeypatch.setattr(search.Judge, "evaluate", interrupted)
     with pytest.raises(KeyboardInterrupt):
-        recpipe.quantize(checkpoint, None, WITH, output=tmp_path, quiet=True)
+        recpipe.quantize(checkpoint, None, WITH, output=tmp_path)
+    assert (
+        f"interrupted after 17 evaluations, which are kept: the same command with hydra.run.dir={tmp_path}"
+        in (" ".join(capsys.readouterr().out.split()))
+    )
     assert len((tmp_path / "evaluations.jsonl").read_text().splitlines()) == 1 + 4 * 4
     assert not (tmp_path / "quantized").exists()
 

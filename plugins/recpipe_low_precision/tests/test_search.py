@@ -7,9 +7,8 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from recpipe_low_precision.judge import BudgetSpent, Evaluation, Judge
 from recpipe_low_precision.row_types import FLOAT, Assignment, Choice
-from recpipe_low_precision.search import Option, Search, hull_steps
+from recpipe_low_precision.search import BudgetSpent, Evaluation, Judge, Option, Search, hull_steps
 
 from recpipe import UserError
 
@@ -48,7 +47,7 @@ def kinds(found: Mapping[str, Choice]) -> dict[str, str]:
 
 
 def search(judge: Known, bound: float) -> Search:
-    return Search(judge, None, CHOICES, cost, lambda table, choice: True, bound)  # type: ignore[arg-type]
+    return Search(judge, CHOICES, cost, lambda table, choice: True, bound)  # type: ignore[arg-type]
 
 
 HARMLESS = {"fp16": 0.0, "int8": 0.0, "int4": 1e-6, "int2": 2e-6}

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from recpipe_neo.partition import KarmarkarKarpPartitioner, rank_loads
-from recpipe_neo.split import SplitProposer, cost
+from recpipe_neo.partition import KarmarkarKarpPartitioner, SplitProposer, cost, rank_loads
 from torchrec.distributed.planner.types import ParameterConstraints, ShardingOption
 
 from plugins.recpipe_neo.tests.rig import collection, option, options, topology

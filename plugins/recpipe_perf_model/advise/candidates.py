@@ -16,7 +16,7 @@ from recpipe.plugin.load import check_together, installed, instantiate
 from recpipe.plugin.offers import origin_of
 from recpipe_perf_model.facts.facts import Facts
 from recpipe_perf_model.statement import Statement
-from recpipe_perf_model.tiers.statements import costs_of, of_policy, over_ranks
+from recpipe_perf_model.tiers.predict import costs_of, of_policy, over_ranks
 
 CACHES = ("lru", "lfu")
 PLAIN_TIERED = "nocache"

@@ -35,9 +35,8 @@ from recpipe_perf_model.kernels.linear import MoveTimes
 from recpipe_perf_model.machine import Host, MachineProfile, own_profile, profile_path
 from recpipe_perf_model.step.amounts import Amounts, Factors
 from recpipe_perf_model.step.capture import CannotTrace, Captured, captured
-from recpipe_perf_model.step.factors import FAMILY as STEPS
-from recpipe_perf_model.step.factors import step_amounts
-from recpipe_perf_model.step.step import Estimate, Prediction, Step, predict_resident, reading
+from recpipe_perf_model.step.step import FAMILY as STEPS
+from recpipe_perf_model.step.step import Estimate, Prediction, Step, predict_resident, reading, step_amounts
 from recpipe_perf_model.tiers.predict import Kind, TieredPrediction, predict_tiered, resident_steps
 from recpipe_perf_model.tiers.ranked import measured_with
 from recpipe_perf_model.tiers.tiered import Resident

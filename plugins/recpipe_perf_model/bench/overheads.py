@@ -64,7 +64,11 @@ def measure_overheads(quick: bool) -> Iterator[Sample]:
             (seconds,) = _times([lambda: other.submit(int).result()], 4 * ROUNDS)
         yield Sample("hand over", {}, seconds)
     yield _waking()
-    yield _loop(STEPS // 4 if quick else STEPS)
+    # A step of Lightning's loop with callbacks, and an optimizer with one small parameter.
+    steps = STEPS // 4 if quick else STEPS
+    with quieted():
+        times = fit(_Empty(), [0] * steps, TimedSteps(0, inf))
+    yield Sample("loop", {}, median(times[steps // 10 :]))
     with closing(OperatorClock()) as clock:
         yield from clock.timed(
             (
@@ -199,13 +203,6 @@ class _Empty(L.LightningModule):
         optimizer = self.optimizers()
         assert not isinstance(optimizer, list)
         optimizer.step()
-
-
-def _loop(steps: int) -> Sample:
-    """``loop``: a step of Lightning's loop with callbacks, and an optimizer with one small parameter."""
-    with quieted():
-        times = fit(_Empty(), [0] * steps, TimedSteps(0, inf))
-    return Sample("loop", {}, median(times[steps // 10 :]))
 
 
 def _optimizer(name: str, count: int, values: int) -> Run:

@@ -3,7 +3,7 @@
 A micro-benchmark runs one thing again and again, so that its code and its branches are known to the core. In
 a step an operator comes after a hundred others, threads wait for each other, and the loader reads. What that
 costs a machine is found here, on models that differ in size, lookups and in whether cores share the batch.
-Each sample has the captured step, from which ``recpipe_perf_model.step.factors`` predicts it.
+Each sample has the captured step, from which ``recpipe_perf_model.step.step`` predicts it.
 """
 
 from __future__ import annotations

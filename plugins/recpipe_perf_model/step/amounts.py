@@ -26,7 +26,7 @@ SMALL = 64
 @dataclass(frozen=True)
 class Factors:
     """How many times as long parts of a step take as they do in their micro-benchmarks; 1 where no steps were
-    measured (``recpipe_perf_model.step.factors``)."""
+    measured (``step.fitted_factors``)."""
 
     python: float = 1.0
     """Python, autograd and the calls of operators, in a step that touches so much memory that their code and

@@ -20,8 +20,7 @@ from recpipe_perf_model.kernels.linear import FEATURES
 from recpipe_perf_model.machine import Host, MachineProfile
 from recpipe_perf_model.step.capture import CannotTrace
 from recpipe_perf_model.tests import synthetic
-from recpipe_perf_model.tiers.predict import TieredPrediction
-from recpipe_perf_model.tiers.statements import RESIDENT
+from recpipe_perf_model.tiers.predict import RESIDENT, TieredPrediction
 
 from recpipe.config.compose import compose
 from recpipe.config.recipe import Recipe

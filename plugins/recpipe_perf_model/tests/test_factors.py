@@ -11,8 +11,16 @@ from recpipe_perf_model.bench import steps as bench
 from recpipe_perf_model.machine import MachineProfile
 from recpipe_perf_model.step.amounts import Amounts, Factors
 from recpipe_perf_model.step.capture import Part, captured
-from recpipe_perf_model.step.factors import FAMILY, fitted_factors, step_amounts, told
-from recpipe_perf_model.step.step import Step, parse_step, predict_resident, step_text
+from recpipe_perf_model.step.step import (
+    FAMILY,
+    Step,
+    fitted_factors,
+    parse_step,
+    predict_resident,
+    step_amounts,
+    step_text,
+    told,
+)
 from recpipe_perf_model.tests.synthetic import profile
 from recpipe_perf_model.tests.test_capture import BATCH, SAMPLES, dlrm
 

@@ -19,9 +19,8 @@ from recpipe_perf_model.statement import Moved, Phase, Statement
 from recpipe_perf_model.tests import synthetic
 from recpipe_perf_model.tests.test_tiered import DENSE, MS, SAMPLES, group, resident
 from recpipe_perf_model.tests.test_tiered import facts as of_one
-from recpipe_perf_model.tiers.predict import TieredPrediction, predict_tiered
+from recpipe_perf_model.tiers.predict import RESIDENT, TieredPrediction, of_policy, over_ranks, predict_tiered
 from recpipe_perf_model.tiers.ranked import busiest_part, measured_with, share_of_distinct
-from recpipe_perf_model.tiers.statements import RESIDENT, of_policy, over_ranks
 
 from recpipe.config.compose import active_plugins, compose
 from recpipe.distributed.ranks import Emulation

@@ -12,7 +12,7 @@ from recpipe_perf_model.facts.collect import collect
 from recpipe_perf_model.facts.facts import Facts
 from recpipe_perf_model.facts.replay import KeptLookups, joined_lookups
 from recpipe_perf_model.statement import Moved, Statement
-from recpipe_perf_model.tiers.statements import of_policy
+from recpipe_perf_model.tiers.predict import of_policy
 
 from recpipe.config.compose import compose
 from recpipe.config.recipe import Recipe

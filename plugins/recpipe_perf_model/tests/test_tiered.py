@@ -12,8 +12,14 @@ from recpipe_perf_model.facts.facts import Facts, GroupFacts, Stretch
 from recpipe_perf_model.kernels.linear import At
 from recpipe_perf_model.statement import Moved, Phase, Statement, Work
 from recpipe_perf_model.step.walk import Task
-from recpipe_perf_model.tiers.predict import TieredPrediction, predict_tiered
-from recpipe_perf_model.tiers.statements import RESIDENT, choices, merged, of_policy
+from recpipe_perf_model.tiers.predict import (
+    RESIDENT,
+    TieredPrediction,
+    choices,
+    merged,
+    of_policy,
+    predict_tiered,
+)
 from recpipe_perf_model.tiers.tiered import LOOK_UP, UPDATE, ResidentStep, Store, cold_rows
 
 from recpipe.access.misses import SHARES, Curve

@@ -24,9 +24,8 @@ from recpipe_sdm.admission import Admission
 from recpipe_sdm.budget import Beside, Lookups, Size, hot_rows, planned
 from recpipe_sdm.index import PRUNED
 from recpipe_sdm.plugin import SDM
-from recpipe_sdm.pooled import Bags, PooledBags
 from recpipe_sdm.scorer import TieredScorer
-from recpipe_sdm.tables import STAGING_BYTES, Tiering
+from recpipe_sdm.tables import STAGING_BYTES, Bags, PooledBags, Tiering
 from recpipe_sdm.tiers import Look, Tiers
 from recpipe_serve.batching.scorer import RequestScorer, Side
 from safetensors.torch import load_file, save_file

@@ -56,17 +56,7 @@ class Limits:
     sooner."""
 
 
-@dataclass(eq=False, slots=True)
-class _Waiting:
-    asked: Asked
-    done: Callable[[Array | Exception], None]
-    since: float
-    until: float
-    alone: bool = False
-    """Whether it is scored in a batch of its own, since one with others failed."""
-
-
-class _Together(NamedTuple):
+class _Batch(NamedTuple):
     """Requests put together as the model takes them."""
 
     asked: list[Asked]
@@ -87,7 +77,7 @@ class Batcher:
     scored: Callable[[Sequence[Side], Array], None] | None = None
     """Called with the ids and scores of some batches, some time after their requests have been answered
     (``tell``)."""
-    queue: deque[_Waiting] = field(default_factory=deque)
+    queue: deque[Asked] = field(default_factory=deque)
     """Requests that wait."""
     alive: bool = False
     """Whether requests are taken."""
@@ -100,7 +90,7 @@ class Batcher:
     _unseen: list[tuple[Asked, Array]] = field(default_factory=list)
     """Requests and their scores that ``scored`` has not been told of, and their samples."""
     _unseen_samples: int = 0
-    _next: _Together | None = None
+    _next: _Batch | None = None
     """Requests that were put together before it was known who scores them; whoever scores has it."""
     _ended: float = 0.0
     """When a request came last, or a batch was answered."""
@@ -125,7 +115,8 @@ class Batcher:
             raise Refused(503, "queue_full", f"{self.limits.queue} requests wait already; try again later")
         now = monotonic()
         patience = self.limits.deadline if timeout is None else min(timeout, self.limits.deadline)
-        self.queue.append(_Waiting(asked, done, now, now + patience))
+        asked.done, asked.since, asked.until = done, now, now + patience
+        self.queue.append(asked)
         idle, self._ended = now - self._ended > IDLE, now
         if idle and not self._due and not self._busy:
             self._turn()
@@ -161,34 +152,33 @@ class Batcher:
         if self._busy or not self._full():
             return
         # The next batch, without requests whose deadline has passed.
-        batch: list[_Waiting] = []
+        batch: list[Asked] = []
         samples, now = 0, monotonic()
         while self.queue:
             one = self.queue[0]
             if now > one.until:
                 self.queue.popleft().done(Refused(504, "deadline", "the deadline passed in the queue"))
-            elif batch and (one.alone or batch[0].alone or samples + one.asked.samples > self.limits.batch):
+            elif batch and (one.alone or batch[0].alone or samples + one.samples > self.limits.batch):
                 break
             else:
                 batch.append(self.queue.popleft())
-                samples += one.asked.samples
+                samples += one.samples
         if batch:
-            asked = [one.asked for one in batch]
             self.saw(len(batch), samples)
             soon = self._each * samples <= SOON
-            if soon and self._at_hand(asked):
+            if soon and self._at_hand(batch):
                 try:
-                    self._answer(batch, self._scored(self.score, asked, False))
+                    self._answer(batch, self._scored(self.score, batch, False))
                 except Exception as fault:
                     self._failed(batch, fault)
             else:
                 self._busy = True
-                scored = self._loop.run_in_executor(self._thread, self._scored, self.score, asked, True)
+                scored = self._loop.run_in_executor(self._thread, self._scored, self.score, batch, True)
                 scored.add_done_callback(partial(self._scored_there, batch))
         if self.queue:
             self._wake()
 
-    def _scored_there(self, batch: list[_Waiting], scored: asyncio.Future[Array]) -> None:
+    def _scored_there(self, batch: list[Asked], scored: asyncio.Future[Array]) -> None:
         """The thread has scored a batch, or failed to."""
         self._busy = False
         fault = scored.exception()
@@ -199,10 +189,10 @@ class Batcher:
         if self.queue:
             self._wake()
 
-    def _answer(self, batch: list[_Waiting], scores: Array) -> None:
+    def _answer(self, batch: list[Asked], scores: Array) -> None:
         self._ended, end = monotonic(), 0
         for one in batch:
-            start, end = end, end + one.asked.samples
+            start, end = end, end + one.samples
             one.done(scores[start:end])
             if self.scored is None:
                 continue
@@ -210,7 +200,7 @@ class Batcher:
                 self._loop.call_later(LATER, self.tell)
             elif self._unseen_samples < UNSEEN <= self._unseen_samples + end - start:
                 self._loop.call_soon(self.tell)  # after the answers
-            self._unseen.append((one.asked, scores[start:end]))
+            self._unseen.append((one, scores[start:end]))
             self._unseen_samples += end - start
 
     def tell(self) -> None:
@@ -220,7 +210,7 @@ class Batcher:
             asked, scores = zip(*unseen, strict=True)
             self.scored(sides_of(asked), np.concatenate(scores))
 
-    def _failed(self, batch: list[_Waiting], fault: Exception) -> None:
+    def _failed(self, batch: list[Asked], fault: Exception) -> None:
         """One's fault is not another's: each is scored again, by itself."""
         if len(batch) == 1:
             batch[0].done(fault)
@@ -237,7 +227,7 @@ class Batcher:
         if not self.queue or not self.limits.wait or not self.alive:
             return bool(self.queue)
         left = self.queue[0].since + self.limits.wait - monotonic()
-        if left <= 0 or sum(one.asked.samples for one in self.queue) >= self.limits.batch:
+        if left <= 0 or sum(one.samples for one in self.queue) >= self.limits.batch:
             return True
         self._filling = self._loop.call_later(left, self._wake)
         return False
@@ -254,10 +244,10 @@ class Batcher:
         self._each = each if each < self._each else self._each + (each - self._each) / 8
         return scores
 
-    def _put_together(self, asked: list[Asked]) -> _Together:
+    def _put_together(self, asked: list[Asked]) -> _Batch:
         made = self._next
         if made is None or len(made.asked) != len(asked) or not all(map(is_, made.asked, asked)):
-            return _Together(asked, *together(asked))
+            return _Batch(asked, *together(asked))
         return made
 
     def _at_hand(self, asked: list[Asked]) -> bool:
@@ -285,12 +275,12 @@ class Batcher:
             samples, now = 0, monotonic()
             for one in self.queue.copy():  # another thread's, who goes on meanwhile
                 if now <= one.until:
-                    samples += one.asked.samples
+                    samples += one.samples
                     if asked and samples > self.limits.batch:
                         break
-                    asked.append(one.asked)
+                    asked.append(one)
             if asked and self._ahead is not None:
-                self._next = _Together(asked, *together(asked))
+                self._next = _Batch(asked, *together(asked))
                 self._ahead(self._next.sides)
         except Exception:
             log.exception("rows could not be read ahead")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -54,9 +54,9 @@ class Form:
         """Whether there is one id in each bag."""
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False, slots=True)
 class Asked:
-    """The inputs of one request of N samples."""
+    """The inputs of one request of N samples, and what its batcher knows of it while it waits."""
 
     dense: Array
     """float32 [N, D]."""
@@ -65,11 +65,19 @@ class Asked:
     form: Form
     rows: Sequence[Mapping[str, Any]] = field(default=(), repr=False)
     """The raw values that these are of, if they came so."""
+    done: Callable[[Array | Exception], None] = field(init=False)
+    """Called with its scores, or with why there are none."""
+    since: float = field(init=False)
+    """When it came, by ``monotonic``."""
+    until: float = field(init=False)
+    """When it is refused if it still waits."""
+    alone: bool = False
+    """Whether it is scored in a batch of its own, since one with others failed."""
+    samples: int = field(init=False)
+    """N."""
 
-    @property
-    def samples(self) -> int:
-        """N."""
-        return self.form.samples
+    def __post_init__(self) -> None:
+        self.samples = self.form.samples
 
     def bags(self, feature: int, of_each: bool = False) -> FeatureBags:
         """What the request has of a feature: N bags, or one that all samples share, which is repeated if bags

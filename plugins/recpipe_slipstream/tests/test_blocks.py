@@ -5,12 +5,13 @@ from __future__ import annotations
 import numpy as np
 import pytest
 from numpy.typing import NDArray
-from recpipe_slipstream.classifier import Marks, classify
-from recpipe_slipstream.threshold import (
+from recpipe_slipstream.classifier import (
     BAND,
     Changes,
+    Marks,
     bisected_threshold,
     changes,
+    classify,
     count_touches,
     input_scores,
     quantile_threshold,

@@ -12,9 +12,8 @@ import torch
 from numpy.typing import NDArray
 from recpipe_hotline.tests.rig import Replay
 from recpipe_slipstream import classifier as classifier_module
-from recpipe_slipstream.classifier import SIZES, Marks, classify, in_steps
+from recpipe_slipstream.classifier import BAND, SIZES, Marks, classify, in_steps
 from recpipe_slipstream.tests.rig import BATCH, QUICK, Rig, Setting, equal
-from recpipe_slipstream.threshold import BAND
 
 from recpipe.data.dataset import Dataset
 from recpipe.plugin.batch import Batch
