@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable
 
@@ -14,13 +13,21 @@ from recpipe.plugin import CachePolicy, Slots, TableOptimizer
 from recpipe_het.holder import ABSENT, NONE, Bounds, Check, Floats, Push, Reply, Rows, Sums
 
 
-class Pending(ABC):
-    """Records and waiting updates by slot. ``base`` (float32 [slots, width]) is what the holder sent, with
-    what was pushed since; rows that are not cached have no slot."""
+class Pending:
+    """Records and waiting updates by slot: gradients are added up, and the holder makes one step with their
+    sum.
 
-    def __init__(self, slots: int, optimizer: TableOptimizer, dim: int, width: int) -> None:
+    ``base`` (float32 [slots, width]) is what the holder sent, with what was pushed since, and ``waiting`` the
+    sums (float32 [slots, D]); rows that are not cached have no slot.
+    """
+
+    def __init__(
+        self, slots: int, optimizer: TableOptimizer, dim: int, width: int, columns: int | None = None
+    ) -> None:
+        """``columns``: of ``waiting``; None: D."""
         self.optimizer, self.dim, self.width = optimizer, dim, width
         self.base = np.zeros((slots, width), np.float32)
+        self.waiting = np.zeros((slots, columns or dim), np.float32)
 
     def stepped(self, records: Floats, gradients: Floats) -> Floats:
         """``records`` [n, width] after one optimizer step with ``gradients`` [n, D]."""
@@ -29,87 +36,53 @@ class Pending(ABC):
         ).numpy()
         return after
 
-    @abstractmethod
     def put(self, slots: Slots, records: Floats) -> None:
         """Replace the base records of ``slots``; what waits there goes on waiting."""
-
-    @abstractmethod
-    def view(self, slots: Slots) -> Floats:
-        """What the holder would have if ``slots`` were pushed now and nobody else pushed, [n, width]."""
-
-    @abstractmethod
-    def add(self, slots: Slots, gradients: Floats) -> None:
-        """One more update of ``slots``, gradients float32 [n, D]."""
-
-    @abstractmethod
-    def take(self, slots: Slots, rows: Rows, updates: Rows) -> Push:
-        """Push what waits in ``slots``, which hold ``rows``; from now on it is part of their base records."""
-
-    @property
-    @abstractmethod
-    def overhead_bytes(self) -> int:
-        """Memory beyond the base records."""
-
-
-class SummedGradients(Pending):
-    """Gradients are added up, and the holder makes one step with their sum."""
-
-    def __init__(self, slots: int, optimizer: TableOptimizer, dim: int, width: int) -> None:
-        super().__init__(slots, optimizer, dim, width)
-        self.gradient = np.zeros((slots, dim), np.float32)
-
-    def put(self, slots: Slots, records: Floats) -> None:
         self.base[slots] = records
 
     def view(self, slots: Slots) -> Floats:
-        return self.stepped(self.base[slots], self.gradient[slots])
+        """What the holder would have if ``slots`` were pushed now and nobody else pushed, [n, width]."""
+        return self.stepped(self.base[slots], self.waiting[slots])
 
     def add(self, slots: Slots, gradients: Floats) -> None:
-        self.gradient[slots] += gradients
+        """One more update of ``slots``, gradients float32 [n, D]."""
+        self.waiting[slots] += gradients
 
     def take(self, slots: Slots, rows: Rows, updates: Rows) -> Push:
-        sums = Sums(rows, updates, self.gradient[slots])
+        """Push what waits in ``slots``, which hold ``rows``; from now on it is part of their base records."""
+        sums = Sums(rows, updates, self.waiting[slots])
         self.base[slots] = self.view(slots)
-        self.gradient[slots] = 0
+        self.waiting[slots] = 0
         return Push(sums, Sums.none(self.width))
-
-    @property
-    def overhead_bytes(self) -> int:
-        return self.gradient.nbytes
 
 
 class OwnSteps(Pending):
     """The trainer makes an optimizer step for each of its updates, on its own copy of the record, and pushes
-    what they changed. ``own`` is that copy."""
+    what they changed. ``waiting`` (float32 [slots, width]) is that copy."""
 
     def __init__(self, slots: int, optimizer: TableOptimizer, dim: int, width: int) -> None:
-        super().__init__(slots, optimizer, dim, width)
-        self.own = np.zeros((slots, width), np.float32)
+        super().__init__(slots, optimizer, dim, width, columns=width)
 
     def put(self, slots: Slots, records: Floats) -> None:
-        # Where nothing waits, ``own`` equals ``base`` before and after.
-        self.own[slots] = records + (self.own[slots] - self.base[slots])
+        # Where nothing waits, ``waiting`` equals ``base`` before and after.
+        self.waiting[slots] = records + (self.waiting[slots] - self.base[slots])
         self.base[slots] = records
 
     def view(self, slots: Slots) -> Floats:
-        return self.own[slots]
+        return self.waiting[slots]
 
     def add(self, slots: Slots, gradients: Floats) -> None:
-        self.own[slots] = self.stepped(self.own[slots], gradients)
+        self.waiting[slots] = self.stepped(self.waiting[slots], gradients)
 
     def take(self, slots: Slots, rows: Rows, updates: Rows) -> Push:
         # The holder adds the same floats to the same record, if nobody else pushed.
         base = self.base[slots]
-        change = self.own[slots] - base
-        self.base[slots] = self.own[slots] = base + change
+        change = self.waiting[slots] - base
+        self.base[slots] = self.waiting[slots] = base + change
         return Push(Sums.none(self.dim), Sums(rows, updates, change))
 
-    @property
-    def overhead_bytes(self) -> int:
-        return self.own.nbytes
 
-
-UPDATES: dict[str, type[Pending]] = {"each": OwnSteps, "summed": SummedGradients}
+UPDATES: dict[str, type[Pending]] = {"each": OwnSteps, "summed": Pending}
 """The values of ``plugins.het.updates``."""
 
 
@@ -240,4 +213,4 @@ class Lines:
     @property
     def overhead_bytes(self) -> int:
         """DRAM beyond the base records: waiting updates, versions and maps."""
-        return self.residents.nbytes + self.pending.overhead_bytes + self.version.nbytes + self.updates.nbytes
+        return self.residents.nbytes + self.pending.waiting.nbytes + self.version.nbytes + self.updates.nbytes

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from itertools import islice
 from pathlib import Path
@@ -96,7 +95,7 @@ class Neo(Plugin):
         cache = Path(self.profile_dir).expanduser() if self.profile_dir else ctx.cache_dir
         pooled = [table.pooled for table in ctx.tables.values()]
         return Contribution(
-            planner=NeoPlanner(self.planner, ctx, cache, self.limits(ctx.trainers)),
+            planner=NeoPlanner(self, ctx, cache),
             quantizer=LowPrecision(self.table_precision, self.wire, pooled) if self.alters else None,
             report=[lambda run: {"altered": self._altered(ctx.trainers)}] if self.alters else [],
         )
@@ -107,10 +106,24 @@ class Neo(Plugin):
         used = trainers > 1 or self.table_precision != "fp32"
         return ", ".join(sorted(i.name for i in self.alters)) if used else "nothing"
 
-    def limits(self, ranks: int) -> Limits:
-        """The limits of tables over ``ranks``."""
-        rounding = self.stochastic_rounding if self.table_precision != "fp32" else None
-        return Limits(self.types, "int8" in self.wire, rounding, max(2, ranks))
+    def limits(self, table: TableInfo, ranks: int) -> ParameterConstraints:
+        """The limits of the recipe for a table over ``ranks``; the first matching pattern counts."""
+        said = next((t for pattern, t in self.types.items() if fnmatchcase(table.name, pattern)), None)
+        types = list(said or SHARDING_TYPES)
+        if "int8" in self.wire and table.pooled:
+            types = [t for t in types if t not in ROW_TYPES]
+            if not types:
+                raise PluginError(
+                    f"plugins.neo.sharding: table '{table.name}' is to be {', '.join(said or ())}, but "
+                    "TorchRec has no int8 reduce-scatter; use fp16 or bf16 between ranks, or table_wise or "
+                    "column_wise"
+                )
+        return ParameterConstraints(
+            sharding_types=types if said or len(types) < len(SHARDING_TYPES) else None,
+            # As many column-wise parts as ranks, if the recipe limits the types.
+            min_partition=max(4, -(-table.dim // max(2, ranks) // 4) * 4) if said else None,
+            stochastic_rounding=self.stochastic_rounding if self.table_precision != "fp32" else None,
+        )
 
     def costs(self, facts: Facts) -> Statement:
         """State what the performance model needs for a prediction without a run: as if tables were given, the
@@ -131,56 +144,26 @@ class Neo(Plugin):
         )
 
 
-@dataclass(frozen=True)
-class Limits:
-    """Limits of TorchRec's planner."""
-
-    types: Mapping[str, tuple[str, ...]]
-    whole_rows: bool
-    """Whether tables may not be split by rows: int8 has no reduce-scatter."""
-    stochastic_rounding: bool | None
-    parts: int
-    """How many column-wise parts a table may have, if the recipe limits it."""
-
-    def of(self, table: TableInfo) -> ParameterConstraints:
-        """The sharding types of the recipe for a table; the first matching pattern counts."""
-        said = next((t for pattern, t in self.types.items() if fnmatchcase(table.name, pattern)), None)
-        types = list(said or SHARDING_TYPES)
-        if self.whole_rows and table.pooled:
-            types = [t for t in types if t not in ROW_TYPES]
-            if not types:
-                raise PluginError(
-                    f"plugins.neo.sharding: table '{table.name}' is to be {', '.join(said or ())}, but "
-                    "TorchRec has no int8 reduce-scatter; use fp16 or bf16 between ranks, or table_wise or "
-                    "column_wise"
-                )
-        return ParameterConstraints(
-            sharding_types=types if said or len(types) < len(SHARDING_TYPES) else None,
-            min_partition=max(4, -(-table.dim // self.parts // 4) * 4) if said else None,
-            stochastic_rounding=self.stochastic_rounding,
-        )
-
-
 class NeoPlanner(Planner):
     """Makes the planner for the run's data. ``prediction``, where core looks for it, has what it predicts."""
 
-    def __init__(self, kind: str, ctx: Context, cache_dir: Path | None, limits: Limits) -> None:
-        self.kind, self.ctx, self.cache_dir, self.limits = kind, ctx, cache_dir, limits
+    def __init__(self, knobs: Neo, ctx: Context, cache_dir: Path | None) -> None:
+        self.knobs, self.ctx, self.cache_dir = knobs, ctx, cache_dir
 
     def constrain(self, table: TableInfo) -> ParameterConstraints:
         """The recipe's limits for ``table``."""
-        return self.limits.of(table)
+        return self.knobs.limits(table, self.ctx.trainers)
 
     def make(self, topology: Topology, constraints: Mapping[str, ParameterConstraints]) -> ShardingPlanner:
         """The planner that the recipe names."""
         ctx, record = self.ctx, PlanRecord()
-        sampled = self.kind != "torchrec"
+        kind = self.knobs.planner
         planner: Any = make_planner(
-            self.kind,
+            kind,
             topology,
             constraints,
             -(-ctx.batch_size // topology.world_size),
-            feature_stats(islice(ctx.batches(0), SAMPLED_BATCHES)) if sampled else {},
+            feature_stats(islice(ctx.batches(0), SAMPLED_BATCHES)) if kind != "torchrec" else {},
             self.cache_dir / "perf" if self.cache_dir else None,
             record,
             {module_name(name): info.features for name, info in ctx.tables.items() if info.features} or None,

@@ -27,7 +27,6 @@ import shutil
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +39,6 @@ from recpipe.answers.parts import GOLDEN, Parts, of_checkpoint, of_package
 from recpipe.answers.programs import (
     DENSE,
     VNNI,
-    InstructionSet,
     chosen_programs,
     chosen_set,
     compiled_for,
@@ -66,55 +64,42 @@ MOST_SAMPLES = 200_000
 WORDS = ("instruction_set", "dense", "reference", "popularity", "sign", "overwrite")
 
 
-@dataclass(frozen=True)
 class Options:
-    """What may be said of a package."""
+    """What the user says of a package; ``UserError`` if that is not possible here."""
 
-    chosen: InstructionSet
-    dense: str
-    """One of ``DENSE``: the programs that it may have."""
-    reference: int
-    """So many held-out samples are scored for the reference figures; 0: it has none."""
-    popularity: int | None
-    """In so many training samples lookups are counted, 0: in all; None: they are not."""
-    key: PrivateKey | None = None
-    """What the package is signed with; None: it is not."""
-    overwrite: bool = False
-    """Whether a package that is there is replaced."""
-
-    @classmethod
-    def of(
-        cls,
+    def __init__(
+        self,
         instruction_set: str | None = None,
         dense: str = "measured",
         reference: bool | int | str = True,
         popularity: bool | int | str = False,
         sign: str | Path | None = None,
         overwrite: bool | str = False,
-    ) -> Options:
-        """From what the user says; ``UserError`` if that is not possible here."""
+    ) -> None:
         if dense not in DENSE:
             raise UserError(f"dense={shown(dense)}: choose one of {', '.join(DENSE)}")
-        key = None if sign is None else private_key(Path(sign))
+        self.dense = dense
+        """Which programs it may have."""
+        self.key: PrivateKey | None = None if sign is None else private_key(Path(sign))
+        """What the package is signed with; None: it is not."""
         replaces, held_out, counted = map(_asked, (overwrite, reference, popularity))
         if not isinstance(replaces, bool):
             raise UserError(f"overwrite={shown(overwrite)}: say true or false")
+        self.overwrite = replaces
+        """Whether a package that is there is replaced."""
         if held_out is None:
             raise UserError(
                 f"reference={shown(reference)}: say true, false, or how many held-out samples to score"
             )
+        self.reference = MOST_SAMPLES if held_out is True else int(held_out)
+        """So many held-out samples are scored for the reference figures; 0: it has none."""
         if not counted and counted is not False:
             raise UserError(
                 f"popularity={shown(popularity)}: give true, or how many training samples to read"
             )
-        return cls(
-            chosen_set(instruction_set),
-            dense,
-            MOST_SAMPLES if held_out is True else int(held_out),
-            {True: 0, False: None}[counted] if isinstance(counted, bool) else counted,
-            key,
-            replaces,
-        )
+        self.popularity = {True: 0, False: None}[counted] if isinstance(counted, bool) else counted
+        """In so many training samples lookups are counted, 0: in all; None: they are not."""
+        self.chosen = chosen_set(instruction_set)
 
 
 def _asked(word: str | bool | int) -> bool | int | None:
@@ -132,7 +117,7 @@ def package_command(words: Sequence[str]) -> int:
     unknown = next((key for key in options if key not in WORDS), None)
     if unknown is not None:
         raise UserError(f"recpipe package has no {shown(unknown)}; it has {', '.join(WORDS)}")
-    made = Options.of(**options)
+    made = Options(**options)
     prepare_process()
     package_for(Path(words[0]), Path(words[1]), None, made, screen=True)
     return 0

@@ -127,7 +127,7 @@ def package(
     check_call("recpipe.package(checkpoint, directory, model=None)", model=model, files=[checkpoint])
     from recpipe.answers.package import Options, package_for
 
-    options = Options.of(
+    options = Options(
         instruction_set=instruction_set,
         dense=dense,
         reference=reference,

@@ -383,7 +383,7 @@ def test_what_is_no_key_is_named(whole: Path, keys: Path, tmp_path: Path) -> Non
     (tmp_path / "text").write_text("no key")
     for file in (tmp_path / "text", keys / "curve.pem", keys / "mine.pub"):
         with pytest.raises(UserError, match="no private Ed25519 key in PEM format"):
-            Options.of(sign=file)
+            Options(sign=file)
     for file in (tmp_path / "text", keys / "curve.pub", keys / "mine.pem"):
         with pytest.raises(UserError, match="no public Ed25519 key in PEM format"):
             read_manifest(whole, file)

@@ -26,7 +26,8 @@ import torch
 from recpipe_low_precision.checkpoint import write_quantized
 from recpipe_low_precision.format import is_quantized
 from recpipe_serve.batching.scorer import RequestScorer, Side
-from recpipe_serve.monitor.monitor import Monitor, Watch
+from recpipe_serve.config import ServeConfig
+from recpipe_serve.monitor.monitor import Monitor
 from recpipe_serve.tests.clients import Clients, children, damaged_requests, mapped_bytes
 from safetensors.torch import load_file, save_file
 from torch._inductor import cpp_builder
@@ -236,7 +237,7 @@ def test_the_reference_figures_are_what_a_monitor_finds_and_evaluate_too(
     batches = list(open_trained(checkpoint).dataset.batches("eval", 128))
 
     def watched(change: float) -> Monitor:
-        monitor = Monitor(scorer.manifest, Watch())
+        monitor = Monitor(scorer.manifest, ServeConfig())
         for number, batch in enumerate(4 * batches):
             ids, lengths = batch.sparse.values().long(), batch.sparse.lengths().long()
             side = Side((0, 1, 2), ids, lengths, len(batch.dense))
@@ -278,10 +279,10 @@ def test_reference_figures_are_not_made_without_data_or_if_they_are_not_wanted(
     assert str(tmp_path / "gone.parquet") in caplog.text
     most = packaging.MOST_SAMPLES
     for word, samples in ((True, most), ("true", most), (False, 0), ("False", 0), (7, 7), ("900", 900)):
-        assert packaging.Options.of(reference=word).reference == samples
+        assert packaging.Options(reference=word).reference == samples
     for word in ("yes", "-1", "1e3", ""):
         with pytest.raises(UserError, match="say true, false, or how many"):
-            packaging.Options.of(reference=word)
+            packaging.Options(reference=word)
 
 
 @needs_compiler

@@ -57,7 +57,7 @@ def test_counts_that_may_not_fit_are_kept_in_a_wider_type(
 def test_what_can_be_asked_for() -> None:
     none, some = dict.fromkeys((False, "false", "False")), {5000: 5000, "5000": 5000}
     for word, samples in {**none, **some, True: 0, "true": 0}.items():
-        assert Options.of(popularity=word).popularity == samples
+        assert Options(popularity=word).popularity == samples
     for text in ("yes", "-1", "0", "1.5", "9" * 5000):
         with pytest.raises(UserError, match="popularity=.*: give true, or how many training samples to read"):
-            Options.of(popularity=text)
+            Options(popularity=text)

@@ -105,8 +105,8 @@ def test_a_gpu_may_round_at_random() -> None:
 
 
 def test_the_first_pattern_that_matches_counts() -> None:
-    policy = neo(sharding={"C1": "row_wise", "C*": ["table_wise", "row_wise"]}).limits(2)
-    limits = {name: policy.of(replace(TABLE, name=name)) for name in ("C1", "C2", "user")}
+    plugin = neo(sharding={"C1": "row_wise", "C*": ["table_wise", "row_wise"]})
+    limits = {name: plugin.limits(replace(TABLE, name=name), 2) for name in ("C1", "C2", "user")}
     assert {n: found and found.sharding_types for n, found in limits.items()} == {
         "C1": ["row_wise"],
         "C2": ["table_wise", "row_wise"],
@@ -116,19 +116,19 @@ def test_the_first_pattern_that_matches_counts() -> None:
 
 @pytest.mark.parametrize(("dim", "ranks", "width"), [(16, 2, 8), (16, 4, 4), (16, 8, 4), (128, 3, 44)])
 def test_named_types_may_cut_columns_for_every_rank(dim: int, ranks: int, width: int) -> None:
-    limits = neo(sharding="column_wise").limits(ranks).of(replace(TABLE, dim=dim))
+    limits = neo(sharding="column_wise").limits(replace(TABLE, dim=dim), ranks)
     assert limits is not None
     assert limits.min_partition == width
-    assert neo().limits(ranks).of(TABLE).min_partition is None
+    assert neo().limits(TABLE, ranks).min_partition is None
 
 
 def test_int8_keeps_rows_whole_and_refuses_what_splits_them() -> None:
-    limits = neo(forward_precision="int8").limits(2).of(TABLE)
+    limits = neo(forward_precision="int8").limits(TABLE, 2)
     assert limits is not None
     assert limits.sharding_types is not None
     assert not {"row_wise", "table_row_wise", "grid_shard"} & set(limits.sharding_types)
     with pytest.raises(PluginError, match="'C1' is to be row_wise, but TorchRec has no int8 reduce-scatter"):
-        neo(forward_precision="int8", sharding="row_wise").limits(2).of(TABLE)
+        neo(forward_precision="int8", sharding="row_wise").limits(TABLE, 2)
 
 
 @pytest.mark.parametrize(

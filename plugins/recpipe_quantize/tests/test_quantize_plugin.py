@@ -8,8 +8,7 @@ from typing import Any, ClassVar
 import numpy as np
 import pytest
 from recpipe_perf_model.testing import CostsSuite
-from recpipe_quantize.meter import Metered
-from recpipe_quantize.plugin import Quantize
+from recpipe_quantize.plugin import Metered, Quantize
 from safetensors.numpy import load_file
 
 from recpipe.config.compose import compose

@@ -22,6 +22,7 @@ import torch
 
 from recpipe_serve.batching.forms import Array, Asked, sides_of, together
 from recpipe_serve.batching.scorer import Side
+from recpipe_serve.config import ServeConfig
 from recpipe_serve.errors import Refused
 
 log = logging.getLogger("recpipe")
@@ -40,22 +41,6 @@ not None, it takes a function, too, which it calls between its lookups and the r
 whether it can score at once."""
 
 
-@dataclass(frozen=True)
-class Limits:
-    """How requests are put together."""
-
-    batch: int = 1024
-    """Most samples of a batch; a larger request is a batch of its own."""
-    wait: float = 0.0
-    """Seconds that a batch which is not full waits for more requests, from its first one's arrival. With 0,
-    what has come while the batch before was scored is put together."""
-    queue: int = 256
-    """Most requests that wait; another one is refused with 503."""
-    deadline: float = 1.0
-    """Seconds after which a request that still waits is refused with 504, unless the client wants it
-    sooner."""
-
-
 class _Batch(NamedTuple):
     """Requests put together as the model takes them."""
 
@@ -66,13 +51,14 @@ class _Batch(NamedTuple):
 
 @dataclass
 class Batcher:
-    """A queue of requests, and the one thread that scores those that take long.
+    """A queue of requests, and the one thread that scores those that take long. With ``wait_ms=0``, what has
+    come while the batch before was scored is put together.
 
     ``saw``: called with the number of requests and samples of each batch.
     """
 
     score: Score
-    limits: Limits
+    config: ServeConfig
     saw: Callable[[int, int], None] = lambda requests, samples: None
     scored: Callable[[Sequence[Side], Array], None] | None = None
     """Called with the ids and scores of some batches, some time after their requests have been answered
@@ -111,10 +97,12 @@ class Batcher:
         queue is full."""
         if not self.alive:
             raise Refused(503, "stopping", "the server is stopping")
-        if len(self.queue) >= self.limits.queue:
-            raise Refused(503, "queue_full", f"{self.limits.queue} requests wait already; try again later")
+        if len(self.queue) >= self.config.queue:
+            raise Refused(503, "queue_full", f"{self.config.queue} requests wait already; try again later")
         now = monotonic()
-        patience = self.limits.deadline if timeout is None else min(timeout, self.limits.deadline)
+        patience = self.config.deadline_ms / 1e3
+        if timeout is not None:  # the client's
+            patience = min(timeout, patience)
         asked.done, asked.since, asked.until = done, now, now + patience
         self.queue.append(asked)
         idle, self._ended = now - self._ended > IDLE, now
@@ -134,12 +122,16 @@ class Batcher:
 
     def encode_anew(self, encoded: Callable[[Sequence[Mapping[str, Any]]], Asked]) -> None:
         """Have the waiting requests that came raw ``encoded`` again, for what scores them from now on."""
-        for one in [one for one in self.queue if one.asked.rows]:
+        for one in [one for one in self.queue if one.rows]:
             try:
-                one.asked = encoded(one.asked.rows)
+                anew = encoded(one.rows)
             except Refused as fault:
                 self.queue.remove(one)
                 one.done(fault)
+                continue
+            # Another object: what was put together of the one before is not this.
+            anew.done, anew.since, anew.until, anew.alone = one.done, one.since, one.until, one.alone
+            self.queue[self.queue.index(one)] = anew
 
     def _wake(self) -> None:
         """Take the next batch once the requests that have come by now are read."""
@@ -158,7 +150,7 @@ class Batcher:
             one = self.queue[0]
             if now > one.until:
                 self.queue.popleft().done(Refused(504, "deadline", "the deadline passed in the queue"))
-            elif batch and (one.alone or batch[0].alone or samples + one.samples > self.limits.batch):
+            elif batch and (one.alone or batch[0].alone or samples + one.samples > self.config.batch):
                 break
             else:
                 batch.append(self.queue.popleft())
@@ -224,10 +216,10 @@ class Batcher:
         if self._filling is not None:
             self._filling.cancel()
             self._filling = None
-        if not self.queue or not self.limits.wait or not self.alive:
+        if not self.queue or not self.config.wait_ms or not self.alive:
             return bool(self.queue)
-        left = self.queue[0].since + self.limits.wait - monotonic()
-        if left <= 0 or sum(one.samples for one in self.queue) >= self.limits.batch:
+        left = self.queue[0].since + self.config.wait_ms / 1e3 - monotonic()
+        if left <= 0 or sum(one.samples for one in self.queue) >= self.config.batch:
             return True
         self._filling = self._loop.call_later(left, self._wake)
         return False
@@ -276,7 +268,7 @@ class Batcher:
             for one in self.queue.copy():  # another thread's, who goes on meanwhile
                 if now <= one.until:
                     samples += one.samples
-                    if asked and samples > self.limits.batch:
+                    if asked and samples > self.config.batch:
                         break
                     asked.append(one)
             if asked and self._ahead is not None:

@@ -8,6 +8,7 @@ import logging
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from functools import partial
+from pathlib import Path
 from time import perf_counter
 from typing import Any
 
@@ -20,7 +21,7 @@ from starlette.types import ASGIApp
 from recpipe.common.versions import installed_version
 from recpipe.data.preparation import Preparation
 from recpipe.errors import StoreError, shown
-from recpipe_serve.batching.batcher import Batcher, Limits, Score
+from recpipe_serve.batching.batcher import Batcher, Score
 from recpipe_serve.batching.forms import Array
 from recpipe_serve.config import ServeConfig
 from recpipe_serve.errors import Refused, WrongIds, bad
@@ -37,7 +38,7 @@ from recpipe_serve.http.features import Features, Heads
 from recpipe_serve.http.metrics import Metrics
 from recpipe_serve.http.protocol import HEADER_LENGTH, InferenceRequest, answer
 from recpipe_serve.http.raw import DENSE
-from recpipe_serve.monitor.monitor import Monitor, Watch
+from recpipe_serve.monitor.monitor import Monitor
 from recpipe_serve.monitor.windows import REFUSED
 
 log = logging.getLogger("recpipe")
@@ -49,9 +50,9 @@ class Server:
     """One package behind the open inference protocol.
 
     ``score`` and ``manifest``: a ``RequestScorer`` and its package's. ``name``: of the model in addresses.
-    ``several``: whether it is one of several processes, whose metrics are shown together. ``watch``: how the
-    model is watched. ``bounds``: of requests and connections. ``preparation``: by which raw values are
-    encoded; None: they are refused.
+    ``config``: the words of ``recpipe serve``. ``several``: whether it is one of several processes, whose
+    metrics are shown together; it is the one of this ``number``, and what the monitors see is in ``folder``.
+    ``preparation``: by which raw values are encoded; None: they are refused.
     """
 
     def __init__(
@@ -59,25 +60,25 @@ class Server:
         score: Score,
         manifest: Mapping[str, Any],
         name: str,
-        limits: Limits,
-        bounds: ServeConfig,
+        config: ServeConfig,
         several: bool = False,
-        watch: Watch | None = None,
+        folder: Path | None = None,
+        number: int = 0,
         preparation: Preparation | None = None,
     ) -> None:
-        self.manifest, self.name, self.bounds = manifest, name, bounds
+        self.manifest, self.name, self.config = manifest, name, config
         self.outputs = [output["name"] for output in manifest["outputs"]]
-        self.features = Features(manifest, bounds.samples)
+        self.features = Features(manifest, config.samples)
         self.preparation = preparation
         self.heads = Heads(self.features, preparation)
         own = f"/v2/models/{name}"
         self.addresses = [f"{own}/infer", f"{own}/versions/{VERSION}/infer"]
         """The paths to which requests for scores are posted."""
-        self.batcher = Batcher(score, limits)
+        self.batcher = Batcher(score, config)
         self.metrics = Metrics(name, lambda: self.monitor.compared(), several)
         self.batcher.saw = self.metrics.saw
-        self.watch = watch or Watch()
-        self.monitor = Monitor(manifest, self.watch)
+        self._make_monitor = partial(Monitor, config=config, folder=folder, number=number)
+        self.monitor = self._make_monitor(manifest)
         self.batcher.scored = self.monitor.saw
 
     def use(
@@ -96,7 +97,7 @@ class Server:
             self.batcher.encode_anew(self.heads.encoded)
         if manifest != self.manifest:
             self.batcher.tell()
-            monitor = Monitor(manifest, self.watch)
+            monitor = self._make_monitor(manifest)
             self.monitor.close()
             self.manifest, self.monitor, self.batcher.scored = manifest, monitor, monitor.saw
         self.batcher.score = score
@@ -170,7 +171,7 @@ class Server:
 
     async def _labels(self, request: Request) -> Response:
         """Labels of requests that were answered before."""
-        most, seconds = self.bounds.body_bytes, self.bounds.body_seconds
+        most, seconds = self.config.body_bytes, self.config.body_seconds
         try:
             self._require_known(request)
             if (fault := header_fault(dict(request.scope["headers"]), most)) is not None:

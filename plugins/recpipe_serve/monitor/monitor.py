@@ -6,7 +6,6 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from hashlib import blake2b
 from pathlib import Path
 from threading import Lock
@@ -19,6 +18,7 @@ from recpipe.answers import figures as drift
 from recpipe.errors import shown
 from recpipe.model.metrics import Kind
 from recpipe_serve.batching.scorer import Side
+from recpipe_serve.config import ServeConfig
 from recpipe_serve.errors import bad
 from recpipe_serve.monitor.compared import Compared, compare, judged_labels
 from recpipe_serve.monitor.windows import (
@@ -45,33 +45,21 @@ _ALLOWED = {
 }
 
 
-@dataclass(frozen=True)
-class Watch:
-    """How a served model is watched."""
-
-    window: int = 10_000
-    """The latest samples, scored or labelled, over which figures are computed, of each worker."""
-    kept: int = 1_000_000
-    """Samples of requests with an id whose scores are kept until their labels come, of each worker."""
-    drift: float = 0.2
-    """The population stability index above which scores or ids are said to be off."""
-    folder: Path | None = None
-    """Where the workers of a server share what they see; None: there is one."""
-    number: int = 0
-    """This worker's."""
-
-
 class Monitor:
     """What one worker sees of the model of the package with ``manifest``, and what the others see of it."""
 
-    def __init__(self, manifest: Mapping[str, Any], watch: Watch) -> None:
-        self.manifest, self.watch = manifest, watch
+    def __init__(
+        self, manifest: Mapping[str, Any], config: ServeConfig, folder: Path | None = None, number: int = 0
+    ) -> None:
+        """``folder``: where the workers of a server share what they see, of which this is the one of this
+        ``number``; None: there is one."""
+        self.manifest, self.config, self.folder = manifest, config, folder
         self.tasks = {output["name"]: output["kind"] for output in manifest["outputs"]}
         self._features = len(manifest["sparse"])
         self._reference = manifest.get("reference")
-        sizes = Sizes(len(self.tasks), self._features, watch.window, watch.kept, drift.BINS)
+        sizes = Sizes(len(self.tasks), self._features, config.window, config.kept, drift.BINS)
         self._package = blake2b(json.dumps(manifest, sort_keys=True).encode(), digest_size=8).hexdigest()
-        self._file = watch.folder and watch.folder / f"{self._package}.{watch.number}.windows"
+        self._file = folder and folder / f"{self._package}.{number}.windows"
         self.mine = Windows(sizes, self._file)
         self._others: dict[Path, Windows] = {}
         self._lock, self._totalling = Lock(), Lock()
@@ -107,10 +95,10 @@ class Monitor:
             each[features] = of_bags @ shares
             first[features] = drift.first_rows(side.ids.numpy(), weights, of_bags.sum(axis=1))
         columns = scores.reshape(len(scores), -1)
-        for start in range(0, len(columns), self.watch.window):
-            part = columns[start : start + self.watch.window]
+        for start in range(0, len(columns), self.config.window):
+            part = columns[start : start + self.config.window]
             heads, share = self.mine.heads, len(part) / len(columns)
-            if heads[SCORED] + len(part) - heads[TOTALLED] > self.watch.window:
+            if heads[SCORED] + len(part) - heads[TOTALLED] > self.config.window:
                 self._total()
             self.mine.add(part, each * share, first * share)
 
@@ -170,7 +158,7 @@ class Monitor:
             if self._judged is None or self._judged[0] != labelled:
                 pairs = [own.latest(LABELLED) for own in windows]
                 self._judged = labelled, judged_labels(self.tasks, pairs)
-            return compare(self.manifest, self.watch.drift, windows, self._judged[1])
+            return compare(self.manifest, self.config.drift, windows, self._judged[1])
 
     def _total(self) -> None:
         """Bring this worker's totals up to date."""
@@ -187,8 +175,8 @@ class Monitor:
 
     def _windows(self) -> list[Windows]:
         """The arrays of all workers."""
-        if self.watch.folder is not None:
-            for file in sorted(self.watch.folder.glob(f"{self._package}.*.windows")):
+        if self.folder is not None:
+            for file in sorted(self.folder.glob(f"{self._package}.*.windows")):
                 if file != self._file and file not in self._others:
                     self._others[file] = Windows(self.mine.sizes, file)
         return [self.mine, *self._others.values()]

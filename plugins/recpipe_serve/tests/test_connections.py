@@ -17,7 +17,6 @@ import pytest
 pytest.importorskip("uvicorn", reason="recpipe[serve] is not installed")
 pytest.importorskip("prometheus_client", reason="recpipe[serve] is not installed")
 
-from recpipe_serve.batching.batcher import Limits
 from recpipe_serve.config import ServeConfig
 from recpipe_serve.http import acceptor as door_module
 from recpipe_serve.http.acceptor import Acceptor, Shares, connections_possible
@@ -273,8 +272,8 @@ def workers(count: int, folder: Path) -> Iterator[tuple[int, list[Acceptor]]]:
     listening = socket.create_server(("127.0.0.1", 0), backlog=128)
     runners, threads = [], []
     for number in range(count):
-        server = Server(score, MANIFEST, "m", Limits(), ServeConfig())
-        acceptor = Acceptor(server.bounds, server.metrics, Shares(count, number, folder / "connections"))
+        server = Server(score, MANIFEST, "m", ServeConfig())
+        acceptor = Acceptor(server.config, server.metrics, Shares(count, number, folder / "connections"))
         runners.append(server.listener(acceptor, stop=1))
         threads.append(threading.Thread(target=runners[-1].run, args=([listening.dup()],)))
         threads[-1].start()

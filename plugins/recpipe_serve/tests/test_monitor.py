@@ -13,15 +13,16 @@ import numpy as np
 import pytest
 import torch
 from recpipe_serve.batching.scorer import Side
+from recpipe_serve.config import ServeConfig
 from recpipe_serve.errors import Refused
-from recpipe_serve.monitor.monitor import Monitor, Watch
+from recpipe_serve.monitor.monitor import Monitor
 from recpipe_serve.monitor.windows import SCORED, Sizes, Windows
 
 from recpipe.answers import figures as drift
 from recpipe.answers.figures import judge
 from recpipe.errors import UserError
 
-WATCH = Watch()
+CONFIG = ServeConfig()
 
 
 def drawn(samples: int, seed: int, shift: float = 0.0) -> tuple[np.ndarray, np.ndarray]:
@@ -69,9 +70,9 @@ def sides(samples: int, missing: float = 0.1, of_b: int = 2) -> list[Side]:
     return [Side((0, 1), torch.from_numpy(np.concatenate([a, b])), torch.from_numpy(lengths), samples)]
 
 
-def seen(logits: np.ndarray, watch: Watch = WATCH, about: Any = None, **ids: Any) -> Monitor:
+def seen(logits: np.ndarray, config: ServeConfig = CONFIG, about: Any = None, **ids: Any) -> Monitor:
     """A monitor that has seen ``logits`` in batches of at most 512."""
-    monitor = Monitor(about or manifest(), watch)
+    monitor = Monitor(about or manifest(), config)
     for part in np.split(logits, range(512, len(logits), 512)):
         monitor.saw(sides(len(part), **ids), part)
     return monitor
@@ -89,12 +90,12 @@ def test_the_references_own_scores_are_not_off_and_shifted_ones_are() -> None:
     assert len(shifted.off) == 1
     assert shifted.off[0].startswith("scores of 'score' drifted: PSI 0.3")
     assert "(reference 20,000 samples, window 9,000); above 0.2 is taken as drift" in shifted.off[0]
-    assert seen(drawn(9000, 1, shift=0.6)[0], Watch(drift=1.0)).compared().off == []
+    assert seen(drawn(9000, 1, shift=0.6)[0], ServeConfig(drift=1.0)).compared().off == []
 
 
 def test_the_window_forgets_and_the_start_does_not() -> None:
-    watch = Watch(window=2000)
-    monitor = seen(np.concatenate([drawn(6000, 1, shift=2.0)[0], drawn(2000, 2)[0]]), watch)
+    config = ServeConfig(window=2000)
+    monitor = seen(np.concatenate([drawn(6000, 1, shift=2.0)[0], drawn(2000, 2)[0]]), config)
     found = monitor.compared().figures
     assert found["samples"] == {"window": 2000, "since_start": 8000, "reference": 20_000}
     own = found["scores"]["score"]
@@ -139,7 +140,7 @@ def test_ids_that_candidates_share_count_for_each_of_them() -> None:
     repeated = Side((0, 1), torch.tensor([0, 1, 0, 1, 0, 0, 0, 3, 0]), torch.tensor([1] * 7 + [2]), 4)
     found = []
     for batch in ([shared, own], [repeated]):
-        monitor = Monitor(manifest(), WATCH)
+        monitor = Monitor(manifest(), CONFIG)
         monitor.saw(batch, np.zeros(4, np.float32))
         found.append(monitor.compared().figures["ids"])
     assert found[0] == found[1]
@@ -148,7 +149,7 @@ def test_ids_that_candidates_share_count_for_each_of_them() -> None:
 
 
 def test_the_ids_window_forgets_too() -> None:
-    monitor = Monitor(manifest(), Watch(window=1600))
+    monitor = Monitor(manifest(), ServeConfig(window=1600))
     for missing in (1.0, 0.0):
         for _ in range(16):
             monitor.saw(sides(100, missing), drawn(100, 1)[0])
@@ -209,7 +210,7 @@ def test_late_and_unknown_requests_are_counted_and_what_is_kept_is_bounded() -> 
         kept = windows.find(f"r{number}")
         assert kept is not None
         assert kept.scores[:, 0].tolist() == [number] * 4
-    monitor = Monitor(manifest(), Watch(kept=1000))
+    monitor = Monitor(manifest(), ServeConfig(kept=1000))
     for number in range(500):
         monitor.keep(f"r{number}", np.zeros((4, 1), np.float32))
     entries = [{"id": name, "label": [0] * 4} for name in ("r0", "r499", "never")]
@@ -217,7 +218,7 @@ def test_late_and_unknown_requests_are_counted_and_what_is_kept_is_bounded() -> 
 
 
 def test_an_id_that_comes_again_has_its_latest_scores() -> None:
-    monitor = Monitor(manifest(), WATCH)
+    monitor = Monitor(manifest(), CONFIG)
     for value in (1.0, 2.0):
         monitor.keep("r", np.full((2, 1), value, np.float32))
     assert post(monitor, {"id": "r", "label": [0, 1]})["joined"] == 1
@@ -245,7 +246,7 @@ def test_an_id_that_comes_again_has_its_latest_scores() -> None:
     ],
 )
 def test_labels_that_cannot_be_used_are_a_line_and_change_nothing(body: bytes, says: str) -> None:
-    monitor = Monitor(manifest(), WATCH)
+    monitor = Monitor(manifest(), CONFIG)
     for name in ("r", "good"):
         monitor.keep(name, np.zeros((2, 1), np.float32))
     with pytest.raises(Refused) as refused:
@@ -260,7 +261,7 @@ def test_labels_of_other_kinds_and_of_several_tasks() -> None:
     about = manifest()
     del about["reference"]
     about["outputs"] = [{"name": "buys", "kind": "counts"}, {"name": "price", "kind": "values"}]
-    monitor = Monitor(about, WATCH)
+    monitor = Monitor(about, CONFIG)
     monitor.keep("r", np.array([[0.0, 2.0], [1.0, 4.0]], np.float32))
     for wrong in ({"buys": [0, -1], "price": [1, 1]}, {"buys": [0, 1], "price": [1, 1e39]}, [0, 1]):
         with pytest.raises(Refused):
@@ -273,14 +274,14 @@ def test_labels_of_other_kinds_and_of_several_tasks() -> None:
 
 def test_workers_see_what_the_others_saw_and_one_that_comes_back_goes_on(tmp_path: Path) -> None:
     logits, clicks = drawn(4000, 1)
-    first, second = (Monitor(manifest(), Watch(folder=tmp_path, number=n)) for n in (0, 1))
+    first, second = (Monitor(manifest(), ServeConfig(), tmp_path, n) for n in (0, 1))
     first.saw(sides(3000), logits[:3000])
     second.saw(sides(1000), logits[3000:])
     first.keep("r", logits[:2000, None])
     assert post(second, {"id": "r", "label": clicks[:2000].tolist()})["joined"] == 2000 // 2000
     assert post(first, {"id": "r", "label": clicks[:2000].tolist()})["again"] == 1
     second.mine.wrong += np.array([0, 2])
-    again = Monitor(manifest(), Watch(folder=tmp_path))
+    again = Monitor(manifest(), ServeConfig(), tmp_path)
     for monitor in (first, second, again):
         figures = monitor.compared().figures
         assert figures["samples"]["window"] == 4000
@@ -298,14 +299,14 @@ def test_a_full_disk_is_a_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr("os.posix_fallocate", full)
-    Monitor(manifest(), Watch())
+    Monitor(manifest(), ServeConfig())
     with pytest.raises(UserError, match=r"the monitor cannot write .* bytes to .*: No space left on device"):
-        Monitor(manifest(), Watch(folder=tmp_path))
+        Monitor(manifest(), ServeConfig(), tmp_path)
 
 
 def test_damaged_labels_never_fail_otherwise_than_refused() -> None:
     draw = random.Random(2)
-    monitor = Monitor(manifest(), WATCH)
+    monitor = Monitor(manifest(), CONFIG)
     for name in "abc":
         monitor.keep(name, np.zeros((3, 1), np.float32))
     whole = json.dumps({"labels": [{"id": name, "label": [0, 1, None]} for name in "abc"]}).encode()

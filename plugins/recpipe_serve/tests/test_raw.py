@@ -14,7 +14,6 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
-from recpipe_serve.batching.batcher import Limits
 from recpipe_serve.batching.forms import together
 from recpipe_serve.batching.scorer import RequestScorer
 from recpipe_serve.config import ServeConfig
@@ -224,7 +223,7 @@ def test_what_waits_is_encoded_anew_for_another_package(trained: Trained) -> Non
         return dense[:, 1]
 
     async def change() -> None:
-        server = Server(score, manifest, "m", Limits(), ServeConfig(), preparation=first)
+        server = Server(score, manifest, "m", ServeConfig(), preparation=first)
         server.batcher.start()
         (row,) = rows(300).slice(0, 1).drop(["click"]).to_pylist()
         for age in (50, 60):

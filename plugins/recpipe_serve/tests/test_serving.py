@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from recpipe_serve.batching.batcher import Batcher, Limits
+from recpipe_serve.batching.batcher import Batcher
 from recpipe_serve.batching.forms import Asked, Form
 from recpipe_serve.batching.scorer import Side
 from recpipe_serve.config import ServeConfig
@@ -48,11 +48,11 @@ def score(dense: torch.Tensor, sides: Sequence[Side]) -> torch.Tensor:
 
 
 @contextmanager
-def served(score: Any = score, limits: Limits | None = None, **bounds: Any) -> Iterator[tuple[int, Any]]:
+def served(score: Any = score, **bounds: Any) -> Iterator[tuple[int, Any]]:
     """A server on a free port, and its object."""
-    server = Server(score, MANIFEST, "m", limits or Limits(), ServeConfig(**bounds))
+    server = Server(score, MANIFEST, "m", ServeConfig(**bounds))
     listening = socket.create_server(("127.0.0.1", 0))
-    runner = server.listener(Acceptor(server.bounds, server.metrics), stop=5)
+    runner = server.listener(Acceptor(server.config, server.metrics), stop=5)
     thread = threading.Thread(target=runner.run, args=([listening],))
     thread.start()
     try:
@@ -282,9 +282,11 @@ class Held:
         return score(dense, sides)
 
 
-async def behind(model: Held, limits: Limits, *waiting: Asked, timeout: float | None = None) -> list[Any]:
+async def behind(
+    model: Held, config: ServeConfig, *waiting: Asked, timeout: float | None = None
+) -> list[Any]:
     """The answers of a first request that is being scored, and of those that come ``waiting`` meanwhile."""
-    batcher = Batcher(model, limits)
+    batcher = Batcher(model, config)
     batcher.start()
     first = asyncio.create_task(scores_of(batcher, one(1)))
     while not model.begun.is_set():
@@ -301,7 +303,7 @@ async def behind(model: Held, limits: Limits, *waiting: Asked, timeout: float | 
 
 def test_requests_that_wait_are_scored_together_each_with_its_own_scores() -> None:
     model = Held()
-    found = asyncio.run(behind(model, Limits(batch=6), one(2), one(3, 3), one(4, 2), one(5), one(6, 9)))
+    found = asyncio.run(behind(model, ServeConfig(batch=6), one(2), one(3, 3), one(4, 2), one(5), one(6, 9)))
     assert [scores.tolist() for scores in found] == [[1], [2], [3] * 3, [4] * 2, [5], [6] * 9]
     assert model.batches == [1, 6, 1, 9]
 
@@ -319,7 +321,7 @@ def test_short_batches_are_scored_by_the_loops_thread_once_it_is_known_that_they
         return score(dense, sides)
 
     async def four() -> list[Any]:
-        batcher = Batcher(model, Limits())
+        batcher = Batcher(model, ServeConfig())
         batcher.start()
         found = [await asyncio.gather(scores_of(batcher, one(a)), return_exceptions=True) for a in range(4)]
         await batcher.close()
@@ -359,7 +361,7 @@ def test_the_loops_thread_scores_what_is_at_hand_and_the_other_what_is_to_be_rea
             return 3 not in sides[0].ids
 
     async def five() -> list[Any]:
-        batcher = Batcher(model, Limits())
+        batcher = Batcher(model, ServeConfig())
         batcher.start()
         found = [await scores_of(batcher, one(a)) for a in (1, 2, 3, 4, 5)]
         await batcher.close()
@@ -373,12 +375,12 @@ def test_the_loops_thread_scores_what_is_at_hand_and_the_other_what_is_to_be_rea
 
 def test_a_full_queue_refuses_and_a_deadline_passes_in_it() -> None:
     model = Held()
-    found = asyncio.run(behind(model, Limits(queue=2), one(2), one(3), one(4)))
+    found = asyncio.run(behind(model, ServeConfig(queue=2), one(2), one(3), one(4)))
     assert [scores.tolist() for scores in found[:3]] == [[1], [2], [3]]
     assert isinstance(found[3], Refused)
     assert found[3].status == 503
     model = Held()
-    found = asyncio.run(behind(model, Limits(), one(2), timeout=0.001))
+    found = asyncio.run(behind(model, ServeConfig(), one(2), timeout=0.001))
     assert found[0].tolist() == [1]
     assert found[1].status == 504
     assert model.batches == [1]
@@ -388,7 +390,7 @@ def test_a_batch_that_is_not_full_waits_for_more_but_no_longer_than_it_may() -> 
     async def two(wait: float) -> list[int]:
         model = Held()
         model.go_on.set()
-        batcher = Batcher(model, Limits(batch=2, wait=wait))
+        batcher = Batcher(model, ServeConfig(batch=2, wait_ms=1e3 * wait))
         batcher.start()
         tasks = [asyncio.create_task(scores_of(batcher, one(1)))]
         await asyncio.sleep(0.05)
@@ -418,7 +420,7 @@ class Reading(Held):
 
 def test_rows_are_read_of_what_waits_for_the_next_batch_while_one_is_scored() -> None:
     model = Reading()
-    found = asyncio.run(behind(model, Limits(batch=3), one(2), one(3), one(4), one(5)))
+    found = asyncio.run(behind(model, ServeConfig(batch=3), one(2), one(3), one(4), one(5)))
     assert [scores.tolist() for scores in found] == [[1], [2], [3], [4], [5]]
     assert model.told[:3] == [2, 3, 4], "and nobody's twice"
     assert 1 not in model.told
@@ -427,7 +429,7 @@ def test_rows_are_read_of_what_waits_for_the_next_batch_while_one_is_scored() ->
 
 def test_a_request_whose_rows_were_read_may_never_be_scored() -> None:
     model = Reading()
-    found = asyncio.run(behind(model, Limits(), one(2), timeout=0.04))
+    found = asyncio.run(behind(model, ServeConfig(), one(2), timeout=0.04))
     assert found[1].status == 504
     assert model.told == [2]
     assert model.batches == [1]
@@ -435,7 +437,7 @@ def test_a_request_whose_rows_were_read_may_never_be_scored() -> None:
 
 def test_a_fault_of_reading_ahead_changes_nothing(caplog: pytest.LogCaptureFixture) -> None:
     model = Reading(2)
-    found = asyncio.run(behind(model, Limits(), one(2), one(3)))
+    found = asyncio.run(behind(model, ServeConfig(), one(2), one(3)))
     assert [scores.tolist() for scores in found] == [[1], [2], [3]]
     assert "rows could not be read ahead" in caplog.text
 
@@ -448,7 +450,7 @@ def test_one_requests_fault_is_not_that_of_others_in_its_batch() -> None:
             return super().__call__(dense, sides)
 
     model = Faulty()
-    found = asyncio.run(behind(model, Limits(), one(2), one(3), one(4)))
+    found = asyncio.run(behind(model, ServeConfig(), one(2), one(3), one(4)))
     assert [found[n].tolist() for n in (0, 1, 3)] == [[1], [2], [4]]
     assert str(found[2]) == "a row cannot be read"
 

@@ -32,13 +32,11 @@ from recpipe.common.process import old_objects_kept, quieted
 from recpipe.data.preparation import Preparation
 from recpipe.errors import UserError
 from recpipe.tasks.process import prepare_process
-from recpipe_serve.batching.batcher import Limits
 from recpipe_serve.batching.scorer import RequestScorer
 from recpipe_serve.config import ServeConfig
 from recpipe_serve.http.acceptor import Acceptor, Shares
 from recpipe_serve.http.app import Server
 from recpipe_serve.http.metrics import DIRECTORY
-from recpipe_serve.monitor.monitor import Watch
 from recpipe_serve.row_server import RowServer
 
 log = logging.getLogger("recpipe")
@@ -108,13 +106,17 @@ class Worker:
         torch.set_num_threads(config.threads)
         self.directory, self.config, self.rows, self.several = directory, config, rows, several
         self.loaded = load(directory, rows, several, config.trust)
-        limits = Limits(config.batch, config.wait_ms / 1e3, config.queue, config.deadline_ms / 1e3)
         scorer = self.loaded.scorer
         folder = Path(os.environ[DIRECTORY]) if several else None
-        watch = Watch(config.window, config.kept, config.drift, folder, number)
-        preparation = self.loaded.preparation
         self.server = Server(
-            RequestScorer(scorer), scorer.manifest, name, limits, config, several, watch, preparation
+            RequestScorer(scorer),
+            scorer.manifest,
+            name,
+            config,
+            several,
+            folder,
+            number,
+            self.loaded.preparation,
         )
         self.server.metrics.serves(self.loaded.package)
         if rows is not None:
