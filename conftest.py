@@ -57,24 +57,34 @@ gc.set_threshold(20_000, 20, 20)
 """Looking for cycles took 8% of the tests' time with Python's own numbers."""
 
 LONG = (
-    "tests/answers/test_package.py",
-    "plugins/recpipe_sdm/tests/test_scorer.py",
     "tests/plugin/test_cheats.py",
-    "tests/tasks/test_advise.py",
-    "tests/test_api.py",
-    "tests/test_cli.py",
-    "tests/training/test_trainer.py",
-    "tests/tasks/test_compare.py",
-    "tests/test_pretend_gpu.py",
-    "tests/tasks/test_sweep.py",
+    "tests/answers/test_package.py",
+    "tests/plugin/test_pages.py",
     "plugins/recpipe_slipstream/tests/test_plugin.py",
-    "plugins/recpipe_low_precision/tests/test_layers.py",
-    "tests/test_packaging.py",
+    "tests/test_api.py",
+    "tests/tasks/test_compare.py",
+    "plugins/recpipe_hotline/tests/test_plugin.py",
+    "tests/training/test_trainer.py",
     "plugins/recpipe_het/tests/test_het_plugin.py",
-    "plugins/recpipe_slipstream/tests/test_filter.py",
     "tests/distributed/test_torchrun.py",
+    "plugins/recpipe_slipstream/tests/test_filter.py",
+    "plugins/recpipe_neo/tests/test_neo_ranks.py",
+    "plugins/recpipe_neo/tests/test_neo_plugin.py",
+    "tests/any_model/test_matrix.py",
+    "plugins/recpipe_perf_model/tests/test_advise.py",
+    "tests/tasks/test_sweep.py",
+    "plugins/recpipe_low_precision/tests/test_layers.py",
+    "tests/test_cli.py",
+    "plugins/recpipe_low_precision/tests/test_low_precision.py",
+    "tests/any_model/test_sharded.py",
+    "plugins/recpipe_sdm/tests/test_scorer.py",
+    "tests/answers/test_sequences.py",
+    "tests/test_packaging.py",
+    "tests/test_pretend_gpu.py",
+    "tests/any_model/test_weighing.py",
+    "tests/any_model/test_frozen.py",
 )
-"""Files that take 40 s and more on 2 slow cores, the longest first."""
+"""Files that take 13 s and more of a core, the longest first."""
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

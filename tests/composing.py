@@ -20,6 +20,7 @@ from typing import Any
 import pytest
 from hydra._internal.config_loader_impl import ConfigLoaderImpl
 from hydra._internal.config_repository import ConfigRepository
+from hydra._internal.hydra import Hydra
 from hydra.core.object_type import ObjectType
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
@@ -31,6 +32,7 @@ from recpipe.config import compose as config
 
 COMPOSE, PARSE, ENTRY_POINTS = config._composed, OverridesParser.parse_rule, importlib.metadata.entry_points
 LOAD = ConfigRepository.load_config
+GET_MODE = Hydra.get_mode
 CONF = config.conf_dir
 _bases: dict[tuple[str, ...], DictConfig] = {}
 _parsed: dict[str, Override] = {}
@@ -58,6 +60,7 @@ def remember_parts(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(OverridesParser, "parse_rule", parse_rule)
     patch.setattr(importlib.metadata, "entry_points", entry_points)
     patch.setattr(ConfigRepository, "load_config", load_config)
+    patch.setattr(Hydra, "get_mode", get_mode)
 
 
 def forget(patch: pytest.MonkeyPatch) -> None:
@@ -66,6 +69,7 @@ def forget(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(OverridesParser, "parse_rule", PARSE)
     patch.setattr(importlib.metadata, "entry_points", ENTRY_POINTS)
     patch.setattr(ConfigRepository, "load_config", LOAD)
+    patch.setattr(Hydra, "get_mode", GET_MODE)
 
 
 @contextmanager
@@ -150,6 +154,13 @@ def load_config(repository: ConfigRepository, config_path: str) -> ConfigResult 
     if key not in _files:
         _files[key] = LOAD(repository, config_path)
     return copy.deepcopy(_files[key])
+
+
+def get_mode(hydra: Hydra, config_name: str | None, overrides: list[str]) -> Any:
+    """As ``Hydra.get_mode``, which composes the whole recipe to see whether it sets ``hydra.mode``."""
+    if any("hydra" in word for word in overrides) or any("--config" in word for word in sys.argv):
+        return GET_MODE(hydra, config_name, overrides)
+    return None
 
 
 def _version(source: ConfigSource, config_path: str) -> tuple[object, ...] | None:

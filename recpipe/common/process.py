@@ -147,15 +147,18 @@ def quiet_libraries() -> None:
     """Hide banners, deprecations inside libraries and known noise; warnings about user mistakes stay."""
     # Torch's profiler prints on stderr that it starts and stops.
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")
-    # FBGEMM reports every library that it loads through the root logger.
-    logging.getLogger().setLevel(logging.WARNING)
     # Of several processes (torchrun) only the first one prints info; all of them print warnings.
     leads = os.environ.get("RANK", "0") == "0"
-    logging.getLogger("recpipe").setLevel(logging.INFO if leads else logging.WARNING)
-    for name, level in _LEVELS.items():
-        logging.getLogger(name).setLevel(level)
+    # FBGEMM reports every library that it loads through the root logger.
+    _set_levels({"": logging.WARNING, "recpipe": logging.INFO if leads else logging.WARNING, **_LEVELS})
     logging.getLogger().addFilter(_worth_saying)
     hide_known_warnings()
+
+
+def _set_levels(levels: Mapping[str, int]) -> None:
+    for name, level in levels.items():
+        if logging.getLogger(name).level != level:  # to set it empties the caches of all loggers
+            logging.getLogger(name).setLevel(level)
 
 
 def hide_known_warnings() -> None:
@@ -174,8 +177,7 @@ def _quieted() -> Iterator[None]:
         try:
             yield
         finally:
-            for name, level in before.items():
-                logging.getLogger(name).setLevel(level)
+            _set_levels(before)
             logging.getLogger().filters[:] = filters
 
 

@@ -78,7 +78,8 @@ def offered(kind: str) -> Offers:
         pairs = (word.partition("=") for word in os.environ.get(MODULES, "").split())
         installed += [EntryPoint(name, value, GROUPS[PLUGIN]) for name, _, value in pairs]
     for ep in installed:
-        if ep.name in away or _normal(origin_of(ep).distribution) in away:
+        # A distribution's name is in its metadata, which is parsed each time.
+        if away and (ep.name in away or _normal(origin_of(ep).distribution) in away):
             continue
         if ep.name in found and found[ep.name].value != ep.value:
             found.clashing[ep.name] = ep

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from typing import Any
+
+import pytest
 import torch
 
 import recpipe
@@ -17,6 +21,20 @@ MORE = {
     "sharded_lru": ("tiers.sharded=true", "tiers.policy=lru"),
 }
 """The techniques that train in the order of the data."""
+
+
+USUAL = ("resident", "hotline", "sharded_lru")
+"""Those that a model is trained under by default if another one of its kind is trained under all of them."""
+
+
+def grid(names: Iterable[str], first: str, techniques: Iterable[str] = MORE) -> list[Any]:
+    """Each name with each technique, for ``pytest.mark.parametrize``. All of ``first``, and ``USUAL`` ones of
+    the others; the rest is soak."""
+    return [
+        pytest.param(name, each, marks=[] if name == first or each in USUAL else [pytest.mark.soak])
+        for name in names
+        for each in techniques
+    ]
 
 
 def given(name: str, batches: list[Events]) -> list[Events]:

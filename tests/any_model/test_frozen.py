@@ -17,7 +17,7 @@ from recpipe.pipeline.step_graph import BEFORE, StepGraph
 from recpipe.plugin.tables import TableOptimizer
 from recpipe.tables.proxy import CollectionProxy
 from recpipe.training.optim import OptimConfig
-from tests.any_model.by_hand import BATCHES, MORE, in_a_loop, reference
+from tests.any_model.by_hand import BATCHES, MORE, grid, in_a_loop, reference
 from tests.any_model.runs import QUIET, all_on_two_ranks, furthest_left, left_by, train
 from tests.any_model.zoo import OVERRIDES, TECHNIQUES, Events, events, furthest, make
 from tests.pipeline.samples import placed
@@ -36,8 +36,7 @@ def frozen_in(name: str) -> dict[str, torch.Tensor]:
     return {n: p.detach() for n, p in make(name).named_parameters() if not p.requires_grad}
 
 
-@pytest.mark.parametrize("technique", TRAINED)
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(("name", "technique"), grid(MODELS, "two_tower_frozen", TRAINED))
 def test_a_technique_trains_the_rest_as_by_hand(batches, name, technique) -> None:
     mine = train(make(name), batches, "rowwise_adagrad", *TRAINED[technique])
     assert furthest(mine, reference(name, batches)) < 1e-5

@@ -58,8 +58,15 @@ def trained_on(monkeypatch: pytest.MonkeyPatch) -> list[Events]:
     return seen
 
 
-@pytest.mark.parametrize("technique", TECHNIQUES)
-@pytest.mark.parametrize("name", ZOO)
+@pytest.mark.parametrize(
+    ("name", "technique"),
+    [
+        pytest.param(name, technique, marks=[pytest.mark.soak] * twin)
+        for name in ZOO
+        for technique in TECHNIQUES
+        for twin in [name in ("dcn", "deepfm") and technique not in ("resident", "hotline")]
+    ],
+)
 def test_a_technique_trains_a_model_as_by_hand(batches, trained_on, name, technique) -> None:
     mine = train(make(name), batches, "rowwise_adagrad", *TECHNIQUES[technique])
     if technique == "fae":  # exact in an order of its own
@@ -91,7 +98,7 @@ def test_lost_gradients_are_found(batches, monkeypatch, name) -> None:
 
 
 @pytest.mark.parametrize("technique", ["resident", "lru_ssd", "hotline", "slipstream_hotline"])
-@pytest.mark.parametrize("name", ["deepfm", "two_tower", "din"])
+@pytest.mark.parametrize("name", [pytest.param("deepfm", marks=pytest.mark.soak), "two_tower", "din"])
 def test_stopping_and_resuming_is_bitwise(batches, tmp_path, name, technique) -> None:
     words = (*QUIET, *OVERRIDES["rowwise_adagrad"], *TECHNIQUES[technique], "trainer.max_epochs=1")
     saving = (*words, "trainer.checkpoint_every=3", f"trainer.checkpoint_dir={tmp_path / 'saved'}")

@@ -15,7 +15,7 @@ from recpipe.pipeline.batch import InFlight
 from recpipe.pipeline.step import StepTimes, accumulate
 from recpipe.plugin.tables import TableOptimizer
 from recpipe.tables.proxy import BagProxy
-from tests.any_model.by_hand import BATCHES, MORE, given, in_a_loop, reference
+from tests.any_model.by_hand import BATCHES, MORE, given, grid, in_a_loop, reference
 from tests.any_model.runs import QUIET, all_on_two_ranks, furthest_left, left_by, train
 from tests.any_model.weighing import WEIGHING, HandedOn, Scaled, Weighing, with_own_weights
 from tests.any_model.zoo import OVERRIDES, TECHNIQUES, Events, by_hand, events, furthest, make
@@ -34,8 +34,7 @@ def batches(criteo: Dataset) -> list[Events]:
     return events(criteo, BATCHES)
 
 
-@pytest.mark.parametrize("technique", MORE)
-@pytest.mark.parametrize("name", WEIGHING)
+@pytest.mark.parametrize(("name", "technique"), grid(WEIGHING, "positions"))
 def test_a_technique_trains_a_model_as_by_hand(batches, name, technique) -> None:
     mine = train(make(name), given(name, batches), "rowwise_adagrad", *MORE[technique])
     assert furthest(mine, reference(name, batches)) < 1e-5

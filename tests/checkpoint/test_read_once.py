@@ -50,6 +50,8 @@ KINDS: dict[str, Sequence[str]] = {
 }
 TWICE = ("rounded", "in 16 bits", "sharded, rounded")
 """Resident rows are read again: their store has fewer bits than they had."""
+ELSEWHERE = ("resident", "no cache", "bagpipe", "fae", "hotline", "slipstream")
+"""Resumed with the same bits in tests/training/test_trainer, in quantize's tests, and in the plugins' own."""
 
 
 @pytest.fixture
@@ -126,7 +128,10 @@ def trained(folder: Path, overrides: Sequence[str]) -> dict[str, NDArray[np.floa
     return found | dict(np.load(folder / "parameters" / "dense.npz"))
 
 
-@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "het"])
+@pytest.mark.parametrize(
+    "kind",
+    [pytest.param(kind, marks=[pytest.mark.soak] * (kind in ELSEWHERE)) for kind in KINDS if kind != "het"],
+)
 def test_a_resumed_run_has_the_bits_of_one_that_went_on(tmp_path: Path, kind: str) -> None:
     checkpoint = saved(tmp_path / "run", KINDS[kind])
     whole = trained(tmp_path / "whole", KINDS[kind])

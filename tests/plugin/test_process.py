@@ -46,10 +46,10 @@ def test_nothing_is_told_of_a_process_that_was_left_alone(before: Process) -> No
     ("owner", "name", "at_once"),
     [
         (torch.nn.functional, "relu", True),
-        (torch, "sigmoid", True),
+        pytest.param(torch, "sigmoid", True, marks=pytest.mark.soak),
         (torch.Tensor, "mul", True),
         (np, "sort", True),
-        (L.Trainer, "fit", False),
+        pytest.param(L.Trainer, "fit", False, marks=pytest.mark.soak),
         (nn.ReLU, "forward", False),
         (nn.ReLU, "__call__", False),  # inherited until now
         (os, "listdir", False),

@@ -175,7 +175,7 @@ def test_equals_the_run_without_a_cache(
     assert same(run.finish(), plain.finish())
 
 
-@pytest.mark.parametrize("resident", [0.08, 0.3])
+@pytest.mark.parametrize("resident", [0.08, pytest.param(0.3, marks=pytest.mark.soak)])
 def test_rows_in_host_memory_are_not_read_in_bulk(clicks: Dataset, tmp_path: Path, resident: float) -> None:
     knobs = {"lookahead": 8, "cleanup": 2}
     run = Run(clicks, tmp_path / "with", knobs, resident=resident, bulk=False).train(STEPS)
@@ -225,7 +225,7 @@ def test_reading_tables_between_batches_and_new_epochs_change_nothing(
     assert same(*ends)
 
 
-@pytest.mark.parametrize("resident", [0.08, 0.5])
+@pytest.mark.parametrize("resident", [0.08, pytest.param(0.5, marks=pytest.mark.soak)])
 def test_a_resumed_run_equals_an_undisturbed_one(clicks: Dataset, tmp_path: Path, resident: float) -> None:
     knobs = {"lookahead": 8, "cleanup": 3}
     whole = Run(clicks, tmp_path / "whole", knobs, resident=resident).train(STEPS).finish()

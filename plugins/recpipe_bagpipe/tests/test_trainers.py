@@ -65,7 +65,7 @@ def test_equals_the_synchronous_run(trainers: int, window: tuple[int, int], opti
         assert same(trained.bits, reference)
 
 
-@pytest.mark.parametrize("seed", [1, 2, 3])
+@pytest.mark.parametrize("seed", [1, *(pytest.param(seed, marks=pytest.mark.soak) for seed in (2, 3))])
 def test_a_gate_one_batch_early_is_noticed(seed: int) -> None:
     plan = Plan(zipf_batches(26, seed=seed), lookahead=6, cleanup=2)
     assert same(run(plan, 3)[0].bits, synchronous(plan, 3))
@@ -159,7 +159,9 @@ class _Cut(list[Batch]):
         trainer.tables.stream = nine  # type: ignore[method-assign]
 
 
-@pytest.mark.parametrize("slots", [40, 50, 90, 140])
+@pytest.mark.parametrize(
+    "slots", [40, 90, *(pytest.param(slots, marks=pytest.mark.soak) for slots in (50, 140))]
+)
 def test_a_tight_budget_is_kept(slots: int) -> None:
     plan = Plan(BATCHES, lookahead=12, cleanup=2, slots=slots)
     trainers = make_threads(plan, 2)

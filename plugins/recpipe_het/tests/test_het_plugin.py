@@ -28,6 +28,10 @@ class TestHet(PluginSuite, CostsSuite):
     plugin = "het"
     beside: ClassVar = ("quantize",)  # tests/test_pairs.py has the other pairs
 
+    @pytest.mark.soak  # hotline's suite has quantize beside it, and quantize's tests have it under each owner
+    def test_trains_beside_each_other_plugin(self, tmp_path_factory: pytest.TempPathFactory) -> None:
+        super().test_trains_beside_each_other_plugin(tmp_path_factory)
+
     @pytest.mark.soak  # test_het_ranks.py trains on two
     def test_trains_alike_on_several_ranks(self, tmp_path_factory: pytest.TempPathFactory) -> None:
         super().test_trains_alike_on_several_ranks(tmp_path_factory)

@@ -67,15 +67,15 @@ def test_it_leaves_a_checkpoint_and_a_report(checkpoint: Path, tmp_path: Path, c
 
 
 def test_from_python_with_pruning_and_less_time(checkpoint: Path, tmp_path: Path) -> None:
-    words = (WITH, knob("prune", True), knob("types", "[fp16]"), knob("bound", 0.05))
+    alone = (WITH, knob("types", "[fp16]"), knob("dense", "float32"))
+    words = (*alone, knob("prune", True), knob("bound", 0.05))
     pruned = recpipe.quantize(checkpoint, None, *words, output=tmp_path, quiet=True)
     assert any(table["type"].endswith("pruned") for table in pruned["tables"].values())
     quick = recpipe.quantize(
         checkpoint,
         None,
-        WITH,
+        *alone,
         knob("minimise", "time"),
-        knob("types", "[fp16]"),
         output=tmp_path / "2",
         quiet=True,
     )
@@ -161,8 +161,9 @@ def test_what_was_judged_alone_gets_the_name(checkpoint: Path, tmp_path: Path, m
         raise KeyboardInterrupt  # while it is judged
 
     monkeypatch.setattr(Quantization, "_quality", watched)
+    words = (WITH, knob("bound", 0.01), knob("dense", "float32"))
     with pytest.raises(KeyboardInterrupt):
-        recpipe.quantize(checkpoint, None, WITH, knob("bound", 0.01), output=tmp_path, quiet=True)
+        recpipe.quantize(checkpoint, None, *words, output=tmp_path, quiet=True)
     assert seen == ["quantized.unjudged"]
     assert not list(tmp_path.glob("quantized*"))
 

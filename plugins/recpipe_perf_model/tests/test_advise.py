@@ -53,7 +53,7 @@ def machine(**times: float) -> MachineProfile:
     random = np.random.default_rng(0)
     samples = []
     for kind in FEATURES:
-        for _ in range(16):
+        for _ in range(8):
             at = dict(zip(NAMES, np.round(2 ** random.uniform(3, 14, len(NAMES))).tolist(), strict=True))
             per = PER_ROW.get(kind.removesuffix(" busy"), 1e-8) * (0.05 if kind.endswith(" busy") else 1.0)
             seconds = 1e-6 + per * at.get("rows", 0.0) * times.get(kind.split()[0], 1.0)

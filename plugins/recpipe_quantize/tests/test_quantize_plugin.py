@@ -46,6 +46,10 @@ class TestQuantize(PluginSuite, CostsSuite):
     plugin = "quantize"
     beside: ClassVar = ("hotline",)  # the others' suites have it beside them
 
+    @pytest.mark.soak  # hotline's suite has it beside it
+    def test_trains_beside_each_other_plugin(self, tmp_path_factory: pytest.TempPathFactory) -> None:
+        super().test_trains_beside_each_other_plugin(tmp_path_factory)
+
     @pytest.mark.soak  # test_quantize_ranks.py trains on two
     def test_trains_alike_on_several_ranks(self, tmp_path_factory: pytest.TempPathFactory) -> None:
         super().test_trains_alike_on_several_ranks(tmp_path_factory)
