@@ -139,10 +139,11 @@ def _learnt(called: Called, stubs: Sequence[Stub], batches: Iterable[Any]) -> ND
 
 def _judged(called: Called, batch: Any) -> tuple[torch.Tensor, torch.Tensor]:
     with torch.no_grad():
-        _, judged = called.judge(batch)
+        tasks = [*called.judge(batch).tasks.values()]
+    judged = tasks[0] if len(tasks) == 1 else None
     if judged is None or called.kind != "clicks":
         raise UserError("types are chosen by normalized entropy: the model must predict one click a sample")
-    return judged[0], judged[1].float()
+    return judged.prediction, judged.labels.float()
 
 
 def between_samples(batches: Iterable[Any], low: int, high: int) -> Iterator[Any]:

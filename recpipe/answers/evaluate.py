@@ -77,14 +77,16 @@ def evaluate(trained: Trained, options: EvaluateOptions, run_dir: RunDir) -> dic
                 slicer = of_batches = Slicer(options.by)
         log.info("scoring %s rows of %s", f"{rows:,}", trained.directory)
         started = perf_counter()
-        scores, labels, loss = _collect(scoring, splits, rows, of_batches)
+        scores, labels, weights, losses = _collect(scoring, splits, rows, of_batches)
         seconds = perf_counter() - started
         kinds: dict[str, Kind] = {name: task.kind for name, task in scoring.tasks.items()}
     log.info("computing figures and intervals")
 
     def judged(rows: Any) -> dict[str, dict[str, Any]]:
         return {
-            name: judge(kind, labels[rows, n], scores[rows, n]).to_dict()
+            name: judge(
+                kind, labels[rows, n], scores[rows, n], weights=None if weights is None else weights[rows, n]
+            ).to_dict()
             for n, (name, kind) in enumerate(kinds.items())
         }
 
@@ -109,7 +111,8 @@ def evaluate(trained: Trained, options: EvaluateOptions, run_dir: RunDir) -> dic
             "rejected_rows": dataset.rejected_rows,
             "fingerprint": dataset.fingerprint,
         },
-        "loss": loss,
+        "loss": float(sum(loss / total for loss, total in losses if total)),
+        "weighted": weights is not None,
         "tasks": {name: {"kind": kinds[name], **own} for name, own in judged(slice(None)).items()},
         "by": by,
         "seconds": seconds,
@@ -120,12 +123,12 @@ def evaluate(trained: Trained, options: EvaluateOptions, run_dir: RunDir) -> dic
 
 def _collect(
     scoring: Scoring, splits: list[SplitName], rows: int, slicer: Slicer | None
-) -> tuple[torch.Tensor, torch.Tensor, float]:
-    """Scores and labels float32 [N, T] of all samples, and their mean loss; ``slicer`` gets the batches' own
-    values."""
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, NDArray[np.float64]]:
+    """Scores and labels float32 [N, T] of all samples, their weights if they have any, and the sums of losses
+    and of weights (``Scored.losses``); ``slicer`` gets the batches' own values."""
     tasks, started = len(scoring.tasks), perf_counter()
     scores, labels = [torch.empty(0, tasks)], [torch.empty(0, tasks)]
-    loss, done = 0.0, 0
+    weights, losses, done = list[torch.Tensor](), np.zeros((1, 2)), 0
 
     def batches() -> Iterator[Any]:
         for split in splits:
@@ -137,16 +140,17 @@ def _collect(
     with Meter() as meter:
         for scored in scoring.scores(batches()):
             assert scored.labels is not None
-            assert scored.loss is not None
+            assert scored.losses is not None
             scores.append(scored.scores.reshape(-1, tasks))
             labels.append(scored.labels.reshape(-1, tasks))
-            size = len(scores[-1])
-            loss += scored.loss * size
-            done += size
+            if scored.weights is not None:
+                weights.append(scored.weights.reshape(-1, tasks))
+            losses = losses + scored.losses
+            done += len(scores[-1])
             if meter.due:
                 speed = done / (perf_counter() - started)
                 meter.show(done / rows, f"evaluating  {done:,} rows  {speed:,.0f} rows/s")
-    return torch.cat(scores), torch.cat(labels), loss / done
+    return torch.cat(scores), torch.cat(labels), torch.cat(weights) if weights else None, losses
 
 
 def print_evaluation(content: Mapping[str, Any]) -> None:

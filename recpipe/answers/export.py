@@ -121,7 +121,8 @@ def export_dense(called: Called, schema: Schema, lists: Sequence[str] | None = N
     except Exception as fault:
         raise UserError(f"{name} cannot be copied ({_reason(fault)})") from fault
     features = [feature.name for feature in schema.sparse]
-    own = Called(twin, called.loss, called.labels, called.key, called.low_precision)
+    own = copy.copy(called)
+    own.module = twin
     traced = _Traced(own, list(stand_ins.values()), features).eval()
     try:
         with torch.no_grad():

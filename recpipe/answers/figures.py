@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from recpipe.model.metrics import Kind, judged
+from recpipe.model.metrics import Kind, judged, known
 
 Float64 = NDArray[np.float64]
 REPLICATES = 1000
@@ -60,17 +60,25 @@ class Judged:
         return {"samples": self.samples, "positives": self.positives, "figures": figures}
 
 
-def judge(kind: Kind, labels: torch.Tensor, predictions: torch.Tensor, quick: bool = False) -> Judged:
-    """The figures of ``predictions`` float32 [N] (logits for clicks) of ``labels`` float32 [N].
+def judge(
+    kind: Kind,
+    labels: torch.Tensor,
+    predictions: torch.Tensor,
+    quick: bool = False,
+    weights: torch.Tensor | None = None,
+) -> Judged:
+    """The figures of ``predictions`` float32 [N] (logits for clicks) of ``labels`` float32 [N], with
+    ``weights`` [N] weighted ones, of the rows whose weight is above 0.
 
     They are those of training's reports, and the calibration: mean prediction / mean label. The interval of
     AUC is DeLong's; those of means and of their ratios (logloss, NE, calibration, MSE, RMSE, MAE) are
     percentiles of a bootstrap over groups of rows, with a fixed seed, whose draws take a tenth of a second.
     If ``quick``, they are by the jackknife over the same groups (Efron and Stein, Annals of Statistics 1981).
     """
+    labels, predictions, weights = known(labels, predictions, weights)
     clicks = kind == "clicks" and bool(((labels == 0) | (labels == 1)).all())
-    found = asdict(judged(kind, labels, predictions))
-    sums = _group_sums(kind, labels, predictions)
+    found = asdict(judged(kind, labels, predictions, weights))
+    sums = _group_sums(kind, labels, predictions, weights)
     if len(sums) == 1:
         others = sums[:0]
     else:
@@ -79,7 +87,7 @@ def judge(kind: Kind, labels: torch.Tensor, predictions: torch.Tensor, quick: bo
     figures: dict[str, Interval] = {}
     for name in ("auc", "logloss", "ne") if clicks else wanted:
         if name == "auc":
-            figures[name] = _delong(found[name], labels, predictions)
+            figures[name] = _delong(found[name], labels, predictions, weights)
         else:
             figures[name] = _interval(found[name], others, _OF_SUMS.get(name), quick)
     if clicks or kind != "clicks":
@@ -92,8 +100,11 @@ def judge(kind: Kind, labels: torch.Tensor, predictions: torch.Tensor, quick: bo
 _N, _LABEL, _PREDICTED, _LOSS, _SQUARE, _ABSOLUTE = range(6)
 
 
-def _group_sums(kind: Kind, labels: torch.Tensor, predictions: torch.Tensor) -> Float64:
-    """[groups, 6]: rows, and sums of labels, predictions, logloss, squared and absolute errors."""
+def _group_sums(
+    kind: Kind, labels: torch.Tensor, predictions: torch.Tensor, weights: torch.Tensor | None
+) -> Float64:
+    """[groups, 6]: weights, 1 where there are none, and sums of weight times label, prediction, logloss,
+    squared and absolute error."""
     groups = max(1, min(GROUPS, labels.numel()))
     sums = np.zeros((groups, 6))
     for low in range(0, labels.numel(), CHUNK):
@@ -102,7 +113,9 @@ def _group_sums(kind: Kind, labels: torch.Tensor, predictions: torch.Tensor) -> 
         loss = torch.nn.functional.binary_cross_entropy_with_logits(raw, label, reduction="none")
         apart = value - label
         which = (np.arange(low, low + len(label))) % groups
-        parts = (torch.ones_like(label), label, value, loss, apart.square(), apart.abs())
+        parts = [torch.ones_like(label), label, value, loss, apart.square(), apart.abs()]
+        if weights is not None:
+            parts = [part * weights[low : low + CHUNK].double() for part in parts]
         for column, part in enumerate(parts):
             sums[:, column] += np.bincount(which, weights=part.numpy(), minlength=groups)
     return sums
@@ -155,21 +168,30 @@ def _interval(
     return Interval(value, float(low), float(high))
 
 
-def _delong(value: float, labels: torch.Tensor, scores: torch.Tensor) -> Interval:
+def _delong(
+    value: float, labels: torch.Tensor, scores: torch.Tensor, weights: torch.Tensor | None
+) -> Interval:
     """``value``, the AUC, with the interval by its variance (DeLong et al., Biometrics 1988): that of the
-    share of negatives below each positive, and of positives above each negative."""
+    share of negatives below each positive, and of positives above each negative. With weights, shares are of
+    weight, and the variance of their weighted mean is sum((weight * difference)^2) / sum(weight)^2."""
     if math.isnan(value):
         return Interval(value)
-    positive = labels > 0.5
-    shares = []
-    for own, others in ((positive, ~positive), (~positive, positive)):
-        those = scores[others].sort().values
-        mine = scores[own]
-        below = torch.searchsorted(those, mine, right=False) + torch.searchsorted(those, mine, right=True)
-        shares.append(below.double() / (2 * len(those)))
-    if min(map(len, shares)) < 2:
+    positive, variance = labels > 0.5, 0.0
+    if min(int(positive.sum()), int((~positive).sum())) < 2:
         return Interval(value)
-    spread = _Z95 * math.sqrt(sum(float(share.var()) / len(share) for share in shares))
+    for own, others in ((positive, ~positive), (~positive, positive)):
+        those, order = scores[others].sort()
+        mine = scores[own]
+        ends = [torch.searchsorted(those, mine, right=side) for side in (False, True)]
+        if weights is None:
+            share = (ends[0] + ends[1]).double() / (2 * len(those))
+            variance += float(share.var()) / len(share)
+            continue
+        running = torch.cat([torch.zeros(1, dtype=torch.float64), weights[others][order].double().cumsum(0)])
+        share, weight = (running[ends[0]] + running[ends[1]]) / (2 * running[-1]), weights[own].double()
+        apart = share - (share * weight).sum() / weight.sum()
+        variance += float((weight * apart).square().sum() / weight.sum() ** 2)
+    spread = _Z95 * math.sqrt(variance)
     return Interval(value, max(0.0, value - spread), min(1.0, value + spread))
 
 

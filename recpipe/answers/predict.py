@@ -275,4 +275,4 @@ def _scored_by_package(scorer: score.Scorer, batches: Iterable[Batch], labelled:
             found = scorer(batch.dense, ids.to(torch.int64), lengths.to(torch.int64))
         except ValueError as fault:
             raise DataError(str(fault)) from fault
-        yield Scored(found, None, None)
+        yield Scored(found, None)

@@ -55,11 +55,15 @@ def figures_of(
         ids, first = np.zeros(len(sparse)), np.zeros(len(sparse))
         found: list[torch.Tensor] = []
         known: list[torch.Tensor] = []
+        weights: list[torch.Tensor] = []
         samples = 0
         for batch in dataset.batches("eval", trained.cfg.data.batch_size):
             values, lengths = batch.sparse.values().long(), batch.sparse.lengths().long()
             found.append(scorer(batch.dense, values, lengths).reshape(len(batch.dense), -1))
             known.append(torch.stack([task.labels_of(batch) for task in tasks.values()], dim=1).float())
+            own = [task.weights_of(batch) for task in tasks.values()]
+            if there := [each for each in own if each is not None]:
+                weights.append(torch.stack(there, dim=1))
             each = lengths.view(len(sparse), -1).sum(1).numpy()
             ids += each
             first += figures.first_rows(values.numpy(), 1, each)
@@ -67,11 +71,12 @@ def figures_of(
             if samples >= most:
                 break
         scores, labels = torch.cat(found), torch.cat(known)
+        weight = torch.cat(weights) if weights else torch.ones_like(labels)
         return {
             "samples": samples,
             "data": {"name": trained.cfg.data.name, "fingerprint": dataset.fingerprint},
             "tasks": {
-                name: _of_task(task, scores[:, n].contiguous(), labels[:, n].contiguous())
+                name: _of_task(task, *(part[:, n].contiguous() for part in (scores, labels, weight)))
                 for n, (name, task) in enumerate(tasks.items())
             },
             "features": {
@@ -90,12 +95,14 @@ def figures_of(
         return None
 
 
-def _of_task(task: Called, scores: torch.Tensor, labels: torch.Tensor) -> dict[str, Any]:
+def _of_task(
+    task: Called, scores: torch.Tensor, labels: torch.Tensor, weights: torch.Tensor
+) -> dict[str, Any]:
     raw = scores.numpy()
     inner, finite = figures.edges(raw), raw[np.isfinite(raw)]
     means = {
         "prediction": float(figures.predictions(task.kind, raw).mean()),
-        "label": float(labels.double().mean()),
+        "label": float((labels * weights).double().sum() / weights.double().sum()),
     }
     return {
         "kind": task.kind,
@@ -105,7 +112,7 @@ def _of_task(task: Called, scores: torch.Tensor, labels: torch.Tensor) -> dict[s
         "highest": float(finite.max()) if len(finite) else None,
         "mean": {name: mean if math.isfinite(mean) else None for name, mean in means.items()},
         "saturated": figures.saturated(raw) / len(raw) if task.kind == "clicks" else None,
-        "figures": figures.judge(task.kind, labels, scores).to_dict()["figures"],
+        "figures": figures.judge(task.kind, labels, scores, weights=weights).to_dict()["figures"],
     }
 
 

@@ -12,7 +12,9 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import nn
 
 from recpipe.answers.manifest import is_package
@@ -140,8 +142,11 @@ class Scored(NamedTuple):
     predictions, logits for clicks."""
     labels: torch.Tensor | None
     """float32, in the shape of ``scores``; None if they were not asked for."""
-    loss: float | None
-    """The model's own loss, a mean over the batch; None without labels."""
+    weights: torch.Tensor | None = None
+    """Of the labels, in their shape; None if all count alike."""
+    losses: NDArray[np.float64] | None = None
+    """Of each task the sum of weight * loss over the batch, and that of the weights, [T, 2]; [1, 2] of a
+    module that gives its own. None without labels."""
 
 
 @dataclass
@@ -374,13 +379,16 @@ def scored(called: Called, batches: Iterable[Any], labelled: bool = True) -> Ite
     tasks = called.tasks.values()
     for batch in batches:
         with torch.no_grad():
-            labels = loss = None
-            if labelled:
-                mean, output = called(batch)
-                labels, loss = _side_by_side([task.labels_of(batch) for task in tasks]), float(mean)
-            else:
-                _, output = called.output(batch)
-            yield Scored(_side_by_side([task.prediction(output) for task in tasks]), labels, loss)
+            own, output = called.output(batch)
+            scores = _side_by_side([task.prediction(output) for task in tasks])
+            if not labelled:
+                yield Scored(scores, None)
+                continue
+            labels = _side_by_side([task.labels_of(batch) for task in tasks])
+            weights = [task.weights_of(batch) for task in tasks]
+            known = [each for each in weights if each is not None]
+            joined = _side_by_side(known) if len(known) == len(weights) else None
+            yield Scored(scores, labels, joined, called.summed(own, output, batch).double().cpu().numpy())
 
 
 def _side_by_side(parts: Sequence[torch.Tensor]) -> torch.Tensor:

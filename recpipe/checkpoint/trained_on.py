@@ -6,7 +6,7 @@ These are the recipe, the columns that the model was trained on, and how they we
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,7 @@ from recpipe.checkpoint.table_io import RECIPE, naming
 from recpipe.common.saved import Damaged, typed_as
 from recpipe.data.dataset import Dataset
 from recpipe.data.preparation import Preparation
-from recpipe.data.schema import Schema
+from recpipe.data.schema import LabelColumn, Schema
 from recpipe.errors import DataError, UserError
 from recpipe.plugin.tables import SparseFeature
 
@@ -25,11 +25,14 @@ class Columns:
 
     dense: list[str]
     sparse: list[tuple[str, int]]
+    labels: list[tuple[str, str]] = field(default_factory=list)
+    """The names of the labels and their kinds; none: there is one, without a name."""
 
     @property
     def schema(self) -> Schema:
         """The same as the data's schema."""
-        return Schema(tuple(self.dense), tuple(SparseFeature(name, rows) for name, rows in self.sparse))
+        sparse = tuple(SparseFeature(name, rows) for name, rows in self.sparse)
+        return Schema(tuple(self.dense), sparse, tuple(LabelColumn(*label) for label in self.labels))
 
 
 @dataclass(frozen=True)
@@ -47,7 +50,8 @@ class TrainedOn:
         schema = dataset.schema
         columns = None
         if schema is not None:
-            columns = Columns(list(schema.dense), [(f.name, f.rows) for f in schema.sparse])
+            sparse, labels = schema.sparse, [(label.name, label.kind) for label in schema.labels]
+            columns = Columns(list(schema.dense), [(f.name, f.rows) for f in sparse], labels)
         return cls(dict(values), columns, dataset.preparation)
 
     @classmethod

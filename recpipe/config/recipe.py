@@ -114,20 +114,23 @@ class Recipe:
 
 
 def with_label_kind(data: DataConfig, model: ModelConfig | UserModel) -> DataConfig:
-    """``data`` with the kind of labels that the model's loss takes, unless the recipe sets it.
-
-    ``UserError`` for labels that recpipe's own models cannot learn.
-    """
-    if not isinstance(data, FilesConfig):
+    """``data`` with the kind of labels that the model's loss takes, unless the recipe sets it."""
+    if not isinstance(data, FilesConfig) or not isinstance(model, UserModel):
         return data
-    if isinstance(model, ModelConfig) and data.label_kind not in (None, "clicks"):
-        raise UserError(
-            f"data.label_kind={data.label_kind}: model={model.name} learns labels of 0 and 1; others need a "
-            f"class of your own, model.{TARGET}=package.Class, and its loss, as in "
-            "model.loss=mean_squared_error"
-        )
-    named = LOSSES.get(model.loss) if isinstance(model, UserModel) and isinstance(model.loss, str) else None
-    return replace(data, label_kind=data.label_kind or (named.labels if named else "clicks"))
+    stated = data.label_kind
+    if isinstance(model.loss, Mapping) and TARGET not in model.loss:
+        if isinstance(stated, str):
+            return data
+        of_losses = {name: _kind(loss) for name, loss in model.loss.items()}
+        found = {name: kind for name, kind in of_losses.items() if kind is not None}
+        return replace(data, label_kind={**found, **(stated or {})})
+    return replace(data, label_kind=stated or _kind(model.loss))
+
+
+def _kind(loss: Any) -> str | None:
+    """The kind of labels that a loss takes; None if it is not known."""
+    named = LOSSES.get(loss) if isinstance(loss, str) else None
+    return None if named is None else named.labels
 
 
 def parse_task(values: object) -> TaskConfig:

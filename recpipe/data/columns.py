@@ -40,10 +40,12 @@ class MultiHot:
 
 @dataclass
 class Columns:
-    """n samples: labels float32 [n], dense float32 [n, D], ids [n, one-hot features], other bags.
+    """n samples: labels float32 [n], or [n, L] if there are several, dense float32 [n, D], ids
+    [n, one-hot features], other bags.
 
     Ids are rows of tables or, as a source gives them, what an ``IdMapper`` makes rows of. ``missing``: which
-    of these are not there, bits uint8 [n, features / 8] as packbits makes them; None: none.
+    of these are not there, bits uint8 [n, features / 8] as packbits makes them; None: none. ``weights``: of
+    the labels, in their shape, as in ``Batch``.
     """
 
     labels: Float32
@@ -51,6 +53,7 @@ class Columns:
     ids: Ids
     bags: dict[str, MultiHot] = field(default_factory=dict)
     missing: Bits | None = None
+    weights: Float32 | None = None
 
     def __len__(self) -> int:
         return len(self.labels)
@@ -63,7 +66,10 @@ class Columns:
             for name, bag in self.bags.items()
         }
         missing = None if self.missing is None else self.missing[low:high]
-        return Columns(self.labels[low:high], self.dense[low:high], self.ids[low:high], bags, missing)
+        weights = None if self.weights is None else self.weights[low:high]
+        return Columns(
+            self.labels[low:high], self.dense[low:high], self.ids[low:high], bags, missing, weights
+        )
 
     def where(self, good: NDArray[np.bool_]) -> Columns:
         """The samples for which ``good`` (bool [n]) is true, copied."""
@@ -74,11 +80,12 @@ class Columns:
             missing = None if bag.missing is None else bag.missing[own]
             bags[name] = MultiHot(bag.values[own], offsets_of(lengths[good]), missing)
         missing = None if self.missing is None else self.missing[good]
-        return Columns(self.labels[good], self.dense[good], self.ids[good], bags, missing)
+        weights = None if self.weights is None else self.weights[good]
+        return Columns(self.labels[good], self.dense[good], self.ids[good], bags, missing, weights)
 
 
 def concatenate(parts: Sequence[Columns]) -> Columns:
-    """One block of all samples of ``parts``, in order."""
+    """One block of all samples of ``parts``, in order. All or none of them have weights."""
     if len(parts) == 1:
         return parts[0]
     bags = {}
@@ -93,7 +100,13 @@ def concatenate(parts: Sequence[Columns]) -> Columns:
         np.concatenate([part.ids for part in parts]),
         bags,
         _joined_bits([part.missing for part in parts], list(map(len, parts)), parts[0].ids.shape[1]),
+        None if parts[0].weights is None else np.concatenate([_known_weights(part) for part in parts]),
     )
+
+
+def _known_weights(columns: Columns) -> Float32:
+    assert columns.weights is not None, "all blocks of a source have weights, or none"
+    return columns.weights
 
 
 def bits_of(missing: NDArray[np.bool_]) -> Bits | None:
@@ -136,7 +149,9 @@ class BatchMaker:
         """A batch of copies, but for int64 ids, so that it outlives the files behind ``columns``."""
         sparse = self._mixed(columns) if self.multi_hot else self._one_hot(columns)
         dense = torch.from_numpy(np.array(columns.dense, np.float32))
-        return Batch(dense, sparse, torch.from_numpy(np.array(columns.labels, np.float32)))
+        labels = torch.from_numpy(np.array(columns.labels, np.float32))
+        weights = None if columns.weights is None else torch.from_numpy(np.array(columns.weights, np.float32))
+        return Batch(dense, sparse, labels, weights=weights)
 
     def _one_hot(self, columns: Columns) -> KeyedJaggedTensor:
         size, features = columns.ids.shape

@@ -15,13 +15,14 @@ from recpipe.common.words import Amount
 from recpipe.data.features import Features, Rows, parse_features, read_features, short_form
 from recpipe.data.files import TextRules
 from recpipe.data.schema import LABEL_KINDS
-from recpipe.errors import UserError, shown
+from recpipe.errors import UserError, nearest_or_all, shown
 from recpipe.plugin.calls import blame
 from recpipe.plugin.errors import PluginLoadError
 from recpipe.plugin.offers import entry, imported, is_offered, offered, origin_of
 
 AUTO = "auto"
 """``data.features`` that are to be proposed from the files."""
+LabelKind = Annotated[str, one_of(*LABEL_KINDS)]
 
 
 @dataclasses.dataclass
@@ -109,7 +110,7 @@ class FilesConfig(FileConfig):
 
     ``format`` null: by the files' names. ``separator``, ``header``, ``columns``, ``quote`` and ``encoding``
     are of text with separators (``TextRules``). ``table_rows``: rows of every table that ``tables`` does not
-    list. ``label_kind``: None until the model's loss is known; then clicks, unless it is of another kind.
+    list. ``label_kind``: of all labels, or of each by name; None: what the model's loss takes, else clicks.
     """
 
     name: str = "files"
@@ -120,8 +121,9 @@ class FilesConfig(FileConfig):
     quote: str | None = '"'
     encoding: str = "utf-8"
     features: FilePath | dict[str, Any] | None = None
-    label: Text | None = None
-    label_kind: Annotated[str, one_of(*LABEL_KINDS)] | None = None
+    label: Text | list[Text] | None = None
+    weight: Text | None = None
+    label_kind: LabelKind | dict[str, LabelKind] | None = None
     dense: list[Text] = dataclasses.field(default_factory=list)
     sparse: list[Text] = dataclasses.field(default_factory=list)
     tables: dict[str, Rows] | None = None
@@ -136,11 +138,17 @@ class FilesConfig(FileConfig):
                 raise UserError(
                     "data.features=auto chooses the columns: leave data.dense and data.sparse out"
                 )
+            if self.weight:
+                raise UserError(
+                    f"data.weight={shown(self.weight)}: data.features=auto chooses no weights; write the "
+                    "features to a file (recpipe schema FILES), and add weight: there"
+                )
             return
         if self.features is not None:
-            if self.label or self.dense or self.sparse:
+            if self.label or self.weight or self.dense or self.sparse:
                 raise UserError(
-                    "data.features says all columns: leave data.label, data.dense and data.sparse out"
+                    "data.features says all columns: leave data.label, data.weight, data.dense and "
+                    "data.sparse out"
                 )
             return
         if not self.label:
@@ -149,22 +157,28 @@ class FilesConfig(FileConfig):
             raise UserError(
                 "data.sparse is empty: name at least one id column, as in 'data.sparse=[user,item]'"
             )
-        named = [self.label, *self.dense, *self.sparse]
+        named = [*self.labels, *self.dense, *self.sparse]
         for column in named:
             if named.count(column) > 1:
                 where = "data.label, data.dense and data.sparse"
                 raise UserError(f"column '{shown(column)}' is named twice in {where}")
+
+    @property
+    def labels(self) -> list[str]:
+        """The names in ``label``."""
+        return [self.label] if isinstance(self.label, str) else self.label or []
 
     def described(self) -> Features:
         """Its features, with the rows of their tables as far as the recipe states them; ``UserError`` where
         they cannot be used."""
         if self.features is None:
             found = short_form(
-                str(self.label),
+                self.labels,
                 self.dense,
                 self.sparse,
                 hash_ids=self.hash_ids,
                 log=self.dense_transform == "log",
+                weight=self.weight,
             )
         elif self.features == AUTO:
             raise UserError(
@@ -175,8 +189,15 @@ class FilesConfig(FileConfig):
             found = read_features(Path(self.features).expanduser())
         else:
             found = parse_features(self.features)
-        kinds = [dataclasses.replace(label, kind=label.kind or self.label_kind) for label in found.labels]
-        return dataclasses.replace(found, labels=tuple(kinds)).with_rows(self.tables or {}, self.table_rows)
+        names, stated = [label.name for label in found.labels], self.label_kind
+        of = dict.fromkeys(names, stated) if isinstance(stated, str) else stated or {}
+        for name in of:
+            if name not in names:
+                raise UserError(
+                    f"data.label_kind.{shown(name)}: no such label; {nearest_or_all(name, names)}"
+                )
+        labels = tuple(dataclasses.replace(one, kind=one.kind or of.get(one.name)) for one in found.labels)
+        return dataclasses.replace(found, labels=labels).with_rows(self.tables or {}, self.table_rows)
 
     def rules(self) -> TextRules:
         """How its text is written."""

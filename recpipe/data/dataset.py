@@ -15,7 +15,7 @@ from recpipe.data.preparation import Preparation
 from recpipe.data.schema import Schema
 from recpipe.distributed.ranks import part_of
 from recpipe.errors import DataError, UserError
-from recpipe.plugin.batch import Batch, BatchShare
+from recpipe.plugin.batch import Batch, BatchShare, total_weight
 
 SplitName = Literal["train", "eval"]
 
@@ -120,7 +120,13 @@ class NumberedDataset(Dataset):
                 yield self.samples_between(low, high)
             else:
                 own = part_of(low, high, part)
-                yield BatchShare.of(self.samples_between(own.start, own.stop), high - low)
+                share = self.samples_between(own.start, own.stop)
+                weight = () if share.weights is None else self.weight_between(low, high)
+                yield BatchShare.of(share, high - low, weight)
+
+    def weight_between(self, low: int, high: int) -> tuple[float, ...]:
+        """The ``total_weight`` of the batch of samples ``low`` to ``high`` (excluded)."""
+        return total_weight(self.samples_between(low, high).weights)
 
     def drop_short_batch(self, batch_size: int) -> None:
         """Leave a short last batch out of every training epoch; the held-out part stays whole.

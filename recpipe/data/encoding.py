@@ -16,10 +16,11 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from recpipe.data.columns import Bits, Columns, Float32, Int64, MultiHot, bits_of
+from recpipe.data.columns import Bits, Columns, Int64, MultiHot, bits_of
 from recpipe.data.features import Feature, Features
 from recpipe.data.files import RowChecks
 from recpipe.data.id_mapper import IdMapper
+from recpipe.data.labels import no_labels, read_labels
 from recpipe.data.learned import (
     FIRST,
     UNSEEN,
@@ -30,10 +31,11 @@ from recpipe.data.learned import (
     require_room,
     vocabulary_tables,
 )
-from recpipe.data.schema import LABEL_KINDS, IdRule, LabelKind, Schema
+from recpipe.data.schema import IdRule, Schema
 from recpipe.data.sources.transforms import mix64, signed_log
 from recpipe.data.timestamps import MICROSECONDS_OF_A_DAY, read_times, stated_time
 from recpipe.data.values import (
+    Bools,
     Ids,
     Numbers,
     is_list,
@@ -44,10 +46,10 @@ from recpipe.data.values import (
     read_numbers,
     read_vectors,
     require_type,
+    value_at,
 )
 from recpipe.errors import DataError, nearest_or_all, shown
 
-Bools = NDArray[np.bool_]
 Numeric = NDArray[np.floating]
 KEPT: dict[str, IdRule] = {
     "hash": "hashed",
@@ -139,10 +141,9 @@ class Encoding:
         Ids of a vocabulary are keys, numbers that become buckets are their bits, and those that become
         standard ones are float64, NaN where they are missing.
         """
-        labels, missing = np.zeros(len(rows), np.float32), {}
-        if labelled:
-            (label,) = self.features.labels
-            labels = _labels(checks, label.source, rows[label.source], LABEL_KINDS[label.kind or "clicks"])
+        features = self.features
+        labels = read_labels(rows, features, checks) if labelled else no_labels(features, len(rows))
+        missing = dict(labels.missing)
         exact = any(feature.is_exact for feature in self.features.dense)
         dense = np.empty((len(rows), len(self.schema.dense)), np.float64 if exact else np.float32)
         place = 0
@@ -159,7 +160,7 @@ class Encoding:
         if single:
             ids = np.stack([own.keys for own in single], 1)
             bits = bits_of(np.stack([own.missing for own in single], 1))
-        return Encoded(Columns(labels, dense, ids, bags, bits), missing)
+        return Encoded(Columns(labels.values, dense, ids, bags, bits, labels.weights), missing)
 
     def finish(self, columns: Columns) -> Columns:
         """The samples that were ``read``, with float32 numbers and with rows of the tables that have a
@@ -182,7 +183,8 @@ class Encoding:
             elif feature.buckets or feature.ids == "vocabulary":
                 ids, place = ids.copy() if ids is columns.ids else ids, single.index(feature.name)
                 ids[:, place] = self._rows(feature, learned, columns.ids[:, place], columns.missing, place)
-        return Columns(columns.labels, dense.astype(np.float32, copy=False), ids, bags, columns.missing)
+        dense = dense.astype(np.float32, copy=False)
+        return Columns(columns.labels, dense, ids, bags, columns.missing, columns.weights)
 
     def _rows(
         self, feature: Feature, learned: Learned, keys: NDArray[np.integer], bits: Bits | None, place: int
@@ -264,7 +266,7 @@ def element_of(kind: pa.DataType) -> str | None:
 def _dense(checks: RowChecks, feature: Feature, array: pa.Array) -> tuple[Numeric, Bools]:
     """Values [n, 1] or [n, size], scaled, the default where they are missing; and which samples have none,
     bool [n]."""
-    show = partial(_value, array)
+    show = partial(value_at, array)
     if feature.kind == "vector":
         found = read_vectors(array, feature)
         checks.require(found.valid, feature.source, show, f"is not a list of {feature.size} numbers")
@@ -301,7 +303,7 @@ def _finished(feature: Feature, name: str, values: Numeric, learned: Learned) ->
 def _ages(checks: RowChecks, feature: Feature, array: pa.Array) -> tuple[Numeric, Bools]:
     """Microseconds since 1970 float64 [n, 1], NaN where they are missing; and where that is."""
     times = read_times(array, feature)
-    checks.require(times.valid, feature.source, partial(_value, array), _no_time(feature))
+    checks.require(times.valid, feature.source, partial(value_at, array), _no_time(feature))
     return np.where(times.missing, np.nan, times.micros)[:, None], times.missing
 
 
@@ -334,7 +336,7 @@ def _sparse(checks: RowChecks, feature: Feature, array: pa.Array) -> _Sparse:
 
 
 def _bucket(checks: RowChecks, feature: Feature, array: pa.Array) -> _Sparse:
-    found, show = read_numbers(array, feature), partial(_value, array)
+    found, show = read_numbers(array, feature), partial(value_at, array)
     checks.require(found.valid, feature.source, show, "is not a number")
     checks.require(np.isfinite(found.values), feature.source, show, "is not a finite number")
     if feature.buckets:
@@ -346,7 +348,7 @@ def _bucket(checks: RowChecks, feature: Feature, array: pa.Array) -> _Sparse:
 
 def _calendar(checks: RowChecks, feature: Feature, array: pa.Array) -> _Sparse:
     times = read_times(array, feature)
-    checks.require(times.valid, feature.source, partial(_value, array), _no_time(feature))
+    checks.require(times.valid, feature.source, partial(value_at, array), _no_time(feature))
     rows = np.where(times.missing, 0, 1 + times.parts(feature))
     return _Sparse(times.missing, rows, int(times.missing.sum()))
 
@@ -361,7 +363,7 @@ def _ids(checks: RowChecks, feature: Feature, array: pa.Array) -> _Sparse:
     def require(valid: Bools, remedy: str) -> None:
         """Of each id."""
         checks.require(
-            valid if found is None else found.all_of(valid), feature.source, partial(_value, array), remedy
+            valid if found is None else found.all_of(valid), feature.source, partial(value_at, array), remedy
         )
 
     require(ids.valid, ids.remedy)
@@ -392,23 +394,3 @@ def _with_default(ids: Ids, feature: Feature) -> Ids:
     return Ids(
         np.where(ids.missing, own.keys[0], ids.keys), np.zeros_like(ids.missing), ids.valid, ids.remedy
     )
-
-
-def _labels(checks: RowChecks, name: str, array: pa.Array, kind: LabelKind) -> Float32:
-    """float32 labels; rows with one that is not of its ``kind``, or missing, are bad."""
-    found = read_numbers(array)
-    values = np.where(found.missing | ~found.valid, np.nan, found.values)
-    with np.errstate(over="ignore"):
-        stored = values.astype(np.float32)
-    valid = kind.fits(values) & np.isfinite(stored)
-    checks.require(valid, name, partial(_value, array), kind.fault)
-    return np.where(valid, stored, np.float32(0))
-
-
-def _value(array: pa.Array, row: int) -> object:
-    """The value in a row, for a message; text that is not UTF-8 is shown as bytes."""
-    try:
-        return array[row].as_py()
-    except UnicodeDecodeError:
-        kind = pa.list_(pa.binary()) if is_list(array.type) else pa.binary()
-        return array.slice(row, 1).cast(kind)[0].as_py()

@@ -16,8 +16,8 @@ from zoneinfo import ZoneInfo
 import yaml
 from annotated_types import Interval, MinLen
 
-from recpipe.common.validation import Positive, Text, mapping, one_of, typed
-from recpipe.data.schema import LABEL_KINDS, Schema
+from recpipe.common.validation import Positive, Text, fitted, mapping, one_of, typed
+from recpipe.data.schema import LABEL_KINDS, LabelColumn, Schema
 from recpipe.errors import DataError, UserError, nearest_or_all, shown
 from recpipe.plugin.tables import SparseFeature
 
@@ -205,11 +205,21 @@ class Feature:
 
 @dataclass(frozen=True)
 class Label:
-    """What a model learns: ``kind`` is one of ``LABEL_KINDS``; None: what the model's loss takes."""
+    """What a model learns.
+
+    - ``kind`` is one of ``LABEL_KINDS``; None: what the model's loss takes.
+    - ``weight``: a column of numbers >= 0, how much each sample counts for this label.
+    - ``missing``: further values that are none, as text, as of a ``Feature``.
+    - ``on_missing``: a sample without this label is bad (``error``), or has weight 0 for it (``mask``). None:
+      ``error`` for the only label, without which the sample teaches nothing; ``mask`` for one of several.
+    """
 
     name: Text
     column: Text | None = None
     kind: Annotated[str, one_of(*LABEL_KINDS)] | None = None
+    weight: Text | None = None
+    missing: tuple[Text, ...] = ()
+    on_missing: Annotated[str, one_of("error", "mask")] | None = None
 
     @property
     def source(self) -> str:
@@ -226,8 +236,12 @@ class Features:
     sparse: tuple[Feature, ...] = ()
     unread: tuple[str, ...] = field(default=(), compare=False)
     """Columns that are left out on purpose."""
+    weight: Text | None = None
+    """A column of numbers >= 0, how much each sample counts, for all labels."""
 
     def __post_init__(self) -> None:
+        if not self.labels:
+            raise UserError("data.features: name at least one label, as in labels: [click]")
         names = [label.name for label in self.labels] + [name for f in self.dense for name in f.names]
         names += [feature.name for feature in self.sparse]
         for name in names:
@@ -257,9 +271,28 @@ class Features:
     @property
     def columns(self) -> list[str]:
         """The columns that are read, each once."""
-        of_labels = [label.source for label in self.labels]
-        features = [feature for feature in (*self.dense, *self.sparse) if feature.kind != "cross"]
-        return list(dict.fromkeys(of_labels + [feature.source for feature in features]))
+        return list(dict.fromkeys([*self.of_labels, *self.inputs]))
+
+    @property
+    def inputs(self) -> list[str]:
+        """The columns of features."""
+        return [feature.source for feature in (*self.dense, *self.sparse) if feature.kind != "cross"]
+
+    @property
+    def of_labels(self) -> list[str]:
+        """The columns of labels and of weights."""
+        weights = [self.weight, *(label.weight for label in self.labels)]
+        return [*(label.source for label in self.labels), *filter(None, weights)]
+
+    def masks(self, label: Label) -> bool:
+        """Whether a sample without ``label`` has weight 0 for it."""
+        return label.on_missing == "mask" or (label.on_missing is None and len(self.labels) > 1)
+
+    @property
+    def weighted(self) -> bool:
+        """Whether batches have weights."""
+        own = any(label.weight is not None or self.masks(label) for label in self.labels)
+        return own or self.weight is not None
 
     @property
     def is_learned(self) -> bool:
@@ -281,7 +314,8 @@ class Features:
                     "or one size for all with data.table_rows=N"
                 )
             found.append(SparseFeature(feature.name, rows))
-        return Schema(tuple(name for feature in self.dense for name in feature.names), tuple(found))
+        labels = tuple(LabelColumn(label.name, label.kind or "clicks") for label in self.labels)
+        return Schema(tuple(name for feature in self.dense for name in feature.names), tuple(found), labels)
 
     def with_rows(self, tables: Mapping[str, int], rows: int | None) -> Features:
         """The same, with the rows that ``data.tables`` and ``data.table_rows`` state; ``DataError`` for a
@@ -301,15 +335,22 @@ class Features:
 
 
 def short_form(
-    label: str, dense: Iterable[str], sparse: Iterable[str], *, hash_ids: bool, log: bool
+    labels: Iterable[str],
+    dense: Iterable[str],
+    sparse: Iterable[str],
+    *,
+    hash_ids: bool,
+    log: bool,
+    weight: str | None = None,
 ) -> Features:
-    """What the keys ``data.label``, ``data.dense``, ``data.sparse``, ``data.hash_ids`` and
-    ``data.dense_transform`` say."""
+    """What the keys ``data.label``, ``data.dense``, ``data.sparse``, ``data.hash_ids``,
+    ``data.dense_transform`` and ``data.weight`` say."""
     scale, ids = "log" if log else "none", "hash" if hash_ids else "rows"
     return Features(
-        (Label(label),),
+        tuple(map(Label, labels)),
         tuple(Feature(name, "dense", scale=scale) for name in dense),
         tuple(Feature(name, ids=ids) for name in sparse),
+        weight=weight,
     )
 
 
@@ -318,8 +359,8 @@ def parse_features(values: object, where: str = "data.features") -> Features:
     what is wrong."""
     section = mapping(values, where)
     for key in section:
-        if key not in ("labels", "features", "unread"):
-            raise UserError(f"{where}: no key '{shown(key)}'; it has labels, features and unread")
+        if key not in ("labels", "features", "unread", "weight"):
+            raise UserError(f"{where}: no key '{shown(key)}'; it has labels, weight, features and unread")
     listed = [
         feature
         for n, each in enumerate(section["features"])
@@ -331,6 +372,7 @@ def parse_features(values: object, where: str = "data.features") -> Features:
         tuple(feature for feature in listed if feature.is_number),
         tuple(feature for feature in listed if not feature.is_number),
         tuple(map(str, section.get("unread", ()))),
+        fitted(Text | None, section.get("weight"), f"{where}.weight"),
     )
 
 

@@ -40,7 +40,7 @@ class IdMapper:
             own = columns.bags[name].trimmed()
             bags[name] = MultiHot(rows.of(own.values[:, None], own.missing)[0], own.offsets)
         ids = self._one_hot.of(columns.ids, columns.missing).T
-        return Columns(columns.labels, columns.dense, ids, bags)
+        return Columns(columns.labels, columns.dense, ids, bags, weights=columns.weights)
 
     def require_rows(self, columns: Columns) -> None:
         """``BeyondTable`` unless ids that are rows are in their tables."""

@@ -1,10 +1,11 @@
 """Prepared data: memory-mapped columns in a directory, written once and read by slicing.
 
 A directory holds ``meta.json`` (format version, features, samples, rejected rows, digests), ``label.npy``
-float32 [N], ``dense.npy`` float32 [N, D], ``ids.npy`` [N, one-hot features without text], ``text.npy``
-[N, those with text] and, for each multi-hot feature, ``<name>.values.npy`` and ``<name>.offsets.npy`` int64
-[N + 1]. Ids are as the source gives them (``IdMapper``), of 4 bytes where all in the file fit; where ids
-are missing, ``missing.npy`` uint8 [N, one-hot features / 8] and ``<name>.missing.npy`` have bits.
+float32 [N], or [N, L] of several labels, ``weights.npy`` in the same shape if labels have weights,
+``dense.npy`` float32 [N, D], ``ids.npy`` [N, one-hot features without text], ``text.npy`` [N, those with
+text] and, for each multi-hot feature, ``<name>.values.npy`` and ``<name>.offsets.npy`` int64 [N + 1]. Ids
+are as the source gives them (``IdMapper``), of 4 bytes where all in the file fit; where ids are missing,
+``missing.npy`` uint8 [N, one-hot features / 8] and ``<name>.missing.npy`` have bits.
 ``digest-*.json`` has the digest of the rows that they become in tables of certain sizes.
 """
 
@@ -24,6 +25,7 @@ from typing import Any, cast
 from urllib.parse import quote
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
 from recpipe.common.meter import Meter
@@ -34,13 +36,14 @@ from recpipe.data.files import map_npy
 from recpipe.data.id_mapper import IdMapper
 from recpipe.data.schema import IdRule, Schema
 from recpipe.errors import DataError
-from recpipe.plugin.batch import Batch
+from recpipe.plugin.batch import Batch, total_weight
 
 FORMAT_VERSION = 4
 META = "meta.json"
 AT_A_TIME = 1 << 20
 """Ids that are in memory at a time, when all are read."""
 IDS, WORDS, MISSING = "ids.npy", "text.npy", "missing.npy"
+LABELS, WEIGHTS = "label.npy", "weights.npy"
 BLOCK = 1 << 22
 """Bytes of a file that have a digest of their own."""
 READERS = 8
@@ -68,6 +71,8 @@ class Meta:
     """How many ids the vocabulary of each feature lacks."""
     learned: Mapping[str, Any] | None = None
     """What was learned from the training part (``Learned.to_dict``)."""
+    labels: tuple[str, ...] = ()
+    """The names of the labels; (): there is one, without a name."""
 
     def to_json(self) -> str:
         """The text of ``meta.json``, whose last entry is a digest of the others."""
@@ -92,6 +97,8 @@ class Meta:
             "rejected_rows": self.rejected_rows,
             "digest": digest,
         }
+        if len(self.labels) > 1:
+            content["labels"] = list(self.labels)
         return json.dumps(content, indent=1)
 
     @classmethod
@@ -116,6 +123,7 @@ class Meta:
                     blocks={str(name): list(map(int, own)) for name, own in values["blocks"].items()},
                     unseen={str(name): int(count) for name, count in values.get("unseen", {}).items()},
                     learned=values.get("learned"),
+                    labels=tuple(map(str, values.get("labels", ()))),
                 )
         except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise DataError(
@@ -196,15 +204,17 @@ class Mapped:
     def __init__(self, directory: Path, meta: Meta) -> None:
         self.directory, self.meta, n = directory, meta, meta.samples
         one_hot = meta.one_hot
+        labels = (n, len(meta.labels)) if len(meta.labels) > 1 else (n,)
         self._of_text = np.array([name in meta.text for name in one_hot], bool)
         words = int(self._of_text.sum())
         self._words = self._load(directory / WORDS, (n, words)) if words else None
         self._columns = Columns(
-            self._load(directory / "label.npy", (n,)),
+            self._load(directory / LABELS, labels),
             self._load(directory / "dense.npy", (n, len(meta.dense))),
             self._load(directory / IDS, (n, len(one_hot) - words)),
             {name: self._bags(name) for name in meta.multi_hot},
             self._bits(directory / MISSING, (n, -(-len(one_hot) // 8))),
+            self._load(directory / WEIGHTS, labels) if WEIGHTS in meta.types else None,
         )
 
     def _bags(self, name: str) -> MultiHot:
@@ -223,6 +233,10 @@ class Mapped:
                 f"{path}: {array.dtype} {array.shape} is not what meta.json says; delete {path.parent}"
             )
         return np.asarray(array)
+
+    def weights_between(self, low: int, high: int) -> NDArray[np.float32] | None:
+        """Their weights alone, if they have any."""
+        return self._columns[low:high].weights
 
     def between(self, low: int, high: int) -> Columns:
         """Samples ``low`` to ``high`` (excluded), as the source gave them."""
@@ -252,7 +266,9 @@ class Mapped:
                 if meter.due:
                     share = low / samples
                     meter.show(share, f"hashing rows of tables  {share:.0%}")
-        own_digests = [meta.digests[name] for name in ("label.npy", "dense.npy")]
+        own_digests = [meta.digests[name] for name in (LABELS, "dense.npy")]
+        if WEIGHTS in meta.digests:
+            own_digests.append(meta.digests[WEIGHTS])
         own_digests += [ids.hexdigest(), *(own.hexdigest() for own in values.values())]
         own_digests += [meta.digests[bag_file(Path(), name, "offsets").name] for name in meta.multi_hot]
         return hashlib.blake2b("".join(own_digests).encode(), digest_size=16).hexdigest()
@@ -298,3 +314,8 @@ class PreparedDataset(NumberedDataset):
     def samples_between(self, low: int, high: int) -> Batch:
         """Samples ``low`` to ``high`` (excluded), cut out of the mapped files."""
         return self._make(self._to_rows(self._mapped.between(low, high)))
+
+    def weight_between(self, low: int, high: int) -> tuple[float, ...]:
+        """The ``total_weight`` of the batch of samples ``low`` to ``high`` (excluded); no ids are read."""
+        weights = self._mapped.weights_between(low, high)
+        return () if weights is None else total_weight(torch.from_numpy(np.array(weights)))

@@ -23,8 +23,18 @@ LONGEST_NAME = 200
 
 
 @dataclass(frozen=True)
+class LabelColumn:
+    """One of the labels of a sample; ``kind`` is one of ``LABEL_KINDS``."""
+
+    name: str
+    kind: str = "clicks"
+
+
+@dataclass(frozen=True)
 class Schema:
     """The columns of a data set, in the order in which batches hold them.
+
+    ``labels``: one for each column of a batch's labels; (): there is one, without a name.
 
     ``DataError`` if a sparse feature's name cannot be part of a file's name: tables are kept in files named
     so.
@@ -32,6 +42,7 @@ class Schema:
 
     dense: tuple[str, ...]
     sparse: tuple[SparseFeature, ...]
+    labels: tuple[LabelColumn, ...] = ()
 
     def __post_init__(self) -> None:
         for feature in self.sparse:

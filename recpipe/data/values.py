@@ -327,3 +327,12 @@ def require_type(file: str, name: str, kind: pa.DataType, feature: Feature) -> N
     """``DataError`` for a column whose type cannot be ``feature``."""
     if reason := refusal(kind, feature):
         raise DataError(f"{file}, column {shown(name)}: holds {kind}; {reason}")
+
+
+def value_at(array: pa.Array, row: int) -> object:
+    """The value in a row, for a message; text that is not UTF-8 is shown as bytes."""
+    try:
+        return array[row].as_py()
+    except UnicodeDecodeError:
+        kind = pa.list_(pa.binary()) if is_list(array.type) else pa.binary()
+        return array.slice(row, 1).cast(kind)[0].as_py()

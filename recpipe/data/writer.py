@@ -16,7 +16,7 @@ from numpy.typing import DTypeLike, NDArray
 
 from recpipe.data import prepared
 from recpipe.data.columns import Columns
-from recpipe.data.prepared import AT_A_TIME, IDS, META, MISSING, WORDS, Meta, bag_file
+from recpipe.data.prepared import AT_A_TIME, IDS, LABELS, META, MISSING, WEIGHTS, WORDS, Meta, bag_file
 from recpipe.data.schema import IdRule, Schema
 
 
@@ -150,7 +150,10 @@ class PreparedWriter:
         directory.mkdir(parents=True)
         one_hot = [feature.name for feature in schema.sparse if feature.name not in self.multi_hot]
         self._of_text = np.array([name in self.text for name in one_hot], bool)
-        self._label = _NpyStream(directory / "label.npy", np.float32)
+        columns = (len(schema.labels),) if len(schema.labels) > 1 else ()
+        self._label = _NpyStream(directory / LABELS, np.float32, columns)
+        self._weights: _NpyStream | None = None
+        """Made with the first samples, if these have weights."""
         self._dense = _NpyStream(directory / "dense.npy", dense, (len(schema.dense),))
         self._ids = _IdStream(directory / IDS, (int((~self._of_text).sum()),))
         words = int(self._of_text.sum())
@@ -177,7 +180,7 @@ class PreparedWriter:
 
     def _streams(self) -> list[_NpyStream]:
         bits = [own.stream for own in self._missing.values()]
-        found = [self._label, self._dense, self._ids, self._words, *bits]
+        found = [self._label, self._weights, self._dense, self._ids, self._words, *bits]
         return [*filter(None, found), *self._values.values(), *self._offsets.values()]
 
     @property
@@ -187,6 +190,10 @@ class PreparedWriter:
 
     def append(self, columns: Columns) -> None:
         """Write the samples of ``columns`` after those written before."""
+        if columns.weights is not None:
+            if self._weights is None:
+                self._weights = _NpyStream(self.directory / WEIGHTS, np.float32, self._label.row)
+            self._weights.append(columns.weights)
         self._label.append(columns.labels)
         self._dense.append(columns.dense)
         if self._words is not None:
@@ -226,6 +233,7 @@ class PreparedWriter:
             {name: stream.blocks for name, stream in streams.items()},
             dict(unseen or {}),
             learned,
+            tuple(label.name for label in self.schema.labels),
         )
         with (self.directory / META).open("w") as file:
             file.write(meta.to_json())

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import copy
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from inspect import Parameter, signature
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
 from recpipe.data.parts import batch_size
+from recpipe.data.schema import LabelColumn
 from recpipe.errors import UserError, nearest_or_all, shown
-from recpipe.model.config import UserModel
+from recpipe.model.config import ModelConfig, UserModel
 from recpipe.model.loss import Loss, parse_loss, vector
 from recpipe.model.metrics import Kind
+from recpipe.plugin.batch import Batch
 
 LABELS = "labels"
 """The attribute of a batch that has the labels, unless the recipe names another."""
@@ -24,12 +27,40 @@ _WRAPPERS = ("module", "_orig_mod")
 """Attributes in which DistributedModelParallel, DistributedDataParallel and torch.compile keep the module."""
 
 
+class Scored(NamedTuple):
+    """Predictions of one label for B samples."""
+
+    prediction: torch.Tensor
+    """float32 [B]: logits of clicks."""
+    labels: torch.Tensor
+    """float32 [B]."""
+    weights: torch.Tensor | None
+    """float32 [B]; None: all samples count alike."""
+
+    def side_by_side(self) -> torch.Tensor:
+        """All three in host memory, float32 [B, 3]; weights of 1 where there are none."""
+        weights = torch.ones_like(self.labels) if self.weights is None else self.weights
+        return torch.stack([self.prediction, self.labels, weights], dim=1).float().cpu()
+
+
+class Judgement(NamedTuple):
+    """What a batch's evaluation gives."""
+
+    losses: torch.Tensor
+    """Of each task the sum of weight * loss over the samples, and that of the weights, float64 [T, 2] in host
+    memory; [1, 2] of a module that gives its own loss."""
+    tasks: dict[str, Scored | None]
+    """By name; None of one whose predictions cannot be compared with labels."""
+
+
 class Called:
     """A module as training calls it: ``called(batch)`` returns the 0-dim loss and the module's output.
 
     If ``forward`` takes one argument that is not an attribute of the batch, it gets the batch itself;
     otherwise it gets the batch's attributes by name. It returns ``(loss, output)``, as for TorchRec's train
     pipelines, or an output alone, from which ``loss`` computes the loss for the batch's ``labels``.
+
+    With several labels the output is a mapping of their names, or float32 [B, L] with a column for each.
     """
 
     def __init__(
@@ -39,6 +70,8 @@ class Called:
         labels: str = LABELS,
         prediction: str | None = None,
         low_precision: bool = False,
+        columns: Sequence[str] = (),
+        task_weights: Mapping[str, float] | None = None,
     ) -> None:
         self.module = module
         self.loss = loss
@@ -49,14 +82,32 @@ class Called:
         """Key, attribute or position of the prediction in the output; None: recpipe finds it."""
         self.low_precision = low_precision
         """Whether matrix products are computed in bfloat16."""
+        self.columns = tuple(columns)
+        """The names of the columns of labels [B, L]; (): they have none."""
+        self.task_weights = task_weights or {}
+        """What the loss of each label is multiplied by in their sum; 1 of those that are not named."""
+        self._said = prediction is not None or (isinstance(loss, Loss) and labels != LABELS)
+        """Whether the recipe says what the prediction is."""
         self._parameters = {name: p.default is p.empty for name, p in _named_parameters(module).items()}
         """Of each parameter of ``forward``, whether it must be given."""
 
     @classmethod
-    def of(cls, module: nn.Module, config: UserModel) -> Called:
-        """Make ``module`` callable as the recipe says; ``UserError`` for an unknown loss."""
-        loss = parse_loss(config.loss)
-        return cls(module, loss, config.labels, config.prediction, config.precision == "bfloat16")
+    def of(
+        cls, module: nn.Module, config: ModelConfig | UserModel, labels: Sequence[LabelColumn] = ()
+    ) -> Called:
+        """Make ``module`` callable as the recipe says, for ``labels`` of the data; ``UserError`` for an
+        unknown loss or label."""
+        low, names = config.precision == "bfloat16", [label.name for label in labels]
+        for name in config.task_weights or {}:
+            if name not in names:
+                raise UserError(
+                    f"model.task_weights.{shown(name)}: no such label; {nearest_or_all(name, names)}"
+                )
+        if isinstance(config, ModelConfig):
+            loss = parse_loss(None, labels)
+            return cls(module, loss, low_precision=low, columns=names, task_weights=config.task_weights)
+        loss = parse_loss(config.loss, labels if config.labels == LABELS else ())
+        return cls(module, loss, config.labels, config.prediction, low, names, config.task_weights)
 
     def __call__(self, batch: Any) -> tuple[torch.Tensor, Any]:
         """The loss, a mean over the batch's samples (0 without samples), and the module's output.
@@ -68,35 +119,40 @@ class Called:
             return (torch.nan_to_num(own) if _is_empty(batch) else own), output
         if isinstance(self.loss, Loss):
             labels = self._labels(batch, self.labels)
-            return self.loss(self._predicted(output), labels), output
-        if not isinstance(output, Mapping):
-            raise UserError(
-                f"model.loss has one for each of {', '.join(self.loss)}, so the model must return a mapping "
-                f"of these names, not a {type(output).__name__}"
-            )
-        total: list[torch.Tensor] = []
-        for name, loss in self.loss.items():
-            if name not in output:
-                raise UserError(
-                    f"model.loss.{name}: the model returns no '{name}'; {nearest_or_all(name, output)}"
-                )
-            total.append(loss(output[name], self._labels(batch, f"{self.labels}.{name}")))
-        return torch.stack(total).sum(), output
+            weights = self._weights(batch, self.labels) if _has_weights(batch) else None
+            return self.loss(self._predicted(output), labels, weights), output
+        return torch.stack([*self.losses(output, batch).values()]).sum(), output
 
-    def judge(self, batch: Any) -> tuple[torch.Tensor, tuple[torch.Tensor, torch.Tensor] | None]:
-        """The loss, and the prediction and its labels for the quality figures, float32 [B] each.
+    def judge(self, batch: Any) -> Judgement:
+        """The loss of each label, and its predictions, labels and weights for the figures of quality."""
+        own, output = self.output(batch)
+        scored = {name: task._scored(output, batch) for name, task in self.judged.items()}
+        return Judgement(self.summed(own, output, batch), scored)
 
-        The latter are None if there is not one predicted value and label for each sample and the recipe does
-        not say which they are.
-        """
-        loss, output = self(batch)
+    def summed(self, own: torch.Tensor | None, output: Any, batch: Any) -> torch.Tensor:
+        """``Judgement.losses`` of what ``output`` gives."""
+        samples = batch_size(batch)
+        if own is not None:
+            return torch.stack([own.double().cpu() * samples, torch.tensor(samples)]).reshape(1, 2)
+        losses, found = self.losses(output, batch), list[torch.Tensor]()
+        for name, task in self.judged.items():
+            weights = task.weights_of(batch)
+            total = torch.tensor(samples) if weights is None else weights.sum(dtype=torch.float64).cpu()
+            found.append(torch.stack([losses[name].double().cpu() * samples, total]))
+        return torch.stack(found)
+
+    def _scored(self, output: Any, batch: Any) -> Scored | None:
+        """None if there is not one predicted value and label for each sample and the recipe does not say
+        which they are."""
         try:
             prediction, labels = self.prediction(output), self.labels_of(batch)
         except UserError:
-            if self.key is not None or (isinstance(self.loss, Loss) and self.labels != LABELS):
+            if self._said:
                 raise
-            return loss, None
-        return loss, ((prediction, labels) if prediction.shape == labels.shape else None)
+            return None
+        if prediction.shape != labels.shape:
+            return None
+        return Scored(prediction, labels, self.weights_of(batch))
 
     @property
     def tasks(self) -> dict[str, Called]:
@@ -104,10 +160,20 @@ class Called:
 
         These are the outputs that ``model.loss`` names, or the one that the recipe or recpipe has found.
         """
-        if isinstance(self.loss, Loss):
-            return {SCORE: self}
-        parts = (self.module, self.loss, self.labels)
-        return {name: Called(*parts, name, self.low_precision) for name in self.loss}
+        return {SCORE: self} if isinstance(self.loss, Loss) else {name: self._of(name) for name in self.loss}
+
+    @property
+    def judged(self) -> dict[str, Called]:
+        """The ``tasks`` in the order of the figures: what ``model.prediction`` names comes first."""
+        tasks = self.tasks
+        if isinstance(self.loss, Loss) or self.key is None:
+            return tasks
+        return {self.key: tasks.get(self.key, self), **tasks}
+
+    def _of(self, task: str) -> Called:
+        made = copy.copy(self)
+        made.key, made._said = task, task == self.key
+        return made
 
     def output(self, batch: Any) -> tuple[torch.Tensor | None, Any]:
         """What the module returns: its own loss, if it gives one, and its output. No labels are needed."""
@@ -135,6 +201,11 @@ class Called:
         with precision:
             returned = self.module(batch) if takes_batch else self.module(**arguments)
         if isinstance(returned, list | tuple) and len(returned) == 2 and _is_scalar(returned[0]):
+            if not takes_batch and "weights" not in arguments and _has_weights(batch):
+                raise UserError(
+                    f"{type(self.module).__name__} returns a loss of its own, which does not see the labels' "
+                    "weights: give its forward a parameter 'weights', or let it return its output alone"
+                )
             return returned[0], returned[1]
         if _is_scalar(returned):
             raise UserError(
@@ -149,8 +220,12 @@ class Called:
         return "clicks" if loss is None else loss.kind
 
     def predict(self, batch: Any) -> torch.Tensor:
-        """Logits float32 [B], without a loss."""
-        return self.prediction(self.output(batch)[1])
+        """Logits float32 [B], or [B, T] of several tasks, without a loss."""
+        output = self.output(batch)[1]
+        if isinstance(self.loss, Loss) or self.key is not None:
+            return self.prediction(output)
+        found = [task.prediction(output) for task in self.tasks.values()]
+        return found[0] if len(found) == 1 else torch.stack(found, dim=1)
 
     def prediction(self, output: Any) -> torch.Tensor:
         """The output's logits for the quality figures, float32 [B] and detached.
@@ -173,15 +248,79 @@ class Called:
 
     def labels_of(self, batch: Any) -> torch.Tensor:
         """The prediction's labels, float32 [B]."""
-        name = self.labels
-        if isinstance(self.loss, Mapping):
-            name = f"{name}.{self.key or next(iter(self.loss))}"
-        return vector(self._labels(batch, name)).float()
+        return vector(self._labels(batch, self._path())).float()
+
+    def weights_of(self, batch: Any) -> torch.Tensor | None:
+        """The weights of ``labels_of``, float32 [B]; None if they count alike."""
+        found = self._weights(batch, self._path())
+        return None if found is None else vector(found)
+
+    def _path(self) -> str:
+        """Where the prediction's labels are."""
+        if isinstance(self.loss, Loss):
+            return self.labels
+        return f"{self.labels}.{self.key or next(iter(self.loss))}"
+
+    def losses(self, output: Any, batch: Any) -> dict[str, torch.Tensor]:
+        """The loss of each task, as it is in their sum."""
+        if isinstance(self.loss, Loss):
+            weights = self._weights(batch, self.labels)
+            return {SCORE: self.loss(self._predicted(output), self._labels(batch, self.labels), weights)}
+        found: dict[str, torch.Tensor] = {}
+        for name, loss in self.loss.items():
+            path = f"{self.labels}.{name}"
+            own = loss(self._of_label(output, name), self._labels(batch, path), self._weights(batch, path))
+            found[name] = own * self.task_weights[name] if name in self.task_weights else own
+        return found
+
+    def _of_label(self, output: Any, name: str) -> Any:
+        """The part of the output for one of several labels."""
+        column = self._column(output, name)
+        if column is not None:
+            return column
+        if not isinstance(output, Mapping):
+            names = ", ".join(self.loss) if isinstance(self.loss, Mapping) else name
+            shape = f" {list(output.shape)}" if isinstance(output, torch.Tensor) else ""
+            columns = f", or [B, {len(self.columns)}], a column for each" if self.columns else ""
+            raise UserError(
+                f"there is a loss for each of {names}, so the model must return a "
+                f"mapping of these names{columns}, not a {type(output).__name__}{shape}"
+            )
+        if name not in output:
+            raise UserError(
+                f"model.loss.{name}: the model returns no '{name}'; {nearest_or_all(name, output)}"
+            )
+        return output[name]
+
+    def _column(self, output: Any, name: str) -> torch.Tensor | None:
+        """The column of a label in an output [B, L]; None if it is none."""
+        found = _sole(output)
+        if isinstance(found, torch.Tensor) and found.dim() == 2 and found.shape[1] == len(self.columns):
+            return found[:, self.columns.index(name)] if name in self.columns else None
+        return None
+
+    def _weights(self, batch: Any, path: str) -> torch.Tensor | None:
+        """The weights of the labels at ``path``, in their shape. Batches of a user's own type have none."""
+        if not _has_weights(batch) or path.split(".")[0] != LABELS:
+            return None
+        found: Any = batch.weights
+        for name in path.split(".")[1:]:
+            found = self._label_column(found, name)
+        return found if isinstance(found, torch.Tensor) else None
+
+    def _label_column(self, labels: Any, name: str) -> Any:
+        """The column of that name of ``labels`` [B] or [B, L]; ``_ABSENT`` if they are something else."""
+        if not isinstance(labels, torch.Tensor) or name not in self.columns:
+            return _ABSENT
+        if labels.dim() == 2 and labels.shape[1] == len(self.columns):
+            return labels[:, self.columns.index(name)]
+        return labels if len(self.columns) == 1 else _ABSENT
 
     def _labels(self, batch: Any, path: str) -> torch.Tensor:
         found, at = batch, "the batch"
         for name in path.split("."):
-            part = _part(found, name)
+            in_columns = isinstance(found, torch.Tensor)
+            part = self._label_column(found, name) if in_columns else _part(found, name)
             if part is _ABSENT:
                 raise UserError(
                     f"model.labels={path}: {at} ({type(found).__name__}) has no '{name}'; "
@@ -194,14 +333,12 @@ class Called:
 
     def _predicted(self, output: Any) -> torch.Tensor:
         """The tensor in ``output`` that is the prediction."""
-        found = output if self.key is None else _keyed(output, self.key)
-        if isinstance(found, Mapping):
-            found = next(iter(found.values())) if len(found) == 1 else None
-        elif self.key is None and isinstance(found, list | tuple):
-            if len(found) == 3 and _is_scalar(found[0]):  # TorchRec's DLRMTrain: (loss, logits, labels)
-                found = found[1]
-            else:
-                found = found[0] if len(found) == 1 else None
+        if self.key is None:
+            found = _sole(output)
+        elif (found := self._column(output, self.key)) is None:
+            found = _keyed(output, self.key)
+            if isinstance(found, Mapping):
+                found = _sole(found)
         if isinstance(found, torch.Tensor):
             return found
         kind = f"a {type(output).__name__}"
@@ -212,9 +349,24 @@ class Called:
         raise UserError(f"the model returns {kind}, of which it is not plain what it predicts; {_REMEDY}")
 
 
+def _sole(output: Any) -> Any:
+    """The one thing that ``output`` has; None if there are several."""
+    if isinstance(output, Mapping):
+        return next(iter(output.values())) if len(output) == 1 else None
+    if isinstance(output, list | tuple):
+        if len(output) == 3 and _is_scalar(output[0]):  # TorchRec's DLRMTrain: (loss, logits, labels)
+            return output[1]
+        return output[0] if len(output) == 1 else None
+    return output
+
+
 _REMEDY = (
     "return a tensor [B] or [B, 1], (loss, such a tensor), or say which part it is: model.prediction=KEY"
 )
+
+
+def _has_weights(batch: Any) -> bool:
+    return isinstance(batch, Batch) and batch.weights is not None
 
 
 def _is_empty(batch: Any) -> bool:

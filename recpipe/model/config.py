@@ -21,6 +21,8 @@ Dimension = Annotated[int, Interval(ge=4, le=2**20), MultipleOf(4)]
 """Dimension of a table's rows (float32 values); a multiple of 4, for FBGEMM's kernels."""
 Precision = Annotated[str, one_of("float32", "tf32", "bfloat16")]
 
+TaskWeight = Annotated[float, Interval(ge=0)]
+
 
 def _importable(path: str) -> str:
     if len(path.split(".")) < 2 or not all(part.isidentifier() for part in path.split(".")):
@@ -39,6 +41,8 @@ class ModelConfig:
     top: Sizes
     cross_layers: Positive = 3
     cross_rank: Positive = 64
+    task_weights: dict[str, TaskWeight] | None = None
+    """What the losses of several labels are multiplied by in their sum; 1 of those that are not named."""
     pretrained: FilePath | None = None
     """A safetensors file to start from, as ``recpipe unshard`` writes it."""
     precision: Precision = "float32"
@@ -58,8 +62,10 @@ class ModelKeys:
     name: Text = CUSTOM
     embedding_dim: Dimension | None = None
     """The dimension of the tables that recpipe makes; None: the model makes its own."""
-    loss: Text | dict[str, Any] = "binary_cross_entropy"
-    """A name of ``recpipe.model.loss``, a ``_target_`` with its arguments, or one of these for each label."""
+    loss: Text | dict[str, Any] | None = None
+    """A name of ``recpipe.model.loss``, a ``_target_`` with its arguments, or one of these for each label;
+    None: the loss of each label's kind."""
+    task_weights: dict[str, TaskWeight] | None = None
     labels: Text = "labels"
     """Dotted path of the labels in a batch."""
     prediction: Text | None = None
@@ -98,7 +104,7 @@ def parse_model(values: object) -> ModelConfig | UserModel:
         if foreign := _OF_OTHERS & section.keys():
             raise UserError(
                 f"model.{min(foreign)} goes with a class of your own, model.{TARGET}=package.Class; "
-                f"{' and '.join(BUILT_IN)} learn 0/1 labels by binary cross-entropy"
+                f"{' and '.join(BUILT_IN)} have an output for each label, learnt by the loss of its kind"
             )
         return chosen(BUILT_IN, section, "model", also=offered("model"))
     keys, arguments = typed_part(ModelKeys, section, "model")

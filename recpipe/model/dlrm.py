@@ -32,11 +32,13 @@ class DlrmSizes:
     cross_rank: int
     dense_features: int
     tables: list[tuple[str, int]]
+    labels: int = 1
+    """The number of outputs."""
 
     def __post_init__(self) -> None:
         layers = [*self.bottom, *self.top, self.cross_layers, self.cross_rank]
         if (
-            min(self.embedding_dim, *layers, *(rows for _, rows in self.tables)) < 1
+            min(self.embedding_dim, self.labels, *layers, *(rows for _, rows in self.tables)) < 1
             or self.dense_features < 0
         ):
             raise Damaged("model has a size below 1")
@@ -53,6 +55,7 @@ class DlrmSizes:
             config.cross_rank,
             len(schema.dense),
             [(feature.name, feature.rows) for feature in schema.sparse],
+            max(1, len(schema.labels)),
         )
 
 
@@ -81,7 +84,7 @@ def make_dlrm(sizes: DlrmSizes, device: torch.device, tables: torch.device = MET
         collection = collection.to_empty(device=tables)
     # A GPU draws other random numbers than a CPU.
     drawn_on = CPU if device.type == "cuda" else device
-    dense, bottom, top = max(1, sizes.dense_features), [*sizes.bottom, dim], [*sizes.top, 1]
+    dense, bottom, top = max(1, sizes.dense_features), [*sizes.bottom, dim], [*sizes.top, sizes.labels]
     if sizes.name == "dlrm":
         model = DLRM(collection, dense, bottom, top, dense_device=drawn_on)
     else:

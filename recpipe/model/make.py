@@ -26,7 +26,6 @@ from recpipe.errors import UserError, did_you_mean, shown
 from recpipe.model.call import Called
 from recpipe.model.config import ModelConfig, ModelKeys, UserModel
 from recpipe.model.dlrm import CPU, META, DlrmSizes, make_dlrm
-from recpipe.model.loss import parse_loss
 from recpipe.plugin.conf import TARGET
 from recpipe.plugin.offers import entry, imported, offered
 from recpipe.private_api import module_name
@@ -51,12 +50,17 @@ def make_called(
     if given is not None:
         assert isinstance(config, UserModel), "whoever gives a model chooses model=custom"
         _move(given, device)
-        return Called.of(given, config)
+        return Called.of(given, config, () if dataset.schema is None else dataset.schema.labels)
     schema = dataset.known_schema()
     if isinstance(config, UserModel):
-        return Called.of(make_model(config, schema, device), config)
-    module = make_dlrm(DlrmSizes.of(config, schema), device)
-    return Called(module, parse_loss("binary_cross_entropy"), low_precision=config.precision == "bfloat16")
+        return Called.of(make_model(config, schema, device), config, schema.labels)
+    for label in schema.labels:
+        if label.kind == "classes":
+            raise UserError(
+                f"label {shown(label.name)} is of kind classes: model={config.name} has one output for each "
+                f"label; classes need a model of your own, model.{TARGET}=package.Class, with one for each"
+            )
+    return Called.of(make_dlrm(DlrmSizes.of(config, schema), device), config, schema.labels)
 
 
 def make_model(config: UserModel, schema: Schema, device: torch.device) -> nn.Module:

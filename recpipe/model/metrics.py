@@ -1,4 +1,5 @@
-"""Quality of predictions by their kind: AUC, logloss and NE of clicks, errors of values and counts."""
+"""Quality of predictions by their kind: AUC, logloss and NE of clicks, errors of values and counts. Means are
+weighted where the labels have weights, and labels of weight 0 are left out."""
 
 from __future__ import annotations
 
@@ -56,12 +57,13 @@ _EDGE_SAMPLE = 1 << 16
 """From how many predictions the bins' edges are taken; to sort all of them would take as long as the AUC."""
 
 
-def auc(labels: Values, scores: Values) -> float:
+def auc(labels: Values, scores: Values, weights: Values | None = None) -> float:
     """Exact area under the ROC curve of ``scores`` [N] (logits will do) for 0/1 ``labels`` [N].
 
     The rank statistic P(score of a positive > score of a negative) + P(equal) / 2, counted in integers,
-    O(N log N). NaN when there is only one class or a score is NaN. torchmetrics is not used here: it maps
-    logits through a float32 sigmoid, which ties all logits above 17, and returns 0 for a single class.
+    O(N log N); with ``weights`` [N], a pair counts as their product, summed in float64. NaN when there is
+    only one class or a score is NaN. torchmetrics is not used here: it maps logits through a float32 sigmoid,
+    which ties all logits above 17, and returns 0 for a single class.
     """
     label, score = _vectors(labels, scores)
     if label.numel() == 0 or bool(score.isnan().any()):
@@ -69,65 +71,94 @@ def auc(labels: Values, scores: Values) -> float:
     ordered, order = torch.sort(score)
     # ``group`` numbers the distinct scores; within a group every positive ties with every negative.
     _, group = torch.unique_consecutive(ordered, return_inverse=True)
-    total = torch.bincount(group)
-    positive = torch.bincount(group[label[order] > 0.5], minlength=total.numel())
-    negative = total - positive
-    pairs = int(positive.sum()) * int(negative.sum())
+    clicked, size, own = label[order] > 0.5, int(group[-1]) + 1, None
+    if weights is not None:
+        own = torch.as_tensor(weights).double()[order]
+    positive, negative = (
+        torch.bincount(group[those], None if own is None else own[those], minlength=size)
+        for those in (clicked, ~clicked)
+    )
+    pairs = positive.sum().item() * negative.sum().item()
     if pairs == 0:
         return math.nan
     below = negative.cumsum(0) - negative
-    return int((positive * (2 * below + negative)).sum()) / (2 * pairs)
+    return float((positive * (2 * below + negative)).sum().item() / (2 * pairs))
 
 
-def logloss(labels: Values, logits: Values) -> float:
+def logloss(labels: Values, logits: Values, weights: Values | None = None) -> float:
     """Mean binary cross-entropy in nats of ``logits`` [N] (before the sigmoid), summed in float64."""
     label, logit = _vectors(labels, logits)
     if label.numel() == 0:
         return math.nan
-    return float(torch.nn.functional.binary_cross_entropy_with_logits(logit.double(), label.double()))
+    losses = torch.nn.functional.binary_cross_entropy_with_logits
+    if weights is None:
+        return float(losses(logit.double(), label.double()))
+    return _mean(losses(logit.double(), label.double(), reduction="none"), weights)
 
 
-def quality(labels: Values, logits: Values) -> Quality:
+def _mean(values: torch.Tensor, weights: Values | None) -> float:
+    """The mean of ``values`` [N], or sum(weight * value) / sum(weight)."""
+    if weights is None:
+        return float(values.mean())
+    own = torch.as_tensor(weights).double()
+    return float((values * own).sum() / own.sum())
+
+
+def quality(labels: Values, logits: Values, weights: Values | None = None) -> Quality:
     """AUC, logloss and normalized entropy of ``logits`` [N] for 0/1 ``labels`` [N].
 
     The latter is the logloss divided by that of always predicting the mean label (He et al., ADKDD 2014):
     below 1 is learning, NaN with labels of one class, where the divisor is 0.
     """
     label, logit = _vectors(labels, logits)
-    loss = logloss(label, logit)
-    ne, rate = math.nan, float(label.double().mean()) if label.numel() else 0.0
+    loss = logloss(label, logit, weights)
+    ne, rate = math.nan, _mean(label.double(), weights) if label.numel() else 0.0
     if 0.0 < rate < 1.0:
         ne = loss / -(rate * math.log(rate) + (1.0 - rate) * math.log(1.0 - rate))
-    return Quality(auc(label, logit), loss, ne)
+    return Quality(auc(label, logit, weights), loss, ne)
 
 
-def judged(kind: Kind, labels: Values, predictions: Values) -> Quality:
+def known(
+    labels: torch.Tensor, predictions: torch.Tensor, weights: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    """Labels, predictions and weights [N] without those of weight 0; no weights if all are 1."""
+    if weights is None:
+        return labels, predictions, None
+    there = weights > 0
+    labels, predictions, weights = labels[there], predictions[there], weights[there]
+    return labels, predictions, None if bool((weights == 1).all()) else weights
+
+
+def judged(kind: Kind, labels: Values, predictions: Values, weights: Values | None = None) -> Quality:
     """The figures that fit ``predictions`` [N] of ``labels`` [N]; for clicks, none if labels are not 0/1."""
+    label, raw = _vectors(labels, predictions)
+    label, raw, weights = known(label, raw, None if weights is None else torch.as_tensor(weights))
     if kind == "clicks":
-        label = torch.as_tensor(labels)
-        return quality(labels, predictions) if bool(((label == 0) | (label == 1)).all()) else _NONE
-    label, predicted = (part.double() for part in _vectors(labels, predictions))
+        return quality(label, raw, weights) if bool(((label == 0) | (label == 1)).all()) else _NONE
+    label, predicted = label.double(), raw.double()
     if not label.numel():
         return _NONE
     if kind == "counts":
         # Twice the mean loss of log-likelihood compared with rates equal to the counts.
         lost = torch.xlogy(label, label) - label * predicted - label + predicted.exp()
-        deviance = math.nan if bool((label < 0).any()) else float(2 * lost.mean())
+        deviance = math.nan if bool((label < 0).any()) else 2 * _mean(lost, weights)
         return replace(_NONE, poisson_deviance=deviance)
     apart = predicted - label
-    mse = float(apart.square().mean())
-    return replace(_NONE, mse=mse, rmse=math.sqrt(mse), mae=float(apart.abs().mean()))
+    mse = _mean(apart.square(), weights)
+    return replace(_NONE, mse=mse, rmse=math.sqrt(mse), mae=_mean(apart.abs(), weights))
 
 
 _NONE = Quality(math.nan, math.nan, math.nan)
 
 
-def calibration(labels: Values, logits: Values) -> Calibration | None:
+def calibration(labels: Values, logits: Values, weights: Values | None = None) -> Calibration | None:
     """``logits`` [N] of 0/1 ``labels`` [N] in ``BINS`` bins, or fewer, with about equally many samples.
 
-    Equal predictions are in one bin. None without samples, and if a label is not 0/1 or a prediction NaN.
+    The means of a bin are weighted by ``weights`` [N]. Equal predictions are in one bin. None without
+    samples, and if a label is not 0/1 or a prediction NaN.
     """
     label, logit = _vectors(labels, logits)
+    label, logit, own = known(label, logit, None if weights is None else torch.as_tensor(weights))
     clicks = bool(((label == 0) | (label == 1)).all())
     if label.numel() == 0 or not clicks or bool(logit.isnan().any()):
         return None
@@ -136,8 +167,10 @@ def calibration(labels: Values, logits: Values) -> Calibration | None:
     number = torch.bucketize(logit, torch.unique(some[deciles]), right=True)
     samples = torch.bincount(number)
     used = samples > 0
+    counted = torch.ones_like(logit, dtype=torch.float64) if own is None else own.double()
+    total = torch.bincount(number, weights=counted)[used]
     predicted, clicked = (
-        torch.bincount(number, weights=values.double())[used] / samples[used]
+        torch.bincount(number, weights=values.double() * counted)[used] / total
         for values in (logit.double().sigmoid(), label)
     )
     return Calibration(predicted.tolist(), clicked.tolist(), samples[used].tolist())
@@ -162,19 +195,22 @@ class BackgroundQuality:
         self.kind = kind
         self.folder: Path | None = None
         """Where the predictions of each evaluation are written: ``0.npy`` of the first one, float32 [2, N],
-        the predictions and their labels. None: nowhere."""
+        the predictions and their labels, or [3, N] with weights. None: nowhere."""
         self._evaluations = 0
         self._loss, self._samples = 0.0, 0.0
         self._logits: list[torch.Tensor] = []
         self._labels: list[torch.Tensor] = []
+        self._weights: list[torch.Tensor] = []
         self.calibration: Calibration | None = None
         """The calibration at the latest evaluation whose quality was computed; None unless its labels are
         clicks."""
 
-    def add(self, logits: torch.Tensor, labels: torch.Tensor) -> None:
-        """Keep float32 host copies of one batch's ``logits`` [B] and ``labels`` [B]."""
-        for kept, values in ((self._logits, logits), (self._labels, labels)):
-            kept.append(values.detach().reshape(-1).to("cpu", torch.float32, copy=True))
+    def add(self, logits: torch.Tensor, labels: torch.Tensor, weights: torch.Tensor | None = None) -> None:
+        """Keep float32 host copies of one batch's ``logits`` [B], ``labels`` [B] and, if all batches have
+        them, ``weights`` [B]."""
+        for kept, values in ((self._logits, logits), (self._labels, labels), (self._weights, weights)):
+            if values is not None:
+                kept.append(values.detach().reshape(-1).to("cpu", torch.float32, copy=True))
 
     def add_loss(self, total: float, samples: float) -> None:
         """Add one batch's loss, weighted by its ``samples``."""
@@ -187,12 +223,13 @@ class BackgroundQuality:
         self._loss, self._samples = 0.0, 0.0
         logits, self._logits = self._logits, []
         labels, self._labels = self._labels, []
+        weights, self._weights = self._weights, []
         promised: Future[Quality] = Future()
         file = None if self.folder is None else self.folder / f"{self._evaluations}.npy"
         self._evaluations += 1
         threading.Thread(
             target=self._judge,
-            args=(promised, labels, logits, loss, file),
+            args=(promised, labels, logits, weights, loss, file),
             name="recpipe-quality",
             daemon=True,
         ).start()
@@ -203,23 +240,26 @@ class BackgroundQuality:
         promised: Future[Quality],
         labels: list[torch.Tensor],
         logits: list[torch.Tensor],
+        weights: list[torch.Tensor],
         loss: float,
         file: Path | None,
     ) -> None:
         empty = torch.empty(0)
         try:
             label, logit = torch.cat([empty, *labels]), torch.cat([empty, *logits])
+            weight = torch.cat(weights) if weights else None
             if file is not None:
                 try:
                     file.parent.mkdir(parents=True, exist_ok=True)
-                    np.save(file, torch.stack([logit, label]).numpy())
+                    rows = [logit, label] if weight is None else [logit, label, weight]
+                    np.save(file, torch.stack(rows).numpy())
                 except OSError as fault:
                     raise UserError(
                         f"cannot write task.export_predictions={file.parent}: {fault.strerror}; "
                         "choose another directory"
                     ) from fault
-            found = judged(self.kind, label, logit)
-            self.calibration = calibration(label, logit) if self.kind == "clicks" else None
+            found = judged(self.kind, label, logit, weight)
+            self.calibration = calibration(label, logit, weight) if self.kind == "clicks" else None
             promised.set_result(replace(found, loss=loss))
         except BaseException as fault:
             promised.set_exception(fault)

@@ -206,7 +206,8 @@ class TrainLoader:
         made_there = self.device.type == "cuda" and any(map(on_gpu, leaves(batch)))
         with self._aside.stream(after=made_there):
             if isinstance(batch, BatchShare):
-                return InFlight(batch, total=batch.total, alone=False, ids=self.inputs.each(batch))
+                own = batch.scaled()
+                return InFlight(own, total=batch.total, alone=False, ids=self.inputs.each(own))
             size = consumed = batch_size(batch)
             if self.source.feed.batch:
                 batch = self.source.transform(batch)
@@ -218,6 +219,8 @@ class TrainLoader:
             skipped = 0
             if self.sample_filter is not None:
                 batch, skipped = self.sample_filter.kept(batch, size)
+            if isinstance(batch, Batch):
+                batch = batch.scaled()
             ids = self.inputs.each(batch)
             found = None
             if self._finds_ahead:

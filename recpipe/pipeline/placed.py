@@ -157,7 +157,7 @@ class PlacedModel(nn.Module):
         return made
 
     def forward(self, batch: Any) -> torch.Tensor:
-        """The model's prediction, logits float32 [B], without a loss."""
+        """The model's prediction, logits float32 [B], or [B, T] of several tasks, without a loss."""
         return self.called.predict(batch)
 
     def predict(self, batch: Any) -> torch.Tensor:

@@ -274,6 +274,9 @@ class RunReport:
     """Of the latest evaluation; None unless the labels are clicks."""
     skew: Skew | None = None
     """None if no batch has its ids, and in a profile."""
+    quality_by_label: Mapping[str, Quality] = field(default_factory=dict)
+    """That of each label, if there are several; ``quality`` is that of the first one, with the sum of their
+    losses."""
     altered_in_run: Sequence[str] = ()
     """The invariants of ``altered`` that plugins say they really altered in this run, or do not speak of."""
     model: str = ""

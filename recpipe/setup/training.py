@@ -89,7 +89,7 @@ class Training:
             assembly.around_step if assembly.step else nullcontext,
         )
         if run.leads and cfg.task.export_predictions is not None:
-            self.module.evaluation.quality.folder = Path(cfg.task.export_predictions)
+            self.module.evaluation.write_to(Path(cfg.task.export_predictions))
         self.recorder = Recorder(loader, run.started, embeddings)
 
     def fit(self, logger: Logger | None, users: list[L.Callback], late: list[UserError]) -> Finished:

@@ -41,7 +41,8 @@ class _Exported:
         return self.run.report.get("history") or ()
 
     def predictions(self, number: int) -> NDArray[np.float32]:
-        """An evaluation's predictions and their labels, [2, N]; ``UserError`` if the run has left none."""
+        """An evaluation's predictions, their labels and, if there are any, weights, [2, N] or [3, N];
+        ``UserError`` if the run has left none."""
         file = self.folder / PREDICTIONS / f"{number}.npy"
         try:
             found: NDArray[np.float32] = np.load(file, mmap_mode="r", allow_pickle=False)
@@ -180,7 +181,7 @@ def _evaluation_fault(run: _Exported, first: _Exported) -> str | None:
     ``first`` row of the round, or figures that are not those of its predictions. None: nothing."""
     try:
         for number, point in enumerate(run.evaluations):
-            scores, labels = run.predictions(number)
+            scores, labels, *weights = run.predictions(number)
             theirs = first.predictions(0)[1] if first.evaluations else labels
             if labels.shape != theirs.shape:
                 sizes = f"{len(labels):,} samples, and '{first.result.name}' on {len(theirs):,}"
@@ -190,26 +191,31 @@ def _evaluation_fault(run: _Exported, first: _Exported) -> str | None:
                     f"{wrong:,} of the {len(labels):,} labels that it was evaluated with are not those of "
                     f"'{first.result.name}'"
                 )
-            found = _wrong_figure(point, scores, labels)
+            found = _wrong_figure(point, scores, labels, *weights)
             if found is not None:
                 return f"evaluation {number + 1}: {found}" if len(run.evaluations) > 1 else found
         if run.evaluations:
-            scores, labels = run.predictions(len(run.evaluations) - 1)
-            return _wrong_figure(run.run.report.get("quality", {}), scores, labels)
+            last = run.predictions(len(run.evaluations) - 1)
+            return _wrong_figure(run.run.report.get("quality", {}), *last)
     except UserError as error:
         return str(error)
     return None
 
 
 def _wrong_figure(
-    told: Mapping[str, Any], scores: NDArray[np.float32], labels: NDArray[np.float32]
+    told: Mapping[str, Any],
+    scores: NDArray[np.float32],
+    labels: NDArray[np.float32],
+    weights: NDArray[np.float32] | None = None,
 ) -> str | None:
-    """A figure in ``told`` that is not that of these ``scores`` [N] for these ``labels`` [N]; None: none."""
+    """A figure in ``told`` that is not that of these ``scores`` [N] for these ``labels`` [N] and their
+    weights; None: none."""
     kinds: dict[str, Kind] = {"logloss": "clicks", "mse": "values", "poisson_deviance": "counts"}
     kind = next((kind for name, kind in kinds.items() if told.get(name) is not None), None)
     if kind is None or not scores.size:  # there are no predictions that its figures follow from
         return None
-    for name, value in asdict(judged(kind, np.array(labels), np.array(scores))).items():
+    own = None if weights is None else np.array(weights)
+    for name, value in asdict(judged(kind, np.array(labels), np.array(scores), own)).items():
         mine = told.get(name)
         known = math.isfinite(value)
         if name == "loss" or (mine is None and not known):

@@ -5,8 +5,11 @@ from __future__ import annotations
 
 import math
 from concurrent.futures import wait
-from dataclasses import astuple, dataclass, fields
+from dataclasses import astuple, dataclass, fields, replace
+from itertools import chain
+from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 import numpy as np
 import numpy.typing as npt
@@ -17,6 +20,7 @@ from recpipe.distributed.ranks import Channel
 from recpipe.errors import Interruption, UserError
 from recpipe.model.metrics import BackgroundQuality, Quality
 from recpipe.pipeline.placed import PlacedModel
+from recpipe.plugin.batch import Batch
 from recpipe.tables.proxy import handing_out
 
 
@@ -42,62 +46,94 @@ class Evaluation:
 
     def __init__(self, model: PlacedModel, trainers: Channel, stop: Stop) -> None:
         self.model, self.trainers, self.stop = model, trainers, stop
-        self.quality = BackgroundQuality(model.called.kind)
-        self.figures: Quality | None = None
-        """The quality of the latest evaluation, the same on all trainers; None until it is complete."""
+        kinds = {name: task.kind for name, task in model.called.judged.items()}
+        self.quality = {name: BackgroundQuality(kind) for name, kind in kinds.items()}
+        """Of each label, by name."""
+        self.figures: dict[str, Quality] | None = None
+        """The quality of the latest evaluation by label, the same on all trainers; None until it is complete.
+        The losses of several labels are those that are added up."""
 
     def result(self) -> Quality:
-        """The quality of the evaluation that ends; ``UserError`` if it has not had its last batch."""
+        """The quality of the evaluation that ends, of the first label, with the loss of all; ``UserError`` if
+        it has not had its last batch."""
         if self.figures is None:
             raise UserError(
                 "an evaluation ended before its last batch: the model or a callback has raised StopIteration "
                 "in it"
             )
-        return self.figures
+        first, *others = self.figures.values()
+        known = [each.loss for each in (first, *others) if not math.isnan(each.loss)]
+        return replace(first, loss=sum(known)) if others and known else first
+
+    def by_label(self) -> dict[str, Quality]:
+        """The quality of each label, if there are several."""
+        figures = self.figures or {}
+        return figures if len(figures) > 1 else {}
+
+    def write_to(self, folder: Path) -> None:
+        """Write the predictions of each evaluation there: of the first label, and of others in a folder of
+        their name."""
+        for number, (name, quality) in enumerate(self.quality.items()):
+            quality.folder = folder / quote(name, safe="") if number else folder
 
     def add(self, batch: Any, last: bool) -> None:
         """Keep the batch's predictions; after the ``last`` batch, ``figures`` are those of all batches.
 
         Raises ``EvaluationStopped`` if any trainer was asked to stop.
         """
-        losses, logits, labels = self._judged(batch)
+        losses, scored = self._judged(batch)
         if self.stop.agreed:
             raise EvaluationStopped
-        weights = losses[:, 1].sum() if self.model.parts.sums else losses[:, 1]
-        self.quality.add_loss(float((losses[:, 0] * weights).sum()), float(losses[:, 1].sum()))
-        self.quality.add(logits, labels)
+        for number, (name, quality) in enumerate(self.quality.items()):
+            loss, total = losses[:, number].T
+            if self.model.parts.sums:  # each share's sum is one of losses already, not a mean
+                loss = loss / np.maximum(total, 1) * total.sum()
+            quality.add_loss(float(loss.sum()), float(total.sum()))
+            if name in scored:
+                quality.add(*scored[name].unbind(1))
         if not last:
             return
         # Made here and not when the epoch ends: Lightning repeats an evaluation that stopped in a step.
-        promised = self.quality.submit()
-        while not (promised.done() or self.stop.asked):
-            wait([promised], timeout=0.1)
-        figures = astuple(promised.result()) if promised.done() else (math.nan,) * len(fields(Quality))
+        promised = [quality.submit() for quality in self.quality.values()]
+        while not (all(each.done() for each in promised) or self.stop.asked):
+            wait(promised, timeout=0.1)
+        unknown = (math.nan,) * len(fields(Quality))
+        own = [astuple(each.result()) if each.done() else unknown for each in promised]
         # The first trainer's figures, on all of them, since callbacks that monitor them must decide alike.
-        told = self.trainers.gather(np.array([[*figures, self.stop.asked]], np.float64))
+        told = self.trainers.gather(np.array([[*chain(*own), self.stop.asked]], np.float64))
         self.stop.agreed = any(bool(part[0, -1]) for part in told)
         if self.stop.agreed:
             raise EvaluationStopped
-        self.figures = Quality(*told[0][0, :-1].tolist())
+        figures = np.reshape(told[0][0, :-1], (len(own), -1)).tolist()
+        self.figures = {name: Quality(*each) for name, each in zip(self.quality, figures, strict=True)}
 
-    def _judged(self, batch: Any) -> tuple[npt.NDArray[np.float64], torch.Tensor, torch.Tensor]:
-        """Each trainer's loss and samples, [trainers, 2], and all predictions and labels that are scored, [B]
-        or [0]. The message that gathers them tells which trainers were asked to stop."""
-        samples, loss = batch_size(batch), 0.0
-        logits = labels = torch.empty(0)
+    def _judged(self, batch: Any) -> tuple[npt.NDArray[np.float64], dict[str, torch.Tensor]]:
+        """Of each trainer and label the sums of losses and of weights, [trainers, labels, 2], and of those
+        that are scored the predictions, labels and, if there are any, weights of all trainers, [B, 2] or
+        [B, 3]. The message that gathers them tells which trainers were asked to stop."""
+        samples, names = batch_size(batch), list(self.quality)
+        losses, found = torch.zeros((len(names), 2), dtype=torch.float64), dict[str, torch.Tensor]()
+        width = 3 if isinstance(batch, Batch) and batch.weights is not None else 2
         # Other ranks take part in the lookups, even if this share has no samples.
         rows = self.model.look_up(batch) if self.trainers.size > 1 else {}
         if samples:
             with handing_out(rows):
-                own, scored = self.model.called.judge(batch)
-            loss, (logits, labels) = float(own), scored or (logits, labels)
+                judgement = self.model.called.judge(batch)
+            losses[: len(judgement.losses)] = judgement.losses  # one alone if the module gives its own
+            scored = {name: each for name, each in judgement.tasks.items() if each is not None}
+            found = {name: each.side_by_side() for name, each in scored.items()}
         if self.trainers.size == 1:
             self.stop.agreed = self.stop.asked
-            return np.array([[loss, samples]]), logits, labels
-        head = torch.tensor([[self.stop.asked, 0.0], [loss, samples]])
-        mine = torch.cat([head, torch.stack([logits.reshape(-1), labels.reshape(-1)], dim=1).cpu().float()])
-        parts = self.trainers.gather(mine.numpy())
-        self.stop.agreed = any(bool(part[0, 0]) for part in parts)
-        losses = np.array([part[1] for part in parts], np.float64)
-        all_scored = torch.from_numpy(np.concatenate([part[2:] for part in parts]))
-        return losses, all_scored[:, 0], all_scored[:, 1]
+            return losses[None].numpy(), {name: own[:, :width] for name, own in found.items()}
+        sizes = torch.tensor([float(self.stop.asked), *(len(found.get(name, ())) for name in names)])
+        told = [sizes, losses.reshape(-1).view(torch.float32), *(own.reshape(-1) for own in found.values())]
+        parts = self.trainers.gather(torch.cat(told).numpy())
+        self.stop.agreed = any(bool(part[0]) for part in parts)
+        first, rest = 1 + len(names), 1 + 5 * len(names)
+        all_losses = np.stack([part[first:rest].view(np.float64).reshape(-1, 2) for part in parts])
+        every = [
+            np.split(part[rest:].reshape(-1, 3), np.cumsum(part[1:first].astype(np.int64))[:-1])
+            for part in parts
+        ]
+        joined = {name: np.concatenate([own[n] for own in every]) for n, name in enumerate(names)}
+        return all_losses, {name: torch.from_numpy(own[:, :width]) for name, own in joined.items()}

@@ -60,6 +60,8 @@ class Recorder(L.Callback):
         self.history: list[Point] = []
         self.quality = Quality(math.nan, math.nan, math.nan)
         """The quality of the latest evaluation."""
+        self.quality_by_label: dict[str, Quality] = {}
+        """Of each label, if there are several."""
         self.evaluated_at = -1
         self.began = math.nan
         """The time of ``perf_counter`` when the first step began; NaN before that."""
@@ -139,6 +141,9 @@ class Recorder(L.Callback):
         assert isinstance(pl_module, RankingModule)
         figures = asdict(pl_module.evaluation.result())
         quality = {f"val/{name}": figures[name] for name in {*shown_figures([figures]), "loss"}}
+        for label, own in pl_module.evaluation.by_label().items():
+            known = asdict(own)
+            quality |= {f"val/{label}/{name}": known[name] for name in {*shown_figures([known]), "loss"}}
         self._log(trainer, pl_module, quality)
 
     def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
@@ -147,13 +152,19 @@ class Recorder(L.Callback):
         assert isinstance(pl_module, RankingModule)
         totals, total = pl_module.totals, pl_module.totals.loss_so_far()
         self.quality = pl_module.evaluation.result()
+        self.quality_by_label = pl_module.evaluation.by_label()
         loss, self._loss = total.mean_since(self._loss), total
         speed = self.speed_since(self._reported)
         self._reported = self.steps
         step, self.evaluated_at = trainer.global_step, trainer.global_step
         samples = self.samples if totals.samples is None else totals.samples
         measured = asdict(self.quality)
-        held_out = "  ".join(f"{label} {_known(value, '.4f')}" for label, value in labelled(measured))
+        several = self.quality_by_label or {"": self.quality}
+        held_out = "  ".join(
+            " ".join([name] * bool(name) + [f"{label} {_known(value, '.4f')}"])
+            for name, own in several.items()
+            for label, value in labelled(asdict(own))
+        )
         self.history.append(
             Point(
                 step,

@@ -197,22 +197,24 @@ OWN = "model._target_=my_pkg.Tower"
 @pytest.mark.parametrize(
     ("words", "kind"),
     [
-        ([], "clicks"),
-        ([OWN], "clicks"),
+        ([], None),
+        ([OWN], None),
         ([OWN, "model.loss=huber"], "values"),
         ([OWN, "model.loss=poisson"], "counts"),
         ([OWN, "model.loss=cross_entropy"], "classes"),
-        ([OWN, "model.loss={_target_: my_pkg.Loss}"], "clicks"),
+        ([OWN, "model.loss={_target_: my_pkg.Loss}"], None),
+        ([OWN, "model.loss={rating: huber, buy: {_target_: my_pkg.Loss}}"], {"rating": "values"}),
         ([OWN, "model.loss={_target_: my_pkg.Loss}", "data.label_kind=values"], "values"),
         ([OWN, "model.loss=huber", "data.label_kind=clicks"], "clicks"),
     ],
 )
-def test_labels_are_of_the_kind_that_the_loss_takes(words: list[str], kind: str) -> None:
+def test_labels_are_of_the_kind_that_the_loss_takes(words: list[str], kind: object) -> None:
     data = Recipe.of(compose([*PARQUET, *words])).data
     assert isinstance(data, ParquetConfig)
     assert data.label_kind == kind
 
 
-def test_recpipes_own_models_learn_clicks() -> None:
-    with pytest.raises(UserError, match="model=dlrm learns labels of 0 and 1; others need a class of your"):
-        Recipe.of(compose([*PARQUET, "data.label_kind=values"]))
+def test_recpipes_own_models_learn_labels_of_their_kind() -> None:
+    data = Recipe.of(compose([*PARQUET, "data.label_kind=values"])).data
+    assert isinstance(data, ParquetConfig)
+    assert data.label_kind == "values"

@@ -145,7 +145,7 @@ def test_real_files_that_cannot_serve(data_dir, tmp_path):
         ("clicks", [0, 1, 1], 0.5, r"0.5 is neither 0 nor 1 \(data.label_kind=values takes any number"),
         ("values", [-2.5, 0, 4.0], math.inf, "inf is not a finite float32 number"),
         ("values", [-2.5, 0, 4.0], 1e39, "1e[+]39 is not a finite float32 number"),
-        ("values", [-2.5, 0, 4.0], None, "None is not a finite float32 number"),
+        ("values", [-2.5, 0, 4.0], None, "None is no label"),
         ("counts", [0, 2.5, 7], -1.0, "-1.0 is not a finite float32 number of at least 0"),
         ("classes", [0, 5, 2], 1.5, "1.5 is no class: a whole number from 0 on"),
         ("classes", [0, 5, 2], -1.0, "-1.0 is no class"),
@@ -174,7 +174,7 @@ def test_kinds_of_labels_are_prepared_apart(tmp_path):
 
 BAD_VALUES = [
     ({"y": 2}, "column y: 2 is neither 0 nor 1"),
-    ({"y": None}, "column y: None is neither 0 nor 1"),
+    ({"y": None}, "column y: None is no label"),
     ({"x": -math.inf}, "column x: -inf is not a finite number"),
     ({"id": 50}, "column id: 50 is not in [0, 50): raise data.tables.id or pass data.hash_ids=true"),
     ({"id": -1}, "column id: -1 is not in [0, 50)"),

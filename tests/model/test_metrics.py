@@ -110,7 +110,7 @@ def test_background_quality_equals_foreground_and_copies_what_it_keeps() -> None
 def test_submit_does_not_wait_for_the_computation(monkeypatch: pytest.MonkeyPatch) -> None:
     gate, workers = threading.Event(), []
 
-    def slow(labels: torch.Tensor, logits: torch.Tensor) -> metrics.Quality:
+    def slow(*_: torch.Tensor | None) -> metrics.Quality:
         workers.append(threading.current_thread())
         assert gate.wait(10)
         return metrics.Quality(0.5, 0.5, 0.5)

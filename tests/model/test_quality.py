@@ -139,14 +139,22 @@ def only_the_loss(report: dict) -> float:
         ((), with_loss("seconds")),
         ((), lambda values, batch: (values.square().mean(), {"a": values, "b": values})),
         ((), lambda values, batch: (values.square().mean(), torch.stack([values] * 3, dim=1))),
-        (("model.loss={clicked: binary_cross_entropy, seconds: huber}", "model.labels=__dict__"), None),
     ],
-    ids=["labels that are not 0/1", "no labels", "two outputs", "three values a sample", "two losses"],
+    ids=["labels that are not 0/1", "no labels", "two outputs", "three values a sample"],
 )
 def test_else_the_loss_alone(words, gives) -> None:
-    gives = gives or (lambda values, batch: {"clicked": values, "seconds": values})
     report, *_ = trained_only(Visitor(gives), *words)
     assert only_the_loss(report) > 0
+
+
+def test_two_losses_have_figures_of_each() -> None:
+    gives = lambda values, batch: {"clicked": values, "seconds": values}  # noqa: E731
+    words = ("model.loss={clicked: binary_cross_entropy, seconds: huber}", "model.labels=__dict__")
+    report, *_ = trained(Visitor(gives), *words)
+    clicked, seconds = (report["quality_by_label"][name] for name in ("clicked", "seconds"))
+    assert report["quality"] == {**clicked, "loss": clicked["loss"] + seconds["loss"]}
+    assert clicked["auc"] is not None
+    assert (seconds["auc"], seconds["mse"] > 0) == (None, True)
 
 
 def trained_only(model: nn.Module, *words: str) -> tuple[dict]:

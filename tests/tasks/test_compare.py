@@ -683,7 +683,8 @@ class Cheats(L.Callback):
     def on_validation_epoch_end(self, trainer, module):
         from dataclasses import replace
         if "figures" in self.how:
-            module.evaluation.figures = replace(module.evaluation.figures, auc=0.9)
+            figures = module.evaluation.figures.items()
+            module.evaluation.figures = {name: replace(own, auc=0.9) for name, own in figures}
 """
 
 

@@ -17,6 +17,7 @@ import torch
 
 from recpipe.checkpoint.table_io import TableCheckpointIO, newest
 from recpipe.model import metrics
+from recpipe.model.call import Judgement, Scored
 from recpipe.model.metrics import Quality
 from recpipe.training.evaluation import Evaluation, EvaluationStopped, Stop
 from recpipe.training.module import RankingModule
@@ -105,7 +106,7 @@ def test_the_second_signal_ends_at_once(trained, sent) -> None:  # noqa: F811
 def test_a_signal_is_heard_while_the_figures_are_computed(trained, tmp_path, monkeypatch) -> None:  # noqa: F811
     done = threading.Event()
 
-    def endless(labels, logits) -> Quality:
+    def endless(*_) -> Quality:
         os.kill(os.getpid(), signal.SIGINT)
         done.wait(60)
         return Quality(0.5, 0.5, 1.0)
@@ -154,23 +155,34 @@ class Pair:
 
 
 BATCH = [torch.ones(1)]
-QUIET = np.array([[0, 0], [1.5, 2], [0.5, 1], [-2, 0]])
-"""Of the other trainer: not asked to stop, a loss of two samples, and their predictions and labels."""
+
+
+def told(stop: int, loss: float, *scored: tuple[float, float]) -> np.ndarray:
+    """What the other trainer says: whether it was asked to stop, the sums of its losses and of its weights,
+    and predictions and labels."""
+    losses = np.array([loss, len(scored)], np.float64).view(np.float32)
+    rows = [value for prediction, label in scored for value in (prediction, label, 1)]
+    return np.concatenate([np.array([stop, len(scored)], np.float32), losses, np.array(rows, np.float32)])
+
+
+QUIET = told(0, 3, (0.5, 1), (-2, 0))
 
 
 def evaluation_over(trainers: Any) -> Evaluation:
     """Of a model with a loss of 2, which predicts 7 for a label of 1."""
-    scored = torch.tensor([7.0]), torch.tensor([1.0])
-    called = SimpleNamespace(kind="clicks", judge=lambda batch: (torch.tensor(2.0), scored))
+    scored = Scored(torch.tensor([7.0]), torch.tensor([1.0]), None)
+    judgement = Judgement(torch.tensor([[2.0, 1.0]], dtype=torch.float64), {"score": scored})
+    task = SimpleNamespace(kind="clicks")
+    called = SimpleNamespace(judged={"score": task}, judge=lambda batch: judgement)
     model: Any = SimpleNamespace(called=called, look_up=lambda batch: {}, parts=SimpleNamespace(sums=False))
     return Evaluation(model, trainers, Stop())
 
 
 def test_a_signal_to_any_trainer_stops_the_evaluation_of_all() -> None:
-    evaluation = evaluation_over(Pair(QUIET, np.array([[1, 0], [0.5, 1], [3, 1]])))
+    evaluation = evaluation_over(Pair(QUIET, told(1, 0.5, (3, 1))))
     evaluation.add(BATCH, last=False)
     assert not evaluation.stop.agreed
-    kept = evaluation.quality.submit().result()
+    kept = evaluation.quality["score"].submit().result()
     assert kept.loss == (2 + 2 * 1.5) / 3
     assert str(replace(kept, loss=math.nan)) == str(
         metrics.quality(torch.tensor([1.0, 1, 0]), torch.tensor([7, 0.5, -2]))

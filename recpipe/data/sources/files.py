@@ -53,8 +53,10 @@ class FilesSource:
         self.rejected_rows = 0
         self.unseen: dict[str, int] = {}
         """How many ids the vocabularies lack, by feature."""
-        self.missing: dict[str, int] = {f.name: 0 for f in (*features.dense, *features.sparse)}
-        """How many samples have no value of each feature, so far."""
+        names = [label.name for label in features.labels] * labelled
+        names += [feature.name for feature in (*features.dense, *features.sparse)]
+        self.missing = dict.fromkeys(names, 0)
+        """How many samples have no value of each feature, or label, so far."""
         described = replace(
             features, sparse=tuple(replace(f, rows=None, table=None) for f in features.sparse)
         )
@@ -119,8 +121,7 @@ class FilesSource:
         return Preparation.of(self.encoding.features, self.encoding.learned)
 
     def _read(self, features: Features) -> list[str]:
-        skipped = () if self._labelled else {label.source for label in features.labels}
-        return [name for name in features.columns if name not in skipped]
+        return features.columns if self._labelled else list(dict.fromkeys(features.inputs))
 
     def _require_columns(self, features: Features) -> dict[str, tuple[pa.DataType, InputFile]]:
         """The type of each column, of the first file in which it has one; ``DataError`` where a file lacks a
@@ -157,8 +158,8 @@ class FilesSource:
                 feature = replace(feature, type="auto")
             settled.append(feature)
         found = replace(features, dense=tuple(map(self._sized, features.dense)), sparse=tuple(settled))
-        labels = [Feature(label.name, "dense", label.column) for label in features.labels] * self._labelled
-        for feature in (*labels, *found.dense, *(f for f in found.sparse if not f.of)):
+        numbers = [Feature(name, "dense") for name in features.of_labels] * self._labelled
+        for feature in (*numbers, *found.dense, *(f for f in found.sparse if not f.of)):
             kind, file = self._types[feature.source]
             require_type(str(file), feature.source, kind, feature)
         return found
