@@ -255,9 +255,9 @@ def using_threads(count: int) -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-def one_thread() -> AbstractContextManager[None]:
-    """In the block, torch's operators on a CPU run in the calling thread alone."""
-    return using_threads(1)
+def one_thread(wanted: bool = True) -> AbstractContextManager[None]:
+    """In the block, if ``wanted``, torch's operators on a CPU run in the calling thread alone."""
+    return using_threads(1) if wanted else nullcontext()
 
 
 def in_this_thread() -> AbstractContextManager[None]:
