@@ -187,7 +187,14 @@ def place(
             splitter, cfg.trainer.split, data.batch_size, embeddings.groups, ranks.channel()
         )
         loader = TrainLoader(
-            source, inputs, embeddings.groups, device, ranks, sample_filter=filtered, splitting=splitting
+            source,
+            inputs,
+            embeddings.groups,
+            device,
+            ranks,
+            sample_filter=filtered,
+            splitting=splitting,
+            growing=embeddings.growing,
         )
         placed_loader = PlacedLoader(loader, placed)
         stack.callback(placed_loader.undo)

@@ -90,6 +90,10 @@ def test_report_has_every_public_key(tmp_path, recipe) -> None:
         "dropped_samples": 0,
         "skipped_samples": 0,
         "unplanned_calls": 0,
+        "missing": {},
+        "unseen": {},
+        "growing": {},
+        "unknown_ids": 0,
     }
     speed = report["throughput"]
     assert speed["samples_per_second"] > speed["end_to_end_samples_per_second"] > 0

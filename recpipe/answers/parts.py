@@ -106,6 +106,12 @@ class Parts:
 def of_checkpoint(checkpoint: Path, model: nn.Module | None) -> Parts:
     """What to write of a checkpoint, quantized or not; ``UserError`` if its model cannot be packaged."""
     trained = open_trained(checkpoint, model=model)
+    growing = next((feature.name for feature in trained.schema.sparse if feature.growth is not None), None)
+    if growing is not None:
+        raise UserError(
+            f"{trained.directory}: the ids of '{growing}' have rows as they came (rows: dynamic), and a "
+            "package makes rows of ids by their hash alone: score the checkpoint (recpipe predict)"
+        )
     schema, source = trained.schema, trained.stored()
     called = source.called
     log.info("exporting %s", type(called.module).__name__)

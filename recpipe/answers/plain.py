@@ -29,6 +29,7 @@ from recpipe.model.dlrm import META, DlrmSizes, make_dlrm
 from recpipe.pipeline.placed import saved_values
 from recpipe.plugin.tables import to_numpy
 from recpipe.private_api import module_name
+from recpipe.tables.dynamic.saved import saved_keys
 
 
 def load_checkpoint(checkpoint: Path, model: nn.Module | None = None) -> nn.Module:
@@ -150,7 +151,8 @@ def unshard_command(words: Sequence[str]) -> int:
 
 def unshard(checkpoint: Path, target: Path, overwrite: bool = False) -> int:
     """Write ``<table>`` (float32 [rows, D]) for each table, and every dense parameter (float32) and saved
-    buffer (float32, whole numbers as int64) under its name.
+    buffer (float32, whole numbers as int64) under its name. Of a table whose ids got rows as they came,
+    ``<table>.keys`` int64 [n] are those of its rows from the third one on.
 
     ``checkpoint`` is a checkpoint, or a folder whose newest one is taken. Tables may be larger than memory.
     ``UserError`` if ``target`` exists, unless ``overwrite``.
@@ -158,11 +160,13 @@ def unshard(checkpoint: Path, target: Path, overwrite: bool = False) -> int:
     require_absent("", target, overwrite)
     directory = newest(checkpoint.expanduser())
     dense = saved_dense(directory, open_checkpoint(directory))
-    tensors: dict[str, Streamed] = {}
+    tensors: dict[str, tuple[tuple[int, ...], list[NDArray[Any]]]] = {}
     for name, value in dense.items():
         whole = value.long().numpy() if not value.is_floating_point() else to_numpy(value)
         tensors[name] = (value.shape, [whole])
-    types = {name: INT64 for name, value in dense.items() if not value.is_floating_point()}
+    for name, keys in saved_keys(directory / TABLES).items():
+        tensors[f"{name}.keys"] = keys.shape, [keys]
+    types = {name: INT64 for name, (_, blocks) in tensors.items() if blocks[0].dtype.kind == "i"}
     tables = saved_weights(directory / TABLES)
     clash = min(tables.keys() & tensors.keys(), default=None)
     if clash is not None:
@@ -173,8 +177,8 @@ def unshard(checkpoint: Path, target: Path, overwrite: bool = False) -> int:
         with owned, tempfile.TemporaryDirectory(dir=target.parent, prefix=".unshard-") as folder:
             partial = Path(folder, "file")
             with counting("writing rows", sum(shape[0] for shape, _ in tables.values())) as add:
-                tensors |= {n: (shape, _told(blocks, add)) for n, (shape, blocks) in tables.items()}
-                write_tensors(partial, tensors, types)
+                rows: dict[str, Streamed] = {n: (s, _told(blocks, add)) for n, (s, blocks) in tables.items()}
+                write_tensors(partial, {**tensors, **rows}, types)
                 sync(partial)
             partial.replace(target)
     except OSError as fault:

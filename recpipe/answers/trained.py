@@ -306,6 +306,8 @@ class Trained:
             if placed is not None and placement is not None:
                 placed.check_placement_state(placement)
                 placed.load_placement_state(placement)
+        if model.embeddings.growing is not None:
+            model.embeddings.growing.load(self.directory / TABLES)
         model.eval()
         if device.type == "cuda":
             if backend != "plain":
@@ -329,11 +331,17 @@ class Scoring:
 
     def batches(self, split: SplitName) -> EvalLoader:
         """The batches of a split of the data, as training's evaluation reads them."""
-        return EvalLoader(self.dataset, self.batch_size, self.model.inputs, self.device, split=split)
+        growing = self.model.embeddings.growing
+        return EvalLoader(
+            *(self.dataset, self.batch_size, self.model.inputs, self.device), split=split, growing=growing
+        )
 
     def checked(self, batches: Iterable[Any]) -> Iterator[Any]:
         """Other batches on the device; ``DataError`` for an id that is not in its table."""
+        growing = self.model.embeddings.growing
         for batch in batches:
+            if growing is not None:
+                batch = growing.rows_of(batch)
             self.model.inputs.require_ids(self.model.inputs.each(batch))
             yield on_device(batch, self.device)
 

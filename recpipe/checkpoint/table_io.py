@@ -42,6 +42,7 @@ from recpipe.errors import CheckpointError, UserError
 from recpipe.plugin.collection import TableCollection
 from recpipe.plugin.tables import SavedRows
 from recpipe.tables.collection import SavedByRanks, SavesPlacement
+from recpipe.tables.dynamic.growing import GrowingTables
 
 SUFFIX = ".ckpt"
 PARTIAL = ".partial"
@@ -94,8 +95,11 @@ class TableCheckpointIO(CheckpointIO):
         model: Mapping[str, Any] | None = None,
         recipe: Mapping[str, Any] | None = None,
         opened: OpenCheckpoint | None = None,
+        growing: GrowingTables | None = None,
     ) -> None:
         self.storage = storage
+        self.growing = growing
+        """The tables whose ids get rows as they come."""
         self.shapes = shapes
         self.writes = writes
         """Whether this rank writes files; the others take part in reading the tables."""
@@ -131,6 +135,8 @@ class TableCheckpointIO(CheckpointIO):
                 read_along(self.storage)
             if not self.writes:
                 return
+            if self.growing is not None:
+                self.growing.save(partial / TABLES)
             seal(partial, int(checkpoint["global_step"]))
         except OSError as fault:
             shutil.rmtree(partial, ignore_errors=True)
@@ -164,6 +170,8 @@ class TableCheckpointIO(CheckpointIO):
         if self.check is not None:
             with naming(directory):
                 self.check(opened.trainer)
+        if self.growing is not None:
+            self.growing.load(directory / TABLES)
         placed = self.storage.offers(SavesPlacement)
         if placed is not None:
             placed.load_placement_state(opened.trainer.get(OWN, {}).get("placement"))

@@ -16,22 +16,24 @@ from recpipe.data.dataset import Dataset
 from recpipe.data.preparation import Preparation
 from recpipe.data.schema import LabelColumn, Schema
 from recpipe.errors import DataError, UserError
-from recpipe.plugin.tables import SparseFeature
+from recpipe.plugin.tables import Growth, SparseFeature
 
 
 @dataclass(frozen=True)
 class Columns:
-    """The names of the dense columns, and the names and tables' rows of the sparse ones, in order."""
+    """The names of the dense columns, and the names and tables' rows of the sparse ones, in order; how the
+    ids of those get rows whose tables grow."""
 
     dense: list[str]
     sparse: list[tuple[str, int]]
     labels: list[tuple[str, str]] = field(default_factory=list)
     """The names of the labels and their kinds; none: there is one, without a name."""
+    growing: dict[str, Growth] = field(default_factory=dict)
 
     @property
     def schema(self) -> Schema:
         """The same as the data's schema."""
-        sparse = tuple(SparseFeature(name, rows) for name, rows in self.sparse)
+        sparse = tuple(SparseFeature(name, rows, self.growing.get(name)) for name, rows in self.sparse)
         return Schema(tuple(self.dense), sparse, tuple(LabelColumn(*label) for label in self.labels))
 
 
@@ -51,7 +53,8 @@ class TrainedOn:
         columns = None
         if schema is not None:
             sparse, labels = schema.sparse, [(label.name, label.kind) for label in schema.labels]
-            columns = Columns(list(schema.dense), [(f.name, f.rows) for f in sparse], labels)
+            growing = {f.name: f.growth for f in sparse if f.growth is not None}
+            columns = Columns(list(schema.dense), [(f.name, f.rows) for f in sparse], labels, growing)
         return cls(dict(values), columns, dataset.preparation)
 
     @classmethod

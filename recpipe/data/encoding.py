@@ -368,7 +368,7 @@ def _ids(checks: RowChecks, feature: Feature, array: pa.Array) -> _Sparse:
 
     require(ids.valid, ids.remedy)
     if feature.ids == "rows":
-        assert feature.rows is not None
+        assert isinstance(feature.rows, int)
         remedy = (
             f"is not in [0, {feature.rows}): raise data.tables.{shown(feature.name)} or pass "
             "data.hash_ids=true, which hashes ids into the table"

@@ -16,11 +16,13 @@ from zoneinfo import ZoneInfo
 import yaml
 from annotated_types import Interval, MinLen
 
-from recpipe.common.validation import Positive, Text, fitted, mapping, one_of, typed
+from recpipe.common.validation import Count, Positive, Text, fitted, mapping, one_of, typed
 from recpipe.data.schema import LABEL_KINDS, LabelColumn, Schema
 from recpipe.errors import DataError, UserError, nearest_or_all, shown
-from recpipe.plugin.tables import SparseFeature
+from recpipe.plugin.tables import EVICTIONS, Growth, SparseFeature
 
+Capacity = Annotated[int, Interval(ge=4, le=2**31 - 1)]
+"""Number of rows of a table that grows, those of missing and unknown ids among them."""
 Rows = Annotated[int, Interval(ge=2, le=2**31 - 1)]
 """Number of rows of a table; row 0 is for missing ids."""
 NO_VALUE = ("",)
@@ -28,14 +30,17 @@ NO_VALUE = ("",)
 KINDS = ("dense", "vector", "timestamp", "id", "multi_hot", "sequence", "cross")
 SCALES = ("none", "log", "log1p", "standard")
 IDS = ("hash", "modulo", "rows", "vocabulary")
+DYNAMIC = "dynamic"
+GROWTH = ("capacity", "admit_after", "admit_by", "admit_probability", "evict", "max_age")
+"""What is said beside ``rows: dynamic``."""
 OF_KIND = {
     "dense": ("scale", "default", "edges", "buckets", "table"),
     "vector": ("size", "separator", "scale", "default"),
     "timestamp": ("as", "unit", "format", "zone", "now", "default", "table"),
-    "id": ("ids", "min_count", "rows", "table", "default"),
-    "cross": ("of", "ids", "min_count", "rows", "table"),
-    "multi_hot": ("separator", "padding", "ids", "min_count", "rows", "table"),
-    "sequence": ("separator", "padding", "max_length", "keep", "ids", "min_count", "rows", "table"),
+    "id": ("ids", "min_count", "rows", "table", "default", *GROWTH),
+    "cross": ("of", "ids", "min_count", "rows", "table", *GROWTH),
+    "multi_hot": ("separator", "padding", "ids", "min_count", "rows", "table", *GROWTH),
+    "sequence": ("separator", "padding", "max_length", "keep", "ids", "min_count", "rows", "table", *GROWTH),
 }
 """The keys that a kind has beside those of every feature."""
 PARTS = {"age": None, "hour": 25, "weekday": 8}
@@ -69,6 +74,8 @@ class Feature:
       sign(d) * log1p(\\|d\\|) of the days d until ``now``; None: until the latest time of the training part.
     - ``cross``: the id of the ids of two or more features together, missing if one is.
     - ``default`` of an ``id``: the id that stands for a missing one.
+    - ``rows: dynamic``: ids get rows of a table of ``capacity`` rows as they come, each a row of its own
+      (``recpipe.plugin.tables.Growth`` says what the keys beside it mean).
     - ``multi_hot`` and ``sequence``: lists, or text with a ``separator``. Values of ``padding`` only fill
       lists up and are left out. A sequence has at most ``max_length`` ids, its ``last`` or ``first``.
     """
@@ -91,8 +98,14 @@ class Feature:
     buckets: Annotated[int, Interval(ge=2, le=2**16)] | None = None
     ids: Annotated[str, one_of(*IDS)] = "hash"
     min_count: Positive = 1
-    rows: Rows | None = None
+    rows: Rows | Annotated[str, one_of(DYNAMIC)] | None = None
     table: Text | None = None
+    capacity: Capacity | None = None
+    admit_after: Positive = 1
+    admit_by: Annotated[str, one_of("exact", "sketch")] = "exact"
+    admit_probability: Annotated[float, Interval(gt=0, le=1)] = 1.0
+    evict: Text = "lru"
+    max_age: Count = 0
     separator: Annotated[str, MinLen(1)] | None = None
     padding: tuple[Text, ...] = ()
     max_length: Positive | None = None
@@ -131,6 +144,34 @@ class Feature:
         for key, fault in unused.items():
             if fault:
                 raise UserError(f"data.features, {shown(self.name)}: {key} {fault}")
+        if fault := self._growth_fault():
+            raise UserError(f"data.features, {shown(self.name)}: {fault}")
+
+    def _growth_fault(self) -> str:
+        """What is wrong about ``rows: dynamic``, or about the keys beside it; empty if nothing is."""
+        defaults = {key.name: key.default for key in fields(self) if key.name in GROWTH}
+        said = next((name for name, usual in defaults.items() if getattr(self, name) != usual), "")
+        if self.rows != DYNAMIC:
+            return f"'{said}' is of tables whose ids get rows as they come: add rows: dynamic" * bool(said)
+        if self.capacity is None:
+            return "rows: dynamic needs the most rows that the table may have: capacity: 1000000"
+        if self.ids != "hash":
+            return f"ids: {self.ids} makes rows of ids, and rows: dynamic gives each its own: leave ids out"
+        if self.evict not in EVICTIONS:
+            return f"evict: {shown(self.evict)} is unknown; {nearest_or_all(self.evict, EVICTIONS)}"
+        if (self.evict == "age") != (self.max_age > 0):
+            return "evict: age and max_age (batches) belong together: state both, or neither"
+        if self.admit_by == "sketch" and not 1 < self.admit_after < 256:
+            return "admit_by: sketch counts up to 255 sightings: state admit_after from 2 to 255"
+        return ""
+
+    @property
+    def growth(self) -> Growth | None:
+        """How its ids get rows; None if they are rows, or become them by their hash."""
+        if self.rows != DYNAMIC:
+            return None
+        told = (self.admit_after, self.admit_by, self.admit_probability, self.evict, self.max_age)
+        return Growth(self.table or self.name, *told)
 
     @property
     def source(self) -> str:
@@ -195,7 +236,7 @@ class Feature:
         """The rows of its table where its own keys say them."""
         if self.kind == "timestamp" and self.parts:
             return PARTS[self.parts[0]]
-        return (self.buckets or len(self.edges) + 1) + 1 if self.in_buckets else None
+        return (self.buckets or len(self.edges) + 1) + 1 if self.in_buckets else self.capacity
 
     @property
     def is_bag(self) -> bool:
@@ -260,8 +301,8 @@ class Features:
                     )
             table = feature.table or feature.name
             other = tables.setdefault(table, feature)
-            theirs = (other.rows, other.own_rows, other.ids, other.min_count)
-            if theirs != (feature.rows, feature.own_rows, feature.ids, feature.min_count):
+            keys = ("rows", "own_rows", "ids", "min_count", *GROWTH)
+            if any(getattr(other, key) != getattr(feature, key) for key in keys):
                 raise UserError(
                     f"data.features: {shown(other.name)} and {shown(feature.name)} share table "
                     f"'{shown(table)}' and state different rows, ids or min_count for it; state the same for "
@@ -306,14 +347,14 @@ class Features:
         found = []
         for feature in self.sparse:
             rows = feature.own_rows or feature.rows or learned.get(feature.table or feature.name)
-            if rows is None:
+            if not isinstance(rows, int):
                 dotted = "'data.tables={" + feature.name + ": 100000}'"
                 override = dotted if "." in feature.name else f"+data.tables.{shown(feature.name)}=100000"
                 raise DataError(
                     f"data.tables lacks column '{shown(feature.name)}': state its rows, as in {override}, "
                     "or one size for all with data.table_rows=N"
                 )
-            found.append(SparseFeature(feature.name, rows))
+            found.append(SparseFeature(feature.name, rows, feature.growth))
         labels = tuple(LabelColumn(label.name, label.kind or "clicks") for label in self.labels)
         return Schema(tuple(name for feature in self.dense for name in feature.names), tuple(found), labels)
 
@@ -326,7 +367,8 @@ class Features:
                 hint = nearest_or_all(name, names)
                 raise DataError(f"data.tables.{name}: no such column in data.sparse; {hint}")
             if own := self.sparse[names.index(name)].own_rows:
-                raise DataError(f"data.tables.{name}: its buckets make a table of {own} rows; leave it out")
+                what = "capacity makes" if self.sparse[names.index(name)].capacity else "buckets make"
+                raise DataError(f"data.tables.{name}: its {what} a table of {own} rows; leave it out")
         stated = [
             feature if feature.own_rows else replace(feature, rows=tables.get(name, feature.rows or rows))
             for feature, name in zip(self.sparse, names, strict=True)

@@ -11,7 +11,11 @@ from numpy.typing import NDArray
 from recpipe.common.loops import compiled
 from recpipe.data.columns import Columns, MultiHot
 from recpipe.data.schema import IdRule, Schema
-from recpipe.errors import DataError
+from recpipe.errors import DataError, shown
+from recpipe.plugin.tables import SparseFeature
+
+MISSING_KEY = -(2**63)
+"""Stands for a missing value among the keys of a table that grows."""
 
 
 class BeyondTable(DataError):
@@ -22,14 +26,19 @@ class IdMapper:
     """Turns columns of ids, as a source with ``multi_hot`` features gives them, into columns of table rows.
 
     ``rules``, one for each sparse feature: ``hashed``: ids are keys of 64 bits, and missing ones have a bit;
-    ``modulo``: whole numbers of any sign; ``unchanged``: rows already.
+    ``modulo``: whole numbers of any sign; ``unchanged``: rows already. Keys of tables that grow are handed
+    on, ``MISSING_KEY`` in place of missing ones.
     """
 
     def __init__(self, schema: Schema, multi_hot: Sequence[str], rules: Sequence[IdRule]) -> None:
         self._unchanged = all(rule == "unchanged" for rule in rules)
-        ruled = list(zip(schema.sparse, rules, strict=True))
-        self._one_hot = _Rows([(f.rows, rule) for f, rule in ruled if f.name not in multi_hot])
-        self._bags = {f.name: _Rows([(f.rows, rule)]) for f, rule in ruled if f.name in multi_hot}
+        self.keeps_keys = any(feature.growth is not None for feature in schema.sparse)
+        """Whether some of the columns are keys and not rows."""
+        ruled = [
+            (f, rule if f.growth is None else _KEYS) for f, rule in zip(schema.sparse, rules, strict=True)
+        ]
+        self._one_hot = _Rows([each for each in ruled if each[0].name not in multi_hot])
+        self._bags = {each[0].name: _Rows([each]) for each in ruled if each[0].name in multi_hot}
 
     def __call__(self, columns: Columns) -> Columns:
         """The same samples with int64 rows; ``columns`` themselves if the ids are rows."""
@@ -52,8 +61,9 @@ class IdMapper:
 class _Rows:
     """The rows of features' tables, and the rule by which ids become them."""
 
-    def __init__(self, features: Sequence[tuple[int, IdRule]]) -> None:
-        self.rows = np.array([rows for rows, _ in features], np.int64)
+    def __init__(self, features: Sequence[tuple[SparseFeature, str]]) -> None:
+        self.names = [feature.name for feature, _ in features]
+        self.rows = np.array([feature.rows for feature, _ in features], np.int64)
         self.rules = np.array([_RULES.index(rule) for _, rule in features], np.int64)
 
     def require(self, ids: NDArray[np.integer]) -> None:
@@ -71,11 +81,17 @@ class _Rows:
             keys = np.array(ids.reshape(-1))
             keys = keys.view(np.uint64) if keys.dtype == np.int64 else keys
             signed = ids.dtype.kind == "i"
-            rows_into(out.reshape(-1), keys, bits, self.rows, self.rules, signed)
+            taken = rows_into(out.reshape(-1), keys, bits, self.rows, self.rules, signed)
+            if taken >= 0:
+                raise DataError(
+                    f"column {shown(self.names[taken])}: {MISSING_KEY} is no id of a table that grows, where "
+                    "it stands for missing values; read the column as text (type: text)"
+                )
         return out
 
 
-_RULES: tuple[IdRule, ...] = ("hashed", "modulo", "unchanged")
+_KEYS = "keys"
+_RULES = ("hashed", "modulo", "unchanged", _KEYS)
 
 
 @compiled
@@ -86,15 +102,16 @@ def rows_into(
     rows: NDArray[np.int64],
     rules: NDArray[np.int64],
     signed: bool,
-) -> None:
+) -> int:
     """Write the rows of ``keys`` [n * F], by sample and then by feature, into ``out`` [F * n], by feature and
     then by sample, by the rule of each feature: ``recpipe.data.sources.transforms.hash_rows``, key % rows, or
-    the key itself. 0 where there is a bit in ``missing``, as packbits makes them of [n, F], which is empty if
-    nothing is missing. Keys that are ``signed`` are hashed as 64 bits with their sign. ``rows`` [F]: of each
-    feature's table."""
+    the key itself. 0 or ``MISSING_KEY`` where there is a bit in ``missing``, as packbits makes them of
+    [n, F], which is empty if nothing is missing. Keys that are ``signed`` are hashed as 64 bits with their
+    sign. ``rows`` [F]: of each feature's table. Returns a feature with an id that is ``MISSING_KEY``, or
+    -1."""
     features = len(rows)
     samples = len(keys) // features
-    width = (features + 7) // 8
+    width, taken = (features + 7) // 8, -1
     for feature in range(features):
         size, least = rows[feature], np.uint64(rows[feature] - 1)
         byte, bit = feature // 8, 7 - feature % 8
@@ -113,4 +130,7 @@ def rows_into(
             else:
                 out[place] = whole
             if len(missing) and (missing[sample * width + byte] >> bit) & 1:
-                out[place] = 0
+                out[place] = MISSING_KEY if rule == 3 else 0
+            elif rule == 3 and whole == MISSING_KEY:
+                taken = feature
+    return taken

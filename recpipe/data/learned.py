@@ -190,7 +190,7 @@ def _merged(parts: Sequence[Int64]) -> Int64:
 
 def require_room(table: str, feature: Feature, ids: int) -> None:
     """``DataError`` if a vocabulary of so many ``ids`` does not fit."""
-    most = LARGEST if feature.rows is None else min(LARGEST, feature.rows - FIRST)
+    most = min(LARGEST, feature.rows - FIRST) if isinstance(feature.rows, int) else LARGEST
     if ids <= most:
         return
     room, remedy = f"{LARGEST:,} is the most", "take ids: hash"

@@ -183,6 +183,20 @@ def _stride(leaf: JaggedTensor | KeyedJaggedTensor) -> int:
     return int(leaf.stride())
 
 
+def kjts_in(batch: object) -> list[KeyedJaggedTensor]:
+    """The ids that ``batch`` is made of."""
+    return [leaf for leaf in leaves(batch) if isinstance(leaf, KeyedJaggedTensor)]
+
+
+def with_kjts(value: Any, change: Callable[[KeyedJaggedTensor], KeyedJaggedTensor]) -> Any:
+    """A copy of a batch, or of a part of one, with ``change`` of each of its ids."""
+    if isinstance(value, KeyedJaggedTensor):
+        return change(value)
+    if isinstance(value, torch.Tensor | JaggedTensor):
+        return value
+    return with_parts(value, lambda part, _: with_kjts(part, change))
+
+
 Asked: TypeAlias = dict[Place, set[str]]
 """The names of the tensors that a GPU reads of the ids at each place of a batch (see ``HostIds``)."""
 

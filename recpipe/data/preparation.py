@@ -102,6 +102,12 @@ def require_alike(
                 f"column {shown(mine.name)}: its table has {theirs.rows:,} rows in the checkpoint and "
                 f"{mine.rows:,} by the data's recipe; leave data.tables and data.table_rows as in training"
             )
+        if theirs.growth != mine.growth:
+            then, now = ("grows" if each.growth else "has fixed rows" for each in (theirs, mine))
+            raise DataError(
+                f"column {shown(mine.name)}: its table {then} in the checkpoint and {now} by the data's "
+                "recipe, or grows otherwise; leave its rows, and how ids get them, as in training"
+            )
     if trained_by is None or found_by is None:
         return
     for what, columns, then, now in (

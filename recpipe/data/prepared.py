@@ -249,9 +249,10 @@ class Mapped:
         return found
 
     def digest(self, to_rows: IdMapper) -> str:
-        """A hash of all arrays, with ids as the int32 rows that ``to_rows`` makes of them; ``BeyondTable`` if
-        one is in no table."""
+        """A hash of all arrays, with ids as the int32 rows that ``to_rows`` makes of them, or as int64 with
+        keys among them; ``BeyondTable`` if one is in no table."""
         meta, samples = self.meta, self.meta.samples
+        kind = np.int64 if to_rows.keeps_keys else np.int32
         every = samples * len(self._of_text) + sum(len(bag.values) for bag in self._columns.bags.values())
         step = max(1, AT_A_TIME * samples // max(every, samples, 1))
         ids = hashlib.blake2b(digest_size=16)
@@ -260,9 +261,9 @@ class Mapped:
             for low in range(0, samples, step):
                 found = to_rows(self.between(low, min(low + step, samples)))
                 to_rows.require_rows(found)
-                ids.update(np.ascontiguousarray(found.ids, np.int32).data)
+                ids.update(np.ascontiguousarray(found.ids, kind).data)
                 for name, own in values.items():
-                    own.update(np.ascontiguousarray(found.bags[name].trimmed().values, np.int32).data)
+                    own.update(np.ascontiguousarray(found.bags[name].trimmed().values, kind).data)
                 if meter.due:
                     share = low / samples
                     meter.show(share, f"hashing rows of tables  {share:.0%}")

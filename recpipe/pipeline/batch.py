@@ -31,6 +31,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from recpipe.common.device import arrived, keep_to_one_core, one_thread
 from recpipe.common.timing import phase, watched
 from recpipe.data.parts import batch_size, leaves, on_gpu
+from recpipe.tables.dynamic.growing import Plan
 from recpipe.tables.group_rows import GroupRows, GroupTables, Scale
 from recpipe.tables.inputs import GroupIds
 from recpipe.tables.proxy import CollectionProxy, same_ids
@@ -70,6 +71,8 @@ class InFlight:
     """Its ids for each group; None: they have not been put in order yet."""
     found: Sequence[Any] | None = None
     """What ``GroupTables.find`` said of them, if it was asked ahead."""
+    growth: Plan = field(default_factory=list)
+    """What it has changed in the rows of ids of tables that grow."""
     read_next: Callable[[], object] = nothing
     """Starts to read the next batch; further calls return the same one."""
     next_is_slow: bool = False

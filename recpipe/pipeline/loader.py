@@ -32,6 +32,7 @@ from recpipe.pipeline.source import BatchSource, SampleFilter
 from recpipe.pipeline.splitting import Splitting, share_of
 from recpipe.plugin.batch import Batch, BatchShare
 from recpipe.plugin.splitter import Split
+from recpipe.tables.dynamic.growing import GrowingTables, Plan
 from recpipe.tables.group_rows import GroupTables
 from recpipe.tables.inputs import Inputs
 
@@ -55,6 +56,7 @@ class TrainLoader:
         sample_filter: SampleFilter | None = None,
         splitting: Splitting | None = None,
         accesses: AccessSample | None = None,
+        growing: GrowingTables | None = None,
     ) -> None:
         self.source = source
         self.inputs = inputs
@@ -74,6 +76,8 @@ class TrainLoader:
         self._alone = len(self.ranks.trainers) == 1
         self.accesses = accesses
         """Keeps some batches' ids."""
+        self.growing = growing
+        """The tables whose ids get rows as they come."""
         self._aside = Aside(device)
         by_slots = device.type == "cuda" and bool(self._tiers) and self._tiers == self._bound
         self._asked: Asked | None = {} if by_slots else None
@@ -120,7 +124,7 @@ class TrainLoader:
         try:
             # A rank reads its part of every batch alone if nothing in the run needs whole ones.
             skips = self.sample_filter is not None and self.sample_filter.looks_at_batches
-            unseen = not skips and self.splitting is None and not self._tiers
+            unseen = not (skips or self.splitting or self._tiers or self.growing)
             part = self.ranks.part if unseen and self.source.gives_parts else None
             with self.source.epoch(first, part) as batches, self._reads(batches) as reads:
                 with threads_for(self.device, 1, "recpipe-loader") as worker:
@@ -136,6 +140,15 @@ class TrainLoader:
         finally:
             for tables in self._tiers:
                 tables.forget()
+            if self.growing is not None:
+                self.growing.forget()
+
+    def _begin(self, batch: InFlight) -> None:
+        """The turn of ``batch`` has come."""
+        if self.growing is not None:
+            self.growing.begin(batch.growth)
+        for rows in batch.moving:
+            rows.tables.begin(rows)
 
     @contextmanager
     def _reads(self, batches: Iterator[Batch]) -> Iterator[Iterator[InFlight]]:
@@ -169,9 +182,8 @@ class TrainLoader:
             waits += bool(yielded) and perf_counter() - asked > WAITED
             moved = Event()
             upcoming = cache(partial(stage, moved))
+            self._begin(batch)
             if self._tiers:
-                for rows in batch.moving:
-                    rows.tables.begin(rows)
                 upcoming()
                 try:
                     for rows in batch.moving:
@@ -194,6 +206,7 @@ class TrainLoader:
             with phase("input"):
                 batch.upcoming = pending.result()
             pending = worker.submit(self._stage, reads)
+            self._begin(batch)
             yield batch
             batch = batch.upcoming
 
@@ -216,6 +229,9 @@ class TrainLoader:
                 raise DataError(
                     "a plugin's batch transform returned a batch without samples; it must leave one"
                 )
+            growth: Plan = []
+            if self.growing is not None:  # before samples are left out: whoever does sees rows
+                batch, growth = self.growing.plan(batch)
             skipped = 0
             if self.sample_filter is not None:
                 batch, skipped = self.sample_filter.kept(batch, size)
@@ -227,7 +243,13 @@ class TrainLoader:
                 pairs = zip(self.tables, ids, strict=True)
                 found = [None if own is None else tables.find(own) for tables, own in pairs]
             return InFlight(
-                batch, consumed=consumed, skipped=skipped, ids=ids, found=found, size=size - skipped
+                batch,
+                consumed=consumed,
+                skipped=skipped,
+                ids=ids,
+                found=found,
+                growth=growth,
+                size=size - skipped,
             )
 
     def _stage(self, reads: Iterator[InFlight], moved: Event | None = None) -> InFlight | None:
@@ -319,6 +341,7 @@ class EvalLoader:
         device: torch.device,
         ranks: Ranks | None = None,
         split: SplitName = "eval",
+        growing: GrowingTables | None = None,
     ) -> None:
         self.ranks = ranks or Ranks()
         self.split = split
@@ -326,6 +349,7 @@ class EvalLoader:
         self.batch_size = batch_size
         self.inputs = inputs
         self.device = device
+        self.growing = growing
 
     def __len__(self) -> int:
         return self.dataset.num_batches(self.split, self.batch_size)
@@ -335,5 +359,7 @@ class EvalLoader:
             if not self.dataset.gives_parts:
                 own = self.ranks.shares(0, batch_size(batch))[self.ranks.trainer]
                 batch = between(batch, own.start, own.stop)
+            if self.growing is not None:
+                batch = self.growing.rows_of(batch)
             self.inputs.require_ids(self.inputs.each(batch))
             yield on_device(batch, self.device)

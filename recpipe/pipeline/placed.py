@@ -163,6 +163,8 @@ class PlacedModel(nn.Module):
     def predict(self, batch: Any) -> torch.Tensor:
         """``forward`` without gradients, to use a trained model, on its device; ``DataError`` for an unknown
         id."""
+        if self.embeddings.growing is not None:
+            batch = self.embeddings.growing.rows_of(batch)
         self.inputs.require_ids(self.inputs.each(batch))
         batch = on_device(batch, self.dense[0].device) if self.dense else batch
         with torch.no_grad(), handing_out(self.look_up(batch)):

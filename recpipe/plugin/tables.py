@@ -28,12 +28,41 @@ OPTIMIZERS = {
 }
 
 
+EVICTIONS = ("lru", "lfu", "age", "none")
+"""Which row goes for a new id when none is free: of the id seen longest ago, of the one seen least often, of
+one not seen for some batches, or none."""
+
+
+@dataclass(frozen=True)
+class Growth:
+    """How the ids of a table get rows while it is trained (``recpipe.tables.dynamic``).
+
+    Row 0 is that of missing values, row 1 that of ids without a row. An id gets one in the batch in which it
+    was seen ``admit_after`` times altogether, with ``admit_probability`` in each batch from then on.
+    """
+
+    table: str
+    """Features with the same one share their ids' rows."""
+    admit_after: int = 1
+    admit_by: str = "exact"
+    """How sightings are counted: ``exact`` or ``sketch``."""
+    admit_probability: float = 1.0
+    evict: str = "lru"
+    """One of ``EVICTIONS``, or a policy that a plugin brings."""
+    max_age: int = 0
+    """For ``age``: the rows of ids not seen for more batches than this may go."""
+
+
 @dataclass(frozen=True)
 class SparseFeature:
-    """One categorical feature and the number of rows of its embedding table (ids are in [0, rows))."""
+    """One categorical feature and the number of rows of its embedding table (ids are in [0, rows)).
+
+    ``growth``: its ids are keys of any 64 bits instead, which get rows as they come.
+    """
 
     name: str
     rows: int
+    growth: Growth | None = None
 
 
 @dataclass(frozen=True)

@@ -60,6 +60,14 @@ class LocalShard:
                 if tensor.numel():
                     tensor[low:high].copy_(torch.from_numpy(value))
 
+    def replace(self, rows: NDArray[np.int64], weights: torch.Tensor, state: torch.Tensor) -> None:
+        """Replace weights and optimizer state of its distinct ``rows``."""
+        at = torch.from_numpy(rows).to(self.weights.device)
+        with torch.no_grad():
+            for tensor, value in ((self.weights, weights), (self.state, state)):
+                if tensor.numel():
+                    tensor[at] = value.to(tensor.device, tensor.dtype)
+
 
 def local_shards(sharded: Any, table: str, under: str) -> list[LocalShard]:
     """This process's shards of ``table`` in a sharded TorchRec module that has its tables in its child

@@ -42,6 +42,11 @@ class DataFigures:
     """How many samples of the files have no value of each feature, held-out ones included."""
     unseen: dict[str, int] = field(default_factory=dict)
     """How many ids of each feature its vocabulary lacks, held-out samples included."""
+    growing: dict[str, dict[str, int]] = field(default_factory=dict)
+    """Of each table whose ids get rows as they come: rows of ids, room for them, ids that got and that lost
+    rows, lookups of the default row, and the bytes of the map (``GrowingTables.figures``)."""
+    unknown_ids: int = 0
+    """Lookups of the default row by ids without a row, in evaluations."""
 
 
 @dataclass

@@ -119,6 +119,13 @@ def _sections(report: Mapping[str, Any]) -> Iterator[Section]:
     }
     told = [(name, figures.count(data[key])) for name, key in samples.items()]
     told += [(f"without a value of {name}", figures.count(n)) for name, n in data.get("missing", {}).items()]
+    told += [
+        (
+            f"ids of {name}: rows / got / lost / lookups without",
+            " / ".join(figures.count(own[k]) for k in ("occupied", "admitted", "evicted", "defaulted")),
+        )
+        for name, own in data.get("growing", {}).items()
+    ]
     yield Section("Data", [pairs(told)])
     assembly = _assembly(report["assembly"])
     yield Section("Assembly: who owns what", [pairs(assembly)] if assembly else [])

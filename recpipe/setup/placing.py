@@ -29,8 +29,10 @@ from recpipe.pipeline.placed import PlacedModel, copied_call
 from recpipe.pipeline.placed import put_proxies as put_proxies
 from recpipe.plugin.calls import Owned
 from recpipe.plugin.skipper import Skipper, overrides
-from recpipe.plugin.tables import FROZEN, SavedRows
+from recpipe.plugin.tables import FROZEN, Growth, SavedRows
 from recpipe.tables.build import Place, build_tables, require_kernels
+from recpipe.tables.dynamic.growing import GrowingTables
+from recpipe.tables.dynamic.spreading import spread
 from recpipe.tables.grouped import GroupedCollection
 from recpipe.tables.groups import ModelTables, collections_of, group_tables, with_managed_ids
 from recpipe.tables.inputs import Inputs
@@ -64,17 +66,18 @@ class Unplaced:
     def of(cls, cfg: Recipe, dataset: Dataset, device: torch.device, given: nn.Module | None) -> Unplaced:
         """Make the recipe's model, or take the one ``given``, with the recipe's optimizers for its tables."""
         called = make_called(cfg.model, dataset, device, given)
-        first_batch = next(dataset.batches("train", cfg.data.batch_size))
+        first_batch, growing = first_of(dataset, cfg.data.batch_size)
         summed = computed_weights(called, first_batch, device)
         tables = group_tables(collections_of(called.module), cfg.optim.of_table, cfg.seed, summed)
         cfg.optim.check_tables([table.name for table in tables.tables])
         made = with_managed_ids(called.module)
-        return cls(called, tables, first_batch, Inputs.of(tables, first_batch, made))
+        return cls(called, tables, first_batch, Inputs.of(tables, first_batch, made, growing))
 
     def grouped(self, tables: ModelTables) -> Unplaced:
         """The same model with its tables in other groups, or stored differently."""
         made = with_managed_ids(self.called.module)
-        return replace(self, tables=tables, inputs=Inputs.of(tables, self.first_batch, made))
+        inputs = Inputs.of(tables, self.first_batch, made, self.inputs.growing)
+        return replace(self, tables=tables, inputs=inputs)
 
     def starting_with(self, saved: Mapping[str, SavedRows]) -> Unplaced:
         """The same model, whose tables start with the rows in ``saved``; all others with first values."""
@@ -107,7 +110,8 @@ class Unplaced:
         if shards is not None:
             sharding = replace(shards[0], tables=self.tables)
             sharded = shard_tables(sharding, shards[1], ranks, module, ShardTiers(owners, place), saved)
-            return GroupedCollection(self.tables, sharded)
+            growing = GrowingTables.of(self.inputs.growing, self.tables, sharded)
+            return GroupedCollection(self.tables, sharded, growing)
         return build_tables(self.inputs, owners, place)
 
     def over(self, embeddings: GroupedCollection, skipper: Owned[Skipper] | None = None) -> PlacedModel:
@@ -119,6 +123,16 @@ class Unplaced:
                 collection.filter_updates(skipping.of_group(base))
         proxies = put_proxies(self.called.module, self.tables, embeddings)
         return PlacedModel(self.called, proxies, embeddings, self.inputs)
+
+
+def first_of(dataset: Dataset, size: int) -> tuple[Any, dict[str, Growth]]:
+    """The first training batch, with some rows in place of the keys of tables that grow, and how the ids of
+    each of these features get rows."""
+    features = () if dataset.schema is None else dataset.schema.sparse
+    growing = {feature.name: feature.growth for feature in features if feature.growth is not None}
+    rows = {feature.name: feature.rows for feature in features}
+    batch = next(dataset.batches("train", size))
+    return spread(batch, growing, rows) if growing else batch, growing
 
 
 def computed_weights(called: Called, batch: object, device: torch.device) -> frozenset[str]:

@@ -17,10 +17,11 @@ from recpipe.data.dataset import Dataset
 from recpipe.distributed.ranks import Ranks
 from recpipe.errors import UserError
 from recpipe.pipeline.splitting import EqualParts
-from recpipe.plugin.api import Invariant
+from recpipe.plugin.api import Invariant, Plugin
 from recpipe.plugin.assembly import Assembly, assemble, gather
 from recpipe.plugin.calls import Origin, Owned
 from recpipe.plugin.context import Context, GroupInfo
+from recpipe.plugin.errors import PluginConflict
 from recpipe.plugin.load import activate
 from recpipe.plugin.tables import TableSet
 from recpipe.report.files import ReportFiles
@@ -43,6 +44,9 @@ from recpipe.tables.sharding.claims import ShardClaims
 from recpipe.tables.sharding.plan import ShardPlan
 from recpipe.tables.sharding.planning import Sharding, plan_shards
 from recpipe.training.callbacks import check_callbacks
+
+ALTERED_BY_GROWTH = frozenset({Invariant.ID_SPACE, Invariant.TABLE_LAYOUT})
+"""What tables alter whose ids get rows as they come: rows are given in training, and given again."""
 
 
 @dataclass(frozen=True)
@@ -89,7 +93,8 @@ class Planned:
         if sharded:
             claims, world = ShardClaims.of(assembly), world or ranks.world
             shards = plan_shards(tables, tiers, claims, device, batch_size, ranks, world, owners)
-        described = _described(cfg, ranks, assembly, tables, owners, shards)
+        growing = bool(unplaced.inputs.growing)
+        described = _described(cfg, ranks, assembly, tables, owners, shards, growing)
         return cls(assembly, unplaced, owners, shards, described)
 
     def write(self, files: ReportFiles) -> None:
@@ -107,6 +112,7 @@ def _described(
     tables: ModelTables,
     owners: Sequence[GroupOwner],
     shards: tuple[Sharding, ShardPlan] | None,
+    growing: bool,
 ) -> dict[str, Any]:
     """The content of assembly.json: the plugins' parts with their owners and order, and the tiers' bytes."""
     tiers, plan = cfg.tiers, None if shards is None else shards[1]
@@ -122,6 +128,7 @@ def _described(
     splits = shards is not None and shards[0].splits_states(shards[1])
     rounded = cfg.model.precision != "float32"
     own = [Invariant.EXACT_GRADIENT.name] if splits or rounded else []
+    own += sorted(invariant.name for invariant in ALTERED_BY_GROWTH) if growing else []
     return {
         **parts,
         "altered": sorted({*parts["altered"], *own}),
@@ -207,6 +214,8 @@ def assemble_plugins(
     that changes what plugins were told, they are asked again.
     """
     active = activate(cfg.plugins)
+    if unplaced.inputs.growing:
+        _require_growable(active, unplaced.inputs.growing)
     prefer = {slot: name for slot, name in cfg.compose.prefer.items() if name}
 
     def merged(given: Unplaced) -> tuple[Assembly, ModelTables]:
@@ -224,6 +233,18 @@ def assemble_plugins(
     if before != after:
         assembly, tables = merged(unplaced.grouped(tables))
     return assembly, unplaced if tables == unplaced.tables else unplaced.grouped(tables)
+
+
+def _require_growable(active: Sequence[tuple[Origin, Plugin]], growing: Collection[str]) -> None:
+    """``PluginConflict`` if a plugin relies on what tables that grow alter."""
+    for origin, plugin in active:
+        broken = plugin.relies_on & ALTERED_BY_GROWTH
+        if broken:
+            what = " and ".join(sorted(invariant.value for invariant in broken))
+            raise PluginConflict(
+                f"plugin '{origin.plugin}' relies on this: {what}. The tables of {', '.join(growing)} grow "
+                "(rows: dynamic), which alters it. State their rows, or drop the plugin"
+            )
 
 
 def context_of(

@@ -66,8 +66,10 @@ class Training:
             SampleFilter.of(assembly.skipper, self.model.rows),
             Splitting.of(assembly.splitter, cfg.trainer.split, size, embeddings.groups, trainers),
             AccessSample(plan.unplaced.tables) if run.leads and watcher is None else None,
+            embeddings.growing,
         )
-        self.evaluation = EvalLoader(run.dataset, run.micro_batch, inputs, device, ranks)
+        growing = embeddings.growing
+        self.evaluation = EvalLoader(run.dataset, run.micro_batch, inputs, device, ranks, growing=growing)
         backend = build_backend(
             cfg.trainer.backend,
             self.model,
@@ -139,6 +141,7 @@ class Training:
             sizes_of(run.recipe.model, run.dataset),
             TrainedOn.of(run.recipe.values, run.dataset).to_dict(),
             opened,
+            built.embeddings.growing,
         )
         for key, place in run.run_dir.replaces.items():
             if key in EXPORTS:

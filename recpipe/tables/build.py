@@ -24,6 +24,7 @@ from recpipe.plugin.quantizer import Coding
 from recpipe.plugin.store import ColdStore, Fill, StoreLayout
 from recpipe.plugin.tables import TableSet
 from recpipe.tables.config import HOLDERS, TierConfig
+from recpipe.tables.dynamic.growing import GrowingTables
 from recpipe.tables.grouped import GroupedCollection
 from recpipe.tables.groups import ModelTables
 from recpipe.tables.inputs import Inputs
@@ -104,7 +105,7 @@ def build_tables(inputs: Inputs, owners: Sequence[GroupOwner], place: Place) -> 
             tbes = tbe_count(place.config, group.tables, place.ids_per_bag, place.device)
             padded = group.path in place.padded
             made.append(ResidentCollection(group.tables, place.device, tbes, padded))
-    return GroupedCollection(inputs.tables, made)
+    return GroupedCollection(inputs.tables, made, GrowingTables.of(inputs.growing, inputs.tables, made))
 
 
 def tbe_count(

@@ -80,6 +80,11 @@ class GroupTables:
     def forget(self) -> None:
         """Undo the decisions for a batch that has been taken in and will not be trained."""
 
+    def renew(self, rows: RowIds, records: torch.Tensor) -> None:
+        """Replace the records of distinct ``rows`` of the set, as ids of a table that grows have got them, by
+        ``records`` (float32 [n, width]): before the batch with these ids begins, and on all ranks."""
+        raise NotImplementedError(f"{type(self).__name__} does not say how rows are replaced")
+
     def wait(self) -> None:
         """Wait until the rows of the batch that has advanced are in their places."""
 

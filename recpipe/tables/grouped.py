@@ -19,6 +19,7 @@ from recpipe.plugin.collection import TableCollection, TierFigures
 from recpipe.plugin.skipper import Mark, RowView
 from recpipe.plugin.tables import Region, Values
 from recpipe.tables.collection import SavedByRanks, SavesPlacement, ShowsRows
+from recpipe.tables.dynamic.growing import GrowingTables
 from recpipe.tables.group_rows import ByLookup, GroupTables
 from recpipe.tables.groups import ModelTables
 
@@ -28,9 +29,14 @@ C = TypeVar("C")
 class GroupedCollection(TableCollection, SavesPlacement, SavedByRanks):
     """One collection for each group, in order. Lookups go to those directly."""
 
-    def __init__(self, tables: ModelTables, collections: Sequence[TableCollection]) -> None:
+    def __init__(
+        self,
+        tables: ModelTables,
+        collections: Sequence[TableCollection],
+        growing: GrowingTables | None = None,
+    ) -> None:
         super().__init__()
-        self.tables = tables
+        self.tables, self.growing = tables, growing
         # Kept in a tuple: proxies use the same collections, and no module may own their memory.
         self.collections = tuple(collections)
         self.groups: tuple[GroupTables, ...] = tuple(

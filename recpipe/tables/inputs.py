@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from types import MappingProxyType
 
 import numpy as np
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from recpipe.data.parts import Place, batch_size, find_ids, ids_at, in_order, require_ids
+from recpipe.errors import UserError
 from recpipe.plugin.bags import Bags
+from recpipe.plugin.tables import Growth
+from recpipe.tables.dynamic.spreading import spread
 from recpipe.tables.groups import ModelTables
 from recpipe.tables.rows import table_bags
 
+NONE: Mapping[str, Growth] = MappingProxyType({})
+"""No feature whose table grows."""
 GroupIds = tuple[KeyedJaggedTensor | None, ...]
 """A batch's ids for each group, with the group's features in order; None if the model makes the ids."""
 
@@ -20,13 +26,22 @@ class Inputs:
     """Finds the lookups of batches of one type in a model's tables, without the model.
 
     ``places``: where a batch has the ids of each group's proxy; missing if the model makes these ids itself.
+    ``growing``: how the ids of each feature get rows, of those whose tables grow.
     """
 
-    def __init__(self, tables: ModelTables, places: Sequence[Sequence[Place]]) -> None:
-        self.tables, self.places = tables, tuple(places)
+    def __init__(
+        self, tables: ModelTables, places: Sequence[Sequence[Place]], growing: Mapping[str, Growth] = NONE
+    ) -> None:
+        self.tables, self.places, self.growing = tables, tuple(places), growing
 
     @classmethod
-    def of(cls, tables: ModelTables, batch: object, made: Collection[str] = ()) -> Inputs:
+    def of(
+        cls,
+        tables: ModelTables,
+        batch: object,
+        made: Collection[str] = (),
+        growing: Mapping[str, Growth] = NONE,
+    ) -> Inputs:
         """Find the places in one batch; all others have the same structure. ``made``: paths of collections
         whose ids are not the batch's, whatever features it has."""
         by_path: dict[str, list[str]] = {}
@@ -35,7 +50,7 @@ class Inputs:
         found = {
             path: [] if path in made else find_ids(batch, features) for path, features in by_path.items()
         }
-        return cls(tables, [found[group.path] for group in tables.groups])
+        return cls(tables, [found[group.path] for group in tables.groups], growing)
 
     def ids(self, batch: object, group: int) -> KeyedJaggedTensor | None:
         """The ids of a group's features, in order; None if the model makes them."""
@@ -54,8 +69,13 @@ class Inputs:
         return bool(self.places[group])
 
     def bags(self, batch: object, group: int) -> Bags:
-        """A group's lookups as rows of its table set; empty if the model makes its ids."""
+        """A group's lookups, in a batch as the data yields it, as rows of its table set; empty if the model
+        makes its ids. Ids of tables that grow are spread over their rows."""
         ids = self.ids(batch, group)
+        if ids is not None and self.growing:
+            own = self.tables.groups[group].tables
+            rows = dict(zip(own.features, own.rows_of_features.tolist(), strict=True))
+            ids = spread(ids, self.growing, rows)
         if ids is None:
             size = batch_size(batch)
             return Bags(np.empty(0, np.int64), np.zeros(size + 1, np.int64), size)
@@ -68,7 +88,13 @@ class Inputs:
                 require_ids(ids, group.tables.rows_of_features)
 
     def lookups(self, batch: object) -> Bags:
-        """The lookups of all groups; ``DataError`` for an unknown id."""
+        """The lookups of all groups; ``DataError`` for an unknown id, ``UserError`` if tables grow."""
+        if self.growing:
+            raise UserError(
+                "a plugin asks which rows a batch looks up before it is trained, and the ids of "
+                f"{', '.join(self.growing)} get their rows then (rows: dynamic): drop the plugin, or state "
+                "the tables' rows"
+            )
         found = [self.bags(batch, group) for group in range(len(self.places))]
         if len(found) == 1:
             return Bags(found[0].rows, found[0].offsets, found[0].batch_size)

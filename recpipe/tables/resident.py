@@ -152,6 +152,9 @@ class ResidentCollection(AllResident, GroupTables):
                 weights[local] = records[places, : self.tables.dim].to(weights.dtype)
                 state[local] = records[places, self.tables.dim :]
 
+    def renew(self, rows: RowIds, records: torch.Tensor) -> None:
+        self.replace_records(rows, records.to(self.device))
+
     def _by_table(self, rows: RowIds) -> Iterator[tuple[private_api.Views, torch.Tensor, torch.Tensor]]:
         """For each table: its memory, the positions of its rows in ``rows``, and their numbers in the
         table."""
@@ -234,6 +237,9 @@ class ReplicatedCollection(AllResident, GroupTables):
         at, records = torch.from_numpy(rows), records.to(self.table.weights.device)
         self.table.weights[at] = records[:, : self.tables.dim]
         self.table.state[at] = records[:, self.tables.dim :]
+
+    def renew(self, rows: RowIds, records: torch.Tensor) -> None:
+        self.replace_records(rows, records)
 
 
 def with_few_rows(tables: ModelTables) -> list[TableSet]:

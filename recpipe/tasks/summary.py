@@ -86,6 +86,8 @@ def summarize(training: Training, finished: Finished, command_line: Sequence[str
             recorder.skipped_samples,
             dict(dataset.missing),
             dict(dataset.unseen),
+            {} if embeddings.growing is None else embeddings.growing.figures(),
+            0 if embeddings.growing is None else embeddings.growing.unknown,
         ),
         throughput=replace(
             recorder.throughput(finished.written_back),

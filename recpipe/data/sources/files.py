@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,7 @@ from recpipe.data.columns import Columns
 from recpipe.data.config import FilesConfig
 from recpipe.data.dataset import train_size
 from recpipe.data.encoding import Encoding, element_of
-from recpipe.data.features import Feature, Features
+from recpipe.data.features import GROWTH, Feature, Features
 from recpipe.data.files import RowChecks
 from recpipe.data.learned import Between, Learned, learn
 from recpipe.data.preparation import Preparation, require_features
@@ -57,9 +57,7 @@ class FilesSource:
         names += [feature.name for feature in (*features.dense, *features.sparse)]
         self.missing = dict.fromkeys(names, 0)
         """How many samples have no value of each feature, or label, so far."""
-        described = replace(
-            features, sparse=tuple(replace(f, rows=None, table=None) for f in features.sparse)
-        )
+        described = replace(features, sparse=tuple(_as_prepared(f) for f in features.sparse))
         self.recipe: dict[str, Any] = {
             "source": "files",
             "features": asdict(described),
@@ -199,3 +197,11 @@ class FilesSource:
             shown(feature.source),
         )
         return "integer"
+
+
+def _as_prepared(feature: Feature) -> Feature:
+    """``feature`` without what is said of its table, on which prepared data do not depend."""
+    usual: dict[str, Any] = {
+        key.name: key.default for key in fields(Feature) if key.name in ("rows", "table", *GROWTH)
+    }
+    return replace(feature, **usual)

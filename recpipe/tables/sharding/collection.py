@@ -23,6 +23,7 @@ from recpipe.common.saved import entries
 from recpipe.common.tensors import packed, unpacked
 from recpipe.data.parts import require_ids
 from recpipe.errors import UserError
+from recpipe.plugin.bags import RowIds
 from recpipe.plugin.collection import C, Rows, TableCollection, TierFigures, TierTimes
 from recpipe.plugin.skipper import RowFilter
 from recpipe.plugin.store import IoCounters
@@ -265,6 +266,24 @@ class ShardedCollection(TableCollection, GroupTables, SavesPlacement):
             local, low, high = self._part(region.table, shard, rows)
             state = values[1][here] if row_wise else values[1][here, columns]
             local.write(low, high, (values[0][here, columns], state))
+
+    def renew(self, rows: RowIds, records: torch.Tensor) -> None:
+        """Replace this rank's part of the records of distinct, sorted ``rows``."""
+        self.empty_cache(forget=True)
+        layout, dim = self.tables.layout, self.tables.dim
+        row_wise = self.tables.optimizer.name == "rowwise_adagrad"
+        cuts = np.searchsorted(rows, layout.bases)
+        for index, table in enumerate(layout.tables):
+            mine = slice(int(cuts[index]), int(cuts[index + 1]))
+            own = rows[mine] - layout.bases[index]
+            for shard in self.local[table] if len(own) else ():
+                low, high = np.searchsorted(own, (shard.row, shard.row + shard.shape[0]))
+                if low == high:
+                    continue
+                here = records[mine][low:high]
+                columns = slice(shard.column, shard.column + shard.shape[1])
+                state = here[:, dim:] if row_wise else here[:, dim:][:, columns]
+                shard.replace(own[low:high] - shard.row, here[:, :dim][:, columns], state)
 
     def empty_cache(self, forget: bool) -> None:
         """Write back what a GPU's cache (``tiers.kernel=uvm_caching``) has of rows in host memory, before

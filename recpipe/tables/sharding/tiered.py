@@ -218,6 +218,12 @@ class TieredShard:
         """Replace weights and optimizer state of its rows [low, high)."""
         self._tiers.write(Region(self._table, low, high, 0, self.shape[1]), values)
 
+    def replace(self, rows: NDArray[np.int64], weights: torch.Tensor, state: torch.Tensor) -> None:
+        """Replace weights and optimizer state of its distinct ``rows``."""
+        layout = self._tiers.tables.layout
+        base = int(layout.bases[layout.tables.index(self._table)])
+        self._tiers.renew(rows + base, torch.cat((weights, state), 1))
+
 
 LocalShard = private_api.LocalShard | TieredShard
 """A shard on this rank: in memory, or in tiers."""

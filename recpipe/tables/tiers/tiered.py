@@ -28,7 +28,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from recpipe.common.device import given_so_far
 from recpipe.distributed.ranks import Channel, Ranks
-from recpipe.plugin.bags import Bags
+from recpipe.plugin.bags import Bags, RowIds
 from recpipe.plugin.calls import Owned
 from recpipe.plugin.collection import TierFigures, TierTimes
 from recpipe.plugin.policy import Cache, CachePolicy
@@ -191,6 +191,9 @@ class TieredEmbeddingBagCollection(BetweenBatches, GroupTables):
         """Undo a plan whose batch will not be trained because the epoch was left early."""
         with self._planning:
             self.planner.undo()
+
+    def renew(self, rows: RowIds, records: torch.Tensor) -> None:
+        self.replace_records(rows, records)
 
     def prefetch(self, rows: TieredRows) -> None:
         """Start to fetch the batch's rows, and to make what will be looked up on a GPU.

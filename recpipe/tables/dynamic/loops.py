@@ -1,0 +1,275 @@
+"""The index of ids that grow, as compiled loops: which row of a table an id has, and which row is given away.
+
+``records`` int64 [2 * capacity] has the key of row r at 2 r, and behind it, in one number, how often the
+row's id was seen and the batch in which it was seen last. ``slots`` int32 are a hash table with open
+addressing: the row of the key that belongs there, or 0. A key is found in the first slots from its own on;
+a row that leaves lets those behind it move up, so that no slot is lost.
+
+Rows that may be given away are in a heap, those that go first on top. It has all rows up to a bound, perhaps
+at an earlier score of theirs: scores only grow, so that a row on top whose score is still the same is the
+lowest of all.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from recpipe.common.loops import compiled
+from recpipe.data.id_mapper import MISSING_KEY
+
+MISSING_ROW, DEFAULT_ROW, FIRST_ROW = 0, 1, 2
+"""The row of missing values, that of ids without a row of their own, and the first one of an id."""
+SEEN_BITS = 32
+_SEEN = (1 << SEEN_BITS) - 1
+_MOST = (1 << 31) - 1
+
+
+def _mixed(key: int | np.uint64) -> np.uint64:
+    """splitmix64's last step, which spreads similar numbers over all."""
+    mixed = np.uint64(key)
+    mixed = (mixed ^ (mixed >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    mixed = (mixed ^ (mixed >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return mixed ^ (mixed >> np.uint64(31))
+
+
+def _home(key: int, size: int) -> Any:
+    """The slot of ``key`` among ``size`` < 2**32: a product instead of a slower remainder."""
+    return np.int64(((_mixed(key) >> np.uint64(32)) * np.uint64(size)) >> np.uint64(32))
+
+
+@compiled
+def look_up(
+    keys: NDArray[np.int64], slots: NDArray[np.int32], records: NDArray[np.int64], rows: NDArray[np.int64]
+) -> None:
+    """Write the row of each of ``keys`` [n] into ``rows`` [n]: -1 if it has none."""
+    size = len(slots)
+    for place in range(len(keys)):
+        key = keys[place]
+        if key == MISSING_KEY:
+            rows[place] = MISSING_ROW
+            continue
+        at = _home(key, size)
+        row = slots[at]
+        while row != 0 and records[2 * row] != key:
+            at = at + 1 if at + 1 < size else 0
+            row = slots[at]
+        rows[place] = row if row != 0 else -1
+
+
+@compiled
+def touch(
+    rows: NDArray[np.int64],
+    records: NDArray[np.int64],
+    now: int,
+    touched: NDArray[np.int64],
+    states: NDArray[np.int64],
+) -> int:
+    """Note that the ids of ``rows`` [n] are seen in batch ``now``. Writes each of these rows and its state
+    before into ``touched`` and ``states`` [n], and returns how many there are."""
+    count = 0
+    for place in range(len(rows)):
+        row = rows[place]
+        if row < FIRST_ROW:
+            continue
+        state = records[2 * row + 1]
+        if state & _SEEN != now:
+            touched[count], states[count] = row, state
+            count += 1
+        times = state >> SEEN_BITS
+        records[2 * row + 1] = (min(times + 1, _MOST) << SEEN_BITS) | now
+    return count
+
+
+@compiled
+def insert(rows: NDArray[np.int64], slots: NDArray[np.int32], records: NDArray[np.int64]) -> None:
+    """Let the keys of ``rows`` be found, which none were before."""
+    size = len(slots)
+    for place in range(len(rows)):
+        at = _home(records[2 * rows[place]], size)
+        while slots[at] != 0:
+            at = at + 1 if at + 1 < size else 0
+        slots[at] = rows[place]
+
+
+@compiled
+def remove(rows: NDArray[np.int64], slots: NDArray[np.int32], records: NDArray[np.int64]) -> None:
+    """Let the keys of ``rows`` not be found any more; ``records`` must still have them."""
+    size = len(slots)
+    for place in range(len(rows)):
+        hole = _home(records[2 * rows[place]], size)
+        while slots[hole] != rows[place]:
+            hole = hole + 1 if hole + 1 < size else 0
+        at = hole
+        while True:
+            at = at + 1 if at + 1 < size else 0
+            row = slots[at]
+            if row == 0:
+                break
+            home = _home(records[2 * row], size)
+            if (at - home) % size >= (at - hole) % size:
+                slots[hole] = row
+                hole = at
+        slots[hole] = 0
+
+
+def _score(state: int, by_times: bool) -> int:
+    """What is lowest goes first: times and then the last batch, or the last batch alone."""
+    return state if by_times else state & _SEEN
+
+
+def _sift_down(scores: NDArray[np.int64], rows: NDArray[np.int64], size: int, at: int) -> None:
+    score, row = scores[at], rows[at]
+    while True:
+        child = 2 * at + 1
+        if child >= size:
+            break
+        other = child + 1
+        if other < size and (
+            scores[other] < scores[child] or (scores[other] == scores[child] and rows[other] < rows[child])
+        ):
+            child = other
+        if score < scores[child] or (score == scores[child] and row <= rows[child]):
+            break
+        scores[at], rows[at] = scores[child], rows[child]
+        at = child
+    scores[at], rows[at] = score, row
+
+
+def _sift_up(scores: NDArray[np.int64], rows: NDArray[np.int64], at: int) -> None:
+    score, row = scores[at], rows[at]
+    while at > 0:
+        parent = (at - 1) // 2
+        if scores[parent] < score or (scores[parent] == score and rows[parent] <= row):
+            break
+        scores[at], rows[at] = scores[parent], rows[parent]
+        at = parent
+    scores[at], rows[at] = score, row
+
+
+@compiled
+def count_up_to(
+    records: NDArray[np.int64], used: int, by_times: bool, bound_score: int, bound_row: int
+) -> int:
+    """How many of the first ``used`` rows are not above the bound, a score and a row."""
+    count = 0
+    for row in range(FIRST_ROW, used):
+        score = _score(records[2 * row + 1], by_times)
+        count += score < bound_score or (score == bound_score and row <= bound_row)
+    return count
+
+
+@compiled
+def gather(
+    records: NDArray[np.int64],
+    used: int,
+    by_times: bool,
+    bound_score: int,
+    bound_row: int,
+    scores: NDArray[np.int64],
+    rows: NDArray[np.int64],
+) -> int:
+    """Fill the heap ``scores`` and ``rows`` with the rows that are not above the bound; how many these
+    are."""
+    size = 0
+    for row in range(FIRST_ROW, used):
+        score = _score(records[2 * row + 1], by_times)
+        if score < bound_score or (score == bound_score and row <= bound_row):
+            scores[size], rows[size] = score, row
+            size += 1
+    for at in range(size // 2 - 1, -1, -1):
+        _sift_down(scores, rows, size, at)
+    return size
+
+
+@compiled
+def push(
+    new: NDArray[np.int64],
+    records: NDArray[np.int64],
+    by_times: bool,
+    bound_score: int,
+    bound_row: int,
+    scores: NDArray[np.int64],
+    rows: NDArray[np.int64],
+    size: int,
+) -> int:
+    """Put those of the rows ``new`` that are not above the bound into the heap, of ``size`` rows so far; the
+    size then, or -1 if there is no room."""
+    for place in range(len(new)):
+        row = new[place]
+        score = _score(records[2 * row + 1], by_times)
+        if score < bound_score or (score == bound_score and row <= bound_row):
+            if size == len(scores):
+                return -1
+            scores[size], rows[size] = score, row
+            size += 1
+            _sift_up(scores, rows, size - 1)
+    return size
+
+
+@compiled
+def take(
+    records: NDArray[np.int64],
+    by_times: bool,
+    bound_score: int,
+    bound_row: int,
+    scores: NDArray[np.int64],
+    rows: NDArray[np.int64],
+    sizes: NDArray[np.int64],
+    now: int,
+    latest: int,
+    taken: NDArray[np.int64],
+    states: NDArray[np.int64],
+) -> int:
+    """Take the lowest rows from the heap that were last seen in batch ``latest`` or before, and not in the
+    batch ``now``: into ``taken`` with their ``states``, as many as there is room for. They count as seen
+    ``now``. ``sizes``: how many rows the heap has, and whether it was left because of ``latest``. Returns how
+    many were taken."""
+    found, aside, size = 0, 0, sizes[0]
+    kept_scores, kept_rows = np.empty(size, np.int64), np.empty(size, np.int64)
+    while found < len(taken) and size > 0:
+        row = rows[0]
+        state = records[2 * row + 1]
+        score = _score(state, by_times)
+        within = score < bound_score or (score == bound_score and row <= bound_row)
+        if score != scores[0] and within:  # seen since: it waits at its new place
+            scores[0] = score
+            _sift_down(scores, rows, size, 0)
+            continue
+        seen = state & _SEEN
+        if within and seen != now and seen > latest:
+            sizes[1] = 1
+            break
+        size -= 1
+        scores[0], rows[0] = scores[size], rows[size]
+        if size > 0:
+            _sift_down(scores, rows, size, 0)
+        if not within:
+            continue
+        if seen == now:
+            kept_scores[aside], kept_rows[aside] = score, row
+            aside += 1
+            continue
+        taken[found], states[found] = row, state
+        records[2 * row + 1] = (state >> SEEN_BITS << SEEN_BITS) | now
+        found += 1
+    for place in range(aside):
+        scores[size], rows[size] = kept_scores[place], kept_rows[place]
+        size += 1
+        _sift_up(scores, rows, size - 1)
+    sizes[0] = size
+    return found
+
+
+@compiled
+def uniform(keys: NDArray[np.int64], seed: int, width: int, values: NDArray[np.float32]) -> None:
+    """Numbers in [-1, 1) of the ids ``keys`` [n] into ``values`` [n * width]: of ``seed``, key and column
+    alone."""
+    for place in range(len(keys)):
+        stream = _mixed(np.uint64(keys[place]) ^ _mixed(seed))
+        for column in range(width):
+            stream += np.uint64(0x9E3779B97F4A7C15)
+            unit = np.float64(_mixed(stream) >> np.uint64(40)) / 8388608.0
+            values[place * width + column] = np.float32(unit - 1.0)

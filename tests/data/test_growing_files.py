@@ -1,0 +1,150 @@
+"""Files with ids that grow: trained, resumed to the bit, evaluated, predicted, written as one file."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import yaml
+from safetensors.numpy import load_file
+
+from recpipe.answers.plain import unshard
+from recpipe.answers.predict import PredictOptions, predict
+from recpipe.answers.trained import open_trained
+from recpipe.checkpoint.table_io import newest
+from recpipe.config.compose import compose
+from recpipe.data.config import FilesConfig
+from recpipe.data.sources.transforms import string_keys
+from recpipe.errors import DataError, UserError
+from recpipe.run import run
+from recpipe.tables.dynamic.saved import map_file
+from tests.resuming import RECIPE as QUIET
+
+FEATURES = [
+    {"name": "user", "rows": "dynamic", "capacity": 60},
+    {"name": "item", "rows": "dynamic", "capacity": 50, "evict": "lfu", "admit_after": 2},
+    {"name": "shop", "rows": 20},
+    {"name": "price", "kind": "dense"},
+]
+
+
+def rows(size: int, seed: int = 0) -> pa.Table:
+    rng = np.random.default_rng(seed)
+    users = [None if n % 50 == 0 else int(user) for n, user in enumerate(rng.zipf(1.3, size) % 300 - 100)]
+    items = [f"i{item}" for item in rng.zipf(1.2, size) % 200]
+    return pa.table(
+        {
+            "click": rng.integers(0, 2, size),
+            "user": pa.array(users, pa.int64()),
+            "item": items,
+            "shop": rng.integers(0, 9, size),
+            "price": rng.random(size),
+        }
+    )
+
+
+def words(folder: Path, *more: str) -> list[str]:
+    mine = [word for word in QUIET if not word.startswith("data.")]
+    own = [
+        f"data.path={folder}/a.parquet",
+        f"data.features={folder}/f.yaml",
+        f"data.cache_dir={folder}/cache",
+    ]
+    return ["data=files", *own, "data.batch_size=64", "task.page=false", "trainer.device=cpu", *mine, *more]
+
+
+def trained(folder: Path, name: str, steps: int, *more: str) -> Path:
+    limits = f"trainer.max_steps={steps}", "trainer.checkpoint_every=5", "trainer.max_epochs=2"
+    run(compose(words(folder, *limits, *more)), folder / name)
+    return newest(folder / name)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("growing")
+    pq.write_table(rows(800), folder / "a.parquet")
+    (folder / "f.yaml").write_text(yaml.safe_dump({"labels": ["click"], "features": FEATURES}))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def whole(folder: Path) -> Path:
+    return trained(folder, "whole", 15)
+
+
+def test_a_resumed_run_has_the_same_rows_and_maps(folder: Path, whole: Path) -> None:
+    """Its first part stopped within an epoch; the loader was ahead."""
+    part = trained(folder, "part", 10)
+    resumed = trained(folder, "resumed", 15, f"resume={part}", "tiers.policy=lru", "tiers.resident_bytes=50%")
+    files = sorted((whole / "tables").iterdir())
+    assert [file.name for file in files if file.suffix == ".ids"] == ["item.ids", "user.ids"]
+    for file in files:
+        assert file.read_bytes() == (resumed / "tables" / file.name).read_bytes(), file.name
+
+
+def test_the_report_counts(folder: Path, whole: Path) -> None:
+    data = json.loads((folder / "whole" / "report.json").read_text())
+    user, item = data["data"]["growing"]["user"], data["data"]["growing"]["item"]
+    assert user["occupied"] == user["capacity"] == 58 == user["admitted"] - user["evicted"]
+    assert user["defaulted"] == 0 < item["defaulted"]
+    assert data["data"]["unknown_ids"] > 0
+    assert data["altered"] == ["ID_SPACE", "TABLE_LAYOUT"]
+
+
+def test_predictions_look_up_the_rows_of_ids(folder: Path, whole: Path, tmp_path: Path) -> None:
+    """An id that is known has the score of its row; all others have that of one row."""
+    keys = load_file(map_file(whole / "tables", "user"))["records"][:, 0]
+    before = map_file(whole / "tables", "user").read_bytes()
+    known, unknown = int(keys[3]), [10**12 + n for n in range(3)]
+    table = rows(5).set_column(1, "user", pa.array([known, *unknown, None], pa.int64()))
+    for name in ("item", "shop", "price", "click"):
+        table = table.set_column(table.column_names.index(name), name, [[table[name][0].as_py()] * 5])
+    pq.write_table(table, tmp_path / "new.parquet")
+    opened = open_trained(whole, [f"data.path={tmp_path}/new.parquet"])
+    scores = predict(opened, PredictOptions(), None)
+    assert isinstance(scores, np.ndarray)
+    assert scores[1] == scores[2] == scores[3]
+    assert len(set(scores.tolist())) == 3
+    assert map_file(whole / "tables", "user").read_bytes() == before
+
+
+def test_one_file_has_the_keys_of_rows(whole: Path, tmp_path: Path) -> None:
+    unshard(whole, tmp_path / "all.safetensors")
+    found = load_file(tmp_path / "all.safetensors")
+    assert found["user"].shape == (60, found["user"].shape[1])
+    assert found["user.keys"].shape == (58,)
+    texts, _ = string_keys(pa.array([f"i{n}" for n in range(200)]))
+    assert set(found["item.keys"].tolist()) <= set(texts.view(np.int64).tolist())
+
+
+def test_other_growth_is_refused(folder: Path, whole: Path) -> None:
+    (folder / "other.yaml").write_text(
+        yaml.safe_dump({"labels": ["click"], "features": [{**FEATURES[0], "evict": "lfu"}, *FEATURES[1:]]})
+    )
+    with pytest.raises(UserError, match="table 'user' has grown with evict=lru, and the recipe has lfu"):
+        trained(folder, "other", 16, f"resume={whole}", f"data.features={folder}/other.yaml")
+    with pytest.raises(DataError, match="column user: its table grows in the checkpoint and grows"):
+        _ = open_trained(whole, [f"data.features={folder}/other.yaml"]).dataset
+
+
+@pytest.mark.parametrize(
+    ("said", "fault"),
+    [
+        ({"rows": "dynamic"}, "needs the most rows that the table may have: capacity: 1000000"),
+        ({"rows": 50, "evict": "lfu"}, "'evict' is of tables whose ids get rows as they come"),
+        ({"rows": "dynamic", "capacity": 9, "ids": "modulo"}, "leave ids out"),
+        ({"rows": "dynamic", "capacity": 9, "evict": "lifo"}, "evict: lifo is unknown; .*lfu"),
+        ({"rows": "dynamic", "capacity": 9, "evict": "age"}, "max_age .batches. belong together"),
+        ({"rows": "dynamic", "capacity": 9, "admit_by": "sketch"}, "from 2 to 255"),
+        ({"rows": "growing"}, "rows=growing"),
+    ],
+)
+def test_what_cannot_grow_is_one_line(tmp_path: Path, said: dict[str, object], fault: str) -> None:
+    told = {"labels": ["click"], "features": [{"name": "user", **said}]}
+    with pytest.raises(UserError, match=fault) as caught:
+        FilesConfig(path="a.parquet", features=told).described()
+    assert "\n" not in str(caught.value)
