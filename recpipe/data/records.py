@@ -11,6 +11,7 @@ import logging
 import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -79,8 +80,12 @@ class InputFile:
     def columns(self) -> pa.Schema:
         """Names and types of its columns; ``DataError`` if it is not a whole file of its format."""
         own = _READERS[self.format].columns(self)
+        try:
+            names = own.names
+        except UnicodeDecodeError as error:
+            raise DataError(f"{self}: the name of a column is not UTF-8 ({shown(error, 200)})") from error
         for name in self.partition:
-            if name in own.names:
+            if name in names:
                 raise DataError(
                     f"{self}: the folder {name}={self.partition[name]} and the file both have a column "
                     f"'{shown(name)}'; rename one of them"
@@ -390,17 +395,10 @@ class _Csv:
         )
         row = 0
         for text, share in text_blocks(file, quote or None, start):
-            bad: list[pa.csv.InvalidRow] = []
-
-            def note(found: pa.csv.InvalidRow, into: list[pa.csv.InvalidRow] = bad) -> str:
-                into.append(found)
-                return "error"
-
             parse = pa.csv.ParseOptions(
                 delimiter=separator,
                 quote_char=file.rules.quote or False,
                 newlines_in_values=bool(quote) and quote in text,
-                invalid_row_handler=note,
             )
             # Two parts of a block are parsed at the same time.
             read = pa.csv.ReadOptions(
@@ -409,33 +407,52 @@ class _Csv:
             try:
                 table = pa.csv.read_csv(pa.BufferReader(text), read, parse, convert)
             except READ_FAULTS as error:
-                raise _text_fault(file, text, row - int(header and not row), bad, error) from error
+                raise _text_fault(file, text, row - int(header and not row), read, parse, error) from error
             for batch in table.combine_chunks().to_batches():
                 yield Block(row + 1, batch, share)
                 row += len(batch)
 
 
 def _text_fault(
-    file: InputFile, text: bytes, row: int, bad: Sequence[pa.csv.InvalidRow], error: BaseException
+    file: InputFile,
+    text: bytes,
+    row: int,
+    read: pa.csv.ReadOptions,
+    parse: pa.csv.ParseOptions,
+    error: BaseException,
 ) -> DataError:
     """What is wrong in text, before which there are ``row`` rows (-1: its first line has names)."""
-    if bad:
-        at = text.find(bad[0].text.encode())
+    for number, content in enumerate(text.split(b"\n"), row + 1):
+        try:
+            content.decode()
+        except UnicodeDecodeError:
+            return DataError(
+                f"{file}, row {number}: '{shown(content)}' is not UTF-8; "
+                "pass data.encoding=latin-1, for example"
+            )
+    if bad := _bad_row(text, read, parse):
+        at = text.find(bad.text.encode())
         line = row + text.count(b"\n", 0, max(0, at)) + 1
         return DataError(
-            f"{file}, row {line}: has {bad[0].actual_columns} columns instead of {bad[0].expected_columns} "
-            f"('{shown(bad[0].text)}'); quote what holds the separator, or correct data.separator"
+            f"{file}, row {line}: has {bad.actual_columns} columns instead of {bad.expected_columns} "
+            f"('{shown(bad.text)}'); quote what holds the separator, or correct data.separator"
         )
-    if "UTF8" in str(error) or "UTF-8" in str(error):
-        for number, content in enumerate(text.split(b"\n"), row + 1):
-            try:
-                content.decode()
-            except UnicodeDecodeError:
-                return DataError(
-                    f"{file}, row {number}: '{shown(content)}' is not UTF-8; "
-                    "pass data.encoding=latin-1, for example"
-                )
     return DataError(f"{file}: cannot be read after row {max(0, row)} ({shown(error, 200)})")
+
+
+def _bad_row(text: bytes, read: pa.csv.ReadOptions, parse: pa.csv.ParseOptions) -> pa.csv.InvalidRow | None:
+    """The first row with another number of columns. It is asked for once a read has failed, of text that is
+    UTF-8: of other text pyarrow's handler of such rows prints a traceback, and is not called."""
+    found: list[pa.csv.InvalidRow] = []
+
+    def note(row: pa.csv.InvalidRow) -> str:
+        found.append(row)
+        return "error"
+
+    parse.invalid_row_handler = note
+    with suppress(*READ_FAULTS):
+        pa.csv.read_csv(pa.BufferReader(text), read, parse)
+    return found[0] if found else None
 
 
 def _cells(line: str, separator: str, quote: str | None) -> list[str]:

@@ -57,4 +57,4 @@ def _becomes(choice: Choice) -> str:
         return {"label": "label", "unread": "left out"}[choice.role]
     if entry["kind"] == "dense":
         return " ".join(["dense", *([entry["scale"]] if "scale" in entry else [])])
-    return f"{entry['kind']}, {entry['rows']:,} rows"
+    return f"{entry['kind']}, {entry['rows']:,} rows" if "rows" in entry else f"{entry['kind']}, vocabulary"

@@ -6,6 +6,8 @@ from __future__ import annotations
 import datetime as dt
 import decimal
 import itertools
+import json
+import random
 from pathlib import Path
 
 import numpy as np
@@ -16,6 +18,7 @@ import pytest
 from recpipe.data.config import FilesConfig
 from recpipe.data.features import parse_features, read_features
 from recpipe.data.make import open_dataset
+from recpipe.data.proposal import choose as choosing
 from recpipe.data.proposal import sample as sampling
 from recpipe.data.proposal.column import Column, Counts
 from recpipe.data.proposal.leaks import FEWEST, auc
@@ -133,6 +136,7 @@ def test_each_kind_of_column_is_what_a_person_would_make_of_it(tmp_path: Path) -
             "item": ITEM.astype(float),
             "price": RNG.lognormal(3, 1, N),
             "balance": RNG.normal(0, 100, N),
+            "profit": RNG.lognormal(3, 2, N) - 50,
             "share": RNG.random(N),
             "views": (RNG.pareto(1, N) * 2).astype(int),
             "genres": [
@@ -150,22 +154,39 @@ def test_each_kind_of_column_is_what_a_person_would_make_of_it(tmp_path: Path) -
             "nested": [{"a": n} for n in range(N)],
         },
     )
-    assert entry(found, "user") == {"name": "user", "kind": "id", "rows": 1500}
-    assert entry(found, "item") == {"name": "item", "kind": "id", "rows": 1000}
+    assert entry(found, "user") == {"name": "user", "kind": "id", "ids": "vocabulary"}
+    assert entry(found, "item") == {"name": "item", "kind": "id", "ids": "vocabulary"}
     assert entry(found, "price") == {"name": "price", "kind": "dense", "scale": "log1p"}
-    assert entry(found, "balance") == {"name": "balance", "kind": "dense", "scale": "log"}
+    assert entry(found, "balance") == {"name": "balance", "kind": "dense", "scale": "standard"}
+    assert entry(found, "profit") == {"name": "profit", "kind": "dense", "scale": "log"}
     assert entry(found, "share") == {"name": "share", "kind": "dense"}
     assert entry(found, "views") == {"name": "views", "kind": "dense", "scale": "log1p"}
-    genres = {"name": "genres", "kind": "multi_hot", "separator": "|", "type": "text", "rows": 1000}
+    genres = {"name": "genres", "kind": "multi_hot", "separator": "|", "type": "text", "ids": "vocabulary"}
     assert entry(found, "genres") == genres
     history = {"name": "history", "kind": "sequence", "padding": ["0"], "max_length": 6}
-    assert entry(found, "history") == {**history, "table": "item", "rows": 1000}
+    assert entry(found, "history") == {**history, "table": "item", "ids": "vocabulary"}
     assert entry(found, "cost") == {"name": "cost", "kind": "dense"}
     assert entry(found, "new") == {"name": "new", "kind": "dense"}
-    assert entry(found, "brand") == {"name": "brand", "kind": "id", "type": "text", "rows": 1000}
+    assert entry(found, "brand") == {"name": "brand", "kind": "id", "type": "text", "ids": "vocabulary"}
     unread = {"time", "vector", "nothing", "same", "row", "nested"}
     assert set(found.content()["unread"]) == unread
     assert all(entry(found, name)["role"] == "unread" for name in unread)
+
+
+def test_more_ids_than_a_vocabulary_is_good_for_are_hashed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also those of a list that shares a table."""
+    monkeypatch.setattr(choosing, "MOST_WORDS", 85)
+    found = proposed(
+        tmp_path, {"user": USER, "item": ITEM, "history": HISTORY, "city": ["x", "y"] * (N // 2)}
+    )
+    assert entry(found, "user") == {"name": "user", "kind": "id", "rows": 300}
+    assert entry(found, "item") == {"name": "item", "kind": "id", "rows": 180}
+    history = {"name": "history", "kind": "sequence", "max_length": 6, "rows": 180, "table": "item"}
+    assert entry(found, "history") == history
+    assert entry(found, "city")["ids"] == "vocabulary"
+    found.features()
 
 
 @pytest.mark.parametrize("gap", [2, 40])
@@ -195,15 +216,15 @@ def test_what_others_misread_is_kept_as_it_is_or_told(tmp_path: Path) -> None:
     ]
     found = propose(csv(tmp_path, "click,code,user,day,city,price,left", rows, "latin-1"), ["click"])
     said = "\n".join(found.suspicions)
-    assert entry(found, "code") == {"name": "code", "kind": "id", "type": "text", "rows": 1000}
+    assert entry(found, "code") == {"name": "code", "kind": "id", "type": "text", "ids": "vocabulary"}
     assert "code: has numbers with zeros in front (007), which are kept as text" in said
-    user = {"name": "user", "kind": "id", "type": "integer", "missing": ["NA"], "rows": 1000}
+    user = {"name": "user", "kind": "id", "type": "integer", "missing": ["NA"], "ids": "vocabulary"}
     assert entry(found, "user") == user
     assert "user, price: has 'NA' in 40 rows between its numbers: taken as missing" in said
     assert "could be swapped" in entry(found, "day")["why"]
     assert entry(found, "city")["type"] == "text"
-    assert entry(found, "price") == {"name": "price", "kind": "dense", "scale": "log1p", "missing": ["NA"]}
-    assert entry(found, "left") == {"name": "left", "kind": "dense", "scale": "log"}
+    assert entry(found, "price") == {"name": "price", "kind": "dense", "scale": "standard", "missing": ["NA"]}
+    assert entry(found, "left") == {"name": "left", "kind": "dense", "scale": "standard"}
     assert "left: has '-1' in 45 rows: if that means missing" in said
 
 
@@ -398,3 +419,87 @@ def test_without_a_label_there_is_nothing_to_train(tmp_path: Path) -> None:
     assert [choice.role for choice in found.choices] == ["feature", "feature"]
     with pytest.raises(UserError, match=r"no column has a name of a label \(session, item\): say which"):
         found.features()
+
+
+# -- odd and damaged files -----------------------------------------------------------------------
+
+
+def odd() -> dict[str, object]:
+    """Columns of types that are rarely features, with what they become."""
+    return {
+        "wide": (pa.array([2**64 - 1 - n % 40 for n in range(N)], pa.uint64()), "id"),
+        "large": ([decimal.Decimal("12345678901234567890.5") + n for n in range(N)], "dense"),
+        "endless": (np.where(RNG.random(N) < 0.1, np.inf, RNG.random(N)), "dense"),
+        "half": (RNG.random(N).astype(np.float16), "dense"),
+        "fixed": (pa.array(RNG.integers(0, 40, (N, 3)).tolist(), pa.list_(pa.int64(), 3)), "sequence"),
+        "within": ([[None, n % 40], [None]][n % 2] for n in range(N)),
+        "runs": (pa.array([f"a{n % 9}" for n in range(N)]).dictionary_encode(), "id"),
+        "duration": ([dt.timedelta(seconds=n) for n in range(N)], None),
+        "clock": ([dt.time(1, n % 60) for n in range(N)], None),
+        "nested": ([[[1], [2]]] * N, None),
+        "pairs": (pa.array([[("a", 1)]] * N, pa.map_(pa.string(), pa.int64())), None),
+        "bytes": ([b"\xff\xfe" if n % 3 else b"x" for n in range(N)], None),
+        "empty": (pa.array([[]] * N, pa.list_(pa.int64())), None),
+        "json": ([f'{{"a": {n % 7}}}' for n in range(N)], None),
+        "": (RNG.random(N), "dense"),
+    }
+
+
+@pytest.mark.parametrize("name", [*odd()])
+def test_odd_types_are_features_or_left_out_with_a_reason(tmp_path: Path, name: str) -> None:
+    """And the yaml has them, whatever their names are."""
+    given = odd()[name]
+    values, kind = given if isinstance(given, tuple) else (list(given), "multi_hot")
+    found = proposed(tmp_path, {"user": USER, name: values})
+    choice = found.choices[-1]
+    assert choice.entry.get("kind") == kind
+    assert (choice.role == "unread") == (kind is None)
+    found.write(tmp_path / "features.yaml")
+    assert read_features(tmp_path / "features.yaml") == found.features()
+
+
+def damaged(rng: random.Random, whole: bytes) -> bytes:
+    """Bytes changed, cut out and put in."""
+    made = bytearray(whole)
+    for _ in range(rng.choice([1, 1, 3, 20])):
+        at = rng.randrange(max(1, len(made)))
+        put = rng.choice([bytes([rng.randrange(256)]), b'"', b"\n", b",", b"\x00", b"\xff", b"{}"])
+        made[at : at + rng.choice([0, 1, len(put), rng.randrange(50)])] = put
+    return bytes(made)
+
+
+@pytest.mark.parametrize(
+    "seed", [*range(4), *(pytest.param(n, marks=pytest.mark.soak) for n in range(4, 40))]
+)
+def test_damaged_files_are_proposals_or_one_line(tmp_path: Path, seed: int) -> None:
+    """Ten a seed."""
+    rng, told = random.Random(seed), list[str]()
+    rows = [(n % 2, n % 9, f"a|{n % 4}", n / 2) for n in range(80)]
+    table = pa.table(dict(zip(("click", "user", "tags", "x"), zip(*rows, strict=True), strict=True)))
+    pq.write_table(table, tmp_path / "f.parquet")
+    with pa.ipc.new_file(tmp_path / "f.arrow", table.schema) as out:
+        out.write_table(table)
+    lines = ["click,user,tags,x", *(",".join(map(str, row)) for row in rows)]
+    (tmp_path / "f.csv").write_text("\n".join(lines) + "\n")
+    (tmp_path / "f.jsonl").write_text("".join(json.dumps(row) + "\n" for row in table.to_pylist()))
+    for _ in range(10):
+        source = rng.choice(sorted(tmp_path.glob("f.*")))
+        file = tmp_path / f"damaged{source.suffix}"
+        file.write_bytes(damaged(rng, source.read_bytes()))
+        try:
+            propose(FilesConfig(path=str(file), features="auto"), ["click"]).to_yaml()
+        except UserError as error:
+            told.append(str(error))
+    assert told
+    assert not any("\n" in line for line in told)
+
+
+def test_text_that_is_not_utf8_in_a_row_of_too_many_columns_is_one_line(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """And nothing else is printed."""
+    file = tmp_path / "f.csv"
+    file.write_bytes(b"click,user\n1,2\n\xad,3,4\n5,6\n")
+    with pytest.raises(DataError, match="row 2: .*is not UTF-8"):
+        propose(FilesConfig(path=str(file), features="auto"), ["click"])
+    assert capfd.readouterr().err == ""

@@ -44,8 +44,8 @@ def clicks(tmp_path_factory: pytest.TempPathFactory) -> Path:
 FEATURES = {
     "labels": [{"name": "click"}],
     "features": [
-        {"name": "user id", "kind": "id", "type": "integer", "rows": 1000},
-        {"name": "genres", "kind": "multi_hot", "separator": "|", "type": "text", "rows": 1000},
+        {"name": "user id", "kind": "id", "type": "integer", "ids": "vocabulary"},
+        {"name": "genres", "kind": "multi_hot", "separator": "|", "type": "text", "ids": "vocabulary"},
         {"name": "price", "kind": "dense", "scale": "log1p"},
     ],
     "unread": ["paid"],
@@ -178,7 +178,7 @@ def test_other_files_are_read_as_training_read_its_own(trained: Path, tmp_path: 
 def test_a_resumed_run_keeps_what_was_chosen(clicks: Path, trained: Path, tmp_path: Path) -> None:
     """Though the file has grown, and would be proposed otherwise today."""
     grown = tmp_path / "my clicks.csv"
-    grown.write_text(clicks.read_text() + "".join(f"1;{n};War;1.0;1.0\n" for n in range(3000)))
+    grown.write_text(clicks.read_text() + "".join(f"1;{n};War;-9000.0;1.0\n" for n in range(3000)))
     asked = ["data=files", f"data.path={grown}", "data.label=click", "data.features=auto"]
     anew = with_features(Recipe.of(compose(asked)), None)
     kept = with_features(Recipe.of(compose([*asked, f"resume={trained}"])), None)

@@ -21,6 +21,9 @@ FEW = 10
 EPOCHS = ((9e8, 2.2e9, "seconds"), (9e11, 2.2e12, "milliseconds"), (9e14, 2.2e15, "microseconds"))
 """The years 1998 to 2039 since 1970."""
 LISTS = ("multi_hot", "sequence")
+MOST_WORDS = 1_000_000
+"""Ids up to which each has a row of its own; more are hashed into ``ROWS_AN_ID`` rows for each."""
+ROWS_AN_ID = 2
 
 
 @dataclass(frozen=True)
@@ -252,17 +255,35 @@ def _as_number(column: Column, why: str) -> _Read:
     low, high = float(values.min()), float(values.max())
     keys: dict[str, Any] = {"kind": "dense"}
     reason = f"{why}, from {low:g} to {high:g}"
-    if high > 10 and low >= 0:
-        keys["scale"] = "log1p"
-        reason += "; log1p keeps large ones in bounds"
-    elif max(abs(low), abs(high)) > 10:
-        keys["scale"] = "log"
-        reason += "; log keeps large ones in bounds, and the sign"
+    if max(abs(low), abs(high)) > 10:
+        scale, effect = _scale(values)
+        keys["scale"] = scale
+        reason += f"; {scale} {effect}"
     suspicions = _perhaps_missing(column.missing_numbers)
+    if not column.is_text and (endless := int((np.isnan(column.numbers) & ~column.missing).sum())):
+        suspicions.append(
+            f"is infinite in {endless:,} rows, which are bad rows: data.on_bad_row=skip leaves them out"
+        )
     if column.missing_words:  # which would be bad rows
         keys["missing"] = sorted(column.missing_words)
         suspicions.append(f"has {_listed(column.missing_words)} between its numbers: taken as missing")
     return _Read(keys, reason + _gaps(column), tuple(suspicions))
+
+
+def _scale(values: NDArray[np.float64]) -> tuple[str, str]:
+    """The scale for numbers of which some are large, and what it does."""
+    deviations = values - values.mean()
+    skewness = (deviations**3).mean() / max(1e-300, float((deviations**2).mean()) ** 1.5)
+    if abs(skewness) < 2:
+        return "standard", "brings them around 0"
+    return (
+        ("log1p", "keeps large ones in bounds")
+        if values.min() >= 0
+        else (
+            "log",
+            "keeps large ones in bounds, and the sign",
+        )
+    )
 
 
 def _as_id(column: Column, why: str) -> _Read:
@@ -279,14 +300,13 @@ def _as_id(column: Column, why: str) -> _Read:
         suspicions.append(f"has {_listed(column.missing_words)} between its numbers: taken as missing")
     else:
         suspicions += _perhaps_missing(column.missing_words)
-    rows, room = _rows(column)
-    keys["rows"] = rows
+    table, room = _table(column)
     if column.counted.once > 0.5 and column.counted.total > 100:
         suspicions.append(
             f"{_percent(column.counted.once)} of its values occur once in the sample: little is learned of "
             "these"
         )
-    return _Read(keys, f"{why}; {room}{_gaps(column)}", tuple(suspicions))
+    return _Read(keys | table, f"{why}; {room}{_gaps(column)}", tuple(suspicions))
 
 
 def _as_lists(column: Column) -> _Read:
@@ -314,19 +334,20 @@ def _as_lists(column: Column) -> _Read:
     if kind == "sequence":
         keys["max_length"] = max(1, int(np.quantile(column.lengths, 0.99)))
         reason += f"; {keys['max_length']} hold 99% of them"
-    keys["rows"], room = _rows(column)
-    return _Read(keys, f"{reason}; {room}{_gaps(column)}", tuple(suspicions))
+    table, room = _table(column)
+    return _Read(keys | table, f"{reason}; {room}{_gaps(column)}", tuple(suspicions))
 
 
-def _rows(column: Column) -> tuple[int, str]:
-    """The rows of an id's table, and what these are for."""
+def _table(column: Column) -> tuple[dict[str, Any], str]:
+    """How ids become rows of a table, and why: a row for each, as long as these fit well into memory."""
     seen = column.counted.distinct
     ids = max(1, column.counted.estimated(column.scale))
-    rows = _round_up(max(1000, 10 * ids) if ids <= 10_000 else 4 * ids if ids <= 1_000_000 else 2 * ids)
-    rows = min(rows, 2**31 - 1)
-    sharing = 1 - exp(-(ids - 1) / (rows - 1))
     about = f"{seen:,} ids" if ids == seen else f"about {_round_up(ids):,} ids ({seen:,} in the sample)"
-    return rows, f"{about}, of which {_percent(sharing)} share a row by hash"
+    if ids <= MOST_WORDS:
+        return {"ids": "vocabulary"}, f"{about}, a row for each"
+    rows = min(_round_up(ROWS_AN_ID * ids), 2**31 - 1)
+    sharing = 1 - exp(-(ids - 1) / (rows - 1))
+    return {"rows": rows}, f"{about}, of which {_percent(sharing)} share a row by hash"
 
 
 def _round_up(number: float) -> int:
@@ -337,28 +358,25 @@ def _round_up(number: float) -> int:
 
 def _sharing(choices: Sequence[Choice]) -> list[Choice]:
     """Lists whose ids are those of another column share its table."""
-    ids = {c.column.name: c for c in choices if c.role == "feature" and c.entry["kind"] == "id"}
-    made = {c.column.name: c for c in choices}
-    for choice in choices:
-        if choice.role != "feature" or choice.entry["kind"] not in LISTS:
-            continue
-        alike = {name: _overlap(choice.column, other.column) for name, other in ids.items()}
-        name = max(alike, key=lambda n: alike[n], default=None)
-        if name is None or alike[name] < 0.5:
-            continue
-        rows = max(choice.entry["rows"], made[name].entry["rows"])
-        made[name] = replace(made[name], entry={**made[name].entry, "rows": rows})
-        made[choice.column.name] = replace(
-            choice,
-            entry={**choice.entry, "table": name, "rows": rows},
-            reason=f"{choice.reason}; shares the table of {shown(name)}, whose ids these are",
-        )
-    for choice in [*made.values()]:  # tables that several share have one size
-        table = choice.entry.get("table")
-        if table is not None:
-            made[choice.column.name] = replace(
-                choice, entry={**choice.entry, "rows": made[table].entry["rows"]}
-            )
+    made = {choice.column.name: choice for choice in choices}
+    features = [choice for choice in choices if choice.role == "feature"]
+    ids = [choice.column for choice in features if choice.entry["kind"] == "id"]
+    tables: dict[str, list[str]] = {}
+    for choice in features:
+        if choice.entry["kind"] in LISTS:
+            alike = {column.name: _overlap(choice.column, column) for column in ids}
+            name = max(alike, key=lambda n: alike[n], default="")
+            if alike.get(name, 0) >= 0.5:
+                tables.setdefault(name, [name]).append(choice.column.name)
+    for table, names in tables.items():
+        rows = [made[name].entry.get("rows", 0) for name in names]
+        size = {"rows": max(rows)} if max(rows) else {"ids": "vocabulary"}
+        for name in names:
+            keys = {key: value for key, value in made[name].entry.items() if key not in ("ids", "rows")}
+            made[name] = replace(made[name], entry=keys | size)
+            if name != table:
+                reason = f"{made[name].reason}; shares the table of {shown(table)}, whose ids these are"
+                made[name] = replace(made[name], entry={**made[name].entry, "table": table}, reason=reason)
     return list(made.values())
 
 

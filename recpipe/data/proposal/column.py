@@ -130,12 +130,15 @@ class Column:
         if pa.types.is_timestamp(kind) or pa.types.is_date(kind):
             return "time"
         if is_number(kind):
-            return "whole" if self._is_whole(self.numbers[~self.missing]) else "number"
+            whole = pa.types.is_integer(kind) or self._is_whole(self.numbers[~self.missing])
+            return "whole" if whole else "number"
         return self._content_of_text() if self.is_text else "other"
 
     def _content_of_lists(self) -> Content:
         inner = plain(self.present.flatten())
-        if is_text(inner.type) or pa.types.is_integer(inner.type) or not len(inner):
+        if not len(inner) - inner.null_count:
+            return "nothing"
+        if is_text(inner.type) or pa.types.is_integer(inner.type):
             return "list"
         if not is_number(inner.type):
             return "other"
@@ -179,7 +182,7 @@ class Column:
             return np.asarray(pc.fill_null(values, np.nan))
         words = tuple(self.missing_words) if self.is_text else ()
         found = read_numbers(self.values, Feature(self.name, "dense", missing=words))
-        return np.where(found.missing | ~found.valid, np.nan, found.values)
+        return np.where(found.missing | ~found.valid | np.isinf(found.values), np.nan, found.values)
 
     @cached_property
     def missing_words(self) -> dict[str, int]:

@@ -182,6 +182,8 @@ def _of_arrow(file: InputFile, names: list[str], rows: int, places: Sequence[flo
             if last < len(places):
                 numbers = list(range(last + 1))
             batches = [opened.get_batch(number) for number in numbers]
+            for batch in batches:
+                batch.validate(full=True)
             sizes = [len(batch) for batch in batches]
             found = [file.with_partition(batch.slice(0, each).select(own), names) for batch in batches]
     except READ_FAULTS as error:
