@@ -55,6 +55,7 @@ def _becomes(choice: Choice) -> str:
     entry = choice.entry
     if choice.role != "feature":
         return {"label": "label", "unread": "left out"}[choice.role]
-    if entry["kind"] == "dense":
-        return " ".join(["dense", *([entry["scale"]] if "scale" in entry else [])])
-    return f"{entry['kind']}, {entry['rows']:,} rows" if "rows" in entry else f"{entry['kind']}, vocabulary"
+    words = [entry["kind"], *(entry[key] for key in ("scale",) if key in entry), *entry.get("as", ())]
+    if "rows" in entry or "ids" in entry:
+        return f"{entry['kind']}, " + (f"{entry['rows']:,} rows" if "rows" in entry else entry["ids"])
+    return " ".join(words)

@@ -168,9 +168,37 @@ def test_each_kind_of_column_is_what_a_person_would_make_of_it(tmp_path: Path) -
     assert entry(found, "cost") == {"name": "cost", "kind": "dense"}
     assert entry(found, "new") == {"name": "new", "kind": "dense"}
     assert entry(found, "brand") == {"name": "brand", "kind": "id", "type": "text", "ids": "vocabulary"}
-    unread = {"time", "vector", "nothing", "same", "row", "nested"}
+    assert entry(found, "vector") == {"name": "vector", "kind": "vector", "size": 3}
+    unread = {"time", "nothing", "same", "row", "nested"}
     assert set(found.content()["unread"]) == unread
     assert all(entry(found, name)["role"] == "unread" for name in unread)
+
+
+MARCH = dt.datetime(2026, 3, 1, tzinfo=dt.UTC)
+
+
+@pytest.mark.parametrize(
+    ("values", "more"),
+    [
+        ([MARCH + dt.timedelta(hours=n) for n in range(N)], {"as": ["hour", "weekday"], "zone": "UTC"}),
+        ([(MARCH + dt.timedelta(hours=n % 40)).replace(tzinfo=None) for n in range(N)], {"as": ["hour"]}),
+        ([MARCH.date() + dt.timedelta(days=n % 30) for n in range(N)], {"as": ["weekday"]}),
+        ([f"2026-03-{1 + n % 30:02d} 07:00" for n in range(N)], {"as": ["weekday"], "format": "iso"}),
+        ([1_772_000_000 + 3600 * n for n in range(N)], {"as": ["hour", "weekday"], "unit": "s"}),
+        ([1_772_000_000_000 + 3_600_000 * n for n in range(N)], {"as": ["hour", "weekday"], "unit": "ms"}),
+        ([MARCH + dt.timedelta(minutes=n // 4) for n in range(N)], None),
+        (["2026-03-01 07:00", "2026-02-30 07:00"] * (N // 2), None),
+    ],
+)
+def test_of_times_the_parts_that_come_again_are_taken(
+    tmp_path: Path, values: list[object], more: dict[str, object] | None
+) -> None:
+    found = proposed(tmp_path, {"user": USER, "x": values})
+    if more is None:
+        assert "times" in entry(found, "x")["why"]
+    else:
+        assert entry(found, "x") == {"name": "x", "kind": "timestamp", **more}
+    found.features()
 
 
 def test_more_ids_than_a_vocabulary_is_good_for_are_hashed(

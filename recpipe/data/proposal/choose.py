@@ -6,19 +6,22 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import ceil, exp, log10
 from typing import Any, Literal
+from zoneinfo import available_timezones
 
 import numpy as np
 import pyarrow.compute as pc
 from numpy.typing import NDArray
 
+from recpipe.data.features import Feature
 from recpipe.data.proposal.column import Column
 from recpipe.data.proposal.leaks import alone, leak
 from recpipe.data.proposal.names import LABELS, PEOPLE_AND_THINGS, TIMES, kind_by_name, words_of
+from recpipe.data.timestamps import MICROSECONDS_OF_A_DAY, read_times
 from recpipe.errors import DataError, UserError, nearest_or_all, shown
 
 FEW = 10
 """Whole numbers with so few values are kinds of something."""
-EPOCHS = ((9e8, 2.2e9, "seconds"), (9e11, 2.2e12, "milliseconds"), (9e14, 2.2e15, "microseconds"))
+EPOCHS = ((9e8, 2.2e9, "s"), (9e11, 2.2e12, "ms"), (9e14, 2.2e15, "us"))
 """The years 1998 to 2039 since 1970."""
 LISTS = ("multi_hot", "sequence")
 MOST_WORDS = 1_000_000
@@ -56,9 +59,8 @@ class _Unread:
     told: bool = False
 
 
-def choose(columns: Sequence[Column], labels: Sequence[str], whole: bool) -> list[Choice]:
-    """A choice for each column, in their order. ``labels``: the columns that are labels. ``whole``: whether
-    the sample is all rows."""
+def choose(columns: Sequence[Column], labels: Sequence[str]) -> list[Choice]:
+    """A choice for each column, in their order. ``labels``: the columns that are labels."""
     by_name = {column.name: column for column in columns}
     known = {name: label_values(by_name[name]) for name in labels}
     made = []
@@ -67,7 +69,7 @@ def choose(columns: Sequence[Column], labels: Sequence[str], whole: bool) -> lis
             made.append(_label(column, known[column.name]))
             continue
         alone_ = _alone(column, known)
-        read = _left_out(column, known, alone_, whole) or _read(column)
+        read = _left_out(column, known, alone_) or _read(column)
         entry = {"name": column.name, **(read.keys if isinstance(read, _Read) else {})}
         if isinstance(read, _Read):
             made.append(Choice(column, "feature", entry, read.reason, read.suspicions, alone_))
@@ -148,25 +150,23 @@ def _alone(column: Column, labels: Mapping[str, NDArray[np.float64]]) -> float |
 
 
 def _left_out(
-    column: Column, labels: Mapping[str, NDArray[np.float64]], alone_: float | None, whole: bool
+    column: Column, labels: Mapping[str, NDArray[np.float64]], alone_: float | None
 ) -> _Unread | None:
     """Why a column should not be a feature; None: it may be one."""
     name, content = shown(column.name), column.content
     if content == "nothing":
         return _Unread("has no value in any row of the sample")
-    if content == "vector":
-        return _Unread("a vector of numbers: name its elements as columns of their own")
     if content == "other":
         return _Unread(_other(column))
     for label, values in labels.items():
-        if why := leak(column, shown(label), values, alone_):
+        if content != "vector" and (why := leak(column, shown(label), values, alone_)):
             return _Unread(f"suspected leak: {why}", told=True)
+    if content == "vector":
+        return None
     if column.name.lower() in LABELS and labels and column.counted.distinct == 2:
         return _Unread(f"by its name a label itself, known only afterwards: label={name} learns it", True)
     if column.counted.distinct == 1 and not column.missing.any() and column.lists is None:
         return _Unread(f"is {shown(column.present[0].as_py())} in every row of the sample")
-    if content == "time" or _is_epoch(column):
-        return _Unread("a time: as a number or an id, later rows would have none that was trained")
     if content == "date":
         return _Unread(
             f"dates as {shown(column.present[0].as_py())}, whose day and month could be swapped: write "
@@ -177,7 +177,7 @@ def _left_out(
         return _Unread("text of lists in brackets: write it as a list, or with a separator", told=True)
     if column.weighted:
         return _Unread("pairs of an id and a weight: write the ids alone, or as a list", told=True)
-    return _row_id(column, whole)
+    return None
 
 
 def _other(column: Column) -> str:
@@ -187,16 +187,50 @@ def _other(column: Column) -> str:
     return f"holds {shown(kind)}: name its parts as columns of their own"
 
 
-def _is_epoch(column: Column) -> bool:
+def _unit(column: Column) -> str | None:
+    """The unit of whole numbers that are times since 1970; None: they are something else."""
     if column.content != "whole":
-        return False
+        return None
     values = column.numbers[~np.isnan(column.numbers)]
     if not TIMES.intersection(words_of(column.name)) and (np.diff(values) < 0).any():
-        return False
-    return any(low < values.min() and values.max() < high for low, high, _ in EPOCHS)
+        return None
+    return next((unit for low, high, unit in EPOCHS if low < values.min() and values.max() < high), None)
 
 
-def _row_id(column: Column, whole: bool) -> _Unread | None:
+def _as_time(column: Column, unit: str | None) -> _Read | _Unread:
+    """The hour and the weekday of times, as far as these come again."""
+    stated: dict[str, Any] = {"unit": unit} if unit else {"format": "iso"} if column.is_text else {}
+    zone = getattr(column.type, "tz", None)
+    if zone and zone in available_timezones():
+        stated["zone"] = zone
+    if unit and column.is_text:
+        return _Unread("times since 1970 as text: write numbers, or dates", told=True)
+    found = read_times(column.values, Feature(column.name, "timestamp", parts=("hour",), **stated))
+    if not found.valid.all():
+        first = column.values[int(np.argmin(found.valid))].as_py()
+        return _Unread(f"times, of which some are not as 2026-03-01 12:00:00+01:00 ({shown(first)})", True)
+    micros = found.micros[~found.missing]
+    span = float(micros.max() - micros.min()) / MICROSECONDS_OF_A_DAY
+    parts = ["hour"] * bool(span >= 1 and len(np.unique(micros // (MICROSECONDS_OF_A_DAY // 24) % 24)) > 1)
+    parts += ["weekday"] * bool(span >= 7)
+    if not parts:
+        return _Unread(f"times within {span:.2g} days: no hour and no weekday comes again")
+    return _Read(
+        {"kind": "timestamp", "as": parts, **stated},
+        f"times within {span:.3g} days: the {' and the '.join(parts)} in {stated.get('zone', 'UTC')}; "
+        f"as: [age] says how long ago{_gaps(column)}",
+    )
+
+
+def _as_vector(column: Column) -> _Read:
+    elements = column.present.flatten()
+    size = len(elements) // len(column.present)
+    large = float(pc.max(pc.abs(elements)).as_py() or 0) > 10
+    keys = {"kind": "vector", "size": size} | ({"scale": "standard"} if large else {})
+    return _Read(keys, f"vectors of {size} numbers{_gaps(column)}")
+
+
+def _row_id(column: Column) -> _Unread | None:
     """A column with a value of its own in (nearly) each row."""
     if column.content not in ("whole", "text") or column.lists is not None:
         return None
@@ -207,7 +241,7 @@ def _row_id(column: Column, whole: bool) -> _Unread | None:
     if column.content == "whole":
         values = column.numbers[~np.isnan(column.numbers)]
         rising = bool((np.diff(values) > 0).all())
-    if not whole and not rising and PEOPLE_AND_THINGS.intersection(words_of(column.name)):
+    if column.scale > 1 and not rising and PEOPLE_AND_THINGS.intersection(words_of(column.name)):
         return None
     what = "a number that rises from row to row" if rising else "a value of its own in every row"
     return _Unread(f"{what}: a row's id, from which nothing is learned", told=True)
@@ -239,8 +273,14 @@ def _falls(values: NDArray[np.float64]) -> bool:
     return bool(middle < 0.1 or (frequent and middle < 0.45))
 
 
-def _read(column: Column) -> _Read:
-    """How a column that is a feature is read."""
+def _read(column: Column) -> _Read | _Unread:
+    """How a column that may be a feature is read."""
+    if column.content == "vector":
+        return _as_vector(column)
+    if column.content == "time" or (unit := _unit(column)) is not None:
+        return _as_time(column, None if column.content == "time" else unit)
+    if (row := _row_id(column)) is not None:
+        return row
     if column.lists is not None:
         return _as_lists(column)
     if column.content == "bool":

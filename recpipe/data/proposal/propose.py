@@ -102,7 +102,7 @@ def propose(config: FilesConfig, labels: Sequence[str], rows: int = ROWS) -> Pro
         if name in sample.lacking:
             raise DataError(f"label={shown(name)}: {sample.lacking[name]} has no such column")
     named, found = found_labels(columns, labels)
-    return Proposal(sample, choose(columns, named, sample.whole), found)
+    return Proposal(sample, choose(columns, named), found)
 
 
 def _flow(value: Any) -> str:
