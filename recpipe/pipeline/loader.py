@@ -20,7 +20,7 @@ import numpy as np
 import torch
 
 from recpipe.access.sample import AccessSample
-from recpipe.common.device import Aside, threads_for
+from recpipe.common.device import Aside, threads_for, using_threads
 from recpipe.common.timing import phase, synchronized_time
 from recpipe.data.dataset import Dataset, SplitName
 from recpipe.data.parts import Asked, batch_size, keeping_ids, leaves, on_device, on_gpu
@@ -173,6 +173,10 @@ class TrainLoader:
         """
         stage = partial(worker.submit, self._stage, reads)
         upcoming, yielded, waits = cache(stage), 0, 0
+        threads = torch.get_num_threads()
+        if self.device.type == "cpu":
+            # Two cores plan and fetch while rows are moved; operators that use all would wait for them.
+            threads = max(1, threads - 2)
         while True:
             asked = perf_counter()
             with phase("input"):
@@ -186,8 +190,9 @@ class TrainLoader:
             if self._tiers:
                 upcoming()
                 try:
-                    for rows in batch.moving:
-                        rows.tables.advance(rows)
+                    with using_threads(threads):
+                        for rows in batch.moving:
+                            rows.tables.advance(rows)
                 finally:
                     moved.set()
             else:
