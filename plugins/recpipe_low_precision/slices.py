@@ -143,6 +143,11 @@ def _judged(called: Called, batch: Any) -> tuple[torch.Tensor, torch.Tensor]:
     judged = tasks[0] if len(tasks) == 1 else None
     if judged is None or called.kind != "clicks":
         raise UserError("types are chosen by normalized entropy: the model must predict one click a sample")
+    if judged.weights is not None:
+        raise UserError(
+            "types are chosen by the normalized entropy of samples that count alike, and the labels have "
+            "weights: leave data.weight and the labels' weights out (data.weight=null)"
+        )
     return judged.prediction, judged.labels.float()
 
 

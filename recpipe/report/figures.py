@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 from recpipe.common.machine import BUSY_OTHERS
 
@@ -136,6 +137,12 @@ def shown_figures(several: Iterable[Figures]) -> list[str]:
         there = [name for name, value in values.items() if value is not None and not math.isnan(value)]
         found.update(CLICKS if "logloss" in there else there)
     return [name for name in LABELS if name in found] or list(CLICKS)
+
+
+def qualities(report: Mapping[str, Any]) -> Mapping[str, Figures]:
+    """The figures of quality of each label by its name; of a single label by ''."""
+    found: Mapping[str, Figures] = report.get("quality_by_label") or {"": report["quality"]}
+    return found
 
 
 def labelled(figures: Figures) -> list[tuple[str, float | None]]:

@@ -11,7 +11,7 @@ from omegaconf import OmegaConf
 
 from recpipe.common.meter import counting
 from recpipe.report import figures, html, plots, profiled
-from recpipe.report.figures import VERDICT, labelled
+from recpipe.report.figures import VERDICT, labelled, qualities
 from recpipe.report.page import Folded, Head, Line, Page, Part, Plot, Section, Table, environment, pairs
 from recpipe.report.plots import Axis
 from recpipe.report.run_plots import (
@@ -60,8 +60,9 @@ def page(report: Mapping[str, Any]) -> Page:
 
 
 def _tiles(report: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    for label, value in labelled(report["quality"]):
-        yield figures.decimal(value), _TILES.get(label, label)
+    for name, quality in qualities(report).items():
+        for label, value in labelled(quality):
+            yield figures.decimal(value), f"{name} {_TILES.get(label, label)}".lstrip()
     speed, step, memory = report["throughput"], report["throughput"]["step_ms"], report["memory"]
     yield figures.count(speed["samples_per_second"]), "samples/s over all steps"
     if speed["end_to_end_seconds"] is not None:

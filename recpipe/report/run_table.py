@@ -10,7 +10,7 @@ from rich.console import Console
 
 from recpipe.common.console import show
 from recpipe.report import figures, profiled, terminal
-from recpipe.report.figures import VERDICT, labelled
+from recpipe.report.figures import VERDICT, labelled, qualities
 from recpipe.report.page import pairs
 
 _MAX_PLUGIN_ROWS = 12
@@ -52,8 +52,10 @@ def _training(report: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
             known = "samples unknown" if samples is None else f"{figures.count(samples)} samples"
             yield "", f"{part}: {figures.count(steps)} steps, {known}"
     if not report.get("profile"):
-        values = labelled(report["quality"])
-        yield "quality", "   ".join(f"{label} {figures.decimal(value)}" for label, value in values)
+        for name, quality in qualities(report).items():
+            values = labelled(quality)
+            text = "   ".join(f"{label} {figures.decimal(value)}" for label, value in values)
+            yield f"quality {name}".rstrip(), text
     throughput = report["throughput"]
     p50, p90, p99 = (figures.decimal(throughput["step_ms"][name], 2) for name in ("p50", "p90", "p99"))
     all_steps, steady, end_to_end = (

@@ -88,11 +88,16 @@ def test_a_waiting_batch_comes_back_as_it_was() -> None:
     for pooling in (1, 3):
         data = open_dataset(SyntheticConfig(samples=400, table_scale=0.01, pooling=pooling), seed=1)
         batch = next(iter(data.batches("train", 64)))
+        batch.weights = torch.rand(64)
         small = waiting(batch)
         assert small.nbytes < size_of(batch)
         again = small.batch()
         assert isinstance(again, Batch)
-        for mine, its in ((batch.dense, again.dense), (batch.labels, again.labels)):
+        for mine, its in (
+            (batch.dense, again.dense),
+            (batch.labels, again.labels),
+            (batch.weights, again.weights),
+        ):
             assert torch.equal(mine, its)
         assert again.sparse.keys() == batch.sparse.keys()
         for name in ("values", "lengths", "offsets"):

@@ -1,0 +1,129 @@
+"""A model of two labels with weights, after training: evaluated, predicted, packaged."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import torch
+
+import recpipe
+from recpipe.answers.figures import judge
+from recpipe.errors import UserError
+
+SIZE = 400
+FEATURES = (
+    "data.features={labels: [click, {name: seconds, kind: values, weight: trust}], weight: w, "
+    "features: [{name: user, rows: 40}, {name: x, kind: dense}]}"
+)
+SMALL = ("model.bottom=[8]", "model.top=[8]", "model.embedding_dim=4", "data.batch_size=64")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Of rows.parquet and of the run, ``out``."""
+    found, rng = tmp_path_factory.mktemp("labels"), np.random.default_rng(2)
+    table = pa.table(
+        {
+            "click": pa.array([None if n % 6 == 0 else int(rng.integers(2)) for n in range(SIZE)], pa.int8()),
+            "seconds": pa.array([None if n % 5 == 0 else rng.normal() for n in range(SIZE)], pa.float64()),
+            "trust": rng.integers(1, 5, SIZE) / 4,
+            "w": rng.integers(0, 9, SIZE) / 2,
+            "user": rng.integers(0, 99, SIZE),
+            "x": rng.normal(size=SIZE),
+        }
+    )
+    pq.write_table(table, found / "rows.parquet")
+    words = (FEATURES, *SMALL, "trainer.progress=false")
+    recpipe.train(None, found / "rows.parquet", *words, output=found / "out", quiet=True).close()
+    return found
+
+
+@pytest.fixture(scope="module")
+def report(folder: Path) -> dict[str, Any]:
+    return json.loads((folder / "out" / "report.json").read_text())
+
+
+def test_evaluate_has_the_figures_of_training_for_each_label(folder: Path, report: dict[str, Any]) -> None:
+    found = recpipe.evaluate(folder / "out", None, "split=eval", "by=user", "by_top=2", quiet=True)
+    assert [*found["tasks"]] == ["click", "seconds"]
+    assert found["weighted"]
+    for task, names in (("click", ("auc", "logloss", "ne")), ("seconds", ("mse", "rmse", "mae"))):
+        own = found["tasks"][task]
+        for name in names:
+            assert own["figures"][name]["value"] == report["quality_by_label"][task][name], (task, name)
+            assert own["figures"][name]["low"] < own["figures"][name]["value"] < own["figures"][name]["high"]
+    assert found["loss"] == pytest.approx(report["quality"]["loss"], rel=1e-12)
+    rows = pq.read_table(folder / "rows.parquet").slice(320).to_pylist()
+    assert found["tasks"]["click"]["samples"] == sum(r["click"] is not None and r["w"] > 0 for r in rows)
+    parts = [part["tasks"]["click"]["samples"] for part in found["by"]["slices"]]
+    assert sum(parts) == found["tasks"]["click"]["samples"]
+
+
+def test_predictions_have_a_column_of_each_label(folder: Path, tmp_path: Path) -> None:
+    unlabelled = tmp_path / "new.parquet"
+    pq.write_table(pq.read_table(folder / "rows.parquet").select(["user", "x"]), unlabelled)
+    target = tmp_path / "scores.parquet"
+    recpipe.predict(folder / "out", unlabelled, f"output={target}", quiet=True)
+    scores = pq.read_table(target)
+    assert scores.column_names == ["row", "click", "seconds"]
+    raw = recpipe.predict(folder / "out", unlabelled, "scores=raw", quiet=True)
+    assert raw.shape == (SIZE, 2)
+    np.testing.assert_allclose(scores["click"].to_numpy(), 1 / (1 + np.exp(-raw[:, 0])), rtol=1e-6)
+    np.testing.assert_array_equal(scores["seconds"].to_numpy(), raw[:, 1])
+
+
+def test_repeated_rows_are_weights(folder: Path) -> None:
+    """Figures and intervals: a weight of 2 for all is no weight, and the AUC's interval is near DeLong's."""
+    rng = np.random.default_rng(1)
+    labels = torch.from_numpy(rng.integers(0, 2, 3000).astype(np.float32))
+    scores = torch.from_numpy(rng.normal(size=3000).astype(np.float32)) + labels
+    plain, twice = (judge("clicks", labels, scores, weights=w) for w in (None, torch.full((3000,), 2.0)))
+    for name, figure in plain.figures.items():
+        own = twice.figures[name]
+        assert own.value == pytest.approx(figure.value, rel=1e-12), name
+        assert (own.low, own.high) == pytest.approx((figure.low, figure.high), rel=1e-4), name
+    masked = torch.ones(3000)
+    masked[::3] = 0
+    there = masked > 0
+    assert judge("clicks", labels, scores, weights=masked) == judge("clicks", labels[there], scores[there])
+
+
+@pytest.mark.soak
+def test_a_package_answers_with_both_labels(folder: Path, tmp_path: Path) -> None:
+    target = tmp_path / "package"
+    recpipe.package(folder / "out", target, quiet=True)
+    from recpipe.answers.score import Scorer
+
+    scorer = Scorer(target)
+    assert [(each["name"], each["kind"]) for each in scorer.manifest["outputs"]] == [
+        ("click", "clicks"),
+        ("seconds", "values"),
+    ]
+    with_package = recpipe.predict(
+        folder / "out", folder / "rows.parquet", f"package={target}", "scores=raw", quiet=True
+    )
+    plain = recpipe.predict(folder / "out", folder / "rows.parquet", "scores=raw", quiet=True)
+    np.testing.assert_allclose(with_package, plain, rtol=0, atol=1e-5)
+
+
+def test_types_are_not_chosen_by_weighted_labels(folder: Path, tmp_path: Path) -> None:
+    pytest.importorskip("recpipe_low_precision")
+    from recpipe_low_precision.slices import _judged
+
+    from recpipe.answers.trained import open_trained
+
+    several = "[click, {name: seconds, kind: values, weight: trust}]"
+    features = FEATURES.replace(several, "[{name: click, on_missing: mask}]")
+    out = tmp_path / "out"
+    recpipe.train(None, folder / "rows.parquet", features, *SMALL, output=out, quiet=True).close()
+    trained = open_trained(out)
+    _ = trained.model
+    batch = next(trained.dataset.batches("eval", 64))
+    with pytest.raises(UserError, match="the labels have weights"):
+        _judged(trained.called, batch)
