@@ -99,7 +99,8 @@ def parameters_of_tables(
     kinds = ("embedding_bags", "embeddings")  # the modules of tables in TorchRec's collections
     names: dict[str, str] = {}
     for table in tables:
-        ends = tuple(f"{kind}.{module_name(table)}.weight" for kind in kinds)
+        called = {module_name(table), table}  # a name may have been made fit for a module already
+        ends = tuple(f"{kind}.{name}.weight" for kind in kinds for name in called)
         found = [name for name in own if name.endswith(ends)]
         if not found:  # several collections have a table of that name, which follows its collection's path
             path, _, name = table.rpartition(".")

@@ -22,19 +22,44 @@ from recpipe.plugin.tables import Growth, SparseFeature
 @dataclass(frozen=True)
 class Columns:
     """The names of the dense columns, and the names and tables' rows of the sparse ones, in order; how the
-    ids of those get rows whose tables grow."""
+    ids of those get rows whose tables grow. ``tables``: of features whose table has another name; ``means``:
+    features whose rows are averaged."""
 
     dense: list[str]
     sparse: list[tuple[str, int]]
     labels: list[tuple[str, str]] = field(default_factory=list)
     """The names of the labels and their kinds; none: there is one, without a name."""
     growing: dict[str, Growth] = field(default_factory=dict)
+    tables: dict[str, str] = field(default_factory=dict)
+    means: list[str] = field(default_factory=list)
+
+    @classmethod
+    def of(cls, schema: Schema) -> Columns:
+        """The columns that the data's ``schema`` says."""
+        return cls(
+            list(schema.dense),
+            [(feature.name, feature.rows) for feature in schema.sparse],
+            [(label.name, label.kind) for label in schema.labels],
+            {feature.name: feature.growth for feature in schema.sparse if feature.growth is not None},
+            {feature.name: feature.table for feature in schema.sparse if feature.table is not None},
+            [feature.name for feature in schema.sparse if feature.pooling == "mean"],
+        )
 
     @property
     def schema(self) -> Schema:
         """The same as the data's schema."""
-        sparse = tuple(SparseFeature(name, rows, self.growing.get(name)) for name, rows in self.sparse)
-        return Schema(tuple(self.dense), sparse, tuple(LabelColumn(*label) for label in self.labels))
+        sparse = [
+            SparseFeature(
+                name,
+                rows,
+                self.growing.get(name),
+                self.tables.get(name),
+                "mean" if name in self.means else "sum",
+            )
+            for name, rows in self.sparse
+        ]
+        labels = tuple(LabelColumn(*label) for label in self.labels)
+        return Schema(tuple(self.dense), tuple(sparse), labels)
 
 
 @dataclass(frozen=True)
@@ -50,11 +75,7 @@ class TrainedOn:
     def of(cls, values: Mapping[str, Any], dataset: Dataset) -> TrainedOn:
         """Of a run with this recipe and data."""
         schema = dataset.schema
-        columns = None
-        if schema is not None:
-            sparse, labels = schema.sparse, [(label.name, label.kind) for label in schema.labels]
-            growing = {f.name: f.growth for f in sparse if f.growth is not None}
-            columns = Columns(list(schema.dense), [(f.name, f.rows) for f in sparse], labels, growing)
+        columns = None if schema is None else Columns.of(schema)
         return cls(dict(values), columns, dataset.preparation)
 
     @classmethod

@@ -33,14 +33,15 @@ IDS = ("hash", "modulo", "rows", "vocabulary")
 DYNAMIC = "dynamic"
 GROWTH = ("capacity", "admit_after", "admit_by", "admit_probability", "evict", "max_age")
 """What is said beside ``rows: dynamic``."""
+OF_IDS = ("ids", "min_count", "rows", "table", *GROWTH)
 OF_KIND = {
     "dense": ("scale", "default", "edges", "buckets", "table"),
     "vector": ("size", "separator", "scale", "default"),
     "timestamp": ("as", "unit", "format", "zone", "now", "default", "table"),
-    "id": ("ids", "min_count", "rows", "table", "default", *GROWTH),
-    "cross": ("of", "ids", "min_count", "rows", "table", *GROWTH),
-    "multi_hot": ("separator", "padding", "ids", "min_count", "rows", "table", *GROWTH),
-    "sequence": ("separator", "padding", "max_length", "keep", "ids", "min_count", "rows", "table", *GROWTH),
+    "id": (*OF_IDS, "default"),
+    "cross": ("of", *OF_IDS),
+    "multi_hot": ("separator", "padding", *OF_IDS, "pooling"),
+    "sequence": ("separator", "padding", "max_length", "keep", *OF_IDS, "pooling"),
 }
 """The keys that a kind has beside those of every feature."""
 PARTS = {"age": None, "hour": 25, "weekday": 8}
@@ -77,7 +78,8 @@ class Feature:
     - ``rows: dynamic``: ids get rows of a table of ``capacity`` rows as they come, each a row of its own
       (``recpipe.plugin.tables.Growth`` says what the keys beside it mean).
     - ``multi_hot`` and ``sequence``: lists, or text with a ``separator``. Values of ``padding`` only fill
-      lists up and are left out. A sequence has at most ``max_length`` ids, its ``last`` or ``first``.
+      lists up and are left out. A sequence has at most ``max_length`` ids, its ``last`` or ``first``. Their
+      rows are added up, or averaged, by ``pooling``, where the model has one vector for them.
     """
 
     name: Text
@@ -106,6 +108,7 @@ class Feature:
     admit_probability: Annotated[float, Interval(gt=0, le=1)] = 1.0
     evict: Text = "lru"
     max_age: Count = 0
+    pooling: Annotated[str, one_of("sum", "mean")] = "sum"
     separator: Annotated[str, MinLen(1)] | None = None
     padding: tuple[Text, ...] = ()
     max_length: Positive | None = None
@@ -310,6 +313,19 @@ class Features:
                 )
 
     @property
+    def _pooling(self) -> dict[str, str]:
+        """Of the tables that bags look up: single ids are the same by a sum as by a mean."""
+        pooling: dict[str, str] = {}
+        for feature in self.sparse:
+            table = feature.table or feature.name
+            if feature.is_bag and pooling.setdefault(table, feature.pooling) != feature.pooling:
+                raise UserError(
+                    f"data.features, {shown(feature.name)}: another feature of table '{shown(table)}' is "
+                    f"pooled by {pooling[table]}; state the same for both"
+                )
+        return pooling
+
+    @property
     def columns(self) -> list[str]:
         """The columns that are read, each once."""
         return list(dict.fromkeys([*self.of_labels, *self.inputs]))
@@ -354,7 +370,9 @@ class Features:
                     f"data.tables lacks column '{shown(feature.name)}': state its rows, as in {override}, "
                     "or one size for all with data.table_rows=N"
                 )
-            found.append(SparseFeature(feature.name, rows, feature.growth))
+            table = None if feature.table == feature.name else feature.table
+            pooling = self._pooling.get(table or feature.name, "sum")
+            found.append(SparseFeature(feature.name, rows, feature.growth, table, pooling))
         labels = tuple(LabelColumn(label.name, label.kind or "clicks") for label in self.labels)
         return Schema(tuple(name for feature in self.dense for name in feature.names), tuple(found), labels)
 

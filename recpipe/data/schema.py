@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Literal, NamedTuple
 from urllib.parse import quote
 
@@ -45,16 +46,31 @@ class Schema:
     labels: tuple[LabelColumn, ...] = ()
 
     def __post_init__(self) -> None:
-        for feature in self.sparse:
+        for name in [name for feature in self.sparse for name in filter(None, (feature.name, feature.table))]:
             try:
-                fits = len(quote(feature.name, safe="")) <= LONGEST_NAME
+                fits = len(quote(name, safe="")) <= LONGEST_NAME
             except UnicodeEncodeError:
                 fits = False
             if not fits:
                 raise DataError(
-                    f"the column name '{shown(feature.name)}' is not text of at most {LONGEST_NAME} bytes, "
+                    f"the column name '{shown(name)}' is not text of at most {LONGEST_NAME} bytes, "
                     "percent-encoded; rename the column"
                 )
+        for feature in self.sparse:
+            first = self.tables[feature.table or feature.name][0]
+            if (first.rows, first.pooling) != (feature.rows, feature.pooling):
+                raise DataError(
+                    f"{shown(first.name)} and {shown(feature.name)} share table "
+                    f"'{shown(feature.table or feature.name)}' and have other rows or pooling: state the same"
+                )
+
+    @cached_property
+    def tables(self) -> dict[str, list[SparseFeature]]:
+        """The features of each table by its name, tables in the order of their first features."""
+        tables: dict[str, list[SparseFeature]] = {}
+        for feature in self.sparse:
+            tables.setdefault(feature.table or feature.name, []).append(feature)
+        return tables
 
 
 class LabelKind(NamedTuple):

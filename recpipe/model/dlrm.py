@@ -3,12 +3,12 @@ plain values in a checkpoint, from which the model can be made again."""
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
 import torch
 from torchrec.models.dlrm import DLRM, DLRM_DCN
-from torchrec.modules.embedding_configs import EmbeddingBagConfig
+from torchrec.modules.embedding_configs import EmbeddingBagConfig, PoolingType
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
 
 from recpipe.common.saved import Damaged
@@ -22,7 +22,9 @@ CPU, META = torch.device("cpu"), torch.device("meta")
 
 @dataclass(frozen=True)
 class DlrmSizes:
-    """The sizes of a DLRM or DLRM_DCN; ``tables``: names and rows, in the order of the interaction."""
+    """The sizes of a DLRM or DLRM_DCN; ``tables``: names and rows, in the order of the interaction;
+    ``features``: those of tables that several share, or of another name; ``means``: tables whose rows are
+    averaged."""
 
     name: Literal["dlrm", "dlrm_dcn"]
     embedding_dim: int
@@ -34,6 +36,8 @@ class DlrmSizes:
     tables: list[tuple[str, int]]
     labels: int = 1
     """The number of outputs."""
+    features: dict[str, list[str]] = field(default_factory=dict)
+    means: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         layers = [*self.bottom, *self.top, self.cross_layers, self.cross_rank]
@@ -54,8 +58,14 @@ class DlrmSizes:
             config.cross_layers,
             config.cross_rank,
             len(schema.dense),
-            [(feature.name, feature.rows) for feature in schema.sparse],
+            [(name, own[0].rows) for name, own in schema.tables.items()],
             max(1, len(schema.labels)),
+            {
+                name: found
+                for name, own in schema.tables.items()
+                if (found := [feature.name for feature in own]) != [name]
+            },
+            [name for name, own in schema.tables.items() if own[0].pooling == "mean"],
         )
 
 
@@ -75,7 +85,11 @@ def make_dlrm(sizes: DlrmSizes, device: torch.device, tables: torch.device = MET
     # A module cannot have every name that a table can have.
     configs = [
         EmbeddingBagConfig(
-            name=module_name(name), embedding_dim=dim, num_embeddings=rows, feature_names=[name]
+            name=module_name(name),
+            embedding_dim=dim,
+            num_embeddings=rows,
+            feature_names=sizes.features.get(name, [name]),
+            pooling=PoolingType.MEAN if name in sizes.means else PoolingType.SUM,
         )
         for name, rows in sizes.tables
     ]

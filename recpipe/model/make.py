@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from torchrec.modules.embedding_configs import EmbeddingBagConfig, EmbeddingConfig
+from torchrec.modules.embedding_configs import EmbeddingBagConfig, EmbeddingConfig, PoolingType
 from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
 
 from recpipe.common.validation import no_value
@@ -96,7 +96,8 @@ def _move(module: nn.Module, device: torch.device) -> None:
 
 def known_arguments(config: UserModel, schema: Schema, device: torch.device) -> dict[str, Callable[[], Any]]:
     """Makers of the arguments that recpipe passes to a constructor that has parameters of these names
-    (``docs/guide/models.md``). The collections have a table for each sparse feature, on the meta device."""
+    (``docs/guide/models.md``). The collections have a table for each sparse feature, or for those that
+    share one, on the meta device."""
 
     def dimension() -> int:
         if config.embedding_dim is None:
@@ -106,20 +107,23 @@ def known_arguments(config: UserModel, schema: Schema, device: torch.device) -> 
     def tables() -> list[dict[str, Any]]:
         return [
             {
-                "name": module_name(feature.name),
+                "name": module_name(name),
                 "embedding_dim": dimension(),
-                "num_embeddings": feature.rows,
-                "feature_names": [feature.name],
+                "num_embeddings": own[0].rows,
+                "feature_names": [feature.name for feature in own],
             }
-            for feature in schema.sparse
+            for name, own in schema.tables.items()
         ]
+
+    def bags() -> EmbeddingBagCollection:
+        pooling = [PoolingType(own[0].pooling.upper()) for own in schema.tables.values()]
+        configs = [EmbeddingBagConfig(**t, pooling=how) for t, how in zip(tables(), pooling, strict=True)]
+        return EmbeddingBagCollection(configs, device=META)
 
     return {
         "schema": lambda: schema,
         "embedding_dim": dimension,
-        "embedding_bag_collection": lambda: EmbeddingBagCollection(
-            [EmbeddingBagConfig(**table) for table in tables()], device=META
-        ),
+        "embedding_bag_collection": bags,
         "embedding_collection": lambda: EmbeddingCollection(
             [EmbeddingConfig(**table) for table in tables()], device=META
         ),

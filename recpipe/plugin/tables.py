@@ -63,6 +63,10 @@ class SparseFeature:
     name: str
     rows: int
     growth: Growth | None = None
+    table: str | None = None
+    """The table that it shares with others; None: one of its own name."""
+    pooling: Annotated[str, one_of("sum", "mean")] = "sum"
+    """What the rows of a sample's ids are put together by, the same for all features of a table."""
 
 
 @dataclass(frozen=True)

@@ -16,6 +16,7 @@ from collections.abc import Callable, Collection, Container, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from itertools import accumulate
+from urllib.parse import unquote
 
 import numpy as np
 import torch
@@ -211,9 +212,11 @@ def _configs(module: nn.Module) -> Sequence[BaseEmbeddingConfig]:
 
 
 def _named(config: BaseEmbeddingConfig) -> str:
-    """The table's name, or its feature's if the table's is the feature's made fit for a module."""
-    alone = config.feature_names[0] if len(config.feature_names) == 1 else ""
-    return alone if module_name(alone) == config.name else config.name
+    """The table's name before it was made fit for a module, if it is that of its one feature or of several
+    features' table."""
+    features = config.feature_names
+    name = features[0] if len(features) == 1 else unquote(config.name)
+    return name if module_name(name) == config.name else config.name
 
 
 def _first_values(
