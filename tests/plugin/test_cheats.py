@@ -137,7 +137,8 @@ CAUGHT = [
     Cheat("imports", {"cheats": True}, TRACES, "replaces torch.optim.sgd.SGD.step (now step of imports_pkg"),
     Cheat("untidy", {"how": "torch's numbers"}, TRACES, "step 5 ends with other random numbers of torch's"),
     Cheat("untidy", {"how": "recipe"}, TRACES, "changes the recipe's values"),
-    Cheat("untidy", {"how": "thread"}, TRACES, "leaves the thread 'untidy' running"),
+    # As in test_process.
+    Cheat("untidy", {"how": "thread"}, TRACES, "leaves the thread 'untidy' running", twin=True),
     *(
         Cheat("untidy", {"how": how}, TRACES, words, twin=True)
         for how, words in {
@@ -159,8 +160,9 @@ CAUGHT = [
     Cheat("meddler", {"how": "its knobs"}, BESIDE, "changes size of plugin 'bystander'", twin=True),
     Cheat("meddler", {"how": "its constant"}, BESIDE, "bystander_pkg.plugin.LIMIT", twin=True),
 ]
-APART = (RANKS, BESIDE, OTHER_TABLES, TRACES)
-"""Tests that look at runs of their own: those that come before need not be run."""
+APART = (RANKS, BESIDE, OTHER_TABLES, TRACES, CONTRIBUTE)
+"""Tests that look at runs of their own, or at none: those that come before need not be run. The last looks at
+all that is imported, which takes a second, and is run for its own cheats alone."""
 HONEST_KNOBS = {
     "late_drop": {"cheats": False},
     "large_tables": {"cheats": False},
