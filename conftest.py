@@ -43,6 +43,7 @@ from recpipe.plugin.offers import GROUPS  # noqa: E402
 from recpipe.report import plots  # noqa: E402
 from recpipe.testing import apart  # noqa: E402
 from tests import composing, generating  # noqa: E402
+from tests.arguments import leave_environment  # noqa: E402
 from tests.drawing import DRAWN, leave_blank  # noqa: E402
 from tests.loops import make_loops  # noqa: E402
 from tests.meta import leave_undrawn  # noqa: E402
@@ -172,6 +173,14 @@ def _undrawn_metas() -> Iterator[None]:
     """See ``tests.meta``."""
     with pytest.MonkeyPatch.context() as patch:
         leave_undrawn(patch)
+        yield
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _left_environment() -> Iterator[None]:
+    """See ``tests.arguments``."""
+    with pytest.MonkeyPatch.context() as patch:
+        leave_environment(patch)
         yield
 
 

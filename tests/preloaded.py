@@ -29,6 +29,7 @@ from recpipe.plugin.load import installed  # noqa: E402
 from recpipe.report.environment import _commit  # noqa: E402
 from recpipe.testing.process import libraries  # noqa: E402
 from tests import composing  # noqa: E402
+from tests.arguments import leave_environment  # noqa: E402
 from tests.drawing import leave_blank  # noqa: E402
 from tests.meta import leave_undrawn  # noqa: E402
 from tests.pretend_gpu import cuda  # noqa: E402
@@ -38,6 +39,7 @@ if os.environ.get("RECPIPE_GPU_SUITE") == "pretend":
 load_loops()
 leave_blank(pytest.MonkeyPatch())  # for good
 leave_undrawn(pytest.MonkeyPatch())
+leave_environment(pytest.MonkeyPatch())
 composing.remember_parts(pytest.MonkeyPatch())
 libraries()  # as they are before plugins are imported
 for plugin in installed().values():

@@ -120,7 +120,7 @@ def test_what_alters_training_is_never_recommended(told: dict[str, Any]) -> None
     assert any("quantize" in name for name in altering)
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.soak)])
 def test_twice_the_memory_may_hold_all_rows(ranks: int, tmp_path: Path) -> None:
     """The recipe that is recommended has a cache, which is not offered where all rows fit."""
     share = 60 / ranks
