@@ -18,7 +18,7 @@ import pytest
 from recpipe.data.config import FilesConfig
 from recpipe.data.features import parse_features, read_features
 from recpipe.data.make import open_dataset
-from recpipe.data.proposal import choose as choosing
+from recpipe.data.proposal import reading
 from recpipe.data.proposal import sample as sampling
 from recpipe.data.proposal.column import Column, Counts
 from recpipe.data.proposal.leaks import FEWEST, auc
@@ -51,7 +51,7 @@ def entry(proposal: Proposal, name: str) -> dict[str, object]:
 # -- what is read -----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["n.parquet", "n.csv", "n.jsonl", "n.arrow"])
+@pytest.mark.parametrize("name", ["n.parquet", "n.csv", "n.jsonl", "n.arrow", "one.arrow"])
 def test_rows_are_of_the_first_middle_and_last_parts(tmp_path: Path, name: str) -> None:
     """The rows carry their number; no row is there twice."""
     count, file = 30_000, tmp_path / name
@@ -62,7 +62,7 @@ def test_rows_are_of_the_first_middle_and_last_parts(tmp_path: Path, name: str) 
         file.write_text("".join(f'{{"n": {n}, "pad": "some text"}}\n' for n in range(count)))
     elif name.endswith("arrow"):
         with pa.ipc.new_file(file, table.schema) as out:
-            out.write_table(table, max_chunksize=1000)
+            out.write_table(table, max_chunksize=count if name == "one.arrow" else 1000)
     else:
         pq.write_table(table, file, row_group_size=7000)
     found = take_sample(input_files(str(file)), 3000)
@@ -205,7 +205,7 @@ def test_more_ids_than_a_vocabulary_is_good_for_are_hashed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also those of a list that shares a table."""
-    monkeypatch.setattr(choosing, "MOST_WORDS", 85)
+    monkeypatch.setattr(reading, "MOST_WORDS", 85)
     found = proposed(
         tmp_path, {"user": USER, "item": ITEM, "history": HISTORY, "city": ["x", "y"] * (N // 2)}
     )
@@ -365,6 +365,18 @@ def test_what_only_helps_to_tell_the_label_stays(tmp_path: Path) -> None:
     assert {f["name"] for f in found.content()["features"]} == {"user", "good", "pair_id", "page"}
     assert 0.8 < next(c.alone for c in found.choices if c.column.name == "good") < 0.99
     assert not any("leak" in line for line in found.suspicions)
+
+
+def test_a_label_that_is_missing_now_and_then_is_leaked_as_well(tmp_path: Path) -> None:
+    """And of several labels the reason names the one that is."""
+    buy = RNG.random(N) < 0.4
+    rated = pa.array([None if n % 3 == 0 else int(b) for n, b in enumerate(buy)])
+    score = buy + RNG.random(N) * 0.9
+    file = tmp_path / "file.parquet"
+    pq.write_table(pa.table({"click": CLICK, "rated": rated, "user": USER, "score": score}), file)
+    found = propose(FilesConfig(path=str(file), features="auto"), ["click", "rated"])
+    assert "tells rated by itself" in entry(found, "score")["why"]
+    assert entry(found, "user")["kind"] == "id"
 
 
 # -- labels, yaml, errors ----------------------------------------------------------------------

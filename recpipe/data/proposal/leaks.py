@@ -30,42 +30,41 @@ def auc(scores: NDArray[np.float64], positive: Bools) -> float | None:
     return float(above / (count * (many - count)))
 
 
-def alone(column: Column, positive: Bools) -> float | None:
-    """The AUC of a column by itself, at least 0.5; ``positive`` bool [n]. None where the sample cannot say.
+def alone(column: Column, positive: Bools, known: Bools) -> float | None:
+    """The AUC of a column by itself; ``positive`` bool [n], of the samples that are ``known``, bool [n]. None
+    where the sample cannot say.
 
     Numbers are compared as they are, in either direction. Of ids, and of numbers too, the rate of each value
     is taken from half of the samples and tried on the others, so that an id of one sample proves nothing.
     """
-    found = [_by_rates(column, positive)]
-    if column.lists is None and column.content in ("whole", "number", "time") and not _is_text_time(column):
-        there = ~np.isnan(column.numbers)
-        found.append(auc(column.numbers[there], positive[there]))
-    known = [max(each, 1 - each) if n else each for n, each in enumerate(found) if each is not None]
-    return max(known, default=None)
+    found = [_by_rates(column, positive & known, known)]
+    as_numbers = column.content in ("whole", "number") or (column.content == "time" and not column.is_text)
+    if as_numbers and column.lists is None:
+        there = ~np.isnan(column.numbers) & known
+        rising = auc(column.numbers[there], positive[there])
+        found.append(None if rising is None else max(rising, 1 - rising))
+    return max((each for each in found if each is not None), default=None)
 
 
-def _is_text_time(column: Column) -> bool:
-    return column.content == "time" and column.is_text
-
-
-def _by_rates(column: Column, positive: Bools) -> float | None:
+def _by_rates(column: Column, positive: Bools, known: Bools) -> float | None:
     """Of each sample's values, the mean rate among the samples of the other half."""
     size = len(positive)
     codes, rows = column.codes, np.arange(size)
     if column.lists is not None:
         rows = np.repeat(rows, np.diff(column.lists[1]))
     half = np.random.default_rng(0).random(size) < 0.5
-    learned = half[rows] & (codes >= 0)
+    use = known[rows] & (codes >= 0)
+    learned = half[rows] & use
     many = int(codes.max(initial=-1)) + 1
     seen = np.bincount(codes[learned], minlength=many)
     clicked = np.bincount(codes[learned], positive[rows[learned]], minlength=many)
-    rates = (clicked + 2 * positive.mean()) / (seen + 2)
-    tried = ~half[rows] & (codes >= 0)
+    rates = (clicked + 2 * positive.sum() / max(1, known.sum())) / (seen + 2)
+    tried = ~half[rows] & use
     tried[tried] = seen[codes[tried]] > 0
     count = np.bincount(rows[tried], minlength=size)
     total = np.bincount(rows[tried], rates[codes[tried]], minlength=size)
-    known = count > 0
-    return auc(total[known] / count[known], positive[known])
+    scored = count > 0
+    return auc(total[scored] / count[scored], positive[scored])
 
 
 def leak(column: Column, name: str, label: NDArray[np.float64], found: float | None) -> str | None:
@@ -75,10 +74,8 @@ def leak(column: Column, name: str, label: NDArray[np.float64], found: float | N
     values = np.unique(label[known])
     if len(values) < 2:
         return None
-    high, when = (
-        label > (values[0] + values[-1]) / 2,
-        f"{name} is {'high' if len(values) > 2 else f'{values[-1]:g}'}",
-    )
+    high = label > (values[0] + values[-1]) / 2
+    when = f"{name} is high" if len(values) > 2 else f"{name} is {values[-1]:g}"
     if same := _equal(column, name, label, known):
         return same
     there = auc((~column.missing[known]).astype(float), high[known])
@@ -86,12 +83,9 @@ def leak(column: Column, name: str, label: NDArray[np.float64], found: float | N
         which = "has a value" if there > 0.5 else "is missing"
         return f"{which} exactly where {when} (AUC {max(there, 1 - there):.3f}): known only afterwards"
     if found is not None and found >= LEAK:
-        what = (
-            "an id of it has one label only"
-            if column.content in ("whole", "text")
-            else "it decides the label"
-        )
-        return f"tells {name} by itself (AUC {found:.4f}): {what}"
+        ids = column.content in ("whole", "text")
+        why = "an id of it has one label only" if ids else "it decides the label"
+        return f"tells {name} by itself (AUC {found:.4f}): {why}"
     return _certain(column, when, high, known)
 
 
@@ -104,11 +98,8 @@ def _equal(column: Column, name: str, label: NDArray[np.float64], known: Bools) 
     ours, theirs = column.numbers[both], label[both]
     if (ours == theirs).all():
         return f"equals {name} in every row"
-    if (
-        len(np.unique(theirs)) == 2
-        and len(np.unique(ours)) == 2
-        and abs(np.corrcoef(ours, theirs)[0, 1]) > 0.9999
-    ):
+    two = len(np.unique(theirs)) == len(np.unique(ours)) == 2
+    if two and abs(np.corrcoef(ours, theirs)[0, 1]) > 0.9999:
         return f"is {name} in other numbers"
     return None
 

@@ -126,11 +126,7 @@ def _of_parquet(file: InputFile, names: list[str], rows: int, places: Sequence[f
         groups = [opened.metadata.row_group(n) for n in range(opened.metadata.num_row_groups)]
         size = sum(group.total_byte_size for group in groups)
         rows = min(rows, max(len(places), MOST_BYTES // PARTS * len(places) * total // max(1, size)))
-        if total <= rows:
-            wanted = [(0, total)]
-        else:
-            each = rows // len(places)
-            wanted = [(low := int(place * (total - each)), low + each) for place in places]
+        wanted = _ranges(total, rows, places)
         found: list[pa.RecordBatch] = []
         first = 0
         for number, group in enumerate(groups):
@@ -142,6 +138,14 @@ def _of_parquet(file: InputFile, names: list[str], rows: int, places: Sequence[f
     except READ_FAULTS as error:
         raise DataError(f"{file}: damaged ({shown(error, 200)}); fetch the file again") from error
     return _Part(found, total, total <= rows, places)
+
+
+def _ranges(total: int, rows: int, places: Sequence[float]) -> list[tuple[int, int]]:
+    """Where ``rows`` of ``total`` rows begin and end, equally many at each of ``places``."""
+    if total <= rows:
+        return [(0, total)]
+    each = rows // len(places)
+    return [(low := int(place * (total - each)), low + each) for place in places]
 
 
 def _of_group(
@@ -177,26 +181,32 @@ def _of_arrow(file: InputFile, names: list[str], rows: int, places: Sequence[flo
             if source.read(6) != b"ARROW1":
                 return _of_text(file, names, rows, places)
             opened = pa.ipc.open_file(source)
-            last, each = opened.num_record_batches - 1, rows // len(places)
-            numbers = sorted({round(place * last) for place in places})
-            if last < len(places):
-                numbers = list(range(last + 1))
+            count = opened.num_record_batches
+            # Of few batches all, of more those at the places.
+            few = count <= len(PLACES)
+            numbers = range(count) if few else sorted({round(place * (count - 1)) for place in places})
             batches = [opened.get_batch(number) for number in numbers]
             for batch in batches:
                 batch.validate(full=True)
-            sizes = [len(batch) for batch in batches]
-            found = [file.with_partition(batch.slice(0, each).select(own), names) for batch in batches]
+            read = sum(len(batch) for batch in batches)
+            if few:
+                table = pa.Table.from_batches(batches, opened.schema).combine_chunks()
+                cut = [table.slice(low, high - low) for low, high in _ranges(read, rows, places)]
+                batches = [batch for part in cut for batch in part.to_batches()]
+            else:
+                batches = [batch.slice(0, rows // len(places)) for batch in batches]
+            found = [file.with_partition(batch.select(own), names) for batch in batches]
     except READ_FAULTS as error:
         raise DataError(f"{file}: damaged ({shown(error, 200)}); fetch the file again") from error
-    whole = len(numbers) == last + 1 and all(size <= each for size in sizes)
-    return _Part(found, ceil(sum(sizes) * (last + 1) / max(1, len(sizes))), whole, places)
+    total = ceil(read * count / max(1, len(numbers)))
+    return _Part(found, total, few and read <= rows, places)
 
 
 def _of_text(file: InputFile, names: list[str], rows: int, places: Sequence[float]) -> _Part:
     """By blocks from the beginning, until there are enough; of a long plain file by parts of as many rows."""
     found: list[pa.RecordBatch] = []
     size, count, total, read = file.path.stat().st_size, 0, 0, 0
-    seekable = file.path.suffix not in PACKED and file.format != "arrow" and len(places) > 0
+    seekable = file.path.suffix not in PACKED and file.format != "arrow"
     seekable = seekable and file.rules.encoding.lower().replace("_", "-") in ("utf-8", "utf8", "ascii")
     for block in file.blocks(names):
         count += len(block.rows)
