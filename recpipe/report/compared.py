@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from recpipe.report.figures import LABELS, VERDICT
+from recpipe.report.figures import BY_LABEL, LABELS, VERDICT
 
 SPEEDS = {
     "all_steps": "samples_per_second",
@@ -98,10 +98,12 @@ class RowResult:
         pairs = [(run.speed(kind), theirs.get(run.round)) for run in self.runs if run.round in rounds]
         return [mine / other for mine, other in pairs if mine is not None and other]
 
-    def of_seeds(self, finished: int) -> dict[int, Mapping[str, Any]]:
-        """The quality of the first run with each seed, of the ``finished`` rounds; while there is none, of
-        those that were begun."""
+    def of_seeds(self, finished: int, label: str = "") -> dict[int, Mapping[str, Any]]:
+        """The quality, of one of several labels if it is named, of the first run with each seed, of the
+        ``finished`` rounds; while there is none, of those that were begun."""
         runs = [run for run in self.runs if run.round < finished] or self.runs
+        if label:
+            return {run.seed: run.report.get(BY_LABEL, {}).get(label, {}) for run in reversed(runs)}
         return {run.seed: run.report.get("quality", {}) for run in reversed(runs)}
 
     @property
@@ -186,6 +188,7 @@ def _row(
         **_speed(result, first, rounds.timed, HEADLINE),
         **{kind: _speed(result, first, rounds.timed, kind) for kind in SPEEDS if kind != HEADLINE},
         **_quality(result, first, rounds.finished),
+        BY_LABEL: {name: _quality(result, first, rounds.finished, name) for name in report.get(BY_LABEL, {})},
         "seeds": len(result.of_seeds(rounds.finished)),
         **{name: _largest([each[name] for each in judged]) for name in DIFFERENCES},
         "exact_as_declared": _as_declared(result, bool(altered), [each["faults"] for each in judged]),
@@ -270,10 +273,11 @@ def _allowed(rounding: Apart) -> dict[str, float | None]:
     return _differences(Apart(rounding.parameters.allowed(), predictions, loss))
 
 
-def _quality(result: RowResult, first: RowResult, finished: int) -> dict[str, Any]:
-    """Means over the seeds, and differences to the first row's with the same seed."""
+def _quality(result: RowResult, first: RowResult, finished: int, label: str = "") -> dict[str, Any]:
+    """Means over the seeds, and differences to the first row's with the same seed; of one of several labels
+    if it is named."""
     found: dict[str, Any] = {}
-    mine, theirs = result.of_seeds(finished), first.of_seeds(finished)
+    mine, theirs = result.of_seeds(finished, label), first.of_seeds(finished, label)
     for key in LABELS:
         values = [figures[key] for figures in mine.values() if figures.get(key) is not None]
         differences = [

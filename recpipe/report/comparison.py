@@ -11,7 +11,7 @@ from urllib.parse import quote
 from rich.console import Console, RenderableType
 
 from recpipe.report import figures, html, plots, terminal
-from recpipe.report.figures import FIRST, LABELS, shown_figures
+from recpipe.report.figures import BY_LABEL, FIRST, LABELS, shown_figures
 from recpipe.report.page import Cell, Folded, Head, Line, Page, Plot, Section, Table, environment, pairs
 from recpipe.report.plots import Axis, Values
 from recpipe.report.remarks import faults, how_far, labelled, notes
@@ -28,7 +28,7 @@ def print_result(content: Mapping[str, Any], console: Console) -> None:
     """The comparison as two tables of 80 columns: speed, memory and traffic, then quality and parameters."""
     if content["partial"]:
         console.print("stopped early: what is finished so far", markup=False)
-    for table in (_speed_table(content["rows"]), _quality_table(content["rows"])):
+    for table in (_speed_table(content["rows"]), *_quality_tables(content["rows"])):
         console.print(terminal.drawn(table, "close"))
         console.print()
     terminal.print_lines(console, notes(content), folds=True)
@@ -41,7 +41,7 @@ def so_far(content: Mapping[str, Any]) -> list[RenderableType]:
         f"so far: {how_far(content)}",
         terminal.drawn(_speed_table(rows), "close"),
         "",
-        terminal.drawn(_quality_table(rows), "close"),
+        *(terminal.drawn(table, "close") for table in _quality_tables(rows)),
         *(f"! {fault}" for fault in faults(content)),
         "",
     ]
@@ -101,8 +101,20 @@ def _wide_speed_table(rows: Sequence[Row]) -> Table:
     return _named(rows, heads, cells)
 
 
-def _quality_table(rows: Sequence[Row], wide: bool = False) -> Table:
-    """Figures of quality and parameters, and their differences to the first row's. ``wide``: for a page."""
+def _quality_tables(rows: Sequence[Row], wide: bool = False) -> list[Table]:
+    """Figures of quality and parameters, and their differences to the first row's; a table for each of
+    several labels. ``wide``: for a page."""
+    labels = dict.fromkeys(name for row in rows for name in row.get(BY_LABEL, {}))
+    found = []
+    for label in labels:
+        none = dict.fromkeys((f"{key}{end}" for key in LABELS for end in ("", "_difference")), None)
+        own = [{**row, **row.get(BY_LABEL, {}).get(label, none)} for row in rows]
+        table = _quality_table(own, wide)
+        found.append(replace(table, heads=[replace(table.heads[0], title=label), *table.heads[1:]]))
+    return found or [_quality_table(rows, wide)]
+
+
+def _quality_table(rows: Sequence[Row], wide: bool) -> Table:
     names = shown_figures(rows)
     differences = {"max": "largest parameter difference", "rms": "root mean square"} if wide else {"max": ""}
     heads = [Head(title) for name in names for title in (LABELS[name], "difference" if wide else "diff")]
@@ -153,7 +165,7 @@ def _page(content: Mapping[str, Any], directory: Path) -> Page:
     sections = [
         Section("", [Line(STOPPED, "warn")] if content["partial"] else []),
         Section("Speed and traffic", [linked(_wide_speed_table(rows), wide=True), Line(ratio, "soft")]),
-        Section("Quality and parameters", [linked(_quality_table(rows, wide=True)), *remarks]),
+        Section("Quality and parameters", [*map(linked, _quality_tables(rows, wide=True)), *remarks]),
     ]
     if drawn := curves(rows):
         where = ", whose report its name in the tables links to" if any(links) else ""

@@ -28,6 +28,8 @@ LABELS = {
     "poisson_deviance": "Poisson deviance",
 }
 """All figures of quality, by their names in report.json."""
+BY_LABEL = "quality_by_label"
+"""The key of those of each of several labels."""
 FIRST = ("auc", "rmse", "poisson_deviance")
 """The main figures for each kind of prediction."""
 Figures = Mapping[str, float | None]
@@ -141,7 +143,7 @@ def shown_figures(several: Iterable[Figures]) -> list[str]:
 
 def qualities(report: Mapping[str, Any]) -> Mapping[str, Figures]:
     """The figures of quality of each label by its name; of a single label by ''."""
-    found: Mapping[str, Figures] = report.get("quality_by_label") or {"": report["quality"]}
+    found: Mapping[str, Figures] = report.get(BY_LABEL) or {"": report["quality"]}
     return found
 
 

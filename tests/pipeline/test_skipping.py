@@ -56,6 +56,24 @@ class Odd(Skipper):
         return None
 
 
+def test_weights_are_of_the_samples_that_are_kept() -> None:
+    dataset = Listed(count=2)
+    for batch in dataset.lists["train"]:
+        batch.weights = torch.arange(batch.size, dtype=torch.float32)
+    kept = [each.batch for each in skipping(Odd(), dataset)]
+    for batch, whole, own in zip(kept, dataset.lists["train"], (slice(None), slice(None)), strict=True):
+        assert batch.weights is not None
+        assert whole.weights is not None
+        expected = whole.weights[own] * (batch.size / whole.weights[own].sum())
+        torch.testing.assert_close(batch.weights, expected)
+    half = Odd()
+    half.keep = lambda batch, number: np.arange(batch.size) % 2 == 1  # type: ignore[method-assign]
+    for each, whole in zip(skipping(half, dataset), dataset.lists["train"], strict=True):
+        assert each.skipped
+        own = whole.weights[1::2]
+        torch.testing.assert_close(each.batch.weights, own * (len(own) / own.sum()))
+
+
 def skipping(skipper: Skipper, dataset: Listed, **parts: object) -> TrainLoader:
     view = model_over(collection_of("resident", "sgd", Path())).rows
     return loader_of(dataset, view=view, skipper=skipper, **parts)

@@ -19,6 +19,8 @@ from typing import Any
 from urllib.parse import unquote
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import torch
 from hydra import compose, initialize_config_dir
@@ -713,6 +715,42 @@ def test_what_is_evaluated_is_judged_as_well(tmp_path: Path, install: Callable[.
     assert "row 'cheats:how=labels': 300 of the 300 labels that it was evaluated with are not" in message
     assert message.count("its auc of 0.9 is not that of its held-out predictions") == 2
     assert not list((tmp_path / "out").glob("parameters*"))
+
+
+def test_each_label_has_figures_of_its_own(tmp_path: Path) -> None:
+    rng = np.random.default_rng(1)
+    kinds = {"click": rng.integers(0, 2, 300), "seconds": rng.normal(size=300), "w": rng.integers(0, 4, 300)}
+    pq.write_table(pa.table({**kinds, "user": rng.integers(0, 50, 300)}), tmp_path / "rows.parquet")
+
+    def launch(arguments: list[str], directory: Path) -> dict[str, Any]:
+        return run_recipe(compose_recipe(arguments), directory)
+
+    words = [
+        "data=parquet",
+        f"data.path={tmp_path / 'rows.parquet'}",
+        "data.label=[click,seconds]",
+        "data.label_kind={seconds: values}",
+        "data.weight=w",
+        "data.sparse=[user]",
+        "data.table_rows=60",
+        "data.batch_size=64",
+        f"data.cache_dir={tmp_path / 'cache'}",
+        *("trainer.progress=false", "trainer.logger=null", "trainer.checkpoint_every=null"),
+    ]
+    out, cfg = tmp_path / "out", config("resident", "lru", repetitions=1, warmup=0, equal_memory=False)
+    console = Console(record=True, width=100, file=io.StringIO())
+    compare(cfg, out, launch=launch, overrides=words, console=console)
+    first, other = json.loads((out / "compare.json").read_text())["rows"]
+    own = first["quality_by_label"]
+    assert [*own] == ["click", "seconds"]
+    assert own["click"]["auc"] == first["auc"]
+    assert own["click"]["loss"] + own["seconds"]["loss"] == pytest.approx(first["loss"], rel=1e-12)
+    assert own["seconds"]["auc"] is None
+    assert other["quality_by_label"]["seconds"]["mse_difference"] == 0
+    assert other["exact_as_declared"] is True
+    text = console.export_text()
+    assert text.index("AUC") < text.index("MSE")
+    assert "seconds" in (out / "compare.html").read_text()
 
 
 def test_every_round_and_every_seed_is_judged(tmp_path: Path) -> None:

@@ -16,6 +16,9 @@ from torchrec.modules.embedding_configs import EmbeddingBagConfig
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
 
 import recpipe
+from recpipe.data.config import FilesConfig
+from recpipe.data.given import GivenBatches
+from recpipe.data.make import open_dataset
 from recpipe.errors import UserError
 from recpipe.model import metrics
 from recpipe.model.loss import LOSSES
@@ -200,6 +203,23 @@ def test_two_labels_train_alike_wherever_rows_are(
         return
     for name, value in resident["parameters"].items():
         np.testing.assert_allclose(other["parameters"][name], value, rtol=0, atol=1e-5, err_msg=name)
+
+
+def test_batches_of_a_caller_train_as_those_of_files(
+    file: Path, resident: dict[str, Any], tmp_path: Path
+) -> None:
+    config = {"labels": ["click", {"name": "seconds", "kind": "values", "weight": "trust"}], "weight": "w"}
+    ids = [{"name": name, "ids": "rows", "rows": ROWS} for name in ("user", "item")]
+    features = {**config, "features": [*ids, {"name": "x", "kind": "dense"}]}
+    dataset = open_dataset(FilesConfig(path=str(file), features=features, cache_dir=str(tmp_path)), 0)
+    own = {split: [*dataset.batches(split, BATCH)] for split in ("train", "eval")}
+    given = GivenBatches(own["train"], own["eval"], dataset.schema)
+    target = f"task.export_parameters='{tmp_path / 'own'}'"
+    with recpipe.train(None, given, "trainer.progress=false", *SMALL, target, quiet=True) as run:
+        arrays = {each.stem: np.load(each) for each in (tmp_path / "own").glob("*.npy")}
+        made = {**run.report, "parameters": arrays | dict(np.load(tmp_path / "own" / "dense.npz"))}
+    assert differences(resident, made) == []
+    assert made["quality_by_label"] == resident["quality_by_label"]
 
 
 def test_weights_of_one_are_none(file: Path, tmp_path: Path) -> None:
