@@ -160,10 +160,11 @@ class IdMap:
     def __init__(self, growth: Growth, capacity: int, seed: int, scores: Scores | None = None) -> None:
         load_loops()
         self.growth, self.capacity, self.seed, self._scores = growth, capacity, seed, scores
-        # Memory that nobody has touched takes none: it grows with the rows in use.
         waiting = sightings_of(growth, capacity, seed)
+        # Memory that nobody has touched takes none: it grows with the rows in use.
         self.content = Content(np.zeros(2 * capacity, np.int64), waiting)
-        self._slots = np.zeros(int(LOAD * capacity) + 1, np.int32)
+        self._slots = np.zeros(int(LOAD * capacity) + 1, np.uint32)
+        self._index = self._slots, capacity.bit_length()
         self._heap = _Heap(growth.evict == "lfu")
 
     @property
@@ -183,9 +184,8 @@ class IdMap:
         """The rows of ``keys`` [n] of the batch that comes next, and what that has changed."""
         content = self.content
         content.now += 1
-        rows = self.rows_of(keys)
-        touched, states = np.empty(len(keys), np.int64), np.empty(len(keys), np.int64)
-        count = loops.touch(rows, content.records, content.now, touched, states)
+        rows, touched, states = (np.empty(len(keys), np.int64) for _ in range(3))
+        count = loops.see(keys, *self._index, content.records, rows, content.now, touched, states)
         none = np.empty(0, np.int64)
         turn = Turn(
             content.used,
@@ -217,11 +217,11 @@ class IdMap:
         if content.waiting is not None:
             content.waiting.leave(turn.keys)
         evicted = turn.rows[turn.rows < turn.used]
-        loops.remove(evicted, self._slots, content.records)
+        loops.remove(evicted, *self._index, content.records)
         pairs = content.records.reshape(-1, 2)
         pairs[turn.rows, 0] = turn.keys
         pairs[turn.rows, 1] = np.minimum(times[wanted], 2**31 - 1) << SEEN_BITS | content.now
-        loops.insert(turn.rows, self._slots, content.records)
+        loops.insert(turn.rows, *self._index, content.records)
         self._heap.push(turn.rows, content)
         figures = content.figures
         figures.admitted += len(turn.rows)
@@ -272,9 +272,9 @@ class IdMap:
     def undo(self, turn: Turn) -> None:
         """Undo the latest turn, as if its batch had not been planned."""
         records = self.content.records
-        loops.remove(turn.rows, self._slots, records)
+        loops.remove(turn.rows, *self._index, records)
         self.content.undo(turn)
-        loops.insert(turn.rows[turn.rows < turn.used], self._slots, records)
+        loops.insert(turn.rows[turn.rows < turn.used], *self._index, records)
         self._heap.forget()
 
     # -- lookups, which change nothing -----------------------------------------------------------
@@ -282,7 +282,7 @@ class IdMap:
     def rows_of(self, keys: Keys) -> Rows:
         """The row of each of ``keys``: -1 if it has none."""
         rows = np.empty(len(keys), np.int64)
-        loops.look_up(keys, self._slots, self.content.records, rows)
+        loops.look_up(keys, *self._index, self.content.records, rows)
         return rows
 
     def load(self, content: Content) -> None:
@@ -292,5 +292,5 @@ class IdMap:
         records[: len(content.records)] = content.records
         self.content = replace(content, records=records)
         self._slots[:] = 0
-        loops.insert(np.arange(FIRST_ROW, content.used), self._slots, records)
+        loops.insert(np.arange(FIRST_ROW, content.used), *self._index, records)
         self._heap.forget()

@@ -1,9 +1,10 @@
 """The index of ids that grow, as compiled loops: which row of a table an id has, and which row is given away.
 
 ``records`` int64 [2 * capacity] has the key of row r at 2 r, and behind it, in one number, how often the
-row's id was seen and the batch in which it was seen last. ``slots`` int32 are a hash table with open
-addressing: the row of the key that belongs there, or 0. A key is found in the first slots from its own on;
-a row that leaves lets those behind it move up, so that no slot is lost.
+row's id was seen and the batch in which it was seen last. ``slots`` uint32 are a hash table with open
+addressing: the row of the key that belongs there, in ``bits`` bits, and above them what is left of 32 bits
+with some of the key's hash, so that other keys' records need not be read; or 0. A key is found in the first
+slots from its own on; a row that leaves lets those behind it move up, so that no slot is lost.
 
 Rows that may be given away are in a heap, those that go first on top. It has all rows up to a bound, perhaps
 at an earlier score of theirs: scores only grow, so that a row on top whose score is still the same is the
@@ -22,6 +23,8 @@ from recpipe.data.id_mapper import MISSING_KEY
 
 MISSING_ROW, DEFAULT_ROW, FIRST_ROW = 0, 1, 2
 """The row of missing values, that of ids without a row of their own, and the first one of an id."""
+BLOCK = 64
+"""Keys that are looked up together."""
 SEEN_BITS = 32
 _SEEN = (1 << SEEN_BITS) - 1
 _MOST = (1 << 31) - 1
@@ -40,77 +43,122 @@ def _home(key: int, size: int) -> Any:
     return np.int64(((_mixed(key) >> np.uint64(32)) * np.uint64(size)) >> np.uint64(32))
 
 
-@compiled
-def look_up(
-    keys: NDArray[np.int64], slots: NDArray[np.int32], records: NDArray[np.int64], rows: NDArray[np.int64]
+def _mark(key: int, bits: int) -> Any:
+    """As many bits of a key's hash as a slot has beside ``bits`` of a row."""
+    return np.int64((_mixed(key) & np.uint64(0xFFFFFFFF)) >> np.uint64(bits))
+
+
+def _found(
+    keys: NDArray[np.int64],
+    start: int,
+    slots: NDArray[np.uint32],
+    bits: int,
+    records: NDArray[np.int64],
+    rows: NDArray[np.int64],
+    homes: NDArray[np.int64],
+    held: NDArray[np.int64],
 ) -> None:
-    """Write the row of each of ``keys`` [n] into ``rows`` [n]: -1 if it has none."""
-    size = len(slots)
-    for place in range(len(keys)):
-        key = keys[place]
+    """Write the rows of a block of ``keys`` from ``start`` on: -1 for those without one. Memory is asked for
+    all keys of the block before any of them is looked at, so that their waits overlap."""
+    size, count, mask = len(slots), min(len(homes), len(keys) - start), (1 << bits) - 1
+    for place in range(count):
+        homes[place] = _home(keys[start + place], size)
+    for place in range(count):
+        at, mark = homes[place], _mark(keys[start + place], bits)
+        slot = np.int64(slots[at])
+        while slot != 0 and slot >> bits != mark:
+            at = at + 1 if at + 1 < size else 0
+            slot = np.int64(slots[at])
+        homes[place], rows[start + place] = at, slot & mask
+    for place in range(count):
+        held[place] = records[2 * rows[start + place]]
+    for place in range(count):
+        key, row = keys[start + place], rows[start + place]
         if key == MISSING_KEY:
-            rows[place] = MISSING_ROW
+            rows[start + place] = MISSING_ROW
             continue
-        at = _home(key, size)
-        row = slots[at]
+        if row != 0 and held[place] == key:
+            continue
+        at = homes[place]
         while row != 0 and records[2 * row] != key:
             at = at + 1 if at + 1 < size else 0
-            row = slots[at]
-        rows[place] = row if row != 0 else -1
+            row = np.int64(slots[at]) & mask
+        rows[start + place] = row if row != 0 else -1
 
 
 @compiled
-def touch(
-    rows: NDArray[np.int64],
+def look_up(
+    keys: NDArray[np.int64],
+    slots: NDArray[np.uint32],
+    bits: int,
     records: NDArray[np.int64],
+    rows: NDArray[np.int64],
+) -> None:
+    """Write the row of each of ``keys`` [n] into ``rows`` [n]: -1 if it has none."""
+    homes, held = np.empty(BLOCK, np.int64), np.empty(BLOCK, np.int64)
+    for start in range(0, len(keys), BLOCK):
+        _found(keys, start, slots, bits, records, rows, homes, held)
+
+
+@compiled
+def see(
+    keys: NDArray[np.int64],
+    slots: NDArray[np.uint32],
+    bits: int,
+    records: NDArray[np.int64],
+    rows: NDArray[np.int64],
     now: int,
     touched: NDArray[np.int64],
     states: NDArray[np.int64],
 ) -> int:
-    """Note that the ids of ``rows`` [n] are seen in batch ``now``. Writes each of these rows and its state
-    before into ``touched`` and ``states`` [n], and returns how many there are."""
+    """``look_up``, and note that the ids with a row are seen in batch ``now``. Writes each of these rows and
+    its state before into ``touched`` and ``states`` [n], and returns how many there are."""
+    homes, held = np.empty(BLOCK, np.int64), np.empty(BLOCK, np.int64)
     count = 0
-    for place in range(len(rows)):
-        row = rows[place]
-        if row < FIRST_ROW:
-            continue
-        state = records[2 * row + 1]
-        if state & _SEEN != now:
-            touched[count], states[count] = row, state
-            count += 1
-        times = state >> SEEN_BITS
-        records[2 * row + 1] = (min(times + 1, _MOST) << SEEN_BITS) | now
+    for start in range(0, len(keys), BLOCK):
+        _found(keys, start, slots, bits, records, rows, homes, held)
+        for place in range(start, min(start + BLOCK, len(keys))):
+            row = rows[place]
+            if row < FIRST_ROW:
+                continue
+            state = records[2 * row + 1]
+            if state & _SEEN != now:
+                touched[count], states[count] = row, state
+                count += 1
+            times = state >> SEEN_BITS
+            records[2 * row + 1] = (min(times + 1, _MOST) << SEEN_BITS) | now
     return count
 
 
 @compiled
-def insert(rows: NDArray[np.int64], slots: NDArray[np.int32], records: NDArray[np.int64]) -> None:
+def insert(rows: NDArray[np.int64], slots: NDArray[np.uint32], bits: int, records: NDArray[np.int64]) -> None:
     """Let the keys of ``rows`` be found, which none were before."""
     size = len(slots)
     for place in range(len(rows)):
-        at = _home(records[2 * rows[place]], size)
+        key = records[2 * rows[place]]
+        at = _home(key, size)
         while slots[at] != 0:
             at = at + 1 if at + 1 < size else 0
-        slots[at] = rows[place]
+        slots[at] = rows[place] | _mark(key, bits) << bits
 
 
 @compiled
-def remove(rows: NDArray[np.int64], slots: NDArray[np.int32], records: NDArray[np.int64]) -> None:
+def remove(rows: NDArray[np.int64], slots: NDArray[np.uint32], bits: int, records: NDArray[np.int64]) -> None:
     """Let the keys of ``rows`` not be found any more; ``records`` must still have them."""
-    size = len(slots)
+    size, mask = len(slots), (1 << bits) - 1
     for place in range(len(rows)):
         hole = _home(records[2 * rows[place]], size)
-        while slots[hole] != rows[place]:
+        while np.int64(slots[hole]) & mask != rows[place]:
             hole = hole + 1 if hole + 1 < size else 0
         at = hole
         while True:
             at = at + 1 if at + 1 < size else 0
-            row = slots[at]
-            if row == 0:
+            slot = np.int64(slots[at])
+            if slot == 0:
                 break
-            home = _home(records[2 * row], size)
+            home = _home(records[2 * (slot & mask)], size)
             if (at - home) % size >= (at - hole) % size:
-                slots[hole] = row
+                slots[hole] = slot
                 hole = at
         slots[hole] = 0
 
