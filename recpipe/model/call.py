@@ -137,7 +137,9 @@ class Called:
         losses, found = self.losses(output, batch), list[torch.Tensor]()
         for name, task in self.judged.items():
             weights = task.weights_of(batch)
-            total = torch.tensor(samples) if weights is None else weights.sum(dtype=torch.float64).cpu()
+            total = torch.tensor(samples, dtype=torch.float64)
+            if weights is not None:  # of labels [B, L] without names, the mean over the columns
+                total = weights.sum(dtype=torch.float64).cpu() / max(1, weights.numel() // max(1, samples))
             found.append(torch.stack([losses[name].double().cpu() * samples, total]))
         return torch.stack(found)
 

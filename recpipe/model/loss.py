@@ -95,7 +95,7 @@ class Loss:
         Raises ``UserError`` if the shapes do not fit.
         """
         if weights is not None:
-            labels = torch.where(weights > 0, labels, 0)
+            labels = labels.masked_fill(weights == 0, 0)
         values, wanted = vector(prediction), vector(labels)
         fits = self.shapes == "any" or values.shape == wanted.shape
         if self.shapes == "classes":

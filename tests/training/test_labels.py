@@ -14,6 +14,7 @@ from torch import nn
 from torch.nn import functional as F
 from torchrec.modules.embedding_configs import EmbeddingBagConfig
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 import recpipe
 from recpipe.data.config import FilesConfig
@@ -21,6 +22,7 @@ from recpipe.data.given import GivenBatches
 from recpipe.data.make import open_dataset
 from recpipe.errors import UserError
 from recpipe.model import metrics
+from recpipe.model.call import Called
 from recpipe.model.loss import LOSSES
 from recpipe.plugin.batch import Batch
 
@@ -270,6 +272,29 @@ def test_losses_with_weights(name: str) -> None:
     nothing = given.clone().requires_grad_()
     LOSSES[name](nothing, torch.full((37,), torch.nan), torch.zeros(37)).backward()
     assert torch.equal(nothing.grad, torch.zeros(37))
+
+
+@pytest.mark.parametrize("columns", [(), ("a", "b")])
+def test_an_evaluations_loss_with_and_without_names(columns: tuple[str, ...]) -> None:
+    """Two batches whose weights differ; without names both columns are one label."""
+    torch.manual_seed(3)
+    model, rows = Towers(), [torch.randint(0, ROWS, (9,)), torch.randint(0, ROWS, (4,))]
+    named = dict.fromkeys(columns, LOSSES["huber"]) or LOSSES["huber"]
+    called = Called(model, named, columns=columns)
+    sums, found = torch.zeros(2, 2, dtype=torch.float64), list[torch.Tensor]()
+    for own in rows:
+        size = len(own)
+        ids = KeyedJaggedTensor(
+            ["user", "item"], own.repeat(2), lengths=torch.ones(2 * size, dtype=torch.int64)
+        )
+        batch = Batch(torch.randn(size, 1), ids, torch.randn(size, 2), weights=torch.rand(size, 2))
+        with torch.no_grad():
+            each = F.huber_loss(model(batch), batch.labels, reduction="none").double()
+            found.append(called.judge(batch).losses)
+        sums += torch.stack([(each * batch.weights).sum(0), batch.weights.double().sum(0)], dim=1)
+    losses = sum(found)
+    expected = sums[:, 0] / sums[:, 1] if columns else (sums[:, 0].sum() / sums[:, 1].sum()).reshape(1)
+    torch.testing.assert_close(losses[:, 0] / losses[:, 1], expected, rtol=1e-6, atol=0)
 
 
 def test_classes_with_weights() -> None:
