@@ -56,7 +56,7 @@ class Command:
 COMMANDS = {
     "schema": Command(
         "recpipe.tasks.schema:schema",
-        "FILES [label=COLUMN] [output=features.yaml] [sample=ROWS] [overwrite=true]",
+        "FILES [label=COLUMN] [weight=COLUMN] [output=features.yaml] [sample=ROWS] [overwrite=true]",
         "what unknown files hold, and a proposal of their features with a reason for each",
     ),
     "evaluate": Command(

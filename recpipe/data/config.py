@@ -106,7 +106,8 @@ class NpyConfig(CriteoConfig):
 @dataclasses.dataclass
 class FilesConfig(FileConfig):
     """Files of any schema. ``features``: a yaml file of the features, or its content, or ``auto``, for which
-    ``label`` may be stated (``recpipe.data.proposal``); the other keys of columns are a short form of it.
+    ``label`` and ``weight`` may be stated (``recpipe.data.proposal``); the other keys of columns are a short
+    form of it.
 
     ``format`` null: by the files' names. ``separator``, ``header``, ``columns``, ``quote`` and ``encoding``
     are of text with separators (``TextRules``). ``table_rows``: rows of every table that ``tables`` does not
@@ -137,11 +138,6 @@ class FilesConfig(FileConfig):
             if self.dense or self.sparse:
                 raise UserError(
                     "data.features=auto chooses the columns: leave data.dense and data.sparse out"
-                )
-            if self.weight:
-                raise UserError(
-                    f"data.weight={shown(self.weight)}: data.features=auto chooses no weights; write the "
-                    "features to a file (recpipe schema FILES), and add weight: there"
                 )
             return
         if self.features is not None:

@@ -35,10 +35,10 @@ def with_features(recipe: Recipe, directory: Path | None) -> Recipe:
         content = _as_trained(Path(recipe.resume).expanduser())
     else:
         content = _chosen(data, directory)
-    section = {**recipe.values["data"], "features": content, "label": None}
+    section = {**recipe.values["data"], "features": content, "label": None, "weight": None}
     return replace(
         recipe,
-        data=replace(data, features=content, label=None),
+        data=replace(data, features=content, label=None, weight=None),
         values={**recipe.values, "data": section},
     )
 
@@ -68,8 +68,7 @@ def _chosen(data: FilesConfig, directory: Path | None) -> dict[str, Any]:
     from recpipe.report.proposed import show_proposal
 
     log.info("choosing features: %s", data.path)
-    labels = [data.label] if isinstance(data.label, str) else list(data.label or [])
-    proposal = propose(data, labels)
+    proposal = propose(data, data.labels)
     if ProcessRank.current().rank == 0:
         show_proposal(proposal)
     proposal.features()

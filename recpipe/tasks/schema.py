@@ -25,11 +25,12 @@ TEXT = ("format", "separator", "header", "columns", "quote", "encoding")
 
 @dataclass
 class SchemaOptions:
-    """``label``: a column, or several; none: found by name. ``output``: the file that is written.
-    ``sample``: about how many rows are read. ``overwrite``: whether ``output`` may be there. The others are
-    those of ``data=files``."""
+    """``label``: a column, or several; none: found by name. ``weight``: the column of samples' weights.
+    ``output``: the file that is written. ``sample``: about how many rows are read. ``overwrite``: whether
+    ``output`` may be there. The others are those of ``data=files``."""
 
     label: Text | list[Text] = field(default_factory=list)
+    weight: Text | None = None
     output: FilePath = "features.yaml"
     sample: Positive = ROWS
     overwrite: bool = False
@@ -56,6 +57,7 @@ def schema(words: Sequence[str]) -> int:
         config = FilesConfig(
             path=paths if len(paths) > 1 else paths[0],
             features=AUTO,
+            weight=options.weight,
             **{key: getattr(options, key) for key in TEXT},
         )
         proposal = propose(config, options.labels, options.sample)

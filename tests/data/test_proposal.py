@@ -395,9 +395,18 @@ def test_a_label_is_found_by_its_name_only_where_none_is_stated(tmp_path: Path) 
 def test_labels_of_other_values_are_told(tmp_path: Path) -> None:
     found = proposed(tmp_path, {"user": USER, "rating": RNG.integers(1, 6, N)}, label="rating")
     assert found.content()["labels"] == [{"name": "rating", "kind": "values"}]
-    assert any(
-        line.startswith("rating: this label has other values than 0 and 1") for line in found.suspicions
-    )
+    assert any(line.startswith("rating: has other values than 0 and 1") for line in found.suspicions)
+
+
+def test_a_column_of_weights_is_no_feature(tmp_path: Path) -> None:
+    found = proposed(tmp_path, {"user": USER, "trust": RNG.random(N)}, weight="trust")
+    assert found.content()["weight"] == "trust"
+    assert [each["name"] for each in found.content()["features"]] == ["user"]
+    found.write(tmp_path / "features.yaml")
+    assert read_features(tmp_path / "features.yaml") == found.features()
+    assert found.features().weight == "trust"
+    with pytest.raises(UserError, match=r"weight=trusts: no such column; did you mean trust\?"):
+        proposed(tmp_path, {"user": USER, "trust": RNG.random(N)}, weight="trusts")
 
 
 def test_the_yaml_says_what_is_proposed(tmp_path: Path) -> None:

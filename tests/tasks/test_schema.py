@@ -187,6 +187,16 @@ def test_a_resumed_run_keeps_what_was_chosen(clicks: Path, trained: Path, tmp_pa
     assert columns(kept) == columns(trained / "features.yaml")
 
 
+def test_several_labels_and_weights_are_stated_once_chosen(clicks: Path) -> None:
+    """And no longer beside the features."""
+    asked = ["data=files", f"data.path={clicks}", "data.label=[click,paid]", "data.weight=price"]
+    made = with_features(Recipe.of(compose([*asked, "data.features=auto"])), None)
+    content = made.values["data"]["features"]
+    assert [label["name"] for label in content["labels"]] == ["click", "paid"]
+    assert content["weight"] == made.data.described().weight == "price"
+    assert made.values["data"]["weight"] is made.values["data"]["label"] is None
+
+
 def test_auto_is_for_training(trained: Path) -> None:
     recipe = scoring_recipe(trained_on(trained), ["data.features=auto"])
     with pytest.raises(UserError, match="data.features=auto is for training") as error:

@@ -53,13 +53,16 @@ def choose(columns: Sequence[Column], labels: Sequence[str]) -> list[Choice]:
     return _sharing(made)
 
 
+def require_name(columns: Sequence[Column], key: str, name: str) -> None:
+    """``UserError`` for the name of a column that is not there."""
+    names = [column.name for column in columns]
+    if name not in names:
+        raise UserError(f"{key}={shown(name)}: no such column; {nearest_or_all(name, names)}")
+
+
 def found_labels(columns: Sequence[Column], named: Sequence[str]) -> tuple[list[str], str]:
     """The labels that the user ``named``, else the likeliest column by its name, and a line that says which
-    was found; none where no name fits. ``UserError`` for a name that no column has."""
-    names = [column.name for column in columns]
-    for name in named:
-        if name not in names:
-            raise UserError(f"label={shown(name)}: no such column; {nearest_or_all(name, names)}")
+    was found; none where no name fits."""
     if named:
         return list(dict.fromkeys(named)), ""
     fitting = [column for column in columns if column.content in ("bool", "whole", "number")]
@@ -99,14 +102,14 @@ def _label(column: Column, values: NDArray[np.float64]) -> Choice:
         entry["kind"] = "values"
         reason = f"numbers from {distinct[0]:g} to {distinct[-1]:g}, {given.mean():.3g} on average"
         suspicions.append(
-            "this label has other values than 0 and 1, which recpipe's own models learn; a model of your own "
-            "with model.loss=mean_squared_error takes these"
+            "has other values than 0 and 1, and is learned as these, by mean squared error (kind: counts and "
+            "classes are others)"
         )
     if len(given) < len(values):
         reason += f"; missing in {percent(1 - len(given) / len(values))}"
         suspicions.append(
-            f"the label is missing in {len(values) - len(given):,} rows, which are bad rows: "
-            "data.on_bad_row=skip leaves them out"
+            f"the label is missing in {len(values) - len(given):,} rows: the only label must be there "
+            "(on_missing: mask, or data.on_bad_row=skip), of several it has weight 0 where it is missing"
         )
     return Choice(column, "label", entry, reason, tuple(suspicions))
 

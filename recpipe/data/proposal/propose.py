@@ -11,7 +11,7 @@ import yaml
 
 from recpipe.data.config import FilesConfig
 from recpipe.data.features import Features, parse_features
-from recpipe.data.proposal.choose import Choice, choose, found_labels
+from recpipe.data.proposal.choose import Choice, choose, found_labels, require_name
 from recpipe.data.proposal.column import Column
 from recpipe.data.proposal.sample import Sample, take_sample
 from recpipe.data.records import files_of
@@ -29,6 +29,8 @@ class Proposal:
     sample: Sample
     choices: Sequence[Choice]
     found: str = ""
+    weight: str | None = None
+    """The column of samples' weights, if the user has named one."""
 
     @property
     def suspicions(self) -> list[str]:
@@ -48,7 +50,8 @@ class Proposal:
         """What ``data.features`` takes: plain values."""
         labels, features = ([dict(c.entry) for c in self._of(role)] for role in ("label", "feature"))
         unread = [choice.column.name for choice in self._of("unread")]
-        return {"labels": labels, "features": features, "unread": [*unread, *self.sample.lacking]}
+        weight = {} if self.weight is None else {"weight": self.weight}
+        return {"labels": labels, **weight, "features": features, "unread": [*unread, *self.sample.lacking]}
 
     def _of(self, role: str) -> list[Choice]:
         return [choice for choice in self.choices if choice.role == role]
@@ -71,6 +74,8 @@ class Proposal:
         for key, role in (("labels", "label"), ("features", "feature")):
             entries = [(_flow(dict(choice.entry)), choice) for choice in self._of(role)]
             width = min(100, max((len(text) for text, _ in entries), default=0))
+            if key == "features" and self.weight is not None:
+                lines.append(f"weight: {_flow(self.weight)}  # how much each sample counts")
             lines.append(f"{key}:" if entries else f"{key}: []")
             for text, choice in entries:
                 lines.append(f"  - {text:<{width}}  # {printable(choice.reason)}")
@@ -91,18 +96,22 @@ class Proposal:
 
 
 def propose(config: FilesConfig, labels: Sequence[str], rows: int = ROWS) -> Proposal:
-    """A proposal for the files of ``config``, whose own features do not count, from about ``rows`` rows.
+    """A proposal for the files of ``config``, whose own features do not count but for its ``weight``, from
+    about ``rows`` rows.
 
     ``labels``: names of columns; none: found by name. ``DataError`` for files that cannot be read.
     """
     sample = take_sample(files_of(config), rows)
     scale = sample.total / sample.rows.num_rows
     columns = [Column(name, sample.rows[name].combine_chunks(), scale) for name in sample.rows.column_names]
-    for name in labels:
+    weight = config.weight
+    for key, name in [*(("label", name) for name in labels), *([("weight", weight)] if weight else [])]:
         if name in sample.lacking:
-            raise DataError(f"label={shown(name)}: {sample.lacking[name]} has no such column")
+            raise DataError(f"{key}={shown(name)}: {sample.lacking[name]} has no such column")
+        require_name(columns, key, name)
+    columns = [column for column in columns if column.name != weight]
     named, found = found_labels(columns, labels)
-    return Proposal(sample, choose(columns, named), found)
+    return Proposal(sample, choose(columns, named), found, weight)
 
 
 def _flow(value: Any) -> str:
