@@ -81,4 +81,4 @@ def test_a_table_has_one_number_of_rows_and_one_pooling() -> None:
     with pytest.raises(UserError, match="tags: another feature of table 'items' is pooled by mean"):
         parse_features({"labels": ["click"], "features": bags}).schema({})
     with pytest.raises(DataError, match="a and b share table 't' and have other rows or pooling"):
-        Schema((), (SparseFeature("a", 9, "t"), SparseFeature("b", 8, "t")))
+        Schema((), (SparseFeature("a", 9, table="t"), SparseFeature("b", 8, table="t")))
