@@ -79,6 +79,7 @@ def evaluate(trained: Trained, options: EvaluateOptions, run_dir: RunDir) -> dic
         started = perf_counter()
         scores, labels, weights, losses = _collect(scoring, splits, rows, of_batches)
         seconds = perf_counter() - started
+        unknown = scoring.unknown_ids
         kinds: dict[str, Kind] = {name: task.kind for name, task in scoring.tasks.items()}
     log.info("computing figures and intervals")
 
@@ -109,6 +110,7 @@ def evaluate(trained: Trained, options: EvaluateOptions, run_dir: RunDir) -> dic
             "split": options.split,
             "samples": len(scores),
             "rejected_rows": dataset.rejected_rows,
+            "unknown_ids": unknown,
             "fingerprint": dataset.fingerprint,
         },
         "loss": float(sum(loss / total for loss, total in losses if total)),

@@ -106,10 +106,13 @@ def predict(trained: Trained, options: PredictOptions, run_dir: RunDir) -> NDArr
             started = perf_counter()
             rows = write(target, options.overwrite, _tables(blocks, list(scoring.tasks), keys))
             speed = rows / (perf_counter() - started)
+            unknown = 0 if isinstance(scoring, HostScoring) else scoring.unknown_ids
     except BadRow as bad:
         raise DataError(f"{bad.fault}; correct it: every row gets a score") from bad
     for name, count in dataset.unseen.items():
         log.info("column %s: %s ids are not in the vocabulary that training learned", name, f"{count:,}")
+    if unknown:
+        log.info("%s lookups were by ids without a row, which have the table's row for these", f"{unknown:,}")
     log.info("wrote %s: %s rows (%s rows/s)", target, f"{rows:,}", f"{speed:,.0f}")
     return target
 

@@ -329,6 +329,12 @@ class Scoring:
         self.tasks = model.called.tasks
         """How to call the model for each of its outputs, by name."""
 
+    @property
+    def unknown_ids(self) -> int:
+        """Lookups so far by ids without a row, of tables that grow."""
+        growing = self.model.embeddings.growing
+        return 0 if growing is None else growing.unknown
+
     def batches(self, split: SplitName) -> EvalLoader:
         """The batches of a split of the data, as training's evaluation reads them."""
         growing = self.model.embeddings.growing

@@ -12,10 +12,12 @@ import pytest
 import yaml
 from safetensors.numpy import load_file
 
+from recpipe.answers.evaluate import EvaluateOptions, evaluate
 from recpipe.answers.plain import unshard
 from recpipe.answers.predict import PredictOptions, predict
 from recpipe.answers.trained import open_trained
 from recpipe.checkpoint.table_io import newest
+from recpipe.common.files import RunDir
 from recpipe.config.compose import compose
 from recpipe.data.config import FilesConfig
 from recpipe.data.sources.transforms import string_keys
@@ -110,6 +112,14 @@ def test_predictions_look_up_the_rows_of_ids(folder: Path, whole: Path, tmp_path
     assert scores[1] == scores[2] == scores[3]
     assert len(set(scores.tolist())) == 3
     assert map_file(whole / "tables", "user").read_bytes() == before
+
+
+def test_an_evaluation_counts_unknown_ids(whole: Path, tmp_path: Path) -> None:
+    found = evaluate(open_trained(whole), EvaluateOptions(split="eval"), RunDir(tmp_path))
+    told = json.loads((whole.parent.parent / "report.json").read_text())
+    assert found["data"]["unknown_ids"] > 0
+    (task,) = found["tasks"].values()
+    assert task["figures"]["auc"]["value"] == pytest.approx(told["quality"]["auc"], abs=1e-9)
 
 
 def test_one_file_has_the_keys_of_rows(whole: Path, tmp_path: Path) -> None:
