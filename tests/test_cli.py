@@ -39,7 +39,10 @@ from tests.report.test_report import make_report
         (["plugin=hotline"], "write +plugin=NAME or '+plugin=[a,b]', with the plus sign"),
         (["+plugin=hotline", "plugins.hotline.nope=1"], "no 'plugins.hotline.nope' in the recipe."),
         (["model.loss=huber"], "it goes with a class of your own, model._target_=package.Class"),
-        (["data.path=x"], "in this recipe: it goes with data=criteo or data=npy or data=parquet"),
+        (
+            ["data.path=x"],
+            "in this recipe: it goes with data=criteo or data=files or data=npy or data=parquet",
+        ),
         (["plugins.hotline.sample=0.1"], "in this recipe: it goes with +plugin=hotline"),
         (["compare.plugins=[lru]"], "in this recipe: it goes with task=compare"),
         (["-m", "trainer.max_stepz=1,2"], "Did you mean 'trainer.max_steps'?"),
@@ -48,7 +51,7 @@ from tests.report.test_report import make_report
         (["--config-dir", "no/such/folder"], "no/such/folder' not found"),
         (
             ["trian"],
-            "no command 'trian'. Commands: evaluate, predict, package, plugins, unshard, sweep-report, ",
+            "no command 'trian'. Commands: schema, evaluate, predict, package, plugins, unshard, ",
         ),
         (["doctor", "now"], "recpipe doctor takes no arguments, not 'now'"),
     ],
