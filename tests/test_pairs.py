@@ -89,13 +89,15 @@ def test_every_plugin_in_the_tree_takes_part() -> None:
 def trained(monkeypatch) -> list[Batch]:
     """The batches that training gets, after every plugin, in order."""
     batches: list[Batch] = []
-    arrange = TrainLoader._arrange
+    stage = TrainLoader._stage
 
-    def watched(self: TrainLoader, batch: InFlight) -> Batch:
-        batches.append(batch.batch)
-        return arrange(self, batch)
+    def watched(self: TrainLoader, *given: Any) -> InFlight | None:
+        staged = stage(self, *given)
+        if staged is not None:
+            batches.append(staged.batch)
+        return staged
 
-    monkeypatch.setattr(TrainLoader, "_arrange", watched)
+    monkeypatch.setattr(TrainLoader, "_stage", watched)
     return batches
 
 

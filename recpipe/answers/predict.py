@@ -106,7 +106,7 @@ def predict(trained: Trained, options: PredictOptions, run_dir: RunDir) -> NDArr
             started = perf_counter()
             rows = write(target, options.overwrite, _tables(blocks, list(scoring.tasks), keys))
             speed = rows / (perf_counter() - started)
-            unknown = 0 if isinstance(scoring, HostScoring) else scoring.unknown_ids
+            unknown = scoring.unknown_ids
     except BadRow as bad:
         raise DataError(f"{bad.fault}; correct it: every row gets a score") from bad
     for name, count in dataset.unseen.items():

@@ -367,6 +367,9 @@ class HostScoring:
     """Scores the batches of ``dataset`` in host memory as ``Scoring`` does, by ``scores``, which checks ids
     itself and takes batches and whether they are ``labelled``: a model in low precision, or a package."""
 
+    unknown_ids = 0
+    """Such models have no tables that grow."""
+
     def __init__(
         self,
         tasks: Mapping[str, Called],

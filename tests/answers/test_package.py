@@ -637,6 +637,7 @@ def two_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @needs_compiler
+@pytest.mark.soak  # compiles a program more
 def test_a_package_uses_the_faster_library_at_each_size(
     packed: Path, checkpoint: Path, tmp_path: Path, two_kernels: None
 ) -> None:

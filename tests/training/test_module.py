@@ -160,10 +160,8 @@ def test_an_evaluation_ends_with_the_figures_of_all_its_samples(tmp_path) -> Non
     with torch.no_grad():
         logits = torch.cat([module.model(batch) for batch in batches])
     assert len(logits) == SIZE + 5
-    found, expected = (
-        module.evaluation.figures,
-        quality(torch.cat([batch.labels for batch in batches]), logits),
-    )
+    found = module.evaluation.result()
+    expected = quality(torch.cat([batch.labels for batch in batches]), logits)
     assert (found.auc, found.logloss, found.ne) == (expected.auc, expected.logloss, expected.ne)
 
 

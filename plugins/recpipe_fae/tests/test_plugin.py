@@ -19,6 +19,10 @@ class TestFAE(PluginSuite, CostsSuite):
     pins = True
     knobs: ClassVar = {"phases": "always"}
 
+    @pytest.mark.soak  # test_exact.py has row-wise Adagrad, tests/any_model other tables
+    def test_trains_other_tables_under_adagrad(self, tmp_path_factory: pytest.TempPathFactory) -> None:
+        super().test_trains_other_tables_under_adagrad(tmp_path_factory)
+
     @pytest.mark.soak  # hotline's suite has quantize beside it, and quantize's tests have it under each owner
     def test_trains_beside_each_other_plugin(self, tmp_path_factory: pytest.TempPathFactory) -> None:
         super().test_trains_beside_each_other_plugin(tmp_path_factory)

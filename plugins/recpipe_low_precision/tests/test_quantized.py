@@ -183,10 +183,11 @@ def test_it_is_called_as_training_called_it(
     called = open_trained(tmp_path / "q").called
     assert called.kind == "clicks"
     with torch.no_grad():
-        loss, judged = called.judge(one)
-    assert judged is not None
-    assert judged[0].shape == (one.size,)
-    assert torch.isfinite(loss)
+        judged = called.judge(one)
+    (scored,) = judged.tasks.values()
+    assert scored is not None
+    assert scored[0].shape == (one.size,)
+    assert torch.isfinite(judged.losses).all()
 
 
 def test_it_is_evaluated_and_predicted_as_a_checkpoint_is(source: FloatCheckpoint, tmp_path: Path) -> None:

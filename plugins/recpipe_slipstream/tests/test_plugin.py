@@ -60,6 +60,10 @@ class TestSlipstream(PluginSuite, CostsSuite):
         "trainer.max_steps=40",
     )
 
+    @pytest.mark.soak  # hotline's suite, and tests/any_model, have other tables
+    def test_trains_other_tables_under_adagrad(self, tmp_path_factory: pytest.TempPathFactory) -> None:
+        super().test_trains_other_tables_under_adagrad(tmp_path_factory)
+
     @pytest.mark.soak  # hotline's suite has quantize beside it, and quantize's tests have it under each owner
     def test_trains_beside_each_other_plugin(self, tmp_path_factory: pytest.TempPathFactory) -> None:
         super().test_trains_beside_each_other_plugin(tmp_path_factory)
