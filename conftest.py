@@ -88,10 +88,15 @@ LONG = (
 """Files that take 13 s and more of a core, the longest first."""
 
 
+@pytest.hookimpl(tryfirst=True)  # before tests are chosen by their marks
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Long files come first: one that came last would be waited for by one process, the others idle."""
     order = {ROOT / name: number for number, name in enumerate(LONG)}
     items.sort(key=lambda item: order.get(item.path, len(order)))
+    for item in items:
+        # What a plugin's suite leaves to soak, with what holds it in the default run.
+        if isinstance(item, pytest.Function) and item.originalname in getattr(item.cls, "soak", ()):
+            item.add_marker("soak")
 
 
 def pytest_collection_finish() -> None:

@@ -104,14 +104,10 @@ class TestTinyLfu(PluginSuite):
 
     plugin = "tinylfu"
     beside: ClassVar = ("hotline",)
-
-    @pytest.mark.soak  # hotline's and bagpipe's suites have them
-    def test_trains_other_tables_under_adagrad(self, tmp_path_factory: pytest.TempPathFactory) -> None:
-        super().test_trains_other_tables_under_adagrad(tmp_path_factory)
-
-    @pytest.mark.soak  # as LFU: see tests/distributed/test_torchrun.py; hotline's suite trains on two
-    def test_trains_alike_on_several_ranks(self, tmp_path_factory: pytest.TempPathFactory) -> None:
-        super().test_trains_alike_on_several_ranks(tmp_path_factory)
+    soak: ClassVar = {
+        "test_trains_other_tables_under_adagrad": "hotline's and bagpipe's suites have them",
+        "test_trains_alike_on_several_ranks": "tests/distributed/test_torchrun.py, by LFU",
+    }
 
 
 @page("planner")

@@ -18,18 +18,11 @@ class TestFAE(PluginSuite, CostsSuite):
     beside: ClassVar = ("quantize",)  # tests/test_pairs.py has the other pairs
     pins = True
     knobs: ClassVar = {"phases": "always"}
-
-    @pytest.mark.soak  # test_exact.py has row-wise Adagrad, tests/any_model other tables
-    def test_trains_other_tables_under_adagrad(self, tmp_path_factory: pytest.TempPathFactory) -> None:
-        super().test_trains_other_tables_under_adagrad(tmp_path_factory)
-
-    @pytest.mark.soak  # hotline's suite has quantize beside it, and quantize's tests have it under each owner
-    def test_trains_beside_each_other_plugin(self, tmp_path_factory: pytest.TempPathFactory) -> None:
-        super().test_trains_beside_each_other_plugin(tmp_path_factory)
-
-    @pytest.mark.soak  # test_trainers.py trains on two
-    def test_trains_alike_on_several_ranks(self, tmp_path_factory: pytest.TempPathFactory) -> None:
-        super().test_trains_alike_on_several_ranks(tmp_path_factory)
+    soak: ClassVar = {
+        "test_trains_other_tables_under_adagrad": "test_exact.py, and tests/any_model",
+        "test_trains_beside_each_other_plugin": "quantize's own tests, under each owner",
+        "test_trains_alike_on_several_ranks": "test_trainers.py trains on two",
+    }
 
 
 @pytest.mark.parametrize(

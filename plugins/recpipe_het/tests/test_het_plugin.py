@@ -27,14 +27,10 @@ KNOBS: dict[str, Any] = {
 class TestHet(PluginSuite, CostsSuite):
     plugin = "het"
     beside: ClassVar = ("quantize",)  # tests/test_pairs.py has the other pairs
-
-    @pytest.mark.soak  # hotline's suite has quantize beside it, and quantize's tests have it under each owner
-    def test_trains_beside_each_other_plugin(self, tmp_path_factory: pytest.TempPathFactory) -> None:
-        super().test_trains_beside_each_other_plugin(tmp_path_factory)
-
-    @pytest.mark.soak  # test_het_ranks.py trains on two
-    def test_trains_alike_on_several_ranks(self, tmp_path_factory: pytest.TempPathFactory) -> None:
-        super().test_trains_alike_on_several_ranks(tmp_path_factory)
+    soak: ClassVar = {
+        "test_trains_beside_each_other_plugin": "quantize's own tests, under each owner",
+        "test_trains_alike_on_several_ranks": "test_het_ranks.py trains on two",
+    }
 
     def test_ships_no_more_than_was_asked(self, trained: Trained) -> None:
         shown = trained.report["plugins"]["het"]

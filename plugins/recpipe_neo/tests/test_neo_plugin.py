@@ -48,19 +48,11 @@ class TestNeo(PluginSuite, CostsSuite):
     plugin = "neo"
     beside: ClassVar = ("quantize",)  # tests/test_pairs.py has the other pairs
     knobs: ClassVar = {"planner": "karmarkar_karp"}  # the default would measure this machine first
-
-    # tests/any_model: row-wise Adagrad on two ranks; bags, weighted bags, sequences, frozen tables.
-    @pytest.mark.soak
-    def test_trains_other_tables_under_adagrad(self, tmp_path_factory: pytest.TempPathFactory) -> None:
-        super().test_trains_other_tables_under_adagrad(tmp_path_factory)
-
-    @pytest.mark.soak  # tests/checkpoint/test_read_once.py has quantize over shards
-    def test_trains_beside_each_other_plugin(self, tmp_path_factory: pytest.TempPathFactory) -> None:
-        super().test_trains_beside_each_other_plugin(tmp_path_factory)
-
-    @pytest.mark.soak  # test_neo_ranks.py trains on two
-    def test_trains_alike_on_several_ranks(self, tmp_path_factory: pytest.TempPathFactory) -> None:
-        super().test_trains_alike_on_several_ranks(tmp_path_factory)
+    soak: ClassVar = {
+        "test_trains_other_tables_under_adagrad": "tests/any_model, on two ranks",
+        "test_trains_beside_each_other_plugin": "tests/checkpoint/test_read_once.py has quantize over shards",
+        "test_trains_alike_on_several_ranks": "test_neo_ranks.py trains on two",
+    }
 
     def test_tables_are_sharded_and_nothing_is_altered(self, trained: Trained) -> None:
         assert trained.report["assembly"]["sharded"]

@@ -45,14 +45,10 @@ def recipe(owner: str, *more: str) -> list[str]:
 class TestQuantize(PluginSuite, CostsSuite):
     plugin = "quantize"
     beside: ClassVar = ("hotline",)  # the others' suites have it beside them
-
-    @pytest.mark.soak  # hotline's suite has it beside it
-    def test_trains_beside_each_other_plugin(self, tmp_path_factory: pytest.TempPathFactory) -> None:
-        super().test_trains_beside_each_other_plugin(tmp_path_factory)
-
-    @pytest.mark.soak  # test_quantize_ranks.py trains on two
-    def test_trains_alike_on_several_ranks(self, tmp_path_factory: pytest.TempPathFactory) -> None:
-        super().test_trains_alike_on_several_ranks(tmp_path_factory)
+    soak: ClassVar = {
+        "test_trains_beside_each_other_plugin": "hotline's suite has it beside it",
+        "test_trains_alike_on_several_ranks": "test_quantize_ranks.py trains on two",
+    }
 
     def test_rows_are_rounded_and_told_of(self, trained: Trained, baseline: Trained) -> None:
         shown = trained.report["plugins"]["quantize"]

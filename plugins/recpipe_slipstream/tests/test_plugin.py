@@ -59,18 +59,11 @@ class TestSlipstream(PluginSuite, CostsSuite):
         "data.tables={a: 50, b: 500, c: 2000}",
         "trainer.max_steps=40",
     )
-
-    @pytest.mark.soak  # hotline's suite, and tests/any_model, have other tables
-    def test_trains_other_tables_under_adagrad(self, tmp_path_factory: pytest.TempPathFactory) -> None:
-        super().test_trains_other_tables_under_adagrad(tmp_path_factory)
-
-    @pytest.mark.soak  # hotline's suite has quantize beside it, and quantize's tests have it under each owner
-    def test_trains_beside_each_other_plugin(self, tmp_path_factory: pytest.TempPathFactory) -> None:
-        super().test_trains_beside_each_other_plugin(tmp_path_factory)
-
-    @pytest.mark.soak  # test_ranks.py trains on two
-    def test_trains_alike_on_several_ranks(self, tmp_path_factory: pytest.TempPathFactory) -> None:
-        super().test_trains_alike_on_several_ranks(tmp_path_factory)
+    soak: ClassVar = {
+        "test_trains_other_tables_under_adagrad": "hotline's suite, and tests/any_model, have other tables",
+        "test_trains_beside_each_other_plugin": "quantize's own tests, under each owner",
+        "test_trains_alike_on_several_ranks": "test_ranks.py trains on two",
+    }
 
     def test_really_drops_inputs(self, trained: Trained) -> None:
         shown = trained.report["plugins"]["slipstream"]
