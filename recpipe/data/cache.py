@@ -114,7 +114,6 @@ def prepare(source: Source, cache_dir: Path | None = None, limit: Amount | None 
     require_own(target, setting)
     if target.exists() and _fault(source, target) is None:
         os.utime(target / META)
-        _use_learned(source, target)
         return own_folder(target, setting)
     try:
         with private_files():
@@ -127,7 +126,6 @@ def prepare(source: Source, cache_dir: Path | None = None, limit: Amount | None 
             if not target.exists():
                 _write(source, target)
                 _make_room(root, target, limit)
-            _use_learned(source, target)
     except OSError as error:
         raise DataError(
             f"cannot write prepared data to {root} ({error.strerror or error}): "
@@ -161,7 +159,8 @@ def _make_room(root: Path, own: Path, limit: Amount | None) -> None:
 
 
 def _fault(source: Source, target: Path) -> DataError | None:
-    """What is wrong with the prepared data in ``target``."""
+    """What is wrong with the prepared data in ``target``; None if nothing is, and then ``source`` encodes by
+    what was learned when they were prepared."""
     try:
         check_prepared(target, source.schema, source.multi_hot, _wide(source), source.kept)
         _use_learned(source, target)

@@ -193,7 +193,7 @@ class Encoding:
         if feature.buckets:
             rows = _bucket_rows(learned.edges[feature.name], bits_as_numbers(keys))
         else:
-            rows = self._vocabularies[feature.table or feature.name].rows(keys)
+            rows = self._vocabularies[feature.table_name].rows(keys)
         return np.where(bit_at(bits, place, len(keys)), 0, rows)
 
     def unseen(self, columns: Columns) -> dict[str, int]:

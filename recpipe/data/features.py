@@ -6,7 +6,7 @@ the keys beside them are a short form of the same.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields, replace
 from datetime import datetime
 from pathlib import Path
@@ -174,12 +174,17 @@ class Feature:
         if self.rows != DYNAMIC:
             return None
         told = (self.admit_after, self.admit_by, self.admit_probability, self.evict, self.max_age)
-        return Growth(self.table or self.name, *told)
+        return Growth(self.table_name, *told)
 
     @property
     def source(self) -> str:
         """The name of its column."""
         return self.name if self.column is None else self.column
+
+    @property
+    def table_name(self) -> str:
+        """The name of the table of its ids."""
+        return self.table or self.name
 
     @property
     def _wrong_default(self) -> str | None:
@@ -302,7 +307,7 @@ class Features:
                         f"data.features, {shown(feature.name)}: of names '{shown(name)}', no feature "
                         f"of kind id, or with edges, or part of a time; {nearest_or_all(name, crossed)}"
                     )
-            table = feature.table or feature.name
+            table = feature.table_name
             other = tables.setdefault(table, feature)
             keys = ("rows", "own_rows", "ids", "min_count", *GROWTH)
             if any(getattr(other, key) != getattr(feature, key) for key in keys):
@@ -317,7 +322,7 @@ class Features:
         """Of the tables that bags look up: single ids are the same by a sum as by a mean."""
         pooling: dict[str, str] = {}
         for feature in self.sparse:
-            table = feature.table or feature.name
+            table = feature.table_name
             if feature.is_bag and pooling.setdefault(table, feature.pooling) != feature.pooling:
                 raise UserError(
                     f"data.features, {shown(feature.name)}: another feature of table '{shown(table)}' is "
@@ -362,7 +367,7 @@ class Features:
         have as many. ``DataError`` for another table without rows."""
         found = []
         for feature in self.sparse:
-            rows = feature.own_rows or feature.rows or learned.get(feature.table or feature.name)
+            rows = feature.own_rows or feature.rows or learned.get(feature.table_name)
             if not isinstance(rows, int):
                 dotted = "'data.tables={" + feature.name + ": 100000}'"
                 override = dotted if "." in feature.name else f"+data.tables.{shown(feature.name)}=100000"
@@ -379,7 +384,7 @@ class Features:
     def with_rows(self, tables: Mapping[str, int], rows: int | None) -> Features:
         """The same, with the rows that ``data.tables`` and ``data.table_rows`` state; ``DataError`` for a
         table of no feature."""
-        names = [feature.table or feature.name for feature in self.sparse]
+        names = [feature.table_name for feature in self.sparse]
         for name in tables:
             if name not in names:
                 hint = nearest_or_all(name, names)
@@ -475,8 +480,3 @@ def read_content(file: Path) -> Any:
 def read_features(file: Path) -> Features:
     """The features of a yaml file; ``UserError`` for one that cannot be used."""
     return parse_features(read_content(file), str(file))
-
-
-def with_type(features: Sequence[Feature], name: str, kind: str) -> tuple[Feature, ...]:
-    """``features``, of which the one of this name is of text of this type."""
-    return tuple(replace(f, type=kind) if f.name == name else f for f in features)

@@ -87,7 +87,7 @@ def vocabulary_tables(features: Features) -> dict[str, list[Feature]]:
     tables: dict[str, list[Feature]] = {}
     for feature in features.sparse:
         if feature.ids == "vocabulary":
-            tables.setdefault(feature.table or feature.name, []).append(feature)
+            tables.setdefault(feature.table_name, []).append(feature)
     return tables
 
 

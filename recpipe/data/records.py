@@ -93,6 +93,12 @@ class InputFile:
             own = own.append(pa.field(name, pa.string()))
         return own
 
+    @cached_property
+    def layout(self) -> tuple[str, bool, list[str]]:
+        """Of text with separators: the separator, whether there is a header, and the columns' names. They are
+        looked for, and told, once."""
+        return _Csv.layout(self)
+
     def blocks(self, columns: Sequence[str], start: int = 0) -> Iterator[Block]:
         """Its rows with these ``columns``; ``DataError`` where it is damaged.
 
@@ -218,6 +224,10 @@ def _format(file: Path) -> Format:
     return "json" if start.lstrip()[:1] == b"{" else "csv"
 
 
+def _damaged(file: InputFile, row: int, error: BaseException) -> DataError:
+    return DataError(f"{file}: damaged after row {row} ({shown(error, 200)}); fetch the file again")
+
+
 class _Parquet:
     """Parquet, whose pages have checksums that are compared."""
 
@@ -243,8 +253,7 @@ class _Parquet:
             try:
                 batch = next(reader, None)
             except READ_FAULTS as error:
-                why = shown(error, 200)
-                raise DataError(f"{file}: damaged after row {row} ({why}); fetch the file again") from error
+                raise _damaged(file, row, error) from error
             if batch is None:
                 break
             yield Block(row + 1, batch, (row + len(batch)) / max(1, total))
@@ -283,8 +292,7 @@ class _Arrow:
             except StopIteration:
                 return
             except READ_FAULTS as error:
-                why = shown(error, 200)
-                raise DataError(f"{file}: damaged after row {row} ({why}); fetch the file again") from error
+                raise _damaged(file, row, error) from error
             for low in range(0, len(batch), BLOCK_ROWS):
                 part = batch.slice(low, BLOCK_ROWS).select(list(columns))
                 yield Block(row + 1, part, 0.0)
@@ -381,11 +389,11 @@ class _Csv:
 
     @staticmethod
     def columns(file: InputFile) -> pa.Schema:
-        return pa.schema([pa.field(name, pa.string()) for name in _Csv.layout(file)[2]])
+        return pa.schema([pa.field(name, pa.string()) for name in file.layout[2]])
 
     @staticmethod
     def blocks(file: InputFile, columns: Sequence[str], start: int = 0) -> Iterator[Block]:
-        separator, header, names = _Csv.layout(file)
+        separator, header, names = file.layout
         header = header and not start
         quote = (file.rules.quote or "").encode()
         convert = pa.csv.ConvertOptions(

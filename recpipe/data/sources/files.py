@@ -6,6 +6,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, fields, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -189,14 +190,20 @@ class FilesSource:
             return "text"
         if file.format != "csv" and feature.source not in file.partition:
             return "text"
-        block = next(file.blocks([feature.source]), None)
-        if block is None or not whole_text(block.rows.column(0), feature):
+        rows = self._first_rows
+        if rows is None or not whole_text(rows[feature.source], feature):
             return "text"
         log.info(
             "column %s has whole numbers, which it is read as (a feature's type: text keeps other spellings)",
             shown(feature.source),
         )
         return "integer"
+
+    @cached_property
+    def _first_rows(self) -> pa.RecordBatch | None:
+        """All columns of the first rows, read once however many of them have text; None without any row."""
+        block = next(self._inputs[0].blocks(list(self._types)), None)
+        return None if block is None else block.rows
 
 
 def _as_prepared(feature: Feature) -> Feature:

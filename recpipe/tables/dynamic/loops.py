@@ -168,6 +168,11 @@ def _score(state: int, by_times: bool) -> int:
     return state if by_times else state & _SEEN
 
 
+def _up_to(score: int, row: int, bound_score: int, bound_row: int) -> bool:
+    """Whether a row goes before another one, or is the same: in the order of scores, then of rows."""
+    return score < bound_score or (score == bound_score and row <= bound_row)
+
+
 def _sift_down(scores: NDArray[np.int64], rows: NDArray[np.int64], size: int, at: int) -> None:
     score, row = scores[at], rows[at]
     while True:
@@ -175,11 +180,9 @@ def _sift_down(scores: NDArray[np.int64], rows: NDArray[np.int64], size: int, at
         if child >= size:
             break
         other = child + 1
-        if other < size and (
-            scores[other] < scores[child] or (scores[other] == scores[child] and rows[other] < rows[child])
-        ):
+        if other < size and not _up_to(scores[child], rows[child], scores[other], rows[other]):
             child = other
-        if score < scores[child] or (score == scores[child] and row <= rows[child]):
+        if _up_to(score, row, scores[child], rows[child]):
             break
         scores[at], rows[at] = scores[child], rows[child]
         at = child
@@ -190,7 +193,7 @@ def _sift_up(scores: NDArray[np.int64], rows: NDArray[np.int64], at: int) -> Non
     score, row = scores[at], rows[at]
     while at > 0:
         parent = (at - 1) // 2
-        if scores[parent] < score or (scores[parent] == score and rows[parent] <= row):
+        if _up_to(scores[parent], rows[parent], score, row):
             break
         scores[at], rows[at] = scores[parent], rows[parent]
         at = parent
@@ -205,7 +208,7 @@ def count_up_to(
     count = 0
     for row in range(FIRST_ROW, used):
         score = _score(records[2 * row + 1], by_times)
-        count += score < bound_score or (score == bound_score and row <= bound_row)
+        count += _up_to(score, row, bound_score, bound_row)
     return count
 
 
@@ -224,7 +227,7 @@ def gather(
     size = 0
     for row in range(FIRST_ROW, used):
         score = _score(records[2 * row + 1], by_times)
-        if score < bound_score or (score == bound_score and row <= bound_row):
+        if _up_to(score, row, bound_score, bound_row):
             scores[size], rows[size] = score, row
             size += 1
     for at in range(size // 2 - 1, -1, -1):
@@ -248,7 +251,7 @@ def push(
     for place in range(len(new)):
         row = new[place]
         score = _score(records[2 * row + 1], by_times)
-        if score < bound_score or (score == bound_score and row <= bound_row):
+        if _up_to(score, row, bound_score, bound_row):
             if size == len(scores):
                 return -1
             scores[size], rows[size] = score, row
@@ -281,7 +284,7 @@ def take(
         row = rows[0]
         state = records[2 * row + 1]
         score = _score(state, by_times)
-        within = score < bound_score or (score == bound_score and row <= bound_row)
+        within = _up_to(score, row, bound_score, bound_row)
         if score != scores[0] and within:  # seen since: it waits at its new place
             scores[0] = score
             _sift_down(scores, rows, size, 0)
