@@ -22,7 +22,7 @@ from recpipe.config.task import (
     ProfileConfig,
     TaskConfig,
 )
-from recpipe.data.config import DataConfig, FilesConfig, parse_config
+from recpipe.data.config import DataConfig, RecordsConfig, parse_config
 from recpipe.distributed.launch import Topology
 from recpipe.errors import UserError
 from recpipe.model.config import ModelConfig, UserModel, parse_model
@@ -115,7 +115,7 @@ class Recipe:
 
 def with_label_kind(data: DataConfig, model: ModelConfig | UserModel) -> DataConfig:
     """``data`` with the kind of labels that the model's loss takes, unless the recipe sets it."""
-    if not isinstance(data, FilesConfig) or not isinstance(model, UserModel):
+    if not isinstance(data, RecordsConfig) or not isinstance(model, UserModel):
         return data
     stated = data.label_kind
     if isinstance(model.loss, Mapping) and TARGET not in model.loss:

@@ -104,17 +104,16 @@ class NpyConfig(CriteoConfig):
 
 
 @dataclasses.dataclass
-class FilesConfig(FileConfig):
-    """Files of any schema. ``features``: a yaml file of the features, or its content, or ``auto``, for which
-    ``label`` and ``weight`` may be stated (``recpipe.data.proposal``); the other keys of columns are a short
-    form of it.
+class RecordsConfig(DataConfig):
+    """Records of any schema, in files of any format. ``features``: a yaml file of the features, or its
+    content, or ``auto``, for which ``label`` and ``weight`` may be stated (``recpipe.data.proposal``); the
+    other keys of columns are a short form of it.
 
     ``format`` null: by the files' names. ``separator``, ``header``, ``columns``, ``quote`` and ``encoding``
     are of text with separators (``TextRules``). ``table_rows``: rows of every table that ``tables`` does not
     list. ``label_kind``: of all labels, or of each by name; None: what the model's loss takes, else clicks.
     """
 
-    name: str = "files"
     format: Annotated[str, one_of("parquet", "csv", "json", "arrow")] | None = None
     separator: Annotated[str, MinLen(1)] | None = None
     header: bool | None = None
@@ -132,8 +131,8 @@ class FilesConfig(FileConfig):
     hash_ids: bool = True
     dense_transform: Annotated[str, one_of("log", "none")] = "log"
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
+    def require_columns(self) -> None:
+        """``UserError`` unless the columns are said, and each of them once."""
         if self.features == AUTO:
             if self.dense or self.sparse:
                 raise UserError(
@@ -201,6 +200,66 @@ class FilesConfig(FileConfig):
 
 
 @dataclasses.dataclass
+class FilesConfig(FileConfig, RecordsConfig):
+    """Files of any schema."""
+
+    name: str = "files"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.require_columns()
+
+
+@dataclasses.dataclass
+class StreamConfig(RecordsConfig):
+    """Records that go on arriving: in files that appear in the folder ``path``, or in the messages of
+    ``topic``, a topic of Kafka or the key of a stream of Redis (``client``: further settings of the client).
+
+    ``encoded_as``: how the records become samples as they did in another run, what it learned with it: its
+    checkpoint, the encoding.json of its package, or the content of this (``Preparation.to_dict``).
+
+    A file is read once its size has not changed for ``settle`` seconds. ``end``: ``wait`` for records for
+    ever, or ``stop`` after ``idle`` seconds without one. ``window``: samples of each point of progressive
+    validation. ``on_bad_row``: ``error`` or ``skip``.
+    """
+
+    name: str = "stream"
+    source: Annotated[str, one_of("folder", "kafka", "redis")] = "folder"
+    path: FilePath | None = None
+    servers: Text | None = None
+    topic: Text | None = None
+    client: dict[str, str | int | float | bool] = dataclasses.field(default_factory=dict)
+    encoded_as: FilePath | dict[str, Any] | None = None
+    settle: Annotated[float, Interval(ge=0)] = 1.0
+    end: Annotated[str, one_of("wait", "stop")] = "wait"
+    idle: Annotated[float, Gt(0)] = 10.0
+    window: Positive = 100_000
+    on_bad_row: Annotated[str, one_of("error", "skip")] = "error"
+
+    def __post_init__(self) -> None:
+        needed = {
+            "folder": {"path": "FOLDER"},
+            "kafka": {"servers": "HOST:PORT", "topic": "TOPIC"},
+            "redis": {"servers": "redis://HOST:PORT", "topic": "KEY"},
+        }
+        for key, value in needed[self.source].items():
+            if not getattr(self, key):
+                raise UserError(f"data.{key} is not set: data=stream needs data.{key}={value}")
+        if self.features == AUTO:
+            raise UserError(
+                "data.features=auto chooses from files that lie still, not from a stream: name a file of "
+                "features, which recpipe schema FILES writes from some of its records"
+            )
+        if self.encoded_as is None:
+            self.require_columns()
+        elif any((self.features, self.label, self.weight, self.dense, self.sparse, self.tables)):
+            raise UserError(
+                "data.encoded_as says all columns and their tables: leave data.features, data.label, "
+                "data.weight, data.dense, data.sparse and data.tables out"
+            )
+
+
+@dataclasses.dataclass
 class ParquetConfig(FilesConfig):
     """Parquet of any schema."""
 
@@ -221,6 +280,7 @@ CONFIGS: dict[str, type[DataConfig]] = {
     "npy": NpyConfig,
     "files": FilesConfig,
     "parquet": ParquetConfig,
+    "stream": StreamConfig,
     "given": GivenConfig,
 }
 

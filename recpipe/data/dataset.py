@@ -14,10 +14,16 @@ import numpy as np
 from recpipe.data.preparation import Preparation
 from recpipe.data.schema import Schema
 from recpipe.distributed.ranks import part_of
-from recpipe.errors import DataError, UserError
+from recpipe.errors import DataError, Interruption, UserError
 from recpipe.plugin.batch import Batch, BatchShare, total_weight
 
 SplitName = Literal["train", "eval"]
+ENDLESS = 2**50
+"""Stands for the number of samples of a stream."""
+
+
+class WaitingStopped(Interruption):
+    """Raised in place of the next batch of a stream that was interrupted while it waited for records."""
 
 
 class Dataset(ABC):
@@ -51,6 +57,15 @@ class Dataset(ABC):
     """How values of files became what batches have; None: not known."""
     read_ahead: int = 0
     """How many training batches a separate thread reads in advance (``data.read_ahead``)."""
+    endless: bool = False
+    """Whether it is a stream: it has ``ENDLESS`` training samples, which may end before, and a run resumes by
+    its position instead of the number of its batches."""
+    last_batch: int | None = None
+    """Of a stream that has ended: how many batches it had in the run; set before the last one is given."""
+    interrupted: bool = False
+    """Whether the latest iterator of training batches is not to wait for records any more."""
+    window: int = 0
+    """Samples of each window of progressive validation; 0: there is none."""
 
     def known_schema(self) -> Schema:
         """``schema`` for callers that need one; ``UserError`` if it is not known."""
@@ -77,6 +92,20 @@ class Dataset(ABC):
         shares as batches. Starting at ``first`` must cost no more than starting at 0, so that a resumed run
         does not read again.
         """
+
+    def position_after(self, batches: int) -> Mapping[str, int | str] | None:
+        """Where a stream stands after the run's first ``batches`` batches, the latest ones that were trained,
+        in plain values; None for data that are no stream."""
+        return None
+
+    def resume_at(self, batches: int, position: Mapping[str, int | str]) -> None:
+        """Go on with a stream at ``position``, where that many batches of the run ended."""
+        raise NotImplementedError
+
+    def interrupt(self) -> None:
+        """Let the training batches that are being read end by ``WaitingStopped`` where they would wait for
+        records of a stream; from any thread, also in a signal's handler."""
+        self.interrupted = True
 
     def num_batches(self, split: SplitName, batch_size: int) -> int:
         """How many batches of ``batch_size`` the split holds, a short last one included."""

@@ -117,10 +117,10 @@ def line_blocks(file: Path, block_bytes: int) -> Iterator[tuple[bytes, float]]:
 
 class RowChecks:
     """Checks of one block of n rows whose first one is row ``first_row`` (from 1) of ``file``, or of what
-    else has rows."""
+    else has rows. ``names``: what the rows are called instead, in messages."""
 
-    def __init__(self, file: Path | str, first_row: int, size: int) -> None:
-        self.file, self.first_row = file, first_row
+    def __init__(self, file: Path | str, first_row: int, size: int, names: Sequence[str] = ()) -> None:
+        self.file, self.first_row, self._names = file, first_row, names
         self.good: NDArray[np.bool_] = np.ones(size, bool)
         self._worst: tuple[int, str] | None = None
 
@@ -151,5 +151,6 @@ class RowChecks:
         """How many rows are bad; ``BadRow`` for the first of them unless ``skip``."""
         if self._worst is not None and not skip:
             index, message = self._worst
-            raise BadRow(f"{self.file}, row {self.first_row + index}, {message}")
+            where = self._names[index] if self._names else f"{self.file}, row {self.first_row + index}"
+            raise BadRow(f"{where}, {message}")
         return int(len(self.good) - self.good.sum())

@@ -20,6 +20,7 @@ from recpipe.data.config import (
     GivenConfig,
     NpyConfig,
     SamplesConfig,
+    StreamConfig,
     SyntheticConfig,
     installed_source,
     parse_config,
@@ -76,6 +77,11 @@ def _open(config: DataConfig, seed: int, trained_by: Preparation | None) -> Data
     if isinstance(config, SyntheticConfig):
         log.info("generating data: %s samples", f"{config.samples:,}")
         return SyntheticDataset(config, seed)
+    if isinstance(config, StreamConfig):
+        from recpipe.data.stream.stream import Stream  # with pyarrow, which the others do without
+
+        log.info("reading a stream: %s", config.path or config.topic)
+        return Stream(config)
     assert isinstance(config, FileConfig)
     log.info("reading data: %s", config.path)
     cache_dir = Path(config.cache_dir).expanduser() if config.cache_dir else None

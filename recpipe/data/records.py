@@ -189,12 +189,13 @@ def _in_folder(folder: Path, kind: Format | None) -> Iterator[Path]:
             continue
         if entry.is_dir() and "=" in entry.name:
             yield from _in_folder(entry, kind)
-        elif entry.is_file() and (own := SUFFIXES.get(_suffix(entry))) and kind in (None, own):
+        elif entry.is_file() and (own := format_by_name(entry)) and kind in (None, own):
             yield entry
 
 
-def _suffix(file: Path) -> str:
-    return Path(file.stem).suffix if file.suffix in PACKED else file.suffix
+def format_by_name(file: Path) -> Format | None:
+    """The format that the file's suffix says; None: none that is known."""
+    return SUFFIXES.get(Path(file.stem).suffix if file.suffix in PACKED else file.suffix)
 
 
 def _partition(file: Path, top: Path) -> dict[str, str]:
@@ -213,7 +214,7 @@ def _partition(file: Path, top: Path) -> dict[str, str]:
 
 def _format(file: Path) -> Format:
     """By suffix, else by the first bytes."""
-    if known := SUFFIXES.get(_suffix(file)):
+    if known := format_by_name(file):
         return known
     with file.open("rb") as stream:
         start = stream.read(6)

@@ -126,8 +126,11 @@ class Called:
     def judge(self, batch: Any) -> Judgement:
         """The loss of each label, and its predictions, labels and weights for the figures of quality."""
         own, output = self.output(batch)
-        scored = {name: task._scored(output, batch) for name, task in self.judged.items()}
-        return Judgement(self.summed(own, output, batch), scored)
+        return Judgement(self.summed(own, output, batch), self.scored(output, batch))
+
+    def scored(self, output: Any, batch: Any) -> dict[str, Scored | None]:
+        """``Judgement.tasks`` of what the module gave for ``batch``."""
+        return {name: task._scored(output, batch) for name, task in self.judged.items()}
 
     def summed(self, own: torch.Tensor | None, output: Any, batch: Any) -> torch.Tensor:
         """``Judgement.losses`` of what ``output`` gives."""

@@ -65,6 +65,8 @@ class InFlight:
     """Number of samples read for it, of which plugins may have left some out (0: none were read for it)."""
     skipped: int = 0
     """How many of them a skipper has left out."""
+    mean_weights: tuple[float, ...] = ()
+    """By what the weights of each label were divided, so that their mean is 1; empty if there are none."""
     alone: bool = True
     """Whether no other rank trains a share of it."""
     ids: GroupIds | None = None

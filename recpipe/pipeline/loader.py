@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import cache, partial
 from threading import Event
 from time import perf_counter
@@ -30,7 +30,7 @@ from recpipe.errors import DataError
 from recpipe.pipeline.batch import InFlight
 from recpipe.pipeline.source import BatchSource, SampleFilter
 from recpipe.pipeline.splitting import Splitting, share_of
-from recpipe.plugin.batch import Batch, BatchShare
+from recpipe.plugin.batch import Batch, BatchShare, total_weight
 from recpipe.plugin.splitter import Split
 from recpipe.tables.dynamic.growing import GrowingTables, Plan
 from recpipe.tables.group_rows import GroupTables
@@ -127,7 +127,8 @@ class TrainLoader:
             unseen = not (skips or self.splitting or self._tiers or self.growing)
             part = self.ranks.part if unseen and self.source.gives_parts else None
             with self.source.epoch(first, part) as batches, self._reads(batches) as reads:
-                with threads_for(self.device, 1, "recpipe-loader") as worker:
+                with threads_for(self.device, 1, "recpipe-loader") as worker, ExitStack() as ending:
+                    ending.callback(self.source.dataset.interrupt)  # the worker may wait for records
                     ready = (self._linked if self.sends_ahead else self._planned)(worker, reads)
                     for batch in ready if self.splitting is None else self._timed(ready, self.splitting):
                         for rows in batch.rows:
@@ -240,7 +241,9 @@ class TrainLoader:
             skipped = 0
             if self.sample_filter is not None:
                 batch, skipped = self.sample_filter.kept(batch, size)
+            weights: tuple[float, ...] = ()
             if isinstance(batch, Batch):
+                weights = tuple(total / max(1, size - skipped) for total in total_weight(batch.weights))
                 batch = batch.scaled()
             ids = self.inputs.each(batch)
             found = None
@@ -251,6 +254,7 @@ class TrainLoader:
                 batch,
                 consumed=consumed,
                 skipped=skipped,
+                mean_weights=weights,
                 ids=ids,
                 found=found,
                 growth=growth,

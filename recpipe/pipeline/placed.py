@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from operator import attrgetter
@@ -140,6 +140,9 @@ class PlacedModel(nn.Module):
         self.embeddings = embeddings
         self.parts = Parts()
         """How the losses of parts of a batch are combined."""
+        self.sees: Callable[[Any, Any], None] | None = None
+        """Called with the samples of each part that is trained, and the model's output for them from before
+        their update; by the thread of the core that trains it."""
         self._groups_of = {
             proxy: [n for n, group in enumerate(embeddings.tables.groups) if group.path == path]
             for path, proxy in self.proxies.items()
@@ -260,7 +263,9 @@ class PlacedModel(nn.Module):
         """The contribution of ``batch``, a fraction ``share`` of a whole one, to the whole one's loss, with
         ``rows``."""
         with handing_out(rows), phase("dense forward"):
-            loss, _ = self.called(batch)
+            loss, output = self.called(batch)
+        if self.sees is not None:
+            self.sees(batch, output)
         return loss if share == 1 or self.parts.sums else loss * share
 
     def look_up(self, batch: Any) -> dict[CollectionProxy, LookedUp]:

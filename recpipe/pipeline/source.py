@@ -41,6 +41,11 @@ class BatchSource:
         feed = feed or Feed()
         if feed.order is not None and feed.order.part.is_datas_own():
             feed = replace(feed, order=None)
+        if dataset.endless and (feed.order is not None or feed.stream):
+            raise UserError(
+                f"{feed.order or feed.stream[0]}, puts batches in another order, and those of a stream are "
+                "trained as they come: leave the plugin out"
+            )
         self.feed = feed
         self.ordered_by = None if feed.order is None else feed.order.origin.plugin
         """The plugin that orders the samples; None: the data does."""
@@ -132,7 +137,7 @@ class BatchSource:
             came, left = self._counts[number : number + 2]
             if came != left and not declares[number]:
                 raise _loses(link, f"got {came:,} samples and passed {left:,} on")
-        if self._read >= self._expected or any(declares):
+        if self._read >= self._expected or any(declares) or self.dataset.endless:
             return
         what = f"{self._read:,} of {self._expected:,} batches were read"
         order = self.feed.order

@@ -231,6 +231,23 @@ class Series:
 
 
 @dataclass
+class Window:
+    """A window of progressive validation: training's own predictions of samples, made before it learned from
+    them."""
+
+    step: int
+    """The step of the whole run that it ends with."""
+    samples: int
+    """Samples of the whole run until then."""
+    scored: int
+    """Samples of the window."""
+    quality: Quality
+    """Of the first label."""
+    quality_by_label: Mapping[str, Quality] = field(default_factory=dict)
+    """Of each label, if there are several."""
+
+
+@dataclass
 class TableMemory:
     """Where one table's rows are; bytes are those of weights and optimizer state."""
 
@@ -275,6 +292,8 @@ class RunReport:
     resumed: Resumed | None = None
     """None: the run began with its first step."""
     series: Series = field(default_factory=Series)
+    progressive: Sequence[Window] = ()
+    """Of a stream, window by window; of a resumed run those of this part."""
     calibration: Calibration | None = None
     """Of the latest evaluation; None unless the labels are clicks."""
     skew: Skew | None = None

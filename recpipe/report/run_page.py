@@ -21,6 +21,7 @@ from recpipe.report.run_plots import (
     folded,
     learning,
     memory,
+    progressive,
     skew,
     span,
     speed,
@@ -87,7 +88,7 @@ def _sections(report: Mapping[str, Any]) -> Iterator[Section]:
         yield Section("What the recipe altered", [altered])
     if report.get("profile"):
         yield from profiled.sections(report["profile"])
-    yield Section("Learning", [learning(report) + calibration(report)])
+    yield Section("Learning", [learning(report) + progressive(report) + calibration(report)])
     yield Section("Speed", [speed(report)])
     for name, values in report["plugins"].items():
         yield Section(name, _plugin(values))

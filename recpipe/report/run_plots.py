@@ -49,6 +49,23 @@ def learning(report: Mapping[str, Any]) -> list[Plot]:
     return drawn
 
 
+def progressive(report: Mapping[str, Any]) -> list[Plot]:
+    """The figures of progressive validation that draw a learning curve, over samples."""
+    windows: Sequence[Mapping[str, Any]] = report.get("progressive", ())
+    if len(windows) < 2:
+        return []
+    samples, qualities = column(windows, "samples"), [window["quality"] for window in windows]
+    return [
+        plots.curves(
+            f"{LABELS[name]} of samples before they are trained",
+            {LABELS[name]: (samples, column(qualities, name))},
+            SAMPLES,
+            Axis(),
+        )
+        for name in shown_figures(qualities)
+    ]
+
+
 def column(history: Sequence[Mapping[str, Any]], name: str) -> list[float | None]:
     """One figure of every point of a learning curve."""
     return [point.get(name) for point in history]

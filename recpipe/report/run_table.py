@@ -56,6 +56,11 @@ def _training(report: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
             values = labelled(quality)
             text = "   ".join(f"{label} {figures.decimal(value)}" for label, value in values)
             yield f"quality {name}".rstrip(), text
+    if windows := report.get("progressive"):
+        latest = windows[-1]
+        text = "   ".join(f"{label} {figures.decimal(value)}" for label, value in labelled(latest["quality"]))
+        scored = figures.count(latest["scored"])
+        yield "progressive", f"{text} of the latest {scored} samples, before they were trained"
     throughput = report["throughput"]
     p50, p90, p99 = (figures.decimal(throughput["step_ms"][name], 2) for name in ("p50", "p90", "p99"))
     all_steps, steady, end_to_end = (

@@ -93,7 +93,12 @@ class Joined:
         require_units(recipe.model.precision, device, recipe.model.emulate_bfloat16)
         self.dataset = open_dataset(recipe.data, recipe.seed, given.dataset)
         require_same_data(self.dataset.fingerprint)
-        log.info(f"{self.dataset.size('train'):,} samples to train, {self.dataset.size('eval'):,} held out")
+        if self.dataset.endless:
+            require_one_pass(recipe)
+        else:
+            log.info(
+                f"{self.dataset.size('train'):,} samples to train, {self.dataset.size('eval'):,} held out"
+            )
         self.micro_batch, count = recipe.data.batch_size, recipe.trainer.accumulate_grad_batches
         if count > 1:
             # A step's batches are read as one and trained as its micro-batches. Dense gradients add up; rows
@@ -113,6 +118,16 @@ class Joined:
         L.seed_everything(self.recipe.seed, verbose=False)
         require_inputs(self.recipe, self.dataset, self.ranks, self.device)
         return Unplaced.of(self.recipe, self.dataset, self.device, self.given.model)
+
+
+def require_one_pass(recipe: Recipe) -> None:
+    """``UserError`` for a recipe that a stream, which has no epochs, cannot be trained by."""
+    if recipe.trainer.max_epochs > 1:
+        raise UserError(
+            f"trainer.max_epochs={recipe.trainer.max_epochs}: a stream is read once; leave it at 1"
+        )
+    if isinstance(recipe.trainer.checkpoint_every, float) and recipe.trainer.max_steps is None:
+        log.info("checkpoints: only when training ends; trainer.checkpoint_every=1000: every 1,000 steps")
 
 
 class Watcher(Protocol):

@@ -13,8 +13,9 @@ from recpipe.checkpoint.manifest import TRAINER
 from recpipe.checkpoint.table_io import load_trainer, naming, newest
 from recpipe.checkpoint.trained_on import TrainedOn
 from recpipe.common.console import log
+from recpipe.common.saved import read_json
 from recpipe.config.recipe import Recipe
-from recpipe.data.config import AUTO, FilesConfig
+from recpipe.data.config import AUTO, FilesConfig, RecordsConfig, StreamConfig
 from recpipe.data.features import parse_features, read_content
 from recpipe.distributed.launch import ProcessRank
 from recpipe.errors import UserError
@@ -27,13 +28,17 @@ def with_features(recipe: Recipe, directory: Path | None) -> Recipe:
     """``recipe`` with the content of its features in the place of ``auto`` or a file's name. What was chosen
     is shown, and written into ``directory`` if there is one."""
     data = recipe.data
-    if not isinstance(data, FilesConfig) or not isinstance(data.features, str):
+    if isinstance(data, StreamConfig) and isinstance(data.encoded_as, str):
+        # The recipe keeps the name alone, for a vocabulary may be large.
+        return replace(recipe, data=replace(data, encoded_as=_encoding(Path(data.encoded_as).expanduser())))
+    if not isinstance(data, RecordsConfig) or not isinstance(data.features, str):
         return recipe
     if data.features != AUTO:
         content = _of_file(Path(data.features).expanduser())
     elif recipe.resume is not None:
         content = _as_trained(Path(recipe.resume).expanduser())
     else:
+        assert isinstance(data, FilesConfig), "no other source takes auto"
         content = _chosen(data, directory)
     section = {**recipe.values["data"], "features": content, "label": None, "weight": None}
     return replace(
@@ -41,6 +46,24 @@ def with_features(recipe: Recipe, directory: Path | None) -> Recipe:
         data=replace(data, features=content, label=None, weight=None),
         values={**recipe.values, "data": section},
     )
+
+
+def _encoding(place: Path) -> Any:
+    """How the run of a checkpoint, or of a package's encoding.json, made samples of its data."""
+    if place.is_file():
+        try:
+            return read_json(place)
+        except (OSError, ValueError) as fault:
+            raise UserError(f"data.encoded_as={place}: cannot be read ({fault})") from fault
+    directory = newest(place)
+    with naming(directory):
+        preparation = TrainedOn.read(load_trainer(directory / TRAINER), directory).preparation
+    content = None if preparation is None else preparation.to_dict()
+    if content is None:
+        raise UserError(
+            f"data.encoded_as={place}: its data do not say how values became inputs; those of data=files do"
+        )
+    return content
 
 
 def _of_file(file: Path) -> Any:

@@ -30,6 +30,7 @@ from recpipe.setup.planned import Planned
 from recpipe.training.callbacks import Nudge
 from recpipe.training.module import RankingModule
 from recpipe.training.optim import dense_optimizer
+from recpipe.training.progressive import Progressive
 from recpipe.training.recorder import Recorder
 from recpipe.training.resume import check_resumable
 from recpipe.training.trainer import fit, make_trainer
@@ -93,6 +94,7 @@ class Training:
         if run.leads and cfg.task.export_predictions is not None:
             self.module.evaluation.write_to(Path(cfg.task.export_predictions))
         self.recorder = Recorder(loader, run.started, embeddings)
+        self.progressive = Progressive(run.dataset.window) if run.dataset.window else None
 
     def fit(self, logger: Logger | None, users: list[L.Callback], late: list[UserError]) -> Finished:
         """Train, evaluate at the end, and write all rows back.
@@ -104,6 +106,7 @@ class Training:
         cfg, loader, trainers = run.recipe, self.module.loader, self.module.trainers
         callbacks = [
             recorder,
+            *([self.progressive] if self.progressive is not None else ()),
             *([self.watcher.callback(self)] if self.watcher is not None and run.leads else ()),
             *(owned.part for owned in self.plan.assembly.callbacks),
             *users,

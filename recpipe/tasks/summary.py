@@ -113,6 +113,7 @@ def summarize(training: Training, finished: Finished, command_line: Sequence[str
         ),
         resumed=resumed,
         series=recorder.intervals.series(recorder.step_seconds),
+        progressive=[] if training.progressive is None else training.progressive.windows,
         calibration=next(iter(module.evaluation.quality.values())).calibration,
         skew=skew,
         model=type(module.model.module).__name__ if cfg.model.name == CUSTOM else cfg.model.name,

@@ -275,6 +275,7 @@ class RankingModule(L.LightningModule):
             "dense_defaults": self.make_optimizer(self.dense).defaults,
             "random": random_state(),
             "fingerprint": self.loader.source.dataset.fingerprint,
+            "position": self.loader.source.dataset.position_after(self.totals.batches),
             "placement": None if placed is None else placed.placement_state(),
             "backend": self.backend.state(),
         }
@@ -301,7 +302,9 @@ class RankingModule(L.LightningModule):
         changed = {k: value for k, value in defaults.items() if k not in theirs or theirs[k] != value}
         for group in checkpoint["optimizer_states"][0]["param_groups"]:
             group.update(changed)
-        self.loader.first = int(saved["batches_done"])
+        self.loader.first = self.totals.batches = int(saved["batches_done"])
+        if self.loader.source.dataset.endless:
+            self.loader.source.dataset.resume_at(self.loader.first, saved["position"])
         self.loader.handed_out = int(checkpoint["global_step"])
         self.totals.samples = saved.get("samples")  # older checkpoints lack it
         self.totals.seconds = saved.get("seconds", math.nan)  # likewise

@@ -42,10 +42,14 @@ class Extent(L.Callback):
         if done:
             samples = pl_module.totals.samples
             before = "an unknown number of" if samples is None else f"{samples:,}"
-            log.info(
-                f"going on after step {done:,} and {before} samples: epoch {done // epoch + 1}, "
-                f"batch {done % epoch + 1:,} of {epoch:,}"
-            )
+            of_epoch = f": epoch {done // epoch + 1}, batch {done % epoch + 1:,} of {epoch:,}"
+            of_epoch = "" if self.loader.source.dataset.endless else of_epoch
+            log.info(f"going on after step {done:,} and {before} samples{of_epoch}")
+        if self.loader.source.dataset.endless:
+            last_step, size = self.config.max_steps, self.loader.source.batch_size
+            until = "until the stream ends" if last_step is None else f"to {last_step:,} at most"
+            log.info(f"training: steps from {done + 1:,} {until}, {size:,} samples each")
+            return
         last = self.config.steps(epoch)
         epochs = f" ({last / epoch:.3g} epochs of {epoch:,})" if last != epoch else ""
         size = self.loader.source.batch_size
@@ -114,7 +118,8 @@ class Progress(L.Callback):
             epoch = f"  epoch {trainer.current_epoch + 1}/{epochs}" if epochs > 1 else ""
             loss = float(self._loss) / self._steps  # waits for a GPU, before the clock is read
             speed = self._samples / (perf_counter() - self._since)
-            text = f"step {step:,}/{self.last_step:,}{epoch}  {speed:,.0f} samples/s  loss {loss:.4f}"
+            of = "" if self.loader.source.dataset.endless else f"/{self.last_step:,}"
+            text = f"step {step:,}{of}{epoch}  {speed:,.0f} samples/s  loss {loss:.4f}"
             self._training.show(step / self.last_step, text)
             self._restart()
 

@@ -83,6 +83,8 @@ def _check_own(module: RankingModule, recpipe: Mapping[str, Any]) -> None:
         raise UserError(
             "the checkpoint was made on other data (or another recipe for it); resume with the same data"
         )
+    if module.loader.source.dataset.endless:
+        entries({"position": dict[str, int | str]}, recpipe, "recpipe")
     made_with = module.made_with()
     for key, theirs in entries(
         dict.fromkeys(made_with, Plain), saved["made_with"], "recpipe.made_with"

@@ -15,6 +15,7 @@ import lightning as L
 import numpy as np
 
 from recpipe.checkpoint.table_io import SUFFIX
+from recpipe.data.dataset import WaitingStopped
 from recpipe.distributed.launch import ProcessRank
 from recpipe.distributed.ranks import Channel
 from recpipe.errors import Interruption, UserError, shown
@@ -119,16 +120,20 @@ class StopOnSignal(L.Callback):
         self.received = number
         if self._module is not None:
             self._module.stop.asked = True
+            self._module.loader.source.dataset.interrupt()
 
     def on_train_batch_end(
         self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Save and stop after this step if a signal has come; save after the last step."""
+        """Save and stop after this step if a signal has come, or if a stream ended with its batch; save after
+        the last step."""
         assert isinstance(pl_module, RankingModule)
         if pl_module.stop.agreed:
             self.received = self.received or signal.SIGTERM  # another rank may have got the signal
             trainer.should_stop = True
             trainer.limit_val_batches = 0
+        if pl_module.loader.source.dataset.last_batch == pl_module.totals.batches:
+            trainer.should_stop = True
         if trainer.should_stop or trainer.global_step >= self.last_step:
             self._save(trainer)
 
@@ -140,8 +145,9 @@ class StopOnSignal(L.Callback):
     def on_exception(
         self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException
     ) -> None:
-        """Save if an evaluation was stopped; a resumed run repeats it."""
-        if isinstance(exception, EvaluationStopped):
+        """Save if an evaluation was stopped, which a resumed run repeats, or the wait for records."""
+        trained = self._module is not None and self._module.totals.steps > 0
+        if isinstance(exception, EvaluationStopped) or (isinstance(exception, WaitingStopped) and trained):
             self.received = self.received or signal.SIGTERM
             self._save(trainer)
         self.teardown(trainer, pl_module, "")

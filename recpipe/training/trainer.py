@@ -24,6 +24,7 @@ from recpipe.common.console import log
 from recpipe.common.files import unwritable
 from recpipe.common.process import old_objects_kept
 from recpipe.common.words import make
+from recpipe.data.dataset import WaitingStopped
 from recpipe.distributed.ranks import Channel
 from recpipe.errors import CheckpointError, UserError
 from recpipe.pipeline.loader import EvalLoader, TrainLoader
@@ -118,7 +119,7 @@ def fit(
     callbacks: list[L.Callback] = trainer.callbacks  # type: ignore[attr-defined]
     stop = next(callback for callback in callbacks if isinstance(callback, StopOnSignal))
     try:
-        with suppress(EvaluationStopped), old_objects_kept():
+        with suppress(EvaluationStopped, WaitingStopped), old_objects_kept():
             trainer.fit(module, module.loader, evaluation, ckpt_path=resume)
     except (MisconfigurationException, ModuleNotFoundError, TrainingSpikeException) as fault:
         # What a callback misses (a logger, a package) or has found; an import that fails has a name.

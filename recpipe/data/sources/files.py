@@ -15,20 +15,15 @@ import pyarrow as pa
 from recpipe.data.columns import Columns
 from recpipe.data.config import FilesConfig
 from recpipe.data.dataset import train_size
-from recpipe.data.encoding import Encoding, element_of
+from recpipe.data.encoding import Encoding
 from recpipe.data.features import GROWTH, Feature, Features
 from recpipe.data.files import RowChecks
 from recpipe.data.learned import Between, Learned, learn
 from recpipe.data.preparation import Preparation, require_features
 from recpipe.data.records import InputFile, files_of, require_columns
 from recpipe.data.schema import Schema
-from recpipe.data.values import (
-    alike,
-    is_list,
-    plain_type,
-    require_type,
-    whole_text,
-)
+from recpipe.data.settled import settled
+from recpipe.data.values import alike, plain_type, whole_text
 from recpipe.errors import DataError, shown
 
 log = logging.getLogger(__name__)
@@ -45,7 +40,7 @@ class FilesSource:
         self._labelled, self._skip = labelled, config.on_bad_row == "skip"
         self._types = self._require_columns(config.described())
         self._trained = {} if trained_by is None else trained_by.types
-        features = self._settled(config.described())
+        features = settled(config.described(), self._types, self._type_of_text, labelled)
         if trained_by is not None and trained_by.features is not None and features.is_learned:
             require_features(trained_by.features, features)
         self.encoding = Encoding(features, None if trained_by is None else trained_by.learned)
@@ -137,48 +132,6 @@ class FilesSource:
                 if pa.types.is_null(plain_type(other)):
                     found[name] = kind, file
         return found
-
-    def _settled(self, features: Features) -> Features:
-        """``features`` whose kinds and types of text are those of their columns where they were left open."""
-        settled = []
-        for feature in features.sparse:
-            if feature.of:
-                settled.append(feature)
-                continue
-            kind = plain_type(self._types[feature.source][0])
-            if feature.kind == "id" and is_list(kind):
-                feature = replace(feature, kind="multi_hot")
-            held = element_of(kind)
-            if feature.own_rows is not None:
-                pass
-            elif feature.type == "auto" and held == "text":
-                feature = replace(feature, type=self._type_of_text(feature))
-            elif held == "numbers":  # a type is of text
-                feature = replace(feature, type="auto")
-            settled.append(feature)
-        found = replace(features, dense=tuple(map(self._sized, features.dense)), sparse=tuple(settled))
-        numbers = [Feature(name, "dense") for name in features.of_labels] * self._labelled
-        for feature in (*numbers, *found.dense, *(f for f in found.sparse if not f.of)):
-            kind, file = self._types[feature.source]
-            require_type(str(file), feature.source, kind, feature)
-        return found
-
-    def _sized(self, feature: Feature) -> Feature:
-        """A vector with as many numbers as its column's type says."""
-        if feature.kind != "vector":
-            return feature
-        kind, file = self._types[feature.source]
-        own = plain_type(kind).list_size if pa.types.is_fixed_size_list(plain_type(kind)) else None
-        if feature.size is None and own is None:
-            raise DataError(
-                f"{file}, column {shown(feature.source)}: holds {kind}; state how many numbers a vector has, "
-                "size: 16 for example"
-            )
-        if feature.size is not None and own not in (None, feature.size):
-            raise DataError(
-                f"{file}, column {shown(feature.source)}: holds vectors of {own}, not of size: {feature.size}"
-            )
-        return replace(feature, size=feature.size or own)
 
     def _type_of_text(self, feature: Feature) -> str:
         """What text of ids is: what it was in training, and else, in files where all is text, whole numbers
