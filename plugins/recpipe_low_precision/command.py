@@ -69,6 +69,13 @@ def quantize_for(caller: Caller, checkpoint: Path, words: Sequence[str]) -> dict
         if is_quantized(trained.directory):
             raise UserError(f"{trained.directory} is quantized already: name the checkpoint it was made from")
         dataset = trained.dataset
+        sparse = () if dataset.schema is None else dataset.schema.sparse
+        growing = next((feature.name for feature in sparse if feature.growth is not None), None)
+        if growing is not None:
+            raise UserError(
+                f"{trained.directory}: the ids of '{growing}' got rows as they came (rows: dynamic), and a "
+                "quantized checkpoint has no map of these: package the checkpoint itself (recpipe package)"
+            )
         if isinstance(dataset, GivenBatches):
             dataset.device = torch.device("cpu")  # where a quantizer's model is
         source = trained.source()

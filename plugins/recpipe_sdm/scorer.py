@@ -83,6 +83,11 @@ class TieredScorer(Scorer):
         earlier, self._earlier = self._earlier, None
         if earlier is None:
             return tiered_tables(self.directory, self.manifest["tables"], self.how)
+        if "maps" in self.manifest:
+            raise UserError(
+                f"{self.directory}: its rows are of other ids than those that are served (rows: dynamic), "
+                "and are put in their places one after the other: restart the server"
+            )
         for what in ("dense", "sparse", "lookups", "outputs", "sequences"):
             if self.manifest.get(what) != earlier.manifest.get(what):
                 raise UserError(

@@ -240,12 +240,14 @@ def saturated(scores: NDArray[np.float32]) -> int:
     return int((np.abs(scores) > _SATURATED_LOGIT).sum())
 
 
-def first_rows(ids: NDArray[np.int64], weights: NDArray[np.int64] | int, each: NDArray[np.int64]) -> Float64:
-    """For each feature, how many of its ids are 0, the row of missing values; float64 [F].
+def ids_with_row(
+    row: int, ids: NDArray[np.int64], weights: NDArray[np.int64] | int, each: NDArray[np.int64]
+) -> Float64:
+    """For each feature, how many of its ids are this ``row``; float64 [F].
 
     ``ids``: by feature, ``each`` [F] of them; ``weights``: how many times each id counts.
     """
-    running = np.concatenate([[0], np.cumsum((ids == 0) * weights)])
+    running = np.concatenate([[0], np.cumsum((ids == row) * weights)])
     ends = np.cumsum(each)
     found: Float64 = (running[ends] - running[ends - each]).astype(np.float64)
     return found

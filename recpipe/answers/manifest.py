@@ -21,7 +21,16 @@ from annotated_types import Interval
 from pydantic import with_config
 from typing_extensions import TypedDict
 
-from recpipe.answers.score import DIGEST, MANIFEST, SCHEMA, SIGNATURE, TYPES, PackageError, sealed
+from recpipe.answers.score import (
+    DIGEST,
+    MANIFEST,
+    SCHEMA,
+    SIGNATURE,
+    TYPES,
+    WITH_MAPS,
+    PackageError,
+    sealed,
+)
 from recpipe.common.files import sync
 from recpipe.common.validation import STRICT, Count, Positive, fitted, one_of
 from recpipe.common.versions import FBGEMM, installed_version
@@ -57,6 +66,7 @@ def read_manifest(directory: Path, trust: Path | None = None) -> dict[str, Any]:
     outputs = [output["name"] for output in content["outputs"]]
     tables, reference = content["tables"], content.get("reference")
     unknown = [
+        *(own for f in content["sparse"] if (own := f.get("map")) and own not in content.get("maps", {})),
         *(name for name in (*features, *outputs) if (features + outputs).count(name) > 1),
         *(name for lookup in content["lookups"] for name, _ in lookup["parts"] if name not in features),
         *(name for lookup in content["lookups"] for _, name in lookup["parts"] if name not in tables),
@@ -98,7 +108,8 @@ def write_manifest(
     for file in files:
         with file.open("rb") as stream:
             digests[str(file.relative_to(directory))] = hashlib.file_digest(stream, "sha256").hexdigest()
-    manifest = {"format": FORMAT, "schema": SCHEMA, **content, "files": digests}
+    schema = WITH_MAPS if "maps" in content else SCHEMA
+    manifest = {"format": FORMAT, "schema": schema, **content, "files": digests}
     text = json.dumps(manifest, indent=1, ensure_ascii=False, allow_nan=False).encode()
     (directory / MANIFEST).write_bytes(text)
     # As sha256sum writes and checks it.
@@ -186,6 +197,12 @@ class _Feature(TypedDict):
     name: str
     rows: Positive
     ids: dict[str, Any]
+    map: NotRequired[str]
+
+
+class _Map(TypedDict):
+    file: str
+    ids: Count
 
 
 class _Lookup(TypedDict):
@@ -268,6 +285,7 @@ class _TaskFigures(TypedDict):
 class _FeatureFigures(TypedDict):
     ids_per_sample: float
     row_0: float | None
+    unknown: NotRequired[float]
 
 
 class _Reference(TypedDict):
@@ -281,7 +299,7 @@ class Content(TypedDict):
     """What is read of manifest.json, with its types; other keys are for people."""
 
     format: Literal["recpipe package"]
-    schema: Literal[2]
+    schema: Literal[2, 3]
     step: Count
     versions: dict[str, str]
     dense: _Dense
@@ -294,6 +312,7 @@ class Content(TypedDict):
     programs: list[_Program]
     golden: _Golden
     files: dict[str, str]
+    maps: NotRequired[dict[str, _Map]]
     sequences: NotRequired[_Sequences]
     reference: NotRequired[_Reference | None]
     popularity: NotRequired[_Popularity]

@@ -11,6 +11,7 @@
                               the same in low precision, of a checkpoint with such layers; compiled programs
                               are left out where another one is measured faster at every size
       tables/*.safetensors    "rows" uint8 [rows, bytes of a row]
+      maps/*.safetensors      of ids that got rows as they came: "keys" int64 [n], ascending, "rows" int32 [n]
       golden.safetensors      a batch and its scores
       popularity.safetensors  if asked for: how often training looked up each row
       encoding.json           of data=files: the features, by which a server makes inputs of raw values
@@ -35,7 +36,7 @@ from torch import nn
 from recpipe.answers import score
 from recpipe.answers.encoded import write_encoding
 from recpipe.answers.manifest import PrivateKey, is_package, private_key, write_manifest
-from recpipe.answers.parts import GOLDEN, Parts, of_checkpoint, of_package
+from recpipe.answers.parts import GOLDEN, MAPS, Parts, of_checkpoint, of_package
 from recpipe.answers.programs import (
     DENSE,
     VNNI,
@@ -165,7 +166,8 @@ def _write(folder: Path, parts: Parts, options: Options) -> float:
     used = usable(parts.programs, layers, options.dense, chosen)
     if options.dense == "measured":
         used = with_onednn(used, parts.content)
-    (folder / "tables").mkdir()
+    for part in ("tables", MAPS) if MAPS in parts.content else ("tables",):
+        (folder / part).mkdir()
     parts.write_tables(folder)
     if options.popularity is not None:
         parts.content["popularity"] = parts.popularity(folder, options.popularity)

@@ -10,8 +10,8 @@ from __future__ import annotations
 import hashlib
 import logging
 import shutil
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
@@ -24,22 +24,26 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from recpipe.answers import score
 from recpipe.answers.encoded import read_encoding
 from recpipe.answers.export import ROW_FOR_EACH_ID, Alike, DensePart, export_dense
+from recpipe.answers.grown import GrownIds, grown_in
 from recpipe.answers.manifest import read_manifest, versions
 from recpipe.answers.programs import Program
 from recpipe.answers.reference import FILE, figures_of, lookups_in, write_lookups
+from recpipe.answers.score import DEFAULT_ROW, MISSING_KEY
 from recpipe.answers.stored import StoredModel
 from recpipe.answers.trained import Trained, open_trained, scored
+from recpipe.checkpoint.manifest import TABLES
 from recpipe.data.preparation import Preparation
 from recpipe.data.schema import Schema
 from recpipe.data.sources.transforms import hash_rows
 from recpipe.errors import UserError
 from recpipe.model.call import Called
 from recpipe.plugin.batch import Batch
+from recpipe.plugin.tables import SparseFeature
 
 log = logging.getLogger("recpipe")
 _MADE_ANEW = ("compiled", "programs", "measured", "golden", "files", "format", "schema")
 """Parts of a manifest that are of one compilation."""
-GOLDEN = "golden.safetensors"
+GOLDEN, MAPS = "golden.safetensors", "maps"
 INPUTS = ("dense", "ids", "lengths")
 """What there is beside scores."""
 SAMPLES = 64
@@ -80,6 +84,13 @@ SIGNED_LOG = {
     "missing": 0.0,
 }
 _ROWS = {"name": "unchanged", "row": "the id itself, in [0, rows)"}
+GROWN = {
+    "name": "grown",
+    "row": "that of the key in the map, which an input may have in the place of a row",
+    "missing_key": MISSING_KEY,
+    "missing": 0,
+    "unknown": DEFAULT_ROW,
+}
 OF_EACH = {"name": "of each feature", "formula": "its scale, as encoding.json has it"}
 UNCHANGED = {"name": "unchanged", "formula": "x, rounded to float32", "missing": 0.0}
 
@@ -106,13 +117,9 @@ class Parts:
 def of_checkpoint(checkpoint: Path, model: nn.Module | None) -> Parts:
     """What to write of a checkpoint, quantized or not; ``UserError`` if its model cannot be packaged."""
     trained = open_trained(checkpoint, model=model)
-    growing = next((feature.name for feature in trained.schema.sparse if feature.growth is not None), None)
-    if growing is not None:
-        raise UserError(
-            f"{trained.directory}: the ids of '{growing}' have rows as they came (rows: dynamic), and a "
-            "package makes rows of ids by their hash alone: score the checkpoint (recpipe predict)"
-        )
-    schema, source = trained.schema, trained.stored()
+    schema = trained.schema
+    grown = grown_in(trained.directory / TABLES, schema.sparse)
+    source = trained.stored()
     called = source.called
     log.info("exporting %s", type(called.module).__name__)
     preparation = trained.trained_on.preparation
@@ -121,26 +128,30 @@ def of_checkpoint(checkpoint: Path, model: nn.Module | None) -> Parts:
         dense = export_dense(called, schema, lists)
     low = export_dense(called, schema, lists).program if source.layers else None
     # From here on the model has the golden batch's rows, and no others.
-    golden = as_batch(schema, golden_inputs(schema, dense.alike)).sparse.to_dict()
+    used = _in_use(schema, grown)
+    golden = as_batch(schema, golden_inputs(used, dense.alike)).sparse.to_dict()
     source.hold({name: own.values() for name, own in golden.items()})
     with source.in_float32():
-        inputs, scores = made_up(called, schema, dense.alike)
+        inputs, scores = made_up(called, used, dense.alike)
     bound = tolerance(scores, trained.cfg.model.precision)
     programs = [Program(dense.program, scores, bound)]
     if low is not None:
         (found,) = scored(called, [as_batch(schema, inputs)], labelled=False)
         bound = tolerance(found.scores, LOW_PRECISION)
         programs.append(Program(low, found.scores, bound, low=True))
-    content = _content(trained, source, dense)
+    content = _content(trained, source, dense, grown)
 
     def write_tables(folder: Path) -> None:
         for name, table in dense.tables.items():
             source.tables[table.collection, table.own].write(folder / content["tables"][name]["file"])
+        for name, own in grown.items():
+            own.write(folder / content[MAPS][name]["file"])
 
     def popularity(folder: Path, samples: int) -> dict[str, Any]:
         pairs = [pair for lookup in dense.lookups for pair in lookup.parts]
         ids = {name: table.ids for name, table in dense.tables.items()}
-        lookups, read = lookups_in(trained, ids, pairs, samples)
+        maps = {f.name: grown[f.growth.table].map for f in schema.sparse if f.growth is not None}
+        lookups, read = lookups_in(trained, ids, pairs, samples, maps)
         write_lookups(folder / FILE, lookups)
         return {"file": FILE, "samples": read}
 
@@ -148,10 +159,30 @@ def of_checkpoint(checkpoint: Path, model: nn.Module | None) -> Parts:
         programs,
         content,
         write_tables,
-        inputs,
+        inputs | {"ids": _keys(schema, grown, inputs)},
         lambda scorer, samples: figures_of(trained, called.tasks, scorer, samples),
         popularity,
         preparation,
+    )
+
+
+def _in_use(schema: Schema, grown: Mapping[str, GrownIds]) -> Schema:
+    """``schema``, whose tables that grow end with the last row of an id."""
+    sparse = (
+        feature if feature.growth is None else replace(feature, rows=len(grown[feature.growth.table].keys))
+        for feature in schema.sparse
+    )
+    return replace(schema, sparse=tuple(sparse))
+
+
+def _keys(schema: Schema, grown: Mapping[str, GrownIds], inputs: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    """The ids of made-up ``inputs`` as a package takes them, with keys in place of rows where these grew."""
+    parts = torch.split(inputs["ids"], inputs["lengths"].view(len(schema.sparse), -1).sum(1).tolist())
+    return torch.cat(
+        [
+            own if feature.growth is None else torch.from_numpy(grown[feature.growth.table].keys)[own]
+            for feature, own in zip(schema.sparse, parts, strict=True)
+        ]
     )
 
 
@@ -194,7 +225,7 @@ def of_package(directory: Path) -> Parts:
         programs.append(Program(exported, golden[found["golden"]], found["tolerance"], found["low"]))
 
     def copy_tables(folder: Path) -> None:
-        names = [table["file"] for table in content["tables"].values()]
+        names = [about["file"] for part in ("tables", MAPS) for about in content.get(part, {}).values()]
         if "popularity" in content:
             names.append(content["popularity"]["file"])
         for name in names:
@@ -205,19 +236,26 @@ def of_package(directory: Path) -> Parts:
     return Parts(programs, kept, copy_tables, inputs, preparation=preparation)
 
 
-def _content(trained: Trained, stored: StoredModel, dense: DensePart) -> dict[str, Any]:
+def _content(
+    trained: Trained, stored: StoredModel, dense: DensePart, grown: Mapping[str, GrownIds]
+) -> dict[str, Any]:
     schema, source, preparation = trained.schema, trained.cfg.data.name, trained.trained_on.preparation
     sequences = {}
     if any(lookup.pooling == ROW_FOR_EACH_ID for lookup in dense.lookups):
         aligned = [list(group) for group in dense.alike.aligned]
         sequences = {"sequences": {"single": list(dense.alike.single), "aligned": aligned}}
+    maps = {}
+    if grown:
+        files = {name: f"{MAPS}/{quote(name, safe='')}.safetensors" for name in grown}
+        maps = {MAPS: {name: {"file": files[name], "ids": len(own.keys) - 2} for name, own in grown.items()}}
     return {
         "versions": versions(),
         "step": trained.step,
         "model": type(stored.called.module).__name__,
         "dense": {"names": list(schema.dense), "transform": dense_rule(preparation)},
         "sparse": [
-            {"name": f.name, "rows": f.rows, "ids": id_rule(preparation, f.name, source)}
+            {"name": f.name, "rows": f.rows, "ids": id_rule(preparation, f, source)}
+            | ({} if f.growth is None else {"map": f.growth.table})
             for f in schema.sparse
         ],
         "id_hash": id_hash(),
@@ -234,6 +272,7 @@ def _content(trained: Trained, stored: StoredModel, dense: DensePart) -> dict[st
             }
             for name, table in dense.tables.items()
         },
+        **maps,
         **sequences,
         "layers": stored.layers,
         "outputs": [{"name": name, "kind": task.kind} for name, task in stored.called.tasks.items()],
@@ -302,16 +341,18 @@ def dense_rule(preparation: Preparation | None) -> dict[str, Any]:
     return SIGNED_LOG if preparation is not None and preparation.dense == "signed_log" else UNCHANGED
 
 
-def id_rule(preparation: Preparation | None, feature: str, source: str | None) -> dict[str, Any]:
+def id_rule(preparation: Preparation | None, feature: SparseFeature, source: str | None) -> dict[str, Any]:
     """What training's ``source`` of data did to the ids of ``feature``."""
     if preparation is None:
-        return _ROWS
-    rule, key = str(preparation.ids), "text" if feature in preparation.text else "integer"
+        return _ROWS if feature.growth is None else GROWN | {"key": "integer"}
+    rule, key = str(preparation.ids), "text" if feature.name in preparation.text else "integer"
     if preparation.features is not None:
-        own = next(f for f in preparation.features.sparse if f.name == feature)
+        own = next(f for f in preparation.features.sparse if f.name == feature.name)
         rule = "encoding" if own.own_rows or own.of or own.default is not None else own.ids
     elif source == "criteo" and key == "integer":
         key = "hexadecimal"
+    if feature.growth is not None and rule != "encoding":
+        return GROWN | {"key": key}
     if rule in ("vocabulary", "encoding"):
         return {"name": rule, "missing": 0, "row": "as encoding.json has it; a server takes raw values"}
     if rule in ("rows", "unchanged"):

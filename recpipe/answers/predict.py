@@ -266,7 +266,7 @@ def packaged_scoring(trained: Trained, dataset: Dataset, directory: Path) -> Hos
                 f"package={directory} is of another checkpoint than {trained.directory}: its {what} differ"
             )
     tasks, size = trained.make_called().tasks, trained.cfg.data.batch_size
-    return HostScoring(tasks, dataset, size, partial(_scored_by_package, scorer))
+    return HostScoring(tasks, dataset, size, partial(_scored_by_package, scorer), lambda: scorer.unknown)
 
 
 def _scored_by_package(scorer: score.Scorer, batches: Iterable[Batch], labelled: bool) -> Iterator[Scored]:

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from safetensors.torch import load_file
 
 from recpipe.answers import figures
-from recpipe.answers.score import Scorer
+from recpipe.answers.score import DEFAULT_ROW, RowMap, Scorer
 from recpipe.answers.trained import Trained
 from recpipe.common.meter import Meter
 from recpipe.common.tensors import save_tensors
@@ -52,7 +52,7 @@ def figures_of(
             raise UserError("the checkpoint's data hold nothing out (data.eval_fraction=0)")
         log.info("scoring %s held-out samples for the reference figures", f"{min(most, size):,}")
         sparse = trained.schema.sparse
-        ids, first = np.zeros(len(sparse)), np.zeros(len(sparse))
+        ids, first, unknown = np.zeros((3, len(sparse)))
         found: list[torch.Tensor] = []
         known: list[torch.Tensor] = []
         weights: list[torch.Tensor] = []
@@ -66,7 +66,9 @@ def figures_of(
                 weights.append(torch.stack(there, dim=1))
             each = lengths.view(len(sparse), -1).sum(1).numpy()
             ids += each
-            first += figures.first_rows(values.numpy(), 1, each)
+            rows = scorer.rows_of(values, lengths).numpy()
+            first += figures.ids_with_row(0, rows, 1, each)
+            unknown += figures.ids_with_row(DEFAULT_ROW, rows, 1, each)
             samples += len(batch.dense)
             if samples >= most:
                 break
@@ -83,6 +85,7 @@ def figures_of(
                 feature.name: {
                     "ids_per_sample": float(ids[n] / samples),
                     "row_0": float(first[n] / ids[n]) if ids[n] else None,
+                    **({"unknown": float(unknown[n] / ids[n])} if feature.growth and ids[n] else {}),
                 }
                 for n, feature in enumerate(sparse)
             },
@@ -117,11 +120,16 @@ def _of_task(
 
 
 def lookups_in(
-    trained: Trained, tables: Mapping[str, int], parts: Sequence[tuple[str, str]], samples: int
+    trained: Trained,
+    tables: Mapping[str, int],
+    parts: Sequence[tuple[str, str]],
+    samples: int,
+    maps: Mapping[str, RowMap],
 ) -> tuple[dict[str, Lookups], int]:
     """For each table how often ``samples`` training samples (0: all), batches chosen at random, look up its
     rows; and how many samples were read. ``tables``: how many ids each has. ``parts``: the features and
-    tables that the model looks up, a pair for each lookup."""
+    tables that the model looks up, a pair for each lookup. ``maps``: of features whose ids got rows as they
+    came."""
     dataset, size = trained.dataset, trained.cfg.data.batch_size
     total = dataset.num_batches("train", size)
     wanted = min(total, ceil(samples / size)) if samples else total
@@ -134,6 +142,7 @@ def lookups_in(
                 raise UserError("lookups can be counted in recpipe.plugin.Batch alone: leave out popularity=")
             for feature, table in parts:
                 ids = batch.sparse[feature].values()
+                ids = maps[feature](ids) if feature in maps else ids
                 added += len(ids)
                 if added > _LARGEST and counts[table].dtype == np.uint32:  # one row's count might be
                     counts = {name: own.astype(np.int64) for name, own in counts.items()}

@@ -32,10 +32,12 @@ TYPES = {"fp32": 0, "fp16": 1, "int8": 2, "int4": 3, "int2": 4}  # as FBGEMM num
 BITS = {"fp32": 32, "fp16": 16, "int8": 8, "int4": 4, "int2": 2}  # of a weight
 SCALE_BYTES = 4  # of a row's scale and bias, in types of up to 8 bits
 HOST = 3  # FBGEMM's place of a table in memory
-SCHEMA = 2  # of manifest.json
+SCHEMA, WITH_MAPS = 2, 3  # of manifest.json; the latter if ids got their rows as they came
 ALIGNMENT = 64  # of tables and inputs, in bytes
 MANIFEST, DIGEST, SIGNATURE = "manifest.json", "manifest.sha256", "manifest.sig"
 GOLDEN = "golden.safetensors"
+MISSING_KEY = -(2**63)  # stands for a missing value among keys
+DEFAULT_ROW = 1  # of keys without a row of their own
 MOST_BYTES = 256 * 2**20  # of manifest.json
 LOOSEST = 5e-2  # tolerance of a golden score, relative to the largest one if that is above 1
 
@@ -48,19 +50,21 @@ class Scorer:
     """A package, checked and loaded. ``manifest``: its manifest.json. ``difference``: the largest difference
     of the golden batch's scores to those of the machine that made the package; 0 if they are equal bit by
     bit. ``mapped``: tables are the files themselves, mapped, so that processes share their memory; else
-    copies."""
+    copies. ``maps``: by the places of features whose ids got rows as they came, what has these. ``unknown``:
+    how many ids without a row have been scored."""
 
     def __init__(
         self, directory: "str | os.PathLike[str]" = Path(__file__).parent, mapped: bool = False
     ) -> None:
         self.directory, self.mapped = Path(directory), mapped
         self.manifest = verified(self.directory)
-        self.difference = 0.0
+        self.difference, self.unknown = 0.0, 0
         with readable(self.directory):
             check_processor(self.manifest["compiled"])
             self.rows = torch.tensor([feature["rows"] for feature in self.manifest["sparse"]])
             self.tables = self.make_tables()
             self.lookups = [self.lookup(found) for found in self.manifest["lookups"]]
+            self.maps = self.make_maps()
             # It warns of another instruction set, which check_processor has judged.
             logging.getLogger("torch.export.pt2_archive._package").setLevel(logging.ERROR)
             # Programs with the same file of constants have these once.
@@ -75,6 +79,15 @@ class Scorer:
         """All tables, in memory."""
         return Tables(self.directory, self.manifest["tables"], self.mapped)
 
+    def make_maps(self) -> "dict[int, RowMap]":
+        """The maps of features whose ids got rows as they came, by the features' places."""
+        made = {
+            name: RowMap(**tensors(self.directory / about["file"]))
+            for name, about in self.manifest.get("maps", {}).items()
+        }
+        features = enumerate(self.manifest["sparse"])
+        return {place: made[feature["map"]] for place, feature in features if "map" in feature}
+
     def lookup(self, found: "dict[str, Any]", features: "list[str] | None" = None) -> "Lookup":
         """A lookup by its description in the manifest, whose ids are those of these ``features``; None: of
         all."""
@@ -84,13 +97,15 @@ class Scorer:
     def __call__(self, dense: torch.Tensor, ids: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
         """Scores float32 [B], from dense float32 [B, D], ids int64 [N] and lengths int64 [F * B].
 
-        Ids are rows of tables, ordered by feature and then by sample; lengths say how many each has, in the
-        same order. ``ValueError`` for wrong shapes and for ids that are not in their table.
+        Ids are rows of tables, or keys of 64 bits where they got their rows as they came; they are ordered by
+        feature and then by sample, and lengths say how many each has, in the same order. ``ValueError`` for
+        wrong shapes and for rows that are not in their table.
         """
-        self.check(dense, ids, lengths, dense.shape[0])
-        ids, offsets = ids.contiguous(), offsets_of(lengths)
+        rows, offsets = self.checked(dense, ids, lengths, dense.shape[0]), offsets_of(lengths)
+        if self.maps:
+            self.unknown += self.unknown_of(rows, lengths)
         with torch.inference_mode():
-            calls = [Call(lookup, ids, offsets, len(dense)) for lookup in self.lookups]
+            calls = [Call(lookup, rows, offsets, len(dense)) for lookup in self.lookups]
             return self.scores(dense, with_lengths(calls, self.pooled(calls)))
 
     def pooled(self, calls: "list[Call]") -> "list[torch.Tensor]":
@@ -106,9 +121,11 @@ class Scorer:
         """The program that scores batches of so many samples."""
         return next(program for program in reversed(self.programs) if program.first <= samples)
 
-    def check(self, dense: torch.Tensor, ids: torch.Tensor, lengths: torch.Tensor, samples: int) -> None:
-        """``ValueError`` unless the inputs fit the manifest and each other, and features have the numbers of
-        ids that the dense part takes: it does not check them."""
+    def checked(
+        self, dense: torch.Tensor, ids: torch.Tensor, lengths: torch.Tensor, samples: int
+    ) -> torch.Tensor:
+        """The rows of ``ids``, int64 [N]. ``ValueError`` unless the inputs fit the manifest and each other,
+        and features have the numbers of ids that the dense part takes: it does not check them."""
         width, features = len(self.manifest["dense"]["names"]), len(self.rows)
         if dense.dtype != torch.float32 or dense.shape != (samples, width):
             raise ValueError(f"dense is {dense.dtype} {list(dense.shape)}, not float32 [B, {width}]")
@@ -119,15 +136,35 @@ class Scorer:
         if bool((lengths < 0).any()) or int(lengths.sum()) != len(ids):
             raise ValueError(f"lengths add up to {int(lengths.sum())}, and there are {len(ids)} ids")
         lengths = lengths.view(features, samples)
+        rows = self.rows_of(ids, lengths).contiguous()
         limit = self.rows.repeat_interleave(lengths.sum(1))
-        wrong = ((ids < 0) | (ids >= limit)).nonzero()
+        wrong = ((rows < 0) | (rows >= limit)).nonzero()
         if len(wrong):
             place = int(wrong[0])
             feature = int((lengths.sum(1).cumsum(0) <= place).sum())
             name = self.manifest["sparse"][feature]["name"]
             raise ValueError(f"id {int(ids[place])} of '{name}' is not in [0, {int(limit[place])})")
-        if "sequences" not in self.manifest:
-            return
+        if "sequences" in self.manifest:
+            self.check_sequences(lengths)
+        return rows
+
+    def rows_of(self, ids: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+        """``ids`` with rows in place of keys; ``lengths`` int64 [F * B] or [F, B]."""
+        if not self.maps:
+            return ids
+        parts = list(torch.split(ids, lengths.view(len(self.rows), -1).sum(1).tolist()))
+        for place, own in self.maps.items():
+            parts[place] = own(parts[place])
+        return torch.cat(parts)
+
+    def unknown_of(self, rows: torch.Tensor, lengths: torch.Tensor) -> int:
+        """How many of ``rows`` int64 [N] are those of ids without one of their own."""
+        parts = torch.split(rows, lengths.view(len(self.rows), -1).sum(1).tolist())
+        return sum(int((parts[place] == DEFAULT_ROW).sum()) for place in self.maps)
+
+    def check_sequences(self, lengths: torch.Tensor) -> None:
+        """``ValueError`` unless features have the numbers of ids ``lengths`` [F, B] that rows need which are
+        not pooled."""
         own = {
             about["name"]: numbers for about, numbers in zip(self.manifest["sparse"], lengths, strict=True)
         }
@@ -144,12 +181,11 @@ class Scorer:
         order."""
         golden, threads = tensors(self.directory / GOLDEN), torch.get_num_threads()
         dense, ids, lengths = golden["dense"], golden["ids"], golden["lengths"]
-        self.check(dense, ids, lengths, len(dense))
-        offsets = offsets_of(lengths)
+        rows, offsets = self.checked(dense, ids, lengths, len(dense)), offsets_of(lengths)
         torch.set_num_threads(1)
         try:
             with torch.inference_mode():
-                calls = [Call(lookup, ids, offsets, len(dense)) for lookup in self.lookups]
+                calls = [Call(lookup, rows, offsets, len(dense)) for lookup in self.lookups]
                 found = with_lengths(calls, self.pooled(calls))
                 return [program(dense, found) for program in self.programs]
         finally:
@@ -206,6 +242,19 @@ class Program:
         # What calling self.run does, without its reading of the arguments' structure, which takes 13 us.
         scores: torch.Tensor = self.run.loader.boxed_run([dense, *found])[0]
         return scores
+
+
+class RowMap:
+    """The rows that ids of 64 bits got as they came: of ``keys`` int64 [n], ascending, ``rows`` int32 [n].
+    The key of missing values is among them."""
+
+    def __init__(self, keys: torch.Tensor, rows: torch.Tensor) -> None:
+        self.keys, self.rows = keys, rows
+
+    def __call__(self, keys: torch.Tensor) -> torch.Tensor:
+        """The row of each of ``keys``, int64; ``DEFAULT_ROW`` for those without one."""
+        at = torch.searchsorted(self.keys, keys).clamp_(max=len(self.keys) - 1)
+        return torch.where(self.keys[at] == keys, self.rows[at].long(), DEFAULT_ROW)
 
 
 class Tables:
@@ -375,6 +424,7 @@ def verified(directory: Path) -> dict[str, Any]:
     with readable(directory):
         check_files(directory, manifest["files"])
         check_tables(directory, manifest)
+        check_maps(directory, manifest)
         check_programs(directory, manifest)
     return manifest
 
@@ -413,10 +463,10 @@ def sealed(directory: Path) -> dict[str, Any]:
     except (ValueError, RecursionError) as fault:
         raise PackageError(f"{file} is no JSON text that can be read ({type(fault).__name__})") from fault
     schema = manifest.get("schema") if isinstance(manifest, dict) else None
-    if schema != SCHEMA:
+    if schema not in (SCHEMA, WITH_MAPS):
         raise PackageError(
-            f"{directory} is a package of schema {str(schema)[:20]}, and this loader reads {SCHEMA}: "
-            "package the checkpoint anew"
+            f"{directory} is a package of schema {str(schema)[:20]}, and this loader reads {SCHEMA} and "
+            f"{WITH_MAPS}: package the checkpoint anew"
         )
     found: dict[str, Any] = manifest
     return found
@@ -467,6 +517,20 @@ def check_tables(directory: Path, manifest: dict[str, Any]) -> None:
                     f"{directory / MANIFEST}: ids of '{feature}' go up to {features[feature]}, and its table "
                     f"has {tables[table]['rows']} rows"
                 )
+
+
+def check_maps(directory: Path, manifest: dict[str, Any]) -> None:
+    """``PackageError`` if a map gives rows that are not in the tables, or could not be searched."""
+    for name, about in manifest.get("maps", {}).items():
+        found = tensors(member(directory, manifest, about["file"]))
+        keys, rows = found["keys"], found["rows"]
+        most = min(feature["rows"] for feature in manifest["sparse"] if feature.get("map") == name)
+        fits = keys.dtype == torch.int64 and rows.dtype == torch.int32
+        fits = fits and keys.shape == rows.shape == (about["ids"] + 1,)
+        fits = fits and int(keys[0]) == MISSING_KEY and int(rows[0]) == 0
+        fits = fits and bool((keys[1:] > keys[:-1]).all())
+        if not fits or (len(rows) > 1 and not DEFAULT_ROW < int(rows[1:].min()) <= int(rows.max()) < most):
+            raise PackageError(f"{directory / about['file']} has other ids than {MANIFEST} says of '{name}'")
 
 
 def check_programs(directory: Path, manifest: dict[str, Any]) -> None:

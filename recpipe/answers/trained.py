@@ -371,10 +371,8 @@ class Scoring:
 
 class HostScoring:
     """Scores the batches of ``dataset`` in host memory as ``Scoring`` does, by ``scores``, which checks ids
-    itself and takes batches and whether they are ``labelled``: a model in low precision, or a package."""
-
-    unknown_ids = 0
-    """Such models have no tables that grow."""
+    itself and takes batches and whether they are ``labelled``: a model in low precision, or a package.
+    ``unknown``: says how many lookups have been by ids without a row."""
 
     def __init__(
         self,
@@ -382,8 +380,15 @@ class HostScoring:
         dataset: Dataset,
         batch_size: int,
         scores: Callable[..., Iterator[Scored]],
+        unknown: Callable[[], int] = lambda: 0,
     ) -> None:
         self.tasks, self.dataset, self.batch_size, self.scores = tasks, dataset, batch_size, scores
+        self._unknown = unknown
+
+    @property
+    def unknown_ids(self) -> int:
+        """Lookups so far by ids without a row, of tables that grow."""
+        return self._unknown()
 
     def batches(self, split: SplitName) -> Iterator[Any]:
         """The batches of a split of the data."""

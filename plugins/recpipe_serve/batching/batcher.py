@@ -9,13 +9,13 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
 from operator import is_
 from time import monotonic, perf_counter
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -120,14 +120,16 @@ class Batcher:
         self.tell()
         self._thread.shutdown()
 
-    def encode_anew(self, encoded: Callable[[Sequence[Mapping[str, Any]]], Asked]) -> None:
-        """Have the waiting requests that came raw ``encoded`` again, for what scores them from now on."""
-        for one in [one for one in self.queue if one.rows]:
+    def encode_anew(self, encoded: Callable[[Asked], Asked]) -> None:
+        """Have the waiting requests ``encoded`` again, for what scores them from now on."""
+        for one in list(self.queue):
             try:
-                anew = encoded(one.rows)
+                anew = encoded(one)
             except Refused as fault:
                 self.queue.remove(one)
                 one.done(fault)
+                continue
+            if anew is one:
                 continue
             # Another object: what was put together of the one before is not this.
             anew.done, anew.since, anew.until, anew.alone = one.done, one.since, one.until, one.alone

@@ -65,6 +65,8 @@ class Asked:
     form: Form
     rows: Sequence[Mapping[str, Any]] = field(default=(), repr=False)
     """The raw values that these are of, if they came so."""
+    keys: Array | None = field(default=None, repr=False)
+    """The ids as they came, if some of them are keys."""
     done: Callable[[Array | Exception], None] = field(init=False)
     """Called with its scores, or with why there are none."""
     since: float = field(init=False)

@@ -18,6 +18,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import ASGIApp
 
+from recpipe.answers.score import RowMap
 from recpipe.common.versions import installed_version
 from recpipe.data.preparation import Preparation
 from recpipe.errors import StoreError, shown
@@ -34,7 +35,7 @@ from recpipe_serve.http.connections import (
     header_fault,
     too_large,
 )
-from recpipe_serve.http.features import Features, Heads
+from recpipe_serve.http.features import NO_MAPS, Features, Heads
 from recpipe_serve.http.metrics import Metrics
 from recpipe_serve.http.protocol import HEADER_LENGTH, InferenceRequest, answer
 from recpipe_serve.http.raw import DENSE
@@ -52,7 +53,7 @@ class Server:
     ``score`` and ``manifest``: a ``RequestScorer`` and its package's. ``name``: of the model in addresses.
     ``config``: the words of ``recpipe serve``. ``several``: whether it is one of several processes, whose
     metrics are shown together; it is the one of this ``number``, and what the monitors see is in ``folder``.
-    ``preparation``: by which raw values are encoded; None: they are refused.
+    ``preparation``: by which raw values are encoded; None: they are refused. ``maps``: see ``Features``.
     """
 
     def __init__(
@@ -65,10 +66,11 @@ class Server:
         folder: Path | None = None,
         number: int = 0,
         preparation: Preparation | None = None,
+        maps: Mapping[int, RowMap] = NO_MAPS,
     ) -> None:
         self.manifest, self.name, self.config = manifest, name, config
         self.outputs = [output["name"] for output in manifest["outputs"]]
-        self.features = Features(manifest, config.samples)
+        self.features = Features(manifest, config.samples, maps)
         self.preparation = preparation
         self.heads = Heads(self.features, preparation)
         own = f"/v2/models/{name}"
@@ -87,14 +89,15 @@ class Server:
         manifest: Mapping[str, Any],
         package: str,
         preparation: Preparation | None = None,
+        maps: Mapping[int, RowMap] = NO_MAPS,
     ) -> None:
         """Score by ``score`` of another package with this ``manifest`` from the next batch on, and encode raw
-        values by its ``preparation``. It takes and gives what the one before did; the metrics call it
-        ``package``. It is watched anew."""
-        if preparation != self.preparation:
-            self.preparation = preparation
+        values by its ``preparation``, and keys by its ``maps``. It takes and gives what the one before did;
+        the metrics call it ``package``. It is watched anew."""
+        if preparation != self.preparation or maps != self.features.maps:
+            self.preparation, self.features.maps = preparation, maps
             self.heads.use(preparation)
-            self.batcher.encode_anew(self.heads.encoded)
+            self.batcher.encode_anew(self.heads.anew)
         if manifest != self.manifest:
             self.batcher.tell()
             monitor = self._make_monitor(manifest)

@@ -13,7 +13,9 @@ from functools import lru_cache
 from typing import Any
 
 import numpy as np
+import torch
 
+from recpipe.answers.score import RowMap
 from recpipe.data.preparation import Preparation
 from recpipe.errors import did_you_mean, shown
 from recpipe_serve.batching.forms import Array, Asked, FeatureBags, Form
@@ -31,15 +33,22 @@ LONGEST = 16384
 """Bytes of a text that is kept."""
 
 
+NO_MAPS: Mapping[int, RowMap] = {}
+
+
 class Features:
     """What a package's model takes, by its manifest.
 
     Tensors of a request: ``dense`` FP32 [N, D]; each sparse feature by its name, INT64 [N] (an id for each
     sample), [N, K] (K ids for each), or a flat vector together with ``NAME.lengths`` [N]. Ids are rows of
-    tables. A tensor for one sample stands for all N, so that what candidates share is sent once.
+    tables, or keys of features in ``maps``, which give rows to these. A tensor for one sample stands for all
+    N, so that what candidates share is sent once.
     """
 
-    def __init__(self, manifest: Mapping[str, Any], most_samples: int) -> None:
+    def __init__(
+        self, manifest: Mapping[str, Any], most_samples: int, maps: Mapping[int, RowMap] = NO_MAPS
+    ) -> None:
+        self.maps = maps
         self.dense: list[str] = manifest["dense"]["names"]
         self.rows: dict[str, int] = {feature["name"]: feature["rows"] for feature in manifest["sparse"]}
         self.most_samples = most_samples
@@ -76,6 +85,12 @@ class Features:
     def checked(self, dense: Array, ids: Array, form: Form) -> Asked:
         """The values of a request of this ``form``: ``dense`` float32 [N, D] or [1, D], and its ``ids``
         int64. ``Refused`` names the one that is wrong."""
+        keys = None
+        if self.maps:
+            keys, ids = ids, ids.copy()
+            for place, own in self.maps.items():
+                mine = ids[form.slices[place]]
+                mine[:] = own(torch.from_numpy(mine)).numpy()
         # Taken as a number without a sign, a negative id is larger than any table.
         if form.limits is None:
             form.limits = np.repeat(self._limits[list(form.order)], form.counts)
@@ -91,7 +106,7 @@ class Features:
             raise bad(f"'{shown(self.dense[place])}' of sample {sample} is not a finite number of FP32")
         if len(dense) != form.samples:
             dense = np.broadcast_to(dense, (form.samples, dense.shape[1]))
-        return Asked(dense, ids, form)
+        return Asked(dense, ids, form, keys=keys)
 
     def _form(self, dense: int, bags: Sequence[int], lengths: Sequence[Array | int]) -> Form:
         """The form of a request with so many rows of dense features and bags of each feature. ``Refused`` if
@@ -195,6 +210,12 @@ class Heads:
         if len(rows) > self.features.most_samples:
             raise bad(f"the request has {len(rows)} samples, and {self.features.most_samples} is the most")
         return replace(self.features.asked(self._raw.inputs(rows)), rows=rows)
+
+    def anew(self, asked: Asked) -> Asked:
+        """The inputs of a request that another package was to score. ``Refused`` for what is wrong."""
+        if asked.rows:
+            return self.encoded(asked.rows)
+        return asked if asked.keys is None else self.features.checked(asked.dense, asked.keys, asked.form)
 
     def _keep(self, text: bytes, request: InferenceRequest, form: Form) -> None:
         """Keep what the JSON says if all values are in binary and as the model takes them."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
+from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Metric, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
@@ -172,12 +173,20 @@ class Gauges(Collector):
             ("ids_per_sample", "per_sample", "Ids for each sample"),
         ):
             yield _gauge(name, says, ("feature",), {(feature,): own[key] for feature, own in ids.items()})
-        wrong = CounterMetricFamily(
-            "recpipe_monitor_ids_out_of_range", "Ids that were refused", labels=("feature",)
-        )
-        for feature, own in ids.items():
-            wrong.add_metric((feature,), own["out_of_range"])
-        yield wrong
+        shares: dict[tuple[str, ...], Any] = {
+            (feature,): own["unknown"] for feature, own in ids.items() if "unknown" in own
+        }
+        says = "Share of ids without a row of their own"
+        yield _gauge("unknown", says, ("feature",), shares)
+        for name, key, says in (
+            ("ids_out_of_range", "out_of_range", "Ids that were refused"),
+            ("ids_unknown", "unknown_since_start", "Ids that were scored by the row of ids without one"),
+        ):
+            counter = CounterMetricFamily(f"recpipe_monitor_{name}", says, labels=("feature",))
+            for feature, own in ids.items():
+                if key in own:
+                    counter.add_metric((feature,), own[key])
+            yield counter
         posted = CounterMetricFamily(
             "recpipe_monitor_labels", "Requests whose labels came, by what was done", labels=("result",)
         )

@@ -45,11 +45,11 @@ class RawValues:
             self._encoding.require_types(REQUEST, batch.schema)
             columns = self._encoding.columns(batch, checks, labelled=False).columns
             checks.finish(skip=False)
+            made = self._encoding.to_rows(columns)
         except BadRow as fault:
             raise bad(fault.fault) from fault
         except DataError as fault:
             raise bad(str(fault)) from fault
-        made = self._encoding.to_rows(columns)
         single = [f.name for f in self._encoding.schema.sparse if f.name not in made.bags]
         inputs: dict[str, Array] = {DENSE: made.dense} if made.dense.shape[1] else {}
         inputs |= {name: np.asarray(made.ids[:, place], np.int64) for place, name in enumerate(single)}

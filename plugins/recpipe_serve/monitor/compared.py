@@ -20,6 +20,7 @@ ENOUGH = 1000
 """Samples, scored or labelled, from which on something is said to be off."""
 HIGHER_IS_BETTER = ("auc",)
 NEITHER = (CALIBRATION,)
+NOT_KNOWN = {"window": None, "reference": None}
 _NOT_JUDGED = ("logloss",)
 """Figures that move with the share of clicks; NE does not."""
 
@@ -128,8 +129,9 @@ def _of_ids(manifest: Mapping[str, Any], windows: Sequence[Windows], reference: 
     features = [feature["name"] for feature in manifest["sparse"]]
     counted = np.sum([own.ids.sum(axis=0) for own in windows], axis=0)
     wrong = np.sum([own.wrong for own in windows], axis=0)
-    samples, each, first = counted[0], counted[1 : 1 + len(features)], counted[1 + len(features) :]
-    found = {}
+    unknown = np.sum([own.unknown for own in windows], axis=0)
+    samples, (each, first, without) = counted[0], counted[1:].reshape(3, -1)
+    found: dict[str, Any] = {}
     for n, name in enumerate(features):
         known = reference["features"][name] if reference else {"row_0": None, "ids_per_sample": None}
         found[name] = {
@@ -140,6 +142,10 @@ def _of_ids(manifest: Mapping[str, Any], windows: Sequence[Windows], reference: 
             },
             "out_of_range": int(wrong[n]),
         }
+        if "map" in manifest["sparse"][n]:
+            share = float(without[n] / each[n]) if each[n] else None
+            found[name]["unknown"] = {"window": share, "reference": known.get("unknown")}
+            found[name]["unknown_since_start"] = int(unknown[n])
     return found
 
 
@@ -180,12 +186,16 @@ def _said(figures: Mapping[str, Any], reference: Any, bound: float) -> tuple[lis
                     f"{drift.SATURATED:g} of 0 or 1), in the reference {known:.1%}"
                 )
         for feature, own in figures["ids"].items():
-            row, count = own["row_0"], own["per_sample"]
-            if None not in row.values() and _apart(row["window"], row["reference"]) > bound:
-                off.append(
-                    f"{row['window']:.1%} of the ids of '{feature}' are row 0, which stands for a missing "
-                    f"value; in the reference {row['reference']:.1%}"
-                )
+            for row, what in (
+                (own["row_0"], "are row 0, which stands for a missing value"),
+                (own.get("unknown", NOT_KNOWN), "have no row of their own"),
+            ):
+                if None not in row.values() and _apart(row["window"], row["reference"]) > bound:
+                    off.append(
+                        f"{row['window']:.1%} of the ids of '{feature}' {what}; in the reference "
+                        f"{row['reference']:.1%}"
+                    )
+            count = own["per_sample"]
             each, usual = count["window"], count["reference"]
             if each is not None and not usual / 2 <= each <= usual * 2:
                 off.append(f"'{feature}' has {each:.2f} ids for each sample, in the reference {usual:.2f}")

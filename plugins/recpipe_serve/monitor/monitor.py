@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from recpipe.answers import figures as drift
+from recpipe.answers.score import DEFAULT_ROW
 from recpipe.errors import shown
 from recpipe.model.metrics import Kind
 from recpipe_serve.batching.scorer import Side
@@ -23,11 +24,14 @@ from recpipe_serve.errors import bad
 from recpipe_serve.monitor.compared import Compared, compare, judged_labels
 from recpipe_serve.monitor.windows import (
     AGAIN,
+    ALL_IDS,
     JOINED,
     LABELLED,
+    MISSING,
     SCORED,
     TOTALLED,
     UNKNOWN,
+    UNKNOWN_IDS,
     Kept,
     Sizes,
     Windows,
@@ -56,6 +60,8 @@ class Monitor:
         self.manifest, self.config, self.folder = manifest, config, folder
         self.tasks = {output["name"]: output["kind"] for output in manifest["outputs"]}
         self._features = len(manifest["sparse"])
+        self._grows = np.array(["map" in feature for feature in manifest["sparse"]], bool)
+        self._grow = bool(self._grows.any())
         self._reference = manifest.get("reference")
         sizes = Sizes(len(self.tasks), self._features, config.window, config.kept, drift.BINS)
         self._package = blake2b(json.dumps(manifest, sort_keys=True).encode(), digest_size=8).hexdigest()
@@ -73,34 +79,25 @@ class Monitor:
 
     def saw(self, sides: Sequence[Side], scores: NDArray[np.float32]) -> None:
         """Take in a batch: its ids, and its scores [B] or [B, T]."""
-        each, first = np.zeros(self._features), np.zeros(self._features)
+        ids = np.zeros((3, self._features))
         for side in sides:
+            features = list(side.features)
             if side.given_lengths is None:
-                missing = (side.ids.numpy() == 0).reshape(len(side.features), -1)
-                features = list(side.features)
-                each[features] = len(scores)
-                if side.of_sample is None:
-                    first[features] = missing.sum(axis=1)
-                else:
-                    first[features] = missing @ np.bincount(side.of_sample.numpy(), minlength=side.bags)
-                continue
-            lengths = side.lengths.numpy()
-            of_bags, features = lengths.reshape(len(side.features), -1), list(side.features)
-            if side.of_sample is None:
-                each[features] = own = of_bags.sum(axis=1)
-                first[features] = drift.first_rows(side.ids.numpy(), 1, own)
-                continue
-            shares = np.bincount(side.of_sample.numpy(), minlength=side.bags)
-            weights = np.repeat(np.tile(shares, len(features)), lengths)
-            each[features] = of_bags @ shares
-            first[features] = drift.first_rows(side.ids.numpy(), weights, of_bags.sum(axis=1))
+                ids[ALL_IDS, features] = len(scores)
+            else:
+                ids[ALL_IDS, features] = _in_samples(side, side.lengths.numpy().reshape(len(features), -1))
+            ids[MISSING, features] = _with_row(side, 0)
+            if self._grow:
+                ids[UNKNOWN_IDS, features] = _with_row(side, DEFAULT_ROW)
+        ids[UNKNOWN_IDS] *= self._grows
+        self.mine.unknown += ids[UNKNOWN_IDS].astype(np.int64)
         columns = scores.reshape(len(scores), -1)
         for start in range(0, len(columns), self.config.window):
             part = columns[start : start + self.config.window]
             heads, share = self.mine.heads, len(part) / len(columns)
             if heads[SCORED] + len(part) - heads[TOTALLED] > self.config.window:
                 self._total()
-            self.mine.add(part, each * share, first * share)
+            self.mine.add(part, ids * share)
 
     def keep(self, ident: str, scores: NDArray[np.float32]) -> None:
         """Keep the scores [N, T] of the request ``ident`` for its labels."""
@@ -180,6 +177,23 @@ class Monitor:
                 if file != self._file and file not in self._others:
                     self._others[file] = Windows(self.mine.sizes, file)
         return [self.mine, *self._others.values()]
+
+
+def _with_row(side: Side, row: int) -> NDArray[np.float64]:
+    """How many ids of each feature of a ``side`` have this ``row``, over all samples, [F]."""
+    found, features = side.ids.numpy() == row, len(side.features)
+    if side.given_lengths is None:
+        return _in_samples(side, found.reshape(features, -1))
+    running = np.concatenate([[0], np.cumsum(found)])[side.offsets.numpy()]
+    return _in_samples(side, np.diff(running).reshape(features, -1))
+
+
+def _in_samples(side: Side, bags: NDArray[Any]) -> NDArray[np.float64]:
+    """The sums of what each bag of each feature has, [F, bags], over the samples that have the bag, [F]."""
+    of_sample = side.of_sample
+    shares = np.ones(side.bags) if of_sample is None else np.bincount(of_sample.numpy(), minlength=side.bags)
+    found: NDArray[np.float64] = (bags @ shares).astype(np.float64)
+    return found
 
 
 def read_labels(entry: object, tasks: Mapping[str, Kind]) -> tuple[str, NDArray[np.float32]]:

@@ -50,15 +50,17 @@ class Sizes:
             "kept": ((self.kept, self.tasks), np.float32),
             "requests": ((places, WAYS), REQUEST),
             "pairs": ((self.window, 2, self.tasks), np.float32),
-            "ids": ((BLOCKS, 1 + 2 * self.features), np.float64),  # samples, ids, ids that are row 0
+            "ids": ((BLOCKS, 1 + 3 * self.features), np.float64),  # samples, ids, missing ones, unknown ones
             "totals": ((self.tasks, self.bins + 1), np.float64),  # samples by bin, and the sum of predictions
             "wrong": ((self.features,), np.int64),
+            "unknown": ((self.features,), np.int64),
             "posted": ((4,), np.int64),  # requests joined, unknown, and joined before; posts refused
         }
 
 
 SCORED, KEPT, LABELLED, TOTALLED = range(4)
 JOINED, UNKNOWN, AGAIN, REFUSED = range(4)
+ALL_IDS, MISSING, UNKNOWN_IDS = range(3)
 
 
 @dataclass(frozen=True)
@@ -109,21 +111,20 @@ class Windows:
             start += _bytes(shape, kind)
         self.heads, self.scores, self.pairs = found["heads"], found["scores"], found["pairs"]
         self.ids, self.totals, self.wrong = found["ids"], found["totals"], found["wrong"]
-        self.posted = found["posted"]
+        self.unknown, self.posted = found["unknown"], found["posted"]
         self._kept, self._requests = found["kept"], found["requests"]
 
-    def add(self, scores: Floats, each: NDArray[Any], first: NDArray[Any]) -> None:
-        """Put ``scores`` float32 [N, T] of at most a window of samples into the windows, and count their ids:
-        ``each`` [F] of a feature, of which ``first`` [F] are row 0."""
-        head, width, features = int(self.heads[SCORED]), self.sizes.window / BLOCKS, self.sizes.features
+    def add(self, scores: Floats, ids: NDArray[Any]) -> None:
+        """Put ``scores`` float32 [N, T] of at most a window of samples into the windows, and count their
+        ``ids`` [3, F]: of each feature all of them, those that are missing, and those that are unknown."""
+        head, width = int(self.heads[SCORED]), self.sizes.window / BLOCKS
         end = put(self.scores, head, scores)
         last = int((end - 1) // width)
         for begun in range(int((head - 1) // width) + 1, last + 1):
             self.ids[begun % BLOCKS] = 0
         block = self.ids[last % BLOCKS]
         block[0] += len(scores)
-        block[1 : 1 + features] += each
-        block[1 + features :] += first
+        block[1:] += ids.reshape(-1)
         self.heads[SCORED] = end
 
     def keep(self, ident: str, scores: Floats) -> None:

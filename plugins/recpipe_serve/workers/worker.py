@@ -117,6 +117,7 @@ class Worker:
             folder,
             number,
             self.loaded.preparation,
+            scorer.maps,
         )
         self.server.metrics.serves(self.loaded.package)
         if rows is not None:
@@ -170,8 +171,9 @@ class Worker:
         async with self._reloading:
             try:
                 loaded = await asyncio.to_thread(self._anew)
+                scorer = loaded.scorer
                 self.server.use(
-                    RequestScorer(loaded.scorer), loaded.scorer.manifest, loaded.package, loaded.preparation
+                    RequestScorer(scorer), scorer.manifest, loaded.package, loaded.preparation, scorer.maps
                 )
             except Exception as fault:
                 if not isinstance(fault, UserError):
