@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields, replace
 from datetime import datetime
+from itertools import chain
 from pathlib import Path
 from typing import Annotated, Any
 from zoneinfo import ZoneInfo
@@ -17,6 +18,7 @@ import yaml
 from annotated_types import Interval, MinLen
 
 from recpipe.common.validation import Count, Positive, Text, fitted, mapping, one_of, typed
+from recpipe.data.expressions import Expression, parse_expression
 from recpipe.data.schema import LABEL_KINDS, LabelColumn, Schema
 from recpipe.errors import DataError, UserError, nearest_or_all, shown
 from recpipe.plugin.tables import EVICTIONS, Growth, SparseFeature
@@ -256,6 +258,8 @@ class Feature:
 class Label:
     """What a model learns.
 
+    - ``expression``: what it is of several columns, instead of one ``column``: ``rating >= 4``
+      (``recpipe.data.expressions``); missing where one of them is.
     - ``kind`` is one of ``LABEL_KINDS``; None: what the model's loss takes.
     - ``weight``: a column of numbers >= 0, how much each sample counts for this label.
     - ``missing``: further values that are none, as text, as of a ``Feature``.
@@ -269,11 +273,31 @@ class Label:
     weight: Text | None = None
     missing: tuple[Text, ...] = ()
     on_missing: Annotated[str, one_of("error", "mask")] | None = None
+    expression: Text | None = None
+
+    def __post_init__(self) -> None:
+        if self.parsed is not None and self.column is not None:
+            raise UserError(
+                f"data.features, label {shown(self.name)}: column and expression both say what it is; "
+                "state one of them"
+            )
+
+    @property
+    def parsed(self) -> Expression | None:
+        """Its expression, checked; ``UserError`` if it is none."""
+        if self.expression is None:
+            return None
+        return parse_expression(self.expression, f"data.features, label {shown(self.name)}")
 
     @property
     def source(self) -> str:
-        """The name of its column."""
+        """The name of its column; of an expression, its own."""
         return self.name if self.column is None else self.column
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        """The columns that say what it is."""
+        return (self.source,) if self.parsed is None else self.parsed.columns
 
 
 @dataclass(frozen=True)
@@ -343,8 +367,12 @@ class Features:
     @property
     def of_labels(self) -> list[str]:
         """The columns of labels and of weights."""
-        weights = [self.weight, *(label.weight for label in self.labels)]
-        return [*(label.source for label in self.labels), *filter(None, weights)]
+        return [*chain.from_iterable(label.columns for label in self.labels), *self.weights]
+
+    @property
+    def weights(self) -> list[str]:
+        """The columns of weights."""
+        return [*filter(None, [self.weight, *(label.weight for label in self.labels)])]
 
     def masks(self, label: Label) -> bool:
         """Whether a sample without ``label`` has weight 0 for it."""

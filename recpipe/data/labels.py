@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import NamedTuple
 
@@ -10,6 +11,7 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from recpipe.data.columns import Float32
+from recpipe.data.expression_values import values_of
 from recpipe.data.features import Feature, Features, Label
 from recpipe.data.files import RowChecks
 from recpipe.data.schema import LABEL_KINDS
@@ -42,7 +44,7 @@ def read_labels(rows: pa.RecordBatch, features: Features, checks: RowChecks) -> 
     is missing and masked, 0. Rows with values that cannot be are marked in ``checks``."""
     found, weights, missing = [], [], dict[str, int]()
     for label in features.labels:
-        values, known = _label(checks, label, rows[label.source], features.masks(label))
+        values, known = _label(checks, label, rows, features.masks(label))
         missing[label.name] = int((~known).sum())
         own = known.astype(np.float64)
         for name in filter(None, (features.weight, label.weight)):
@@ -54,12 +56,18 @@ def read_labels(rows: pa.RecordBatch, features: Features, checks: RowChecks) -> 
     return Labels(np.stack(found, 1) if several else found[0], joined, missing)
 
 
-def _label(checks: RowChecks, label: Label, array: pa.Array, masked: bool) -> tuple[Float32, Bools]:
+def _label(checks: RowChecks, label: Label, rows: pa.RecordBatch, masked: bool) -> tuple[Float32, Bools]:
     """float32 labels, 0 where they are missing, and whether each is known. Rows with one that is not of its
     kind, or missing unless that is ``masked``, are bad."""
-    kind, show = LABEL_KINDS[label.kind or "clicks"], partial(value_at, array)
-    found = read_numbers(array, Feature(label.name, "dense", missing=label.missing))
+    kind, expression = LABEL_KINDS[label.kind or "clicks"], label.parsed
+    if expression is None:
+        found = read_numbers(rows[label.source], Feature(label.name, "dense", missing=label.missing))
+    else:
+        found = values_of(expression, rows, label.missing, checks)
     values = np.where(found.missing | ~found.valid, np.nan, found.values)
+    show: Callable[[int], object] = values.item
+    if expression is None:
+        show = partial(value_at, rows[label.source])
     with np.errstate(over="ignore"):
         stored = values.astype(np.float32)
     valid = kind.fits(values) & np.isfinite(stored)

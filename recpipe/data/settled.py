@@ -9,6 +9,7 @@ from dataclasses import replace
 import pyarrow as pa
 
 from recpipe.data.encoding import element_of
+from recpipe.data.expression_values import require_types
 from recpipe.data.features import Feature, Features
 from recpipe.data.values import is_list, plain_type, require_type
 from recpipe.errors import DataError, shown
@@ -40,11 +41,22 @@ def settled(
         found.append(feature)
     dense = tuple(_sized(feature, *types[feature.source]) for feature in features.dense)
     made = replace(features, dense=dense, sparse=tuple(found))
-    numbers = [Feature(name, "dense") for name in features.of_labels] * labelled
-    for feature in (*numbers, *made.dense, *(f for f in made.sparse if not f.of)):
+    if labelled:
+        require_labels(features, types)
+    for feature in (*made.dense, *(f for f in made.sparse if not f.of)):
         kind, where = types[feature.source]
         require_type(str(where), feature.source, kind, feature)
     return made
+
+
+def require_labels(features: Features, types: Types) -> None:
+    """``DataError`` for a column that cannot be what the labels, or their weights, take it for."""
+    for name in [label.source for label in features.labels if label.parsed is None] + features.weights:
+        kind, where = types[name]
+        require_type(str(where), name, kind, Feature(name, "dense"))
+    for label in features.labels:
+        if label.parsed is not None:
+            require_types(label.parsed, types)
 
 
 def _sized(feature: Feature, kind: pa.DataType, where: object) -> Feature:

@@ -21,12 +21,12 @@ from recpipe.data.encoding import Encoding, element_of
 from recpipe.data.features import Feature, Features
 from recpipe.data.files import RowChecks
 from recpipe.data.preparation import Preparation
-from recpipe.data.settled import settled
+from recpipe.data.settled import require_labels, settled
 from recpipe.data.stream.chunks import Buffer, Chunk, Offset, Position, Samples, StreamSource
 from recpipe.data.stream.folder import Folder
 from recpipe.data.stream.kafka import Kafka
 from recpipe.data.stream.redis import Redis
-from recpipe.data.values import alike, require_type, whole_text
+from recpipe.data.values import alike, whole_text
 from recpipe.distributed.launch import ProcessRank
 from recpipe.errors import DataError, UserError, shown
 from recpipe.plugin.batch import Batch
@@ -184,8 +184,7 @@ class Stream(Dataset):
         """Whether its columns can be the features and labels, likewise."""
         features, kinds = self.encoding.features, chunk.rows.schema
         try:
-            for name in features.of_labels:
-                require_type(chunk.where, name, kinds.field(name).type, Feature(name, "dense"))
+            require_labels(features, {kind.name: (kind.type, chunk.where) for kind in kinds})
             inputs = dict.fromkeys(features.inputs)
             self.encoding.require_types(chunk.where, pa.schema([kinds.field(name) for name in inputs]))
         except DataError as fault:
