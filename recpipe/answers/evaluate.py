@@ -5,8 +5,9 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from itertools import accumulate, pairwise
 from time import perf_counter
-from typing import Annotated, Any
+from typing import Annotated, Any, cast
 
 import numpy as np
 import pyarrow as pa
@@ -26,9 +27,12 @@ from recpipe.common.files import RunDir
 from recpipe.common.meter import Meter
 from recpipe.common.validation import Positive, one_of
 from recpipe.common.validation import Text as Word
-from recpipe.data.config import SamplesConfig
-from recpipe.data.dataset import SplitName
+from recpipe.data.config import DataConfig, FilesConfig, SamplesConfig
+from recpipe.data.dataset import Dataset, SplitName
+from recpipe.data.files import RowChecks
+from recpipe.data.row_parts import RowParts
 from recpipe.data.schema import Schema
+from recpipe.data.split import WORDS
 from recpipe.errors import DataError, UserError, nearest_or_all, shown
 from recpipe.model.metrics import Kind
 from recpipe.report import figures
@@ -46,8 +50,9 @@ MISSING = "missing"
 class EvaluateOptions:
     """The options of ``recpipe evaluate``."""
 
-    split: Annotated[str, one_of("all", "eval")] = "all"
-    """``all``: every row of the data; ``eval``: its later part, ``data.eval_fraction`` of it."""
+    split: Annotated[str, one_of("all", "eval", "test")] = "all"
+    """``all``: every row of the data, of ``data.path`` if it has one; ``eval``: those held out while it was
+    trained; ``test``: those held out for the finished model."""
     by: Word | None = None
     """A column by whose values the rows are told apart as well."""
     by_top: Positive = 10
@@ -58,21 +63,18 @@ def evaluate(trained: Trained, options: EvaluateOptions, run_dir: RunDir) -> dic
     """Score the data of ``trained`` and return the content of evaluation.json."""
     config = trained.cfg.data
     if options.split == "all" and isinstance(config, SamplesConfig):
-        data = replace(config, eval_fraction=0.0, last_batch="keep")
-        trained = replace(trained, cfg=replace(trained.cfg, data=data))
+        trained = replace(trained, cfg=replace(trained.cfg, data=config.whole()))
     dataset = trained.dataset
-    asked: list[SplitName] = ["eval"] if options.split == "eval" else ["train", "eval"]
-    splits = [split for split in asked if dataset.size(split)]
+    asked = dataset.splits if options.split == "all" else (cast(SplitName, options.split),)
+    splits = [split for split in asked if split in dataset.splits and dataset.size(split)]
     if not splits:
-        raise UserError(
-            f"split={options.split}: the data holds nothing out; set data.eval_fraction, or take split=all"
-        )
+        key = "data.test_fraction" if options.split == "test" else "data.eval_fraction"
+        raise UserError(f"split={options.split}: the data holds nothing out; set {key}, or take split=all")
     with trained.scoring(dataset, run_dir) as scoring:
         rows = sum(dataset.size(split) for split in splits)
         slicer = of_batches = None
         if options.by is not None:
-            first = dataset.size("train") if options.split == "eval" else 0
-            slicer = slicer_of_files(trained, options.by, first, rows, dataset.rejected_rows)
+            slicer = slicer_of_files(trained, options.by, dataset, options.split)
             if slicer is None:  # no files have the column: the batches' own values are taken
                 slicer = of_batches = Slicer(options.by)
         log.info("scoring %s rows of %s", f"{rows:,}", trained.directory)
@@ -175,7 +177,7 @@ def print_evaluation(content: Mapping[str, Any]) -> None:
 def _rows(content: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     data = content["data"]
     where = f" of {data['path']}" if data["path"] else ""
-    part = ", the held-out part" if data["split"] == "eval" else ""
+    part = {"eval": ", the held-out part", "test": ", the part for testing"}.get(data["split"], "")
     rejected = f", {figures.count(data['rejected_rows'])} bad rows left out" if data["rejected_rows"] else ""
     yield "data", f"{data['name']}: {figures.count(data['samples'])} rows{where}{part}{rejected}"
     yield "checkpoint", f"{content['checkpoint']}, step {figures.count(content['step'])}"
@@ -283,26 +285,22 @@ def _buckets(values: NDArray[np.float32], top: int) -> Iterator[RowSlice]:
         yield RowSlice(MISSING, missing)
 
 
-def slicer_of_files(trained: Trained, column: str, first: int, rows: int, rejected: int) -> Slicer | None:
-    """The slicer with rows [``first``, ``first + rows``) of ``column`` as the files have it; None if the
-    data has no such files, whose batches then have the values. ``rejected``: rows that were left out."""
+def slicer_of_files(trained: Trained, column: str, dataset: Dataset, part: str) -> Slicer | None:
+    """The slicer with the rows of a ``part`` of ``dataset`` (``EvaluateOptions.split``) of ``column`` as the
+    files have it; None if the data has no such files, whose batches then have the values."""
     config = trained.cfg.data
     if not has_columns(config):
         return None
-    if rejected:
+    if dataset.rejected_rows:
         raise UserError(
-            f"by={column}: {rejected:,} bad rows were left out of the data, so that the column cannot be "
-            "matched; correct the file, and drop data.on_bad_row=skip"
+            f"by={column}: {dataset.rejected_rows:,} bad rows were left out of the data, so that the column "
+            "cannot be matched; correct the file, and drop data.on_bad_row=skip"
         )
     columns = trained.trained_on.columns
     dense = columns is not None and column in columns.dense
-    slicer, at = Slicer(column), 0
-    for block in read_columns(config, [column]):
-        low, high = max(first - at, 0), min(first + rows - at, len(block))
-        at += len(block)
-        if low < high:
-            values = block.column(0).slice(low, high - low).combine_chunks()
-            values = values.chunk(0) if isinstance(values, pa.ChunkedArray) else values
+    slicer = Slicer(column)
+    for values in _values_of_part(config, column, dataset, part):
+        if len(values):
             kind = values.type
             if pa.types.is_nested(kind):
                 raise DataError(
@@ -314,6 +312,38 @@ def slicer_of_files(trained: Trained, column: str, first: int, rows: int, reject
                 values = values.cast(pa.float64())
             slicer.add(values, dense or pa.types.is_floating(kind))
     return slicer
+
+
+def _values_of_part(config: DataConfig, column: str, dataset: Dataset, part: str) -> Iterator[pa.Array]:
+    """The values of a column in the rows of one part of ``dataset``, in the files' order."""
+    split = None
+    if isinstance(config, FilesConfig):
+        split = config.rows_split
+        own = {"eval": config.eval_path, "test": config.test_path}.get(part)
+        if own:
+            config, part = replace(config.whole(), path=own), "all"
+    if split is not None and part != "all":
+        number, of_row = WORDS.index("valid" if part == "eval" else part), RowParts(split)
+        names = list(dict.fromkeys([column, split.column]))
+        for block in read_columns(config, names):
+            key = _one_chunk(block.column(len(names) - 1))
+            parts = of_row.of(key, RowChecks(str(config.name), 1, len(key)))
+            yield _one_chunk(block.column(0)).filter(pa.array(parts == number))
+        return
+    sizes = [dataset.size(each) for each in dataset.splits]
+    sizes[0] += dataset.dropped_samples
+    place = dict(zip(dataset.splits, pairwise(accumulate(sizes, initial=0)), strict=True))
+    first, end = (0, sum(sizes)) if part == "all" else place[cast(SplitName, part)]
+    at = 0
+    for block in read_columns(config, [column]):
+        low, high = max(first - at, 0), min(end - at, len(block))
+        at += len(block)
+        yield _one_chunk(block.column(0).slice(low, max(0, high - low)))
+
+
+def _one_chunk(column: pa.ChunkedArray) -> pa.Array:
+    made = column.combine_chunks()
+    return made.chunk(0) if isinstance(made, pa.ChunkedArray) else made
 
 
 def add_of_batch(slicer: Slicer, batch: Any, schema: Schema | None) -> None:

@@ -143,8 +143,8 @@ def _scored(
         for task in scoring.tasks.values()
     ]
     streamed = dataset if isinstance(dataset, StreamedDataset) else None
-    total, rows, started = sum(dataset.size(s) for s in ("train", "eval")), 0, perf_counter()
-    splits = (scoring.checked(dataset.batches(s, scoring.batch_size)) for s in ("train", "eval"))
+    total, rows, started = sum(map(dataset.size, dataset.splits)), 0, perf_counter()
+    splits = (scoring.checked(dataset.batches(s, scoring.batch_size)) for s in dataset.splits)
     batches = (batch for split in splits for batch in split)
     with Meter() as meter:
         for scored in scoring.scores(batches, labelled=False):

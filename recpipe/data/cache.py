@@ -10,11 +10,13 @@ import os
 import shutil
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import numpy as np
+from numpy.typing import NDArray
 
 from recpipe.common.meter import Meter
 from recpipe.common.own_cache import CACHE_HOME, default_cache_dir, own_folder, private_files, require_own
@@ -25,6 +27,7 @@ from recpipe.data.learned import STEP, Between, Learned
 from recpipe.data.preparation import Preparation
 from recpipe.data.prepared import FORMAT_VERSION, META, Mapped, Meta, check_prepared
 from recpipe.data.schema import IdRule, Schema
+from recpipe.data.split import TEST, TRAIN, VALID, WORDS, Parts
 from recpipe.data.writer import PreparedWriter
 from recpipe.errors import DataError
 
@@ -81,13 +84,32 @@ class Learns(Source, Protocol):
     """How many ids the vocabularies lack, by feature."""
 
     def learn(self, between: Between, samples: int) -> None:
-        """Learn from the training part of ``samples`` samples that ``blocks`` gave."""
+        """Learn from the first ``samples`` samples, which are those for training."""
 
     def use(self, learned: Learned) -> None:
         """Encode with what was ``learned`` before."""
 
     def finished(self, columns: Columns) -> Columns:
         """Samples of ``blocks`` that came before all was learned."""
+
+    def parts(self, counts: Parts) -> Parts:
+        """As of ``Splits``."""
+
+
+@runtime_checkable
+class Splits(Source, Protocol):
+    """A source that says which samples train, validate and test, if it ``splits``."""
+
+    splits: bool
+    in_order: bool
+    """Whether training samples come first, then those that validate."""
+
+    def split_blocks(self) -> Iterator[tuple[Columns, NDArray[np.uint8], float]]:
+        """``blocks`` with the part of each sample, uint8 [n]."""
+
+    def parts(self, counts: Parts) -> Parts:
+        """How many samples are of each part if the rows, or their files, say it of so many; the latest of the
+        training samples may be held out as well. ``DataError`` if a part has none."""
 
 
 def cache_key(source: Source) -> str:
@@ -178,9 +200,11 @@ def _write(source: Source, target: Path) -> None:
     started = time.perf_counter()
     try:
         opened = PreparedWriter(temporary, source.schema, source.multi_hot, _wide(source), source.kept)
-        blocks, unseen, learned = source.blocks(), {}, None
+        parting = _Parting(source, temporary) if isinstance(source, Splits) and source.splits else None
+        blocks = source.blocks() if parting is None else parting.blocks()
+        unseen, learned = dict[str, int](), None
         if isinstance(source, Learns) and not source.encoding.is_complete:
-            blocks = _after_learning(source, temporary / "read")
+            blocks = _after_learning(source, blocks, temporary / "read", parting)
         with opened as writer, Meter() as meter:
             for columns, share in blocks:
                 writer.append(columns)
@@ -188,7 +212,8 @@ def _write(source: Source, target: Path) -> None:
                     meter.show(share, f"preparing data  {writer.rows:,} rows  {share:.0%}")
             if isinstance(source, Learns) and source.encoding.learned is not None:
                 unseen, learned = source.unseen, source.encoding.learned.to_dict()
-            meta = writer.finish(source.rejected_rows, source.missing, unseen, learned)
+            parts = () if parting is None or not writer.rows else parting.parts
+            meta = writer.finish(source.rejected_rows, source.missing, unseen, learned, parts)
         if meta.samples == 0:
             raise DataError(f"{source.files[0]}: no usable rows ({meta.rejected_rows} rejected)")
         temporary.chmod(0o700)
@@ -206,20 +231,81 @@ def _write(source: Source, target: Path) -> None:
     )
 
 
-def _after_learning(source: Learns, folder: Path) -> Iterator[tuple[Columns, float]]:
-    """The samples of ``source``, which are read into ``folder`` first, so that the files are read once."""
+class _Parting:
+    """The samples of ``source`` by their parts: those that train, then those that validate, then those that
+    test, each in the order of the files. Held-out ones wait in ``folder`` until those before have come."""
+
+    def __init__(self, source: Splits, folder: Path) -> None:
+        self.source, self.folder = source, folder
+        self.counts = [0, 0, 0]
+        """Samples of each part so far."""
+
+    @property
+    def parts(self) -> Parts:
+        """How many samples are of each part, once all have come."""
+        return self.source.parts(Parts(*self.counts))
+
+    def blocks(self) -> Iterator[tuple[Columns, float]]:
+        """As of ``Source``."""
+        with ExitStack() as stack:
+            waiting: dict[int, PreparedWriter] = {}
+            if not self.source.in_order:
+                waiting = {part: stack.enter_context(self._writer(part)) for part in (VALID, TEST)}
+            for columns, parts, share in self.source.split_blocks():
+                for part, count in enumerate(np.bincount(parts, minlength=len(self.counts)).tolist()):
+                    self.counts[part] += count
+                for part, writer in waiting.items():
+                    if (parts == part).any():
+                        writer.append(columns.where(parts == part))
+                yield columns.where(parts == TRAIN) if waiting and parts.any() else columns, share
+            for writer in waiting.values():
+                yield from ((columns, 1.0) for columns in _written(writer))
+
+    def _writer(self, part: int) -> PreparedWriter:
+        source = self.source
+        whole = not isinstance(source, Learns) or source.encoding.is_complete
+        return PreparedWriter(
+            self.folder / WORDS[part],
+            source.schema,
+            source.multi_hot,
+            _wide(source),
+            source.kept,
+            np.float32 if whole else np.float64,
+        )
+
+
+def _written(writer: PreparedWriter) -> Iterator[Columns]:
+    """What was written, in blocks; then its folder is removed."""
+    meta = writer.finish(0)
+    mapped = Mapped(writer.directory, meta) if meta.samples else None
+    for low in range(0, meta.samples, STEP):
+        assert mapped is not None
+        found = mapped.between(low, min(low + STEP, meta.samples))
+        # Of 8 bytes as sources give them: in how many they are written depends on all of them.
+        bags = {name: bag.trimmed() for name, bag in found.bags.items()}
+        bags = {name: replace(bag, values=bag.values.astype(np.int64)) for name, bag in bags.items()}
+        yield replace(found, ids=found.ids.astype(np.int64), bags=bags)
+    shutil.rmtree(writer.directory)
+
+
+def _after_learning(
+    source: Learns, blocks: Iterator[tuple[Columns, float]], folder: Path, parting: _Parting | None
+) -> Iterator[tuple[Columns, float]]:
+    """The samples in ``blocks`` of ``source``, which are read into ``folder`` first, so that files are read
+    once."""
     read = PreparedWriter(
         folder, source.schema, source.multi_hot, source.encoding.wide, source.kept, np.float64
     )
     with read as writer, Meter() as meter:
-        for columns, share in source.blocks():
+        for columns, share in blocks:
             writer.append(columns)
             if meter.due:
                 meter.show(share / 2, f"reading data  {writer.rows:,} rows  {share:.0%}")
         meta = writer.finish(source.rejected_rows)
     if meta.samples:
         mapped, began = Mapped(folder, meta), time.perf_counter()
-        source.learn(mapped.between, meta.samples)
+        parts = source.parts(Parts(meta.samples, 0, 0)) if parting is None else parting.parts
+        source.learn(mapped.between, parts.train)
         log.info("learned what features need of the training part in %.1f s", time.perf_counter() - began)
         for low in range(0, meta.samples, STEP):
             high = min(low + STEP, meta.samples)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Annotated, Any, get_type_hints
+from typing import Annotated, Any, Self, get_type_hints
 
 from annotated_types import Gt, Interval, MinLen
 from omegaconf import DictConfig, OmegaConf
@@ -15,6 +15,7 @@ from recpipe.common.words import Amount
 from recpipe.data.features import Features, Rows, parse_features, read_features, short_form
 from recpipe.data.files import TextRules
 from recpipe.data.schema import LABEL_KINDS
+from recpipe.data.split import Split
 from recpipe.errors import UserError, nearest_or_all, shown
 from recpipe.plugin.calls import blame
 from recpipe.plugin.errors import PluginLoadError
@@ -42,11 +43,17 @@ class SamplesConfig(DataConfig):
     """The keys of sources whose samples recpipe puts into batches.
 
     ``eval_fraction`` in [0, 1): the share of the samples, the latest ones, that is held out. ``last_batch``:
-    train an epoch's short last batch (``keep``) or leave it out (``drop``).
+    train an epoch's short last batch (``keep``) or leave it out (``drop``). ``test_fraction``: the share that
+    is held out for the finished model alone, later than that of ``eval_fraction``.
     """
 
     eval_fraction: Annotated[float, Interval(ge=0.0, lt=1.0)] = 0.2
     last_batch: Annotated[str, one_of("keep", "drop")] = "keep"
+    test_fraction: Annotated[float, Interval(ge=0.0, lt=1.0)] = 0.0
+
+    def whole(self) -> Self:
+        """All samples of ``path``, or all that are generated, in their own order and in one part."""
+        return dataclasses.replace(self, eval_fraction=0.0, test_fraction=0.0, last_batch="keep")
 
 
 @dataclasses.dataclass
@@ -201,13 +208,40 @@ class RecordsConfig(DataConfig):
 
 @dataclasses.dataclass
 class FilesConfig(FileConfig, RecordsConfig):
-    """Files of any schema."""
+    """Files of any schema. ``split``: which rows validate and test (``Split``); ``eval_path``, ``test_path``:
+    files of such rows."""
 
     name: str = "files"
+    split: dict[str, Any] | None = None
+    eval_path: FilePath | list[FilePath] | None = None
+    test_path: FilePath | list[FilePath] | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        self._require_one_split()
         self.require_columns()
+
+    def _require_one_split(self) -> None:
+        """``UserError`` where two keys say which samples validate, or which test."""
+        others: dict[str, object] = {
+            "data.eval_path": self.eval_path,
+            "data.test_path": self.test_path,
+            "data.test_fraction": self.test_fraction,
+        }
+        said = [key for key, value in others.items() if value]
+        first = "data.split" if self.split is not None else "data.test_fraction" if self.test_fraction else ""
+        if first and (rest := [key for key in said if key != first]):
+            raise UserError(f"{first} and {rest[0]} both say which samples are held out: state one")
+        _ = self.rows_split
+
+    @property
+    def rows_split(self) -> Split | None:
+        """``split``, parsed; ``UserError`` if it cannot be used."""
+        return None if self.split is None else Split.of(self.split)
+
+    def whole(self) -> Self:
+        """All samples of ``path``, in their own order and in one part."""
+        return dataclasses.replace(super().whole(), split=None, eval_path=None, test_path=None)
 
 
 @dataclasses.dataclass

@@ -1,4 +1,4 @@
-"""The interface of a data set: a schema, two splits, and batches from any position."""
+"""The interface of a data set: a schema, its splits, and batches from any position."""
 
 from __future__ import annotations
 
@@ -13,11 +13,12 @@ import numpy as np
 
 from recpipe.data.preparation import Preparation
 from recpipe.data.schema import Schema
+from recpipe.data.split import Parts
 from recpipe.distributed.ranks import part_of
 from recpipe.errors import DataError, Interruption, UserError
 from recpipe.plugin.batch import Batch, BatchShare, total_weight
 
-SplitName = Literal["train", "eval"]
+SplitName = Literal["train", "eval", "test"]
 ENDLESS = 2**50
 """Stands for the number of samples of a stream."""
 
@@ -28,6 +29,9 @@ class WaitingStopped(Interruption):
 
 class Dataset(ABC):
     """Samples in time order; ``eval`` is the later ``data.eval_fraction`` of them.
+
+    Those of ``eval`` judge a model while it trains, and those of ``test``, where there are ``splits`` of that
+    name, once it is finished.
 
     ``fingerprint`` identifies content and preparation (equal fingerprints, equal batches);
     ``rejected_rows`` counts input rows that ``data.on_bad_row=skip`` left out.
@@ -51,6 +55,8 @@ class Dataset(ABC):
     """How many training samples ``data.last_batch=drop`` leaves out of every epoch."""
     gives_parts: bool = True
     """Whether ``batches`` can read just a ``part``; otherwise it ignores ``part`` and gives whole batches."""
+    splits: tuple[SplitName, ...] = ("train", "eval")
+    """What ``size`` and ``batches`` may be asked for."""
     rereads: bool = True
     """Whether reading the training samples again gives the same samples and draws no random numbers."""
     preparation: Preparation | None = None
@@ -121,27 +127,46 @@ class NumberedDataset(Dataset):
     """A data set whose samples are made by number: 0 to N - 1 in time order, training samples first."""
 
     schema: Schema
+    splits = ("train", "eval", "test")
 
     def __init__(self, samples: int, eval_fraction: float) -> None:
         self.samples = samples
-        self.train_samples = self._eval_start = train_size(samples, eval_fraction)
+        self._part(Parts(samples, 0, 0).held_out(eval_fraction, 0.0))
+
+    def _part(self, parts: Parts) -> None:
+        """Let the samples be of these ``parts``, in this order."""
+        self.train_samples = parts.train
+        self._held_out: dict[SplitName, tuple[int, int]] = {
+            "eval": (parts.train, parts.train + parts.valid),
+            "test": (parts.train + parts.valid, sum(parts)),
+        }
+
+    def hold_out(self, eval_fraction: float, test_fraction: float) -> None:
+        """Let the last ``test_fraction`` of all samples be for testing, and the ``eval_fraction`` before it
+        for validation; ``DataError`` if none is left for training."""
+        self._part(Parts(self.samples, 0, 0).held_out(eval_fraction, test_fraction))
+        self._changed(f"test {test_fraction!r}")
+
+    def _changed(self, how: str) -> None:
+        self.fingerprint = hashlib.blake2b(f"{self.fingerprint} {how}".encode(), digest_size=16).hexdigest()
 
     @abstractmethod
     def samples_between(self, low: int, high: int) -> Batch:
-        """Samples ``low`` to ``high`` (excluded), numbered over both splits; none if the two are equal.
+        """Samples ``low`` to ``high`` (excluded), numbered over all splits; none if the two are equal.
 
         Called in the thread that draws the batch (see ``Dataset``), for several iterators at the same time.
         """
 
     def size(self, split: SplitName) -> int:
         """Number of samples in ``split``."""
-        return self.train_samples if split == "train" else self.samples - self._eval_start
+        low, high = (0, self.train_samples) if split == "train" else self._held_out[split]
+        return high - low
 
     def batches(
         self, split: SplitName, batch_size: int, first: int = 0, part: tuple[int, int] | None = None
     ) -> Iterator[Batch]:
         """Batches from ``first`` on; with ``part``, the samples of other parts are not read."""
-        start = 0 if split == "train" else self._eval_start
+        start = 0 if split == "train" else self._held_out[split][0]
         end = start + self.size(split)
         for low in range(start + first * batch_size, end, batch_size):
             high = min(low + batch_size, end)
@@ -170,16 +195,7 @@ class NumberedDataset(Dataset):
                 f"{self.dropped_samples} training samples. Lower data.batch_size or pass data.last_batch=keep"
             )
         if self.dropped_samples:
-            identity = f"{self.fingerprint} {self.train_samples}"
-            self.fingerprint = hashlib.blake2b(identity.encode(), digest_size=16).hexdigest()
-
-
-def train_size(samples: int, eval_fraction: float) -> int:
-    """How many of ``samples`` are for training, from the first one on; ``DataError`` if that is none."""
-    train = samples - round(samples * eval_fraction)
-    if train < 1:
-        raise DataError(f"data.eval_fraction={eval_fraction} leaves none of {samples} samples for training")
-    return train
+            self._changed(str(self.train_samples))
 
 
 T = TypeVar("T")

@@ -49,9 +49,10 @@ def open_dataset(
     """Open the data set of a ``data`` node. Files are prepared into the cache unless that has been done
     already.
 
-    ``seed`` matters only for generated data. ``given`` is the data set that a caller brings for
-    ``data=given``. ``trained_by``: how the data of a trained model were prepared, of which what was learned
-    is used instead of learning anew. ``UserError`` for a recipe or a file that cannot be used.
+    ``seed`` matters only for generated data. ``given`` is the data set
+    that a caller brings for ``data=given``. ``trained_by``: how the data of a trained model were prepared, of
+    which what was learned is used instead of learning anew. ``UserError`` for a recipe or a file that cannot
+    be used.
     """
     config = parse_config(cfg)
     if isinstance(config, GivenConfig):
@@ -64,11 +65,26 @@ def open_dataset(
         return given
     dataset = _open(config, seed, trained_by)
     dataset.read_ahead = config.read_ahead
-    if isinstance(config, SamplesConfig) and config.last_batch == "drop":
-        if not isinstance(dataset, NumberedDataset):
-            raise UserError(f"data.last_batch=drop: data={config.name} cannot leave its short batch out")
-        dataset.drop_short_batch(config.batch_size)
+    if isinstance(config, SamplesConfig):
+        _arrange(dataset, config)
     return dataset
+
+
+def _arrange(dataset: Dataset, config: SamplesConfig) -> None:
+    """Split the samples as the recipe says."""
+    asked = {
+        "data.test_fraction": bool(config.test_fraction),
+        "data.last_batch=drop": config.last_batch == "drop",
+    }
+    if not any(asked.values()):
+        return
+    if not isinstance(dataset, NumberedDataset):
+        key = next(key for key, said in asked.items() if said)
+        raise UserError(f"{key}: the samples of data={config.name} have no numbers; leave it out")
+    if config.test_fraction:
+        dataset.hold_out(config.eval_fraction, config.test_fraction)
+    if config.last_batch == "drop":
+        dataset.drop_short_batch(config.batch_size)
 
 
 def _open(config: DataConfig, seed: int, trained_by: Preparation | None) -> Dataset:

@@ -35,6 +35,7 @@ from recpipe.data.dataset import NumberedDataset
 from recpipe.data.files import map_npy
 from recpipe.data.id_mapper import IdMapper
 from recpipe.data.schema import IdRule, Schema
+from recpipe.data.split import Parts
 from recpipe.errors import DataError
 from recpipe.plugin.batch import Batch, total_weight
 
@@ -73,6 +74,9 @@ class Meta:
     """What was learned from the training part (``Learned.to_dict``)."""
     labels: tuple[str, ...] = ()
     """The names of the labels; (): there is one, without a name."""
+    parts: tuple[int, ...] = ()
+    """How many samples train, validate and test, which lie in this order; (): it is decided when the data are
+    opened."""
 
     def to_json(self) -> str:
         """The text of ``meta.json``, whose last entry is a digest of the others."""
@@ -124,6 +128,7 @@ class Meta:
                     unseen={str(name): int(count) for name, count in values.get("unseen", {}).items()},
                     learned=values.get("learned"),
                     labels=tuple(map(str, values.get("labels", ()))),
+                    parts=tuple(map(int, values.get("parts", ()))),
                 )
         except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise DataError(
@@ -277,23 +282,26 @@ class Mapped:
 
 class PreparedDataset(NumberedDataset):
     """A prepared directory as a data set with the table rows of ``schema``; the operating system's page cache
-    is the only cache.
+    is the only cache. ``eval_fraction`` is held out unless preparation has split the samples.
 
-    ``fingerprint`` covers the content of the arrays as rows of tables, the schema and ``eval_fraction``, but
+    ``fingerprint`` covers the content of the arrays as rows of tables, the schema and the split, but
     not the files' location. It is found once for each schema, and kept beside the files. ``BeyondTable`` if
     the data are of rows, and one is not in its table.
     """
 
     def __init__(self, directory: Path, eval_fraction: float, schema: Schema) -> None:
         meta = Meta.read(directory)
-        super().__init__(meta.samples, eval_fraction)
+        super().__init__(meta.samples, 0.0 if meta.parts else eval_fraction)
+        if meta.parts:
+            self._part(Parts(*meta.parts))
         self.schema, self.rejected_rows = schema, meta.rejected_rows
         self.missing = {name: count for name, count in meta.missing.items() if count}
         self.unseen = {name: count for name, count in meta.unseen.items() if count}
         self._mapped = Mapped(directory, meta)
         self._to_rows = IdMapper(schema, meta.multi_hot, cast(tuple[IdRule, ...], meta.kept))
         self._make = BatchMaker(schema, meta.multi_hot)
-        identity = f"{meta.identity(schema, self._digest(directory))} {eval_fraction!r}"
+        split = meta.parts or eval_fraction
+        identity = f"{meta.identity(schema, self._digest(directory))} {split!r}"
         self.fingerprint = hashlib.blake2b(identity.encode(), digest_size=16).hexdigest()
         with private_files():
             self.samples_between(0, 1)  # so that no batch waits for machine code

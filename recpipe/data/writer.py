@@ -214,9 +214,10 @@ class PreparedWriter:
         missing: Mapping[str, int] | None = None,
         unseen: Mapping[str, int] | None = None,
         learned: Mapping[str, Any] | None = None,
+        parts: Sequence[int] = (),
     ) -> Meta:
         """Flush all to disk and write ``meta.json``, last of all. ``missing``: how many samples have no value
-        of each feature; ``unseen`` and ``learned``: as in ``Meta``."""
+        of each feature; ``unseen``, ``learned`` and ``parts``: as in ``Meta``."""
         streams = {stream.path.name: stream for stream in self._streams()}
         digests = {name: stream.close() for name, stream in streams.items()}
         meta = Meta(
@@ -234,6 +235,7 @@ class PreparedWriter:
             dict(unseen or {}),
             learned,
             tuple(label.name for label in self.schema.labels),
+            tuple(parts),
         )
         with (self.directory / META).open("w") as file:
             file.write(meta.to_json())

@@ -96,8 +96,10 @@ class Joined:
         if self.dataset.endless:
             require_one_pass(recipe)
         else:
+            for_test = self.dataset.size("test") if "test" in self.dataset.splits else 0
             log.info(
                 f"{self.dataset.size('train'):,} samples to train, {self.dataset.size('eval'):,} held out"
+                + f", {for_test:,} for recpipe evaluate split=test" * bool(for_test)
             )
         self.micro_batch, count = recipe.data.batch_size, recipe.trainer.accumulate_grad_batches
         if count > 1:

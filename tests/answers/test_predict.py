@@ -70,7 +70,9 @@ def test_the_first_score_that_is_no_number_is_named(tasks: int, told: str) -> No
         scores=lambda given, labelled: (SimpleNamespace(scores=b.squeeze(1)) for b in given),
     )
     dataset = SimpleNamespace(
-        size=lambda split: 64, batches=lambda split, _: batches[:1] if split == "train" else batches[1:]
+        splits=("train", "eval"),
+        size=lambda split: 64,
+        batches=lambda split, _: batches[:1] if split == "train" else batches[1:],
     )
     found = prediction._scored(scoring, dataset, SimpleNamespace(scores="raw"))  # type: ignore[arg-type]
     assert np.array_equal(next(found), batches[0].squeeze(1).numpy())

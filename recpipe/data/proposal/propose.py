@@ -97,7 +97,7 @@ class Proposal:
 
 def propose(config: FilesConfig, labels: Sequence[str], rows: int = ROWS) -> Proposal:
     """A proposal for the files of ``config``, whose own features do not count but for its ``weight``, from
-    about ``rows`` rows.
+    about ``rows`` rows. A column that says which rows validate and test is none.
 
     ``labels``: names of columns; none: found by name. ``DataError`` for files that cannot be read.
     """
@@ -109,7 +109,9 @@ def propose(config: FilesConfig, labels: Sequence[str], rows: int = ROWS) -> Pro
         if name in sample.lacking:
             raise DataError(f"{key}={shown(name)}: {sample.lacking[name]} has no such column")
         require_name(columns, key, name)
-    columns = [column for column in columns if column.name != weight]
+    split = config.rows_split
+    apart = [weight, split.column if split is not None and split.by == "column" else None]
+    columns = [column for column in columns if column.name not in apart]
     named, found = found_labels(columns, labels)
     return Proposal(sample, choose(columns, named), found, weight)
 

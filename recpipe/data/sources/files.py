@@ -10,20 +10,23 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
+from numpy.typing import NDArray
 
 from recpipe.data.columns import Columns
 from recpipe.data.config import FilesConfig
-from recpipe.data.dataset import train_size
 from recpipe.data.encoding import Encoding
 from recpipe.data.features import GROWTH, Feature, Features
 from recpipe.data.files import RowChecks
 from recpipe.data.learned import Between, Learned, learn
 from recpipe.data.preparation import Preparation, require_features
 from recpipe.data.records import InputFile, files_of, require_columns
+from recpipe.data.row_parts import RowParts
 from recpipe.data.schema import Schema
 from recpipe.data.settled import settled
-from recpipe.data.values import alike, plain_type, whole_text
+from recpipe.data.split import TEST, TRAIN, VALID, Parts
+from recpipe.data.values import alike, plain_type, require_type, whole_text
 from recpipe.errors import DataError, shown
 
 log = logging.getLogger(__name__)
@@ -36,16 +39,28 @@ class FilesSource:
     def __init__(
         self, config: FilesConfig, labelled: bool = True, trained_by: Preparation | None = None
     ) -> None:
-        self._inputs = files_of(config)
+        paths = [config.path, config.eval_path, config.test_path] if labelled else [config.path]
+        by_part = [() if path is None else files_of(replace(config, path=path)) for path in paths]
+        self._inputs = [file for files in by_part for file in files]
+        self._parts = [part for part, files in enumerate(by_part) for _ in files]
+        """The part of each file, unless its rows say theirs."""
         self._labelled, self._skip = labelled, config.on_bad_row == "skip"
+        split = config.rows_split if labelled else None
+        self._row_parts = None if split is None else RowParts(split)
+        self.splits = split is not None or max(self._parts) > TRAIN
+        self.in_order = split is None
         self._types = self._require_columns(config.described())
         self._trained = {} if trained_by is None else trained_by.types
         features = settled(config.described(), self._types, self._type_of_text, labelled)
+        if self._row_parts is not None:
+            own = self._row_parts.feature
+            kind, file = self._types[own.source]
+            require_type(str(file), own.source, kind, own)
         if trained_by is not None and trained_by.features is not None and features.is_learned:
             require_features(trained_by.features, features)
         self.encoding = Encoding(features, None if trained_by is None else trained_by.learned)
         self.multi_hot, self.kept = self.encoding.multi_hot, self.encoding.kept
-        self._eval_fraction = config.eval_fraction
+        self._fractions = config.eval_fraction, config.test_fraction
         self.rejected_rows = 0
         self.unseen: dict[str, int] = {}
         """How many ids the vocabularies lack, by feature."""
@@ -61,8 +76,10 @@ class FilesSource:
             "rules": asdict(config.rules()),
             "format": config.format,
         }
-        if not self.encoding.is_complete:
-            self.recipe["learned"] = config.eval_fraction  # and so from these samples
+        if self.splits:
+            self.recipe["split"] = [split and asdict(split), self._parts, config.eval_fraction]
+        if not self.encoding.is_complete:  # and so from these samples
+            self.recipe["learned"] = self._fractions if config.test_fraction else config.eval_fraction
         elif features.is_learned and self.encoding.learned is not None:
             self.recipe["learned"] = self.encoding.learned.to_dict()
         if self._skip:  # which rows are left out depends on them
@@ -75,18 +92,38 @@ class FilesSource:
 
     def blocks(self) -> Iterator[tuple[Columns, float]]:
         """Samples of all files in order."""
+        for columns, _, share in self.split_blocks():
+            yield columns, share
+
+    def split_blocks(self) -> Iterator[tuple[Columns, NDArray[np.uint8], float]]:
+        """Samples of all files in order, the part of each, and the share of the input read so far."""
         count = len(self._inputs)
         for index, file in enumerate(self._inputs):
             for block in file.blocks(self._read(self.encoding.features)):
                 checks = RowChecks(file.path, block.first_row, len(block.rows))
                 columns, missing = self.encoding.read(block.rows, checks, self._labelled)
+                parts = np.full(len(block.rows), self._parts[index], np.uint8)
+                if self._row_parts is not None:
+                    parts = self._row_parts.of(block.rows[self._row_parts.split.column], checks)
                 for name, absent in missing.items():
                     self.missing[name] += absent
                 self.rejected_rows += checks.finish(self._skip)
                 good = columns if checks.good.all() else columns.where(checks.good)
                 if self.encoding.is_complete:
                     good = self.finished(good)
-                yield good, (index + block.share) / count
+                yield good, parts[checks.good], (index + block.share) / count
+
+    def parts(self, counts: Parts) -> Parts:
+        """The parts of samples of which the rows, or their files, say so many to be of each. ``DataError``
+        if one has none."""
+        if self._row_parts is not None:
+            self._row_parts.split.require(counts, self._row_parts.seen)
+            return counts
+        for part, key in ((VALID, "data.eval_path"), (TEST, "data.test_path")):
+            if part in self._parts and not counts[part]:
+                raise DataError(f"{key}: its files have no usable row; name others, or leave it out")
+        valid, test = self._fractions
+        return counts.held_out(0.0 if counts.valid else valid, test)
 
     def finished(self, columns: Columns) -> Columns:
         """Samples of ``blocks`` that came before all was learned."""
@@ -96,9 +133,8 @@ class FilesSource:
         return made
 
     def learn(self, between: Between, samples: int) -> None:
-        """Learn from the training part of ``samples`` samples that ``blocks`` gave."""
-        train = train_size(samples, self._eval_fraction)
-        self.use(learn(self.encoding.features, between, train))
+        """Learn from the first ``samples`` samples, which are those for training."""
+        self.use(learn(self.encoding.features, between, samples))
 
     def use(self, learned: Learned) -> None:
         """Encode with what was ``learned`` from now on."""
@@ -115,7 +151,10 @@ class FilesSource:
         return Preparation.of(self.encoding.features, self.encoding.learned)
 
     def _read(self, features: Features) -> list[str]:
-        return features.columns if self._labelled else list(dict.fromkeys(features.inputs))
+        if not self._labelled:
+            return list(dict.fromkeys(features.inputs))
+        of_split = [] if self._row_parts is None else [self._row_parts.split.column]
+        return list(dict.fromkeys([*features.columns, *of_split]))
 
     def _require_columns(self, features: Features) -> dict[str, tuple[pa.DataType, InputFile]]:
         """The type of each column, of the first file in which it has one; ``DataError`` where a file lacks a
