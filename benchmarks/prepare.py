@@ -20,6 +20,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -104,6 +105,7 @@ def loader_rates(file: Path, cache_dir: Path, runs: int) -> dict[str, list[float
     criteo = CriteoConfig(path=str(file), cache_dir=str(cache_dir), tables=TABLES, eval_fraction=0.0)
     sources = {
         "prepared Criteo rows": open_dataset(criteo, 0),
+        "prepared Criteo rows, data.shuffle=all": open_dataset(replace(criteo, shuffle="all"), 0),
         "synthetic, generated": open_dataset(SyntheticConfig(samples=400_000, eval_fraction=0.0), 0),
     }
     rates: dict[str, list[float]] = {name: [] for name in sources}

@@ -33,7 +33,7 @@ from recpipe.common.device import begin_on, gpu_explained
 from recpipe.common.files import RunDir, lock_run_dir
 from recpipe.common.words import CUSTOM, readable_bytes
 from recpipe.config.recipe import Recipe
-from recpipe.data.config import StreamConfig
+from recpipe.data.config import SamplesConfig, StreamConfig
 from recpipe.data.dataset import Dataset, SplitName
 from recpipe.data.given import Batches, GivenBatches
 from recpipe.data.make import open_dataset
@@ -191,15 +191,16 @@ class Trained:
 
     @cached_property
     def dataset(self) -> Dataset:
-        """The data of the recipe, prepared if that is not done yet; ``DataError`` if its columns differ from
-        those trained on."""
+        """The data of the recipe in their own order, prepared if that is not done yet; ``DataError`` if its
+        columns differ from those trained on."""
         if isinstance(self.cfg.data, StreamConfig):
             raise UserError(
                 "data=stream has no end to score it to: name files, as in data=files data.path=FOLDER "
                 "data.features=FILE"
             )
         trained_by = self.trained_on.preparation
-        dataset = open_dataset(self.cfg.data, self.cfg.seed, self.given_dataset, trained_by)
+        data = self.cfg.data.in_order() if isinstance(self.cfg.data, SamplesConfig) else self.cfg.data
+        dataset = open_dataset(data, self.cfg.seed, self.given_dataset, trained_by)
         self.require_columns(dataset)
         return dataset
 

@@ -73,15 +73,20 @@ class Columns:
 
     def where(self, good: NDArray[np.bool_]) -> Columns:
         """The samples for which ``good`` (bool [n]) is true, copied."""
+        return self.take(np.flatnonzero(good))
+
+    def take(self, rows: Int64) -> Columns:
+        """The samples with the numbers ``rows`` int64 [m], in this order, copied."""
         bags = {}
         for name, bag in self.bags.items():
-            lengths = np.diff(bag.offsets)
-            own = np.repeat(good, lengths)
+            lengths = bag.offsets[rows + 1] - bag.offsets[rows]
+            offsets = offsets_of(lengths)
+            own = np.repeat(bag.offsets[rows] - offsets[:-1], lengths) + np.arange(offsets[-1])
             missing = None if bag.missing is None else bag.missing[own]
-            bags[name] = MultiHot(bag.values[own], offsets_of(lengths[good]), missing)
-        missing = None if self.missing is None else self.missing[good]
-        weights = None if self.weights is None else self.weights[good]
-        return Columns(self.labels[good], self.dense[good], self.ids[good], bags, missing, weights)
+            bags[name] = MultiHot(bag.values[own], offsets, missing)
+        missing = None if self.missing is None else self.missing[rows]
+        weights = None if self.weights is None else self.weights[rows]
+        return Columns(self.labels[rows], self.dense[rows], self.ids[rows], bags, missing, weights)
 
 
 def concatenate(parts: Sequence[Columns]) -> Columns:

@@ -44,16 +44,22 @@ class SamplesConfig(DataConfig):
 
     ``eval_fraction`` in [0, 1): the share of the samples, the latest ones, that is held out. ``last_batch``:
     train an epoch's short last batch (``keep``) or leave it out (``drop``). ``test_fraction``: the share that
-    is held out for the finished model alone, later than that of ``eval_fraction``.
+    is held out for the finished model alone, later than that of ``eval_fraction``. ``shuffle``: ``none``;
+    ``all``: in each epoch another order; or so many neighbours are mixed with each other.
     """
 
     eval_fraction: Annotated[float, Interval(ge=0.0, lt=1.0)] = 0.2
     last_batch: Annotated[str, one_of("keep", "drop")] = "keep"
     test_fraction: Annotated[float, Interval(ge=0.0, lt=1.0)] = 0.0
+    shuffle: Annotated[str, one_of("none", "all")] | Annotated[int, Interval(ge=2)] = "none"
+
+    def in_order(self) -> Self:
+        """The same samples, trained in their own order."""
+        return dataclasses.replace(self, shuffle="none")
 
     def whole(self) -> Self:
         """All samples of ``path``, or all that are generated, in their own order and in one part."""
-        return dataclasses.replace(self, eval_fraction=0.0, test_fraction=0.0, last_batch="keep")
+        return dataclasses.replace(self.in_order(), eval_fraction=0.0, test_fraction=0.0, last_batch="keep")
 
 
 @dataclasses.dataclass

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import copy
 import hashlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import islice
 from types import MappingProxyType
-from typing import Literal, TypeVar
+from typing import Literal, Self, TypeVar
 
 import numpy as np
 
+from recpipe.data.columns import Int64
 from recpipe.data.preparation import Preparation
 from recpipe.data.schema import Schema
+from recpipe.data.select import join, select
+from recpipe.data.shuffle import Shuffled
 from recpipe.data.split import Parts
 from recpipe.distributed.ranks import part_of
 from recpipe.errors import DataError, Interruption, UserError
@@ -113,6 +117,11 @@ class Dataset(ABC):
         records of a stream; from any thread, also in a signal's handler."""
         self.interrupted = True
 
+    def of_epoch(self, number: int) -> Dataset:
+        """The same data, whose training batches are in the order of epoch ``number``, from 0; that of the
+        first one is the data's own. Here all epochs have one order."""
+        return self
+
     def num_batches(self, split: SplitName, batch_size: int) -> int:
         """How many batches of ``batch_size`` the split holds, a short last one included."""
         return -(-self.size(split) // batch_size)
@@ -132,6 +141,8 @@ class NumberedDataset(Dataset):
     def __init__(self, samples: int, eval_fraction: float) -> None:
         self.samples = samples
         self._part(Parts(samples, 0, 0).held_out(eval_fraction, 0.0))
+        self._shuffle: tuple[int, int | None] | None = None
+        self._epoch = 0
 
     def _part(self, parts: Parts) -> None:
         """Let the samples be of these ``parts``, in this order."""
@@ -147,8 +158,21 @@ class NumberedDataset(Dataset):
         self._part(Parts(self.samples, 0, 0).held_out(eval_fraction, test_fraction))
         self._changed(f"test {test_fraction!r}")
 
+    def shuffle(self, seed: int, within: int | None = None) -> None:
+        """Train in the order of ``Shuffled``, another one in each epoch."""
+        self._shuffle = seed, within
+        self._changed(f"shuffled {seed} {within}")
+
     def _changed(self, how: str) -> None:
         self.fingerprint = hashlib.blake2b(f"{self.fingerprint} {how}".encode(), digest_size=16).hexdigest()
+
+    def of_epoch(self, number: int) -> Self:
+        """The same data in the order of epoch ``number``; all that is read is shared."""
+        if self._shuffle is None or number == self._epoch:
+            return self
+        other = copy.copy(self)
+        other._epoch = number
+        return other
 
     @abstractmethod
     def samples_between(self, low: int, high: int) -> Batch:
@@ -156,6 +180,16 @@ class NumberedDataset(Dataset):
 
         Called in the thread that draws the batch (see ``Dataset``), for several iterators at the same time.
         """
+
+    def samples_at(self, numbers: Int64) -> Batch:
+        """The samples with these ``numbers`` int64 [n], all different, in this order. Here they are made by
+        ``samples_between``, neighbours at once."""
+        if not len(numbers):
+            return self.samples_between(0, 0)
+        ordered = np.sort(numbers)
+        runs = np.split(ordered, np.flatnonzero(np.diff(ordered) > 1) + 1)
+        made = join([self.samples_between(int(run[0]), int(run[-1]) + 1) for run in runs])
+        return select(made, np.searchsorted(ordered, numbers))
 
     def size(self, split: SplitName) -> int:
         """Number of samples in ``split``."""
@@ -166,21 +200,39 @@ class NumberedDataset(Dataset):
         self, split: SplitName, batch_size: int, first: int = 0, part: tuple[int, int] | None = None
     ) -> Iterator[Batch]:
         """Batches from ``first`` on; with ``part``, the samples of other parts are not read."""
-        start = 0 if split == "train" else self._held_out[split][0]
+        start, order = 0 if split == "train" else self._held_out[split][0], self._order(split)
         end = start + self.size(split)
         for low in range(start + first * batch_size, end, batch_size):
             high = min(low + batch_size, end)
+            rows = range(low, high) if order is None else order.between(low, high)
             if part is None:
-                yield self.samples_between(low, high)
-            else:
-                own = part_of(low, high, part)
-                share = self.samples_between(own.start, own.stop)
-                weight = () if share.weights is None else self.weight_between(low, high)
-                yield BatchShare.of(share, high - low, weight)
+                yield self._read(rows)
+                continue
+            share = self._read(rows[part_of(0, high - low, part)])
+            weight: tuple[float, ...] = ()
+            if share.weights is not None:
+                weight = self.weight_between(low, high) if isinstance(rows, range) else self.weight_at(rows)
+            yield BatchShare.of(share, high - low, weight)
+
+    def _order(self, split: SplitName) -> Shuffled | None:
+        """In which order the samples of ``split`` are; None: in their own."""
+        if self._shuffle is None or split != "train":
+            return None
+        seed, within = self._shuffle
+        return Shuffled(self.train_samples, seed, self._epoch, within)
+
+    def _read(self, rows: range | Int64) -> Batch:
+        if isinstance(rows, range):
+            return self.samples_between(rows.start, rows.stop)
+        return self.samples_at(rows)
 
     def weight_between(self, low: int, high: int) -> tuple[float, ...]:
         """The ``total_weight`` of the batch of samples ``low`` to ``high`` (excluded)."""
         return total_weight(self.samples_between(low, high).weights)
+
+    def weight_at(self, numbers: Int64) -> tuple[float, ...]:
+        """The ``total_weight`` of the batch of samples with these ``numbers`` int64 [n], all different."""
+        return total_weight(self.samples_at(numbers).weights)
 
     def drop_short_batch(self, batch_size: int) -> None:
         """Leave a short last batch out of every training epoch; the held-out part stays whole.

@@ -49,7 +49,7 @@ def open_dataset(
     """Open the data set of a ``data`` node. Files are prepared into the cache unless that has been done
     already.
 
-    ``seed`` matters only for generated data. ``given`` is the data set
+    ``seed`` matters only for generated data and for the order of shuffled ones. ``given`` is the data set
     that a caller brings for ``data=given``. ``trained_by``: how the data of a trained model were prepared, of
     which what was learned is used instead of learning anew. ``UserError`` for a recipe or a file that cannot
     be used.
@@ -66,15 +66,16 @@ def open_dataset(
     dataset = _open(config, seed, trained_by)
     dataset.read_ahead = config.read_ahead
     if isinstance(config, SamplesConfig):
-        _arrange(dataset, config)
+        _arrange(dataset, config, seed)
     return dataset
 
 
-def _arrange(dataset: Dataset, config: SamplesConfig) -> None:
-    """Split the samples as the recipe says."""
+def _arrange(dataset: Dataset, config: SamplesConfig, seed: int) -> None:
+    """Split and order the samples as the recipe says."""
     asked = {
         "data.test_fraction": bool(config.test_fraction),
         "data.last_batch=drop": config.last_batch == "drop",
+        "data.shuffle": config.shuffle != "none",
     }
     if not any(asked.values()):
         return
@@ -85,6 +86,10 @@ def _arrange(dataset: Dataset, config: SamplesConfig) -> None:
         dataset.hold_out(config.eval_fraction, config.test_fraction)
     if config.last_batch == "drop":
         dataset.drop_short_batch(config.batch_size)
+    if isinstance(config.shuffle, int):
+        dataset.shuffle(seed, config.shuffle)
+    elif config.shuffle == "all":
+        dataset.shuffle(seed)
 
 
 def _open(config: DataConfig, seed: int, trained_by: Preparation | None) -> Dataset:

@@ -30,7 +30,7 @@ from numpy.typing import NDArray
 
 from recpipe.common.meter import Meter
 from recpipe.common.own_cache import private_files
-from recpipe.data.columns import BatchMaker, Columns, MultiHot
+from recpipe.data.columns import BatchMaker, Columns, Int64, MultiHot
 from recpipe.data.dataset import NumberedDataset
 from recpipe.data.files import map_npy
 from recpipe.data.id_mapper import IdMapper
@@ -239,17 +239,24 @@ class Mapped:
             )
         return np.asarray(array)
 
-    def weights_between(self, low: int, high: int) -> NDArray[np.float32] | None:
-        """Their weights alone, if they have any."""
-        return self._columns[low:high].weights
+    def weights(self, rows: slice | Int64) -> NDArray[np.float32] | None:
+        """The weights alone of these samples, if they have any."""
+        return None if self._columns.weights is None else self._columns.weights[rows]
 
     def between(self, low: int, high: int) -> Columns:
         """Samples ``low`` to ``high`` (excluded), as the source gave them."""
-        found = self._columns[low:high]
+        return self._with_words(self._columns[low:high], slice(low, high))
+
+    def at(self, rows: Int64) -> Columns:
+        """The samples with these numbers int64 [n], in this order, as the source gave them."""
+        return self._with_words(self._columns.take(rows), rows)
+
+    def _with_words(self, found: Columns, rows: slice | Int64) -> Columns:
+        """``found``, the samples ``rows``, with the ids that lie in a file of their own."""
         if self._words is not None:
-            ids = np.empty((high - low, len(self._of_text)), np.int64)
+            ids = np.empty((len(found), len(self._of_text)), np.int64)
             ids[:, ~self._of_text] = found.ids
-            ids[:, self._of_text] = self._words[low:high]
+            ids[:, self._of_text] = self._words[rows]
             found.ids = ids
         return found
 
@@ -324,7 +331,18 @@ class PreparedDataset(NumberedDataset):
         """Samples ``low`` to ``high`` (excluded), cut out of the mapped files."""
         return self._make(self._to_rows(self._mapped.between(low, high)))
 
+    def samples_at(self, numbers: Int64) -> Batch:
+        """The samples with these ``numbers``, copied out of the mapped files."""
+        return self._make(self._to_rows(self._mapped.at(numbers)))
+
     def weight_between(self, low: int, high: int) -> tuple[float, ...]:
         """The ``total_weight`` of the batch of samples ``low`` to ``high`` (excluded); no ids are read."""
-        weights = self._mapped.weights_between(low, high)
+        return self._weight(slice(low, high))
+
+    def weight_at(self, numbers: Int64) -> tuple[float, ...]:
+        """The ``total_weight`` of the batch of samples with these ``numbers``; no ids are read."""
+        return self._weight(numbers)
+
+    def _weight(self, rows: slice | Int64) -> tuple[float, ...]:
+        weights = self._mapped.weights(rows)
         return () if weights is None else total_weight(torch.from_numpy(np.array(weights)))

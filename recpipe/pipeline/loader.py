@@ -43,7 +43,8 @@ SLOW = 8
 
 
 class TrainLoader:
-    """Yields one epoch of staged training batches; a resumed epoch begins at number ``first``."""
+    """Yields one epoch of staged training batches, the first one of a run that goes on from batch ``first``
+    on."""
 
     def __init__(
         self,
@@ -85,6 +86,8 @@ class TrainLoader:
         self._epoch: Callable[[], Generator[InFlight] | None] = lambda: None
         """The newest epoch if somebody still holds it; one that nobody holds has ended its threads."""
         self.first = 0
+        self.begun = 0
+        """How many epochs have begun, those before a resume included, unless one goes on."""
         self.handed_out = 0
         """How many batches training has got over all epochs, including those before a resume."""
         self.left = 0
@@ -94,6 +97,11 @@ class TrainLoader:
 
     def __len__(self) -> int:
         return len(self.source)
+
+    @property
+    def epoch(self) -> int:
+        """The number, from 0, of the epoch to which the next batch for training belongs."""
+        return self.begun - (self.left > 0)
 
     def end_epoch(self) -> None:
         """End the epoch after the last batch that is trained of it; may be called again.
@@ -116,6 +124,7 @@ class TrainLoader:
 
     def _batches(self) -> Generator[InFlight]:
         first, self.first = self.first, 0
+        number, self.begun = self.begun, self.begun + 1
         self.left = len(self) - first
         if self.sample_filter is not None:  # an epoch left early had read batches that were not trained
             self.sample_filter.begin_epoch(self.handed_out)
@@ -126,7 +135,7 @@ class TrainLoader:
             skips = self.sample_filter is not None and self.sample_filter.looks_at_batches
             unseen = not (skips or self.splitting or self._tiers or self.growing)
             part = self.ranks.part if unseen and self.source.gives_parts else None
-            with self.source.epoch(first, part) as batches, self._reads(batches) as reads:
+            with self.source.epoch(first, part, number) as batches, self._reads(batches) as reads:
                 with threads_for(self.device, 1, "recpipe-loader") as worker, ExitStack() as ending:
                     ending.callback(self.source.dataset.interrupt)  # the worker may wait for records
                     ready = (self._linked if self.sends_ahead else self._planned)(worker, reads)

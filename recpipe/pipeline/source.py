@@ -67,15 +67,17 @@ class BatchSource:
         return self.dataset.num_batches("train", self.batch_size) if order is None else len(order.part)
 
     @contextmanager
-    def epoch(self, first: int, part: tuple[int, int] | None = None) -> Iterator[Iterator[Batch]]:
-        """In the block, an epoch's batches from number ``first`` on, before ``transform``; reading ends
-        with the block. ``part``: the part of each batch, as in ``Dataset.batches``."""
+    def epoch(
+        self, first: int, part: tuple[int, int] | None = None, number: int = 0
+    ) -> Iterator[Iterator[Batch]]:
+        """In the block, the batches of epoch ``number`` from number ``first`` on, before ``transform``;
+        reading ends with the block. ``part``: the part of each batch, as in ``Dataset.batches``."""
         if self.feed.order is not None:
             batches = self.feed.order.part.batches(first)
             if self._check is not None and not first:
                 batches = self._check.watched(batches)
         else:
-            batches = self.dataset.batches("train", self.batch_size, first, part)
+            batches = self.dataset.of_epoch(number).batches("train", self.batch_size, first, part)
             if self.dataset.read_ahead:
                 batches = read_ahead(batches, self.dataset.read_ahead)
         self._read, self._expected, self.exhausted = 0, len(self) - first, False

@@ -268,6 +268,7 @@ class RankingModule(L.LightningModule):
         placed = self.model.embeddings.offers(SavesPlacement)
         checkpoint["recpipe"] = {
             "batches_done": self.totals.batches % len(self.loader),
+            "epoch": self.loader.epoch,
             "samples": self.totals.samples,
             "seconds": self.totals.seconds,
             "made_with": self.made_with(),
@@ -305,6 +306,7 @@ class RankingModule(L.LightningModule):
         self.loader.first = self.totals.batches = int(saved["batches_done"])
         if self.loader.source.dataset.endless:
             self.loader.source.dataset.resume_at(self.loader.first, saved["position"])
+        self.loader.begun = int(saved.get("epoch", 0))  # older checkpoints, whose epochs are alike, lack it
         self.loader.handed_out = int(checkpoint["global_step"])
         self.totals.samples = saved.get("samples")  # older checkpoints lack it
         self.totals.seconds = saved.get("seconds", math.nan)  # likewise

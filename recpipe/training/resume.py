@@ -71,7 +71,9 @@ def _check_own(module: RankingModule, recpipe: Mapping[str, Any]) -> None:
         recpipe,
         "recpipe",
     )
-    if "samples" in recpipe:  # checkpoints of earlier versions lack it
+    if "epoch" in recpipe:  # checkpoints of earlier versions lack it
+        within(entries({"epoch": int}, recpipe, "recpipe"), "epoch", 0)
+    if "samples" in recpipe:  # likewise
         samples = entries({"samples": int | None}, recpipe, "recpipe")["samples"]
         if samples is not None and samples < 0:
             raise Damaged(f"recpipe.samples is {samples}")
