@@ -9,7 +9,7 @@ import logging
 import os
 import shutil
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -44,15 +44,18 @@ class Source(Protocol):
 
     ``blocks`` yields cleaned samples, each time with the share of the input read so far, in [0, 1];
     ``rejected_rows`` is final when ``blocks`` ends. ``kept`` says what the ids of each sparse feature are,
-    and so what an ``IdMapper`` makes rows of. ``recipe`` holds all settings that they depend on: the rows of
-    tables only where rows of the files are left out for ids beyond them.
+    and so what an ``IdMapper`` makes rows of. The ``recipe`` has the rows of tables only where rows of the
+    files are left out for ids beyond them.
     """
 
     kept: tuple[IdRule, ...]
-    recipe: dict[str, Any]
     rejected_rows: int
     missing: dict[str, int]
     """How many samples have no value of each feature; empty if they are not counted."""
+
+    @property
+    def recipe(self) -> Mapping[str, Any]:
+        """All settings that samples depend on."""
 
     @property
     def schema(self) -> Schema:
@@ -144,9 +147,11 @@ def prepare(source: Source, cache_dir: Path | None = None, limit: Amount | None 
         with _lock(target):
             if target.exists() and (fault := _fault(source, target)) is not None:
                 log.warning("preparing the data again, for the cache is damaged: %s", fault)
-                shutil.rmtree(target)
+                target.unlink() if target.is_symlink() else shutil.rmtree(target)
             if not target.exists():
+                target.unlink(missing_ok=True)  # a link to what has been removed
                 _write(source, target)
+                _link(source, target)
                 _make_room(root, target, limit)
     except OSError as error:
         raise DataError(
@@ -156,10 +161,22 @@ def prepare(source: Source, cache_dir: Path | None = None, limit: Amount | None 
     return target
 
 
+def _link(source: Source, target: Path) -> None:
+    """Let ``target`` also be found by those that know beforehand what was learned while it was written: all
+    that a trained model reads again."""
+    other = target.with_name(f"data-{cache_key(source)}")
+    if other != target:
+        with _lock(other):
+            if not other.exists():
+                other.unlink(missing_ok=True)
+                other.symlink_to(target.name)
+
+
 def _make_room(root: Path, own: Path, limit: Amount | None) -> None:
     """Remove prepared data that were used longest ago until all but ``own`` take at most ``limit``, and say
     what is there. A run that still reads what is removed has it open, and goes on."""
-    others = [folder for folder in root.glob(f"data-{_KEY}") if folder != own]
+    folders = (folder for folder in root.glob(f"data-{_KEY}") if not folder.is_symlink())
+    others = [folder for folder in folders if folder != own.resolve()]
     used = sorted(((folder / META).stat().st_mtime, folder) for folder in others if (folder / META).exists())
     sizes = {}
     for _, folder in used:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from recpipe.data import learned, records
+from recpipe.data import cache, learned, records
 from recpipe.data.config import FilesConfig
 from recpipe.data.dataset import Dataset
 from recpipe.data.make import StreamedDataset, open_dataset, open_source
@@ -170,6 +171,36 @@ def test_other_files_are_encoded_by_what_training_learned(dataset: Dataset, fold
     config.features = {"labels": ["click"], "features": other}
     with pytest.raises(DataError, match="decile: buckets was 10 in training and is 5 here"):
         open_source(config, labelled=False, trained_by=dataset.preparation)
+
+
+def whole(folder: Path) -> FilesConfig:
+    """The same files in one part."""
+    described = {"labels": ["click"], "features": FEATURES}
+    path, kept = str(folder / "rows.parquet"), str(folder / "cache")
+    return FilesConfig(path=path, cache_dir=kept, features=described, eval_fraction=0.0)
+
+
+def test_a_trained_model_reads_the_samples_that_training_has_prepared(
+    dataset: Dataset, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cache, "_write", None)
+    again = open_dataset(whole(folder), 0, trained_by=dataset.preparation)
+    assert again.size("train") == SIZE
+    assert again.unseen == dataset.unseen
+    assert ids(again, "city") == ids(dataset, "city")
+    with pytest.raises(TypeError):
+        open_dataset(whole(folder), 0)
+
+
+@pytest.mark.parametrize("spoil", [shutil.rmtree, lambda made: (made / "ids.npy").write_bytes(b"")])
+def test_what_training_has_prepared_may_be_removed_or_damaged(tmp_path: Path, spoil: Any) -> None:
+    trained = opened(tmp_path)
+    (made,) = (path for path in (tmp_path / "cache").glob("data-*/") if not path.is_symlink())
+    wanted = ids(trained, "city")
+    spoil(made)
+    again = open_dataset(whole(tmp_path), 0, trained_by=trained.preparation)
+    assert ids(again, "city") == wanted
+    assert opened(tmp_path).fingerprint == trained.fingerprint
 
 
 def test_a_vocabulary_that_does_not_fit_is_one_line(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -69,7 +69,7 @@ class FilesSource:
         self.missing = dict.fromkeys(names, 0)
         """How many samples have no value of each feature, or label, so far."""
         described = replace(features, sparse=tuple(_as_prepared(f) for f in features.sparse))
-        self.recipe: dict[str, Any] = {
+        self._stated: dict[str, Any] = {
             "source": "files",
             "features": asdict(described),
             "skip": self._skip,
@@ -77,13 +77,17 @@ class FilesSource:
             "format": config.format,
         }
         if self.splits:
-            self.recipe["split"] = [split and asdict(split), self._parts, config.eval_fraction]
-        if not self.encoding.is_complete:  # and so from these samples
-            self.recipe["learned"] = self._fractions if config.test_fraction else config.eval_fraction
-        elif features.is_learned and self.encoding.learned is not None:
-            self.recipe["learned"] = self.encoding.learned.to_dict()
+            self._stated["split"] = [split and asdict(split), self._parts, config.eval_fraction]
         if self._skip:  # which rows are left out depends on them
-            self.recipe["rows"] = [f.rows for f in features.sparse if f.ids == "rows"]
+            self._stated["rows"] = [f.rows for f in features.sparse if f.ids == "rows"]
+
+    @property
+    def recipe(self) -> dict[str, Any]:
+        """All settings that samples depend on; until all is learned, from which of them that is."""
+        if not self.encoding.is_complete:
+            return self._stated | {"learned": self._fractions}
+        learned = self.encoding.learned if self.encoding.features.is_learned else None
+        return self._stated if learned is None else self._stated | {"learned": learned.to_dict()}
 
     @property
     def files(self) -> Sequence[Path]:
