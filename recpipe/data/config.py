@@ -12,7 +12,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from recpipe.common.validation import Count, FilePath, Positive, Text, chosen, mapping, one_of, typed
 from recpipe.common.words import Amount
-from recpipe.data.features import Features, Rows, parse_features, read_features, short_form
+from recpipe.data.features import Features, Label, Rows, parse_features, read_features, short_form
 from recpipe.data.files import TextRules
 from recpipe.data.schema import LABEL_KINDS
 from recpipe.data.split import Split
@@ -122,6 +122,7 @@ class RecordsConfig(DataConfig):
     content, or ``auto``, for which ``label`` and ``weight`` may be stated (``recpipe.data.proposal``); the
     other keys of columns are a short form of it.
 
+    ``label``: columns, or expressions by the names of the labels that they make.
     ``format`` null: by the files' names. ``separator``, ``header``, ``columns``, ``quote`` and ``encoding``
     are of text with separators (``TextRules``). ``table_rows``: rows of every table that ``tables`` does not
     list. ``label_kind``: of all labels, or of each by name; None: what the model's loss takes, else clicks.
@@ -134,7 +135,7 @@ class RecordsConfig(DataConfig):
     quote: str | None = '"'
     encoding: str = "utf-8"
     features: FilePath | dict[str, Any] | None = None
-    label: Text | list[Text] | None = None
+    label: Text | list[Text] | dict[Text, Text] | None = None
     weight: Text | None = None
     label_kind: LabelKind | dict[str, LabelKind] | None = None
     dense: list[Text] = dataclasses.field(default_factory=list)
@@ -165,16 +166,18 @@ class RecordsConfig(DataConfig):
             raise UserError(
                 "data.sparse is empty: name at least one id column, as in 'data.sparse=[user,item]'"
             )
-        named = [*self.labels, *self.dense, *self.sparse]
+        named = [*(label.name for label in self.labels), *self.dense, *self.sparse]
         for column in named:
             if named.count(column) > 1:
                 where = "data.label, data.dense and data.sparse"
                 raise UserError(f"column '{shown(column)}' is named twice in {where}")
 
     @property
-    def labels(self) -> list[str]:
-        """The names in ``label``."""
-        return [self.label] if isinstance(self.label, str) else self.label or []
+    def labels(self) -> tuple[Label, ...]:
+        """What ``label`` says; ``UserError`` for an expression that is none."""
+        if isinstance(self.label, Mapping):
+            return tuple(Label(name, expression=text) for name, text in self.label.items())
+        return tuple(map(Label, [self.label] if isinstance(self.label, str) else self.label or []))
 
     def described(self) -> Features:
         """Its features, with the rows of their tables as far as the recipe states them; ``UserError`` where

@@ -428,7 +428,7 @@ class Features:
 
 
 def short_form(
-    labels: Iterable[str],
+    labels: Iterable[Label],
     dense: Iterable[str],
     sparse: Iterable[str],
     *,
@@ -440,7 +440,7 @@ def short_form(
     ``data.dense_transform`` and ``data.weight`` say."""
     scale, ids = "log" if log else "none", "hash" if hash_ids else "rows"
     return Features(
-        tuple(map(Label, labels)),
+        tuple(labels),
         tuple(Feature(name, "dense", scale=scale) for name in dense),
         tuple(Feature(name, ids=ids) for name in sparse),
         weight=weight,

@@ -91,7 +91,7 @@ def _chosen(data: FilesConfig, directory: Path | None) -> dict[str, Any]:
     from recpipe.report.proposed import show_proposal
 
     log.info("choosing features: %s", data.path)
-    proposal = propose(data, data.labels)
+    proposal = propose(data)
     if ProcessRank.current().rank == 0:
         show_proposal(proposal)
     proposal.features()

@@ -25,11 +25,11 @@ TEXT = ("format", "separator", "header", "columns", "quote", "encoding")
 
 @dataclass
 class SchemaOptions:
-    """``label``: a column, or several; none: found by name. ``weight``: the column of samples' weights.
+    """``label``: as ``data.label``; null: found by name. ``weight``: the column of samples' weights.
     ``output``: the file that is written. ``sample``: about how many rows are read. ``overwrite``: whether
     ``output`` may be there. The others are those of ``data=files``."""
 
-    label: Text | list[Text] = field(default_factory=list)
+    label: Text | list[Text] | dict[Text, Text] | None = None
     weight: Text | None = None
     output: FilePath = "features.yaml"
     sample: Positive = ROWS
@@ -40,11 +40,6 @@ class SchemaOptions:
     columns: list[Text] = field(default_factory=list)
     quote: Text | None = '"'
     encoding: Text = "utf-8"
-
-    @property
-    def labels(self) -> list[str]:
-        """The names in ``label``."""
-        return [self.label] if isinstance(self.label, str) else self.label
 
 
 def schema(words: Sequence[str]) -> int:
@@ -57,10 +52,11 @@ def schema(words: Sequence[str]) -> int:
         config = FilesConfig(
             path=paths if len(paths) > 1 else paths[0],
             features=AUTO,
+            label=options.label,
             weight=options.weight,
             **{key: getattr(options, key) for key in TEXT},
         )
-        proposal = propose(config, options.labels, options.sample)
+        proposal = propose(config, options.sample)
         show_proposal(proposal)
         proposal.features()
         command = train_command(paths, output, given)

@@ -129,7 +129,7 @@ def test_a_proposal_of_the_file_is_near_its_recipe(experiment: str, part: Any, t
     numbers, of which both kinds make sense; times may be hours."""
     config = Recipe.of(recipe(experiment, part(experiment), tmp_path)).data
     assert isinstance(config, FilesConfig)
-    stated, proposal = config.described(), propose(replace(config, features="auto"), [])
+    stated, proposal = config.described(), propose(replace(config, features="auto", label=None))
     found = proposal.features()
     assert [label.name for label in found.labels] == [label.name for label in stated.labels]
     constant = {"campaign", "policy", "device"}

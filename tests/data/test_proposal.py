@@ -9,11 +9,13 @@ import itertools
 import json
 import random
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+import yaml
 
 from recpipe.data.config import FilesConfig
 from recpipe.data.features import parse_features, read_features
@@ -36,11 +38,11 @@ GENRES = ["Comedy", "Drama", "War", "Sci-Fi"]
 HISTORY = [RNG.integers(1, 90, n).tolist() for n in RNG.integers(0, 7, N)]
 
 
-def proposed(tmp_path: Path, columns: dict[str, object], label: str = "click", **config: object) -> Proposal:
+def proposed(tmp_path: Path, columns: dict[str, object], label: Any = "click", **config: object) -> Proposal:
     """What is proposed for a parquet file with these ``columns``, of 2,000 rows, beside ``click``."""
     file = tmp_path / "file.parquet"
     pq.write_table(pa.table({"click": CLICK, **columns}), file)
-    return propose(FilesConfig(path=str(file), features="auto", **config), [label] if label else [])
+    return propose(FilesConfig(path=str(file), features="auto", label=label or None, **config))
 
 
 def entry(proposal: Proposal, name: str) -> dict[str, object]:
@@ -119,7 +121,7 @@ def test_a_column_that_a_file_lacks_is_left_out_and_told(tmp_path: Path) -> None
     pq.write_table(
         pa.table({"click": pa.array([0, 1], pa.int8()), "user": [1.0, None]}), tmp_path / "b.parquet"
     )
-    found = propose(FilesConfig(path=str(tmp_path), features="auto"), ["click"])
+    found = propose(FilesConfig(path=str(tmp_path), features="auto", label=["click"]))
     assert found.content()["unread"] == ["new"]
     assert "new: left out" in found.suspicions[-1]
     assert "b.parquet" in found.suspicions[-1]
@@ -232,7 +234,7 @@ def test_whole_numbers_without_a_telling_name_are_told_apart_by_their_values(
 def csv(tmp_path: Path, header: str, rows: list[str], encoding: str = "utf-8") -> FilesConfig:
     file = tmp_path / "file.csv"
     file.write_text("\n".join([header, *rows]) + "\n", encoding=encoding)
-    return FilesConfig(path=str(file), features="auto", encoding=encoding)
+    return FilesConfig(path=str(file), features="auto", label="click", encoding=encoding)
 
 
 def test_what_others_misread_is_kept_as_it_is_or_told(tmp_path: Path) -> None:
@@ -242,7 +244,7 @@ def test_what_others_misread_is_kept_as_it_is_or_told(tmp_path: Path) -> None:
         f",Zürich{n % 5},{'NA' if n % 10 == 0 else n % 30 + 0.5},{-1 if n % 9 == 0 else n % 30 + 0.5}"
         for n in range(400)
     ]
-    found = propose(csv(tmp_path, "click,code,user,day,city,price,left", rows, "latin-1"), ["click"])
+    found = propose(csv(tmp_path, "click,code,user,day,city,price,left", rows, "latin-1"))
     said = "\n".join(found.suspicions)
     assert entry(found, "code") == {"name": "code", "kind": "id", "type": "text", "ids": "vocabulary"}
     assert "code: has numbers with zeros in front (007), which are kept as text" in said
@@ -374,7 +376,7 @@ def test_a_label_that_is_missing_now_and_then_is_leaked_as_well(tmp_path: Path) 
     score = buy + RNG.random(N) * 0.9
     file = tmp_path / "file.parquet"
     pq.write_table(pa.table({"click": CLICK, "rated": rated, "user": USER, "score": score}), file)
-    found = propose(FilesConfig(path=str(file), features="auto"), ["click", "rated"])
+    found = propose(FilesConfig(path=str(file), features="auto", label=["click", "rated"]))
     assert "tells rated by itself" in entry(found, "score")["why"]
     assert entry(found, "user")["kind"] == "id"
 
@@ -464,7 +466,7 @@ def test_what_cannot_be_proposed_is_one_line(
 def test_without_a_label_there_is_nothing_to_train(tmp_path: Path) -> None:
     file = tmp_path / "file.parquet"
     pq.write_table(pa.table({"session": USER, "item": ITEM}), file)
-    found = propose(FilesConfig(path=str(file), features="auto"), [])
+    found = propose(FilesConfig(path=str(file), features="auto"))
     assert [choice.role for choice in found.choices] == ["feature", "feature"]
     with pytest.raises(UserError, match=r"no column has a name of a label \(session, item\): say which"):
         found.features()
@@ -536,11 +538,38 @@ def test_damaged_files_are_proposals_or_one_line(tmp_path: Path, seed: int) -> N
         file = tmp_path / f"damaged{source.suffix}"
         file.write_bytes(damaged(rng, source.read_bytes()))
         try:
-            propose(FilesConfig(path=str(file), features="auto"), ["click"]).to_yaml()
+            propose(FilesConfig(path=str(file), features="auto", label=["click"])).to_yaml()
         except UserError as error:
             told.append(str(error))
     assert told
     assert not any("\n" in line for line in told)
+
+
+def test_a_label_may_be_an_expression_whose_columns_are_no_features(tmp_path: Path) -> None:
+    rating = [None if n % 50 == 0 else n % 5 + 1 for n in range(N)]
+    columns = {"rating": rating, "user": USER, "kind": ["view" if n % 3 else "buy" for n in range(N)]}
+    found = proposed(tmp_path, columns, {"liked": "rating >= 4", "bought": 'kind == "buy"'})
+    labels = [dict(choice.entry) for choice in found.choices if choice.role == "label"]
+    assert labels == [
+        {"name": "liked", "expression": "rating >= 4"},
+        {"name": "bought", "expression": 'kind == "buy"'},
+    ]
+    assert entry(found, "rating") == {"role": "unread", "why": "label liked is made of it"}
+    assert entry(found, "kind")["why"] == "label bought is made of it"
+    assert [f.name for f in parse_features(yaml.safe_load(found.to_yaml())).sparse] == ["user"]
+    assert "0 and 1; 41% are 1; missing in 2%" in found.to_yaml()
+    for label, fault in (
+        ({"user": "rating >= 4"}, "label=user: a column has this name"),
+        ({"liked": "raiting >= 4"}, "label=raiting: no such column.*rating"),
+        ({"liked": "kind >= 4"}, "label=liked: kind >= 4 has no value in any row"),
+        ({"liked": "rating == '4'"}, "column rating: holds int64, and a label's expression compares"),
+        ({"liked": "rating"}, None),
+    ):
+        if fault is None:
+            assert "numbers from 1 to 5" in proposed(tmp_path, columns, label).to_yaml()
+            continue
+        with pytest.raises(UserError, match=fault):
+            proposed(tmp_path, columns, label)
 
 
 def test_text_that_is_not_utf8_in_a_row_of_too_many_columns_is_one_line(
@@ -550,5 +579,5 @@ def test_text_that_is_not_utf8_in_a_row_of_too_many_columns_is_one_line(
     file = tmp_path / "f.csv"
     file.write_bytes(b"click,user\n1,2\n\xad,3,4\n5,6\n")
     with pytest.raises(DataError, match="row 2: .*is not UTF-8"):
-        propose(FilesConfig(path=str(file), features="auto"), ["click"])
+        propose(FilesConfig(path=str(file), features="auto", label=["click"]))
     assert capfd.readouterr().err == ""

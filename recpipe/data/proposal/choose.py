@@ -10,6 +10,7 @@ import numpy as np
 import pyarrow.compute as pc
 from numpy.typing import NDArray
 
+from recpipe.data.expressions import Expression
 from recpipe.data.proposal.column import Column
 from recpipe.data.proposal.leaks import alone, leak
 from recpipe.data.proposal.names import LABELS
@@ -33,14 +34,20 @@ class Choice:
     alone: float | None = None
 
 
-def choose(columns: Sequence[Column], labels: Sequence[str]) -> list[Choice]:
-    """A choice for each column, in their order. ``labels``: the columns that are labels."""
+def choose(columns: Sequence[Column], labels: Mapping[str, Expression | None]) -> list[Choice]:
+    """A choice for each column, in their order. ``labels``: the columns that are labels, and which of them an
+    expression has made of others."""
+    made_of = {name: label for label, own in labels.items() if own is not None for name in own.columns}
     by_name = {column.name: column for column in columns}
     known = {name: label_values(by_name[name]) for name in labels}
     made = []
     for column in columns:
         if column.name in known:
-            made.append(_label(column, known[column.name]))
+            made.append(_label(column, known[column.name], labels[column.name]))
+            continue
+        if column.name in made_of:
+            reason = f"label {shown(made_of[column.name])} is made of it"
+            made.append(Choice(column, "unread", {"name": column.name}, reason))
             continue
         told = _alone(column, known)
         found, best = _left_out(column, known, told) or read(column), max(told.values(), default=None)
@@ -89,10 +96,12 @@ def label_values(column: Column) -> NDArray[np.float64]:
     return column.numbers
 
 
-def _label(column: Column, values: NDArray[np.float64]) -> Choice:
+def _label(column: Column, values: NDArray[np.float64], expression: Expression | None) -> Choice:
     given = values[~np.isnan(values)]
     distinct = np.unique(given)
     entry: dict[str, Any] = {"name": column.name}
+    if expression is not None:
+        entry["expression"] = expression.text
     suspicions = []
     if len(distinct) < 2:
         suspicions.append(f"is {distinct[0]:g} in every row of the sample: there is nothing to learn")

@@ -7,14 +7,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
 import yaml
 
 from recpipe.data.config import FilesConfig
-from recpipe.data.features import Features, parse_features
+from recpipe.data.expression_values import require_types, values_of
+from recpipe.data.features import Features, Label, parse_features
+from recpipe.data.files import RowChecks
 from recpipe.data.proposal.choose import Choice, choose, found_labels, require_name
 from recpipe.data.proposal.column import Column
 from recpipe.data.proposal.sample import Sample, take_sample
-from recpipe.data.records import files_of
+from recpipe.data.records import InputFile, files_of
 from recpipe.errors import DataError, UserError, printable, shown
 
 ROWS = 100_000
@@ -95,25 +98,47 @@ class Proposal:
             raise UserError(f"{output}: cannot be written ({fault.strerror})") from fault
 
 
-def propose(config: FilesConfig, labels: Sequence[str], rows: int = ROWS) -> Proposal:
-    """A proposal for the files of ``config``, whose own features do not count but for its ``weight``, from
-    about ``rows`` rows. A column that says which rows validate and test is none.
+def propose(config: FilesConfig, rows: int = ROWS) -> Proposal:
+    """A proposal for the files of ``config``, whose own features do not count but for its ``label``, which is
+    found by name if it has none, and its ``weight``, from about ``rows`` rows. A column that says which rows
+    validate and test is no feature, nor one of which a label is made.
 
-    ``labels``: names of columns; none: found by name. ``DataError`` for files that cannot be read.
+    ``DataError`` for files that cannot be read.
     """
-    sample = take_sample(files_of(config), rows)
+    files, weight, split = files_of(config), config.weight, config.rows_split
+    sample = take_sample(files, rows)
     scale = sample.total / sample.rows.num_rows
     columns = [Column(name, sample.rows[name].combine_chunks(), scale) for name in sample.rows.column_names]
-    weight = config.weight
-    for key, name in [*(("label", name) for name in labels), *([("weight", weight)] if weight else [])]:
+    of_labels = [("label", name) for label in config.labels for name in label.columns]
+    for key, name in [*of_labels, *([("weight", weight)] if weight else [])]:
         if name in sample.lacking:
             raise DataError(f"{key}={shown(name)}: {sample.lacking[name]} has no such column")
         require_name(columns, key, name)
-    split = config.rows_split
     apart = [weight, split.column if split is not None and split.by == "column" else None]
-    columns = [column for column in columns if column.name not in apart]
-    named, found = found_labels(columns, labels)
-    return Proposal(sample, choose(columns, named), found, weight)
+    made = [_made(label, sample, files[0]) for label in config.labels if label.parsed is not None]
+    columns = made + [column for column in columns if column.name not in apart]
+    named, found = found_labels(columns, [label.name for label in config.labels])
+    expressions = {label.name: label.parsed for label in config.labels}
+    choices = choose(columns, {name: expressions.get(name) for name in named})
+    return Proposal(sample, choices, found, weight)
+
+
+def _made(label: Label, sample: Sample, file: InputFile) -> Column:
+    """The label that an expression makes of columns; null where they cannot be read."""
+    assert label.parsed is not None
+    if label.name in sample.rows.column_names:
+        raise UserError(f"label={shown(label.name)}: a column has this name; give the label another one")
+    require_types(label.parsed, {field.name: (field.type, file) for field in sample.rows.schema})
+    (rows,) = sample.rows.select(label.parsed.columns).combine_chunks().to_batches()
+    checks = RowChecks(file.path, 1, len(rows))
+    values = values_of(label.parsed, rows, label.missing, checks)
+    known = checks.good & values.valid & ~values.missing
+    if not known.any():
+        raise DataError(
+            f"label={shown(label.name)}: {shown(label.parsed.text)} has no value in any row of the sample: "
+            "its columns are missing, or hold something else"
+        )
+    return Column(label.name, pa.array(values.values, mask=~known), sample.total / len(rows))
 
 
 def _flow(value: Any) -> str:
