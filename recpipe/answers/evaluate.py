@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 from time import perf_counter
@@ -324,11 +324,10 @@ def _values_of_part(config: DataConfig, column: str, dataset: Dataset, part: str
             config, part = replace(config.whole(), path=own), "all"
     if split is not None and part != "all":
         number, of_row = WORDS.index("valid" if part == "eval" else part), RowParts(split)
-        names = list(dict.fromkeys([column, split.column]))
-        for block in read_columns(config, names):
-            key = _one_chunk(block.column(len(names) - 1))
-            parts = of_row.of(key, RowChecks(str(config.name), 1, len(key)))
-            yield _one_chunk(block.column(0)).filter(pa.array(parts == number))
+        of_row.begin(_batches(config, split.columns))
+        for rows in _batches(config, list(dict.fromkeys([column, *split.columns]))):
+            parts = of_row.of(rows, RowChecks(str(config.name), 1, len(rows)))
+            yield rows[column].filter(pa.array(parts == number))
         return
     sizes = [dataset.size(each) for each in dataset.splits]
     sizes[0] += dataset.dropped_samples
@@ -338,12 +337,13 @@ def _values_of_part(config: DataConfig, column: str, dataset: Dataset, part: str
     for block in read_columns(config, [column]):
         low, high = max(first - at, 0), min(end - at, len(block))
         at += len(block)
-        yield _one_chunk(block.column(0).slice(low, max(0, high - low)))
+        made = block.column(0).slice(low, max(0, high - low)).combine_chunks()
+        yield made.chunk(0) if isinstance(made, pa.ChunkedArray) else made
 
 
-def _one_chunk(column: pa.ChunkedArray) -> pa.Array:
-    made = column.combine_chunks()
-    return made.chunk(0) if isinstance(made, pa.ChunkedArray) else made
+def _batches(config: DataConfig, names: Sequence[str]) -> Iterator[pa.RecordBatch]:
+    for block in read_columns(config, names):
+        yield from block.to_batches()
 
 
 def add_of_batch(slicer: Slicer, batch: Any, schema: Schema | None) -> None:

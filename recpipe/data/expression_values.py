@@ -6,7 +6,7 @@ import ast
 import operator
 from collections.abc import Callable, Mapping
 from functools import partial, reduce
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import pyarrow as pa

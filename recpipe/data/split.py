@@ -45,14 +45,18 @@ class Split:
       in ``zone`` if they have none), or numbers, with which the column's numbers are compared as they are.
       Numbers that are times have a ``unit``, text a ``format``, as of a feature of kind ``timestamp``.
     - ``user``: ``valid`` and ``test`` are shares of the column's different values, chosen by their hash.
+    - ``last``: so many of the last rows of each of the column's values test, and so many before these
+      validate, in the order of the files, or of the column ``time``, whose values are as of ``by: time``.
+      The first row of each trains.
     - ``column``: rows with the value, or one of the values, ``valid`` validate, and likewise ``test``; all
       others train. If none is stated the values are ``WORDS``, and others are faults.
     """
 
-    by: Annotated[str, one_of("time", "user", "column")]
+    by: Annotated[str, one_of("time", "user", "last", "column")]
     column: Text
     valid: Bound = None
     test: Bound = None
+    time: Text | None = None
     unit: Annotated[str, one_of(*UNITS)] | None = None
     format: Text | None = None
     zone: Text = "UTC"
@@ -69,16 +73,23 @@ class Split:
         stated = {"valid": self.valid, "test": self.test}
         stated = {key: value for key, value in stated.items() if value is not None}
         if not stated and self.by != "column":
-            example = "valid: 2026-03-01" if self.by == "time" else "valid: 0.1"
-            raise UserError(f"data.split: by: {self.by} says no part; state {example}, or test, or both")
+            example = {"time": "2026-03-01", "user": "0.1", "last": "1"}[self.by]
+            raise UserError(
+                f"data.split: by: {self.by} says no part; state valid: {example}, or test, or both"
+            )
         for key, value in stated.items():
             if fault := self._fault(value):
                 raise UserError(f"data.split.{key}={shown(value)}: {fault}")
         if self.by == "user" and sum(self.shares) >= 1:
             raise UserError(f"data.split: valid and test are {sum(self.shares):g} of the users: none trains")
+        if self.time is not None and self.by != "last":
+            raise UserError("data.split: time is of by: last; the column of by: time is column")
         of_times = self.unit or self.format or self.zone != "UTC"
-        if of_times and (self.by != "time" or self.compares_numbers):
-            raise UserError("data.split: unit, format and zone are of by: time with valid and test as times")
+        if of_times and not (self.has_times or self.time):
+            raise UserError(
+                "data.split: unit, format and zone are of by: time with valid and test as times, and of the "
+                "time of by: last"
+            )
         self._require_zone()
         if self.by == "time" and len({isinstance(value, float) for value in stated.values()}) > 1:
             raise UserError("data.split: valid and test must both be times, or both be numbers")
@@ -88,6 +99,9 @@ class Split:
         if self.by == "user":
             fits = isinstance(value, float) and 0 < value < 1
             return None if fits else "must be a share of the users, above 0 and below 1"
+        if self.by == "last":
+            fits = isinstance(value, float) and value >= 1 and value.is_integer()
+            return None if fits else "must be how many of the last rows, 1 for example"
         if self.by == "time" and not isinstance(value, float):
             try:
                 datetime.fromisoformat(value if isinstance(value, str) else "")
@@ -107,8 +121,18 @@ class Split:
         return self.by == "time" and isinstance(self.valid if self.valid is not None else self.test, float)
 
     @property
+    def has_times(self) -> bool:
+        """Whether the column's values are times."""
+        return self.by == "time" and not self.compares_numbers
+
+    @property
+    def columns(self) -> list[str]:
+        """The columns that say the part of a row."""
+        return [self.column] if self.time is None else [self.column, self.time]
+
+    @property
     def shares(self) -> tuple[float, float]:
-        """``valid`` and ``test`` of ``by: user``; 0 where none is stated."""
+        """``valid`` and ``test`` of ``by: user`` and ``by: last``; 0 where none is stated."""
         valid, test = (value if isinstance(value, float) else 0.0 for value in (self.valid, self.test))
         return valid, test
 

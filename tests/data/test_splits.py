@@ -14,7 +14,7 @@ import pyarrow.csv
 import pyarrow.parquet as pq
 import pytest
 
-from recpipe.data import records
+from recpipe.data import last_rows, records
 from recpipe.data.config import FilesConfig, SyntheticConfig, parse_config
 from recpipe.data.dataset import NumberedDataset
 from recpipe.data.make import StreamedDataset, open_dataset, open_source
@@ -146,6 +146,29 @@ def samples(dataset: NumberedDataset, split: Any) -> list[tuple[Any, ...]]:
             bags.append([part.tolist() for part in feature.values().split(feature.lengths().tolist())])
         found += zip(batch.dense.tolist(), batch.labels.tolist(), *bags, strict=True)
     return [(tuple(dense), label, *map(tuple, ids)) for dense, label, *ids in found]
+
+
+@pytest.mark.parametrize("time", [None, "ts"])
+def test_the_last_rows_of_each_user_are_held_out_but_for_the_only_one(
+    tmp_path: Path, table: pa.Table, time: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(last_rows, "STEP", 50)
+    own: dict[int, list[int]] = {}
+    for number, row in enumerate(table.to_pylist()):
+        own.setdefault(row["user"], []).append(number)
+    own.pop(None)
+    times = table["ts"].to_pylist()
+    part = ["train"] * SIZE
+    for rows in own.values():
+        later = (sorted(rows, key=times.__getitem__) if time else rows)[1:]
+        for row in later[-5:]:
+            part[row] = "eval"
+        for row in later[-1:]:
+            part[row] = "test"
+    wanted = by_rows(table, lambda row: part[int(row["number"])])
+    split = {"by": "last", "column": "user", "valid": 4, "test": 1, "time": time}
+    assert parts(opened(tmp_path, table, split=split)) == wanted
+    assert min(map(len, own.values())) < 6, "some have too few rows"
 
 
 def test_what_is_learned_is_of_the_training_part_wherever_it_lies(tmp_path: Path, table: pa.Table) -> None:
@@ -284,6 +307,8 @@ def test_a_column_that_says_the_part_is_no_proposed_feature(tmp_path: Path, tabl
         ({"by": "time", "column": "tz", "valid": VALID}, "no column 'tz'"),
         ({"by": "time", "column": "fold", "valid": VALID}, "column fold: holds int64; state of which unit"),
         ({"by": "user", "column": "seen", "valid": 0.1}, "column seen: holds list"),
+        ({"by": "last", "column": "number", "test": 1}, "no sample is for test .*number has too few rows"),
+        ({"by": "last", "column": "user", "test": 1, "time": "fold"}, "fold: holds int64; state of which"),
         ({"by": "time", "column": "word", "valid": 3}, "row 1, column word: .* is no number"),
     ],
 )
@@ -307,6 +332,9 @@ def test_parts_that_cannot_be_are_one_line(
         ({"split": {"by": "time", "column": "a", "valid": "March"}}, r"data\.split\.valid=March: is no time"),
         ({"split": {"by": "time", "column": "a", "valid": 3, "test": "2026-01-01"}}, "both be numbers"),
         ({"split": {"by": "user", "column": "a", "valid": 0.1, "unit": "s"}}, "are of by: time"),
+        ({"split": {"by": "last", "column": "a", "valid": 0.5}}, "must be how many of the last rows"),
+        ({"split": {"by": "last", "column": "a"}}, "by: last says no part; state valid: 1"),
+        ({"split": {"by": "user", "column": "a", "test": 0.5, "time": "b"}}, "time is of by: last"),
         ({"split": {"by": "time", "column": "a", "valid": VALID, "zone": "Bonn"}}, "is no zone"),
         ({"split": {"by": "column", "colum": "a"}}, "Did you mean 'data.split.column'"),
         ({"split": {"by": "column", "column": "a"}, "test_path": "x"}, "data.split and data.test_path both"),

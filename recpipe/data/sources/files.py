@@ -53,9 +53,9 @@ class FilesSource:
         self._trained = {} if trained_by is None else trained_by.types
         features = settled(config.described(), self._types, self._type_of_text, labelled)
         if self._row_parts is not None:
-            own = self._row_parts.feature
-            kind, file = self._types[own.source]
-            require_type(str(file), own.source, kind, own)
+            for own in self._row_parts.features:
+                kind, file = self._types[own.source]
+                require_type(str(file), own.source, kind, own)
         if trained_by is not None and trained_by.features is not None and features.is_learned:
             require_features(trained_by.features, features)
         self.encoding = Encoding(features, None if trained_by is None else trained_by.learned)
@@ -102,13 +102,16 @@ class FilesSource:
     def split_blocks(self) -> Iterator[tuple[Columns, NDArray[np.uint8], float]]:
         """Samples of all files in order, the part of each, and the share of the input read so far."""
         count = len(self._inputs)
+        if self._row_parts is not None:
+            names = self._row_parts.split.columns
+            self._row_parts.begin(block.rows for file in self._inputs for block in file.blocks(names))
         for index, file in enumerate(self._inputs):
             for block in file.blocks(self._read(self.encoding.features)):
                 checks = RowChecks(file.path, block.first_row, len(block.rows))
                 columns, missing = self.encoding.read(block.rows, checks, self._labelled)
                 parts = np.full(len(block.rows), self._parts[index], np.uint8)
                 if self._row_parts is not None:
-                    parts = self._row_parts.of(block.rows[self._row_parts.split.column], checks)
+                    parts = self._row_parts.of(block.rows, checks)
                 for name, absent in missing.items():
                     self.missing[name] += absent
                 self.rejected_rows += checks.finish(self._skip)
@@ -157,7 +160,7 @@ class FilesSource:
     def _read(self, features: Features) -> list[str]:
         if not self._labelled:
             return list(dict.fromkeys(features.inputs))
-        of_split = [] if self._row_parts is None else [self._row_parts.split.column]
+        of_split = [] if self._row_parts is None else self._row_parts.split.columns
         return list(dict.fromkeys([*features.columns, *of_split]))
 
     def _require_columns(self, features: Features) -> dict[str, tuple[pa.DataType, InputFile]]:
