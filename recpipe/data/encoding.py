@@ -31,7 +31,7 @@ from recpipe.data.learned import (
     require_room,
     vocabulary_tables,
 )
-from recpipe.data.schema import IdRule, Schema
+from recpipe.data.schema import OF_MODULES, IdRule, Schema
 from recpipe.data.sources.transforms import mix64, signed_log
 from recpipe.data.timestamps import MICROSECONDS_OF_A_DAY, read_times, stated_time
 from recpipe.data.values import (
@@ -370,8 +370,8 @@ def _ids(checks: RowChecks, feature: Feature, array: pa.Array) -> _Sparse:
     if feature.ids == "rows":
         assert isinstance(feature.rows, int)
         remedy = (
-            f"is not in [0, {feature.rows}): raise data.tables.{shown(feature.name)} or pass "
-            "data.hash_ids=true, which hashes ids into the table"
+            f"is not in [0, {feature.rows}): raise data.tables.{shown(feature.table_name)} or pass "
+            "data.hash_ids=true, in data.features ids: hash, which hashes ids into the table " + OF_MODULES
         )
         require((ids.keys >= 0) & (ids.keys < feature.rows) & ~ids.missing, remedy)
     if found is None:

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
 
 from recpipe.common.device import uses_gpu
+from recpipe.data.schema import OF_MODULES
 from recpipe.errors import DataError, UserError
 from recpipe.private_api import HostIds
 
@@ -285,6 +286,6 @@ def require_ids(sparse: KeyedJaggedTensor, rows: Sequence[int] | NDArray[np.inte
 def unknown_id(found: int, feature: str, rows: int) -> DataError:
     """The error for an id that is not in its table of ``rows`` rows."""
     return DataError(
-        f"id {found} of feature {feature} is not in its table of {rows} rows; raise the table's rows or "
-        "hash the ids"
+        f"id {found} of feature {feature} is not in its table of {rows} rows; raise the table's rows "
+        f"{OF_MODULES} or hash the ids into these"
     )

@@ -19,6 +19,8 @@ IdRule = Literal["hashed", "modulo", "unchanged"]
 id % rows; ``unchanged``: the id is the row."""
 DenseRule = Literal["signed_log", "unchanged"]
 """``signed_log``: sign(x) * log1p(|x|)."""
+OF_MODULES = "(the rows of a module of your own are its num_embeddings)"
+"""Said where a table has too few rows for an id."""
 LONGEST_NAME = 200
 """Most bytes of a sparse feature's percent-encoded name; file systems allow 255 with what is added to it."""
 

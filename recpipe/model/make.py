@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pkgutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields
 from importlib import import_module
 from importlib.util import find_spec
@@ -36,6 +36,9 @@ _OWN_KEYS = {f.name: f.default for f in fields(ModelKeys) if f.name != "embeddin
 """Keys that recpipe reads itself and does not pass to constructors, with their defaults."""
 _OF_DIMENSION = ("embedding_dim", "embedding_bag_collection", "embedding_collection")
 """Arguments that need ``model.embedding_dim``."""
+_OF_TABLES = ("schema", "embedding_bag_collection", "embedding_collection")
+"""Arguments that depend on the rows of the data's tables."""
+_OF_DENSE = ("num_dense_features", "dense_in_features")
 _BY_NAME = (Parameter.POSITIONAL_OR_KEYWORD, Parameter.KEYWORD_ONLY)
 
 
@@ -71,9 +74,36 @@ def make_model(config: UserModel, schema: Schema, device: torch.device) -> nn.Mo
     of its other parameters that recpipe knows by name (``known_arguments``). The caller seeds the random
     numbers. Raises a one-line ``UserError`` if the class cannot be imported or made.
     """
+    return _made(config, known_arguments(config, schema, device), device)
+
+
+class _NeedsData(Exception):
+    """An argument is not known before the data are."""
+
+
+def make_before_data(
+    config: UserModel, dense: Sequence[str] | None, device: torch.device
+) -> nn.Module | None:
+    """The module that ``make_model`` makes, whatever the data's tables are; None if it depends on them.
+
+    ``dense``: the names of the dense inputs; None: not known either.
+    """
+
+    def unknown() -> Any:
+        raise _NeedsData
+
+    waiting = (*_OF_TABLES, *_OF_DENSE) if dense is None else _OF_TABLES
+    known = known_arguments(config, Schema(tuple(dense or ()), ()), device)
+    try:
+        return _made(config, known | dict.fromkeys(waiting, unknown), device)
+    except _NeedsData:
+        return None
+
+
+def _made(config: UserModel, known: Mapping[str, Callable[[], Any]], device: torch.device) -> nn.Module:
     maker = _find_maker(config)
     arguments = {key: made_within(value, f"model.{key}") for key, value in config.arguments.items()}
-    arguments |= _complete(config, maker, known_arguments(config, schema, device))
+    arguments |= _complete(config, maker, known)
     try:
         made = maker(**arguments)
     except UserError:

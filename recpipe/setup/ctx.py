@@ -35,6 +35,7 @@ from recpipe.report.files import ReportFiles
 from recpipe.report.record import RunReport
 from recpipe.setup.footprint import require_inputs
 from recpipe.setup.placing import Unplaced
+from recpipe.setup.sized import sized_by_module
 from recpipe.tables.config import SCRATCH, TierConfig
 from recpipe.tables.stores.home import remove_crashed
 from recpipe.training.optim import try_out
@@ -91,6 +92,7 @@ class Joined:
         self.ranks, self.device, self.run_dir, self.given = ranks, device, run_dir, given
         self.leads = ranks.rank == 0
         require_units(recipe.model.precision, device, recipe.model.emulate_bfloat16)
+        recipe, self._module = sized_by_module(recipe, given.model, device)
         self.dataset = open_dataset(recipe.data, recipe.seed, given.dataset)
         require_same_data(self.dataset.fingerprint)
         if self.dataset.endless:
@@ -117,9 +119,10 @@ class Joined:
     @cached_property
     def unplaced(self) -> Unplaced:
         """The model, with tables still to be placed, and where its ids are in a batch."""
-        L.seed_everything(self.recipe.seed, verbose=False)
+        if self._module is self.given.model:  # else its making was seeded
+            L.seed_everything(self.recipe.seed, verbose=False)
         require_inputs(self.recipe, self.dataset, self.ranks, self.device)
-        return Unplaced.of(self.recipe, self.dataset, self.device, self.given.model)
+        return Unplaced.of(self.recipe, self.dataset, self.device, self._module)
 
 
 def require_one_pass(recipe: Recipe) -> None:

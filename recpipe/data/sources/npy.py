@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from recpipe.data.columns import Columns
 from recpipe.data.files import RowChecks, check_readable, input_files, map_npy
 from recpipe.data.preparation import Preparation
-from recpipe.data.schema import IdRule
+from recpipe.data.schema import OF_MODULES, IdRule
 from recpipe.data.sources.criteo import criteo_schema
 from recpipe.data.sources.criteo_columns import DENSE, SPARSE
 from recpipe.errors import DataError
@@ -122,7 +122,9 @@ class NpySource:
             stored[:, column] = checks[triple.dense].require_finite(values, name, values.__getitem__)
         for column, rows in enumerate(() if self._modulo else self._rows.tolist()):
             values, name = ids[:, column], SPARSE[column]
-            remedy = f"is not in [0, {rows}): raise data.tables.{name} or pass data.hash_ids=true"
+            remedy = (
+                f"is not in [0, {rows}): raise data.tables.{name} or pass data.hash_ids=true {OF_MODULES}"
+            )
             valid = (values >= 0) & (values < rows)
             checks[triple.sparse].require(valid, name, values.__getitem__, remedy)
         for check in checks.values():
