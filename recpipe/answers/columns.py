@@ -9,8 +9,9 @@ import pyarrow as pa
 import pyarrow.csv
 
 from recpipe.data.config import CriteoConfig, DataConfig, FilesConfig
+from recpipe.data.derived import derived_files
 from recpipe.data.files import input_files, line_blocks
-from recpipe.data.records import InputFile, files_of, require_columns
+from recpipe.data.records import InputFile, require_columns
 from recpipe.data.sources import criteo
 from recpipe.data.sources.criteo_columns import COLUMNS
 from recpipe.data.sources.npy import triples
@@ -29,7 +30,7 @@ def read_columns(config: DataConfig, names: Sequence[str]) -> Iterator[pa.Table]
     Criteo's fields are text. ``DataError`` for a column that a file does not have, and for lists.
     """
     if isinstance(config, FilesConfig):
-        return _of_files(files_of(config), list(names))
+        return _of_files(derived_files(config, [config.path])[0], list(names))
     if not has_columns(config) or not isinstance(config, CriteoConfig):
         raise UserError(f"data={config.name} has no files with named columns")
     for name in names:

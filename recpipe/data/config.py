@@ -12,6 +12,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from recpipe.common.validation import Count, FilePath, Positive, Text, chosen, mapping, one_of, typed
 from recpipe.common.words import Amount
+from recpipe.data.derivations import Join, Sessions
 from recpipe.data.features import Features, Label, Rows, parse_features, read_features, short_form
 from recpipe.data.files import TextRules
 from recpipe.data.schema import LABEL_KINDS
@@ -218,9 +219,11 @@ class RecordsConfig(DataConfig):
 @dataclasses.dataclass
 class FilesConfig(FileConfig, RecordsConfig):
     """Files of any schema. ``split``: which rows validate and test (``Split``); ``eval_path``, ``test_path``:
-    files of such rows."""
+    files of such rows. ``joins`` and ``sessions``: what is derived (``recpipe.data.derivations``)."""
 
     name: str = "files"
+    joins: list[dict[str, Any]] = dataclasses.field(default_factory=list)
+    sessions: dict[str, Any] | None = None
     split: dict[str, Any] | None = None
     eval_path: FilePath | list[FilePath] | None = None
     test_path: FilePath | list[FilePath] | None = None
@@ -228,7 +231,23 @@ class FilesConfig(FileConfig, RecordsConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         self._require_one_split()
+        if self.features == AUTO and (self.joined or self.grouped):
+            raise UserError(
+                "data.features=auto looks at the files themselves: with data.joins or data.sessions, state "
+                "data.features"
+            )
+        _ = self.joined, self.grouped  # so that their faults are told at once
         self.require_columns()
+
+    @property
+    def joined(self) -> tuple[Join, ...]:
+        """``joins``, typed."""
+        return tuple(typed(Join, join, f"data.joins[{n}]") for n, join in enumerate(self.joins))
+
+    @property
+    def grouped(self) -> Sessions | None:
+        """``sessions``, typed."""
+        return None if self.sessions is None else typed(Sessions, self.sessions, "data.sessions")
 
     def _require_one_split(self) -> None:
         """``UserError`` where two keys say which samples validate, or which test."""

@@ -61,6 +61,8 @@ class Block(NamedTuple):
     first_row: int
     rows: pa.RecordBatch
     share: float
+    left_out: int = 0
+    """How many bad rows are not among them."""
 
 
 @dataclass(frozen=True)
@@ -75,6 +77,11 @@ class InputFile:
 
     def __str__(self) -> str:
         return str(self.path)
+
+    @property
+    def paths(self) -> tuple[Path, ...]:
+        """The files that its rows are read from."""
+        return (self.path,)
 
     @cached_property
     def columns(self) -> pa.Schema:
@@ -107,8 +114,17 @@ class InputFile:
         """
         require_columns(self, columns)
         reader, own = _READERS[self.format], [name for name in columns if name not in self.partition]
-        for first, rows, share in reader.blocks(self, own, start) if start else reader.blocks(self, own):
-            yield Block(first, self.with_partition(rows, columns), share)
+        for block in reader.blocks(self, own, start) if start else reader.blocks(self, own):
+            yield block._replace(rows=self.with_partition(block.rows, columns))
+
+    def first_rows(self, columns: Sequence[str]) -> pa.RecordBatch | None:
+        """The first rows of these columns, as they are written; None without rows."""
+        block = next(self.blocks(columns), None)
+        return None if block is None else block.rows
+
+    def is_all_text(self, column: str) -> bool:
+        """Whether all values of ``column`` are text, since nothing else can be written there."""
+        return self.format == "csv" or column in self.partition
 
     def with_partition(self, rows: pa.RecordBatch, columns: Sequence[str]) -> pa.RecordBatch:
         """``rows`` of the file itself with those of ``columns`` that its folders' names are."""

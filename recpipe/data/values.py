@@ -224,7 +224,7 @@ def read_vectors(array: pa.Array, feature: Feature) -> Numbers:
 def whole_text(array: pa.Array, feature: Feature) -> bool:
     """Whether all values of an array of text are written as whole numbers, and there are some."""
     array = plain(array)
-    if feature.is_bag:
+    if feature.is_bag and feature.separator is not None:
         array = pc.split_pattern(_emptied(array, feature), pattern=feature.separator).flatten()
     none = pa.array([*NO_VALUE, *feature.missing, *feature.padding], array.type)
     present = array.filter(pc.and_not(array.is_valid(), pc.is_in(array, value_set=none)))
@@ -284,6 +284,8 @@ def plain_type(kind: pa.DataType) -> pa.DataType:
     """The type that ``plain`` arrays of type ``kind`` have."""
     if pa.types.is_dictionary(kind) or pa.types.is_run_end_encoded(kind):
         return plain_type(kind.value_type)
+    if kind in (pa.string_view(), pa.binary_view()):
+        return pa.large_string() if kind == pa.string_view() else pa.large_binary()
     return plain_type(kind.storage_type) if isinstance(kind, pa.BaseExtensionType) else kind
 
 

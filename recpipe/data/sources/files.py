@@ -16,17 +16,18 @@ from numpy.typing import NDArray
 
 from recpipe.data.columns import Columns
 from recpipe.data.config import FilesConfig
+from recpipe.data.derived import derived_files, derived_recipe
 from recpipe.data.encoding import Encoding
 from recpipe.data.features import GROWTH, Feature, Features
 from recpipe.data.files import RowChecks
 from recpipe.data.learned import Between, Learned, learn
 from recpipe.data.preparation import Preparation, require_features
-from recpipe.data.records import InputFile, files_of, require_columns
+from recpipe.data.records import InputFile, require_columns
 from recpipe.data.row_parts import RowParts
 from recpipe.data.schema import Schema
 from recpipe.data.settled import settled
 from recpipe.data.split import TEST, TRAIN, VALID, Parts
-from recpipe.data.values import alike, plain_type, require_type, whole_text
+from recpipe.data.values import alike, is_list, plain_type, require_type, whole_text
 from recpipe.errors import DataError, shown
 
 log = logging.getLogger(__name__)
@@ -40,7 +41,7 @@ class FilesSource:
         self, config: FilesConfig, labelled: bool = True, trained_by: Preparation | None = None
     ) -> None:
         paths = [config.path, config.eval_path, config.test_path] if labelled else [config.path]
-        by_part = [() if path is None else files_of(replace(config, path=path)) for path in paths]
+        by_part = derived_files(config, paths)
         self._inputs = [file for files in by_part for file in files]
         self._parts = [part for part, files in enumerate(by_part) for _ in files]
         """The part of each file, unless its rows say theirs."""
@@ -75,7 +76,7 @@ class FilesSource:
             "skip": self._skip,
             "rules": asdict(config.rules()),
             "format": config.format,
-        }
+        } | derived_recipe(config)
         if self.splits:
             self._stated["split"] = [split and asdict(split), self._parts, config.eval_fraction]
         if self._skip:  # which rows are left out depends on them
@@ -92,7 +93,7 @@ class FilesSource:
     @property
     def files(self) -> Sequence[Path]:
         """The input files, in time order."""
-        return [file.path for file in self._inputs]
+        return [path for file in self._inputs for path in file.paths]
 
     def blocks(self) -> Iterator[tuple[Columns, float]]:
         """Samples of all files in order."""
@@ -107,14 +108,14 @@ class FilesSource:
             self._row_parts.begin(block.rows for file in self._inputs for block in file.blocks(names))
         for index, file in enumerate(self._inputs):
             for block in file.blocks(self._read(self.encoding.features)):
-                checks = RowChecks(file.path, block.first_row, len(block.rows))
+                checks = RowChecks(str(file), block.first_row, len(block.rows))
                 columns, missing = self.encoding.read(block.rows, checks, self._labelled)
                 parts = np.full(len(block.rows), self._parts[index], np.uint8)
                 if self._row_parts is not None:
                     parts = self._row_parts.of(block.rows, checks)
                 for name, absent in missing.items():
                     self.missing[name] += absent
-                self.rejected_rows += checks.finish(self._skip)
+                self.rejected_rows += block.left_out + checks.finish(self._skip)
                 good = columns if checks.good.all() else columns.where(checks.good)
                 if self.encoding.is_complete:
                     good = self.finished(good)
@@ -184,10 +185,8 @@ class FilesSource:
         if the first rows are written so."""
         if then := self._trained.get(feature.name):
             return "text" if then == "text" else "integer"
-        file = self._inputs[0]
-        if feature.is_bag and feature.separator is None:
-            return "text"
-        if file.format != "csv" and feature.source not in file.partition:
+        is_whole = feature.separator is None and not is_list(plain_type(self._types[feature.source][0]))
+        if (feature.is_bag and is_whole) or not self._inputs[0].is_all_text(feature.source):
             return "text"
         rows = self._first_rows
         if rows is None or not whole_text(rows[feature.source], feature):
@@ -201,8 +200,7 @@ class FilesSource:
     @cached_property
     def _first_rows(self) -> pa.RecordBatch | None:
         """All columns of the first rows, read once however many of them have text; None without any row."""
-        block = next(self._inputs[0].blocks(list(self._types)), None)
-        return None if block is None else block.rows
+        return self._inputs[0].first_rows(list(self._types))
 
 
 def _as_prepared(feature: Feature) -> Feature:

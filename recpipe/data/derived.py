@@ -1,0 +1,51 @@
+"""The files of a recipe with what it derives from their records: joins first, then sessions."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, replace
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from recpipe.common.own_cache import default_cache_dir
+from recpipe.data.config import FilesConfig
+from recpipe.data.joins import contents, joined
+from recpipe.data.records import InputFile, files_of
+from recpipe.data.sessions import SessionFile
+
+
+def derived_files(config: FilesConfig, paths: Sequence[Any]) -> list[list[InputFile]]:
+    """The files of each of ``paths`` (of None none) whose records the features of ``config`` are read from.
+    Side tables are read once for all; sessions are one file of each path."""
+    found = [[] if path is None else files_of(replace(config, path=path)) for path in paths]
+    every = iter(joined([file for files in found for file in files], config.joined))
+    derived = [list(islice(every, len(files))) for files in found]
+    return [_sessions(config, files) if files and config.grouped else files for files in derived]
+
+
+def _sessions(config: FilesConfig, files: Sequence[InputFile]) -> list[InputFile]:
+    assert config.grouped is not None
+    room = Path(config.cache_dir).expanduser() if config.cache_dir else default_cache_dir()
+    first, skips = files[0], config.on_bad_row == "skip"
+    made = SessionFile(
+        first.path,
+        first.format,
+        first.partition,
+        first.rules,
+        inputs=tuple(files),
+        rule=config.grouped,
+        room=room,
+        skips=skips,
+    )
+    return [made]
+
+
+def derived_recipe(config: FilesConfig) -> dict[str, Any]:
+    """What samples depend on beside the files themselves; empty where nothing is derived."""
+    found: dict[str, Any] = {}
+    if config.joined:
+        found["joins"] = contents(config.joined)
+    if config.grouped is not None:
+        found["sessions"] = asdict(config.grouped)
+    return found
