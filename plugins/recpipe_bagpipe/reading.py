@@ -40,16 +40,16 @@ def waiting(batch: Batch, small: bool = True) -> Waiting:
     if not plain or ids.dtype != torch.int64 or not fits:
         return Waiting(lambda: batch, size_of(batch))
     keys, dense, labels, stride = sparse.keys(), batch.dense, batch.labels, sparse.stride()
-    weights = batch.weights
+    weights, log_q = batch.weights, batch.log_q
     narrow, kind, bags = ids.to(torch.int32), lengths.dtype, lengths.numel()
     kept = None if bool((lengths == 1).all()) else lengths
 
     def restore() -> Batch:
         again = torch.ones(bags, dtype=kind) if kept is None else kept
         jagged = KeyedJaggedTensor(keys, narrow.to(torch.int64), lengths=again, stride=stride)
-        return Batch(dense, jagged, labels, weights=weights)
+        return Batch(dense, jagged, labels, weights=weights, log_q=log_q)
 
-    held = [narrow, dense, labels, *(part for part in (kept, weights) if part is not None)]
+    held = [narrow, dense, labels, *(part for part in (kept, weights, log_q) if part is not None)]
     return Waiting(restore, sum(part.nbytes for part in held))
 
 

@@ -289,7 +289,8 @@ def slicer_of_files(trained: Trained, column: str, dataset: Dataset, part: str) 
     """The slicer with the rows of a ``part`` of ``dataset`` (``EvaluateOptions.split``) of ``column`` as the
     files have it; None if the data has no such files, whose batches then have the values."""
     config = trained.cfg.data
-    if not has_columns(config):
+    drawn = config.drawn if isinstance(config, FilesConfig) else None
+    if not has_columns(config) or (drawn is not None and drawn.each > 1):  # negatives are no rows
         return None
     if dataset.rejected_rows:
         raise UserError(

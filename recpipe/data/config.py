@@ -12,7 +12,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from recpipe.common.validation import Count, FilePath, Positive, Text, chosen, mapping, one_of, typed
 from recpipe.common.words import Amount
-from recpipe.data.derivations import Join, Sessions
+from recpipe.data.derivations import Join, Negatives, Sessions
 from recpipe.data.features import Features, Label, Rows, parse_features, read_features, short_form
 from recpipe.data.files import TextRules
 from recpipe.data.schema import LABEL_KINDS
@@ -219,11 +219,13 @@ class RecordsConfig(DataConfig):
 @dataclasses.dataclass
 class FilesConfig(FileConfig, RecordsConfig):
     """Files of any schema. ``split``: which rows validate and test (``Split``); ``eval_path``, ``test_path``:
-    files of such rows. ``joins`` and ``sessions``: what is derived (``recpipe.data.derivations``)."""
+    files of such rows. ``joins``, ``sessions`` and ``negatives``: what is derived
+    (``recpipe.data.derivations``)."""
 
     name: str = "files"
     joins: list[dict[str, Any]] = dataclasses.field(default_factory=list)
     sessions: dict[str, Any] | None = None
+    negatives: dict[str, Any] | None = None
     split: dict[str, Any] | None = None
     eval_path: FilePath | list[FilePath] | None = None
     test_path: FilePath | list[FilePath] | None = None
@@ -236,7 +238,7 @@ class FilesConfig(FileConfig, RecordsConfig):
                 "data.features=auto looks at the files themselves: with data.joins or data.sessions, state "
                 "data.features"
             )
-        _ = self.joined, self.grouped  # so that their faults are told at once
+        _ = self.joined, self.grouped, self.drawn  # so that their faults are told at once
         self.require_columns()
 
     @property
@@ -248,6 +250,11 @@ class FilesConfig(FileConfig, RecordsConfig):
     def grouped(self) -> Sessions | None:
         """``sessions``, typed."""
         return None if self.sessions is None else typed(Sessions, self.sessions, "data.sessions")
+
+    @property
+    def drawn(self) -> Negatives | None:
+        """``negatives``, typed."""
+        return None if self.negatives is None else typed(Negatives, self.negatives, "data.negatives")
 
     def _require_one_split(self) -> None:
         """``UserError`` where two keys say which samples validate, or which test."""

@@ -118,8 +118,8 @@ class Dataset(ABC):
         self.interrupted = True
 
     def of_epoch(self, number: int) -> Dataset:
-        """The same data, whose training batches are in the order of epoch ``number``, from 0; that of the
-        first one is the data's own. Here all epochs have one order."""
+        """The same data, whose training batches are those of epoch ``number``, from 0; those of the first one
+        are the data's own. Here all epochs are alike."""
         return self
 
     def num_batches(self, split: SplitName, batch_size: int) -> int:
@@ -143,6 +143,12 @@ class NumberedDataset(Dataset):
         self._part(Parts(samples, 0, 0).held_out(eval_fraction, 0.0))
         self._shuffle: tuple[int, int | None] | None = None
         self._epoch = 0
+        self._epochs_differ = False
+
+    @property
+    def parts(self) -> Parts:
+        """How many samples each part has."""
+        return Parts(self.train_samples, self.size("eval"), self.size("test"))
 
     def _part(self, parts: Parts) -> None:
         """Let the samples be of these ``parts``, in this order."""
@@ -160,15 +166,15 @@ class NumberedDataset(Dataset):
 
     def shuffle(self, seed: int, within: int | None = None) -> None:
         """Train in the order of ``Shuffled``, another one in each epoch."""
-        self._shuffle = seed, within
+        self._shuffle, self._epochs_differ = (seed, within), True
         self._changed(f"shuffled {seed} {within}")
 
     def _changed(self, how: str) -> None:
         self.fingerprint = hashlib.blake2b(f"{self.fingerprint} {how}".encode(), digest_size=16).hexdigest()
 
     def of_epoch(self, number: int) -> Self:
-        """The same data in the order of epoch ``number``; all that is read is shared."""
-        if self._shuffle is None or number == self._epoch:
+        """The same data as epoch ``number`` trains them; all that is read is shared."""
+        if not self._epochs_differ or number == self._epoch:
             return self
         other = copy.copy(self)
         other._epoch = number

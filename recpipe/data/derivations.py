@@ -1,5 +1,5 @@
 """What a recipe derives from the records of files before they are features (``data.joins``,
-``data.sessions``)."""
+``data.sessions``), and from prepared samples when they are put into batches (``data.negatives``)."""
 
 from __future__ import annotations
 
@@ -59,3 +59,33 @@ class Sessions:
     max_length: Annotated[int, Interval(ge=1, le=2**20)] = 50
     min_length: Positive = 2
     keep: Annotated[str, one_of("first", "last")] = "last"
+
+
+@dataclass(frozen=True)
+class Negatives:
+    """Each sample is followed by ``ratio`` others with label 0, which differ from it in ``feature`` and those
+    ``along``: there they are like a training sample that has another id of ``feature``.
+
+    ``uniform``: each id is as likely; ``popularity``: as count**alpha in the training part. ``in_batch``:
+    none are added; batches have ``log_q`` for models that take the other samples' ids.
+
+    ``source``: the ids of the ``train`` part, or all of the side table that is ``joined`` by the feature's
+    column, with the attributes that this has.
+    """
+
+    feature: Text
+    along: tuple[Text, ...] = ()
+    ratio: Annotated[int, Interval(ge=1, le=1024)] = 4
+    sampling: Annotated[str, one_of("uniform", "popularity", "in_batch")] = "uniform"
+    alpha: Annotated[float, Interval(ge=0, le=4)] = 0.75
+    source: Annotated[str, one_of("train", "joined")] = "train"
+
+    @property
+    def each(self) -> int:
+        """How many samples one of the files becomes."""
+        return 1 if self.sampling == "in_batch" else 1 + self.ratio
+
+    @property
+    def power(self) -> float:
+        """An id's chance is as its count to this power."""
+        return {"uniform": 0.0, "popularity": self.alpha, "in_batch": 1.0}[self.sampling]

@@ -10,7 +10,7 @@ from typing import Any
 
 from recpipe.common.own_cache import default_cache_dir
 from recpipe.data.config import FilesConfig
-from recpipe.data.joins import contents, joined
+from recpipe.data.joins import JoinedFile, SideTable, contents, joined
 from recpipe.data.records import InputFile, files_of
 from recpipe.data.sessions import SessionFile
 
@@ -39,6 +39,13 @@ def _sessions(config: FilesConfig, files: Sequence[InputFile]) -> list[InputFile
         skips=skips,
     )
     return [made]
+
+
+def side_table(file: InputFile, key: str) -> SideTable | None:
+    """The one that is joined by the column ``key`` of a derived file."""
+    log = file.inputs[0] if isinstance(file, SessionFile) else file
+    sides = log.sides if isinstance(log, JoinedFile) else ()
+    return next((side for side in sides if side.left == key), None)
 
 
 def derived_recipe(config: FilesConfig) -> dict[str, Any]:

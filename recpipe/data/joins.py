@@ -36,7 +36,8 @@ class SideTable:
         self.is_text = files[0].format == "csv"
         own = list(join.columns) or [name for name in files[0].columns.names if name != join.right]
         kind = _shared_type(files, join.right)
-        both = is_text(plain_type(key)) and is_text(plain_type(kind))
+        self._as_text = is_text(plain_type(key))
+        both = self._as_text and is_text(plain_type(kind))
         self._key = Feature(join.right, type="text" if both else "integer")
         require_type(str(files[0]), join.right, kind, self._key)
         kinds = [_shared_type(files, name) for name in own]
@@ -56,6 +57,15 @@ class SideTable:
                 "one for each key; leave the others out of the side table"
             )
         log.info("joining %s by %s: %s keys", shown(join.path, 200), self.left, f"{len(self._keys):,}")
+
+    def rows(self) -> pa.RecordBatch:
+        """All rows that have a key, with this under the name and in the kind, text or numbers, that it has in
+        the records."""
+        order = np.argsort(self._places)
+        rows, keys = self._rows.take(pa.array(self._places[order])), pa.array(self._keys[order])
+        if not (self._as_text and is_text(rows.column(0).type)):
+            rows = rows.set_column(0, self.left, keys.cast(pa.string()) if self._as_text else keys)
+        return rows
 
     def beside(self, keys: pa.Array) -> dict[str, pa.Array]:
         """Its columns for records with these ``keys`` [n]; null where it lacks one."""

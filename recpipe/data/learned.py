@@ -168,17 +168,17 @@ def _vocabulary(table: str, own: Sequence[Feature], read: Callable[[], Iterator[
             keys, places = block.keys[inside], block.places[inside]
             waiting.append(np.stack([keys, np.ones_like(keys), places]))
             if sum(each.shape[1] for each in waiting[1:]) > max(STEP, waiting[0].shape[1]):
-                waiting = [_merged(waiting)]
+                waiting = [merged(waiting)]
                 if own[0].min_count == 1:  # it can only grow
                     require_room(table, own[0], waiting[0].shape[1])
-        counted = _merged(waiting)
+        counted = merged(waiting)
         kept.append(counted[:, counted[1] >= own[0].min_count])
         require_room(table, own[0], sum(each.shape[1] for each in kept))
     keys, counts, places = np.concatenate(kept, 1)
     return np.asarray(keys[np.lexsort((places, -counts))])
 
 
-def _merged(parts: Sequence[Int64]) -> Int64:
+def merged(parts: Sequence[Int64]) -> Int64:
     """Keys, counts and first places [3, n] in which each key is there once."""
     keys, counts, places = np.concatenate(parts, 1)
     order = np.lexsort((places, keys))

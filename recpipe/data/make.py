@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any, get_type_hints
 
@@ -26,8 +27,10 @@ from recpipe.data.config import (
     parse_config,
 )
 from recpipe.data.dataset import Dataset, NumberedDataset, SplitName
+from recpipe.data.derivations import Negatives
 from recpipe.data.files import input_files
 from recpipe.data.id_mapper import BeyondTable, IdMapper
+from recpipe.data.negatives import SampledDataset
 from recpipe.data.preparation import Preparation
 from recpipe.data.prepared import PreparedDataset
 from recpipe.data.sources import criteo
@@ -49,10 +52,10 @@ def open_dataset(
     """Open the data set of a ``data`` node. Files are prepared into the cache unless that has been done
     already.
 
-    ``seed`` matters only for generated data and for the order of shuffled ones. ``given`` is the data set
-    that a caller brings for ``data=given``. ``trained_by``: how the data of a trained model were prepared, of
-    which what was learned is used instead of learning anew. ``UserError`` for a recipe or a file that cannot
-    be used.
+    ``seed`` matters only for generated data, for negatives, and for the order of shuffled data. ``given`` is
+    the data set that a caller brings for ``data=given``. ``trained_by``: how the data of a trained model were
+    prepared, of which what was learned is used instead of learning anew. ``UserError`` for a recipe or a file
+    that cannot be used.
     """
     config = parse_config(cfg)
     if isinstance(config, GivenConfig):
@@ -64,32 +67,47 @@ def open_dataset(
         given.read_ahead = config.read_ahead
         return given
     dataset = _open(config, seed, trained_by)
-    dataset.read_ahead = config.read_ahead
     if isinstance(config, SamplesConfig):
-        _arrange(dataset, config, seed)
+        dataset = _arranged(dataset, config, seed)
+    dataset.read_ahead = config.read_ahead
     return dataset
 
 
-def _arrange(dataset: Dataset, config: SamplesConfig, seed: int) -> None:
-    """Split and order the samples as the recipe says."""
+def _arranged(dataset: Dataset, config: SamplesConfig, seed: int) -> Dataset:
+    """The samples split, with the negatives, and in the order that the recipe says."""
     asked = {
         "data.test_fraction": bool(config.test_fraction),
         "data.last_batch=drop": config.last_batch == "drop",
         "data.shuffle": config.shuffle != "none",
+        "data.negatives": isinstance(config, FilesConfig) and config.negatives is not None,
     }
     if not any(asked.values()):
-        return
+        return dataset
     if not isinstance(dataset, NumberedDataset):
         key = next(key for key, said in asked.items() if said)
         raise UserError(f"{key}: the samples of data={config.name} have no numbers; leave it out")
     if config.test_fraction:
         dataset.hold_out(config.eval_fraction, config.test_fraction)
+    if isinstance(config, FilesConfig) and config.drawn is not None:
+        assert isinstance(dataset, PreparedDataset)
+        catalog = partial(_side_table, config, dataset.preparation)
+        dataset = SampledDataset(dataset, config.drawn, seed, catalog)
     if config.last_batch == "drop":
         dataset.drop_short_batch(config.batch_size)
     if isinstance(config.shuffle, int):
         dataset.shuffle(seed, config.shuffle)
     elif config.shuffle == "all":
         dataset.shuffle(seed)
+    return dataset
+
+
+def _side_table(config: FileConfig, prepared: Preparation | None, rule: Negatives) -> Columns:
+    """The samples of a joined side table, as those of the files were ``prepared``."""
+    from recpipe.data.sources.files import FilesSource
+
+    source = open_source(config, trained_by=prepared)
+    assert isinstance(source, FilesSource)
+    return source.catalog(rule)
 
 
 def _open(config: DataConfig, seed: int, trained_by: Preparation | None) -> Dataset:

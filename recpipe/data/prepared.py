@@ -304,7 +304,7 @@ class PreparedDataset(NumberedDataset):
         self.schema, self.rejected_rows = schema, meta.rejected_rows
         self.missing = {name: count for name, count in meta.missing.items() if count}
         self.unseen = {name: count for name, count in meta.unseen.items() if count}
-        self._mapped = Mapped(directory, meta)
+        self.mapped = Mapped(directory, meta)
         self._to_rows = IdMapper(schema, meta.multi_hot, cast(tuple[IdRule, ...], meta.kept))
         self._make = BatchMaker(schema, meta.multi_hot)
         split = meta.parts or eval_fraction
@@ -321,7 +321,7 @@ class PreparedDataset(NumberedDataset):
             values = json.loads(file.read_text())
             if values.pop("seal") == _seal(values):
                 return str(values["digest"])
-        values = {"rows": rows, "digest": self._mapped.digest(self._to_rows)}
+        values = {"rows": rows, "digest": self.mapped.digest(self._to_rows)}
         # A cache that cannot be written serves as well, and half a file has no seal.
         with contextlib.suppress(OSError), private_files():
             file.write_text(json.dumps({**values, "seal": _seal(values)}))
@@ -329,11 +329,15 @@ class PreparedDataset(NumberedDataset):
 
     def samples_between(self, low: int, high: int) -> Batch:
         """Samples ``low`` to ``high`` (excluded), cut out of the mapped files."""
-        return self._make(self._to_rows(self._mapped.between(low, high)))
+        return self.batch_of(self.mapped.between(low, high))
 
     def samples_at(self, numbers: Int64) -> Batch:
         """The samples with these ``numbers``, copied out of the mapped files."""
-        return self._make(self._to_rows(self._mapped.at(numbers)))
+        return self.batch_of(self.mapped.at(numbers))
+
+    def batch_of(self, columns: Columns) -> Batch:
+        """Samples as the source gave them as a batch."""
+        return self._make(self._to_rows(columns))
 
     def weight_between(self, low: int, high: int) -> tuple[float, ...]:
         """The ``total_weight`` of the batch of samples ``low`` to ``high`` (excluded); no ids are read."""
@@ -344,5 +348,5 @@ class PreparedDataset(NumberedDataset):
         return self._weight(numbers)
 
     def _weight(self, rows: slice | Int64) -> tuple[float, ...]:
-        weights = self._mapped.weights(rows)
+        weights = self.mapped.weights(rows)
         return () if weights is None else total_weight(torch.from_numpy(np.array(weights)))

@@ -26,6 +26,9 @@ class Batch:
     weights: torch.Tensor | None = field(default=None, kw_only=True)
     """How much each label counts, float32 >= 0 in the labels' shape: a loss or figure is
     sum(weight * value) / sum(weight). 0: the label is not known. None: all count alike."""
+    log_q: torch.Tensor | None = field(default=None, kw_only=True)
+    """The logarithm of the chance with which each sample's id of ``data.negatives.feature`` is drawn, float32
+    [B], by which a sampled softmax corrects its logits; None: the recipe draws none."""
 
     def __post_init__(self) -> None:
         size = self.labels.shape[0] if self.labels.dim() in (1, 2) else -1
@@ -38,6 +41,10 @@ class Batch:
             )
         if self.weights is not None and self.weights.dtype != torch.float32:
             raise DataError(f"weights must be float32, not {self.weights.dtype}")
+        if self.log_q is not None and (self.log_q.shape, self.log_q.dtype) != ((size,), torch.float32):
+            raise DataError(
+                f"log_q must be float32 [{size}], not {self.log_q.dtype} {tuple(self.log_q.shape)}"
+            )
         if self.dense.dim() != 2 or self.dense.shape[0] != size:
             raise DataError(f"dense must be [{size}, D] for {size} labels, not {tuple(self.dense.shape)}")
         if self.dense.dtype != torch.float32 or self.labels.dtype != torch.float32:
@@ -71,18 +78,22 @@ class Batch:
             self.sparse.to(device, non_blocking=non_blocking),
             self.labels.to(device, non_blocking=non_blocking),
             weights=None if self.weights is None else self.weights.to(device, non_blocking=non_blocking),
+            log_q=None if self.log_q is None else self.log_q.to(device, non_blocking=non_blocking),
         )
 
     def pin_memory(self) -> Batch:
         """The same batch in page-locked host memory, from which copies to a GPU run asynchronously."""
-        weights = None if self.weights is None else self.weights.pin_memory()
         return Batch(
-            self.dense.pin_memory(), self.sparse.pin_memory(), self.labels.pin_memory(), weights=weights
+            self.dense.pin_memory(),
+            self.sparse.pin_memory(),
+            self.labels.pin_memory(),
+            weights=None if self.weights is None else self.weights.pin_memory(),
+            log_q=None if self.log_q is None else self.log_q.pin_memory(),
         )
 
     def record_stream(self, stream: torch.Stream) -> None:
         """Keep the memory of all parts until ``stream`` has passed this point."""
-        for part in (self.dense, self.sparse, self.labels, self.weights):
+        for part in (self.dense, self.sparse, self.labels, self.weights, self.log_q):
             if part is not None:
                 part.record_stream(stream)
 
@@ -125,7 +136,8 @@ class BatchShare(Batch):
     @classmethod
     def of(cls, batch: Batch, total: int, weight: tuple[float, ...] = ()) -> BatchShare:
         """``batch`` as a share of a batch of ``total`` samples, whose ``total_weight`` is ``weight``."""
-        return cls(batch.dense, batch.sparse, batch.labels, total, weight, weights=batch.weights)
+        own = batch.dense, batch.sparse, batch.labels
+        return cls(*own, total, weight, weights=batch.weights, log_q=batch.log_q)
 
     def scaled(self) -> Batch:
         """The same share with the weights that it has in the whole batch's ``scaled``."""

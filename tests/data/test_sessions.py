@@ -12,11 +12,13 @@ import pyarrow.csv
 import pyarrow.parquet as pq
 import pytest
 
+from recpipe.config.compose import compose
 from recpipe.data import sessions
 from recpipe.data.config import FilesConfig
 from recpipe.data.derived import derived_files
 from recpipe.data.make import open_dataset
 from recpipe.errors import DataError, UserError
+from recpipe.run import run
 
 COLUMNS = ["user", "item", "item_history", "price_history", "positive", "is_last"]
 Sample = dict[str, Any]
@@ -217,3 +219,33 @@ def test_what_cannot_be_a_session_is_one_line(tmp_path: Path) -> None:
     pq.write_table(table.set_column(2, "item", pa.array(["x"] * len(table))), other)
     with pytest.raises(DataError, match="column item: holds"):
         open_dataset(replace(config(tmp_path, file), path=[str(file), str(other)]), 0)
+
+
+@pytest.mark.parametrize(
+    ("experiment", "name"), [("tmall_sessions", "tmall_sessions"), ("taobao", "taobao_110k")]
+)
+def test_the_recipe_of_a_real_log_trains_from_it_as_it_lies(
+    experiment: str, name: str, data_dir: Path, tmp_path: Path
+) -> None:
+    source = data_dir / f"{name}.parquet"
+    if not source.is_file():
+        pytest.skip(f"no {source}")
+    rows = next(pq.ParquetFile(source).iter_batches(6000))
+    pq.write_table(pa.Table.from_batches([rows]), tmp_path / "part.parquet")
+    by = "session" if experiment == "tmall_sessions" else "user"
+    counts = np.unique(rows[by].to_numpy(zero_copy_only=False), return_counts=True)[1]
+    cfg = compose(
+        [
+            f"experiment={experiment}",
+            f"data.path={tmp_path / 'part.parquet'}",
+            f"data.cache_dir={tmp_path / 'cache'}",
+            "model.embedding_dim=4",
+            "trainer.backend=plain",
+            "trainer.progress=false",
+            "trainer.logger=null",
+            "task.page=false",
+        ]
+    )
+    report = run(cfg, tmp_path / "run")
+    assert report["data"]["train_samples"] + report["data"]["eval_samples"] == 5 * int((counts - 1).sum())
+    assert 0 < report["quality"]["logloss"] < 1

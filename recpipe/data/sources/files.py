@@ -16,7 +16,8 @@ from numpy.typing import NDArray
 
 from recpipe.data.columns import Columns
 from recpipe.data.config import FilesConfig
-from recpipe.data.derived import derived_files, derived_recipe
+from recpipe.data.derivations import Negatives
+from recpipe.data.derived import derived_files, derived_recipe, side_table
 from recpipe.data.encoding import Encoding
 from recpipe.data.features import GROWTH, Feature, Features
 from recpipe.data.files import RowChecks
@@ -28,7 +29,7 @@ from recpipe.data.schema import Schema
 from recpipe.data.settled import settled
 from recpipe.data.split import TEST, TRAIN, VALID, Parts
 from recpipe.data.values import alike, is_list, plain_type, require_type, whole_text
-from recpipe.errors import DataError, shown
+from recpipe.errors import DataError, UserError, nearest_or_all, shown
 
 log = logging.getLogger(__name__)
 
@@ -147,6 +148,35 @@ class FilesSource:
     def use(self, learned: Learned) -> None:
         """Encode with what was ``learned`` from now on."""
         self.encoding = Encoding(self.encoding.features, learned)
+
+    def catalog(self, rule: Negatives) -> Columns:
+        """A sample for each row of the side table that is joined by the column of ``rule.feature``, of which
+        all features of other columns have any value. ``UserError`` if it has not what ``rule`` names."""
+        features = self.encoding.features
+        of = {name: f for f in features.dense for name in f.names} | {f.name: f for f in features.sparse}
+        key = of[rule.feature].source
+        side = side_table(self._inputs[0], key)
+        if side is None:
+            raise UserError(
+                f"data.negatives.source=joined: no side table of data.joins is joined by column "
+                f"'{shown(key)}', that of {shown(rule.feature)}; join one, or leave source out"
+            )
+        for name in rule.along:
+            if of[name].source not in side.names:
+                raise UserError(
+                    f"data.negatives.along: the side table has no column '{shown(of[name].source)}', that of "
+                    f"{shown(name)}; {nearest_or_all(of[name].source, side.names)}"
+                )
+        found = side.rows()
+        single = {f.source for f in features.sparse if f.kind == "id"}
+        zeros, nulls = pa.array(np.zeros(len(found), np.int8)), pa.nulls(len(found))
+        others = [name for name in dict.fromkeys(features.inputs) if name not in found.schema.names]
+        filled = [zeros if name in single else nulls for name in others]
+        rows = pa.record_batch([*found.columns, *filled], [*found.schema.names, *others])
+        checks = RowChecks(f"the side table of {shown(key)}", 1, len(rows))
+        made = self.encoding.columns(rows, checks, labelled=False).columns
+        checks.finish(False)
+        return made
 
     @property
     def schema(self) -> Schema:
