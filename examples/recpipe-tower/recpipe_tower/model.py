@@ -15,7 +15,10 @@ from recpipe.plugin import Batch
 
 
 class TwoTower(nn.Module):
-    """Two towers, of dense features and users' ids and of items' ids; a click's logit is their product."""
+    """Two towers, of dense features and users' ids and of items' ids; a click's logit is their product.
+
+    ``in_batch``: all samples are clicks, and each item's negatives are the items of the others in its batch.
+    """
 
     def __init__(
         self,
@@ -25,8 +28,10 @@ class TwoTower(nn.Module):
         hidden: list[int],
         user: list[str] | None = None,
         item: list[str] | None = None,
+        in_batch: bool = False,
     ) -> None:
         super().__init__()
+        self.in_batch = in_batch
         names = [feature.name for feature in schema.sparse]
         half = (len(names) + 1) // 2
         users, items = user or names[:half], item or names[half:]
@@ -36,12 +41,19 @@ class TwoTower(nn.Module):
         self.user_tower = MLP(len(schema.dense) + len(users) * user_dim, hidden)
         self.item_tower = MLP(len(items) * item_dim, hidden)
 
-    def forward(self, batch: Batch) -> torch.Tensor:
-        """Logits float32 [B]; the recipe's loss, model.loss, is over them."""
+    def forward(self, batch: Batch) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+        """Logits float32 [B], over which the recipe's loss is, model.loss; ``in_batch``: (loss, logits)."""
         user = torch.cat([batch.dense, self.user_tables(batch.sparse).values()], dim=1)
-        item = self.item_tables(batch.sparse).values()
-        product: torch.Tensor = self.user_tower(user) * self.item_tower(item)
-        return product.sum(dim=1)
+        users, items = self.user_tower(user), self.item_tower(self.item_tables(batch.sparse).values())
+        logits: torch.Tensor = (users * items).sum(dim=1)
+        return (_softmax(users @ items.T, batch.log_q), logits) if self.in_batch else logits
+
+
+def _softmax(logits: torch.Tensor, log_q: torch.Tensor | None) -> torch.Tensor:
+    """The mean loss of each user's own item among those of the batch (logits [B, B]), corrected by how likely
+    these come, which a served model does not need to know (Yi et al., RecSys 2019)."""
+    corrected = logits if log_q is None else logits - log_q
+    return nn.functional.cross_entropy(corrected, torch.arange(len(logits), device=logits.device))
 
 
 def _tables(schema: Schema, names: Sequence[str], dim: int, pooling: PoolingType) -> EmbeddingBagCollection:

@@ -1,3 +1,8 @@
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import torch
 from recpipe_tower.model import TwoTower
@@ -32,6 +37,32 @@ def test_trains_as_a_recipe_says() -> None:
     with recpipe.train(None, None, *TRAINED, "model=two_tower", "model.user_dim=32", quiet=True) as run:
         assert run.report["recipe"]["model"]["user_dim"] == 32
         assert 0 < run.report["quality"]["auc"] < 1
+
+
+def test_learns_from_clicks_alone(tmp_path: Path) -> None:
+    """Each user clicks one of two items: among the items of a batch, its own get likely."""
+    rng = np.random.default_rng(1)
+    user = rng.integers(0, 40, 1000)
+    item = (3 * user + rng.integers(0, 2, 1000)) % 40
+    file = tmp_path / "clicks.parquet"
+    pq.write_table(pa.table({"click": np.ones(1000, np.int8), "user": user, "item": item}), file)
+    words = (
+        "data.label=click",
+        "data.sparse=[user,item]",
+        "data.table_rows=100",
+        "data.hash_ids=false",
+        "data.batch_size=50",
+        "data.negatives={feature: item, sampling: in_batch}",
+        "model=two_tower",
+        "model.in_batch=true",
+        "model.hidden=[16]",
+        "trainer.max_epochs=8",
+        "trainer.progress=false",
+    )
+    with recpipe.train(None, file, *words, output=tmp_path / "run", quiet=True) as run:
+        losses = run.report["series"]["loss"]
+        assert np.mean(losses[-8:]) < np.mean(losses[:8]) - 1
+    assert len(recpipe.predict(tmp_path / "run", file, quiet=True)) == 1000
 
 
 def test_refuses_features_that_are_not_there() -> None:
