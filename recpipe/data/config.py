@@ -282,7 +282,8 @@ class FilesConfig(FileConfig, RecordsConfig):
 @dataclasses.dataclass
 class StreamConfig(RecordsConfig):
     """Records that go on arriving: in files that appear in the folder ``path``, or in the messages of
-    ``topic``, a topic of Kafka or the key of a stream of Redis (``client``: further settings of the client).
+    ``topic``: a topic of Kafka, a stream of NATS JetStream, or the key of a stream of Redis (``client``:
+    further settings of the client).
 
     ``encoded_as``: how the records become samples as they did in another run, what it learned with it: its
     checkpoint, the encoding.json of its package, or the content of this (``Preparation.to_dict``).
@@ -293,7 +294,7 @@ class StreamConfig(RecordsConfig):
     """
 
     name: str = "stream"
-    source: Annotated[str, one_of("folder", "kafka", "redis")] = "folder"
+    source: Annotated[str, one_of("folder", "kafka", "nats", "redis")] = "folder"
     path: FilePath | None = None
     servers: Text | None = None
     topic: Text | None = None
@@ -309,6 +310,7 @@ class StreamConfig(RecordsConfig):
         needed = {
             "folder": {"path": "FOLDER"},
             "kafka": {"servers": "HOST:PORT", "topic": "TOPIC"},
+            "nats": {"servers": "nats://HOST:PORT", "topic": "STREAM"},
             "redis": {"servers": "redis://HOST:PORT", "topic": "KEY"},
         }
         for key, value in needed[self.source].items():

@@ -1,15 +1,17 @@
 """Streams of brokers: each message comes once, and once again from a position. Kafka is librdkafka's mock
-broker, Redis a server of its own."""
+broker; Redis and NATS are servers that the tests start."""
 
 from __future__ import annotations
 
+import asyncio
 import json
 import re
 import shutil
+import socket
 import subprocess
 import time
-from collections.abc import Iterator
-from contextlib import closing
+from collections.abc import Iterator, Sequence
+from contextlib import closing, suppress
 from itertools import chain, islice
 from pathlib import Path
 from typing import Any
@@ -17,6 +19,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.json
 import pytest
+import torch
 
 from recpipe.data.config import StreamConfig
 from recpipe.data.stream.messages import Message, chunks_of
@@ -60,13 +63,13 @@ class RedisServer:
         redis = pytest.importorskip("redis", reason="needs redis")
         if shutil.which("redis-server") is None:
             pytest.skip("needs redis-server")
-        socket = folder / "redis.sock"
-        arguments = ["--port", "0", "--unixsocket", str(socket), "--save", "", "--dir", str(folder)]
+        place = folder / "redis.sock"
+        arguments = ["--port", "0", "--unixsocket", str(place), "--save", "", "--dir", str(folder)]
         self.process = subprocess.Popen(["redis-server", *arguments], stdout=subprocess.DEVNULL)
-        self.servers = f"unix://{socket}"
+        self.servers = f"unix://{place}"
         self.client = redis.Redis.from_url(self.servers)
         for _ in range(500):
-            if socket.exists():
+            if place.exists():
                 break
             time.sleep(0.01)
         self.client.ping()
@@ -82,9 +85,72 @@ class RedisServer:
         self.process.wait()
 
 
-@pytest.fixture(scope="module", params=["kafka", "redis"])
+class NatsServer:
+    """A server with a stream for each topic."""
+
+    source, partitions, offset = "nats", 1, "message 2"
+
+    def __init__(self, folder: Path) -> None:
+        nats = pytest.importorskip("nats", reason="needs nats-py")
+        if shutil.which("nats-server") is None:
+            pytest.skip("needs nats-server")
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
+        self.folder, self.port, self.servers = folder, port, f"nats://127.0.0.1:{port}"
+        self.loop, self.topics = asyncio.new_event_loop(), set[str]()
+        self._connect = nats.connect
+        self._start()
+
+    def _start(self) -> None:
+        arguments = ["-js", "-sd", str(self.folder), "-a", "127.0.0.1", "-p", str(self.port)]
+        self.process = subprocess.Popen(["nats-server", *arguments], stderr=subprocess.DEVNULL)
+        for _ in range(500):
+            with suppress(OSError), socket.create_connection(("127.0.0.1", self.port)):
+                break
+            time.sleep(0.01)
+        self.client = self.loop.run_until_complete(self._connect(self.servers))
+
+    def _kill(self) -> None:
+        self.loop.run_until_complete(self.client.close())
+        self.process.kill()
+        self.process.wait()
+
+    def restart(self) -> None:
+        """After a kill -9."""
+        self._kill()
+        self._start()
+
+    def send(self, topic: str, partition: int, *values: bytes | None) -> None:
+        self.loop.run_until_complete(self._send(topic, values))
+
+    async def _send(self, topic: str, values: Sequence[bytes | None]) -> None:
+        stream = self.client.jetstream()
+        if topic not in self.topics:
+            await stream.add_stream(name=topic, subjects=[topic])
+            self.topics.add(topic)
+        for value in values:
+            await stream.publish(topic, b"null" if value is None else value)
+
+    def lose_consumers(self) -> None:
+        stream = self.client.jetstream()
+        for consumer in self.loop.run_until_complete(stream.consumers_info("clicks")):
+            assert self.loop.run_until_complete(stream.delete_consumer("clicks", consumer.name))
+
+    def forget(self, topic: str, first: int) -> None:
+        """Delete the messages before number ``first``."""
+        self.loop.run_until_complete(self.client.jetstream().purge_stream(topic, seq=first))
+
+    def close(self) -> None:
+        self._kill()
+        self.loop.close()
+
+
+@pytest.fixture(scope="module", params=["kafka", "redis", "nats"])
 def broker(request, tmp_path_factory) -> Iterator[Any]:
-    made = KafkaBroker() if request.param == "kafka" else RedisServer(tmp_path_factory.mktemp("redis"))
+    kinds = {"redis": RedisServer, "nats": NatsServer}
+    kind = request.param
+    made = KafkaBroker() if kind == "kafka" else kinds[kind](tmp_path_factory.mktemp(kind))
     try:
         for number in range(MESSAGES):
             made.send("clicks", number % made.partitions, message(number))  # Kafka's fourth one stays empty
@@ -122,7 +188,8 @@ def test_every_message_comes_once_in_its_partitions_order(broker) -> None:
     if broker.source == "kafka":
         assert found.position_after(3) == {"0": 30, "1": 30, "2": 30}
     else:
-        assert found.position_after(3) == {"clicks": "1089-89 90"}
+        behind = "1089-89 90" if broker.source == "redis" else MESSAGES + 1
+        assert found.position_after(3) == {"clicks": behind}
 
 
 def test_a_stream_goes_on_at_a_position(broker) -> None:
@@ -197,6 +264,11 @@ def test_deleted_messages_are_told(broker) -> None:
     found = stream(broker, topic="long")
     if broker.source == "kafka":
         position, said = {"0": 3}, "partition 0: the messages from offset 3 on were deleted before"
+    elif broker.source == "nats":
+        broker.forget("long", 11)
+        found.resume_at(1, {"long": 11})
+        assert len(next(found.batches("train", 4, 1)).labels) == 4, "what was trained may go"
+        position, said = {"long": 4}, "7 messages from number 4 on were deleted before"
     else:
         broker.client.xtrim("long", maxlen=790, approximate=False)
         found.resume_at(1, {"long": "1009-9 10"})
@@ -207,11 +279,31 @@ def test_deleted_messages_are_told(broker) -> None:
         next(found.batches("train", 4, 1))
 
 
+@pytest.mark.parametrize("broker", ["nats"], indirect=True, scope="module")
+def test_a_server_of_nats_that_is_killed_or_loses_consumers(broker, caplog) -> None:
+    found = stream(broker, client={"reconnect_time_wait": 0.1, "max_reconnect_attempts": 100})
+    batches = found.batches("train", 30)
+    came = [batch.dense[:, 0] for batch in islice(batches, 3)]
+    for number, gone in enumerate((broker.restart, broker.lose_consumers), 1):
+        gone()
+        broker.send("clicks", 0, *map(message, range(number * MESSAGES, (number + 1) * MESSAGES)))
+        came += [batch.dense[:, 0] for batch in islice(batches, 3)]
+    assert torch.cat(came).tolist() == list(range(3 * MESSAGES))
+    assert "asking again" in caplog.text
+    batches.close()
+    found.resume_at(1, {"clicks": 3 * MESSAGES + 2})
+    with pytest.raises(DataError, match="its latest message is number 270, and those up to 271 were trained"):
+        next(found.batches("train", 1, 1))
+
+
 def test_wrong_recipes_are_one_line(broker) -> None:
     with pytest.raises(UserError, match=r"data\.topic is not set"):
         stream(broker, topic=None)
     with pytest.raises(UserError, match="no_such"):
         stream(broker, client={"no_such": 1})
+    if broker.source == "nats":
+        with pytest.raises(DataError, match="stream nowhere at .*: .*not found"):
+            stream(broker, topic="nowhere")
     if broker.source == "redis":
         with pytest.raises(DataError, match=r"stream clicks at .*: Error .* connecting"):
             stream(broker, servers="redis://127.0.0.1:1")

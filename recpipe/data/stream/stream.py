@@ -25,6 +25,7 @@ from recpipe.data.settled import require_labels, settled
 from recpipe.data.stream.chunks import Buffer, Chunk, Offset, Position, Samples, StreamSource
 from recpipe.data.stream.folder import Folder
 from recpipe.data.stream.kafka import Kafka
+from recpipe.data.stream.nats import Nats
 from recpipe.data.stream.redis import Redis
 from recpipe.data.values import alike, whole_text
 from recpipe.distributed.launch import ProcessRank
@@ -35,6 +36,7 @@ log = logging.getLogger(__name__)
 SOURCES: dict[str, Callable[[StreamConfig, list[str]], StreamSource]] = {
     "folder": Folder,
     "kafka": Kafka,
+    "nats": Nats,
     "redis": Redis,
 }
 LOOKED_AT = 10_000
