@@ -43,16 +43,23 @@ def string_keys(values: pa.Array) -> tuple[UInt64, NDArray[np.bool_]]:
     is_text = pa.types.is_string(values.type) or pa.types.is_large_string(values.type)
     encoded = values.cast(pa.large_binary() if wide else pa.binary()).dictionary_encode()
     words: list[bytes] = encoded.dictionary.to_pylist()
-    keys, valid = np.empty(len(words), np.uint64), np.ones(len(words), bool)
-    for index, word in enumerate(words):
-        keys[index] = int.from_bytes(hashlib.blake2b(word, digest_size=8).digest(), "little")
-        if is_text:
-            try:
-                word.decode()
-            except UnicodeDecodeError:
-                valid[index] = False
+    hashes = b"".join([hashlib.blake2b(word, digest_size=8).digest() for word in words])
+    keys, valid = np.frombuffer(hashes, "<u8").astype(np.uint64), np.ones(len(words), bool)
+    if is_text:
+        try:
+            encoded.dictionary.cast(pa.large_string() if wide else pa.string())
+        except pa.ArrowInvalid:  # one of them is not UTF-8
+            valid = np.array([_is_utf8(word) for word in words], bool)
     where = np.asarray(encoded.indices)
     return keys[where], valid[where]
+
+
+def _is_utf8(word: bytes) -> bool:
+    try:
+        word.decode()
+    except UnicodeDecodeError:
+        return False
+    return True
 
 
 def signed_log(values: NDArray[np.float64]) -> Float32:
