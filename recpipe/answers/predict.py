@@ -84,7 +84,11 @@ def predict(trained: Trained, options: PredictOptions, run_dir: RunDir) -> NDArr
             trained.require_columns(dataset)
             if next(dataset.batches("train", 1), None) is None:
                 raise UserError(f"{files[0]}: there are no rows to score")
-            if target is not None and target.exists() and any(map(target.samefile, files)):
+            if (
+                target is not None
+                and target.exists()
+                and any(target.samefile(file) for file in files if isinstance(file, Path))
+            ):
                 raise UserError(f"output={target}: is a file of the input; choose another file")
         else:
             dataset = trained.dataset

@@ -178,10 +178,11 @@ def _answering(
     from recpipe.common.console import alone
     from recpipe.common.own_cache import cached_in
     from recpipe.common.words import quoted
+    from recpipe.data.remote import whole_path
 
     words = list(overrides)
     if isinstance(data, str | Path):
-        words = [quoted("data.path", Path(data).expanduser().absolute()), *words]
+        words = [quoted("data.path", whole_path(data)), *words]
         data = None
     with ExitStack() as stack:
         folder = stack.enter_context(output_directory(output))

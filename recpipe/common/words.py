@@ -218,7 +218,7 @@ def _reason(fault: BaseException) -> str:
     return " ".join(str(fault).split()) or type(fault).__name__
 
 
-def quoted(key: str, path: Path) -> str:
+def quoted(key: str, path: Path | str) -> str:
     """``key='path'`` in Hydra's grammar, for a path with any characters."""
     # In quotes a backslash counts only before a quote (the closing one too), and ${ starts an interpolation.
     text = re.sub(r"(\\*)('|$)", lambda match: match[1] * 2 + ("\\'" if match[2] else ""), str(path))

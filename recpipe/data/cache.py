@@ -26,6 +26,7 @@ from recpipe.data.columns import Columns
 from recpipe.data.learned import STEP, Between, Learned
 from recpipe.data.preparation import Preparation
 from recpipe.data.prepared import FORMAT_VERSION, META, Mapped, Meta, check_prepared
+from recpipe.data.remote import AnyPath, identity, size_of
 from recpipe.data.schema import IdRule, Schema
 from recpipe.data.split import TEST, TRAIN, VALID, WORDS, Parts
 from recpipe.data.writer import PreparedWriter
@@ -66,7 +67,7 @@ class Source(Protocol):
         """How values of files become what batches have."""
 
     @property
-    def files(self) -> Sequence[Path]:
+    def files(self) -> Sequence[AnyPath]:
         """The input files, in time order."""
 
     @property
@@ -116,13 +117,11 @@ class Splits(Source, Protocol):
 
 
 def cache_key(source: Source) -> str:
-    """Hash of the files' paths, sizes and modification times, the recipe and the format version."""
-    files = []
-    for path in source.files:
-        stat = path.stat()
-        files.append([str(path.resolve()), stat.st_size, stat.st_mtime_ns])
-    identity = json.dumps([FORMAT_VERSION, source.recipe, files], sort_keys=True)
-    return hashlib.blake2b(identity.encode(), digest_size=12).hexdigest()
+    """Hash of the files' paths, sizes and modification times (of remote ones: what their store has instead),
+    the recipe and the format version."""
+    files = [identity(path) for path in source.files]
+    text = json.dumps([FORMAT_VERSION, source.recipe, files], sort_keys=True)
+    return hashlib.blake2b(text.encode(), digest_size=12).hexdigest()
 
 
 def prepare(source: Source, cache_dir: Path | None = None, limit: Amount | None = None) -> Path:
@@ -211,7 +210,7 @@ def _fault(source: Source, target: Path) -> DataError | None:
 def _write(source: Source, target: Path) -> None:
     temporary = target.with_suffix(".tmp")
     shutil.rmtree(temporary, ignore_errors=True)
-    size = readable_bytes(sum(path.stat().st_size for path in source.files))
+    size = readable_bytes(sum(map(size_of, source.files)))
     others = f" and {len(source.files) - 1} more" if len(source.files) > 1 else ""
     log.info("preparing %s%s, %s, for this and later runs", source.files[0], others, size)
     started = time.perf_counter()

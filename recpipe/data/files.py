@@ -7,11 +7,12 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
+from recpipe.data.remote import is_elsewhere
 from recpipe.errors import BadRow, DataError, shown
 
 
@@ -39,6 +40,8 @@ def input_files(path: Any, suffixes: Sequence[str]) -> list[Path]:
     """
     if isinstance(path, (list, tuple)):
         return [file for item in path for file in input_files(item, suffixes)]
+    if is_elsewhere(path):
+        raise DataError(f"{path}: only data=files and data=parquet read what lies elsewhere; download it")
     base = Path(str(path)).expanduser()
     if not base.exists():
         raise DataError(f"{base}: no such file or directory (data.path, seen from {Path.cwd()})")
@@ -74,7 +77,15 @@ def map_npy(file: Path) -> NDArray[Any]:
         raise DataError(f"{file}: not a whole .npy file ({shown(error, 200)})") from error
 
 
-def natural_key(file: Path) -> list[tuple[bool, int, str]]:
+class Named(Protocol):
+    """A file, here or elsewhere."""
+
+    @property
+    def name(self) -> str:
+        """Its own name, without folders."""
+
+
+def natural_key(file: Named) -> list[tuple[bool, int, str]]:
     """Sorts names by the numbers in them: day_2 before day_10."""
     parts = re.split(r"(\d+)", file.name)
     return [(part.isdigit(), int(part) if part.isdigit() else 0, part) for part in parts]

@@ -14,7 +14,8 @@ import pyarrow as pa
 
 from recpipe.data.derivations import Join
 from recpipe.data.features import Feature
-from recpipe.data.records import Block, InputFile, input_files, require_columns
+from recpipe.data.records import InputFile, input_files, require_columns
+from recpipe.data.text import Block
 from recpipe.data.values import alike, is_text, plain, plain_type, read_ids, require_type, value_at
 from recpipe.errors import DataError, shown
 
@@ -148,7 +149,7 @@ class JoinedFile(InputFile):
         of = [side for side in self.sides if column in side.names]
         return of[0].is_text if of else self.file.is_all_text(column)
 
-    def blocks(self, columns: Sequence[str], start: int = 0) -> Iterator[Block]:
+    def blocks(self, columns: Sequence[str], start: int = 0, groups: range | None = None) -> Iterator[Block]:
         """Its rows with these ``columns``, those of side tables looked up."""
         require_columns(self, columns)
         wanted, used = set(columns), list[SideTable]()
@@ -157,7 +158,7 @@ class JoinedFile(InputFile):
                 used.insert(0, side)
                 wanted.add(side.left)  # which a table before it may have brought
         own = [name for name in self.file.columns.names if name in wanted]
-        for first, rows, share, left_out in self.file.blocks(own, start):
+        for first, rows, share, left_out in self.file.blocks(own, start, groups):
             found = {name: rows[name] for name in own}
             for side in used:
                 found |= side.beside(found[side.left])

@@ -8,24 +8,24 @@ from __future__ import annotations
 
 import glob
 import logging
-import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, cast
+from typing import Any, Literal, cast
 from urllib.parse import unquote
 
-import numpy as np
 import pyarrow as pa
 import pyarrow.csv
-import pyarrow.json
 import pyarrow.parquet as pq
 
 from recpipe.data.config import FilesConfig
 from recpipe.data.files import TextRules, check_readable, natural_key
+from recpipe.data.json_lines import JsonLines
+from recpipe.data.remote import AnyPath, RemotePath, located, opened
+from recpipe.data.text import PACKED, READ_FAULTS, Block, text_blocks
 from recpipe.errors import DataError, nearest_or_all, shown
 
 log = logging.getLogger(__name__)
@@ -45,24 +45,14 @@ SUFFIXES: dict[str, Format] = {
     ".feather": "arrow",
     ".ipc": "arrow",
 }
-PACKED = {".gz": "gzip", ".zst": "zstd", ".bz2": "bz2"}
 SEPARATORS = {",": "comma", "\t": "tab", ";": "semicolon", "|": "bar"}
+SPLITS = ("train", "training", "validation", "valid", "val", "dev", "test", "eval")
+"""With one of these the names of files begin that hold a part of the samples, as HuggingFace's data sets have
+them."""
 BLOCK_ROWS = 32768
-BLOCK_BYTES = 16 << 20
-"""Of text, parsed at a time."""
+PART_ROWS = 1 << 20
+"""Rows of a part of a Parquet file, about; its row groups are not cut."""
 PLAIN = TextRules()
-READ_FAULTS = (pa.ArrowException, OSError, ValueError, OverflowError, MemoryError)
-"""The errors that pyarrow raises for damaged files, including damaged names and sizes."""
-
-
-class Block(NamedTuple):
-    """Rows of a file: the number of the first one (from 1), and the share of the file read so far."""
-
-    first_row: int
-    rows: pa.RecordBatch
-    share: float
-    left_out: int = 0
-    """How many bad rows are not among them."""
 
 
 @dataclass(frozen=True)
@@ -70,7 +60,7 @@ class InputFile:
     """One file, its format, and the columns that its folders' names are (Hive: ``dt=2026-03-01/part.parquet``
     has a column ``dt`` of text)."""
 
-    path: Path
+    path: AnyPath
     format: Format
     partition: Mapping[str, str] = field(default_factory=dict)
     rules: TextRules = PLAIN
@@ -79,15 +69,15 @@ class InputFile:
         return str(self.path)
 
     @property
-    def paths(self) -> tuple[Path, ...]:
+    def paths(self) -> tuple[AnyPath, ...]:
         """The files that its rows are read from."""
         return (self.path,)
 
     @cached_property
     def columns(self) -> pa.Schema:
         """Names and types of its columns; ``DataError`` if it is not a whole file of its format."""
-        own = _READERS[self.format].columns(self)
         try:
+            own = _READERS[self.format].columns(self)
             names = own.names
         except UnicodeDecodeError as error:
             raise DataError(f"{self}: the name of a column is not UTF-8 ({shown(error, 200)})") from error
@@ -106,15 +96,21 @@ class InputFile:
         looked for, and told, once."""
         return _Csv.layout(self)
 
-    def blocks(self, columns: Sequence[str], start: int = 0) -> Iterator[Block]:
+    @property
+    def parts(self) -> list[range | None]:
+        """Parts that can be read apart from each other: row groups of Parquet; None: the whole file."""
+        return _Parquet.parts(self) if self.format == "parquet" else [None]
+
+    def blocks(self, columns: Sequence[str], start: int = 0, groups: range | None = None) -> Iterator[Block]:
         """Its rows with these ``columns``; ``DataError`` where it is damaged.
 
         ``start``: the byte of plain text (CSV, JSON) after which whole lines are read; rows are then counted
-        from there.
+        from there. ``groups``: the row groups of Parquet that are read.
         """
         require_columns(self, columns)
         reader, own = _READERS[self.format], [name for name in columns if name not in self.partition]
-        for block in reader.blocks(self, own, start) if start else reader.blocks(self, own):
+        where = [place for place in (start, groups) if place]
+        for block in reader.blocks(self, own, *where):
             yield block._replace(rows=self.with_partition(block.rows, columns))
 
     def first_rows(self, columns: Sequence[str]) -> pa.RecordBatch | None:
@@ -163,33 +159,38 @@ def _separator_hint(file: InputFile, names: Sequence[str]) -> str:
 
 def input_files(path: Any, kind: Format | None = None, rules: TextRules = PLAIN) -> tuple[InputFile, ...]:
     """The files that ``path`` means, in time order: a file, a folder, a pattern such as ``day_*.csv``, or a
-    list of these, which keeps its order.
+    list of these, which keeps its order; on this machine or elsewhere (``remote.located``).
 
     Of a folder, the files of known formats in natural order (day_2 before day_10), those of its Hive
-    partitions too, but none whose name begins with a point or an underscore (Spark's ``_SUCCESS``).
-    ``DataError`` for a path that does not exist or holds no file.
+    partitions too, but none whose name begins with a point or an underscore (Spark's ``_SUCCESS``). Of a
+    folder without any, those of its folder ``data``, as HuggingFace's data sets have it. ``DataError`` for a
+    path that does not exist or holds no file, and for a folder with several splits.
     """
     if isinstance(path, (list, tuple)):
         return tuple(file for item in path for file in input_files(item, kind, rules))
-    base = Path(str(path)).expanduser()
+    base = located(str(path))
     if base.is_dir():
         found = list(_in_folder(base, kind))
+        for inner in base.iterdir() if not found else ():
+            if inner.name == "data" and inner.is_dir():
+                found = list(_in_folder(inner, kind))
         if not found:
             known = " ".join(suffix for suffix, own in SUFFIXES.items() if kind in (None, own))
             raise DataError(
                 f"{base}: no data file in this directory; looked for {known}, also in Hive folders"
             )
+        _require_one_split(base, found)
     elif base.exists():
         found = [base]
     else:
-        matches = glob.glob(str(base), recursive=True)  # noqa: PTH207  Path.glob has no absolute patterns
-        found = sorted((Path(match) for match in matches if Path(match).is_file()), key=natural_key)
+        found = sorted((match for match in _matches(base) if match.is_file()), key=natural_key)
         if not found:
-            raise DataError(f"{base}: no such file or directory (data.path, seen from {Path.cwd()})")
-    top = base if base.is_dir() else base.parent
+            seen_from = "" if isinstance(base, RemotePath) else f", seen from {Path.cwd()}"
+            raise DataError(f"{base}: no such file or directory (data.path{seen_from})")
+    top = base.parts if base.is_dir() else base.parts[:-1]
     made = []
     for file in found:
-        check_readable(file)
+        _require_content(file)
         made.append(InputFile(file, kind or _format(file), _partition(file, top), rules))
     kinds = sorted({file.format for file in made})
     if len(kinds) > 1:
@@ -199,8 +200,17 @@ def input_files(path: Any, kind: Format | None = None, rules: TextRules = PLAIN)
     return tuple(made)
 
 
-def _in_folder(folder: Path, kind: Format | None) -> Iterator[Path]:
-    for entry in sorted(folder.iterdir(), key=natural_key):
+def _matches(pattern: AnyPath) -> Sequence[AnyPath]:
+    """The files and folders that a pattern means."""
+    if isinstance(pattern, RemotePath):
+        return pattern.glob()
+    found = glob.glob(str(pattern), recursive=True)  # noqa: PTH207  Path.glob has no absolute patterns
+    return [Path(match) for match in found]
+
+
+def _in_folder(folder: AnyPath, kind: Format | None) -> Iterator[AnyPath]:
+    entries: list[AnyPath] = [*folder.iterdir()]
+    for entry in sorted(entries, key=natural_key):
         if entry.name[0] in "._":
             continue
         if entry.is_dir() and "=" in entry.name:
@@ -209,17 +219,37 @@ def _in_folder(folder: Path, kind: Format | None) -> Iterator[Path]:
             yield entry
 
 
-def format_by_name(file: Path) -> Format | None:
+def _require_one_split(folder: AnyPath, files: Sequence[AnyPath]) -> None:
+    """``DataError`` if the names in a folder say that it holds several splits, ``train-00000-of-00002`` and
+    ``test-00000-of-00001`` for example: nobody trains on all of them."""
+    found = {word: file for word in SPLITS for file in files if re.match(rf"{word}([-_.]|$)", file.name)}
+    if len(found) > 1 and all(any(file.name.startswith(word) for word in found) for file in files):
+        first = next(iter(found))
+        where = str(found[first]).removesuffix(found[first].name)
+        raise DataError(
+            f"{folder}: holds the splits {', '.join(found)}, each in files of its own: name one, "
+            f"data.path='{where}{first}*'"
+        )
+
+
+def _require_content(file: AnyPath) -> None:
+    if not isinstance(file, RemotePath):
+        check_readable(file)
+    elif not file.size:
+        raise DataError(f"{file}: the file is empty")
+
+
+def format_by_name(file: AnyPath) -> Format | None:
     """The format that the file's suffix says; None: none that is known."""
     return SUFFIXES.get(Path(file.stem).suffix if file.suffix in PACKED else file.suffix)
 
 
-def _partition(file: Path, top: Path) -> dict[str, str]:
-    """The columns in the names of the folders between ``top`` and ``file``."""
-    try:
-        parts = file.parent.relative_to(top).parts
-    except ValueError:  # found by a pattern
-        parts = file.parent.parts
+def _partition(file: AnyPath, top: tuple[str, ...]) -> dict[str, str]:
+    """The columns in the names of the folders between ``top`` and ``file``; of a file that a pattern found,
+    in all of its folders' names."""
+    parts = file.parts[:-1]
+    if parts[: len(top)] == top:
+        parts = parts[len(top) :]
     found = {}
     for part in parts:
         name, equals, value = part.partition("=")
@@ -228,7 +258,7 @@ def _partition(file: Path, top: Path) -> dict[str, str]:
     return found
 
 
-def _format(file: Path) -> Format:
+def _format(file: AnyPath) -> Format:
     """By suffix, else by the first bytes."""
     if known := format_by_name(file):
         return known
@@ -251,7 +281,7 @@ class _Parquet:
     @staticmethod
     def open(file: InputFile) -> pq.ParquetFile:
         try:
-            return pq.ParquetFile(os.fspath(file.path), memory_map=True, page_checksum_verification=True)
+            return pq.ParquetFile(opened(file.path, mapped=True), page_checksum_verification=True)
         except READ_FAULTS as error:
             text = any(kind in {".csv", ".tsv", ".txt"} for kind in file.path.suffixes)
             remedy = "; text with separators is read by data.format=csv" if text else ""
@@ -262,10 +292,32 @@ class _Parquet:
         return _Parquet.open(file).schema_arrow
 
     @staticmethod
-    def blocks(file: InputFile, columns: Sequence[str]) -> Iterator[Block]:
+    def parts(file: InputFile) -> list[range | None]:
+        sizes = _Parquet.sizes(_Parquet.open(file))
+        parts, begin, rows = [], 0, 0
+        for group, size in enumerate(sizes, 1):
+            rows += size
+            if rows >= PART_ROWS or group == len(sizes):
+                parts.append(range(begin, group))
+                begin, rows = group, 0
+        return [*parts] or [None]
+
+    @staticmethod
+    def sizes(parquet: pq.ParquetFile) -> list[int]:
+        """The rows of each row group."""
+        metadata = parquet.metadata
+        return [metadata.row_group(group).num_rows for group in range(metadata.num_row_groups)]
+
+    @staticmethod
+    def blocks(file: InputFile, columns: Sequence[str], groups: range | None = None) -> Iterator[Block]:
         parquet, row = _Parquet.open(file), 0
-        total = parquet.metadata.num_rows
-        reader = parquet.iter_batches(BLOCK_ROWS, columns=list(columns), use_threads=False)
+        rows = total = parquet.metadata.num_rows
+        if groups is not None:
+            sizes = _Parquet.sizes(parquet)
+            row, total = sum(sizes[: groups.start]), sum(sizes[: groups.stop])
+        reader = parquet.iter_batches(
+            BLOCK_ROWS, row_groups=groups and [*groups], columns=list(columns), use_threads=False
+        )
         while True:
             try:
                 batch = next(reader, None)
@@ -273,7 +325,7 @@ class _Parquet:
                 raise _damaged(file, row, error) from error
             if batch is None:
                 break
-            yield Block(row + 1, batch, (row + len(batch)) / max(1, total))
+            yield Block(row + 1, batch, (row + len(batch)) / max(1, rows))
             row += len(batch)
         if row != total:
             raise DataError(f"{file}: damaged, {row} rows instead of {total}; fetch the file again")
@@ -285,11 +337,11 @@ class _Arrow:
     @staticmethod
     def open(file: InputFile) -> pa.RecordBatchReader:
         try:
-            source = pa.memory_map(os.fspath(file.path))
+            source = opened(file.path, mapped=True)
             if source.read(6) == b"ARROW1":
-                opened = pa.ipc.open_file(source)
-                batches = (opened.get_batch(n) for n in range(opened.num_record_batches))
-                return pa.RecordBatchReader.from_batches(opened.schema, batches)
+                whole = pa.ipc.open_file(source)
+                batches = (whole.get_batch(n) for n in range(whole.num_record_batches))
+                return pa.RecordBatchReader.from_batches(whole.schema, batches)
             source.seek(0)
             return pa.ipc.open_stream(source)
         except READ_FAULTS as error:
@@ -314,64 +366,6 @@ class _Arrow:
                 part = batch.slice(low, BLOCK_ROWS).select(list(columns))
                 yield Block(row + 1, part, 0.0)
                 row += len(part)
-
-
-def text_blocks(file: InputFile, quote: bytes | None = None, start: int = 0) -> Iterator[tuple[bytes, float]]:
-    """Blocks of whole records of a plain or packed text file in UTF-8, with the share read so far. With a
-    ``quote``, a line's end between two of them is within a record. ``start``: the byte of a plain file after
-    whose line they begin."""
-    total, rest = max(1, file.path.stat().st_size), b""
-    codec = file.rules.encoding.lower().replace("_", "-")
-    decode = codec not in ("utf-8", "utf8", "ascii")
-    try:
-        with pa.OSFile(os.fspath(file.path), "rb") as raw:
-            packed = PACKED.get(file.path.suffix)
-            stream = pa.CompressedInputStream(raw, packed) if packed else raw
-            first = True
-            if start:
-                stream.seek(start)
-            while data := stream.read(BLOCK_BYTES):
-                if decode:
-                    data = _decoded(file, data, codec)
-                if first:
-                    data = data[data.find(b"\n") + 1 :] if start else data.removeprefix(b"\xef\xbb\xbf")
-                    first = False
-                data = rest + data
-                end = _last_end(data, quote)
-                if not end and len(data) > 2 * BLOCK_BYTES:
-                    raise DataError(
-                        f"{file}: a line of more than {2 * BLOCK_BYTES:,} bytes; is this a text file?"
-                    )
-                if end:
-                    yield data[:end], min(1.0, raw.tell() / total)
-                rest = data[end:]
-    except (OSError, EOFError) as error:
-        why = f"cannot be read ({error}); fetch or pack the file again"
-        if "runcated" in str(error):
-            why = "the archive is truncated; fetch or pack the file again (data.on_bad_row does not apply)"
-        raise DataError(f"{file}: {why}") from error
-    if rest:
-        yield rest + b"\n", 1.0
-
-
-def _decoded(file: InputFile, data: bytes, codec: str) -> bytes:
-    try:
-        return data.decode(codec).encode()
-    except (UnicodeDecodeError, LookupError) as fault:
-        raise DataError(
-            f"{file}: is not text in {file.rules.encoding} ({fault}); pass data.encoding="
-        ) from fault
-
-
-def _last_end(data: bytes, quote: bytes | None) -> int:
-    """Where the last whole record ends; 0: there is none."""
-    end = data.rfind(b"\n") + 1
-    if quote is None or not end or quote not in data:
-        return end
-    marks = np.frombuffer(data, np.uint8)
-    inside = np.cumsum(marks == quote[0]) % 2
-    ends = np.flatnonzero((marks == ord("\n")) & (inside == 0))
-    return int(ends[-1]) + 1 if len(ends) else 0
 
 
 class _Csv:
@@ -505,38 +499,4 @@ def _found_separator(file: InputFile, lines: Sequence[str]) -> str:
     return found
 
 
-class _Json:
-    """JSON, an object a line; the types are those of the first block."""
-
-    @staticmethod
-    def columns(file: InputFile) -> pa.Schema:
-        text = next(text_blocks(file), (b"", 1.0))[0]
-        if not text.strip():
-            raise DataError(f"{file}: the file is empty")
-        try:
-            return pa.json.read_json(
-                pa.BufferReader(text), pa.json.ReadOptions(block_size=len(text) + 1)
-            ).schema
-        except READ_FAULTS as error:
-            raise DataError(f"{file}: not JSON, an object a line ({shown(error, 200)})") from error
-
-    @staticmethod
-    def blocks(file: InputFile, columns: Sequence[str], start: int = 0) -> Iterator[Block]:
-        known, row = file.columns, 0
-        wanted = pa.schema([known.field(name) for name in columns])
-        parse = pa.json.ParseOptions(explicit_schema=wanted, unexpected_field_behavior="ignore")
-        for text, share in text_blocks(file, start=start):
-            read = pa.json.ReadOptions(block_size=len(text) + 1)
-            try:
-                table = pa.json.read_json(pa.BufferReader(text), read, parse)
-            except READ_FAULTS as error:
-                raise DataError(
-                    f"{file}: cannot be read after row {row} ({shown(error, 200)}); a value has the type "
-                    "that its column has in the first rows"
-                ) from error
-            for batch in table.combine_chunks().to_batches():
-                yield Block(row + 1, batch.select(list(columns)), share)
-                row += len(batch)
-
-
-_READERS: dict[Format, Any] = {"parquet": _Parquet, "csv": _Csv, "json": _Json, "arrow": _Arrow}
+_READERS: dict[Format, Any] = {"parquet": _Parquet, "csv": _Csv, "json": JsonLines, "arrow": _Arrow}

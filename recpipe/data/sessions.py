@@ -26,7 +26,9 @@ from recpipe.data.columns import Int64, offsets_of
 from recpipe.data.derivations import Sessions
 from recpipe.data.features import Feature
 from recpipe.data.files import RowChecks
-from recpipe.data.records import BLOCK_ROWS, Block, InputFile, require_columns
+from recpipe.data.records import BLOCK_ROWS, InputFile, require_columns
+from recpipe.data.remote import AnyPath
+from recpipe.data.text import Block
 from recpipe.data.timestamps import read_times
 from recpipe.data.values import (
     Bools,
@@ -113,9 +115,14 @@ class SessionFile(InputFile):
         return f"sessions of {self.path}{more}"
 
     @property
-    def paths(self) -> tuple[Path, ...]:
+    def paths(self) -> tuple[AnyPath, ...]:
         """The files of events."""
         return tuple(path for file in self.inputs for path in file.paths)
+
+    @property
+    def parts(self) -> list[range | None]:
+        """One alone, for a session's events may lie anywhere."""
+        return [None]
 
     @cached_property
     def columns(self) -> pa.Schema:
@@ -136,7 +143,7 @@ class SessionFile(InputFile):
         """As of the events."""
         return self.inputs[0].is_all_text(self._event_column(column))
 
-    def blocks(self, columns: Sequence[str], start: int = 0) -> Iterator[Block]:
+    def blocks(self, columns: Sequence[str], start: int = 0, groups: range | None = None) -> Iterator[Block]:
         """Samples with these ``columns``; rows are numbered by sample."""
         require_columns(self, columns)
         of_events = [self._event_column(name) for name in columns if name not in (POSITIVE, LAST)]

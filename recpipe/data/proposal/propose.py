@@ -130,7 +130,7 @@ def _made(label: Label, sample: Sample, file: InputFile) -> Column:
         raise UserError(f"label={shown(label.name)}: a column has this name; give the label another one")
     require_types(label.parsed, {field.name: (field.type, file) for field in sample.rows.schema})
     (rows,) = sample.rows.select(label.parsed.columns).combine_chunks().to_batches()
-    checks = RowChecks(file.path, 1, len(rows))
+    checks = RowChecks(str(file), 1, len(rows))
     values = values_of(label.parsed, rows, label.missing, checks)
     known = checks.good & values.valid & ~values.missing
     if not known.any():

@@ -14,7 +14,9 @@ from math import ceil
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from recpipe.data.records import PACKED, READ_FAULTS, InputFile, require_columns
+from recpipe.data.records import InputFile, require_columns
+from recpipe.data.remote import opened, size_of
+from recpipe.data.text import PACKED, READ_FAULTS
 from recpipe.data.values import alike, plain
 from recpipe.errors import DataError, shown
 
@@ -66,8 +68,8 @@ def take_sample(files: Sequence[InputFile], rows: int) -> Sample:
         raise DataError(f"{files[0]}: has no rows to look at")
     table = _joined(tables)
     whole = len(chosen) == len(files) and all(part.whole for part in parts)
-    size = sum(file.path.stat().st_size for file in files)
-    seen = sum(file.path.stat().st_size for file in chosen)
+    size = sum(size_of(file.path) for file in files)
+    seen = sum(size_of(file.path) for file in chosen)
     total = table.num_rows if whole else ceil(sum(part.total for part in parts) * size / max(1, seen))
     return Sample(table, total, whole, lacking, _said(table.num_rows, total, whole, parts, len(files)))
 
@@ -121,9 +123,9 @@ def _part(file: InputFile, names: list[str], rows: int, places: Sequence[float])
 def _of_parquet(file: InputFile, names: list[str], rows: int, places: Sequence[float]) -> _Part:
     own = [name for name in names if name not in file.partition]
     try:
-        opened = pq.ParquetFile(file.path, memory_map=True, page_checksum_verification=True)
-        total = opened.metadata.num_rows
-        groups = [opened.metadata.row_group(n) for n in range(opened.metadata.num_row_groups)]
+        parquet = pq.ParquetFile(opened(file.path, mapped=True), page_checksum_verification=True)
+        total = parquet.metadata.num_rows
+        groups = [parquet.metadata.row_group(n) for n in range(parquet.metadata.num_row_groups)]
         size = sum(group.total_byte_size for group in groups)
         rows = min(rows, max(len(places), MOST_BYTES // PARTS * len(places) * total // max(1, size)))
         wanted = _ranges(total, rows, places)
@@ -132,7 +134,7 @@ def _of_parquet(file: InputFile, names: list[str], rows: int, places: Sequence[f
         for number, group in enumerate(groups):
             found += [
                 file.with_partition(batch, names)
-                for batch in _of_group(opened, number, group.num_rows, first, wanted, own)
+                for batch in _of_group(parquet, number, group.num_rows, first, wanted, own)
             ]
             first += group.num_rows
     except READ_FAULTS as error:
@@ -149,7 +151,7 @@ def _ranges(total: int, rows: int, places: Sequence[float]) -> list[tuple[int, i
 
 
 def _of_group(
-    opened: pq.ParquetFile,
+    parquet: pq.ParquetFile,
     number: int,
     size: int,
     first: int,
@@ -164,7 +166,7 @@ def _of_group(
     at = 0
     if not inside:
         return
-    for batch in opened.iter_batches(32768, row_groups=[number], columns=list(names), use_threads=False):
+    for batch in parquet.iter_batches(32768, row_groups=[number], columns=list(names), use_threads=False):
         for low, high in inside:
             begin, end = max(low - at, 0), min(high - at, len(batch))
             if begin < end:
@@ -177,20 +179,20 @@ def _of_group(
 def _of_arrow(file: InputFile, names: list[str], rows: int, places: Sequence[float]) -> _Part:
     own = [name for name in names if name not in file.partition]
     try:
-        with pa.memory_map(str(file.path)) as source:
+        with opened(file.path, mapped=True) as source:
             if source.read(6) != b"ARROW1":
                 return _of_text(file, names, rows, places)
-            opened = pa.ipc.open_file(source)
-            count = opened.num_record_batches
+            whole = pa.ipc.open_file(source)
+            count = whole.num_record_batches
             # Of few batches all, of more those at the places.
             few = count <= len(PLACES)
             numbers = range(count) if few else sorted({round(place * (count - 1)) for place in places})
-            batches = [opened.get_batch(number) for number in numbers]
+            batches = [whole.get_batch(number) for number in numbers]
             for batch in batches:
                 batch.validate(full=True)
             read = sum(len(batch) for batch in batches)
             if few:
-                table = pa.Table.from_batches(batches, opened.schema).combine_chunks()
+                table = pa.Table.from_batches(batches, whole.schema).combine_chunks()
                 cut = [table.slice(low, high - low) for low, high in _ranges(read, rows, places)]
                 batches = [batch for part in cut for batch in part.to_batches()]
             else:
@@ -205,7 +207,7 @@ def _of_arrow(file: InputFile, names: list[str], rows: int, places: Sequence[flo
 def _of_text(file: InputFile, names: list[str], rows: int, places: Sequence[float]) -> _Part:
     """By blocks from the beginning, until there are enough; of a long plain file by parts of as many rows."""
     found: list[pa.RecordBatch] = []
-    size, count, total, read = file.path.stat().st_size, 0, 0, 0
+    size, count, total, read = size_of(file.path), 0, 0, 0
     seekable = file.path.suffix not in PACKED and file.format != "arrow"
     seekable = seekable and file.rules.encoding.lower().replace("_", "-") in ("utf-8", "utf8", "ascii")
     for block in file.blocks(names):

@@ -8,8 +8,8 @@ from typing import NamedTuple
 import pyarrow as pa
 import pyarrow.json
 
-from recpipe.data.records import READ_FAULTS
 from recpipe.data.stream.chunks import Chunk, Offset
+from recpipe.data.text import READ_FAULTS
 from recpipe.errors import BadRow, shown
 
 

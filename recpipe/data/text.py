@@ -1,0 +1,110 @@
+"""The text of files, plain or packed, in blocks of whole records and in UTF-8."""
+
+from __future__ import annotations
+
+import codecs
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, NamedTuple
+
+import pyarrow as pa
+
+from recpipe.data.remote import opened, size_of
+from recpipe.errors import DataError, shown
+
+if TYPE_CHECKING:
+    from recpipe.data.records import InputFile
+
+PACKED = {".gz": "gzip", ".zst": "zstd", ".bz2": "bz2"}
+BLOCK_BYTES = 16 << 20
+"""Of text, parsed at a time."""
+READ_FAULTS = (pa.ArrowException, OSError, ValueError, OverflowError, MemoryError)
+"""The errors that pyarrow raises for damaged files, including damaged names and sizes."""
+
+
+class Block(NamedTuple):
+    """Rows of a file: the number of the first one (from 1), and the share of the file read so far."""
+
+    first_row: int
+    rows: pa.RecordBatch
+    share: float
+    left_out: int = 0
+    """How many bad rows are not among them."""
+
+
+def text_blocks(file: InputFile, quote: bytes | None = None, start: int = 0) -> Iterator[tuple[bytes, float]]:
+    """Blocks of whole records of a plain or packed text file in UTF-8, with the share read so far. With a
+    ``quote``, a line's end between two of them is within a record. ``start``: the byte of a plain file after
+    whose line they begin."""
+    total, rest = max(1, size_of(file.path)), b""
+    decode = _decoder(file)
+    try:
+        with opened(file.path) as raw:
+            packed = PACKED.get(file.path.suffix)
+            stream = pa.CompressedInputStream(raw, packed) if packed else raw
+            first = True
+            if start:
+                stream.seek(start)
+            while data := stream.read(BLOCK_BYTES):
+                data = decode(data, False)
+                if first:
+                    data = data[data.find(b"\n") + 1 :] if start else _without_mark(file, data)
+                    first = False
+                data = rest + data
+                end = _last_end(data, quote)
+                if not end and len(data) > 2 * BLOCK_BYTES:
+                    raise DataError(
+                        f"{file}: a line of more than {2 * BLOCK_BYTES:,} bytes; is this a text file?"
+                    )
+                if end:
+                    yield data[:end], min(1.0, raw.tell() / total)
+                rest = data[end:]
+    except (OSError, EOFError) as error:
+        why = f"cannot be read ({error}); fetch or pack the file again"
+        if "runcated" in str(error):
+            why = "the archive is truncated; fetch or pack the file again (data.on_bad_row does not apply)"
+        raise DataError(f"{file}: {why}") from error
+    if rest := rest + decode(b"", True):
+        yield rest + b"\n", 1.0
+
+
+def _decoder(file: InputFile) -> Callable[[bytes, bool], bytes]:
+    """Makes UTF-8 of text block by block; a character may begin in one and end in the next. The second
+    argument says that there is no more."""
+    codec = file.rules.encoding.lower().replace("_", "-")
+    if codec in ("utf-8", "utf8", "ascii"):
+        return lambda data, _: data
+    try:
+        " ".encode(codec)  # which, unlike the next line, refuses codecs that are not of text
+        decoder = codecs.getincrementaldecoder(codec)()
+    except LookupError as fault:
+        raise DataError(
+            f"{file}: no encoding is called {shown(file.rules.encoding)}; correct data.encoding"
+        ) from fault
+
+    def decode(data: bytes, final: bool) -> bytes:
+        try:
+            return decoder.decode(data, final).encode()
+        except UnicodeError as fault:
+            raise DataError(
+                f"{file}: is not text in {file.rules.encoding} ({shown(fault, 200)}); pass data.encoding="
+            ) from fault
+
+    return decode
+
+
+def _without_mark(file: InputFile, data: bytes) -> bytes:
+    """The beginning of a text without its byte order mark; ``DataError`` for that of UTF-16."""
+    if data.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
+        raise DataError(f"{file}: begins as text in UTF-16 does; pass data.encoding=utf-16")
+    return data.removeprefix(codecs.BOM_UTF8)
+
+
+def _last_end(data: bytes, quote: bytes | None) -> int:
+    """Where the last whole record ends; 0: there is none."""
+    end = data.rfind(b"\n") + 1
+    inside = quote is not None and data.count(quote, 0, end) % 2 == 1
+    while quote is not None and end and inside:
+        opening = data.rfind(quote, 0, end)  # before it, there is an even number of them
+        end = data.rfind(b"\n", 0, opening) + 1
+        inside = data.count(quote, end, opening) % 2 == 1
+    return end
