@@ -220,7 +220,8 @@ class RecordsConfig(DataConfig):
 class FilesConfig(FileConfig, RecordsConfig):
     """Files of any schema. ``split``: which rows validate and test (``Split``); ``eval_path``, ``test_path``:
     files of such rows. ``joins``, ``sessions`` and ``negatives``: what is derived
-    (``recpipe.data.derivations``)."""
+    (``recpipe.data.derivations``). ``ray``: the address of a Ray cluster whose workers read the files; None:
+    this process does."""
 
     name: str = "files"
     joins: list[dict[str, Any]] = dataclasses.field(default_factory=list)
@@ -229,6 +230,7 @@ class FilesConfig(FileConfig, RecordsConfig):
     split: dict[str, Any] | None = None
     eval_path: FilePath | list[FilePath] | None = None
     test_path: FilePath | list[FilePath] | None = None
+    ray: Text | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -5,10 +5,10 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, fields, replace
+from dataclasses import asdict, dataclass, fields, replace
 from functools import cached_property
-from pathlib import Path
-from typing import Any
+from itertools import chain
+from typing import Any, NamedTuple
 
 import numpy as np
 import pyarrow as pa
@@ -24,14 +24,50 @@ from recpipe.data.files import RowChecks
 from recpipe.data.learned import Between, Learned, learn
 from recpipe.data.preparation import Preparation, require_features
 from recpipe.data.records import InputFile, require_columns
+from recpipe.data.remote import AnyPath
 from recpipe.data.row_parts import RowParts
 from recpipe.data.schema import Schema
 from recpipe.data.settled import settled
+from recpipe.data.sources.cluster import in_order
 from recpipe.data.split import TEST, TRAIN, VALID, Parts
 from recpipe.data.values import alike, is_list, plain_type, require_type, whole_text
 from recpipe.errors import DataError, UserError, nearest_or_all, shown
 
 log = logging.getLogger(__name__)
+
+
+class _Read(NamedTuple):
+    """Rows of a file (its number) that were read: samples, also of bad rows; how many have no value of each
+    feature; what is wrong with them; the columns that say their parts; the share of the file so far; and how
+    many bad rows are not among them."""
+
+    file: int
+    columns: Columns
+    missing: dict[str, int]
+    checks: RowChecks
+    of_parts: pa.RecordBatch
+    share: float
+    left_out: int
+
+
+@dataclass(frozen=True)
+class _Reader:
+    """Reads the columns ``names`` of ``files``, piece by piece, in this process or in another one."""
+
+    files: Sequence[InputFile]
+    names: Sequence[str]
+    of_parts: Sequence[str]
+    encoding: Encoding
+    labelled: bool
+
+    def __call__(self, number: int, groups: range | None) -> Iterator[_Read]:
+        """What is in some row groups of a file, or in all of it."""
+        file = self.files[number]
+        for block in file.blocks(self.names, groups=groups):
+            checks = RowChecks(str(file), block.first_row, len(block.rows))
+            columns, missing = self.encoding.read(block.rows, checks, self.labelled)
+            of_parts = block.rows.select([*self.of_parts])
+            yield _Read(number, columns, missing, checks, of_parts, block.share, block.left_out)
 
 
 class FilesSource:
@@ -46,6 +82,8 @@ class FilesSource:
         self._inputs = [file for files in by_part for file in files]
         self._parts = [part for part, files in enumerate(by_part) for _ in files]
         """The part of each file, unless its rows say theirs."""
+        # A model's checkpoint says where it was trained, and not where it scores.
+        self._cluster = config.ray if trained_by is None else None
         self._labelled, self._skip = labelled, config.on_bad_row == "skip"
         split = config.rows_split if labelled else None
         self._row_parts = None if split is None else RowParts(split)
@@ -92,7 +130,7 @@ class FilesSource:
         return self._stated if learned is None else self._stated | {"learned": learned.to_dict()}
 
     @property
-    def files(self) -> Sequence[Path]:
+    def files(self) -> Sequence[AnyPath]:
         """The input files, in time order."""
         return [path for file in self._inputs for path in file.paths]
 
@@ -103,24 +141,31 @@ class FilesSource:
 
     def split_blocks(self) -> Iterator[tuple[Columns, NDArray[np.uint8], float]]:
         """Samples of all files in order, the part of each, and the share of the input read so far."""
-        count = len(self._inputs)
         if self._row_parts is not None:
             names = self._row_parts.split.columns
             self._row_parts.begin(block.rows for file in self._inputs for block in file.blocks(names))
-        for index, file in enumerate(self._inputs):
-            for block in file.blocks(self._read(self.encoding.features)):
-                checks = RowChecks(str(file), block.first_row, len(block.rows))
-                columns, missing = self.encoding.read(block.rows, checks, self._labelled)
-                parts = np.full(len(block.rows), self._parts[index], np.uint8)
-                if self._row_parts is not None:
-                    parts = self._row_parts.of(block.rows, checks)
-                for name, absent in missing.items():
-                    self.missing[name] += absent
-                self.rejected_rows += block.left_out + checks.finish(self._skip)
-                good = columns if checks.good.all() else columns.where(checks.good)
-                if self.encoding.is_complete:
-                    good = self.finished(good)
-                yield good, parts[checks.good], (index + block.share) / count
+        for read in self._reads():
+            checks, columns = read.checks, read.columns
+            parts = np.full(len(columns), self._parts[read.file], np.uint8)
+            if self._row_parts is not None:
+                parts = self._row_parts.of(read.of_parts, checks)
+            for name, absent in read.missing.items():
+                self.missing[name] += absent
+            self.rejected_rows += read.left_out + checks.finish(self._skip)
+            good = columns if checks.good.all() else columns.where(checks.good)
+            if self.encoding.is_complete:
+                good = self.finished(good)
+            yield good, parts[checks.good], (read.file + read.share) / len(self._inputs)
+
+    def _reads(self) -> Iterator[_Read]:
+        """What is read of all files in order, here or by the workers of a cluster."""
+        of_parts = [] if self._row_parts is None else self._row_parts.split.columns
+        names = self._read(self.encoding.features)
+        reader = _Reader(self._inputs, names, of_parts, self.encoding, self._labelled)
+        if self._cluster is None:
+            return chain.from_iterable(reader(file, None) for file in range(len(self._inputs)))
+        pieces = [(n, groups) for n, file in enumerate(self._inputs) for groups in file.parts]
+        return in_order(reader, pieces, self._cluster)
 
     def parts(self, counts: Parts) -> Parts:
         """The parts of samples of which the rows, or their files, say so many to be of each. ``DataError``
