@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import tempfile
 import weakref
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from threading import main_thread
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
 
     from recpipe.data.dataset import Dataset
     from recpipe.data.given import Batches
+    from recpipe.data.handed import Records
     from recpipe.loop import Placed
     from recpipe.setup.ctx import RunResult
 
@@ -76,9 +78,10 @@ def _close(kept: ExitStack) -> None:
 
 def train(
     model: nn.Module | None = None,
-    data: Dataset | Batches | str | Path | None = None,
+    data: Dataset | Batches | Records | str | Path | None = None,
     *overrides: str,
     held_out: Batches | None = None,
+    features: Mapping[str, Any] | str | Path | None = None,
     output: str | Path | None = None,
     quiet: bool = False,
 ) -> Run:
@@ -92,6 +95,9 @@ def train(
             iterator``; ``recpipe.kit.GivenBatches`` says how these are used.
         overrides: words of the command line: ``"tiers=ssd"``, ``"+plugin=hotline"``.
         held_out: batches to evaluate on, if ``data`` is batches.
+        features: what the columns of ``data`` are: a yaml file, its content or ``auto``, as ``data.features``
+            takes them. ``data`` is then a path, a table, or an iterable of record batches, tables or dicts of
+            columns, which is read once.
         output: a directory for what the command line leaves: report, log, checkpoints. None: only files whose
             path an override gives are written; scratch files are in a temporary directory.
         quiet: nothing goes to the terminal.
@@ -112,8 +118,14 @@ def train(
     from recpipe.setup.ctx import RunInputs
 
     with readable_errors(overrides), ExitStack() as stack:
-        batches = None if data is None or isinstance(data, str | Path | Dataset) else data
-        words = _words(data, batches, held_out, overrides)
+        batches = None
+        if features is None and data is not None and not isinstance(data, str | Path | Dataset):
+            batches = data
+        if features is None:
+            words = _words(data, batches, held_out, overrides)
+        else:
+            scratch = stack.enter_context(tempfile.TemporaryDirectory(prefix="recpipe-"))
+            words = _described(data, features, held_out, Path(scratch))
         if output is None:
             words = [*WITHOUT_FILES, *words]
         if model is not None:
@@ -159,12 +171,40 @@ def _words(
         return []
     if isinstance(data, str | Path):
         from recpipe.common.words import quoted
+        from recpipe.data.remote import whole_path
 
-        return ["data=parquet", quoted("data.path", Path(data).expanduser().absolute())]
+        return ["data=parquet", quoted("data.path", whole_path(data))]
     sized = next((word for word in overrides if word.lstrip("+").startswith("data.batch_size=")), None)
     if sized is not None and batches is not None:
         raise UserError(f"{sized}: the batches handed over are made already; leave it out")
     return ["data=given"]
+
+
+def _described(
+    data: Any, features: Mapping[str, Any] | str | Path, held_out: Batches | None, scratch: Path
+) -> list[str]:
+    """Overrides that choose ``data`` with these ``features``; what has no path is written to ``scratch``."""
+    from recpipe.common.words import quoted
+    from recpipe.data.config import AUTO
+    from recpipe.data.dataset import Dataset
+    from recpipe.data.handed import write_records
+    from recpipe.data.remote import whole_path
+
+    if isinstance(data, Dataset) or held_out is not None:
+        raise UserError(
+            "features go with a path, or with records; data.eval_fraction holds a part of them out"
+        )
+    words = [] if data is None else ["data=files"]
+    if isinstance(data, str | Path):
+        words.append(quoted("data.path", whole_path(data)))
+    elif data is not None:
+        write_records(data, scratch / "records.arrow")
+        words.append(quoted("data.path", scratch / "records.arrow"))
+    if isinstance(features, Mapping):
+        file = scratch / "features.yaml"
+        file.write_text(json.dumps(features))  # which is yaml, too
+        features = file
+    return [*words, quoted("data.features", features if features == AUTO else whole_path(features))]
 
 
 def place(model: nn.Module, loader: Batches, *overrides: str) -> Placed:
