@@ -2,8 +2,8 @@
 
     python benchmarks/csv_reading.py [--rows 1000000] [--runs 3] [--threads 2]
 
-The generated rows of ``prepare_learned.py``. pyarrow reads them with types that it guesses, and as text, which
-is what no guess can misread and what recpipe parses first; recpipe makes keys of ids and numbers of the rest.
+The generated rows of ``prepare_learned.py``. pyarrow reads them with types that it guesses, and as text,
+which no guess misreads; recpipe reads them as text, and makes keys of ids and numbers of the rest.
 """
 
 from __future__ import annotations

@@ -109,8 +109,7 @@ def read_ids(array: pa.Array, feature: Feature) -> Ids:
 
 
 def _ids_of_text(array: pa.Array, feature: Feature) -> Ids:
-    absent = pc.is_in(array, value_set=pa.array([*NO_VALUE, *feature.missing], array.type), skip_nulls=False)
-    missing = np.asarray(pc.or_(absent, array.is_null()))
+    missing = _without_value(array, feature.missing)
     keys, valid = np.zeros(len(array), np.int64), np.ones(len(array), bool)
     present = array.filter(pa.array(~missing)) if missing.any() else array
     if feature.type != "integer":
@@ -121,6 +120,15 @@ def _ids_of_text(array: pa.Array, feature: Feature) -> Ids:
     keys[~missing] = values
     remedy = "is not a whole number as type: integer takes it; type: text takes any value as it is"
     return Ids(keys, missing, valid, remedy)
+
+
+def _without_value(text: pa.Array, declared: tuple[str, ...]) -> Bools:
+    """Where text is null, empty, or one of the ``declared`` values."""
+    if declared:
+        absent = pc.is_in(text, value_set=pa.array([*NO_VALUE, *declared], text.type))
+    else:
+        absent = pc.equal(pc.binary_length(text), 0)
+    return np.asarray(pc.fill_null(pc.or_(absent, text.is_null()), True))
 
 
 def _whole_numbers(text: pa.Array) -> tuple[Int64, Bools]:
@@ -207,8 +215,7 @@ def read_numbers(array: pa.Array, feature: Feature | None = None) -> Numbers:
     if pa.types.is_null(kind):
         return Numbers(np.zeros(size), np.ones(size, bool), valid)
     if is_text(kind):
-        absent = pc.is_in(array, value_set=pa.array([*NO_VALUE, *declared], kind), skip_nulls=False)
-        missing = np.asarray(pc.or_(absent, array.is_null()))
+        missing = _without_value(array, declared)
         values = np.zeros(size)
         present = array.filter(pa.array(~missing)) if missing.any() else array
         values[~missing], valid[~missing] = _decimal_numbers(present)
