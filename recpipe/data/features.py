@@ -72,8 +72,8 @@ class Feature:
     - ``vector``: a list of ``size`` numbers (or text of them with a ``separator``), which become as many
       dense inputs, ``name_0`` and so forth.
     - ``timestamp``: ``as`` is which of ``name_age``, ``name_hour`` and ``name_weekday`` it becomes. Times
-      without a zone are in ``zone``, as are hours and weekdays; numbers are times since 1970 in ``unit``;
-      text is in ``format``, as Python's strptime has it, or ``iso``. The age is
+      without a zone are in ``zone``, as are hours and weekdays; numbers are times since 1970 in ``unit``,
+      also written as text; other text is in ``format``, as Python's strptime has it, or ``iso``. The age is
       sign(d) * log1p(\\|d\\|) of the days d until ``now``; None: until the latest time of the training part.
     - ``cross``: the id of the ids of two or more features together, missing if one is.
     - ``default`` of an ``id``: the id that stands for a missing one.

@@ -11,7 +11,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from recpipe.data.features import NO_VALUE, UNITS, Feature
-from recpipe.data.values import Bools, is_text, plain, read_numbers
+from recpipe.data.values import NUMBER, WHOLE, Bools, is_text, plain, read_numbers
 
 if TYPE_CHECKING:
     from recpipe.data.columns import Int64
@@ -41,14 +41,14 @@ class Times:
 
 def read_times(array: pa.Array, feature: Feature) -> Times:
     """The times of an array [n] of a type that ``refusal`` does not refuse; those without a zone are in the
-    feature's. Of an hour that comes twice, as in autumn, the first is meant. Text without a format is in
-    ISO 8601, as requests have times."""
+    feature's. Of an hour that comes twice, as in autumn, the first is meant. Text without a format is a
+    number in the feature's unit, or else in ISO 8601, as requests have times."""
     array = plain(array)
     kind, size = array.type, len(array)
     if pa.types.is_null(kind):
         return Times(np.zeros(size, np.int64), np.ones(size, bool), np.ones(size, bool))
     if is_text(kind):
-        return _of_text(array, feature)
+        return _of_text(array, feature) if feature.format or not feature.unit else _of_digits(array, feature)
     if pa.types.is_timestamp(kind) or pa.types.is_date(kind):
         micros = array.cast(pa.timestamp("us", getattr(kind, "tz", None)), safe=False)
         if getattr(kind, "tz", None) is None:
@@ -56,13 +56,34 @@ def read_times(array: pa.Array, feature: Feature) -> Times:
         missing = np.asarray(array.is_null())
         found = np.asarray(pc.fill_null(micros.cast(pa.int64()), 0).to_numpy(zero_copy_only=False))
         return _within(found, missing, np.ones(size, bool))
-    numbers = read_numbers(array, feature)
+    return _of_numbers(array, feature)
+
+
+def _of_numbers(array: pa.Array, feature: Feature) -> Times:
+    """Of numbers since 1970, which text may hold as well."""
+    kind, numbers = array.type, read_numbers(array, feature)
     scaled = numbers.values * UNITS[feature.unit or "s"]
     valid = numbers.valid & (scaled >= FIRST) & (scaled <= LAST)
     if pa.types.is_integer(kind) and feature.unit != "ns":  # exact beyond 2**53
         whole = pc.fill_null(array, 0).cast(pa.int64(), safe=False).to_numpy(zero_copy_only=False)
         return Times(np.where(valid, whole * int(UNITS[feature.unit or "s"]), 0), numbers.missing, valid)
     return Times(np.where(valid, np.floor(scaled), 0).astype(np.int64), numbers.missing, valid)
+
+
+def _of_digits(text: pa.Array, feature: Feature) -> Times:
+    """Of numbers written as text, the whole ones as exact as integers are, and of other text in ISO 8601."""
+    none = pa.scalar(None, text.type)
+    whole = pc.match_substring_regex(text, WHOLE)
+    rest = pc.if_else(whole, none, text)
+    other = pc.match_substring_regex(rest, NUMBER)
+    parts = [
+        _of_numbers(pc.if_else(whole, text, none).cast(pa.int64()), feature),
+        _of_numbers(pc.if_else(other, rest, none), feature),
+        _of_text(pc.if_else(other, none, rest), feature),
+    ]  # a value is missing in all of them but one
+    micros = np.sum([part.micros for part in parts], 0)
+    missing = np.all([part.missing for part in parts], 0)
+    return Times(micros, missing, np.all([part.valid for part in parts], 0))
 
 
 def _of_text(array: pa.Array, feature: Feature) -> Times:

@@ -299,9 +299,9 @@ def _no_time(kind: pa.DataType, feature: Feature) -> str | None:
     if pa.types.is_timestamp(kind) or pa.types.is_date(kind):
         return None
     if is_text(kind):
-        return (
-            None if feature.format else "state how times are written, format: iso or '%d.%m.%Y' for example"
-        )
+        if feature.format or feature.unit:
+            return None
+        return "state how times are written, format: iso or '%d.%m.%Y' for example; unit: s for numbers"
     if pa.types.is_integer(kind) or pa.types.is_floating(kind):
         return None if feature.unit else "state of which unit the numbers are, unit: s, ms, us or ns"
     return "a timestamp is a date, a timestamp, a number or text"

@@ -66,8 +66,6 @@ def _as_time(column: Column, unit: str | None) -> Read | Unread:
     zone = getattr(column.type, "tz", None)
     if zone and zone in available_timezones():
         stated["zone"] = zone
-    if unit and column.is_text:
-        return Unread("times since 1970 as text: write numbers, or dates", told=True)
     found = read_times(column.values, Feature(column.name, "timestamp", parts=("hour",), **stated))
     if not found.valid.all():
         first = column.values[int(np.argmin(found.valid))].as_py()
