@@ -167,7 +167,8 @@ def _as_number(column: Column, why: str) -> Read:
 
 def _scale(values: NDArray[np.float64]) -> tuple[str, str]:
     """The scale for numbers of which some are large, and what it does."""
-    deviations = values - values.mean()
+    small = values / max(1e-300, float(np.abs(values).max()))  # whose powers are finite
+    deviations = small - small.mean()
     skewness = (deviations**3).mean() / max(1e-300, float((deviations**2).mean()) ** 1.5)
     if abs(skewness) < 2:
         return "standard", "brings them around 0"
