@@ -24,9 +24,9 @@ IDS = ("c0", "c1", "c2", "c3", "user")
 NUMBERS = ("x0", "x1", "x2", "x3")
 
 
-def make_table(rows: int) -> pa.Table:
+def make_table(rows: int, seed: int = 0) -> pa.Table:
     """Ids by Zipf's law, of a million and of 200,000 words."""
-    rng = np.random.default_rng(0)
+    rng = np.random.default_rng(seed)
     columns: dict[str, Any] = {"click": rng.integers(0, 2, rows)}
     columns |= {name: rng.zipf(1.2, rows) % 1_000_000 for name in IDS[:-1]}
     columns["user"] = np.array([f"user{n}" for n in range(200_000)])[rng.zipf(1.3, rows) % 200_000]

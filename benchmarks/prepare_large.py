@@ -1,0 +1,117 @@
+"""How fast very many rows of Parquet are prepared, in how much memory, beside a scan of them by pyarrow.
+
+    python benchmarks/prepare_large.py [--rows 100000000] [--part 2000000] [--folder DIR]
+
+Generated rows (those of ``prepare_learned.py``) in files of ``--part`` rows each: 10 million take about
+0.6 GB in DIR (default: the temporary folder), and as much again prepared. A scan reads and decodes all
+columns, batch by batch, on one thread and on all. Each line is one process; memory is what it has beyond that
+at its start, at most: all that is its own, and with the pages of files that it has mapped, which the system
+may take back. With ten times as many rows it should stay what it is.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from importlib import import_module
+from pathlib import Path
+
+import pyarrow.dataset
+import pyarrow.parquet as pq
+from prepare import memory
+from prepare_learned import features, make_table
+from rich.console import Console
+from rich.table import Table
+
+CASES = ("scan, one thread", "scan", "prepare hash", "prepare vocabulary", "prepare all")
+
+
+class Peak(threading.Thread):
+    """Watches how much memory this process takes beyond what it had."""
+
+    def __init__(self) -> None:
+        super().__init__(daemon=True)
+        self._start = [memory(key) for key in ("RssAnon", "VmRSS")]
+        self.own = self.whole = 0
+        self.start()
+
+    def run(self) -> None:
+        """Look every 20 ms, until the process ends."""
+        while True:
+            own, whole = (memory(key) for key in ("RssAnon", "VmRSS"))
+            self.own, self.whole = (
+                max(self.own, own - self._start[0]),
+                max(self.whole, whole - self._start[1]),
+            )
+            time.sleep(0.02)
+
+
+def scan(folder: Path, threads: bool) -> int:
+    """The rows of all files, every column decoded."""
+    batches = pyarrow.dataset.dataset(folder).to_batches(use_threads=threads, fragment_readahead=2)
+    return sum(len(batch) for batch in batches)
+
+
+def prepare(folder: Path, case: str) -> int:
+    """The rows that are prepared into an empty cache."""
+    from recpipe.data.config import FilesConfig
+    from recpipe.data.make import open_dataset
+
+    with tempfile.TemporaryDirectory(dir=folder.parent) as cache:
+        config = FilesConfig(path=str(folder), features=features(case), cache_dir=cache, cache_bytes="90%")
+        dataset = open_dataset(config, 0)
+        return dataset.size("train") + dataset.size("eval")
+
+
+def child(folder: Path, case: str) -> None:
+    """Carry out a case, and print rows, seconds and memory as JSON."""
+    import_module("recpipe.data.make")  # which is not what a case takes
+    kind, _, rest = case.partition(" ")
+    peak, started = Peak(), time.perf_counter()
+    rows = prepare(folder, rest) if kind == "prepare" else scan(folder, case == "scan")
+    seconds = time.perf_counter() - started
+    print(json.dumps({"rows": rows, "seconds": seconds, "own": peak.own, "whole": peak.whole}))
+
+
+def make_files(folder: Path, rows: int, part: int) -> None:
+    """The input files."""
+    folder.mkdir()
+    for number, first in enumerate(range(0, rows, part)):
+        table = make_table(min(part, rows - first), seed=number)
+        pq.write_table(table, folder / f"part-{number:04}.parquet", row_group_size=1 << 17)
+
+
+def main() -> None:
+    """Measure all cases, and print a table."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--rows", type=int, default=100_000_000)
+    parser.add_argument("--part", type=int, default=2_000_000)
+    parser.add_argument("--folder", type=Path)
+    parser.add_argument("--child", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.child:
+        child(options.folder, options.child)
+        return
+    console = Console()
+    shown = Table("case", "rows", "rows/s", "own MiB", "with mapped files", title="Parquet, all columns")
+    with tempfile.TemporaryDirectory(dir=options.folder) as name:
+        folder = Path(name) / "rows"
+        make_files(folder, options.rows, options.part)
+        for case in CASES:
+            words = [sys.executable, "-W", "ignore", __file__, "--folder", str(folder), "--child", case]
+            result = subprocess.run(words, capture_output=True, text=True, check=True)
+            found = json.loads(result.stdout.splitlines()[-1])
+            sizes = [f"{found[key] / 2**20:,.0f}" for key in ("own", "whole")]
+            shown.add_row(case, f"{found['rows']:,}", f"{found['rows'] / found['seconds']:,.0f}", *sizes)
+    console.print(shown)
+
+
+if __name__ == "__main__":
+    main()
