@@ -30,12 +30,17 @@ FILES = {
     "criteo_tsv": "criteo_80k.tsv.gz",
     "talkingdata": "talkingdata_100k.parquet",
     "open_bandit": "open_bandit_40k.parquet",
+    "taobao_wanted": "taobao_110k.parquet",
+    "online_retail": "online_retail.parquet",
 }
+TWINS = ("criteo_tsv", "talkingdata", "open_bandit", "taobao_wanted")
+"""Those without times, which CSV would write as text."""
 
 
 @pytest.fixture(scope="module")
 def part(data_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """``part(experiment)``: the first rows of its file, in the format of the file."""
+    """``part(experiment)``: the first rows of its file, or rows of all of it where it is split by time, in
+    the format of the file."""
     folder = tmp_path_factory.mktemp("parts")
 
     def of(experiment: str) -> Path:
@@ -48,6 +53,9 @@ def part(data_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Any:
         if source.suffix == ".gz":
             with gzip.open(source, "rb") as lines, gzip.open(made, "wb") as out:
                 out.writelines(islice(lines, ROWS))
+        elif experiment == "online_retail":
+            table = pq.read_table(source)
+            pq.write_table(table.take(np.linspace(0, len(table) - 1, ROWS).astype(int)), made)
         else:
             rows = next(pq.ParquetFile(source).iter_batches(ROWS))
             pq.write_table(pa.Table.from_batches([rows]), made)
@@ -92,12 +100,13 @@ def test_the_recipe_of_a_real_file_trains_from_it_as_it_lies(
     experiment: str, part: Any, tmp_path: Path
 ) -> None:
     report = run(recipe(experiment, part(experiment), tmp_path), tmp_path / "run")
-    assert report["data"]["train_samples"] + report["data"]["eval_samples"] == ROWS
+    told = report["data"]["train_samples"] + report["data"]["eval_samples"]
+    assert told < ROWS if experiment == "online_retail" else told == ROWS, "its last month tests"
     assert report["data"]["rejected_rows"] == 0
     assert np.isfinite(report["quality"]["logloss"])
 
 
-@pytest.mark.parametrize("experiment", FILES)
+@pytest.mark.parametrize("experiment", TWINS)
 def test_csv_with_the_same_rows_gives_the_same_samples(experiment: str, part: Any, tmp_path: Path) -> None:
     """Bit by bit, by the recipe's features; text of whole numbers is ids of numbers."""
     file = part(experiment)
@@ -129,8 +138,9 @@ def test_a_proposal_of_the_file_is_near_its_recipe(experiment: str, part: Any, t
     numbers, of which both kinds make sense; times may be hours."""
     config = Recipe.of(recipe(experiment, part(experiment), tmp_path)).data
     assert isinstance(config, FilesConfig)
-    stated, proposal = config.described(), propose(replace(config, features="auto", label=None))
-    found = proposal.features()
+    stated = config.described()
+    made = {label.name: label.expression for label in stated.labels if label.expression}
+    found = propose(replace(config, features="auto", label=made or None)).features()
     assert [label.name for label in found.labels] == [label.name for label in stated.labels]
     constant = {"campaign", "policy", "device"}
     kinds = {f.name: f.kind for f in (*found.dense, *found.sparse)}
@@ -138,4 +148,4 @@ def test_a_proposal_of_the_file_is_near_its_recipe(experiment: str, part: Any, t
         if feature.name not in {"I10", *constant}:
             assert kinds[feature.name] == feature.kind, feature.name
     others = {name for name in kinds if name not in {f.name for f in (*stated.dense, *stated.sparse)}}
-    assert others <= {"timestamp_hour", "timestamp_weekday", "click_time_hour"}
+    assert others <= {"timestamp_hour", "timestamp_weekday", "click_time_hour", "InvoiceNo"}
