@@ -34,6 +34,8 @@ class Parts(NamedTuple):
             keys = f"data.eval_fraction={valid}" + f" and data.test_fraction={test}" * bool(test)
             leave = "leave" if test else "leaves"
             raise DataError(f"{keys} {leave} none of {self.train} samples for training")
+        if test and not of_test:
+            raise DataError(f"data.test_fraction={test} is less than one of {self.train} samples; raise it")
         return Parts(left, self.valid + of_valid, self.test + of_test)
 
 

@@ -102,6 +102,16 @@ def test_values_and_names_that_are_no_words(tmp_path: Path, table: pa.Table) -> 
     np.testing.assert_allclose(batch.labels[:, 0].numpy(), wanted, rtol=1e-7)
 
 
+def test_a_feature_of_which_a_label_is_made_is_told(
+    tmp_path: Path, table: pa.Table, caplog: pytest.LogCaptureFixture
+) -> None:
+    for expression, told in (("user >= 4", True), ("length >= 4", False)):
+        caplog.clear()
+        opened(tmp_path, table, {"name": "high", "expression": expression})
+        line = "label high is made of column user, which feature user gives to the model"
+        assert (line in caplog.text) == told
+
+
 def test_declared_missing_values_and_the_only_label(tmp_path: Path, table: pa.Table) -> None:
     mask = {"name": "high", "expression": "rating > 3", "missing": ["5"], "on_missing": "mask"}
     (batch,) = opened(tmp_path, table, mask).batches("train", SIZE)

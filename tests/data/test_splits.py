@@ -257,6 +257,8 @@ def test_fractions_of_any_source(tmp_path: Path, table: pa.Table) -> None:
     last = next(plain.batches("eval", 200))
     assert next(three.batches("test", 100)).dense.equal(last.dense[100:])
     assert next(three.batches("eval", 200)).dense[100:].equal(last.dense[:100])
+    with pytest.raises(DataError, match=r"data\.test_fraction=0\.0001 is less than one of 1000 samples"):
+        open_dataset(SyntheticConfig(**settings, test_fraction=0.0001), 1)
     learned = opened(tmp_path, table, LEARNED, eval_fraction=0.25, test_fraction=0.25)
     assert parts(learned)["test"] == list(range(450, 600))
     scaled = next(learned.batches("train", 1)).dense[0, 0]

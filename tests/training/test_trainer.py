@@ -346,7 +346,7 @@ def test_a_signal_leaves_a_checkpoint_to_go_on_from(trained, tmp_path, kind, num
 
 @pytest.mark.slow
 def test_kill_9_leaves_the_last_whole_checkpoint(trained, tmp_path) -> None:
-    recipe = (*KINDS["lru"], "trainer.checkpoint_every=2")
+    recipe = (*KINDS["lru"], "trainer.checkpoint_every=2", "data.shuffle=all")
     child = start(tmp_path / "killed", *recipe)
     child.until("step 13\n")
     child.kill()

@@ -98,6 +98,8 @@ class FilesSource:
                 require_type(str(file), own.source, kind, own)
         if trained_by is not None and trained_by.features is not None and features.is_learned:
             require_features(trained_by.features, features)
+        if labelled and trained_by is None:
+            _tell_of_labels(features)
         self.encoding = Encoding(features, None if trained_by is None else trained_by.learned)
         self.multi_hot, self.kept = self.encoding.multi_hot, self.encoding.kept
         self._fractions = config.eval_fraction, config.test_fraction
@@ -276,6 +278,20 @@ class FilesSource:
     def _first_rows(self) -> pa.RecordBatch | None:
         """All columns of the first rows, read once however many of them have text; None without any row."""
         return self._inputs[0].first_rows(list(self._types))
+
+
+def _tell_of_labels(features: Features) -> None:
+    """Warn of features from which a label is made: what is known only afterwards gives it away."""
+    for label in features.labels:
+        for feature in (*features.dense, *features.sparse):
+            if label.parsed is not None and feature.source in label.columns:
+                log.warning(
+                    "label %s is made of column %s, which feature %s gives to the model: leave the feature "
+                    "out unless its value is known before the label is",
+                    shown(label.name),
+                    shown(feature.source),
+                    shown(feature.name),
+                )
 
 
 def _as_prepared(feature: Feature) -> Feature:
