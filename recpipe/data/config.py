@@ -127,6 +127,7 @@ class RecordsConfig(DataConfig):
     ``format`` null: by the files' names. ``separator``, ``header``, ``columns``, ``quote`` and ``encoding``
     are of text with separators (``TextRules``). ``table_rows``: rows of every table that ``tables`` does not
     list. ``label_kind``: of all labels, or of each by name; None: what the model's loss takes, else clicks.
+    ``negatives``: what is drawn beside samples (``recpipe.data.derivations.Negatives``).
     """
 
     format: Annotated[str, one_of("parquet", "csv", "json", "arrow")] | None = None
@@ -145,6 +146,12 @@ class RecordsConfig(DataConfig):
     table_rows: Rows | None = None
     hash_ids: bool = True
     dense_transform: Annotated[str, one_of("log", "none")] = "log"
+    negatives: dict[str, Any] | None = None
+
+    @property
+    def drawn(self) -> Negatives | None:
+        """``negatives``, typed."""
+        return None if self.negatives is None else typed(Negatives, self.negatives, "data.negatives")
 
     def require_columns(self) -> None:
         """``UserError`` unless the columns are said, and each of them once."""
@@ -219,14 +226,13 @@ class RecordsConfig(DataConfig):
 @dataclasses.dataclass
 class FilesConfig(FileConfig, RecordsConfig):
     """Files of any schema. ``split``: which rows validate and test (``Split``); ``eval_path``, ``test_path``:
-    files of such rows. ``joins``, ``sessions`` and ``negatives``: what is derived
+    files of such rows. ``joins`` and ``sessions``: what is derived
     (``recpipe.data.derivations``). ``ray``: the address of a Ray cluster whose workers read the files; None:
     this process does."""
 
     name: str = "files"
     joins: list[dict[str, Any]] = dataclasses.field(default_factory=list)
     sessions: dict[str, Any] | None = None
-    negatives: dict[str, Any] | None = None
     split: dict[str, Any] | None = None
     eval_path: FilePath | list[FilePath] | None = None
     test_path: FilePath | list[FilePath] | None = None
@@ -252,11 +258,6 @@ class FilesConfig(FileConfig, RecordsConfig):
     def grouped(self) -> Sessions | None:
         """``sessions``, typed."""
         return None if self.sessions is None else typed(Sessions, self.sessions, "data.sessions")
-
-    @property
-    def drawn(self) -> Negatives | None:
-        """``negatives``, typed."""
-        return None if self.negatives is None else typed(Negatives, self.negatives, "data.negatives")
 
     def _require_one_split(self) -> None:
         """``UserError`` where two keys say which samples validate, or which test."""
@@ -318,6 +319,11 @@ class StreamConfig(RecordsConfig):
         for key, value in needed[self.source].items():
             if not getattr(self, key):
                 raise UserError(f"data.{key} is not set: data=stream needs data.{key}={value}")
+        if self.drawn is not None and self.drawn.sampling != "in_batch":
+            raise UserError(
+                f"data.negatives.sampling={self.drawn.sampling}: a stream is not known beforehand, so that "
+                "nothing can be drawn from it; take in_batch, for a model that gets log_q"
+            )
         if self.features == AUTO:
             raise UserError(
                 "data.features=auto chooses from files that lie still, not from a stream: name a file of "

@@ -11,6 +11,7 @@ from types import MappingProxyType
 from typing import Literal, Self, TypeVar
 
 import numpy as np
+import torch
 
 from recpipe.data.columns import Int64
 from recpipe.data.preparation import Preparation
@@ -108,8 +109,18 @@ class Dataset(ABC):
         in plain values; None for data that are no stream."""
         return None
 
-    def resume_at(self, batches: int, position: Mapping[str, int | str]) -> None:
-        """Go on with a stream at ``position``, where that many batches of the run ended."""
+    def counts_after(self, batches: int) -> dict[str, torch.Tensor]:
+        """What a stream has counted in the batches of which ``position_after`` says the end; {}: nothing."""
+        return {}
+
+    def resume_at(
+        self,
+        batches: int,
+        position: Mapping[str, int | str],
+        counts: Mapping[str, torch.Tensor] = MappingProxyType({}),
+    ) -> None:
+        """Go on with a stream at ``position``, where that many batches of the run ended, whose ``counts`` are
+        those of ``counts_after``."""
         raise NotImplementedError
 
     def interrupt(self) -> None:

@@ -3,13 +3,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Annotated
 
 from annotated_types import Interval
 
 from recpipe.common.validation import FilePath, Positive, Text, one_of
-from recpipe.errors import UserError, shown
+from recpipe.errors import UserError, nearest_or_all, shown
 
 
 @dataclass(frozen=True)
@@ -79,6 +80,15 @@ class Negatives:
     sampling: Annotated[str, one_of("uniform", "popularity", "in_batch")] = "uniform"
     alpha: Annotated[float, Interval(ge=0, le=4)] = 0.75
     source: Annotated[str, one_of("train", "joined")] = "train"
+
+    def place(self, one_hot: Sequence[str]) -> int:
+        """Where ``feature`` is among those with one id a sample; ``UserError`` if it is none of them."""
+        if self.feature not in one_hot:
+            raise UserError(
+                f"data.negatives.feature: no feature '{shown(self.feature)}' has one id a sample; "
+                f"{nearest_or_all(self.feature, one_hot)}"
+            )
+        return one_hot.index(self.feature)
 
     @property
     def each(self) -> int:

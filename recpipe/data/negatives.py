@@ -48,16 +48,11 @@ class Sampler:
     ) -> None:
         self.rule, self._mapped, self._seed = rule, mapped, seed
         meta, where = mapped.meta, "data.negatives"
-        if rule.feature not in meta.one_hot:
-            hint = nearest_or_all(rule.feature, meta.one_hot)
-            raise UserError(
-                f"{where}.feature: no feature '{shown(rule.feature)}' has one id a sample; {hint}"
-            )
+        self._place = rule.place(meta.one_hot)
         for name in rule.along:
             if name not in (*meta.dense, *meta.sparse):
                 hint = nearest_or_all(name, (*meta.dense, *meta.sparse))
                 raise UserError(f"{where}.along: no feature '{shown(name)}'; {hint}")
-        self._place = meta.one_hot.index(rule.feature)
         own = {rule.feature, *rule.along}
         self._ids = np.array([name in own for name in meta.one_hot], bool)
         self._dense = np.array([name in own for name in meta.dense], bool)

@@ -277,6 +277,7 @@ class RankingModule(L.LightningModule):
             "random": random_state(),
             "fingerprint": self.loader.source.dataset.fingerprint,
             "position": self.loader.source.dataset.position_after(self.totals.batches),
+            "counts": self.loader.source.dataset.counts_after(self.totals.batches),
             "placement": None if placed is None else placed.placement_state(),
             "backend": self.backend.state(),
         }
@@ -305,7 +306,7 @@ class RankingModule(L.LightningModule):
             group.update(changed)
         self.loader.first = self.totals.batches = int(saved["batches_done"])
         if self.loader.source.dataset.endless:
-            self.loader.source.dataset.resume_at(self.loader.first, saved["position"])
+            self.loader.source.dataset.resume_at(self.loader.first, saved["position"], saved["counts"])
         self.loader.begun = int(saved.get("epoch", 0))  # older checkpoints, whose epochs are alike, lack it
         self.loader.handed_out = int(checkpoint["global_step"])
         self.totals.samples = saved.get("samples")  # older checkpoints lack it

@@ -87,6 +87,7 @@ def _check_own(module: RankingModule, recpipe: Mapping[str, Any]) -> None:
         )
     if module.loader.source.dataset.endless:
         entries({"position": dict[str, int | str]}, recpipe, "recpipe")
+        like(module.loader.source.dataset.counts_after(0), recpipe.get("counts", {}), "recpipe.counts")
     made_with = module.made_with()
     for key, theirs in entries(
         dict.fromkeys(made_with, Plain), saved["made_with"], "recpipe.made_with"

@@ -165,6 +165,22 @@ def test_resumed_behind_an_earlier_checkpoint_is_never_stopped(whole, incoming, 
     assert identical(trained(tmp_path, "rest", f"resume={checkpoint}"), whole.parameters)
 
 
+def test_a_resumed_run_knows_how_frequent_ids_were(whole, incoming, tmp_path) -> None:
+    """What was read ahead of the checkpoint is not counted twice."""
+    drawn = "data.negatives={feature: shop, sampling: in_batch}"
+    trained(tmp_path, "all", drawn)
+    trained(tmp_path, "half", drawn, "trainer.max_steps=7", "trainer.checkpoint_every=5")
+    checkpoint = tmp_path / "half" / "checkpoints" / "step-00000005.ckpt"
+    trained(tmp_path, "rest", drawn, f"resume={checkpoint}")
+    ends = [load_trainer(newest(tmp_path / name) / "trainer.pt")["recpipe"] for name in ("all", "rest")]
+    counts, again = (end["counts"] for end in ends)
+    assert int(counts["samples"]) == FILES * ROWS
+    assert all(torch.equal(counts[name], again[name]) for name in counts)
+    assert load_trainer(newest(whole.folder) / "trainer.pt")["recpipe"]["counts"] == {}
+    with pytest.raises(UserError, match="made on other data"):
+        trained(tmp_path, "without", f"resume={checkpoint}")
+
+
 @pytest.mark.slow
 def test_kill_9_trains_each_record_once(whole, incoming, tmp_path) -> None:
     one_thread = {"OMP_NUM_THREADS": "1"}  # as these tests have: with two, products round differently
@@ -187,7 +203,7 @@ def test_kill_9_trains_each_record_once(whole, incoming, tmp_path) -> None:
         assert not identical(beside, whole.parameters)
 
 
-def resume_beside(self: Stream, records: int, batches: int, position: Position) -> None:
+def resume_beside(self: Stream, records: int, batches: int, position: Position, counts: object) -> None:
     """Resume so many ``records`` behind ``position``, or before it."""
     ((name, row),) = position.items()
     place = int(Path(name).stem) * ROWS + int(row) + records

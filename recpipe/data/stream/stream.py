@@ -6,13 +6,15 @@ import hashlib
 import json
 import logging
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import partial
 from time import monotonic
+from types import MappingProxyType
 from typing import Literal, NamedTuple
 
 import numpy as np
 import pyarrow as pa
+import torch
 
 from recpipe.data.columns import BatchMaker, Columns
 from recpipe.data.config import StreamConfig
@@ -20,6 +22,8 @@ from recpipe.data.dataset import ENDLESS, Dataset, SplitName, WaitingStopped
 from recpipe.data.encoding import Encoding, element_of
 from recpipe.data.features import Feature, Features
 from recpipe.data.files import RowChecks
+from recpipe.data.frequencies import Frequencies
+from recpipe.data.learned import bit_at
 from recpipe.data.preparation import Preparation
 from recpipe.data.settled import require_labels, settled
 from recpipe.data.stream.chunks import Buffer, Chunk, Offset, Position, Samples, StreamSource
@@ -99,10 +103,18 @@ class Stream(Dataset):
         self.schema = self.encoding.schema
         self.preparation = Preparation.of(self.encoding.features, self.encoding.learned)
         read = {"encoding": self.preparation.to_dict(), "skip": self._skip, **self.source.identity}
+        if config.drawn is not None:
+            read["negatives"] = config.drawn
         plain = json.dumps(read, default=asdict, sort_keys=True)
         self.fingerprint = hashlib.blake2b(plain.encode(), digest_size=16).hexdigest()
         self._make = BatchMaker(self.schema, self.encoding.multi_hot)
         self._positions: dict[int, Position] = {0: {}}
+        single = [feature.name for feature in self.encoding.features.sparse if not feature.is_bag]
+        self._drawn = None if config.drawn is None else config.drawn.place(single)
+        """The place of the feature whose ids are counted."""
+        self._frequencies = Frequencies()
+        self._counts: dict[int, Mapping[str, torch.Tensor]] = {0: {}}
+        """Those after the batches behind which the run begins, beside none."""
 
     @property
     def rejected_rows(self) -> int:  # type: ignore[override]
@@ -132,21 +144,40 @@ class Stream(Dataset):
             return
         self._found = found = _Found()
         self.last_batch, self.interrupted = None, False
-        for number, batch in enumerate(self._cut(batch_size, self._positions[first], found), first + 1):
+        start = self._positions[first]
+        counts = self._counts[first] if first in self._counts else self.counts_after(first)
+        self._frequencies = Frequencies.resumed(first, counts)
+        for number, batch in enumerate(self._cut(batch_size, start, found), first + 1):
             self._positions[number] = batch.position
             if (old := number - KEPT - self.read_ahead) > 0:
                 self._positions.pop(old, None)
             if batch.last:
                 self.last_batch = number
-            yield self._make(self.encoding.to_rows(batch.columns))
+            yield self._made(batch.columns)
+
+    def _made(self, columns: Columns) -> Batch:
+        batch = self._make(self.encoding.to_rows(columns))
+        if self._drawn is None:
+            return batch
+        keys = columns.ids[:, self._drawn].astype(np.int64)
+        missing = bit_at(columns.missing, self._drawn, len(columns))
+        log_q = self._frequencies.log_q(keys, missing, self.read_ahead)
+        return replace(batch, log_q=torch.from_numpy(log_q))
 
     def position_after(self, batches: int) -> dict[str, Offset]:
         """Where the first ``batches`` batches end."""
         return dict(self._positions[batches])
 
-    def resume_at(self, batches: int, position: Position) -> None:
+    def counts_after(self, batches: int) -> dict[str, torch.Tensor]:
+        """How frequent ids were in the first ``batches`` batches, if ``data.negatives`` asks for it."""
+        return {} if self._drawn is None else self._frequencies.state_after(batches)
+
+    def resume_at(
+        self, batches: int, position: Position, counts: Mapping[str, torch.Tensor] = MappingProxyType({})
+    ) -> None:
         """Let batch ``batches`` begin at ``position``."""
-        self._positions = {0: {}, batches: position}
+        self._positions, self._counts = {0: {}, batches: position}, {0: {}, batches: counts}
+        self._frequencies = Frequencies.resumed(batches, counts)
 
     def _first(self, features: Features) -> Chunk:
         """The first records; those after them are looked at until each column of ids has a value."""
