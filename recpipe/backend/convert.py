@@ -81,8 +81,12 @@ def revert(model: nn.Module) -> None:
 
 def padded_paths(model: nn.Module) -> set[str]:
     """Paths of the collections whose rows need padding in front, for the interaction of a DLRM in
-    ``model``."""
-    found = (path for path, module in model.named_modules() if type(module) is DLRM)
+    ``model`` that takes them as they are."""
+    found = (
+        path
+        for path, module in model.named_modules()
+        if type(module) is DLRM and type(module.sparse_arch) is SparseArch
+    )
     return {f"{path}.{_COLLECTION}" if path else _COLLECTION for path in found}
 
 

@@ -23,7 +23,8 @@ from recpipe.plugin.tables import Growth, SparseFeature
 class Columns:
     """The names of the dense columns, and the names and tables' rows of the sparse ones, in order; how the
     ids of those get rows whose tables grow. ``tables``: of features whose table has another name; ``means``:
-    features whose rows are averaged."""
+    features whose rows are averaged; ``dims``: of features whose tables have another dimension than the
+    model's; ``weighted``: features whose ids have weights."""
 
     dense: list[str]
     sparse: list[tuple[str, int]]
@@ -32,6 +33,8 @@ class Columns:
     growing: dict[str, Growth] = field(default_factory=dict)
     tables: dict[str, str] = field(default_factory=dict)
     means: list[str] = field(default_factory=list)
+    dims: dict[str, int] = field(default_factory=dict)
+    weighted: list[str] = field(default_factory=list)
 
     @classmethod
     def of(cls, schema: Schema) -> Columns:
@@ -43,6 +46,8 @@ class Columns:
             {feature.name: feature.growth for feature in schema.sparse if feature.growth is not None},
             {feature.name: feature.table for feature in schema.sparse if feature.table is not None},
             [feature.name for feature in schema.sparse if feature.pooling == "mean"],
+            {feature.name: feature.dim for feature in schema.sparse if feature.dim is not None},
+            [feature.name for feature in schema.sparse if feature.weighted],
         )
 
     @property
@@ -55,6 +60,8 @@ class Columns:
                 self.growing.get(name),
                 self.tables.get(name),
                 "mean" if name in self.means else "sum",
+                self.dims.get(name),
+                name in self.weighted,
             )
             for name, rows in self.sparse
         ]

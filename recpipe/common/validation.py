@@ -14,7 +14,7 @@ from functools import cache
 from types import NoneType
 from typing import Annotated, Any, TypeVar, cast, get_args, get_type_hints
 
-from annotated_types import Interval
+from annotated_types import Interval, MultipleOf
 from pydantic import AfterValidator, BeforeValidator, ConfigDict, TypeAdapter, ValidationError
 from pydantic_core import ErrorDetails
 from typing_extensions import is_typeddict
@@ -57,6 +57,8 @@ def one_of(*names: str) -> AfterValidator:
     return AfterValidator(check)
 
 
+Dimension = Annotated[int, Interval(ge=4, le=2**20), MultipleOf(4)]
+"""Dimension of a table's rows (float32 values); a multiple of 4, for FBGEMM's kernels."""
 Count = Annotated[int, Interval(ge=0, le=2**63 - 1)]
 """A count, at least 0."""
 Positive = Annotated[int, Interval(ge=1, le=2**63 - 1)]

@@ -24,18 +24,21 @@ class MultiHot:
     """One multi-hot feature of n samples: sample i holds ``values[offsets[i]:offsets[i + 1]]``.
 
     values of whole numbers, offsets int64 [n + 1]. ``offsets[0]`` need not be 0, and there may be values
-    beyond the last offset. ``missing``: as of ``Columns``, for the values.
+    beyond the last offset. ``missing``: as of ``Columns``, for the values. ``weights``: of the values,
+    float32, None if they have none.
     """
 
     values: Ids
     offsets: Int64
     missing: Bits | None = None
+    weights: Float32 | None = None
 
     def trimmed(self) -> MultiHot:
         """The same bags with only their own values and offsets that begin at 0."""
         low, high = self.offsets[0], self.offsets[-1]
         missing = None if self.missing is None else self.missing[low:high]
-        return MultiHot(self.values[low:high], self.offsets - low, missing)
+        weights = None if self.weights is None else self.weights[low:high]
+        return MultiHot(self.values[low:high], self.offsets - low, missing, weights)
 
 
 @dataclass
@@ -62,7 +65,7 @@ class Columns:
         """Samples ``[start, stop)``; views, no copies."""
         low, high, _ = rows.indices(len(self))
         bags = {
-            name: MultiHot(bag.values, bag.offsets[low : high + 1], bag.missing)
+            name: MultiHot(bag.values, bag.offsets[low : high + 1], bag.missing, bag.weights)
             for name, bag in self.bags.items()
         }
         missing = None if self.missing is None else self.missing[low:high]
@@ -83,7 +86,8 @@ class Columns:
             offsets = offsets_of(lengths)
             own = np.repeat(bag.offsets[rows] - offsets[:-1], lengths) + np.arange(offsets[-1])
             missing = None if bag.missing is None else bag.missing[own]
-            bags[name] = MultiHot(bag.values[own], offsets, missing)
+            of_ids = None if bag.weights is None else bag.weights[own]
+            bags[name] = MultiHot(bag.values[own], offsets, missing, of_ids)
         missing = None if self.missing is None else self.missing[rows]
         weights = None if self.weights is None else self.weights[rows]
         return Columns(self.labels[rows], self.dense[rows], self.ids[rows], bags, missing, weights)
@@ -98,20 +102,23 @@ def concatenate(parts: Sequence[Columns]) -> Columns:
         own = [part.bags[name].trimmed() for part in parts]
         lengths = np.concatenate([np.diff(bag.offsets) for bag in own])
         missing = _joined_bits([bag.missing for bag in own], [len(bag.values) for bag in own], 1)
-        bags[name] = MultiHot(np.concatenate([bag.values for bag in own]), offsets_of(lengths), missing)
+        values, weights = np.concatenate([bag.values for bag in own]), _joined_weights(own)
+        bags[name] = MultiHot(values, offsets_of(lengths), missing, weights)
     return Columns(
         np.concatenate([part.labels for part in parts]),
         np.concatenate([part.dense for part in parts]),
         np.concatenate([part.ids for part in parts]),
         bags,
         _joined_bits([part.missing for part in parts], list(map(len, parts)), parts[0].ids.shape[1]),
-        None if parts[0].weights is None else np.concatenate([_known_weights(part) for part in parts]),
+        _joined_weights(parts),
     )
 
 
-def _known_weights(columns: Columns) -> Float32:
-    assert columns.weights is not None, "all blocks of a source have weights, or none"
-    return columns.weights
+def _joined_weights(parts: Sequence[Columns] | Sequence[MultiHot]) -> Float32 | None:
+    """All blocks of a source have weights, or none."""
+    found = [part.weights for part in parts if part.weights is not None]
+    assert len(found) in (0, len(parts))
+    return np.concatenate(found) if found else None
 
 
 def bits_of(missing: NDArray[np.bool_]) -> Bits | None:
@@ -148,6 +155,8 @@ class BatchMaker:
     def __init__(self, schema: Schema, multi_hot: Sequence[str]) -> None:
         self.names = [feature.name for feature in schema.sparse]
         self.multi_hot = frozenset(multi_hot)
+        self.weighted = schema.weighted
+        self.means = frozenset(feature.name for feature in schema.sparse if feature.pooling == "mean")
         self._ones: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
 
     def __call__(self, columns: Columns) -> Batch:
@@ -193,6 +202,21 @@ class BatchMaker:
         return KeyedJaggedTensor(
             keys=self.names,
             values=torch.from_numpy(joined),
+            weights=self._weights(columns, lengths) if self.weighted else None,
             lengths=torch.from_numpy(lengths.reshape(-1)),
             stride=size,
         )
+
+    def _weights(self, columns: Columns, lengths: Int64) -> torch.Tensor:
+        """The weights float32 of all ids, whose numbers ``lengths`` [features, n] says; those of a mean are
+        parts of 1."""
+        found = []
+        for name, own in zip(self.names, lengths, strict=True):
+            bag = columns.bags[name].trimmed() if name in self.multi_hot else None
+            weights = np.ones(own.sum(), np.float32) if bag is None or bag.weights is None else bag.weights
+            if name in self.means:
+                owners = np.repeat(np.arange(len(own)), own)
+                sums = np.bincount(owners, weights, len(own))
+                weights = (weights / np.where(sums > 0, sums, 1.0)[owners]).astype(np.float32)
+            found.append(weights)
+        return torch.from_numpy(np.concatenate(found))

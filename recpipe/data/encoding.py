@@ -17,7 +17,7 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from recpipe.data.columns import Bits, Columns, Int64, MultiHot, bits_of
-from recpipe.data.features import Feature, Features
+from recpipe.data.features import WEIGHTED, Feature, Features
 from recpipe.data.files import RowChecks
 from recpipe.data.id_mapper import IdMapper
 from recpipe.data.labels import no_labels, read_labels
@@ -48,6 +48,7 @@ from recpipe.data.values import (
     require_type,
     value_at,
 )
+from recpipe.data.weighted import FAULT, read_weighted, require_weights
 from recpipe.errors import DataError, nearest_or_all, shown
 
 Numeric = NDArray[np.floating]
@@ -151,7 +152,7 @@ class Encoding:
             wide = slice(place, place := place + len(feature.names))
             dense[:, wide], absent = _DENSE[feature.kind](checks, feature, rows[feature.source])
             missing[feature.name] = int(absent.sum())
-        read = {f.name: _sparse(checks, f, rows[f.source]) for f in self.features.sparse if not f.of}
+        read = {f.name: _sparse(checks, f, rows) for f in self.features.sparse if not f.of}
         found = {f.name: _crossed(f, read) if f.of else read[f.name] for f in self.features.sparse}
         missing |= {name: own.empty for name, own in found.items()}
         bags = {name: own.bags for name, own in found.items() if own.bags is not None}
@@ -177,9 +178,8 @@ class Encoding:
         for feature in self.features.sparse:
             if feature.is_bag and feature.ids == "vocabulary":
                 bag = columns.bags[feature.name].trimmed()
-                bags[feature.name] = MultiHot(
-                    self._rows(feature, learned, bag.values, bag.missing, 0), bag.offsets
-                )
+                ids_of_bag = self._rows(feature, learned, bag.values, bag.missing, 0)
+                bags[feature.name] = MultiHot(ids_of_bag, bag.offsets, weights=bag.weights)
             elif feature.buckets or feature.ids == "vocabulary":
                 ids, place = ids.copy() if ids is columns.ids else ids, single.index(feature.name)
                 ids[:, place] = self._rows(feature, learned, columns.ids[:, place], columns.missing, place)
@@ -211,15 +211,19 @@ class Encoding:
         """``DataError`` unless ``found`` has the columns of the features, and no others, with types that say
         what they said in training: text and numbers have other keys."""
         features = [f for f in (*self.features.dense, *self.features.sparse) if not f.of]
-        wanted = [feature.source for feature in features]
+        weighted = [f for f in features if f.weights is not None]
+        wanted = [feature.source for feature in features] + [str(feature.weights) for feature in weighted]
         for name in found.names:
             if name not in wanted:
                 hint = nearest_or_all(name, wanted)
                 raise DataError(f"{where}: no feature has a column '{shown(name)}'; {hint}")
-        for feature in features:
-            name = feature.source
+        for name in wanted:
             if name not in found.names:
                 raise DataError(f"{where}: no column '{shown(name)}'; null stands for a missing value")
+        for feature in weighted:
+            require_weights(where, found.field(str(feature.weights)).type, feature)
+        for feature in features:
+            name = feature.source
             kind = found.field(name).type
             if feature.kind != "timestamp" or element_of(kind) != "text":
                 require_type(where, name, kind, feature)
@@ -329,10 +333,13 @@ def _crossed(feature: Feature, read: Mapping[str, _Sparse]) -> _Sparse:
     return _Sparse(missing, keys.view(np.int64), int(missing.sum()))
 
 
-def _sparse(checks: RowChecks, feature: Feature, array: pa.Array) -> _Sparse:
+def _sparse(checks: RowChecks, feature: Feature, rows: pa.RecordBatch) -> _Sparse:
+    array = rows[feature.source]
     if feature.in_buckets:
         return _bucket(checks, feature, array)
-    return _calendar(checks, feature, array) if feature.kind == "timestamp" else _ids(checks, feature, array)
+    if feature.kind == "timestamp":
+        return _calendar(checks, feature, array)
+    return _ids(checks, feature, array, None if feature.weights is None else rows[feature.weights])
 
 
 def _bucket(checks: RowChecks, feature: Feature, array: pa.Array) -> _Sparse:
@@ -353,8 +360,12 @@ def _calendar(checks: RowChecks, feature: Feature, array: pa.Array) -> _Sparse:
     return _Sparse(times.missing, rows, int(times.missing.sum()))
 
 
-def _ids(checks: RowChecks, feature: Feature, array: pa.Array) -> _Sparse:
-    found = read_bags(array, feature) if feature.is_bag else None
+def _ids(checks: RowChecks, feature: Feature, array: pa.Array, beside: pa.Array | None = None) -> _Sparse:
+    """``beside``: the column of its weights, if they have one."""
+    found, weights = read_bags(array, feature) if feature.is_bag and feature.kind != WEIGHTED else None, None
+    if feature.kind == WEIGHTED:
+        found, weights, valid = read_weighted(array, beside, feature)
+        checks.require(valid, feature.source, partial(value_at, array), FAULT)
     ids = read_ids(array, feature) if found is None else found.ids
     empty = ids.missing if found is None else found.empty
     if feature.default is not None:
@@ -376,7 +387,7 @@ def _ids(checks: RowChecks, feature: Feature, array: pa.Array) -> _Sparse:
         require((ids.keys >= 0) & (ids.keys < feature.rows) & ~ids.missing, remedy)
     if found is None:
         return _Sparse(ids.missing, ids.keys, int(empty.sum()))
-    bags = MultiHot(ids.keys, found.offsets, bits_of(ids.missing[:, None]))
+    bags = MultiHot(ids.keys, found.offsets, bits_of(ids.missing[:, None]), weights)
     return _Sparse(ids.missing, ids.keys, int(empty.sum()), bags)
 
 

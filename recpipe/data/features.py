@@ -17,7 +17,7 @@ from zoneinfo import ZoneInfo
 import yaml
 from annotated_types import Interval, MinLen
 
-from recpipe.common.validation import Count, Positive, Text, fitted, mapping, one_of, typed
+from recpipe.common.validation import Count, Dimension, Positive, Text, fitted, mapping, one_of, typed
 from recpipe.data.expressions import Expression, parse_expression
 from recpipe.data.schema import LABEL_KINDS, LabelColumn, Schema
 from recpipe.errors import DataError, UserError, nearest_or_all, shown
@@ -29,20 +29,22 @@ Rows = Annotated[int, Interval(ge=2, le=2**31 - 1)]
 """Number of rows of a table; row 0 is for missing ids."""
 NO_VALUE = ("",)
 """Text that is no value, beside null and NaN."""
-KINDS = ("dense", "vector", "timestamp", "id", "multi_hot", "sequence", "cross")
+WEIGHTED = "weighted_multi_hot"
+KINDS = ("dense", "vector", "timestamp", "id", "multi_hot", WEIGHTED, "sequence", "cross")
 SCALES = ("none", "log", "log1p", "standard")
 IDS = ("hash", "modulo", "rows", "vocabulary")
 DYNAMIC = "dynamic"
 GROWTH = ("capacity", "admit_after", "admit_by", "admit_probability", "evict", "max_age")
 """What is said beside ``rows: dynamic``."""
-OF_IDS = ("ids", "min_count", "rows", "table", *GROWTH)
+OF_IDS = ("ids", "min_count", "rows", "table", "dim", *GROWTH)
 OF_KIND = {
-    "dense": ("scale", "default", "edges", "buckets", "table"),
+    "dense": ("scale", "default", "edges", "buckets", "table", "dim"),
     "vector": ("size", "separator", "scale", "default"),
-    "timestamp": ("as", "unit", "format", "zone", "now", "default", "table"),
+    "timestamp": ("as", "unit", "format", "zone", "now", "default", "table", "dim"),
     "id": (*OF_IDS, "default"),
     "cross": ("of", *OF_IDS),
     "multi_hot": ("separator", "padding", *OF_IDS, "pooling"),
+    WEIGHTED: ("separator", "padding", "weights", "weight_separator", *OF_IDS, "pooling"),
     "sequence": ("separator", "padding", "max_length", "keep", *OF_IDS, "pooling"),
 }
 """The keys that a kind has beside those of every feature."""
@@ -79,9 +81,13 @@ class Feature:
     - ``default`` of an ``id``: the id that stands for a missing one.
     - ``rows: dynamic``: ids get rows of a table of ``capacity`` rows as they come, each a row of its own
       (``recpipe.plugin.tables.Growth`` says what the keys beside it mean).
+    - ``dim``: of the table's rows; None: that of the model.
     - ``multi_hot`` and ``sequence``: lists, or text with a ``separator``. Values of ``padding`` only fill
       lists up and are left out. A sequence has at most ``max_length`` ids, its ``last`` or ``first``. Their
       rows are added up, or averaged, by ``pooling``, where the model has one vector for them.
+    - ``weighted_multi_hot``: likewise, and each id has a weight, by which its row is multiplied: a number in
+      the list that the column ``weights`` has, or after the ``weight_separator`` in the text of each id. A
+      mean is then sum(weight * row) / sum(weight), of weights from 0 on.
     """
 
     name: Text
@@ -104,6 +110,9 @@ class Feature:
     min_count: Positive = 1
     rows: Rows | Annotated[str, one_of(DYNAMIC)] | None = None
     table: Text | None = None
+    dim: Dimension | None = None
+    weights: Text | None = None
+    weight_separator: Annotated[str, MinLen(1)] | None = None
     capacity: Capacity | None = None
     admit_after: Positive = 1
     admit_by: Annotated[str, one_of("exact", "sketch")] = "exact"
@@ -143,6 +152,11 @@ class Feature:
             "column": self.kind == "cross"
             and self.column is not None
             and "is of one feature, not of a cross",
+            "dim": self.is_number and self.dim and "is of a table of ids, not of numbers",
+            "weights": self.kind == WEIGHTED
+            and bool(self.weights) == bool(self.weight_separator)
+            and "(a column of lists) or weight_separator (':', in the text of an id) says what an id weighs: "
+            "state one of them",
             "now": self._wrong_now,
             "zone": self._wrong_zone,
         }
@@ -251,7 +265,7 @@ class Feature:
     @property
     def is_bag(self) -> bool:
         """Whether a sample has any number of its ids."""
-        return self.kind in ("multi_hot", "sequence")
+        return self.kind in ("multi_hot", "sequence", WEIGHTED)
 
 
 @dataclass(frozen=True)
@@ -333,12 +347,12 @@ class Features:
                     )
             table = feature.table_name
             other = tables.setdefault(table, feature)
-            keys = ("rows", "own_rows", "ids", "min_count", *GROWTH)
+            keys = ("rows", "own_rows", "ids", "min_count", "dim", *GROWTH)
             if any(getattr(other, key) != getattr(feature, key) for key in keys):
                 raise UserError(
                     f"data.features: {shown(other.name)} and {shown(feature.name)} share table "
-                    f"'{shown(table)}' and state different rows, ids or min_count for it; state the same for "
-                    "both"
+                    f"'{shown(table)}' and state different rows, dim, ids or min_count for it; state "
+                    "the same for both"
                 )
 
     @property
@@ -362,7 +376,8 @@ class Features:
     @property
     def inputs(self) -> list[str]:
         """The columns of features."""
-        return [feature.source for feature in (*self.dense, *self.sparse) if feature.kind != "cross"]
+        own = [feature.source for feature in (*self.dense, *self.sparse) if feature.kind != "cross"]
+        return own + [feature.weights for feature in self.sparse if feature.weights is not None]
 
     @property
     def of_labels(self) -> list[str]:
@@ -405,7 +420,10 @@ class Features:
                 )
             table = None if feature.table == feature.name else feature.table
             pooling = self._pooling.get(table or feature.name, "sum")
-            found.append(SparseFeature(feature.name, rows, feature.growth, table, pooling))
+            weighted = feature.kind == WEIGHTED
+            found.append(
+                SparseFeature(feature.name, rows, feature.growth, table, pooling, feature.dim, weighted)
+            )
         labels = tuple(LabelColumn(label.name, label.kind or "clicks") for label in self.labels)
         return Schema(tuple(name for feature in self.dense for name in feature.names), tuple(found), labels)
 
@@ -486,6 +504,7 @@ def _features_of(value: object, where: str) -> list[Feature]:
             default=default[part],
             now=feature.now if part == "age" else None,
             table=None if part == "age" else feature.table,
+            dim=None if part == "age" else feature.dim,
         )
         for part in parts
     ]

@@ -47,7 +47,9 @@ class IdMapper:
         bags = {}
         for name, rows in self._bags.items():
             own = columns.bags[name].trimmed()
-            bags[name] = MultiHot(rows.of(own.values[:, None], own.missing)[0], own.offsets)
+            bags[name] = MultiHot(
+                rows.of(own.values[:, None], own.missing)[0], own.offsets, weights=own.weights
+            )
         ids = self._one_hot.of(columns.ids, columns.missing).T
         return Columns(columns.labels, columns.dense, ids, bags, weights=columns.weights)
 

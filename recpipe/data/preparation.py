@@ -28,6 +28,9 @@ _OF_FILES = (
     "format",
     "rows",
     "table",
+    "dim",
+    "weights",
+    "weight_separator",
     "min_count",
 )
 """Keys of a feature that do not say what its values become, or are compared otherwise."""

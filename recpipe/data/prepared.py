@@ -148,7 +148,8 @@ def _seal(values: Mapping[str, Any]) -> str:
 
 
 def bag_file(directory: Path, name: str, part: str) -> Path:
-    """The file of a multi-hot feature's ``values`` or ``offsets``; its name is safe for any feature name."""
+    """The file of a multi-hot feature's ``values``, ``offsets`` or ``weights``; its name is safe for any
+    feature name."""
     return directory / f"{quote(name, safe='')}.{part}.npy"
 
 
@@ -226,7 +227,10 @@ class Mapped:
         offsets = self._load(bag_file(self.directory, name, "offsets"), (self.meta.samples + 1,))
         size = int(offsets[-1])
         values = self._load(bag_file(self.directory, name, "values"), (size,))
-        return MultiHot(values, offsets, self._bits(bag_file(self.directory, name, "missing"), (size, 1)))
+        missing = self._bits(bag_file(self.directory, name, "missing"), (size, 1))
+        file = bag_file(self.directory, name, "weights")
+        weights = self._load(file, (size,)) if file.name in self.meta.types else None
+        return MultiHot(values, offsets, missing, weights)
 
     def _bits(self, path: Path, shape: tuple[int, ...]) -> NDArray[np.uint8] | None:
         return self._load(path, shape) if path.name in self.meta.types else None
@@ -282,6 +286,8 @@ class Mapped:
         own_digests = [meta.digests[name] for name in (LABELS, "dense.npy")]
         if WEIGHTS in meta.digests:
             own_digests.append(meta.digests[WEIGHTS])
+        of_ids = [bag_file(Path(), name, "weights").name for name in meta.multi_hot]
+        own_digests += [meta.digests[name] for name in of_ids if name in meta.digests]
         own_digests += [ids.hexdigest(), *(own.hexdigest() for own in values.values())]
         own_digests += [meta.digests[bag_file(Path(), name, "offsets").name] for name in meta.multi_hot]
         return hashlib.blake2b("".join(own_digests).encode(), digest_size=16).hexdigest()

@@ -60,11 +60,17 @@ class Schema:
                 )
         for feature in self.sparse:
             first = self.tables[feature.table or feature.name][0]
-            if (first.rows, first.pooling) != (feature.rows, feature.pooling):
+            if (first.rows, first.pooling, first.dim) != (feature.rows, feature.pooling, feature.dim):
                 raise DataError(
                     f"{shown(first.name)} and {shown(feature.name)} share table "
-                    f"'{shown(feature.table or feature.name)}' and have other rows or pooling: state the same"
+                    f"'{shown(feature.table or feature.name)}' and have other rows, dim or pooling: "
+                    "state the same"
                 )
+
+    @property
+    def weighted(self) -> bool:
+        """Whether the ids of batches have weights."""
+        return any(feature.weighted for feature in self.sparse)
 
     @cached_property
     def tables(self) -> dict[str, list[SparseFeature]]:

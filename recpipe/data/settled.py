@@ -12,6 +12,7 @@ from recpipe.data.encoding import element_of
 from recpipe.data.expression_values import require_types
 from recpipe.data.features import Feature, Features
 from recpipe.data.values import is_list, plain_type, require_type
+from recpipe.data.weighted import require_weights
 from recpipe.errors import DataError, shown
 
 Types = Mapping[str, tuple[pa.DataType, object]]
@@ -43,6 +44,10 @@ def settled(
     made = replace(features, dense=dense, sparse=tuple(found))
     if labelled:
         require_labels(features, types)
+    for feature in made.sparse:
+        if feature.weights is not None:
+            kind, where = types[feature.weights]
+            require_weights(str(where), kind, feature)
     for feature in (*made.dense, *(f for f in made.sparse if not f.of)):
         kind, where = types[feature.source]
         require_type(str(where), feature.source, kind, feature)

@@ -17,7 +17,7 @@ import pyarrow.compute as pc
 from numpy.typing import NDArray
 
 from recpipe.data.columns import Int64, offsets_of
-from recpipe.data.features import NO_VALUE, Feature
+from recpipe.data.features import NO_VALUE, WEIGHTED, Feature
 from recpipe.data.sources.transforms import string_keys
 from recpipe.errors import DataError, shown
 
@@ -173,18 +173,10 @@ def _whole_decimals(array: pa.Array) -> tuple[Int64, Bools]:
 
 def read_bags(array: pa.Array, feature: Feature) -> Bags:
     """The ids of an array [n] of lists, or of text in which ``separator`` stands between ids."""
-    array = plain(array)
-    if pa.types.is_null(array.type):
-        array = array.cast(pa.list_(pa.int64()))
-    elif is_text(array.type):
-        array = pc.split_pattern(_emptied(array, feature), pattern=feature.separator)
-    lengths = pc.fill_null(pc.list_value_length(array), 0).to_numpy(zero_copy_only=False).astype(np.int64)
-    ids = read_ids(array.flatten(), feature)
+    elements, lengths = elements_of(array, feature)
+    ids = read_ids(elements, feature)
     if feature.padding:
-        filled = _is_one_of(plain(array.flatten()), ids, feature.padding)
-        ids = Ids(ids.keys[~filled], ids.missing[~filled], ids.valid[~filled], ids.remedy)
-        ends = np.concatenate(([0], np.cumsum(filled)))[offsets_of(lengths)]
-        lengths = lengths - np.diff(ends)
+        ids, lengths = without(is_one_of(elements, ids, feature.padding), ids, lengths)
     if feature.max_length is not None and len(lengths) and lengths.max() > feature.max_length:
         offsets, cut = offsets_of(lengths), np.minimum(lengths, feature.max_length)
         starts = offsets[1:] - cut if feature.keep == "last" else offsets[:-1]
@@ -193,13 +185,31 @@ def read_bags(array: pa.Array, feature: Feature) -> Bags:
     return Bags(ids, offsets_of(lengths), lengths == 0)
 
 
+def elements_of(array: pa.Array, feature: Feature) -> tuple[pa.Array, Int64]:
+    """The values in an array [n] of lists, or of text with a separator, and how many each has, int64 [n]."""
+    array = plain(array)
+    if pa.types.is_null(array.type):
+        array = array.cast(pa.list_(pa.int64()))
+    elif is_text(array.type):
+        array = pc.split_pattern(_emptied(array, feature), pattern=feature.separator)
+    lengths = pc.fill_null(pc.list_value_length(array), 0).to_numpy(zero_copy_only=False).astype(np.int64)
+    return plain(array.flatten()), lengths
+
+
+def without(filled: Bools, ids: Ids, lengths: Int64) -> tuple[Ids, Int64]:
+    """The ids of lists of ``lengths`` but for those that are ``filled``, bool [ids]."""
+    ends = np.concatenate(([0], np.cumsum(filled)))[offsets_of(lengths)]
+    left = Ids(ids.keys[~filled], ids.missing[~filled], ids.valid[~filled], ids.remedy)
+    return left, lengths - np.diff(ends)
+
+
 def _emptied(array: pa.Array, feature: Feature) -> pa.Array:
     """Text of lists with null for what is no value, so that ``""`` has no id instead of an empty one."""
     none = pc.is_in(array, value_set=pa.array([*NO_VALUE, *feature.missing], array.type))
     return pc.if_else(none, pa.scalar(None, array.type), array)
 
 
-def _is_one_of(array: pa.Array, ids: Ids, words: tuple[str, ...]) -> Bools:
+def is_one_of(array: pa.Array, ids: Ids, words: tuple[str, ...]) -> Bools:
     """Where the values of ``array``, whose ``ids`` these are, are one of ``words``."""
     if is_text(array.type):
         return np.asarray(pc.fill_null(pc.is_in(array, value_set=pa.array(words, array.type)), False))
@@ -259,9 +269,16 @@ def whole_text(array: pa.Array, feature: Feature) -> bool:
     array = plain(array)
     if feature.is_bag and feature.separator is not None:
         array = pc.split_pattern(_emptied(array, feature), pattern=feature.separator).flatten()
+    if feature.weight_separator is not None:
+        array = pc.list_element(parted(array, feature.weight_separator), 0)
     none = pa.array([*NO_VALUE, *feature.missing, *feature.padding], array.type)
     present = array.filter(pc.and_not(array.is_valid(), pc.is_in(array, value_set=none)))
     return bool(len(present)) and bool(pc.all(pc.match_substring_regex(present, WHOLE)).as_py())
+
+
+def parted(array: pa.Array, separator: str) -> pa.Array:
+    """Lists of an array [n] of text: what is in front of the last ``separator``, and what is behind it."""
+    return pc.split_pattern(array, pattern=separator, max_splits=1, reverse=True)
 
 
 def refusal(kind: pa.DataType, feature: Feature) -> str | None:
@@ -288,6 +305,12 @@ def refusal(kind: pa.DataType, feature: Feature) -> str | None:
         return f"a {feature.kind} column has lists, or text with a separator; kind: id is one id"
     if not lists and feature.is_bag and feature.separator is None:
         return "state what stands between its ids, separator: '|' for example"
+    if (
+        feature.kind == WEIGHTED
+        and feature.weight_separator
+        and not (is_text(element) or pa.types.is_null(element))
+    ):
+        return "weight_separator is of text; weights of numbers are a column, weights: NAME"
     if is_text(element) and feature.ids in ("modulo", "rows") and feature.type != "integer":
         return "text needs data.hash_ids=true"
     if is_text(element) or is_number(element) or pa.types.is_boolean(element) or pa.types.is_null(element):

@@ -168,6 +168,11 @@ class PreparedWriter:
         }
         for stream in self._offsets.values():
             stream.append(np.zeros(1, np.int64))
+        self._of_ids = {
+            feature.name: _NpyStream(bag_file(directory, feature.name, "weights"), np.float32)
+            for feature in schema.sparse
+            if feature.weighted
+        }
 
     def __enter__(self) -> PreparedWriter:
         return self
@@ -181,7 +186,7 @@ class PreparedWriter:
     def _streams(self) -> list[_NpyStream]:
         bits = [own.stream for own in self._missing.values()]
         found = [self._label, self._weights, self._dense, self._ids, self._words, *bits]
-        return [*filter(None, found), *self._values.values(), *self._offsets.values()]
+        return [*filter(None, found), *self._values.values(), *self._offsets.values(), *self._of_ids.values()]
 
     @property
     def rows(self) -> int:
@@ -207,6 +212,8 @@ class PreparedWriter:
             self._offsets[name].append(own.offsets[1:] + self._values[name].rows)
             self._values[name].append(own.values)
             self._missing[name].append(own.missing, len(own.values))
+            if own.weights is not None:
+                self._of_ids[name].append(own.weights)
 
     def finish(
         self,

@@ -6,10 +6,20 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Annotated, Any
 
-from annotated_types import Interval, MinLen, MultipleOf
+from annotated_types import Interval, MinLen
 from pydantic import AfterValidator
 
-from recpipe.common.validation import FilePath, Positive, Text, chosen, fitted, mapping, one_of, typed_part
+from recpipe.common.validation import (
+    Dimension,
+    FilePath,
+    Positive,
+    Text,
+    chosen,
+    fitted,
+    mapping,
+    one_of,
+    typed_part,
+)
 from recpipe.common.words import CUSTOM
 from recpipe.errors import UserError
 from recpipe.plugin.conf import TARGET
@@ -17,8 +27,6 @@ from recpipe.plugin.offers import is_offered, offered
 
 Sizes = Annotated[list[Annotated[int, Interval(ge=1, le=2**31 - 1)]], MinLen(1)]
 """Widths of an MLP's layers."""
-Dimension = Annotated[int, Interval(ge=4, le=2**20), MultipleOf(4)]
-"""Dimension of a table's rows (float32 values); a multiple of 4, for FBGEMM's kernels."""
 Precision = Annotated[str, one_of("float32", "tf32", "bfloat16")]
 
 TaskWeight = Annotated[float, Interval(ge=0)]

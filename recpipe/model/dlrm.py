@@ -7,9 +7,11 @@ from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
 import torch
+from torch import nn
 from torchrec.models.dlrm import DLRM, DLRM_DCN
 from torchrec.modules.embedding_configs import EmbeddingBagConfig, PoolingType
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from recpipe.common.saved import Damaged
 from recpipe.data.dataset import Dataset
@@ -20,11 +22,38 @@ from recpipe.private_api import module_name
 CPU, META = torch.device("cpu"), torch.device("meta")
 
 
+class ProjectedSparseArch(nn.Module):
+    """Rows of tables of several dimensions, each projected to ``dim`` where it has another: float32 [B, F,
+    dim]. A table's features share its projection, a matrix on ``device``."""
+
+    def __init__(self, collection: EmbeddingBagCollection, dim: int, device: torch.device) -> None:
+        super().__init__()
+        self.embedding_bag_collection = collection
+        configs = collection.embedding_bag_configs()
+        self.projections = nn.ModuleDict(
+            {
+                c.name: nn.Linear(c.embedding_dim, dim, bias=False, device=device)
+                for c in configs
+                if c.embedding_dim != dim
+            }
+        )
+        self._tables = {feature: c.name for c in configs for feature in c.feature_names}
+
+    def forward(self, features: KeyedJaggedTensor) -> torch.Tensor:
+        """float32 [B, F, dim]."""
+        pooled = self.embedding_bag_collection(features).to_dict()
+        rows = []
+        for name, table in self._tables.items():
+            rows.append(self.projections[table](pooled[name]) if table in self.projections else pooled[name])
+        return torch.stack(rows, dim=1)
+
+
 @dataclass(frozen=True)
 class DlrmSizes:
     """The sizes of a DLRM or DLRM_DCN; ``tables``: names and rows, in the order of the interaction;
     ``features``: those of tables that several share, or of another name; ``means``: tables whose rows are
-    averaged."""
+    averaged; ``dims``: of tables whose rows are projected to ``embedding_dim``; ``weighted``: ids have
+    weights, which say what a mean is."""
 
     name: Literal["dlrm", "dlrm_dcn"]
     embedding_dim: int
@@ -38,11 +67,20 @@ class DlrmSizes:
     """The number of outputs."""
     features: dict[str, list[str]] = field(default_factory=dict)
     means: list[str] = field(default_factory=list)
+    dims: dict[str, int] = field(default_factory=dict)
+    weighted: bool = False
 
     def __post_init__(self) -> None:
         layers = [*self.bottom, *self.top, self.cross_layers, self.cross_rank]
         if (
-            min(self.embedding_dim, self.labels, *layers, *(rows for _, rows in self.tables)) < 1
+            min(
+                self.embedding_dim,
+                self.labels,
+                *layers,
+                *self.dims.values(),
+                *(rows for _, rows in self.tables),
+            )
+            < 1
             or self.dense_features < 0
         ):
             raise Damaged("model has a size below 1")
@@ -65,7 +103,13 @@ class DlrmSizes:
                 for name, own in schema.tables.items()
                 if (found := [feature.name for feature in own]) != [name]
             },
-            [name for name, own in schema.tables.items() if own[0].pooling == "mean"],
+            [] if schema.weighted else [n for n, own in schema.tables.items() if own[0].pooling == "mean"],
+            {
+                name: own[0].dim
+                for name, own in schema.tables.items()
+                if own[0].dim not in (None, config.embedding_dim)
+            },
+            schema.weighted,
         )
 
 
@@ -80,6 +124,8 @@ def make_dlrm(sizes: DlrmSizes, device: torch.device, tables: torch.device = MET
 
     Without dense features the bottom MLP's input is a constant 1 (``Batch.dense_features``), and its output
     is one learned vector for all samples, whose products with the pooled rows weight each feature.
+
+    Tables of other dimensions than ``embedding_dim`` are projected to it.
     """
     dim = sizes.embedding_dim
     # A module cannot have every name that a table can have.
@@ -93,8 +139,8 @@ def make_dlrm(sizes: DlrmSizes, device: torch.device, tables: torch.device = MET
         )
         for name, rows in sizes.tables
     ]
-    collection = EmbeddingBagCollection(configs, device=META)
-    if tables != META:
+    collection = EmbeddingBagCollection(configs, is_weighted=sizes.weighted, device=META)
+    if tables != META and not sizes.dims:
         collection = collection.to_empty(device=tables)
     # A GPU draws other random numbers than a CPU.
     drawn_on = CPU if device.type == "cuda" else device
@@ -104,6 +150,14 @@ def make_dlrm(sizes: DlrmSizes, device: torch.device, tables: torch.device = MET
     else:
         layers, rank = sizes.cross_layers, sizes.cross_rank
         model = DLRM_DCN(collection, dense, bottom, top, layers, rank, dense_device=drawn_on)
+    if sizes.dims:
+        for (name, _), config in zip(sizes.tables, configs, strict=True):
+            config.embedding_dim = sizes.dims.get(name, dim)
+        own = EmbeddingBagCollection(configs, is_weighted=sizes.weighted, device=META)
+        if tables != META:
+            own = own.to_empty(device=tables)
+        model.sparse_arch = ProjectedSparseArch(own, dim, drawn_on)
+        model.sparse_arch.projections.to(device)
     for name, part in model.named_children():
         if name != "sparse_arch":
             part.to(device)

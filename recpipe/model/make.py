@@ -138,7 +138,7 @@ def known_arguments(config: UserModel, schema: Schema, device: torch.device) -> 
         return [
             {
                 "name": module_name(name),
-                "embedding_dim": dimension(),
+                "embedding_dim": own[0].dim or dimension(),
                 "num_embeddings": own[0].rows,
                 "feature_names": [feature.name for feature in own],
             }
@@ -146,9 +146,13 @@ def known_arguments(config: UserModel, schema: Schema, device: torch.device) -> 
         ]
 
     def bags() -> EmbeddingBagCollection:
-        pooling = [PoolingType(own[0].pooling.upper()) for own in schema.tables.values()]
-        configs = [EmbeddingBagConfig(**t, pooling=how) for t, how in zip(tables(), pooling, strict=True)]
-        return EmbeddingBagCollection(configs, device=META)
+        # The weights of ids say what a mean is, where they have some.
+        pooling = ["sum" if schema.weighted else own[0].pooling for own in schema.tables.values()]
+        configs = [
+            EmbeddingBagConfig(**table, pooling=PoolingType(how.upper()))
+            for table, how in zip(tables(), pooling, strict=True)
+        ]
+        return EmbeddingBagCollection(configs, is_weighted=schema.weighted, device=META)
 
     return {
         "schema": lambda: schema,

@@ -67,6 +67,11 @@ class SparseFeature:
     """The table that it shares with others; None: one of its own name."""
     pooling: Annotated[str, one_of("sum", "mean")] = "sum"
     """What the rows of a sample's ids are put together by, the same for all features of a table."""
+    dim: int | None = None
+    """The dimension of its table's rows; None: the model's."""
+    weighted: bool = False
+    """Whether each of its ids has a weight, by which its row is multiplied. Then all ids of a batch have one,
+    1 where nothing else is said, and those of ``mean`` features already add up to 1."""
 
 
 @dataclass(frozen=True)

@@ -80,5 +80,5 @@ def test_a_table_has_one_number_of_rows_and_one_pooling() -> None:
     bags = [FEATURES[2], FEATURES[3] | {"table": "items", "rows": 40}]
     with pytest.raises(UserError, match="tags: another feature of table 'items' is pooled by mean"):
         parse_features({"labels": ["click"], "features": bags}).schema({})
-    with pytest.raises(DataError, match="a and b share table 't' and have other rows or pooling"):
+    with pytest.raises(DataError, match="a and b share table 't' and have other rows, dim or pooling"):
         Schema((), (SparseFeature("a", 9, table="t"), SparseFeature("b", 8, table="t")))

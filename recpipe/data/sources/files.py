@@ -297,6 +297,6 @@ def _tell_of_labels(features: Features) -> None:
 def _as_prepared(feature: Feature) -> Feature:
     """``feature`` without what is said of its table, on which prepared data do not depend."""
     usual: dict[str, Any] = {
-        key.name: key.default for key in fields(Feature) if key.name in ("rows", "table", *GROWTH)
+        key.name: key.default for key in fields(Feature) if key.name in ("rows", "table", "dim", *GROWTH)
     }
     return replace(feature, **usual)
