@@ -185,7 +185,7 @@ class IdMap:
         content = self.content
         content.now += 1
         rows, touched, states = (np.empty(len(keys), np.int64) for _ in range(3))
-        count = loops.see(keys, *self._index, content.records, rows, content.now, touched, states)
+        count, without = loops.see(keys, *self._index, content.records, rows, content.now, touched, states)
         none = np.empty(0, np.int64)
         turn = Turn(
             content.used,
@@ -194,8 +194,8 @@ class IdMap:
             states[:count].copy(),
             *(none, none, none.reshape(0, 2), None),
         )
-        missed = np.flatnonzero(rows < 0)
-        if len(missed):
+        if without:
+            missed = np.flatnonzero(rows < 0)
             self._place(keys[missed], missed, rows, turn)
         return rows, turn
 

@@ -23,7 +23,7 @@ from recpipe.data.id_mapper import MISSING_KEY
 
 MISSING_ROW, DEFAULT_ROW, FIRST_ROW = 0, 1, 2
 """The row of missing values, that of ids without a row of their own, and the first one of an id."""
-BLOCK = 64
+BLOCK = 512
 """Keys that are looked up together."""
 SEEN_BITS = 32
 _SEEN = (1 << SEEN_BITS) - 1
@@ -38,14 +38,46 @@ def _mixed(key: int | np.uint64) -> np.uint64:
     return mixed ^ (mixed >> np.uint64(31))
 
 
-def _home(key: int, size: int) -> Any:
-    """The slot of ``key`` among ``size`` < 2**32: a product instead of a slower remainder."""
-    return np.int64(((_mixed(key) >> np.uint64(32)) * np.uint64(size)) >> np.uint64(32))
+def _home(mixed: np.uint64, size: int) -> Any:
+    """The slot of a ``mixed`` key among ``size`` < 2**32: a product instead of a slower remainder."""
+    return np.int64(((mixed >> np.uint64(32)) * np.uint64(size)) >> np.uint64(32))
 
 
-def _mark(key: int, bits: int) -> Any:
-    """As many bits of a key's hash as a slot has beside ``bits`` of a row."""
-    return np.int64((_mixed(key) & np.uint64(0xFFFFFFFF)) >> np.uint64(bits))
+def _mark(mixed: np.uint64, bits: int) -> Any:
+    """As many bits of a mixed key as a slot has beside ``bits`` of a row."""
+    return np.int64((mixed & np.uint64(0xFFFFFFFF)) >> np.uint64(bits))
+
+
+def _to_marks(
+    keys: NDArray[np.int64],
+    start: int,
+    count: int,
+    slots: NDArray[np.uint32],
+    bits: int,
+    work: NDArray[np.uint64],
+) -> None:
+    """For each of a block of ``keys`` the first slot from its own on that has its mark, or is empty: which
+    one that is into ``work[0]``, and what it holds into ``work[2]``."""
+    at, marks, held, left = work[0], work[1], work[2], work[3]
+    size, shift, zero, waiting = np.uint64(len(slots)), np.uint64(bits), np.uint64(0), 0
+    for place in range(count):
+        mixed = _mixed(keys[start + place])
+        at[place], marks[place] = np.uint64(_home(mixed, len(slots))), np.uint64(_mark(mixed, bits))
+    for place in range(count):
+        held[place] = np.uint64(slots[at[place]])
+    for place in range(count):
+        slot, left[waiting] = held[place], np.uint64(place)
+        waiting += (slot >> shift != marks[place]) & (slot != zero)
+    while waiting > 0:  # those that have not found it, all by one slot
+        still = 0
+        for number in range(waiting):
+            key = left[number]
+            after = at[key] + np.uint64(1)
+            after = after if after < size else zero
+            slot = np.uint64(slots[after])
+            at[key], held[key], left[still] = after, slot, key
+            still += (slot >> shift != marks[key]) & (slot != zero)
+        waiting = still
 
 
 def _found(
@@ -55,34 +87,31 @@ def _found(
     bits: int,
     records: NDArray[np.int64],
     rows: NDArray[np.int64],
-    homes: NDArray[np.int64],
-    held: NDArray[np.int64],
+    work: NDArray[np.uint64],
 ) -> None:
-    """Write the rows of a block of ``keys`` from ``start`` on: -1 for those without one. Memory is asked for
-    all keys of the block before any of them is looked at, so that their waits overlap."""
-    size, count, mask = len(slots), min(len(homes), len(keys) - start), (1 << bits) - 1
+    """Write the rows of a block of ``keys`` from ``start`` on: -1 for those without one.
+
+    What lies at random places in memory is read by loops that decide nothing, so that the processor has many
+    reads under way; indices without a sign spare it numba's look whether they are counted from the end.
+    """
+    size, count, mask = len(slots), min(BLOCK, len(keys) - start), (1 << bits) - 1
+    _to_marks(keys, start, count, slots, bits, work)
+    at, held, known = work[0], work[2], work[4]
     for place in range(count):
-        homes[place] = _home(keys[start + place], size)
+        held[place] &= np.uint64(mask)
+        known[place] = np.uint64(records[np.uint64(2) * held[place]])
     for place in range(count):
-        at, mark = homes[place], _mark(keys[start + place], bits)
-        slot = np.int64(slots[at])
-        while slot != 0 and slot >> bits != mark:
-            at = at + 1 if at + 1 < size else 0
-            slot = np.int64(slots[at])
-        homes[place], rows[start + place] = at, slot & mask
-    for place in range(count):
-        held[place] = records[2 * rows[start + place]]
-    for place in range(count):
-        key, row = keys[start + place], rows[start + place]
+        key, row = keys[start + place], np.int64(held[place])
+        if row != 0 and np.int64(known[place]) == key:
+            rows[start + place] = row
+            continue
         if key == MISSING_KEY:
             rows[start + place] = MISSING_ROW
             continue
-        if row != 0 and held[place] == key:
-            continue
-        at = homes[place]
+        slot: Any = np.int64(at[place])
         while row != 0 and records[2 * row] != key:
-            at = at + 1 if at + 1 < size else 0
-            row = np.int64(slots[at]) & mask
+            slot = slot + 1 if slot + 1 < size else 0
+            row = np.int64(slots[slot]) & mask
         rows[start + place] = row if row != 0 else -1
 
 
@@ -95,9 +124,9 @@ def look_up(
     rows: NDArray[np.int64],
 ) -> None:
     """Write the row of each of ``keys`` [n] into ``rows`` [n]: -1 if it has none."""
-    homes, held = np.empty(BLOCK, np.int64), np.empty(BLOCK, np.int64)
+    work = np.empty((5, BLOCK), np.uint64)
     for start in range(0, len(keys), BLOCK):
-        _found(keys, start, slots, bits, records, rows, homes, held)
+        _found(keys, start, slots, bits, records, rows, work)
 
 
 @compiled
@@ -110,24 +139,25 @@ def see(
     now: int,
     touched: NDArray[np.int64],
     states: NDArray[np.int64],
-) -> int:
+) -> tuple[int, int]:
     """``look_up``, and note that the ids with a row are seen in batch ``now``. Writes each of these rows and
-    its state before into ``touched`` and ``states`` [n], and returns how many there are."""
-    homes, held = np.empty(BLOCK, np.int64), np.empty(BLOCK, np.int64)
-    count = 0
+    its state before into ``touched`` and ``states`` [n], and returns how many there are, and how many keys
+    have no row."""
+    work = np.empty((5, BLOCK), np.uint64)
+    count, missed = 0, 0
     for start in range(0, len(keys), BLOCK):
-        _found(keys, start, slots, bits, records, rows, homes, held)
+        _found(keys, start, slots, bits, records, rows, work)
         for place in range(start, min(start + BLOCK, len(keys))):
             row = rows[place]
             if row < FIRST_ROW:
+                missed += row < 0
                 continue
-            state = records[2 * row + 1]
-            if state & _SEEN != now:
-                touched[count], states[count] = row, state
-                count += 1
+            state = records[np.uint64(2 * row + 1)]
+            touched[count], states[count] = row, state  # kept if it is the batch's first sight of the row
+            count += state & _SEEN != now
             times = state >> SEEN_BITS
-            records[2 * row + 1] = (min(times + 1, _MOST) << SEEN_BITS) | now
-    return count
+            records[np.uint64(2 * row + 1)] = (min(times + 1, _MOST) << SEEN_BITS) | now
+    return count, missed
 
 
 @compiled
@@ -135,11 +165,11 @@ def insert(rows: NDArray[np.int64], slots: NDArray[np.uint32], bits: int, record
     """Let the keys of ``rows`` be found, which none were before."""
     size = len(slots)
     for place in range(len(rows)):
-        key = records[2 * rows[place]]
-        at = _home(key, size)
+        mixed = _mixed(records[2 * rows[place]])
+        at = _home(mixed, size)
         while slots[at] != 0:
             at = at + 1 if at + 1 < size else 0
-        slots[at] = rows[place] | _mark(key, bits) << bits
+        slots[at] = rows[place] | _mark(mixed, bits) << bits
 
 
 @compiled
@@ -147,7 +177,7 @@ def remove(rows: NDArray[np.int64], slots: NDArray[np.uint32], bits: int, record
     """Let the keys of ``rows`` not be found any more; ``records`` must still have them."""
     size, mask = len(slots), (1 << bits) - 1
     for place in range(len(rows)):
-        hole = _home(records[2 * rows[place]], size)
+        hole = _home(_mixed(records[2 * rows[place]]), size)
         while np.int64(slots[hole]) & mask != rows[place]:
             hole = hole + 1 if hole + 1 < size else 0
         at = hole
@@ -156,7 +186,7 @@ def remove(rows: NDArray[np.int64], slots: NDArray[np.uint32], bits: int, record
             slot = np.int64(slots[at])
             if slot == 0:
                 break
-            home = _home(records[2 * (slot & mask)], size)
+            home = _home(_mixed(records[2 * (slot & mask)]), size)
             if (at - home) % size >= (at - hole) % size:
                 slots[hole] = slot
                 hole = at
