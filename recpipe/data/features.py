@@ -21,6 +21,7 @@ from recpipe.common.validation import Count, Dimension, Positive, Text, fitted, 
 from recpipe.data.expressions import Expression, parse_expression
 from recpipe.data.schema import LABEL_KINDS, LabelColumn, Schema
 from recpipe.errors import DataError, UserError, nearest_or_all, shown
+from recpipe.plugin.offers import EVICTION, offered
 from recpipe.plugin.tables import EVICTIONS, Growth, SparseFeature
 
 Capacity = Annotated[int, Interval(ge=4, le=2**31 - 1)]
@@ -176,8 +177,6 @@ class Feature:
             return "rows: dynamic needs the most rows that the table may have: capacity: 1000000"
         if self.ids != "hash":
             return f"ids: {self.ids} makes rows of ids, and rows: dynamic gives each its own: leave ids out"
-        if self.evict not in EVICTIONS:
-            return f"evict: {shown(self.evict)} is unknown; {nearest_or_all(self.evict, EVICTIONS)}"
         if (self.evict == "age") != (self.max_age > 0):
             return "evict: age and max_age (batches) belong together: state both, or neither"
         if self.admit_by == "sketch" and not 1 < self.admit_after < 256:
@@ -478,6 +477,7 @@ def parse_features(values: object, where: str = "data.features") -> Features:
         for feature in _features_of(each, f"{where}.features[{n}]")
     ]
     labels = [_label(each, f"{where}.labels[{n}]") for n, each in enumerate(section["labels"])]
+    _require_policies(listed)
     return Features(
         tuple(labels),
         tuple(feature for feature in listed if feature.is_number),
@@ -485,6 +485,17 @@ def parse_features(values: object, where: str = "data.features") -> Features:
         tuple(map(str, section.get("unread", ()))),
         fitted(Text | None, section.get("weight"), f"{where}.weight"),
     )
+
+
+def _require_policies(features: Iterable[Feature]) -> None:
+    """``UserError`` for a policy of eviction that nothing here has; a saved feature may have any."""
+    for feature in features:
+        known, name = (*EVICTIONS, *offered(EVICTION)), feature.evict
+        if name not in known and ":" not in name:
+            raise UserError(
+                f"data.features, {shown(feature.name)}: evict: {shown(name)} is unknown; "
+                f"{nearest_or_all(name, known)}"
+            )
 
 
 def _features_of(value: object, where: str) -> list[Feature]:

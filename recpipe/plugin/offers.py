@@ -26,18 +26,20 @@ GROUPS: Mapping[str, str] = {
     "task": "recpipe.tasks",
 }
 """The entry point group for each config group."""
-NAMES = "names"
+NAMES, EVICTION = "names", "eviction"
 BESIDE: Mapping[str, str] = {
     "command": "recpipe.commands",
     "checkpoint": "recpipe.checkpoints",
     "profile": "recpipe.profiles",
+    EVICTION: "recpipe.evictions",
     NAMES: "recpipe.names",
 }
-"""The entry point groups whose members no recipe chooses.
+"""The entry point groups without a config group.
 
 A command is a ``recpipe.commands.Command``. A checkpoint opens directories of a package's own format for
 scoring. A profile knows this machine for ``task=profile`` (``StepModel``). Names are a dict of public names
-that left ``recpipe.kit`` or ``recpipe.plugin`` for the package, to ``module:name``.
+that left ``recpipe.kit`` or ``recpipe.plugin`` for the package, to ``module:name``. An eviction policy says
+which ids of a table that grows lose their rows (``recpipe.tables.dynamic.policies``).
 """
 WORDS: Mapping[str, str] = {
     PLUGIN: "plugin",
@@ -47,6 +49,7 @@ WORDS: Mapping[str, str] = {
     "command": "command",
     "checkpoint": "format of checkpoints",
     "profile": "profile",
+    EVICTION: "eviction policy",
     NAMES: "list of names",
 }
 """The word for a member of each group in messages."""

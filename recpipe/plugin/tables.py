@@ -48,7 +48,7 @@ class Growth:
     """How sightings are counted: ``exact`` or ``sketch``."""
     admit_probability: float = 1.0
     evict: str = "lru"
-    """One of ``EVICTIONS``, or a policy that a plugin brings."""
+    """One of ``EVICTIONS``, or a policy of another package (``recpipe.tables.dynamic.policies``)."""
     max_age: int = 0
     """For ``age``: the rows of ids not seen for more batches than this may go."""
 

@@ -141,6 +141,41 @@ def test_other_growth_is_refused(folder: Path, whole: Path) -> None:
         _ = open_trained(whole, [f"data.features={folder}/other.yaml"]).dataset
 
 
+POLICIES = """
+def seen_last(keys, times, seen, now):
+    return seen
+
+def seen_first(keys, times, seen, now):
+    return -seen
+"""
+
+
+def test_a_policy_of_a_package_decides(
+    folder: Path, whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One that decides as ``lru`` does leaves the same rows, bit by bit, and its opposite others."""
+    (tmp_path / "acme_policies.py").write_text(POLICIES)
+    info = tmp_path / "acme_policies-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: acme-policies\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text("[recpipe.evictions]\noldest = acme_policies:seen_last\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    left = {}
+    for name in ("oldest", "acme_policies:seen_first"):
+        told = {"labels": ["click"], "features": [{**FEATURES[0], "evict": name}, *FEATURES[1:]]}
+        (tmp_path / "f.yaml").write_text(yaml.safe_dump(told))
+        left[name] = trained(folder, name.partition(":")[2] or name, 15, f"data.features={tmp_path}/f.yaml")
+    wanted = load_file(map_file(whole / "tables", "user"))["records"]
+    found = {name: load_file(map_file(own / "tables", "user"))["records"] for name, own in left.items()}
+    assert np.array_equal(found["oldest"], wanted)
+    assert not np.array_equal(found["acme_policies:seen_first"], wanted)
+    for file in (whole / "tables").glob("*.safetensors"):
+        assert file.read_bytes() == (left["oldest"] / "tables" / file.name).read_bytes(), file.name
+    (tmp_path / "f.yaml").write_text(yaml.safe_dump(told).replace("acme_policies:seen_first", "newest"))
+    with pytest.raises(UserError, match="evict: newest is unknown; .*oldest"):
+        trained(folder, "newest", 5, f"data.features={tmp_path}/f.yaml")
+
+
 @pytest.mark.parametrize(
     ("said", "fault"),
     [

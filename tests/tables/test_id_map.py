@@ -9,9 +9,18 @@ import numpy as np
 import pytest
 
 from recpipe.data.id_mapper import MISSING_KEY
+from recpipe.plugin.errors import PluginError
 from recpipe.plugin.tables import Growth
 from recpipe.tables.dynamic.id_map import IdMap
 from recpipe.tables.dynamic.loops import DEFAULT_ROW, FIRST_ROW, MISSING_ROW
+
+HERE = "tests.tables.test_id_map"
+
+
+def young_and_rare(keys: np.ndarray, times: np.ndarray, seen: np.ndarray, now: int) -> np.ndarray:
+    """A policy as a package brings it: whoever was seen often lately stays, and negative keys stay."""
+    return times / (1.0 + now - seen) + 100.0 * (keys < 0)
+
 
 GROWTHS = [
     Growth("t"),
@@ -20,6 +29,8 @@ GROWTHS = [
     Growth("t", evict="none"),
     Growth("t", admit_after=3, evict="lfu"),
     Growth("t", admit_after=2),
+    Growth("t", evict=f"{HERE}:young_and_rare"),
+    Growth("t", evict=f"{HERE}:young_and_rare", admit_after=2),
 ]
 
 
@@ -72,8 +83,10 @@ class Dictionary:
         if not able or self.growth.evict == "none":
             return None
 
-        def goes_first(key: int) -> tuple[int, int, int]:
+        def goes_first(key: int) -> tuple[float, int, int]:
             times, last = self.seen[key]
+            if ":" in self.growth.evict:
+                return times / (1.0 + self.now - last) + (100.0 if key < 0 else 0.0), 0, self.rows[key]
             return times if self.growth.evict == "lfu" else 0, last, self.rows[key]
 
         gone = min(able, key=goes_first)
@@ -139,13 +152,40 @@ def test_chance_is_that_of_the_seed_and_of_each_sighting() -> None:
         assert abs(found.mean() - (1 - 0.75**batch)) < 0.02
 
 
-def test_a_policy_of_a_plugin_decides() -> None:
-    """Rows whose ids were seen most often go first."""
-    own = IdMap(Growth("t", evict="mine"), 6, 1, lambda times, seen, now: -times)
-    own.plan(np.array([1, 1, 2, 3, 3, 3, 4]))
-    rows, turn = own.plan(np.array([5, 6]))
-    assert turn.before[:, 0].tolist() == [3, 1]
-    assert own.rows_of(np.array([2, 4, 5, 6, 1, 3])).tolist() == [3, 5, *rows.tolist(), -1, -1]
+def too_few(keys: np.ndarray, times: np.ndarray, seen: np.ndarray, now: int) -> np.ndarray:
+    return times[1:]
+
+
+def no_numbers(keys: np.ndarray, times: np.ndarray, seen: np.ndarray, now: int) -> np.ndarray:
+    return np.full(len(keys), np.nan)
+
+
+def raises(keys: np.ndarray, times: np.ndarray, seen: np.ndarray, now: int) -> np.ndarray:
+    raise KeyError(7)
+
+
+@pytest.mark.parametrize(
+    ("name", "fault"),
+    [
+        ("lifo", "no eviction policy 'lifo'"),
+        (f"{HERE}:lifo", f"eviction policy lifo .* cannot be imported from '{HERE}:lifo'"),
+        (f"{HERE}:HERE", "is no function"),
+        (f"{HERE}:too_few", r"gives int64 \[9\], not a finite number for each of 10 rows"),
+        (f"{HERE}:no_numbers", "gives float64 .* not a finite number"),
+        (f"{HERE}:raises", "part eviction, raised KeyError: 7"),
+    ],
+)
+def test_a_policy_that_cannot_be_used_is_one_line(name: str, fault: str) -> None:
+    own = IdMap(Growth("t", evict=name), 12, 1)
+    assert own.rows_of(np.array([4])).tolist() == [-1], "lookups ask no policy"
+
+    def planned() -> None:
+        for low in (0, 10):
+            own.plan(np.arange(low, low + 10))
+
+    with pytest.raises(PluginError, match=fault) as caught:
+        planned()
+    assert "\n" not in str(caught.value)
 
 
 def test_a_full_map_takes_24_bytes_a_row() -> None:

@@ -7,8 +7,8 @@ on nothing but the batches so far, so that ranks that see the same batches have 
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -19,11 +19,9 @@ from recpipe.plugin.tables import Growth
 from recpipe.tables.dynamic import loops
 from recpipe.tables.dynamic.admission import Keys, Sightings, by_chance, sightings_of
 from recpipe.tables.dynamic.loops import DEFAULT_ROW, FIRST_ROW, SEEN_BITS
+from recpipe.tables.dynamic.policies import Policy, policy_of
 
 Rows = NDArray[np.int64]
-Scores = Callable[[NDArray[np.int64], NDArray[np.int64], int], NDArray[np.int64]]
-"""A policy of a plugin: from how often each row's id was seen, the batch in which it was seen last, and the
-number of this batch, a number for each row. The rows with the lowest numbers go first."""
 ALL = np.iinfo(np.int64).max
 LOAD = 1.5
 """Slots of the index for each row: a key is found at the second slot on average."""
@@ -153,13 +151,12 @@ class _Heap:
 class IdMap:
     """The rows of the ids of one table of ``capacity`` rows; several features may share it.
 
-    Keys are int64; ``MISSING_KEY`` has the row of missing values. ``scores``: the policy, where a plugin's
-    decides which rows go.
+    Keys are int64; ``MISSING_KEY`` has the row of missing values.
     """
 
-    def __init__(self, growth: Growth, capacity: int, seed: int, scores: Scores | None = None) -> None:
+    def __init__(self, growth: Growth, capacity: int, seed: int) -> None:
         load_loops()
-        self.growth, self.capacity, self.seed, self._scores = growth, capacity, seed, scores
+        self.growth, self.capacity, self.seed = growth, capacity, seed
         waiting = sightings_of(growth, capacity, seed)
         # Memory that nobody has touched takes none: it grows with the rows in use.
         self.content = Content(np.zeros(2 * capacity, np.int64), waiting)
@@ -178,10 +175,16 @@ class IdMap:
         heap = self._heap.scores.nbytes + self._heap.rows.nbytes
         return self.content.records.nbytes + self._slots.nbytes + heap
 
+    @cached_property
+    def _policy(self) -> Policy | None:
+        """Another package's, which decides which rows go. Lookups alone do without it."""
+        return policy_of(self.growth.evict)
+
     # -- batches that are trained --------------------------------------------------------------
 
     def plan(self, keys: Keys) -> tuple[Rows, Turn]:
         """The rows of ``keys`` [n] of the batch that comes next, and what that has changed."""
+        _ = self._policy  # so that the first batch says it if it is not there, and not the first eviction
         content = self.content
         content.now += 1
         rows, touched, states = (np.empty(len(keys), np.int64) for _ in range(3))
@@ -258,13 +261,13 @@ class IdMap:
 
     def _go_first(self, count: int) -> tuple[Rows, NDArray[np.int64]]:
         content, growth = self.content, self.growth
-        if self._scores is None:
+        if self._policy is None:
             latest = content.now - growth.max_age - 1 if growth.evict == "age" else ALL
             return self._heap.take(content, count, latest)
         every = np.arange(FIRST_ROW, self.capacity)
         states = content.records[2 * every + 1]
         seen = states & (1 << SEEN_BITS) - 1
-        scores = self._scores(states >> SEEN_BITS, seen, content.now)
+        scores = self._policy(content.records[2 * every], states >> SEEN_BITS, seen, content.now)
         able = np.flatnonzero(seen != content.now)
         chosen = able[np.lexsort((every[able], scores[able]))[:count]]
         return every[chosen], states[chosen]
