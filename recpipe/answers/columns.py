@@ -30,7 +30,7 @@ def read_columns(config: DataConfig, names: Sequence[str]) -> Iterator[pa.Table]
     Criteo's fields are text. ``DataError`` for a column that a file does not have, and for lists.
     """
     if isinstance(config, FilesConfig):
-        return _of_files(derived_files(config, [config.path])[0], list(names))
+        return _of_files(derived_files(config)[0], list(names))
     if not has_columns(config) or not isinstance(config, CriteoConfig):
         raise UserError(f"data={config.name} has no files with named columns")
     for name in names:

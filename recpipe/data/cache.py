@@ -231,7 +231,8 @@ def _write(source: Source, target: Path) -> None:
             parts = () if parting is None or not writer.rows else parting.parts
             meta = writer.finish(source.rejected_rows, source.missing, unseen, learned, parts)
         if meta.samples == 0:
-            raise DataError(f"{source.files[0]}: no usable rows ({meta.rejected_rows} rejected)")
+            first = "; data.on_bad_row=error names the first one" * bool(meta.rejected_rows)
+            raise DataError(f"{source.files[0]}: no usable rows ({meta.rejected_rows} rejected){first}")
         temporary.chmod(0o700)
         for file in temporary.iterdir():
             file.chmod(0o600)

@@ -9,6 +9,7 @@ from typing import Annotated, Any, Self, get_type_hints
 
 from annotated_types import Gt, Interval, MinLen
 from omegaconf import DictConfig, OmegaConf
+from pydantic import AfterValidator
 
 from recpipe.common.validation import Count, FilePath, Positive, Text, chosen, mapping, one_of, typed
 from recpipe.common.words import Amount
@@ -39,6 +40,12 @@ class DataConfig:
     read_ahead: Count = 0
 
 
+def _an_order(value: int | str) -> int | str:
+    if value in ("none", "all") or (isinstance(value, int) and value > 1):
+        return value
+    raise ValueError("is no order; choose none, all, or how many neighbours are mixed, 100000 for example")
+
+
 @dataclasses.dataclass
 class SamplesConfig(DataConfig):
     """The keys of sources whose samples recpipe puts into batches.
@@ -52,7 +59,7 @@ class SamplesConfig(DataConfig):
     eval_fraction: Annotated[float, Interval(ge=0.0, lt=1.0)] = 0.2
     last_batch: Annotated[str, one_of("keep", "drop")] = "keep"
     test_fraction: Annotated[float, Interval(ge=0.0, lt=1.0)] = 0.0
-    shuffle: Annotated[str, one_of("none", "all")] | Annotated[int, Interval(ge=2)] = "none"
+    shuffle: Annotated[int | str, AfterValidator(_an_order)] = "none"
 
     def in_order(self) -> Self:
         """The same samples, trained in their own order."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -15,10 +15,10 @@ from recpipe.data.records import InputFile, files_of
 from recpipe.data.sessions import SessionFile
 
 
-def derived_files(config: FilesConfig, paths: Sequence[Any]) -> list[list[InputFile]]:
-    """The files of each of ``paths`` (of None none) whose records the features of ``config`` are read from.
-    Side tables are read once for all; sessions are one file of each path."""
-    found = [[] if path is None else files_of(replace(config, path=path)) for path in paths]
+def derived_files(config: FilesConfig, keys: Sequence[str] = ("path",)) -> list[list[InputFile]]:
+    """The files of each of the ``keys`` of ``config`` whose records its features are read from. Side tables
+    are read once for all; sessions are one file of each key."""
+    found = [files_of(config, key) for key in keys]
     every = iter(joined([file for files in found for file in files], config.joined))
     derived = [list(islice(every, len(files))) for files in found]
     return [_sessions(config, files) if files and config.grouped else files for files in derived]

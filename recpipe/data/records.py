@@ -129,9 +129,10 @@ class InputFile:
         return pa.record_batch(arrays, list(columns))
 
 
-def files_of(config: FilesConfig) -> tuple[InputFile, ...]:
-    """The files of a ``data`` node."""
-    return input_files(config.path, cast(Format | None, config.format), config.rules())
+def files_of(config: FilesConfig, key: str = "path") -> tuple[InputFile, ...]:
+    """The files of a ``data`` node that its ``key`` means."""
+    path, kind = getattr(config, key), cast(Format | None, config.format)
+    return () if path is None else input_files(path, kind, config.rules(), f"data.{key}")
 
 
 def require_columns(file: InputFile, columns: Sequence[str]) -> None:
@@ -157,17 +158,19 @@ def _separator_hint(file: InputFile, names: Sequence[str]) -> str:
     return f"its header is one column with {counts[mark]} times '{shows}': pass data.separator='{shows}'"
 
 
-def input_files(path: Any, kind: Format | None = None, rules: TextRules = PLAIN) -> tuple[InputFile, ...]:
+def input_files(
+    path: Any, kind: Format | None = None, rules: TextRules = PLAIN, key: str = "data.path"
+) -> tuple[InputFile, ...]:
     """The files that ``path`` means, in time order: a file, a folder, a pattern such as ``day_*.csv``, or a
     list of these, which keeps its order; on this machine or elsewhere (``remote.located``).
 
     Of a folder, the files of known formats in natural order (day_2 before day_10), those of its Hive
     partitions too, but none whose name begins with a point or an underscore (Spark's ``_SUCCESS``). Of a
-    folder without any, those of its folder ``data``, as HuggingFace's data sets have it. ``DataError`` for a
-    path that does not exist or holds no file, and for a folder with several splits.
+    folder without any, those of its folder ``data``, as HuggingFace's data sets have it. ``DataError``, which
+    names the ``key``, for a path that does not exist or holds no file, and for a folder with several splits.
     """
     if isinstance(path, (list, tuple)):
-        return tuple(file for item in path for file in input_files(item, kind, rules))
+        return tuple(file for item in path for file in input_files(item, kind, rules, key))
     base = located(str(path))
     if base.is_dir():
         found = list(_in_folder(base, kind))
@@ -186,7 +189,7 @@ def input_files(path: Any, kind: Format | None = None, rules: TextRules = PLAIN)
         found = sorted((match for match in _matches(base) if match.is_file()), key=natural_key)
         if not found:
             seen_from = "" if isinstance(base, RemotePath) else f", seen from {Path.cwd()}"
-            raise DataError(f"{base}: no such file or directory (data.path{seen_from})")
+            raise DataError(f"{base}: no such file or directory ({key}{seen_from})")
     top = base.parts if base.is_dir() else base.parts[:-1]
     made = []
     for file in found:
@@ -224,11 +227,11 @@ def _require_one_split(folder: AnyPath, files: Sequence[AnyPath]) -> None:
     ``test-00000-of-00001`` for example: nobody trains on all of them."""
     found = {word: file for word in SPLITS for file in files if re.match(rf"{word}([-_.]|$)", file.name)}
     if len(found) > 1 and all(any(file.name.startswith(word) for word in found) for file in files):
-        first = next(iter(found))
-        where = str(found[first]).removesuffix(found[first].name)
+        keys = {"train": "path", "training": "path", "test": "test_path"}
+        where = {word: str(file).removesuffix(file.name) for word, file in found.items()}
+        named = " ".join(f"data.{keys.get(word, 'eval_path')}='{where[word]}{word}*'" for word in found)
         raise DataError(
-            f"{folder}: holds the splits {', '.join(found)}, each in files of its own: name one, "
-            f"data.path='{where}{first}*'"
+            f"{folder}: holds the splits {', '.join(found)}, each in files of its own: name them, {named}"
         )
 
 

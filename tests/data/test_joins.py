@@ -56,7 +56,7 @@ def config(folder: Path, items: str = "items.parquet", **settings: Any) -> Files
 @pytest.mark.parametrize("items", ["items.parquet", "items.csv"])
 def test_records_have_what_a_dict_has_for_their_key(folder: Path, items: str) -> None:
     """In two steps: the second key is a column that the first join adds."""
-    ((file,),) = derived_files(config(folder, items), [str(folder / "clicks.parquet")])
+    ((file,),) = derived_files(config(folder, items))
     wanted = ["item_price", "shop_place", "item", "item_category"]
     (block,) = file.blocks(wanted)
     assert block.rows.schema.names == wanted
@@ -108,11 +108,11 @@ def test_text_keys_are_as_they_are_written(folder: Path) -> None:
     (folder / "clicks.csv").write_text("click,item\n1,7\n0,007\n1,NA\n")
     (folder / "side.csv").write_text("item,word\n007,long\n7,short\n")
     side: list[dict[str, Any]] = [{"path": str(folder / "side.csv"), "on": "item"}]
-    ((file,),) = derived_files(config(folder, joins=side), [str(folder / "clicks.csv")])
+    ((file,),) = derived_files(config(folder, joins=side, path=str(folder / "clicks.csv")))
     (block,) = file.blocks(["word"])
     assert block.rows["word"].to_pylist() == ["short", "long", None]
     side = [{"path": str(folder / "items.parquet"), "on": {"left": "item", "right": "id"}}]
-    ((file,),) = derived_files(config(folder, joins=side), [str(folder / "clicks.csv")])
+    ((file,),) = derived_files(config(folder, joins=side, path=str(folder / "clicks.csv")))
     (block,) = file.blocks(["category"])
     assert block.rows["category"].to_pylist() == ["book", None, None]
 

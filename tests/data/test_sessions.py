@@ -75,7 +75,7 @@ def samples(folder: Path, path: str, on_bad_row: str = "error", **rule: Any) -> 
         cache_dir=str(folder / "cache"),
         on_bad_row=on_bad_row,
     )
-    ((file,),) = derived_files(config, [path])
+    ((file,),) = derived_files(config)
     found, row = [], 1
     for block in file.blocks(COLUMNS):
         assert block.first_row == row

@@ -242,6 +242,8 @@ def test_files_of_their_own(tmp_path: Path, table: pa.Table) -> None:
     ones = (next(learned.batches("eval", 200)).sparse["word"].values() == 1).tolist()
     assert ones == [word in unseen for word in table["word"].to_pylist()[450:]]
     assert any(ones)
+    with pytest.raises(DataError, match=r"/d\.parquet: no such file or directory \(data\.test_path, seen"):
+        opened(tmp_path, table, path=paths["a"], test_path=str(tmp_path / "d.parquet"))
     config = FilesConfig(path=paths["a"], eval_path=paths["c"], features=features(PLAIN))
     rows = StreamedDataset(open_source(config, labelled=False)).batches("train", SIZE)
     assert next(rows).size == 300, "what is scored is data.path"
@@ -307,7 +309,10 @@ def test_a_column_that_says_the_part_is_no_proposed_feature(tmp_path: Path, tabl
             "no sample is for valid .*column fold has .*: state",
         ),
         ({"by": "time", "column": "tz", "valid": VALID}, "no column 'tz'"),
-        ({"by": "time", "column": "fold", "valid": VALID}, "column fold: holds int64; state of which unit"),
+        (
+            {"by": "time", "column": "fold", "valid": VALID},
+            r"^data\.split: .*column fold: holds int64; state of which unit",
+        ),
         ({"by": "user", "column": "seen", "valid": 0.1}, "column seen: holds list"),
         ({"by": "last", "column": "number", "test": 1}, "no sample is for test .*number has too few rows"),
         ({"by": "last", "column": "user", "test": 1, "time": "fold"}, "fold: holds int64; state of which"),

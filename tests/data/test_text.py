@@ -127,7 +127,8 @@ def test_folders_as_huggingface_has_them(tmp_path: Path) -> None:
     names = [file.path.name for file in input_files(str(tmp_path))]
     assert names == [f"train-{n:05}-of-00011.csv" for n in (0, 1, 10)]
     (tmp_path / "data" / "test-00000-of-00001.csv").write_text("a,b\n1,2\n")
-    with pytest.raises(DataError, match=r"holds the splits train, test.*data.path='.*/data/train\*'"):
+    told = r"holds the splits train, test.*data.path='.*/data/train\*' data.test_path='.*/data/test\*'$"
+    with pytest.raises(DataError, match=told):
         input_files(str(tmp_path))
     assert len(input_files(str(tmp_path / "data" / "train*"))) == 3
 

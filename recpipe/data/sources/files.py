@@ -77,8 +77,7 @@ class FilesSource:
     def __init__(
         self, config: FilesConfig, labelled: bool = True, trained_by: Preparation | None = None
     ) -> None:
-        paths = [config.path, config.eval_path, config.test_path] if labelled else [config.path]
-        by_part = derived_files(config, paths)
+        by_part = derived_files(config, ("path", "eval_path", "test_path") if labelled else ("path",))
         self._inputs = [file for files in by_part for file in files]
         self._parts = [part for part, files in enumerate(by_part) for _ in files]
         """The part of each file, unless its rows say theirs."""
@@ -95,7 +94,7 @@ class FilesSource:
         if self._row_parts is not None:
             for own in self._row_parts.features:
                 kind, file = self._types[own.source]
-                require_type(str(file), own.source, kind, own)
+                require_type(f"data.split: {file}", own.source, kind, own)
         if trained_by is not None and trained_by.features is not None and features.is_learned:
             require_features(trained_by.features, features)
         if labelled and trained_by is None:
