@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,9 +16,12 @@ from numpy.typing import NDArray
 from recpipe.errors import UserError
 from recpipe.model.metrics import Kind, judged
 from recpipe.report.compared import Apart, Difference, RowResult, Run, altered_in
+from recpipe.report.figures import BY_LABEL
 
 PARAMETERS, PREDICTIONS = "parameters", "predictions"
 """The folders of a run's exports."""
+FIRST = ""
+"""Stands for the first label, or the only one."""
 ROUNDING = "rounding"
 """In place of a row's number, for the exports of the nudged run."""
 SAME = 1e-6
@@ -40,10 +44,16 @@ class _Exported:
         """The evaluations' points of the learning curve."""
         return self.run.report.get("history") or ()
 
-    def predictions(self, number: int) -> NDArray[np.float32]:
-        """An evaluation's predictions, their labels and, if there are any, weights, [2, N] or [3, N];
-        ``UserError`` if the run has left none."""
-        file = self.folder / PREDICTIONS / f"{number}.npy"
+    @property
+    def others(self) -> Mapping[str, Mapping[str, Any]]:
+        """The figures of each label after the first one."""
+        by_label: Mapping[str, Mapping[str, Any]] = self.run.report.get(BY_LABEL) or {}
+        return {name: by_label[name] for name in [*by_label][1:]}
+
+    def predictions(self, number: int, label: str = FIRST) -> NDArray[np.float32]:
+        """An evaluation's predictions of a label, their labels and, if there are any, weights, [2, N] or [3,
+        N]; ``UserError`` if the run has left none."""
+        file = self.folder / PREDICTIONS / quote(label, safe="") / f"{number}.npy"
         try:
             found: NDArray[np.float32] = np.load(file, mmap_mode="r", allow_pickle=False)
         except (OSError, ValueError) as fault:
@@ -150,11 +160,13 @@ def _apart(base: _Exported, run: _Exported) -> Apart:
     # Of all evaluations the largest differences; one that is no number is larger than all.
     scored, scores, losses = False, Difference(), []
     for number, points in enumerate(zip(theirs, mine, strict=True)):
-        first, other = (each.predictions(number)[0] for each in (base, run))
-        if first.shape != other.shape:
-            sizes = f"{len(first):,} and {len(other):,}"
-            raise UserError(f"evaluation {number + 1} has {sizes} predictions in the base row and in it")
-        if first.size:
+        for label in (FIRST, *base.others):
+            first, other = (each.predictions(number, label)[0] for each in (base, run))
+            if first.shape != other.shape:
+                sizes = f"{len(first):,} and {len(other):,}"
+                raise UserError(f"evaluation {number + 1} has {sizes} predictions in the base row and in it")
+            if not first.size:
+                continue
             scored = True
             apart = np.asarray(other, np.float64) - first
             scores = Difference(
@@ -181,22 +193,27 @@ def _evaluation_fault(run: _Exported, first: _Exported) -> str | None:
     ``first`` row of the round, or figures that are not those of its predictions. None: nothing."""
     try:
         for number, point in enumerate(run.evaluations):
-            scores, labels, *weights = run.predictions(number)
-            theirs = first.predictions(0)[1] if first.evaluations else labels
-            if labels.shape != theirs.shape:
-                sizes = f"{len(labels):,} samples, and '{first.result.name}' on {len(theirs):,}"
-                return f"it was evaluated on {sizes}"
-            if wrong := int((labels != theirs).sum()):
-                return (
-                    f"{wrong:,} of the {len(labels):,} labels that it was evaluated with are not those of "
-                    f"'{first.result.name}'"
-                )
-            found = _wrong_figure(point, scores, labels, *weights)
-            if found is not None:
-                return f"evaluation {number + 1}: {found}" if len(run.evaluations) > 1 else found
+            for label in (FIRST, *run.others):
+                scores, labels, *weights = run.predictions(number, label)
+                theirs = first.predictions(0, label)[1] if first.evaluations else labels
+                if labels.shape != theirs.shape:
+                    sizes = f"{len(labels):,} samples, and '{first.result.name}' on {len(theirs):,}"
+                    return f"it was evaluated on {sizes}"
+                if wrong := int((labels != theirs).sum()):
+                    of = f" of '{label}'" * bool(label)
+                    return (
+                        f"{wrong:,} of the {len(labels):,} labels{of} that it was evaluated with are not "
+                        f"those of '{first.result.name}'"
+                    )
+                found = None if label else _wrong_figure(point, scores, labels, *weights)
+                if found is not None:
+                    return f"evaluation {number + 1}: {found}" if len(run.evaluations) > 1 else found
         if run.evaluations:
-            last = run.predictions(len(run.evaluations) - 1)
-            return _wrong_figure(run.run.report.get("quality", {}), *last)
+            last = len(run.evaluations) - 1
+            for label, told in {FIRST: run.run.report.get("quality", {}), **run.others}.items():
+                found = _wrong_figure(told, *run.predictions(last, label))
+                if found is not None:
+                    return f"{label}: {found}" if label else found
     except UserError as error:
         return str(error)
     return None

@@ -14,6 +14,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 from urllib.parse import unquote
@@ -32,6 +33,9 @@ from recpipe.common.words import quoted
 from recpipe.config.compose import compose as compose_recipe
 from recpipe.config.task import CompareConfig
 from recpipe.errors import UserError
+from recpipe.model.metrics import judged
+from recpipe.report.compared import RowResult, Run
+from recpipe.report.figures import BY_LABEL
 from recpipe.report.remarks import labels
 from recpipe.run import run as run_recipe
 from recpipe.tasks import compare_judge, process
@@ -715,6 +719,53 @@ def test_what_is_evaluated_is_judged_as_well(tmp_path: Path, install: Callable[.
     assert "row 'cheats:how=labels': 300 of the 300 labels that it was evaluated with are not" in message
     assert message.count("its auc of 0.9 is not that of its held-out predictions") == 2
     assert not list((tmp_path / "out").glob("parameters*"))
+
+
+def test_every_label_of_an_evaluation_is_judged(tmp_path: Path) -> None:
+    """The second label's, whose figures stand beside those of the first one."""
+    rng = np.random.default_rng(4)
+    labels = rng.integers(0, 2, (2, 60)).astype(np.float32)
+    scores = rng.normal(size=(2, 60)).astype(np.float32)
+
+    def fault(
+        second: dict[str, Any], labels_of_second: Any = labels[1], scores_of_second: Any = scores[1]
+    ) -> RowResult:
+        """The row of a run whose second label differs so from that of a run before."""
+        judge = compare_judge.Judge(tmp_path / "judged")
+        every = [
+            asdict(judged("clicks", *map(torch.from_numpy, pair)))
+            for pair in zip(labels, scores, strict=True)
+        ]
+        told = [{name: value for name, value in own.items() if np.isfinite(value)} for own in every]
+        rows = []
+        for index, (changes, own, found) in enumerate(
+            [({}, labels[1], scores[1]), (second, labels_of_second, scores_of_second)]
+        ):
+            parameters, predictions = judge.exports(index)
+            for folder, pair in (
+                (predictions, (scores[0], labels[0])),
+                (predictions / "a%2Fb", (found, own)),
+            ):
+                folder.mkdir(parents=True)
+                np.save(folder / "0.npy", np.stack(pair))
+            parameters.mkdir()
+            np.save(parameters / "t.npy", np.zeros(3))
+            by_label = {"click": told[0], "a/b": told[1] | changes}
+            report = {"history": [told[0] | {"eval_loss": 0.5}], "quality": told[0], BY_LABEL: by_label}
+            rows.append(RowResult(f"row {index}", [Run(0, 0, True, report)]))
+            judge.add(index, rows[-1])
+        judge.needs_rounding(0, 0)
+        assert rows[0].evaluation_fault is None
+        return rows[1]
+
+    right = fault({})
+    assert right.evaluation_fault is None
+    assert right.runs[0].apart.predictions.largest == 0
+    assert "a/b: its auc of 0.9 is not that of" in str(fault({"auc": 0.9}).evaluation_fault)
+    flipped = fault({}, 1 - labels[1]).evaluation_fault
+    assert flipped == "60 of the 60 labels of 'a/b' that it was evaluated with are not those of 'row 0'"
+    other = fault({}, scores_of_second=scores[1] + 0.25)
+    assert other.runs[0].apart.predictions.largest == pytest.approx(0.25, abs=1e-6)
 
 
 def test_each_label_has_figures_of_its_own(tmp_path: Path) -> None:
