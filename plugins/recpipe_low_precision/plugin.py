@@ -12,6 +12,7 @@ from statistics import median
 from typing import Annotated, Any
 
 import numpy as np
+import torch
 from annotated_types import Gt, Interval
 from numpy.typing import NDArray
 
@@ -234,17 +235,18 @@ class Quantization:
         base = test.evaluate(dict.fromkeys(test.tables, FLOAT))
         made = test.evaluate_called(quantized)
         bootstrap = PairedBootstrap(len(base.losses))
+        weights = None if test.weights is None else torch.from_numpy(test.weights)
         return {
             "samples": len(base.losses),
             **{
                 name: {
                     "ne": float(found.losses.mean()) / test.base_entropy,
-                    "auc": auc(test.labels, found.logits.astype(np.float32)),
+                    "auc": auc(test.labels, found.logits.astype(np.float32), weights),
                 }
                 for name, found in (("float32", base), ("quantized", made))
             },
             "ne_difference": asdict(bootstrap.relative(made.losses, base.losses)),
-            "auc_difference": asdict(bootstrap.auc(test.labels, made.logits, base.logits)),
+            "auc_difference": asdict(bootstrap.auc(test.labels, made.logits, base.logits, test.weights)),
         }
 
     def _speed(self, calibration: Slice, assignment: Assignment) -> dict[str, Any]:

@@ -153,12 +153,14 @@ class PairedBootstrap:
         low, high = np.percentile(drawn, (TAIL, 100 - TAIL))
         return Interval(float(apart.sum() / whole.sum()), float(low), float(high))
 
-    def auc(self, labels: NDArray[np.float32], scores: Floats, base: Floats) -> Interval:
-        """AUC of ``scores`` less that of ``base``, for 0/1 ``labels`` [samples]."""
+    def auc(
+        self, labels: NDArray[np.float32], scores: Floats, base: Floats, weights: Floats | None = None
+    ) -> Interval:
+        """AUC of ``scores`` less that of ``base``, for 0/1 ``labels`` [samples] and their ``weights``."""
         group = np.zeros(self.samples, np.int64)
         group[self.starts[1:]] = 1
         group = np.cumsum(group)
-        ranked, ranked_base = _Ranked(labels, scores, group), _Ranked(labels, base, group)
+        ranked, ranked_base = (_Ranked(labels, own, group, weights) for own in (scores, base))
         drawn = [ranked.auc(times) - ranked_base.auc(times) for times in self.times]
         low, high = np.percentile(drawn, (TAIL, 100 - TAIL))
         once = np.ones(self.groups, np.float32)
@@ -172,16 +174,25 @@ class PairedBootstrap:
 class _Ranked:
     """Samples in the order of their scores, for AUCs of resamples."""
 
-    def __init__(self, labels: NDArray[np.float32], scores: Floats, group: NDArray[np.int64]) -> None:
+    def __init__(
+        self,
+        labels: NDArray[np.float32],
+        scores: Floats,
+        group: NDArray[np.int64],
+        weights: Floats | None = None,
+    ) -> None:
         order = np.argsort(scores, kind="stable")
         ordered = scores[order]
         self.ties = np.concatenate(([0], np.flatnonzero(np.diff(ordered)) + 1))
         self.positive = labels[order] > 0.5
         self.group = group[order]
+        self.weights = None if weights is None else weights[order]
 
     def auc(self, times: NDArray[np.float32]) -> float:
         """With each sample as often as ``times`` says of its group."""
         weight = times[self.group].astype(np.float64)
+        if self.weights is not None:
+            weight *= self.weights
         positive = np.add.reduceat(np.where(self.positive, weight, 0), self.ties)
         negative = np.add.reduceat(np.where(self.positive, 0, weight), self.ties)
         below = np.cumsum(negative) - negative

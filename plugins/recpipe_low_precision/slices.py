@@ -23,7 +23,7 @@ from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, Keyed
 from recpipe.answers.stored import FloatCheckpoint, replace_module
 from recpipe.data.parts import require_ids
 from recpipe.kit import Meter, batch_size, select
-from recpipe.model.call import Called
+from recpipe.model.call import Called, Scored
 from recpipe.plugin import UserError
 from recpipe_low_precision.bags import (
     LowPrecisionBags,
@@ -45,7 +45,7 @@ class Losses:
 
     logits: NDArray[np.float64]
     losses: NDArray[np.float64]
-    """Cross-entropy in nats."""
+    """Cross-entropy in nats, times the samples' weights."""
 
 
 class Slice:
@@ -70,7 +70,7 @@ class Slice:
         self.pieces = Pieces(cache_bytes)
         self.stubs = put_stubs(self.called, source, self.pieces)
         # Without rows, so that the stubs see the ids.
-        self.labels = _learnt(self.called, self.stubs, self.batches)
+        self.labels, self.weights = _learnt(self.called, self.stubs, self.batches)
         self.tables: dict[str, TableRows] = {}
         for stub in self.stubs:
             self.tables |= stub.gather(source, used or {})
@@ -94,16 +94,18 @@ class Slice:
         logits = []
         for number, batch in enumerate(self.batches):
             self.pieces.number = number
-            logits.append(_judged(called, batch)[0])
+            logits.append(_judged(called, batch).prediction)
         score = torch.cat(logits).double()
         label = torch.from_numpy(self.labels).double()
         losses = nn.functional.binary_cross_entropy_with_logits(score, label, reduction="none")
-        return Losses(score.numpy(), losses.numpy())
+        return Losses(
+            score.numpy(), losses.numpy() if self.weights is None else losses.numpy() * self.weights
+        )
 
     @cached_property
     def base_entropy(self) -> float:
         """Logloss of always predicting the mean label, in nats; normalized entropy is logloss over it."""
-        rate = float(self.labels.mean(dtype=np.float64))
+        rate = float(np.average(self.labels.astype(np.float64), weights=self.weights))
         return -(rate * math.log(rate) + (1 - rate) * math.log(1 - rate))
 
 
@@ -122,33 +124,36 @@ def check_slice(source: FloatCheckpoint, batches: Iterable[Any]) -> None:
     _learnt(called, put_stubs(called, source, Pieces(0)), batches)
 
 
-def _learnt(called: Called, stubs: Sequence[Stub], batches: Iterable[Any]) -> NDArray[np.float32]:
-    """The labels of all samples, float32 [N]; the stubs have then seen the ids."""
-    labels = []
+def _learnt(
+    called: Called, stubs: Sequence[Stub], batches: Iterable[Any]
+) -> tuple[NDArray[np.float32], NDArray[np.float64] | None]:
+    """The labels of all samples, float32 [N], and their weights, float64 [N] of a mean of 1, None if they
+    have none; the stubs have then seen the ids."""
+    labels, weights = [], []
     for batch in batches:
-        labels.append(_judged(called, batch)[1])
+        judged = _judged(called, batch)
+        labels.append(judged.labels.float())
+        if judged.weights is not None:
+            weights.append(judged.weights.double())
         for stub in stubs:
             stub.end_batch()
     found: NDArray[np.float32] = torch.cat(labels).numpy()
-    if not np.isin(found, (0, 1)).all():
+    own: NDArray[np.float64] | None = torch.cat(weights).numpy() if weights else None
+    known = found if own is None else found[own > 0]
+    if not np.isin(known, (0, 1)).all():
         raise UserError("normalized entropy is of clicks, and the labels are not 0 and 1 alone")
-    if found.min() == found.max():
+    if not len(known) or known.min() == known.max():
         raise UserError("all labels of a slice are equal: raise data.eval_fraction")
-    return found
+    return found, None if own is None else own / own.mean()
 
 
-def _judged(called: Called, batch: Any) -> tuple[torch.Tensor, torch.Tensor]:
+def _judged(called: Called, batch: Any) -> Scored:
     with torch.no_grad():
         tasks = [*called.judge(batch).tasks.values()]
     judged = tasks[0] if len(tasks) == 1 else None
     if judged is None or called.kind != "clicks":
         raise UserError("types are chosen by normalized entropy: the model must predict one click a sample")
-    if judged.weights is not None:
-        raise UserError(
-            "types are chosen by the normalized entropy of samples that count alike, and the labels have "
-            "weights: leave data.weight and the labels' weights out (data.weight=null)"
-        )
-    return judged.prediction, judged.labels.float()
+    return judged
 
 
 def between_samples(batches: Iterable[Any], low: int, high: int) -> Iterator[Any]:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -14,7 +16,6 @@ import torch
 
 import recpipe
 from recpipe.answers.figures import judge
-from recpipe.errors import UserError
 
 SIZE = 400
 FEATURES = (
@@ -110,11 +111,48 @@ def test_a_package_answers_with_both_labels(folder: Path, tmp_path: Path) -> Non
     )
     plain = recpipe.predict(folder / "out", folder / "rows.parquet", "scores=raw", quiet=True)
     np.testing.assert_allclose(with_package, plain, rtol=0, atol=1e-5)
+    rows = pq.read_table(folder / "rows.parquet").select(["user", "x"]).to_pylist()
+    told = served(target, scorer, {"rows": rows})
+    assert [*told] == ["click", "seconds"]
+    np.testing.assert_allclose(np.stack([*told.values()], 1), with_package, rtol=1e-6)
+    assert served(target, scorer, {"rows": rows, "outputs": [{"name": "seconds"}]}) == {
+        "seconds": told["seconds"]
+    }
 
 
-def test_types_are_not_chosen_by_weighted_labels(folder: Path, tmp_path: Path) -> None:
+def served(package: Path, scorer: Any, request: dict[str, Any]) -> dict[str, list[float]]:
+    """A server's answer, by the names of its outputs."""
+    pytest.importorskip("uvicorn", reason="recpipe[serve] is not installed")
+    from recpipe_serve.batching.scorer import RequestScorer
+    from recpipe_serve.config import ServeConfig
+    from recpipe_serve.http.app import Server
+
+    from recpipe.answers.encoded import read_encoding
+
+    answers: list[Any] = []
+
+    async def asked() -> None:
+        encoding = read_encoding(package, scorer.manifest)
+        server = Server(RequestScorer(scorer), scorer.manifest, "m", ServeConfig(), preparation=encoding)
+        server._send = lambda _, answer: answers.append(answer)  # type: ignore[method-assign]
+        server.batcher.start()
+        body = json.dumps(request).encode()
+        server.infer(SimpleNamespace(fault=None, headers={}, body=body, parts=[]))  # type: ignore[arg-type]
+        await server.batcher.close()
+        server.monitor.close()
+
+    asyncio.run(asked())
+    ((status, body, _),) = answers
+    assert status == 200, body
+    return {one["name"]: one["data"] for one in json.loads(body)["outputs"]}
+
+
+def test_types_are_chosen_by_weighted_figures(folder: Path, tmp_path: Path) -> None:
+    """Labels that are missing, or weigh nothing, do not count."""
     pytest.importorskip("recpipe_low_precision")
-    from recpipe_low_precision.slices import _judged
+    from recpipe_low_precision.row_types import FLOAT
+    from recpipe_low_precision.search import PairedBootstrap
+    from recpipe_low_precision.slices import Slice
 
     from recpipe.answers.trained import open_trained
 
@@ -123,7 +161,17 @@ def test_types_are_not_chosen_by_weighted_labels(folder: Path, tmp_path: Path) -
     out = tmp_path / "out"
     recpipe.train(None, folder / "rows.parquet", features, *SMALL, output=out, quiet=True).close()
     trained = open_trained(out)
-    _ = trained.model
-    batch = next(trained.dataset.batches("eval", 64))
-    with pytest.raises(UserError, match="the labels have weights"):
-        _judged(trained.called, batch)
+    batches = [*trained.dataset.batches("eval", 64)]
+    slice_ = Slice(trained.source(), batches, 1 << 20)
+    found = slice_.evaluate({"user": FLOAT})
+    labels, weights = (torch.cat([getattr(b, name) for b in batches]) for name in ("labels", "weights"))
+    assert 0 in weights
+    scores = torch.from_numpy(found.logits).float()
+    wanted = judge("clicks", labels, scores, weights=weights).figures
+    assert found.losses.mean() == pytest.approx(wanted["logloss"].value, rel=1e-6)
+    assert found.losses.mean() / slice_.base_entropy == pytest.approx(wanted["ne"].value, rel=1e-6)
+    plain = judge("clicks", labels, scores).figures
+    assert plain["logloss"].value != pytest.approx(wanted["logloss"].value, rel=1e-3), "the control"
+    bootstrap = PairedBootstrap(len(labels))
+    apart = bootstrap.auc(slice_.labels, -found.logits, found.logits, slice_.weights).value
+    assert apart == pytest.approx(1 - 2 * wanted["auc"].value, rel=1e-6)
