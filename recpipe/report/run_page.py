@@ -29,7 +29,7 @@ from recpipe.report.run_plots import (
 
 SEVERAL = 4
 """Fewer keys with the same value than this have a row each."""
-_TILES = {"AUC": "AUC, held out", "logloss": "logloss (nats)", "NE": "normalized entropy"}
+_TILES = {"AUC": "AUC", "logloss": "logloss (nats)", "NE": "normalized entropy"}
 """Longer labels for figures of quality."""
 
 
@@ -42,6 +42,9 @@ def write(report: Mapping[str, Any], directory: Path) -> Path:
 def page(report: Mapping[str, Any]) -> Page:
     """The page of ``report``, which is what ``RunReport.to_dict`` gives."""
     data, machine = report["data"], report["environment"]
+    held_out = f"{figures.count(data['eval_samples'])} later ones held out"
+    if report.get("progressive"):
+        held_out = "each judged before that"
     source = report["recipe"].get("data", {}).get("name", "")
     source = "batches given from Python" if source == "given" else source or "data"
     plugins = " + ".join(report["plugins"])
@@ -52,8 +55,7 @@ def page(report: Mapping[str, Any]) -> Page:
         f"{title}: recpipe",
         title,
         f"{profile}{figures.count(data['train_samples'])} samples trained{resumed}, "
-        f"{figures.count(data['eval_samples'])} later ones held out · {machine['cpu']}, "
-        f"{machine['threads']} threads",
+        f"{held_out} · {machine['cpu']}, {machine['threads']} threads",
         [section for section in _sections(report) if any(section.parts)],
         report["command"],
         list(_tiles(report)),
@@ -61,9 +63,12 @@ def page(report: Mapping[str, Any]) -> Page:
 
 
 def _tiles(report: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    for name, quality in qualities(report).items():
-        for label, value in labelled(quality):
-            yield figures.decimal(value), f"{name} {_TILES.get(label, label)}".lstrip()
+    windows = report.get("progressive")
+    judged = f"latest {figures.count(windows[-1]['scored'])} samples" if windows else "held out"
+    for name, quality in qualities(windows[-1] if windows else report).items():
+        for number, (label, value) in enumerate(labelled(quality)):
+            of = "" if number else f", {judged}"
+            yield figures.decimal(value), f"{name} {_TILES.get(label, label)}{of}".lstrip()
     speed, step, memory = report["throughput"], report["throughput"]["step_ms"], report["memory"]
     yield figures.count(speed["samples_per_second"]), "samples/s over all steps"
     if speed["end_to_end_seconds"] is not None:

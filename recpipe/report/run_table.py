@@ -38,7 +38,8 @@ def _training(report: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
         figures.count(data[key])
         for key in ("train_samples", "eval_samples", "rejected_rows", "dropped_samples")
     )
-    text = f"{train} samples trained, {held_out} held out"
+    windows = report.get("progressive")
+    text = f"{train} samples trained" + ("" if windows else f", {held_out} held out")
     text += f", {rejected} bad rows left out" if data["rejected_rows"] else ""
     text += f", {dropped} of a short last batch dropped" if data["dropped_samples"] else ""
     yield "data", text
@@ -52,15 +53,12 @@ def _training(report: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
             known = "samples unknown" if samples is None else f"{figures.count(samples)} samples"
             yield "", f"{part}: {figures.count(steps)} steps, {known}"
     if not report.get("profile"):
-        for name, quality in qualities(report).items():
+        for name, quality in qualities(windows[-1] if windows else report).items():
             values = labelled(quality)
             text = "   ".join(f"{label} {figures.decimal(value)}" for label, value in values)
             yield f"quality {name}".rstrip(), text
-    if windows := report.get("progressive"):
-        latest = windows[-1]
-        text = "   ".join(f"{label} {figures.decimal(value)}" for label, value in labelled(latest["quality"]))
-        scored = figures.count(latest["scored"])
-        yield "progressive", f"{text} of the latest {scored} samples, before they were trained"
+    if windows:
+        yield "", f"of the latest {figures.count(windows[-1]['scored'])} samples, before they were trained"
     throughput = report["throughput"]
     p50, p90, p99 = (figures.decimal(throughput["step_ms"][name], 2) for name in ("p50", "p90", "p99"))
     all_steps, steady, end_to_end = (

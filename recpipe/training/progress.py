@@ -92,8 +92,13 @@ class Progress(L.Callback):
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Open the meter."""
-        self._training = Meter(trainer.global_step / self.last_step)
+        self._training = Meter(self._share(trainer.global_step))
         self._restart()
+
+    def _share(self, step: int) -> float:
+        """Which share of the steps are done; 0 of a stream of which nobody has said where it ends."""
+        unknown = self.loader.source.dataset.endless and self.last_step >= len(self.loader)
+        return 0.0 if unknown else step / self.last_step
 
     def _restart(self) -> None:
         self._since = perf_counter()
@@ -115,12 +120,13 @@ class Progress(L.Callback):
         assert self._training is not None
         if self._training.due:
             step, epochs = trainer.global_step, -(-self.last_step // len(self.loader))
+            share = self._share(step)
             epoch = f"  epoch {trainer.current_epoch + 1}/{epochs}" if epochs > 1 else ""
             loss = float(self._loss) / self._steps  # waits for a GPU, before the clock is read
             speed = self._samples / (perf_counter() - self._since)
-            of = "" if self.loader.source.dataset.endless else f"/{self.last_step:,}"
+            of = f"/{self.last_step:,}" if share else ""
             text = f"step {step:,}{of}{epoch}  {speed:,.0f} samples/s  loss {loss:.4f}"
-            self._training.show(step / self.last_step, text)
+            self._training.show(share, text)
             self._restart()
 
     def on_validation_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:

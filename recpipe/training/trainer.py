@@ -134,10 +134,10 @@ def fit(
         stop.teardown(trainer, module, "fit")
         late.append(fault)
     if not recorder.steps:
-        log.info(
-            f"no step is left to train after step {trainer.global_step:,}; to go on, raise trainer.max_steps "
-            "or trainer.max_epochs"
-        )
+        remedy = "to go on, raise trainer.max_steps or trainer.max_epochs"
+        if module.loader.source.dataset.endless:
+            remedy = "the stream has no record that is not trained, or trainer.max_steps are done"
+        log.info(f"no step is left to train after step {trainer.global_step:,}; {remedy}")
     stop.agree(module.trainers)
     if stop.received is None and trainer.limit_val_batches and recorder.evaluated_at != trainer.global_step:
         with suppress(EvaluationStopped):

@@ -155,6 +155,9 @@ def test_a_stream_that_ends_and_goes_on(whole, incoming, tmp_path) -> None:
     trained(tmp_path, "second", f"resume={whole.folder}")
     found = report(tmp_path / "second")
     assert (found["data"]["train_samples"], found["resumed"]["total_samples"]) == (ROWS, (FILES + 1) * ROWS)
+    trained(tmp_path, "nothing", f"resume={tmp_path}/second")
+    assert report(tmp_path / "nothing")["data"]["train_samples"] == 0
+    assert "no record that is not trained" in (tmp_path / "nothing" / "recpipe.log").read_text()
 
 
 def test_resumed_behind_an_earlier_checkpoint_is_never_stopped(whole, incoming, tmp_path) -> None:
