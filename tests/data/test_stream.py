@@ -209,6 +209,21 @@ def test_a_column_is_what_it_was(tmp_path) -> None:
         list(stream(tmp_path).batches("train", 100))
 
 
+def test_labels_are_expressions_as_in_prepared_files(tmp_path) -> None:
+    content = [{"stars": n % 5 + 1, "city": f"c{n % 3}"} for n in range(20)]
+    features = {
+        "labels": [{"name": "liked", "expression": "stars >= 4"}],
+        "features": [FEATURES["features"][1]],
+    }
+    (tmp_path / "in").mkdir()
+    (tmp_path / "in" / "a.jsonl").write_text(lines(content))
+    (batch,) = stream(tmp_path / "in", features=features).batches("train", 32)
+    assert batch.labels.tolist() == [float(row["stars"] >= 4) for row in content]
+    (tmp_path / "in" / "b.jsonl").write_text(lines([{"stars": {"of": 5}, "city": "c1"}]))
+    with pytest.raises(DataError, match=r"b\.jsonl, column stars: holds struct"):
+        list(stream(tmp_path / "in", features=features).batches("train", 32))
+
+
 def test_text_of_csv_is_read_as_in_prepared_files(tmp_path) -> None:
     (tmp_path / "a.csv").write_text("click,user,price\n1,7,2.5\n0,,\n1,12,1\n")
     user, price = {"name": "user", "rows": 50}, {"name": "price", "kind": "dense"}
