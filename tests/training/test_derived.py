@@ -64,12 +64,13 @@ class Softmax(nn.Module):
 
     def forward(
         self, sparse: KeyedJaggedTensor, log_q: torch.Tensor | None
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    ) -> tuple[torch.Tensor, torch.Tensor] | torch.Tensor:
         user, item = self.rows(sparse).values().split(DIM, dim=1)
-        logits = self.scale * (user @ item.T)
-        corrected = logits if log_q is None else logits - log_q
-        loss = nn.functional.cross_entropy(corrected, torch.arange(len(logits)))
-        return loss, logits.diagonal()
+        score = self.scale * (user * item).sum(dim=1)
+        if log_q is None:
+            return score
+        logits = self.scale * (user @ item.T) - log_q
+        return nn.functional.cross_entropy(logits, torch.arange(len(logits))), score
 
 
 def by_hand(table: pa.Table, corrected: bool) -> tuple[Softmax, list[float]]:

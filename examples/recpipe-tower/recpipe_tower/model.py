@@ -10,6 +10,7 @@ from torchrec.modules.embedding_configs import EmbeddingBagConfig, PoolingType
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
 from torchrec.modules.mlp import MLP
 
+from recpipe import UserError
 from recpipe.kit import Schema
 from recpipe.plugin import Batch
 
@@ -46,14 +47,18 @@ class TwoTower(nn.Module):
         user = torch.cat([batch.dense, self.user_tables(batch.sparse).values()], dim=1)
         users, items = self.user_tower(user), self.item_tower(self.item_tables(batch.sparse).values())
         logits: torch.Tensor = (users * items).sum(dim=1)
-        return (_softmax(users @ items.T, batch.log_q), logits) if self.in_batch else logits
+        if not self.in_batch or (batch.log_q is None and not self.training):  # where it is served
+            return logits
+        return _softmax(users @ items.T, batch.log_q), logits
 
 
 def _softmax(logits: torch.Tensor, log_q: torch.Tensor | None) -> torch.Tensor:
     """The mean loss of each user's own item among those of the batch (logits [B, B]), corrected by how likely
-    these come, which a served model does not need to know (Yi et al., RecSys 2019)."""
-    corrected = logits if log_q is None else logits - log_q
-    return nn.functional.cross_entropy(corrected, torch.arange(len(logits), device=logits.device))
+    these come (Yi et al., RecSys 2019)."""
+    if log_q is None:
+        raise UserError("in_batch: needs data.negatives={feature: ITEM, sampling: in_batch}")
+    own = torch.arange(len(logits), device=logits.device)
+    return nn.functional.cross_entropy(logits - log_q, own)
 
 
 def _tables(schema: Schema, names: Sequence[str], dim: int, pooling: PoolingType) -> EmbeddingBagCollection:

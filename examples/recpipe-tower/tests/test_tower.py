@@ -65,6 +65,11 @@ def test_learns_from_clicks_alone(tmp_path: Path) -> None:
     assert len(recpipe.predict(tmp_path / "run", file, quiet=True)) == 1000
 
 
+def test_refuses_clicks_alone_of_which_nothing_is_known() -> None:
+    with pytest.raises(UserError, match=r"in_batch: needs data\.negatives"):
+        recpipe.train(None, None, *TRAINED, "model=two_tower", "model.in_batch=true", quiet=True)
+
+
 def test_refuses_features_that_are_not_there() -> None:
     wrong = "model=two_tower: its constructor raised ValueError: no sparse feature"
     with pytest.raises(UserError, match=wrong):
