@@ -134,7 +134,8 @@ class RecordsConfig(DataConfig):
     ``format`` null: by the files' names. ``separator``, ``header``, ``columns``, ``quote`` and ``encoding``
     are of text with separators (``TextRules``). ``table_rows``: rows of every table that ``tables`` does not
     list. ``label_kind``: of all labels, or of each by name; None: what the model's loss takes, else clicks.
-    ``negatives``: what is drawn beside samples (``recpipe.data.derivations.Negatives``).
+    ``joins``: what is beside records (``recpipe.data.derivations.Join``); ``negatives``: what is beside
+    samples (``Negatives``).
     """
 
     format: Annotated[str, one_of("parquet", "csv", "json", "arrow")] | None = None
@@ -153,7 +154,13 @@ class RecordsConfig(DataConfig):
     table_rows: Rows | None = None
     hash_ids: bool = True
     dense_transform: Annotated[str, one_of("log", "none")] = "log"
+    joins: list[dict[str, Any]] = dataclasses.field(default_factory=list)
     negatives: dict[str, Any] | None = None
+
+    @property
+    def joined(self) -> tuple[Join, ...]:
+        """``joins``, typed."""
+        return tuple(typed(Join, join, f"data.joins[{n}]") for n, join in enumerate(self.joins))
 
     @property
     def drawn(self) -> Negatives | None:
@@ -233,12 +240,10 @@ class RecordsConfig(DataConfig):
 @dataclasses.dataclass
 class FilesConfig(FileConfig, RecordsConfig):
     """Files of any schema. ``split``: which rows validate and test (``Split``); ``eval_path``, ``test_path``:
-    files of such rows. ``joins`` and ``sessions``: what is derived
-    (``recpipe.data.derivations``). ``ray``: the address of a Ray cluster whose workers read the files; None:
-    this process does."""
+    files of such rows. ``sessions``: what becomes of events (``recpipe.data.derivations.Sessions``). ``ray``:
+    the address of a Ray cluster whose workers read the files; None: this process does."""
 
     name: str = "files"
-    joins: list[dict[str, Any]] = dataclasses.field(default_factory=list)
     sessions: dict[str, Any] | None = None
     split: dict[str, Any] | None = None
     eval_path: FilePath | list[FilePath] | None = None
@@ -255,11 +260,6 @@ class FilesConfig(FileConfig, RecordsConfig):
             )
         _ = self.joined, self.grouped, self.drawn  # so that their faults are told at once
         self.require_columns()
-
-    @property
-    def joined(self) -> tuple[Join, ...]:
-        """``joins``, typed."""
-        return tuple(typed(Join, join, f"data.joins[{n}]") for n, join in enumerate(self.joins))
 
     @property
     def grouped(self) -> Sessions | None:
@@ -326,6 +326,7 @@ class StreamConfig(RecordsConfig):
         for key, value in needed[self.source].items():
             if not getattr(self, key):
                 raise UserError(f"data.{key} is not set: data=stream needs data.{key}={value}")
+        _ = self.joined  # so that its faults are told at once
         if self.drawn is not None and self.drawn.sampling != "in_batch":
             raise UserError(
                 f"data.negatives.sampling={self.drawn.sampling}: a stream is not known beforehand, so that "

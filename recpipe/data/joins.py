@@ -7,11 +7,12 @@ import logging
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pyarrow as pa
 
+from recpipe.data.columns import Int64
 from recpipe.data.derivations import Join
 from recpipe.data.features import Feature
 from recpipe.data.records import InputFile, input_files, require_columns
@@ -25,61 +26,102 @@ MOST_BYTES = 1 << 30
 """Of a side table's columns in memory, as Arrow has them."""
 
 
+class _Index(NamedTuple):
+    """Where each key's row is: keys int64 [n] in ascending order, as ``feature`` reads them, and places."""
+
+    feature: Feature
+    keys: Int64
+    places: Int64
+
+
 class SideTable:
     """A side table in memory, in which each key has one row. ``names``: its columns as records get them.
 
-    ``DataError`` if it does not fit, or has a key twice. ``key``: the type of the records' key.
+    ``DataError`` if it does not fit.
     """
 
-    def __init__(self, join: Join, key: pa.DataType) -> None:
-        self.left = join.left
+    def __init__(self, join: Join) -> None:
+        self.left, self._right = join.left, join.right
         files = input_files(join.path)
-        self.is_text = files[0].format == "csv"
+        self._where, self.is_text = str(files[0]), files[0].format == "csv"
         own = list(join.columns) or [name for name in files[0].columns.names if name != join.right]
-        kind = _shared_type(files, join.right)
-        self._as_text = is_text(plain_type(key))
-        both = self._as_text and is_text(plain_type(kind))
-        self._key = Feature(join.right, type="text" if both else "integer")
-        require_type(str(files[0]), join.right, kind, self._key)
+        self._kind = _shared_type(files, join.right)
         kinds = [_shared_type(files, name) for name in own]
         self.fields = [pa.field(join.prefix + name, kind) for name, kind in zip(own, kinds, strict=True)]
         self.names = [field.name for field in self.fields]
         rows = _in_memory(files, [join.right, *own], f"data.joins, {shown(join.path)}")
         self._rows = pa.record_batch(rows.columns, [join.left, *self.names])
-        found = read_ids(rows.column(0), self._key)
-        there = np.flatnonzero(found.valid & ~found.missing)
-        order = np.argsort(found.keys[there], kind="stable")
-        self._keys, self._places = found.keys[there][order], there[order]
-        again = np.flatnonzero(self._keys[1:] == self._keys[:-1])
-        if len(again):
-            twice = value_at(rows.column(0), int(self._places[again[0]]))
-            raise DataError(
-                f"{files[0]}, column {shown(join.right)}: {shown(twice)} is in two rows, and a join needs "
-                "one for each key; leave the others out of the side table"
-            )
-        log.info("joining %s by %s: %s keys", shown(join.path, 200), self.left, f"{len(self._keys):,}")
+        self._indexes: dict[str, _Index] = {}
+        log.info("joining %s by %s: %s rows", shown(join.path, 200), self.left, f"{len(self._rows):,}")
 
-    def rows(self) -> pa.RecordBatch:
-        """All rows that have a key, with this under the name and in the kind, text or numbers, that it has in
-        the records."""
-        order = np.argsort(self._places)
-        rows, keys = self._rows.take(pa.array(self._places[order])), pa.array(self._keys[order])
-        if not (self._as_text and is_text(rows.column(0).type)):
-            rows = rows.set_column(0, self.left, keys.cast(pa.string()) if self._as_text else keys)
+    def index(self, kind: pa.DataType) -> _Index:
+        """That for keys of type ``kind`` in the records: as they are written where both sides are text, else
+        whole numbers. ``DataError`` for a key that has two rows."""
+        both = is_text(plain_type(kind)) and is_text(self._kind)
+        feature = Feature(self._right, type="text" if both else "integer")
+        if feature.type not in self._indexes:
+            require_type(self._where, self._right, self._kind, feature)
+            found = read_ids(self._rows.column(0), feature)
+            there = np.flatnonzero(found.valid & ~found.missing)
+            order = np.argsort(found.keys[there], kind="stable")
+            keys, places = found.keys[there][order], there[order]
+            again = np.flatnonzero(keys[1:] == keys[:-1])
+            if len(again):
+                twice = value_at(self._rows.column(0), int(places[again[0]]))
+                raise DataError(
+                    f"{self._where}, column {shown(self._right)}: {shown(twice)} is in two rows, and a join "
+                    "needs one for each key; leave the others out of the side table"
+                )
+            self._indexes[feature.type] = _Index(feature, keys, places)
+        return self._indexes[feature.type]
+
+    def rows(self, kind: pa.DataType) -> pa.RecordBatch:
+        """All rows that have a key, with this under the name that it has in the records, and as text or as
+        numbers, as keys of type ``kind`` are."""
+        index, as_text = self.index(kind), is_text(plain_type(kind))
+        order = np.argsort(index.places)
+        rows, keys = self._rows.take(pa.array(index.places[order])), pa.array(index.keys[order])
+        if not (as_text and is_text(rows.column(0).type)):
+            rows = rows.set_column(0, self.left, keys.cast(pa.string()) if as_text else keys)
         return rows
 
-    def beside(self, keys: pa.Array) -> dict[str, pa.Array]:
+    def beside(self, keys: pa.Array) -> list[pa.Array]:
         """Its columns for records with these ``keys`` [n]; null where it lacks one."""
-        found = read_ids(keys, self._key)
+        if pa.types.is_null(plain_type(keys.type)):
+            return [pa.nulls(len(keys), field.type) for field in self.fields]
+        index = self.index(keys.type)
+        found = read_ids(keys, index.feature)
         matched = found.valid & ~found.missing
         rows = np.zeros(len(matched), np.int64)
-        if len(self._keys):
-            at = np.minimum(np.searchsorted(self._keys, found.keys), len(self._keys) - 1)
-            matched, rows = matched & (self._keys[at] == found.keys), self._places[at]
+        if len(index.keys):
+            at = np.minimum(np.searchsorted(index.keys, found.keys), len(index.keys) - 1)
+            matched, rows = matched & (index.keys[at] == found.keys), index.places[at]
         else:
             matched = np.zeros_like(matched)
         places = pa.array(rows, mask=~matched)
-        return {name: self._rows.column(at).take(places) for at, name in enumerate(self.names, 1)}
+        return [column.take(places) for column in self._rows.columns[1:]]
+
+
+class Beside:
+    """Records with ``columns``, of which some are those of side tables. ``own``: the columns of the records
+    themselves that they are made of."""
+
+    def __init__(self, sides: Sequence[SideTable], columns: Sequence[str]) -> None:
+        self._columns, self._used = list(columns), list[SideTable]()
+        wanted = dict.fromkeys(columns)
+        for side in reversed(sides):
+            if not wanted.keys().isdisjoint(side.names):
+                self._used.insert(0, side)
+                wanted[side.left] = None  # which a table before it may have brought
+        added = {name for side in self._used for name in side.names}
+        self.own = [name for name in wanted if name not in added]
+
+    def __call__(self, rows: pa.RecordBatch) -> pa.RecordBatch:
+        """Of records with the columns ``own``."""
+        found = {name: rows[name] for name in self.own}
+        for side in self._used:
+            found |= zip(side.names, side.beside(found[side.left]), strict=True)
+        return pa.record_batch([found[name] for name in self._columns], self._columns)
 
 
 def _shared_type(files: Sequence[InputFile], name: str) -> pa.DataType:
@@ -152,18 +194,9 @@ class JoinedFile(InputFile):
     def blocks(self, columns: Sequence[str], start: int = 0, groups: range | None = None) -> Iterator[Block]:
         """Its rows with these ``columns``, those of side tables looked up."""
         require_columns(self, columns)
-        wanted, used = set(columns), list[SideTable]()
-        for side in reversed(self.sides):
-            if wanted & set(side.names):
-                used.insert(0, side)
-                wanted.add(side.left)  # which a table before it may have brought
-        own = [name for name in self.file.columns.names if name in wanted]
-        for first, rows, share, left_out in self.file.blocks(own, start, groups):
-            found = {name: rows[name] for name in own}
-            for side in used:
-                found |= side.beside(found[side.left])
-            joined = pa.record_batch([found[name] for name in columns], list(columns))
-            yield Block(first, joined, share, left_out)
+        beside = Beside(self.sides, columns)
+        for block in self.file.blocks(beside.own, start, groups):
+            yield block._replace(rows=beside(block.rows))
 
 
 def joined(files: Sequence[InputFile], joins: Sequence[Join]) -> list[InputFile]:
@@ -174,7 +207,8 @@ def joined(files: Sequence[InputFile], joins: Sequence[Join]) -> list[InputFile]
     for join in joins:
         kind = _shared_type(found, join.left)
         require_type(str(found[0]), join.left, kind, Feature(join.left))
-        sides.append(SideTable(join, kind))
+        sides.append(SideTable(join))
+        sides[-1].index(kind)  # whose faults are told before records are read
         found = [JoinedFile(f.path, f.format, f.partition, f.rules, tuple(sides)) for f in files]
     return found
 

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.csv
 import pyarrow.parquet as pq
@@ -13,15 +16,17 @@ import pytest
 from recpipe.answers.columns import read_columns
 from recpipe.data import joins
 from recpipe.data.cache import cache_key
-from recpipe.data.config import FilesConfig
+from recpipe.data.config import FilesConfig, StreamConfig
 from recpipe.data.derived import derived_files
 from recpipe.data.make import open_dataset, open_source
+from recpipe.data.select import select
+from recpipe.data.stream.stream import Stream
 from recpipe.errors import DataError, UserError
 
 ITEMS = {7: ("book", 2.5, 1), 3: ("toy", None, 2), 12: ("book", 9.0, None), 40: (None, 1.0, 1)}
 SHOPS = {1: "north", 2: "south"}
 CLICKS = [(1, 7), (0, 3), (1, None), (0, 99), (1, 12), (0, 7), (1, 40)]
-FEATURES = {
+FEATURES: dict[str, Any] = {
     "labels": ["click"],
     "features": [
         {"name": "item", "rows": 100},
@@ -146,3 +151,36 @@ def test_a_column_of_the_same_name_needs_a_prefix(folder: Path) -> None:
 def test_features_are_not_proposed_for_joined_columns(folder: Path) -> None:
     with pytest.raises(UserError, match="data.features=auto looks at the files themselves"):
         config(folder, features="auto", label="click")
+
+
+def test_records_of_a_stream_are_joined_as_those_of_files_are(folder: Path) -> None:
+    """Also where the first ones have no key, and where a resumed run finds another side table."""
+    clicks = pq.read_table(folder / "clicks.parquet").to_pylist()
+    incoming = folder / "incoming"
+    incoming.mkdir()
+    for number, part in enumerate((clicks[2:3], clicks[:2], clicks[3:])):
+        (incoming / f"{number}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in part))
+    features = {
+        **FEATURES,
+        "features": [{"type": "integer", **FEATURES["features"][0]}, *FEATURES["features"][1:]],
+    }
+    given: dict[str, Any] = {"features": features, "joins": config(folder).joins}
+    settings = StreamConfig(path=str(incoming), settle=0.0, end="stop", idle=0.15, **given)
+    stream = Stream(settings)
+    ours = next(stream.batches("train", 100))
+    theirs = next(open_dataset(config(folder), 0).batches("train", 100))
+    order = [2, 0, 1, 3, 4, 5, 6]
+    wanted = select(theirs, np.array(order))
+    assert ours.sparse.values().tolist() == wanted.sparse.values().tolist()
+    assert ours.dense.tolist() == wanted.dense.tolist()
+    assert dict(stream.missing) == {"item": 1, "item_category": 3, "item_price": 3, "shop_place": 3}
+    changed = pq.read_table(folder / "items.parquet").slice(1)
+    pq.write_table(changed, folder / "items.parquet")
+    again = Stream(settings)
+    assert again.fingerprint == stream.fingerprint
+    assert len(list(again.batches("train", 100))) == 1
+    assert again.missing["item_category"] == 5, "7 is not there any more"
+    assert (
+        Stream(replace(settings, joins=given["joins"][:1], features=only_item())).fingerprint
+        != again.fingerprint
+    )

@@ -213,7 +213,7 @@ class FilesSource:
                     f"data.negatives.along: the side table has no column '{shown(of[name].source)}', that of "
                     f"{shown(name)}; {nearest_or_all(of[name].source, side.names)}"
                 )
-        found = side.rows()
+        found = side.rows(self._types[key][0])
         single = {f.source for f in features.sparse if f.kind == "id"}
         zeros, nulls = pa.array(np.zeros(len(found), np.int8)), pa.nulls(len(found))
         others = [name for name in dict.fromkeys(features.inputs) if name not in found.schema.names]

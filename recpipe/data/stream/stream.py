@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
 from functools import partial
 from time import monotonic
@@ -23,11 +23,13 @@ from recpipe.data.encoding import Encoding, element_of
 from recpipe.data.features import Feature, Features
 from recpipe.data.files import RowChecks
 from recpipe.data.frequencies import Frequencies
+from recpipe.data.joins import Beside, SideTable
 from recpipe.data.learned import bit_at
 from recpipe.data.preparation import Preparation
 from recpipe.data.settled import require_labels, settled
 from recpipe.data.stream.chunks import Buffer, Chunk, Offset, Position, Samples, StreamSource
 from recpipe.data.stream.folder import Folder
+from recpipe.data.stream.joined import Joined
 from recpipe.data.stream.kafka import Kafka
 from recpipe.data.stream.nats import Nats
 from recpipe.data.stream.redis import Redis
@@ -90,7 +92,7 @@ class Stream(Dataset):
             _require_stated(features)
         self.window = config.window
         self._skip, self._idle = config.on_bad_row == "skip", config.idle if config.end == "stop" else None
-        self.source = SOURCES[config.source](config, features.columns)
+        self.source = _source(config, features.columns)
         self._found, self._told = _Found(), set[str]()
         self._types: dict[str, tuple[pa.DataType, str]] = {}
         first = self._first(features)
@@ -278,6 +280,13 @@ class Stream(Dataset):
         for name, unseen in self.encoding.unseen(columns).items():
             found.unseen[name] = found.unseen.get(name, 0) + unseen
         return Samples(columns, chunk.partition, offsets)
+
+
+def _source(config: StreamConfig, columns: Sequence[str]) -> StreamSource:
+    """Where records with these ``columns`` come from."""
+    beside = Beside([SideTable(join) for join in config.joined], columns)
+    source = SOURCES[config.source](config, beside.own)
+    return Joined(source, beside, config.joined) if config.joins else source
 
 
 def _stated(saved: object) -> Encoding:
