@@ -90,6 +90,7 @@ def difference(one: Path, other: Path) -> float:
             3,
             (
                 "tiers.policy=resident",
+                "data.shuffle=all",
                 "optim=rowwise_adagrad",
                 "+optim.dense.eps=1e-3",
                 "optim.tables.eps=1e-3",
