@@ -10,7 +10,7 @@ import os
 import shutil
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
@@ -165,7 +165,7 @@ def _link(source: Source, target: Path) -> None:
     that a trained model reads again."""
     other = target.with_name(f"data-{cache_key(source)}")
     if other != target:
-        with _lock(other):
+        with suppress(OSError), _lock(other):  # without links they are prepared again
             if not other.exists():
                 other.unlink(missing_ok=True)
                 other.symlink_to(target.name)
@@ -362,7 +362,11 @@ def _lock(target: Path, wait: bool = True) -> Iterator[None]:
 
 
 def _remove_stale(root: Path) -> None:
-    """Delete what killed runs have left: temporary directories whose lock nobody holds."""
+    """Delete links to what has been removed, and what killed runs have left: temporary directories whose lock
+    nobody holds."""
+    for link in root.glob(f"data-{_KEY}"):
+        if link.is_symlink() and not link.exists():
+            link.unlink(missing_ok=True)
     # Named by ``cache_key``, so it belongs to nobody else.
     for temporary in root.glob(f"data-{_KEY}.tmp"):
         try:

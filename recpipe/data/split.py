@@ -67,8 +67,8 @@ class Split:
     def of(cls, values: object) -> Split:
         """From a mapping; ``UserError`` for one that cannot be used."""
         given = mapping(values, "data.split")
-        # A whole number is a number here, as the command line writes it, and not a name.
-        bounds = {key: float(given[key]) for key in ("valid", "test") if type(given.get(key)) is int}
+        # A whole number, or true, is a number here, as the command line writes it, and not a name.
+        bounds = {key: float(given[key]) for key in ("valid", "test") if isinstance(given.get(key), int)}
         return typed(cls, {**given, **bounds}, "data.split")
 
     def __post_init__(self) -> None:
