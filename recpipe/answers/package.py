@@ -14,7 +14,7 @@
       maps/*.safetensors      of ids that got rows as they came: "keys" int64 [n], ascending, "rows" int32 [n]
       golden.safetensors      a batch and its scores
       popularity.safetensors  if asked for: how often training looked up each row
-      encoding.json           of data=files: the features, by which a server makes inputs of raw values
+      encoding.json           of data from files: the features, by which a server makes inputs of raw values
       score.py                loads and scores the package with torch and fbgemm_gpu alone
       manifest.sig            if asked for: the signature of manifest.json, Ed25519
 

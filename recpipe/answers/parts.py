@@ -32,6 +32,7 @@ from recpipe.answers.score import DEFAULT_ROW, MISSING_KEY
 from recpipe.answers.stored import StoredModel
 from recpipe.answers.trained import Trained, open_trained, scored
 from recpipe.checkpoint.manifest import TABLES
+from recpipe.data.features import HEX
 from recpipe.data.preparation import Preparation
 from recpipe.data.schema import Schema
 from recpipe.data.sources.transforms import hash_rows
@@ -349,8 +350,9 @@ def id_rule(preparation: Preparation | None, feature: SparseFeature, source: str
     if preparation.features is not None:
         own = next(f for f in preparation.features.sparse if f.name == feature.name)
         rule = "encoding" if own.own_rows or own.of or own.default is not None else own.ids
+        key = HEX if own.type == HEX else key
     elif source == "criteo" and key == "integer":
-        key = "hexadecimal"
+        key = HEX
     if feature.growth is not None and rule != "encoding":
         return GROWN | {"key": key}
     if rule in ("vocabulary", "encoding"):

@@ -17,7 +17,7 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from recpipe.data.columns import Bits, Columns, Int64, MultiHot, bits_of
-from recpipe.data.features import WEIGHTED, Feature, Features
+from recpipe.data.features import HEX, WEIGHTED, Feature, Features
 from recpipe.data.files import RowChecks
 from recpipe.data.id_mapper import IdMapper
 from recpipe.data.labels import no_labels, read_labels
@@ -123,7 +123,7 @@ class Encoding:
     @cached_property
     def wide(self) -> tuple[str, ...]:
         """The features whose ids take 8 bytes as they are ``read``."""
-        return tuple(f.name for f in self.features.sparse if f.type == "text" or f.buckets or f.of)
+        return tuple(f.name for f in self.features.sparse if f.type in ("text", HEX) or f.buckets or f.of)
 
     @cached_property
     def to_rows(self) -> IdMapper:
@@ -257,7 +257,7 @@ class _Vocabulary:
 def content(feature: Feature) -> str | None:
     """What the columns of ids held whose types the feature was settled by: text or numbers; None: text of
     numbers, so that both have the same keys."""
-    return {"text": "text", "auto": "numbers", "integer": None}[feature.type]
+    return {"text": "text", HEX: "text", "auto": "numbers", "integer": None}[feature.type]
 
 
 def element_of(kind: pa.DataType) -> str | None:
@@ -396,7 +396,7 @@ def _with_default(ids: Ids, feature: Feature) -> Ids:
     default = feature.default
     whole = isinstance(default, float) and default.is_integer()
     text = str(int(default)) if whole and isinstance(default, float) else str(default)
-    kind = replace(feature, type="text" if feature.type == "text" else "integer")
+    kind = replace(feature, type="integer" if feature.type == "auto" else feature.type)
     own = read_ids(pa.array([text]), kind)
     if not own.valid.all() or own.missing.any():
         raise DataError(

@@ -33,6 +33,7 @@ NO_VALUE = ("",)
 WEIGHTED = "weighted_multi_hot"
 KINDS = ("dense", "vector", "timestamp", "id", "multi_hot", WEIGHTED, "sequence", "cross")
 SCALES = ("none", "log", "log1p", "standard")
+HEX = "hexadecimal"
 IDS = ("hash", "modulo", "rows", "vocabulary")
 DYNAMIC = "dynamic"
 GROWTH = ("capacity", "admit_after", "admit_by", "admit_probability", "evict", "max_age")
@@ -62,7 +63,7 @@ class Feature:
 
     - ``column``: where it is; None: in the column of its name.
     - ``type``: what the values of text are, in CSV for example; ``auto``: whole numbers where all of the
-      first block are written as these are, else text.
+      first block are written as these are, else text. ``hexadecimal``: ids of up to 16 digits, as Criteo's.
     - ``missing``: further values that are none, as text. Null, NaN and empty text always are.
     - ``dense``: ``scale`` is ``log`` (sign(x) * log1p(\\|x\\|)), ``log1p`` (of x >= 0), ``standard`` (minus
       the mean, by the standard deviation, both of the training part) or ``none``; ``default`` stands for
@@ -94,7 +95,7 @@ class Feature:
     name: Text
     kind: Annotated[str, one_of(*KINDS)] = "id"
     column: Text | None = None
-    type: Annotated[str, one_of("auto", "integer", "text")] = "auto"
+    type: Annotated[str, one_of("auto", "integer", "text", HEX)] = "auto"
     missing: tuple[Text, ...] = ()
     scale: Annotated[str, one_of(*SCALES)] = "none"
     default: float | Text | None = None

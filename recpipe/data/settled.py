@@ -10,7 +10,7 @@ import pyarrow as pa
 
 from recpipe.data.encoding import element_of
 from recpipe.data.expression_values import require_types
-from recpipe.data.features import Feature, Features
+from recpipe.data.features import HEX, Feature, Features
 from recpipe.data.values import is_list, plain_type, require_type
 from recpipe.data.weighted import require_weights
 from recpipe.errors import DataError, shown
@@ -37,7 +37,7 @@ def settled(
             pass
         elif feature.type == "auto" and held == "text":
             feature = replace(feature, type=type_of_text(feature))
-        elif held == "numbers":  # a type is of text
+        elif held == "numbers" and feature.type != HEX:  # a type is of text
             feature = replace(feature, type="auto")
         found.append(feature)
     dense = tuple(_sized(feature, *types[feature.source]) for feature in features.dense)

@@ -17,7 +17,7 @@ import pyarrow.compute as pc
 from numpy.typing import NDArray
 
 from recpipe.data.columns import Int64, offsets_of
-from recpipe.data.features import NO_VALUE, WEIGHTED, Feature
+from recpipe.data.features import HEX, NO_VALUE, WEIGHTED, Feature
 from recpipe.data.sources.transforms import string_keys
 from recpipe.errors import DataError, shown
 
@@ -25,6 +25,7 @@ Bools = NDArray[np.bool_]
 WHOLE = r"^(0|-?[1-9][0-9]{0,17})$"
 """Whole numbers as ``type: integer`` takes them: in one way each, and within int64."""
 NUMBER = r"^[+-]?([0-9]+(\.[0-9]*)?|\.[0-9]+)([eE][+-]?[0-9]+)?$"
+HEXADECIMAL = r"^[0-9a-fA-F]{1,16}$"
 EXACT = {pa.float16(): 2**11, pa.float32(): 2**24, pa.float64(): 2**53}
 """Up to here every whole number is itself in floating point."""
 WHOLE_REMEDY = "is not a whole number that its type holds exactly, as an id must be: make it text or int64"
@@ -112,6 +113,9 @@ def _ids_of_text(array: pa.Array, feature: Feature) -> Ids:
     missing = _without_value(array, feature.missing)
     keys, valid = np.zeros(len(array), np.int64), np.ones(len(array), bool)
     present = array.filter(pa.array(~missing)) if missing.any() else array
+    if feature.type == HEX:
+        keys[~missing], valid[~missing] = _hexadecimal_numbers(present)
+        return Ids(keys, missing, valid, "is not a hexadecimal id of up to 16 digits")
     if feature.type != "integer":
         found, valid[~missing] = string_keys(present)
         keys[~missing] = found.view(np.int64)
@@ -144,6 +148,16 @@ def _whole_numbers(text: pa.Array) -> tuple[Int64, Bools]:
     keys = np.zeros(len(text), np.int64)
     keys[whole] = np.asarray(text.filter(pa.array(whole)).cast(pa.int64()))
     return keys, whole
+
+
+def _hexadecimal_numbers(text: pa.Array) -> tuple[Int64, Bools]:
+    """The same of hexadecimal digits; from 2**63 on wrapped."""
+    encoded = text.dictionary_encode()
+    good = np.asarray(pc.match_substring_regex(encoded.dictionary, HEXADECIMAL))
+    keys = np.zeros(len(good), np.uint64)
+    keys[good] = [int(word, 16) for word in encoded.dictionary.filter(pa.array(good)).to_pylist()]
+    where = np.asarray(encoded.indices)
+    return keys.view(np.int64)[where], good[where]
 
 
 def _decimal_numbers(text: pa.Array) -> tuple[NDArray[np.float64], Bools]:
@@ -311,6 +325,8 @@ def refusal(kind: pa.DataType, feature: Feature) -> str | None:
         and not (is_text(element) or pa.types.is_null(element))
     ):
         return "weight_separator is of text; weights of numbers are a column, weights: NAME"
+    if feature.type == HEX and not (is_text(element) or pa.types.is_null(element)):
+        return "hexadecimal ids are text; leave type out"
     if is_text(element) and feature.ids in ("modulo", "rows") and feature.type != "integer":
         return "text needs data.hash_ids=true"
     if is_text(element) or is_number(element) or pa.types.is_boolean(element) or pa.types.is_null(element):

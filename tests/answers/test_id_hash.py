@@ -12,6 +12,7 @@ import pytest
 from recpipe.answers.parts import dense_rule, id_hash, id_rule
 from recpipe.data.preparation import Preparation
 from recpipe.data.sources.transforms import hash_rows, signed_log, string_keys
+from recpipe.plugin.tables import SparseFeature
 from tests.processes import ROOT
 
 PAGE = (ROOT / "docs" / "guide" / "packages.md").read_text(encoding="utf-8")
@@ -50,11 +51,14 @@ def test_the_guides_table_and_the_manifests_vectors_follow_from_them(ported: dic
 
 def test_each_way_of_preparing_data_is_spelled_out() -> None:
     hashed = Preparation("hashed", "signed_log", text=("t",))
-    assert id_rule(hashed, "t", "parquet")["key"] == "text"
-    assert id_rule(hashed, "n", "parquet")["key"] == "integer"
-    assert id_rule(hashed, "C1", "criteo")["key"] == "hexadecimal"
-    assert id_rule(Preparation("modulo", "unchanged"), "C1", "npy") == {"name": "modulo", "row": "id % rows"}
-    assert id_rule(None, "a", None)["name"] == "unchanged"
+    assert id_rule(hashed, SparseFeature("t", 9), "parquet")["key"] == "text"
+    assert id_rule(hashed, SparseFeature("n", 9), "parquet")["key"] == "integer"
+    assert id_rule(hashed, SparseFeature("C1", 9), "criteo")["key"] == "hexadecimal"
+    assert id_rule(Preparation("modulo", "unchanged"), SparseFeature("C1", 9), "npy") == {
+        "name": "modulo",
+        "row": "id % rows",
+    }
+    assert id_rule(None, SparseFeature("a", 9), None)["name"] == "unchanged"
     assert dense_rule(hashed)["name"] == "signed_log"
     assert dense_rule(None)["name"] == "unchanged"
     assert signed_log(np.array([-1.0])) == np.float32(-np.log(2))  # the formula's words

@@ -27,8 +27,10 @@ from recpipe.answers.predict import PredictOptions, predict
 from recpipe.answers.trained import Trained, open_trained
 from recpipe.common.files import lock_run_dir
 from recpipe.data.config import FileConfig
-from recpipe.data.make import StreamedDataset, open_source
+from recpipe.data.dataset import Dataset
+from recpipe.data.make import StreamedDataset, open_dataset, open_source
 from recpipe.data.preparation import Preparation
+from recpipe.data.sources.criteo_columns import DENSE, SPARSE
 from recpipe.plugin.batch import Batch
 
 pytest.importorskip("uvicorn", reason="recpipe[serve] is not installed")
@@ -144,6 +146,76 @@ def test_raw_values_become_the_ids_and_numbers_of_training(trained: Trained, hea
     source = open_source(config, labelled=False, trained_by=trained.trained_on.preparation)
     for number, batch in enumerate(StreamedDataset(source).batches("train", 100)):
         same(heads, batch, body(table.slice(100 * number, 100)))
+
+
+def heads_of(dataset: Dataset, folder: Path) -> Heads:
+    """What reads requests for a model of these data, by the file that its package has."""
+    schema, preparation = dataset.known_schema(), dataset.preparation
+    manifest: dict[str, Any] = {
+        "dense": {"names": list(schema.dense)},
+        "sparse": [{"name": f.name, "rows": f.rows} for f in schema.sparse],
+        "files": {FILE: ""},
+    }
+    manifest |= write_encoding(folder, preparation)
+    return Heads(Features(manifest, 4096), read_encoding(folder, manifest))
+
+
+def test_rows_of_criteos_text_become_what_they_were_in_training(tmp_path: Path) -> None:
+    rng, lines, asked = np.random.default_rng(5), [], []
+    for _ in range(60):
+        numbers = ["" if rng.random() < 0.2 else str(rng.integers(-3, 10**6)) for _ in DENSE]
+        words = [
+            f"{rng.integers(2**64, dtype=np.uint64) >> np.uint64(rng.choice([0, 32, 58])):x}" for _ in SPARSE
+        ]
+        words = ["" if rng.random() < 0.2 else rng.choice([w, w.upper(), w.zfill(16)]).item() for w in words]
+        lines.append("\t".join(["1", *numbers, *words]))
+        sent = [None if not n else int(n) if rng.random() < 0.5 else float(n) for n in numbers]
+        asked.append(dict(zip((*DENSE, *SPARSE), (*sent, *words), strict=True)))
+    (tmp_path / "day.tsv").write_text("\n".join(lines) + "\n")
+    tables = {name: 40 + n for n, name in enumerate(SPARSE)}
+    recipe = {"name": "criteo", "path": str(tmp_path / "day.tsv"), "tables": tables, "eval_fraction": 0.0}
+    dataset = open_dataset(recipe | {"cache_dir": str(tmp_path / "cache")}, 0)
+    (batch,) = dataset.batches("train", 60)
+    heads = heads_of(dataset, tmp_path)
+    same(heads, batch, written({"rows": asked}))
+    shared = {"C1": asked[0]["C1"]}
+    own = [{name: value for name, value in row.items() if name != "C1"} for row in asked]
+    _, found = heads.read(written({"shared": shared, "rows": own}), None)
+    _, wanted = heads.read(written({"rows": [row | shared for row in own]}), None)
+    assert found.ids.tolist() == wanted.ids.tolist()
+    for change, fault in (
+        ({"C1": "68fd1e6g"}, "row 1, column C1: 68fd1e6g is not a hexadecimal id of up to 16 digits"),
+        ({"C2": "0" * 17}, "row 1, column C2: 0{17} is not a hexadecimal id"),
+        (
+            {"C2": 12},
+            "column C2: holds int64; hexadecimal ids are text|column C2: holds int64, and held text",
+        ),
+        ({"I1": "x"}, "row 1, column I1: x is not a number"),
+    ):
+        with pytest.raises(Refused, match=fault):
+            heads.read(written({"rows": [asked[0] | change]}), None)
+
+
+@pytest.mark.parametrize("hash_ids", [True, False])
+def test_rows_of_npy_triples_become_what_they_were_in_training(tmp_path: Path, hash_ids: bool) -> None:
+    rng = np.random.default_rng(6)
+    dense = rng.normal(size=(40, 13)).astype(np.float32)
+    sparse = rng.integers(0, 10**6 if hash_ids else 40, (40, 26)).astype(np.int32)
+    sparse[0] *= -1 if hash_ids else 1
+    for name, values in (("dense", dense), ("sparse", sparse), ("labels", np.ones((40, 1), np.int32))):
+        np.save(tmp_path / f"day_{name}.npy", values)
+    recipe = {"name": "npy", "path": str(tmp_path), "tables": dict.fromkeys(SPARSE, 40), "hash_ids": hash_ids}
+    dataset = open_dataset(recipe | {"eval_fraction": 0.0, "cache_dir": str(tmp_path / "cache")}, 0)
+    (batch,) = dataset.batches("train", 40)
+    asked = [
+        dict(zip((*DENSE, *SPARSE), (*numbers.tolist(), *ids.tolist()), strict=True))
+        for numbers, ids in zip(dense, sparse, strict=True)
+    ]
+    heads = heads_of(dataset, tmp_path)
+    same(heads, batch, written({"rows": asked}))
+    if not hash_ids:
+        with pytest.raises(Refused, match=r"column C3: 40 is not in \[0, 40\)"):
+            heads.read(written({"rows": [asked[0] | {"C3": 40}]}), None)
 
 
 def test_a_value_that_is_shared_stands_in_every_row(trained: Trained, heads: Heads) -> None:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from recpipe.data.columns import Columns
+from recpipe.data.features import HEX, Feature, Features, Label
 from recpipe.data.files import line_blocks
 from recpipe.data.preparation import Preparation
 from recpipe.data.schema import IdRule, Schema
@@ -35,6 +36,14 @@ def criteo_schema(tables: Mapping[str, int]) -> Schema:
     return Schema(DENSE, tuple(SparseFeature(name, tables[name]) for name in SPARSE))
 
 
+def criteo_features(tables: Mapping[str, int], ids: str, kind: str, scale: str) -> Features:
+    """The same columns as ``data.features`` has them: how ids become rows, what their text is, and the scale
+    of numbers."""
+    dense = tuple(Feature(name, "dense", scale=scale) for name in DENSE)
+    sparse = tuple(Feature(name, ids=ids, type=kind, rows=tables[name]) for name in SPARSE)
+    return Features((Label(COLUMNS[0]),), dense, sparse)
+
+
 class CriteoSource:
     """Text files of Criteo rows to prepare; about 8 MB of text are parsed at a time."""
 
@@ -44,7 +53,7 @@ class CriteoSource:
         self.files = files
         self.schema = criteo_schema(tables)
         self.multi_hot: tuple[str, ...] = ()
-        self.preparation = Preparation("hashed", "signed_log")
+        self.preparation = Preparation.of(criteo_features(tables, "hash", HEX, "log"))
         self.kept: tuple[IdRule, ...] = tuple("hashed" for _ in SPARSE)
         self.missing: dict[str, int] = {}
         self.recipe: dict[str, Any] = {"source": "criteo", "skip": skip_bad_rows}

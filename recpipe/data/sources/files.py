@@ -19,7 +19,7 @@ from recpipe.data.config import FilesConfig
 from recpipe.data.derivations import Negatives
 from recpipe.data.derived import derived_files, derived_recipe, side_table
 from recpipe.data.encoding import Encoding
-from recpipe.data.features import GROWTH, Feature, Features
+from recpipe.data.features import GROWTH, HEX, Feature, Features
 from recpipe.data.files import RowChecks
 from recpipe.data.learned import Between, Learned, learn
 from recpipe.data.preparation import Preparation, require_features
@@ -260,7 +260,7 @@ class FilesSource:
         """What text of ids is: what it was in training, and else, in files where all is text, whole numbers
         if the first rows are written so."""
         if then := self._trained.get(feature.name):
-            return "text" if then == "text" else "integer"
+            return then if then in ("text", HEX) else "integer"
         is_whole = feature.separator is None and not is_list(plain_type(self._types[feature.source][0]))
         if (feature.is_bag and is_whole) or not self._inputs[0].is_all_text(feature.source):
             return "text"

@@ -16,7 +16,7 @@ from recpipe.data.columns import Columns
 from recpipe.data.files import RowChecks, check_readable, input_files, map_npy
 from recpipe.data.preparation import Preparation
 from recpipe.data.schema import OF_MODULES, IdRule
-from recpipe.data.sources.criteo import criteo_schema
+from recpipe.data.sources.criteo import criteo_features, criteo_schema
 from recpipe.data.sources.criteo_columns import DENSE, SPARSE
 from recpipe.errors import DataError
 
@@ -83,7 +83,8 @@ class NpySource:
         self.files = [file for triple in found for file in triple]
         self.schema = criteo_schema(tables)
         self.multi_hot: tuple[str, ...] = ()
-        self.preparation = Preparation("modulo" if hash_ids else "unchanged", "unchanged")
+        rule = "modulo" if hash_ids else "rows"
+        self.preparation = Preparation.of(criteo_features(tables, rule, "auto", "none"))
         # Of signed and unsigned ids together, neither type holds all.
         alike = len({map_npy(triple.sparse).dtype.kind for triple in found}) == 1
         self._modulo = hash_ids and alike
