@@ -33,6 +33,7 @@ from tests.arguments import leave_environment  # noqa: E402
 from tests.drawing import leave_blank  # noqa: E402
 from tests.meta import leave_undrawn  # noqa: E402
 from tests.pretend_gpu import cuda  # noqa: E402
+from tests.proposals import propose_few  # noqa: E402
 
 if os.environ.get("RECPIPE_GPU_SUITE") == "pretend":
     cuda.install()
@@ -40,10 +41,12 @@ load_loops()
 leave_blank(pytest.MonkeyPatch())  # for good
 leave_undrawn(pytest.MonkeyPatch())
 leave_environment(pytest.MonkeyPatch())
+propose_few(pytest.MonkeyPatch())
 composing.remember_parts(pytest.MonkeyPatch())
 libraries()  # as they are before plugins are imported
 for plugin in installed().values():
     plugin.load()
+load_loops()  # the plugins'
 Recipe.of(compose(["optim=sgd", "tiers=ssd", "+plugin=hotline"]))  # Hydra looks for its plugins, once
 recpipe.report.html.template()
 _commit()  # asks git, once
