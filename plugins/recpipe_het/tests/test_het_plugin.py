@@ -28,6 +28,9 @@ class TestHet(PluginSuite, CostsSuite):
     plugin = "het"
     beside: ClassVar = ("quantize",)  # tests/test_pairs.py has the other pairs
     soak: ClassVar = {
+        "test_resumes_as_if_it_had_never_stopped": "this file resumes, bitwise",
+        "test_leaves_the_process_as_it_was_when_resumed": "hotline's and quantize's suites have it",
+        "test_trains_other_tables_under_adagrad": "hotline's suite, and tests/any_model, have other tables",
         "test_trains_beside_each_other_plugin": "quantize's own tests, under each owner",
         "test_trains_alike_on_several_ranks": "test_het_ranks.py trains on two",
     }
@@ -116,7 +119,10 @@ def test_hits_and_cold_starts_are_counted_as_for_other_caches(tmp_path: Path) ->
     assert not counted(*het)[2], "the cache was full, before the last checkpoint emptied it"
 
 
-@pytest.mark.parametrize("cache", ["lru", pytest.param("lfu", marks=pytest.mark.soak), "lfuopt"])
+# Checkpoints empty caches of all policies alike.
+@pytest.mark.parametrize(
+    "cache", ["lru", *(pytest.param(twin, marks=pytest.mark.soak) for twin in ("lfu", "lfuopt"))]
+)
 def test_resumed_is_bitwise_the_run_that_never_stopped(cache: str, tmp_path: Path) -> None:
     """With checkpoints at the same steps: each one pushes everything and empties the caches."""
     overrides = [
@@ -146,7 +152,7 @@ def test_bound_zero_on_real_rows(criteo: tuple[str, ...], tmp_path: Path) -> Non
     assert mine.report["plugins"]["het"]["rows_pulled"] < mine.report["plugins"]["het"]["version_checks"]
 
 
-@pytest.mark.parametrize("bound", [0, 100])
+@pytest.mark.parametrize("bound", [0, pytest.param(100, marks=pytest.mark.soak)])
 def test_rows_flushed_for_evaluations_are_counted_apart(bound: int, tmp_path: Path) -> None:
     """Rows shipped are those of training, of which bound 0 ships the same whenever it is evaluated."""
     overrides = [*RUN, "+plugin=het", f"plugins.het.bound={bound}", "tiers.resident_bytes=30%"]

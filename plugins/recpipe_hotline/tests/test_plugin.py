@@ -48,6 +48,9 @@ OF_CACHE = {
 class TestHotline(PluginSuite, CostsSuite):
     plugin = "hotline"
     beside: ClassVar = ("quantize",)  # tests/test_pairs.py has the other pairs
+    soak: ClassVar = {
+        "test_trains_alike_on_several_ranks": "tests/distributed/test_torchrun.py trains on three",
+    }
 
     def test_really_trains_micro_batches(self, trained: Any) -> None:
         """Else the other tests would compare a run with itself."""
