@@ -79,7 +79,13 @@ def logits_of(model: torch.nn.Module, batch: Batch) -> torch.Tensor:
 
 
 @pytest.mark.parametrize(
-    "tiers", [(), SSD, ("tiers=ssd", "+plugin=hotline")], ids=["resident", "ssd", "hotline"]
+    "tiers",
+    [
+        # The command line and the call differ before any row is placed.
+        *(pytest.param(twin, marks=pytest.mark.soak) for twin in ((), SSD)),
+        ("tiers=ssd", "+plugin=hotline"),
+    ],
+    ids=["resident", "ssd", "hotline"],
 )
 def test_trains_as_the_command_line_does(made, tmp_path, capsys, tiers) -> None:
     (batch,) = made.batches("eval", 200)

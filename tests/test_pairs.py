@@ -48,7 +48,7 @@ STORED = [
         pair,
         store,
         id=f"{'+'.join(pair)}-{store}",
-        marks=[pytest.mark.soak] if store == "ssd" and "hotline" not in pair else [],
+        marks=[pytest.mark.soak] * (("hotline" in pair) != (store == "ssd")),
     )
     for pair in WORKING
     for store in ("host", "ssd")
@@ -125,7 +125,7 @@ def test_together_they_train_as_plain_tables_would(tmp_path, monkeypatch, traine
     assert _apart(tmp_path) > TOLERANCE, "the check must see another batch"
 
 
-@pytest.mark.slow
+@pytest.mark.soak  # the plugin's own test_plugin.py has it, beside hotline and alone
 @pytest.mark.parametrize("plugins", WORKING, ids="+".join)
 def test_slipstream_that_drops_nothing_changes_nothing(tmp_path, plugins) -> None:
     off = ("plugins.slipstream.drop=0",)

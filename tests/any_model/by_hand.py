@@ -23,7 +23,7 @@ MORE = {
 """The techniques that train in the order of the data."""
 
 
-USUAL = ("resident", "hotline", "sharded_lru")
+USUAL = ("resident", "hotline")
 """Those that a model is trained under by default if another one of its kind is trained under all of them."""
 
 

@@ -102,7 +102,10 @@ def test_all_tables_can_be_frozen_and_not_everything(batches) -> None:
         train(nothing, batches, "rowwise_adagrad")
 
 
-@pytest.mark.parametrize("technique", ["resident", "lru_ssd", "hotline"])
+# Resident tables: tests/checkpoint/test_read_once.py resumes them.
+@pytest.mark.parametrize(
+    "technique", [pytest.param("resident", marks=pytest.mark.soak), "lru_ssd", "hotline"]
+)
 def test_stopping_and_resuming_is_bitwise(batches, tmp_path, technique) -> None:
     words = (*QUIET, *OVERRIDES["rowwise_adagrad"], *TECHNIQUES[technique], "trainer.max_epochs=1")
     saving = (*words, "trainer.checkpoint_every=3", f"trainer.checkpoint_dir={tmp_path / 'saved'}")
@@ -117,7 +120,10 @@ def test_stopping_and_resuming_is_bitwise(batches, tmp_path, technique) -> None:
         assert furthest(left_by(run.model), whole) == 0
 
 
-@pytest.mark.parametrize("technique", ["resident", "lru_ssd", "hotline"])
+# Loops of other models have the rest: test_weighing.py, test_loop.py.
+@pytest.mark.parametrize(
+    "technique", [*(pytest.param(t, marks=pytest.mark.soak) for t in ("resident", "lru_ssd")), "hotline"]
+)
 def test_a_loop_of_ones_own(batches, technique) -> None:
     mine = in_a_loop("two_tower_frozen", batches, technique)
     assert furthest(mine, reference("two_tower_frozen", batches)) < 1e-5

@@ -52,6 +52,8 @@ TWICE = ("rounded", "in 16 bits", "sharded, rounded")
 """Resident rows are read again: their store has fewer bits than they had."""
 ELSEWHERE = ("resident", "no cache", "bagpipe", "fae", "hotline", "slipstream")
 """Resumed with the same bits in tests/training/test_trainer, in quantize's tests, and in the plugins' own."""
+LIKE = ("host", "rounded and frozen", "sharded")
+"""Resumed as "ssd", as "rounded" and "partly frozen", and as "sharded in tiers"."""
 
 
 @pytest.fixture
@@ -87,7 +89,9 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     return found
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    "kind", [pytest.param(kind, marks=[pytest.mark.soak] * (kind in LIKE)) for kind in KINDS]
+)
 def test_a_resumed_run_reads_each_row_once_and_makes_no_first_value(
     tmp_path: Path, kind: str, counted: Counter[str]
 ) -> None:
@@ -130,7 +134,11 @@ def trained(folder: Path, overrides: Sequence[str]) -> dict[str, NDArray[np.floa
 
 @pytest.mark.parametrize(
     "kind",
-    [pytest.param(kind, marks=[pytest.mark.soak] * (kind in ELSEWHERE)) for kind in KINDS if kind != "het"],
+    [
+        pytest.param(kind, marks=[pytest.mark.soak] * (kind in (*ELSEWHERE, *LIKE)))
+        for kind in KINDS
+        if kind != "het"
+    ],
 )
 def test_a_resumed_run_has_the_bits_of_one_that_went_on(tmp_path: Path, kind: str) -> None:
     checkpoint = saved(tmp_path / "run", KINDS[kind])

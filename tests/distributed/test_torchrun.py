@@ -86,7 +86,8 @@ def difference(one: Path, other: Path) -> float:
     ("ranks", "recipe"),
     [
         (2, ("tiers.policy=lru", "tiers.store=ssd")),
-        (
+        # Three ranks: the last batch's test below; row-wise Adagrad on several: tests/any_model.
+        pytest.param(
             3,
             (
                 "tiers.policy=resident",
@@ -95,6 +96,7 @@ def difference(one: Path, other: Path) -> float:
                 "+optim.dense.eps=1e-3",
                 "optim.tables.eps=1e-3",
             ),
+            marks=pytest.mark.soak,
         ),
     ],
     ids=["lru ssd", "resident row-wise"],

@@ -48,8 +48,16 @@ def expected():
     return of
 
 
-@pytest.mark.parametrize("store", ["host", "ssd"])
-@pytest.mark.parametrize("multi", [False, True], ids=["one-hot", "multi-hot"])
+@pytest.mark.parametrize(
+    ("multi", "store"),
+    [
+        pytest.param(False, "host", id="one-hot-host"),
+        # Each store, and both numbers of ids, are held beside it.
+        pytest.param(False, "ssd", id="one-hot-ssd", marks=pytest.mark.soak),
+        pytest.param(True, "host", id="multi-hot-host"),
+        pytest.param(True, "ssd", id="multi-hot-ssd"),
+    ],
+)
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("policy", MAKERS)
 def test_equals_resident_tables(expected, tmp_path, policy, optimizer, multi, store) -> None:

@@ -122,7 +122,12 @@ USERS = {
 
 
 @pytest.mark.parametrize(
-    ("name", "backend"), [("deepfm", "plain"), ("deepfm", "cpu"), ("ids of its own", "auto")]
+    ("name", "backend"),
+    [
+        pytest.param("deepfm", "plain", marks=pytest.mark.soak),  # as the next, of one kind of kernels
+        ("deepfm", "cpu"),
+        ("ids of its own", "auto"),
+    ],
 )
 def test_a_model_of_ones_own_has_phases_and_a_floor(tmp_path: Path, name: str, backend: str) -> None:
     report = run(compose([*SMALL, *USERS[name], f"trainer.backend={backend}"]), tmp_path)

@@ -72,7 +72,7 @@ def start(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
 # -- the launcher ------------------------------------------------------------------------------
 
 
-@pytest.mark.slow
+@pytest.mark.soak  # test_optimising.py launches jobs by torchrun's stand-in, tests/distributed has torchrun
 def test_a_job_of_two_ranks(cli: Cli, tmp_path: Path) -> None:
     """Under torchrun itself, whose ranks train what one process trains."""
     swept = ("data.batch_size=65", SMALL[0], *SMALL[2:], "tiers.policy=lru", "tiers.store=ssd")

@@ -36,8 +36,9 @@ TWINS = [
         if setting.model == "dlrm_dcn" or setting.store == "ssd"
     ),
     ("criteo", Setting(optimizer="rowwise_adagrad")),
+    ("criteo", Setting(optimizer="rowwise_adagrad", model="dlrm_dcn")),
 ]
-"""Of the same setting over the other data, or of the same data over the other store."""
+"""Of the same setting over the other data, or of the same data over the other store or optimizer."""
 WITHOUT: dict[tuple[Any, ...], dict[str, Any]] = {}
 
 

@@ -54,7 +54,7 @@ def test_ranks_are_one_process_and_their_checkpoint_moves(
         np.testing.assert_array_equal(tensors[table], expected)
 
 
-@pytest.mark.slow
+@pytest.mark.soak  # tests/tables/test_tiered_shards.py has them, and tests/any_model by plans of all kinds
 def test_rows_of_shards_lie_in_tiers(tmp_path: Path) -> None:
     """Two ranks are one process; their checkpoint goes on with the same bits, and in one process whole."""
     whole = alone(tmp_path / "one")

@@ -63,7 +63,8 @@ def all_moved(statement: Statement) -> list[Moved]:
     ("technique", "budget"),
     [
         ("lru", FEW),
-        ("lfu", "10%"),
+        # Replayed as lru is.
+        pytest.param("lfu", "10%", marks=pytest.mark.soak),
         ("hotline", "10%"),
         ("bagpipe", "10%"),
         ("fae", "10%"),

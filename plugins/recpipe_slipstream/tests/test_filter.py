@@ -276,7 +276,8 @@ def stale_rows_changed(rig: Rig, steps: int) -> tuple[int, int]:
         pytest.param({}, True, id="alone-True"),
         pytest.param({}, False, id="alone-False", marks=pytest.mark.soak),
         pytest.param({"hotline": HOTLINE}, True, id="hotline-True"),
-        pytest.param({"hotline": HOTLINE}, False, id="hotline-False"),
+        # Hotline without fetching ahead: its own test_tiers.py.
+        pytest.param({"hotline": HOTLINE}, False, id="hotline-False", marks=pytest.mark.soak),
     ],
 )
 def test_a_frozen_row_keeps_its_bits_while_marked(
