@@ -25,6 +25,8 @@ for variable, folder in (("NUMBA_CACHE_DIR", "numba"), ("TORCHINDUCTOR_CACHE_DIR
     os.environ.setdefault(variable, str(Path(__file__).parent / ".pytest_cache" / folder))
 # torch believes the processor, and does not compile a program for each of its instruction sets to see.
 os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")
+# The kernels of a package's program are compiled as ever, and what calls them unoptimized: it takes longer.
+os.environ.setdefault("AOT_INDUCTOR_COMPILE_WRAPPER_OPT_LEVEL", "O0")
 # Several tests run at once, each of which the others disturb; what one has measured serves all.
 os.environ.setdefault("RECPIPE_BUSY", "keep")
 
