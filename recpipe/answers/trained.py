@@ -195,8 +195,7 @@ class Trained:
         columns differ from those trained on."""
         if isinstance(self.cfg.data, StreamConfig):
             raise UserError(
-                "data=stream has no end to score it to: name files, as in data=files data.path=FOLDER "
-                "data.features=FILE"
+                "data=stream has no end to score it to: name files, as in data=files data.path=FOLDER"
             )
         trained_by = self.trained_on.preparation
         data = self.cfg.data.in_order() if isinstance(self.cfg.data, SamplesConfig) else self.cfg.data

@@ -27,6 +27,11 @@ FREE = ("data", "tiers", "trainer", "seed")
 """Sections of the recipe that may differ from training."""
 OF_OUTPUT = ("model.prediction", "model.labels")
 """Keys of the model that say where its output and labels are, and may differ as well."""
+OF_RECORDS = (
+    *("features", "label", "weight", "label_kind", "dense", "sparse"),
+    *("tables", "table_rows", "hash_ids", "dense_transform"),
+)
+"""Keys of the data that say what columns of records are, wherever these come from."""
 ONE_PROCESS = {
     "sharded": False,
     "plan": None,
@@ -122,7 +127,7 @@ def scoring_recipe(trained: TrainedOn, words: Sequence[str]) -> Recipe:
             values["model"][key.partition(".")[2]] = value
 
     same = fresh["data"]["name"] == source
-    base = saved["data"] if same else fresh["data"] | _columns_as_trained(fresh["data"], trained)
+    base = saved["data"] if same else fresh["data"] | _columns_as_trained(fresh["data"], trained, chosen)
     values["data"] = _laid_over(base, fresh, chosen, "data")
     tiers = fresh["tiers"] if "tiers" in chosen else {**fresh["tiers"], **saved["tiers"], **ONE_PROCESS}
     tiers = values["tiers"] = _laid_over(tiers, fresh, chosen, "tiers")
@@ -157,12 +162,18 @@ def _laid_over(
     return made
 
 
-def _columns_as_trained(section: Mapping[str, Any], trained: TrainedOn) -> dict[str, Any]:
-    """The keys of another source's ``section`` that describe columns, as they were in training."""
-    if trained.columns is None:
+def _columns_as_trained(
+    section: Mapping[str, Any], trained: TrainedOn, chosen: Sequence[str]
+) -> dict[str, Any]:
+    """The keys of another source's ``section`` that describe columns, as they were in training; none if the
+    user has ``chosen`` the features, which say all columns."""
+    if trained.columns is None or "data.features" in chosen:
         return {}
+    then = trained.values["data"]
+    if "features" in then and "features" in section:
+        return {key: then[key] for key in OF_RECORDS if key in then}
     known: dict[str, Any] = {
-        "label": trained.values["data"].get("label") or "label",
+        "label": then.get("label") or "label",
         "dense": list(trained.columns.dense),
         "sparse": [name for name, _ in trained.columns.sparse],
         "tables": dict(trained.columns.sparse),

@@ -319,6 +319,10 @@ def test_what_a_stream_does_not_have_is_refused(whole, incoming, tmp_path) -> No
         trained(tmp_path, "epochs", "trainer.max_epochs=2")
     with pytest.raises(UserError, match="data=stream has no end to score it to"):
         _ = open_trained(whole.folder).dataset
+    files = ["data=files", f"data.path={incoming}", f"data.cache_dir={tmp_path}/cache"]
+    for more in ([], [f"data.features={tmp_path}/features.yaml"]):
+        found = open_trained(whole.folder, [*files, *more]).dataset
+        assert found.size("train") + found.size("eval") == FILES * ROWS, "its files can be scored"
     (tmp_path / "features.yaml").write_text(FEATURES.replace("rows: 20", "rows: 20, missing: ['3']"))
     with pytest.raises(UserError, match="the checkpoint was made on other data"):
         trained(tmp_path, "other", f"resume={whole.folder}")
