@@ -17,7 +17,8 @@ import torch
 
 from recpipe.data.config import FilesConfig
 from recpipe.data.make import open_dataset
-from recpipe.data.negatives import SampledDataset
+from recpipe.data.negatives import SampledDataset, Sampler
+from recpipe.data.shuffle import Shuffled
 from recpipe.errors import DataError, UserError
 from recpipe.plugin.batch import Batch, BatchShare
 from tests.data.conftest import mix
@@ -64,9 +65,10 @@ def rows(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, pa.Table]:
     return folder, table
 
 
-def opened(folder: Path, seed: int = 0, **rule: Any) -> SampledDataset:
+def opened(folder: Path, seed: int = 0, extra: dict[str, Any] | None = None, **rule: Any) -> SampledDataset:
     drawn = {"feature": "item", "along": ["word", "tags", "price"], "ratio": 3, **rule}
     given: dict[str, Any] = {"features": FEATURES, "negatives": drawn, "eval_fraction": 0.25}
+    given |= extra or {}
     config = FilesConfig(path=str(folder / "rows.parquet"), cache_dir=str(folder / "cache"), **given)
     dataset = open_dataset(config, seed)
     assert isinstance(dataset, SampledDataset)
@@ -272,3 +274,58 @@ def test_one_item_has_no_negatives(rows: tuple[Path, pa.Table], tmp_path: Path) 
     pq.write_table(table, tmp_path / "rows.parquet")
     with pytest.raises(DataError, match="there are 1 different ids of item to draw"):
         opened(tmp_path)
+
+
+def test_shuffled_samples_are_those_of_their_numbers(rows: tuple[Path, pa.Table]) -> None:
+    """Of each epoch, with their weights; the held-out part stays as it is."""
+    folder, _ = rows
+    plain, mixed = opened(folder), opened(folder)
+    mixed.shuffle(5)
+    for epoch in range(2):
+        whole = parts(next(plain.of_epoch(epoch).batches("train", 4 * TRAIN)))
+        numbers = Shuffled(4 * TRAIN, 5, epoch).between(0, 4 * TRAIN)
+        assert list(chain(*map(parts, mixed.of_epoch(epoch).batches("train", 70)))) == [
+            whole[number] for number in numbers
+        ]
+        share = next(mixed.of_epoch(epoch).batches("train", 70, part=(1, 3)))
+        assert isinstance(share, BatchShare)
+        assert share.whole_weight == (sum(whole[number][2] for number in numbers[:70]),)
+    assert parts(next(mixed.batches("eval", 400))) == parts(next(plain.batches("eval", 400)))
+
+
+def test_the_parts_of_a_split_have_whole_samples_and_ids_of_training_alone(
+    rows: tuple[Path, pa.Table], tmp_path: Path
+) -> None:
+    """By fractions and by users; ids that only held-out samples have are never drawn."""
+    folder, table = rows
+    test = opened(folder, extra={"test_fraction": 0.25})
+    assert test.parts == (4 * 200, 4 * 100, 4 * 100)
+    counts = Counter(table["item"].to_pylist()[:200])
+    drawn = {item for batch in test.batches("train", 800) for n, item in enumerate(items(batch)) if n % 4}
+    assert drawn <= counts.keys()
+    assert set(table["item"].to_pylist()) - counts.keys(), "there are such ids"
+    batch = next(opened(folder, sampling="in_batch", extra={"test_fraction": 0.25}).batches("train", 50))
+    assert batch.log_q is not None
+    wanted = [np.log(counts[item] / 200) for item in items(batch)]
+    np.testing.assert_allclose(batch.log_q.numpy(), wanted, rtol=1e-6)
+    split = {"by": "user", "column": "user", "valid": 0.2, "test": 0.2}
+    by_user = opened(folder, extra={"split": split})
+    assert sum(by_user.parts) == 4 * SIZE
+    users = [set(batch.sparse["user"].values().tolist()) for batch in by_user.batches("train", 10**4)]
+    assert users[0].isdisjoint(next(by_user.batches("test", 10**4)).sparse["user"].values().tolist())
+
+
+def test_counts_are_kept_beside_the_prepared_data(
+    rows: tuple[Path, pa.Table], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And made again if they are damaged."""
+    before = parts(next(opened(rows[0]).batches("train", 100)))
+    made: list[int] = []
+    count = Sampler._counted
+    monkeypatch.setattr(Sampler, "_counted", lambda self, samples: made.append(1) or count(self, samples))
+    assert parts(next(opened(rows[0]).batches("train", 100))) == before
+    assert not made
+    for file in rows[0].glob("cache/data-*/counts-item-*"):
+        file.write_bytes(file.read_bytes()[:-8])
+    assert parts(next(opened(rows[0]).batches("train", 100))) == before
+    assert made == [1]
