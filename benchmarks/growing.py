@@ -4,9 +4,10 @@
 
 ``lookup``: milliseconds of a batch from its keys to its pooled rows, all ids known: hashed and looked up in a
 fixed table, and planned by the map and looked up in a table that grows; interleaved, the median and the
-fastest, and their ratios. ``growing``: milliseconds to plan batches of new ids until the table is full, and
-on, so that each new id takes another's row: the median and the longest. ``bytes_a_row``: of the full map. All
-on one thread, in the processor's time.
+fastest, and their ratios; and the map alone. ``resident``: bytes of the map that are in memory for each row
+of the capacity, when no ids have rows, a tenth of them, half, and all. ``growing``: milliseconds to plan
+batches of new ids until the table is full, and on, so that each new id takes another's row: the median and
+the longest. ``bytes_a_row``: of the full map. All on one thread, in the processor's time.
 """
 
 from __future__ import annotations
@@ -14,6 +15,8 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Callable
+from mmap import PAGESIZE
+from pathlib import Path
 from statistics import median
 from time import thread_time
 from typing import Any
@@ -66,7 +69,11 @@ class Lookups:
 
     def grown(self, keys: NDArray[np.int64]) -> torch.Tensor:
         """Pooled rows of the rows that keys have got."""
-        return self._pooled(self.map.plan(np.ascontiguousarray(keys.T).reshape(-1))[0])
+        return self._pooled(self.plan(keys))
+
+    def plan(self, keys: NDArray[np.int64]) -> NDArray[np.int64]:
+        """The rows that keys have got, by feature."""
+        return self.map.plan(np.ascontiguousarray(keys.T).reshape(-1))[0]
 
     def _pooled(self, rows: NDArray[np.integer]) -> torch.Tensor:
         values = torch.from_numpy(np.ascontiguousarray(rows, np.int64).reshape(-1))
@@ -77,6 +84,23 @@ class Lookups:
 def spread(keys: NDArray[np.int64]) -> NDArray[np.int64]:
     """Keys far apart, as hashes of text are; an odd factor keeps them distinct."""
     return (keys.astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15)).view(np.int64)
+
+
+def resident(rows: int, batch: int) -> dict[str, float]:
+    """Bytes in memory for each row of the capacity, by the share of rows that ids have."""
+    before, own = in_memory(), IdMap(Growth("t"), rows, 1)
+    found, planned = {"0": (in_memory() - before) / rows}, 0
+    for share in (0.1, 0.5, 1.0):
+        while planned < int(share * (rows - 2)):
+            own.plan(spread(np.arange(planned, planned + batch)))
+            planned += batch
+        found[f"{share:g}"] = (in_memory() - before) / rows
+    return found
+
+
+def in_memory() -> int:
+    """Bytes of this process that are in memory now."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * PAGESIZE
 
 
 def growing(rows: int, batch: int, evict: str) -> dict[str, float]:
@@ -97,19 +121,23 @@ def measured(rows: int, dim: int, features: int, batch: int, batches: int) -> di
     """All figures."""
     torch.set_num_threads(1)
     lookups = Lookups(rows, dim, features, batch)
-    times: dict[str, list[float]] = {"fixed": [], "grown": []}
+    times: dict[str, list[float]] = {"fixed": [], "grown": [], "plan": []}
     with torch.no_grad():
         for number in range(batches + 3):
             keys = lookups.keys()
-            for name, way in (("fixed", lookups.fixed), ("grown", lookups.grown)):
-                spent = milliseconds(lambda way=way, keys=keys: way(keys))
+            for name, way in (("fixed", lookups.fixed), ("grown", lookups.grown), ("plan", lookups.plan)):
+                own = lookups.keys() if name == "plan" else keys  # not those that are in the caches
+                spent = milliseconds(lambda way=way, own=own: way(own))
                 if number >= 3:
                     times[name].append(spent)
     lookup = {}
     for name, of in (("median", median), ("fastest", min)):
         fixed, grown = of(times["fixed"]), of(times["grown"])
-        lookup[name] = {"fixed_ms": fixed, "grown_ms": grown, "ratio": grown / fixed}
+        plan = of(times["plan"])
+        lookup[name] = {"fixed_ms": fixed, "grown_ms": grown, "ratio": grown / fixed, "plan_ms": plan}
+    del lookups
     return {
+        "resident": resident(rows, batch),
         "lookup": lookup,
         "growing": {evict: growing(rows, batch, evict) for evict in ("lru", "lfu")},
     }

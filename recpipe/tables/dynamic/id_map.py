@@ -23,8 +23,8 @@ from recpipe.tables.dynamic.policies import Policy, policy_of
 
 Rows = NDArray[np.int64]
 ALL = np.iinfo(np.int64).max
-LOAD = 1.5
-"""Slots of the index for each row: a key is found at the second slot on average."""
+LOAD = 1.75
+"""Slots of the index for each row: of a full table, seven keys in ten are at their first slot."""
 SHARE = 32
 """One row in so many is in the heap of those that go first when that is filled."""
 SAMPLE = 4096
