@@ -56,6 +56,7 @@ class BagPipe(Plugin):
 
     api = (2, 7)
     relies_on = frozenset({Invariant.TABLE_LAYOUT, Invariant.ID_SPACE})
+    takes_rows = True
 
     def __init__(
         self, *, lookahead: int | str, cleanup: int | float, increase: int = 1, decrease: int = 2

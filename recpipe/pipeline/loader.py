@@ -7,6 +7,7 @@ reads batch b + 2 and waits for that. No batch is dropped at the epoch's end.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Generator, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
@@ -79,6 +80,10 @@ class TrainLoader:
         """Keeps some batches' ids."""
         self.growing = growing
         """The tables whose ids get rows as they come."""
+        self._plans: deque[Plan] | None = None
+        """Plans of batches that a plugin is ahead with; None: batches are planned as they are read."""
+        if growing is not None and source.takes_rows is not None:
+            self._plans = deque()
         self._aside = Aside(device)
         by_slots = device.type == "cuda" and bool(self._tiers) and self._tiers == self._bound
         self._asked: Asked | None = {} if by_slots else None
@@ -135,7 +140,8 @@ class TrainLoader:
             skips = self.sample_filter is not None and self.sample_filter.looks_at_batches
             unseen = not (skips or self.splitting or self._tiers or self.growing)
             part = self.ranks.part if unseen and self.source.gives_parts else None
-            with self.source.epoch(first, part, number) as batches, self._reads(batches) as reads:
+            ahead = None if self._plans is None else self._with_rows
+            with self.source.epoch(first, part, number, ahead) as batches, self._reads(batches) as reads:
                 with threads_for(self.device, 1, "recpipe-loader") as worker, ExitStack() as ending:
                     ending.callback(self.source.dataset.interrupt)  # the worker may wait for records
                     ready = (self._linked if self.sends_ahead else self._planned)(worker, reads)
@@ -152,6 +158,8 @@ class TrainLoader:
                 tables.forget()
             if self.growing is not None:
                 self.growing.forget()
+            if self._plans is not None:
+                self._plans.clear()
 
     def _begin(self, batch: InFlight) -> None:
         """The turn of ``batch`` has come."""
@@ -225,6 +233,15 @@ class TrainLoader:
             yield batch
             batch = batch.upcoming
 
+    def _with_rows(self, batch: Batch) -> Batch:
+        """``batch`` with rows in the place of keys, for a plugin that reads ahead, in its thread."""
+        assert self.growing is not None
+        assert self._plans is not None
+        made, plan = self.growing.plan(batch)
+        self._plans.append(plan)
+        planned: Batch = made
+        return planned
+
     def _read(self, batches: Iterator[Batch]) -> InFlight | None:
         """The next batch with its ids; None at the epoch's end. On a GPU on a stream of its own."""
         batch = next(batches, None)
@@ -245,7 +262,9 @@ class TrainLoader:
                     "a plugin's batch transform returned a batch without samples; it must leave one"
                 )
             growth: Plan = []
-            if self.growing is not None:  # before samples are left out: whoever does sees rows
+            if self._plans is not None:
+                growth = self._plans.popleft()
+            elif self.growing is not None:  # before samples are left out: whoever does sees rows
                 batch, growth = self.growing.plan(batch)
             skipped = 0
             if self.sample_filter is not None:

@@ -4,7 +4,7 @@ chains, and the checks that each sample of the data comes once."""
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Generator, Iterator
+from collections.abc import Callable, Generator, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
@@ -49,6 +49,9 @@ class BatchSource:
         self.feed = feed
         self.ordered_by = None if feed.order is None else feed.order.origin.plugin
         """The plugin that orders the samples; None: the data does."""
+        names = [link.origin.plugin for link in feed.stream]
+        self.takes_rows = next((n for n, name in enumerate(names) if name in feed.taking_rows), None)
+        """The number of the first link of the stream chain that takes rows in the place of keys."""
         self.gives_parts = dataset.gives_parts and feed.is_data_itself
         """Whether a rank may read its part of each batch alone."""
         self.exhausted = False
@@ -68,10 +71,15 @@ class BatchSource:
 
     @contextmanager
     def epoch(
-        self, first: int, part: tuple[int, int] | None = None, number: int = 0
+        self,
+        first: int,
+        part: tuple[int, int] | None = None,
+        number: int = 0,
+        with_rows: Callable[[Batch], Batch] | None = None,
     ) -> Iterator[Iterator[Batch]]:
         """In the block, the batches of epoch ``number`` from number ``first`` on, before ``transform``;
-        reading ends with the block. ``part``: the part of each batch, as in ``Dataset.batches``."""
+        reading ends with the block. ``part``: the part of each batch, as in ``Dataset.batches``.
+        ``with_rows``: puts rows in the place of keys for the link ``takes_rows``, and those after it."""
         if self.feed.order is not None:
             batches = self.feed.order.part.batches(first)
             if self._check is not None and not first:
@@ -82,19 +90,24 @@ class BatchSource:
                 batches = read_ahead(batches, self.dataset.read_ahead)
         self._read, self._expected, self.exhausted = 0, len(self) - first, False
         self._counts = [0] * (1 + len(self._links))
-        linked = self._linked(len(self.feed.stream), batches)
+        linked = self._linked(len(self.feed.stream), batches, with_rows)
         try:
             yield linked
         finally:
             linked.close()
 
-    def _linked(self, number: int, batches: Iterator[Batch]) -> Generator[Batch]:
+    def _linked(
+        self, number: int, batches: Iterator[Batch], with_rows: Callable[[Batch], Batch] | None
+    ) -> Generator[Batch]:
         """The data's ``batches`` through the first ``number`` links of the stream chain, counted. When it is
         closed, so is each link's iterator, the last one first."""
         made = batches
         if number:
-            batches = self._linked(number - 1, batches)
-            made = self.feed.stream[number - 1].part(batches)
+            batches = self._linked(number - 1, batches, with_rows)
+            given: Iterator[Batch] = batches
+            if with_rows is not None and number - 1 == self.takes_rows:
+                given = map(with_rows, batches)
+            made = self.feed.stream[number - 1].part(given)
         try:
             for batch in made:
                 if number:

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from recpipe.plugin.skipper import Skipper
     from recpipe.plugin.splitter import Splitter
 
-API = (2, 9)
+API = (2, 10)
 """Version of this file's contract: a plugin's major must equal it, its minor must not exceed it."""
 
 P = TypeVar("P")
@@ -138,6 +138,9 @@ class Plugin(ABC):
     alters: frozenset[Invariant] = frozenset()
     """The invariants that a run with this plugin breaks. A plugin that alters nothing must reproduce the run
     without it."""
+    takes_rows: bool = False
+    """Whether its stream may be given batches in which the ids of tables that grow (``rows: dynamic``) are
+    rows already; it then relies on nothing that such tables alter, and hands on each batch, in order."""
 
     @abstractmethod
     def contribute(self, ctx: Context) -> Contribution:

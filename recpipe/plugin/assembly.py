@@ -212,6 +212,7 @@ def assemble(
             {name for name, altered in altered_by.items() if Invariant.SAMPLE_SET in altered},
             [_blamed(o, blame_stream) for o in chain("stream", [(o, c.stream) for o, c in parts])],
             [_blamed(o, blame) for o in chain("batch", [(o, c.batch) for o, c in parts])],
+            {origin.plugin for origin, plugin, _ in active if plugin.takes_rows},
         ),
         splitter=splitter,
         skipper=skipper,

@@ -38,6 +38,8 @@ class Feed:
     """The plugins that declare that they change which samples an epoch trains (SAMPLE_SET)."""
     stream: Sequence[Owned[StreamWrapper]] = ()
     batch: Sequence[Owned[BatchTransform]] = ()
+    taking_rows: Collection[str] = ()
+    """The plugins whose streams take rows in the place of keys (``Plugin.takes_rows``)."""
 
     @property
     def is_data_itself(self) -> bool:

@@ -239,7 +239,7 @@ def _require_growable(active: Sequence[tuple[Origin, Plugin]], growing: Collecti
     """``PluginConflict`` if a plugin relies on what tables that grow alter."""
     for origin, plugin in active:
         broken = plugin.relies_on & ALTERED_BY_GROWTH
-        if broken:
+        if broken and not plugin.takes_rows:
             what = " and ".join(sorted(invariant.value for invariant in broken))
             raise PluginConflict(
                 f"plugin '{origin.plugin}' relies on this: {what}. The tables of {', '.join(growing)} grow "

@@ -137,7 +137,7 @@ def _tiered(inputs: Inputs, number: int, owner: GroupOwner, place: Place) -> Tab
     if cache is not None:
         if ranks.trains:
             store = cache.make(Cache.store, store)
-        lookups = partial(inputs.bags, group=number)
+        lookups = partial(inputs.bags_of_rows, group=number)
         parts = (tables, slots, store, place.device, prefetch, ranks, lookups, number)
         own = cache.make(Cache.collection, TierParts(*parts, _finds(inputs, number, place.device)))
         if own is not None:

@@ -76,6 +76,13 @@ class Inputs:
             own = self.tables.groups[group].tables
             rows = dict(zip(own.features, own.rows_of_features.tolist(), strict=True))
             ids = spread(ids, self.growing, rows)
+        return self._bags(ids, batch, group)
+
+    def bags_of_rows(self, batch: object, group: int) -> Bags:
+        """``bags`` of a batch in which all ids are rows."""
+        return self._bags(self.ids(batch, group), batch, group)
+
+    def _bags(self, ids: KeyedJaggedTensor | None, batch: object, group: int) -> Bags:
         if ids is None:
             size = batch_size(batch)
             return Bags(np.empty(0, np.int64), np.zeros(size + 1, np.int64), size)

@@ -24,6 +24,7 @@ from recpipe.data.sources.transforms import string_keys
 from recpipe.errors import DataError, UserError
 from recpipe.run import run
 from recpipe.tables.dynamic.saved import map_file
+from recpipe.tables.tiers.tiered import TieredEmbeddingBagCollection
 from tests.resuming import RECIPE as QUIET
 
 FEATURES = [
@@ -86,6 +87,50 @@ def test_a_resumed_run_has_the_same_rows_and_maps(folder: Path, whole: Path) -> 
     assert [file.name for file in files if file.suffix == ".ids"] == ["item.ids", "user.ids"]
     for file in files:
         assert file.read_bytes() == (resumed / "tables" / file.name).read_bytes(), file.name
+
+
+EXACT = {
+    "lru": ("tiers.policy=lru",),
+    "hotline": ("+plugin=hotline", "plugins.hotline.min_micro_batch=1", "plugins.hotline.learn_batches=2"),
+    "bagpipe": ("+plugin=bagpipe", "plugins.bagpipe.lookahead=8", "tiers.store=ssd"),
+}
+
+
+@pytest.mark.parametrize("way", EXACT)
+def test_exact_techniques_stay_exact(folder: Path, whole: Path, way: str) -> None:
+    """The same ids have the same rows, and these the same weights but for the order of float sums."""
+    found = trained(folder, f"exact-{way}", 15, *EXACT[way], "tiers.resident_bytes=50%")
+    assert unlike(found, whole) == []
+
+
+def test_a_technique_that_does_not_begin_rows_anew_is_found_out(
+    folder: Path, whole: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(TieredEmbeddingBagCollection, "renew", lambda *_: None)
+    found = trained(folder, "kept-on", 15, *EXACT["lru"], "tiers.resident_bytes=50%")
+    assert {"user", "item"} <= set(unlike(found, whole))
+
+
+def test_plans_far_ahead_are_not_saved(folder: Path, whole: Path) -> None:
+    """A plugin has planned batches that are not trained when a checkpoint is written and the run ends."""
+    more = (*EXACT["bagpipe"], "tiers.resident_bytes=50%")
+    part = trained(folder, "ahead", 5, *more)
+    assert unlike(trained(folder, "ahead-resumed", 15, f"resume={part}", *more), whole) == []
+
+
+def unlike(one: Path, other: Path) -> list[str]:
+    """The tables in which two checkpoints differ in ids, or in the rows of ids."""
+    differ = []
+    for table in ("user", "item", "shop"):
+        ids = [map_file(each / "tables", table) for each in (one, other)]
+        if table != "shop":
+            assert ids[0].read_bytes() == ids[1].read_bytes(), table
+        used = slice(None) if table == "shop" else slice(2 + len(load_file(ids[0])["records"]))
+        mine, theirs = (load_file(each / "tables" / f"{table}.safetensors") for each in (one, other))
+        close = (np.allclose(values[used], theirs[name][used], 1e-5, 1e-6) for name, values in mine.items())
+        if not all(close):
+            differ.append(table)
+    return differ
 
 
 def test_the_report_counts(folder: Path, whole: Path) -> None:

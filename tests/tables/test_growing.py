@@ -20,6 +20,7 @@ from recpipe.data.schema import Schema
 from recpipe.errors import UserError
 from recpipe.plugin.batch import Batch
 from recpipe.plugin.tables import Growth, SparseFeature
+from recpipe.tables.tiers.tiered import TieredEmbeddingBagCollection
 from tests.any_model.runs import left_by
 from tests.tables.test_id_map import Dictionary
 
@@ -45,6 +46,18 @@ TIERS = {
         "tiers.resident_bytes=40%",
     ),
 }
+
+
+READS_AHEAD = {
+    "bagpipe-ssd": (
+        "+plugin=bagpipe",
+        "tiers.store=ssd",
+        "tiers.resident_bytes=40%",
+        "plugins.bagpipe.lookahead=8",
+    ),
+    "bagpipe-host": ("+plugin=bagpipe", "tiers.store=host", "tiers.resident_bytes=40%"),
+}
+TIERS |= READS_AHEAD
 
 
 class Model(nn.Module):
@@ -200,11 +213,12 @@ def test_trains_like_a_dictionary(batches: list[Batch], optimizer: str, tiers: s
     assert figures["user"]["defaulted"] > 10
 
 
-def test_an_epoch_left_early_leaves_no_trace(batches: list[Batch]) -> None:
+@pytest.mark.parametrize("tiers", ["lru-host", *READS_AHEAD])
+def test_an_epoch_left_early_leaves_no_trace(batches: list[Batch], tiers: str) -> None:
     """The loader is ahead of training; what it has planned for batches that are not trained is undone."""
 
     def trained(parts: Sequence[Sequence[int]]) -> Any:
-        with recpipe.place(Model(), given(batches), *words("sgd", "lru-host")) as placed:
+        with recpipe.place(Model(), given(batches), *words("sgd", tiers)) as placed:
             loader = placed.loader._loader
             for first, stop in parts:
                 loader.first = first
@@ -244,7 +258,15 @@ def test_the_models_table_has_the_capacitys_rows() -> None:
         recpipe.place(model, data, *words("sgd", "resident"))
 
 
-@pytest.mark.parametrize("plugin", ["bagpipe", "slipstream"])
+def test_rows_that_are_not_begun_anew_would_be_found(
+    batches: list[Batch], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(TieredEmbeddingBagCollection, "renew", lambda *_: None)
+    with pytest.raises(AssertionError):
+        test_trains_like_a_dictionary(batches, "sgd", "bagpipe-ssd")
+
+
+@pytest.mark.parametrize("plugin", ["slipstream"])
 def test_a_plugin_that_relies_on_ids_is_refused(plugin: str) -> None:
     with pytest.raises(UserError, match="The tables of item, seen, user grow"):
         recpipe.place(Model(), given(made_batches(2)), f"+plugin={plugin}", *words("sgd", "resident"))
