@@ -298,6 +298,54 @@ def test_padding_stands_at_one_end_of_lists_of_one_length(rows: list[list[int]],
     assert Column("x", pa.array(rows * 20)).padding == padding
 
 
+def test_ids_with_weights_are_read_as_such_or_told(tmp_path: Path) -> None:
+    """Pairs are told by their ids, which come again where no pair does."""
+    rng = np.random.default_rng(8)
+    sizes = rng.integers(1, 6, N)
+    ids = [rng.choice(80, size, replace=False).tolist() for size in sizes]
+    weights = [rng.normal(size=size).round(6).tolist() for size in sizes]
+    pairs = [[f"t{i}:{w}" for i, w in zip(a, b, strict=True)] for a, b in zip(ids, weights, strict=True)]
+    columns = {
+        "topics": ["|".join(row) for row in pairs],
+        "plain": [
+            "|".join(f"{i}:{max(w, 0):.1e}" for i, w in zip(a, b, strict=True))
+            for a, b in zip(ids, weights, strict=True)
+        ],
+        "tags": ids,
+        "shares": weights,
+        "others": [[*row, 0.5] for row in weights],
+        "times": [
+            f"{h}:{m:02d}|{h}:30" for h, m in zip(rng.integers(0, 24, N), rng.integers(0, 60, N), strict=True)
+        ],
+    }
+    found = proposed(tmp_path, columns)
+    told = {"kind": "weighted_multi_hot", "separator": "|", "weight_separator": ":", "ids": "vocabulary"}
+    assert entry(found, "topics") == {"name": "topics", "type": "text", **told}
+    assert entry(found, "plain") == {"name": "plain", "type": "integer", **told}
+    assert entry(found, "tags")["kind"] == "multi_hot", "what a list beside it means, is not known"
+    (line,) = [line for line in found.suspicions if "as many numbers" in line]
+    assert line.startswith("tags: shares has as many numbers as it has ids: if they are weights, say kind: ")
+    assert any(
+        line.startswith("topics, plain, times: has a number after the ':'") for line in found.suspicions
+    )
+    features = found.content() | {"labels": ["click"]}
+    file = str(tmp_path / "file.parquet")
+    (batch,) = open_dataset(
+        {
+            "name": "files",
+            "path": file,
+            "features": features,
+            "eval_fraction": 0.0,
+            "cache_dir": str(tmp_path),
+        },
+        0,
+    ).batches("train", N)
+    own = batch.sparse["topics"]
+    assert own.weights().tolist() == np.float32([w for row in weights for w in row]).tolist()
+    topics = next(choice.column for choice in found.choices if choice.column.name == "topics")
+    assert topics.counted.distinct == len({i for row in ids for i in row})
+
+
 def test_distinct_values_beyond_the_sample_are_estimated() -> None:
     """Sampled without replacement from 20,000 rows of 300 frequent ids and of ids that come once."""
     frequent = RNG.integers(0, 300, 10_000)

@@ -11,6 +11,7 @@ import pyarrow.compute as pc
 from numpy.typing import NDArray
 
 from recpipe.data.expressions import Expression
+from recpipe.data.features import WEIGHTED
 from recpipe.data.proposal.column import Column
 from recpipe.data.proposal.leaks import alone, leak
 from recpipe.data.proposal.names import LABELS
@@ -18,7 +19,7 @@ from recpipe.data.proposal.reading import Read, Unread, percent, read
 from recpipe.data.values import is_text
 from recpipe.errors import DataError, UserError, nearest_or_all, shown
 
-LISTS = ("multi_hot", "sequence")
+LISTS = ("multi_hot", WEIGHTED, "sequence")
 
 
 @dataclass(frozen=True)
@@ -57,7 +58,28 @@ def choose(columns: Sequence[Column], labels: Mapping[str, Expression | None]) -
         else:
             suspicions = (found.reason,) if found.told else ()
             made.append(Choice(column, "unread", {"name": column.name}, found.reason, suspicions, best))
-    return _sharing(made)
+    return _sharing(_weighing(made))
+
+
+def _weighing(choices: Sequence[Choice]) -> list[Choice]:
+    """Lists beside which another column has as many numbers are suspected to have weights."""
+    numbers = {own.column.name: own.column.lengths_of_numbers for own in choices if own.role == "unread"}
+    made = []
+    for choice in choices:
+        own = choice.column.offered if choice.role == "feature" and not choice.column.weighted else None
+        alike = [
+            name
+            for name, lengths in numbers.items()
+            if own is not None and lengths is not None and np.array_equal(own, lengths)
+        ]
+        if alike:
+            told = (
+                f"{shown(alike[0])} has as many numbers as it has ids: if they are weights, say kind: "
+                f"{WEIGHTED}, weights: {shown(alike[0])}"
+            )
+            choice = replace(choice, suspicions=(*choice.suspicions, told))
+        made.append(choice)
+    return made
 
 
 def require_name(columns: Sequence[Column], key: str, name: str) -> None:
@@ -162,8 +184,6 @@ def _left_out(
         )
     if column.brackets:
         return Unread("text of lists in brackets: write it as a list, or with a separator", told=True)
-    if column.weighted:
-        return Unread("pairs of an id and a weight: write the ids alone, or as a list", told=True)
     return None
 
 

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from recpipe.data.columns import Int64, offsets_of
 from recpipe.data.features import Feature
 from recpipe.data.proposal.names import is_ordered
-from recpipe.data.values import NUMBER, WHOLE, Bools, is_list, is_number, is_text, plain, read_numbers
+from recpipe.data.values import NUMBER, WHOLE, Bools, is_list, is_number, is_text, parted, plain, read_numbers
 
 Content = Literal["nothing", "bool", "whole", "number", "text", "time", "date", "list", "vector", "other"]
 """``whole``: whole numbers, also as text or as doubles. ``date``: text whose day and month could be
@@ -33,7 +33,9 @@ PADS = ("0", "-1", "<pad>", "<PAD>", "[PAD]", "PAD", "pad", "")
 ISO = r"^\d{4}-\d{2}-\d{2}([T ]\d{2}:\d{2}(:\d{2})?(\.\d+)?( ?(Z|UTC|[+-]\d{2}:?\d{2}))?)?$"
 SWAPPED = r"^\d{1,2}[/.-]\d{1,2}[/.-](\d{4}|\d{2})( .*)?$"
 ZEROS = r"^[+-]?0[0-9]+$"
-PAIR = r"^[^:]+:[+-]?[0-9.]+$"
+OF_PAIRS = ":"
+"""Between an id and its weight."""
+PAIR = r"^.+:[+-]?([0-9]+(\.[0-9]*)?|\.[0-9]+)([eE][+-]?[0-9]+)?$"
 
 
 @dataclass(frozen=True)
@@ -220,6 +222,8 @@ class Column:
                 continue
             pieces = pc.split_pattern(words, mark).flatten()
             given = pieces.filter(pc.not_equal(pieces, ""))
+            if _are_pairs(given):  # whose ids come again, whatever they weigh
+                given = _ids_of(given)
             if mark in ", " and not pc.all(pc.match_substring_regex(given, WHOLE)).as_py():
                 continue  # a comma or a space in prose
             if len(pc.unique(given)) < 0.7 * len(given):
@@ -228,7 +232,15 @@ class Column:
 
     @cached_property
     def lists(self) -> tuple[pa.Array, Int64] | None:
-        """Of a column of lists: all elements, and the offsets of each row's; else None."""
+        """Of a column of lists: all elements, without their weights, and the offsets of each row's; else
+        None."""
+        if self._elements is None or not self.weighted:
+            return self._elements
+        return _ids_of(self._elements[0]), self._elements[1]
+
+    @cached_property
+    def _elements(self) -> tuple[pa.Array, Int64] | None:
+        """The same, with their weights."""
         if self.content == "list":
             lengths = np.asarray(pc.fill_null(pc.list_value_length(self.values), 0)).astype(np.int64)
             return plain(self.values.flatten()), offsets_of(lengths)
@@ -291,6 +303,19 @@ class Column:
         gone = np.concatenate(([0], np.cumsum(self.filled)))
         return np.diff(offsets) - np.diff(gone[offsets])
 
+    @property
+    def offered(self) -> Int64 | None:
+        """Elements of each row's list, padding among them, int64 [n]; None if it has no lists."""
+        return None if self._elements is None else np.diff(self._elements[1])
+
+    @cached_property
+    def lengths_of_numbers(self) -> Int64 | None:
+        """How many numbers each row's list has that are no ids, int64 [n]; None if it has no such lists."""
+        if self.content != "other" or not is_list(self.type) or not is_number(self.type.value_type):
+            return None
+        lengths = pc.fill_null(pc.list_value_length(self.values), 0)
+        return np.asarray(lengths).astype(np.int64)
+
     @cached_property
     def ordered(self) -> bool:
         """Whether its lists are in an order that says something, by its name or by ids that come twice."""
@@ -305,10 +330,10 @@ class Column:
     @cached_property
     def weighted(self) -> bool:
         """Whether the elements of its text are pairs of an id and a weight, ``a:0.5``."""
-        if self.lists is None or not is_text(self.lists[0].type):
+        if self._elements is None or not is_text(self._elements[0].type):
             return False
-        given = self.lists[0].filter(pc.not_equal(self.lists[0], ""))
-        return bool(len(given)) and bool(pc.all(pc.match_substring_regex(given, PAIR)).as_py())
+        given = self._elements[0].filter(pc.not_equal(self._elements[0], ""))
+        return _are_pairs(given)
 
     @cached_property
     def whole_elements(self) -> bool:
@@ -319,6 +344,16 @@ class Column:
             return True
         words = pc.unique(elements.filter(pc.not_equal(elements, "")).cast(pa.large_string()))
         return bool(len(words)) and bool(pc.all(pc.match_substring_regex(words, WHOLE)).as_py())
+
+
+def _are_pairs(words: pa.Array) -> bool:
+    """Whether all of some text is pairs of an id and a number."""
+    return bool(len(words)) and bool(pc.all(pc.match_substring_regex(words, PAIR)).as_py())
+
+
+def _ids_of(pairs: pa.Array) -> pa.Array:
+    """The ids of pairs, and other text as it is."""
+    return pc.list_element(parted(pairs, OF_PAIRS), 0)
 
 
 def _as_text(values: pa.Array) -> pa.Array:

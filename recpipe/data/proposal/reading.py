@@ -12,8 +12,8 @@ import numpy as np
 import pyarrow.compute as pc
 from numpy.typing import NDArray
 
-from recpipe.data.features import Feature
-from recpipe.data.proposal.column import Column
+from recpipe.data.features import WEIGHTED, Feature
+from recpipe.data.proposal.column import OF_PAIRS, Column
 from recpipe.data.proposal.names import PEOPLE_AND_THINGS, TIMES, kind_by_name, words_of
 from recpipe.data.timestamps import MICROSECONDS_OF_A_DAY, read_times
 from recpipe.errors import shown
@@ -207,6 +207,7 @@ def _as_id(column: Column, why: str) -> Read:
 
 def _as_lists(column: Column) -> Read:
     kind = "sequence" if column.ordered or column.padding is not None else "multi_hot"
+    kind = WEIGHTED if column.weighted else kind
     keys: dict[str, Any] = {"kind": kind}
     suspicions = []
     longest = int(column.lengths.max(initial=0))
@@ -221,6 +222,9 @@ def _as_lists(column: Column) -> Read:
             f"is read as lists, split at '{shows}' ('{example}'); kind: id keeps each text whole"
         )
         reason = f"text of {reason}"
+    if column.weighted:
+        keys["weight_separator"] = OF_PAIRS
+        suspicions.append(f"has a number after the '{OF_PAIRS}' of each id: it is read as the id's weight")
     if column.padding is not None:
         keys["padding"] = [column.padding]
         suspicions.append(
