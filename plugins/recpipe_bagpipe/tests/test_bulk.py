@@ -68,7 +68,7 @@ class Gated(HostStore):
 
 
 @pytest.mark.parametrize("kind", ["host", "ssd"])
-@pytest.mark.parametrize("write_rows", [1, 7, 40, 1000])
+@pytest.mark.parametrize("write_rows", [1, pytest.param(7, marks=pytest.mark.soak), 40, 1000])  # 7 as 40
 def test_random_calls_equal_a_plain_array(kind: str, write_rows: int, tmp_path: Path) -> None:
     random = np.random.default_rng(write_rows)
     store = BulkStore(make(kind, tmp_path), write_rows)
