@@ -25,12 +25,12 @@ def test_all_samples_and_some(answers: Answers, tmp_path: Path) -> None:
     for batch in trained.dataset.batches("train", 128):
         for feature, table in PARTS:
             np.add.at(counts[table], batch.sparse[feature].values().numpy(), 1)
-    found, read = lookups_in(trained, TABLES, PARTS, 0)
+    found, read = lookups_in(trained, TABLES, PARTS, 0, {})
     assert read == trained.dataset.size("train")
     for table, (rows, times) in found.items():
         assert np.array_equal(np.flatnonzero(counts[table]), rows)
         assert np.array_equal(counts[table][rows], times)
-    some, few = lookups_in(trained, TABLES, PARTS, 300)
+    some, few = lookups_in(trained, TABLES, PARTS, 300, {})
     assert few in (3 * 128, 2 * 128 + trained.dataset.size("train") % 128)
     assert all((some[t][1].sum() < found[t][1].sum()) and set(some[t][0]) <= set(found[t][0]) for t in TABLES)
     assert read_lookups(tmp_path) == {}
@@ -44,9 +44,9 @@ def test_counts_that_may_not_fit_are_kept_in_a_wider_type(
     answers: Answers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     trained = open_trained(answers.folder)
-    narrow, read = lookups_in(trained, TABLES, PARTS, 0)
+    narrow, read = lookups_in(trained, TABLES, PARTS, 0, {})
     monkeypatch.setattr(reference, "_LARGEST", 500)  # reached in the first batches
-    wide, again = lookups_in(trained, TABLES, PARTS, 0)
+    wide, again = lookups_in(trained, TABLES, PARTS, 0, {})
     assert read == again
     for table in TABLES:
         for a, b in zip(narrow[table], wide[table], strict=True):

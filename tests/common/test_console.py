@@ -234,6 +234,15 @@ def test_time_left_counts_from_where_the_work_began(capsys, monkeypatch, caplog)
     assert caplog.messages == ["a tenth in a minute  0:04:00 left"]
 
 
+class HundredBatches:
+    """A loader of data that end."""
+
+    source = SimpleNamespace(dataset=SimpleNamespace(endless=False))
+
+    def __len__(self) -> int:
+        return 100
+
+
 def test_after_an_evaluation_a_line_covers_all_the_time_between_lines(monkeypatch, caplog) -> None:
     now = [100.0]
     monkeypatch.setattr(meters, "LINE_SECONDS", 10.0)
@@ -241,7 +250,7 @@ def test_after_an_evaluation_a_line_covers_all_the_time_between_lines(monkeypatc
         monkeypatch.setattr(module, "perf_counter", lambda: now[0])
     trainer: Any = SimpleNamespace(global_step=1, current_epoch=0)
     batch: Any = SimpleNamespace(consumed=64)
-    shows = progress.Progress(100, cast(Any, range(100)))
+    shows = progress.Progress(100, cast(Any, HundredBatches()))
 
     def step() -> None:
         now[0] += 6
