@@ -105,7 +105,9 @@ def build_tables(inputs: Inputs, owners: Sequence[GroupOwner], place: Place) -> 
             tbes = tbe_count(place.config, group.tables, place.ids_per_bag, place.device)
             padded = group.path in place.padded
             made.append(ResidentCollection(group.tables, place.device, tbes, padded))
-    return GroupedCollection(inputs.tables, made, GrowingTables.of(inputs.growing, inputs.tables, made))
+    # A rank that only holds rows replaces those that trainers send it, and looks no ids up.
+    growing = GrowingTables.of(inputs.growing, inputs.tables, made) if ranks.trains else None
+    return GroupedCollection(inputs.tables, made, growing)
 
 
 def tbe_count(

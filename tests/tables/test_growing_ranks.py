@@ -24,6 +24,7 @@ pytestmark = pytest.mark.soak
 
 SHARDED = "tiers.sharded=true"
 WAYS = {
+    "held": ("tiers.policy=lru", "tiers.resident_bytes=50%", "topology.embedding_ranks=[1]"),
     "replicas": ("tiers.policy=resident",),
     "tiers": ("tiers.policy=lru", "tiers.store=host", "tiers.resident_bytes=50%"),
     "shards": ("tiers.policy=resident", SHARDED),
