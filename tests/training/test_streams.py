@@ -168,6 +168,26 @@ def test_resumed_behind_an_earlier_checkpoint_is_never_stopped(whole, incoming, 
     assert identical(trained(tmp_path, "rest", f"resume={checkpoint}"), whole.parameters)
 
 
+@pytest.mark.soak
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("data.read_ahead=3",),
+        ("tiers.policy=lru", "tiers.resident_bytes=2KiB"),
+        ("tiers.policy=lfu", "tiers.store=ssd", "tiers.resident_bytes=2KiB", "data.read_ahead=3"),
+        ("trainer.accumulate_grad_batches=2",),
+    ],
+    ids=["read_ahead", "lru", "lfu_ssd", "accumulated"],
+)
+def test_resumed_is_never_stopped_whatever_reads_ahead(incoming, tmp_path, words) -> None:
+    every = "trainer.checkpoint_every=2"
+    unbroken = trained(tmp_path, "unbroken", *words, every)
+    half = trained(tmp_path, "half", *words, every, "data.end=wait", "trainer.max_steps=5")
+    assert not identical(half, unbroken)
+    checkpoint = tmp_path / "half" / "checkpoints" / "step-00000004.ckpt"
+    assert identical(trained(tmp_path, "rest", *words, every, f"resume={checkpoint}"), unbroken)
+
+
 def test_a_resumed_run_knows_how_frequent_ids_were(whole, incoming, tmp_path) -> None:
     """What was read ahead of the checkpoint is not counted twice."""
     drawn = "data.negatives={feature: shop, sampling: in_batch}"
@@ -240,9 +260,11 @@ def test_a_signal_ends_the_wait_for_records(whole, incoming, tmp_path) -> None:
     assert identical(rest, whole.parameters)
 
 
-def test_training_ends_although_the_loader_waits(incoming, tmp_path) -> None:
+@pytest.mark.parametrize("ahead", [0, 2])
+def test_training_ends_although_the_loader_waits(incoming, tmp_path, ahead) -> None:
     """It reads ahead, for a batch that never comes."""
-    trained(tmp_path, "ends", "data.end=wait", f"trainer.max_steps={STEPS}")
+    more = (f"trainer.max_steps={STEPS}", f"data.read_ahead={ahead}")
+    trained(tmp_path, "ends", "data.end=wait", *more)
     assert report(tmp_path / "ends")["data"]["train_samples"] == STEPS * BATCH
 
 
