@@ -24,7 +24,13 @@ from recpipe.errors import UserError, did_you_mean, nearest_or_all, shown
 T = TypeVar("T")
 NAME_MAX, PATH_MAX = 255, 4096 - 256
 """Most bytes of a file's name and of a path, leaving room for the names that a run adds."""
-_NAMES = {"string": "str", "int_from_float": "int", "dict": "a mapping", "dataclass": "a mapping"}
+_NAMES = {
+    "string": "str",
+    "int_from_float": "int",
+    "tuple": "a list",
+    "dict": "a mapping",
+    "dataclass": "a mapping",
+}
 
 
 def _spelled(value: Any) -> Any:

@@ -124,6 +124,14 @@ class NpyConfig(CriteoConfig):
     hash_ids: bool = False
 
 
+def _mark(value: str) -> str:
+    """A character that separates or quotes; a tab may be written as a shell hands it on."""
+    value = "\t" if value == "\\t" else value
+    if len(value) > 1 or not value.isascii() or value in ("\0", "\n", "\r"):
+        raise ValueError("must be one character of ASCII, as ';' is, or \\t")
+    return value
+
+
 @dataclasses.dataclass
 class RecordsConfig(DataConfig):
     """Records of any schema, in files of any format. ``features``: a yaml file of the features, or its
@@ -139,10 +147,10 @@ class RecordsConfig(DataConfig):
     """
 
     format: Annotated[str, one_of("parquet", "csv", "json", "arrow")] | None = None
-    separator: Annotated[str, MinLen(1)] | None = None
+    separator: Annotated[str, MinLen(1), AfterValidator(_mark)] | None = None
     header: bool | None = None
     columns: list[Text] = dataclasses.field(default_factory=list)
-    quote: str | None = '"'
+    quote: Annotated[str, AfterValidator(_mark)] | None = '"'
     encoding: str = "utf-8"
     features: FilePath | dict[str, Any] | None = None
     label: Text | list[Text] | dict[Text, Text] | None = None
@@ -222,6 +230,11 @@ class RecordsConfig(DataConfig):
             found = read_features(Path(self.features).expanduser())
         else:
             found = parse_features(self.features)
+        if not found.sparse:
+            raise UserError(
+                "data.features: none has ids, and a model needs one: add one of kind id, or edges or buckets "
+                "to a number"
+            )
         names, stated = [label.name for label in found.labels], self.label_kind
         of = dict.fromkeys(names, stated) if isinstance(stated, str) else stated or {}
         for name in of:

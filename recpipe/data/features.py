@@ -16,6 +16,7 @@ from zoneinfo import ZoneInfo
 
 import yaml
 from annotated_types import Interval, MinLen
+from pydantic import AfterValidator
 
 from recpipe.common.validation import Count, Dimension, Positive, Text, fitted, mapping, one_of, typed
 from recpipe.data.expressions import Expression, parse_expression
@@ -23,6 +24,15 @@ from recpipe.data.schema import LABEL_KINDS, LabelColumn, Schema
 from recpipe.errors import DataError, UserError, nearest_or_all, shown
 from recpipe.plugin.offers import EVICTION, offered
 from recpipe.plugin.tables import EVICTIONS, Growth, SparseFeature
+
+DYNAMIC = "dynamic"
+
+
+def _growing(value: str) -> str:
+    if value != DYNAMIC:
+        raise ValueError(f"is neither a whole number, as 100000 is, nor {DYNAMIC}")
+    return value
+
 
 Capacity = Annotated[int, Interval(ge=4, le=2**31 - 1)]
 """Number of rows of a table that grows, those of missing and unknown ids among them."""
@@ -35,7 +45,6 @@ KINDS = ("dense", "vector", "timestamp", "id", "multi_hot", WEIGHTED, "sequence"
 SCALES = ("none", "log", "log1p", "standard")
 HEX = "hexadecimal"
 IDS = ("hash", "modulo", "rows", "vocabulary")
-DYNAMIC = "dynamic"
 GROWTH = ("capacity", "admit_after", "admit_by", "admit_probability", "evict", "max_age")
 """What is said beside ``rows: dynamic``."""
 OF_IDS = ("ids", "min_count", "rows", "table", "dim", *GROWTH)
@@ -53,6 +62,7 @@ OF_KIND = {
 PARTS = {"age": None, "hour": 25, "weekday": 8}
 """What a time becomes, and the rows of its table: one for missing times, then hours and weekdays, from Monday
 on."""
+Parts = tuple[Annotated[str, one_of(*PARTS)], ...]
 UNITS = {"s": 1e6, "ms": 1e3, "us": 1.0, "ns": 1e-3}
 """Microseconds of each unit of numbers that are times."""
 
@@ -100,7 +110,7 @@ class Feature:
     scale: Annotated[str, one_of(*SCALES)] = "none"
     default: float | Text | None = None
     size: Annotated[int, Interval(ge=1, le=2**16)] | None = None
-    parts: tuple[Annotated[str, one_of(*PARTS)], ...] = ()
+    parts: Parts = ()
     unit: Annotated[str, one_of(*UNITS)] | None = None
     format: Text | None = None
     zone: Text = "UTC"
@@ -110,7 +120,7 @@ class Feature:
     buckets: Annotated[int, Interval(ge=2, le=2**16)] | None = None
     ids: Annotated[str, one_of(*IDS)] = "hash"
     min_count: Positive = 1
-    rows: Rows | Annotated[str, one_of(DYNAMIC)] | None = None
+    rows: Rows | Annotated[str, AfterValidator(_growing)] | None = None
     table: Text | None = None
     dim: Dimension | None = None
     weights: Text | None = None
@@ -468,24 +478,34 @@ def short_form(
 def parse_features(values: object, where: str = "data.features") -> Features:
     """The features of a mapping ``{labels: [...], features: [...]}`` as yaml has it; ``UserError`` names
     what is wrong."""
-    section = mapping(values, where)
-    for key in section:
+    if not isinstance(values, Mapping):
+        raise UserError(f"{where}: must have two lists, labels: [click] and features: [{{name: user}}]")
+    for key in values:
         if key not in ("labels", "features", "unread", "weight"):
             raise UserError(f"{where}: no key '{shown(key)}'; it has labels, weight, features and unread")
     listed = [
         feature
-        for n, each in enumerate(section["features"])
-        for feature in _features_of(each, f"{where}.features[{n}]")
+        for place, each in _entries(values, "features", where)
+        for feature in _features_of(each, place)
     ]
-    labels = [_label(each, f"{where}.labels[{n}]") for n, each in enumerate(section["labels"])]
+    labels = [_label(each, place) for place, each in _entries(values, "labels", where)]
     _require_policies(listed)
     return Features(
         tuple(labels),
         tuple(feature for feature in listed if feature.is_number),
         tuple(feature for feature in listed if not feature.is_number),
-        tuple(map(str, section.get("unread", ()))),
-        fitted(Text | None, section.get("weight"), f"{where}.weight"),
+        tuple(str(each) for _, each in _entries({"unread": (), **values}, "unread", where)),
+        fitted(Text | None, values.get("weight"), f"{where}.weight"),
     )
+
+
+def _entries(section: Mapping[str, Any], key: str, where: str) -> list[tuple[str, Any]]:
+    """What the list ``key`` of ``section`` holds, with the place of each; ``UserError`` if it is no list."""
+    found = section.get(key)
+    if not isinstance(found, (list, tuple)):
+        example = {"labels": "[click]", "features": "[{name: user}]"}.get(key, "[column]")
+        raise UserError(f"{where}: {key} must be a list, as in {key}: {example}")
+    return [(f"{where}.{key}[{n}]", each) for n, each in enumerate(found)]
 
 
 def _require_policies(features: Iterable[Feature]) -> None:
@@ -502,6 +522,8 @@ def _require_policies(features: Iterable[Feature]) -> None:
 def _features_of(value: object, where: str) -> list[Feature]:
     """What one entry describes: of a timestamp each of its parts."""
     entry = {"parts" if key == "as" else key: own for key, own in mapping(value, where).items()}
+    if "parts" in entry:  # so that a fault names the key that was written
+        fitted(Parts, entry["parts"], f"{where}.as")
     feature = typed(Feature, entry, where)
     if feature.kind != "timestamp":
         return [feature]
@@ -526,10 +548,25 @@ def _label(value: object, where: str) -> Label:
     return Label(value) if isinstance(value, str) else typed(Label, value, where)
 
 
+class _Loader(yaml.SafeLoader):  # type: ignore[misc]  # yaml has no types
+    """Refuses a key that is written twice, of which yaml would take the last."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        """The mapping of ``node``."""
+        names = [key.value for key, _ in node.value]
+        for key, _ in node.value:
+            if names.count(key.value) > 1:
+                raise yaml.MarkedYAMLError(
+                    problem=f"'{key.value}' is stated twice", problem_mark=key.start_mark
+                )
+        found: dict[Any, Any] = super().construct_mapping(node, deep)
+        return found
+
+
 def read_content(file: Path) -> Any:
     """What a yaml file of features says, plain values; ``UserError`` for one that is not yaml."""
     try:
-        return yaml.safe_load(file.read_text(encoding="utf-8"))
+        return yaml.load(file.read_text(encoding="utf-8"), _Loader)
     except (OSError, UnicodeDecodeError) as fault:
         raise UserError(f"data.features={file}: cannot be read ({fault})") from fault
     except yaml.YAMLError as fault:

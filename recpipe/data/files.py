@@ -144,7 +144,8 @@ class RowChecks:
             return
         index = int(np.argmin(valid))
         if self._worst is None or index < self._worst[0]:
-            self._worst = (index, f"column {shown(column)}: {shown(value_of(index))} {remedy}")
+            value = shown(value_of(index)) or "''"
+            self._worst = (index, f"column {shown(column)}: {value} {remedy}")
 
     def require_finite(
         self, values: NDArray[np.floating], column: str, value_of: Callable[[int], object]

@@ -15,6 +15,15 @@ if TYPE_CHECKING:
     from recpipe.data.records import InputFile
 
 PACKED = {".gz": "gzip", ".zst": "zstd", ".bz2": "bz2"}
+NO_TEXT = {
+    b"PK\x03\x04": "a zip archive, as .xlsx files are: unpack it, or save its sheet as CSV",
+    b"\x1f\x8b": "packed by gzip: name it .gz",
+    b"\x28\xb5\x2f\xfd": "packed by zstd: name it .zst",
+    b"BZh91AY&SY": "packed by bzip2: name it .bz2",
+    b"PAR1": "Parquet: pass data.format=parquet",
+    b"ARROW1": "Arrow: pass data.format=arrow",
+}
+"""How files begin that are no text, whatever their names say."""
 BLOCK_BYTES = 16 << 20
 """Of text, parsed at a time."""
 READ_FAULTS = (pa.ArrowException, OSError, ValueError, OverflowError, MemoryError)
@@ -93,7 +102,11 @@ def _decoder(file: InputFile) -> Callable[[bytes, bool], bytes]:
 
 
 def _without_mark(file: InputFile, data: bytes) -> bytes:
-    """The beginning of a text without its byte order mark; ``DataError`` for that of UTF-16."""
+    """The beginning of a text without its byte order mark; ``DataError`` for that of UTF-16, and of what is
+    no text."""
+    for mark, what in NO_TEXT.items():
+        if data.startswith(mark):
+            raise DataError(f"{file}: is {what}")
     if data.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
         raise DataError(f"{file}: begins as text in UTF-16 does; pass data.encoding=utf-16")
     return data.removeprefix(codecs.BOM_UTF8)

@@ -312,7 +312,7 @@ def refusal(kind: pa.DataType, feature: Feature) -> str | None:
         if lists:
             return "a dense feature is one number; a list of them is of kind: vector"
         fits = is_number(kind) or pa.types.is_boolean(kind) or is_text(kind)
-        return None if fits else f"a label or dense column must be numeric or bool{_cast(kind)}"
+        return None if fits else f"a label or dense column must be numeric or bool{cast_of(kind)}"
     if lists and not feature.is_bag:
         return "several ids a sample are of kind: multi_hot or sequence"
     if not lists and feature.is_bag and not is_text(kind):
@@ -331,7 +331,7 @@ def refusal(kind: pa.DataType, feature: Feature) -> str | None:
         return "text needs data.hash_ids=true"
     if is_text(element) or is_number(element) or pa.types.is_boolean(element) or pa.types.is_null(element):
         return None
-    return f"sparse ids are integers, strings or lists of them{_cast(element)}"
+    return f"sparse ids are integers, strings or lists of them{cast_of(element)}"
 
 
 def _no_time(kind: pa.DataType, feature: Feature) -> str | None:
@@ -346,10 +346,15 @@ def _no_time(kind: pa.DataType, feature: Feature) -> str | None:
     return "a timestamp is a date, a timestamp, a number or text"
 
 
-def _cast(kind: pa.DataType) -> str:
-    if pa.types.is_timestamp(kind) or pa.types.is_date(kind) or pa.types.is_time(kind):
+def cast_of(kind: pa.DataType) -> str:
+    """What makes of a column of type ``kind`` something that a feature can be."""
+    if pa.types.is_timestamp(kind) or pa.types.is_date(kind):
         return "; it is of kind: timestamp, or cast it to int64, or to text"
-    return ""
+    if pa.types.is_time(kind) or pa.types.is_duration(kind):
+        return "; cast it to int64, or to text"
+    if pa.types.is_struct(kind):
+        return "; write its parts as columns of their own"
+    return "; write its ids as a list" if pa.types.is_map(kind) or is_list(kind) else ""
 
 
 def plain_type(kind: pa.DataType) -> pa.DataType:

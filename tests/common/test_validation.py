@@ -59,7 +59,7 @@ def test_what_does_not_fit_is_named(values: Any, message: str) -> None:
     [
         (int | list[int], [1, "x"], "k[1]=x: must be int, not str"),
         (dict[str, int], {"C1": "x"}, "k.C1=x: must be int, not str"),
-        (tuple[str, ...], "abc", "k=abc: must be tuple, not str"),
+        (tuple[str, ...], "abc", "k=abc: must be a list, not str"),
         (Literal["a", "b"], "c", "k=c: must be 'a' or 'b'"),
         (Annotated[str, one_of("lru", "lfu")], "lruu", "k=lruu is unknown; did you mean lru?"),
         (Annotated[str, one_of("lru", "lfu")], "x", "k=x is unknown; choose one of lru, lfu"),

@@ -155,7 +155,7 @@ def test_facts_are_those_of_the_plugin_object(monkeypatch, facts, other, message
         ({"alpha": "high"}, "plugins.acme.alpha=high: must be float, not str"),
         ({"alpha": True}, "must be float, not bool"),
         ({"rows": 1.5}, "plugins.acme.rows=1.5: must be int or null, not float"),
-        ({"names": "abc"}, "must be tuple.*not str"),
+        ({"names": "abc"}, "must be a list.*not str"),
         ({"alpha": 2.0}, r"acme \(.*\) refuses its knobs \(plugins.acme\): alpha must be at most 1"),
     ],
 )

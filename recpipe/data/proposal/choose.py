@@ -16,7 +16,7 @@ from recpipe.data.proposal.column import Column
 from recpipe.data.proposal.leaks import alone, leak
 from recpipe.data.proposal.names import LABELS
 from recpipe.data.proposal.reading import Read, Unread, percent, read
-from recpipe.data.values import is_text
+from recpipe.data.values import cast_of, is_text
 from recpipe.errors import DataError, UserError, nearest_or_all, shown
 
 LISTS = ("multi_hot", WEIGHTED, "sequence")
@@ -191,7 +191,7 @@ def _other(column: Column) -> str:
     kind = str(column.type)
     if "binary" in kind:
         return "bytes that are no text in UTF-8: write it as text"
-    return f"holds {shown(kind)}: name its parts as columns of their own"
+    return f"holds {shown(kind)}{cast_of(column.type)}"
 
 
 def _sharing(choices: Sequence[Choice]) -> list[Choice]:

@@ -23,6 +23,7 @@ from recpipe.data.features import GROWTH, HEX, Feature, Features
 from recpipe.data.files import RowChecks
 from recpipe.data.learned import Between, Learned, learn
 from recpipe.data.preparation import Preparation, require_features
+from recpipe.data.proposal.suspected import tell_of_lists
 from recpipe.data.records import InputFile, require_columns
 from recpipe.data.remote import AnyPath
 from recpipe.data.row_parts import RowParts
@@ -99,6 +100,8 @@ class FilesSource:
             require_features(trained_by.features, features)
         if labelled and trained_by is None:
             _tell_of_labels(features)
+            if config.grouped is None and (first := self._first_rows) is not None:
+                tell_of_lists(features, first)
         self.encoding = Encoding(features, None if trained_by is None else trained_by.learned)
         self.multi_hot, self.kept = self.encoding.multi_hot, self.encoding.kept
         self._fractions = config.eval_fraction, config.test_fraction
@@ -283,7 +286,7 @@ def _tell_of_labels(features: Features) -> None:
     """Warn of features from which a label is made: what is known only afterwards gives it away."""
     for label in features.labels:
         for feature in (*features.dense, *features.sparse):
-            if label.parsed is not None and feature.source in label.columns:
+            if feature.source in label.columns:
                 log.warning(
                     "label %s is made of column %s, which feature %s gives to the model: leave the feature "
                     "out unless its value is known before the label is",

@@ -1,0 +1,162 @@
+"""Mistakes in files of features and on the command line: each is one line that says where."""
+
+from __future__ import annotations
+
+import bz2
+import gzip
+import logging
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from recpipe.data.config import FilesConfig, parse_config
+from recpipe.data.features import read_features
+from recpipe.data.make import open_dataset
+from recpipe.errors import DataError, UserError
+
+ROWS = "click;user\tname\n" + "1;7\tx\n0;8\ty\n" * 20
+CONTENTS = [
+    ("", r": must have two lists, labels: \[click\] and"),
+    ("- click\n", ": must have two lists"),
+    ("features: [{name: user}]\n", r": labels must be a list, as in labels: \[click\]"),
+    ("labels: click\nfeatures: [{name: user}]\n", ": labels must be a list"),
+    ("labels:\nfeatures: [{name: user}]\n", ": labels must be a list"),
+    ("labels: [click]\n", r": features must be a list, as in features: \[{name: user}\]"),
+    ("labels: [click]\nfeatures:\n", ": features must be a list"),
+    ("labels: [click]\nfeatures: {user: id}\n", ": features must be a list"),
+    ("labels: [click]\nfeatures: [{name: user}]\nunread: time\n", ": unread must be a list"),
+    ("labels: []\nfeatures: [{name: user}]\n", "name at least one label"),
+    (
+        "labels: [click]\nfeatures: [{name: user, missing: -1}]\n",
+        r"\[0\].missing=-1: must be a list, not int",
+    ),
+    (
+        "labels: [click]\nfeatures: [{name: user, rows: many}]\n",
+        "rows=many is neither a whole number, .* nor",
+    ),
+    ("labels: [click]\nfeatures: [{name: user, rows: 5, rows: 9}]\n", "'rows' is stated twice.*line 2"),
+    ("labels: [a]\nfeatures: [{name: at, kind: timestamp, as: [day]}]\n", r"as\[0\]=day is unknown"),
+    ("labels: [click]\nfeatures: [{name: user, rows: 1e6}]\n", "rows=1e6 is neither a whole number"),
+]
+
+
+@pytest.mark.parametrize(("content", "fault"), CONTENTS)
+def test_a_file_of_features_that_is_none(tmp_path: Path, content: str, fault: str) -> None:
+    file = tmp_path / "features.yaml"
+    file.write_text(content)
+    with pytest.raises(UserError, match=fault) as raised:
+        read_features(file)
+    assert "\n" not in str(raised.value)
+
+
+def config(folder: Path, **settings: Any) -> FilesConfig:
+    file = folder / "rows.csv"
+    if not file.exists():
+        file.write_text(ROWS)
+    made = {"name": "files", "path": str(file), "cache_dir": str(folder / "cache"), **settings}
+    found = parse_config(made)
+    assert isinstance(found, FilesConfig)
+    return found
+
+
+def test_features_without_ids(tmp_path: Path) -> None:
+    features = {"labels": ["click"], "features": [{"name": "user", "kind": "dense"}]}
+    with pytest.raises(UserError, match="none has ids, and a model needs one"):
+        config(tmp_path, features=features).described()
+    features["features"] = [{"name": "user", "kind": "dense", "edges": [1]}]
+    assert config(tmp_path, features=features).described().sparse
+
+
+def test_separators_and_quotes_are_one_character(tmp_path: Path) -> None:
+    for key, value in (("separator", "||"), ("separator", "§"), ("separator", "\n"), ("quote", "''")):
+        with pytest.raises(UserError, match=rf"data.{key}=.*must be one character"):
+            config(tmp_path, **{key: value}, label="click", sparse=["user"])
+    # A shell hands '\t' on as two characters.
+    tabs = config(tmp_path, separator="\\t", columns=["a", "b"], label="b", sparse=["a"], table_rows=9)
+    assert tabs.rules().separator == "\t"
+    with pytest.raises(DataError, match="row 1, column b: name is neither"):
+        open_dataset(tabs, 0)
+
+
+def test_a_label_without_a_value_is_shown_as_none(tmp_path: Path) -> None:
+    (tmp_path / "rows.csv").write_text("click,user\n1,2\n,3\n")
+    with pytest.raises(DataError, match="row 2, column click: '' is no label"):
+        open_dataset(config(tmp_path, label="click", sparse=["user"], table_rows=9), 0)
+
+
+def test_what_is_no_text_says_what_it_is(tmp_path: Path) -> None:
+    with zipfile.ZipFile(tmp_path / "sheet.csv", "w") as made:
+        made.writestr("xl/workbook.xml", "<workbook/>")
+    (tmp_path / "packed.csv").write_bytes(gzip.compress(ROWS.encode()))
+    (tmp_path / "smaller.csv").write_bytes(bz2.compress(ROWS.encode()))
+    (tmp_path / "columns.csv").write_bytes(b"PAR1\x15\x04")
+    told = {
+        "sheet": "is a zip archive, as .xlsx files are",
+        "packed": "is packed by gzip: name it .gz",
+        "smaller": "is packed by bzip2",
+        "columns": "is Parquet: pass data.format=parquet",
+    }
+    for name, fault in told.items():
+        with pytest.raises(DataError, match=f"{name}.csv: {fault}"):
+            open_dataset(
+                config(tmp_path, path=str(tmp_path / f"{name}.csv"), label="click", sparse=["user"]), 0
+            )
+
+
+def test_a_feature_of_the_labels_own_column_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    features = {"labels": ["click"], "features": [{"name": "was", "column": "click", "rows": 3}]}
+    (tmp_path / "rows.csv").write_text("click,user\n" + "1,2\n0,3\n" * 20)
+    with caplog.at_level(logging.WARNING):
+        open_dataset(config(tmp_path, features=features), 0)
+    assert "label click is made of column click, which feature was gives to the model" in caplog.text
+
+
+SUSPECTED = [
+    (["Comedy|Drama", "Drama", "War|Comedy"], {}, "seems to hold lists with '|' between their ids"),
+    (
+        ["Comedy|Drama", "Drama", "War|Comedy"],
+        {"kind": "multi_hot", "separator": ";"},
+        "has no text with the separator ';' of feature x, and '|' seems to be one",
+    ),
+    ([[3, 0, 0], [4, 5, 0], [3, 4, 5]], {"kind": "sequence"}, "filled up with 0, which feature x takes for"),
+    (["Comedy|Drama", "Drama", "War|Comedy"], {"kind": "multi_hot", "separator": "|"}, ""),
+    ([[3, 0, 0], [4, 5, 0], [3, 4, 5]], {"kind": "sequence", "padding": ["0"]}, ""),
+    (["Comedy: a play", "Drama", "War and peace, vol. 2"], {}, ""),
+]
+
+
+@pytest.mark.parametrize(("values", "keys", "told"), SUSPECTED)
+def test_lists_that_are_taken_for_something_else_are_told(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, values: list[Any], keys: dict[str, Any], told: str
+) -> None:
+    file = tmp_path / "rows.parquet"
+    pq.write_table(pa.table({"click": [0, 1, 1] * 20, "x": values * 20}), file)
+    features = {"labels": ["click"], "features": [{"name": "x", "rows": 9, **keys}]}
+    with caplog.at_level(logging.WARNING):
+        open_dataset(config(tmp_path, path=str(file), features=features), 0)
+    assert told in caplog.text
+    assert bool(told) == ("column x" in caplog.text)
+
+
+@pytest.mark.parametrize(
+    ("kind", "remedy"),
+    [
+        (pa.time64("us"), "cast it to int64, or to text"),
+        (pa.duration("s"), "cast it to int64, or to text"),
+        (pa.struct([("a", pa.int64())]), "write its parts as columns of their own"),
+        (pa.map_(pa.string(), pa.int64()), "write its ids as a list"),
+        (pa.list_(pa.list_(pa.int64())), "write its ids as a list"),
+    ],
+)
+def test_types_that_no_id_has_are_refused_with_a_remedy(
+    tmp_path: Path, kind: pa.DataType, remedy: str
+) -> None:
+    file = tmp_path / "rows.parquet"
+    pq.write_table(pa.table({"click": [0, 1], "x": pa.nulls(2, kind)}), file)
+    features = {"labels": ["click"], "features": [{"name": "x", "rows": 9}]}
+    with pytest.raises(DataError, match=f"column x: holds .*; {remedy}"):
+        open_dataset(config(tmp_path, path=str(file), features=features), 0)
