@@ -24,7 +24,8 @@ class Columns:
     """The names of the dense columns, and the names and tables' rows of the sparse ones, in order; how the
     ids of those get rows whose tables grow. ``tables``: of features whose table has another name; ``means``:
     features whose rows are averaged; ``dims``: of features whose tables have another dimension than the
-    model's; ``weighted``: features whose ids have weights."""
+    model's; ``weighted``: features whose ids have weights; ``sequences``: the most ids of each sequence, 0:
+    any number."""
 
     dense: list[str]
     sparse: list[tuple[str, int]]
@@ -35,6 +36,7 @@ class Columns:
     means: list[str] = field(default_factory=list)
     dims: dict[str, int] = field(default_factory=dict)
     weighted: list[str] = field(default_factory=list)
+    sequences: dict[str, int] = field(default_factory=dict)
 
     @classmethod
     def of(cls, schema: Schema) -> Columns:
@@ -48,6 +50,7 @@ class Columns:
             [feature.name for feature in schema.sparse if feature.pooling == "mean"],
             {feature.name: feature.dim for feature in schema.sparse if feature.dim is not None},
             [feature.name for feature in schema.sparse if feature.weighted],
+            {feature.name: feature.sequence for feature in schema.sparse if feature.sequence is not None},
         )
 
     @property
@@ -62,6 +65,7 @@ class Columns:
                 "mean" if name in self.means else "sum",
                 self.dims.get(name),
                 name in self.weighted,
+                self.sequences.get(name),
             )
             for name, rows in self.sparse
         ]

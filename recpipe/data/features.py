@@ -430,9 +430,17 @@ class Features:
                 )
             table = None if feature.table == feature.name else feature.table
             pooling = self._pooling.get(table or feature.name, "sum")
-            weighted = feature.kind == WEIGHTED
             found.append(
-                SparseFeature(feature.name, rows, feature.growth, table, pooling, feature.dim, weighted)
+                SparseFeature(
+                    feature.name,
+                    rows,
+                    feature.growth,
+                    table,
+                    pooling,
+                    feature.dim,
+                    feature.kind == WEIGHTED,
+                    feature.max_length or 0 if feature.kind == "sequence" else None,
+                )
             )
         labels = tuple(LabelColumn(label.name, label.kind or "clicks") for label in self.labels)
         return Schema(tuple(name for feature in self.dense for name in feature.names), tuple(found), labels)

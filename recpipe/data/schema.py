@@ -80,6 +80,32 @@ class Schema:
             tables.setdefault(feature.table or feature.name, []).append(feature)
         return tables
 
+    def table_of(self, feature: str) -> str:
+        """The name of its table."""
+        return next(name for name, own in self.tables.items() if feature in [each.name for each in own])
+
+    @cached_property
+    def targets(self) -> dict[str, str]:
+        """By each sequence, in order, the feature that shares its table and is none itself: what the ids of
+        the sequence are compared with. Sequences of which there is none are left out.
+
+        ``DataError`` if there are several.
+        """
+        found: dict[str, str] = {}
+        for feature in self.sparse:
+            if feature.sequence is None:
+                continue
+            table = feature.table or feature.name
+            others = [other.name for other in self.tables[table] if other.sequence is None]
+            if len(others) > 1:
+                raise DataError(
+                    f"the sequence {shown(feature.name)} could be compared with {shown(others[0])} or "
+                    f"{shown(others[1])}, which share its table: give one of them a table of its own"
+                )
+            if others:
+                found[feature.name] = others[0]
+        return found
+
 
 class LabelKind(NamedTuple):
     """What labels float64 [n] must be: ``fits`` tells for each, ``fault`` is said of one that does not. Each

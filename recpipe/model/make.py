@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pkgutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import fields
 from importlib import import_module
 from importlib.util import find_spec
@@ -11,14 +11,14 @@ from inspect import Parameter, signature
 from pathlib import Path
 from traceback import walk_tb
 from types import ModuleType
-from typing import Any
+from typing import Any, get_type_hints
 
 import torch
 from torch import nn
 from torchrec.modules.embedding_configs import EmbeddingBagConfig, EmbeddingConfig, PoolingType
 from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
 
-from recpipe.common.validation import no_value
+from recpipe.common.validation import fitted, no_value
 from recpipe.common.words import CUSTOM, made_within
 from recpipe.data.dataset import Dataset
 from recpipe.data.schema import Schema
@@ -74,7 +74,9 @@ def make_model(config: UserModel, schema: Schema, device: torch.device) -> nn.Mo
     of its other parameters that recpipe knows by name (``known_arguments``). The caller seeds the random
     numbers. Raises a one-line ``UserError`` if the class cannot be imported or made.
     """
-    return _made(config, known_arguments(config, schema, device), device)
+    maker = _find_maker(config)
+    takes = _parameters(config, maker)
+    return _made(config, maker, known_arguments(config, schema, device, takes), device)
 
 
 class _NeedsData(Exception):
@@ -95,14 +97,24 @@ def make_before_data(
     waiting = (*_OF_TABLES, *_OF_DENSE) if dense is None else _OF_TABLES
     known = known_arguments(config, Schema(tuple(dense or ()), ()), device)
     try:
-        return _made(config, known | dict.fromkeys(waiting, unknown), device)
+        return _made(config, _find_maker(config), known | dict.fromkeys(waiting, unknown), device)
     except _NeedsData:
         return None
 
 
-def _made(config: UserModel, known: Mapping[str, Callable[[], Any]], device: torch.device) -> nn.Module:
-    maker = _find_maker(config)
+def _made(
+    config: UserModel,
+    maker: Callable[..., Any],
+    known: Mapping[str, Callable[[], Any]],
+    device: torch.device,
+) -> nn.Module:
     arguments = {key: made_within(value, f"model.{key}") for key, value in config.arguments.items()}
+    if getattr(maker, "__module__", "").partition(".")[0] == __name__.partition(".")[0]:
+        hints = get_type_hints(maker.__init__, include_extras=True)
+        arguments = {
+            key: fitted(hints[key], value, f"model.{key}") if key in hints else value
+            for key, value in arguments.items()
+        }
     arguments |= _complete(config, maker, known)
     try:
         made = maker(**arguments)
@@ -124,43 +136,63 @@ def _move(module: nn.Module, device: torch.device) -> None:
     move(lambda tensor: tensor if tensor.is_meta else tensor.to(device))
 
 
-def known_arguments(config: UserModel, schema: Schema, device: torch.device) -> dict[str, Callable[[], Any]]:
+def known_arguments(
+    config: UserModel, schema: Schema, device: torch.device, takes: Collection[str] = ()
+) -> dict[str, Callable[[], Any]]:
     """Makers of the arguments that recpipe passes to a constructor that has parameters of these names
     (``docs/guide/models.md``). The collections have a table for each sparse feature, or for those that
-    share one, on the meta device."""
+    share one, on the meta device.
+
+    ``takes``: the constructor's parameters. If both collections are among them, and the data have sequences
+    with targets, the tables of these are in the ``EmbeddingCollection``, and all others in the
+    ``EmbeddingBagCollection``, or None if there are none.
+    """
+    both = {"embedding_bag_collection", "embedding_collection"} <= {*takes}
+    apart = {schema.table_of(name) for name in schema.targets} if both else set()
+
+    said = config.said
 
     def dimension() -> int:
         if config.embedding_dim is None:
             raise no_value("model.embedding_dim")
         return config.embedding_dim
 
-    def tables() -> list[dict[str, Any]]:
-        return [
-            {
-                "name": module_name(name),
-                "embedding_dim": own[0].dim or dimension(),
-                "num_embeddings": own[0].rows,
-                "feature_names": [feature.name for feature in own],
-            }
-            for name, own in schema.tables.items()
-        ]
+    def table(name: str) -> dict[str, Any]:
+        own = schema.tables[name]
+        return {
+            "name": module_name(name),
+            "embedding_dim": own[0].dim or dimension(),
+            "num_embeddings": own[0].rows,
+            "feature_names": [feature.name for feature in own],
+        }
 
-    def bags() -> EmbeddingBagCollection:
-        # The weights of ids say what a mean is, where they have some.
-        pooling = ["sum" if schema.weighted else own[0].pooling for own in schema.tables.values()]
-        configs = [
-            EmbeddingBagConfig(**table, pooling=PoolingType(how.upper()))
-            for table, how in zip(tables(), pooling, strict=True)
-        ]
+    def bags() -> EmbeddingBagCollection | None:
+        configs = []
+        for name, own in schema.tables.items():
+            # The weights of ids say what a mean is, where they have some.
+            how = "sum" if schema.weighted else own[0].pooling
+            if name not in apart:
+                configs.append(EmbeddingBagConfig(**table(name), pooling=PoolingType(how.upper())))
+        if apart and not configs:
+            return None
         return EmbeddingBagCollection(configs, is_weighted=schema.weighted, device=META)
+
+    def rows() -> EmbeddingCollection:
+        configs = [EmbeddingConfig(**table(name)) for name in schema.tables if not apart or name in apart]
+        for config in configs:
+            if config.embedding_dim != configs[0].embedding_dim:
+                raise UserError(
+                    f"tables '{configs[0].name}' and '{config.name}' have rows of {configs[0].embedding_dim} "
+                    f"and {config.embedding_dim} values, and {said} looks up sequences in tables of "
+                    "one dimension: state the same dim in data.features"
+                )
+        return EmbeddingCollection(configs, device=META)
 
     return {
         "schema": lambda: schema,
         "embedding_dim": dimension,
         "embedding_bag_collection": bags,
-        "embedding_collection": lambda: EmbeddingCollection(
-            [EmbeddingConfig(**table) for table in tables()], device=META
-        ),
+        "embedding_collection": rows,
         # The number of columns of ``Batch.dense_features``.
         "num_dense_features": lambda: max(1, len(schema.dense)),
         "dense_in_features": lambda: max(1, len(schema.dense)),
@@ -188,16 +220,20 @@ def _find_maker(config: UserModel) -> Callable[..., Any]:
     return maker
 
 
-def _complete(
-    config: UserModel, maker: Callable[..., Any], known: Mapping[str, Callable[[], Any]]
-) -> dict[str, Any]:
-    """The arguments that the recipe does not set; ``UserError`` for unknown or missing ones."""
+def _parameters(config: UserModel, maker: Callable[..., Any]) -> Mapping[str, Parameter]:
     try:
-        parameters = signature(maker).parameters
+        return signature(maker).parameters
     except (TypeError, ValueError) as fault:
         raise UserError(
             f"{config.said}: Python does not tell its arguments; name a class of your own"
         ) from fault
+
+
+def _complete(
+    config: UserModel, maker: Callable[..., Any], known: Mapping[str, Callable[[], Any]]
+) -> dict[str, Any]:
+    """The arguments that the recipe does not set; ``UserError`` for unknown or missing ones."""
+    parameters = _parameters(config, maker)
     takes = {name: p for name, p in parameters.items() if p.kind in _BY_NAME}
     for name in _OWN_KEYS.keys() & takes.keys():
         named = name == "name" and config.target is None  # it has chosen an installed package's model

@@ -72,6 +72,9 @@ class SparseFeature:
     weighted: bool = False
     """Whether each of its ids has a weight, by which its row is multiplied. Then all ids of a batch have one,
     1 where nothing else is said, and those of ``mean`` features already add up to 1."""
+    sequence: int | None = None
+    """The most ids of a sample, whose order is that of events, the latest last; 0: any number; None: it is no
+    sequence."""
 
 
 @dataclass(frozen=True)

@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 import os
 import socket
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -39,7 +40,7 @@ def left_by(model: nn.Module, losses: Sequence[float] = ()) -> Trained:
     return Trained(dict(model.state_dict()), states, list(losses))
 
 
-def train(model: nn.Module, batches: list[Events], optimizer: str, *overrides: str) -> Trained:
+def train(model: nn.Module, batches: Sequence[Any], optimizer: str, *overrides: str) -> Trained:
     """Through ``recpipe.train``; nothing is written."""
     with recpipe.train(model, batches, *QUIET, *OVERRIDES[optimizer], *overrides, quiet=True) as run:
         return left_by(run.model)
@@ -59,13 +60,18 @@ def on_two_ranks(
 
 
 def all_on_two_ranks(
-    folder: Path, batches: list[Events], jobs: dict[str, Job], held_out: list[Events] | None = None
+    folder: Path,
+    batches: Sequence[Any],
+    jobs: dict[str, Job],
+    held_out: list[Events] | None = None,
+    rank: Callable[..., None] | None = None,
 ) -> None:
-    """As ``on_two_ranks``, all of ``jobs`` one after the other, each in a folder of its name."""
+    """As ``on_two_ranks``, all of ``jobs`` one after the other, each in a folder of its name. ``rank``: what
+    calls ``_rank`` in processes that know further models."""
     torch.save((batches, held_out), folder / "rows.pt")
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
-    start_ranks(_rank, (str(folder), port, jobs), 2)
+    start_ranks(rank or _rank, (str(folder), port, jobs), 2)
 
 
 def _rank(rank: int, folder: str, port: int, jobs: dict[str, Job]) -> None:
@@ -90,7 +96,8 @@ def furthest_left(folder: Path, theirs: Trained) -> float:
     left, apart = folder / "parameters", []
     for key, value in theirs.parameters.items():
         if is_table(key):
-            (file,) = left.glob(f"*{key.split('.')[-2]}.npy")
+            name = key.split(".")[-2]
+            (file,) = [*left.glob(f"{name}.npy"), *left.glob(f"*.{name}.npy")]
             mine = np.load(file)
         else:
             mine = np.load(left / "dense.npz")[key]

@@ -14,7 +14,7 @@ from recpipe.config.recipe import Recipe
 from recpipe.data.dataset import Dataset
 from recpipe.data.make import open_dataset
 from recpipe.data.schema import Schema
-from recpipe.errors import UserError
+from recpipe.errors import DataError, UserError
 from recpipe.model.call import Called
 from recpipe.model.config import ModelConfig, UserModel
 from recpipe.model.make import make_model
@@ -138,6 +138,38 @@ def test_a_constructor_gets_what_it_asks_for_by_name() -> None:
         (c.name, c.feature_names, c.num_embeddings, c.embedding_dim) for c in bags.embedding_bag_configs()
     ]
     assert found == [("user", ["user"], 50, 12), ("item%2Eid", ["item.id"], 30, 12)]
+
+
+SEQUENCES = (
+    SparseFeature("item", 30, table="goods"),
+    SparseFeature("user", 50),
+    SparseFeature("seen", 30, table="goods", sequence=5),
+    SparseFeature("words", 90, sequence=0),
+)
+
+
+def test_sequences_with_a_target_are_apart_for_who_takes_both_collections() -> None:
+    asks = (f"model._target_={HERE}.Asks", "model.embedding_dim=12", "model.hidden=3")
+    schema = Schema((), SEQUENCES)
+    assert schema.targets == {"seen": "item"}
+    model = made(*asks, schema=schema)
+    assert [c.feature_names for c in model.rows.embedding_configs()] == [["item", "seen"]]
+    assert [c.feature_names for c in model.bags.embedding_bag_configs()] == [["user"], ["words"]]
+    model = made(*asks, schema=Schema((), (SEQUENCES[0], SEQUENCES[2])))
+    assert model.bags is None
+
+
+def test_a_target_is_one_feature_and_sequences_have_one_dimension() -> None:
+    with pytest.raises(DataError, match="seen could be compared with item or other, which share its table"):
+        _ = Schema((), (*SEQUENCES, SparseFeature("other", 30, table="goods"))).targets
+    kinds = SparseFeature("kind", 9, dim=4), SparseFeature("kinds", 9, table="kind", dim=4, sequence=5)
+    with pytest.raises(UserError, match="tables 'goods' and 'kind' have rows of 12 and 4 values"):
+        made(
+            f"model._target_={HERE}.Asks",
+            "model.embedding_dim=12",
+            "model.hidden=3",
+            schema=Schema((), (*SEQUENCES, *kinds)),
+        )
 
 
 def test_what_the_recipe_sets_is_not_replaced_and_defaults_stay() -> None:

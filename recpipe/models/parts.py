@@ -1,0 +1,125 @@
+"""What several models are built of: linear parts, a vector for each field, attention, and the last layers."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import replace
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torchrec.modules.embedding_modules import EmbeddingBagCollection
+from torchrec.modules.mlp import MLP
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+
+from recpipe.data.schema import Schema
+from recpipe.errors import UserError, nearest_or_all, shown
+from recpipe.model.dlrm import CPU, META, ProjectedSparseArch
+
+WIDE = "wide_"
+"""What the names of tables with the weights of a linear part begin with."""
+
+
+def outputs_of(schema: Schema) -> int:
+    """How many outputs a model has: one for each label."""
+    return max(1, len(schema.labels))
+
+
+def last_layers(width: int, hidden: Sequence[int], outputs: int) -> nn.Module:
+    """Hidden layers with ReLU and a linear one: float32 [B, width] to [B, outputs]."""
+    return nn.Sequential(MLP(width, list(hidden)), nn.Linear(hidden[-1], outputs))
+
+
+def width_of(collection: EmbeddingBagCollection) -> int:
+    """The width of a sample's pooled rows side by side."""
+    return sum(c.embedding_dim * len(c.feature_names) for c in collection.embedding_bag_configs())
+
+
+def features_of(collection: EmbeddingBagCollection) -> list[str]:
+    """The features of its tables, in their order."""
+    return [name for config in collection.embedding_bag_configs() for name in config.feature_names]
+
+
+def require_known(names: Sequence[str], known: Sequence[str], key: str) -> None:
+    """``UserError`` if a feature that the recipe's ``key`` lists is not among those that are ``known``."""
+    for name in names:
+        if name not in known:
+            raise UserError(f"{key}: no feature '{shown(name)}'; {nearest_or_all(name, known)}")
+
+
+class LinearPart(nn.Module):
+    """w·x + b: each id and each dense feature has a weight for each output.
+
+    The weights of ids are rows of tables of their own, ``wide_TABLE`` beside each TABLE of ``collection``.
+    Rows have a multiple of 4 columns, of which the first ``outputs`` count.
+    """
+
+    def __init__(
+        self,
+        collection: EmbeddingBagCollection,
+        num_dense_features: int,
+        outputs: int,
+        only: Collection[str] | None = None,
+    ) -> None:
+        """``only``: the features whose ids have weights; None: all."""
+        super().__init__()
+        self.outputs, self.columns = outputs, -(-outputs // 4) * 4
+        self.embedding_bag_collection = EmbeddingBagCollection(
+            [
+                replace(
+                    config, name=f"{WIDE}{config.name}", embedding_dim=self.columns, feature_names=features
+                )
+                for config in collection.embedding_bag_configs()
+                if (features := [f for f in config.feature_names if only is None or f in only])
+            ],
+            is_weighted=collection.is_weighted(),
+            device=META,
+        )
+        self.dense = nn.Linear(num_dense_features, outputs)
+
+    def forward(self, dense_features: torch.Tensor, sparse_features: KeyedJaggedTensor) -> torch.Tensor:
+        """float32 [B, outputs]."""
+        rows = self.embedding_bag_collection(sparse_features).values()
+        weights = rows.view(rows.shape[0], -1, self.columns)[:, :, : self.outputs]
+        linear: torch.Tensor = weights.sum(1) + self.dense(dense_features)
+        return linear
+
+
+class Fields(nn.Module):
+    """A vector of ``dim`` values for each field: the pooled rows of each sparse feature, projected where a
+    table has another dimension, and for each dense feature a learned vector times its value."""
+
+    def __init__(self, collection: EmbeddingBagCollection, schema: Schema, dim: int) -> None:
+        super().__init__()
+        self.sparse_arch = ProjectedSparseArch(collection, dim, CPU)
+        self.names = [*features_of(collection), *schema.dense]
+        """The fields in their order."""
+        self.numbers = nn.Parameter(torch.empty(len(schema.dense), dim).uniform_(-(dim**-0.5), dim**-0.5))
+
+    def forward(self, dense_features: torch.Tensor, sparse_features: KeyedJaggedTensor) -> torch.Tensor:
+        """float32 [B, F, dim]."""
+        dense = dense_features[:, : self.numbers.shape[0]]  # without any, batches have a constant there
+        return torch.cat([self.sparse_arch(sparse_features), dense.unsqueeze(2) * self.numbers], dim=1)
+
+    def places(self, names: Sequence[str], key: str) -> list[int]:
+        """The places of the fields ``names``, which the recipe's ``key`` lists; ``UserError`` for another."""
+        require_known(names, self.names, key)
+        return [self.names.index(name) for name in names]
+
+
+class SelfAttention(nn.Module):
+    """softmax(scale * Q K^T) V of ``heads`` heads side by side; Q, K and V are projections of the same
+    vectors: float32 [B, N, dim] to [B, N, heads * width]."""
+
+    def __init__(self, dim: int, heads: int, width: int, scale: float) -> None:
+        super().__init__()
+        self.heads, self.scale = heads, scale
+        self.project = nn.Linear(dim, 3 * heads * width, bias=False)
+
+    def forward(self, vectors: torch.Tensor, present: torch.Tensor | None = None) -> torch.Tensor:
+        """``present``: which vectors are attended to, bool [B, N]; None: all."""
+        size, count, _ = vectors.shape
+        q, k, v = self.project(vectors).view(size, count, 3, self.heads, -1).permute(2, 0, 3, 1, 4)
+        mask = None if present is None else present[:, None, None, :]
+        found = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=self.scale)
+        return found.transpose(1, 2).flatten(2)
