@@ -258,6 +258,16 @@ def test_the_models_table_has_the_capacitys_rows() -> None:
         recpipe.place(model, data, *words("sgd", "resident"))
 
 
+def test_a_plugin_that_reads_ahead_is_ahead_of_the_map(batches: list[Batch]) -> None:
+    ahead = []
+    with recpipe.place(Model(), given(batches), *words("sgd", "bagpipe-ssd")) as placed:
+        for batch in placed.loader:
+            placed.model(batch)[0].backward()
+            ahead.append(len(placed.loader._model.embeddings.growing._pending))
+    assert max(ahead) >= 4
+    assert ahead[-1] == 0
+
+
 def test_rows_that_are_not_begun_anew_would_be_found(
     batches: list[Batch], monkeypatch: pytest.MonkeyPatch
 ) -> None:
