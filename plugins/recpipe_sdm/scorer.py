@@ -21,6 +21,11 @@ class TieredLookup(Lookup):
 
     def __init__(self, found: dict[str, Any], names: list[str], tables: TieredTables) -> None:
         super().__init__(found, names, tables)
+        if self.weighted:
+            raise UserError(
+                "sdm keeps sums of rows that are looked up together, and this model's ids have weights: "
+                "serve it without +plugin=sdm"
+            )
         own = [table for _, table in found["parts"]]
         self.base = np.array([tables.bases.get(table, -1) for table in own])
         """The number of row 0 of each part's table; -1: its rows are in DRAM."""
@@ -147,7 +152,7 @@ class TieredScorer(Scorer):
         kept: list[_Kept | None] | None = None if self.tables.bags is None else []
         version = 0 if kept is None else self.tables.version
         asked, rows, lookups = [], [], 0
-        for lookup, ids, offsets, samples, where in calls:
+        for lookup, ids, offsets, samples, where, _ in calls:
             assert isinstance(lookup, TieredLookup)
             if where is None:
                 ids, offsets = lookup.arranged(ids, offsets, samples)

@@ -47,6 +47,8 @@ class Lookup:
     """``sum``, ``mean``, or ``none``: a row for each id."""
     parts: tuple[tuple[str, str], ...]
     """Feature and table, one pair for each pooled row of a sample; one pair if rows are not pooled."""
+    weighted: bool = False
+    """Whether rows are multiplied by their ids' weights."""
 
 
 @dataclass(frozen=True)
@@ -105,6 +107,16 @@ def export_dense(called: Called, schema: Schema, lists: Sequence[str] | None = N
             unique = config.name if every.count(config.name) == 1 else f"{path}.{config.name}"
             names[path][config.name] = unique
             tables[unique] = ModelTable(path, config.name, config.embedding_dim, config.num_embeddings)
+    for path, collection in found.items():
+        if (
+            isinstance(collection, EmbeddingBagCollection)
+            and collection.is_weighted()
+            and not schema.weighted
+        ):
+            raise UserError(
+                f"the collection '{path}' takes a weight for each id, which the data do not give (kind: "
+                "weighted_multi_hot in data.features)"
+            )
     stand_ins: dict[str, StandIn] = {
         path: (PooledStandIn if isinstance(collection, EmbeddingBagCollection) else SequenceStandIn)(
             path, collection, names[path]
@@ -298,8 +310,7 @@ class PooledStandIn(StandIn):
 
     def __init__(self, path: str, collection: EmbeddingBagCollection, names: Mapping[str, str]) -> None:
         super().__init__(path, collection, names)
-        if collection.is_weighted():
-            raise UserError(f"the collection '{path}' takes a weight for each id, which no package can")
+        self.weighted = collection.is_weighted()
         self.poolings = [
             "mean" if config.pooling is PoolingType.MEAN else "sum"
             for config in configs_of(collection)
@@ -312,7 +323,7 @@ class PooledStandIn(StandIn):
         columns: dict[int, torch.Tensor] = {}
         for pooling in dict.fromkeys(self.poolings):
             own = [i for i, found in enumerate(self.poolings) if found == pooling]
-            lookup = Lookup(pooling, tuple(self.parts[i] for i in own))
+            lookup = Lookup(pooling, tuple(self.parts[i] for i in own), self.weighted)
             rows = self.given.pooled(lookup, sum(self.dims[i] for i in own))
             columns |= dict(zip(own, torch.split(rows, [self.dims[i] for i in own], dim=1), strict=True))
         if len(set(self.poolings)) == 1:

@@ -197,6 +197,7 @@ class _Feature(TypedDict):
     name: str
     rows: Positive
     ids: dict[str, Any]
+    weights: NotRequired[Literal["given", "mean"]]
     map: NotRequired[str]
 
 
@@ -208,6 +209,7 @@ class _Map(TypedDict):
 class _Lookup(TypedDict):
     pooling: Literal["sum", "mean", "none"]
     parts: list[tuple[str, str]]
+    weighted: NotRequired[bool]
 
 
 class _Table(TypedDict):

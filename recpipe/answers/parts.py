@@ -46,7 +46,7 @@ _MADE_ANEW = ("compiled", "programs", "measured", "golden", "files", "format", "
 """Parts of a manifest that are of one compilation."""
 GOLDEN, MAPS = "golden.safetensors", "maps"
 INPUTS = ("dense", "ids", "lengths")
-"""What there is beside scores."""
+"""What there is beside scores, and the ids' weights if the data have some."""
 SAMPLES = 64
 _ONE_HOT = 48
 """So many samples have one id for each feature; the others have 0 to 3."""
@@ -233,7 +233,7 @@ def of_package(directory: Path) -> Parts:
             shutil.copyfile(directory / name, folder / name)
 
     kept = {key: value for key, value in content.items() if key not in _MADE_ANEW}
-    inputs = {name: golden[name] for name in INPUTS}
+    inputs = {name: golden[name] for name in (*INPUTS, "weights") if name in golden}
     return Parts(programs, kept, copy_tables, inputs, preparation=preparation)
 
 
@@ -255,13 +255,14 @@ def _content(
         "model": type(stored.called.module).__name__,
         "dense": {"names": list(schema.dense), "transform": dense_rule(preparation)},
         "sparse": [
-            {"name": f.name, "rows": f.rows, "ids": id_rule(preparation, f, source)}
+            {"name": f.name, "rows": f.rows, **_weighs(schema, f), "ids": id_rule(preparation, f, source)}
             | ({} if f.growth is None else {"map": f.growth.table})
             for f in schema.sparse
         ],
         "id_hash": id_hash(),
         "lookups": [
             {"pooling": lookup.pooling, "parts": [list(part) for part in lookup.parts]}
+            | ({"weighted": True} if lookup.weighted else {})
             for lookup in dense.lookups
         ],
         "tables": {
@@ -278,6 +279,14 @@ def _content(
         "layers": stored.layers,
         "outputs": [{"name": name, "kind": task.kind} for name, task in stored.called.tasks.items()],
     }
+
+
+def _weighs(schema: Schema, feature: SparseFeature) -> dict[str, str]:
+    """Where the weights of the ids of ``feature`` come from, if they do not all weigh 1: they are ``given``,
+    or parts of a ``mean``."""
+    if feature.weighted:
+        return {"weights": "given"}
+    return {"weights": "mean"} if schema.weighted and feature.pooling == "mean" else {}
 
 
 def golden_inputs(schema: Schema, alike: Alike | None = None) -> dict[str, torch.Tensor]:
@@ -302,13 +311,16 @@ def golden_inputs(schema: Schema, alike: Alike | None = None) -> dict[str, torch
         own[:2] = torch.tensor([0, feature.rows - 1])
         ids.append(own)
     dense = torch.randn(SAMPLES, len(schema.dense), generator=generator)
-    return {"dense": dense, "ids": torch.cat(ids), "lengths": lengths.reshape(-1)}
+    inputs = {"dense": dense, "ids": torch.cat(ids), "lengths": lengths.reshape(-1)}
+    if schema.weighted:
+        inputs["weights"] = torch.rand(len(inputs["ids"]), generator=generator)
+    return inputs
 
 
 def as_batch(schema: Schema, inputs: dict[str, torch.Tensor]) -> Batch:
     """The inputs as a batch; its labels are 0."""
     keys = [feature.name for feature in schema.sparse]
-    sparse = KeyedJaggedTensor(keys, inputs["ids"], lengths=inputs["lengths"])
+    sparse = KeyedJaggedTensor(keys, inputs["ids"], inputs.get("weights"), inputs["lengths"])
     return Batch(inputs["dense"], sparse, torch.zeros(len(inputs["dense"])))
 
 

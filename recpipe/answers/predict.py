@@ -279,7 +279,8 @@ def _scored_by_package(scorer: score.Scorer, batches: Iterable[Batch], labelled:
     for batch in batches:
         ids, lengths = batch.sparse.values(), batch.sparse.lengths()
         try:
-            found = scorer(batch.dense, ids.to(torch.int64), lengths.to(torch.int64))
+            weights = batch.sparse.weights_or_none()
+            found = scorer(batch.dense, ids.to(torch.int64), lengths.to(torch.int64), weights)
         except ValueError as fault:
             raise DataError(str(fault)) from fault
         yield Scored(found, None)

@@ -59,7 +59,8 @@ def figures_of(
         samples = 0
         for batch in dataset.batches("eval", trained.cfg.data.batch_size):
             values, lengths = batch.sparse.values().long(), batch.sparse.lengths().long()
-            found.append(scorer(batch.dense, values, lengths).reshape(len(batch.dense), -1))
+            of_ids = batch.sparse.weights_or_none()
+            found.append(scorer(batch.dense, values, lengths, of_ids).reshape(len(batch.dense), -1))
             known.append(torch.stack([task.labels_of(batch) for task in tasks.values()], dim=1).float())
             own = [task.weights_of(batch) for task in tasks.values()]
             if there := [each for each in own if each is not None]:

@@ -94,19 +94,39 @@ class Scorer:
         names = [feature["name"] for feature in self.manifest["sparse"]]
         return Lookup(found, names if features is None else features, self.tables)
 
-    def __call__(self, dense: torch.Tensor, ids: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
-        """Scores float32 [B], from dense float32 [B, D], ids int64 [N] and lengths int64 [F * B].
+    def __call__(
+        self,
+        dense: torch.Tensor,
+        ids: torch.Tensor,
+        lengths: torch.Tensor,
+        weights: "torch.Tensor | None" = None,
+    ) -> torch.Tensor:
+        """Scores float32 [B], from dense float32 [B, D], ids int64 [N] and lengths int64 [F * B]; where
+        features are weighted (manifest.json), of all ids ``weights`` float32 [N].
 
         Ids are rows of tables, or keys of 64 bits where they got their rows as they came; they are ordered by
         feature and then by sample, and lengths say how many each has, in the same order. ``ValueError`` for
         wrong shapes and for rows that are not in their table.
         """
         rows, offsets = self.checked(dense, ids, lengths, dense.shape[0]), offsets_of(lengths)
+        self.check_weights(ids, weights)
         if self.maps:
             self.unknown += self.unknown_of(rows, lengths)
         with torch.inference_mode():
-            calls = [Call(lookup, rows, offsets, len(dense)) for lookup in self.lookups]
+            calls = [Call(lookup, rows, offsets, len(dense), None, weights) for lookup in self.lookups]
             return self.scores(dense, with_lengths(calls, self.pooled(calls)))
+
+    def check_weights(self, ids: torch.Tensor, weights: "torch.Tensor | None") -> None:
+        """``ValueError`` unless the model takes ``weights`` of these ids as they are."""
+        wanted = any(lookup.weighted for lookup in self.lookups)
+        if weights is None and wanted:
+            raise ValueError("the model's ids have weights: give float32 [N], one for each id")
+        if weights is None:
+            return
+        if weights.dtype != torch.float32 or weights.shape != ids.shape:
+            raise ValueError(f"weights is {weights.dtype} {list(weights.shape)}, not float32 [{len(ids)}]")
+        if not bool(torch.isfinite(weights).all()):
+            raise ValueError("a weight is not a finite number")
 
     def pooled(self, calls: "list[Call]") -> "list[torch.Tensor]":
         """What the lookups find, float32 [samples, W] each, or a row for each id, float32 [N, D]."""
@@ -185,7 +205,9 @@ class Scorer:
         torch.set_num_threads(1)
         try:
             with torch.inference_mode():
-                calls = [Call(lookup, rows, offsets, len(dense)) for lookup in self.lookups]
+                weights = golden.get("weights")
+                self.check_weights(ids, weights)
+                calls = [Call(lookup, rows, offsets, len(dense), None, weights) for lookup in self.lookups]
                 found = with_lengths(calls, self.pooled(calls))
                 return [program(dense, found) for program in self.programs]
         finally:
@@ -325,7 +347,9 @@ class Lookup:
         mode = {"sum": 0, "mean": 1, "none": 2}[found["pooling"]]
         self.sequence = found["pooling"] == "none"
         """Whether it gives a row for each id of its one feature."""
-        # No weights, float32 results, no cache, rows without padding, no float8.
+        self.weighted = bool(found.get("weighted"))
+        """Whether rows are multiplied by their ids' weights."""
+        # Weights, if there are any, float32 results, no cache, rows without padding, no float8.
         self.after = (mode, None, 0, None, None, 1, 0, -1, -1)
         none = torch.empty(0, dtype=torch.int32)
         places = [tables.places.get(table, none) for table in own]
@@ -335,9 +359,20 @@ class Lookup:
         self.place_starts = torch.tensor([0, *(len(part) for part in places)]).cumsum(0)
 
     def __call__(
-        self, ids: torch.Tensor, offsets: torch.Tensor, samples: int, where: "torch.Tensor | None" = None
+        self,
+        ids: torch.Tensor,
+        offsets: torch.Tensor,
+        samples: int,
+        where: "torch.Tensor | None" = None,
+        weights: "torch.Tensor | None" = None,
     ) -> torch.Tensor:
         """Pooled rows float32 [B, W], or a row for each id float32 [N, D]; see ``Call``."""
+        if self.weighted:
+            if weights is None or where is not None:
+                raise ValueError("a lookup of weighted ids is called without their weights")
+            weights, _ = self.arranged(weights, offsets, samples)
+            ids, offsets = self.arranged(ids, offsets, samples)
+            return self.pooled(self.rows_of(ids, offsets), offsets, weights)
         if where is None:
             ids, offsets = self.arranged(ids, offsets, samples)
             return self.pooled(self.rows_of(ids, offsets), offsets)
@@ -346,7 +381,7 @@ class Lookup:
     def arranged(
         self, ids: torch.Tensor, offsets: torch.Tensor, samples: int
     ) -> "tuple[torch.Tensor, torch.Tensor]":
-        """The ids of this lookup's features alone, in its order, and their offsets."""
+        """The ids, or their weights, of this lookup's features alone, in its order, and their offsets."""
         if self.features == list(range(len(self.names))):
             return ids, offsets
         bounds = offsets[torch.arange(len(self.names) + 1) * samples].tolist()
@@ -363,12 +398,18 @@ class Lookup:
         )
         return rows
 
-    def pooled(self, rows: torch.Tensor, offsets: "torch.Tensor | None" = None) -> torch.Tensor:
+    def pooled(
+        self,
+        rows: torch.Tensor,
+        offsets: "torch.Tensor | None" = None,
+        weights: "torch.Tensor | None" = None,
+    ) -> torch.Tensor:
         """The sums, or means, of rows of the buffer, or these rows themselves. ``offsets`` None: each bag has
-        one row."""
+        one row. ``weights`` float32 of the rows: what they are multiplied by."""
         offsets = numbers(len(rows) + 1) if offsets is None else offsets
         lookup = torch.ops.fbgemm.int_nbit_split_embedding_codegen_lookup_function
-        pooled: torch.Tensor = lookup(*self.before, rows, offsets, *self.after)
+        mode, _, *after = self.after
+        pooled: torch.Tensor = lookup(*self.before, rows, offsets, mode, weights, *after)
         return pooled
 
     def lengths(self, offsets: torch.Tensor, samples: int) -> torch.Tensor:
@@ -390,6 +431,8 @@ class Call(NamedTuple):
     offsets: torch.Tensor
     samples: int
     where: "torch.Tensor | None" = None
+    weights: "torch.Tensor | None" = None
+    """Of the ids, float32 [N], for lookups that are weighted; then there is no ``where``."""
 
 
 def with_lengths(calls: "list[Call]", found: "list[torch.Tensor]") -> "list[torch.Tensor]":

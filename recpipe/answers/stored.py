@@ -198,7 +198,11 @@ class StoredModel:
     def collection(self, path: str, like: Any, configs: Sequence[Any], rows: FewTableRows) -> nn.Module:
         """A collection as ``like``, which is at ``path``, with tables ``configs`` of these ``rows``."""
         pooled = isinstance(like, EmbeddingBagCollection)
-        made: nn.Module = (EmbeddingBagCollection if pooled else EmbeddingCollection)(configs)
+        made: nn.Module
+        if pooled:
+            made = EmbeddingBagCollection(configs, is_weighted=like.is_weighted())
+        else:
+            made = EmbeddingCollection(configs)
         for config in configs:
             kind = "embedding_bags" if pooled else "embeddings"
             weight = made.get_parameter(f"{kind}.{config.name}.weight").detach()

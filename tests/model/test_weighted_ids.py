@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from itertools import pairwise
+import json
+from itertools import islice, pairwise
 from pathlib import Path
 from typing import Any
 from urllib.parse import unquote
@@ -15,7 +16,10 @@ import torch
 from torch.nn import functional as F
 
 import recpipe
+from recpipe.answers.encoded import read_encoding
+from recpipe.answers.parts import _weighs
 from recpipe.answers.predict import PredictOptions, predict
+from recpipe.answers.score import Scorer
 from recpipe.answers.trained import Trained, open_trained
 from recpipe.common.files import lock_run_dir
 from recpipe.data.features import parse_features
@@ -190,6 +194,72 @@ def test_predictions_are_the_models(trained, table, tmp_path) -> None:
     batches = [*trained.dataset.batches("train", SIZE), *trained.dataset.batches("eval", SIZE)]
     wanted = torch.cat([model(batch.dense, batch.sparse).detach().reshape(-1) for batch in batches])
     np.testing.assert_allclose(np.asarray(told).reshape(-1), wanted, rtol=1e-4, atol=1e-5)
+
+
+def test_a_request_has_the_weights_of_training(trained, table, tmp_path) -> None:
+    pytest.importorskip("recpipe_serve")
+    from recpipe_serve.batching.forms import together
+    from recpipe_serve.errors import Refused
+    from recpipe_serve.http.features import Features, Heads
+
+    sparse = [{"name": f.name, "rows": f.rows, **_weighs(trained.schema, f)} for f in trained.schema.sparse]
+    manifest = {"dense": {"names": ["price"]}, "sparse": sparse, "lookups": [{"weighted": True}]}
+    heads = Heads(Features(manifest, 4096), trained.trained_on.preparation)
+    rows = table.drop(["click"]).to_pylist()[:BATCH]
+    (batch,) = islice(trained.dataset.batches("train", BATCH), 1)
+    _, asked = heads.read(json.dumps({"rows": rows}).encode(), None)
+    for place, name in enumerate(batch.sparse.keys()):
+        own, bags = batch.sparse[name], asked.bags(place, of_each=True)
+        assert bags.ids.tolist() == own.values().tolist()
+        assert bags.weights is not None
+        assert bags.weights.tolist() == own.weights().tolist(), name
+    sides = together([asked, asked])[1]
+    assert all(side.weights is not None and len(side.weights) == len(side.ids) for side in sides)
+
+    def tensor(name: str, kind: str, *values: float) -> dict[str, Any]:
+        return {"name": name, "datatype": kind, "shape": [len(values)], "data": list(values)}
+
+    inputs = [{"name": "dense", "datatype": "FP32", "shape": [1, 1], "data": [0.5]}]
+    inputs += [tensor(name, "INT64", 3) for name in ("user", "words", "seen", "item")]
+    inputs.append({"name": "tags", "datatype": "INT64", "shape": [1, 2], "data": [3, 4]})
+    given = [tensor(f"{name}.weights", "FP32", 0.25) for name in ("words", "seen")]
+    _, found = heads.read(json.dumps({"inputs": inputs + given}).encode(), None)
+    assert found.weights is not None
+    assert found.weights.tolist() == [1.0, 0.25, 0.25, 1.0, 0.5, 0.5], "two tags are averaged"
+    for wrong in (given[1:], [*given[1:], tensor("words.weights", "FP32", 1.0, 2.0)]):
+        with pytest.raises(Refused, match="'words.weights' is not FP32, a weight for each of the 1 ids"):
+            heads.read(json.dumps({"inputs": inputs + wrong}).encode(), None)
+
+
+@pytest.mark.soak
+def test_a_package_and_a_server_score_as_the_model_does(trained, table, tmp_path) -> None:
+    pytest.importorskip("recpipe_serve")
+    from recpipe_serve.batching.forms import together
+    from recpipe_serve.batching.scorer import RequestScorer
+    from recpipe_serve.http.features import Features, Heads
+
+    package = recpipe.package(trained.directory, tmp_path / "m.recpipe", quiet=True)
+    with lock_run_dir(tmp_path) as folder:
+        told = np.asarray(predict(trained, PredictOptions(scores="raw", package=str(package)), folder))
+        model = np.asarray(predict(trained, PredictOptions(scores="raw"), folder))
+    np.testing.assert_allclose(told, model, rtol=1e-4, atol=1e-5)
+    scorer = Scorer(package)
+    assert "reference" in scorer.manifest
+    heads = Heads(Features(scorer.manifest, 4096), read_encoding(package, scorer.manifest))
+    rows = table.drop(["click"]).to_pylist()
+    asked = [heads.read(json.dumps({"rows": part}).encode(), None)[1] for part in (rows[:100], rows[100:])]
+    served = RequestScorer(scorer)(*together(asked)).numpy()
+    np.testing.assert_allclose(served.reshape(-1), told.reshape(-1), rtol=1e-5, atol=1e-6)
+    shared = {name: rows[0][name] for name in ("user", "words", "seen", "watched")}
+    own = [{name: value for name, value in row.items() if name not in shared} for row in rows[:9]]
+    one = [heads.read(json.dumps({"shared": shared, "rows": own}).encode(), None)[1]]
+    each = [heads.read(json.dumps({"rows": [row | shared]}).encode(), None)[1] for row in own]
+    candidates, alone = (RequestScorer(scorer)(*together(some)).numpy() for some in (one, each))
+    np.testing.assert_allclose(candidates, alone, rtol=1e-5, atol=1e-6)
+    with pytest.raises(ValueError, match="the model's ids have weights"):
+        scorer(torch.zeros(1, 1), torch.zeros(5, dtype=torch.int64), torch.ones(5, dtype=torch.int64))
+    again = recpipe.package(package, tmp_path / "again.recpipe", quiet=True)
+    assert Scorer(again).difference <= 1e-5
 
 
 BAD = [

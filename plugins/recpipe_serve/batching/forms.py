@@ -24,6 +24,8 @@ class FeatureBags(NamedTuple):
     lengths: Array | int
     """How many ids each sample has, or all of them."""
     samples: int
+    weights: Array | None = None
+    """float32, of the ids."""
 
 
 class Form:
@@ -67,6 +69,8 @@ class Asked:
     """The raw values that these are of, if they came so."""
     keys: Array | None = field(default=None, repr=False)
     """The ids as they came, if some of them are keys."""
+    weights: Array | None = field(default=None, repr=False)
+    """float32, of the ids; None: they have none."""
     done: Callable[[Array | Exception], None] = field(init=False)
     """Called with its scores, or with why there are none."""
     since: float = field(init=False)
@@ -86,11 +90,13 @@ class Asked:
         ``of_each`` sample are asked for."""
         form = self.form
         ids, lengths, bags = self.ids[form.slices[feature]], form.lengths[feature], form.bags[feature]
+        weights = None if self.weights is None else self.weights[form.slices[feature]]
         if of_each and bags != form.samples:
             if not isinstance(lengths, int):
                 lengths = np.tile(lengths, form.samples)
-            return FeatureBags(np.tile(ids, form.samples), lengths, form.samples)
-        return FeatureBags(ids, lengths, bags)
+            weights = None if weights is None else np.tile(weights, form.samples)
+            return FeatureBags(np.tile(ids, form.samples), lengths, form.samples, weights)
+        return FeatureBags(ids, lengths, bags, weights)
 
 
 def together(asked: Sequence[Asked]) -> tuple[torch.Tensor, list[Side]]:
@@ -104,7 +110,8 @@ def sides_of(asked: Sequence[Asked]) -> list[Side]:
     Features that the samples of every request share make a side with one bag a request.
     """
     first = asked[0].form
-    if all(one.form.single and one.form.shared == first.shared for one in asked):
+    alike = all(one.form.single and one.form.shared == first.shared for one in asked)
+    if alike and asked[0].weights is None:
         return _of_singles(asked, len(first.shared))
     every = range(len(first.order))
     shared = [f for f in every if all(one.form.bags[f] == 1 for one in asked)]
@@ -159,4 +166,12 @@ def _side(
     for own in bags:
         lengths[end : end + own.samples] = own.lengths
         end += own.samples
-    return Side(tuple(features), torch.from_numpy(ids), torch.from_numpy(lengths), count, of_sample)
+    weights = [own.weights for own in bags if own.weights is not None]
+    return Side(
+        tuple(features),
+        torch.from_numpy(ids),
+        torch.from_numpy(lengths),
+        count,
+        of_sample,
+        torch.from_numpy(np.concatenate(weights)) if weights else None,
+    )

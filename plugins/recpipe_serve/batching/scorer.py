@@ -32,6 +32,8 @@ class Side:
     bags: int
     of_sample: torch.Tensor | None = None
     """The bag of each sample, int64 [B]; None: each sample has its own."""
+    weights: torch.Tensor | None = None
+    """float32, of the ids; None: they have none."""
 
     @cached_property
     def lengths(self) -> torch.Tensor:
@@ -173,7 +175,7 @@ class RequestScorer:
             if side.features not in self._parts:
                 self._parts[side.features] = self._parts_of(side.features)
             for number, part in self._parts[side.features]:
-                calls.append(Call(part.lookup, side.ids, side.offsets, side.bags))
+                calls.append(Call(part.lookup, side.ids, side.offsets, side.bags, None, side.weights))
                 found.append((number, part, side))
         return _Calls(sides, calls, found)
 

@@ -158,6 +158,7 @@ class Server:
         inputs = [{"name": name, "datatype": "INT64", "shape": [-1]} for name in self.features.rows]
         if width := len(self.features.dense):
             inputs.insert(0, {"name": DENSE, "datatype": "FP32", "shape": [-1, width]})
+        inputs += [{"name": name, "datatype": "FP32", "shape": [-1]} for name in self.features.weights]
         outputs = [{"name": name, "datatype": "FP32", "shape": [-1]} for name in self.outputs]
         about = {"name": self.name, "versions": [VERSION], "platform": "recpipe"}
         return _json({**about, "inputs": inputs, "outputs": outputs})

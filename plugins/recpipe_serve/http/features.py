@@ -21,7 +21,7 @@ from recpipe.errors import did_you_mean, shown
 from recpipe_serve.batching.forms import Array, Asked, FeatureBags, Form
 from recpipe_serve.errors import WrongIds, bad
 from recpipe_serve.http.protocol import TYPES, InferenceRequest, json_length, parse
-from recpipe_serve.http.raw import DENSE, LENGTHS, RawValues
+from recpipe_serve.http.raw import DENSE, LENGTHS, WEIGHTS, RawValues
 
 MOST_IDS = 1024
 """Most ids of a request, for each sample that one may have."""
@@ -41,7 +41,8 @@ class Features:
 
     Tensors of a request: ``dense`` FP32 [N, D]; each sparse feature by its name, INT64 [N] (an id for each
     sample), [N, K] (K ids for each), or a flat vector together with ``NAME.lengths`` [N]. Ids are rows of
-    tables, or keys of features in ``maps``, which give rows to these. A tensor for one sample stands for all
+    tables, or keys of features in ``maps``, which give rows to these. Where ids have weights,
+    ``NAME.weights`` FP32 has one for each, in the shape of the ids. A tensor for one sample stands for all
     N, so that what candidates share is sent once.
     """
 
@@ -58,9 +59,19 @@ class Features:
         self._single = [places[name] for name in sequences["single"]]
         self._aligned = [[places[name] for name in group] for group in sequences["aligned"]]
         self._known = {name + end for name in self.rows for end in ("", LENGTHS)}
+        self.weighted = any(lookup.get("weighted") for lookup in manifest.get("lookups", ()))
+        """Whether ids have weights."""
+        self._weighs = {f["name"]: f["weights"] for f in manifest["sparse"] if "weights" in f}
+        if self.weighted:
+            self._known |= {name + WEIGHTS for name in self.rows}
         if self.dense:
             self._known.add(DENSE)
         self._kept = lru_cache(FORMS)(self._form)
+
+    @property
+    def weights(self) -> list[str]:
+        """The names of the tensors of weights that requests need."""
+        return [name + WEIGHTS for name in self.rows if self._weighs.get(name) == "given"]
 
     def asked(self, inputs: Mapping[str, Array]) -> Asked:
         """``inputs`` checked; ``Refused`` names the one that is missing or wrong."""
@@ -80,7 +91,29 @@ class Features:
         of_each, lengths = tuple(own.samples for own in bags), tuple(own.lengths for own in bags)
         known = all(isinstance(own, int) for own in lengths)
         form = (self._kept if known else self._form)(len(dense), of_each, lengths)
-        return self.checked(dense, np.concatenate([bags[f].ids for f in form.order]), form)
+        asked = self.checked(dense, np.concatenate([bags[f].ids for f in form.order]), form)
+        if self.weighted:
+            names = list(self.rows)
+            own = [self._weights(names[f], inputs, bags[f]) for f in form.order]
+            asked.weights = np.concatenate(own)
+        return asked
+
+    def _weights(self, name: str, inputs: Mapping[str, Array], bags: FeatureBags) -> Array:
+        """The weights float32 of the ids of a feature, equal ones where only others have some; ``Refused``
+        for those that are none."""
+        found, ids = inputs.get(name + WEIGHTS), len(bags.ids)
+        if found is None and self._weighs.get(name) == "mean":
+            lengths = np.broadcast_to(bags.lengths, bags.samples)
+            return np.repeat(1 / np.maximum(lengths, 1), lengths).astype(np.float32)
+        if found is None and name not in self._weighs:
+            return np.ones(ids, np.float32)
+        if found is None or found.dtype.kind != "f" or found.size != ids:
+            raise bad(f"input '{shown(name)}{WEIGHTS}' is not FP32, a weight for each of the {ids} ids")
+        with np.errstate(over="ignore"):
+            weights = found.reshape(-1).astype(np.float32)
+        if not np.isfinite(weights).all():
+            raise bad(f"'{shown(name)}{WEIGHTS}' has a number that is not finite in FP32")
+        return weights
 
     def checked(self, dense: Array, ids: Array, form: Form) -> Asked:
         """The values of a request of this ``form``: ``dense`` float32 [N, D] or [1, D], and its ``ids``
@@ -215,10 +248,14 @@ class Heads:
         """The inputs of a request that another package was to score. ``Refused`` for what is wrong."""
         if asked.rows:
             return self.encoded(asked.rows)
-        return asked if asked.keys is None else self.features.checked(asked.dense, asked.keys, asked.form)
+        if asked.keys is None:
+            return asked
+        return replace(self.features.checked(asked.dense, asked.keys, asked.form), weights=asked.weights)
 
     def _keep(self, text: bytes, request: InferenceRequest, form: Form) -> None:
         """Keep what the JSON says if all values are in binary and as the model takes them."""
+        if self.features.weighted:
+            return
         names = list(self.features.rows)
         inputs, places = request.inputs, request.places
         exact = [inputs[name].dtype == TYPES["INT64"] for name in names]

@@ -15,6 +15,8 @@ from recpipe_serve.errors import bad
 
 DENSE = "dense"
 """The tensor of all dense features."""
+WEIGHTS = ".weights"
+"""After a feature's name: what each of its ids weighs."""
 LENGTHS = ".lengths"
 """After a feature's name: how many ids each sample has."""
 REQUEST = "the request"
@@ -36,6 +38,7 @@ class RawValues:
         row and the column of what cannot be."""
         import pyarrow as pa
 
+        from recpipe.data.columns import BatchMaker
         from recpipe.data.files import RowChecks
 
         names = list(dict.fromkeys(name for row in rows for name in row))
@@ -56,6 +59,9 @@ class RawValues:
         for name, bag in made.bags.items():
             own = bag.trimmed()
             inputs[name], inputs[name + LENGTHS] = own.values.astype(np.int64), np.diff(own.offsets)
+        if self._encoding.schema.weighted:
+            found = BatchMaker(self._encoding.schema, self._encoding.multi_hot)(made).sparse.to_dict()
+            inputs |= {name + WEIGHTS: own.weights().numpy() for name, own in found.items()}
         return inputs
 
 
