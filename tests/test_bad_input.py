@@ -332,7 +332,7 @@ def test_npy_labels_and_parts(refused: Run, tmp_path: Path) -> None:
         (["optim.dense.lr=inf"], ("optim.dense.lr=inf", "finite")),
         (["optim.dense.name=LBFGS"], ("torch.optim.LBFGS", "choose another optimizer")),
         (["optim.dense.name=SparseAdam"], ("torch.optim.SparseAdam", "choose another optimizer")),
-        (["optim=0"], ("optim=0", "adagrad, rowwise_adagrad, sgd")),
+        (["optim=0"], ("optim=0", "adagrad, adam, ftrl, lamb, rowwise_adagrad, sgd")),
         (["trainer=[1]"], ("trainer=[1]", "default")),
         (["task=[1.5]"], ("task=[1.5]", "compare, misses, plan, profile, scale, train")),
         (["+plugin=2"], ("plugin=2", "hotline")),

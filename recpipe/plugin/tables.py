@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import cached_property, partial
 from typing import Annotated
 
 import numpy as np
 import torch
-from annotated_types import Ge, Gt
+from annotated_types import Ge, Gt, Interval
 from fbgemm_gpu.split_embedding_configs import EmbOptimType
 from numpy.typing import NDArray
 from torchrec.modules.embedding_configs import DATA_TYPE_NUM_BITS, DataType, EmbeddingBagConfig
 
 from recpipe.common.validation import one_of
+from recpipe.errors import UserError, shown
 from recpipe.plugin.calls import Owned
 from recpipe.plugin.quantizer import WORD, Coding, RowCodec
 from recpipe.plugin.store import Records, StoreLayout
@@ -26,6 +27,22 @@ OPTIMIZERS = {
     "adagrad": EmbOptimType.EXACT_ADAGRAD,
     "rowwise_adagrad": EmbOptimType.EXACT_ROWWISE_ADAGRAD,
 }
+"""Those that FBGEMM fuses into the backward pass of a lookup, unless they have momentum or weight decay."""
+_DECAY = ("weight_decay", "weight_decay_mode")
+_MOMENTS = ("beta1", "beta2", *_DECAY)
+KNOBS = {
+    "sgd": ("stochastic_rounding", "momentum", *_DECAY),
+    "adagrad": ("stochastic_rounding", *_DECAY),
+    "rowwise_adagrad": ("stochastic_rounding", *_DECAY),
+    "adam": _MOMENTS,
+    "partial_rowwise_adam": _MOMENTS,
+    "lamb": _MOMENTS,
+    "partial_rowwise_lamb": _MOMENTS,
+    "ftrl": ("l1", "l2", "beta"),
+}
+"""What each optimizer of tables takes beside ``lr`` and ``eps``."""
+DECAYS = ("l2", "decouple")
+"""How weights decay (FBGEMM's names): as a part of the gradient, or apart from it."""
 
 
 EVICTIONS = ("lru", "lfu", "age", "none")
@@ -77,16 +94,52 @@ class SparseFeature:
     sequence."""
 
 
+Share = Annotated[float, Interval(ge=0, lt=1)]
+AtLeast0 = Annotated[float, Ge(0)]
+
+
 @dataclass(frozen=True)
 class TableOptimizer:
-    """The optimizer that FBGEMM fuses into the tables' backward pass."""
+    """The optimizer of tables, which updates the rows of a batch in the backward pass of their lookup.
 
-    name: Annotated[str, one_of(*OPTIMIZERS)]
-    lr: Annotated[float, Ge(0)]
+    Rows that a batch does not look up stay as they are, their state among them; weight decay and bias
+    correction count a row's own updates (``recpipe.tables.updating``).
+    """
+
+    name: Annotated[str, one_of(*KNOBS)]
+    lr: AtLeast0
     """The learning rate; 0: the tables are frozen."""
     eps: Annotated[float, Gt(0)] = 1e-8
     stochastic_rounding: bool = False
     """Whether a GPU's update rounds weights of 16 bits up or down at random; False: to the nearest value."""
+    momentum: Share = 0.0
+    """Of ``sgd``, as in ``torch.optim.SGD``."""
+    beta1: Share = 0.9
+    beta2: Share = 0.999
+    weight_decay: AtLeast0 = 0.0
+    weight_decay_mode: Annotated[str, one_of(*DECAYS)] = "l2"
+    """``l2``: the decay times the weights is added to the gradient (``torch.optim.Adam``); ``decouple``:
+    weights are multiplied by 1 - lr * decay (``AdamW``), of LAMB a part of the step that its trust ratio
+    scales."""
+    l1: AtLeast0 = 0.0
+    """Of ``ftrl``, as l2 and beta: see McMahan et al., "Ad Click Prediction: a View from the Trenches"."""
+    l2: AtLeast0 = 0.0
+    beta: AtLeast0 = 1.0
+
+    def __post_init__(self) -> None:
+        """``UserError`` for a value that this optimizer does not take."""
+        takes = KNOBS.get(self.name, ())
+        for each in fields(self)[3:]:
+            if each.name not in takes and getattr(self, each.name) != each.default:
+                raise UserError(
+                    f"the tables' optimizer {shown(self.name)} takes no {each.name}, but lr, eps, "
+                    f"{', '.join(takes)}"
+                )
+        if self.stochastic_rounding and not self.fused:
+            raise UserError(
+                f"the tables' optimizer {self.name} with momentum or weight_decay rounds to the nearest "
+                "value: set stochastic_rounding to false"
+            )
 
     @cached_property
     def frozen(self) -> bool:
@@ -94,20 +147,30 @@ class TableOptimizer:
         optimizer state, and their rows are not written back."""
         return self.lr == 0
 
+    @cached_property
+    def fused(self) -> bool:
+        """Whether FBGEMM makes its steps; otherwise recpipe does (``recpipe.tables.updating``)."""
+        return self.frozen or (self.name in OPTIMIZERS and not self.momentum and not self.weight_decay)
+
     @property
     def kind(self) -> EmbOptimType:
-        """FBGEMM's name of this optimizer; of frozen tables, one without state."""
+        """FBGEMM's name of this optimizer, if it is fused; of frozen tables, one without state."""
         return OPTIMIZERS["sgd" if self.frozen else self.name]
 
     @property
     def knobs(self) -> dict[str, float]:
-        """The arguments of the same optimizer in ``torch.optim`` and ``torchrec.optim``."""
+        """The arguments of the same optimizer in ``torch.optim`` and ``torchrec.optim``, if it is fused."""
         return {"lr": self.lr} if self.name == "sgd" else {"lr": self.lr, "eps": self.eps}
 
     def state_width(self, dim: int) -> int:
-        """float32 values of optimizer state per row: 0 (SGD, frozen), 1 (row-wise Adagrad) or ``dim``
-        (Adagrad)."""
-        return 0 if self.frozen else {"sgd": 0, "rowwise_adagrad": 1, "adagrad": dim}[self.name]
+        """float32 values of optimizer state per row; ``recpipe.tables.updating`` says which."""
+        if self.frozen:
+            return 0
+        if self.name == "sgd":
+            return dim if self.momentum else 0
+        widths = {"rowwise_adagrad": 1, "adagrad": dim, "ftrl": 2 * dim}
+        rowwise = self.name.startswith("partial_rowwise")
+        return widths.get(self.name, dim + 2 if rowwise else 2 * dim + 1)
 
 
 FROZEN = TableOptimizer("sgd", 0.0)

@@ -70,4 +70,5 @@ with private_names():
         share_hooks,
         tbe_views,
         update_by_table,
+        whole_weights,
     )

@@ -106,6 +106,16 @@ def tbe_views(tbe: SplitTableBatchedEmbeddingBagsCodegen) -> list[Views]:
     return views
 
 
+def whole_weights(tbe: SplitTableBatchedEmbeddingBagsCodegen) -> torch.Tensor:
+    """The rows of all physical tables of a TBE, which have one dimension, one table after the other: [rows,
+    D], in their storage type; writing to them changes the TBE."""
+    parts = tbe.split_embedding_weights()
+    whole: torch.Tensor = private(tbe, "weights_host" if parts[0].device.type == "cpu" else "weights_dev")
+    made = whole.detach().view(-1, parts[0].shape[1])
+    assert len(made) == sum(map(len, parts)), "tables lie one after the other"
+    return made
+
+
 def update_by_table(
     tbe: SplitTableBatchedEmbeddingBagsCodegen, rows: int, table_of: NDArray[np.int64]
 ) -> None:

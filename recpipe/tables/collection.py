@@ -34,6 +34,7 @@ from recpipe.errors import UserError
 from recpipe.plugin.bags import RowIds
 from recpipe.plugin.collection import TableCollection
 from recpipe.plugin.tables import Region, TableSet, Values, row_chunks, to_numpy
+from recpipe.tables.updating import OwnUpdates
 
 if TYPE_CHECKING:
     from recpipe.plugin.skipper import RowFilter
@@ -200,23 +201,29 @@ def bounds_check(device: torch.device) -> BoundsCheckMode:
 def fused_tbe(
     tables: TableSet, rows: Sequence[int], table_of: Sequence[int], device: torch.device, pooled: bool
 ) -> SplitTableBatchedEmbeddingBagsCodegen:
-    """A TBE of physical tables with so many ``rows`` of the set's dimension, and its fused optimizer.
+    """A TBE of physical tables with so many ``rows`` of the set's dimension, whose backward pass makes the
+    optimizer's step.
 
     Feature i looks up in physical table ``table_of[i]``; rows come summed by bag, or one for each id.
     """
     on_gpu = device.type == "cuda"
     location = EmbeddingLocation.DEVICE if on_gpu else EmbeddingLocation.HOST
     compute = ComputeDevice.CUDA if on_gpu else ComputeDevice.CPU
+    shape: dict[str, Any] = {
+        "embedding_specs": [(count, tables.dim, location, compute) for count in rows],
+        "feature_table_map": list(table_of),
+        "pooling_mode": PoolingMode.SUM if pooled else PoolingMode.NONE,
+        "weights_precision": data_type_to_sparse_type(tables.storage),
+        "output_dtype": SparseType.FP32,
+        "bounds_check_mode": bounds_check(device),
+        "device": device,
+    }
+    if not tables.optimizer.fused:
+        return OwnUpdates(tables.optimizer, table_of, **shape)
     return SplitTableBatchedEmbeddingBagsCodegen(
-        [(count, tables.dim, location, compute) for count in rows],
-        feature_table_map=list(table_of),
         optimizer=tables.optimizer.kind,
         learning_rate=tables.optimizer.lr,
         eps=tables.optimizer.eps,
-        pooling_mode=PoolingMode.SUM if pooled else PoolingMode.NONE,
-        weights_precision=data_type_to_sparse_type(tables.storage),
-        output_dtype=SparseType.FP32,
         stochastic_rounding=tables.optimizer.stochastic_rounding,
-        bounds_check_mode=bounds_check(device),
-        device=device,
+        **shape,
     )

@@ -19,6 +19,7 @@ from recpipe.common.loops import ALONE, Spread
 from recpipe.data.parts import in_order, unknown_id
 from recpipe.plugin.bags import Bags, Offsets, RowIds
 from recpipe.plugin.tables import TableOptimizer, TableSet
+from recpipe.tables.updating import stepped
 
 
 def table_bags(tables: TableSet, sparse: KeyedJaggedTensor, spread: Spread = ALONE) -> Bags:
@@ -175,8 +176,11 @@ def updated(optimizer: TableOptimizer, records: torch.Tensor, gradients: torch.T
     """``records`` (float32 [n, D + state]) after one optimizer step with ``gradients`` (float32 [n, D]).
 
     The formulas are FBGEMM's: Adagrad adds the squared gradient to the state, row-wise Adagrad the mean
-    of its squares, and both divide by the root of the new state plus eps.
+    of its squares, and both divide by the root of the new state plus eps. Those that FBGEMM does not fuse are
+    in ``recpipe.tables.updating``.
     """
+    if not optimizer.fused:
+        return stepped(optimizer, records, gradients)
     dim = gradients.shape[1]
     weights, state = records[:, :dim], records[:, dim:]
     if optimizer.name == "sgd":

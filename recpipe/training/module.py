@@ -272,6 +272,7 @@ class RankingModule(L.LightningModule):
             "samples": self.totals.samples,
             "seconds": self.totals.seconds,
             "made_with": self.made_with(),
+            "table_optimizers": self.table_optimizers(),
             "order": self.order(),
             "dense_defaults": self.make_optimizer(self.dense).defaults,
             "random": random_state(),
@@ -291,6 +292,11 @@ class RankingModule(L.LightningModule):
         """Values on which the meaning of the data position and of the dense optimizer's state depends."""
         name = type(self.make_optimizer(self.dense)).__name__
         return {"data.batch_size": self.loader.source.batch_size, "optim.dense.name": name}
+
+    def table_optimizers(self) -> dict[str, str]:
+        """The optimizer's name of each table with state, on which the meaning of its state depends."""
+        groups = [group.tables for group in self.model.embeddings.tables.groups]
+        return {t.name: g.optimizer.name for g in groups if g.layout.width > g.dim for t in g.tables}
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Continue at the saved data position. If the tiers are the same, the same rows are already resident.

@@ -1,4 +1,4 @@
-"""Optimizers of a recipe: fused ones for the tables, any of ``torch.optim`` for the dense part."""
+"""Optimizers of a recipe: those of the tables' rows, and any of ``torch.optim`` for the dense part."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from torch import nn
 
 from recpipe.common.device import explanation
 from recpipe.errors import UserError, nearest_or_all, shown
-from recpipe.plugin.tables import FROZEN, TableOptimizer
+from recpipe.plugin.tables import FROZEN, KNOBS, TableOptimizer
 
 Argument = bool | int | float | str | list[float] | None
 """The types of arguments that yaml can give an optimizer of ``torch.optim``."""
@@ -31,7 +31,7 @@ def _named(values: object) -> object:
 
 @dataclass(frozen=True)
 class OptimConfig:
-    """``conf/optim``: the optimizer fused into the tables, and the name and arguments of the dense part's."""
+    """``conf/optim``: the tables' optimizer, and the name and arguments of the dense part's."""
 
     tables: TableOptimizer
     dense: dict[str, Argument]
@@ -55,14 +55,22 @@ class OptimConfig:
                 raise UserError(f"optim.by_table.{shown(glob)}: no such table; {nearest_or_all(glob, names)}")
 
 
-ATTACHED = {
-    torch.optim.SGD: "sgd",
-    torch.optim.Adagrad: "adagrad",
-    torchrec.optim.SGD: "sgd",
-    torchrec.optim.Adagrad: "adagrad",
-    torchrec.optim.RowWiseAdagrad: "rowwise_adagrad",
+DECOUPLED = {"weight_decay_mode": "decouple"}
+ATTACHED: dict[type, tuple[str, dict[str, Any]]] = {
+    torch.optim.SGD: ("sgd", {}),
+    torch.optim.Adagrad: ("adagrad", {}),
+    torch.optim.Adam: ("adam", {}),
+    torch.optim.AdamW: ("adam", DECOUPLED),
+    torchrec.optim.SGD: ("sgd", {}),
+    torchrec.optim.Adagrad: ("adagrad", {}),
+    torchrec.optim.RowWiseAdagrad: ("rowwise_adagrad", {}),
+    # FBGEMM's, which these stand for, have decoupled decay and a rate of 0.01 where nothing else is said.
+    torchrec.optim.Adam: ("adam", DECOUPLED),
+    torchrec.optim.PartialRowWiseAdam: ("partial_rowwise_adam", DECOUPLED),
+    torchrec.optim.LAMB: ("lamb", DECOUPLED),
+    torchrec.optim.PartialRowWiseLAMB: ("partial_rowwise_lamb", DECOUPLED),
 }
-"""The classes that a model may attach to a table, by the name of the fused optimizer."""
+"""The classes that a model may attach to a table: the name of the tables' optimizer, and what it is given."""
 
 
 def _attached(name: str, weights: torch.Tensor) -> TableOptimizer | None:
@@ -71,17 +79,30 @@ def _attached(name: str, weights: torch.Tensor) -> TableOptimizer | None:
     if not classes:
         return None
     (kind, *others), (knobs, *_) = classes, weights._optimizer_kwargs  # type: ignore[attr-defined]
-    unknown = set(knobs) - {"lr", "eps"}
-    if others or kind not in ATTACHED or unknown:
-        what = f"{kind.__name__} with {', '.join(sorted(unknown))}" if unknown else kind.__name__
-        raise UserError(
-            f"table '{name}': the model attaches {what}, and tables are updated by one of SGD, Adagrad and "
-            "RowWiseAdagrad with lr and eps; set optim.by_table, or attach one of these"
-        )
+    own, also = ATTACHED.get(kind, ("", {}))
+    takes = {"lr", "eps", *KNOBS.get(own, ())}
     defaults = {n: p.default for n, p in signature(kind).parameters.items()}
-    values = {key: knobs.get(key, defaults.get(key)) for key in ("lr", "eps")}
-    given: dict[str, Any] = {k: float(v) for k, v in values.items() if v is not None}
-    return TableOptimizer(ATTACHED[kind], **given)
+    values = {"lr": 0.01} | {n: value for n, value in _apart(defaults).items() if n in takes} | _apart(knobs)
+    unknown = {n for n, value in values.items() if n not in takes and value != defaults.get(n, knobs)}
+    if others or not own or unknown:
+        what = f"{kind.__name__} with {', '.join(sorted(unknown))}" if own and unknown else kind.__name__
+        raise UserError(
+            f"table '{name}': the model attaches {what}, and tables are updated by one of "
+            f"{', '.join(sorted({each.__name__ for each in ATTACHED}))} with "
+            f"{', '.join(sorted(takes)) if own else 'their arguments'}; set optim.by_table, or attach one of "
+            "these"
+        )
+    given: dict[str, Any] = {
+        n: float(value) for n, value in values.items() if n in takes and value is not None
+    }
+    return TableOptimizer(own, **given, **(also if given.get("weight_decay") else {}))
+
+
+def _apart(knobs: Mapping[str, Any]) -> dict[str, Any]:
+    """``knobs`` with ``betas`` as ``beta1`` and ``beta2``."""
+    others = {name: value for name, value in knobs.items() if name != "betas"}
+    pair = knobs.get("betas")
+    return others if pair is None else {**others, "beta1": pair[0], "beta2": pair[1]}
 
 
 def dense_optimizer(config: Mapping[str, Any], parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:

@@ -97,6 +97,14 @@ def _check_own(module: RankingModule, recpipe: Mapping[str, Any]) -> None:
                 f"the checkpoint was made with {key}={theirs}, not {made_with[key]}: "
                 f"resume with {key}={theirs}"
             )
+    if "table_optimizers" in recpipe:  # checkpoints of earlier versions lack it
+        kept = entries({"table_optimizers": dict[str, str]}, recpipe, "recpipe")["table_optimizers"]
+        for table, name in module.table_optimizers().items():
+            if kept.get(table, name) != name:
+                raise UserError(
+                    f"table '{table}' was trained by {kept[table]}, whose state is of no use to {name}: "
+                    f"resume with {kept[table]} (optim.tables, optim.by_table), or start anew"
+                )
     mine, theirs = module.order(), saved["order"]
     if mine != theirs:
         raise UserError(

@@ -83,6 +83,13 @@ def built(made: Sharding) -> ShardedCollection:
     return tables
 
 
+def test_optimizers_that_are_not_torchrec_s_are_refused() -> None:
+    """Which are those that a sharded module has on a CPU."""
+    with pytest.raises(UserError, match="table 'a': its optimizer is adam, and sharded tables have sgd"):
+        sharding("adam").plan(None)
+    assert sharding("adagrad").plan(None).tables
+
+
 @pytest.mark.parametrize("caches", [True, False], ids=["uvm_caching", "another kernel"])
 def test_a_gpus_cache_is_written_back_before_its_rows_are_read(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caches: bool

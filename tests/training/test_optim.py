@@ -161,11 +161,15 @@ def test_a_glob_that_matches_no_table_is_refused() -> None:
 @pytest.mark.parametrize(
     ("values", "words"),
     [
-        ("{C1: {name: adam, lr: 0.1}}", "optim.by_table.C1.name=adam is unknown"),
+        ("{C1: {name: adams, lr: 0.1}}", "optim.by_table.C1.name=adams is unknown; did you mean adam"),
+        (
+            "{C1: {name: adam, lr: 0.1, momentum: 0.9}}",
+            "optimizer adam takes no momentum, but lr, eps, beta1",
+        ),
         ("{C1: {name: sgd, lr: -1}}", "optim.by_table.C1.lr=-1"),
         ("{C1: {lr: 0.1}}", "optim.by_table.C1.name has no value in this recipe: set it"),
         ("{C1: {lr: 0, rate: 1}}", "no 'optim.by_table.C1.rate' in the recipe"),
-        ("{C1: {name: sgd, lr: 0.1, momentum: 0.9}}", "no 'optim.by_table.C1.momentum' in the recipe"),
+        ("{C1: {name: sgd, lr: 0.1, momentun: 0.9}}", "no 'optim.by_table.C1.momentun' in the recipe"),
         ("{C1: {name: sgd}}", "optim.by_table.C1.lr has no value in this recipe: set it"),
         ("{C1: 3}", "optim.by_table.C1"),
     ],
@@ -203,8 +207,13 @@ def test_what_a_model_attaches_is_taken(kind, knobs, expected) -> None:
 @pytest.mark.parametrize(
     ("kind", "knobs", "words"),
     [
-        (torch.optim.AdamW, {"lr": 0.1}, "table 'a': the model attaches AdamW, and tables are updated by"),
-        (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9}, "attaches SGD with momentum.*set optim.by_table"),
+        (torch.optim.RAdam, {"lr": 0.1}, "table 'a': the model attaches RAdam, and tables are updated by"),
+        (
+            torch.optim.SGD,
+            {"lr": 0.1, "momentum": 0.9, "nesterov": True},
+            "attaches SGD with nesterov.*set optim.by_table",
+        ),
+        (torch.optim.Adagrad, {"lr": 0.1, "lr_decay": 0.1}, "attaches Adagrad with lr_decay"),
     ],
 )
 def test_what_tables_cannot_do_is_refused(kind, knobs, words) -> None:
@@ -213,6 +222,37 @@ def test_what_tables_cannot_do_is_refused(kind, knobs, words) -> None:
     with pytest.raises(UserError, match=words):
         optimizers(OptimConfig(SGD, DENSE), holder)
     assert optimizers(OptimConfig(SGD, DENSE, {"a": ROWWISE}), holder)["a"] == ROWWISE
+
+
+@pytest.mark.parametrize(
+    ("kind", "knobs", "expected"),
+    [
+        (torch.optim.SGD, {"lr": 0.3, "momentum": 0.9}, TableOptimizer("sgd", 0.3, momentum=0.9)),
+        (
+            torch.optim.Adam,
+            {"lr": 0.3, "betas": (0.8, 0.9), "weight_decay": 0.1},
+            TableOptimizer("adam", 0.3, beta1=0.8, beta2=0.9, weight_decay=0.1),
+        ),
+        (
+            torch.optim.AdamW,
+            {"eps": 1e-7},
+            TableOptimizer("adam", 1e-3, 1e-7, weight_decay=0.01, weight_decay_mode="decouple"),
+        ),
+        (torchrec.optim.Adam, {"lr": 0.2}, TableOptimizer("adam", 0.2)),
+        (torchrec.optim.PartialRowWiseAdam, {"lr": 0.2}, TableOptimizer("partial_rowwise_adam", 0.2)),
+        (
+            torchrec.optim.LAMB,
+            {"betas": (0.5, 0.9), "weight_decay": 0.1},
+            TableOptimizer(
+                "lamb", 0.01, beta1=0.5, beta2=0.9, weight_decay=0.1, weight_decay_mode="decouple"
+            ),
+        ),
+    ],
+)
+def test_their_arguments_are_taken_too(kind, knobs, expected) -> None:
+    holder = Holder("a")
+    attach(holder, "a", kind, knobs)
+    assert optimizers(OptimConfig(SGD, DENSE), holder)["a"] == expected
 
 
 def test_two_optimizers_of_one_table_are_refused() -> None:

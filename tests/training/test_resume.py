@@ -84,6 +84,12 @@ CASES: tuple[tuple[str, Change], ...] = (
     ("made on other data", lambda c: c["recpipe"].update(fingerprint="x")),
     ("lacks 'data.batch_size'", lambda c: c["recpipe"].update(made_with={})),
     ("data.batch_size=32, not 64", lambda c: c["recpipe"]["made_with"].update({"data.batch_size": 32})),
+    (
+        "was trained by ftrl, whose state is of no use to",
+        lambda c: c["recpipe"].update(
+            table_optimizers=dict.fromkeys(c["recpipe"]["table_optimizers"], "ftrl")
+        ),
+    ),
     ("in the order of plugin x", lambda c: c["recpipe"].update(order="plugin x")),
     (
         "no state of a random",

@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from recpipe.access.misses import SHARES, Curve
 from recpipe.distributed.ranks import Emulation
 from recpipe.plugin.bags import RowIds
+from recpipe.plugin.tables import TableOptimizer
 from recpipe.tables.tiers.policies import POLICIES
 from recpipe_perf_model.facts.replay import KeptLookups, Make, Replayed, replay
 from recpipe_perf_model.statement import Moved
@@ -94,7 +95,7 @@ class GroupFacts:
     @property
     def width(self) -> int:
         """float32 values of a record in the cold tier."""
-        return self.dim + {"sgd": 0, "adagrad": self.dim}.get(self.optimizer, 1)
+        return self.dim + TableOptimizer(self.optimizer, 1.0).state_width(self.dim)
 
     def misses(self, policy: str, share: float) -> Misses:
         """What ``policy`` (nocache, lru, lfu or hot: the rows that were looked up most often before) misses

@@ -23,7 +23,16 @@ from recpipe.tables.inputs import Inputs
 from recpipe_perf_model.scale.reading import Reader
 
 MODELS = Path(__file__).parent / "models"
-STATES = {"sgd": 0, "rowwise_adagrad": 0, "adagrad": 1, "adam": 2}
+STATES = {
+    "sgd": 0,
+    "rowwise_adagrad": 0,
+    "adagrad": 1,
+    "partial_rowwise_adam": 1,
+    "partial_rowwise_lamb": 1,
+    "adam": 2,
+    "lamb": 2,
+    "ftrl": 2,
+}
 """State values by optimizer for each value of a row; rowwise_adagrad has one for a whole row."""
 MOST_TABLES = 20_000
 FLOAT, ID = 4, 8

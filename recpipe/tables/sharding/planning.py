@@ -175,6 +175,12 @@ class Sharding:
         """Why a table cannot be sharded in this way; None: it can."""
         tables, cuts_rows = self.group_of[name], kind in COLUMN_SPLITTING
         one_state = tables.optimizer.name == "rowwise_adagrad"
+        if not tables.optimizer.fused:
+            return UserError(
+                f"table '{name}': its optimizer is {tables.optimizer.name}, and sharded tables have sgd, "
+                "adagrad or rowwise_adagrad, without momentum and weight decay: choose one of these "
+                "(optim.by_table), or do not shard the tables"
+            )
         if not tables.pooled and kind not in SEQUENCE_TYPES:
             return UserError(
                 f"table '{name}': TorchRec cannot shard an EmbeddingCollection {kind}; use one of "

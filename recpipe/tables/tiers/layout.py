@@ -357,8 +357,9 @@ class OneTable(Layout):
         return super().look_up(lookups, in_slab, warm, cold)
 
     def graph_lookup(self, lookups: Lookups, samples: int) -> GraphLookup | None:
-        """Of one id in each bag, where nothing chooses among the rows to update."""
-        if self.row_filter is not None or not self.looks_up_at_once(lookups):
+        """Of one id in each bag, where nothing chooses among the rows to update and FBGEMM updates them."""
+        whole = self.row_filter is None and self.tables.optimizer.fused
+        if not whole or not self.looks_up_at_once(lookups):
             return None
         assert isinstance(lookups, GpuLookups), "looked up at once"
         if not lookups.given.one_each or lookups.given.weights is not None:
