@@ -42,7 +42,7 @@ class SideTable:
 
     def __init__(self, join: Join) -> None:
         self.left, self._right = join.left, join.right
-        files = input_files(join.path)
+        files = input_files(join.path, key="data.joins")
         self._where, self.is_text = str(files[0]), files[0].format == "csv"
         own = list(join.columns) or [name for name in files[0].columns.names if name != join.right]
         self._kind = _shared_type(files, join.right)
@@ -215,7 +215,10 @@ def joined(files: Sequence[InputFile], joins: Sequence[Join]) -> list[InputFile]
 
 def contents(joins: Sequence[Join]) -> list[dict[str, Any]]:
     """What samples depend on of the ``joins``: their keys, and a hash of each side table's bytes."""
-    return [asdict(join) | {"digests": [_digest(file) for file in input_files(join.path)]} for join in joins]
+    return [
+        asdict(join) | {"digests": [_digest(file) for file in input_files(join.path, key="data.joins")]}
+        for join in joins
+    ]
 
 
 def _digest(file: InputFile) -> str:

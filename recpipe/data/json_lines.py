@@ -43,11 +43,12 @@ class JsonLines:
         if text.isspace():
             return pa.schema([])
         try:
-            return pa.json.read_json(
+            found = pa.json.read_json(
                 pa.BufferReader(text), pa.json.ReadOptions(block_size=len(text) + 1)
             ).schema
         except READ_FAULTS as error:
             raise _json_fault(file, error) from error
+        return pa.schema([own.with_type(as_text(own.type)) for own in found])
 
     @staticmethod
     def blocks(file: InputFile, columns: Sequence[str], start: int = 0) -> Iterator[Block]:
@@ -73,6 +74,13 @@ def _parsed_json(text: bytes, wanted: pa.Schema) -> pa.Table:
     read = pa.json.ReadOptions(block_size=len(text) + 1)
     parse = pa.json.ParseOptions(explicit_schema=wanted, unexpected_field_behavior="ignore")
     return pa.json.read_json(pa.BufferReader(text), read, parse)
+
+
+def as_text(kind: pa.DataType) -> pa.DataType:
+    """``kind`` with text in the place of times, which pyarrow takes text for that is written like them."""
+    if pa.types.is_list(kind):
+        return pa.list_(as_text(kind.value_type))
+    return pa.string() if pa.types.is_timestamp(kind) else kind
 
 
 def _is_open(kind: pa.DataType) -> bool:

@@ -16,6 +16,7 @@ from recpipe.data.features import Feature, Features, Label
 from recpipe.data.files import RowChecks
 from recpipe.data.schema import LABEL_KINDS
 from recpipe.data.values import Bools, read_numbers, value_at
+from recpipe.errors import shown
 
 NO_LABEL = "is no label (on_missing: mask in data.features keeps such rows, with weight 0 for it)"
 MOST_WEIGHT = 1e18
@@ -71,9 +72,18 @@ def _label(checks: RowChecks, label: Label, rows: pa.RecordBatch, masked: bool) 
     with np.errstate(over="ignore"):
         stored = values.astype(np.float32)
     valid = kind.fits(values) & np.isfinite(stored)
+    checks.require(found.valid | found.missing, label.source, show, _no_number(label))
     checks.require(valid | found.missing, label.source, show, kind.fault)
     checks.require(~found.missing | masked, label.source, show, NO_LABEL)
     return np.where(valid, stored, np.float32(0)), ~found.missing
+
+
+def _no_number(label: Label) -> str:
+    """What is said of a label that is text."""
+    if label.parsed is not None:
+        return LABEL_KINDS[label.kind or "clicks"].fault
+    made = f'{shown(label.source)} == "yes"'
+    return f"is no number; what is one for a word is an expression, 'data.label={{liked: {made!r}}}'"
 
 
 def _weights(checks: RowChecks, name: str, array: pa.Array) -> NDArray[np.float64]:

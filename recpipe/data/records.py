@@ -13,6 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import accumulate
 from pathlib import Path
 from typing import Any, Literal, cast
 from urllib.parse import unquote
@@ -141,7 +142,7 @@ def require_columns(file: InputFile, columns: Sequence[str]) -> None:
     for name in columns:
         found = names.count(name)
         if not found:
-            hint = _separator_hint(file, names) or nearest_or_all(name, names)
+            hint = _separator_hint(file, names) or _header_hint(file) or nearest_or_all(name, names)
             raise DataError(f"{file}: no column '{shown(name)}'; {hint}")
         if found > 1:
             raise DataError(f"{file}: {found} columns are called '{shown(name)}'; rename all but one")
@@ -156,6 +157,15 @@ def _separator_hint(file: InputFile, names: Sequence[str]) -> str:
         return ""
     shows = shown(mark)
     return f"its header is one column with {counts[mark]} times '{shows}': pass data.separator='{shows}'"
+
+
+def _header_hint(file: InputFile) -> str:
+    if file.format != "csv" or file.rules.columns or file.rules.header is not None or file.layout[1]:
+        return ""
+    return (
+        f"its first row has numbers, so that columns are called {', '.join(file.layout[2][:3])} ...: pass "
+        "data.header=true if these are names, else name the columns, 'data.columns=[label,user]'"
+    )
 
 
 def input_files(
@@ -384,7 +394,7 @@ class _Csv:
         if not lines:
             raise DataError(f"{file}: the file is empty")
         separator = rules.separator or _found_separator(file, lines)
-        first = _cells(lines[0], separator, rules.quote)
+        first = _first_cells(file, lines, separator)
         if rules.columns:
             if len(rules.columns) != len(first):
                 raise DataError(
@@ -477,14 +487,32 @@ def _bad_row(text: bytes, read: pa.csv.ReadOptions, parse: pa.csv.ParseOptions) 
     return found[0] if found else None
 
 
-def _cells(line: str, separator: str, quote: str | None) -> list[str]:
-    parse = pa.csv.ParseOptions(delimiter=separator, quote_char=quote or False)
+def _first_cells(file: InputFile, lines: Sequence[str], separator: str) -> list[str]:
+    """What the first record has. ``DataError`` for one that cannot be read, as a header over several lines,
+    which pyarrow does not skip."""
+    quote, header = file.rules.quote, file.rules.header
+    marks = accumulate(line.count(quote) if quote else 0 for line in lines)
+    size = next((n for n, count in enumerate(marks, 1) if count % 2 == 0), 1)
+    try:
+        first = _cells("\n".join(lines[:size]), separator, quote)
+    except READ_FAULTS as error:
+        raise DataError(f"{file}: its first row cannot be read ({shown(error, 200)})") from error
+    if header is not False and not file.rules.columns and any("\n" in cell for cell in first):
+        raise DataError(
+            f"{file}: a name in its first row goes over two lines; write it in one, or, if these are values, "
+            "name the columns, 'data.columns=[label,user]'"
+        )
+    return first
+
+
+def _cells(record: str, separator: str, quote: str | None) -> list[str]:
+    parse = pa.csv.ParseOptions(delimiter=separator, quote_char=quote or False, newlines_in_values=True)
     whole = pa.csv.ReadOptions(autogenerate_column_names=True)
-    first = pa.csv.read_csv(pa.BufferReader(line.encode() + b"\n"), whole, parse)
+    first = pa.csv.read_csv(pa.BufferReader(record.encode() + b"\n"), whole, parse)
     as_text = pa.csv.ConvertOptions(
         column_types=dict.fromkeys(first.column_names, pa.string()), strings_can_be_null=False
     )
-    table = pa.csv.read_csv(pa.BufferReader(line.encode() + b"\n"), whole, parse, as_text)
+    table = pa.csv.read_csv(pa.BufferReader(record.encode() + b"\n"), whole, parse, as_text)
     return [str(column[0].as_py()) for column in table.columns]
 
 

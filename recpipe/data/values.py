@@ -383,8 +383,8 @@ def is_number(kind: pa.DataType) -> bool:
 
 
 def alike(one: pa.DataType, other: pa.DataType) -> bool:
-    """Whether two types of a column say the same: ids of text have other keys than numbers, and lists are
-    not single values. A column of nulls has no type of its own."""
+    """Whether two types of a column say the same: ids of text have other keys than numbers, times are read
+    otherwise, and lists are not single values. A column of nulls has no type of its own."""
     one, other = plain_type(one), plain_type(other)
     if pa.types.is_null(one) or pa.types.is_null(other):
         return True
@@ -392,7 +392,16 @@ def alike(one: pa.DataType, other: pa.DataType) -> bool:
         return False
     if is_list(one):
         return alike(one.value_type, other.value_type)
-    return is_text(one) == is_text(other)
+    return _sort(one) == _sort(other)
+
+
+def _sort(kind: pa.DataType) -> str:
+    """What single values of a plain type are read as."""
+    if is_text(kind):
+        return "text"
+    if is_number(kind) or pa.types.is_boolean(kind):
+        return "number"
+    return "time" if pa.types.is_timestamp(kind) or pa.types.is_date(kind) else str(kind)
 
 
 def _number(word: str) -> float | None:

@@ -78,7 +78,7 @@ def test_separators_and_quotes_are_one_character(tmp_path: Path) -> None:
     # A shell hands '\t' on as two characters.
     tabs = config(tmp_path, separator="\\t", columns=["a", "b"], label="b", sparse=["a"], table_rows=9)
     assert tabs.rules().separator == "\t"
-    with pytest.raises(DataError, match="row 1, column b: name is neither"):
+    with pytest.raises(DataError, match="row 1, column b: name is no number"):
         open_dataset(tabs, 0)
 
 
@@ -160,3 +160,63 @@ def test_types_that_no_id_has_are_refused_with_a_remedy(
     features = {"labels": ["click"], "features": [{"name": "x", "rows": 9}]}
     with pytest.raises(DataError, match=f"column x: holds .*; {remedy}"):
         open_dataset(config(tmp_path, path=str(file), features=features), 0)
+
+
+def test_a_column_of_numbers_that_becomes_times_is_refused_with_both_files(tmp_path: Path) -> None:
+    folder = tmp_path / "parts"
+    folder.mkdir()
+    for name, kind in (("a", pa.int64()), ("b", pa.timestamp("s"))):
+        table = pa.table({"click": [0, 1], "x": pa.array([1, 2], pa.int64()).cast(kind)})
+        pq.write_table(table, folder / f"{name}.parquet")
+    features = {"labels": ["click"], "features": [{"name": "x", "rows": 9}]}
+    with pytest.raises(
+        DataError, match=r"b.parquet, column x: holds timestamp\[.*\] here and int64 in .*a.p"
+    ):
+        open_dataset(config(tmp_path, path=str(folder), features=features), 0)
+
+
+HEADERS: list[tuple[str, dict[str, Any], str]] = [
+    ('click,"us\ner",user\n1,2,3\n', {}, "a name in its first row goes over two lines"),
+    ("click,user,2024\n1,2,3\n", {}, "its first row has numbers, .* pass data.header=true"),
+    ('click,"user\n', {}, "no column 'user'|cannot be read"),
+    ("click,user\nyes,2\n", {}, "click: yes is no number; .* 'data.label={liked: 'click == \"yes\"'}'"),
+]
+
+
+@pytest.mark.parametrize(("text", "settings", "fault"), HEADERS)
+def test_first_rows_that_cannot_be_read(
+    tmp_path: Path, text: str, settings: dict[str, Any], fault: str
+) -> None:
+    (tmp_path / "rows.csv").write_text(text)
+    with pytest.raises(DataError, match=fault) as raised:
+        open_dataset(config(tmp_path, label="click", sparse=["user"], table_rows=9, **settings), 0)
+    assert "\n" not in str(raised.value)
+
+
+def test_a_first_row_without_names_may_go_over_two_lines(tmp_path: Path) -> None:
+    (tmp_path / "rows.csv").write_text('1,"a\nb",7\n' * 10)
+    names = config(tmp_path, columns=["click", "x", "user"], label="click", sparse=["x"], table_rows=9)
+    assert open_dataset(names, 0).size("train") == 8
+
+
+def test_text_of_json_is_text_also_where_it_is_written_like_a_time(tmp_path: Path) -> None:
+    file = tmp_path / "rows.jsonl"
+    file.write_text('{"click": 1, "day": "2026-03-01"}\n{"click": 0, "day": "someday"}\n' * 5)
+    features: dict[str, Any] = {"labels": ["click"], "features": [{"name": "day", "rows": 99}]}
+    dated = tmp_path / "dated.jsonl"
+    dated.write_text('{"click": 1, "day": "2026-03-01"}\n' * 10)
+    found = {}
+    for path in (file, dated):
+        dataset = open_dataset(config(tmp_path, path=str(path), features=features), 0)
+        found[path] = next(iter(dataset.batches("train", 1))).sparse.values().tolist()
+    assert found[file] == found[dated]
+    features["features"].append({"name": "at", "column": "day", "kind": "timestamp", "format": "iso"})
+    assert open_dataset(config(tmp_path, path=str(dated), features=features), 0).size("train") == 8
+
+
+def test_a_file_of_two_parts_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (tmp_path / "rows.csv").write_text("click,user\n1,2\n0,3\n")
+    keys = {"label": "click", "sparse": ["user"], "table_rows": 9}
+    with caplog.at_level(logging.WARNING):
+        open_dataset(config(tmp_path, eval_path=str(tmp_path / "rows.csv"), **keys), 0)
+    assert "rows.csv is in data.path and in data.eval_path: its rows are in both parts" in caplog.text

@@ -79,6 +79,7 @@ class FilesSource:
         self, config: FilesConfig, labelled: bool = True, trained_by: Preparation | None = None
     ) -> None:
         by_part = derived_files(config, ("path", "eval_path", "test_path") if labelled else ("path",))
+        _tell_of_twice(by_part)
         self._inputs = [file for files in by_part for file in files]
         self._parts = [part for part, files in enumerate(by_part) for _ in files]
         """The part of each file, unless its rows say theirs."""
@@ -280,6 +281,15 @@ class FilesSource:
     def _first_rows(self) -> pa.RecordBatch | None:
         """All columns of the first rows, read once however many of them have text; None without any row."""
         return self._inputs[0].first_rows(list(self._types))
+
+
+def _tell_of_twice(by_part: Sequence[Sequence[InputFile]]) -> None:
+    """Warn of a file whose rows are of two parts: a model is judged on what it was trained on."""
+    seen: dict[AnyPath, str] = {}
+    for key, files in zip(("path", "eval_path", "test_path"), by_part, strict=False):
+        for file in {path: None for each in files for path in each.paths}:
+            if (other := seen.setdefault(file, key)) != key:
+                log.warning("%s is in data.%s and in data.%s: its rows are in both parts", file, other, key)
 
 
 def _tell_of_labels(features: Features) -> None:

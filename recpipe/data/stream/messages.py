@@ -8,6 +8,7 @@ from typing import NamedTuple
 import pyarrow as pa
 import pyarrow.json
 
+from recpipe.data.json_lines import as_text
 from recpipe.data.stream.chunks import Chunk, Offset
 from recpipe.data.text import READ_FAULTS
 from recpipe.errors import BadRow, shown
@@ -56,7 +57,7 @@ def _parsed(messages: Sequence[Message], columns: Sequence[str]) -> pa.RecordBat
     text = b"\n".join(content.replace(b"\n", b" ") for content in contents)
     try:
         table = _read(text, {})
-        if times := {f.name: _as_text(f.type) for f in table.schema if _as_text(f.type) != f.type}:
+        if times := {f.name: as_text(f.type) for f in table.schema if as_text(f.type) != f.type}:
             table = _read(text, times)
     except READ_FAULTS:
         return None
@@ -74,10 +75,3 @@ def _read(text: bytes, types: Mapping[str, pa.DataType]) -> pa.Table:
     return pa.json.read_json(
         pa.BufferReader(text), read, pa.json.ParseOptions(explicit_schema=pa.schema([*types.items()]))
     )
-
-
-def _as_text(kind: pa.DataType) -> pa.DataType:
-    """``kind`` with text in the place of times, which pyarrow takes text for that is written like them."""
-    if pa.types.is_list(kind):
-        return pa.list_(_as_text(kind.value_type))
-    return pa.string() if pa.types.is_timestamp(kind) else kind
