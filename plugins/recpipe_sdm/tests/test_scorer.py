@@ -160,6 +160,14 @@ def test_what_was_planned_ahead_scores_with_the_same_bits(
     scorer.close()
 
 
+def test_a_model_whose_ids_have_weights_is_refused_in_one_line(packed: Path, tmp_path: Path) -> None:
+    scorer = TieredScorer(packed, Tiering(tmp_path, Amount(50_000, False)))
+    (found,) = scorer.manifest["lookups"]
+    with pytest.raises(UserError, match="this model's ids have weights: serve it without"):
+        scorer.lookup({**found, "weighted": True})
+    scorer.close()
+
+
 def test_dram_is_within_the_budget(packed: Path, tmp_path: Path) -> None:
     """But for missed rows and the store's buffers, which are counted too."""
     how = Tiering(tmp_path, Amount(100_000, False), adapts=True)
