@@ -119,13 +119,15 @@ def first_weights(key: int, table: str) -> torch.Tensor:
 
 
 class Plain:
-    """A dictionary of rows for each table; row-wise Adagrad or SGD by hand."""
+    """A dictionary of rows for each table; row-wise Adagrad, SGD or Adam by hand."""
 
     def __init__(self, optimizer: str, first: dict[str, torch.Tensor]) -> None:
         self.optimizer = optimizer
         self.maps = {name: Dictionary(GROWTH[name], rows) for name, rows in CAPACITY.items()}
         self.weights = {name: first[name].clone() for name in CAPACITY}
         self.states = {name: torch.zeros(rows) for name, rows in CAPACITY.items()}
+        """Sums of squares, or how often Adam has updated each row."""
+        self.moments = {name: torch.zeros(2, *rows.shape) for name, rows in self.weights.items()}
 
     def step(self, batch: Batch) -> float:
         keys = {name: ids.tolist() for name, ids in zip(GROWTH, self._cut(batch), strict=True)}
@@ -139,6 +141,7 @@ class Plain:
                 if before.get(key) != row:
                     self.weights[table][row] = first_weights(key, table)
                     self.states[table][row] = 0
+                    self.moments[table][:, row] = 0
             for name in mine:
                 rows[name], found = found[: len(keys[name])], found[len(keys[name]) :]
         leaves = {name: self.weights[name].clone().requires_grad_() for name in CAPACITY}
@@ -154,10 +157,26 @@ class Plain:
             assert gradient is not None
             if self.optimizer == "sgd":
                 self.weights[name] -= LR * gradient
+            elif self.optimizer == "adam":
+                seen = sorted(
+                    {row for feature in GROWTH if TABLE_OF[feature] == name for row in rows[feature]}
+                )
+                self._adam(name, seen, gradient[seen])
             else:
                 self.states[name] += (gradient**2).mean(1)
                 self.weights[name] -= LR * gradient / (self.states[name].sqrt() + 1e-8)[:, None]
         return loss.item()
+
+    def _adam(self, table: str, rows: list[int], gradient: torch.Tensor) -> None:
+        self.states[table][rows] += 1
+        updates = self.states[table][rows].double()[:, None]
+        first, second = self.moments[table]
+        first[rows] = 0.9 * first[rows] + 0.1 * gradient
+        second[rows] = 0.999 * second[rows] + 0.001 * gradient**2
+        size = first[rows] / (1 - 0.9**updates)
+        self.weights[table][rows] -= (
+            LR * size / ((second[rows] / (1 - 0.999**updates)).sqrt() + 1e-8)
+        ).float()
 
     @staticmethod
     def _cut(batch: Batch) -> list[torch.Tensor]:
@@ -191,7 +210,10 @@ def batches() -> list[Batch]:
 
 @pytest.mark.parametrize(
     ("optimizer", "tiers"),
-    [*(("rowwise_adagrad", tiers) for tiers in TIERS), ("sgd", "resident"), ("sgd", "lru-host")],
+    [
+        *(("rowwise_adagrad", tiers) for tiers in TIERS),
+        *((other, tiers) for other in ("sgd", "adam") for tiers in ("resident", "lru-host")),
+    ],
 )
 def test_trains_like_a_dictionary(batches: list[Batch], optimizer: str, tiers: str) -> None:
     plain, losses, wanted = Plain(optimizer, first_rows(optimizer)), [], []

@@ -7,10 +7,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from recpipe.tables.resident import ResidentCollection
 from tests.processes import start_ranks
-from tests.tables.reference import SEQUENCES, SUMS, TOLERANCE, WEIGHTED, Records, trained_plainly
+from tests.tables.reference import SEQUENCES, SUMS, TOLERANCE, WEIGHTED, Records, train, trained_plainly
 from tests.tables.replicas import Case, process, stream
-from tests.tables.samples import MAKERS, difference, identical
+from tests.tables.samples import CPU, MAKERS, difference, dump, identical
 
 WORLD = 2
 CASES = [
@@ -22,13 +23,14 @@ CASES = [
 APART = [
     Case(kind, policy, "sgd", summed=False) for kind in (SUMS, SEQUENCES) for policy in ("resident", "lru")
 ]
+ADAM = [Case(SUMS, policy, "adam") for policy in ("resident", "lru")]
 
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder in which both ranks have left their records."""
     folder = tmp_path_factory.mktemp("ranks")
-    start_ranks(process, (WORLD, str(folder), CASES + APART), WORLD)
+    start_ranks(process, (WORLD, str(folder), CASES + APART + ADAM), WORLD)
     return folder
 
 
@@ -50,6 +52,15 @@ def test_two_trainers_are_one(case: Case, trained: Path) -> None:
 def test_where_rows_are_changes_no_bit(case: Case, trained: Path) -> None:
     resident = Case(case.kind, "resident", case.optimizer)
     assert identical(left_by(trained, case, 0), left_by(trained, resident, 0))
+
+
+def test_two_trainers_are_one_under_adam(trained: Path) -> None:
+    """Whose step is recpipe's own: against resident tables of one trainer, which others hold to torch's."""
+    alone = ResidentCollection(SUMS.tables("adam"), CPU)
+    train(alone, SUMS, stream())
+    left = [left_by(trained, case, rank) for case in ADAM for rank in range(WORLD)]
+    assert all(identical(other, left[0]) for other in left[1:])
+    assert difference(left[0], dump(alone)) <= 1e-5
 
 
 @pytest.mark.parametrize("case", APART, ids=lambda case: case.name)

@@ -45,6 +45,7 @@ DENSE = {
     "sgd": {"name": "SGD", "lr": 0.1},
     "rowwise_adagrad": {"name": "Adagrad", "lr": 0.02},
     "adagrad": {"name": "Adagrad", "lr": 0.02},
+    "adam": {"name": "Adam", "lr": 0.001},
 }
 Parameters = dict[str, NDArray[np.float32]]
 
@@ -146,6 +147,7 @@ def figures(run: Run) -> dict[str, Any]:
         ("host", "sgd", 4, 1, 0.08),
         ("host", "rowwise_adagrad", 10, 0.25, 0.08),
         ("host", "adagrad", 9, 4, 0.08),
+        ("host", "adam", 9, 4, 0.08),
         ("ssd", "rowwise_adagrad", 20, 5, 0.08),
         ("ssd", "sgd", 1, 1, 0.08),
         ("host", "sgd", 8, 2, 0.05),
