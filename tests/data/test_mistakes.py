@@ -220,3 +220,17 @@ def test_a_file_of_two_parts_is_told(tmp_path: Path, caplog: pytest.LogCaptureFi
     with caplog.at_level(logging.WARNING):
         open_dataset(config(tmp_path, eval_path=str(tmp_path / "rows.csv"), **keys), 0)
     assert "rows.csv is in data.path and in data.eval_path: its rows are in both parts" in caplog.text
+
+
+def test_a_side_table_that_no_record_has_a_key_of_is_told(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "rows.csv").write_text("click,user\n" + "1,u2\n0,u3\n" * 5)
+    keys: dict[str, Any] = {"label": "click", "sparse": ["user", "city"], "table_rows": 9}
+    for written, told in (("2", True), ("u2", False)):
+        (tmp_path / "side.csv").write_text(f"user,city\n{written},x\n")
+        caplog.clear()
+        with caplog.at_level(logging.WARNING):
+            joins = [{"path": str(tmp_path / "side.csv"), "on": "user", "columns": ["city"]}]
+            open_dataset(config(tmp_path, joins=joins, **keys), 0)
+        assert ("none of the first 10 records has a key of the side table" in caplog.text) == told

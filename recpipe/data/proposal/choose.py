@@ -113,7 +113,7 @@ def label_values(column: Column) -> NDArray[np.float64]:
         first = column.present[0].as_py() if len(column.present) else "nothing"
         raise DataError(
             f"label={shown(column.name)}: holds {column.type}, '{shown(first)}' for example; a label is "
-            "numbers or bool: write 0 and 1 into a column of its own"
+            f"numbers or bool: make one by an expression, label={{liked: '{shown(column.name)} == \"yes\"'}}"
         )
     return column.numbers
 

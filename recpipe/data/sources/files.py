@@ -21,6 +21,7 @@ from recpipe.data.derived import derived_files, derived_recipe, side_table
 from recpipe.data.encoding import Encoding
 from recpipe.data.features import GROWTH, HEX, Feature, Features
 from recpipe.data.files import RowChecks
+from recpipe.data.joins import JoinedFile
 from recpipe.data.learned import Between, Learned, learn
 from recpipe.data.preparation import Preparation, require_features
 from recpipe.data.proposal.suspected import tell_of_lists
@@ -103,6 +104,7 @@ class FilesSource:
             _tell_of_labels(features)
             if config.grouped is None and (first := self._first_rows) is not None:
                 tell_of_lists(features, first)
+                _tell_of_joins(self._inputs[0], first)
         self.encoding = Encoding(features, None if trained_by is None else trained_by.learned)
         self.multi_hot, self.kept = self.encoding.multi_hot, self.encoding.kept
         self._fractions = config.eval_fraction, config.test_fraction
@@ -290,6 +292,20 @@ def _tell_of_twice(by_part: Sequence[Sequence[InputFile]]) -> None:
         for file in {path: None for each in files for path in each.paths}:
             if (other := seen.setdefault(file, key)) != key:
                 log.warning("%s is in data.%s and in data.%s: its rows are in both parts", file, other, key)
+
+
+def _tell_of_joins(file: InputFile, first: pa.RecordBatch) -> None:
+    """Warn of side tables that no record of the ``first`` ones has a key of."""
+    for side in file.sides if isinstance(file, JoinedFile) else ():
+        added = [name for name in side.names if name in first.schema.names]
+        if added and all(first[name].null_count == len(first) for name in added):
+            log.warning(
+                "column %s: none of the first %s records has a key of the side table joined by it, and none "
+                "has %s; are its keys written in the same way?",
+                shown(side.left),
+                f"{len(first):,}",
+                shown(added[0]),
+            )
 
 
 def _tell_of_labels(features: Features) -> None:
