@@ -27,7 +27,7 @@ from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedTensor
 
 from recpipe.answers.stored import Collection, configs_of, joined
 from recpipe.data.schema import Schema
-from recpipe.errors import UserError, shown
+from recpipe.errors import DataError, UserError, shown
 from recpipe.model.call import Called
 from recpipe.plugin.batch import Batch
 from recpipe.private_api.compiled import any_batch_size
@@ -187,6 +187,8 @@ def _exported(
                     strict=False,
                 )
             return program, tuple(noting.lookups)
+        except DataError as fault:  # the model refuses such numbers of ids
+            first = first or fault
         except (UserError, ReadsIds):
             raise
         except Exception as fault:

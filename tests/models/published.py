@@ -32,6 +32,15 @@ FEATURES = (
 """One id each, but for the lists ``liked`` and ``tags``."""
 LISTS = ("liked", "tags", "items", "kinds")
 SCHEMA = Schema(("price", "age"), FEATURES)
+EVENTS = (
+    SparseFeature("user", 40),
+    SparseFeature("item", 50, table="goods"),
+    SparseFeature("kind", 12),
+    SparseFeature("items", 50, table="goods", sequence=HISTORY),
+    SparseFeature("kinds", 12, table="kind", sequence=HISTORY),
+    SparseFeature("tags", 20, dim=4),
+)
+"""Of models that compare a history with a target."""
 MODELS: dict[str, tuple[str, ...]] = {
     "wide_deep": ("model.hidden=[16,8]", "model.wide=[user,category]"),
     "deepfm": ("model.hidden=[16,8]",),
@@ -44,13 +53,17 @@ MODELS: dict[str, tuple[str, ...]] = {
         "model.left_gate=[user]",
         "model.right_gate=[item,price]",
     ),
+    "din": ("model.hidden=[16,8]", "model.attention=[8]"),
+    "bst": ("model.hidden=[16,8]", "model.heads=2", "model.place_dim=4"),
+    "tbsm": ("model.bottom=[8]", "model.vector=[16,12]", "model.weighting=[6]", "model.hidden=[8]"),
 }
 """Their keys here."""
 
 
 def schema_of(name: str, labels: int = 1) -> Schema:
     """The columns that the model ``name`` is tried with."""
-    return Schema(SCHEMA.dense, SCHEMA.sparse, tuple(LabelColumn(f"label_{n}") for n in range(labels)))
+    sparse = EVENTS if name in ("din", "bst", "tbsm") else SCHEMA.sparse
+    return Schema(SCHEMA.dense, sparse, tuple(LabelColumn(f"label_{n}") for n in range(labels)))
 
 
 def made(name: str, *words: str, schema: Schema | None = None) -> nn.Module:
@@ -101,6 +114,9 @@ def rank(*arguments: object) -> None:
 # -- plain formulas --------------------------------------------------------------------------
 
 
+EVENT_NAMES = ("item", "kind", "items", "kinds")
+
+
 class Weights:
     """A model's parameters by name, and what is computed of them without its modules."""
 
@@ -129,6 +145,12 @@ class Weights:
         assert number
         return x
 
+    def norm(self, name: str, x: torch.Tensor) -> torch.Tensor:
+        """Each row less its mean, by its standard deviation, scaled."""
+        centred = x - x.mean(1, keepdim=True)
+        scaled = centred / (centred.square().mean(1, keepdim=True) + 1e-5).sqrt()
+        return scaled * self[f"{name}.weight"] + self[f"{name}.bias"]
+
     def last_layers(self, name: str, x: torch.Tensor) -> torch.Tensor:
         """Hidden layers with ReLU and a linear one."""
         return self.linear(f"{name}.1", self.mlp(f"{name}.0", x))
@@ -142,6 +164,24 @@ class Weights:
                     rows = tables[f"{prefix}{name}"]
                     found.append(pooled(rows, batch.sparse[feature.name], feature.pooling == "mean"))
         return found
+
+    def history(self, batch: Batch) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Of each sample its events, float32 [n, 2 * DIM], the latest last, and its target [2 * DIM]."""
+        goods, kinds = (self.tables("histories.embedding_collection")[name] for name in ("goods", "kind"))
+        parts = {n: batch.sparse[n].values().split(batch.sparse[n].lengths().tolist()) for n in EVENT_NAMES}
+        return [
+            (
+                torch.cat([goods[parts["items"][i]], kinds[parts["kinds"][i]]], dim=1),
+                torch.cat([goods[parts["item"][i]], kinds[parts["kind"][i]]], dim=1)[0],
+            )
+            for i in range(batch.size)
+        ]
+
+    def context(self, batch: Batch, schema: Schema) -> torch.Tensor:
+        """Dense features and pooled rows of the tables of no history."""
+        return torch.cat(
+            [batch.dense, *self.pooled("context.embedding_bag_collection", batch, schema)], dim=1
+        )
 
     def fields(self, name: str, batch: Batch, schema: Schema) -> torch.Tensor:
         """A vector for each feature, projected where it has another width; and one for each number."""
@@ -245,3 +285,63 @@ def finalmlp(w: Weights, batch: Batch, schema: Schema) -> torch.Tensor:
         for output in range(found.shape[1]):
             found[:, output] += ((a @ products[:, :, output]) * b).sum(1)
     return found
+
+
+def din(w: Weights, batch: Batch, schema: Schema, softmax: bool = False) -> torch.Tensor:
+    targets, interests = [], []
+    for events, target in w.history(batch):
+        near = []
+        for event in events:
+            x = torch.cat([event, target, event - target, event * target])
+            x = w.linear("interests.0.nearness.0._mlp.0._linear", x)
+            slope = w["interests.0.nearness.0._mlp.0._activation_fn.weight"]
+            near.append(w.linear("interests.0.nearness.1", torch.where(x > 0, x, slope * x)))
+        weights = torch.cat(near) if near else torch.zeros(0)
+        interests.append((weights.softmax(0) if softmax else weights) @ events)
+        targets.append(target)
+    known = [w.context(batch, schema), torch.stack(targets), torch.stack(interests)]
+    return w.last_layers("top", torch.cat(known, dim=1))
+
+
+def din_softmax(w: Weights, batch: Batch, schema: Schema) -> torch.Tensor:
+    return din(w, batch, schema, softmax=True)
+
+
+def bst(w: Weights, batch: Batch, schema: Schema) -> torch.Tensor:
+    name, seen = "behaviors.0.blocks.0", []
+    dim, width = 2 * DIM + 4, (2 * DIM + 4) // 2
+    for events, target in w.history(batch):
+        count = len(events) + 1
+        x = torch.cat([torch.cat([events, target[None]]), w["behaviors.0.places"][-count:]], dim=1)
+        q, k, v = (x @ part.T for part in w[f"{name}.attention.project.weight"].chunk(3))
+        heads = [
+            (a @ b.T / width**0.5).softmax(1) @ c
+            for a, b, c in zip(q.chunk(2, 1), k.chunk(2, 1), v.chunk(2, 1), strict=True)
+        ]
+        x = w.norm(f"{name}.norms.0", x + w.linear(f"{name}.joined", torch.cat(heads, dim=1)))
+        fed = w.linear(f"{name}.second", F.leaky_relu(w.linear(f"{name}.first", x)))
+        x = w.norm(f"{name}.norms.1", x + fed)
+        seen.append(torch.cat([torch.zeros(HISTORY + 1 - count, dim), x]).flatten())
+    return w.last_layers("top", torch.cat([w.context(batch, schema), torch.stack(seen)], dim=1))
+
+
+def tbsm(w: Weights, batch: Batch, schema: Schema) -> torch.Tensor:
+    dense = w.mlp("dense_arch.model", batch.dense)
+    user, tags = w.pooled("sparse_arch.embedding_bag_collection", batch, schema)
+    tags = w.linear("sparse_arch.projections.tags", tags)
+
+    def vector(sample: int, event: torch.Tensor) -> torch.Tensor:
+        fields = [dense[sample], *event.chunk(2), user[sample], tags[sample]]
+        pairs = [fields[i] @ fields[j] for i in range(5) for j in range(i + 1, 5)]
+        made = w.mlp("series.0.top", torch.cat([dense[sample], torch.stack(pairs)]))
+        return made / made.norm().clamp(min=1e-12)
+
+    inner, found = w["series.0.inner"], []
+    for sample, (events, target) in enumerate(w.history(batch)):
+        last = vector(sample, target)
+        vectors = [torch.zeros_like(last)] * (HISTORY - len(events))
+        vectors += [vector(sample, event) for event in events]
+        near = torch.stack([(inner @ each) @ (inner @ last) for each in vectors])
+        weights = w.last_layers("series.0.weighting", near).sigmoid()
+        found.append(torch.cat([weights @ torch.stack(vectors), last]))
+    return w.last_layers("top", torch.stack(found))

@@ -17,7 +17,7 @@ from recpipe.plugin.batch import Batch
 from tests.any_model.runs import all_on_two_ranks, furthest_left, train
 from tests.any_model.zoo import TECHNIQUES, Trained, by_hand, furthest
 from tests.models import published
-from tests.models.published import LISTS, MODELS, SCHEMA, Weights, batches, made, schema_of
+from tests.models.published import LISTS, MODELS, Weights, batches, made, schema_of
 
 Reference = Callable[[Weights, Batch, Schema], torch.Tensor]
 MIXTURE = ("model.experts=2", "model.structure=stacked")
@@ -34,6 +34,7 @@ ALL = [pytest.param(name, marks=[] if name in USUAL else [pytest.mark.soak]) for
         *((name, (), getattr(published, name)) for name in MODELS),
         ("dcnv2", MIXTURE, published.dcnv2_mixture),
         ("dcnv2", ("model.rank=null",), published.dcnv2_whole),
+        ("din", ("model.softmax=true",), published.din_softmax),
     ],
 )
 def test_it_computes_its_papers_formula(
@@ -55,7 +56,7 @@ def test_it_computes_its_papers_formula(
 
 @pytest.mark.parametrize("name", ALL)
 def test_it_needs_no_dense_features(name: str) -> None:
-    schema = Schema((), SCHEMA.sparse)
+    schema = Schema((), schema_of(name).sparse)
     words = ("model.right_gate=[item]",) * (name == "finalmlp")
     model = made(name, *words, schema=schema)
     mine = train(model, batches(schema, 2), "rowwise_adagrad")

@@ -1,0 +1,137 @@
+"""What a user did before, event by event, and what it is compared with: found by the data's schema alone."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
+from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
+
+from recpipe.data.schema import Schema
+from recpipe.errors import DataError, UserError, shown
+from recpipe.models.parts import width_of
+
+
+@dataclass(frozen=True)
+class Side:
+    """Sequences of the same events, and the features that say the same of the target."""
+
+    sequences: tuple[str, ...]
+    targets: tuple[str, ...]
+    length: int
+    """The latest events that are looked at."""
+
+
+@dataclass(frozen=True)
+class History:
+    """The latest T events of B samples, and what they are compared with."""
+
+    events: torch.Tensor
+    """float32 [B, T, E], the latest last; 0 before the first."""
+    present: torch.Tensor
+    """Where there is an event, bool [B, T]."""
+    target: torch.Tensor
+    """float32 [B, E]."""
+
+
+def sides_of(schema: Schema, length: int | None, model: str) -> list[Side]:
+    """The sequences of ``schema`` that have targets, side by side until a table comes again: items and
+    categories of what was clicked, and then of what was bought.
+
+    ``length``: None: the ``max_length`` of the sequences. ``UserError``, naming the ``model``, if there is no
+    sequence or no length.
+    """
+    groups: list[list[str]] = []
+    for name in schema.targets:
+        tables = [schema.table_of(other) for other in groups[-1]] if groups else []
+        if not groups or schema.table_of(name) in tables:
+            groups.append([])
+        groups[-1].append(name)
+    if not groups:
+        raise UserError(
+            f"model={model} compares a sequence with a target, and the data have none: name a feature whose "
+            "table another feature shares, as in {name: items, kind: sequence, table: item}"
+        )
+    longest = {feature.name: feature.sequence or 0 for feature in schema.sparse}
+    sides = []
+    for group in groups:
+        own = length or max(longest[name] for name in group)
+        if not own:
+            raise UserError(
+                f"model={model}: how many of the latest events of {shown(group[0])} are looked at? State its "
+                "max_length in data.features, or model.history=20"
+            )
+        sides.append(Side(tuple(group), tuple(schema.targets[name] for name in group), own))
+    return sides
+
+
+class Histories(nn.Module):
+    """Looks up the rows of sequences and their targets, side by side."""
+
+    def __init__(self, collection: EmbeddingCollection, sides: Sequence[Side]) -> None:
+        super().__init__()
+        self.embedding_collection = collection
+        self.sides = list(sides)
+        self.widths = [collection.embedding_dim() * len(side.sequences) for side in sides]
+        """Of each side's events."""
+
+    def forward(self, sparse_features: KeyedJaggedTensor) -> list[History]:
+        """One for each side."""
+        rows = self.embedding_collection(sparse_features)
+        return [_history(rows, side) for side in self.sides]
+
+
+def _history(rows: dict[str, JaggedTensor], side: Side) -> History:
+    sequences = [rows[name] for name in side.sequences]
+    lengths = sequences[0].lengths()
+    # On a CPU alone: looking at a GPU's would wait for it.
+    if lengths.device.type == "cpu" and not torch.compiler.is_compiling():
+        for name, sequence in zip(side.sequences, sequences, strict=True):
+            if not torch.equal(sequence.lengths(), lengths):
+                raise DataError(
+                    f"{shown(side.sequences[0])} and {shown(name)} have other numbers of ids in a sample, "
+                    "and are taken for the same events: leave one out, or state the same max_length and "
+                    "padding for both"
+                )
+        for name in side.targets:
+            if rows[name].values().shape[0] != lengths.shape[0]:
+                raise DataError(
+                    f"{shown(name)} has several ids or none in a sample, and is the target that "
+                    f"{shown(side.sequences[0])} is compared with: it must be of kind id"
+                )
+    events, present = latest(torch.cat([one.values() for one in sequences], dim=1), lengths, side.length)
+    return History(events, present, torch.cat([rows[name].values() for name in side.targets], dim=1))
+
+
+def latest(values: torch.Tensor, lengths: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """The last ``count`` rows of each sample, float32 [B, count, E], with zeros before the first; and where
+    there is one, bool [B, count].
+
+    ``values``: float32 [L, E], sample by sample; ``lengths``: of the samples, [B].
+    """
+    lengths = lengths.long()
+    ends = lengths.cumsum(0)
+    places = ends[:, None] - count + torch.arange(count, device=lengths.device)
+    present = places >= (ends - lengths)[:, None]
+    with_zero = F.pad(values, (0, 0, 1, 0))
+    return with_zero[torch.where(present, places + 1, 0)], present
+
+
+class Context(nn.Module):
+    """What else is known of a sample, side by side: dense features and the pooled rows of all other tables,
+    if there are any."""
+
+    def __init__(self, collection: EmbeddingBagCollection | None, num_dense_features: int) -> None:
+        super().__init__()
+        self.embedding_bag_collection = collection
+        self.width = num_dense_features + (0 if collection is None else width_of(collection))
+
+    def forward(self, dense_features: torch.Tensor, sparse_features: KeyedJaggedTensor) -> torch.Tensor:
+        """float32 [B, width]."""
+        if self.embedding_bag_collection is None:
+            return dense_features
+        return torch.cat([dense_features, self.embedding_bag_collection(sparse_features).values()], dim=1)
