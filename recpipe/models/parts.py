@@ -94,7 +94,8 @@ class Fields(nn.Module):
         self.sparse_arch = ProjectedSparseArch(collection, dim, CPU)
         self.names = [*features_of(collection), *schema.dense]
         """The fields in their order."""
-        self.numbers = nn.Parameter(torch.empty(len(schema.dense), dim).uniform_(-(dim**-0.5), dim**-0.5))
+        # Small, since products of pairs would else begin with large sums.
+        self.numbers = nn.Parameter(0.01 * torch.randn(len(schema.dense), dim))
 
     def forward(self, dense_features: torch.Tensor, sparse_features: KeyedJaggedTensor) -> torch.Tensor:
         """float32 [B, F, dim]."""
