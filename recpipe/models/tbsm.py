@@ -7,7 +7,6 @@ from torch import nn
 from torch.nn import functional as F
 from torchrec.models.dlrm import DenseArch, InteractionArch
 from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
-from torchrec.modules.mlp import MLP
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from recpipe.common.validation import Positive
@@ -22,16 +21,16 @@ class Series(nn.Module):
     """A DLRM's vector of each event and of the target, on the unit sphere, and the time-series layer: the sum
     of the events' vectors, weighted by an MLP over their products <A z_t, A z>, with the target's z."""
 
-    def __init__(self, events: int, dim: int, fields: int, vector: Sizes, weighting: Sizes) -> None:
+    def __init__(self, events: int, dim: int, fields: int, top: Sizes, vector: int, weighting: Sizes) -> None:
         """``fields``: how many vectors of ``dim`` values an event has, the dense one left out."""
         super().__init__()
         self.dim = dim
         self.interaction = InteractionArch(fields)
-        self.top = MLP(dim + fields * (fields + 1) // 2, list(vector))
-        width = vector[-1]
-        self.inner = nn.Parameter(torch.randn(width, width) * width**-0.5)
-        self.weighting = nn.Sequential(MLP(events, list(weighting)), nn.Linear(weighting[-1], events))
-        self.width = 2 * width
+        # Its last layer is linear: after a ReLU, vectors that differ little may all become 0 and stay so.
+        self.top = last_layers(dim + fields * (fields + 1) // 2, top, vector)
+        self.inner = nn.Parameter(torch.randn(vector, vector) * vector**-0.5)
+        self.weighting = last_layers(events, weighting, events)
+        self.width = 2 * vector
 
     def vectors(self, events: torch.Tensor, dense: torch.Tensor, pooled: torch.Tensor) -> torch.Tensor:
         """float32 [B, N, width] of ``events`` [B, N, E], ``dense`` [B, D] and ``pooled`` [B, F, D]."""
@@ -64,13 +63,14 @@ class TBSM(nn.Module):
         embedding_collection: EmbeddingCollection,
         num_dense_features: int,
         bottom: Sizes,
-        vector: Sizes,
+        top: Sizes,
+        vector: Positive,
         weighting: Sizes,
         hidden: Sizes,
         history: Positive | None = None,
     ) -> None:
-        """``bottom`` and ``vector``: layers of the DLRM's two MLPs, the last of ``vector`` is the width of an
-        event's vector; ``weighting``: of the MLP over products; ``hidden``: of the last one."""
+        """``bottom`` and ``top``: hidden layers of the DLRM's two MLPs; ``vector``: the width of an event's
+        vector; ``weighting``: of the MLP over products; ``hidden``: of the last one."""
         super().__init__()
         sides = sides_of(schema, history, "tbsm")
         self.histories = Histories(embedding_collection, sides)
@@ -78,7 +78,9 @@ class TBSM(nn.Module):
         self.dense_arch = DenseArch(num_dense_features, [*bottom, dim])
         self.sparse_arch = None if bags is None else ProjectedSparseArch(bags, dim, CPU)
         others = 0 if bags is None else len(features_of(bags))
-        series = [Series(side.length, dim, len(side.sequences) + others, vector, weighting) for side in sides]
+        series = [
+            Series(side.length, dim, len(side.sequences) + others, top, vector, weighting) for side in sides
+        ]
         self.series = nn.ModuleList(series)
         self.top = last_layers(sum(one.width for one in series), hidden, outputs_of(schema))
 

@@ -55,7 +55,13 @@ MODELS: dict[str, tuple[str, ...]] = {
     ),
     "din": ("model.hidden=[16,8]", "model.attention=[8]"),
     "bst": ("model.hidden=[16,8]", "model.heads=2", "model.place_dim=4"),
-    "tbsm": ("model.bottom=[8]", "model.vector=[16,12]", "model.weighting=[6]", "model.hidden=[8]"),
+    "tbsm": (
+        "model.bottom=[8]",
+        "model.top=[16]",
+        "model.vector=12",
+        "model.weighting=[6]",
+        "model.hidden=[8]",
+    ),
 }
 """Their keys here."""
 
@@ -333,7 +339,7 @@ def tbsm(w: Weights, batch: Batch, schema: Schema) -> torch.Tensor:
     def vector(sample: int, event: torch.Tensor) -> torch.Tensor:
         fields = [dense[sample], *event.chunk(2), user[sample], tags[sample]]
         pairs = [fields[i] @ fields[j] for i in range(5) for j in range(i + 1, 5)]
-        made = w.mlp("series.0.top", torch.cat([dense[sample], torch.stack(pairs)]))
+        made = w.last_layers("series.0.top", torch.cat([dense[sample], torch.stack(pairs)]))
         return made / made.norm().clamp(min=1e-12)
 
     inner, found = w["series.0.inner"], []
