@@ -218,7 +218,7 @@ def test_plan_builds_nothing(tmp_path, monkeypatch, capsys) -> None:
         (["tiers.policy=lru", "tiers.resident_bytes=much"], "tiers.resident_bytes=much: give bytes"),
         (["+plugin=hotline", "tiers.policy=lru"], "hotline .* decides .* and so does tiers.policy=lru"),
         (["model.embedding_dim=5"], "multiple of 4"),
-        (["optim.tables.name=adam"], "optim.tables.name=adam is unknown"),
+        (["optim.tables.name=adamax"], "optim.tables.name=adamax is unknown"),
         (["optim.dense.name=Adagard"], "torch.optim has no such optimizer; did you mean Adagrad"),
         (["optim.dense.learning=1"], "torch.optim.Adagrad takes no such argument"),
     ],

@@ -312,8 +312,10 @@ def _choosing(key: str) -> list[str]:
     else:
         group = first if first in known else "task"
         words = [f"{group}={option}" for option in sorted(known[group] & _mentioning(key, group))]
-    custom = {f"model={CUSTOM}": f"a class of your own, model.{TARGET}=package.Class"}
-    return [custom.get(word, word) for word in words if key in _known_keys([word])]
+    words = [word for word in words if key in _known_keys([word])]
+    custom = f"model={CUSTOM}"
+    own = [f"a class of your own, model.{TARGET}=package.Class"] if custom in words else []
+    return own + [word for word in words if word != custom]
 
 
 def _mentioning(key: str, group: str) -> set[str]:

@@ -9,7 +9,7 @@ import sys
 import pytest
 
 from recpipe.plugin import load
-from recpipe.plugin.api import Invariant
+from recpipe.plugin.api import API, Invariant
 from recpipe.plugin.calls import Origin
 from recpipe.plugin.errors import (
     PluginConflict,
@@ -26,7 +26,7 @@ class Old(Good):
 
 
 class New(Good):
-    api = (2, 10)
+    api = (API[0], API[1] + 1)
 
 
 class NeedsOldTorchRec(Good):
@@ -44,7 +44,7 @@ class BadRange(Good):
         (
             Old,
             PluginVersionError,
-            "plugin API 0.9; this recpipe speaks 2.9. Upgrade: pip install -U recpipe-acme",
+            f"plugin API 0.9; this recpipe speaks {API[0]}.{API[1]}. Upgrade: pip install -U recpipe-acme",
         ),
         (New, PluginVersionError, "pip install -U recpipe$"),
         (

@@ -67,7 +67,7 @@ def test_record_width(name: str, width: int) -> None:
 @pytest.mark.parametrize(
     ("name", "lr", "eps", "words"),
     [
-        ("adam", 0.1, 1e-8, "adam is unknown"),
+        ("adamax", 0.1, 1e-8, "adamax is unknown"),
         ("sgd", -0.1, 1e-8, "lr=-0.1"),
         ("adagrad", 0.1, 0.0, "eps=0.0"),
     ],

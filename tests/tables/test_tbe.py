@@ -22,8 +22,8 @@ def asked(monkeypatch: pytest.MonkeyPatch, device: torch.device, **optimizer: An
     """The arguments of a TBE."""
     told: dict[str, Any] = {}
 
-    def made(specs: list[tuple[Any, ...]], **named: Any) -> None:
-        told.update(named, location=specs[0][2])
+    def made(embedding_specs: list[tuple[Any, ...]], **named: Any) -> None:
+        told.update(named, location=embedding_specs[0][2])
 
     monkeypatch.setattr(collection, "SplitTableBatchedEmbeddingBagsCodegen", made)
     tables = table_set()
