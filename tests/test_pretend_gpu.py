@@ -43,12 +43,8 @@ SOME = (
     "test_tables.py::test_equals_resident_tables[hot-rowwise_adagrad-multi-hot-ssd]",
     "test_models.py::test_stopping_and_resuming_is_bitwise[two_tower-hotline]",
     "test_batches.py::test_all_parts_are_moved_and_the_batch_stays_where_it_is",
-    "test_batches.py::test_every_type_trains_and_is_scored[dict-lru]",
     "test_kernels.py::test_tiers_of_shards_train_as_whole_tables[lru]",
     "test_waits.py::test_ids_that_nothing_reads_are_not_copied",
-    "test_waits.py::test_a_run_does_not_wait_more_for_more_steps[codec]",
-    "test_runs.py::test_a_quantized_model_scores_batches_of_the_device",
-    "test_runs.py::test_rows_wider_than_a_gpus_kernels_take_are_one_line[tiers]",
 )
 """The whole suite on it takes minutes: ``RECPIPE_GPU_SUITE=pretend pytest -m gpu tests/gpu``."""
 

@@ -180,6 +180,7 @@ def together(batches: list[Events], tmp_path_factory: pytest.TempPathFactory) ->
     return folder
 
 
+@pytest.mark.soak  # test_sharded.py trains on ranks, and the frozen rest is trained here
 @pytest.mark.parametrize("technique", RANKS)
 def test_two_ranks_train_the_rest_as_by_hand(batches, together, technique) -> None:
     theirs = reference("two_tower_frozen", batches)

@@ -175,7 +175,7 @@ def twins(batches: list[Events], tmp_path_factory: pytest.TempPathFactory) -> Pa
 
 @pytest.mark.parametrize(
     ("technique", "name"),
-    [pytest.param(*job, marks=[pytest.mark.soak] * (job in TWINS)) for job in TOGETHER],
+    [pytest.param(*job, marks=pytest.mark.soak) for job in TOGETHER],  # test_sharded.py has ranks
 )
 def test_two_ranks_train_as_by_hand(batches, request, technique, name) -> None:
     folder = request.getfixturevalue("twins" if (technique, name) in TWINS else "together")

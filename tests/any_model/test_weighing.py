@@ -55,6 +55,7 @@ def together(batches: list[Events], tmp_path_factory: pytest.TempPathFactory) ->
     return folder
 
 
+@pytest.mark.soak  # test_sharded.py trains on ranks, and weights are trained here
 @pytest.mark.parametrize("technique", RANKS)
 def test_two_ranks_train_as_by_hand(batches, together, technique) -> None:
     assert furthest_left(together / technique, reference("positions", batches)) < 1e-5

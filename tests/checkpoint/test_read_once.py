@@ -52,7 +52,10 @@ TWICE = ("rounded", "in 16 bits", "sharded, rounded")
 """Resident rows are read again: their store has fewer bits than they had."""
 ELSEWHERE = ("resident", "no cache", "bagpipe", "fae", "hotline", "slipstream")
 """Resumed with the same bits in tests/training/test_trainer, in quantize's tests, and in the plugins' own."""
-LIKE = ("host", "rounded and frozen", "sharded")
+LIKE = (
+    *("host", "ssd with a state for each weight", "resident with a state for each weight", "in 16 bits"),
+    *("rounded and frozen", "sharded", "sharded, rounded"),
+)
 """Resumed as "ssd", as "rounded" and "partly frozen", and as "sharded in tiers"."""
 
 

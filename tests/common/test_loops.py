@@ -77,6 +77,7 @@ def test_other_threads_go_on_while_a_loop_runs() -> None:
     running.join()
 
 
+@pytest.mark.soak  # of time, and not of a result
 def test_no_batch_waits_for_a_loop(tmp_path: Path) -> None:
     command = [sys.executable, "-c", LATER, str(tmp_path / "run")]  # in a process that has loaded none
     done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT)

@@ -95,7 +95,7 @@ def by_plain_modules(name: str) -> tuple[list[Batch], Trained]:
     [
         pytest.param(name, each, marks=[] if each in default else [pytest.mark.soak])
         for name in MODELS
-        for default in [("resident", "lru_ssd", "hotline") if name in USUAL else ("lru_ssd",)]
+        for default in [("resident", "lru_ssd", "hotline") if name in USUAL else ()]
         for each in ("resident", "lru_ssd", "hotline", "bagpipe")
     ],
 )

@@ -326,7 +326,10 @@ def start(folder: Path, *overrides: str) -> Child:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("kind", "number"), [("lru", signal.SIGTERM), ("hotline", signal.SIGINT)])
+@pytest.mark.parametrize(
+    ("kind", "number"),
+    [pytest.param("lru", signal.SIGTERM, marks=pytest.mark.soak), ("hotline", signal.SIGINT)],
+)
 def test_a_signal_leaves_a_checkpoint_to_go_on_from(trained, tmp_path, kind, number) -> None:
     recipe = (*KINDS[kind], "trainer.checkpoint_every=1.0")
     child = start(tmp_path / "stopped", *recipe)

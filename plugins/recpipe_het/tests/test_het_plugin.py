@@ -66,7 +66,9 @@ def test_bounds_name_tables() -> None:
         HET(**KNOBS | {"bounds": {"nosuch": 2}}).contribute(SAMPLE)
 
 
-@pytest.mark.parametrize("cache", ["lru", pytest.param("lfu", marks=pytest.mark.soak), "lfuopt"])
+@pytest.mark.parametrize(
+    "cache", ["lru", *(pytest.param(cache, marks=pytest.mark.soak) for cache in ("lfu", "lfuopt"))]
+)
 def test_bound_zero_is_the_run_without_a_cache(cache: str, tmp_path: Path) -> None:
     mine = train([*RUN, "+plugin=het", "plugins.het.bound=0", f"plugins.het.cache={cache}"], tmp_path / "het")
     plain = train([*RUN, "tiers.policy=nocache"], tmp_path / "plain")
@@ -143,6 +145,7 @@ def test_resumed_is_bitwise_the_run_that_never_stopped(cache: str, tmp_path: Pat
         np.testing.assert_array_equal(rest.parameters[name], value, err_msg=name)
 
 
+@pytest.mark.soak  # generated rows are above
 def test_bound_zero_on_real_rows(criteo: tuple[str, ...], tmp_path: Path) -> None:
     het = ["+plugin=het", "plugins.het.bound=0", "tiers.resident_bytes=20%"]
     mine = train([*criteo, *het], tmp_path / "het")

@@ -54,6 +54,7 @@ def test_a_trainer_and_a_holder_are_bitwise_one_process(bound: int, tmp_path: Pa
     assert report["io"]["store"] == "holders (ssd)"
 
 
+@pytest.mark.soak  # the protocol bounds it in test_het_protocol.py
 @pytest.mark.slow
 def test_staleness_of_two_trainers_is_bounded_on_real_rows(criteo: tuple[str, ...], tmp_path: Path) -> None:
     """Cached rows are read stale, never by more than the bound; in the end every update has arrived."""

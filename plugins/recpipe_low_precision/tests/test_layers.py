@@ -204,6 +204,7 @@ def test_layers_of_8_bits_stay_float32_where_they_would_not_be_exact(monkeypatch
         programs.usable(both[:1], {}, "low", SETS["avx2"])
 
 
+@pytest.mark.soak  # an exported layer multiplies codes in a test above
 @needs_compiler
 def test_a_package_multiplies_codes_and_scores_as_the_quantized_model(
     source: FloatCheckpoint, tmp_path: Path

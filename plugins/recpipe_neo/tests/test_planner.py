@@ -223,6 +223,7 @@ def _trains_as_one_process(plan: object, tables: dict[str, tuple[int, int]], ran
             )
 
 
+@pytest.mark.soak  # test_neo_ranks.py makes, keeps and trains by a plan
 @pytest.mark.slow
 def test_two_processes_measure_plan_and_train(tmp_path: Path) -> None:
     """Real measurements, cut short; every planner's plan updates the rows as one process does."""

@@ -120,7 +120,8 @@ def test_what_alters_training_is_never_recommended(told: dict[str, Any]) -> None
     assert any("quantize" in name for name in altering)
 
 
-@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.soak)])
+@pytest.mark.soak  # a row of what_if, which the first test reads
+@pytest.mark.parametrize("ranks", [1, 2])
 def test_twice_the_memory_may_hold_all_rows(ranks: int, tmp_path: Path) -> None:
     """The recipe that is recommended has a cache, which is not offered where all rows fit."""
     share = 60 / ranks
@@ -164,6 +165,7 @@ def test_ranks_have_recipes_of_their_own(tmp_path: Path) -> None:
     assert "2 ranks that share this machine" in "\n".join(advised.opening(found))
 
 
+@pytest.mark.soak  # by the times of messages, which test_over_ranks.py measures
 def test_a_slow_network_makes_ranks_apart_slow(tmp_path: Path) -> None:
     ratios = {}
     for gbit in (0.01, 100.0):

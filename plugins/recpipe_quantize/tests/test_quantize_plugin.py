@@ -48,6 +48,9 @@ class TestQuantize(PluginSuite, CostsSuite):
     soak: ClassVar = {
         "test_trains_beside_each_other_plugin": "hotline's suite has it beside it",
         "test_trains_alike_on_several_ranks": "test_quantize_ranks.py trains on two",
+        "test_trains_other_tables_under_adagrad": "hotline's suite, and tests/any_model, have other tables",
+        "test_resumes_as_if_it_had_never_stopped": "this file resumes, bitwise, under several owners",
+        "test_leaves_the_process_as_it_was_when_resumed": "hotline's suite has it",
     }
 
     def test_rows_are_rounded_and_told_of(self, trained: Trained, baseline: Trained) -> None:
@@ -96,7 +99,13 @@ def test_on_an_ssd(tmp_path: Path) -> None:
     assert coded["memory"]["cold_bytes"] < plain["memory"]["cold_bytes"]
 
 
-@pytest.mark.parametrize("owner", ["nocache", "lru", "hotline", "slipstream", "het"])
+OWNERS_RESUMED = [
+    *("lru", "hotline"),
+    *(pytest.param(owner, marks=pytest.mark.soak) for owner in ("nocache", "slipstream", "het")),  # alike
+]
+
+
+@pytest.mark.parametrize("owner", OWNERS_RESUMED)
 def test_resumed_is_bitwise_the_run_that_never_stopped(owner: str, tmp_path: Path) -> None:
     """BagPipe's window starts anew, so that its rows are written back, and rounded, at other times."""
     words = [word for word in recipe(owner) if "checkpoint_every" not in word]
