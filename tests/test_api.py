@@ -389,6 +389,7 @@ left_open = recpipe.train(None, None, *words, "data.eval_fraction=0", quiet=True
 """
 
 
+@pytest.mark.soak  # a process from its beginning to its end, 12 s of a core
 def test_no_file_is_left_where_none_was_asked_for(tmp_path: Path) -> None:
     places = {name: tmp_path / name for name in ("cwd", "temporary", "home")}
     for place in places.values():

@@ -58,6 +58,7 @@ finally:
 """
 
 
+@pytest.mark.soak  # of time, and not of a result
 def test_first_step_waits_for_no_import_that_it_does_not_use(tmp_path: Path) -> None:
     command = [sys.executable, "-c", TO_FIRST_STEP, *SMALL, f"hydra.run.dir={tmp_path}"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)

@@ -46,6 +46,7 @@ def inputs_of(batch: Batch) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     return batch.dense, batch.sparse.values().long(), batch.sparse.lengths().long()
 
 
+@pytest.mark.soak  # tests/models export one with histories, and test_package.py compiles
 @needs_compiler
 def test_the_package_scores_as_the_model_does(packed: Path, checkpoint: Path) -> None:
     trained, scorer = open_trained(checkpoint), score.Scorer(packed)
@@ -66,6 +67,7 @@ def test_the_package_scores_as_the_model_does(packed: Path, checkpoint: Path) ->
     assert torch.from_numpy(offline).equal(torch.cat([scorer(*inputs_of(b)) for b in batches]))
 
 
+@pytest.mark.soak  # by the same package
 @needs_compiler
 def test_a_history_for_all_candidates_gives_the_bits_of_one_for_each(packed: Path, checkpoint: Path) -> None:
     """Requests of 3, 1 and 5 candidates; the second user has seen nothing."""
@@ -135,6 +137,7 @@ def test_rows_in_low_precision_give_the_decoded_rows_scores(checkpoint: Path, tm
     assert apart.tolist() == [any(shop % 2 == 0 for shop in bag[:6]) for bag in events]
 
 
+@pytest.mark.soak  # by the same package
 def test_the_plugin_quantizes_it_and_its_package_keeps_the_types(checkpoint: Path, tmp_path: Path) -> None:
     """All but the compilation, which is the same for every checkpoint."""
     pytest.importorskip("recpipe_low_precision", reason="the plugin is not installed")

@@ -70,11 +70,11 @@ CAUGHT = [
             "data": "contribute() reads data",
         }.items()
     ),
-    *cheats("wrong_order", SAMPLES, repeats="some are left out, repeated or changed"),
     *cheats(  # as in tests/pipeline/test_order_check
         "wrong_order",
         SAMPLES,
         twin=True,
+        repeats="some are left out, repeated or changed",
         short="yielded 31 batches, and its length is 32",
         smaller="samples of the data's 8,000",
     ),
@@ -102,11 +102,11 @@ CAUGHT = [
     *cheats("wrong_split", TECHNIQUE, whole="its splitter cut none of 64 batches"),
     # As gradients on two ranks, and zeroed.
     Cheat("wrong_split", {"how": "by rank"}, RANKS, "more often than once", twin=True),
-    Cheat("stream_cheats", {"how": "swaps_neighbours"}, SAMPLES, "SAMPLE_ORDER"),
     Cheat("stream_cheats", {"how": "folds_ids"}, SAMPLES, "ID_SPACE"),
     *(
         Cheat("stream_cheats", {"how": how}, SAMPLES, words, twin=True)
         for how, words in {
+            "swaps_neighbours": "SAMPLE_ORDER",
             "flips_a_label": "1 samples that the data module",
             "drops_the_last": "got 8,000 samples and passed 7,936 on",
             "joins_two": "sees 512 samples, and data.batch_size is 256",

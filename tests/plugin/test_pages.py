@@ -106,8 +106,8 @@ class TestTinyLfu(PluginSuite):
     beside: ClassVar = ("hotline",)
     soak: ClassVar = {
         "test_trains_beside_each_other_plugin": "tests/test_pairs.py has pairs of plugins",
-        "test_leaves_the_process_as_it_was_when_resumed": "hotline's and quantize's suites have it",
-        "test_trains_other_tables_under_adagrad": "hotline's and bagpipe's suites have them",
+        "test_leaves_the_process_as_it_was_when_resumed": "hotline's suite has it",
+        "test_trains_other_tables_under_adagrad": "hotline's suite has them",
         "test_trains_alike_on_several_ranks": "tests/distributed/test_torchrun.py, by LFU",
     }
 

@@ -21,7 +21,7 @@ class TestFAE(PluginSuite, CostsSuite):
     soak: ClassVar = {
         "test_trains_other_tables_under_adagrad": "test_exact.py, and tests/any_model",
         "test_resumes_as_if_it_had_never_stopped": "test_resume.py, bitwise",
-        "test_leaves_the_process_as_it_was_when_resumed": "hotline's and quantize's suites have it",
+        "test_leaves_the_process_as_it_was_when_resumed": "hotline's suite has it",
         "test_trains_beside_each_other_plugin": "quantize's own tests, under each owner",
         "test_trains_alike_on_several_ranks": "test_trainers.py trains on two",
     }

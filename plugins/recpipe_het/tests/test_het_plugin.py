@@ -29,7 +29,7 @@ class TestHet(PluginSuite, CostsSuite):
     beside: ClassVar = ("quantize",)  # tests/test_pairs.py has the other pairs
     soak: ClassVar = {
         "test_resumes_as_if_it_had_never_stopped": "this file resumes, bitwise",
-        "test_leaves_the_process_as_it_was_when_resumed": "hotline's and quantize's suites have it",
+        "test_leaves_the_process_as_it_was_when_resumed": "hotline's suite has it",
         "test_trains_other_tables_under_adagrad": "hotline's suite, and tests/any_model, have other tables",
         "test_trains_beside_each_other_plugin": "quantize's own tests, under each owner",
         "test_trains_alike_on_several_ranks": "test_het_ranks.py trains on two",

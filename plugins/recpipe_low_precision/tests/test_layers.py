@@ -87,6 +87,7 @@ def test_bfloat16_and_float32() -> None:
     assert low.kind == "bfloat16"
 
 
+@pytest.mark.soak  # of the processor, which is why seven bits are taken
 def test_eight_bits_are_not_exact_without_vnni_and_seven_are() -> None:
     """On a CPU with the instructions, oneDNN is told to do without."""
     own = os.environ | {"ONEDNN_MAX_CPU_ISA": "AVX2"}

@@ -51,7 +51,7 @@ class TestNeo(PluginSuite, CostsSuite):
     soak: ClassVar = {
         "test_trains_other_tables_under_adagrad": "tests/any_model, on two ranks",
         "test_resumes_as_if_it_had_never_stopped": "test_neo_ranks.py",
-        "test_leaves_the_process_as_it_was_when_resumed": "hotline's and quantize's suites have it",
+        "test_leaves_the_process_as_it_was_when_resumed": "hotline's suite has it",
         "test_trains_beside_each_other_plugin": "tests/checkpoint/test_read_once.py has quantize over shards",
         "test_trains_alike_on_several_ranks": "test_neo_ranks.py trains on two",
     }

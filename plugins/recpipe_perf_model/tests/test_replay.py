@@ -64,9 +64,8 @@ def all_moved(statement: Statement) -> list[Moved]:
     [
         ("lru", FEW),
         # Replayed as lru is.
-        pytest.param("lfu", "10%", marks=pytest.mark.soak),
+        *(pytest.param(policy, "10%", marks=pytest.mark.soak) for policy in ("lfu", "bagpipe")),
         ("hotline", "10%"),
-        ("bagpipe", "10%"),
         ("fae", "10%"),
         ("slipstream", "10%"),
     ],
