@@ -11,7 +11,6 @@ import shutil
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
@@ -297,11 +296,7 @@ def _written(writer: PreparedWriter) -> Iterator[Columns]:
     mapped = Mapped(writer.directory, meta) if meta.samples else None
     for low in range(0, meta.samples, STEP):
         assert mapped is not None
-        found = mapped.between(low, min(low + STEP, meta.samples))
-        # Of 8 bytes as sources give them: in how many they are written depends on all of them.
-        bags = {name: bag.trimmed() for name, bag in found.bags.items()}
-        bags = {name: replace(bag, values=bag.values.astype(np.int64)) for name, bag in bags.items()}
-        yield replace(found, ids=found.ids.astype(np.int64), bags=bags)
+        yield mapped.between(low, min(low + STEP, meta.samples)).widened()
     shutil.rmtree(writer.directory)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
@@ -73,6 +73,12 @@ class Columns:
         return Columns(
             self.labels[low:high], self.dense[low:high], self.ids[low:high], bags, missing, weights
         )
+
+    def widened(self) -> Columns:
+        """The same with ids of 8 bytes, as sources give them; on the disk they may take fewer."""
+        bags = {name: bag.trimmed() for name, bag in self.bags.items()}
+        wide = {name: replace(bag, values=bag.values.astype(np.int64)) for name, bag in bags.items()}
+        return replace(self, ids=self.ids.astype(np.int64), bags=wide)
 
     def where(self, good: NDArray[np.bool_]) -> Columns:
         """The samples for which ``good`` (bool [n]) is true, copied."""

@@ -148,8 +148,9 @@ class Sampler:
         at, known = self._found(given)
         turns = (rows * self.rule.ratio + turn - 1)[negative]
         places = self._others(at[negative], known[negative], self._points(turns, epochs[negative]))
+        drawn_from = self._example(self._examples[places])
         # Of one type of ids, and without weights, which a catalog has not.
-        pool = concatenate([_wide(given), _wide(self._example(self._examples[places]))])
+        pool = concatenate([replace(own.widened(), weights=None) for own in (given, drawn_from)])
         every = np.arange(len(numbers))
         other = every.copy()
         other[negative] = len(numbers) + np.arange(len(places))
@@ -184,13 +185,6 @@ class Sampler:
 
     def _bits(self, missing: NDArray[np.uint8]) -> NDArray[np.bool_]:
         return np.unpackbits(missing, axis=1, count=len(self._ids)).astype(bool)
-
-
-def _wide(columns: Columns) -> Columns:
-    """The same samples with ids of 8 bytes, and without weights."""
-    bags = {name: bag.trimmed() for name, bag in columns.bags.items()}
-    wide = {name: replace(bag, values=bag.values.astype(np.int64)) for name, bag in bags.items()}
-    return replace(columns, ids=columns.ids.astype(np.int64), bags=wide, weights=None)
 
 
 def _digest(columns: Columns) -> str:

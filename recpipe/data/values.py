@@ -110,7 +110,7 @@ def read_ids(array: pa.Array, feature: Feature) -> Ids:
 
 
 def _ids_of_text(array: pa.Array, feature: Feature) -> Ids:
-    missing = _without_value(array, feature.missing)
+    missing = without_value(array, feature.missing)
     keys, valid = np.zeros(len(array), np.int64), np.ones(len(array), bool)
     present = array.filter(pa.array(~missing)) if missing.any() else array
     if feature.type == HEX:
@@ -126,7 +126,7 @@ def _ids_of_text(array: pa.Array, feature: Feature) -> Ids:
     return Ids(keys, missing, valid, remedy)
 
 
-def _without_value(text: pa.Array, declared: tuple[str, ...]) -> Bools:
+def without_value(text: pa.Array, declared: tuple[str, ...]) -> Bools:
     """Where text is null, empty, or one of the ``declared`` values."""
     if declared:
         absent = pc.is_in(text, value_set=pa.array([*NO_VALUE, *declared], text.type))
@@ -239,7 +239,7 @@ def read_numbers(array: pa.Array, feature: Feature | None = None) -> Numbers:
     if pa.types.is_null(kind):
         return Numbers(np.zeros(size), np.ones(size, bool), valid)
     if is_text(kind):
-        missing = _without_value(array, declared)
+        missing = without_value(array, declared)
         values = np.zeros(size)
         present = array.filter(pa.array(~missing)) if missing.any() else array
         values[~missing], valid[~missing] = _decimal_numbers(present)

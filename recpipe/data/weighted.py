@@ -10,7 +10,7 @@ import pyarrow.compute as pc
 from numpy.typing import NDArray
 
 from recpipe.data.columns import Float32, Int64, offsets_of
-from recpipe.data.features import NO_VALUE, Feature
+from recpipe.data.features import Feature
 from recpipe.data.values import (
     Bags,
     Bools,
@@ -25,6 +25,7 @@ from recpipe.data.values import (
     read_ids,
     read_numbers,
     without,
+    without_value,
 )
 from recpipe.errors import DataError, shown
 
@@ -65,8 +66,7 @@ def read_weighted(array: pa.Array, beside: pa.Array | None, feature: Feature) ->
 def _in_text(elements: pa.Array, feature: Feature) -> tuple[pa.Array, NDArray[np.float64], Bools]:
     """The ids, their weights, and which of them have one."""
     text = elements if is_text(elements.type) else elements.cast(pa.string())
-    none = pa.array([*NO_VALUE, *feature.missing], text.type)
-    absent = np.asarray(pc.or_(text.is_null(), pc.is_in(text, value_set=none)))
+    absent = without_value(text, feature.missing)
     parts = parted(text, str(feature.weight_separator))
     counts = pc.fill_null(pc.list_value_length(parts), 0).to_numpy(zero_copy_only=False).astype(np.int64)
     two = counts == 2
