@@ -133,7 +133,8 @@ class RowChecks:
     def __init__(self, file: Path | str, first_row: int, size: int, names: Sequence[str] = ()) -> None:
         self.file, self.first_row, self._names = file, first_row, names
         self.good: NDArray[np.bool_] = np.ones(size, bool)
-        self._worst: tuple[int, str] | None = None
+        self.worst: tuple[int, str] | None = None
+        """The first bad row, from 0, and what is wrong with it."""
 
     def require(
         self, valid: NDArray[np.bool_], column: str, value_of: Callable[[int], object], remedy: str
@@ -143,9 +144,9 @@ class RowChecks:
         if valid.all():
             return
         index = int(np.argmin(valid))
-        if self._worst is None or index < self._worst[0]:
+        if self.worst is None or index < self.worst[0]:
             value = shown(value_of(index)) or "''"
-            self._worst = (index, f"column {shown(column)}: {value} {remedy}")
+            self.worst = (index, f"column {shown(column)}: {value} {remedy}")
 
     def require_finite(
         self, values: NDArray[np.floating], column: str, value_of: Callable[[int], object]
@@ -161,8 +162,8 @@ class RowChecks:
 
     def finish(self, skip: bool) -> int:
         """How many rows are bad; ``BadRow`` for the first of them unless ``skip``."""
-        if self._worst is not None and not skip:
-            index, message = self._worst
+        if self.worst is not None and not skip:
+            index, message = self.worst
             where = self._names[index] if self._names else f"{self.file}, row {self.first_row + index}"
             raise BadRow(f"{where}, {message}")
         return int(len(self.good) - self.good.sum())

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import os
+import pickle
 import sys
 from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +18,15 @@ import pytest
 
 from recpipe.data import records
 from recpipe.data.cache import prepare
+from recpipe.data.columns import Columns, MultiHot
 from recpipe.data.config import FilesConfig
+from recpipe.data.files import RowChecks
 from recpipe.data.make import open_source
 from recpipe.data.records import input_files
+from recpipe.data.sent import packed, unpacked
 from recpipe.data.sources.cluster import in_order
-from recpipe.errors import BadRow, UserError
+from recpipe.data.sources.reading import Read
+from recpipe.errors import BadRow, DataError, UserError
 
 FEATURES = {
     "labels": ["click"],
@@ -64,7 +71,74 @@ def test_parts_of_a_parquet_file_are_its_rows_in_order(
 def test_a_missing_ray_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "ray", None)
     with pytest.raises(UserError, match=r"data.ray=auto: needs Ray: pip install 'recpipe\[ray\]'"):
-        next(in_order(lambda n: [n], [(1,)], "auto"))
+        next(in_order(lambda n: [n], bytes, [(b"",)], "auto"))
+
+
+def read() -> Read:
+    """Samples with all that they may have."""
+    bag = MultiHot(np.array([3, -1, 5]), np.array([0, 2, 3]), np.packbits([[0], [1], [0]], axis=1))
+    weighted = replace(bag, missing=None, weights=np.array([1, 0.5, 2], np.float32))
+    columns = Columns(
+        np.array([[0, 1], [1, np.nan]], np.float32),
+        np.array([[1.5], [np.nan]]),
+        np.empty((2, 0), np.int64),
+        {"tags": bag, "weights of tags": weighted},
+        np.empty((2, 0), np.uint8),
+        np.ones((2, 2), np.float32),
+    )
+    checks = RowChecks("a.csv", 7, 2)
+    checks.require(np.array([True, False]), "user", lambda row: "\ud800", "is none")
+    of_parts = pa.record_batch({"day": pa.array(["a", None]).dictionary_encode()})
+    return Read(2, columns, {"user": 1}, checks, of_parts, 1 / 3, 4)
+
+
+def plain(value: Any) -> Any:
+    """With arrays as their types, shapes and bytes."""
+    if isinstance(value, np.ndarray):
+        return value.dtype, value.shape, value.tobytes()
+    if isinstance(value, dict):
+        return {key: plain(each) for key, each in value.items()}
+    return plain(vars(value)) if isinstance(value, Read | Columns | MultiHot | RowChecks) else value
+
+
+def test_what_a_worker_sends_is_what_it_has_read() -> None:
+    """Arrow and JSON, whatever text they hold."""
+    assert plain(Read.unpacked(read().packed())) == plain(read())
+    few = Columns(np.zeros(0, np.float32), np.zeros((0, 3), np.float32), np.zeros((0, 1), np.int32))
+    none = replace(read(), columns=few, checks=RowChecks("a", 1, 0), of_parts=pa.record_batch([], []))
+    assert plain(Read.unpacked(none.packed())) == plain(none)
+
+
+def test_another_answer_of_a_worker_is_refused_and_never_executed(tmp_path: Path) -> None:
+    class Evil:
+        def __reduce__(self) -> Any:
+            return Path.touch, (tmp_path / "executed",)
+
+    good = unpacked(read().packed())
+    fewer = {name: array for name, array in good.arrays.items() if name != "ids"}
+    for other in (
+        pickle.dumps(Evil()),
+        b"",
+        packed(good._replace(head={**good.head, "file": "2"})),
+        packed(good._replace(head={**good.head, "run": "rm"})),
+        packed(good._replace(head=[1])),
+        packed(good._replace(arrays=fewer)),
+        packed(good._replace(arrays=good.arrays | {"good": np.ones(3, bool)})),
+        packed(good._replace(arrays=good.arrays | {"offsets of tags": np.array([0, 2, 9])})),
+        packed(good._replace(rows=None)),
+    ):
+        with pytest.raises(ValueError, match="."):
+            Read.unpacked(other)
+    assert not (tmp_path / "executed").exists()
+
+
+def test_a_damaged_answer_is_refused() -> None:
+    """Any byte of it."""
+    content, rng = read().packed(), np.random.default_rng(1)
+    for place in rng.integers(0, len(content), 300).tolist():
+        for other in (content[:place], content[:place] + b"\xff" + content[place + 1 :]):
+            with suppress(ValueError):
+                Read.unpacked(other)
 
 
 @pytest.fixture(scope="module")
@@ -95,11 +169,21 @@ def prepared(path: Path, cache: Path, **settings: Any) -> dict[str, bytes]:
 @pytest.mark.soak
 @pytest.mark.usefixtures("cluster")
 def test_other_processes_do_the_work_and_its_order_stays() -> None:
-    found = [
-        *in_order(lambda n: [(n, os.getpid()), (n + 0.5, os.getpid())], [(n,) for n in range(9)], "auto")
-    ]
-    assert [number for number, _ in found] == [n / 2 for n in range(18)]
-    assert os.getpid() not in {process for _, process in found}
+    def work(number: int) -> Iterator[bytes]:
+        for each in (number, number + 0.5):
+            yield f"{each} {os.getpid()}".encode()
+
+    found = [made.split() for made in in_order(work, bytes, [(n,) for n in range(9)], "auto")]
+    assert [float(number) for number, _ in found] == [n / 2 for n in range(18)]
+    assert os.getpid() not in {int(process) for _, process in found}
+
+
+@pytest.mark.soak
+@pytest.mark.usefixtures("cluster")
+def test_an_answer_with_another_head_is_one_line() -> None:
+    other = packed(unpacked(read().packed())._replace(head={"file": 2}))
+    with pytest.raises(DataError, match=r"^data.ray=auto: a worker's answer cannot be read \(its head lacks"):
+        next(in_order(lambda: [other], Read.unpacked, [()], "auto"))
 
 
 @pytest.mark.soak

@@ -5,10 +5,10 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, fields, replace
 from functools import cached_property
 from itertools import chain
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -31,45 +31,12 @@ from recpipe.data.row_parts import RowParts
 from recpipe.data.schema import Schema
 from recpipe.data.settled import settled
 from recpipe.data.sources.cluster import in_order
+from recpipe.data.sources.reading import Read, Reader
 from recpipe.data.split import TEST, TRAIN, VALID, Parts
 from recpipe.data.values import alike, is_list, plain_type, require_type, whole_text
 from recpipe.errors import DataError, UserError, nearest_or_all, shown
 
 log = logging.getLogger(__name__)
-
-
-class _Read(NamedTuple):
-    """Rows of a file (its number) that were read: samples, also of bad rows; how many have no value of each
-    feature; what is wrong with them; the columns that say their parts; the share of the file so far; and how
-    many bad rows are not among them."""
-
-    file: int
-    columns: Columns
-    missing: dict[str, int]
-    checks: RowChecks
-    of_parts: pa.RecordBatch
-    share: float
-    left_out: int
-
-
-@dataclass(frozen=True)
-class _Reader:
-    """Reads the columns ``names`` of ``files``, piece by piece, in this process or in another one."""
-
-    files: Sequence[InputFile]
-    names: Sequence[str]
-    of_parts: Sequence[str]
-    encoding: Encoding
-    labelled: bool
-
-    def __call__(self, number: int, groups: range | None) -> Iterator[_Read]:
-        """What is in some row groups of a file, or in all of it."""
-        file = self.files[number]
-        for block in file.blocks(self.names, groups=groups):
-            checks = RowChecks(str(file), block.first_row, len(block.rows))
-            columns, missing = self.encoding.read(block.rows, checks, self.labelled)
-            of_parts = block.rows.select([*self.of_parts])
-            yield _Read(number, columns, missing, checks, of_parts, block.share, block.left_out)
 
 
 class FilesSource:
@@ -164,15 +131,15 @@ class FilesSource:
                 good = self.finished(good)
             yield good, parts[checks.good], (read.file + read.share) / len(self._inputs)
 
-    def _reads(self) -> Iterator[_Read]:
+    def _reads(self) -> Iterator[Read]:
         """What is read of all files in order, here or by the workers of a cluster."""
         of_parts = [] if self._row_parts is None else self._row_parts.split.columns
         names = self._read(self.encoding.features)
-        reader = _Reader(self._inputs, names, of_parts, self.encoding, self._labelled)
+        reader = Reader(self._inputs, names, of_parts, self.encoding, self._labelled)
         if self._cluster is None:
             return chain.from_iterable(reader(file, None) for file in range(len(self._inputs)))
         pieces = [(n, groups) for n, file in enumerate(self._inputs) for groups in file.parts]
-        return in_order(reader, pieces, self._cluster)
+        return in_order(reader.send, Read.unpacked, pieces, self._cluster)
 
     def parts(self, counts: Parts) -> Parts:
         """The parts of samples of which the rows, or their files, say so many to be of each. ``DataError``
