@@ -266,11 +266,6 @@ class FilesConfig(FileConfig, RecordsConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         self._require_one_split()
-        if self.features == AUTO and (self.joined or self.grouped):
-            raise UserError(
-                "data.features=auto looks at the files themselves: with data.joins or data.sessions, state "
-                "data.features"
-            )
         _ = self.joined, self.grouped, self.drawn  # so that their faults are told at once
         self.require_columns()
 

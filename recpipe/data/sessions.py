@@ -62,7 +62,7 @@ VALUES = 1 << 22
 _RANK, _TIME = "rank", "time"
 
 
-class _Events(NamedTuple):
+class Events(NamedTuple):
     """Events of a file that have a session and a time: keys and times int64 [n] (times are comparable, all 0
     without an order), the columns that were asked for, the share of all files read so far, and how many
     others there were."""
@@ -179,7 +179,8 @@ class SessionFile(InputFile):
                         f"{file}, column {shown(name)}: holds {kind} here and {other} in other files"
                     )
 
-    def _events(self, columns: Sequence[str]) -> Iterator[_Events]:
+    def events(self, columns: Sequence[str]) -> Iterator[Events]:
+        """All events in the order of the files; those of all files have the same types."""
         rule = self.rule
         read = list(dict.fromkeys([*columns, rule.by, *([rule.order] if rule.order else [])]))
         self._require(read)
@@ -202,7 +203,7 @@ class SessionFile(InputFile):
                 if not checks.good.all():
                     keys, times = keys[checks.good], times[checks.good]
                     kept = kept.filter(pa.array(checks.good))
-                yield _Events(keys, times, kept, (index + share) / len(self.inputs), bad)
+                yield Events(keys, times, kept, (index + share) / len(self.inputs), bad)
 
     def _times(self, array: pa.Array, name: str) -> tuple[Int64, Bools]:
         """Whole numbers int64 [n] in the order of the values, and which of these there are."""
@@ -235,7 +236,7 @@ class SessionFile(InputFile):
         found = np.empty((4, 0), np.int64)  # keys, events, last times, last events' numbers
         waiting, number, runs, ordered, bad = [found], 0, 0, True, 0
         key, time = np.empty(0, np.int64), np.empty(0, np.int64)  # of the event before
-        for keys, times, _, _, left_out in self._events([self.rule.by]):
+        for keys, times, _, _, left_out in self.events([self.rule.by]):
             bad += left_out
             if not len(keys):
                 continue
@@ -259,7 +260,7 @@ class SessionFile(InputFile):
     def _as_they_lie(self, columns: Sequence[str]) -> Iterator[_Whole]:
         """Of a log that has them so."""
         keys, rest, share = np.empty(0, np.int64), None, 0.0
-        for events in self._events(columns):
+        for events in self.events(columns):
             if not len(events.keys):
                 continue
             keys, share = np.concatenate((keys, events.keys)), events.share
@@ -312,7 +313,7 @@ class SessionFile(InputFile):
         names = [*map(str, range(len(columns))), _RANK, _TIME]
         writers: dict[int, pa.RecordBatchWriter] = {}
         with ExitStack() as opened:
-            for events in self._events(columns):
+            for events in self.events(columns):
                 ranks = survey.ranks[np.searchsorted(survey.keys, events.keys)]
                 added = [*events.rows.columns, pa.array(ranks), pa.array(events.times)]
                 batch, parts = pa.record_batch(added, names), part_of[ranks]

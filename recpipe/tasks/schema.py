@@ -19,8 +19,11 @@ from recpipe.data.proposal.propose import ROWS, propose
 from recpipe.errors import UserError, nearest_or_all, shown
 from recpipe.report.proposed import show_proposal
 
-TEXT = ("format", "separator", "header", "columns", "quote", "encoding")
-"""Keys of ``data=files`` that say how its text is written."""
+GIVEN = (
+    *("format", "separator", "header", "columns", "quote", "encoding"),
+    *("joins", "sessions", "negatives"),
+)
+"""Keys of ``data=files`` that say how its text is written, and what is derived from its records."""
 
 
 @dataclass
@@ -40,6 +43,9 @@ class SchemaOptions:
     columns: list[Text] = field(default_factory=list)
     quote: Text | None = '"'
     encoding: Text = "utf-8"
+    joins: list[dict[str, Any]] = field(default_factory=list)
+    sessions: dict[str, Any] | None = None
+    negatives: dict[str, Any] | None = None
 
 
 def schema(words: Sequence[str]) -> int:
@@ -54,7 +60,7 @@ def schema(words: Sequence[str]) -> int:
             features=AUTO,
             label=options.label,
             weight=options.weight,
-            **{key: getattr(options, key) for key in TEXT},
+            **{key: getattr(options, key) for key in GIVEN},
         )
         proposal = propose(config, options.sample)
         show_proposal(proposal)
@@ -66,7 +72,7 @@ def schema(words: Sequence[str]) -> int:
 
 
 def train_command(paths: Sequence[str], output: Path, given: Sequence[str]) -> str:
-    """The command that trains from these files; ``given``: the words that say how their text is written."""
+    """The command that trains from these files; ``given``: the words that say how they are read."""
     quoted = [path if re.fullmatch(r"[\w./~ -]+", path) else f"'{path}'" for path in paths]
     path = quoted[0] if len(paths) == 1 else f"[{','.join(quoted)}]"
     words = ["data=files", f"data.path={path}", f"data.features={output}"]
@@ -94,5 +100,5 @@ def of_command(words: Sequence[str]) -> tuple[list[str], SchemaOptions, list[str
         if parsed.is_sweep_override():
             raise UserError(f"{shown(word)}: several are written {key}=[{word.partition('=')[2]}]")
         found[key] = fitted(hints[key], parsed.value(), key)
-        given += [word.removeprefix("data.")] if key in TEXT else []
+        given += [word.removeprefix("data.")] if key in GIVEN else []
     return paths, SchemaOptions(**found), given

@@ -148,11 +148,6 @@ def test_a_column_of_the_same_name_needs_a_prefix(folder: Path) -> None:
         open_dataset(config(folder, joins=side, features=only_item()), 0)
 
 
-def test_features_are_not_proposed_for_joined_columns(folder: Path) -> None:
-    with pytest.raises(UserError, match="data.features=auto looks at the files themselves"):
-        config(folder, features="auto", label="click")
-
-
 def test_records_of_a_stream_are_joined_as_those_of_files_are(folder: Path) -> None:
     """Also where the first ones have no key, and where a resumed run finds another side table."""
     clicks = pq.read_table(folder / "clicks.parquet").to_pylist()

@@ -213,8 +213,6 @@ def test_what_cannot_be_a_session_is_one_line(tmp_path: Path) -> None:
         with pytest.raises((DataError, UserError), match=match) as fault:
             open_dataset(config(tmp_path, file, sessions=rule), 0)
         assert len(str(fault.value).splitlines()) == 1
-    with pytest.raises(UserError, match="auto looks at the files themselves"):
-        config(tmp_path, file, features="auto", label="click")
     other = tmp_path / "other.parquet"
     pq.write_table(table.set_column(2, "item", pa.array(["x"] * len(table))), other)
     with pytest.raises(DataError, match="column item: holds"):

@@ -74,10 +74,10 @@ class Counts:
 
 class Column:
     """A column of a sample, ``values`` [n] plain. ``scale``: how many rows there are for each of the
-    sample."""
+    sample; ``whole``: of each value that is there, all rows are."""
 
-    def __init__(self, name: str, values: pa.Array, scale: float = 1.0) -> None:
-        self.name, self.values, self.scale = name, _as_text(values), scale
+    def __init__(self, name: str, values: pa.Array, scale: float = 1.0, *, whole: bool = False) -> None:
+        self.name, self.values, self.scale, self._whole = name, _as_text(values), scale, whole
 
     @property
     def type(self) -> pa.DataType:
@@ -267,6 +267,12 @@ class Column:
         """How often each value, or element of a list, occurs; padding is none."""
         counts = np.bincount(self.codes[(self.codes >= 0) & ~self.filled])
         return Counts(np.sort(counts[counts > 0])[::-1])
+
+    @property
+    def distinct(self) -> int:
+        """About how many distinct values all rows have."""
+        counted = self.counted
+        return round(counted.distinct * self.scale) if self._whole else counted.estimated(self.scale)
 
     @cached_property
     def filled(self) -> Bools:

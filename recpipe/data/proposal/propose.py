@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,13 +11,17 @@ import pyarrow as pa
 import yaml
 
 from recpipe.data.config import FilesConfig
+from recpipe.data.derived import derived_files
 from recpipe.data.expression_values import require_types, values_of
 from recpipe.data.features import Features, Label, parse_features
 from recpipe.data.files import RowChecks
 from recpipe.data.proposal.choose import Choice, choose, found_labels, require_name
 from recpipe.data.proposal.column import Column
-from recpipe.data.proposal.sample import Sample, take_sample
-from recpipe.data.records import InputFile, files_of
+from recpipe.data.proposal.derived import derived_sample
+from recpipe.data.proposal.histories import with_histories
+from recpipe.data.proposal.sample import Sample
+from recpipe.data.records import InputFile
+from recpipe.data.sessions import HISTORY, LAST, POSITIVE
 from recpipe.errors import DataError, UserError, printable, shown
 
 ROWS = 100_000
@@ -47,7 +51,9 @@ class Proposal:
             f"{shown(name)}: left out, for {file} has no such column"
             for name, file in self.sample.lacking.items()
         ]
-        return noted + lacking
+        left_out = self.sample.left_out
+        apart = f"{left_out:,} events have no session or no time: data.on_bad_row=skip leaves these out"
+        return noted + lacking + [apart] * bool(left_out)
 
     def content(self) -> dict[str, Any]:
         """What ``data.features`` takes: plain values."""
@@ -105,10 +111,13 @@ def propose(config: FilesConfig, rows: int = ROWS) -> Proposal:
 
     ``DataError`` for files that cannot be read.
     """
-    files, weight, split = files_of(config), config.weight, config.rows_split
-    sample = take_sample(files, rows)
-    scale = sample.total / sample.rows.num_rows
-    columns = [Column(name, sample.rows[name].combine_chunks(), scale) for name in sample.rows.column_names]
+    (files,), weight, split, rule = derived_files(config), config.weight, config.rows_split, config.grouped
+    sample = derived_sample(files, rows)
+    scale, by = sample.total / sample.rows.num_rows, None if rule is None else rule.by
+    columns = [
+        Column(name, sample.rows[name].combine_chunks(), scale, whole=name == by)
+        for name in sample.rows.column_names
+    ]
     of_labels = [("label", name) for label in config.labels for name in label.columns]
     for key, name in [*of_labels, *([("weight", weight)] if weight else [])]:
         if name in sample.lacking:
@@ -117,10 +126,23 @@ def propose(config: FilesConfig, rows: int = ROWS) -> Proposal:
     apart = [weight, split.column if split is not None and split.by == "column" else None]
     made = [_made(label, sample, files[0]) for label in config.labels if label.parsed is not None]
     columns = made + [column for column in columns if column.name not in apart]
-    named, found = found_labels(columns, [label.name for label in config.labels])
     expressions = {label.name: label.parsed for label in config.labels}
+    added = [] if rule is None else [own for own in columns if _is_added(own, columns, expressions)]
+    columns = [column for column in columns if column not in added]
+    named, found = found_labels(columns, list(expressions))
+    if rule is not None and not named:
+        named, found = [POSITIVE], "no column has a name of a label: that events took place is learned"
     choices = choose(columns, {name: expressions.get(name) for name in named})
+    if rule is not None:
+        choices = with_histories(choices, added, rule, config.negatives is not None)
     return Proposal(sample, choices, found, weight)
+
+
+def _is_added(column: Column, columns: Sequence[Column], labels: Container[str]) -> bool:
+    """Whether sessions, not their events, have a column that is no label."""
+    names = [each.name for each in columns]
+    before = column.name.endswith(HISTORY) and column.name.removesuffix(HISTORY) in names
+    return (before or column.name == LAST) and column.name not in labels
 
 
 def _made(label: Label, sample: Sample, file: InputFile) -> Column:

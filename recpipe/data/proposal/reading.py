@@ -241,7 +241,7 @@ def _as_lists(column: Column) -> Read:
 def _table(column: Column) -> tuple[dict[str, Any], str]:
     """How ids become rows of a table, and why: a row for each, as long as these fit well into memory."""
     seen = column.counted.distinct
-    ids = max(1, column.counted.estimated(column.scale))
+    ids = max(1, column.distinct)
     about = f"{seen:,} ids" if ids == seen else f"about {_round_up(ids):,} ids ({seen:,} in the sample)"
     if ids <= MOST_WORDS:
         return {"ids": "vocabulary"}, f"{about}, a row for each"

@@ -34,13 +34,15 @@ LONGEST_GROUP = 1 << 22
 class Sample:
     """``rows``: the columns that all files have, plain (``recpipe.data.values.plain``). ``total``: the rows
     of all files, an estimate unless the sample is ``whole``, all of them. ``lacking``: columns that a file
-    lacks, with it. ``says``: what was read, for the reader."""
+    lacks, with it. ``says``: what was read, for the reader. ``left_out``: events without a session or a
+    time, of which there are no samples."""
 
     rows: pa.Table
     total: int
     whole: bool
     lacking: dict[str, InputFile]
     says: str
+    left_out: int = 0
 
 
 @dataclass
@@ -58,15 +60,15 @@ def take_sample(files: Sequence[InputFile], rows: int) -> Sample:
     text in one and numbers in another."""
     spread = sorted({n * (len(files) - 1) // (PARTS - 1) for n in range(PARTS)})
     chosen = [files[n] for n in spread]
-    names, lacking = _shared_columns(chosen)
+    names, lacking = shared(chosen)
     each = max(1, rows // len(chosen))
     # All three places of each file; of many files the beginning of the first, the middle of the next one ...
     places = [PLACES] if 3 * len(chosen) <= PARTS else [(place,) for place in PLACES]
     parts = [_part(file, names, each, where) for file, where in zip(chosen, cycle(places), strict=False)]
-    tables = [_plain(batch) for part in parts for batch in part.batches]
+    tables = [as_plain(batch) for part in parts for batch in part.batches]
     if not any(table.num_rows for table in tables):
         raise DataError(f"{files[0]}: has no rows to look at")
-    table = _joined(tables)
+    table = in_one(tables)
     whole = len(chosen) == len(files) and all(part.whole for part in parts)
     size = sum(size_of(file.path) for file in files)
     seen = sum(size_of(file.path) for file in chosen)
@@ -81,15 +83,15 @@ def _said(rows: int, total: int, whole: bool, parts: Sequence[_Part], files: int
     places = sorted({place for part in parts for place in part.places})
     where = " and ".join(", ".join(WHERE[round(2 * place)] for place in places).rsplit(", ", 1))
     of = f"{len(parts)} of {files} files" if files > 1 else "the file"
-    return f"{rows:,} of about {_rounded(total):,} rows, from the {where} part of {of}"
+    return f"{rows:,} of about {rounded(total):,} rows, from the {where} part of {of}"
 
 
-def _rounded(number: int) -> int:
+def rounded(number: int) -> int:
     """To three digits, as an estimate is told."""
     return int(float(f"{number:.3g}"))
 
 
-def _shared_columns(files: Sequence[InputFile]) -> tuple[list[str], dict[str, InputFile]]:
+def shared(files: Sequence[InputFile]) -> tuple[list[str], dict[str, InputFile]]:
     """The columns of all ``files``, and those that one lacks, with it."""
     names = list(dict.fromkeys(name for file in files for name in file.columns.names))
     lacking: dict[str, InputFile] = {}
@@ -235,11 +237,12 @@ def _from(file: InputFile, names: list[str], start: int) -> pa.RecordBatch | Non
         return None
 
 
-def _plain(batch: pa.RecordBatch) -> pa.Table:
+def as_plain(batch: pa.RecordBatch) -> pa.Table:
+    """The same, its columns plain."""
     return pa.table([plain(column) for column in batch.columns], batch.schema.names)
 
 
-def _joined(tables: Sequence[pa.Table]) -> pa.Table:
+def in_one(tables: Sequence[pa.Table]) -> pa.Table:
     """One table, each column in one piece; numbers of several widths become the widest."""
     try:
         joined = pa.concat_tables(tables, promote_options="permissive")
