@@ -90,7 +90,7 @@ def judge(
             figures[name] = _delong(found[name], labels, predictions, weights)
         else:
             figures[name] = _interval(found[name], others, _OF_SUMS.get(name), quick)
-    if clicks or kind != "clicks":
+    if clicks or kind in ("values", "counts"):
         total = float(_calibration(sums.sum(axis=0, keepdims=True))[0])
         figures[CALIBRATION] = _interval(total, others, _calibration, quick)
     positives = int((labels == 1).sum()) if clicks else None

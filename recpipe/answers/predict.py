@@ -140,7 +140,7 @@ def _scored(
     """Scores float32 [B] or [B, T] of all rows."""
     convert: list[Callable[[torch.Tensor], torch.Tensor] | None] = [
         None
-        if options.scores == "raw" or task.kind == "values"
+        if options.scores == "raw" or task.kind in ("values", "ranking")
         else torch.sigmoid
         if task.kind == "clicks"
         else torch.exp

@@ -26,8 +26,7 @@ from recpipe.data.config import DataConfig, RecordsConfig, parse_config
 from recpipe.distributed.launch import Topology
 from recpipe.errors import UserError
 from recpipe.model.config import ModelConfig, UserModel, parse_model
-from recpipe.model.loss import LOSSES
-from recpipe.plugin.conf import TARGET
+from recpipe.model.loss import is_one, named_loss
 from recpipe.plugin.offers import is_offered, offered
 from recpipe.tables.config import TierConfig
 from recpipe.training.config import TrainerConfig
@@ -115,10 +114,10 @@ class Recipe:
 
 def with_label_kind(data: DataConfig, model: ModelConfig | UserModel) -> DataConfig:
     """``data`` with the kind of labels that the model's loss takes, unless the recipe sets it."""
-    if not isinstance(data, RecordsConfig) or not isinstance(model, UserModel):
+    if not isinstance(data, RecordsConfig):
         return data
     stated = data.label_kind
-    if isinstance(model.loss, Mapping) and TARGET not in model.loss:
+    if isinstance(model.loss, Mapping) and not is_one(model.loss):
         if isinstance(stated, str):
             return data
         of_losses = {name: _kind(loss) for name, loss in model.loss.items()}
@@ -129,7 +128,7 @@ def with_label_kind(data: DataConfig, model: ModelConfig | UserModel) -> DataCon
 
 def _kind(loss: Any) -> str | None:
     """The kind of labels that a loss takes; None if it is not known."""
-    named = LOSSES.get(loss) if isinstance(loss, str) else None
+    named = named_loss(loss)
     return None if named is None else named.labels
 
 

@@ -15,7 +15,8 @@ from recpipe.data.parts import batch_size
 from recpipe.data.schema import LabelColumn
 from recpipe.errors import UserError, nearest_or_all, shown
 from recpipe.model.config import ModelConfig, UserModel
-from recpipe.model.loss import Loss, parse_loss, vector
+from recpipe.model.loss import parse_loss
+from recpipe.model.losses.base import Loss, vector
 from recpipe.model.metrics import Kind
 from recpipe.plugin.batch import Batch
 
@@ -104,7 +105,7 @@ class Called:
                     f"model.task_weights.{shown(name)}: no such label; {nearest_or_all(name, names)}"
                 )
         if isinstance(config, ModelConfig):
-            loss = parse_loss(None, labels)
+            loss = parse_loss(config.loss, labels)
             return cls(module, loss, low_precision=low, columns=names, task_weights=config.task_weights)
         loss = parse_loss(config.loss, labels if config.labels == LABELS else ())
         return cls(module, loss, config.labels, config.prediction, low, names, config.task_weights)
@@ -120,7 +121,7 @@ class Called:
         if isinstance(self.loss, Loss):
             labels = self._labels(batch, self.labels)
             weights = self._weights(batch, self.labels) if _has_weights(batch) else None
-            return self.loss(self._predicted(output), labels, weights), output
+            return self.loss(self._predicted(output), labels, weights, batch), output
         return torch.stack([*self.losses(output, batch).values()]).sum(), output
 
     def judge(self, batch: Any) -> Judgement:
@@ -219,6 +220,13 @@ class Called:
         return None, returned
 
     @property
+    def whole_batch(self) -> str | None:
+        """Why parts of a batch cannot be trained one by one, as far as the loss says so."""
+        losses = [self.loss] if isinstance(self.loss, Loss) else self.loss.values()
+        named = next((loss.name for loss in losses if loss.whole_batch), None)
+        return f"model.loss={named} compares all samples of a batch with each other" if named else None
+
+    @property
     def kind(self) -> Kind:
         """The kind of its prediction."""
         loss = self._predicted_loss()
@@ -237,9 +245,8 @@ class Called:
 
         Raises ``UserError``, saying what to return, if it is unclear which tensor they are.
         """
-        found = self._predicted(output).detach()
-        loss = self._predicted_loss()
-        found = vector(found if loss is None or loss.logits is None else loss.logits(found))
+        found, loss = self._predicted(output), self._predicted_loss()
+        found = vector(found if loss is None else loss.logits(found)).detach()
         if found.dim() != 1:
             raise UserError(f"the model's prediction is {list(found.shape)}, not [B] or [B, 1]; {_REMEDY}")
         return found.float()
@@ -270,15 +277,17 @@ class Called:
         """The loss of each task, as it is in their sum."""
         if isinstance(self.loss, Loss):
             weights = self._weights(batch, self.labels)
-            return {SCORE: self.loss(self._predicted(output), self._labels(batch, self.labels), weights)}
+            labels = self._labels(batch, self.labels)
+            return {SCORE: self.loss(self._predicted(output), labels, weights, batch)}
         found: dict[str, torch.Tensor] = {}
         for name, loss in self.loss.items():
             path = f"{self.labels}.{name}"
-            own = loss(self._of_label(output, name), self._labels(batch, path), self._weights(batch, path))
+            part = self._of_label(output, name, loss)
+            own = loss(part, self._labels(batch, path), self._weights(batch, path), batch)
             found[name] = own * self.task_weights[name] if name in self.task_weights else own
         return found
 
-    def _of_label(self, output: Any, name: str) -> Any:
+    def _of_label(self, output: Any, name: str, loss: Loss) -> Any:
         """The part of the output for one of several labels."""
         column = self._column(output, name)
         if column is not None:
@@ -294,6 +303,11 @@ class Called:
         if name not in output:
             raise UserError(
                 f"model.loss.{name}: the model returns no '{name}'; {nearest_or_all(name, output)}"
+            )
+        if loss.needs and not loss.takes(output[name]):
+            raise UserError(
+                f"model.loss.{name}={loss.name}: the model's '{name}' is {_described(output[name])}; "
+                f"{loss.needs}"
             )
         return output[name]
 
@@ -336,22 +350,34 @@ class Called:
             raise UserError(f"model.labels={path}: {at} is a {type(found).__name__}, not a tensor")
         return found
 
-    def _predicted(self, output: Any) -> torch.Tensor:
-        """The tensor in ``output`` that is the prediction."""
+    def _predicted(self, output: Any) -> Any:
+        """The part of ``output`` that is the prediction: a tensor, or what else its loss takes."""
+        loss = self._predicted_loss()
+        takes = _is_tensor if loss is None else loss.takes
         if self.key is None:
-            found = _sole(output)
+            found = output if takes(output) else _sole(output)
         elif (found := self._column(output, self.key)) is None:
             found = _keyed(output, self.key)
-            if isinstance(found, Mapping):
+            if isinstance(found, Mapping) and not takes(found):
                 found = _sole(found)
-        if isinstance(found, torch.Tensor):
+        if takes(found):
             return found
-        kind = f"a {type(output).__name__}"
-        if isinstance(output, Mapping):
-            kind = f"a mapping of {', '.join(map(str, output))}"
-        elif isinstance(output, list | tuple):
-            kind = f"{len(output)} values"
-        raise UserError(f"the model returns {kind}, of which it is not plain what it predicts; {_REMEDY}")
+        if loss is not None and loss.needs:
+            raise UserError(f"model.loss={loss.name}: the model returns {_described(output)}; {loss.needs}")
+        raise UserError(
+            f"the model returns {_described(output)}, of which it is not plain what it predicts; {_REMEDY}"
+        )
+
+
+def _described(output: object) -> str:
+    """What a model returns, for messages."""
+    if isinstance(output, Mapping):
+        return f"a mapping of {', '.join(map(str, output))}"
+    return f"{len(output)} values" if isinstance(output, list | tuple) else f"a {type(output).__name__}"
+
+
+def _is_tensor(found: object) -> bool:
+    return isinstance(found, torch.Tensor)
 
 
 def _sole(output: Any) -> Any:

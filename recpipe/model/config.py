@@ -49,6 +49,9 @@ class ModelConfig:
     top: Sizes
     cross_layers: Positive = 3
     cross_rank: Positive = 64
+    loss: Text | dict[str, Any] | None = None
+    """A name of ``recpipe.model.loss``, such a name with its arguments, a ``_target_`` with its arguments, or
+    one of these for each label; None: the loss of each label's kind."""
     task_weights: dict[str, TaskWeight] | None = None
     """What the losses of several labels are multiplied by in their sum; 1 of those that are not named."""
     pretrained: FilePath | None = None
@@ -71,8 +74,7 @@ class ModelKeys:
     embedding_dim: Dimension | None = None
     """The dimension of the tables that recpipe makes; None: the model makes its own."""
     loss: Text | dict[str, Any] | None = None
-    """A name of ``recpipe.model.loss``, a ``_target_`` with its arguments, or one of these for each label;
-    None: the loss of each label's kind."""
+    """As in ``ModelConfig``."""
     task_weights: dict[str, TaskWeight] | None = None
     labels: Text = "labels"
     """Dotted path of the labels in a batch."""
@@ -112,7 +114,7 @@ def parse_model(values: object) -> ModelConfig | UserModel:
         if foreign := _OF_OTHERS & section.keys():
             raise UserError(
                 f"model.{min(foreign)} goes with a class of your own, model.{TARGET}=package.Class; "
-                f"{' and '.join(BUILT_IN)} have an output for each label, learnt by the loss of its kind"
+                f"{' and '.join(BUILT_IN)} have an output for each label"
             )
         return chosen(BUILT_IN, section, "model", also=offered("model"))
     keys, arguments = typed_part(ModelKeys, section, "model")

@@ -17,8 +17,9 @@ import torch
 from recpipe.errors import UserError
 
 Values = torch.Tensor | npt.NDArray[np.float32]
-Kind = Literal["clicks", "values", "counts"]
-"""The kinds of predictions: the logit of a 0/1 label, a value, or the logarithm of a count's rate."""
+Kind = Literal["clicks", "values", "counts", "ranking"]
+"""The kinds of predictions: the logit of a 0/1 label, a value, the logarithm of a count's rate, or a score
+that only compares candidates."""
 
 
 @dataclass(frozen=True)
@@ -130,8 +131,11 @@ def known(
 
 
 def judged(kind: Kind, labels: Values, predictions: Values, weights: Values | None = None) -> Quality:
-    """The figures that fit ``predictions`` [N] of ``labels`` [N]; for clicks, none if labels are not 0/1."""
+    """The figures that fit ``predictions`` [N] of ``labels`` [N]; for clicks, none if labels are not 0/1; for
+    a ranking none, since its loss does not judge a score by its label."""
     label, raw = _vectors(labels, predictions)
+    if kind == "ranking":
+        return _NONE
     label, raw, weights = known(label, raw, None if weights is None else torch.as_tensor(weights))
     if kind == "clicks":
         return quality(label, raw, weights) if bool(((label == 0) | (label == 1)).all()) else _NONE

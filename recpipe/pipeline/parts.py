@@ -37,6 +37,8 @@ def find_out(model: PlacedModel, batch: Any, most: int = SAMPLES) -> Parts:
     Modules must be in the training or evaluation modes in which they will be trained. Nothing is trained, and
     the model does not change. ``most``: how many samples the tables can look up.
     """
+    if (why := model.called.whole_batch) is not None:
+        return Parts(refused=why)
     count = min(SAMPLES, most, batch_size(batch)) // 2 * 2
     if count < 2:
         return Parts(refused="the first batch has a single sample, on which it cannot be found out")

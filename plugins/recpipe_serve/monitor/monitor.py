@@ -46,6 +46,7 @@ _ALLOWED = {
     "clicks": "0, 1 or null (not known)",
     "counts": "a number of at least 0, or null (not known)",
     "values": "a number, or null (not known)",
+    "ranking": "a number, or null (not known)",
 }
 
 
