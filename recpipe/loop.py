@@ -212,6 +212,12 @@ def _refuse_what_needs_a_run(cfg: Recipe, assembly: Assembly) -> None:
             f"model.precision={cfg.model.precision}: in a loop of your own you call the model: drop the key, "
             'and call it under torch.autocast, or after torch.set_float32_matmul_precision("high")'
         )
+    optimizers = [cfg.optim.tables, *(cfg.optim.by_table or {}).values()]
+    if any(optimizer.schedule is not None for optimizer in optimizers):
+        raise UserError(
+            "optim.tables.schedule: recpipe does not know the steps of a loop of your own: train by "
+            "recpipe.train, or drop the key"
+        )
     callbacks = {owned.origin.plugin for owned in assembly.callbacks}
     names = callbacks | {owned.origin.plugin for owned in assembly.step}
     if names:

@@ -242,7 +242,9 @@ class RowSync:
             self._pending.append((step.number, self._worker.submit(work)))
         own = gradients[torch.from_numpy(step.local_at)]
         # The other trainers would have added 0.0, which turns -0.0 into 0.0.
-        self._apply(self.replica.slots(step.local), own + 0.0 if self._several else own)
+        self._apply(
+            self.replica.slots(step.local), own + 0.0 if self._several else own, self.optimizer.rate.value
+        )
         if step.critical.rows:
             self._summing(step.critical, gradients, self._now)()
         figures, size = self.figures, self.dim * 4
@@ -267,7 +269,8 @@ class RowSync:
         parts = [gradients[torch.from_numpy(at)].numpy() for at in sync.send]
         own = gradients[torch.from_numpy(sync.own)].numpy()
         slots = self.replica.slots(sync.held)
-        here = channel.index
+        # Delayed rows are updated while the next step trains, whose rate may be another.
+        here, rate = channel.index, self.optimizer.rate.value
 
         def work() -> None:
             sizes = [0 if t == here else len(used) for t, used in enumerate(sync.used)]
@@ -279,10 +282,10 @@ class RowSync:
                 addend = torch.zeros_like(total)
                 addend[torch.from_numpy(used)] = torch.from_numpy(part)
                 total = total + addend if trainer else addend
-            self._apply(slots, total)
+            self._apply(slots, total, rate)
 
         return work
 
-    def _apply(self, slots: torch.Tensor, gradients: torch.Tensor) -> None:
+    def _apply(self, slots: torch.Tensor, gradients: torch.Tensor, rate: float) -> None:
         records = self.replica.records
-        records[slots] = updated(self.optimizer, records[slots], gradients)
+        records[slots] = updated(self.optimizer, records[slots], gradients, rate)

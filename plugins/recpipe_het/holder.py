@@ -201,9 +201,10 @@ class Holder:
         self.largest_staleness = 0
         """The most updates applied here that a trainer's line lacked when it was read without a pull."""
 
-    def push(self, pushes: Sequence[tuple[int, Push]]) -> None:
+    def push(self, pushes: Sequence[tuple[int, Push]], rate: float | None = None) -> None:
         """Apply one round's pushes, each with its trainer's number. A row's gradients are added in the order
-        of ``pushes`` and make one optimizer step; the trainers' own steps are added after that."""
+        of ``pushes`` and make one optimizer step at ``rate`` (None: that of the recipe); the trainers' own
+        steps are added after that."""
         rows = distinct(np.concatenate([push.rows for _, push in pushes]))
         if not len(rows):
             return
@@ -215,7 +216,8 @@ class Holder:
             for part in parts:
                 total[np.searchsorted(touched, part.rows)] += part.values
             at = np.searchsorted(rows, touched)
-            stepped = updated(self.optimizer, torch.from_numpy(records[at]), torch.from_numpy(total))
+            sums = torch.from_numpy(total)
+            stepped = updated(self.optimizer, torch.from_numpy(records[at]), sums, rate)
             records[at] = stepped.numpy()
         for trainer, push in pushes:
             records[np.searchsorted(rows, push.steps.rows)] += push.steps.values

@@ -26,13 +26,16 @@ class Pending:
     ) -> None:
         """``columns``: of ``waiting``; None: D."""
         self.optimizer, self.dim, self.width = optimizer, dim, width
+        self.rate = optimizer.rate.value
+        """The learning rate of the step that has made the latest gradients: they are pushed in a later
+        one."""
         self.base = np.zeros((slots, width), np.float32)
         self.waiting = np.zeros((slots, columns or dim), np.float32)
 
     def stepped(self, records: Floats, gradients: Floats) -> Floats:
         """``records`` [n, width] after one optimizer step with ``gradients`` [n, D]."""
         after: Floats = updated(
-            self.optimizer, torch.from_numpy(records), torch.from_numpy(gradients)
+            self.optimizer, torch.from_numpy(records), torch.from_numpy(gradients), self.rate
         ).numpy()
         return after
 
@@ -180,6 +183,7 @@ class Lines:
     def add(self, gradients: Floats) -> None:
         """Add one local update of the open batch's rows, float32 [U, D]; what is ``due`` is pushed in the
         next round."""
+        self.pending.rate = self.pending.optimizer.rate.value
         waits = self._waits
         slots = self._slots[waits]
         self.pending.add(slots, gradients[waits])

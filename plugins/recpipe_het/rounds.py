@@ -61,6 +61,8 @@ class Told:
     """How many updates of the batch that it read last each rank has made since the last round, [ranks]."""
     training: NDArray[np.bool_]
     """Whether the rows that each rank checks are those of a training batch, [ranks]."""
+    rate: float
+    """The learning rate of what trainers push."""
     stop: bool
     """Whether a rank announces that no round follows."""
 
@@ -78,6 +80,8 @@ class Rounds:
         self.store, self.ranks = store, ranks
         self.channel = ranks.channel()
         self.totals = Totals()
+        self.rate = tables.optimizer.rate.value
+        """The learning rate of what this trainer pushes; ranks that only hold rows are told."""
         self.holder: Holder | None = None
         self._made = self._made_now = 0
         local = store.local if isinstance(store, HoldersStore) else store
@@ -112,7 +116,7 @@ class Rounds:
         if write is not None and len(write.rows):
             holder.store.scatter(write.rows, write.records)
         if push is not None:
-            holder.push([(0, push)])
+            holder.push([(0, push)], self.rate)
         if check is None:
             return Reply(NONE, NONE, np.empty((0, self.width), np.float32))
         return holder.pull(0, check)
@@ -168,7 +172,7 @@ class Rounds:
                     for part in (gradients[rank], steps[rank])
                 )
                 pushes.append((trainer, Push(summed, stepped)))
-            self.holder.push(pushes)
+            self.holder.push(pushes, told.rate)
         return self._answer(told, checks, parts[3]), told.stop
 
     def _tell(self, parts: list[list[Rows]], items: list[Items], training: bool, stop: bool) -> Told:
@@ -178,22 +182,24 @@ class Rounds:
         if holder is not None:
             missed = MissedTotals() if holder.missed is None else holder.missed.totals
             figures = [holder.applied, holder.largest_staleness, *astuple(missed)]
-        mine = [*map(len, items), int(stop), int(training), self._made_now, self._made, *figures]
+        rate = int(np.float64(self.rate).view(np.int64))
+        mine = [*map(len, items), int(stop), int(training), self._made_now, self._made, rate, *figures]
         self._made_now = 0
         headers = [np.array([[*(len(p[rank]) for p in parts), *mine]]) for rank in range(self.channel.size)]
         told = np.concatenate(self.channel.exchange(headers, [1] * self.channel.size))
         rest = told[:, 2 * kinds :]
         self.totals = Totals(
             int(rest[:, 3].sum()),
-            int(rest[:, 4].sum()),
-            int(rest[:, 5].max()),
-            reduce(MissedTotals.plus, (MissedTotals(*map(int, of_rank)) for of_rank in rest[:, 6:])),
+            int(rest[:, 5].sum()),
+            int(rest[:, 6].max()),
+            reduce(MissedTotals.plus, (MissedTotals(*map(int, of_rank)) for of_rank in rest[:, 7:])),
         )
         return Told(
             told[:, :kinds],
             told[:, kinds : 2 * kinds].sum(axis=0),
             rest[:, 2],
             rest[:, 1].astype(bool),
+            float(rest[self.ranks.trainers[0], 4].view(np.float64)),
             bool(rest[:, 0].any()),
         )
 

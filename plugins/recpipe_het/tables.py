@@ -116,6 +116,7 @@ class HetTables(RowCollection):
         self._waiting = True
         self.rounds.update_made(len(gradients))
         self.lines.add(gradients)
+        self.rounds.rate = self.lines.pending.rate
 
     def _current(self, rows: Rows) -> Records:
         """Records of distinct ``rows`` with all trainers' updates; this traffic is not counted as

@@ -17,7 +17,7 @@ from recpipe.errors import UserError, shown
 
 CUSTOM = "custom"
 """The option of ``model=`` for any class, with the keys that recpipe itself reads."""
-FREE = {"optim.dense": ("name", "lr"), "optim.by_table": ()}
+FREE = {"optim.dense": ("name", "lr", "schedule", "groups"), "optim.by_table": ()}
 """Mappings that may have other keys than those which the recipe's yaml lists: a class's arguments, tables'
 names."""
 _LIST = "advise.memory="

@@ -18,6 +18,7 @@ from recpipe.common.validation import one_of
 from recpipe.errors import UserError, shown
 from recpipe.plugin.calls import Owned
 from recpipe.plugin.quantizer import WORD, Coding, RowCodec
+from recpipe.plugin.schedule import Rate, Schedule
 from recpipe.plugin.store import Records, StoreLayout
 
 FILL_ROWS = 65_536
@@ -40,7 +41,7 @@ KNOBS = {
     "partial_rowwise_lamb": _MOMENTS,
     "ftrl": ("l1", "l2", "beta"),
 }
-"""What each optimizer of tables takes beside ``lr`` and ``eps``."""
+"""What each optimizer of tables takes beside ``lr``, ``eps`` and ``schedule``."""
 DECAYS = ("l2", "decouple")
 """How weights decay (FBGEMM's names): as a part of the gradient, or apart from it."""
 
@@ -125,15 +126,16 @@ class TableOptimizer:
     """Of ``ftrl``, as l2 and beta: see McMahan et al., "Ad Click Prediction: a View from the Trenches"."""
     l2: AtLeast0 = 0.0
     beta: AtLeast0 = 1.0
+    schedule: Schedule | None = None
+    """How ``lr`` changes with the steps; None: it does not."""
 
     def __post_init__(self) -> None:
         """``UserError`` for a value that this optimizer does not take."""
-        takes = KNOBS.get(self.name, ())
-        for each in fields(self)[3:]:
+        takes = ("lr", "eps", *KNOBS.get(self.name, ()), "schedule")
+        for each in fields(self)[1:]:
             if each.name not in takes and getattr(self, each.name) != each.default:
                 raise UserError(
-                    f"the tables' optimizer {shown(self.name)} takes no {each.name}, but lr, eps, "
-                    f"{', '.join(takes)}"
+                    f"the tables' optimizer {shown(self.name)} takes no {each.name}, but {', '.join(takes)}"
                 )
         if self.stochastic_rounding and not self.fused:
             raise UserError(
@@ -146,6 +148,11 @@ class TableOptimizer:
         """Whether the tables are looked up and never change: no backward pass reaches them, they have no
         optimizer state, and their rows are not written back."""
         return self.lr == 0
+
+    @cached_property
+    def rate(self) -> Rate:
+        """The rate in force, which the updates of all tables with this very object take."""
+        return Rate(self.lr)
 
     @cached_property
     def fused(self) -> bool:

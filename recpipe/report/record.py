@@ -166,6 +166,8 @@ class Point:
     seconds: float = math.nan
     """Seconds from the process's start, without evaluations; of a resumed run, those of the parts before, up
     to their checkpoint, are included. NaN if the checkpoint does not have them."""
+    learning_rates: Mapping[str, float] = field(default_factory=dict)
+    """Those of the latest step, of the dense part's groups and of tables; empty if none has a schedule."""
 
 
 @dataclass

@@ -38,7 +38,7 @@ from recpipe.setup.placing import Unplaced
 from recpipe.setup.sized import sized_by_module
 from recpipe.tables.config import SCRATCH, TierConfig
 from recpipe.tables.stores.home import remove_crashed
-from recpipe.training.optim import try_out
+from recpipe.training.dense import try_out
 from recpipe.training.signals import interruptible
 
 

@@ -28,9 +28,10 @@ from recpipe.setup.built import Built
 from recpipe.setup.ctx import Joined, Watcher
 from recpipe.setup.planned import Planned
 from recpipe.training.callbacks import Nudge
+from recpipe.training.dense import dense_groups, dense_optimizer
 from recpipe.training.module import RankingModule
-from recpipe.training.optim import dense_optimizer
 from recpipe.training.progressive import Progressive
+from recpipe.training.rates import Rates
 from recpipe.training.recorder import Recorder
 from recpipe.training.resume import check_resumable
 from recpipe.training.trainer import fit, make_trainer
@@ -82,7 +83,8 @@ class Training:
             default_cache_dir() / "backend",
             assembly.step,
         )
-        make_optimizer = partial(dense_optimizer, cfg.optim.dense)
+        names = list(self.model.dense_parameters())
+        make_optimizer = partial(dense_optimizer, cfg.optim.dense, names=names)
         self.module = RankingModule(
             self.model,
             make_optimizer,
@@ -93,7 +95,9 @@ class Training:
         )
         if run.leads and cfg.task.export_predictions is not None:
             self.module.evaluation.write_to(Path(cfg.task.export_predictions))
-        self.recorder = Recorder(loader, run.started, embeddings)
+        groups = [group.tables for group in embeddings.tables.groups]
+        self.rates = Rates(dense_groups(cfg.optim.dense), groups)
+        self.recorder = Recorder(loader, run.started, embeddings, self.rates)
         self.progressive = Progressive(run.dataset.window) if run.dataset.window else None
 
     def fit(self, logger: Logger | None, users: list[L.Callback], late: list[UserError]) -> Finished:
@@ -105,6 +109,7 @@ class Training:
         run, module, recorder = self.run, self.module, self.recorder
         cfg, loader, trainers = run.recipe, self.module.loader, self.module.trainers
         callbacks = [
+            *self.rates.callbacks(),
             recorder,
             *([self.progressive] if self.progressive is not None else ()),
             *([self.watcher.callback(self)] if self.watcher is not None and run.leads else ()),

@@ -219,11 +219,14 @@ def fused_tbe(
         "device": device,
     }
     if not tables.optimizer.fused:
-        return OwnUpdates(tables.optimizer, table_of, **shape)
-    return SplitTableBatchedEmbeddingBagsCodegen(
-        optimizer=tables.optimizer.kind,
-        learning_rate=tables.optimizer.lr,
-        eps=tables.optimizer.eps,
-        stochastic_rounding=tables.optimizer.stochastic_rounding,
-        **shape,
-    )
+        made = OwnUpdates(tables.optimizer, table_of, **shape)
+    else:
+        made = SplitTableBatchedEmbeddingBagsCodegen(
+            optimizer=tables.optimizer.kind,
+            learning_rate=tables.optimizer.lr,
+            eps=tables.optimizer.eps,
+            stochastic_rounding=tables.optimizer.stochastic_rounding,
+            **shape,
+        )
+    tables.optimizer.rate.follow(made)
+    return made

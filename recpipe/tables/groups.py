@@ -196,7 +196,8 @@ def group_tables(
             pooled = isinstance(module, EmbeddingBagCollection) and path not in summed_by_proxy
             weighted = isinstance(module, EmbeddingBagCollection) and pooled and module.is_weighted()
             numbers = tuple(range(number, number + len(members)))
-            made = TableSet(tables, dim, optimizer, seed, pooled, weighted, numbers)
+            # An optimizer of its own: its rate moves.
+            made = TableSet(tables, dim, replace(optimizer), seed, pooled, weighted, numbers)
             mine = {id(config) for config in members}
             places = tuple(place for place, owner in enumerate(order) if owner in mine)
             groups.append(Group(path, made, places, {unique[c.name]: c.name for c in members}))

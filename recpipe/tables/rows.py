@@ -172,20 +172,26 @@ def pool(
     return sums.view(features, batch_size, dim).transpose(0, 1).reshape(batch_size, features * dim)
 
 
-def updated(optimizer: TableOptimizer, records: torch.Tensor, gradients: torch.Tensor) -> torch.Tensor:
+def updated(
+    optimizer: TableOptimizer, records: torch.Tensor, gradients: torch.Tensor, rate: float | None = None
+) -> torch.Tensor:
     """``records`` (float32 [n, D + state]) after one optimizer step with ``gradients`` (float32 [n, D]).
+
+    ``rate``: that of the step that has made the gradients, where this is called later; None: the rate in
+    force.
 
     The formulas are FBGEMM's: Adagrad adds the squared gradient to the state, row-wise Adagrad the mean
     of its squares, and both divide by the root of the new state plus eps. Those that FBGEMM does not fuse are
     in ``recpipe.tables.updating``.
     """
+    rate = optimizer.rate.value if rate is None else rate
     if not optimizer.fused:
-        return stepped(optimizer, records, gradients)
+        return stepped(optimizer, rate, records, gradients)
     dim = gradients.shape[1]
     weights, state = records[:, :dim], records[:, dim:]
     if optimizer.name == "sgd":
-        return weights - optimizer.lr * gradients
+        return weights - rate * gradients
     squares = gradients * gradients
     grown = state + (squares if optimizer.name == "adagrad" else squares.mean(dim=1, keepdim=True))
-    step = optimizer.lr * gradients / (grown.sqrt() + optimizer.eps)
+    step = rate * gradients / (grown.sqrt() + optimizer.eps)
     return torch.cat((weights - step, grown), dim=1)

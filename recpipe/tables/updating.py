@@ -257,10 +257,14 @@ def _ftrl_in_torch(
 # -- either ------------------------------------------------------------------------------------------
 
 
-def stepped(optimizer: TableOptimizer, records: torch.Tensor, gradients: torch.Tensor) -> torch.Tensor:
+def stepped(
+    optimizer: TableOptimizer, rate: float, records: torch.Tensor, gradients: torch.Tensor
+) -> torch.Tensor:
     """``records`` (float32 [n, D + S]) after one step with ``gradients`` (float32 [n, D])."""
+    if optimizer.name == "ftrl" and rate == 0:
+        return records  # its steps are divided by the rate
     if records.device.type != "cpu":
-        return stepped_in_torch(optimizer, optimizer.lr, records, gradients)
+        return stepped_in_torch(optimizer, rate, records, gradients)
     made, dim = records.detach().clone(memory_format=torch.contiguous_format), gradients.shape[1]
     flat, width = made.view(-1).numpy(), made.shape[1]
     widths = np.array([dim, width - dim, width, width, dim])
@@ -268,7 +272,7 @@ def stepped(optimizer: TableOptimizer, records: torch.Tensor, gradients: torch.T
         KINDS.index(optimizer.name),
         np.arange(len(made)),
         gradients.detach().contiguous().view(-1).numpy(),
-        *(flat, flat, widths, _knobs(optimizer, optimizer.lr)),
+        *(flat, flat, widths, _knobs(optimizer, rate)),
     )
     return made
 

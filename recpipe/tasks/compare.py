@@ -31,7 +31,7 @@ from recpipe.setup.ctx import RunResult, TaskContext, find_device, refuse_ranks
 from recpipe.tasks.compare_judge import ROUNDING, Judge
 from recpipe.tasks.compare_rows import Row, at_equal_memory, carried_overrides, parse_rows
 from recpipe.tasks.process import OutOfTime, interrupt_on_sigterm, run_apart
-from recpipe.training.optim import try_out
+from recpipe.training.dense import try_out
 
 UNTIMED = ("trainer.checkpoint_every=null", "trainer.eval_every=1.0")
 """Overrides that switch off what costs time but is not compared. The user's own come later and win."""

@@ -29,6 +29,7 @@ from recpipe.pipeline.step_graph import BEFORE
 from recpipe.tables.collection import SavesPlacement
 from recpipe.tables.proxy import handing_out
 from recpipe.training.callbacks import overrides
+from recpipe.training.dense import name_of
 from recpipe.training.evaluation import Evaluation, Stop
 from recpipe.training.generators import random_state, set_random_state
 
@@ -275,6 +276,7 @@ class RankingModule(L.LightningModule):
             "table_optimizers": self.table_optimizers(),
             "order": self.order(),
             "dense_defaults": self.make_optimizer(self.dense).defaults,
+            "dense_groups": self.dense_groups(),
             "random": random_state(),
             "fingerprint": self.loader.source.dataset.fingerprint,
             "position": self.loader.source.dataset.position_after(self.totals.batches),
@@ -290,8 +292,16 @@ class RankingModule(L.LightningModule):
 
     def made_with(self) -> dict[str, Any]:
         """Values on which the meaning of the data position and of the dense optimizer's state depends."""
-        name = type(self.make_optimizer(self.dense)).__name__
+        name = name_of(self.make_optimizer(self.dense))
         return {"data.batch_size": self.loader.source.batch_size, "optim.dense.name": name}
+
+    def dense_groups(self) -> list[dict[str, Any]]:
+        """The dense optimizer's groups with their values as the recipe has them, and in place of parameters
+        their numbers in the model; empty if there is one."""
+        number = {id(parameter): n for n, parameter in enumerate(self.dense)}
+        groups = self.make_optimizer(self.dense).param_groups
+        made = [{**group, "params": [number[id(p)] for p in group["params"]]} for group in groups]
+        return made if len(made) > 1 else []
 
     def table_optimizers(self) -> dict[str, str]:
         """The optimizer's name of each table with state, on which the meaning of its state depends."""
@@ -305,11 +315,11 @@ class RankingModule(L.LightningModule):
         """
         saved = checkpoint["recpipe"]
         # torch would take the learning rate from the checkpoint even if the recipe has a new one.
-        defaults = self.make_optimizer(self.dense).defaults
-        theirs = saved["dense_defaults"]
-        changed = {k: value for k, value in defaults.items() if k not in theirs or theirs[k] != value}
-        for group in checkpoint["optimizer_states"][0]["param_groups"]:
-            group.update(changed)
+        mine = self.dense_groups() or [self.make_optimizer(self.dense).defaults]
+        theirs = saved.get("dense_groups") or [saved["dense_defaults"]]
+        groups = checkpoint["optimizer_states"][0]["param_groups"]
+        for group, own, their in zip(groups, mine, theirs, strict=True):
+            group |= {k: v for k, v in own.items() if k != "params" and (k not in their or their[k] != v)}
         self.loader.first = self.totals.batches = int(saved["batches_done"])
         if self.loader.source.dataset.endless:
             self.loader.source.dataset.resume_at(self.loader.first, saved["position"], saved["counts"])

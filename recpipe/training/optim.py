@@ -1,25 +1,24 @@
-"""Optimizers of a recipe: those of the tables' rows, and any of ``torch.optim`` for the dense part."""
+"""``conf/optim``: the optimizers of the tables' rows, and what the recipe says of the dense part's."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from functools import cache
 from inspect import signature
 from typing import Annotated, Any
 
 import torch
 import torchrec.optim
 from pydantic import BeforeValidator
-from torch import nn
 
-from recpipe.common.device import explanation
 from recpipe.errors import UserError, nearest_or_all, shown
 from recpipe.plugin.tables import FROZEN, KNOBS, TableOptimizer
 
 Argument = bool | int | float | str | list[float] | None
 """The types of arguments that yaml can give an optimizer of ``torch.optim``."""
+Group = dict[str, Argument | list[str] | dict[str, Argument]]
+"""A group of the dense parameters: globs of their names, and what they have of their own."""
 
 
 def _named(values: object) -> object:
@@ -34,7 +33,8 @@ class OptimConfig:
     """``conf/optim``: the tables' optimizer, and the name and arguments of the dense part's."""
 
     tables: TableOptimizer
-    dense: dict[str, Argument]
+    dense: dict[str, Argument | dict[str, Argument] | list[Group]]
+    """Its ``schedule`` and ``groups`` are read in ``recpipe.training.dense``."""
     by_table: dict[str, Annotated[TableOptimizer, BeforeValidator(_named)]] | None = None
     """Optimizers for tables whose name matches a glob, instead of ``tables``; the first match counts."""
 
@@ -103,68 +103,3 @@ def _apart(knobs: Mapping[str, Any]) -> dict[str, Any]:
     others = {name: value for name, value in knobs.items() if name != "betas"}
     pair = knobs.get("betas")
     return others if pair is None else {**others, "beta1": pair[0], "beta2": pair[1]}
-
-
-def dense_optimizer(config: Mapping[str, Any], parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
-    """``torch.optim.<config['name']>`` over ``parameters``; the other keys are its keyword arguments.
-
-    It uses the fused implementation, which makes one pass over all parameters, if the optimizer has one for
-    their device and the recipe does not choose another (``fused``, ``foreach``, ``differentiable``).
-    """
-    parameters = list(parameters)
-    knobs = {str(k): v for k, v in config.items() if k != "name"}
-    name = str(config.get("name"))
-    kinds = {
-        n: c
-        for n, c in vars(torch.optim).items()
-        if isinstance(c, type) and issubclass(c, torch.optim.Optimizer) and c is not torch.optim.Optimizer
-    }
-    if name not in kinds:
-        hint = nearest_or_all(name, sorted(kinds))
-        raise UserError(f"optim.dense.name={shown(name)}: torch.optim has no such optimizer; {hint}")
-    takes = signature(kinds[name]).parameters
-    for key in knobs:
-        if key not in takes or key in ("self", "params"):
-            hint = nearest_or_all(key, [knob for knob in takes if knob not in ("self", "params")])
-            raise UserError(f"optim.dense.{shown(key)}: torch.optim.{name} takes no such argument; {hint}")
-    if "fused" in takes and not knobs.keys() & {"fused", "foreach", "differentiable"}:
-        # False instead of None would also rule out torch's pass over all parameters at once (foreach).
-        knobs["fused"] = _has_fused(name, parameters[0].device.type if parameters else "cpu") or None
-    try:
-        return kinds[name](parameters, **knobs)
-    except (TypeError, ValueError) as fault:
-        raise UserError(
-            f"optim.dense: torch.optim.{name} does not take {shown(knobs, 80)}: {shown(fault, 200)}"
-        ) from fault
-
-
-@cache
-def _has_fused(name: str, device: str) -> bool:
-    """Whether ``name`` has a fused implementation for ``device``; torch 2.11 lacks Adagrad's for a GPU."""
-    parameter = nn.Parameter(torch.zeros(1, device=device))
-    parameter.grad = torch.ones_like(parameter)
-    try:
-        getattr(torch.optim, name)([parameter], fused=True).step()
-    except RuntimeError:
-        return False
-    return True
-
-
-def try_out(config: Mapping[str, Any], device: torch.device) -> None:
-    """Try one step of ``dense_optimizer`` over a matrix and a vector, like the dense part's parameters.
-
-    torch checks some arguments only in a step, and not every optimizer can train such parameters.
-    """
-    parameters = [nn.Parameter(torch.zeros(shape, device=device)) for shape in ((2, 2), (2,))]
-    optimizer = dense_optimizer(config, parameters)
-    for parameter in parameters:
-        parameter.grad = torch.ones_like(parameter)
-    try:
-        optimizer.step()
-    except Exception as fault:  # torch can raise anything for values that it has not checked
-        if explanation(str(fault)) is not None:  # the GPU is at fault
-            raise
-        raise UserError(
-            f"optim.dense: torch.optim.{config['name']} cannot train the dense part ({shown(fault, 200)}); "
-            "choose another optimizer or other arguments, as in conf/optim"
-        ) from fault

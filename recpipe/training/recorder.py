@@ -26,6 +26,7 @@ from recpipe.plugin.collection import TableCollection
 from recpipe.report.figures import labelled, shown_figures
 from recpipe.report.record import Point, Series, Throughput, rate
 from recpipe.training.module import LossTotal, RankingModule
+from recpipe.training.rates import Rates
 
 LOG_EVERY = 50
 """Steps between a run's training figures; logging each step would slow small models down."""
@@ -40,12 +41,15 @@ class Recorder(L.Callback):
     ``train/loss`` (mean since the last time) and ``train/samples_per_second`` every ``LOG_EVERY`` steps, with
     each evaluation and after the last step; with each evaluation ``val/loss`` and the figures that fit the
     model: ``val/auc``, ``val/logloss`` and ``val/ne``, or ``val/mse``, ``val/rmse`` and ``val/mae``, or
-    ``val/poisson_deviance``. Their step is ``trainer.global_step``, the optimizer steps done. ``self.log`` is
+    ``val/poisson_deviance``. With a schedule, each has the rates of the latest step (``lr/dense``,
+    ``lr/tables``). Their step is ``trainer.global_step``, the optimizer steps done. ``self.log`` is
     not used: its steps are one less, and it slows every step.
     """
 
-    def __init__(self, loader: TrainLoader, started: float, tables: TableCollection) -> None:
-        self.loader = loader
+    def __init__(
+        self, loader: TrainLoader, started: float, tables: TableCollection, rates: Rates | None = None
+    ) -> None:
+        self.loader, self.rates = loader, rates
         self.intervals = Intervals(tables)
         self.started = started
         self.first_step_seconds = math.nan
@@ -173,6 +177,7 @@ class Recorder(L.Callback):
                 samples_per_second=speed,
                 eval_loss=measured.pop("loss"),
                 seconds=totals.seconds,
+                learning_rates=self.learning_rates(),
                 **measured,
             )
         )
@@ -202,12 +207,17 @@ class Recorder(L.Callback):
             figures = {"train/loss": loss, "train/samples_per_second": speed, **figures}
         if not figures:
             return
+        figures = {**figures, **{f"lr/{name}": rate for name, rate in self.learning_rates().items()}}
         trainer.callback_metrics.update(
             {name: torch.tensor(value, dtype=torch.float64) for name, value in figures.items()}
         )
         for logger in trainer.loggers:
             logger.log_metrics({**figures, "epoch": trainer.current_epoch}, step=trainer.global_step)
             logger.save()
+
+    def learning_rates(self) -> dict[str, float]:
+        """Those of the latest step by the optimizers' names; empty if none has a schedule."""
+        return {} if self.rates is None else self.rates.in_force()
 
     def throughput(self, written_back: float) -> Throughput:
         """Speeds and times of the steps; ``written_back``: the time of ``perf_counter`` when all rows were in

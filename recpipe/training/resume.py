@@ -7,7 +7,7 @@ those of another model, recipe or data set.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -49,8 +49,8 @@ def check_resumable(module: RankingModule, checkpoint: dict[str, Any]) -> None:
     _check_own(module, saved["recpipe"])
     module.model.check_dense(saved["state_dict"])
     _check_loops(module, saved["pytorch-lightning_version"], saved["loops"])
-    defaults = saved["recpipe"]["dense_defaults"]
-    _check_optimizer(module, defaults, saved["optimizer_states"][0])
+    defaults, groups = saved["recpipe"]["dense_defaults"], saved["recpipe"].get("dense_groups", [])
+    _check_optimizer(module, defaults, groups, saved["optimizer_states"][0])
     _check_callbacks(module.trainer.callbacks, saved["callbacks"])  # type: ignore[attr-defined]
     done = saved["recpipe"]["batches_done"]
     if not 0 <= done < len(module.loader):
@@ -97,6 +97,14 @@ def _check_own(module: RankingModule, recpipe: Mapping[str, Any]) -> None:
                 f"the checkpoint was made with {key}={theirs}, not {made_with[key]}: "
                 f"resume with {key}={theirs}"
             )
+    groups = []
+    if "dense_groups" in recpipe:  # checkpoints of earlier versions lack it
+        groups = entries({"dense_groups": list[dict[str, Any]]}, recpipe, "recpipe")["dense_groups"]
+    if [group.get("params") for group in groups] != [group["params"] for group in module.dense_groups()]:
+        raise UserError(
+            "the checkpoint's dense parameters are in other groups: resume with the same optim.dense.groups, "
+            "or start anew"
+        )
     if "table_optimizers" in recpipe:  # checkpoints of earlier versions lack it
         kept = entries({"table_optimizers": dict[str, str]}, recpipe, "recpipe")["table_optimizers"]
         for table, name in module.table_optimizers().items():
@@ -132,22 +140,31 @@ def _check_loops(module: RankingModule, version: str, loops: Mapping[str, Any]) 
 
 
 def _check_optimizer(
-    module: RankingModule, their_defaults: Mapping[str, Plain], saved: Mapping[str, Any]
+    module: RankingModule,
+    their_defaults: Mapping[str, Plain],
+    their_groups: Sequence[Mapping[str, Any]],
+    saved: Mapping[str, Any],
 ) -> None:
     """Check the dense optimizer's state against that of the recipe's optimizer after a step."""
     where = "optimizer_states[0]"
-    found = entries({"state": dict[int, dict[str, Any]], "param_groups": tuple[dict[str, Any]]}, saved, where)
     # The recipe's optimizer over temporary parameters.
     optimizer = module.make_optimizer([nn.Parameter(torch.zeros_like(p)) for p in module.dense])
-    group = found["param_groups"][0]
-    defaults = optimizer.defaults
-    entries({"params": list[int], **dict.fromkeys(defaults, Plain)}, group, f"{where}.param_groups[0]")
-    for key, mine in defaults.items():
-        # The other values are taken from the recipe.
-        if key in their_defaults and their_defaults[key] == mine:
-            _check_kind(mine, group[key], f"{where}.param_groups[0].{key}")
-    if group["params"] != list(range(len(module.dense))):
-        raise Damaged(f"{where}.param_groups[0].params are not the model's {len(module.dense)} parameters")
+    kinds = {"state": dict[int, dict[str, Any]], "param_groups": list[dict[str, Any]]}
+    found, groups = entries(kinds, saved, where), optimizer.param_groups
+    if len(found["param_groups"]) != len(groups):
+        raise Damaged(f"{where} has {len(found['param_groups'])} param_groups, not {len(groups)}")
+    of_groups = their_groups or [their_defaults]
+    for number, (group, own, theirs) in enumerate(zip(found["param_groups"], groups, of_groups, strict=True)):
+        place = f"{where}.param_groups[{number}]"
+        defaults = {key: value for key, value in own.items() if key != "params"}
+        entries({"params": list[int], **dict.fromkeys(defaults, Plain)}, group, place)
+        for key, mine in defaults.items():
+            # The other values are taken from the recipe.
+            if key in theirs and theirs[key] == mine:
+                _check_kind(mine, group[key], f"{place}.{key}")
+    numbers = [number for group in found["param_groups"] for number in group["params"]]
+    if numbers != list(range(len(module.dense))):
+        raise Damaged(f"{where}.param_groups: params are not the model's {len(module.dense)} parameters")
     first = optimizer.state_dict()["state"]
     for parameter in (parameter for group in optimizer.param_groups for parameter in group["params"]):
         parameter.grad = torch.zeros_like(parameter)

@@ -255,19 +255,30 @@ def is_table(name: str) -> bool:
     return ".embedding_bags." in f".{name}" or ".embeddings." in f".{name}"
 
 
-def by_hand(model: nn.Module, batches: Iterable[Events], optimizer: str) -> Trained:
-    """Train with plain modules of TorchRec, and optimizers of torch and TorchRec."""
+def by_hand(
+    model: nn.Module,
+    batches: Iterable[Events],
+    optimizer: str,
+    before_step: Callable[[int, list[torch.optim.Optimizer]], None] | None = None,
+) -> Trained:
+    """Train with plain modules of TorchRec, and optimizers of torch and TorchRec.
+
+    ``before_step``: called after each backward pass with the number of the step, from 1, and the optimizers
+    of dense part and tables.
+    """
     tables = {n: p for n, p in model.named_parameters() if is_table(n) and p.requires_grad}
     dense = [p for n, p in model.named_parameters() if not is_table(n)]
     for_tables, for_dense = OPTIMIZERS[optimizer]
     optimizers = [for_dense(dense), *([for_tables(list(tables.values()))] if tables else [])]
     losses = []
-    for batch in batches:
+    for number, batch in enumerate(batches, 1):
         for one in optimizers:
             one.zero_grad()
         loss = loss_of(model, batch)
         loss.backward()
         losses.append(float(loss.detach()))
+        if before_step is not None:
+            before_step(number, optimizers)
         for one in optimizers:
             one.step()
     states = {}

@@ -23,7 +23,7 @@ from recpipe.config.recipe import Recipe
 from recpipe.data.config import ParquetConfig
 from recpipe.distributed.ranks import Ranks
 from recpipe.errors import UserError
-from recpipe.training.optim import try_out
+from recpipe.training.dense import try_out
 
 TINY = ("data.samples=300", "data.batch_size=64", "data.table_scale=0.001", "model.embedding_dim=4")
 QUIET = ("trainer.progress=false", "trainer.checkpoint_every=null", "trainer.logger=null")

@@ -240,7 +240,7 @@ def test_torch_s_operators_do_the_same(name: str) -> None:
     for _ in range(5):
         drawn = torch.randn(9, DIM, generator=random) * (torch.rand(9, DIM, generator=random) > 0.2)
         loop, operators = (
-            stepped(optimizer, loop, drawn),
+            stepped(optimizer, optimizer.lr, loop, drawn),
             stepped_in_torch(optimizer, optimizer.lr, operators, drawn),
         )
         torch.testing.assert_close(loop, operators, rtol=1e-5, atol=1e-6)

@@ -34,7 +34,7 @@ from recpipe.plugin.tables import SparseFeature, TableOptimizer, TableSet, to_nu
 from recpipe.tables.resident import ResidentCollection
 from recpipe.tables.stores import make_store
 from recpipe.tables.tiers.tiered import TieredEmbeddingBagCollection
-from recpipe.training.optim import dense_optimizer
+from recpipe.training.dense import dense_optimizer
 from tests.placing import context_of, model_over
 
 TOLERANCE = {"sgd": 1e-6, "rowwise_adagrad": 1e-5, "adagrad": 1e-5}

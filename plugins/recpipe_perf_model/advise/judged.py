@@ -27,7 +27,7 @@ from recpipe.pipeline.placed import PlacedModel
 from recpipe.setup.placing import Unplaced
 from recpipe.tables.grouped import GroupedCollection
 from recpipe.tables.resident import FewRows, with_few_rows
-from recpipe.training.optim import dense_optimizer
+from recpipe.training.dense import dense_optimizer
 from recpipe_perf_model.advise.candidates import Candidate
 from recpipe_perf_model.calibrate import calibrate, with_ranks
 from recpipe_perf_model.facts.facts import Facts

@@ -34,7 +34,7 @@ from recpipe.plugin.tables import TableOptimizer, TableSet, to_numpy
 from recpipe.tables.skipping import Skipping
 from recpipe.tables.stores import make_store
 from recpipe.tables.tiers.tiered import TieredEmbeddingBagCollection
-from recpipe.training.optim import dense_optimizer
+from recpipe.training.dense import dense_optimizer
 from tests.placing import context_of, model_over
 
 BATCH = 200

@@ -87,6 +87,8 @@ class ShardedCollection(TableCollection, GroupTables, SavesPlacement):
         optimizer, self._replicated = tables.optimizer, None
         if weights and not optimizer.frozen:
             self._replicated = TORCHREC_OPTIMIZERS[optimizer.name](weights, **optimizer.knobs)
+        for lookup in private_api.fused_lookups(module):
+            optimizer.rate.follow(lookup.tbe)
         self._filter: RowFilter | None = None
         self.in_tiers = frozenset(
             n for n, t in self.shards.items() if n in env.sharding.tiered and not t.replicated
@@ -188,6 +190,8 @@ class ShardedCollection(TableCollection, GroupTables, SavesPlacement):
             if stay is not None:
                 # With every optimizer here, a zero gradient changes neither weights nor state.
                 gradient[here[~stay]] = 0.0
+        for group in self._replicated.param_groups:
+            group["lr"] = self.tables.optimizer.rate.value
         self._replicated.step()
         self._replicated.zero_grad()
 

@@ -357,8 +357,10 @@ class OneTable(Layout):
         return super().look_up(lookups, in_slab, warm, cold)
 
     def graph_lookup(self, lookups: Lookups, samples: int) -> GraphLookup | None:
-        """Of one id in each bag, where nothing chooses among the rows to update and FBGEMM updates them."""
-        whole = self.row_filter is None and self.tables.optimizer.fused
+        """Of one id in each bag, where nothing chooses among the rows to update and FBGEMM updates them, at a
+        rate that does not change: kernels are recorded with it."""
+        optimizer = self.tables.optimizer
+        whole = self.row_filter is None and optimizer.fused and optimizer.schedule is None
         if not whole or not self.looks_up_at_once(lookups):
             return None
         assert isinstance(lookups, GpuLookups), "looked up at once"
