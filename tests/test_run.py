@@ -94,6 +94,7 @@ def test_report_has_every_public_key(tmp_path, recipe) -> None:
         "unseen": {},
         "growing": {},
         "unknown_ids": 0,
+        "test_samples": 0,
     }
     speed = report["throughput"]
     assert speed["samples_per_second"] > speed["end_to_end_samples_per_second"] > 0

@@ -14,7 +14,7 @@ from recpipe.data.columns import Int64
 from recpipe.data.features import Feature
 from recpipe.data.files import RowChecks
 from recpipe.data.last_rows import LastRows
-from recpipe.data.sources.transforms import mix64, string_keys
+from recpipe.data.sources.transforms import UInt64, mix64, string_keys
 from recpipe.data.split import TEST, TRAIN, VALID, Bound, Split
 from recpipe.data.timestamps import read_times, stated_time
 from recpipe.data.values import Bools, is_text, plain, plain_type, read_ids, read_numbers, value_at
@@ -22,6 +22,8 @@ from recpipe.errors import shown
 
 USERS = np.uint64(0x5D1CE5A1B3C0FFEE)
 """Added to a user's key, so that its part says nothing of its row in a table."""
+ROWS = np.uint64(0x2545F4914F6CDD1D)
+"""Likewise, added to the seed of a split at random."""
 SHOWN = 5
 """Different values that a message lists."""
 NEEDED = "is missing, and data.split needs it"
@@ -42,6 +44,8 @@ class RowParts:
     def features(self) -> list[Feature]:
         """What the columns must be fit for."""
         split = self.split
+        if split.by == "random":
+            return []
         if split.by == "time":
             return [self._time(split.column) if split.has_times else Feature(split.column, "dense")]
         return [Feature(split.column, "id"), *(self._time(name) for name in split.columns[1:])]
@@ -56,8 +60,9 @@ class RowParts:
         if self.split.by == "column":
             more = " and others" if len(self._words) > SHOWN else ""
             return ", ".join(shown(word) for word in list(self._words)[:SHOWN]) + more
-        if self.split.by in ("user", "last"):
-            return "too few values" if self.split.by == "user" else "too few rows of each value"
+        few = {"user": "too few values", "last": "too few rows of each value", "random": "too few rows"}
+        if self.split.by in few:
+            return few[self.split.by]
         if self._low > self._high:
             return "no value"
         if self.split.compares_numbers:
@@ -86,7 +91,13 @@ class RowParts:
     def of(self, rows: pa.RecordBatch, checks: RowChecks) -> NDArray[np.uint8]:
         """The part of each row, uint8 [n]; rows of which the columns do not say it are marked in
         ``checks``."""
-        by = {"time": self._of_times, "user": self._of_users, "last": self._of_last, "column": self._of_words}
+        by = {
+            "time": self._of_times,
+            "user": self._of_users,
+            "random": self._at_random,
+            "last": self._of_last,
+            "column": self._of_words,
+        }
         valid, test = by[self.split.by](rows, checks)
         return np.where(test, TEST, np.where(valid, VALID, TRAIN)).astype(np.uint8)
 
@@ -146,9 +157,21 @@ class RowParts:
         keys = own.view(np.uint64)
         if not is_text(plain_type(rows[self.split.column].type)):
             keys, _ = string_keys(pa.array(own).cast(pa.string()))
-        place = (mix64(keys + USERS) >> np.uint64(11)).astype(np.float64) * 2.0**-53
+        valid, test = self._shared(keys + USERS)
+        return valid & ~missing, test & ~missing
+
+    def _at_random(self, _: pa.RecordBatch, checks: RowChecks) -> tuple[Bools, Bools]:
+        """By the hash of the row's number, so that rows which come later leave the part of others as it
+        is."""
+        low, self._place = self._place, self._place + len(checks.good)
+        numbers = np.arange(low, self._place, dtype=np.uint64)
+        return self._shared(numbers + mix64(np.array([self.split.seed], np.uint64) + ROWS))
+
+    def _shared(self, keys: UInt64) -> tuple[Bools, Bools]:
+        """Which of ``keys`` [n] are among the shares that validate, and that test, by their hash."""
+        place = (mix64(keys) >> np.uint64(11)).astype(np.float64) * 2.0**-53
         valid, test = self.split.shares
-        return (place < valid) & ~missing, (place >= 1 - test) & ~missing
+        return place < valid, place >= 1 - test
 
     def _of_words(self, rows: pa.RecordBatch, checks: RowChecks) -> tuple[Bools, Bools]:
         column, array = self.split.column, plain(rows[self.split.column])

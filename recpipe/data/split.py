@@ -7,13 +7,15 @@ from datetime import datetime
 from typing import Annotated, NamedTuple
 from zoneinfo import ZoneInfo
 
-from recpipe.common.validation import Text, mapping, one_of, typed
+from recpipe.common.validation import Count, Text, mapping, one_of, typed
 from recpipe.data.features import UNITS
 from recpipe.errors import DataError, UserError, shown
 
 TRAIN, VALID, TEST = range(3)
 WORDS = ("train", "valid", "test")
 """The values of a column that says the part, unless others are stated."""
+OF_SHARES = {"user": "users", "random": "rows"}
+"""The ways of which ``valid`` and ``test`` are shares."""
 Bound = float | Text | tuple[Text, ...] | None
 
 
@@ -41,12 +43,13 @@ class Parts(NamedTuple):
 
 @dataclass(frozen=True)
 class Split:
-    """``data.split``: the part of each row by the value of a ``column``.
+    """``data.split``: the part of each row by the value of a ``column``, or at random.
 
     - ``time``: rows from ``valid`` on validate, and those from ``test`` on test. Both are times (ISO 8601,
       in ``zone`` if they have none), or numbers, with which the column's numbers are compared as they are.
       Numbers that are times have a ``unit``, text a ``format``, as of a feature of kind ``timestamp``.
     - ``user``: ``valid`` and ``test`` are shares of the column's different values, chosen by their hash.
+    - ``random``: they are shares of the rows, chosen by the hash of each row's number and of ``seed``.
     - ``last``: so many of the last rows of each of the column's values test, and so many before these
       validate, in the order of the files, or of the column ``time``, whose values are as of ``by: time``.
       The first row of each trains.
@@ -54,14 +57,15 @@ class Split:
       others train. If none is stated the values are ``WORDS``, and others are faults.
     """
 
-    by: Annotated[str, one_of("time", "user", "last", "column")]
-    column: Text
+    by: Annotated[str, one_of("time", "user", "random", "last", "column")]
+    column: str = ""
     valid: Bound = None
     test: Bound = None
     time: Text | None = None
     unit: Annotated[str, one_of(*UNITS)] | None = None
     format: Text | None = None
     zone: Text = "UTC"
+    seed: Count = 0
 
     @classmethod
     def of(cls, values: object) -> Split:
@@ -72,18 +76,24 @@ class Split:
         return typed(cls, {**given, **bounds}, "data.split")
 
     def __post_init__(self) -> None:
+        if bool(self.column) == (self.by == "random"):
+            needed = f"data.split.column has no value: by: {self.by} is by the values of one"
+            raise UserError("data.split: by: random is by no column: leave it out" if self.column else needed)
+        if self.seed and self.by != "random":
+            raise UserError("data.split: seed is of by: random; other rows are chosen by their values")
         stated = {"valid": self.valid, "test": self.test}
         stated = {key: value for key, value in stated.items() if value is not None}
         if not stated and self.by != "column":
-            example = {"time": "2026-03-01", "user": "0.1", "last": "1"}[self.by]
+            example = {"time": "2026-03-01", "user": "0.1", "random": "0.1", "last": "1"}[self.by]
             raise UserError(
                 f"data.split: by: {self.by} says no part; state valid: {example}, or test, or both"
             )
         for key, value in stated.items():
             if fault := self._fault(value):
                 raise UserError(f"data.split.{key}={shown(value)}: {fault}")
-        if self.by == "user" and sum(self.shares) >= 1:
-            raise UserError(f"data.split: valid and test are {sum(self.shares):g} of the users: none trains")
+        if self.by in OF_SHARES and sum(self.shares) >= 1:
+            shares = f"{sum(self.shares):g} of the {OF_SHARES[self.by]}"
+            raise UserError(f"data.split: valid and test are {shares}: none trains")
         if self.time is not None and self.by != "last":
             raise UserError("data.split: time is of by: last; the column of by: time is column")
         of_times = self.unit or self.format or self.zone != "UTC"
@@ -98,9 +108,9 @@ class Split:
 
     def _fault(self, value: Bound) -> str | None:
         """What is wrong with ``valid`` or ``test``."""
-        if self.by == "user":
+        if self.by in OF_SHARES:
             fits = isinstance(value, float) and 0 < value < 1
-            return None if fits else "must be a share of the users, above 0 and below 1"
+            return None if fits else f"must be a share of the {OF_SHARES[self.by]}, above 0 and below 1"
         if self.by == "last":
             fits = isinstance(value, float) and value >= 1 and value.is_integer()
             return None if fits else "must be how many of the last rows, 1 for example"
@@ -130,11 +140,11 @@ class Split:
     @property
     def columns(self) -> list[str]:
         """The columns that say the part of a row."""
-        return [self.column] if self.time is None else [self.column, self.time]
+        return [name for name in (self.column, self.time) if name]
 
     @property
     def shares(self) -> tuple[float, float]:
-        """``valid`` and ``test`` of ``by: user`` and ``by: last``; 0 where none is stated."""
+        """``valid`` and ``test`` of ``by: user``, ``random`` and ``last``; 0 where none is stated."""
         valid, test = (value if isinstance(value, float) else 0.0 for value in (self.valid, self.test))
         return valid, test
 
@@ -158,9 +168,10 @@ class Split:
         for part, count in enumerate(parts):
             if stated[part] and not count:
                 found = ", ".join(f"{WORDS[n]} {each:,}" for n, each in enumerate(parts))
+                where = f"column {shown(self.column)} has" if self.column else "there are"
                 raise DataError(
-                    f"data.split: no sample is for {WORDS[part]} ({found}); column {shown(self.column)} has "
-                    f"{seen}: state other values for valid and test"
+                    f"data.split: no sample is for {WORDS[part]} ({found}); {where} {seen}: state others for "
+                    "valid and test"
                 )
 
 

@@ -47,6 +47,8 @@ class DataFigures:
     rows, lookups of the default row, and the bytes of the map (``GrowingTables.figures``)."""
     unknown_ids: int = 0
     """Lookups of the default row by ids without a row, in evaluations."""
+    test_samples: int = 0
+    """How many samples are kept for the finished model, and are neither trained nor evaluated here."""
 
 
 @dataclass

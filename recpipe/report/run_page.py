@@ -42,7 +42,9 @@ def write(report: Mapping[str, Any], directory: Path) -> Path:
 def page(report: Mapping[str, Any]) -> Page:
     """The page of ``report``, which is what ``RunReport.to_dict`` gives."""
     data, machine = report["data"], report["environment"]
-    held_out = f"{figures.count(data['eval_samples'])} later ones held out"
+    held_out = f"{figures.count(data['eval_samples'])} held out"
+    if test := data.get("test_samples"):
+        held_out += f", {figures.count(test)} for testing"
     if report.get("progressive"):
         held_out = "each judged before that"
     source = report["recipe"].get("data", {}).get("name", "")
@@ -125,6 +127,8 @@ def _sections(report: Mapping[str, Any]) -> Iterator[Section]:
         "samples of a short last batch left out": "dropped_samples",
     }
     told = [(name, figures.count(data[key])) for name, key in samples.items()]
+    if test := data.get("test_samples"):
+        told.insert(2, ("samples for testing", figures.count(test)))
     told += [(f"without a value of {name}", figures.count(n)) for name, n in data.get("missing", {}).items()]
     told += [
         (

@@ -40,6 +40,8 @@ def _training(report: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     )
     windows = report.get("progressive")
     text = f"{train} samples trained" + ("" if windows else f", {held_out} held out")
+    if test := data.get("test_samples"):
+        text += f", {figures.count(test)} for testing"
     text += f", {rejected} bad rows left out" if data["rejected_rows"] else ""
     text += f", {dropped} of a short last batch dropped" if data["dropped_samples"] else ""
     yield "data", text

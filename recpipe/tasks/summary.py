@@ -88,6 +88,7 @@ def summarize(training: Training, finished: Finished, command_line: Sequence[str
             dict(dataset.unseen),
             {} if embeddings.growing is None else embeddings.growing.figures(),
             0 if embeddings.growing is None else embeddings.growing.unknown,
+            dataset.size("test") if "test" in dataset.splits else 0,
         ),
         throughput=replace(
             recorder.throughput(finished.written_back),

@@ -109,9 +109,16 @@ def by_user(row: dict[str, Any]) -> str:
     return "eval" if place < 0.25 else "test" if place >= 1 - 0.2 else "train"
 
 
+def by_number(row: dict[str, Any]) -> str:
+    seed = int(mix64(np.array([7 + 0x2545F4914F6CDD1D], np.uint64))[0])
+    place = int(mix64(np.array([(int(row["number"]) + seed) % 2**64], np.uint64))[0]) >> 11
+    return "eval" if place / 2**53 < 0.25 else "test" if place / 2**53 >= 1 - 0.2 else "train"
+
+
 CASES: dict[str, tuple[dict[str, Any], Any]] = {
     "time": ({"by": "time", "column": "ts", "valid": VALID, "test": TEST}, by_time),
     "user": ({"by": "user", "column": "user", "valid": 0.25, "test": 0.2}, by_user),
+    "random": ({"by": "random", "valid": 0.25, "test": 0.2, "seed": 7}, by_number),
     "words": (
         {"by": "column", "column": "part"},
         lambda row: "eval" if row["part"] == "valid" else row["part"],
@@ -141,6 +148,22 @@ def test_rows_are_of_the_part_that_their_column_says(tmp_path: Path, table: pa.T
     whole = samples(opened(tmp_path, table, eval_fraction=0.0), "train")
     for name in SPLITS:
         assert samples(dataset, name) == [whole[row] for row in wanted[name]]
+
+
+def test_parts_at_random_are_by_the_seed_and_stay_where_rows_are_added(
+    tmp_path: Path, table: pa.Table
+) -> None:
+    split = {"by": "random", "valid": 0.3, "test": 0.1}
+    whole = parts(opened(tmp_path, table, split=split))
+    assert abs(len(whole["eval"]) - 0.3 * SIZE) < 4 * (0.21 * SIZE) ** 0.5
+    other = parts(opened(tmp_path, table, split={**split, "seed": 1}))
+    assert other != whole
+    files = []
+    for number, (low, high) in enumerate([(0, 150), (150, 400)]):
+        files.append(str(tmp_path / f"{number}.parquet"))
+        pq.write_table(table.slice(low, high - low), files[-1])
+    some = parts(opened(tmp_path, table, split=split, path=files))
+    assert some == {name: [row for row in rows if row < 400] for name, rows in whole.items()}
 
 
 def samples(dataset: NumberedDataset, split: Any) -> list[tuple[Any, ...]]:
@@ -339,6 +362,10 @@ def test_parts_that_cannot_be_are_one_line(
         ({"split": {"by": "user", "valid": 0.1}}, r"data\.split\.column has no value"),
         ({"split": {"by": "user", "column": "a"}}, "by: user says no part; state valid: 0.1"),
         ({"split": {"by": "time", "column": "a"}}, "by: time says no part"),
+        ({"split": {"by": "random"}}, "by: random says no part; state valid: 0.1"),
+        ({"split": {"by": "random", "column": "a", "valid": 0.1}}, "by: random is by no column"),
+        ({"split": {"by": "random", "valid": 0.5, "test": 0.5}}, "are 1 of the rows: none trains"),
+        ({"split": {"by": "user", "column": "a", "valid": 0.1, "seed": 1}}, "seed is of by: random"),
         ({"split": {"by": "user", "column": "a", "valid": 2}}, r"data\.split\.valid=2\.0: must be a share"),
         ({"split": {"by": "user", "column": "a", "valid": 0.6, "test": 0.4}}, "none trains"),
         ({"split": {"by": "time", "column": "a", "valid": "March"}}, r"data\.split\.valid=March: is no time"),
