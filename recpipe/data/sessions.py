@@ -153,6 +153,11 @@ class SessionFile(InputFile):
             for rows in self._samples(whole.keys, whole.rows, columns):
                 yield Block(sample, rows, whole.share, left_out)
                 sample, left_out = sample + len(rows), 0
+        if sample == 1 and (sessions := len(self._survey.keys)):
+            raise DataError(
+                f"{self}: none of {sessions:,} sessions has {self.rule.min_length} events, as many as "
+                "data.sessions.min_length says that a sample's session has at least"
+            )
 
     def _event_column(self, column: str) -> str:
         """The column of events that ``column`` is made of."""

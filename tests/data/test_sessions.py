@@ -208,7 +208,10 @@ def test_what_cannot_be_a_session_is_one_line(tmp_path: Path) -> None:
         "data.sessions.by has no value": {"order": "ts"},
         "no 'data.sessions.lenght'": {"by": "user", "lenght": 3},
         "data.sessions.target=first": {"by": "user", "target": "first"},
-        "no usable rows": {"by": "user", "min_length": 1000},
+        "none of 23 sessions has 1000 events, as many as data.sessions.min": {
+            "by": "user",
+            "min_length": 1000,
+        },
     }.items():
         with pytest.raises((DataError, UserError), match=match) as fault:
             open_dataset(config(tmp_path, file, sessions=rule), 0)

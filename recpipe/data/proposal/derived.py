@@ -86,11 +86,6 @@ def _of_sessions(file: SessionFile, rows: int) -> Sample:
         if size <= MOST_BYTES:
             tables.append(as_plain(block.rows))
             size += tables[-1].nbytes
-    if not made:
-        raise DataError(
-            f"{file}: none of {found.sessions:,} sessions has {file.rule.min_length} events, as many as "
-            "data.sessions.min_length asks for"
-        )
     table = in_one(tables)
     whole = found.one_in == 1 and found.share == 1 and table.num_rows == made
     total = ceil(made * found.one_in / (found.share or 1))  # of Arrow's streams the share is not known
