@@ -33,7 +33,7 @@ from recpipe.common.device import begin_on, gpu_explained
 from recpipe.common.files import RunDir, lock_run_dir
 from recpipe.common.words import CUSTOM, readable_bytes
 from recpipe.config.recipe import Recipe
-from recpipe.data.config import SamplesConfig, StreamConfig
+from recpipe.data.config import FilesConfig, SamplesConfig, StreamConfig
 from recpipe.data.dataset import Dataset, SplitName
 from recpipe.data.given import Batches, GivenBatches
 from recpipe.data.make import open_dataset
@@ -199,7 +199,10 @@ class Trained:
             )
         trained_by = self.trained_on.preparation
         data = self.cfg.data.in_order() if isinstance(self.cfg.data, SamplesConfig) else self.cfg.data
-        dataset = open_dataset(data, self.cfg.seed, self.given_dataset, trained_by)
+        drawn_as = None
+        if isinstance(data, FilesConfig) and data.drawn is not None:
+            drawn_as = scoring_recipe(self.trained_on, ()).data
+        dataset = open_dataset(data, self.cfg.seed, self.given_dataset, trained_by, drawn_as)
         self.require_columns(dataset)
         return dataset
 

@@ -48,13 +48,15 @@ def open_dataset(
     seed: int,
     given: Dataset | None = None,
     trained_by: Preparation | None = None,
+    drawn_as: DataConfig | None = None,
 ) -> Dataset:
     """Open the data set of a ``data`` node. Files are prepared into the cache unless that has been done
     already.
 
     ``seed`` matters only for generated data, for negatives, and for the order of shuffled data. ``given`` is
     the data set that a caller brings for ``data=given``. ``trained_by``: how the data of a trained model were
-    prepared, of which what was learned is used instead of learning anew. ``UserError`` for a recipe or a file
+    prepared, of which what was learned is used instead of learning anew. ``drawn_as``: the recipe of its
+    data, from whose training part negatives are drawn. ``UserError`` for a recipe or a file
     that cannot be used.
     """
     config = parse_config(cfg)
@@ -68,12 +70,12 @@ def open_dataset(
         return given
     dataset = _open(config, seed, trained_by)
     if isinstance(config, SamplesConfig):
-        dataset = _arranged(dataset, config, seed)
+        dataset = _arranged(dataset, config, seed, drawn_as)
     dataset.read_ahead = config.read_ahead
     return dataset
 
 
-def _arranged(dataset: Dataset, config: SamplesConfig, seed: int) -> Dataset:
+def _arranged(dataset: Dataset, config: SamplesConfig, seed: int, drawn_as: DataConfig | None) -> Dataset:
     """The samples split, with the negatives, and in the order that the recipe says."""
     asked = {
         "data.test_fraction": bool(config.test_fraction),
@@ -91,13 +93,33 @@ def _arranged(dataset: Dataset, config: SamplesConfig, seed: int) -> Dataset:
     if isinstance(config, FilesConfig) and config.drawn is not None:
         assert isinstance(dataset, PreparedDataset)
         catalog = partial(_side_table, config, dataset.preparation)
-        dataset = SampledDataset(dataset, config.drawn, seed, catalog)
+        trained = _drawn_from(drawn_as, seed, dataset.preparation) if drawn_as != config else None
+        dataset = SampledDataset(dataset, config.drawn, seed, catalog, trained)
     if config.last_batch == "drop":
         dataset.drop_short_batch(config.batch_size)
     if isinstance(config.shuffle, int):
         dataset.shuffle(seed, config.shuffle)
     elif config.shuffle == "all":
         dataset.shuffle(seed)
+    return dataset
+
+
+def _drawn_from(config: DataConfig | None, seed: int, prepared: Preparation | None) -> PreparedDataset | None:
+    """The data of a recipe; None, with a warning, where they are not there any more."""
+    if not isinstance(config, FilesConfig):
+        return None
+    try:
+        dataset = _open(config, seed, prepared)
+    except DataError as fault:
+        log.warning(
+            "data.negatives: ids are as likely as in the data that are scored, for those of training cannot "
+            "be read (%s)",
+            fault,
+        )
+        return None
+    assert isinstance(dataset, PreparedDataset)
+    if config.test_fraction:
+        dataset.hold_out(config.eval_fraction, config.test_fraction)
     return dataset
 
 

@@ -140,11 +140,11 @@ class Sampler:
         at, known = self._found(columns)
         return np.where(known, self._log_chances[at], self._log_unseen).astype(np.float32)
 
-    def samples(self, numbers: Int64, epochs: Int64) -> Columns:
-        """The samples with these ``numbers`` int64 [n], of which number ``each`` * i is sample i of the
-        prepared data, and its negatives come next: those of the epochs int64 [n]."""
+    def samples(self, given: Columns, numbers: Int64, epochs: Int64) -> Columns:
+        """The samples with these ``numbers`` int64 [n], of which number ``each`` * i is sample i of the data,
+        and its negatives come next: those of the epochs int64 [n]. ``given``: what the data have for each."""
         rows, turn = numbers // self.rule.each, numbers % self.rule.each
-        given, negative = self._mapped.at(rows), turn > 0
+        negative = turn > 0
         at, known = self._found(given)
         turns = (rows * self.rule.ratio + turn - 1)[negative]
         places = self._others(at[negative], known[negative], self._points(turns, epochs[negative]))
@@ -199,11 +199,16 @@ class SampledDataset(NumberedDataset):
     """``prepared`` data among whose samples are negatives, and whose batches have ``log_q``. Training samples
     get others in each epoch, held-out ones always the same.
 
-    ``catalog``: as of ``Sampler``.
+    ``catalog``: as of ``Sampler``. ``trained``: the data from whose training part is drawn; None: these.
     """
 
     def __init__(
-        self, prepared: PreparedDataset, rule: Negatives, seed: int, catalog: Callable[[Negatives], Columns]
+        self,
+        prepared: PreparedDataset,
+        rule: Negatives,
+        seed: int,
+        catalog: Callable[[Negatives], Columns],
+        trained: PreparedDataset | None = None,
     ) -> None:
         super().__init__(prepared.samples * rule.each, 0.0)
         self._prepared, self._each = prepared, rule.each
@@ -213,8 +218,10 @@ class SampledDataset(NumberedDataset):
         self.schema, self.preparation = prepared.schema, prepared.preparation
         self.missing, self.unseen = prepared.missing, prepared.unseen
         self.rejected_rows = prepared.rejected_rows
-        self._sampler = Sampler(rule, prepared.mapped, prepared.train_samples, seed, catalog)
+        source = prepared if trained is None else trained
+        self._sampler = Sampler(rule, source.mapped, source.train_samples, seed, catalog)
         identity = f"{prepared.fingerprint} {asdict(rule)} {seed} {self._sampler.digest}"
+        identity += f" {source.fingerprint} {source.train_samples}" if trained is not None else ""
         self.fingerprint = hashlib.blake2b(identity.encode(), digest_size=16).hexdigest()
 
     def samples_between(self, low: int, high: int) -> Batch:
@@ -229,7 +236,8 @@ class SampledDataset(NumberedDataset):
         if self._each == 1:
             return self._with_log_q(self._prepared.mapped.at(numbers))
         epochs = np.where(numbers < self._train_end, self._epoch, 0)
-        return self._with_log_q(self._sampler.samples(numbers, epochs))
+        given = self._prepared.mapped.at(numbers // self._each)
+        return self._with_log_q(self._sampler.samples(given, numbers, epochs))
 
     def _with_log_q(self, columns: Columns) -> Batch:
         log_q = torch.from_numpy(self._sampler.log_q(columns))

@@ -4,6 +4,7 @@ draws, and a log of events with a side table, from training to scores."""
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from torchrec.modules.embedding_modules import EmbeddingBagCollection
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 import recpipe
+from recpipe.answers.trained import open_trained
 
 SIZE, TRAIN, ROWS, BATCH, DIM = 300, 240, 30, 40, 4
 FEATURES = "[{name: user, ids: rows, rows: 30}, {name: item, ids: rows, rows: 30}]"
@@ -117,6 +119,41 @@ def test_a_softmax_over_the_batch_is_that_of_plain_pytorch(
         np.testing.assert_allclose(report["parameters"][name], wanted, rtol=0, atol=2e-6)
     assert by_hand(table, False)[1] != pytest.approx(losses, rel=1e-2), "the correction matters"
     assert report["data"]["train_samples"] == TRAIN
+
+
+def test_an_evaluation_takes_the_chances_that_training_had(
+    table: pa.Table, file: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Of all rows, of another file, and, with a warning, of what is there where training's file has gone."""
+    words = ("data.negatives={feature: item, sampling: in_batch}", f"data.eval_fraction={1 - TRAIN / SIZE}")
+    source = tmp_path / "source.parquet"
+    source.write_bytes(file.read_bytes())
+    trained(Softmax(), source, tmp_path / "run", *words, f"data.cache_dir={tmp_path}/cache")
+    other = tmp_path / "other.parquet"
+    pq.write_table(table.slice(0, 100), other)
+
+    def log_q(*overrides: str) -> dict[int, float]:
+        opened = open_trained(tmp_path / "run", overrides, Softmax())
+        whole = replace(opened, cfg=replace(opened.cfg, data=opened.cfg.data.whole()))
+        (batch,) = whole.dataset.batches("train", SIZE)
+        return dict(zip(batch.sparse["item"].values().tolist(), batch.log_q.tolist(), strict=True))
+
+    def chances(rows: pa.Table) -> dict[int, float]:
+        counts = Counter(rows["item"].to_pylist())
+        return {item: float(np.float32(np.log(max(1, counts[item]) / len(rows)))) for item in range(ROWS)}
+
+    wanted = chances(table.slice(0, TRAIN))
+    found = log_q()
+    assert set(found) == set(table["item"].to_pylist())
+    assert found == pytest.approx({item: wanted[item] for item in found})
+    own = chances(table)
+    assert found != pytest.approx({item: own[item] for item in found})
+    found = log_q(f"data.path={other}")
+    assert found == pytest.approx({item: wanted[item] for item in found})
+    source.unlink()
+    found, own = log_q(f"data.path={other}"), chances(table.slice(0, 100))
+    assert found == pytest.approx({item: own[item] for item in found})
+    assert "those of training cannot be read" in caplog.text
 
 
 def test_a_resumed_run_draws_the_same_negatives(file: Path, tmp_path: Path) -> None:
