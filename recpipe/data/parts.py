@@ -260,6 +260,18 @@ def with_parts(value: Any, change: Callable[[Any, Any], Any]) -> Any:
     return own
 
 
+def changed_at(value: Any, path: Sequence[str], change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+    """A copy of a batch, or of a part of one, with ``change`` of the tensors that are at ``path``, or in what
+    is there; itself where nothing is."""
+    if not path:
+        if isinstance(value, torch.Tensor):
+            return change(value)
+        return with_parts(value, lambda part, _: changed_at(part, (), change))
+    return with_parts(
+        value, lambda part, key: changed_at(part, path[1:], change) if str(key) == path[0] else part
+    )
+
+
 def require_ids(sparse: KeyedJaggedTensor, rows: Sequence[int] | NDArray[np.integer]) -> None:
     """Raise ``DataError`` for an id in ``sparse`` that is not in its table. ``rows``: the number of rows of
     each feature's table, in the features' order. Ids on a GPU are copied, which waits for it.

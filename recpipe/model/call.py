@@ -73,6 +73,7 @@ class Called:
         low_precision: bool = False,
         columns: Sequence[str] = (),
         task_weights: Mapping[str, float] | None = None,
+        label_weights: str | None = None,
     ) -> None:
         self.module = module
         self.loss = loss
@@ -87,6 +88,8 @@ class Called:
         """The names of the columns of labels [B, L]; (): they have none."""
         self.task_weights = task_weights or {}
         """What the loss of each label is multiplied by in their sum; 1 of those that are not named."""
+        self.label_weights = tuple(label_weights.split(".")) if label_weights else ()
+        """Where batches of a user's own type have the labels' weights, names one within another."""
         self._said = prediction is not None or (isinstance(loss, Loss) and labels != LABELS)
         """Whether the recipe says what the prediction is."""
         self._parameters = {name: p.default is p.empty for name, p in _named_parameters(module).items()}
@@ -108,7 +111,8 @@ class Called:
             loss = parse_loss(config.loss, labels)
             return cls(module, loss, low_precision=low, columns=names, task_weights=config.task_weights)
         loss = parse_loss(config.loss, labels if config.labels == LABELS else ())
-        return cls(module, loss, config.labels, config.prediction, low, names, config.task_weights)
+        more = config.task_weights, config.label_weights
+        return cls(module, loss, config.labels, config.prediction, low, names, *more)
 
     def __call__(self, batch: Any) -> tuple[torch.Tensor, Any]:
         """The loss, a mean over the batch's samples (0 without samples), and the module's output.
@@ -120,7 +124,7 @@ class Called:
             return (torch.nan_to_num(own) if _is_empty(batch) else own), output
         if isinstance(self.loss, Loss):
             labels = self._labels(batch, self.labels)
-            weights = self._weights(batch, self.labels) if _has_weights(batch) else None
+            weights = self._weights(batch, self.labels)
             return self.loss(self._predicted(output), labels, weights, batch), output
         return torch.stack([*self.losses(output, batch).values()]).sum(), output
 
@@ -207,10 +211,12 @@ class Called:
         with precision:
             returned = self.module(batch) if takes_batch else self.module(**arguments)
         if isinstance(returned, list | tuple) and len(returned) == 2 and _is_scalar(returned[0]):
-            if not takes_batch and "weights" not in arguments and _has_weights(batch):
+            needed = "weights" if isinstance(batch, Batch) else next(iter(self.label_weights), "")
+            if not takes_batch and needed and needed not in arguments and _has_part(batch, needed):
                 raise UserError(
                     f"{type(self.module).__name__} returns a loss of its own, which does not see the labels' "
-                    "weights: give its forward a parameter 'weights', or let it return its output alone"
+                    f"weights: give its forward a parameter '{shown(needed)}', or let it return its output "
+                    "alone"
                 )
             return returned[0], returned[1]
         if _is_scalar(returned):
@@ -267,6 +273,10 @@ class Called:
         found = self._weights(batch, self._path())
         return None if found is None else vector(found)
 
+    def weighs(self, batch: Any) -> bool:
+        """Whether the labels of ``batch`` may have weights."""
+        return batch.weights is not None if isinstance(batch, Batch) else bool(self.label_weights)
+
     def _path(self) -> str:
         """Where the prediction's labels are."""
         if isinstance(self.loss, Loss):
@@ -319,13 +329,35 @@ class Called:
         return None
 
     def _weights(self, batch: Any, path: str) -> torch.Tensor | None:
-        """The weights of the labels at ``path``, in their shape. Batches of a user's own type have none."""
-        if not _has_weights(batch) or path.split(".")[0] != LABELS:
+        """The weights of the labels at ``path``, in their shape; None if they count alike."""
+        if not isinstance(batch, Batch):
+            return self._own_weights(batch, path) if self.label_weights else None
+        if batch.weights is None or path.split(".")[0] != LABELS:
             return None
         found: Any = batch.weights
         for name in path.split(".")[1:]:
             found = self._label_column(found, name)
         return found if isinstance(found, torch.Tensor) else None
+
+    def _own_weights(self, batch: Any, path: str) -> torch.Tensor | None:
+        """``_weights`` of a batch of a user's own type: a tensor for all labels, or one for each by name."""
+        where = ".".join(self.label_weights)
+        found = self._at(batch, self.label_weights, f"model.label_weights={where}")
+        for name in path[len(self.labels) :].split(".")[1:]:
+            column = self._label_column(found, name)
+            found = found if isinstance(found, torch.Tensor) else _part(found, name)
+            found = found if column is _ABSENT else column
+        if found is _ABSENT:
+            return None
+        if not isinstance(found, torch.Tensor):
+            raise UserError(f"model.label_weights={where}: is a {type(found).__name__}, not a tensor")
+        labels = self._labels(batch, path)
+        if vector(found).shape != vector(labels).shape:
+            raise UserError(
+                f"model.label_weights={where}: the weights are {list(found.shape)} and the labels "
+                f"{list(labels.shape)}; give each label a weight"
+            )
+        return found.float().reshape(labels.shape)
 
     def _label_column(self, labels: Any, name: str) -> Any:
         """The column of that name of ``labels`` [B] or [B, L]; ``_ABSENT`` if they are something else."""
@@ -336,18 +368,24 @@ class Called:
         return labels if len(self.columns) == 1 else _ABSENT
 
     def _labels(self, batch: Any, path: str) -> torch.Tensor:
+        found = self._at(batch, path.split("."), f"model.labels={path}")
+        if not isinstance(found, torch.Tensor):
+            at = "'s ".join(["the batch", *path.split(".")])
+            raise UserError(f"model.labels={path}: {at} is a {type(found).__name__}, not a tensor")
+        return found
+
+    def _at(self, batch: Any, path: Sequence[str], key: str) -> Any:
+        """The part of ``batch`` at ``path``, which ``key`` names."""
         found, at = batch, "the batch"
-        for name in path.split("."):
+        for name in path:
             in_columns = isinstance(found, torch.Tensor)
             part = self._label_column(found, name) if in_columns else _part(found, name)
             if part is _ABSENT:
                 raise UserError(
-                    f"model.labels={path}: {at} ({type(found).__name__}) has no '{name}'; "
+                    f"{key}: {at} ({type(found).__name__}) has no '{name}'; "
                     f"{nearest_or_all(name, _names(found))}"
                 )
             found, at = part, f"{at}'s {name}"
-        if not isinstance(found, torch.Tensor):
-            raise UserError(f"model.labels={path}: {at} is a {type(found).__name__}, not a tensor")
         return found
 
     def _predicted(self, output: Any) -> Any:
@@ -396,8 +434,10 @@ _REMEDY = (
 )
 
 
-def _has_weights(batch: Any) -> bool:
-    return isinstance(batch, Batch) and batch.weights is not None
+def _has_part(batch: Any, name: str) -> bool:
+    """Whether it is there, and not None."""
+    found = _part(batch, name)
+    return found is not _ABSENT and found is not None
 
 
 def _is_empty(batch: Any) -> bool:

@@ -78,6 +78,8 @@ class ModelKeys:
     task_weights: dict[str, TaskWeight] | None = None
     labels: Text = "labels"
     """Dotted path of the labels in a batch."""
+    label_weights: Text | None = None
+    """Dotted path of the labels' weights in a batch of a type of the user's own; None: it has none."""
     prediction: Text | None = None
     """Key, attribute or position of the prediction in the model's output; None: recpipe finds it."""
     pretrained: FilePath | None = None

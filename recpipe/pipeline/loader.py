@@ -24,14 +24,14 @@ from recpipe.access.sample import AccessSample
 from recpipe.common.device import Aside, threads_for, using_threads
 from recpipe.common.timing import phase, synchronized_time
 from recpipe.data.dataset import Dataset, SplitName
-from recpipe.data.parts import Asked, batch_size, keeping_ids, leaves, on_device, on_gpu
+from recpipe.data.parts import Asked, batch_size, changed_at, keeping_ids, leaves, on_device, on_gpu
 from recpipe.data.select import between, select
 from recpipe.distributed.ranks import Ranks
 from recpipe.errors import DataError
 from recpipe.pipeline.batch import InFlight
 from recpipe.pipeline.source import BatchSource, SampleFilter
 from recpipe.pipeline.splitting import Splitting, share_of
-from recpipe.plugin.batch import Batch, BatchShare, total_weight
+from recpipe.plugin.batch import Batch, BatchShare, scaled, total_weight
 from recpipe.plugin.splitter import Split
 from recpipe.tables.dynamic.growing import GrowingTables, Plan
 from recpipe.tables.group_rows import GroupTables
@@ -59,8 +59,11 @@ class TrainLoader:
         splitting: Splitting | None = None,
         accesses: AccessSample | None = None,
         growing: GrowingTables | None = None,
+        label_weights: Sequence[str] = (),
     ) -> None:
         self.source = source
+        self._label_weights = label_weights
+        """Where batches of a user's own type have the weights of their labels, names one within another."""
         self.inputs = inputs
         self.tables = tables
         """The tables of each group."""
@@ -273,6 +276,8 @@ class TrainLoader:
             if isinstance(batch, Batch):
                 weights = tuple(total / max(1, size - skipped) for total in total_weight(batch.weights))
                 batch = batch.scaled()
+            elif self._label_weights:
+                batch = changed_at(batch, self._label_weights, scaled)
             ids = self.inputs.each(batch)
             found = None
             if self._finds_ahead:

@@ -117,6 +117,12 @@ def total_weight(weights: torch.Tensor | None) -> tuple[float, ...]:
     return total
 
 
+def scaled(weights: torch.Tensor) -> torch.Tensor:
+    """The weights [B] or [B, L] of a whole batch with a mean of 1 for each label, float32 (as
+    ``Batch.scaled``)."""
+    return _scaled(weights, total_weight(weights), len(weights))
+
+
 def _scaled(weights: torch.Tensor, total: tuple[float, ...], samples: int) -> torch.Tensor:
     if not weights.numel():
         return weights

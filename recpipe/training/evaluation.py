@@ -20,7 +20,6 @@ from recpipe.distributed.ranks import Channel
 from recpipe.errors import Interruption, UserError
 from recpipe.model.metrics import BackgroundQuality, Quality
 from recpipe.pipeline.placed import PlacedModel
-from recpipe.plugin.batch import Batch
 from recpipe.tables.proxy import handing_out
 
 
@@ -113,7 +112,7 @@ class Evaluation:
         [B, 3]. The message that gathers them tells which trainers were asked to stop."""
         samples, names = batch_size(batch), list(self.quality)
         losses, found = torch.zeros((len(names), 2), dtype=torch.float64), dict[str, torch.Tensor]()
-        width = 3 if isinstance(batch, Batch) and batch.weights is not None else 2
+        width = 3 if self.model.called.weighs(batch) else 2
         # Other ranks take part in the lookups, even if this share has no samples.
         rows = self.model.look_up(batch) if self.trainers.size > 1 else {}
         if samples:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +22,7 @@ import recpipe
 from recpipe.data.config import FilesConfig
 from recpipe.data.given import GivenBatches
 from recpipe.data.make import open_dataset
-from recpipe.errors import UserError
+from recpipe.errors import DataError, UserError
 from recpipe.model import metrics
 from recpipe.model.call import Called
 from recpipe.model.loss import LOSSES
@@ -222,6 +224,66 @@ def test_batches_of_a_caller_train_as_those_of_files(
         made = {**run.report, "parameters": arrays | dict(np.load(tmp_path / "own" / "dense.npz"))}
     assert differences(resident, made) == []
     assert made["quality_by_label"] == resident["quality_by_label"]
+
+
+@dataclass
+class Own:
+    """A batch of a user's own type; ``importance`` is by label, of which one may have none."""
+
+    dense: torch.Tensor
+    sparse: KeyedJaggedTensor
+    labels: torch.Tensor
+    importance: Any
+
+
+class OwnTowers(Towers):
+    def forward(self, dense: torch.Tensor, sparse: KeyedJaggedTensor) -> torch.Tensor:
+        return self.head(torch.cat([self.rows(sparse).values(), dense], dim=1))
+
+
+@pytest.mark.parametrize("technique", ["resident", pytest.param("hotline", marks=pytest.mark.soak)])
+def test_batches_of_ones_own_type_have_weights_where_the_recipe_says(
+    file: Path, tmp_path: Path, technique: str
+) -> None:
+    """Like those of recpipe's batches, cut into micro-batches or not; and not where it does not say."""
+    features = {"labels": ["there"], "weight": "w", "features": []}
+    features["features"] = [{"name": n, "ids": "rows", "rows": ROWS} for n in ("user", "item")]
+    features["features"] += [{"name": "x", "kind": "dense"}]
+    dataset = open_dataset(FilesConfig(path=str(file), features=features, cache_dir=str(tmp_path)), 0)
+    batches = {split: [*dataset.batches(split, BATCH)] for split in ("train", "eval")}
+    more = {"resident": (), "hotline": ("+plugin=hotline", "tiers.store=host", "tiers.resident_bytes=20%")}
+
+    def run(given: GivenBatches, *words: str) -> dict[str, Any]:
+        folder = tmp_path / str(len([*tmp_path.iterdir()]))
+        target = f"task.export_parameters='{folder}'"
+        own = ("trainer.progress=false", "model.loss=binary_cross_entropy", *SGD, *more[technique], *words)
+        with recpipe.train(OwnTowers(1), given, *own, target, quiet=True) as made:
+            arrays = {each.stem: np.load(each) for each in folder.glob("*.npy")}
+            return {**made.report, "parameters": arrays | dict(np.load(folder / "dense.npz"))}
+
+    def of_own(importance: Callable[[torch.Tensor], Any]) -> GivenBatches:
+        made = {
+            split: [Own(b.dense, b.sparse, b.labels, importance(b.weights)) for b in own]
+            for split, own in batches.items()
+        }
+        return GivenBatches(made["train"], made["eval"])
+
+    wanted = run(GivenBatches(batches["train"], batches["eval"], dataset.schema))
+    for path, importance in (
+        ("importance", lambda weights: weights.double()),
+        ("importance.of", lambda weights: {"of": weights[:, None]}),
+    ):
+        found = run(of_own(importance), f"model.label_weights={path}")
+        assert differences(wanted, found) == []
+        assert found["quality"] == wanted["quality"]
+    plain = run(of_own(lambda weights: weights))
+    assert {"user", "item", "head.weight", "head.bias"} <= {*differences(wanted, plain)}
+    with pytest.raises(UserError, match=r"model\.label_weights=trust: the batch \(Own\) has no 'trust'"):
+        run(of_own(lambda weights: weights), "model.label_weights=trust")
+    with pytest.raises(UserError, match=r"the weights are \[64, 2\] and the labels \[64\]; give"):
+        run(of_own(lambda weights: weights[:, None].repeat(1, 2)), "model.label_weights=importance")
+    with pytest.raises(DataError, match="weights are not all finite numbers of at least 0"):
+        run(of_own(lambda weights: weights - 5), "model.label_weights=importance")
 
 
 def test_weights_of_one_are_none(file: Path, tmp_path: Path) -> None:
