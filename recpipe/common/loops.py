@@ -63,7 +63,10 @@ class _Loop:
         _WAITING.append(self)
 
     def __call__(self, *arguments: Any) -> Any:
-        return self.made(*arguments)
+        if "made" in vars(self):
+            return self.made(*arguments)
+        with private_files():  # the first call writes machine code
+            return self.made(*arguments)
 
     @cached_property
     def made(self) -> Any:

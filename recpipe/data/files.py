@@ -113,7 +113,7 @@ def line_blocks(file: Path, block_bytes: int) -> Iterator[tuple[bytes, float]]:
                         f"{file}: a line of more than {block_bytes:,} bytes; is this a text file?"
                     )
                 if end:
-                    yield rest + data[:end], raw.tell() / total
+                    yield b"".join((rest, memoryview(data)[:end])), raw.tell() / total
                     rest = data[end:]
                 else:
                     rest += data

@@ -6,7 +6,8 @@ float32 [N], or [N, L] of several labels, ``weights.npy`` in the same shape if l
 text] and, for each multi-hot feature, ``<name>.values.npy`` and ``<name>.offsets.npy`` int64 [N + 1]. Ids
 are as the source gives them (``IdMapper``), of 4 bytes where all in the file fit; where ids are missing,
 ``missing.npy`` uint8 [N, one-hot features / 8] and ``<name>.missing.npy`` have bits.
-``digest-*.json`` has the digest of the rows that they become in tables of certain sizes.
+``digest-*.json`` has the digest of the rows that they become in tables of certain sizes: those of the run
+that prepared them, and of later ones.
 """
 
 from __future__ import annotations
@@ -264,33 +265,61 @@ class Mapped:
             found.ids = ids
         return found
 
-    def digest(self, to_rows: IdMapper) -> str:
-        """A hash of all arrays, with ids as the int32 rows that ``to_rows`` makes of them, or as int64 with
-        keys among them; ``BeyondTable`` if one is in no table."""
-        meta, samples = self.meta, self.meta.samples
-        kind = np.int64 if to_rows.keeps_keys else np.int32
+    def add_to(self, digest: RowsDigest) -> None:
+        """Add all samples."""
+        samples = self.meta.samples
         every = samples * len(self._of_text) + sum(len(bag.values) for bag in self._columns.bags.values())
         step = max(1, AT_A_TIME * samples // max(every, samples, 1))
-        ids = hashlib.blake2b(digest_size=16)
-        values = {name: hashlib.blake2b(digest_size=16) for name in meta.multi_hot}
         with Meter() as meter:
             for low in range(0, samples, step):
-                found = to_rows(self.between(low, min(low + step, samples)))
-                to_rows.require_rows(found)
-                ids.update(np.ascontiguousarray(found.ids, kind).data)
-                for name, own in values.items():
-                    own.update(np.ascontiguousarray(found.bags[name].trimmed().values, kind).data)
+                digest.add(self.between(low, min(low + step, samples)))
                 if meter.due:
                     share = low / samples
                     meter.show(share, f"hashing rows of tables  {share:.0%}")
-        own_digests = [meta.digests[name] for name in (LABELS, "dense.npy")]
-        if WEIGHTS in meta.digests:
-            own_digests.append(meta.digests[WEIGHTS])
-        of_ids = [bag_file(Path(), name, "weights").name for name in meta.multi_hot]
-        own_digests += [meta.digests[name] for name in of_ids if name in meta.digests]
-        own_digests += [ids.hexdigest(), *(own.hexdigest() for own in values.values())]
-        own_digests += [meta.digests[bag_file(Path(), name, "offsets").name] for name in meta.multi_hot]
-        return hashlib.blake2b("".join(own_digests).encode(), digest_size=16).hexdigest()
+
+
+class RowsDigest:
+    """Hashes of the ids of samples, as the int32 rows that they are in the tables of a ``schema``, or as
+    int64 with keys among them. ``multi_hot`` and ``kept``: as of a ``Source``."""
+
+    def __init__(self, schema: Schema, multi_hot: Sequence[str], kept: Sequence[IdRule]) -> None:
+        self._rows = [feature.rows for feature in schema.sparse]
+        self._to_rows = IdMapper(schema, multi_hot, kept)
+        self._hashes = {name: hashlib.blake2b(digest_size=16) for name in ("", *multi_hot)}
+
+    def add(self, columns: Columns) -> None:
+        """Add samples, as the source gives them; ``BeyondTable`` if one has an id that is in no table."""
+        self._to_rows.require_rows(columns)
+        kind = np.int64 if self._to_rows.keeps_keys else np.int32
+        for name, rows in self._to_rows.by_column(columns).items():
+            self._hashes[name].update(np.ascontiguousarray(rows, kind).data)
+
+    def of(self, meta: Meta) -> str:
+        """The digest of all arrays of prepared data, whose samples were added."""
+        names = [LABELS, "dense.npy", WEIGHTS]
+        names += [bag_file(Path(), name, "weights").name for name in meta.multi_hot]
+        found = [meta.digests[name] for name in names if name in meta.digests]
+        found += [own.hexdigest() for own in self._hashes.values()]
+        found += [meta.digests[bag_file(Path(), name, "offsets").name] for name in meta.multi_hot]
+        return hashlib.blake2b("".join(found).encode(), digest_size=16).hexdigest()
+
+    @property
+    def file(self) -> str:
+        """The name of the file, beside the arrays, that has the digest."""
+        return f"digest-{_seal({'rows': self._rows})}.json"
+
+    def write(self, directory: Path, meta: Meta) -> None:
+        """Keep it for later runs with tables of these rows."""
+        values = {"rows": self._rows, "digest": self.of(meta)}
+        (directory / self.file).write_text(json.dumps({**values, "seal": _seal(values)}))
+
+    def read(self, directory: Path) -> str | None:
+        """What was written; None if it was not."""
+        with contextlib.suppress(OSError, ValueError, KeyError, TypeError, AttributeError):
+            values = json.loads((directory / self.file).read_text())
+            if values.pop("seal") == _seal(values):
+                return str(values["digest"])
+        return None
 
 
 class PreparedDataset(NumberedDataset):
@@ -311,27 +340,25 @@ class PreparedDataset(NumberedDataset):
         self.missing = {name: count for name, count in meta.missing.items() if count}
         self.unseen = {name: count for name, count in meta.unseen.items() if count}
         self.mapped = Mapped(directory, meta)
-        self._to_rows = IdMapper(schema, meta.multi_hot, cast(tuple[IdRule, ...], meta.kept))
+        kept = cast(tuple[IdRule, ...], meta.kept)
+        self._to_rows = IdMapper(schema, meta.multi_hot, kept)
         self._make = BatchMaker(schema, meta.multi_hot)
         split = meta.parts or eval_fraction
-        identity = f"{meta.identity(schema, self._digest(directory))} {split!r}"
+        identity = (
+            f"{meta.identity(schema, self._digest(RowsDigest(schema, meta.multi_hot, kept)))} {split!r}"
+        )
         self.fingerprint = hashlib.blake2b(identity.encode(), digest_size=16).hexdigest()
-        with private_files():
-            self.samples_between(0, 1)  # so that no batch waits for machine code
 
-    def _digest(self, directory: Path) -> str:
+    def _digest(self, digest: RowsDigest) -> str:
         """The digest of the arrays, read from the file that has it, or made."""
-        rows = [feature.rows for feature in self.schema.sparse]
-        file = directory / f"digest-{_seal({'rows': rows})}.json"
-        with contextlib.suppress(OSError, ValueError, KeyError, TypeError, AttributeError):
-            values = json.loads(file.read_text())
-            if values.pop("seal") == _seal(values):
-                return str(values["digest"])
-        values = {"rows": rows, "digest": self.mapped.digest(self._to_rows)}
+        directory, meta = self.mapped.directory, self.mapped.meta
+        if (kept := digest.read(directory)) is not None:
+            return kept
+        self.mapped.add_to(digest)
         # A cache that cannot be written serves as well, and half a file has no seal.
         with contextlib.suppress(OSError), private_files():
-            file.write_text(json.dumps({**values, "seal": _seal(values)}))
-        return str(values["digest"])
+            digest.write(directory, meta)
+        return digest.of(meta)
 
     def samples_between(self, low: int, high: int) -> Batch:
         """Samples ``low`` to ``high`` (excluded), cut out of the mapped files."""

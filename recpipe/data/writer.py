@@ -23,6 +23,9 @@ from recpipe.data.schema import IdRule, Schema
 class _NpyStream:
     """A .npy file that grows by blocks of rows; the header is rewritten with the final shape at the end."""
 
+    hashed = True
+    """Whether it has a digest of its values. What ids are in tables has one instead (``RowsDigest``)."""
+
     def __init__(self, path: Path, dtype: DTypeLike, row: tuple[int, ...] = ()) -> None:
         self.dtype, self.row, self.rows = np.dtype(dtype), row, 0
         self.digest = hashlib.blake2b(digest_size=16)
@@ -44,7 +47,8 @@ class _NpyStream:
         """Write rows."""
         data = np.ascontiguousarray(block, self.dtype)
         self.file.write(data.data)
-        self.digest.update(data.data)
+        if self.hashed:
+            self.digest.update(data.data)
         self.rows += len(block)
         raw = data.data.cast("B") if data.size else memoryview(b"")
         while raw:
@@ -69,6 +73,8 @@ class _NpyStream:
 class _IdStream(_NpyStream):
     """Whole numbers, of 4 bytes as long as these are enough; then what was written is written anew in 8."""
 
+    hashed = False
+
     def __init__(self, path: Path, row: tuple[int, ...] = (), wide: bool = False) -> None:
         super().__init__(path, np.int64 if wide else np.int32, row)
         self._given: np.dtype[Any] = np.dtype(np.int32)
@@ -79,11 +85,13 @@ class _IdStream(_NpyStream):
         if block.size:
             self._given = block.dtype
             signed = self._low < 0
-            self._low, self._high = min(self._low, int(block.min())), max(self._high, int(block.max()))
+            self._low = min(self._low, int(block.min())) if block.dtype.kind == "i" else self._low
+            self._high = max(self._high, int(block.max()))
             if self.dtype.itemsize == 4 and not (self._fit(np.int32) or self._fit(np.uint32)):
                 self._widen(np.int32 if signed else np.uint32)
         # Four bytes of a whole number are the same ones, signed or not.
-        super().append(block.astype(f"{block.dtype.kind}{self.dtype.itemsize}").view(self.dtype))
+        words = block.astype(f"{block.dtype.kind}{self.dtype.itemsize}", copy=False)
+        super().append(words.view(self.dtype))
 
     def close(self) -> str:
         """Flush it to disk; returns the digest of the values."""
@@ -107,6 +115,10 @@ class _IdStream(_NpyStream):
         old.unlink()
 
 
+class _Bits(_NpyStream):
+    hashed = False
+
+
 class _BitStream:
     """A file of bits that is there only if one of them is set; ``width``: bytes a row."""
 
@@ -117,7 +129,7 @@ class _BitStream:
     def append(self, bits: NDArray[np.uint8] | None, rows: int) -> None:
         """Write those of ``rows`` rows; None: all 0."""
         if bits is not None and self.stream is None:
-            self.stream = _NpyStream(self.path, np.uint8, (self.width,))
+            self.stream = _Bits(self.path, np.uint8, (self.width,))
             step = max(1, AT_A_TIME // max(1, self.width))
             for low in range(0, self.rows, step):
                 self.stream.append(np.zeros((min(step, self.rows - low), self.width), np.uint8))
@@ -227,6 +239,7 @@ class PreparedWriter:
         of each feature; ``unseen``, ``learned`` and ``parts``: as in ``Meta``."""
         streams = {stream.path.name: stream for stream in self._streams()}
         digests = {name: stream.close() for name, stream in streams.items()}
+        digests = {name: digest for name, digest in digests.items() if streams[name].hashed}
         meta = Meta(
             self.schema.dense,
             tuple(feature.name for feature in self.schema.sparse),

@@ -32,13 +32,12 @@ LEAST = -(2**63)
 @pytest.mark.parametrize("features", [1, 9])
 def test_keys_become_the_rows_of_the_hash(dtype: type, features: int) -> None:
     draw = np.random.default_rng(0)
-    keys = draw.integers(np.iinfo(dtype).min, np.iinfo(dtype).max, (50, features), dtype, endpoint=True)
+    keys = draw.integers(np.iinfo(dtype).min, np.iinfo(dtype).max, (600, features), dtype, endpoint=True)
     keys[0], keys[1] = 0, np.iinfo(dtype).max
-    rows = draw.integers(2, 2**31, features)
-    rows[0] = 2
+    rows = np.array([2, 3, 7, 2**14 + 1, 2**15, 2**15 + 1, 2**15 + 2, 10**8, 2**31 - 1])[:features]
     missing = draw.random(keys.shape) < 0.2
     expected = np.stack([hash_rows(keys[:, i].astype(np.uint64), rows[i]) for i in range(features)])
-    out = np.empty((features, 50), np.int64)
+    out = np.empty((features, 600), np.int64)
     rules = np.zeros(features, np.int64)
     rows_into(out.reshape(-1), keys.reshape(-1), np.empty(0, np.uint8), rows, rules, False)
     assert np.array_equal(out, expected)
@@ -46,6 +45,31 @@ def test_keys_become_the_rows_of_the_hash(dtype: type, features: int) -> None:
     assert bits is not None
     rows_into(out.reshape(-1), keys.reshape(-1), bits.reshape(-1), rows, rules, False)
     assert np.array_equal(out, np.where(missing.T, 0, expected))
+
+
+@pytest.mark.parametrize("divisor", [1, 2, 3, 22527, 2**15 - 1, 2**15, 2**31 - 2])
+def test_a_hash_beside_a_multiple_of_the_divisor(divisor: int) -> None:
+    """The quotient in floating point may be one too small there."""
+    wanted = np.array([2**64 - 1 - (2**64 - 1) % divisor], np.uint64) - np.arange(5, dtype=np.uint64)
+    wanted = np.concatenate([wanted, wanted // np.uint64(2) * np.uint64(2), np.arange(5, dtype=np.uint64)])
+    keys = np.array([unmixed(hashed) for hashed in wanted.tolist()], np.uint64)
+    out = np.empty(len(keys), np.int64)
+    sizes = np.array([divisor + 1])
+    rows_into(out, keys, np.empty(0, np.uint8), sizes, np.zeros(1, np.int64), False)
+    assert out.tolist() == [1 + hashed % divisor for hashed in wanted.tolist()]
+
+
+def unmixed(hashed: int) -> int:
+    """The key whose mix64 is ``hashed``."""
+
+    def unshifted(value: int, by: int) -> int:
+        found = value
+        for _ in range(64 // by):
+            found = value ^ (found >> by)
+        return found
+
+    found = unshifted(hashed, 31) * pow(0x94D049BB133111EB, -1, 2**64) % 2**64
+    return unshifted(unshifted(found, 27) * pow(0xBF58476D1CE4E5B9, -1, 2**64) % 2**64, 30)
 
 
 def table(folder: Path) -> Path:
@@ -97,6 +121,18 @@ def of_npy(folder: Path) -> NpyConfig:
 
 def criteo_tables(rows: int) -> dict[str, int]:
     return {f"C{i}": rows + i for i in range(1, 27)}
+
+
+@pytest.mark.parametrize("of", [of_parquet, of_rows, of_criteo, of_npy])
+def test_what_is_hashed_is_what_batches_have(of: Callable[[Path], FileConfig], tmp_path: Path) -> None:
+    source = open_source(of(tmp_path))
+    to_rows = IdMapper(source.schema, source.multi_hot, source.kept)
+    for columns, _ in source.blocks():
+        made, found = to_rows(columns), to_rows.by_column(columns)
+        assert np.array_equal(found.pop(""), made.ids)
+        assert list(found) == list(source.multi_hot)
+        for name, rows in found.items():
+            assert np.array_equal(rows, made.bags[name].trimmed().values)
 
 
 @pytest.mark.parametrize("of", [of_parquet, of_rows, of_criteo, of_npy])

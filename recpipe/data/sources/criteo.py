@@ -67,9 +67,10 @@ class CriteoSource:
             for text, share in line_blocks(file, BLOCK_BYTES):
                 if not self._labelled:
                     text = _with_labels(text)
+                rejected = self.rejected_rows
                 columns = self._parse(file, text, line)
                 yield columns, (index + share) / len(self.files)
-                line, empty = line + text.count(b"\n"), False
+                line, empty = line + len(columns) + self.rejected_rows - rejected, False
             if empty:
                 raise DataError(f"{file}: the file is empty")
 

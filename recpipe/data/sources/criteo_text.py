@@ -11,9 +11,9 @@ import pyarrow.compute as pc
 import pyarrow.csv
 from numpy.typing import NDArray
 
-from recpipe.data.columns import Columns, Float32, bits_of
+from recpipe.data.columns import Columns, Float32, Ids, bits_of
 from recpipe.data.sources.criteo_columns import COLUMNS, DENSE, SPARSE
-from recpipe.data.sources.transforms import UInt64, signed_log
+from recpipe.data.sources.transforms import signed_log
 from recpipe.errors import shown
 
 # There is only one way to match, so nothing backtracks.
@@ -49,9 +49,12 @@ def parse_plain(text: bytes) -> Columns:
 
 
 def parse_block(text: bytes) -> Columns:
-    """Columns of whole lines of Criteo text, with uint64 ids; none of them may be bad by ``bad_lines``."""
+    """Columns of whole lines of Criteo text, with ids uint32, or uint64 if one of them takes more.
+
+    None of the lines may be bad by ``bad_lines``.
+    """
     if not text:
-        return Columns(np.empty(0, np.float32), np.empty((0, 13), np.float32), np.empty((0, 26), np.uint64))
+        return Columns(np.empty(0, np.float32), np.empty((0, 13), np.float32), np.empty((0, 26), np.uint32))
     whole = pa.csv.ReadOptions(column_names=COLUMNS, block_size=len(text))
     try:
         table = pa.csv.read_csv(pa.BufferReader(text), whole, _PARSE, _CONVERT).combine_chunks()
@@ -61,10 +64,9 @@ def parse_block(text: bytes) -> Columns:
     dense = np.empty((len(table), len(DENSE)), np.float32)
     for index, array in enumerate(arrays[1:14]):
         dense[:, index] = _signed_log(array)
-    ids = np.empty((len(table), len(SPARSE)), np.uint64)
-    missing = np.empty(ids.shape, bool)
-    for index in range(len(SPARSE)):
-        ids[:, index], missing[:, index] = _hex_keys(arrays[14 + index])
+    keys = [_hex_keys(array) for array in arrays[14:]]
+    ids = np.stack([own for own, _ in keys]).T  # by feature in memory, as their rows are made
+    missing = np.stack([absent for _, absent in keys], 1)
     return Columns(_labels(arrays[0]), dense, ids, missing=bits_of(missing))
 
 
@@ -91,11 +93,12 @@ def _text(array: pa.Array) -> tuple[NDArray[np.int32], NDArray[np.uint8]]:
     return np.diff(offsets), np.frombuffer(data_buffer, np.uint8)[offsets[0] : offsets[-1]]
 
 
-def _hex_keys(array: pa.Array) -> tuple[UInt64, NDArray[np.bool_]]:
-    """Hexadecimal ids of up to 16 digits, and which of them are empty."""
+def _hex_keys(array: pa.Array) -> tuple[Ids, NDArray[np.bool_]]:
+    """Hexadecimal ids of up to 16 digits, uint32 if they have no more than 8; and which of them are empty."""
     lengths, digits = _text(array)
     present = lengths > 0
     own = lengths[present]
+    keys: Ids
     if (own == 8).all():
         keys = _hex_words(digits)
     else:
@@ -104,10 +107,12 @@ def _hex_keys(array: pa.Array) -> tuple[UInt64, NDArray[np.bool_]]:
         padded = np.full((len(own), 16), ord("0"), np.uint8)
         padded[np.arange(16) >= 16 - own[:, None]] = digits
         words = _hex_words(padded.reshape(-1)).reshape(-1, 2)
-        keys = (words[:, 0] << np.uint64(32)) | words[:, 1]
+        keys = words[:, 1]
+        if words[:, 0].any():
+            keys = (words[:, 0].astype(np.uint64) << np.uint64(32)) | keys
     if len(keys) == len(lengths):
         return keys, ~present
-    result = np.zeros(len(lengths), np.uint64)
+    result = np.zeros(len(lengths), keys.dtype)
     result[present] = keys
     return result, ~present
 
@@ -116,7 +121,7 @@ _IS_HEX = np.zeros(256, bool)
 _IS_HEX[list(b"0123456789abcdefABCDEF")] = True
 
 
-def _hex_words(digits: NDArray[np.uint8]) -> UInt64:
+def _hex_words(digits: NDArray[np.uint8]) -> NDArray[np.uint32]:
     """Values of runs of 8 hexadecimal digits; a 64-bit word parses eight digits at a time."""
     if not _IS_HEX[digits].all():
         raise Malformed("an id is not hexadecimal")
@@ -126,7 +131,7 @@ def _hex_words(digits: NDArray[np.uint8]) -> UInt64:
     )
     word = (word | (word >> np.uint64(4))) & np.uint64(0x00FF00FF00FF00FF)
     word = (word | (word >> np.uint64(8))) & np.uint64(0x0000FFFF0000FFFF)
-    return (word | (word >> np.uint64(16))) & np.uint64(0xFFFFFFFF)
+    return (word | (word >> np.uint64(16))).astype(np.uint32)
 
 
 def bad_lines(text: bytes) -> tuple[list[tuple[int, bytes]], bytes]:
