@@ -84,10 +84,26 @@ class Named(Protocol):
     def name(self) -> str:
         """Its own name, without folders."""
 
+    @property
+    def parts(self) -> tuple[str, ...]:
+        """The names of its folders, and its own."""
 
-def natural_key(file: Named) -> list[tuple[bool, int, str]]:
+
+Natural = list[tuple[bool, int, str]]
+
+
+def natural_key(file: Named) -> Natural:
     """Sorts names by the numbers in them: day_2 before day_10."""
-    parts = re.split(r"(\d+)", file.name)
+    return _natural(file.name)
+
+
+def natural_path(file: Named) -> list[Natural]:
+    """The same for files in several folders, whose names count first."""
+    return list(map(_natural, file.parts))
+
+
+def _natural(name: str) -> Natural:
+    parts = re.split(r"(\d+)", name)
     return [(part.isdigit(), int(part) if part.isdigit() else 0, part) for part in parts]
 
 

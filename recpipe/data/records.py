@@ -23,7 +23,7 @@ import pyarrow.csv
 import pyarrow.parquet as pq
 
 from recpipe.data.config import FilesConfig
-from recpipe.data.files import TextRules, check_readable, natural_key
+from recpipe.data.files import TextRules, check_readable, natural_key, natural_path
 from recpipe.data.json_lines import JsonLines
 from recpipe.data.remote import AnyPath, RemotePath, located, opened
 from recpipe.data.text import PACKED, READ_FAULTS, Block, text_blocks
@@ -174,7 +174,8 @@ def input_files(
     """The files that ``path`` means, in time order: a file, a folder, a pattern such as ``day_*.csv``, or a
     list of these, which keeps its order; on this machine or elsewhere (``remote.located``).
 
-    Of a folder, the files of known formats in natural order (day_2 before day_10), those of its Hive
+    Of a pattern, the files in natural order of their paths; if it means folders alone, what is in these. Of a
+    folder, the files of known formats in natural order (day_2 before day_10), those of its Hive
     partitions too, but none whose name begins with a point or an underscore (Spark's ``_SUCCESS``). Of a
     folder without any, those of its folder ``data``, as HuggingFace's data sets have it. ``DataError``, which
     names the ``key``, for a path that does not exist or holds no file, and for a folder with several splits.
@@ -196,7 +197,11 @@ def input_files(
     elif base.exists():
         found = [base]
     else:
-        found = sorted((match for match in _matches(base) if match.is_file()), key=natural_key)
+        matches = sorted(_matches(base), key=natural_path)
+        found = [match for match in matches if match.is_file()]
+        if not found:
+            folders = [match for match in matches if match.name[0] not in "._"]
+            found = [file for folder in folders for file in _in_folder(folder, kind)]
         if not found:
             seen_from = "" if isinstance(base, RemotePath) else f", seen from {Path.cwd()}"
             raise DataError(f"{base}: no such file or directory ({key}{seen_from})")

@@ -30,8 +30,8 @@ WAITS = (0.1, 0.5, 2.0, 8.0)
 """Seconds before a request is made again, for the first time, the second ..."""
 AT_ONCE = 4 << 20
 """Bytes of the smallest request for a part of a file."""
-FINAL = (FileNotFoundError, PermissionError, IsADirectoryError, NotADirectoryError)
-"""Answers that are the same however often one asks."""
+FINAL = (FileNotFoundError, PermissionError, IsADirectoryError, NotADirectoryError, ValueError)
+"""Answers that are the same however often one asks; a ``ValueError`` is about what was asked."""
 GONE = (401, 403, 404, 410)
 """Answers of web servers that are as final."""
 EXTRAS = {"s3": "s3", "s3a": "s3", "gs": "gs", "gcs": "gs", "hf": "hf"}
@@ -128,7 +128,10 @@ class RemotePath:
 
     def glob(self) -> list[RemotePath]:
         """What it means as a pattern."""
-        found = self._patiently(lambda: self.store.glob(self._path, detail=True))
+        try:
+            found = self._patiently(lambda: self.store.glob(self._path, detail=True))
+        except FileNotFoundError as error:  # as HuggingFace's hub says of a whole data set, with the reason
+            raise DataError(f"{self}: is not there ({shown(error, 200)})") from error
         return [self._entry(entry) for entry in found.values()]
 
     def _entry(self, info: Mapping[str, Any]) -> RemotePath:
@@ -144,7 +147,7 @@ class RemotePath:
             return b""
 
         def fetch() -> bytes:
-            data: bytes = self.store.cat_file(self._path, start=low, end=high)
+            data: bytes = self.store.cat_file(self._path, start=low, end=high, **self._unbuffered)
             if len(data) < high - low:
                 raise OSError(f"{len(data):,} bytes came instead of {high - low:,}")
             return data
@@ -156,6 +159,14 @@ class RemotePath:
         if len(data) > high - low:
             raise DataError(f"{self}: its server sends no parts of files; download it, and name the copy")
         return data
+
+    @property
+    def _unbuffered(self) -> dict[str, str]:
+        """What keeps a store that has buffered files alone from reading beyond the part that is asked for."""
+        from fsspec import AbstractFileSystem
+
+        own = getattr(self.store.cat_file, "__func__", None)
+        return {"cache_type": "none"} if own is AbstractFileSystem.cat_file else {}
 
     def _patiently(self, request: Callable[[], T]) -> T:
         """What ``request`` gives at last. ``FileNotFoundError`` at once; ``DataError`` for another error that
@@ -182,7 +193,10 @@ class RemotePath:
 
 
 def _fault(error: BaseException) -> BaseException:
-    """What went wrong; of a web server that is busy or does not answer, fsspec says that there is no file."""
+    """What went wrong; of a web server that is busy or does not answer, fsspec says that there is no file.
+    Errors of HuggingFace's hub are of its own types, and have the server's answer."""
+    if getattr(getattr(error, "response", None), "status_code", None) in GONE:
+        return PermissionError(str(error).splitlines()[0])
     cause = error.__cause__
     if isinstance(error, FileNotFoundError) and type(cause).__module__.startswith("aiohttp"):
         return error if getattr(cause, "status", None) in GONE else cause or error

@@ -17,6 +17,7 @@ import pytest
 from recpipe.data.config import FilesConfig
 from recpipe.data.dataset import Dataset
 from recpipe.data.make import open_dataset
+from recpipe.data.records import input_files
 from recpipe.errors import DataError, UserError
 
 CITIES = ["Zürich", "New York, NY", "", 'Say "hi"', "007"]
@@ -231,3 +232,15 @@ def test_a_column_that_is_text_in_one_file_and_a_number_in_another_is_refused(tm
         DataError, match=r"b.parquet, column user: holds string here and int64 in .*a.parquet"
     ):
         opened(tmp_path, str(tmp_path))
+
+
+@pytest.mark.parametrize("pattern", ["day=*/*.csv", "day=*", "day=*/"])
+def test_files_of_a_pattern_are_in_the_order_of_their_paths(tmp_path: Path, pattern: str) -> None:
+    """Also where all have one name; a pattern of folders is what lies in them."""
+    wanted = [f"day={day}/part-{part}.csv" for day in (2, 10, 11) for part in (0, 9, 10)]
+    for name in reversed(wanted):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text("a\n1\n")
+    found = input_files(f"{tmp_path}/{pattern}")
+    assert [str(file.path.relative_to(tmp_path)) for file in found] == wanted
+    assert found[0].partition == {"day": "2"}
