@@ -26,6 +26,7 @@ from recpipe.common.saved import entries, tensor, typed_as
 from recpipe.common.tensors import INT64, Streamed, write_tensors
 from recpipe.errors import UserError, shown
 from recpipe.model.dlrm import META, DlrmSizes, make_dlrm
+from recpipe.model.losses.tasks import LOG_VARIANCES
 from recpipe.pipeline.placed import saved_values
 from recpipe.plugin.tables import to_numpy
 from recpipe.private_api import module_name
@@ -128,14 +129,15 @@ def parameters_of_tables(
 
 
 def saved_dense(directory: Path, trainer: Mapping[str, Any]) -> dict[str, torch.Tensor]:
-    """The dense parameters and saved buffers by name, in the ``trainer`` of the checkpoint ``directory``."""
+    """The model's dense parameters and saved buffers by name, in the ``trainer`` of the checkpoint
+    ``directory``."""
     with naming(directory):
         dense: dict[str, torch.Tensor] = entries({"state_dict": dict[str, torch.Tensor]}, trainer)[
             "state_dict"
         ]
         for name, value in dense.items():
             tensor(value, value.dtype, tuple(value.shape), name)
-    return dense
+    return {name: value for name, value in dense.items() if name != LOG_VARIANCES}
 
 
 def unshard_command(words: Sequence[str]) -> int:

@@ -6,7 +6,7 @@ import copy
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from inspect import Parameter, signature
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import nn
@@ -17,11 +17,25 @@ from recpipe.errors import UserError, nearest_or_all, shown
 from recpipe.model.config import ModelConfig, UserModel
 from recpipe.model.loss import parse_loss
 from recpipe.model.losses.base import Loss, vector
+from recpipe.model.losses.tasks import LOG_VARIANCES, UNCERTAINTY, Esmm, Uncertainty
 from recpipe.model.metrics import Kind
+from recpipe.model.outputs import (
+    ABSENT,
+    REMEDY,
+    described,
+    is_scalar,
+    is_tensor,
+    keyed,
+    names_of,
+    part_of,
+    sole,
+)
 from recpipe.plugin.batch import Batch
 
 LABELS = "labels"
 """The attribute of a batch that has the labels, unless the recipe names another."""
+FEW = 16
+"""In so few samples it may be by chance that there is no label 0."""
 SCORE = "score"
 """The name of a model's only output."""
 _WRAPPERS = ("module", "_orig_mod")
@@ -67,16 +81,18 @@ class Called:
     def __init__(
         self,
         module: nn.Module,
-        loss: Loss | Mapping[str, Loss],
+        loss: Loss | Esmm | Mapping[str, Loss],
         labels: str = LABELS,
         prediction: str | None = None,
         low_precision: bool = False,
         columns: Sequence[str] = (),
-        task_weights: Mapping[str, float] | None = None,
+        task_weights: Mapping[str, float] | Literal["uncertainty"] | None = None,
         label_weights: str | None = None,
     ) -> None:
         self.module = module
-        self.loss = loss
+        self.joint = loss if isinstance(loss, Esmm) else None
+        """What makes several outputs of the module's; None: they are the module's."""
+        self.loss: Loss | Mapping[str, Loss] = loss.losses if isinstance(loss, Esmm) else loss
         self.labels = labels
         """Dotted path of the labels in a batch; with several losses, of the object that holds the labels by
         name."""
@@ -86,10 +102,18 @@ class Called:
         """Whether matrix products are computed in bfloat16."""
         self.columns = tuple(columns)
         """The names of the columns of labels [B, L]; (): they have none."""
-        self.task_weights = task_weights or {}
+        self.uncertainty: Uncertainty | None = None
+        """Weights of the losses in their sum, if they are learnt."""
+        self.task_weights: Mapping[str, float] = {}
         """What the loss of each label is multiplied by in their sum; 1 of those that are not named."""
         self.label_weights = tuple(label_weights.split(".")) if label_weights else ()
         """Where batches of a user's own type have the labels' weights, names one within another."""
+        if task_weights == UNCERTAINTY:
+            self.uncertainty = Uncertainty(self._summed_losses(), _device_of(module))
+        elif task_weights:
+            self.task_weights = task_weights
+        self.gives_loss = False
+        """Whether the module, when it was last called, gave a loss of its own, and ``loss`` had no part."""
         self._said = prediction is not None or (isinstance(loss, Loss) and labels != LABELS)
         """Whether the recipe says what the prediction is."""
         self._parameters = {name: p.default is p.empty for name, p in _named_parameters(module).items()}
@@ -102,17 +126,18 @@ class Called:
         """Make ``module`` callable as the recipe says, for ``labels`` of the data; ``UserError`` for an
         unknown loss or label."""
         low, names = config.precision == "bfloat16", [label.name for label in labels]
-        for name in config.task_weights or {}:
-            if name not in names:
+        path = LABELS if isinstance(config, ModelConfig) else config.labels
+        loss = parse_loss(config.loss, labels if path == LABELS else ())
+        known = [*loss.losses] if isinstance(loss, Esmm) else names
+        for name in config.task_weights if isinstance(config.task_weights, Mapping) else ():
+            if name not in known:
                 raise UserError(
-                    f"model.task_weights.{shown(name)}: no such label; {nearest_or_all(name, names)}"
+                    f"model.task_weights.{shown(name)}: no such label; {nearest_or_all(name, known)}"
                 )
         if isinstance(config, ModelConfig):
-            loss = parse_loss(config.loss, labels)
-            return cls(module, loss, low_precision=low, columns=names, task_weights=config.task_weights)
-        loss = parse_loss(config.loss, labels if config.labels == LABELS else ())
+            return cls(module, loss, path, None, low, names, config.task_weights)
         more = config.task_weights, config.label_weights
-        return cls(module, loss, config.labels, config.prediction, low, names, *more)
+        return cls(module, loss, path, config.prediction, low, names, *more)
 
     def __call__(self, batch: Any) -> tuple[torch.Tensor, Any]:
         """The loss, a mean over the batch's samples (0 without samples), and the module's output.
@@ -144,6 +169,9 @@ class Called:
             return torch.stack([own.double().cpu() * samples, torch.tensor(samples)]).reshape(1, 2)
         losses, found = self.losses(output, batch), list[torch.Tensor]()
         for name, task in self.judged.items():
+            if name not in losses:  # of an output that is judged and not learnt
+                found.append(torch.zeros(2, dtype=torch.float64))
+                continue
             weights = task.weights_of(batch)
             total = torch.tensor(samples, dtype=torch.float64)
             if weights is not None:  # of labels [B, L] without names, the mean over the columns
@@ -191,8 +219,8 @@ class Called:
         arguments: dict[str, Any] = {}
         absent, required = list[str](), 0
         for name, must in self._parameters.items():
-            part = _part(batch, name)
-            if part is not _ABSENT:
+            part = part_of(batch, name)
+            if part is not ABSENT:
                 arguments[name] = part
             elif must:
                 absent.append(name)
@@ -202,15 +230,16 @@ class Called:
         if absent and not takes_batch:
             raise UserError(
                 f"{type(self.module).__name__}.forward takes '{absent[0]}', which the batch "
-                f"({type(batch).__name__}) does not have; {nearest_or_all(absent[0], _names(batch))}"
+                f"({type(batch).__name__}) does not have; {nearest_or_all(absent[0], names_of(batch))}"
             )
         precision: AbstractContextManager[None] = nullcontext()
         if self.low_precision or any(map(torch.is_autocast_enabled, ("cpu", "cuda"))):
-            device = next((p.device.type for p in self.module.parameters() if not p.is_meta), "cpu")
-            precision = torch.autocast(device, torch.bfloat16, enabled=self.low_precision)
+            device = _device_of(self.module)
+            precision = torch.autocast(device.type, torch.bfloat16, enabled=self.low_precision)
         with precision:
             returned = self.module(batch) if takes_batch else self.module(**arguments)
-        if isinstance(returned, list | tuple) and len(returned) == 2 and _is_scalar(returned[0]):
+        self.gives_loss = isinstance(returned, list | tuple) and len(returned) == 2 and is_scalar(returned[0])
+        if self.gives_loss:
             needed = "weights" if isinstance(batch, Batch) else next(iter(self.label_weights), "")
             if not takes_batch and needed and needed not in arguments and _has_part(batch, needed):
                 raise UserError(
@@ -219,11 +248,20 @@ class Called:
                     "alone"
                 )
             return returned[0], returned[1]
-        if _is_scalar(returned):
+        if is_scalar(returned):
             raise UserError(
                 "the model returns a loss alone, and quality cannot be measured; return (loss, output)"
             )
-        return None, returned
+        return None, returned if self.joint is None else self._joined(returned, self.joint)
+
+    def _joined(self, output: Any, joint: Esmm) -> dict[str, torch.Tensor]:
+        """The outputs that ``joint`` makes of the module's: those of its labels, or already of its names."""
+        found = []
+        for name in ("ctr", "cvr"):
+            label = joint.labels[name]
+            named = isinstance(output, Mapping) and name in output
+            found.append(output[name] if named else self._of_label(output, label, self._loss_of(name)))
+        return joint.outputs(*found)
 
     @property
     def whole_batch(self) -> str | None:
@@ -254,7 +292,7 @@ class Called:
         found, loss = self._predicted(output), self._predicted_loss()
         found = vector(found if loss is None else loss.logits(found)).detach()
         if found.dim() != 1:
-            raise UserError(f"the model's prediction is {list(found.shape)}, not [B] or [B, 1]; {_REMEDY}")
+            raise UserError(f"the model's prediction is {list(found.shape)}, not [B] or [B, 1]; {REMEDY}")
         return found.float()
 
     def _predicted_loss(self) -> Loss | None:
@@ -269,19 +307,33 @@ class Called:
         return vector(self._labels(batch, self._path())).float()
 
     def weights_of(self, batch: Any) -> torch.Tensor | None:
-        """The weights of ``labels_of``, float32 [B]; None if they count alike."""
+        """The weights of ``labels_of``, float32 [B]; None if they count alike. The rate of conversions after
+        a click is judged on samples that were clicked."""
         found = self._weights(batch, self._path())
-        return None if found is None else vector(found)
+        if self.joint is None:
+            return None if found is None else vector(found)
+        weights = torch.ones_like(self.labels_of(batch)) if found is None else vector(found)
+        if self.key != "cvr":
+            return weights
+        path = f"{self.labels}.{self.joint.click}"
+        clicked, known = self._labels(batch, path) > 0, self._weights(batch, path)
+        return weights * (clicked if known is None else clicked & (known > 0))
 
     def weighs(self, batch: Any) -> bool:
         """Whether the labels of ``batch`` may have weights."""
+        if self.joint is not None:
+            return True
         return batch.weights is not None if isinstance(batch, Batch) else bool(self.label_weights)
 
     def _path(self) -> str:
         """Where the prediction's labels are."""
         if isinstance(self.loss, Loss):
             return self.labels
-        return f"{self.labels}.{self.key or next(iter(self.loss))}"
+        return f"{self.labels}.{self.label_of(self.key or next(iter(self.loss)))}"
+
+    def label_of(self, name: str) -> str:
+        """The label of an output."""
+        return name if self.joint is None else self.joint.labels.get(name, name)
 
     def losses(self, output: Any, batch: Any) -> dict[str, torch.Tensor]:
         """The loss of each task, as it is in their sum."""
@@ -290,12 +342,60 @@ class Called:
             labels = self._labels(batch, self.labels)
             return {SCORE: self.loss(self._predicted(output), labels, weights, batch)}
         found: dict[str, torch.Tensor] = {}
-        for name, loss in self.loss.items():
-            path = f"{self.labels}.{name}"
-            part = self._of_label(output, name, loss)
-            own = loss(part, self._labels(batch, path), self._weights(batch, path), batch)
+        for name, loss in self._summed_losses().items():
+            path = f"{self.labels}.{self.label_of(name)}"
+            weights, part = self._weights(batch, path), self._of_label(output, name, loss)
+            own = loss(part, self._labels(batch, path), weights, batch)
+            if self.uncertainty is not None:
+                some = 0.0 if _is_empty(batch) else 1.0
+                own = self.uncertainty(name, own, some if weights is None or not some else weights.mean())
             found[name] = own * self.task_weights[name] if name in self.task_weights else own
         return found
+
+    def _summed_losses(self) -> Mapping[str, Loss]:
+        """The losses of several labels that are added up; ``UserError`` if there is one label."""
+        if isinstance(self.loss, Loss):
+            raise UserError(
+                f"model.task_weights={UNCERTAINTY}: there is one loss, {self.loss.name}; weights are of the "
+                "losses of several labels"
+            )
+        return {name: loss for name, loss in self.loss.items() if self.joint is None or name != "cvr"}
+
+    def _loss_of(self, name: str) -> Loss:
+        return self.loss if isinstance(self.loss, Loss) else self.loss[name]
+
+    @property
+    def parameters(self) -> dict[str, nn.Parameter]:
+        """What the loss itself learns, by name in a checkpoint; these are no part of the module."""
+        return {} if self.uncertainty is None else {LOG_VARIANCES: self.uncertainty.log_variances}
+
+    def check(self, batch: Any) -> None:
+        """``UserError`` if a loss needs samples of label 0 and ``batch``, the first one, has none."""
+        for name, loss in {SCORE: self.loss}.items() if isinstance(self.loss, Loss) else self.loss.items():
+            if not loss.samples_negatives:
+                continue
+            labels = self._labels(batch, self.labels if name == SCORE else f"{self.labels}.{name}")
+            if len(labels) >= FEW and bool((labels > 0).all()):
+                raise UserError(
+                    f"model.loss={loss.name}: no sample of the first batch has label 0, so that there are no "
+                    "negatives; set data.negatives='{feature: ITEM, ratio: 4}'"
+                )
+
+    def objective(self, batch: Any) -> dict[str, dict[str, Any]]:
+        """By each output how it is learnt from batches such as ``batch``, for the report: the loss with its
+        arguments, the kind of its figures, and its weight in the sum as it is now; None of one that is judged
+        and not learnt."""
+        learnt = self._summed_losses() if isinstance(self.loss, Mapping) else {SCORE: self.loss}
+        weights = self.task_weights if self.uncertainty is None else self.uncertainty.weights
+        return {
+            name: {
+                "loss": "the model's own" if self.gives_loss else loss.name,
+                "arguments": {} if self.gives_loss else loss.arguments(batch),
+                "kind": loss.kind,
+                "weight": weights.get(name, 1.0) if name in learnt else None,
+            }
+            for name, loss in (self.loss if isinstance(self.loss, Mapping) else learnt).items()
+        }
 
     def _of_label(self, output: Any, name: str, loss: Loss) -> Any:
         """The part of the output for one of several labels."""
@@ -316,14 +416,14 @@ class Called:
             )
         if loss.needs and not loss.takes(output[name]):
             raise UserError(
-                f"model.loss.{name}={loss.name}: the model's '{name}' is {_described(output[name])}; "
+                f"model.loss.{name}={loss.name}: the model's '{name}' is {described(output[name])}; "
                 f"{loss.needs}"
             )
         return output[name]
 
     def _column(self, output: Any, name: str) -> torch.Tensor | None:
         """The column of a label in an output [B, L]; None if it is none."""
-        found = _sole(output)
+        found = sole(output)
         if isinstance(found, torch.Tensor) and found.dim() == 2 and found.shape[1] == len(self.columns):
             return found[:, self.columns.index(name)] if name in self.columns else None
         return None
@@ -345,9 +445,9 @@ class Called:
         found = self._at(batch, self.label_weights, f"model.label_weights={where}")
         for name in path[len(self.labels) :].split(".")[1:]:
             column = self._label_column(found, name)
-            found = found if isinstance(found, torch.Tensor) else _part(found, name)
-            found = found if column is _ABSENT else column
-        if found is _ABSENT:
+            found = found if isinstance(found, torch.Tensor) else part_of(found, name)
+            found = found if column is ABSENT else column
+        if found is ABSENT:
             return None
         if not isinstance(found, torch.Tensor):
             raise UserError(f"model.label_weights={where}: is a {type(found).__name__}, not a tensor")
@@ -360,12 +460,12 @@ class Called:
         return found.float().reshape(labels.shape)
 
     def _label_column(self, labels: Any, name: str) -> Any:
-        """The column of that name of ``labels`` [B] or [B, L]; ``_ABSENT`` if they are something else."""
+        """The column of that name of ``labels`` [B] or [B, L]; ``ABSENT`` if they are something else."""
         if not isinstance(labels, torch.Tensor) or name not in self.columns:
-            return _ABSENT
+            return ABSENT
         if labels.dim() == 2 and labels.shape[1] == len(self.columns):
             return labels[:, self.columns.index(name)]
-        return labels if len(self.columns) == 1 else _ABSENT
+        return labels if len(self.columns) == 1 else ABSENT
 
     def _labels(self, batch: Any, path: str) -> torch.Tensor:
         found = self._at(batch, path.split("."), f"model.labels={path}")
@@ -379,11 +479,11 @@ class Called:
         found, at = batch, "the batch"
         for name in path:
             in_columns = isinstance(found, torch.Tensor)
-            part = self._label_column(found, name) if in_columns else _part(found, name)
-            if part is _ABSENT:
+            part = self._label_column(found, name) if in_columns else part_of(found, name)
+            if part is ABSENT:
                 raise UserError(
                     f"{key}: {at} ({type(found).__name__}) has no '{name}'; "
-                    f"{nearest_or_all(name, _names(found))}"
+                    f"{nearest_or_all(name, names_of(found))}"
                 )
             found, at = part, f"{at}'s {name}"
         return found
@@ -391,53 +491,31 @@ class Called:
     def _predicted(self, output: Any) -> Any:
         """The part of ``output`` that is the prediction: a tensor, or what else its loss takes."""
         loss = self._predicted_loss()
-        takes = _is_tensor if loss is None else loss.takes
+        takes = is_tensor if loss is None else loss.takes
         if self.key is None:
-            found = output if takes(output) else _sole(output)
+            found = output if takes(output) else sole(output)
         elif (found := self._column(output, self.key)) is None:
-            found = _keyed(output, self.key)
+            found = keyed(output, self.key)
             if isinstance(found, Mapping) and not takes(found):
-                found = _sole(found)
+                found = sole(found)
         if takes(found):
             return found
         if loss is not None and loss.needs:
-            raise UserError(f"model.loss={loss.name}: the model returns {_described(output)}; {loss.needs}")
+            raise UserError(f"model.loss={loss.name}: the model returns {described(output)}; {loss.needs}")
         raise UserError(
-            f"the model returns {_described(output)}, of which it is not plain what it predicts; {_REMEDY}"
+            f"the model returns {described(output)}, of which it is not plain what it predicts; {REMEDY}"
         )
 
 
-def _described(output: object) -> str:
-    """What a model returns, for messages."""
-    if isinstance(output, Mapping):
-        return f"a mapping of {', '.join(map(str, output))}"
-    return f"{len(output)} values" if isinstance(output, list | tuple) else f"a {type(output).__name__}"
-
-
-def _is_tensor(found: object) -> bool:
-    return isinstance(found, torch.Tensor)
-
-
-def _sole(output: Any) -> Any:
-    """The one thing that ``output`` has; None if there are several."""
-    if isinstance(output, Mapping):
-        return next(iter(output.values())) if len(output) == 1 else None
-    if isinstance(output, list | tuple):
-        if len(output) == 3 and _is_scalar(output[0]):  # TorchRec's DLRMTrain: (loss, logits, labels)
-            return output[1]
-        return output[0] if len(output) == 1 else None
-    return output
-
-
-_REMEDY = (
-    "return a tensor [B] or [B, 1], (loss, such a tensor), or say which part it is: model.prediction=KEY"
-)
+def _device_of(module: nn.Module) -> torch.device:
+    """That of the parameters outside tables to come."""
+    return next((p.device for p in module.parameters() if not p.is_meta), torch.device("cpu"))
 
 
 def _has_part(batch: Any, name: str) -> bool:
     """Whether it is there, and not None."""
-    found = _part(batch, name)
-    return found is not _ABSENT and found is not None
+    found = part_of(batch, name)
+    return found is not ABSENT and found is not None
 
 
 def _is_empty(batch: Any) -> bool:
@@ -446,10 +524,6 @@ def _is_empty(batch: Any) -> bool:
         return batch_size(batch) == 0
     except UserError:
         return False
-
-
-def _is_scalar(value: Any) -> bool:
-    return isinstance(value, torch.Tensor) and value.dim() == 0
 
 
 def _named_parameters(module: nn.Module) -> dict[str, Parameter]:
@@ -462,33 +536,3 @@ def _named_parameters(module: nn.Module) -> dict[str, Parameter]:
         if found or not isinstance(inner, nn.Module):
             return found
         module = inner
-
-
-_ABSENT = object()
-
-
-def _part(value: Any, name: str) -> Any:
-    """The entry or attribute of that name; ``_ABSENT`` if there is none, or a method."""
-    if isinstance(value, Mapping):
-        return value.get(name, _ABSENT)
-    found = getattr(value, name, _ABSENT)
-    return _ABSENT if callable(found) else found
-
-
-def _names(value: Any) -> list[str]:
-    """The names of the parts of ``value``."""
-    if isinstance(value, Mapping):
-        return [*map(str, value)]
-    return [n for n in dir(value) if not n.startswith("_") and _part(value, n) is not _ABSENT]
-
-
-def _keyed(output: Any, key: str) -> Any:
-    if isinstance(output, list | tuple) and key.isdecimal() and int(key) < len(output):
-        return output[int(key)]
-    found = _part(output, key)
-    if found is not _ABSENT:
-        return found
-    names = [*map(str, range(len(output)))] if isinstance(output, list | tuple) else _names(output)
-    raise UserError(
-        f"model.prediction={shown(key)}: the model's output has no such part; {nearest_or_all(key, names)}"
-    )

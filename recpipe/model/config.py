@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from annotated_types import Interval, MinLen
 from pydantic import AfterValidator
@@ -29,7 +29,7 @@ Sizes = Annotated[list[Annotated[int, Interval(ge=1, le=2**31 - 1)]], MinLen(1)]
 """Widths of an MLP's layers."""
 Precision = Annotated[str, one_of("float32", "tf32", "bfloat16")]
 
-TaskWeight = Annotated[float, Interval(ge=0)]
+TaskWeights = dict[str, Annotated[float, Interval(ge=0)]] | Literal["uncertainty"]
 
 
 def _importable(path: str) -> str:
@@ -52,8 +52,9 @@ class ModelConfig:
     loss: Text | dict[str, Any] | None = None
     """A name of ``recpipe.model.loss``, such a name with its arguments, a ``_target_`` with its arguments, or
     one of these for each label; None: the loss of each label's kind."""
-    task_weights: dict[str, TaskWeight] | None = None
-    """What the losses of several labels are multiplied by in their sum; 1 of those that are not named."""
+    task_weights: TaskWeights | None = None
+    """What the losses of several labels are multiplied by in their sum, 1 of those that are not named; or
+    ``uncertainty``: these are learnt."""
     pretrained: FilePath | None = None
     """A safetensors file to start from, as ``recpipe unshard`` writes it."""
     precision: Precision = "float32"
@@ -75,7 +76,7 @@ class ModelKeys:
     """The dimension of the tables that recpipe makes; None: the model makes its own."""
     loss: Text | dict[str, Any] | None = None
     """As in ``ModelConfig``."""
-    task_weights: dict[str, TaskWeight] | None = None
+    task_weights: TaskWeights | None = None
     labels: Text = "labels"
     """Dotted path of the labels in a batch."""
     label_weights: Text | None = None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields
-from typing import Any, cast, get_type_hints
+from typing import Any, TypeVar, cast, get_type_hints
 
 from recpipe.common.validation import fitted
 from recpipe.common.words import make
@@ -21,7 +21,8 @@ from recpipe.model.losses.pointwise import (
     MeanSquaredError,
     Poisson,
 )
-from recpipe.model.losses.ranking import InBatchSoftmax
+from recpipe.model.losses.ranking import Bpr, InBatchSoftmax, SampledSoftmax
+from recpipe.model.losses.tasks import Esmm
 from recpipe.plugin.conf import TARGET
 
 LOSSES: dict[str, Loss] = {
@@ -36,9 +37,14 @@ LOSSES: dict[str, Loss] = {
         Huber(),
         Poisson(),
         InBatchSoftmax(),
+        SampledSoftmax(),
+        Bpr(),
     )
 }
 """The names in ``model.loss``, each with its arguments' defaults."""
+
+JOINT = Esmm()
+"""The one that is over two labels together."""
 
 OF_KIND = {
     "clicks": "binary_cross_entropy",
@@ -53,13 +59,16 @@ NAME = "name"
 
 def parse_loss(
     chosen: str | Mapping[str, Any] | None, labels: Sequence[LabelColumn] = ()
-) -> Loss | dict[str, Loss]:
+) -> Loss | Esmm | dict[str, Loss]:
     """The loss that ``model.loss`` asks for: by name, with arguments or without, by ``_target_``, or one of
     these for each label. Where it names none, the loss of the label's kind.
 
     ``labels``: those of the data; (): they are not known. Raises ``UserError`` for an unknown loss, argument
     or label.
     """
+    if JOINT.name in (chosen, chosen.get(NAME) if isinstance(chosen, Mapping) else None):
+        given = chosen if isinstance(chosen, Mapping) else {}
+        return _with(JOINT, given, "model.loss").of(labels)
     if isinstance(chosen, Mapping) and not is_one(chosen):
         if not chosen:
             raise UserError("model.loss={}: name a loss, or one for each label")
@@ -95,11 +104,15 @@ def _one(chosen: Any, key: str) -> Loss:
     if found is None:
         named = isinstance(chosen, Mapping) and NAME in chosen
         key, chosen = (f"{key}.{NAME}", chosen[NAME]) if named else (key, chosen)
-        raise UserError(f"{key}={shown(chosen)}: is unknown; {nearest_or_all(str(chosen), LOSSES)}")
+        hint = nearest_or_all(str(chosen), [*LOSSES, JOINT.name])
+        raise UserError(f"{key}={shown(chosen)}: is unknown; {hint}")
     return _with(found, chosen, key) if isinstance(chosen, Mapping) else found
 
 
-def _with(loss: Loss, arguments: Mapping[str, Any], key: str) -> Loss:
+L = TypeVar("L", bound=Loss | Esmm)
+
+
+def _with(loss: L, arguments: Mapping[str, Any], key: str) -> L:
     """``loss`` with the arguments that the recipe gives it."""
     takes = [field.name for field in fields(cast(Any, loss))]
     given = {str(name): value for name, value in arguments.items() if name != NAME}

@@ -72,7 +72,7 @@ def find_out(model: PlacedModel, batch: Any, most: int = SAMPLES) -> Parts:
     # If the loss is not finite, the first step reports it and names the tensor.
     if not math.isfinite(whole) or abs(whole - (first + second) / 2) <= allowed:
         return Parts(own_ids=own_ids)
-    if abs(whole - (first + second)) <= allowed:
+    if abs(whole - (first + second)) <= allowed and model.called.uncertainty is None:
         return Parts(sums=True, own_ids=own_ids)
     return Parts(
         refused=f"its loss is neither a mean nor a sum over samples ({whole:.6g} for {count} samples, "

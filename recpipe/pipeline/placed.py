@@ -176,7 +176,7 @@ class PlacedModel(nn.Module):
 
     def dense_parameters(self) -> dict[str, nn.Parameter]:
         """Everything that the dense optimizer trains; tables are updated in their backward pass."""
-        return dict(self.module.named_parameters())
+        return dict(self.module.named_parameters()) | self.called.parameters
 
     @cached_property
     def rows(self) -> RowView:
@@ -192,11 +192,11 @@ class PlacedModel(nn.Module):
     def trained(self) -> list[nn.Parameter]:
         """The module's current dense parameters that require gradients; in a user's own loop some may be
         frozen or exchanged."""
-        return [p for p in self.module.parameters() if p.requires_grad]
+        return [p for p in self.dense_parameters().values() if p.requires_grad]
 
     def dense_state(self) -> dict[str, torch.Tensor]:
         """What a checkpoint keeps of the dense part, sharing its memory."""
-        return saved_values(self.module)
+        return saved_values(self.module) | {name: p.detach() for name, p in self.called.parameters.items()}
 
     def check_dense(self, saved: Mapping[str, torch.Tensor]) -> None:
         """``UserError`` unless ``saved`` fits this dense part, ``Damaged`` if values have another type."""

@@ -305,6 +305,9 @@ class RunReport:
     quality_by_label: Mapping[str, Quality] = field(default_factory=dict)
     """That of each label, if there are several; ``quality`` is that of the first one, with the sum of their
     losses."""
+    objective: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    """How each output is learnt: its ``loss`` with the ``arguments``, the ``kind`` of its figures, and its
+    ``weight`` in the sum of several, at the end where weights are learnt; null of one that is only judged."""
     altered_in_run: Sequence[str] = ()
     """The invariants of ``altered`` that plugins say they really altered in this run, or do not speak of."""
     model: str = ""

@@ -57,6 +57,7 @@ class Training:
         self.model: PlacedModel = built.model
         cfg, assembly, device, ranks = run.recipe, plan.assembly, run.device, run.ranks
         inputs, embeddings = plan.unplaced.inputs, built.embeddings
+        self.model.called.check(plan.unplaced.first_batch)
         trainers, size = ranks.channel(ranks.trainers), cfg.data.batch_size
         loader = TrainLoader(
             BatchSource(run.dataset, size, assembly.feed),

@@ -96,6 +96,7 @@ def summarize(training: Training, finished: Finished, command_line: Sequence[str
         ),
         quality=recorder.quality,
         quality_by_label=recorder.quality_by_label,
+        objective=module.model.called.objective(plan.unplaced.first_batch),
         memory=_memory(training, tiers, training_peak),
         io=io,
         plugins=plugins,

@@ -85,10 +85,11 @@ class Progressive(L.Callback):
     def _close(self, trainer: L.Trainer, module: RankingModule) -> None:
         parts, self._parts = self._parts, []
         called, samples = module.model.called, module.totals.samples or 0
-        found = {
-            name: _quality([(own[name], _of(called.columns, name, means)) for own, means in parts], task.kind)
-            for name, task in called.judged.items()
-        }
+        found = {}
+        for name, task in called.judged.items():
+            label = called.label_of(name)
+            own = [(scored[name], _of(called.columns, label, means)) for scored, means in parts]
+            found[name] = _quality(own, task.kind)
         first, *others = found.values()
         window = Window(trainer.global_step, samples, samples - self._first, first, found if others else {})
         self.windows.append(window)

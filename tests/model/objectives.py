@@ -18,7 +18,13 @@ import recpipe
 from recpipe.plugin.batch import Batch
 
 ROWS, SIZE = 30, 320
-QUIET = ("data.batch_size=32", "trainer.progress=false", "optim=sgd", "data.eval_fraction=0.2")
+QUIET = (
+    "data.batch_size=32",
+    "data.eval_fraction=0.2",
+    "optim=sgd",
+    "trainer.backend=plain",
+    "trainer.progress=false",
+)
 FEATURES = "[{name: user, ids: rows, rows: 30}, {name: item, ids: rows, rows: 30}]"
 
 
@@ -47,11 +53,12 @@ def batch_of(
     labels: torch.Tensor,
     weights: torch.Tensor | None = None,
     log_q: torch.Tensor | None = None,
+    users: list[int] | None = None,
 ) -> Batch:
     size = len(items)
     ids = KeyedJaggedTensor(
         ["user", "item"],
-        torch.tensor([n % ROWS for n in range(size)] + items),
+        torch.tensor([*(users or range(size)), *items]),
         lengths=torch.ones(2 * size, dtype=torch.int64),
     )
     return Batch(torch.zeros(size, 0), ids, labels, weights=weights, log_q=log_q)

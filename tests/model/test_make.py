@@ -101,7 +101,7 @@ def test_recpipes_own_models_are_what_they_were() -> None:
         (["model._target_=3"], "model._target_=3: must be str, not int"),
         ([TOWER, "model.embedding_dim=3"], "model.embedding_dim=3: must be a multiple of 4"),
         ([TOWER, "model.precision=float16"], "model.precision=float16 is unknown"),
-        (["+model.loss=huber"], "model.loss goes with a class of your own, model._target_=package.Class"),
+        (["+model.labels=huber"], "model.labels goes with a class of your own, model._target_=package.Class"),
         (["model.name=drlm"], "model.name=drlm is unknown; did you mean dlrm"),
         (["model=custm", "model.hidden=3"], "no model 'custm'. Did you mean 'custom'?"),
     ],

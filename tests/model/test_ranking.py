@@ -98,6 +98,77 @@ def test_the_softmax_over_a_batch(
         torch.testing.assert_close(*slopes, rtol=1e-6, atol=1e-9)
 
 
+@pytest.mark.parametrize("weights", [None, WEIGHTS], ids=["alike", "weighted"])
+@pytest.mark.parametrize("log_q", [None, LOG_Q], ids=["plain", "log_q"])
+def test_the_softmax_over_sampled_negatives(weights: torch.Tensor | None, log_q: torch.Tensor | None) -> None:
+    """Of label 0 alone; those that have the positive's own item are left out if the recipe says so."""
+    for apart in (False, True):
+        query, candidate = towers()
+        chosen = {"candidate_ids": "item"} if apart else {}
+        batch = batch_of(ITEMS, LABELS, weights, log_q)
+        found = made(name="sampled_softmax", **chosen)((query, candidate), LABELS, weights, batch)
+        wanted = softmax_by_hand(query, candidate, weights, log_q=log_q, apart=apart, sampled=True)
+        torch.testing.assert_close(found, wanted.double(), rtol=1e-6, atol=0)
+        slopes = [torch.autograd.grad(each, query, retain_graph=True)[0] for each in (found, wanted)]
+        torch.testing.assert_close(*slopes, rtol=1e-6, atol=1e-9)
+        in_batch = made(name="in_batch_softmax", **chosen)((query, candidate), LABELS, weights, batch)
+        assert not torch.isclose(found, in_batch, rtol=1e-2)
+
+
+USERS = [0, 0, 0, 1, 1, 1, 2, 1]
+
+
+@pytest.mark.parametrize("weights", [None, WEIGHTS], ids=["alike", "weighted"])
+@pytest.mark.parametrize("towered", [True, False], ids=["towers", "scores"])
+@pytest.mark.parametrize(
+    "chosen",
+    [
+        {"group": "user"},
+        {},
+        {"negatives": "in_batch"},
+        {"negatives": "in_batch", "candidate_ids": "item", "temperature": 0.5},
+    ],
+    ids=str,
+)
+def test_bpr(chosen: dict[str, Any], towered: bool, weights: torch.Tensor | None) -> None:
+    """By a loop over pairs; positives without anything to be preferred to have no part."""
+    if not towered and chosen != {"group": "user"}:
+        pytest.skip("scores are compared within a group")
+    query, candidate = towers()
+    scores = candidate.sum(1)
+    batch = batch_of(ITEMS, LABELS, weights, users=USERS)
+    given = (query, candidate) if towered else scores[:, None]
+    found = made(name="bpr", **chosen)(given, LABELS, weights, batch)
+    own, total, lost = torch.ones(8) if weights is None else weights, torch.zeros(()), torch.zeros(())
+    temperature = chosen.get("temperature", 1.0)
+
+    def score(i: int, j: int) -> torch.Tensor:
+        return (query[i] @ candidate[j] if towered else scores[j]) / temperature
+
+    for i in range(8):
+        each = []
+        for j in range(8):
+            wanted = own[j] > 0 and (LABELS[j] == 0 if chosen.get("negatives") is None else j != i)
+            wanted = wanted and (USERS[i] == USERS[j] or "group" not in chosen)
+            if wanted and not ("candidate_ids" in chosen and ITEMS[i] == ITEMS[j]):
+                each.append(-torch.log(torch.sigmoid(score(i, i) - score(i, j))))
+        if LABELS[i] == 1 and own[i] > 0 and each:
+            lost, total = lost + own[i] * torch.stack(each).mean(), total + own[i]
+    wanted_loss = lost / total * (1 if weights is None else weights.mean())
+    torch.testing.assert_close(found, wanted_loss.double(), rtol=1e-6, atol=0)
+    slopes = [torch.autograd.grad(loss, candidate, retain_graph=True)[0] for loss in (found, wanted_loss)]
+    torch.testing.assert_close(*slopes, rtol=1e-6, atol=1e-9)
+
+
+def test_bpr_of_scores_needs_to_know_whose_they_are() -> None:
+    message = r"say which feature that is, model.loss=\{name: bpr, group: USER\}"
+    for chosen in ({}, {"group": "user", "negatives": "in_batch"}):
+        with pytest.raises(UserError, match=message):
+            made(name="bpr", **chosen)(torch.zeros(8), LABELS, None, batch_of(ITEMS, LABELS))
+    with pytest.raises(UserError, match="negatives=all is unknown; choose one of sampled"):
+        parse_loss({"name": "bpr", "negatives": "all"})
+
+
 def test_log_q_and_repeated_items_count() -> None:
     """What each option changes is not hidden by another."""
     query, candidate = towers()
@@ -209,12 +280,43 @@ IN_BATCH = "data.negatives={feature: item, sampling: in_batch}"
 def test_a_run_learns_and_reports_its_loss_alone(file: Path) -> None:
     """No AUC, NE or logloss against labels that are never judged; binary cross-entropy of the same model's
     scores has them."""
-    words = (IN_BATCH, "trainer.max_epochs=12", "optim.tables.lr=8", "optim.dense.lr=0.3")
+    words = (IN_BATCH, "trainer.max_epochs=8", "optim.tables.lr=8", "optim.dense.lr=0.3")
     quality = report_of(file, TwoTower(), "model.loss=in_batch_softmax", *words)["quality"]
     assert {name for name, value in quality.items() if value is not None} == {"loss"}
     still = ("optim.dense.lr=1e-9", "optim.tables.lr=1e-9", "trainer.max_steps=1")
     untrained = report_of(file, TwoTower(), "model.loss=in_batch_softmax", IN_BATCH, *still)["quality"]
     assert quality["loss"] < untrained["loss"] - 0.3
+
+
+@pytest.mark.parametrize("loss", ["sampled_softmax", "bpr"])
+def test_sampled_negatives_are_learnt_from(file: Path, loss: str) -> None:
+    """The report says how, and that data without any teach nothing."""
+    words = (f"model.loss={loss}", "trainer.max_epochs=3", "optim.tables.lr=4", "optim.dense.lr=0.1")
+    drawn = "data.negatives={feature: item, ratio: 3, sampling: popularity}"
+    report = report_of(file, TwoTower(), drawn, *words)
+    first = report_of(file, TwoTower(), drawn, *words[:1], "trainer.max_steps=1")
+    assert {name for name, value in report["quality"].items() if value is not None} == {"loss"}
+    assert report["quality"]["loss"] < first["quality"]["loss"] - 0.02
+    told = report["objective"]["score"]
+    assert (told["loss"], told["kind"], told["weight"]) == (loss, "ranking", 1.0)
+    assert told["arguments"]["temperature"] == 1.0
+    assert told["arguments"].get("log_q") is (True if loss == "sampled_softmax" else None)
+    with pytest.raises(UserError, match=f"{loss}: no sample of the first batch has label 0.*data.negativ"):
+        report_of(file, TwoTower(), *words)
+
+
+def test_a_model_with_a_score_learns_pairs_of_a_user(file: Path) -> None:
+    """Recpipe's own, too."""
+    drawn = "data.negatives={feature: item, ratio: 3, sampling: uniform}"
+    words = (
+        "model.loss={name: bpr, group: user}",
+        "model.bottom=[8]",
+        "model.top=[8]",
+        "model.embedding_dim=4",
+    )
+    report = report_of(file, None, drawn, *words, "optim.tables.lr=2", "optim.dense.lr=0.2")
+    assert {name for name, value in report["quality"].items() if value is not None} == {"loss"}
+    assert 0 < report["quality"]["loss"] < 0.7
 
 
 def test_parts_of_a_batch_are_refused(file: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
+from dataclasses import asdict, is_dataclass
 from inspect import signature
 from typing import Any, Literal, cast
 
@@ -44,6 +45,8 @@ class Loss(ABC):
     """Whether the loss of a sample depends on the others of its batch, so that parts of a batch cannot be
     trained one by one."""
 
+    samples_negatives: bool = False
+    """Whether it compares samples with others of label 0, so that there must be some."""
     needs: str = ""
     """What the model must return, said where it does not; empty: a tensor, which needs no saying."""
 
@@ -62,6 +65,10 @@ class Loss(ABC):
 
         Raises ``UserError`` if they do not fit together.
         """
+
+    def arguments(self, batch: object) -> dict[str, Any]:
+        """What the report says of it: its arguments, those that depend on the data as for ``batch``."""
+        return asdict(self) if is_dataclass(self) and not isinstance(self, type) else {}
 
     def logits(self, prediction: Any) -> torch.Tensor:
         """What the figures of quality and answers take for the prediction: logits of clicks."""

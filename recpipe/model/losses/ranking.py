@@ -11,7 +11,7 @@ import torch
 from annotated_types import Gt
 from torch.nn import functional as F
 
-from recpipe.common.validation import Text
+from recpipe.common.validation import Text, one_of
 from recpipe.data.parts import kjts_in
 from recpipe.errors import UserError, nearest_or_all, shown
 from recpipe.model.losses.base import Loss, exact, vector
@@ -98,27 +98,32 @@ class Ranking(Loss):
             )
         return query, candidate
 
+    def scores(self, prediction: Any) -> torch.Tensor:
+        """Of each query for each candidate, [B, B]."""
+        query, candidate = self.towers(prediction)
+        return query @ candidate.T / self.temperature
+
     def __call__(
         self, prediction: Any, labels: torch.Tensor, weights: torch.Tensor | None = None, batch: object = None
     ) -> torch.Tensor:
         """The mean loss over positives; 0 without any. ``UserError`` if shapes do not fit."""
-        query, candidate = self.towers(prediction)
-        labels = vector(labels)
-        if labels.shape != query.shape[:1]:
+        scores, labels = self.scores(prediction), vector(labels)
+        if labels.shape != scores.shape[:1]:
             raise UserError(
-                f"model.loss={self.name}: the model's query is {list(query.shape)} and the labels are "
-                f"{list(labels.shape)}; there must be one label for each sample: name it, model.loss."
-                f"LABEL={self.name}"
+                f"model.loss={self.name}: the model gives {len(scores)} samples and the labels are "
+                f"{list(labels.shape)}; there must be one for each sample: say which, "
+                f"model.loss={{LABEL: {self.name}}}"
             )
-        if not len(query):
-            return (query.sum() + candidate.sum()) * 0.0
-        scores = query @ candidate.T / self.temperature
-        same = None
-        if self.candidate_ids is not None:
-            ids = ids_of(batch, self.candidate_ids, f"model.loss={self.name}: candidate_ids")
-            same = ids[:, None] == ids[None, :]
+        if not len(scores):
+            return scores.sum() * 0.0
+        same = None if self.candidate_ids is None else self.equal(batch, "candidate_ids")
         own = None if weights is None else vector(weights)
         return self.compared(Compared(scores, labels, own, same), batch)
+
+    def equal(self, batch: object, argument: str) -> torch.Tensor:
+        """Which samples have the same id of the feature that an argument names, bool [B, B]."""
+        ids = ids_of(batch, getattr(self, argument), f"model.loss={self.name}: {argument}")
+        return ids[:, None] == ids[None, :]
 
     @abstractmethod
     def compared(self, pairs: Compared, batch: object) -> torch.Tensor:
@@ -138,6 +143,10 @@ class InBatchSoftmax(Ranking):
         """The mean over positives."""
         return self.softmax(pairs, pairs.others, batch)
 
+    def arguments(self, batch: object) -> dict[str, Any]:
+        """Whether log q is subtracted, too."""
+        return {**super().arguments(batch), "log_q": self._log_q(batch) is not None}
+
     def softmax(self, pairs: Compared, others: torch.Tensor, batch: object) -> torch.Tensor:
         """That of each sample's own candidate and ``others`` bool [B, B]."""
         scores = pairs.scores
@@ -155,6 +164,73 @@ class InBatchSoftmax(Ranking):
                 "'{feature: ITEM, sampling: in_batch}', or leave it out"
             )
         return found if isinstance(found, torch.Tensor) else None
+
+
+@dataclass(frozen=True)
+class SampledSoftmax(InBatchSoftmax):
+    """``InBatchSoftmax`` over each positive's own candidate and those of the batch's samples of label 0,
+    which ``data.negatives`` draws (Bengio and Senecal, 2003; Jean et al., 2015), where q_j is how likely
+    candidate j is to be drawn."""
+
+    name = "sampled_softmax"
+    samples_negatives = True
+
+    def compared(self, pairs: Compared, batch: object) -> torch.Tensor:
+        """The mean over positives."""
+        return self.softmax(pairs, pairs.others & pairs.negative, batch)
+
+
+@dataclass(frozen=True)
+class Bpr(Ranking):
+    """-log sigmoid(s_ii - s_ij), the mean over the candidates j that a positive i is preferred to (Rendle et
+    al., 2009). For a model with a score for each sample s_ij is that of sample j."""
+
+    negatives: Annotated[str, one_of("sampled", "in_batch")] = "sampled"
+    """``sampled``: candidates of label 0; ``in_batch``: all others of the batch."""
+    group: Text | None = None
+    """The feature, that of the user, by whose ids samples are compared with each other alone."""
+    name = "bpr"
+    needs = "return scores [B] or [B, 1], for the argument group, or a mapping of query and candidate, [B, D]"
+
+    def takes(self, found: object) -> bool:
+        """Scores too."""
+        return isinstance(found, torch.Tensor) or super().takes(found)
+
+    def logits(self, prediction: Any) -> torch.Tensor:
+        """The score of each sample, [B]."""
+        if isinstance(prediction, torch.Tensor):
+            return vector(prediction) / self.temperature
+        return super().logits(prediction)
+
+    def scores(self, prediction: Any) -> torch.Tensor:
+        """[B, B]; ``UserError`` for scores [B] that nothing says how to compare."""
+        if not isinstance(prediction, torch.Tensor):
+            return super().scores(prediction)
+        own = exact(self.logits(prediction))
+        if own.dim() != 1:
+            raise UserError(f"model.loss=bpr: the model's output is {list(prediction.shape)}; {self.needs}")
+        if self.group is None or self.negatives == "in_batch":
+            raise UserError(
+                "model.loss=bpr: the model returns a score for each sample, that of its own user: say which "
+                "feature that is, model.loss={name: bpr, group: USER}, with negatives: sampled"
+            )
+        return own.expand(len(own), len(own))
+
+    def compared(self, pairs: Compared, batch: object) -> torch.Tensor:
+        """The mean over positives that there is something to prefer to."""
+        others = pairs.others
+        if self.negatives == "sampled":
+            others = others & pairs.negative
+        if self.group is not None:
+            others = others & self.equal(batch, "group")
+        apart = pairs.scores.diagonal()[:, None] - pairs.scores
+        each = (F.softplus(-apart) * others).sum(1) / others.sum(1).clamp_min(1)
+        return pairs.mean(each, pairs.positive & others.any(1))
+
+    @property
+    def samples_negatives(self) -> bool:  # type: ignore[override]
+        """As the argument says."""
+        return self.negatives == "sampled"
 
 
 def ids_of(batch: object, feature: str, said: str) -> torch.Tensor:
