@@ -218,6 +218,11 @@ def _refuse_what_needs_a_run(cfg: Recipe, assembly: Assembly) -> None:
             "optim.tables.schedule: recpipe does not know the steps of a loop of your own: train by "
             "recpipe.train, or drop the key"
         )
+    if cfg.trainer.gradient_clip_val is not None:
+        raise UserError(
+            "trainer.gradient_clip_val: in a loop of your own, the dense part's gradients are yours: clip "
+            "them there (torch.nn.utils.clip_grad_norm_)"
+        )
     callbacks = {owned.origin.plugin for owned in assembly.callbacks}
     names = callbacks | {owned.origin.plugin for owned in assembly.step}
     if names:

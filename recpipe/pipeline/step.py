@@ -30,11 +30,14 @@ from recpipe.errors import UserError
 from recpipe.pipeline.batch import InFlight, TableWorkers, nothing
 from recpipe.pipeline.placed import PlacedModel
 from recpipe.pipeline.step_graph import StepGraph
-from recpipe.tables.group_rows import GroupRows
+from recpipe.tables.group_rows import GroupRows, Scale
 
 FirstShare = Callable[[int], float | None]
 """For a number of samples, the first core's fraction of an equal share; None: cores do not share the
 batch."""
+Settle = Callable[[InFlight, torch.Tensor], tuple[torch.Tensor, Scale]]
+"""Called with the loss when all gradients are known and no table is updated: the loss of all ranks, whose
+dense gradients it has added up, and what the tables' gradients are multiplied by."""
 ROWS = 16
 """Shares are multiples of this, the number of rows that oneDNN's kernels process at a time."""
 
@@ -86,6 +89,7 @@ def accumulate(
     cores: Cores | None = None,
     workers: TableWorkers | None = None,
     graph: StepGraph | None = None,
+    settle: Settle | None = None,
 ) -> torch.Tensor:
     """Run the forward and the backward pass of one batch; returns the mean loss, detached.
 
@@ -95,11 +99,12 @@ def accumulate(
     is not finite leaves the tables unchanged.
 
     Every tier is looked up once, before any update. Micro-batches follow one another; with ``cores``, each is
-    shared among them. ``graph`` trains the dense part of whole batches.
+    shared among them. ``graph`` trains the dense part of whole batches. With ``settle``, which looks at all
+    gradients before any update, it is not used.
     """
     model.take(batch)
     try:
-        return _Step(model, batch, times, cores, workers, graph).run()
+        return _Step(model, batch, times, cores, workers, graph, settle).run()
     finally:
         batch.release()
 
@@ -112,6 +117,7 @@ class _Step:
     cores: Cores | None
     workers: TableWorkers | None
     graph: StepGraph | None
+    settle: Settle | None
     looked_up: bool = False
     late_calls: int = 0
     """Those of the model before this step."""
@@ -124,6 +130,7 @@ class _Step:
         model, batch, times = self.model, self.batch, self.times
         # On a GPU one backward pass starts sooner than two. A trace tells both passes apart.
         whole = len(batch.bounds) < 2 and batch.alone and self.cores is None and self.workers is None
+        whole = whole and self.settle is None
         batch.attached = whole and times.device.type == "cuda" and not watched()
         if not whole or not batch.size or watched():
             self.graph = None
@@ -148,19 +155,33 @@ class _Step:
         # The tables' update leaves cores free for the reader; operators that use all cores would wait for it.
         batch.read_next()
         batch.read_next = nothing  # it references all later batches
+        late = model.late_calls != self.late_calls
+        scale: Scale = 1.0
+        if self.settle is not None and trained:
+            if late:
+                raise UserError(
+                    "trainer.gradient_clip_over=all: the model looks rows up by ids of its own making, whose "
+                    "gradients are known too late: clip the dense part, trainer.gradient_clip_over=dense"
+                )
+            self._end_reduction(reduced)
+            reduced = None
+            loss, scale = self.settle(batch, loss)
         if trained:
-            late = model.late_calls != self.late_calls
-            batch.backward(workers=None if late else self.workers)
+            batch.backward(scale, workers=None if late else self.workers)
             if late:
                 model.update_late(batch)
-        if reduced is not None:
-            with phase("dense backward"):
-                reduced.result()
-            self.parts.clear()  # they reference this step
+        self._end_reduction(reduced)
         if timed:
             spans = times.after_cold if batch.cold_is_here else times.before_cold
             spans.add(started, mark(times.device))
         return loss
+
+    def _end_reduction(self, reduced: Future[None] | None) -> None:
+        """Wait until the dense gradients are added up, if that was begun."""
+        if reduced is not None:
+            with phase("dense backward"):
+                reduced.result()
+            self.parts.clear()  # they reference this step
 
     # -- rows --------------------------------------------------------------------------------
 

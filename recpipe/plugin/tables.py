@@ -28,7 +28,8 @@ OPTIMIZERS = {
     "adagrad": EmbOptimType.EXACT_ADAGRAD,
     "rowwise_adagrad": EmbOptimType.EXACT_ROWWISE_ADAGRAD,
 }
-"""Those that FBGEMM fuses into the backward pass of a lookup, unless they have momentum or weight decay."""
+"""Those that FBGEMM fuses into the backward pass of a lookup, unless they have momentum or weight decay, or
+clip rows."""
 _DECAY = ("weight_decay", "weight_decay_mode")
 _MOMENTS = ("beta1", "beta2", *_DECAY)
 KNOBS = {
@@ -41,7 +42,7 @@ KNOBS = {
     "partial_rowwise_lamb": _MOMENTS,
     "ftrl": ("l1", "l2", "beta"),
 }
-"""What each optimizer of tables takes beside ``lr``, ``eps`` and ``schedule``."""
+"""What each optimizer of tables takes beside ``lr``, ``eps``, ``schedule`` and ``clip_row_norm``."""
 DECAYS = ("l2", "decouple")
 """How weights decay (FBGEMM's names): as a part of the gradient, or apart from it."""
 
@@ -128,10 +129,12 @@ class TableOptimizer:
     beta: AtLeast0 = 1.0
     schedule: Schedule | None = None
     """How ``lr`` changes with the steps; None: it does not."""
+    clip_row_norm: Annotated[float, Gt(0)] | None = None
+    """The limit of the norm of a row's gradient, summed over the batch; None: there is none."""
 
     def __post_init__(self) -> None:
         """``UserError`` for a value that this optimizer does not take."""
-        takes = ("lr", "eps", *KNOBS.get(self.name, ()), "schedule")
+        takes = ("lr", "eps", *KNOBS.get(self.name, ()), "schedule", "clip_row_norm")
         for each in fields(self)[1:]:
             if each.name not in takes and getattr(self, each.name) != each.default:
                 raise UserError(
@@ -139,8 +142,8 @@ class TableOptimizer:
                 )
         if self.stochastic_rounding and not self.fused:
             raise UserError(
-                f"the tables' optimizer {self.name} with momentum or weight_decay rounds to the nearest "
-                "value: set stochastic_rounding to false"
+                f"the tables' optimizer {self.name} with momentum, weight_decay or clip_row_norm rounds to "
+                "the nearest value: set stochastic_rounding to false"
             )
 
     @cached_property
@@ -157,7 +160,8 @@ class TableOptimizer:
     @cached_property
     def fused(self) -> bool:
         """Whether FBGEMM makes its steps; otherwise recpipe does (``recpipe.tables.updating``)."""
-        return self.frozen or (self.name in OPTIMIZERS and not self.momentum and not self.weight_decay)
+        own = self.momentum or self.weight_decay or self.clip_row_norm
+        return self.frozen or (self.name in OPTIMIZERS and not own)
 
     @property
     def kind(self) -> EmbOptimType:

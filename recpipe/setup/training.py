@@ -28,6 +28,7 @@ from recpipe.setup.built import Built
 from recpipe.setup.ctx import Joined, Watcher
 from recpipe.setup.planned import Planned
 from recpipe.training.callbacks import Nudge
+from recpipe.training.clipping import Clipping
 from recpipe.training.dense import dense_groups, dense_optimizer
 from recpipe.training.module import RankingModule
 from recpipe.training.progressive import Progressive
@@ -94,6 +95,7 @@ class Training:
             trainers,
             backend,
             assembly.around_step if assembly.step else nullcontext,
+            Clipping.of(cfg.trainer),
         )
         if run.leads and cfg.task.export_predictions is not None:
             self.module.evaluation.write_to(Path(cfg.task.export_predictions))

@@ -303,6 +303,13 @@ class GroupRows:
                 first = self.cold_first if self.pooled else 0
                 torch.autograd.backward(self.cold, gradient[first:].view(self.cold.shape))
 
+    def gradients(self) -> tuple[RowIds, torch.Tensor]:
+        """Before the update: the distinct rows of these lookups, int64 [U], and the gradient of each, summed
+        over its lookups, float32 [U, D]."""
+        tables = self.tables.tables
+        bags = row_bags(tables, self.ids)
+        return bags.distinct, bags.gradients(self._gradient()[:, self.padding :].contiguous(), tables.dim)
+
     def gradient_of(self, tables: TableSet, rows: RowIds) -> torch.Tensor:
         """The contribution of these lookups to the gradients of distinct ``rows`` (sorted), float32 [n,
         D]."""

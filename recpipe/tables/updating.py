@@ -41,10 +41,10 @@ KINDS = (
     "ftrl",
 )
 SGD, ADAGRAD, ROWWISE_ADAGRAD, ADAM, PARTIAL_ADAM, LAMB, PARTIAL_LAMB, FTRL = range(len(KINDS))
-RATE, EPS, DECAY, KEPT, IN_STEP, MOMENTUM, BETA1, BETA2, L1, L2, BETA = range(11)
+RATE, EPS, DECAY, KEPT, IN_STEP, MOMENTUM, BETA1, BETA2, L1, L2, BETA, CLIP = range(12)
 """Where a loop's ``knobs`` have what. Weight decay is in three ways: ``DECAY`` times the weights is added to
 the gradient, weights are multiplied by ``KEPT`` before the step, ``IN_STEP`` times the weights is added to
-LAMB's step before its trust ratio."""
+LAMB's step before its trust ratio. ``CLIP`` limits the norm of the gradient, before the decay is added."""
 
 Floats = NDArray[np.float32]
 
@@ -65,11 +65,23 @@ def _knobs(optimizer: TableOptimizer, rate: float) -> NDArray[np.float64]:
             optimizer.l1,
             optimizer.l2,
             optimizer.beta,
+            optimizer.clip_row_norm or np.inf,
         ]
     )
 
 
 # -- on a CPU ----------------------------------------------------------------------------------------
+
+
+def _share(g: Floats, limit: float) -> Any:
+    """By what a gradient is multiplied for its norm to be at most ``limit``, as torch's ``clip_grad_norm_``
+    has it."""
+    if limit == np.inf:
+        return np.float32(1)
+    total = np.float32(0)
+    for j in range(len(g)):
+        total += g[j] * g[j]
+    return min(np.float32(1), np.float32(limit) / (np.sqrt(total) + np.float32(1e-6)))
 
 
 def _sgd(w: Floats, s: Floats, g: Floats, knobs: NDArray[np.float64]) -> None:
@@ -185,8 +197,9 @@ def step_rows(
         w = weights[rows[i] * apart : rows[i] * apart + dim]
         start = rows[i] * states_apart + first
         s = state[start : start + width]
+        share = _share(gradients[i * dim : (i + 1) * dim], knobs[CLIP])
         for j in range(dim):
-            g[j] = gradients[i * dim + j] + decay * w[j]
+            g[j] = share * gradients[i * dim + j] + decay * w[j]
             w[j] *= kept
         if kind == SGD:
             _sgd(w, s, g, knobs)
@@ -212,6 +225,9 @@ def stepped_in_torch(
     knobs = _knobs(optimizer, rate).tolist()
     dim = gradients.shape[1]
     before, state = records[:, :dim], records[:, dim:]
+    if optimizer.clip_row_norm is not None:
+        share = optimizer.clip_row_norm / (gradients.norm(dim=1, keepdim=True) + 1e-6)
+        gradients = gradients * share.clamp(max=1.0)
     g, w = gradients + knobs[DECAY] * before, before * knobs[KEPT]
     match optimizer.name:
         case "sgd":

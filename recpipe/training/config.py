@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
+from annotated_types import Gt
 from pydantic import AfterValidator, BeforeValidator
 
 from recpipe.common.validation import FilePath, Positive, one_of
@@ -70,6 +71,11 @@ class TrainerConfig:
     """Whether batches are cut into micro-batches by a plugin's splitter."""
     accumulate_grad_batches: Positive = 1
     """How many batches make one optimizer step, of the dense part and of the tables."""
+    gradient_clip_val: Annotated[float, Gt(0)] | None = None
+    """The limit of the dense gradients' norm, or of each of their values; None: there is none."""
+    gradient_clip_algorithm: Annotated[str, one_of("norm", "value")] = "norm"
+    gradient_clip_over: Annotated[str, one_of("dense", "all")] = "dense"
+    """Whether the norm is that of the dense part, or of dense part and tables."""
     deterministic: bool = False
     """Whether a GPU uses only algorithms that give the same bits each time."""
 

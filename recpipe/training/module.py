@@ -27,8 +27,10 @@ from recpipe.pipeline.placed import PlacedModel, saved_buffers
 from recpipe.pipeline.step import StepTimes, accumulate, add_up
 from recpipe.pipeline.step_graph import BEFORE
 from recpipe.tables.collection import SavesPlacement
+from recpipe.tables.group_rows import Scale
 from recpipe.tables.proxy import handing_out
 from recpipe.training.callbacks import overrides
+from recpipe.training.clipping import Clipping, scale
 from recpipe.training.dense import name_of
 from recpipe.training.evaluation import Evaluation, Stop
 from recpipe.training.generators import random_state, set_random_state
@@ -86,6 +88,7 @@ class RankingModule(L.LightningModule):
         trainers: Channel | None = None,
         backend: Backend | None = None,
         around_step: Callable[[Any], AbstractContextManager[None]] = nullcontext,
+        clipping: Clipping | None = None,
     ) -> None:
         super().__init__()
         self.automatic_optimization = False
@@ -94,6 +97,7 @@ class RankingModule(L.LightningModule):
         self.loader = loader
         self.around_step = around_step
         """Makes the context of each batch's step."""
+        self.clipping = clipping
         self.trainers = trainers or Ranks().channel()
         self._several = self.trainers.size > 1
         self.stop = Stop()
@@ -167,10 +171,18 @@ class RankingModule(L.LightningModule):
             parameter.grad = None
         backend, workers = self.backend, self.backend.beside
         with self.around_step(batch.batch):
-            loss = accumulate(self.model, batch, self.step_times, backend.cores, workers, backend.graph)
-            self.stop.agreed = self.stop.asked
-            if self._several:
-                loss, self.stop.agreed = add_up(self.trainers, self.dense, loss, self.stop.asked)
+            over_all = self.clipping is not None and self.clipping.over_all
+            loss = accumulate(
+                self.model,
+                batch,
+                self.step_times,
+                backend.cores,
+                workers,
+                None if over_all else backend.graph,
+                self._clip_all if over_all else None,
+            )
+            if not over_all:
+                loss = self._add_up(loss)
             if self.looks_each_step and not math.isfinite(loss.item()):
                 raise UserError(self._diverged(batch.batch))
             with phase("dense optimizer"):
@@ -200,6 +212,28 @@ class RankingModule(L.LightningModule):
         if totals.samples is not None:
             totals.samples += batch.consumed
         return loss
+
+    def _add_up(self, loss: torch.Tensor) -> torch.Tensor:
+        """Give the dense part the gradients of all ranks; returns the loss of all."""
+        self.stop.agreed = self.stop.asked
+        if self._several:
+            loss, self.stop.agreed = add_up(self.trainers, self.dense, loss, self.stop.asked)
+        return loss
+
+    def _clip_all(self, batch: InFlight, loss: torch.Tensor) -> tuple[torch.Tensor, Scale]:
+        """Clip the dense gradients of all ranks; returns the loss of all, and the tables' share."""
+        assert self.clipping is not None, "it is asked for"
+        loss = self._add_up(loss)
+        share = self.clipping.of_all(
+            self.dense, [rows for rows in batch.rows if not rows.frozen], self.trainers
+        )
+        scale(self.dense, share)
+        return loss, share if share.is_cuda else share.item()
+
+    def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
+        """Clip the dense gradients, after all callbacks have seen them."""
+        if self.clipping is not None and not self.clipping.over_all:
+            self.clipping.dense(self.dense)
 
     def _look(self) -> None:
         """``UserError`` if a loss since the last look was not finite; waits for a GPU."""

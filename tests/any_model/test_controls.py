@@ -52,6 +52,92 @@ def test_without_schedules_it_is_another_training(batches, with_schedules) -> No
         assert furthest(train(make("two_tower"), batches, "rowwise_adagrad", one), with_schedules) > 1e-3
 
 
+LIMIT = 0.05
+CLIPPINGS: dict[str, tuple[str, ...]] = {
+    "dense": (f"trainer.gradient_clip_val={LIMIT}",),
+    "value": ("trainer.gradient_clip_val=0.001", "trainer.gradient_clip_algorithm=value"),
+    "rows": ("optim.tables.clip_row_norm=0.002",),
+    "all": (f"trainer.gradient_clip_val={LIMIT}", "trainer.gradient_clip_over=all"),
+}
+
+
+def parameters_of(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
+def clipped(kind: str, optimizers: list[torch.optim.Optimizer]) -> None:
+    """By torch's own functions; rows of tables each as a parameter."""
+    dense, tables = (parameters_of(each) for each in optimizers)
+    if kind == "dense":
+        torch.nn.utils.clip_grad_norm_(dense, LIMIT)
+    elif kind == "value":
+        torch.nn.utils.clip_grad_value_(dense, 0.001)
+    elif kind == "all":
+        torch.nn.utils.clip_grad_norm_([*dense, *tables], LIMIT)
+    else:
+        for table in tables:
+            for row in table.grad:
+                row *= min(1.0, 0.002 / (float(row.norm()) + 1e-6))
+
+
+@pytest.fixture(scope="module")
+def with_clipping(batches: list[Events]) -> dict[str, Trained]:
+    return {
+        kind: by_hand(
+            make("two_tower"),
+            batches,
+            "sgd",
+            lambda _, optimizers, kind=kind: clipped(kind, optimizers),  # type: ignore[misc]
+        )
+        for kind in CLIPPINGS
+    }
+
+
+@pytest.mark.parametrize("kind", CLIPPINGS)
+@pytest.mark.parametrize("technique", ["resident", "lru_ssd", "hotline"])
+def test_gradients_are_clipped_as_torch_does(batches, with_clipping, kind, technique) -> None:
+    mine = train(make("two_tower"), batches, "sgd", *IN_ORDER[technique], *CLIPPINGS[kind])
+    assert furthest(mine, with_clipping[kind]) < 2e-6
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("kind", ["rows", "all"])
+@pytest.mark.parametrize(
+    "technique", [name for name in IN_ORDER if name not in ("resident", "lru_ssd", "hotline")]
+)
+def test_and_under_each_other_technique(batches, with_clipping, kind, technique) -> None:
+    if kind == "rows" and technique in SHARDED:
+        pytest.skip("shards have FBGEMM's optimizers")
+    mine = train(make("two_tower"), batches, "sgd", *IN_ORDER[technique], *CLIPPINGS[kind])
+    assert furthest(mine, with_clipping[kind]) < 2e-6
+
+
+def test_each_clipping_is_another_training(batches, with_clipping) -> None:
+    every = [by_hand(make("two_tower"), batches, "sgd"), *with_clipping.values()]
+    for number, one in enumerate(every):
+        for other in every[:number]:
+            assert furthest(one, other) > 1e-4
+
+
+@pytest.mark.soak
+def test_two_ranks_clip_what_both_have_summed(batches, tmp_path: Path) -> None:
+    techniques = ("resident", "lru_ssd", "bagpipe", "het", *SHARDED)
+    jobs: dict[str, Job] = {
+        f"{kind}-{name}": ("two_tower", (*IN_ORDER[name], *CLIPPINGS[kind]))
+        for kind in ("dense", "all", "rows")
+        for name in techniques
+        if kind != "rows" or name not in SHARDED
+    }
+    all_on_two_ranks(tmp_path, batches, jobs)
+    for kind in ("dense", "all", "rows"):
+        theirs = by_hand(
+            make("two_tower"), batches, "rowwise_adagrad", lambda _, made, kind=kind: clipped(kind, made)
+        )
+        for label in jobs:
+            if label.startswith(kind):
+                assert furthest_left(tmp_path / label, theirs) < BOUND, label
+
+
 @pytest.mark.soak
 def test_two_ranks_have_the_rates_of_each_step(batches, with_schedules, tmp_path: Path) -> None:
     """Bagpipe's delayed updates and het's pushes are made in a later step than the one they come from."""

@@ -58,6 +58,29 @@ def test_a_step_of_three_batches_is_that_of_one_three_times_as_large(tiers, pool
     assert report["quality"]["logloss"] == pytest.approx(told["quality"]["logloss"], abs=1e-6)
 
 
+CLIPPED = ("trainer.gradient_clip_val=0.02", "trainer.gradient_clip_over=all")
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("optim=adam", "optim.tables.clip_row_norm=0.001", "trainer.gradient_clip_val=0.02"),
+        ("optim=sgd", "optim.tables.momentum=0.9", *CLIPPED),
+    ],
+    ids=["adam-rows", "momentum-all"],
+)
+def test_state_and_clipping_are_those_of_the_whole_step(words: tuple[str, ...]) -> None:
+    """Adam divides by gradients that sums in another order make differ."""
+    schedule = "optim.tables.schedule={name: cosine, warmup_steps: 2, decay_steps: 5}"
+    words = (*words, *TIERS, "trainer.max_steps=4", schedule)
+    large, _ = trained("data.batch_size=192", *words)
+    parts, _ = trained("data.batch_size=64", "trainer.accumulate_grad_batches=3", *words)
+    plain = [word for word in words if "clip" not in word]
+    free, _ = trained("data.batch_size=192", *plain)
+    assert difference(parts, large) < 2e-5
+    assert difference(free, large) > 1e-4, "the control: clipped they are others"
+
+
 def test_the_model_sees_no_more_than_a_batch_at_once(monkeypatch) -> None:
     seen: list[int] = []
     train_part = PlacedModel.train_part

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from functools import partial
 
 import pytest
@@ -94,6 +95,86 @@ def test_the_fused_implementation_is_used_where_there_is_one(device: str, fused:
 def test_mistakes(config, words) -> None:
     with pytest.raises(UserError, match=words):
         dense_optimizer(config, weights())
+
+
+# -- groups ------------------------------------------------------------------------------------------
+
+NAMES = ("0.weight", "0.bias", "1.weight", "1.bias")
+
+
+def layers() -> torch.nn.Sequential:
+    torch.manual_seed(3)
+    return torch.nn.Sequential(torch.nn.Linear(4, 5), torch.nn.Linear(5, 2))
+
+
+def stepped_by(optimizer: torch.optim.Optimizer, model: torch.nn.Module, steps: int) -> list[torch.Tensor]:
+    random = torch.Generator().manual_seed(4)
+    for _ in range(steps):
+        optimizer.zero_grad()
+        model(torch.randn(8, 4, generator=random)).square().mean().backward()
+        optimizer.step()
+    return [parameter.detach().clone() for parameter in model.parameters()]
+
+
+def test_groups_are_those_of_torch() -> None:
+    """No decay of biases, and another rate of the last layer, whose bias is in the first group that fits."""
+    groups = [{"match": "*.bias", "weight_decay": 0.0}, {"match": ["1.*"], "lr": 0.1}]
+    config = {"name": "AdamW", "lr": 0.01, "weight_decay": 0.5, "groups": groups}
+    mine, theirs = layers(), layers()
+    by_torch = torch.optim.AdamW(
+        [
+            {"params": [theirs[0].weight]},
+            {"params": [theirs[0].bias, theirs[1].bias], "weight_decay": 0.0},
+            {"params": [theirs[1].weight], "lr": 0.1},
+        ],
+        lr=0.01,
+        weight_decay=0.5,
+        fused=True,
+    )
+    made = dense_optimizer(config, mine.parameters(), NAMES)
+    assert type(made) is torch.optim.AdamW
+    pairs = zip(stepped_by(made, mine, 4), stepped_by(by_torch, theirs, 4), strict=True)
+    assert all(torch.equal(one, other) for one, other in pairs)
+    with pytest.raises(
+        UserError, match=r"groups\[0\].match=\*.biased: no such parameter; did you mean .*.bias"
+    ):
+        dense_optimizer({**config, "groups": [{"match": "*.biased"}]}, mine.parameters(), NAMES)
+    with pytest.raises(UserError, match=r"groups\[0\]: say which parameters"):
+        dense_optimizer({**config, "groups": [{"lr": 0.1}]}, mine.parameters(), NAMES)
+
+
+MUON = {
+    "name": "Muon",
+    "lr": 0.02,
+    "groups": [{"match": "*.bias", "_target_": "torch.optim.AdamW", "lr": 0.001}],
+}
+
+
+def test_muon_trains_matrices_and_another_class_the_rest() -> None:
+    mine, theirs = layers(), layers()
+    matrices = torch.optim.Muon([theirs[0].weight, theirs[1].weight], lr=0.02)
+    vectors = torch.optim.AdamW([theirs[0].bias, theirs[1].bias], lr=0.001, fused=True)
+    made = dense_optimizer(MUON, mine.parameters(), NAMES)
+    first = stepped_by(made, mine, 3)
+    random = torch.Generator().manual_seed(4)
+    for _ in range(3):
+        matrices.zero_grad()
+        vectors.zero_grad()
+        theirs(torch.randn(8, 4, generator=random)).square().mean().backward()
+        matrices.step()
+        vectors.step()
+    assert all(torch.equal(one, other) for one, other in zip(first, theirs.parameters(), strict=True))
+    saved, again = copy.deepcopy(made.state_dict()), layers()
+    later = dense_optimizer(MUON, again.parameters(), NAMES)
+    again.load_state_dict(mine.state_dict())
+    later.load_state_dict(saved)
+    pairs = zip(stepped_by(made, mine, 3), stepped_by(later, again, 3), strict=True)
+    assert all(torch.equal(one, other) for one, other in pairs), "its state is that of all parts"
+    try_out(MUON, torch.device("cpu"))
+    with pytest.raises(UserError, match="optim.dense: torch.optim.Muon does not take .*only supports 2D"):
+        dense_optimizer({"name": "Muon"}, mine.parameters(), NAMES)
+    with pytest.raises(UserError, match="optim.dense._target_: torch.nn.Linear is no torch.optim.Optimizer"):
+        dense_optimizer({"_target_": "torch.nn.Linear"}, mine.parameters(), NAMES)
 
 
 def test_a_gpu_that_is_full_is_not_the_optimizer_s_mistake(monkeypatch) -> None:

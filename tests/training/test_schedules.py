@@ -171,6 +171,31 @@ def test_a_plateau_lowers_tables_and_dense_part(tmp_path: Path) -> None:
     assert difference(plain, whole) > 1e-4
 
 
+MUON = (
+    "optim.dense={name: Muon, lr: 0.02}",
+    'optim.dense.groups=[{match: "*.bias", name: AdamW, lr: 0.01, schedule: {name: step, step_size: 3}}]',
+)
+
+
+def test_groups_and_several_optimizers_are_resumed_to_the_bit(tmp_path: Path) -> None:
+    whole, report = trained(*MUON, "trainer.max_steps=9")
+    assert report["history"][-1]["learning_rates"] == {
+        "dense/0": 0.02,
+        "dense/1": pytest.approx(0.0001),
+        "tables": 0.02,
+    }
+    kept = (f"trainer.checkpoint_dir={tmp_path}", "trainer.checkpoint_every=5", "trainer.max_steps=5")
+    trained(*MUON, *kept)
+    rest, _ = trained(*MUON, "trainer.max_steps=9", f"resume={tmp_path}")
+    assert difference(rest, whole) == 0
+    slow, _ = trained(MUON[0], MUON[1].replace("0.01", "0.0"), "trainer.max_steps=9", f"resume={tmp_path}")
+    bias = next(name for name in slow if name.endswith(".bias"))
+    saved, _ = trained(*MUON, f"resume={tmp_path}", "trainer.max_steps=5")
+    assert torch.equal(slow[bias], saved[bias]), "a group's new rate is the recipe's"
+    with pytest.raises(UserError, match="dense parameters are in other groups: resume with the same"):
+        trained(MUON[0], MUON[1].replace('"*.bias"', '["*.bias", "dense_arch*"]'), f"resume={tmp_path}")
+
+
 def test_two_who_set_the_dense_rate_are_refused() -> None:
     callback = "trainer.callbacks=[{_target_: recpipe.training.plateau.ReduceLROnPlateau}]"
     with pytest.raises(UserError, match="ReduceLROnPlateau both set the dense rate: leave one out"):
