@@ -29,7 +29,7 @@ from recpipe_low_precision.model_quantizer import FinishedModel, ModelQuantizer,
 from recpipe_low_precision.opened import put_rows_of
 from recpipe_low_precision.row_types import FLOAT, ROW_TYPES, Assignment, Choice, fits
 from recpipe_low_precision.search import Cost, Found, Judge, PairedBootstrap, Search
-from recpipe_low_precision.slices import Slice, asked_in, between_samples, check_slice, used_rows
+from recpipe_low_precision.slices import Losses, Slice, asked_in, between_samples, check_slice, used_rows
 
 log = logging.getLogger("recpipe")
 JOURNAL = "evaluations.jsonl"
@@ -235,19 +235,11 @@ class Quantization:
         base = test.evaluate(dict.fromkeys(test.tables, FLOAT))
         made = test.evaluate_called(quantized)
         bootstrap = PairedBootstrap(len(base.losses))
-        weights = None if test.weights is None else torch.from_numpy(test.weights)
-        return {
-            "samples": len(base.losses),
-            **{
-                name: {
-                    "ne": float(found.losses.mean()) / test.base_entropy,
-                    "auc": auc(test.labels, found.logits.astype(np.float32), weights),
-                }
-                for name, found in (("float32", base), ("quantized", made))
-            },
-            "ne_difference": asdict(bootstrap.relative(made.losses, base.losses)),
-            "auc_difference": asdict(bootstrap.auc(test.labels, made.logits, base.logits, test.weights)),
+        labels = {
+            name: _of_label(test, base, made, bootstrap, column) for column, name in enumerate(test.names)
         }
+        first = next(iter(labels.values()))
+        return {"samples": len(base.losses), **first, "labels": labels if len(labels) > 1 else {}}
 
     def _speed(self, calibration: Slice, assignment: Assignment) -> dict[str, Any]:
         """Lookups of all tables together, and of each that is not float32, over float32 rows."""
@@ -275,6 +267,30 @@ class Quantization:
             "calibration": self.knobs.calibration,
             "prune": self.knobs.prune,
         }
+
+
+def _of_label(
+    test: Slice, base: Losses, made: Losses, bootstrap: PairedBootstrap, column: int
+) -> dict[str, Any]:
+    """Figures of one label of the test slice: of the model in float32, of the one that was made, and the
+    differences."""
+    weights = None if test.weights is None else test.weights[:, column]
+    labels, after, before = test.labels[:, column], made.logits[:, column], base.logits[:, column]
+    return {
+        **{
+            name: {
+                "ne": float(found.losses[:, column].mean() / test.base_entropy[column]),
+                "auc": auc(
+                    labels,
+                    found.logits[:, column].astype(np.float32),
+                    None if weights is None else torch.from_numpy(weights),
+                ),
+            }
+            for name, found in (("float32", base), ("quantized", made))
+        },
+        "ne_difference": asdict(bootstrap.relative(made.losses[:, column], base.losses[:, column])),
+        "auc_difference": asdict(bootstrap.auc(labels, after, before, weights)),
+    }
 
 
 def _wrong(knob: str, value: object, remedy: str) -> PluginError:

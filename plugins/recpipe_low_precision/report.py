@@ -85,10 +85,14 @@ def dense_content(layers: Mapping[str, Linear], found: Found, bound: float) -> d
 def written(report: Mapping[str, Any]) -> Quantized:
     """The report for ``recpipe quantize`` to write."""
     size, test = report["bytes"], report["test"]
+    changed = ", ".join(
+        _difference(own["ne_difference"]) + (f" of {name}" if name else "")
+        for name, own in _labels(test).items()
+    )
     lead = (
         f"Tables of {readable_bytes(size['float32'])} in {readable_bytes(size['quantized'])}, "
         f"{size['ratio']:.2f} times fewer bytes. On the test slice of {test['samples']:,} samples normalized "
-        f"entropy changes by {_difference(test['ne_difference'])}."
+        f"entropy changes by {changed}."
     )
     speed = report["lookups"]
     speeds = [
@@ -103,6 +107,11 @@ def written(report: Mapping[str, Any]) -> Quantized:
     return Quantized(report, lead, [*sections, _numerics(report)], _lines(report))
 
 
+def _labels(test: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The figures of each label; of a single one without its name."""
+    return test["labels"] or {"": test}
+
+
 def _difference(interval: Mapping[str, float]) -> str:
     return f"{interval['value']:+.4%} ({interval['low']:+.4%} to {interval['high']:+.4%})"
 
@@ -113,10 +122,13 @@ def _ratio(speed: Mapping[str, float]) -> str:
 
 def _quality(test: Mapping[str, Any]) -> ReportSection:
     rows = []
-    for name, title, form in (("ne", "normalized entropy", "+.4%"), ("auc", "AUC", "+.5f")):
-        each = [f"{test[model][name]:.5f}" for model in ("float32", "quantized")]
-        value, low, high = (format(test[f"{name}_difference"][end], form) for end in ("value", "low", "high"))
-        rows.append((title, *each, value, f"{low} to {high}"))
+    for label, own in _labels(test).items():
+        of = f" of {label}" if label else ""
+        for name, title, form in (("ne", "normalized entropy", "+.4%"), ("auc", "AUC", "+.5f")):
+            each = [f"{own[model][name]:.5f}" for model in ("float32", "quantized")]
+            ends = (own[f"{name}_difference"][end] for end in ("value", "low", "high"))
+            value, low, high = (format(end, form) for end in ends)
+            rows.append((f"{title}{of}", *each, value, f"{low} to {high}"))
     heads = ("", "float32", "quantized", "difference", "95% interval")
     return ReportSection("Quality on the test slice", heads, rows)
 
@@ -223,10 +235,13 @@ def _lines(report: Mapping[str, Any]) -> list[tuple[str, str]]:
             f"{readable_bytes(size['float32'])} -> {readable_bytes(size['quantized'])}, "
             f"{size['ratio']:.2f} times fewer bytes",
         ),
-        (
-            "quality",
-            f"NE {test['quantized']['ne']:.4f}, {_difference(test['ne_difference'])} to float32   "
-            f"AUC {test['quantized']['auc']:.4f}   on {test['samples']:,} samples of the test slice",
+        *(
+            (
+                f"quality of {name}" if name else "quality",
+                f"NE {own['quantized']['ne']:.4f}, {_difference(own['ne_difference'])} to float32   "
+                f"AUC {own['quantized']['auc']:.4f}   on {test['samples']:,} samples of the test slice",
+            )
+            for name, own in _labels(test).items()
         ),
         (
             "lookups",

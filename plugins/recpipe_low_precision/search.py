@@ -104,16 +104,19 @@ class Judge:
             ) from fault
 
     def evaluate(self, assignment: Assignment, step: str, meter: Meter | None = None) -> Evaluation:
-        """The difference that ``assignment`` makes; ``BudgetSpent`` if no evaluation is left."""
+        """The difference that ``assignment`` makes, of several labels for the one that loses most;
+        ``BudgetSpent`` if no evaluation is left."""
         types = {table: str(choice) for table, choice in assignment.items() if choice != FLOAT}
         key = json.dumps(types, sort_keys=True)
         if len(self.done) >= self.budget:
             raise BudgetSpent
         found = self._known.get(key)
         if found is None:
-            losses = self.slice.evaluate(assignment).losses
-            apart = self.bootstrap.relative(losses, self.base.losses)
-            ne = float(losses.mean()) / self.slice.base_entropy
+            losses, base = self.slice.evaluate(assignment).losses, self.base.losses
+            of_label = [self.bootstrap.relative(losses[:, n], base[:, n]) for n in range(base.shape[1])]
+            worst = max(range(len(of_label)), key=lambda n: of_label[n].high)
+            apart = of_label[worst]
+            ne = float(losses[:, worst].mean() / self.slice.base_entropy[worst])
             size = self.size_of(assignment)
             found = Evaluation(types, size, ne, apart.value, apart.low, apart.high, step)
             self._known[key] = found

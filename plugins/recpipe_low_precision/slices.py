@@ -22,6 +22,7 @@ from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, Keyed
 
 from recpipe.answers.stored import FloatCheckpoint, replace_module
 from recpipe.data.parts import require_ids
+from recpipe.errors import shown
 from recpipe.kit import Meter, batch_size, select
 from recpipe.model.call import Called, Scored
 from recpipe.plugin import UserError
@@ -41,7 +42,7 @@ LAYER = "layer:"
 
 @dataclass(frozen=True)
 class Losses:
-    """What a model says of a slice's samples, float64 [N] each."""
+    """What a model says of a slice's samples, float64 [N, L] each, a column for each label."""
 
     logits: NDArray[np.float64]
     losses: NDArray[np.float64]
@@ -71,6 +72,8 @@ class Slice:
         self.stubs = put_stubs(self.called, source, self.pieces)
         # Without rows, so that the stubs see the ids.
         self.labels, self.weights = _learnt(self.called, self.stubs, self.batches)
+        self.names = list(self.called.tasks)
+        """Of the labels."""
         self.tables: dict[str, TableRows] = {}
         for stub in self.stubs:
             self.tables |= stub.gather(source, used or {})
@@ -94,7 +97,7 @@ class Slice:
         logits = []
         for number, batch in enumerate(self.batches):
             self.pieces.number = number
-            logits.append(_judged(called, batch).prediction)
+            logits.append(_side_by_side([judged.prediction for judged in _judged(called, batch)]))
         score = torch.cat(logits).double()
         label = torch.from_numpy(self.labels).double()
         losses = nn.functional.binary_cross_entropy_with_logits(score, label, reduction="none")
@@ -103,10 +106,11 @@ class Slice:
         )
 
     @cached_property
-    def base_entropy(self) -> float:
-        """Logloss of always predicting the mean label, in nats; normalized entropy is logloss over it."""
-        rate = float(np.average(self.labels.astype(np.float64), weights=self.weights))
-        return -(rate * math.log(rate) + (1 - rate) * math.log(1 - rate))
+    def base_entropy(self) -> NDArray[np.float64]:
+        """Logloss of always predicting the mean of each label, in nats, float64 [L]; normalized entropy is
+        logloss over it."""
+        rate = np.average(self.labels.astype(np.float64), axis=0, weights=self.weights)
+        return np.array([-(own * math.log(own) + (1 - own) * math.log(1 - own)) for own in rate.tolist()])
 
 
 def asked_in(*slices: Slice) -> dict[str, torch.Tensor]:
@@ -127,33 +131,46 @@ def check_slice(source: FloatCheckpoint, batches: Iterable[Any]) -> None:
 def _learnt(
     called: Called, stubs: Sequence[Stub], batches: Iterable[Any]
 ) -> tuple[NDArray[np.float32], NDArray[np.float64] | None]:
-    """The labels of all samples, float32 [N], and their weights, float64 [N] of a mean of 1, None if they
-    have none; the stubs have then seen the ids."""
+    """The labels of all samples, float32 [N, L], and their weights, float64 [N, L] of a mean of 1 in each
+    column; None if they have none. The stubs have then seen the ids."""
     labels, weights = [], []
     for batch in batches:
         judged = _judged(called, batch)
-        labels.append(judged.labels.float())
-        if judged.weights is not None:
-            weights.append(judged.weights.double())
+        labels.append(_side_by_side([own.labels for own in judged]))
+        own = [each.weights for each in judged if each.weights is not None]
+        if own:
+            weights.append(_side_by_side(own).double())
         for stub in stubs:
             stub.end_batch()
     found: NDArray[np.float32] = torch.cat(labels).numpy()
-    own: NDArray[np.float64] | None = torch.cat(weights).numpy() if weights else None
-    known = found if own is None else found[own > 0]
-    if not np.isin(known, (0, 1)).all():
-        raise UserError("normalized entropy is of clicks, and the labels are not 0 and 1 alone")
-    if not len(known) or known.min() == known.max():
-        raise UserError("all labels of a slice are equal: raise data.eval_fraction")
-    return found, None if own is None else own / own.mean()
+    whole: NDArray[np.float64] | None = torch.cat(weights).numpy() if weights else None
+    for column, name in enumerate(called.tasks):
+        known = found[:, column] if whole is None else found[whole[:, column] > 0, column]
+        of = "" if len(called.tasks) == 1 else f" of {shown(name)}"
+        if not np.isin(known, (0, 1)).all():
+            raise UserError(f"normalized entropy is of clicks, and the labels{of} are not 0 and 1 alone")
+        if not len(known) or known.min() == known.max():
+            raise UserError(f"all labels{of} of a slice are equal: raise data.eval_fraction")
+    return found, None if whole is None else whole / whole.mean(axis=0)
 
 
-def _judged(called: Called, batch: Any) -> Scored:
+def _judged(called: Called, batch: Any) -> list[Scored]:
+    """Of each label in turn."""
     with torch.no_grad():
-        tasks = [*called.judge(batch).tasks.values()]
-    judged = tasks[0] if len(tasks) == 1 else None
-    if judged is None or called.kind != "clicks":
-        raise UserError("types are chosen by normalized entropy: the model must predict one click a sample")
-    return judged
+        found = called.judge(batch).tasks
+    judged = [found.get(name) for name in called.tasks]
+    scored = [each for each in judged if each is not None]
+    if len(scored) < len(judged) or any(task.kind != "clicks" for task in called.tasks.values()):
+        raise UserError(
+            "types are chosen by normalized entropy: the model must predict a click a sample, or one for "
+            "each label"
+        )
+    return scored
+
+
+def _side_by_side(columns: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Float32 [B, L]."""
+    return torch.stack([column.float() for column in columns], dim=1)
 
 
 def between_samples(batches: Iterable[Any], low: int, high: int) -> Iterator[Any]:
