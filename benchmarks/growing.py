@@ -4,8 +4,9 @@
 
 ``lookup``: milliseconds of a batch from its keys to its pooled rows, all ids known: hashed and looked up in a
 fixed table, and planned by the map and looked up in a table that grows; interleaved, the median and the
-fastest, and their ratios; and the map alone. ``resident``: bytes of the map that are in memory for each row
-of the capacity, when no ids have rows, a tenth of them, half, and all. ``growing``: milliseconds to plan
+fastest, and their ratios; and the map alone. ``trained``: the same with the update of
+the rows. ``resident``: bytes of the map that are in memory for each row of the capacity, when no ids have
+rows, a tenth of them, half, and all. ``growing``: milliseconds to plan
 batches of new ids until the table is full, and on, so that each new id takes another's row: the median and
 the longest. ``bytes_a_row``: of the full map. All on one thread, in the processor's time.
 """
@@ -24,13 +25,15 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from recpipe.data.columns import Columns
+from recpipe.data.columns import BatchMaker, Columns
 from recpipe.data.id_mapper import IdMapper
 from recpipe.data.schema import Schema
+from recpipe.plugin.batch import Batch
 from recpipe.plugin.tables import Growth, SparseFeature, Table, TableOptimizer, TableSet
+from recpipe.tables.dynamic.growing import GrowingTables
 from recpipe.tables.dynamic.id_map import IdMap
+from recpipe.tables.groups import ModelTables
 from recpipe.tables.resident import ResidentCollection
 
 
@@ -42,19 +45,22 @@ def milliseconds(work: Callable[[], object]) -> float:
 
 
 class Lookups:
-    """One table of all features, and batches of keys that are all known to the map."""
+    """One table of all features, and batches of keys that are all known to its map."""
 
     def __init__(self, rows: int, dim: int, features: int, batch: int) -> None:
-        names = tuple(f"f{number}" for number in range(features))
-        tables = TableSet((Table("t", rows, names),), dim, TableOptimizer("sgd", 0.1), 1)
+        self.names = [f"f{number}" for number in range(features)]
+        tables = TableSet((Table("t", rows, tuple(self.names)),), dim, TableOptimizer("sgd", 0.1), 1)
         self.collection = ResidentCollection(tables, torch.device("cpu"), padded=False)
-        self.names, self.batch, self.known = list(names), batch, rows - 2
-        schema = Schema((), tuple(SparseFeature(name, rows) for name in names))
-        self.hashed = IdMapper(schema, (), ("hashed",) * features)
-        self.map = IdMap(Growth("t"), rows, 1)
+        growing = {name: Growth("t") for name in self.names}
+        self.growing = GrowingTables(growing, ModelTables.single(tables), [self.collection], 1)
+        self.batch, self.known = batch, rows - 2
+        self.makers = []
+        for growth in (None, Growth("t")):
+            schema = Schema((), tuple(SparseFeature(name, rows, growth) for name in self.names))
+            self.makers.append((IdMapper(schema, (), ("hashed",) * features), BatchMaker(schema, ())))
         self.rng = np.random.default_rng(1)
         for keys in np.array_split(self.rng.permutation(self.known), 1 + self.known // 100_000):
-            self.map.plan(spread(keys))
+            self.growing.maps["t"].plan(spread(keys))
 
     def keys(self) -> NDArray[np.int64]:
         """A batch's keys, int64 [B, F]: few of them often."""
@@ -64,21 +70,23 @@ class Lookups:
 
     def fixed(self, keys: NDArray[np.int64]) -> torch.Tensor:
         """Pooled rows of hashed keys."""
-        empty = np.empty(0, np.float32)
-        return self._pooled(self.hashed(Columns(empty, empty, keys.view(np.uint64))).ids.T)
+        return self.collection.lookup(self._batch(keys, grows=False).sparse)
 
     def grown(self, keys: NDArray[np.int64]) -> torch.Tensor:
         """Pooled rows of the rows that keys have got."""
-        return self._pooled(self.plan(keys))
+        return self.collection.lookup(self.planned(keys).sparse)
 
-    def plan(self, keys: NDArray[np.int64]) -> NDArray[np.int64]:
-        """The rows that keys have got, by feature."""
-        return self.map.plan(np.ascontiguousarray(keys.T).reshape(-1))[0]
+    def planned(self, keys: NDArray[np.int64]) -> Batch:
+        """A batch with the rows that keys have got."""
+        batch: Batch
+        batch, plan = self.growing.plan(self._batch(keys, grows=True))
+        self.growing.begin(plan)
+        return batch
 
-    def _pooled(self, rows: NDArray[np.integer]) -> torch.Tensor:
-        values = torch.from_numpy(np.ascontiguousarray(rows, np.int64).reshape(-1))
-        lengths = torch.ones(len(values), dtype=torch.int64)
-        return self.collection.lookup(KeyedJaggedTensor(self.names, values, lengths=lengths))
+    def _batch(self, keys: NDArray[np.int64], grows: bool) -> Batch:
+        mapped, made = self.makers[grows]
+        none = np.empty((len(keys), 0), np.float32)
+        return made(mapped(Columns(none[:, :0], none, keys.view(np.uint64))))
 
 
 def spread(keys: NDArray[np.int64]) -> NDArray[np.int64]:
@@ -117,28 +125,40 @@ def growing(rows: int, batch: int, evict: str) -> dict[str, float]:
     }
 
 
+def lookups(rows: int, dim: int, features: int, batch: int, batches: int) -> dict[str, Any]:
+    """``lookup`` and ``trained``."""
+    own = Lookups(rows, dim, features, batch)
+    gradient = torch.zeros(batch, features * dim)
+    ways: dict[str, Callable[[NDArray[np.int64]], object]] = {
+        "lookup_fixed": own.fixed,
+        "lookup_grown": own.grown,
+        "trained_fixed": lambda keys: own.fixed(keys).backward(gradient),  # type: ignore[no-untyped-call]
+        "trained_grown": lambda keys: own.grown(keys).backward(gradient),  # type: ignore[no-untyped-call]
+        "plan": own.planned,
+    }
+    times: dict[str, list[float]] = {name: [] for name in ways}
+    for number in range(batches + 3):
+        for name, way in ways.items():
+            keys = own.keys()  # anew for each way, so that it finds no other's in the caches
+            with torch.set_grad_enabled(name.startswith("trained")):
+                spent = milliseconds(lambda way=way, keys=keys: way(keys))
+            if number >= 3:
+                times[name].append(spent)
+    found: dict[str, Any] = {}
+    for kind in ("lookup", "trained"):
+        for name, of in (("median", median), ("fastest", min)):
+            fixed, grown, plan = (of(times[way]) for way in (f"{kind}_fixed", f"{kind}_grown", "plan"))
+            told = {"fixed_ms": fixed, "grown_ms": grown, "ratio": grown / fixed, "plan_ms": plan}
+            found.setdefault(kind, {})[name] = told
+    return found
+
+
 def measured(rows: int, dim: int, features: int, batch: int, batches: int) -> dict[str, Any]:
     """All figures."""
     torch.set_num_threads(1)
-    lookups = Lookups(rows, dim, features, batch)
-    times: dict[str, list[float]] = {"fixed": [], "grown": [], "plan": []}
-    with torch.no_grad():
-        for number in range(batches + 3):
-            keys = lookups.keys()
-            for name, way in (("fixed", lookups.fixed), ("grown", lookups.grown), ("plan", lookups.plan)):
-                own = lookups.keys() if name == "plan" else keys  # not those that are in the caches
-                spent = milliseconds(lambda way=way, own=own: way(own))
-                if number >= 3:
-                    times[name].append(spent)
-    lookup = {}
-    for name, of in (("median", median), ("fastest", min)):
-        fixed, grown = of(times["fixed"]), of(times["grown"])
-        plan = of(times["plan"])
-        lookup[name] = {"fixed_ms": fixed, "grown_ms": grown, "ratio": grown / fixed, "plan_ms": plan}
-    del lookups
     return {
         "resident": resident(rows, batch),
-        "lookup": lookup,
+        **lookups(rows, dim, features, batch, batches),
         "growing": {evict: growing(rows, batch, evict) for evict in ("lru", "lfu")},
     }
 

@@ -47,6 +47,10 @@ def compiled(loop: F) -> F:
     return cast(F, update_wrapper(_Loop(loop), loop))
 
 
+def prefetch(array: Any, index: Any) -> None:
+    """In a ``compiled`` loop: let the processor read ``array[index]`` meanwhile, which the loop will need."""
+
+
 def load_loops() -> None:
     """Load the machine code of all loops there are now, or make it, so that no batch waits for that."""
     said = False
@@ -120,12 +124,33 @@ def _with_its_functions(function: FunctionType) -> FunctionType:
         for name, called in found.items()
         if isinstance(called, FunctionType) and called.__module__ == function.__module__
     }
+    own |= {name: _prefetch() for name, called in found.items() if called is prefetch}
     if not own:
         return function
     names, defaults = function.__globals__ | own, function.__defaults__
     again = FunctionType(function.__code__, names, function.__name__, defaults, function.__closure__)
     update_wrapper(again, function)
     return again
+
+
+@cache
+def _prefetch() -> Any:
+    """``prefetch`` as the processor's instruction, which numba has no name for."""
+    _numba()
+    from llvmlite import ir  # numba's
+    from numba.core.types import void
+    from numba.extending import intrinsic
+
+    def instruction(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        number, array = ir.IntType(32), context.make_array(signature.args[0])(context, builder, arguments[0])
+        where = builder.gep(array.data, [arguments[1]])
+        kind = ir.FunctionType(ir.VoidType(), [where.type, number, number, number])
+        known = builder.module.globals.get("llvm.prefetch.p0")
+        called = known or ir.Function(builder.module, kind, "llvm.prefetch.p0")
+        builder.call(called, [where, number(0), number(3), number(1)])  # to read, and keep it, as data
+        return context.get_dummy_value()
+
+    return intrinsic(lambda _, array, index: (void(array, index), instruction))
 
 
 def _numba() -> Any:

@@ -11,14 +11,15 @@ from __future__ import annotations
 import threading
 import zlib
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import accumulate, groupby, pairwise
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from recpipe.data.parts import kjts_in, with_kjts
 from recpipe.errors import UserError
@@ -203,22 +204,33 @@ class GrowingTables:
     def _with_rows(self, batch: Any, rows_of: Callable[[IdMap, Keys], Rows]) -> Any:
         """``batch`` with ``rows_of`` each map's keys, all of them at once, in place of these."""
         ids = [each for each in kjts_in(batch) if not self._map_of.keys().isdisjoint(each.keys())]
-        values = [each.values().cpu().numpy().astype(np.int64) for each in ids]
-        parts: dict[int, tuple[IdMap, list[NDArray[np.int64]]]] = {}
-        for each, keys in zip(ids, values, strict=True):
-            at = 0
-            for name, count in zip(each.keys(), each.length_per_key(), strict=True):
-                own = self._map_of.get(name)
-                if own is not None:
-                    parts.setdefault(id(own), (own, []))[1].append(keys[at : at + count])
-                at += count
-        for own, views in parts.values():
-            rows, at = rows_of(own, np.concatenate(views)), 0
-            for view in views:
-                view[:] = rows[at : at + len(view)]
-                at += len(view)
-        made = {id(each): with_values(each, rows) for each, rows in zip(ids, values, strict=True)}
+        runs = [self._runs(each) for each in ids]
+        rows: dict[IdMap | None, Iterator[Rows]] = {}
+        for own in dict.fromkeys(own for of_ids in runs for own, _ in of_ids):
+            keys = [keys for of_ids in runs for each, keys in of_ids if each is own]
+            if own is not None:
+                whole = rows_of(own, keys[0] if len(keys) == 1 else np.concatenate(keys))
+                ends = accumulate(map(len, keys), initial=0)
+                keys = [whole[begin:end] for begin, end in pairwise(ends)]
+            rows[own] = iter(keys)
+        made = {}
+        for each, of_ids in zip(ids, runs, strict=True):
+            parts = [next(rows[own]) for own, _ in of_ids]
+            made[id(each)] = with_values(each, parts[0] if len(parts) == 1 else np.concatenate(parts))
         return with_kjts(batch, lambda each: made.get(id(each), each))
+
+    def _runs(self, ids: KeyedJaggedTensor) -> list[tuple[IdMap | None, Keys]]:
+        """The values of ``ids``, cut where the features of another map begin (None: of no map)."""
+        keys = ids.values().cpu().numpy().astype(np.int64, copy=False)
+        runs: list[tuple[IdMap | None, Keys]] = []
+        begin = end = 0
+        for own, of_map in groupby(zip(ids.keys(), ids.length_per_key(), strict=True), self._of_feature):
+            begin, end = end, end + sum(count for _, count in of_map)
+            runs.append((own, keys[begin:end]))
+        return runs
+
+    def _of_feature(self, feature: tuple[str, int]) -> IdMap | None:
+        return self._map_of.get(feature[0])
 
     # -- checkpoints and figures ---------------------------------------------------------------
 

@@ -24,7 +24,7 @@ from recpipe.tables.dynamic.policies import Policy, policy_of
 Rows = NDArray[np.int64]
 ALL = np.iinfo(np.int64).max
 LOAD = 1.75
-"""Slots of the index for each row: of a full table, seven keys in ten are at their first slot."""
+"""Slots of the index for each row: of a full table, nearly nine keys in ten are in their own bucket."""
 SHARE = 32
 """One row in so many is in the heap of those that go first when that is filled."""
 SAMPLE = 4096
@@ -160,7 +160,8 @@ class IdMap:
         waiting = sightings_of(growth, capacity, seed)
         # Memory that nobody has touched takes none: it grows with the rows in use.
         self.content = Content(np.zeros(2 * capacity, np.int64), waiting)
-        self._slots = np.zeros(int(LOAD * capacity) + 1, np.uint32)
+        buckets = int(LOAD * capacity) // loops.BUCKET + 1
+        self._slots = np.zeros(buckets * loops.BUCKET, np.uint32)
         self._index = self._slots, capacity.bit_length()
         self._heap = _Heap(growth.evict == "lfu")
 
@@ -193,8 +194,8 @@ class IdMap:
         turn = Turn(
             content.used,
             replace(content.figures),
-            touched[:count].copy(),
-            states[:count].copy(),
+            touched[:count],
+            states[:count],
             *(none, none, none.reshape(0, 2), None),
         )
         if without:

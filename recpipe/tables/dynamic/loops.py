@@ -3,8 +3,9 @@
 ``records`` int64 [2 * capacity] has the key of row r at 2 r, and behind it, in one number, how often the
 row's id was seen and the batch in which it was seen last. ``slots`` uint32 are a hash table with open
 addressing: the row of the key that belongs there, in ``bits`` bits, and above them what is left of 32 bits
-with some of the key's hash, so that other keys' records need not be read; or 0. A key is found in the first
-slots from its own on; a row that leaves lets those behind it move up, so that no slot is lost.
+with some of the key's hash, so that other keys' records need not be read; or 0. They are in buckets of
+``BUCKET``, which are compared at once. A key is in the first slot from its bucket on that was free; a row
+that leaves lets those behind it move up, so that no slot is lost, and a bucket's free slots are its last.
 
 Rows that may be given away are in a heap, those that go first on top. It has all rows up to a bound, perhaps
 at an earlier score of theirs: scores only grow, so that a row on top whose score is still the same is the
@@ -18,16 +19,19 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from recpipe.common.loops import compiled
+from recpipe.common.loops import compiled, prefetch
 from recpipe.data.id_mapper import MISSING_KEY
 
 MISSING_ROW, DEFAULT_ROW, FIRST_ROW = 0, 1, 2
 """The row of missing values, that of ids without a row of their own, and the first one of an id."""
-BLOCK = 512
-"""Keys that are looked up together."""
+BUCKET = 4
+AHEAD = 64
+"""Memory is asked for so many keys before it is read, twice: a key's bucket, and then its row's record."""
 SEEN_BITS = 32
 _SEEN = (1 << SEEN_BITS) - 1
 _MOST = (1 << 31) - 1
+_LOW, _HALF, _NONE, _ONE, _TWO = (np.uint64(number) for number in (0xFFFFFFFF, 32, 0, 1, 2))
+"""Numbers without a sign, with which numba makes no others, and looks at no index for one."""
 
 
 def _mixed(key: int | np.uint64) -> np.uint64:
@@ -39,8 +43,9 @@ def _mixed(key: int | np.uint64) -> np.uint64:
 
 
 def _home(mixed: np.uint64, size: int) -> Any:
-    """The slot of a ``mixed`` key among ``size`` < 2**32: a product instead of a slower remainder."""
-    return np.int64(((mixed >> np.uint64(32)) * np.uint64(size)) >> np.uint64(32))
+    """The first slot of a ``mixed`` key's bucket among ``size`` < 2**32: a product instead of a slower
+    remainder."""
+    return np.int64(((mixed >> np.uint64(32)) * np.uint64(size // BUCKET)) >> np.uint64(32)) * BUCKET
 
 
 def _mark(mixed: np.uint64, bits: int) -> Any:
@@ -48,71 +53,93 @@ def _mark(mixed: np.uint64, bits: int) -> Any:
     return np.int64((mixed & np.uint64(0xFFFFFFFF)) >> np.uint64(bits))
 
 
-def _to_marks(
-    keys: NDArray[np.int64],
-    start: int,
-    count: int,
-    slots: NDArray[np.uint32],
-    bits: int,
-    work: NDArray[np.uint64],
-) -> None:
-    """For each of a block of ``keys`` the first slot from its own on that has its mark, or is empty: which
-    one that is into ``work[0]``, and what it holds into ``work[2]``."""
-    at, marks, held, left = work[0], work[1], work[2], work[3]
-    size, shift, zero, waiting = np.uint64(len(slots)), np.uint64(bits), np.uint64(0), 0
-    for place in range(count):
-        mixed = _mixed(keys[start + place])
-        at[place], marks[place] = np.uint64(_home(mixed, len(slots))), np.uint64(_mark(mixed, bits))
-    for place in range(count):
-        held[place] = np.uint64(slots[at[place]])
-    for place in range(count):
-        slot, left[waiting] = held[place], np.uint64(place)
-        waiting += (slot >> shift != marks[place]) & (slot != zero)
-    while waiting > 0:  # those that have not found it, all by one slot
-        still = 0
-        for number in range(waiting):
-            key = left[number]
-            after = at[key] + np.uint64(1)
-            after = after if after < size else zero
-            slot = np.uint64(slots[after])
-            at[key], held[key], left[still] = after, slot, key
-            still += (slot >> shift != marks[key]) & (slot != zero)
-        waiting = still
+def _in_bucket(first: np.uint64, second: np.uint64, mark: np.uint64, limit: np.uint64) -> Any:
+    """The row of the first slot of a bucket with this ``mark``, which is there twice, as slots are in a half
+    of the bucket; 0 if there is none, and ``limit``, which is above all rows, if it may be in the next
+    bucket."""
+    ahead, behind = first ^ mark, second ^ mark  # the same marks are 0 now
+    row = limit if second >> _HALF != _NONE else _NONE
+    row = behind >> _HALF if behind >> _HALF < limit else row
+    row = behind & _LOW if behind & _LOW < limit else row
+    row = ahead >> _HALF if ahead >> _HALF < limit else row
+    return ahead & _LOW if ahead & _LOW < limit else row
 
 
-def _found(
+def _searched(key: int, slots: NDArray[np.uint32], bits: int, records: NDArray[np.int64]) -> Any:
+    """The row of ``key``, -1 if it has none: slot by slot, where one with its mark has another key."""
+    size, mask = len(slots), (1 << bits) - 1
+    slot: Any = _home(_mixed(key), size)
+    while True:
+        row = np.int64(slots[slot]) & mask
+        if row == 0:
+            return np.int64(-1)
+        if records[2 * row] == key:
+            return row
+        slot = slot + 1 if slot + 1 < size else 0
+
+
+def _look_up(
     keys: NDArray[np.int64],
-    start: int,
     slots: NDArray[np.uint32],
     bits: int,
     records: NDArray[np.int64],
     rows: NDArray[np.int64],
-    work: NDArray[np.uint64],
-) -> None:
-    """Write the rows of a block of ``keys`` from ``start`` on: -1 for those without one.
+    now: int,
+    touched: NDArray[np.int64],
+    states: NDArray[np.int64],
+) -> tuple[int, int]:
+    """``see`` in batch ``now``, or ``look_up`` if that is 0.
 
-    What lies at random places in memory is read by loops that decide nothing, so that the processor has many
-    reads under way; indices without a sign spare it numba's look whether they are counted from the end.
+    A key goes through three steps, ``AHEAD`` other keys apart, so that what lies at random places in memory
+    is on its way while others are worked on.
     """
-    size, count, mask = len(slots), min(BLOCK, len(keys) - start), (1 << bits) - 1
-    _to_marks(keys, start, count, slots, bits, work)
-    at, held, known = work[0], work[2], work[4]
-    for place in range(count):
-        held[place] &= np.uint64(mask)
-        known[place] = np.uint64(records[np.uint64(2) * held[place]])
-    for place in range(count):
-        key, row = keys[start + place], np.int64(held[place])
-        if row != 0 and np.int64(known[place]) == key:
-            rows[start + place] = row
+    count, missed, total, ahead = _NONE, 0, np.uint64(len(keys)), np.uint64(AHEAD)
+    pairs, work = slots.view(np.uint64), np.empty((3, 4 * AHEAD), np.uint64)
+    at, marks, held = work[0], work[1], work[2]
+    end, shift, limit, ring = (
+        np.uint64(len(pairs)),
+        np.uint64(bits),
+        _ONE << np.uint64(bits),
+        4 * ahead - _ONE,
+    )
+    for first in range(_NONE, total + _TWO * ahead):
+        if first < total:
+            mixed, place = _mixed(keys[first]), first & ring
+            pair = np.uint64(_home(mixed, len(slots))) >> _ONE
+            at[place], marks[place] = pair, ((mixed & _LOW) >> shift << shift) * np.uint64(0x100000001)
+            prefetch(pairs, pair)
+        if ahead <= first < total + ahead:
+            place = (first - ahead) & ring
+            pair, mark = at[place], marks[place]
+            row = _in_bucket(pairs[pair], pairs[pair + _ONE], mark, limit)
+            while row == limit:
+                pair = pair + _TWO if pair + _TWO < end else _NONE
+                row = _in_bucket(pairs[pair], pairs[pair + _ONE], mark, limit)
+            held[place] = row
+            prefetch(records, row << _ONE)
+        if first < _TWO * ahead:
             continue
-        if key == MISSING_KEY:
-            rows[start + place] = MISSING_ROW
-            continue
-        slot: Any = np.int64(at[place])
-        while row != 0 and records[2 * row] != key:
-            slot = slot + 1 if slot + 1 < size else 0
-            row = np.int64(slots[slot]) & mask
-        rows[start + place] = row if row != 0 else -1
+        number = first - _TWO * ahead
+        key, row = keys[number], held[number & ring]
+        if row == _NONE or records[row << _ONE] != key:
+            found: Any = MISSING_ROW
+            if key != MISSING_KEY:
+                found = _searched(key, slots, bits, records) if row != _NONE else -1
+                missed += found < 0
+            rows[number] = found
+            if found < FIRST_ROW:
+                continue
+            row = np.uint64(found)
+        rows[number] = np.int64(row)
+        if now > 0:
+            place = row << _ONE | _ONE
+            state = np.uint64(records[place])
+            touched[count], states[count] = np.int64(row), np.int64(state)
+            count += np.uint64(state & _LOW != np.uint64(now))  # kept if it is the batch's first sight of it
+            times = state >> _HALF
+            times = times + _ONE if times < np.uint64(_MOST) else times
+            records[place] = np.int64(times << _HALF | np.uint64(now))
+    return int(count), missed
 
 
 @compiled
@@ -124,9 +151,7 @@ def look_up(
     rows: NDArray[np.int64],
 ) -> None:
     """Write the row of each of ``keys`` [n] into ``rows`` [n]: -1 if it has none."""
-    work = np.empty((5, BLOCK), np.uint64)
-    for start in range(0, len(keys), BLOCK):
-        _found(keys, start, slots, bits, records, rows, work)
+    _look_up(keys, slots, bits, records, rows, 0, rows, rows)
 
 
 @compiled
@@ -140,24 +165,10 @@ def see(
     touched: NDArray[np.int64],
     states: NDArray[np.int64],
 ) -> tuple[int, int]:
-    """``look_up``, and note that the ids with a row are seen in batch ``now``. Writes each of these rows and
-    its state before into ``touched`` and ``states`` [n], and returns how many there are, and how many keys
-    have no row."""
-    work = np.empty((5, BLOCK), np.uint64)
-    count, missed = 0, 0
-    for start in range(0, len(keys), BLOCK):
-        _found(keys, start, slots, bits, records, rows, work)
-        for place in range(start, min(start + BLOCK, len(keys))):
-            row = rows[place]
-            if row < FIRST_ROW:
-                missed += row < 0
-                continue
-            state = records[np.uint64(2 * row + 1)]
-            touched[count], states[count] = row, state  # kept if it is the batch's first sight of the row
-            count += state & _SEEN != now
-            times = state >> SEEN_BITS
-            records[np.uint64(2 * row + 1)] = (min(times + 1, _MOST) << SEEN_BITS) | now
-    return count, missed
+    """``look_up``, and note that the ids with a row are seen in batch ``now``, from 1 on. Writes each of
+    these rows and its state before into ``touched`` and ``states`` [n], and returns how many there are, and
+    how many keys have no row."""
+    return _look_up(keys, slots, bits, records, rows, now, touched, states)
 
 
 @compiled
