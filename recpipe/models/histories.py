@@ -121,6 +121,13 @@ def latest(values: torch.Tensor, lengths: torch.Tensor, count: int) -> tuple[tor
     return with_zero[torch.where(present, places + 1, 0)], present
 
 
+def up_to_each(present: torch.Tensor) -> torch.Tensor:
+    """Which events each event sees, bool [B, T, T]: those of ``present`` [B, T] that are no later."""
+    count = present.shape[1]
+    no_later = torch.ones(count, count, dtype=torch.bool, device=present.device).tril()
+    return present.unsqueeze(1) & no_later
+
+
 class Context(nn.Module):
     """What else is known of a sample, side by side: dense features and the pooled rows of all other tables,
     if there are any."""

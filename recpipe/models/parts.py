@@ -114,13 +114,16 @@ class SelfAttention(nn.Module):
 
     def __init__(self, dim: int, heads: int, width: int, scale: float) -> None:
         super().__init__()
-        self.heads, self.scale = heads, scale
+        self.heads, self.width, self.scale = heads, width, scale
         self.project = nn.Linear(dim, 3 * heads * width, bias=False)
 
     def forward(self, vectors: torch.Tensor, present: torch.Tensor | None = None) -> torch.Tensor:
-        """``present``: which vectors are attended to, bool [B, N]; None: all."""
+        """``present``: which vectors are attended to, bool [B, N], or [B, N, N] where each has others; None:
+        all."""
         size, count, _ = vectors.shape
-        q, k, v = self.project(vectors).view(size, count, 3, self.heads, -1).permute(2, 0, 3, 1, 4)
-        mask = None if present is None else present[:, None, None, :]
+        q, k, v = self.project(vectors).view(size, count, 3, self.heads, self.width).permute(2, 0, 3, 1, 4)
+        mask = None
+        if present is not None:
+            mask = present[:, None] if present.dim() == 3 else present[:, None, None]
         found = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=self.scale)
         return found.transpose(1, 2).flatten(2)

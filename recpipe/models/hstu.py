@@ -1,0 +1,65 @@
+"""HSTU, hierarchical sequential transduction units: Zhai et al., 2024, https://arxiv.org/abs/2402.17152."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+
+from recpipe.common.validation import Positive
+from recpipe.data.schema import Schema
+from recpipe.errors import UserError
+from recpipe.model.config import Sizes
+from recpipe.models.histories import Context, Histories, sides_of
+from recpipe.models.parts import last_layers, outputs_of
+from recpipe.models.units import Transducer
+
+
+class HSTU(nn.Module):
+    """As a ranker, an MLP over the state of the target after its history and everything else of the sample;
+    as a retriever, a vector of the history's last state and everything else, and one of the target."""
+
+    def __init__(
+        self,
+        schema: Schema,
+        embedding_bag_collection: EmbeddingBagCollection | None,
+        embedding_collection: EmbeddingCollection,
+        num_dense_features: int,
+        hidden: Sizes,
+        width: Positive = 32,
+        units: Positive = 2,
+        heads: Positive = 2,
+        history: Positive | None = None,
+        retrieval: bool = False,
+        activation_checkpointing: bool = False,
+    ) -> None:
+        """``history``: the latest events that are looked at, None: the sequences' ``max_length``;
+        ``retrieval``: whether the output is two vectors, for a loss over several targets."""
+        super().__init__()
+        if width % heads:
+            raise UserError(f"model.heads={heads} does not divide model.width={width}")
+        sides = sides_of(schema, history, "hstu")
+        self.histories = Histories(embedding_collection, sides)
+        self.context = Context(embedding_bag_collection, num_dense_features)
+        self.retrieval = retrieval
+        self.transducers = nn.ModuleList(
+            Transducer(side.length + (not retrieval), event, width, heads, units, activation_checkpointing)
+            for side, event in zip(sides, self.histories.widths, strict=True)
+        )
+        outputs = width if retrieval else outputs_of(schema)
+        self.top = last_layers(self.context.width + width * len(sides), hidden, outputs)
+        self.candidate = nn.Linear(sum(self.histories.widths), width) if retrieval else None
+
+    def forward(
+        self, dense_features: torch.Tensor, sparse_features: KeyedJaggedTensor
+    ) -> torch.Tensor | dict[str, torch.Tensor]:
+        """Logits float32 [B, L], or ``query`` and ``candidate`` [B, width]."""
+        histories = self.histories(sparse_features)
+        pairs = zip(self.transducers, histories, strict=True)
+        states = [transducer(history, not self.retrieval) for transducer, history in pairs]
+        found: torch.Tensor = self.top(torch.cat([self.context(dense_features, sparse_features), *states], 1))
+        if self.candidate is None:
+            return found
+        target = torch.cat([history.target for history in histories], dim=1)
+        return {"query": found, "candidate": self.candidate(target)}

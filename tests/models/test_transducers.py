@@ -1,0 +1,84 @@
+"""What models of histories alone promise: no event sees later ones, retrieval, and memory given for time."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from recpipe.errors import UserError
+from recpipe.models.bst import Behavior
+from recpipe.models.histories import History
+from recpipe.models.hstu import HSTU
+from recpipe.models.sasrec import CausalTransformer
+from recpipe.models.units import Transducer
+from tests.models.formulas import Weights, hstu_states, sasrec_vectors
+from tests.models.published import DIM, HISTORY, batches, made, schema_of
+
+
+def states(name: str, events: torch.Tensor, present: torch.Tensor) -> torch.Tensor:
+    """Of each event, float32 [B, T, width]."""
+    torch.manual_seed(5)
+    if name == "hstu":
+        return Transducer(HISTORY, DIM, 12, 2, 2, False).states(events, present)
+    return CausalTransformer(HISTORY, DIM, 2, 2)(events, present)
+
+
+@pytest.mark.parametrize("name", ["hstu", "sasrec"])
+def test_no_event_sees_later_ones(name: str) -> None:
+    torch.manual_seed(2)
+    events, present = torch.randn(6, HISTORY, DIM), torch.ones(6, HISTORY, dtype=torch.bool)
+    present[:3, :2] = False
+    changed = events.clone()
+    changed[:, 3] = torch.randn(6, DIM)
+    before, after = states(name, events, present), states(name, changed, present)
+    assert torch.equal(before[:, 2], after[:, 2])
+    assert (before[:, 3:] - after[:, 3:]).abs().amax((1, 2)).min() > 1e-3  # all that see it
+    absent = events.masked_fill(~present.unsqueeze(2), 7.0)
+    assert torch.equal(states(name, absent, present)[:, 2:], before[:, 2:])
+
+
+def test_retrieval_gives_two_vectors() -> None:
+    schema = schema_of("hstu")
+    (batch,) = batches(schema, 1)
+    model = made("sasrec", "model.retrieval=true")
+    found = model(batch.dense_features, batch.sparse_features)
+    query, candidate = sasrec_vectors(Weights(model), batch)
+    torch.testing.assert_close(found, {"query": query, "candidate": candidate}, rtol=1e-5, atol=1e-5)
+
+    model = made("hstu", "model.retrieval=true")
+    found = model(batch.dense_features, batch.sparse_features)
+    w, queries, candidates = Weights(model), [], []
+    for events, target in w.history(batch):
+        queries.append(hstu_states(w, events, HISTORY)[-1] if len(events) else torch.zeros(12))
+        candidates.append(w.linear("candidate", target))
+    query = w.last_layers("top", torch.cat([w.context(batch, schema), torch.stack(queries)], dim=1))
+    wanted = {"query": query, "candidate": torch.stack(candidates)}
+    torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-5)
+
+
+def test_checkpointed_activations_give_the_same_gradients() -> None:
+    (batch,) = batches(schema_of("hstu"), 1)
+    found = []
+    for words in ((), ("model.activation_checkpointing=true",)):
+        model, calls = made("hstu", *words), []
+        assert isinstance(model, HSTU)
+        model.transducers[0].units[0].register_forward_pre_hook(lambda *_, calls=calls: calls.append(1))
+        model(batch.dense_features, batch.sparse_features).square().sum().backward()
+        found.append([parameter.grad for parameter in model.parameters()])
+        assert len(calls) == 1 + len(words)  # once more in the backward pass
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+    assert all(gradient.any() for gradient in found[0])
+
+
+def test_no_samples_give_no_states() -> None:
+    none = History(torch.zeros(0, 5, DIM), torch.zeros(0, 5, dtype=torch.bool), torch.zeros(0, DIM))
+    assert Transducer(6, DIM, 12, 2, 2, False)(none, with_target=True).shape == (0, 12)
+    assert Behavior(5, DIM, 4, 1, 2)(none).shape == (0, 6 * 12)
+    assert states("sasrec", none.events, none.present).shape == (0, 5, DIM)
+
+
+def test_widths_that_heads_do_not_divide_are_refused() -> None:
+    with pytest.raises(UserError, match="model.heads=5 does not divide model.width=12"):
+        made("hstu", "model.heads=5")
+    with pytest.raises(UserError, match="model.heads=5 does not divide the width of an event, 16"):
+        made("sasrec", "model.heads=5")
