@@ -13,6 +13,7 @@ from typing import Any
 
 from omegaconf import DictConfig
 
+from recpipe.answers.teacher import give_teachers
 from recpipe.backend.matmul import float32_products
 from recpipe.checkpoint.table_files import export_parameters
 from recpipe.common.console import capture_logs, log
@@ -111,6 +112,7 @@ def train(context: TaskContext, watcher: Watcher | None = None) -> RunResult:
         placed = open_tiers.enter_context(built(run, plan))
         if placed.model is None:
             return RunResult({})
+        give_teachers(placed.model.called, run.dataset, run.device)
 
         # 6. The pipeline in front of Lightning: read, transform, split, plan and fetch ahead.
         training = Training(run, plan, placed, watcher)

@@ -29,6 +29,7 @@ from recpipe.common.saved import entries
 from recpipe.data.parts import on_device
 from recpipe.distributed.ranks import Channel
 from recpipe.errors import UserError
+from recpipe.model.losses.distillation import Distillation
 from recpipe.pipeline.batch import TableWorkers
 from recpipe.pipeline.cuda_graph import CudaGraph
 from recpipe.pipeline.parts import find_out
@@ -207,6 +208,8 @@ def _no_graph(
         return f"needs a GPU, and this run is on the {device.type}"
     if trainers.size > 1:
         return f"trains in one process, and this run has {trainers.size}"
+    if any(isinstance(loss, Distillation) for loss in model.called.losses_by_name.values()):
+        return "does not record a teacher, and model.loss=distillation asks one"
     if len(model.bound) < len(model.proxies):
         return "can only be handed the rows of a batch's own ids, and the model makes ids itself"
     if wrappers:

@@ -201,6 +201,11 @@ class Called:
         return {SCORE: self} if isinstance(self.loss, Loss) else {name: self._of(name) for name in self.loss}
 
     @property
+    def losses_by_name(self) -> Mapping[str, Loss]:
+        """The loss of each of ``tasks``."""
+        return {SCORE: self.loss} if isinstance(self.loss, Loss) else self.loss
+
+    @property
     def judged(self) -> dict[str, Called]:
         """The ``tasks`` in the order of the figures: what ``model.prediction`` names comes first."""
         tasks = self.tasks
@@ -260,14 +265,13 @@ class Called:
         for name in ("ctr", "cvr"):
             label = joint.labels[name]
             named = isinstance(output, Mapping) and name in output
-            found.append(output[name] if named else self._of_label(output, label, self._loss_of(name)))
+            found.append(output[name] if named else self._of_label(output, label, self.losses_by_name[name]))
         return joint.outputs(*found)
 
     @property
     def whole_batch(self) -> str | None:
         """Why parts of a batch cannot be trained one by one, as far as the loss says so."""
-        losses = [self.loss] if isinstance(self.loss, Loss) else self.loss.values()
-        named = next((loss.name for loss in losses if loss.whole_batch), None)
+        named = next((loss.name for loss in self.losses_by_name.values() if loss.whole_batch), None)
         return f"model.loss={named} compares all samples of a batch with each other" if named else None
 
     @property
@@ -361,9 +365,6 @@ class Called:
             )
         return {name: loss for name, loss in self.loss.items() if self.joint is None or name != "cvr"}
 
-    def _loss_of(self, name: str) -> Loss:
-        return self.loss if isinstance(self.loss, Loss) else self.loss[name]
-
     @property
     def parameters(self) -> dict[str, nn.Parameter]:
         """What the loss itself learns, by name in a checkpoint; these are no part of the module."""
@@ -371,7 +372,7 @@ class Called:
 
     def check(self, batch: Any) -> None:
         """``UserError`` if a loss needs samples of label 0 and ``batch``, the first one, has none."""
-        for name, loss in {SCORE: self.loss}.items() if isinstance(self.loss, Loss) else self.loss.items():
+        for name, loss in self.losses_by_name.items():
             if not loss.samples_negatives:
                 continue
             labels = self._labels(batch, self.labels if name == SCORE else f"{self.labels}.{name}")
@@ -385,7 +386,7 @@ class Called:
         """By each output how it is learnt from batches such as ``batch``, for the report: the loss with its
         arguments, the kind of its figures, and its weight in the sum as it is now; None of one that is judged
         and not learnt."""
-        learnt = self._summed_losses() if isinstance(self.loss, Mapping) else {SCORE: self.loss}
+        learnt = {SCORE} if isinstance(self.loss, Loss) else {*self._summed_losses()}
         weights = self.task_weights if self.uncertainty is None else self.uncertainty.weights
         return {
             name: {
@@ -394,7 +395,7 @@ class Called:
                 "kind": loss.kind,
                 "weight": weights.get(name, 1.0) if name in learnt else None,
             }
-            for name, loss in (self.loss if isinstance(self.loss, Mapping) else learnt).items()
+            for name, loss in self.losses_by_name.items()
         }
 
     def _of_label(self, output: Any, name: str, loss: Loss) -> Any:

@@ -11,6 +11,7 @@ from recpipe.common.words import make
 from recpipe.data.schema import LabelColumn
 from recpipe.errors import UserError, nearest_or_all, shown
 from recpipe.model.losses.base import Loss, OwnLoss
+from recpipe.model.losses.distillation import Distillation
 from recpipe.model.losses.pointwise import (
     BinaryCrossEntropy,
     BinaryCrossEntropyOfProbabilities,
@@ -39,6 +40,7 @@ LOSSES: dict[str, Loss] = {
         InBatchSoftmax(),
         SampledSoftmax(),
         Bpr(),
+        Distillation(),
     )
 }
 """The names in ``model.loss``, each with its arguments' defaults."""
@@ -114,7 +116,7 @@ L = TypeVar("L", bound=Loss | Esmm)
 
 def _with(loss: L, arguments: Mapping[str, Any], key: str) -> L:
     """``loss`` with the arguments that the recipe gives it."""
-    takes = [field.name for field in fields(cast(Any, loss))]
+    takes = [field.name for field in fields(cast(Any, loss)) if field.init]
     given = {str(name): value for name, value in arguments.items() if name != NAME}
     for name in given:
         if name not in takes:

@@ -20,6 +20,7 @@ from recpipe.errors import UserError
 from recpipe.model.call import Called
 from recpipe.model.config import UserModel
 from recpipe.model.loss import LOSSES, parse_loss
+from recpipe.model.losses.base import Pointwise
 from recpipe.plugin.batch import Batch
 
 BCE = LOSSES["binary_cross_entropy"]
@@ -155,7 +156,7 @@ EXPECTED = {
 }
 
 
-@pytest.mark.parametrize("name", [name for name, loss in LOSSES.items() if not loss.whole_batch])
+@pytest.mark.parametrize("name", [name for name, loss in LOSSES.items() if isinstance(loss, Pointwise)])
 def test_a_loss_is_the_mean_over_samples(name: str) -> None:
     """Of halves, weighted, it is that of the whole; of no sample it is 0 and so are its gradients."""
     shapes = {
