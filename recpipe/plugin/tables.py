@@ -173,6 +173,12 @@ class TableOptimizer:
         """The arguments of the same optimizer in ``torch.optim`` and ``torchrec.optim``, if it is fused."""
         return {"lr": self.lr} if self.name == "sgd" else {"lr": self.lr, "eps": self.eps}
 
+    @property
+    def state_by_column(self) -> bool:
+        """Whether each weight has its own state, in the same columns, or none: that of a part of a row's
+        columns is then a part of the row's."""
+        return self.frozen or self.name in ("sgd", "adagrad")
+
     def state_width(self, dim: int) -> int:
         """float32 values of optimizer state per row; ``recpipe.tables.updating`` says which."""
         if self.frozen:

@@ -40,10 +40,10 @@ from recpipe.tables.owners import GroupOwner
 from recpipe.tables.proxy import CollectionProxy as CollectionProxy
 from recpipe.tables.proxy import handing_out, same_ids
 from recpipe.tables.proxy import proxy_of as proxy_of
+from recpipe.tables.sharding.own import ShardTiers
 from recpipe.tables.sharding.plan import ShardPlan
 from recpipe.tables.sharding.planning import Sharding
 from recpipe.tables.sharding.tables import shard_tables
-from recpipe.tables.sharding.tiered import ShardTiers
 from recpipe.tables.skipping import Skipping
 
 log = logging.getLogger(__name__)

@@ -52,6 +52,53 @@ def test_without_schedules_it_is_another_training(batches, with_schedules) -> No
         assert furthest(train(make("two_tower"), batches, "rowwise_adagrad", one), with_schedules) > 1e-3
 
 
+OPTIMIZERS: dict[str, tuple[str, ...]] = {
+    "momentum": ("optim=sgd", "optim.tables.momentum=0.9"),
+    "adam": ("optim=adam", "optim.tables.eps=1e-3"),
+    "partial_rowwise_adam": ("optim=adam", "optim.tables.name=partial_rowwise_adam", "optim.tables.eps=1e-3"),
+    "lamb": ("optim=lamb", "optim.tables.eps=1e-3", "optim.tables.weight_decay=0.01"),
+    "ftrl": ("optim=ftrl", "optim.tables.l1=0.01"),
+    "clipped": ("optim.tables.clip_row_norm=0.002",),
+}
+SGD = ("optim.dense={name: SGD, lr: 0.05}", "optim.tables.lr=0.05")
+
+
+@pytest.mark.parametrize("name", ["adam", "ftrl"])
+@pytest.mark.parametrize("way", SHARDED)
+def test_shards_are_updated_by_any_optimizer(batches, tmp_path: Path, name: str, way: str) -> None:
+    """And go on from a checkpoint, in shards and without."""
+    words = (*OPTIMIZERS[name], *SGD)
+    whole = train(make("two_tower"), batches, "rowwise_adagrad", *words)
+    shards = (*SHARDED[way], *words)
+    kept = (f"trainer.checkpoint_dir={tmp_path}", "trainer.checkpoint_every=5", "trainer.max_steps=5")
+    assert furthest(train(make("two_tower"), batches, "rowwise_adagrad", *shards), whole) < 1e-6
+    train(make("two_tower"), batches, "rowwise_adagrad", *shards, *kept)
+    for later in (shards, words):
+        mine = train(make("two_tower"), batches, "rowwise_adagrad", *later, f"resume={tmp_path}")
+        assert furthest(mine, whole) < 1e-6
+
+
+@pytest.mark.soak
+def test_shards_on_two_ranks_are_updated_by_any_optimizer(batches, tmp_path: Path) -> None:
+    """State moves from the shards of two ranks into one process without shards."""
+    jobs: dict[str, Job] = {}
+    for name, own in OPTIMIZERS.items():
+        for way, words in SHARDED.items():
+            label = f"{name}-{way}"
+            saved = f"trainer.checkpoint_dir={tmp_path / label / 'kept'}"
+            jobs[label] = ("two_tower", (*words, *own, *SGD, saved, "trainer.checkpoint_every=5"))
+    all_on_two_ranks(tmp_path, batches, jobs)
+    plain = by_hand(make("two_tower"), batches, "rowwise_adagrad")
+    for label in jobs:
+        words = (*OPTIMIZERS[label.split("-")[0]], *SGD)
+        whole = train(make("two_tower"), batches, "rowwise_adagrad", *words)
+        assert furthest_left(tmp_path / label, whole) < BOUND, label
+        assert furthest_left(tmp_path / label, plain) > 1e-3, label
+        (first, *_) = sorted((tmp_path / label / "kept").glob("step-*.ckpt"))
+        alone = train(make("two_tower"), batches, "rowwise_adagrad", *words, f"resume={first}")
+        assert furthest(alone, whole) < BOUND, label
+
+
 LIMIT = 0.05
 CLIPPINGS: dict[str, tuple[str, ...]] = {
     "dense": (f"trainer.gradient_clip_val={LIMIT}",),
@@ -106,8 +153,6 @@ def test_gradients_are_clipped_as_torch_does(batches, with_clipping, kind, techn
     "technique", [name for name in IN_ORDER if name not in ("resident", "lru_ssd", "hotline")]
 )
 def test_and_under_each_other_technique(batches, with_clipping, kind, technique) -> None:
-    if kind == "rows" and technique in SHARDED:
-        pytest.skip("shards have FBGEMM's optimizers")
     mine = train(make("two_tower"), batches, "sgd", *IN_ORDER[technique], *CLIPPINGS[kind])
     assert furthest(mine, with_clipping[kind]) < 2e-6
 
@@ -126,7 +171,6 @@ def test_two_ranks_clip_what_both_have_summed(batches, tmp_path: Path) -> None:
         f"{kind}-{name}": ("two_tower", (*IN_ORDER[name], *CLIPPINGS[kind]))
         for kind in ("dense", "all", "rows")
         for name in techniques
-        if kind != "rows" or name not in SHARDED
     }
     all_on_two_ranks(tmp_path, batches, jobs)
     for kind in ("dense", "all", "rows"):

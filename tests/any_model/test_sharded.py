@@ -22,8 +22,8 @@ from recpipe.plugin.tables import TableOptimizer, state_name
 from recpipe.report.record import write_json
 from recpipe.tables.groups import collections_of, group_tables
 from recpipe.tables.sharding import tables as shard
+from recpipe.tables.sharding.own import ShardsLookup
 from recpipe.tables.sharding.plan import Shard, ShardPlan, TablePlan
-from recpipe.tables.sharding.tiered import TieredLookup
 from tests.any_model.runs import QUIET, train
 from tests.any_model.zoo import (
     OVERRIDES,
@@ -167,13 +167,13 @@ def two_ranks(rank: int, folder: str, port: int) -> None:
 def fetched_ahead(patch: pytest.MonkeyPatch) -> list[KeyedJaggedTensor]:
     """Ids whose rows in tiers are fetched before they are looked up, from now on until ``patch`` ends."""
     found: list[KeyedJaggedTensor] = []
-    before = TieredLookup.fetch_ahead
+    before = ShardsLookup.fetch_ahead
 
-    def fetch(lookup: TieredLookup, ids: KeyedJaggedTensor) -> None:
+    def fetch(lookup: ShardsLookup, ids: KeyedJaggedTensor) -> None:
         found.append(ids)
         before(lookup, ids)
 
-    patch.setattr(TieredLookup, "fetch_ahead", fetch)
+    patch.setattr(ShardsLookup, "fetch_ahead", fetch)
     return found
 
 

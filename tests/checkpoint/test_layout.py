@@ -25,7 +25,7 @@ from recpipe.distributed.ranks import Ranks
 from recpipe.plugin.collection import TableCollection
 from recpipe.plugin.tables import FILL_ROWS
 from recpipe.tables.resident import ResidentCollection
-from recpipe.tables.sharding.tiered import TieredShard
+from recpipe.tables.sharding.own import TieredShard
 from tests.tables import tiered_shards
 from tests.tables.samples import CPU, table_set, tiers
 from tests.tables.sharded import DIM, ROWS, Case, build, contents

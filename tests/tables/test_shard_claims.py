@@ -83,11 +83,15 @@ def built(made: Sharding) -> ShardedCollection:
     return tables
 
 
-def test_optimizers_that_are_not_torchrec_s_are_refused() -> None:
-    """Which are those that a sharded module has on a CPU."""
-    with pytest.raises(UserError, match="table 'a': its optimizer is adam, and sharded tables have sgd"):
-        sharding("adam").plan(None)
-    assert sharding("adagrad").plan(None).tables
+def test_optimizers_that_are_not_torchrec_s_keep_rows_whole() -> None:
+    """Recpipe makes their steps, on the rows that a batch looks up."""
+    kinds = {table.sharding for table in sharding("adam").plan(None).tables.values()}
+    assert kinds <= {"row_wise", "table_wise", "table_row_wise"}
+    assert {"column_wise", "data_parallel"}.isdisjoint(sharding("adam").constraints()["a"].sharding_types)
+    assert sharding("adagrad").constraints()["a"].sharding_types is None, "any"
+    for kind, words in (("column_wise", "cuts rows apart"), ("data_parallel", "keeps a whole gradient")):
+        with pytest.raises(UserError, match=f"table 'a': {kind} {words}.* its optimizer, adam .*row_wise"):
+            sharding("adam", planner=Limited(sharding_types=[kind])).plan(None)
 
 
 @pytest.mark.parametrize("caches", [True, False], ids=["uvm_caching", "another kernel"])

@@ -28,9 +28,9 @@ from recpipe.tables.groups import ModelTables
 from recpipe.tables.owners import group_owners, quantized
 from recpipe.tables.sharding.claims import ShardClaims
 from recpipe.tables.sharding.collection import ShardedCollection
+from recpipe.tables.sharding.own import ShardTiers
 from recpipe.tables.sharding.planning import plan_shards
 from recpipe.tables.sharding.tables import shard_tables
-from recpipe.tables.sharding.tiered import ShardTiers
 from recpipe.tables.stores.codecs import COLD
 from recpipe.tables.tiers.tiered import TieredEmbeddingBagCollection, TieredRows
 from tests.plugin.samples import ACME

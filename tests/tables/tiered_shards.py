@@ -24,9 +24,9 @@ from recpipe.tables.owners import group_owners
 from recpipe.tables.resident import ResidentCollection
 from recpipe.tables.sharding.claims import ShardClaims
 from recpipe.tables.sharding.collection import ShardedCollection
+from recpipe.tables.sharding.own import ShardTiers
 from recpipe.tables.sharding.planning import plan_shards
 from recpipe.tables.sharding.tables import shard_tables
-from recpipe.tables.sharding.tiered import ShardTiers
 from tests.ranks import end_process, joined
 from tests.tables.samples import CPU
 from tests.tables.sharded import (

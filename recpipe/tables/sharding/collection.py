@@ -31,9 +31,9 @@ from recpipe.plugin.tables import Region, Values, row_chunks
 from recpipe.private_api import module_name
 from recpipe.tables.collection import TORCHREC_OPTIMIZERS, SavesPlacement
 from recpipe.tables.group_rows import GroupRows, GroupTables
+from recpipe.tables.sharding.own import LocalShard, ShardsLookup, ShardTiers, filled_lookups
 from recpipe.tables.sharding.plan import Shard
 from recpipe.tables.sharding.sent import RowCache, Sent, ShardEnv
-from recpipe.tables.sharding.tiered import LocalShard, ShardTiers, TieredLookup
 from recpipe.tables.skipping import FilteredLookups, by_feature
 from recpipe.tables.tiers.planner import RANKS, of_whole
 from recpipe.tables.tiers.tiered import TieredEmbeddingBagCollection
@@ -90,17 +90,22 @@ class ShardedCollection(TableCollection, GroupTables, SavesPlacement):
         for lookup in private_api.fused_lookups(module):
             optimizer.rate.follow(lookup.tbe)
         self._filter: RowFilter | None = None
-        self.in_tiers = frozenset(
-            n for n, t in self.shards.items() if n in env.sharding.tiered and not t.replicated
-        )
-        """Its tables whose rows are in tiers."""
+        self.own = frozenset(n for n, t in self.shards.items() if n in env.sharding.own and not t.replicated)
+        """Its tables that recpipe looks up on the ranks that hold their rows."""
+        self.in_tiers = self.own & env.sharding.tiered
+        """Those whose rows are in tiers."""
         lookups = private_api.own_lookups_in(module)
-        assert tiers is not None or not lookups, "who shards tables to be tiered brings their tiers"
-        filled = nn.ModuleList([] if tiers is None else tiers.fill(number, tables, lookups))
-        self.tiered = cast("Sequence[TieredLookup]", filled)
-        """The lookups in tiers on this rank."""
-        self.tiers = [own for lookup in self.tiered for _, own in lookup.each]
-        """Those tiers."""
+        assert tiers is not None or not self.in_tiers, "who shards tables to be tiered brings their tiers"
+        filled = nn.ModuleList(filled_lookups(number, tables, lookups, env.sharding.device, tiers))
+        self.lookups = cast("Sequence[ShardsLookup]", filled)
+        """The lookups of these tables on this rank."""
+        self.tiers = [
+            own
+            for lookup in self.lookups
+            for _, own in lookup.each
+            if isinstance(own, TieredEmbeddingBagCollection)
+        ]
+        """The tiers among them."""
         self._fetches = any(own.prefetches for own in self.tiers)
         self.local = {table.name: self._shards_here(table.name) for table in tables.tables}
         """Each table's shards on this rank; those in memory share it."""
@@ -147,8 +152,8 @@ class ShardedCollection(TableCollection, GroupTables, SavesPlacement):
         return weight
 
     def _shards_here(self, table: str) -> Sequence[LocalShard]:
-        if table in self.in_tiers:
-            return [shard for lookup in self.tiered for shard in lookup.shards(table)]
+        if table in self.own:
+            return [shard for lookup in self.lookups for shard in lookup.shards(table)]
         found = private_api.local_shards(self.sharded, table, self._under)
         if self._replicated is None or not self.shards[table].replicated:
             return found
@@ -168,8 +173,8 @@ class ShardedCollection(TableCollection, GroupTables, SavesPlacement):
                 "tiers.kernel=uvm_caching fetches them ahead for one lookup: use tiers.kernel=uvm, or drop it"
             )
         self._filter = rows
-        for tiered in self.tiered:
-            tiered.filter_updates(rows)
+        for own in self.lookups:
+            own.filter_updates(rows)
         layout = self.tables.layout
         base = dict(zip(map(module_name, layout.tables), layout.bases.tolist(), strict=False))
         for lookup in private_api.fused_lookups(self.sharded):
@@ -240,7 +245,7 @@ class ShardedCollection(TableCollection, GroupTables, SavesPlacement):
         rows = region.stop - region.start
         weights = np.empty((rows, self.tables.dim), np.float32)
         state = np.zeros((rows, width), np.float32)
-        row_wise = self.tables.optimizer.name == "rowwise_adagrad"
+        row_wise = not self.tables.optimizer.state_by_column
         for reader, flat in zip(readers, received, strict=True):
             at = 0
             for shard, part in self.pieces(region, reader):
@@ -262,7 +267,7 @@ class ShardedCollection(TableCollection, GroupTables, SavesPlacement):
 
     def write(self, region: Region, values: Values) -> None:
         """Replace this rank's part of the weights and optimizer state of ``region``."""
-        row_wise = self.tables.optimizer.name == "rowwise_adagrad"
+        row_wise = not self.tables.optimizer.state_by_column
         self.empty_cache(forget=True)
         for shard, rows in self.pieces(region, self.env.rank):
             here = slice(rows.start - region.start, rows.stop - region.start)
@@ -275,7 +280,7 @@ class ShardedCollection(TableCollection, GroupTables, SavesPlacement):
         """Replace this rank's part of the records of distinct, sorted ``rows``."""
         self.empty_cache(forget=True)
         layout, dim = self.tables.layout, self.tables.dim
-        row_wise = self.tables.optimizer.name == "rowwise_adagrad"
+        row_wise = not self.tables.optimizer.state_by_column
         cuts = np.searchsorted(rows, layout.bases)
         for index, table in enumerate(layout.tables):
             mine = slice(int(cuts[index]), int(cuts[index + 1]))

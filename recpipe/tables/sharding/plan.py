@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from fbgemm_gpu.split_embedding_configs import EmbOptimType
 from torch import nn
 from torchrec.distributed.embedding_types import EmbeddingComputeKernel
 from torchrec.distributed.planner.types import ParameterConstraints
@@ -101,10 +102,10 @@ class ShardPlan:
         local_world: int,
         limits: Mapping[str, ParameterConstraints],
         tables: ModelTables,
-        tiered: Collection[str] = (),
+        own: Collection[str] = (),
     ) -> ShardingPlan:
         """TorchRec's plan for a model with the groups of ``tables`` at their paths; this rank's
-        is on ``device``. TorchRec makes no memory for shards of the ``tiered`` tables."""
+        is on ``device``. TorchRec makes no memory for shards of ``own`` tables, which recpipe looks up."""
         # Of several processes each has the GPU of its local rank, a single one perhaps another.
         places = [placement(device.type, rank, local_world) for rank in range(self.world)]
         if self.world == 1:
@@ -123,7 +124,7 @@ class ShardPlan:
                     )
                 module[module_name(name)] = ParameterSharding(
                     sharding_type=table.sharding,
-                    compute_kernel=OWN_KERNEL if name in tiered and not table.replicated else table.kernel,
+                    compute_kernel=OWN_KERNEL if name in own and not table.replicated else table.kernel,
                     ranks=list(table.ranks),
                     sharding_spec=spec,
                     **{field: getattr(limit, field) for field in _FROM_LIMITS},
@@ -206,9 +207,10 @@ def _check(name: str, table: TablePlan, world: int) -> None:
 
 
 def fused(optimizer: TableOptimizer) -> dict[str, object]:
-    """FBGEMM's arguments for an optimizer fused into the backward pass."""
+    """FBGEMM's arguments for an optimizer fused into the backward pass; in place of one that it does not
+    have, and recpipe makes, SGD."""
     return {
-        "optimizer": optimizer.kind,
+        "optimizer": optimizer.kind if optimizer.fused else EmbOptimType.EXACT_SGD,
         "learning_rate": optimizer.lr,
         "eps": optimizer.eps,
         "stochastic_rounding": optimizer.stochastic_rounding,

@@ -101,6 +101,13 @@ class Sharding:
     """Tables whose shards' rows are in tiers, except for data-parallel ones."""
 
     @cached_property
+    def own(self) -> frozenset[str]:
+        """Tables that recpipe looks up in TorchRec's modules, except for data-parallel ones: those in tiers,
+        and those whose optimizer FBGEMM does not have."""
+        updated = (n for n, tables in self.group_of.items() if not tables.optimizer.fused)
+        return self.tiered.union(updated)
+
+    @cached_property
     def group_of(self) -> dict[str, TableSet]:
         """The group of each table."""
         return {name: g.tables for g in self.tables.groups for name in g.tables.layout.tables}
@@ -175,11 +182,18 @@ class Sharding:
         """Why a table cannot be sharded in this way; None: it can."""
         tables, cuts_rows = self.group_of[name], kind in COLUMN_SPLITTING
         one_state = tables.optimizer.name == "rowwise_adagrad"
-        if not tables.optimizer.fused:
+        optimizer = tables.optimizer
+        if not optimizer.fused and (cuts_rows or kind == ShardingType.DATA_PARALLEL.value):
+            how = "cuts rows apart" if cuts_rows else "keeps a whole gradient of each table"
             return UserError(
-                f"table '{name}': its optimizer is {tables.optimizer.name}, and sharded tables have sgd, "
-                "adagrad or rowwise_adagrad, without momentum and weight decay: choose one of these "
-                "(optim.by_table), or do not shard the tables"
+                f"table '{name}': {kind} {how}, and recpipe makes the steps of its optimizer, "
+                f"{optimizer.name} (docs/guide/optimizers.md), on whole rows that a batch looks up: shard it "
+                "row_wise or table_wise"
+            )
+        if not optimizer.fused and self.kernel != "fused":
+            return UserError(
+                f"table '{name}': tiers.kernel={self.kernel} keeps rows for FBGEMM's optimizers, and recpipe "
+                f"makes the steps of {optimizer.name}: use tiers.kernel=fused"
             )
         if not tables.pooled and kind not in SEQUENCE_TYPES:
             return UserError(

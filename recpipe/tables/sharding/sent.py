@@ -14,9 +14,9 @@ from recpipe import private_api
 from recpipe.distributed.ranks import Channel, Ranks, join_group
 from recpipe.errors import DataError
 from recpipe.private_api import Fetched, FusedLookup, give_back, given_to_own, taken, unlock, unlocking
+from recpipe.tables.sharding.own import ShardsLookup
 from recpipe.tables.sharding.plan import ShardPlan
 from recpipe.tables.sharding.planning import Sharding
-from recpipe.tables.sharding.tiered import TieredLookup
 
 
 class ShardEnv:
@@ -127,7 +127,7 @@ class Sent:
             with torch.cuda.stream(self.env.stream):
                 self._here = self._ids.wait()
                 for lookup, features in given_to_own(self.module, self._here):
-                    assert isinstance(lookup.look_up, TieredLookup)
+                    assert isinstance(lookup.look_up, ShardsLookup)
                     lookup.look_up.fetch_ahead(features)
 
     def looked_up(self) -> Any:

@@ -35,10 +35,10 @@ from recpipe.private_api import Shard, ShardedTensor, ShardMetadata, init_from_l
 from recpipe.tables.collection import SavedByRanks
 from recpipe.tables.saved_parts import Part, save_parts, saved_rows
 from recpipe.tables.sharding.collection import ShardedCollection
+from recpipe.tables.sharding.own import LocalShard, ShardTiers
 from recpipe.tables.sharding.plan import ShardPlan, groups_in, module_paths, skeleton
 from recpipe.tables.sharding.planning import Sharding
 from recpipe.tables.sharding.sent import ShardEnv
-from recpipe.tables.sharding.tiered import LocalShard, ShardTiers
 
 
 def shard_tables(
@@ -72,7 +72,7 @@ def shard_tables(
                 whole,
                 env=ShardingEnv.from_process_group(env.group),
                 device=sharding.device,
-                plan=plan.torchrec(sharding.device, local_world, limits, tables, sharding.tiered),
+                plan=plan.torchrec(sharding.device, local_world, limits, tables, sharding.own),
                 sharders=sharding.sharders(),
                 init_data_parallel=False,
                 init_parameters=False,
@@ -116,7 +116,7 @@ class ShardedGroup(ShardedCollection, SavedByRanks):
         if saved is not None and self._fits_memory(TensorFiles.sharded(saved)):
             self._load_into_memory(saved)
             return
-        dim, regions = self.tables.dim, [r for r in self.regions_here() if r.table not in self.in_tiers]
+        dim, regions = self.tables.dim, [r for r in self.regions_here() if r.table not in self.own]
         with counting("filling the tables' rows", rows_in(regions)) as add:
             for region in regions:
                 records = self.tables.fill(region.table, region.start, region.stop)
@@ -176,7 +176,8 @@ class ShardedGroup(ShardedCollection, SavedByRanks):
             for shard in self.local[name]:
                 rows, columns = shard.shape
                 if rows:
-                    width = min(columns, self._state_columns(name))
+                    width = self._state_columns(name)
+                    width = min(columns, width) if columns < table.dim else width
                     yield Part(name, (shard.row, shard.column), rows, columns, width, _blocks(shard))
 
     def _state_columns(self, name: str) -> int:
@@ -191,7 +192,7 @@ class ShardedGroup(ShardedCollection, SavedByRanks):
         regions."""
         states = self.shards if self.tables.layout.width > self.tables.dim else ()
         same = all(files.shape(state_name(n))[1] == self._state_columns(n) for n in states)
-        return not self.in_tiers and same
+        return not self.own and same
 
     def _load_into_memory(self, directory: Path) -> None:
         """Load all shards where they fit their memory: the library reads directly into it."""

@@ -1,5 +1,7 @@
-"""Rows of shards in tiers. TorchRec sends ids to a shard's rank and returns rows from there. On that rank the
-rows are resident, in the slab or in the cold store, under the rank's own policy.
+"""Rows of shards that recpipe looks up: those in tiers, and those whose optimizer FBGEMM does not have.
+
+TorchRec sends ids to a shard's rank and returns rows from there. On that rank rows in tiers are resident, in
+the slab or in the cold store, under the rank's own policy.
 
 A batch's ids are known here once they have arrived. Where they are sent ahead, that is while the batch before
 trains, which hides the fetch of their rows; else rows are planned and fetched in the lookup.
@@ -7,9 +9,10 @@ trains, which hides the fetch of their rows; else rows are planned and fetched i
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -25,11 +28,13 @@ from recpipe.plugin.skipper import RowFilter
 from recpipe.plugin.tables import FirstValues, Region, SavedRows, Table, TableSet, Values
 from recpipe.private_api import LocalPart, OwnLookup, module_name
 from recpipe.tables.build import Place, no_row, opens_store, slab_rows, staging_bytes
-from recpipe.tables.owners import NOCACHE, GroupOwner
+from recpipe.tables.group_rows import GroupRows
+from recpipe.tables.owners import NOCACHE, RESIDENT, GroupOwner
+from recpipe.tables.resident import ResidentCollection
 from recpipe.tables.skipping import FilterWithin
 from recpipe.tables.stores.local import local_store
 from recpipe.tables.tiers.policies import POLICIES
-from recpipe.tables.tiers.tiered import TieredEmbeddingBagCollection, TieredRows
+from recpipe.tables.tiers.tiered import TieredEmbeddingBagCollection
 
 
 @dataclass(frozen=True)
@@ -40,18 +45,9 @@ class ShardTiers:
     """The owner of each group; groups with all rows resident have no tiers."""
     place: Place
 
-    def fill(self, number: int, tables: TableSet, lookups: Sequence[OwnLookup]) -> list[TieredLookup]:
-        """Give the ``lookups`` of group ``number`` their tiers, with the rows that each looks up on this
-        rank."""
-        owner, made = self.owners[number], []
-        if lookups and owner.slots < 1 and owner.name != NOCACHE:
-            raise no_row(tables, self.place, len(self.owners) > 1)
-        for index, lookup in enumerate(lookups):
-            folder = Path(f"group-{number}", f"lookup-{index}")
-            tiered = TieredLookup(lookup.parts, tables, self, number, folder)
-            lookup.look_up = tiered
-            made.append(tiered)
-        return made
+    def holds(self, number: int) -> bool:
+        """Whether the rows of group ``number`` are in tiers."""
+        return self.owners[number].name != RESIDENT
 
     def tiers(
         self, parts: Sequence[LocalPart], tables: TableSet, number: int, folder: Path
@@ -59,6 +55,8 @@ class ShardTiers:
         """The tiers of ``parts`` of one width. Their share of the group's budget is proportional to their
         bytes, at least one row."""
         owner, place, cache = self.owners[number], self.place, self.owners[number].cache
+        if owner.slots < 1 and owner.name != NOCACHE:
+            raise no_row(tables, place, len(self.owners) > 1)
         local = local_tables(parts, tables)
         slots = max(1, owner.resident_bytes * local.layout.total_rows // tables.total_bytes)
         slots = 0 if owner.name == NOCACHE else slots
@@ -82,7 +80,7 @@ def local_tables(parts: Sequence[LocalPart], tables: TableSet) -> TableSet:
     """Make ``parts`` of ``tables``, all of one width, into separate tables with the same first values, or
     saved rows."""
     whole = {module_name(table.name): table for table in tables.tables}
-    row_wise = tables.optimizer.name == "rowwise_adagrad"
+    row_wise = not tables.optimizer.state_by_column
 
     def first(name: str, part: LocalPart) -> FirstValues:
         def values(start: int, stop: int) -> NDArray[np.float32]:
@@ -109,25 +107,62 @@ def local_tables(parts: Sequence[LocalPart], tables: TableSet) -> TableSet:
     return replace(tables, tables=tuple(made), dim=parts[0].columns, numbers=())
 
 
-class TieredLookup(nn.Module):
-    """The rows of one TorchRec lookup, with tiers for each width among its parts."""
+class ResidentShards(ResidentCollection):
+    """Parts of tables with all rows in memory, driven as tiers are."""
 
-    def __init__(
-        self, parts: Sequence[LocalPart], tables: TableSet, made_of: ShardTiers, number: int, folder: Path
-    ) -> None:
+    def look_up_now(self, rows: GroupRows) -> torch.Tensor:
+        """The rows of a batch that has been taken in."""
+        return self.compute(rows, True, True)[0]
+
+    def read_now(self, sparse: KeyedJaggedTensor) -> torch.Tensor:
+        """The current rows, without gradient."""
+        return self.lookup(sparse)
+
+
+MakeShards = Callable[[Sequence[LocalPart], Path], "TieredEmbeddingBagCollection | ResidentShards"]
+"""Makes the rows of parts of one width; a folder is theirs for files."""
+
+
+def filled_lookups(
+    number: int,
+    tables: TableSet,
+    lookups: Sequence[OwnLookup],
+    device: torch.device,
+    tiers: ShardTiers | None = None,
+) -> list[ShardsLookup]:
+    """Give the ``lookups`` of group ``number`` the rows that each looks up on this rank: in their tiers, or
+    in the memory of ``device``."""
+    made = []
+    for index, lookup in enumerate(lookups):
+        folder = Path(f"group-{number}", f"lookup-{index}")
+
+        def rows_of(parts: Sequence[LocalPart], own: Path) -> TieredEmbeddingBagCollection | ResidentShards:
+            if tiers is not None and tiers.holds(number):
+                return tiers.tiers(parts, tables, number, own)
+            return ResidentShards(local_tables(parts, tables), device, padded=False)
+
+        lookup.look_up = ShardsLookup(lookup.parts, tables, rows_of, folder)
+        made.append(lookup.look_up)
+    return made
+
+
+class ShardsLookup(nn.Module):
+    """The rows of one TorchRec lookup, apart for each width among its parts."""
+
+    def __init__(self, parts: Sequence[LocalPart], tables: TableSet, make: MakeShards, folder: Path) -> None:
         super().__init__()
         self.group = tables
-        self.each: list[tuple[list[LocalPart], TieredEmbeddingBagCollection]] = []
-        """The parts of each width, and the tiers that hold their rows."""
+        self.each: list[tuple[list[LocalPart], TieredEmbeddingBagCollection | ResidentShards]] = []
+        """The parts of each width, and what holds their rows."""
         self._places: list[list[int]] = []
         """The positions of their features among the lookup's."""
         widths = [part.columns for part in parts for _ in range(part.features)]
         for width in dict.fromkeys(part.columns for part in parts):
             own = [part for part in parts if part.columns == width]
-            self.each.append((own, made_of.tiers(own, tables, number, folder / str(width))))
+            self.each.append((own, make(own, folder / str(width))))
             self._places.append([place for place, columns in enumerate(widths) if columns == width])
         self.tiers = nn.ModuleList(tiers for _, tiers in self.each)
-        self._ahead: tuple[KeyedJaggedTensor, list[TieredRows]] | None = None
+        self._ahead: tuple[KeyedJaggedTensor, list[Any]] | None = None
         """Ids that are looked up next, and their rows in each of the tiers, which are planned."""
 
     def forward(self, features: KeyedJaggedTensor) -> torch.Tensor:
@@ -154,7 +189,7 @@ class TieredLookup(nn.Module):
             tiers.prefetch(rows)
         self._ahead = features, taken
 
-    def _planned(self, features: KeyedJaggedTensor) -> list[TieredRows]:
+    def _planned(self, features: KeyedJaggedTensor) -> list[Any]:
         """The rows of these ids in each of the tiers: those planned ahead, or now."""
         if self._ahead is not None:
             ids, taken = self._ahead
@@ -167,7 +202,7 @@ class TieredLookup(nn.Module):
         self._forget()
         return self._take_in(features)
 
-    def _take_in(self, features: KeyedJaggedTensor) -> list[TieredRows]:
+    def _take_in(self, features: KeyedJaggedTensor) -> list[Any]:
         pairs = zip(self.each, self._named(features), strict=True)
         return [tiers.input_dist(ids) for (_, tiers), ids in pairs]
 
@@ -204,9 +239,12 @@ class TieredLookup(nn.Module):
 
 
 class TieredShard:
-    """A shard on this rank whose rows are in tiers, and therefore never in one piece of memory."""
+    """A shard on this rank that recpipe looks up, whose rows may be in tiers, and never in one piece of
+    memory."""
 
-    def __init__(self, part: LocalPart, tiers: TieredEmbeddingBagCollection, table: str) -> None:
+    def __init__(
+        self, part: LocalPart, tiers: TieredEmbeddingBagCollection | ResidentShards, table: str
+    ) -> None:
         self.row, self.column, self.shape = part.row, part.column, (part.rows, part.columns)
         self._tiers, self._table = tiers, table
 
