@@ -25,6 +25,7 @@ Bools = NDArray[np.bool_]
 WHOLE = r"^(0|-?[1-9][0-9]{0,17})$"
 """Whole numbers as ``type: integer`` takes them: in one way each, and within int64."""
 NUMBER = r"^[+-]?([0-9]+(\.[0-9]*)?|\.[0-9]+)([eE][+-]?[0-9]+)?$"
+NAN = r"^[nN][aA][nN]$"
 HEXADECIMAL = r"^[0-9a-fA-F]{1,16}$"
 EXACT = {pa.float16(): 2**11, pa.float32(): 2**24, pa.float64(): 2**53}
 """Up to here every whole number is itself in floating point."""
@@ -103,10 +104,7 @@ def read_ids(array: pa.Array, feature: Feature) -> Ids:
         keys, valid = np.asarray(whole.to_numpy(zero_copy_only=False), np.int64), np.ones(size, bool)
     else:
         raise TypeError(kind)
-    for value in feature.missing:
-        if (number := _number(value)) is not None:
-            missing = missing | (keys == int(number))
-    return Ids(keys, missing, valid)
+    return Ids(keys, missing | (_declared(keys, feature.missing) & valid), valid)
 
 
 def _ids_of_text(array: pa.Array, feature: Feature) -> Ids:
@@ -122,6 +120,7 @@ def _ids_of_text(array: pa.Array, feature: Feature) -> Ids:
         return Ids(keys, missing, valid, "is not UTF-8, which text must be: write it as text, or as binary")
     values, valid[~missing] = _whole_numbers(present)
     keys[~missing] = values
+    missing = missing | (_declared(keys, feature.missing) & valid & ~missing)
     remedy = "is not a whole number as type: integer takes it; type: text takes any value as it is"
     return Ids(keys, missing, valid, remedy)
 
@@ -161,12 +160,12 @@ def _hexadecimal_numbers(text: pa.Array) -> tuple[Int64, Bools]:
 
 
 def _decimal_numbers(text: pa.Array) -> tuple[NDArray[np.float64], Bools]:
-    """The same of ``NUMBER``, float64; infinite where it is too large."""
+    """The same of ``NUMBER``, float64; infinite where it is too large, and NaN where it is written so."""
     with suppress(pa.ArrowInvalid):
         values = np.asarray(text.cast(pa.float64()))
-        if np.isfinite(values).all():  # nan and inf are numbers to pyarrow
+        if np.isfinite(values).all():  # inf and nan(1) are numbers to pyarrow, too
             return values, np.ones(len(text), bool)
-    good = np.asarray(pc.match_substring_regex(text, NUMBER))
+    good = np.asarray(pc.match_substring_regex(text, f"{NUMBER}|{NAN}"))
     values = np.zeros(len(text))
     # Python's float takes what pyarrow's cast does not: +7, 1e999 and 1e-999.
     values[good] = [float(number) for number in text.filter(pa.array(good)).to_pylist()]
@@ -189,14 +188,27 @@ def read_bags(array: pa.Array, feature: Feature) -> Bags:
     """The ids of an array [n] of lists, or of text in which ``separator`` stands between ids."""
     elements, lengths = elements_of(array, feature)
     ids = read_ids(elements, feature)
+    none = np.zeros(len(elements), bool)
     if feature.padding:
-        ids, lengths = without(is_one_of(elements, ids, feature.padding), ids, lengths)
+        none = is_one_of(elements, ids, feature.padding)
+    if feature.missing and not is_text(plain_type(array.type)):
+        none |= _declared_alone(elements, ids, lengths, feature.missing)
+    if none.any():
+        ids, lengths = without(none, ids, lengths)
     if feature.max_length is not None and len(lengths) and lengths.max() > feature.max_length:
         offsets, cut = offsets_of(lengths), np.minimum(lengths, feature.max_length)
         starts = offsets[1:] - cut if feature.keep == "last" else offsets[:-1]
         kept = np.repeat(starts - offsets_of(cut)[:-1], cut) + np.arange(cut.sum())
         ids, lengths = Ids(ids.keys[kept], ids.missing[kept], ids.valid[kept], ids.remedy), cut
     return Bags(ids, offsets_of(lengths), lengths == 0)
+
+
+def _declared_alone(elements: pa.Array, ids: Ids, lengths: Int64, declared: tuple[str, ...]) -> Bools:
+    """Where the only element of a list is one of the ``declared`` values: such a list has no id, as text with
+    that value has none."""
+    given = ~np.asarray(elements.is_null(nan_is_null=pa.types.is_floating(elements.type)))
+    known = Ids(ids.keys, ids.missing & ~given, ids.valid)
+    return np.repeat(lengths == 1, lengths) & is_one_of(elements, known, declared)
 
 
 def elements_of(array: pa.Array, feature: Feature) -> tuple[pa.Array, Int64]:
@@ -227,12 +239,11 @@ def is_one_of(array: pa.Array, ids: Ids, words: tuple[str, ...]) -> Bools:
     """Where the values of ``array``, whose ``ids`` these are, are one of ``words``."""
     if is_text(array.type):
         return np.asarray(pc.fill_null(pc.is_in(array, value_set=pa.array(words, array.type)), False))
-    numbers = [int(number) for word in words if (number := _number(word)) is not None]
-    return np.isin(ids.keys, numbers) & ~ids.missing & ids.valid
+    return _declared(ids.keys, words) & ~ids.missing & ids.valid
 
 
 def read_numbers(array: pa.Array, feature: Feature | None = None) -> Numbers:
-    """The numbers of an array [n]; text must be a decimal number. ``TypeError`` for other types."""
+    """The numbers of an array [n]; text must be a decimal number, or nan. ``TypeError`` for other types."""
     array = plain(array)
     kind, size, declared = array.type, len(array), () if feature is None else feature.missing
     valid = np.ones(size, bool)
@@ -240,17 +251,17 @@ def read_numbers(array: pa.Array, feature: Feature | None = None) -> Numbers:
         return Numbers(np.zeros(size), np.ones(size, bool), valid)
     if is_text(kind):
         missing = without_value(array, declared)
-        values = np.zeros(size)
+        values = np.full(size, np.nan)
         present = array.filter(pa.array(~missing)) if missing.any() else array
         values[~missing], valid[~missing] = _decimal_numbers(present)
-        return Numbers(values, missing, valid)
-    if not (is_number(kind) or pa.types.is_boolean(kind)):
+    elif is_number(kind) or pa.types.is_boolean(kind):
+        values = pc.fill_null(array.cast(pa.float64(), safe=False), np.nan).to_numpy(zero_copy_only=False)
+    else:
         raise TypeError(kind)
-    values = pc.fill_null(array.cast(pa.float64(), safe=False), np.nan).to_numpy(zero_copy_only=False)
     missing = np.isnan(values)
-    for word in declared:
+    for word in declared:  # 2.0 and 2.00 are the 2 that is declared, in text as in numbers
         if (number := _number(word)) is not None:
-            missing = missing | (values == number)
+            missing = missing | ((values == number) & valid)
     return Numbers(np.where(missing, 0.0, values), missing, valid)
 
 
@@ -409,6 +420,24 @@ def _number(word: str) -> float | None:
         return float(word)
     except ValueError:
         return None
+
+
+def _declared(keys: Int64, words: tuple[str, ...]) -> Bools:
+    """Where ``keys`` [n] of numbers are one of ``words``, bool [n]."""
+    numbers = [number for word in words if (number := _whole(word)) is not None]
+    return np.isin(keys, numbers) if numbers else np.zeros(len(keys), bool)
+
+
+def _whole(word: str) -> int | None:
+    """A whole number of 64 bits as keys have it, unsigned ones wrapped; None: ``word`` is none."""
+    try:
+        number = int(word)
+    except ValueError:
+        found = _number(word)
+        if found is None or not found.is_integer():
+            return None
+        number = int(found)
+    return (number + 2**63) % 2**64 - 2**63 if -(2**63) <= number < 2**64 else None
 
 
 def require_type(file: str, name: str, kind: pa.DataType, feature: Feature) -> None:

@@ -152,7 +152,8 @@ def test_numbers_in_text_are_those_of_the_patterns(kind: pa.DataType) -> None:
         assert not is_whole or ids.keys.tolist() == [int(spelling)]
         numbers = read_numbers(pa.array([spelling], kind), number)
         is_number = re.fullmatch(NUMBER.strip("^$"), spelling, re.ASCII) is not None
-        assert numbers.valid.tolist() == [is_number], spelling
+        assert numbers.missing.tolist() == [spelling == "Nan"]
+        assert numbers.valid.tolist() == [is_number or spelling == "Nan"], spelling
         assert not is_number or numbers.values.tolist() == [float(spelling)]
     together = read_ids(pa.array(["5", None, "", "x", "-12"], kind), whole)
     assert together.keys.tolist() == [5, 0, 0, 0, -12]
