@@ -21,8 +21,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from recpipe import UserError
-from recpipe.answers.figures import Interval
 from recpipe.kit import Meter
+from recpipe.model.metrics import Interval
 from recpipe_low_precision.row_types import FLOAT, Assignment, Choice
 from recpipe_low_precision.slices import Slice
 

@@ -20,7 +20,6 @@ from rich.table import Table
 from rich.text import Text
 
 from recpipe.answers.columns import has_columns, read_columns
-from recpipe.answers.figures import CALIBRATION, judge
 from recpipe.answers.trained import Scoring, Trained
 from recpipe.common.console import show
 from recpipe.common.files import RunDir
@@ -34,14 +33,15 @@ from recpipe.data.row_parts import RowParts
 from recpipe.data.schema import Schema
 from recpipe.data.split import WORDS
 from recpipe.errors import DataError, UserError, nearest_or_all, shown
-from recpipe.model.metrics import Kind
+from recpipe.model.metrics import judge
+from recpipe.model.scores import Kind, Scores
 from recpipe.report import figures
 from recpipe.report.environment import environment
-from recpipe.report.figures import LABELS
 
 log = logging.getLogger(__name__)
 SCHEMA = 1
-NAMES = {**LABELS, CALIBRATION: "calibration"}
+WHOLE = ("logloss", "pr_auc", "ece")
+"""Figures that the table of slices leaves out: the first two move with a slice's share of clicks."""
 MISSING = "missing"
 """The slice of rows without a value."""
 
@@ -88,7 +88,7 @@ def evaluate(trained: Trained, options: EvaluateOptions, run_dir: RunDir) -> dic
     def judged(rows: Any) -> dict[str, dict[str, Any]]:
         return {
             name: judge(
-                kind, labels[rows, n], scores[rows, n], weights=None if weights is None else weights[rows, n]
+                Scores(kind, labels[rows, n], scores[rows, n], None if weights is None else weights[rows, n])
             ).to_dict()
             for n, (name, kind) in enumerate(kinds.items())
         }
@@ -191,7 +191,7 @@ def _rows(content: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
             text = figures.decimal(found["value"], 5)
             if found["low"] is not None:
                 text = f"{text}   95%: {found['low']:.5f} to {found['high']:.5f}"
-            yield f"{title}{NAMES[figure]}", text
+            yield f"{title}{figures.title(figure)}", text
     yield "speed", f"{figures.count(content['samples_per_second'])} rows/s"
 
 
@@ -200,11 +200,11 @@ def _sliced(by: Mapping[str, Any], task: str, several: bool) -> Table:
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     table.add_column(f"{by['column']}{f' ({task})' if several else ''}", overflow="fold")
     first = by["slices"][0]["tasks"][task]
-    names = [name for name in first["figures"] if name != "logloss"]
+    names = [name for name in first["figures"] if name not in WHOLE]
     for name in ("rows", *(["positives"] if first["positives"] is not None else [])):
         table.add_column(name, justify="right", no_wrap=True)
     for name in names:
-        table.add_column(NAMES[name], justify="right", no_wrap=True)
+        table.add_column(figures.title(name), justify="right", no_wrap=True)
     for part in by["slices"]:
         own = part["tasks"][task]
         counts = [figures.short(own["samples"])]

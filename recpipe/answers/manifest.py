@@ -35,7 +35,7 @@ from recpipe.common.files import sync
 from recpipe.common.validation import STRICT, Count, Positive, fitted, one_of
 from recpipe.common.versions import FBGEMM, installed_version
 from recpipe.errors import UserError, shown
-from recpipe.model.metrics import Kind
+from recpipe.model.scores import Kind
 
 if TYPE_CHECKING:
     from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey

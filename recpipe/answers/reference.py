@@ -25,6 +25,8 @@ from recpipe.common.tensors import save_tensors
 from recpipe.data.dataset import chosen_batches
 from recpipe.errors import UserError
 from recpipe.model.call import Called
+from recpipe.model.metrics import judge
+from recpipe.model.scores import Scores
 from recpipe.plugin.batch import Batch
 
 log = logging.getLogger("recpipe")
@@ -116,7 +118,7 @@ def _of_task(
         "highest": float(finite.max()) if len(finite) else None,
         "mean": {name: mean if math.isfinite(mean) else None for name, mean in means.items()},
         "saturated": figures.saturated(raw) / len(raw) if task.kind == "clicks" else None,
-        "figures": figures.judge(task.kind, labels, scores, weights=weights).to_dict()["figures"],
+        "figures": judge(Scores(task.kind, labels, scores, weights)).to_dict()["figures"],
     }
 
 

@@ -18,7 +18,6 @@ from recpipe.model.config import ModelConfig, UserModel
 from recpipe.model.loss import parse_loss
 from recpipe.model.losses.base import Loss, vector
 from recpipe.model.losses.tasks import LOG_VARIANCES, UNCERTAINTY, Esmm, Uncertainty
-from recpipe.model.metrics import Kind
 from recpipe.model.outputs import (
     ABSENT,
     REMEDY,
@@ -30,6 +29,7 @@ from recpipe.model.outputs import (
     part_of,
     sole,
 )
+from recpipe.model.scores import Kind
 from recpipe.plugin.batch import Batch
 
 LABELS = "labels"

@@ -122,3 +122,24 @@ def parse_model(values: object) -> ModelConfig | UserModel:
         return chosen(BUILT_IN, section, "model", also=offered("model"))
     keys, arguments = typed_part(ModelKeys, section, "model")
     return UserModel(**vars(keys), target=target, arguments=arguments)
+
+
+Level = Annotated[float, Interval(gt=0, lt=1)]
+
+
+@dataclass(frozen=True)
+class MetricsConfig:
+    """``conf/metrics``: what is told of evaluations beside the figures that every one has."""
+
+    group: Text | None = None
+    """The column by whose values samples belong together: GAUC and ranking metrics are of each group."""
+    k: Annotated[list[Positive], MinLen(1)] = field(default_factory=lambda: [10])
+    """Where the ranking metrics end."""
+    slices: list[Text] = field(default_factory=list)
+    """Columns by whose values samples are told apart as well."""
+    slice_values: Positive = 10
+    """How many of each column's values have a line of their own; of a dense column, buckets."""
+    intervals: Level | None = 0.95
+    """The level of the intervals of figures; None: there are none."""
+    recalibrate: Annotated[str, one_of("platt", "isotonic")] | None = None
+    """How clicks are recalibrated, by half of the samples, for figures of the other half."""

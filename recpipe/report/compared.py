@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from recpipe.report.figures import BY_LABEL, LABELS, VERDICT
+from recpipe.report.figures import BY_LABEL, CLICKS, VERDICT, quality_names
 
 SPEEDS = {
     "all_steps": "samples_per_second",
@@ -278,7 +278,7 @@ def _quality(result: RowResult, first: RowResult, finished: int, label: str = ""
     if it is named."""
     found: dict[str, Any] = {}
     mine, theirs = result.of_seeds(finished, label), first.of_seeds(finished, label)
-    for key in LABELS:
+    for key in quality_names([*mine.values(), *theirs.values()]) or CLICKS:
         values = [figures[key] for figures in mine.values() if figures.get(key) is not None]
         differences = [
             figures[key] - theirs[seed][key]
@@ -308,7 +308,7 @@ def rounding(roundings: Mapping[int, RowResult], bases: Mapping[int, RowResult])
             {
                 "name": rounded.name,
                 "seed": seed,
-                **{f"{key}_difference": quality[f"{key}_difference"] for key in LABELS},
+                **{key: value for key, value in quality.items() if key.endswith("_difference")},
                 **_differences(apart),
                 "factor": FACTOR,
                 **{f"allowed_{key}": value for key, value in _allowed(apart).items()},

@@ -11,7 +11,7 @@ from urllib.parse import quote
 from rich.console import Console, RenderableType
 
 from recpipe.report import figures, html, plots, terminal
-from recpipe.report.figures import BY_LABEL, FIRST, LABELS, shown_figures
+from recpipe.report.figures import BY_LABEL, FIRST, quality_names, shown_figures, title
 from recpipe.report.page import Cell, Folded, Head, Line, Page, Plot, Section, Table, environment, pairs
 from recpipe.report.plots import Axis, Values
 from recpipe.report.remarks import faults, how_far, labelled, notes
@@ -107,7 +107,8 @@ def _quality_tables(rows: Sequence[Row], wide: bool = False) -> list[Table]:
     labels = dict.fromkeys(name for row in rows for name in row.get(BY_LABEL, {}))
     found = []
     for label in labels:
-        none = dict.fromkeys((f"{key}{end}" for key in LABELS for end in ("", "_difference")), None)
+        names = quality_names(rows)
+        none = dict.fromkeys((f"{key}{end}" for key in names for end in ("", "_difference")), None)
         own = [{**row, **row.get(BY_LABEL, {}).get(label, none)} for row in rows]
         table = _quality_table(own, wide)
         found.append(replace(table, heads=[replace(table.heads[0], title=label), *table.heads[1:]]))
@@ -117,7 +118,7 @@ def _quality_tables(rows: Sequence[Row], wide: bool = False) -> list[Table]:
 def _quality_table(rows: Sequence[Row], wide: bool) -> Table:
     names = shown_figures(rows)
     differences = {"max": "largest parameter difference", "rms": "root mean square"} if wide else {"max": ""}
-    heads = [Head(title) for name in names for title in (LABELS[name], "difference" if wide else "diff")]
+    heads = [Head(head) for name in names for head in (title(name), "difference" if wide else "diff")]
     heads += [Head(title, narrow="" if wide else "param\ndiff") for title in differences.values()]
     return _named(
         rows,
@@ -126,7 +127,7 @@ def _quality_table(rows: Sequence[Row], wide: bool) -> Table:
             *(
                 text
                 for key in names
-                for text in (figures.decimal(row[key]), figures.signed(row[f"{key}_difference"]))
+                for text in (figures.decimal(row.get(key)), figures.signed(row.get(f"{key}_difference")))
             ),
             *(figures.scientific(row[f"{kind}_parameter_difference"]) for kind in differences),
         ],
@@ -236,7 +237,7 @@ def curves(rows: Sequence[Mapping[str, Any]]) -> list[Plot]:
     shown = shown_figures([point for history in histories for point in history])
     first = next((name for name in FIRST if name in shown), "eval_loss")
     drawn += _both(
-        f"{LABELS.get(first, 'loss')} on the held-out part",
+        f"{title(first) if first in FIRST else 'loss'} on the held-out part",
         names,
         [(column(h, "seconds"), column(h, "samples"), column(h, first)) for h in histories],
     )

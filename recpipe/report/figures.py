@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from recpipe.common.machine import BUSY_OTHERS
+from recpipe.model.metrics import LOSS, Metric, named, ordered
 
 _PREFIXES = ("p", "n", "µ", "m", "", "k", "M", "G", "T", "P", "E")
 """Decimal ones, of 1e-12 to 1e18."""
@@ -17,20 +18,9 @@ ALTERED = "altered"
 """The figure of a plugin that says which of the invariants that it declares to alter it altered in this run:
 their names with commas between, or ``nothing``."""
 CLICKS = ("auc", "logloss", "ne")
-LABELS = {
-    "auc": "AUC",
-    "logloss": "logloss",
-    "ne": "NE",
-    "loss": "loss",
-    "mse": "MSE",
-    "rmse": "RMSE",
-    "mae": "MAE",
-    "poisson_deviance": "Poisson deviance",
-}
-"""All figures of quality, by their names in report.json."""
 BY_LABEL = "quality_by_label"
 """The key of those of each of several labels."""
-FIRST = ("auc", "rmse", "poisson_deviance")
+FIRST = ("auc", "rmse", "poisson_deviance", "gauc")
 """The main figures for each kind of prediction."""
 Figures = Mapping[str, float | None]
 
@@ -130,15 +120,37 @@ def disturbed(share: float | None, what: str) -> str:
     return f"other programs took {100 * share:.0f}% of this machine's processors during {what}"
 
 
+def title(name: str) -> str:
+    """How tables call a figure of quality."""
+    metric = named(name)
+    return name if metric is None else metric.label + name[len(metric.name) :]
+
+
+def quality_names(several: Iterable[Iterable[str]]) -> list[str]:
+    """Those of ``several`` runs' names that are of figures of quality, each once, in the order of tables."""
+    found = {name for names in several for name in names}
+    metrics = ordered(found)
+    clicks = [name for name in CLICKS if name in metrics]
+    return [*clicks, *([LOSS] if LOSS in found else []), *metrics[len(clicks) :]]
+
+
 def shown_figures(several: Iterable[Figures]) -> list[str]:
-    """The names of the figures to show for ``several`` runs: AUC, logloss and NE for a run with a logloss,
-    otherwise the loss and the other figures that it has. If no run has any, AUC, logloss and NE."""
+    """The names of the main figures of ``several`` runs: without the loss of a run with a logloss, and AUC,
+    logloss and NE if no run has any."""
     found: set[str] = set()
     for figures in several:
-        values = {name: figures.get(name) for name in LABELS}
-        there = [name for name, value in values.items() if value is not None and not math.isnan(value)]
-        found.update(CLICKS if "logloss" in there else there)
-    return [name for name in LABELS if name in found] or list(CLICKS)
+        there = {
+            name
+            for name in quality_names([figures])
+            if (value := figures[name]) is not None and not math.isnan(value) and _is_main(name)
+        }
+        found |= {*there - {LOSS}, *CLICKS} if "logloss" in there else there
+    return quality_names([found]) or list(CLICKS)
+
+
+def _is_main(name: str) -> bool:
+    metric = named(name)
+    return not isinstance(metric, Metric) or metric.main
 
 
 def qualities(report: Mapping[str, Any]) -> Mapping[str, Figures]:
@@ -149,4 +161,4 @@ def qualities(report: Mapping[str, Any]) -> Mapping[str, Figures]:
 
 def labelled(figures: Figures) -> list[tuple[str, float | None]]:
     """The figures to show for one run, with their labels."""
-    return [(LABELS[name], figures.get(name)) for name in shown_figures([figures])]
+    return [(title(name), figures.get(name)) for name in shown_figures([figures])]

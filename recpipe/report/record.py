@@ -13,7 +13,8 @@ from typing import Any
 import numpy as np
 
 from recpipe.access.skew import Skew
-from recpipe.model.metrics import Calibration, Quality
+from recpipe.model.calibrated import Calibration
+from recpipe.model.metrics import LOSS, Quality
 from recpipe.plugin.context import Io
 
 SCHEMA = 1
@@ -150,26 +151,25 @@ class Point:
     """One point of the learning curve: an evaluation after so many steps and samples of the whole run.
 
     ``loss`` is the mean training loss and ``samples_per_second`` the speed since the previous point.
-    ``eval_loss`` and the other figures are those of the held-out part, NaN if they do not fit the loss.
     """
 
     step: int
     samples: int
-    auc: float
-    logloss: float
-    ne: float
     loss: float
     samples_per_second: float
-    eval_loss: float = math.nan
-    mse: float = math.nan
-    rmse: float = math.nan
-    mae: float = math.nan
-    poisson_deviance: float = math.nan
+    quality: Quality
+    """Of the held-out part, its loss among them."""
     seconds: float = math.nan
     """Seconds from the process's start, without evaluations; of a resumed run, those of the parts before, up
     to their checkpoint, are included. NaN if the checkpoint does not have them."""
     learning_rates: Mapping[str, float] = field(default_factory=dict)
     """Those of the latest step, of the dense part's groups and of tables; empty if none has a schedule."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """All in one; the loss of the held-out part is ``eval_loss``."""
+        told = asdict(self)
+        quality: Quality = told.pop("quality")
+        return {**quality, **told, f"eval_{LOSS}": quality.get(LOSS, math.nan)}
 
 
 @dataclass
@@ -300,6 +300,8 @@ class RunReport:
     """Of a stream, window by window; of a resumed run those of this part."""
     calibration: Calibration | None = None
     """Of the latest evaluation; None unless the labels are clicks."""
+    evaluated: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    """Of the latest evaluation, by label: ``Judged.to_dict``."""
     skew: Skew | None = None
     """None if no batch has its ids, and in a profile."""
     quality_by_label: Mapping[str, Quality] = field(default_factory=dict)
@@ -321,7 +323,8 @@ class RunReport:
 
     def to_dict(self) -> dict[str, Any]:
         """The report in plain JSON values."""
-        return {"schema": SCHEMA, **as_json(asdict(self))}
+        history = [point.to_dict() for point in self.history]
+        return {"schema": SCHEMA, **as_json({**asdict(self), "history": history})}
 
 
 def step_times(seconds: Sequence[float]) -> StepMilliseconds:

@@ -93,7 +93,7 @@ def _seeds(content: Mapping[str, Any]) -> list[str]:
             f"{key} {figures.signed(row[f'{key}_difference'])} "
             f"({', '.join(figures.signed(end) for end in row[f'{key}_difference_interval'])})"
             for key in shown_figures(content["rows"])
-            if row[f"{key}_difference_interval"]
+            if row.get(f"{key}_difference_interval")
         ]
         if parts:
             found.append(f"{label.line}: {'; '.join(parts)}, differences and their 95% intervals")
@@ -104,7 +104,7 @@ def _rounding(content: Mapping[str, Any]) -> str:
     rounding = content["rounding"]
     names = shown_figures(content["rows"])
     lines = {row["name"]: label.line for label, row in labelled(content["rows"])}
-    quality = (f"{key} {figures.signed(rounding[f'{key}_difference'], 6)}" for key in names)
+    quality = (f"{key} {figures.signed(rounding.get(f'{key}_difference'), 6)}" for key in names)
     return (
         f"one rounding of every first weight moves the parameters of {lines[rounding['name']]} by "
         f"{_both(rounding, '')} and its {', '.join(quality)}; exact rows may differ by "

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from recpipe.report import figures, plots
-from recpipe.report.figures import FIRST, LABELS, Figures, shown_figures
+from recpipe.report.figures import FIRST, Figures, shown_figures
 from recpipe.report.page import Plot
 from recpipe.report.plots import Axis, Values
 
@@ -30,9 +30,10 @@ def learning(report: Mapping[str, Any]) -> list[Plot]:
         over.append(("wall time", seconds, plots.seconds_axis(SECONDS, [seconds])))
     drawn = []
     if first and len(history) > 1:
-        title = f"{LABELS[first]} on the held-out part"
+        name = figures.title(first)
+        title = f"{name} on the held-out part"
         drawn += [
-            plots.curves(f"{title}, by {how}", {LABELS[first]: (x, column(history, first))}, axis, Axis())
+            plots.curves(f"{title}, by {how}", {name: (x, column(history, first))}, axis, Axis())
             for how, x, axis in over
         ]
     held_out, unit = ("logloss", "nats") if "logloss" in names else ("eval_loss", "")
@@ -57,8 +58,8 @@ def progressive(report: Mapping[str, Any]) -> list[Plot]:
     samples, qualities = column(windows, "samples"), [window["quality"] for window in windows]
     return [
         plots.curves(
-            f"{LABELS[name]} of samples before they are trained",
-            {LABELS[name]: (samples, column(qualities, name))},
+            f"{figures.title(name)} of samples before they are trained",
+            {figures.title(name): (samples, column(qualities, name))},
             SAMPLES,
             Axis(),
         )
@@ -195,8 +196,7 @@ def quality_bars(names: Sequence[str], several: Sequence[Figures]) -> list[Plot]
     found = shown_figures(several)
     drawn = []
     for key in [key for key in FIRST if key in found] or ["loss"]:
-        values = [figures.get(key) for figures in several]
+        values, name = [own.get(key) for own in several], figures.title(key)
         if any(value is not None for value in values):
-            title = f"{LABELS[key]} on the held-out part"
-            drawn.append(plots.bars(title, names, values, LABELS[key], from_zero=False))
+            drawn.append(plots.bars(f"{name} on the held-out part", names, values, name, from_zero=False))
     return drawn

@@ -21,7 +21,7 @@ from recpipe.common.console import Output
 from recpipe.common.files import JOB_FILE
 from recpipe.errors import UserError
 from recpipe.report import figures, html, plots, terminal
-from recpipe.report.figures import CLICKS, LABELS, shown_figures
+from recpipe.report.figures import quality_names, shown_figures
 from recpipe.report.files import ReportFiles
 from recpipe.report.page import Cell, Head, Line, Page, Section, Table
 from recpipe.report.record import SCHEMA
@@ -47,23 +47,18 @@ class Job:
     fault: str | None = None
     samples_per_second: float | None = None
     step_ms_p50: float | None = None
-    auc: float | None = None
-    logloss: float | None = None
-    ne: float | None = None
-    loss: float | None = None
-    mse: float | None = None
-    rmse: float | None = None
-    mae: float | None = None
-    poisson_deviance: float | None = None
+    quality: dict[str, float | None] = field(default_factory=dict)
+    """The figures of quality, by their names in report.json."""
     bytes_between_ranks: int | None = None
     """Bytes sent and received by rank 0; None for a run of one process."""
     peak_rss_bytes: int | None = None
     altered: list[str] = field(default_factory=list)
 
-    @property
-    def quality(self) -> dict[str, float | None]:
-        """The figures of quality, by their names in report.json."""
-        return {name: getattr(self, name) for name in LABELS}
+    def to_dict(self) -> dict[str, Any]:
+        """All in one, the figures of quality by their names."""
+        told = asdict(self)
+        quality: dict[str, float | None] = told.pop("quality")
+        return told | quality
 
 
 @dataclass(frozen=True)
@@ -107,7 +102,7 @@ def report(directory: Path, console: Console | None = None) -> list[Job]:
     """
     jobs = read(directory)
     every = _common(jobs)
-    content = {"schema": SCHEMA, "every_job": every, "jobs": [asdict(job) for job in jobs]}
+    content = {"schema": SCHEMA, "every_job": every, "jobs": [job.to_dict() for job in jobs]}
     files = ReportFiles(directory, f"mend that and say recpipe sweep-report {directory}")
     files.write_json("sweep.json", content)
     out = console or Output()
@@ -181,12 +176,11 @@ def _job(directory: Path, folder: Path) -> Job:
                 "step_ms_p50": _number(content, "throughput", "step_ms", "p50"),
                 "peak_rss_bytes": _number(content, "memory", "peak_rss_bytes"),
             }
-            for name in LABELS:
-                if name in CLICKS or name in content["quality"]:  # earlier versions know only clicks
-                    read[name] = _number(content, "quality", name)
             if (_number(content, "ranks", "world") or 1) > 1:
                 sent, received = (_number(content, "ranks", f"bytes_{way}") for way in ("sent", "received"))
                 read["bytes_between_ranks"] = (sent or 0) + (received or 0)
+            names = quality_names([content["quality"]])
+            job.quality = {name: _number(content, "quality", name) for name in names}
             for name, value in read.items():
                 setattr(job, name, value)
             job.altered = _words(content.get("altered"))
@@ -215,8 +209,8 @@ def _quality(jobs: Sequence[Job]) -> list[Column]:
     """The columns of the figures that fit the jobs' predictions."""
     return [
         Column(
-            Head(LABELS[name], narrow=NARROW.get(name, "")),
-            lambda job, name=name: figures.decimal(job.quality[name]),  # type: ignore[misc]
+            Head(figures.title(name), narrow=NARROW.get(name, "")),
+            lambda job, name=name: figures.decimal(job.quality.get(name)),  # type: ignore[misc]
         )
         for name in shown_figures(job.quality for job in jobs)
     ]

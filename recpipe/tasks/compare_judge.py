@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
@@ -14,7 +14,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from recpipe.errors import UserError
-from recpipe.model.metrics import Kind, judged
+from recpipe.model.metrics import judged
+from recpipe.model.scores import Kind
 from recpipe.report.compared import Apart, Difference, RowResult, Run, altered_in
 from recpipe.report.figures import BY_LABEL
 
@@ -232,10 +233,10 @@ def _wrong_figure(
     if kind is None or not scores.size:  # there are no predictions that its figures follow from
         return None
     own = None if weights is None else np.array(weights)
-    for name, value in asdict(judged(kind, np.array(labels), np.array(scores), own)).items():
+    for name, value in judged(kind, np.array(labels), np.array(scores), own).items():
         mine = told.get(name)
         known = math.isfinite(value)
-        if name == "loss" or (mine is None and not known):
+        if mine is None and not known:
             continue
         if mine is None or not known or abs(mine - value) > SAME * max(1.0, abs(value)):
             return f"its {name} of {mine} is not that of its held-out predictions, {value}"

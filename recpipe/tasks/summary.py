@@ -117,6 +117,7 @@ def summarize(training: Training, finished: Finished, command_line: Sequence[str
         series=recorder.intervals.series(recorder.step_seconds),
         progressive=[] if training.progressive is None else training.progressive.windows,
         calibration=next(iter(module.evaluation.quality.values())).calibration,
+        evaluated=module.evaluation.judged(),
         skew=skew,
         model=type(module.model.module).__name__ if cfg.model.name == CUSTOM else cfg.model.name,
         command=command,

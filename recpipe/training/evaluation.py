@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 from concurrent.futures import wait
-from dataclasses import astuple, dataclass, fields, replace
+from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,8 @@ import torch
 from recpipe.data.parts import batch_size
 from recpipe.distributed.ranks import Channel
 from recpipe.errors import Interruption, UserError
-from recpipe.model.metrics import BackgroundQuality, Quality
+from recpipe.model.background import BackgroundQuality
+from recpipe.model.metrics import LOSS, Quality
 from recpipe.pipeline.placed import PlacedModel
 from recpipe.tables.proxy import handing_out
 
@@ -61,13 +62,18 @@ class Evaluation:
                 "in it"
             )
         first, *others = self.figures.values()
-        known = [each.loss for each in (first, *others) if not math.isnan(each.loss)]
-        return replace(first, loss=sum(known)) if others and known else first
+        known = [each[LOSS] for each in (first, *others) if not math.isnan(each[LOSS])]
+        return {**first, LOSS: sum(known)} if others and known else first
 
     def by_label(self) -> dict[str, Quality]:
         """The quality of each label, if there are several."""
         figures = self.figures or {}
         return figures if len(figures) > 1 else {}
+
+    def judged(self) -> dict[str, dict[str, Any]]:
+        """Of each label, what is told of the latest evaluation beside ``figures``, for report.json."""
+        found = {name: quality.judged for name, quality in self.quality.items()}
+        return {name: own.to_dict() for name, own in found.items() if own is not None and own.figures}
 
     def write_to(self, folder: Path) -> None:
         """Write the predictions of each evaluation there: of the first label, and of others in a folder of
@@ -96,15 +102,18 @@ class Evaluation:
         promised = [quality.submit() for quality in self.quality.values()]
         while not (all(each.done() for each in promised) or self.stop.asked):
             wait(promised, timeout=0.1)
-        unknown = (math.nan,) * len(fields(Quality))
-        own = [astuple(each.result()) if each.done() else unknown for each in promised]
+        own = [each.result() if each.done() else {} for each in promised]
         # The first trainer's figures, on all of them, since callbacks that monitor them must decide alike.
-        told = self.trainers.gather(np.array([[*chain(*own), self.stop.asked]], np.float64))
-        self.stop.agreed = any(bool(part[0, -1]) for part in told)
+        # Their names are the same on all, which have judged the same predictions.
+        values = chain.from_iterable(each.values() for each in own)
+        told = self.trainers.gather(np.array([*values, self.stop.asked], np.float64))
+        self.stop.agreed = any(bool(part[-1]) for part in told)
         if self.stop.agreed:
             raise EvaluationStopped
-        figures = np.reshape(told[0][0, :-1], (len(own), -1)).tolist()
-        self.figures = {name: Quality(*each) for name, each in zip(self.quality, figures, strict=True)}
+        first = iter(told[0].tolist())
+        self.figures = {
+            label: {name: next(first) for name in each} for label, each in zip(self.quality, own, strict=True)
+        }
 
     def _judged(self, batch: Any) -> tuple[npt.NDArray[np.float64], dict[str, torch.Tensor]]:
         """Of each trainer and label the sums of losses and of weights, [trainers, labels, 2], and of those

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from dataclasses import asdict
 from typing import Any
 
 import lightning as L
@@ -13,7 +12,8 @@ from recpipe.common.console import log
 from recpipe.data.dataset import WaitingStopped
 from recpipe.errors import UserError
 from recpipe.model.call import Scored
-from recpipe.model.metrics import Kind, Quality, judged
+from recpipe.model.metrics import Quality, judged
+from recpipe.model.scores import Kind
 from recpipe.pipeline.batch import InFlight
 from recpipe.report.figures import labelled
 from recpipe.report.record import Window
@@ -94,7 +94,7 @@ class Progressive(L.Callback):
         window = Window(trainer.global_step, samples, samples - self._first, first, found if others else {})
         self.windows.append(window)
         self._first = samples
-        known = {name: value for name, value in asdict(first).items() if not math.isnan(value)}
+        known = {name: value for name, value in first.items() if not math.isnan(value)}
         shown = " ".join(f"{label} {value:.4f}" for label, value in labelled(known) if value is not None)
         log.info(f"step {window.step:>6,}  {samples:>11,} samples  progressive {shown}")
         measured = {f"progressive/{name}": value for name, value in known.items()}

@@ -6,7 +6,7 @@ from __future__ import annotations
 import math
 from array import array
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from itertools import pairwise
 from time import perf_counter
 from typing import Any
@@ -23,7 +23,7 @@ from recpipe.model.metrics import Quality
 from recpipe.pipeline.batch import InFlight
 from recpipe.pipeline.loader import TrainLoader
 from recpipe.plugin.collection import TableCollection
-from recpipe.report.figures import labelled, shown_figures
+from recpipe.report.figures import labelled
 from recpipe.report.record import Point, Series, Throughput, rate
 from recpipe.training.module import LossTotal, RankingModule
 from recpipe.training.rates import Rates
@@ -40,10 +40,9 @@ class Recorder(L.Callback):
     It passes figures to the trainer's loggers and, as ``trainer.callback_metrics``, to later callbacks:
     ``train/loss`` (mean since the last time) and ``train/samples_per_second`` every ``LOG_EVERY`` steps, with
     each evaluation and after the last step; with each evaluation ``val/loss`` and the figures that fit the
-    model: ``val/auc``, ``val/logloss`` and ``val/ne``, or ``val/mse``, ``val/rmse`` and ``val/mae``, or
-    ``val/poisson_deviance``. With a schedule, each has the rates of the latest step (``lr/dense``,
-    ``lr/tables``). Their step is ``trainer.global_step``, the optimizer steps done. ``self.log`` is
-    not used: its steps are one less, and it slows every step.
+    model, such as ``val/auc``, of several labels ``val/LABEL/auc`` as well. With a schedule, each has the
+    rates of the latest step (``lr/dense``, ``lr/tables``). Their step is ``trainer.global_step``, the
+    optimizer steps done. ``self.log`` is not used: its steps are one less, and it slows every step.
     """
 
     def __init__(
@@ -62,7 +61,7 @@ class Recorder(L.Callback):
         self.skipped_samples = 0
         """How many of those samples a skipper has left out."""
         self.history: list[Point] = []
-        self.quality = Quality(math.nan, math.nan, math.nan)
+        self.quality: Quality = {}
         """The quality of the latest evaluation."""
         self.quality_by_label: dict[str, Quality] = {}
         """Of each label, if there are several."""
@@ -143,11 +142,9 @@ class Recorder(L.Callback):
     def on_validation_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Log the evaluation's figures, also those of the one after training."""
         assert isinstance(pl_module, RankingModule)
-        figures = asdict(pl_module.evaluation.result())
-        quality = {f"val/{name}": figures[name] for name in {*shown_figures([figures]), "loss"}}
+        quality = {f"val/{name}": value for name, value in pl_module.evaluation.result().items()}
         for label, own in pl_module.evaluation.by_label().items():
-            known = asdict(own)
-            quality |= {f"val/{label}/{name}": known[name] for name in {*shown_figures([known]), "loss"}}
+            quality |= {f"val/{label}/{name}": value for name, value in own.items()}
         self._log(trainer, pl_module, quality)
 
     def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
@@ -162,12 +159,11 @@ class Recorder(L.Callback):
         self._reported = self.steps
         step, self.evaluated_at = trainer.global_step, trainer.global_step
         samples = self.samples if totals.samples is None else totals.samples
-        measured = asdict(self.quality)
         several = self.quality_by_label or {"": self.quality}
         held_out = "  ".join(
             " ".join([name] * bool(name) + [f"{label} {_known(value, '.4f')}"])
             for name, own in several.items()
-            for label, value in labelled(asdict(own))
+            for label, value in labelled(own)
         )
         self.history.append(
             Point(
@@ -175,10 +171,9 @@ class Recorder(L.Callback):
                 samples,
                 loss=loss,
                 samples_per_second=speed,
-                eval_loss=measured.pop("loss"),
+                quality=self.quality,
                 seconds=totals.seconds,
                 learning_rates=self.learning_rates(),
-                **measured,
             )
         )
         log.info(

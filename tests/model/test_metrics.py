@@ -10,14 +10,20 @@ import pytest
 import torch
 from torchmetrics.functional.classification import binary_auroc
 
-from recpipe.model import metrics
-from recpipe.model.metrics import (
-    BackgroundQuality,
-    auc,
-    calibration,
-    logloss,
-    quality,
-)
+from recpipe.model import background as background_module
+from recpipe.model.background import BackgroundQuality
+from recpipe.model.calibrated import Calibration
+from recpipe.model.calibrated import calibration as calibration_of
+from recpipe.model.metrics import Interval, Judged, Quality, auc, judged
+from recpipe.model.scores import Scores
+
+
+def quality(labels: torch.Tensor, logits: torch.Tensor) -> Quality:
+    return judged("clicks", labels, logits)
+
+
+def calibration(*parts: torch.Tensor) -> Calibration | None:
+    return calibration_of(Scores("clicks", *parts))
 
 
 def brute_force_auc(labels: torch.Tensor, scores: torch.Tensor) -> float:
@@ -59,13 +65,13 @@ def test_auc_takes_arrays_and_keeps_order() -> None:
 @pytest.mark.parametrize("label", [0.0, 1.0])
 def test_single_class_is_nan_and_not_a_crash(label: float) -> None:
     result = quality(torch.full((8,), label), torch.linspace(-1, 1, 8))
-    assert math.isnan(result.auc)
-    assert math.isnan(result.ne)
-    assert math.isfinite(result.logloss)
+    assert math.isnan(result["auc"])
+    assert math.isnan(result["ne"])
+    assert math.isfinite(result["logloss"])
 
 
 def test_no_samples_and_nan_scores_are_nan() -> None:
-    assert math.isnan(quality(torch.empty(0), torch.empty(0)).logloss)
+    assert quality(torch.empty(0), torch.empty(0)) == {}
     assert math.isnan(auc(torch.tensor([0.0, 1.0]), torch.tensor([math.nan, 1.0])))
 
 
@@ -82,14 +88,18 @@ def test_logloss_and_ne_equal_torchrec() -> None:
     bits = compute_cross_entropy(labels, logits.double().sigmoid(), weights, 1e-12).sum()
     clicks = labels.double().sum()
     ne = compute_ne(bits, weights.double().sum(), clicks, len(labels) - clicks, 1e-12)
-    assert logloss(labels, logits) == pytest.approx(float(bits) * math.log(2) / len(labels), rel=1e-9)
-    assert quality(labels, logits).ne == pytest.approx(float(ne), rel=1e-9)
+    assert quality(labels, logits)["logloss"] == pytest.approx(
+        float(bits) * math.log(2) / len(labels), rel=1e-9
+    )
+    assert quality(labels, logits)["ne"] == pytest.approx(float(ne), rel=1e-9)
 
 
 def test_the_mean_label_has_normalized_entropy_one() -> None:
     labels, _ = sample()
     rate = labels.double().mean()
-    assert quality(labels, torch.full_like(labels, float(torch.logit(rate)))).ne == pytest.approx(1, abs=1e-6)
+    assert quality(labels, torch.full_like(labels, float(torch.logit(rate))))["ne"] == pytest.approx(
+        1, abs=1e-6
+    )
 
 
 def test_background_quality_equals_foreground_and_copies_what_it_keeps() -> None:
@@ -103,31 +113,33 @@ def test_background_quality_equals_foreground_and_copies_what_it_keeps() -> None
     first = background.submit()
     background.add(logits[:100], labels[:100])
     second = background.submit()
-    assert first.result() == quality(labels, logits)
-    assert second.result() == quality(labels[:100], logits[:100])
+    for kept, part in ((first, slice(None)), (second, slice(100))):
+        told = kept.result()
+        assert math.isnan(told.pop("loss")), "none was added"
+        assert told == quality(labels[part], logits[part])
 
 
 def test_submit_does_not_wait_for_the_computation(monkeypatch: pytest.MonkeyPatch) -> None:
     gate, workers = threading.Event(), []
 
-    def slow(*_: torch.Tensor | None) -> metrics.Quality:
+    def slow(*_: object) -> Judged:
         workers.append(threading.current_thread())
         assert gate.wait(10)
-        return metrics.Quality(0.5, 0.5, 0.5)
+        return Judged(2, 1, {"auc": Interval(0.5)})
 
-    monkeypatch.setattr(metrics, "quality", slow)
+    monkeypatch.setattr(background_module, "judge", slow)
     background = BackgroundQuality()
     background.add(torch.zeros(2), torch.zeros(2))
     future = background.submit()
     assert not future.done()
     gate.set()
-    assert future.result(10).auc == 0.5
+    assert future.result(10)["auc"] == 0.5
     assert workers != [threading.current_thread()]
     assert workers[0].daemon, "a run that was stopped must not wait for it"
 
 
 def test_a_fault_in_the_thread_comes_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(metrics, "quality", lambda *_: 1 / 0)
+    monkeypatch.setattr(background_module, "judge", lambda *_: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         BackgroundQuality().submit().result(10)
 
@@ -164,7 +176,7 @@ def test_calibration_tells_true_rates_from_shifted_ones() -> None:
 
 def test_equal_predictions_are_one_bin_and_other_labels_none() -> None:
     found = calibration(torch.tensor([1.0, 0, 0, 0]), torch.zeros(4))
-    assert found == metrics.Calibration([0.5], [0.25], [4])
+    assert found == Calibration([0.5], [0.25], [4])
     assert calibration(torch.tensor([2.0]), torch.zeros(1)) is None
     assert calibration(torch.empty(0), torch.empty(0)) is None
     assert calibration(torch.ones(1), torch.tensor([math.nan])) is None

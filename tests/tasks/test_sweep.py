@@ -364,7 +364,7 @@ def test_a_report_of_an_earlier_version_has_clicks_alone(tmp_path) -> None:
     quality = {"auc": 0.77, "logloss": 0.49, "ne": 0.83}
     put(tmp_path / "0", ["seed=1"], make_report().to_dict() | {"quality": quality})
     jobs, _ = shown(tmp_path)
-    assert (jobs[0].state, jobs[0].auc, jobs[0].loss) == ("done", 0.77, None)
+    assert (jobs[0].state, jobs[0].quality) == ("done", quality)
 
 
 DAMAGED = {
@@ -404,7 +404,7 @@ def test_jobs_without_figures(tmp_path) -> None:
     put(
         tmp_path / "0",
         ["seed=1"],
-        make_report(quality=make_report().quality.__class__(*[float("nan")] * 3)).to_dict(),
+        make_report(quality=dict.fromkeys(("auc", "logloss", "ne"), float("nan"))).to_dict(),
     )
     put(tmp_path / "1", ["seed=2"])
     put(tmp_path / "2", ["seed=3"], make_report().to_dict(), exit_status=-9, stopped=False)
@@ -415,7 +415,7 @@ def test_jobs_without_figures(tmp_path) -> None:
     jobs, _ = shown(tmp_path)
     assert [job.state for job in jobs] == ["done", "no report", "failed", "stopped", "no report"]
     assert [job.differs for job in jobs] == [[f"seed={number}"] for number in range(1, 6)]
-    assert jobs[0].auc is None
+    assert jobs[0].quality == dict.fromkeys(("auc", "logloss", "ne"))
     assert [job.samples_per_second is None for job in jobs] == [False, True, True, True, True]
     assert jobs[2].exit_status == -9
 

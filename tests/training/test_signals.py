@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import math
 import os
 import signal
 import threading
 from collections.abc import Callable
-from dataclasses import fields, replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,9 +14,8 @@ import pytest
 import torch
 
 from recpipe.checkpoint.table_io import TableCheckpointIO, newest
-from recpipe.model import metrics
+from recpipe.model import background, metrics
 from recpipe.model.call import Judgement, Scored
-from recpipe.model.metrics import Quality
 from recpipe.training.evaluation import Evaluation, EvaluationStopped, Stop
 from recpipe.training.module import RankingModule
 from tests.training.test_trainer import EPOCH, KINDS, identical, trained  # noqa: F401
@@ -106,12 +103,11 @@ def test_the_second_signal_ends_at_once(trained, sent) -> None:  # noqa: F811
 def test_a_signal_is_heard_while_the_figures_are_computed(trained, tmp_path, monkeypatch) -> None:  # noqa: F811
     done = threading.Event()
 
-    def endless(*_) -> Quality:
+    def endless(*_) -> None:
         os.kill(os.getpid(), signal.SIGINT)
         done.wait(60)
-        return Quality(0.5, 0.5, 1.0)
 
-    monkeypatch.setattr(metrics, "quality", endless)
+    monkeypatch.setattr(background, "judge", endless)
     with pytest.raises(KeyboardInterrupt):
         trained("stopped", *RECIPE)
     assert newest(tmp_path / "stopped").name == f"step-{MIDDLE:08d}.ckpt"
@@ -173,7 +169,9 @@ def evaluation_over(trainers: Any) -> Evaluation:
     scored = Scored(torch.tensor([7.0]), torch.tensor([1.0]), None)
     judgement = Judgement(torch.tensor([[2.0, 1.0]], dtype=torch.float64), {"score": scored})
     task = SimpleNamespace(kind="clicks")
-    called = SimpleNamespace(judged={"score": task}, judge=lambda batch: judgement)
+    called = SimpleNamespace(
+        judged={"score": task}, judge=lambda batch: judgement, weighs=lambda batch: False
+    )
     model: Any = SimpleNamespace(called=called, look_up=lambda batch: {}, parts=SimpleNamespace(sums=False))
     return Evaluation(model, trainers, Stop())
 
@@ -183,19 +181,18 @@ def test_a_signal_to_any_trainer_stops_the_evaluation_of_all() -> None:
     evaluation.add(BATCH, last=False)
     assert not evaluation.stop.agreed
     kept = evaluation.quality["score"].submit().result()
-    assert kept.loss == (2 + 2 * 1.5) / 3
-    assert str(replace(kept, loss=math.nan)) == str(
-        metrics.quality(torch.tensor([1.0, 1, 0]), torch.tensor([7, 0.5, -2]))
-    )
+    assert kept.pop("loss") == (2 + 2 * 1.5) / 3
+    assert kept == metrics.judged("clicks", torch.tensor([1.0, 1, 0]), torch.tensor([7, 0.5, -2]))
     with pytest.raises(EvaluationStopped):
         evaluation.add(BATCH, last=False)
     assert evaluation.stop.agreed
 
 
 def test_all_trainers_have_the_first_ones_figures() -> None:
-    theirs = [0.1] * len(fields(metrics.Quality))
-    evaluation = evaluation_over(Pair(QUIET, np.array([[*theirs, 0]]), QUIET, np.array([[*theirs, 1]])))
+    known = metrics.judged("clicks", torch.tensor([1.0, 0]), torch.tensor([1.0, 0]))
+    theirs = [0.1] * (len(known) + 1)
+    evaluation = evaluation_over(Pair(QUIET, np.array([*theirs, 0]), QUIET, np.array([*theirs, 1])))
     evaluation.add(BATCH, last=True)
-    assert evaluation.result().loss == (2 + 2 * 1.5) / 3
+    assert evaluation.result()["loss"] == (2 + 2 * 1.5) / 3
     with pytest.raises(EvaluationStopped):
         evaluation.add(BATCH, last=True)

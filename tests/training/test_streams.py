@@ -25,7 +25,7 @@ from recpipe.data.stream.chunks import Position
 from recpipe.data.stream.stream import Stream
 from recpipe.errors import UserError
 from recpipe.model.call import Scored
-from recpipe.model.metrics import quality
+from recpipe.model.metrics import judged
 from recpipe.report import run_page, run_plots
 from recpipe.run import run
 from recpipe.tables.proxy import handing_out
@@ -312,13 +312,13 @@ def test_samples_are_judged_before_they_are_trained(incoming, tmp_path, weighted
     low = 0
     for window in windows:
         part = slice(low, low := window["samples"])
-        wanted = quality(labels[part], predictions[part], weights[part] if weighted else None)
+        wanted = judged("clicks", labels[part], predictions[part], weights[part] if weighted else None)
         for name in ("auc", "logloss", "ne"):
-            told, own = window["quality"][name], getattr(wanted, name)
+            told, own = window["quality"][name], wanted[name]
             assert (told is None and np.isnan(own)) or told == pytest.approx(own, rel=1e-5), name
-    after = quality(labels, torch.cat(later), weights if weighted else None)
-    before = quality(labels, predictions, weights if weighted else None)
-    assert after.logloss < before.logloss - 1e-4, "training has made a difference"
+    after = judged("clicks", labels, torch.cat(later), weights if weighted else None)
+    before = judged("clicks", labels, predictions, weights if weighted else None)
+    assert after["logloss"] < before["logloss"] - 1e-4, "training has made a difference"
 
 
 def test_a_stream_is_encoded_as_files_were(incoming, tmp_path) -> None:

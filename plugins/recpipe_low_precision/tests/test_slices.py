@@ -14,7 +14,7 @@ from recpipe_low_precision.slices import used_rows
 
 import recpipe
 from recpipe.answers.trained import open_trained
-from recpipe.model.metrics import quality
+from recpipe.model.metrics import judged
 
 KINDS = {"a": "int8", "b": "int4", "c": "fp16", "d": "int2"}
 MIXED = {table: Choice(kind) for table, kind in KINDS.items()}
@@ -44,7 +44,7 @@ def test_float32_is_the_checkpoint_itself(slice_of, checkpoint: Path) -> None:
     logits = torch.cat(expected)
     assert np.allclose(found.logits[:, 0], logits.numpy(), atol=1e-5)
     ne = found.losses[:, 0].mean() / slice_.base_entropy[0]
-    assert ne == pytest.approx(quality(slice_.labels[:, 0], logits).ne, rel=1e-6)
+    assert ne == pytest.approx(judged("clicks", slice_.labels[:, 0], logits)["ne"], rel=1e-6)
 
 
 def test_a_small_cache_gives_the_same_bits(slice_of) -> None:

@@ -12,17 +12,15 @@ import torch
 from numpy.typing import NDArray
 
 from recpipe.answers import figures as drift
-from recpipe.answers.figures import CALIBRATION, judge
-from recpipe.model.metrics import Kind
+from recpipe.model.metrics import judge, named
+from recpipe.model.scores import Kind, Scores
 from recpipe_serve.monitor.windows import AGAIN, JOINED, REFUSED, SCORED, TOTALLED, UNKNOWN, Windows
 
 ENOUGH = 1000
 """Samples, scored or labelled, from which on something is said to be off."""
-HIGHER_IS_BETTER = ("auc",)
-NEITHER = (CALIBRATION,)
 NOT_KNOWN = {"window": None, "reference": None}
-_NOT_JUDGED = ("logloss",)
-"""Figures that move with the share of clicks; NE does not."""
+_NOT_JUDGED = ("logloss", "pr_auc")
+"""Figures that move with the share of clicks; NE and AUC do not."""
 
 
 @dataclass(frozen=True)
@@ -91,7 +89,7 @@ def judged_labels(tasks: Mapping[str, Kind], pairs: Sequence[NDArray[np.float32]
         own = torch.from_numpy(joined[~np.isnan(joined[:, 1, n])][:, :, n])
         samples[task] = len(own)
         scores, labels = own[:, 0].contiguous(), own[:, 1].contiguous()
-        found[task] = judge(kind, labels, scores, quick=True).to_dict()["figures"] if len(own) else {}
+        found[task] = judge(Scores(kind, labels, scores)).to_dict()["figures"] if len(own) else {}
     return {"samples": samples, "tasks": found}
 
 
@@ -217,12 +215,13 @@ def _of_quality(task: str, samples: int, own: Mapping[str, Any]) -> tuple[list[s
         if name in _NOT_JUDGED or known is None or None in (found["low"], known["low"], found["value"]):
             continue
         above, below = found["low"] > known["high"], found["high"] < known["low"]
-        is_off = below if name in HIGHER_IS_BETTER else above or (below and name in NEITHER)
-        title = name.upper() if name in ("ne", "auc", "mse", "rmse", "mae") else name
+        metric = named(name)
+        assert metric is not None
+        is_off = {"higher": below, "lower": above, "near 1": above or below}[metric.better]
         mine, theirs = (
             f"{_short(one['value'])} [{_short(one['low'])}, {_short(one['high'])}]" for one in (found, known)
         )
-        line = f"{title} {mine}, in the reference {theirs}"
+        line = f"{metric.label} {mine}, in the reference {theirs}"
         (worse if is_off and samples >= ENOUGH else others).append(line)
     counted = f"of '{task}' over the last {samples:,} labelled samples"
     if worse:

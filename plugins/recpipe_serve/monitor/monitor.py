@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from recpipe.answers import figures as drift
 from recpipe.answers.score import DEFAULT_ROW
 from recpipe.errors import shown
-from recpipe.model.metrics import Kind
+from recpipe.model.scores import Kind
 from recpipe_serve.batching.scorer import Side
 from recpipe_serve.config import ServeConfig
 from recpipe_serve.errors import bad

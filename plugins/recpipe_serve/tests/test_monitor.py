@@ -19,8 +19,9 @@ from recpipe_serve.monitor.monitor import Monitor
 from recpipe_serve.monitor.windows import SCORED, Sizes, Windows
 
 from recpipe.answers import figures as drift
-from recpipe.answers.figures import judge
 from recpipe.errors import UserError
+from recpipe.model.metrics import judge
+from recpipe.model.scores import Scores
 
 CONFIG = ServeConfig()
 
@@ -44,7 +45,9 @@ def manifest(samples: int = 20_000) -> dict[str, Any]:
         "highest": float(logits.max()),
         "mean": {"prediction": float(drift.predictions("clicks", logits).mean())},
         "saturated": 0.0,
-        "figures": judge("clicks", torch.from_numpy(clicks), torch.from_numpy(logits)).to_dict()["figures"],
+        "figures": judge(Scores("clicks", torch.from_numpy(clicks), torch.from_numpy(logits))).to_dict()[
+            "figures"
+        ],
     }
     return {
         "dense": {"names": ["x", "y"]},
@@ -175,7 +178,7 @@ def test_quality_from_labels_is_that_of_the_same_samples_at_once() -> None:
 
 
 def judge_of(clicks: np.ndarray, logits: np.ndarray) -> dict[str, Any]:
-    return judge("clicks", torch.from_numpy(clicks), torch.from_numpy(logits)).to_dict()["figures"]
+    return judge(Scores("clicks", torch.from_numpy(clicks), torch.from_numpy(logits))).to_dict()["figures"]
 
 
 def test_worse_quality_is_said_and_too_few_labels_are_not_enough_for_that() -> None:

@@ -11,7 +11,7 @@ from typing import Any, Literal, cast
 import torch
 
 from recpipe.errors import UserError
-from recpipe.model.metrics import Kind
+from recpipe.model.scores import Kind
 
 VALUES = "for values there are model.loss=mean_squared_error, mean_absolute_error, huber and poisson"
 

@@ -14,7 +14,7 @@ from recpipe.common.validation import FilePath, Text, one_of
 from recpipe.errors import UserError
 from recpipe.model.losses.base import Loss, exact, vector
 from recpipe.model.losses.pointwise import BinaryCrossEntropy, MeanSquaredError
-from recpipe.model.metrics import Kind
+from recpipe.model.scores import Kind
 
 OF_LABELS = {loss.name: loss for loss in (BinaryCrossEntropy(), MeanSquaredError())}
 
