@@ -159,7 +159,8 @@ class Encoding:
         single = [own for own in found.values() if own.bags is None]
         ids, bits = np.empty((len(rows), 0), np.int64), None
         if single:
-            ids = np.stack([own.keys for own in single], 1)
+            ids = np.stack([own.keys for own in single]).T  # by feature in memory, as they are worked on
+        if any(own.missing.any() for own in single):
             bits = bits_of(np.stack([own.missing for own in single], 1))
         return Encoded(Columns(labels.values, dense, ids, bags, bits, labels.weights), missing)
 

@@ -519,8 +519,11 @@ def _entries(section: Mapping[str, Any], key: str, where: str) -> list[tuple[str
 def _require_policies(features: Iterable[Feature]) -> None:
     """``UserError`` for a policy of eviction that nothing here has; a saved feature may have any."""
     for feature in features:
-        known, name = (*EVICTIONS, *offered(EVICTION)), feature.evict
-        if name not in known and ":" not in name:
+        name = feature.evict
+        if name in EVICTIONS or ":" in name:  # else all packages here are asked
+            continue
+        known = (*EVICTIONS, *offered(EVICTION))
+        if name not in known:
             raise UserError(
                 f"data.features, {shown(feature.name)}: evict: {shown(name)} is unknown; "
                 f"{nearest_or_all(name, known)}"

@@ -16,7 +16,7 @@ from recpipe.errors import DataError, shown
 if TYPE_CHECKING:
     from recpipe.data.records import InputFile
 
-LOOKED_AT = 16
+LOOKED_AT = 64
 """Blocks in which types are looked for, of columns that have no value before."""
 
 

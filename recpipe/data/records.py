@@ -26,7 +26,7 @@ from recpipe.data.config import FilesConfig
 from recpipe.data.files import TextRules, check_readable, natural_key, natural_path
 from recpipe.data.json_lines import JsonLines
 from recpipe.data.remote import AnyPath, RemotePath, located, opened
-from recpipe.data.text import PACKED, READ_FAULTS, Block, text_blocks
+from recpipe.data.text import PACKED, READ_FAULTS, Block, parsed_ahead, text_blocks
 from recpipe.errors import DataError, nearest_or_all, shown
 
 log = logging.getLogger(__name__)
@@ -50,6 +50,8 @@ SEPARATORS = {",": "comma", "\t": "tab", ";": "semicolon", "|": "bar"}
 SPLITS = ("train", "training", "validation", "valid", "val", "dev", "test", "eval")
 """With one of these the names of files begin that hold a part of the samples, as HuggingFace's data sets have
 them."""
+HEAD_BYTES = 1 << 20
+"""Of text, in which its separator and its header are looked for."""
 BLOCK_ROWS = 32768
 PART_ROWS = 1 << 20
 """Rows of a part of a Parquet file, about; its row groups are not cut."""
@@ -394,7 +396,7 @@ class _Csv:
         """The separator, whether there is a header, and the columns' names."""
         rules = file.rules
         quote = rules.quote.encode() if rules.quote else None
-        head = next(text_blocks(file, quote), (b"", 1.0))[0][: 1 << 20]
+        head = next(text_blocks(file, quote, size=HEAD_BYTES), (b"", 1.0))[0]
         lines = head.decode(errors="replace").splitlines()[:50]
         if not lines:
             raise DataError(f"{file}: the file is empty")
@@ -423,30 +425,36 @@ class _Csv:
     @staticmethod
     def blocks(file: InputFile, columns: Sequence[str], start: int = 0) -> Iterator[Block]:
         separator, header, names = file.layout
-        header = header and not start
-        quote = (file.rules.quote or "").encode()
+        skipped = int(header and not start)
         convert = pa.csv.ConvertOptions(
             column_types=dict.fromkeys(names, pa.string()),
             include_columns=list(columns),
             strings_can_be_null=False,
         )
-        row = 0
-        for text, share in text_blocks(file, quote or None, start):
-            parse = pa.csv.ParseOptions(
-                delimiter=separator,
-                quote_char=file.rules.quote or False,
-                newlines_in_values=bool(quote) and quote in text,
-            )
-            # Two parts of a block are parsed at the same time.
+
+        def options(text: bytes, first: bool) -> tuple[pa.csv.ReadOptions, pa.csv.ParseOptions]:
+            # All in one piece, in the calling thread.
             read = pa.csv.ReadOptions(
-                column_names=names, skip_rows=int(header and not row), block_size=len(text) // 2 + (1 << 16)
+                column_names=names, skip_rows=skipped * first, block_size=len(text) + 1, use_threads=False
             )
+            return read, pa.csv.ParseOptions(
+                delimiter=separator, quote_char=file.rules.quote or False, newlines_in_values=True
+            )
+
+        def table(text: bytes, first: bool) -> pa.Table:
+            return pa.csv.read_csv(pa.BufferReader(text), *options(text, first), convert)
+
+        row, first = 0, True
+        quote = (file.rules.quote or "").encode()
+        for own in parsed_ahead(table, text_blocks(file, quote or None, start)):
             try:
-                table = pa.csv.read_csv(pa.BufferReader(text), read, parse, convert)
+                batches = own.made.result().to_batches()
             except READ_FAULTS as error:
-                raise _text_fault(file, text, row - int(header and not row), read, parse, error) from error
-            for batch in table.combine_chunks().to_batches():
-                yield Block(row + 1, batch, share)
+                before = row - skipped * first
+                raise _text_fault(file, own.text, before, *options(own.text, first), error) from error
+            first = False
+            for batch in batches:
+                yield Block(row + 1, batch, own.share)
                 row += len(batch)
 
 

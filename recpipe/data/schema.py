@@ -117,7 +117,7 @@ class LabelKind(NamedTuple):
 
 LABEL_KINDS = {
     "clicks": LabelKind(
-        lambda labels: np.isin(labels, (0, 1)),
+        lambda labels: (labels == 0) | (labels == 1),
         "is neither 0 nor 1 (data.label_kind=values takes any number, for a loss that does)",
     ),
     "values": LabelKind(np.isfinite, "is not a finite float32 number"),

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import codecs
+from collections import deque
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TYPE_CHECKING, NamedTuple
 
+import numpy as np
 import pyarrow as pa
 
 from recpipe.data.remote import opened, size_of
@@ -24,8 +27,12 @@ NO_TEXT = {
     b"ARROW1": "Arrow: pass data.format=arrow",
 }
 """How files begin that are no text, whatever their names say."""
-BLOCK_BYTES = 16 << 20
-"""Of text, parsed at a time."""
+BLOCK_BYTES = 4 << 20
+"""Of text, parsed at a time: larger ones do not stay in a core's cache."""
+LONGEST = 8
+"""Blocks, of which a line may not take more."""
+MOST_THREADS = 4
+"""Which parse blocks at the same time, each with one or two blocks in memory."""
 READ_FAULTS = (pa.ArrowException, OSError, ValueError, OverflowError, MemoryError)
 """The errors that pyarrow raises for damaged files, including damaged names and sizes."""
 
@@ -40,10 +47,12 @@ class Block(NamedTuple):
     """How many bad rows are not among them."""
 
 
-def text_blocks(file: InputFile, quote: bytes | None = None, start: int = 0) -> Iterator[tuple[bytes, float]]:
+def text_blocks(
+    file: InputFile, quote: bytes | None = None, start: int = 0, size: int | None = None
+) -> Iterator[tuple[bytes, float]]:
     """Blocks of whole records of a plain or packed text file in UTF-8, with the share read so far. With a
     ``quote``, a line's end between two of them is within a record. ``start``: the byte of a plain file after
-    whose line they begin."""
+    whose line they begin. ``size``: about how many bytes each has, if it is not ``BLOCK_BYTES``."""
     total, rest = max(1, size_of(file.path)), b""
     decode = _decoder(file)
     try:
@@ -53,20 +62,19 @@ def text_blocks(file: InputFile, quote: bytes | None = None, start: int = 0) -> 
             first = True
             if start:
                 stream.seek(start)
-            while data := stream.read(BLOCK_BYTES):
+            while data := stream.read(size or BLOCK_BYTES):
                 data = decode(data, False)
                 if first:
                     data = data[data.find(b"\n") + 1 :] if start else _without_mark(file, data)
                     first = False
-                data = rest + data
-                end = _last_end(data, quote)
-                if not end and len(data) > 2 * BLOCK_BYTES:
-                    raise DataError(
-                        f"{file}: a line of more than {2 * BLOCK_BYTES:,} bytes; is this a text file?"
-                    )
+                end = _last_end(data, quote, rest)
                 if end:
-                    yield data[:end], min(1.0, raw.tell() / total)
-                rest = data[end:]
+                    yield b"".join((rest, memoryview(data)[:end])), min(1.0, raw.tell() / total)
+                rest = data[end:] if end else rest + data
+                if len(rest) > LONGEST * BLOCK_BYTES:
+                    raise DataError(
+                        f"{file}: a line of more than {LONGEST * BLOCK_BYTES:,} bytes; is this a text file?"
+                    )
     except (OSError, EOFError) as error:
         why = f"cannot be read ({error}); fetch or pack the file again"
         if "runcated" in str(error):
@@ -112,12 +120,58 @@ def _without_mark(file: InputFile, data: bytes) -> bytes:
     return data.removeprefix(codecs.BOM_UTF8)
 
 
-def _last_end(data: bytes, quote: bytes | None) -> int:
-    """Where the last whole record ends; 0: there is none."""
+def _last_end(data: bytes, quote: bytes | None, rest: bytes = b"") -> int:
+    """Where the last whole record ends; 0: there is none. ``rest``: of a record that goes on in ``data``."""
     end = data.rfind(b"\n") + 1
-    inside = quote is not None and data.count(quote, 0, end) % 2 == 1
-    while quote is not None and end and inside:
+    if quote is None:
+        return end
+    inside = (rest.count(quote) + _count(data, quote, 0, end)) % 2 == 1
+    while end and inside:
         opening = data.rfind(quote, 0, end)  # before it, there is an even number of them
-        end = data.rfind(b"\n", 0, opening) + 1
-        inside = data.count(quote, end, opening) % 2 == 1
+        end = data.rfind(b"\n", 0, max(0, opening)) + 1
+        inside = _count(data, quote, end, opening) % 2 == 1
     return end
+
+
+def _count(data: bytes, byte: bytes, low: int, high: int) -> int:
+    """As ``data.count``, which is slow where there are many of them."""
+    return int(np.count_nonzero(np.frombuffer(data, np.uint8, max(0, high - low), low) == ord(byte)))
+
+
+class Parsed(NamedTuple):
+    """A block of text, what is made of it, and the share of the file read so far."""
+
+    text: bytes
+    made: Future[pa.Table]
+    share: float
+
+
+def parsed_ahead(
+    parse: Callable[[bytes, bool], pa.Table], texts: Iterator[tuple[bytes, float]]
+) -> Iterator[Parsed]:
+    """What ``parse`` makes of ``texts`` (and of whether it is the first), in order. While the reader works
+    on one, threads parse the next ones, but none before it has the first one: so it alone costs no more.
+
+    An error of ``texts`` is raised in its turn, by ``made``.
+    """
+    threads = min(MOST_THREADS, pa.cpu_count())
+    pool, waiting, ahead = ThreadPoolExecutor(threads, "recpipe-parse"), deque[Parsed](), 0
+
+    def submitted() -> Iterator[Parsed]:
+        try:
+            for number, (text, share) in enumerate(texts):
+                yield Parsed(text, pool.submit(parse, text, number == 0), share)
+        except DataError as fault:
+            failed = Future[pa.Table]()
+            failed.set_exception(fault)
+            yield Parsed(b"", failed, 1.0)
+
+    try:
+        for own in submitted():
+            waiting.append(own)
+            if len(waiting) > ahead:
+                yield waiting.popleft()
+                ahead = min(threads, ahead + 1)
+        yield from waiting
+    finally:
+        pool.shutdown(cancel_futures=True)

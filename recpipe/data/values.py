@@ -8,8 +8,10 @@ be makes its row bad; a type that cannot be is refused as a whole, with what wou
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -109,44 +111,83 @@ def read_ids(array: pa.Array, feature: Feature) -> Ids:
 
 def _ids_of_text(array: pa.Array, feature: Feature) -> Ids:
     missing = without_value(array, feature.missing)
-    keys, valid = np.zeros(len(array), np.int64), np.ones(len(array), bool)
-    present = array.filter(pa.array(~missing)) if missing.any() else array
+    read, remedy = _string_keys, "is not UTF-8, which text must be: write it as text, or as binary"
     if feature.type == HEX:
-        keys[~missing], valid[~missing] = _hexadecimal_numbers(present)
-        return Ids(keys, missing, valid, "is not a hexadecimal id of up to 16 digits")
-    if feature.type != "integer":
-        found, valid[~missing] = string_keys(present)
-        keys[~missing] = found.view(np.int64)
-        return Ids(keys, missing, valid, "is not UTF-8, which text must be: write it as text, or as binary")
-    values, valid[~missing] = _whole_numbers(present)
-    keys[~missing] = values
-    missing = missing | (_declared(keys, feature.missing) & valid & ~missing)
-    remedy = "is not a whole number as type: integer takes it; type: text takes any value as it is"
+        read, remedy = _hexadecimal_numbers, "is not a hexadecimal id of up to 16 digits"
+    elif feature.type == "integer":
+        read = _whole_numbers
+        remedy = "is not a whole number as type: integer takes it; type: text takes any value as it is"
+    keys, valid = _of_present(read, array, missing, 0)
+    if feature.type == "integer":
+        missing = missing | (_declared(keys, feature.missing) & valid & ~missing)
     return Ids(keys, missing, valid, remedy)
+
+
+def _of_present(
+    read: Callable[[pa.Array], tuple[NDArray[Any], Bools]], text: pa.Array, missing: Bools, none: float
+) -> tuple[NDArray[Any], Bools]:
+    """What is ``read`` of the values that are not ``missing``, ``none`` in place of these; and which are
+    valid."""
+    if not missing.any():
+        return read(text)
+    own, present = read(text.filter(pa.array(~missing)))
+    values, valid = np.full(len(text), none, own.dtype), np.ones(len(text), bool)
+    values[~missing], valid[~missing] = own, present
+    return values, valid
 
 
 def without_value(text: pa.Array, declared: tuple[str, ...]) -> Bools:
     """Where text is null, empty, or one of the ``declared`` values."""
     if declared:
-        absent = pc.is_in(text, value_set=pa.array([*NO_VALUE, *declared], text.type))
+        absent = pc.or_(pc.is_in(text, value_set=pa.array([*NO_VALUE, *declared], text.type)), text.is_null())
+    elif not text.null_count:
+        offsets = offsets_in(text)
+        return np.asarray(offsets[1:] == offsets[:-1])
     else:
         absent = pc.equal(pc.binary_length(text), 0)
-    return np.asarray(pc.fill_null(pc.or_(absent, text.is_null()), True))
+    return np.asarray(pc.fill_null(absent, True))
+
+
+def offsets_in(text: pa.Array) -> NDArray[Any]:
+    """Where in its buffer each of an array [n] of text begins, and where the last one ends, [n + 1]."""
+    wide = pa.types.is_large_string(text.type) or pa.types.is_large_binary(text.type)
+    if not len(text):  # which need not have a buffer
+        return np.zeros(1, np.int64)
+    whole = np.frombuffer(text.buffers()[1], np.int64 if wide else np.int32)
+    return whole[text.offset : text.offset + len(text) + 1]
+
+
+def _string_keys(text: pa.Array) -> tuple[Int64, Bools]:
+    keys, valid = string_keys(text)
+    return keys.view(np.int64), valid
 
 
 def _whole_numbers(text: pa.Array) -> tuple[Int64, Bools]:
     """The numbers in an array [n] of text without nulls, 0 for what is not ``WHOLE``; and which of it is."""
     with suppress(pa.ArrowInvalid):
-        # Written again, each is as it was: several times faster than to compare it with the pattern.
-        values = text.cast(pa.int64())
-        within = pc.and_(pc.greater(values, -(10**18)), pc.less(values, 10**18))
-        same = pc.equal(values.cast(pa.string()).cast(text.type), text)
-        if pc.all(pc.and_(within, same), min_count=0).as_py():
-            return np.asarray(values), np.ones(len(text), bool)
+        values = np.asarray(text.cast(pa.int64()))
+        if _is_shortest(text, values):
+            return values, np.ones(len(text), bool)
     whole = np.asarray(pc.match_substring_regex(text, WHOLE))
     keys = np.zeros(len(text), np.int64)
     keys[whole] = np.asarray(text.filter(pa.array(whole)).cast(pa.int64()))
     return keys, whole
+
+
+def _is_shortest(text: pa.Array, values: Int64) -> bool:
+    """Whether each number is ``WHOLE`` as text has it: then all are as short as they can be, and have digits
+    and signs alone, where pyarrow takes 007, -0 and 0x1F too. That is a tenth of the work of the pattern."""
+    if not len(values):
+        return True
+    most = max(-int(values.min()), int(values.max()))
+    if most >= 10**18:
+        return False
+    sizes = np.abs(values)
+    digits = [10**power for power in range(1, 18) if 10**power <= most]
+    least = len(values) + sum(np.count_nonzero(sizes >= first) for first in digits)
+    offsets = offsets_in(text)
+    written = np.frombuffer(text.buffers()[2], np.uint8)[offsets[0] : offsets[-1]]
+    return len(written) == least + np.count_nonzero(values < 0) and bool(written.max() <= ord("9"))
 
 
 def _hexadecimal_numbers(text: pa.Array) -> tuple[Int64, Bools]:
@@ -251,9 +292,7 @@ def read_numbers(array: pa.Array, feature: Feature | None = None) -> Numbers:
         return Numbers(np.zeros(size), np.ones(size, bool), valid)
     if is_text(kind):
         missing = without_value(array, declared)
-        values = np.full(size, np.nan)
-        present = array.filter(pa.array(~missing)) if missing.any() else array
-        values[~missing], valid[~missing] = _decimal_numbers(present)
+        values, valid = _of_present(_decimal_numbers, array, missing, np.nan)
     elif is_number(kind) or pa.types.is_boolean(kind):
         values = pc.fill_null(array.cast(pa.float64(), safe=False), np.nan).to_numpy(zero_copy_only=False)
     else:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 import re
+import threading
 from pathlib import Path
 
 import numpy as np
@@ -54,6 +55,9 @@ def test_a_record_ends_where_no_quote_is_open() -> None:
         ends = [n + 1 for n, byte in enumerate(data) if byte == 10 and data[:n].count(b'"') % 2 == 0]
         assert text._last_end(data, b'"') == max(ends, default=0)
         assert text._last_end(data, None) == data.rfind(b"\n") + 1
+        rest, data = data[max(ends, default=0) :], bytes(rng.choice(b'ab"\n') for _ in range(20))
+        ends = [n + 1 for n, byte in enumerate(data) if byte == 10 and (rest + data[:n]).count(b'"') % 2 == 0]
+        assert text._last_end(data, b'"', rest) == max(ends, default=0)
 
 
 @pytest.mark.parametrize(
@@ -169,3 +173,66 @@ def test_keys_of_text_are_those_of_its_bytes_whether_they_are_utf8_or_not() -> N
     alone = [string_keys(pa.array([word], pa.binary()))[0][0] for word in words]
     assert keys.tolist() == alone
     assert string_keys(pa.array([], pa.string()))[0].dtype == np.uint64
+
+
+@pytest.mark.parametrize(
+    "word", ["007", "-0", "0x10", "0XFFFFF", "1e5", "+5", " 5", "5 ", "1_0", "٣", "nan", "9" * 19]
+)
+@pytest.mark.parametrize("others", [[], ["0", "-5", "12"], ["9" * 18, "-" + "9" * 18]])
+@pytest.mark.parametrize("kind", [pa.string(), pa.large_string(), pa.binary()])
+def test_one_word_that_is_no_whole_number_among_others(
+    word: str, others: list[str], kind: pa.DataType
+) -> None:
+    """Though pyarrow reads some of them as numbers, and hexadecimal ones may be as long as these."""
+    feature = Feature("n", type="integer")
+    whole = read_ids(pa.array([*others, "7"]).cast(kind).slice(0, len(others)), feature)
+    assert (whole.keys.tolist(), whole.valid.all()) == ([int(own) for own in others], True)
+    found = read_ids(pa.array(["1", *others, word]).cast(kind).slice(1), feature)
+    assert found.valid.tolist() == [True] * len(others) + [False]
+    assert found.keys[:-1].tolist() == whole.keys.tolist()
+
+
+def threads_that_parse() -> list[str]:
+    return [each.name for each in threading.enumerate() if each.name.startswith("recpipe-parse")]
+
+
+def csv_file(folder: Path, lines: list[str]) -> InputFile:
+    file = folder / "rows.csv"
+    file.write_text("\n".join(["a,b", *lines]) + "\n")
+    return input_files(str(file))[0]
+
+
+def test_rows_come_in_order_and_parsing_ends_with_its_reader(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(text, "BLOCK_BYTES", 64)
+    file = csv_file(tmp_path, [f'{n},"{n}\n"' for n in range(500)])
+    firsts, names = [], []
+    blocks = file.blocks(["a"])
+    for block in blocks:
+        assert block.rows["a"].to_pylist()[0] == str(block.first_row - 1)
+        firsts.append(block.first_row)
+        names += threads_that_parse()
+        if len(firsts) == 40:
+            break
+    assert names, "it is parsed beside the reader"
+    assert firsts == sorted(set(firsts))
+    blocks.close()
+    assert not threads_that_parse()
+    assert read(file)["b"] == [f"{n}\n" for n in range(500)]
+    assert not threads_that_parse()
+
+
+def test_the_first_of_several_faults_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Though what lies behind it is read, and parsed, before."""
+    monkeypatch.setattr(text, "BLOCK_BYTES", 64)
+    lines = [f"{n},x" for n in range(300)]
+    file = csv_file(tmp_path, [*lines, "1,2,3", *lines[:20], "4,5,6,7", "1" * 1000])
+    seen: list[int] = []
+    with pytest.raises(DataError, match=r"row 301: has 3 columns instead of 2"):
+        seen.extend(block.first_row for block in file.blocks(["b"]))
+    assert 280 < seen[-1] <= 300
+    long = csv_file(tmp_path, [*lines, "1" * 1000])
+    with pytest.raises(DataError, match=r"a line of more than 512 bytes"):
+        seen.extend(block.first_row + len(block.rows) - 1 for block in long.blocks(["b"]))
+    assert seen[-1] == 300

@@ -6,7 +6,7 @@ streams can only be read from their beginning.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import cycle
 from math import ceil
@@ -212,29 +212,40 @@ def _of_text(file: InputFile, names: list[str], rows: int, places: Sequence[floa
     size, count, total, read = size_of(file.path), 0, 0, 0
     seekable = file.path.suffix not in PACKED and file.format != "arrow"
     seekable = seekable and file.rules.encoding.lower().replace("_", "-") in ("utf-8", "utf8", "ascii")
+    each = rows // len(places)
     for block in file.blocks(names):
         count += len(block.rows)
         read += block.rows.nbytes
         total = ceil(count / max(block.share, 1e-9))
-        if not found and seekable and total > 1.2 * rows:  # so that parts lie apart
-            each = rows // len(places)
+        found.append(block.rows.slice(0, rows - count + len(block.rows)))
+        if seekable and total > 1.2 * rows and count >= each:  # so that parts lie apart
             width = min(size, ceil(size * each / total))
             starts = [int(place * (size - width)) for place in places]
-            parts = [block.rows if not low else _from(file, names, low) for low in starts]
-            taken = [part.slice(0, each) for part in parts if part is not None]
-            return _Part(taken, total, False, places)
-        found.append(block.rows.slice(0, rows - count + len(block.rows)))
+            parts = [_first(found, each) if not low else _from(file, names, low, each) for low in starts]
+            return _Part([batch for part in parts for batch in part], total, False, places)
         if count > rows or read >= MOST_BYTES // PARTS:
             return _Part(found, max(total, count), False)
     return _Part(found, count, True)
 
 
-def _from(file: InputFile, names: list[str], start: int) -> pa.RecordBatch | None:
-    """Rows after a byte; None where it is within a text of several lines, so that what follows is no row."""
+def _from(file: InputFile, names: list[str], start: int, rows: int) -> list[pa.RecordBatch]:
+    """The next rows after a byte; none where it is within a text of several lines, so that what follows is no
+    row."""
     try:
-        return next(file.blocks(names, start)).rows
-    except (DataError, StopIteration):
-        return None
+        return _first((block.rows for block in file.blocks(names, start)), rows)
+    except DataError:
+        return []
+
+
+def _first(batches: Iterable[pa.RecordBatch], rows: int) -> list[pa.RecordBatch]:
+    """The first rows."""
+    found: list[pa.RecordBatch] = []
+    for batch in batches:
+        found.append(batch.slice(0, rows))
+        rows -= len(found[-1])
+        if not rows:
+            break
+    return found
 
 
 def as_plain(batch: pa.RecordBatch) -> pa.Table:
