@@ -204,6 +204,8 @@ class Trained:
             drawn_as = scoring_recipe(self.trained_on, ()).data
         dataset = open_dataset(data, self.cfg.seed, self.given_dataset, trained_by, drawn_as)
         self.require_columns(dataset)
+        for split, limit in self.cfg.trainer.limits():
+            dataset.limit(split, limit, data.batch_size)
         return dataset
 
     def require_columns(self, dataset: Dataset) -> None:

@@ -45,6 +45,8 @@ from recpipe.tables.collection import SavedByRanks, SavesPlacement
 from recpipe.tables.dynamic.growing import GrowingTables
 
 SUFFIX = ".ckpt"
+BEST = "best"
+"""The name of the checkpoint of a run's best evaluation, without ``SUFFIX``."""
 PARTIAL = ".partial"
 MODEL = "model"
 """A key of trainer.pt; older checkpoints lack it."""
@@ -205,6 +207,8 @@ def newest(directory: Path, key: str = "resume=") -> Path:
     none. ``key``: what the user has named it by, for the message."""
     if (directory / MANIFEST).is_file():
         return directory
+    if directory.name == BEST and not directory.exists():
+        return _best(directory, key)
     found = [d for name in _NAMES for d in directory.glob(name) if (d / MANIFEST).is_file()]
     if not found and (directory / "checkpoints").is_dir():
         return newest(directory / "checkpoints", key)
@@ -217,6 +221,17 @@ def newest(directory: Path, key: str = "resume=") -> Path:
             f"{key}{directory}: no whole checkpoint there{extra}; name a run's checkpoints directory"
         )
     return max(found, key=lambda d: (read_manifest(d).step, d.name))
+
+
+def _best(directory: Path, key: str) -> Path:
+    """The checkpoint of the best evaluation, in the run or among the checkpoints that ``directory`` is in."""
+    for place in (directory.parent, directory.parent / "checkpoints"):
+        if (found := place / f"{BEST}{SUFFIX}" / MANIFEST).is_file():
+            return found.parent
+    raise UserError(
+        f"{key}{directory}: no best checkpoint there; a run keeps one with "
+        "trainer.best_checkpoint=val/logloss (or another figure)"
+    )
 
 
 def open_checkpoint(directory: Path) -> dict[str, Any]:

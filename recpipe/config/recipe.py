@@ -94,7 +94,7 @@ class Recipe:
             model=model,
             tiers=typed(TierConfig, _present(values, "tiers"), "tiers"),
             optim=typed(OptimConfig, _present(values, "optim"), "optim"),
-            trainer=typed(TrainerConfig, _present(values, "trainer"), "trainer"),
+            trainer=typed(TrainerConfig, _present(values, "trainer"), "trainer").effective(),
             topology=typed(Topology, section("topology", {}), "topology"),
             task=task,
             compare=typed(CompareConfig, _present(values, "compare"), "compare") if compares else None,

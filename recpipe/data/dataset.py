@@ -128,6 +128,14 @@ class Dataset(ABC):
         records of a stream; from any thread, also in a signal's handler."""
         self.interrupted = True
 
+    def limit(self, split: SplitName, batches: int | float, batch_size: int) -> None:
+        """Let ``split`` end after its first ``batches`` of ``batch_size`` samples, a whole number or a share
+        of them. ``DataError`` if it has less than a batch then, or cannot end early, as a stream."""
+        raise DataError(
+            f"trainer.limit_*_batches: {type(self).__name__} cannot end early; set trainer.max_steps, or "
+            "leave the limit out"
+        )
+
     def of_epoch(self, number: int) -> Dataset:
         """The same data, whose training batches are those of epoch ``number``, from 0; those of the first one
         are the data's own. Here all epochs are alike."""
@@ -141,6 +149,17 @@ class Dataset(ABC):
         """Mean number of ids per sample and feature (pooling factor) in the first training batch."""
         sparse = next(self.batches("train", batch_size)).sparse
         return float(sparse.values().numel() / (sparse.stride() * len(sparse.keys())))
+
+
+def first_batches(dataset: Dataset, split: SplitName, batches: int | float, batch_size: int) -> int:
+    """How many whole or short batches ``Dataset.limit`` leaves; ``DataError`` if there are none."""
+    there = dataset.num_batches(split, batch_size)
+    left = min(batches, there) if isinstance(batches, int) else int(batches * there)
+    if there and not left:
+        raise DataError(
+            f"{batches} of the {there:,} batches of {split} are none: raise the trainer.limit_*_batches of it"
+        )
+    return left
 
 
 class NumberedDataset(Dataset):
@@ -174,6 +193,16 @@ class NumberedDataset(Dataset):
         for validation; ``DataError`` if none is left for training."""
         self._part(Parts(self.samples, 0, 0).held_out(eval_fraction, test_fraction))
         self._changed(f"test {test_fraction!r}")
+
+    def limit(self, split: SplitName, batches: int | float, batch_size: int) -> None:
+        """See ``Dataset``; with ``shuffle``, the same samples are taken in each epoch."""
+        samples = min(self.size(split), first_batches(self, split, batches, batch_size) * batch_size)
+        if split == "train":
+            self.train_samples = samples
+        else:
+            start, _ = self._held_out[split]
+            self._held_out[split] = start, start + samples
+        self._changed(f"{samples} samples of {split}")
 
     def shuffle(self, seed: int, within: int | None = None) -> None:
         """Train in the order of ``Shuffled``, another one in each epoch."""

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
 
-from recpipe.data.dataset import Dataset, SplitName
+from recpipe.data.dataset import Dataset, SplitName, first_batches
 from recpipe.data.parts import batch_size as samples_in
 from recpipe.data.parts import leaves, on_device, tensors_in
 from recpipe.data.schema import Schema
@@ -83,12 +83,16 @@ class GivenBatches(Dataset):
         """Number of samples in ``split``, or a little more (see above)."""
         source = self._sources[split]
         if isinstance(source, Sequence):
-            return sum(map(samples_in, source))
+            return sum(map(samples_in, source[: self._lengths[split]]))
         return self._lengths[split] * self.batch_size
 
     def num_batches(self, split: SplitName, batch_size: int) -> int:
         """How many batches there are; ``batch_size`` has no effect."""
         return self._lengths[split]
+
+    def limit(self, split: SplitName, batches: int | float, batch_size: int) -> None:
+        """See ``Dataset``; ``batch_size`` has no effect."""
+        self._lengths[split] = first_batches(self, split, batches, batch_size)
 
     def ids_per_bag(self, batch_size: int) -> float:
         """Mean number of ids per bag in the first training batch; 0 if it has no bags."""

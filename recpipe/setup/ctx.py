@@ -94,6 +94,8 @@ class Joined:
         require_units(recipe.model.precision, device, recipe.model.emulate_bfloat16)
         recipe, self._module = sized_by_module(recipe, given.model, device)
         self.dataset = open_dataset(recipe.data, recipe.seed, given.dataset)
+        for split, limit in recipe.trainer.limits():
+            self.dataset.limit(split, limit, recipe.data.batch_size)
         require_same_data(self.dataset.fingerprint)
         if self.dataset.endless:
             require_one_pass(recipe)
@@ -226,7 +228,9 @@ def owning_places(cfg: Recipe, run_dir: RunDir) -> Iterator[None]:
             here = Owner.here(str(own), trainer.checkpoints(run_dir.path), cfg.values)
             writer, owned = Writer(here, resume, cfg.overwrite), set[Path]()
             places: list[tuple[str, Path, Callable[[Path], bool]]] = []
-            if trainer.checkpoint_dir and (trainer.checkpoint_every is not None or trainer.callbacks):
+            if trainer.checkpoint_dir and (
+                trainer.checkpoint_every is not None or trainer.best_checkpoint or trainer.callbacks
+            ):
                 directory = Path(trainer.checkpoint_dir).expanduser()
                 places.append(("trainer.checkpoint_dir", directory, holds_checkpoint))
             for number, callback in enumerate(trainer.callbacks):

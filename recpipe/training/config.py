@@ -5,14 +5,17 @@ from __future__ import annotations
 import math
 import re
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any
 
-from annotated_types import Gt
+from annotated_types import Ge, Gt
 from pydantic import AfterValidator, BeforeValidator
 
 from recpipe.common.validation import FilePath, Positive, one_of
+from recpipe.data.dataset import SplitName
+from recpipe.errors import UserError, shown
+from recpipe.model.metrics import named
 
 
 def _device(value: Any) -> Any:
@@ -49,6 +52,55 @@ def _logger(value: str) -> str:
     return value
 
 
+def _share(value: int | float) -> int | float:
+    if not 0 < value < 2**63 or (isinstance(value, float) and value > 1):
+        raise ValueError("give a whole number of batches, or a share of them (0.1)")
+    return value
+
+
+Limit = Annotated[int | float, AfterValidator(_share)]
+"""Whole batches, or a share of them."""
+
+
+@dataclass(frozen=True)
+class Monitored:
+    """A figure of evaluations, ``val/NAME`` as loggers get it, of which the best counts."""
+
+    monitor: str
+    mode: Annotated[str, one_of("min", "max")] | None = None
+    """Which way it is better; where the recipe leaves it out, as its metric has it."""
+
+    def __post_init__(self) -> None:
+        """``UserError`` for a figure of which recpipe does not know which way it is better."""
+        if self.mode is None:
+            figure = self.monitor.rpartition("/")[2]
+            metric = named(figure)
+            better = "lower" if figure == "loss" else metric and metric.better
+            if better not in ("lower", "higher"):
+                raise UserError(
+                    f"trainer: which way {shown(self.monitor)} is better is not known: set mode to min or max"
+                )
+            object.__setattr__(self, "mode", "min" if better == "lower" else "max")
+
+
+@dataclass(frozen=True)
+class Stopping(Monitored):
+    """When training ends early, as Lightning's ``EarlyStopping`` has it."""
+
+    patience: Positive = 3
+    """After so many evaluations in a row without a better figure."""
+    min_delta: Annotated[float, Ge(0)] = 0.0
+    """By how much at least it must be better."""
+    stopping_threshold: float | None = None
+    """Training ends once the figure is better than this."""
+    divergence_threshold: float | None = None
+    """And once it is worse than this."""
+
+
+def _monitored(value: object) -> object:
+    return {"monitor": value} if isinstance(value, str) else value
+
+
 @dataclass(frozen=True)
 class TrainerConfig:
     """``conf/trainer``; ``eval_every`` and ``checkpoint_every`` are whole steps or a share of an epoch."""
@@ -78,6 +130,41 @@ class TrainerConfig:
     """Whether the norm is that of the dense part, or of dense part and tables."""
     deterministic: bool = False
     """Whether a GPU uses only algorithms that give the same bits each time."""
+    early_stopping: Annotated[Stopping | None, BeforeValidator(_monitored)] = None
+    best_checkpoint: Annotated[Monitored | None, BeforeValidator(_monitored)] = None
+    """Of which figure the best evaluation's checkpoint is kept; None: of none."""
+    limit_train_batches: Limit | None = None
+    """How many batches of each part are taken; None: all."""
+    limit_val_batches: Limit | None = None
+    limit_test_batches: Limit | None = None
+    fast_dev_run: bool | Positive = False
+    """How many steps and batches of each part to try, writing no checkpoint and no log; False: no trial."""
+
+    def effective(self) -> TrainerConfig:
+        """The same for a trial (``fast_dev_run``), else itself."""
+        tried = int(self.fast_dev_run)
+        if not tried:
+            return self
+        return replace(
+            self,
+            max_steps=tried,
+            eval_every=tried,
+            limit_val_batches=tried,
+            limit_test_batches=tried,
+            checkpoint_every=None,
+            best_checkpoint=None,
+            early_stopping=None,
+            logger=None,
+        )
+
+    def limits(self) -> list[tuple[SplitName, int | float]]:
+        """The parts of the data that end early, each with its limit."""
+        parts: dict[SplitName, int | float | None] = {
+            "train": self.limit_train_batches,
+            "eval": self.limit_val_batches,
+            "test": self.limit_test_batches,
+        }
+        return [(split, limit) for split, limit in parts.items() if limit is not None]
 
     def interval(self, every: int | float, steps_per_epoch: int) -> int:
         """``every`` as a number of steps, at most an epoch's. A share refers to an epoch, or to the run if it

@@ -188,7 +188,7 @@ class Recorder(L.Callback):
             monitor = getattr(callback, "monitor", None)
             if monitor is not None and monitor not in there and getattr(callback, "strict", True):
                 raise UserError(
-                    f"trainer.callbacks: {type(callback).__name__} monitors '{monitor}', which nothing logs; "
+                    f"trainer: {type(callback).__name__} monitors '{monitor}', which nothing logs; "
                     f"there are {', '.join(sorted(there))}"
                 )
 

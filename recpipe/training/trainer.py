@@ -20,6 +20,7 @@ from lightning.pytorch.loggers import CSVLogger, Logger, MLFlowLogger, TensorBoa
 from lightning.pytorch.plugins.io import CheckpointIO
 from lightning.pytorch.strategies import SingleDeviceStrategy
 
+from recpipe.checkpoint.table_io import BEST
 from recpipe.common.console import log
 from recpipe.common.files import unwritable
 from recpipe.common.process import old_objects_kept
@@ -28,7 +29,7 @@ from recpipe.data.dataset import WaitingStopped
 from recpipe.distributed.ranks import Channel
 from recpipe.errors import CheckpointError, UserError
 from recpipe.pipeline.loader import EvalLoader, TrainLoader
-from recpipe.training.config import TrainerConfig
+from recpipe.training.config import Stopping, TrainerConfig
 from recpipe.training.evaluation import EvaluationStopped
 from recpipe.training.module import RankingModule
 from recpipe.training.progress import Extent, Progress
@@ -57,6 +58,7 @@ def make_trainer(
         *callbacks,
         Extent(config, loader),
         *([Progress(config.steps(len(loader)), loader)] if config.progress and leads else ()),
+        *_stopping(config.early_stopping),
         *_checkpointing(config, len(loader), config.checkpoints(run_dir)),
     ]
     return L.Trainer(
@@ -81,10 +83,38 @@ def make_trainer(
     )
 
 
+def _stopping(wanted: Stopping | None) -> list[L.Callback]:
+    if wanted is None:
+        return []
+    stopping = EarlyStopping(
+        wanted.monitor,
+        wanted.min_delta,
+        wanted.patience,
+        mode=str(wanted.mode),
+        check_finite=True,
+        stopping_threshold=wanted.stopping_threshold,
+        divergence_threshold=wanted.divergence_threshold,
+        check_on_train_epoch_end=False,
+    )
+    return [stopping]
+
+
 def _checkpointing(config: TrainerConfig, steps: int, directory: Path) -> list[L.Callback]:
-    last = config.steps(steps)
+    last, best = config.steps(steps), config.best_checkpoint
+    kept: list[L.Callback] = []
+    if best is not None:
+        kept.append(
+            ModelCheckpoint(
+                dirpath=directory,
+                filename=BEST,
+                monitor=best.monitor,
+                mode=str(best.mode),
+                save_on_train_epoch_end=False,
+                enable_version_counter=False,
+            )
+        )
     if config.checkpoint_every is None:
-        return [StopOnSignal(None, 1, last)]
+        return [StopOnSignal(None, 1, last), *kept]
     every = config.interval(config.checkpoint_every, steps)
     regular = ModelCheckpoint(
         dirpath=directory,
@@ -97,7 +127,7 @@ def _checkpointing(config: TrainerConfig, steps: int, directory: Path) -> list[L
         save_on_train_epoch_end=False,
         enable_version_counter=False,  # it would read files that another rank is writing
     )
-    return [StopOnSignal(directory, every, last), regular]
+    return [StopOnSignal(directory, every, last), regular, *kept]
 
 
 def fit(

@@ -99,8 +99,12 @@ def test_a_run_shorter_than_the_interval_leaves_figures(reported, tmp_path) -> N
     assert math.isfinite(float(row["train/loss"]))
 
 
-def test_early_stopping_ends_training_and_leaves_a_checkpoint(reported, tmp_path, capsys) -> None:
-    stopping = callback(f"{LIGHTNING}.EarlyStopping", monitor="val/logloss", patience=1, min_delta=9)
+BY_KEY = "trainer.early_stopping={monitor: val/logloss, patience: 1, min_delta: 9}"
+BY_CLASS = callback(f"{LIGHTNING}.EarlyStopping", monitor="val/logloss", patience=1, min_delta=9)
+
+
+@pytest.mark.parametrize("stopping", [BY_KEY, BY_CLASS])
+def test_early_stopping_ends_training_and_leaves_a_checkpoint(reported, tmp_path, capsys, stopping) -> None:
     report = reported("trainer.eval_every=5", "trainer.checkpoint_every=24", stopping)
     assert [point["step"] for point in report["history"]] == [5, 10]
     assert report["data"]["train_samples"] == 640
@@ -108,13 +112,53 @@ def test_early_stopping_ends_training_and_leaves_a_checkpoint(reported, tmp_path
     assert checkpoint.newest(tmp_path).name == "step-00000010.ckpt"
 
 
-def test_the_best_checkpoint_is_that_of_the_best_evaluation(reported, tmp_path) -> None:
+@pytest.mark.parametrize(
+    ("wanted", "name"),
+    [
+        ("trainer.best_checkpoint={monitor: val/auc, mode: min}", "best"),
+        (callback(f"{LIGHTNING}.ModelCheckpoint", monitor="val/auc", mode="min", filename="best"), "best"),
+    ],
+)
+def test_the_best_checkpoint_is_that_of_the_best_evaluation(reported, tmp_path, wanted, name) -> None:
     """Best is least here, so that it is not the last one."""
-    best = callback(f"{LIGHTNING}.ModelCheckpoint", monitor="val/auc", mode="min", filename="'best-{step}'")
-    report = reported("trainer.eval_every=5", best)
+    report = reported("trainer.eval_every=5", wanted)
     step = min(report["history"], key=lambda point: point["auc"])["step"]
     assert step < EPOCH
-    assert [file.name for file in (tmp_path / "checkpoints").iterdir()] == [f"best-step={step}.ckpt"]
+    assert [file.name for file in (tmp_path / "checkpoints").iterdir()] == [f"{name}.ckpt"]
+    assert manifest.read_manifest(checkpoint.newest(tmp_path / "best")).step == step
+
+
+def test_the_best_checkpoint_is_known_by_its_figure_alone(reported, tmp_path) -> None:
+    report = reported("trainer.eval_every=5", "trainer.best_checkpoint=val/logloss")
+    step = min(report["history"], key=lambda point: point["logloss"])["step"]
+    assert manifest.read_manifest(checkpoint.newest(tmp_path / "best")).step == step
+    with pytest.raises(UserError, match="no best checkpoint there; a run keeps one with trainer.best_ch"):
+        checkpoint.newest(tmp_path / "logs" / "best")
+
+
+@pytest.mark.parametrize("key", ["trainer.early_stopping=val/mine", "trainer.best_checkpoint=lr/dense"])
+def test_a_figure_of_no_known_direction_needs_one(reported, key) -> None:
+    with pytest.raises(UserError, match="which way .* is better is not known: set mode to min or max"):
+        reported(key)
+
+
+def test_parts_of_the_data_end_early(reported) -> None:
+    """The same as of data that have no more: steps, samples, and the bits of the figures."""
+    limited = reported("trainer.limit_train_batches=7", "trainer.limit_val_batches=0.5")
+    assert (limited["data"]["train_samples"], limited["data"]["eval_samples"]) == (7 * 64, 3 * 64)
+    assert [point["step"] for point in limited["history"]][-1] == 7
+    whole = reported("trainer.max_steps=7", "trainer.limit_val_batches=3", "overwrite=true")
+    assert whole["quality"] == limited["quality"]
+    with pytest.raises(UserError, match=r"0\.01 of the .* batches of eval are none: raise the trainer.limit"):
+        reported("trainer.limit_val_batches=0.01")
+
+
+def test_a_trial_writes_nothing_but_its_report(reported, tmp_path) -> None:
+    report = reported("trainer.fast_dev_run=2", "trainer.checkpoint_every=1", "trainer.logger=csv")
+    assert [point["step"] for point in report["history"]] == [2]
+    assert (report["data"]["train_samples"], report["data"]["eval_samples"]) == (128, 128)
+    assert not (tmp_path / "checkpoints").exists()
+    assert not (tmp_path / "logs").exists()
 
 
 class Rates(L.Callback):
