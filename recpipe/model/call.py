@@ -15,6 +15,7 @@ from recpipe.data.parts import batch_size
 from recpipe.data.schema import LabelColumn
 from recpipe.errors import UserError, nearest_or_all, shown
 from recpipe.model.config import ModelConfig, UserModel
+from recpipe.model.labels import LABELS, Labels
 from recpipe.model.loss import parse_loss
 from recpipe.model.losses.base import Loss, vector
 from recpipe.model.losses.tasks import LOG_VARIANCES, UNCERTAINTY, Esmm, Uncertainty
@@ -32,8 +33,6 @@ from recpipe.model.outputs import (
 from recpipe.model.scores import Kind
 from recpipe.plugin.batch import Batch
 
-LABELS = "labels"
-"""The attribute of a batch that has the labels, unless the recipe names another."""
 FEW = 16
 """In so few samples it may be by chance that there is no label 0."""
 SCORE = "score"
@@ -93,21 +92,16 @@ class Called:
         self.joint = loss if isinstance(loss, Esmm) else None
         """What makes several outputs of the module's; None: they are the module's."""
         self.loss: Loss | Mapping[str, Loss] = loss.losses if isinstance(loss, Esmm) else loss
-        self.labels = labels
-        """Dotted path of the labels in a batch; with several losses, of the object that holds the labels by
-        name."""
+        self.labels = Labels(labels, columns, label_weights)
+        """Where a batch has the labels and their weights."""
         self.key = prediction
         """Key, attribute or position of the prediction in the output; None: recpipe finds it."""
         self.low_precision = low_precision
         """Whether matrix products are computed in bfloat16."""
-        self.columns = tuple(columns)
-        """The names of the columns of labels [B, L]; (): they have none."""
         self.uncertainty: Uncertainty | None = None
         """Weights of the losses in their sum, if they are learnt."""
         self.task_weights: Mapping[str, float] = {}
         """What the loss of each label is multiplied by in their sum; 1 of those that are not named."""
-        self.label_weights = tuple(label_weights.split(".")) if label_weights else ()
-        """Where batches of a user's own type have the labels' weights, names one within another."""
         if task_weights == UNCERTAINTY:
             self.uncertainty = Uncertainty(self._summed_losses(), _device_of(module))
         elif task_weights:
@@ -148,8 +142,8 @@ class Called:
         if own is not None:
             return (torch.nan_to_num(own) if _is_empty(batch) else own), output
         if isinstance(self.loss, Loss):
-            labels = self._labels(batch, self.labels)
-            weights = self._weights(batch, self.labels)
+            labels = self.labels.at(batch, self.labels.path)
+            weights = self.labels.weights(batch, self.labels.path)
             return self.loss(self._predicted(output), labels, weights, batch), output
         return torch.stack([*self.losses(output, batch).values()]).sum(), output
 
@@ -245,7 +239,7 @@ class Called:
             returned = self.module(batch) if takes_batch else self.module(**arguments)
         self.gives_loss = isinstance(returned, list | tuple) and len(returned) == 2 and is_scalar(returned[0])
         if self.gives_loss:
-            needed = "weights" if isinstance(batch, Batch) else next(iter(self.label_weights), "")
+            needed = "weights" if isinstance(batch, Batch) else next(iter(self.labels.of_own), "")
             if not takes_batch and needed and needed not in arguments and _has_part(batch, needed):
                 raise UserError(
                     f"{type(self.module).__name__} returns a loss of its own, which does not see the labels' "
@@ -308,32 +302,30 @@ class Called:
 
     def labels_of(self, batch: Any) -> torch.Tensor:
         """The prediction's labels, float32 [B]."""
-        return vector(self._labels(batch, self._path())).float()
+        return vector(self.labels.at(batch, self._path())).float()
 
     def weights_of(self, batch: Any) -> torch.Tensor | None:
         """The weights of ``labels_of``, float32 [B]; None if they count alike. The rate of conversions after
         a click is judged on samples that were clicked."""
-        found = self._weights(batch, self._path())
+        found = self.labels.weights(batch, self._path())
         if self.joint is None:
             return None if found is None else vector(found)
         weights = torch.ones_like(self.labels_of(batch)) if found is None else vector(found)
         if self.key != "cvr":
             return weights
-        path = f"{self.labels}.{self.joint.click}"
-        clicked, known = self._labels(batch, path) > 0, self._weights(batch, path)
+        path = f"{self.labels.path}.{self.joint.click}"
+        clicked, known = self.labels.at(batch, path) > 0, self.labels.weights(batch, path)
         return weights * (clicked if known is None else clicked & (known > 0))
 
     def weighs(self, batch: Any) -> bool:
         """Whether the labels of ``batch`` may have weights."""
-        if self.joint is not None:
-            return True
-        return batch.weights is not None if isinstance(batch, Batch) else bool(self.label_weights)
+        return self.joint is not None or self.labels.weighs(batch)
 
     def _path(self) -> str:
         """Where the prediction's labels are."""
         if isinstance(self.loss, Loss):
-            return self.labels
-        return f"{self.labels}.{self.label_of(self.key or next(iter(self.loss)))}"
+            return self.labels.path
+        return f"{self.labels.path}.{self.label_of(self.key or next(iter(self.loss)))}"
 
     def label_of(self, name: str) -> str:
         """The label of an output."""
@@ -342,14 +334,14 @@ class Called:
     def losses(self, output: Any, batch: Any) -> dict[str, torch.Tensor]:
         """The loss of each task, as it is in their sum."""
         if isinstance(self.loss, Loss):
-            weights = self._weights(batch, self.labels)
-            labels = self._labels(batch, self.labels)
+            weights = self.labels.weights(batch, self.labels.path)
+            labels = self.labels.at(batch, self.labels.path)
             return {SCORE: self.loss(self._predicted(output), labels, weights, batch)}
         found: dict[str, torch.Tensor] = {}
         for name, loss in self._summed_losses().items():
-            path = f"{self.labels}.{self.label_of(name)}"
-            weights, part = self._weights(batch, path), self._of_label(output, name, loss)
-            own = loss(part, self._labels(batch, path), weights, batch)
+            path = f"{self.labels.path}.{self.label_of(name)}"
+            weights, part = self.labels.weights(batch, path), self._of_label(output, name, loss)
+            own = loss(part, self.labels.at(batch, path), weights, batch)
             if self.uncertainty is not None:
                 some = 0.0 if _is_empty(batch) else 1.0
                 own = self.uncertainty(name, own, some if weights is None or not some else weights.mean())
@@ -375,7 +367,9 @@ class Called:
         for name, loss in self.losses_by_name.items():
             if not loss.samples_negatives:
                 continue
-            labels = self._labels(batch, self.labels if name == SCORE else f"{self.labels}.{name}")
+            labels = self.labels.at(
+                batch, self.labels.path if name == SCORE else f"{self.labels.path}.{name}"
+            )
             if len(labels) >= FEW and bool((labels > 0).all()):
                 raise UserError(
                     f"model.loss={loss.name}: no sample of the first batch has label 0, so that there are no "
@@ -406,7 +400,9 @@ class Called:
         if not isinstance(output, Mapping):
             names = ", ".join(self.loss) if isinstance(self.loss, Mapping) else name
             shape = f" {list(output.shape)}" if isinstance(output, torch.Tensor) else ""
-            columns = f", or [B, {len(self.columns)}], a column for each" if self.columns else ""
+            columns = (
+                f", or [B, {len(self.labels.columns)}], a column for each" if self.labels.columns else ""
+            )
             raise UserError(
                 f"there is a loss for each of {names}, so the model must return a "
                 f"mapping of these names{columns}, not a {type(output).__name__}{shape}"
@@ -425,69 +421,13 @@ class Called:
     def _column(self, output: Any, name: str) -> torch.Tensor | None:
         """The column of a label in an output [B, L]; None if it is none."""
         found = sole(output)
-        if isinstance(found, torch.Tensor) and found.dim() == 2 and found.shape[1] == len(self.columns):
-            return found[:, self.columns.index(name)] if name in self.columns else None
+        if (
+            isinstance(found, torch.Tensor)
+            and found.dim() == 2
+            and found.shape[1] == len(self.labels.columns)
+        ):
+            return found[:, self.labels.columns.index(name)] if name in self.labels.columns else None
         return None
-
-    def _weights(self, batch: Any, path: str) -> torch.Tensor | None:
-        """The weights of the labels at ``path``, in their shape; None if they count alike."""
-        if not isinstance(batch, Batch):
-            return self._own_weights(batch, path) if self.label_weights else None
-        if batch.weights is None or path.split(".")[0] != LABELS:
-            return None
-        found: Any = batch.weights
-        for name in path.split(".")[1:]:
-            found = self._label_column(found, name)
-        return found if isinstance(found, torch.Tensor) else None
-
-    def _own_weights(self, batch: Any, path: str) -> torch.Tensor | None:
-        """``_weights`` of a batch of a user's own type: a tensor for all labels, or one for each by name."""
-        where = ".".join(self.label_weights)
-        found = self._at(batch, self.label_weights, f"model.label_weights={where}")
-        for name in path[len(self.labels) :].split(".")[1:]:
-            column = self._label_column(found, name)
-            found = found if isinstance(found, torch.Tensor) else part_of(found, name)
-            found = found if column is ABSENT else column
-        if found is ABSENT:
-            return None
-        if not isinstance(found, torch.Tensor):
-            raise UserError(f"model.label_weights={where}: is a {type(found).__name__}, not a tensor")
-        labels = self._labels(batch, path)
-        if vector(found).shape != vector(labels).shape:
-            raise UserError(
-                f"model.label_weights={where}: the weights are {list(found.shape)} and the labels "
-                f"{list(labels.shape)}; give each label a weight"
-            )
-        return found.float().reshape(labels.shape)
-
-    def _label_column(self, labels: Any, name: str) -> Any:
-        """The column of that name of ``labels`` [B] or [B, L]; ``ABSENT`` if they are something else."""
-        if not isinstance(labels, torch.Tensor) or name not in self.columns:
-            return ABSENT
-        if labels.dim() == 2 and labels.shape[1] == len(self.columns):
-            return labels[:, self.columns.index(name)]
-        return labels if len(self.columns) == 1 else ABSENT
-
-    def _labels(self, batch: Any, path: str) -> torch.Tensor:
-        found = self._at(batch, path.split("."), f"model.labels={path}")
-        if not isinstance(found, torch.Tensor):
-            at = "'s ".join(["the batch", *path.split(".")])
-            raise UserError(f"model.labels={path}: {at} is a {type(found).__name__}, not a tensor")
-        return found
-
-    def _at(self, batch: Any, path: Sequence[str], key: str) -> Any:
-        """The part of ``batch`` at ``path``, which ``key`` names."""
-        found, at = batch, "the batch"
-        for name in path:
-            in_columns = isinstance(found, torch.Tensor)
-            part = self._label_column(found, name) if in_columns else part_of(found, name)
-            if part is ABSENT:
-                raise UserError(
-                    f"{key}: {at} ({type(found).__name__}) has no '{name}'; "
-                    f"{nearest_or_all(name, names_of(found))}"
-                )
-            found, at = part, f"{at}'s {name}"
-        return found
 
     def _predicted(self, output: Any) -> Any:
         """The part of ``output`` that is the prediction: a tensor, or what else its loss takes."""

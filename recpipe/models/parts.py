@@ -85,6 +85,30 @@ class LinearPart(nn.Module):
         return linear
 
 
+class Experts(nn.Module):
+    """MLPs side by side over the same inputs: float32 [B, width] to [B, E, W]."""
+
+    def __init__(self, width: int, count: int, layers: Sequence[int]) -> None:
+        super().__init__()
+        self.mlps = nn.ModuleList(MLP(width, list(layers)) for _ in range(count))
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        return torch.stack([mlp(inputs) for mlp in self.mlps], dim=1)
+
+
+class Gate(nn.Module):
+    """Mixes what experts have made by softmax(W x)."""
+
+    def __init__(self, width: int, experts: int) -> None:
+        super().__init__()
+        self.weigh = nn.Linear(width, experts, bias=False)
+
+    def forward(self, inputs: torch.Tensor, made: torch.Tensor) -> torch.Tensor:
+        """float32 [B, width] and the outputs of experts [B, E, W] to [B, W]."""
+        weights = torch.softmax(self.weigh(inputs), dim=1)
+        return (weights.unsqueeze(2) * made).sum(1)
+
+
 class Fields(nn.Module):
     """A vector of ``dim`` values for each field: the pooled rows of each sparse feature, projected where a
     table has another dimension, and for each dense feature a learned vector times its value."""

@@ -71,7 +71,7 @@ class Training:
             Splitting.of(assembly.splitter, cfg.trainer.split, size, embeddings.groups, trainers),
             AccessSample(plan.unplaced.tables) if run.leads and watcher is None else None,
             embeddings.growing,
-            self.model.called.label_weights,
+            self.model.called.labels.of_own,
         )
         growing = embeddings.growing
         self.evaluation = EvalLoader(run.dataset, run.micro_batch, inputs, device, ranks, growing=growing)

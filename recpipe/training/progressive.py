@@ -88,7 +88,7 @@ class Progressive(L.Callback):
         found = {}
         for name, task in called.judged.items():
             label = called.label_of(name)
-            own = [(scored[name], _of(called.columns, label, means)) for scored, means in parts]
+            own = [(scored[name], _of(called.labels.columns, label, means)) for scored, means in parts]
             found[name] = _quality(own, task.kind)
         first, *others = found.values()
         window = Window(trainer.global_step, samples, samples - self._first, first, found if others else {})

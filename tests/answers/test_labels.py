@@ -126,6 +126,60 @@ def test_a_package_answers_with_both_labels(folder: Path, tmp_path: Path) -> Non
     }
 
 
+NAMED = {
+    "mmoe": (("model=mmoe",), ["click", "trusted"]),
+    "ple": (("model=ple",), ["click", "trusted"]),
+    "esmm": (("model=mmoe", "model.loss=esmm"), ["ctr", "cvr", "ctcvr"]),
+}
+"""Models of several labels, and the names of their outputs."""
+
+
+def of_two_clicks(folder: Path, target: Path, *words: str) -> dict[str, Any]:
+    """The report of a run for two labels of clicks, which is left in ``target``."""
+    labels = "[click, {name: trusted, expression: 'trust >= 0.5'}]"
+    columns = "[{name: user, rows: 40}, {name: x, kind: dense}]"
+    small = ("model.embedding_dim=4", "model.expert=[8]", "model.tower=[4]", "data.batch_size=64")
+    features = f"data.features={{labels: {labels}, features: {columns}}}"
+    rows = folder / "rows.parquet"
+    with recpipe.train(None, rows, features, *small, *words, output=target, quiet=True) as run:
+        return dict(run.report)
+
+
+@pytest.mark.parametrize("name", [pytest.param("mmoe", marks=pytest.mark.soak), "esmm"])
+def test_outputs_have_names_wherever_answers_are_given(folder: Path, tmp_path: Path, name: str) -> None:
+    words, names = NAMED[name]
+    told = of_two_clicks(folder, tmp_path / "out", *words)["quality_by_label"]
+    found = recpipe.evaluate(tmp_path / "out", None, "split=eval", quiet=True)["tasks"]
+    assert [*told] == [*found] == names
+    for each, own in found.items():
+        assert own["figures"]["logloss"]["value"] == pytest.approx(told[each]["logloss"], rel=1e-6)
+    target = tmp_path / "scores.parquet"
+    recpipe.predict(tmp_path / "out", folder / "rows.parquet", f"output={target}", quiet=True)
+    scores = pq.read_table(target)
+    assert scores.column_names == ["row", *names]
+    if name == "esmm":
+        ctr, cvr, both = (scores[each].to_numpy() for each in names)
+        np.testing.assert_allclose(both, ctr * cvr, rtol=1e-5)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("name", NAMED)
+def test_packages_and_servers_have_the_names(folder: Path, tmp_path: Path, name: str) -> None:
+    from recpipe.answers.score import Scorer
+
+    words, names = NAMED[name]
+    of_two_clicks(folder, tmp_path / "out", *words)
+    package = recpipe.package(tmp_path / "out", tmp_path / "package", quiet=True)
+    scorer, rows = Scorer(package), folder / "rows.parquet"
+    assert [each["name"] for each in scorer.manifest["outputs"]] == names
+    raw = recpipe.predict(tmp_path / "out", rows, f"package={package}", "scores=raw", quiet=True)
+    plain = recpipe.predict(tmp_path / "out", rows, "scores=raw", quiet=True)
+    np.testing.assert_allclose(raw, plain, rtol=0, atol=1e-5)
+    answer = served(package, scorer, {"rows": pq.read_table(rows).select(["user", "x"]).to_pylist()})
+    assert [*answer] == names
+    np.testing.assert_allclose(np.stack([*answer.values()], 1), raw, rtol=1e-5, atol=1e-6)
+
+
 def served(package: Path, scorer: Any, request: dict[str, Any]) -> dict[str, list[float]]:
     """A server's answer, by the names of its outputs."""
     pytest.importorskip("uvicorn", reason="recpipe[serve] is not installed")

@@ -186,6 +186,43 @@ def finalmlp(w: Weights, batch: Batch, schema: Schema) -> torch.Tensor:
     return found
 
 
+def wide(w: Weights, batch: Batch, schema: Schema) -> torch.Tensor:
+    """Dense features and pooled rows, side by side."""
+    return torch.cat([batch.dense, *w.pooled("embedding_bag_collection", batch, schema)], dim=1)
+
+
+def mmoe(w: Weights, batch: Batch, schema: Schema) -> torch.Tensor:
+    x, logits = wide(w, batch, schema), []
+    experts = [w.mlp(f"experts.mlps.{number}", x) for number in range(3)]
+    for label in range(max(1, len(schema.labels))):
+        gate = w.linear(f"gates.{label}.weigh", x).softmax(1)
+        mixed = sum(gate[:, number : number + 1] * own for number, own in enumerate(experts))
+        logits.append(w.last_layers(f"towers.{label}", mixed))
+    return torch.cat(logits, dim=1)
+
+
+def ple(w: Weights, batch: Batch, schema: Schema) -> torch.Tensor:
+    """Two layers; of each label two experts, of all one."""
+    labels = max(1, len(schema.labels))
+    streams = [wide(w, batch, schema)] * (labels + 1)
+    for layer in range(2):
+        made = [
+            [w.mlp(f"layers.{layer}.experts.{group}.mlps.{n}", streams[group]) for n in range(count)]
+            for group, count in enumerate([2] * labels + [1])
+        ]
+        found = []
+        for label in range(labels):
+            gate = w.linear(f"layers.{layer}.gates.{label}.weigh", streams[label]).softmax(1)
+            seen = [*made[label], *made[-1]]
+            found.append(sum(gate[:, n : n + 1] * own for n, own in enumerate(seen)))
+        if layer == 0:
+            gate = w.linear("layers.0.shared_gate.weigh", streams[-1]).softmax(1)
+            every = [own for group in made for own in group]
+            found.append(sum(gate[:, n : n + 1] * own for n, own in enumerate(every)))
+        streams = found
+    return torch.cat([w.last_layers(f"towers.{n}", own) for n, own in enumerate(streams)], dim=1)
+
+
 def din(w: Weights, batch: Batch, schema: Schema, softmax: bool = False) -> torch.Tensor:
     targets, interests = [], []
     for events, target in w.history(batch):

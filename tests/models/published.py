@@ -63,6 +63,8 @@ MODELS: dict[str, tuple[str, ...]] = {
     ),
     "wukong": ("model.hidden=[16]", "model.products=3", "model.mixtures=2", "model.products_hidden=[8]"),
     "xdeepfm": ("model.hidden=[16,8]", "model.layers=[4,3]"),
+    "mmoe": ("model.experts=3", "model.expert=[8,6]", "model.tower=[5]"),
+    "ple": ("model.own_experts=2", "model.shared_experts=1", "model.expert=[8,6]", "model.tower=[5]"),
     "sasrec": ("model.heads=2",),
     "hstu": ("model.hidden=[16,8]", "model.width=12"),
 }
