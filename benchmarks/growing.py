@@ -4,11 +4,11 @@
 
 ``lookup``: milliseconds of a batch from its keys to its pooled rows, all ids known: hashed and looked up in a
 fixed table, and planned by the map and looked up in a table that grows; interleaved, the median and the
-fastest, and their ratios; and the map alone. ``trained``: the same with the update of
-the rows. ``resident``: bytes of the map that are in memory for each row of the capacity, when no ids have
-rows, a tenth of them, half, and all. ``growing``: milliseconds to plan
-batches of new ids until the table is full, and on, so that each new id takes another's row: the median and
-the longest. ``bytes_a_row``: of the full map. All on one thread, in the processor's time.
+fastest, and their ratios; and the map alone. ``trained``: the same with the update of the rows. ``resident``:
+bytes of the map that are in memory for each row of the capacity, when no ids have rows, a tenth of them,
+half, and all; ``resident_rows``: the same of the table itself, trained by Adagrad. ``growing``: milliseconds
+to plan batches of new ids until the table is full, and on, so that each new id takes another's row: the
+median and the longest. ``bytes_a_row``: of the full map. All on one thread, in the processor's time.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from recpipe.common.loops import load_loops
 from recpipe.data.columns import BatchMaker, Columns
 from recpipe.data.id_mapper import IdMapper
 from recpipe.data.schema import Schema
@@ -106,6 +107,22 @@ def resident(rows: int, batch: int) -> dict[str, float]:
     return found
 
 
+def resident_rows(rows: int, dim: int, batch: int) -> dict[str, float]:
+    """Bytes of a table's rows that are in memory, for each row, by the share of rows that ids have."""
+    table = Table("t", rows, ("f",))
+    growing = ModelTables.single(TableSet((table,), dim, TableOptimizer("adagrad", 0.1), 1)).growing("f")
+    tables, before = growing.groups[0].tables, in_memory()
+    collection = ResidentCollection(tables, torch.device("cpu"), padded=False)
+    found, begun = {"0": (in_memory() - before) / rows}, 0
+    for share in (0.1, 0.5, 1.0):
+        for low in range(begun, int(share * rows), batch):
+            own = np.arange(low, min(low + batch, rows))
+            collection.renew(own, torch.ones(len(own), tables.layout.width))
+        begun = int(share * rows)
+        found[f"{share:g}"] = (in_memory() - before) / rows
+    return found
+
+
 def in_memory() -> int:
     """Bytes of this process that are in memory now."""
     return int(Path("/proc/self/statm").read_text().split()[1]) * PAGESIZE
@@ -156,8 +173,10 @@ def lookups(rows: int, dim: int, features: int, batch: int, batches: int) -> dic
 def measured(rows: int, dim: int, features: int, batch: int, batches: int) -> dict[str, Any]:
     """All figures."""
     torch.set_num_threads(1)
+    load_loops()
     return {
         "resident": resident(rows, batch),
+        "resident_rows": resident_rows(rows, dim, batch),
         **lookups(rows, dim, features, batch, batches),
         "growing": {evict: growing(rows, batch, evict) for evict in ("lru", "lfu")},
     }

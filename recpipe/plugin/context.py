@@ -70,7 +70,8 @@ class Context:
     """Like ``batches``, for the held-out part."""
     batches: Callable[[int], Iterator[Batch]] = lambda first: iter(())
     """``batches(first)``: an epoch's training batches from number ``first`` on, as the data module yields
-    them; every call reads again from ``first``, without reading what comes before."""
+    them; every call reads again from ``first``, without reading what comes before. Ids that get their rows
+    while they are trained (``rows: dynamic``) are stood for by rows of their hashes."""
 
 
 @dataclass

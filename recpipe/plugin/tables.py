@@ -215,6 +215,9 @@ class Table:
     saved: SavedRows | None = None
     """Gives the rows that it starts with instead, those of a checkpoint; first weights are then never
     made."""
+    first_free: int | None = None
+    """Rows from this one on are nobody's at first and hold zeros: they are begun when an id gets them
+    (``recpipe.tables.dynamic``). None: all rows begin with first weights."""
 
 
 @dataclass(frozen=True)
@@ -330,9 +333,12 @@ class TableSet:
         saved = self.tables[index].saved
         if saved is not None:
             return np.concatenate(saved(start, stop), axis=1)
-        out = np.zeros((stop - start, self.layout.width), np.float32)
-        first = self.tables[index].first or partial(self._uniform, index)
-        out[:, : self.dim] = first(start, stop)
+        out, free = np.zeros((stop - start, self.layout.width), np.float32), self.tables[index].first_free
+        first, end = self.tables[index].first or partial(self._uniform, index), stop
+        if free is not None:
+            end = max(start, min(stop, free))
+        if start < end:
+            out[: end - start, : self.dim] = first(start, end)
         return out
 
     def _uniform(self, index: int, start: int, stop: int) -> NDArray[np.float32]:

@@ -69,6 +69,7 @@ class Unplaced:
         first_batch, growing = first_of(dataset, cfg.data.batch_size)
         summed = computed_weights(called, first_batch, device)
         tables = group_tables(collections_of(called.module), cfg.optim.of_table, cfg.seed, summed)
+        tables = tables.growing(growing) if growing else tables
         cfg.optim.check_tables([table.name for table in tables.tables])
         made = with_managed_ids(called.module)
         return cls(called, tables, first_batch, Inputs.of(tables, first_batch, made, growing))

@@ -268,6 +268,6 @@ def context_of(
         trainers=len(ranks.trainers),
         cache_dir=Path(getattr(cfg.data, "cache_dir", None) or default_cache_dir()).expanduser(),
         epoch_samples=dataset.size("train"),
-        held_out=lambda first: dataset.batches("eval", cfg.data.batch_size, first),
-        batches=lambda first: dataset.batches("train", cfg.data.batch_size, first),
+        held_out=lambda first: map(inputs.spread, dataset.batches("eval", cfg.data.batch_size, first)),
+        batches=lambda first: map(inputs.spread, dataset.batches("train", cfg.data.batch_size, first)),
     )

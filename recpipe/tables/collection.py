@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
+from inspect import signature
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -29,6 +30,7 @@ from torchrec.optim import RowWiseAdagrad
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
 
 from recpipe import private_api
+from recpipe.common.memory import untouched
 from recpipe.common.meter import counting
 from recpipe.errors import UserError
 from recpipe.plugin.bags import RowIds
@@ -39,6 +41,8 @@ from recpipe.tables.updating import OwnUpdates
 if TYPE_CHECKING:
     from recpipe.plugin.skipper import RowFilter
 
+_TAKES_MEMORY = "preallocated_host_buffers" in signature(SplitTableBatchedEmbeddingBagsCodegen).parameters
+"""Whether this release of FBGEMM uses memory that it is given; otherwise it writes zeros into its own."""
 TORCHREC_OPTIMIZERS = {
     "sgd": torch.optim.SGD,
     "adagrad": torch.optim.Adagrad,
@@ -144,11 +148,12 @@ class RowCollection(TableCollection):
         yield from row_chunks(self.tables)
 
     def fill_first_values(self) -> None:
-        """Initialize all rows."""
+        """Initialize all rows, which are 0 so far."""
         with counting("filling the tables' rows", self.tables.layout.total_rows) as add:
             for region in self.regions():
                 records = self.tables.fill(region.table, region.start, region.stop)
-                self.write(region, (records[:, : self.tables.dim], records[:, self.tables.dim :]))
+                if records.view(np.uint32).any():  # memory that nobody has written takes none, and is 0
+                    self.write(region, (records[:, : self.tables.dim], records[:, self.tables.dim :]))
                 add(region.stop - region.start)
 
     def rows_of(self, region: Region) -> NDArray[np.int64]:
@@ -218,6 +223,8 @@ def fused_tbe(
         "bounds_check_mode": bounds_check(device),
         "device": device,
     }
+    if device.type == "cpu" and _TAKES_MEMORY:
+        shape["preallocated_host_buffers"] = _memory(tables, sum(rows))
     if not tables.optimizer.fused:
         made = OwnUpdates(tables.optimizer, table_of, **shape)
     else:
@@ -229,4 +236,13 @@ def fused_tbe(
             **shape,
         )
     tables.optimizer.rate.follow(made)
+    return made
+
+
+def _memory(tables: TableSet, rows: int) -> dict[str, torch.Tensor]:
+    """Memory for so many rows of ``tables`` on a CPU: of those that nobody has written it takes none."""
+    own = tables.optimizer
+    made = {"weights": untouched((rows * tables.dim,), data_type_to_sparse_type(tables.storage).as_dtype())}
+    if own.fused and own.state_width(tables.dim):
+        made["momentum1"] = untouched((rows * own.state_width(tables.dim),), torch.float32)
     return made

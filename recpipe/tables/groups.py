@@ -31,6 +31,7 @@ from recpipe.errors import UserError
 from recpipe.plugin.context import TableInfo
 from recpipe.plugin.tables import FirstValues, SavedRows, Table, TableOptimizer, TableSet
 from recpipe.private_api import module_name
+from recpipe.tables.dynamic.loops import FIRST_ROW
 
 OptimizerOf = Callable[[str, torch.Tensor], TableOptimizer]
 """Gives a table's optimizer, from its name and its weights in the model (which may be on the meta device)."""
@@ -88,6 +89,17 @@ class ModelTables:
         for group in self.groups:
             started = [replace(t, saved=saved.get(t.name, t.saved)) for t in group.tables.tables]
             groups.append(replace(group, tables=replace(group.tables, tables=tuple(started))))
+        return ModelTables(tuple(groups))
+
+    def growing(self, features: Collection[str]) -> ModelTables:
+        """The same tables, those that ``features`` look up with rows that are nobody's until ids get them."""
+        groups = []
+        for group in self.groups:
+            begun = [
+                replace(t, first_free=None if set(t.features).isdisjoint(features) else FIRST_ROW)
+                for t in group.tables.tables
+            ]
+            groups.append(replace(group, tables=replace(group.tables, tables=tuple(begun))))
         return ModelTables(tuple(groups))
 
     @property

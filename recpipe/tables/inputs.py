@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from types import MappingProxyType
+from typing import Any
 
 import numpy as np
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
@@ -72,11 +73,17 @@ class Inputs:
         """A group's lookups, in a batch as the data yields it, as rows of its table set; empty if the model
         makes its ids. Ids of tables that grow are spread over their rows."""
         ids = self.ids(batch, group)
-        if ids is not None and self.growing:
-            own = self.tables.groups[group].tables
-            rows = dict(zip(own.features, own.rows_of_features.tolist(), strict=True))
-            ids = spread(ids, self.growing, rows)
-        return self._bags(ids, batch, group)
+        return self._bags(None if ids is None else self.spread(ids), batch, group)
+
+    def spread(self, batch: Any) -> Any:
+        """``batch``, or ids of one, with some rows in place of keys of tables that grow."""
+        if not self.growing:
+            return batch
+        rows: dict[str, int] = {}
+        for group in self.tables.groups:
+            own = group.tables
+            rows |= dict(zip(own.features, own.rows_of_features.tolist(), strict=True))
+        return spread(batch, self.growing, rows)
 
     def bags_of_rows(self, batch: object, group: int) -> Bags:
         """``bags`` of a batch in which all ids are rows."""

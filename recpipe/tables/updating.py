@@ -28,6 +28,7 @@ from numpy.typing import NDArray
 
 from recpipe import private_api
 from recpipe.common.loops import compiled
+from recpipe.common.memory import untouched
 from recpipe.plugin.tables import TableOptimizer
 
 KINDS = (
@@ -304,8 +305,10 @@ class OwnUpdates(SplitTableBatchedEmbeddingBagsCodegen):  # type: ignore[misc]
         self.own, self._pooled = own, self.pooling_mode != PoolingMode.NONE
         self.weights = private_api.whole_weights(self)
         rows = [len(weights) for weights in self.split_embedding_weights()]
-        self.state = self.weights.new_zeros(
-            (sum(rows), own.state_width(self.weights.shape[1])), dtype=torch.float32
+        shape = sum(rows), own.state_width(self.weights.shape[1])
+        on_cpu = self.weights.device.type == "cpu"
+        self.state = (
+            untouched(shape, torch.float32) if on_cpu else self.weights.new_zeros(shape, dtype=torch.float32)
         )
         self._rows = rows
         firsts = np.cumsum([0, *rows])[list(features_of)]

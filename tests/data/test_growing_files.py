@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 from pathlib import Path
 
 import numpy as np
@@ -10,6 +11,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import yaml
+from recpipe_neo.stats import FeatureStats, feature_stats
 from safetensors.numpy import load_file
 
 from recpipe.answers.evaluate import EvaluateOptions, evaluate
@@ -101,6 +103,28 @@ def test_exact_techniques_stay_exact(folder: Path, whole: Path, way: str) -> Non
     """The same ids have the same rows, and these the same weights but for the order of float sums."""
     found = trained(folder, f"exact-{way}", 15, *EXACT[way], "tiers.resident_bytes=50%")
     assert unlike(found, whole) == []
+
+
+def test_a_planner_sees_rows_and_its_shards_stay_exact(
+    folder: Path, whole: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """To a planner that saw keys, which are beyond all rows, tables that grow would have no lookups."""
+    found: list[dict[str, FeatureStats]] = []
+
+    def noted(sampled: Iterable[object]) -> dict[str, FeatureStats]:
+        found.append(feature_stats(sampled))
+        return found[-1]
+
+    monkeypatch.setattr("recpipe_neo.plugin.feature_stats", noted)
+    sharded = trained(folder, "neo", 15, "+plugin=neo", "plugins.neo.planner=greedy")
+    for name, rows in (("user", 60), ("item", 50)):
+        own = found[0][name]
+        assert own.within(0, rows, 64)[0] == pytest.approx(own.counts.sum() / own.batches)
+    for name, checkpoint in (("one", whole), ("many", sharded)):
+        unshard(checkpoint, folder / f"{name}.safetensors")
+    one, many = (load_file(folder / f"{name}.safetensors") for name in ("one", "many"))
+    for name, values in one.items():
+        np.testing.assert_allclose(many[name], values, 1e-5, 1e-6, err_msg=name)
 
 
 def test_a_technique_that_does_not_begin_rows_anew_is_found_out(

@@ -27,6 +27,12 @@ WAYS = {
     "held": ("tiers.policy=lru", "tiers.resident_bytes=50%", "topology.embedding_ranks=[1]"),
     "replicas": ("tiers.policy=resident",),
     "tiers": ("tiers.policy=lru", "tiers.store=host", "tiers.resident_bytes=50%"),
+    "neo": ("+plugin=neo", "plugins.neo.planner=greedy"),
+    "neo-cut": (
+        "+plugin=neo",
+        "plugins.neo.planner=torchrec",
+        "plugins.neo.sharding={user: row_wise, item: column_wise, *: data_parallel}",
+    ),
     "shards": ("tiers.policy=resident", SHARDED),
     "shards-in-tiers": ("tiers.policy=lru", "tiers.resident_bytes=50%", "tiers.store=ssd", SHARDED),
 }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -22,8 +23,9 @@ def asked(monkeypatch: pytest.MonkeyPatch, device: torch.device, **optimizer: An
     """The arguments of a TBE."""
     told: dict[str, Any] = {}
 
-    def made(embedding_specs: list[tuple[Any, ...]], **named: Any) -> None:
+    def made(embedding_specs: list[tuple[Any, ...]], **named: Any) -> Mock:
         told.update(named, location=embedding_specs[0][2])
+        return Mock()
 
     monkeypatch.setattr(collection, "SplitTableBatchedEmbeddingBagsCodegen", made)
     tables = table_set()

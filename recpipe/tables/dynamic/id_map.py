@@ -12,9 +12,11 @@ from functools import cached_property
 from typing import Any
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
 from recpipe.common.loops import load_loops
+from recpipe.common.memory import untouched
 from recpipe.plugin.tables import Growth
 from recpipe.tables.dynamic import loops
 from recpipe.tables.dynamic.admission import Keys, Sightings, by_chance, sightings_of
@@ -159,9 +161,9 @@ class IdMap:
         self.growth, self.capacity, self.seed = growth, capacity, seed
         waiting = sightings_of(growth, capacity, seed)
         # Memory that nobody has touched takes none: it grows with the rows in use.
-        self.content = Content(np.zeros(2 * capacity, np.int64), waiting)
+        self.content = Content(untouched((2 * capacity,), torch.int64).numpy(), waiting)
         buckets = int(LOAD * capacity) // loops.BUCKET + 1
-        self._slots = np.zeros(buckets * loops.BUCKET, np.uint32)
+        self._slots = untouched((buckets * loops.BUCKET,), torch.int32).numpy().view(np.uint32)
         self._index = self._slots, capacity.bit_length()
         self._heap = _Heap(growth.evict == "lfu")
 

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from recpipe.common.memory import untouched
 from recpipe.common.meter import counting
 from recpipe.distributed.ranks import Emulation
 from recpipe.errors import StoreError
@@ -37,14 +38,15 @@ class HostStore(ColdStore):
         self.io = IoCounters()
         self.cold_bytes = 4 * layout.total_rows * layout.width
         try:
-            self.records = torch.empty((layout.total_rows, layout.width), dtype=torch.float32)
+            self.records = untouched((layout.total_rows, layout.width), torch.float32)
         except (RuntimeError, MemoryError) as error:
             raise StoreError(
                 f"tiers.store=host: the cold rows need {self.cold_bytes / 2**30:.2f} GiB of memory and it "
                 "cannot be had: use tiers.store=ssd"
             ) from error
         for start, records in filled_chunks(layout, fill):
-            self.records[start : start + len(records)] = torch.from_numpy(records)
+            if records.view(np.uint32).any():  # encoded records are any bits
+                self.records[start : start + len(records)] = torch.from_numpy(records)
 
     def gather(self, rows: Rows, out: Records) -> None:
         """Copy records into ``out``; IndexError for a row outside the layout."""

@@ -1,0 +1,86 @@
+"""Rows of ids that grow: nobody's until they are given, and begun anew with each optimizer's state."""
+
+from __future__ import annotations
+
+from mmap import PAGESIZE
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+
+from recpipe.plugin.tables import Growth, Table, TableOptimizer, TableSet
+from recpipe.tables.dynamic.growing import GrowingTables
+from recpipe.tables.dynamic.loops import FIRST_ROW
+from recpipe.tables.groups import ModelTables
+from recpipe.tables.resident import ResidentCollection
+from recpipe.tables.stores.local import HostStore
+
+CPU, DIM, ROWS = torch.device("cpu"), 4, 12
+OPTIMIZERS = {
+    "sgd": TableOptimizer("sgd", 0.1),
+    "momentum": TableOptimizer("sgd", 0.1, momentum=0.9),
+    "decay": TableOptimizer("adagrad", 0.1, weight_decay=0.01),
+    **{
+        name: TableOptimizer(name, 0.1)
+        for name in ("adagrad", "rowwise_adagrad", "adam", "partial_rowwise_adam")
+    },
+    **{name: TableOptimizer(name, 0.1) for name in ("lamb", "partial_rowwise_lamb", "ftrl")},
+}
+
+
+def tables_of(rows: int, dim: int, optimizer: TableOptimizer, free: bool = True) -> TableSet:
+    """One table, of one feature."""
+    made = ModelTables.single(TableSet((Table("t", rows, ("a",)),), dim, optimizer, 1))
+    return (made.growing({"a"}) if free else made).groups[0].tables
+
+
+def ids(keys: list[int]) -> KeyedJaggedTensor:
+    return KeyedJaggedTensor(["a"], torch.tensor(keys), lengths=torch.ones(len(keys), dtype=torch.int64))
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_a_row_that_changes_hands_has_its_weights_and_state_anew(name: str) -> None:
+    tables = tables_of(ROWS, DIM, OPTIMIZERS[name])
+    collection = ResidentCollection(tables, CPU, padded=False)
+    growing = GrowingTables({"a": Growth("t")}, ModelTables.single(tables), [collection], 1)
+
+    def records_of(keys: list[int], train: bool) -> torch.Tensor:
+        batch, plan = growing.plan(ids(keys))
+        growing.begin(plan)
+        if train:
+            collection.lookup(batch).sum().backward()  # type: ignore[no-untyped-call]
+        return collection.records_of(batch.values().numpy())
+
+    first = records_of([1, 2, 3], train=False)
+    trained = records_of(list(range(1, ROWS - 1)), train=True)
+    assert not torch.equal(trained[:3], first)
+    if trained.shape[1] > DIM:
+        assert trained[:, DIM:].abs().sum(1).all()
+    records_of(list(range(100, 100 + ROWS - FIRST_ROW)), train=True)  # all lose their rows
+    again = records_of([3, 1, 2], train=False)
+    assert torch.equal(again, first[[2, 0, 1]])
+    assert not again[:, DIM:].any()
+
+
+def in_memory() -> int:
+    """Bytes of this process that are in memory."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * PAGESIZE
+
+
+@pytest.mark.parametrize("free", [True, False])
+@pytest.mark.parametrize("place", ["resident", "host"])
+def test_rows_that_no_id_has_take_no_memory(place: str, free: bool) -> None:
+    tables = tables_of(1_000_000, 16, TableOptimizer("adagrad", 0.1), free)
+    before = in_memory()
+    if place == "resident":
+        held = ResidentCollection(tables, CPU, padded=False)
+        rows = held.records_of(np.array([0, 1, 2, 999_999])).numpy()
+    else:
+        store, rows = HostStore(tables.layout, tables.fill), np.empty((4, 32), np.float32)
+        store.gather(np.array([0, 1, 2, 999_999]), rows)
+    taken = in_memory() - before
+    assert (taken < 0.4 * tables.total_bytes) == free
+    assert rows[:2, :16].all()
+    assert rows[2:].any() != free
