@@ -63,6 +63,8 @@ PARTS = {"age": None, "hour": 25, "weekday": 8}
 """What a time becomes, and the rows of its table: one for missing times, then hours and weekdays, from Monday
 on."""
 Parts = tuple[Annotated[str, one_of(*PARTS)], ...]
+LARGEST = 3.4028235e38
+"""About the largest float32."""
 UNITS = {"s": 1e6, "ms": 1e3, "us": 1.0, "ns": 1e-3}
 """Microseconds of each unit of numbers that are times."""
 
@@ -218,7 +220,11 @@ class Feature:
             return None
         if self.in_buckets or self.parts in (("hour",), ("weekday",)):
             return "is of numbers and ids; a missing value has a row of its own here"
-        return "is text, and numbers have none" if self.is_number and isinstance(self.default, str) else None
+        if not self.is_number:
+            return None
+        if isinstance(self.default, str):
+            return "is text, and numbers have none"
+        return "is beyond float32" if abs(self.default) > LARGEST else None
 
     @property
     def _wrong_now(self) -> str | None:
@@ -581,7 +587,9 @@ def read_content(file: Path) -> Any:
     except (OSError, UnicodeDecodeError) as fault:
         raise UserError(f"data.features={file}: cannot be read ({fault})") from fault
     except yaml.YAMLError as fault:
-        raise UserError(f"data.features={file}: is not yaml ({shown(fault, 200)})") from fault
+        mark, problem = getattr(fault, "problem_mark", None), getattr(fault, "problem", None)
+        told = shown(problem or fault, 200) + (f", line {mark.line + 1}" if mark is not None else "")
+        raise UserError(f"data.features={file}: is not yaml ({told})") from fault
 
 
 def read_features(file: Path) -> Features:

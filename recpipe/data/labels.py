@@ -72,18 +72,21 @@ def _label(checks: RowChecks, label: Label, rows: pa.RecordBatch, masked: bool) 
     with np.errstate(over="ignore"):
         stored = values.astype(np.float32)
     valid = kind.fits(values) & np.isfinite(stored)
-    checks.require(found.valid | found.missing, label.source, show, _no_number(label))
+    bad = ~(found.valid | found.missing)
+    checks.require(
+        ~bad, label.source, show, _no_number(label, show(int(np.argmax(bad)))) if bad.any() else ""
+    )
     checks.require(valid | found.missing, label.source, show, kind.fault)
     checks.require(~found.missing | masked, label.source, show, NO_LABEL)
     return np.where(valid, stored, np.float32(0)), ~found.missing
 
 
-def _no_number(label: Label) -> str:
-    """What is said of a label that is text."""
+def _no_number(label: Label, word: object) -> str:
+    """What is said of a label that is a ``word``."""
     if label.parsed is not None:
         return LABEL_KINDS[label.kind or "clicks"].fault
-    made = f'{shown(label.source)} == "yes"'
-    return f"is no number; what is one for a word is an expression, 'data.label={{liked: {made!r}}}'"
+    made = f'{shown(label.source)} == \\"{shown(word)}\\"'
+    return f"is no number; what is one for a word is an expression: 'data.label={{liked: \"{made}\"}}'"
 
 
 def _weights(checks: RowChecks, name: str, array: pa.Array) -> NDArray[np.float64]:

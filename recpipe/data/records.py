@@ -452,10 +452,28 @@ class _Csv:
             except READ_FAULTS as error:
                 before = row - skipped * first
                 raise _text_fault(file, own.text, before, *options(own.text, first), error) from error
+            if own.share == 1 and quote and own.text.count(quote) % 2:
+                _require_closed(file, own.text, quote, row, options(own.text, first))
             first = False
             for batch in batches:
                 yield Block(row + 1, batch, own.share)
                 row += len(batch)
+
+
+def _require_closed(
+    file: InputFile, text: bytes, quote: bytes, row: int, how: tuple[pa.csv.ReadOptions, pa.csv.ParseOptions]
+) -> None:
+    """``DataError`` if the last value of the file's last ``text`` is all that follows a quote which is not
+    closed. A quote within a text that has none around it is a character as others are."""
+    name = how[0].column_names[-1]
+    last = pa.csv.ConvertOptions(column_types={name: pa.string()}, include_columns=[name])
+    values = pa.csv.read_csv(pa.BufferReader(text), *how, last).column(0)
+    value = str(values[-1].as_py()) if len(values) else ""
+    if value.endswith("\n") and not text.rstrip().endswith(quote):
+        raise DataError(
+            f"{file}, row {row + len(values)}: the quote before '{shown(value)}' is not closed; correct the "
+            "file, or pass data.quote='' if quotes are characters as others are"
+        )
 
 
 def _text_fault(

@@ -378,7 +378,7 @@ def refusal(kind: pa.DataType, feature: Feature) -> str | None:
     if feature.type == HEX and not (is_text(element) or pa.types.is_null(element)):
         return "hexadecimal ids are text; leave type out"
     if is_text(element) and feature.ids in ("modulo", "rows") and feature.type != "integer":
-        return "text needs data.hash_ids=true"
+        return "text needs data.hash_ids=true, in data.features ids: hash or vocabulary"
     if is_text(element) or is_number(element) or pa.types.is_boolean(element) or pa.types.is_null(element):
         return None
     return f"sparse ids are integers, strings or lists of them{cast_of(element)}"

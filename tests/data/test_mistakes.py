@@ -5,6 +5,7 @@ from __future__ import annotations
 import bz2
 import gzip
 import logging
+import re
 import zipfile
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ import pytest
 from recpipe.data.config import FilesConfig, parse_config
 from recpipe.data.features import read_features
 from recpipe.data.make import open_dataset
+from recpipe.data.sources.transforms import hash_rows, string_keys
 from recpipe.errors import DataError, UserError
 
 ROWS = "click;user\tname\n" + "1;7\tx\n0;8\ty\n" * 20
@@ -41,6 +43,11 @@ CONTENTS = [
     ("labels: [click]\nfeatures: [{name: user, rows: 5, rows: 9}]\n", "'rows' is stated twice.*line 2"),
     ("labels: [a]\nfeatures: [{name: at, kind: timestamp, as: [day]}]\n", r"as\[0\]=day is unknown"),
     ("labels: [click]\nfeatures: [{name: user, rows: 1e6}]\n", "rows=1e6 is neither a whole number"),
+    ("labels: [click\nfeatures: []\n", r"is not yaml \(expected ',' or ']', .*, line 2\)"),
+    (
+        "labels: [click]\nfeatures: [{name: x, kind: dense, default: 1.0e+39}]\n",
+        "x: default is beyond float32",
+    ),
 ]
 
 
@@ -179,7 +186,17 @@ HEADERS: list[tuple[str, dict[str, Any], str]] = [
     ('click,"us\ner",user\n1,2,3\n', {}, "a name in its first row goes over two lines"),
     ("click,user,2024\n1,2,3\n", {}, "its first row has numbers, .* pass data.header=true"),
     ('click,"user\n', {}, "no column 'user'|cannot be read"),
-    ("click,user\nyes,2\n", {}, "click: yes is no number; .* 'data.label={liked: 'click == \"yes\"'}'"),
+    (
+        "click,user\nyes,2\n",
+        {},
+        r"""click: yes is no number; .*: 'data.label={liked: "click == \\"yes\\""}'""",
+    ),
+    (
+        'click,user\n1,"a\n0,b\n',
+        {},
+        r"row 1: the quote before 'a\\n0,b\\n\\n' is not closed; .*data.quote=''",
+    ),
+    ('click,user\n0,c\n1,"a\n0,b\n', {}, r"row 2: the quote before 'a\\n0,b"),
 ]
 
 
@@ -197,6 +214,44 @@ def test_a_first_row_without_names_may_go_over_two_lines(tmp_path: Path) -> None
     (tmp_path / "rows.csv").write_text('1,"a\nb",7\n' * 10)
     names = config(tmp_path, columns=["click", "x", "user"], label="click", sparse=["x"], table_rows=9)
     assert open_dataset(names, 0).size("train") == 8
+
+
+def test_a_quote_within_text_is_a_character_and_no_row_is_lost(tmp_path: Path) -> None:
+    """Also where the rows up to it are a block of their own, of which the first has the header alone."""
+    (tmp_path / "rows.csv").write_text('click,user\n1,5" pipe\n0,b\n1,"a"\n0,c\n')
+    ids = {"label": "click", "sparse": ["user"], "table_rows": 10**6, "eval_fraction": 0.0}
+    (batch,) = open_dataset(config(tmp_path, **ids), 0).batches("train", 9)
+    assert batch.labels.tolist() == [1, 0, 1, 0]
+    keys, _ = string_keys(pa.array(['5" pipe', "b", "a", "c"]))
+    assert batch.sparse.values().tolist() == hash_rows(keys, 10**6).tolist()
+
+
+ODD: list[tuple[dict[str, Any], str]] = [
+    (
+        {"name": "at", "kind": "timestamp", "unit": "ms"},
+        "column at has times until 1970-01-.* by unit: ms",
+    ),
+    ({"name": "at", "kind": "timestamp", "unit": "s"}, ""),
+    (
+        {"name": "word", "table": "user", "rows": 9},
+        "table user: user has numbers and word text",
+    ),
+    ({"name": "word", "table": "user", "rows": 9, "type": "integer"}, ""),
+]
+
+
+@pytest.mark.parametrize(("feature", "told"), ODD)
+def test_units_and_tables_that_do_not_fit_are_told(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, feature: dict[str, Any], told: str
+) -> None:
+    file = tmp_path / "rows.parquet"
+    rows = {"click": [0, 1] * 9, "user": range(18), "word": [str(n) for n in range(18)]}
+    pq.write_table(pa.table({**rows, "at": range(1_700_000_000, 1_700_000_018)}), file)
+    features = {"labels": ["click"], "features": [{"name": "user", "rows": 9}, feature]}
+    with caplog.at_level(logging.WARNING):
+        open_dataset(config(tmp_path, path=str(file), features=features), 0)
+    assert re.search(told, caplog.text)
+    assert bool(told) == bool(caplog.text)
 
 
 def test_text_of_json_is_text_also_where_it_is_written_like_a_time(tmp_path: Path) -> None:

@@ -1,14 +1,17 @@
-"""What a run tells of ids that features take for something else than the first rows seem to hold."""
+"""What a run tells of values that features take for something else than the first rows seem to hold."""
 
 from __future__ import annotations
 
 import logging
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from recpipe.data.encoding import content
 from recpipe.data.features import Feature, Features
 from recpipe.data.proposal.column import Column
+from recpipe.data.timestamps import MICROSECONDS_OF_A_DAY, read_times
 from recpipe.data.values import plain
 from recpipe.errors import shown
 
@@ -16,6 +19,8 @@ log = logging.getLogger(__name__)
 
 LOOKED_AT = 5000
 """Rows, the first ones of the files."""
+NEAR, FAR = 366, 366 * 200
+"""Days from 1970 on that times of another unit are within, or beyond."""
 
 
 def tell_of_lists(features: Features, rows: pa.RecordBatch) -> None:
@@ -27,6 +32,43 @@ def tell_of_lists(features: Features, rows: pa.RecordBatch) -> None:
         column = Column(feature.source, plain(rows[feature.source].slice(0, LOOKED_AT)))
         if fault := _suspected(feature, column):
             log.warning("column %s %s", shown(feature.source), fault)
+
+
+def tell_of_times(features: Features, rows: pa.RecordBatch) -> None:
+    """Warn of numbers whose times are all in the first or a distant year, as those of another unit are.
+    ``rows``: as of ``tell_of_lists``."""
+    for feature in (*features.dense, *features.sparse):
+        if feature.kind != "timestamp" or feature.unit is None:
+            continue
+        times = read_times(plain(rows[feature.source].slice(0, LOOKED_AT)), feature)
+        days = times.micros[times.valid & ~times.missing] / MICROSECONDS_OF_A_DAY
+        if len(days) and (np.abs(days).max() < NEAR or np.abs(days).min() > FAR):
+            day = np.datetime64(int(days.max()), "D")
+            log.warning(
+                "column %s has times until %s by unit: %s: are they in another unit?",
+                shown(feature.source),
+                day,
+                feature.unit,
+            )
+
+
+def tell_of_tables(features: Features) -> None:
+    """Warn of features that share a table, of which one has text and another one numbers: no id is in
+    both."""
+    of: dict[str, dict[str, Feature]] = {}
+    for feature in features.sparse:
+        if feature.own_rows is None and not feature.of:
+            held = "text" if content(feature) == "text" else "numbers"
+            of.setdefault(feature.table_name, {}).setdefault(held, feature)
+    for table, found in of.items():
+        if len(found) > 1:
+            log.warning(
+                "table %s: %s has numbers and %s text, of which 7 and '7' are different ids: state type: "
+                "integer where text is numbers",
+                shown(table),
+                shown(found["numbers"].name),
+                shown(found["text"].name),
+            )
 
 
 def _suspected(feature: Feature, column: Column) -> str | None:

@@ -24,7 +24,7 @@ from recpipe.data.files import RowChecks
 from recpipe.data.joins import JoinedFile
 from recpipe.data.learned import Between, Learned, learn
 from recpipe.data.preparation import Preparation, require_features
-from recpipe.data.proposal.suspected import tell_of_lists
+from recpipe.data.proposal.suspected import tell_of_lists, tell_of_tables, tell_of_times
 from recpipe.data.records import InputFile, require_columns
 from recpipe.data.remote import AnyPath
 from recpipe.data.row_parts import RowParts
@@ -69,8 +69,10 @@ class FilesSource:
             require_features(trained_by.features, features)
         if labelled and trained_by is None:
             _tell_of_labels(features)
+            tell_of_tables(features)
             if config.grouped is None and (first := self._first_rows) is not None:
                 tell_of_lists(features, first)
+                tell_of_times(features, first)
                 _tell_of_joins(self._inputs[0], first)
         self.encoding = Encoding(features, None if trained_by is None else trained_by.learned)
         self.multi_hot, self.kept = self.encoding.multi_hot, self.encoding.kept
