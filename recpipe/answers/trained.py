@@ -297,7 +297,7 @@ class Trained:
                 scratch = stack.enter_context(tempfile.TemporaryDirectory(prefix="recpipe-"))
                 run_dir = stack.enter_context(lock_run_dir(Path(scratch)))
             embeddings = unplaced.build(
-                cfg, dataset, owners, device, run_dir, ranks, padded=cfg.trainer.backend != "plain"
+                cfg, dataset, owners, device, run_dir, ranks, padded=cfg.trainer.kernels != "plain"
             )
             stack.enter_context(ranks.closing(embeddings.close))
             collections = collections_of(unplaced.called.module)
@@ -310,7 +310,7 @@ class Trained:
         """Fill the dense part of ``model``, put the tables' rows into the slots that they had in training if
         the tiers are the same, and use the kernels that training measured, so that scores are rounded as in
         its evaluation."""
-        own, backend = self.trainer.get(OWN, {}), self.cfg.trainer.backend
+        own, backend = self.trainer.get(OWN, {}), self.cfg.trainer.kernels
         with naming(self.directory):
             model.load_dense(self.trainer["state_dict"])
             placed, placement = model.embeddings.offers(SavesPlacement), own.get("placement")

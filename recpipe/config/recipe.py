@@ -29,7 +29,7 @@ from recpipe.model.config import ModelConfig, UserModel, parse_model
 from recpipe.model.loss import is_one, named_loss
 from recpipe.plugin.offers import is_offered, offered
 from recpipe.tables.config import TierConfig
-from recpipe.training.config import TrainerConfig
+from recpipe.training.config import PRECISIONS, TrainerConfig
 from recpipe.training.optim import OptimConfig
 
 T = TypeVar("T")
@@ -88,13 +88,14 @@ class Recipe:
                 f"task=profile starts anew and cannot go on from resume={section('resume')}; leave resume out"
             )
         compares = task.name == "compare"
-        model = parse_model(_present(values, "model"))
+        trainer = typed(TrainerConfig, _present(values, "trainer"), "trainer").effective()
+        model = with_precision(parse_model(_present(values, "model")), trainer.precision)
         return cls(
             data=with_label_kind(parse_config(_present(values, "data")), model),
             model=model,
             tiers=typed(TierConfig, _present(values, "tiers"), "tiers"),
             optim=typed(OptimConfig, _present(values, "optim"), "optim"),
-            trainer=typed(TrainerConfig, _present(values, "trainer"), "trainer").effective(),
+            trainer=trainer,
             topology=typed(Topology, section("topology", {}), "topology"),
             task=task,
             compare=typed(CompareConfig, _present(values, "compare"), "compare") if compares else None,
@@ -110,6 +111,19 @@ class Recipe:
         """The section ``name``, typed for a package's task that has it; ``UserError`` names the first wrong
         key."""
         return typed(kind, _present(self.values, name), name)
+
+
+def with_precision(model: ModelConfig | UserModel, precision: str | None) -> ModelConfig | UserModel:
+    """``model`` with the precision that ``trainer.precision`` names."""
+    if precision is None:
+        return model
+    named = PRECISIONS[precision]
+    if model.precision not in ("float32", named):
+        raise UserError(
+            f"trainer.precision={precision} and model.precision={model.precision} say different things: "
+            "leave one of them out"
+        )
+    return replace(model, precision=named)
 
 
 def with_label_kind(data: DataConfig, model: ModelConfig | UserModel) -> DataConfig:

@@ -27,6 +27,8 @@ from recpipe.plugin.offers import is_offered, offered
 
 Sizes = Annotated[list[Annotated[int, Interval(ge=1, le=2**31 - 1)]], MinLen(1)]
 """Widths of an MLP's layers."""
+Dropout = Annotated[float, Interval(ge=0, lt=1)]
+"""Which share of a hidden layer's values training sets to zero."""
 Precision = Annotated[str, one_of("float32", "tf32", "bfloat16")]
 
 TaskWeights = dict[str, Annotated[float, Interval(ge=0)]] | Literal["uncertainty"]
@@ -57,6 +59,8 @@ class ModelConfig:
     ``uncertainty``: these are learnt."""
     pretrained: FilePath | None = None
     """A safetensors file to start from, as ``recpipe unshard`` writes it."""
+    dropout: Dropout = 0.0
+    """After each hidden layer of both MLPs."""
     precision: Precision = "float32"
     """The type of the dense part's matrix products; weights stay float32."""
     emulate_bfloat16: bool = False

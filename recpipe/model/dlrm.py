@@ -17,6 +17,7 @@ from recpipe.common.saved import Damaged
 from recpipe.data.dataset import Dataset
 from recpipe.data.schema import Schema
 from recpipe.model.config import ModelConfig, UserModel
+from recpipe.model.dropout import dropping
 from recpipe.private_api import module_name
 
 CPU, META = torch.device("cpu"), torch.device("meta")
@@ -69,6 +70,7 @@ class DlrmSizes:
     means: list[str] = field(default_factory=list)
     dims: dict[str, int] = field(default_factory=dict)
     weighted: bool = False
+    dropout: float = 0.0
 
     def __post_init__(self) -> None:
         layers = [*self.bottom, *self.top, self.cross_layers, self.cross_rank]
@@ -110,6 +112,7 @@ class DlrmSizes:
                 if own[0].dim not in (None, config.embedding_dim)
             },
             schema.weighted,
+            config.dropout,
         )
 
 
@@ -158,6 +161,9 @@ def make_dlrm(sizes: DlrmSizes, device: torch.device, tables: torch.device = MET
             own = own.to_empty(device=tables)
         model.sparse_arch = ProjectedSparseArch(own, dim, drawn_on)
         model.sparse_arch.projections.to(device)
+    if sizes.dropout:
+        model.dense_arch.model = dropping(model.dense_arch.model, sizes.dropout, last=False)
+        model.over_arch.model[0] = dropping(model.over_arch.model[0], sizes.dropout)
     for name, part in model.named_children():
         if name != "sparse_arch":
             part.to(device)

@@ -9,7 +9,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from recpipe.common.validation import Positive
 from recpipe.data.schema import Schema
-from recpipe.model.config import Sizes
+from recpipe.model.config import Dropout, Sizes
 from recpipe.models.parts import Fields, SelfAttention, last_layers, outputs_of
 
 
@@ -38,6 +38,7 @@ class AutoInt(nn.Module):
         heads: Positive = 2,
         width: Positive = 16,
         hidden: Sizes | None = None,
+        dropout: Dropout = 0.0,
     ) -> None:
         """``width``: of each head's vectors; ``hidden``: the MLP's layers, None: there is none."""
         super().__init__()
@@ -46,7 +47,9 @@ class AutoInt(nn.Module):
         dims = [embedding_dim, *[heads * width] * (layers - 1)]
         self.interacting = nn.Sequential(*(Interacting(dim, heads, width) for dim in dims))
         self.top = nn.Linear(count * heads * width, outputs_of(schema))
-        self.deep = None if hidden is None else last_layers(count * embedding_dim, hidden, outputs_of(schema))
+        self.deep = None
+        if hidden is not None:
+            self.deep = last_layers(count * embedding_dim, hidden, outputs_of(schema), dropout)
 
     def forward(self, dense_features: torch.Tensor, sparse_features: KeyedJaggedTensor) -> torch.Tensor:
         """Logits float32 [B, L]."""

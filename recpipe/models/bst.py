@@ -11,7 +11,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from recpipe.common.validation import Positive
 from recpipe.data.schema import Schema
 from recpipe.errors import UserError
-from recpipe.model.config import Sizes
+from recpipe.model.config import Dropout, Sizes
 from recpipe.models.histories import Context, Histories, History, sides_of
 from recpipe.models.parts import SelfAttention, last_layers, outputs_of
 
@@ -74,6 +74,7 @@ class BST(nn.Module):
         heads: Positive = 8,
         place_dim: Positive = 8,
         history: Positive | None = None,
+        dropout: Dropout = 0.0,
     ) -> None:
         """``place_dim``: of the vector of each place; ``history``: the latest events that are looked at,
         None: the sequences' ``max_length``."""
@@ -87,7 +88,7 @@ class BST(nn.Module):
         ]
         self.behaviors = nn.ModuleList(behaviors)
         seen = sum(behavior.width for behavior in behaviors)
-        self.top = last_layers(self.context.width + seen, hidden, outputs_of(schema))
+        self.top = last_layers(self.context.width + seen, hidden, outputs_of(schema), dropout)
 
     def forward(self, dense_features: torch.Tensor, sparse_features: KeyedJaggedTensor) -> torch.Tensor:
         """Logits float32 [B, L]."""

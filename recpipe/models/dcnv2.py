@@ -13,7 +13,8 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from recpipe.common.validation import Positive, one_of
 from recpipe.data.schema import Schema
-from recpipe.model.config import Sizes
+from recpipe.model.config import Dropout, Sizes
+from recpipe.model.dropout import dropping
 from recpipe.models.parts import outputs_of, width_of
 
 
@@ -43,13 +44,14 @@ class DCNv2(nn.Module):
         rank: Positive | None = 64,
         experts: Positive = 1,
         structure: Annotated[str, one_of("parallel", "stacked")] = "parallel",
+        dropout: Dropout = 0.0,
     ) -> None:
         """``rank``: of the cross layers' matrices; None: whole ones, of which there is one expert."""
         super().__init__()
         self.embedding_bag_collection = embedding_bag_collection
         width = num_dense_features + width_of(embedding_bag_collection)
         self.crosses = cross_layers(width, layers, rank, experts)
-        self.deep = MLP(width, list(hidden))
+        self.deep = dropping(MLP(width, list(hidden)), dropout)
         self.parallel = structure == "parallel"
         self.top = nn.Linear(hidden[-1] + width * self.parallel, outputs_of(schema))
 

@@ -8,7 +8,7 @@ from torchrec.modules.embedding_modules import EmbeddingBagCollection
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from recpipe.data.schema import Schema
-from recpipe.model.config import Sizes
+from recpipe.model.config import Dropout, Sizes
 from recpipe.models.parts import Fields, LinearPart, last_layers, outputs_of
 
 
@@ -34,11 +34,13 @@ class DeepFM(nn.Module):
         embedding_dim: int,
         num_dense_features: int,
         hidden: Sizes,
+        dropout: Dropout = 0.0,
     ) -> None:
         super().__init__()
         self.linear = LinearPart(embedding_bag_collection, num_dense_features, outputs_of(schema))
         self.fields = Fields(embedding_bag_collection, schema, embedding_dim)
-        self.deep = last_layers(len(self.fields.names) * embedding_dim, hidden, outputs_of(schema))
+        width = len(self.fields.names) * embedding_dim
+        self.deep = last_layers(width, hidden, outputs_of(schema), dropout)
 
     def forward(self, dense_features: torch.Tensor, sparse_features: KeyedJaggedTensor) -> torch.Tensor:
         """Logits float32 [B, L]."""

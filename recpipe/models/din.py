@@ -12,7 +12,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from recpipe.common.validation import Positive
 from recpipe.data.schema import Schema
-from recpipe.model.config import Sizes
+from recpipe.model.config import Dropout, Sizes
 from recpipe.models.histories import Context, Histories, History, sides_of
 from recpipe.models.parts import last_layers, outputs_of
 
@@ -52,6 +52,7 @@ class DIN(nn.Module):
         attention: Sizes,
         softmax: bool = False,
         history: Positive | None = None,
+        dropout: Dropout = 0.0,
     ) -> None:
         """``attention``: the layers of the MLP that weights events; ``softmax``: whether weights add up to 1;
         ``history``: the latest events that are looked at, None: the sequences' ``max_length``."""
@@ -60,7 +61,7 @@ class DIN(nn.Module):
         self.context = Context(embedding_bag_collection, num_dense_features)
         widths = self.histories.widths
         self.interests = nn.ModuleList(Interest(width, attention, softmax) for width in widths)
-        self.top = last_layers(self.context.width + 2 * sum(widths), hidden, outputs_of(schema))
+        self.top = last_layers(self.context.width + 2 * sum(widths), hidden, outputs_of(schema), dropout)
 
     def forward(self, dense_features: torch.Tensor, sparse_features: KeyedJaggedTensor) -> torch.Tensor:
         """Logits float32 [B, L]."""

@@ -13,7 +13,8 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from recpipe.common.validation import Positive
 from recpipe.data.schema import Schema
 from recpipe.errors import UserError
-from recpipe.model.config import Sizes
+from recpipe.model.config import Dropout, Sizes
+from recpipe.model.dropout import dropping
 from recpipe.models.parts import Fields, last_layers, outputs_of
 
 
@@ -65,6 +66,7 @@ class FinalMLP(nn.Module):
         heads: Positive = 2,
         left_gate: list[str] | None = None,
         right_gate: list[str] | None = None,
+        dropout: Dropout = 0.0,
     ) -> None:
         """``left_gate``, ``right_gate``: the features by which each MLP's inputs are weighted, those of the
         user and of the item for example; None: the same for all samples."""
@@ -79,7 +81,8 @@ class FinalMLP(nn.Module):
         seen = [self.fields.places(left_gate or [], "model.left_gate")]
         seen.append(self.fields.places(right_gate or [], "model.right_gate"))
         self.gates = nn.ModuleList(Gate(count, embedding_dim, places, gate) for places in seen)
-        self.mlps = nn.ModuleList(MLP(count * embedding_dim, list(sizes)) for sizes in (left, right))
+        mlps = (MLP(count * embedding_dim, list(sizes)) for sizes in (left, right))
+        self.mlps = nn.ModuleList(dropping(mlp, dropout) for mlp in mlps)
         self.fusion = Fusion(left[-1], right[-1], heads, outputs_of(schema))
 
     def forward(self, dense_features: torch.Tensor, sparse_features: KeyedJaggedTensor) -> torch.Tensor:

@@ -10,7 +10,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from recpipe.common.validation import Positive
 from recpipe.data.schema import Schema
 from recpipe.errors import UserError
-from recpipe.model.config import Sizes
+from recpipe.model.config import Dropout, Sizes
 from recpipe.models.histories import Context, Histories, sides_of
 from recpipe.models.parts import last_layers, outputs_of
 from recpipe.models.units import Transducer
@@ -33,6 +33,7 @@ class HSTU(nn.Module):
         history: Positive | None = None,
         retrieval: bool = False,
         activation_checkpointing: bool = False,
+        dropout: Dropout = 0.0,
     ) -> None:
         """``history``: the latest events that are looked at, None: the sequences' ``max_length``;
         ``retrieval``: whether the output is two vectors, for a loss over several targets."""
@@ -48,7 +49,7 @@ class HSTU(nn.Module):
             for side, event in zip(sides, self.histories.widths, strict=True)
         )
         outputs = width if retrieval else outputs_of(schema)
-        self.top = last_layers(self.context.width + width * len(sides), hidden, outputs)
+        self.top = last_layers(self.context.width + width * len(sides), hidden, outputs, dropout)
         self.candidate = nn.Linear(sum(self.histories.widths), width) if retrieval else None
 
     def forward(

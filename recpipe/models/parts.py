@@ -15,6 +15,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from recpipe.data.schema import Schema
 from recpipe.errors import UserError, nearest_or_all, shown
 from recpipe.model.dlrm import CPU, META, ProjectedSparseArch
+from recpipe.model.dropout import dropping
 
 WIDE = "wide_"
 """What the names of tables with the weights of a linear part begin with."""
@@ -25,9 +26,9 @@ def outputs_of(schema: Schema) -> int:
     return max(1, len(schema.labels))
 
 
-def last_layers(width: int, hidden: Sequence[int], outputs: int) -> nn.Module:
-    """Hidden layers with ReLU and a linear one: float32 [B, width] to [B, outputs]."""
-    return nn.Sequential(MLP(width, list(hidden)), nn.Linear(hidden[-1], outputs))
+def last_layers(width: int, hidden: Sequence[int], outputs: int, dropout: float = 0.0) -> nn.Module:
+    """Hidden layers with ReLU and dropout, and a linear one: float32 [B, width] to [B, outputs]."""
+    return nn.Sequential(dropping(MLP(width, list(hidden)), dropout), nn.Linear(hidden[-1], outputs))
 
 
 def width_of(collection: EmbeddingBagCollection) -> int:

@@ -11,7 +11,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from recpipe.common.validation import Positive
 from recpipe.data.schema import Schema
-from recpipe.model.config import Sizes
+from recpipe.model.config import Dropout, Sizes
 from recpipe.model.dlrm import CPU, ProjectedSparseArch
 from recpipe.models.histories import Histories, History, sides_of
 from recpipe.models.parts import features_of, last_layers, outputs_of
@@ -68,6 +68,7 @@ class TBSM(nn.Module):
         weighting: Sizes,
         hidden: Sizes,
         history: Positive | None = None,
+        dropout: Dropout = 0.0,
     ) -> None:
         """``bottom`` and ``top``: hidden layers of the DLRM's two MLPs; ``vector``: the width of an event's
         vector; ``weighting``: of the MLP over products; ``hidden``: of the last one."""
@@ -82,7 +83,7 @@ class TBSM(nn.Module):
             Series(side.length, dim, len(side.sequences) + others, top, vector, weighting) for side in sides
         ]
         self.series = nn.ModuleList(series)
-        self.top = last_layers(sum(one.width for one in series), hidden, outputs_of(schema))
+        self.top = last_layers(sum(one.width for one in series), hidden, outputs_of(schema), dropout)
 
     def forward(self, dense_features: torch.Tensor, sparse_features: KeyedJaggedTensor) -> torch.Tensor:
         """Logits float32 [B, L]."""

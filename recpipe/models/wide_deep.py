@@ -11,7 +11,7 @@ from torchrec.modules.embedding_modules import EmbeddingBagCollection
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from recpipe.data.schema import Schema
-from recpipe.model.config import Sizes
+from recpipe.model.config import Dropout, Sizes
 from recpipe.models.parts import LinearPart, features_of, last_layers, outputs_of, require_known, width_of
 
 
@@ -26,6 +26,7 @@ class WideDeep(nn.Module):
         num_dense_features: int,
         hidden: Sizes,
         wide: Annotated[list[str], MinLen(1)] | None = None,
+        dropout: Dropout = 0.0,
     ) -> None:
         """``wide``: features of the linear part; None: all."""
         super().__init__()
@@ -34,7 +35,7 @@ class WideDeep(nn.Module):
         self.wide = LinearPart(embedding_bag_collection, num_dense_features, outputs, wide)
         self.embedding_bag_collection = embedding_bag_collection
         width = num_dense_features + width_of(embedding_bag_collection)
-        self.deep = last_layers(width, hidden, outputs)
+        self.deep = last_layers(width, hidden, outputs, dropout)
 
     def forward(self, dense_features: torch.Tensor, sparse_features: KeyedJaggedTensor) -> torch.Tensor:
         """Logits float32 [B, L]."""

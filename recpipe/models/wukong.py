@@ -9,7 +9,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from recpipe.common.validation import Positive
 from recpipe.data.schema import Schema
-from recpipe.model.config import Sizes
+from recpipe.model.config import Dropout, Sizes
 from recpipe.models.parts import Fields, last_layers, outputs_of
 
 
@@ -77,6 +77,7 @@ class WuKong(nn.Module):
         products: Positive = 8,
         mixtures: Positive = 8,
         rank: Positive = 8,
+        dropout: Dropout = 0.0,
     ) -> None:
         """``products_hidden``: hidden layers of the MLPs over products; ``products`` and ``mixtures``: how
         many vectors each layer makes by its two blocks; ``rank``: of the compressed products."""
@@ -86,7 +87,7 @@ class WuKong(nn.Module):
         self.layers = nn.Sequential(
             *(Layer(n, embedding_dim, rank, products_hidden, products, mixtures) for n in counts[:-1])
         )
-        self.top = last_layers(counts[-1] * embedding_dim, hidden, outputs_of(schema))
+        self.top = last_layers(counts[-1] * embedding_dim, hidden, outputs_of(schema), dropout)
 
     def forward(self, dense_features: torch.Tensor, sparse_features: KeyedJaggedTensor) -> torch.Tensor:
         """Logits float32 [B, L]."""

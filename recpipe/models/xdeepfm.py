@@ -9,7 +9,7 @@ from torchrec.modules.embedding_modules import EmbeddingBagCollection
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from recpipe.data.schema import Schema
-from recpipe.model.config import Sizes
+from recpipe.model.config import Dropout, Sizes
 from recpipe.models.parts import Fields, LinearPart, last_layers, outputs_of
 
 
@@ -50,6 +50,7 @@ class XDeepFM(nn.Module):
         num_dense_features: int,
         hidden: Sizes,
         layers: Sizes,
+        dropout: Dropout = 0.0,
     ) -> None:
         """``layers``: how many vectors each layer of the interaction network makes."""
         super().__init__()
@@ -58,7 +59,7 @@ class XDeepFM(nn.Module):
         self.fields = Fields(embedding_bag_collection, schema, embedding_dim)
         self.interaction = CompressedInteractionNetwork(len(self.fields.names), layers)
         self.top = nn.Linear(self.interaction.width, outputs)
-        self.deep = last_layers(len(self.fields.names) * embedding_dim, hidden, outputs)
+        self.deep = last_layers(len(self.fields.names) * embedding_dim, hidden, outputs, dropout)
 
     def forward(self, dense_features: torch.Tensor, sparse_features: KeyedJaggedTensor) -> torch.Tensor:
         """Logits float32 [B, L]."""

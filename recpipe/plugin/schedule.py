@@ -49,8 +49,8 @@ class Schedule:
     min_lr: Annotated[float, Ge(0)] = 0.0
     """The rate falls no lower."""
     monitor: str = "val/logloss"
-    mode: Annotated[str, one_of("min", "max")] = "min"
-    """Whether the figure improves when it falls or when it grows."""
+    mode: Annotated[str, one_of("min", "max")] | None = None
+    """Whether the figure improves when it falls or when it grows; None: as its metric has it."""
     factor: Annotated[float, Interval(gt=0, lt=1)] = 0.1
     patience: Count = 10
     """How many evaluations without improvement it waits for."""

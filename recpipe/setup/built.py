@@ -68,7 +68,7 @@ def built(run: Joined, plan: Planned) -> Iterator[Built]:
         unplaced = unplaced.starting_with(opened.rows)
     of = "" if resume is None else f" of {resume}"
     log.info("building %d tables%s: %s", len(tables.tables), of, readable_bytes(tables.total_bytes))
-    padded = cfg.trainer.backend != "plain"
+    padded = cfg.trainer.kernels != "plain"
     saved = None if opened is None else opened.shards
     embeddings = unplaced.build(
         cfg, run.dataset, plan.owners, device, run.run_dir, ranks, plan.shards, padded, saved

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 
@@ -12,6 +12,7 @@ from lightning.pytorch.loggers import Logger
 
 from recpipe.access.sample import AccessSample
 from recpipe.backend.build import build_backend
+from recpipe.backend.compiled import compile_dense
 from recpipe.checkpoint.table_io import TableCheckpointIO, checkpoints_in
 from recpipe.checkpoint.trained_on import TrainedOn
 from recpipe.common.files import EXPORTS
@@ -76,7 +77,7 @@ class Training:
         growing = embeddings.growing
         self.evaluation = EvalLoader(run.dataset, run.micro_batch, inputs, device, ranks, growing=growing)
         backend = build_backend(
-            cfg.trainer.backend,
+            cfg.trainer.kernels,
             self.model,
             assembly.splitter,
             plan.unplaced.first_batch,
@@ -86,6 +87,9 @@ class Training:
             default_cache_dir() / "backend",
             assembly.step,
         )
+        if chosen := cfg.trainer.compile:
+            arguments = {} if chosen is True else {k: v for k, v in asdict(chosen).items() if v is not None}
+            compile_dense(self.model.module, arguments)
         names = list(self.model.dense_parameters())
         make_optimizer = partial(dense_optimizer, cfg.optim.dense, names=names)
         self.module = RankingModule(

@@ -12,7 +12,7 @@ from typing import Annotated, Any
 from annotated_types import Ge, Gt
 from pydantic import AfterValidator, BeforeValidator
 
-from recpipe.common.validation import FilePath, Positive, one_of
+from recpipe.common.validation import FilePath, Positive, Text, one_of
 from recpipe.data.dataset import SplitName
 from recpipe.errors import UserError, shown
 from recpipe.model.metrics import named
@@ -40,6 +40,7 @@ def _evaluates(value: object) -> object:
     return value
 
 
+MODES = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
 LOGGERS = ("csv", "tensorboard", "wandb", "mlflow")
 
 
@@ -101,6 +102,35 @@ def _monitored(value: object) -> object:
     return {"monitor": value} if isinstance(value, str) else value
 
 
+PRECISIONS = {"32-true": "float32", "32": "float32", "bf16-mixed": "bfloat16", "bf16": "bfloat16"}
+"""``model.precision`` by Lightning's names of it."""
+_NO_PRECISION = {
+    "16": "losses would have to be scaled, which updates inside the backward pass do not know",
+    "bf16-true": "weights stay float32, or small steps of theirs would be lost",
+    "64": "tables and their optimizers are float32",
+    "transformer-engine": "it has layers of its own",
+}
+
+
+def _precision(value: Any) -> Any:
+    name = str(value)
+    if name not in PRECISIONS:
+        why = next((why for begins, why in _NO_PRECISION.items() if name.startswith(begins)), None)
+        choose = "choose 32-true or bf16-mixed"
+        raise ValueError(f"is not to be had: {why}; {choose}" if why else f"is unknown; {choose}")
+    return name
+
+
+@dataclass(frozen=True)
+class CompileConfig:
+    """``trainer.compile``: arguments of ``torch.compile``."""
+
+    mode: Annotated[str, one_of(*MODES)] | None = None
+    backend: Text = "inductor"
+    dynamic: bool | None = None
+    fullgraph: bool = False
+
+
 @dataclass(frozen=True)
 class TrainerConfig:
     """``conf/trainer``; ``eval_every`` and ``checkpoint_every`` are whole steps or a share of an epoch."""
@@ -128,6 +158,10 @@ class TrainerConfig:
     gradient_clip_algorithm: Annotated[str, one_of("norm", "value")] = "norm"
     gradient_clip_over: Annotated[str, one_of("dense", "all")] = "dense"
     """Whether the norm is that of the dense part, or of dense part and tables."""
+    precision: Annotated[str, BeforeValidator(_precision)] | None = None
+    """``model.precision`` by Lightning's names; None: what that says."""
+    compile: bool | CompileConfig = False
+    """Whether, and how, torch.compile makes the parts of the model that hold no tables."""
     deterministic: bool = False
     """Whether a GPU uses only algorithms that give the same bits each time."""
     early_stopping: Annotated[Stopping | None, BeforeValidator(_monitored)] = None
@@ -165,6 +199,19 @@ class TrainerConfig:
             "test": self.limit_test_batches,
         }
         return [(split, limit) for split, limit in parts.items() if limit is not None]
+
+    @property
+    def kernels(self) -> str:
+        """``backend``, which is plain where torch.compile takes the place of other kernels; ``UserError`` if
+        both are asked for."""
+        if not self.compile:
+            return self.backend
+        if self.backend in ("cpu", "cuda_graph"):
+            raise UserError(
+                f"trainer.compile and trainer.backend={self.backend} each make the dense part by kernels of "
+                "their own: leave one of them out"
+            )
+        return "plain"
 
     def interval(self, every: int | float, steps_per_epoch: int) -> int:
         """``every`` as a number of steps, at most an epoch's. A share refers to an epoch, or to the run if it

@@ -15,7 +15,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from recpipe.common.device import explanation
-from recpipe.common.validation import typed
+from recpipe.common.validation import fitted, typed
 from recpipe.errors import UserError, nearest_or_all, shown
 from recpipe.plugin.schedule import Schedule
 
@@ -49,7 +49,7 @@ class DenseGroup:
 def dense_groups(config: Mapping[str, Any]) -> list[DenseGroup]:
     """The groups of ``optim.dense``, the one of all other parameters first."""
     first = _group(config, "optim.dense", None)
-    others = config.get("groups") or ()
+    others = fitted(list[dict[str, Any]] | None, config.get("groups"), "optim.dense.groups") or ()
     return [first, *(_group(one, f"optim.dense.groups[{n}]", first) for n, one in enumerate(others))]
 
 
@@ -64,7 +64,7 @@ def _group(config: Mapping[str, Any], where: str, first: DenseGroup | None) -> D
     if first is None:
         return DenseGroup(where, kind, arguments, schedule=schedule)
     match = config.get("match")
-    globs = (match,) if isinstance(match, str) else tuple(match or ())
+    globs = (match,) if isinstance(match, str) else tuple(match) if isinstance(match, list) else ()
     if not globs or not all(isinstance(glob, str) for glob in globs):
         raise UserError(f"{where}: say which parameters, match: '*.bias' or match: ['*.bias', 'norm*']")
     arguments = arguments if apart else {**first.arguments, **arguments}

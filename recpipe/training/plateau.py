@@ -11,6 +11,7 @@ from torch.optim import lr_scheduler
 
 from recpipe.common.saved import Damaged, entries
 from recpipe.plugin.schedule import Schedule
+from recpipe.training.config import Monitored
 
 _MOVING = ("best", "num_bad_epochs", "cooldown_counter", "last_epoch")
 
@@ -28,25 +29,25 @@ class ReduceLROnPlateau(L.Callback):
         self.monitor = monitor
         # There is no optimizer yet, but wrong arguments should be refused now.
         stand_in = torch.optim.SGD([torch.zeros(1)])
-        self._scheduler = lr_scheduler.ReduceLROnPlateau(stand_in, **arguments)
+        self.scheduler = lr_scheduler.ReduceLROnPlateau(stand_in, **arguments)
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Attach the scheduler to the optimizer, which exists now."""
-        self._scheduler.optimizer = trainer.optimizers[0]
+        self.scheduler.optimizer = trainer.optimizers[0]
 
     def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Check the figure, except after training."""
         if trainer.state.fn == TrainerFn.FITTING:
-            self._scheduler.step(float(trainer.callback_metrics[self.monitor]))
+            self.scheduler.step(float(trainer.callback_metrics[self.monitor]))
 
     def state_dict(self) -> dict[str, Any]:
         """The best figure, and how long ago it was."""
-        return {key: value for key, value in self._scheduler.state_dict().items() if key in _MOVING}
+        return {key: value for key, value in self.scheduler.state_dict().items() if key in _MOVING}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Continue from the saved state, with this recipe's arguments. The rate itself is in the optimizer's
         state."""
-        self._scheduler.load_state_dict(state_dict)
+        self.scheduler.load_state_dict(state_dict)
 
 
 class Plateau(ReduceLROnPlateau):
@@ -54,13 +55,17 @@ class Plateau(ReduceLROnPlateau):
     ``base``. ``rate`` is what it has come to."""
 
     def __init__(self, name: str, base: float, schedule: Schedule) -> None:
-        knobs = ("mode", "factor", "patience", "threshold", "cooldown")
+        knobs = ("factor", "patience", "threshold", "cooldown")
         least = min(schedule.min_lr, base)
         super().__init__(
-            schedule.monitor, min_lr=least, eps=0.0, **{knob: getattr(schedule, knob) for knob in knobs}
+            schedule.monitor,
+            mode=Monitored(schedule.monitor, schedule.mode).mode,
+            min_lr=least,
+            eps=0.0,
+            **{knob: getattr(schedule, knob) for knob in knobs},
         )
         self._base = base
-        self._own = self._scheduler.optimizer.param_groups[0]
+        self._own = self.scheduler.optimizer.param_groups[0]
         self._own["lr"] = base
         self._name = name
 

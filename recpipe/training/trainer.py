@@ -27,7 +27,7 @@ from recpipe.common.process import old_objects_kept
 from recpipe.common.words import make
 from recpipe.data.dataset import WaitingStopped
 from recpipe.distributed.ranks import Channel
-from recpipe.errors import CheckpointError, UserError
+from recpipe.errors import CheckpointError, UserError, shown
 from recpipe.pipeline.loader import EvalLoader, TrainLoader
 from recpipe.training.config import Stopping, TrainerConfig
 from recpipe.training.evaluation import EvaluationStopped
@@ -163,6 +163,12 @@ def fit(
             raise
         stop.teardown(trainer, module, "fit")
         late.append(fault)
+    except Exception as fault:
+        if not type(fault).__module__.startswith(("torch._dynamo", "torch._inductor")):
+            raise
+        raise UserError(
+            f"trainer.compile: torch.compile cannot make this model ({shown(fault, 300)}): leave the key out"
+        ) from fault
     if not recorder.steps:
         remedy = "to go on, raise trainer.max_steps or trainer.max_epochs"
         if module.loader.source.dataset.endless:

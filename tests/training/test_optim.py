@@ -139,8 +139,11 @@ def test_groups_are_those_of_torch() -> None:
         UserError, match=r"groups\[0\].match=\*.biased: no such parameter; did you mean .*.bias"
     ):
         dense_optimizer({**config, "groups": [{"match": "*.biased"}]}, mine.parameters(), NAMES)
-    with pytest.raises(UserError, match=r"groups\[0\]: say which parameters"):
-        dense_optimizer({**config, "groups": [{"lr": 0.1}]}, mine.parameters(), NAMES)
+    for lacking in ({}, {"match": 3}, {"match": []}):
+        with pytest.raises(UserError, match=r"groups\[0\]: say which parameters"):
+            dense_optimizer({**config, "groups": [{"lr": 0.1, **lacking}]}, mine.parameters(), NAMES)
+    with pytest.raises(UserError, match="optim.dense.groups=3"):
+        dense_optimizer({**config, "groups": 3}, mine.parameters(), NAMES)
 
 
 MUON = {

@@ -14,6 +14,7 @@ from recpipe.config.compose import compose
 from recpipe.config.recipe import Recipe
 from recpipe.errors import UserError
 from recpipe.plugin.schedule import Schedule
+from recpipe.training import plateau
 from tests.setup.test_accumulating import SMALL, difference
 
 LAST = 14
@@ -194,6 +195,16 @@ def test_groups_and_several_optimizers_are_resumed_to_the_bit(tmp_path: Path) ->
     assert torch.equal(slow[bias], saved[bias]), "a group's new rate is the recipe's"
     with pytest.raises(UserError, match="dense parameters are in other groups: resume with the same"):
         trained(MUON[0], MUON[1].replace('"*.bias"', '["*.bias", "dense_arch*"]'), f"resume={tmp_path}")
+
+
+def test_a_plateau_knows_which_way_a_figure_is_better() -> None:
+    words = [
+        plateau.Plateau("x", 0.5, Schedule("plateau", monitor=f"val/{n}")).scheduler.mode
+        for n in ("auc", "ne")
+    ]
+    assert words == ["max", "min"]
+    with pytest.raises(UserError, match="which way val/mine is better is not known: set mode"):
+        plateau.Plateau("x", 0.5, Schedule("plateau", monitor="val/mine"))
 
 
 def test_two_who_set_the_dense_rate_are_refused() -> None:
