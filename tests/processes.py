@@ -133,12 +133,19 @@ def _run(
 
 
 @contextmanager
-def ranks(folder: Path, world: int, *arguments: str) -> Iterator[list[Child]]:
-    """``python -m recpipe arguments`` in ``world`` processes, with the environment of torchrun's ranks."""
+def ranks(folder: Path, world: int, *arguments: str, script: str | None = None) -> Iterator[list[Child]]:
+    """``python -m recpipe arguments``, or ``script``, in ``world`` processes, with the environment of
+    torchrun's ranks."""
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     shared = environment_of(world, store.port)
     children = [
-        Child(folder, *arguments, environment={**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)})
+        Child(
+            folder,
+            *arguments,
+            script=script,
+            environment={**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+            merged=script is not None,
+        )
         for rank in range(world)
     ]
     try:

@@ -37,6 +37,7 @@ from recpipe.data.sources import criteo
 from recpipe.data.sources.criteo import CriteoSource
 from recpipe.data.sources.npy import NpySource, triples
 from recpipe.data.sources.synthetic import SyntheticDataset
+from recpipe.distributed.launch import ProcessRank
 from recpipe.errors import DataError, UserError
 from recpipe.plugin.batch import Batch
 
@@ -139,10 +140,11 @@ def _open(config: DataConfig, seed: int, trained_by: Preparation | None) -> Data
         log.info("generating data: %s samples", f"{config.samples:,}")
         return SyntheticDataset(config, seed)
     if isinstance(config, StreamConfig):
-        from recpipe.data.stream.stream import Stream  # with pyarrow, which the others do without
+        from recpipe.data.stream.dealt import Dealt  # with pyarrow, which the others do without
+        from recpipe.data.stream.stream import Stream
 
         log.info("reading a stream: %s", config.path or config.topic)
-        return Stream(config)
+        return Stream(config) if ProcessRank.current().world == 1 else Dealt(partial(Stream, config))
     assert isinstance(config, FileConfig)
     log.info("reading data: %s", config.path)
     cache_dir = Path(config.cache_dir).expanduser() if config.cache_dir else None

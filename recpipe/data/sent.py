@@ -56,7 +56,7 @@ def unpacked(content: bytes) -> Sent:
         batch.validate(full=True)
     except (*READ_FAULTS, StopIteration) as fault:
         raise Damaged(f"it is no whole Arrow stream ({shown(fault, 200)})") from fault
-    if HEAD not in metadata or len(batch) != 1:
+    if HEAD not in metadata or (batch.num_columns and len(batch) != 1):
         raise Damaged("it has no head")
     stated = entries({"head": Any, "shapes": dict[str, tuple[int, ...]]}, parse_json(metadata[HEAD]))
     found = {name: column.flatten() for name, column in zip(batch.schema.names, batch.columns, strict=True)}

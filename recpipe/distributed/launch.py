@@ -108,7 +108,8 @@ def begin_run() -> None:
     _run += 1
 
 
-def _run_store() -> Store:
+def run_store() -> Store:
+    """The same for this run alone, on all of its ranks."""
     # Without the prefix a rank may read the gloo address of a group that has ended, from an earlier run
     # of its process, or of a process that is dead.
     return PrefixStore(f"recpipe_attempt_{ProcessRank.current().attempt}_run_{_run}", _store())
@@ -137,14 +138,14 @@ def first_to_say(message: str) -> bool:
     """Whether no other rank has printed ``message`` in this attempt, so that a user's error is printed
     once."""
     digest = hashlib.blake2b(message.encode(), digest_size=16).hexdigest()
-    return bool(_run_store().add(f"said_{digest}", 1) == 1)
+    return bool(run_store().add(f"said_{digest}", 1) == 1)
 
 
 def agreed_path(path: Path | None) -> Path | None:
     """Rank 0's ``path``, on every rank."""
     if ProcessRank.current().world == 1:
         return path
-    store = _run_store()
+    store = run_store()
     if ProcessRank.current().rank == 0:
         store.set("resume", str(path or ""))
     chosen = store.get("resume").decode()
@@ -158,7 +159,7 @@ def require_same_data(fingerprint: str) -> None:
     """
     if ProcessRank.current().world == 1:
         return
-    told = _run_store().compare_set("data", "", fingerprint).decode()
+    told = run_store().compare_set("data", "", fingerprint).decode()
     if told != fingerprint:
         raise UserError(
             "the ranks do not read the same data: data.path must name the same files on every machine; "
@@ -188,7 +189,7 @@ def joined(topology: Topology, emulation: Emulation, device: torch.device) -> It
         )
     dist.init_process_group(
         backends(device),
-        store=_run_store(),
+        store=run_store(),
         rank=process.rank,
         world_size=process.world,
         timeout=SILENCE,

@@ -254,8 +254,9 @@ class TrainLoader:
         made_there = self.device.type == "cuda" and any(map(on_gpu, leaves(batch)))
         with self._aside.stream(after=made_there):
             if isinstance(batch, BatchShare):
-                own = batch.scaled()
-                return InFlight(own, total=batch.total, alone=False, ids=self.inputs.each(own))
+                own, means = batch.scaled(), tuple(w / batch.total for w in batch.whole_weight)
+                ids = self.inputs.each(own)
+                return InFlight(own, total=batch.total, mean_weights=means, alone=False, ids=ids)
             size = consumed = batch_size(batch)
             if self.source.feed.batch:
                 batch = self.source.transform(batch)

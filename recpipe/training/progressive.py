@@ -6,10 +6,12 @@ import math
 from typing import Any
 
 import lightning as L
+import numpy as np
 import torch
 
 from recpipe.common.console import log
 from recpipe.data.dataset import WaitingStopped
+from recpipe.distributed.ranks import Channel
 from recpipe.errors import UserError
 from recpipe.model.call import Scored
 from recpipe.model.metrics import Quality, judged
@@ -72,7 +74,7 @@ class Progressive(L.Callback):
         """Close the last window."""
         assert isinstance(pl_module, RankingModule)
         pl_module.model.sees = None
-        if self._parts:
+        if (pl_module.totals.samples or 0) > self._first:
             self._close(trainer, pl_module)
 
     def on_exception(
@@ -89,7 +91,7 @@ class Progressive(L.Callback):
         for name, task in called.judged.items():
             label = called.label_of(name)
             own = [(scored[name], _of(called.labels.columns, label, means)) for scored, means in parts]
-            found[name] = _quality(own, task.kind)
+            found[name] = _quality(own, task.kind, module.trainers)
         first, *others = found.values()
         window = Window(trainer.global_step, samples, samples - self._first, first, found if others else {})
         self.windows.append(window)
@@ -109,10 +111,14 @@ def _of(columns: tuple[str, ...], name: str, means: tuple[float, ...]) -> float:
     return means[columns.index(name)] if name in columns and len(means) > 1 else means[0]
 
 
-def _quality(parts: list[tuple[Scored | None, float]], kind: Kind) -> Quality:
+def _quality(parts: list[tuple[Scored | None, float]], kind: Kind, trainers: Channel) -> Quality:
+    """Of what all trainers have scored, which is the same on each."""
     there = [(scored, mean) for scored, mean in parts if scored is not None]
-    empty = torch.empty(0)
-    predictions = torch.cat([empty, *(scored.prediction.float().cpu() for scored, _ in there)])
-    labels = torch.cat([empty, *(scored.labels.float().cpu() for scored, _ in there)])
-    weights = [scored.weights.cpu() * mean for scored, mean in there if scored.weights is not None]
-    return judged(kind, labels, predictions, torch.cat(weights) if weights else None)
+    weighted = any(scored.weights is not None for scored, _ in there)
+    columns = [scored.side_by_side() * torch.tensor([1.0, 1.0, mean]) for scored, mean in there]
+    own = torch.cat([torch.empty(0, 3), *columns])
+    if trainers.size > 1:
+        weighted = any(part[0] for part in trainers.gather(np.array([int(weighted)])))
+        own = torch.from_numpy(np.concatenate(trainers.gather(own.numpy())))
+    predictions, labels, weights = own.T.contiguous()
+    return judged(kind, labels, predictions, weights if weighted else None)

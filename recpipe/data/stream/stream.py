@@ -16,7 +16,7 @@ import numpy as np
 import pyarrow as pa
 import torch
 
-from recpipe.data.columns import BatchMaker, Columns
+from recpipe.data.columns import BatchMaker, Columns, Float32
 from recpipe.data.config import StreamConfig
 from recpipe.data.dataset import ENDLESS, Dataset, SplitName, WaitingStopped
 from recpipe.data.encoding import Encoding, element_of
@@ -34,7 +34,6 @@ from recpipe.data.stream.kafka import Kafka
 from recpipe.data.stream.nats import Nats
 from recpipe.data.stream.redis import Redis
 from recpipe.data.values import alike, whole_text
-from recpipe.distributed.launch import ProcessRank
 from recpipe.errors import DataError, UserError, shown
 from recpipe.plugin.batch import Batch
 
@@ -57,6 +56,15 @@ class _Batch(NamedTuple):
     """After its last sample."""
     last: bool
     """Whether the stream ends with it."""
+
+
+class Made(NamedTuple):
+    """A batch with rows of tables in the place of keys; how likely the drawn feature's ids are to be drawn,
+    if the recipe asks for it, float32 [n]; and whether the stream ends with it."""
+
+    columns: Columns
+    log_q: Float32 | None = None
+    last: bool = False
 
 
 class _Found:
@@ -82,10 +90,8 @@ class Stream(Dataset):
     def __init__(self, config: StreamConfig) -> None:
         """Wait for the first records, whose columns settle what the recipe leaves open.
 
-        ``UserError`` for several processes; ``DataError`` for features that would have to be learned.
+        ``DataError`` for features that would have to be learned.
         """
-        if ProcessRank.current().world > 1:
-            raise UserError("data=stream is read by one process: start it without torchrun")
         stated = None if config.encoded_as is None else _stated(config.encoded_as)
         features = config.described() if stated is None else stated.features
         if stated is None:
@@ -94,8 +100,10 @@ class Stream(Dataset):
         self._skip, self._idle = config.on_bad_row == "skip", config.idle if config.end == "stop" else None
         self.source = _source(config, features.columns)
         self._found, self._told = _Found(), set[str]()
+        self.stop_asked: Callable[[], bool] = lambda: False
+        """Whether another process wants training to wait no more, as ``interrupt`` does."""
         self._types: dict[str, tuple[pa.DataType, str]] = {}
-        first = self._first(features)
+        self._looked_at = first = self._first(features)
         if stated is None:
             self.encoding = Encoding(settled(features, self._types, partial(_text_of, first)))
         else:
@@ -142,8 +150,12 @@ class Stream(Dataset):
     ) -> Iterator[Batch]:
         """Batches from ``first`` on, whole, as their records arrive; the position of the first one must be
         known. ``WaitingStopped`` after ``interrupt``, in place of one that is not whole yet."""
-        if split != "train":
-            return
+        if split == "train":
+            for made in self.made(batch_size, first):
+                yield with_log_q(self._make(made.columns), made.log_q)
+
+    def made(self, batch_size: int, first: int) -> Iterator[Made]:
+        """The same before they are put together."""
         self._found = found = _Found()
         self.last_batch, self.interrupted = None, False
         start = self._positions[first]
@@ -155,16 +167,22 @@ class Stream(Dataset):
                 self._positions.pop(old, None)
             if batch.last:
                 self.last_batch = number
-            yield self._made(batch.columns)
+            log_q = None if self._drawn is None else self._log_q(batch.columns, self._drawn)
+            yield Made(self.encoding.to_rows(batch.columns), log_q, batch.last)
 
-    def _made(self, columns: Columns) -> Batch:
-        batch = self._make(self.encoding.to_rows(columns))
-        if self._drawn is None:
-            return batch
-        keys = columns.ids[:, self._drawn].astype(np.int64)
-        missing = bit_at(columns.missing, self._drawn, len(columns))
-        log_q = self._frequencies.log_q(keys, missing, self.read_ahead)
-        return replace(batch, log_q=torch.from_numpy(log_q))
+    def _log_q(self, columns: Columns, drawn: int) -> Float32:
+        keys, missing = columns.ids[:, drawn].astype(np.int64), bit_at(columns.missing, drawn, len(columns))
+        return self._frequencies.log_q(keys, missing, self.read_ahead)
+
+    @property
+    def draws(self) -> bool:
+        """Whether batches have ``log_q``."""
+        return self._drawn is not None
+
+    @property
+    def first(self) -> Columns:
+        """The samples of the first records that have come, with rows of tables, for looks before training."""
+        return self.encoding.to_rows(self._encoded(self._looked_at, _Found()).columns)
 
     def position_after(self, batches: int) -> dict[str, Offset]:
         """Where the first ``batches`` batches end."""
@@ -252,7 +270,7 @@ class Stream(Dataset):
         """Chunks with records as they arrive; they end after ``data.idle`` seconds without any."""
         since, told = monotonic(), False
         for chunk in self.source.chunks(start):
-            if self.interrupted:
+            if self.interrupted or self.stop_asked():
                 raise WaitingStopped
             if chunk is not None:
                 yield chunk
@@ -322,3 +340,8 @@ def _require_stated(features: Features) -> None:
 def _text_of(first: Chunk, feature: Feature) -> str:
     """What text of ids is: in files where all is text, whole numbers if the first rows are written so."""
     return "integer" if first.is_text and whole_text(first.rows[feature.source], feature) else "text"
+
+
+def with_log_q(batch: Batch, log_q: Float32 | None) -> Batch:
+    """``batch`` with ``log_q``, if there is one."""
+    return batch if log_q is None else replace(batch, log_q=torch.from_numpy(log_q))
