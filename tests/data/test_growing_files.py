@@ -157,6 +157,12 @@ def unlike(one: Path, other: Path) -> list[str]:
     return differ
 
 
+def test_a_plugin_that_asks_for_rows_before_training_is_one_line(folder: Path) -> None:
+    with pytest.raises(UserError, match="the ids of user, item get their rows then") as caught:
+        trained(folder, "fae", 5, "+plugin=fae", "tiers.resident_bytes=50%")
+    assert "\n" not in str(caught.value)
+
+
 def test_the_report_counts(folder: Path, whole: Path) -> None:
     data = json.loads((folder / "whole" / "report.json").read_text())
     user, item = data["data"]["growing"]["user"], data["data"]["growing"]["item"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from mmap import PAGESIZE
 from pathlib import Path
 
@@ -62,6 +63,27 @@ def test_a_row_that_changes_hands_has_its_weights_and_state_anew(name: str) -> N
     again = records_of([3, 1, 2], train=False)
     assert torch.equal(again, first[[2, 0, 1]])
     assert not again[:, DIM:].any()
+
+
+def test_a_models_own_first_values_are_made_once() -> None:
+    """A row that changes hands has them again, and no batch waits for those of the whole table."""
+    made, calls = np.random.default_rng(0).random((ROWS, DIM), np.float32), []
+
+    def first(start: int, stop: int) -> np.ndarray:
+        calls.append((start, stop))
+        return made[start:stop]
+
+    tables = tables_of(ROWS, DIM, OPTIMIZERS["adagrad"])
+    tables = replace(tables, tables=(replace(tables.tables[0], first=first),))
+    collection = ResidentCollection(tables, CPU, padded=False)
+    growing = GrowingTables({"a": Growth("t")}, ModelTables.single(tables), [collection], 1)
+    for number in range(6):
+        batch, plan = growing.plan(ids(list(range(8 * number, 8 * number + 8))))
+        growing.begin(plan)
+        rows = batch.values().numpy()
+        assert np.array_equal(collection.records_of(rows)[:, :DIM].numpy(), made[rows])
+        collection.lookup(batch).sum().backward()  # type: ignore[no-untyped-call]
+    assert calls == [(0, FIRST_ROW), (0, ROWS)]
 
 
 def in_memory() -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -13,6 +14,7 @@ from recpipe.plugin.errors import PluginError
 from recpipe.plugin.tables import Growth
 from recpipe.tables.dynamic.id_map import IdMap
 from recpipe.tables.dynamic.loops import DEFAULT_ROW, FIRST_ROW, MISSING_ROW
+from recpipe.tables.dynamic.saved import load_map, save_map
 
 HERE = "tests.tables.test_id_map"
 
@@ -137,6 +139,31 @@ def test_a_sketch_is_undone() -> None:
         rows, _ = own.plan(keys)
         own.undo(own.plan(ahead)[1])
         assert rows.tolist() == again.plan(keys)[0].tolist()
+
+
+@pytest.mark.parametrize(
+    "growth",
+    [
+        Growth("t", admit_after=3, evict="lfu"),
+        Growth("t", admit_after=3, admit_by="sketch"),
+        Growth("t", admit_probability=0.4, evict="age", max_age=2),
+    ],
+    ids=lambda growth: growth.admit_by + growth.evict,
+)
+def test_a_saved_map_decides_as_the_one_that_goes_on(growth: Growth, tmp_path: Path) -> None:
+    own, given = IdMap(growth, 40, 1), batches()
+    for keys in given[:30]:
+        own.plan(keys)
+    save_map(tmp_path, growth, 40, own.content.copied())
+    again, fresh = IdMap(growth, 40, 1), IdMap(growth, 40, 1)
+    again.load(load_map(tmp_path, growth, 40, 1))
+    others = []
+    for keys in given[30:]:
+        rows, same, other = (each.plan(keys)[0].tolist() for each in (own, again, fresh))
+        assert rows == same
+        others.append(rows == other)
+    assert not all(others)
+    assert own.content.figures == again.content.figures
 
 
 def test_chance_is_that_of_the_seed_and_of_each_sighting() -> None:

@@ -13,12 +13,14 @@ import zlib
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import accumulate, groupby, pairwise
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from recpipe.data.parts import kjts_in, with_kjts
@@ -52,14 +54,19 @@ class _Held:
         """The table itself."""
         return self.tables.tables[self.index]
 
+    @cached_property
+    def first(self) -> NDArray[np.float32] | None:
+        """The model's own first values, if it has some, float32 [rows, D]. They are kept: its initialiser
+        makes them for the whole table, which is no work for each batch."""
+        return None if self.table.first is None else self.table.first(0, self.table.rows)
+
     def records(self, rows: Rows, keys: Keys) -> torch.Tensor:
         """First records of ``rows``, which these ``keys`` have got, float32 [n, width]: weights of key and
         table alone, or where the model has first values of its own those of the row; optimizer state 0."""
         tables, table = self.tables, self.table
         made = np.zeros((len(rows), tables.layout.width), np.float32)
-        if table.first is not None:
-            low, high = int(rows.min()), int(rows.max()) + 1
-            made[:, : tables.dim] = table.first(low, high)[rows - low]
+        if self.first is not None:
+            made[:, : tables.dim] = self.first[rows]
         else:
             values = np.empty(len(rows) * tables.dim, np.float32)
             number = (tables.numbers or range(len(tables.tables)))[self.index]
