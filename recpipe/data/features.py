@@ -42,6 +42,8 @@ NO_VALUE = ("",)
 """Text that is no value, beside null and NaN."""
 WEIGHTED = "weighted_multi_hot"
 KINDS = ("dense", "vector", "timestamp", "id", "multi_hot", WEIGHTED, "sequence", "cross")
+OF_NUMBERS = ("dense", "vector", "timestamp")
+"""Kinds whose ``default`` is a number."""
 SCALES = ("none", "log", "log1p", "standard")
 HEX = "hexadecimal"
 IDS = ("hash", "modulo", "rows", "vocabulary")
@@ -541,6 +543,9 @@ def _features_of(value: object, where: str) -> list[Feature]:
     entry = {"parts" if key == "as" else key: own for key, own in mapping(value, where).items()}
     if "parts" in entry:  # so that a fault names the key that was written
         fitted(Parts, entry["parts"], f"{where}.as")
+    stated = entry.get("default")
+    if entry.get("kind") in OF_NUMBERS and isinstance(stated, int) and not isinstance(stated, bool):
+        entry["default"] = float(stated)  # of an id it is the text of one
     feature = typed(Feature, entry, where)
     if feature.kind != "timestamp":
         return [feature]

@@ -203,6 +203,18 @@ def test_a_cross_has_the_ids_of_its_features_together_in_their_order(tmp_path: P
     assert dataset.missing["both"] == sum(row == 0 for *_, row in pairs)
 
 
+def test_a_whole_number_is_a_default_of_numbers_and_of_ids(tmp_path: Path) -> None:
+    table = pa.table({"x": pa.array([None, 2.0] * 9), "item": pa.array([None, 7] * 9)})
+    found = opened(
+        tmp_path,
+        table,
+        {"name": "x", "kind": "dense", "default": -1},
+        {"name": "item", "rows": 99, "default": 7},
+    )
+    assert dense(found)[:2, 0].tolist() == [-1.0, 2.0]
+    assert len(set(ids(found, "item"))) == 1
+
+
 def test_a_missing_id_may_stand_for_another_one(tmp_path: Path) -> None:
     table = pa.table({"city": ["Köln", "", "Ulm", None] * 10, "zip": [7, None, 9, 7] * 10})
     features = [
