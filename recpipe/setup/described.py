@@ -16,7 +16,7 @@ from recpipe.common.console import log
 from recpipe.common.saved import read_json
 from recpipe.config.recipe import Recipe
 from recpipe.data.config import AUTO, FilesConfig, RecordsConfig, StreamConfig
-from recpipe.data.features import parse_features, read_content
+from recpipe.data.feature_yaml import parse_features, read_content
 from recpipe.distributed.launch import ProcessRank
 from recpipe.errors import UserError
 

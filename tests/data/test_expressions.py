@@ -14,7 +14,8 @@ import pytest
 from recpipe.data.config import FilesConfig
 from recpipe.data.dataset import Dataset
 from recpipe.data.expressions import parse_expression
-from recpipe.data.features import Label, parse_features
+from recpipe.data.feature_yaml import parse_features
+from recpipe.data.features import Label
 from recpipe.data.make import open_dataset
 from recpipe.data.preparation import Preparation
 from recpipe.errors import DataError, UserError

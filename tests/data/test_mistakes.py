@@ -15,7 +15,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from recpipe.data.config import FilesConfig, parse_config
-from recpipe.data.features import read_features
+from recpipe.data.feature_yaml import read_features
 from recpipe.data.make import open_dataset
 from recpipe.data.sources.transforms import hash_rows, string_keys
 from recpipe.errors import DataError, UserError

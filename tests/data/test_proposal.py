@@ -18,7 +18,7 @@ import pytest
 import yaml
 
 from recpipe.data.config import FilesConfig
-from recpipe.data.features import parse_features, read_features
+from recpipe.data.feature_yaml import parse_features, read_features
 from recpipe.data.make import open_dataset
 from recpipe.data.proposal import reading
 from recpipe.data.proposal import sample as sampling

@@ -13,7 +13,7 @@ import torch
 
 import recpipe
 from recpipe.answers.trained import Trained, open_trained
-from recpipe.data.features import parse_features
+from recpipe.data.feature_yaml import parse_features
 from recpipe.data.schema import Schema
 from recpipe.errors import DataError, UserError
 from recpipe.plugin.tables import SparseFeature

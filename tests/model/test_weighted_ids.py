@@ -22,7 +22,7 @@ from recpipe.answers.predict import PredictOptions, predict
 from recpipe.answers.score import Scorer
 from recpipe.answers.trained import Trained, open_trained
 from recpipe.common.files import lock_run_dir
-from recpipe.data.features import parse_features
+from recpipe.data.feature_yaml import parse_features
 from recpipe.data.make import open_dataset
 from recpipe.data.sources.transforms import hash_rows, string_keys
 from recpipe.errors import UserError

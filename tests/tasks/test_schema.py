@@ -20,7 +20,8 @@ from recpipe.checkpoint.trained_on import TrainedOn
 from recpipe.config.compose import compose
 from recpipe.config.recipe import Recipe
 from recpipe.data.config import FilesConfig
-from recpipe.data.features import Features, read_features
+from recpipe.data.feature_yaml import read_features
+from recpipe.data.features import Features
 from recpipe.errors import UserError
 from recpipe.run import run
 from recpipe.setup.described import with_features

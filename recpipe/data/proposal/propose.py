@@ -13,7 +13,8 @@ import yaml
 from recpipe.data.config import FilesConfig
 from recpipe.data.derived import derived_files
 from recpipe.data.expression_values import require_types, values_of
-from recpipe.data.features import Features, Label, parse_features
+from recpipe.data.feature_yaml import parse_features
+from recpipe.data.features import Features, Label
 from recpipe.data.files import RowChecks
 from recpipe.data.proposal.choose import Choice, choose, found_labels, require_name
 from recpipe.data.proposal.column import Column
