@@ -82,9 +82,9 @@ class _Rows:
 
     def require(self, ids: NDArray[np.integer]) -> None:
         """``BeyondTable`` for ids [n, F] that are rows and are not in their table."""
-        for feature in np.flatnonzero(self.rules == _RULES.index("unchanged")):
-            if len(ids) and int(ids[:, feature].max()) >= int(self.rows[feature]):
-                raise BeyondTable("an id of the prepared data is not in its table")
+        rows = self.rules == _RULES.index("unchanged")
+        if len(ids) and rows.any() and (ids.max(axis=0)[rows] >= self.rows[rows]).any():
+            raise BeyondTable("an id of the prepared data is not in its table")
 
     def of(self, ids: NDArray[np.integer], missing: NDArray[np.uint8] | None) -> NDArray[np.int64]:
         """The rows int64 [F, n] of ``ids`` [n, F]."""
@@ -92,7 +92,7 @@ class _Rows:
         if out.size:
             bits = np.empty(0, np.uint8) if missing is None else np.array(missing.reshape(-1))
             # Copies: a mapped file is read-only, for which the loop would be compiled once more.
-            keys = np.array(ids.reshape(-1))
+            keys = np.array(ids, order="C").reshape(-1)
             keys = keys.view(np.uint64) if keys.dtype == np.int64 else keys
             signed = ids.dtype.kind == "i"
             taken = rows_into(out.reshape(-1), keys, bits, self.rows, self.rules, signed)
@@ -102,6 +102,8 @@ class _Rows:
 
     def by_column(self, ids: NDArray[np.integer], missing: NDArray[np.uint8] | None) -> NDArray[np.integer]:
         """The rows [n, F] of ``ids`` [n, F], made by numpy; int32 unless some of them are keys."""
+        if missing is None and (self.rules == _RULES.index("unchanged")).all():
+            return ids
         keys = self.rules == _RULES.index(_KEYS)
         rows = np.empty(ids.shape, np.int64 if keys.any() else np.int32)
         gone = np.zeros(ids.shape, bool)

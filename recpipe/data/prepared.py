@@ -44,6 +44,8 @@ FORMAT_VERSION = 4
 META = "meta.json"
 AT_A_TIME = 1 << 20
 """Ids that are in memory at a time, when all are read."""
+IN_CACHE = 1 << 13
+"""Samples whose ids are made rows of at a time: some megabytes, which a core has at hand."""
 IDS, WORDS, MISSING = "ids.npy", "text.npy", "missing.npy"
 LABELS, WEIGHTS = "label.npy", "weights.npy"
 BLOCK = 1 << 22
@@ -291,8 +293,9 @@ class RowsDigest:
         """Add samples, as the source gives them; ``BeyondTable`` if one has an id that is in no table."""
         self._to_rows.require_rows(columns)
         kind = np.int64 if self._to_rows.keeps_keys else np.int32
-        for name, rows in self._to_rows.by_column(columns).items():
-            self._hashes[name].update(np.ascontiguousarray(rows, kind).data)
+        for low in range(0, len(columns), IN_CACHE):
+            for name, rows in self._to_rows.by_column(columns[low : low + IN_CACHE]).items():
+                self._hashes[name].update(np.ascontiguousarray(rows, kind).data)
 
     def of(self, meta: Meta) -> str:
         """The digest of all arrays of prepared data, whose samples were added."""
