@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import accumulate, pairwise
 from time import perf_counter
 from typing import Annotated, Any, cast
@@ -30,11 +31,11 @@ from recpipe.data.config import DataConfig, FilesConfig, SamplesConfig
 from recpipe.data.dataset import Dataset, SplitName
 from recpipe.data.files import RowChecks
 from recpipe.data.row_parts import RowParts
-from recpipe.data.schema import Schema
 from recpipe.data.split import WORDS
-from recpipe.errors import DataError, UserError, nearest_or_all, shown
+from recpipe.errors import DataError, UserError, shown
 from recpipe.model.metrics import judge
 from recpipe.model.scores import Kind, Scores
+from recpipe.model.sides import RowSlice, Sides, buckets, by_value
 from recpipe.report import figures
 from recpipe.report.environment import environment
 
@@ -42,8 +43,6 @@ log = logging.getLogger(__name__)
 SCHEMA = 1
 WHOLE = ("logloss", "pr_auc", "ece")
 """Figures that the table of slices leaves out: the first two move with a slice's share of clicks."""
-MISSING = "missing"
-"""The slice of rows without a value."""
 
 
 @dataclass(frozen=True)
@@ -61,45 +60,44 @@ class EvaluateOptions:
 
 def evaluate(trained: Trained, options: EvaluateOptions, run_dir: RunDir) -> dict[str, Any]:
     """Score the data of ``trained`` and return the content of evaluation.json."""
-    config = trained.cfg.data
+    config, asked = trained.cfg.data, trained.cfg.metrics
     if options.split == "all" and isinstance(config, SamplesConfig):
         trained = replace(trained, cfg=replace(trained.cfg, data=config.whole()))
     dataset = trained.dataset
-    asked = dataset.splits if options.split == "all" else (cast(SplitName, options.split),)
-    splits = [split for split in asked if split in dataset.splits and dataset.size(split)]
+    wanted = dataset.splits if options.split == "all" else (cast(SplitName, options.split),)
+    splits = [split for split in wanted if split in dataset.splits and dataset.size(split)]
     if not splits:
         key = "data.test_fraction" if options.split == "test" else "data.eval_fraction"
         raise UserError(f"split={options.split}: the data holds nothing out; set {key}, or take split=all")
     with trained.scoring(dataset, run_dir) as scoring:
         rows = sum(dataset.size(split) for split in splits)
-        slicer = of_batches = None
+        slicer, of_batches = None, list[tuple[str, str]]()
         if options.by is not None:
             slicer = slicer_of_files(trained, options.by, dataset, options.split)
             if slicer is None:  # no files have the column: the batches' own values are taken
-                slicer = of_batches = Slicer(options.by)
+                of_batches = [("by", options.by)]
+        sides = Sides.of_metrics(asked, dataset.schema, of_batches)
         log.info("scoring %s rows of %s", f"{rows:,}", trained.directory)
         started = perf_counter()
-        scores, labels, weights, losses = _collect(scoring, splits, rows, of_batches)
+        scores, labels, weights, losses, values = _collect(scoring, splits, rows, sides)
         seconds = perf_counter() - started
         unknown = scoring.unknown_ids
         kinds: dict[str, Kind] = {name: task.kind for name, task in scoring.tasks.items()}
     log.info("computing figures and intervals")
 
-    def judged(rows: Any) -> dict[str, dict[str, Any]]:
-        return {
-            name: judge(
-                Scores(kind, labels[rows, n], scores[rows, n], None if weights is None else weights[rows, n])
-            ).to_dict()
-            for n, (name, kind) in enumerate(kinds.items())
-        }
+    def judged(n: int, kind: Kind, rows: Any) -> dict[str, Any]:
+        weight = None if weights is None else weights[rows, n]
+        groups = None if asked.group is None else values[rows, 0]
+        return judge(Scores(kind, labels[rows, n], scores[rows, n], weight, groups), asked).to_dict()
+
+    def of_tasks(rows: Any) -> dict[str, Any]:
+        return {name: judged(n, kind, rows) for n, (name, kind) in enumerate(kinds.items())}
 
     by = None
-    if slicer is not None:
-        slices = [
-            {"value": part.name, "tasks": judged(torch.from_numpy(part.rows.astype(np.int64)))}
-            for part in slicer.slices(options.by_top)
-        ]
-        by = {"column": slicer.column, "slices": slices}
+    if options.by is not None:
+        parts = sides.slices(values, -1, options.by_top) if slicer is None else slicer.slices(options.by_top)
+        slices = [{"value": part.name, "tasks": of_tasks(torch.from_numpy(part.rows))} for part in parts]
+        by = {"column": options.by, "slices": slices}
     path = getattr(trained.cfg.data, "path", None)
     return {
         "schema": SCHEMA,
@@ -117,7 +115,15 @@ def evaluate(trained: Trained, options: EvaluateOptions, run_dir: RunDir) -> dic
         },
         "loss": float(sum(loss / total for loss, total in losses if total)),
         "weighted": weights is not None,
-        "tasks": {name: {"kind": kinds[name], **own} for name, own in judged(slice(None)).items()},
+        "level": asked.intervals,
+        "tasks": {
+            name: {
+                "kind": kind,
+                **judged(n, kind, slice(None)),
+                "slices": sides.told(values, asked, partial(judged, n, kind)),
+            }
+            for n, (name, kind) in enumerate(kinds.items())
+        },
         "by": by,
         "seconds": seconds,
         "samples_per_second": len(scores) / seconds,
@@ -126,19 +132,20 @@ def evaluate(trained: Trained, options: EvaluateOptions, run_dir: RunDir) -> dic
 
 
 def _collect(
-    scoring: Scoring, splits: list[SplitName], rows: int, slicer: Slicer | None
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, NDArray[np.float64]]:
-    """Scores and labels float32 [N, T] of all samples, their weights if they have any, and the sums of losses
-    and of weights (``Scored.losses``); ``slicer`` gets the batches' own values."""
+    scoring: Scoring, splits: list[SplitName], rows: int, sides: Sides
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, NDArray[np.float64], torch.Tensor]:
+    """Scores and labels float32 [N, T] of all samples, their weights if they have any, the sums of losses and
+    of weights (``Scored.losses``), and the values of ``sides``, int64 [N, columns]."""
     tasks, started = len(scoring.tasks), perf_counter()
     scores, labels = [torch.empty(0, tasks)], [torch.empty(0, tasks)]
     weights, losses, done = list[torch.Tensor](), np.zeros((1, 2)), 0
+    values = [torch.empty((0, len(sides.columns)), dtype=torch.int64)]
 
     def batches() -> Iterator[Any]:
         for split in splits:
             for batch in scoring.batches(split):
-                if slicer is not None:
-                    add_of_batch(slicer, batch, scoring.dataset.schema)
+                if sides.columns:
+                    values.append(sides.of(batch))
                 yield batch
 
     with Meter() as meter:
@@ -154,7 +161,8 @@ def _collect(
             if meter.due:
                 speed = done / (perf_counter() - started)
                 meter.show(done / rows, f"evaluating  {done:,} rows  {speed:,.0f} rows/s")
-    return torch.cat(scores), torch.cat(labels), torch.cat(weights) if weights else None, losses
+    own = torch.cat(weights) if weights else None
+    return torch.cat(scores), torch.cat(labels), own, losses, torch.cat(values)
 
 
 def print_evaluation(content: Mapping[str, Any]) -> None:
@@ -167,9 +175,11 @@ def print_evaluation(content: Mapping[str, Any]) -> None:
 
     def draw(out: Console) -> None:
         out.print(table)
-        if content["by"]:
-            for task in content["tasks"]:
-                out.print(_sliced(content["by"], task, len(content["tasks"]) > 1))
+        several = len(content["tasks"]) > 1
+        for name, task in content["tasks"].items():
+            for part in [*([_of_task(content["by"], name)] if content["by"] else []), *task["slices"]]:
+                title = f"{part['column']}{f' ({name})' if several else ''}"
+                out.print(_sliced(title, part["slices"]))
 
     show(draw)
 
@@ -190,23 +200,28 @@ def _rows(content: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
         for figure, found in task["figures"].items():
             text = figures.decimal(found["value"], 5)
             if found["low"] is not None:
-                text = f"{text}   95%: {found['low']:.5f} to {found['high']:.5f}"
+                text = f"{text}   {100 * content['level']:g}%: {found['low']:.5f} to {found['high']:.5f}"
             yield f"{title}{figures.title(figure)}", text
     yield "speed", f"{figures.count(content['samples_per_second'])} rows/s"
 
 
-def _sliced(by: Mapping[str, Any], task: str, several: bool) -> Table:
+def _of_task(by: Mapping[str, Any], task: str) -> dict[str, Any]:
+    """``by`` of evaluation.json in the form of a task's ``slices``."""
+    slices = [{"value": part["value"], **part["tasks"][task]} for part in by["slices"]]
+    return {"column": by["column"], "slices": slices}
+
+
+def _sliced(title: str, slices: Sequence[Mapping[str, Any]]) -> Table:
     """One line for each slice: rows, positives and figures, each with half the width of its interval."""
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    table.add_column(f"{by['column']}{f' ({task})' if several else ''}", overflow="fold")
-    first = by["slices"][0]["tasks"][task]
+    table.add_column(title, overflow="fold")
+    first = slices[0]
     names = [name for name in first["figures"] if name not in WHOLE]
     for name in ("rows", *(["positives"] if first["positives"] is not None else [])):
         table.add_column(name, justify="right", no_wrap=True)
     for name in names:
         table.add_column(figures.title(name), justify="right", no_wrap=True)
-    for part in by["slices"]:
-        own = part["tasks"][task]
+    for own in slices:
         counts = [figures.short(own["samples"])]
         counts += [] if first["positives"] is None else [figures.short(own["positives"])]
         cells = []
@@ -216,16 +231,8 @@ def _sliced(by: Mapping[str, Any], task: str, several: bool) -> Table:
             if found is not None and found["low"] is not None and found["high"] is not None:
                 text = f"{text}±{(found['high'] - found['low']) / 2:.3f}"
             cells.append(text)
-        table.add_row(Text(part["value"]), *counts, *cells)
+        table.add_row(Text(own["value"]), *counts, *cells)
     return table
-
-
-@dataclass(frozen=True)
-class RowSlice:
-    """The rows of one value or bucket, by their numbers among those scored."""
-
-    name: str
-    rows: NDArray[np.int64]
 
 
 class Slicer:
@@ -254,35 +261,9 @@ class Slicer:
         rows."""
         codes = np.concatenate(self._parts)
         if self._numeric:
-            yield from _buckets(codes, top)
+            yield from buckets(codes, top)
             return
-        counts = np.bincount(codes, minlength=len(self._codes))
-        words = list(self._codes)
-        order = np.argsort(-counts, kind="stable")
-        order = order[counts[order] > 0]
-        for code in order[:top].tolist():
-            word = words[code]
-            yield RowSlice(MISSING if word is None else shown(word), np.flatnonzero(codes == code))
-        rest = order[top:]
-        if len(rest):
-            yield RowSlice(f"{len(rest):,} other values", np.flatnonzero(np.isin(codes, rest)))
-
-
-def _buckets(values: NDArray[np.float32], top: int) -> Iterator[RowSlice]:
-    known = values[~np.isnan(values)]
-    if len(known):
-        edges = np.unique(np.quantile(known, np.linspace(0, 1, top + 1)[1:-1])).astype(np.float32)
-        edges = edges[edges > known.min()]
-        which = np.searchsorted(edges, values, side="right")
-        bounds = [float(known.min()), *edges.tolist(), float(known.max())]
-        for number in range(len(edges) + 1):
-            low, high = bounds[number], bounds[number + 1]
-            last = number == len(edges)
-            rows = np.flatnonzero((which == number) & ~np.isnan(values))
-            yield RowSlice(f"[{low:g}, {high:g}{']' if last else ')'}", rows)
-    missing = np.flatnonzero(np.isnan(values))
-    if len(missing):
-        yield RowSlice(MISSING, missing)
+        yield from by_value(codes, list(self._codes), top)
 
 
 def slicer_of_files(trained: Trained, column: str, dataset: Dataset, part: str) -> Slicer | None:
@@ -345,22 +326,3 @@ def _values_of_part(config: DataConfig, column: str, dataset: Dataset, part: str
 def _batches(config: DataConfig, names: Sequence[str]) -> Iterator[pa.RecordBatch]:
     for block in read_columns(config, names):
         yield from block.to_batches()
-
-
-def add_of_batch(slicer: Slicer, batch: Any, schema: Schema | None) -> None:
-    """Add a batch's own values of the column: rows of a table, or dense values as the model sees them."""
-    name = slicer.column
-    if schema is None:
-        raise DataError(
-            f"by={shown(name)}: the batches are of a type of the caller's own, whose columns are not known"
-        )
-    dense, sparse = schema.dense, [feature.name for feature in schema.sparse]
-    if name in dense:
-        slicer.add(pa.array(batch.dense[:, dense.index(name)].cpu().numpy()), True)
-    elif name in sparse:
-        ids = batch.sparse[name]
-        if not bool((ids.lengths() == 1).all()):
-            raise DataError(f"by={shown(name)}: the column holds lists, not one value a row; choose another")
-        slicer.add(pa.array(ids.values().cpu().numpy()), False)
-    else:
-        raise DataError(f"by={shown(name)}: no such column; {nearest_or_all(name, [*dense, *sparse])}")

@@ -23,7 +23,7 @@ from recpipe.plugin.load import activate
 
 T = TypeVar("T")
 RUN_DIR = "hydra.run.dir"
-FREE = ("data", "tiers", "trainer", "seed")
+FREE = ("data", "tiers", "trainer", "metrics", "seed")
 """Sections of the recipe that may differ from training."""
 OF_OUTPUT = ("model.prediction", "model.labels")
 """Keys of the model that say where its output and labels are, and may differ as well."""
@@ -56,7 +56,7 @@ def parted(words: Sequence[str], kind: type[T], command: str) -> tuple[T, list[s
         if word.startswith("-") or not equals:
             raise UserError(
                 f"recpipe {command} takes key=value after the checkpoint, not '{shown(word)}'; its options "
-                f"are {', '.join(sorted(own))}, beside those of data, tiers and trainer"
+                f"are {', '.join(sorted(own))}, beside those of data, tiers, trainer and metrics"
             )
         if key not in own and key != RUN_DIR:
             if key not in FREE and (hint := did_you_mean(key, own)):
@@ -139,6 +139,8 @@ def scoring_recipe(trained: TrainedOn, words: Sequence[str]) -> Recipe:
         tiers["policy"] = "lru"
     backend = {"backend": saved["trainer"]["backend"]}
     values["trainer"] = _laid_over(fresh["trainer"] | backend, fresh, chosen, "trainer")
+    told = fresh["metrics"] | saved.get("metrics", {})
+    values["metrics"] = _laid_over(told, fresh, chosen, "metrics")
     return Recipe.of(OmegaConf.create({**values, "plugins": {}}))
 
 

@@ -25,7 +25,7 @@ from recpipe.config.task import (
 from recpipe.data.config import DataConfig, RecordsConfig, parse_config
 from recpipe.distributed.launch import Topology
 from recpipe.errors import UserError
-from recpipe.model.config import ModelConfig, UserModel, parse_model
+from recpipe.model.config import MetricsConfig, ModelConfig, UserModel, parse_model
 from recpipe.model.loss import is_one, named_loss
 from recpipe.plugin.offers import is_offered, offered
 from recpipe.tables.config import TierConfig
@@ -62,6 +62,7 @@ class Recipe:
     tiers: TierConfig
     optim: OptimConfig
     trainer: TrainerConfig
+    metrics: MetricsConfig
     topology: Topology
     task: TaskConfig
     compare: CompareConfig | None
@@ -96,6 +97,7 @@ class Recipe:
             tiers=typed(TierConfig, _present(values, "tiers"), "tiers"),
             optim=typed(OptimConfig, _present(values, "optim"), "optim"),
             trainer=trainer,
+            metrics=typed(MetricsConfig, section("metrics", {}), "metrics"),
             topology=typed(Topology, section("topology", {}), "topology"),
             task=task,
             compare=typed(CompareConfig, _present(values, "compare"), "compare") if compares else None,

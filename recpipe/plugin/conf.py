@@ -29,6 +29,7 @@ CORE_KEYS = frozenset(
         "compose",
         "data",
         "hydra",
+        "metrics",
         "model",
         "optim",
         "overwrite",

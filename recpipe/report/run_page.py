@@ -11,6 +11,7 @@ from omegaconf import OmegaConf
 
 from recpipe.common.meter import counting
 from recpipe.report import figures, html, plots, profiled
+from recpipe.report.evaluated import evaluated
 from recpipe.report.figures import VERDICT, labelled, qualities
 from recpipe.report.page import Folded, Head, Line, Page, Part, Plot, Section, Table, environment, pairs
 from recpipe.report.plots import Axis
@@ -96,6 +97,7 @@ def _sections(report: Mapping[str, Any]) -> Iterator[Section]:
     if report.get("profile"):
         yield from profiled.sections(report["profile"])
     yield Section("Learning", [learning(report) + progressive(report) + calibration(report)])
+    yield Section("Figures of the last evaluation, and their intervals", evaluated(report))
     yield Section("Speed", [speed(report)])
     for name, values in report["plugins"].items():
         yield Section(name, _plugin(values))

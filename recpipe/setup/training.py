@@ -100,6 +100,7 @@ class Training:
             backend,
             assembly.around_step if assembly.step else nullcontext,
             Clipping.of(cfg.trainer),
+            cfg.metrics,
         )
         if run.leads and cfg.task.export_predictions is not None:
             self.module.evaluation.write_to(Path(cfg.task.export_predictions))

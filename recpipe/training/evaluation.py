@@ -16,10 +16,13 @@ import numpy.typing as npt
 import torch
 
 from recpipe.data.parts import batch_size
+from recpipe.data.schema import Schema
 from recpipe.distributed.ranks import Channel
 from recpipe.errors import Interruption, UserError
 from recpipe.model.background import BackgroundQuality
+from recpipe.model.config import MetricsConfig
 from recpipe.model.metrics import LOSS, Quality
+from recpipe.model.sides import Sides
 from recpipe.pipeline.placed import PlacedModel
 from recpipe.tables.proxy import handing_out
 
@@ -41,13 +44,23 @@ class Stop:
 class Evaluation:
     """Judges a ``model`` on held-out batches, time and again.
 
-    ``trainers``: the channel between the trainers, each of which has its share of every batch.
+    ``trainers``: the channel between the trainers, each of which has its share of every batch; ``asked``:
+    what is told beside the figures that every evaluation has, of batches whose columns ``schema`` describes.
     """
 
-    def __init__(self, model: PlacedModel, trainers: Channel, stop: Stop) -> None:
+    def __init__(
+        self,
+        model: PlacedModel,
+        trainers: Channel,
+        stop: Stop,
+        asked: MetricsConfig | None = None,
+        schema: Schema | None = None,
+    ) -> None:
         self.model, self.trainers, self.stop = model, trainers, stop
+        self.asked = asked or MetricsConfig()
+        self.sides = Sides.of_metrics(self.asked, schema)
         kinds = {name: task.kind for name, task in model.called.judged.items()}
-        self.quality = {name: BackgroundQuality(kind) for name, kind in kinds.items()}
+        self.quality = {name: BackgroundQuality(kind, self.asked, self.sides) for name, kind in kinds.items()}
         """Of each label, by name."""
         self.figures: dict[str, Quality] | None = None
         """The quality of the latest evaluation by label, the same on all trainers; None until it is complete.
@@ -72,8 +85,11 @@ class Evaluation:
 
     def judged(self) -> dict[str, dict[str, Any]]:
         """Of each label, what is told of the latest evaluation beside ``figures``, for report.json."""
-        found = {name: quality.judged for name, quality in self.quality.items()}
-        return {name: own.to_dict() for name, own in found.items() if own is not None and own.figures}
+        return {
+            name: {**quality.judged.to_dict(), "slices": quality.slices}
+            for name, quality in self.quality.items()
+            if quality.judged is not None and quality.judged.figures
+        }
 
     def write_to(self, folder: Path) -> None:
         """Write the predictions of each evaluation there: of the first label, and of others in a folder of
@@ -86,7 +102,7 @@ class Evaluation:
 
         Raises ``EvaluationStopped`` if any trainer was asked to stop.
         """
-        losses, scored = self._judged(batch)
+        losses, scored, values = self._judged(batch)
         if self.stop.agreed:
             raise EvaluationStopped
         for number, (name, quality) in enumerate(self.quality.items()):
@@ -95,7 +111,9 @@ class Evaluation:
                 loss = loss / np.maximum(total, 1) * total.sum()
             quality.add_loss(float(loss.sum()), float(total.sum()))
             if name in scored:
-                quality.add(*scored[name].unbind(1))
+                columns = scored[name].unbind(1)
+                weights = columns[2] if len(columns) > 2 else None
+                quality.add(columns[0], columns[1], weights, values)
         if not last:
             return
         # Made here and not when the epoch ends: Lightning repeats an evaluation that stopped in a step.
@@ -105,8 +123,8 @@ class Evaluation:
         own = [each.result() if each.done() else {} for each in promised]
         # The first trainer's figures, on all of them, since callbacks that monitor them must decide alike.
         # Their names are the same on all, which have judged the same predictions.
-        values = chain.from_iterable(each.values() for each in own)
-        told = self.trainers.gather(np.array([*values, self.stop.asked], np.float64))
+        found = chain.from_iterable(each.values() for each in own)
+        told = self.trainers.gather(np.array([*found, self.stop.asked], np.float64))
         self.stop.agreed = any(bool(part[-1]) for part in told)
         if self.stop.agreed:
             raise EvaluationStopped
@@ -115,13 +133,18 @@ class Evaluation:
             label: {name: next(first) for name in each} for label, each in zip(self.quality, own, strict=True)
         }
 
-    def _judged(self, batch: Any) -> tuple[npt.NDArray[np.float64], dict[str, torch.Tensor]]:
-        """Of each trainer and label the sums of losses and of weights, [trainers, labels, 2], and of those
-        that are scored the predictions, labels and, if there are any, weights of all trainers, [B, 2] or
-        [B, 3]. The message that gathers them tells which trainers were asked to stop."""
+    def _judged(
+        self, batch: Any
+    ) -> tuple[npt.NDArray[np.float64], dict[str, torch.Tensor], torch.Tensor | None]:
+        """Of each trainer and label the sums of losses and of weights, [trainers, labels, 2]; of those that
+        are scored the predictions, labels and, if there are any, weights of all trainers, [B, 2] or [B, 3];
+        and their values of ``sides``. The message that gathers them tells which trainers were asked to
+        stop."""
         samples, names = batch_size(batch), list(self.quality)
         losses, found = torch.zeros((len(names), 2), dtype=torch.float64), dict[str, torch.Tensor]()
         width = 3 if self.model.called.weighs(batch) else 2
+        wide = len(self.sides.columns)
+        values = torch.empty((0, wide), dtype=torch.int64)
         # Other ranks take part in the lookups, even if this share has no samples.
         rows = self.model.look_up(batch) if self.trainers.size > 1 else {}
         if samples:
@@ -130,18 +153,27 @@ class Evaluation:
             losses[: len(judgement.losses)] = judgement.losses  # one alone if the module gives its own
             scored = {name: each for name, each in judgement.tasks.items() if each is not None}
             found = {name: each.side_by_side() for name, each in scored.items()}
+            if wide:
+                values = self.sides.of(batch)
         if self.trainers.size == 1:
             self.stop.agreed = self.stop.asked
-            return losses[None].numpy(), {name: own[:, :width] for name, own in found.items()}
+            scores = {name: own[:, :width] for name, own in found.items()}
+            return losses[None].numpy(), scores, values if wide else None
         sizes = torch.tensor([float(self.stop.asked), *(len(found.get(name, ())) for name in names)])
-        told = [sizes, losses.reshape(-1).view(torch.float32), *(own.reshape(-1) for own in found.values())]
-        parts = self.trainers.gather(torch.cat(told).numpy())
+        own = [losses, values, *found.values()]
+        told = [sizes, *(part.reshape(-1).view(torch.float32) for part in own)]
+        parts = self.trainers.gather(torch.cat([*told, torch.tensor([float(len(values))])]).numpy())
         self.stop.agreed = any(bool(part[0]) for part in parts)
         first, rest = 1 + len(names), 1 + 5 * len(names)
         all_losses = np.stack([part[first:rest].view(np.float64).reshape(-1, 2) for part in parts])
+        ends = [rest + 2 * wide * int(part[-1]) for part in parts]
         every = [
-            np.split(part[rest:].reshape(-1, 3), np.cumsum(part[1:first].astype(np.int64))[:-1])
-            for part in parts
+            np.split(part[end:-1].reshape(-1, 3), np.cumsum(part[1:first].astype(np.int64))[:-1])
+            for part, end in zip(parts, ends, strict=True)
         ]
         joined = {name: np.concatenate([own[n] for own in every]) for n, name in enumerate(names)}
-        return all_losses, {name: torch.from_numpy(own[:, :width]) for name, own in joined.items()}
+        scores = {name: torch.from_numpy(own[:, :width]) for name, own in joined.items()}
+        if not wide:
+            return all_losses, scores, None
+        sides = [part[rest:end].view(np.int64) for part, end in zip(parts, ends, strict=True)]
+        return all_losses, scores, torch.from_numpy(np.concatenate(sides).reshape(-1, wide))

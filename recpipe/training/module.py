@@ -20,6 +20,7 @@ from recpipe.common.timing import phase
 from recpipe.data.parts import batch_size, tensors_of
 from recpipe.distributed.ranks import Channel, Ranks
 from recpipe.errors import UserError
+from recpipe.model.config import MetricsConfig
 from recpipe.pipeline.batch import InFlight
 from recpipe.pipeline.cuda_graph import record_steps
 from recpipe.pipeline.loader import TrainLoader
@@ -89,6 +90,7 @@ class RankingModule(L.LightningModule):
         backend: Backend | None = None,
         around_step: Callable[[Any], AbstractContextManager[None]] = nullcontext,
         clipping: Clipping | None = None,
+        metrics: MetricsConfig | None = None,
     ) -> None:
         super().__init__()
         self.automatic_optimization = False
@@ -102,7 +104,8 @@ class RankingModule(L.LightningModule):
         self._several = self.trainers.size > 1
         self.stop = Stop()
         self.dense = model.dense
-        self.evaluation = Evaluation(model, self.trainers, self.stop)
+        schema = loader.source.dataset.schema
+        self.evaluation = Evaluation(model, self.trainers, self.stop, metrics, schema)
         self.step_times = StepTimes(loader.device)
         self.backend = backend or Backend("plain", model, {})
         self.totals = Totals()

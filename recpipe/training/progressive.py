@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import lightning as L
@@ -14,8 +15,9 @@ from recpipe.data.dataset import WaitingStopped
 from recpipe.distributed.ranks import Channel
 from recpipe.errors import UserError
 from recpipe.model.call import Scored
-from recpipe.model.metrics import Quality, judged
-from recpipe.model.scores import Kind
+from recpipe.model.config import MetricsConfig
+from recpipe.model.metrics import Quality, judge
+from recpipe.model.scores import Kind, Scores
 from recpipe.pipeline.batch import InFlight
 from recpipe.report.figures import labelled
 from recpipe.report.record import Window
@@ -35,8 +37,8 @@ class Progressive(L.Callback):
         self.size = size
         self.windows: list[Window] = []
         self._module: RankingModule | None = None
-        self._parts: list[tuple[dict[str, Scored | None], tuple[float, ...]]] = []
-        """The predictions of each part that was trained, and the mean weights of its batch."""
+        self._parts: list[tuple[dict[str, Scored | None], tuple[float, ...], torch.Tensor | None]] = []
+        """The predictions of each part that was trained, the mean weights of its batch, and its groups."""
         self._weights: tuple[float, ...] = ()
         self._first = 0
         """Samples of the run when the window began."""
@@ -54,7 +56,9 @@ class Progressive(L.Callback):
 
     def _see(self, batch: Any, output: Any) -> None:
         assert self._module is not None
-        self._parts.append((self._module.model.called.scored(output, batch), self._weights))
+        scored, evaluation = self._module.model.called.scored(output, batch), self._module.evaluation
+        groups = None if evaluation.asked.group is None else evaluation.sides.of(batch)[:, 0]
+        self._parts.append((scored, self._weights, groups))
 
     def on_train_batch_start(
         self, trainer: L.Trainer, pl_module: L.LightningModule, batch: InFlight, batch_idx: int
@@ -90,8 +94,9 @@ class Progressive(L.Callback):
         found = {}
         for name, task in called.judged.items():
             label = called.label_of(name)
-            own = [(scored[name], _of(called.labels.columns, label, means)) for scored, means in parts]
-            found[name] = _quality(own, task.kind, module.trainers)
+            columns = called.labels.columns
+            own = [(each[name], _of(columns, label, means), groups) for each, means, groups in parts]
+            found[name] = _quality(own, task.kind, module.trainers, module.evaluation.asked)
         first, *others = found.values()
         window = Window(trainer.global_step, samples, samples - self._first, first, found if others else {})
         self.windows.append(window)
@@ -111,14 +116,25 @@ def _of(columns: tuple[str, ...], name: str, means: tuple[float, ...]) -> float:
     return means[columns.index(name)] if name in columns and len(means) > 1 else means[0]
 
 
-def _quality(parts: list[tuple[Scored | None, float]], kind: Kind, trainers: Channel) -> Quality:
+def _quality(
+    parts: list[tuple[Scored | None, float, torch.Tensor | None]],
+    kind: Kind,
+    trainers: Channel,
+    asked: MetricsConfig,
+) -> Quality:
     """Of what all trainers have scored, which is the same on each."""
-    there = [(scored, mean) for scored, mean in parts if scored is not None]
-    weighted = any(scored.weights is not None for scored, _ in there)
-    columns = [scored.side_by_side() * torch.tensor([1.0, 1.0, mean]) for scored, mean in there]
+    there = [(scored, mean, groups) for scored, mean, groups in parts if scored is not None]
+    weighted = any(scored.weights is not None for scored, *_ in there)
+    columns = [scored.side_by_side() * torch.tensor([1.0, 1.0, mean]) for scored, mean, _ in there]
     own = torch.cat([torch.empty(0, 3), *columns])
+    groups = torch.cat([torch.empty(0, dtype=torch.int64), *(each for *_, each in there if each is not None)])
     if trainers.size > 1:
         weighted = any(part[0] for part in trainers.gather(np.array([int(weighted)])))
         own = torch.from_numpy(np.concatenate(trainers.gather(own.numpy())))
+        groups = torch.from_numpy(np.concatenate(trainers.gather(groups.numpy())))
     predictions, labels, weights = own.T.contiguous()
-    return judged(kind, labels, predictions, weights if weighted else None)
+    scores = Scores(
+        *(kind, labels, predictions, weights if weighted else None),
+        groups=None if asked.group is None else groups,
+    )
+    return judge(scores, replace(asked, intervals=None)).quality

@@ -18,7 +18,6 @@ from torchrec.modules.embedding_modules import EmbeddingBagCollection
 
 import recpipe
 from recpipe import cli
-from recpipe.answers.evaluate import Slicer, add_of_batch
 from recpipe.answers.trained import open_trained
 from recpipe.checkpoint.manifest import TRAINER, seal
 from recpipe.checkpoint.table_io import RECIPE, load_trainer, newest, save_trainer
@@ -187,11 +186,6 @@ def test_slices_of_npy_files_and_of_batches_of_a_caller(tmp_path: Path) -> None:
         recpipe.evaluate(tmp_path / "run", None, "by=C33", quiet=True)
 
 
-def test_the_columns_of_a_callers_own_type_are_not_known() -> None:
-    with pytest.raises(DataError, match="by=a: the batches are of a type of the caller's own"):
-        add_of_batch(Slicer("a"), object(), None)
-
-
 class Two(nn.Module):
     """Two outputs of one tower: whether a sample is clicked, and its price."""
 
@@ -232,7 +226,7 @@ def test_a_model_of_ones_own_with_two_tasks(tmp_path: Path) -> None:
         content, "price"
     )
     assert content["loss"] == pytest.approx(run.report["quality"]["loss"], rel=1e-6)
-    assert set(figures(content, "click")) == {"auc", "logloss", "ne", "calibration"}
+    assert set(figures(content, "click")) == {"auc", "pr_auc", "logloss", "ne", "calibration", "ece"}
     assert set(figures(content, "price")) == {"mse", "rmse", "mae", "calibration"}
     scores = recpipe.predict(folder, held_out, "scores=raw", model=Two(), quiet=True)
     assert scores.shape == (200, 2)

@@ -158,7 +158,9 @@ def told(stop: int, loss: float, *scored: tuple[float, float]) -> np.ndarray:
     and predictions and labels."""
     losses = np.array([loss, len(scored)], np.float64).view(np.float32)
     rows = [value for prediction, label in scored for value in (prediction, label, 1)]
-    return np.concatenate([np.array([stop, len(scored)], np.float32), losses, np.array(rows, np.float32)])
+    return np.concatenate(
+        [np.array([stop, len(scored)], np.float32), losses, np.array([*rows, 0], np.float32)]
+    )
 
 
 QUIET = told(0, 3, (0.5, 1), (-2, 0))

@@ -25,7 +25,8 @@ from recpipe.data.stream.chunks import Position
 from recpipe.data.stream.stream import Stream
 from recpipe.errors import UserError
 from recpipe.model.call import Scored
-from recpipe.model.metrics import judged
+from recpipe.model.metrics import judge, judged
+from recpipe.model.scores import Scores
 from recpipe.report import run_page, run_plots
 from recpipe.run import run
 from recpipe.tables.proxy import handing_out
@@ -277,6 +278,7 @@ def test_samples_are_judged_before_they_are_trained(incoming, tmp_path, weighted
             write(incoming, number, weight=True)
     scored: list[tuple[torch.Tensor, ...]] = []
     later: list[torch.Tensor] = []
+    users: list[torch.Tensor] = []
     step = RankingModule.training_step
 
     def scores(model, batch) -> Scored:
@@ -288,6 +290,7 @@ def test_samples_are_judged_before_they_are_trained(incoming, tmp_path, weighted
 
     def score_first(self, batch, index):
         samples, means = batch.batch, batch.mean_weights or (1.0,)
+        users.append(samples.sparse["user"].values().clone())
         judged = scores(self.model, samples)
         weights = torch.ones_like(judged.labels) if judged.weights is None else judged.weights * means[0]
         scored.append((judged.prediction.clone(), judged.labels.clone(), weights))
@@ -297,11 +300,12 @@ def test_samples_are_judged_before_they_are_trained(incoming, tmp_path, weighted
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(RankingModule, "training_step", score_first)
-        trained(tmp_path, "judged")
+        trained(tmp_path, "judged", "metrics.group=user")
     windows = report(tmp_path / "judged")["progressive"]
     drawn = run_plots.progressive(report(tmp_path / "judged"))
     assert [plot.title for plot in drawn] == [
-        f"{figure} of samples before they are trained" for figure in ("AUC", "logloss", "NE")
+        f"{figure} of samples before they are trained"
+        for figure in ("AUC", "logloss", "NE", "GAUC", "NDCG@10", "HR@10", "MRR@10", "recall@10")
     ]
     assert [window["samples"] for window in windows] == [64, 128, 192, 200]
     assert [window["scored"] for window in windows] == [64, 64, 64, 8]
@@ -312,8 +316,10 @@ def test_samples_are_judged_before_they_are_trained(incoming, tmp_path, weighted
     low = 0
     for window in windows:
         part = slice(low, low := window["samples"])
-        wanted = judged("clicks", labels[part], predictions[part], weights[part] if weighted else None)
-        for name in ("auc", "logloss", "ne"):
+        own = weights[part] if weighted else None
+        groups = torch.cat(users)[part]
+        wanted = judge(Scores("clicks", labels[part], predictions[part], own, groups)).quality
+        for name in ("auc", "logloss", "ne", "gauc", "ndcg@10"):
             told, own = window["quality"][name], wanted[name]
             assert (told is None and np.isnan(own)) or told == pytest.approx(own, rel=1e-5), name
     after = judged("clicks", labels, torch.cat(later), weights if weighted else None)
