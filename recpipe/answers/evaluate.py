@@ -99,6 +99,7 @@ def evaluate(trained: Trained, options: EvaluateOptions, run_dir: RunDir) -> dic
         slices = [{"value": part.name, "tasks": of_tasks(torch.from_numpy(part.rows))} for part in parts]
         by = {"column": options.by, "slices": slices}
     path = getattr(trained.cfg.data, "path", None)
+    loss = float(sum(lost / total for lost, total in losses if total))
     return {
         "schema": SCHEMA,
         "task": "evaluate",
@@ -113,7 +114,7 @@ def evaluate(trained: Trained, options: EvaluateOptions, run_dir: RunDir) -> dic
             "unknown_ids": unknown,
             "fingerprint": dataset.fingerprint,
         },
-        "loss": float(sum(loss / total for loss, total in losses if total)),
+        "loss": None if np.isnan(loss) else loss,
         "weighted": weights is not None,
         "level": asked.intervals,
         "tasks": {
@@ -202,6 +203,8 @@ def _rows(content: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
             if found["low"] is not None:
                 text = f"{text}   {100 * content['level']:g}%: {found['low']:.5f} to {found['high']:.5f}"
             yield f"{title}{figures.title(figure)}", text
+    if content["loss"] is not None and not any(task["figures"] for task in content["tasks"].values()):
+        yield "loss", figures.decimal(content["loss"], 5)
     yield "speed", f"{figures.count(content['samples_per_second'])} rows/s"
 
 

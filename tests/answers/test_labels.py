@@ -226,12 +226,13 @@ def test_types_are_chosen_by_weighted_figures(folder: Path, tmp_path: Path) -> N
     found = slice_.evaluate({"user": FLOAT})
     labels, weights = (torch.cat([getattr(b, name) for b in batches]) for name in ("labels", "weights"))
     assert 0 in weights
-    scores = torch.from_numpy(found.logits).float()
+    scores = torch.from_numpy(found.logits[:, 0]).float()
     wanted = judge(Scores("clicks", labels, scores, weights=weights)).figures
     assert found.losses.mean() == pytest.approx(wanted["logloss"].value, rel=1e-6)
     assert found.losses.mean() / slice_.base_entropy == pytest.approx(wanted["ne"].value, rel=1e-6)
     plain = judge(Scores("clicks", labels, scores)).figures
     assert plain["logloss"].value != pytest.approx(wanted["logloss"].value, rel=1e-3), "the control"
     bootstrap = PairedBootstrap(len(labels))
-    apart = bootstrap.auc(slice_.labels, -found.logits, found.logits, slice_.weights).value
+    label, logit = slice_.labels[:, 0], found.logits[:, 0]
+    apart = bootstrap.auc(label, -logit, logit, slice_.weights[:, 0]).value
     assert apart == pytest.approx(1 - 2 * wanted["auc"].value, rel=1e-6)

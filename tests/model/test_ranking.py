@@ -286,7 +286,7 @@ def test_a_run_learns_and_reports_its_loss_alone(file: Path) -> None:
     assert quality["loss"] < untrained["loss"] - 0.3
 
 
-@pytest.mark.parametrize("loss", ["sampled_softmax", "bpr"])
+@pytest.mark.parametrize("loss", ["sampled_softmax", pytest.param("bpr", marks=pytest.mark.soak)])
 def test_sampled_negatives_are_learnt_from(file: Path, loss: str) -> None:
     """The report says how, and that data without any teach nothing."""
     words = (f"model.loss={loss}", "trainer.max_epochs=3", "optim.tables.lr=4", "optim.dense.lr=0.1")

@@ -12,6 +12,8 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
+from torchrec.modules.embedding_configs import EmbeddingBagConfig
+from torchrec.modules.embedding_modules import EmbeddingBagCollection
 
 import recpipe
 from recpipe.data.schema import LabelColumn
@@ -272,3 +274,54 @@ def test_the_rate_of_conversions_is_judged_on_clicks_and_learnt_by_the_product(
     assert scores.column_names == ["row", "ctr", "cvr", "ctcvr"]
     ctr, cvr, both = (scores[name].to_numpy() for name in ("ctr", "cvr", "ctcvr"))
     np.testing.assert_allclose(both, ctr * cvr, rtol=1e-5)
+
+
+def test_gradients_of_parts_add_up_in_a_run(file: Path) -> None:
+    """Of focal and Huber's losses under learnt weights, with samples' weights: four micro-batches a step."""
+    labels = "[buy, {name: stay, kind: values, weight: trust}]"
+    loss = "model.loss={buy: {name: focal, gamma: 1}, stay: {name: huber, delta: 0.5}}"
+    words = (*DLRM, loss, "model.task_weights=uncertainty", "optim.tables.lr=1", "optim.dense.lr=0.3")
+    whole = report_of(file, None, *words, labels=labels)
+    parts = report_of(
+        file, None, *words, "data.batch_size=8", "trainer.accumulate_grad_batches=4", labels=labels
+    )
+    for name in ("buy", "stay"):
+        one, other = (run["objective"][name] for run in (whole, parts))
+        assert one["arguments"] == other["arguments"]
+        assert one["weight"] == pytest.approx(other["weight"], rel=1e-5)
+        assert abs(one["weight"] - (0.5 if name == "stay" else 1.0)) > 1e-3
+    assert parts["quality"]["loss"] == pytest.approx(whole["quality"]["loss"], rel=1e-5)
+    other = report_of(file, None, *words, "data.batch_size=8", labels=labels)
+    assert other["quality"]["loss"] != pytest.approx(whole["quality"]["loss"], rel=1e-4), (
+        "smaller steps differ"
+    )
+
+
+class Classes(nn.Module):
+    """Scores of three classes, by the item."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(4)
+        table = EmbeddingBagConfig(name="item", embedding_dim=4, num_embeddings=30, feature_names=["item"])
+        self.rows, self.head = EmbeddingBagCollection([table]), nn.Linear(4, 3)
+
+    def forward(self, batch: Any) -> torch.Tensor:
+        return self.head(self.rows(batch.sparse)["item"])
+
+
+@pytest.mark.soak
+def test_classes_with_weights_and_smoothing_are_learnt(file: Path, tmp_path: Path) -> None:
+    rows = pq.read_table(file)
+    classes = [item % 3 for item in rows["item"].to_pylist()]
+    pq.write_table(rows.append_column("which", [classes]), tmp_path / "rows.parquet")
+    loss = "model.loss={name: cross_entropy, class_weights: [1, 2, 1], label_smoothing: 0.1}"
+    labels, rates = "[{name: which, kind: classes}]", ("optim.tables.lr=8", "optim.dense.lr=0.3")
+    report = report_of(
+        tmp_path / "rows.parquet", Classes(), loss, *rates, "trainer.max_epochs=6", labels=labels
+    )
+    assert report["objective"]["score"]["arguments"] == {
+        "label_smoothing": 0.1,
+        "class_weights": [1.0, 2.0, 1.0],
+    }
+    assert report["quality"]["loss"] < 1.0, "the mean of the weights times log 3 is 1.46"
