@@ -79,7 +79,9 @@ def schema_of(name: str, labels: int = 1) -> Schema:
 
 def made(name: str, *words: str, schema: Schema | None = None) -> nn.Module:
     """The model of the recipe, its tables with values, the same at every call."""
-    config = Recipe.of(compose([f"model={name}", f"model.embedding_dim={DIM}", *MODELS[name], *words])).model
+    config = Recipe.of(
+        compose([f"model={name}", f"model.embedding_dim={DIM}", *MODELS.get(name, ()), *words])
+    ).model
     assert isinstance(config, UserModel)
     torch.manual_seed(7)
     model = make_model(config, schema or schema_of(name), torch.device("cpu"))
