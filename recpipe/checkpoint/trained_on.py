@@ -25,7 +25,7 @@ class Columns:
     ids of those get rows whose tables grow. ``tables``: of features whose table has another name; ``means``:
     features whose rows are averaged; ``dims``: of features whose tables have another dimension than the
     model's; ``weighted``: features whose ids have weights; ``sequences``: the most ids of each sequence, 0:
-    any number."""
+    any number; ``ages``: of sequences, the dense inputs that say how long ago its events were."""
 
     dense: list[str]
     sparse: list[tuple[str, int]]
@@ -37,6 +37,7 @@ class Columns:
     dims: dict[str, int] = field(default_factory=dict)
     weighted: list[str] = field(default_factory=list)
     sequences: dict[str, int] = field(default_factory=dict)
+    ages: dict[str, str] = field(default_factory=dict)
 
     @classmethod
     def of(cls, schema: Schema) -> Columns:
@@ -51,6 +52,7 @@ class Columns:
             {feature.name: feature.dim for feature in schema.sparse if feature.dim is not None},
             [feature.name for feature in schema.sparse if feature.weighted],
             {feature.name: feature.sequence for feature in schema.sparse if feature.sequence is not None},
+            {feature.name: feature.ages for feature in schema.sparse if feature.ages is not None},
         )
 
     @property
@@ -66,6 +68,7 @@ class Columns:
                 self.dims.get(name),
                 name in self.weighted,
                 self.sequences.get(name),
+                self.ages.get(name),
             )
             for name, rows in self.sparse
         ]

@@ -17,7 +17,7 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from recpipe.data.columns import Bits, Columns, Int64, MultiHot, bits_of
-from recpipe.data.features import HEX, WEIGHTED, Feature, Features
+from recpipe.data.features import AGES, HEX, WEIGHTED, Feature, Features
 from recpipe.data.files import RowChecks
 from recpipe.data.id_mapper import IdMapper
 from recpipe.data.labels import no_labels, read_labels
@@ -33,7 +33,7 @@ from recpipe.data.learned import (
 )
 from recpipe.data.schema import OF_MODULES, IdRule, Schema
 from recpipe.data.sources.transforms import mix64, signed_log
-from recpipe.data.timestamps import MICROSECONDS_OF_A_DAY, read_times, stated_time
+from recpipe.data.timestamps import MICROSECONDS_OF_A_DAY, read_ages, read_times, stated_time
 from recpipe.data.values import (
     Bools,
     Ids,
@@ -150,12 +150,13 @@ class Encoding:
         place = 0
         for feature in self.features.dense:
             wide = slice(place, place := place + len(feature.names))
-            dense[:, wide], absent = _DENSE[feature.kind](checks, feature, rows[feature.source])
+            dense[:, wide], absent = _DENSE[feature.kind](checks, feature, rows)
             missing[feature.name] = int(absent.sum())
         read = {f.name: _sparse(checks, f, rows) for f in self.features.sparse if not f.of}
         found = {f.name: _crossed(f, read) if f.of else read[f.name] for f in self.features.sparse}
         missing |= {name: own.empty for name, own in found.items()}
         bags = {name: own.bags for name, own in found.items() if own.bags is not None}
+        self._require_ages(checks, dense, bags, rows)
         single = [own for own in found.values() if own.bags is None]
         ids, bits = np.empty((len(rows), 0), np.int64), None
         if single:
@@ -163,6 +164,22 @@ class Encoding:
         if any(own.missing.any() for own in single):
             bits = bits_of(np.stack([own.missing for own in single], 1))
         return Encoded(Columns(labels.values, dense, ids, bags, bits, labels.weights), missing)
+
+    def _require_ages(
+        self, checks: RowChecks, dense: Numeric, bags: Mapping[str, MultiHot], rows: pa.RecordBatch
+    ) -> None:
+        """Marks samples of which a sequence has more ids than its events have times, or fewer; of long ones
+        as far as both are kept."""
+        for feature in self.features.sparse:
+            if feature.ages is not None:
+                places = list(self.schema.ages_of(feature.name))
+                most = min(len(places), feature.max_length or len(places))
+                times = (dense[:, places] >= 0).sum(1)
+                same = np.minimum(times, most) == np.minimum(np.diff(bags[feature.name].offsets), most)
+                show = partial(value_at, rows[feature.source])
+                checks.require(
+                    same, feature.source, show, f"has another number of ids than {feature.ages} has"
+                )
 
     def finish(self, columns: Columns) -> Columns:
         """The samples that were ``read``, with float32 numbers and with rows of the tables that have a
@@ -213,7 +230,7 @@ class Encoding:
         what they said in training: text and numbers have other keys."""
         features = [f for f in (*self.features.dense, *self.features.sparse) if not f.of]
         weighted = [f for f in features if f.weights is not None]
-        wanted = [feature.source for feature in features] + [str(feature.weights) for feature in weighted]
+        wanted = [*(feature.source for feature in features), *self.features.beside]
         for name in found.names:
             if name not in wanted:
                 hint = nearest_or_all(name, wanted)
@@ -226,7 +243,7 @@ class Encoding:
         for feature in features:
             name = feature.source
             kind = found.field(name).type
-            if feature.kind != "timestamp" or element_of(kind) != "text":
+            if feature.kind not in ("timestamp", AGES) or element_of(kind) != "text":
                 require_type(where, name, kind, feature)
             then = content(feature)
             if (
@@ -268,9 +285,10 @@ def element_of(kind: pa.DataType) -> str | None:
     return None if pa.types.is_null(element) else "text" if is_text(element) else "numbers"
 
 
-def _dense(checks: RowChecks, feature: Feature, array: pa.Array) -> tuple[Numeric, Bools]:
+def _dense(checks: RowChecks, feature: Feature, rows: pa.RecordBatch) -> tuple[Numeric, Bools]:
     """Values [n, 1] or [n, size], scaled, the default where they are missing; and which samples have none,
     bool [n]."""
+    array = rows[feature.source]
     show = partial(value_at, array)
     if feature.kind == "vector":
         found = read_vectors(array, feature)
@@ -305,8 +323,9 @@ def _finished(feature: Feature, name: str, values: Numeric, learned: Learned) ->
     return np.where(np.isnan(values), feature.number, scaled)
 
 
-def _ages(checks: RowChecks, feature: Feature, array: pa.Array) -> tuple[Numeric, Bools]:
+def _time(checks: RowChecks, feature: Feature, rows: pa.RecordBatch) -> tuple[Numeric, Bools]:
     """Microseconds since 1970 float64 [n, 1], NaN where they are missing; and where that is."""
+    array = rows[feature.source]
     times = read_times(array, feature)
     checks.require(times.valid, feature.source, partial(value_at, array), _no_time(feature))
     return np.where(times.missing, np.nan, times.micros)[:, None], times.missing
@@ -317,7 +336,18 @@ def _no_time(feature: Feature) -> str:
     return f"is not a time{written}, in the years 1 to 9999"
 
 
-_DENSE = {"dense": _dense, "vector": _dense, "timestamp": _ages}
+def _ages(checks: RowChecks, feature: Feature, rows: pa.RecordBatch) -> tuple[Numeric, Bools]:
+    """Seconds float64 [n, size]; and which samples have no event."""
+    lists, until = rows[feature.source], rows[str(feature.until)]
+    now = read_times(until, feature)
+    checks.require(now.valid & ~now.missing, str(feature.until), partial(value_at, until), _no_time(feature))
+    found = read_ages(lists, now, feature)
+    fault = f"has a time that is none, or is later than {shown(str(feature.until))}"
+    checks.require(found.valid, feature.source, partial(value_at, lists), fault)
+    return found.seconds, found.missing
+
+
+_DENSE = {"dense": _dense, "vector": _dense, "timestamp": _time, AGES: _ages}
 
 
 def _bucket_rows(edges: Sequence[float], values: NDArray[np.float64]) -> Int64:

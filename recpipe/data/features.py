@@ -34,7 +34,8 @@ Rows = Annotated[int, Interval(ge=2, le=2**31 - 1)]
 NO_VALUE = ("",)
 """Text that is no value, beside null and NaN."""
 WEIGHTED = "weighted_multi_hot"
-KINDS = ("dense", "vector", "timestamp", "id", "multi_hot", WEIGHTED, "sequence", "cross")
+AGES = "ages"
+KINDS = ("dense", "vector", "timestamp", AGES, "id", "multi_hot", WEIGHTED, "sequence", "cross")
 OF_NUMBERS = ("dense", "vector", "timestamp")
 """Kinds whose ``default`` is a number."""
 SCALES = ("none", "log", "log1p", "standard")
@@ -47,11 +48,12 @@ OF_KIND = {
     "dense": ("scale", "default", "edges", "buckets", "table", "dim"),
     "vector": ("size", "separator", "scale", "default"),
     "timestamp": ("as", "unit", "format", "zone", "now", "default", "table", "dim"),
+    AGES: ("until", "size", "separator", "unit", "format", "zone"),
     "id": (*OF_IDS, "default"),
     "cross": ("of", *OF_IDS),
     "multi_hot": ("separator", "padding", *OF_IDS, "pooling"),
     WEIGHTED: ("separator", "padding", "weights", "weight_separator", *OF_IDS, "pooling"),
-    "sequence": ("separator", "padding", "max_length", "keep", *OF_IDS, "pooling"),
+    "sequence": ("separator", "padding", "max_length", "keep", "ages", *OF_IDS, "pooling"),
 }
 """The keys that a kind has beside those of every feature."""
 PARTS = {"age": None, "hour": 25, "weekday": 8}
@@ -86,6 +88,9 @@ class Feature:
       without a zone are in ``zone``, as are hours and weekdays; numbers are times since 1970 in ``unit``,
       also written as text; other text is in ``format``, as Python's strptime has it, or ``iso``. The age is
       sign(d) * log1p(\\|d\\|) of the days d until ``now``; None: until the latest time of the training part.
+    - ``ages``: a list of times, as of a timestamp, of which the ``size`` latest, at its end, become as many
+      dense inputs: the seconds from each until the time in the column ``until``, and -1 where there is none.
+      A sequence names the feature of this kind whose times are those of its events, ``ages``.
     - ``cross``: the id of the ids of two or more features together, missing if one is.
     - ``default`` of an ``id``: the id that stands for a missing one.
     - ``rows: dynamic``: ids get rows of a table of ``capacity`` rows as they come, each a row of its own
@@ -112,6 +117,8 @@ class Feature:
     format: Text | None = None
     zone: Text = "UTC"
     now: Text | None = None
+    until: Text | None = None
+    ages: Text | None = None
     of: tuple[Text, ...] = ()
     edges: tuple[float, ...] = ()
     buckets: Annotated[int, Interval(ge=2, le=2**16)] | None = None
@@ -157,6 +164,7 @@ class Feature:
             "ids": self.kind == "cross"
             and self.ids in ("modulo", "rows")
             and "of a cross are hash or vocabulary",
+            "keep": self.ages and self.keep == "first" and "is the last ids, where their ages are known",
             "of": self.kind == "cross" and len(self.of) < 2 and "names less than two features",
             "column": self.kind == "cross"
             and self.column is not None
@@ -166,6 +174,12 @@ class Feature:
             and bool(self.weights) == bool(self.weight_separator)
             and "(a column of lists) or weight_separator (':', in the text of an id) says what an id weighs: "
             "state one of them",
+            "size": self.kind == AGES
+            and self.size is None
+            and "of ages is how many of the latest times are taken: state it, size: 20",
+            "until": self.kind == AGES
+            and self.until is None
+            and "of ages is the column with the sample's own time: state it, until: time",
             "now": self._wrong_now,
             "zone": self._wrong_zone,
         }
@@ -256,7 +270,7 @@ class Feature:
     def is_number(self) -> bool:
         """Whether the model sees it among its dense inputs."""
         return (
-            self.kind == "vector"
+            self.kind in ("vector", AGES)
             or (self.kind == "dense" and not self.in_buckets)
             or (self.kind == "timestamp" and self.parts == ("age",))
         )
@@ -347,6 +361,14 @@ class Features:
                 raise UserError(
                     f"data.features: '{shown(name)}' is named twice; names are of one feature each"
                 )
+        timed = [feature.name for feature in self.dense if feature.kind == AGES]
+        for feature in self.sparse:
+            if feature.ages is not None and feature.ages not in timed:
+                hint = nearest_or_all(feature.ages, timed) if timed else "there is none"
+                raise UserError(
+                    f"data.features, {shown(feature.name)}: ages names '{shown(feature.ages)}', no feature "
+                    f"of kind {AGES}; {hint}"
+                )
         crossed = [f.name for f in self.sparse if f.kind in ("id", "timestamp") or f.edges]
         tables: dict[str, Feature] = {}
         for feature in self.sparse:
@@ -388,7 +410,13 @@ class Features:
     def inputs(self) -> list[str]:
         """The columns of features."""
         own = [feature.source for feature in (*self.dense, *self.sparse) if feature.kind != "cross"]
-        return own + [feature.weights for feature in self.sparse if feature.weights is not None]
+        return own + self.beside
+
+    @property
+    def beside(self) -> list[str]:
+        """The columns that say more of other features' columns: weights of ids, and times until which."""
+        own = [feature.weights or feature.until for feature in (*self.sparse, *self.dense)]
+        return [*filter(None, own)]
 
     @property
     def of_labels(self) -> list[str]:
@@ -441,6 +469,7 @@ class Features:
                     feature.dim,
                     feature.kind == WEIGHTED,
                     feature.max_length or 0 if feature.kind == "sequence" else None,
+                    feature.ages,
                 )
             )
         labels = tuple(LabelColumn(label.name, label.kind or "clicks") for label in self.labels)

@@ -20,6 +20,7 @@ _RULES = {"hashed": "hashed", "modulo": "taken modulo the rows", "signed_log": "
 _AS_THEY_ARE = "taken as they are"
 _OF_FILES = (
     "column",
+    "until",
     "type",
     "missing",
     "separator",

@@ -84,6 +84,14 @@ class Schema:
         """The name of its table."""
         return next(name for name, own in self.tables.items() if feature in [each.name for each in own])
 
+    def ages_of(self, feature: str) -> tuple[int, ...]:
+        """The columns of dense inputs that say how long ago the latest events of a sequence were, the latest
+        last; () if none do."""
+        named = next(each.ages for each in self.sparse if each.name == feature)
+        count = sum(name.startswith(f"{named}_") for name in self.dense)
+        names = [f"{named}_{n}" for n in range(count)] if named is not None else []
+        return tuple(self.dense.index(name) for name in names if name in self.dense)
+
     @cached_property
     def targets(self) -> dict[str, str]:
         """By each sequence, in order, the feature that shares its table and is none itself: what the ids of

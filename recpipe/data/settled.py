@@ -48,6 +48,11 @@ def settled(
         if feature.weights is not None:
             kind, where = types[feature.weights]
             require_weights(str(where), kind, feature)
+    for feature in made.dense:
+        if feature.until is not None:
+            kind, where = types[feature.until]
+            own = Feature(feature.until, "timestamp", unit=feature.unit, format=feature.format)
+            require_type(str(where), feature.until, kind, own)
     for feature in (*made.dense, *(f for f in made.sparse if not f.of)):
         kind, where = types[feature.source]
         require_type(str(where), feature.source, kind, feature)

@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
+from numpy.typing import NDArray
 
 from recpipe.data.features import NO_VALUE, UNITS, Feature
-from recpipe.data.values import NUMBER, WHOLE, Bools, is_text, plain, read_numbers
+from recpipe.data.values import NUMBER, WHOLE, Bools, elements_of, is_text, plain, read_numbers
 
 if TYPE_CHECKING:
     from recpipe.data.columns import Int64
@@ -57,6 +58,31 @@ def read_times(array: pa.Array, feature: Feature) -> Times:
         found = np.asarray(pc.fill_null(micros.cast(pa.int64()), 0).to_numpy(zero_copy_only=False))
         return _within(found, missing, np.ones(size, bool))
     return _of_numbers(array, feature)
+
+
+@dataclass
+class Ages:
+    """``seconds`` float64 [n, size] from each of a sample's latest times until its own, the latest last, -1
+    before the first; which samples have none, and which are ``valid``, bool [n]."""
+
+    seconds: NDArray[np.float64]
+    missing: Bools
+    valid: Bools
+
+
+def read_ages(array: pa.Array, now: Times, feature: Feature) -> Ages:
+    """The ages, at the times ``now``, of an array [n] of lists of times, or of text of them; a time that is
+    missing or later than now is not valid."""
+    assert feature.size is not None
+    elements, lengths = elements_of(array, feature)
+    times, ends = read_times(elements, feature), lengths.cumsum()
+    owners = np.repeat(np.arange(len(lengths)), lengths)
+    bad = times.missing | ~times.valid | (times.micros > now.micros[owners])
+    places = ends[:, None] - feature.size + np.arange(feature.size)
+    there = places >= (ends - lengths)[:, None]
+    micros = np.append(times.micros, 0)[np.where(there, places, -1)]
+    seconds = np.where(there, (now.micros[:, None] - micros) / UNITS["s"], -1.0)
+    return Ages(seconds, lengths == 0, np.bincount(owners[bad], minlength=len(lengths)) == 0)
 
 
 def _of_numbers(array: pa.Array, feature: Feature) -> Times:

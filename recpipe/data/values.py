@@ -19,7 +19,7 @@ import pyarrow.compute as pc
 from numpy.typing import NDArray
 
 from recpipe.data.columns import Int64, offsets_of
-from recpipe.data.features import HEX, NO_VALUE, WEIGHTED, Feature
+from recpipe.data.features import AGES, HEX, NO_VALUE, WEIGHTED, Feature
 from recpipe.data.sources.transforms import string_keys
 from recpipe.errors import DataError, shown
 
@@ -354,6 +354,10 @@ def refusal(kind: pa.DataType, feature: Feature) -> str | None:
     element = plain_type(kind.value_type) if lists else kind
     if feature.kind == "timestamp":
         return _no_time(kind, feature)
+    if feature.kind == AGES:
+        if not lists and not (is_text(kind) and feature.separator is not None):
+            return "ages are of a list of times, or text of them with a separator"
+        return None if pa.types.is_null(element) else _no_time(element, feature)
     if feature.kind == "vector":
         if not lists and not (is_text(kind) and feature.separator is not None):
             return "a vector is a list of numbers, or text of them with a separator"

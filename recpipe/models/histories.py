@@ -24,9 +24,11 @@ class Side:
     targets: tuple[str, ...]
     length: int
     """The latest events that are looked at."""
+    ages: tuple[int, ...] = ()
+    """The columns of dense inputs that say how long ago each of these was; (): none do."""
 
 
-@dataclass(frozen=True)
+@dataclass
 class History:
     """The latest T events of B samples, and what they are compared with."""
 
@@ -36,6 +38,9 @@ class History:
     """Where there is an event, bool [B, T]."""
     target: torch.Tensor
     """float32 [B, E]."""
+    ages: torch.Tensor | None = None
+    """How many seconds before the sample each event was, float32 [B, T], -1 where there is none; None: it is
+    not known, or was not asked for."""
 
 
 def sides_of(schema: Schema, length: int | None, model: str) -> list[Side]:
@@ -65,7 +70,14 @@ def sides_of(schema: Schema, length: int | None, model: str) -> list[Side]:
                 f"model={model}: how many of the latest events of {shown(group[0])} are looked at? State its "
                 "max_length in data.features, or model.history=20"
             )
-        sides.append(Side(tuple(group), tuple(schema.targets[name] for name in group), own))
+        ages = next((found for name in group if (found := schema.ages_of(name))), ())
+        if ages and len(ages) < own:
+            raise UserError(
+                f"model={model}: {own} of the latest events of {shown(group[0])} are looked at, and "
+                f"the ages of {len(ages)} are known: state size: {own} of these in data.features, or "
+                f"model.history={len(ages)}"
+            )
+        sides.append(Side(tuple(group), tuple(schema.targets[name] for name in group), own, ages[-own:]))
     return sides
 
 
@@ -79,10 +91,16 @@ class Histories(nn.Module):
         self.widths = [collection.embedding_dim() * len(side.sequences) for side in sides]
         """Of each side's events."""
 
-    def forward(self, sparse_features: KeyedJaggedTensor) -> list[History]:
-        """One for each side."""
+    def forward(
+        self, sparse_features: KeyedJaggedTensor, dense_features: torch.Tensor | None = None
+    ) -> list[History]:
+        """One for each side; ``dense_features``: given for the ages of events."""
         rows = self.embedding_collection(sparse_features)
-        return [_history(rows, side) for side in self.sides]
+        found = [_history(rows, side) for side in self.sides]
+        for side, history in zip(self.sides, found, strict=True):
+            if side.ages and dense_features is not None:
+                history.ages = dense_features[:, list(side.ages)]
+        return found
 
 
 def _history(rows: dict[str, JaggedTensor], side: Side) -> History:

@@ -30,24 +30,32 @@ class HSTU(nn.Module):
         width: Positive = 32,
         units: Positive = 2,
         heads: Positive = 2,
+        time_buckets: Positive = 64,
         history: Positive | None = None,
         retrieval: bool = False,
         activation_checkpointing: bool = False,
         dropout: Dropout = 0.0,
     ) -> None:
-        """``history``: the latest events that are looked at, None: the sequences' ``max_length``;
-        ``retrieval``: whether the output is two vectors, for a loss over several targets."""
+        """``time_buckets``: of times between events, where the data have their ages; ``history``: the latest
+        events that are looked at, None: the sequences' ``max_length``; ``retrieval``: whether the output is
+        two vectors, for a loss over several targets."""
         super().__init__()
         if width % heads:
             raise UserError(f"model.heads={heads} does not divide model.width={width}")
         sides = sides_of(schema, history, "hstu")
         self.histories = Histories(embedding_collection, sides)
-        self.context = Context(embedding_bag_collection, num_dense_features)
+        ages = {place for feature in schema.sparse for place in schema.ages_of(feature.name)}
+        self.others = [place for place in range(num_dense_features) if place not in ages]
+        """The columns of dense features that say something else."""
+        self.context = Context(embedding_bag_collection, len(self.others))
         self.retrieval = retrieval
-        self.transducers = nn.ModuleList(
-            Transducer(side.length + (not retrieval), event, width, heads, units, activation_checkpointing)
-            for side, event in zip(sides, self.histories.widths, strict=True)
-        )
+        transducers = []
+        for side, event in zip(sides, self.histories.widths, strict=True):
+            tokens, buckets = side.length + (not retrieval), time_buckets if side.ages else 0
+            transducers.append(
+                Transducer(tokens, event, width, heads, units, buckets, activation_checkpointing)
+            )
+        self.transducers = nn.ModuleList(transducers)
         outputs = width if retrieval else outputs_of(schema)
         self.top = last_layers(self.context.width + width * len(sides), hidden, outputs, dropout)
         self.candidate = nn.Linear(sum(self.histories.widths), width) if retrieval else None
@@ -56,10 +64,11 @@ class HSTU(nn.Module):
         self, dense_features: torch.Tensor, sparse_features: KeyedJaggedTensor
     ) -> torch.Tensor | dict[str, torch.Tensor]:
         """Logits float32 [B, L], or ``query`` and ``candidate`` [B, width]."""
-        histories = self.histories(sparse_features)
+        histories = self.histories(sparse_features, dense_features)
         pairs = zip(self.transducers, histories, strict=True)
         states = [transducer(history, not self.retrieval) for transducer, history in pairs]
-        found: torch.Tensor = self.top(torch.cat([self.context(dense_features, sparse_features), *states], 1))
+        context = self.context(dense_features[:, self.others], sparse_features)
+        found: torch.Tensor = self.top(torch.cat([context, *states], dim=1))
         if self.candidate is None:
             return found
         target = torch.cat([history.target for history in histories], dim=1)

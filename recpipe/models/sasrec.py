@@ -95,6 +95,6 @@ class SASRec(nn.Module):
         candidate = torch.cat([history.target for history in histories], dim=1)
         if self.retrieval:
             return {"query": query, "candidate": candidate}
-        queries = self.queries(query).view(len(query), self.outputs, candidate.shape[1])
+        queries = self.queries(query).view(query.shape[0], self.outputs, candidate.shape[1])
         logits: torch.Tensor = (queries * candidate.unsqueeze(1)).sum(2)
         return logits

@@ -9,26 +9,53 @@ from torch.utils.checkpoint import checkpoint
 
 from recpipe.models.histories import History, up_to_each
 
+GROWTH = 0.301
+"""Of the logarithm of time from one bucket to the next, which is 1.35 times as long."""
+
+
+def buckets_between(ages: torch.Tensor, count: int) -> torch.Tensor:
+    """The bucket, int64 [B, N, N], of the time from each token (the last dimension) to when what follows a
+    token is asked for: the time of the next one, and the sample's after the last. floor(ln(seconds) / 0.301),
+    0 below a second, at most ``count`` - 1.
+
+    ``ages``: seconds before the sample, float32 [B, N].
+    """
+    following = F.pad(ages[:, 1:], (0, 1))
+    seconds = ages.unsqueeze(1) - following.unsqueeze(2)
+    return (seconds.clamp(min=1).log() / GROWTH).long().clamp(max=count - 1)
+
+
+def values_at(values: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
+    """``values`` [N] at ``places``, in their shape. An embedding's gradient is added up in one
+    order; that of an index in any, on several cores."""
+    return F.embedding(places, values.unsqueeze(1)).squeeze(-1)
+
 
 class Unit(nn.Module):
     """One unit over N tokens: silu(Q K^T + bias) V / N without a softmax, normalized, times a gate U, through
-    a linear layer and added to the tokens."""
+    a linear layer and added to the tokens. The bias is that of the places between two tokens, and of the
+    bucket of the time between them if there are ``buckets``."""
 
-    def __init__(self, tokens: int, width: int, heads: int) -> None:
+    def __init__(self, tokens: int, width: int, heads: int, buckets: int = 0) -> None:
         super().__init__()
         self.tokens, self.heads, self.dim = tokens, heads, width // heads
         self.norm, self.found_norm = (nn.LayerNorm(width, eps=1e-6) for _ in range(2))
         self.project, self.joined = nn.Linear(width, 4 * width), nn.Linear(width, width)
         self.places = nn.Parameter(0.02 * torch.randn(tokens))
+        self.times = nn.Parameter(0.02 * torch.randn(buckets)) if buckets else None
 
-    def forward(self, tokens: torch.Tensor, seen: torch.Tensor) -> torch.Tensor:
+    def forward(
+        self, tokens: torch.Tensor, seen: torch.Tensor, between: torch.Tensor | None = None
+    ) -> torch.Tensor:
         """float32 [B, n, width] of the latest n <= N tokens, of which each sees those that are ``seen``, bool
-        [B, n, n]."""
+        [B, n, n]; ``between``: buckets of times, int64 [B, n, n]."""
         u, v, q, k = F.silu(self.project(self.norm(tokens))).chunk(4, dim=2)
         apart = (*tokens.shape[:2], self.heads, self.dim)
         q, k, v = (each.reshape(apart).transpose(1, 2) for each in (q, k, v))
         places = torch.arange(tokens.shape[1], device=tokens.device)
-        bias = self.places[(places.unsqueeze(1) - places).clamp(min=0)]
+        bias = values_at(self.places, (places.unsqueeze(1) - places).clamp(min=0))
+        if self.times is not None and between is not None:
+            bias = (bias + values_at(self.times, between)).unsqueeze(1)
         weights = F.silu(q @ k.transpose(2, 3) + bias) / self.tokens * seen.unsqueeze(1)
         found = self.found_norm((weights @ v).transpose(1, 2).flatten(2))
         joined: torch.Tensor = tokens + self.joined(found * u)
@@ -38,34 +65,43 @@ class Unit(nn.Module):
 class Transducer(nn.Module):
     """Units over a history's events and, if asked for, the target after them: the last token's state."""
 
-    def __init__(self, tokens: int, event: int, width: int, heads: int, units: int, recompute: bool) -> None:
-        """``recompute``: whether the backward pass computes units again, of which inputs alone are kept."""
+    def __init__(
+        self, tokens: int, event: int, width: int, heads: int, units: int, buckets: int, recompute: bool
+    ) -> None:
+        """``buckets``: of times between events, 0: these are not known; ``recompute``: whether the backward
+        pass computes units again, of which inputs alone are kept."""
         super().__init__()
-        self.recompute = recompute
+        self.buckets, self.recompute = buckets, recompute
         # With a bias: norms would else make as much of rows that are hardly trained as of others.
         self.enter = nn.Linear(event, width)
-        self.units = nn.ModuleList(Unit(tokens, width, heads) for _ in range(units))
+        self.units = nn.ModuleList(Unit(tokens, width, heads, buckets) for _ in range(units))
         self.norm = nn.LayerNorm(width)
 
-    def states(self, events: torch.Tensor, present: torch.Tensor) -> torch.Tensor:
-        """Of each token, float32 [B, N, width]; ``events``: [B, N, E], ``present``: bool [B, N]."""
+    def states(
+        self, events: torch.Tensor, present: torch.Tensor, ages: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Of each token, float32 [B, N, width]; ``events``: [B, N, E], ``present``: bool [B, N], ``ages``:
+        float32 [B, N]."""
         tokens, seen = self.enter(events), up_to_each(present)
+        between = None if ages is None else buckets_between(ages, self.buckets)
         for unit in self.units:
             if self.recompute and torch.is_grad_enabled():
-                tokens = checkpoint(unit, tokens, seen, use_reentrant=False)
+                tokens = checkpoint(unit, tokens, seen, between, use_reentrant=False)
             else:
-                tokens = unit(tokens, seen)
+                tokens = unit(tokens, seen, between)
         normed: torch.Tensor = self.norm(tokens)
         return normed
 
     def forward(self, history: History, with_target: bool) -> torch.Tensor:
         """float32 [B, width]; 0 of no token."""
-        events, present = history.events, history.present
+        events, present, ages = history.events, history.present, history.ages
         if with_target:
             events = torch.cat([events, history.target.unsqueeze(1)], dim=1)
             present = F.pad(present, (0, 1), value=True)
+            ages = None if ages is None else F.pad(ages, (0, 1))
         if present.device.type == "cpu" and not torch.compiler.is_compiling():
             # What is before the longest history. On a CPU alone: looking at a GPU's would wait for it.
             start = present.shape[1] - max(1, int(present.sum(1).amax())) if len(present) else 0
             events, present = events[:, start:], present[:, start:]
-        return self.states(events, present)[:, -1] * present[:, -1:]
+            ages = None if ages is None else ages[:, start:]
+        return self.states(events, present, ages)[:, -1] * present[:, -1:]

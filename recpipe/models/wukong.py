@@ -28,7 +28,7 @@ class FactorizationMachineBlock(nn.Module):
         """float32 [B, n, dim] to [B, count, dim]. X (X^T Y) instead of (X X^T) Y: linear in n."""
         products = vectors @ self.compress(vectors.transpose(1, 2))
         made: torch.Tensor = self.mlp(self.norm(products.flatten(1)))
-        return made.view(len(made), self.count, self.dim)
+        return made.view(made.shape[0], self.count, self.dim)
 
 
 class LinearCompressBlock(nn.Module):

@@ -94,6 +94,9 @@ class SparseFeature:
     sequence: int | None = None
     """The most ids of a sample, whose order is that of events, the latest last; 0: any number; None: it is no
     sequence."""
+    ages: str | None = None
+    """The dense inputs that say how many seconds before the sample each of its latest events was: ``ages_0``
+    and so forth, the latest last, -1 before the first event; None: it is not known."""
 
 
 Share = Annotated[float, Interval(ge=0, lt=1)]

@@ -73,6 +73,54 @@ def test_vectors_of_another_length_are_one_line(tmp_path: Path) -> None:
         opened(tmp_path, table, {"name": "v", "kind": "dense"})
 
 
+def test_ages_are_seconds_until_the_samples_own_time(tmp_path: Path) -> None:
+    rng = np.random.default_rng(4)
+    now = rng.integers(10**9, 2 * 10**9, SIZE)
+    lists: list[Any] = [sorted(int(t - d) for d in rng.integers(0, 10**6, n % 6)) for n, t in enumerate(now)]
+    lists[6] = None
+    table = pa.table({"seen": pa.array(lists, pa.list_(pa.int64())), "at": now})
+    feature = {"name": "ago", "kind": "ages", "column": "seen", "until": "at", "size": 3, "unit": "s"}
+    dataset = opened(tmp_path, table, feature)
+    assert dataset.schema is not None
+    assert dataset.schema.dense == ("ago_0", "ago_1", "ago_2")
+    wanted = [
+        ([-1.0] * 3 + [float(t - each) for each in (own or [])])[-3:]
+        for t, own in zip(now, lists, strict=True)
+    ]
+    np.testing.assert_array_equal(dense(dataset), np.array(wanted, np.float32))
+    assert dataset.missing["ago"] == sum(not own for own in lists)
+    stamps = pa.array(now * 1000, pa.timestamp("ms"))
+    text = [",".join(datetime.fromtimestamp(t, UTC).isoformat() for t in own or []) for own in lists]
+    written = feature | {"separator": ",", "format": "iso", "unit": None}
+    again = opened(tmp_path, pa.table({"seen": text, "at": stamps}), written)
+    np.testing.assert_array_equal(dense(again), dense(dataset))
+
+
+def test_ages_that_cannot_be_are_one_line(tmp_path: Path) -> None:
+    own = {"at": [10] * 40, "none": [10, None] * 20, "id": [1] * 40, "ids": [[3, 4], [3]] * 20}
+    table = pa.table({"seen": [[5, 9], [7, 12]] * 20, "fine": [[5, 9]] * 40, **own})
+    feature = {"name": "ago", "kind": "ages", "column": "seen", "until": "at", "size": 2, "unit": "s"}
+    with pytest.raises(DataError, match=r"row 2, column seen: \[7, 12\] has a time that is none, or is l"):
+        opened(tmp_path, table, feature)
+    with pytest.raises(DataError, match=r"row 2, column none: None is not a time"):
+        opened(tmp_path, table, feature | {"until": "none"})
+    for key, fault in (
+        ("size", "how many of the latest times are taken"),
+        ("until", "the sample's own time"),
+    ):
+        with pytest.raises(UserError, match=f"data.features, ago: {key} of ages is .*{fault}"):
+            opened(tmp_path, table, {k: v for k, v in feature.items() if k != key})
+    with pytest.raises(DataError, match=r"column id: holds int64.*ages are of a list of times"):
+        opened(tmp_path, table, feature | {"column": "id"})
+    sequence = {"name": "ids", "kind": "sequence", "rows": 20}
+    with pytest.raises(DataError, match=r"row 2, column ids: \[3\] has another number of ids than ago has"):
+        opened(tmp_path, table, feature | {"column": "fine"}, sequence | {"ages": "ago"})
+    with pytest.raises(UserError, match=r"ids: ages names 'agos', no feature of kind ages; did you mean ago"):
+        opened(tmp_path, table, feature, sequence | {"ages": "agos"})
+    with pytest.raises(UserError, match=r"ids: keep is the last ids, where their ages are known"):
+        opened(tmp_path, table, feature, sequence | {"ages": "ago", "keep": "first"})
+
+
 def times() -> list[datetime | None]:
     """Whole seconds over two changes of the clock, some missing."""
     first = datetime(2024, 3, 20, 3, 4, 5, tzinfo=UTC)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from copy import copy
+from math import log
 from urllib.parse import unquote
 
 import torch
@@ -13,6 +16,8 @@ from recpipe.data.schema import Schema
 from recpipe.plugin.batch import Batch
 from tests.models.published import DIM, HISTORY
 
+BUCKETS = 40
+"""Of times between events."""
 EVENT_NAMES = ("item", "kind", "items", "kinds")
 
 
@@ -350,7 +355,21 @@ def hstu(w: Weights, batch: Batch, schema: Schema) -> torch.Tensor:
     return w.last_layers("top", torch.cat([w.context(batch, schema), torch.stack(states)], dim=1))
 
 
-def hstu_states(w: Weights, events: torch.Tensor, most: int = HISTORY + 1) -> torch.Tensor:
+def hstu_with_ages(w: Weights, batch: Batch, schema: Schema) -> torch.Tensor:
+    """Dense inputs are the price, the ages of events, and an age."""
+    others, states = copy(batch), []
+    others.dense = batch.dense[:, [0, HISTORY + 1]]
+    for (events, target), ages in zip(
+        w.history(batch), batch.dense[:, 1 : HISTORY + 1].tolist(), strict=True
+    ):
+        own = [*ages[HISTORY - len(events) :], 0.0]
+        states.append(hstu_states(w, torch.cat([events, target[None]]), HISTORY + 1, own)[-1])
+    return w.last_layers("top", torch.cat([w.context(others, schema), torch.stack(states)], dim=1))
+
+
+def hstu_states(
+    w: Weights, events: torch.Tensor, most: int = HISTORY + 1, ages: Sequence[float] = ()
+) -> torch.Tensor:
     """Of each token, of which there are up to ``most``."""
     name = "transducers.0"
     x = w.linear(f"{name}.enter", events)
@@ -361,9 +380,14 @@ def hstu_states(w: Weights, events: torch.Tensor, most: int = HISTORY + 1) -> to
         for i in range(len(x)):
             heads = [torch.zeros(6), torch.zeros(6)]
             for j in range(i + 1):
+                bias = w[f"{unit}.places"][i - j]
+                if ages:
+                    passed = ages[j] - (*ages, 0.0)[i + 1]
+                    bucket = min(BUCKETS - 1, int(log(max(1, passed)) / 0.301))
+                    bias = bias + w[f"{unit}.times"][bucket]
                 for head in range(2):
                     own = slice(6 * head, 6 * head + 6)
-                    weight = F.silu(q[i, own] @ k[j, own] + w[f"{unit}.places"][i - j]) / most
+                    weight = F.silu(q[i, own] @ k[j, own] + bias) / most
                     heads[head] = heads[head] + weight * v[j, own]
             rows.append(torch.cat(heads))
         found = w.norm(f"{unit}.found_norm", torch.stack(rows), 1e-6)

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
+from unittest.mock import patch
 
 import torch
 from torch import nn
@@ -40,6 +44,12 @@ EVENTS = (
 )
 """Of models that compare a history with a target."""
 COMPARING = ("din", "bst", "tbsm", "sasrec", "hstu")
+AGES = tuple(f"ago_{n}" for n in range(HISTORY))
+TIMED = Schema(
+    ("price", *AGES, "age"),
+    tuple(replace(f, ages="ago") if f.name == "items" else f for f in EVENTS),
+)
+"""The same, with the ages of events."""
 MODELS: dict[str, tuple[str, ...]] = {
     "wide_deep": ("model.hidden=[16,8]", "model.wide=[user,category]"),
     "deepfm": ("model.hidden=[16,8]",),
@@ -111,9 +121,28 @@ def batches(schema: Schema, count: int, size: int = 32) -> list[Batch]:
         names = [feature.name for feature in schema.sparse]
         sparse = KeyedJaggedTensor(names, torch.cat(ids), lengths=torch.cat(lengths))
         dense = torch.randn(size, len(schema.dense), generator=drawn)
+        if AGES[0] in schema.dense:
+            passed = (10 ** (7 * torch.rand(size, HISTORY, generator=drawn))).floor()
+            there = torch.arange(HISTORY) >= HISTORY - history.unsqueeze(1)
+            place = schema.dense.index(AGES[0])
+            dense[:, place : place + HISTORY] = torch.where(there, passed.sort(1, descending=True)[0], -1)
         clicks = torch.randint(0, 2, (size, labels), generator=drawn).float()
         found.append(Batch(dense, sparse, clicks[:, 0] if labels == 1 else clicks))
     return found
+
+
+@contextmanager
+def in_float64(model: nn.Module, batch: Batch) -> Iterator[None]:
+    """Model and batch from now on; tensors that are made in the block, too. Rows, of which TorchRec's
+    collections make float32, stay float64."""
+    model.double()
+    batch.dense = batch.dense.double()
+    torch.set_default_dtype(torch.float64)
+    try:
+        with patch.object(torch.Tensor, "float", torch.Tensor.double):
+            yield
+    finally:
+        torch.set_default_dtype(torch.float32)
 
 
 OTHERS |= {f"model={name}": partial(made, name) for name in MODELS}

@@ -20,6 +20,7 @@ FEATURES: list[dict[str, Any]] = [
     {"name": "tags", "kind": "multi_hot", "rows": 20},
     {"name": "price", "kind": "dense"},
 ]
+AGES = {"name": "ago", "kind": "ages", "column": "seen_at", "until": "at", "size": 5, "unit": "s"}
 KEYS = {"wide_deep": ["model.wide=[user,tags]"], "finalmlp": ["model.left_gate=[user]"]}
 ROWS = 320
 
@@ -36,10 +37,20 @@ def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "seen": seen,
         "tags": [rng.integers(1, 9, 2).tolist() for _ in range(ROWS)],
         "price": rng.normal(size=ROWS),
+        "seen_at": [sorted(rng.integers(0, 10**6, len(ids)).tolist()) for ids in seen],
+        "at": [10**6] * ROWS,
     }
     pq.write_table(pa.table(columns), folder / "rows.parquet")
-    (folder / "features.yaml").write_text(str({"labels": ["click"], "features": FEATURES}))
+    unread = {"labels": ["click"], "unread": ["seen_at", "at"]}
+    (folder / "features.yaml").write_text(str({**unread, "features": FEATURES}))
+    timed = [{**each, "ages": "ago"} if each["name"] == "seen" else each for each in FEATURES]
+    (folder / "hstu.yaml").write_text(str({"labels": ["click"], "features": [*timed, AGES]}))
     return folder / "rows.parquet"
+
+
+def features_of(file: Path, name: str) -> Path:
+    """What a model is given: all but HSTU do not look at when events were."""
+    return file.parent / ("hstu.yaml" if name == "hstu" else "features.yaml")
 
 
 @pytest.mark.parametrize(
@@ -47,7 +58,7 @@ def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     [pytest.param(name, marks=[pytest.mark.soak] * (name not in ("deepfm", "din"))) for name in MODELS],
 )
 def test_a_recipe_names_it(file: Path, tmp_path: Path, name: str) -> None:
-    words = ["data=files", f"data.path={file}", f"data.features={file.parent}/features.yaml"]
+    words = ["data=files", f"data.path={file}", f"data.features={features_of(file, name)}"]
     words += [f"data.cache_dir={file.parent}/cache", "data.batch_size=32", "trainer.logger=null"]
     words += [f"model={name}", "model.embedding_dim=8", "tiers.policy=lru", "tiers.resident_bytes=50%"]
     with recpipe.train(None, None, *words, *KEYS.get(name, ()), output=tmp_path / "run", quiet=True) as run:
@@ -63,7 +74,7 @@ def test_a_recipe_names_it(file: Path, tmp_path: Path, name: str) -> None:
 @pytest.mark.soak
 @pytest.mark.parametrize("name", MODELS)
 def test_a_package_scores_as_its_checkpoint(file: Path, tmp_path: Path, name: str) -> None:
-    words = ["data=files", f"data.path={file}", f"data.features={file.parent}/features.yaml"]
+    words = ["data=files", f"data.path={file}", f"data.features={features_of(file, name)}"]
     words += [f"data.cache_dir={file.parent}/cache", "data.batch_size=32", "trainer.logger=null"]
     words += [f"model={name}", "model.embedding_dim=8", *KEYS.get(name, ())]
     recpipe.train(None, None, *words, output=tmp_path / "run", quiet=True).close()

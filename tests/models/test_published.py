@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
-from unittest.mock import patch
 
 import pytest
 import torch
-from torch import nn
 
 from recpipe.answers.export import export_dense
 from recpipe.data.schema import Schema
@@ -21,7 +18,7 @@ from tests.any_model.runs import all_on_two_ranks, furthest_left, train
 from tests.any_model.zoo import TECHNIQUES, Trained, by_hand, furthest
 from tests.models import formulas, published
 from tests.models.formulas import Weights
-from tests.models.published import LISTS, MODELS, batches, made, schema_of
+from tests.models.published import LISTS, MODELS, batches, in_float64, made, schema_of
 
 Reference = Callable[[Weights, Batch, Schema], torch.Tensor]
 MIXTURE = ("model.experts=2", "model.structure=stacked")
@@ -29,20 +26,6 @@ STEPS = 4
 USUAL = ("deepfm", "din")
 """Those of which what all have in common is tried by default."""
 ALL = [pytest.param(name, marks=[] if name in USUAL else [pytest.mark.soak]) for name in MODELS]
-
-
-@contextmanager
-def in_float64(model: nn.Module, batch: Batch) -> Iterator[None]:
-    """Model and batch from now on; tensors that are made in the block, too. Rows, of which TorchRec's
-    collections make float32, stay float64."""
-    model.double()
-    batch.dense = batch.dense.double()
-    torch.set_default_dtype(torch.float64)
-    try:
-        with patch.object(torch.Tensor, "float", torch.Tensor.double):
-            yield
-    finally:
-        torch.set_default_dtype(torch.float32)
 
 
 @pytest.mark.parametrize("labels", [1, 2])

@@ -2,24 +2,31 @@
 
 from __future__ import annotations
 
+from math import log
+
 import pytest
 import torch
 
+from recpipe.answers.export import export_dense
 from recpipe.errors import UserError
+from recpipe.model.call import Called
+from recpipe.model.loss import LOSSES
 from recpipe.models.bst import Behavior
 from recpipe.models.histories import History
 from recpipe.models.hstu import HSTU
 from recpipe.models.sasrec import CausalTransformer
-from recpipe.models.units import Transducer
-from tests.models.formulas import Weights, hstu_states, sasrec_vectors
-from tests.models.published import DIM, HISTORY, batches, made, schema_of
+from recpipe.models.units import Transducer, buckets_between
+from tests.any_model.runs import train
+from tests.any_model.zoo import TECHNIQUES, by_hand, furthest
+from tests.models.formulas import BUCKETS, Weights, hstu_states, hstu_with_ages, sasrec_vectors
+from tests.models.published import DIM, HISTORY, TIMED, batches, in_float64, made, schema_of
 
 
 def states(name: str, events: torch.Tensor, present: torch.Tensor) -> torch.Tensor:
     """Of each event, float32 [B, T, width]."""
     torch.manual_seed(5)
     if name == "hstu":
-        return Transducer(HISTORY, DIM, 12, 2, 2, False).states(events, present)
+        return Transducer(HISTORY, DIM, 12, 2, 2, 0, False).states(events, present)
     return CausalTransformer(HISTORY, DIM, 2, 2)(events, present)
 
 
@@ -56,6 +63,38 @@ def test_retrieval_gives_two_vectors() -> None:
     torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-5)
 
 
+def test_times_between_events_are_in_buckets() -> None:
+    found = buckets_between(torch.tensor([[86400.0, 3600.0, 60.0, 60.0, 0.0]]), 30)[0]
+    hour, minute, second = (int(log(s) / 0.301) for s in (86400 - 3600, 3600 - 60, 60))
+    # What follows the first event is asked for at the time of the second.
+    assert found.diagonal().tolist() == [29, minute, 0, second, 0]
+    assert hour > 30  # the last bucket has all beyond
+    assert found[-1].tolist() == [29, int(log(3600) / 0.301), second, second, 0]
+
+
+def test_ages_of_events_bias_attention() -> None:
+    model = made("hstu", f"model.time_buckets={BUCKETS}", schema=TIMED)
+    (batch,) = batches(TIMED, 1)
+    with in_float64(model, batch), torch.no_grad():
+        found = model(batch.dense_features, batch.sparse_features)
+        wanted = hstu_with_ages(Weights(model), batch, TIMED)
+        batch.dense[:, 1 : HISTORY + 1] *= 3  # all but the latest
+        other = model(batch.dense_features, batch.sparse_features)
+    torch.testing.assert_close(found, wanted, rtol=1e-9, atol=1e-9)
+    assert (other - wanted).abs().max() > 1e-4
+    with pytest.raises(UserError, match="6 of the latest events of items are looked at, and the ages of 5"):
+        made("hstu", "model.history=6", schema=TIMED)
+
+
+def test_a_model_with_ages_trains_as_by_hand_and_can_be_packaged() -> None:
+    rows = batches(TIMED, 3)
+    theirs = by_hand(made("hstu", schema=TIMED), rows, "rowwise_adagrad")
+    mine = train(made("hstu", schema=TIMED), rows, "rowwise_adagrad", *TECHNIQUES["hotline"][:-1])
+    assert furthest(mine, theirs) < 1e-5
+    called = Called(made("hstu", schema=TIMED), LOSSES["binary_cross_entropy"])
+    assert export_dense(called, TIMED, ["items", "kinds", "tags"]).tables
+
+
 def test_checkpointed_activations_give_the_same_gradients() -> None:
     (batch,) = batches(schema_of("hstu"), 1)
     found = []
@@ -72,7 +111,7 @@ def test_checkpointed_activations_give_the_same_gradients() -> None:
 
 def test_no_samples_give_no_states() -> None:
     none = History(torch.zeros(0, 5, DIM), torch.zeros(0, 5, dtype=torch.bool), torch.zeros(0, DIM))
-    assert Transducer(6, DIM, 12, 2, 2, False)(none, with_target=True).shape == (0, 12)
+    assert Transducer(6, DIM, 12, 2, 2, 0, False)(none, with_target=True).shape == (0, 12)
     assert Behavior(5, DIM, 4, 1, 2)(none).shape == (0, 6 * 12)
     assert states("sasrec", none.events, none.present).shape == (0, 5, DIM)
 
