@@ -8,7 +8,12 @@ from pathlib import Path
 import pytest
 import torch
 
+import recpipe
 from recpipe.data.dataset import Dataset
+from recpipe.plugin.tables import TableOptimizer
+from recpipe.report.record import write_json
+from recpipe.tables.groups import collections_of, group_tables
+from recpipe.tables.sharding.plan import Shard, ShardPlan, TablePlan
 from tests.any_model.runs import Job, all_on_two_ranks, furthest_left, train
 from tests.any_model.zoo import TECHNIQUES, Events, Trained, by_hand, events, furthest, make
 
@@ -43,6 +48,18 @@ def with_schedules(batches: list[Events]) -> Trained:
 @pytest.mark.parametrize("technique", IN_ORDER)
 def test_each_step_has_the_rates_of_its_number(batches, with_schedules, technique) -> None:
     mine = train(make("two_tower"), batches, "rowwise_adagrad", *IN_ORDER[technique], *SCHEDULES)
+    assert furthest(mine, with_schedules) < BOUND
+
+
+def test_replicated_tables_of_a_sharded_model_have_them_too(batches, with_schedules, tmp_path: Path) -> None:
+    tables = group_tables(collections_of(make("two_tower")), lambda *_: TableOptimizer("sgd", 0.1), seed=1)
+    made = {
+        table: TablePlan("data_parallel", "dense", rows, dim, (0,), (Shard(0, 0, 0, rows, dim),))
+        for table, (rows, dim, _) in tables.shapes().items()
+    }
+    write_json(tmp_path / "plan.json", ShardPlan(1, made).to_dict())
+    words = (*SHARDED["sharded"], f"tiers.plan={tmp_path / 'plan.json'}", *SCHEDULES)
+    mine = train(make("two_tower"), batches, "rowwise_adagrad", *words)
     assert furthest(mine, with_schedules) < BOUND
 
 
@@ -190,3 +207,16 @@ def test_two_ranks_have_the_rates_of_each_step(batches, with_schedules, tmp_path
     all_on_two_ranks(tmp_path, batches, jobs)
     apart = {name: furthest_left(tmp_path / name, with_schedules) for name in techniques}
     assert max(apart.values()) < BOUND, apart
+
+
+@pytest.mark.soak
+def test_cores_that_share_a_batch_wait_for_the_norm_over_all() -> None:
+    words = ("data.samples=12000", "data.batch_size=2048", "data.table_scale=0.01", "model.embedding_dim=16")
+    words = (*words, "model.top=[256]", "optim=sgd", "trainer.progress=false", "trainer.max_steps=4")
+    found = []
+    for own in ((), CLIPPINGS["all"], (*CLIPPINGS["all"], "trainer.backend=cpu")):
+        with recpipe.train(None, None, "trainer.backend=plain", *words, *own, quiet=True) as run:
+            found.append({name: value.clone() for name, value in run.model.state_dict().items()})
+    free, plain, cores = found
+    assert max(float((plain[name] - cores[name]).abs().max()) for name in plain) < 1e-6
+    assert max(float((plain[name] - free[name]).abs().max()) for name in plain) > 1e-3
