@@ -25,8 +25,8 @@ T = TypeVar("T")
 RUN_DIR = "hydra.run.dir"
 FREE = ("data", "tiers", "trainer", "metrics", "seed")
 """Sections of the recipe that may differ from training."""
-OF_OUTPUT = ("model.prediction", "model.labels")
-"""Keys of the model that say where its output and labels are, and may differ as well."""
+OF_OUTPUT = ("model.prediction", "model.labels", "model.label_weights")
+"""Keys of the model that say where its output, its labels and their weights are, and may differ as well."""
 OF_RECORDS = (
     *("features", "label", "weight", "label_kind", "dense", "sparse"),
     *("tables", "table_rows", "hash_ids", "dense_transform"),

@@ -199,3 +199,15 @@ def test_scaled_weights_of_one_are_one_and_of_nothing_nothing(tmp_path: Path, ta
     none[:, 0] = 0
     scaled = Batch(batch.dense, batch.sparse, batch.labels, weights=none).scaled()
     assert torch.equal(scaled.weights, none)
+
+
+def test_a_label_without_any_weight_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    table = {"click": [0, 1] * 5, "buy": pa.nulls(10, pa.int8()), "user": range(10), "w": np.zeros(10)}
+    pq.write_table(pa.table(table), tmp_path / "rows.parquet")
+    for weight, told in ((None, ["buy"]), ("w", ["click", "buy"])):
+        described = {"labels": ["click", "buy"], "weight": weight, "features": [{"name": "user", "rows": 9}]}
+        given = {"features": described, "cache_dir": str(tmp_path / "cache")}
+        caplog.clear()
+        open_dataset(FilesConfig(path=str(tmp_path / "rows.parquet"), **given), 0)
+        lines = [line for line in caplog.messages if "nothing is learned of it" in line]
+        assert [line.split(":")[0] for line in lines] == [f"label {name}" for name in told]

@@ -169,6 +169,10 @@ def test_what_sessions_leave_out_is_told(folder: Path) -> None:
     pq.write_table(table.set_column(0, "user", without), folder / "some.parquet")
     given = config(folder, path=str(folder / "some.parquet"), sessions=RULE, label="buys")
     assert any(line.startswith("30 events have no session") for line in propose(given).suspicions)
+    pq.write_table(table.append_column("word", pa.array(["w"] * EVENTS)), folder / "words.parquet")
+    timeless = config(folder, path=str(folder / "words.parquet"), sessions=RULE | {"order": "word"})
+    with pytest.raises(DataError, match="row 1, column word: w is no time"):
+        propose(timeless)
     few = config(folder, sessions=RULE | {"min_length": 1000}, label="buys")
     with pytest.raises(DataError, match="none of 400 sessions has 1000 events"):
         propose(few)

@@ -78,6 +78,10 @@ def _of_sessions(file: SessionFile, rows: int) -> Sample:
     names, lacking = shared(file.inputs)
     log = replace(file, skips=True)
     found = _some_sessions(log, names, rows)
+    if not found.sessions:
+        for _ in replace(log, skips=False).events(names):
+            pass  # until the first event that has no session, or no time, of which more is said
+        raise DataError(f"{file}: has no events to look at")
     first = file.inputs[0]
     held = replace(log, inputs=(_Held(first.path, first.format, rows=found.rows),))
     tables, size, made = [], 0, 0

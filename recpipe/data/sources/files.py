@@ -120,6 +120,7 @@ class FilesSource:
         if self._row_parts is not None:
             names = self._row_parts.split.columns
             self._row_parts.begin(block.rows for file in self._inputs for block in file.blocks(names))
+        weight = np.zeros(len(self.encoding.features.labels))
         for read in self._reads():
             checks, columns = read.checks, read.columns
             parts = np.full(len(columns), self._parts[read.file], np.uint8)
@@ -129,9 +130,13 @@ class FilesSource:
                 self.missing[name] += absent
             self.rejected_rows += read.left_out + checks.finish(self._skip)
             good = columns if checks.good.all() else columns.where(checks.good)
+            if good.weights is not None:
+                weight += good.weights.reshape(len(good), -1).sum(axis=0, dtype=np.float64)
             if self.encoding.is_complete:
                 good = self.finished(good)
             yield good, parts[checks.good], (read.file + read.share) / len(self._inputs)
+        if self._labelled and self.encoding.features.weighted:
+            _tell_of_weights(self.encoding.features, weight)
 
     def _reads(self) -> Iterator[Read]:
         """What is read of all files in order, here or by the workers of a cluster."""
@@ -289,6 +294,16 @@ def _tell_of_labels(features: Features) -> None:
                     shown(feature.source),
                     shown(feature.name),
                 )
+
+
+def _tell_of_weights(features: Features, weight: NDArray[np.float64]) -> None:
+    """Warn of labels of which nothing is learned, since no row has them with a ``weight`` [L] above 0."""
+    for label, own in zip(features.labels, weight, strict=True):
+        if not own:
+            log.warning(
+                "label %s: no row has it with a weight above 0, so that nothing is learned of it",
+                shown(label.name),
+            )
 
 
 def _as_prepared(feature: Feature) -> Feature:
