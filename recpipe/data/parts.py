@@ -17,6 +17,7 @@ from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
 from recpipe.common.device import uses_gpu
 from recpipe.data.schema import OF_MODULES
 from recpipe.errors import DataError, UserError
+from recpipe.plugin.batch import Batch
 from recpipe.private_api import HostIds
 
 Place = tuple[str | int, ...]
@@ -186,11 +187,17 @@ def _stride(leaf: JaggedTensor | KeyedJaggedTensor) -> int:
 
 def kjts_in(batch: object) -> list[KeyedJaggedTensor]:
     """The ids that ``batch`` is made of."""
+    if type(batch) is Batch:  # without a look at all of its parts, for each batch that is trained
+        return [batch.sparse]
     return [leaf for leaf in leaves(batch) if isinstance(leaf, KeyedJaggedTensor)]
 
 
 def with_kjts(value: Any, change: Callable[[KeyedJaggedTensor], KeyedJaggedTensor]) -> Any:
     """A copy of a batch, or of a part of one, with ``change`` of each of its ids."""
+    if type(value) is Batch:
+        own = copy.copy(value)
+        own.sparse = change(value.sparse)
+        return own
     if isinstance(value, KeyedJaggedTensor):
         return change(value)
     if isinstance(value, torch.Tensor | JaggedTensor):
