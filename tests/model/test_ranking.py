@@ -286,6 +286,16 @@ def test_a_run_learns_and_reports_its_loss_alone(file: Path) -> None:
     assert quality["loss"] < untrained["loss"] - 0.3
 
 
+def test_rows_may_lie_in_tiers(file: Path) -> None:
+    """A cache of 60% of the bytes: the same batches, and the same losses."""
+    loss = "model.loss={name: in_batch_softmax, candidate_ids: item}"
+    words = (loss, IN_BATCH, "optim.tables.lr=8", "optim.dense.lr=0.3")
+    resident = report_of(file, TwoTower(), *words)
+    tiered = report_of(file, TwoTower(), *words, "tiers.policy=lru", "tiers.resident_bytes=60%")
+    assert tiered["io"]["bytes_written"] > 0
+    assert tiered["quality"]["loss"] == pytest.approx(resident["quality"]["loss"], rel=1e-6)
+
+
 @pytest.mark.parametrize("loss", ["sampled_softmax", pytest.param("bpr", marks=pytest.mark.soak)])
 def test_sampled_negatives_are_learnt_from(file: Path, loss: str) -> None:
     """The report says how, and that data without any teach nothing."""

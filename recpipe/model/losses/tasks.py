@@ -57,7 +57,6 @@ class Esmm:
     conversion: Text | None = None
     """The label of conversions, over all samples; null: the second one."""
     name = "esmm"
-    whole_batch = False
 
     def of(self, labels: Sequence[LabelColumn]) -> Esmm:
         """The same with both labels named; ``UserError`` if the data do not have them."""
