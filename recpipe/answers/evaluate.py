@@ -219,7 +219,8 @@ def _sliced(title: str, slices: Sequence[Mapping[str, Any]]) -> Table:
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     table.add_column(title, overflow="fold")
     first = slices[0]
-    names = [name for name in first["figures"] if name not in WHOLE]
+    told = [name for name in first["figures"] if name not in WHOLE and "@" not in name]
+    names = told[: 4 if first["positives"] is None else 3]  # as many as a terminal has room for
     for name in ("rows", *(["positives"] if first["positives"] is not None else [])):
         table.add_column(name, justify="right", no_wrap=True)
     for name in names:

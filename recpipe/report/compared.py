@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from recpipe.report.figures import BY_LABEL, CLICKS, VERDICT, quality_names
+from recpipe.report.figures import BY_LABEL, CLICKS, VERDICT, quality_names, verdict
 
 SPEEDS = {
     "all_steps": "samples_per_second",
@@ -288,7 +288,10 @@ def _quality(result: RowResult, first: RowResult, finished: int, label: str = ""
         found[key] = fmean(values) if values else None
         found[f"{key}_difference"] = fmean(differences) if differences else None
         found[f"{key}_interval"] = mean_interval(values)
-        found[f"{key}_difference_interval"] = None if result is first else mean_interval(differences)
+        apart = found[f"{key}_difference_interval"] = None if result is first else mean_interval(differences)
+        others = [figures[key] for figures in theirs.values() if figures.get(key) is not None]
+        known = values and others
+        found[f"{key}_verdict"] = verdict(key, fmean(values), fmean(others), apart) if known else None
     return found
 
 

@@ -126,6 +126,18 @@ def title(name: str) -> str:
     return name if metric is None else metric.label + name[len(metric.name) :]
 
 
+def verdict(name: str, value: float, other: float, apart: Sequence[float] | None) -> str | None:
+    """``better`` or ``worse``: how the figure ``value`` is beside ``other``, where the interval of their
+    difference, ``apart``, leaves out 0; None where it does not."""
+    if apart is None or apart[0] <= 0 <= apart[1]:
+        return None
+    metric = named(name)
+    way = "lower" if metric is None else metric.better  # of a loss
+    if way == "near 1":
+        return "better" if abs(value - 1) < abs(other - 1) else "worse"
+    return "better" if (value > other) == (way == "higher") else "worse"
+
+
 def quality_names(several: Iterable[Iterable[str]]) -> list[str]:
     """Those of ``several`` runs' names that are of figures of quality, each once, in the order of tables."""
     found = {name for names in several for name in names}

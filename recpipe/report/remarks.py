@@ -92,6 +92,7 @@ def _seeds(content: Mapping[str, Any]) -> list[str]:
         parts = [
             f"{key} {figures.signed(row[f'{key}_difference'])} "
             f"({', '.join(figures.signed(end) for end in row[f'{key}_difference_interval'])})"
+            f"{f' {sure}' if (sure := row.get(f'{key}_verdict')) else ''}"
             for key in shown_figures(content["rows"])
             if row.get(f"{key}_difference_interval")
         ]

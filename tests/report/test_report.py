@@ -413,3 +413,28 @@ def test_skew_ends_at_all_rows_and_tells_a_few_hot_rows_from_equal_ones() -> Non
     assert hot.share_of_lookups[0] == 0.9
     assert np.allclose(even.share_of_lookups, even.share_of_rows, rtol=1e-3)
     assert skew_of({}, {}, 0, 0) is None
+
+
+def test_which_way_a_figure_is_better() -> None:
+    sure = (0.01, 0.02)
+    assert figures.verdict("auc", 0.8, 0.7, sure) == "better"
+    assert figures.verdict("ndcg@5", 0.7, 0.8, (-0.2, -0.1)) == "worse"
+    assert [figures.verdict(name, 0.8, 0.7, sure) for name in ("ne", "loss", "rmse")] == ["worse"] * 3
+    assert figures.verdict("calibration", 1.1, 0.7, sure) == "better"
+    assert figures.verdict("calibration", 1.1, 0.95, sure) == "worse"
+    assert figures.verdict("auc", 0.8, 0.7, (-0.01, 0.02)) is None
+    assert figures.verdict("auc", 0.8, 0.7, None) is None
+
+
+def test_a_report_of_an_earlier_version_is_shown(tmp_path: Path) -> None:
+    """It has null for every figure that does not fit, and nothing of evaluations beside them."""
+    others = dict.fromkeys(("mse", "rmse", "mae", "poisson_deviance"))
+    old = make_report().to_dict()
+    del old["evaluated"]
+    old["quality"] = {"auc": 0.77, "logloss": 0.49, "ne": 0.83, "loss": 0.49, **others}
+    old["history"] = [{**point, **others} for point in old["history"]]
+    assert "AUC on the held-out part" in html.render(run_page.page(old))
+    console = Console(file=io.StringIO(), record=True, width=100)
+    run_table.print_result(old, tmp_path, console)
+    line = next(line for line in console.export_text().splitlines() if line.strip().startswith("quality"))
+    assert line.split()[1::2] == ["AUC", "logloss", "NE"]

@@ -421,6 +421,9 @@ def test_quality_over_several_seeds_is_paired_by_seed(tmp_path: Path) -> None:
     assert (low, high) == (pytest.approx(0.01), pytest.approx(0.01))  # of pairs; unpaired it is 0.1 wide
     assert row["auc_interval"][1] - row["auc_interval"][0] == pytest.approx(2 * 4.303 * 0.02 / 3**0.5)
     assert "means over 3 seeds" in text
+    assert "auc +0.01000 (+0.01000, +0.01000) better" in " ".join(text.split())
+    assert [row[f"{name}_verdict"] for name in ("auc", "logloss")] == ["better", None]
+    assert content["rows"][0]["auc_verdict"] is None
 
 
 def test_a_policy_runs_at_the_memory_of_a_technique_that_takes_more(tmp_path: Path) -> None:

@@ -29,6 +29,7 @@ from recpipe.plugin.tables import SparseFeature
 from recpipe.report import html, run_page, sweep
 from recpipe.tasks.sweeps import optimized
 from recpipe.training.evaluation import Evaluation, Stop
+from tests.model.objectives import TwoTower, report_of, written
 
 SIZE, USERS = 600, 25
 FEATURES = (
@@ -164,6 +165,14 @@ def test_what_cannot_be_is_one_line(rows: Path, words: list[str], message: str) 
     with pytest.raises(UserError, match=message) as told:
         recpipe.train(None, rows, *QUIET, FEATURES, *words, quiet=True)
     assert "\n" not in str(told.value)
+
+
+def test_a_loss_that_ranks_is_judged_within_groups_alone(tmp_path: Path) -> None:
+    file, words = written(tmp_path), "data.negatives={feature: item, sampling: in_batch}"
+    found = report_of(file, TwoTower(), "model.loss=in_batch_softmax", words, "metrics.group=user")
+    assert {*found["quality"]} == {"gauc", "recall@10", "ndcg@10", "hr@10", "mrr@10", "loss"}
+    plain = report_of(file, TwoTower(), "model.loss=in_batch_softmax", words)
+    assert [*plain["quality"]] == ["loss"], "the control"
 
 
 # -- batches ---------------------------------------------------------------------------------------
