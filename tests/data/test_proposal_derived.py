@@ -127,6 +127,17 @@ def test_histories_share_the_tables_of_ids_and_others_are_left_out(folder: Path)
     assert of["item_history"].rows == of["item"].rows == len(ITEMS) + 2
 
 
+def test_a_column_that_says_the_part_is_no_history_either(folder: Path) -> None:
+    rows = pyarrow.csv.read_csv(folder / "log.csv")
+    parts = pa.array(["train", "train", "valid"] * (EVENTS // 3))
+    pq.write_table(rows.append_column("part", parts), folder / "parts.parquet")
+    split = {"by": "column", "column": "part"}
+    found = propose(
+        config(folder, path=str(folder / "parts.parquet"), sessions=RULE, label="buys", split=split)
+    )
+    assert not {"part", "part_history"} & entries(found).keys()
+
+
 def test_a_log_without_a_label_has_events_that_took_place(folder: Path) -> None:
     items = pyarrow.csv.read_csv(folder / "log.csv").select(["user", "item"])
     pq.write_table(items, folder / "plain.parquet")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -128,7 +128,8 @@ def propose(config: FilesConfig, rows: int = ROWS) -> Proposal:
     made = [_made(label, sample, files[0]) for label in config.labels if label.parsed is not None]
     columns = made + [column for column in columns if column.name not in apart]
     expressions = {label.name: label.parsed for label in config.labels}
-    added = [] if rule is None else [own for own in columns if _is_added(own, columns, expressions)]
+    names = [] if rule is None else [*_added(sample.rows.column_names)]
+    added = [column for column in columns if column.name in names and column.name not in expressions]
     columns = [column for column in columns if column not in added]
     named, found = found_labels(columns, list(expressions))
     if rule is not None and not named:
@@ -139,11 +140,11 @@ def propose(config: FilesConfig, rows: int = ROWS) -> Proposal:
     return Proposal(sample, choices, found, weight)
 
 
-def _is_added(column: Column, columns: Sequence[Column], labels: Container[str]) -> bool:
-    """Whether sessions, not their events, have a column that is no label."""
-    names = [each.name for each in columns]
-    before = column.name.endswith(HISTORY) and column.name.removesuffix(HISTORY) in names
-    return (before or column.name == LAST) and column.name not in labels
+def _added(names: Sequence[str]) -> Iterator[str]:
+    """Those of the columns of sessions that events do not have, but for ``POSITIVE``."""
+    for name in names:
+        if name == LAST or (name.endswith(HISTORY) and name.removesuffix(HISTORY) in names):
+            yield name
 
 
 def _made(label: Label, sample: Sample, file: InputFile) -> Column:

@@ -93,7 +93,8 @@ class FilesSource:
             "format": config.format,
         } | derived_recipe(config)
         if self.splits:
-            self._stated["split"] = [split and asdict(split), self._parts, config.eval_fraction]
+            said = split and {key: own for key, own in asdict(split).items() if key != "seed" or own}
+            self._stated["split"] = [said, self._parts, config.eval_fraction]
         if self._skip:  # which rows are left out depends on them
             self._stated["rows"] = [f.rows for f in features.sparse if f.ids == "rows"]
 
