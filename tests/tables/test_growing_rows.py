@@ -106,3 +106,34 @@ def test_rows_that_no_id_has_take_no_memory(place: str, free: bool) -> None:
     assert (taken < 0.4 * tables.total_bytes) == free
     assert rows[:2, :16].all()
     assert rows[2:].any() != free
+
+
+def test_features_of_a_map_may_lie_apart_in_a_batch_of_any_type() -> None:
+    """Two parts of a batch, in one of them a feature of another table between two of one that grows."""
+    names = {"t": ("a", "c", "e"), "u": ("d",), "fixed": ("b",)}
+    optimizer = TableOptimizer("sgd", 0.1)
+    tables = ModelTables.single(
+        TableSet(tuple(Table(name, 40, own) for name, own in names.items()), DIM, optimizer, 1)
+    )
+    collection = ResidentCollection(tables.groups[0].tables, CPU, padded=False)
+    growing = GrowingTables(
+        {name: Growth(table) for table in ("t", "u") for name in names[table]}, tables, [collection], 1
+    )
+    lengths = [[2, 0], [1, 1], [0, 3], [1, 0]]
+    first = KeyedJaggedTensor(
+        list("abcd"),
+        torch.tensor([71, 72, 5, 6, 73, 71, 74, 71]),
+        lengths=torch.tensor(lengths).view(-1),
+    )
+    other = KeyedJaggedTensor(["e"], torch.tensor([74, 75]), lengths=torch.tensor([1, 1]))
+    batch = {"first": first, "dense": torch.ones(2, 1), "more": [other]}
+    made, plan = growing.plan(batch)
+    growing.begin(plan)
+    assert made["first"].values().tolist() == [2, 3, 5, 6, 4, 2, 5, 2]
+    assert made["first"].lengths().tolist() == first.lengths().tolist()
+    assert made["more"][0].values().tolist() == [5, 6]
+    assert made["dense"] is batch["dense"]
+    assert first.values().tolist() == [71, 72, 5, 6, 73, 71, 74, 71], "the batch's own ids stay"
+    again = growing.rows_of(batch)
+    assert again["first"].values().tolist() == made["first"].values().tolist()
+    assert growing.unknown == 0
