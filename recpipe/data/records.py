@@ -288,6 +288,8 @@ def _format(file: AnyPath) -> Format:
         return "parquet"
     if start == b"ARROW1":
         return "arrow"
+    if start.lower() in (b"<!doct", b"<html>", b"<html "):
+        raise DataError(f"{file}: is a web page; name the files that it lists, or a pattern: '{file}*.csv'")
     return "json" if start.lstrip()[:1] == b"{" else "csv"
 
 

@@ -92,7 +92,8 @@ class RemotePath:
     @cached_property
     def info(self) -> Mapping[str, Any]:
         """What the store says of it; ``FileNotFoundError`` if there is nothing."""
-        if self.listed is not None:
+        # Web servers' listings are pages with links, which say nothing of sizes.
+        if self.listed is not None and (self.listed["type"] != "file" or self.listed.get("size") is not None):
             return self.listed
         found: Mapping[str, Any] = self._patiently(lambda: self.store.info(self._path))
         return found

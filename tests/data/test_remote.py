@@ -222,6 +222,9 @@ def test_a_file_of_a_web_server(website: str, tmp_path: Path, monkeypatch: pytes
     file = write(rows(), tmp_path / "here" / "rows.csv")
     wanted = samples(str(file), tmp_path / "cache")
     assert samples(f"{website}/rows.csv", tmp_path / "cache") == wanted
+    assert samples(f"{website}/*.csv", tmp_path / "cache") == wanted, "the links of a page"
+    with pytest.raises(DataError, match=r"/: is a web page; name the files that it lists"):
+        samples(f"{website}/", tmp_path / "cache")
     with pytest.raises(DataError, match=r"none.csv: no such file or directory \(data.path\)$"):
         samples(f"{website}/none.csv", tmp_path / "cache")
     monkeypatch.setattr(remote, "WAITS", (0.0,) * 4)

@@ -15,6 +15,7 @@ from urllib.parse import unquote, urlsplit
 
 import fsspec
 import pytest
+from fsspec.registry import _registry
 
 from recpipe.data import remote
 from recpipe.data.records import input_files
@@ -117,8 +118,9 @@ def hub(here: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
 @pytest.fixture
 def bucket(here: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     """The address of the same files in a bucket of Google's."""
-    monkeypatch.setenv("GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT", "false")  # it asks by gRPC, which is not emulated
-    pytest.importorskip("gcsfs", reason="recpipe's extra gs is not installed")
+    gcsfs = pytest.importorskip("gcsfs.core", reason="recpipe's extra gs is not installed")
+    # gcsfs's other file system first asks by gRPC, which is not emulated, what kind of bucket it is.
+    monkeypatch.setitem(_registry, "gs", gcsfs.GCSFileSystem)
     emulator = pytest.importorskip("gcp_storage_emulator.server", reason="no gcp-storage-emulator")
     server = emulator.create_server("127.0.0.1", 0, in_memory=True)
     server.start()

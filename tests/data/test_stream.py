@@ -287,6 +287,7 @@ def test_what_was_learned_from_files_is_used(folder, tmp_path) -> None:
     ("keys", "said"),
     [
         ({"path": "nowhere"}, "nowhere: no such folder"),
+        ({"path": "s3://bucket/in"}, "^s3://bucket/in: a stream reads a folder of this machine; mount it"),
         ({"path": None}, "data=stream needs data.path=FOLDER"),
         ({"features": "auto"}, "recpipe schema FILES writes"),
         ({"features": None}, "data.label is not set"),

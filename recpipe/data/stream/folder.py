@@ -11,6 +11,7 @@ from typing import cast
 from recpipe.data.config import StreamConfig
 from recpipe.data.files import natural_key
 from recpipe.data.records import Format, InputFile, format_by_name
+from recpipe.data.remote import is_elsewhere
 from recpipe.data.stream.chunks import POLL, Chunk, Position
 from recpipe.errors import DataError
 
@@ -36,6 +37,11 @@ class Folder:
             "format": config.format,
             "rules": config.rules(),
         }
+        if is_elsewhere(config.path):
+            raise DataError(
+                f"{config.path}: a stream reads a folder of this machine; mount it, or take a source with "
+                "messages (data.source=kafka, redis or nats)"
+            )
         if not self.path.is_dir():
             raise DataError(f"{self.path}: no such folder (data.path, seen from {Path.cwd()})")
 
