@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 from recpipe.common.saved import Damaged, typed_as
 from recpipe.data.columns import Columns, Int64
 from recpipe.data.features import Feature, Features
+from recpipe.data.gathered import Gathered
 from recpipe.data.sources.transforms import mix64
 from recpipe.errors import DataError, shown
 
@@ -160,27 +161,29 @@ def _vocabulary(table: str, own: Sequence[Feature], read: Callable[[], Iterator[
     """
     parts = 1 + sum(len(block.keys) for block in read()) // AT_ONCE
     kept = [np.empty((3, 0), np.int64)]
+
+    def merge(found: Int64) -> Int64:
+        found = merged(found)
+        if own[0].min_count == 1:  # it can only grow
+            require_room(table, own[0], found.shape[1])
+        return found
+
     for part in range(parts):
-        counted = np.empty((3, 0), np.int64)  # keys, counts, first places
-        waiting = [counted]
+        counted = Gathered(3, merge, STEP)
         for block in read():
             inside = mix64(block.keys.view(np.uint64)) % np.uint64(parts) == part
             keys, places = block.keys[inside], block.places[inside]
-            waiting.append(np.stack([keys, np.ones_like(keys), places]))
-            if sum(each.shape[1] for each in waiting[1:]) > max(STEP, waiting[0].shape[1]):
-                waiting = [merged(waiting)]
-                if own[0].min_count == 1:  # it can only grow
-                    require_room(table, own[0], waiting[0].shape[1])
-        counted = merged(waiting)
-        kept.append(counted[:, counted[1] >= own[0].min_count])
+            counted.add(keys, np.ones_like(keys), places)
+        found = counted.merged()
+        kept.append(found[:, found[1] >= own[0].min_count])
         require_room(table, own[0], sum(each.shape[1] for each in kept))
     keys, counts, places = np.concatenate(kept, 1)
     return np.asarray(keys[np.lexsort((places, -counts))])
 
 
-def merged(parts: Sequence[Int64]) -> Int64:
+def merged(found: Int64) -> Int64:
     """Keys, counts and first places [3, n] in which each key is there once."""
-    keys, counts, places = np.concatenate(parts, 1)
+    keys, counts, places = found
     order = np.lexsort((places, keys))
     keys = keys[order]
     starts = np.flatnonzero(np.concatenate(([True], keys[1:] != keys[:-1]))) if len(keys) else order

@@ -21,6 +21,7 @@ from recpipe.common.own_cache import private_files
 from recpipe.data.columns import Columns, Float32, Int64, bits_of, concatenate
 from recpipe.data.dataset import NumberedDataset
 from recpipe.data.derivations import Negatives
+from recpipe.data.gathered import Gathered
 from recpipe.data.learned import LARGEST, STEP, bit_at, merged
 from recpipe.data.prepared import Mapped, PreparedDataset
 from recpipe.data.sources.transforms import mix64
@@ -85,7 +86,7 @@ class Sampler:
         ``counts``, and the first sample of the catalog that has it, [3, n]."""
         own, missing = self._own(catalog)
         block = np.stack([own, np.zeros_like(own), np.arange(len(own))])[:, ~missing]
-        found = self._require_room(merged([block]))
+        found = self._require_room(merged(block))
         if len(keys):
             at = np.minimum(np.searchsorted(keys, found[0]), len(keys) - 1)
             found[1] = np.where(keys[at] == found[0], counts[at], 0)
@@ -106,13 +107,12 @@ class Sampler:
 
     def _counted(self, samples: int) -> Int64:
         """The ids in ascending order, how often each comes, and the first sample that has it, [3, n]."""
-        waiting = [np.empty((3, 0), np.int64)]
+        counted = Gathered(3, lambda found: self._require_room(merged(found)), STEP)
         for low in range(0, samples, STEP):
             keys, missing = self._own(self._mapped.between(low, min(low + STEP, samples)))
-            waiting.append(np.stack([keys, np.ones_like(keys), np.arange(low, low + len(keys))])[:, ~missing])
-            if sum(each.shape[1] for each in waiting[1:]) > max(STEP, waiting[0].shape[1]):
-                waiting = [self._require_room(merged(waiting))]
-        return self._require_room(merged(waiting))
+            keys, places = keys[~missing], np.arange(low, low + len(keys))[~missing]
+            counted.add(keys, np.ones_like(keys), places)
+        return counted.merged()
 
     def _require_room(self, found: Int64) -> Int64:
         """``found`` [3, n]; ``DataError`` for too many ids."""

@@ -26,6 +26,7 @@ from recpipe.data.columns import Int64, offsets_of
 from recpipe.data.derivations import Sessions
 from recpipe.data.features import Feature
 from recpipe.data.files import RowChecks
+from recpipe.data.gathered import Gathered
 from recpipe.data.records import BLOCK_ROWS, InputFile, require_columns
 from recpipe.data.remote import AnyPath
 from recpipe.data.text import Block
@@ -238,8 +239,8 @@ class SessionFile(InputFile):
 
     @cached_property
     def _survey(self) -> _Survey:
-        found = np.empty((4, 0), np.int64)  # keys, events, last times, last events' numbers
-        waiting, number, runs, ordered, bad = [found], 0, 0, True, 0
+        found = Gathered(4, _merged, EVENTS // 4)  # keys, events, last times, last events' numbers
+        number, runs, ordered, bad = 0, 0, True, 0
         key, time = np.empty(0, np.int64), np.empty(0, np.int64)  # of the event before
         for keys, times, _, _, left_out in self.events([self.rule.by]):
             bad += left_out
@@ -250,11 +251,9 @@ class SessionFile(InputFile):
             runs += int((~same).sum()) + (number == 0)
             ordered = ordered and bool(np.all((time[1:] >= time[:-1])[same]))
             numbers = np.arange(number, number + len(keys))
-            waiting.append(np.stack([keys, np.ones_like(keys), times, numbers]))
+            found.add(keys, np.ones_like(keys), times, numbers)
             key, time, number = keys[-1:], times[-1:], number + len(keys)
-            if sum(each.shape[1] for each in waiting[1:]) > max(EVENTS // 4, waiting[0].shape[1]):
-                waiting = [_merged(waiting)]
-        keys, counts, times, numbers = _merged(waiting)
+        keys, counts, times, numbers = found.merged()
         order = np.lexsort((numbers, times))
         ranks = np.empty_like(order)
         ranks[order] = np.arange(len(order))
@@ -411,14 +410,14 @@ def _together(batches: Sequence[pa.RecordBatch]) -> pa.RecordBatch:
     return found[0]
 
 
-def _merged(parts: Sequence[Int64]) -> Int64:
+def _merged(found: Int64) -> Int64:
     """Keys, counts, last times and last numbers [4, n] in which each key is there once, in ascending order.
     Of several events at a session's last time, the one that was read last counts."""
-    keys, counts, times, numbers = np.concatenate(parts, 1)
+    keys, counts, times, numbers = found
     order = np.lexsort((numbers, times, keys))
     keys = keys[order]
     if not len(keys):
-        return np.stack([keys, counts, times, numbers])
+        return found
     ends = np.append(np.flatnonzero(keys[1:] != keys[:-1]), len(keys) - 1)
     starts = np.append(0, ends[:-1] + 1)
     counts, last = np.add.reduceat(counts[order], starts), order[ends]
