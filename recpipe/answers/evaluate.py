@@ -76,7 +76,7 @@ def evaluate(trained: Trained, options: EvaluateOptions, run_dir: RunDir) -> dic
             slicer = slicer_of_files(trained, options.by, dataset, options.split)
             if slicer is None:  # no files have the column: the batches' own values are taken
                 of_batches = [("by", options.by)]
-        sides = Sides.of_metrics(asked, dataset.schema, of_batches)
+        sides = Sides.of_metrics(asked, dataset, of_batches)
         log.info("scoring %s rows of %s", f"{rows:,}", trained.directory)
         started = perf_counter()
         scores, labels, weights, losses, values = _collect(scoring, splits, rows, sides)
@@ -198,6 +198,9 @@ def _rows(content: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
         if task["positives"] is not None:
             share = task["positives"] / max(1, task["samples"])
             yield f"{title}positives", f"{figures.count(task['positives'])} ({share:.2%})"
+        if groups := task.get("groups"):
+            out = f"{groups['one_class']:,} of one class, {groups['without_positives']:,} without a positive"
+            yield f"{title}groups", f"{groups['groups']:,}; {out}"
         for figure, found in task["figures"].items():
             text = figures.decimal(found["value"], 5)
             if found["low"] is not None:

@@ -10,15 +10,15 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from recpipe.data.schema import Schema
+from recpipe.data.dataset import Dataset
 from recpipe.errors import DataError, nearest_or_all, shown
 from recpipe.model.config import MetricsConfig
 from recpipe.plugin.batch import Batch
 
 WITHOUT = -1
 """The value of a sample that has none."""
-_UNKNOWN_ROW = 1
-"""The row of ids without one, of tables whose ids get rows as they come."""
+_MISSING_ROW, _OTHERS_ROW = 0, 1
+"""The rows of missing ids, and of ids without a row of their own."""
 MISSING = "missing"
 """The slice of samples without a value."""
 
@@ -34,14 +34,17 @@ class RowSlice:
 class Sides:
     """Reads ``columns``, pairs of the key that names one and its name, from batches.
 
-    ``schema``: that of the data; None: it is not known. ``DataError`` for a column that it does not have.
+    ``dataset``: whose batches they are; None: it is not known. ``DataError`` for a column that its schema
+    does not have.
     """
 
-    def __init__(self, columns: Sequence[tuple[str, str]], schema: Schema | None) -> None:
+    def __init__(self, columns: Sequence[tuple[str, str]], dataset: Dataset | None) -> None:
         self.columns = columns
+        schema = None if dataset is None else dataset.schema
         self._dense = list(schema.dense) if schema is not None else []
         sparse = schema.sparse if schema is not None else ()
-        self._growing = {feature.name for feature in sparse if feature.growth is not None}
+        self._without = _rows_of_none(dataset)
+        """The rows of each feature that stand for no value of its own."""
         names = [*self._dense, *(feature.name for feature in sparse)]
         for key, name in columns if schema is not None else ():
             if name not in names:
@@ -49,11 +52,11 @@ class Sides:
 
     @classmethod
     def of_metrics(
-        cls, asked: MetricsConfig, schema: Schema | None, further: Sequence[tuple[str, str]] = ()
+        cls, asked: MetricsConfig, dataset: Dataset | None, further: Sequence[tuple[str, str]] = ()
     ) -> Sides:
         """Those that ``asked`` names, the group's first, and ``further`` ones."""
         own = [] if asked.group is None else [("metrics.group", asked.group)]
-        return cls([*own, *(("metrics.slices", name) for name in asked.slices), *further], schema)
+        return cls([*own, *(("metrics.slices", name) for name in asked.slices), *further], dataset)
 
     def of(self, batch: Any) -> torch.Tensor:
         """The values of ``batch`` in host memory, int64 [B, columns]: rows of tables, or the bits of dense
@@ -83,7 +86,9 @@ class Sides:
             )
         found = torch.full((len(lengths),), WITHOUT)
         found[lengths == 1] = values
-        return torch.where(found == _UNKNOWN_ROW, WITHOUT, found) if name in self._growing else found
+        for row in self._without.get(name, ()):
+            found[found == row] = WITHOUT
+        return found
 
     def is_dense(self, name: str) -> bool:
         """Whether a column is a dense one."""
@@ -113,6 +118,21 @@ class Sides:
             }
             for number, name in enumerate(asked.slices)
         ]
+
+
+def _rows_of_none(dataset: Dataset | None) -> dict[str, tuple[int, ...]]:
+    """The rows of features that stand for no value of its own: that of missing ids and, where not all ids
+    have one, that of the others."""
+    if dataset is None or dataset.schema is None:
+        return {}
+    both, prepared = (_MISSING_ROW, _OTHERS_ROW), dataset.preparation
+    found: dict[str, tuple[int, ...]] = {}
+    if prepared is not None and prepared.features is not None:
+        of_rule: dict[str, tuple[int, ...]] = {"modulo": (), "rows": (), "vocabulary": both}
+        found = {own.name: of_rule.get(str(own.ids), (_MISSING_ROW,)) for own in prepared.features.sparse}
+    elif prepared is not None and prepared.ids == "hashed":
+        found = {own.name: (_MISSING_ROW,) for own in dataset.schema.sparse}
+    return found | {own.name: both for own in dataset.schema.sparse if own.growth is not None}
 
 
 def by_value(codes: NDArray[Any], words: Sequence[Any], top: int) -> Iterator[RowSlice]:

@@ -15,8 +15,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from recpipe.data.dataset import Dataset
 from recpipe.data.parts import batch_size
-from recpipe.data.schema import Schema
 from recpipe.distributed.ranks import Channel
 from recpipe.errors import Interruption, UserError
 from recpipe.model.background import BackgroundQuality
@@ -45,7 +45,7 @@ class Evaluation:
     """Judges a ``model`` on held-out batches, time and again.
 
     ``trainers``: the channel between the trainers, each of which has its share of every batch; ``asked``:
-    what is told beside the figures that every evaluation has, of batches whose columns ``schema`` describes.
+    what is told beside the figures that every evaluation has, of batches of ``dataset``.
     """
 
     def __init__(
@@ -54,11 +54,11 @@ class Evaluation:
         trainers: Channel,
         stop: Stop,
         asked: MetricsConfig | None = None,
-        schema: Schema | None = None,
+        dataset: Dataset | None = None,
     ) -> None:
         self.model, self.trainers, self.stop = model, trainers, stop
         self.asked = asked or MetricsConfig()
-        self.sides = Sides.of_metrics(self.asked, schema)
+        self.sides = Sides.of_metrics(self.asked, dataset)
         kinds = {name: task.kind for name, task in model.called.judged.items()}
         self.quality = {name: BackgroundQuality(kind, self.asked, self.sides) for name, kind in kinds.items()}
         """Of each label, by name."""

@@ -104,8 +104,7 @@ class RankingModule(L.LightningModule):
         self._several = self.trainers.size > 1
         self.stop = Stop()
         self.dense = model.dense
-        schema = loader.source.dataset.schema
-        self.evaluation = Evaluation(model, self.trainers, self.stop, metrics, schema)
+        self.evaluation = Evaluation(model, self.trainers, self.stop, metrics, loader.source.dataset)
         self.step_times = StepTimes(loader.device)
         self.backend = backend or Backend("plain", model, {})
         self.totals = Totals()

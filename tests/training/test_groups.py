@@ -167,6 +167,26 @@ def test_what_cannot_be_is_one_line(rows: Path, words: list[str], message: str) 
     assert "\n" not in str(told.value)
 
 
+@pytest.mark.parametrize("rule", ["hash", "vocabulary"])
+def test_samples_without_an_id_of_their_own_are_in_no_group(rows: Path, tmp_path: Path, rule: str) -> None:
+    """Missing users, and of a vocabulary those whom the training part lacks."""
+    table = pq.read_table(rows)
+    users = [
+        None if n % 7 == 0 else 99 if n > SIZE - 20 else own
+        for n, own in enumerate(table["user"].to_pylist())
+    ]
+    pq.write_table(table.set_column(1, "user", pa.array(users, pa.int64())), tmp_path / "rows.parquet")
+    words = FEATURES.replace("ids: rows, rows: 40", f"ids: {rule}{', rows: 5000' * (rule == 'hash')}", 1)
+    with recpipe.train(
+        *(None, tmp_path / "rows.parquet", *QUIET, words, "metrics.group=user"), quiet=True
+    ) as done:
+        groups = done.report["evaluated"]["score"]["groups"]
+    later = users[SIZE // 2 :]
+    alone = [own for own in later if own is None or (own == 99 and rule == "vocabulary")]
+    assert groups["samples_without_group"] == len(alone)
+    assert groups["groups"] == len({*later} - {*alone})
+
+
 def test_a_loss_that_ranks_is_judged_within_groups_alone(tmp_path: Path) -> None:
     file, words = written(tmp_path), "data.negatives={feature: item, sampling: in_batch}"
     found = report_of(file, TwoTower(), "model.loss=in_batch_softmax", words, "metrics.group=user")
@@ -187,13 +207,16 @@ def batch_of(users: list[list[int]], price: list[float]) -> Batch:
     return Batch(torch.tensor(price)[:, None], ids, torch.zeros(len(users)))
 
 
-SCHEMA = Schema(("price",), (SparseFeature("user", 9),))
+DATA: Any = SimpleNamespace(schema=Schema(("price",), (SparseFeature("user", 9),)), preparation=None)
+HASHED: Any = SimpleNamespace(schema=DATA.schema, preparation=SimpleNamespace(features=None, ids="hashed"))
 
 
 def test_values_of_a_batch() -> None:
-    sides = Sides([("metrics.group", "user"), ("metrics.slices", "price")], SCHEMA)
+    sides = Sides([("metrics.group", "user"), ("metrics.slices", "price")], DATA)
     found = sides.of(batch_of([[3], [], [0]], [-0.0, float("nan"), -1.5]))
     assert found[:, 0].tolist() == [3, -1, 0]
+    hashed = Sides([("metrics.group", "user")], HASHED)
+    assert hashed.of(batch_of([[3], [], [0]], [0.0] * 3))[:, 0].tolist() == [3, -1, -1], "row 0 is missing"
     assert found[0, 1] == 0
     assert found[1, 1] == -1
     assert found[2, 1] >= 0
@@ -241,7 +264,7 @@ def evaluation(trainers: Any) -> Evaluation:
     )
     model: Any = SimpleNamespace(called=called, look_up=lambda batch: {}, parts=SimpleNamespace(sums=False))
     asked = MetricsConfig(group="user", k=[2], slices=["price", "user"])
-    return Evaluation(model, trainers, Stop(), asked, SCHEMA)
+    return Evaluation(model, trainers, Stop(), asked, DATA)
 
 
 def test_two_trainers_tell_what_one_does() -> None:
