@@ -38,7 +38,7 @@ from tests.report.test_report import make_report
         (["+plugins=hotline"], "plugins are chosen by +plugin=NAME"),
         (["plugin=hotline"], "write +plugin=NAME or '+plugin=[a,b]', with the plus sign"),
         (["+plugin=hotline", "plugins.hotline.nope=1"], "no 'plugins.hotline.nope' in the recipe."),
-        (["model.loss=huber"], "it goes with a class of your own, model._target_=package.Class"),
+        (["model.labels=clicked"], "goes with a class of your own, model._target_=package.Class"),
         (
             ["data.path=x"],
             "in this recipe: it goes with data=criteo or data=files or data=npy or data=parquet",

@@ -152,6 +152,7 @@ ROOMS = {
         *("access", "backend", "commands", "common", "config", "data", "distributed", "errors", "model"),
         *("pipeline", "plugin", "profiling", "report", "private_api", "setup", "tables", "tasks", "training"),
     ),
+    "recpipe_retrieval": ("answers", "commands", "common", "data", "errors", "model", "tables", "tasks"),
     "recpipe_serve": ("answers", "common", "data", "model", "tasks", "commands", "errors"),
 }
 """Rooms of core that the packages which belong to it may enter beside the public modules."""

@@ -39,6 +39,24 @@ def read_columns(config: DataConfig, names: Sequence[str]) -> Iterator[pa.Table]
     return _of_criteo(input_files(config.path, criteo.SUFFIXES), list(names))
 
 
+class Beside:
+    """The blocks of ``read_columns``, taken as many rows at a time as batches have."""
+
+    def __init__(self, blocks: Iterator[pa.Table]) -> None:
+        self._blocks = blocks
+        self._rest: pa.Table | None = None
+
+    def take(self, rows: int) -> pa.Table:
+        """The next ``rows``; ``UserError`` if the files have fewer than they had."""
+        rest = self._rest
+        while rest is None or len(rest) < rows:
+            if (more := next(self._blocks, None)) is None:
+                raise UserError("the input's files have changed while they were read; start again")
+            rest = more if rest is None else pa.concat_tables([rest, more])
+        self._rest = rest.slice(rows)
+        return rest.slice(0, rows)
+
+
 def _of_files(files: Sequence[InputFile], names: list[str]) -> Iterator[pa.Table]:
     first = files[0].columns
     for file in files:

@@ -19,7 +19,7 @@ import torch
 from numpy.typing import NDArray
 
 from recpipe.answers import score
-from recpipe.answers.columns import has_columns, read_columns
+from recpipe.answers.columns import Beside, has_columns, read_columns
 from recpipe.answers.manifest import read_manifest
 from recpipe.answers.trained import HostScoring, Scored, Scoring, Trained
 from recpipe.common.files import FULL, RunDir, sync
@@ -67,15 +67,15 @@ def predict(trained: Trained, options: PredictOptions, run_dir: RunDir) -> NDArr
         raise UserError(
             "data.on_bad_row=skip: a row that is left out would have no score; correct the rows, and drop it"
         )
-    target = None if options.output is None else _target(options)
-    keys = None
+    target = None if options.output is None else target_of(options.output, options.overwrite)
+    keys: Beside | None = None
     if options.keys:
         if not has_columns(config):
             raise UserError(
                 f"keys={list(options.keys)}: data={config.name} has no columns to copy; leave keys out, and "
                 f"'{ROW}' numbers the rows from 0"
             )
-        keys = read_columns(config, options.keys)
+        keys = Beside(read_columns(config, options.keys))
     try:
         if isinstance(config, FileConfig):  # read once, without labels
             source = open_source(config, labelled=False, trained_by=trained.trained_on.preparation)
@@ -121,14 +121,14 @@ def predict(trained: Trained, options: PredictOptions, run_dir: RunDir) -> NDArr
     return target
 
 
-def _target(options: PredictOptions) -> Path:
+def target_of(output: FilePath, overwrite: bool) -> Path:
     """The file to write; ``UserError`` before anything is read if it cannot be."""
-    target = Path(str(options.output)).expanduser().absolute()
+    target = Path(str(output)).expanduser().absolute()
     if target.suffix not in SUFFIXES:
         raise UserError(f"output={target}: the name must end in {' or '.join(SUFFIXES)}, its format")
     if target.is_dir():
         raise UserError(f"output={target}: is a directory; name a file")
-    require_absent("output", target, options.overwrite)
+    require_absent("output", target, overwrite)
     if not target.parent.is_dir():
         raise UserError(f"output={target}: there is no directory {target.parent}; make it first")
     return target
@@ -174,20 +174,15 @@ def _scored(
 
 
 def _tables(
-    blocks: Iterator[NDArray[np.float32]], tasks: list[str], keys: Iterator[pa.Table] | None
+    blocks: Iterator[NDArray[np.float32]], tasks: list[str], keys: Beside | None
 ) -> Iterator[pa.Table]:
     """Scores with the key columns, or the row's number, in front."""
     row = 0
-    rest: pa.Table | None = None  # key columns of the next rows
     for block in blocks:
         if keys is None:
             own = pa.table({ROW: pa.array(np.arange(row, row + len(block)))})
         else:
-            while rest is None or len(rest) < len(block):
-                if (more := next(keys, None)) is None:
-                    raise UserError("the input's files have changed while they were read; start again")
-                rest = more if rest is None else pa.concat_tables([rest, more])
-            own, rest = rest.slice(0, len(block)), rest.slice(len(block))
+            own = keys.take(len(block))
         row += len(block)
         for name, column in zip(tasks, block.reshape(len(block), -1).T, strict=True):
             own = own.append_column(name, pa.array(column))
