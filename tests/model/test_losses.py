@@ -70,7 +70,7 @@ POINTWISE: list[tuple[dict[str, Any], Formula]] = [
 ]
 
 
-@pytest.mark.parametrize(("chosen", "formula"), POINTWISE, ids=lambda each: str(each)[:70])
+@pytest.mark.parametrize(("chosen", "formula"), POINTWISE, ids=[str(chosen)[:70] for chosen, _ in POINTWISE])
 def test_a_loss_with_arguments_is_its_formula(chosen: dict[str, Any], formula: Formula) -> None:
     """Values and gradients, with weights and without; two parts make the whole; of no sample it is 0."""
     loss, gen = made(chosen), torch.Generator().manual_seed(4)

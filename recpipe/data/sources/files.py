@@ -37,6 +37,9 @@ from recpipe.data.values import alike, is_list, plain_type, require_type, whole_
 from recpipe.errors import DataError, UserError, nearest_or_all, shown
 
 log = logging.getLogger(__name__)
+VALUES = 2
+"""Rises whenever the same text comes to mean another value, so that data are prepared anew; 2: NaN as it is
+written is missing, and -1.0 where -1 is declared to be."""
 
 
 class FilesSource:
@@ -87,6 +90,7 @@ class FilesSource:
         described = replace(features, sparse=tuple(_as_prepared(f) for f in features.sparse))
         self._stated: dict[str, Any] = {
             "source": "files",
+            "values": VALUES,
             "features": asdict(described),
             "skip": self._skip,
             "rules": asdict(config.rules()),

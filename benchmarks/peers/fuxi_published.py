@@ -1,0 +1,128 @@
+"""One of FuxiCTR's models (``model_zoo`` of its checkout), trained for one epoch by its own ``fit`` on the
+samples that ``published.py`` wrote, and the logits of the held-out ones.
+
+python benchmarks/peers/fuxi_published.py FUXICTR SAMPLES.npz SCORES.npy '{"model": ..., "rate": ...}'
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+BATCH = 512
+
+
+class Batches:
+    """A part's samples in their order, one tensor a feature, as FuxiCTR's own loader makes them."""
+
+    def __init__(self, samples: Any, part: str, described: dict[str, Any]) -> None:
+        self.columns = {
+            name: torch.from_numpy(samples[f"{part}/dense"][:, [n]])
+            for n, name in enumerate(described["dense"])
+        }
+        for feature in described["sparse"]:
+            ids = torch.from_numpy(samples[f"{part}/{feature['name']}"])
+            # Tables with sequences keep id 0 for what is not there.
+            self.columns[feature["name"]] = ids + 1 if feature["shifted"] and not feature["length"] else ids
+        self.columns["label"] = torch.from_numpy(samples[f"{part}/labels"])
+
+    def __len__(self) -> int:
+        return -(-len(self.columns["label"]) // BATCH)
+
+    def __iter__(self) -> Iterator[dict[str, torch.Tensor]]:
+        for low in range(0, len(self.columns["label"]), BATCH):
+            yield {name: values[low : low + BATCH] for name, values in self.columns.items()}
+
+
+def feature_map(described: dict[str, Any]) -> dict[str, Any]:
+    """FuxiCTR's description of the features."""
+    features: list[dict[str, object]] = [
+        {name: {"source": "", "type": "numeric"}} for name in described["dense"]
+    ]
+    first: dict[str, str] = {}
+    for feature in sorted(described["sparse"], key=lambda each: each["length"]):
+        own: dict[str, object] = {"source": "", "type": "categorical"}
+        own["vocab_size"] = feature["rows"] + int(feature["shifted"])
+        if feature["length"]:
+            own |= {"type": "sequence", "max_len": feature["length"]}
+        if feature["shifted"]:
+            own["padding_idx"] = 0
+        if feature["table"] in first:
+            own["share_embedding"] = first[feature["table"]]
+        first.setdefault(feature["table"], feature["name"])
+        features.append({feature["name"]: own})
+    return {"dataset_id": "rows", "labels": ["label"], "features": features}
+
+
+def fields_of(described: dict[str, Any]) -> dict[str, Any]:
+    """The arguments that name a history and its target."""
+    sequences = [f for f in described["sparse"] if f["length"]]
+    targets = [
+        next(f["name"] for f in described["sparse"] if f["table"] == s["table"] and not f["length"])
+        for s in sequences
+    ]
+    history = [tuple(s["name"] for s in sequences)]
+    return {
+        f"{model}_{field}_field": names
+        for model in ("din", "bst")
+        for field, names in (("target", [tuple(targets)]), ("sequence", history))
+    }
+
+
+def main() -> None:
+    checkout, file, scores, what = Path(sys.argv[1]), sys.argv[2], sys.argv[3], json.loads(sys.argv[4])
+    folder = checkout / "model_zoo" / what["model"]
+    sys.path[:0] = [
+        str(checkout),
+        *(str(p) for p in (folder / f"{what['model']}_torch" / "src", folder / "src")),
+    ]
+    kind = getattr(importlib.import_module(what["model"]), what["model"])
+    from fuxictr.features import FeatureMap  # type: ignore[import-not-found]
+    from fuxictr.pytorch.torch_utils import seed_everything  # type: ignore[import-not-found]
+
+    samples = np.load(file)
+    described = json.loads(str(samples["features"]))
+    with_history = {f["table"] for f in described["sparse"] if f["length"]}
+    for feature in described["sparse"]:
+        feature["shifted"] = feature["table"] in with_history
+    seed_everything(what["seed"])
+    with tempfile.TemporaryDirectory() as place:
+        features = FeatureMap("rows", place)
+        written = Path(place, "feature_map.json")
+        written.write_text(json.dumps(feature_map(described)))
+        features.load(str(written), {"embedding_dim": 16})
+        arguments = what["arguments"] | (fields_of(described) if with_history else {})
+        model = kind(
+            features,
+            learning_rate=what["rate"],
+            embedding_dim=16,
+            optimizer="Adagrad",
+            loss="binary_crossentropy",
+            verbose=0,
+            model_root=place,
+            metrics=["AUC", "logloss"],
+            eval_steps=10**9,  # it is judged once, at the end
+            **arguments,
+        )
+        Path(model.model_dir).mkdir(parents=True, exist_ok=True)
+        train, held_out = Batches(samples, "train", described), Batches(samples, "eval", described)
+        model.load_weights = lambda checkpoint: (
+            None
+        )  # of the best step: there is one epoch, and its end counts
+        model.fit(train, epochs=1)
+        probabilities = model.predict(held_out)
+    tiny = np.finfo(np.float64).tiny
+    np.save(scores, np.log(np.maximum(probabilities, tiny)) - np.log(np.maximum(1 - probabilities, 1e-16)))
+    print(json.dumps({"samples": len(held_out.columns["label"])}))
+
+
+if __name__ == "__main__":
+    main()

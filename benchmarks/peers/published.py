@@ -1,0 +1,245 @@
+"""How well recpipe's published models do beside FuxiCTR's of the same names: rows, split, dimensions,
+optimizer and order of samples are the same, seeds differ, and first values are each side's own.
+
+    python benchmarks/peers/published.py criteo=FILE taobao=FILE --fuxictr FUXICTR [--python PATH]
+        [--models deepfm din ...] [--seeds 3] [--rates 0.002 0.007 0.02] [--json FILE]
+
+recpipe runs its recipe as a user does; FuxiCTR's ``fit`` gets what recpipe's loader made of the rows, so that
+ids are the same. One epoch of element-wise Adagrad without regularization, its rate the one of ``--rates``
+with which a side's first seed has the least logloss; both are judged on the held-out rows by recpipe's AUC
+and logloss. The interval of the mean is Student's, at 95%.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from machine import machine
+from rounds import result_of
+
+from recpipe.config.compose import compose
+from recpipe.config.recipe import Recipe
+from recpipe.data.dataset import SplitName
+from recpipe.data.make import open_dataset
+from recpipe.model.metrics import judged
+
+HERE = Path(__file__).resolve().parent
+ROWS = 20_000
+"""The most rows of a table: FuxiCTR's gradients and optimizer go over all rows at each step."""
+T_95 = {1: 12.706, 2: 4.303, 3: 3.182, 4: 2.776, 5: 2.571, 6: 2.447, 7: 2.365, 8: 2.306, 9: 2.262}
+"""Student's t of 95% by degrees of freedom."""
+
+
+@dataclass(frozen=True)
+class Work:
+    """A model on a data set, under both names."""
+
+    data: str
+    recipe: tuple[str, ...]
+    fuxictr: str
+    arguments: Mapping[str, Any]
+
+
+CRITEO = ("model.embedding_dim=16",)
+HISTORY = 20
+HISTORIES = ("model.embedding_dim=16", f"model.history={HISTORY}")
+WORKS = {
+    "wide_deep": Work("criteo", (*CRITEO, "model.hidden=[64,64]"), "WideDeep", {"hidden_units": [64, 64]}),
+    "deepfm": Work("criteo", (*CRITEO, "model.hidden=[64,64]"), "DeepFM", {"hidden_units": [64, 64]}),
+    "dcnv2": Work(
+        "criteo",
+        (*CRITEO, "model.layers=3", "model.rank=null", "model.structure=parallel", "model.hidden=[64,64]"),
+        "DCNv2",
+        {"model_structure": "parallel", "num_cross_layers": 3, "parallel_dnn_hidden_units": [64, 64]},
+    ),
+    "autoint": Work(
+        "criteo",
+        (*CRITEO, "model.layers=2", "model.heads=2", "model.width=8", "model.hidden=[64,64]"),
+        "AutoInt",
+        # FuxiCTR's attention_dim is that of all heads together.
+        {"attention_layers": 2, "num_heads": 2, "attention_dim": 16, "dnn_hidden_units": [64, 64]},
+    ),
+    "finalmlp": Work(
+        "criteo",
+        (*CRITEO, "model.left=[64,64]", "model.right=[64,64]", "model.gate=[64]", "model.heads=2"),
+        "FinalMLP",
+        {
+            "mlp1_hidden_units": [64, 64],
+            "mlp2_hidden_units": [64, 64],
+            "fs_hidden_units": [64],
+            "num_heads": 2,
+        },
+    ),
+    "din": Work(
+        "taobao",
+        (*HISTORIES, "model.hidden=[64,64]", "model.attention=[64]"),
+        "DIN",
+        {"dnn_hidden_units": [64, 64], "attention_hidden_units": [64]},
+    ),
+    "bst": Work(
+        "taobao",
+        (*HISTORIES, "model.hidden=[64,64]", "model.heads=2"),
+        "BST",
+        {"dnn_hidden_units": [64, 64], "num_heads": 2},
+    ),
+}
+"""By the names of ``conf/model``."""
+
+
+def overrides(name: str, file: Path) -> list[str]:
+    """The recipe of a work, with both optimizers alike."""
+    work = WORKS[name]
+    return [
+        f"experiment={work.data}_{name}",
+        f"data.path={file}",
+        *work.recipe,
+        "optim=adagrad",
+        "optim.tables.eps=1e-10",
+        "+optim.dense.eps=1e-10",
+        "trainer.max_epochs=1",
+        *(_small_tables(file) if work.data == "criteo" else ()),
+    ]
+
+
+def _small_tables(file: Path) -> list[str]:
+    tables = compose(["experiment=criteo_small", f"data.path={file}"])["data"]["tables"]
+    return [f"data.tables={{{','.join(f'{name}: {min(rows, ROWS)}' for name, rows in tables.items())}}}"]
+
+
+def write_samples(words: Sequence[str], file: Path) -> None:
+    """Write what both sides train and are judged on.
+
+    For each part ``labels`` float32 [n], ``dense`` float32 [n, D], and of each sparse feature its ids, int64
+    [n], or of a sequence [n, length], counted from 1 and filled up with 0 before the first event.
+    """
+    recipe = Recipe.of(compose(list(words)))
+    dataset = open_dataset(recipe.data, 0)
+    schema = dataset.known_schema()
+    found: dict[str, Any] = {}
+    parts: tuple[SplitName, ...] = ("train", "eval")
+    for part in parts:
+        batches = list(dataset.batches(part, 4096))
+        found[f"{part}/labels"] = np.concatenate([b.labels.numpy() for b in batches])
+        found[f"{part}/dense"] = np.concatenate([b.dense.numpy() for b in batches])
+        for feature in schema.sparse:
+            columns = [b.sparse[feature.name] for b in batches]
+            if feature.sequence is None:
+                found[f"{part}/of_{feature.name}"] = np.concatenate([c.values().numpy() for c in columns])
+                continue
+            padded = [c.to_padded_dense(HISTORY, -1.0).long() + 1 for c in columns]
+            ends = [np.stack([np.roll(row, (row == 0).sum()) for row in table.numpy()]) for table in padded]
+            found[f"{part}/of_{feature.name}"] = np.concatenate(ends)
+    found["features"] = json.dumps(
+        {
+            "dense": list(schema.dense),
+            "sparse": [
+                {
+                    "name": f"of_{f.name}",  # FuxiCTR cannot have a feature "items"
+                    "rows": f.rows,
+                    "table": schema.table_of(f.name),
+                    "length": 0 if f.sequence is None else HISTORY,
+                }
+                for f in schema.sparse
+            ],
+        }
+    )
+    np.savez(file, **found)
+
+
+Figures = dict[str, float]
+
+
+def ours(words: Sequence[str], rate: float, seed: int) -> Figures:
+    """A run's figures on the held-out rows."""
+    words = [*words, f"optim.tables.lr={rate}", f"optim.dense.lr={rate}"]
+    with tempfile.TemporaryDirectory() as folder:
+        more = [f"seed={seed}", f"hydra.run.dir={folder}", "task.page=false", "task.beside=null"]
+        command = [sys.executable, "-m", "recpipe", *words, *more, "trainer.checkpoint_every=null"]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        if done.returncode:
+            sys.exit(done.stderr[-2000:])
+        found = json.loads(Path(folder, "report.json").read_text())["quality"]
+    return {"auc": found["auc"], "logloss": found["logloss"]}
+
+
+def theirs(python: str, checkout: Path, samples: Path, work: Work, rate: float, seed: int) -> Figures:
+    """FuxiCTR's, by its own training loop."""
+    with tempfile.TemporaryDirectory() as folder:
+        scores = Path(folder) / "scores.npy"
+        what = json.dumps({"model": work.fuxictr, "arguments": work.arguments, "rate": rate, "seed": seed})
+        result_of([python, str(HERE / "fuxi_published.py"), str(checkout), str(samples), str(scores), what])
+        found = judged("clicks", np.load(samples)["eval/labels"], np.load(scores))
+    return {"auc": found["auc"], "logloss": found["logloss"]}
+
+
+def of_all(run: Callable[[float, int], Figures], rates: Sequence[float], seeds: int) -> dict[str, Any]:
+    """The figures of all seeds by the rate that is best for the first one."""
+    first = {rate: run(rate, 1) for rate in rates}
+    best = min(rates, key=lambda rate: first[rate]["logloss"])
+    return {
+        "rate": best,
+        "first": {str(rate): figures for rate, figures in first.items()},
+        "runs": [first[best], *(run(best, seed) for seed in range(2, seeds + 1))],
+    }
+
+
+def mean_and_half(values: Sequence[float]) -> tuple[float, float]:
+    """The mean, and half the width of its interval."""
+    if len(values) < 2:
+        return values[0], float("nan")
+    half = T_95[len(values) - 1] * statistics.stdev(values) / len(values) ** 0.5
+    return statistics.mean(values), half
+
+
+def main() -> None:
+    """Train all, print a line for each model as it is done, and write the figures."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("data", nargs="+", metavar="NAME=FILE")
+    parser.add_argument("--fuxictr", type=Path, required=True)
+    parser.add_argument("--python", default=sys.executable)
+    parser.add_argument("--models", nargs="+", choices=WORKS, default=list(WORKS))
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--rates", type=float, nargs="+", default=[0.002, 0.007, 0.02])
+    parser.add_argument("--json", type=Path)
+    options = parser.parse_args()
+    files = {name: Path(file) for name, _, file in (word.partition("=") for word in options.data)}
+    table: dict[str, Any] = {}
+    for name in options.models:
+        if WORKS[name].data not in files:
+            continue
+        words = overrides(name, files[WORKS[name].data])
+        with tempfile.TemporaryDirectory() as folder:
+            samples = Path(folder) / "samples.npz"
+            write_samples(words, samples)
+            peer = partial(theirs, options.python, options.fuxictr, samples, WORKS[name])
+            table[name] = {
+                side: of_all(run, options.rates, options.seeds)
+                for side, run in (("recpipe", partial(ours, words)), ("FuxiCTR", peer))
+            }
+        said = []
+        for side, found in table[name].items():
+            mean, half = mean_and_half([run["auc"] for run in found["runs"]])
+            loss, around = mean_and_half([run["logloss"] for run in found["runs"]])
+            said.append(
+                f"{side} AUC {mean:.4f} ±{half:.4f} logloss {loss:.4f} ±{around:.4f} ({found['rate']})"
+            )
+        print(f"{name:10} {'   '.join(said)}", flush=True)
+        if options.json:
+            options.json.write_text(json.dumps({"machine": machine(), "models": table}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
