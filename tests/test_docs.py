@@ -15,6 +15,7 @@ from types import ModuleType
 import pytest
 from omegaconf import OmegaConf
 from recpipe_low_precision.command import QuantizeOptions
+from recpipe_retrieval.command import IndexOptions, RetrieveOptions
 
 import recpipe
 import recpipe.kit
@@ -55,7 +56,7 @@ PROGRAM = r"python3? -m recpipe|torchrun .*?-m recpipe|recpipe"
 COMMAND = rf"(?:^\s*(?:\$ )?|&& *)(?:[\w./-]*/)?(?:{PROGRAM})(?= |$)(.*)"
 EXAMPLES = {"tinylfu", "spread", "warm", "skipsmall", "halfcold", "fm", "sqlite", "skew", "skip_small"}
 WORDS = ("plugin", "model", "data", "task", "config-dir", "compare.plugins")
-TUTORIAL = {"first", "hello", "skip_small", "two_tower", "my_tower", *EXAMPLES}
+TUTORIAL = {"first", "hello", "skip_small", "click_tower", "my_tower", *EXAMPLES}
 """Plugins and models that the pages teach to write; they are not installed here."""
 
 
@@ -96,7 +97,13 @@ def _launcher() -> None:
     sweep_launcher.register()
 
 
-ANSWERS = {"evaluate": EvaluateOptions, "predict": PredictOptions, "quantize": QuantizeOptions}
+ANSWERS = {
+    "evaluate": EvaluateOptions,
+    "predict": PredictOptions,
+    "quantize": QuantizeOptions,
+    "index": IndexOptions,
+    "retrieve": RetrieveOptions,
+}
 COMMANDS = [pytest.param(c, id=f"{name_of(p)}: {' '.join(c)}") for p in PAGES for c in commands(p)]
 
 

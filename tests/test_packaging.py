@@ -134,7 +134,7 @@ def test_it_runs_from_another_folder_with_a_third_party_plugin(fresh: Path, tmp_
     listed, error = said[0][0], said[2][1]
     assert "hello" in listed
     assert "recpipe-hello 0.1.0" in listed
-    assert "model=two_tower" in listed
+    assert "model=click_tower" in listed
     assert "hotline" in listed
     assert "broken:" not in listed
     report = json.loads((tmp_path / "out" / "report.json").read_text(encoding="utf-8"))

@@ -51,7 +51,7 @@ KEYS = {
         "others_cpu_share",
     },
     "throughput.step_ms": {"p50", "p90", "p99"},
-    "quality": {"auc", "logloss", "ne", "loss", "mse", "rmse", "mae", "poisson_deviance"},
+    "quality": {"auc", "logloss", "ne", "loss", "pr_auc", "calibration", "ece"},
     "memory": {"peak_rss_bytes", "resident_bytes", "cold_bytes"},
     "io": {
         "store",

@@ -238,7 +238,7 @@ def test_one_process_refuses_what_needs_several(tmp_path) -> None:
 
 def test_ranks_with_other_data_are_refused(monkeypatch) -> None:
     store = torch.distributed.HashStore()
-    monkeypatch.setattr(launch, "_run_store", lambda: store)
+    monkeypatch.setattr(launch, "run_store", lambda: store)
     launch.require_same_data("one process reads what it likes")
     monkeypatch.setenv("WORLD_SIZE", "2")
     for _ in range(3):

@@ -34,7 +34,7 @@ def test_is_made_of_its_arguments_and_called(data: Dataset) -> None:
 
 
 def test_trains_as_a_recipe_says() -> None:
-    with recpipe.train(None, None, *TRAINED, "model=two_tower", "model.user_dim=32", quiet=True) as run:
+    with recpipe.train(None, None, *TRAINED, "model=click_tower", "model.user_dim=32", quiet=True) as run:
         assert run.report["recipe"]["model"]["user_dim"] == 32
         assert 0 < run.report["quality"]["auc"] < 1
 
@@ -53,7 +53,7 @@ def test_learns_from_clicks_alone(tmp_path: Path) -> None:
         "data.hash_ids=false",
         "data.batch_size=50",
         "data.negatives={feature: item, sampling: in_batch}",
-        "model=two_tower",
+        "model=click_tower",
         "model.in_batch=true",
         "model.hidden=[16]",
         "trainer.max_epochs=8",
@@ -67,10 +67,10 @@ def test_learns_from_clicks_alone(tmp_path: Path) -> None:
 
 def test_refuses_clicks_alone_of_which_nothing_is_known() -> None:
     with pytest.raises(UserError, match=r"in_batch: needs data\.negatives"):
-        recpipe.train(None, None, *TRAINED, "model=two_tower", "model.in_batch=true", quiet=True)
+        recpipe.train(None, None, *TRAINED, "model=click_tower", "model.in_batch=true", quiet=True)
 
 
 def test_refuses_features_that_are_not_there() -> None:
-    wrong = "model=two_tower: its constructor raised ValueError: no sparse feature"
+    wrong = "model=click_tower: its constructor raised ValueError: no sparse feature"
     with pytest.raises(UserError, match=wrong):
-        recpipe.train(None, None, *TRAINED, "model=two_tower", "model.item=[C99]", quiet=True)
+        recpipe.train(None, None, *TRAINED, "model=click_tower", "model.item=[C99]", quiet=True)

@@ -135,7 +135,12 @@ def test_mistakes_are_told_in_a_line(trained, flat, tmp_path) -> None:
     new = [f"output={tmp_path / 'new'}", f"hydra.run.dir={tmp_path / 'run'}"]
     refused("no column 'itm'; did you mean item", make_index, trained[1], ["item=itm", *new])
     refused("item", make_index, trained[1], new)
-    refused("is unknown; choose flat, hnsw", make_index, trained[1], ["item=item", "kind=tree", *new])
+    refused(
+        "kind=tree is unknown; choose one of flat, hnsw, ivf_pq",
+        make_index,
+        trained[1],
+        ["item=item", "kind=tree", *new],
+    )
     refused("exists", make_index, trained[1], ["item=item", f"output={flat}"])
     refused("is no index", retrieve, tmp_path, [f"output={tmp_path / 'a.parquet'}"])
     refused("go into a .parquet file", retrieve, flat, [f"output={tmp_path / 'a.csv'}"])
