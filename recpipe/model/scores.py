@@ -157,7 +157,7 @@ class Scores:
             return None
         some = self.raw[:: -(-len(self) // _EDGE_SAMPLE)].sort().values
         deciles = torch.arange(1, BINS) * some.numel() // BINS
-        number = torch.bucketize(self.raw, torch.unique(some[deciles]), right=True)
+        number = torch.bucketize(self.raw.contiguous(), torch.unique(some[deciles]), right=True)
         samples = torch.bincount(number)
         used = samples > 0
         counted = torch.ones_like(self.expected) if self.weights is None else self.weights
