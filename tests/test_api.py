@@ -466,6 +466,7 @@ main()
 """
 
 
+@pytest.mark.soak  # a program of its own
 def test_within_a_program_that_runs_under_hydra(tmp_path: Path) -> None:
     child = Child(tmp_path / "program", "+steps=3", "hydra.run.dir=mine", script=PROGRAM % (SMALL,))
     done = child.ended()

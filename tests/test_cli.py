@@ -246,6 +246,7 @@ def test_missing_value_names_the_key(job, capsys: pytest.CaptureFixture[str]) ->
     )
 
 
+@pytest.mark.soak  # composing is tested alone
 def test_a_comparison_takes_knobs_of_its_plugins_as_a_run_does(cli: Cli) -> None:
     done = cli(
         "task=compare", "compare.plugins=[hotline]", "compare.repetitions=1", "compare.warmup=0",

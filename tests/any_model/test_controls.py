@@ -80,7 +80,7 @@ OPTIMIZERS: dict[str, tuple[str, ...]] = {
 SGD = ("optim.dense={name: SGD, lr: 0.05}", "optim.tables.lr=0.05")
 
 
-@pytest.mark.parametrize("name", ["adam", "ftrl"])
+@pytest.mark.parametrize("name", ["adam", pytest.param("ftrl", marks=pytest.mark.soak)])
 @pytest.mark.parametrize("way", SHARDED)
 def test_shards_are_updated_by_any_optimizer(batches, tmp_path: Path, name: str, way: str) -> None:
     """And go on from a checkpoint, in shards and without."""

@@ -31,6 +31,7 @@ class Own(EmbeddingBagCollectionSharder):
     """A sharder of somebody else's."""
 
 
+@pytest.mark.soak  # the names are looked at in other tests
 def test_a_run_under_a_release_that_lacks_a_name(tmp_path: Path) -> None:
     command = [sys.executable, "-c", RUN, f"hydra.run.dir={tmp_path}"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)

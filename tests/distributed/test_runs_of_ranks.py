@@ -97,6 +97,7 @@ def exported(folder: Path) -> dict[str, np.ndarray]:
     return arrays | dict(np.load(folder / "dense.npz"))
 
 
+@pytest.mark.soak  # ten seconds; each run of the suites is one of several in its process
 def test_runs_in_a_process_do_not_know_of_each_other(tmp_path: Path) -> None:
     start_ranks(several, (free_port(), str(tmp_path)), 2)
     left = {name: exported(tmp_path / name) for name in RUNS}

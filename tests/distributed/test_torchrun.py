@@ -125,6 +125,7 @@ def test_a_trainer_and_a_holder_are_bitwise_one_process(tmp_path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.soak  # shares without samples are in tests/pipeline
 def test_more_trainers_than_samples_in_the_last_batch(tmp_path) -> None:
     """The last batch has 1 sample: two of three ranks train none of it, and nobody waits for ever."""
     recipe = ("data.samples=1180", "data.batch_size=41", "+plugin=hotline")
@@ -155,6 +156,7 @@ def test_a_signal_stops_all_ranks_after_one_step_with_a_checkpoint_to_resume(tmp
 
 
 @pytest.mark.slow
+@pytest.mark.soak  # test_owned has it in one process
 def test_the_ranks_of_a_run_own_a_place_together(tmp_path) -> None:
     """Another run is refused while they train, and afterwards unless it is told to replace what they left."""
     place = tmp_path / "kept"

@@ -86,6 +86,7 @@ def test_ages_of_events_bias_attention() -> None:
         made("hstu", "model.history=6", schema=TIMED)
 
 
+@pytest.mark.soak  # it compiles a package
 def test_a_model_with_ages_trains_as_by_hand_and_can_be_packaged() -> None:
     rows = batches(TIMED, 3)
     theirs = by_hand(made("hstu", schema=TIMED), rows, "rowwise_adagrad")

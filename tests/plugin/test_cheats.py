@@ -143,7 +143,10 @@ CAUGHT = [
     *cheats("patches", TRACES, to_no_effect_for_a_while="replaces torch.Tensor.add_"),
     *cheats("patches", TRACES, twin=True, to_no_effect="replaces torch.Tensor.add_"),
     Cheat("imports", {"cheats": True}, TRACES, "replaces torch.optim.sgd.SGD.step (now step of imports_pkg"),
-    Cheat("untidy", {"how": "torch's numbers"}, TRACES, "step 5 ends with other random numbers of torch's"),
+    Cheat(
+        *("untidy", {"how": "torch's numbers"}, TRACES, "step 5 ends with other random numbers of torch's"),
+        twin=True,
+    ),
     Cheat("untidy", {"how": "recipe"}, TRACES, "changes the recipe's values"),
     # As in test_process.
     Cheat("untidy", {"how": "thread"}, TRACES, "leaves the thread 'untidy' running", twin=True),

@@ -66,6 +66,7 @@ def test_it_leaves_a_checkpoint_and_a_report(checkpoint: Path, tmp_path: Path, c
     assert isinstance(open_quantized(tmp_path / "quantized"), torch.nn.Module)
 
 
+@pytest.mark.soak  # the command does the same in other tests
 def test_from_python_with_pruning_and_less_time(checkpoint: Path, tmp_path: Path) -> None:
     alone = (WITH, knob("types", "[fp16]"), knob("dense", "float32"))
     words = (*alone, knob("prune", True), knob("bound", 0.05))

@@ -187,6 +187,7 @@ def test_the_screen_says_what_and_why(told: dict[str, Any]) -> None:
     assert "Not predicted: " in last
 
 
+@pytest.mark.soak  # the figures that turn it are tested
 def test_a_fast_store_turns_the_advice(tmp_path: Path) -> None:
     """The same data with a store that costs nothing: no cache is much faster than none."""
     free = advice(tmp_path, "advise.memory=5%", profile=machine(ssd=0.0, host=0.0))["budgets"][0]

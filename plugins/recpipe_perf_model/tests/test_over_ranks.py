@@ -151,6 +151,7 @@ def test_messages_of_as_many_ranks_count_if_there_are_any() -> None:
     assert measured_with(profile, 8).samples["collectives"] == samples
 
 
+@pytest.mark.soak  # two ranks
 def test_two_ranks_measure_messages_and_sharded_steps(tmp_path: Path) -> None:
     start_ranks(_measures, (2, str(tmp_path / "meet")), 2)
 
