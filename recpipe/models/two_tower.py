@@ -52,7 +52,7 @@ class TwoTower(nn.Module):
         candidate: list[str],
         query_layers: Sizes,
         candidate_layers: Sizes,
-        normalize: bool = True,
+        normalize: bool = False,
         retrieval: bool = True,
     ) -> None:
         """``candidate``: its features, sparse and dense; all others are the query's. ``normalize``: whether

@@ -47,6 +47,8 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
         "data.negatives={feature: item, sampling: in_batch}",
         "model=two_tower",
         "model.candidate=[item,shop]",
+        "model.normalize=true",
+        "model.loss={name: in_batch_softmax, temperature: 0.1}",
         "trainer.max_epochs=8",
         "optim=adam",
         "optim.tables.lr=0.02",
