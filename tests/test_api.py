@@ -551,6 +551,7 @@ def test_two_runs_at_a_time_in_threads(tmp_path: Path, capsys) -> None:
     assert capsys.readouterr().out.count("planning: plugins") == 1
 
 
+@pytest.mark.soak  # what it calls is tested here
 def test_the_example_runs(tmp_path, monkeypatch, capsys) -> None:
     monkeypatch.chdir(tmp_path)
     runpy.run_path(str(ROOT / "examples" / "python_api.py"), run_name="__main__")

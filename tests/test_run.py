@@ -131,6 +131,7 @@ def test_same_seed_same_quality(tmp_path, recipe) -> None:
     assert losses[0] == losses[1] != losses[2]
 
 
+@pytest.mark.soak  # each policy's suite says so
 def test_policies_do_not_change_what_is_learned(tmp_path) -> None:
     policies = ("resident", "nocache", "lru", "lfu")
     values = [trained(tmp_path / p, f"tiers.policy={p}")["quality"]["logloss"] for p in policies]

@@ -187,6 +187,7 @@ def test_scores_without_recpipe_and_torchrec_are_those_of_this_process_bit_by_bi
 
 
 @needs_compiler
+@pytest.mark.soak  # it compiles a package for another machine
 def test_scores_on_another_instruction_set_are_within_the_stated_error(
     packed: Path, checkpoint: Path, tmp_path: Path
 ) -> None:

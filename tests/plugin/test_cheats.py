@@ -140,7 +140,8 @@ CAUGHT = [
     *cheats("patches", MODEL, in_contribute="loss of the first step"),
     *cheats("patches", MODEL, twin=True, in_its_constructor="loss of the first step"),
     *cheats("patches", UPDATES, twin=True, from_step_10_to_12="EXACT_GRADIENT"),
-    *cheats("patches", TRACES, to_no_effect_for_a_while="replaces torch.Tensor.add_"),
+    # As imports.
+    *cheats("patches", TRACES, twin=True, to_no_effect_for_a_while="replaces torch.Tensor.add_"),
     *cheats("patches", TRACES, twin=True, to_no_effect="replaces torch.Tensor.add_"),
     Cheat("imports", {"cheats": True}, TRACES, "replaces torch.optim.sgd.SGD.step (now step of imports_pkg"),
     Cheat(

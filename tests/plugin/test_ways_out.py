@@ -136,6 +136,7 @@ def test_a_thread_left_running_is_named(tmp_path: Path, capfd) -> None:
         sys.modules["leaver_pkg.plugin"].release.set()
 
 
+@pytest.mark.soak  # it waits for five seconds
 def test_a_thread_left_running_does_not_keep_the_process(tmp_path: Path) -> None:
     overrides = [*SMALL, "plugins.leaver.place=thread", "trainer.max_steps=2"]
     done = Child(tmp_path / "cli", *overrides, environment={"PYTHONPATH": str(tmp_path / "site")}).ended()

@@ -227,6 +227,7 @@ def test_status_and_output(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Captu
     assert doctor.print_findings() == 0
 
 
+@pytest.mark.soak  # every other test needs that it does
 def test_this_installation_loads() -> None:
     assert doctor.check_loads(cuda=False).ok
 

@@ -330,6 +330,7 @@ def start(folder: Path, *overrides: str) -> Child:
     ("kind", "number"),
     [pytest.param("lru", signal.SIGTERM, marks=pytest.mark.soak), ("hotline", signal.SIGINT)],
 )
+@pytest.mark.soak  # ranks that a signal stops are by default, in tests/distributed
 def test_a_signal_leaves_a_checkpoint_to_go_on_from(trained, tmp_path, kind, number) -> None:
     recipe = (*KINDS[kind], "trainer.checkpoint_every=1.0")
     child = start(tmp_path / "stopped", *recipe)

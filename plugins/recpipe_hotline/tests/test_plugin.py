@@ -50,6 +50,7 @@ class TestHotline(PluginSuite, CostsSuite):
     beside: ClassVar = ("quantize",)  # tests/test_pairs.py has the other pairs
     soak: ClassVar = {
         "test_trains_alike_on_several_ranks": "tests/distributed/test_torchrun.py trains on three",
+        "test_trains_beside_each_other_plugin": "quantize's own tests, under each owner",
     }
 
     def test_really_trains_micro_batches(self, trained: Any) -> None:
@@ -145,6 +146,7 @@ def test_the_readme_explains_every_figure() -> None:
 
 
 @pytest.mark.parametrize("stop", [pytest.param(7, marks=pytest.mark.soak), 23])
+@pytest.mark.soak  # the suite's own stop is by default
 def test_resumed_is_bitwise_the_run_that_never_stopped(stop: int, tmp_path: Path) -> None:
     """Before the first learning, and between later ones."""
     overrides = ["+plugin=hotline", *SMALL, *ROOM, "trainer.progress=false"]

@@ -203,6 +203,7 @@ def test_it_is_evaluated_and_predicted_as_a_checkpoint_is(source: FloatCheckpoin
         assert np.array_equal(scores[4800:5050], called.predict(one).numpy())
 
 
+@pytest.mark.soak  # places that are taken are tested alone
 def test_the_command_replaces_no_quantized_checkpoint_unless_told(
     source: FloatCheckpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys
 ) -> None:

@@ -64,8 +64,7 @@ def all_moved(statement: Statement) -> list[Moved]:
     [
         ("lru", FEW),
         # Replayed as lru is.
-        *(pytest.param(policy, "10%", marks=pytest.mark.soak) for policy in ("lfu", "bagpipe")),
-        ("hotline", "10%"),
+        *(pytest.param(policy, "10%", marks=pytest.mark.soak) for policy in ("lfu", "bagpipe", "hotline")),
         ("fae", "10%"),
         ("slipstream", "10%"),
     ],
