@@ -24,10 +24,11 @@ from recpipe.common.words import Amount, readable_bytes
 from recpipe.data.columns import Columns
 from recpipe.data.learned import STEP, Between, Learned
 from recpipe.data.preparation import Preparation
-from recpipe.data.prepared import FORMAT_VERSION, META, Mapped, Meta, RowsDigest, check_prepared
+from recpipe.data.prepared import FORMAT_VERSION, META, Mapped, Meta, check_prepared
 from recpipe.data.remote import AnyPath, identity, size_of
 from recpipe.data.schema import IdRule, Schema
 from recpipe.data.split import TEST, TRAIN, VALID, WORDS, Parts
+from recpipe.data.table_rows import TableRows
 from recpipe.data.writer import PreparedWriter
 from recpipe.errors import DataError
 
@@ -220,21 +221,21 @@ def _write(source: Source, target: Path) -> None:
         unseen, learned = dict[str, int](), None
         if isinstance(source, Learns) and not source.encoding.is_complete:
             blocks = _after_learning(source, blocks, temporary / "read", parting)
-        digest: RowsDigest | None = None
+        rows: TableRows | None = None
         with opened as writer, Meter() as meter:
             for columns, share in blocks:
                 writer.append(columns)
                 # The rows of vocabularies are known when the first samples are.
-                digest = digest or RowsDigest(source.schema, source.multi_hot, source.kept)
-                digest.add(columns)
+                rows = rows or TableRows(source.schema, source.multi_hot, source.kept, temporary)
+                rows.add(columns)
                 if meter.due:
                     meter.show(share, f"preparing data  {writer.rows:,} rows  {share:.0%}")
             if isinstance(source, Learns) and source.encoding.learned is not None:
                 unseen, learned = source.unseen, source.encoding.learned.to_dict()
             parts = () if parting is None or not writer.rows else parting.parts
             meta = writer.finish(source.rejected_rows, source.missing, unseen, learned, parts)
-        if digest is not None:
-            digest.write(temporary, meta)
+        if rows is not None:
+            rows.write(meta)
         if meta.samples == 0:
             first = "; data.on_bad_row=error names the first one" * bool(meta.rejected_rows)
             raise DataError(f"{source.files[0]}: no usable rows ({meta.rejected_rows} rejected){first}")

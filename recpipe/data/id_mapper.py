@@ -33,7 +33,8 @@ class IdMapper:
     """
 
     def __init__(self, schema: Schema, multi_hot: Sequence[str], rules: Sequence[IdRule]) -> None:
-        self._unchanged = all(rule == "unchanged" for rule in rules)
+        self.unchanged = all(rule == "unchanged" for rule in rules)
+        """Whether all ids are rows already."""
         self.keeps_keys = any(feature.growth is not None for feature in schema.sparse)
         """Whether some of the columns are keys and not rows."""
         ruled = [
@@ -44,7 +45,7 @@ class IdMapper:
 
     def __call__(self, columns: Columns) -> Columns:
         """The same samples with int64 rows; ``columns`` themselves if the ids are rows."""
-        if self._unchanged:
+        if self.unchanged:
             return columns  # ``require_rows`` has looked at them once
         bags = {}
         for name, rows in self._bags.items():

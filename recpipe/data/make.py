@@ -32,7 +32,7 @@ from recpipe.data.files import input_files
 from recpipe.data.id_mapper import BeyondTable, IdMapper
 from recpipe.data.negatives import SampledDataset
 from recpipe.data.preparation import Preparation
-from recpipe.data.prepared import PreparedDataset
+from recpipe.data.prepared_dataset import PreparedDataset
 from recpipe.data.sources import criteo
 from recpipe.data.sources.criteo import CriteoSource
 from recpipe.data.sources.npy import NpySource, triples

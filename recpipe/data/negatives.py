@@ -23,7 +23,8 @@ from recpipe.data.dataset import NumberedDataset
 from recpipe.data.derivations import Negatives
 from recpipe.data.gathered import Gathered
 from recpipe.data.learned import LARGEST, STEP, bit_at, merged
-from recpipe.data.prepared import Mapped, PreparedDataset
+from recpipe.data.prepared import Mapped
+from recpipe.data.prepared_dataset import PreparedDataset
 from recpipe.data.sources.transforms import mix64
 from recpipe.data.split import Parts
 from recpipe.errors import DataError, UserError, nearest_or_all, shown

@@ -6,13 +6,12 @@ float32 [N], or [N, L] of several labels, ``weights.npy`` in the same shape if l
 text] and, for each multi-hot feature, ``<name>.values.npy`` and ``<name>.offsets.npy`` int64 [N + 1]. Ids
 are as the source gives them (``IdMapper``), of 4 bytes where all in the file fit; where ids are missing,
 ``missing.npy`` uint8 [N, one-hot features / 8] and ``<name>.missing.npy`` have bits.
-``digest-*.json`` has the digest of the rows that they become in tables of certain sizes: those of the run
-that prepared them, and of later ones.
+``digest-*.json`` has the digest of the rows that they become in tables of certain sizes, those of the run
+that prepared them and of later ones; the latest of these have the rows themselves beside it (``TableRows``).
 """
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import json
 import os
@@ -22,30 +21,22 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 from urllib.parse import quote
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
 from recpipe.common.meter import Meter
-from recpipe.common.own_cache import private_files
-from recpipe.data.columns import BatchMaker, Columns, Int64, MultiHot
-from recpipe.data.dataset import NumberedDataset
+from recpipe.data.columns import Columns, Int64, MultiHot
 from recpipe.data.files import map_npy
-from recpipe.data.id_mapper import IdMapper
 from recpipe.data.schema import IdRule, Schema
-from recpipe.data.split import Parts
 from recpipe.errors import DataError
-from recpipe.plugin.batch import Batch, total_weight
 
 FORMAT_VERSION = 4
 META = "meta.json"
 AT_A_TIME = 1 << 20
 """Ids that are in memory at a time, when all are read."""
-IN_CACHE = 1 << 13
-"""Samples whose ids are made rows of at a time: some megabytes, which a core has at hand."""
 IDS, WORDS, MISSING = "ids.npy", "text.npy", "missing.npy"
 LABELS, WEIGHTS = "label.npy", "weights.npy"
 BLOCK = 1 << 22
@@ -84,7 +75,7 @@ class Meta:
     def to_json(self) -> str:
         """The text of ``meta.json``, whose last entry is a digest of the others."""
         values = {"format": FORMAT_VERSION, **json.loads(json.dumps(vars(self)))}
-        return json.dumps({**values, "seal": _seal(values)}, indent=1)
+        return json.dumps({**values, "seal": seal(values)}, indent=1)
 
     @property
     def one_hot(self) -> list[str]:
@@ -114,7 +105,7 @@ class Meta:
         try:
             values: dict[str, Any] = json.loads((directory / META).read_text())
             known = values["format"] == FORMAT_VERSION
-            seal = values.pop("seal", None)
+            found = values.pop("seal", None)
             if known:
                 lists = {
                     name: tuple(map(str, values[name]))
@@ -141,12 +132,13 @@ class Meta:
             raise DataError(
                 f"{directory}: prepared in format {values['format']}, not {FORMAT_VERSION}; delete it"
             )
-        if seal != _seal(values):
+        if found != seal(values):
             raise DataError(f"{directory}: meta.json is not as it was written; delete the directory")
         return meta
 
 
-def _seal(values: Mapping[str, Any]) -> str:
+def seal(values: Mapping[str, Any]) -> str:
+    """The digest of a file's entries, which is one of them."""
     return hashlib.blake2b(json.dumps(values, sort_keys=True).encode(), digest_size=16).hexdigest()
 
 
@@ -173,7 +165,12 @@ def check_prepared(
     ):
         raise DataError(f"{directory}: meta.json is of other features")
     Mapped(directory, meta)
-    blocks = [block for name, digests in meta.blocks.items() for block in _blocks(directory / name, digests)]
+    check_blocks(directory, meta.blocks)
+
+
+def check_blocks(directory: Path, files: Mapping[str, Sequence[int]]) -> None:
+    """``DataError`` unless each of ``files`` has blocks of these CRC-32 (``Meta.blocks``)."""
+    blocks = [block for name, digests in files.items() for block in _blocks(directory / name, digests)]
     # A few at a time, so that little is in memory, and a damaged block ends it soon.
     with ThreadPoolExecutor(min(READERS, len(os.sched_getaffinity(0)))) as pool, Meter() as meter:
         for done in range(0, len(blocks), 64):
@@ -217,7 +214,7 @@ class Mapped:
         self._of_text = np.array([name in meta.text for name in one_hot], bool)
         words = int(self._of_text.sum())
         self._words = self._load(directory / WORDS, (n, words)) if words else None
-        self._columns = Columns(
+        self.columns = Columns(
             self._load(directory / LABELS, labels),
             self._load(directory / "dense.npy", (n, len(meta.dense))),
             self._load(directory / IDS, (n, len(one_hot) - words)),
@@ -225,6 +222,7 @@ class Mapped:
             self._bits(directory / MISSING, (n, -(-len(one_hot) // 8))),
             self._load(directory / WEIGHTS, labels) if WEIGHTS in meta.types else None,
         )
+        """All samples, whose ids with 8 bytes lie apart."""
 
     def _bags(self, name: str) -> MultiHot:
         offsets = self._load(bag_file(self.directory, name, "offsets"), (self.meta.samples + 1,))
@@ -248,15 +246,15 @@ class Mapped:
 
     def weights(self, rows: slice | Int64) -> NDArray[np.float32] | None:
         """The weights alone of these samples, if they have any."""
-        return None if self._columns.weights is None else self._columns.weights[rows]
+        return None if self.columns.weights is None else self.columns.weights[rows]
 
     def between(self, low: int, high: int) -> Columns:
         """Samples ``low`` to ``high`` (excluded), as the source gave them."""
-        return self._with_words(self._columns[low:high], slice(low, high))
+        return self._with_words(self.columns[low:high], slice(low, high))
 
     def at(self, rows: Int64) -> Columns:
         """The samples with these numbers int64 [n], in this order, as the source gave them."""
-        return self._with_words(self._columns.take(rows), rows)
+        return self._with_words(self.columns.take(rows), rows)
 
     def _with_words(self, found: Columns, rows: slice | Int64) -> Columns:
         """``found``, the samples ``rows``, with the ids that lie in a file of their own."""
@@ -266,123 +264,3 @@ class Mapped:
             ids[:, self._of_text] = self._words[rows]
             found.ids = ids
         return found
-
-    def add_to(self, digest: RowsDigest) -> None:
-        """Add all samples."""
-        samples = self.meta.samples
-        every = samples * len(self._of_text) + sum(len(bag.values) for bag in self._columns.bags.values())
-        step = max(1, AT_A_TIME * samples // max(every, samples, 1))
-        with Meter() as meter:
-            for low in range(0, samples, step):
-                digest.add(self.between(low, min(low + step, samples)))
-                if meter.due:
-                    share = low / samples
-                    meter.show(share, f"hashing rows of tables  {share:.0%}")
-
-
-class RowsDigest:
-    """Hashes of the ids of samples, as the int32 rows that they are in the tables of a ``schema``, or as
-    int64 with keys among them. ``multi_hot`` and ``kept``: as of a ``Source``."""
-
-    def __init__(self, schema: Schema, multi_hot: Sequence[str], kept: Sequence[IdRule]) -> None:
-        self._rows = [feature.rows for feature in schema.sparse]
-        self._to_rows = IdMapper(schema, multi_hot, kept)
-        self._hashes = {name: hashlib.blake2b(digest_size=16) for name in ("", *multi_hot)}
-
-    def add(self, columns: Columns) -> None:
-        """Add samples, as the source gives them; ``BeyondTable`` if one has an id that is in no table."""
-        self._to_rows.require_rows(columns)
-        kind = np.int64 if self._to_rows.keeps_keys else np.int32
-        for low in range(0, len(columns), IN_CACHE):
-            for name, rows in self._to_rows.by_column(columns[low : low + IN_CACHE]).items():
-                self._hashes[name].update(np.ascontiguousarray(rows, kind).data)
-
-    def of(self, meta: Meta) -> str:
-        """The digest of all arrays of prepared data, whose samples were added."""
-        names = [LABELS, "dense.npy", WEIGHTS]
-        names += [bag_file(Path(), name, "weights").name for name in meta.multi_hot]
-        found = [meta.digests[name] for name in names if name in meta.digests]
-        found += [own.hexdigest() for own in self._hashes.values()]
-        found += [meta.digests[bag_file(Path(), name, "offsets").name] for name in meta.multi_hot]
-        return hashlib.blake2b("".join(found).encode(), digest_size=16).hexdigest()
-
-    @property
-    def file(self) -> str:
-        """The name of the file, beside the arrays, that has the digest."""
-        return f"digest-{_seal({'rows': self._rows})}.json"
-
-    def write(self, directory: Path, meta: Meta) -> None:
-        """Keep it for later runs with tables of these rows."""
-        values = {"rows": self._rows, "digest": self.of(meta)}
-        (directory / self.file).write_text(json.dumps({**values, "seal": _seal(values)}))
-
-    def read(self, directory: Path) -> str | None:
-        """What was written; None if it was not."""
-        with contextlib.suppress(OSError, ValueError, KeyError, TypeError, AttributeError):
-            values = json.loads((directory / self.file).read_text())
-            if values.pop("seal") == _seal(values):
-                return str(values["digest"])
-        return None
-
-
-class PreparedDataset(NumberedDataset):
-    """A prepared directory as a data set with the table rows of ``schema``; the operating system's page cache
-    is the only cache. ``eval_fraction`` is held out unless preparation has split the samples.
-
-    ``fingerprint`` covers the content of the arrays as rows of tables, the schema and the split, but
-    not the files' location. It is found once for each schema, and kept beside the files. ``BeyondTable`` if
-    the data are of rows, and one is not in its table.
-    """
-
-    def __init__(self, directory: Path, eval_fraction: float, schema: Schema) -> None:
-        meta = Meta.read(directory)
-        super().__init__(meta.samples, 0.0 if meta.parts else eval_fraction)
-        if meta.parts:
-            self._part(Parts(*meta.parts))
-        self.schema, self.rejected_rows = schema, meta.rejected_rows
-        self.missing = {name: count for name, count in meta.missing.items() if count}
-        self.unseen = {name: count for name, count in meta.unseen.items() if count}
-        self.mapped = Mapped(directory, meta)
-        kept = cast(tuple[IdRule, ...], meta.kept)
-        self._to_rows = IdMapper(schema, meta.multi_hot, kept)
-        self._make = BatchMaker(schema, meta.multi_hot)
-        split = meta.parts or eval_fraction
-        identity = (
-            f"{meta.identity(schema, self._digest(RowsDigest(schema, meta.multi_hot, kept)))} {split!r}"
-        )
-        self.fingerprint = hashlib.blake2b(identity.encode(), digest_size=16).hexdigest()
-
-    def _digest(self, digest: RowsDigest) -> str:
-        """The digest of the arrays, read from the file that has it, or made."""
-        directory, meta = self.mapped.directory, self.mapped.meta
-        if (kept := digest.read(directory)) is not None:
-            return kept
-        self.mapped.add_to(digest)
-        # A cache that cannot be written serves as well, and half a file has no seal.
-        with contextlib.suppress(OSError), private_files():
-            digest.write(directory, meta)
-        return digest.of(meta)
-
-    def samples_between(self, low: int, high: int) -> Batch:
-        """Samples ``low`` to ``high`` (excluded), cut out of the mapped files."""
-        return self.batch_of(self.mapped.between(low, high))
-
-    def samples_at(self, numbers: Int64) -> Batch:
-        """The samples with these ``numbers``, copied out of the mapped files."""
-        return self.batch_of(self.mapped.at(numbers))
-
-    def batch_of(self, columns: Columns) -> Batch:
-        """Samples as the source gave them as a batch."""
-        return self._make(self._to_rows(columns))
-
-    def weight_between(self, low: int, high: int) -> tuple[float, ...]:
-        """The ``total_weight`` of the batch of samples ``low`` to ``high`` (excluded); no ids are read."""
-        return self._weight(slice(low, high))
-
-    def weight_at(self, numbers: Int64) -> tuple[float, ...]:
-        """The ``total_weight`` of the batch of samples with these ``numbers``; no ids are read."""
-        return self._weight(numbers)
-
-    def _weight(self, rows: slice | Int64) -> tuple[float, ...]:
-        weights = self.mapped.weights(rows)
-        return () if weights is None else total_weight(torch.from_numpy(np.array(weights)))

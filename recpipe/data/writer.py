@@ -20,13 +20,14 @@ from recpipe.data.prepared import AT_A_TIME, IDS, LABELS, META, MISSING, WEIGHTS
 from recpipe.data.schema import IdRule, Schema
 
 
-class _NpyStream:
-    """A .npy file that grows by blocks of rows; the header is rewritten with the final shape at the end."""
+class NpyStream:
+    """A .npy file that grows by blocks of rows; the header is rewritten with the final shape at the end.
 
-    hashed = True
-    """Whether it has a digest of its values. What ids are in tables has one instead (``RowsDigest``)."""
+    ``hashed``: whether it has a digest of its values. What ids are in tables has one instead (``TableRows``).
+    """
 
-    def __init__(self, path: Path, dtype: DTypeLike, row: tuple[int, ...] = ()) -> None:
+    def __init__(self, path: Path, dtype: DTypeLike, row: tuple[int, ...] = (), hashed: bool = True) -> None:
+        self.hashed = hashed
         self.dtype, self.row, self.rows = np.dtype(dtype), row, 0
         self.digest = hashlib.blake2b(digest_size=16)
         self.path, self.blocks, self._filled = path, [0], prepared.BLOCK
@@ -70,13 +71,11 @@ class _NpyStream:
         return self.digest.hexdigest()
 
 
-class _IdStream(_NpyStream):
+class _IdStream(NpyStream):
     """Whole numbers, of 4 bytes as long as these are enough; then what was written is written anew in 8."""
 
-    hashed = False
-
     def __init__(self, path: Path, row: tuple[int, ...] = (), wide: bool = False) -> None:
-        super().__init__(path, np.int64 if wide else np.int32, row)
+        super().__init__(path, np.int64 if wide else np.int32, row, hashed=False)
         self._given: np.dtype[Any] = np.dtype(np.int32)
         self._low = self._high = 0
 
@@ -106,7 +105,7 @@ class _IdStream(_NpyStream):
         rows, old = self.rows, self.path.with_suffix(".narrow")
         self.file.close()
         self.path.rename(old)
-        super().__init__(self.path, np.int64, self.row)
+        super().__init__(self.path, np.int64, self.row, hashed=False)
         if rows:
             whole = np.memmap(old, narrow, "r", self.start, (rows, *self.row))
             step = max(1, AT_A_TIME // max((1, *self.row)))
@@ -115,21 +114,17 @@ class _IdStream(_NpyStream):
         old.unlink()
 
 
-class _Bits(_NpyStream):
-    hashed = False
-
-
 class _BitStream:
     """A file of bits that is there only if one of them is set; ``width``: bytes a row."""
 
     def __init__(self, path: Path, width: int) -> None:
         self.path, self.width, self.rows = path, width, 0
-        self.stream: _NpyStream | None = None
+        self.stream: NpyStream | None = None
 
     def append(self, bits: NDArray[np.uint8] | None, rows: int) -> None:
         """Write those of ``rows`` rows; None: all 0."""
         if bits is not None and self.stream is None:
-            self.stream = _Bits(self.path, np.uint8, (self.width,))
+            self.stream = NpyStream(self.path, np.uint8, (self.width,), hashed=False)
             step = max(1, AT_A_TIME // max(1, self.width))
             for low in range(0, self.rows, step):
                 self.stream.append(np.zeros((min(step, self.rows - low), self.width), np.uint8))
@@ -163,10 +158,10 @@ class PreparedWriter:
         one_hot = [feature.name for feature in schema.sparse if feature.name not in self.multi_hot]
         self._of_text = np.array([name in self.text for name in one_hot], bool)
         columns = (len(schema.labels),) if len(schema.labels) > 1 else ()
-        self._label = _NpyStream(directory / LABELS, np.float32, columns)
-        self._weights: _NpyStream | None = None
+        self._label = NpyStream(directory / LABELS, np.float32, columns)
+        self._weights: NpyStream | None = None
         """Made with the first samples, if these have weights."""
-        self._dense = _NpyStream(directory / "dense.npy", dense, (len(schema.dense),))
+        self._dense = NpyStream(directory / "dense.npy", dense, (len(schema.dense),))
         self._ids = _IdStream(directory / IDS, (int((~self._of_text).sum()),))
         words = int(self._of_text.sum())
         self._words = _IdStream(directory / WORDS, (words,), wide=True) if words else None
@@ -176,12 +171,12 @@ class PreparedWriter:
         }
         self._missing |= {name: _BitStream(bag_file(directory, name, "missing"), 1) for name in multi_hot}
         self._offsets = {
-            name: _NpyStream(bag_file(directory, name, "offsets"), np.int64) for name in multi_hot
+            name: NpyStream(bag_file(directory, name, "offsets"), np.int64) for name in multi_hot
         }
         for stream in self._offsets.values():
             stream.append(np.zeros(1, np.int64))
         self._of_ids = {
-            feature.name: _NpyStream(bag_file(directory, feature.name, "weights"), np.float32)
+            feature.name: NpyStream(bag_file(directory, feature.name, "weights"), np.float32)
             for feature in schema.sparse
             if feature.weighted
         }
@@ -195,7 +190,7 @@ class PreparedWriter:
         for stream in self._streams():
             stream.file.close()
 
-    def _streams(self) -> list[_NpyStream]:
+    def _streams(self) -> list[NpyStream]:
         bits = [own.stream for own in self._missing.values()]
         found = [self._label, self._weights, self._dense, self._ids, self._words, *bits]
         return [*filter(None, found), *self._values.values(), *self._offsets.values(), *self._of_ids.values()]
@@ -209,7 +204,7 @@ class PreparedWriter:
         """Write the samples of ``columns`` after those written before."""
         if columns.weights is not None:
             if self._weights is None:
-                self._weights = _NpyStream(self.directory / WEIGHTS, np.float32, self._label.row)
+                self._weights = NpyStream(self.directory / WEIGHTS, np.float32, self._label.row)
             self._weights.append(columns.weights)
         self._label.append(columns.labels)
         self._dense.append(columns.dense)

@@ -17,7 +17,8 @@ from recpipe.data.columns import Columns, bits_of, concatenate
 from recpipe.data.config import CriteoConfig, FileConfig, NpyConfig, ParquetConfig
 from recpipe.data.id_mapper import IdMapper, rows_into
 from recpipe.data.make import StreamedDataset, open_dataset, open_source
-from recpipe.data.prepared import Meta, PreparedDataset, check_prepared
+from recpipe.data.prepared import Meta, check_prepared
+from recpipe.data.prepared_dataset import PreparedDataset
 from recpipe.data.schema import Schema
 from recpipe.data.sources.transforms import hash_rows
 from recpipe.errors import DataError

@@ -18,7 +18,8 @@ from recpipe.data import cache, prepared
 from recpipe.data.columns import Columns, MultiHot, offsets_of
 from recpipe.data.config import CriteoConfig
 from recpipe.data.make import open_dataset
-from recpipe.data.prepared import META, PreparedDataset, check_prepared
+from recpipe.data.prepared import META, check_prepared
+from recpipe.data.prepared_dataset import PreparedDataset
 from recpipe.data.schema import Schema
 from recpipe.data.writer import PreparedWriter
 from recpipe.errors import DataError, UserError

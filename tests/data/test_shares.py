@@ -12,7 +12,7 @@ import torch
 from recpipe.data.config import NpyConfig, SyntheticConfig
 from recpipe.data.dataset import NumberedDataset
 from recpipe.data.make import open_dataset
-from recpipe.data.prepared import PreparedDataset
+from recpipe.data.prepared_dataset import PreparedDataset
 from recpipe.data.select import select
 from recpipe.data.writer import PreparedWriter
 from recpipe.distributed.ranks import Ranks, part_of
