@@ -10,6 +10,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -74,7 +75,7 @@ class TableRows:
                     share = low / samples
                     meter.show(share, f"hashing rows of tables  {share:.0%}")
 
-    def _append(self, name: str, rows: NDArray[np.integer]) -> None:
+    def _append(self, name: str, rows: NDArray[Any]) -> None:
         if self._streams is None:
             return
         try:
