@@ -190,7 +190,14 @@ def test_what_is_given_back_loads_into_plain_torchrec(batches) -> None:
         torch.testing.assert_close(plain(batches[0]), logits)
 
 
-@pytest.mark.parametrize(("example", "how"), [("own_loop", "bagpipe"), ("own_lightning", "hotline")])
+@pytest.mark.parametrize(
+    ("example", "how"),
+    [
+        ("own_loop", "bagpipe"),
+        # Lightning under hotline is what each test of hotline's training does.
+        pytest.param("own_lightning", "hotline", marks=pytest.mark.soak),
+    ],
+)
 def test_the_examples_train(example, how, monkeypatch) -> None:
     monkeypatch.syspath_prepend(str(ROOT / "examples"))
     main = runpy.run_path(str(ROOT / "examples" / f"{example}.py"))["main"]

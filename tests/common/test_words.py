@@ -220,7 +220,15 @@ def test_files_that_a_recipe_names_are_not_read_for_its_model(tmp_path: Path) ->
 # -- what packages may set -------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", ["model", "data", "task"])
+@pytest.mark.parametrize(
+    "kind",
+    [
+        "model",
+        # The rule is the same for all sections.
+        pytest.param("data", marks=pytest.mark.soak),
+        pytest.param("task", marks=pytest.mark.soak),
+    ],
+)
 @pytest.mark.parametrize(
     ("yaml", "message"),
     [

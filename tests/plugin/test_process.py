@@ -47,10 +47,10 @@ def test_nothing_is_told_of_a_process_that_was_left_alone(before: Process) -> No
     [
         (torch.nn.functional, "relu", True),
         pytest.param(torch, "sigmoid", True, marks=pytest.mark.soak),
-        (torch.Tensor, "mul", True),
+        pytest.param(torch.Tensor, "mul", True, marks=pytest.mark.soak),
         (np, "sort", True),
         pytest.param(L.Trainer, "fit", False, marks=pytest.mark.soak),
-        (nn.ReLU, "forward", False),
+        pytest.param(nn.ReLU, "forward", False, marks=pytest.mark.soak),
         (nn.ReLU, "__call__", False),  # inherited until now
         (os, "listdir", False),
     ],

@@ -41,7 +41,7 @@ def difference(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> 
         # Each way of tables, and each pooling, is held above or does not meet the other.
         pytest.param([], 3, id="resident-3", marks=pytest.mark.soak),
         pytest.param(TIERS, 1, id="ssd-1", marks=pytest.mark.soak),
-        pytest.param(["tiers.policy=nocache"], 1, id="nocache-1"),
+        pytest.param(["tiers.policy=nocache"], 1, id="nocache-1", marks=pytest.mark.soak),
         pytest.param(["tiers.policy=nocache"], 3, id="nocache-3", marks=pytest.mark.soak),
     ],
 )

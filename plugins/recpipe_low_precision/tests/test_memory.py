@@ -59,7 +59,14 @@ def test_memory_does_not_grow_with_the_tables(checkpoint: Path, tmp_path: Path) 
     assert per_row[1] > 0.5 * 4 * DIM
 
 
-@pytest.mark.parametrize("most", [1 << 30, 100_000])
+@pytest.mark.parametrize(
+    "most",
+    [
+        100_000,
+        # The same lookups, of tables that are not cut.
+        pytest.param(1 << 30, marks=pytest.mark.soak),
+    ],
+)
 def test_lookups_are_timed_in_tables_of_bounded_size(
     slice_of: Any, source: FloatCheckpoint, monkeypatch: pytest.MonkeyPatch, most: int
 ) -> None:

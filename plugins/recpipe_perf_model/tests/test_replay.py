@@ -66,7 +66,8 @@ def all_moved(statement: Statement) -> list[Moved]:
         # Replayed as lru is.
         *(pytest.param(policy, "10%", marks=pytest.mark.soak) for policy in ("lfu", "bagpipe", "hotline")),
         ("fae", "10%"),
-        ("slipstream", "10%"),
+        # Replayed as hotline is.
+        pytest.param("slipstream", "10%", marks=pytest.mark.soak),
     ],
 )
 def test_runs_move_what_was_told(technique: str, budget: str, facts: Facts, tmp_path: Path) -> None:
