@@ -24,14 +24,21 @@ def _device(value: Any) -> Any:
     return value
 
 
-def _every(value: int | float) -> int | float:
-    if not 0 < value < 2**63 or (isinstance(value, float) and value > 1):
-        raise ValueError("give a whole number of steps, or a share of an epoch (0.25)")
-    return value
+def _whole_or_share(words: str) -> AfterValidator:
+    """Whole numbers above 0, and shares up to 1.0 of what ``words`` say."""
+
+    def checked(value: int | float) -> int | float:
+        if not 0 < value < 2**63 or (isinstance(value, float) and value > 1):
+            raise ValueError(f"give a whole number of {words}")
+        return value
+
+    return AfterValidator(checked)
 
 
-Every = Annotated[int | float, AfterValidator(_every)]
+Every = Annotated[int | float, _whole_or_share("steps, or a share of an epoch (0.25)")]
 """An interval: whole steps, or a share of an epoch."""
+Limit = Annotated[int | float, _whole_or_share("batches, or a share of them (0.1)")]
+"""Whole batches, or a share of them."""
 
 
 def _evaluates(value: object) -> object:
@@ -51,16 +58,6 @@ def _logger(value: str) -> str:
             "{_target_: package.Class, ...}"
         )
     return value
-
-
-def _share(value: int | float) -> int | float:
-    if not 0 < value < 2**63 or (isinstance(value, float) and value > 1):
-        raise ValueError("give a whole number of batches, or a share of them (0.1)")
-    return value
-
-
-Limit = Annotated[int | float, AfterValidator(_share)]
-"""Whole batches, or a share of them."""
 
 
 @dataclass(frozen=True)
