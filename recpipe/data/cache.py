@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import json
 import logging
@@ -10,7 +9,7 @@ import os
 import shutil
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
@@ -29,7 +28,7 @@ from recpipe.data.remote import AnyPath, identity, size_of
 from recpipe.data.schema import IdRule, Schema
 from recpipe.data.split import TEST, TRAIN, VALID, WORDS, Parts
 from recpipe.data.table_rows import TableRows
-from recpipe.data.writer import PreparedWriter
+from recpipe.data.writer import PreparedWriter, locked
 from recpipe.errors import DataError
 
 if TYPE_CHECKING:
@@ -143,7 +142,7 @@ def prepare(source: Source, cache_dir: Path | None = None, limit: Amount | None 
         with private_files():
             root.mkdir(parents=True, exist_ok=True)
         _remove_stale(root)
-        with _lock(target):
+        with locked(target):
             if target.exists() and (fault := _fault(source, target)) is not None:
                 log.warning("preparing the data again, for the cache is damaged: %s", fault)
                 target.unlink() if target.is_symlink() else shutil.rmtree(target)
@@ -165,7 +164,7 @@ def _link(source: Source, target: Path) -> None:
     that a trained model reads again."""
     other = target.with_name(f"data-{cache_key(source)}")
     if other != target:
-        with suppress(OSError), _lock(other):  # without links they are prepared again
+        with suppress(OSError), locked(other):  # without links they are prepared again
             if not other.exists():
                 other.unlink(missing_ok=True)
                 other.symlink_to(target.name)
@@ -349,20 +348,6 @@ def _use_learned(source: Source, target: Path) -> None:
             raise DataError(f"{target}: not prepared with these features ({fault}); delete it") from fault
 
 
-@contextmanager
-def _lock(target: Path, wait: bool = True) -> Iterator[None]:
-    """Hold ``target``'s lock file. The system frees it when the process ends, even if it is killed."""
-    with target.with_suffix(".lock").open("w") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            if not wait:
-                raise
-            log.info("waiting for another process, which is preparing the same data")
-            fcntl.flock(file, fcntl.LOCK_EX)
-        yield
-
-
 def _remove_stale(root: Path) -> None:
     """Delete links to what has been removed, and what killed runs have left: temporary directories whose lock
     nobody holds."""
@@ -372,7 +357,7 @@ def _remove_stale(root: Path) -> None:
     # Named by ``cache_key``, so it belongs to nobody else.
     for temporary in root.glob(f"data-{_KEY}.tmp"):
         try:
-            with _lock(temporary, wait=False):
+            with locked(temporary, wait=False):
                 shutil.rmtree(temporary, ignore_errors=True)
         except BlockingIOError:
             continue

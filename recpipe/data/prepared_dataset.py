@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 from pathlib import Path
 from typing import cast
@@ -10,7 +9,6 @@ from typing import cast
 import numpy as np
 import torch
 
-from recpipe.common.own_cache import private_files
 from recpipe.data.columns import BatchMaker, Columns, Int64
 from recpipe.data.dataset import NumberedDataset
 from recpipe.data.id_mapper import IdMapper
@@ -42,21 +40,10 @@ class PreparedDataset(NumberedDataset):
         kept = cast(tuple[IdRule, ...], meta.kept)
         self._to_rows = IdMapper(schema, meta.multi_hot, kept)
         self._make = BatchMaker(schema, meta.multi_hot)
-        rows = TableRows(schema, meta.multi_hot, kept, directory)
-        identity = f"{meta.identity(schema, self._digest(rows))} {meta.parts or eval_fraction!r}"
-        self.fingerprint = hashlib.blake2b(identity.encode(), digest_size=16).hexdigest()
-        self._of_rows = rows.columns(self.mapped)
+        digest, self._of_rows = TableRows(schema, meta.multi_hot, kept, directory).open(self.mapped)
         """All samples with rows of tables in place of ids; None: ids become rows as they are read."""
-
-    def _digest(self, rows: TableRows) -> str:
-        """The digest of the arrays, read from the file that has it, or made, with files of the rows."""
-        if (kept := rows.read()) is not None:
-            return kept
-        # A cache that cannot be written serves as well, and half a file has no seal.
-        with contextlib.suppress(OSError), private_files():
-            rows.add_all(self.mapped)
-            rows.write(self.mapped.meta)
-        return rows.of(self.mapped.meta)
+        identity = f"{meta.identity(schema, digest)} {meta.parts or eval_fraction!r}"
+        self.fingerprint = hashlib.blake2b(identity.encode(), digest_size=16).hexdigest()
 
     def samples_between(self, low: int, high: int) -> Batch:
         """Samples ``low`` to ``high`` (excluded), cut out of the mapped files."""

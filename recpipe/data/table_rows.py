@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
+import logging
 import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -16,14 +17,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 from recpipe.common.meter import Meter
+from recpipe.common.own_cache import private_files
 from recpipe.data.columns import Columns
 from recpipe.data.files import map_npy
 from recpipe.data.id_mapper import IdMapper
 from recpipe.data.prepared import AT_A_TIME, LABELS, WEIGHTS, Mapped, Meta, bag_file, check_blocks, seal
 from recpipe.data.schema import IdRule, Schema
-from recpipe.data.writer import NpyStream
+from recpipe.data.writer import NpyStream, locked
 from recpipe.errors import DataError
 
+log = logging.getLogger(__name__)
 IN_CACHE = 1 << 13
 """Samples whose ids are made rows of at a time: some megabytes, which a core has at hand."""
 _OF_ROWS = re.compile(r"(.*\.)?rows-([0-9a-f]{32})\.(npy|[0-9]+)")
@@ -34,7 +37,7 @@ class TableRows:
     files of them, from which batches are cut without hashing any id.
 
     ``rows-*.npy`` int32 [N, one-hot features] and for each multi-hot feature ``<name>.rows-*.npy`` hold them,
-    of one ``schema`` at a time: the latest that was new to the data. There are none of ids that are rows
+    of one ``schema`` at a time: the latest with which data were opened. There are none of ids that are rows
     already, and none if a table grows, for what is in it depends on the order of ids. ``multi_hot`` and
     ``kept``: as of a ``Source``.
     """
@@ -47,9 +50,7 @@ class TableRows:
         self._key = seal({"rows": self._sizes})
         self._hashes = {name: hashlib.blake2b(digest_size=16) for name in ("", *multi_hot)}
         self._streams: dict[str, NpyStream] | None = {}
-        """Files that are being written, by feature; None: none are."""
-        self._blocks: Mapping[str, Sequence[int]] = {}
-        """The digests of the blocks of files that are there, by their names."""
+        """Files that are being written, by feature; None: there are none for these tables, or none can be."""
         if self._to_rows.unchanged or self._to_rows.keeps_keys:
             self._streams = None
 
@@ -63,7 +64,7 @@ class TableRows:
                 self._hashes[name].update(own.data)
                 self._append(name, own)
 
-    def add_all(self, mapped: Mapped) -> None:
+    def _add_all(self, mapped: Mapped) -> None:
         """Add all samples of prepared data."""
         samples, columns = mapped.meta.samples, mapped.columns
         every = samples * len(mapped.meta.one_hot) + sum(len(bag.values) for bag in columns.bags.values())
@@ -83,14 +84,28 @@ class TableRows:
                 path = self._file(name).with_suffix(f".{os.getpid()}")
                 self._streams[name] = NpyStream(path, np.int32, rows.shape[1:], hashed=False)
             self._streams[name].append(rows)
-        except OSError:  # the disk is full, or read-only: ids are hashed as they are read
-            self._discard()
+        except OSError as fault:  # the disk is full: what has been prepared serves without them
+            self._discard(fault)
 
-    def _discard(self) -> None:
+    def _discard(self, fault: OSError) -> None:
+        """Go on without files of rows, which cannot be written."""
+        if self._streams is None:
+            return
+        log.warning(
+            "%s: rows of tables cannot be kept beside the ids (%s), which are hashed as batches are read, "
+            "about half as fast: free space there, or pass data.cache_dir=DIR",
+            self.directory,
+            fault.strerror or fault,
+        )
+        self._drop()
+
+    def _drop(self) -> None:
+        """Remove what has been written."""
         for stream in (self._streams or {}).values():
             with contextlib.suppress(OSError):
                 stream.file.close()
-            stream.path.unlink(missing_ok=True)
+            with contextlib.suppress(OSError):
+                stream.path.unlink(missing_ok=True)
         self._streams = None
 
     def of(self, meta: Meta) -> str:
@@ -122,12 +137,11 @@ class TableRows:
                 stream.close()
                 stream.path.replace(self._file(name))
                 blocks[self._file(name).name] = list(stream.blocks)
-        except OSError:
-            self._discard()
+        except OSError as fault:
+            self._discard(fault)
             blocks = {}
         values = {"rows": self._sizes, "digest": self.of(meta), "blocks": blocks}
         self._digest_file.write_text(json.dumps({**values, "seal": seal(values)}))
-        self._blocks = blocks
 
     def _others(self) -> Iterator[Path]:
         """The files of rows of other tables, and what killed runs have left of them."""
@@ -136,34 +150,56 @@ class TableRows:
             if path.name not in own and _OF_ROWS.fullmatch(path.name):
                 yield path
 
-    def read(self) -> str | None:
-        """The digest that was written; None if none was, or if the rows beside it are not as they were
-        written."""
+    def open(self, mapped: Mapped) -> tuple[str, Columns | None]:
+        """The digest of prepared data, and all samples with rows in place of ids, mapped into memory; None if
+        their ids become rows as they are read. One process makes what is not there, and others wait for it.
+        """
+        digest, columns = self._read(mapped)
+        if digest is not None and (columns is not None or self._streams is None):
+            return digest, columns
+        with contextlib.ExitStack() as stack:
+            try:
+                stack.enter_context(private_files())
+                stack.enter_context(locked(self.directory.resolve()))
+            except OSError as fault:  # a cache that cannot be written serves as well
+                self._discard(fault)
+            return self._made(mapped)
+
+    def _made(self, mapped: Mapped) -> tuple[str, Columns | None]:
+        digest, columns = self._read(mapped)  # another process may have made them meanwhile
+        if digest is not None and (columns is not None or self._streams is None):
+            return digest, columns
+        try:
+            self._add_all(mapped)
+        except BaseException:
+            self._drop()
+            raise
+        with contextlib.suppress(OSError):
+            self.write(mapped.meta)
+        return self.of(mapped.meta), self._read(mapped)[1]
+
+    def _read(self, mapped: Mapped) -> tuple[str | None, Columns | None]:
+        """The digest that was written, if one was, and the samples, if their rows are there."""
         with contextlib.suppress(OSError, ValueError, KeyError, TypeError, AttributeError):
             values = json.loads(self._digest_file.read_text())
-            if values.pop("seal") != seal(values):
-                return None
-            digest, blocks = str(values["digest"]), values.get("blocks", {})
-            if all((self.directory / name).exists() for name in blocks):  # else they are of other tables now
-                try:
-                    check_blocks(self.directory, blocks)
-                except DataError:
-                    return None
-                self._blocks = blocks
-            return digest
-        return None
+            if values.pop("seal") == seal(values):
+                blocks = values.get("blocks", {}) if self._streams is not None else {}
+                return str(values["digest"]), self._columns(mapped, blocks) if blocks else None
+        return None, None
 
-    def columns(self, mapped: Mapped) -> Columns | None:
-        """Prepared data with rows in place of their ids, mapped into memory; None if there are no files of
-        these."""
-        if not self._blocks:
+    def _columns(self, mapped: Mapped, blocks: Mapping[str, Sequence[int]]) -> Columns | None:
+        """The samples with their rows; None if these are not as they were written, or have made room for
+        those of other tables."""
+        if not all((self.directory / name).exists() for name in blocks):
             return None
         try:
+            check_blocks(self.directory, blocks)
             bags = {
                 name: replace(bag, values=np.asarray(map_npy(self._file(name))), missing=None)
                 for name, bag in mapped.columns.bags.items()
             }
             ids = np.asarray(map_npy(self._file("")))
-        except (OSError, DataError):  # another run has made room for its own
+        except DataError as fault:
+            log.warning("making rows of tables again, for the cache is damaged: %s", fault)
             return None
         return replace(mapped.columns, ids=ids, bags=bags, missing=None)

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import io
+import logging
 import os
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -18,6 +21,23 @@ from recpipe.data import prepared
 from recpipe.data.columns import Columns
 from recpipe.data.prepared import AT_A_TIME, IDS, LABELS, META, MISSING, WEIGHTS, WORDS, Meta, bag_file
 from recpipe.data.schema import IdRule, Schema
+
+log = logging.getLogger(__name__)
+
+
+@contextmanager
+def locked(target: Path, wait: bool = True) -> Iterator[None]:
+    """Hold the lock file of a directory, which is beside it, to write there. The system frees it when the
+    process ends, even if it is killed."""
+    with target.with_suffix(".lock").open("w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if not wait:
+                raise
+            log.info("waiting for another process, which is preparing the same data")
+            fcntl.flock(file, fcntl.LOCK_EX)
+        yield
 
 
 class NpyStream:

@@ -52,7 +52,7 @@ def test_a_long_preparation_is_followed(rows, criteo, tmp_path, monkeypatch, cap
     monkeypatch.setattr(module, "BLOCK_BYTES", 30_000)
     monkeypatch.setattr(meter, "LINE_SECONDS", 0.0)
     recipe = criteo(str(pack(tmp_path / "a.tsv", joined(rows))))
-    held = cache._lock(tmp_path / "held")
+    held = cache.locked(tmp_path / "held")
     with caplog.at_level(logging.INFO, "recpipe"), ThreadPoolExecutor(1) as pool:
         open_dataset(recipe, 0)
         assert f"reading data: {tmp_path}/a.tsv" in caplog.messages
@@ -71,7 +71,7 @@ def test_a_long_preparation_is_followed(rows, criteo, tmp_path, monkeypatch, cap
 
 
 def _enter(target: Path) -> None:
-    with cache._lock(target):
+    with cache.locked(target):
         pass
 
 

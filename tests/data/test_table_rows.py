@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
-import os
+import json
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
+from recpipe.data import table_rows
 from recpipe.data.columns import Columns, MultiHot, bits_of, offsets_of
 from recpipe.data.id_mapper import IdMapper
+from recpipe.data.prepared import Mapped, seal
 from recpipe.data.prepared_dataset import PreparedDataset
 from recpipe.data.schema import Schema
+from recpipe.data.table_rows import TableRows
 from recpipe.data.writer import NpyStream, PreparedWriter
 from recpipe.plugin.batch import Batch
 from recpipe.plugin.tables import Growth, SparseFeature
@@ -69,6 +74,13 @@ def assert_alike(found: list[Batch], wanted: list[Batch]) -> None:
         assert torch.equal(one.labels, other.labels)
 
 
+ROWS = np.ones((4, 2), np.int32)
+
+
+def interrupted() -> None:
+    raise KeyboardInterrupt
+
+
 def of_rows(folder: Path) -> set[str]:
     return {file.name for file in folder.iterdir() if "rows-" in file.name}
 
@@ -94,9 +106,52 @@ def test_rows_are_of_the_latest_sizes(prepared: Path) -> None:
     assert_alike(batches(first), wanted)
     assert_alike(batches(second), hashed(opened(prepared, 70)))
     before = opened(prepared)
-    assert before._of_rows is None
+    assert before._of_rows is not None
+    assert of_rows(prepared) == names
     assert before.fingerprint == first.fingerprint
     assert_alike(batches(before), wanted)
+
+
+def test_data_of_an_earlier_version_get_rows(prepared: Path) -> None:
+    """Their digest is known, and lies alone."""
+    first = opened(prepared)
+    (file,) = prepared.glob("digest-*.json")
+    values = {key: own for key, own in json.loads(file.read_text()).items() if key in ("rows", "digest")}
+    file.write_text(json.dumps({**values, "seal": seal(values)}))
+    for name in of_rows(prepared):
+        (prepared / name).unlink()
+    again = opened(prepared)
+    assert again.fingerprint == first.fingerprint
+    assert len(of_rows(prepared)) == 2
+    assert again._of_rows is not None
+    assert_alike(batches(again), batches(first))
+
+
+def test_one_process_makes_rows_and_others_wait(prepared: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[int] = []
+    add_all = TableRows._add_all
+
+    def counted(self: TableRows, mapped: Mapped) -> None:
+        made.append(1)
+        time.sleep(0.05)
+        add_all(self, mapped)
+
+    monkeypatch.setattr(TableRows, "_add_all", counted)
+    with ThreadPoolExecutor(2) as pool:
+        one, other = pool.map(opened, [prepared] * 2)
+    assert len(made) == 1
+    assert_alike(batches(one), batches(other))
+    assert one._of_rows is not None
+    assert other._of_rows is not None
+
+
+def test_a_run_that_ends_early_leaves_nothing(prepared: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(TableRows, "_add_all", lambda self, _: (self._append("", ROWS), interrupted()))
+        with pytest.raises(KeyboardInterrupt):
+            opened(prepared)
+    assert not of_rows(prepared)
+    assert opened(prepared)._of_rows is not None
 
 
 @pytest.mark.parametrize("place", [9, 200, -1])
@@ -125,7 +180,7 @@ def test_what_a_killed_run_left_is_removed(prepared: Path) -> None:
 
 @pytest.mark.parametrize("fails", ["append", "close"])
 def test_a_full_disk_leaves_data_that_are_hashed_as_they_are_read(
-    prepared: Path, monkeypatch: pytest.MonkeyPatch, fails: str
+    prepared: Path, monkeypatch: pytest.MonkeyPatch, fails: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     def full(*_: object) -> None:
         raise OSError(28, "No space left on device")
@@ -134,16 +189,26 @@ def test_a_full_disk_leaves_data_that_are_hashed_as_they_are_read(
         patch.setattr(NpyStream, fails, full)
         found = opened(prepared)
     assert not of_rows(prepared)
+    assert "(No space left on device), which are hashed as batches are read" in caplog.text
     assert_alike(batches(found), hashed(opened(prepared)))
 
 
-@pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
-def test_a_read_only_folder_serves(prepared: Path) -> None:
-    prepared.chmod(0o500)
-    found = opened(prepared)
-    prepared.chmod(0o700)
+def test_a_read_only_folder_serves_and_says_so(
+    prepared: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Root may write everywhere, so that the refusal is the system's only for others."""
+    with monkeypatch.context() as patch:
+        patch.setattr(table_rows, "locked", refused)
+        patch.setattr(Path, "write_text", refused)
+        found = opened(prepared)
     assert not of_rows(prepared)
+    assert "(Read-only file system), which are hashed as batches are read" in caplog.text
+    assert found.fingerprint == opened(prepared).fingerprint
     assert_alike(batches(found), hashed(opened(prepared)))
+
+
+def refused(*_: object) -> None:
+    raise OSError(30, "Read-only file system")
 
 
 def test_tables_that_grow_have_none(prepared: Path) -> None:
