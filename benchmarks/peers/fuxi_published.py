@@ -1,6 +1,8 @@
 """One of FuxiCTR's models (``model_zoo`` of its checkout), trained for one epoch by its own ``fit`` on the
 samples that ``published.py`` wrote, and the logits of the held-out ones.
 
+``state`` names a file with all weights' first values; with ``epochs`` 0 nothing is trained.
+
 python benchmarks/peers/fuxi_published.py FUXICTR SAMPLES.npz SCORES.npy '{"model": ..., "rate": ...}'
 """
 
@@ -32,21 +34,23 @@ class Batches:
             ids = torch.from_numpy(samples[f"{part}/{feature['name']}"])
             # Tables with sequences keep id 0 for what is not there.
             self.columns[feature["name"]] = ids + 1 if feature["shifted"] and not feature["length"] else ids
-        self.columns["label"] = torch.from_numpy(samples[f"{part}/labels"])
+        labels = torch.from_numpy(samples[f"{part}/labels"])
+        self.size = len(labels)
+        for name, label in zip(described["labels"], labels.view(self.size, -1).T, strict=True):
+            self.columns[name] = label
 
     def __len__(self) -> int:
-        return -(-len(self.columns["label"]) // BATCH)
+        return -(-self.size // BATCH)
 
     def __iter__(self) -> Iterator[dict[str, torch.Tensor]]:
-        for low in range(0, len(self.columns["label"]), BATCH):
+        for low in range(0, self.size, BATCH):
             yield {name: values[low : low + BATCH] for name, values in self.columns.items()}
 
 
 def feature_map(described: dict[str, Any]) -> dict[str, Any]:
     """FuxiCTR's description of the features."""
-    features: list[dict[str, object]] = [
-        {name: {"source": "", "type": "numeric"}} for name in described["dense"]
-    ]
+    numbers = [{name: {"source": "", "type": "numeric"}} for name in described["dense"]]
+    features: list[dict[str, object]] = []
     first: dict[str, str] = {}
     for feature in sorted(described["sparse"], key=lambda each: each["length"]):
         own: dict[str, object] = {"source": "", "type": "categorical"}
@@ -59,7 +63,8 @@ def feature_map(described: dict[str, Any]) -> dict[str, Any]:
             own["share_embedding"] = first[feature["table"]]
         first.setdefault(feature["table"], feature["name"])
         features.append({feature["name"]: own})
-    return {"dataset_id": "rows", "labels": ["label"], "features": features}
+    ordered = [*features, *numbers] if described.get("dense_last") else [*numbers, *features]
+    return {"dataset_id": "rows", "labels": described["labels"], "features": ordered}
 
 
 def fields_of(described: dict[str, Any]) -> dict[str, Any]:
@@ -78,13 +83,11 @@ def fields_of(described: dict[str, Any]) -> dict[str, Any]:
 
 
 def main() -> None:
-    checkout, file, scores, what = Path(sys.argv[1]), sys.argv[2], sys.argv[3], json.loads(sys.argv[4])
-    folder = checkout / "model_zoo" / what["model"]
-    sys.path[:0] = [
-        str(checkout),
-        *(str(p) for p in (folder / f"{what['model']}_torch" / "src", folder / "src")),
-    ]
-    kind = getattr(importlib.import_module(what["model"]), what["model"])
+    checkout, file, file_of_scores, what = Path(sys.argv[1]), *sys.argv[2:4], json.loads(sys.argv[4])
+    name, zoo = what["model"], checkout / "model_zoo"
+    folders = (zoo / name / f"{name}_torch" / "src", zoo / name / "src", zoo / "multitask" / name / "src")
+    sys.path[:0] = [str(checkout), *map(str, folders)]
+    kind = getattr(importlib.import_module(name), name)
     from fuxictr.features import FeatureMap  # type: ignore[import-not-found]
     from fuxictr.pytorch.torch_utils import seed_everything  # type: ignore[import-not-found]
 
@@ -93,16 +96,20 @@ def main() -> None:
     with_history = {f["table"] for f in described["sparse"] if f["length"]}
     for feature in described["sparse"]:
         feature["shifted"] = feature["table"] in with_history
-    seed_everything(what["seed"])
+    seed_everything(what.get("seed", 1))
+    epochs, labels = what.get("epochs", 1), described["labels"]
+    # Without training, logits are compared as they are; else they are made of probabilities.
+    task = "binary_classification" if epochs else "regression"
     with tempfile.TemporaryDirectory() as place:
         features = FeatureMap("rows", place)
         written = Path(place, "feature_map.json")
         written.write_text(json.dumps(feature_map(described)))
         features.load(str(written), {"embedding_dim": 16})
         arguments = what["arguments"] | (fields_of(described) if with_history else {})
+        several = {"task": [task] * len(labels), "num_tasks": len(labels)}
         model = kind(
             features,
-            learning_rate=what["rate"],
+            learning_rate=what.get("rate", 0.01),
             embedding_dim=16,
             optimizer="Adagrad",
             loss="binary_crossentropy",
@@ -110,18 +117,27 @@ def main() -> None:
             model_root=place,
             metrics=["AUC", "logloss"],
             eval_steps=10**9,  # it is judged once, at the end
+            **(several if len(labels) > 1 else {"task": task}),
             **arguments,
         )
+        if "state" in what:
+            model.load_state_dict(
+                {name: torch.from_numpy(own) for name, own in np.load(what["state"]).items()}
+            )
         Path(model.model_dir).mkdir(parents=True, exist_ok=True)
         train, held_out = Batches(samples, "train", described), Batches(samples, "eval", described)
         model.load_weights = lambda checkpoint: (
             None
         )  # of the best step: there is one epoch, and its end counts
-        model.fit(train, epochs=1)
-        probabilities = model.predict(held_out)
-    tiny = np.finfo(np.float64).tiny
-    np.save(scores, np.log(np.maximum(probabilities, tiny)) - np.log(np.maximum(1 - probabilities, 1e-16)))
-    print(json.dumps({"samples": len(held_out.columns["label"])}))
+        if epochs:
+            model.fit(train, epochs=epochs)
+        found = model.predict(held_out)
+    scores = np.stack([found[label] for label in labels], axis=1) if len(labels) > 1 else np.asarray(found)
+    if epochs:
+        tiny = np.finfo(np.float64).tiny
+        scores = np.log(np.maximum(scores, tiny)) - np.log(np.maximum(1 - scores, 1e-16))
+    np.save(file_of_scores, scores)
+    print(json.dumps({"samples": held_out.size}))
 
 
 if __name__ == "__main__":

@@ -1,8 +1,8 @@
 """How well recpipe's published models do beside FuxiCTR's of the same names: rows, split, dimensions,
 optimizer and order of samples are the same, seeds differ, and first values are each side's own.
 
-    python benchmarks/peers/published.py criteo=FILE taobao=FILE --fuxictr FUXICTR [--python PATH]
-        [--models deepfm din ...] [--seeds 3] [--rates 0.002 0.007 0.02] [--json FILE]
+    python benchmarks/peers/published.py criteo=FILE taobao=FILE online_retail=FILE --fuxictr FUXICTR
+        [--python PATH] [--models deepfm din ...] [--seeds 3] [--rates 0.002 0.007 0.02] [--json FILE]
 
 recpipe runs its recipe as a user does; FuxiCTR's ``fit`` gets what recpipe's loader made of the rows, so that
 ids are the same. One epoch of element-wise Adagrad without regularization, its rate the one of ``--rates``
@@ -18,13 +18,15 @@ import statistics
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow.parquet as pq
 from machine import machine
 from rounds import result_of
 
@@ -49,14 +51,24 @@ class Work:
     recipe: tuple[str, ...]
     fuxictr: str
     arguments: Mapping[str, Any]
+    every: int = 1
+    """Of how many rows of the file one is taken."""
 
 
 CRITEO = ("model.embedding_dim=16",)
 HISTORY = 20
 HISTORIES = ("model.embedding_dim=16", f"model.history={HISTORY}")
+RETAIL = ("model.embedding_dim=16", "model.expert=[64,32]", "model.tower=[32]", "data.batch_size=512")
+TASKS = {"expert_hidden_units": [64, 32], "gate_hidden_units": [], "tower_hidden_units": [32]}
 WORKS = {
     "wide_deep": Work("criteo", (*CRITEO, "model.hidden=[64,64]"), "WideDeep", {"hidden_units": [64, 64]}),
     "deepfm": Work("criteo", (*CRITEO, "model.hidden=[64,64]"), "DeepFM", {"hidden_units": [64, 64]}),
+    "xdeepfm": Work(
+        "criteo",
+        (*CRITEO, "model.layers=[16,16]", "model.hidden=[64,64]"),
+        "xDeepFM",
+        {"cin_hidden_units": [16, 16], "dnn_hidden_units": [64, 64]},
+    ),
     "dcnv2": Work(
         "criteo",
         (*CRITEO, "model.layers=3", "model.rank=null", "model.structure=parallel", "model.hidden=[64,64]"),
@@ -81,6 +93,28 @@ WORKS = {
             "num_heads": 2,
         },
     ),
+    "wukong": Work(
+        "criteo",
+        (
+            *CRITEO,
+            "model.layers=2",
+            "model.products=8",
+            "model.mixtures=8",
+            "model.rank=8",
+            "model.products_hidden=[64]",
+            "model.hidden=[64,64]",
+        ),
+        "WuKong",
+        {
+            "num_wukong_layers": 2,
+            "fmb_features": 8,
+            "lcb_features": 8,
+            "fmp_rank_k": 8,
+            "fmb_mlp_units": [64],
+            "mlp_hidden_units": [64, 64],
+            "mlp_batch_norm": False,
+        },
+    ),
     "din": Work(
         "taobao",
         (*HISTORIES, "model.hidden=[64,64]", "model.attention=[64]"),
@@ -92,6 +126,20 @@ WORKS = {
         (*HISTORIES, "model.hidden=[64,64]", "model.heads=2"),
         "BST",
         {"dnn_hidden_units": [64, 64], "num_heads": 2},
+    ),
+    "mmoe": Work(
+        "online_retail",
+        (*RETAIL, "model.experts=4"),
+        "MMoE",
+        {"num_experts": 4, **TASKS},
+        every=8,
+    ),
+    "ple": Work(
+        "online_retail",
+        (*RETAIL, "model.layers=2", "model.own_experts=2", "model.shared_experts=2"),
+        "PLE",
+        {"num_layers": 2, "num_specific_experts": 2, "num_shared_experts": 2, **TASKS},
+        every=8,
     ),
 }
 """By the names of ``conf/model``."""
@@ -110,6 +158,18 @@ def overrides(name: str, file: Path) -> list[str]:
         "trainer.max_epochs=1",
         *(_small_tables(file) if work.data == "criteo" else ()),
     ]
+
+
+@contextmanager
+def rows_of(file: Path, every: int) -> Iterator[Path]:
+    """The file, or one of its rows 0, ``every``, 2 * ``every``, ..."""
+    if every == 1:
+        yield file
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        table = pq.read_table(file)
+        pq.write_table(table.take(np.arange(0, len(table), every)), Path(folder, file.name))
+        yield Path(folder, file.name)
 
 
 def _small_tables(file: Path) -> list[str]:
@@ -143,6 +203,7 @@ def write_samples(words: Sequence[str], file: Path) -> None:
     found["features"] = json.dumps(
         {
             "dense": list(schema.dense),
+            "labels": [label.name for label in schema.labels] or ["label"],
             "sparse": [
                 {
                     "name": f"of_{f.name}",  # FuxiCTR cannot have a feature "items"
@@ -157,7 +218,13 @@ def write_samples(words: Sequence[str], file: Path) -> None:
     np.savez(file, **found)
 
 
-Figures = dict[str, float]
+Figures = dict[str, dict[str, float]]
+"""AUC and logloss by label."""
+
+
+def figures_of(quality: Mapping[str, float]) -> dict[str, float]:
+    """Those of one label."""
+    return {name: quality[name] for name in ("auc", "logloss")}
 
 
 def ours(words: Sequence[str], rate: float, seed: int) -> Figures:
@@ -169,8 +236,9 @@ def ours(words: Sequence[str], rate: float, seed: int) -> Figures:
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         if done.returncode:
             sys.exit(done.stderr[-2000:])
-        found = json.loads(Path(folder, "report.json").read_text())["quality"]
-    return {"auc": found["auc"], "logloss": found["logloss"]}
+        report = json.loads(Path(folder, "report.json").read_text())
+    found = report["quality_by_label"] or {"label": report["quality"]}
+    return {label: figures_of(quality) for label, quality in found.items()}
 
 
 def theirs(python: str, checkout: Path, samples: Path, work: Work, rate: float, seed: int) -> Figures:
@@ -179,14 +247,18 @@ def theirs(python: str, checkout: Path, samples: Path, work: Work, rate: float, 
         scores = Path(folder) / "scores.npy"
         what = json.dumps({"model": work.fuxictr, "arguments": work.arguments, "rate": rate, "seed": seed})
         result_of([python, str(HERE / "fuxi_published.py"), str(checkout), str(samples), str(scores), what])
-        found = judged("clicks", np.load(samples)["eval/labels"], np.load(scores))
-    return {"auc": found["auc"], "logloss": found["logloss"]}
+        given, found = np.load(samples), np.load(scores)
+    names = json.loads(str(given["features"]))["labels"]
+    columns = (array.reshape(len(array), -1).T for array in (given["eval/labels"], found))
+    return {
+        name: figures_of(judged("clicks", *of_label)) for name, *of_label in zip(names, *columns, strict=True)
+    }
 
 
 def of_all(run: Callable[[float, int], Figures], rates: Sequence[float], seeds: int) -> dict[str, Any]:
     """The figures of all seeds by the rate that is best for the first one."""
     first = {rate: run(rate, 1) for rate in rates}
-    best = min(rates, key=lambda rate: first[rate]["logloss"])
+    best = min(rates, key=lambda rate: sum(figures["logloss"] for figures in first[rate].values()))
     return {
         "rate": best,
         "first": {str(rate): figures for rate, figures in first.items()},
@@ -200,6 +272,14 @@ def mean_and_half(values: Sequence[float]) -> tuple[float, float]:
         return values[0], float("nan")
     half = T_95[len(values) - 1] * statistics.stdev(values) / len(values) ** 0.5
     return statistics.mean(values), half
+
+
+def said_of(sides: Mapping[str, Any], label: str) -> Iterator[str]:
+    """Each side's figures in words."""
+    for side, found in sides.items():
+        runs = [run[label] for run in found["runs"]]
+        (area, wide), (loss, around) = (mean_and_half([run[of] for run in runs]) for of in ("auc", "logloss"))
+        yield f"{side} AUC {area:.4f} ±{wide:.4f} logloss {loss:.4f} ±{around:.4f} ({found['rate']})"
 
 
 def main() -> None:
@@ -220,23 +300,17 @@ def main() -> None:
     for name in options.models:
         if WORKS[name].data not in files:
             continue
-        words = overrides(name, files[WORKS[name].data])
-        with tempfile.TemporaryDirectory() as folder:
-            samples = Path(folder) / "samples.npz"
+        work = WORKS[name]
+        with rows_of(files[work.data], work.every) as file, tempfile.TemporaryDirectory() as folder:
+            words, samples = overrides(name, file), Path(folder) / "samples.npz"
             write_samples(words, samples)
-            peer = partial(theirs, options.python, options.fuxictr, samples, WORKS[name])
+            peer = partial(theirs, options.python, options.fuxictr, samples, work)
             table[name] = {
                 side: of_all(run, options.rates, options.seeds)
                 for side, run in (("recpipe", partial(ours, words)), ("FuxiCTR", peer))
             }
-        said = []
-        for side, found in table[name].items():
-            mean, half = mean_and_half([run["auc"] for run in found["runs"]])
-            loss, around = mean_and_half([run["logloss"] for run in found["runs"]])
-            said.append(
-                f"{side} AUC {mean:.4f} ±{half:.4f} logloss {loss:.4f} ±{around:.4f} ({found['rate']})"
-            )
-        print(f"{name:10} {'   '.join(said)}", flush=True)
+        for label in table[name]["recpipe"]["runs"][0]:
+            print(f"{name:10} {label:10} {'   '.join(said_of(table[name], label))}", flush=True)
         if options.json:
             options.json.write_text(json.dumps({"machine": machine(), "models": table}, indent=1) + "\n")
 
