@@ -65,7 +65,7 @@ class Paper:
     def of(cls, cfg: Recipe, dataset: Dataset, unplaced: Unplaced, device: torch.device) -> Paper:
         """``CannotTrace`` if the model cannot be traced. The back end's own measurements are made if they are
         not known."""
-        wide = padded_paths(unplaced.called.module) if cfg.trainer.backend != "plain" else set()
+        wide = padded_paths(unplaced.called.module) if cfg.trainer.kernels != "plain" else set()
         tables = unplaced.tables
         groups = zip(tables.groups, with_few_rows(tables), strict=True)
         few = GroupedCollection(tables, [FewRows(cut, group.path in wide) for group, cut in groups])
@@ -73,7 +73,7 @@ class Paper:
         ranks = Ranks()
         try:
             backend = build_backend(
-                cfg.trainer.backend,
+                cfg.trainer.kernels,
                 model,
                 None,
                 unplaced.first_batch,
