@@ -3,8 +3,8 @@
     python docs/tables.py
 
 A page shows ``benchmarks/results/NAME.json`` between ``<!-- result: NAME -->`` and
-``<!-- end of result -->``. Results that no page shows stand in ``docs/results.md``, which is written as a
-whole. A data file has
+``<!-- end of result -->``, or of its rows those that begin with WORDS, by ``<!-- result: NAME: WORDS -->``.
+Results that no page shows whole stand in ``docs/results.md``, which is written as a whole. A data file has
 
 ``title``     what was measured, in a few words
 ``command``   what measures it again
@@ -25,7 +25,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
 REST = ROOT / "docs" / "results.md"
-BLOCK = re.compile(r"(<!-- result: (\w+) -->\n).*?(<!-- end of result -->)", re.DOTALL)
+BLOCK = re.compile(r"(<!-- result: (\w+)(?:: ([^>]+))? -->\n).*?(<!-- end of result -->)", re.DOTALL)
 TOP = """# Results in full
 
 Tables too long for the pages that tell what follows from them; the way in is [Benchmarks](benchmarks.md).
@@ -40,25 +40,27 @@ def pages() -> dict[Path, str]:
     rest = dict(results)
     for page in [*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("plugins/*/README.md")]:
         text = page.read_text(encoding="utf-8")
-        for begin, name, end in BLOCK.findall(text):
-            block = begin + table(name, results[name], page) + end
-            text = re.sub(rf"{begin}.*?{end}", lambda _, block=block: block, text, flags=re.DOTALL)
-            rest.pop(name, None)
+        for begin, name, words, end in BLOCK.findall(text):
+            block = begin + table(name, results[name], page, words) + end
+            text = re.sub(rf"{re.escape(begin)}.*?{end}", lambda _, block=block: block, text, flags=re.DOTALL)
+            if not words:
+                rest.pop(name, None)
             written[page] = text
     sections = [f"## {result['title']}\n\n{table(name, result, REST)}" for name, result in rest.items()]
     return {**written, REST: "\n".join([TOP, *sections])}
 
 
-def table(name: str, result: dict[str, Any], page: Path) -> str:
-    """The table of one result, and a line that says how, where and when it was measured."""
+def table(name: str, result: dict[str, Any], page: Path, words: str = "") -> str:
+    """The table of one result, and a line that says how, where and when it was measured; with ``words`` of
+    the rows alone that begin with these."""
+    rows = [row for row in result["rows"] if words in ("", row[0])]
+    if not rows:
+        return f"No row yet in: {result['title']}.\n"
     formats = result["columns"].values()
     lines = [
         result["columns"],
         ["--:" if format else "---" for format in formats],
-        *(
-            [cell(value, format) for value, format in zip(row, formats, strict=True)]
-            for row in result["rows"]
-        ),
+        *([cell(value, format) for value, format in zip(row, formats, strict=True)] for row in rows),
     ]
     commit = f"commit {result['commit']}; " if result["commit"] else ""
     file = os.path.relpath(RESULTS / f"{name}.json", page.parent)
