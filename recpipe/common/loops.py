@@ -8,6 +8,7 @@ each of them, which takes longer than the work where several threads run Python,
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache, cached_property, update_wrapper
@@ -49,6 +50,21 @@ def compiled(loop: F) -> F:
 
 def prefetch(array: Any, index: Any) -> None:
     """In a ``compiled`` loop: let the processor read ``array[index]`` meanwhile, which the loop will need."""
+
+
+def word(array: Any, index: Any) -> Any:
+    """In a ``compiled`` loop: the 8 bytes of a uint8 ``array`` from ``index`` on, uint64."""
+    return array[index : index + 8].view(np.uint64)[0]
+
+
+def put_word(array: Any, index: Any, number: Any) -> None:
+    """In a ``compiled`` loop: write a uint64 over 8 bytes of a uint8 ``array`` from ``index`` on."""
+    array[index : index + 8].view(np.uint64)[0] = number
+
+
+def at_hand() -> bool:
+    """Whether loops can be called without waiting for numba's import."""
+    return "numba" in sys.modules
 
 
 def load_loops() -> None:
@@ -124,7 +140,11 @@ def _with_its_functions(function: FunctionType) -> FunctionType:
         for name, called in found.items()
         if isinstance(called, FunctionType) and called.__module__ == function.__module__
     }
-    own |= {name: _prefetch() for name, called in found.items() if called is prefetch}
+    own |= {
+        name: _instructions()[called]
+        for name, called in found.items()
+        if isinstance(called, FunctionType) and called in _instructions()
+    }
     if not own:
         return function
     names, defaults = function.__globals__ | own, function.__defaults__
@@ -134,23 +154,44 @@ def _with_its_functions(function: FunctionType) -> FunctionType:
 
 
 @cache
-def _prefetch() -> Any:
-    """``prefetch`` as the processor's instruction, which numba has no name for."""
+def _instructions() -> dict[Any, Any]:
+    """``prefetch``, ``word`` and ``put_word`` as the processor's instructions, which numba has no names for:
+    bytes at any address are one number to it."""
     _numba()
     from llvmlite import ir  # numba's
-    from numba.core.types import void
+    from numba.core.types import uint64, void
     from numba.extending import intrinsic
 
-    def instruction(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        number, array = ir.IntType(32), context.make_array(signature.args[0])(context, builder, arguments[0])
-        where = builder.gep(array.data, [arguments[1]])
+    number, wide = ir.IntType(32), ir.IntType(64)
+
+    def place(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        array = context.make_array(signature.args[0])(context, builder, arguments[0])
+        return builder.gep(array.data, [arguments[1]])
+
+    def fetch(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        where = place(context, builder, signature, arguments)
         kind = ir.FunctionType(ir.VoidType(), [where.type, number, number, number])
         known = builder.module.globals.get("llvm.prefetch.p0")
         called = known or ir.Function(builder.module, kind, "llvm.prefetch.p0")
         builder.call(called, [where, number(0), number(3), number(1)])  # to read, and keep it, as data
         return context.get_dummy_value()
 
-    return intrinsic(lambda _, array, index: (void(array, index), instruction))
+    def read(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        where = place(context, builder, signature, arguments)
+        found = builder.load(builder.bitcast(where, wide.as_pointer()))
+        found.align = 1
+        return found
+
+    def write(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        where = place(context, builder, signature, arguments)
+        builder.store(arguments[2], builder.bitcast(where, wide.as_pointer()), align=1)
+        return context.get_dummy_value()
+
+    return {
+        prefetch: intrinsic(lambda _, array, index: (void(array, index), fetch)),
+        word: intrinsic(lambda _, array, index: (uint64(array, index), read)),
+        put_word: intrinsic(lambda _, array, index, given: (void(array, index, uint64), write)),
+    }
 
 
 def _numba() -> Any:

@@ -6,7 +6,7 @@ import codecs
 from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 import numpy as np
 import pyarrow as pa
@@ -17,6 +17,8 @@ from recpipe.errors import DataError, shown
 if TYPE_CHECKING:
     from recpipe.data.records import InputFile
 
+Item = TypeVar("Item")
+Made = TypeVar("Made")
 PACKED = {".gz": "gzip", ".zst": "zstd", ".bz2": "bz2"}
 NO_TEXT = {
     b"PK\x03\x04": "a zip archive, as .xlsx files are: unpack it, or save its sheet as CSV",
@@ -138,40 +140,29 @@ def _count(data: bytes, byte: bytes, low: int, high: int) -> int:
     return int(np.count_nonzero(np.frombuffer(data, np.uint8, max(0, high - low), low) == ord(byte)))
 
 
-class Parsed(NamedTuple):
-    """A block of text, what is made of it, and the share of the file read so far."""
+def made_ahead(
+    make: Callable[[Item], Made], items: Iterator[Item], name: str
+) -> Iterator[tuple[Item, Future[Made]]]:
+    """``items`` in order, with what ``make`` makes of each. While the reader works on one, threads called
+    ``name`` make the next ones, but none before it has the first one: so it alone costs no more.
 
-    text: bytes
-    made: Future[pa.Table]
-    share: float
-
-
-def parsed_ahead(
-    parse: Callable[[bytes, bool], pa.Table], texts: Iterator[tuple[bytes, float]]
-) -> Iterator[Parsed]:
-    """What ``parse`` makes of ``texts`` (and of whether it is the first), in order. While the reader works
-    on one, threads parse the next ones, but none before it has the first one: so it alone costs no more.
-
-    An error of ``texts`` is raised in its turn, by ``made``.
+    What ``items`` raises comes behind those before it.
     """
     threads = min(MOST_THREADS, pa.cpu_count())
-    pool, waiting, ahead = ThreadPoolExecutor(threads, "recpipe-parse"), deque[Parsed](), 0
-
-    def submitted() -> Iterator[Parsed]:
-        try:
-            for number, (text, share) in enumerate(texts):
-                yield Parsed(text, pool.submit(parse, text, number == 0), share)
-        except DataError as fault:
-            failed = Future[pa.Table]()
-            failed.set_exception(fault)
-            yield Parsed(b"", failed, 1.0)
-
+    pool, waiting = ThreadPoolExecutor(threads, name), deque[tuple[Item, Future[Made]]]()
+    ahead = 0
+    fault: Exception | None = None
     try:
-        for own in submitted():
-            waiting.append(own)
-            if len(waiting) > ahead:
-                yield waiting.popleft()
-                ahead = min(threads, ahead + 1)
+        try:
+            for item in items:
+                waiting.append((item, pool.submit(make, item)))
+                if len(waiting) > ahead:
+                    yield waiting.popleft()
+                    ahead = min(threads, ahead + 1)
+        except Exception as own:
+            fault = own
         yield from waiting
+        if fault is not None:
+            raise fault
     finally:
         pool.shutdown(cancel_futures=True)

@@ -18,9 +18,11 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from numpy.typing import NDArray
 
+from recpipe.common.loops import at_hand
 from recpipe.data.columns import Int64, offsets_of
 from recpipe.data.features import AGES, HEX, NO_VALUE, WEIGHTED, Feature
 from recpipe.data.sources.transforms import string_keys
+from recpipe.data.text_loops import whole_numbers
 from recpipe.errors import DataError, shown
 
 Bools = NDArray[np.bool_]
@@ -31,6 +33,8 @@ NAN = r"^[nN][aA][nN]$"
 HEXADECIMAL = r"^[0-9a-fA-F]{1,16}$"
 EXACT = {pa.float16(): 2**11, pa.float32(): 2**24, pa.float64(): 2**53}
 """Up to here every whole number is itself in floating point."""
+LONG = 1024
+"""Values of an array from which on it is read by a loop, whose first call waits for its machine code."""
 WHOLE_REMEDY = "is not a whole number that its type holds exactly, as an id must be: make it text or int64"
 
 
@@ -153,8 +157,13 @@ def offsets_in(text: pa.Array) -> NDArray[Any]:
     wide = pa.types.is_large_string(text.type) or pa.types.is_large_binary(text.type)
     if not len(text):  # which need not have a buffer
         return np.zeros(1, np.int64)
-    whole = np.frombuffer(text.buffers()[1], np.int64 if wide else np.int32)
+    whole = np.frombuffer(memoryview(text.buffers()[1]).toreadonly(), np.int64 if wide else np.int32)
     return whole[text.offset : text.offset + len(text) + 1]
+
+
+def _bytes_in(text: pa.Array) -> NDArray[np.uint8]:
+    """The buffer of an array of text, of which each value has some."""
+    return np.frombuffer(memoryview(text.buffers()[2]).toreadonly(), np.uint8)
 
 
 def _string_keys(text: pa.Array) -> tuple[Int64, Bools]:
@@ -164,6 +173,10 @@ def _string_keys(text: pa.Array) -> tuple[Int64, Bools]:
 
 def _whole_numbers(text: pa.Array) -> tuple[Int64, Bools]:
     """The numbers in an array [n] of text without nulls, 0 for what is not ``WHOLE``; and which of it is."""
+    if len(text) >= LONG and at_hand():
+        values = np.empty(len(text), np.int64)
+        if whole_numbers(_bytes_in(text), offsets_in(text), values):
+            return values, np.ones(len(text), bool)
     with suppress(pa.ArrowInvalid):
         values = np.asarray(text.cast(pa.int64()))
         if _is_shortest(text, values):
@@ -186,7 +199,7 @@ def _is_shortest(text: pa.Array, values: Int64) -> bool:
     digits = [10**power for power in range(1, 18) if 10**power <= most]
     least = len(values) + sum(np.count_nonzero(sizes >= first) for first in digits)
     offsets = offsets_in(text)
-    written = np.frombuffer(text.buffers()[2], np.uint8)[offsets[0] : offsets[-1]]
+    written = _bytes_in(text)[offsets[0] : offsets[-1]]
     return len(written) == least + np.count_nonzero(values < 0) and bool(written.max() <= ord("9"))
 
 

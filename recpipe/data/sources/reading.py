@@ -13,6 +13,7 @@ from recpipe.data.encoding import Encoding
 from recpipe.data.files import RowChecks
 from recpipe.data.records import InputFile
 from recpipe.data.sent import Sent, arrays_of, columns_of, packed, unpacked
+from recpipe.data.text import Block, made_ahead
 
 
 @dataclass(frozen=True)
@@ -75,11 +76,15 @@ class Reader:
     def __call__(self, number: int, groups: range | None) -> Iterator[Read]:
         """What is in some row groups of a file, or in all of it."""
         file = self.files[number]
-        for block in file.blocks(self.names, groups=groups):
+
+        def read(block: Block) -> Read:
             checks = RowChecks(str(file), block.first_row, len(block.rows))
             columns, missing = self.encoding.read(block.rows, checks, self.labelled)
             of_parts = block.rows.select([*self.of_parts])
-            yield Read(number, columns, missing, checks, of_parts, block.share, block.left_out)
+            return Read(number, columns, missing, checks, of_parts, block.share, block.left_out)
+
+        for _, made in made_ahead(read, file.blocks(self.names, groups=groups), "recpipe-encode"):
+            yield made.result()
 
     def send(self, number: int, groups: range | None) -> Iterator[bytes]:
         """The same, ``packed``."""
