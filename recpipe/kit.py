@@ -28,7 +28,7 @@ from recpipe.plugin.offers import moved_name
 from recpipe.plugin.tables import SparseFeature
 from recpipe.private_api import module_name
 from recpipe.tables.collection import RowCollection
-from recpipe.tables.rows import RowBags, row_bags, updated
+from recpipe.tables.rows import RowBags, evaluated, row_bags, updated
 from recpipe.tables.sharding.claims import wire_codecs
 from recpipe.tables.sharding.planning import Prediction
 from recpipe.tables.stores.codecs import Bf16Rows, Fp16Rows, Int8Rows
@@ -77,6 +77,7 @@ __all__ = [
     "compiled",
     "distinct_slots",
     "entries",
+    "evaluated",
     "group_rows",
     "join",
     "leaves",

@@ -218,6 +218,11 @@ def _refuse_what_needs_a_run(cfg: Recipe, assembly: Assembly) -> None:
             "optim.tables.schedule: recpipe does not know the steps of a loop of your own: train by "
             "recpipe.train, or drop the key"
         )
+    if cfg.trainer.average is not None:
+        raise UserError(
+            f"trainer.{cfg.trainer.average.kind}: recpipe does not know the steps of a loop of your own: "
+            "train by recpipe.train, or drop the key"
+        )
     if cfg.trainer.compile:
         raise UserError(
             "trainer.compile: in a loop of your own you call the model: drop the key, and compile its parts "

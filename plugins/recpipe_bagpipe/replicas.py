@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from recpipe.kit import Channel, HoldersStore, RowBags, RowCollection, row_bags
+from recpipe.kit import Channel, HoldersStore, RowBags, RowCollection, evaluated, row_bags
 from recpipe.plugin import Batch, Region, TierFigures, TierParts, TierTimes, UserError, Values
 from recpipe_bagpipe.oracle import Rows, plan
 from recpipe_bagpipe.reading import ReadAhead, Waiting
@@ -173,7 +173,7 @@ class Replicas(RowCollection):
             self.hits += len(fetched) - int(fetched.sum())
             rows: torch.Tensor = _Lookup.apply(self._anchor, self, step, bags)  # type: ignore[no-untyped-call]
             return rows
-        return bags.pooled(self._read(bags.distinct)[:, : self.tables.dim].contiguous())
+        return bags.pooled(evaluated(self.tables, self._read(bags.distinct)).contiguous())
 
     def _begin(self) -> Step:
         """Everything between the last batch's backward and the next one's lookups."""

@@ -243,7 +243,10 @@ class RowSync:
         own = gradients[torch.from_numpy(step.local_at)]
         # The other trainers would have added 0.0, which turns -0.0 into 0.0.
         self._apply(
-            self.replica.slots(step.local), own + 0.0 if self._several else own, self.optimizer.rate.value
+            self.replica.slots(step.local),
+            own + 0.0 if self._several else own,
+            self.optimizer.rate.value,
+            self.optimizer.clock.points,
         )
         if step.critical.rows:
             self._summing(step.critical, gradients, self._now)()
@@ -270,7 +273,7 @@ class RowSync:
         own = gradients[torch.from_numpy(sync.own)].numpy()
         slots = self.replica.slots(sync.held)
         # Delayed rows are updated while the next step trains, whose rate may be another.
-        here, rate = channel.index, self.optimizer.rate.value
+        here, rate, points = channel.index, self.optimizer.rate.value, self.optimizer.clock.points
 
         def work() -> None:
             sizes = [0 if t == here else len(used) for t, used in enumerate(sync.used)]
@@ -282,10 +285,12 @@ class RowSync:
                 addend = torch.zeros_like(total)
                 addend[torch.from_numpy(used)] = torch.from_numpy(part)
                 total = total + addend if trainer else addend
-            self._apply(slots, total, rate)
+            self._apply(slots, total, rate, points)
 
         return work
 
-    def _apply(self, slots: torch.Tensor, gradients: torch.Tensor, rate: float) -> None:
+    def _apply(
+        self, slots: torch.Tensor, gradients: torch.Tensor, rate: float, points: tuple[int, int]
+    ) -> None:
         records = self.replica.records
-        records[slots] = updated(self.optimizer, records[slots], gradients, rate)
+        records[slots] = updated(self.optimizer, records[slots], gradients, rate, points)

@@ -100,6 +100,11 @@ class CachedTables(Cache):
             raise PluginError(
                 f"trainer.device={parts.device}: het keeps its caches in host memory; use trainer.device=cpu"
             )
+        if parts.tables.optimizer.average is not None:
+            raise PluginError(
+                "trainer.ema and trainer.swa: het trains on rows of earlier steps, of which no average over "
+                "the steps is exact: leave the key or the plugin out"
+            )
         knobs, tables, layout = self.knobs, parts.tables, parts.tables.layout
         updates = [knobs.bounds.get(name, knobs.bound) for name in layout.tables]
         bounds = Bounds(layout.bases, np.array(updates, np.int64))

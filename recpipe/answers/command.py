@@ -67,7 +67,7 @@ def evaluate_for(caller: Caller, checkpoint: Path, words: Sequence[str]) -> dict
     """Evaluate ``checkpoint``; returns the content of evaluation.json."""
     options, overrides, directory = parted(words, EvaluateOptions, "evaluate")
     with answering(caller, directory) as run_dir:
-        trained = open_trained(checkpoint, overrides, caller.model, caller.data)
+        trained = open_trained(checkpoint, overrides, caller.model, caller.data, weights=options.weights)
         content = evaluation.evaluate(trained, options, run_dir)
         if caller.files:
             files = ReportFiles(run_dir.path)
@@ -84,7 +84,7 @@ def predict_for(caller: Caller, checkpoint: Path, words: Sequence[str]) -> NDArr
     if options.output is None and caller is TERMINAL:
         raise UserError("recpipe predict needs a file for its scores: output=scores.parquet, or .csv")
     with answering(caller, directory) as run_dir:
-        trained = open_trained(checkpoint, overrides, caller.model, caller.data)
+        trained = open_trained(checkpoint, overrides, caller.model, caller.data, weights=options.weights)
         return prediction.predict(trained, options, run_dir)
 
 

@@ -22,6 +22,7 @@ from rich.text import Text
 
 from recpipe.answers.columns import has_columns, read_columns
 from recpipe.answers.trained import Scoring, Trained
+from recpipe.checkpoint.averaged import WEIGHTS
 from recpipe.common.console import show
 from recpipe.common.files import RunDir
 from recpipe.common.meter import Meter
@@ -56,6 +57,8 @@ class EvaluateOptions:
     """A column by whose values the rows are told apart as well."""
     by_top: Positive = 10
     """Values with a line of their own, the most frequent ones; or, of a dense column, buckets."""
+    weights: Annotated[str, one_of(*WEIGHTS)] | None = None
+    """``last``, or the averages ``ema`` or ``swa``; None: the averages, if training made any."""
 
 
 def evaluate(trained: Trained, options: EvaluateOptions, run_dir: RunDir) -> dict[str, Any]:

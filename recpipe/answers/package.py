@@ -49,6 +49,7 @@ from recpipe.answers.programs import (
     usable,
     with_onednn,
 )
+from recpipe.checkpoint.averaged import WEIGHTS
 from recpipe.common.console import alone, capture_logs
 from recpipe.common.files import sync, unwritable
 from recpipe.common.owned import require_absent, written_alone
@@ -62,7 +63,7 @@ from recpipe.tasks.process import prepare_process
 log = logging.getLogger("recpipe")
 MOST_SAMPLES = 200_000
 """Held-out samples that are scored for the reference figures unless the user says how many."""
-WORDS = ("instruction_set", "dense", "reference", "popularity", "sign", "overwrite")
+WORDS = ("instruction_set", "dense", "reference", "popularity", "sign", "overwrite", "weights")
 
 
 class Options:
@@ -76,6 +77,7 @@ class Options:
         popularity: bool | int | str = False,
         sign: str | Path | None = None,
         overwrite: bool | str = False,
+        weights: str | None = None,
     ) -> None:
         if dense not in DENSE:
             raise UserError(f"dense={shown(dense)}: choose one of {', '.join(DENSE)}")
@@ -100,6 +102,10 @@ class Options:
             )
         self.popularity = {True: 0, False: None}[counted] if isinstance(counted, bool) else counted
         """In so many training samples lookups are counted, 0: in all; None: they are not."""
+        if weights is not None and weights not in WEIGHTS:
+            raise UserError(f"weights={shown(weights)}: choose one of {', '.join(WEIGHTS)}")
+        self.weights = weights
+        """``last``, or the averages ``ema`` or ``swa``; None: the averages, if training made any."""
         self.chosen = chosen_set(instruction_set)
 
 
@@ -113,7 +119,8 @@ def _asked(word: str | bool | int) -> bool | int | None:
 
 def package_command(words: Sequence[str]) -> int:
     """``recpipe package CHECKPOINT DIRECTORY [instruction_set=avx2|avx512] [dense=low|float32]
-    [reference=false|SAMPLES] [popularity=true|SAMPLES] [sign=KEY] [overwrite=true]``."""
+    [reference=false|SAMPLES] [popularity=true|SAMPLES] [sign=KEY] [overwrite=true]
+    [weights=last]``."""
     options = dict(word.partition("=")[::2] for word in words[2:])
     unknown = next((key for key in options if key not in WORDS), None)
     if unknown is not None:
@@ -151,7 +158,11 @@ def package_for(
         raise UserError(f"{checkpoint} is a package, without training data: leave out popularity=")
     with alone(), quieted(), capture_logs(None, screen=screen):
         with written_alone("", directory, replaces, ("package", str(checkpoint))):
-            parts = of_package(checkpoint) if is_package(checkpoint) else of_checkpoint(checkpoint, model)
+            parts = (
+                of_package(checkpoint)
+                if is_package(checkpoint)
+                else of_checkpoint(checkpoint, model, options.weights)
+            )
             with _beside(directory) as partial:
                 difference = _write(partial, parts, options)
         size = readable_bytes(sum(file.stat().st_size for file in directory.rglob("*") if file.is_file()))

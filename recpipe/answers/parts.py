@@ -115,9 +115,9 @@ class Parts:
     """How raw values become inputs, where that is known."""
 
 
-def of_checkpoint(checkpoint: Path, model: nn.Module | None) -> Parts:
+def of_checkpoint(checkpoint: Path, model: nn.Module | None, weights: str | None = None) -> Parts:
     """What to write of a checkpoint, quantized or not; ``UserError`` if its model cannot be packaged."""
-    trained = open_trained(checkpoint, model=model)
+    trained = open_trained(checkpoint, model=model, weights=weights)
     schema = trained.schema
     grown = grown_in(trained.directory / TABLES, schema.sparse)
     source = trained.stored()

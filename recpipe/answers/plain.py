@@ -14,6 +14,7 @@ import torch
 from numpy.typing import NDArray
 from torch import nn
 
+from recpipe.checkpoint.averaged import WEIGHTS, saved_tables, with_weights
 from recpipe.checkpoint.manifest import TABLES
 from recpipe.checkpoint.table_files import saved_weights
 from recpipe.checkpoint.table_io import MODEL, naming, newest, open_checkpoint
@@ -33,7 +34,9 @@ from recpipe.private_api import module_name
 from recpipe.tables.dynamic.saved import saved_keys
 
 
-def load_checkpoint(checkpoint: Path, model: nn.Module | None = None) -> nn.Module:
+def load_checkpoint(
+    checkpoint: Path, model: nn.Module | None = None, weights: str | None = None
+) -> nn.Module:
     """The ``checkpoint`` (or the newest in that folder) as a module in eval mode, without optimizer state.
 
     ``model`` None: one of recpipe's own models, made from the sizes in the checkpoint. Otherwise ``model``,
@@ -42,11 +45,11 @@ def load_checkpoint(checkpoint: Path, model: nn.Module | None = None) -> nn.Modu
     changed, if the two do not fit.
     """
     directory = newest(checkpoint.expanduser())
-    trainer = open_checkpoint(directory)
+    trainer = opened(directory, weights)
     if model is not None:
         fill(model, directory, trainer)
         return model.eval()
-    dense, tables = saved_dense(directory, trainer), saved_weights(directory / TABLES)
+    dense, tables = saved_dense(directory, trainer), saved_weights(saved_tables(directory, trainer))
     with naming(directory):
         noted = trainer.get(MODEL)
         sizes = None if noted is None else typed_as(DlrmSizes, noted, MODEL)
@@ -68,10 +71,18 @@ def load_checkpoint(checkpoint: Path, model: nn.Module | None = None) -> nn.Modu
 def fill(model: nn.Module, directory: Path, trainer: Mapping[str, Any]) -> None:
     """Replace the parameters and saved buffers of ``model`` by those of the open checkpoint ``directory``;
     ``UserError``, before any is changed, if the two do not fit."""
-    dense, tables = saved_dense(directory, trainer), saved_weights(directory / TABLES)
+    dense, tables = saved_dense(directory, trainer), saved_weights(saved_tables(directory, trainer))
     names = parameters_of_tables(model, dense, tables, directory)
     fill_dense(model, dense)
     _fill_tables(model, tables, names)
+
+
+def opened(directory: Path, weights: str | None) -> dict[str, Any]:
+    """The checked content of the checkpoint's trainer.pt, with the dense part of ``weights``
+    (``with_weights``)."""
+    trainer = open_checkpoint(directory)
+    with naming(directory):
+        return with_weights(trainer, weights, directory)
 
 
 def fill_dense(module: nn.Module, dense: Mapping[str, torch.Tensor]) -> None:
@@ -141,18 +152,23 @@ def saved_dense(directory: Path, trainer: Mapping[str, Any]) -> dict[str, torch.
 
 
 def unshard_command(words: Sequence[str]) -> int:
-    """``recpipe unshard CHECKPOINT FILE [overwrite=true]``."""
-    overwrite = False
+    """``recpipe unshard CHECKPOINT FILE [overwrite=true] [weights=last]``."""
+    overwrite, weights = False, None
     for word in words[2:]:
         key, _, value = word.partition("=")
+        if key == "weights" and value in WEIGHTS:
+            weights = value
+            continue
         if key != "overwrite" or value.lower() not in ("true", "false"):
-            raise UserError(f"recpipe unshard takes overwrite=true after the file, not '{shown(word)}'")
+            raise UserError(
+                f"recpipe unshard takes overwrite=true and weights=last after the file, not '{shown(word)}'"
+            )
         overwrite = value.lower() == "true"
     with quieted(), alone(), capture_logs(None):
-        return unshard(Path(words[0]), Path(words[1]), overwrite)
+        return unshard(Path(words[0]), Path(words[1]), overwrite, weights)
 
 
-def unshard(checkpoint: Path, target: Path, overwrite: bool = False) -> int:
+def unshard(checkpoint: Path, target: Path, overwrite: bool = False, weights: str | None = None) -> int:
     """Write ``<table>`` (float32 [rows, D]) for each table, and every dense parameter (float32) and saved
     buffer (float32, whole numbers as int64) under its name. Of a table whose ids got rows as they came,
     ``<table>.keys`` int64 [n] are those of its rows from the third one on.
@@ -162,7 +178,8 @@ def unshard(checkpoint: Path, target: Path, overwrite: bool = False) -> int:
     """
     require_absent("", target, overwrite)
     directory = newest(checkpoint.expanduser())
-    dense = saved_dense(directory, open_checkpoint(directory))
+    trainer = opened(directory, weights)
+    dense = saved_dense(directory, trainer)
     tensors: dict[str, tuple[tuple[int, ...], list[NDArray[Any]]]] = {}
     for name, value in dense.items():
         whole = value.long().numpy() if not value.is_floating_point() else to_numpy(value)
@@ -170,7 +187,7 @@ def unshard(checkpoint: Path, target: Path, overwrite: bool = False) -> int:
     for name, keys in saved_keys(directory / TABLES).items():
         tensors[f"{name}.keys"] = keys.shape, [keys]
     types = {name: INT64 for name, (_, blocks) in tensors.items() if blocks[0].dtype.kind == "i"}
-    tables = saved_weights(directory / TABLES)
+    tables = saved_weights(saved_tables(directory, trainer))
     clash = min(tables.keys() & tensors.keys(), default=None)
     if clash is not None:
         raise UserError(f"table '{clash}' has the name of a dense parameter; rename the table")

@@ -22,6 +22,7 @@ from recpipe.answers import score
 from recpipe.answers.columns import Beside, has_columns, read_columns
 from recpipe.answers.manifest import read_manifest
 from recpipe.answers.trained import HostScoring, Scored, Scoring, Trained
+from recpipe.checkpoint.averaged import WEIGHTS
 from recpipe.common.files import FULL, RunDir, sync
 from recpipe.common.meter import Meter
 from recpipe.common.owned import require_absent, written_alone
@@ -54,6 +55,8 @@ class PredictOptions:
     """Whether an ``output`` that exists is replaced."""
     package: FilePath | None = None
     """The checkpoint's package, whose compiled code then scores, so that a server gives the same bits."""
+    weights: Annotated[str, one_of(*WEIGHTS)] | None = None
+    """``last``, or the averages ``ema`` or ``swa``; None: the averages, if training made any."""
 
 
 def predict(trained: Trained, options: PredictOptions, run_dir: RunDir) -> NDArray[np.float32] | Path:

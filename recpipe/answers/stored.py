@@ -18,8 +18,7 @@ from torchrec.modules.embedding_modules import EmbeddingBagCollection, Embedding
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from recpipe.answers.plain import fill_dense, parameters_of_tables, saved_dense
-from recpipe.checkpoint.manifest import TABLES
-from recpipe.checkpoint.table_files import open_tables
+from recpipe.checkpoint.averaged import saved_tables
 from recpipe.common.tensors import Streamed, TensorFiles, new_tensors
 from recpipe.errors import UserError, shown
 from recpipe.model.call import Called
@@ -48,7 +47,7 @@ class FloatCheckpoint:
     def __init__(self, directory: Path, trainer: Mapping[str, Any], make: Callable[[], Called]) -> None:
         self.directory, self.trainer, self._make = directory, trainer, make
         self.dense = saved_dense(directory, trainer)
-        self.files: TensorFiles = open_tables(directory / TABLES)
+        self.files: TensorFiles = saved_tables(directory, trainer)
         suffix = weight_name("")
         names = sorted(name for name in self.files.pieces if name.endswith(suffix))
         sizes = {name.removesuffix(suffix): self.files.shape(name) for name in names}

@@ -24,6 +24,7 @@ from recpipe.answers.words import scoring_recipe
 from recpipe.backend.build import Backend
 from recpipe.backend.convert import convert_on_gpu, revert
 from recpipe.backend.matmul import TF32, float32_products, require_units
+from recpipe.checkpoint.averaged import averaging, with_weights
 from recpipe.checkpoint.manifest import TABLES
 from recpipe.checkpoint.table_files import check_tables, rows_of_tables
 from recpipe.checkpoint.table_io import OWN, naming, newest, open_checkpoint
@@ -84,6 +85,7 @@ def open_trained(
     model: nn.Module | None = None,
     data: Dataset | Batches | None = None,
     kind: type[Trained] | None = None,
+    weights: str | None = None,
 ) -> Trained:
     """Open ``checkpoint``, or the newest one in that folder or run's directory, and check all its files.
 
@@ -94,6 +96,8 @@ def open_trained(
         data: a data set or ready-made batches, instead of the recipe's; batches of ``recpipe.plugin.Batch``
             have the columns that were trained on.
         kind: its format; None: what it looks like.
+        weights: ``last``, ``ema`` or ``swa``; None: the averages if it has any (``trainer.ema``,
+            ``trainer.swa``), else those of the last step.
 
     ``UserError`` if it is damaged, of an earlier version that does not carry its recipe, or if the overrides
     would change its model.
@@ -101,6 +105,8 @@ def open_trained(
     path = Path(checkpoint).expanduser()
     kind = kind or kind_of(path)
     directory, trainer, trained_on = kind.read(path)
+    with naming(directory):
+        trainer = with_weights(trainer, weights, directory)
     cfg = scoring_recipe(trained_on, [*overrides, "data=given"] if data is not None else overrides)
     if model is not None and not isinstance(cfg.model, UserModel):
         raise UserError(f"{directory} has a model of recpipe's own, model={cfg.model.name}: leave model out")
@@ -292,7 +298,7 @@ class Trained:
             machine.require(needs, device, "keep rows on the disk: tiers.store=ssd tiers.resident_bytes=10%")
             shapes = tables.shapes()
             files = check_tables(self.directory / TABLES, shapes, scoring=True)
-            unplaced = unplaced.starting_with(rows_of_tables(files, shapes))
+            unplaced = unplaced.starting_with(rows_of_tables(averaging(files, self.trainer), shapes))
             if run_dir is None:
                 scratch = stack.enter_context(tempfile.TemporaryDirectory(prefix="recpipe-"))
                 run_dir = stack.enter_context(lock_run_dir(Path(scratch)))

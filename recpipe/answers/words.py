@@ -137,8 +137,9 @@ def scoring_recipe(trained: TrainedOn, words: Sequence[str]) -> Recipe:
     asked = {"tiers", "tiers.store", "tiers.resident_bytes"} & set(chosen)
     if asked and tiers["policy"] == "resident" and "tiers.policy" not in chosen:
         tiers["policy"] = "lru"
-    backend = {"backend": saved["trainer"]["backend"]}
-    values["trainer"] = _laid_over(fresh["trainer"] | backend, fresh, chosen, "trainer")
+    # Averages are a part of records, whose width is thus that of training.
+    kept = {key: saved["trainer"][key] for key in ("backend", "ema", "swa") if key in saved["trainer"]}
+    values["trainer"] = _laid_over(fresh["trainer"] | kept, fresh, chosen, "trainer")
     told = fresh["metrics"] | saved.get("metrics", {})
     values["metrics"] = _laid_over(told, fresh, chosen, "metrics")
     return Recipe.of(OmegaConf.create({**values, "plugins": {}}))

@@ -20,21 +20,22 @@ if TYPE_CHECKING:
     from recpipe.data.given import Batches
 
 
-def load(checkpoint: str | Path, model: nn.Module | None = None) -> nn.Module:
+def load(checkpoint: str | Path, model: nn.Module | None = None, weights: str | None = None) -> nn.Module:
     """The model in ``checkpoint``, in eval mode, with all tables in memory and made of torch and TorchRec
     modules alone. ``checkpoint`` may also be a folder of checkpoints or a run's directory, whose newest one
     is taken.
 
     ``model`` None: recpipe's own, TorchRec's ``DLRM`` or ``DLRM_DCN``, which takes dense and sparse features
     and gives logits float32 [B, 1]. Otherwise ``model``, of the class that was trained; its parameters are
-    replaced. Nothing that a checkpoint names is imported or executed. ``UserError`` if the checkpoint is
-    damaged or belongs to another model.
+    replaced. ``weights``: ``last``, ``ema`` or ``swa``; None: the averages if it has any (``trainer.ema``,
+    ``trainer.swa``), else those of the last step. Nothing that a checkpoint names is imported or executed.
+    ``UserError`` if the checkpoint is damaged or belongs to another model.
     """
     prepare_process()
-    check_call("recpipe.load(checkpoint, model=None)", model=model, files=[checkpoint])
+    check_call("recpipe.load(checkpoint, model=None, weights=None)", model=model, files=[checkpoint])
     from recpipe.answers.plain import load_checkpoint
 
-    return load_checkpoint(Path(checkpoint), model)
+    return load_checkpoint(Path(checkpoint), model, weights)
 
 
 def evaluate(

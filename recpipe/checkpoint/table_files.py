@@ -89,7 +89,8 @@ def check_tables(directory: Path, shapes: Shapes, scoring: bool = False) -> Tens
             )
         if files.shape(name) not in allowed:
             file, found = files.pieces[name][0].file, files.shape(name)
-            raise UserError(f"{file}: '{name}' is {found}, but the recipe's is {allowed[0]}; {_REMEDY}")
+            what = " (averages count, trainer.ema and trainer.swa)" if name.endswith(_STATE) else ""
+            raise UserError(f"{file}: '{name}' is {found}, but the recipe's is {allowed[0]}{what}; {_REMEDY}")
     unneeded = {state_name(table) for table in shapes} if scoring else set()
     more = min(files.pieces.keys() - wanted.keys() - unneeded, default=None)
     if more is not None:
@@ -112,9 +113,9 @@ def rows_of_tables(files: TensorFiles, shapes: Shapes) -> dict[str, SavedRows]:
     return {table: saved_rows(files, table, width) for table, (_, _, width) in shapes.items()}
 
 
-def saved_weights(directory: Path) -> dict[str, Streamed]:
-    """The weights of every table in ``directory``, float32 [rows, D], in any layout."""
-    files, suffix = open_tables(directory), weight_name("")
+def saved_weights(files: TensorFiles) -> dict[str, Streamed]:
+    """The weights of every table in ``files``, float32 [rows, D], in any layout."""
+    suffix = weight_name("")
     return {
         name.removesuffix(suffix): (files.shape(name), _blocks(files, name))
         for name in sorted(files.pieces)

@@ -95,7 +95,7 @@ class Recipe:
             data=with_label_kind(parse_config(_present(values, "data")), model),
             model=model,
             tiers=typed(TierConfig, _present(values, "tiers"), "tiers"),
-            optim=typed(OptimConfig, _present(values, "optim"), "optim"),
+            optim=replace(typed(OptimConfig, _present(values, "optim"), "optim"), average=trainer.average),
             trainer=trainer,
             metrics=typed(MetricsConfig, section("metrics", {}), "metrics"),
             topology=typed(Topology, section("topology", {}), "topology"),

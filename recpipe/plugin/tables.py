@@ -16,6 +16,7 @@ from torchrec.modules.embedding_configs import DATA_TYPE_NUM_BITS, DataType, Emb
 
 from recpipe.common.validation import one_of
 from recpipe.errors import UserError, shown
+from recpipe.plugin.averaging import Averaging, Clock
 from recpipe.plugin.calls import Owned
 from recpipe.plugin.quantizer import WORD, Coding, RowCodec
 from recpipe.plugin.schedule import Rate, Schedule
@@ -134,19 +135,21 @@ class TableOptimizer:
     """How ``lr`` changes with the steps; None: it does not."""
     clip_row_norm: Annotated[float, Gt(0)] | None = None
     """The limit of the norm of a row's gradient, summed over the batch; None: there is none."""
+    average: Averaging | None = None
+    """What the rows are averaged by, as ``trainer.ema`` and ``trainer.swa`` say for the whole model."""
 
     def __post_init__(self) -> None:
         """``UserError`` for a value that this optimizer does not take."""
         takes = ("lr", "eps", *KNOBS.get(self.name, ()), "schedule", "clip_row_norm")
         for each in fields(self)[1:]:
-            if each.name not in takes and getattr(self, each.name) != each.default:
+            if each.name not in (*takes, "average") and getattr(self, each.name) != each.default:
                 raise UserError(
                     f"the tables' optimizer {shown(self.name)} takes no {each.name}, but {', '.join(takes)}"
                 )
         if self.stochastic_rounding and not self.fused:
             raise UserError(
-                f"the tables' optimizer {self.name} with momentum, weight_decay or clip_row_norm rounds to "
-                "the nearest value: set stochastic_rounding to false"
+                f"the tables' optimizer {self.name} with momentum, weight_decay, clip_row_norm, trainer.ema "
+                "or trainer.swa rounds to the nearest value: set stochastic_rounding to false"
             )
 
     @cached_property
@@ -161,9 +164,14 @@ class TableOptimizer:
         return Rate(self.lr)
 
     @cached_property
+    def clock(self) -> Clock:
+        """The averaging points that the run has come to; without ``average``, none pass."""
+        return Clock()
+
+    @cached_property
     def fused(self) -> bool:
         """Whether FBGEMM makes its steps; otherwise recpipe does (``recpipe.tables.updating``)."""
-        own = self.momentum or self.weight_decay or self.clip_row_norm
+        own = self.momentum or self.weight_decay or self.clip_row_norm or self.average
         return self.frozen or (self.name in OPTIMIZERS and not own)
 
     @property
@@ -180,12 +188,16 @@ class TableOptimizer:
     def state_by_column(self) -> bool:
         """Whether each weight has its own state, in the same columns, or none: that of a part of a row's
         columns is then a part of the row's."""
-        return self.frozen or self.name in ("sgd", "adagrad")
+        return self.frozen or (self.name in ("sgd", "adagrad") and self.average is None)
 
     def state_width(self, dim: int) -> int:
-        """float32 values of optimizer state per row; ``recpipe.tables.updating`` says which."""
+        """float32 values of state per row: the optimizer's, and behind it the average's, D + 1."""
         if self.frozen:
             return 0
+        return self.own_width(dim) + (0 if self.average is None else dim + 1)
+
+    def own_width(self, dim: int) -> int:
+        """float32 values of the optimizer's own state; ``recpipe.tables.updating`` says which."""
         if self.name == "sgd":
             return dim if self.momentum else 0
         widths = {"rowwise_adagrad": 1, "adagrad": dim, "ftrl": 2 * dim}

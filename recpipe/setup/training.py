@@ -28,6 +28,7 @@ from recpipe.pipeline.splitting import Splitting
 from recpipe.setup.built import Built
 from recpipe.setup.ctx import Joined, Watcher
 from recpipe.setup.planned import Planned
+from recpipe.training.averages import Averages, Pace
 from recpipe.training.callbacks import Nudge
 from recpipe.training.clipping import Clipping
 from recpipe.training.dense import dense_groups, dense_optimizer
@@ -106,6 +107,12 @@ class Training:
             self.module.evaluation.write_to(Path(cfg.task.export_predictions))
         groups = [group.tables for group in embeddings.tables.groups]
         self.rates = Rates(dense_groups(cfg.optim.dense), groups)
+        self.averages: Averages | None = None
+        if (average := cfg.trainer.average) is not None:
+            pace, clocks = Pace.of(cfg.trainer, len(loader)), [group.optimizer.clock for group in groups]
+            self.averages = Averages(average, pace, self.model.dense_parameters(), clocks)
+            if average.kind == "swa":
+                self.rates.settle(cfg.trainer.swa, pace.start)
         self.recorder = Recorder(loader, run.started, embeddings, self.rates)
         self.progressive = Progressive(run.dataset.window) if run.dataset.window else None
 
@@ -119,6 +126,7 @@ class Training:
         cfg, loader, trainers = run.recipe, self.module.loader, self.module.trainers
         callbacks = [
             *self.rates.callbacks(),
+            *([self.averages] if self.averages is not None else ()),
             recorder,
             *([self.progressive] if self.progressive is not None else ()),
             *([self.watcher.callback(self)] if self.watcher is not None and run.leads else ()),

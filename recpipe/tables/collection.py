@@ -30,12 +30,14 @@ from torchrec.optim import RowWiseAdagrad
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
 
 from recpipe import private_api
+from recpipe.common.loops import ALONE, Spread
 from recpipe.common.memory import untouched
 from recpipe.common.meter import counting
 from recpipe.errors import UserError
 from recpipe.plugin.bags import RowIds
 from recpipe.plugin.collection import TableCollection
 from recpipe.plugin.tables import Region, TableSet, Values, row_chunks, to_numpy
+from recpipe.tables.rows import evaluated, looked_up, table_bags
 from recpipe.tables.updating import OwnUpdates
 
 if TYPE_CHECKING:
@@ -179,6 +181,17 @@ class AllResident(RowCollection, ShowsRows):
 
     def resident_weights(self, rows: RowIds) -> torch.Tensor:
         return self.records_of(rows)[:, : self.tables.dim]
+
+
+def read_rows_of(
+    collection: RowCollection, sparse: KeyedJaggedTensor, spread: Spread = ALONE
+) -> torch.Tensor:
+    """The current rows for ``sparse`` in the form of ``lookup``, as evaluations take them; without
+    gradient."""
+    bags = table_bags(collection.tables, sparse, spread)
+    distinct, which = np.unique(bags.rows, return_inverse=True)
+    weights = evaluated(collection.tables, collection.records_of(distinct))
+    return looked_up(collection.tables, weights, which, bags)
 
 
 def make_tbe(tables: TableSet, rows: int, device: torch.device) -> SplitTableBatchedEmbeddingBagsCodegen:

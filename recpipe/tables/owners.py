@@ -177,6 +177,11 @@ def quantized(tables: ModelTables, quantizing: Quantizing) -> ModelTables:
         own, first = group.tables, group.tables.layout.tables[0]
         stored, codec = quantizing.storage.get(first), quantizing.cold.get(first)
         storage = "fp32" if stored is None else stored.part
+        if codec is not None and own.optimizer.average is not None:
+            raise UserError(
+                f"trainer.{own.optimizer.average.kind}: {codec.label} rounds the rows of table '{first}' in "
+                "the cold tier, of which no average is exact: leave the key or that out"
+            )
         if stored is not None and codec is None and storage != "fp32":
             codec = Owned(stored.label, stored.origin, COLD[storage](RecordLayout(own.dim, own.layout.width)))
         groups.append(replace(group, tables=replace(own, storage=STORED[storage], codec=codec)))

@@ -22,10 +22,10 @@ from recpipe.distributed.ranks import Channel
 from recpipe.plugin.bags import RowIds, distinct
 from recpipe.plugin.skipper import RowFilter
 from recpipe.plugin.tables import Region, TableSet, Values, to_numpy
-from recpipe.tables.collection import AllResident, fused_tbe
+from recpipe.tables.collection import AllResident, fused_tbe, read_rows_of
 from recpipe.tables.group_rows import GroupRows, GroupTables
 from recpipe.tables.groups import ModelTables
-from recpipe.tables.rows import row_bags
+from recpipe.tables.rows import evaluated, row_bags
 from recpipe.tables.skipping import FilteredLookups, by_feature
 from recpipe.tables.tiers.layout import SharedTable
 
@@ -83,6 +83,8 @@ class ResidentCollection(AllResident, GroupTables):
             tbe.forward = FilteredLookups(tbe, rows, by_feature(own), len(own), self.tables.pooled)
 
     def lookup(self, sparse: KeyedJaggedTensor) -> torch.Tensor:
+        if self.tables.optimizer.clock.shows and not torch.is_grad_enabled():
+            return read_rows_of(self, sparse)
         if self._padded:
             return self._looked_up(sparse)[:, self.tables.dim :]
         if self._threads is None:
@@ -223,6 +225,8 @@ class ReplicatedCollection(AllResident, GroupTables):
             touched = distinct(np.concatenate(self.trainers.gather(bags.distinct)))
             rows: torch.Tensor = self.table(bags, touched)
             return rows
+        if self.tables.optimizer.clock.shows:
+            return bags.pooled(evaluated(self.tables, self.records_of(bags.distinct)))
         return bags.pooled(self.table.weights, torch.from_numpy(bags.distinct))
 
     def compute(self, rows: GroupRows, warm: bool, cold: bool) -> tuple[torch.Tensor, None]:

@@ -17,6 +17,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from recpipe.common.loops import ALONE, Spread
 from recpipe.data.parts import in_order, unknown_id
+from recpipe.plugin.averaging import Points
 from recpipe.plugin.bags import Bags, Offsets, RowIds
 from recpipe.plugin.tables import TableOptimizer, TableSet
 from recpipe.tables.updating import stepped
@@ -172,13 +173,26 @@ def pool(
     return sums.view(features, batch_size, dim).transpose(0, 1).reshape(batch_size, features * dim)
 
 
+def evaluated(tables: TableSet, records: torch.Tensor) -> torch.Tensor:
+    """What evaluations take as the weights of these ``records`` (float32 [n, width]), float32 [n, D]: the
+    averages while these are shown."""
+    weights, own = records[:, : tables.dim], tables.optimizer
+    if own.average is None or not own.clock.shows:
+        return weights
+    return own.average.averages(weights, records[:, tables.dim :], own.clock.points[1])
+
+
 def updated(
-    optimizer: TableOptimizer, records: torch.Tensor, gradients: torch.Tensor, rate: float | None = None
+    optimizer: TableOptimizer,
+    records: torch.Tensor,
+    gradients: torch.Tensor,
+    rate: float | None = None,
+    points: Points | None = None,
 ) -> torch.Tensor:
     """``records`` (float32 [n, D + state]) after one optimizer step with ``gradients`` (float32 [n, D]).
 
-    ``rate``: that of the step that has made the gradients, where this is called later; None: the rate in
-    force.
+    ``rate``, ``points``: those of the step that has made the gradients, where this is called later; None:
+    those in force.
 
     The formulas are FBGEMM's: Adagrad adds the squared gradient to the state, row-wise Adagrad the mean
     of its squares, and both divide by the root of the new state plus eps. Those that FBGEMM does not fuse are
@@ -186,7 +200,7 @@ def updated(
     """
     rate = optimizer.rate.value if rate is None else rate
     if not optimizer.fused:
-        return stepped(optimizer, rate, records, gradients)
+        return stepped(optimizer, rate, records, gradients, points)
     dim = gradients.shape[1]
     weights, state = records[:, :dim], records[:, dim:]
     if optimizer.name == "sgd":

@@ -12,6 +12,8 @@ State of a row, float32:
     adam, lamb                                   first moment [D], second [D], updates so far [1]
     partial_rowwise_adam, partial_rowwise_lamb   first moment [D], second [1], updates so far [1]
     ftrl                                         z [D], sum of squares [D]
+
+Behind it, where weights are averaged, is the average's (``recpipe.plugin.averaging``).
 """
 
 from __future__ import annotations
@@ -29,6 +31,7 @@ from numpy.typing import NDArray
 from recpipe import private_api
 from recpipe.common.loops import compiled
 from recpipe.common.memory import untouched
+from recpipe.plugin.averaging import Points
 from recpipe.plugin.tables import TableOptimizer
 
 KINDS = (
@@ -275,9 +278,27 @@ def _ftrl_in_torch(
 
 
 def stepped(
+    optimizer: TableOptimizer,
+    rate: float,
+    records: torch.Tensor,
+    gradients: torch.Tensor,
+    points: Points | None = None,
+) -> torch.Tensor:
+    """``records`` (float32 [n, D + S]) after one step with ``gradients`` (float32 [n, D]); ``points``: those
+    of the step (None: of the one in force), if rows are averaged."""
+    if optimizer.average is None:
+        return _stepped(optimizer, rate, records, gradients)
+    dim = gradients.shape[1]
+    end = dim + optimizer.own_width(dim)
+    made = _stepped(optimizer, rate, records[:, :end], gradients)
+    passed = optimizer.clock.points if points is None else points
+    averaged = optimizer.average.moved(records[:, :dim], made[:, :dim], records[:, end:], passed)
+    return torch.cat((made, averaged), dim=1)
+
+
+def _stepped(
     optimizer: TableOptimizer, rate: float, records: torch.Tensor, gradients: torch.Tensor
 ) -> torch.Tensor:
-    """``records`` (float32 [n, D + S]) after one step with ``gradients`` (float32 [n, D])."""
     if optimizer.name == "ftrl" and rate == 0:
         return records  # its steps are divided by the rate
     if records.device.type != "cpu":
@@ -366,21 +387,32 @@ class OwnUpdates(SplitTableBatchedEmbeddingBagsCodegen):  # type: ignore[misc]
         self.make_step(distinct, sums)
 
     def make_step(self, rows: torch.Tensor, gradients: torch.Tensor) -> None:
-        """One step of distinct ``rows`` (int64 [n]) with ``gradients`` (float32 [n, D])."""
-        rate, (dim, width) = self.get_learning_rate(), (self.weights.shape[1], self.state.shape[1])
+        """One step of distinct ``rows`` (int64 [n]) with ``gradients`` (float32 [n, D]), and of their
+        averages."""
+        average = self.own.average
+        before = None if average is None else self.weights[rows].float()
+        self._make_step(rows, gradients)
+        if average is not None and before is not None:
+            width = before.shape[1] + 1
+            after, state = self.weights[rows].float(), self.state[rows, -width:]
+            self.state[rows, -width:] = average.moved(before, after, state, self.own.clock.points)
+
+    def _make_step(self, rows: torch.Tensor, gradients: torch.Tensor) -> None:
+        rate, (dim, apart) = self.get_learning_rate(), (self.weights.shape[1], self.state.shape[1])
+        width = self.own.own_width(dim)
         if self.own.name == "ftrl" and rate == 0:
             return  # its steps are divided by the rate
         if self.weights.device.type == "cpu" and self.weights.dtype == torch.float32:
             step_rows(
                 *(KINDS.index(self.own.name), rows.numpy(), gradients.contiguous().view(-1).numpy()),
                 *(self.weights.view(-1).numpy(), self.state.view(-1).numpy()),
-                *(np.array([dim, width, dim, width, 0]), _knobs(self.own, rate)),
+                *(np.array([dim, width, dim, apart, 0]), _knobs(self.own, rate)),
             )
             return
-        records = torch.cat((self.weights[rows].float(), self.state[rows]), dim=1)
+        records = torch.cat((self.weights[rows].float(), self.state[rows, :width]), dim=1)
         records = stepped_in_torch(self.own, rate, records, gradients)
         self.weights.index_copy_(0, rows, records[:, :dim].to(self.weights.dtype))
-        self.state.index_copy_(0, rows, records[:, dim:])
+        self.state[rows, :width] = records[:, dim:]
 
 
 class _Lookup(torch.autograd.Function):

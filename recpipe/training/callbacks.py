@@ -22,8 +22,8 @@ from recpipe.plugin.errors import PluginError
 
 _AVERAGED = (
     "it averages the dense part alone, and tables, which are updated in their own backward pass, stay as the "
-    "last step left them: a model of two halves that were never trained together. Lower the rates towards "
-    "the end instead (recpipe.training.plateau.ReduceLROnPlateau)"
+    "last step left them: a model of two halves that were never trained together. Set trainer.ema.decay or "
+    "trainer.swa.start, which average both"
 )
 _OWN_BAR = "recpipe shows its own bar: trainer.progress=true"
 REFUSED = {

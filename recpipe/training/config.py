@@ -9,13 +9,14 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any
 
-from annotated_types import Ge, Gt
+from annotated_types import Ge, Gt, Interval
 from pydantic import AfterValidator, BeforeValidator
 
-from recpipe.common.validation import FilePath, Positive, Text, one_of
+from recpipe.common.validation import Count, FilePath, Positive, Text, one_of
 from recpipe.data.dataset import SplitName
 from recpipe.errors import UserError, shown
 from recpipe.model.metrics import named
+from recpipe.plugin.averaging import Averaging
 
 
 def _device(value: Any) -> Any:
@@ -129,6 +130,42 @@ class CompileConfig:
 
 
 @dataclass(frozen=True)
+class EmaConfig:
+    """``trainer.ema``: the exponential moving average of dense part and tables."""
+
+    decay: Annotated[float, Interval(gt=0, lt=1)] | None = None
+    """How much of the average each point keeps; None: there is none."""
+    start: Every = 1
+    """The step after which the first point is, or the share of the run that is trained by then."""
+    every: Every = 1
+    """From point to point: whole steps, or a share of an epoch."""
+
+
+@dataclass(frozen=True)
+class SwaConfig:
+    """``trainer.swa``: the mean of dense part and tables, after Lightning's ``StochasticWeightAveraging``."""
+
+    start: Every | None = None
+    """The step after which the first point is, or the share of the run that is trained by then; None: there
+    are none."""
+    every: Every = 1.0
+    """From point to point: whole steps, or a share of an epoch."""
+    lr: Annotated[float, Gt(0)] | None = None
+    """The dense rate from then on; None: as its schedule has it."""
+    tables_lr: Annotated[float, Gt(0)] | None = None
+    anneal_steps: Count = 0
+    """For how many steps the rates go there from those before; 0: at once."""
+    anneal_strategy: Annotated[str, one_of("cos", "linear")] = "cos"
+
+    def rate(self, step: int, before: float, first: int, rate: float) -> float:
+        """The rate in ``step``, which was ``before`` in the step ``first``, and goes to ``rate``."""
+        share = min(1.0, (step - first) / self.anneal_steps) if self.anneal_steps else 1.0
+        if self.anneal_strategy == "cos":
+            share = (1 - math.cos(math.pi * share)) / 2
+        return before + (rate - before) * share
+
+
+@dataclass(frozen=True)
 class TrainerConfig:
     """``conf/trainer``; ``eval_every`` and ``checkpoint_every`` are whole steps or a share of an epoch."""
 
@@ -161,6 +198,8 @@ class TrainerConfig:
     """Whether, and how, torch.compile makes the parts of the model that hold no tables."""
     deterministic: bool = False
     """Whether a GPU uses only algorithms that give the same bits each time."""
+    ema: EmaConfig = EmaConfig()
+    swa: SwaConfig = SwaConfig()
     early_stopping: Annotated[Stopping | None, BeforeValidator(_monitored)] = None
     best_checkpoint: Annotated[Monitored | None, BeforeValidator(_monitored)] = None
     """Of which figure the best evaluation's checkpoint is kept; None: of none."""
@@ -170,6 +209,20 @@ class TrainerConfig:
     limit_test_batches: Limit | None = None
     fast_dev_run: bool | Positive = False
     """How many steps and batches of each part to try, writing no checkpoint and no log; False: no trial."""
+
+    def __post_init__(self) -> None:
+        """``UserError`` for two averages at once."""
+        if self.ema.decay is not None and self.swa.start is not None:
+            raise UserError(
+                "trainer.ema.decay and trainer.swa.start: a run averages its weights by one of them"
+            )
+
+    @property
+    def average(self) -> Averaging | None:
+        """What weights are averaged by; None: by nothing."""
+        if self.ema.decay is not None:
+            return Averaging("ema", self.ema.decay)
+        return None if self.swa.start is None else Averaging("swa")
 
     def effective(self) -> TrainerConfig:
         """The same for a trial (``fast_dev_run``), else itself."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from inspect import signature
 from typing import Annotated, Any
@@ -13,6 +13,7 @@ import torchrec.optim
 from pydantic import BeforeValidator
 
 from recpipe.errors import UserError, nearest_or_all, shown
+from recpipe.plugin.averaging import Averaging
 from recpipe.plugin.tables import FROZEN, KNOBS, TableOptimizer
 
 Argument = bool | int | float | str | list[float] | None
@@ -37,6 +38,16 @@ class OptimConfig:
     """Its ``schedule`` and ``groups`` are read in ``recpipe.training.dense``."""
     by_table: dict[str, Annotated[TableOptimizer, BeforeValidator(_named)]] | None = None
     """Optimizers for tables whose name matches a glob, instead of ``tables``; the first match counts."""
+    average: Averaging | None = None
+    """What rows are averaged by: the recipe's ``trainer.ema`` or ``trainer.swa``."""
+
+    def __post_init__(self) -> None:
+        """``UserError`` for an average of some tables alone."""
+        if any(own.average is not None for own in (self.tables, *(self.by_table or {}).values())):
+            raise UserError(
+                "optim.tables.average: weights are averaged for the whole model: set trainer.ema.decay or "
+                "trainer.swa.start"
+            )
 
     def of_table(self, name: str, weights: torch.Tensor) -> TableOptimizer:
         """The optimizer of a table: ``FROZEN`` if its weights require no gradient or its rate is 0. Otherwise
@@ -46,7 +57,7 @@ class OptimConfig:
             return FROZEN
         named = next((own for glob, own in (self.by_table or {}).items() if fnmatchcase(name, glob)), None)
         chosen = named or _attached(name, weights) or self.tables
-        return FROZEN if chosen.frozen else chosen
+        return FROZEN if chosen.frozen else replace(chosen, average=self.average)
 
     def check_tables(self, names: Sequence[str]) -> None:
         """``UserError`` for a glob of ``by_table`` that matches none of the tables' ``names``."""

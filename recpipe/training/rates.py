@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import lightning as L
@@ -12,6 +13,7 @@ from recpipe.common.saved import entries
 from recpipe.errors import UserError
 from recpipe.plugin.schedule import Rate, Schedule
 from recpipe.plugin.tables import TableOptimizer, TableSet
+from recpipe.training.config import SwaConfig
 from recpipe.training.dense import DenseGroup
 from recpipe.training.plateau import Plateau, ReduceLROnPlateau
 
@@ -25,14 +27,26 @@ class _Paced:
     schedule: Schedule | None
     rates: list[Rate] = field(default_factory=list)
     """Those of the tables that have it."""
+    later: Callable[[int, float], float] | None = None
+    """Gives the rate of a step after the first averaging point, from that of that point's step; None: what
+    the schedule has."""
+    first: int = 0
+    """The step of that point."""
     plateau: Plateau | None = field(init=False, default=None)
 
     def __post_init__(self) -> None:
         if self.schedule is not None and self.schedule.name == "plateau":
             self.plateau = Plateau(self.name, self.base, self.schedule)
 
+    @property
+    def moves(self) -> bool:
+        """Whether it is set before each step."""
+        return self.schedule is not None or self.later is not None
+
     def rate(self, step: int) -> float:
         """The rate in ``step``."""
+        if self.later is not None and step > self.first:
+            return self.later(step, self.rate(self.first))
         base = self.base if self.plateau is None else self.plateau.rate
         return base if self.schedule is None else self.schedule.rate(step, base)
 
@@ -61,7 +75,7 @@ class Rates(L.Callback):
             for optimizer, groups in alike.items()
         ]
         self._all = [*self._dense, *self._tables]
-        self.moving = any(one.schedule is not None for one in self._all)
+        self.moving = any(one.moves for one in self._all)
         """Whether any rate has a schedule."""
         self._now: dict[str, float] = {}
         self._were: list[bool] = []
@@ -73,6 +87,14 @@ class Rates(L.Callback):
             raise UserError(f"{group.where}.schedule: {group.kind.__name__} takes no lr that it could change")
         name = "dense" if groups == 1 else f"dense/{number}"
         return _Paced(name, group.rate or 0.0, group.schedule)
+
+    def settle(self, swa: SwaConfig, first: int) -> None:
+        """From the step after ``first`` on, take the rates of ``swa``."""
+        for owned, rate in ((self._dense, swa.lr), (self._tables, swa.tables_lr)):
+            for one in owned:
+                if rate is not None:
+                    one.first, one.later = first, partial(swa.rate, first=first, rate=rate)
+        self.moving = any(one.moves for one in self._all)
 
     def callbacks(self) -> list[L.Callback]:
         """Itself, and those that watch a figure."""
@@ -89,7 +111,7 @@ class Rates(L.Callback):
                 "out (optim.dense.schedule={name: plateau, monitor: val/logloss} is the same)"
             )
         for one, group, was in zip(self._dense, self._groups, self._were, strict=False):
-            if was and one.schedule is None:
+            if was and not one.moves:
                 group["lr"] = one.base
         self._set(trainer.global_step + 1)
 
@@ -104,7 +126,7 @@ class Rates(L.Callback):
             return
         self._now = {one.name: one.rate(step) for one in self._all}
         for one, group in zip(self._dense, self._groups, strict=True):
-            if one.schedule is not None:
+            if one.moves:
                 group["lr"] = self._now[one.name]
         for one in self._tables:
             for rate in one.rates:
@@ -116,7 +138,7 @@ class Rates(L.Callback):
 
     def state_dict(self) -> dict[str, Any]:
         """Which dense groups have a schedule: their saved rates are not those of the recipe."""
-        return {"scheduled": [one.schedule is not None for one in self._dense]}
+        return {"scheduled": [one.moves for one in self._dense]}
 
     def check_state(self, state: dict[str, Any]) -> None:
         """``Damaged`` for what is no result of ``state_dict``."""

@@ -11,16 +11,19 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import lightning as L
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from packaging.version import InvalidVersion, Version
 from torch import nn
 
 from recpipe.backend.build import Backend
+from recpipe.checkpoint.averaged import Averaged
 from recpipe.checkpoint.table_io import SUFFIX
 from recpipe.common.saved import Damaged, entries, like, within
 from recpipe.errors import UserError
 from recpipe.tables.collection import SavesPlacement
+from recpipe.training.averages import Averages
 from recpipe.training.generators import check_random_state
 from recpipe.training.module import RankingModule
 
@@ -51,7 +54,9 @@ def check_resumable(module: RankingModule, checkpoint: dict[str, Any]) -> None:
     _check_loops(module, saved["pytorch-lightning_version"], saved["loops"])
     defaults, groups = saved["recpipe"]["dense_defaults"], saved["recpipe"].get("dense_groups", [])
     _check_optimizer(module, defaults, groups, saved["optimizer_states"][0])
-    _check_callbacks(module.trainer.callbacks, saved["callbacks"])  # type: ignore[attr-defined]
+    callbacks: list[L.Callback] = module.trainer.callbacks  # type: ignore[attr-defined]
+    _check_callbacks(callbacks, saved["callbacks"])
+    _check_averages(callbacks, checkpoint)
     done = saved["recpipe"]["batches_done"]
     if not 0 <= done < len(module.loader):
         raise Damaged(f"recpipe.batches_done is {done} of {len(module.loader)}")
@@ -185,6 +190,18 @@ def _check_kind(mine: Plain, theirs: Plain, where: str) -> None:
         raise Damaged(f"{where} is {theirs!r}, not like {mine!r}")
     if isinstance(mine, tuple | list) and isinstance(theirs, tuple | list) and len(mine) != len(theirs):
         raise Damaged(f"{where} has {len(theirs)} values, not {len(mine)}")
+
+
+def _check_averages(callbacks: Iterable[L.Callback], checkpoint: Mapping[str, Any]) -> None:
+    mine = next((callback for callback in callbacks if isinstance(callback, Averages)), None)
+    theirs = Averaged.of(checkpoint)
+    if mine is not None:
+        mine.check_checkpoint(checkpoint)
+    elif theirs is not None:
+        raise UserError(
+            f"the checkpoint has averages of its weights (trainer.{theirs.kind}), which this run would not "
+            "keep up: resume with the same key, or start anew"
+        )
 
 
 def _check_callbacks(callbacks: Iterable[Any], states: Mapping[str, dict[str, Any]]) -> None:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from recpipe.checkpoint.table_files import check_tables, load_regions, save_tables, saved_weights
+from recpipe.checkpoint.table_files import check_tables, load_regions, open_tables, save_tables, saved_weights
 from recpipe.common.machine import peak_rss_bytes, reset_peak_rss
 from recpipe.common.tensors import TensorFiles, write_tensors
 from recpipe.plugin.tables import SparseFeature, TableOptimizer, TableSet, weight_name
@@ -47,7 +47,7 @@ def test_a_table_passes_through_its_files_in_parts(collection: ResidentCollectio
     tables.mkdir()
 
     def write_one_file() -> None:
-        write_tensors(file, {weight_name(name): w for name, w in saved_weights(tables).items()})
+        write_tensors(file, {weight_name(name): w for name, w in saved_weights(open_tables(tables)).items()})
 
     def read_one_file() -> None:
         load_regions(TensorFiles.single(file), collection, shapes)

@@ -35,8 +35,9 @@ from recpipe.plugin.policy import Cache, CachePolicy
 from recpipe.plugin.skipper import RowFilter
 from recpipe.plugin.store import ColdStore, IoCounters
 from recpipe.plugin.tables import TableSet
+from recpipe.tables.collection import read_rows_of
 from recpipe.tables.group_rows import GraphLookup, GroupRows, GroupTables
-from recpipe.tables.rows import looked_up, table_bags
+from recpipe.tables.rows import table_bags
 from recpipe.tables.tiers.between import BetweenBatches, InStore
 from recpipe.tables.tiers.gpu_lookups import Finder, GpuBags, GpuLookups
 from recpipe.tables.tiers.layout import (
@@ -334,10 +335,7 @@ class TieredEmbeddingBagCollection(BetweenBatches, GroupTables):
 
     def read_now(self, sparse: KeyedJaggedTensor) -> torch.Tensor:
         """The current rows in the form of ``lookup``, without gradient, for evaluation."""
-        bags = table_bags(self.tables, sparse, self._spread)
-        distinct, which = np.unique(bags.rows, return_inverse=True)
-        weights = self.records_of(distinct)[:, : self.tables.dim]
-        return looked_up(self.tables, weights, which, bags)
+        return read_rows_of(self, sparse, self._spread)
 
     # -- the rest ----------------------------------------------------------------------------
 
