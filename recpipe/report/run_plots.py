@@ -47,7 +47,17 @@ def learning(report: Mapping[str, Any]) -> list[Plot]:
         if each:
             losses = plots.loss_axis(unit, [values for _, values in each.values()])
             drawn.append(plots.curves(f"Loss, by {how}", each, axis, losses))
-    return drawn
+    return drawn + rates(history)
+
+
+def rates(history: Sequence[Mapping[str, Any]]) -> list[Plot]:
+    """The learning rates in force at the evaluations, over steps; none where no rate has a schedule."""
+    points = [point for point in history if point.get("learning_rates")]
+    if len(points) < 2:
+        return []
+    steps, found = column(points, "step"), [point["learning_rates"] for point in points]
+    each = {name: (steps, column(found, name)) for name in found[0]}
+    return [plots.curves("Learning rates, by steps", each, Axis("steps"), Axis())]
 
 
 def progressive(report: Mapping[str, Any]) -> list[Plot]:

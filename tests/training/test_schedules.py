@@ -14,6 +14,7 @@ from recpipe.config.compose import compose
 from recpipe.config.recipe import Recipe
 from recpipe.errors import UserError
 from recpipe.plugin.schedule import Schedule
+from recpipe.report import run_plots
 from recpipe.training import plateau
 from tests.setup.test_accumulating import SMALL, difference
 
@@ -96,7 +97,7 @@ def test_mistakes_are_said_in_a_line(words: str, said: str) -> None:
 # -- a run -------------------------------------------------------------------------------------------
 
 
-def test_a_run_shows_the_rates_in_force(tmp_path: Path) -> None:
+def test_a_run_shows_the_rates_in_force(tmp_path: Path, real_plots: None) -> None:
     words = (*BOTH, "trainer.eval_every=7", "trainer.logger=csv", "trainer.checkpoint_every=null")
     table = "optim.by_table={b: {name: sgd, lr: 0.5}}"
     with recpipe.train(None, None, *WORDS, *words, table, quiet=True, output=tmp_path) as run:
@@ -115,6 +116,9 @@ def test_a_run_shows_the_rates_in_force(tmp_path: Path) -> None:
     rows = list(csv.DictReader(file.open()))
     assert {row["lr/dense"] for row in rows} == {str(point["learning_rates"]["dense"]) for point in history}
     assert {row["lr/tables/b"] for row in rows} == {"0.5"}
+    (drawn,) = run_plots.rates(history)
+    assert all(name in drawn.svg for name in ("dense", "tables/b"))
+    assert run_plots.rates([{**point, "learning_rates": {}} for point in history]) == [], "the control"
 
 
 def test_a_resumed_run_goes_on_to_the_bit(tmp_path: Path) -> None:
