@@ -14,7 +14,7 @@ from recpipe.common.validation import Positive
 from recpipe.data.schema import Schema
 from recpipe.model.config import Dropout, Sizes
 from recpipe.models.histories import Context, Histories, History, sides_of
-from recpipe.models.parts import last_layers, outputs_of
+from recpipe.models.parts import glorot, last_layers, outputs_of
 
 
 class Interest(nn.Module):
@@ -24,8 +24,8 @@ class Interest(nn.Module):
     def __init__(self, width: int, hidden: Sequence[int], softmax: bool) -> None:
         super().__init__()
         self.softmax = softmax
-        self.nearness = nn.Sequential(
-            MLP(4 * width, list(hidden), activation=nn.PReLU), nn.Linear(hidden[-1], 1)
+        self.nearness = glorot(
+            nn.Sequential(MLP(4 * width, list(hidden), activation=nn.PReLU), nn.Linear(hidden[-1], 1))
         )
 
     def forward(self, history: History) -> torch.Tensor:
@@ -61,7 +61,9 @@ class DIN(nn.Module):
         self.context = Context(embedding_bag_collection, num_dense_features)
         widths = self.histories.widths
         self.interests = nn.ModuleList(Interest(width, attention, softmax) for width in widths)
-        self.top = last_layers(self.context.width + 2 * sum(widths), hidden, outputs_of(schema), dropout)
+        known = self.context.width + 2 * sum(widths)
+        top = last_layers(known, hidden, outputs_of(schema), dropout)
+        self.top = glorot(top, constant=not schema.dense)
 
     def forward(self, dense_features: torch.Tensor, sparse_features: KeyedJaggedTensor) -> torch.Tensor:
         """Logits float32 [B, L]."""

@@ -10,7 +10,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from recpipe.common.validation import Positive
 from recpipe.data.schema import Schema
 from recpipe.model.config import Sizes
-from recpipe.models.parts import Experts, Gate, last_layers, outputs_of, width_of
+from recpipe.models.parts import Experts, Gate, glorot, last_layers, outputs_of, width_of
 
 
 class MMoE(nn.Module):
@@ -31,7 +31,7 @@ class MMoE(nn.Module):
         width, outputs = num_dense_features + width_of(embedding_bag_collection), outputs_of(schema)
         self.experts = Experts(width, experts, expert)
         self.gates = nn.ModuleList(Gate(width, experts) for _ in range(outputs))
-        self.towers = nn.ModuleList(last_layers(expert[-1], tower, 1) for _ in range(outputs))
+        self.towers = nn.ModuleList(glorot(last_layers(expert[-1], tower, 1)) for _ in range(outputs))
 
     def forward(self, dense_features: torch.Tensor, sparse_features: KeyedJaggedTensor) -> torch.Tensor:
         """A logit of each label, float32 [B, L]."""

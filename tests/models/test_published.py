@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch import nn
 
 from recpipe.answers.export import export_dense
 from recpipe.data.schema import Schema
@@ -53,6 +54,22 @@ def test_it_computes_its_papers_formula(
     assert found.shape == (batch.size, labels)
     torch.testing.assert_close(found, wanted, rtol=1e-9, atol=1e-9)
     assert (other - wanted).abs().max() > 1e-3
+
+
+@pytest.mark.parametrize("name", ["din", "mmoe", "ple"])
+def test_layers_begin_with_glorots_values_where_more_is_learned_from_them(name: str) -> None:
+    layers = [layer for layer in made(name).modules() if isinstance(layer, nn.Linear)]
+    shares = [layer.weight.abs().max() * (sum(layer.weight.shape) / 6) ** 0.5 for layer in layers]
+    assert 0.9 < max(shares) <= 1  # of the interval's end
+    assert min(shares) > 0.6
+    assert all(layer.bias is None or not layer.bias.any() for layer in layers)
+
+
+def test_weights_of_the_constant_that_stands_for_dense_features_begin_as_biases() -> None:
+    for schema, zeros in ((Schema((), schema_of("din").sparse), True), (schema_of("din"), False)):
+        first = made("din", schema=schema).state_dict()["top.0._mlp.0._linear.weight"]
+        assert bool((first[:, 0] == 0).all()) == zeros
+        assert first[:, 1].all()
 
 
 @pytest.mark.parametrize("name", ALL)
