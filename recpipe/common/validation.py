@@ -105,7 +105,7 @@ def typed(cls: type[T], values: object, section: str) -> T:
     is a dataclass is filled in the same way.
     """
     values = mapping(values, section)
-    hints = get_type_hints(cls, include_extras=True)
+    hints = _hints(cast(Any, cls))
     made = {}
     for key, value in values.items():
         name = f"{section}.{key}"
@@ -119,6 +119,13 @@ def typed(cls: type[T], values: object, section: str) -> T:
         if f.name not in made and f.default is f.default_factory is MISSING:
             raise no_value(f"{section}.{f.name}")
     return cls(**made)
+
+
+@cache
+def _hints(cls: Any) -> dict[str, Any]:
+    """The types of a class's attributes, which take a millisecond to find: a recipe may have a thousand
+    features."""
+    return get_type_hints(cls, include_extras=True)
 
 
 def typed_part(cls: type[T], values: object, section: str) -> tuple[T, dict[str, Any]]:
