@@ -144,7 +144,7 @@ def made_ahead(
     make: Callable[[Item], Made], items: Iterator[Item], name: str
 ) -> Iterator[tuple[Item, Future[Made]]]:
     """``items`` in order, with what ``make`` makes of each. While the reader works on one, threads called
-    ``name`` make the next ones, but none before it has the first one: so it alone costs no more.
+    ``name`` make the next ones. The first is made when it is asked for, without any: it may be all of a file.
 
     What ``items`` raises comes behind those before it.
     """
@@ -155,7 +155,7 @@ def made_ahead(
     try:
         try:
             for item in items:
-                waiting.append((item, pool.submit(make, item)))
+                waiting.append((item, pool.submit(make, item) if ahead else _made(make, item)))
                 if len(waiting) > ahead:
                     yield waiting.popleft()
                     ahead = min(threads, ahead + 1)
@@ -166,3 +166,13 @@ def made_ahead(
             raise fault
     finally:
         pool.shutdown(cancel_futures=True)
+
+
+def _made(make: Callable[[Item], Made], item: Item) -> Future[Made]:
+    """What ``make`` makes of ``item``, in this thread."""
+    future = Future[Made]()
+    try:
+        future.set_result(make(item))
+    except Exception as fault:
+        future.set_exception(fault)
+    return future
