@@ -163,7 +163,7 @@ class BatchMaker:
         self.multi_hot = frozenset(multi_hot)
         self.weighted = schema.weighted
         self.means = frozenset(feature.name for feature in schema.sparse if feature.pooling == "mean")
-        self._ones: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        self._ones: dict[int, tuple[torch.Tensor, torch.Tensor, list[int], list[int]]] = {}
 
     def __call__(self, columns: Columns) -> Batch:
         """A batch of copies, but for int64 ids, so that it outlives the files behind ``columns``."""
@@ -179,8 +179,10 @@ class BatchMaker:
             self._ones[size] = (
                 torch.ones(size * features, dtype=torch.int64),
                 torch.arange(size * features + 1),
+                [size] * features,
+                [size * index for index in range(features + 1)],
             )
-        lengths, offsets = self._ones[size]
+        lengths, offsets, per_key, offset_per_key = self._ones[size]
         values = np.ascontiguousarray(columns.ids.T, np.int64)
         return KeyedJaggedTensor(
             keys=self.names,
@@ -188,8 +190,8 @@ class BatchMaker:
             lengths=lengths,
             offsets=offsets,
             stride=size,
-            length_per_key=[size] * features,
-            offset_per_key=[size * index for index in range(features + 1)],
+            length_per_key=per_key,
+            offset_per_key=offset_per_key,
         )
 
     def _mixed(self, columns: Columns) -> KeyedJaggedTensor:

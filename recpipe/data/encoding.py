@@ -305,7 +305,7 @@ def _dense(checks: RowChecks, feature: Feature, rows: pa.RecordBatch) -> tuple[N
         checks.require(np.all(values > -1, axis=1), feature.source, show, fault)
         values = np.log1p(np.maximum(values, -1 + 2**-53))
     stored = [checks.require_finite(column, feature.source, show) for column in values.T]
-    none: Bools = np.all(found.missing, axis=1)
+    none: Bools = found.missing[:, 0] if found.missing.shape[1] == 1 else np.all(found.missing, axis=1)
     if feature.scale == "standard":
         return np.where(found.missing, np.nan, values), none
     return np.where(found.missing, np.float32(feature.number), np.stack(stored, 1)), none

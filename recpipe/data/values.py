@@ -97,7 +97,7 @@ def read_ids(array: pa.Array, feature: Feature) -> Ids:
         return Ids(np.zeros(size, np.int64), np.ones(size, bool), np.ones(size, bool))
     if is_text(kind):
         return _ids_of_text(array, feature)
-    missing = np.asarray(array.is_null())
+    missing = nulls(array)
     if pa.types.is_floating(kind):
         floats = pc.fill_null(array, np.nan).to_numpy(zero_copy_only=False).astype(np.float64)
         missing = np.isnan(floats)
@@ -106,11 +106,23 @@ def read_ids(array: pa.Array, feature: Feature) -> Ids:
     elif pa.types.is_decimal(kind):
         keys, valid = _whole_decimals(array)
     elif pa.types.is_integer(kind) or pa.types.is_boolean(kind):
-        whole = pc.fill_null(array.cast(pa.int64(), safe=False), 0)
-        keys, valid = np.asarray(whole.to_numpy(zero_copy_only=False), np.int64), np.ones(size, bool)
+        keys = filled(array if kind == pa.int64() else array.cast(pa.int64(), safe=False), 0)
+        valid = np.ones(size, bool)
     else:
         raise TypeError(kind)
     return Ids(keys, missing | (_declared(keys, feature.missing) & valid), valid)
+
+
+def nulls(array: pa.Array) -> Bools:
+    """Where an array [n] is null."""
+    return np.asarray(array.is_null()) if array.null_count else np.zeros(len(array), bool)
+
+
+def filled(array: pa.Array, none: float) -> NDArray[Any]:
+    """The values of an array [n] of numbers, ``none`` in place of null."""
+    return np.asarray(
+        (pc.fill_null(array, none) if array.null_count else array).to_numpy(zero_copy_only=False)
+    )
 
 
 def _ids_of_text(array: pa.Array, feature: Feature) -> Ids:
@@ -307,14 +319,14 @@ def read_numbers(array: pa.Array, feature: Feature | None = None) -> Numbers:
         missing = without_value(array, declared)
         values, valid = _of_present(_decimal_numbers, array, missing, np.nan)
     elif is_number(kind) or pa.types.is_boolean(kind):
-        values = pc.fill_null(array.cast(pa.float64(), safe=False), np.nan).to_numpy(zero_copy_only=False)
+        values = filled(array if kind == pa.float64() else array.cast(pa.float64(), safe=False), np.nan)
     else:
         raise TypeError(kind)
     missing = np.isnan(values)
     for word in declared:  # 2.0 and 2.00 are the 2 that is declared, in text as in numbers
         if (number := _number(word)) is not None:
             missing = missing | ((values == number) & valid)
-    return Numbers(np.where(missing, 0.0, values), missing, valid)
+    return Numbers(np.where(missing, 0.0, values) if missing.any() else values, missing, valid)
 
 
 def read_vectors(array: pa.Array, feature: Feature) -> Numbers:

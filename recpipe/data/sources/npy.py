@@ -109,31 +109,49 @@ class NpySource:
     def _columns(
         self, triple: Triple, low: int, dense: NDArray[Any], sparse: NDArray[Any], labels: NDArray[Any]
     ) -> Columns:
-        # Both must have the same signedness: numpy would turn uint64 and int64 together into float64.
-        ids = sparse.astype(np.int64 if sparse.dtype.kind == "i" else np.uint64)
-        if self._hash and not self._modulo:
-            ids %= self._rows.astype(ids.dtype)
+        ids = self._ids(sparse)
         labels = labels.reshape(-1)
         checks = {file: RowChecks(file, low + 1, len(dense)) for file in triple}
         valid = (labels == 0) | (labels == 1)
         checks[triple.labels].require(valid, "label", labels.__getitem__, "is neither 0 nor 1")
-        stored = np.empty(dense.shape, np.float32)
-        for column, name in enumerate(DENSE):
-            values = dense[:, column]
-            stored[:, column] = checks[triple.dense].require_finite(values, name, values.__getitem__)
-        for column, rows in enumerate(() if self._modulo else self._rows.tolist()):
-            values, name = ids[:, column], SPARSE[column]
-            remedy = (
-                f"is not in [0, {rows}): raise data.tables.{name} or pass data.hash_ids=true {OF_MODULES}"
-            )
-            valid = (values >= 0) & (values < rows)
-            checks[triple.sparse].require(valid, name, values.__getitem__, remedy)
+        with np.errstate(over="ignore"):
+            stored = dense.astype(np.float32)
+        if not np.isfinite(stored).all():
+            for column, name in enumerate(DENSE):
+                values = dense[:, column]
+                checks[triple.dense].require_finite(values, name, values.__getitem__)
+        self._require_rows(ids, checks[triple.sparse])
         for check in checks.values():
             check.finish(self._skip)
         good = np.logical_and.reduce([check.good for check in checks.values()])
         self.rejected_rows += int(len(good) - good.sum())
-        kept = ids[good] if self._modulo else ids[good].astype(np.int32)
-        return Columns(labels[good].astype(np.float32), stored[good], kept)
+        made = Columns(labels.astype(np.float32), stored, ids)
+        made = made if good.all() else made.where(good)
+        if not self._modulo:
+            made.ids = made.ids.astype(np.int32)
+        return made
+
+    def _ids(self, sparse: NDArray[Any]) -> NDArray[np.integer]:
+        """The ids [n, 26] of ``sparse``, in a type that holds them and the rows of tables."""
+        if not self._hash and sparse.dtype.itemsize == 4:
+            return np.asarray(sparse)
+        # Ids and rows must have the same signedness: numpy would turn uint64 and int64 into float64.
+        ids = sparse.astype(np.int64 if sparse.dtype.kind == "i" else np.uint64)
+        if self._hash and not self._modulo:
+            ids %= self._rows.astype(ids.dtype)
+        return ids
+
+    def _require_rows(self, ids: NDArray[np.integer], checks: RowChecks) -> None:
+        """Marks samples with ids that are not in their tables, unless these become rows later."""
+        unsigned = f"u{ids.dtype.itemsize}"  # of negative numbers, larger than any row
+        if self._modulo or (ids.view(unsigned) < self._rows.astype(unsigned)).all():
+            return
+        for column, rows in enumerate(self._rows.tolist()):
+            values, name = ids[:, column], SPARSE[column]
+            remedy = (
+                f"is not in [0, {rows}): raise data.tables.{name} or pass data.hash_ids=true {OF_MODULES}"
+            )
+            checks.require((values >= 0) & (values < rows), name, values.__getitem__, remedy)
 
 
 def _load(triple: Triple) -> tuple[NDArray[Any], NDArray[Any], NDArray[Any]]:
