@@ -33,7 +33,7 @@ from recpipe.data.make import open_dataset, open_source
 try:
     from recpipe.data.make import StreamedDataset
 except ImportError:  # where earlier versions have it
-    from recpipe.data.streamed import StreamedDataset  # type: ignore[import-not-found,no-redef]
+    from recpipe.data.make import StreamedDataset
 
 
 def make_files(folder: Path, rows: int) -> dict[str, FileConfig]:

@@ -298,3 +298,27 @@ WRONG: list[tuple[dict[str, Any], str]] = [
 def test_keys_that_cannot_be_are_one_line(tmp_path: Path, keys: dict[str, Any], fault: str) -> None:
     with pytest.raises(UserError, match=fault):
         opened(tmp_path, pa.table({"x": [1, 2] * 10}), {"name": "x", **keys})
+
+
+@pytest.mark.parametrize(("values", "counts"), [([60, 120], "unit"), (["1970", "1971"], "format")])
+def test_of_unit_and_format_one_counts_and_is_named(
+    values: list[Any], counts: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    table = pa.table({"t": values * 4})
+    one: dict[str, Any] = {"name": "t", "kind": "timestamp", "as": ["age", "hour"], "now": "1970-01-03"}
+    both = opened(tmp_path, table, one | {"unit": "s", "format": "%Y"})
+    said = [record.message for record in caplog.records if "unit and format" in record.message]
+    assert len(said) == 1
+    assert f"column t: unit and format are stated, of which {counts} counts" in said[0]
+    caplog.clear()
+    alone = opened(tmp_path, table, one | ({"unit": "s"} if counts == "unit" else {"format": "%Y"}))
+    np.testing.assert_array_equal(dense(both), dense(alone))
+    assert "unit and format" not in caplog.text
+
+
+def test_an_id_of_a_column_of_lists_is_a_set_of_ids(tmp_path: Path) -> None:
+    table = pa.table({"seen": [[1, 2], [], None, [3]] * 3})
+    found = [opened(tmp_path, table, {"name": "seen", "kind": k, "rows": 9}) for k in ("id", "multi_hot")]
+    one, other = (next(data.batches("train", 9)).sparse["seen"] for data in found)
+    assert one.lengths().tolist() == [2, 0, 0, 1] * 2 + [2]
+    assert one.values().tolist() == other.values().tolist()

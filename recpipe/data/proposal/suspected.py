@@ -8,7 +8,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from recpipe.data.encoding import content
+from recpipe.data.encoding import content, element_of
 from recpipe.data.features import Feature, Features
 from recpipe.data.proposal.column import Column
 from recpipe.data.timestamps import MICROSECONDS_OF_A_DAY, read_times
@@ -25,9 +25,9 @@ NEAR, FAR = 366, 366 * 200
 
 def tell_of_lists(features: Features, rows: pa.RecordBatch) -> None:
     """Warn of text that seems to be a list and is taken for one id, and of lists whose padding is taken for
-    an id. ``rows``: the first ones, with the columns of all features."""
+    an id. ``rows``: the first ones, with the columns of all features that are no numbers."""
     for feature in features.sparse:
-        if feature.kind not in ("id", "multi_hot", "sequence"):
+        if feature.kind not in ("id", "multi_hot", "sequence") or feature.source not in rows.schema.names:
             continue
         column = Column(feature.source, plain(rows[feature.source].slice(0, LOOKED_AT)))
         if fault := _suspected(feature, column):
@@ -36,7 +36,7 @@ def tell_of_lists(features: Features, rows: pa.RecordBatch) -> None:
 
 def tell_of_times(features: Features, rows: pa.RecordBatch) -> None:
     """Warn of numbers whose times are all in the first or a distant year, as those of another unit are.
-    ``rows``: as of ``tell_of_lists``."""
+    ``rows``: the first ones, with all columns of times."""
     for feature in (*features.dense, *features.sparse):
         if feature.kind != "timestamp" or feature.unit is None:
             continue
@@ -50,6 +50,18 @@ def tell_of_times(features: Features, rows: pa.RecordBatch) -> None:
                 day,
                 feature.unit,
             )
+
+
+def tell_of_units(features: Features, types: pa.Schema) -> None:
+    """Warn of columns of times, of which ``unit`` and ``format`` are stated and one counts."""
+    both = [f for f in (*features.dense, *features.sparse) if f.unit and f.format]
+    for column in dict.fromkeys(feature.source for feature in both):
+        held = element_of(types.field(column).type)
+        log.warning(
+            "column %s: unit and format are stated, of which %s; leave the other out",
+            shown(column),
+            "format counts, for it has text" if held == "text" else "unit counts, for it has no text",
+        )
 
 
 def tell_of_tables(features: Features) -> None:

@@ -24,7 +24,7 @@ from recpipe.data.files import RowChecks
 from recpipe.data.joins import JoinedFile
 from recpipe.data.learned import Between, Learned, learn
 from recpipe.data.preparation import Preparation, require_features
-from recpipe.data.proposal.suspected import tell_of_lists, tell_of_tables, tell_of_times
+from recpipe.data.proposal.suspected import tell_of_lists, tell_of_tables, tell_of_times, tell_of_units
 from recpipe.data.records import InputFile, require_columns
 from recpipe.data.remote import AnyPath
 from recpipe.data.row_parts import RowParts
@@ -33,7 +33,7 @@ from recpipe.data.settled import settled
 from recpipe.data.sources.cluster import in_order
 from recpipe.data.sources.reading import Read, Reader
 from recpipe.data.split import TEST, TRAIN, VALID, Parts
-from recpipe.data.values import alike, is_list, plain_type, require_type, whole_text
+from recpipe.data.values import alike, is_list, is_number, plain_type, require_type, whole_text
 from recpipe.errors import DataError, UserError, nearest_or_all, shown
 
 log = logging.getLogger(__name__)
@@ -61,9 +61,11 @@ class FilesSource:
         self._row_parts = None if split is None else RowParts(split)
         self.splits = split is not None or max(self._parts) > TRAIN
         self.in_order = split is None
-        self._types = self._require_columns(config.described())
+        described = config.described()
+        self._timed = {f.source for f in (*described.dense, *described.sparse) if f.kind == "timestamp"}
+        self._types = self._require_columns(described)
         self._trained = {} if trained_by is None else trained_by.types
-        features = settled(config.described(), self._types, self._type_of_text, labelled)
+        features = settled(described, self._types, self._type_of_text, labelled)
         if self._row_parts is not None:
             for own in self._row_parts.features:
                 kind, file = self._types[own.source]
@@ -76,6 +78,7 @@ class FilesSource:
             if config.grouped is None and (first := self._first_rows) is not None:
                 tell_of_lists(features, first)
                 tell_of_times(features, first)
+                tell_of_units(features, first.schema)
                 _tell_of_joins(self._inputs[0], first)
         self.encoding = Encoding(features, None if trained_by is None else trained_by.learned)
         self.multi_hot, self.kept = self.encoding.multi_hot, self.encoding.kept
@@ -87,11 +90,11 @@ class FilesSource:
         names += [feature.name for feature in (*features.dense, *features.sparse)]
         self.missing = dict.fromkeys(names, 0)
         """How many samples have no value of each feature, or label, so far."""
-        described = replace(features, sparse=tuple(_as_prepared(f) for f in features.sparse))
+        prepared = replace(features, sparse=tuple(_as_prepared(f) for f in features.sparse))
         self._stated: dict[str, Any] = {
             "source": "files",
             "values": VALUES,
-            "features": asdict(described),
+            "features": asdict(prepared),
             "skip": self._skip,
             "rules": asdict(config.rules()),
             "format": config.format,
@@ -260,8 +263,14 @@ class FilesSource:
 
     @cached_property
     def _first_rows(self) -> pa.RecordBatch | None:
-        """All columns of the first rows, read once however many of them have text; None without any row."""
-        return self._inputs[0].first_rows(list(self._types))
+        """The first rows, read once however many columns have text; None without any row, or column of these.
+        Numbers are what they seem to be, unless they are times, or joined."""
+        names = [
+            name
+            for name, (kind, file) in self._types.items()
+            if name in self._timed or isinstance(file, JoinedFile) or not is_number(plain_type(kind))
+        ]
+        return self._inputs[0].first_rows(names) if names else None
 
 
 def _tell_of_twice(by_part: Sequence[Sequence[InputFile]]) -> None:
