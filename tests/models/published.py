@@ -17,6 +17,7 @@ from recpipe.config.compose import compose
 from recpipe.config.recipe import Recipe
 from recpipe.data.schema import LabelColumn, Schema
 from recpipe.model.config import UserModel
+from recpipe.model.dlrm import DlrmSizes, make_dlrm
 from recpipe.model.make import make_model
 from recpipe.plugin.batch import Batch
 from recpipe.plugin.tables import SparseFeature
@@ -92,9 +93,12 @@ def made(name: str, *words: str, schema: Schema | None = None) -> nn.Module:
     config = Recipe.of(
         compose([f"model={name}", f"model.embedding_dim={DIM}", *MODELS.get(name, ()), *words])
     ).model
-    assert isinstance(config, UserModel)
     torch.manual_seed(7)
-    model = make_model(config, schema or schema_of(name), torch.device("cpu"))
+    schema = schema or schema_of(name)
+    if isinstance(config, UserModel):
+        model = make_model(config, schema, torch.device("cpu"))
+    else:
+        model = make_dlrm(DlrmSizes.of(config, schema), torch.device("cpu"))
     for module in model.modules():
         if isinstance(module, EmbeddingBagCollection | EmbeddingCollection):
             for weight in module.to_empty(device=torch.device("cpu")).parameters():

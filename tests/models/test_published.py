@@ -113,11 +113,12 @@ def by_plain_modules(name: str) -> tuple[list[Batch], Trained]:
     [
         pytest.param(name, each, marks=[] if each in default else [pytest.mark.soak])
         for name in MODELS
-        for default in [("resident", "lru_ssd", "hotline") if name in USUAL else ()]
-        for each in ("resident", "lru_ssd", "hotline", "bagpipe")
+        for default in [("lru_ssd", "hotline") if name in USUAL else ()]
+        for each in ("lru_ssd", "hotline", "bagpipe")
     ],
 )
 def test_it_trains_as_by_hand(name: str, technique: str) -> None:
+    """With all rows in memory: see ``test_exactness``."""
     rows, theirs = by_plain_modules(name)
     words = [word for word in TECHNIQUES[technique] if not word.startswith("plugins.hotline.learn")]
     mine = train(made(name), rows, "rowwise_adagrad", *words)
