@@ -38,6 +38,8 @@ class Columns:
     weighted: list[str] = field(default_factory=list)
     sequences: dict[str, int] = field(default_factory=dict)
     ages: dict[str, str] = field(default_factory=dict)
+    users: list[str] = field(default_factory=list)
+    items: list[str] = field(default_factory=list)
 
     @classmethod
     def of(cls, schema: Schema) -> Columns:
@@ -53,6 +55,8 @@ class Columns:
             [feature.name for feature in schema.sparse if feature.weighted],
             {feature.name: feature.sequence for feature in schema.sparse if feature.sequence is not None},
             {feature.name: feature.ages for feature in schema.sparse if feature.ages is not None},
+            list(schema.users),
+            list(schema.items),
         )
 
     @property
@@ -73,7 +77,7 @@ class Columns:
             for name, rows in self.sparse
         ]
         labels = tuple(LabelColumn(*label) for label in self.labels)
-        return Schema(tuple(self.dense), tuple(sparse), labels)
+        return Schema(tuple(self.dense), tuple(sparse), labels, tuple(self.users), tuple(self.items))
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, fields, replace
 from datetime import datetime
 from itertools import chain
@@ -39,6 +39,8 @@ KINDS = ("dense", "vector", "timestamp", AGES, "id", "multi_hot", WEIGHTED, "seq
 OF_NUMBERS = ("dense", "vector", "timestamp")
 """Kinds whose ``default`` is a number."""
 SCALES = ("none", "log", "log1p", "standard")
+SIDES = ("user", "item")
+"""Of what a feature is, where one is looked for by the other."""
 HEX = "hexadecimal"
 IDS = ("hash", "modulo", "rows", "vocabulary")
 GROWTH = ("capacity", "admit_after", "admit_by", "admit_probability", "evict", "max_age")
@@ -74,6 +76,8 @@ class Feature:
     - ``type``: what the values of text are, in CSV for example; ``auto``: whole numbers where all of the
       first block are written as these are, else text. ``hexadecimal``: ids of up to 16 digits, as Criteo's.
     - ``missing``: further values that are none, as text. Null, NaN and empty text always are.
+    - ``side``: whether it is of the ``user`` (or of the request) or of the ``item``, for models that look for
+      items by a user's vector; None: not said.
     - ``dense``: ``scale`` is ``log`` (sign(x) * log1p(\\|x\\|)), ``log1p`` (of x >= 0), ``standard`` (minus
       the mean, by the standard deviation, both of the training part) or ``none``; ``default`` stands for
       missing values, after scaling. With ``edges`` e1 < e2 ..., or ``buckets``, the number of quantiles of
@@ -109,6 +113,7 @@ class Feature:
     column: Text | None = None
     type: Annotated[str, one_of("auto", "integer", "text", HEX)] = "auto"
     missing: tuple[Text, ...] = ()
+    side: Annotated[str, one_of(*SIDES)] | None = None
     scale: Annotated[str, one_of(*SCALES)] = "none"
     default: float | Text | None = None
     size: Annotated[int, Interval(ge=1, le=2**16)] | None = None
@@ -142,7 +147,7 @@ class Feature:
     keep: Annotated[str, one_of("first", "last")] = "last"
 
     def __post_init__(self) -> None:
-        own = {"name", "kind", "column", "type", "missing", *OF_KIND[self.kind]}
+        own = {"name", "kind", "column", "type", "missing", "side", *OF_KIND[self.kind]}
         for key in fields(self):
             word = "as" if key.name == "parts" else key.name
             if word not in own and getattr(self, key.name) != key.default:
@@ -473,7 +478,26 @@ class Features:
                 )
             )
         labels = tuple(LabelColumn(label.name, label.kind or "clicks") for label in self.labels)
-        return Schema(tuple(name for feature in self.dense for name in feature.names), tuple(found), labels)
+        dense = tuple(name for feature in self.dense for name in feature.names)
+        return Schema(dense, tuple(found), labels, *(self.of_side(side) for side in SIDES))
+
+    def of_side(self, side: str) -> tuple[str, ...]:
+        """The inputs of a model that are said to be of this ``side``."""
+        dense = (name for feature in self.dense if feature.side == side for name in feature.names)
+        return (*dense, *(feature.name for feature in self.sparse if feature.side == side))
+
+    def columns_of(self, feature: Feature) -> set[str]:
+        """The columns that say what ``feature`` is, those of the features among them that it is made of."""
+        own = {feature.weights, feature.until, None if feature.of else feature.source} - {None}
+        parts = [each for each in (*self.dense, *self.sparse) if each.name in (*feature.of, feature.ages)]
+        return {str(name) for name in own}.union(*(self.columns_of(each) for each in parts))
+
+    def alone(self, names: Collection[str]) -> Features:
+        """These features, with those that they are made of, and no others."""
+        asked = [each for each in (*self.dense, *self.sparse) if each.name in names]
+        needed = {*names, *(name for each in asked for name in (*each.of, each.ages))}
+        dense, sparse = ([f for f in own if f.name in needed] for own in (self.dense, self.sparse))
+        return replace(self, dense=tuple(dense), sparse=tuple(sparse))
 
     def with_rows(self, tables: Mapping[str, int], rows: int | None) -> Features:
         """The same, with the rows that ``data.tables`` and ``data.table_rows`` state; ``DataError`` for a

@@ -23,6 +23,7 @@ _OF_FILES = (
     "until",
     "type",
     "missing",
+    "side",
     "separator",
     "padding",
     "unit",

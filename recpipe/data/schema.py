@@ -46,6 +46,10 @@ class Schema:
     dense: tuple[str, ...]
     sparse: tuple[SparseFeature, ...]
     labels: tuple[LabelColumn, ...] = ()
+    users: tuple[str, ...] = ()
+    """The features, dense and sparse, that are said to be of the user, or of the request."""
+    items: tuple[str, ...] = ()
+    """Those that are said to be of the item."""
 
     def __post_init__(self) -> None:
         for name in [name for feature in self.sparse for name in filter(None, (feature.name, feature.table))]:

@@ -12,7 +12,7 @@ from torchrec.modules.mlp import MLP
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from recpipe.data.schema import Schema
-from recpipe.errors import UserError
+from recpipe.errors import UserError, shown
 from recpipe.model.config import Sizes
 from recpipe.models.parts import features_of, outputs_of, require_known
 
@@ -41,6 +41,31 @@ class Tower(nn.Module):
         return vectors
 
 
+def candidates_of(schema: Schema, named: Sequence[str], known: Sequence[str]) -> Sequence[str]:
+    """The candidate's features: those that the recipe has ``named``, or whose side the ``schema`` says.
+    ``UserError`` if neither does, or if the two contradict each other."""
+    require_known(named, known, "model.candidate")
+    if not named and not schema.items:
+        raise UserError(
+            "model=two_tower: which features are the candidate's? Say side: item of them in data.features, "
+            "or name them, model.candidate=[item,price]"
+        )
+    for name in named:
+        if name in schema.users or (schema.items and name not in schema.items):
+            said = "side: user" if name in schema.users else "no side: item"
+            raise UserError(
+                f"model.candidate names '{shown(name)}', of which data.features say {said}: leave "
+                "model.candidate out, or say the same"
+            )
+    left = next((name for name in schema.items if named and name not in named), None)
+    if left is not None:
+        raise UserError(
+            f"model.candidate lacks '{shown(left)}', of which data.features say side: item: leave "
+            "model.candidate out, or say the same"
+        )
+    return named or schema.items
+
+
 class TwoTower(nn.Module):
     """A vector of the query (user and context) and one of the candidate (item), each of its own features, so
     that candidates can be looked for by the product of both."""
@@ -49,20 +74,21 @@ class TwoTower(nn.Module):
         self,
         schema: Schema,
         embedding_bag_collection: EmbeddingBagCollection,
-        candidate: list[str],
+        candidate: Sequence[str],
         query_layers: Sizes,
         candidate_layers: Sizes,
         normalize: bool = False,
         retrieval: bool = True,
     ) -> None:
-        """``candidate``: its features, sparse and dense; all others are the query's. ``normalize``: whether
-        both vectors have length 1. ``retrieval``: whether the output is both vectors, for a loss over several
-        candidates; otherwise it is the logit of a click."""
+        """``candidate``: its features, sparse and dense; (): those whose side is the item in the data's
+        schema. All others are the query's. ``normalize``: whether both vectors have length 1. ``retrieval``:
+        whether the output is both vectors, for a loss over several candidates; otherwise it is the logit of a
+        click."""
         super().__init__()
         self.embedding_bag_collection, self.normalize = embedding_bag_collection, normalize
         self.retrieval = retrieval
         sparse = features_of(embedding_bag_collection)
-        require_known(candidate, [*sparse, *schema.dense], "model.candidate")
+        candidate = candidates_of(schema, candidate, [*sparse, *schema.dense])
         if query_layers[-1] != candidate_layers[-1]:
             raise UserError(
                 f"model.query_layers ends in {query_layers[-1]} and model.candidate_layers in "
@@ -81,7 +107,10 @@ class TwoTower(nn.Module):
             dense = [n for n, name in enumerate(schema.dense) if (name in candidate) == own]
             if not names and not dense:
                 which = "candidate" if own else "query"
-                raise UserError(f"model.candidate leaves the {which} without a feature: name some, not all")
+                raise UserError(
+                    f"model=two_tower: the {which} is left without a feature; model.candidate, or side: item "
+                    "in data.features, says which are the candidate's: some, not all"
+                )
             return Tower(names, dense, sum(widths[name] for name in names), layers)
 
         self.query, self.candidate = tower(False, query_layers), tower(True, candidate_layers)

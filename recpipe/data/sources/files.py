@@ -90,7 +90,8 @@ class FilesSource:
         names += [feature.name for feature in (*features.dense, *features.sparse)]
         self.missing = dict.fromkeys(names, 0)
         """How many samples have no value of each feature, or label, so far."""
-        prepared = replace(features, sparse=tuple(_as_prepared(f) for f in features.sparse))
+        dense, sparse = (tuple(map(_as_prepared, own)) for own in (features.dense, features.sparse))
+        prepared = replace(features, dense=dense, sparse=sparse)
         self._stated: dict[str, Any] = {
             "source": "files",
             "values": VALUES,
@@ -321,8 +322,7 @@ def _tell_of_weights(features: Features, weight: NDArray[np.float64]) -> None:
 
 
 def _as_prepared(feature: Feature) -> Feature:
-    """``feature`` without what is said of its table, on which prepared data do not depend."""
-    usual: dict[str, Any] = {
-        key.name: key.default for key in fields(Feature) if key.name in ("rows", "table", "dim", *GROWTH)
-    }
+    """``feature`` without what is said of its table and its side, on which prepared data do not depend."""
+    left_out = ("rows", "table", "dim", "side", *GROWTH)
+    usual: dict[str, Any] = {key.name: key.default for key in fields(Feature) if key.name in left_out}
     return replace(feature, **usual)
