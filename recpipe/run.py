@@ -84,7 +84,7 @@ def train(context: TaskContext, watcher: Watcher | None = None) -> RunResult:
     """This rank's part of a training run; reports are rank 0's. ``watcher``: a task that looks at its
     steps."""
     cfg, given, directory = context.recipe, context.given, context.directory
-    users = make_callbacks(cfg.trainer.callbacks, cfg.trainer.checkpoints(directory))
+    users = make_callbacks(cfg.trainer.callbacks, cfg.trainer.checkpoints(directory), given.callbacks)
     logger = make_logger(cfg.trainer.logger, directory) if ProcessRank.current().rank == 0 else None
     files = ReportFiles(directory)
 

@@ -15,6 +15,7 @@ from recpipe.api.process import WITHOUT_FILES, check_call, output_directory, pre
 from recpipe.errors import UserError
 
 if TYPE_CHECKING:
+    import lightning as L
     import torch
     from torch import nn
 
@@ -82,6 +83,7 @@ def train(
     *overrides: str,
     held_out: Batches | None = None,
     features: Mapping[str, Any] | str | Path | None = None,
+    callbacks: Sequence[L.Callback] = (),
     output: str | Path | None = None,
     quiet: bool = False,
 ) -> Run:
@@ -98,6 +100,8 @@ def train(
         features: what the columns of ``data`` are: a yaml file, its content or ``auto``, as ``data.features``
             takes them. ``data`` is then a path, a table, or an iterable of record batches, tables or dicts of
             columns, which is read once.
+        callbacks: Lightning callbacks beside those of ``trainer.callbacks``, as a search of hyperparameters
+            has them to end a run that does not pay. What one raises ends the run and comes out here.
         output: a directory for what the command line leaves: report, log, checkpoints. None: only files whose
             path an override gives are written; scratch files are in a temporary directory.
         quiet: nothing goes to the terminal.
@@ -150,7 +154,7 @@ def train(
             composed.data.batch_size = dataset.batch_size
         folder = stack.enter_context(output_directory(output))
         screen = not quiet and Process.current().rank == 0
-        given = RunInputs(model, dataset, screen, output is not None, keeps=True)
+        given = RunInputs(model, dataset, screen, output is not None, keeps=True, callbacks=callbacks)
         with alone(), cached_in(None if output is not None else folder / "cache"):
             try:
                 outcome = carry_out(composed, folder, given)

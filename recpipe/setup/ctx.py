@@ -56,6 +56,8 @@ class RunInputs:
     """Whether to evaluate on the held-out part."""
     keeps: bool = False
     """Whether the caller will use the model; it then ends the run by closing ``RunResult.kept``."""
+    callbacks: Sequence[L.Callback] = ()
+    """Lightning callbacks beside those of the recipe."""
 
 
 NOTHING = RunInputs()

@@ -15,11 +15,12 @@ from recpipe.backend.build import build_backend
 from recpipe.backend.compiled import compile_dense
 from recpipe.checkpoint.table_io import TableCheckpointIO, checkpoints_in
 from recpipe.checkpoint.trained_on import TrainedOn
+from recpipe.common.console import log
 from recpipe.common.files import EXPORTS
 from recpipe.common.own_cache import default_cache_dir
 from recpipe.common.owned import remove_arrays
 from recpipe.common.timing import synchronized_time
-from recpipe.errors import UserError
+from recpipe.errors import UserError, shown
 from recpipe.model.dlrm import sizes_of
 from recpipe.pipeline.loader import EvalLoader, TrainLoader
 from recpipe.pipeline.placed import PlacedModel
@@ -147,8 +148,15 @@ class Training:
         )
         if logger is not None:
             logger.log_hyperparams(cfg.values)
-        with run.ranks.closing(module.close):
-            stopped, saved = fit(trainer, module, self.evaluation, recorder, self.built.resume, late)
+        try:
+            with run.ranks.closing(module.close):
+                stopped, saved = fit(trainer, module, self.evaluation, recorder, self.built.resume, late)
+        except Exception as fault:
+            # A callback given in Python may have raised it.
+            if run.given.callbacks and not isinstance(fault, UserError):
+                kind, why = type(fault).__name__, shown(fault, 300)
+                log.info("ended at step %d: %s: %s", module.global_step, kind, why)
+            raise
         self.built.embeddings.write_back()
         checkpoint = saved if recorder.steps else self.built.resume
         return Finished(stopped, checkpoint, synchronized_time(run.device))

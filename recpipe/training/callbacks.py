@@ -15,7 +15,7 @@ from lightning.pytorch import callbacks as lightnings
 from lightning.pytorch.callbacks import ModelCheckpoint
 
 from recpipe.common.words import make
-from recpipe.errors import UserError
+from recpipe.errors import UserError, shown
 from recpipe.plugin.calls import Owned
 from recpipe.plugin.collection import TableCollection
 from recpipe.plugin.errors import PluginError
@@ -54,9 +54,11 @@ NO_HOOK = "on_before_backward"
 """The hook of callbacks that a step, whose parts each go forward and backward, has no place for."""
 
 
-def make_callbacks(chosen: Sequence[Mapping[str, Any]], checkpoints: Path) -> list[L.Callback]:
-    """The user's callbacks of ``trainer.callbacks``. Their checkpoints go into the run's directory, unless
-    they name another. ``UserError`` for those in ``REFUSED``."""
+def make_callbacks(
+    chosen: Sequence[Mapping[str, Any]], checkpoints: Path, given: Sequence[L.Callback] = ()
+) -> list[L.Callback]:
+    """The user's callbacks of ``trainer.callbacks``, and those ``given`` in Python. Their checkpoints go into
+    the run's directory, unless they name another. ``UserError`` for those in ``REFUSED``."""
     made = []
     for index, wanted in enumerate(chosen):
         key = f"trainer.callbacks[{index}]"
@@ -65,11 +67,16 @@ def make_callbacks(chosen: Sequence[Mapping[str, Any]], checkpoints: Path) -> li
         with suppress(Exception):  # ``make`` says what is wrong with the name
             kind = get_class(str(wanted.get("_target_")))
         _allow(kind, key)
-        callback = make(L.Callback, wanted, key)
+        made.append(make(L.Callback, wanted, key))
+        _check(made[-1], key)
+    for index, callback in enumerate(given):
+        key = f"callbacks[{index}]"
+        if not isinstance(callback, L.Callback):
+            raise UserError(f"{key}: {shown(type(callback).__name__)} is no Lightning callback")
         _check(callback, key)
+    for callback in (made := [*made, *given]):
         if isinstance(callback, ModelCheckpoint) and callback.dirpath is None:
             callback.dirpath = str(checkpoints.absolute())
-        made.append(callback)
     return made
 
 
