@@ -25,7 +25,7 @@ from recpipe.model.grouped import ranking_at_k
 from recpipe.tasks.process import interrupt_on_sigterm, prepare_process
 from recpipe_retrieval import index as indexes
 from recpipe_retrieval.index import KINDS, About
-from recpipe_retrieval.vectors import loss_of, vectors_of
+from recpipe_retrieval.vectors import columns_of_items, loss_of, vectors_of
 
 RECALLS = (10, 100)
 """Of how many best candidates an index that is not exact is judged."""
@@ -43,6 +43,8 @@ class IndexOptions:
     output: FilePath | None = None
     """The directory of the index."""
     kind: Annotated[str, one_of(*KINDS)] = "flat"
+    columns: tuple[Text, ...] = ()
+    """Further columns of a candidate, for what ranks it; those of features of side: item are kept anyway."""
     overwrite: bool = False
 
 
@@ -79,9 +81,10 @@ def make_index(checkpoint: Path, words: Sequence[str]) -> About:
     indexes.faiss()
     with answering(TERMINAL, directory) as run_dir, written_alone("output", target, options.overwrite):
         trained = open_trained(checkpoint, overrides)
-        rows = vectors_of(trained, "candidate", [options.item], run_dir)
-        ids, vectors = indexes.distinct(rows, options.item)
-        log.info("indexing %s candidates", f"{len(ids):,}")
+        columns = dict.fromkeys([options.item, *columns_of_items(trained), *options.columns])
+        rows = vectors_of(trained, "candidate", list(columns), run_dir)
+        items, vectors = indexes.distinct(rows, options.item)
+        log.info("indexing %s candidates", f"{len(items):,}")
         made, recall = indexes.searched(options.kind, vectors), None
         if options.kind != "flat":
             found = (part for _, part in vectors_of(trained, "query", [options.item], run_dir))
@@ -89,9 +92,9 @@ def make_index(checkpoint: Path, words: Sequence[str]) -> About:
             recall = indexes.recall_at(made, vectors, some, RECALLS)
         about = About(
             *(str(trained.directory.absolute()), trained.step, options.item, options.kind),
-            *(len(ids), vectors.shape[1], recall),
+            *(len(items), vectors.shape[1], recall),
         )
-        indexes.write(target, ids, vectors, made, about)
+        indexes.write(target, items, vectors, made, about)
         told = "".join(f", {name} {value:.3f} of the exact search" for name, value in (recall or {}).items())
         log.info("wrote %s: %s candidates of %s values%s", target, f"{about.items:,}", about.dim, told)
     return about

@@ -53,23 +53,22 @@ class About:
     None: it is exact."""
 
 
-def distinct(rows: Iterator[tuple[pa.Table, Vectors]], item: str) -> tuple[pa.Array, Vectors]:
-    """The ids of all candidates and their vectors, float32 [N, D]: those of each id's first row. Rows
-    without an id are left out. ``UserError`` if none is left."""
-    places: dict[Any, int] = {}
-    ids, vectors = [], []
+def distinct(rows: Iterator[tuple[pa.Table, Vectors]], item: str) -> tuple[pa.Table, Vectors]:
+    """The columns of all candidates, the first of which has their ids, and their vectors, float32 [N, D]:
+    those of each id's first row. Rows without an id are left out. ``UserError`` if none is left."""
+    seen: set[Any] = set()
+    items, vectors = [], []
     for table, found in rows:
-        column = table.column(0).combine_chunks()
         new = []
-        for row, value in enumerate(column.to_pylist()):
-            if value is not None and value not in places:
-                places[value] = len(places)
+        for row, value in enumerate(table.column(0).to_pylist()):
+            if value is not None and value not in seen:
+                seen.add(value)
                 new.append(row)
-        ids.append(column.take(pa.array(new, pa.int64())))
+        items.append(table.take(pa.array(new, pa.int64())))
         vectors.append(found[new])
-    if not places:
+    if not seen:
         raise UserError(f"item={shown(item)}: no row of the data has an id")
-    return pa.concat_arrays(ids), np.concatenate(vectors)
+    return pa.concat_tables(items).combine_chunks(), np.concatenate(vectors)
 
 
 def searched(kind: str, vectors: Vectors) -> Any:
@@ -110,12 +109,12 @@ def recall_at(index: Any, vectors: Vectors, queries: Vectors, ks: tuple[int, ...
     return found
 
 
-def write(directory: Path, ids: pa.Array, vectors: Vectors, index: Any, about: About) -> None:
+def write(directory: Path, items: pa.Table, vectors: Vectors, index: Any, about: About) -> None:
     """Write all files of an index; the one that says what it is comes last."""
     listed = pa.FixedSizeListArray.from_arrays(pa.array(vectors.reshape(-1)), vectors.shape[1])
     directory.mkdir(parents=True, exist_ok=True)
     (directory / ABOUT).unlink(missing_ok=True)
-    pq.write_table(pa.table({about.item: ids, "vector": listed}), directory / ITEMS)
+    pq.write_table(items.append_column("vector", listed), directory / ITEMS)
     save_file({"candidates": vectors}, directory / VECTORS)
     faiss().write_index(index, str(directory / SEARCH))
     (directory / ABOUT).write_text(json.dumps(asdict(about), indent=1) + "\n")

@@ -35,6 +35,18 @@ def loss_of(trained: Trained) -> Ranking:
     return loss
 
 
+def columns_of_items(trained: Trained) -> list[str]:
+    """The columns of the candidate's features: those of side: item in the data, and those that
+    ``model.candidate`` names."""
+    preparation = trained.trained_on.preparation
+    features = None if preparation is None else preparation.features
+    if features is None:
+        return []
+    named = {*features.of_side("item"), *getattr(trained.cfg.model, "arguments", {}).get("candidate", ())}
+    own = [f for f in (*features.dense, *features.sparse) if named & {f.name, *f.names}]
+    return sorted(set().union(*(features.columns_of(feature) for feature in own)))
+
+
 def vectors_of(
     trained: Trained, part: Literal["query", "candidate"], columns: Sequence[str], run_dir: RunDir
 ) -> Iterator[tuple[pa.Table, Vectors]]:

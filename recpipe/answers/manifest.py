@@ -41,6 +41,8 @@ if TYPE_CHECKING:
     from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 FORMAT = "recpipe package"
+RETRIEVAL = "retrieval"
+"""Of the manifest of a package that finds candidates."""
 PrivateKey: TypeAlias = "Ed25519PrivateKey"
 LARGEST_KEY = 1 << 16
 """Bytes of a key's file that are read."""
@@ -257,6 +259,13 @@ class _Sequences(TypedDict):
     aligned: list[list[str]]
 
 
+class _Retrieval(TypedDict):
+    item: str
+    kind: str
+    items: Positive
+    dim: Positive
+
+
 class _Popularity(TypedDict):
     file: str
     samples: Count
@@ -319,3 +328,4 @@ class Content(TypedDict):
     reference: NotRequired[_Reference | None]
     popularity: NotRequired[_Popularity]
     encoding: NotRequired[str]
+    retrieval: NotRequired[_Retrieval]

@@ -16,6 +16,7 @@
       popularity.safetensors  if asked for: how often training looked up each row
       encoding.json           of data from files: the features, by which a server makes inputs of raw values
       score.py                loads and scores the package with torch and fbgemm_gpu alone
+      retriever/, candidates/ if asked for: what finds candidates (``recpipe.answers.candidates``)
       manifest.sig            if asked for: the signature of manifest.json, Ed25519
 
 No file is pickled. The directory is written under another name, tried, and then renamed.
@@ -23,6 +24,7 @@ No file is pickled. The directory is written under another name, tried, and then
 
 from __future__ import annotations
 
+import copy
 import logging
 import shutil
 import tempfile
@@ -31,11 +33,20 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import pyarrow.parquet as pq
 from torch import nn
 
 from recpipe.answers import score
+from recpipe.answers.candidates import (
+    ITEMS,
+    RETRIEVER,
+    Retrieval,
+    of_index,
+    of_packaged,
+    require_of_user,
+)
 from recpipe.answers.encoded import write_encoding
-from recpipe.answers.manifest import PrivateKey, is_package, private_key, write_manifest
+from recpipe.answers.manifest import RETRIEVAL, PrivateKey, is_package, private_key, write_manifest
 from recpipe.answers.parts import GOLDEN, MAPS, Parts, of_checkpoint, of_package
 from recpipe.answers.programs import (
     DENSE,
@@ -63,7 +74,7 @@ from recpipe.tasks.process import prepare_process
 log = logging.getLogger("recpipe")
 MOST_SAMPLES = 200_000
 """Held-out samples that are scored for the reference figures unless the user says how many."""
-WORDS = ("instruction_set", "dense", "reference", "popularity", "sign", "overwrite", "weights")
+WORDS = ("instruction_set", "dense", "reference", "popularity", "sign", "overwrite", "weights", "index")
 
 
 class Options:
@@ -78,6 +89,7 @@ class Options:
         sign: str | Path | None = None,
         overwrite: bool | str = False,
         weights: str | None = None,
+        index: str | Path | None = None,
     ) -> None:
         if dense not in DENSE:
             raise UserError(f"dense={shown(dense)}: choose one of {', '.join(DENSE)}")
@@ -107,6 +119,14 @@ class Options:
         self.weights = weights
         """``last``, or the averages ``ema`` or ``swa``; None: the averages, if training made any."""
         self.chosen = chosen_set(instruction_set)
+        self.index = None if index is None else Path(index).expanduser()
+        """The index in which the package finds candidates; None: it ranks those that it is given."""
+
+    def of_retriever(self) -> Options:
+        """Those of the query's tower, whose vectors are judged by what they find."""
+        made = copy.copy(self)
+        made.key, made.reference, made.popularity, made.index = None, 0, None, None
+        return made
 
 
 def _asked(word: str | bool | int) -> bool | int | None:
@@ -119,8 +139,8 @@ def _asked(word: str | bool | int) -> bool | int | None:
 
 def package_command(words: Sequence[str]) -> int:
     """``recpipe package CHECKPOINT DIRECTORY [instruction_set=avx2|avx512] [dense=low|float32]
-    [reference=false|SAMPLES] [popularity=true|SAMPLES] [sign=KEY] [overwrite=true]
-    [weights=last]``."""
+    [reference=false|SAMPLES] [popularity=true|SAMPLES] [sign=RETRIEVAL] [overwrite=true]
+    [weights=last] [index=INDEX]``."""
     options = dict(word.partition("=")[::2] for word in words[2:])
     unknown = next((key for key in options if key not in WORDS), None)
     if unknown is not None:
@@ -163,16 +183,18 @@ def package_for(
                 if is_package(checkpoint)
                 else of_checkpoint(checkpoint, model, options.weights)
             )
+            found = of_packaged(checkpoint, parts.content) if is_package(checkpoint) else None
+            found = found if options.index is None else of_index(options.index)
             with _beside(directory) as partial:
-                difference = _write(partial, parts, options)
+                difference = _write(partial, parts, options, found)
         size = readable_bytes(sum(file.stat().st_size for file in directory.rglob("*") if file.is_file()))
         log.info("wrote %s: %s, golden scores within %.1e of the model's", directory, size, difference)
     return directory
 
 
-def _write(folder: Path, parts: Parts, options: Options) -> float:
-    """Write all files into ``folder`` and score the golden batch with them; returns how far its scores are
-    from the model's."""
+def _write(folder: Path, parts: Parts, options: Options, found: Retrieval | None = None) -> float:
+    """Write all files into ``folder``, with the candidates that were ``found``, and score the golden batch
+    with them; returns how far its scores are from the model's."""
     chosen, layers = options.chosen, parts.content["layers"]
     used = usable(parts.programs, layers, options.dense, chosen)
     if options.dense == "measured":
@@ -183,6 +205,10 @@ def _write(folder: Path, parts: Parts, options: Options) -> float:
     if options.popularity is not None:
         parts.content["popularity"] = parts.popularity(folder, options.popularity)
     parts.content.update(write_encoding(folder, parts.preparation))
+    if found is not None:
+        found.write(folder, parts.preparation)
+        _write_retriever(folder, found, options.of_retriever())
+        parts.content[RETRIEVAL] = dict(found.about)
     shutil.copyfile(Path(score.__file__), folder / "score.py")
     for program in parts.programs:
         program.save(folder)
@@ -235,6 +261,16 @@ def _write(folder: Path, parts: Parts, options: Options) -> float:
         content["reference"] = figures
     write_manifest(folder, content, options.key)
     return scorer.difference
+
+
+def _write_retriever(folder: Path, found: Retrieval, options: Options) -> None:
+    """Write the package of the query's tower into a package's ``folder``, which has the candidates."""
+    (folder / RETRIEVER).mkdir()
+    _write(folder / RETRIEVER, found.parts, options)
+    preparation = found.parts.preparation
+    assert preparation is not None
+    assert preparation.features is not None
+    require_of_user(folder / RETRIEVER, preparation.features, pq.read_schema(folder / ITEMS).names)
 
 
 @contextmanager

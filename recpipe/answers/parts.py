@@ -115,13 +115,19 @@ class Parts:
     """How raw values become inputs, where that is known."""
 
 
-def of_checkpoint(checkpoint: Path, model: nn.Module | None, weights: str | None = None) -> Parts:
-    """What to write of a checkpoint, quantized or not; ``UserError`` if its model cannot be packaged."""
+def of_checkpoint(
+    checkpoint: Path,
+    model: nn.Module | None,
+    weights: str | None = None,
+    output: Callable[[Called], Called] = lambda called: called,
+) -> Parts:
+    """What to write of a checkpoint, quantized or not; ``UserError`` if its model cannot be packaged.
+    ``output``: makes of the model what gives the package's outputs."""
     trained = open_trained(checkpoint, model=model, weights=weights)
     schema = trained.schema
     grown = grown_in(trained.directory / TABLES, schema.sparse)
     source = trained.stored()
-    called = source.called
+    called = output(source.called)
     log.info("exporting %s", type(called.module).__name__)
     preparation = trained.trained_on.preparation
     lists = None if preparation is None else preparation.lists
@@ -140,7 +146,7 @@ def of_checkpoint(checkpoint: Path, model: nn.Module | None, weights: str | None
         (found,) = scored(called, [as_batch(schema, inputs)], labelled=False)
         bound = tolerance(found.scores, LOW_PRECISION)
         programs.append(Program(low, found.scores, bound, low=True))
-    content = _content(trained, source, dense, grown)
+    content = _content(trained, source, called, dense, grown)
 
     def write_tables(folder: Path) -> None:
         for name, table in dense.tables.items():
@@ -238,7 +244,7 @@ def of_package(directory: Path) -> Parts:
 
 
 def _content(
-    trained: Trained, stored: StoredModel, dense: DensePart, grown: Mapping[str, GrownIds]
+    trained: Trained, stored: StoredModel, called: Called, dense: DensePart, grown: Mapping[str, GrownIds]
 ) -> dict[str, Any]:
     schema, source, preparation = trained.schema, trained.cfg.data.name, trained.trained_on.preparation
     sequences = {}
@@ -277,7 +283,7 @@ def _content(
         **maps,
         **sequences,
         "layers": stored.layers,
-        "outputs": [{"name": name, "kind": task.kind} for name, task in stored.called.tasks.items()],
+        "outputs": [{"name": name, "kind": task.kind} for name, task in called.tasks.items()],
     }
 
 

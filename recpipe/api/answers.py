@@ -99,6 +99,7 @@ def package(
     reference: bool | int = True,
     sign: str | Path | None = None,
     overwrite: bool = False,
+    index: str | Path | None = None,
     quiet: bool = False,
 ) -> Path:
     """Write ``directory``: what a server needs of the model in ``checkpoint``, and nothing else. Returns its
@@ -120,6 +121,7 @@ def package(
             server's monitor compares with; True: up to 200,000, False: none. Without the data there are none.
         sign: a private Ed25519 key without a password, as a PEM file: the package gets its signature, which
             ``recpipe serve ... trust=PUBKEY`` asks for.
+        index: an index of ``recpipe index``, in which a server finds the candidates that the model ranks.
         quiet: nothing goes to the terminal.
 
     ``UserError`` if there is no C++ compiler, or if the model cannot be packaged.
@@ -135,6 +137,7 @@ def package(
         popularity=popularity,
         sign=sign,
         overwrite=overwrite,
+        index=index,
     )
     return package_for(Path(checkpoint), Path(directory), model, options, screen=not quiet)
 

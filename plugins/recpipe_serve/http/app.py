@@ -10,8 +10,9 @@ from contextlib import asynccontextmanager
 from functools import partial
 from pathlib import Path
 from time import perf_counter
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+import numpy as np
 from starlette.applications import Starlette
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
@@ -42,6 +43,9 @@ from recpipe_serve.http.raw import DENSE
 from recpipe_serve.monitor.monitor import Monitor
 from recpipe_serve.monitor.windows import REFUSED
 
+if TYPE_CHECKING:
+    from recpipe_serve.candidates import Candidates
+
 log = logging.getLogger("recpipe")
 VERSION = "1"
 _JSON = {"content-type": "application/json"}
@@ -54,6 +58,7 @@ class Server:
     ``config``: the words of ``recpipe serve``. ``several``: whether it is one of several processes, whose
     metrics are shown together; it is the one of this ``number``, and what the monitors see is in ``folder``.
     ``preparation``: by which raw values are encoded; None: they are refused. ``maps``: see ``Features``.
+    ``candidates``: what finds these; None: the package has none.
     """
 
     def __init__(
@@ -67,7 +72,9 @@ class Server:
         number: int = 0,
         preparation: Preparation | None = None,
         maps: Mapping[int, RowMap] = NO_MAPS,
+        candidates: Candidates | None = None,
     ) -> None:
+        self.candidates = candidates
         self.manifest, self.name, self.config = manifest, name, config
         self.outputs = [output["name"] for output in manifest["outputs"]]
         self.features = Features(manifest, config.samples, maps)
@@ -90,6 +97,7 @@ class Server:
         package: str,
         preparation: Preparation | None = None,
         maps: Mapping[int, RowMap] = NO_MAPS,
+        candidates: Candidates | None = None,
     ) -> None:
         """Score by ``score`` of another package with this ``manifest`` from the next batch on, and encode raw
         values by its ``preparation``, and keys by its ``maps``. It takes and gives what the one before did;
@@ -103,7 +111,7 @@ class Server:
             monitor = self._make_monitor(manifest)
             self.monitor.close()
             self.manifest, self.monitor, self.batcher.scored = manifest, monitor, monitor.saw
-        self.batcher.score = score
+        self.batcher.score, self.candidates = score, candidates
         self.metrics.serves(package)
 
     def app(self) -> ASGIApp:
@@ -117,6 +125,7 @@ class Server:
                 Route(f"{path}/ready", self._model_ready),
                 Route(f"{path}/infer", self._unknown, methods=["POST"]),
                 Route(f"{path}/labels", self._labels, methods=["POST"]),
+                Route(f"{path}/retrieve", self._retrieve, methods=["POST"]),
                 Route(f"{path}/monitor", self._monitor),
             ]
         return Starlette(routes=routes, lifespan=self._lifespan, exception_handlers={Refused: _refused})
@@ -175,31 +184,76 @@ class Server:
 
     async def _labels(self, request: Request) -> Response:
         """Labels of requests that were answered before."""
-        most, seconds = self.config.body_bytes, self.config.body_seconds
         try:
-            self._require_known(request)
-            if (fault := header_fault(dict(request.scope["headers"]), most)) is not None:
-                raise fault
-            body = bytearray()
-            try:
-                async with asyncio.timeout(seconds):
-                    more = True
-                    while more:
-                        message = await request.receive()
-                        if message["type"] == "http.disconnect":
-                            raise ClientDisconnect
-                        body += message.get("body", b"")
-                        more = message.get("more_body", False)
-                        if len(body) > most:
-                            raise too_large(most)
-            except TimeoutError:
-                raise Refused(408, "slow", f"the body did not come within {seconds:g} s") from None
-            return _json(await self.monitor.labelled(bytes(body)))
+            return _json(await self.monitor.labelled(await self._body(request)))
         except Refused:
             self.monitor.mine.posted[REFUSED] += 1
             raise
         except ClientDisconnect:
             return Response(status_code=499)
+
+    async def _body(self, request: Request) -> bytes:
+        """The body of a request for this model, within the limits of size and time; ``Refused`` beyond."""
+        most, seconds = self.config.body_bytes, self.config.body_seconds
+        self._require_known(request)
+        if (fault := header_fault(dict(request.scope["headers"]), most)) is not None:
+            raise fault
+        body = bytearray()
+        try:
+            async with asyncio.timeout(seconds):
+                more = True
+                while more:
+                    message = await request.receive()
+                    if message["type"] == "http.disconnect":
+                        raise ClientDisconnect
+                    body += message.get("body", b"")
+                    more = message.get("more_body", False)
+                    if len(body) > most:
+                        raise too_large(most)
+        except TimeoutError:
+            raise Refused(408, "slow", f"the body did not come within {seconds:g} s") from None
+        return bytes(body)
+
+    async def _retrieve(self, request: Request) -> Response:
+        """The best candidates of a user: found in the index, and scored by the ranker in one batch with what
+        else waits."""
+        began = perf_counter()
+        try:
+            answered = 200, *await self._retrieved(await self._body(request))
+        except ClientDisconnect:
+            return Response(status_code=499)
+        except Exception as fault:
+            status, content, headers = self._fault(fault)
+            answered = status, content, dict(headers)
+        self.metrics.answered(answered[0], perf_counter() - began, len(self.batcher.queue))
+        return Response(answered[1], answered[0], answered[2])
+
+    async def _retrieved(self, body: bytes) -> tuple[bytes, dict[str, str]]:
+        if self.candidates is None:
+            raise bad("the package has no candidates: package the ranker with index=INDEX")
+        from recpipe_serve.candidates import Wanted
+
+        wanted, candidates = Wanted.parse(body, self.config.samples), None
+        while candidates is not self.candidates:  # another package has taken its place meanwhile
+            candidates = self.candidates
+            assert candidates is not None
+            places, similar = await asyncio.to_thread(candidates.find, wanted)
+            inputs = candidates.asked(wanted, places) if len(places) else None
+        scores = np.empty((0, len(self.outputs)), np.float32)
+        if inputs is not None:
+            done: asyncio.Future[Array] = asyncio.get_running_loop().create_future()
+            self.batcher.put(inputs, partial(_settle, done))
+            found = await done
+            scores = found.reshape(len(found), -1)
+            if wanted.id is not None:
+                order = np.argsort(
+                    -scores[:, self.outputs.index(candidates.output(wanted.by))], kind="stable"
+                )
+                self.monitor.keep(wanted.id, scores[order[: wanted.k]])
+        told = {"model_name": self.name, "model_version": VERSION}
+        if wanted.id is not None:
+            told["id"] = wanted.id
+        return json.dumps(told | candidates.answer(wanted, places, similar, scores)).encode(), _JSON
 
     async def _unknown(self, request: Request) -> Response:
         """A request for scores of another model, or version; the others do not come here."""
@@ -275,6 +329,16 @@ class Server:
         self.metrics.answered(answered[0], seconds, len(self.batcher.queue))
         if self.metrics.several:  # a worker that is killed then has counted it
             request.respond(request, answered)
+
+
+def _settle(done: asyncio.Future[Array], found: Array | Exception) -> None:
+    """Give the waiting request its scores, or why there are none, if it still waits."""
+    if done.done():
+        return
+    if isinstance(found, Exception):
+        done.set_exception(found)
+    else:
+        done.set_result(found)
 
 
 def _json(content: Mapping[str, Any], status: int = 200) -> Response:

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from recpipe.data.features import Features
 from recpipe.data.preparation import Preparation
 from recpipe.errors import BadRow, DataError, shown
 from recpipe_serve.batching.forms import Array
@@ -33,17 +34,28 @@ class RawValues:
         """Imported with pyarrow when the first raw values come: a server of encoded ones does without."""
         return self._preparation.encoding
 
+    @property
+    def features(self) -> Features:
+        """What it makes inputs of."""
+        found: Features = self._encoding.features
+        return found
+
     def inputs(self, rows: Sequence[Mapping[str, Any]]) -> dict[str, Array]:
         """The tensors that ``Features`` takes, of rows by the names of their columns; ``Refused`` names the
         row and the column of what cannot be."""
         import pyarrow as pa
 
+        names = list(dict.fromkeys(name for row in rows for name in row))
+        return self.of_batch(
+            pa.record_batch([_array(name, [row.get(name) for row in rows]) for name in names], names)
+        )
+
+    def of_batch(self, batch: Any) -> dict[str, Array]:
+        """``inputs`` of the rows of a ``pyarrow.RecordBatch``."""
         from recpipe.data.columns import BatchMaker
         from recpipe.data.files import RowChecks
 
-        names = list(dict.fromkeys(name for row in rows for name in row))
-        batch = pa.record_batch([_array(name, [row.get(name) for row in rows]) for name in names], names)
-        checks = RowChecks(REQUEST, 1, len(rows))
+        checks = RowChecks(REQUEST, 1, len(batch))
         try:
             self._encoding.require_types(REQUEST, batch.schema)
             columns = self._encoding.columns(batch, checks, labelled=False).columns

@@ -19,14 +19,14 @@ import sys
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import uvloop
 
 from recpipe.answers import score
 from recpipe.answers.encoded import read_encoding
-from recpipe.answers.manifest import read_manifest
+from recpipe.answers.manifest import RETRIEVAL, read_manifest
 from recpipe.common.console import alone, capture_logs
 from recpipe.common.process import old_objects_kept, quieted
 from recpipe.data.preparation import Preparation
@@ -38,6 +38,9 @@ from recpipe_serve.http.acceptor import Acceptor, Shares
 from recpipe_serve.http.app import Server
 from recpipe_serve.http.metrics import DIRECTORY
 from recpipe_serve.row_server import RowServer
+
+if TYPE_CHECKING:
+    from recpipe_serve.candidates import Candidates
 
 log = logging.getLogger("recpipe")
 LARGEST = 65536
@@ -59,10 +62,17 @@ class Loaded:
     package: str
     preparation: Preparation | None
     """How raw values are encoded, if it says that."""
+    candidates: Candidates | None = None
+    """What finds candidates, if it has some."""
 
 
 def load(
-    directory: Path, rows: RowServer | None = None, mapped: bool = False, trust: str | None = None
+    directory: Path,
+    rows: RowServer | None = None,
+    mapped: bool = False,
+    trust: str | None = None,
+    most: int = ServeConfig.samples,
+    threads: int = 1,
 ) -> Loaded:
     """Load the package, once more if it was replaced meanwhile. ``UserError`` if it cannot be used, or is not
     signed by the owner of the key ``trust``."""
@@ -77,9 +87,15 @@ def load(
             read_manifest(directory, None if trust is None else Path(trust))
             scorer = score.Scorer(directory, mapped) if rows is None else rows.scorer(directory)
             preparation = read_encoding(directory, scorer.manifest)
+            candidates = None
+            if RETRIEVAL in scorer.manifest and preparation is not None:
+                from recpipe_serve.candidates import Candidates  # with pyarrow, which most servers do without
+
+                own = (scorer.manifest, preparation, scorer.maps)
+                candidates = Candidates(directory, *own, most, threads)
             digest = (directory / score.DIGEST).read_text()
             if os.path.samestat(before, directory.stat()):
-                return Loaded(scorer, digest[:12], preparation)
+                return Loaded(scorer, digest[:12], preparation, candidates)
         except (score.PackageError, UserError, OSError) as fault:
             with suppress(OSError):
                 if not os.path.samestat(before, directory.stat()):
@@ -105,7 +121,7 @@ class Worker:
     ) -> None:
         torch.set_num_threads(config.threads)
         self.directory, self.config, self.rows, self.several = directory, config, rows, several
-        self.loaded = load(directory, rows, several, config.trust)
+        self.loaded = load(directory, rows, several, config.trust, config.samples, config.threads)
         scorer = self.loaded.scorer
         folder = Path(os.environ[DIRECTORY]) if several else None
         self.server = Server(
@@ -118,6 +134,7 @@ class Worker:
             number,
             self.loaded.preparation,
             scorer.maps,
+            self.loaded.candidates,
         )
         self.server.metrics.serves(self.loaded.package)
         if rows is not None:
@@ -173,7 +190,12 @@ class Worker:
                 loaded = await asyncio.to_thread(self._anew)
                 scorer = loaded.scorer
                 self.server.use(
-                    RequestScorer(scorer), scorer.manifest, loaded.package, loaded.preparation, scorer.maps
+                    RequestScorer(scorer),
+                    scorer.manifest,
+                    loaded.package,
+                    loaded.preparation,
+                    scorer.maps,
+                    loaded.candidates,
                 )
             except Exception as fault:
                 if not isinstance(fault, UserError):
@@ -199,13 +221,15 @@ class Worker:
         with suppress(score.PackageError, OSError):  # loading it says what is wrong
             # A plugin puts rows in the place of others while it loads them.
             self._require_same(score.sealed(self.directory))
-        loaded = load(self.directory, self.rows, self.several, self.config.trust)
+        config = self.config
+        loaded = load(self.directory, self.rows, self.several, config.trust, config.samples, config.threads)
         self._require_same(loaded.scorer.manifest)
         return loaded
 
     def _require_same(self, manifest: dict[str, Any]) -> None:
-        for what in ("dense", "sparse", "outputs"):
-            if manifest.get(what) != self.loaded.scorer.manifest[what]:
+        for what in ("dense", "sparse", "outputs", RETRIEVAL):
+            then, now = self.loaded.scorer.manifest.get(what), manifest.get(what)
+            if (then is None) != (now is None) if what == RETRIEVAL else now != then:
                 raise UserError(
                     f"{self.directory}: its manifest's '{what}' differs, on which clients rely: start a "
                     "server of its own for it"
