@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import pairwise
@@ -188,9 +188,9 @@ class _Step:
     def _look_up(self, shared: bool = False) -> None:
         """Look up what the first micro-batch needs, then send the numbers of the next batch's ids."""
         batch = self.batch
-        wait = bool(batch.moving) and (not batch.bounds or batch.cold_from == 0)
+        all_rows = bool(batch.moving) and (not batch.bounds or batch.cold_from == 0)
         by_graph = self.graph is not None and self.graph.takes_tables
-        batch.look_up(wait, shared, self.workers, by_graph)
+        batch.look_up(all_rows, shared, self.workers, by_graph)
         self.looked_up = True
         if batch.upcoming is not None:
             batch.upcoming.arrive()
@@ -251,12 +251,20 @@ class _Step:
                     rows.share()
             for part in parts[1:]:
                 part.end = self.cores.others.submit(part.train)
-            if not self.looked_up:
-                self._look_up(shared=True)
-            self._overlap_next_batch()
-            parts[0].train()
-            with phase("dense backward"):
-                loss = torch.stack([part.rows_done.result() for part in parts]).sum()
+            try:
+                if not self.looked_up:
+                    self._look_up(shared=True)
+                self._overlap_next_batch()
+                parts[0].train()
+                with phase("dense backward"):
+                    loss = torch.stack([part.rows_done.result() for part in parts]).sum()
+            except BaseException as fault:
+                # Not before the others have ended: one that has yet to ask for its rows would take those of
+                # the batch's next try, once this one has let go of it.
+                if not self.batch.looked_up.done():
+                    self.batch.looked_up.set_exception(fault)
+                wait([part.end for part in parts if part.end is not None])
+                raise
         if self.model.late_calls != self.late_calls:
             raise UserError(
                 "the model looks rows up by ids of its own making, but did not for the first samples; cores "

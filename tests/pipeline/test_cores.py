@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
+from time import sleep
 
 import numpy as np
 import pytest
@@ -213,6 +214,33 @@ def test_a_fault_on_one_core_is_raised_and_leaves_no_one_waiting(
     for parameter in model.dense_parameters().values():
         parameter.grad = None
     assert torch.isfinite(accumulate(model, staged, StepTimes(), cores))
+
+
+def test_a_failed_lookup_waits_for_cores_that_have_not_asked_for_rows(cores, tmp_path, monkeypatch) -> None:
+    """They would otherwise take those of the same batch's next try."""
+    embeddings = collection_of("resident", "sgd", tmp_path)
+    model = model_over(embeddings)
+    failed, ended = threading.Event(), list[str]()
+    train = step_module._CorePart.train
+
+    def late(self) -> None:
+        failed.wait()
+        sleep(0.05)
+        try:
+            train(self)
+        finally:
+            ended.append(threading.current_thread().name)
+
+    def failing(*_: object) -> torch.Tensor:
+        failed.set()
+        raise RuntimeError("look up")
+
+    monkeypatch.setattr(step_module._CorePart, "train", late)
+    monkeypatch.setattr(embeddings, "compute", failing)
+    with pytest.raises(RuntimeError, match="look up"):
+        accumulate(model, InFlight(random_batch(np.random.default_rng(0), SIZE, True)), StepTimes(), cores)
+    assert len(ended) == cores.count - 1
+    embeddings.close()
 
 
 def test_a_step_leaves_nothing_in_memory(cores, tmp_path, monkeypatch) -> None:
