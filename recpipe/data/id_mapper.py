@@ -92,8 +92,8 @@ class _Rows:
         out = np.empty(ids.shape[::-1], np.int64)
         if out.size:
             bits = np.empty(0, np.uint8) if missing is None else np.array(missing.reshape(-1))
-            # Copies: a mapped file is read-only, for which the loop would be compiled once more.
-            keys = np.array(ids, order="C").reshape(-1)
+            # A copy of a mapped file, which is read-only: for that the loop would be compiled once more.
+            keys: NDArray[Any] = np.require(ids, requirements=("C", "W")).reshape(-1)
             keys = keys.view(np.uint64) if keys.dtype == np.int64 else keys
             signed = ids.dtype.kind == "i"
             taken = rows_into(out.reshape(-1), keys, bits, self.rows, self.rules, signed)
@@ -162,17 +162,20 @@ def rows_into(
         for feature in range(features):
             made = out[feature * samples + low : feature * samples + high]
             bit, rule = np.uint8(1 << (7 - feature % 8)), rules[feature]
-            _copy_each(own, keys[low * features + feature :], features)
+            if rule == 3:
+                _copy_each(made, keys[low * features + feature :], features)
+            else:
+                _copy_each(own, keys[low * features + feature :], features)
             if len(missing) and feature % 8 == 0:
                 _copy_each(gone, missing[low * width + feature // 8 :], width)
             if rule == 0:
                 _hash_into(made, own, np.uint64(rows[feature] - 1))
             elif rule == 1:
                 _modulo_into(made, own, rows[feature], signed)
-            else:
+            elif rule == 2:
                 _copy_each(made, own, 1)
-                if rule == 3 and ((made == MISSING_KEY) & ((gone & bit) == 0)).any():
-                    taken = feature
+            elif _has(made, MISSING_KEY) and ((made == MISSING_KEY) & ((gone & bit) == 0)).any():
+                taken = feature
             if len(missing):
                 _mark(made, gone, bit, MISSING_KEY if rule == 3 else 0)
     return taken
@@ -185,6 +188,13 @@ def _copy_each(out: Any, values: Any, step: int) -> None:
     """Each ``step``-th value."""
     for place in range(len(out)):
         out[place] = values[place * step]
+
+
+def _has(values: Any, wanted: int) -> bool:
+    found = False
+    for place in range(len(values)):
+        found |= values[place] == wanted
+    return found
 
 
 def _hash_into(out: Any, keys: Any, divisor: Any) -> None:

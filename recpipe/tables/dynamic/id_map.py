@@ -191,7 +191,9 @@ class IdMap:
         content = self.content
         content.now += 1
         rows, touched, states = (np.empty(len(keys), np.int64) for _ in range(3))
-        count, without = loops.see(keys, *self._index, content.records, rows, content.now, touched, states)
+        count, without = loops.look_up(
+            keys, *self._index, content.records, rows, content.now, touched, states
+        )
         none = np.empty(0, np.int64)
         turn = Turn(
             content.used,
@@ -288,7 +290,7 @@ class IdMap:
     def rows_of(self, keys: Keys) -> Rows:
         """The row of each of ``keys``: -1 if it has none."""
         rows = np.empty(len(keys), np.int64)
-        loops.look_up(keys, *self._index, self.content.records, rows)
+        loops.look_up(keys, *self._index, self.content.records, rows, 0, rows, rows)
         return rows
 
     def load(self, content: Content) -> None:

@@ -78,7 +78,8 @@ def _searched(key: int, slots: NDArray[np.uint32], bits: int, records: NDArray[n
         slot = slot + 1 if slot + 1 < size else 0
 
 
-def _look_up(
+@compiled
+def look_up(
     keys: NDArray[np.int64],
     slots: NDArray[np.uint32],
     bits: int,
@@ -88,7 +89,11 @@ def _look_up(
     touched: NDArray[np.int64],
     states: NDArray[np.int64],
 ) -> tuple[int, int]:
-    """``see`` in batch ``now``, or ``look_up`` if that is 0.
+    """Write the row of each of ``keys`` [n] into ``rows`` [n]: -1 if it has none. Returns how many rows are
+    noted, and how many keys have none.
+
+    In a batch ``now``, from 1 on, ids with a row are noted as seen: each of these rows and its state before
+    are written into ``touched`` and ``states`` [n]. With 0 nothing is noted.
 
     A key goes through three steps, ``AHEAD`` other keys apart, so that what lies at random places in memory
     is on its way while others are worked on.
@@ -140,35 +145,6 @@ def _look_up(
             times = times + _ONE if times < np.uint64(_MOST) else times
             records[place] = np.int64(times << _HALF | np.uint64(now))
     return int(count), missed
-
-
-@compiled
-def look_up(
-    keys: NDArray[np.int64],
-    slots: NDArray[np.uint32],
-    bits: int,
-    records: NDArray[np.int64],
-    rows: NDArray[np.int64],
-) -> None:
-    """Write the row of each of ``keys`` [n] into ``rows`` [n]: -1 if it has none."""
-    _look_up(keys, slots, bits, records, rows, 0, rows, rows)
-
-
-@compiled
-def see(
-    keys: NDArray[np.int64],
-    slots: NDArray[np.uint32],
-    bits: int,
-    records: NDArray[np.int64],
-    rows: NDArray[np.int64],
-    now: int,
-    touched: NDArray[np.int64],
-    states: NDArray[np.int64],
-) -> tuple[int, int]:
-    """``look_up``, and note that the ids with a row are seen in batch ``now``, from 1 on. Writes each of
-    these rows and its state before into ``touched`` and ``states`` [n], and returns how many there are, and
-    how many keys have no row."""
-    return _look_up(keys, slots, bits, records, rows, now, touched, states)
 
 
 @compiled
