@@ -38,8 +38,9 @@ from torchrec.distributed.planner.types import ParameterConstraints
 from torchrec.models.deepfm import SimpleDeepFMNN
 from torchrec.models.dlrm import DLRM
 from torchrec.modules.embedding_configs import EmbeddingBagConfig
-from torchrec.modules.embedding_modules import EmbeddingBagCollection
+from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
 from torchrec.modules.fused_embedding_modules import fuse_embedding_optimizer
+from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 import recpipe
@@ -47,6 +48,7 @@ from recpipe.backend.choices import Host
 from recpipe.common.process import quiet_libraries
 
 ROWS, DENSE = 20_000, 13
+CPU = torch.device("cpu")
 USER = [f"u{i}" for i in range(13)]
 ITEM = [f"i{i}" for i in range(13)]
 EPOCH = 40_960
@@ -107,6 +109,24 @@ def dlrm(dim: int) -> nn.Module:
 MODELS: dict[str, Callable[[int], nn.Module]] = {"dlrm": dlrm, "two_tower": TwoTower, "deepfm": deepfm}
 
 
+def is_table(name: str) -> bool:
+    """Whether a parameter of this name is a table of a collection."""
+    return ".embedding_bags." in f".{name}" or ".embeddings." in f".{name}"
+
+
+def fused(model: nn.Module, optimizer: type[torch.optim.Optimizer], knobs: dict[str, Any]) -> nn.Module:
+    """``model``, its tables with their optimizer: fused by FBGEMM, but for an ``EmbeddingCollection``'s,
+    which TorchRec fuses on no CPU: there the optimizer goes over whole tables in the backward pass."""
+    for parent in [*model.modules()]:
+        for name, child in [*parent.named_children()]:
+            if isinstance(child, EmbeddingCollection):
+                apply_optimizer_in_backward(optimizer, child.parameters(), knobs)
+            elif isinstance(child, EmbeddingBagCollection):
+                held = nn.ModuleDict({name: child})
+                parent.add_module(name, fuse_embedding_optimizer(held, optimizer, knobs, CPU)[name])
+    return model
+
+
 class ByHand:
     """The loop written by hand."""
 
@@ -116,8 +136,8 @@ class ByHand:
         if is_sharded:
             self.model: nn.Module = sharded(model)
         else:
-            self.model = fuse_embedding_optimizer(model, optimizer, knobs, torch.device("cpu"))
-        dense = [p for n, p in self.model.named_parameters() if "embedding_bags" not in n]
+            self.model = fused(model, optimizer, knobs)
+        dense = [p for n, p in self.model.named_parameters() if not is_table(n)]
         self.optimizer = torch.optim.Adagrad(dense, lr=0.02, fused=True)
         self.batches = itertools.cycle(batches)
 
