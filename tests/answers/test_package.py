@@ -463,7 +463,9 @@ def test_the_command_replaces_no_package_unless_told(
     for name in (MANIFEST, DIGEST):
         (older / name).write_text("older")
     monkeypatch.setattr(packaging, "compiler", lambda: "a compiler")
-    monkeypatch.setattr(packaging, "_write", lambda folder, parts, options: (folder / "new").touch() or 0.0)
+    monkeypatch.setattr(
+        packaging, "_write", lambda folder, parts, options, found: (folder / "new").touch() or 0.0
+    )
 
     def said(status: int, *words: object) -> str:
         monkeypatch.setattr(sys, "argv", ["recpipe", "package", *map(str, words)])
