@@ -77,7 +77,7 @@ def fields_of(described: dict[str, Any]) -> dict[str, Any]:
     history = [tuple(s["name"] for s in sequences)]
     return {
         f"{model}_{field}_field": names
-        for model in ("din", "bst")
+        for model in ("din", "dien", "bst")
         for field, names in (("target", [tuple(targets)]), ("sequence", history))
     }
 

@@ -121,6 +121,12 @@ WORKS = {
         "DIN",
         {"dnn_hidden_units": [64, 64], "attention_hidden_units": [64]},
     ),
+    "dien": Work(
+        "taobao",
+        (*HISTORIES, "model.hidden=[64,64]"),
+        "DIEN",
+        {"dnn_hidden_units": [64, 64], "batch_norm": False, "dien_neg_seq_field": []},
+    ),
     "bst": Work(
         "taobao",
         (*HISTORIES, "model.hidden=[64,64]", "model.heads=2"),

@@ -266,6 +266,8 @@ class Called:
     def whole_batch(self) -> str | None:
         """Why parts of a batch cannot be trained one by one, as far as the loss says so."""
         named = next((loss.name for loss in self.losses_by_name.values() if loss.whole_batch), None)
+        if named is None and getattr(self.module, "whole_batch", False) is True:
+            return f"{type(self.module).__name__}'s loss compares samples of a batch with each other"
         return f"model.loss={named} compares all samples of a batch with each other" if named else None
 
     @property

@@ -350,6 +350,61 @@ def sasrec_vectors(w: Weights, batch: Batch) -> tuple[torch.Tensor, torch.Tensor
     return torch.stack(found), torch.stack(targets)
 
 
+def dien(w: Weights, batch: Batch, schema: Schema) -> torch.Tensor:
+    targets, interests = [], []
+    for events, target in w.history(batch):
+        states = dien_states(w, events)
+        scores = [state @ w["evolutions.0.nearness.weight"] @ target for state in states]
+        interest = torch.zeros(2 * DIM)
+        for state, near in zip(states, torch.stack(scores).softmax(0) if scores else (), strict=True):
+            interest = gru_step(
+                interest,
+                w.linear("evolutions.0.evolving.of_inputs", state),
+                w.linear("evolutions.0.evolving.of_state", interest),
+                near,
+            )
+        targets.append(target)
+        interests.append(interest)
+    known = [w.context(batch, schema), torch.stack(targets), torch.stack(interests)]
+    return w.last_layers("top", torch.cat(known, dim=1))
+
+
+def dien_states(w: Weights, events: torch.Tensor) -> list[torch.Tensor]:
+    """Of the GRU after each event."""
+    name, state, found = "evolutions.0.extractor", torch.zeros(2 * DIM), []
+    for event in events:
+        inputs = w[f"{name}.weight_ih_l0"] @ event + w[f"{name}.bias_ih_l0"]
+        own = w[f"{name}.weight_hh_l0"] @ state + w[f"{name}.bias_hh_l0"]
+        r, u, n = inputs.chunk(3)  # torch's gates are reset, 1 - update, new
+        a, b, c = own.chunk(3)
+        state = gru_step(state, torch.cat([r, -u, n]), torch.cat([a, -b, c]), torch.ones(()))
+        found.append(state)
+    return found
+
+
+def gru_step(
+    state: torch.Tensor, inputs: torch.Tensor, own: torch.Tensor, near: torch.Tensor
+) -> torch.Tensor:
+    """The next state; the update gate lets so much of the candidate in."""
+    r, u, n = inputs.chunk(3)
+    a, b, c = own.chunk(3)
+    update = near * (u + b).sigmoid()
+    return (1 - update) * state + update * (n + (r + a).sigmoid() * c).tanh()
+
+
+def dien_loss(w: Weights, batch: Batch, logits: torch.Tensor) -> torch.Tensor:
+    """Of one label, with what tells the next events from those of the sample half a batch away."""
+    loss, samples = F.binary_cross_entropy_with_logits(logits.squeeze(1), batch.labels), w.history(batch)
+    share = 1 / (batch.size * (HISTORY - 1))
+    for n, (events, _) in enumerate(samples):
+        others, states = samples[n - batch.size // 2][0], dien_states(w, events)
+        for t in range(1, len(events)):
+            loss = loss - share * (states[t - 1] @ events[t]).sigmoid().log()
+            if t < len(others) and not torch.equal(events[t], others[t]):
+                loss = loss - share * (1 - (states[t - 1] @ others[t]).sigmoid()).log()
+    return loss
+
+
 def hstu(w: Weights, batch: Batch, schema: Schema) -> torch.Tensor:
     states = [hstu_states(w, torch.cat([events, target[None]]))[-1] for events, target in w.history(batch)]
     return w.last_layers("top", torch.cat([w.context(batch, schema), torch.stack(states)], dim=1))

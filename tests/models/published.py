@@ -44,7 +44,7 @@ EVENTS = (
     SparseFeature("tags", 20, dim=4),
 )
 """Of models that compare a history with a target."""
-COMPARING = ("din", "bst", "tbsm", "sasrec", "hstu")
+COMPARING = ("din", "dien", "bst", "tbsm", "sasrec", "hstu")
 AGES = tuple(f"ago_{n}" for n in range(HISTORY))
 TIMED = Schema(
     ("price", *AGES, "age"),
@@ -76,6 +76,7 @@ MODELS: dict[str, tuple[str, ...]] = {
     "xdeepfm": ("model.hidden=[16,8]", "model.layers=[4,3]"),
     "mmoe": ("model.experts=3", "model.expert=[8,6]", "model.tower=[5]"),
     "ple": ("model.own_experts=2", "model.shared_experts=1", "model.expert=[8,6]", "model.tower=[5]"),
+    "dien": ("model.hidden=[16,8]", "model.auxiliary=0"),
     "sasrec": ("model.heads=2",),
     "hstu": ("model.hidden=[16,8]", "model.width=12"),
 }

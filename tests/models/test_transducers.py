@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from math import log
+from unittest.mock import patch
 
 import pytest
 import torch
+from torch.nn import functional as F
 
 from recpipe.answers.export import export_dense
 from recpipe.errors import UserError
@@ -18,7 +20,15 @@ from recpipe.models.sasrec import CausalTransformer
 from recpipe.models.units import Transducer, buckets_between
 from tests.any_model.runs import train
 from tests.any_model.zoo import TECHNIQUES, by_hand, furthest
-from tests.models.formulas import BUCKETS, Weights, hstu_states, hstu_with_ages, sasrec_vectors
+from tests.models.formulas import (
+    BUCKETS,
+    Weights,
+    dien,
+    dien_loss,
+    hstu_states,
+    hstu_with_ages,
+    sasrec_vectors,
+)
 from tests.models.published import DIM, HISTORY, TIMED, batches, in_float64, made, schema_of
 
 
@@ -94,6 +104,31 @@ def test_a_model_with_ages_trains_as_by_hand_and_can_be_packaged() -> None:
     assert furthest(mine, theirs) < 1e-5
     called = Called(made("hstu", schema=TIMED), LOSSES["binary_cross_entropy"])
     assert export_dense(called, TIMED, ["items", "kinds", "tags"]).tables
+
+
+def test_dien_learns_next_events_too() -> None:
+    schema = schema_of("dien")
+    (batch,) = batches(schema, 1)
+    model = made("dien", "model.auxiliary=1")
+    with in_float64(model, batch), torch.no_grad():
+        batch.labels = batch.labels.double()
+        loss, logits = model(batch.dense_features, batch.sparse_features, batch.labels)
+        torch.testing.assert_close(logits, dien(Weights(model), batch, schema), rtol=1e-9, atol=1e-9)
+        wanted = dien_loss(Weights(model), batch, logits)
+        torch.testing.assert_close(loss, wanted, rtol=1e-9, atol=1e-9)
+        weights = torch.rand(batch.size)
+        weighed, _ = model(batch.dense_features, batch.sparse_features, batch.labels, weights)
+        bare = F.binary_cross_entropy_with_logits(logits.squeeze(1), batch.labels, reduction="none")
+    torch.testing.assert_close(weighed - loss, ((weights - 1) * bare).mean(), rtol=1e-9, atol=1e-9)
+    rows, name = batches(schema, 2), ("dien", "model.auxiliary=1")
+    own = lambda m, b: m(b.dense_features, b.sparse_features, b.labels)[0]  # noqa: E731
+    with patch("tests.any_model.zoo.loss_of", own):
+        theirs = by_hand(made(*name), rows, "rowwise_adagrad")
+    assert furthest(train(made(*name), rows, "rowwise_adagrad"), theirs) < 1e-5
+    with pytest.raises(UserError, match="DIEN's loss compares samples of a batch"):
+        train(made(*name), rows, "rowwise_adagrad", *TECHNIQUES["hotline"][:-1])
+    bare = train(made("dien"), rows, "rowwise_adagrad")
+    assert furthest(bare, theirs) > 1e-3
 
 
 def test_checkpointed_activations_give_the_same_gradients() -> None:
