@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 from torch import nn
+from torch.nn import functional as F
 from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
@@ -47,7 +48,8 @@ class CausalTransformer(nn.Module):
         """float32 [B, T, width] of ``events`` in that shape; 0 where none is ``present``, bool [B, T]."""
         # What is not there sees itself alone: a softmax needs something.
         seen = up_to_each(present) | torch.eye(present.shape[1], dtype=torch.bool, device=present.device)
-        events = events + self.places
+        # Normalized, for rows are small at first, and what blocks add would drown them.
+        events = F.layer_norm(events + self.places, events.shape[2:])
         for block in self.blocks:
             events = block(events, seen)
         states: torch.Tensor = self.norm(events) * present.unsqueeze(2)

@@ -335,6 +335,8 @@ def sasrec_vectors(w: Weights, batch: Batch) -> tuple[torch.Tensor, torch.Tensor
     name, found, targets = "transformers.0", [], []
     for events, target in w.history(batch):
         x = events + w[f"{name}.places"][HISTORY - len(events) :]
+        x = x - x.mean(1, keepdim=True)
+        x = x / (x.square().mean(1, keepdim=True) + 1e-5).sqrt()
         for block in (f"{name}.blocks.{n}" for n in range(2)):
             own = w.norm(f"{block}.norms.0", x)
             q, k, v = (own @ part.T for part in w[f"{block}.attention.project.weight"].chunk(3))
