@@ -259,7 +259,10 @@ NONE = np.empty(0, np.float32)
             whole(weight=np.zeros((599, 8), np.float32)),
             r"'b.weight' is \(599, 8\), but .* is \(600, 8\); use",
         ),
-        (whole(state=np.zeros((600, 1), np.float32)), r"'b.state' is \(600, 1\), but .* is \(600, 8\); use"),
+        (
+            whole(state=np.zeros((600, 1), np.float32)),
+            r"'b.state' is \(600, 1\), but .* is \(600, 8\) .*; use",
+        ),
         (whole(weight=NONE), "tables has 'b.state' and not that table's weights"),
         (whole(state=NONE), "tables has no 'b.state': it is of another model or optimizer"),
         (whole(weight=NONE, state=NONE, other=np.zeros((3, 2), np.float32)), "'b.other' is of no table"),
