@@ -16,7 +16,9 @@ import os
 import tempfile
 import time
 from collections.abc import Callable
+from importlib import import_module
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -31,9 +33,9 @@ from recpipe.data.config import CriteoConfig, FileConfig, NpyConfig, ParquetConf
 from recpipe.data.make import open_dataset, open_source
 
 try:
-    from recpipe.data.make import StreamedDataset
-except ImportError:  # where earlier versions have it
-    from recpipe.data.make import StreamedDataset
+    StreamedDataset: Any = import_module("recpipe.data.make").StreamedDataset
+except AttributeError:  # where earlier versions have it
+    StreamedDataset = import_module("recpipe.data.make").StreamedDataset
 
 
 def make_files(folder: Path, rows: int) -> dict[str, FileConfig]:
