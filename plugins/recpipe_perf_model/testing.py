@@ -51,7 +51,7 @@ def _group(seed: int, dim: int) -> GroupFacts:
         record_bytes=4 * (dim + 1),
         features=LOOKUPS // SAMPLES,
         pooled=True,
-        optimizer="rowwise_adagrad",
+        width=dim + 1,
         lookups=LOOKUPS,
         distinct=rates.lru.rows / BATCHES,
         repeated=0.0,

@@ -122,7 +122,7 @@ class _Counting:
             record_bytes=tables.record_bytes,
             features=len(tables.features),
             pooled=tables.pooled,
-            optimizer=tables.optimizer.name,
+            width=tables.layout.width,
             lookups=late["lru"].lookups / judged,
             distinct=late["lru"].rows / judged,
             repeated=self._repeated / max(1, self._batches - 1),

@@ -17,7 +17,6 @@ from numpy.typing import NDArray
 from recpipe.access.misses import SHARES, Curve
 from recpipe.distributed.ranks import Emulation
 from recpipe.plugin.bags import RowIds
-from recpipe.plugin.tables import TableOptimizer
 from recpipe.tables.tiers.policies import POLICIES
 from recpipe_perf_model.facts.replay import KeptLookups, Make, Replayed, replay
 from recpipe_perf_model.statement import Moved
@@ -63,7 +62,9 @@ class GroupFacts:
     """Bytes of a row's weights and optimizer state in device memory."""
     features: int
     pooled: bool
-    optimizer: str
+    width: int
+    """float32 values of a record in the cold tier: weights, optimizer state and, where they are averaged, the
+    average's."""
     lookups: float
     distinct: float
     repeated: float
@@ -91,11 +92,6 @@ class GroupFacts:
     def rows(self) -> int:
         """Rows of all its tables."""
         return sum(self.table_rows)
-
-    @property
-    def width(self) -> int:
-        """float32 values of a record in the cold tier."""
-        return self.dim + TableOptimizer(self.optimizer, 1.0).state_width(self.dim)
 
     def misses(self, policy: str, share: float) -> Misses:
         """What ``policy`` (nocache, lru, lfu or hot: the rows that were looked up most often before) misses

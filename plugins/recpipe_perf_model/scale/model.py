@@ -126,11 +126,13 @@ class PaperModel:
     target: Target | None = None
     notes: tuple[str, ...] = ()
     """What is said of the file's figures, in sentences."""
+    averaged: bool = False
+    """Whether a row has its average, too, as ``trainer.ema`` and ``trainer.swa`` make it: float32 [D + 1]."""
 
     def record_bytes(self, table: Table) -> float:
-        """A row's values and its optimizer's state."""
-        whole = FLOAT if self.optimizer == "rowwise_adagrad" else 0
-        return table.dim * (self.row_bytes + FLOAT * STATES[self.optimizer]) + whole
+        """A row's values, its optimizer's state and its average's."""
+        whole = (self.optimizer == "rowwise_adagrad") + self.averaged
+        return table.dim * (self.row_bytes + FLOAT * (STATES[self.optimizer] + self.averaged)) + FLOAT * whole
 
     @property
     def bytes(self) -> float:
@@ -274,7 +276,8 @@ def own_model(
         )
     name = config.name if isinstance(config, ModelConfig) else type(module).__name__
     title = f"the recipe's own model, {name}"
-    return PaperModel(name, title, tables, dense, optimizer, batch_size, 4, None, tuple(notes))
+    averaged = any(group.tables.optimizer.average is not None for group in inputs.tables.groups)
+    return PaperModel(name, title, tables, dense, optimizer, batch_size, 4, None, tuple(notes), averaged)
 
 
 def _looked_up(inputs: Inputs, dataset: Dataset, size: int) -> tuple[Table, ...]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -30,10 +31,15 @@ FEW = "1%"
 
 @pytest.fixture(scope="module")
 def facts() -> Facts:
-    cfg = Recipe.of(compose(RECIPE))
+    return collected(RECIPE, sys.maxsize)
+
+
+def collected(words: list[str], most: int) -> Facts:
+    """What is read of at most so many batches."""
+    cfg = Recipe.of(compose(words))
     dataset = open_dataset(cfg.data, cfg.seed, None)
     unplaced = Unplaced.of(cfg, dataset, choose_device("cpu"), None)
-    batches = dataset.num_batches("train", cfg.data.batch_size)
+    batches = min(most, dataset.num_batches("train", cfg.data.batch_size))
     found = collect(cfg, dataset, unplaced.inputs, batches, batches)
     return found.from_empty(batches)
 
@@ -126,6 +132,17 @@ def test_a_longer_run_is_as_the_later_half_of_what_was_read(facts: Facts) -> Non
     (filled,) = late.at(share=0.9, steps=100 * facts.steps).cached("lru")
     assert unfilled.evicted == 0 < filled.evicted
     assert filled.missed == unfilled.missed
+
+
+@pytest.mark.parametrize(
+    ("words", "values"),
+    [((), 1), (("trainer.ema.decay=0.9",), 10), (("optim=sgd", "optim.tables.momentum=0.9"), 8)],
+)
+def test_a_record_has_all_that_its_row_has(words: tuple[str, ...], values: int) -> None:
+    """Beside 8 weights the optimizer's state, and the average's."""
+    found = collected([*RECIPE, "model.embedding_dim=8", *words], 4)
+    assert {group.width for group in found.groups} == {8 + values}
+    assert {group.record_bytes for group in found.groups} == {4 * (8 + values)}
 
 
 def test_groups_are_joined_in_one_numbering() -> None:

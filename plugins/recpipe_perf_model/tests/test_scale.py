@@ -53,6 +53,9 @@ def test_the_recipes_own_model(tmp_path: Path) -> None:
     assert told["predictions"][0]["batch_size"] == 256
     assert told["model"]["title"] == "the recipe's own model, dlrm"
     assert any("first 8 batches" in line for line in scaled.sentences(told))
+    averaged = run(compose([*words, "trainer.ema.decay=0.9"]), tmp_path / "averaged")
+    one, other = (each["model"]["bytes"] for each in (told, averaged))
+    assert other / one == pytest.approx((2 * 16 + 2) / (16 + 1)), "an average has D + 1 values"
 
 
 def test_numbers_of_gpus_that_do_not_fit_are_left_out(tmp_path: Path) -> None:

@@ -66,9 +66,7 @@ def group(hits: Sequence[float] = (), rows: int = 100_000) -> GroupFacts:
     stretch = Stretch(4, ids, ids * (rows // 4000), (ids % 1000 / 1000).astype(np.float32))
     curves = {"lru": curve, "lfu": curve, "hot": curve}
     windows = np.linspace(1000, 8000, 8)
-    return GroupFacts(
-        (rows,), 16, 68, 1, True, "rowwise_adagrad", 1000.0, 1000.0, 0.0, curves, windows, stretch
-    )
+    return GroupFacts((rows,), 16, 68, 1, True, 17, 1000.0, 1000.0, 0.0, curves, windows, stretch)
 
 
 def facts(**changes: object) -> Facts:
