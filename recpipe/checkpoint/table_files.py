@@ -83,13 +83,14 @@ def check_tables(directory: Path, shapes: Shapes, scoring: bool = False) -> Tens
         if name not in files.pieces:
             if scoring and name.endswith(state_name("")):
                 continue
+            what = _by_averages(name, allowed[0][1], shapes)
             raise UserError(
-                f"{directory} has no '{name}': it is of another model or optimizer, or the table was frozen; "
-                f"{_REMEDY}"
+                f"{directory} has no '{name}': it is of another model or optimizer{what}, or the table was "
+                f"frozen; {_REMEDY}"
             )
         if files.shape(name) not in allowed:
             file, found = files.pieces[name][0].file, files.shape(name)
-            what = " (averages count, trainer.ema and trainer.swa)" if name.endswith(_STATE) else ""
+            what = _by_averages(name, abs(found[-1] - allowed[0][1]), shapes)
             raise UserError(f"{file}: '{name}' is {found}, but the recipe's is {allowed[0]}{what}; {_REMEDY}")
     unneeded = {state_name(table) for table in shapes} if scoring else set()
     more = min(files.pieces.keys() - wanted.keys() - unneeded, default=None)
@@ -97,6 +98,12 @@ def check_tables(directory: Path, shapes: Shapes, scoring: bool = False) -> Tens
         frozen = " (frozen tables have no state)" if more.endswith(state_name("")) else ""
         raise UserError(f"{directory} has '{more}', which the recipe's tables have not{frozen}; {_REMEDY}")
     return files
+
+
+def _by_averages(name: str, more: int, shapes: Shapes) -> str:
+    """What is said of ``name`` if its width differs by ``more``: averages, where that is their width."""
+    fits = name.endswith(_STATE) and more == shapes[name.removesuffix(_STATE)][1] + 1
+    return " (averages, trainer.ema and trainer.swa, have as much more)" if fits else ""
 
 
 def load_regions(files: TensorFiles, storage: TableCollection, shapes: Shapes) -> None:

@@ -261,7 +261,7 @@ NONE = np.empty(0, np.float32)
         ),
         (
             whole(state=np.zeros((600, 1), np.float32)),
-            r"'b.state' is \(600, 1\), but .* is \(600, 8\) .*; use",
+            r"'b.state' is \(600, 1\), but .* is \(600, 8\); use",
         ),
         (whole(weight=NONE), "tables has 'b.state' and not that table's weights"),
         (whole(state=NONE), "tables has no 'b.state': it is of another model or optimizer"),

@@ -164,8 +164,8 @@ def test_what_does_not_fit_is_refused(tmp_path: Path) -> None:
     trained(tmp_path / "ema", EMA, *kept)
     trained(tmp_path / "plain", *kept)
     for folder, words, said in (
-        ("ema", (), "averages count, trainer.ema"),
-        ("plain", (EMA,), "averages count, trainer.ema"),
+        ("ema", (), "averages, trainer.ema and trainer.swa, have as much more"),
+        ("plain", (EMA,), "averages, trainer.ema and trainer.swa, have as much more"),
         ("ema", (EMA.replace("0.8", "0.9"),), "resume with the former"),
     ):
         with pytest.raises(UserError, match=said):
