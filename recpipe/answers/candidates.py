@@ -8,7 +8,6 @@ index=INDEX``.
 
 from __future__ import annotations
 
-import copy
 import json
 import shutil
 from collections.abc import Collection, Mapping
@@ -29,7 +28,6 @@ from recpipe.data.preparation import Preparation
 from recpipe.errors import UserError, shown
 from recpipe.model.call import Called
 from recpipe.model.losses.ranking import Ranking
-from recpipe.model.scores import Kind
 
 RETRIEVER, FOLDER = "retriever", "candidates"
 ITEMS, SEARCH = f"{FOLDER}/items.parquet", f"{FOLDER}/index.faiss"
@@ -37,40 +35,17 @@ VECTOR = "vector"
 """The column of an index's items that is not the files'."""
 
 
-class QueryVector(Called):
-    """A retrieval model whose outputs are the columns of the query's vector."""
+def query_vector(called: Called, width: int) -> Called:
+    """A retrieval model whose outputs are the columns of its query's vector; ``UserError`` if it has none of
+    this ``width``."""
+    if not isinstance(called.loss, Ranking):
+        raise UserError("the index's model gives scores, not vectors of queries: make the index again")
+    towers = called.loss.towers
 
-    width = column = 0
+    def column(number: int, output: Any) -> torch.Tensor:
+        return towers(output)[0][:, number]
 
-    @classmethod
-    def over(cls, called: Called, width: int) -> QueryVector:
-        """``called`` with a vector of ``width``; ``UserError`` if it has none."""
-        if not isinstance(called.loss, Ranking):
-            raise UserError("the index's model gives scores, not vectors of queries: make the index again")
-        made = cls.__new__(cls)
-        made.__dict__ |= called.__dict__
-        made.width = width
-        return made
-
-    @property
-    def tasks(self) -> dict[str, Called]:
-        """One for each column."""
-        found: dict[str, Called] = {}
-        for column in range(self.width):
-            own = copy.copy(self)
-            own.column = column
-            found[f"query_{column}"] = own
-        return found
-
-    @property
-    def kind(self) -> Kind:
-        """It has a meaning beside other vectors alone."""
-        return "ranking"
-
-    def prediction(self, output: Any) -> torch.Tensor:
-        """Its column, float32 [B]."""
-        assert isinstance(self.loss, Ranking)
-        return self.loss.towers(output)[0][:, self.column].detach().float()
+    return called.giving({f"query_{number}": partial(column, number) for number in range(width)})
 
 
 @dataclass(frozen=True)
@@ -82,15 +57,21 @@ class Retrieval:
     items: Path
     search: Path
     about: Mapping[str, Any]
-    """``item``, the column that names a candidate, ``kind`` of the index, ``items`` and ``dim``."""
+    """``item``, the column that names a candidate, ``kind`` of the index, ``items`` and ``dim``. A package's
+    manifest has also the columns of its ``user``, and whether ``ids`` of candidates are text or numbers."""
 
-    def write(self, folder: Path, ranker: Preparation | None) -> None:
-        """Put the candidates into a package's ``folder``; ``UserError`` if its ``ranker`` cannot rank
-        them."""
-        columns = require_fit(pq.read_schema(self.items), str(self.about["item"]), ranker, self.parts)
+    def write(self, folder: Path, ranker: Preparation | None) -> dict[str, Any]:
+        """Put the candidates into a package's ``folder``; returns what its manifest says of them.
+        ``UserError`` if its ``ranker`` cannot rank them."""
+        found, item = pq.read_schema(self.items), str(self.about["item"])
+        both = require_fit(found, item, ranker, self.parts)
+        columns = [name for name in found.names if name != VECTOR]
         (folder / FOLDER).mkdir()
         pq.write_table(pq.read_table(self.items, columns=columns), folder / ITEMS)
         shutil.copyfile(self.search, folder / SEARCH)
+        user = {name for features in both for name in features.inputs} - {*columns}
+        ids = "numbers" if pa.types.is_integer(found.field(item).type) else "text"
+        return {**self.about, "user": sorted(user), "ids": ids}
 
 
 def of_index(directory: Path) -> Retrieval:
@@ -104,7 +85,7 @@ def of_index(directory: Path) -> Retrieval:
         raise UserError(
             f"index={directory} is no index ({shown(fault, 200)}): make one by recpipe index"
         ) from fault
-    parts = of_checkpoint(checkpoint, None, output=partial(QueryVector.over, width=about["dim"]))
+    parts = of_checkpoint(checkpoint, None, output=partial(query_vector, width=about["dim"]))
     if parts.content["step"] != step:
         raise UserError(
             f"index={directory} is of step {step:,} of {checkpoint}, which is of step "
@@ -132,41 +113,44 @@ def sides_in(features: Features, columns: Collection[str]) -> dict[str, list[str
     return sides
 
 
-def require_fit(found: pa.Schema, item: str, ranker: Preparation | None, retriever: Parts) -> list[str]:
-    """The columns of the candidates; ``UserError`` if the ranker's features are not made of raw values, or
-    if their sides are others than those of the index."""
+def require_fit(
+    found: pa.Schema, item: str, ranker: Preparation | None, retriever: Parts
+) -> tuple[Features, Features]:
+    """The features of the ranker and of the query's tower; ``UserError`` if one's are not made of raw values,
+    or if the sides of the ranker's are others than those of the index."""
     columns = [name for name in found.names if name != VECTOR]
     kind = found.field(item).type
     if not (pa.types.is_integer(kind) or pa.types.is_string(kind) or pa.types.is_large_string(kind)):
         raise UserError(
             f"index=: the column {shown(item)} holds {kind}: candidates are named by text or numbers"
         )
-    for what, own in (("ranker", ranker), ("index's model", retriever.preparation)):
-        if own is None or own.features is None:
+    both = []
+    for what, preparation in (("ranker", ranker), ("index's model", retriever.preparation)):
+        if preparation is None or preparation.features is None:
             raise UserError(
                 f"index=: the {what} was not trained on data from files, whose raw values a server could take"
             )
-    assert ranker is not None
-    assert ranker.features is not None
-    for feature in (*ranker.features.dense, *ranker.features.sparse):
-        lacking = sorted(ranker.features.columns_of(feature) - {*columns})
+        both.append(preparation.features)
+    own, tower = both
+    for feature in (*own.dense, *own.sparse):
+        lacking = sorted(own.columns_of(feature) - {*columns})
         if feature.side == "item" and lacking:
             raise UserError(
                 f"index=: the ranker's {shown(feature.name)} is of side: item, and the index does not have "
                 f"the column {shown(lacking[0])}: recpipe index ... columns=[{shown(lacking[0])}]"
             )
-        if feature.side == "user" and len(lacking) < len(ranker.features.columns_of(feature)):
+        if feature.side == "user" and len(lacking) < len(own.columns_of(feature)):
             raise UserError(
                 f"index=: the ranker's {shown(feature.name)} is of side: user, and the index has its column "
                 "for candidates: make the index without it"
             )
-    sides = sides_in(ranker.features, columns)
+    sides = sides_in(own, columns)
     if not sides["item"] and not sides["both"]:
         raise UserError(
             f"index=: the ranker reads none of the candidates' columns ({', '.join(map(shown, columns))}), "
             "and would give all the same score"
         )
-    return columns
+    return own, tower
 
 
 def require_of_user(directory: Path, features: Features, columns: Collection[str]) -> None:

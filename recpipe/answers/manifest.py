@@ -264,6 +264,8 @@ class _Retrieval(TypedDict):
     kind: str
     items: Positive
     dim: Positive
+    user: list[str]
+    ids: Annotated[str, one_of("text", "numbers")]
 
 
 class _Popularity(TypedDict):

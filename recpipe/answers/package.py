@@ -139,7 +139,7 @@ def _asked(word: str | bool | int) -> bool | int | None:
 
 def package_command(words: Sequence[str]) -> int:
     """``recpipe package CHECKPOINT DIRECTORY [instruction_set=avx2|avx512] [dense=low|float32]
-    [reference=false|SAMPLES] [popularity=true|SAMPLES] [sign=RETRIEVAL] [overwrite=true]
+    [reference=false|SAMPLES] [popularity=true|SAMPLES] [sign=KEY] [overwrite=true]
     [weights=last] [index=INDEX]``."""
     options = dict(word.partition("=")[::2] for word in words[2:])
     unknown = next((key for key in options if key not in WORDS), None)
@@ -206,9 +206,8 @@ def _write(folder: Path, parts: Parts, options: Options, found: Retrieval | None
         parts.content["popularity"] = parts.popularity(folder, options.popularity)
     parts.content.update(write_encoding(folder, parts.preparation))
     if found is not None:
-        found.write(folder, parts.preparation)
+        parts.content[RETRIEVAL] = found.write(folder, parts.preparation)
         _write_retriever(folder, found, options.of_retriever())
-        parts.content[RETRIEVAL] = dict(found.about)
     shutil.copyfile(Path(score.__file__), folder / "score.py")
     for program in parts.programs:
         program.save(folder)

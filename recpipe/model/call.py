@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from inspect import Parameter, signature
 from typing import Any, Literal, NamedTuple
@@ -112,6 +112,8 @@ class Called:
         """Whether the recipe says what the prediction is."""
         self._parameters = {name: p.default is p.empty for name, p in _named_parameters(module).items()}
         """Of each parameter of ``forward``, whether it must be given."""
+        self.outputs: Mapping[str, Callable[[Any], torch.Tensor]] = {}
+        """What ``giving`` has named; none: what is scored are the predictions that the loss judges."""
 
     @classmethod
     def of(
@@ -192,7 +194,15 @@ class Called:
 
         These are the outputs that ``model.loss`` names, or the one that the recipe or recpipe has found.
         """
+        if self.outputs:
+            return {name: self._of(name) for name in self.outputs}
         return {SCORE: self} if isinstance(self.loss, Loss) else {name: self._of(name) for name in self.loss}
+
+    def giving(self, outputs: Mapping[str, Callable[[Any], torch.Tensor]]) -> Called:
+        """This module with other outputs to score, by name: each makes float32 [B] of what it returns."""
+        made = copy.copy(self)
+        made.key, made.outputs = None, outputs
+        return made
 
     @property
     def losses_by_name(self) -> Mapping[str, Loss]:
@@ -279,7 +289,7 @@ class Called:
     def predict(self, batch: Any) -> torch.Tensor:
         """Logits float32 [B], or [B, T] of several tasks, without a loss."""
         output = self.output(batch)[1]
-        if isinstance(self.loss, Loss) or self.key is not None:
+        if self.key is not None:
             return self.prediction(output)
         found = [task.prediction(output) for task in self.tasks.values()]
         return found[0] if len(found) == 1 else torch.stack(found, dim=1)
@@ -289,6 +299,8 @@ class Called:
 
         Raises ``UserError``, saying what to return, if it is unclear which tensor they are.
         """
+        if self.key is not None and self.key in self.outputs:
+            return self.outputs[self.key](output).detach().float()
         found, loss = self._predicted(output), self._predicted_loss()
         found = vector(found if loss is None else loss.logits(found)).detach()
         if found.dim() != 1:

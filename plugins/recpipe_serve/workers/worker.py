@@ -16,6 +16,7 @@ import shutil
 import signal
 import socket
 import sys
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -227,13 +228,21 @@ class Worker:
         return loaded
 
     def _require_same(self, manifest: dict[str, Any]) -> None:
-        for what in ("dense", "sparse", "outputs", RETRIEVAL):
-            then, now = self.loaded.scorer.manifest.get(what), manifest.get(what)
-            if (then is None) != (now is None) if what == RETRIEVAL else now != then:
+        then, now = map(_relied_on, (self.loaded.scorer.manifest, manifest))
+        for what in then:
+            if now[what] != then[what]:
                 raise UserError(
                     f"{self.directory}: its manifest's '{what}' differs, on which clients rely: start a "
                     "server of its own for it"
                 )
+
+
+def _relied_on(manifest: Mapping[str, Any]) -> dict[str, Any]:
+    """What clients send and read by, under its names in the manifest; of candidates that there are some, and
+    what names one and a user: these themselves may be others."""
+    found = {what: manifest.get(what) for what in ("dense", "sparse", "outputs")}
+    retrieval = manifest.get(RETRIEVAL)
+    return found | {RETRIEVAL: retrieval and [retrieval[what] for what in ("item", "ids", "user")]}
 
 
 def _say(channel: socket.socket, what: str, about: Loaded | str) -> None:
