@@ -5,14 +5,13 @@ from __future__ import annotations
 import json
 import math
 import time
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from rich.console import Console, RenderableType
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.console import Console
 
 from recpipe.backend.matmul import float32_products
 from recpipe.common.console import Output
@@ -24,23 +23,14 @@ from recpipe.plugin import load
 from recpipe.report import compared, comparison, figures, run_page, terminal
 from recpipe.report.compared import Rounds, Run
 from recpipe.report.environment import environment
-from recpipe.report.files import ReportFiles
 from recpipe.report.record import as_json
 from recpipe.report.remarks import faults
 from recpipe.setup.ctx import RunResult, TaskContext, find_device, refuse_ranks
 from recpipe.tasks.compare_judge import ROUNDING, Judge
 from recpipe.tasks.compare_rows import Row, at_equal_memory, carried_overrides, parse_rows
+from recpipe.tasks.interleaved import RUNS, Interleaved, Launch
 from recpipe.tasks.process import OutOfTime, interrupt_on_sigterm, run_apart
 from recpipe.training.dense import try_out
-
-UNTIMED = ("trainer.checkpoint_every=null", "trainer.eval_every=1.0")
-"""Overrides that switch off what costs time but is not compared. The user's own come later and win."""
-RUNS = "runs"
-"""The folder of the runs' directories in the comparison's."""
-Launch = Callable[..., dict[str, Any]]
-"""Runs ``python -m recpipe`` with these arguments, list[str], in this directory, Path; returns its
-report.json, or {} if there is none. Under ``compare.minutes`` it is told the ``seconds`` that are left as
-well, and raises ``OutOfTime`` after them."""
 
 
 class Compare:
@@ -113,17 +103,7 @@ def _write_page(page: Path) -> None:
     run_page.write(json.loads(page.with_name("report.json").read_text(encoding="utf-8")), page.parent)
 
 
-class _Bar(Progress):
-    """The bar of the rounds; on a terminal the tables of the rounds so far stand above it."""
-
-    tables: Sequence[RenderableType] = ()
-
-    def get_renderables(self) -> Iterable[RenderableType]:
-        yield from self.tables
-        yield from super().get_renderables()
-
-
-class _Comparison:
+class _Comparison(Interleaved):
     """The rounds of one comparison and their results so far."""
 
     def __init__(
@@ -136,26 +116,13 @@ class _Comparison:
         console: Console,
         clock: Callable[[], float],
     ) -> None:
-        self.rows, self.carried, self.launch, self.console = rows, carried, launch, console
-        self.config, self.out_dir = config, out_dir
-        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-        self.clock = clock
+        super().__init__(rows, carried, out_dir, launch, console)
+        self.config, self.clock = config, clock
         self.ends = math.inf if config.minutes is None else clock() + 60 * config.minutes
         self.out_of_time = False
         """Whether ``compare.minutes`` has ended it."""
-        self.progress = _Bar(*columns, console=console)
-        self.bar = self.progress.add_task("comparing", total=None)
-        self.finished = 0
-        """Rounds, warm-up included, in which every row has run."""
         self.judge = Judge(scratch_directory(out_dir, "parameters"))
-        self.files = ReportFiles(out_dir)
         self.environment = environment()
-
-    def check_rows(self) -> None:
-        """Assemble every recipe once (task=plan), so that a clash is reported now and not after hours."""
-        for index, row in enumerate(self.rows):
-            if row not in self.rows[:index]:
-                self._launch(index, "plan", f"plan-{index}-{row.name}", [])
 
     def run(self) -> None:
         """Run all rounds. The first one, whether warm-up or not, gives traffic, and shows for which rows to
@@ -217,16 +184,7 @@ class _Comparison:
         number, config = self.finished - self.config.warmup + 1, self.config
         label = f"round {number}" if number > 0 else "warm-up"
         rounds = max(self.finished + 1, config.warmup + config.least_rounds)
-        for index in range(first, len(self.rows)):
-            row = self.rows[index]
-            total = rounds * len(self.rows)
-            self.progress.update(self.bar, description=f"{label}: {row.name}", total=total)
-            if row.result.failed is None:
-                self._tell(label, self._run_row(index))
-            self.progress.advance(self.bar)
-
-    def _tell(self, label: str, text: str) -> None:
-        self.progress.console.print(f"{label:>10}  {text}", markup=False, highlight=False)
+        self.run_rows(label, rounds, first)
 
     def _add_rows(self) -> None:
         """Add policies with the memory of techniques that take more, as rows with the same number of runs."""
@@ -240,19 +198,16 @@ class _Comparison:
             better = None if match.row.result.failed else match.corrected()
             if better is not None:
                 self.rows[index] = better
-                self._tell("budget", self._run_row(index))
+                self.tell("budget", self.run_row(index))
 
-    def _run_row(self, index: int) -> str:
+    def run_row(self, index: int) -> str:
         """Run a row once; returns a message about it."""
         result, number = self.rows[index].result, self.finished
         name = f"round-{number}-{index}-{self.rows[index].name}"
         try:
-            report = self._launch(index, "train", name, self._exports(index))
+            report = self._train(index, name, self._exports(index))
         except UserError as error:
-            if index == 0:
-                raise
-            result.failed = str(error)
-            return f"{error}; left out from here on"
+            return self.failed(index, error)
         counted = number >= self.config.warmup
         result.runs.append(Run(number, self.seed, counted, report, f"{RUNS}/{name}"))
         self.judge.add(index, result)
@@ -273,7 +228,7 @@ class _Comparison:
         assert base is not None, "a row has been compared with it"
         seed = f"-seed-{self.seed}" if self.seed else ""
         name = f"rounding-{self.rows[base].name}{seed}"
-        report = self._launch(base, "train", name, ["task.nudge=true", *self._exports(ROUNDING)])
+        report = self._train(base, name, ["task.nudge=true", *self._exports(ROUNDING)])
         self.judge.add_rounding(report, self.finished, self.seed)
 
     def _show_so_far(self) -> None:
@@ -288,29 +243,16 @@ class _Comparison:
             for table in tables:
                 self.console.print(table, markup=False, highlight=False)
 
-    def _launch(self, index: int, task: str, name: str, extra: list[str]) -> dict[str, Any]:
-        """Run a row's recipe with the round's seed and the arguments ``extra``."""
-        row, directory = self.rows[index], self.out_dir / RUNS / name
-        arguments = [
-            *UNTIMED,
-            *self.carried[row.name],
-            f"task={task}",
-            *(["task.page=false", "task.beside=null"] if task == "train" else []),
-            *row.overrides(),
-            *([f"seed={self.rows[0].result.report['recipe']['seed'] + self.seed}"] if self.seed else []),
-            quoted("hydra.run.dir", directory),
-            *extra,
-        ]
-        try:
-            if self.config.minutes is None:
-                report = self.launch(arguments, directory)
-            else:
-                report = self.launch(arguments, directory, seconds=self.ends - self.clock())
-        except UserError as error:
-            raise UserError(f"row '{row.name}': {error}") from error
-        if task == "train" and (report.get("throughput") or {}).get("samples_per_second") is None:
-            raise UserError(f"row '{row.name}': trained nothing (no speed in {directory / 'report.json'})")
-        return report
+    def _train(self, index: int, name: str, extra: Sequence[str]) -> dict[str, Any]:
+        """Train a row's recipe with the round's seed."""
+        seed = [f"seed={self.rows[0].result.report['recipe']['seed'] + self.seed}"] if self.seed else []
+        return self.launched(index, "train", name, [*seed, *extra])
+
+    def start(self, arguments: list[str], directory: Path) -> dict[str, Any]:
+        """Run recpipe with these arguments, for as long as ``compare.minutes`` allows."""
+        if self.config.minutes is None:
+            return super().start(arguments, directory)
+        return self.launch(arguments, directory, seconds=self.ends - self.clock())
 
     def content(self, partial: bool) -> dict[str, Any]:
         """compare.json's content from what is finished so far."""

@@ -44,8 +44,8 @@ class Row:
         return [*policy, *plugins, *self.settings]
 
 
-def parse_rows(names: Sequence[str], installed: Collection[str]) -> list[Row]:
-    """The rows in the given order. A name given twice is run twice, which shows the noise.
+def parse_rows(names: Sequence[str], installed: Collection[str], key: str = "compare.plugins") -> list[Row]:
+    """The rows of ``key`` in the given order. A name given twice is run twice, which shows the noise.
 
     ``a+b:key=value:key=value`` is policies and plugins with settings of that row alone. A key without a dot
     is a knob of the row's one plugin.
@@ -62,30 +62,26 @@ def parse_rows(names: Sequence[str], installed: Collection[str]) -> list[Row]:
                 known = [*POLICIES, *sorted(set(installed))]
                 where = "" if part == name else f" in row '{shown(name)}'"
                 hint = did_you_mean(part, known)
-                raise UserError(
-                    f"compare.plugins: unknown '{shown(part)}'{where}.{hint} Known: {', '.join(known)}"
-                )
+                raise UserError(f"{key}: unknown '{shown(part)}'{where}.{hint} Known: {', '.join(known)}")
         policies = [part for part in parts if part in POLICIES]
         if len(policies) > 1:
-            raise UserError(
-                f"compare.plugins: row '{name}' names {len(policies)} policies; a table has one, keep one"
-            )
+            raise UserError(f"{key}: row '{name}' names {len(policies)} policies; a table has one, keep one")
         plugins = tuple(part for part in parts if part not in POLICIES)
-        own = tuple(_setting(text, name, plugins) for text in settings)
+        own = tuple(_setting(text, name, plugins, key) for text in settings)
         rows.append(Row(name, policies[0] if policies else None, plugins, settings=own))
     return rows
 
 
-def _setting(text: str, row: str, plugins: tuple[str, ...]) -> str:
-    """A row's ``text`` as an override."""
+def _setting(text: str, row: str, plugins: tuple[str, ...], rows: str) -> str:
+    """A ``text`` of a ``row`` of the key ``rows`` as an override."""
     key, equals, _ = text.partition("=")
     if not equals or not key.strip("+~"):
-        raise UserError(f"compare.plugins: '{shown(text)}' in row '{shown(row)}' is no key=value")
+        raise UserError(f"{rows}: '{shown(text)}' in row '{shown(row)}' is no key=value")
     if "." in key:
         return text
     if len(plugins) != 1:
         raise UserError(
-            f"compare.plugins: row '{shown(row)}' names {len(plugins)} plugins, and '{key}' may be a knob of "
+            f"{rows}: row '{shown(row)}' names {len(plugins)} plugins, and '{key}' may be a knob of "
             f"any: write plugins.NAME.{text}"
         )
     return f"plugins.{plugins[0]}.{text}"
@@ -153,32 +149,34 @@ def chosen_config(hydra: Any) -> list[str]:
     return chosen
 
 
-def carried_overrides(overrides: Sequence[str], rows: Sequence[Row]) -> dict[str, list[str]]:
+def carried_overrides(
+    overrides: Sequence[str], rows: Sequence[Row], task: str = "compare", section: str = "compare"
+) -> dict[str, list[str]]:
     """The user's overrides for each row's runs, by row name, in the given order.
 
-    ``task``, ``compare`` and ``advise`` keys are this comparison's own. A knob ``plugins.<name>.<knob>`` goes
-    to the rows with that plugin only: for other rows the key does not exist. Overrides are passed on
-    unchanged, since no shell is involved. Only the ``+`` of a knob, which is needed here because no plugin is
-    composed, is removed.
+    ``task``, ``compare``, ``advise`` keys and those of ``section`` are this ``task``'s own. A knob
+    ``plugins.<name>.<knob>`` goes to the rows with that plugin only: for other rows the key does not exist.
+    Overrides are passed on unchanged, since no shell is involved. Only the ``+`` of a knob, which is needed
+    here because no plugin is composed, is removed.
     """
     carried: dict[str, list[str]] = {row.name: [] for row in rows}
     for text in overrides:
         plugin, kept = None, text
         if not text.startswith("--"):
             override = OverridesParser.create().parse_override(text)
-            section, _, knob = override.key_or_group.partition(".")
-            if section in ("task", "compare", "advise"):
+            own, _, knob = override.key_or_group.partition(".")
+            if own in ("task", "compare", "advise", section):
                 continue
             if override.key_or_group == "plugin":
                 raise UserError(
-                    f"task=compare takes its plugins from compare.plugins; leave '{text}' out and name them "
+                    f"task={task} takes its plugins from {section}.plugins; leave '{text}' out and name them "
                     "there"
                 )
-            if section == "plugins" and knob:
+            if own == "plugins" and knob:
                 plugin = knob.partition(".")[0]
                 if not any(plugin in row.plugins for row in rows):
                     raise UserError(
-                        f"'{text}' sets a knob of plugin '{plugin}', which no row of compare.plugins names"
+                        f"'{text}' sets a knob of plugin '{plugin}', which no row of {section}.plugins names"
                     )
                 if override.is_add() and not override.is_force_add():
                     kept = text.removeprefix("+")
