@@ -73,13 +73,15 @@ class SamplesConfig(DataConfig):
 
 @dataclasses.dataclass
 class SyntheticConfig(SamplesConfig):
-    """Generated data: ``samples`` counts both splits; ``tables`` null means the built-in 26."""
+    """Generated data: ``samples`` counts both splits; ``tables`` null means the built-in 26; ``seed`` null
+    means the run's."""
 
     name: str = "synthetic"
     samples: Positive = 1_000_000
     tables: Annotated[dict[str, Rows], MinLen(1)] | None = None
     table_scale: Annotated[float, Gt(0)] = 1.0
     pooling: Positive | list[Positive] = 1
+    seed: Annotated[int, Interval(ge=0, le=2**32 - 1)] | None = None
 
 
 @dataclasses.dataclass

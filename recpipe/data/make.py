@@ -138,7 +138,7 @@ def _open(config: DataConfig, seed: int, trained_by: Preparation | None) -> Data
         return _installed(config, seed)
     if isinstance(config, SyntheticConfig):
         log.info("generating data: %s samples", f"{config.samples:,}")
-        return SyntheticDataset(config, seed)
+        return SyntheticDataset(config, seed if config.seed is None else config.seed)
     if isinstance(config, StreamConfig):
         from recpipe.data.stream.dealt import Dealt  # with pyarrow, which the others do without
         from recpipe.data.stream.stream import Stream
