@@ -148,6 +148,9 @@ ROOMS = {
         *("answers", "backend", "checkpoint", "common", "data", "distributed", "model", "pipeline"),
         *("report", "private_api", "tasks", "commands", "errors"),
     ),
+    "recpipe_mlperf": (
+        *("common", "config", "data", "errors", "model", "plugin", "report", "setup", "tasks", "training"),
+    ),
     "recpipe_perf_model": (
         *("access", "backend", "commands", "common", "config", "data", "distributed", "errors", "model"),
         *("pipeline", "plugin", "profiling", "report", "private_api", "setup", "tables", "tasks", "training"),

@@ -87,11 +87,11 @@ class PluginSource(FileConfigSource):
     """A package's ``conf`` folder, for Hydra; its provider is ``package`` and what the package offers.
 
     A package can configure only what it offers itself: ``plugin/NAME.yaml`` of its own plugins, and the yaml
-    of its own models, data sources and tasks. A task may have a section of its own name beside ``task``; its
-    file then begins with ``# @package _global_``. A file that sets anything else is refused, and so is any
-    file with a ``_target_``, which only users may write. The check happens when a recipe asks for the file,
-    so that a package that is only installed disturbs nobody. A package may add further options to any group;
-    users choose them by name.
+    of its own models, data sources and tasks. A task may have a section of its own name, or of that name's
+    last word (``quality`` of ``time_to_quality``), beside ``task``; its file then begins with ``# @package
+    _global_``. A file that sets anything else is refused, and so is any file with a ``_target_``, which only
+    users may write. The check happens when a recipe asks for the file, so that a package that is only
+    installed disturbs nobody. A package may add further options to any group; users choose them by name.
     """
 
     @staticmethod
@@ -146,7 +146,8 @@ def _refuse_foreign(folder: Path, kind: str, name: str) -> None:
         f"Ask the package's author for a yaml that holds the keys of '{kind}' alone, without a package line"
     )
     node, defaults = _read(folder, kind, name, who, remedy)
-    apart = {key: value for key, value in node.items() if kind != TASK or key != name or key in CORE_KEYS}
+    own = {name, name.rpartition("_")[2]} - CORE_KEYS if kind == TASK else set()
+    apart = {key: value for key, value in node.items() if key not in own}
     foreign = [*defaults, *_outside(apart, (), (kind,))]
     if foreign or not isinstance(node.get(kind), dict):
         what = f"sets {_listed(foreign)}, but" if foreign else "must map keys to values, and"

@@ -1,0 +1,18 @@
+"""Recommenders measured as MLPerf Training measures them: time and samples to a target of quality.
+
+``task=time_to_quality`` trains each recipe several times, with seeds of their own, until a figure of its
+evaluations reaches a target.
+"""
+
+from typing import TYPE_CHECKING
+
+from recpipe.common.process import lazily
+
+if TYPE_CHECKING:
+    from recpipe_mlperf.clock import Clock
+    from recpipe_mlperf.score import olympic
+
+_HOME = {"Clock": f"{__name__}.clock:Clock", "olympic": f"{__name__}.score:olympic"}
+__all__ = ["Clock", "olympic"]
+
+__getattr__ = lazily(__name__, _HOME)
