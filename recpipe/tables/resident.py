@@ -22,7 +22,7 @@ from recpipe.distributed.ranks import Channel
 from recpipe.plugin.bags import RowIds, distinct
 from recpipe.plugin.skipper import RowFilter
 from recpipe.plugin.tables import Region, TableSet, Values, to_numpy
-from recpipe.tables.collection import AllResident, fused_tbe, read_rows_of
+from recpipe.tables.collection import AllResident, fused_tbe, make_tbe, read_rows_of
 from recpipe.tables.group_rows import GroupRows, GroupTables
 from recpipe.tables.groups import ModelTables
 from recpipe.tables.rows import evaluated, row_bags
@@ -43,6 +43,9 @@ class ResidentCollection(AllResident, GroupTables):
     pays only if bags hold many ids. On a GPU, ``groups`` above 1 is a ValueError: autograd has one thread for
     a GPU, which would wait for itself. ``padded``: whether pooled rows may be asked for with padding in
     front. If it is then not asked for, removing it costs a copy of the gradient.
+
+    On a CPU, rows that are not pooled are in one physical table, and each id is a bag of its own, as in
+    tiers: FBGEMM's update of rows without pooling takes ten times as long as that of bags.
     """
 
     def __init__(self, tables: TableSet, device: torch.device, groups: int = 1, padded: bool = True) -> None:
@@ -50,21 +53,34 @@ class ResidentCollection(AllResident, GroupTables):
             raise ValueError(f"{groups} groups on {device}: only on a CPU can a lookup have several TBEs")
         super().__init__(tables)
         self.device = device
-        self._sums_on_cpu = tables.pooled and device.type == "cpu"
+        self._on_cpu = device.type == "cpu"
+        self._ids_apart = self._on_cpu and not tables.pooled
+        """Whether each id is a bag of its own, and a TBE's tables are one physical table."""
         # The first table is never looked up: its empty bags are the padding, for the dense vector.
-        self._padded = padded and groups == 1 and self._sums_on_cpu and not tables.weighted
+        self._padded = padded and groups == 1 and self._on_cpu and tables.pooled and not tables.weighted
         ahead = [1] if self._padded else []
         cuts = [len(tables.tables) * group // groups for group in range(groups + 1)]
         parts = [tables.tables[a:b] for a, b in pairwise(cuts)]
         ends = np.cumsum([0, *(len(table.features) for part in parts for table in part)])
         self._cuts = ends[cuts].tolist()
+        self._bases = tables.layout.bases[cuts]
+        """The number of the first row of each TBE's tables."""
+        own = np.repeat(self._bases[:-1], np.diff(self._cuts))
+        self._firsts = torch.from_numpy(tables.layout.bases[tables.table_of] - own)
+        """The number of row 0 of each feature's table among the rows of its TBE, int64 [F]."""
         self.tbes = nn.ModuleList()
+        views: list[private_api.Views] = []
         for part in parts:
+            rows = [table.rows for table in part]
+            if self._ids_apart:
+                self.tbes.append(make_tbe(tables, sum(rows), device))
+                weights, state = private_api.tbe_views(self.tbes[-1])[0]
+                views += zip(torch.split(weights, rows), torch.split(state, rows), strict=True)
+                continue
             features = [i for i, table in enumerate(part, len(ahead)) for _ in table.features]
-            rows = [*ahead, *(table.rows for table in part)]
             at = [*range(len(ahead)), *features]
-            self.tbes.append(fused_tbe(tables, rows, at, device, tables.pooled))
-        views = [view for tbe in self.tbes for view in private_api.tbe_views(tbe)][len(ahead) :]
+            self.tbes.append(fused_tbe(tables, [*ahead, *rows], at, device, tables.pooled))
+            views += private_api.tbe_views(self.tbes[-1])[len(ahead) :]
         self._storage = dict(zip(tables.layout.tables, views, strict=True))
         # One core for each thread: FBGEMM's update would otherwise enter a parallel region for every table.
         self.threads = groups
@@ -76,11 +92,12 @@ class ResidentCollection(AllResident, GroupTables):
     def filter_updates(self, rows: RowFilter) -> None:
         self.row_filter = rows
         bases = self.tables.layout.bases[self.tables.table_of]
-        for tbe, (first, last) in zip(self.tbes, pairwise(self._cuts), strict=True):
-            own = bases[first:last]
+        summed = self.tables.pooled or self._ids_apart
+        for group, (tbe, (first, last)) in enumerate(zip(self.tbes, pairwise(self._cuts), strict=True)):
+            own = self._bases[group : group + 1] if self._ids_apart else bases[first:last]
             if self._padded:
                 own = np.append(0, own)  # without the table that is never looked up
-            tbe.forward = FilteredLookups(tbe, rows, by_feature(own), len(own), self.tables.pooled)
+            tbe.forward = FilteredLookups(tbe, rows, by_feature(own), len(own), summed)
 
     def lookup(self, sparse: KeyedJaggedTensor) -> torch.Tensor:
         if self.tables.optimizer.clock.shows and not torch.is_grad_enabled():
@@ -105,18 +122,36 @@ class ResidentCollection(AllResident, GroupTables):
 
     def _looked_up(self, sparse: KeyedJaggedTensor) -> torch.Tensor:
         sparse = in_order(sparse, self.tables.features)
+        if self._ids_apart:
+            return self._found(0, *self._apart(0, sparse, sparse.values()), None)
         offsets = sparse.offsets()
         if self._padded:  # preceded by the first table's empty bags; one-hot batches share the result
             if self._offsets[0] is not offsets:
                 self._offsets = offsets, torch.cat((offsets.new_zeros(sparse.stride()), offsets))
             offsets = self._offsets[1]
         weights = sparse.weights().float() if self.tables.weighted else None
-        tbe, inputs = self.tbes[0], (sparse.values().long(), offsets.long(), weights)
-        if self._sums_on_cpu and not torch.is_grad_enabled():
+        return self._found(0, sparse.values().long(), offsets.long(), weights)
+
+    def _found(
+        self, group: int, indices: torch.Tensor, offsets: torch.Tensor, weights: torch.Tensor | None
+    ) -> torch.Tensor:
+        """What the group's TBE looks up."""
+        tbe = self.tbes[group]
+        if self._on_cpu and not torch.is_grad_enabled():
             assert isinstance(tbe, SplitTableBatchedEmbeddingBagsCodegen)
-            return private_api.look_up_only(tbe, *inputs)
-        rows: torch.Tensor = tbe(*inputs)
+            return private_api.look_up_only(tbe, indices, offsets, weights)
+        rows: torch.Tensor = tbe(indices, offsets, weights)
         return rows
+
+    def _apart(
+        self, group: int, sparse: KeyedJaggedTensor, ids: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Indices and offsets of the bags of one id each, int64 [L] and [L + 1], of the ``ids`` in ``sparse``
+        that are looked up in one group's tables."""
+        features = slice(*self._cuts[group : group + 2])
+        counts = torch.tensor(sparse.length_per_key()[features])
+        firsts = self._firsts[features].repeat_interleave(counts, output_size=len(ids))
+        return ids + firsts, torch.arange(len(ids) + 1)
 
     def group_lookup(self, group: int, sparse: KeyedJaggedTensor) -> torch.Tensor:
         """Rows of one group's F features, pooled float32 [B, F * D], or one for each of L lookups, [L, D]."""
@@ -124,11 +159,11 @@ class ResidentCollection(AllResident, GroupTables):
         first, last = (cut * batch for cut in self._cuts[group : group + 2])
         mine = offsets[first : last + 1]
         own = slice(int(mine[0]), int(mine[-1]))
-        weights = sparse.weights().float() if self.tables.weighted else None
-        rows: torch.Tensor = self.tbes[group](
-            sparse.values()[own].long(), mine - mine[0], None if weights is None else weights[own]
-        )
-        return rows
+        ids = sparse.values()[own]
+        if self._ids_apart:
+            return self._found(group, *self._apart(group, sparse, ids), None)
+        weights = sparse.weights()[own].float() if self.tables.weighted else None
+        return self._found(group, ids.long(), mine - mine[0], weights)
 
     def read(self, region: Region) -> Values:
         weights, state = self._storage[region.table]

@@ -28,7 +28,7 @@ from tests.tables.reference import (
     trained_plainly,
     weights_of,
 )
-from tests.tables.samples import CPU, DIM, MAKERS, difference, dump, tiers
+from tests.tables.samples import CPU, DIM, MAKERS, difference, dump, identical, tiers
 
 LOSS = loss_of(SEQUENCES)
 
@@ -67,6 +67,20 @@ def test_tiny_batches_and_batches_without_ids(policy: str, size: int, tmp_path: 
     train(collection, SEQUENCES, stream)
     assert difference(dump(collection), trained_plainly(SEQUENCES, "rowwise_adagrad", stream)) <= 1e-5
     collection.close()
+
+
+@pytest.mark.parametrize("policy", MAKERS)
+@pytest.mark.parametrize("optimizer", ["sgd", "adagrad", "rowwise_adagrad", "adam"])
+def test_tiers_leave_the_bits_of_resident_rows(policy: str, optimizer: str, tmp_path: Path) -> None:
+    """Each id is a bag of its own in both, and a row's gradients are added in the order of the ids."""
+    tables = SEQUENCES.tables(optimizer)
+    whole, tiered = ResidentCollection(tables, CPU), tiers(tables, policy, tmp_path)
+    for collection in (whole, tiered):
+        train(collection, SEQUENCES, batches())
+    assert identical(dump(whole), dump(tiered))
+    train(whole, SEQUENCES, batches(1))
+    assert not identical(dump(whole), dump(tiered)), "a step more is noticed"
+    tiered.close()
 
 
 # -- micro-batches ---------------------------------------------------------------------------
