@@ -9,7 +9,10 @@ from __future__ import annotations
 
 import fcntl
 import hashlib
+import io
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -17,7 +20,7 @@ import torch
 from torch.export import ExportedProgram
 from torch.utils import _pytree as pytree
 
-from recpipe.answers import programs
+from recpipe.answers import package, programs
 from recpipe.private_api.compiled import compile_program
 
 
@@ -51,3 +54,43 @@ def _named(program: ExportedProgram, march: str | None, width: int, frozen: bool
         found.update(f"{name} {value.dtype} {tuple(value.shape)}".encode())
         found.update(value.detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
     return found.hexdigest()
+
+
+class Uncompiled:
+    """What stands for a compiled program: the exported one, run as it is."""
+
+    def __init__(self, file: str) -> None:
+        exported = torch.export.load(file)
+        self.module, self.structure, self.loader = exported.module(), exported.call_spec.in_spec, self
+
+    def get_constant_fqns(self) -> list[str]:
+        """None: it has all of them itself."""
+        return []
+
+    def load_constants(self, *_: object, **__: object) -> None:
+        """Takes none."""
+
+    def boxed_run(self, inputs: list[torch.Tensor]) -> list[torch.Tensor]:
+        """Its output of inputs that lie in memory in their order, as a compiled one takes them to."""
+        assert all(one.is_contiguous() for one in inputs)
+        args, kwargs = pytree.tree_unflatten(inputs, self.structure)
+        return [self.module(*args, **kwargs)]
+
+
+@contextmanager
+def uncompiled() -> Iterator[None]:
+    """Packages made in the block take no compiler and load in the block alone, where their programs run as
+    torch.export has them: for tests of what is around a program."""
+
+    def kept(program: ExportedProgram, *_: object, **__: object) -> tuple[memoryview, list[str]]:
+        example, program.example_inputs = program.example_inputs, None  # which torch would pickle
+        content = io.BytesIO()
+        torch.export.save(program, content)
+        program.example_inputs = example
+        return content.getbuffer(), []
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(programs, "compile_program", kept)
+        patch.setattr(package, "compiler", lambda: "none")
+        patch.setattr(torch._inductor, "aoti_load_package", Uncompiled)
+        yield

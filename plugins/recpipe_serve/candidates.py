@@ -229,9 +229,9 @@ class Candidates:
                 own = "is of the candidates" if name in self.items.column_names else "is read by no feature"
                 raise bad(f"the user's '{shown(name)}' {own}.{did_you_mean(name, sorted(known))}")
         kind = type(self.ids[0])
-        wrong = next((each for each in wanted.exclude if type(each) is not kind), None)
-        if wrong is not None:
-            raise bad(f"exclude has {shown(wrong)}, and the candidates' ids are of type {kind.__name__}")
+        for each in wanted.exclude:
+            if type(each) is not kind:
+                raise bad(f"exclude has {shown(each)}, and the candidates' ids are of type {kind.__name__}")
         self.output(wanted.by)
         asked = self._query_inputs.asked(self._query.inputs(wanted.user, None))
         vector = self._vector(*together([asked])).numpy().reshape(1, -1)

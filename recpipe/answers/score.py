@@ -262,7 +262,8 @@ class Program:
         if dense.data_ptr() % ALIGNMENT:
             dense = dense.clone()  # MKL rounds differently from other addresses
         # What calling self.run does, without its reading of the arguments' structure, which takes 13 us.
-        scores: torch.Tensor = self.run.loader.boxed_run([dense, *found])[0]
+        # It reads a tensor's memory from its beginning on, whatever its strides are.
+        scores: torch.Tensor = self.run.loader.boxed_run([dense, *(each.contiguous() for each in found)])[0]
         return scores
 
 

@@ -1,0 +1,194 @@
+"""Retrieve, then rank, over a real socket: kinds of indexes, reloads of others, and wrong requests.
+
+By default programs are not compiled and the server is a thread of the test's; the soak tests start servers
+of compiled ones, as users do.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import socket
+import sys
+import threading
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow.parquet as pq
+import pytest
+import torch
+
+pytest.importorskip("faiss", reason="recpipe[retrieval] is not installed")
+pytest.importorskip("uvicorn", reason="recpipe[serve] is not installed")
+pytest.importorskip("prometheus_client", reason="recpipe[serve] is not installed")
+
+from recpipe_retrieval import index as indexes
+from recpipe_retrieval.command import make_index
+from recpipe_serve.config import ServeConfig
+from recpipe_serve.http.features import Features
+from recpipe_serve.http.raw import RawValues
+from recpipe_serve.tests.test_candidates import ITEM, PRICE, SEEN, SHOP, USER, shop_rows, trained
+from recpipe_serve.tests.test_serving import ask
+from recpipe_serve.workers.worker import LARGEST, Worker
+from safetensors.numpy import load_file
+
+import recpipe
+from recpipe.answers import score
+from recpipe.answers.candidates import ITEMS, RETRIEVER, SEARCH
+from recpipe.answers.encoded import read_encoding
+from recpipe.answers.manifest import RETRIEVAL, read_manifest, write_manifest
+from tests.compiling import uncompiled
+
+PATH = "/v2/models/m/retrieve"
+"""Of the server's only model."""
+WHO = {"user": 17, "seen": "s1|s4"}
+RANKED = [ITEM, SHOP, PRICE, USER, SEEN | {"pooling": "mean"}]
+"""The ranker's features. One of the user's is looked up apart from all others."""
+
+
+@pytest.fixture(scope="module")
+def shop(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Towers and a ranker that were trained, an index of all candidates and one of few, and a package."""
+    folder, rows = tmp_path_factory.mktemp("shop"), shop_rows()
+    pq.write_table(rows, folder / "rows.parquet")
+    pq.write_table(rows.slice(0, 100), folder / "few.parquet")
+    of_towers = ["model=two_tower", "model.loss=in_batch_softmax", "model.normalize=true"]
+    trained(folder, "towers", ["bought"], [USER, SEEN, ITEM, SHOP, PRICE], *of_towers, "trainer.max_steps=4")
+    trained(folder, "ranker", ["bought"], RANKED, "model.bottom=[8]", "model.top=[8]", "trainer.max_steps=4")
+    for name, words in (("flat", ()), ("few", ("kind=hnsw", f"data.path={folder}/few.parquet"))):
+        own = [f"output={folder}/{name}", "item=item", "columns=[shop,price]"]
+        make_index(folder / "towers", [*own, f"hydra.run.dir={folder}/{name}-run", *words])
+    with uncompiled():
+        given: dict[str, Any] = {"dense": "float32", "reference": False, "quiet": True}
+        recpipe.package(folder / "ranker", folder / "flat.recpipe", index=folder / "flat", **given)
+    return folder
+
+
+def with_candidates(package: Path, index: Path, **about: Any) -> None:
+    """Put the candidates of another index of the same towers into a package, and what the manifest says
+    ``about`` them."""
+    items = pq.read_table(index / "items.parquet").drop(["vector"])
+    pq.write_table(items, package / ITEMS)
+    shutil.copyfile(index / "index.faiss", package / SEARCH)
+    content = read_manifest(package)
+    told = {**content[RETRIEVAL], "items": len(items), **about}
+    write_manifest(
+        package, {key: value for key, value in content.items() if key != "files"} | {RETRIEVAL: told}
+    )
+
+
+@contextmanager
+def served(directory: Path) -> Iterator[tuple[int, socket.socket]]:
+    """A worker that serves ``directory``: its port, and the channel on which it is told to load it anew."""
+    threads, turn = torch.get_num_threads(), sys.getswitchinterval()
+    with uncompiled():
+        worker = Worker(directory, ServeConfig(), "m")
+        mine, its = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with socket.create_server(("127.0.0.1", 0)) as listening, its:
+            running = threading.Thread(target=worker.run, args=(listening, its))
+            running.start()
+            try:
+                with mine:
+                    assert mine.recv(LARGEST).startswith(b"ready")
+                    yield listening.getsockname()[1], mine
+            finally:
+                running.join()
+                torch.set_num_threads(threads)
+                sys.setswitchinterval(turn)
+
+
+def found_by(port: int, path: str = PATH, **request: Any) -> dict[str, Any]:
+    status, content = ask(port, "POST", path, json.dumps(request).encode())
+    assert status == 200, content
+    answer: dict[str, Any] = json.loads(content)
+    return answer
+
+
+def by_hand(directory: Path, user: Mapping[str, Any], items: list[dict[str, Any]]) -> torch.Tensor:
+    """What a package gives for the raw values of a user beside those of each item, one row for each."""
+    scorer = score.Scorer(directory)
+    preparation = read_encoding(directory, scorer.manifest)
+    assert preparation is not None
+    assert preparation.features is not None
+    columns = preparation.features.inputs
+    rows = [{n: v for n, v in {**user, **item}.items() if n in columns} for item in items]
+    asked = Features(scorer.manifest, 4096).asked(RawValues(preparation).inputs(rows))
+    every = [asked.bags(f, of_each=True) for f in range(len(scorer.manifest["sparse"]))]
+    lengths = np.concatenate([np.broadcast_to(own.lengths, len(rows)) for own in every])
+    ids = np.concatenate([own.ids for own in every])
+    return scorer(*map(torch.from_numpy, (asked.dense, ids, lengths)))
+
+
+def require_found(
+    answer: dict[str, Any], directory: Path, index: Path, user: Mapping[str, Any], n: int
+) -> None:
+    """The answer has the best of the ``n`` candidates that the index finds for the user's vector, and their
+    scores. Those of a flat index are the nearest."""
+    items = pq.read_table(index / "items.parquet").drop(["vector"]).to_pylist()
+    query = by_hand(directory / RETRIEVER, user, items[:1])[:1].numpy()
+    near = (load_file(index / "vectors.safetensors")["candidates"] @ query.T)[:, 0]
+    about, _, search = indexes.read(index)
+    found = indexes.best(search, query, n)[1][0]
+    if about.kind == "flat":
+        assert found.tolist() == np.argsort(-near, kind="stable")[:n].tolist()
+    scores = by_hand(directory, user, [items[place] for place in found]).reshape(-1)
+    order = scores.argsort(descending=True, stable=True)[: len(answer["items"])]
+    assert answer["items"] == [items[found[place]]["item"] for place in order]
+    np.testing.assert_allclose(answer["scores"]["score"], scores[order], rtol=0, atol=1e-5)
+    np.testing.assert_allclose(answer["similarity"], near[found][order], rtol=0, atol=1e-5)
+
+
+def test_candidates_come_over_a_socket_and_others_after_a_reload(shop: Path, tmp_path: Path) -> None:
+    directory = tmp_path / "m.recpipe"
+    shutil.copytree(shop / "flat.recpipe", directory)
+    users = (WHO, {"user": 4, "seen": ""}, {"user": None, "seen": "new"})
+    with served(directory) as (port, channel):
+        for user in users:
+            require_found(found_by(port, user=user, k=7, n=40), directory, shop / "flat", user, 40)
+        best = found_by(port, user=WHO, k=7, n=7)["items"]
+        others = found_by(port, user=WHO, k=7, n=7, exclude=best[:3])["items"]
+        assert len({*others} - {*best}) == 3
+        with_candidates(directory, shop / "few", kind="hnsw")
+        channel.send(b"reload")
+        assert channel.recv(LARGEST).startswith(b"loaded")
+        for user in users:
+            require_found(found_by(port, user=user, k=7, n=40), directory, shop / "few", user, 40)
+        with_candidates(directory, shop / "flat", kind="flat", user=["age", "seen", "user"])
+        channel.send(b"reload")
+        told = channel.recv(LARGEST).decode()
+        assert told.startswith("refused")
+        assert "'retrieval' differs, on which clients rely" in told
+        assert len(found_by(port, user=WHO, k=99)["items"]) < 99, "the few are still there"
+
+
+WRONG: dict[str, tuple[int, Any]] = {
+    "has no user": (400, {"k": 3}),
+    "is no JSON": (400, b"{"),
+    "k and n are whole numbers": (400, {"user": WHO, "k": True}),
+    "k is at most n": (400, {"user": WHO, "k": 101}),
+    "n at most 4096": (400, {"user": WHO, "n": 4097}),
+    "no column 'seen'": (400, {"user": {"user": 1}}),
+    "column user: holds string, and held numbers": (400, {"user": WHO | {"user": "x"}}),
+    "'shop' is of the candidates": (400, {"user": WHO | {"shop": 3}}),
+    "exclude has None": (400, {"user": WHO, "exclude": [None]}),
+    "exclude is no list": (400, {"user": WHO, "exclude": "sku-1"}),
+    "has no output 'click'": (400, {"user": WHO, "by": "click"}),
+    "larger than": (413, b" " * (ServeConfig.body_bytes + 1)),
+}
+
+
+def test_wrong_requests_get_a_line_over_a_socket(shop: Path) -> None:
+    with served(shop / "flat.recpipe") as (port, _):
+        for told, (expected, request) in WRONG.items():
+            body = request if isinstance(request, bytes) else json.dumps(request).encode()
+            status, content = ask(port, "POST", PATH, body)
+            line = json.loads(content)["error"]
+            assert (status, "\n" in line) == (expected, False), line
+            assert told in line
+        for path in (PATH.replace("/m/", "/other/"), PATH.replace("/m/", "/m/versions/2/")):
+            assert ask(port, "POST", path, b"{}")[0] == 404
+        assert ask(port, "GET", PATH)[0] == 405
+        assert found_by(port, user=WHO)["items"], "it goes on"
