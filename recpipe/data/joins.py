@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -16,7 +16,7 @@ from recpipe.data.columns import Int64
 from recpipe.data.derivations import Join
 from recpipe.data.features import Feature
 from recpipe.data.records import InputFile, input_files, require_columns
-from recpipe.data.text import Block
+from recpipe.data.text import Block, Made
 from recpipe.data.values import alike, is_text, plain, plain_type, read_ids, require_type, value_at
 from recpipe.errors import DataError, shown
 
@@ -197,6 +197,20 @@ class JoinedFile(InputFile):
         beside = Beside(self.sides, columns)
         for block in self.file.blocks(beside.own, start, groups):
             yield block._replace(rows=beside(block.rows))
+
+    def each(
+        self, columns: Sequence[str], make: Callable[[pa.RecordBatch], Made], groups: range | None = None
+    ) -> Iterator[tuple[Block, Made]]:
+        """As of ``InputFile``; rows are looked up in these threads, too."""
+        require_columns(self, columns)
+        beside = Beside(self.sides, columns)
+
+        def both(rows: pa.RecordBatch) -> tuple[pa.RecordBatch, Made]:
+            whole = beside(rows)
+            return whole, make(whole)
+
+        for block, (rows, made) in self.file.each(beside.own, both, groups):
+            yield block._replace(rows=rows), made
 
 
 def joined(files: Sequence[InputFile], joins: Sequence[Join]) -> list[InputFile]:

@@ -9,7 +9,8 @@ from __future__ import annotations
 import glob
 import logging
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -28,7 +29,7 @@ from recpipe.data.config import FilesConfig
 from recpipe.data.files import TextRules, check_readable, natural_key, natural_path
 from recpipe.data.json_lines import JsonLines
 from recpipe.data.remote import AnyPath, RemotePath, located, opened, size_of
-from recpipe.data.text import PACKED, READ_FAULTS, Block, made_ahead, text_blocks
+from recpipe.data.text import PACKED, READ_FAULTS, Block, Made, made, made_ahead, text_blocks
 from recpipe.data.text_columns import TextColumns
 from recpipe.errors import DataError, nearest_or_all, shown
 
@@ -116,10 +117,27 @@ class InputFile:
         from there. ``groups``: the row groups of Parquet that are read.
         """
         require_columns(self, columns)
-        reader, own = _READERS[self.format], [name for name in columns if name not in self.partition]
-        where = [place for place in (start, groups) if place]
-        for block in reader.blocks(self, own, *where):
+        own = [name for name in columns if name not in self.partition]
+        if self.format == "csv":
+            blocks = (block for block, _ in _Csv.each(self, own, lambda rows: None, start))
+        else:
+            where = [place for place in (start, groups) if place]
+            blocks = _READERS[self.format].blocks(self, own, *where)
+        for block in blocks:
             yield block._replace(rows=self.with_partition(block.rows, columns))
+
+    def each(
+        self, columns: Sequence[str], make: Callable[[pa.RecordBatch], Made], groups: range | None = None
+    ) -> Iterator[tuple[Block, Made]]:
+        """Its ``blocks`` with what ``make`` makes of the rows of each, in threads, while earlier ones are
+        worked on. A thread parses a block of text and makes something of it: nothing leaves its core's cache.
+        """
+        if self.format == "csv":
+            require_columns(self, columns)
+            own = [name for name in columns if name not in self.partition]
+            yield from _Csv.each(self, own, lambda rows: make(self.with_partition(rows, columns)))
+            return
+        yield from each_of(self.blocks(columns, groups=groups), make)
 
     def first_rows(self, columns: Sequence[str]) -> pa.RecordBatch | None:
         """The first rows of these columns, as they are written; None without rows."""
@@ -135,6 +153,12 @@ class InputFile:
         folders = {name: pa.repeat(pa.scalar(value), len(rows)) for name, value in self.partition.items()}
         arrays = [folders[name] if name in folders else rows[name] for name in columns]
         return pa.record_batch(arrays, list(columns))
+
+
+def each_of(blocks: Iterator[Block], make: Callable[[pa.RecordBatch], Made]) -> Iterator[tuple[Block, Made]]:
+    """``blocks`` with what ``make`` makes of the rows of each, in threads, while others are worked on."""
+    for block, future in made_ahead(lambda block: make(block.rows), blocks, "recpipe-encode"):
+        yield block, future.result()
 
 
 def files_of(config: FilesConfig, key: str = "path") -> tuple[InputFile, ...]:
@@ -430,7 +454,10 @@ class _Csv:
         return pa.schema([pa.field(name, pa.string()) for name in file.layout[2]])
 
     @staticmethod
-    def blocks(file: InputFile, columns: Sequence[str], start: int = 0) -> Iterator[Block]:
+    def each(
+        file: InputFile, columns: Sequence[str], make: Callable[[pa.RecordBatch], Made], start: int = 0
+    ) -> Iterator[tuple[Block, Made]]:
+        """As of ``InputFile``."""
         separator, header, names = file.layout
         skipped = int(header and not start)
         convert = pa.csv.ConvertOptions(
@@ -451,28 +478,28 @@ class _Csv:
         cut = TextColumns(names, columns, separator, file.rules.quote)
         is_quick = at_hand() or size_of(file.path) >= LONG
 
-        def table(block: tuple[bytes, bool, float]) -> pa.Table:
+        def parsed(block: tuple[bytes, bool, float]) -> list[tuple[pa.RecordBatch, Future[Made]]]:
             content, first, _ = block
             found = cut(content, bool(skipped and first)) if is_quick else None
             if found is None:
                 found = pa.csv.read_csv(pa.BufferReader(content), *options(content, first), convert)
-            return found
+            return [(rows, made(make, rows)) for rows in found.to_batches()]
 
         row, quote = 0, (file.rules.quote or "").encode()
         # Cutting keeps half a block, and the columns that are made of it, in a core's cache.
         texts = text_blocks(file, quote or None, start, text.BLOCK_BYTES // 2 if is_quick else None)
         blocks = ((content, not number, share) for number, (content, share) in enumerate(texts))
-        for (content, first, share), made in made_ahead(table, blocks, "recpipe-parse"):
+        for (content, first, share), future in made_ahead(parsed, blocks, "recpipe-parse"):
             try:
-                batches = made.result().to_batches()
+                batches = future.result()
             except READ_FAULTS as error:
                 before = row - skipped * first
                 raise _text_fault(file, content, before, *options(content, first), error) from error
             if share == 1 and quote and content.count(quote) % 2:
                 _require_closed(file, content, quote, row, options(content, first))
-            for batch in batches:
-                yield Block(row + 1, batch, share)
-                row += len(batch)
+            for rows, own in batches:
+                yield Block(row + 1, rows, share), own.result()
+                row += len(rows)
 
 
 def _require_closed(

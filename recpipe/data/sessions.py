@@ -8,7 +8,7 @@ on the disk, each of which is sorted in memory.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property, partial
@@ -27,9 +27,9 @@ from recpipe.data.derivations import Sessions
 from recpipe.data.features import Feature
 from recpipe.data.files import RowChecks
 from recpipe.data.gathered import Gathered
-from recpipe.data.records import BLOCK_ROWS, InputFile, require_columns
+from recpipe.data.records import BLOCK_ROWS, InputFile, each_of, require_columns
 from recpipe.data.remote import AnyPath
-from recpipe.data.text import Block
+from recpipe.data.text import Block, Made
 from recpipe.data.timestamps import read_times
 from recpipe.data.values import (
     Bools,
@@ -159,6 +159,12 @@ class SessionFile(InputFile):
                 f"{self}: none of {sessions:,} sessions has {self.rule.min_length} events, as many as "
                 "data.sessions.min_length says that a sample's session has at least"
             )
+
+    def each(
+        self, columns: Sequence[str], make: Callable[[pa.RecordBatch], Made], groups: range | None = None
+    ) -> Iterator[tuple[Block, Made]]:
+        """As of ``InputFile``."""
+        return each_of(self.blocks(columns), make)
 
     def _event_column(self, column: str) -> str:
         """The column of events that ``column`` is made of."""

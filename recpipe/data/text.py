@@ -155,7 +155,7 @@ def made_ahead(
     try:
         try:
             for item in items:
-                waiting.append((item, pool.submit(make, item) if ahead else _made(make, item)))
+                waiting.append((item, pool.submit(make, item) if ahead else made(make, item)))
                 if len(waiting) > ahead:
                     yield waiting.popleft()
                     ahead = min(threads, ahead + 1)
@@ -168,8 +168,8 @@ def made_ahead(
         pool.shutdown(cancel_futures=True)
 
 
-def _made(make: Callable[[Item], Made], item: Item) -> Future[Made]:
-    """What ``make`` makes of ``item``, in this thread."""
+def made(make: Callable[[Item], Made], item: Item) -> Future[Made]:
+    """What ``make`` makes of ``item``, in this thread; what it raises comes when it is asked for."""
     future = Future[Made]()
     try:
         future.set_result(make(item))

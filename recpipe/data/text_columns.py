@@ -65,7 +65,7 @@ class TextColumns:
             pa.StringArray.from_buffers(rows, _kept(each), _kept(own.written[place * room :][: each[-1]]))
             for place, each in enumerate(ends[:, : rows + 1])
         ]
-        return pa.table(arrays, self._wanted) if is_ascii or all(map(_is_utf8, arrays)) else None
+        return pa.table(arrays, self._wanted) if is_ascii or all(map(is_utf8, arrays)) else None
 
 
 def _kept(array: NDArray[Any]) -> pa.Buffer:
@@ -82,7 +82,8 @@ def _after_header(text: bytes) -> int | None:
     return None if begin < 3 or 0 <= lone < begin - 2 else begin
 
 
-def _is_utf8(array: pa.Array) -> bool:
+def is_utf8(array: pa.Array) -> bool:
+    """Whether all values of an array of text are what their type says."""
     try:
         array.validate(full=True)
     except pa.ArrowInvalid:

@@ -22,7 +22,9 @@ from recpipe.common.loops import at_hand
 from recpipe.data.columns import Int64, offsets_of
 from recpipe.data.features import AGES, HEX, NO_VALUE, WEIGHTED, Feature
 from recpipe.data.sources.transforms import string_keys
+from recpipe.data.text_columns import is_utf8
 from recpipe.data.text_loops import whole_numbers
+from recpipe.data.word_keys import WordKeys
 from recpipe.errors import DataError, shown
 
 Bools = NDArray[np.bool_]
@@ -35,6 +37,7 @@ EXACT = {pa.float16(): 2**11, pa.float32(): 2**24, pa.float64(): 2**53}
 """Up to here every whole number is itself in floating point."""
 LONG = 1024
 """Values of an array from which on it is read by a loop, whose first call waits for its machine code."""
+_WORD_KEYS = WordKeys()
 WHOLE_REMEDY = "is not a whole number that its type holds exactly, as an id must be: make it text or int64"
 
 
@@ -179,6 +182,11 @@ def _bytes_in(text: pa.Array) -> NDArray[np.uint8]:
 
 
 def _string_keys(text: pa.Array) -> tuple[Int64, Bools]:
+    """Keys of an array [n] of text without nulls, and which of them are valid: UTF-8, unless it is bytes."""
+    if len(text) >= LONG and at_hand():
+        keys, is_ascii = _WORD_KEYS(_bytes_in(text), offsets_in(text))
+        if is_ascii or is_bytes(text.type) or is_utf8(text):
+            return keys.view(np.int64), np.ones(len(text), bool)
     keys, valid = string_keys(text)
     return keys.view(np.int64), valid
 
@@ -449,6 +457,11 @@ def is_text(kind: pa.DataType) -> bool:
     """Whether a plain type is of strings or bytes."""
     text = (pa.types.is_string, pa.types.is_large_string, pa.types.is_binary, pa.types.is_large_binary)
     return any(test(kind) for test in text) or kind in (pa.string_view(), pa.binary_view())
+
+
+def is_bytes(kind: pa.DataType) -> bool:
+    """Whether a plain type is of bytes, which need not be UTF-8."""
+    return bool(pa.types.is_binary(kind) or pa.types.is_large_binary(kind))
 
 
 def is_list(kind: pa.DataType) -> bool:

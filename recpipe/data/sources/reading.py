@@ -9,11 +9,10 @@ import pyarrow as pa
 
 from recpipe.common.saved import Damaged, typed_as
 from recpipe.data.columns import Columns
-from recpipe.data.encoding import Encoding
+from recpipe.data.encoding import Encoded, Encoding
 from recpipe.data.files import RowChecks
 from recpipe.data.records import InputFile
 from recpipe.data.sent import Sent, arrays_of, columns_of, packed, unpacked
-from recpipe.data.text import Block, made_ahead
 
 
 @dataclass(frozen=True)
@@ -77,14 +76,13 @@ class Reader:
         """What is in some row groups of a file, or in all of it."""
         file = self.files[number]
 
-        def read(block: Block) -> Read:
-            checks = RowChecks(str(file), block.first_row, len(block.rows))
-            columns, missing = self.encoding.read(block.rows, checks, self.labelled)
-            of_parts = block.rows.select([*self.of_parts])
-            return Read(number, columns, missing, checks, of_parts, block.share, block.left_out)
+        def read(rows: pa.RecordBatch) -> tuple[Encoded, RowChecks, pa.RecordBatch]:
+            checks = RowChecks(str(file), 1, len(rows))
+            return self.encoding.read(rows, checks, self.labelled), checks, rows.select([*self.of_parts])
 
-        for _, made in made_ahead(read, file.blocks(self.names, groups=groups), "recpipe-encode"):
-            yield made.result()
+        for block, (encoded, checks, of_parts) in file.each(self.names, read, groups):
+            checks.first_row = block.first_row
+            yield Read(number, *encoded, checks, of_parts, block.share, block.left_out)
 
     def send(self, number: int, groups: range | None) -> Iterator[bytes]:
         """The same, ``packed``."""
