@@ -164,11 +164,13 @@ class InTurn(L.Callback):
 
 @contextmanager
 def as_torch_begins() -> Iterator[None]:
-    """The precision of products that a loop by hand has."""
-    precision = torch.get_float32_matmul_precision()
+    """The precision of products and the attention that a loop by hand has."""
+    precision, fused = torch.get_float32_matmul_precision(), torch.backends.cuda.flash_sdp_enabled()
     torch.set_float32_matmul_precision("highest")
+    torch.backends.cuda.enable_flash_sdp(True)
     yield
     torch.set_float32_matmul_precision(precision)
+    torch.backends.cuda.enable_flash_sdp(fused)
 
 
 @dataclass

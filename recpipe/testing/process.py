@@ -161,6 +161,7 @@ def settings() -> dict[str, object]:
                 matmul.allow_bf16_reduced_precision_reduction,
             ),
             "cuDNN flags": (cudnn.enabled, cudnn.benchmark, cudnn.deterministic),
+            "fused attention": torch.backends.cuda.flash_sdp_enabled(),  # type: ignore[no-untyped-call]
             "oneDNN flags": (torch.backends.mkldnn.enabled, torch.backends.mkldnn.deterministic),
             "autocast": (torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu")),
             "treatment of tiny numbers": float(torch.tensor(1e-40) * 1) == 0,

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch.nn import functional as F
+from torch.profiler import ProfilerActivity
 
 import recpipe
 from recpipe.backend import matmul
@@ -42,6 +44,22 @@ def test_onednn_is_not_used_where_it_rounds(monkeypatch) -> None:
     monkeypatch.setattr(matmul, "_error", lambda precision: 2e-7)
     with float32_products(CPU):
         assert float32_matmul() == "oneDNN"
+
+
+@needs_onednn
+@pytest.mark.parametrize(("error", "fused"), [(2e-7, False), (2e-3, True)])
+def test_attention_is_fused_where_mkl_multiplies(monkeypatch, error: float, fused: bool) -> None:
+    """oneDNN has no small products to make, and what is computed is the same."""
+    monkeypatch.setattr(matmul, "made_by_intel", lambda: False)
+    monkeypatch.setattr(matmul, "_error", lambda precision: error)
+    vectors = torch.randn(3, 4, 2, 5, 8, generator=torch.Generator().manual_seed(0))
+    plain = F.scaled_dot_product_attention(*vectors)
+    kernel = "aten::_scaled_dot_product_flash_attention_for_cpu"
+    with float32_products(CPU), torch.profiler.profile(activities=[ProfilerActivity.CPU]) as profiler:
+        found = F.scaled_dot_product_attention(*vectors)
+    assert any(event.key == kernel for event in profiler.key_averages()) == fused
+    torch.testing.assert_close(found, plain, rtol=1e-5, atol=1e-6)
+    assert torch.backends.cuda.flash_sdp_enabled()
 
 
 @needs_onednn
