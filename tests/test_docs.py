@@ -14,6 +14,7 @@ from types import ModuleType
 
 import pytest
 from omegaconf import OmegaConf
+from recpipe_deeprecsys.config import BenchOptions
 from recpipe_low_precision.command import QuantizeOptions
 from recpipe_retrieval.command import IndexOptions, RetrieveOptions
 
@@ -245,6 +246,10 @@ def test_commands_compose(arguments: list[str]) -> None:
     if arguments[0] in ANSWERS:
         _, overrides, _ = parted(arguments[2:], ANSWERS[arguments[0]], arguments[0])
         compose(["data=parquet", *overrides])
+        return
+    if arguments[0] == "bench-serve":
+        _, overrides, _ = parted(arguments[2:], BenchOptions, "bench-serve")
+        compose([f"experiment={arguments[1]}"] * (not arguments[1].endswith(".recpipe")) + overrides)
         return
     if arguments[0] == "serve":
         mine, _ = of_plugins(arguments[2:])

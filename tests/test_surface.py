@@ -144,6 +144,9 @@ def test_public_modules_export_what_has_a_docstring(module: object) -> None:
 
 
 ROOMS = {
+    "recpipe_deeprecsys": (
+        *("answers", "commands", "common", "config", "data", "errors", "model", "models", "report", "tasks"),
+    ),
     "recpipe_low_precision": (
         *("answers", "backend", "checkpoint", "common", "data", "distributed", "model", "pipeline"),
         *("report", "private_api", "tasks", "commands", "errors"),

@@ -1,0 +1,94 @@
+"""The largest rate of requests whose latency stays within a bound."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from recpipe.errors import UserError
+from recpipe_deeprecsys.load import OFFLINE, SERVER, SINGLE_STREAM, Load, Outcome, Target
+
+BEGIN = 0.7
+"""The first rate, as a share of what the target takes offline."""
+UP, DOWN = 1.3, 0.6
+"""What the rate is multiplied by until one rate is valid and another is not."""
+KEEPS_UP = 0.9
+"""Which share of the requests that come in a second must be answered in one: what is left when the last one
+has come is answered later."""
+MOST = 16
+"""Runs until then."""
+Run = Callable[[float], Outcome]
+"""A run of the server at a rate."""
+
+
+@dataclass(frozen=True)
+class Bounded:
+    """What was measured of a target. ``best``: the run at the largest valid rate; None: none was valid."""
+
+    single: Outcome
+    offline: Outcome
+    tried: tuple[Outcome, ...]
+    best: Outcome | None
+    why: str | None = None
+    """Why there is no valid rate."""
+
+
+def is_good(outcome: Outcome, load: Load) -> bool:
+    """Whether LoadGen calls a run valid, its percentile is within the bound, and the server kept up."""
+    kept_up = outcome.completed >= KEEPS_UP * outcome.scheduled
+    return outcome.valid and outcome.latency_ms[load.percentile] <= load.bound_ms and kept_up
+
+
+def bisected(run: Run, first: float, good: Callable[[Outcome], bool], tolerance: float) -> list[Outcome]:
+    """Runs, from the rate ``first`` on, until a good and a bad rate differ by at most ``tolerance``, relative
+    to the good one. Where no rate is good, ``MOST`` runs."""
+    tried: list[Outcome] = []
+    low, high, rate = 0.0, float("inf"), first
+    while len(tried) < MOST or low:
+        tried.append(run(rate))
+        if good(tried[-1]):
+            low = max(low, rate)
+        else:
+            high = min(high, rate)
+        if high <= low * (1 + tolerance) or (len(tried) >= MOST and high == float("inf")):
+            break
+        rate = rate * UP if high == float("inf") else (low + high) / 2 if low else rate * DOWN
+    return tried
+
+
+def measured(target: Target, load: Load, tolerance: float, say: Callable[[Outcome], None]) -> Bounded:
+    """The latency of single requests, the throughput offline, and the largest rate of a server. ``say`` is
+    told of each run."""
+
+    def run(scenario: str, rate: float | None = None) -> Outcome:
+        outcome = load.run(target, scenario, rate)
+        say(outcome)
+        return outcome
+
+    single = run(SINGLE_STREAM)
+    # A run of about so many seconds; the rate by which it is made so long is not known before.
+    offline = run(OFFLINE, 1e3 / single.latency_ms["50"])
+    if single.latency_ms[load.percentile] > load.bound_ms:
+        alone = single.latency_ms[load.percentile]
+        why = (
+            f"bound_ms={load.bound_ms:g}: a request that comes alone takes {alone:.3g} ms at "
+            f"p{load.percentile} already; raise it, or lower the requests' sizes"
+        )
+        return Bounded(single, offline, (), None, why)
+    found = bisected(
+        lambda rate: run(SERVER, rate), BEGIN * offline.completed, lambda o: is_good(o, load), tolerance
+    )
+    good = [outcome for outcome in found if is_good(outcome, load)]
+    best = max(good, key=lambda outcome: outcome.rate or 0.0, default=None)
+    none = (
+        f"no rate down to {found[-1].rate:.3g} requests/s is valid by LoadGen within {load.bound_ms:g} ms at "
+        f"p{load.percentile}: raise bound_ms, or seconds if the machine is busy"
+    )
+    return Bounded(single, offline, tuple(found), best, none if best is None else None)
+
+
+def best_of(found: Bounded) -> Outcome:
+    """The best run; ``UserError`` if there is none."""
+    if found.best is None:
+        raise UserError(str(found.why))
+    return found.best

@@ -1,0 +1,1 @@
+"""The models of DeepRecSys that core has not: RMC, NCF and multi-task Wide & Deep."""

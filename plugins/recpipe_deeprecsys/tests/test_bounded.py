@@ -1,0 +1,233 @@
+"""The search for the largest rate: over made-up runs, LoadGen's own, and those of a package."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from multiprocessing.connection import Pipe
+from pathlib import Path
+from queue import SimpleQueue
+from time import sleep
+from typing import Any
+
+import pytest
+import torch
+from recpipe_deeprecsys import command, load
+from recpipe_deeprecsys.bounded import bisected, is_good, measured
+from recpipe_deeprecsys.command import bench
+from recpipe_deeprecsys.engine import Batching, Engine, Worker
+from recpipe_deeprecsys.load import SERVER, SINGLE_STREAM, Load, Outcome
+from recpipe_deeprecsys.requests import Candidates
+from recpipe_deeprecsys.scoring import PackageScorer
+
+from recpipe.answers.package import Options, package_for
+from recpipe.answers.score import Scorer
+from recpipe.config.compose import compose
+from recpipe.errors import UserError
+from recpipe.run import run
+
+pytest.importorskip("mlperf_loadgen", reason="bench-serve needs the extra recpipe[loadgen]")
+LOAD = Load(64, bound_ms=50.0, percentile="90", seconds=0.1, queries=0, seed=1)
+
+
+def outcome(rate: float, valid: bool, latency: float = 1.0) -> Outcome:
+    return Outcome(SERVER, valid, rate, rate, rate, {"90": latency, "95": latency, "99": latency})
+
+
+@pytest.mark.parametrize("first", [10.0, 95.0, 1000.0])
+def test_bisection_ends_at_the_largest_rate_that_is_good(first: float) -> None:
+    tried = bisected(lambda rate: outcome(rate, rate <= 100), first, lambda o: o.valid, 0.02)
+    best = max(one.rate or 0 for one in tried if one.valid)
+    assert 100 / 1.02 <= best <= 100
+    assert len(tried) < 20
+
+
+def test_where_no_rate_is_good_the_search_ends() -> None:
+    tried = bisected(lambda rate: outcome(rate, False), 100.0, lambda o: o.valid, 0.02)
+    assert 5 < len(tried) < 30
+    assert not any(one.valid for one in tried)
+
+
+def test_where_every_rate_is_good_the_search_ends() -> None:
+    assert len(bisected(lambda rate: outcome(rate, True), 100.0, lambda o: o.valid, 0.02)) < 30
+
+
+def test_a_percentile_over_the_bound_is_never_good() -> None:
+    assert is_good(outcome(1.0, True, latency=50.0), LOAD)
+    assert not is_good(outcome(1.0, True, latency=50.1), LOAD)
+    assert not is_good(outcome(1.0, False), LOAD)
+
+
+def test_a_server_that_falls_behind_is_never_good() -> None:
+    """A long bound and a short run: LoadGen has seen no latency over the bound yet."""
+    assert not is_good(replace(outcome(1000.0, True), completed=800.0), LOAD)
+
+
+class OneAfterTheOther:
+    """A target that takes ``seconds`` for each request."""
+
+    def __init__(self, seconds: float) -> None:
+        self.seconds = seconds
+        self.count = 0
+        self.queue: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
+        self.thread = threading.Thread(target=self._work)
+        self.thread.start()
+
+    def submit(self, request: int, done: Callable[[], None]) -> None:
+        assert 0 <= request < LOAD.requests
+        self.count += 1
+        self.queue.put(done)
+
+    def check(self) -> None:
+        pass
+
+    def _work(self) -> None:
+        while (done := self.queue.get()) is not None:
+            sleep(self.seconds)
+            done()
+
+    def close(self) -> None:
+        self.queue.put(None)
+        self.thread.join()
+
+
+@pytest.fixture
+def slow() -> Iterator[OneAfterTheOther]:
+    target = OneAfterTheOther(0.001)
+    yield target
+    target.close()
+
+
+def test_loadgen_says_what_is_valid(slow: OneAfterTheOther, tmp_path: Path) -> None:
+    logged = Load(64, 50.0, "90", 0.1, 0, 1, tmp_path)
+    calm = logged.run(slow, SERVER, 200.0)
+    assert calm.valid
+    assert calm.queries == slow.count >= LOAD.least
+    assert calm.latency_ms["50"] >= 1.0
+    overloaded = Load(64, 2.0, "90", 0.1, 0, 1).run(slow, SERVER, 5000.0)
+    assert not overloaded.valid
+    assert overloaded.why
+    alone = LOAD.run(slow, SINGLE_STREAM)
+    assert alone.rate is None
+    assert alone.completed > 0
+    assert "Result is : VALID" in (tmp_path / "Server_mlperf_log_summary.txt").read_text()
+
+
+def test_a_bound_below_one_service_time_is_said(slow: OneAfterTheOther) -> None:
+    found = measured(slow, Load(64, 0.5, "90", 0.05, 0, 1), 0.1, lambda _: None)
+    assert found.best is None
+    assert found.why is not None
+    assert found.why.startswith("bound_ms=0.5: a request that comes alone takes")
+    assert not found.tried
+
+
+# -- a package ---------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def package(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A small RMC1."""
+    folder = tmp_path_factory.mktemp("deeprecsys")
+    words = [
+        *("experiment=rmc1", "data.table_scale=0.0001", "data.samples=300", "data.batch_size=32"),
+        *("data.dense=8", "model.bottom=[8,32]", "model.top=[16]", "trainer.max_steps=2"),
+        *("trainer.limit_val_batches=1", "trainer.progress=false", "task.page=false"),
+    ]
+    run(compose(words), folder / "run")
+    return package_for(folder / "run", folder / "rmc.recpipe", None, Options(reference=32), screen=False)
+
+
+QUICK = ("seconds=0.1", "candidates=300", "size_max=64", "tolerance=1", "percentile=90", "bound_ms=50")
+
+
+@pytest.mark.slow
+def test_ranges_are_scored_as_the_package_scores_their_candidates(package: Path) -> None:
+    scorer = Scorer(package)
+    drawn = Candidates.drawn(package, scorer.manifest, 40, "skewed", 1)
+    found = PackageScorer(scorer, drawn)([(3, 10), (30, 31), (0, 2)])
+    rows = [*range(3, 10), 30, 0, 1]
+    ids = [torch.from_numpy(own).view(40, -1)[rows] for own in drawn.ids]
+    lengths = torch.cat([torch.full((len(rows),), own.shape[1]) for own in ids])
+    assert ids[0].shape[1] == 80
+    wanted = scorer(torch.from_numpy(drawn.dense[rows]), torch.cat([own.reshape(-1) for own in ids]), lengths)
+    assert found.equal(wanted)
+    assert not PackageScorer(scorer, drawn)([(4, 11), (30, 31), (0, 2)]).equal(wanted)
+
+
+@pytest.mark.slow
+def test_bench_serve_reports_what_loadgen_called_valid(package: Path, tmp_path: Path) -> None:
+    report = bench(str(package), [*QUICK, "workers=2", "batch=32", "rates=[50]", f"hydra.run.dir={tmp_path}"])
+    assert json.loads(json.dumps(report)) == json.loads((tmp_path / "bench.json").read_text())
+    best = report["best"]
+    assert best["valid"]
+    assert best["latency_ms"]["90"] <= 50
+    served = [one for one in report["runs"] if one["scenario"] == SERVER]
+    assert best["rate"] == max(o["rate"] for o in served if o["valid"] and o["latency_ms"]["90"] <= 50)
+    assert served[-1]["rate"] == 50
+    assert "latency by load" in (tmp_path / "bench.html").read_text()
+    assert (tmp_path / "loadgen" / "Server_mlperf_log_detail.txt").stat().st_size
+
+
+class Dead:
+    """A process that was killed."""
+
+    exitcode = -9
+
+    def join(self, seconds: float) -> None:
+        pass
+
+
+def test_a_process_that_dies_ends_the_load_with_one_line() -> None:
+    ours, theirs = Pipe()
+    engine = Engine([Worker(Dead(), ours)], [(0, 64)], Batching(16))  # type: ignore[arg-type]
+    first, second = threading.Event(), threading.Event()
+    engine.submit(0, first.set)
+    assert theirs.recv_bytes()
+    assert not first.is_set()
+    theirs.close()
+    assert first.wait(60)
+    with pytest.raises(UserError, match="a process that scores has ended with status -9"):
+        engine.check()
+    engine.submit(0, second.set)
+    assert second.is_set()
+    engine.close()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["rates=[0]"], r"rates\[0\]|rates="),
+        (["bound_ms=0"], "bound_ms=0"),
+        (["percentile=80"], "percentile=80"),
+        (["candidates=10"], "candidates=10: a request has up to"),
+        (["data.samples=3"], "data.samples=3: .* no such option of a package"),
+        (["boundms=3"], "no boundms"),
+        (["workers=2", "+plugin=sdm"], "workers=2 and a plugin that keeps rows"),
+    ],
+)
+def test_wrong_words_are_one_line(words: list[str], said: str, package: Path, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=said) as caught:
+        bench(str(package), [*words, f"hydra.run.dir={tmp_path / 'run'}"])
+    assert "\n" not in str(caught.value)
+
+
+def test_what_is_no_package_is_said(tmp_path: Path) -> None:
+    words = [f"hydra.run.dir={tmp_path / 'run'}"]
+    with pytest.raises(UserError, match=r"is no package: make one with 'recpipe package"):
+        bench(str(tmp_path), words)
+    with pytest.raises(UserError, match="models are rmc1, rmc2"):
+        bench(str(tmp_path / "none.recpipe"), words)
+    with pytest.raises(UserError, match="rmc9"):
+        bench("rmc9", words)
+
+
+def test_without_loadgen_one_line_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    def without(name: str, *given: Any) -> object:
+        return None if name == "mlperf_loadgen" else object()
+
+    monkeypatch.setattr(load, "find_spec", without)
+    with pytest.raises(UserError, match=r"pip install 'recpipe\[loadgen\]'"):
+        command.bench("rmc1", [])
