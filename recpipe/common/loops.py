@@ -31,6 +31,8 @@ NUMBA = "NUMBA_CACHE_DIR"
 """numba's variable for the folder of what it compiles; not set: one beside recpipe's other caches."""
 F = TypeVar("F", bound=Callable[..., Any])
 T = TypeVar("T")
+LANES = 8
+"""Numbers that ``alike`` compares."""
 LEAST = 1 << 16
 """A part has at least so many elements; passing one to a thread takes as long as work on some thousands."""
 LEAST_COPIED = 1 << 19
@@ -62,6 +64,20 @@ def put_word(array: Any, index: Any, number: Any) -> None:
     array[index : index + 8].view(np.uint64)[0] = number
 
 
+def alike(array: Any, index: Any, wanted: Any, differ: Any) -> Any:
+    """In a ``compiled`` loop: which of the ``LANES`` numbers of a uint32 ``array`` from ``index`` on are
+    ``wanted``, but for some of the bits of ``differ``, which are the lowest ones: a uint64 whose lowest bit
+    is that of the first number. One instruction of a vector unit compares them all."""
+    found = array[index : index + LANES] ^ np.uint32(wanted) <= np.uint32(differ)
+    return np.uint64(sum(int(same) << lane for lane, same in enumerate(found)))
+
+
+def lowest_bit(bits: Any) -> Any:
+    """In a ``compiled`` loop: the place of the lowest bit of a uint64 that is 1; 64 if none is."""
+    found = int(bits) | 1 << 64
+    return np.uint64((found & -found).bit_length() - 1)
+
+
 def at_hand() -> bool:
     """Whether loops can be called without waiting for numba's import."""
     return "numba" in sys.modules
@@ -91,7 +107,10 @@ class _Loop:
     @cached_property
     def made(self) -> Any:
         """numba's form of it."""
-        numba, loop = _numba(), _with_its_functions(cast(FunctionType, self.loop))
+        numba = _numba()
+        if numba.config.DISABLE_JIT:  # numba's own switch, for debugging: loops stay Python
+            return self.loop
+        loop = _with_its_functions(cast(FunctionType, self.loop))
         folder = _folder(os.environ.get(NUMBA), user_cache_dir())
         before = numba.config.CACHE_DIR
         numba.config.CACHE_DIR = folder or before
@@ -106,7 +125,7 @@ class _Loop:
         """Make it ready for arguments of the types that its annotations say; whether that was found on
         disk."""
         numba = _numba()
-        if numba.config.DISABLE_JIT:  # numba's own switch, for debugging: loops stay Python
+        if numba.config.DISABLE_JIT:
             return True
 
         def of(kind: Any) -> Any:
@@ -155,21 +174,23 @@ def _with_its_functions(function: FunctionType) -> FunctionType:
 
 @cache
 def _instructions() -> dict[Any, Any]:
-    """``prefetch``, ``word`` and ``put_word`` as the processor's instructions, which numba has no names for:
-    bytes at any address are one number to it."""
+    """``prefetch``, ``word``, ``put_word``, ``alike`` and ``lowest_bit`` as the processor's instructions,
+    which numba has no names for: bytes at any address are one number to it, or a vector of them."""
     _numba()
     from llvmlite import ir  # numba's
     from numba.core.types import uint64, void
     from numba.extending import intrinsic
 
-    number, wide = ir.IntType(32), ir.IntType(64)
+    bit, byte, number, wide = (ir.IntType(width) for width in (1, 8, 32, 64))
+    vector = ir.VectorType(number, LANES)
+    unset, first = ir.Constant(vector, ir.Undefined), ir.Constant(ir.VectorType(number, LANES), [0] * LANES)
 
     def place(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         array = context.make_array(signature.args[0])(context, builder, arguments[0])
         return builder.gep(array.data, [arguments[1]])
 
     def fetch(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        where = place(context, builder, signature, arguments)
+        where = builder.bitcast(place(context, builder, signature, arguments), byte.as_pointer())
         kind = ir.FunctionType(ir.VoidType(), [where.type, number, number, number])
         known = builder.module.globals.get("llvm.prefetch.p0")
         called = known or ir.Function(builder.module, kind, "llvm.prefetch.p0")
@@ -187,7 +208,24 @@ def _instructions() -> dict[Any, Any]:
         builder.store(arguments[2], builder.bitcast(where, wide.as_pointer()), align=1)
         return context.get_dummy_value()
 
+    def compare(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        def in_each(scalar: Any) -> Any:
+            one = builder.insert_element(unset, builder.trunc(scalar, number), number(0))
+            return builder.shuffle_vector(one, unset, first)
+
+        where = place(context, builder, signature, arguments)
+        found = builder.load(builder.bitcast(where, vector.as_pointer()))
+        found.align = 4
+        other = builder.xor(found, in_each(arguments[2]))
+        same = builder.icmp_unsigned("<=", other, in_each(arguments[3]))
+        return builder.zext(builder.bitcast(same, ir.IntType(LANES)), wide)
+
+    def zeros(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        return builder.cttz(arguments[0], bit(0))
+
     return {
+        alike: intrinsic(lambda _, array, at, one, low: (uint64(array, at, uint64, uint64), compare)),
+        lowest_bit: intrinsic(lambda _, bits: (uint64(uint64), zeros)),
         prefetch: intrinsic(lambda _, array, index: (void(array, index), fetch)),
         word: intrinsic(lambda _, array, index: (uint64(array, index), read)),
         put_word: intrinsic(lambda _, array, index, given: (void(array, index, uint64), write)),

@@ -15,7 +15,7 @@ import pytest
 from numpy.typing import NDArray
 from typing_extensions import TypeAliasType
 
-from recpipe.common.loops import _argument_types, compiled, load_loops
+from recpipe.common.loops import LANES, _argument_types, alike, compiled, load_loops, lowest_bit
 from recpipe.errors import UserError
 from tests.processes import ROOT
 
@@ -65,6 +65,35 @@ def spin(numbers: NDArray[np.int64], rounds: int) -> int:
             numbers[i] = (numbers[i] * 6364136223846793005 + 1442695040888963407) % 1000003
             total += numbers[i]
     return total
+
+
+@compiled
+def first_alike(
+    numbers: NDArray[np.uint32],
+    wanted: NDArray[np.uint64],
+    differ: int,
+    found: NDArray[np.uint64],
+    first: NDArray[np.uint64],
+) -> None:
+    for place in range(len(wanted)):
+        found[place] = alike(numbers, place, wanted[place], np.uint64(differ))
+        first[place] = lowest_bit(found[place])
+
+
+@pytest.mark.parametrize("bits", [0, 3, 31, 32])
+def test_a_vector_is_compared_as_number_by_number(bits: int) -> None:
+    rng, differ = np.random.default_rng(bits), (1 << bits) - 1
+    numbers = (rng.integers(0, 3, 100) << 30 | rng.integers(0, 12, 100)).astype(np.uint32)
+    wanted = numbers[: 101 - LANES].astype(np.uint64) >> np.uint64(bits) << np.uint64(bits)
+    found, first = np.empty((2, len(wanted)), np.uint64)
+    first_alike(numbers, wanted, differ, found, first)
+    for place, one in enumerate(wanted.tolist()):
+        same = [number | differ == one | differ for number in numbers[place : place + LANES].tolist()]
+        assert found[place] == sum(1 << lane for lane, each in enumerate(same) if each)
+        assert first[place] == same.index(True)
+        assert found[place] == alike(numbers, place, one, differ)
+        assert first[place] == lowest_bit(found[place])
+    assert lowest_bit(0) == 64
 
 
 def test_other_threads_go_on_while_a_loop_runs() -> None:

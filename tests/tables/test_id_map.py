@@ -9,11 +9,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from recpipe.common.loops import load_loops
 from recpipe.data.id_mapper import MISSING_KEY
 from recpipe.plugin.errors import PluginError
 from recpipe.plugin.tables import Growth
+from recpipe.tables.dynamic import loops
 from recpipe.tables.dynamic.id_map import IdMap
-from recpipe.tables.dynamic.loops import DEFAULT_ROW, FIRST_ROW, MISSING_ROW
+from recpipe.tables.dynamic.loops import BUCKET, DEFAULT_ROW, FIRST_ROW, MISSING_ROW
 from recpipe.tables.dynamic.saved import load_map, save_map
 
 HERE = "tests.tables.test_id_map"
@@ -213,6 +215,24 @@ def test_a_policy_that_cannot_be_used_is_one_line(name: str, fault: str) -> None
     with pytest.raises(PluginError, match=fault) as caught:
         planned()
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("bits", [10, 29, 31, 32])
+def test_keys_with_the_same_mark_have_rows_of_their_own(bits: int) -> None:
+    """Of a table with ``bits`` bits of rows, whose index has the others of 32 for a mark."""
+    load_loops()
+    rng, used = np.random.default_rng(bits), 1000
+    keys, records = rng.integers(-(2**62), 2**62, 2 * used), np.zeros(2 * used, np.int64)
+    records[::2] = keys[:used]
+    index, taken = (np.zeros(160 * BUCKET, np.uint32), bits), np.arange(FIRST_ROW, used)
+    loops.insert(taken, *index, records)
+    gone = rng.permutation(taken)[:300]
+    expected = np.append(np.arange(used), np.full(used, -1))
+    expected[:FIRST_ROW] = expected[gone] = -1
+    loops.remove(gone, *index, records)
+    rows = np.empty(2 * used, np.int64)
+    assert loops.look_up(keys, *index, records, rows, 0, rows, rows) == (0, used + FIRST_ROW + len(gone))
+    assert rows.tolist() == expected.tolist()
 
 
 def test_a_full_map_takes_24_bytes_a_row() -> None:

