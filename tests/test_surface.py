@@ -147,6 +147,9 @@ ROOMS = {
     "recpipe_deeprecsys": (
         *("answers", "commands", "common", "config", "data", "errors", "model", "models", "report", "tasks"),
     ),
+    "recpipe_lambda_learner": (
+        *("answers", "common", "data", "errors", "model", "pipeline", "report", "run", "setup", "tables"),
+    ),
     "recpipe_low_precision": (
         *("answers", "backend", "checkpoint", "common", "data", "distributed", "model", "pipeline"),
         *("report", "private_api", "tasks", "commands", "errors"),

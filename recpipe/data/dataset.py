@@ -194,6 +194,19 @@ class NumberedDataset(Dataset):
         self._part(Parts(self.samples, 0, 0).held_out(eval_fraction, test_fraction))
         self._changed(f"test {test_fraction!r}")
 
+    def training_on(self, more: int) -> Self:
+        """The same samples, where the first ``more`` of those held out for validation are trained as well.
+        ``DataError`` if there are not so many."""
+        other, parts = copy.copy(self), self.parts
+        if more > parts.valid:
+            raise DataError(
+                f"{more:,} of the samples held out for validation are to be trained as well, and there are "
+                f"{parts.valid:,}: leave trainer.limit_val_batches out, or hold out more"
+            )
+        other._part(Parts(parts.train + more, parts.valid - more, parts.test))
+        other._changed(f"training on {more}")
+        return other
+
     def limit(self, split: SplitName, batches: int | float, batch_size: int) -> None:
         """See ``Dataset``; with ``shuffle``, the same samples are taken in each epoch."""
         samples = min(self.size(split), first_batches(self, split, batches, batch_size) * batch_size)
