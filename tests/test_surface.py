@@ -155,7 +155,8 @@ ROOMS = {
         *("report", "private_api", "tasks", "commands", "errors"),
     ),
     "recpipe_mlperf": (
-        *("common", "config", "data", "errors", "model", "plugin", "report", "setup", "tasks", "training"),
+        *("commands", "common", "config", "data", "errors", "model", "plugin", "report", "setup", "tasks"),
+        "training",
     ),
     "recpipe_perf_model": (
         *("access", "backend", "commands", "common", "config", "data", "distributed", "errors", "model"),

@@ -12,8 +12,9 @@ from typing import Any
 
 import pytest
 from recpipe_mlperf.clock import Evaluation, Timed, reaches
+from recpipe_mlperf.config import QualityConfig
 from recpipe_mlperf.score import LEAST, Outcome, olympic, summary
-from recpipe_mlperf.task import QualityConfig, time_to_quality
+from recpipe_mlperf.task import time_to_quality
 from recpipe_mlperf.tests.here import QUIET, SMALL, launched
 
 from recpipe.common.validation import typed
