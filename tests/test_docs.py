@@ -105,6 +105,8 @@ ANSWERS = {
     "index": IndexOptions,
     "retrieve": RetrieveOptions,
 }
+RCP = [("make", {"output"}), ("make", {"output", "row"}), ("check", set()), ("check", {"rcps"})]
+"""What pages say of recpipe rcp."""
 COMMANDS = [pytest.param(c, id=f"{name_of(p)}: {' '.join(c)}") for p in PAGES for c in commands(p)]
 
 
@@ -242,6 +244,10 @@ def test_commands_compose(arguments: list[str]) -> None:
         return
     if arguments[0] == "perf":
         assert arguments[1:] in (["calibrate"], ["calibrate", "--quick"], ["show"])
+        return
+    if arguments[0] == "rcp":
+        options = {word.partition("=")[0] for word in arguments[2:] if "=" in word}
+        assert (arguments[1], options) in RCP
         return
     if arguments[0] in ANSWERS:
         _, overrides, _ = parted(arguments[2:], ANSWERS[arguments[0]], arguments[0])
