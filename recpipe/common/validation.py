@@ -96,6 +96,13 @@ def fitted(hint: Any, value: object, key: str) -> Any:
         return _adapter(hint).validate_json(json.dumps(value, default=str))
     except ValidationError as fault:
         raise UserError(_told(fault, hint, value, key)) from None
+    except FieldError as fault:
+        raise UserError(f"{key}.{fault}") from None
+
+
+class FieldError(UserError):
+    """What is wrong with a field of a dataclass, in words that begin with its name: ``fitted`` and
+    ``typed`` put the section before it, so that the whole key is said."""
 
 
 def typed(cls: type[T], values: object, section: str) -> T:
@@ -118,7 +125,10 @@ def typed(cls: type[T], values: object, section: str) -> T:
     for f in fields(cast(Any, cls)):
         if f.name not in made and f.default is f.default_factory is MISSING:
             raise no_value(f"{section}.{f.name}")
-    return cls(**made)
+    try:
+        return cls(**made)
+    except FieldError as fault:
+        raise UserError(f"{section}.{fault}") from None
 
 
 @cache

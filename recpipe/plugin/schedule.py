@@ -9,8 +9,7 @@ from weakref import WeakSet
 
 from annotated_types import Ge, Gt, Interval
 
-from recpipe.common.validation import Count, Positive, one_of
-from recpipe.errors import UserError
+from recpipe.common.validation import Count, FieldError, Positive, one_of
 
 _DECAY = ("decay_start_step", "decay_steps", "min_lr")
 TAKES = {
@@ -60,18 +59,23 @@ class Schedule:
     """How many evaluations it does not judge after a fall."""
 
     def __post_init__(self) -> None:
-        """``UserError`` for keys that this schedule does not take, or lacks."""
+        """``FieldError`` for keys that this schedule does not take, or lacks."""
         takes = ("warmup_steps", *TAKES.get(self.name, ()))
         for each in fields(self)[1:]:
             if each.name not in takes and getattr(self, each.name) != each.default:
-                raise UserError(f"the schedule {self.name} takes no {each.name}, but {', '.join(takes)}")
+                raise FieldError(
+                    f"{each.name}={getattr(self, each.name)}: the schedule {self.name} takes no {each.name}, "
+                    f"but {', '.join(takes)}"
+                )
         needs = _NEEDS.get(self.name)
         if needs is not None and getattr(self, needs) is None:
-            raise UserError(f"the schedule {self.name} needs {needs}, in optimizer steps")
+            raise FieldError(
+                f"{needs} has no value: the schedule {self.name} needs {needs}, in optimizer steps"
+            )
         if self.start < self.warmup_steps:
-            raise UserError(
-                f"the schedule {self.name}: decay_start_step={self.start} is before the end of the warm-up, "
-                f"warmup_steps={self.warmup_steps}"
+            raise FieldError(
+                f"decay_start_step={self.start} is before the end of the warm-up, "
+                f"warmup_steps={self.warmup_steps}: the schedule {self.name} falls after it"
             )
 
     @property

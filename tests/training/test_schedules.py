@@ -77,11 +77,18 @@ def test_a_polynomial_is_mlperf_s() -> None:
             "{name: cosin, decay_steps: 3}",
             "optim.tables.schedule.name=cosin is unknown; did you mean cosine",
         ),
-        ("{name: cosine}", "the schedule cosine needs decay_steps, in optimizer steps"),
-        ("{name: constant, gamma: 0.5}", "constant takes no gamma, but warmup_steps"),
+        (
+            "{name: cosine}",
+            "optim.tables.schedule.decay_steps has no value: the schedule cosine needs decay_steps, in "
+            "optimizer steps",
+        ),
+        (
+            "{name: constant, gamma: 0.5}",
+            "optim.tables.schedule.gamma=0.5: the schedule constant takes no gamma, but warmup_steps",
+        ),
         (
             "{name: cosine, decay_steps: 3, warmup_steps: 5, decay_start_step: 4}",
-            "decay_start_step=4 is before the end of the warm-up, warmup_steps=5",
+            "optim.tables.schedule.decay_start_step=4 is before the end of the warm-up, warmup_steps=5",
         ),
         ("{name: step, step_size: 0}", "optim.tables.schedule.step_size=0"),
     ],
