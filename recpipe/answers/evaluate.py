@@ -22,7 +22,7 @@ from rich.text import Text
 
 from recpipe.answers.columns import has_columns, read_columns
 from recpipe.answers.trained import Scoring, Trained
-from recpipe.checkpoint.averaged import WEIGHTS
+from recpipe.checkpoint.averaged import LAST, WEIGHTS
 from recpipe.common.console import show
 from recpipe.common.files import RunDir
 from recpipe.common.meter import Meter
@@ -108,6 +108,7 @@ def evaluate(trained: Trained, options: EvaluateOptions, run_dir: RunDir) -> dic
         "task": "evaluate",
         "checkpoint": str(trained.directory),
         "step": trained.step,
+        "weights": trained.weights,
         "data": {
             "name": trained.cfg.data.name,
             "path": [*map(str, path)] if isinstance(path, list | tuple) else path and str(path),
@@ -194,7 +195,8 @@ def _rows(content: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     part = {"eval": ", the held-out part", "test": ", the part for testing"}.get(data["split"], "")
     rejected = f", {figures.count(data['rejected_rows'])} bad rows left out" if data["rejected_rows"] else ""
     yield "data", f"{data['name']}: {figures.count(data['samples'])} rows{where}{part}{rejected}"
-    yield "checkpoint", f"{content['checkpoint']}, step {figures.count(content['step'])}"
+    averages = "" if content["weights"] == LAST else f", averages ({content['weights']})"
+    yield "checkpoint", f"{content['checkpoint']}, step {figures.count(content['step'])}{averages}"
     several = len(content["tasks"]) > 1
     for name, task in content["tasks"].items():
         title = f"{name} " if several else ""

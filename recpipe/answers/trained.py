@@ -24,7 +24,7 @@ from recpipe.answers.words import scoring_recipe
 from recpipe.backend.build import Backend
 from recpipe.backend.convert import convert_on_gpu, revert
 from recpipe.backend.matmul import TF32, float32_products, require_units
-from recpipe.checkpoint.averaged import averaging, with_weights
+from recpipe.checkpoint.averaged import LAST, Averaged, averaging, with_weights
 from recpipe.checkpoint.manifest import TABLES
 from recpipe.checkpoint.table_files import check_tables, rows_of_tables
 from recpipe.checkpoint.table_io import OWN, naming, newest, open_checkpoint
@@ -194,6 +194,12 @@ class Trained:
     def step(self) -> int:
         """How many steps had been trained."""
         return int(self.trainer["global_step"])
+
+    @property
+    def weights(self) -> str:
+        """Those that are scored: ``last``, of the last step, or the averages ``ema`` or ``swa``."""
+        saved = Averaged.of(self.trainer)
+        return LAST if saved is None or not saved.points else saved.kind
 
     @cached_property
     def dataset(self) -> Dataset:

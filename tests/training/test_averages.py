@@ -51,7 +51,13 @@ def trained(folder: Path, *words: str) -> tuple[dict[str, torch.Tensor], dict[st
 
 
 def logloss(folder: Path, *words: str) -> float:
+    """Of the weights that are asked for, or else of the averages, as evaluation.json says."""
     told = recpipe.evaluate(folder, None, "split=eval", *words, quiet=True)
+    saved = torch.load(Path(told["checkpoint"], "trainer.pt"), weights_only=False)
+    average = saved["averaged"]["kind"] if "averaged" in saved else "last"
+    asked = next((word.partition("=")[2] for word in words if word.startswith("weights=")), average)
+    assert told["weights"] == asked
+    assert told["step"] == saved["global_step"]
     (task,) = told["tasks"].values()
     found: float = task["figures"]["logloss"]["value"]
     return found
