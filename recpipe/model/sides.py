@@ -11,6 +11,7 @@ import torch
 from numpy.typing import NDArray
 
 from recpipe.data.dataset import Dataset
+from recpipe.data.learned import FIRST
 from recpipe.errors import DataError, nearest_or_all, shown
 from recpipe.model.config import MetricsConfig
 from recpipe.plugin.batch import Batch
@@ -45,6 +46,7 @@ class Sides:
         sparse = schema.sparse if schema is not None else ()
         self._without = _rows_of_none(dataset)
         """The rows of each feature that stand for no value of its own."""
+        self._ids = _ids_of_vocabularies(dataset)
         names = [*self._dense, *(feature.name for feature in sparse)]
         for key, name in columns if schema is not None else ():
             if name not in names:
@@ -95,13 +97,19 @@ class Sides:
         return name in self._dense
 
     def slices(self, values: torch.Tensor, column: int, top: int) -> list[RowSlice]:
-        """The slices by one of the columns of ``values`` int64 [N, columns]."""
+        """The slices by one of the columns of ``values`` int64 [N, columns]; those of a vocabulary of numbers
+        have its ids as names, others their rows of the table."""
         own = values[:, column].numpy()
         if self.is_dense(self.columns[column][1]):
             bits = own.astype(np.uint32).view(np.float32)
             return [*buckets(np.where(own == WITHOUT, np.float32("nan"), bits), top)]
-        names, codes = np.unique(own, return_inverse=True)
-        return [*by_value(codes, [None if name == WITHOUT else name for name in names.tolist()], top)]
+        rows, codes = np.unique(own, return_inverse=True)
+        ids = self._ids.get(self.columns[column][1])
+        names = rows if ids is None else np.where(rows == WITHOUT, rows, ids[np.maximum(rows - FIRST, 0)])
+        words = [
+            None if row == WITHOUT else name for row, name in zip(rows.tolist(), names.tolist(), strict=True)
+        ]
+        return [*by_value(codes, words, top)]
 
     def told(
         self, values: torch.Tensor, asked: MetricsConfig, judged: Callable[[torch.Tensor], dict[str, Any]]
@@ -133,6 +141,20 @@ def _rows_of_none(dataset: Dataset | None) -> dict[str, tuple[int, ...]]:
     elif prepared is not None and prepared.ids == "hashed":
         found = {own.name: (_MISSING_ROW,) for own in dataset.schema.sparse}
     return found | {own.name: both for own in dataset.schema.sparse if own.growth is not None}
+
+
+def _ids_of_vocabularies(dataset: Dataset | None) -> dict[str, NDArray[np.int64]]:
+    """The ids of features with a vocabulary, in the order of their rows from ``FIRST`` on; of text it has
+    hashes alone."""
+    prepared = None if dataset is None else dataset.preparation
+    if prepared is None or prepared.features is None or prepared.learned is None:
+        return {}
+    found = {
+        own.name: prepared.learned.keys(own.table_name)
+        for own in prepared.features.sparse
+        if own.ids == "vocabulary" and not own.of and own.type in ("auto", "integer")
+    }
+    return {name: ids for name, ids in found.items() if len(ids)}
 
 
 def by_value(codes: NDArray[Any], words: Sequence[Any], top: int) -> Iterator[RowSlice]:

@@ -17,6 +17,9 @@ import torch
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 import recpipe
+from recpipe.config.compose import compose
+from recpipe.config.recipe import Recipe
+from recpipe.data.make import open_dataset
 from recpipe.data.schema import Schema
 from recpipe.errors import DataError, UserError
 from recpipe.model.call import Judgement, Scored
@@ -107,6 +110,35 @@ def test_slices_are_those_of_the_files_columns(rows: Path, run: tuple[Path, dict
     assert by_item["slices"][3]["value"].endswith("other values")
     assert [part["samples"] for part in by_price["slices"]] == [SIZE // 6] * 3
     assert sum(part["samples"] for part in by_item["slices"]) == SIZE // 2
+
+
+def test_slices_of_a_vocabulary_have_its_ids(tmp_path: Path) -> None:
+    table = {
+        "click": [0, 1] * 6,
+        "shop": [907, 907, 907, 5, 5, 12, 907, 907, 907, 5, 8, None],
+        "place": [3] * 6 + [907, 907, 907, 5, 8, 3],
+        "town": ["Ulm", "Ulm", "Ulm", "Jena", "Jena", "Jena"] * 2,
+    }
+    pq.write_table(pa.table(table), tmp_path / "rows.parquet")
+    features = (
+        "{labels: [click], features: [{name: shop, ids: vocabulary}, {name: town, ids: vocabulary}, "
+        "{name: place, ids: rows, rows: 1000}]}"
+    )
+    words = ["data=files", f"data.path={tmp_path}/rows.parquet", f"data.features={features}"]
+    words += [
+        f"data.cache_dir={tmp_path}/cache",
+        "data.eval_fraction=0.5",
+        "metrics.slices=[shop,town,place]",
+    ]
+    recipe = Recipe.of(compose(words))
+    dataset = open_dataset(recipe.data, 0)
+    (batch,) = dataset.batches("eval", 12)
+    sides = Sides.of_metrics(recipe.metrics, dataset)
+    values = sides.of(batch)
+    names = [{part.name: len(part.rows) for part in sides.slices(values, column, 9)} for column in range(3)]
+    assert names[0] == {"907": 3, "5": 1, "missing": 2}  # 8 is not among those of the training part
+    assert names[1] == {"2": 3, "3": 3}, "of text a vocabulary has hashes"
+    assert names[2] == {"907": 3, "5": 1, "8": 1, "3": 1}
 
 
 def test_what_names_figures_has_them(run: tuple[Path, dict]) -> None:
