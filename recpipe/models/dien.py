@@ -15,7 +15,7 @@ from recpipe.common.validation import Positive
 from recpipe.data.schema import Schema
 from recpipe.model.config import Dropout, Sizes
 from recpipe.models.histories import Context, Histories, History, sides_of
-from recpipe.models.parts import last_layers, outputs_of
+from recpipe.models.parts import glorot, last_layers, outputs_of
 
 
 class AttentionalGru(nn.Module):
@@ -23,7 +23,7 @@ class AttentionalGru(nn.Module):
 
     def __init__(self, width: int) -> None:
         super().__init__()
-        self.of_inputs, self.of_state = nn.Linear(width, 3 * width), nn.Linear(width, 3 * width)
+        self.of_inputs, self.of_state = (glorot(nn.Linear(width, 3 * width)) for _ in range(2))
 
     def forward(self, inputs: torch.Tensor, near: torch.Tensor) -> torch.Tensor:
         """The last state float32 [B, width] of ``inputs`` [B, T, width]; ``near``: [B, T], where 0 leaves the
@@ -59,7 +59,7 @@ class Evolution(nn.Module):
     def __init__(self, width: int) -> None:
         super().__init__()
         self.extractor = nn.GRU(width, width, batch_first=True)
-        self.nearness = nn.Linear(width, width, bias=False)
+        self.nearness = glorot(nn.Linear(width, width, bias=False))
         self.evolving = AttentionalGru(width)
 
     def forward(self, history: History, learns: bool) -> tuple[torch.Tensor, torch.Tensor]:
@@ -96,7 +96,8 @@ class DIEN(nn.Module):
         self.context = Context(embedding_bag_collection, num_dense_features)
         widths = self.histories.widths
         self.evolutions = nn.ModuleList(Evolution(width) for width in widths)
-        self.top = last_layers(self.context.width + 2 * sum(widths), hidden, outputs_of(schema), dropout)
+        top = last_layers(self.context.width + 2 * sum(widths), hidden, outputs_of(schema), dropout)
+        self.top = glorot(top, constant=not schema.dense)
         self.auxiliary, self.whole_batch = auxiliary, auxiliary > 0
 
     def forward(

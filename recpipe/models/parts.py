@@ -34,7 +34,7 @@ def glorot(module: Made, constant: bool = False) -> Made:
     """The module, whose linear layers begin with Glorot's uniform values and biases of 0.
 
     Those are the first values of TensorFlow's layers, with which the code of DIN's authors begins. PyTorch's
-    are about half of their size, and DIN, MMoE and PLE learn less of an epoch from them.
+    are about half of their size, and DIN, DIEN, MMoE, PLE and two towers learn less of an epoch from them.
 
     ``constant``: whether the first layer's first input is always 1, so that its weights are biases.
     """

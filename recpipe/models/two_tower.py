@@ -14,7 +14,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from recpipe.data.schema import Schema
 from recpipe.errors import UserError, shown
 from recpipe.model.config import Sizes
-from recpipe.models.parts import features_of, outputs_of, require_known
+from recpipe.models.parts import features_of, glorot, outputs_of, require_known
 
 
 class Tower(nn.Module):
@@ -30,7 +30,7 @@ class Tower(nn.Module):
         *hidden, last = layers
         wide = width + len(self.dense)
         first = [MLP(wide, hidden)] if hidden else []
-        self.layers = nn.Sequential(*first, nn.Linear(hidden[-1] if hidden else wide, last))
+        self.layers = glorot(nn.Sequential(*first, nn.Linear(hidden[-1] if hidden else wide, last)))
 
     def forward(self, dense_features: torch.Tensor, pooled: dict[str, torch.Tensor]) -> torch.Tensor:
         """float32 [B, last]."""
