@@ -10,8 +10,12 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
+from recpipe.config.compose import compose
 from tests.processes import ROOT
 
 PEERS = ROOT / "benchmarks" / "peers"
@@ -105,6 +109,59 @@ def test_the_command_line(peers: Any, tmp_path: Path, capsys: pytest.CaptureFixt
         with pytest.raises(SystemExit):
             parse(["--python", wrong])
         assert "give NAME=PATH, NAME one of torchrec" in capsys.readouterr().err
+
+
+@pytest.fixture
+def published() -> Any:
+    """The comparison of published models."""
+    before = set(sys.modules)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(PEERS))
+        yield __import__("published")
+    for name in {"published", "published_works", "published_peers", "machine", "rounds"} - before:
+        sys.modules.pop(name, None)
+
+
+def test_published_models_have_their_peers(
+    published: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name, work in published.WORKS.items():
+        assert (PEERS / published.PEERS[work.peer].script).is_file(), name
+        compose(published.overrides(name, Path("rows.parquet")))
+    monkeypatch.setattr(
+        sys, "argv", ["published.py", "taobao=x", "--dlrm", "dlrm", "--models", "tbsm", "din"]
+    )
+    published.main()
+    said = ["tbsm is left out: there is no --tbsm", "din is left out: there is no --fuxictr"]
+    assert capsys.readouterr().out.splitlines() == said
+
+
+def test_histories_are_written_from_either_end(published: Any, tmp_path: Path) -> None:
+    rows = pa.table(
+        {
+            "seen": [0, 1, 0, 1],
+            "item": [3, 4, 5, 6],
+            "items": [[1, 2], [7], [], [*range(10, 10 + published.HISTORY)]],
+        }
+    )
+    pq.write_table(rows, tmp_path / "rows.parquet")
+    words = [
+        *("data=files", f"data.path={tmp_path}/rows.parquet", "data.eval_fraction=0.25"),
+        "data.features={labels: [seen], features: [{name: item, ids: rows, rows: 99}, "
+        "{name: items, kind: sequence, table: item, ids: rows, rows: 99, "
+        f"max_length: {published.HISTORY}}}]}}",
+        f"data.cache_dir={tmp_path}/cache",
+    ]
+    ends = {}
+    for from_first in (False, True):
+        published.write_samples(words, tmp_path / "samples.npz", from_first)
+        found = np.load(tmp_path / "samples.npz")
+        ends[from_first] = found["train/of_items"]
+        assert found["train/of_item"].tolist() == [3, 4, 5]
+        assert found["eval/of_items"][0].tolist() == [*range(11, 11 + published.HISTORY)]
+    assert ends[False][:, -2:].tolist() == [[2, 3], [0, 8], [0, 0]]
+    assert ends[True][:, :2].tolist() == [[2, 3], [8, 0], [0, 0]]
+    assert ends[False].sum() == ends[True].sum() == 13
 
 
 def test_every_row_has_its_script_and_peers_know_nothing_of_recpipe(peers: Any) -> None:

@@ -1,10 +1,11 @@
-"""Whether recpipe's published models compute what FuxiCTR's of the same names do: weights are copied from
-one to the other, inputs are the same, and logits are compared, in float32.
+"""Whether recpipe's published models compute what those of FuxiCTR, Meta and TorchRec do: weights are copied
+from one to the other, inputs are the same, and logits are compared, in float32.
 
-    python benchmarks/peers/equal.py --fuxictr FUXICTR [--python PATH] [--models deepfm din ...] [--json FILE]
+    python benchmarks/peers/equal.py --fuxictr FUXICTR --dlrm DLRM --tbsm TBSM --torchrec TORCHREC
+        [--python PATH] [--models deepfm din ...] [--json FILE]
 
-``equal_weights.py`` says where each weight of FuxiCTR's comes from, and ``PAIRS`` which terms one side alone
-has: those are weighted so that they do nothing.
+``equal_weights.py`` says where each weight of a peer's comes from, and ``PAIRS`` which terms one side alone
+has: those are weighted so that they do nothing. Models whose peers have no checkout are left out.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ import numpy as np
 import torch
 from equal_weights import DENSE, DIM, IDS
 from machine import machine
+from published_peers import FUXICTR, GRUS, PEERS, TBSM, TORCHREC, add_checkouts, places_of
 from rounds import result_of
 from torch import nn
 from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
@@ -35,7 +37,6 @@ from recpipe.model.config import UserModel
 from recpipe.model.make import make_model
 from recpipe.plugin.tables import SparseFeature
 
-HERE = Path(__file__).resolve().parent
 HISTORY, SAMPLES = 5, 256
 ROWS = dict(zip(IDS, (40, 50, 12), strict=True))
 EVENTS = {"items": "item", "categories": "category"}
@@ -48,12 +49,17 @@ class Pair:
     """A model, under both names, and how the two are made alike."""
 
     recipe: tuple[str, ...]
-    fuxictr: str
+    named: str
+    """The peer's model."""
     arguments: Mapping[str, Any]
     weights: Callable[[weights.Weights], dict[str, torch.Tensor]]
     takes: str = "fields"
-    """``fields``: ids, then dense values; ``wide``: dense values, then ids; ``history``: ids and events."""
+    """``fields``: ids, then dense values; ``wide``: dense values, then ids; ``history``: ids and events;
+    ``two``: a user and an item."""
     labels: int = 1
+    peer: str = FUXICTR
+    model: str = ""
+    """The name in ``conf/model``, where the pair has another."""
     whole: bool = False
     """Whether all histories have the greatest length."""
     differs: str = ""
@@ -63,6 +69,10 @@ class Pair:
 CROSSES = ("model.layers=2", "model.rank=null", "model.hidden=[16,8]")
 EXPERTS = ("model.expert=[8,6]", "model.tower=[5]")
 TASKS = {"expert_hidden_units": [8, 6], "gate_hidden_units": [], "tower_hidden_units": [5]}
+CLICK = (
+    *("model.query_layers=[8,4]", "model.candidate_layers=[8,4]", "model.retrieval=false"),
+    "model.loss=binary_cross_entropy",
+)
 VECTOR = "FuxiCTR makes a vector of each dense value"
 PAIRS = {
     "wide_deep": Pair(
@@ -156,6 +166,42 @@ PAIRS = {
         "history",
         differs="PReLU, FuxiCTR's Dice by default, has a slope for each value there",
     ),
+    "dien": Pair(
+        ("model.hidden=[16,8]",),
+        "DIEN",
+        {"dnn_hidden_units": [16, 8], "batch_norm": False, "dien_neg_seq_field": []},
+        weights.dien,
+        "history",
+        peer=GRUS,
+    ),
+    "tbsm": Pair(
+        ("model.bottom=[8]", "model.top=[8]", "model.vector=6", "model.weighting=[8]", "model.hidden=[8]"),
+        "TBSM_Net",
+        {"bottom": [8], "top": [8], "vector": 6, "weighting": [8], "hidden": [8]},
+        weights.tbsm,
+        "history",
+        peer=TBSM,
+        whole=True,
+        differs="Meta's vectors of events go through a ReLU, and before the first event it has rows, and "
+        "recpipe zeros: all histories are of the greatest length here",
+    ),
+    "two_tower": Pair(
+        (*CLICK, "model.candidate=[item]"),
+        "TwoTower",
+        {"layers": [8, 4], "query": "of_user", "candidate": "of_item"},
+        weights.two_tower,
+        "two",
+        peer=TORCHREC,
+        differs="TorchRec's towers end in a ReLU",
+    ),
+    "two_tower_dssm": Pair(
+        (*CLICK, "model.candidate=[item,category]"),
+        "DSSM",
+        {"user_tower_units": [8, 4], "item_tower_units": [8, 4], "items": ["of_item", "of_category"]},
+        weights.dssm,
+        "history",
+        model="two_tower",
+    ),
     "bst": Pair(
         ("model.hidden=[16,8]", "model.heads=2", "model.place_dim=16"),
         "BST",
@@ -174,6 +220,8 @@ def schema_of(pair: Pair) -> Schema:
     ids = [SparseFeature(name, rows) for name, rows in ROWS.items()]
     events = [SparseFeature(name, ROWS[of], table=of, sequence=HISTORY) for name, of in EVENTS.items()]
     labels = tuple(LabelColumn(f"label_{n}") for n in range(pair.labels))
+    if pair.takes == "two":
+        return Schema((), tuple(ids[:2]), labels)
     with_events = pair.takes == "history"
     return Schema(() if with_events else DENSE, tuple(ids + events * with_events), labels)
 
@@ -181,7 +229,9 @@ def schema_of(pair: Pair) -> Schema:
 def model_of(name: str) -> nn.Module:
     """recpipe's, every weight of which counts."""
     pair = PAIRS[name]
-    config = Recipe.of(compose([f"model={name}", f"model.embedding_dim={DIM}", *pair.recipe])).model
+    config = Recipe.of(
+        compose([f"model={pair.model or name}", f"model.embedding_dim={DIM}", *pair.recipe])
+    ).model
     assert isinstance(config, UserModel)
     torch.manual_seed(7)
     model = make_model(config, schema_of(pair), torch.device("cpu"))
@@ -198,6 +248,14 @@ def model_of(name: str) -> nn.Module:
         if name == "wukong":  # above 0, where a ReLU does nothing
             for layer in range(2):
                 found[f"layers.{layer}.products.mlp.1.bias"].add_(10)
+        above = {
+            "tbsm": ["series.0.top.1.bias"],
+            "two_tower": ["query.layers.1.bias", "candidate.layers.1.bias"],
+        }
+        for bias in above.get(name, ()):
+            found[bias].add_(2)
+        if name == "tbsm":  # whose vectors differ little on the unit sphere
+            found["top.1.weight"].mul_(10)
     return model
 
 
@@ -208,6 +266,7 @@ def samples_of(pair: Pair) -> tuple[torch.Tensor, KeyedJaggedTensor, dict[str, A
     dense = torch.randn(SAMPLES, len(schema.dense), generator=drawn)
     history = torch.randint(HISTORY if pair.whole else 0, HISTORY + 1, (SAMPLES,), generator=drawn)
     there = torch.arange(HISTORY) >= HISTORY - history.unsqueeze(1)
+    first = PEERS[pair.peer].from_first
     written: dict[str, Any] = {"eval/dense": dense.numpy()}
     ids, lengths, described = [], [], []
     for feature in schema.sparse:
@@ -216,6 +275,8 @@ def samples_of(pair: Pair) -> tuple[torch.Tensor, KeyedJaggedTensor, dict[str, A
         ids.append(values[there] if feature.sequence else values[:, 0])
         lengths.append(history if feature.sequence else torch.ones(SAMPLES, dtype=torch.long))
         padded = torch.where(there, values + 1, 0) if feature.sequence else values[:, 0]
+        if feature.sequence and first:
+            padded = padded.gather(1, (torch.arange(HISTORY) - history.unsqueeze(1)) % HISTORY)
         written[f"eval/of_{feature.name}"] = padded.numpy()
         described.append(
             {
@@ -233,18 +294,19 @@ def samples_of(pair: Pair) -> tuple[torch.Tensor, KeyedJaggedTensor, dict[str, A
     return dense, KeyedJaggedTensor(names, torch.cat(ids), lengths=torch.cat(lengths)), written
 
 
-def theirs(name: str, state: Mapping[str, torch.Tensor], python: str, checkout: Path) -> torch.Tensor:
-    """The logits of FuxiCTR's model with these weights, float32 [B, L]."""
+def theirs(
+    name: str, state: Mapping[str, torch.Tensor], python: str, places: Mapping[str, Path]
+) -> torch.Tensor:
+    """The logits of the peer's model with these weights, float32 [B, L]."""
     pair = PAIRS[name]
     with tempfile.TemporaryDirectory() as folder:
         place = Path(folder)
         np.savez(place / "samples.npz", **samples_of(pair)[2])
         own: dict[str, Any] = {name: weight.detach().numpy() for name, weight in state.items()}
         np.savez(place / "state.npz", **own)
-        what = {"model": pair.fuxictr, "arguments": pair.arguments, "state": str(place / "state.npz")}
-        files = [str(place / "samples.npz"), str(place / "scores.npy")]
-        script = str(HERE / "fuxi_published.py")
-        result_of([python, script, str(checkout), *files, json.dumps(what | {"epochs": 0})])
+        what = {"model": pair.named, "arguments": pair.arguments, "state": str(place / "state.npz")}
+        files = (place / "samples.npz", place / "scores.npy")
+        result_of(PEERS[pair.peer].command(python, places, *files, what | {"epochs": 0}))
         return torch.from_numpy(np.load(place / "scores.npy")).float().view(SAMPLES, -1)
 
 
@@ -256,11 +318,11 @@ def ours(name: str, model: nn.Module) -> torch.Tensor:
     return found
 
 
-def compared(name: str, python: str, checkout: Path) -> tuple[float, float]:
+def compared(name: str, python: str, places: Mapping[str, Path]) -> tuple[float, float]:
     """The largest difference between logits of a sample, and the standard deviation over samples."""
     model = model_of(name)
     state = PAIRS[name].weights(dict(model.named_parameters()))
-    found, wanted = ours(name, model), theirs(name, state, python, checkout)
+    found, wanted = ours(name, model), theirs(name, state, python, places)
     return float((found - wanted).abs().max()), float(found.std())
 
 
@@ -269,15 +331,19 @@ def main(words: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--fuxictr", type=Path, required=True)
+    add_checkouts(parser)
     parser.add_argument("--python", default=sys.executable)
     parser.add_argument("--models", nargs="+", choices=PAIRS, default=list(PAIRS))
     parser.add_argument("--json", type=Path)
     options = parser.parse_args(words)
-    table: dict[str, Any] = {}
+    places, table = places_of(options), dict[str, Any]()
     for name in options.models:
-        apart, spread = compared(name, options.python, options.fuxictr)
-        table[name] = {"difference": apart, "spread": spread, "differs": PAIRS[name].differs}
+        pair = PAIRS[name]
+        if absent := PEERS[pair.peer].absent(places):
+            print(f"{name} is left out: there is no {absent}", flush=True)
+            continue
+        apart, spread = compared(name, options.python, places)
+        table[name] = {"beside": pair.peer, "difference": apart, "spread": spread, "differs": pair.differs}
         print(f"{name:10} {apart:.1e} of ±{spread:.2f}  {PAIRS[name].differs}", flush=True)
     if options.json:
         options.json.write_text(json.dumps({"machine": machine(), "models": table}, indent=1) + "\n")

@@ -176,6 +176,65 @@ def din(w: Weights) -> dict[str, torch.Tensor]:
     return found | {f"{theirs}.1.weight": slopes}
 
 
+def dien(w: Weights) -> dict[str, torch.Tensor]:
+    found = histories(w) | named(w, mlp("dnn", "top.0", 2, "top.1"))
+    weight, found["dnn.mlp.0.bias"] = without_constant(w)
+    user, target, interest = weight.tensor_split([DIM, 3 * DIM], dim=1)
+    found["dnn.mlp.0.weight"] = torch.cat([interest, user, target], dim=1)
+    ours, gru = "evolutions.0", "evolving_modules.0.gru_cell"
+    found["attention_modules.0.W_kernel"] = w[f"{ours}.nearness.weight"]
+    for of in ("weight", "bias"):
+        for layer in ("ih", "hh"):
+            name = f"{of}_{layer}_l0"
+            found[f"extraction_modules.0.{name}"] = w[f"{ours}.extractor.{name}"]
+        for their, own in (("x2h", "of_inputs"), ("h2h", "of_state")):
+            reset, update, new = w[f"{ours}.evolving.{own}.{of}"].chunk(3)
+            found[f"{gru}.{their}.{of}"] = torch.cat([update, reset, new])
+    return found
+
+
+PLACES = (0, 3, 1, 2)
+"""Of the dense vector, the user, the item and the category in recpipe's products, as Meta's are ordered."""
+
+
+def tbsm(w: Weights) -> dict[str, torch.Tensor]:
+    tables = {"user": w["sparse_arch." + BAGS.format("user")]}
+    for name in ("item", "category"):
+        weight = w[f"histories.embedding_collection.embeddings.{name}.weight"]
+        tables[name] = torch.cat([torch.zeros(1, DIM), weight])
+    found = {f"dlrm.emb_l.{n}.weight": tables[name] for n, name in enumerate(IDS)}
+    ours, its = "series.0", {}
+    its |= {f"dlrm.bot_l.{2 * n}": f"dense_arch.model._mlp.{n}._linear" for n in range(2)}
+    its |= {"dlrm.top_l.0": f"{ours}.top.0._mlp.0._linear", "dlrm.top_l.2": f"{ours}.top.1"}
+    its |= {"ams.0.mlp.0": f"{ours}.weighting.0._mlp.0._linear", "ams.0.mlp.2": f"{ours}.weighting.1"}
+    its |= {"mlps.0.0": "top.0._mlp.0._linear", "mlps.0.2": "top.1"}
+    found |= named(w, both(its))
+    ordered = [pair for row in range(4) for pair in ((row, column) for column in range(row))]
+    pairs = torch.triu_indices(4, 4, 1).T.tolist()
+    places = [pairs.index(sorted((PLACES[row], PLACES[column]))) for row, column in ordered]
+    dense, products = found["dlrm.top_l.0.weight"].tensor_split([DIM], dim=1)
+    found["dlrm.top_l.0.weight"] = torch.cat([dense, products[:, places]], dim=1)
+    return found | {"ams.0.A": w[f"{ours}.inner"].unsqueeze(0)}
+
+
+def two_tower(w: Weights) -> dict[str, torch.Tensor]:
+    found = {f"ebc.embedding_bags.t_of_{name}.weight": w[BAGS.format(name)] for name in ("user", "item")}
+    for tower in ("query", "candidate"):
+        names = {0: f"{tower}.layers.0._mlp.0._linear", 1: f"{tower}.layers.1"}
+        found |= named(w, both({f"{tower}_proj._mlp.{n}._linear": own for n, own in names.items()}))
+    return found
+
+
+def dssm(w: Weights) -> dict[str, torch.Tensor]:
+    tables = {"user": w[BAGS.format("user")]}
+    tables |= {n: torch.cat([torch.zeros(1, DIM), w[BAGS.format(n)]]) for n in ("item", "category")}
+    of_all = [*zip(IDS, IDS, strict=True), ("items", "item"), ("categories", "category")]
+    found = {f"embedding_layer.embedding_layers.of_{name}.weight": tables[of] for name, of in of_all}
+    for theirs, ours in (("user_tower", "query.layers"), ("item_tower", "candidate.layers")):
+        found |= named(w, mlp(theirs, f"{ours}.0", 1, f"{ours}.1"))
+    return found
+
+
 def bst(w: Weights) -> dict[str, torch.Tensor]:
     found = histories(w) | named(w, mlp("dnn", "top.0", 2, "top.1"))
     weight, found["dnn.mlp.0.bias"] = without_constant(w)

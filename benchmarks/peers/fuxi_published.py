@@ -12,7 +12,7 @@ import importlib
 import json
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -47,8 +47,9 @@ class Batches:
             yield {name: values[low : low + BATCH] for name, values in self.columns.items()}
 
 
-def feature_map(described: dict[str, Any]) -> dict[str, Any]:
-    """FuxiCTR's description of the features."""
+def feature_map(described: dict[str, Any], items: Collection[str] = ()) -> dict[str, Any]:
+    """FuxiCTR's description of the features; with ``items``, those of the second of two towers, sequences are
+    added up."""
     numbers = [{name: {"source": "", "type": "numeric"}} for name in described["dense"]]
     features: list[dict[str, object]] = []
     first: dict[str, str] = {}
@@ -59,6 +60,9 @@ def feature_map(described: dict[str, Any]) -> dict[str, Any]:
             own |= {"type": "sequence", "max_len": feature["length"]}
         if feature["shifted"]:
             own["padding_idx"] = 0
+        if items:
+            own["source"] = "item" if feature["name"] in items else "user"
+            own |= {"feature_encoder": "layers.MaskedSumPooling()"} if feature["length"] else {}
         if feature["table"] in first:
             own["share_embedding"] = first[feature["table"]]
         first.setdefault(feature["table"], feature["name"])
@@ -103,9 +107,11 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as place:
         features = FeatureMap("rows", place)
         written = Path(place, "feature_map.json")
-        written.write_text(json.dumps(feature_map(described)))
+        arguments = dict(what["arguments"])
+        items = arguments.pop("items", ())
+        written.write_text(json.dumps(feature_map(described, items)))
         features.load(str(written), {"embedding_dim": 16})
-        arguments = what["arguments"] | (fields_of(described) if with_history else {})
+        arguments |= fields_of(described) if with_history and not items else {}
         several = {"task": [task] * len(labels), "num_tasks": len(labels)}
         model = kind(
             features,

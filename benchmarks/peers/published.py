@@ -1,13 +1,15 @@
-"""How well recpipe's published models do beside FuxiCTR's of the same names: rows, split, dimensions,
+"""How well recpipe's published models do beside those of FuxiCTR, Meta and TorchRec: rows, split, dimensions,
 optimizer and order of samples are the same, seeds differ, and first values are each side's own.
 
     python benchmarks/peers/published.py criteo=FILE taobao=FILE online_retail=FILE --fuxictr FUXICTR
+        --dlrm DLRM --tbsm TBSM --torchrec TORCHREC
         [--python PATH] [--models deepfm din ...] [--seeds 3] [--rates 0.002 0.007 0.02] [--json FILE]
 
-recpipe runs its recipe as a user does; FuxiCTR's ``fit`` gets what recpipe's loader made of the rows, so that
-ids are the same. One epoch of element-wise Adagrad without regularization, its rate the one of ``--rates``
-with which a side's first seed has the least logloss; both are judged on the held-out rows by recpipe's AUC
-and logloss. The interval of the mean is Student's, at 95%.
+recpipe runs its recipe as a user does; the peer's training (``published_works.py``) gets what recpipe's
+loader made of the rows, so that ids are the same. Element-wise Adagrad without regularization, its rate the
+one of ``--rates`` with which a side's first seed has the least logloss; both are judged on the held-out rows
+by recpipe's AUC and logloss. The interval of the mean is Student's, at 95%. Models whose peers have no
+checkout are left out.
 """
 
 from __future__ import annotations
@@ -20,14 +22,17 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pyarrow.parquet as pq
+import torch
 from machine import machine
+from published_peers import HERE as HERE
+from published_peers import PEERS, add_checkouts, places_of
+from published_works import HISTORY, WORKS, Work
 from rounds import result_of
 
 from recpipe.config.compose import compose
@@ -36,132 +41,23 @@ from recpipe.data.dataset import SplitName
 from recpipe.data.make import open_dataset
 from recpipe.model.metrics import judged
 
-HERE = Path(__file__).resolve().parent
 ROWS = 20_000
 """The most rows of a table: FuxiCTR's gradients and optimizer go over all rows at each step."""
 T_95 = {1: 12.706, 2: 4.303, 3: 3.182, 4: 2.776, 5: 2.571, 6: 2.447, 7: 2.365, 8: 2.306, 9: 2.262}
 """Student's t of 95% by degrees of freedom."""
 
 
-@dataclass(frozen=True)
-class Work:
-    """A model on a data set, under both names."""
-
-    data: str
-    recipe: tuple[str, ...]
-    fuxictr: str
-    arguments: Mapping[str, Any]
-    every: int = 1
-    """Of how many rows of the file one is taken."""
-
-
-CRITEO = ("model.embedding_dim=16",)
-HISTORY = 20
-HISTORIES = ("model.embedding_dim=16", f"model.history={HISTORY}")
-RETAIL = ("model.embedding_dim=16", "model.expert=[64,32]", "model.tower=[32]", "data.batch_size=512")
-TASKS = {"expert_hidden_units": [64, 32], "gate_hidden_units": [], "tower_hidden_units": [32]}
-WORKS = {
-    "wide_deep": Work("criteo", (*CRITEO, "model.hidden=[64,64]"), "WideDeep", {"hidden_units": [64, 64]}),
-    "deepfm": Work("criteo", (*CRITEO, "model.hidden=[64,64]"), "DeepFM", {"hidden_units": [64, 64]}),
-    "xdeepfm": Work(
-        "criteo",
-        (*CRITEO, "model.layers=[16,16]", "model.hidden=[64,64]"),
-        "xDeepFM",
-        {"cin_hidden_units": [16, 16], "dnn_hidden_units": [64, 64]},
-    ),
-    "dcnv2": Work(
-        "criteo",
-        (*CRITEO, "model.layers=3", "model.rank=null", "model.structure=parallel", "model.hidden=[64,64]"),
-        "DCNv2",
-        {"model_structure": "parallel", "num_cross_layers": 3, "parallel_dnn_hidden_units": [64, 64]},
-    ),
-    "autoint": Work(
-        "criteo",
-        (*CRITEO, "model.layers=2", "model.heads=2", "model.width=8", "model.hidden=[64,64]"),
-        "AutoInt",
-        # FuxiCTR's attention_dim is that of all heads together.
-        {"attention_layers": 2, "num_heads": 2, "attention_dim": 16, "dnn_hidden_units": [64, 64]},
-    ),
-    "finalmlp": Work(
-        "criteo",
-        (*CRITEO, "model.left=[64,64]", "model.right=[64,64]", "model.gate=[64]", "model.heads=2"),
-        "FinalMLP",
-        {
-            "mlp1_hidden_units": [64, 64],
-            "mlp2_hidden_units": [64, 64],
-            "fs_hidden_units": [64],
-            "num_heads": 2,
-        },
-    ),
-    "wukong": Work(
-        "criteo",
-        (
-            *CRITEO,
-            "model.layers=2",
-            "model.products=8",
-            "model.mixtures=8",
-            "model.rank=8",
-            "model.products_hidden=[64]",
-            "model.hidden=[64,64]",
-        ),
-        "WuKong",
-        {
-            "num_wukong_layers": 2,
-            "fmb_features": 8,
-            "lcb_features": 8,
-            "fmp_rank_k": 8,
-            "fmb_mlp_units": [64],
-            "mlp_hidden_units": [64, 64],
-            "mlp_batch_norm": False,
-        },
-    ),
-    "din": Work(
-        "taobao",
-        (*HISTORIES, "model.hidden=[64,64]", "model.attention=[64]"),
-        "DIN",
-        {"dnn_hidden_units": [64, 64], "attention_hidden_units": [64]},
-    ),
-    "dien": Work(
-        "taobao",
-        (*HISTORIES, "model.hidden=[64,64]"),
-        "DIEN",
-        {"dnn_hidden_units": [64, 64], "batch_norm": False, "dien_neg_seq_field": []},
-    ),
-    "bst": Work(
-        "taobao",
-        (*HISTORIES, "model.hidden=[64,64]", "model.heads=2"),
-        "BST",
-        {"dnn_hidden_units": [64, 64], "num_heads": 2},
-    ),
-    "mmoe": Work(
-        "online_retail",
-        (*RETAIL, "model.experts=4"),
-        "MMoE",
-        {"num_experts": 4, **TASKS},
-        every=8,
-    ),
-    "ple": Work(
-        "online_retail",
-        (*RETAIL, "model.layers=2", "model.own_experts=2", "model.shared_experts=2"),
-        "PLE",
-        {"num_layers": 2, "num_specific_experts": 2, "num_shared_experts": 2, **TASKS},
-        every=8,
-    ),
-}
-"""By the names of ``conf/model``."""
-
-
 def overrides(name: str, file: Path) -> list[str]:
     """The recipe of a work, with both optimizers alike."""
     work = WORKS[name]
     return [
-        f"experiment={work.data}_{name}",
+        f"experiment={work.data}_{work.model or name}",
         f"data.path={file}",
         *work.recipe,
         "optim=adagrad",
         "optim.tables.eps=1e-10",
         "+optim.dense.eps=1e-10",
-        "trainer.max_epochs=1",
+        f"trainer.max_epochs={work.epochs}",
         *(_small_tables(file) if work.data == "criteo" else ()),
     ]
 
@@ -183,11 +79,12 @@ def _small_tables(file: Path) -> list[str]:
     return [f"data.tables={{{','.join(f'{name}: {min(rows, ROWS)}' for name, rows in tables.items())}}}"]
 
 
-def write_samples(words: Sequence[str], file: Path) -> None:
+def write_samples(words: Sequence[str], file: Path, from_first: bool = False) -> None:
     """Write what both sides train and are judged on.
 
     For each part ``labels`` float32 [n], ``dense`` float32 [n, D], and of each sparse feature its ids, int64
-    [n], or of a sequence [n, length], counted from 1 and filled up with 0 before the first event.
+    [n], or of a sequence [n, length], counted from 1 and filled up with 0 before the first event, or
+    ``from_first`` after the last one.
     """
     recipe = Recipe.of(compose(list(words)))
     dataset = open_dataset(recipe.data, 0)
@@ -204,12 +101,14 @@ def write_samples(words: Sequence[str], file: Path) -> None:
                 found[f"{part}/of_{feature.name}"] = np.concatenate([c.values().numpy() for c in columns])
                 continue
             padded = [c.to_padded_dense(HISTORY, -1.0).long() + 1 for c in columns]
-            ends = [np.stack([np.roll(row, (row == 0).sum()) for row in table.numpy()]) for table in padded]
-            found[f"{part}/of_{feature.name}"] = np.concatenate(ends)
+            table = torch.cat(padded).numpy()
+            ends = table if from_first else np.stack([np.roll(row, (row == 0).sum()) for row in table])
+            found[f"{part}/of_{feature.name}"] = ends
     found["features"] = json.dumps(
         {
             "dense": list(schema.dense),
-            "labels": [label.name for label in schema.labels] or ["label"],
+            # A report names labels where there are several.
+            "labels": [label.name for label in schema.labels] if len(schema.labels) > 1 else ["label"],
             "sparse": [
                 {
                     "name": f"of_{f.name}",  # FuxiCTR cannot have a feature "items"
@@ -247,12 +146,15 @@ def ours(words: Sequence[str], rate: float, seed: int) -> Figures:
     return {label: figures_of(quality) for label, quality in found.items()}
 
 
-def theirs(python: str, checkout: Path, samples: Path, work: Work, rate: float, seed: int) -> Figures:
-    """FuxiCTR's, by its own training loop."""
+def theirs(
+    python: str, places: Mapping[str, Path], samples: Path, work: Work, rate: float, seed: int
+) -> Figures:
+    """The peer's, by its own training."""
+    what = {"model": work.named, "arguments": work.arguments, "epochs": work.epochs}
     with tempfile.TemporaryDirectory() as folder:
         scores = Path(folder) / "scores.npy"
-        what = json.dumps({"model": work.fuxictr, "arguments": work.arguments, "rate": rate, "seed": seed})
-        result_of([python, str(HERE / "fuxi_published.py"), str(checkout), str(samples), str(scores), what])
+        what |= {"rate": rate, "seed": seed}
+        result_of(PEERS[work.peer].command(python, places, samples, scores, what))
         given, found = np.load(samples), np.load(scores)
     names = json.loads(str(given["features"]))["labels"]
     columns = (array.reshape(len(array), -1).T for array in (given["eval/labels"], found))
@@ -294,7 +196,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("data", nargs="+", metavar="NAME=FILE")
-    parser.add_argument("--fuxictr", type=Path, required=True)
+    add_checkouts(parser)
     parser.add_argument("--python", default=sys.executable)
     parser.add_argument("--models", nargs="+", choices=WORKS, default=list(WORKS))
     parser.add_argument("--seeds", type=int, default=3)
@@ -302,18 +204,21 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     files = {name: Path(file) for name, _, file in (word.partition("=") for word in options.data)}
-    table: dict[str, Any] = {}
+    places, table = places_of(options), dict[str, Any]()
     for name in options.models:
-        if WORKS[name].data not in files:
-            continue
         work = WORKS[name]
+        if work.data not in files:
+            continue
+        if absent := PEERS[work.peer].absent(places):
+            print(f"{name} is left out: there is no {absent}", flush=True)
+            continue
         with rows_of(files[work.data], work.every) as file, tempfile.TemporaryDirectory() as folder:
             words, samples = overrides(name, file), Path(folder) / "samples.npz"
-            write_samples(words, samples)
-            peer = partial(theirs, options.python, options.fuxictr, samples, work)
+            write_samples(words, samples, PEERS[work.peer].from_first)
+            peer = partial(theirs, options.python, places, samples, work)
             table[name] = {
                 side: of_all(run, options.rates, options.seeds)
-                for side, run in (("recpipe", partial(ours, words)), ("FuxiCTR", peer))
+                for side, run in (("recpipe", partial(ours, words)), (work.peer, peer))
             }
         for label in table[name]["recpipe"]["runs"][0]:
             print(f"{name:10} {label:10} {'   '.join(said_of(table[name], label))}", flush=True)

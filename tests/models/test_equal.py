@@ -1,6 +1,8 @@
-"""Published models against FuxiCTR's with the same weights, where a checkout of it is at hand:
+"""Published models against those of FuxiCTR, Meta and TorchRec with the same weights, where checkouts of
+these are at hand:
 
-RECPIPE_FUXICTR=CHECKOUT [RECPIPE_FUXICTR_PYTHON=PATH] pytest tests/models/test_equal.py
+RECPIPE_FUXICTR=DIR RECPIPE_DLRM=DIR RECPIPE_TBSM=DIR RECPIPE_TORCHREC=DIR [RECPIPE_FUXICTR_PYTHON=PATH]
+pytest tests/models/test_equal.py
 """
 
 from __future__ import annotations
@@ -16,11 +18,12 @@ import torch
 
 from tests.processes import ROOT
 
-CHECKOUT = os.environ.get("RECPIPE_FUXICTR")
+CHECKOUTS = ("fuxictr", "dlrm", "tbsm", "torchrec")
+PLACES = {name: Path(place) for name in CHECKOUTS if (place := os.environ.get(f"RECPIPE_{name.upper()}"))}
 PYTHON = os.environ.get("RECPIPE_FUXICTR_PYTHON", sys.executable)
 NAMES = [
     *("wide_deep", "deepfm", "xdeepfm", "dcnv2", "autoint", "finalmlp", "wukong"),
-    *("mmoe", "ple", "din", "bst"),
+    *("mmoe", "ple", "din", "dien", "bst", "tbsm", "two_tower", "two_tower_dssm"),
 ]
 
 
@@ -31,7 +34,7 @@ def equal() -> Iterator[Any]:
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(str(ROOT / "benchmarks" / "peers"))
         yield __import__("equal")
-    for name in {"equal", "equal_weights", "machine", "rounds"} - before:
+    for name in {"equal", "equal_weights", "published_peers", "machine", "rounds"} - before:
         sys.modules.pop(name, None)
 
 
@@ -60,12 +63,14 @@ def test_every_weight_of_ours_goes_into_theirs(equal: Any, name: str) -> None:
     assert set(read) - read.asked == given
 
 
-@pytest.mark.skipif(not CHECKOUT, reason="RECPIPE_FUXICTR names no checkout of FuxiCTR")
+@pytest.mark.skipif(not PLACES, reason="RECPIPE_FUXICTR and so forth name no checkout")
 @pytest.mark.parametrize("name", NAMES)
-def test_logits_are_those_of_fuxictr(equal: Any, name: str) -> None:
+def test_logits_are_those_of_the_peer(equal: Any, name: str) -> None:
+    if absent := equal.PEERS[equal.PAIRS[name].peer].absent(PLACES):
+        pytest.skip(f"there is no {absent}")
     model = equal.model_of(name)
     state = equal.PAIRS[name].weights(dict(model.named_parameters()))
-    found, wanted = equal.ours(name, model), equal.theirs(name, state, PYTHON, Path(CHECKOUT or ""))
+    found, wanted = equal.ours(name, model), equal.theirs(name, state, PYTHON, PLACES)
     torch.testing.assert_close(found, wanted, rtol=0, atol=equal.TOLERANCE)
     assert found.std(0).min() > 0.01  # samples differ
     with torch.no_grad():
