@@ -13,12 +13,13 @@ from recpipe.errors import UserError
 from recpipe.model.config import Dropout, Sizes
 from recpipe.models.histories import Context, Histories, sides_of
 from recpipe.models.parts import last_layers, outputs_of
-from recpipe.models.units import Transducer
+from recpipe.models.units import Transducer, as_they_are
 
 
 class HSTU(nn.Module):
     """As a ranker, an MLP over the state of the target after its history and everything else of the sample;
-    as a retriever, a vector of the history's last state and everything else, and one of the target."""
+    as a retriever, the sum of the history's last state and an MLP over everything else, and a vector of the
+    target."""
 
     def __init__(
         self,
@@ -57,8 +58,11 @@ class HSTU(nn.Module):
             )
         self.transducers = nn.ModuleList(transducers)
         outputs = width if retrieval else outputs_of(schema)
-        self.top = last_layers(self.context.width + width * len(sides), hidden, outputs, dropout)
-        self.candidate = nn.Linear(sum(self.histories.widths), width) if retrieval else None
+        # A retriever's states are the query: an MLP over them would have to find their space again.
+        known = 0 if retrieval else width * len(sides)
+        self.top = last_layers(self.context.width + known, hidden, outputs, dropout)
+        # In the space of the states at first, where events are their rows, too.
+        self.candidate = as_they_are(nn.Linear(sum(self.histories.widths), width)) if retrieval else None
 
     def forward(
         self, dense_features: torch.Tensor, sparse_features: KeyedJaggedTensor
@@ -67,9 +71,11 @@ class HSTU(nn.Module):
         histories = self.histories(sparse_features, dense_features)
         pairs = zip(self.transducers, histories, strict=True)
         states = [transducer(history, not self.retrieval) for transducer, history in pairs]
+        latest = [state[:, -1] for state in states]
         context = self.context(dense_features[:, self.others], sparse_features)
-        found: torch.Tensor = self.top(torch.cat([context, *states], dim=1))
         if self.candidate is None:
-            return found
+            logits: torch.Tensor = self.top(torch.cat([context, *latest], dim=1))
+            return logits
+        query = torch.stack([self.top(context), *latest]).sum(0)
         target = torch.cat([history.target for history in histories], dim=1)
-        return {"query": found, "candidate": self.candidate(target)}
+        return {"query": query, "candidate": self.candidate(target)}

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 from torch import nn
 from torch.nn import functional as F
@@ -23,6 +25,13 @@ def buckets_between(ages: torch.Tensor, count: int) -> torch.Tensor:
     following = F.pad(ages[:, 1:], (0, 1))
     seconds = ages.unsqueeze(1) - following.unsqueeze(2)
     return (seconds.clamp(min=1).log() / GROWTH).long().clamp(max=count - 1)
+
+
+def as_they_are(linear: nn.Linear, times: float = 1.0) -> nn.Linear:
+    """``linear``, which at first gives ``times`` its inputs, or as many of these as it has outputs."""
+    nn.init.eye_(linear.weight).data.mul_(times)
+    nn.init.zeros_(linear.bias)
+    return linear
 
 
 def values_at(values: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
@@ -63,7 +72,7 @@ class Unit(nn.Module):
 
 
 class Transducer(nn.Module):
-    """Units over a history's events and, if asked for, the target after them: the last token's state."""
+    """Units over a history's events and, if asked for, the target after them."""
 
     def __init__(
         self, tokens: int, event: int, width: int, heads: int, units: int, buckets: int, recompute: bool
@@ -72,8 +81,10 @@ class Transducer(nn.Module):
         pass computes units again, of which inputs alone are kept."""
         super().__init__()
         self.buckets, self.recompute = buckets, recompute
-        # With a bias: norms would else make as much of rows that are hardly trained as of others.
-        self.enter = nn.Linear(event, width)
+        # With a bias: norms would else make as much of rows that are hardly trained as of others. Rows enter
+        # as they are at first, times the root of their width as in the authors' code: they are small, and a
+        # bias and what units add would drown them.
+        self.enter = as_they_are(nn.Linear(event, width), event**0.5)
         self.units = nn.ModuleList(Unit(tokens, width, heads, buckets) for _ in range(units))
         self.norm = nn.LayerNorm(width)
 
@@ -93,15 +104,34 @@ class Transducer(nn.Module):
         return normed
 
     def forward(self, history: History, with_target: bool) -> torch.Tensor:
-        """float32 [B, width]; 0 of no token."""
+        """The states of each token, float32 [B, N, width]; 0 where none is. On a CPU a sample is computed
+        beside those that are about as long, so that less than half of what is computed is of no token."""
         events, present, ages = history.events, history.present, history.ages
         if with_target:
             events = torch.cat([events, history.target.unsqueeze(1)], dim=1)
             present = F.pad(present, (0, 1), value=True)
             ages = None if ages is None else F.pad(ages, (0, 1))
-        if present.device.type == "cpu" and not torch.compiler.is_compiling():
-            # What is before the longest history. On a CPU alone: looking at a GPU's would wait for it.
-            start = present.shape[1] - max(1, int(present.sum(1).amax())) if len(present) else 0
-            events, present = events[:, start:], present[:, start:]
-            ages = None if ages is None else ages[:, start:]
-        return self.states(events, present, ages)[:, -1] * present[:, -1:]
+        if present.device.type != "cpu" or torch.compiler.is_compiling() or not len(present):
+            # Looking at a GPU's lengths would wait for it.
+            return self.states(events, present, ages) * present.unsqueeze(2)
+        count, places, found = present.shape[1], [], []
+        for own, longest in of_like_length(present.sum(1)):
+            start = count - longest
+            block = self.states(
+                events.index_select(0, own)[:, start:],
+                present.index_select(0, own)[:, start:],
+                None if ages is None else ages.index_select(0, own)[:, start:],
+            )
+            found.append(F.pad(block, (0, 0, start, 0)))
+            places.append(own)
+        states = torch.cat(found).index_select(0, torch.cat(places).argsort())
+        return states * present.unsqueeze(2)
+
+
+def of_like_length(lengths: torch.Tensor) -> Iterator[tuple[torch.Tensor, int]]:
+    """The samples of each power of 2 up to which their ``lengths`` int64 [B] go, int64 [b], and how long the
+    longest of them is, at least 1."""
+    powers = lengths.clamp(min=1).log2().ceil()
+    for power in torch.unique(powers):
+        own = (powers == power).nonzero().squeeze(1)
+        yield own, max(1, int(lengths[own].amax()))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from math import log
 from unittest.mock import patch
 
@@ -17,7 +18,7 @@ from recpipe.models.bst import Behavior
 from recpipe.models.histories import History
 from recpipe.models.hstu import HSTU
 from recpipe.models.sasrec import CausalTransformer
-from recpipe.models.units import Transducer, buckets_between
+from recpipe.models.units import Transducer, buckets_between, of_like_length
 from tests.any_model.runs import train
 from tests.any_model.zoo import TECHNIQUES, by_hand, furthest
 from tests.models.formulas import (
@@ -68,7 +69,7 @@ def test_retrieval_gives_two_vectors() -> None:
     for events, target in w.history(batch):
         queries.append(hstu_states(w, events, HISTORY)[-1] if len(events) else torch.zeros(12))
         candidates.append(w.linear("candidate", target))
-    query = w.last_layers("top", torch.cat([w.context(batch, schema), torch.stack(queries)], dim=1))
+    query = w.last_layers("top", w.context(batch, schema)) + torch.stack(queries)
     wanted = {"query": query, "candidate": torch.stack(candidates)}
     torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-5)
 
@@ -133,21 +134,22 @@ def test_dien_learns_next_events_too() -> None:
 
 def test_checkpointed_activations_give_the_same_gradients() -> None:
     (batch,) = batches(schema_of("hstu"), 1)
-    found = []
+    found, counts = [], []
     for words in ((), ("model.activation_checkpointing=true",)):
         model, calls = made("hstu", *words), []
         assert isinstance(model, HSTU)
         model.transducers[0].units[0].register_forward_pre_hook(lambda *_, calls=calls: calls.append(1))
         model(batch.dense_features, batch.sparse_features).square().sum().backward()
         found.append([parameter.grad for parameter in model.parameters()])
-        assert len(calls) == 1 + len(words)  # once more in the backward pass
+        counts.append(len(calls))
+    assert counts[1] == 2 * counts[0]  # once more in the backward pass
     assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
     assert all(gradient.any() for gradient in found[0])
 
 
 def test_no_samples_give_no_states() -> None:
     none = History(torch.zeros(0, 5, DIM), torch.zeros(0, 5, dtype=torch.bool), torch.zeros(0, DIM))
-    assert Transducer(6, DIM, 12, 2, 2, 0, False)(none, with_target=True).shape == (0, 12)
+    assert Transducer(6, DIM, 12, 2, 2, 0, False)(none, with_target=True).shape == (0, 6, 12)
     assert Behavior(5, DIM, 4, 1, 2)(none).shape == (0, 6 * 12)
     assert states("sasrec", none.events, none.present).shape == (0, 5, DIM)
 
@@ -157,3 +159,32 @@ def test_widths_that_heads_do_not_divide_are_refused() -> None:
         made("hstu", "model.heads=5")
     with pytest.raises(UserError, match="model.heads=5 does not divide the width of an event, 16"):
         made("sasrec", "model.heads=5")
+
+
+@pytest.mark.parametrize("with_target", [False, True])
+def test_samples_beside_those_of_like_length_are_as_in_one_block(with_target: bool) -> None:
+    torch.manual_seed(3)
+    lengths = torch.tensor([7, 0, 20, 1, 16, 17, 2, 3, 9])
+    present = torch.arange(20) >= 20 - lengths.unsqueeze(1)
+    history = History(torch.randn(9, 20, DIM), present, torch.randn(9, DIM).double(), torch.rand(9, 20) * 1e4)
+    found, shapes = [], []
+    for like in (of_like_length, lambda lengths: [(torch.arange(len(lengths)), int(lengths.amax()))]):
+        torch.manual_seed(5)
+        transducer, own = Transducer(21, DIM, 12, 2, 2, 8, False).double(), []
+        transducer.units[0].register_forward_pre_hook(
+            lambda _, given, own=own: own.append(given[0].shape[:2])
+        )
+        events = history.events.double().requires_grad_()
+        with patch("recpipe.models.units.of_like_length", like):
+            states = transducer(replace(history, events=events), with_target)
+        states.square().sum().backward()
+        found.append([states, events.grad, *(own.grad for own in transducer.parameters())])
+        shapes.append([tuple(shape) for shape in own])
+    torch.testing.assert_close(*found, rtol=1e-9, atol=1e-9)
+    assert found[0][0][~F.pad(present, (0, int(with_target)), value=True)].count_nonzero() == 0
+    assert shapes[1] == [(9, 20 + with_target)]
+    assert shapes[0] == (
+        [(1, 1), (1, 2), (2, 4), (1, 8), (1, 10), (3, 21)]
+        if with_target
+        else [(2, 1), (1, 2), (1, 3), (1, 7), (2, 16), (2, 20)]
+    )
