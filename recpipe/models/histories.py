@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
@@ -41,6 +42,16 @@ class History:
     ages: torch.Tensor | None = None
     """How many seconds before the sample each event was, float32 [B, T], -1 where there is none; None: it is
     not known, or was not asked for."""
+
+    def at_every_position(self, values: torch.Tensor) -> torch.Tensor:
+        """``values`` [B, T, ...] of the P events that are there, [P, ...], sample by sample."""
+        places = self.present.flatten().nonzero().squeeze(1)
+        return values.flatten(0, 1).index_select(0, places)
+
+    @property
+    def following(self) -> torch.Tensor:
+        """What came after each event: the next one, and the target after the last, float32 [B, T, E]."""
+        return torch.cat([self.events[:, 1:], self.target.unsqueeze(1)], dim=1)
 
 
 def sides_of(schema: Schema, length: int | None, model: str) -> list[Side]:
@@ -101,6 +112,50 @@ class Histories(nn.Module):
             if side.ages and dense_features is not None:
                 history.ages = dense_features[:, list(side.ages)]
         return found
+
+
+def autoregressive(
+    history: History,
+    side: Side,
+    sparse_features: KeyedJaggedTensor,
+    query: torch.Tensor,
+    candidate: torch.Tensor,
+) -> dict[str, Any]:
+    """What a retriever gives that is trained at every position of a history: ``query`` and ``candidate``
+    [P, D], and of each position the ``sample`` int64 [P] and, under the targets' names, the ``ids`` int64 [P]
+    of what came next.
+
+    ``query``: after each event, ``candidate``: of what came after it, both [B, T, D].
+    """
+    size, length = history.present.shape
+    samples = torch.arange(size, device=query.device).unsqueeze(1).expand(size, length)
+    ids = {}
+    for name, target in zip(side.sequences, side.targets, strict=True):
+        own = sparse_features[name]
+        events, _ = latest(own.values().unsqueeze(1), own.lengths(), length)
+        next_ids = torch.cat([events[:, 1:, 0], sparse_features[target].values().unsqueeze(1)], dim=1)
+        ids[target] = history.at_every_position(next_ids)
+    return {
+        "query": history.at_every_position(query),
+        "candidate": history.at_every_position(candidate),
+        "sample": history.at_every_position(samples),
+        "ids": ids,
+    }
+
+
+def require_one_history(sides: Sequence[Side], retrieval: bool, model: str) -> None:
+    """``UserError`` if a model cannot be trained at every position."""
+    if not retrieval:
+        raise UserError(
+            "model.autoregressive=true trains vectors at each position of a history: set "
+            "model.retrieval=true and model.loss=in_batch_softmax, too"
+        )
+    if len(sides) > 1:
+        names = " and ".join(shown(side.sequences[0]) for side in sides)
+        raise UserError(
+            f"model={model}: model.autoregressive=true takes one history, and the data have those of "
+            f"{names}: leave one out"
+        )
 
 
 def _history(rows: dict[str, JaggedTensor], side: Side) -> History:

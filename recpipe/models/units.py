@@ -30,7 +30,8 @@ def buckets_between(ages: torch.Tensor, count: int) -> torch.Tensor:
 def as_they_are(linear: nn.Linear, times: float = 1.0) -> nn.Linear:
     """``linear``, which at first gives ``times`` its inputs, or as many of these as it has outputs."""
     nn.init.eye_(linear.weight).data.mul_(times)
-    nn.init.zeros_(linear.bias)
+    if linear.bias is not None:
+        nn.init.zeros_(linear.bias)
     return linear
 
 

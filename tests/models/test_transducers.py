@@ -68,7 +68,7 @@ def test_retrieval_gives_two_vectors() -> None:
     w, queries, candidates = Weights(model), [], []
     for events, target in w.history(batch):
         queries.append(hstu_states(w, events, HISTORY)[-1] if len(events) else torch.zeros(12))
-        candidates.append(w.linear("candidate", target))
+        candidates.append(w["candidate.weight"] @ target)
     query = w.last_layers("top", w.context(batch, schema)) + torch.stack(queries)
     wanted = {"query": query, "candidate": torch.stack(candidates)}
     torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-5)

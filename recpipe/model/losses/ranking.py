@@ -15,6 +15,7 @@ from recpipe.common.validation import Text, one_of
 from recpipe.data.parts import kjts_in
 from recpipe.errors import UserError, nearest_or_all, shown
 from recpipe.model.losses.base import Loss, exact, vector
+from recpipe.model.losses.positions import Positions
 
 TOWERS = "query", "candidate"
 """The parts of a two-tower model's output, [B, D] each, under TorchRec's names."""
@@ -33,6 +34,7 @@ class Compared:
         labels: torch.Tensor,
         weights: torch.Tensor | None,
         same: torch.Tensor | None,
+        positions: Positions | None = None,
     ) -> None:
         size = len(scores)
         there = torch.ones(size, dtype=torch.bool, device=scores.device)
@@ -50,6 +52,8 @@ class Compared:
         """bool [B, B]: which candidates a sample's own is compared with; ``same`` [B, B] are left out."""
         if same is not None:
             self.others = self.others & ~same
+        self.positions = positions
+        """What the queries and candidates are of; None: one of each sample."""
         self._weights = weights
 
     def mean(self, each: torch.Tensor, judged: torch.Tensor) -> torch.Tensor:
@@ -107,7 +111,12 @@ class Ranking(Loss):
         self, prediction: Any, labels: torch.Tensor, weights: torch.Tensor | None = None, batch: object = None
     ) -> torch.Tensor:
         """The mean loss over positives; 0 without any. ``UserError`` if shapes do not fit."""
-        scores, labels = self.scores(prediction), vector(labels)
+        labels, own = vector(labels), None if weights is None else vector(weights)
+        if (positions := Positions.of(prediction)) is not None:
+            prediction, positions = positions.judged(prediction, labels)
+            labels = labels[positions.sample]
+            own = None if own is None else own[positions.sample]
+        scores = self.scores(prediction)
         if labels.shape != scores.shape[:1]:
             raise UserError(
                 f"model.loss={self.name}: the model gives {len(scores)} samples and the labels are "
@@ -116,13 +125,18 @@ class Ranking(Loss):
             )
         if not len(scores):
             return scores.sum() * 0.0
-        same = None if self.candidate_ids is None else self.equal(batch, "candidate_ids")
-        own = None if weights is None else vector(weights)
-        return self.compared(Compared(scores, labels, own, same), batch)
+        same = None if self.candidate_ids is None else self.equal(batch, "candidate_ids", positions)
+        return self.compared(Compared(scores, labels, own, same, positions), batch)
 
-    def equal(self, batch: object, argument: str) -> torch.Tensor:
+    def equal(self, batch: object, argument: str, positions: Positions | None = None) -> torch.Tensor:
         """Which samples have the same id of the feature that an argument names, bool [B, B]."""
-        ids = ids_of(batch, getattr(self, argument), f"model.loss={self.name}: {argument}")
+        feature, said = getattr(self, argument), f"model.loss={self.name}: {argument}"
+        if positions is None:
+            ids = ids_of(batch, feature, said)
+        elif argument == "candidate_ids":
+            ids = positions.ids_of(feature, said)
+        else:
+            ids = ids_of(batch, feature, said)[positions.sample]
         return ids[:, None] == ids[None, :]
 
     @abstractmethod
@@ -150,11 +164,19 @@ class InBatchSoftmax(Ranking):
     def softmax(self, pairs: Compared, others: torch.Tensor, batch: object) -> torch.Tensor:
         """That of each sample's own candidate and ``others`` bool [B, B]."""
         scores = pairs.scores
-        if (log_q := self._log_q(batch)) is not None:
+        log_q = self._log_q(batch)
+        if log_q is not None and pairs.positions is not None:
+            log_q = self.log_q_at(pairs.positions, log_q)
+        if log_q is not None:
             scores = scores - log_q
         scores = scores.masked_fill(~(others | pairs.own), -torch.inf)
         places = torch.arange(len(scores), device=scores.device)
         return pairs.mean(F.cross_entropy(scores, places, reduction="none"), pairs.positive)
+
+    def log_q_at(self, positions: Positions, log_q: torch.Tensor) -> torch.Tensor | None:
+        """The same of each position's candidate, float32 [P]: as often as it is in the batch. The data's
+        ``log_q`` is of samples, [B]."""
+        return positions.log_shares().to(log_q.dtype)
 
     def _log_q(self, batch: object) -> torch.Tensor | None:
         found = getattr(batch, "log_q", None) if self.log_q is not False else None
@@ -178,6 +200,17 @@ class SampledSoftmax(InBatchSoftmax):
     def compared(self, pairs: Compared, batch: object) -> torch.Tensor:
         """The mean over positives."""
         return self.softmax(pairs, pairs.others & pairs.negative, batch)
+
+    def log_q_at(self, positions: Positions, log_q: torch.Tensor) -> torch.Tensor | None:
+        """None: a constant changes nothing, and nothing else is known of a history's events; ``UserError`` if
+        ids are not drawn alike."""
+        if bool((log_q != log_q[:1]).any()):
+            raise UserError(
+                f"model.loss={self.name}: how likely the events of a history are to be drawn is not known, "
+                "which model.autoregressive=true needs: set data.negatives' sampling to uniform, or log_q to "
+                "false"
+            )
+        return None
 
 
 @dataclass(frozen=True)
@@ -222,7 +255,7 @@ class Bpr(Ranking):
         if self.negatives == "sampled":
             others = others & pairs.negative
         if self.group is not None:
-            others = others & self.equal(batch, "group")
+            others = others & self.equal(batch, "group", pairs.positions)
         apart = pairs.scores.diagonal()[:, None] - pairs.scores
         each = (F.softplus(-apart) * others).sum(1) / others.sum(1).clamp_min(1)
         return pairs.mean(each, pairs.positive & others.any(1))
