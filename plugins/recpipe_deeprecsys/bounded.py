@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from recpipe.errors import UserError
 from recpipe_deeprecsys.load import OFFLINE, SERVER, SINGLE_STREAM, Load, Outcome, Target
 
 BEGIN = 0.7
@@ -87,8 +86,6 @@ def measured(target: Target, load: Load, tolerance: float, say: Callable[[Outcom
     return Bounded(single, offline, tuple(found), best, none if best is None else None)
 
 
-def best_of(found: Bounded) -> Outcome:
-    """The best run; ``UserError`` if there is none."""
-    if found.best is None:
-        raise UserError(str(found.why))
-    return found.best
+def valid_or_none(found: Bounded) -> float | None:
+    """The largest valid rate."""
+    return None if found.best is None else found.best.rate

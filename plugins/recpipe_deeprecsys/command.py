@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
-from dataclasses import asdict
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from recpipe.answers.command import TERMINAL, answering
 from recpipe.answers.manifest import is_package, read_manifest
@@ -16,12 +17,15 @@ from recpipe.errors import UserError, shown
 from recpipe.report.environment import environment
 from recpipe.report.record import SCHEMA
 from recpipe.tasks.process import interrupt_on_sigterm, prepare_process
-from recpipe_deeprecsys.bounded import Bounded, best_of, measured
+from recpipe_deeprecsys.bounded import BEGIN, Bounded, measured, valid_or_none
+from recpipe_deeprecsys.colocated import Colocated
 from recpipe_deeprecsys.config import BenchOptions
 from recpipe_deeprecsys.engine import Batching, Engine, processes
-from recpipe_deeprecsys.load import OFFLINE, SERVER, Load, Outcome, require_loadgen
+from recpipe_deeprecsys.load import OFFLINE, SERVER, Load, Outcome, Target, require_loadgen
 from recpipe_deeprecsys.made import package_of
+from recpipe_deeprecsys.over_http import Served, bodies_of
 from recpipe_deeprecsys.requests import Candidates, Range, requests_of
+from recpipe_deeprecsys.search import Tried, axes_of, best_of, measuring, searched
 
 
 def bench_serve(words: Sequence[str]) -> int:
@@ -39,45 +43,167 @@ def bench(named: str, words: Sequence[str]) -> dict[str, Any]:
     rows, recipe = of_plugins(others)
     if recipe and is_package(Path(named).expanduser()):
         raise UserError(f"{shown(recipe[0])}: recpipe bench-serve has no such option of a package")
-    workers = options.workers or len(os.sched_getaffinity(0))
-    if rows and workers > 1:
-        if options.workers:
-            raise UserError(
-                f"workers={workers} and a plugin that keeps rows: each process would keep its own; say "
-                "workers=1"
-            )
-        workers = 1
+    options = fitting(options, rows)
     with answering(TERMINAL, directory) as run_dir:
         kept = run_dir.path / "model.recpipe" if options.package is None else Path(options.package)
         package = package_of(named, recipe, kept.expanduser())
-        manifest = read_manifest(package, None)
-        log.info("drawing %s candidates, %s ids", f"{options.candidates:,}", options.ids)
-        requests = requests_of(options, options.candidates)
-        drawn = (package, manifest, options.candidates, options.ids, options.seed)
-        with processes(package, Candidates.drawn(*drawn), workers, options.threads, rows) as found:
-            batching = Batching(options.batch, options.wait_ms, options.merge, workers)
-            engine = Engine(found, requests, batching)
-            try:
-                load = Load(
-                    *(len(requests), options.bound_ms, f"{options.percentile:g}", options.seconds),
-                    *(options.queries, options.seed, run_dir.path / "loadgen"),
-                )
-                bounded = measured(engine, load, options.tolerance, said)
-                extra = [load.run(engine, SERVER, rate) for rate in options.rates]
-            finally:
-                engine.close()
-        report = report_of(package, options, workers, requests, bounded, extra)
+        report = measure(package, options, rows, run_dir.path)
         from recpipe_deeprecsys import show  # matplotlib, for the end
 
         show.write(report, run_dir.path)
-        best = best_of(bounded)
+        best = report["best"]
+        if best is None:
+            raise UserError(report["why"])
         log.info(
             "%s requests/s, %s candidates/s within %g ms at p%g; see %s",
-            f"{best.rate or 0:,.1f}",
+            f"{best['rate']:,.1f}",
             f"{report['candidates_per_second']:,.0f}",
             *(options.bound_ms, options.percentile, run_dir.path / "bench.html"),
         )
     return report
+
+
+def fitting(options: BenchOptions, rows: Sequence[str] = ()) -> BenchOptions:
+    """The options with their number of workers; ``UserError`` for those that do not go together."""
+    through_http = options.http or options.address is not None
+    several = options.copies > 1 or bool(options.beside)
+    wrong = {
+        "beside= and copies= are for models in process: leave out http=, address=": through_http and several,
+        "search=true is for one model: leave out beside= and copies=": options.search and several,
+        "search=true starts servers itself: leave out address=": options.search and bool(options.address),
+        "merge=false is for a model in process: leave out http= and address=": through_http
+        and not options.merge,
+    }
+    for why, here in wrong.items():
+        if here:
+            raise UserError(why)
+    workers = options.workers or len(os.sched_getaffinity(0))
+    if rows and options.workers > 1:
+        raise UserError(
+            f"workers={workers} and a plugin that keeps rows: each process would keep its own; say workers=1"
+        )
+    return replace(options, workers=1 if rows else workers)
+
+
+class Setup(Protocol):
+    """What is measured, in any batching."""
+
+    def use(self, batching: Batching) -> Target:
+        """The target that batches so from now on."""
+
+
+@dataclass
+class InProcess:
+    """Engines over processes; several of them share the load."""
+
+    engines: Sequence[Engine]
+    together: Colocated | None = None
+
+    def use(self, batching: Batching) -> Target:
+        for engine in self.engines:
+            engine.use(batching)
+        return self.together or self.engines[0]
+
+
+@dataclass
+class Measured:
+    """All that was measured of a package."""
+
+    bounded: Bounded
+    extra: list[Outcome]
+    batching: Batching
+    fixed: Bounded | None = None
+    """Of the batching that the search is compared with."""
+    tried: list[Tried] = field(default_factory=list)
+    each: list[dict[str, Any]] = field(default_factory=list)
+    """Of several models the latency of each at the largest valid rate."""
+
+
+@contextmanager
+def set_up(
+    package: Path, options: BenchOptions, rows: Sequence[str], directory: Path
+) -> Iterator[tuple[Setup, list[Range]]]:
+    """What is measured, and the requests."""
+    with ExitStack() as stack:
+        requests = requests_of(options, options.candidates)
+        packages = [package, *(Path(other).expanduser() for other in options.beside)] * options.copies
+        engines: list[Engine] = []
+        for place in packages:
+            manifest = read_manifest(place, None)
+            log.info("drawing %s candidates of %s, %s ids", f"{options.candidates:,}", place, options.ids)
+            drawn = Candidates.drawn(place, manifest, options.candidates, options.ids, options.seed)
+            if options.http or options.address is not None:
+                bodies = bodies_of(manifest, drawn, requests)
+                own = (options.connections, options.threads, rows, directory / "serve.log", options.address)
+                served = Served(place, bodies, *own)
+                stack.callback(served.close)
+                yield served, requests[: len(bodies)]
+                return
+            found = stack.enter_context(processes(place, drawn, options.workers, options.threads, rows))
+            engines.append(Engine(found, requests, batching_of(options)))
+            stack.callback(engines[-1].close)
+        yield InProcess(engines, Colocated(engines) if len(engines) > 1 else None), requests
+
+
+def batching_of(options: BenchOptions) -> Batching:
+    """The one that the options say."""
+    return Batching(options.batch, options.wait_ms, options.merge, options.workers)
+
+
+def measure(package: Path, options: BenchOptions, rows: Sequence[str], directory: Path) -> dict[str, Any]:
+    """Measure the package; returns the content of bench.json. Files of the way go into ``directory``."""
+    with set_up(package, options, rows, directory) as (setup, requests):
+        load = Load(
+            *(len(requests), options.bound_ms, f"{options.percentile:g}", options.seconds),
+            *(options.queries, options.seed, directory / "loadgen"),
+        )
+        found = searching(setup, load, options, requests) if options.search else plain(setup, load, options)
+    return report_of(package, options, requests, found)
+
+
+def plain(setup: Setup, load: Load, options: BenchOptions) -> Measured:
+    """The largest rate in the batching of the options, and latencies at other rates."""
+    batching = batching_of(options)
+    target = setup.use(batching)
+    bounded = measured(target, load, options.tolerance, said)
+    extra = [load.run(target, SERVER, rate) for rate in options.rates]
+    each: list[dict[str, Any]] = []
+    if isinstance(target, Colocated) and bounded.best is not None:
+        target.begin()
+        extra.append(load.run(target, SERVER, bounded.best.rate))
+        each = target.figures()
+    return Measured(bounded, extra, batching, each=each)
+
+
+def searching(setup: Setup, load: Load, options: BenchOptions, requests: Sequence[Range]) -> Measured:
+    """The fixed batching, the search, and then the largest rate in the best one."""
+    start, largest = batching_of(options), max(high - low for low, high in requests)
+    fixed = None
+    if not options.http:
+        cut = Batching(-(-options.size_max // options.workers), 0.0, False, options.workers)
+        log.info("every request cut over %d processes at %d candidates:", options.workers, cut.batch)
+        fixed = measured(setup.use(cut), load, options.tolerance, said)
+    log.info("the search from %s on:", told(start))
+    before = measured(setup.use(start), load, options.tolerance, said)
+    first = BEGIN * before.offline.completed
+    climb = measuring(setup.use, load, options.tolerance, first, said)
+
+    def own(batching: Batching, floor: float) -> float | None:
+        found = valid_or_none(before) if batching == start else climb(batching, floor)
+        log.info("%s: %s requests/s", told(batching), f"{found:,.1f}" if found else f"not above {floor:,.1f}")
+        return found
+
+    tried = searched(start, axes_of(start, largest, options.bound_ms), own)
+    best = best_of(tried).batching
+    log.info("the best one, %s:", told(best))
+    target = setup.use(best)
+    bounded = measured(target, load, options.tolerance, said)
+    return Measured(bounded, [load.run(target, SERVER, rate) for rate in options.rates], best, fixed, tried)
+
+
+def told(batching: Batching) -> str:
+    """A batching in a few words."""
+    return f"batch={batching.batch} wait_ms={batching.wait_ms:g} workers={batching.workers}"
 
 
 def said(outcome: Outcome) -> None:
@@ -90,25 +216,27 @@ def said(outcome: Outcome) -> None:
 
 
 def report_of(
-    package: Path,
-    options: BenchOptions,
-    workers: int,
-    requests: Sequence[Range],
-    bounded: Bounded,
-    extra: Sequence[Outcome],
+    package: Path, options: BenchOptions, requests: Sequence[Range], found: Measured
 ) -> dict[str, Any]:
     """The content of bench.json."""
     each = sum(high - low for low, high in requests) / len(requests)
-    best = bounded.best
+    bounded, fixed = found.bounded, found.fixed
+    best, rate = bounded.best, valid_or_none(bounded)
+    fixed_rate = None if fixed is None else valid_or_none(fixed)
     return {
         "schema": SCHEMA,
         "task": "bench-serve",
         "package": str(package),
-        "options": asdict(options) | {"workers": workers},
+        "options": asdict(options),
+        "batching": asdict(found.batching),
         "candidates_per_request": each,
         "best": None if best is None else asdict(best),
-        "candidates_per_second": None if best is None or best.rate is None else best.rate * each,
+        "candidates_per_second": None if rate is None else rate * each,
         "why": bounded.why,
-        "runs": [asdict(run) for run in (bounded.single, bounded.offline, *bounded.tried, *extra)],
+        "runs": [asdict(run) for run in (bounded.single, bounded.offline, *bounded.tried, *found.extra)],
+        "fixed": None if fixed is None or fixed.best is None else asdict(fixed.best),
+        "gain": None if rate is None or fixed_rate is None else rate / fixed_rate,
+        "search": [asdict(one) for one in found.tried],
+        "models": found.each,
         "environment": environment(),
     }

@@ -53,6 +53,19 @@ class BenchOptions:
     """Milliseconds that a batch which is not full waits for more."""
     merge: bool = True
     """Whether parts of several requests are put together; false: a batch is a part of one request."""
+    search: bool = False
+    """Whether ``batch``, ``wait_ms`` and ``workers`` are searched for from these on. What is measured first
+    is every request cut evenly over the processes at its largest size."""
+    http: bool = False
+    """Whether requests go through HTTP, to a ``recpipe serve`` that is started for them."""
+    address: Text | None = None
+    """And to this one instead: http://HOST:PORT/v2/models/NAME, of the same package."""
+    connections: Annotated[int, Interval(ge=1, le=4096)] = 32
+    """Of the client, through HTTP."""
+    beside: tuple[FilePath, ...] = ()
+    """Other packages that are loaded at the same time, each with processes of its own."""
+    copies: Positive = 1
+    """How many of each package there are."""
     seconds: Annotated[float, Interval(ge=0.05, le=3600)] = 5.0
     """How long LoadGen issues requests in each run, at least; twenty times the bound if that is longer."""
     queries: Annotated[int, Interval(ge=0, le=10**7)] = 0

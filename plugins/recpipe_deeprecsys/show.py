@@ -84,8 +84,47 @@ def page_of(report: Mapping[str, Any]) -> Page:
     said = [(name, ", ".join(map(str, v)) if isinstance(v, list) else str(v)) for name, v in options.items()]
     sections = [
         Section("Load", parts),
+        *search_section(report),
+        *models_section(report),
         Section("Options", [Table((), said)]),
         environment(report["environment"]),
     ]
     lead = f"{report['package']}: {options['bound_ms']:g} ms at p{percentile_of(report)}"
     return Page("Latency-bounded throughput", "Latency-bounded throughput", lead, sections, tiles=tiles)
+
+
+def search_section(report: Mapping[str, Any]) -> list[Section]:
+    """What was tried in the search; [] without one."""
+    tried = report["search"]
+    if not tried:
+        return []
+    rows: list[list[Cell | str]] = []
+    series: dict[str, list[tuple[float, float]]] = {}
+    for one in tried:
+        own = one["batching"]
+        rate = f"not above {one['floor']:,.1f}" if one["rate"] is None else f"{one['rate']:,.1f}"
+        chosen = own == report["batching"]
+        rows.append([str(own["batch"]), f"{own['wait_ms']:g}", str(own["workers"]), Cell(rate, bold=chosen)])
+        if one["rate"] is not None:
+            name = f"{own['workers']} workers, {own['wait_ms']:g} ms"
+            series.setdefault(name, []).append((own["batch"], one["rate"]))
+    curves = {n: ([x for x, _ in sorted(p)], [y for _, y in sorted(p)]) for n, p in series.items()}
+    x, y = plots.Axis("batch", "count", log=True), plots.Axis("requests/s within the bound", from_zero=True)
+    drawn = [plots.curves("batchings that were better than those before", curves, x, y)] if curves else []
+    heads = [Head("batch"), Head("wait, ms"), Head("workers"), Head("requests/s within the bound")]
+    parts: list[Part] = [drawn, Table(heads, rows)]
+    if report["gain"] is not None:
+        parts.insert(0, f"{report['gain']:.2f} times the rate of every request cut over the processes.")
+    return [Section("Search", parts)]
+
+
+def models_section(report: Mapping[str, Any]) -> list[Section]:
+    """The latency of each of several models at the largest valid rate; [] for one alone."""
+    if not report["models"]:
+        return []
+    heads = [Head("model"), Head("requests"), *(Head(f"p{name}, ms") for name in SHOWN)]
+    rows = [
+        [str(n), f"{own['queries']:,}", *(f"{own['latency_ms'][name]:.2f}" for name in SHOWN)]
+        for n, own in enumerate(report["models"], 1)
+    ]
+    return [Section("Models beside each other, at the largest valid rate", [Table(heads, rows)])]

@@ -1,0 +1,122 @@
+"""DeepRecSched's search: how requests are best cut, put together and spread, climbing one axis after another.
+
+Gupta et al., ISCA 2020, https://arxiv.org/abs/2001.02772, climbs over the size of parts from the largest on
+until a size is worse than the one before; here it goes on over the time that batches wait and over processes,
+and round again until no step on any axis is better.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from recpipe_deeprecsys.bounded import bisected, is_good
+from recpipe_deeprecsys.engine import Batching
+from recpipe_deeprecsys.load import SERVER, Load, Outcome, Target
+
+SMALLEST = 16
+"""Candidates of the smallest parts that are tried."""
+WAITS = (1 / 32, 1 / 16, 1 / 8, 1 / 4)
+"""How long batches that are not full wait, as shares of the bound, beside not at all."""
+AGAIN = 2
+"""Runs of a batching that must all be bad before it counts as no better: a single one may have been
+disturbed."""
+Axes = Mapping[str, Sequence[float]]
+"""The values of each field of ``Batching`` that is searched, ascending."""
+Measure = Callable[[Batching, float], float | None]
+"""The largest valid rate of a batching if it is above a floor; None: it is not."""
+
+
+@dataclass(frozen=True)
+class Tried:
+    """A batching that was measured. ``rate``: its largest valid one; None: it is not above ``floor``."""
+
+    batching: Batching
+    rate: float | None
+    floor: float
+
+
+def axes_of(start: Batching, largest: int, bound_ms: float) -> Axes:
+    """What is searched around ``start``, whose workers are the most there are, for requests of up to
+    ``largest`` candidates."""
+    sizes = {start.batch, largest}
+    size = SMALLEST
+    while size < largest:
+        sizes.add(size)
+        size *= 2
+    waits = {0.0, start.wait_ms, *(bound_ms * share for share in WAITS)}
+    return {
+        "batch": sorted(sizes),
+        "wait_ms": sorted(waits) if start.merge else [0.0],
+        "workers": range(1, start.workers + 1),
+    }
+
+
+def searched(start: Batching, axes: Axes, measure: Measure) -> list[Tried]:
+    """All that was tried, ``start`` first; the best one is ``best_of``."""
+    tried = [Tried(start, measure(start, 0.0), 0.0)]
+    best, rate, moved = start, tried[0].rate or 0.0, True
+    seen = {start}
+    while moved:
+        moved = False
+        for axis, values in axes.items():
+            for step in (-1, 1):
+                while (next_one := _beside(best, axis, values, step)) is not None and next_one not in seen:
+                    seen.add(next_one)
+                    found = measure(next_one, rate)
+                    tried.append(Tried(next_one, found, rate))
+                    if found is None or found <= rate:
+                        break
+                    best, rate, moved = next_one, found, True
+    return tried
+
+
+def best_of(tried: Sequence[Tried]) -> Tried:
+    """The one with the largest valid rate."""
+    return max(tried, key=lambda one: one.rate or 0.0)
+
+
+def _beside(batching: Batching, axis: str, values: Sequence[float], step: int) -> Batching | None:
+    """One step further on an axis; None at its end."""
+    place = values.index(getattr(batching, axis)) + step
+    if not 0 <= place < len(values):
+        return None
+    changed: dict[str, Any] = {axis: values[place]}
+    return replace(batching, **changed)
+
+
+def measuring(
+    use: Callable[[Batching], Target],
+    load: Load,
+    tolerance: float,
+    first: float,
+    say: Callable[[Outcome], None],
+) -> Measure:
+    """Measures a batching by what ``use`` makes of it. One that is not valid at a rate above the floor by
+    ``tolerance`` is not looked at further. ``first``: the rate that is tried where there is no floor."""
+
+    def measure(batching: Batching, floor: float) -> float | None:
+        target = use(batching)
+        known: list[Outcome] = []
+
+        def run(rate: float) -> Outcome:
+            if known:
+                return known.pop()
+            outcome = load.run(target, SERVER, rate)
+            say(outcome)
+            return outcome
+
+        def good(outcome: Outcome) -> bool:
+            return is_good(outcome, load)
+
+        begin = floor * (1 + tolerance) or first
+        if floor:
+            above = next((one for one in (run(begin) for _ in range(AGAIN)) if good(one)), None)
+            if above is None:
+                return None
+            known.append(above)
+        found = bisected(run, begin, good, tolerance)
+        return max((outcome.rate or 0.0 for outcome in found if good(outcome)), default=None)
+
+    return measure

@@ -1,0 +1,77 @@
+"""The search against an exhaustive one over simulated servers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import product
+from math import log2
+
+import pytest
+from recpipe_deeprecsys.engine import Batching
+from recpipe_deeprecsys.search import Axes, axes_of, best_of, searched
+
+START = Batching(256, 0.0, True, 4)
+AXES = axes_of(START, 1024, 25.0)
+Rate = Callable[[Batching], float]
+
+
+def convex(batch: int, wait: float, workers: int) -> Rate:
+    """A rate with one maximum, near the values that are given; the costs of batch and wait depend on each
+    other."""
+
+    def rate(b: Batching) -> float:
+        off = log2(b.batch / batch)
+        late = (b.wait_ms - wait) / 5
+        return 1000 - 50 * off**2 - 80 * late**2 - 20 * off * late - 30 * (b.workers - workers) ** 2
+
+    return rate
+
+
+def steps_apart(one: Batching, other: Batching, axes: Axes) -> int:
+    return max(
+        abs(values.index(getattr(one, axis)) - values.index(getattr(other, axis)))
+        for axis, values in axes.items()
+    )
+
+
+def exhaustive(rate: Rate) -> Batching:
+    every = (dict(zip(AXES, values, strict=True)) for values in product(*AXES.values()))
+    return max((Batching(merge=True, **values) for values in every), key=rate)  # type: ignore[arg-type]
+
+
+def climbed(rate: Rate) -> tuple[Batching, int]:
+    def measure(batching: Batching, floor: float) -> float | None:
+        found = rate(batching)
+        return found if found > floor else None
+
+    tried = searched(START, AXES, measure)
+    return best_of(tried).batching, len(tried)
+
+
+@pytest.mark.parametrize("batch", [16, 100, 300, 1024])
+@pytest.mark.parametrize("wait", [0.0, 2.0, 9.0])
+@pytest.mark.parametrize("workers", [1, 3, 4])
+def test_the_search_is_within_one_step_of_an_exhaustive_one(batch: int, wait: float, workers: int) -> None:
+    rate = convex(batch, wait, workers)
+    found, tried = climbed(rate)
+    assert steps_apart(found, exhaustive(rate), AXES) <= 1
+    assert tried < len(AXES["batch"]) * len(AXES["wait_ms"]) * len(AXES["workers"]) / 3
+
+
+def test_a_search_that_ends_at_its_start_would_be_seen() -> None:
+    rate = convex(16, 6.0, 1)
+    assert steps_apart(START, exhaustive(rate), AXES) > 1
+
+
+def test_the_best_is_never_below_the_start() -> None:
+    jagged: Rate = lambda b: 100 + (b.batch * 7 + b.workers * 13 + b.wait_ms * 3) % 11  # noqa: E731
+    found, _ = climbed(jagged)
+    assert jagged(found) >= jagged(START)
+
+
+def test_the_axes_hold_the_start_and_the_largest_request() -> None:
+    axes = axes_of(Batching(100, 3.0, True, 2), 700, 8.0)
+    assert axes["batch"] == [16, 32, 64, 100, 128, 256, 512, 700]
+    assert axes["wait_ms"] == [0.0, 0.25, 0.5, 1.0, 2.0, 3.0]
+    assert list(axes["workers"]) == [1, 2]
+    assert axes_of(Batching(100, 0.0, False, 1), 700, 8.0)["wait_ms"] == [0.0]
