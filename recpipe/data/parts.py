@@ -195,8 +195,8 @@ def kjts_in(batch: object) -> list[KeyedJaggedTensor]:
 def with_kjts(value: Any, change: Callable[[KeyedJaggedTensor], KeyedJaggedTensor]) -> Any:
     """A copy of a batch, or of a part of one, with ``change`` of each of its ids."""
     if type(value) is Batch:
-        own = copy.copy(value)
-        own.sparse = change(value.sparse)
+        own = Batch.__new__(Batch)  # what it has was checked when it was made
+        vars(own).update(vars(value), sparse=change(value.sparse))
         return own
     if isinstance(value, KeyedJaggedTensor):
         return change(value)

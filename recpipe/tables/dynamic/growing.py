@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate, groupby, pairwise
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -192,8 +193,8 @@ class GrowingTables:
             at = np.minimum(np.searchsorted(known, keys), len(known) - 1)
             same = known[at] == keys
             rows[same] = np.array([before[key] for key in known.tolist()])[at[same]]
-        without = rows < 0
-        self.unknown += int(without.sum())
+        without = np.flatnonzero(rows < 0)
+        self.unknown += len(without)
         rows[without] = DEFAULT_ROW
         return rows
 
@@ -229,15 +230,15 @@ class GrowingTables:
     def _runs(self, ids: KeyedJaggedTensor) -> list[tuple[IdMap | None, Keys]]:
         """The values of ``ids``, cut where the features of another map begin (None: of no map)."""
         keys = ids.values().cpu().numpy().astype(np.int64, copy=False)
+        maps = [self._map_of.get(name) for name in ids.keys()]  # noqa: SIM118, no mapping
+        if len(set(maps)) == 1:
+            return [(maps[0], keys)]
         runs: list[tuple[IdMap | None, Keys]] = []
         begin = end = 0
-        for own, of_map in groupby(zip(ids.keys(), ids.length_per_key(), strict=True), self._of_feature):
+        for own, of_map in groupby(zip(maps, ids.length_per_key(), strict=True), itemgetter(0)):
             begin, end = end, end + sum(count for _, count in of_map)
             runs.append((own, keys[begin:end]))
         return runs
-
-    def _of_feature(self, feature: tuple[str, int]) -> IdMap | None:
-        return self._map_of.get(feature[0])
 
     # -- checkpoints and figures ---------------------------------------------------------------
 
