@@ -66,6 +66,21 @@ def test_the_error_of_calibration_is_that_of_its_bins() -> None:
     assert judged("clicks", labels, raw, weights.float())["ece"] == pytest.approx(wanted, rel=1e-6)
 
 
+def test_the_ece_of_a_model_that_is_right_is_what_noise_alone_makes() -> None:
+    """What docs/guide/figures.md says of it; a model that is wrong is told apart."""
+    rng, count = np.random.default_rng(0), 2000
+    right, wrong = [], []
+    for _ in range(20):
+        logits = rng.normal(-1.5, 1, count).astype(np.float32)
+        rates = 1 / (1 + np.exp(-logits))
+        labels = torch.from_numpy((rng.random(count) < rates).astype(np.float32))
+        right.append(judged("clicks", labels, torch.from_numpy(logits))["ece"])
+        wrong.append(judged("clicks", labels, torch.from_numpy(logits + 1))["ece"])
+    noise = 0.8 * (10 * rates.mean() * (1 - rates.mean()) / count) ** 0.5
+    assert np.mean(right) == pytest.approx(noise, rel=0.2)
+    assert min(wrong) > 5 * noise
+
+
 def groups_by_hand(weights: torch.Tensor, k: int) -> dict[str, float]:
     """The ranking figures by a loop over users; of equal scores negatives come first."""
     areas, shares, at = [], [], {name: [] for name in ("recall", "ndcg", "hr", "mrr")}
