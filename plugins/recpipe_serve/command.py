@@ -8,12 +8,13 @@ import socket
 import tempfile
 from collections.abc import Sequence
 from contextlib import closing, nullcontext, suppress
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 
 from recpipe.answers.words import of_plugins, the_plugin
 from recpipe.common.console import alone, capture_logs
-from recpipe.common.process import quieted
+from recpipe.common.process import imported_from, quieted
 from recpipe.errors import UserError, shown
 from recpipe.tasks.process import interrupt_on_sigterm, prepare_process
 from recpipe_serve.config import ServeConfig, serve_config
@@ -34,9 +35,21 @@ def serve_command(words: Sequence[str]) -> int:
     config = serve_config(others)
     prepare_process()
     rows = the_plugin(mine, RowServer, "serve", "sdm") if mine else None
+    if rows is not None and config.tune is not None:
+        raise UserError("tune= and a plugin that keeps rows: it serves with workers=1; leave out tune=")
     with quieted(), alone(), capture_logs(None):
+        if config.tune is not None:
+            with interrupt_on_sigterm():
+                config = tuned(Path(words[0]).expanduser(), config.tune, config)
         serve(Path(words[0]), config, rows)
     return 0
+
+
+def tuned(directory: Path, wanted: str, config: ServeConfig) -> ServeConfig:
+    """``config`` with the words by which the package answers most requests as ``wanted``."""
+    # It loads servers, and is not needed where none is tuned.
+    found = imported_from("recpipe_deeprecsys.tune:tuned")(directory, wanted, config.workers, config.threads)
+    return replace(config, **found)
 
 
 def serve(directory: Path, config: ServeConfig, rows: RowServer | None = None) -> None:
