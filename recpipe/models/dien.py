@@ -29,11 +29,12 @@ class AttentionalGru(nn.Module):
         """The last state float32 [B, width] of ``inputs`` [B, T, width]; ``near``: [B, T], where 0 leaves the
         state as it was."""
         state, gates = torch.zeros_like(inputs[:, 0]), self.of_inputs(inputs)
-        for step in range(inputs.shape[1]):
-            reset, update, new = gates[:, step].chunk(3, dim=1)
+        # Unbound, for the gradient of each step's part would else be as large as that of all steps.
+        for gate, close in zip(gates.unbind(1), near.unsqueeze(2).unbind(1), strict=True):
+            reset, update, new = gate.chunk(3, dim=1)
             own_reset, own_update, own_new = self.of_state(state).chunk(3, dim=1)
             candidate = torch.tanh(new + torch.sigmoid(reset + own_reset) * own_new)
-            moved = torch.sigmoid(update + own_update) * near[:, step, None]
+            moved = torch.sigmoid(update + own_update) * close
             state = state + moved * (candidate - state)
         return state
 
