@@ -136,9 +136,9 @@ def main() -> int:
         package = options.package or _packaged(Path(folder))
         sides = _sides(package, options)
         if options.minutes:
-            with _running(sides[:1], Path(folder)):
+            with running(sides[:1], Path(folder)):
                 return _soak(sides[0], options.minutes, options.rate)
-        with _running(sides, Path(folder)):
+        with running(sides, Path(folder)):
             if options.rates:
                 _at_rates(sides, options)
                 return 0
@@ -175,7 +175,7 @@ def _options() -> argparse.Namespace:
 def _sides(package: Path, options: argparse.Namespace) -> list[Side]:
     manifest = json.loads((package / "manifest.json").read_text())
     inputs = [_inputs(manifest, seed) for seed in range(DIFFERENT)]
-    recpipe = [_http(f"/v2/models/{NAME}/infer", *_kserve(one)) for one in inputs]
+    recpipe = [http(f"/v2/models/{NAME}/infer", *kserve(one)) for one in inputs]
     sides = []
     for workers in options.workers:
         words = [str(package), f"workers={workers}", f"port={PORT + len(sides)}", f"name={NAME}"]
@@ -186,7 +186,7 @@ def _sides(package: Path, options: argparse.Namespace) -> list[Side]:
     if not options.rates:
         sides.append(Side("nothing", [sys.executable, __file__, *words], port, recpipe))
     script = Path(__file__).with_name("serving_uvicorn.py")
-    plain = [_http("/", _joined(one), {}) for one in inputs]
+    plain = [http("/", _joined(one), {}) for one in inputs]
     port += 1
     sides.append(
         Side("uvicorn", [sys.executable, str(script), str(package), str(port)], port, plain, ready="/")
@@ -201,7 +201,7 @@ def _sides(package: Path, options: argparse.Namespace) -> list[Side]:
     script = Path(__file__).with_name("serving_litserve.py")
     command = [sys.executable, str(script), str(package), str(port + 1), str(int(options.fast_queue))]
     found = os.pathsep.join([*path, os.environ.get("PYTHONPATH", "")])
-    requests = [_http("/predict", _litserve(one), {}) for one in inputs]
+    requests = [http("/predict", _litserve(one), {}) for one in inputs]
     sides.append(Side("litserve", command, port + 1, requests, {"PYTHONPATH": found}, "/health"))
     return sides
 
@@ -216,7 +216,7 @@ def _inputs(manifest: dict[str, Any], seed: int) -> dict[str, Any]:
     return found
 
 
-def _kserve(inputs: dict[str, Any]) -> tuple[bytes, dict[str, str]]:
+def kserve(inputs: dict[str, Any]) -> tuple[bytes, dict[str, str]]:
     """The open inference protocol's body, with binary tensors."""
     described = [
         {
@@ -242,14 +242,14 @@ def _joined(inputs: dict[str, Any]) -> bytes:
     return b"".join(values.tobytes() for values in inputs.values())
 
 
-def _http(path: str, body: bytes, headers: dict[str, str]) -> bytes:
+def http(path: str, body: bytes, headers: dict[str, str]) -> bytes:
     lines = [f"POST {path} HTTP/1.1", "Host: x", f"Content-Length: {len(body)}"]
     lines += [f"{key}: {value}" for key, value in {"Content-Type": "application/json", **headers}.items()]
     return "\r\n".join([*lines, "", ""]).encode() + body
 
 
 @contextmanager
-def _running(sides: Sequence[Side], folder: Path) -> Iterator[None]:
+def running(sides: Sequence[Side], folder: Path) -> Iterator[None]:
     """All servers, stopped until they are asked."""
     try:
         for side in sides:

@@ -6,9 +6,14 @@ of compiled ones, as users do.
 
 from __future__ import annotations
 
+import http.client
 import json
+import re
+import shlex
 import shutil
+import signal
 import socket
+import subprocess
 import sys
 import threading
 from collections.abc import Iterator, Mapping
@@ -40,8 +45,12 @@ from recpipe.answers import score
 from recpipe.answers.candidates import ITEMS, RETRIEVER, SEARCH
 from recpipe.answers.encoded import read_encoding
 from recpipe.answers.manifest import RETRIEVAL, read_manifest, write_manifest
+from recpipe.private_api.compiled import compiler
 from tests.compiling import uncompiled
+from tests.pages import DOCS
+from tests.processes import Child
 
+needs_compiler = pytest.mark.skipif(compiler() is None, reason="packages are compiled: no C++ compiler here")
 PATH = "/v2/models/m/retrieve"
 """Of the server's only model."""
 WHO = {"user": 17, "seen": "s1|s4"}
@@ -192,3 +201,95 @@ def test_wrong_requests_get_a_line_over_a_socket(shop: Path) -> None:
             assert ask(port, "POST", path, b"{}")[0] == 404
         assert ask(port, "GET", PATH)[0] == 405
         assert found_by(port, user=WHO)["items"], "it goes on"
+
+
+# -- what users do, with compiled programs -------------------------------------------------------
+
+PAGE = DOCS / "guide" / "packages.md"
+TITLE = "From clicks to a server that retrieves, then ranks"
+OF_TOWERS = "experiment=taobao_two_tower"
+"""The word of the page's commands in whose place other towers stand."""
+
+
+def told() -> tuple[list[list[str]], dict[str, Any], list[str]]:
+    """The page's commands but the server's, the request, and what makes SASRec a tower."""
+    section = PAGE.read_text(encoding="utf-8").partition(f"## {TITLE}\n")[2].partition("\n## ")[0]
+    commands, asked = re.findall(r"^```sh\n(.*?)^```", section, re.MULTILINE | re.DOTALL)
+    lines = [shlex.split(line) for line in commands.splitlines()]
+    assert lines[-1] == shlex.split("python -m recpipe serve shop.recpipe port=8000")
+    (sasrec,) = re.findall(r"`(experiment=taobao_sasrec .*?)` in the place of", section)
+    return [words[3:] for words in lines[:-1]], json.loads(shlex.split(asked)[3]), shlex.split(sasrec)
+
+
+def recpipe_does(folder: Path, *words: str) -> None:
+    short = ["trainer.max_steps=40", "trainer.progress=false"] if "=" in words[0] else []
+    command = [sys.executable, "-m", "recpipe", *words, *short]
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=900, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+@contextmanager
+def started(folder: Path, *words: str) -> Iterator[tuple[str, Child]]:
+    """A server as ``recpipe serve`` starts it: the host and port of its address."""
+    server = Child(folder / "server", "serve", *words, "port=0")
+    try:
+        found = re.search(r"serving '\w+' at http://(\S+)/v2/models/", server.until("golden"))
+        assert found is not None
+        yield found[1], server
+        server.send(signal.SIGTERM)
+        assert server.ended().returncode == 0
+    finally:
+        server.kill()
+
+
+def answered(host: str, request: Mapping[str, Any]) -> dict[str, Any]:
+    connection = http.client.HTTPConnection(host, timeout=60)
+    connection.request("POST", "/v2/models/shop/retrieve", json.dumps(request))
+    response = connection.getresponse()
+    content = response.read()
+    connection.close()
+    assert response.status == 200, content
+    answer: dict[str, Any] = json.loads(content)
+    return answer
+
+
+@needs_compiler
+@pytest.mark.soak
+@pytest.mark.parametrize(
+    ("towers", "kind", "words"),
+    [
+        ("two_tower", "hnsw", ()),
+        ("sasrec", "ivf_pq", ("workers=2",)),
+        ("hstu", "flat", ("host=::1",)),
+    ],
+)
+def test_the_pages_commands_serve_what_they_say(
+    towers: str, kind: str, words: tuple[str, ...], data_dir: Path, tmp_path: Path
+) -> None:
+    """Of every kind of tower and index, by one process and by two, over both families of addresses."""
+    commands, request, sasrec = told()
+    (tmp_path / "taobao_110k.parquet").symlink_to(data_dir / "taobao_110k.parquet")
+    own = {"two_tower": [OF_TOWERS], "sasrec": sasrec}
+    own["hstu"] = [sasrec[0].replace("sasrec", "hstu"), *sasrec[1:]]
+    if towers == "hstu":  # which looks at the times of events, too
+        request["user"] |= {"ts": 1511700000, "ts_history": [1511690000, 1511690010, 1511699000]}
+    for command in commands:
+        line = [word for each in command for word in (own[towers] if each == OF_TOWERS else [each])]
+        recpipe_does(tmp_path, *(f"kind={kind}" if word == "kind=hnsw" else word for word in line))
+    package, index, items = tmp_path / "shop.recpipe", tmp_path / "items", request["k"]
+    users = [request["user"], {**request["user"], "user": None}]
+    with started(tmp_path, str(package), *words) as (host, server):
+        for user in users:
+            found = answered(host, request | {"user": user})
+            assert len(found["items"]) == items
+            require_found(found, package, index, user, request["n"])
+        several = "workers=2" in words
+        # Another index of the same towers, with the candidates of some rows.
+        some = pq.read_table(tmp_path / "taobao_110k.parquet").slice(0, 20_000)
+        pq.write_table(some, tmp_path / "some.parquet")
+        recpipe_does(tmp_path, "index", "towers", "item=item", "output=fewer", "data.path=some.parquet")
+        recpipe_does(tmp_path, "package", "ranker", "shop.recpipe", "index=fewer", "overwrite=true")
+        server.send(signal.SIGHUP)
+        server.until("now serving package")
+        for user in users * (8 if several else 1):
+            require_found(answered(host, request | {"user": user}), package, tmp_path / "fewer", user, 200)
