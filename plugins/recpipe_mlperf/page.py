@@ -15,6 +15,9 @@ from recpipe.report.page import Cell, Head, Line, Page, Plot, Section, Table, en
 from recpipe.report.plots import Axis, Values
 from recpipe_mlperf.score import LEAST, OFFICIAL
 
+NAME = 17
+"""Characters of a recipe's name in a terminal of 80."""
+
 
 def show_result(told: Mapping[str, Any], page: Path | None) -> None:
     """Print the table, what is to be known of it, and where the page is."""
@@ -69,7 +72,7 @@ def _times(told: Mapping[str, Any]) -> Table:
 
 def _name(row: Mapping[str, Any]) -> Cell:
     return Cell(
-        figures.shortened(row["name"], 20) + "*" * bool(row["altered"]), bad=row["failed"] is not None
+        figures.shortened(row["name"], NAME) + "*" * bool(row["altered"]), bad=row["failed"] is not None
     )
 
 
@@ -100,8 +103,8 @@ def sentences(told: Mapping[str, Any]) -> list[str]:
         f"{rows[0]['name']}'s.",
     ]
     if runs < OFFICIAL:
-        mean = "no mean" if runs < LEAST else "a mean"
-        found.append(f"MLPerf asks for {OFFICIAL} runs; {runs} give {mean} that is not comparable.")
+        what = "there is no mean" if runs < LEAST else "means are not what its rules ask for"
+        found.append(f"MLPerf asks for {OFFICIAL} runs; with {runs} {what}.")
     for row in rows:
         if row["failed"]:
             found.append(f"! {row['name']}: {row['failed']}; left out from then on.")
