@@ -213,6 +213,7 @@ def _write(source: Source, target: Path) -> None:
     others = f" and {len(source.files) - 1} more" if len(source.files) > 1 else ""
     log.info("preparing %s%s, %s, for this and later runs", source.files[0], others, size)
     started = time.perf_counter()
+    rows: TableRows | None = None
     try:
         opened = PreparedWriter(temporary, source.schema, source.multi_hot, _wide(source), source.kept)
         parting = _Parting(source, temporary) if isinstance(source, Splits) and source.splits else None
@@ -220,7 +221,6 @@ def _write(source: Source, target: Path) -> None:
         unseen, learned = dict[str, int](), None
         if isinstance(source, Learns) and not source.encoding.is_complete:
             blocks = _after_learning(source, blocks, temporary / "read", parting)
-        rows: TableRows | None = None
         with opened as writer, Meter() as meter:
             for columns, share in blocks:
                 writer.append(columns)
@@ -243,6 +243,8 @@ def _write(source: Source, target: Path) -> None:
             file.chmod(0o600)
         temporary.rename(target)
     except BaseException:
+        if rows is not None:
+            rows.drop()
         shutil.rmtree(temporary, ignore_errors=True)
         raise
     seconds = time.perf_counter() - started

@@ -97,10 +97,10 @@ class TableRows:
             self.directory,
             fault.strerror or fault,
         )
-        self._drop()
+        self.drop()
 
-    def _drop(self) -> None:
-        """Remove what has been written."""
+    def drop(self) -> None:
+        """Remove the files that have been written, and write no more."""
         for stream in (self._streams or {}).values():
             with contextlib.suppress(OSError):
                 stream.file.close()
@@ -134,7 +134,7 @@ class TableRows:
         blocks = {}
         try:
             for name, stream in (self._streams or {}).items():
-                stream.close()
+                stream.close(lasting=False)  # they are checked whenever they are opened, and made again
                 stream.path.replace(self._file(name))
                 blocks[self._file(name).name] = list(stream.blocks)
         except OSError as fault:
@@ -172,7 +172,7 @@ class TableRows:
         try:
             self._add_all(mapped)
         except BaseException:
-            self._drop()
+            self.drop()
             raise
         with contextlib.suppress(OSError):
             self.write(mapped.meta)

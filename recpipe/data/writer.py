@@ -81,12 +81,14 @@ class NpyStream:
             self._filled += len(part)
             raw = raw[len(part) :]
 
-    def close(self) -> str:
-        """Flush it to disk; returns the digest of the values."""
+    def close(self, lasting: bool = True) -> str:
+        """Flush it to disk, unless it is not ``lasting``: then it may be damaged once the machine has
+        crashed. Returns the digest of the values."""
         self.file.seek(0)
         assert self._header() == self.start, "numpy reserves room in the header for the first axis to grow"
         self.file.flush()
-        os.fsync(self.file.fileno())
+        if lasting:
+            os.fsync(self.file.fileno())
         self.file.close()
         return self.digest.hexdigest()
 
@@ -112,11 +114,11 @@ class _IdStream(NpyStream):
         words = block.astype(f"{block.dtype.kind}{self.dtype.itemsize}", copy=False)
         super().append(words.view(self.dtype))
 
-    def close(self) -> str:
-        """Flush it to disk; returns the digest of the values."""
+    def close(self, lasting: bool = True) -> str:
+        """As of ``NpyStream``."""
         unsigned = self._given.kind == "u" or (self._given.itemsize == 8 and self._low >= 0)
         self.dtype = np.dtype(f"{'u' if unsigned else 'i'}{self.dtype.itemsize}")
-        return super().close()
+        return super().close(lasting)
 
     def _fit(self, kind: type[np.integer]) -> bool:
         return np.iinfo(kind).min <= self._low and self._high <= np.iinfo(kind).max

@@ -77,6 +77,22 @@ def test_a_row_is_good_whatever_stands_beside_it(criteo, tmp_path, monkeypatch):
             assert (mine.labels == theirs.labels).all()
 
 
+def test_an_id_has_hexadecimal_digits_alone():
+    """Whatever other byte stands in it, and where."""
+    for place in range(8):
+        for byte in {*range(256)} - {*b"\t\n\r"}:
+            id_ = bytearray(b"01239afA")
+            id_[place] = byte
+            text = b"\t".join([b"1", *[b"2"] * 13, *[bytes(id_)] * 26]) + b"\n"
+            is_good = byte in b"0123456789abcdefABCDEF"
+            assert bool(criteo_text.bad_lines(text)[0]) != is_good
+            if is_good:
+                assert (criteo_text.parse_plain(text).ids == int(id_, 16)).all()
+            else:
+                with pytest.raises(criteo_text.Malformed):
+                    criteo_text.parse_plain(text)
+
+
 def test_the_quick_parser_takes_no_row_that_the_slow_one_refuses():
     """Both on each of many rows; and what the slow one takes, the quick one reads."""
     rng, refused = random.Random(12), 0

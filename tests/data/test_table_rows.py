@@ -182,7 +182,7 @@ def test_what_a_killed_run_left_is_removed(prepared: Path) -> None:
 def test_a_full_disk_leaves_data_that_are_hashed_as_they_are_read(
     prepared: Path, monkeypatch: pytest.MonkeyPatch, fails: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def full(*_: object) -> None:
+    def full(*_: object, **__: object) -> None:
         raise OSError(28, "No space left on device")
 
     with monkeypatch.context() as patch:

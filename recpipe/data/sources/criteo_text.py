@@ -117,15 +117,14 @@ def _hex_keys(array: pa.Array) -> tuple[Ids, NDArray[np.bool_]]:
     return result, ~present
 
 
-_IS_HEX = np.zeros(256, bool)
-_IS_HEX[list(b"0123456789abcdefABCDEF")] = True
-
-
 def _hex_words(digits: NDArray[np.uint8]) -> NDArray[np.uint32]:
-    """Values of runs of 8 hexadecimal digits; a 64-bit word parses eight digits at a time."""
-    if not _IS_HEX[digits].all():
-        raise Malformed("an id is not hexadecimal")
+    """Values of runs of 8 hexadecimal digits; a 64-bit word parses eight digits at a time. Of other bytes
+    there may be points and minus signs, which alone have neither of two bits."""
     word = digits.view(">u8").astype(np.uint64)
+    marks = (word >> np.uint64(4)) | (word >> np.uint64(6))
+    marks &= np.uint64(0x0101010101010101)
+    if not (marks == np.uint64(0x0101010101010101)).all():
+        raise Malformed("an id is not hexadecimal")
     word = (word & np.uint64(0x0F0F0F0F0F0F0F0F)) + np.uint64(9) * (
         (word >> np.uint64(6)) & np.uint64(0x0101010101010101)
     )

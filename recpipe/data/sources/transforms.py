@@ -30,7 +30,9 @@ def mix64(keys: UInt64) -> UInt64:
 def hash_rows(keys: UInt64, rows: int) -> NDArray[np.int32]:
     """Table rows 1 + mix64(key) % (rows - 1): row 0 is kept for missing values."""
     hashed = mix64(keys)
-    hashed %= np.uint64(rows - 1)
+    whole = hashed // np.uint64(rows - 1)  # which numpy has vector instructions for, unlike the remainder
+    whole *= np.uint64(rows - 1)
+    hashed -= whole
     hashed += np.uint64(1)
     return hashed.astype(np.int32)
 
