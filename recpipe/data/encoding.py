@@ -304,11 +304,13 @@ def _dense(checks: RowChecks, feature: Feature, rows: pa.RecordBatch) -> tuple[N
         fault = "has no log1p: it must be above -1"
         checks.require(np.all(values > -1, axis=1), feature.source, show, fault)
         values = np.log1p(np.maximum(values, -1 + 2**-53))
-    stored = [checks.require_finite(column, feature.source, show) for column in values.T]
+    stored = np.stack([checks.require_finite(own, feature.source, show) for own in values.T], 1)
+    if not found.missing.any() and feature.scale != "standard":
+        return stored, np.zeros(len(stored), bool)
     none: Bools = found.missing[:, 0] if found.missing.shape[1] == 1 else np.all(found.missing, axis=1)
     if feature.scale == "standard":
         return np.where(found.missing, np.nan, values), none
-    return np.where(found.missing, np.float32(feature.number), np.stack(stored, 1)), none
+    return np.where(found.missing, np.float32(feature.number), stored), none
 
 
 def _finished(feature: Feature, name: str, values: Numeric, learned: Learned) -> Numeric:

@@ -156,9 +156,9 @@ class RowChecks:
         self, valid: NDArray[np.bool_], column: str, value_of: Callable[[int], object], remedy: str
     ) -> None:
         """Mark rows where ``valid`` (bool [n]) is false as bad; ``value_of(row)`` returns the row's value."""
-        self.good &= valid
         if valid.all():
             return
+        self.good &= valid
         index = int(np.argmin(valid))
         if self.worst is None or index < self.worst[0]:
             value = shown(value_of(index)) or "''"
@@ -170,6 +170,8 @@ class RowChecks:
         """``values`` [n] as float32, the type of dense values; rows whose value is not finite are bad."""
         with np.errstate(over="ignore"):
             stored = values.astype(np.float32)
+        if np.isfinite(stored).all():
+            return stored
         finite = np.isfinite(values)
         self.require(finite, column, value_of, "is not a finite number")
         beyond = "is beyond float32, in which dense values are kept"

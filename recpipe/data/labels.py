@@ -47,11 +47,12 @@ def read_labels(rows: pa.RecordBatch, features: Features, checks: RowChecks) -> 
     for label in features.labels:
         values, known = _label(checks, label, rows, features.masks(label))
         missing[label.name] = int((~known).sum())
-        own = known.astype(np.float64)
-        for name in filter(None, (features.weight, label.weight)):
-            own *= _weights(checks, name, rows[name])
         found.append(values)
-        weights.append(own.astype(np.float32))
+        if features.weighted:
+            own = known.astype(np.float64)
+            for name in filter(None, (features.weight, label.weight)):
+                own *= _weights(checks, name, rows[name])
+            weights.append(own.astype(np.float32))
     several = len(found) > 1
     joined = (np.stack(weights, 1) if several else weights[0]) if features.weighted else None
     return Labels(np.stack(found, 1) if several else found[0], joined, missing)
@@ -65,13 +66,16 @@ def _label(checks: RowChecks, label: Label, rows: pa.RecordBatch, masked: bool) 
         found = read_numbers(rows[label.source], Feature(label.name, "dense", missing=label.missing))
     else:
         found = values_of(expression, rows, label.missing, checks)
-    values = np.where(found.missing | ~found.valid, np.nan, found.values)
+    is_whole = bool(found.valid.all() and not found.missing.any())
+    values = found.values if is_whole else np.where(found.missing | ~found.valid, np.nan, found.values)
     show: Callable[[int], object] = values.item
     if expression is None:
         show = partial(value_at, rows[label.source])
     with np.errstate(over="ignore"):
         stored = values.astype(np.float32)
     valid = kind.fits(values) & np.isfinite(stored)
+    if is_whole and valid.all():
+        return stored, np.ones(len(stored), bool)
     bad = ~(found.valid | found.missing)
     checks.require(
         ~bad, label.source, show, _no_number(label, show(int(np.argmax(bad)))) if bad.any() else ""

@@ -137,7 +137,7 @@ def _ids_of_text(array: pa.Array, feature: Feature) -> Ids:
         read = _whole_numbers
         remedy = "is not a whole number as type: integer takes it; type: text takes any value as it is"
     keys, valid = _of_present(read, array, missing, 0)
-    if feature.type == "integer":
+    if feature.type == "integer" and feature.missing:
         missing = missing | (_declared(keys, feature.missing) & valid & ~missing)
     return Ids(keys, missing, valid, remedy)
 
