@@ -287,7 +287,15 @@ def test_the_pages_commands_serve_what_they_say(
         # Another index of the same towers, with the candidates of some rows.
         some = pq.read_table(tmp_path / "taobao_110k.parquet").slice(0, 20_000)
         pq.write_table(some, tmp_path / "some.parquet")
-        recpipe_does(tmp_path, "index", "towers", "item=item", "output=fewer", "data.path=some.parquet")
+        recpipe_does(
+            tmp_path,
+            "index",
+            "towers",
+            "item=item",
+            "output=fewer",
+            "columns=[category]",
+            "data.path=some.parquet",
+        )
         recpipe_does(tmp_path, "package", "ranker", "shop.recpipe", "index=fewer", "overwrite=true")
         server.send(signal.SIGHUP)
         server.until("now serving package")
