@@ -62,6 +62,8 @@ TITLES = {
         "dcnv2": "DCNv2",
         "autoint": "AutoInt",
         "finalmlp": "FinalMLP",
+        "masknet": "MaskNet",
+        "shared_bottom": "Shared bottom",
         "wukong": "WuKong",
     },
     **{"mmoe": "MMoE", "ple": "PLE", "din": "DIN", "dien": "DIEN", "bst": "BST", "tbsm": "TBSM"},

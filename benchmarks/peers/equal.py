@@ -113,6 +113,12 @@ PAIRS = {
         weights.finalmlp,
         differs="FuxiCTR has the bias of the fusion twice",
     ),
+    "masknet": Pair(
+        ("model.blocks=[12,8]", "model.reduction_ratio=1"),
+        "MaskNet",
+        {"model_type": "SerialMaskNet", "dnn_hidden_units": [12, 8], "reduction_ratio": 1},
+        weights.masknet,
+    ),
     "wukong": Pair(
         (
             "model.layers=2",
@@ -134,6 +140,15 @@ PAIRS = {
         },
         weights.wukong,
         differs="FuxiCTR has a ReLU after the MLP over products, and a bias where the input is mixed",
+    ),
+    "shared_bottom": Pair(
+        ("model.bottom=[8,6]", "model.tower=[5]"),
+        "ShareBottom",
+        {"bottom_hidden_units": [8, 6], "tower_hidden_units": [5]},
+        weights.shared_bottom,
+        "wide",
+        labels=2,
+        differs=VECTOR,
     ),
     "mmoe": Pair(
         ("model.experts=3", *EXPERTS),

@@ -134,6 +134,20 @@ def finalmlp(w: Weights) -> dict[str, torch.Tensor]:
     return found | {"fusion_module.w_xy": w["fusion.products"].flatten(0, 2)}
 
 
+def masknet(w: Weights) -> dict[str, torch.Tensor]:
+    found = fields(w) | named(w, both({"mask_net.fc.0": "top"}))
+    for n in range(2):
+        theirs, ours = f"mask_net.mask_blocks.{n}", f"blocks.{n}"
+        layers = {f"{theirs}.mask_layer.0": f"{ours}.mask.0._mlp.0._linear"}
+        layers |= {f"{theirs}.mask_layer.2": f"{ours}.mask.1", f"{theirs}.hidden_layer.1": f"{ours}.norm"}
+        found |= named(w, both(layers))
+        found[f"{theirs}.hidden_layer.0.weight"] = w[f"{ours}.masked.weight"]
+    norms = zip(w["norm.scale"], w["norm.shift"], strict=True)
+    for n, (scale, shift) in enumerate(norms):
+        found |= {f"emb_norm.{n}.weight": scale, f"emb_norm.{n}.bias": shift}
+    return found
+
+
 def wukong(w: Weights) -> dict[str, torch.Tensor]:
     found = fields(w) | named(w, mlp("fc", "top.0", 1, "top.1"))
     for n in range(2):
@@ -273,6 +287,10 @@ def towers(w: Weights) -> dict[str, torch.Tensor]:
         for n in range(2)
         for k, v in named(w, mlp(f"tower.{n}", f"towers.{n}.0", 1, f"towers.{n}.1")).items()
     }
+
+
+def shared_bottom(w: Weights) -> dict[str, torch.Tensor]:
+    return side_by_side(w) | over_wide(towers(w) | named(w, mlp("bottom", "bottom", 2)), "bottom")
 
 
 def mmoe(w: Weights) -> dict[str, torch.Tensor]:

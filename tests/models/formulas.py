@@ -196,6 +196,40 @@ def wide(w: Weights, batch: Batch, schema: Schema) -> torch.Tensor:
     return torch.cat([batch.dense, *w.pooled("embedding_bag_collection", batch, schema)], dim=1)
 
 
+def masknet(w: Weights, batch: Batch, schema: Schema) -> torch.Tensor:
+    """Two blocks, one after the other."""
+    seen, x = masknet_inputs(w, batch, schema)
+    for number in range(2):
+        x = masked(w, f"blocks.{number}", seen, x)
+    return w.linear("top", x)
+
+
+def masknet_parallel(w: Weights, batch: Batch, schema: Schema) -> torch.Tensor:
+    """Two blocks side by side."""
+    seen, x = masknet_inputs(w, batch, schema)
+    return w.last_layers("top", torch.cat([masked(w, f"blocks.{n}", seen, x) for n in range(2)], dim=1))
+
+
+def masknet_inputs(w: Weights, batch: Batch, schema: Schema) -> tuple[torch.Tensor, torch.Tensor]:
+    """All values of the fields, and those of normalized ones."""
+    fields = w.fields("fields", batch, schema)
+    centred = fields - fields.mean(2, keepdim=True)
+    normed = centred / (centred.square().mean(2, keepdim=True) + 1e-5).sqrt()
+    return fields.flatten(1), (normed * w["norm.scale"] + w["norm.shift"]).flatten(1)
+
+
+def masked(w: Weights, name: str, seen: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    """A mask block."""
+    mask = w.last_layers(f"{name}.mask", seen)
+    return w.norm(f"{name}.norm", w.linear(f"{name}.masked", mask * x)).relu()
+
+
+def shared_bottom(w: Weights, batch: Batch, schema: Schema) -> torch.Tensor:
+    shared = w.mlp("bottom", wide(w, batch, schema))
+    logits = [w.last_layers(f"towers.{label}", shared) for label in range(max(1, len(schema.labels)))]
+    return torch.cat(logits, dim=1)
+
+
 def mmoe(w: Weights, batch: Batch, schema: Schema) -> torch.Tensor:
     x, logits = wide(w, batch, schema), []
     experts = [w.mlp(f"experts.mlps.{number}", x) for number in range(3)]

@@ -63,6 +63,7 @@ MODELS: dict[str, tuple[str, ...]] = {
         "model.left_gate=[user]",
         "model.right_gate=[item,price]",
     ),
+    "masknet": ("model.blocks=[12,8]", "model.reduction_ratio=0.5"),
     "din": ("model.hidden=[16,8]", "model.attention=[8]"),
     "bst": ("model.hidden=[16,8]", "model.heads=2", "model.place_dim=4"),
     "tbsm": (
@@ -74,6 +75,7 @@ MODELS: dict[str, tuple[str, ...]] = {
     ),
     "wukong": ("model.hidden=[16]", "model.products=3", "model.mixtures=2", "model.products_hidden=[8]"),
     "xdeepfm": ("model.hidden=[16,8]", "model.layers=[4,3]"),
+    "shared_bottom": ("model.bottom=[16,8]", "model.tower=[5]"),
     "mmoe": ("model.experts=3", "model.expert=[8,6]", "model.tower=[5]"),
     "ple": ("model.own_experts=2", "model.shared_experts=1", "model.expert=[8,6]", "model.tower=[5]"),
     "dien": ("model.hidden=[16,8]", "model.auxiliary=0"),

@@ -22,8 +22,8 @@ CHECKOUTS = ("fuxictr", "dlrm", "tbsm", "torchrec")
 PLACES = {name: Path(place) for name in CHECKOUTS if (place := os.environ.get(f"RECPIPE_{name.upper()}"))}
 PYTHON = os.environ.get("RECPIPE_FUXICTR_PYTHON", sys.executable)
 NAMES = [
-    *("wide_deep", "deepfm", "xdeepfm", "dcnv2", "autoint", "finalmlp", "wukong"),
-    *("mmoe", "ple", "din", "dien", "bst", "tbsm", "two_tower", "two_tower_dssm"),
+    *("wide_deep", "deepfm", "xdeepfm", "dcnv2", "autoint", "finalmlp", "masknet", "wukong"),
+    *("shared_bottom", "mmoe", "ple", "din", "dien", "bst", "tbsm", "two_tower", "two_tower_dssm"),
 ]
 
 

@@ -23,6 +23,7 @@ from tests.models.published import LISTS, MODELS, batches, in_float64, made, sch
 
 Reference = Callable[[Weights, Batch, Schema], torch.Tensor]
 MIXTURE = ("model.experts=2", "model.structure=stacked")
+PARALLEL = ("model.structure=parallel", "model.hidden=[5]")
 STEPS = 4
 USUAL = ("deepfm", "din")
 """Those of which what all have in common is tried by default."""
@@ -36,6 +37,7 @@ ALL = [pytest.param(name, marks=[] if name in USUAL else [pytest.mark.soak]) for
         *((name, (), getattr(formulas, name)) for name in MODELS),
         ("dcnv2", MIXTURE, formulas.dcnv2_mixture),
         ("dcnv2", ("model.rank=null",), formulas.dcnv2_whole),
+        ("masknet", PARALLEL, formulas.masknet_parallel),
         ("din", ("model.softmax=true",), formulas.din_softmax),
     ],
 )
@@ -56,7 +58,7 @@ def test_it_computes_its_papers_formula(
     assert (other - wanted).abs().max() > 1e-3
 
 
-@pytest.mark.parametrize("name", ["din", "mmoe", "ple"])
+@pytest.mark.parametrize("name", ["din", "shared_bottom", "mmoe", "ple"])
 def test_layers_begin_with_glorots_values_where_more_is_learned_from_them(name: str) -> None:
     layers = [layer for layer in made(name).modules() if isinstance(layer, nn.Linear)]
     shares = [layer.weight.abs().max() * (sum(layer.weight.shape) / 6) ** 0.5 for layer in layers]
