@@ -126,7 +126,11 @@ def test_hotline_refuses_a_loss_over_the_batch(rows: Path, tmp_path: Path) -> No
 CLICKS = (
     *("model=two_tower", "model.candidate=[item]", "model.retrieval=false"),
     *("model.loss=binary_cross_entropy", "data.negatives={feature: item, sampling: uniform, ratio: 1}"),
+    *("optim=sgd", "optim.tables.lr=0.5", "optim.dense.lr=0.5"),
 )
+
+SMALLER = "data.batch_size=16"
+"""Of two ranks' batches bagpipe keeps the rows of both."""
 
 
 def ranks(rank: int, port: int, file: str, folder: str) -> None:
@@ -134,8 +138,11 @@ def ranks(rank: int, port: int, file: str, folder: str) -> None:
     for name, words in (
         ("softmax", (*MODELS["two_tower"], *SOFTMAX)),
         ("softmax-lru", (*MODELS["two_tower"], *SOFTMAX, *SETTINGS["lru"])),
-        ("hstu", (*MODELS["hstu"], *SOFTMAX)),
-        ("hstu-bagpipe", (*MODELS["hstu"], *SOFTMAX, *SETTINGS["bagpipe"])),
+        ("hstu", (*MODELS["hstu"], *SOFTMAX, SMALLER)),
+        (
+            "hstu-bagpipe",
+            (*MODELS["hstu"], *SOFTMAX, *SETTINGS["bagpipe"], SMALLER, "tiers.resident_bytes=80%"),
+        ),
         ("clicks", CLICKS),
     ):
         train(Path(file), Path(folder, name), *words)
