@@ -334,7 +334,7 @@ def test_npy_labels_and_parts(refused: Run, tmp_path: Path) -> None:
         (["optim.dense.name=SparseAdam"], ("torch.optim.SparseAdam", "choose another optimizer")),
         (["optim=0"], ("optim=0", "adagrad, adam, ftrl, lamb, rowwise_adagrad, sgd")),
         (["trainer=[1]"], ("trainer=[1]", "default")),
-        (["task=[1.5]"], ("task=[1.5]", "compare, misses, plan, profile, scale, train")),
+        (["task=[1.5]"], ("task=[1.5]", "compare, lambda, misses, plan, profile, scale")),
         (["+plugin=2"], ("plugin=2", "hotline")),
         (["topology=x"], ("topology=x", "must map keys to values")),
         (["topology.trainers=[-1]"], ("topology.trainers[0]=-1",)),

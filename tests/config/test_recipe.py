@@ -167,7 +167,7 @@ def test_random_overrides_are_typed_or_refused_in_one_line() -> None:
 
 
 def test_random_overrides_run_or_are_refused_in_one_line(tmp_path: Path) -> None:
-    seen = run_randomly(5, 5, tmp_path)
+    seen = run_randomly(8, 5, tmp_path)
     assert seen.keys() == {0, 2}, "the sample is to have both"
 
 
