@@ -156,7 +156,7 @@ def test_ranges_are_scored_as_the_package_scores_their_candidates(package: Path)
     assert not PackageScorer(scorer, drawn)([(4, 11), (30, 31), (0, 2)]).equal(wanted)
 
 
-@pytest.mark.slow
+@pytest.mark.soak  # half a minute, and a machine that is busy with other tests answers later than the bound
 def test_bench_serve_reports_what_loadgen_called_valid(package: Path, tmp_path: Path) -> None:
     report = bench(str(package), [*QUICK, "workers=2", "batch=32", "rates=[50]", f"hydra.run.dir={tmp_path}"])
     assert json.loads(json.dumps(report)) == json.loads((tmp_path / "bench.json").read_text())
