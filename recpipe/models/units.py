@@ -116,23 +116,31 @@ class Transducer(nn.Module):
             # Looking at a GPU's lengths would wait for it.
             return self.states(events, present, ages) * present.unsqueeze(2)
         count, places, found = present.shape[1], [], []
-        for own, longest in of_like_length(present.sum(1)):
-            start = count - longest
+        for own, power in of_like_length(present.sum(1)):
+            start, rows = max(0, count - power), rounded_up(own)
             block = self.states(
-                events.index_select(0, own)[:, start:],
-                present.index_select(0, own)[:, start:],
-                None if ages is None else ages.index_select(0, own)[:, start:],
+                events.index_select(0, rows)[:, start:],
+                present.index_select(0, rows)[:, start:],
+                None if ages is None else ages.index_select(0, rows)[:, start:],
             )
-            found.append(F.pad(block, (0, 0, start, 0)))
+            found.append(F.pad(block[: len(own)], (0, 0, start, 0)))
             places.append(own)
         states = torch.cat(found).index_select(0, torch.cat(places).argsort())
         return states * present.unsqueeze(2)
 
 
 def of_like_length(lengths: torch.Tensor) -> Iterator[tuple[torch.Tensor, int]]:
-    """The samples of each power of 2 up to which their ``lengths`` int64 [B] go, int64 [b], and how long the
-    longest of them is, at least 1."""
-    powers = lengths.clamp(min=1).log2().ceil()
+    """The samples of each power of 2 up to which their ``lengths`` int64 [B] go, int64 [b], and that power."""
+    powers = lengths.clamp(min=1).log2().ceil().exp2().to(torch.int64)
     for power in torch.unique(powers):
-        own = (powers == power).nonzero().squeeze(1)
-        yield own, max(1, int(lengths[own].amax()))
+        yield (powers == power).nonzero().squeeze(1), int(power)
+
+
+def rounded_up(samples: torch.Tensor) -> torch.Tensor:
+    """``samples`` int64 [b], with the first one again until their number has four leading bits alone.
+
+    oneDNN makes a kernel for each shape that it meets, which takes longer than the products, and numbers of
+    samples differ from batch to batch.
+    """
+    step = 1 << max(0, len(samples).bit_length() - 4)
+    return torch.cat([samples, samples[:1].expand(-len(samples) % step)])

@@ -18,7 +18,7 @@ from recpipe.models.bst import Behavior
 from recpipe.models.histories import History
 from recpipe.models.hstu import HSTU
 from recpipe.models.sasrec import CausalTransformer
-from recpipe.models.units import Transducer, buckets_between, of_like_length
+from recpipe.models.units import Transducer, buckets_between, of_like_length, rounded_up
 from tests.any_model.runs import train
 from tests.any_model.zoo import TECHNIQUES, by_hand, furthest
 from tests.models.formulas import (
@@ -184,7 +184,14 @@ def test_samples_beside_those_of_like_length_are_as_in_one_block(with_target: bo
     assert found[0][0][~F.pad(present, (0, int(with_target)), value=True)].count_nonzero() == 0
     assert shapes[1] == [(9, 20 + with_target)]
     assert shapes[0] == (
-        [(1, 1), (1, 2), (2, 4), (1, 8), (1, 10), (3, 21)]
+        [(1, 1), (1, 2), (2, 4), (1, 8), (1, 16), (3, 21)]
         if with_target
-        else [(2, 1), (1, 2), (1, 3), (1, 7), (2, 16), (2, 20)]
+        else [(2, 1), (1, 2), (1, 4), (1, 8), (2, 16), (2, 20)]
     )
+
+
+def test_numbers_of_samples_that_a_kernel_is_made_for_are_few() -> None:
+    sizes = {count: len(rounded_up(torch.arange(count))) for count in range(1, 2000)}
+    assert all(count <= size < count * 1.125 for count, size in sizes.items())
+    assert len({size for count, size in sizes.items() if 512 <= count <= 1024}) == 9
+    assert rounded_up(torch.arange(17)).tolist() == [*range(17), 0]
