@@ -224,7 +224,7 @@ def test_what_cannot_be_trained_is_refused_in_a_line(made, tmp_path) -> None:
         ({"data": source, "held_out": lambda epoch: iter(source)}, "the held-out data has no length"),
         ({"held_out": source}, "held_out goes with data that are batches"),
         ({"data": source, "words": ["data.batch_size=3"]}, "data.batch_size=3: the batches handed over"),
-        ({"data": made, "words": ["data.samples=3"]}, "in this recipe: it goes with data=deeprecsys or data=synthetic"),
+        ({"data": made, "words": ["data.samples=3"]}, "it goes with data=deeprecsys or data=synthetic"),
         ({"data": lying}, "14 batches by its length and gave 13"),
         ({"words": ["task=plan"]}, "task=plan: recpipe.train trains"),
         ({"words": ["task=compare"]}, "task=compare: recpipe.train trains"),

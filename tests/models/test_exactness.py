@@ -73,7 +73,8 @@ def by_hand(name: str, optimizer: str) -> Trained:
     for batch in rows_of(name):
         model.zero_grad()
         for_tables.zero_grad()
-        with float32_products(torch.device("cpu")):  # as recpipe does, for Adagrad's first steps enlarge rounding
+        # As recpipe does: Adagrad's first steps enlarge how other products round.
+        with float32_products(torch.device("cpu")):
             loss_of(model, batch).backward()
         for key, names in features.items():
             gradient = weights[key].grad
