@@ -130,7 +130,7 @@ class Transducer(nn.Module):
 
 
 def of_like_length(lengths: torch.Tensor) -> Iterator[tuple[torch.Tensor, int]]:
-    """The samples of each power of 2 up to which their ``lengths`` int64 [B] go, int64 [b], and it."""
+    """For each power of 2 the samples int64 [b] whose ``lengths`` int64 [B] end there, and that power."""
     powers = lengths.clamp(min=1).log2().ceil().exp2().to(torch.int64)
     for power in torch.unique(powers):
         yield (powers == power).nonzero().squeeze(1), int(power)
