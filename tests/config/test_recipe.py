@@ -167,7 +167,11 @@ def test_random_overrides_are_typed_or_refused_in_one_line() -> None:
 
 
 def test_random_overrides_run_or_are_refused_in_one_line(tmp_path: Path) -> None:
-    seen = run_randomly(8, 5, tmp_path)
+    seen = dict[int, int]()
+    for seed in range(5, 20):  # what a seed draws depends on the options that are installed
+        seen |= run_randomly(seed, 3, tmp_path)
+        if len(seen) > 1:
+            break
     assert seen.keys() == {0, 2}, "the sample is to have both"
 
 
