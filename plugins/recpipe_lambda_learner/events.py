@@ -68,19 +68,21 @@ class Reader:
 
     def read(self, scoring: Scoring, batches: Iterable[Any]) -> Iterator[MiniBatch]:
         """One mini-batch for each of ``scoring``'s ``batches``."""
-        for batch in batches:
-            assert isinstance(batch, Batch)
-            with ExitStack() as hooks, torch.no_grad(), handing_out(scoring.model.look_up(batch)):
-                passed = _Passed(scoring.model, hooks, any(LAST_LAYER in e.inputs for e in self.effects))
-                (own,) = scored(scoring.model.called, [batch])
-            assert own.labels is not None
-            labels, weights = own.labels.double().numpy(), own.weights
-            yield MiniBatch(
-                [Seen(self._entities(e, batch), self._inputs(e, batch, passed)) for e in self.effects],
-                labels,
-                np.ones(len(labels)) if weights is None else weights.double().numpy(),
-                own.scores.double().numpy(),
-            )
+        with ExitStack() as hooks:
+            passed = _Passed(scoring.model, hooks, any(LAST_LAYER in e.inputs for e in self.effects))
+            for batch in batches:
+                assert isinstance(batch, Batch)
+                passed.begin()
+                with torch.no_grad(), handing_out(scoring.model.look_up(batch)):
+                    (own,) = scored(scoring.model.called, [batch])
+                assert own.labels is not None
+                labels, weights = own.labels.double().numpy(), own.weights
+                yield MiniBatch(
+                    [Seen(self._entities(e, batch), self._inputs(e, batch, passed)) for e in self.effects],
+                    labels,
+                    np.ones(len(labels)) if weights is None else weights.double().numpy(),
+                    own.scores.double().numpy(),
+                )
 
     def _entities(self, effect: EffectConfig, batch: Batch) -> Entities:
         ids = batch.sparse[effect.entity]
@@ -107,16 +109,20 @@ class Reader:
 
 
 class _Passed:
-    """What a forward pass of ``model`` computes while ``hooks`` is open."""
+    """What the latest forward pass of ``model`` has computed, while ``hooks`` is open."""
 
     def __init__(self, model: PlacedModel, hooks: ExitStack, layers: bool) -> None:
-        self._rows: dict[str, torch.Tensor] = {}
-        self._last: torch.Tensor | None = None
+        self.begin()
         for proxy in model.proxies.values():
             hooks.callback(proxy.register_forward_hook(self._looked_up).remove)
         for member in model.module.modules() if layers else ():
             if getattr(member, "out_features", None) == 1:
                 hooks.callback(member.register_forward_pre_hook(self._given).remove)
+
+    def begin(self) -> None:
+        """Forget the pass before."""
+        self._rows: dict[str, torch.Tensor] = {}
+        self._last: torch.Tensor | None = None
 
     def _looked_up(self, module: nn.Module, given: Any, found: Any) -> None:
         if isinstance(found, KeyedTensor):

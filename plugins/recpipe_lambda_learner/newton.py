@@ -92,6 +92,14 @@ def minimize(
         mean[:] = theta
 
 
+def _logit(inputs: Any, offsets: Any, n: Any, theta: Any) -> Any:
+    """Of event ``n``."""
+    width, z = len(theta), offsets[n]
+    for i in range(width):
+        z += inputs[n * width + i] * theta[i]
+    return z
+
+
 def _loss(
     inputs: Any,
     clicks: Any,
@@ -106,9 +114,7 @@ def _loss(
 ) -> Any:
     width, total = len(theta), 0.0
     for n in range(first, end):
-        z = offsets[n]
-        for i in range(width):
-            z += inputs[n * width + i] * theta[i]
+        z = _logit(inputs, offsets, n, theta)
         z = -z if clicks[n] > 0.5 else z
         total += weights[n] * (max(z, 0.0) + math.log1p(math.exp(-abs(z))))
     for i in range(width):
@@ -142,9 +148,7 @@ def _bend(
             slope[i] += prior[i * width + j] * (theta[j] - mean[j])
         hessian[i * width + i] += ridge
     for n in range(first, end):
-        z = offsets[n]
-        for i in range(width):
-            z += inputs[n * width + i] * theta[i]
+        z = _logit(inputs, offsets, n, theta)
         small = math.exp(-abs(z))
         p = 1 / (1 + small) if z >= 0 else small / (1 + small)
         pull, curve = weights[n] * (p - clicks[n]), weights[n] * small / ((1 + small) * (1 + small))
