@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
+from functools import partial
 from typing import Annotated, Any, Literal
 
+import torch
 from annotated_types import Interval, MinLen
 from pydantic import AfterValidator
+from torch import nn
 
 from recpipe.common.validation import (
     Dimension,
+    FieldError,
     FilePath,
     Positive,
     Text,
@@ -30,6 +34,9 @@ Sizes = Annotated[list[Annotated[int, Interval(ge=1, le=2**31 - 1)]], MinLen(1)]
 Dropout = Annotated[float, Interval(ge=0, lt=1)]
 """Which share of a hidden layer's values training sets to zero."""
 Precision = Annotated[str, one_of("float32", "tf32", "bfloat16")]
+
+Spread = Annotated[float, Interval(ge=0)]
+"""How far from 0 the first values of tables are: their standard deviation, or their bound."""
 
 TaskWeights = dict[str, Annotated[float, Interval(ge=0)]] | Literal["uncertainty"]
 
@@ -61,10 +68,17 @@ class ModelConfig:
     """A safetensors file to start from, as ``recpipe unshard`` writes it."""
     dropout: Dropout = 0.0
     """After each hidden layer of both MLPs."""
+    table_init_std: Spread | None = None
+    """The tables' first values are normal, with this standard deviation; None: see ``table_init_bound``."""
+    table_init_bound: Spread | None = None
+    """They are uniform in +- this; None, and no ``table_init_std``: in +-sqrt(1 / rows)."""
     precision: Precision = "float32"
     """The type of the dense part's matrix products; weights stay float32."""
     emulate_bfloat16: bool = False
     """Whether to use bfloat16 also on a CPU without units for it."""
+
+    def __post_init__(self) -> None:
+        table_init(self)
 
 
 BUILT_IN = {"dlrm": ModelConfig, "dlrm_dcn": ModelConfig}
@@ -88,8 +102,14 @@ class ModelKeys:
     prediction: Text | None = None
     """Key, attribute or position of the prediction in the model's output; None: recpipe finds it."""
     pretrained: FilePath | None = None
+    table_init_std: Spread | None = None
+    """As in ``ModelConfig``, of the tables that recpipe makes."""
+    table_init_bound: Spread | None = None
     precision: Precision = "float32"
     emulate_bfloat16: bool = False
+
+    def __post_init__(self) -> None:
+        table_init(self)
 
 
 @dataclass(frozen=True)
@@ -105,6 +125,20 @@ class UserModel(ModelKeys):
     def said(self) -> str:
         """How the recipe chose the model, for messages."""
         return f"model={self.name}" if self.target is None else f"model.{TARGET}={self.target}"
+
+
+def table_init(config: ModelConfig | ModelKeys) -> Callable[[torch.Tensor], torch.Tensor] | None:
+    """What the recipe says of the first values of tables, as ``init_fn`` of TorchRec's configs; None:
+    nothing. ``FieldError`` if it says two things."""
+    std, bound = config.table_init_std, config.table_init_bound
+    if std is not None and bound is not None:
+        raise FieldError(
+            f"table_init_bound={bound}: model.table_init_std={std} says another thing of the tables' first "
+            "values: set one of the two to null"
+        )
+    if std is not None:
+        return partial(nn.init.normal_, std=std)
+    return None if bound is None else partial(nn.init.uniform_, a=-bound, b=bound)
 
 
 _OF_OTHERS = {f.name for f in fields(ModelKeys)} - {f.name for f in fields(ModelConfig)}

@@ -3,6 +3,7 @@ plain values in a checkpoint, from which the model can be made again."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
@@ -121,14 +122,20 @@ def sizes_of(config: ModelConfig | UserModel, dataset: Dataset) -> dict[str, Any
     return asdict(DlrmSizes.of(config, dataset.known_schema())) if isinstance(config, ModelConfig) else None
 
 
-def make_dlrm(sizes: DlrmSizes, device: torch.device, tables: torch.device = META) -> DLRM:
+def make_dlrm(
+    sizes: DlrmSizes,
+    device: torch.device,
+    tables: torch.device = META,
+    init: Callable[[torch.Tensor], torch.Tensor] | None = None,
+) -> DLRM:
     """Make the model of these ``sizes``, with its dense part on ``device``. Tables that are not on the meta
     device are uninitialized. The dense part begins with the same values on every device.
 
     Without dense features the bottom MLP's input is a constant 1 (``Batch.dense_features``), and its output
     is one learned vector for all samples, whose products with the pooled rows weight each feature.
 
-    Tables of other dimensions than ``embedding_dim`` are projected to it.
+    Tables of other dimensions than ``embedding_dim`` are projected to it. ``init``: the tables' initialiser;
+    None: TorchRec's.
     """
     dim = sizes.embedding_dim
     # A module cannot have every name that a table can have.
@@ -139,6 +146,7 @@ def make_dlrm(sizes: DlrmSizes, device: torch.device, tables: torch.device = MET
             num_embeddings=rows,
             feature_names=sizes.features.get(name, [name]),
             pooling=PoolingType.MEAN if name in sizes.means else PoolingType.SUM,
+            init_fn=init,
         )
         for name, rows in sizes.tables
     ]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pkgutil
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Container, Mapping, Sequence
 from dataclasses import fields
 from importlib import import_module
 from importlib.util import find_spec
@@ -24,7 +24,7 @@ from recpipe.data.dataset import Dataset
 from recpipe.data.schema import Schema
 from recpipe.errors import UserError, did_you_mean, shown
 from recpipe.model.call import Called
-from recpipe.model.config import ModelConfig, ModelKeys, UserModel
+from recpipe.model.config import ModelConfig, ModelKeys, UserModel, table_init
 from recpipe.model.dlrm import CPU, META, DlrmSizes, make_dlrm
 from recpipe.plugin.conf import TARGET
 from recpipe.plugin.offers import entry, imported, offered
@@ -34,9 +34,10 @@ LONGEST = 300
 """Characters of a fault's text that a message echoes."""
 _OWN_KEYS = {f.name: f.default for f in fields(ModelKeys) if f.name != "embedding_dim"}
 """Keys that recpipe reads itself and does not pass to constructors, with their defaults."""
-_OF_DIMENSION = ("embedding_dim", "embedding_bag_collection", "embedding_collection")
+_COLLECTIONS = ("embedding_bag_collection", "embedding_collection")
+_OF_DIMENSION = ("embedding_dim", *_COLLECTIONS)
 """Arguments that need ``model.embedding_dim``."""
-_OF_TABLES = ("schema", "embedding_bag_collection", "embedding_collection")
+_OF_TABLES = ("schema", *_COLLECTIONS)
 """Arguments that depend on the rows of the data's tables."""
 _OF_DENSE = ("num_dense_features", "dense_in_features")
 _BY_NAME = (Parameter.POSITIONAL_OR_KEYWORD, Parameter.KEYWORD_ONLY)
@@ -52,6 +53,7 @@ def make_called(
     training. Its parameters are on ``device``, except those on the meta device."""
     if given is not None:
         assert isinstance(config, UserModel), "whoever gives a model chooses model=custom"
+        require_own_tables(config, ())
         _move(given, device)
         return Called.of(given, config, () if dataset.schema is None else dataset.schema.labels)
     schema = dataset.known_schema()
@@ -63,7 +65,8 @@ def make_called(
                 f"label {shown(label.name)} is of kind classes: model={config.name} has one output for each "
                 f"label; classes need a model of your own, model.{TARGET}=package.Class, with one for each"
             )
-    return Called.of(make_dlrm(DlrmSizes.of(config, schema), device), config, schema.labels)
+    made = make_dlrm(DlrmSizes.of(config, schema), device, init=table_init(config))
+    return Called.of(made, config, schema.labels)
 
 
 def make_model(config: UserModel, schema: Schema, device: torch.device) -> nn.Module:
@@ -77,6 +80,17 @@ def make_model(config: UserModel, schema: Schema, device: torch.device) -> nn.Mo
     maker = _find_maker(config)
     takes = _parameters(config, maker)
     return _made(config, maker, known_arguments(config, schema, device, takes), device)
+
+
+def require_own_tables(config: UserModel, gets: Container[str]) -> None:
+    """``UserError`` if the recipe says what the first values of tables are, and the model, whose constructor
+    ``gets`` these arguments, makes its tables itself."""
+    if table_init(config) is not None and not any(name in gets for name in _COLLECTIONS):
+        key = "table_init_bound" if config.table_init_std is None else "table_init_std"
+        raise UserError(
+            f"model.{key}={getattr(config, key)}: {config.said} takes no tables of recpipe's, and makes "
+            "its own: set the key to null, and give init_fn to the configs of its tables"
+        )
 
 
 class _NeedsData(Exception):
@@ -147,10 +161,10 @@ def known_arguments(
     with targets, the tables of these are in the ``EmbeddingCollection``, and all others in the
     ``EmbeddingBagCollection``, or None if there are none.
     """
-    both = {"embedding_bag_collection", "embedding_collection"} <= {*takes}
+    both = {*_COLLECTIONS} <= {*takes}
     apart = {schema.table_of(name) for name in schema.targets} if both else set()
 
-    said = config.said
+    said, init = config.said, table_init(config)
 
     def dimension() -> int:
         if config.embedding_dim is None:
@@ -164,6 +178,7 @@ def known_arguments(
             "embedding_dim": own[0].dim or dimension(),
             "num_embeddings": own[0].rows,
             "feature_names": [feature.name for feature in own],
+            "init_fn": init,
         }
 
     def bags() -> EmbeddingBagCollection | None:
@@ -267,6 +282,7 @@ def _complete(
         for name in _OF_DIMENSION:
             if name in added and takes[name].default is not Parameter.empty:
                 del added[name]
+    require_own_tables(config, added)
     return {name: make() for name, make in added.items()}
 
 

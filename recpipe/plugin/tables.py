@@ -18,6 +18,7 @@ from recpipe.common.validation import one_of
 from recpipe.errors import UserError, shown
 from recpipe.plugin.averaging import Averaging, Clock
 from recpipe.plugin.calls import Owned
+from recpipe.plugin.first_values import Drawn, Uniform
 from recpipe.plugin.quantizer import WORD, Coding, RowCodec
 from recpipe.plugin.schedule import Rate, Schedule
 from recpipe.plugin.store import Records, StoreLayout
@@ -224,15 +225,22 @@ class Table:
     name: str
     rows: int
     features: tuple[str, ...]
-    first: FirstValues | None = None
-    """Gives its first weights; None: uniform in +-sqrt(1 / rows), as in DLRM and in TorchRec's
-    collections."""
+    first: FirstValues | Drawn | None = None
+    """Gives its first weights, or what they are drawn from, block by block; None: uniform in
+    +-sqrt(1 / rows), as in DLRM and in TorchRec's collections."""
     saved: SavedRows | None = None
     """Gives the rows that it starts with instead, those of a checkpoint; first weights are then never
     made."""
     first_free: int | None = None
     """Rows from this one on are nobody's at first and hold zeros: they are begun when an id gets them
     (``recpipe.tables.dynamic``). None: all rows begin with first weights."""
+
+    @property
+    def drawn_from(self) -> Drawn | None:
+        """What its first weights are drawn from; None: they are given."""
+        if self.first is None:
+            return Uniform.usual(self.rows)
+        return self.first if isinstance(self.first, Drawn) else None
 
 
 @dataclass(frozen=True)
@@ -345,27 +353,28 @@ class TableSet:
         The values depend on (seed, table, row) alone, not on the calls.
         """
         index = self.layout.tables.index(table)
-        saved = self.tables[index].saved
-        if saved is not None:
-            return np.concatenate(saved(start, stop), axis=1)
-        out, free = np.zeros((stop - start, self.layout.width), np.float32), self.tables[index].first_free
-        first, end = self.tables[index].first or partial(self._uniform, index), stop
+        own = self.tables[index]
+        if own.saved is not None:
+            return np.concatenate(own.saved(start, stop), axis=1)
+        out, free = np.zeros((stop - start, self.layout.width), np.float32), own.first_free
+        first, end = own.first if callable(own.first) else partial(self._drawn, index), stop
         if free is not None:
             end = max(start, min(stop, free))
         if start < end:
             out[: end - start, : self.dim] = first(start, end)
         return out
 
-    def _uniform(self, index: int, start: int, stop: int) -> NDArray[np.float32]:
-        """Rows [start, stop) of the table with that index, made in chunks with a seed each."""
-        all_rows, number = self.tables[index].rows, (self.numbers or range(len(self.tables)))[index]
-        bound = float(np.sqrt(1.0 / all_rows))
+    def _drawn(self, index: int, start: int, stop: int) -> NDArray[np.float32]:
+        """Rows [start, stop) of the table with that index, drawn in chunks with a seed each."""
+        all_rows, drawn_from = self.tables[index].rows, self.tables[index].drawn_from
+        assert drawn_from is not None, "the table's first weights are given"
+        number = (self.numbers or range(len(self.tables)))[index]
         out = np.empty((stop - start, self.dim), np.float32)
         for chunk in range(start // FILL_ROWS, -(-stop // FILL_ROWS)):
             first = chunk * FILL_ROWS
             rows = min(FILL_ROWS, all_rows - first)
             rng = np.random.Generator(np.random.Philox(key=[self.seed, (number << 40) + chunk]))
-            values = rng.random((rows, self.dim), np.float32) * (2 * bound) - bound
+            values = drawn_from.draw(rng, rows, self.dim)
             lo, hi = max(start, first), min(stop, first + rows)
             out[lo - start : hi - start] = values[lo - first : hi - first]
         return out

@@ -29,6 +29,7 @@ from torchrec.modules.mc_embedding_modules import BaseManagedCollisionEmbeddingC
 from recpipe import private_api
 from recpipe.errors import UserError
 from recpipe.plugin.context import TableInfo
+from recpipe.plugin.first_values import Drawn, Normal, Uniform
 from recpipe.plugin.tables import FirstValues, SavedRows, Table, TableOptimizer, TableSet
 from recpipe.private_api import module_name
 from recpipe.tables.dynamic.loops import FIRST_ROW
@@ -234,25 +235,32 @@ def _named(config: BaseEmbeddingConfig) -> str:
 
 def _first_values(
     config: BaseEmbeddingConfig, name: str, weights: torch.Tensor, seed: int
-) -> FirstValues | None:
-    """The weights in the model, or on the meta device those that its initialiser makes.
+) -> FirstValues | Drawn:
+    """The weights in the model, or on the meta device what its initialiser draws or makes.
 
     ``name``: the table's, unique in the model.
     """
     if weights.device.type != "meta":
         array: NDArray[np.float32] = weights.detach().float().cpu().numpy()
         return lambda start, stop: array[start:stop]
-    init = config.init_fn
-    if isinstance(init, partial) and init.func is nn.init.uniform_ and not init.args:
-        bounds = (init.keywords.get("a", 0.0), init.keywords.get("b", 1.0))
-        usual = float(np.sqrt(1.0 / config.num_embeddings))
-        if bounds == (-usual, usual):
-            return None
-    return _Initialised(config, seed + zlib.crc32(name.encode()))
+    return _drawn_by(config.init_fn) or _Initialised(config, seed + zlib.crc32(name.encode()))
+
+
+def _drawn_by(init: object) -> Drawn | None:
+    """What ``init_fn`` draws each weight from, by itself; None: it is none of torch's that do just that.
+    TorchRec's own, of ``weight_init_min`` and ``weight_init_max``, is."""
+    function, words = init, dict[str, float]()
+    if isinstance(init, partial) and not init.args:
+        function, words = init.func, init.keywords
+    if function is nn.init.uniform_ and words.keys() <= {"a", "b"}:
+        return Uniform(float(words.get("a", 0.0)), float(words.get("b", 1.0)))
+    if function is nn.init.normal_ and words.keys() <= {"mean", "std"}:
+        return Normal(float(words.get("mean", 0.0)), float(words.get("std", 1.0)))
+    return None
 
 
 class _Initialised:
-    """First weights by the table's own initialiser, which is called for the whole table."""
+    """First weights by an initialiser of the user's own, which is called for the whole table."""
 
     def __init__(self, config: BaseEmbeddingConfig, seed: int) -> None:
         self.config, self.seed = config, seed

@@ -12,14 +12,17 @@ from torchrec.modules.embedding_modules import EmbeddingBagCollection, Embedding
 from recpipe.config.compose import compose
 from recpipe.config.recipe import Recipe
 from recpipe.data.dataset import Dataset
+from recpipe.data.given import GivenBatches
 from recpipe.data.make import open_dataset
 from recpipe.data.schema import Schema
 from recpipe.errors import DataError, UserError
 from recpipe.model.call import Called
 from recpipe.model.config import ModelConfig, UserModel
-from recpipe.model.make import make_model
+from recpipe.model.make import make_called, make_model
 from recpipe.plugin.errors import PluginLoadError
-from recpipe.plugin.tables import SparseFeature
+from recpipe.plugin.first_values import Drawn, Normal, Uniform
+from recpipe.plugin.tables import SparseFeature, TableOptimizer
+from recpipe.tables.groups import collections_of, group_tables
 from tests.model.models import HERE
 
 CPU = torch.device("cpu")
@@ -103,6 +106,11 @@ def test_recpipes_own_models_are_what_they_were() -> None:
         ([TOWER, "model.precision=float16"], "model.precision=float16 is unknown"),
         (["+model.labels=huber"], "model.labels goes with a class of your own, model._target_=package.Class"),
         (["model.name=drlm"], "model.name=drlm is unknown; did you mean dlrm"),
+        ([TOWER, "model.table_init_std=-1"], "model.table_init_std=-1: must be greater than or equal to 0"),
+        (
+            ["model.table_init_std=0.1", "model.table_init_bound=0.2"],
+            "^model.table_init_bound=0.2: model.table_init_std=0.1 says another thing .*: set one of the two",
+        ),
         (["model=custm", "model.hidden=3"], "no model 'custm'. Did you mean 'custom'?"),
     ],
 )
@@ -138,6 +146,29 @@ def test_a_constructor_gets_what_it_asks_for_by_name() -> None:
         (c.name, c.feature_names, c.num_embeddings, c.embedding_dim) for c in bags.embedding_bag_configs()
     ]
     assert found == [("user", ["user"], 50, 12), ("item%2Eid", ["item.id"], 30, 12)]
+
+
+@pytest.mark.parametrize(
+    ("words", "drawn"),
+    [
+        ([], None),
+        (["model.table_init_std=0.25"], Normal(0.0, 0.25)),
+        (["model.table_init_bound=0.5"], Uniform(-0.5, 0.5)),
+    ],
+)
+@pytest.mark.parametrize(
+    "model", [["model=dlrm"], ["model=wide_deep"], [f"model._target_={HERE}.Asks", "model.hidden=3"]]
+)
+def test_the_recipe_says_what_tables_first_values_are(
+    model: list[str], words: list[str], drawn: Drawn | None
+) -> None:
+    config = Recipe.of(compose([*model, *words, "model.embedding_dim=8"])).model
+    dataset = GivenBatches([], schema=SCHEMA)
+    called = make_called(config, dataset, CPU)
+    tables = group_tables(collections_of(called.model), lambda name, weights: TableOptimizer("sgd", 0.1), 1)
+    assert len(tables.tables) >= 2
+    for table in tables.tables:
+        assert table.drawn_from == (drawn or Uniform.usual(table.rows))
 
 
 SEQUENCES = (
@@ -232,6 +263,10 @@ def test_torchrecs_models_work_unchanged(data: Dataset, words: tuple[str, ...]) 
         ([TOWER, "model.hidden=-1"], r"its constructor raised RuntimeError: .*models.py, line \d+\)$"),
         ([f"model._target_={HERE}.Raises"], r"raised ValueError: two lines \(.*models.py, line \d+\)$"),
         ([TOWER, "model.hidden={_target_: torch.nn.ReLUU}"], "model.hidden: cannot be made: "),
+        (
+            [TOWER, "model.hidden=3", "model.table_init_bound=0.1"],
+            "^model.table_init_bound=0.1: .*Tower takes no tables of recpipe's, and makes its own: set",
+        ),
     ],
 )
 def test_what_cannot_be_made_is_one_line(words: list[str], message: str) -> None:

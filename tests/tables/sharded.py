@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -21,6 +21,7 @@ from recpipe.plugin.assembly import Assembly, assemble
 from recpipe.plugin.calls import Origin
 from recpipe.plugin.collection import TableCollection
 from recpipe.plugin.context import TableInfo
+from recpipe.plugin.first_values import Normal
 from recpipe.plugin.planner import Planner
 from recpipe.plugin.tables import SparseFeature, TableOptimizer, TableSet
 from recpipe.tables.groups import ModelTables
@@ -84,7 +85,9 @@ def claims_of(types: Mapping[str, str]) -> ShardClaims:
 
 def table_set(optimizer: str) -> TableSet:
     # The usual 1e-8 would make a step out of the rounding error of a gradient that is almost zero.
-    return TableSet.one_each(FEATURES, DIM, TableOptimizer(optimizer, 0.1, 1e-3), seed=3)
+    made = TableSet.one_each(FEATURES, DIM, TableOptimizer(optimizer, 0.1, 1e-3), seed=3)
+    drawn = [replace(t, first=Normal(0.0, 0.05)) if t.name == "b" else t for t in made.tables]
+    return replace(made, tables=tuple(drawn))
 
 
 def batches(count: int) -> list[KeyedJaggedTensor]:

@@ -91,7 +91,7 @@ def test_a_model_with_values_keeps_them() -> None:
 
 def test_the_usual_values_are_made_in_parts_and_differ_from_table_to_table() -> None:
     tables = model_tables()
-    assert all(table.first is None for table in tables.tables), "no table is ever whole in memory"
+    assert all(table.drawn_from for table in tables.tables), "no table is ever whole in memory"
     found = first_weights(tables)
     for group in tables.groups:
         for table in group.tables.tables:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -32,6 +34,8 @@ GROWTH = {
     "user": Growth("user", admit_after=2),
 }
 TABLE_OF = {"item": "item", "seen": "item", "user": "user"}
+STD = 0.3
+INIT = {"user": partial(nn.init.normal_, std=STD)}
 MASK = 2**64 - 1
 TIERS = {
     "resident": ("tiers.policy=resident",),
@@ -70,7 +74,11 @@ class Model(nn.Module):
             device=torch.device("meta"),
             tables=[
                 EmbeddingBagConfig(
-                    name=name, embedding_dim=DIM, num_embeddings=CAPACITY[name], feature_names=names
+                    name=name,
+                    embedding_dim=DIM,
+                    num_embeddings=CAPACITY[name],
+                    feature_names=names,
+                    init_fn=INIT.get(name),
                 )
                 for name, names in features.items()
             ],
@@ -109,13 +117,18 @@ def mixed(key: int) -> int:
 
 
 def first_weights(key: int, table: str) -> torch.Tensor:
-    """Of key and table alone: uniform, by splitmix64."""
+    """Of key and table alone, by splitmix64: uniform; of the users normal, by Box and Muller."""
     seed = SEED * 1_000_003 + list(CAPACITY).index(table)
     stream, values = mixed((key & MASK) ^ mixed(seed)), []
-    for _ in range(DIM):
+    for _ in range(DIM * (1 + (table in INIT))):
         stream = (stream + 0x9E3779B97F4A7C15) & MASK
         values.append((mixed(stream) >> 40) / 2**23 - 1)
-    return torch.tensor(values) * float(np.float32(CAPACITY[table] ** -0.5))
+    if table not in INIT:
+        return torch.tensor(values) * float(np.float32(CAPACITY[table] ** -0.5))
+    pairs = zip(values[:DIM], values[DIM:], strict=True)
+    return STD * torch.tensor(
+        [math.sqrt(-2 * math.log((1 - one) / 2)) * math.cos(math.pi * other) for one, other in pairs]
+    )
 
 
 class Plain:

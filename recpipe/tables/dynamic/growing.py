@@ -13,7 +13,7 @@ import zlib
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import accumulate, groupby, pairwise
 from operator import itemgetter
 from pathlib import Path
@@ -56,26 +56,30 @@ class _Held:
         return self.tables.tables[self.index]
 
     @cached_property
-    def first(self) -> NDArray[np.float32] | None:
-        """The model's own first values, if it has some, float32 [rows, D]. They are kept: its initialiser
-        makes them for the whole table, which is no work for each batch."""
-        return None if self.table.first is None else self.table.first(0, self.table.rows)
+    def given(self) -> NDArray[np.float32] | None:
+        """The first values that the model itself gives the table, if it does, float32 [rows, D]. They are
+        kept: its initialiser makes them for the whole table, which is no work for each batch."""
+        first = self.table.first
+        return first(0, self.table.rows) if callable(first) else None
 
     def records(self, rows: Rows, keys: Keys) -> torch.Tensor:
-        """First records of ``rows``, which these ``keys`` have got, float32 [n, width]: weights of key and
-        table alone, or where the model has first values of its own those of the row; optimizer state 0."""
-        tables, table = self.tables, self.table
-        made = np.zeros((len(rows), tables.layout.width), np.float32)
-        if self.first is not None:
-            made[:, : tables.dim] = self.first[rows]
+        """First records of ``rows``, which these ``keys`` have got, float32 [n, width]: weights drawn by key
+        and table alone, or where the model gives the first values those of the row; optimizer state 0."""
+        dim, drawn_from = self.tables.dim, self.table.drawn_from
+        made = np.zeros((len(rows), self.tables.layout.width), np.float32)
+        if self.given is not None:
+            made[:, :dim] = self.given[rows]
         else:
-            values = np.empty(len(rows) * tables.dim, np.float32)
-            number = (tables.numbers or range(len(tables.tables)))[self.index]
-            seed = (tables.seed * 1_000_003 + number) % 2**62
-            loops.uniform(keys, seed, tables.dim, values)
-            bound = np.float32(np.sqrt(1.0 / table.rows))
-            made[:, : tables.dim] = values.reshape(-1, tables.dim) * bound
+            assert drawn_from is not None, "first values are given or drawn"
+            made[:, :dim] = drawn_from.made_of(partial(self._numbers, keys), dim)
         return torch.from_numpy(made)
+
+    def _numbers(self, keys: Keys, columns: int) -> NDArray[np.float32]:
+        """Numbers of the ``keys`` in this table, as ``recpipe.plugin.first_values.Numbers`` says."""
+        number = (self.tables.numbers or range(len(self.tables.tables)))[self.index]
+        values = np.empty(len(keys) * columns, np.float32)
+        loops.uniform(keys, (self.tables.seed * 1_000_003 + number) % 2**62, columns, values)
+        return values.reshape(-1, columns)
 
 
 class GrowingTables:
