@@ -21,7 +21,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from machine import machine
+from equal_table import Compared, tell
 from rounds import result_of
 from sequences import DIM, HISTORY, vectors_of
 from torch import nn
@@ -36,7 +36,6 @@ from recpipe.plugin.tables import SparseFeature
 
 HERE = Path(__file__).resolve().parent
 ROWS, SAMPLES = 50, 256
-TOLERANCE = 1e-5
 EPS = 1e-12
 """Of SASRec's norms on both sides, RecBole's own: so normalizing twice is as normalizing once."""
 SCHEMA = Schema(
@@ -163,8 +162,8 @@ def histories() -> np.ndarray[Any, np.dtype[np.int64]]:
     return torch.where(torch.arange(HISTORY) >= HISTORY - lengths, ids, -1).numpy()
 
 
-def compared(case: Case, python: str, checkout: Path) -> tuple[float, float]:
-    """The largest difference of a value of a vector, and the standard deviation of queries' values."""
+def compared(case: Case, python: str, checkout: Path) -> Compared:
+    """Values of vectors; the standard deviation is that of queries."""
     model, items = model_of(case), np.arange(ROWS)
     none = np.full((ROWS, HISTORY), -1)
     of_samples = np.ones(SAMPLES, np.int64)
@@ -186,11 +185,11 @@ def compared(case: Case, python: str, checkout: Path) -> tuple[float, float]:
         result_of([python, str(HERE / "sequences_peers.py"), str(checkout), *files])
         found = np.load(vectors)
         apart = max(np.abs(found["queries"] - queries).max(), np.abs(found["items"] - candidates).max())
-    return float(apart), float(queries.std())
+    return Compared(case.peer, float(apart), float(queries.std()), case.differs)
 
 
 def main(words: Sequence[str] | None = None) -> None:
-    """Print a line for each case, and write them; exit status 1 if one differs."""
+    """Compare all."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -198,15 +197,7 @@ def main(words: Sequence[str] | None = None) -> None:
     parser.add_argument("--python", default=sys.executable)
     parser.add_argument("--json", type=Path)
     options = parser.parse_args(words)
-    table: dict[str, Any] = {}
-    for name, case in CASES.items():
-        apart, spread = compared(case, options.python, options.meta)
-        table[name] = {"beside": case.peer, "difference": apart, "spread": spread, "differs": case.differs}
-        print(f"{name:24} {apart:.1e} of ±{spread:.2f}  {case.differs}", flush=True)
-    if options.json:
-        options.json.write_text(json.dumps({"machine": machine(), "models": table}, indent=1) + "\n")
-    if any(not found["difference"] <= TOLERANCE for found in table.values()):
-        sys.exit(1)
+    tell(((name, compared(case, options.python, options.meta)) for name, case in CASES.items()), options.json)
 
 
 if __name__ == "__main__":
