@@ -19,6 +19,7 @@ CHECKOUTS = {
     "dlrm": "https://github.com/facebookresearch/dlrm",
     "tbsm": "https://github.com/facebookresearch/tbsm",
     "torchrec": "https://github.com/meta-pytorch/torchrec, whose examples are in no wheel",
+    "meta": "https://github.com/facebookresearch/generative-recommenders",
 }
 
 
@@ -49,11 +50,13 @@ class Peer:
 
 
 FUXICTR, GRUS, TBSM, TORCHREC = "FuxiCTR", "FuxiCTR, histories from the first place", "Meta", "TorchRec"
+RANKERS = "RecBole and Meta, one history"
 PEERS = {
     FUXICTR: Peer("fuxi_published.py", ("fuxictr",)),
     GRUS: Peer("fuxi_published.py", ("fuxictr",), from_first=True),  # its GRUs want padding at the end
     TBSM: Peer("tbsm_published.py", ("dlrm", "tbsm")),
     TORCHREC: Peer("torchrec_published.py", ("torchrec",)),
+    RANKERS: Peer("ranked_published.py", ("meta",), from_first=True),
 }
 
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from published_peers import FUXICTR, GRUS, TBSM, TORCHREC
+from published_peers import FUXICTR, GRUS, RANKERS, TBSM, TORCHREC
 
 
 @dataclass(frozen=True)
@@ -24,6 +24,12 @@ class Work:
     model: str = ""
     """The name in ``conf/model``, where the work has another."""
     epochs: int = 1
+    title: str = ""
+    """In the table; empty: the peer's name of the model."""
+    rows: str = ""
+    """What it is trained on, in the table; empty: the data set's name."""
+    beside: str = "FuxiCTR"
+    """The peer, in the table."""
 
 
 CRITEO = ("model.embedding_dim=16",)
@@ -39,10 +45,25 @@ CATEGORIES = (
     "{name: category, ids: vocabulary}, {name: categories, kind: sequence, column: category_history, "
     "table: before, ids: vocabulary}"
 )
+RANKED = (
+    *HISTORIES,
+    *CLICKS,
+    "data.negatives.feature=category",
+    "data.negatives.along=[]",
+    "data.features.features=[{name: category, ids: vocabulary}, {name: categories, kind: sequence, column: "
+    "category_history, table: category, ids: vocabulary}]",
+)
+"""Categories alone, for RecBole's SASRec has one id an event, and next items are new to training."""
 RETAIL = ("model.embedding_dim=16", "model.expert=[64,32]", "model.tower=[32]", "data.batch_size=512")
 TASKS = {"expert_hidden_units": [64, 32], "gate_hidden_units": [], "tower_hidden_units": [32]}
 WORKS = {
-    "wide_deep": Work("criteo", (*CRITEO, "model.hidden=[64,64]"), "WideDeep", {"hidden_units": [64, 64]}),
+    "wide_deep": Work(
+        "criteo",
+        (*CRITEO, "model.hidden=[64,64]"),
+        "WideDeep",
+        {"hidden_units": [64, 64]},
+        title="Wide & Deep",
+    ),
     "deepfm": Work("criteo", (*CRITEO, "model.hidden=[64,64]"), "DeepFM", {"hidden_units": [64, 64]}),
     "xdeepfm": Work(
         "criteo",
@@ -73,6 +94,12 @@ WORKS = {
             "fs_hidden_units": [64],
             "num_heads": 2,
         },
+    ),
+    "masknet": Work(
+        "criteo",
+        (*CRITEO, "model.blocks=[64,64]", "model.reduction_ratio=1"),
+        "MaskNet",
+        {"model_type": "SerialMaskNet", "dnn_hidden_units": [64, 64], "reduction_ratio": 1},
     ),
     "wukong": Work(
         "criteo",
@@ -122,6 +149,28 @@ WORKS = {
         {"bottom": [64], "top": [64], "vector": 16, "weighting": [64], "hidden": [64]},
         peer=TBSM,
         epochs=2,
+        title="TBSM",
+        beside="Meta",
+    ),
+    "sasrec": Work(
+        "taobao",
+        (*RANKED, "model.blocks=2", "model.heads=1"),
+        "SASRec",
+        {},
+        peer=RANKERS,
+        title="SASRec",
+        rows="Taobao, categories alone",
+        beside="RecBole",
+    ),
+    "hstu": Work(
+        "taobao",
+        (*RANKED, "model.width=32", "model.units=2", "model.heads=2", "model.hidden=[64]"),
+        "DlrmHSTU",
+        {"width": 32},
+        peer=RANKERS,
+        title="HSTU",
+        rows="Taobao, categories alone",
+        beside="Meta's DlrmHSTU",
     ),
     "two_tower": Work(
         "taobao",
@@ -134,6 +183,8 @@ WORKS = {
         "TwoTower",
         {"layers": [64, 32], "query": "of_categories", "candidate": "of_category"},
         peer=TORCHREC,
+        title="Two towers, categories alone",
+        beside="TorchRec",
     ),
     "two_tower_dssm": Work(
         "taobao",
@@ -141,6 +192,16 @@ WORKS = {
         "DSSM",
         {"user_tower_units": [64, 32], "item_tower_units": [64, 32], "items": ["of_item", "of_category"]},
         model="two_tower",
+        title="Two towers",
+        beside="FuxiCTR's DSSM",
+    ),
+    "shared_bottom": Work(
+        "online_retail",
+        ("model.embedding_dim=16", "model.bottom=[64,32]", "model.tower=[32]", "data.batch_size=512"),
+        "ShareBottom",
+        {"bottom_hidden_units": [64, 32], "tower_hidden_units": [32]},
+        every=8,
+        title="Shared bottom",
     ),
     "mmoe": Work(
         "online_retail",
