@@ -12,7 +12,6 @@ from torchrec.modules.embedding_modules import EmbeddingBagCollection, Embedding
 from recpipe.config.compose import compose
 from recpipe.config.recipe import Recipe
 from recpipe.data.dataset import Dataset
-from recpipe.data.given import GivenBatches
 from recpipe.data.make import open_dataset
 from recpipe.data.schema import Schema
 from recpipe.errors import DataError, UserError
@@ -160,12 +159,11 @@ def test_a_constructor_gets_what_it_asks_for_by_name() -> None:
     "model", [["model=dlrm"], ["model=wide_deep"], [f"model._target_={HERE}.Asks", "model.hidden=3"]]
 )
 def test_the_recipe_says_what_tables_first_values_are(
-    model: list[str], words: list[str], drawn: Drawn | None
+    data: Dataset, model: list[str], words: list[str], drawn: Drawn | None
 ) -> None:
     config = Recipe.of(compose([*model, *words, "model.embedding_dim=8"])).model
-    dataset = GivenBatches([], schema=SCHEMA)
-    called = make_called(config, dataset, CPU)
-    tables = group_tables(collections_of(called.model), lambda name, weights: TableOptimizer("sgd", 0.1), 1)
+    module = make_called(config, data, CPU).module
+    tables = group_tables(collections_of(module), lambda name, weights: TableOptimizer("sgd", 0.1), 1)
     assert len(tables.tables) >= 2
     for table in tables.tables:
         assert table.drawn_from == (drawn or Uniform.usual(table.rows))
