@@ -53,7 +53,8 @@ class Normal:
         # (1 - x) / 2 of x in [-1, 1) is in (0, 1], which has a logarithm.
         length = np.sqrt(-2 * np.log((1 - found[:, :dim]) / 2))
         standard = length * np.cos(np.pi * found[:, dim:])
-        return (standard * self.std + self.mean).astype(np.float32)
+        weights: NDArray[np.float32] = (standard * self.std + self.mean).astype(np.float32)
+        return weights
 
 
 Drawn = Uniform | Normal
