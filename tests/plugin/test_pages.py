@@ -98,18 +98,13 @@ def tinylfu(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
         yield
 
 
+@pytest.mark.soak  # by default test_a_cache_policy runs the page's code, and hotline's suite these tests
 @pytest.mark.usefixtures("tinylfu")
 class TestTinyLfu(PluginSuite):
     """The policy has a state: it is stopped and resumed besides."""
 
     plugin = "tinylfu"
     beside: ClassVar = ("hotline",)
-    soak: ClassVar = {
-        "test_trains_beside_each_other_plugin": "tests/test_pairs.py has pairs of plugins",
-        "test_leaves_the_process_as_it_was_when_resumed": "hotline's suite has it",
-        "test_trains_other_tables_under_adagrad": "hotline's suite has them",
-        "test_trains_alike_on_several_ranks": "tests/distributed/test_torchrun.py, by LFU",
-    }
 
 
 @page("planner")
