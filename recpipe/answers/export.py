@@ -17,6 +17,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import nn
 from torch.export import Dim, ExportedProgram
+from torch.export.graph_signature import InputKind
 from torchrec.modules.embedding_configs import PoolingType
 from torchrec.modules.embedding_modules import (
     EmbeddingBagCollection,
@@ -186,6 +187,7 @@ def _exported(
                     dynamic_shapes=(size, [size for _ in noting.inputs]),
                     strict=False,
                 )
+            constants_as_buffers(program)
             return program, tuple(noting.lookups)
         except DataError as fault:  # the model refuses such numbers of ids
             first = first or fault
@@ -353,6 +355,14 @@ class SequenceStandIn(StandIn):
             rows, lengths = self.given.sequence(Lookup(ROW_FOR_EACH_ID, (part,)), dim)
             found[key] = JaggedTensor(values=rows, lengths=lengths)
         return found
+
+
+def constants_as_buffers(program: ExportedProgram) -> None:
+    """Make buffers of the tensors that ``program`` has from the code of the model, such as a list of places:
+    the compiler keeps the names of buffers alone."""
+    for spec in program.graph_signature.input_specs:
+        if spec.kind is InputKind.CONSTANT_TENSOR:
+            spec.kind, spec.persistent = InputKind.BUFFER, False
 
 
 def constants_of(program: ExportedProgram) -> dict[str, torch.Tensor]:

@@ -15,7 +15,7 @@ from recpipe.data.schema import Schema
 from recpipe.errors import UserError
 from recpipe.model.config import Dropout, Sizes
 from recpipe.model.dropout import dropping
-from recpipe.models.parts import Fields, last_layers, outputs_of
+from recpipe.models.parts import Fields, Places, last_layers, outputs_of
 
 
 class Gate(nn.Module):
@@ -24,13 +24,13 @@ class Gate(nn.Module):
 
     def __init__(self, fields: int, dim: int, places: Sequence[int], hidden: Sequence[int]) -> None:
         super().__init__()
-        self.places = list(places)
+        self.places = Places(places)
         self.always = None if places else nn.Parameter(torch.zeros(1, dim))
         self.mlp = last_layers(max(1, len(places)) * dim, hidden, fields * dim)
 
     def forward(self, fields: torch.Tensor) -> torch.Tensor:
         """float32 [B, F, dim] to [B, F * dim]."""
-        seen = fields[:, self.places].flatten(1) if self.always is None else self.always
+        seen = self.places(fields).flatten(1) if self.always is None else self.always
         return fields.flatten(1) * (2 * torch.sigmoid(self.mlp(seen)))
 
 

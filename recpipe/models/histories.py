@@ -14,7 +14,7 @@ from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
 
 from recpipe.data.schema import Schema
 from recpipe.errors import DataError, UserError, shown
-from recpipe.models.parts import width_of
+from recpipe.models.parts import Places, width_of
 
 
 @dataclass(frozen=True)
@@ -101,6 +101,7 @@ class Histories(nn.Module):
         self.sides = list(sides)
         self.widths = [collection.embedding_dim() * len(side.sequences) for side in sides]
         """Of each side's events."""
+        self._ages = [Places(side.ages) for side in sides]
 
     def forward(
         self, sparse_features: KeyedJaggedTensor, dense_features: torch.Tensor | None = None
@@ -108,9 +109,9 @@ class Histories(nn.Module):
         """One for each side; ``dense_features``: given for the ages of events."""
         rows = self.embedding_collection(sparse_features)
         found = [_history(rows, side) for side in self.sides]
-        for side, history in zip(self.sides, found, strict=True):
-            if side.ages and dense_features is not None:
-                history.ages = dense_features[:, list(side.ages)]
+        for ages, history in zip(self._ages, found, strict=True):
+            if ages.count and dense_features is not None:
+                history.ages = ages(dense_features)
         return found
 
 

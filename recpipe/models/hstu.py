@@ -14,7 +14,7 @@ from recpipe.data.schema import Schema
 from recpipe.errors import UserError
 from recpipe.model.config import Dropout, Sizes
 from recpipe.models.histories import Context, Histories, autoregressive, require_one_history, sides_of
-from recpipe.models.parts import last_layers, outputs_of
+from recpipe.models.parts import Places, last_layers, outputs_of
 from recpipe.models.units import Transducer, as_they_are
 
 
@@ -53,9 +53,9 @@ class HSTU(nn.Module):
         self.autoregressive = autoregressive
         self.histories = Histories(embedding_collection, sides)
         ages = {place for feature in schema.sparse for place in schema.ages_of(feature.name)}
-        self.others = [place for place in range(num_dense_features) if place not in ages]
+        self.others = Places([place for place in range(num_dense_features) if place not in ages])
         """The columns of dense features that say something else."""
-        self.context = Context(embedding_bag_collection, len(self.others))
+        self.context = Context(embedding_bag_collection, self.others.count)
         self.retrieval = retrieval
         transducers = []
         for side, event in zip(sides, self.histories.widths, strict=True):
@@ -82,7 +82,7 @@ class HSTU(nn.Module):
         pairs = zip(self.transducers, histories, strict=True)
         states = [transducer(history, not self.retrieval) for transducer, history in pairs]
         latest = [state[:, -1] for state in states]
-        context = self.context(dense_features[:, self.others], sparse_features)
+        context = self.context(self.others(dense_features), sparse_features)
         if self.candidate is None:
             logits: torch.Tensor = self.top(torch.cat([context, *latest], dim=1))
             return logits

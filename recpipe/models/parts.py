@@ -63,6 +63,25 @@ def features_of(collection: EmbeddingBagCollection) -> list[str]:
     return [name for config in collection.embedding_bag_configs() for name in config.feature_names]
 
 
+class Places:
+    """Takes some places of tensors [B, N, ...], in their order, by slices: a list of places would be copied
+    to a GPU at each call."""
+
+    def __init__(self, places: Sequence[int]) -> None:
+        self._runs: list[slice] = []
+        for place in places:
+            if self._runs and self._runs[-1].stop == place:
+                self._runs[-1] = slice(self._runs[-1].start, place + 1)
+            else:
+                self._runs.append(slice(place, place + 1))
+        self.count = len(places)
+
+    def __call__(self, values: torch.Tensor) -> torch.Tensor:
+        """[B, count, ...]."""
+        parts = [values[:, run] for run in self._runs or [slice(0)]]
+        return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
+
+
 def require_known(names: Sequence[str], known: Sequence[str], key: str) -> None:
     """``UserError`` if a feature that the recipe's ``key`` lists is not among those that are ``known``."""
     for name in names:

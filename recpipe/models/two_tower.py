@@ -14,7 +14,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from recpipe.data.schema import Schema
 from recpipe.errors import UserError, shown
 from recpipe.model.config import Sizes
-from recpipe.models.parts import features_of, glorot, outputs_of, require_known
+from recpipe.models.parts import Places, features_of, glorot, outputs_of, require_known
 
 
 class Tower(nn.Module):
@@ -26,17 +26,17 @@ class Tower(nn.Module):
     ) -> None:
         """``dense``: the columns of the dense features; ``width``: of the pooled rows side by side."""
         super().__init__()
-        self.sparse, self.dense = list(sparse), list(dense)
+        self.sparse, self.dense = list(sparse), Places(dense)
         *hidden, last = layers
-        wide = width + len(self.dense)
+        wide = width + self.dense.count
         first = [MLP(wide, hidden)] if hidden else []
         self.layers = glorot(nn.Sequential(*first, nn.Linear(hidden[-1] if hidden else wide, last)))
 
     def forward(self, dense_features: torch.Tensor, pooled: dict[str, torch.Tensor]) -> torch.Tensor:
         """float32 [B, last]."""
         parts = [pooled[name] for name in self.sparse]
-        if self.dense:
-            parts.append(dense_features[:, self.dense])
+        if self.dense.count:
+            parts.append(self.dense(dense_features))
         vectors: torch.Tensor = self.layers(torch.cat(parts, dim=1))
         return vectors
 

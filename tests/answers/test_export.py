@@ -280,3 +280,23 @@ def test_made_up_inputs_are_such_that_scores_are_finite() -> None:
     assert bool(scores.isfinite().all())
     with pytest.raises(UserError, match="are not finite, so that a package of it could not be checked"):
         made_up(called(Broken(one())), schema)
+
+
+class Places(nn.Module):
+    """Takes dense features by a list of more places than the compiler writes into its code."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows = bags(("t", ["a"], 4, PoolingType.SUM))
+        self.top = nn.Linear(4 + 12, 1)
+
+    def forward(self, batch: Batch) -> torch.Tensor:
+        taken = batch.dense_features[:, [1, 0] * 6]
+        return self.top(torch.cat([self.rows(batch.sparse_features).values(), taken], dim=1))
+
+
+def test_tensors_from_a_models_code_keep_their_names() -> None:
+    """The compiler asks for the constants that it does not write into its code by the names of buffers."""
+    found = export_dense(called(Places()), SCHEMA)
+    (name,) = dict(found.program.module().named_buffers())
+    assert constants_of(found.program)[name].tolist() == [1, 0] * 6

@@ -262,12 +262,7 @@ def answered(host: str, request: Mapping[str, Any]) -> dict[str, Any]:
     [
         ("two_tower", "hnsw", ()),
         ("sasrec", "ivf_pq", ("workers=2",)),
-        pytest.param(
-            *("hstu", "flat", ("host=::1",)),
-            marks=pytest.mark.xfail(
-                reason="a package of HSTU with ages lacks a constant of its program", strict=True
-            ),
-        ),
+        ("hstu", "flat", ("host=::1",)),
     ],
 )
 def test_the_pages_commands_serve_what_they_say(
