@@ -10,11 +10,11 @@ import pyarrow as pa
 import torch
 from numpy.typing import NDArray
 
-from recpipe.answers.columns import Beside, has_columns, read_columns
 from recpipe.answers.trained import Trained
 from recpipe.common.files import RunDir
 from recpipe.common.meter import Meter
 from recpipe.data.config import FileConfig
+from recpipe.data.file_columns import Beside, has_columns, read_columns
 from recpipe.data.make import StreamedDataset, open_source
 from recpipe.errors import UserError
 from recpipe.model.losses.ranking import Ranking

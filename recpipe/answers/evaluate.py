@@ -20,7 +20,6 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from recpipe.answers.columns import has_columns, read_columns
 from recpipe.answers.trained import Scoring, Trained
 from recpipe.checkpoint.averaged import LAST, WEIGHTS
 from recpipe.common.console import show
@@ -30,6 +29,7 @@ from recpipe.common.validation import Positive, one_of
 from recpipe.common.validation import Text as Word
 from recpipe.data.config import DataConfig, FilesConfig, SamplesConfig
 from recpipe.data.dataset import Dataset, SplitName
+from recpipe.data.file_columns import has_columns, read_columns
 from recpipe.data.files import RowChecks
 from recpipe.data.row_parts import RowParts
 from recpipe.data.split import WORDS

@@ -19,7 +19,6 @@ import torch
 from numpy.typing import NDArray
 
 from recpipe.answers import score
-from recpipe.answers.columns import Beside, has_columns, read_columns
 from recpipe.answers.manifest import read_manifest
 from recpipe.answers.trained import HostScoring, Scored, Scoring, Trained
 from recpipe.checkpoint.averaged import WEIGHTS
@@ -29,6 +28,7 @@ from recpipe.common.owned import require_absent, written_alone
 from recpipe.common.validation import FilePath, Text, one_of
 from recpipe.data.config import FileConfig
 from recpipe.data.dataset import Dataset
+from recpipe.data.file_columns import Beside, has_columns, read_columns
 from recpipe.data.make import StreamedDataset, open_source
 from recpipe.errors import BadRow, DataError, UserError, shown
 from recpipe.plugin.batch import Batch

@@ -15,6 +15,7 @@ import torch
 
 from recpipe.data.columns import Int64
 from recpipe.data.preparation import Preparation
+from recpipe.data.row_words import RowWords
 from recpipe.data.schema import Schema
 from recpipe.data.select import join, select
 from recpipe.data.shuffle import Shuffled
@@ -77,6 +78,8 @@ class Dataset(ABC):
     """Whether the latest iterator of training batches is not to wait for records any more."""
     window: int = 0
     """Samples of each window of progressive validation; 0: there is none."""
+    words: RowWords | None = None
+    """What rows of tables are called in the input's files; None: there are none to look into."""
 
     def known_schema(self) -> Schema:
         """``schema`` for callers that need one; ``UserError`` if it is not known."""

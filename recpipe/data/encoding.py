@@ -214,6 +214,14 @@ class Encoding:
             rows = self._vocabularies[feature.table_name].rows(keys)
         return np.where(bit_at(bits, place, len(keys)), 0, rows)
 
+    def rows_of(self, values: pa.Array) -> NDArray[np.integer]:
+        """The rows of its table that the values [n] of the only feature's column, one id each, become; those
+        that cannot be have any row."""
+        (feature,) = self.features.sparse
+        checks = RowChecks(f"column {shown(feature.source)}", 1, len(values))
+        rows = pa.record_batch([values], [feature.source])
+        return self.to_rows.by_column(self.columns(rows, checks, labelled=False).columns)[""][:, 0]
+
     def unseen(self, columns: Columns) -> dict[str, int]:
         """How many ids of finished samples their vocabularies lack, by feature."""
         single = [feature.name for feature in self.features.sparse if not feature.is_bag]

@@ -33,6 +33,7 @@ from recpipe.data.id_mapper import BeyondTable, IdMapper
 from recpipe.data.negatives import SampledDataset
 from recpipe.data.preparation import Preparation
 from recpipe.data.prepared_dataset import PreparedDataset
+from recpipe.data.row_words import RowWords
 from recpipe.data.sources import criteo
 from recpipe.data.sources.criteo import CriteoSource
 from recpipe.data.sources.npy import NpySource, triples
@@ -157,6 +158,7 @@ def _open(config: DataConfig, seed: int, trained_by: Preparation | None) -> Data
             pass  # until the first bad row, of which the source says more
         raise
     dataset.preparation = source.preparation
+    dataset.words = RowWords(config, dataset.preparation)
     return dataset
 
 

@@ -217,6 +217,7 @@ class SampledDataset(NumberedDataset):
         self._train_end = self.train_samples
         self._epochs_differ = rule.each > 1
         self.schema, self.preparation = prepared.schema, prepared.preparation
+        self.words = prepared.words
         self.missing, self.unseen = prepared.missing, prepared.unseen
         self.rejected_rows = prepared.rejected_rows
         source = prepared if trained is None else trained

@@ -47,6 +47,7 @@ class Sides:
         self._without = _rows_of_none(dataset)
         """The rows of each feature that stand for no value of its own."""
         self._ids = _ids_of_vocabularies(dataset)
+        self._words = None if dataset is None else dataset.words
         names = [*self._dense, *(feature.name for feature in sparse)]
         for key, name in columns if schema is not None else ():
             if name not in names:
@@ -98,17 +99,21 @@ class Sides:
 
     def slices(self, values: torch.Tensor, column: int, top: int) -> list[RowSlice]:
         """The slices by one of the columns of ``values`` int64 [N, columns]; those of a vocabulary of numbers
-        have its ids as names, others their rows of the table."""
-        own = values[:, column].numpy()
-        if self.is_dense(self.columns[column][1]):
+        have its ids as names, others the words that the input's files have for them, or else their rows of
+        the table."""
+        own, name = values[:, column].numpy(), self.columns[column][1]
+        if self.is_dense(name):
             bits = own.astype(np.uint32).view(np.float32)
             return [*buckets(np.where(own == WITHOUT, np.float32("nan"), bits), top)]
         rows, codes = np.unique(own, return_inverse=True)
-        ids = self._ids.get(self.columns[column][1])
-        names = rows if ids is None else np.where(rows == WITHOUT, rows, ids[np.maximum(rows - FIRST, 0)])
-        words = [
-            None if row == WITHOUT else name for row, name in zip(rows.tolist(), names.tolist(), strict=True)
-        ]
+        words: list[Any] = [None if row == WITHOUT else row for row in rows.tolist()]
+        ids = self._ids.get(name)
+        if ids is not None:
+            words = [None if row is None else int(ids[row - FIRST]) for row in words]
+        elif self._words is not None:
+            alone = most_frequent(codes, len(rows))[:top]
+            found = self._words.of(name, [words[code] for code in alone if words[code] is not None])
+            words = [found.get(row, row) for row in words]
         return [*by_value(codes, words, top)]
 
     def told(
@@ -157,12 +162,17 @@ def _ids_of_vocabularies(dataset: Dataset | None) -> dict[str, NDArray[np.int64]
     return {name: ids for name, ids in found.items() if len(ids)}
 
 
+def most_frequent(codes: NDArray[Any], count: int) -> NDArray[np.intp]:
+    """Which of ``count`` numbers are among ``codes`` [N], those that come most first."""
+    counts = np.bincount(codes, minlength=count)
+    order = np.argsort(-counts, kind="stable")
+    return order[counts[order] > 0]
+
+
 def by_value(codes: NDArray[Any], words: Sequence[Any], top: int) -> Iterator[RowSlice]:
     """The ``top`` most frequent of ``words``, whose numbers ``codes`` [N] are, then the rest as one; None is
     no value."""
-    counts = np.bincount(codes, minlength=len(words))
-    order = np.argsort(-counts, kind="stable")
-    order = order[counts[order] > 0]
+    order = most_frequent(codes, len(words))
     for code in order[:top].tolist():
         word = words[code]
         yield RowSlice(MISSING if word is None else shown(word), np.flatnonzero(codes == code))

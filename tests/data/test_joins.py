@@ -13,11 +13,11 @@ import pyarrow.csv
 import pyarrow.parquet as pq
 import pytest
 
-from recpipe.answers.columns import read_columns
 from recpipe.data import joins
 from recpipe.data.cache import cache_key
 from recpipe.data.config import FilesConfig, StreamConfig
 from recpipe.data.derived import derived_files
+from recpipe.data.file_columns import read_columns
 from recpipe.data.make import open_dataset, open_source
 from recpipe.data.select import select
 from recpipe.data.stream.stream import Stream

@@ -137,8 +137,31 @@ def test_slices_of_a_vocabulary_have_its_ids(tmp_path: Path) -> None:
     values = sides.of(batch)
     names = [{part.name: len(part.rows) for part in sides.slices(values, column, 9)} for column in range(3)]
     assert names[0] == {"907": 3, "5": 1, "missing": 2}  # 8 is not among those of the training part
-    assert names[1] == {"2": 3, "3": 3}, "of text a vocabulary has hashes"
+    assert names[1] == {"Ulm": 3, "Jena": 3}
     assert names[2] == {"907": 3, "5": 1, "8": 1, "3": 1}
+
+
+def test_slices_of_hashed_text_have_the_files_words(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, towns in {"train": ["Ulm", "Ulm", "Jena", None], "eval": ["Jena", "Ulm", "Bonn", None]}.items():
+        table = {"click": [0, 1, 0, 1], "town": towns, "road": towns}
+        pq.write_table(pa.table(table), tmp_path / f"{name}.parquet")
+    features = "{labels: [click], features: [{name: town, rows: 1000}, {name: road, rows: 2}]}"
+    words = ["data=files", f"data.path={tmp_path}/train.parquet", f"data.eval_path={tmp_path}/eval.parquet"]
+    words += [f"data.features={features}", f"data.cache_dir={tmp_path}/cache", "metrics.slices=[town,road]"]
+    recipe = Recipe.of(compose(words))
+
+    def names() -> list[set[str]]:
+        dataset = open_dataset(recipe.data, 0)
+        sides = Sides.of_metrics(recipe.metrics, dataset)
+        values = sides.of(next(iter(dataset.batches("eval", 12))))
+        return [{part.name for part in sides.slices(values, column, 9)} for column in range(2)]
+
+    assert names() == [{"Jena", "Ulm", "Bonn", "missing"}, {"Ulm, ...", "missing"}]
+    monkeypatch.setattr("recpipe.data.row_words.LOOKED_AT", 4)
+    town, _ = names()
+    assert {"Jena", "Ulm", "missing"} < town
+    (row,) = town - {"Jena", "Ulm", "missing"}
+    assert 0 < int(row) < 1000, "Bonn is beyond the rows that are looked at"
 
 
 def test_what_names_figures_has_them(run: tuple[Path, dict]) -> None:
@@ -239,8 +262,12 @@ def batch_of(users: list[list[int]], price: list[float]) -> Batch:
     return Batch(torch.tensor(price)[:, None], ids, torch.zeros(len(users)))
 
 
-DATA: Any = SimpleNamespace(schema=Schema(("price",), (SparseFeature("user", 9),)), preparation=None)
-HASHED: Any = SimpleNamespace(schema=DATA.schema, preparation=SimpleNamespace(features=None, ids="hashed"))
+DATA: Any = SimpleNamespace(
+    schema=Schema(("price",), (SparseFeature("user", 9),)), preparation=None, words=None
+)
+HASHED: Any = SimpleNamespace(
+    schema=DATA.schema, preparation=SimpleNamespace(features=None, ids="hashed"), words=None
+)
 
 
 def test_values_of_a_batch() -> None:
