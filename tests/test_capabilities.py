@@ -16,7 +16,8 @@ import pytest
 from recpipe import cli
 from recpipe.config.compose import conf_dir
 
-PAGE = (Path(__file__).resolve().parent.parent / "docs" / "capabilities.md").read_text(encoding="utf-8")
+ROOT = Path(__file__).resolve().parent.parent
+PAGE = (ROOT / "docs" / "capabilities.md").read_text(encoding="utf-8")
 ROWS = re.findall(r"^\| ([^|]+) \|(?: [^|]+ \|){3} (.+) \|$", PAGE, re.MULTILINE)
 COMMANDS = {what: found[1] for what, cell in ROWS if (found := re.fullmatch(r"`recpipe (.+)`", cell))}
 DATA = "data=files data.path=clicks.parquet data.features=features.yaml"
@@ -102,7 +103,8 @@ def test_a_wrong_command_fails(folder: Path, monkeypatch: pytest.MonkeyPatch) ->
 
 def test_every_model_has_a_row() -> None:
     told = " ".join(COMMANDS.values()).split()
-    assert {f"model={file.stem}" for file in conf_dir().glob("model/*.yaml")} - {"model=custom"} <= {*told}
+    files = [*conf_dir().glob("model/*.yaml"), *ROOT.glob("plugins/*/conf/model/*.yaml")]
+    assert {f"model={file.stem}" for file in files} - {"model=custom"} <= {*told}
 
 
 def test_every_row_has_a_command_or_says_no() -> None:

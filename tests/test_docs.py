@@ -194,14 +194,18 @@ def test_tables_of_results_are_those_of_their_data() -> None:
         assert written == text(page), page
 
 
-@pytest.mark.parametrize("file", sorted(conf_dir().glob("model/*.yaml")), ids=lambda file: file.stem)
+@pytest.mark.parametrize(
+    "file",
+    sorted([*conf_dir().glob("model/*.yaml"), *ROOT.glob("plugins/*/conf/model/*.yaml")]),
+    ids=lambda file: file.stem,
+)
 def test_every_model_has_a_page(file: Path) -> None:
     """With the same sections on each, its own keys, and a row in the list of all."""
     page = DOCS / "models" / f"{file.stem}.md"
     sections = re.findall(r"^## (.+)$", text(page), re.MULTILINE)
     always = ["Formula", "When to take it", "Features", "Keys", "Elsewhere", "Limits"]
     assert [section for section in sections if section in always] == always
-    assert f"{{literalinclude}} ../../conf/model/{file.name}\n" in text(page)
+    assert f"{{literalinclude}} ../../{file.relative_to(ROOT)}\n" in text(page)
     assert any(True for _ in commands(page))
     assert f"](../models/{file.stem}.md) | `{file.stem}` |" in text(DOCS / "guide" / "published.md")
 
