@@ -1,4 +1,5 @@
-"""Latency-bounded throughput, as DeepRecSys measures it: ``recpipe bench-serve``, and its models."""
+"""Latency-bounded throughput, as DeepRecSys measures it: ``recpipe bench-serve``, and its models; and
+``task=characterize``, what a step's operators do."""
 
 from recpipe.commands import Command
 

@@ -94,8 +94,8 @@ def calibrate(slice_: Slice, tables: Assignment, kinds: Sequence[str], most: int
         seen[path].widen(x)
 
     slice_.assign(tables)
-    _watch(slice_, linears, widen)
-    _watch(slice_, linears, lambda path, x: seen[path].count(x))
+    watch_inputs(slice_, linears, widen)
+    watch_inputs(slice_, linears, lambda path, x: seen[path].count(x))
     found = {}
     for path, first in firsts.items():
         linear = linears[path]
@@ -120,7 +120,9 @@ def calibrate(slice_: Slice, tables: Assignment, kinds: Sequence[str], most: int
     return found
 
 
-def _watch(slice_: Slice, linears: Mapping[str, nn.Module], see: Callable[[str, torch.Tensor], None]) -> None:
+def watch_inputs(
+    slice_: Slice, linears: Mapping[str, nn.Module], see: Callable[[str, torch.Tensor], None]
+) -> None:
     """Run the slice, and let ``see`` have the inputs of each layer."""
 
     def hook(path: str) -> Callable[[nn.Module, tuple[Any, ...]], None]:
@@ -191,15 +193,15 @@ class Inputs:
         return best[1], best[2]
 
 
-def weight_scales(weight: torch.Tensor) -> torch.Tensor:
-    """For each output the scale of its codes that makes the smallest squared error: float32 [O] of ``weight``
-    float32 [O, I]."""
-    whole = weight.abs().amax(1) / LARGEST_WEIGHT_CODE
+def weight_scales(weight: torch.Tensor, largest: int = LARGEST_WEIGHT_CODE) -> torch.Tensor:
+    """For each output the scale of its codes, ``-largest`` to ``largest``, that makes the smallest squared
+    error: float32 [O] of ``weight`` float32 [O, I]."""
+    whole = weight.abs().amax(1) / largest
     whole = torch.where(whole > 0, whole, torch.ones_like(whole))
     best, least = whole, torch.full_like(whole, torch.inf)
     for shrink in ROW_SHRINKS:
         scales = whole * float(shrink)
-        codes = (weight / scales[:, None]).round_().clamp_(-LARGEST_WEIGHT_CODE, LARGEST_WEIGHT_CODE)
+        codes = (weight / scales[:, None]).round_().clamp_(-largest, largest)
         error = (codes.mul_(scales[:, None]) - weight).square_().sum(1)
         best, least = torch.where(error < least, scales, best), torch.minimum(error, least)
     return best

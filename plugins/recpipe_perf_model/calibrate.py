@@ -19,6 +19,7 @@ from recpipe.common.machine import TRIES, undisturbed
 from recpipe.common.meter import Meter
 from recpipe.errors import UserError, nearest_or_all
 from recpipe.profiling.limits import Recheck, Sample, measured
+from recpipe_perf_model.bench.caches import measure_caches
 from recpipe_perf_model.bench.lookups import least, measure_lookups, measure_rows
 from recpipe_perf_model.bench.operators import measure_passes, measure_products
 from recpipe_perf_model.bench.overheads import measure_overheads
@@ -41,6 +42,7 @@ def limits(quick: bool) -> Iterator[Sample]:
 
 FAMILIES: dict[str, Measure] = {
     "limits": limits,
+    "caches": measure_caches,
     "gemm": measure_products,
     "pointwise": measure_passes,
     "overheads": measure_overheads,
@@ -54,6 +56,7 @@ FAMILIES: dict[str, Measure] = {
 """The one set of micro-benchmarks, in the order in which they run."""
 SECONDS = {
     "limits": 4.0,
+    "caches": 7.0,
     "gemm": 75.0,
     "pointwise": 77.0,
     "overheads": 3.0,
@@ -172,6 +175,17 @@ def recheck(path: Path, families: dict[str, Measure] | None = None) -> Recheck |
     if found.disturbed:
         words += f", in part while {next(iter(found.disturbed.values()))}"
     return Recheck(words, True)
+
+
+def measured_again(
+    path: Path, only: Collection[str], families: dict[str, Measure] | None = None
+) -> MachineProfile:
+    """The profile at ``path`` with the families ``only`` measured again, as closely as before; it is saved.
+    What other programs disturbed is in the result alone, as in ``calibrate``."""
+    kept = MachineProfile.load(path)
+    others = {name: samples for name, samples in kept.samples.items() if name not in only}
+    replace(kept, samples=others).save(path)
+    return calibrate(path, kept.quick, only, families)
 
 
 def with_ranks(path: Path, ranks: int, quick: bool) -> MachineProfile:

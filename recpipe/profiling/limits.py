@@ -155,12 +155,14 @@ def best_product(kind: torch.dtype, device: torch.device) -> tuple[float, float]
     return best
 
 
-def gathered(table: torch.Tensor) -> tuple[float, float]:
-    """Bytes of rows of ``table`` (float32 [rows, values]) read at random, in bags of ``BAG``, and seconds."""
+def gathered(table: torch.Tensor, count: int | None = None, bag: int = BAG) -> tuple[float, float]:
+    """Bytes of ``count`` rows of ``table`` (float32 [rows, values]; None: of a quarter of them) read at
+    random, in bags of so many, and seconds."""
     rows, values = table.shape
     generator = torch.Generator().manual_seed(1)
-    ids = torch.randint(rows, (max(BAG, rows // 4),), generator=generator).to(table.device)
-    offsets = torch.arange(0, len(ids), BAG, device=table.device)
+    ids = torch.randint(rows, (max(bag, rows // 4 if count is None else count),), generator=generator)
+    ids = ids.to(table.device)
+    offsets = torch.arange(0, len(ids), bag, device=table.device)
     seconds = best_seconds(lambda: torch.embedding_bag(table, ids, offsets), table.device)
     return float(len(ids) * values * table.element_size()), seconds
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -37,6 +37,8 @@ from recpipe.tables.proxy import CollectionProxy, handing_out
 from recpipe.tables.rows import table_bags
 
 PARTS = ("interaction", "MLP", "dense")
+Around = Callable[[str], AbstractContextManager[None]]
+"""What is put around a part's forward pass, by a name."""
 
 
 def traced(model: PlacedModel, batch: Any) -> tuple[dict[str, Work], dict[int, list[Lookups]]]:
@@ -199,9 +201,9 @@ class _Told(Converted):
     so."""
 
 
-def tell_parts(model: nn.Module) -> Callable[[], None]:
-    """Record the forward pass of each part of ``model`` as a phase from now on; returns a function that ends
-    it.
+def tell_parts(model: nn.Module, around: Around = phase) -> Callable[[], None]:
+    """Put ``around("PART forward")`` around the forward pass of each part of ``model`` from now on, by
+    default record it as a phase; returns a function that ends it.
 
     No module may be running when it is called.
     """
@@ -210,7 +212,7 @@ def tell_parts(model: nn.Module) -> Callable[[], None]:
         part = part_name(module)
         if part is not None:
             before[module] = module.__dict__.get("forward")
-            module.forward = _Told(_in_phase, f"{part} forward", module.forward)
+            module.forward = _Told(_within, around, f"{part} forward", module.forward)
 
     def end() -> None:
         for module, forward in before.items():
@@ -221,6 +223,6 @@ def tell_parts(model: nn.Module) -> Callable[[], None]:
     return end
 
 
-def _in_phase(name: str, forward: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
-    with phase(name):
+def _within(around: Around, name: str, forward: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
+    with around(name):
         return forward(*arguments, **named)

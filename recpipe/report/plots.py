@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, Literal
@@ -76,11 +76,17 @@ class Axis:
 
 @rc_context(_STYLE)
 def curves(
-    title: str, series: Mapping[str, tuple[Values, Values]], x: Axis, y: Axis, diagonal: str = ""
+    title: str,
+    series: Mapping[str, tuple[Values, Values]],
+    x: Axis,
+    y: Axis,
+    diagonal: str = "",
+    dots: Collection[str] = (),
 ) -> Plot:
     """One curve per entry of ``series``, its x and y values; None leaves a gap.
 
-    ``diagonal``: the name of the line where both are equal; '' draws none.
+    ``diagonal``: the name of the line where both are equal; '' draws none. ``dots``: entries whose values are
+    dots without a line.
     """
     names = list(series) + ([diagonal] if diagonal else [])
     names = names if len(names) > 1 else []
@@ -92,9 +98,9 @@ def curves(
             across,
             up,
             color=COLOURS[number % len(COLOURS)],
-            linestyle=_DASHES[number // len(COLOURS) % len(_DASHES)],
+            linestyle="" if name in dots else _DASHES[number // len(COLOURS) % len(_DASHES)],
             linewidth=1.4,
-            marker="o" if len(up) <= 24 else "",
+            marker="o" if len(up) <= 24 or name in dots else "",
             markersize=3.5 if len(up) > 1 else 6,
             label=name,
             # Lines at 0% and 100% lie on the axis; half of them would be cut off.

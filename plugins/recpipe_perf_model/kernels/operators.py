@@ -208,7 +208,7 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        out = func(*args, **(kwargs or {}))
+        out = self.run(func, args, kwargs or {})
         operator = described(func, args, out)
         if operator is not None:
             if operator.kind not in FREE:
@@ -216,6 +216,10 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 operator = replace(operator, at={**operator.at, **reuse})
             self.note(operator)
         return out
+
+    def run(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        """Call an operator; a derived class may time it."""
+        return func(*args, **kwargs)
 
     def touch(self, tensors: Sequence[torch.Tensor], others: float = 0.0) -> dict[str, float]:
         """Note that ``tensors`` are touched, and so many bytes of other memory before: the ``footprint``, and

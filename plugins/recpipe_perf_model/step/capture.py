@@ -144,12 +144,16 @@ def captured(model: PlacedModel, batch: Any, shares: Sequence[int] = ()) -> Capt
     except Exception as fault:  # a user's model can raise anything
         raise CannotTrace.of(model.module, fault) from fault
     dense = model.trained()
-    groups = tuple(_group(model, batch, number) for number in range(len(model.embeddings.tables.groups)))
+    groups = tuple(
+        group_lookups(model, batch, number) for number in range(len(model.embeddings.tables.groups))
+    )
     parameters = len(dense), sum(parameter.numel() for parameter in dense)
     return Captured(size, whole, tuple(parts), groups, late, parameters)
 
 
-def _group(model: PlacedModel, batch: Any, number: int) -> GroupLookups:
+def group_lookups(model: PlacedModel, batch: Any, number: int) -> GroupLookups:
+    """What ``batch`` looks up in group ``number`` of the model's tables; no tables if the model makes their
+    ids."""
     tables, found = model.embeddings.tables.groups[number].tables, []
     if model.inputs.bound(number):
         bags: IndexBags = model.inputs.bags(batch, number)

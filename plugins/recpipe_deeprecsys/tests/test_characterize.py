@@ -1,0 +1,137 @@
+"""task=characterize: what it writes of recipes, checkpoints and packages, in the papers' orders; and what it
+refuses."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+from recpipe_deeprecsys.characterize import task
+from recpipe_deeprecsys.characterize.operators import CLASSES, FC, LOOKUP
+from recpipe_deeprecsys.characterize.roofs import Roofs
+from recpipe_deeprecsys.tests.test_roofs import samples
+
+from recpipe.config.compose import compose
+from recpipe.errors import UserError
+from recpipe.run import run
+
+SAMPLES = 8
+QUICK = (
+    *("task=characterize", "trainer.backend=plain", "characterize.seconds=0.001", "characterize.batches=4"),
+    *(f"data.batch_size={SAMPLES}", "data.samples=200"),
+)
+SMALL = (*QUICK, "data=synthetic", "data.tables={a: 50, b: 400}", "model.bottom=[8]", "model.top=[8]")
+
+
+class Machine:
+    """One that does not exist, and is not slow."""
+
+    roofs, again = Roofs.of(samples(1e3), 2), False
+
+
+@pytest.fixture(autouse=True)
+def _machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(task, "Machine", Machine)
+
+
+def told(folder: Path, *words: str) -> dict[str, Any]:
+    found = run(compose(list(words)), folder)
+    assert json.loads((folder / "characterize.json").read_text()) == json.loads(json.dumps(found))
+    return found
+
+
+@pytest.mark.parametrize("mode", ["inference", "training"])
+def test_a_recipe_by_batch_size(tmp_path: Path, mode: str) -> None:
+    found = told(tmp_path, *SMALL, "characterize.batch_sizes=[1,16]", f"characterize.mode={mode}")
+    (model,) = found["models"]
+    assert [batch["batch_size"] for batch in model["batches"]] == [1, 16]
+    for batch in model["batches"]:
+        shares = [batch["classes"][name]["share"] for name in CLASSES]
+        assert sum(shares) + batch["between"]["share"] == pytest.approx(1)
+        assert batch["classes"][FC]["per_weight"] == pytest.approx(2 * batch["batch_size"])
+        assert batch["classes"][LOOKUP]["per_weight"] == 1
+        assert {row["phase"] for row in batch["operators"]} >= {"forward"}
+        assert any(row["phase"] == "backward" for row in batch["operators"]) == (mode == "training")
+    assert {(table["name"], table["rows"]) for table in model["tables"]} == {("a", 50), ("b", 400)}
+    assert all(table["bytes"] == 4 * table["dim"] * table["rows"] for table in model["tables"])
+    assert model["skew"]["batches"] == model["reuse"]["batches"] == 4
+    page = (tmp_path / "characterize.html").read_text()
+    assert all(word in page for word in ("Roofline", "Access skew", "Misses of all tables", *CLASSES))
+
+
+def small(name: str) -> tuple[str, ...]:
+    return (*QUICK, f"experiment={name}", "data.table_scale=0.0005", "data.eval_fraction=0.5")
+
+
+def test_shares_have_the_papers_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the least times that the operators can take, for what they do take is the machine's: of lookups RMC2
+    > RMC1 > RMC3, of layers the reverse (Gupta et al., figure 10)."""
+    monkeypatch.setattr(task.page, "write", lambda told, folder: None)
+    lookups, layers = [], []
+    for name in ("rmc2", "rmc1", "rmc3"):
+        (model,) = told(tmp_path / name, *small(name))["models"]
+        classes = model["batches"][0]["classes"]
+        whole = sum(own["least_seconds"] for own in classes.values())
+        lookups.append(classes[LOOKUP]["least_seconds"] / whole)
+        layers.append(classes[FC]["least_seconds"] / whole)
+        sizes = {"rmc1": (0.20e6, 82e3), "rmc2": (0.64e6, 983e3), "rmc3": (6.41e6, 26e3)}[name]
+        assert classes[FC]["flops"] / SAMPLES == pytest.approx(sizes[0], rel=0.05)
+        rows = [row for row in model["batches"][0]["operators"] if row["class"] == LOOKUP]
+        assert sum(row["gathered_bytes"] for row in rows) / SAMPLES == pytest.approx(sizes[1], rel=0.02)
+    assert lookups == sorted(lookups, reverse=True)
+    assert layers == sorted(layers)
+
+
+def test_recipes_beside_each_other_are_run_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each with the words that all have and its own; here in this process."""
+    asked: list[list[str]] = []
+
+    def launch(words: list[str], folder: Path) -> None:
+        asked.append(words)
+        run(compose([word for word in words if not word.startswith("hydra")]), folder)
+
+    monkeypatch.setattr(task, "run_apart", launch)
+    words = [*SMALL, 'characterize.recipes=["model.top=[4]","data.batch_size=4 seed=3"]']
+    found = run(compose(words), tmp_path, words)
+    assert [model["name"] for model in found["models"]] == ["model.top=[4]", "data.batch_size=4 seed=3"]
+    assert [model["batches"][0]["batch_size"] for model in found["models"]] == [SAMPLES, 4]
+    assert asked[1][: len(SMALL)] == list(SMALL)
+    assert asked[1][-3:-1] == ["data.batch_size=4", "seed=3"]
+
+
+@pytest.mark.parametrize(
+    ("words", "told_of"),
+    [
+        (["characterize.batch_sizes=[0]"], r"characterize\.batch_sizes.*0"),
+        (["characterize.batch_sizes=[]"], r"characterize\.batch_sizes"),
+        (["characterize.batch_sizes=[100000]"], r"batch_sizes=100000: the data have \d+ samples to train"),
+        (["characterize.mode=both"], r"characterize\.mode.*inference"),
+        (["characterize.source=/no/such"], r"source=/no/such: there is no such checkpoint, run or package"),
+        (["characterize.study=true"], r"study is about a trained model's weights"),
+        (["+plugin=hotline"], r"leave \+plugin=hotline out"),
+        (['characterize.recipes=["seed=1"]'], "words of the command line"),
+        (
+            ["data.batch_size=160", "characterize.batch_sizes=[16]"],
+            r"ids of 2 batches of data\.batch_size=160",
+        ),
+        (["characterize.seconds=0"], r"characterize\.seconds"),
+    ],
+)
+def test_what_cannot_be_is_one_clear_line(tmp_path: Path, words: list[str], told_of: str) -> None:
+    with pytest.raises(UserError) as refused:
+        run(compose([*SMALL, *words]), tmp_path)
+    assert re.search(told_of, str(refused.value)), refused.value
+    assert "\n" not in str(refused.value)
+
+
+def test_an_unknown_recipe_of_several_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def launch(words: list[str], folder: Path) -> None:
+        compose([word for word in words if not word.startswith("hydra")])
+
+    monkeypatch.setattr(task, "run_apart", launch)
+    words = [*SMALL, 'characterize.recipes=["experiment=rmc9"]']
+    with pytest.raises(UserError, match=r"characterize\.recipes: 'experiment=rmc9': .*rmc1"):
+        run(compose(words), tmp_path, words)
