@@ -75,6 +75,16 @@ COMMANDS = {
         "[overwrite=true]",
         "what a server needs of it, compiled, in one directory",
     ),
+    "apply": Command(
+        "recpipe.answers.apply:apply_command",
+        "BASE DELTA... [out=DIRECTORY] [trust=PUBKEY] [sign=KEY] [overwrite=true]",
+        "the package of a later step: a package, and the deltas that a run has published since",
+    ),
+    "log": Command(
+        "recpipe.answers.apply:log_command",
+        "PACKAGE [DIRECTORY]",
+        "the deltas that follow a package: their steps, times, rows and bytes",
+    ),
     "plugins": Command(
         "recpipe.tasks.plugins:plugins",
         "[new kind name]",

@@ -118,6 +118,11 @@ def train(context: TaskContext, watcher: Watcher | None = None) -> RunResult:
         training = Training(run, plan, placed, watcher)
 
         # 7. Lightning runs the loop.
+        if cfg.trainer.publish.dir is not None and watcher is None:
+            # It packages, with a compiler that takes a second to import.
+            from recpipe.answers.publish import Publisher
+
+            users = [*users, Publisher(cfg.trainer.publish, training, files.late)]
         finished = training.fit(logger, users, files.late)
 
         # 8. The report: figures first, since what comes after them can fail.

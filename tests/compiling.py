@@ -1,8 +1,7 @@
 """Programs of packages: compiled once for all of pytest's processes, for a compilation takes 8 s of a core.
 
-Two models have the same program if they differ in their weights alone, which are kept in a file of their own.
-But for those that the compiler puts into the program: numbers, as the bias of one output, and the weights of
-layers in low precision.
+Two models have the same program if they differ in their weights alone, which are kept in a file of their own,
+but for those of layers in low precision, which the compiler puts into the program.
 """
 
 from __future__ import annotations
@@ -49,7 +48,7 @@ def _named(program: ExportedProgram, march: str | None, width: int, frozen: bool
     found = hashlib.sha256(repr((str(program), examples, march, width, frozen)).encode())
     for name, value in sorted({**program.constants, **program.state_dict}.items()):
         assert isinstance(value, torch.Tensor), name
-        if name in program.state_dict and value.numel() > 1 and not frozen:
+        if name in program.state_dict and not frozen:
             continue
         found.update(f"{name} {value.dtype} {tuple(value.shape)}".encode())
         found.update(value.detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes())

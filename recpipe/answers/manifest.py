@@ -141,16 +141,22 @@ def private_key(file: Path) -> PrivateKey:
 def require_signed(directory: Path, trust: Path) -> None:
     """``UserError`` unless the manifest of the package ``directory`` is signed by the owner of the public key
     in the file ``trust``."""
-    key, file = _loaded_key("trust", trust), directory / SIGNATURE
+    require_signed_file(directory / MANIFEST, directory / SIGNATURE, trust)
+
+
+def require_signed_file(signed: Path, file: Path, trust: Path) -> None:
+    """``UserError`` unless ``file`` has the signature of ``signed`` by the owner of the public key in
+    ``trust``."""
+    key = _loaded_key("trust", trust)
     if file.is_symlink() or not file.is_file():
-        raise UserError(f"{file} is missing, and trust={trust} asks for a signature: package with sign=KEY")
+        raise UserError(f"{file} is missing, and trust={trust} asks for a signature: make it with sign=KEY")
     from cryptography.exceptions import InvalidSignature
 
     try:
-        key.verify(file.read_bytes()[:LARGEST_KEY], (directory / MANIFEST).read_bytes())
+        key.verify(file.read_bytes()[:LARGEST_KEY], signed.read_bytes())
     except InvalidSignature:
         raise UserError(
-            f"{file} is no signature of {MANIFEST} by the key that belongs to trust={trust}: the package is "
+            f"{file} is no signature of {signed.name} by the key that belongs to trust={trust}: it is "
             "somebody else's, or was altered"
         ) from None
 

@@ -185,7 +185,7 @@ def package_for(
             )
             found = of_packaged(checkpoint, parts.content) if is_package(checkpoint) else None
             found = found if options.index is None else of_index(options.index)
-            with _beside(directory) as partial:
+            with beside(directory) as partial:
                 difference = _write(partial, parts, options, found)
         size = readable_bytes(sum(file.stat().st_size for file in directory.rglob("*") if file.is_file()))
         log.info("wrote %s: %s, golden scores within %.1e of the model's", directory, size, difference)
@@ -273,7 +273,7 @@ def _write_retriever(folder: Path, found: Retrieval, options: Options) -> None:
 
 
 @contextmanager
-def _beside(directory: Path) -> Iterator[Path]:
+def beside(directory: Path) -> Iterator[Path]:
     """A new directory that takes the place of ``directory`` at the end of the block, and is removed after an
     error."""
     partial = None

@@ -243,6 +243,7 @@ class Program:
         self, directory: Path, about: "dict[str, Any]", constants: "dict[str, torch.Tensor] | None"
     ) -> None:
         self.about, self.first = about, about["from"]
+        self.constants: dict[str, torch.Tensor] = {}
         try:
             self.run = torch._inductor.aoti_load_package(str(directory / about["file"]))
         except RuntimeError as fault:
@@ -252,9 +253,14 @@ class Program:
                 f"that there is space, or set TMPDIR to another directory ({why})"
             ) from fault
         if constants is not None:
-            # The program refers to its constants, which must therefore stay. It has the smallest ones itself.
-            self.constants = {name: constants[name] for name in self.run.get_constant_fqns()}
-            self.run.load_constants(self.constants, check_full_update=False, user_managed=True)
+            self.use(constants)
+
+    def use(self, constants: "dict[str, torch.Tensor]") -> None:
+        """Take these ``constants`` from the next call on. None may be made meanwhile."""
+        # The program refers to them: those before may go once it has the others.
+        named = {name: constants[name] for name in self.run.get_constant_fqns()}
+        self.run.load_constants(named, check_full_update=False, user_managed=True)
+        self.constants = named
 
     def __call__(self, dense: torch.Tensor, found: "list[torch.Tensor]") -> torch.Tensor:
         """Scores float32 [B]."""
@@ -265,6 +271,11 @@ class Program:
         # It reads a tensor's memory from its beginning on, whatever its strides are.
         scores: torch.Tensor = self.run.loader.boxed_run([dense, *(each.contiguous() for each in found)])[0]
         return scores
+
+
+def constants_of(file: Path) -> "set[str]":
+    """The names of the constants that a compiled program takes."""
+    return set(torch._inductor.aoti_load_package(str(file)).get_constant_fqns())
 
 
 class RowMap:
@@ -281,15 +292,20 @@ class RowMap:
 
 
 class Tables:
-    """All tables in one buffer uint8, with the byte at which each begins. ``mapped``: see ``Scorer``."""
+    """All tables in one buffer uint8, with the byte at which each begins. ``mapped``: see ``Scorer``;
+    ``writable``: such a buffer may be written to, which the files do not see: it has copies of the pages that
+    are, and the others in common."""
 
-    def __init__(self, directory: Path, about: dict[str, Any], mapped: bool = False) -> None:
+    def __init__(
+        self, directory: Path, about: dict[str, Any], mapped: bool = False, writable: bool = False
+    ) -> None:
         self.about = about
         found = {name: tensors(directory / table["file"]) for name, table in about.items()}
         self.places = {name: table["places"].clone() for name, table in found.items() if "places" in table}
         self.starts: dict[str, int] = {}
         if mapped:
-            self.rows, begins = side_by_side([directory / table["file"] for table in about.values()])
+            files = [directory / table["file"] for table in about.values()]
+            self.rows, begins = side_by_side(files, writable)
             for name, begin in zip(about, begins, strict=True):
                 self.starts[name] = begin + int(found[name]["rows"].storage_offset())
             return
@@ -301,9 +317,9 @@ class Tables:
             self.rows[self.starts[name] :][: table["rows"].nbytes] = table["rows"].view(-1)
 
 
-def side_by_side(files: "list[Path]") -> "tuple[torch.Tensor, list[int]]":
-    """The files' bytes, mapped behind each other into one buffer uint8 that must not be written to, and where
-    each begins."""
+def side_by_side(files: "list[Path]", writable: bool = False) -> "tuple[torch.Tensor, list[int]]":
+    """The files' bytes, mapped behind each other into one buffer uint8 that must not be written to unless it
+    is ``writable``, and where each begins."""
     begins, end = [], 0
     for file in files:
         begins.append(end)
@@ -318,7 +334,8 @@ def side_by_side(files: "list[Path]") -> "tuple[torch.Tensor, list[int]]":
         place = buffer.data_ptr() + begin
         with file.open("rb") as stream:
             size, how = os.fstat(stream.fileno()).st_size, mmap.MAP_PRIVATE | fixed
-            if map_at(place, size, mmap.PROT_READ, how, stream.fileno(), 0) != place:
+            access = mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0)
+            if map_at(place, size, access, how, stream.fileno(), 0) != place:
                 raise OSError(ctypes.get_errno(), f"cannot map {file}")
     return buffer, begins
 
@@ -516,12 +533,15 @@ def sealed(directory: Path) -> dict[str, Any]:
     return found
 
 
-def check_files(directory: Path, files: "dict[str, str]") -> None:
-    """``PackageError`` unless the package holds exactly these files, with these digests, and no links."""
-    known = {*files, MANIFEST, DIGEST, SIGNATURE}
+def check_files(
+    directory: Path, files: "dict[str, str]", own: "tuple[str, ...]" = (MANIFEST, DIGEST, SIGNATURE)
+) -> None:
+    """``PackageError`` unless the package holds exactly these files, with these digests, and no links beside
+    its ``own``, of which the first is the manifest."""
+    known = {*files, *own}
     outside = next((name for name in files if name.startswith("/") or ".." in name.split("/")), None)
     if outside is not None:
-        raise PackageError(f"{directory / MANIFEST} names {outside[:80]!r}, which is not in the package")
+        raise PackageError(f"{directory / own[0]} names {outside[:80]!r}, which is not in the package")
     for folder, folders, names in os.walk(directory):
         for file in (Path(folder, name) for name in (*folders, *names)):
             name = file.relative_to(directory).as_posix()
@@ -529,7 +549,7 @@ def check_files(directory: Path, files: "dict[str, str]") -> None:
                 raise PackageError(f"{file} is a link or no file at all: put the file itself there")
             # Python writes the latter where score.py is imported from the package.
             if file.is_file() and name not in known and not fnmatchcase(name, "__pycache__/score.*.pyc"):
-                raise PackageError(f"{file} is not in {MANIFEST}: remove it, or package the checkpoint anew")
+                raise PackageError(f"{file} is not in {own[0]}: remove it, or package the checkpoint anew")
     for name, digest in files.items():
         file = directory / name
         if not file.is_file():
@@ -544,9 +564,9 @@ def check_tables(directory: Path, manifest: dict[str, Any]) -> None:
     tables, features = manifest["tables"], {about["name"]: about["rows"] for about in manifest["sparse"]}
     for name, table in tables.items():
         found = tensors(member(directory, manifest, table["file"]))
-        bits, rows, places = BITS[table["type"]], found["rows"], found.get("places")
-        width = table["dimension"] * bits // 8 + (SCALE_BYTES if bits <= 8 else 0)
-        fits = rows.dtype == torch.uint8 and table["dimension"] > 0 and list(rows.shape[1:]) == [width]
+        rows, places = found["rows"], found.get("places")
+        fits = rows.dtype == torch.uint8 and table["dimension"] > 0
+        fits = fits and list(rows.shape[1:]) == [row_bytes(table)]
         if places is None:
             fits = fits and len(rows) == table["rows"]
         else:
@@ -561,6 +581,12 @@ def check_tables(directory: Path, manifest: dict[str, Any]) -> None:
                     f"{directory / MANIFEST}: ids of '{feature}' go up to {features[feature]}, and its table "
                     f"has {tables[table]['rows']} rows"
                 )
+
+
+def row_bytes(table: "dict[str, Any]") -> int:
+    """Bytes of a row of a table, by what the manifest says of it."""
+    bits: int = BITS[table["type"]]
+    return int(table["dimension"]) * bits // 8 + (SCALE_BYTES if bits <= 8 else 0)
 
 
 def check_maps(directory: Path, manifest: dict[str, Any]) -> None:

@@ -50,14 +50,16 @@ def compiler() -> str | None:
 def compile_program(
     program: ExportedProgram, march: str | None, width: int, frozen: bool = False
 ) -> tuple[memoryview, list[str]]:
-    """Compile ``program`` without its constants; ``frozen``: with them, packed for oneDNN, so that layers in
-    int8 are multiplied so.
+    """Compile ``program`` without its constants, all of which can be replaced in what is compiled;
+    ``frozen``: with them, packed for oneDNN, so that layers in int8 are multiplied so.
 
     ``march``: the compiler's target; None: this machine. ``width``: bits of a vector register.
 
     Returns the content of a .pt2 file, and the compiler's flags that the kernels need beside ``march``.
     """
     options: dict[str, Any] = {"aot_inductor.package_constants_in_so": False}
+    # Without it, vectors of up to eight values are numbers in the code.
+    options["always_keep_tensor_constants"] = True
     if frozen:
         options = {"freezing": True}
     if march is not None:

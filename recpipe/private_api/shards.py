@@ -60,6 +60,12 @@ class LocalShard:
                 if tensor.numel():
                     tensor[low:high].copy_(torch.from_numpy(value))
 
+    def weights_of(self, rows: NDArray[np.int64]) -> NDArray[np.float32]:
+        """A copy of the weights of its distinct ``rows``, float32 [n, columns]."""
+        at = torch.from_numpy(rows).to(self.weights.device)
+        found: NDArray[np.float32] = self.weights.detach()[at].to("cpu", torch.float32).numpy()
+        return found
+
     def replace(self, rows: NDArray[np.int64], weights: torch.Tensor, state: torch.Tensor) -> None:
         """Replace weights and optimizer state of its distinct ``rows``."""
         at = torch.from_numpy(rows).to(self.weights.device)

@@ -101,7 +101,16 @@ class ShowsRows(ABC):
         """A copy of the weights of distinct resident ``rows`` after the last batch, float32 [n, D]."""
 
 
-class RowCollection(TableCollection):
+class ReadsRows(ABC):
+    """A collection that reads the weights of single rows between two batches."""
+
+    @abstractmethod
+    def weights_of(self, rows: RowIds) -> NDArray[np.float32]:
+        """A copy of the weights of distinct, ascending ``rows`` of the group after the last step, float32 [n,
+        D]; all ranks call it with the same rows."""
+
+
+class RowCollection(TableCollection, ReadsRows):
     """A collection that reads and writes any row of any table by its number in ``tables``."""
 
     replicated = False
@@ -126,6 +135,9 @@ class RowCollection(TableCollection):
     def records_of(self, rows: RowIds) -> torch.Tensor:
         """A copy of the records of distinct ``rows`` after the last step, float32 [n, width]."""
         raise UserError(f"{type(self).__name__} looks up no ids but the batch's own")
+
+    def weights_of(self, rows: RowIds) -> NDArray[np.float32]:
+        return to_numpy(self.records_of(rows)[:, : self.tables.dim])
 
     def replace_records(self, rows: RowIds, records: torch.Tensor) -> None:
         """Replace the records of distinct ``rows`` by ``records`` (float32 [n, width])."""

@@ -29,6 +29,7 @@ from recpipe.data.parts import require_ids
 from recpipe.plugin.bags import RowIds
 from recpipe.plugin.collection import TableCollection, TierTimes
 from recpipe.plugin.tables import TableSet
+from recpipe.tables.changes import ChangedRows
 from recpipe.tables.rows import row_bags
 from recpipe.tables.tiers.plan import TierPlan
 
@@ -55,6 +56,8 @@ class GroupTables:
     """Whether ``find`` has work to do."""
     prefetches = False
     """Whether to fetch a batch's rows while the batch before it trains."""
+    changes: ChangedRows | None = None
+    """What notes the rows that are updated; None: nobody asks for them."""
 
     def find(self, ids: KeyedJaggedTensor) -> Any:
         """What ``input_dist`` needs of a batch's ids and no other batch has a part in; None: it does it all.
@@ -289,7 +292,11 @@ class GroupRows:
         FBGEMM's CPU update enters a parallel region for every table, which costs more than the threads gain.
         If several ranks train, torch's own operators make the update.
         """
-        if self.frozen or self.updated or self._gradients:  # by a graph, or by the model's backward pass
+        if self.frozen:
+            return
+        if self.tables.changes is not None:
+            self.tables.changes.looked_up(self.ids)
+        if self.updated or self._gradients:  # by a graph, or by the model's backward pass
             return
         if self.plan is not None:
             self.tables.wait()

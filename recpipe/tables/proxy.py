@@ -34,7 +34,7 @@ from recpipe.plugin.bags import RowIds
 from recpipe.plugin.collection import TableCollection
 from recpipe.plugin.tables import row_chunks
 from recpipe.tables.collection import RowCollection
-from recpipe.tables.group_rows import GroupRows
+from recpipe.tables.group_rows import GroupRows, GroupTables
 from recpipe.tables.groups import Group
 from recpipe.tables.rows import looked_up, pool, table_bags, updated
 
@@ -210,6 +210,9 @@ class CollectionProxy(ABC, nn.Module):
             if stay is not None:
                 after = torch.where(stay[:, None], after, before)
             collection.replace_records(rows, after)
+            driven = collection.offers(GroupTables)
+            if driven is not None and driven.changes is not None:
+                driven.changes.add(rows)
 
     # -- names -------------------------------------------------------------------------------
 

@@ -166,6 +166,25 @@ class SwaConfig:
 
 
 @dataclass(frozen=True)
+class PublishConfig:
+    """``trainer.publish``: deltas of a package that a run writes while it trains."""
+
+    dir: FilePath | None = None
+    """Where they are written; None: nothing is published."""
+    every_steps: Positive | None = None
+    every_seconds: Annotated[float, Gt(0)] | None = None
+    base: FilePath | None = None
+    """The package that they begin with; None: ``base.recpipe`` in ``dir``, made when the run starts."""
+    sign: FilePath | None = None
+    """A private Ed25519 key, as a PEM file, by which they are signed."""
+
+    def __post_init__(self) -> None:
+        """``UserError`` unless the interval of what is published is said once."""
+        if self.dir is not None and (self.every_steps is None) == (self.every_seconds is None):
+            raise UserError("trainer.publish: say how often, by one of every_steps=500 and every_seconds=30")
+
+
+@dataclass(frozen=True)
 class TrainerConfig:
     """``conf/trainer``; ``eval_every`` and ``checkpoint_every`` are whole steps or a share of an epoch."""
 
@@ -207,6 +226,7 @@ class TrainerConfig:
     """How many batches of each part are taken; None: all."""
     limit_val_batches: Limit | None = None
     limit_test_batches: Limit | None = None
+    publish: PublishConfig = PublishConfig()
     fast_dev_run: bool | Positive = False
     """How many steps and batches of each part to try, writing no checkpoint and no log; False: no trial."""
 
@@ -239,6 +259,7 @@ class TrainerConfig:
             best_checkpoint=None,
             early_stopping=None,
             logger=None,
+            publish=PublishConfig(),
         )
 
     def limits(self) -> list[tuple[SplitName, int | float]]:

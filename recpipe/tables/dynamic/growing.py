@@ -29,9 +29,10 @@ from recpipe.errors import UserError
 from recpipe.plugin.bags import RowIds
 from recpipe.plugin.collection import TableCollection
 from recpipe.plugin.tables import Table, TableSet
+from recpipe.tables.changes import ChangedIds
 from recpipe.tables.dynamic import loops
 from recpipe.tables.dynamic.admission import Keys
-from recpipe.tables.dynamic.id_map import IdMap, Rows, Turn
+from recpipe.tables.dynamic.id_map import Content, IdMap, Rows, Turn
 from recpipe.tables.dynamic.loops import DEFAULT_ROW, FIRST_ROW
 from recpipe.tables.dynamic.saved import load_map, save_map
 from recpipe.tables.dynamic.spreading import Growing, with_values
@@ -102,6 +103,8 @@ class GrowingTables:
                 self._renewed.append((_renewing(collection, group), held))
         self._lock = threading.RLock()
         self._pending: deque[Plan] = deque()
+        self.changes: ChangedIds | None = None
+        """What notes the ids that get and lose rows; None: nobody asks for them."""
         self.unknown = 0
         """Lookups of evaluations and predictions that got the default row."""
 
@@ -160,6 +163,9 @@ class GrowingTables:
         with self._lock:
             first = self._pending.popleft()
         assert first is plan, "batches are trained in the order of their plans"
+        if self.changes is not None:
+            for own_map, its_turn in plan:
+                self.changes.begun(own_map.growth.table, its_turn)
         turns = {id(own): turn for own, turn in plan}
         for tables, held in self._renewed:
             rows, records = list[RowIds](), list[torch.Tensor]()
@@ -172,7 +178,10 @@ class GrowingTables:
                 rows.append(own + each.tables.layout.bases[each.index])
                 records.append(each.records(own, turn.keys[order]))
             if rows:
-                tables.renew(np.concatenate(rows), torch.cat(records))
+                renewed = np.concatenate(rows)
+                tables.renew(renewed, torch.cat(records))
+                if tables.changes is not None:
+                    tables.changes.add(renewed)
 
     def forget(self) -> None:
         """Undo all plans of batches whose turn has not come."""
@@ -246,15 +255,19 @@ class GrowingTables:
 
     # -- checkpoints and figures ---------------------------------------------------------------
 
+    def content_of(self, own: IdMap) -> Content:
+        """A copy of a map's content as it was after the last batch whose turn has come."""
+        with self._lock:
+            content = own.content.copied()
+            turns = [turn for plan in self._pending for each, turn in plan if each is own]
+        for turn in reversed(turns):
+            content.undo(turn)
+        return content.copied()
+
     def save(self, directory: Path) -> None:
         """Write the maps as they were after the last batch whose turn has come."""
         for own in self.maps.values():
-            with self._lock:
-                content = own.content.copied()
-                turns = [turn for plan in self._pending for each, turn in plan if each is own]
-            for turn in reversed(turns):
-                content.undo(turn)
-            save_map(directory, own.growth, own.capacity, content.copied())
+            save_map(directory, own.growth, own.capacity, self.content_of(own))
 
     def load(self, directory: Path) -> None:
         """Go on from the maps of a checkpoint; ``UserError`` if they are of tables that grow otherwise."""

@@ -14,6 +14,7 @@ from typing import Any, cast
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import nn
 from torchrec.modules.embedding_configs import EmbeddingBagConfig
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, KeyedTensor
@@ -29,7 +30,7 @@ from recpipe.plugin.skipper import RowFilter
 from recpipe.plugin.store import IoCounters
 from recpipe.plugin.tables import Region, Values, row_chunks
 from recpipe.private_api import module_name
-from recpipe.tables.collection import TORCHREC_OPTIMIZERS, SavesPlacement
+from recpipe.tables.collection import TORCHREC_OPTIMIZERS, ReadsRows, SavesPlacement
 from recpipe.tables.group_rows import GroupRows, GroupTables
 from recpipe.tables.sharding.own import LocalShard, ShardsLookup, ShardTiers, filled_lookups
 from recpipe.tables.sharding.plan import Shard
@@ -60,7 +61,7 @@ class ShardedRows(GroupRows):
             self.sent.fetch_rows()
 
 
-class ShardedCollection(TableCollection, GroupTables, SavesPlacement):
+class ShardedCollection(TableCollection, GroupTables, SavesPlacement, ReadsRows):
     """Group ``number`` of the tables of ``env``, run by TorchRec's sharded module and its fused optimizer.
 
     ``tiers``: the tiers with its rows, if they are not all in memory.
@@ -264,6 +265,36 @@ class ShardedCollection(TableCollection, GroupTables, SavesPlacement):
                 elif width:
                     state[here, columns] = value
         return weights, state
+
+    def weights_of(self, rows: RowIds) -> NDArray[np.float32]:
+        """See ``ReadsRows``; each rank sends the others what it has of these rows."""
+        layout, rank, world = self.tables.layout, self.env.rank, self.env.plan.world
+        self.empty_cache(forget=False)
+        cuts = np.searchsorted(rows, layout.bases)
+        found = np.empty((len(rows), self.tables.dim), np.float32)
+        for index, table in enumerate(layout.tables):
+            first = int(cuts[index])
+            own = rows[first : int(cuts[index + 1])] - layout.bases[index]
+            if not len(own):
+                continue
+            shards, replicated = self.shards[table].shards, self.shards[table].replicated
+            parts = [(shard, *np.searchsorted(own, (shard.row, shard.row + shard.rows))) for shard in shards]
+            mine = [np.empty(0, np.float32)]
+            for shard, low, high in parts:
+                if (replicated or shard.rank == rank) and low < high:
+                    local, _, _ = self._part(table, shard, slice(shard.row, shard.row))
+                    mine.append(local.weights_of(own[low:high] - shard.row).reshape(-1))
+            flat = np.concatenate(mine)
+            received = {rank: flat} if replicated else dict(enumerate(self.env.channel.gather(flat)))
+            at = dict.fromkeys(range(world), 0)
+            for shard, low, high in parts:
+                sender = rank if replicated else shard.rank
+                count = (high - low) * shard.columns
+                values = received[sender][at[sender] : at[sender] + count].reshape(high - low, -1)
+                here = slice(first + int(low), first + int(high))
+                found[here, shard.column : shard.column + shard.columns] = values
+                at[sender] += count
+        return found
 
     def write(self, region: Region, values: Values) -> None:
         """Replace this rank's part of the weights and optimizer state of ``region``."""

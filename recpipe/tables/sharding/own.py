@@ -256,11 +256,19 @@ class TieredShard:
         """Replace weights and optimizer state of its rows [low, high)."""
         self._tiers.write(Region(self._table, low, high, 0, self.shape[1]), values)
 
+    def weights_of(self, rows: NDArray[np.int64]) -> NDArray[np.float32]:
+        """A copy of the weights of its distinct ``rows``, float32 [n, columns]."""
+        return self._tiers.weights_of(rows + self._base)
+
     def replace(self, rows: NDArray[np.int64], weights: torch.Tensor, state: torch.Tensor) -> None:
         """Replace weights and optimizer state of its distinct ``rows``."""
+        self._tiers.renew(rows + self._base, torch.cat((weights, state), 1))
+
+    @property
+    def _base(self) -> int:
+        """The number of its row 0 in the tiers."""
         layout = self._tiers.tables.layout
-        base = int(layout.bases[layout.tables.index(self._table)])
-        self._tiers.renew(rows + base, torch.cat((weights, state), 1))
+        return int(layout.bases[layout.tables.index(self._table)])
 
 
 LocalShard = private_api.LocalShard | TieredShard

@@ -1,0 +1,315 @@
+"""Deltas: what a run publishes, applied to a package, is the package of the later step; what is refused."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+import recpipe
+from recpipe.answers import publish, score
+from recpipe.answers.apply import apply_command, apply_deltas, chain_lines, log_command
+from recpipe.answers.delta import Change, Delta, Version, deltas_in, with_ids, write_delta
+from recpipe.answers.manifest import read_manifest
+from recpipe.answers.parts import MAPS
+from recpipe.answers.score import RowMap
+from recpipe.checkpoint.table_io import newest
+from recpipe.config.compose import compose
+from recpipe.errors import UserError
+from recpipe.private_api.compiled import compiler
+from recpipe.run import run
+from recpipe.tables.changes import NO_ROW, ChangedIds, ChangedRows
+from tests.data.test_growing_files import folder as growing_folder
+from tests.data.test_growing_files import words as growing_words
+
+needs_compiler = pytest.mark.skipif(compiler() is None, reason="packages are compiled: no C++ compiler here")
+SYNTHETIC = (
+    "data.samples=2000",
+    "data.batch_size=64",
+    "data.tables={a: 300, b/c: 80, d.e: 60}",
+    "data.pooling=[1, 3, 1]",
+    "model.bottom=[16]",
+    "model.top=[16]",
+    "trainer.device=cpu",
+    "trainer.progress=false",
+    "trainer.logger=null",
+    "task.page=false",
+)
+FIRST, LAST = 3, 9
+"""The steps of the base, and of the package that is compared."""
+folder = growing_folder
+
+
+def trained(words: list[str], place: Path, step: int, *more: str) -> Path:
+    """The checkpoint of a run of so many steps."""
+    limits = f"trainer.max_steps={step}", f"trainer.checkpoint_every={step}", "trainer.max_epochs=2"
+    run(compose([*words, *limits, *more]), place)
+    return newest(place)
+
+
+@dataclass(frozen=True)
+class Chain:
+    """A base, the deltas that follow it, and the package of the last one's step."""
+
+    base: Path
+    deltas: Path
+    whole: Path
+    start: Path
+    """The checkpoint of the base."""
+    words: list[str]
+
+
+def published(place: Path, words: list[str], *more: str) -> Chain:
+    """Train, package, go on and publish, and package again."""
+    start = trained(words, place / "start", FIRST)
+    base = recpipe.package(start, place / "base.recpipe", reference=False, quiet=True)
+    own = [f"trainer.publish={{dir: {place}/deltas, base: {base}, every_steps: 2}}", f"resume={start}"]
+    end = trained(words, place / "end", LAST, *own, *more)
+    whole = recpipe.package(end, place / "whole.recpipe", reference=False, quiet=True)
+    return Chain(base, place / "deltas", whole, start, words)
+
+
+def differences(one: Path, other: Path) -> list[str]:
+    """What of two packages of one step differs: files of tables, maps and parameters, exported parameters,
+    and scores of made-up requests."""
+    found = [
+        file.relative_to(one).as_posix()
+        for part in ("tables", MAPS)
+        for file in sorted((one / part).glob("*"))
+        if file.read_bytes() != (other / file.relative_to(one)).read_bytes()
+    ]
+    manifests = [read_manifest(package) for package in (one, other)]
+    for what in ("step", "tables", MAPS, "sparse"):
+        if manifests[0].get(what) != manifests[1].get(what):
+            found.append(what)
+    held = [score.tensors(package / "dense.safetensors") for package in (one, other)]
+    found += [name for name, value in held[0].items() if not torch.equal(value, held[1][name])]
+    exported = [torch.export.load(package / "program.pt2").state_dict for package in (one, other)]
+    found += [f"exported {n}" for n, value in exported[0].items() if not torch.equal(value, exported[1][n])]
+    scorers = [score.Scorer(package, mapped=True) for package in (one, other)]
+    golden = score.tensors(other / "golden.safetensors")
+    scores = [scorer(*(golden[name] for name in ("dense", "ids", "lengths"))) for scorer in scorers]
+    return found if torch.equal(*scores) else [*found, "scores"]
+
+
+@pytest.fixture(scope="module")
+def chain(tmp_path_factory: pytest.TempPathFactory) -> Chain:
+    return published(tmp_path_factory.mktemp("published"), list(SYNTHETIC))
+
+
+@needs_compiler
+def test_a_base_and_its_deltas_are_the_package_of_the_same_step(chain: Chain, tmp_path: Path) -> None:
+    deltas = [Delta.read(found) for found in deltas_in(chain.deltas).values()]
+    assert [delta.content["step"] for delta in deltas] == [5, 7, 9]
+    version = apply_deltas(chain.base, [chain.deltas], tmp_path / "made")
+    assert version == deltas[-1].version
+    assert not differences(tmp_path / "made", chain.whole)
+    assert "scores" in differences(chain.base, chain.whole), "or nothing has been trained"
+    # One by one, in place: what has been applied is a base in its turn.
+    shutil.copytree(chain.base, tmp_path / "grown")
+    for delta in deltas:
+        apply_deltas(tmp_path / "grown", [delta.directory], tmp_path / "grown", overwrite=True)
+    assert not differences(tmp_path / "grown", chain.whole)
+    rows = sum(table["rows"] for table in deltas[0].content["tables"].values())
+    assert 0 < rows < 300 + 80 + 60, "rows that were not trained are not published"
+
+
+@needs_compiler
+def test_a_row_that_is_not_noted_is_missed(
+    chain: Chain, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The comparison sees a single row that is left out."""
+    taken = ChangedRows.taken
+    monkeypatch.setattr(ChangedRows, "taken", lambda own: taken(own)[1:])
+    words = f"trainer.publish={{dir: {tmp_path}/d, base: {chain.base}, every_steps: 2}}"
+    trained(chain.words, tmp_path / "run", LAST, words, f"resume={chain.start}")
+    apply_deltas(chain.base, [tmp_path / "d"], tmp_path / "made")
+    assert "tables/a.safetensors" in differences(tmp_path / "made", chain.whole)
+
+
+@pytest.mark.soak
+@needs_compiler
+def test_a_resumed_run_goes_on_with_the_chain_and_whatever_differs_is_in_its_first_delta(
+    chain: Chain, tmp_path: Path
+) -> None:
+    """As after a kill -9: the deltas are ahead of the checkpoint that it goes on from."""
+    shutil.copytree(chain.deltas, tmp_path / "d")
+    (tmp_path / "d" / ".delta-00000004.partial").mkdir()
+    words = f"trainer.publish={{dir: {tmp_path}/d, base: {chain.base}, every_steps: 2}}"
+    trained(chain.words, tmp_path / "run", FIRST + 1, words, f"resume={chain.start}")
+    names = sorted(found.name for found in (tmp_path / "d").iterdir())
+    assert names == [f"delta-{n:08d}" for n in (1, 2, 3, 4)]
+    apply_deltas(chain.base, [tmp_path / "d"], tmp_path / "made")
+    whole = recpipe.package(newest(tmp_path / "run"), tmp_path / "whole", reference=False, quiet=True)
+    assert not differences(tmp_path / "made", whole)
+
+
+@needs_compiler
+def test_what_does_not_follow_is_refused_and_nothing_is_written(chain: Chain, tmp_path: Path) -> None:
+    one, two, three = deltas_in(chain.deltas).values()
+
+    def refused(*deltas: Path, base: Path = chain.base) -> str:
+        with pytest.raises(UserError) as fault:
+            apply_deltas(base, deltas, tmp_path / "made")
+        assert not (tmp_path / "made").exists()
+        return str(fault.value)
+
+    assert "is delta 2, and 1 is missing before it" in refused(two)
+    assert "is delta 3, and 2 is missing before it" in refused(one, three)
+    assert "is delta 1, and 1 is there already" in refused(one, one)
+    assert "is of another package: its base is" in refused(one, base=chain.whole)
+    assert "cannot read" in refused(tmp_path / "nowhere")
+    apply_deltas(chain.base, [one], tmp_path / "first")
+    assert "has no delta after 3" in refused(chain.deltas, base=_all(chain, tmp_path))
+    assert "is delta 1, and 1 is there already" in refused(one, base=tmp_path / "first")
+    # Another run on the same base.
+    other = write_delta(tmp_path, Delta.read(one).version, Change(6, 0.0, 0.0, {}, {}, {}))
+    assert "it is of another run on the same base" in refused(one, other.directory, three)
+
+
+def _all(chain: Chain, place: Path) -> Path:
+    apply_deltas(chain.base, [chain.deltas], place / "all")
+    return place / "all"
+
+
+@needs_compiler
+@pytest.mark.parametrize(
+    ("damage", "said"),
+    [
+        (
+            lambda d: (d / "rows" / "a.safetensors").write_bytes(b"x"),
+            "a.safetensors is not as it was written",
+        ),
+        (lambda d: (d / "dense.safetensors").unlink(), "dense.safetensors is missing"),
+        (lambda d: (d / "delta.json").write_text("{}"), "delta.json is not as it was written"),
+        (lambda d: (d / "delta.sha256").unlink(), "is no whole delta"),
+        (lambda d: (d / "more").write_text(""), "more is not in delta.json"),
+    ],
+)
+def test_a_damaged_delta_is_refused(
+    chain: Chain, tmp_path: Path, damage: Callable[[Path], object], said: str
+) -> None:
+    copied = Path(shutil.copytree(chain.deltas / "delta-00000001", tmp_path / "delta-00000001"))
+    damage(copied)
+    with pytest.raises(UserError, match=said):
+        Delta.read(copied)
+
+
+@needs_compiler
+def test_the_commands(chain: Chain, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = [str(chain.base), str(chain.deltas), f"out={tmp_path}/made"]
+    assert apply_command(words) == 0
+    assert "3 deltas of" in capsys.readouterr().out
+    assert log_command(words[:2]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].endswith("a base")
+    assert [line.split()[:3] for line in lines[1:4]] == [
+        [f"delta-{n:08d}", "step", f"{step},"] for n, step in ((1, 5), (2, 7), (3, 9))
+    ]
+    assert lines[4] == "3 deltas lead to step 9"
+    with pytest.raises(UserError, match="exists already"):
+        apply_command(words)
+    shutil.copytree(chain.deltas, tmp_path / "d")
+    shutil.rmtree(tmp_path / "d" / "delta-00000002")
+    assert "2 is missing before it" in "\n".join(chain_lines(chain.base, tmp_path / "d"))
+
+
+@pytest.mark.soak
+@needs_compiler
+def test_a_disk_that_is_full_delays_a_delta_and_loses_nothing(
+    chain: Chain, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls = []
+
+    def full_at_first(*arguments: object) -> Delta:
+        calls.append(arguments)
+        if len(calls) <= 2:
+            raise OSError(28, "No space left on device")
+        return write_delta(*arguments)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(publish, "write_delta", full_at_first)
+    words = f"trainer.publish={{dir: {tmp_path}/d, base: {chain.base}, every_steps: 2}}"
+    trained(chain.words, tmp_path / "run", LAST, words, f"resume={chain.start}")
+    assert len(calls) > len(deltas_in(tmp_path / "d")) > 0
+    apply_deltas(chain.base, [tmp_path / "d"], tmp_path / "made")
+    assert not differences(tmp_path / "made", chain.whole)
+
+
+@pytest.mark.soak
+@needs_compiler
+def test_training_is_the_same_with_and_without(chain: Chain, tmp_path: Path) -> None:
+    plain = trained(chain.words, tmp_path / "plain", LAST, f"resume={chain.start}")
+    package = recpipe.package(plain, tmp_path / "plain.recpipe", reference=False, quiet=True)
+    assert not differences(package, chain.whole)
+
+
+@needs_compiler
+def test_what_cannot_be_published_is_said_before_a_step(chain: Chain, tmp_path: Path) -> None:
+    def refused(*words: str) -> str:
+        with pytest.raises(UserError) as fault:
+            trained(chain.words, tmp_path / "run", LAST, *words)
+        return str(fault.value)
+
+    own = f"trainer.publish={{dir: {tmp_path}/d, base: {chain.base}, every_steps: 2}}"
+    assert "say how often" in refused(f"trainer.publish.dir={tmp_path}/d")
+    assert "averages of all rows move" in refused(own, "trainer.ema.decay=0.9")
+    assert "is of another model" in refused(own, "model.top=[8]")
+    nothing = f"trainer.publish={{dir: {tmp_path}/d, base: {tmp_path}/none, every_steps: 2}}"
+    assert "is no package" in refused(nothing)
+
+
+def test_ids_that_get_and_lose_rows_are_noted_in_their_order() -> None:
+    noted = ChangedIds()
+    noted.add("t", np.array([5, 6]), np.array([2, 3]))
+    noted.add("t", np.array([5, 7]), np.array([NO_ROW, 2]))
+    first = noted.taken()
+    assert {n: [each.tolist() for each in own] for n, own in first.items()} == {"t": [[5, 6, 7], [-1, 3, 2]]}
+    assert noted.taken() == {}
+    noted.add("t", np.array([5]), np.array([4]))
+    noted.put_back(first)
+    assert [each.tolist() for each in noted.taken()["t"]] == [[5, 6, 7], [4, 3, 2]]
+
+
+def test_a_map_with_changed_ids_finds_what_a_new_one_does() -> None:
+    keys, rows = torch.tensor([-(2**63), 3, 8, 9]), torch.tensor([0, 2, 3, 4], dtype=torch.int32)
+    made = with_ids(keys, rows, torch.tensor([1, 8, 9]), torch.tensor([3, -1, 5], dtype=torch.int32))
+    assert [each.tolist() for each in made] == [[-(2**63), 1, 3, 9], [0, 3, 2, 5]]
+    assert RowMap(*made)(torch.tensor([8, 9, 1, -(2**63)])).tolist() == [1, 5, 3, 0]
+
+
+def test_what_a_package_has_come_to_is_in_its_manifest() -> None:
+    applied = {"base": "b" * 64, "sequence": 7, "digest": "d" * 64}
+    assert Version.of({"step": 3}, "a" * 64) == Version("a" * 64, 0, "a" * 64, 3)
+    version = Version.of({"step": 3, "applied": applied}, "a" * 64)
+    assert version == Version("b" * 64, 7, "d" * 64, 3)
+    assert json.loads(json.dumps(version.to_dict())) == applied
+
+
+@needs_compiler
+@pytest.mark.soak  # resident rows are compared in the default run; tiers and ids that grow, row by row, there
+@pytest.mark.parametrize(
+    "tiers",
+    [
+        ("tiers.policy=resident",),
+        ("tiers.policy=lru", "tiers=host", "tiers.resident_bytes=20%"),
+        ("tiers.policy=lru", "tiers=ssd", "tiers.resident_bytes=20%"),
+        ("tiers.policy=nocache", "tiers=host"),
+    ],
+)
+def test_tiers_and_ids_that_grow(tiers: tuple[str, ...], folder: Path, tmp_path: Path) -> None:
+    for name, words in (("fixed", list(SYNTHETIC)), ("grown", growing_words(folder))):
+        made = published(tmp_path / name, [*words, *tiers])
+        apply_deltas(made.base, [made.deltas], tmp_path / name / "made")
+        assert not differences(tmp_path / name / "made", made.whole)
+        lost = sum(
+            own["lost"]
+            for d in deltas_in(made.deltas).values()
+            for own in Delta.read(d).content["maps"].values()
+        )
+        assert (lost > 0) == (name == "grown"), "ids have lost their rows, or tombstones show nothing"
