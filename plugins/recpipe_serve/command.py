@@ -35,6 +35,11 @@ def serve_command(words: Sequence[str]) -> int:
     config = serve_config(others)
     prepare_process()
     rows = the_plugin(mine, RowServer, "serve", "sdm") if mine else None
+    if rows is not None and config.follow is not None:
+        raise UserError(
+            "follow= and a plugin that keeps rows: its rows have one version at a time, and would be mixed; "
+            "leave one of the two out"
+        )
     if rows is not None and config.tune is not None:
         raise UserError("tune= and a plugin that keeps rows: it serves with workers=1; leave out tune=")
     with quieted(), alone(), capture_logs(None):
@@ -57,6 +62,10 @@ def serve(directory: Path, config: ServeConfig, rows: RowServer | None = None) -
     all in DRAM. ``UserError`` if it cannot be used, or if the address is taken."""
     directory = directory.expanduser()
     # A link's target may change when the package is loaded anew; the name stays.
+    if config.follow is not None and not Path(config.follow).expanduser().is_dir():
+        raise UserError(f"follow={shown(config.follow)} is no directory: name trainer.publish.dir of a run")
+    if config.rollback and (config.follow is None or config.workers > 1):
+        raise UserError("rollback=true goes back over deltas of one process: take follow= and workers=1")
     name = config.name or directory.resolve().name.partition(".")[0]
     if rows is not None and config.workers > 1:
         raise UserError(

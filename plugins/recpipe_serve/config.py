@@ -65,6 +65,25 @@ class ServeConfig:
     above 1 is the most of them. None: they are as they are said."""
     trust: FilePath | None = None
     """A public Ed25519 key, as a PEM file: packages are refused unless its owner has signed them."""
+    follow: FilePath | None = None
+    """A directory of deltas, which are taken as they come; None: none are."""
+    poll_seconds: Annotated[float, Interval(ge=0.01, le=3600)] = 0.5
+    """Seconds between two looks into that directory."""
+    versions: Annotated[int, Interval(ge=2, le=10_000)] = 8
+    """Most versions that are kept for going back."""
+    rollback: bool = False
+    """Whether clients may say which of them answers."""
+    gate_ne: Annotated[float, Ge(0)] | None = None
+    """By which share NE may be above that of the version that answers, on the latest labelled requests and in
+    training's own figures; None: by any."""
+    gate_calibration: Annotated[float, Ge(0)] | None = None
+    """How far from 1 a delta's calibration on the latest labelled requests may be."""
+    gate_drift: Annotated[float, Gt(0)] | None = None
+    """The most population stability index of a delta's scores of the latest requests, to those answered."""
+    gate_samples: Positive = 1000
+    """With fewer samples, scored or labelled, a delta is not judged by them."""
+    gate_window: Positive = 10_000
+    """The latest samples by which deltas are judged."""
     stop_seconds: Seconds = 10.0
     """Seconds that a stopping server gives the requests that it has."""
     window: Annotated[int, Interval(ge=1000, le=10**8)] = 10_000

@@ -80,6 +80,8 @@ class Batcher:
     """Requests that were put together before it was known who scores them; whoever scores has it."""
     _ended: float = 0.0
     """When a request came last, or a batch was answered."""
+    _drained: list[asyncio.Future[None]] = field(default_factory=list)
+    """Those who wait for the end of the batch that is being scored."""
     _each: float = float("inf")
     """Seconds that a sample of the latest batches took, rather less than more."""
 
@@ -119,6 +121,15 @@ class Batcher:
             await asyncio.sleep(1e-3)
         self.tell()
         self._thread.shutdown()
+
+    def drained(self) -> asyncio.Future[None]:
+        """Done once no batch is being scored that has been taken by now; later ones may be."""
+        done: asyncio.Future[None] = self._loop.create_future()
+        if self._busy:
+            self._drained.append(done)
+        else:
+            done.set_result(None)
+        return done
 
     def encode_anew(self, encoded: Callable[[Asked], Asked]) -> None:
         """Have the waiting requests ``encoded`` again, for what scores them from now on."""
@@ -175,6 +186,10 @@ class Batcher:
     def _scored_there(self, batch: list[Asked], scored: asyncio.Future[Array]) -> None:
         """The thread has scored a batch, or failed to."""
         self._busy = False
+        waiting, self._drained = self._drained, []
+        for done in waiting:
+            if not done.done():
+                done.set_result(None)
         fault = scored.exception()
         if fault is None:
             self._answer(batch, scored.result())

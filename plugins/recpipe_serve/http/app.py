@@ -24,9 +24,10 @@ from recpipe.common.versions import installed_version
 from recpipe.data.preparation import Preparation
 from recpipe.errors import StoreError, shown
 from recpipe_serve.batching.batcher import Batcher, Score
-from recpipe_serve.batching.forms import Array
+from recpipe_serve.batching.forms import Array, Asked
 from recpipe_serve.config import ServeConfig
 from recpipe_serve.errors import Refused, WrongIds, bad
+from recpipe_serve.fresh.follower import Follower, wanted_version
 from recpipe_serve.http.acceptor import Acceptor
 from recpipe_serve.http.connections import (
     Answer,
@@ -86,6 +87,7 @@ class Server:
         self.batcher = Batcher(score, config)
         self.metrics = Metrics(name, lambda: self.monitor.compared(), several)
         self.batcher.saw = self.metrics.saw
+        self.follower: Follower | None = None
         self._make_monitor = partial(Monitor, config=config, folder=folder, number=number)
         self.monitor = self._make_monitor(manifest)
         self.batcher.scored = self.monitor.saw
@@ -114,6 +116,11 @@ class Server:
         self.batcher.score, self.candidates = score, candidates
         self.metrics.serves(package)
 
+    def follow(self, follower: Follower) -> None:
+        """Show where ``follower`` is, and hand it the requests by which it judges deltas."""
+        self.follower = follower
+        self.metrics.show(follower.figures)
+
     def app(self) -> ASGIApp:
         """The application for an ASGI server, without what ``infer`` answers."""
         model = "/v2/models/{model}"
@@ -127,6 +134,7 @@ class Server:
                 Route(f"{path}/labels", self._labels, methods=["POST"]),
                 Route(f"{path}/retrieve", self._retrieve, methods=["POST"]),
                 Route(f"{path}/monitor", self._monitor),
+                Route(f"{path}/deltas", self._deltas, methods=["GET", "POST"]),
             ]
         return Starlette(routes=routes, lifespan=self._lifespan, exception_handlers={Refused: _refused})
 
@@ -182,10 +190,30 @@ class Server:
         compared = await asyncio.to_thread(self.monitor.compared)
         return _json({"name": self.name, "step": self.manifest.get("step"), **compared.to_dict()})
 
+    async def _deltas(self, request: Request) -> Response:
+        """Which versions are kept and which one answers; or another one is to answer."""
+        self._require_known(request)
+        if self.follower is None:
+            raise bad("the server follows no deltas: start it with follow=DIRECTORY")
+        if request.method == "POST":
+            if not self.config.rollback:
+                raise Refused(403, "not_allowed", "versions are chosen where the server has rollback=true")
+            body = await self._body(request)
+            try:
+                content = json.loads(body)
+            except (ValueError, RecursionError) as fault:
+                raise bad(f"the body is no JSON ({shown(fault, 100)})") from fault
+            await self.follower.go_to(wanted_version(content))
+        return _json({"name": self.name, **self.follower.told()})
+
     async def _labels(self, request: Request) -> Response:
         """Labels of requests that were answered before."""
         try:
-            return _json(await self.monitor.labelled(await self._body(request)))
+            body = await self._body(request)
+            counts = await self.monitor.labelled(body)
+            if self.follower is not None:
+                self.follower.labelled(json.loads(body)["labels"], self.monitor.tasks)
+            return _json(counts)
         except Refused:
             self.monitor.mine.posted[REFUSED] += 1
             raise
@@ -280,7 +308,8 @@ class Server:
             if unknown is not None:
                 raise bad(f"the model has no output '{shown(unknown)}'; it has {', '.join(self.outputs)}")
             request.parts.clear()
-            self.batcher.put(inputs, partial(self._answer, request, asked, names), asked.timeout)
+            done = partial(self._answer, request, asked, names, inputs)
+            self.batcher.put(inputs, done, asked.timeout)
         except Exception as fault:
             self._send(request, self._fault(fault))
 
@@ -289,6 +318,7 @@ class Server:
         request: IncomingRequest,
         asked: InferenceRequest,
         names: Sequence[str],
+        inputs: Asked,
         scores: Array | Exception,
     ) -> None:
         """Answer a request whose ``scores`` float32 [N] or [N, T] have come, or why there are none."""
@@ -299,6 +329,8 @@ class Server:
             columns = scores.reshape(len(scores), -1)
             if asked.id is not None:
                 self.monitor.keep(asked.id, columns)
+            if self.follower is not None and self.follower.gate.looks:
+                self.follower.recent.keep(asked.id, inputs, columns)
             found = {name: columns[:, self.outputs.index(name)] for name in names}
             answered = 200, *answer(asked, self.name, VERSION, found)
         except Exception as fault:

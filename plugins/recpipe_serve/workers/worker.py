@@ -35,6 +35,8 @@ from recpipe.errors import UserError
 from recpipe.tasks.process import prepare_process
 from recpipe_serve.batching.scorer import RequestScorer
 from recpipe_serve.config import ServeConfig
+from recpipe_serve.fresh.follower import Follower, catch_up
+from recpipe_serve.fresh.versions import Versions, require_followable
 from recpipe_serve.http.acceptor import Acceptor, Shares
 from recpipe_serve.http.app import Server
 from recpipe_serve.http.metrics import DIRECTORY
@@ -65,6 +67,8 @@ class Loaded:
     """How raw values are encoded, if it says that."""
     candidates: Candidates | None = None
     """What finds candidates, if it has some."""
+    versions: Versions | None = None
+    """Its scorer and what deltas make of it; None: it follows none."""
 
 
 def load(
@@ -74,9 +78,12 @@ def load(
     trust: str | None = None,
     most: int = ServeConfig.samples,
     threads: int = 1,
+    follow: Path | None = None,
+    kept: int = ServeConfig.versions,
 ) -> Loaded:
     """Load the package, once more if it was replaced meanwhile. ``UserError`` if it cannot be used, or is not
-    signed by the owner of the key ``trust``."""
+    signed by the owner of the key ``trust``. ``follow``: a directory of deltas, those of which that are there
+    are taken; so many versions are ``kept``."""
     while True:
         try:
             before = directory.stat()
@@ -86,7 +93,14 @@ def load(
             ) from fault
         try:
             read_manifest(directory, None if trust is None else Path(trust))
-            scorer = score.Scorer(directory, mapped) if rows is None else rows.scorer(directory)
+            versions = None
+            if follow is not None:
+                versions = Versions(directory, kept)
+                require_followable(versions.answering)
+                catch_up(versions, follow, None if trust is None else Path(trust))
+                scorer: score.Scorer = versions.answering
+            else:
+                scorer = score.Scorer(directory, mapped) if rows is None else rows.scorer(directory)
             preparation = read_encoding(directory, scorer.manifest)
             candidates = None
             if RETRIEVAL in scorer.manifest and preparation is not None:
@@ -95,8 +109,10 @@ def load(
                 own = (scorer.manifest, preparation, scorer.maps)
                 candidates = Candidates(directory, *own, most, threads)
             digest = (directory / score.DIGEST).read_text()
+            if versions is not None:
+                digest = versions.version.of.digest
             if os.path.samestat(before, directory.stat()):
-                return Loaded(scorer, digest[:12], preparation, candidates)
+                return Loaded(scorer, digest[:12], preparation, candidates, versions)
         except (score.PackageError, UserError, OSError) as fault:
             with suppress(OSError):
                 if not os.path.samestat(before, directory.stat()):
@@ -122,7 +138,8 @@ class Worker:
     ) -> None:
         torch.set_num_threads(config.threads)
         self.directory, self.config, self.rows, self.several = directory, config, rows, several
-        self.loaded = load(directory, rows, several, config.trust, config.samples, config.threads)
+        self.follow = None if config.follow is None else Path(config.follow).expanduser()
+        self.loaded = self._load()
         scorer = self.loaded.scorer
         folder = Path(os.environ[DIRECTORY]) if several else None
         self.server = Server(
@@ -138,6 +155,12 @@ class Worker:
             self.loaded.candidates,
         )
         self.server.metrics.serves(self.loaded.package)
+        self.follower: Follower | None = None
+        if self.loaded.versions is not None:
+            kinds = {output["name"]: output["kind"] for output in scorer.manifest["outputs"]}
+            drained = self.server.batcher.drained
+            self.follower = Follower(config, self.loaded.versions, kinds, self._use, drained)
+            self.server.follow(self.follower)
         if rows is not None:
             self.server.metrics.show(rows.counted)
         file = folder and folder / CONNECTIONS
@@ -163,10 +186,26 @@ class Worker:
             channel.setblocking(False)
             loop.add_reader(channel, self._told, channel)
             _say(channel, "ready", self.loaded)
+        following = None if self.follower is None else loop.create_task(self.follower.run())
         # The runner stops gracefully, and then raises the signal that stopped it.
-        await self.runner.serve(sockets=[listening])
+        try:
+            await self.runner.serve(sockets=[listening])
+        finally:
+            if following is not None:
+                following.cancel()
         if self.rows is not None:
             self.rows.close()  # which ends a change-over to another package
+
+    def _load(self) -> Loaded:
+        config = self.config
+        limits = (config.trust, config.samples, config.threads)
+        return load(self.directory, self.rows, self.several, *limits, self.follow, config.versions)
+
+    def _use(self, scorer: RequestScorer, package: str) -> None:
+        """Let another version of the package answer."""
+        server = self.server
+        own = (server.preparation, scorer.scorer.maps, server.candidates)
+        server.use(scorer, server.manifest, package, *own)
 
     def _told(self, channel: socket.socket) -> None:
         try:
@@ -190,8 +229,12 @@ class Worker:
             try:
                 loaded = await asyncio.to_thread(self._anew)
                 scorer = loaded.scorer
+                answers = RequestScorer(scorer)
+                if self.follower is not None and loaded.versions is not None:
+                    self.follower.begin(loaded.versions)
+                    answers = self.follower.answering
                 self.server.use(
-                    RequestScorer(scorer),
+                    answers,
                     scorer.manifest,
                     loaded.package,
                     loaded.preparation,
@@ -222,8 +265,7 @@ class Worker:
         with suppress(score.PackageError, OSError):  # loading it says what is wrong
             # A plugin puts rows in the place of others while it loads them.
             self._require_same(score.sealed(self.directory))
-        config = self.config
-        loaded = load(self.directory, self.rows, self.several, config.trust, config.samples, config.threads)
+        loaded = self._load()
         self._require_same(loaded.scorer.manifest)
         return loaded
 

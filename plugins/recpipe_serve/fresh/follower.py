@@ -1,0 +1,225 @@
+"""``recpipe serve PACKAGE follow=DIRECTORY``: takes deltas as they come, rolls back, and says where it is."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from recpipe.answers.delta import Delta
+from recpipe.common.words import readable_bytes
+from recpipe.errors import UserError
+from recpipe.model.scores import Kind
+from recpipe_serve.batching.scorer import RequestScorer
+from recpipe_serve.config import ServeConfig
+from recpipe_serve.errors import bad
+from recpipe_serve.fresh.gate import Answered, Gate, Recent
+from recpipe_serve.fresh.versions import Kept, Versions
+from recpipe_serve.monitor.monitor import read_labels
+
+log = logging.getLogger("recpipe")
+
+
+def next_delta(versions: Versions, folder: Path, trust: Path | None) -> Delta | None:
+    """The delta in ``folder`` that follows the latest version; None if it is not there yet."""
+    directory = folder / f"delta-{versions.kept[-1].of.sequence + 1:08d}"
+    return Delta.read(directory, trust) if directory.is_dir() else None
+
+
+def catch_up(versions: Versions, folder: Path, trust: Path | None) -> None:
+    """Take all deltas that are there, before any request is answered; ``UserError`` for one that cannot be
+    used."""
+    while (delta := next_delta(versions, folder, trust)) is not None:
+        versions.add(delta)
+    if versions.version is not versions.kept[-1]:
+        versions.swap()
+        versions.move(len(versions.kept) - 1)  # the other one, too, so that older steps may go
+        versions.forget()
+
+
+@dataclass
+class Counts:
+    """What has become of deltas, and rows that were changed."""
+
+    taken: int = 0
+    held_back: int = 0
+    refused: int = 0
+    rows: int = 0
+    rolled_back: int = 0
+
+
+class Follower:
+    """Follows the deltas in ``config.follow`` for the server of ``versions``.
+
+    ``use``: lets a scorer answer from the next batch on, with the digest of its version. ``drained``: waits
+    until no batch is scored any more that was taken before. ``kinds``: of the outputs.
+    """
+
+    def __init__(
+        self,
+        config: ServeConfig,
+        versions: Versions,
+        kinds: Mapping[str, Kind],
+        use: Callable[[RequestScorer, str], None],
+        drained: Callable[[], asyncio.Future[None]],
+    ) -> None:
+        assert config.follow is not None, "it is asked for"
+        self.config, self.use, self.drained = config, use, drained
+        self.folder = Path(config.follow).expanduser()
+        self.trust = None if config.trust is None else Path(config.trust)
+        self.gate, self.recent = Gate(config, kinds), Recent(config.gate_window)
+        self.counts = Counts()
+        self.stays = False
+        """Whether somebody has gone back to a version, so that newer ones wait."""
+        self._fault: str | None = None
+        self._changing = asyncio.Lock()
+        self.begin(versions)
+
+    def begin(self, versions: Versions) -> None:
+        """Go on from ``versions``, of which the one that answers does already."""
+        self.versions = versions
+        self._requests = [RequestScorer(scorer) for scorer in versions.scorers]
+
+    @property
+    def answering(self) -> RequestScorer:
+        """What answers requests."""
+        return self._requests[self.versions.front]
+
+    async def run(self) -> None:
+        """Look for deltas until it is cancelled."""
+        while True:
+            await asyncio.sleep(self.config.poll_seconds)
+            try:
+                while not self.stays and await self.look():
+                    pass
+            except UserError as fault:
+                if str(fault) != self._fault:
+                    self.counts.refused += 1
+                    log.warning("%s; version %d still answers", fault, self.versions.version.of.sequence)
+                self._fault = str(fault)
+            except Exception:
+                log.exception("following %s failed; it is tried again", self.folder)
+                await asyncio.sleep(1)
+
+    async def look(self) -> bool:
+        """Take the next delta, if it is there; ``UserError`` if it cannot be used."""
+        async with self._changing:
+            await self.drained()
+            began = time.perf_counter()
+            recent = self.recent.all() if self.gate.looks else []
+            latest = await asyncio.to_thread(self._taken, recent)
+            if latest is None:
+                return False
+            self._fault = None
+            if latest.refused is not None:
+                self.counts.held_back += 1
+                log.warning(
+                    "delta %d is held back, and delta %d still answers: %s",
+                    *(latest.of.sequence, self.versions.version.of.sequence, latest.refused),
+                )
+                return True
+            self._swap()
+            self.counts.taken += 1
+            age = time.time() - (latest.time or 0.0)
+            log.info(
+                "delta %d answers, of step %s, %.1f s old; taken in %.0f ms; %s kept for going back",
+                *(latest.of.sequence, f"{latest.of.step:,}", age, 1e3 * (time.perf_counter() - began)),
+                readable_bytes(self.versions.nbytes),
+            )
+            return True
+
+    def _taken(self, recent: list[Answered]) -> Kept | None:
+        """Bring the waiting scorer to the next delta and judge it; None if there is none."""
+        versions = self.versions
+        delta = next_delta(versions, self.folder, self.trust)
+        if delta is None:
+            return None
+        before = versions.version
+        versions.add(delta)
+        latest = versions.kept[-1]
+        waiting = self._requests[1 - versions.front]
+        latest.refused = self.gate.against(latest, before, waiting, recent)
+        self.counts.rows += sum(table["rows"] for table in delta.content["tables"].values())
+        return latest
+
+    def _swap(self) -> None:
+        versions = self.versions
+        versions.swap()
+        versions.forget()
+        self.use(self.answering, versions.version.of.digest[:12])
+
+    async def go_to(self, sequence: int | None) -> None:
+        """Let the version of delta ``sequence`` answer (0: the base), and stay there; None: go on following.
+        ``Refused`` for one that is not kept."""
+        async with self._changing:
+            if sequence is None:
+                self.stays = False
+                latest = self.versions.kept[-1]
+                sequence = latest.of.sequence if latest.refused is None else None
+            else:
+                known = [one.of.sequence for one in self.versions.kept]
+                if sequence not in known:
+                    raise bad(f"version {sequence} is not kept; there are {', '.join(map(str, known))}")
+                self.stays = True
+            places = [n for n, one in enumerate(self.versions.kept) if one.of.sequence == sequence]
+            if not places or places[0] == self.versions.served:
+                return
+            await self.drained()
+            await asyncio.to_thread(self.versions.move, places[0])
+            self._swap()
+            self.counts.rolled_back += 1
+            log.info("went to version %d, as asked to", self.versions.version.of.sequence)
+
+    def labelled(self, entries: Sequence[Any], tasks: Mapping[str, Kind]) -> None:
+        """Take in labels that the monitor has."""
+        for entry in entries if self.gate.looks else ():
+            self.recent.label(*read_labels(entry, tasks))
+
+    def figures(self) -> Mapping[str, float]:
+        """For ``/metrics``, by name."""
+        version = self.versions.version
+        return {
+            "delta": version.of.sequence,
+            "delta_seconds": 0.0 if version.time is None else time.time() - version.time,
+            "deltas_taken": self.counts.taken,
+            "deltas_held_back": self.counts.held_back,
+            "deltas_refused": self.counts.refused,
+            "delta_rows": self.counts.rows,
+            "delta_bytes_kept": self.versions.nbytes,
+        }
+
+    def told(self) -> dict[str, Any]:
+        """Where it is, for people."""
+        versions = self.versions
+        return {
+            "answering": versions.version.of.sequence,
+            "following": not self.stays,
+            "fault": self._fault,
+            "counts": vars(self.counts),
+            "bytes_kept": versions.nbytes,
+            "versions": [
+                {
+                    "sequence": one.of.sequence,
+                    "step": one.of.step,
+                    "time": one.time,
+                    "digest": one.of.digest,
+                    "refused": one.refused,
+                }
+                for one in versions.kept
+            ],
+        }
+
+
+def wanted_version(content: object) -> int | None:
+    """The version that a body asks for: ``{"sequence": 7}``, or ``{"follow": true}`` (None); ``Refused`` for
+    anything else."""
+    if isinstance(content, dict) and content == {"follow": True}:
+        return None
+    sequence = content.get("sequence") if isinstance(content, dict) and len(content) == 1 else None
+    if type(sequence) is not int:
+        raise bad('the body is neither {"sequence": NUMBER} nor {"follow": true}')
+    return sequence
