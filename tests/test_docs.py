@@ -14,6 +14,7 @@ from types import ModuleType
 
 import pytest
 from omegaconf import OmegaConf
+from recpipe_answer_cache.command import ReplayOptions
 from recpipe_deeprecsys.config import BenchOptions
 from recpipe_low_precision.command import QuantizeOptions
 from recpipe_retrieval.command import IndexOptions, RetrieveOptions
@@ -252,6 +253,11 @@ def test_commands_compose(arguments: list[str]) -> None:
     if arguments[0] == "rcp":
         options = {word.partition("=")[0] for word in arguments[2:] if "=" in word}
         assert (arguments[1], options) in RCP
+        return
+    if arguments[0] == "answer-cache":
+        mine, others = of_plugins(arguments[2:])
+        _, overrides, _ = parted(others, ReplayOptions, "answer-cache")
+        compose(["data=parquet", "+plugin=answer_cache", *mine, *overrides])
         return
     if arguments[0] in ANSWERS:
         _, overrides, _ = parted(arguments[2:], ANSWERS[arguments[0]], arguments[0])

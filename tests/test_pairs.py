@@ -28,7 +28,7 @@ PLACING = ("bagpipe", "fae", "het", "hotline", "neo", "slipstream")
 """Each decides where rows are, or which of them train."""
 BESIDE = ("quantize",)
 """Stand beside any of these that has cold rows: see their own tests."""
-FINISHED = ("low_precision", "sdm")
+FINISHED = ("answer_cache", "low_precision", "sdm")
 """Have no part in training."""
 NO_PLUGINS = ("deeprecsys", "lambda_learner", "mlperf", "perf_model", "retrieval", "serve")
 """Packages of commands and tasks."""

@@ -13,7 +13,7 @@ import recpipe
 from recpipe import kit, plugin
 from tests.processes import ROOT
 
-API = (2, 10)
+API = (2, 11)
 PUBLIC = ("recpipe", "recpipe.kit", "recpipe.plugin", "recpipe.testing")
 CONTRIBUTION = {
     "order": "EpochOrder | None",
@@ -56,6 +56,7 @@ KINDS = {
     "Plugin": ["contribute"],
     "ModelQuantizer": ["quantize"],
     "RowServer": ["close", "counted", "scorer"],
+    "AnswerServer": ["begin", "close", "counted", "find", "keep", "told"],
 }
 EXPORTS = [
     "Context",
@@ -144,6 +145,7 @@ def test_public_modules_export_what_has_a_docstring(module: object) -> None:
 
 
 ROOMS = {
+    "recpipe_answer_cache": ("answers", "commands", "common", "data", "errors", "tasks"),
     "recpipe_deeprecsys": (
         *("access", "answers", "backend", "commands", "common", "config", "data", "errors", "model"),
         *("models", "pipeline", "private_api", "profiling", "report", "setup", "tables", "tasks", "training"),

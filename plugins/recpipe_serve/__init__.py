@@ -4,6 +4,7 @@ from typing import TYPE_CHECKING
 
 from recpipe.commands import Command
 from recpipe.common.process import lazily
+from recpipe_serve.answer_server import AnswerServer
 from recpipe_serve.row_server import RowServer
 
 if TYPE_CHECKING:
@@ -11,6 +12,7 @@ if TYPE_CHECKING:
     from recpipe.answers.score import ALIGNMENT, Lookup, PackageError, Scorer, Tables, offsets_of, tensors
     from recpipe.answers.score import Call as LookupCall
     from recpipe.common.device import keep_to_one_core, one_thread
+    from recpipe_serve.batching.forms import Asked
 
 SERVE = Command(
     "recpipe_serve.command:serve_command",
@@ -20,6 +22,8 @@ SERVE = Command(
 
 NAMES = {
     "ALIGNMENT": "recpipe.answers.score:ALIGNMENT",
+    "AnswerServer": "recpipe_serve.answer_server:AnswerServer",
+    "Asked": "recpipe_serve.batching.forms:Asked",
     "Lookup": "recpipe.answers.score:Lookup",
     "LookupCall": "recpipe.answers.score:Call",
     "PackageError": "recpipe.answers.score:PackageError",
@@ -32,14 +36,16 @@ NAMES = {
     "read_lookups": "recpipe.answers.reference:read_lookups",
     "tensors": "recpipe.answers.score:tensors",
 }
-"""What this package offers to plugins that keep a served package's rows, once in ``recpipe.kit`` and
-``recpipe.plugin``.
+"""What this package offers to plugins that keep a served package's rows or its answers, once in
+``recpipe.kit`` and ``recpipe.plugin``.
 
 It is imported when it is first used: the help, which shows the command, must not wait for torch.
 """
 
 __all__ = [
     "ALIGNMENT",
+    "AnswerServer",
+    "Asked",
     "Lookup",
     "LookupCall",
     "PackageError",

@@ -7,16 +7,17 @@ import logging
 import socket
 import tempfile
 from collections.abc import Sequence
-from contextlib import closing, nullcontext, suppress
+from contextlib import ExitStack, suppress
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 
-from recpipe.answers.words import of_plugins, the_plugin
+from recpipe.answers.words import of_plugins, the_plugins
 from recpipe.common.console import alone, capture_logs
 from recpipe.common.process import imported_from, quieted
 from recpipe.errors import UserError, shown
 from recpipe.tasks.process import interrupt_on_sigterm, prepare_process
+from recpipe_serve.answer_server import AnswerServer
 from recpipe_serve.config import ServeConfig, serve_config
 from recpipe_serve.row_server import RowServer
 
@@ -34,19 +35,19 @@ def serve_command(words: Sequence[str]) -> int:
     mine, others = of_plugins(words[1:])
     config = serve_config(others)
     prepare_process()
-    rows = the_plugin(mine, RowServer, "serve", "sdm") if mine else None
+    rows, answers = the_plugins(mine, (RowServer, AnswerServer), "serve", "sdm") if mine else (None, None)
     if rows is not None and config.follow is not None:
         raise UserError(
             "follow= and a plugin that keeps rows: its rows have one version at a time, and would be mixed; "
             "leave one of the two out"
         )
-    if rows is not None and config.tune is not None:
-        raise UserError("tune= and a plugin that keeps rows: it serves with workers=1; leave out tune=")
+    if mine and config.tune is not None:
+        raise UserError("tune= and a plugin of the server: it serves with workers=1; leave out tune=")
     with quieted(), alone(), capture_logs(None):
         if config.tune is not None:
             with interrupt_on_sigterm():
                 config = tuned(Path(words[0]).expanduser(), config.tune, config)
-        serve(Path(words[0]), config, rows)
+        serve(Path(words[0]), config, rows, answers)
     return 0
 
 
@@ -57,9 +58,15 @@ def tuned(directory: Path, wanted: str, config: ServeConfig) -> ServeConfig:
     return replace(config, **found)
 
 
-def serve(directory: Path, config: ServeConfig, rows: RowServer | None = None) -> None:
+def serve(
+    directory: Path,
+    config: ServeConfig,
+    rows: RowServer | None = None,
+    answers: AnswerServer | None = None,
+) -> None:
     """Serve the package ``directory`` until SIGTERM or SIGINT, with its tables' rows kept by ``rows``; None:
-    all in DRAM. ``UserError`` if it cannot be used, or if the address is taken."""
+    all in DRAM. Requests are put to ``answers`` before the model; None: to nothing. ``UserError`` if it
+    cannot be used, or if the address is taken."""
     directory = directory.expanduser()
     # A link's target may change when the package is loaded anew; the name stays.
     if config.follow is not None and not Path(config.follow).expanduser().is_dir():
@@ -67,12 +74,16 @@ def serve(directory: Path, config: ServeConfig, rows: RowServer | None = None) -
     if config.rollback and (config.follow is None or config.workers > 1):
         raise UserError("rollback=true goes back over deltas of one process: take follow= and workers=1")
     name = config.name or directory.resolve().name.partition(".")[0]
-    if rows is not None and config.workers > 1:
+    if (rows or answers) is not None and config.workers > 1:
+        kept = "answers" if rows is None else "rows"
         raise UserError(
-            f"workers={config.workers} and a plugin that keeps rows: each worker would keep its own; serve "
+            f"workers={config.workers} and a plugin that keeps {kept}: each worker would keep its own; serve "
             "with workers=1"
         )
-    with suppress(KeyboardInterrupt), closing(rows) if rows else nullcontext(), _bound(config) as listening:
+    with ExitStack() as open_, suppress(KeyboardInterrupt), _bound(config) as listening:
+        for plugin in (rows, answers):
+            if plugin is not None:
+                open_.callback(plugin.close)
         address = f"http://{config.host}:{listening.getsockname()[1]}/v2/models/{name}"
 
         def started(difference: str) -> None:
@@ -88,7 +99,7 @@ def serve(directory: Path, config: ServeConfig, rows: RowServer | None = None) -
             else:
                 from recpipe_serve.workers.worker import BACKLOG, Worker
 
-                worker = Worker(directory, config, name, rows)
+                worker = Worker(directory, config, name, rows, answers=answers)
                 listening.listen(BACKLOG)  # clients may come as soon as it is said
                 started(f"{worker.loaded.scorer.difference:.1e}")
                 worker.run(listening)

@@ -86,16 +86,24 @@ def of_plugins(words: Sequence[str]) -> tuple[list[str], list[str]]:
 
 def the_plugin(words: Sequence[str], kind: type[T], command: str, example: str) -> T:
     """The one plugin that ``words`` choose for ``command``; ``UserError`` unless it is of this ``kind``."""
-    plugins = active_plugins(compose(list(words)))
-    found = activate(plugins)
-    if len(found) != 1 or not isinstance(found[0][1], kind):
+    (plugin,) = the_plugins(words, (kind,), command, example)
+    assert isinstance(plugin, kind)
+    return plugin
+
+
+def the_plugins(words: Sequence[str], kinds: Sequence[type], command: str, example: str) -> list[Any]:
+    """The plugins that ``words`` choose for ``command``, of each of these ``kinds`` the one, or None;
+    ``UserError`` for none at all, for others, and for two of a kind."""
+    names = active_plugins(compose(list(words)))
+    found = activate(names)
+    of_kind = {kind: [own for own in found if isinstance(own[1], kind)] for kind in kinds}
+    if not found or sum(map(len, of_kind.values())) != len(found) or max(map(len, of_kind.values())) > 1:
         raise UserError(
-            f"recpipe {command} takes one plugin for finished models, not {', '.join(plugins) or 'none'}: "
+            f"recpipe {command} takes one plugin for finished models, not {', '.join(names) or 'none'}: "
             f"say +plugin={example}"
         )
-    origin, plugin = found[0]
-    assert isinstance(plugin, kind)
-    return blamed(origin, command, plugin)
+    chosen = (own[0] if own else None for own in of_kind.values())
+    return [None if own is None else blamed(own[0], command, own[1]) for own in chosen]
 
 
 def scoring_recipe(trained: TrainedOn, words: Sequence[str]) -> Recipe:

@@ -15,11 +15,12 @@ from dataclasses import dataclass, field
 from functools import partial
 from operator import is_
 from time import monotonic, perf_counter
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
+from recpipe_serve.answer_server import AnswerServer
 from recpipe_serve.batching.forms import Array, Asked, sides_of, together
 from recpipe_serve.batching.scorer import Side
 from recpipe_serve.config import ServeConfig
@@ -63,6 +64,8 @@ class Batcher:
     scored: Callable[[Sequence[Side], Array], None] | None = None
     """Called with the ids and scores of some batches, some time after their requests have been answered
     (``tell``)."""
+    answers: AnswerServer | None = None
+    """What requests are put to before the model."""
     queue: deque[Asked] = field(default_factory=deque)
     """Requests that wait."""
     alive: bool = False
@@ -99,6 +102,12 @@ class Batcher:
         queue is full."""
         if not self.alive:
             raise Refused(503, "stopping", "the server is stopping")
+        if self.answers is not None:
+            found, asked.ticket = self.answers.find(asked)
+            if found is not None:
+                asked.done = done
+                self._answer([asked], found)
+                return
         if len(self.queue) >= self.config.queue:
             raise Refused(503, "queue_full", f"{self.config.queue} requests wait already; try again later")
         now = monotonic()
@@ -203,6 +212,8 @@ class Batcher:
         for one in batch:
             start, end = end, end + one.samples
             one.done(scores[start:end])
+            if one.ticket is not None:
+                self._keep(one.ticket, scores[start:end])
             if self.scored is None:
                 continue
             if not self._unseen:
@@ -211,6 +222,14 @@ class Batcher:
                 self._loop.call_soon(self.tell)  # after the answers
             self._unseen.append((one, scores[start:end]))
             self._unseen_samples += end - start
+
+    def _keep(self, ticket: Any, scores: Array) -> None:
+        """Give what was just answered to what stands in front of the model."""
+        assert self.answers is not None
+        try:
+            self.answers.keep(ticket, scores)
+        except Exception:
+            log.exception("an answer could not be kept")
 
     def tell(self) -> None:
         """Tell ``scored`` of all requests that it has not been told of."""

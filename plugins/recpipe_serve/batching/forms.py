@@ -77,6 +77,8 @@ class Asked:
     """When it came, by ``monotonic``."""
     until: float = field(init=False)
     """When it is refused if it still waits."""
+    ticket: Any = field(default=None, repr=False)
+    """By which what stands in front of the model knows it again (``AnswerServer``)."""
     alone: bool = False
     """Whether it is scored in a batch of its own, since one with others failed."""
     samples: int = field(init=False)

@@ -23,6 +23,7 @@ from recpipe.answers.score import RowMap
 from recpipe.common.versions import installed_version
 from recpipe.data.preparation import Preparation
 from recpipe.errors import StoreError, shown
+from recpipe_serve.answer_server import AnswerServer
 from recpipe_serve.batching.batcher import Batcher, Score
 from recpipe_serve.batching.forms import Array, Asked
 from recpipe_serve.config import ServeConfig
@@ -59,7 +60,8 @@ class Server:
     ``config``: the words of ``recpipe serve``. ``several``: whether it is one of several processes, whose
     metrics are shown together; it is the one of this ``number``, and what the monitors see is in ``folder``.
     ``preparation``: by which raw values are encoded; None: they are refused. ``maps``: see ``Features``.
-    ``candidates``: what finds these; None: the package has none.
+    ``candidates``: what finds these; None: the package has none. ``answers``: what requests are put to before
+    the model, which has begun with this package; None: nothing.
     """
 
     def __init__(
@@ -74,8 +76,9 @@ class Server:
         preparation: Preparation | None = None,
         maps: Mapping[int, RowMap] = NO_MAPS,
         candidates: Candidates | None = None,
+        answers: AnswerServer | None = None,
     ) -> None:
-        self.candidates = candidates
+        self.candidates, self.answers = candidates, answers
         self.manifest, self.name, self.config = manifest, name, config
         self.outputs = [output["name"] for output in manifest["outputs"]]
         self.features = Features(manifest, config.samples, maps)
@@ -86,8 +89,10 @@ class Server:
         """The paths to which requests for scores are posted."""
         self.batcher = Batcher(score, config)
         self.metrics = Metrics(name, lambda: self.monitor.compared(), several)
-        self.batcher.saw = self.metrics.saw
         self.follower: Follower | None = None
+        self.batcher.saw, self.batcher.answers = self.metrics.saw, answers
+        if answers is not None:
+            self.metrics.show(answers.counted)
         self._make_monitor = partial(Monitor, config=config, folder=folder, number=number)
         self.monitor = self._make_monitor(manifest)
         self.batcher.scored = self.monitor.saw
@@ -188,7 +193,8 @@ class Server:
         self._require_known(request)
         self.batcher.tell()
         compared = await asyncio.to_thread(self.monitor.compared)
-        return _json({"name": self.name, "step": self.manifest.get("step"), **compared.to_dict()})
+        told = {"name": self.name, "step": self.manifest.get("step"), **compared.to_dict()}
+        return _json(told if self.answers is None else told | {"answers": self.answers.told()})
 
     async def _deltas(self, request: Request) -> Response:
         """Which versions are kept and which one answers; or another one is to answer."""

@@ -122,7 +122,7 @@ class Metrics:
     def show(self, counted: Callable[[], Mapping[str, float]]) -> None:
         """Show what a plugin has counted, too."""
         for name in counted():
-            gauge = Gauge(f"recpipe_{name}", "Counted by the plugin that keeps rows", registry=self._registry)
+            gauge = Gauge(f"recpipe_{name}", "Counted by a plugin of the server", registry=self._registry)
             gauge.set_function(lambda name=name: counted()[name])  # type: ignore[misc]
 
     def text(self) -> bytes:

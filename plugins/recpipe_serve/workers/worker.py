@@ -33,6 +33,7 @@ from recpipe.common.process import old_objects_kept, quieted
 from recpipe.data.preparation import Preparation
 from recpipe.errors import UserError
 from recpipe.tasks.process import prepare_process
+from recpipe_serve.answer_server import AnswerServer
 from recpipe_serve.batching.scorer import RequestScorer
 from recpipe_serve.config import ServeConfig
 from recpipe_serve.fresh.follower import Follower, catch_up
@@ -123,8 +124,9 @@ def load(
 class Worker:
     """One package, served by this process.
 
-    ``rows``: keeps the tables' rows; None: all in DRAM. ``several``: whether there are other workers, which
-    then share the tables' memory; ``number``: this one's.
+    ``rows``: keeps the tables' rows; None: all in DRAM. ``answers``: what requests are put to before the
+    model; None: nothing. ``several``: whether there are other workers, which then share the tables' memory;
+    ``number``: this one's.
     """
 
     def __init__(
@@ -135,12 +137,16 @@ class Worker:
         rows: RowServer | None = None,
         several: bool = False,
         number: int = 0,
+        answers: AnswerServer | None = None,
     ) -> None:
         torch.set_num_threads(config.threads)
         self.directory, self.config, self.rows, self.several = directory, config, rows, several
+        self.answers = answers
         self.follow = None if config.follow is None else Path(config.follow).expanduser()
         self.loaded = self._load()
         scorer = self.loaded.scorer
+        if answers is not None:
+            answers.begin(scorer)
         folder = Path(os.environ[DIRECTORY]) if several else None
         self.server = Server(
             RequestScorer(scorer),
@@ -153,6 +159,7 @@ class Worker:
             self.loaded.preparation,
             scorer.maps,
             self.loaded.candidates,
+            answers,
         )
         self.server.metrics.serves(self.loaded.package)
         self.follower: Follower | None = None
@@ -204,6 +211,8 @@ class Worker:
     def _use(self, scorer: RequestScorer, package: str) -> None:
         """Let another version of the package answer."""
         server = self.server
+        if self.answers is not None:
+            self.answers.begin(scorer.scorer)
         own = (server.preparation, scorer.scorer.maps, server.candidates)
         server.use(scorer, server.manifest, package, *own)
 
@@ -229,12 +238,14 @@ class Worker:
             try:
                 loaded = await asyncio.to_thread(self._anew)
                 scorer = loaded.scorer
-                answers = RequestScorer(scorer)
+                answering = RequestScorer(scorer)
                 if self.follower is not None and loaded.versions is not None:
                     self.follower.begin(loaded.versions)
-                    answers = self.follower.answering
+                    answering = self.follower.answering
+                if self.answers is not None:
+                    self.answers.begin(answering.scorer)
                 self.server.use(
-                    answers,
+                    answering,
                     scorer.manifest,
                     loaded.package,
                     loaded.preparation,

@@ -1,0 +1,205 @@
+"""Keeps the error of a cache under its bound: measures it on hits that are inferred again by chance, and
+chooses the coarseness of keys and the intervals of refreshes by it."""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+from math import inf, sqrt
+
+FIRST = 30
+"""Hits under a new setting that are all inferred again, before it is trusted."""
+WINDOW = 400
+"""The latest audits by which the error is told."""
+RECENT = 1000
+"""About as many of the latest requests say which share of them the cache can answer."""
+LESS = 0.9
+"""A coarser level that will answer less than this of what the finer one does has gained nothing."""
+FEW = 0.02
+"""Of the hits."""
+PATIENCE = 3
+"""Dwells after which a cache that answers too little is switched off."""
+Z = 1.96
+"""Of a normal distribution's 95% interval."""
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What may be changed to have fewer errors or more hits."""
+
+    level: int
+    beta: float
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """The mean error of a request's answer, and the ends of its 95% interval; ``audits``: hits that it was
+    measured on."""
+
+    mean: float
+    low: float
+    high: float
+    audits: int
+
+
+class Share:
+    """The share of the latest requests for which something was so."""
+
+    def __init__(self) -> None:
+        self.value, self._count = 0.0, 0
+
+    def add(self, so: bool) -> None:
+        """Take in a request."""
+        self._count += 1
+        self.value += (so - self.value) / min(self._count, RECENT)
+
+
+@dataclass
+class Tried:
+    """What was seen under a setting. A hit is ready if it may be answered: it is not due for a refresh."""
+
+    asked: int = 0
+    hits: Share = field(default_factory=Share)
+    ready: Share = field(default_factory=Share)
+    wrong: Share = field(default_factory=Share)
+    """Of the hits that were inferred again."""
+    errors: deque[float] = field(default_factory=lambda: deque(maxlen=WINDOW))
+
+    def estimate(self) -> Estimate:
+        """The error if all ready hits are answered."""
+        share, count = self.ready.value, len(self.errors)
+        if not count:
+            return Estimate(0.0, 0.0, inf if share else 0.0, 0)
+        mean = sum(self.errors) / count
+        spread = sqrt(sum((error - mean) ** 2 for error in self.errors) / max(1, count - 1))
+        half = Z * spread / sqrt(count)
+        return Estimate(share * mean, share * max(0.0, mean - half), share * (mean + half), count)
+
+    def gains_over(self, finer: Tried) -> bool:
+        """Whether the coarser keys of this setting will let as many hits be answered at least. Their cache is
+        not full yet; once it is, it has as many hits. Those are answered whose requests agree."""
+        agree = 1 - self.wrong.value
+        return max(self.hits.value, finer.hits.value) * agree >= LESS * finer.hits.value * (
+            1 - finer.wrong.value
+        )
+
+
+class Controller:
+    """Begins with exact keys, goes on to coarser ones, then to longer intervals, as long as the error is
+    surely within the ``bound`` and more is gained; goes back where it is not, and does not try again what has
+    failed.
+
+    ``bound``: 0 keeps keys exact. ``levels``: of coarseness, beside 0. ``betas``: the least and the most of
+    the refreshes' interval. ``audit``: the share of ready hits that are inferred again by chance; ``least``:
+    the share of requests that must be answered from the cache. ``dwell``: requests under a setting before it
+    is judged by what it gains. ``fixed``: the one setting that there is.
+    """
+
+    def __init__(
+        self,
+        bound: float,
+        levels: int,
+        betas: tuple[float, float],
+        audit: float = 0.02,
+        least: float = 0.01,
+        dwell: int = 2000,
+        fixed: Setting | None = None,
+    ) -> None:
+        self.bound, self.levels, self.betas = bound, levels if bound else 0, betas
+        self.audit, self.least, self.dwell, self.fixed = audit, least, dwell, fixed
+        self.begin()
+
+    def begin(self) -> None:
+        """Forget all that was measured, as for another package."""
+        self.off: str | None = None
+        """Why the cache is switched off; None: it is not."""
+        self._failed: set[Setting] = set()
+        self._tried: dict[Setting, Tried] = {}
+        self._enter(self.fixed or Setting(0, self.betas[0]))
+
+    def go_on(self) -> None:
+        """Measure anew under the same setting; be on again."""
+        self.off = None
+        self._enter(self.setting)
+
+    def _enter(self, setting: Setting) -> None:
+        self.setting, self.now = setting, Tried()
+
+    @property
+    def audit_share(self) -> float:
+        """The share of ready hits that are to be inferred again by chance now."""
+        if not self.bound:
+            return 0.0
+        return 1.0 if self.setting.level and len(self.now.errors) < FIRST else self.audit
+
+    def estimate(self) -> Estimate:
+        """The error of answers as they are given now."""
+        return self.now.estimate()
+
+    def asked(self, hit: bool, ready: bool) -> None:
+        """Count a request, whether its key was found, and whether it was ready."""
+        self.now.asked += 1
+        self.now.hits.add(hit)
+        self.now.ready.add(ready)
+        if self.now.asked % self.dwell == 0:
+            self._judge()
+
+    def checked(self, error: float, wrong: bool, audit: bool) -> None:
+        """Take in by how much an answer of the cache, which was not given, was off, whether that is
+        ``wrong``, and whether it was inferred again by chance."""
+        self.now.wrong.add(wrong)
+        if not audit:
+            return
+        self.now.errors.append(error)
+        if len(self.now.errors) >= FIRST and len(self.now.errors) % 10 == 0:
+            self._require_within()
+
+    def _require_within(self) -> bool:
+        """Go back if the error is above the bound; whether it is not."""
+        found = self.now.estimate()
+        if self.fixed is not None or found.audits < FIRST or found.mean <= self.bound:
+            return True
+        self._failed.add(self.setting)
+        level, beta = self.setting.level, self.setting.beta
+        if level and beta > self.betas[0]:
+            self._enter(Setting(level, max(self.betas[0], beta / 2)))
+        elif level:
+            self._enter(Setting(level - 1, self.betas[0]))
+        else:
+            self.off = (
+                f"answers to equal requests were {found.mean:.2%} off on average, in {found.audits} audits, "
+                f"and the bound is {self.bound:.2%}"
+            )
+        return False
+
+    def _surely_within(self) -> bool:
+        found = self.now.estimate()
+        known = found.audits >= FIRST or not self.setting.level or not self.now.ready.value
+        return known and found.high <= self.bound
+
+    def _judge(self) -> None:
+        """Try another setting, if this one is good and there is one; or give up."""
+        if self.fixed is not None or self.off is not None or not self._require_within():
+            return
+        level, beta = self.setting.level, self.setting.beta
+        finer = self._tried.get(Setting(level - 1, beta))
+        if finer is not None and not self.now.gains_over(finer):
+            self._failed.add(self.setting)
+            self._enter(Setting(level - 1, beta))
+            return
+        self._tried[self.setting] = self.now
+        # Longer intervals gain nothing where hardly any hit is a refresh.
+        refreshed = self.now.hits.value - self.now.ready.value > FEW * self.now.hits.value
+        longer = min(beta * 2, self.betas[1]) if refreshed else beta
+        for further in (Setting(level + 1, self.betas[0]), Setting(level, longer)):
+            there = 0 < further.level <= self.levels and further != self.setting
+            if there and further not in self._failed | self._tried.keys():
+                if self._surely_within():
+                    self._enter(further)
+                return
+        share = self.now.ready.value
+        if share < self.least and self.now.asked >= PATIENCE * self.dwell:
+            self.off = (
+                f"{share:.2%} of the requests could be answered from the cache, by keys of level {level} of "
+                f"{self.levels} at a bound of {self.bound:.2%}, and least_hits is {self.least:.2%}"
+            )

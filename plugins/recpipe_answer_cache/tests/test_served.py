@@ -1,0 +1,147 @@
+"""The cache in front of a server's model, and another plugin's class at the same door."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import re
+import socket
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from recpipe_answer_cache.plugin import ApproximateKeys
+from recpipe_serve import AnswerServer
+from recpipe_serve.config import ServeConfig
+
+from recpipe.errors import UserError
+from recpipe.plugin import PluginError
+from recpipe.plugin.load import installed, instantiate
+from recpipe.tasks.plugins import default_knobs
+
+pytest.importorskip("uvicorn", reason="recpipe[serve] is not installed")
+pytest.importorskip("prometheus_client", reason="recpipe[serve] is not installed")
+
+from recpipe_serve.http.acceptor import Acceptor
+from recpipe_serve.http.app import Server
+
+MANIFEST: dict[str, Any] = {
+    "dense": {"names": ["x"]},
+    "sparse": [{"name": "a", "rows": 50}],
+    "outputs": [{"name": "score", "kind": "clicks"}],
+}
+KNOBS = {**default_knobs(installed()["answer_cache"]), "bound": 0}
+
+
+class Model:
+    """Scores x + a + ``more``, and counts the samples."""
+
+    def __init__(self, more: float = 0.0) -> None:
+        self.more, self.samples = more, 0
+
+    def __call__(self, dense: torch.Tensor, sides: Any) -> torch.Tensor:
+        self.samples += len(dense)
+        return dense[:, 0] + sum(side.ids.float() for side in sides) + self.more
+
+
+@contextmanager
+def served(model: Model, answers: AnswerServer) -> Iterator[tuple[int, Server]]:
+    server = Server(model, MANIFEST, "m", ServeConfig(), answers=answers)
+    listening = socket.create_server(("127.0.0.1", 0))
+    runner = server.listener(Acceptor(server.config, server.metrics), stop=5)
+    thread = threading.Thread(target=runner.run, args=([listening],))
+    thread.start()
+    try:
+        while not runner.started:
+            time.sleep(0.005)
+        yield listening.getsockname()[1], server
+    finally:
+        runner.should_exit = True
+        thread.join()
+        listening.close()
+
+
+def ask(port: int, path: str, body: Any = None) -> Any:
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=20)
+    connection.request("GET" if body is None else "POST", path, body and json.dumps(body))
+    found = connection.getresponse().read()
+    connection.close()
+    return found.decode() if path == "/metrics" else json.loads(found)
+
+
+def score(port: int, x: float, a: int) -> float:
+    inputs = [
+        {"name": "x" if name == "x" else name, "datatype": kind, "shape": shape, "data": data}
+        for name, kind, shape, data in (("dense", "FP32", [1, 1], [x]), ("a", "INT64", [1], [a]))
+    ]
+    return ask(port, "/v2/models/m/infer", {"inputs": inputs})["outputs"][0]["data"][0]
+
+
+def test_a_server_answers_from_the_cache_until_another_package_takes_over() -> None:
+    model, plugin = Model(), instantiate("answer_cache", KNOBS)
+    assert isinstance(plugin, ApproximateKeys)
+    plugin.begin(SimpleNamespace(manifest=MANIFEST))
+    with served(model, plugin) as (port, server):
+        assert [score(port, 1.5, 7) for _ in range(5)] == [8.5] * 5
+        assert model.samples == 1
+        assert score(port, 1.5, 8) == 9.5
+        assert model.samples == 2
+        text = ask(port, "/metrics")
+        found = {
+            name: float(value) for name, value in re.findall(r"^recpipe_(answers_\w+) (\S+)$", text, re.M)
+        }
+        assert (found["answers_requests"], found["answers_served"], found["answers_missed"]) == (6, 4, 2)
+        assert found["answers_off"] == found["answers_error"] == 0
+        page = ask(port, "/v2/models/m/monitor")
+        assert page["answers"]["served"] == 4
+        assert page["samples"]["since_start"] == 6, "answers from the cache are watched, too"
+        newer = Model(100.0)
+        plugin.begin(SimpleNamespace(manifest=MANIFEST))
+        server.use(newer, MANIFEST, "newer")
+        assert [score(port, 1.5, 7) for _ in range(2)] == [108.5] * 2
+        assert newer.samples == 1
+
+
+class Fixed(AnswerServer):
+    """Another plugin's: answers a = 7 itself, and fails to keep others."""
+
+    def begin(self, scorer: Any) -> None: ...
+
+    def find(self, asked: Any) -> tuple[Any, Any]:
+        return (np.array([-1.0], np.float32), None) if asked.ids[0] == 7 else (None, "ticket")
+
+    def keep(self, ticket: Any, scores: Any) -> None:
+        raise ValueError("no room")
+
+    def counted(self) -> Mapping[str, float]:
+        return {"fixed": 1.0}
+
+    def told(self) -> Mapping[str, Any]:
+        return {"off": None}
+
+    def close(self) -> None: ...
+
+
+def test_any_answer_server_stands_in_front_of_the_model(caplog: pytest.LogCaptureFixture) -> None:
+    with served(Model(), Fixed()) as (port, _):
+        assert score(port, 1.5, 7) == -1
+        assert score(port, 1.5, 8) == 9.5, "what cannot be kept is answered all the same"
+        assert "recpipe_fixed 1.0" in ask(port, "/metrics")
+
+
+def test_it_has_no_part_in_training_and_wrong_knobs_are_one_line() -> None:
+    with pytest.raises(PluginError, match="serves a finished model"):
+        instantiate("answer_cache", KNOBS).contribute(None)
+    for wrong, says in {
+        "bound": (2, "bound"),
+        "beta": (64.0, "beta_most=32 is below beta=64"),
+        "keys": ([{"feature": "x"}], r"keys\[0\].by"),
+    }.items():
+        with pytest.raises(UserError, match=says[1] if isinstance(says, tuple) else says):
+            instantiate("answer_cache", {**KNOBS, wrong: says[0]})

@@ -1,0 +1,55 @@
+"""Answer servers: answer requests in the model's place, ``recpipe serve PACKAGE +plugin=NAME``."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+if TYPE_CHECKING:
+    from recpipe.answers.score import Scorer
+    from recpipe_serve.batching.forms import Asked
+
+
+class AnswerServer(ABC):
+    """A plugin that also derives from this class stands in front of a served model, as a cache of answers
+    does: each request is first put to it. It has no part in training: its ``contribute`` should refuse with a
+    ``PluginError`` that says so. Another plugin may keep the package's rows beside it.
+
+    All calls but ``counted`` and ``told`` come from the thread that answers requests, which nothing else is
+    answered by meanwhile.
+    """
+
+    recpipe_command = "serve"
+
+    @abstractmethod
+    def begin(self, scorer: Scorer) -> None:
+        """The package of this scorer answers from now on: at the start, when it takes the place of another
+        one, and when another version of the same does (a delta; the manifest is equal then). Answers of
+        before must not be given any more. ``UserError`` if it cannot be served so."""
+
+    @abstractmethod
+    def find(self, asked: Asked) -> tuple[NDArray[np.float32] | None, Any]:
+        """The scores float32 [N] or [N, T] of a request, which is answered with them; or None, and anything
+        by which ``keep`` knows the request again."""
+
+    @abstractmethod
+    def keep(self, ticket: Any, scores: NDArray[np.float32]) -> None:
+        """What the model gave for a request for which ``find`` gave this ``ticket`` that is not None. Not
+        called for requests that fail. A request that waits while another package takes over may be scored by
+        either."""
+
+    @abstractmethod
+    def counted(self) -> Mapping[str, float]:
+        """Figures by name, always the same ones, for ``/metrics``."""
+
+    @abstractmethod
+    def told(self) -> Mapping[str, Any]:
+        """What the monitor's page shows, for JSON; under ``off`` why it answers nothing, None if it does."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Nothing is asked any more."""
