@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import nn
+from torchrec.modules.crossnet import LowRankCrossNet
 
 from recpipe.answers.stored import replace_module
 from recpipe.backend.matmul import has_bfloat16_units
@@ -53,6 +54,40 @@ def is_linear(module: nn.Module) -> bool:
     """Whether ``module`` can be computed in low precision: a ``torch.nn.Linear`` itself, since a derived
     class may compute something else."""
     return type(module) is nn.Linear
+
+
+class CrossLayers(nn.Module):
+    """TorchRec's ``LowRankCrossNet`` with a linear layer for each of its products: x_l+1 = x_0 * (W_l (V_l
+    x_l) + b_l) + x_l. It shares the parameters of ``net``, and computes the same bits."""
+
+    def __init__(self, net: LowRankCrossNet) -> None:
+        super().__init__()
+        self.V = nn.ModuleList(_linear(weight) for weight in net.V_kernels)
+        self.W = nn.ModuleList(_linear(weight) for weight in net.W_kernels)
+        self.bias = net.bias
+        self.train(net.training)
+
+    def forward(self, x_0: torch.Tensor) -> torch.Tensor:
+        """float32 [B, N] -> [B, N]."""
+        x = x_0
+        for v, w, bias in zip(self.V, self.W, self.bias, strict=True):
+            x = x_0 * (w(v(x)) + bias) + x
+        return x
+
+
+def _linear(weight: nn.Parameter) -> nn.Linear:
+    """The layer of ``weight`` [O, I] without a bias."""
+    layer = nn.Linear(weight.shape[1], weight.shape[0], bias=False, device="meta")
+    layer.weight = weight
+    return layer
+
+
+def show_products(module: nn.Module) -> None:
+    """Put ``CrossLayers`` wherever ``module`` has a ``LowRankCrossNet`` itself, so that its products are
+    linear layers, too."""
+    nets = {path: net for path, net in module.named_modules() if type(net) is LowRankCrossNet}
+    for path, net in nets.items():
+        replace_module(module, path, CrossLayers(net))
 
 
 class LowPrecisionLinear(nn.Linear):
@@ -122,6 +157,8 @@ def weight_codes(weight: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
 def put_layers(module: nn.Module, layers: Mapping[str, Layer], scales: Mapping[str, torch.Tensor]) -> None:
     """Compute the linear layers of ``module`` at these paths as ``layers`` says; ``Damaged`` if there is none
     at a path, or if its ``scales`` do not fit."""
+    if layers:
+        show_products(module)
     for path, layer in layers.items():
         try:
             linear = module.get_submodule(path)

@@ -33,7 +33,7 @@ from recpipe_low_precision.bags import (
     RowType,
     bag_keys,
 )
-from recpipe_low_precision.layers import LowPrecisionLinear
+from recpipe_low_precision.layers import LowPrecisionLinear, show_products
 from recpipe_low_precision.row_types import FLOAT, Assignment, Choice, encode_rows
 
 LAYER = "layer:"
@@ -65,6 +65,7 @@ class Slice:
         used: Mapping[str, NDArray[np.bool_]] | None = None,
     ) -> None:
         self.source, self.called = source, source.called()
+        show_products(self.called.module)
         self.batches = list(batches)
         if not self.batches:
             raise UserError("there are no samples to judge types by: raise data.eval_fraction")

@@ -14,9 +14,18 @@ from typing import Any
 import pytest
 import torch
 from recpipe_low_precision.checkpoint import read_manifest, seal, write_quantized
-from recpipe_low_precision.layers import Layer, LowPrecisionLinear, in_float32, low_layers, weight_codes
+from recpipe_low_precision.layers import (
+    Layer,
+    LowPrecisionLinear,
+    in_float32,
+    low_layers,
+    put_layers,
+    show_products,
+    weight_codes,
+)
 from recpipe_low_precision.opened import open_quantized
 from torch import nn
+from torchrec.modules.crossnet import LowRankCrossNet
 
 import recpipe
 from recpipe.answers import programs, score
@@ -72,6 +81,26 @@ def test_an_exported_layer_multiplies_codes() -> None:
     assert product.meta["val"].shape == (20, 3, 48)
     expected = low.runs("int8")(x.flatten(0, 1)).unflatten(0, (20, 3))
     torch.testing.assert_close(exported.module()(x), expected, rtol=0, atol=0)
+
+
+def test_products_of_cross_layers_are_linear_layers() -> None:
+    torch.manual_seed(0)
+    net, x = LowRankCrossNet(24, num_layers=2, low_rank=5).requires_grad_(False), torch.randn(30, 24)
+    for bias in net.bias:
+        bias.normal_()
+    exact = net(x)
+    shown = nn.Sequential(net)
+    show_products(shown)
+    paths = [f"0.{which}.{layer}" for layer in range(2) for which in "VW"]
+    assert [path for path, own in shown.named_modules() if type(own) is nn.Linear] == sorted(paths)
+    assert shown(x).equal(exact), "products alone are layers, with the same bits"
+    low = nn.Sequential(net)
+    scales = {path: scales_of(shown.get_submodule(path)) for path in paths}  # type: ignore[arg-type]
+    put_layers(low, dict.fromkeys(paths, Layer("int8", 0.2, 128, 255)), scales)
+    assert len(low_layers(low)) == 4
+    assert 1e-3 < float((low(x) - exact).norm() / exact.norm()) < 0.1
+    with in_float32(low):
+        assert low(x).equal(exact)
 
 
 def test_bfloat16_and_float32() -> None:
