@@ -38,7 +38,14 @@ def is_good(outcome: Outcome, load: Load) -> bool:
     return outcome.valid and outcome.latency_ms[load.percentile] <= load.bound_ms and kept_up
 
 
-def bisected(run: Run, first: float, good: Callable[[Outcome], bool], tolerance: float) -> list[Outcome]:
+def bisected(
+    run: Run,
+    first: float,
+    good: Callable[[Outcome], bool],
+    tolerance: float,
+    up: float = UP,
+    down: float = DOWN,
+) -> list[Outcome]:
     """Runs, from the rate ``first`` on, until a good and a bad rate differ by at most ``tolerance``, relative
     to the good one. Where no rate is good, ``MOST`` runs."""
     tried: list[Outcome] = []
@@ -51,7 +58,7 @@ def bisected(run: Run, first: float, good: Callable[[Outcome], bool], tolerance:
             high = min(high, rate)
         if high <= low * (1 + tolerance) or (len(tried) >= MOST and high == float("inf")):
             break
-        rate = rate * UP if high == float("inf") else (low + high) / 2 if low else rate * DOWN
+        rate = rate * up if high == float("inf") else (low + high) / 2 if low else rate * down
     return tried
 
 

@@ -25,7 +25,7 @@ from recpipe_deeprecsys.load import OFFLINE, SERVER, Load, Outcome, Target, requ
 from recpipe_deeprecsys.made import package_of
 from recpipe_deeprecsys.over_http import Served, bodies_of
 from recpipe_deeprecsys.requests import Candidates, Range, requests_of
-from recpipe_deeprecsys.search import Tried, axes_of, best_of, measuring, searched
+from recpipe_deeprecsys.search import SMALLEST, Tried, axes_of, best_of, measuring, searched
 
 
 def bench_serve(words: Sequence[str]) -> int:
@@ -177,28 +177,51 @@ def plain(setup: Setup, load: Load, options: BenchOptions) -> Measured:
 
 def searching(setup: Setup, load: Load, options: BenchOptions, requests: Sequence[Range]) -> Measured:
     """The fixed batching, the search, and then the largest rate in the best one."""
-    start, largest = batching_of(options), max(high - low for low, high in requests)
     fixed = None
     if not options.http:
-        cut = Batching(-(-options.size_max // options.workers), 0.0, False, options.workers)
+        cut = cut_over_cores(options)
         log.info("every request cut over %d processes at %d candidates:", options.workers, cut.batch)
         fixed = measured(setup.use(cut), load, options.tolerance, said)
-    log.info("the search from %s on:", told(start))
-    before = measured(setup.use(start), load, options.tolerance, said)
-    first = BEGIN * before.offline.completed
-    climb = measuring(setup.use, load, options.tolerance, first, said)
+    before, tried = climbed(setup, load, options, max(high - low for low, high in requests))
+    if not tried:
+        return Measured(before, [], batching_of(options), fixed)
+    best = best_of(tried).batching
+    log.info("the best one, %s:", told(best))
+    target = setup.use(best)
+    bounded = measured(target, load, options.tolerance, said)
+    return Measured(bounded, [load.run(target, SERVER, rate) for rate in options.rates], best, fixed, tried)
+
+
+def cut_over_cores(options: BenchOptions) -> Batching:
+    """DeepRecSys's baseline: parts as large as the largest request's are when it is cut evenly over the
+    processes, none of which are put together."""
+    return Batching(-(-options.size_max // options.workers), 0.0, False, options.workers)
+
+
+def climbed(setup: Setup, load: Load, options: BenchOptions, largest: int) -> tuple[Bounded, list[Tried]]:
+    """What the search has found first, and all that it has tried, for requests of up to ``largest``
+    candidates; nothing if no rate is within the bound.
+
+    It begins with the options' batching; where requests are cut and no rate of that is valid, with half as
+    large parts, and so on."""
+    start = batching_of(options)
+    while True:
+        log.info("the search from %s on:", told(start))
+        before = measured(setup.use(start), load, options.tolerance, said)
+        smaller = replace(start, batch=start.batch // 2)
+        if before.best is not None or options.http or smaller.batch < SMALLEST:
+            break
+        start = smaller
+    if before.best is None:
+        return before, []
+    climb = measuring(setup.use, load, options.tolerance, BEGIN * before.offline.completed, said)
 
     def own(batching: Batching, floor: float) -> float | None:
         found = valid_or_none(before) if batching == start else climb(batching, floor)
         log.info("%s: %s requests/s", told(batching), f"{found:,.1f}" if found else f"not above {floor:,.1f}")
         return found
 
-    tried = searched(start, axes_of(start, largest, options.bound_ms), own)
-    best = best_of(tried).batching
-    log.info("the best one, %s:", told(best))
-    target = setup.use(best)
-    bounded = measured(target, load, options.tolerance, said)
-    return Measured(bounded, [load.run(target, SERVER, rate) for rate in options.rates], best, fixed, tried)
+    return before, searched(start, axes_of(start, largest, options.bound_ms), own)
 
 
 def told(batching: Batching) -> str:

@@ -21,12 +21,10 @@ from recpipe_deeprecsys.engine import Batching, Engine, Worker
 from recpipe_deeprecsys.load import SERVER, SINGLE_STREAM, Load, Outcome
 from recpipe_deeprecsys.requests import Candidates
 from recpipe_deeprecsys.scoring import PackageScorer
+from recpipe_deeprecsys.tests.here import small_package
 
-from recpipe.answers.package import Options, package_for
 from recpipe.answers.score import Scorer
-from recpipe.config.compose import compose
 from recpipe.errors import UserError
-from recpipe.run import run
 
 pytest.importorskip("mlperf_loadgen", reason="bench-serve needs the extra recpipe[loadgen]")
 LOAD = Load(64, bound_ms=50.0, percentile="90", seconds=0.1, queries=0, seed=1)
@@ -129,14 +127,7 @@ def test_a_bound_below_one_service_time_is_said(slow: OneAfterTheOther) -> None:
 @pytest.fixture(scope="module")
 def package(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A small RMC1."""
-    folder = tmp_path_factory.mktemp("deeprecsys")
-    words = [
-        *("experiment=rmc1", "data.table_scale=0.0001", "data.samples=300", "data.batch_size=32"),
-        *("data.dense=8", "model.bottom=[8,32]", "model.top=[16]", "trainer.max_steps=2"),
-        *("trainer.limit_val_batches=1", "trainer.progress=false", "task.page=false"),
-    ]
-    run(compose(words), folder / "run")
-    return package_for(folder / "run", folder / "rmc.recpipe", None, Options(reference=32), screen=False)
+    return small_package(tmp_path_factory.mktemp("deeprecsys"))
 
 
 QUICK = ("seconds=0.1", "candidates=300", "size_max=64", "tolerance=1", "percentile=90", "bound_ms=50")

@@ -5,9 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from itertools import product
 from math import log2
+from typing import Any
 
 import pytest
+from recpipe_deeprecsys import command
+from recpipe_deeprecsys.bounded import Bounded
+from recpipe_deeprecsys.config import BenchOptions
 from recpipe_deeprecsys.engine import Batching
+from recpipe_deeprecsys.load import OFFLINE, SERVER, Load, Outcome
 from recpipe_deeprecsys.search import Axes, axes_of, best_of, searched
 
 START = Batching(256, 0.0, True, 4)
@@ -75,3 +80,39 @@ def test_the_axes_hold_the_start_and_the_largest_request() -> None:
     assert axes["wait_ms"] == [0.0, 0.25, 0.5, 1.0, 2.0, 3.0]
     assert list(axes["workers"]) == [1, 2]
     assert axes_of(Batching(100, 0.0, False, 1), 700, 8.0)["wait_ms"] == [0.0]
+
+
+class Setup:
+    """Whose target is its batching."""
+
+    def use(self, batching: Batching) -> Any:
+        return batching
+
+
+@pytest.mark.parametrize(
+    ("most", "http", "asked", "begins"),
+    [
+        (256, False, [256], 256),
+        (64, False, [256, 128, 64], 64),
+        (8, False, [256, 128, 64, 32, 16], None),
+        (64, True, [256], None),
+    ],
+)
+def test_the_search_begins_where_a_rate_is_valid(
+    monkeypatch: pytest.MonkeyPatch, most: int, http: bool, asked: list[int], begins: int | None
+) -> None:
+    """Through HTTP nothing is cut, so that smaller parts would not help."""
+    tried: list[int] = []
+    offline, valid = Outcome(OFFLINE, True, None, 100.0), Outcome(SERVER, True, 70.0, 70.0)
+
+    def measured(batching: Batching, *_: object) -> Bounded:
+        tried.append(batching.batch)
+        return Bounded(offline, offline, (), valid if batching.batch <= most else None, "too late")
+
+    monkeypatch.setattr(command, "measured", measured)
+    monkeypatch.setattr(command, "measuring", lambda *_: lambda batching, floor: None)
+    load = Load(64, 25.0, "95", 0.1, 0, 1)
+    before, found = command.climbed(Setup(), load, BenchOptions(workers=2, http=http), 1024)
+    assert tried == asked
+    assert (found[0].batching.batch if found else None) == begins
+    assert (before.best is None) == (begins is None)

@@ -3,14 +3,22 @@
 from __future__ import annotations
 
 import json
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
+from time import monotonic, sleep
 from typing import Any
+from urllib.request import urlopen
 
 import pytest
 from recpipe_deeprecsys import tune
 from recpipe_deeprecsys.config import BenchOptions
 from recpipe_deeprecsys.engine import Batching
+from recpipe_deeprecsys.tests.here import small_package
 from recpipe_deeprecsys.tune import tuned, wanted_of
 from recpipe_serve.command import tuned as of_server
 from recpipe_serve.config import ServeConfig
@@ -91,3 +99,49 @@ def test_workers_are_the_most_that_are_tried() -> None:
 def test_what_is_no_package_is_one_line(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="make a package with"):
         tuned(tmp_path / "none", "p95<25ms", 1, 1)
+
+
+@contextmanager
+def serving(package: Path, log: Path, *words: str) -> Iterator[str]:
+    """``recpipe serve`` in a process of its own; yields its address."""
+    command = [sys.executable, "-m", "recpipe", "serve", str(package), "port=0", "workers=2", *words]
+    with log.open("wb") as lines, subprocess.Popen(command, stdout=lines, stderr=lines) as process:
+        try:
+            until = monotonic() + 1500
+            while (found := re.search(r"at (http://\S+?);", log.read_text())) is None:
+                assert process.poll() is None, log.read_text()
+                assert monotonic() < until, log.read_text()
+                sleep(0.1)
+            yield found[1]
+        finally:
+            process.terminate()
+
+
+@pytest.mark.soak  # minutes: a server is started for each batching that is tried
+def test_a_server_tunes_itself_and_takes_it_when_it_starts_again(tmp_path: Path) -> None:
+    pytest.importorskip("mlperf_loadgen", reason="the search needs the extra recpipe[loadgen]")
+    made = small_package(tmp_path)
+    tuned_to, log = made.with_name("rmc.recpipe.tuned.json"), tmp_path / "serve.log"
+    with serving(made, log, "tune=p90<250ms") as address:
+        assert urlopen(f"{address}/ready").status == 200
+        said = json.loads(tuned_to.read_text())
+        assert f"wrote {tuned_to}" in log.read_text().replace("\n", "")
+        best = said["report"]["best"]
+        assert best["valid"]
+        assert best["latency_ms"]["90"] <= 250
+        assert said["words"] == {name: said["report"]["batching"][name] for name in said["words"]}
+        searched = [one["batching"] for one in said["report"]["search"]]
+        assert {one["workers"] for one in searched} == {1, 2}
+    written = tuned_to.stat().st_mtime_ns
+    with serving(made, log, "tune=p90<250ms") as address:
+        assert urlopen(f"{address}/ready").status == 200
+        assert "p90<250ms as" in log.read_text()
+        assert tuned_to.stat().st_mtime_ns == written
+    refused = subprocess.run(
+        [sys.executable, "-m", "recpipe", "serve", str(made), "port=0", "tune=p90<0.01ms"],
+        capture_output=True,
+        text=True,
+    )
+    assert refused.returncode == 2
+    (line,) = refused.stderr.splitlines()
+    assert line.startswith("error: tune=p90<0.01ms: bound_ms=0.01: a request that comes alone takes")
