@@ -72,7 +72,7 @@ COMMANDS = {
     "package": Command(
         "recpipe.answers.package:package_command",
         "CHECKPOINT DIRECTORY [instruction_set=avx2] [reference=SAMPLES] [popularity=true] [sign=KEY] "
-        "[overwrite=true]",
+        "[overwrite=true] [effects=RUN]",
         "what a server needs of it, compiled, in one directory",
     ),
     "apply": Command(

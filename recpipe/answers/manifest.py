@@ -27,6 +27,7 @@ from recpipe.answers.score import (
     SCHEMA,
     SIGNATURE,
     TYPES,
+    WITH_EFFECTS,
     WITH_MAPS,
     PackageError,
     sealed,
@@ -74,6 +75,7 @@ def read_manifest(directory: Path, trust: Path | None = None) -> dict[str, Any]:
         *(name for lookup in content["lookups"] for _, name in lookup["parts"] if name not in tables),
         *(name for name in outputs if reference and name not in reference["tasks"]),
         *(name for name in features if reference and name not in reference["features"]),
+        *(own["entity"] for own in content.get("effects", ()) if own["entity"] not in features),
     ]
     sequences = content.get("sequences")
     for group in [sequences["single"], *sequences["aligned"]] if sequences else []:
@@ -111,6 +113,7 @@ def write_manifest(
         with file.open("rb") as stream:
             digests[str(file.relative_to(directory))] = hashlib.file_digest(stream, "sha256").hexdigest()
     schema = WITH_MAPS if "maps" in content else SCHEMA
+    schema = WITH_EFFECTS if "effects" in content else schema
     manifest = {"format": FORMAT, "schema": schema, **content, "files": digests}
     text = json.dumps(manifest, indent=1, ensure_ascii=False, allow_nan=False).encode()
     (directory / MANIFEST).write_bytes(text)
@@ -274,6 +277,14 @@ class _Retrieval(TypedDict):
     ids: Annotated[str, one_of("text", "numbers")]
 
 
+class _Effect(TypedDict):
+    entity: str
+    inputs: list[str]
+    width: Positive
+    ids: str
+    file: str
+
+
 class _Popularity(TypedDict):
     file: str
     samples: Count
@@ -318,7 +329,7 @@ class Content(TypedDict):
     """What is read of manifest.json, with its types; other keys are for people."""
 
     format: Literal["recpipe package"]
-    schema: Literal[2, 3]
+    schema: Literal[2, 3, 4]
     step: Count
     versions: dict[str, str]
     dense: _Dense
@@ -337,3 +348,4 @@ class Content(TypedDict):
     popularity: NotRequired[_Popularity]
     encoding: NotRequired[str]
     retrieval: NotRequired[_Retrieval]
+    effects: NotRequired[list[_Effect]]

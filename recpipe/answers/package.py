@@ -16,6 +16,7 @@
       popularity.safetensors  if asked for: how often training looked up each row
       encoding.json           of data from files: the features, by which a server makes inputs of raw values
       score.py                loads and scores the package with torch and fbgemm_gpu alone
+      effects/                if asked for: what corrects the logit (``recpipe.answers.effects``)
       retriever/, candidates/ if asked for: what finds candidates (``recpipe.answers.candidates``)
       manifest.sig            if asked for: the signature of manifest.json, Ed25519
 
@@ -45,6 +46,7 @@ from recpipe.answers.candidates import (
     of_packaged,
     require_of_user,
 )
+from recpipe.answers.effects import packaged_effects
 from recpipe.answers.encoded import write_encoding
 from recpipe.answers.manifest import RETRIEVAL, PrivateKey, is_package, private_key, write_manifest
 from recpipe.answers.parts import GOLDEN, MAPS, Parts, of_checkpoint, of_package
@@ -74,7 +76,17 @@ from recpipe.tasks.process import prepare_process
 log = logging.getLogger("recpipe")
 MOST_SAMPLES = 200_000
 """Held-out samples that are scored for the reference figures unless the user says how many."""
-WORDS = ("instruction_set", "dense", "reference", "popularity", "sign", "overwrite", "weights", "index")
+WORDS = (
+    "instruction_set",
+    "dense",
+    "reference",
+    "popularity",
+    "sign",
+    "overwrite",
+    "weights",
+    "index",
+    "effects",
+)
 
 
 class Options:
@@ -90,6 +102,7 @@ class Options:
         overwrite: bool | str = False,
         weights: str | None = None,
         index: str | Path | None = None,
+        effects: str | Path | None = None,
     ) -> None:
         if dense not in DENSE:
             raise UserError(f"dense={shown(dense)}: choose one of {', '.join(DENSE)}")
@@ -122,10 +135,13 @@ class Options:
         self.index = None if index is None else Path(index).expanduser()
         """The index in which the package finds candidates; None: it ranks those that it is given."""
 
+        self.effects = None if effects is None else Path(effects).expanduser()
+        """The run whose effects correct the model; None: nothing does."""
+
     def of_retriever(self) -> Options:
         """Those of the query's tower, whose vectors are judged by what they find."""
         made = copy.copy(self)
-        made.key, made.reference, made.popularity, made.index = None, 0, None, None
+        made.key, made.reference, made.popularity, made.index, made.effects = None, 0, None, None, None
         return made
 
 
@@ -140,7 +156,7 @@ def _asked(word: str | bool | int) -> bool | int | None:
 def package_command(words: Sequence[str]) -> int:
     """``recpipe package CHECKPOINT DIRECTORY [instruction_set=avx2|avx512] [dense=low|float32]
     [reference=false|SAMPLES] [popularity=true|SAMPLES] [sign=KEY] [overwrite=true]
-    [weights=last] [index=INDEX]``."""
+    [weights=last] [index=INDEX] [effects=RUN]``."""
     options = dict(word.partition("=")[::2] for word in words[2:])
     unknown = next((key for key in options if key not in WORDS), None)
     if unknown is not None:
@@ -205,6 +221,8 @@ def _write(folder: Path, parts: Parts, options: Options, found: Retrieval | None
     if options.popularity is not None:
         parts.content["popularity"] = parts.popularity(folder, options.popularity)
     parts.content.update(write_encoding(folder, parts.preparation))
+    if options.effects is not None:
+        parts.content.update(packaged_effects(options.effects, parts.checkpoint, folder, parts.content))
     if found is not None:
         parts.content[RETRIEVAL] = found.write(folder, parts.preparation)
         _write_retriever(folder, found, options.of_retriever())
@@ -256,6 +274,9 @@ def _write(folder: Path, parts: Parts, options: Options, found: Retrieval | None
         own.about, own.first = about, about["from"]
     if not options.reference:
         content.pop("reference", None)
+    elif "effects" in content:
+        content.pop("reference", None)
+        log.info("no reference figures: the effects have learnt from the held-out samples")
     elif (figures := parts.reference(scorer, options.reference)) is not None:
         content["reference"] = figures
     write_manifest(folder, content, options.key)

@@ -22,6 +22,8 @@ from torch import nn
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from recpipe.answers import score
+from recpipe.answers.effects import ABOUT
+from recpipe.answers.effects import FOLDER as EFFECTS
 from recpipe.answers.encoded import read_encoding
 from recpipe.answers.export import ROW_FOR_EACH_ID, Alike, DensePart, export_dense
 from recpipe.answers.grown import GrownIds, grown_in
@@ -113,6 +115,8 @@ class Parts:
     """Counts lookups in so many training samples (0: all) and writes their file; what the manifest says."""
     preparation: Preparation | None = None
     """How raw values become inputs, where that is known."""
+    checkpoint: Path | None = None
+    """Whose these are; None: a package's."""
 
 
 def of_checkpoint(
@@ -170,6 +174,7 @@ def of_checkpoint(
         lambda scorer, samples: figures_of(trained, called.tasks, scorer, samples),
         popularity,
         preparation,
+        trained.directory,
     )
 
 
@@ -235,6 +240,9 @@ def of_package(directory: Path) -> Parts:
         names = [about["file"] for part in ("tables", MAPS) for about in content.get(part, {}).values()]
         if "popularity" in content:
             names.append(content["popularity"]["file"])
+        for about in content.get("effects", ()):
+            (folder / EFFECTS).mkdir(exist_ok=True)
+            names += [about["ids"], about["file"], f"{EFFECTS}/{ABOUT}"]
         for name in names:
             shutil.copyfile(directory / name, folder / name)
 

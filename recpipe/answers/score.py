@@ -17,7 +17,7 @@ import os
 import platform
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from fnmatch import fnmatchcase
 from functools import lru_cache
@@ -32,12 +32,13 @@ TYPES = {"fp32": 0, "fp16": 1, "int8": 2, "int4": 3, "int2": 4}  # as FBGEMM num
 BITS = {"fp32": 32, "fp16": 16, "int8": 8, "int4": 4, "int2": 2}  # of a weight
 SCALE_BYTES = 4  # of a row's scale and bias, in types of up to 8 bits
 HOST = 3  # FBGEMM's place of a table in memory
-SCHEMA, WITH_MAPS = 2, 3  # of manifest.json; the latter if ids got their rows as they came
+SCHEMA, WITH_MAPS, WITH_EFFECTS = 2, 3, 4  # of manifest.json; 3: ids got rows as they came; 4: effects
 ALIGNMENT = 64  # of tables and inputs, in bytes
 MANIFEST, DIGEST, SIGNATURE = "manifest.json", "manifest.sha256", "manifest.sig"
 GOLDEN = "golden.safetensors"
 MISSING_KEY = -(2**63)  # stands for a missing value among keys
 DEFAULT_ROW = 1  # of keys without a row of their own
+INTERCEPT, LAST_LAYER = "intercept", "last_layer"  # inputs of effects that are no columns
 MOST_BYTES = 256 * 2**20  # of manifest.json
 LOOSEST = 5e-2  # tolerance of a golden score, relative to the largest one if that is above 1
 
@@ -51,7 +52,7 @@ class Scorer:
     of the golden batch's scores to those of the machine that made the package; 0 if they are equal bit by
     bit. ``mapped``: tables are the files themselves, mapped, so that processes share their memory; else
     copies. ``maps``: by the places of features whose ids got rows as they came, what has these. ``unknown``:
-    how many ids without a row have been scored."""
+    how many ids without a row have been scored. ``effects``: what corrects the logits; None: nothing does."""
 
     def __init__(
         self, directory: "str | os.PathLike[str]" = Path(__file__).parent, mapped: bool = False
@@ -74,6 +75,7 @@ class Scorer:
             constants = {file: {name: v.clone() for name, v in own.items()} for file, own in found.items()}
             self.programs = [Program(self.directory, p, constants.get(p["constants"])) for p in programs]
             self.difference = self.check_golden()
+            self.effects = Effects(self) if "effects" in self.manifest else None
 
     def make_tables(self) -> "Tables":
         """All tables, in memory."""
@@ -114,7 +116,11 @@ class Scorer:
             self.unknown += self.unknown_of(rows, lengths)
         with torch.inference_mode():
             calls = [Call(lookup, rows, offsets, len(dense), None, weights) for lookup in self.lookups]
-            return self.scores(dense, with_lengths(calls, self.pooled(calls)))
+            scores = self.scores(dense, with_lengths(calls, self.pooled(calls)))
+            if self.effects is None:
+                return scores
+            bags = bags_of(ids, rows, lengths.view(-1, len(dense)), weights)
+            return self.effects(scores, self.effects.seen(dense, bags))
 
     def check_weights(self, ids: torch.Tensor, weights: "torch.Tensor | None") -> None:
         """``ValueError`` unless the model takes ``weights`` of these ids as they are."""
@@ -436,6 +442,105 @@ class Lookup:
         return offsets[feature * samples : (feature + 1) * samples + 1].diff()
 
 
+class Bags(NamedTuple):
+    """What samples have of one feature, one after the other."""
+
+    keys: torch.Tensor
+    """The ids as they came, int64 [n]."""
+    rows: torch.Tensor
+    """Their rows, int64 [n]."""
+    lengths: torch.Tensor
+    """How many each sample has, int64 [B]."""
+    weights: "torch.Tensor | None" = None
+    """Of the ids, float32 [n]."""
+
+
+OfFeatures = Sequence[Bags] | dict[int, Bags]
+
+
+def bags_of(
+    ids: torch.Tensor, rows: torch.Tensor, lengths: torch.Tensor, weights: "torch.Tensor | None"
+) -> "list[Bags]":
+    """The bags of each feature, from what a ``Scorer`` takes, and ``lengths`` [F, B]."""
+    counts = lengths.sum(1).tolist()
+    given = [None] * len(counts) if weights is None else list(torch.split(weights, counts))
+    return list(map(Bags, torch.split(ids, counts), torch.split(rows, counts), lengths, given))
+
+
+class Effects:
+    """What is known of entities, the ids of some features, beside the model: coefficients that were learnt as
+    events came. Their products with inputs of a sample are added to its logit."""
+
+    def __init__(self, scorer: Scorer) -> None:
+        self.scorer, self.each = scorer, []
+        manifest, directory = scorer.manifest, scorer.directory
+        self.names = [feature["name"] for feature in manifest["sparse"]]
+        self.lookups: dict[str, Lookup] = {}
+        for about in manifest["effects"]:
+            for name in about["inputs"]:
+                if name in self.names:
+                    found, part = looked_up(manifest, name)
+                    self.lookups[name] = scorer.lookup({**found, "parts": [part]}, [name])
+            keys = tensors(directory / about["ids"])["records"][:, 0]
+            keys = torch.cat([torch.tensor([MISSING_KEY]), keys])
+            rows = torch.cat([torch.zeros(1).long(), torch.arange(DEFAULT_ROW + 1, len(keys) + 1)])
+            order = keys.argsort()
+            means = tensors(directory / about["file"])["means"]
+            place = self.names.index(about["entity"])
+            self.each.append((about, place, RowMap(keys[order], rows[order]), means))
+
+    def seen(self, dense: torch.Tensor, bags: "OfFeatures") -> "list[tuple[torch.Tensor, torch.Tensor]]":
+        """Of samples, by each effect, the ids int64 [B] of its entities and its inputs float64 [B, D].
+        ``bags``: of each of the package's features, by their places. ``ValueError`` for a sample without one
+        entity."""
+        found = []
+        for about, place, _, _ in self.each:
+            self.require_single(place, bags[place])
+            columns = [self.column(name, dense, bags) for name in about["inputs"]]
+            found.append((bags[place].keys, torch.cat(columns, 1).double()))
+        return found
+
+    def require_single(self, place: int, own: Bags) -> None:
+        """``ValueError`` unless each sample has one id."""
+        if bool((own.lengths != 1).any()):
+            raise ValueError(f"'{self.names[place]}' has not one id for each sample, as its effect needs")
+
+    def column(self, name: str, dense: torch.Tensor, bags: "OfFeatures") -> torch.Tensor:
+        """One input, float32 [B, W]."""
+        if name == INTERCEPT:
+            return torch.ones(len(dense), 1)
+        if name not in self.names:
+            place = self.scorer.manifest["dense"]["names"].index(name)
+            return dense[:, place : place + 1]
+        place = self.names.index(name)
+        lookup, own = self.lookups[name], bags[place]
+        if lookup.sequence:
+            self.require_single(place, own)
+        weights = own.weights if lookup.weighted else None
+        call = Call(lookup, own.rows, offsets_of(own.lengths), len(dense), None, weights)
+        return self.scorer.pooled([call])[0]
+
+    def __call__(self, logits: torch.Tensor, seen: "list[tuple[torch.Tensor, torch.Tensor]]") -> torch.Tensor:
+        """The corrected logits float32 [B] of samples that the effects have ``seen``."""
+        corrected = logits.double()
+        for (_, _, rows, means), (ids, inputs) in zip(self.each, seen, strict=True):
+            own, added = means[rows(ids)], torch.zeros(len(ids), dtype=torch.float64)
+            for number in range(inputs.shape[1]):  # in this order, for the bits of those who learn
+                added += own[:, number] * inputs[:, number]
+            corrected = corrected + added
+        return corrected.float()
+
+
+def looked_up(manifest: "dict[str, Any]", feature: str) -> "tuple[dict[str, Any], list[str]]":
+    """The last of the model's lookups of a feature, and the part of it that is the feature's."""
+    return next(
+        (lookup, part)
+        for lookup in reversed(manifest["lookups"])
+        for part in lookup["parts"]
+        if part[0] == feature
+    )
+
+
 class Call(NamedTuple):
     """A lookup for so many samples: ``ids`` int64 [N] and ``offsets`` int64, as ``Scorer`` takes them.
 
@@ -486,6 +591,7 @@ def verified(directory: Path) -> dict[str, Any]:
         check_files(directory, manifest["files"])
         check_tables(directory, manifest)
         check_maps(directory, manifest)
+        check_effects(directory, manifest)
         check_programs(directory, manifest)
     return manifest
 
@@ -524,10 +630,10 @@ def sealed(directory: Path) -> dict[str, Any]:
     except (ValueError, RecursionError) as fault:
         raise PackageError(f"{file} is no JSON text that can be read ({type(fault).__name__})") from fault
     schema = manifest.get("schema") if isinstance(manifest, dict) else None
-    if schema not in (SCHEMA, WITH_MAPS):
+    if schema not in (SCHEMA, WITH_MAPS, WITH_EFFECTS):
         raise PackageError(
-            f"{directory} is a package of schema {str(schema)[:20]}, and this loader reads {SCHEMA} and "
-            f"{WITH_MAPS}: package the checkpoint anew"
+            f"{directory} is a package of schema {str(schema)[:20]}, and this loader reads {SCHEMA} to "
+            f"{WITH_EFFECTS}: package the checkpoint anew"
         )
     found: dict[str, Any] = manifest
     return found
@@ -601,6 +707,39 @@ def check_maps(directory: Path, manifest: dict[str, Any]) -> None:
         fits = fits and bool((keys[1:] > keys[:-1]).all())
         if not fits or (len(rows) > 1 and not DEFAULT_ROW < int(rows[1:].min()) <= int(rows.max()) < most):
             raise PackageError(f"{directory / about['file']} has other ids than {MANIFEST} says of '{name}'")
+
+
+def check_effects(directory: Path, manifest: dict[str, Any]) -> None:
+    """``PackageError`` if effects could not be given their inputs, or have other coefficients than these."""
+    effects = manifest.get("effects", [])
+    if effects and [output["kind"] for output in manifest["outputs"]] != ["clicks"]:
+        raise PackageError(f"{directory}: effects correct one logit of clicks, which the model does not give")
+    features, dense = [feature["name"] for feature in manifest["sparse"]], manifest["dense"]["names"]
+    for about in effects:
+        entity, width = about["entity"], 0
+        for name in about["inputs"]:
+            if name == LAST_LAYER:
+                raise PackageError(
+                    f"{directory}: the effect of '{entity}' takes {LAST_LAYER}, which a compiled model does "
+                    "not give: learn it from dense columns, sparse ones and intercept"
+                )
+            if name in features:
+                _, (_, table) = looked_up(manifest, name)
+                width += manifest["tables"][table]["dimension"]
+            elif name in dense or name == INTERCEPT:
+                width += 1
+            else:
+                raise PackageError(
+                    f"{directory}: the effect of '{entity}' takes {name!r}, which is no column"
+                )
+        records = tensors(member(directory, manifest, about["ids"]))["records"]
+        means = tensors(member(directory, manifest, about["file"]))["means"]
+        fits = entity in features and width == about["width"]
+        fits = fits and records.dtype == torch.int64 and list(records.shape[1:]) == [2]
+        fits = fits and bool((records[:, 0].sort().values.diff() != 0).all())
+        fits = fits and means.dtype == torch.float64
+        if not fits or list(means.shape) != [len(records) + DEFAULT_ROW + 1, width]:
+            raise PackageError(f"{directory / about['file']} has not the coefficients of '{entity}'")
 
 
 def check_programs(directory: Path, manifest: dict[str, Any]) -> None:

@@ -100,6 +100,7 @@ def package(
     sign: str | Path | None = None,
     overwrite: bool = False,
     index: str | Path | None = None,
+    effects: str | Path | None = None,
     quiet: bool = False,
 ) -> Path:
     """Write ``directory``: what a server needs of the model in ``checkpoint``, and nothing else. Returns its
@@ -122,7 +123,8 @@ def package(
         sign: a private Ed25519 key without a password, as a PEM file: the package gets its signature, which
             ``recpipe serve ... trust=PUBKEY`` asks for.
         index: an index of ``recpipe index``, in which a server finds the candidates that the model ranks.
-        quiet: nothing goes to the terminal.
+        effects: a ``task=lambda`` run over this checkpoint, whose coefficients of entities correct the
+        scores. quiet: nothing goes to the terminal.
 
     ``UserError`` if there is no C++ compiler, or if the model cannot be packaged.
     """
@@ -138,6 +140,7 @@ def package(
         sign=sign,
         overwrite=overwrite,
         index=index,
+        effects=effects,
     )
     return package_for(Path(checkpoint), Path(directory), model, options, screen=not quiet)
 

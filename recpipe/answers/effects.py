@@ -1,0 +1,137 @@
+"""What corrects a model's logits for each entity, learnt by ``task=lambda``: as it lies in a run's directory,
+and in a package of ``recpipe package CHECKPOINT DIRECTORY effects=RUN``.
+
+    effects/effects.json      over which checkpoint it was learnt, by what, and how
+    effects/NAME.ids          for each column whose ids have coefficients: the rows that these have, as a
+    checkpoint
+                              has those of tables that grow
+    effects/NAME.safetensors  the rows: "means" float64 [rows, D], and "precisions" float64 [rows, P]
+
+A run has several such folders, named by numbers, while it writes the next one. The newest one is whole.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shutil
+import tempfile
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote
+
+from recpipe.answers.score import PackageError, check_effects
+from recpipe.common.files import sync
+from recpipe.common.saved import read_json, typed_as
+from recpipe.errors import UserError
+
+FOLDER, ABOUT = "effects", "effects.json"
+_MANIFESTS = ("MANIFEST.json", "manifest.json")
+"""Files that have the digests of all of a checkpoint's."""
+
+
+@dataclass(frozen=True)
+class LearntEffect:
+    """The coefficients of one column's ids."""
+
+    entity: str
+    inputs: tuple[str, ...]
+    """By what they were learnt: ``intercept``, and names of columns."""
+    width: int
+    """D, coefficients of an id."""
+
+
+@dataclass(frozen=True)
+class Learnt:
+    """The content of effects.json."""
+
+    checkpoint: str
+    model: str
+    """The checkpoint's ``identity``."""
+    number: int
+    """Mini-batches that have been learnt."""
+    entities: int
+    """Rows for ids of one column, at most."""
+    ridge: float
+    keep: float
+    precision: str
+    effects: tuple[LearntEffect, ...]
+
+
+def identity(checkpoint: Path) -> str:
+    """What tells the checkpoint from any other one: the digest of its files' digests."""
+    file = next(file for name in _MANIFESTS if (file := checkpoint / name).is_file())
+    return hashlib.sha256(file.read_bytes()).hexdigest()
+
+
+def write_effects(folder: Path, learnt: Learnt, write: Callable[[Path], None]) -> Path:
+    """Let ``write`` put the files of what was ``learnt`` into a new folder in ``folder``, which takes the
+    place of the one before when it is whole; returns it. Whoever calls it has ``folder`` for itself.
+    ``OSError`` if that fails."""
+    target = folder / f"{learnt.number:09d}"
+    if target.exists():
+        return target
+    folder.mkdir(parents=True, exist_ok=True)
+    partial = Path(tempfile.mkdtemp(prefix=".", dir=folder))
+    partial.chmod(0o755)
+    write(partial)
+    (partial / ABOUT).write_text(json.dumps(asdict(learnt), indent=1))
+    for file in (*partial.iterdir(), partial):
+        sync(file)
+    partial.rename(target)
+    sync(folder)
+    for left in folder.iterdir():  # earlier ones, and one that a killed process has begun
+        if left != target:
+            shutil.rmtree(left, ignore_errors=True)
+    return target
+
+
+def newest_effects(directory: Path) -> tuple[Path, Learnt]:
+    """The newest whole folder of a run's ``directory``, or ``directory`` if it is such a folder itself, and
+    what it says; ``UserError`` if there is none, or if it is damaged."""
+    directory = directory.expanduser()
+    if not (directory / ABOUT).is_file():
+        found = sorted(file.parent for file in directory.glob(f"{FOLDER}/[0-9]*/{ABOUT}"))
+        if not found:
+            raise UserError(
+                f"{directory} has no coefficients of entities: name the directory of a task=lambda run"
+            )
+        directory = found[-1]
+    try:
+        return directory, typed_as(Learnt, read_json(directory / ABOUT))
+    except (OSError, ValueError) as fault:
+        raise UserError(f"{directory / ABOUT} is damaged ({fault}): name another run") from fault
+
+
+def packaged_effects(
+    run: Path, checkpoint: Path | None, folder: Path, content: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Put the newest effects of ``run`` into the package ``folder`` of ``checkpoint``; returns what its
+    manifest, which has ``content``, says of them. ``UserError`` if they were learnt over another model, or if
+    a server could not give them their inputs."""
+    directory, learnt = newest_effects(run)
+    if checkpoint is None or learnt.model != identity(checkpoint):
+        raise UserError(
+            f"effects={run}: these coefficients correct {learnt.checkpoint}: package that one with them"
+        )
+    (folder / FOLDER).mkdir()
+    each = []
+    for own in learnt.effects:
+        files = {end: f"{FOLDER}/{quote(own.entity, safe='')}.{end}" for end in ("ids", "safetensors")}
+        for name in files.values():
+            shutil.copyfile(directory / Path(name).name, folder / name)
+        each.append({**asdict(own), "ids": files["ids"], "file": files["safetensors"]})
+    shutil.copyfile(directory / ABOUT, folder / FOLDER / ABOUT)
+    try:
+        check_effects(
+            folder, {**content, "effects": each, "files": {n: "" for own in each for n in _files(own)}}
+        )
+    except PackageError as fault:
+        raise UserError(f"effects={run}: {fault}") from fault
+    return {"effects": each}
+
+
+def _files(own: Mapping[str, Any]) -> tuple[str, str]:
+    return own["ids"], own["file"]
