@@ -151,7 +151,8 @@ ROOMS = {
         *("models", "pipeline", "private_api", "profiling", "report", "setup", "tables", "tasks", "training"),
     ),
     "recpipe_lambda_learner": (
-        *("answers", "common", "data", "errors", "model", "pipeline", "report", "run", "setup", "tables"),
+        *("answers", "common", "data", "errors", "model", "pipeline", "plugin", "report", "run", "setup"),
+        "tables",
     ),
     "recpipe_low_precision": (
         *("answers", "backend", "checkpoint", "common", "data", "distributed", "model", "pipeline"),

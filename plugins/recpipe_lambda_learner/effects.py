@@ -2,21 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Annotated, NamedTuple
 
 import numpy as np
-import torch
 from annotated_types import MinLen
-from numpy.typing import NDArray
 
 from recpipe.common.loops import ALONE, Spread
 from recpipe.common.validation import Text
-from recpipe_lambda_learner.posterior import Events, Floats, Learning, Posteriors, unlearnt, updated
+from recpipe_lambda_learner.posterior import (
+    Events,
+    Floats,
+    Learning,
+    Posteriors,
+    added,
+    packed,
+    unlearnt,
+    unpacked,
+    updated,
+)
+from recpipe_lambda_learner.rows import Entities, EntityRows, Keeping
 
-Entities = NDArray[np.int64]
-"""int64 [N]: rows of the entity's table."""
+MEANS, PRECISIONS = "means", "precisions"
+IN_MEMORY = Keeping()
 
 
 @dataclass(frozen=True)
@@ -37,101 +48,124 @@ class Seen(NamedTuple):
 
 
 class Effect:
-    """What is believed of each entity seen so far. An entity has a row from its first event on; scores of
-    others are 0.
+    """What is believed of each entity seen so far. An entity has a row from its first event on, until others
+    need it that were seen since; scores of those without one are 0.
+
+    One thread may learn while others ask for scores: these find an entity's coefficients before an update or
+    after it, and nothing between.
 
     ``width``: D, inputs of an event.
     """
 
-    def __init__(self, width: int, how: Learning, threads: Spread = ALONE) -> None:
-        self.width, self.how, self._threads = width, how, threads
-        self.believed = unlearnt(0, width, how)
+    def __init__(
+        self, name: str, width: int, how: Learning, keeping: Keeping = IN_MEMORY, threads: Spread = ALONE
+    ) -> None:
+        self.name, self.width, self.how, self._threads = name, width, how, threads
+        prior = unlearnt(1, width, how)
+        first = {MEANS: prior.means[0], PRECISIONS: packed(prior.precisions)[0]}
+        self.rows = EntityRows(name, first, keeping)
         self.unsettled = 0
         """Updates that stopped before the minimum, since nothing held their coefficients."""
-        self._known: Entities = np.empty(0, np.int64)
-        """Entities in ascending order."""
-        self._rows: Entities = np.empty(0, np.int64)
-        """Their rows in ``believed``."""
+        self.updates = 0
+        """Of one entity by the events of one mini-batch."""
+        self._lock = threading.Lock()
+        """Held while rows are looked up and moved, which is short beside finding a minimum."""
 
     def __len__(self) -> int:
-        return len(self._known)
+        return len(self.rows)
 
     def scores(self, entities: Entities, inputs: Floats) -> Floats:
         """What is added to the fixed effect's logits: float64 [N], for ``inputs`` [N, D]."""
-        rows = self._found(entities)
-        means = self.believed.means[np.maximum(rows, 0)] if len(self) else np.zeros_like(inputs)
-        added: Floats = np.where(rows >= 0, (means * inputs).sum(1), 0.0)
-        return added
+        found = np.zeros(len(entities))
+        with self._lock:
+            rows = self.rows.found(entities)
+            known = np.flatnonzero(rows >= 0)
+            own, which = np.unique(rows[known], return_inverse=True)
+            means = self.rows.read(MEANS, own)
+        found[known] = added(means[which], inputs[known])
+        return found
 
     def learn(
         self, entities: Entities, inputs: Floats, clicks: Floats, weights: Floats, offsets: Floats
     ) -> None:
         """Update the coefficients of all ``entities`` by their events, whose fixed logits (and other effects)
         are ``offsets``; all arrays are of length N, in the order of time."""
-        self._meet(entities)
-        rows = self._found(entities)
-        order = np.argsort(rows, kind="stable")
-        own, starts = np.unique(rows[order], return_index=True)
-        ends = np.append(starts, len(rows))
-        events = Events(inputs[order], clicks[order], weights[order], offsets[order], ends)
-        prior = Posteriors(self.believed.means[own], self.believed.precisions[own])
-        found, unsettled = updated(prior, events, self.how, self._threads)
-        self.unsettled += unsettled
-        for kept, new in zip(self.believed, found, strict=True):
-            kept[own] = new
-
-    def _found(self, entities: Entities) -> Entities:
-        """The rows of ``entities``; -1: not seen."""
-        if not len(self):
-            return np.full(len(entities), -1)
-        place = np.minimum(np.searchsorted(self._known, entities), len(self) - 1)
-        return np.where(self._known[place] == entities, self._rows[place], -1)
-
-    def _meet(self, entities: Entities) -> None:
-        new = np.setdiff1d(entities, self._known)
-        if not len(new):
+        with self._lock:
+            rows, _ = self.rows.met(entities)
+            order = np.argsort(rows, kind="stable")
+            order = order[rows[order] >= 0]
+            own, starts = np.unique(rows[order], return_index=True)
+            precisions = unpacked(self.rows.read(PRECISIONS, own), self.width, self.how.precision)
+            prior = Posteriors(self.rows.read(MEANS, own), precisions)
+        if not len(own):
             return
-        place = np.searchsorted(self._known, new)
-        rows = np.arange(len(self), len(self) + len(new))
-        need = len(self) + len(new)
-        self._known, self._rows = np.insert(self._known, place, new), np.insert(self._rows, place, rows)
-        if need > len(self.believed.means):  # twice the room, so that growing costs a constant an entity
-            room = max(need, 2 * len(self.believed.means))
-            means, precisions = unlearnt(room - len(self.believed.means), self.width, self.how)
-            self.believed = Posteriors(
-                np.concatenate([self.believed.means, means]),
-                np.concatenate([self.believed.precisions, precisions]),
-            )
+        ends = np.append(starts, len(order))
+        events = Events(inputs[order], clicks[order], weights[order], offsets[order], ends)
+        after, unsettled = updated(prior, events, self.how, self._threads)
+        with self._lock:
+            self.rows.write(MEANS, own, after.means)
+            self.rows.write(PRECISIONS, own, packed(after.precisions))
+        self.unsettled += unsettled
+        self.updates += len(own)
 
-    def state_dict(self) -> dict[str, torch.Tensor]:
-        """Everything learnt, for a checkpoint."""
-        rows = np.argsort(self._rows)
-        state = {"entities": self._known[rows]}
-        state |= {name: each[: len(self)] for name, each in self.believed._asdict().items()}
-        return {name: torch.from_numpy(np.ascontiguousarray(each)) for name, each in state.items()}
-
-    def load_state_dict(self, state: Mapping[str, torch.Tensor]) -> None:
-        """Take up ``state_dict``'s state."""
-        entities = state["entities"].numpy()
-        self._rows = np.argsort(entities)
-        self._known = entities[self._rows]
-        self.believed = Posteriors(state["means"].numpy().copy(), state["precisions"].numpy().copy())
+    def believed(self, entities: Entities) -> Posteriors:
+        """What is believed of distinct ``entities``, which have been seen."""
+        with self._lock:
+            rows = self.rows.found(entities)
+            precisions = unpacked(self.rows.read(PRECISIONS, rows), self.width, self.how.precision)
+            return Posteriors(self.rows.read(MEANS, rows), precisions)
 
 
 class Effects:
-    """Several effects, each learning what the fixed effect and the others leave (coordinate order)."""
+    """Several effects, each learning what the fixed effect and the others leave (coordinate order).
 
-    def __init__(self, widths: Sequence[int], how: Learning, threads: Spread = ALONE) -> None:
-        self.each = [Effect(width, how, threads) for width in widths]
+    ``widths``: D of each, by the name of its column.
+    """
 
-    def scores(self, seen: Sequence[Seen]) -> list[Floats]:
-        """What each effect adds to the logits of N events, of which it has ``seen`` its own: float64 [N]."""
-        return [e.scores(own.entities, own.inputs) for e, own in zip(self.each, seen, strict=True)]
+    def __init__(
+        self,
+        widths: dict[str, int],
+        how: Learning,
+        keeping: Keeping = IN_MEMORY,
+        threads: Spread = ALONE,
+    ) -> None:
+        self.each: list[Effect] = []
+        for number, (name, width) in enumerate(widths.items()):
+            place = keeping.directory and keeping.directory / str(number)
+            self.each.append(Effect(name, width, how, replace(keeping, directory=place), threads))
+
+    def logits(self, seen: Sequence[Seen], offsets: Floats) -> Floats:
+        """The fixed effect's logits ``offsets`` float64 [N] of N events, of which each effect has ``seen``
+        its own, and what the effects add to them."""
+        for effect, own in zip(self.each, seen, strict=True):
+            offsets = offsets + effect.scores(*own)
+        return offsets
 
     def learn(self, seen: Sequence[Seen], clicks: Floats, weights: Floats, offsets: Floats) -> None:
         """Update one effect after the other by the same N events, whose fixed logits are ``offsets``."""
-        parts = self.scores(seen)
+        parts = [effect.scores(*own) for effect, own in zip(self.each, seen, strict=True)]
         for number, (effect, own) in enumerate(zip(self.each, seen, strict=True)):
             others = sum((part for n, part in enumerate(parts) if n != number), np.zeros_like(offsets))
-            effect.learn(own.entities, own.inputs, clicks, weights, offsets + others)
-            parts[number] = effect.scores(own.entities, own.inputs)
+            effect.learn(*own, clicks, weights, offsets + others)
+            if number + 1 < len(parts):  # the others learn what it leaves
+                parts[number] = effect.scores(*own)
+
+    @property
+    def updates(self) -> int:
+        """Of one entity by the events of one mini-batch."""
+        return sum(effect.updates for effect in self.each)
+
+    def save(self, directory: Path) -> None:
+        """Write all that is believed into ``directory``."""
+        for effect in self.each:
+            effect.rows.save(directory)
+
+    def load(self, directory: Path) -> None:
+        """Take up what ``save`` wrote; ``UserError`` if it is damaged, or of other effects."""
+        for effect in self.each:
+            effect.rows.load(directory)
+
+    def close(self) -> None:
+        """Release memory and files."""
+        for effect in self.each:
+            effect.rows.close()

@@ -17,8 +17,9 @@ from recpipe.errors import UserError, did_you_mean
 from recpipe.pipeline.placed import PlacedModel
 from recpipe.plugin import Batch
 from recpipe.tables.proxy import handing_out
-from recpipe_lambda_learner.effects import EffectConfig, Entities, Seen
+from recpipe_lambda_learner.effects import EffectConfig, Seen
 from recpipe_lambda_learner.posterior import Floats
+from recpipe_lambda_learner.rows import Entities
 
 INTERCEPT, LAST_LAYER = "intercept", "last_layer"
 
@@ -50,6 +51,10 @@ class Reader:
                 f"{trained.directory}: task=lambda corrects the logit of one label of clicks, and this model "
                 f"gives {', '.join(f'{n} ({t.kind})' for n, t in tasks.items())}"
             )
+        names = [effect.entity for effect in effects]
+        twice = next((name for name in names if names.count(name) > 1), None)
+        if twice is not None:
+            raise UserError(f"lambda.effects: '{twice}' is there twice; put the inputs of both together")
         schema = trained.schema
         sparse = [feature.name for feature in schema.sparse]
         for effect in effects:
@@ -67,18 +72,20 @@ class Reader:
                     )
 
     def read(self, scoring: Scoring, batches: Iterable[Any]) -> Iterator[MiniBatch]:
-        """One mini-batch for each of ``scoring``'s ``batches``."""
+        """One mini-batch for each of ``batches``, whose ids are as the data have them: of tables that grow,
+        an id that the model does not know is an entity like any other."""
         with ExitStack() as hooks:
             passed = _Passed(scoring.model, hooks, any(LAST_LAYER in e.inputs for e in self.effects))
-            for batch in batches:
-                assert isinstance(batch, Batch)
+            for given in batches:
+                assert isinstance(given, Batch)
                 passed.begin()
+                (batch,) = scoring.checked([given])
                 with torch.no_grad(), handing_out(scoring.model.look_up(batch)):
                     (own,) = scored(scoring.model.called, [batch])
                 assert own.labels is not None
                 labels, weights = own.labels.double().numpy(), own.weights
                 yield MiniBatch(
-                    [Seen(self._entities(e, batch), self._inputs(e, batch, passed)) for e in self.effects],
+                    [Seen(self._entities(e, given), self._inputs(e, batch, passed)) for e in self.effects],
                     labels,
                     np.ones(len(labels)) if weights is None else weights.double().numpy(),
                     own.scores.double().numpy(),

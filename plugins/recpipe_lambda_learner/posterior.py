@@ -12,7 +12,6 @@ Hessian there the new precision: Laplace's approximation of the posterior.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
@@ -40,10 +39,9 @@ class Learning:
     tolerance: float = 1e-20
     """How much further an entity's loss could fall where it stops, as a share of 1 + the loss."""
 
-    @property
-    def width(self) -> Callable[[int], int]:
-        """How many numbers of a precision are kept, by the number of coefficients."""
-        return {"full": lambda d: d * d, "diagonal": lambda d: d, "identity": lambda d: 0}[self.precision]
+    def kept(self, width: int) -> int:
+        """How many numbers of a precision are kept beside ``width`` coefficients."""
+        return {"full": width * (width + 1) // 2, "diagonal": width, "identity": 0}[self.precision]
 
 
 class Events(NamedTuple):
@@ -105,6 +103,33 @@ def updated(prior: Posteriors, events: Events, how: Learning, threads: Spread) -
 
     threads.map(part, threads.parts(entities, 64))
     return Posteriors(means, _kept(hessians, how.precision)), int((steps < 0).sum())
+
+
+def added(means: Floats, inputs: Floats) -> Floats:
+    """The product of each event's inputs and its entity's coefficients, float64 [N], for both [N, D]: summed
+    from the first input to the last, which ``recpipe.answers.score`` does as well, to the same bits."""
+    total = np.zeros(len(inputs))
+    for number in range(inputs.shape[1]):
+        total += means[:, number] * inputs[:, number]
+    return total
+
+
+def packed(precisions: Floats) -> Floats:
+    """Precisions as rows of a table, float64 [E, P]: of a symmetric matrix one half, row by row."""
+    if precisions.ndim == 2:
+        return precisions
+    first, second = np.tril_indices(precisions.shape[1])
+    return np.ascontiguousarray(precisions[:, first, second])
+
+
+def unpacked(rows: Floats, width: int, kind: Precision) -> Floats:
+    """The precisions that ``packed`` made ``rows`` of; ``width``: D."""
+    if kind != "full":
+        return rows
+    first, second = np.tril_indices(width)
+    whole = np.empty((len(rows), width, width))
+    whole[:, first, second] = whole[:, second, first] = rows
+    return whole
 
 
 def _full(precisions: Floats, width: int, kind: Precision) -> Floats:

@@ -9,24 +9,23 @@ effects over it, the correction of the lambda architecture.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
+from contextlib import closing
 from dataclasses import dataclass
-from itertools import islice, pairwise
+from itertools import pairwise
 from pathlib import Path
-from time import perf_counter
-from typing import Annotated, Any
+from typing import Any
 
 import numpy as np
 import torch
-from annotated_types import Interval, MinLen
 from omegaconf import OmegaConf
 from rich import box
 from rich.console import Console
 from rich.table import Table
+from safetensors.numpy import save_file
 
 from recpipe.answers.trained import Trained, open_trained
-from recpipe.common.console import log, show
-from recpipe.common.validation import FilePath, Positive, one_of
+from recpipe.common.console import log, show, within
 from recpipe.data.dataset import NumberedDataset
 from recpipe.errors import UserError
 from recpipe.model.config import MetricsConfig
@@ -35,73 +34,70 @@ from recpipe.model.scores import Scores
 from recpipe.report import figures
 from recpipe.report.files import ReportFiles
 from recpipe.setup.ctx import RunInputs, RunResult, TaskContext, refuse_ranks
-from recpipe_lambda_learner.effects import EffectConfig, Effects
-from recpipe_lambda_learner.events import MiniBatch, Reader
-from recpipe_lambda_learner.posterior import Floats, Learning, Precision
+from recpipe_lambda_learner.config import LambdaConfig
+from recpipe_lambda_learner.posterior import Floats
+from recpipe_lambda_learner.stream import Left, Passed, Stream
 
 FROZEN, LAMBDA, RETRAINED, CORRECTED = "frozen", "lambda", "retrained", "retrained, lambda"
+SCORES = "scores.safetensors"
 FIGURES = {"auc": "AUC", "ne": "NE", "calibration": "calibration"}
-
-
-@dataclass(frozen=True)
-class LambdaConfig:
-    """``lambda`` of conf/task/lambda.yaml."""
-
-    checkpoint: FilePath | None
-    effects: Annotated[list[EffectConfig], MinLen(1)]
-    batch_size: Positive
-    ridge: Annotated[float, Interval(ge=0)]
-    keep: Annotated[float, Interval(ge=0, le=1)]
-    precision: Annotated[str, one_of("full", "diagonal", "identity")]
-    retrain_every: Positive | None
-    windows: Positive
-
-    @property
-    def learning(self) -> Learning:
-        """How effects learn."""
-        kept: Precision = self.precision  # type: ignore[assignment]
-        return Learning(self.ridge, self.keep, kept)
 
 
 class LambdaTask:
     """The entry point of task=lambda."""
 
     def run(self, context: TaskContext) -> RunResult:
-        """Write lambda.json, and print a row for each curve."""
+        """Write lambda.json and the effects, and print a row for each curve."""
         refuse_ranks("task=lambda")
         config = context.recipe.section(LambdaConfig, "lambda")
-        checkpoint: Path | None = None if config.checkpoint is None else Path(config.checkpoint)
-        if checkpoint is None:
-            checkpoint = context.train().checkpoint
-            if checkpoint is None:
-                raise UserError(
-                    "task=lambda starts with the checkpoint that training writes when it ends: set "
-                    "trainer.checkpoint_every, or name one by lambda.checkpoint"
-                )
-        words = [f"data.batch_size={config.batch_size}"]
-        trained = open_trained(checkpoint, words, context.given.model, context.given.dataset)
-        stream = Stream(context, config, trained)
-        curves, seconds = stream.curves(), stream.seconds
-        effects = {e.entity: own for e, own in zip(config.effects, stream.effects.each, strict=True)}
-        told = {
-            "schema": 1,
-            "task": "lambda",
-            "checkpoint": str(trained.directory),
-            "events": len(curves.clicks),
-            "mini_batches": stream.read,
-            "entities": {name: len(own) for name, own in effects.items()},
-            "unsettled": sum(own.unsettled for own in effects.values()),
-            "updates_per_second": stream.updates / seconds if seconds else None,
-            "curves": {name: curves.judged(scores, config.windows) for name, scores in curves.scores.items()},
-        }
+        left = None if config.resume is None else Left.of(Path(config.resume), config)
+        trained = opened(context, config, left)
+        stream = Stream(config, trained, context.directory, left)
+        with closing(stream):
+            passed, effects = stream.first()
+            curves = Curves(passed.clicks, passed.weights, {FROZEN: passed.offsets, LAMBDA: passed.logits})
+            mini_batches = -(-len(passed.clicks) // config.batch_size)
+            changes: list[dict[str, Any]] = []
+            if config.retrain_every is not None and config.retrain_every < mini_batches:
+                changes = Retraining(context, config, stream).add(curves, passed, mini_batches)
+            told = {
+                "schema": 2,
+                "task": "lambda",
+                "checkpoint": str(trained.directory),
+                "events": len(curves.clicks),
+                "mini_batches": mini_batches,
+                "entities": {own.name: len(own) for own in effects.each},
+                "evicted": {own.name: own.rows.map.content.figures.evicted for own in effects.each},
+                "unsettled": sum(own.unsettled for own in effects.each),
+                "updates_per_second": effects.updates / stream.seconds if stream.seconds else None,
+                "curves": {
+                    name: curves.judged(scores, config.windows) for name, scores in curves.scores.items()
+                },
+                "changes": changes,
+            }
         files = ReportFiles(context.directory)
         files.write_json("lambda.json", told)
-        torch.save(
-            {name: own.state_dict() for name, own in effects.items()}, context.directory / "effects.pt"
-        )
+        if config.save_scores:
+            curves.save(context.directory / SCORES)
         print_curves(told)
         files.check()
         return RunResult(told)
+
+
+def opened(context: TaskContext, config: LambdaConfig, left: Left | None) -> Trained:
+    """The model that is corrected: a finished one, or one that the recipe trains first."""
+    checkpoint = None if config.checkpoint is None else Path(config.checkpoint)
+    if checkpoint is None and left is not None:
+        checkpoint = Path(left.learnt.checkpoint)
+    if checkpoint is None:
+        checkpoint = context.train().checkpoint
+        if checkpoint is None:
+            raise UserError(
+                "task=lambda starts with the checkpoint that training writes when it ends: set "
+                "trainer.checkpoint_every, or name one by lambda.checkpoint"
+            )
+    words = [f"data.batch_size={config.batch_size}"]
+    return open_trained(checkpoint, words, context.given.model, context.given.dataset)
 
 
 @dataclass
@@ -118,6 +114,10 @@ class Curves:
         parts = [slice(*pair) for pair in pairwise(edges) if pair[0] < pair[1]]
         return [self._of(scores, rows) for rows in [*parts, slice(0, len(scores))]]
 
+    def save(self, file: Path) -> None:
+        """Write the logits, clicks and weights of each event, float64 [N]."""
+        save_file({"clicks": self.clicks, "weights": self.weights, **self.scores}, file)
+
     def _of(self, scores: Floats, rows: slice) -> dict[str, Any]:
         clicks, own, weights = (
             torch.from_numpy(each[rows].astype(np.float32)) for each in (self.clicks, scores, self.weights)
@@ -127,62 +127,42 @@ class Curves:
         return {"first": rows.start, "end": rows.stop, **{k: told[k] for k in FIGURES if k in told}}
 
 
-class Stream:
-    """The held-out events in their order, and what is learnt of them."""
+class Retraining:
+    """Models that are trained anew while the stream goes on, to compare with and to correct by."""
 
-    def __init__(self, context: TaskContext, config: LambdaConfig, trained: Trained) -> None:
-        self.context, self.config, self.trained = context, config, trained
-        self.reader = Reader(trained, config.effects)
-        self.effects = Effects([], config.learning)
-        """Of the first model, after all events."""
-        self.read = self.updates = 0
-        """Mini-batches, and updates of one entity by one of them."""
-        self.seconds = 0.0
-        """Spent on updates."""
+    def __init__(self, context: TaskContext, config: LambdaConfig, stream: Stream) -> None:
+        self.context, self.config, self.stream = context, config, stream
 
-    def curves(self) -> Curves:
-        """Read the stream once for each model that scores it."""
-        dataset, config = self.trained.dataset, self.config
-        if "eval" not in dataset.splits or not dataset.size("eval"):
-            raise UserError("task=lambda streams the held-out part of the data: set data.eval_fraction")
-        events = list(self._read(self.trained))
-        self.read = len(events)
-        clicks, weights, frozen = (np.concatenate([e[n] for e in events]) for n in (1, 2, 3))
-        learnt, self.effects = self._learnt(events)
-        scores = {FROZEN: frozen, LAMBDA: learnt}
-        if config.retrain_every is not None and config.retrain_every < len(events):
-            scores[RETRAINED], scores[CORRECTED] = self._retrained(events, config.retrain_every)
-        return Curves(clicks, weights, scores)
+    def add(self, curves: Curves, passed: Passed, mini_batches: int) -> list[dict[str, Any]]:
+        """Add to ``curves`` those of models that are trained each ``lambda.retrain_every`` mini-batches on
+        all events before, alone and with effects, of which the first one has ``passed`` the events; and say
+        how each change of the model was felt.
 
-    def _read(self, trained: Trained, count: int | None = None) -> Iterator[MiniBatch]:
-        with trained.scoring(trained.dataset) as scoring:
-            yield from islice(self.reader.read(scoring, scoring.batches("eval")), count)
-
-    def _learnt(self, events: list[MiniBatch]) -> tuple[Floats, Effects]:
-        """The logits of ``events`` with new effects, each scored before it is learnt, and these effects."""
-        effects = Effects([own.inputs.shape[1] for own in events[0].seen], self.config.learning)
-        logits = []
-        for seen, clicks, weights, offsets in events:
-            logits.append(np.sum([offsets, *effects.scores(seen)], axis=0))
-            started = perf_counter()
-            effects.learn(seen, clicks, weights, offsets)
-            self.seconds += perf_counter() - started
-            self.updates += sum(len(np.unique(own.entities)) for own in seen)
-        return np.concatenate(logits), effects
-
-    def _retrained(self, events: list[MiniBatch], every: int) -> tuple[Floats, Floats]:
-        """The logits by models that are trained anew each ``every`` mini-batches on all events before, alone
-        and with effects. Effects of a new model learn the stream's events from the first on, scored by it,
-        before they take over, so that no knowledge of an entity is lost with the model that it corrected."""
-        alone = [own.offsets for own in events[:every]]
-        corrected = [self._learnt(events[:every])[0]]
-        for number, first in enumerate(range(every, len(events), every), 1):
-            log.info(f"training model {number + 1} on the events before mini-batch {first:,}")
-            own = list(self._read(self._trained_on(first, number), first + every))
-            alone += [each.offsets for each in own[first:]]
-            logits, _ = self._learnt(own)
-            corrected.append(logits[sum(len(each.offsets) for each in own[:first]) :])
-        return np.concatenate(alone), np.concatenate(corrected)
+        A new model's effects learn the stream's events from the first on, scored by it, before they take
+        over, so that no knowledge of an entity is lost with the model that it corrected. This is why each
+        model reads the stream from its beginning."""
+        every, size = self.config.retrain_every, self.config.batch_size
+        assert every is not None
+        first, alone, corrected, changes = every * size, [passed.offsets], [passed.logits], []
+        before, ends = passed, [first]
+        for number in range(1, -(-mini_batches // every)):
+            log.info(f"training model {number + 1} on the events before mini-batch {number * every:,}")
+            with within():
+                trained = self._trained_on(number * every, number)
+                # One mini-batch more than it answers: by what it would have said, the next change is judged.
+                after = self.stream.by(trained, (number + 1) * every + 1)
+            changes.append(change(before, after, slice(first, first + size), number * every))
+            first += every * size
+            ends.append(first)
+            alone.append(after.offsets)
+            corrected.append(after.logits)
+            before = after
+        for name, own in ((RETRAINED, alone), (CORRECTED, corrected)):
+            starts = [0, *ends[:-1]]
+            curves.scores[name] = np.concatenate(
+                [x[slice(*p)] for x, p in zip(own, zip(starts, ends, strict=True), strict=True)]
+            )
+        return changes
 
     def _trained_on(self, mini_batches: int, number: int) -> Trained:
         """A model that was trained as the first one, on its samples and the first ``mini_batches``."""
@@ -202,7 +182,29 @@ class Stream:
         found = carry_out(OmegaConf.create(values), self.context.directory / f"retrained-{number}", given)
         assert found.checkpoint is not None
         words = [f"data.batch_size={self.config.batch_size}"]
-        return open_trained(found.checkpoint, words, self.context.given.model, self.trained.dataset)
+        return open_trained(found.checkpoint, words, self.context.given.model, self.stream.trained.dataset)
+
+
+def change(before: Passed, after: Passed, rows: slice, mini_batch: int) -> dict[str, Any]:
+    """How a change of the model is felt in the first mini-batch after it, the events ``rows``: log-losses,
+    and by how much logits moved, with the new model's effects and by the new model alone."""
+    clicks, weights = before.clicks[rows], before.weights[rows]
+
+    def loss(logits: Floats) -> float:
+        return float(np.average(np.logaddexp(0, (1 - 2 * clicks) * logits), weights=weights))
+
+    def moved(logits: Floats) -> float:
+        return float(np.average(np.abs(logits - before.logits[rows]), weights=weights))
+
+    return {
+        "mini_batch": mini_batch,
+        "logloss": {
+            "before": loss(before.logits[rows]),
+            "after": loss(after.logits[rows]),
+            "after, alone": loss(after.offsets[rows]),
+        },
+        "moved": {"after": moved(after.logits[rows]), "after, alone": moved(after.offsets[rows])},
+    }
 
 
 def print_curves(told: Mapping[str, Any]) -> None:

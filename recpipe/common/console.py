@@ -143,6 +143,26 @@ def capture_logs(directory: Path | None, screen: bool = True) -> Iterator[None]:
 
 
 @contextmanager
+def within() -> Iterator[None]:
+    """In the block, runs within this one say nothing, and leave the handlers of this one as they are."""
+    root = logging.getLogger()
+    own = [handler for handler in root.handlers if isinstance(handler, Screen | LogFile)]
+    for handler in own:
+        root.removeHandler(handler)
+    nowhere = logging.NullHandler()  # without any, logging's functions would make one that prints
+    root.addHandler(nowhere)
+    tokens = _run.set(object()), silent.set(True)
+    try:
+        yield
+    finally:
+        _run.reset(tokens[0])
+        silent.reset(tokens[1])
+        root.removeHandler(nowhere)
+        for handler in own:
+            root.addHandler(handler)
+
+
+@contextmanager
 def _alone() -> Iterator[None]:
     before, log.propagate = log.propagate, False
     try:

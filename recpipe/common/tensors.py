@@ -36,7 +36,7 @@ Put = Callable[[str, int, NDArray[Any]], None]
 """Writes values of the named tensor, beginning at the value with this number, counted row by row."""
 FLUSH_BYTES = 256 << 20
 """After so many bytes a durable file is flushed to disk, while the next ones are written."""
-_MEMORY = {"F32": "<f4", "I64": "<i8", "I32": "<i4", "U8": "u1"}
+_MEMORY = {"F32": "<f4", "F64": "<f8", "I64": "<i8", "I32": "<i4", "U8": "u1"}
 """The types that are written, by their names in the header, in memory."""
 _FLOAT32 = "F32"
 Part = tuple[int, int, int, int]
@@ -182,8 +182,8 @@ def new_tensors(
     """Make a new ``file`` with tensors of these names and ``shapes``; the block gets a function that writes
     their values.
 
-    ``types``: the safetensors type (I64, I32, U8) of those that are not float32. Values are written at once
-    to their places, in any order of tensors and rows; OSError if that fails. All values must be written.
+    ``types``: the safetensors type (F64, I64, I32, U8) of those that are not float32. Values are written at
+    once to their places, in any order of tensors and rows; OSError if that fails. All values must be written.
     ``durable``: they are flushed to disk on the way, so that the last flush, which is the caller's, is short.
 
     The format: the header's length in 8 bytes, the header as JSON, the data.

@@ -18,7 +18,7 @@ import pytest
 from rich.console import Console
 
 from recpipe.common import meter as meters
-from recpipe.common.console import LogFile, Screen, append_to_log, capture_logs, log, show
+from recpipe.common.console import LogFile, Screen, append_to_log, capture_logs, log, show, within
 from recpipe.common.meter import Meter
 from recpipe.common.process import quiet_libraries
 from recpipe.config.compose import compose
@@ -340,3 +340,21 @@ def test_a_table_is_in_the_log_without_its_colours(tmp_path, capsys) -> None:
     assert max(map(len, text.splitlines())) <= 30
     assert text.split() == ["wide"] * 8
     assert capsys.readouterr().out == ""
+
+
+def test_a_run_within_another_one_says_nothing_and_leaves_its_handlers(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    root, screen = logging.getLogger(), Screen()
+    monkeypatch.setattr(root, "handlers", [screen])  # as Hydra leaves them
+    log.warning("before")
+    with within(), capture_logs(None, screen=False):
+        logging.warning("within")
+        log.warning("within")
+        show(lambda out: out.print("within"))
+    assert root.handlers == [screen]
+    log.warning("after")
+    with capture_logs(tmp_path), within(), capture_logs(None, screen=False):
+        log.warning("within")
+    told = capsys.readouterr()
+    assert ("before" in told.out, "after" in told.out, "within" in told.out + told.err) == (True, True, False)

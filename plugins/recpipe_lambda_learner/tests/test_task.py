@@ -9,8 +9,10 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-import torch
+from recpipe_lambda_learner.rows import rows_file
+from safetensors.numpy import load_file
 
+from recpipe.answers.effects import ABOUT, newest_effects
 from recpipe.config.compose import compose
 from recpipe.errors import UserError
 from recpipe.run import run
@@ -73,13 +75,28 @@ def test_effects_follow_what_the_frozen_model_cannot(clicks: Path, tmp_path: Pat
     assert (first["first"], first["end"]) == (0, AFTER // 5)
     assert auc(found, "frozen") < auc(found, "retrained") < auc(found, "lambda")
     assert auc(found, "retrained, lambda") > auc(found, "retrained")
-    # No jump where a new model takes over, in the third window.
-    assert auc(found, "retrained, lambda", 2) > auc(found, "lambda", 1)
-    state = torch.load(tmp_path / "one" / "effects.pt", weights_only=True)
-    assert state["item"]["means"].shape == (20, 2)
+    # No jump where a new model takes over: what is said of the next events is no worse. By the new model
+    # alone it would be.
+    assert [own["mini_batch"] for own in found["changes"]] == [4, 8]
+    for own in found["changes"]:
+        assert own["moved"]["after"] < own["moved"]["after, alone"]
+        assert own["logloss"]["after"] < own["logloss"]["before"] + 0.02
+        assert own["logloss"]["after, alone"] > own["logloss"]["before"] + 0.05
+    directory, learnt = newest_effects(tmp_path / "one")
+    assert learnt.number == AFTER / 200
+    assert load_file(rows_file(directory, "item"))["means"].shape == (20 + 2, 2)
+
+    # Broken off after some mini-batches, it goes on as if it had not been.
+    checkpoint = f"lambda.checkpoint={tmp_path / 'one'}"
+    half = [checkpoint, "lambda.save_every=2", "trainer.limit_val_batches=5"]
+    told(tmp_path / "half", *words(clicks, effects, *half))
+    rest = told(tmp_path / "rest", *words(clicks, effects, f"lambda.resume={tmp_path / 'half'}"))
+    assert rest["curves"]["lambda"] == found["curves"]["lambda"]
+    for file in newest_effects(tmp_path / "rest")[0].iterdir():
+        if file.name != ABOUT:
+            assert file.read_bytes() == (directory / file.name).read_bytes(), file.name
 
     # A finished model, and nothing that learns: curves are the frozen model's.
-    checkpoint = f"lambda.checkpoint={tmp_path / 'one'}"
     still = told(tmp_path / "two", *words(clicks, effects, checkpoint, "lambda.ridge=1e12", "lambda.keep=0"))
     assert auc(still, "frozen") == auc(found, "frozen")
     assert auc(still, "lambda") == pytest.approx(auc(found, "frozen"), abs=1e-6)
@@ -92,7 +109,9 @@ def test_effects_follow_what_the_frozen_model_cannot(clicks: Path, tmp_path: Pat
         "lambda.effects=[{entity: usr, inputs: [intercept]}]": r"no sparse column 'usr'; .*user",
         "lambda.effects=[{entity: user, inputs: [prise]}]": r"'prise' is no input of user's effect; .*price",
         "lambda.effects=[]": "lambda.effects",
+        f"lambda.resume={tmp_path / 'half'}": "has learnt with lambda.effects=",
+        f"lambda.resume={tmp_path}": "no coefficients of entities",
         "lambda.effects=[{entity: user, inputs: []}]": r"lambda.effects\[0\].inputs",
     }.items():
         with pytest.raises(UserError, match=words_of):
-            told(tmp_path / "wrong", *words(clicks, checkpoint, wrong))
+            told(tmp_path / "wrong", *words(clicks, checkpoint, inputs, wrong))
