@@ -80,6 +80,13 @@ def serve(
             f"workers={config.workers} and a plugin that keeps {kept}: each worker would keep its own; serve "
             "with workers=1"
         )
+    if config.learn and answers is not None:
+        raise UserError("learn=true and a plugin that keeps answers: they would be those before an event")
+    if config.learn and config.workers > 1:
+        raise UserError(
+            f"workers={config.workers} and learn=true: each worker would learn its own events alone; "
+            "serve with workers=1"
+        )
     with ExitStack() as open_, suppress(KeyboardInterrupt), _bound(config) as listening:
         for plugin in (rows, answers):
             if plugin is not None:

@@ -84,6 +84,14 @@ class ServeConfig:
     """With fewer samples, scored or labelled, a delta is not judged by them."""
     gate_window: Positive = 10_000
     """The latest samples by which deltas are judged."""
+    learn: bool = False
+    """Whether a package's effects learn labelled events that are posted."""
+    token: FilePath | None = None
+    """A file with the token that those who post events must have."""
+    learnt: FilePath | None = None
+    """A directory where what was learnt is kept over restarts; None: it goes with the process."""
+    learn_seconds: Seconds = 60.0
+    """Seconds from one time that it is written to the next one."""
     stop_seconds: Seconds = 10.0
     """Seconds that a stopping server gives the requests that it has."""
     window: Annotated[int, Interval(ge=1000, le=10**8)] = 10_000

@@ -73,6 +73,11 @@ def apply_deltas(
         score.verified(base)
     except score.PackageError as fault:
         raise UserError(str(fault)) from fault
+    if "effects" in manifest:
+        raise UserError(
+            f"{base} has effects, which correct the model as it was when they were learnt, and deltas would "
+            "change it under them: package it without effects="
+        )
     version, deltas = Version.of_package(base, manifest), list[Delta]()
     for place in given:
         for delta in _deltas(place, version, trust):

@@ -39,7 +39,7 @@ once, for which a turn of the event loop would be waited."""
 Score = Callable[..., torch.Tensor]
 """Scores float32 [B] or [B, T] of dense features and ids (``RequestScorer``). If it has an ``ahead`` that is
 not None, it takes a function, too, which it calls between its lookups and the rest; its ``at_hand`` says
-whether it can score at once."""
+whether it can score at once; its ``correct`` (``Corrected``), if it has one, corrects what it says."""
 
 
 class _Batch(NamedTuple):
@@ -153,6 +153,7 @@ class Batcher:
                 continue
             # Another object: what was put together of the one before is not this.
             anew.done, anew.since, anew.until, anew.alone = one.done, one.since, one.until, one.alone
+            anew.taught = one.taught
             self.queue[self.queue.index(one)] = anew
 
     def _wake(self) -> None:
@@ -214,7 +215,7 @@ class Batcher:
             one.done(scores[start:end])
             if one.ticket is not None:
                 self._keep(one.ticket, scores[start:end])
-            if self.scored is None:
+            if self.scored is None or one.taught is not None:
                 continue
             if not self._unseen:
                 self._loop.call_later(LATER, self.tell)
@@ -268,6 +269,9 @@ class Batcher:
         began = perf_counter()
         between = (self._read_ahead,) if ahead and self._ahead is not None else ()
         scores = score(found.dense, found.sides, *between).numpy()
+        correct = getattr(score, "correct", None)
+        if correct is not None:
+            scores = correct(asked, found.dense, scores)
         each = (perf_counter() - began) / len(scores)
         self._each = each if each < self._each else self._each + (each - self._each) / 8
         return scores

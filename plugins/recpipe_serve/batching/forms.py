@@ -71,6 +71,9 @@ class Asked:
     """The ids as they came, if some of them are keys."""
     weights: Array | None = field(default=None, repr=False)
     """float32, of the ids; None: they have none."""
+    taught: Callable[..., None] | None = field(default=None, repr=False)
+    """Called with what learns, what its effects see of these samples, and the model's own logits, if they are
+    labelled events and not a request for scores (``Corrected``)."""
     done: Callable[[Array | Exception], None] = field(init=False)
     """Called with its scores, or with why there are none."""
     since: float = field(init=False)
@@ -87,11 +90,11 @@ class Asked:
     def __post_init__(self) -> None:
         self.samples = self.form.samples
 
-    def bags(self, feature: int, of_each: bool = False) -> FeatureBags:
+    def bags(self, feature: int, of_each: bool = False, keyed: bool = False) -> FeatureBags:
         """What the request has of a feature: N bags, or one that all samples share, which is repeated if bags
-        ``of_each`` sample are asked for."""
-        form = self.form
-        ids, lengths, bags = self.ids[form.slices[feature]], form.lengths[feature], form.bags[feature]
+        ``of_each`` sample are asked for; ``keyed``: with the ids as they came."""
+        form, given = self.form, self.keys if keyed and self.keys is not None else self.ids
+        ids, lengths, bags = given[form.slices[feature]], form.lengths[feature], form.bags[feature]
         weights = None if self.weights is None else self.weights[form.slices[feature]]
         if of_each and bags != form.samples:
             if not isinstance(lengths, int):

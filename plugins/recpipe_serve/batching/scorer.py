@@ -10,13 +10,15 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from typing import NamedTuple, Protocol, runtime_checkable
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
 from recpipe.answers.score import Call, Lookup, Scorer, numbers, offsets_of, with_lengths
+
+Array = NDArray[Any]
 
 
 @dataclass(frozen=True)
@@ -85,14 +87,15 @@ class SaysWhatIsAtHand(ReadsAhead, Protocol):
 
 class RequestScorer:
     """Scores requests by ``scorer``. ``ahead``: begins to read what waiting requests look up, and returns;
-    None: all is there.
+    None: all is there. ``correct``: corrects the scores (``Corrected``), which calling does not; None:
+    nothing does.
 
     Where each bag has one id, its row is looked up for every candidate: that costs what copying it does, and
     leaves one lookup, and nothing to put together.
     """
 
-    def __init__(self, scorer: Scorer) -> None:
-        self.scorer = scorer
+    def __init__(self, scorer: Scorer, correct: Callable[..., Array] | None = None) -> None:
+        self.scorer, self.correct = scorer, correct
         self._reads = scorer if isinstance(scorer, ReadsAhead) else None
         self.ahead = None if self._reads is None else self._ahead
         self._says = scorer if isinstance(scorer, SaysWhatIsAtHand) else None

@@ -211,6 +211,11 @@ class Versions:
 
 def require_followable(scorer: Scorer) -> None:
     """``UserError`` for packages whose other parts would not follow."""
+    if "effects" in scorer.manifest:
+        raise UserError(
+            f"{scorer.directory} has effects, which correct the model as it was when they were learnt, and "
+            "deltas would change it under them: serve it without follow="
+        )
     if "retrieval" in scorer.manifest and scorer.maps:
         raise UserError(
             f"{scorer.directory} finds candidates by ids that grow (rows: dynamic), whose rows would change "

@@ -39,14 +39,16 @@ from recpipe_serve.http.connections import (
     too_large,
 )
 from recpipe_serve.http.features import NO_MAPS, Features, Heads
+from recpipe_serve.http.learning import Posted
 from recpipe_serve.http.metrics import Metrics
-from recpipe_serve.http.protocol import HEADER_LENGTH, InferenceRequest, answer
+from recpipe_serve.http.protocol import HEADER_LENGTH, InferenceRequest, answer, json_length
 from recpipe_serve.http.raw import DENSE
 from recpipe_serve.monitor.monitor import Monitor
 from recpipe_serve.monitor.windows import REFUSED
 
 if TYPE_CHECKING:
     from recpipe_serve.candidates import Candidates
+    from recpipe_serve.http.learning import Learner, Learning
 
 log = logging.getLogger("recpipe")
 VERSION = "1"
@@ -61,7 +63,8 @@ class Server:
     metrics are shown together; it is the one of this ``number``, and what the monitors see is in ``folder``.
     ``preparation``: by which raw values are encoded; None: they are refused. ``maps``: see ``Features``.
     ``candidates``: what finds these; None: the package has none. ``answers``: what requests are put to before
-    the model, which has begun with this package; None: nothing.
+    the model, which has begun with this package; None: nothing. ``learning``: takes labelled events
+    for ``learner``; None: nothing is learnt.
     """
 
     def __init__(
@@ -77,8 +80,11 @@ class Server:
         maps: Mapping[int, RowMap] = NO_MAPS,
         candidates: Candidates | None = None,
         answers: AnswerServer | None = None,
+        learning: Learning | None = None,
+        learner: Learner | None = None,
     ) -> None:
         self.candidates, self.answers = candidates, answers
+        self.learning, self.learner = learning, learner
         self.manifest, self.name, self.config = manifest, name, config
         self.outputs = [output["name"] for output in manifest["outputs"]]
         self.features = Features(manifest, config.samples, maps)
@@ -105,6 +111,7 @@ class Server:
         preparation: Preparation | None = None,
         maps: Mapping[int, RowMap] = NO_MAPS,
         candidates: Candidates | None = None,
+        learner: Learner | None = None,
     ) -> None:
         """Score by ``score`` of another package with this ``manifest`` from the next batch on, and encode raw
         values by its ``preparation``, and keys by its ``maps``. It takes and gives what the one before did;
@@ -118,7 +125,7 @@ class Server:
             monitor = self._make_monitor(manifest)
             self.monitor.close()
             self.manifest, self.monitor, self.batcher.scored = manifest, monitor, monitor.saw
-        self.batcher.score, self.candidates = score, candidates
+        self.batcher.score, self.candidates, self.learner = score, candidates, learner
         self.metrics.serves(package)
 
     def follow(self, follower: Follower) -> None:
@@ -137,6 +144,7 @@ class Server:
                 Route(f"{path}/ready", self._model_ready),
                 Route(f"{path}/infer", self._unknown, methods=["POST"]),
                 Route(f"{path}/labels", self._labels, methods=["POST"]),
+                Route(f"{path}/learn", self._learn, methods=["POST"]),
                 Route(f"{path}/retrieve", self._retrieve, methods=["POST"]),
                 Route(f"{path}/monitor", self._monitor),
                 Route(f"{path}/deltas", self._deltas, methods=["GET", "POST"]),
@@ -225,6 +233,28 @@ class Server:
             raise
         except ClientDisconnect:
             return Response(status_code=499)
+
+    async def _learn(self, request: Request) -> Response:
+        """Labelled events, which the package's effects learn."""
+        try:
+            self._require_known(request)
+            learning, learner = self.learning, self.learner
+            if learning is None or learner is None:
+                raise Refused(404, "learning", "nothing is learnt here: start the server with learn=true")
+            learning.require(request.headers.get("authorization"))
+            body, header = await self._body(request), request.headers.get(HEADER_LENGTH.decode())
+            _, inputs = self.heads.read(body, header)
+            posted = Posted.parse(body[: json_length(header, len(body))], inputs.samples)
+            told = await learning.learn(learner, posted, inputs, self.batcher)
+        except ClientDisconnect:
+            return Response(status_code=499)
+        except Exception as fault:
+            self.metrics.events.labels("refused").inc()
+            status, content, headers = self._fault(fault)
+            return Response(content, status, dict(headers))
+        for result in ("learnt", "again"):
+            self.metrics.events.labels(result).inc(told[result])
+        return _json(told)
 
     async def _body(self, request: Request) -> bytes:
         """The body of a request for this model, within the limits of size and time; ``Refused`` beyond."""
@@ -390,5 +420,5 @@ async def _refused(_: Request, fault: Exception) -> Response:
 
 
 def _refusal(refused: Refused) -> Answer:
-    headers = {"retry-after": "1"} if refused.status == 503 else {}
+    headers = {503: {"retry-after": "1"}, 401: {"www-authenticate": "Bearer"}}.get(refused.status, {})
     return refused.status, error(str(refused)), _JSON | headers

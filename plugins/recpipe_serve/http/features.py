@@ -56,7 +56,8 @@ class Features:
         self._limits = np.array(list(self.rows.values()), np.uint64)
         places = {name: place for place, name in enumerate(self.rows)}
         sequences = manifest.get("sequences", {"single": [], "aligned": []})
-        self._single = [places[name] for name in sequences["single"]]
+        entities = [about["entity"] for about in manifest.get("effects", ())]
+        self._single = [places[name] for name in dict.fromkeys([*sequences["single"], *entities])]
         self._aligned = [[places[name] for name in group] for group in sequences["aligned"]]
         self._known = {name + end for name in self.rows for end in ("", LENGTHS)}
         self.weighted = any(lookup.get("weighted") for lookup in manifest.get("lookups", ()))

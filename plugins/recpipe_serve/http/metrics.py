@@ -74,6 +74,12 @@ class Metrics:
         self.reloads = Counter(
             "recpipe_reloads", "Packages loaded anew, by result", ["result"], registry=into
         )
+        self.events = Counter(
+            "recpipe_events",
+            "Labelled events, and bodies of them refused, by result",
+            ["result"],
+            registry=into,
+        )
         self._model = Gauge(
             "recpipe_model",
             "Processes that serve this model from the package whose manifest has this digest",

@@ -18,7 +18,7 @@ import socket
 import sys
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -29,17 +29,19 @@ from recpipe.answers import score
 from recpipe.answers.encoded import read_encoding
 from recpipe.answers.manifest import RETRIEVAL, read_manifest
 from recpipe.common.console import alone, capture_logs
-from recpipe.common.process import old_objects_kept, quieted
+from recpipe.common.process import imported_from, old_objects_kept, quieted
 from recpipe.data.preparation import Preparation
 from recpipe.errors import UserError
 from recpipe.tasks.process import prepare_process
 from recpipe_serve.answer_server import AnswerServer
+from recpipe_serve.batching.corrected import Corrected
 from recpipe_serve.batching.scorer import RequestScorer
 from recpipe_serve.config import ServeConfig
 from recpipe_serve.fresh.follower import Follower, catch_up
 from recpipe_serve.fresh.versions import Versions, require_followable
 from recpipe_serve.http.acceptor import Acceptor, Shares
 from recpipe_serve.http.app import Server
+from recpipe_serve.http.learning import Learner, Learning, read_token
 from recpipe_serve.http.metrics import DIRECTORY
 from recpipe_serve.row_server import RowServer
 
@@ -70,6 +72,14 @@ class Loaded:
     """What finds candidates, if it has some."""
     versions: Versions | None = None
     """Its scorer and what deltas make of it; None: it follows none."""
+    learner: Learner | None = None
+    """What learns, if the server is to."""
+
+    @property
+    def request_scorer(self) -> RequestScorer:
+        """Scores requests, with what the package's effects add."""
+        effects = self.scorer.effects
+        return RequestScorer(self.scorer, None if effects is None else Corrected(effects, self.learner))
 
 
 def load(
@@ -143,13 +153,14 @@ class Worker:
         self.directory, self.config, self.rows, self.several = directory, config, rows, several
         self.answers = answers
         self.follow = None if config.follow is None else Path(config.follow).expanduser()
+        self.learning = Learning(read_token(config.token), config.queue) if config.learn else None
         self.loaded = self._load()
         scorer = self.loaded.scorer
         if answers is not None:
             answers.begin(scorer)
         folder = Path(os.environ[DIRECTORY]) if several else None
         self.server = Server(
-            RequestScorer(scorer),
+            self.loaded.request_scorer,
             scorer.manifest,
             name,
             config,
@@ -160,6 +171,8 @@ class Worker:
             scorer.maps,
             self.loaded.candidates,
             answers,
+            self.learning,
+            self.loaded.learner,
         )
         self.server.metrics.serves(self.loaded.package)
         self.follower: Follower | None = None
@@ -200,13 +213,11 @@ class Worker:
         finally:
             if following is not None:
                 following.cancel()
+            if self.learning is not None and self.loaded.learner is not None:
+                self.learning.in_thread(self.loaded.learner.close)
+                self.learning.close()
         if self.rows is not None:
             self.rows.close()  # which ends a change-over to another package
-
-    def _load(self) -> Loaded:
-        config = self.config
-        limits = (config.trust, config.samples, config.threads)
-        return load(self.directory, self.rows, self.several, *limits, self.follow, config.versions)
 
     def _use(self, scorer: RequestScorer, package: str) -> None:
         """Let another version of the package answer."""
@@ -238,7 +249,7 @@ class Worker:
             try:
                 loaded = await asyncio.to_thread(self._anew)
                 scorer = loaded.scorer
-                answering = RequestScorer(scorer)
+                answering = loaded.request_scorer
                 if self.follower is not None and loaded.versions is not None:
                     self.follower.begin(loaded.versions)
                     answering = self.follower.answering
@@ -251,6 +262,7 @@ class Worker:
                     loaded.preparation,
                     scorer.maps,
                     loaded.candidates,
+                    loaded.learner,
                 )
             except Exception as fault:
                 if not isinstance(fault, UserError):
@@ -261,7 +273,9 @@ class Worker:
                 else:
                     _say(channel, "refused", str(fault))
                 return
-            self.loaded = loaded
+            before, self.loaded = self.loaded.learner, loaded
+            if self.learning is not None and before is not None:
+                await asyncio.to_thread(self.learning.in_thread, before.close)
             self.server.metrics.reloads.labels("done").inc()
             if channel is None:
                 log.info(
@@ -279,6 +293,22 @@ class Worker:
         loaded = self._load()
         self._require_same(loaded.scorer.manifest)
         return loaded
+
+    def _load(self) -> Loaded:
+        """The package, with what learns over it if the server is to; ``UserError`` if that is not
+        possible."""
+        config = self.config
+        limits = (config.trust, config.samples, config.threads)
+        loaded = load(self.directory, self.rows, self.several, *limits, self.follow, config.versions)
+        if self.learning is None:
+            return loaded
+        if loaded.scorer.effects is None:
+            raise UserError(
+                f"learn=true: {self.directory} has no effects: package with effects=RUN of task=lambda"
+            )
+        made = imported_from("recpipe_lambda_learner.online:Learner")
+        place = None if config.learnt is None else Path(config.learnt).expanduser() / loaded.package
+        return replace(loaded, learner=made(self.directory, place, config.kept, config.learn_seconds))
 
     def _require_same(self, manifest: dict[str, Any]) -> None:
         then, now = map(_relied_on, (self.loaded.scorer.manifest, manifest))

@@ -1,0 +1,126 @@
+"""``Learner``: effects of a served package that go on learning, each event once."""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import replace
+from hashlib import blake2b
+from pathlib import Path
+from time import monotonic
+
+import numpy as np
+from numpy.typing import NDArray
+from safetensors import SafetensorError
+from safetensors.numpy import load_file, save_file
+
+from recpipe.answers.effects import FOLDER, newest_effects, write_effects
+from recpipe.errors import UserError
+from recpipe_lambda_learner.effects import Effects, Seen
+from recpipe_lambda_learner.posterior import Floats, Learning, Precision
+from recpipe_lambda_learner.rows import Entities, Keeping
+
+EVENTS = "events.safetensors"
+"""Beside saved effects: of which events they are."""
+_BYTES = 16
+
+
+class Learner:
+    """The effects in ``package``, which learn events of one mini-batch after the other.
+
+    What was learnt is written into ``place`` every ``seconds`` that events come, and when it is closed; None:
+    nowhere. It goes on from what it finds there. The ids of the last ``kept`` events are known, so that one
+    that is sent again, since its sender has not got the answer, is not learnt again."""
+
+    def __init__(self, package: Path, place: Path | None, kept: int, seconds: float) -> None:
+        directory, self.learnt = newest_effects(package / FOLDER)
+        if place is not None and any(place.glob(f"{FOLDER}/[0-9]*")):
+            directory, self.learnt = newest_effects(place)
+        self.place, self.kept, self.seconds = place, kept, seconds
+        self.total = self.saved = 0
+        self._known: OrderedDict[bytes, None] = OrderedDict()
+        self._claimed: set[bytes] = set()
+        """Events that will be learnt; what is written must not say that they have been."""
+        precision: Precision = self.learnt.precision  # type: ignore[assignment]
+        how = Learning(self.learnt.ridge, self.learnt.keep, precision)
+        widths = {own.entity: own.width for own in self.learnt.effects}
+        self.effects = Effects(widths, how, Keeping(self.learnt.entities))
+        self.effects.load(directory)
+        if (file := directory / EVENTS).is_file():
+            try:
+                found = load_file(file)
+                self._known.update(dict.fromkeys(map(bytes, found["ids"])))
+                self.total = self.saved = int(found["total"][0])
+            except (OSError, SafetensorError, LookupError, ValueError) as fault:
+                raise UserError(f"{file} is damaged ({fault}): remove {directory}") from fault
+        self._written, self._lock = monotonic(), threading.Lock()
+
+    def logits(self, seen: Sequence[tuple[Entities, Floats]], offsets: Floats) -> Floats:
+        """The model's logits ``offsets`` float64 [N] of samples with what the effects add; from any
+        thread."""
+        return self.effects.logits([Seen(*own) for own in seen], offsets)
+
+    def claim(self, ids: Sequence[str]) -> NDArray[np.bool_]:
+        """Which of these events have not come before, bool [N]; they have, from now on."""
+        fresh = np.zeros(len(ids), bool)
+        with self._lock:
+            for number, key in enumerate(map(_key, ids)):
+                fresh[number] = key not in self._known and key not in self._claimed
+                if fresh[number]:
+                    self._claimed.add(key)
+        return fresh
+
+    def release(self, ids: Sequence[str]) -> None:
+        """Take back that these have come, which have not been learnt."""
+        with self._lock:
+            self._claimed.difference_update(map(_key, ids))
+
+    def learn(
+        self,
+        ids: Sequence[str],
+        seen: Sequence[tuple[Entities, Floats]],
+        clicks: Floats,
+        weights: Floats,
+        offsets: Floats,
+    ) -> None:
+        """Learn N events, whose fixed logits are ``offsets``, as one mini-batch, or release their ``ids``.
+        One thread calls it."""
+        try:
+            self.effects.learn([Seen(*own) for own in seen], clicks, weights, offsets)
+        except BaseException:
+            self.release(ids)
+            raise
+        with self._lock:
+            self._known.update(dict.fromkeys(map(_key, ids)))
+            while len(self._known) > self.kept:
+                self._known.popitem(last=False)
+        self.release(ids)
+        self.total += len(ids)
+        self.learnt = replace(self.learnt, number=self.learnt.number + 1)
+        if self.place is not None and monotonic() - self._written >= self.seconds:
+            self.save()
+
+    def save(self) -> None:
+        """Write what was learnt; by whoever learns."""
+        if self.place is None or self.saved == self.total:
+            return
+        with self._lock:
+            known = b"".join(self._known)
+
+        def write(folder: Path) -> None:
+            self.effects.save(folder)
+            ids = np.frombuffer(known, np.uint8).reshape(-1, _BYTES)
+            save_file({"ids": ids, "total": np.array([self.total])}, folder / EVENTS)
+
+        write_effects(self.place / FOLDER, self.learnt, write)
+        self.saved, self._written = self.total, monotonic()
+
+    def close(self) -> None:
+        """Write what was learnt; nothing is learnt any more, and what is still being scored is scored by
+        it."""
+        self.save()
+
+
+def _key(ident: str) -> bytes:
+    return blake2b(ident.encode(), digest_size=_BYTES).digest()
