@@ -62,6 +62,38 @@ def traced(model: PlacedModel, batch: Any) -> tuple[dict[str, Work], dict[int, l
     return {f"{part} {way}": trace.work(part, way) for way in ways for part in PARTS}, late
 
 
+class Whereabouts:
+    """In which part of a model operators run, while its parts are entered and left; a backward pass belongs
+    to the part in which its operation ran."""
+
+    def __init__(self) -> None:
+        self.inside = ["dense"]
+        self._numbers = [0]
+        """The numbers from which on operations belong to ``_parts``; one for each time a part was entered or
+        left."""
+        self._parts = ["dense"]
+
+    def enter(self, part: str) -> None:
+        """Operators belong to ``part`` from now on."""
+        self._go_to([*self.inside, part])
+
+    def leave(self) -> None:
+        """And to the part around it again."""
+        self._go_to(self.inside[:-1])
+
+    def _go_to(self, inside: list[str]) -> None:
+        self.inside = inside
+        self._numbers.append(private_api.forward_number())
+        self._parts.append(inside[-1])
+
+    def here(self) -> tuple[str, str]:
+        """The part of the operator that runs, and ``forward`` or ``backward``."""
+        number = private_api.backward_number()
+        if number is None:
+            return self.inside[-1], "forward"
+        return self._parts[bisect_right(self._numbers, number) - 1], "backward"
+
+
 class _Trace(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Counts by part; an operation's backward pass belongs to the part in which the operation ran."""
 
@@ -75,11 +107,7 @@ class _Trace(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._inputs = defaultdict[str, dict[int, int]](dict)
         """The bytes of storages with gradients, by part and storage."""
         self._parameters = {_storage(p): _bytes(p) for p in module.parameters() if p.requires_grad}
-        self._inside = ["dense"]
-        self._numbers = [0]
-        """The numbers from which on operations belong to ``_parts``; one for each time a module was entered
-        or left."""
-        self._parts = ["dense"]
+        self._where = Whereabouts()
         self._alive: list[torch.Tensor] = []
         """Tensors kept alive, so that no storage's address is reused."""
 
@@ -109,44 +137,33 @@ class _Trace(TorchDispatchMode):  # type: ignore[no-untyped-call]
         out = func(*args, **(kwargs or {}))
         formula = flop_registry.get(func._overloadpacket)
         if formula is not None:
-            self._flops[self._where()] += formula(*args, **(kwargs or {}), out_val=out)
+            self._flops[self._where.here()] += formula(*args, **(kwargs or {}), out_val=out)
         return out
 
-    def _where(self) -> tuple[str, str]:
-        number = private_api.backward_number()
-        if number is None:
-            return self._inside[-1], "forward"
-        return self._parts[bisect_right(self._numbers, number) - 1], "backward"
-
     def _enter(self, module: nn.Module, _arguments: Any) -> None:
-        self._go_to([*self._inside, self._part_of.get(module, self._inside[-1])])
+        self._where.enter(self._part_of.get(module, self._where.inside[-1]))
         for parameter in module.parameters(recurse=False):
             self._note(self._kept, parameter)
 
     def _given(self, module: nn.Module, arguments: Any, named: Any) -> None:
         """Called after ``_enter``."""
-        if self._inside[-1] != self._inside[-2]:
+        if self._where.inside[-1] != self._where.inside[-2]:
             for _, tensor in tensors_of((arguments, named)):
                 if tensor.requires_grad:
                     self._note(self._inputs, tensor)
 
     def _leave(self, module: nn.Module, _arguments: Any, output: Any) -> None:
-        if self._inside[-1] != self._inside[-2]:
+        if self._where.inside[-1] != self._where.inside[-2]:
             for _, tensor in tensors_of(output):
                 self._note(self._kept, tensor)
-        self._go_to(self._inside[:-1])
-
-    def _go_to(self, inside: list[str]) -> None:
-        self._inside = inside
-        self._numbers.append(private_api.forward_number())
-        self._parts.append(inside[-1])
+        self._where.leave()
 
     def _save(self, tensor: torch.Tensor) -> torch.Tensor:
         self._note(self._kept, tensor)
         return tensor.detach()
 
     def _note(self, where: dict[str, dict[int, int]], tensor: torch.Tensor) -> None:
-        noted, storage = where[self._inside[-1]], _storage(tensor)
+        noted, storage = where[self._where.inside[-1]], _storage(tensor)
         noted[storage] = max(_bytes(tensor), noted.get(storage, 0))
         self._alive.append(tensor.detach())
 

@@ -53,28 +53,38 @@ def exact(inputs: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
 
 class Sums16:
     """Adds products up in 16 bits that saturate, as vpmaddubsw does with a pair of products and vpaddsw with
-    the sums; after each ``BLOCK`` inputs the sum goes on in 32 bits.
+    the sums; after each ``block`` inputs, an even number, the sum goes on in 32 bits.
 
     ``bits``: weights that need more are outliers, which are added up in 32 bits (a sparse matrix); None: none
-    are split off. ``saturated``: the sums so far that are not exact, and all.
+    are split off. ``saturated``: how many sums so far were not exact, of all ``sums``.
     """
 
-    def __init__(self, bits: int | None = None) -> None:
-        self.bits = bits
+    def __init__(self, bits: int | None = None, block: int = BLOCK) -> None:
+        self.bits, self.block = bits, block
         self.saturated = self.sums = 0
 
     def __call__(self, inputs: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         main, outliers = (weights, None) if self.bits is None else split(weights, self.bits)
         found = torch.zeros(len(inputs), len(weights), dtype=torch.float64)
-        for low in range(0, inputs.shape[1], BLOCK):
-            block = torch.zeros_like(found)
-            for at in range(low, min(low + BLOCK, inputs.shape[1]), 2):
-                pair = inputs[:, at : at + 2] @ main[:, at : at + 2].T
-                block = (block + pair.clamp_(LOWEST, HIGHEST)).clamp_(LOWEST, HIGHEST)
+        # Sums of 16 bits, and products of a pair, are exact in float32.
+        small, own = inputs.float(), main.float()
+        for low in range(0, inputs.shape[1], self.block):
+            part, weight = (each[:, low : low + self.block] for each in (small, own))
+            if part.shape[1] % 2:
+                part, weight = (nn.functional.pad(each, (0, 1)) for each in (part, weight))
+            pairs = torch.bmm(_in_pairs(part), _in_pairs(weight).mT).clamp_(LOWEST, HIGHEST)
+            block = pairs[0].clone()
+            for pair in pairs[1:]:
+                block.add_(pair).clamp_(LOWEST, HIGHEST)
             found += block
         self.saturated += int((found != exact(inputs, main)).sum())
         self.sums += found.numel()
         return found if outliers is None else found + exact(inputs, outliers)
+
+
+def _in_pairs(codes: torch.Tensor) -> torch.Tensor:
+    """[N, 2 P] as [P, N, 2]."""
+    return codes.reshape(len(codes), -1, 2).transpose(0, 1)
 
 
 def split(codes: torch.Tensor, bits: int) -> tuple[torch.Tensor, torch.Tensor]:

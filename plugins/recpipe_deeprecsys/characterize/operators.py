@@ -7,7 +7,6 @@ timed as a whole. Of several steps the median counts.
 
 from __future__ import annotations
 
-from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -19,7 +18,7 @@ from typing import Any
 from recpipe_perf_model.kernels.operators import FREE, GEMMS, Operator, Watch
 from torch.utils.flop_counter import flop_registry
 
-from recpipe import private_api
+from recpipe.profiling.traced import Whereabouts
 from recpipe_deeprecsys.characterize.roofs import Work
 
 FC, LOOKUP, INTERACTION, MANIPULATION, OTHER = (
@@ -96,28 +95,22 @@ class Watched(Watch):  # type: ignore[no-untyped-call]
         self.phase = FORWARD
         self.steps: list[dict[Call, Counted]] = []
         self._seconds = self._flops = self._values = 0.0
-        self._inside = ["dense"]
-        self._numbers, self._parts = [0], ["dense"]
+        self._where = Whereabouts()
 
     @contextmanager
     def step(self) -> Iterator[None]:
         """In the block, operators belong to a new step."""
         self.steps.append({})
-        self.phase, self._numbers, self._parts = FORWARD, [0], ["dense"]
+        self.phase, self._where = FORWARD, Whereabouts()
         yield
 
     @contextmanager
     def inside(self, name: str) -> Iterator[None]:
         """In the block, operators belong to the part ``name``, "PART forward", and so do those of their
         backward pass: put by ``recpipe.profiling.traced.tell_parts``."""
-        self._enter([*self._inside, name.partition(" ")[0]])
+        self._where.enter(name.partition(" ")[0])
         yield
-        self._enter(self._inside[:-1])
-
-    def _enter(self, inside: list[str]) -> None:
-        self._inside = inside
-        self._numbers.append(private_api.forward_number())
-        self._parts.append(inside[-1])
+        self._where.leave()
 
     @contextmanager
     def whole(self, call: Call, work: Work) -> Iterator[None]:
@@ -140,10 +133,8 @@ class Watched(Watch):  # type: ignore[no-untyped-call]
 
     def note(self, operator: Operator) -> None:
         """Count an operator that ran."""
-        number = private_api.backward_number()
-        phase, part = self.phase, self._inside[-1]
-        if number is not None:
-            phase, part = BACKWARD, self._parts[bisect_right(self._numbers, number) - 1]
+        part, way = self._where.here()
+        phase = BACKWARD if way == "backward" else self.phase
         work = work_of(operator, self._flops, self._values)
         kind = class_of(operator, part, bool(self._flops))
         name, shape = (VIEWS, "") if operator.kind in FREE else (operator.name, shape_of(operator))

@@ -159,6 +159,12 @@ def sentences(model: Mapping[str, Any]) -> list[str]:
             )
     if model["measured_again"] and not any(batch["above"] for batch in model["batches"]):
         found.append("The limits were measured anew, for an operator was faster than they allowed.")
+    if model["disturbed"]:
+        found.append(
+            f"The limits were measured while {model['disturbed']}: they are higher on a quiet machine."
+        )
+    if warning := figures.disturbed(model["others_cpu_share"], "these steps"):
+        found.append(f"{warning[:1].upper()}{warning[1:]}: alone it is faster.")
     if reuse := model["reuse"]:
         found.append(reused(reuse))
     return found

@@ -25,13 +25,15 @@ from recpipe.answers.stored import replace_module
 from recpipe.answers.trained import open_trained
 from recpipe.backend.chain import Chain, steps
 from recpipe.errors import UserError
-from recpipe_deeprecsys.characterize.emulated import Coded, Emulated, Range, Sums, Sums16, exact, split
+from recpipe_deeprecsys.characterize.emulated import BLOCK, Coded, Emulated, Range, Sums, Sums16, exact, split
 
 SAMPLES, BATCH = 2048, 256
 """Held-out samples that ranges are learnt from and models are judged by, and those of a batch."""
 CACHE = 1 << 28
 SPLITS = (7, 6, 5, 4)
 """Bits of the weights that are not outliers."""
+BLOCKS = (64, 16)
+"""Shorter blocks than FBGEMM's, with outliers beyond 7 bits split off."""
 WIDTHS = (8, 4)
 """Bits of codes for ranges."""
 Scales = Callable[[torch.Tensor, int], torch.Tensor]
@@ -85,28 +87,31 @@ class Study:
         """Sums in 32 bits, in 16, and in 16 without outliers beyond several widths; a scale for all weights
         of a layer."""
         yield self._row("sums", "32 bits", None, self._summed(exact))
-        for bits in (None, *SPLITS):
-            sums = Sums16(bits)
-            name = "16 bits" if bits is None else f"16 bits, weights beyond {bits} bits apart"
+        tried: list[tuple[int | None, int]] = [(bits, BLOCK) for bits in (None, *SPLITS)]
+        for bits, block in [*tried, *((SPLITS[0], block) for block in BLOCKS)]:
+            sums = Sums16(bits, block)
+            name = "16 bits" if bits is None else f"16 bits, split at {bits}"
+            name = name if block == BLOCK else f"{name}, blocks of {block}"
             row = self._row("sums", name, bits, self._summed(sums))
             outliers = None if bits is None else self._outliers(bits)
             yield {**row, "saturated": sums.saturated / sums.sums, "outliers": outliers}
 
     def ranges(self) -> Iterator[dict[str, Any]]:
-        """Ranges of weights and of inputs."""
+        """Ranges of weights, of a layer or of each output, and of inputs: by the largest, or from end to
+        end, or those with the least squared error."""
         for bits in WIDTHS:
             for name, scales, least in (
-                ("weights by their largest, inputs by their ends", of_tensor, False),
-                ("weights by the largest of each output, inputs by their ends", of_outputs, False),
-                ("weights by L2 of each output, inputs by their ends", weight_scales, False),
-                ("weights by L2 of each output, inputs by L2", weight_scales, True),
+                ("max of tensor; ends", of_tensor, False),
+                ("max of output; ends", of_outputs, False),
+                ("L2 of output; ends", weight_scales, False),
+                ("L2 of output; L2", weight_scales, True),
             ):
                 yield self._row("ranges", name, bits, partial(_ranged, bits=bits, scales=scales, least=least))
 
     def net_aware(self) -> Iterator[dict[str, Any]]:
         """Results that ReLU follows in few bits, negative ones among them or not."""
         for bits in WIDTHS:
-            for name, aware in (("all results", False), ("without what ReLU drops", True)):
+            for name, aware in (("from end to end", False), ("from 0 on", True)):
                 yield self._row("net-aware", name, bits, partial(_rounded, bits=bits, aware=aware))
 
     def _summed(self, sums: Sums) -> Callable[[Layer], nn.Linear]:

@@ -152,6 +152,8 @@ class Machine:
             log.info("measuring this machine's limits once; recpipe perf calibrate does it more closely")
             found = calibrate(profile_path(self._host), found is None or found.quick, FAMILIES)
         self._samples = _of(found)
+        self.disturbed = _disturbed(found)
+        """What disturbed the last measurement; '' if nothing did."""
         self.again = False
         """Whether they were measured anew."""
 
@@ -164,7 +166,12 @@ class Machine:
         """Measure the limits anew."""
         log.info("an operator is faster than this machine's limits allow: measuring them anew")
         self.again = True
-        self._samples = [*self._samples, *_of(measured_again(profile_path(self._host), FAMILIES))]
+        found = measured_again(profile_path(self._host), FAMILIES)
+        self._samples, self.disturbed = [*self._samples, *_of(found)], _disturbed(found)
+
+
+def _disturbed(profile: MachineProfile) -> str:
+    return next((profile.disturbed[name] for name in FAMILIES if name in profile.disturbed), "")
 
 
 def _of(profile: MachineProfile) -> list[Sample]:

@@ -20,6 +20,7 @@ from recpipe.answers.teacher import give_teachers
 from recpipe.answers.trained import open_trained
 from recpipe.backend.build import convert_for_loop
 from recpipe.common.console import log
+from recpipe.common.machine import Load, used_by_others
 from recpipe.common.own_cache import default_cache_dir
 from recpipe.common.words import quoted
 from recpipe.config.recipe import Recipe
@@ -212,9 +213,11 @@ def told_model(
     """Steps of each of ``sizes`` against the machine's limits, which are measured anew if an operator is
     faster than they allow."""
     found: list[tuple[int, Stepped]] = []
+    before = Load.now()
     for size in sizes:
         log.info("timing steps of %s samples", f"{size:,}")
         found.append((size, step(size)))
+    others = used_by_others(before)
     batches = [told_steps(*pair, machine.roofs) for pair in found]
     if any(each["above"] for each in batches) and not machine.again:
         machine.measure_again()
@@ -225,6 +228,8 @@ def told_model(
         "batches": batches,
         "machine": machine.roofs.to_dict(),
         "measured_again": machine.again,
+        "disturbed": machine.disturbed,
+        "others_cpu_share": others,
         "precision": None,
     }
 

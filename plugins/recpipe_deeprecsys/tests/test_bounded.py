@@ -16,15 +16,19 @@ import pytest
 import torch
 from recpipe_deeprecsys import command, load
 from recpipe_deeprecsys.bounded import bisected, is_good, measured
+from recpipe_deeprecsys.characterize import task
 from recpipe_deeprecsys.command import bench
 from recpipe_deeprecsys.engine import Batching, Engine, Worker
 from recpipe_deeprecsys.load import SERVER, SINGLE_STREAM, Load, Outcome
 from recpipe_deeprecsys.requests import Candidates
 from recpipe_deeprecsys.scoring import PackageScorer
 from recpipe_deeprecsys.tests.here import small_package
+from recpipe_deeprecsys.tests.test_characterize import Machine
 
 from recpipe.answers.score import Scorer
+from recpipe.config.compose import compose
 from recpipe.errors import UserError
+from recpipe.run import run
 
 pytest.importorskip("mlperf_loadgen", reason="bench-serve needs the extra recpipe[loadgen]")
 LOAD = Load(64, bound_ms=50.0, percentile="90", seconds=0.1, queries=0, seed=1)
@@ -145,6 +149,39 @@ def test_ranges_are_scored_as_the_package_scores_their_candidates(package: Path)
     wanted = scorer(torch.from_numpy(drawn.dense[rows]), torch.cat([own.reshape(-1) for own in ids]), lengths)
     assert found.equal(wanted)
     assert not PackageScorer(scorer, drawn)([(4, 11), (30, 31), (0, 2)]).equal(wanted)
+
+
+@pytest.mark.slow
+def test_characterize_takes_a_package_apart(
+    package: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its lookups, and its exported dense part operator by operator."""
+    monkeypatch.setattr(task, "Machine", Machine)
+    words = ["task=characterize", f"characterize.source={package}", "characterize.seconds=0.001"]
+    (model,) = run(compose([*words, "characterize.batch_sizes=[1,5]"]), tmp_path / "found")["models"]
+    for samples, batch in zip((1, 5), model["batches"], strict=True):
+        layers = [(8, 8), (8, 32), (32 + 8 * 32, 16), (16, 1)]
+        assert batch["classes"]["FC"]["flops"] == 2 * samples * sum(i * o for i, o in layers)
+        (lookup,) = (row for row in batch["operators"] if row["class"] == "embedding lookup")
+        assert lookup["shape"] == "8 tables of 32 columns"
+        assert lookup["gathered_bytes"] == samples * 8 * 80 * 32 * 4
+        assert batch["compiled_seconds"] > 0
+    assert [table["bytes"] for table in model["tables"]] == [400 * 32 * 4] * 8
+    for wrong in ("characterize.mode=training", "characterize.study=true"):
+        with pytest.raises(UserError, match="is a package, which is neither trained nor taken apart"):
+            run(compose([*words, wrong]), tmp_path / wrong[13:])
+
+
+@pytest.mark.slow
+def test_a_package_without_its_model_is_one_line(package: Path, tmp_path: Path) -> None:
+    (copied := tmp_path / "copied").mkdir()
+    for file in package.rglob("*"):
+        if file.is_file() and file.name != "dense.pt2":
+            (copied / file.relative_to(package)).parent.mkdir(exist_ok=True)
+            (copied / file.relative_to(package)).write_bytes(file.read_bytes())
+    with pytest.raises(UserError, match=r"dense\.pt2") as refused:
+        run(compose(["task=characterize", f"characterize.source={copied}"]), tmp_path / "found")
+    assert "\n" not in str(refused.value)
 
 
 @pytest.mark.soak  # half a minute, and a machine that is busy with other tests answers later than the bound

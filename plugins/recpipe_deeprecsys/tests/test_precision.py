@@ -7,11 +7,16 @@ from pathlib import Path
 
 import pytest
 import torch
+from recpipe_deeprecsys.characterize import task
 from recpipe_deeprecsys.characterize.emulated import BLOCK, Coded, Emulated, Range, Sums16, exact, split
-from recpipe_deeprecsys.characterize.precision import of_outputs, of_tensor, studied
+from recpipe_deeprecsys.characterize.operators import FC
+from recpipe_deeprecsys.characterize.precision import of_outputs, of_tensor
+from recpipe_deeprecsys.tests.test_characterize import Machine
 from recpipe_low_precision.dense import Inputs, weight_scales
 from torch import nn
 
+from recpipe.config.compose import compose
+from recpipe.run import run
 from tests.quantizing import small_checkpoint
 
 torch.manual_seed(0)
@@ -58,6 +63,24 @@ def test_pairs_of_products_saturate_before_they_are_added() -> None:
     inputs = torch.full((1, 4), 255.0, dtype=torch.float64)
     weights = torch.tensor([[127.0, 127.0, -127.0, 0.0]], dtype=torch.float64)
     assert Sums16()(inputs, weights).item() == 32767 - 255 * 127
+
+
+@pytest.mark.parametrize("block", [2, 6, 256])
+def test_sums_are_those_of_a_loop(block: int) -> None:
+    draw = torch.Generator().manual_seed(2)
+    inputs = torch.randint(0, 256, (3, 11), generator=draw).double()
+    weights = torch.randint(-127, 128, (2, 11), generator=draw).double()
+    found = Sums16(None, block)(inputs, weights)
+    for sample, output in ((0, 0), (1, 1), (2, 0)):
+        products = [int(a * b) for a, b in zip(inputs[sample], weights[output], strict=True)] + [0]
+        whole = 0
+        for low in range(0, 12, block):
+            own = 0
+            for at in range(low, min(low + block, 12), 2):
+                pair = max(-32768, min(32767, sum(products[at : at + 2])))
+                own = max(-32768, min(32767, own + pair))
+            whole += own
+        assert found[sample, output].item() == whole
 
 
 def test_sums_go_on_in_32_bits_after_a_block() -> None:
@@ -124,10 +147,20 @@ def _error(found: torch.Tensor, wanted: torch.Tensor) -> float:
     return float((found.double() - wanted.double()).norm())
 
 
-def test_each_study_of_a_trained_model(tmp_path: Path) -> None:
-    rows = studied(small_checkpoint(tmp_path))
+def test_a_checkpoint_is_taken_apart_and_studied(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(task, "Machine", Machine)
+    checkpoint = small_checkpoint(tmp_path / "run")
+    words = ["task=characterize", f"characterize.source={checkpoint}", "characterize.study=true"]
+    words += ["characterize.batch_sizes=[32]", "characterize.seconds=0.001", "characterize.batches=4"]
+    (model,) = run(compose(words), tmp_path / "found", words)["models"]
+    assert (model["name"], model["batches"][0]["batch_size"]) == (str(checkpoint), 32)
+    assert model["batches"][0]["classes"][FC]["per_weight"] == 64
+    assert {table["name"]: table["rows"] for table in model["tables"]}["d"] == 4000
+    assert model["reuse"]["batch_size"] == 250
+    rows = model["precision"]
+    assert "reduced precision" in (tmp_path / "found" / "characterize.html").read_text()
     by = {name: [row for row in rows if row["study"] == name] for name in ("sums", "ranges", "net-aware")}
-    whole, saturating, *apart = by["sums"]
+    whole, saturating, *apart, longer, shorter = by["sums"]
     assert saturating["error"] >= whole["error"]
     assert [row["bits"] for row in apart] == [7, 6, 5, 4]
     outliers = [row["outliers"] for row in apart]
@@ -136,8 +169,10 @@ def test_each_study_of_a_trained_model(tmp_path: Path) -> None:
     saturated = [row["saturated"] for row in (saturating, *apart)]
     assert saturated == sorted(saturated, reverse=True)
     assert apart[-1]["error"] == pytest.approx(whole["error"])  # nothing saturates any more
-    for four in (by["ranges"][:4], by["ranges"][4:]):
-        assert [row["error"] for row in four] == sorted((row["error"] for row in four), reverse=True)
+    assert apart[0]["saturated"] >= longer["saturated"] >= shorter["saturated"]
+    for tensor, _, output, _ in (by["ranges"][:4], by["ranges"][4:]):
+        assert output["error"] < tensor["error"]
+    assert by["ranges"][-1]["error"] < by["ranges"][4]["error"]
     for every, aware in (by["net-aware"][:2], by["net-aware"][2:]):
         assert aware["error"] < every["error"]
     # Four bits change the model more than eight do.

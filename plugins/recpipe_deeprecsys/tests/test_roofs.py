@@ -100,7 +100,7 @@ class Told:
     """A machine whose limits are told, and others when they are measured again."""
 
     def __init__(self, again: float) -> None:
-        self.roofs, self.again, self._then = ROOFS, False, again
+        self.roofs, self.again, self.disturbed, self._then = ROOFS, False, "", again
 
     def measure_again(self) -> None:
         self.again = True
