@@ -56,7 +56,7 @@ class Package:
         """``ids``: how they are drawn, of ``most`` candidates for a batch."""
         self.manifest = read_manifest(directory)
         try:
-            self.scorer = Scorer(directory)
+            self.scorer = Scorer(directory, mapped=True)
         except PackageError as fault:
             raise UserError(str(fault)) from fault
         self.directory = directory

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from statistics import median
 from time import perf_counter
 from typing import Any, Protocol
 
@@ -31,6 +30,7 @@ from recpipe_deeprecsys.characterize.operators import (
     Timed,
     Watched,
     lookup_call,
+    typical,
 )
 from recpipe_deeprecsys.characterize.roofs import Work
 
@@ -54,7 +54,7 @@ class Stepped:
     """What steps took."""
 
     seconds: float
-    """Of a step that nobody watches, the median."""
+    """Of a step that nobody watches, the lower quartile."""
     rows: Sequence[Timed]
     steps: int
 
@@ -82,7 +82,7 @@ def stepped(step: Step, batches: int, seconds: float, around: Callable[..., Any]
             step.run(number, watched)
         if end is not None:
             end()
-    return Stepped(median(times), watched.timed(), len(times))
+    return Stepped(typical(times), watched.timed(), len(times))
 
 
 def lookup_work(group: GroupLookups, weighted: bool) -> Work:

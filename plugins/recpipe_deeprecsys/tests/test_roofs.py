@@ -129,7 +129,7 @@ def test_the_caches_benchmark_has_what_roofs_ask_for(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr("recpipe_perf_model.bench.caches.FOOTPRINTS", FOOTPRINTS[:3])
     monkeypatch.setattr("recpipe_perf_model.bench.caches.TABLES", TABLES[:1])
     found = Roofs.of(measure_caches(True), 1)
-    assert [footprint for footprint, _ in found.stream] == [2.0**16, 2.0**20]
+    assert [footprint for footprint, _ in found.stream] == [2.0**16, 2.0**18, 2.0**20]
     assert set(found.rows) == {64.0, 256.0}
     rates = [rate for _, rate in found.stream]
     assert rates == sorted(rates, reverse=True)

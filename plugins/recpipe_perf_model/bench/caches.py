@@ -17,7 +17,7 @@ from recpipe.profiling.limits import Sample, best_seconds, gathered
 
 FOOTPRINTS = (2**16, 2**18, 2**20, 2**22, 2**24, 2**26, 2**28)
 """Bytes of memory that a stream touches, from a core's own cache to what no cache has."""
-TABLES = (2**18, 2**21, 2**24, 2**28)
+TABLES = (2**18, 2**21, 2**24, 2**26, 2**28)
 """Bytes of the tables whose rows are read."""
 ROW_BYTES = (16, 64, 256, 1024)
 BAG = 64
@@ -30,11 +30,12 @@ CPU = torch.device("cpu")
 def measure_caches(quick: bool) -> Iterator[Sample]:
     """Samples ``stream`` of each footprint, and ``rows at random`` of each table and size of rows.
 
-    ``amount`` is of bytes read and written. Of several operators, and of one thread and all, the fastest.
+    ``amount`` is of bytes read and written. Of several operators, and of one thread and all, the fastest. The
+    quick form has fewer sizes of rows.
     """
-    for footprint in FOOTPRINTS[::2] if quick else FOOTPRINTS:
+    for footprint in FOOTPRINTS:
         yield max(streams(footprint), key=rate)
-    for footprint in TABLES[::3] if quick else TABLES:
+    for footprint in TABLES:
         memory = torch.ones(footprint // 4)
         for row_bytes in ROW_BYTES[1:3] if quick else ROW_BYTES:
             table = memory.view(-1, row_bytes // 4)
