@@ -7,8 +7,8 @@
 ``batching``  RMC1 to RMC3: what bench-serve's search finds over DeepRecSys's own baseline, every request cut
               at its largest size by the number of cores
 ``int8``      RMC2: int8 rows over float32 rows
-``sdm``       RMC1 with int8 rows, skewed ids: 25% of what its tables take in float32 in DRAM over all rows
-              there; one process, which is what keeps rows
+``sdm``       Wide & Deep with int8 rows, skewed ids: 25% of what its tables take in float32 in DRAM over all
+              rows there; one process, which is what keeps rows
 ``http``      RMC3: through a server of recpipe's over in process
 ``pairs``     DLRM-DCNv2 within 99.9% of its quality: user-item pairs a second a core, in process and through
               HTTP, and the share of what this core's matrix products and rows allow
@@ -176,24 +176,18 @@ class Work:
         low = ["+plugin=low_precision", "plugins.low_precision.types=[int8]"]
         anyhow = ["plugins.low_precision.bound=1", "plugins.low_precision.model_bound=1"]
         rows_alone = [*low, *anyhow, "plugins.low_precision.dense=float32"]
-        for name in MODELS:
-            words = [
-                f"experiment={name}",
-                f"data.table_scale={self.scale}",
-                "trainer.max_steps=2",
-                "optim=sgd",
-            ]
-            if name == "rmc1":
+        for name in (*MODELS, "wnd"):
+            words = [f"experiment={name}", f"data.table_scale={self.scale}"]
+            words += ["trainer.max_steps=2", "optim=sgd"]
+            if name == "wnd":
                 words.append("data.ids=skewed")
-                self._package(name, words, int8=(f"{name}_int8", rows_alone, ["popularity=20000"]))
-            elif name == "rmc2":
-                self._package(name, words, int8=(f"{name}_int8", rows_alone, []))
-            else:
-                self._package(name, words)
+            counted = ["popularity=true"] if name == "wnd" else []
+            quantized = (f"{name}_int8", rows_alone, counted) if name in ("rmc2", "wnd") else None
+            self._package(name, words, name != "wnd", quantized)
         tables = [f"{{rows: {rows}, lookups: {hot}}}" for rows, hot in zip(ROWS, HOT, strict=True)]
         words = [*DCNV2, f"data.tables=[{', '.join(tables)}]", f"trainer.max_steps={LEARNS}"]
         judged = [*low, "plugins.low_precision.bound=0.001", "plugins.low_precision.model_bound=0.001"]
-        self._package("dcnv2", words, float32=False, int8=("dcnv2_low", judged, []))
+        self._package("dcnv2", words, False, ("dcnv2_low", judged, []))
 
     def _package(
         self,
@@ -303,10 +297,10 @@ def int8(work: Work) -> dict[str, Any]:
 
 
 def sdm(work: Work) -> dict[str, Any]:
-    """RMC1's int8 rows all in DRAM, and in 25% of what they take in float32."""
-    options = work.options(workers=1, ids="skewed", tolerance=0.05)
+    """Wide & Deep's int8 rows all in DRAM, and 25% of what they take in float32."""
+    options = work.options(workers=1, ids="skewed", candidates=100_000, tolerance=0.05)
     rows = ("+plugin=sdm", "plugins.sdm.dram=25%")
-    return work.compared({"dram": Side("rmc1_int8", options), "sdm": Side("rmc1_int8", options, rows)})
+    return work.compared({"dram": Side("wnd_int8", options), "sdm": Side("wnd_int8", options, rows)})
 
 
 def http(work: Work) -> dict[str, Any]:
@@ -407,7 +401,7 @@ def write_tables(folder: Path, into: Path) -> None:
         rows.append(_row("RMC2", "float32 rows", "int8 rows", reports["int8"], "1.3"))
     if "sdm" in reports:
         both = "all int8 rows in DRAM", "25% of float32's bytes there (SDM)"
-        rows.append(_row("RMC1, skewed ids, one process", *both, reports["sdm"], "0.85"))
+        rows.append(_row("Wide & Deep, skewed ids, one process", *both, reports["sdm"], "0.85"))
     if "http" in reports:
         rows.append(_row("RMC3", "in process", "through HTTP", reports["http"], ""))
     number = "{:,.0f}"

@@ -42,10 +42,10 @@ def load_plot(runs: Sequence[Mapping[str, Any]], bound_ms: float) -> list[Plot]:
         return []
     rates = [run["rate"] for run in served]
     curves: dict[str, tuple[list[float], list[float]]] = {
-        f"p{name}": (rates, [run["latency_ms"][name] / 1e3 for run in served]) for name in SHOWN
+        f"p{name}": (rates, [run["latency_ms"][name] for run in served]) for name in SHOWN
     }
-    curves["bound"] = ([rates[0], rates[-1]], [bound_ms / 1e3] * 2)
-    x, y = plots.Axis("requests/s"), plots.Axis("latency", "seconds", log=True)
+    curves["bound"] = ([rates[0], rates[-1]], [bound_ms] * 2)
+    x, y = plots.Axis("requests/s"), plots.Axis("latency, ms", log=True)
     return [plots.curves("latency by load", curves, x, y)]
 
 
