@@ -33,6 +33,7 @@ from recpipe.common.loops import compiled
 from recpipe.common.memory import untouched
 from recpipe.plugin.averaging import Points
 from recpipe.plugin.tables import TableOptimizer
+from recpipe.tables.summing import summed
 
 KINDS = (
     "sgd",
@@ -368,23 +369,8 @@ class OwnUpdates(SplitTableBatchedEmbeddingBagsCodegen):  # type: ignore[misc]
         """One step of each row that was looked up, by the sum of its lookups' gradients in their order."""
         if not len(indices):
             return
-        features, dim = len(self.firsts), self.weights.shape[1]
-        samples = (len(offsets) - 1) // features
-        bags = torch.arange(len(offsets) - 1, device=indices.device)
-        bag_of = bags.repeat_interleave(offsets.diff(), output_size=len(indices))
-        feature_of = bag_of // samples
-        rows, order = (indices + self.firsts[feature_of]).sort(stable=True)
-        # The gradient of a lookup: its bag's, in the order of samples, or its own.
-        source = ((bag_of % samples) * features + feature_of)[order] if self._pooled else order
-        distinct, counts = torch.unique_consecutive(rows, return_counts=True)
-        sums = torch.nn.functional.embedding_bag(
-            source,
-            gradient.reshape(-1, dim),
-            counts.cumsum(0) - counts,
-            mode="sum",
-            per_sample_weights=None if weights is None else weights[order],
-        )
-        self.make_step(distinct, sums)
+        dim = self.weights.shape[1]
+        self.make_step(*summed(indices, offsets, self.firsts, self._pooled, weights, gradient, dim))
 
     def make_step(self, rows: torch.Tensor, gradients: torch.Tensor) -> None:
         """One step of distinct ``rows`` (int64 [n]) with ``gradients`` (float32 [n, D]), and of their
