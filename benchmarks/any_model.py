@@ -20,6 +20,7 @@ import os
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
+from inspect import signature
 from statistics import median
 from time import perf_counter
 from typing import Any
@@ -53,6 +54,8 @@ USER = [f"u{i}" for i in range(13)]
 ITEM = [f"i{i}" for i in range(13)]
 EPOCH = 40_960
 """Samples of an epoch at least: each has a start, which would count more in a short one."""
+PARTS = ("dense_features", "sparse_features")
+"""What models take of a batch, in this order."""
 WARM = 2
 """Rounds that do not count."""
 
@@ -137,6 +140,7 @@ class ByHand:
             self.model: nn.Module = sharded(model)
         else:
             self.model = fused(model, optimizer, knobs)
+        self.takes = [name for name in PARTS if name in signature(model.forward).parameters]
         dense = [p for n, p in self.model.named_parameters() if not is_table(n)]
         self.optimizer = torch.optim.Adagrad(dense, lr=0.02, fused=True)
         self.batches = itertools.cycle(batches)
@@ -146,7 +150,7 @@ class ByHand:
         started = perf_counter()
         for batch in itertools.islice(self.batches, steps):
             self.optimizer.zero_grad()
-            logits = self.model(batch.dense_features, batch.sparse_features)
+            logits = self.model(*(getattr(batch, name) for name in self.takes))
             binary_cross_entropy_with_logits(logits.reshape(-1), batch.labels).backward()
             self.optimizer.step()
         return perf_counter() - started

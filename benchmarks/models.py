@@ -6,25 +6,27 @@ The loop (``any_model.ByHand``) has TorchRec's plain collections, row-wise Adagr
 FBGEMM where TorchRec has that on a CPU (not in an ``EmbeddingCollection``: there it goes over whole tables),
 the same module and dense optimizer, and takes its batches from a list. recpipe trains a copy of the module on
 the same batches through ``recpipe.train`` with all rows in memory, with modules as they are (``plain``) and
-with what it compiles (``auto``). Both take turns. Tables have 20,000 rows, and those of models with histories
+with what it compiles (``auto``). Each has a process of its own, that of recpipe with the allocator that
+``python -m recpipe`` sets up; they take turns. Tables have 20,000 rows, and those of models with histories
 1,000,000 as well, since the loop's step depends on that. Printed are, of each, the ratio of samples per
-second by wall and by CPU time (of all threads), round by round: median (lowest..highest). Memory is apart:
-each side trains in a process of its own, and what counts is how much higher the most resident memory is than
-after everything is imported and the batches are made, tables included. With ``--output`` a data file for
-``docs/tables.py``.
+second by wall and by CPU time (of all threads), round by round: median (lowest..highest).
+
+Memory is apart: each side trains in another process, twice. What it loads, compiles and starts once is there
+after the first time, with small tables; what counts is how much higher the most resident memory of the
+second time is than before it, tables included. Every process begins as a copy of one that has imported
+everything. With ``--output`` a data file for ``docs/tables.py``.
 """
 
 from __future__ import annotations
 
 import argparse
-import copy
+import ctypes
+import gc
 import json
-import subprocess
-import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
+import multiprocessing
 from dataclasses import dataclass
 from datetime import date
+from multiprocessing.connection import Connection
 from pathlib import Path
 from statistics import median
 from time import perf_counter, process_time
@@ -38,6 +40,7 @@ from torchrec.modules.embedding_modules import EmbeddingBagCollection, Embedding
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 import recpipe
+from recpipe.backend.allocator import bound_kernel_caches, tune_allocator
 from recpipe.backend.choices import Host
 from recpipe.common.process import quiet_libraries
 from recpipe.config.compose import compose
@@ -52,6 +55,8 @@ from recpipe.plugin.tables import SparseFeature
 ROWS, MANY, DENSE, HISTORY, BATCH, STEPS, WARM = 20_000, 1_000_000, 13, 20, 1024, 4, 2
 KEPT = 40
 """Batches, which are trained again and again."""
+FEW_ROWS, MEMORY_STEPS = 1_000, 6
+"""Of the tables before memory is measured, and how many steps it is measured in."""
 CPU = torch.device("cpu")
 COMPARING = ("din", "dien", "bst", "tbsm", "sasrec", "hstu")
 """Models that compare a history with a target."""
@@ -68,9 +73,13 @@ TITLES = {
     },
     **{"mmoe": "MMoE", "ple": "PLE", "din": "DIN", "dien": "DIEN", "bst": "BST", "tbsm": "TBSM"},
     **{"sasrec": "SASRec", "hstu": "HSTU", "two_tower": "Two towers"},
+    **{"rmc": "RMC", "ncf": "NCF", "mt_wide_deep": "MT-WnD"},
 }
-"""Every model, by the title of its page."""
-WORDS = {"two_tower": ("model.candidate=[c0,c1,c2,c3]", "model.retrieval=false")}
+"""Every model, by the title of its page, those of recpipe_deeprecsys last."""
+WORDS = {
+    "two_tower": ("model.candidate=[c0,c1,c2,c3]", "model.retrieval=false"),
+    "ncf": ("model.multiplied=[c0,c1]",),
+}
 
 
 def schema_of(name: str, rows: int) -> Schema:
@@ -121,24 +130,25 @@ class Cost:
     """Of the steps of a round."""
 
     wall: float
+    """Seconds of a step."""
     cpu: float
-    """Seconds, of all threads."""
+    """Of all threads."""
 
 
 class Costs:
-    """Measures from ``start`` to ``cost``."""
+    """Measures from ``start`` on."""
 
     def start(self) -> None:
         self.wall, self.cpu = perf_counter(), process_time()
 
-    def cost(self) -> Cost:
-        return Cost(perf_counter() - self.wall, process_time() - self.cpu)
+    def of(self, steps: int) -> Cost:
+        return Cost((perf_counter() - self.wall) / steps, (process_time() - self.cpu) / steps)
 
 
 class InTurn(L.Callback):
-    """After every ``STEPS`` of the run, as many of the loop by hand."""
+    """After every ``STEPS`` of the run, some of the loop."""
 
-    by_hand: ByHand
+    loop: Connection
     rounds: list[tuple[Cost, Cost]]
     """Of the run and of the loop."""
 
@@ -152,23 +162,23 @@ class InTurn(L.Callback):
     def on_train_batch_end(self, *_: Any) -> None:
         self.done += 1
         if self.done % STEPS == 0:
-            own = self.costs.cost()
-            with as_torch_begins():
-                self.costs.start()
-                self.by_hand.train(STEPS)
-                InTurn.rounds.append((own, self.costs.cost()))
+            own = self.costs.of(STEPS)
+            self.loop.send(True)
+            InTurn.rounds.append((own, self.loop.recv()))
             self.costs.start()
 
 
-@contextmanager
-def as_torch_begins() -> Iterator[None]:
-    """The precision of products and the attention that a loop by hand has."""
-    precision, fused = torch.get_float32_matmul_precision(), torch.backends.cuda.flash_sdp_enabled()
-    torch.set_float32_matmul_precision("highest")
-    torch.backends.cuda.enable_flash_sdp(True)
-    yield
-    torch.set_float32_matmul_precision(precision)
-    torch.backends.cuda.enable_flash_sdp(fused)
+def loop(runs: Connection, name: str, rows: int, threads: int) -> None:
+    """In a process of its own: steps of the loop whenever ``runs`` asks for them, until it sends False."""
+    begin(threads, LOOP)
+    schema = schema_of(name, rows)
+    by_hand, costs = ByHand(model_of(name, schema), batches(schema)), Costs()
+    # A step that goes over whole tables takes as long as many others, and always as long.
+    steps = 1 if rows == MANY else STEPS
+    while runs.recv():
+        costs.start()
+        by_hand.train(steps)
+        runs.send(costs.of(steps))
 
 
 def run(model: nn.Module, given: list[Batch], backend: str, steps: int, *words: str) -> None:
@@ -183,18 +193,25 @@ def run(model: nn.Module, given: list[Batch], backend: str, steps: int, *words: 
 # -- memory ------------------------------------------------------------------------------------------
 
 
-def print_memory(name: str, rows: int, side: str) -> None:
-    """In a process of its own: print the most MB that a side's tables, model and steps take."""
-    schema = schema_of(name, rows)
-    given = batches(schema)
-    Path("/proc/self/clear_refs").write_text("5")  # the most resident memory counts anew
+def most_memory(told: Connection, name: str, rows: int, side: str, threads: int) -> None:
+    """Tell the most MB that a side's tables, model and steps take."""
+    begin(threads, side)
+    _train(name, FEW_ROWS, side)
+    gc.collect()
+    ctypes.CDLL(None).malloc_trim(0)  # what is free is given back
     resting = _resident("VmRSS")
-    model = model_of(name, schema)
+    Path("/proc/self/clear_refs").write_text("5")  # the most resident memory counts anew
+    _train(name, rows, side)
+    told.send(round((_resident("VmHWM") - resting) / 1024, 1))
+
+
+def _train(name: str, rows: int, side: str) -> None:
+    schema = schema_of(name, rows)
+    given, model = batches(schema), model_of(name, schema)
     if side == LOOP:
-        ByHand(model, given).train(KEPT)
+        ByHand(model, given).train(MEMORY_STEPS)
     else:
-        run(model, given, side, KEPT)
-    print((_resident("VmHWM") - resting) / 1024)
+        run(model, given, side, MEMORY_STEPS)
 
 
 def _resident(key: str) -> int:
@@ -202,30 +219,54 @@ def _resident(key: str) -> int:
     return int(next(line for line in lines if line.startswith(key)).split()[1])
 
 
-LOOP = "loop"
-"""The side that is no back end."""
-
-
-def memory(name: str, rows: int, side: str) -> float:
-    """What ``print_memory`` prints."""
-    words = ["--memory-of", side, "--models", name, "--rows", str(rows)]
-    words += ["--threads", str(torch.get_num_threads())]
-    done = subprocess.run([sys.executable, __file__, *words], stdout=subprocess.PIPE, text=True, check=True)
-    return round(float(done.stdout.split()[-1]), 1)
+LOOP, RUN = "loop", "run"
+"""The side that is no back end, and any that is one."""
 
 
 # -- time --------------------------------------------------------------------------------------------
 
 
-def measure(name: str, rows: int, backend: str, rounds: int) -> list[Any]:
-    """A row of the table but for memory."""
+def measure(told: Connection, beside: Connection, name: str, rows: int, options: Any) -> None:
+    """Tell the row of the table for each back end, but for memory; ``beside``: the loop."""
+    begin(options.threads, RUN)
+    InTurn.loop = beside
     schema = schema_of(name, rows)
-    given, model = batches(schema), model_of(name, schema)
-    InTurn.by_hand = ByHand(copy.deepcopy(model), given)
-    run(model, given, backend, (rounds + WARM) * STEPS, "trainer.callbacks=[{_target_: __main__.InTurn}]")
-    found = InTurn.rounds[WARM:]
-    samples = BATCH * STEPS / median(theirs.wall for _, theirs in found)
-    return [TITLES[name], rows, backend, round(samples), speed(found, "wall"), speed(found, "cpu")]
+    given, table = batches(schema), []
+    for backend in options.backends:
+        callback = f"trainer.callbacks=[{{_target_: {InTurn.__module__}.InTurn}}]"
+        run(model_of(name, schema), given, backend, (options.rounds + WARM) * STEPS, callback)
+        found = InTurn.rounds[WARM:]
+        samples = BATCH / median(theirs.wall for _, theirs in found)
+        table.append([TITLES[name], rows, backend, round(samples), speed(found, "wall"), speed(found, "cpu")])
+    beside.send(False)
+    told.send(table)
+
+
+def begin(threads: int, side: str) -> None:
+    """What a process does first."""
+    if side != LOOP:
+        tune_allocator()
+        bound_kernel_caches()
+    torch.set_num_threads(threads)
+    quiet_libraries()
+
+
+def apart(work: Any, *arguments: Any) -> tuple[Any, Connection]:
+    """A process of its own that does ``work``, and the connection to it."""
+    context = multiprocessing.get_context("forkserver")
+    mine, its = context.Pipe()
+    process = context.Process(target=work, args=(its, *arguments))
+    process.start()
+    its.close()  # so that its end is noticed
+    return process, mine
+
+
+def told_by(work: Any, *arguments: Any) -> Any:
+    """What ``work`` tells, in a process of its own."""
+    process, connection = apart(work, *arguments)
+    found = connection.recv()
+    process.join()
+    return found
 
 
 def speed(rounds: list[tuple[Cost, Cost]], clock: str) -> list[float]:
@@ -255,21 +296,19 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=8)
     parser.add_argument("--output", type=Path, help="a data file for docs/tables.py")
     parser.add_argument("--commit", default="", help="what is measured, for that file")
-    parser.add_argument("--memory-of", choices=[LOOP, "plain", "auto", "cpu"], help=argparse.SUPPRESS)
     options = parser.parse_args()
-    torch.set_num_threads(options.threads)
-    quiet_libraries()
-    if options.memory_of:
-        print_memory(options.models[0], options.rows[0], options.memory_of)
-        return
+    multiprocessing.get_context("forkserver").set_forkserver_preload(["__main__"])
     print(f"{Host.current()}\n{options.threads} threads\n")
     table = []
     for name in options.models:
         for rows in options.rows or ([ROWS, MANY] if name in COMPARING else [ROWS]):
-            of_loop = memory(name, rows, LOOP)
-            for backend in options.backends:
-                timed = measure(name, rows, backend, options.rounds)
-                table.append([*timed, memory(name, rows, backend), of_loop])
+            process, beside = apart(loop, name, rows, options.threads)
+            timed = told_by(measure, beside, name, rows, options)
+            process.join()
+            sides = (*options.backends, LOOP)
+            *own, of_loop = (told_by(most_memory, name, rows, side, options.threads) for side in sides)
+            for row, memory in zip(timed, own, strict=True):
+                table.append([*row, memory, of_loop])
                 print(*table[-1], flush=True)
     if options.output:
         words = f"--threads {options.threads} --rounds {options.rounds}"
@@ -280,7 +319,7 @@ def main() -> None:
             "commit": options.commit,
             "date": date.today().isoformat(),
             "kept": f"medians (lowest..highest) of {options.rounds} rounds of {STEPS} steps of {BATCH}; "
-            f"memory: the most in {KEPT} steps, each side in its own process",
+            f"memory: the most in {MEMORY_STEPS} steps, each side in its own process",
             "columns": COLUMNS,
             "rows": table,
         }
