@@ -180,12 +180,15 @@ def recheck(path: Path, families: dict[str, Measure] | None = None) -> Recheck |
 def measured_again(
     path: Path, only: Collection[str], families: dict[str, Measure] | None = None
 ) -> MachineProfile:
-    """The profile at ``path`` with the families ``only`` measured again, as closely as before; it is saved.
-    What other programs disturbed is in the result alone, as in ``calibrate``."""
+    """The profile at ``path`` with the families ``only`` measured again, as closely as before. It is saved,
+    unless other programs disturbed that: the file then keeps what it had."""
     kept = MachineProfile.load(path)
     others = {name: samples for name, samples in kept.samples.items() if name not in only}
     replace(kept, samples=others).save(path)
-    return calibrate(path, kept.quick, only, families)
+    found = calibrate(path, kept.quick, only, families)
+    if found.disturbed:
+        kept.save(path)
+    return found
 
 
 def with_ranks(path: Path, ranks: int, quick: bool) -> MachineProfile:

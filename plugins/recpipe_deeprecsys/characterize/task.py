@@ -17,7 +17,7 @@ from typing import Any
 
 from recpipe.answers.manifest import is_package
 from recpipe.answers.teacher import give_teachers
-from recpipe.answers.trained import open_trained
+from recpipe.answers.trained import Trained, open_trained
 from recpipe.backend.build import convert_for_loop
 from recpipe.common.console import log
 from recpipe.common.machine import Load, used_by_others
@@ -151,9 +151,15 @@ def of_source(context: TaskContext, config: CharacterizeConfig) -> dict[str, Any
     if not any(word.startswith("tiers") for word in words):
         words.append("tiers.policy=resident")
     trained = open_trained(source, words)
+    if type(trained) is not Trained:
+        raise UserError(
+            f"{trained.directory} is quantized, and not taken apart as it is: package it (recpipe package), "
+            f"and name the package, {SECTION}.source=PACKAGE"
+        )
     machine = Machine()
     rows = studied(trained.directory) if config.study else None
     with trained.scoring() as scoring:
+        give_teachers(scoring.model.called, scoring.dataset, scoring.device)
         name = str(trained.directory)
         told = characterized(name, scoring.model, scoring.dataset, trained.cfg, config, machine)
         return {**told, "precision": rows}

@@ -14,6 +14,7 @@ from recpipe_deeprecsys.characterize.operators import CLASSES, FC, LOOKUP
 from recpipe_deeprecsys.characterize.roofs import Roofs
 from recpipe_deeprecsys.tests.test_roofs import samples
 
+from recpipe.answers.trained import Trained
 from recpipe.config.compose import compose
 from recpipe.errors import UserError
 from recpipe.run import run
@@ -143,6 +144,16 @@ def test_what_cannot_be_is_one_clear_line(tmp_path: Path, words: list[str], told
         run(compose([*SMALL, *words]), tmp_path)
     assert re.search(told_of, str(refused.value)), refused.value
     assert "\n" not in str(refused.value)
+
+
+def test_a_quantized_checkpoint_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Quantized(Trained):
+        """Of another format."""
+
+    opened = Quantized(tmp_path, *[None] * 5)  # type: ignore[arg-type]
+    monkeypatch.setattr(task, "open_trained", lambda *given: opened)
+    with pytest.raises(UserError, match=r"is quantized, .* package it"):
+        run(compose([*SMALL, f"characterize.source={tmp_path}"]), tmp_path / "run")
 
 
 def test_an_unknown_recipe_of_several_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

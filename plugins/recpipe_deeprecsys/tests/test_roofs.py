@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 import pytest
+from recpipe_deeprecsys.characterize import roofs
 from recpipe_deeprecsys.characterize.config import CharacterizeConfig
 from recpipe_deeprecsys.characterize.operators import FC, FORWARD, VIEWS, Call, Timed
-from recpipe_deeprecsys.characterize.roofs import Roofs, Work
+from recpipe_deeprecsys.characterize.roofs import Machine, Roofs, Work
 from recpipe_deeprecsys.characterize.steps import Stepped
 from recpipe_deeprecsys.characterize.task import told_model
 from recpipe_deeprecsys.characterize.told import told_steps
 from recpipe_perf_model.bench.caches import FOOTPRINTS, TABLES, measure_caches
+from recpipe_perf_model.machine import Host, MachineProfile
 
 from recpipe.profiling.limits import Sample
 
@@ -120,6 +125,35 @@ def test_an_operator_above_its_roof_has_the_limits_measured_anew(
     found = told_model("m", CharacterizeConfig(), [64], lambda size: stepped, machine)  # type: ignore[arg-type]
     assert found["measured_again"] == machine.again == again
     assert len(found["batches"][0]["above"]) == above
+
+
+def test_a_machine_without_a_profile_is_measured_first(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """And one whose profile lacks a family, of that alone; what disturbed it is told."""
+    limits = {"limits": tuple(samples()), "caches": tuple(samples())}
+    whole = MachineProfile(Host.current(), "then", False, limits, {"caches": "other programs"})
+    asked: list[Any] = []
+
+    def calibrated(file: Path, quick: bool, only: Any) -> MachineProfile:
+        asked.append((quick, only))
+        return whole
+
+    monkeypatch.setattr(roofs, "calibrate", calibrated)
+    monkeypatch.setattr(roofs, "profile_path", lambda host: tmp_path / "machine.json")
+    for known in (None, replace(whole, samples={"limits": limits["limits"]})):
+        monkeypatch.setattr(roofs, "own_profile", lambda host, known=known: known)
+        found = Machine()
+        assert (found.roofs.stream, found.disturbed) == (ROOFS.stream, "other programs")
+    assert asked == [(True, roofs.FAMILIES), (False, roofs.FAMILIES)]
+    monkeypatch.setattr(roofs, "own_profile", lambda host: whole)
+    again = replace(whole, samples={name: tuple(samples(1.5)) for name in limits}, disturbed={})
+    monkeypatch.setattr(roofs, "measured_again", lambda file, only: again)
+    found = Machine()
+    found.measure_again()
+    assert (found.again, found.disturbed) == (True, "")
+    assert found.roofs.products["float32"] == 1.5 * PEAK
+    assert len(asked) == 2
 
 
 def test_the_caches_benchmark_has_what_roofs_ask_for(monkeypatch: pytest.MonkeyPatch) -> None:

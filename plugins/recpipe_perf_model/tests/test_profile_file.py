@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from recpipe_perf_model import calibrate as collecting
-from recpipe_perf_model.calibrate import calibrate, contradicts, recheck
+from recpipe_perf_model.calibrate import calibrate, contradicts, measured_again, recheck
 from recpipe_perf_model.command import PERF
 from recpipe_perf_model.machine import Host, MachineProfile, own_profile, profile_path
 from recpipe_perf_model.profiled import StepModel
@@ -208,6 +208,24 @@ def test_a_profile_that_a_step_contradicts_is_measured_again(
     assert [sample.seconds for sample in fresh.samples["limits"]] == [1, 2]
     assert fresh.samples["gemm"] == fresh.samples["limits"]
     assert fresh.samples["a plugin's"] == SAMPLES
+
+
+def test_some_families_are_measured_again_and_kept_if_nothing_disturbs_that(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    file, machine = tmp_path / "machine.json", Machinery(monkeypatch)
+    calibrate(file, False, families=machine.families)
+    before = MachineProfile.load(file)
+    machine.speed, machine.share = 2.0, 0.5
+    found = measured_again(file, ("limits",), machine.families)
+    assert [sample.seconds for sample in found.samples["limits"]] == [0.5, 1]
+    assert set(found.disturbed) == {"limits"}
+    assert MachineProfile.load(file) == before
+    machine.share = 0.0
+    assert not measured_again(file, ("limits",), machine.families).disturbed
+    after = MachineProfile.load(file)
+    assert [sample.seconds for sample in after.samples["limits"]] == [0.5, 1]
+    assert after.samples["gemm"] == before.samples["gemm"]
 
 
 @pytest.mark.parametrize(
