@@ -99,8 +99,11 @@ class DlrmHSTU(nn.Module):
         )
         self.model = dlrm_hstu.DlrmHSTU(config, {"rows": table}, is_inference=False)
         self.model.set_hammer_kernel(HammerKernel.PYTORCH)
-        rows_of = self.model._embedding_collection.to_empty(device=torch.device("cpu"))
-        rows_of.reset_parameters()
+        # Its tables are made on the meta device, for TorchRec to shard.
+        collection = self.model._embedding_collection.to_empty(device=torch.device("cpu"))
+        assert table.init_fn is not None
+        with torch.no_grad():
+            table.init_fn(collection.embeddings["rows"].weight)
 
     def _given(
         self, histories: torch.Tensor, targets: torch.Tensor, labels: torch.Tensor
