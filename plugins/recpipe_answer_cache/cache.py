@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from time import monotonic
 from typing import Any, Literal
 
@@ -12,8 +12,8 @@ from recpipe_serve import Asked
 
 from recpipe_answer_cache.config import CacheConfig
 from recpipe_answer_cache.control import Controller, Setting
-from recpipe_answer_cache.entries import Entries, Entry, Floats, Key, entries_of
-from recpipe_answer_cache.errors import ErrorOf
+from recpipe_answer_cache.entries import Entry, Key, entries_of
+from recpipe_answer_cache.errors import ErrorOf, Floats
 from recpipe_answer_cache.keys import Keys
 
 Why = Literal["miss", "refresh", "audit"]
@@ -23,7 +23,9 @@ Why = Literal["miss", "refresh", "audit"]
 class Ticket:
     """What is remembered of a request while the model scores it."""
 
-    key: Key
+    exact: Key
+    key: Key | None
+    """The approximate key, if it is another one and there is one."""
     why: Why
     version: int
     entry: Entry | None = None
@@ -32,10 +34,12 @@ class Ticket:
 
 @dataclass
 class Counts:
-    """Requests so far, by what became of them. ``wrong``: refreshes and audits that found another answer."""
+    """Requests so far, by what became of them. ``equal``: those served with the answer to an equal request;
+    ``wrong``: refreshes and audits that found another answer."""
 
     asked: int = 0
     served: int = 0
+    equal: int = 0
     missed: int = 0
     refreshed: int = 0
     audited: int = 0
@@ -46,20 +50,19 @@ class Counts:
 class AnswerCache:
     """Answers requests of one package with the answers of others that are alike.
 
-    ``manifest``: the package's. ``entries``: where answers are kept; None: as the config says. ``fixed``: the
-    one setting that is used; None: the controller chooses. ``clock``: gives the time, in seconds.
+    ``manifest``: the package's. ``fixed``: the one setting that is used; None: the controller chooses.
+    ``clock``: gives the time, in seconds.
     """
 
     def __init__(
         self,
         config: CacheConfig,
         manifest: Mapping[str, Any],
-        entries: Entries | None = None,
         fixed: Setting | None = None,
         clock: Callable[[], float] = monotonic,
     ) -> None:
         self.config, self.clock = config, clock
-        self.entries = entries or entries_of(config.policy, config.capacity)
+        self.entries = entries_of(config.policy, config.capacity)
         betas = (config.beta, config.beta_most)
         self.controller = Controller(
             *(
@@ -97,47 +100,73 @@ class AnswerCache:
         counts.asked += 1
         if controller.off is not None:
             return None, None
-        setting = controller.setting
-        key = self.keys.of(asked, setting.level)
-        if key is None:
-            return None, None
-        entry = self.entries.find(key)
-        if entry is not None and self.config.ttl is not None and self.clock() - entry.since > self.config.ttl:
-            counts.expired += 1
-            entry = None
+        setting, now = controller.setting, self.clock()
+        exact = self.keys.of(asked, 0)
+        assert exact is not None
+        entry = self._fresh(exact, now)
+        if entry is not None and setting.level:
+            # Requests that are equal have equal answers: only what is merely alike is looked after.
+            counts.equal += 1
+            controller.asked("equal")
+            return self._served(entry), None
+        key = self.keys.of(asked, setting.level) if setting.level else None
+        if key is not None:
+            entry = self._fresh(key, now)
+        ticket = Ticket(exact, key, "miss", self._version, entry)
         if entry is None:
             counts.missed += 1
-            controller.asked(False, False)
-            return None, Ticket(key, "miss", self._version)
+            controller.asked("miss")
+            return None, ticket
         entry.hits += 1
-        # Requests that are equal have equal answers: only what is merely alike is looked after.
         if setting.level and entry.is_due(setting.beta):
             counts.refreshed += 1
-            controller.asked(True, False)
-            return None, Ticket(key, "refresh", self._version, entry)
+            controller.asked("refresh")
+            ticket.why = "refresh"
+            return None, ticket
         share = controller.audit_share
-        controller.asked(True, True)
+        controller.asked("ready")
         if share and self._random.random() < share:
             counts.audited += 1
-            return None, Ticket(key, "audit", self._version, entry)
-        counts.served += 1
-        return entry.scores, None
+            ticket.why = "audit"
+            return None, ticket
+        counts.equal += not setting.level
+        return self._served(entry), None
+
+    def _fresh(self, key: Key, now: float) -> Entry | None:
+        """The entry of a key, unless its time has passed."""
+        entry = self.entries.find(key)
+        if entry is not None and self.config.ttl is not None and now - entry.since > self.config.ttl:
+            self.counts.expired += 1
+            return None
+        return entry
 
     def keep(self, ticket: Ticket, scores: Floats) -> None:
         """Take in what the model gave for the request of a ticket."""
         if ticket.version != self._version:
             return
-        now, scores = self.clock(), scores.copy()
+        scores = scores.copy()
         scores.setflags(write=False)  # it is given to others
-        self.error_of.saw(scores)
-        if ticket.entry is None:
-            self.entries.put(ticket.key, Entry(scores, now))
+        newer = Entry(scores, self.clock(), self.error_of.size(scores))
+        assert newer.size is not None
+        self.error_of.gave(newer.size)
+        before = ticket.entry
+        if before is None or ticket.key is not None:
+            self.entries.put(ticket.exact, newer)
+        if before is None:
+            if ticket.key is not None:
+                self.entries.put(ticket.key, replace(newer))
             return
-        error = self.error_of(ticket.entry.scores, scores)
-        wrong = error > self.config.bound
+        error = self.error_of(before.scores, scores)
+        wrong = error > self.config.bound * self.config.tolerance
         self.counts.wrong += wrong
-        ticket.entry.refreshed(scores, now, wrong)
+        before.refreshed(newer, wrong)
         self.controller.checked(error, wrong, ticket.why == "audit")
+
+    def _served(self, entry: Entry) -> Floats:
+        self.counts.served += 1
+        assert entry.size is not None
+        self.error_of.gave(entry.size)
+        return entry.scores
 
     def told(self) -> dict[str, Any]:
         """What there is to say of the cache, for JSON."""
@@ -146,6 +175,7 @@ class AnswerCache:
         return {
             "requests": counts.asked,
             "served": counts.served,
+            "equal": counts.equal,
             "missed": counts.missed,
             "refreshed": counts.refreshed,
             "audited": counts.audited,

@@ -36,7 +36,7 @@ from recpipe_answer_cache.trace import Trace, made_trace, rows_of
 RESULT = "answer_cache.json"
 SHARES = (0.01, 0.05, 0.25)
 """Of the trace's different keys, the capacities at which policies are compared."""
-QUANTILES = (0.01, 0.05, 0.1, 0.2, 0.3, 0.5, 0.7, 0.9)
+QUANTILES = (0.05, 0.15, 0.3, 0.5, 0.7)
 """Of the distances between a request and the nearest one before it, the radii that are tried."""
 
 

@@ -80,7 +80,10 @@ class CacheConfig:
     """Hits are inferred again at hit counts 1, beta, beta^2 ... (auto-refresh); the least that is tried."""
     beta_most: Annotated[float, Interval(ge=1, le=1024)] = 32.0
     """The most that is tried."""
-    audit: Annotated[float, Interval(ge=0.001, le=1)] = 0.02
+    tolerance: Annotated[float, Ge(1)] = 4.0
+    """By how many times the bound an answer may be off that is not wrong; where one is wrong, the count of
+    hits starts again."""
+    audit: Annotated[float, Interval(ge=0.001, le=1)] = 0.03
     """The share of other hits that are inferred again, by chance, to measure the error."""
     least_hits: Annotated[float, Interval(ge=0, le=1)] = 0.01
     """The share of requests that must be answered from the cache, or it is switched off."""

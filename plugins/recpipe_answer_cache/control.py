@@ -6,10 +6,11 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass, field
 from math import inf, sqrt
+from typing import Literal
 
 FIRST = 30
 """Hits under a new setting that are all inferred again, before it is trusted."""
-WINDOW = 400
+WINDOW = 100
 """The latest audits by which the error is told."""
 RECENT = 1000
 """About as many of the latest requests say which share of them the cache can answer."""
@@ -21,6 +22,11 @@ PATIENCE = 3
 """Dwells after which a cache that answers too little is switched off."""
 Z = 1.96
 """Of a normal distribution's 95% interval."""
+
+
+Found = Literal["miss", "equal", "refresh", "ready"]
+"""What a request is: one whose key is not there, one that is equal to one before and needs no care, a hit
+that is due for a refresh, or one that may be answered."""
 
 
 @dataclass(frozen=True)
@@ -56,10 +62,11 @@ class Share:
 
 @dataclass
 class Tried:
-    """What was seen under a setting. A hit is ready if it may be answered: it is not due for a refresh."""
+    """What was seen under a setting."""
 
     asked: int = 0
     hits: Share = field(default_factory=Share)
+    equal: Share = field(default_factory=Share)
     ready: Share = field(default_factory=Share)
     wrong: Share = field(default_factory=Share)
     """Of the hits that were inferred again."""
@@ -75,13 +82,16 @@ class Tried:
         half = Z * spread / sqrt(count)
         return Estimate(share * mean, share * max(0.0, mean - half), share * (mean + half), count)
 
+    def promise(self, hits: float) -> float:
+        """The share of requests that will be answered once so many are hits: equal ones, and those whose
+        keys' requests agree."""
+        return self.equal.value + (hits - self.equal.value) * (1 - self.wrong.value)
+
     def gains_over(self, finer: Tried) -> bool:
-        """Whether the coarser keys of this setting will let as many hits be answered at least. Their cache is
-        not full yet; once it is, it has as many hits. Those are answered whose requests agree."""
-        agree = 1 - self.wrong.value
-        return max(self.hits.value, finer.hits.value) * agree >= LESS * finer.hits.value * (
-            1 - finer.wrong.value
-        )
+        """Whether the coarser keys of this setting will let as many requests be answered at least. Their
+        cache is not full yet; once it is, it has as many hits."""
+        hits = finer.hits.value
+        return self.promise(max(self.hits.value, hits)) >= LESS * finer.promise(hits)
 
 
 class Controller:
@@ -136,11 +146,12 @@ class Controller:
         """The error of answers as they are given now."""
         return self.now.estimate()
 
-    def asked(self, hit: bool, ready: bool) -> None:
-        """Count a request, whether its key was found, and whether it was ready."""
+    def asked(self, found: Found) -> None:
+        """Count a request."""
         self.now.asked += 1
-        self.now.hits.add(hit)
-        self.now.ready.add(ready)
+        self.now.hits.add(found != "miss")
+        self.now.equal.add(found == "equal")
+        self.now.ready.add(found == "ready")
         if self.now.asked % self.dwell == 0:
             self._judge()
 
@@ -189,7 +200,8 @@ class Controller:
             return
         self._tried[self.setting] = self.now
         # Longer intervals gain nothing where hardly any hit is a refresh.
-        refreshed = self.now.hits.value - self.now.ready.value > FEW * self.now.hits.value
+        hits, answered = self.now.hits.value, self.now.ready.value + self.now.equal.value
+        refreshed = hits - answered > FEW * hits
         longer = min(beta * 2, self.betas[1]) if refreshed else beta
         for further in (Setting(level + 1, self.betas[0]), Setting(level, longer)):
             there = 0 < further.level <= self.levels and further != self.setting
@@ -197,9 +209,8 @@ class Controller:
                 if self._surely_within():
                     self._enter(further)
                 return
-        share = self.now.ready.value
-        if share < self.least and self.now.asked >= PATIENCE * self.dwell:
+        if answered < self.least and self.now.asked >= PATIENCE * self.dwell:
             self.off = (
-                f"{share:.2%} of the requests could be answered from the cache, by keys of level {level} of "
-                f"{self.levels} at a bound of {self.bound:.2%}, and least_hits is {self.least:.2%}"
+                f"{answered:.2%} of the requests could be answered from the cache, by keys of level {level} "
+                f"of {self.levels} at a bound of {self.bound:.2%}, and least_hits is {self.least:.2%}"
             )

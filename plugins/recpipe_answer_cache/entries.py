@@ -13,8 +13,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from recpipe.plugin import CachePolicy, PluginError, RowSpace
+from recpipe_answer_cache.errors import Floats, Sizes
 
-Floats = NDArray[np.float32]
 Key = bytes
 ROWS_FOR_A_SLOT = 16
 """Keys that a ``CachePolicy`` can tell apart, for each entry that is kept."""
@@ -28,25 +28,31 @@ class Entry:
     """What the model gave, float32 [N] or [N, T]."""
     since: float
     """When, in seconds."""
+    size: Sizes | None = None
+    """The mean size of its predictions, by output."""
     hits: int = 0
     """Since the answer came, or since one was found to be wrong."""
     due: float = 1.0
     """The power of beta from which on a hit is inferred again."""
+    looked: int = 0
+    """The hit that was inferred again last."""
 
     def is_due(self, beta: float) -> bool:
         """Whether this hit, which is counted already, is one to infer again; the next such hit is then put
-        off to the next power of ``beta``, as if the answer will be found right."""
-        if self.hits < self.due:
+        off to the next power of ``beta``, as if the answer will be found right. A smaller beta than before
+        counts from the last such hit on."""
+        if self.hits < min(self.due, max(1.0, self.looked * beta)):
             return False
+        self.looked = self.hits
         while beta > 1 and self.due <= self.hits:
             self.due *= beta
         return True
 
-    def refreshed(self, scores: Floats, now: float, wrong: bool) -> None:
+    def refreshed(self, newer: Entry, wrong: bool) -> None:
         """Take a newer answer; one that was ``wrong`` is looked after closely again."""
-        self.scores, self.since = scores, now
+        self.scores, self.since, self.size = newer.scores, newer.since, newer.size
         if wrong:
-            self.hits, self.due = 0, 1.0
+            self.hits, self.due, self.looked = 0, 1.0, 0
 
 
 class Entries(ABC):

@@ -11,15 +11,16 @@ from numpy.typing import NDArray
 from recpipe.answers.figures import predictions
 
 Floats = NDArray[np.float32]
+Sizes = NDArray[np.float64]
 LATELY = 1000
-"""About as many of the latest answers of the model give the mean prediction."""
+"""About as many of the latest answers give the mean prediction."""
 
 
 class ErrorOf:
     """The error of one answer to a request of N samples.
 
     ``score``: for each of the model's ``outputs`` the mean over the samples of \\|prediction - the
-    model's\\|, as a share of the mean size of the model's predictions lately; of several outputs the largest.
+    model's\\|, as a share of the mean size of predictions lately; of several outputs the largest.
     ``top_k``: 1 if the ``k`` best samples by the first output are others, else 0; their order does not count.
     """
 
@@ -28,14 +29,18 @@ class ErrorOf:
         self._kinds = [output["kind"] for output in outputs]
         self._mean, self._answers = np.zeros(len(self._kinds)), 0
 
-    def saw(self, scores: Floats) -> None:
-        """Take in an answer of the model, float32 [N] or [N, T]."""
+    def size(self, scores: Floats) -> Sizes:
+        """The mean size of the predictions of an answer, float32 [N] or [N, T], by output."""
+        found: Sizes = np.abs(self.predictions(scores)).mean(axis=0)
+        return found
+
+    def gave(self, size: Sizes) -> None:
+        """Take in the ``size`` of an answer that was given."""
         self._answers += 1
-        found = np.abs(self.predictions(scores)).mean(axis=0)
-        self._mean += (found - self._mean) / min(self._answers, LATELY)
+        self._mean += (size - self._mean) / min(self._answers, LATELY)
 
     def __call__(self, answer: Floats, model: Floats) -> float:
-        """The error of an ``answer`` beside that of the ``model``, which was seen."""
+        """The error of an ``answer`` beside that of the ``model``."""
         if self.kind == "top_k":
             return float(_best(answer, self.k) != _best(model, self.k))
         off = np.abs(self.predictions(answer) - self.predictions(model)).mean(axis=0)

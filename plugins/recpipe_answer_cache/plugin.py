@@ -12,7 +12,7 @@ from recpipe.plugin import Context, Contribution, Plugin, PluginError
 from recpipe_answer_cache.cache import AnswerCache, Ticket
 from recpipe_answer_cache.clusters import UserClusters
 from recpipe_answer_cache.config import config_of
-from recpipe_answer_cache.entries import Floats
+from recpipe_answer_cache.errors import Floats
 
 log = logging.getLogger("recpipe")
 
@@ -35,6 +35,7 @@ class ApproximateKeys(Plugin, AnswerServer):
         ttl: float | None,
         beta: float,
         beta_most: float,
+        tolerance: float,
         audit: float,
         least_hits: float,
         dwell: int,
@@ -101,6 +102,7 @@ class ApproximateKeys(Plugin, AnswerServer):
 COUNTED = (
     "requests",
     "served",
+    "equal",
     "missed",
     "refreshed",
     "audited",

@@ -50,7 +50,7 @@ def simulated(
         entry.hits += 1
         if beta is not None and entry.is_due(beta):
             inferred += counts
-            entry.refreshed(right, at, bool(entry.scores[0] != right[0]))
+            entry.refreshed(Entry(right, at), bool(entry.scores[0] != right[0]))
         else:
             errors += counts and bool(entry.scores[0] != right[0])
     return Predicted(hits / requests, inferred / requests, errors / requests)

@@ -85,11 +85,15 @@ def test_hits_are_inferred_again_at_powers_of_beta_and_from_the_first_one_on_aft
             due.append(one.hits)
     assert due == [hit for hit in powers if hit < 200]
     assert due[:5] == [*islice(refreshes(beta), 5)][: len(due)]
-    one.refreshed(np.ones(1, np.float32), 1.0, wrong=False)
+    one.refreshed(entry(), wrong=False)
     assert one.hits == 199
-    one.refreshed(np.ones(1, np.float32), 1.0, wrong=True)
+    one.refreshed(entry(), wrong=True)
     one.hits += 1
     assert one.is_due(beta)
+    one = Entry(np.zeros(1, np.float32), 0.0, hits=100, due=1000.0, looked=100)
+    assert [one.is_due(1.5) for one.hits in range(101, 151)] == [False] * 49 + [True], (
+        "a smaller beta counts at once"
+    )
 
 
 def test_a_wrong_policy_is_one_line() -> None:
