@@ -56,7 +56,7 @@ def minimize(
     entities = len(starts) - 1
     width = len(means) // max(1, entities)
     theta, tried = np.empty(width), np.empty(width)
-    slope, step = np.empty(width), np.empty(width)
+    slope, step, moved = np.empty(width), np.empty(width), np.empty(width)
     factor = np.empty(width * width)
     for e in range(entities):
         first, end = starts[e], starts[e + 1]
@@ -64,7 +64,7 @@ def minimize(
         prior = priors[e * width * width : (e + 1) * width * width]
         hessian = hessians[e * width * width : (e + 1) * width * width]
         theta[:] = mean
-        loss = _loss(inputs, clicks, weights, offsets, first, end, theta, mean, prior, ridge[0])
+        loss = _loss(inputs, clicks, weights, offsets, first, end, theta, mean, prior, ridge[0], moved)
         steps[e] = -1
         for number in range(limit + 1):
             _bend(inputs, clicks, weights, offsets, first, end, theta, mean, prior, ridge[0], slope, hessian)
@@ -82,7 +82,9 @@ def minimize(
             while length > 0:
                 for i in range(width):
                     tried[i] = theta[i] - length * step[i]
-                found = _loss(inputs, clicks, weights, offsets, first, end, tried, mean, prior, ridge[0])
+                found = _loss(
+                    inputs, clicks, weights, offsets, first, end, tried, mean, prior, ridge[0], moved
+                )
                 # So near to the minimum, rounding hides how the loss falls, and a whole step is right.
                 if decrement < NEAR * (1 + abs(loss)) or found <= loss - DEMANDED * length * decrement:
                     break
@@ -111,17 +113,19 @@ def _loss(
     mean: Any,
     prior: Any,
     ridge: Any,
+    moved: Any,
 ) -> Any:
+    """``moved`` [D]: room for what it computes."""
     width, total = len(theta), 0.0
     for n in range(first, end):
         z = _logit(inputs, offsets, n, theta)
         z = -z if clicks[n] > 0.5 else z
         total += weights[n] * (max(z, 0.0) + math.log1p(math.exp(-abs(z))))
+    moved[:] = 0.0
     for i in range(width):
-        row = 0.0
-        for j in range(width):
-            row += prior[i * width + j] * (theta[j] - mean[j])
-        total += 0.5 * (theta[i] - mean[i]) * row + 0.5 * ridge * theta[i] * theta[i]
+        _add(moved, theta[i] - mean[i], prior[i * width : (i + 1) * width])
+    for i in range(width):
+        total += 0.5 * (theta[i] - mean[i]) * moved[i] + 0.5 * ridge * theta[i] * theta[i]
     return total
 
 
@@ -139,28 +143,32 @@ def _bend(
     slope: Any,
     hessian: Any,
 ) -> None:
-    """The loss's gradient and Hessian at ``theta``, the latter's lower half first."""
+    """The loss's gradient and Hessian at ``theta``, the latter's upper half first."""
     width = len(theta)
+    hessian[:] = prior
     for i in range(width):
         slope[i] = ridge * theta[i]
-        for j in range(width):
-            hessian[i * width + j] = prior[i * width + j]
-            slope[i] += prior[i * width + j] * (theta[j] - mean[j])
         hessian[i * width + i] += ridge
+    for i in range(width):  # by rows, which are the columns: a prior is symmetric
+        _add(slope, theta[i] - mean[i], prior[i * width : (i + 1) * width])
     for n in range(first, end):
         z = _logit(inputs, offsets, n, theta)
         small = math.exp(-abs(z))
         p = 1 / (1 + small) if z >= 0 else small / (1 + small)
         pull, curve = weights[n] * (p - clicks[n]), weights[n] * small / ((1 + small) * (1 + small))
+        given = inputs[n * width : (n + 1) * width]
+        _add(slope, pull, given)
         for i in range(width):
-            x = inputs[n * width + i]
-            slope[i] += pull * x
-            scaled = curve * x
-            for j in range(i + 1):
-                hessian[i * width + j] += scaled * inputs[n * width + j]
+            _add(hessian[i * width + i : (i + 1) * width], curve * given[i], given[i:])
     for i in range(width):
         for j in range(i):
-            hessian[j * width + i] = hessian[i * width + j]
+            hessian[i * width + j] = hessian[j * width + i]
+
+
+def _add(to: Any, factor: Any, of: Any) -> None:
+    """``to += factor * of``: with indices from 0 on, it is made of vector instructions."""
+    for i in range(len(to)):
+        to[i] += factor * of[i]
 
 
 def _solve(matrix: Any, right: Any, out: Any) -> None:

@@ -3,16 +3,25 @@
 from __future__ import annotations
 
 import json
+from itertools import islice
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+import torch
+from recpipe_lambda_learner.effects import EffectConfig
+from recpipe_lambda_learner.events import Reader
+from recpipe_lambda_learner.online import Learner
 from recpipe_lambda_learner.rows import rows_file
 from safetensors.numpy import load_file
 
+import recpipe
 from recpipe.answers.effects import ABOUT, newest_effects
+from recpipe.answers.score import Scorer, bags_of
+from recpipe.answers.trained import open_trained
 from recpipe.config.compose import compose
 from recpipe.errors import UserError
 from recpipe.run import run
@@ -115,3 +124,38 @@ def test_effects_follow_what_the_frozen_model_cannot(clicks: Path, tmp_path: Pat
     }.items():
         with pytest.raises(UserError, match=words_of):
             told(tmp_path / "wrong", *words(clicks, checkpoint, inputs, wrong))
+
+
+@pytest.mark.soak
+def test_a_package_sees_and_adds_what_the_task_does_bit_for_bit(clicks: Path, tmp_path: Path) -> None:
+    """``test_online`` holds that of the scorer without compiled code."""
+    effects = "lambda.effects=[{entity: user, inputs: [intercept, item]}, {entity: item, inputs: [price]}]"
+    told(tmp_path / "run", *words(clicks, effects))
+    given: dict[str, Any] = {"effects": tmp_path / "run", "reference": False, "quiet": True}
+    package = recpipe.package(tmp_path / "run", tmp_path / "m.recpipe", **given)
+    again = recpipe.package(package, tmp_path / "again.recpipe", reference=False, quiet=True)
+    scorer, trained = Scorer(package), open_trained(tmp_path / "run", ["data.batch_size=200"])
+    config = [EffectConfig("user", ["intercept", "item"]), EffectConfig("item", ["price"])]
+    learner = Learner(package, None, 10, 3600)
+    with trained.scoring() as scoring:
+        batches = list(islice(trained.dataset.batches("eval", 200), 3))
+        for batch, own in zip(batches, Reader(trained, config).read(scoring, batches), strict=True):
+            ids = batch.sparse
+            found = scorer(batch.dense, ids.values(), ids.lengths())
+            bags = bags_of(ids.values(), ids.values(), ids.lengths().view(2, -1), None)
+            assert scorer.effects is not None
+            for (keys, inputs), seen in zip(scorer.effects.seen(batch.dense, bags), own.seen, strict=True):
+                np.testing.assert_array_equal(keys.numpy(), seen.entities)
+                np.testing.assert_array_equal(inputs.numpy(), seen.inputs)
+            corrected, scorer.effects = scorer.effects, None
+            alone = scorer(batch.dense, ids.values(), ids.lengths()).double().numpy()
+            scorer.effects = corrected
+            wanted = learner.logits(own.seen, alone).astype(np.float32)
+            np.testing.assert_array_equal(found.numpy(), wanted)
+            np.testing.assert_allclose(alone, own.offsets, atol=1e-5)
+            assert np.abs(alone - found.numpy()).max() > 0.1
+            assert torch.equal(Scorer(again)(batch.dense, ids.values(), ids.lengths()), found)
+    other = told(tmp_path / "other", *words(clicks, effects, "seed=7"))
+    assert other["events"] == AFTER
+    with pytest.raises(UserError, match="these coefficients correct"):
+        recpipe.package(tmp_path / "other", tmp_path / "wrong", **given)
