@@ -37,7 +37,7 @@ from time import monotonic
 from typing import Any
 
 import torch
-from recpipe_deeprecsys.bounded import BEGIN, bisected, is_good
+from recpipe_deeprecsys.bounded import BEGIN, DOWN, LEAST, UP, bisected, is_good
 from recpipe_deeprecsys.command import Setup, batching_of, climbed, cut_over_cores, fitting, set_up, told
 from recpipe_deeprecsys.config import BenchOptions
 from recpipe_deeprecsys.engine import Batching
@@ -123,7 +123,8 @@ class Loaded:
         self.known: dict[Batching, float] = {}
         """The rate to begin with."""
         self.runs: list[Outcome] = []
-        self.offline = 0.0
+        self.offline: dict[Batching, float] = {}
+        """Requests/s."""
 
     def largest(self, batching: Batching | None = None) -> float:
         """The largest rate that LoadGen calls valid, requests/s; 0 if none is."""
@@ -133,7 +134,7 @@ class Loaded:
         if not near:
             single = self.load.run(target, SINGLE_STREAM)
             offline = self.load.run(target, OFFLINE, 1e3 / single.latency_ms["50"])
-            self.offline = offline.completed
+            self.offline[batching] = offline.completed
             self.known[batching] = BEGIN * offline.completed
             self.runs += [single, offline]
 
@@ -143,10 +144,10 @@ class Loaded:
             self.runs.append(outcome)
             return outcome
 
-        steps = {"up": NEAR[0], "down": NEAR[1]} if near else {}
-        tried = bisected(
-            run, self.known[batching], lambda o: is_good(o, self.load), self.options.tolerance, **steps
-        )
+        known, tolerance = self.known[batching], self.options.tolerance
+        up, down = NEAR if near else (UP, DOWN)
+        least = LEAST * self.offline[batching]
+        tried = bisected(run, known, lambda o: is_good(o, self.load), tolerance, up, down, least)
         found = max((one.rate or 0.0 for one in tried if is_good(one, self.load)), default=0.0)
         self.known[batching] = found or self.known[batching]
         return found
@@ -187,7 +188,7 @@ class Work:
         tables = [f"{{rows: {rows}, lookups: {hot}}}" for rows, hot in zip(ROWS, HOT, strict=True)]
         words = [*DCNV2, f"data.tables=[{', '.join(tables)}]", f"trainer.max_steps={LEARNS}"]
         judged = [*low, "plugins.low_precision.bound=0.001", "plugins.low_precision.model_bound=0.001"]
-        self._package("dcnv2", words, False, ("dcnv2_low", judged, []))
+        self._package("dcnv2", words, False, ("dcnv2_low", judged, ["dense=low"]))
 
     def _package(
         self,
@@ -245,19 +246,21 @@ class Work:
         found: dict[str, list[float]] = {name: [] for name in runs}
         for _ in range(self.rounds):
             for name, run in runs.items():
+                if found[name] and not found[name][-1]:
+                    continue  # no rate was valid, which takes long to find out
                 print(f"  {name}:", flush=True)
                 found[name].append(run())
         first, second = found.values()
-        ratios = [b / a if a else float("inf") for a, b in zip(first, second, strict=True)]
+        ratios = [b / a for a, b in zip(first, second, strict=False) if a]
         names = list(found)
         print(f"  {names[1]} over {names[0]}: {[round(r, 2) for r in ratios]}", flush=True)
-        return {"rates": found, "ratios": ratios, "ratio": median(ratios)}
+        return {"rates": found, "ratios": ratios, "ratio": median(ratios) if ratios else None}
 
     def compared(self, sides: Mapping[str, Side]) -> dict[str, Any]:
         """Rounds of two sides."""
         with self.loaded(sides) as found:
             told = self.in_turn({name: one.largest for name, one in found.items()})
-            told["offline"] = {name: one.offline for name, one in found.items()}
+            told["offline"] = {name: one.offline[one.batching] for name, one in found.items()}
             told["runs"] = {name: [asdict(run) for run in one.runs] for name, one in found.items()}
         return told
 
@@ -441,7 +444,7 @@ def _row(model: str, first: str, second: str, own: Mapping[str, Any], wanted: st
     """One comparison, its rounds and the ratio of them."""
     a, b = own["rates"].values()
     ratios = own["ratios"]
-    ratio = [median(ratios), min(ratios), max(ratios)] if min(a) else f"none of {first} is valid"
+    ratio = [median(ratios), min(ratios), max(ratios)] if ratios else "no rate of the first is valid"
     return [model, first, {"rounds": a}, second, {"rounds": b}, ratio, wanted]
 
 

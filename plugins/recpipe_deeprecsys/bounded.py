@@ -16,6 +16,9 @@ KEEPS_UP = 0.9
 has come is answered later."""
 MOST = 16
 """Runs until then."""
+LEAST = 0.1
+"""The smallest rate that is tried, as a share of what the target takes offline: below it LoadGen's fewest
+requests take minutes to come."""
 Run = Callable[[float], Outcome]
 """A run of the server at a rate."""
 
@@ -45,12 +48,13 @@ def bisected(
     tolerance: float,
     up: float = UP,
     down: float = DOWN,
+    least: float = 0.0,
 ) -> list[Outcome]:
     """Runs, from the rate ``first`` on, until a good and a bad rate differ by at most ``tolerance``, relative
-    to the good one. Where no rate is good, ``MOST`` runs."""
+    to the good one. Where no rate is good, down to the rate ``least``, and ``MOST`` runs."""
     tried: list[Outcome] = []
     low, high, rate = 0.0, float("inf"), first
-    while len(tried) < MOST or low:
+    while low or (len(tried) < MOST and (rate >= least or not tried)):
         tried.append(run(rate))
         if good(tried[-1]):
             low = max(low, rate)
@@ -82,7 +86,11 @@ def measured(target: Target, load: Load, tolerance: float, say: Callable[[Outcom
         )
         return Bounded(single, offline, (), None, why)
     found = bisected(
-        lambda rate: run(SERVER, rate), BEGIN * offline.completed, lambda o: is_good(o, load), tolerance
+        lambda rate: run(SERVER, rate),
+        BEGIN * offline.completed,
+        lambda o: is_good(o, load),
+        tolerance,
+        least=LEAST * offline.completed,
     )
     good = [outcome for outcome in found if is_good(outcome, load)]
     best = max(good, key=lambda outcome: outcome.rate or 0.0, default=None)

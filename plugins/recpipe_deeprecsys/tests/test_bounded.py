@@ -52,6 +52,13 @@ def test_where_no_rate_is_good_the_search_ends() -> None:
     assert not any(one.valid for one in tried)
 
 
+def test_rates_below_the_least_are_not_tried() -> None:
+    tried = bisected(lambda rate: outcome(rate, False), 100.0, lambda o: o.valid, 0.02, least=30.0)
+    assert [one.rate for one in tried] == [100.0, 60.0, 36.0]
+    good = bisected(lambda rate: outcome(rate, rate <= 50), 100.0, lambda o: o.valid, 0.02, least=30.0)
+    assert good[-1].rate == pytest.approx(50, rel=0.03)
+
+
 def test_where_every_rate_is_good_the_search_ends() -> None:
     assert len(bisected(lambda rate: outcome(rate, True), 100.0, lambda o: o.valid, 0.02)) < 30
 
