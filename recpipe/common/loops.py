@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast, get_args, get_origin, get_
 import numpy as np
 
 from recpipe.common.console import log
+from recpipe.common.instructions import instructions
 from recpipe.common.own_cache import CACHE_HOME, own_folder, private_files, user_cache_dir
 from recpipe.errors import UserError, shown
 
@@ -31,8 +32,6 @@ NUMBA = "NUMBA_CACHE_DIR"
 """numba's variable for the folder of what it compiles; not set: one beside recpipe's other caches."""
 F = TypeVar("F", bound=Callable[..., Any])
 T = TypeVar("T")
-LANES = 8
-"""Numbers that ``alike`` compares."""
 LEAST = 1 << 16
 """A part has at least so many elements; passing one to a thread takes as long as work on some thousands."""
 LEAST_COPIED = 1 << 19
@@ -48,34 +47,6 @@ def compiled(loop: F) -> F:
     that do no more than that. Nothing checks its indices: whoever calls it has.
     """
     return cast(F, update_wrapper(_Loop(loop), loop))
-
-
-def prefetch(array: Any, index: Any) -> None:
-    """In a ``compiled`` loop: let the processor read ``array[index]`` meanwhile, which the loop will need."""
-
-
-def word(array: Any, index: Any) -> Any:
-    """In a ``compiled`` loop: the 8 bytes of a uint8 ``array`` from ``index`` on, uint64."""
-    return array[index : index + 8].view(np.uint64)[0]
-
-
-def put_word(array: Any, index: Any, number: Any) -> None:
-    """In a ``compiled`` loop: write a uint64 over 8 bytes of a uint8 ``array`` from ``index`` on."""
-    array[index : index + 8].view(np.uint64)[0] = number
-
-
-def alike(array: Any, index: Any, wanted: Any, differ: Any) -> Any:
-    """In a ``compiled`` loop: which of the ``LANES`` numbers of a uint32 ``array`` from ``index`` on are
-    ``wanted``, but for some of the bits of ``differ``, which are the lowest ones: a uint64 whose lowest bit
-    is that of the first number. One instruction of a vector unit compares them all."""
-    found = array[index : index + LANES] ^ np.uint32(wanted) <= np.uint32(differ)
-    return np.uint64(sum(int(same) << lane for lane, same in enumerate(found)))
-
-
-def lowest_bit(bits: Any) -> Any:
-    """In a ``compiled`` loop: the place of the lowest bit of a uint64 that is 1; 64 if none is."""
-    found = int(bits) | 1 << 64
-    return np.uint64((found & -found).bit_length() - 1)
 
 
 def at_hand() -> bool:
@@ -160,9 +131,9 @@ def _with_its_functions(function: FunctionType) -> FunctionType:
         if isinstance(called, FunctionType) and called.__module__ == function.__module__
     }
     own |= {
-        name: _instructions()[called]
+        name: instructions()[called]
         for name, called in found.items()
-        if isinstance(called, FunctionType) and called in _instructions()
+        if isinstance(called, FunctionType) and called in instructions()
     }
     if not own:
         return function
@@ -170,66 +141,6 @@ def _with_its_functions(function: FunctionType) -> FunctionType:
     again = FunctionType(function.__code__, names, function.__name__, defaults, function.__closure__)
     update_wrapper(again, function)
     return again
-
-
-@cache
-def _instructions() -> dict[Any, Any]:
-    """``prefetch``, ``word``, ``put_word``, ``alike`` and ``lowest_bit`` as the processor's instructions,
-    which numba has no names for: bytes at any address are one number to it, or a vector of them."""
-    _numba()
-    from llvmlite import ir  # numba's
-    from numba.core.types import uint64, void
-    from numba.extending import intrinsic
-
-    bit, byte, number, wide = (ir.IntType(width) for width in (1, 8, 32, 64))
-    vector = ir.VectorType(number, LANES)
-    unset, first = ir.Constant(vector, ir.Undefined), ir.Constant(ir.VectorType(number, LANES), [0] * LANES)
-
-    def place(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        array = context.make_array(signature.args[0])(context, builder, arguments[0])
-        return builder.gep(array.data, [arguments[1]])
-
-    def fetch(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        where = builder.bitcast(place(context, builder, signature, arguments), byte.as_pointer())
-        kind = ir.FunctionType(ir.VoidType(), [where.type, number, number, number])
-        known = builder.module.globals.get("llvm.prefetch.p0")
-        called = known or ir.Function(builder.module, kind, "llvm.prefetch.p0")
-        builder.call(called, [where, number(0), number(3), number(1)])  # to read, and keep it, as data
-        return context.get_dummy_value()
-
-    def read(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        where = place(context, builder, signature, arguments)
-        found = builder.load(builder.bitcast(where, wide.as_pointer()))
-        found.align = 1
-        return found
-
-    def write(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        where = place(context, builder, signature, arguments)
-        builder.store(arguments[2], builder.bitcast(where, wide.as_pointer()), align=1)
-        return context.get_dummy_value()
-
-    def compare(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        def in_each(scalar: Any) -> Any:
-            one = builder.insert_element(unset, builder.trunc(scalar, number), number(0))
-            return builder.shuffle_vector(one, unset, first)
-
-        where = place(context, builder, signature, arguments)
-        found = builder.load(builder.bitcast(where, vector.as_pointer()))
-        found.align = 4
-        other = builder.xor(found, in_each(arguments[2]))
-        same = builder.icmp_unsigned("<=", other, in_each(arguments[3]))
-        return builder.zext(builder.bitcast(same, ir.IntType(LANES)), wide)
-
-    def zeros(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        return builder.cttz(arguments[0], bit(0))
-
-    return {
-        alike: intrinsic(lambda _, array, at, one, low: (uint64(array, at, uint64, uint64), compare)),
-        lowest_bit: intrinsic(lambda _, bits: (uint64(uint64), zeros)),
-        prefetch: intrinsic(lambda _, array, index: (void(array, index), fetch)),
-        word: intrinsic(lambda _, array, index: (uint64(array, index), read)),
-        put_word: intrinsic(lambda _, array, index, given: (void(array, index, uint64), write)),
-    }
 
 
 def _numba() -> Any:

@@ -15,7 +15,18 @@ import pytest
 from numpy.typing import NDArray
 from typing_extensions import TypeAliasType
 
-from recpipe.common.loops import LANES, _argument_types, alike, compiled, load_loops, lowest_bit
+from recpipe.common.instructions import (
+    LANES,
+    LINE,
+    PART,
+    alike,
+    leading_zeros,
+    lowest_bit,
+    places_of,
+    put_part,
+    upper_product,
+)
+from recpipe.common.loops import _argument_types, compiled, load_loops
 from recpipe.errors import UserError
 from tests.processes import ROOT
 
@@ -94,6 +105,51 @@ def test_a_vector_is_compared_as_number_by_number(bits: int) -> None:
         assert found[place] == alike(numbers, place, one, differ)
         assert first[place] == lowest_bit(found[place])
     assert lowest_bit(0) == 64
+
+
+@compiled
+def looked_through(
+    data: NDArray[np.uint8], byte: int, found: NDArray[np.uint64], copied: NDArray[np.uint8]
+) -> None:
+    for place in range(len(found)):
+        found[place] = places_of(np.uint64(byte), data, place)
+        if place % 3 == 0:
+            put_part(copied, place, data, place)
+
+
+@compiled
+def multiplied(one: NDArray[np.uint64], other: NDArray[np.uint64], found: NDArray[np.uint64]) -> None:
+    for place in range(len(one)):
+        found[2 * place] = upper_product(one[place], other[place])
+        found[2 * place + 1] = leading_zeros(one[place])
+
+
+def test_bytes_are_looked_for_and_copied_a_line_at_a_time() -> None:
+    data = np.random.default_rng(0).integers(0, 256, 300).astype(np.uint8) & 129
+    found, copied = np.empty(len(data) - LINE + 1, np.uint64), np.zeros_like(data)
+    again = copied.copy()
+    looked_through(data, 129, found, copied)
+    for place, bits in enumerate(found.tolist()):
+        assert bits == sum(1 << at for at, each in enumerate(data[place : place + LINE]) if each == 129)
+        assert bits == places_of(129, data, place)
+    last = (len(found) - 1) // 3 * 3 + PART
+    assert copied[:last].tolist() == data[:last].tolist()
+    assert not copied[last:].any()
+    put_part(again, 5, data, 7)
+    assert again[5 : 5 + PART].tolist() == data[7 : 7 + PART].tolist()
+    assert again.sum(dtype=int) == data[7 : 7 + PART].sum(dtype=int)
+
+
+def test_products_have_128_bits_and_numbers_zeros_before_them() -> None:
+    rng = np.random.default_rng(1)
+    one, other = rng.integers(0, 2**64, (2, 100), np.uint64, endpoint=False) >> rng.integers(
+        0, 64, 100, np.uint64
+    )
+    one[:3], found = [0, 1, 2**64 - 1], np.empty(200, np.uint64)
+    multiplied(one, other, found)
+    for place, (a, b) in enumerate(zip(one.tolist(), other.tolist(), strict=True)):
+        assert found[2 * place] == a * b >> 64 == upper_product(a, b)
+        assert found[2 * place + 1] == 64 - a.bit_length() == leading_zeros(a)
 
 
 def test_other_threads_go_on_while_a_loop_runs() -> None:

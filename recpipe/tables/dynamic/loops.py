@@ -19,7 +19,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from recpipe.common.loops import LANES, alike, compiled, lowest_bit, prefetch
+from recpipe.common.instructions import LANES, alike, lowest_bit, prefetch
+from recpipe.common.loops import compiled
 from recpipe.data.id_mapper import MISSING_KEY
 
 MISSING_ROW, DEFAULT_ROW, FIRST_ROW = 0, 1, 2
