@@ -34,7 +34,7 @@ from recpipe.answers.score import DEFAULT_ROW, MISSING_KEY
 from recpipe.answers.stored import StoredModel
 from recpipe.answers.trained import Trained, open_trained, scored
 from recpipe.checkpoint.manifest import TABLES
-from recpipe.data.features import HEX
+from recpipe.data.feature import HEX
 from recpipe.data.preparation import Preparation
 from recpipe.data.schema import Schema
 from recpipe.data.sources.transforms import hash_rows

@@ -14,8 +14,9 @@ from pydantic import AfterValidator
 from recpipe.common.validation import Count, FilePath, Positive, Text, chosen, mapping, one_of, typed
 from recpipe.common.words import Amount
 from recpipe.data.derivations import Join, Negatives, Sessions
+from recpipe.data.feature import Rows
 from recpipe.data.feature_yaml import parse_features, read_features, short_form
-from recpipe.data.features import Features, Label, Rows
+from recpipe.data.features import Features, Label
 from recpipe.data.files import TextRules
 from recpipe.data.schema import LABEL_KINDS
 from recpipe.data.split import Split

@@ -11,7 +11,8 @@ from typing import Any
 from recpipe.common.own_cache import default_cache_dir
 from recpipe.data.config import FilesConfig
 from recpipe.data.joins import JoinedFile, SideTable, contents, joined
-from recpipe.data.records import InputFile, files_of
+from recpipe.data.listing import files_of
+from recpipe.data.records import InputFile
 from recpipe.data.sessions import SessionFile
 
 

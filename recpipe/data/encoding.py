@@ -16,8 +16,10 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
+from recpipe.data.column_types import is_list, is_text, plain_type
 from recpipe.data.columns import Bits, Columns, Int64, MultiHot, bits_of
-from recpipe.data.features import AGES, HEX, WEIGHTED, Feature, Features
+from recpipe.data.feature import AGES, HEX, WEIGHTED, Feature
+from recpipe.data.features import Features
 from recpipe.data.files import RowChecks
 from recpipe.data.id_mapper import IdMapper
 from recpipe.data.labels import no_labels, read_labels
@@ -31,23 +33,12 @@ from recpipe.data.learned import (
     require_room,
     vocabulary_tables,
 )
+from recpipe.data.refusals import require_type
 from recpipe.data.schema import OF_MODULES, IdRule, Schema
 from recpipe.data.sources.transforms import mix64, signed_log
+from recpipe.data.text_values import Bools
 from recpipe.data.timestamps import MICROSECONDS_OF_A_DAY, read_ages, read_times, stated_time
-from recpipe.data.values import (
-    Bools,
-    Ids,
-    Numbers,
-    is_list,
-    is_text,
-    plain_type,
-    read_bags,
-    read_ids,
-    read_numbers,
-    read_vectors,
-    require_type,
-    value_at,
-)
+from recpipe.data.values import Ids, Numbers, read_bags, read_ids, read_numbers, read_vectors, value_at
 from recpipe.data.weighted import FAULT, read_weighted, require_weights
 from recpipe.errors import DataError, nearest_or_all, shown
 

@@ -13,10 +13,12 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from numpy.typing import NDArray
 
+from recpipe.data.column_types import is_text, plain, plain_type
 from recpipe.data.expressions import Expression, column_of, is_text_constant, items_of, pairs_of
-from recpipe.data.features import NO_VALUE, Feature
+from recpipe.data.feature import NO_VALUE, Feature
 from recpipe.data.files import RowChecks
-from recpipe.data.values import Numbers, is_text, plain, plain_type, read_numbers, require_type, value_at
+from recpipe.data.refusals import require_type
+from recpipe.data.values import Numbers, read_numbers, value_at
 from recpipe.errors import DataError, shown
 
 OPERATIONS: dict[type[ast.AST], Callable[[Any, Any], Any]] = {

@@ -12,7 +12,8 @@ from typing import Any
 import yaml
 
 from recpipe.common.validation import Text, fitted, mapping, typed
-from recpipe.data.features import OF_NUMBERS, PARTS, Feature, Features, Label, Parts
+from recpipe.data.feature import OF_NUMBERS, PARTS, Feature, Parts
+from recpipe.data.features import Features, Label
 from recpipe.errors import UserError, nearest_or_all, shown
 from recpipe.plugin.offers import EVICTION, offered
 from recpipe.plugin.tables import EVICTIONS

@@ -12,12 +12,15 @@ from typing import Any, NamedTuple
 import numpy as np
 import pyarrow as pa
 
+from recpipe.data.column_types import alike, is_text, plain, plain_type
 from recpipe.data.columns import Int64
 from recpipe.data.derivations import Join
-from recpipe.data.features import Feature
-from recpipe.data.records import InputFile, input_files, require_columns
+from recpipe.data.feature import Feature
+from recpipe.data.listing import input_files
+from recpipe.data.records import InputFile, require_columns
+from recpipe.data.refusals import require_type
 from recpipe.data.text import Block, Made
-from recpipe.data.values import alike, is_text, plain, plain_type, read_ids, require_type, value_at
+from recpipe.data.values import read_ids, value_at
 from recpipe.errors import DataError, shown
 
 log = logging.getLogger(__name__)

@@ -28,7 +28,7 @@ class JsonLines:
     def columns(file: InputFile) -> pa.Schema:
         kinds: dict[str, pa.DataType] = {}
         for text, _ in islice(text_blocks(file), LOOKED_AT):
-            for own in JsonLines.schema(file, text):
+            for own in JsonLines.schema(file, bytes(text)):
                 if _is_open(kinds.setdefault(own.name, own.type)):
                     kinds[own.name] = own.type
             if not any(map(_is_open, kinds.values())):
@@ -54,7 +54,8 @@ class JsonLines:
     def blocks(file: InputFile, columns: Sequence[str], start: int = 0) -> Iterator[Block]:
         known, row = file.columns, 0
         wanted = pa.schema([known.field(name) for name in columns])
-        for text, share in text_blocks(file, start=start):
+        for block, share in text_blocks(file, start=start):
+            text = bytes(block)
             if text.isspace():
                 continue
             try:
@@ -104,7 +105,7 @@ def _json_fault(file: InputFile, error: BaseException) -> DataError:
     seen: dict[str, tuple[str, int]] = {}
     row = 0
     for text, _ in text_blocks(file):
-        for line in filter(bytes.strip, text.splitlines()):
+        for line in filter(bytes.strip, bytes(text).splitlines()):
             row += 1
             try:
                 content = json.loads(line)

@@ -12,10 +12,12 @@ from numpy.typing import NDArray
 
 from recpipe.data.columns import Float32
 from recpipe.data.expression_values import values_of
-from recpipe.data.features import Feature, Features, Label
+from recpipe.data.feature import Feature
+from recpipe.data.features import Features, Label
 from recpipe.data.files import RowChecks
 from recpipe.data.schema import LABEL_KINDS
-from recpipe.data.values import Bools, read_numbers, value_at
+from recpipe.data.text_values import Bools
+from recpipe.data.values import read_numbers, value_at
 from recpipe.errors import shown
 
 NO_LABEL = "is no label (on_missing: mask in data.features keeps such rows, with weight 0 for it)"

@@ -18,7 +18,8 @@ from numpy.typing import NDArray
 
 from recpipe.common.saved import Damaged, typed_as
 from recpipe.data.columns import Columns, Int64
-from recpipe.data.features import Feature, Features
+from recpipe.data.feature import Feature
+from recpipe.data.features import Features
 from recpipe.data.gathered import Gathered
 from recpipe.data.sources.transforms import mix64
 from recpipe.errors import DataError, shown

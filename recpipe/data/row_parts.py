@@ -10,14 +10,16 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from numpy.typing import NDArray
 
+from recpipe.data.column_types import is_text, plain, plain_type
 from recpipe.data.columns import Int64
-from recpipe.data.features import Feature
+from recpipe.data.feature import Feature
 from recpipe.data.files import RowChecks
 from recpipe.data.last_rows import LastRows
 from recpipe.data.sources.transforms import UInt64, mix64, string_keys
 from recpipe.data.split import TEST, TRAIN, VALID, Bound, Split
+from recpipe.data.text_values import Bools
 from recpipe.data.timestamps import read_times, stated_time
-from recpipe.data.values import Bools, is_text, plain, plain_type, read_ids, read_numbers, value_at
+from recpipe.data.values import read_ids, read_numbers, value_at
 from recpipe.errors import shown
 
 USERS = np.uint64(0x5D1CE5A1B3C0FFEE)

@@ -22,28 +22,20 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from recpipe.common.own_cache import private_files
+from recpipe.data.column_types import alike, is_list, is_text, plain, plain_type
+from recpipe.data.columnar import BLOCK_ROWS
 from recpipe.data.columns import Int64, offsets_of
 from recpipe.data.derivations import Sessions
-from recpipe.data.features import Feature
+from recpipe.data.feature import Feature
 from recpipe.data.files import RowChecks
 from recpipe.data.gathered import Gathered
-from recpipe.data.records import BLOCK_ROWS, InputFile, each_of, require_columns
+from recpipe.data.records import InputFile, each_of, require_columns
+from recpipe.data.refusals import require_type
 from recpipe.data.remote import AnyPath
 from recpipe.data.text import Block, Made
+from recpipe.data.text_values import Bools
 from recpipe.data.timestamps import read_times
-from recpipe.data.values import (
-    Bools,
-    alike,
-    is_list,
-    is_text,
-    plain,
-    plain_type,
-    read_ids,
-    read_numbers,
-    require_type,
-    value_at,
-    whole_text,
-)
+from recpipe.data.values import read_ids, read_numbers, value_at, whole_text
 from recpipe.errors import DataError, shown
 
 log = logging.getLogger(__name__)

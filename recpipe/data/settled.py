@@ -8,10 +8,12 @@ from dataclasses import replace
 
 import pyarrow as pa
 
+from recpipe.data.column_types import is_list, plain_type
 from recpipe.data.encoding import element_of
 from recpipe.data.expression_values import require_types
-from recpipe.data.features import HEX, Feature, Features
-from recpipe.data.values import is_list, plain_type, require_type
+from recpipe.data.feature import HEX, Feature
+from recpipe.data.features import Features
+from recpipe.data.refusals import require_type
 from recpipe.data.weighted import require_weights
 from recpipe.errors import DataError, shown
 

@@ -8,7 +8,7 @@ from typing import Annotated, NamedTuple
 from zoneinfo import ZoneInfo
 
 from recpipe.common.validation import Count, Text, mapping, one_of, typed
-from recpipe.data.features import UNITS
+from recpipe.data.feature import UNITS
 from recpipe.errors import DataError, UserError, shown
 
 TRAIN, VALID, TEST = range(3)

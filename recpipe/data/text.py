@@ -31,6 +31,8 @@ NO_TEXT = {
 """How files begin that are no text, whatever their names say."""
 BLOCK_BYTES = 4 << 20
 """Of text, parsed at a time: larger ones do not stay in a core's cache."""
+COUNTED = 1 << 16
+"""Bytes that are compared at a time: what comes of it stays in the nearest caches."""
 LONGEST = 8
 """Blocks, of which a line may not take more."""
 MOST_THREADS = 4
@@ -51,12 +53,12 @@ class Block(NamedTuple):
 
 def text_blocks(
     file: InputFile, quote: bytes | None = None, start: int = 0, size: int | None = None
-) -> Iterator[tuple[bytes, float]]:
+) -> Iterator[tuple[memoryview, float]]:
     """Blocks of whole records of a plain or packed text file in UTF-8, with the share read so far. With a
     ``quote``, a line's end between two of them is within a record. ``start``: the byte of a plain file after
     whose line they begin. ``size``: about how many bytes each has, if it is not ``BLOCK_BYTES``."""
-    total, rest = max(1, size_of(file.path)), b""
-    decode = _decoder(file)
+    total, rest, size = max(1, size_of(file.path)), b"", size or BLOCK_BYTES
+    rooms = _Rooms()
     try:
         with opened(file.path) as raw:
             packed = PACKED.get(file.path.suffix)
@@ -64,15 +66,22 @@ def text_blocks(
             first = True
             if start:
                 stream.seek(start)
-            while data := stream.read(size or BLOCK_BYTES):
-                data = decode(data, False)
+            read = _in_utf8(file, stream)
+            while True:
+                room, begin = rooms.take(len(rest) + size), 0
+                room[: len(rest)] = rest
+                read_so_far = read(memoryview(room)[len(rest) : len(rest) + size])
+                if not read_so_far:
+                    break
+                stop = len(rest) + read_so_far
                 if first:
-                    data = data[data.find(b"\n") + 1 :] if start else _without_mark(file, data)
+                    begin = room.find(b"\n", 0, stop) + 1 if start else _mark_of(file, room)
                     first = False
-                end = _last_end(data, quote, rest)
-                if end:
-                    yield b"".join((rest, memoryview(data)[:end])), min(1.0, raw.tell() / total)
-                rest = data[end:] if end else rest + data
+                end = _last_end(room, quote, begin, stop)
+                if end > begin:
+                    yield memoryview(room)[begin:end], min(1.0, raw.tell() / total)
+                    begin = end
+                rest = bytes(memoryview(room)[begin:stop])
                 if len(rest) > LONGEST * BLOCK_BYTES:
                     raise DataError(
                         f"{file}: a line of more than {LONGEST * BLOCK_BYTES:,} bytes; is this a text file?"
@@ -82,16 +91,41 @@ def text_blocks(
         if "runcated" in str(error):
             why = "the archive is truncated; fetch or pack the file again (data.on_bad_row does not apply)"
         raise DataError(f"{file}: {why}") from error
-    if rest := rest + decode(b"", True):
-        yield rest + b"\n", 1.0
+    if rest:
+        yield memoryview(rest + b"\n"), 1.0
 
 
-def _decoder(file: InputFile) -> Callable[[bytes, bool], bytes]:
-    """Makes UTF-8 of text block by block; a character may begin in one and end in the next. The second
-    argument says that there is no more."""
+class _Rooms:
+    """Memory for one block after the other, which is used again once nobody holds the block that was in it:
+    for new memory the system takes as long as for reading."""
+
+    def __init__(self) -> None:
+        self._rooms: list[bytearray] = []
+
+    def take(self, size: int) -> bytearray:
+        """So many bytes, or more."""
+        self._rooms = [room for room in self._rooms if len(room) >= size]
+        free = next(filter(_is_free, self._rooms), None)
+        if free is None:
+            self._rooms.append(free := bytearray(size + size // 8))
+        return free
+
+
+def _is_free(room: bytearray) -> bool:
+    """Whether nobody holds some of it: then, and only then, its length may change."""
+    try:
+        room.append(room.pop())
+    except BufferError:
+        return False
+    return True
+
+
+def _in_utf8(file: InputFile, stream: pa.NativeFile) -> Callable[[memoryview], int]:
+    """Writes what comes next of a stream's text into memory, in UTF-8, and says how many bytes that are: 0
+    if there is no more. A character may begin in one piece and end in the next."""
     codec = file.rules.encoding.lower().replace("_", "-")
     if codec in ("utf-8", "utf8", "ascii"):
-        return lambda data, _: data
+        return lambda room: int(stream.readinto(room))
     try:
         " ".encode(codec)  # which, unlike the next line, refuses codecs that are not of text
         decoder = codecs.getincrementaldecoder(codec)()
@@ -99,58 +133,71 @@ def _decoder(file: InputFile) -> Callable[[bytes, bool], bytes]:
         raise DataError(
             f"{file}: no encoding is called {shown(file.rules.encoding)}; correct data.encoding"
         ) from fault
+    waiting = b""
 
-    def decode(data: bytes, final: bool) -> bytes:
-        try:
-            return decoder.decode(data, final).encode()
-        except UnicodeError as fault:
-            raise DataError(
-                f"{file}: is not text in {file.rules.encoding} ({shown(fault, 200)}); pass data.encoding="
-            ) from fault
+    def read(room: memoryview) -> int:
+        nonlocal waiting
+        more = True
+        while more and not waiting:
+            data = stream.read(len(room))
+            more = bool(data)
+            try:
+                waiting = decoder.decode(data, not more).encode()
+            except UnicodeError as fault:
+                raise DataError(
+                    f"{file}: is not text in {file.rules.encoding} ({shown(fault, 200)}); pass data.encoding="
+                ) from fault
+        size = min(len(room), len(waiting))
+        room[:size], waiting = waiting[:size], waiting[size:]
+        return size
 
-    return decode
+    return read
 
 
-def _without_mark(file: InputFile, data: bytes) -> bytes:
-    """The beginning of a text without its byte order mark; ``DataError`` for that of UTF-16, and of what is
-    no text."""
+def _mark_of(file: InputFile, text: bytearray) -> int:
+    """How many bytes the mark of UTF-8 has with which ``text`` begins; ``DataError`` for that of UTF-16, and
+    of what is no text."""
     for mark, what in NO_TEXT.items():
-        if data.startswith(mark):
+        if text.startswith(mark):
             raise DataError(f"{file}: is {what}")
-    if data.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
+    if text.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
         raise DataError(f"{file}: begins as text in UTF-16 does; pass data.encoding=utf-16")
-    return data.removeprefix(codecs.BOM_UTF8)
+    return len(codecs.BOM_UTF8) * text.startswith(codecs.BOM_UTF8)
 
 
-def _last_end(data: bytes, quote: bytes | None, rest: bytes = b"") -> int:
-    """Where the last whole record ends; 0: there is none. ``rest``: of a record that goes on in ``data``."""
-    end = data.rfind(b"\n") + 1
+def _last_end(data: bytearray, quote: bytes | None, begin: int, end: int) -> int:
+    """Where the last whole record ends that is in ``data`` from ``begin`` on, where one begins, to ``end``;
+    0 or ``begin``: there is none."""
+    end = data.rfind(b"\n", begin, end) + 1
     if quote is None:
         return end
-    inside = (rest.count(quote) + _count(data, quote, 0, end)) % 2 == 1
+    inside = count_of(data, quote, begin, end) % 2 == 1
     while end and inside:
-        opening = data.rfind(quote, 0, end)  # before it, there is an even number of them
-        end = data.rfind(b"\n", 0, max(0, opening)) + 1
-        inside = _count(data, quote, end, opening) % 2 == 1
+        opening = data.rfind(quote, begin, end)  # before it, there is an even number of them
+        end = data.rfind(b"\n", begin, max(begin, opening)) + 1
+        inside = count_of(data, quote, end, opening) % 2 == 1
     return end
 
 
-def _count(data: bytes, byte: bytes, low: int, high: int) -> int:
-    """As ``data.count``, which is slow where there are many of them."""
-    return int(np.count_nonzero(np.frombuffer(data, np.uint8, max(0, high - low), low) == ord(byte)))
+def count_of(data: bytearray | memoryview, byte: bytes, low: int, high: int) -> int:
+    """How often ``byte`` is in ``data`` from ``low`` to ``high``; ``bytes.count`` would stop at each."""
+    whole = np.frombuffer(data, np.uint8)[low:high]
+    pieces = range(0, len(whole), COUNTED)
+    return sum(int(np.count_nonzero(whole[at : at + COUNTED] == ord(byte))) for at in pieces)
 
 
 def made_ahead(
-    make: Callable[[Item], Made], items: Iterator[Item], name: str
+    make: Callable[[Item], Made], items: Iterator[Item], name: str, at_once: bool = False
 ) -> Iterator[tuple[Item, Future[Made]]]:
     """``items`` in order, with what ``make`` makes of each. While the reader works on one, threads called
-    ``name`` make the next ones. The first is made when it is asked for, without any: it may be all of a file.
+    ``name`` make the next ones. The first is made when it is asked for, without any, for it may be all of a
+    file; ``at_once``: that is known not to be so.
 
     What ``items`` raises comes behind those before it.
     """
     threads = min(MOST_THREADS, pa.cpu_count())
     pool, waiting = ThreadPoolExecutor(threads, name), deque[tuple[Item, Future[Made]]]()
-    ahead = 0
+    ahead = threads if at_once else 0
     fault: Exception | None = None
     try:
         try:

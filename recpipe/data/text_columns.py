@@ -14,7 +14,8 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from recpipe.data.text_loops import NEWLINE, RETURN, WORD, cut_records
+from recpipe.common.instructions import LINE
+from recpipe.data.text_loops import NEWLINE, RETURN, cut_records
 
 MOST_BYTES = 1 << 30
 """Of addresses for the columns of a block, each of which may have all of its text; few of them are used."""
@@ -47,14 +48,15 @@ class TextColumns:
         self._fits = max(marks) < 128 and len(marks) == 4
         self._own = _Room()
 
-    def __call__(self, text: bytes, header: bool) -> pa.Table | None:
+    def __call__(self, text: bytes | memoryview, header: bool) -> pa.Table | None:
         """The columns of whole records, after a first line if that is a ``header``; None unless they are
         written plainly, and if there are none."""
-        begin, count = _after_header(text) if header else 0, len(self._wanted)
-        room, most = len(text) + WORD, len(text) // len(self._places)
-        if begin is None or not self._fits or not text.endswith(b"\n") or not 0 < count * room <= MOST_BYTES:
+        data, count = np.frombuffer(text, np.uint8), len(self._wanted)
+        begin = _after_header(data) if header else 0
+        room, most = len(text) + LINE, len(text) // len(self._places)
+        if begin is None or not self._fits or data[-1] != NEWLINE or not 0 < count * room <= MOST_BYTES:
             return None
-        own, data = self._own, np.frombuffer(text, np.uint8)
+        own = self._own
         own.hold(count * room, count * (most + 1))
         ends = own.ends[: count * (most + 1)].reshape(count, most + 1)
         marks = self._separator, self._quote
@@ -75,11 +77,11 @@ def _kept(array: NDArray[Any]) -> pa.Buffer:
     return buffer
 
 
-def _after_header(text: bytes) -> int | None:
+def _after_header(data: NDArray[np.uint8]) -> int | None:
     """Where the second line begins; None if the first one is empty, or ends otherwise than others do."""
-    begin = text.find(b"\n") + 1
-    lone = text.find(b"\r", 0, begin)
-    return None if begin < 3 or 0 <= lone < begin - 2 else begin
+    line = data[: np.argmax(data == NEWLINE) + 1]
+    lone = np.flatnonzero(line == RETURN)
+    return None if len(line) < 3 or (len(lone) and lone[0] < len(line) - 2) else len(line)
 
 
 def is_utf8(array: pa.Array) -> bool:

@@ -11,8 +11,10 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from numpy.typing import NDArray
 
-from recpipe.data.features import NO_VALUE, UNITS, Feature
-from recpipe.data.values import NUMBER, WHOLE, Bools, elements_of, is_text, plain, read_numbers
+from recpipe.data.column_types import is_text, plain
+from recpipe.data.feature import NO_VALUE, UNITS, Feature
+from recpipe.data.text_values import NUMBER, WHOLE, Bools
+from recpipe.data.values import elements_of, read_numbers
 
 if TYPE_CHECKING:
     from recpipe.data.columns import Int64

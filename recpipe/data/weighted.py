@@ -9,24 +9,11 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from numpy.typing import NDArray
 
+from recpipe.data.column_types import is_list, is_number, is_text, plain, plain_type
 from recpipe.data.columns import Float32, Int64, offsets_of
-from recpipe.data.features import Feature
-from recpipe.data.values import (
-    Bags,
-    Bools,
-    elements_of,
-    is_list,
-    is_number,
-    is_one_of,
-    is_text,
-    parted,
-    plain,
-    plain_type,
-    read_ids,
-    read_numbers,
-    without,
-    without_value,
-)
+from recpipe.data.feature import Feature
+from recpipe.data.text_values import Bools, without_value
+from recpipe.data.values import Bags, elements_of, is_one_of, parted, read_ids, read_numbers, without
 from recpipe.errors import DataError, shown
 
 FAULT = "has not a weight for each of its ids"

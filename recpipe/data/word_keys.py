@@ -8,7 +8,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from recpipe.common.loops import compiled, word
+from recpipe.common.instructions import word
+from recpipe.common.loops import compiled
 
 SLOTS = 1 << 15
 """Words that a thread knows: 2 MiB. A word takes the place of one that falls on the same slot."""
@@ -25,27 +26,7 @@ _START = np.frombuffer(
     ),
     ">u8",
 ).astype(np.uint64)
-_ORDERS = np.array(
-    [
-        [int(digit, 16) for digit in order]
-        for order in (
-            "0123456789abcdef",
-            "ea489fd61c02b753",
-            "b8c052fdae367194",
-            "7931dcbe265a40f8",
-            "905724afe1bc683d",
-            "2c6a0b834d75fe19",
-            "c51fed4a0763928b",
-            "db7ec13950f4862a",
-            "6fe9b308c2d714a5",
-            "a2847615fb9e3cd0",
-            "0123456789abcdef",
-            "ea489fd61c02b753",
-        )
-    ],
-    np.uint64,
-)
-"""RFC 7693: the first state, and the order in which each of 12 rounds takes the words of a block."""
+"""RFC 7693: the first state."""
 _PARAMETERS = np.uint64(0x01010000 | 8)
 """No secret, and a digest of 8 bytes."""
 _MASKS = np.array([(1 << 8 * size) - 1 for size in range(_WORD + 1)], np.uint64)
@@ -74,8 +55,12 @@ def keys_of_words(data: Any, offsets: Any, known: Any, keys: Any) -> bool:
     high, state, block = _ZERO, np.empty(8, np.uint64), np.empty(16, np.uint64)
     for row in range(len(keys)):
         begin, end = np.int64(offsets[row]), np.int64(offsets[row + 1])
-        size = end - begin
-        first, second = _bytes(data, begin, end), _bytes(data, begin + _WORD, end)
+        size: Any = end - begin
+        if begin + 2 * _WORD <= len(data):
+            first = word(data, begin) & _MASKS[min(_WORD, size)]
+            second = word(data, begin + _WORD) & _MASKS[max(0, min(_WORD, size - _WORD))]
+        else:
+            first, second = _bytes(data, begin, end), _bytes(data, begin + _WORD, end)
         mixed = _mix(_mix(np.uint64(size), first), second)
         for at in range(begin + 2 * _WORD, min(end, begin + LONGEST), _WORD):
             mixed = _mix(mixed, _bytes(data, at, end))
@@ -135,27 +120,50 @@ def _compress(state: Any, block: Any, seen: Any, is_last: Any) -> None:
     v0, v1, v2, v3 = state[0], state[1], state[2], state[3]
     v4, v5, v6, v7 = state[4], state[5], state[6], state[7]
     v8, v9, v10, v11 = _START[0], _START[1], _START[2], _START[3]
-    v12, v13, v14, v15 = _START[4] ^ np.uint64(seen), _START[5], _START[6], _START[7]
+    v12, v13, v14, v15 = _START[4], _START[5], _START[6], _START[7]
+    v12 ^= np.uint64(seen)
     if is_last:
         v14 = ~v14
-    for number in range(12):
-        order = _ORDERS[number]
-        v0, v4, v8, v12 = _mixed(v0, v4, v8, v12, block[order[0]], block[order[1]])
-        v1, v5, v9, v13 = _mixed(v1, v5, v9, v13, block[order[2]], block[order[3]])
-        v2, v6, v10, v14 = _mixed(v2, v6, v10, v14, block[order[4]], block[order[5]])
-        v3, v7, v11, v15 = _mixed(v3, v7, v11, v15, block[order[6]], block[order[7]])
-        v0, v5, v10, v15 = _mixed(v0, v5, v10, v15, block[order[8]], block[order[9]])
-        v1, v6, v11, v12 = _mixed(v1, v6, v11, v12, block[order[10]], block[order[11]])
-        v2, v7, v8, v13 = _mixed(v2, v7, v8, v13, block[order[12]], block[order[13]])
-        v3, v4, v9, v14 = _mixed(v3, v4, v9, v14, block[order[14]], block[order[15]])
-    state[0] ^= v0 ^ v8
-    state[1] ^= v1 ^ v9
-    state[2] ^= v2 ^ v10
-    state[3] ^= v3 ^ v11
-    state[4] ^= v4 ^ v12
-    state[5] ^= v5 ^ v13
-    state[6] ^= v6 ^ v14
-    state[7] ^= v7 ^ v15
+    v = v0, v1, v2, v3, v4, v5, v6, v7, v8, v9, v10, v11, v12, v13, v14, v15
+    m0, m1, m2, m3 = block[0], block[1], block[2], block[3]
+    m4, m5, m6, m7 = block[4], block[5], block[6], block[7]
+    m8, m9, m10, m11 = block[8], block[9], block[10], block[11]
+    m12, m13, m14, m15 = block[12], block[13], block[14], block[15]
+    # fmt: off
+    v = _round(v, m0, m1, m2, m3, m4, m5, m6, m7, m8, m9, m10, m11, m12, m13, m14, m15)
+    v = _round(v, m14, m10, m4, m8, m9, m15, m13, m6, m1, m12, m0, m2, m11, m7, m5, m3)
+    v = _round(v, m11, m8, m12, m0, m5, m2, m15, m13, m10, m14, m3, m6, m7, m1, m9, m4)
+    v = _round(v, m7, m9, m3, m1, m13, m12, m11, m14, m2, m6, m5, m10, m4, m0, m15, m8)
+    v = _round(v, m9, m0, m5, m7, m2, m4, m10, m15, m14, m1, m11, m12, m6, m8, m3, m13)
+    v = _round(v, m2, m12, m6, m10, m0, m11, m8, m3, m4, m13, m7, m5, m15, m14, m1, m9)
+    v = _round(v, m12, m5, m1, m15, m14, m13, m4, m10, m0, m7, m6, m3, m9, m2, m8, m11)
+    v = _round(v, m13, m11, m7, m14, m12, m1, m3, m9, m5, m0, m15, m4, m8, m6, m2, m10)
+    v = _round(v, m6, m15, m14, m9, m11, m3, m0, m8, m12, m2, m13, m7, m1, m4, m10, m5)
+    v = _round(v, m10, m2, m8, m4, m7, m6, m1, m5, m15, m11, m9, m14, m3, m12, m13, m0)
+    v = _round(v, m0, m1, m2, m3, m4, m5, m6, m7, m8, m9, m10, m11, m12, m13, m14, m15)
+    v = _round(v, m14, m10, m4, m8, m9, m15, m13, m6, m1, m12, m0, m2, m11, m7, m5, m3)
+    # fmt: on
+    for place in range(8):
+        state[place] ^= v[place] ^ v[place + 8]
+
+
+# fmt: off
+def _round(
+    v: Any, m0: Any, m1: Any, m2: Any, m3: Any, m4: Any, m5: Any, m6: Any, m7: Any,
+    m8: Any, m9: Any, m10: Any, m11: Any, m12: Any, m13: Any, m14: Any, m15: Any,
+) -> Any:
+    # fmt: on
+    """A round of BLAKE2b, with the words of the block in its order."""
+    v0, v1, v2, v3, v4, v5, v6, v7, v8, v9, v10, v11, v12, v13, v14, v15 = v
+    v0, v4, v8, v12 = _mixed(v0, v4, v8, v12, m0, m1)
+    v1, v5, v9, v13 = _mixed(v1, v5, v9, v13, m2, m3)
+    v2, v6, v10, v14 = _mixed(v2, v6, v10, v14, m4, m5)
+    v3, v7, v11, v15 = _mixed(v3, v7, v11, v15, m6, m7)
+    v0, v5, v10, v15 = _mixed(v0, v5, v10, v15, m8, m9)
+    v1, v6, v11, v12 = _mixed(v1, v6, v11, v12, m10, m11)
+    v2, v7, v8, v13 = _mixed(v2, v7, v8, v13, m12, m13)
+    v3, v4, v9, v14 = _mixed(v3, v4, v9, v14, m14, m15)
+    return v0, v1, v2, v3, v4, v5, v6, v7, v8, v9, v10, v11, v12, v13, v14, v15
 
 
 def _mixed(a: Any, b: Any, c: Any, d: Any, x: Any, y: Any) -> Any:

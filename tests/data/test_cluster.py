@@ -16,13 +16,13 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from recpipe.data import records
+from recpipe.data import columnar
 from recpipe.data.cache import prepare
 from recpipe.data.columns import Columns, MultiHot
 from recpipe.data.config import FilesConfig
 from recpipe.data.files import RowChecks
+from recpipe.data.listing import input_files
 from recpipe.data.make import open_source
-from recpipe.data.records import input_files
 from recpipe.data.sent import packed, unpacked
 from recpipe.data.sources.cluster import in_order
 from recpipe.data.sources.reading import Read
@@ -56,7 +56,7 @@ def test_parts_of_a_parquet_file_are_its_rows_in_order(
 ) -> None:
     table = rows()
     pq.write_table(table, tmp_path / "rows.parquet", row_group_size=70)
-    monkeypatch.setattr(records, "PART_ROWS", 200)
+    monkeypatch.setattr(columnar, "PART_ROWS", 200)
     (file,) = input_files(str(tmp_path / "rows.parquet"))
     assert file.parts == [range(0, 3), range(3, 6), range(6, 9), range(9, 12), range(12, 15)]
     blocks = [block for part in file.parts for block in file.blocks(table.column_names, groups=part)]
@@ -152,8 +152,8 @@ def cluster() -> Iterator[None]:
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A Parquet file of several parts."""
-    monkeypatch.setattr(records, "PART_ROWS", 200)
-    monkeypatch.setattr(records, "BLOCK_ROWS", 64)
+    monkeypatch.setattr(columnar, "PART_ROWS", 200)
+    monkeypatch.setattr(columnar, "BLOCK_ROWS", 64)
     (tmp_path / "in").mkdir()
     for number in range(3):
         pq.write_table(rows(), tmp_path / "in" / f"part-{number}.parquet", row_group_size=70)

@@ -19,8 +19,8 @@ import pyarrow.parquet as pq
 import pytest
 
 from recpipe.data.config import FilesConfig
+from recpipe.data.listing import input_files
 from recpipe.data.make import open_dataset
-from recpipe.data.records import input_files
 from recpipe.errors import UserError
 from tests.data.test_damage import mutated
 

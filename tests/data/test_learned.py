@@ -12,7 +12,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from recpipe.data import cache, learned, records
+from recpipe.data import cache, columnar, learned
 from recpipe.data.config import FilesConfig
 from recpipe.data.dataset import Dataset
 from recpipe.data.make import StreamedDataset, open_dataset, open_source
@@ -144,7 +144,7 @@ def test_what_is_learned_depends_on_no_block_and_is_kept(
     assert again.fingerprint == dataset.fingerprint
     assert again.preparation == dataset.preparation
     assert again.unseen == dataset.unseen
-    monkeypatch.setattr(records, "BLOCK_ROWS", 17)
+    monkeypatch.setattr(columnar, "BLOCK_ROWS", 17)
     monkeypatch.setattr(learned, "AT_ONCE", 100)
     monkeypatch.setattr(learned, "LARGEST", 1000)
     assert opened(folder, cache_dir=str(tmp_path)).fingerprint != dataset.fingerprint  # quantiles of a few

@@ -16,7 +16,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from recpipe.data.config import FilesConfig
-from recpipe.data.features import Feature
+from recpipe.data.feature import Feature
 from recpipe.data.handed import write_records
 from recpipe.data.make import open_dataset
 from recpipe.data.values import read_ids, read_numbers

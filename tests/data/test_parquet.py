@@ -11,7 +11,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from recpipe.data import records as module
+from recpipe.data import columnar as module
 from recpipe.data.config import ParquetConfig
 from recpipe.data.make import open_dataset
 from recpipe.errors import DataError, UserError

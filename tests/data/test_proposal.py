@@ -19,6 +19,7 @@ import yaml
 
 from recpipe.data.config import FilesConfig
 from recpipe.data.feature_yaml import parse_features, read_features
+from recpipe.data.listing import input_files
 from recpipe.data.make import open_dataset
 from recpipe.data.proposal import reading
 from recpipe.data.proposal import sample as sampling
@@ -26,7 +27,6 @@ from recpipe.data.proposal.column import Column, Counts
 from recpipe.data.proposal.leaks import FEWEST, auc
 from recpipe.data.proposal.propose import Proposal, propose
 from recpipe.data.proposal.sample import take_sample
-from recpipe.data.records import input_files
 from recpipe.errors import DataError, UserError
 
 N = 2000

@@ -152,7 +152,7 @@ def test_a_log_without_a_label_has_events_that_took_place(folder: Path) -> None:
 
 def test_a_sample_of_sessions_is_bounded(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """In the events that are read, in its bytes, and where a few sessions have most events."""
-    monkeypatch.setattr("recpipe.data.records.BLOCK_ROWS", 100)
+    monkeypatch.setattr("recpipe.data.columnar.BLOCK_ROWS", 100)
     monkeypatch.setattr("recpipe.data.sessions.BLOCK_ROWS", 100)
     table = pyarrow.csv.read_csv(folder / "log.csv")
     pq.write_table(table, folder / "log.parquet")

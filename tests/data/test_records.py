@@ -16,8 +16,8 @@ import pytest
 
 from recpipe.data.config import FilesConfig
 from recpipe.data.dataset import Dataset
+from recpipe.data.listing import input_files
 from recpipe.data.make import open_dataset
-from recpipe.data.records import input_files
 from recpipe.errors import DataError, UserError
 
 CITIES = ["Zürich", "New York, NY", "", 'Say "hi"', "007"]

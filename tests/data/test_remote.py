@@ -23,9 +23,9 @@ from fsspec.implementations.memory import MemoryFileSystem
 from recpipe.data import remote
 from recpipe.data.cache import cache_key
 from recpipe.data.config import FilesConfig
+from recpipe.data.listing import input_files
 from recpipe.data.make import open_dataset, open_source
 from recpipe.data.proposal.sample import take_sample
-from recpipe.data.records import input_files
 from recpipe.errors import DataError, UserError
 
 SHORT: dict[str, Any] = {"label": "click", "sparse": ["user", "city"], "dense": ["price"], "table_rows": 50}

@@ -91,7 +91,7 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
     """Many blocks and many parts, so that sessions go over their edges."""
     monkeypatch.setattr(sessions, "EVENTS", 40)
     monkeypatch.setattr(sessions, "VALUES", 30)
-    monkeypatch.setattr("recpipe.data.records.BLOCK_ROWS", 17)
+    monkeypatch.setattr("recpipe.data.columnar.BLOCK_ROWS", 17)
 
 
 @pytest.mark.usefixtures("small")

@@ -14,7 +14,7 @@ import pyarrow.csv
 import pyarrow.parquet as pq
 import pytest
 
-from recpipe.data import last_rows, records
+from recpipe.data import columnar, last_rows
 from recpipe.data.config import FilesConfig, SyntheticConfig, parse_config
 from recpipe.data.dataset import NumberedDataset
 from recpipe.data.make import StreamedDataset, open_dataset, open_source
@@ -64,7 +64,7 @@ def table() -> pa.Table:
 
 @pytest.fixture(autouse=True)
 def several_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(records, "BLOCK_ROWS", 128)
+    monkeypatch.setattr(columnar, "BLOCK_ROWS", 128)
 
 
 def opened(folder: Path, table: pa.Table, own: list[dict[str, Any]] = PLAIN, **keys: Any) -> NumberedDataset:

@@ -18,7 +18,7 @@ import pytest
 from fsspec.registry import _registry
 
 from recpipe.data import remote
-from recpipe.data.records import input_files
+from recpipe.data.listing import input_files
 from recpipe.errors import DataError, UserError
 from tests.data.test_remote import rows, samples, write
 

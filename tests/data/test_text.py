@@ -13,11 +13,13 @@ import pyarrow as pa
 import pytest
 
 from recpipe.data import json_lines, text
-from recpipe.data.features import Feature
+from recpipe.data.feature import Feature
 from recpipe.data.files import TextRules
-from recpipe.data.records import InputFile, input_files
+from recpipe.data.listing import input_files
+from recpipe.data.records import InputFile
 from recpipe.data.sources.transforms import string_keys
-from recpipe.data.values import NUMBER, WHOLE, read_ids, read_numbers
+from recpipe.data.text_values import NUMBER, WHOLE
+from recpipe.data.values import read_ids, read_numbers
 from recpipe.errors import DataError
 
 WORDS = ["Zürich", "Kraków", "日本語", "😀 and 😀", "a, b", 'say "hi"', "two\nlines", "", "007"]
@@ -53,11 +55,24 @@ def test_a_record_ends_where_no_quote_is_open() -> None:
     for _ in range(2000):
         data = bytes(rng.choice(b'ab"\n') for _ in range(rng.randrange(30)))
         ends = [n + 1 for n, byte in enumerate(data) if byte == 10 and data[:n].count(b'"') % 2 == 0]
-        assert text._last_end(data, b'"') == max(ends, default=0)
-        assert text._last_end(data, None) == data.rfind(b"\n") + 1
-        rest, data = data[max(ends, default=0) :], bytes(rng.choice(b'ab"\n') for _ in range(20))
-        ends = [n + 1 for n, byte in enumerate(data) if byte == 10 and (rest + data[:n]).count(b'"') % 2 == 0]
-        assert text._last_end(data, b'"', rest) == max(ends, default=0)
+        begin = rng.randrange(4)
+        whole = bytearray(b'a"\n'[:begin] + data + b'"\n')
+        for quote, wanted in ((b'"', max(ends, default=0)), (None, data.rfind(b"\n") + 1)):
+            found = text._last_end(whole, quote, begin, begin + len(data))
+            assert max(found, begin) == begin + wanted
+
+
+def test_memory_is_used_again_once_nobody_holds_it() -> None:
+    rooms = text._Rooms()
+    room = rooms.take(100)
+    assert rooms.take(50) is room
+    held = [memoryview(room)[3:5], np.frombuffer(room, np.uint8)[:1], pa.py_buffer(memoryview(room)[:2])]
+    while held:
+        other = rooms.take(100)
+        assert other is not room
+        held.pop()
+    assert rooms.take(100) is room
+    assert rooms.take(500) is not room
 
 
 @pytest.mark.parametrize(

@@ -12,9 +12,9 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from recpipe.data import text, values, word_keys
-from recpipe.data.features import Feature
-from recpipe.data.records import input_files
+from recpipe.data import text, text_values, word_keys
+from recpipe.data.feature import Feature
+from recpipe.data.listing import input_files
 from recpipe.data.sources.transforms import string_keys
 from recpipe.data.values import read_ids
 from recpipe.data.word_keys import WordKeys
@@ -62,8 +62,8 @@ def test_ids_of_text_are_the_same_with_and_without_the_loop(
         array = array.cast(pa.large_binary() if "large" in str(kind) else pa.binary()).view(kind)[1:]
         slow = read_ids(array, WORD)
         with monkeypatch.context() as patch:
-            patch.setattr(values, "LONG", 1)
-            patch.setattr(values, "string_keys", _never if b"\xff\xfe" not in own else string_keys)
+            patch.setattr(text_values, "LONG", 1)
+            patch.setattr(text_values, "string_keys", _never if b"\xff\xfe" not in own else string_keys)
             quick = read_ids(array, WORD)
         for one, other in ((slow.keys, quick.keys), (slow.missing, quick.missing), (slow.valid, quick.valid)):
             assert one.tolist() == other.tolist()

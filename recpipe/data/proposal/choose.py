@@ -10,13 +10,14 @@ import numpy as np
 import pyarrow.compute as pc
 from numpy.typing import NDArray
 
+from recpipe.data.column_types import is_text
 from recpipe.data.expressions import Expression
-from recpipe.data.features import WEIGHTED
+from recpipe.data.feature import WEIGHTED
 from recpipe.data.proposal.column import Column
 from recpipe.data.proposal.leaks import alone, leak
 from recpipe.data.proposal.names import LABELS
 from recpipe.data.proposal.reading import Read, Unread, percent, read
-from recpipe.data.values import cast_of, is_text
+from recpipe.data.refusals import cast_of
 from recpipe.errors import DataError, UserError, nearest_or_all, shown
 
 LISTS = ("multi_hot", WEIGHTED, "sequence")

@@ -14,10 +14,12 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from numpy.typing import NDArray
 
+from recpipe.data.column_types import is_list, is_number, is_text, plain
 from recpipe.data.columns import Int64, offsets_of
-from recpipe.data.features import Feature
+from recpipe.data.feature import Feature
 from recpipe.data.proposal.names import is_ordered
-from recpipe.data.values import NUMBER, WHOLE, Bools, is_list, is_number, is_text, parted, plain, read_numbers
+from recpipe.data.text_values import NUMBER, WHOLE, Bools
+from recpipe.data.values import parted, read_numbers
 
 Content = Literal["nothing", "bool", "whole", "number", "text", "time", "date", "list", "vector", "other"]
 """``whole``: whole numbers, also as text or as doubles. ``date``: text whose day and month could be

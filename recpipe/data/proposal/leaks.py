@@ -7,7 +7,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from recpipe.data.proposal.column import Column
-from recpipe.data.values import Bools
+from recpipe.data.text_values import Bools
 from recpipe.errors import shown
 
 LEAK = 0.995

@@ -12,7 +12,7 @@ import numpy as np
 import pyarrow.compute as pc
 from numpy.typing import NDArray
 
-from recpipe.data.features import WEIGHTED, Feature
+from recpipe.data.feature import WEIGHTED, Feature
 from recpipe.data.proposal.column import OF_PAIRS, Column
 from recpipe.data.proposal.names import PEOPLE_AND_THINGS, TIMES, kind_by_name, words_of
 from recpipe.data.timestamps import MICROSECONDS_OF_A_DAY, read_times

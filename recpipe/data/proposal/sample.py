@@ -14,10 +14,10 @@ from math import ceil
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from recpipe.data.column_types import alike, plain
 from recpipe.data.records import InputFile, require_columns
 from recpipe.data.remote import opened, size_of
 from recpipe.data.text import PACKED, READ_FAULTS
-from recpipe.data.values import alike, plain
 from recpipe.errors import DataError, shown
 
 PARTS = 9
@@ -32,9 +32,9 @@ LONGEST_GROUP = 1 << 22
 
 @dataclass(frozen=True)
 class Sample:
-    """``rows``: the columns that all files have, plain (``recpipe.data.values.plain``). ``total``: the rows
-    of all files, an estimate unless the sample is ``whole``, all of them. ``lacking``: columns that a file
-    lacks, with it. ``says``: what was read, for the reader. ``left_out``: events without a session or a
+    """``rows``: the columns that all files have, plain (``recpipe.data.column_types.plain``). ``total``: the
+    rows of all files, an estimate unless the sample is ``whole``, all of them. ``lacking``: columns that a
+    file lacks, with it. ``says``: what was read, for the reader. ``left_out``: events without a session or a
     time, of which there are no samples."""
 
     rows: pa.Table

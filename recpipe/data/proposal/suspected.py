@@ -8,11 +8,12 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from recpipe.data.column_types import plain
 from recpipe.data.encoding import content, element_of
-from recpipe.data.features import Feature, Features
+from recpipe.data.feature import Feature
+from recpipe.data.features import Features
 from recpipe.data.proposal.column import Column
 from recpipe.data.timestamps import MICROSECONDS_OF_A_DAY, read_times
-from recpipe.data.values import plain
 from recpipe.errors import shown
 
 log = logging.getLogger(__name__)

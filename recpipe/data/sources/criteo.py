@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from recpipe.data.columns import Columns
-from recpipe.data.features import HEX, Feature, Features, Label
+from recpipe.data.feature import HEX, Feature
+from recpipe.data.features import Features, Label
 from recpipe.data.files import line_blocks
 from recpipe.data.preparation import Preparation
 from recpipe.data.schema import IdRule, Schema

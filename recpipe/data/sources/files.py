@@ -14,18 +14,21 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
+from recpipe.data.column_types import alike, is_list, is_number, plain_type
 from recpipe.data.columns import Columns
 from recpipe.data.config import FilesConfig
 from recpipe.data.derivations import Negatives
 from recpipe.data.derived import derived_files, derived_recipe, side_table
 from recpipe.data.encoding import Encoding
-from recpipe.data.features import GROWTH, HEX, Feature, Features
+from recpipe.data.feature import GROWTH, HEX, Feature
+from recpipe.data.features import Features
 from recpipe.data.files import RowChecks
 from recpipe.data.joins import JoinedFile
 from recpipe.data.learned import Between, Learned, learn
 from recpipe.data.preparation import Preparation, require_features
 from recpipe.data.proposal.suspected import tell_of_lists, tell_of_tables, tell_of_times, tell_of_units
 from recpipe.data.records import InputFile, require_columns
+from recpipe.data.refusals import require_type
 from recpipe.data.remote import AnyPath
 from recpipe.data.row_parts import RowParts
 from recpipe.data.schema import Schema
@@ -33,7 +36,7 @@ from recpipe.data.settled import settled
 from recpipe.data.sources.cluster import in_order
 from recpipe.data.sources.reading import Read, Reader
 from recpipe.data.split import TEST, TRAIN, VALID, Parts
-from recpipe.data.values import alike, is_list, is_number, plain_type, require_type, whole_text
+from recpipe.data.values import whole_text
 from recpipe.errors import DataError, UserError, nearest_or_all, shown
 
 log = logging.getLogger(__name__)

@@ -10,7 +10,8 @@ from typing import cast
 
 from recpipe.data.config import StreamConfig
 from recpipe.data.files import natural_key
-from recpipe.data.records import Format, InputFile, format_by_name
+from recpipe.data.listing import format_by_name
+from recpipe.data.records import Format, InputFile
 from recpipe.data.remote import is_elsewhere
 from recpipe.data.stream.chunks import POLL, Chunk, Position
 from recpipe.errors import DataError

@@ -16,11 +16,13 @@ import numpy as np
 import pyarrow as pa
 import torch
 
+from recpipe.data.column_types import alike
 from recpipe.data.columns import BatchMaker, Columns, Float32
 from recpipe.data.config import StreamConfig
 from recpipe.data.dataset import ENDLESS, Dataset, SplitName, WaitingStopped
 from recpipe.data.encoding import Encoding, element_of
-from recpipe.data.features import Feature, Features
+from recpipe.data.feature import Feature
+from recpipe.data.features import Features
 from recpipe.data.files import RowChecks
 from recpipe.data.frequencies import Frequencies
 from recpipe.data.joins import Beside, SideTable
@@ -33,7 +35,7 @@ from recpipe.data.stream.joined import Joined
 from recpipe.data.stream.kafka import Kafka
 from recpipe.data.stream.nats import Nats
 from recpipe.data.stream.redis import Redis
-from recpipe.data.values import alike, whole_text
+from recpipe.data.values import whole_text
 from recpipe.errors import DataError, UserError, shown
 from recpipe.plugin.batch import Batch
 
