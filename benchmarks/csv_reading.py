@@ -36,7 +36,7 @@ def as_text(file: Path) -> None:
 
 def parsed(file: Path) -> None:
     """recpipe, up to record batches of text."""
-    from recpipe.data.records import input_files
+    from recpipe.data.listing import input_files
 
     (found,) = input_files(str(file))
     for _ in found.blocks(found.columns.names):

@@ -1,6 +1,7 @@
 """Ids that grow beside ids that are hashed into a fixed table: a batch's lookup, memory, and pauses.
 
     python benchmarks/growing.py [--rows 2000000] [--dim 16] [--features 8] [--batch 8192] [--batches 40]
+                                 [--dims 32 64 128]
 
 ``lookup``: milliseconds of a batch from its keys to its pooled rows, all ids known: hashed and looked up in a
 fixed table (``fixed``), read as rows that were prepared beside the keys and looked up there (``prepared``),
@@ -22,7 +23,7 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from mmap import PAGESIZE
 from pathlib import Path
 from statistics import median
@@ -258,15 +259,23 @@ def jagged(keys: NDArray[np.int64]) -> dict[str, JaggedTensor]:
     return {"t": JaggedTensor(torch.from_numpy(keys), lengths=torch.ones(len(keys), dtype=torch.int64))}
 
 
-def measured(rows: int, dim: int, features: int, batch: int, batches: int) -> dict[str, Any]:
+def in_both_orders(rows: int, dim: int, features: int, batch: int, batches: int) -> dict[str, Any]:
+    """``lookup``, ``trained`` and ``of_a_stream``."""
+    sizes = rows, dim, features, batch, batches
+    return {**lookups(*sizes), "of_a_stream": lookups(*sizes, of_a_stream=True)}
+
+
+def measured(
+    rows: int, dim: int, features: int, batch: int, batches: int, dims: Sequence[int]
+) -> dict[str, Any]:
     """All figures."""
     torch.set_num_threads(1)
     load_loops()
     return {
         "resident": resident(rows, batch),
         "resident_rows": resident_rows(rows, dim, batch),
-        **lookups(rows, dim, features, batch, batches),
-        "of_a_stream": lookups(rows, dim, features, batch, batches, of_a_stream=True),
+        **in_both_orders(rows, dim, features, batch, batches),
+        "by_dim": {own: in_both_orders(rows, own, features, batch, batches) for own in dims},
         "torchrec": beside_torchrec(rows, features, batch, batches),
         "growing": {evict: growing(rows, batch, evict) for evict in ("lru", "lfu")},
     }
@@ -277,6 +286,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     for name, usual in (("rows", 2_000_000), ("dim", 16), ("features", 8), ("batch", 8192), ("batches", 40)):
         parser.add_argument(f"--{name}", type=int, default=usual)
+    parser.add_argument("--dims", type=int, nargs="*", default=[32, 64, 128])
     print(json.dumps(measured(**vars(parser.parse_args())), indent=1))
 
 
