@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
 from statistics import median
 from typing import Any
 
@@ -70,13 +70,14 @@ def _per_weight(row: Timed) -> float | None:
     return row.work.flops / row.work.weights if layer and row.work.weights else None
 
 
-def _class(operators: Iterable[Mapping[str, Any]], name: str, whole: float) -> dict[str, Any]:
+def _class(operators: Sequence[Mapping[str, Any]], name: str, whole: float) -> dict[str, Any]:
     own = [row for row in operators if row["class"] == name]
     keys = ("flops", "bytes", "seconds", "least_seconds")
     found: dict[str, Any] = {key: sum(row[key] for row in own) for key in keys}
     layers = [row for row in own if row["per_weight"] is not None]
     weights = sum(row["weights"] for row in layers)
     found["share"] = found["seconds"] / whole
+    found["share_of_operators"] = found["seconds"] / sum(row["seconds"] for row in operators)
     found["intensity"] = found["flops"] / found["bytes"] if found["bytes"] else None
     found["of_roof"] = found["least_seconds"] / found["seconds"] if found["seconds"] else None
     found["per_weight"] = sum(row["flops"] for row in layers) / weights if weights else None

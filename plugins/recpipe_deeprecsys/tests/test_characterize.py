@@ -98,7 +98,7 @@ def test_measured_shares_have_the_papers_order_and_nothing_is_above_its_roof(tmp
     found = run(compose(words), tmp_path, words)["models"]
     for place in range(2):
         classes = [model["batches"][place]["classes"] for model in found]
-        lookups, layers = ([own[name]["share"] for own in classes] for name in (LOOKUP, FC))
+        lookups, layers = ([own[name]["share_of_operators"] for own in classes] for name in (LOOKUP, FC))
         assert lookups == sorted(lookups, reverse=True)
         assert layers == sorted(layers)
         assert not any(model["batches"][place]["above"] for model in found)

@@ -85,6 +85,7 @@ def test_shares_are_of_the_whole_step_and_classes_add_up() -> None:
     assert sum(shares) + found["between"]["share"] == pytest.approx(1)
     own = found["classes"]["FC"]
     assert own["share"] == pytest.approx(0.6)
+    assert own["share_of_operators"] == pytest.approx(6e-3 / 6.01e-3)
     assert own["per_weight"] == pytest.approx(128)
     assert own["least_seconds"] == pytest.approx(1e8 / PEAK + 1e7 / MEMORY)
     assert [each["bound"] for each in found["operators"]] == ["arithmetic", "memory", "call"]
