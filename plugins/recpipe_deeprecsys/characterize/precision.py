@@ -24,6 +24,7 @@ from torch import nn
 from recpipe.answers.stored import replace_module
 from recpipe.answers.trained import open_trained
 from recpipe.backend.chain import Chain, steps
+from recpipe.common.device import one_thread
 from recpipe.errors import UserError
 from recpipe_deeprecsys.characterize.emulated import BLOCK, Coded, Emulated, Range, Sums, Sums16, exact, split
 
@@ -68,8 +69,9 @@ def studied(checkpoint: Path) -> list[dict[str, Any]]:
     clicks, or has no linear layer."""
     trained = open_trained(checkpoint)
     held_out = between_samples(trained.dataset.batches("eval", BATCH), 0, SAMPLES)
-    study = Study(Slice(trained.source(), held_out, CACHE))
-    return [*study.sums(), *study.ranges(), *study.net_aware()]
+    with one_thread():  # its operators are many and small, and their bits do not depend on the threads then
+        study = Study(Slice(trained.source(), held_out, CACHE))
+        return [*study.sums(), *study.ranges(), *study.net_aware()]
 
 
 class Study:
