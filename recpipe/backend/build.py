@@ -57,7 +57,7 @@ class Backend:
     """
 
     def __init__(self, kind: str, model: PlacedModel, choices: Choices) -> None:
-        self.kind, self.model, self._name = kind, model, ""
+        self.kind, self.model, self._name, self._count = kind, model, "", 1
         self.choices: Choices = {}
         self.cores: Cores | None = None
         """The cores that share a batch."""
@@ -69,8 +69,8 @@ class Backend:
 
     def share(self, count: int, sharing: Choices) -> None:
         """Let ``count`` cores share batches as ``measured_sharing`` has found best for the model."""
-        (self._name,) = sharing
-        self.choices = self.choices | sharing
+        (self._name,), self._count = sharing, count
+        self._convert(self.choices | sharing)
         self.cores = self._made(count)
 
     def _convert(self, choices: Choices) -> None:
@@ -78,6 +78,10 @@ class Backend:
         if self.kind == "plain":
             return
         revert(module)
+        for own in self.model.proxies.values():
+            own.padded = False
+        if self._is_plain:
+            return
         if self.kind in (CUDA, CUDA_GRAPH):
             convert_on_gpu(module)
         else:
@@ -86,9 +90,14 @@ class Backend:
             if isinstance(proxy, BagProxy):
                 proxy.padded = proxy.takes_padding
 
+    @property
+    def _is_plain(self) -> bool:
+        """Whether no conversion was found to make the whole step faster."""
+        return self.kind == "auto" and Chooser(self.choices, True).is_plain(self._name)
+
     def _made(self, count: int) -> Cores | None:
         first_share = partial(Chooser(self.choices, True).first_share, self._name)
-        return Cores(count, first_share) if count > 1 else None
+        return Cores(count, first_share) if count > 1 and not self._is_plain else None
 
     def state(self) -> dict[str, Any]:
         """The state to save in a checkpoint."""
@@ -104,8 +113,9 @@ class Backend:
         """Continue with the saved state, unless this run's recipe says otherwise."""
         if state["kind"] == self.kind in ("auto", "cpu"):
             self._convert(checked(state["choices"]))
-            if self.cores is not None:
-                self.cores.close()
+            if self._count > 1:
+                if self.cores is not None:
+                    self.cores.close()
                 self.cores = self._made(int(state["cores"]))
 
     def close(self) -> None:
@@ -179,7 +189,7 @@ def build_backend(
     if shares:
         backend.beside = TableWorkers(threads - 1)
     if cores > 1:  # this is measured on the converted model
-        backend.share(cores, measured_sharing(model, batch, batch_size, cache_dir))
+        backend.share(cores, measured_sharing(model, batch, batch_size, cache_dir, kind == "auto"))
     return backend
 
 

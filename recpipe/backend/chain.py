@@ -181,6 +181,11 @@ class Chooser:
         """The first core's fraction of an equal share of so many samples; None if cores are not faster."""
         return FIRST_SHARES.get(self._faster(model, samples) or "")
 
+    def is_plain(self, model: str) -> bool:
+        """Whether the whole model was faster without any conversion, in the largest batch that was timed."""
+        measured = self.choices.get(model, {}).get(str(torch.get_num_threads()), {})
+        return bool(measured) and measured[max(measured, key=int)] == "plain"
+
     def _faster(self, signature: str, samples: int) -> str | None:
         key = signature, torch.get_num_threads(), samples
         if key not in self._known:

@@ -34,7 +34,8 @@ FIRST_SHARES = {"cores 1.0": 1.0, "cores 0.9": 0.9, "cores 0.8": 0.8}
 """The first core's fraction of an equal share of a batch, if cores share it."""
 ANSWERS = ("addmm", "onednn", "plain", "cpu", "openmp", *FIRST_SHARES)
 """For a linear layer, ``addmm`` or ``onednn``; for a part of a model, ``plain`` (unchanged) or ``cpu``; for a
-whole model, ``openmp`` (threads share its operators) or a fraction (cores share its samples)."""
+whole model, ``plain``, or converted ``openmp`` (threads share its operators) or a fraction (cores share its
+samples)."""
 
 
 SCHEMA = 2

@@ -1,13 +1,15 @@
-"""Measures whether cores that share a batch's samples are faster than threads that share every operator.
+"""Measures whether cores that share a batch's samples are faster than threads that share every operator, and
+whether what parts of a model gain by other kernels is a gain of the whole step.
 
-It times a step of the model itself both ways, with temporary tables in place of its own. Nothing of the run
+It times a step of the model itself each way, with temporary tables in place of its own. Nothing of the run
 is trained, fetched or moved.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import cache, partial
 from pathlib import Path
 from time import perf_counter
@@ -17,7 +19,7 @@ import torch
 
 from recpipe.backend.calibrate import sizes
 from recpipe.backend.choices import FIRST_SHARES, Choices, Notebook
-from recpipe.backend.convert import padded_paths
+from recpipe.backend.convert import padded_paths, revert
 from recpipe.common.meter import Meter
 from recpipe.common.timing import median_seconds
 from recpipe.data.parts import batch_size
@@ -46,8 +48,11 @@ SMALLEST = 128
 """Samples of the smallest batch that is timed; cores do not share smaller ones."""
 
 
-def measured_sharing(model: PlacedModel, batch: Any, size: int, folder: Path) -> Choices:
-    """The faster way for steps of ``model``, which may be converted, with up to ``size`` samples.
+def measured_sharing(
+    model: PlacedModel, batch: Any, size: int, folder: Path, or_plain: bool = False
+) -> Choices:
+    """The faster way for steps of ``model``, which may be converted, with up to ``size`` samples;
+    ``or_plain``: its modules as they are, on threads that share every operator, are one of the ways.
 
     ``batch``: a batch like those of the training. Known choices are read from ``folder`` and new ones saved
     there, as in ``calibrated``.
@@ -65,7 +70,10 @@ def measured_sharing(model: PlacedModel, batch: Any, size: int, folder: Path) ->
                 continue
             if meter.due:
                 meter.show(min(1.0, spent / BUDGET_SECONDS), "measuring whether cores share a batch")
-            once, begun = partial(_faster, model, tables, between(batch, 0, samples)), perf_counter()
+            once, begun = (
+                partial(_faster, model, tables, between(batch, 0, samples), or_plain),
+                perf_counter(),
+            )
             chosen[str(samples)] = notebook.answer(name, threads, samples, once)
             last = perf_counter() - begun
             spent += last
@@ -100,9 +108,11 @@ def _few_rows(model: PlacedModel) -> list[ResidentCollection]:
     return [ResidentCollection(cut, cpu, padded=group.path in wide) for group, cut in made]
 
 
-def _faster(model: PlacedModel, tables: Callable[[], list[ResidentCollection]], batch: Any) -> str:
-    """``openmp``, or one of ``FIRST_SHARES``: steps of ``batch`` with temporary ``tables`` in place of the
-    model's own."""
+def _faster(
+    model: PlacedModel, tables: Callable[[], list[ResidentCollection]], batch: Any, or_plain: bool
+) -> str:
+    """``openmp``, one of ``FIRST_SHARES`` or, if asked for, ``plain``: steps of ``batch`` with temporary
+    ``tables`` in place of the model's own."""
     count, dense, copied = torch.get_num_threads(), model.dense, model.copied()
     few, given = tables(), model.inputs.each(batch)
     # Ids within the rows of the temporary tables.
@@ -115,6 +125,8 @@ def _faster(model: PlacedModel, tables: Callable[[], list[ResidentCollection]], 
         with same_random_numbers():
             ways = (None, *shared.values())
             runs = [partial(_train, copied, batch, few, ids, cores) for cores in ways]
+            if or_plain:
+                runs.append(partial(_train_as_it_is, model.copied(), batch, few, ids))
             openmp, *times = median_seconds(runs, ROUNDS, most=MOST_SECONDS)
     finally:
         for cores in shared.values():
@@ -122,10 +134,10 @@ def _faster(model: PlacedModel, tables: Callable[[], list[ResidentCollection]], 
         for parameter in dense:
             parameter.grad = None
     name, best = "openmp", openmp
-    for other, time in zip(shared, times, strict=True):
+    for other, time in zip(shared, times, strict=False):
         if time * (MARGIN if name == "openmp" else NOISE) < best:
             name, best = other, time
-    return name
+    return "plain" if or_plain and times[-1] < best * NOISE else name
 
 
 def _train(
@@ -140,6 +152,27 @@ def _train(
     taken = InFlight(batch, ids=ids)
     taken.take_in(tables)
     accumulate(model, taken, StepTimes(), cores)
+
+
+def _train_as_it_is(
+    model: PlacedModel, batch: Any, tables: Sequence[ResidentCollection], ids: GroupIds
+) -> None:
+    """``_train`` of a copy, without any conversion."""
+    revert(model.module)
+    with _without_padding(model):
+        _train(model, batch, tables, ids, None)
+
+
+@contextmanager
+def _without_padding(model: PlacedModel) -> Iterator[None]:
+    padded = [proxy for proxy in model.bound if proxy.padded]
+    try:
+        for proxy in padded:
+            proxy.padded = False
+        yield
+    finally:
+        for proxy in padded:
+            proxy.padded = True
 
 
 def _always(first: float, samples: int) -> float:

@@ -90,6 +90,8 @@ def weights_in_order(ids: KeyedJaggedTensor, features: Sequence[str]) -> torch.T
 def batch_size(batch: object) -> int:
     """The number of samples in ``batch``, from its jagged tensors or, without any, the length of its first
     tensor."""
+    if type(batch) is Batch:  # which is asked several times in each step
+        return batch.size
     found = list(leaves(batch))
     jagged = {_stride(leaf) for leaf in found if not isinstance(leaf, torch.Tensor)}
     if len(jagged) > 1:

@@ -11,7 +11,9 @@ import pytest
 import torch
 
 from recpipe.backend import choices, sharing
-from recpipe.backend.chain import Chooser
+from recpipe.backend.build import Backend
+from recpipe.backend.chain import Chooser, is_converted
+from recpipe.backend.convert import convert
 from recpipe.backend.sharing import measured_sharing, signature
 from recpipe.data.select import between
 from recpipe.pipeline.placed import PlacedModel
@@ -92,6 +94,35 @@ def test_the_first_core_takes_less_where_that_is_faster_again(two_threads, clock
     model.embeddings.close()
 
 
+def test_modules_as_they_are_count_unless_a_conversion_is_faster(two_threads, clock, tmp_path) -> None:
+    clock += [[1.0, 0.95, 0.93, 0.92, 0.9], [1.0, 0.7, 0.69, 0.8, 0.72]]
+    model = model_in(tmp_path)
+    convert(model.module)
+    name = signature(model, BATCH)
+    (answers,) = measured_sharing(model, BATCH, SIZE, tmp_path / "kept", True)[name].values()
+    assert (answers["256"], answers["1024"]) == ("plain", "cores 1.0")
+    sizes = {"2": {"16": "openmp", "1024": "plain"}}
+    assert Chooser({name: sizes}, True).is_plain(name)
+    assert not Chooser({name: {"2": answers}}, True).is_plain(name)
+    assert not Chooser({}, True).is_plain(name)
+    assert any(map(is_converted, model.module.modules())), "the model itself is as it was"
+    backend = Backend("auto", model, {})
+    backend.share(2, {name: sizes})
+    assert backend.cores is None
+    assert not any(map(is_converted, model.module.modules()))
+    backend.share(2, {name: {"2": answers}})
+    assert backend.cores is not None
+    assert any(map(is_converted, model.module.modules()))
+    saved = backend.state()
+    backend.restore(saved | {"choices": {name: sizes}, "cores": 1})
+    assert backend.cores is None
+    assert not any(map(is_converted, model.module.modules()))
+    backend.restore(saved)
+    assert backend.cores is not None
+    backend.close()
+    model.embeddings.close()
+
+
 def test_nothing_of_the_run_is_trained_or_moved(two_threads, clock, tmp_path) -> None:
     clock += [[1.0, 2.0, 2.0, 2.0]] * 2
     model = model_in(tmp_path)
@@ -120,7 +151,7 @@ def test_another_model_has_another_name(tmp_path) -> None:
 
 def test_a_step_is_really_timed(two_threads, tmp_path) -> None:
     model = model_in(tmp_path)
-    choices = measured_sharing(model, between(BATCH, 0, 256), 256, tmp_path / "kept")
+    choices = measured_sharing(model, between(BATCH, 0, 256), 256, tmp_path / "kept", True)
     (answers,) = choices[signature(model, BATCH)].values()
-    assert answers["256"] in ("openmp", "cores 1.0", "cores 0.9", "cores 0.8")
+    assert answers["256"] in ("plain", "openmp", "cores 1.0", "cores 0.9", "cores 0.8")
     model.embeddings.close()
