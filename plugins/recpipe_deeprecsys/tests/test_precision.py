@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from recpipe_deeprecsys.characterize import task
+from recpipe_deeprecsys.characterize import precision, task
 from recpipe_deeprecsys.characterize.emulated import BLOCK, Coded, Emulated, Range, Sums16, exact, split
 from recpipe_deeprecsys.characterize.operators import FC
 from recpipe_deeprecsys.characterize.precision import of_outputs, of_tensor
@@ -149,6 +149,7 @@ def _error(found: torch.Tensor, wanted: torch.Tensor) -> float:
 
 def test_a_checkpoint_is_taken_apart_and_studied(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(task, "Machine", Machine)
+    monkeypatch.setattr(precision, "SAMPLES", 500)
     checkpoint = small_checkpoint(tmp_path / "run")
     words = ["task=characterize", f"characterize.source={checkpoint}", "characterize.study=true"]
     words += ["characterize.batch_sizes=[32]", "characterize.seconds=0.001", "characterize.batches=4"]
