@@ -126,23 +126,12 @@ def write(found: dict[float, dict[str, Any]], options: argparse.Namespace) -> No
     rows = []
     for bound, told in found.items():
         for way in told["ways"]:
-            first = bound == next(iter(found))
-            if way["name"] in ("model", "exact") and not first:
+            alone = way["name"] in ("model", "exact")  # the same at every bound
+            if alone and bound != next(iter(found)):
                 continue
-            named = "" if way["name"] in ("model", "exact") else f"{bound:.1%}"
-            rows.append(
-                [
-                    *(
-                        named,
-                        way["name"],
-                        way["rate"][0],
-                        way["over_model"],
-                        way["processor_ms"],
-                        way["p99_ms"],
-                    ),
-                    *(1 - way["inferred"], way["errors"]["score"], way["errors"]["top_k"]),
-                ]
-            )
+            times = [way["rate"][0], way["over_model"], way["processor_ms"], way["p99_ms"]]
+            answered = [1 - way["inferred"], way["errors"]["score"], way["errors"]["top_k"]]
+            rows.append(["" if alone else f"{bound:.1%}", way["name"], *times, *answered])
     result = {
         "title": "A cache of answers on a trace of returning customers",
         "command": f"python benchmarks/answer_cache.py --data FILE --rounds {options.rounds}",

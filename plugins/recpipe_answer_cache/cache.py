@@ -75,6 +75,8 @@ class AnswerCache:
                 fixed,
             )
         )
+        self._sized = config.bound > 0 and config.error == "score"
+        """Whether errors are shares of the mean prediction, which is then followed."""
         self._version, self._random = 0, np.random.default_rng(0)
         self.counts = Counts()
         self._manifest: Mapping[str, Any] | None = None
@@ -146,9 +148,8 @@ class AnswerCache:
             return
         scores = scores.copy()
         scores.setflags(write=False)  # it is given to others
-        newer = Entry(scores, self.clock(), self.error_of.size(scores))
-        assert newer.size is not None
-        self.error_of.gave(newer.size)
+        newer = Entry(scores, self.clock(), self.error_of.size(scores) if self._sized else None)
+        self._gave(newer)
         before = ticket.entry
         if before is None or ticket.key is not None:
             self.entries.put(ticket.exact, newer)
@@ -164,9 +165,12 @@ class AnswerCache:
 
     def _served(self, entry: Entry) -> Floats:
         self.counts.served += 1
-        assert entry.size is not None
-        self.error_of.gave(entry.size)
+        self._gave(entry)
         return entry.scores
+
+    def _gave(self, entry: Entry) -> None:
+        if entry.size is not None:
+            self.error_of.gave(entry.size)
 
     def told(self) -> dict[str, Any]:
         """What there is to say of the cache, for JSON."""

@@ -49,6 +49,8 @@ class ErrorOf:
     def predictions(self, scores: Floats) -> NDArray[np.float64]:
         """What ``scores`` float32 [N] or [N, T] mean, [N, T]."""
         columns = scores.reshape(len(scores), -1)
+        if len(self._kinds) == 1:
+            return predictions(self._kinds[0], columns)
         return np.stack([predictions(kind, columns[:, n]) for n, kind in enumerate(self._kinds)], axis=1)
 
 

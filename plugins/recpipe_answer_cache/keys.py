@@ -10,11 +10,14 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 from recpipe_serve import Asked
+from recpipe_serve.batching.forms import Form
 
 from recpipe.plugin import PluginError
 from recpipe_answer_cache.config import KeyRule
 
 Array = NDArray[Any]
+FORMS = 1024
+"""Forms of requests of which a part of the key is kept."""
 DIGEST = 16
 """Bytes of a key: two requests among 2^40 have the same one by chance once in 2^49 times."""
 
@@ -55,6 +58,11 @@ class Keys:
         self._sparse = [_first(rules, name) for name in sparse]
         self.clustered = tuple(n for n, rule in enumerate(self._sparse) if rule and rule.by == "cluster")
         """The places of the features that the clusters are of."""
+        every = range(levels + 1)
+        self._ruled = [any(self._active(rule, level) for rule in self._sparse) for level in every]
+        """Of each level whether ids enter the key in another way than as they are."""
+        self._dense_ruled = [any(self._active(rule, level) for rule in self._dense) for level in every]
+        self._forms: dict[Form, bytes] = {}
 
     def rule_of(self, place: int) -> KeyRule:
         """The rule of a sparse feature that has one."""
@@ -67,15 +75,14 @@ class Keys:
         yet. Requests with the same key have as many samples."""
         form = asked.form
         digest = blake2b(bytes([level]), digest_size=DIGEST)
-        digest.update(np.array([form.samples, *form.bags], np.int64).tobytes())
-        if level == 0:
-            for own in form.lengths:
-                digest.update(np.int64(own).tobytes() if isinstance(own, int) else own.tobytes())
+        if not self._ruled[level]:
+            digest.update(self._of_form(form))
             digest.update(asked.ids.tobytes())
-            digest.update(_bytes_of(asked.dense))
             if asked.weights is not None:
                 digest.update(asked.weights.tobytes())
+            digest.update(_bytes_of(self._of_dense(asked.dense, level)))
             return digest.digest()
+        digest.update(np.array([form.samples, *form.bags], np.int64).tobytes())
         if self.clustered and any(self._active(self._sparse[n], level) for n in self.clustered):
             cluster = None if self.clusters is None else self.clusters.of(asked, level)
             if cluster is None:
@@ -83,12 +90,25 @@ class Keys:
             digest.update(cluster.to_bytes(8, "little"))
         for place in form.order:
             digest.update(self._of_ids(asked, place, level))
-        if asked.dense.shape[1]:
-            digest.update(_bytes_of(self._of_dense(asked.dense, level)))
+        digest.update(_bytes_of(self._of_dense(asked.dense, level)))
         return digest.digest()
 
+    def _of_form(self, form: Form) -> bytes:
+        """How many samples and ids a request has, and which ids the samples share. A server knows most forms
+        again, of which this is kept."""
+        found = self._forms.get(form)
+        if found is None:
+            found = np.array([form.samples, *form.bags], np.int64).tobytes()
+            for own in form.lengths:
+                found += np.int64(own).tobytes() if isinstance(own, int) else own.tobytes()
+            if all(isinstance(own, int) for own in form.lengths):
+                if len(self._forms) >= FORMS:
+                    self._forms.clear()
+                self._forms[form] = found
+        return found
+
     def _active(self, rule: KeyRule | None, level: int) -> KeyRule | None:
-        return rule if rule is not None and level >= rule.first and rule.by != "exact" else None
+        return rule if rule is not None and level >= max(1, rule.first) and rule.by != "exact" else None
 
     def _of_ids(self, asked: Asked, place: int, level: int) -> bytes:
         rule = self._active(self._sparse[place], level)
@@ -107,9 +127,9 @@ class Keys:
         return told + ids.tobytes() + asked.weights[form.slices[place]].tobytes()
 
     def _of_dense(self, dense: Array, level: int) -> Array:
-        rules = [self._active(rule, level) for rule in self._dense]
-        if not any(rules):
+        if not self._dense_ruled[level]:
             return dense
+        rules = [self._active(rule, level) for rule in self._dense]
         one = dense[:1] if not dense.strides[0] else dense
         columns = np.empty(one.shape, np.float64)
         for n, rule in enumerate(rules):
@@ -127,6 +147,8 @@ def _first(rules: Sequence[KeyRule], name: str) -> KeyRule | None:
 
 def _bytes_of(dense: Array) -> bytes:
     """Of one row alone where all samples share it."""
+    if not dense.shape[1]:
+        return b""
     if not dense.strides[0]:
         dense = dense[:1]
     return len(dense).to_bytes(4, "little") + dense.tobytes()
