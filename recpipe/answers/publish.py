@@ -48,6 +48,10 @@ LOCK = ".publish.lock"
 REMEDY = "choose another directory, trainer.publish.dir=DIRECTORY"
 
 
+Left = dict[str, NDArray[np.int64]]
+"""By table of the package, ids whose rows have hardly moved and were left out, int64 [n]."""
+
+
 @dataclass(frozen=True)
 class Copied:
     """What has changed by the end of ``step``. ``rows``: by table of the package, ids int64 [n], ascending,
@@ -80,12 +84,14 @@ class Publisher(L.Callback):
         self.changed_ids: ChangedIds | None = None
         self.published: Published | None = None
         """What servers have, on the rank that writes."""
+        self._shown: dict[str, NDArray[np.float32]] = {}
+        """Their weights, if rows that have hardly moved are left out; the thread that writes has it."""
         self.written = 0
         self.rows = 0
         self.longest = 0.0
         """The longest that a step has waited for a copy, in seconds."""
         self._writer: ThreadPoolExecutor | None = None
-        self._writing: Future[Delta] | None = None
+        self._writing: Future[tuple[Delta, Left]] | None = None
         self._copied: Copied | None = None
         """What is being written."""
         self._fault: UserError | None = None
@@ -118,6 +124,7 @@ class Publisher(L.Callback):
         if self.leads:
             self.published = Published(base, self.folder)
             self.published.require(self.places, self.training.model)
+            self._shown = self.published.shown() if self.config.threshold else {}
         if there:
             self._note_differences()
         self._writer = ThreadPoolExecutor(1, "recpipe-publish") if self.leads else None
@@ -212,26 +219,27 @@ class Publisher(L.Callback):
         assert self.published is not None
         assert copied is not None
         try:
-            delta = writing.result()
+            delta, left = writing.result()
         except OSError as fault:
             self._fault = unwritable(self.folder, fault, REMEDY)
             log.warning("%s; what has changed goes into the next delta", self._fault)
-            self._put_back(copied)
+            self._note({name: ids for name, (ids, _) in copied.rows.items()})
+            if self.changed_ids is not None:
+                self.changed_ids.put_back(copied.ids)
+            self._last_time = copied.since
             return True
+        self._note(left)
         self._fault = None
         self.published.version = delta.version
         self.written += 1
         self.rows += sum(table["rows"] for table in delta.content["tables"].values())
         return True
 
-    def _put_back(self, copied: Copied) -> None:
-        """Note once more what could not be written."""
+    def _note(self, rows: Left) -> None:
+        """Note these rows once more, which have not been published."""
         for place in self.places:
-            if place.name in copied.rows and (changes := self.changes[place.group]) is not None:
-                changes.add(copied.rows[place.name][0] + place.first)
-        if self.changed_ids is not None:
-            self.changed_ids.put_back(copied.ids)
-        self._last_time = copied.since
+            if place.name in rows and (changes := self.changes[place.group]) is not None:
+                changes.add(rows[place.name] + place.first)
 
     def _publish(self, step: int) -> None:
         """Copy what has changed; the first trainer begins to write it."""
@@ -271,16 +279,26 @@ class Publisher(L.Callback):
                         found[place.name] = rows[own] - place.first, weights[own]
         return found
 
-    def _write(self, version: Version, copied: Copied) -> Delta:
-        """Encode the rows and write the delta; in a thread of its own."""
+    def _write(self, version: Version, copied: Copied) -> tuple[Delta, Left]:
+        """Encode the rows and write the delta; in a thread of its own. Which rows were left out is noted by
+        the thread that trains."""
         assert self.published is not None
-        rows = {}
+        rows, left = {}, Left()
         for name, (ids, weights) in copied.rows.items():
-            kind = self.published.kind(name)
-            rows[name] = ids, kind, encode_rows(torch.from_numpy(weights), kind, name, numbers=ids)
-        told = copied.progressive
-        change = Change(copied.step, copied.time, copied.since, rows, copied.ids, copied.dense, {}, told)
-        return write_delta(self.folder, version, change, self.key)
+            if self._shown:
+                moved = np.abs(weights - self._shown[name][ids]).max(1) > self.config.threshold
+                left[name], ids, weights = ids[~moved], ids[moved], weights[moved]
+            if len(ids):
+                kind = self.published.kind(name)
+                rows[name] = ids, kind, encode_rows(torch.from_numpy(weights), kind, name, numbers=ids)
+        counts, told = {name: len(ids) for name, ids in left.items()}, copied.progressive
+        change = Change(copied.step, copied.time, copied.since, rows, copied.ids, copied.dense, counts, told)
+        delta = write_delta(self.folder, version, change, self.key)
+        for name in rows if self._shown else ():
+            ids, weights = copied.rows[name]
+            own = np.isin(ids, rows[name][0])
+            self._shown[name][ids[own]] = weights[own]
+        return delta, left
 
     # -- a chain that is there already ---------------------------------------------------------
 

@@ -16,6 +16,7 @@ from recpipe.answers import score
 from recpipe.answers.apply import require_replaceable
 from recpipe.answers.delta import Delta, Version, following, with_ids
 from recpipe.answers.manifest import read_manifest
+from recpipe.answers.row_types import decode_rows
 from recpipe.errors import UserError
 from recpipe.pipeline.placed import PlacedModel
 from recpipe.setup.training import Training
@@ -118,6 +119,19 @@ class Published:
             for name, value in named.items()
             if (key := f"{MODULE}{name}") in self.constants
         }
+
+    def shown(self) -> dict[str, NDArray[np.float32]]:
+        """By table the weights that servers have, float32 [rows, D]: all rows, in memory."""
+        found = {}
+        for table, held in self.rows.items():
+            there = held["rows"].clone()
+            for delta in self.deltas:
+                for name, ids, rows in delta.rows(self.manifest):
+                    if name == table:
+                        there[ids] = rows
+            dim = self.manifest["tables"][table]["dimension"]
+            found[table] = decode_rows(there, self.kind(table), dim).numpy()
+        return found
 
     def differing(self, table: str, start: int, now: torch.Tensor) -> NDArray[np.int64]:
         """The ids of the rows from ``start`` on that differ from ``now`` uint8 [n, bytes]."""

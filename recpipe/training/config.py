@@ -175,6 +175,9 @@ class PublishConfig:
     every_seconds: Annotated[float, Gt(0)] | None = None
     base: FilePath | None = None
     """The package that they begin with; None: ``base.recpipe`` in ``dir``, made when the run starts."""
+    threshold: Annotated[float, Ge(0)] = 0.0
+    """Rows of which no weight has moved further than this since it was published are left for later; 0: every
+    row that was updated is published."""
     sign: FilePath | None = None
     """A private Ed25519 key, as a PEM file, by which they are signed."""
 

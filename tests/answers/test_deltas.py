@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from recpipe_low_precision.checkpoint import write_quantized
 
 import recpipe
 from recpipe.answers import publish, score
@@ -18,7 +19,9 @@ from recpipe.answers.apply import apply_command, apply_deltas, chain_lines, log_
 from recpipe.answers.delta import Change, Delta, Version, deltas_in, with_ids, write_delta
 from recpipe.answers.manifest import read_manifest
 from recpipe.answers.parts import MAPS
+from recpipe.answers.publish import Publisher
 from recpipe.answers.score import RowMap
+from recpipe.answers.trained import open_trained
 from recpipe.checkpoint.table_io import newest
 from recpipe.config.compose import compose
 from recpipe.errors import UserError
@@ -27,6 +30,8 @@ from recpipe.run import run
 from recpipe.tables.changes import NO_ROW, ChangedIds, ChangedRows
 from tests.data.test_growing_files import folder as growing_folder
 from tests.data.test_growing_files import words as growing_words
+from tests.processes import Cli, run_ranks
+from tests.quantizing import as_judged
 
 needs_compiler = pytest.mark.skipif(compiler() is None, reason="packages are compiled: no C++ compiler here")
 SYNTHETIC = (
@@ -47,9 +52,12 @@ folder = growing_folder
 
 
 def trained(words: list[str], place: Path, step: int, *more: str) -> Path:
-    """The checkpoint of a run of so many steps."""
+    """The checkpoint of a run of so many steps, which waits until each delta is written."""
     limits = f"trainer.max_steps={step}", f"trainer.checkpoint_every={step}", "trainer.max_epochs=2"
-    run(compose([*words, *limits, *more]), place)
+    idle = Publisher._idle
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Publisher, "_idle", lambda own, wait=True: idle(own, True))
+        run(compose([*words, *limits, *more]), place)
     return newest(place)
 
 
@@ -241,6 +249,33 @@ def test_a_disk_that_is_full_delays_a_delta_and_loses_nothing(
     assert not differences(tmp_path / "made", chain.whole)
 
 
+@needs_compiler
+def test_rows_that_have_hardly_moved_are_left_for_later(chain: Chain, tmp_path: Path) -> None:
+    tables = {name: table["file"] for name, table in read_manifest(chain.whole)["tables"].items()}
+
+    def apart(one: Path, other: Path, file: str) -> torch.Tensor:
+        rows = (score.tensors(package / file)["rows"].view(torch.float32) for package in (one, other))
+        return torch.sub(*rows).abs().amax(1)
+
+    moved = torch.cat([apart(chain.base, chain.whole, file) for file in tables.values()])
+    bound = float(moved[moved > 0].median())
+    own = f"trainer.publish={{dir: {tmp_path}/d, base: {chain.base}, every_steps: 2, threshold: {bound}}}"
+    trained(chain.words, tmp_path / "run", LAST, own, f"resume={chain.start}")
+    apply_deltas(chain.base, [tmp_path / "d"], tmp_path / "made")
+    deltas = [Delta.read(found).content for found in deltas_in(tmp_path / "d").values()]
+    counts = [sum(table["rows"] for table in told["tables"].values()) for told in deltas]
+    whole = [
+        sum(table["rows"] for table in Delta.read(found).content["tables"].values())
+        for found in deltas_in(chain.deltas).values()
+    ]
+    left = [sum(told["left_out"].values()) for told in deltas]
+    assert counts[0] + left[0] == whole[0], "each is published or counted"
+    assert 0 < sum(counts) < sum(whole)
+    off = {name: apart(tmp_path / "made", chain.whole, file) for name, file in tables.items()}
+    assert 0 < max(float(own.max()) for own in off.values()) <= bound
+    assert {n: int((own > 0).sum()) for n, own in off.items()} == deltas[-1]["left_out"]
+
+
 @pytest.mark.soak
 @needs_compiler
 def test_training_is_the_same_with_and_without(chain: Chain, tmp_path: Path) -> None:
@@ -313,3 +348,60 @@ def test_tiers_and_ids_that_grow(tiers: tuple[str, ...], folder: Path, tmp_path:
             for own in Delta.read(d).content["maps"].values()
         )
         assert (lost > 0) == (name == "grown"), "ids have lost their rows, or tombstones show nothing"
+
+
+def quantized(checkpoint: Path, place: Path) -> Path:
+    """The package of ``checkpoint`` with tables in fewer bits."""
+    kinds = {"a": "int8", "b/c": "int4", "d.e": "fp16"}
+    write_quantized(place, open_trained(checkpoint).source(), kinds)
+    return recpipe.package(as_judged(place), place.with_suffix(".recpipe"), reference=False, quiet=True)
+
+
+@needs_compiler
+@pytest.mark.soak  # the encoding is that of recpipe quantize, function and all
+def test_rows_in_fewer_bits_are_encoded_anew(chain: Chain, tmp_path: Path) -> None:
+    base = quantized(chain.start, tmp_path / "base")
+    words = f"trainer.publish={{dir: {tmp_path}/d, base: {base}, every_steps: 2}}"
+    end = trained(chain.words, tmp_path / "run", LAST, words, f"resume={chain.start}")
+    apply_deltas(base, [tmp_path / "d"], tmp_path / "made")
+    assert not differences(tmp_path / "made", quantized(end, tmp_path / "whole"))
+    tables = Delta.read(tmp_path / "d" / "delta-00000001").content["tables"]
+    assert [table["type"] for table in tables.values()] == ["int8", "int4", "fp16"]
+
+
+@needs_compiler
+@pytest.mark.soak
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("tiers.sharded=true",),
+        ("tiers.sharded=true", "tiers.policy=lru", "tiers=host", "tiers.resident_bytes=20%"),
+        ("tiers.policy=lru", "tiers=host", "tiers.resident_bytes=20%"),
+        ("tiers.policy=resident",),
+    ],
+)
+def test_two_ranks_publish_what_both_have_trained(
+    words: tuple[str, ...], chain: Chain, tmp_path: Path
+) -> None:
+    own = f"trainer.publish={{dir: {tmp_path}/d, base: {chain.base}, every_steps: 2}}"
+    limits = f"trainer.max_steps={LAST}", f"trainer.checkpoint_every={LAST}", f"resume={chain.start}"
+    arguments = (*chain.words, *limits, own, *words, "hydra.run.dir=run")
+    ended = run_ranks(tmp_path, 2, *arguments)
+    assert [rank.returncode for rank in ended] == [0, 0], [rank.stderr for rank in ended]
+    apply_deltas(chain.base, [tmp_path / "d"], tmp_path / "made")
+    whole = recpipe.package(newest(tmp_path / "run"), tmp_path / "whole", reference=False, quiet=True)
+    assert not differences(tmp_path / "made", whole)
+
+
+@needs_compiler
+@pytest.mark.soak
+@pytest.mark.slow
+def test_a_run_makes_its_base_itself(tmp_path: Path, cli: Cli) -> None:
+    words = [*SYNTHETIC, f"trainer.publish={{dir: {tmp_path}/d, every_steps: 3}}", "trainer.max_steps=7"]
+    done = cli(*words, "trainer.checkpoint_every=7", f"hydra.run.dir={tmp_path}/run")
+    assert done.returncode == 0, done.stderr
+    assert "deltas of" in done.stdout
+    apply_deltas(tmp_path / "d" / "base.recpipe", [tmp_path / "d"], tmp_path / "made")
+    whole = recpipe.package(newest(tmp_path / "run"), tmp_path / "whole", reference=False, quiet=True)
+    assert not differences(tmp_path / "made", whole)
+    assert not list((tmp_path / "run").glob(".base-*"))
