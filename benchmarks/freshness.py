@@ -38,7 +38,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 PORT = 8760
 QUIET = ("trainer.progress=false", "trainer.logger=null", "task.page=false", "task.beside=null")
-STARTING = 240.0
+STARTING = 600.0
 """Seconds in which a process must have done what is waited for."""
 
 

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 from fbgemm_gpu.split_table_batched_embeddings_ops_training import SplitTableBatchedEmbeddingBagsCodegen
+from numpy.typing import NDArray
 from torch import nn
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
@@ -182,6 +183,16 @@ class ResidentCollection(AllResident, GroupTables):
         for (weights, state), places, local in self._by_table(rows):
             records[places] = torch.cat((weights[local], state[local]), dim=1)
         return records
+
+    def weights_of(self, rows: RowIds) -> NDArray[np.float32]:
+        # Ascending, so that each table's are side by side; without the optimizer's state.
+        cuts, found = np.searchsorted(rows, self.tables.layout.bases), []
+        for table, base, (low, high) in zip(
+            self.tables.layout.tables, self.tables.layout.bases, pairwise(cuts), strict=False
+        ):
+            local = torch.from_numpy(rows[low:high] - base).to(self.device)
+            found.append(self._storage[table][0].detach()[local])
+        return to_numpy(torch.cat(found))
 
     def replace_records(self, rows: RowIds, records: torch.Tensor) -> None:
         with torch.no_grad():
