@@ -64,7 +64,7 @@ from recpipe.answers.programs import (
 )
 from recpipe.checkpoint.averaged import WEIGHTS
 from recpipe.common.console import alone, capture_logs
-from recpipe.common.files import sync, unwritable
+from recpipe.common.files import exchanged, sync, unwritable
 from recpipe.common.owned import require_absent, written_alone
 from recpipe.common.process import quieted
 from recpipe.common.tensors import save_tensors
@@ -303,12 +303,13 @@ def beside(directory: Path) -> Iterator[Path]:
         partial = Path(tempfile.mkdtemp(prefix=f".{directory.name}.", dir=directory.parent))
         partial.chmod(0o755)
         yield partial
-        old = partial.with_name(f"{partial.name}.old")
-        if directory.exists():
-            directory.rename(old)
-        partial.rename(directory)
+        if not (directory.exists() and exchanged(partial, directory)):
+            old = partial.with_name(f"{partial.name}.old")
+            if directory.exists():
+                directory.rename(old)
+            partial.rename(directory)
+            shutil.rmtree(old, ignore_errors=True)
         sync(directory.parent)
-        shutil.rmtree(old, ignore_errors=True)
     except OSError as fault:
         raise unwritable(directory, fault, "choose another directory") from fault
     finally:

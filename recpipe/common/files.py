@@ -8,6 +8,7 @@ all.
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import fcntl
 import logging
@@ -111,6 +112,17 @@ def sync(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def exchanged(one: Path, other: Path) -> bool:
+    """Let two names change places at once, so that each names one of the two at any moment; False if the
+    system cannot, and nothing has changed."""
+    exchange = getattr(ctypes.CDLL(None), "renameat2", None)
+    if exchange is None:
+        return False
+    here, at_once = -100, 2  # AT_FDCWD, RENAME_EXCHANGE
+    failed: int = exchange(here, os.fsencode(one), here, os.fsencode(other), at_once)
+    return not failed
 
 
 class RunDir:
