@@ -23,6 +23,7 @@ import recpipe
 import recpipe.kit
 import recpipe.plugin
 import recpipe.testing
+from recpipe.answers.apply import WORDS as APPLY_WORDS
 from recpipe.answers.evaluate import EvaluateOptions
 from recpipe.answers.package import WORDS as PACKAGE_WORDS
 from recpipe.answers.predict import PredictOptions
@@ -270,6 +271,14 @@ def test_commands_compose(arguments: list[str]) -> None:
     if arguments[0] == "serve":
         mine, _ = of_plugins(arguments[2:])
         compose(mine)
+        return
+    if arguments[0] == "apply":
+        options = {word.partition("=")[0] for word in arguments[1:] if "=" in word}
+        assert options <= {*APPLY_WORDS}
+        assert len(arguments) - 1 - len(options) >= 2
+        return
+    if arguments[0] == "log":
+        assert len(arguments) in (2, 3)
         return
     if arguments[0] == "package":
         assert {word.partition("=")[0] for word in arguments[3:]} <= {*PACKAGE_WORDS}
