@@ -4,8 +4,8 @@
 
 DLRM is trained for some steps on two years of a wholesaler's invoices, by article, price, customer, country
 and the age of the invoice, and packaged. A request is an invoice at its time: its customer, country and age
-beside the 64 articles at a price that come most often. A customer who comes back has another age, so that few
-requests are equal.
+beside the 256 articles at a price that come most often. A customer who comes back has another age, so that
+few requests are equal.
 ``recpipe answer-cache`` replays the trace in this process: the model alone, exact and approximate keys, and
 similarity caching (FAISS), whose radius is chosen knowing its true error. ``--http``: the same trace, each
 request once and in order, over 16 connections to ``recpipe serve`` with and without the plugin, and at half
@@ -45,7 +45,7 @@ FEATURES: list[dict[str, Any]] = [
 ]
 RULES = "[{feature: InvoiceDate_age, by: round, size: 0.5}]"
 """The logarithm of days."""
-ITEMS, CANDIDATES, PORT = ("StockCode", "UnitPrice"), 64, 8790
+ITEMS, CANDIDATES, PORT = ("StockCode", "UnitPrice"), 256, 8790
 
 
 def main() -> int:

@@ -222,10 +222,12 @@ class Comparison:
 
 
 def print_table(told: dict[str, Any]) -> None:
-    """A row for each way, and one for each capacity below."""
+    """A row for each way: requests/s, over the model alone, p99, the share that the cache has answered, the
+    mean error, the shares of requests with another top k, and how many with other bits; and the hits of
+    policies at some capacities, beside those by the analytic model."""
     ways, policies = (Table(box=box.SIMPLE_HEAD, pad_edge=False) for _ in range(2))
-    ways.add_column("answered by")
-    for head in ("requests/s", "over the model", "p99, ms", "answered", "error", "other top k", "other bits"):
+    ways.add_column("answered by", no_wrap=True)
+    for head in ("req/s", "ratio", "p99, ms", "cached", "error", "top k", "bits"):
         ways.add_column(head, justify="right", no_wrap=True)
     for way in told["ways"]:
         errors = way["errors"]
@@ -234,9 +236,9 @@ def print_table(told: dict[str, Any]) -> None:
             *(f"{1 - way['inferred']:.1%}", f"{errors['score']:.3%}", f"{errors['top_k']:.2%}"),
             f"{errors['other_bits']:,}",
         )
-    policies.add_column("hits at a capacity of")
+    policies.add_column("capacity", no_wrap=True)
     heads = ("lru", "lfu", "ideal", "bound")
-    for head in (*heads, "lru predicted", "ideal predicted"):
+    for head in (*heads, "lru, model", "ideal, model"):
         policies.add_column(head, justify="right", no_wrap=True)
     for one in told["policies"]:
         measured = [one["measured"][name] for name in heads]
