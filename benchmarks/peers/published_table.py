@@ -23,14 +23,15 @@ DATA = {"criteo": "Criteo", "taobao": "Taobao", "online_retail": "Online Retail"
 
 
 def rows_of(name: str, sides: Mapping[str, Any], commit: str) -> Iterator[list[Any]]:
-    """A row for each label: means with their intervals."""
+    """A row for each label: means with their intervals, which a single seed has not."""
     work, found = WORKS[name], list(sides.values())
     for label in found[0]["runs"][0]:
         cells: list[Any] = []
         for figure in ("auc", "logloss"):
             for side in found:
                 mean, half = mean_and_half([run[label][figure] for run in side["runs"]])
-                cells.append([round(value, 5) for value in (mean, mean - half, mean + half)])
+                interval = [round(value, 5) for value in (mean, mean - half, mean + half)]
+                cells.append(interval if len(side["runs"]) > 1 else round(mean, 5))
         several = len(found[0]["runs"][0]) > 1
         rows = f"{DATA[work.data]}, {label}" if several else work.rows or DATA[work.data]
         rates, seeds = (
