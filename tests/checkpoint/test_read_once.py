@@ -64,7 +64,7 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     """Counts rows read by tensor, tables loaded by the library, first values made, and bytes written to an
     ssd store."""
     found: Counter[str] = Counter()
-    rows, uniform, move = TensorFiles.rows, TableSet._uniform, SsdStore._move
+    rows, drawn, move = TensorFiles.rows, TableSet._drawn, SsdStore._move
     load = shard_files.load
 
     def read(self: TensorFiles, name: str, start: int, stop: int) -> NDArray[np.float32]:
@@ -73,7 +73,7 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
 
     def made(self: TableSet, index: int, start: int, stop: int) -> NDArray[np.float32]:
         found["first values"] += stop - start
-        return uniform(self, index, start, stop)
+        return drawn(self, index, start, stop)
 
     def moved(self: SsdStore, blocks: Any, slots: Any, *, write: bool) -> None:
         requests: Requests = self._map.requests(blocks, slots, self._fds)
@@ -86,7 +86,7 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
         load(tensors, **others)
 
     monkeypatch.setattr(TensorFiles, "rows", read)
-    monkeypatch.setattr(TableSet, "_uniform", made)
+    monkeypatch.setattr(TableSet, "_drawn", made)
     monkeypatch.setattr(SsdStore, "_move", moved)
     monkeypatch.setattr(shard_files, "load", loaded)
     return found

@@ -77,7 +77,7 @@ def going_on(checkpoint: Path, words: Sequence[str], target: Path) -> None:
     """Train a step that changes hardly anything, with tables that are made of the checkpoint's rows."""
     still = ("optim.tables.lr=1e-30", "trainer.max_steps=5", f"task.export_parameters='{target}'")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(TableSet, "_uniform", None)
+        patch.setattr(TableSet, "_drawn", None)
         again = recpipe.train(None, None, *WORDS, *words, *still, f"resume={checkpoint}", quiet=True)
     if again.report:
         assert again.report["resumed"]["step"] == 4
