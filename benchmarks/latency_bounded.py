@@ -301,7 +301,7 @@ def int8(work: Work) -> dict[str, Any]:
 
 def sdm(work: Work) -> dict[str, Any]:
     """Wide & Deep's int8 rows all in DRAM, and 25% of what they take in float32."""
-    options = work.options(workers=1, ids="skewed", candidates=100_000, tolerance=0.05)
+    options = work.options(workers=1, ids="skewed", tolerance=0.05)
     rows = ("+plugin=sdm", "plugins.sdm.dram=25%")
     return work.compared({"dram": Side("wnd_int8", options), "sdm": Side("wnd_int8", options, rows)})
 
