@@ -51,7 +51,7 @@ from tests.report.test_report import make_report
         (["--config-dir", "no/such/folder"], "no/such/folder' not found"),
         (
             ["trian"],
-            "no command 'trian'. Commands: schema, evaluate, predict, package, plugins, unshard, ",
+            "no command 'trian'. Commands: schema, evaluate, predict, package, apply, log, plugins, ",
         ),
         (["doctor", "now"], "recpipe doctor takes no arguments, not 'now'"),
     ],
