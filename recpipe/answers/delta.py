@@ -207,23 +207,28 @@ class Delta:
         return sum((self.directory / name).stat().st_size for name in self.content["files"])
 
     def rows(self, manifest: Mapping[str, Any]) -> Iterator[tuple[str, torch.Tensor, torch.Tensor]]:
-        """By table of the package with this ``manifest``: ids int64 [n], ascending, and rows uint8 [n,
-        bytes]; ``UserError`` if the package has no such rows."""
-        for name, about in self.content["tables"].items():
-            table, found = manifest["tables"].get(name), self._tensors(about["file"])
-            fits = table is not None and table["type"] == about["type"] and found.keys() == {"ids", "rows"}
-            if fits:
-                ids, rows = found["ids"], found["rows"]
-                fits = ids.dtype == torch.int64 and rows.dtype == torch.uint8 and rows.dim() == 2
-                fits = fits and ids.shape == rows.shape[:1] == (about["rows"],)
-                fits = fits and rows.shape[1] == score.row_bytes(table) and bool((ids.diff() > 0).all())
-                fits = fits and int(ids[0]) >= 0 and int(ids[-1]) < table["rows"]
-            if not fits:
-                raise UserError(
-                    f"{self.directory / about['file']} has other rows than the package's table "
-                    f"'{shown(name)}': take the deltas that were written beside this package"
-                )
-            yield name, ids, rows
+        """By table of the package with this ``manifest``: its name and ``rows_of`` it."""
+        for name in self.content["tables"]:
+            yield name, *self.rows_of(manifest, name)
+
+    def rows_of(self, manifest: Mapping[str, Any], name: str) -> tuple[torch.Tensor, torch.Tensor]:
+        """Of a table that has changed: ids int64 [n], ascending, and rows uint8 [n, bytes]; ``UserError`` if
+        the package with this ``manifest`` has no such rows."""
+        about, table = self.content["tables"][name], manifest["tables"].get(name)
+        found = self._tensors(about["file"])
+        fits = table is not None and table["type"] == about["type"] and found.keys() == {"ids", "rows"}
+        if fits:
+            ids, rows = found["ids"], found["rows"]
+            fits = ids.dtype == torch.int64 and rows.dtype == torch.uint8 and rows.dim() == 2
+            fits = fits and ids.shape == rows.shape[:1] == (about["rows"],)
+            fits = fits and rows.shape[1] == score.row_bytes(table) and bool((ids.diff() > 0).all())
+            fits = fits and int(ids[0]) >= 0 and int(ids[-1]) < table["rows"]
+        if not fits:
+            raise UserError(
+                f"{self.directory / about['file']} has other rows than the package's table "
+                f"'{shown(name)}': take the deltas that were written beside this package"
+            )
+        return ids, rows
 
     def ids(self, manifest: Mapping[str, Any]) -> Iterator[tuple[str, torch.Tensor, torch.Tensor]]:
         """By map of the package with this ``manifest``: keys int64 [n], ascending, and their rows int32 [n],

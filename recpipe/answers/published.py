@@ -125,10 +125,9 @@ class Published:
         found = {}
         for table, held in self.rows.items():
             there = held["rows"].clone()
-            for delta in self.deltas:
-                for name, ids, rows in delta.rows(self.manifest):
-                    if name == table:
-                        there[ids] = rows
+            for delta in self._changing(table):
+                ids, rows = delta.rows_of(self.manifest, table)
+                there[ids] = rows
             dim = self.manifest["tables"][table]["dimension"]
             found[table] = decode_rows(there, self.kind(table), dim).numpy()
         return found
@@ -136,13 +135,16 @@ class Published:
     def differing(self, table: str, start: int, now: torch.Tensor) -> NDArray[np.int64]:
         """The ids of the rows from ``start`` on that differ from ``now`` uint8 [n, bytes]."""
         there = self.rows[table]["rows"][start : start + len(now)].clone()
-        for delta in self.deltas:
-            for name, ids, rows in delta.rows(self.manifest):
-                if name == table:
-                    low, high = torch.searchsorted(ids, torch.tensor([start, start + len(now)])).tolist()
-                    there[ids[low:high] - start] = rows[low:high]
+        for delta in self._changing(table):
+            ids, rows = delta.rows_of(self.manifest, table)
+            low, high = torch.searchsorted(ids, torch.tensor([start, start + len(now)])).tolist()
+            there[ids[low:high] - start] = rows[low:high]
         found: NDArray[np.int64] = (there != now).any(1).nonzero().view(-1).numpy() + start
         return found
+
+    def _changing(self, table: str) -> list[Delta]:
+        """The deltas that have rows of ``table``; the files of the others need not be read."""
+        return [delta for delta in self.deltas if table in delta.content["tables"]]
 
     def differing_ids(
         self, name: str, keys_of_rows: NDArray[np.int64]
