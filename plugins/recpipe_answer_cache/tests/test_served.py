@@ -5,9 +5,6 @@ from __future__ import annotations
 import http.client
 import json
 import re
-import socket
-import threading
-import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from types import SimpleNamespace
@@ -28,8 +25,8 @@ from recpipe.tasks.plugins import default_knobs
 pytest.importorskip("uvicorn", reason="recpipe[serve] is not installed")
 pytest.importorskip("prometheus_client", reason="recpipe[serve] is not installed")
 
-from recpipe_serve.http.acceptor import Acceptor
 from recpipe_serve.http.app import Server
+from recpipe_serve.tests.listening import listening
 
 MANIFEST: dict[str, Any] = {
     "dense": {"names": ["x"]},
@@ -53,18 +50,8 @@ class Model:
 @contextmanager
 def served(model: Model, answers: AnswerServer) -> Iterator[tuple[int, Server]]:
     server = Server(model, MANIFEST, "m", ServeConfig(), answers=answers)
-    listening = socket.create_server(("127.0.0.1", 0))
-    runner = server.listener(Acceptor(server.config, server.metrics), stop=5)
-    thread = threading.Thread(target=runner.run, args=([listening],))
-    thread.start()
-    try:
-        while not runner.started:
-            time.sleep(0.005)
-        yield listening.getsockname()[1], server
-    finally:
-        runner.should_exit = True
-        thread.join()
-        listening.close()
+    with listening(server) as (port, _):
+        yield port, server
 
 
 def ask(port: int, path: str, body: Any = None) -> Any:

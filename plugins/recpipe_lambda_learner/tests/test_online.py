@@ -6,11 +6,8 @@ from __future__ import annotations
 import http.client
 import json
 import random
-import socket
-import threading
-import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -41,10 +38,10 @@ pytest.importorskip("prometheus_client", reason="recpipe[serve] is not installed
 
 from recpipe_serve.batching.corrected import Corrected
 from recpipe_serve.config import ServeConfig
-from recpipe_serve.http.acceptor import Acceptor
 from recpipe_serve.http.app import Server
 from recpipe_serve.http.learning import Learning as Taking
 from recpipe_serve.http.learning import read_token
+from recpipe_serve.tests.listening import listening
 
 ROWS, DIM, TOKEN = 50, 4, "0123456789abcdef"
 CONTENT: dict[str, Any] = {
@@ -169,20 +166,11 @@ def served(small: Small, learner: Learner | None) -> Iterator[tuple[Server, http
     server = Server(
         Score(), small.manifest, "m", ServeConfig(), maps=small.maps, learning=learning, learner=learner
     )
-    listening = socket.create_server(("127.0.0.1", 0))
-    runner = server.listener(Acceptor(server.config, server.metrics), stop=5)
-    thread = threading.Thread(target=runner.run, args=([listening],))
-    thread.start()
-    connection = http.client.HTTPConnection("127.0.0.1", listening.getsockname()[1], timeout=20)
-    try:
-        while not runner.started:
-            time.sleep(0.01)
+    with (
+        listening(server) as (port, _),
+        closing(http.client.HTTPConnection("127.0.0.1", port, timeout=20)) as connection,
+    ):
         yield server, connection
-    finally:
-        connection.close()
-        runner.should_exit = True
-        thread.join()
-        listening.close()
 
 
 def body(dense: torch.Tensor, items: torch.Tensor, users: torch.Tensor, events: Any = None) -> dict[str, Any]:

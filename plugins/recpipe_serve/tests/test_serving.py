@@ -7,7 +7,6 @@ import http.client
 import json
 import socket
 import threading
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -26,8 +25,8 @@ from recpipe_serve.tests.test_protocol import DENSE, A, B, body, tensor
 pytest.importorskip("uvicorn", reason="recpipe[serve] is not installed")
 pytest.importorskip("prometheus_client", reason="recpipe[serve] is not installed")
 
-from recpipe_serve.http.acceptor import Acceptor
 from recpipe_serve.http.app import Server
+from recpipe_serve.tests.listening import listening
 
 MANIFEST: dict[str, Any] = {
     "dense": {"names": ["x", "y"]},
@@ -51,18 +50,8 @@ def score(dense: torch.Tensor, sides: Sequence[Side]) -> torch.Tensor:
 def served(score: Any = score, **bounds: Any) -> Iterator[tuple[int, Any]]:
     """A server on a free port, and its object."""
     server = Server(score, MANIFEST, "m", ServeConfig(**bounds))
-    listening = socket.create_server(("127.0.0.1", 0))
-    runner = server.listener(Acceptor(server.config, server.metrics), stop=5)
-    thread = threading.Thread(target=runner.run, args=([listening],))
-    thread.start()
-    try:
-        while not runner.started:
-            time.sleep(0.01)
-        yield listening.getsockname()[1], runner
-    finally:
-        runner.should_exit = True
-        thread.join()
-        listening.close()
+    with listening(server) as found:
+        yield found
 
 
 def ask(port: int, method: str, path: str, data: bytes | None = None, **headers: str) -> tuple[int, bytes]:
