@@ -21,9 +21,9 @@ from fbgemm_gpu.split_table_batched_embeddings_ops_training import (
     SplitTableBatchedEmbeddingBagsCodegen,
 )
 from recpipe_low_precision.bags import LowPrecisionBags, RowType
-from recpipe_low_precision.row_types import ROW_TYPES
 from torchrec.modules.embedding_configs import EmbeddingBagConfig
 
+from recpipe.answers.row_types import ROW_TYPES
 from recpipe.common.timing import seconds_by_round
 from recpipe.report.environment import environment
 

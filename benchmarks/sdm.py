@@ -29,13 +29,13 @@ from torch import nn
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "plugins"))
 
-from recpipe_low_precision.row_types import encode_rows
 from recpipe_sdm.admission import Admission
 from recpipe_sdm.budget import Beside, Size
 from recpipe_sdm.index import RowIndex
 from recpipe_sdm.rows import Shared, TieredRows
 from recpipe_sdm.tiers import Tiers
 
+from recpipe.answers.row_types import encode_rows
 from recpipe.plugin.store import StoreLayout
 from recpipe.private_api import SUM, NbitLayout, look_up_nbit
 from recpipe.tables.stores.ssd import SsdStore

@@ -36,12 +36,12 @@ import pyarrow.parquet as pq
 import torch
 from numpy.typing import NDArray
 from recpipe_low_precision.checkpoint import take_place, write_quantized
-from recpipe_low_precision.row_types import row_bytes
 from safetensors.torch import load_file, save_file
 from serving_load import Load, closed_loop, run
 
 import recpipe
 from recpipe.answers.manifest import write_manifest
+from recpipe.answers.row_types import row_bytes
 from recpipe.answers.score import Scorer
 from recpipe.answers.trained import open_trained
 from recpipe.plugin.store import StoreLayout

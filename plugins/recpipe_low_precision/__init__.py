@@ -8,11 +8,11 @@ from recpipe.common.process import lazily
 from recpipe_low_precision.model_quantizer import FinishedModel, ModelQuantizer, Quantized, ReportSection
 
 if TYPE_CHECKING:
+    from recpipe.answers.row_types import ROW_TYPES, decode_rows, encode_rows, row_bytes
     from recpipe.answers.stored import FloatCheckpoint
     from recpipe_low_precision.bags import LowPrecisionBags, LowPrecisionRows, LowPrecisionTables, RowType
     from recpipe_low_precision.checkpoint import put_rows, write_quantized
     from recpipe_low_precision.opened import open_quantized, put_rows_of
-    from recpipe_low_precision.row_types import ROW_TYPES, decode_rows, encode_rows, row_bytes
 
 QUANTIZE = Command(
     "recpipe_low_precision.command:quantize",
@@ -22,7 +22,7 @@ QUANTIZE = Command(
 )
 
 NAMES = {
-    "BITS": "recpipe_low_precision.row_types:BITS",
+    "BITS": "recpipe.answers.row_types:BITS",
     "Called": "recpipe.model.call:Called",
     "EIGHT_BITS": "recpipe.private_api.int8:EIGHT_BITS",
     "FewRows": "recpipe.answers.stored:FewRows",
@@ -36,16 +36,16 @@ NAMES = {
     "LowPrecisionTables": "recpipe_low_precision.bags:LowPrecisionTables",
     "ModelQuantizer": "recpipe_low_precision.model_quantizer:ModelQuantizer",
     "Quantized": "recpipe_low_precision.model_quantizer:Quantized",
-    "ROW_TYPES": "recpipe_low_precision.row_types:ROW_TYPES",
+    "ROW_TYPES": "recpipe.answers.row_types:ROW_TYPES",
     "ReportSection": "recpipe_low_precision.model_quantizer:ReportSection",
     "RowType": "recpipe_low_precision.bags:RowType",
     "SEVEN_BITS": "recpipe.private_api.int8:SEVEN_BITS",
     "auc": "recpipe.model.metrics:auc",
     "bag_keys": "recpipe_low_precision.bags:bag_keys",
     "bfloat16_has_units": "recpipe_low_precision.layers:bfloat16_has_units",
-    "decode_rows": "recpipe_low_precision.row_types:decode_rows",
-    "encode_rows": "recpipe_low_precision.row_types:encode_rows",
-    "fits": "recpipe_low_precision.row_types:fits",
+    "decode_rows": "recpipe.answers.row_types:decode_rows",
+    "encode_rows": "recpipe.answers.row_types:encode_rows",
+    "fits": "recpipe.answers.row_types:fits",
     "free_memory": "recpipe.common.machine:free_memory",
     "int8_adds_up": "recpipe.private_api.int8:int8_adds_up",
     "is_linear": "recpipe_low_precision.layers:is_linear",
@@ -55,8 +55,8 @@ NAMES = {
     "put_rows_of": "recpipe_low_precision.opened:put_rows_of",
     "replace_module": "recpipe.answers.stored:replace_module",
     "require_ids": "recpipe.data.parts:require_ids",
-    "row_bytes": "recpipe_low_precision.row_types:row_bytes",
-    "row_scales": "recpipe_low_precision.row_types:row_scales",
+    "row_bytes": "recpipe.answers.row_types:row_bytes",
+    "row_scales": "recpipe.answers.row_types:row_scales",
     "seconds_by_round": "recpipe.common.timing:seconds_by_round",
     "table_bytes": "recpipe_low_precision.checkpoint:table_bytes",
     "write_quantized": "recpipe_low_precision.checkpoint:write_quantized",

@@ -18,10 +18,10 @@ from torchrec.modules.embedding_modules import (
 )
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, KeyedTensor
 
+from recpipe.answers.row_types import row_bytes
 from recpipe.data.parts import require_ids
 from recpipe.errors import UserError
 from recpipe.private_api import MEAN, NONE, SUM, NbitLayout, look_up_nbit, remapped_ids
-from recpipe_low_precision.row_types import row_bytes
 
 ALIGNED = 128
 """Bytes at whose multiples a table begins in the buffer of all tables, as in FBGEMM's own modules."""

@@ -34,6 +34,7 @@ from torch import nn
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
 
 from recpipe.answers.plain import fill_dense
+from recpipe.answers.row_types import ROW_TYPES, encode_rows, row_bytes
 from recpipe.answers.stored import Collection, FloatCheckpoint, configs_of, replace_module
 from recpipe.checkpoint.trained_on import TrainedOn
 from recpipe.common.files import sync, unwritable
@@ -44,7 +45,6 @@ from recpipe.pipeline.placed import saved_values
 from recpipe_low_precision.bags import LowPrecisionBags, LowPrecisionRows, RowType
 from recpipe_low_precision.format import DENSE, MANIFEST, is_quantized
 from recpipe_low_precision.layers import Layer, put_layers
-from recpipe_low_precision.row_types import ROW_TYPES, encode_rows, row_bytes
 
 DIGEST = "manifest.b2sum"
 LAYERS = "layers.safetensors"

@@ -13,6 +13,7 @@ import torch
 from rich.console import Console
 
 from recpipe.answers.command import TERMINAL, Caller, answering
+from recpipe.answers.row_types import encode_rows
 from recpipe.answers.trained import open_trained
 from recpipe.answers.words import of_plugins, parted, the_plugin
 from recpipe.common.console import log, show
@@ -28,7 +29,6 @@ from recpipe.tasks.process import interrupt_on_sigterm, prepare_process
 from recpipe_low_precision.checkpoint import require_free, take_place
 from recpipe_low_precision.format import is_quantized
 from recpipe_low_precision.model_quantizer import FinishedModel, ModelQuantizer, Quantized
-from recpipe_low_precision.row_types import encode_rows
 
 FLOAT32 = "fp32"
 QUANTIZED = "quantized"

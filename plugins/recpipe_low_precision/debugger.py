@@ -14,11 +14,12 @@ from typing import Any
 import torch
 from torch import nn
 
+from recpipe.answers.row_types import BITS, decode_rows, row_scales
 from recpipe.answers.stored import FewRows
 from recpipe.model.call import Called
 from recpipe_low_precision.bags import LowPrecisionTables
 from recpipe_low_precision.layers import LowPrecisionLinear
-from recpipe_low_precision.row_types import BITS, FLOAT, decode_rows, row_scales
+from recpipe_low_precision.row_types import FLOAT
 from recpipe_low_precision.slices import Slice, Stub
 
 LEAST_SNR = {"fp32": 100.0, "fp16": 50.0, "int8": 30.0, "int4": 12.0, "int2": 3.0}

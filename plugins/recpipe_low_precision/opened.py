@@ -17,6 +17,7 @@ from safetensors import safe_open
 from torch import nn
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
 
+from recpipe.answers.row_types import row_bytes
 from recpipe.answers.stored import FewTableRows, StoredModel, StoredTable, gather
 from recpipe.answers.trained import HostScoring, Trained, open_trained, scored
 from recpipe.checkpoint.trained_on import TrainedOn
@@ -37,7 +38,6 @@ from recpipe_low_precision.checkpoint import (
     table_file,
 )
 from recpipe_low_precision.layers import in_float32
-from recpipe_low_precision.row_types import row_bytes
 
 
 def open_quantized(directory: str | Path, model: nn.Module | None = None) -> nn.Module:

@@ -16,6 +16,7 @@ import torch
 from annotated_types import Gt, Interval
 from numpy.typing import NDArray
 
+from recpipe.answers.row_types import ROW_TYPES, fits
 from recpipe.common.meter import Meter
 from recpipe.errors import UserError
 from recpipe.model.call import Called
@@ -27,7 +28,7 @@ from recpipe_low_precision.debugger import compare
 from recpipe_low_precision.dense import TYPES, Linear, calibrate, largest_code, measure, types_for
 from recpipe_low_precision.model_quantizer import FinishedModel, ModelQuantizer, Quantized
 from recpipe_low_precision.opened import put_rows_of
-from recpipe_low_precision.row_types import FLOAT, ROW_TYPES, Assignment, Choice, fits
+from recpipe_low_precision.row_types import FLOAT, Assignment, Choice
 from recpipe_low_precision.search import Cost, Found, Judge, PairedBootstrap, Search
 from recpipe_low_precision.slices import Losses, Slice, asked_in, between_samples, check_slice, used_rows
 

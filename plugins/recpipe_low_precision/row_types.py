@@ -5,29 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from recpipe.answers.row_types import (
-    BITS,
-    ROW_TYPES,
-    decode_rows,
-    encode_rows,
-    fits,
-    row_bytes,
-    row_scales,
-)
-
-__all__ = [
-    "BITS",
-    "FLOAT",
-    "ROW_TYPES",
-    "Assignment",
-    "Choice",
-    "decode_rows",
-    "encode_rows",
-    "fits",
-    "row_bytes",
-    "row_scales",
-]
-
 
 @dataclass(frozen=True)
 class Choice:

@@ -20,6 +20,7 @@ from torchrec.modules.embedding_modules import (
 )
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, KeyedTensor
 
+from recpipe.answers.row_types import encode_rows
 from recpipe.answers.stored import FloatCheckpoint, replace_module
 from recpipe.data.parts import require_ids
 from recpipe.errors import shown
@@ -34,7 +35,7 @@ from recpipe_low_precision.bags import (
     bag_keys,
 )
 from recpipe_low_precision.layers import LowPrecisionLinear, show_products
-from recpipe_low_precision.row_types import FLOAT, Assignment, Choice, encode_rows
+from recpipe_low_precision.row_types import FLOAT, Assignment, Choice
 
 LAYER = "layer:"
 """What comes before a linear layer's path in its name in an assignment."""

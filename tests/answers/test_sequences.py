@@ -9,7 +9,6 @@ import pytest
 import torch
 from recpipe_low_precision.checkpoint import write_quantized
 from recpipe_low_precision.opened import open_quantized
-from recpipe_low_precision.row_types import decode_rows, encode_rows
 from recpipe_serve.batching.forms import together
 from recpipe_serve.batching.scorer import RequestScorer
 from recpipe_serve.errors import Refused
@@ -18,6 +17,7 @@ from recpipe_serve.http.features import Features
 import recpipe
 from recpipe.answers import score
 from recpipe.answers.parts import of_checkpoint
+from recpipe.answers.row_types import decode_rows, encode_rows
 from recpipe.answers.trained import open_trained, scored
 from recpipe.plugin.batch import Batch
 from recpipe.private_api.compiled import compiler

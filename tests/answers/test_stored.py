@@ -13,13 +13,13 @@ import pytest
 import torch
 from recpipe_low_precision.bags import LowPrecisionBags, RowType
 from recpipe_low_precision.checkpoint import write_quantized
-from recpipe_low_precision.row_types import encode_rows
 from safetensors.torch import load_file
 from torchrec.modules.embedding_configs import EmbeddingBagConfig
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 import recpipe
 from recpipe.answers.parts import of_checkpoint
+from recpipe.answers.row_types import encode_rows
 from recpipe.answers.stored import FewRows
 from recpipe.answers.trained import open_trained
 from recpipe.errors import UserError

@@ -7,11 +7,11 @@ from collections.abc import Sequence
 import pytest
 import torch
 from recpipe_low_precision.bags import LowPrecisionBags, RowType
-from recpipe_low_precision.row_types import ROW_TYPES, decode_rows, encode_rows
 from torchrec.modules.embedding_configs import EmbeddingBagConfig, PoolingType
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
+from recpipe.answers.row_types import ROW_TYPES, decode_rows, encode_rows
 from recpipe.errors import DataError, UserError
 
 ROWS = {"t0": 30, "t1": 20, "t2": 25, "t3": 10, "t4": 40}

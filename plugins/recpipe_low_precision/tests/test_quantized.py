@@ -14,9 +14,9 @@ from recpipe_low_precision import checkpoint as quantized
 from recpipe_low_precision.checkpoint import DIGEST, read_manifest, seal, write_quantized
 from recpipe_low_precision.format import MANIFEST
 from recpipe_low_precision.opened import open_quantized
-from recpipe_low_precision.row_types import decode_rows, encode_rows
 
 import recpipe
+from recpipe.answers.row_types import decode_rows, encode_rows
 from recpipe.answers.stored import FloatCheckpoint
 from recpipe.answers.trained import open_trained
 from recpipe.cli import main

@@ -4,16 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from recpipe_low_precision.row_types import (
-    BITS,
-    ROW_TYPES,
-    decode_rows,
-    encode_rows,
-    fits,
-    row_bytes,
-    row_scales,
-)
 
+from recpipe.answers.row_types import BITS, ROW_TYPES, decode_rows, encode_rows, fits, row_bytes, row_scales
 from recpipe.errors import UserError
 
 DIM = 64
