@@ -57,6 +57,7 @@ def main() -> None:
         about = json.loads((run / "time_to_quality.json").read_text())
         rows.append(row(name, about))
     if asked.json is not None:
+        asked.json.mkdir(parents=True, exist_ok=True)
         asked.json.joinpath("time_to_quality.json").write_text(
             json.dumps(result(rows, about), indent=1) + "\n"
         )
